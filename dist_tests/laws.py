@@ -1,0 +1,82 @@
+"""What every test compares with: bytes, and the lists of formats that laws run over."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from fsdp_quant.formats import FORMATS, format_of
+from fsdp_quant.quantizer import Quantizer
+from fsdp_quant.storage import Storage
+
+
+def as_bytes(t: Tensor) -> Tensor:
+    """The bytes of a tensor, uint8 [.., itemsize]."""
+    whole = t.detach().cpu().clone(memory_format=torch.contiguous_format)  # contiguous() keeps strides of dims of 1
+    return whole.reshape(*t.shape, 1).view(torch.uint8)
+
+
+def assert_same_bytes(got: Tensor, want: Tensor, what: str = "tensor") -> None:
+    """Fail with the first coordinate that differs, and both values."""
+    if got.shape != want.shape or got.dtype != want.dtype:
+        raise AssertionError(f"{what}: got {list(got.shape)} {got.dtype}, want {list(want.shape)} {want.dtype}")
+    a, b = as_bytes(got), as_bytes(want)
+    if torch.equal(a, b):
+        return
+    differs = (a != b).any(-1)
+    at = tuple(differs.nonzero()[0].tolist())
+    raise AssertionError(
+        f"{what}: {int(differs.sum())} of {differs.numel()} elements differ, first at {list(at)}: "
+        f"got {got[at].item()!r}, want {want[at].item()!r}"
+    )
+
+
+def assert_same_storage(got: Storage | None, want: Storage | None, what: str = "storage") -> None:
+    """Fail unless format, shape and every buffer agree bit for bit."""
+    if got is None or want is None:
+        assert got is want, f"{what}: got {got}, want {want}"
+        return
+    assert (got.fmt, got.direction, tuple(got.shape)) == (want.fmt, want.direction, tuple(want.shape)), (
+        f"{what}: got {got.describe()}, want {want.describe()}"
+    )
+    assert got.buffers().keys() == want.buffers().keys(), f"{what}: {got.buffers().keys()} {want.buffers().keys()}"
+    for name, buffer in got.buffers().items():
+        assert_same_bytes(buffer, want.buffers()[name], f"{what}.{name}")
+
+
+def quantizers() -> dict[str, Quantizer]:
+    """Every row of the format table, and the options that change bytes."""
+    made = {name: Quantizer(fmt) for name, fmt in FORMATS.items()}
+    made["fp8_tensor_e5m2"] = Quantizer(format_of("fp8_tensor", element="e5m2"))
+    made["fp8_tensor_pow2"] = Quantizer(format_of("fp8_tensor", pow2=True))
+    made["fp8_row_pow2"] = Quantizer(format_of("fp8_row", pow2=True))
+    made["fp8_1x128_fp32"] = Quantizer(format_of("fp8_1x128", pow2=False))
+    made["fp8_128x128_fp32"] = Quantizer(format_of("fp8_128x128", pow2=False))
+    made["mxfp8_e5m2"] = Quantizer(format_of("mxfp8", element="e5m2"))
+    made["mxfp8_floor"] = Quantizer(format_of("mxfp8", scale_rounding="floor"))
+    return made
+
+
+QUANTIZERS = quantizers()
+FORMAT_NAMES = tuple(FORMATS)
+PAIRS = [(row, col) for row in FORMAT_NAMES for col in FORMAT_NAMES]
+
+
+def sample(pairs: list, stride: int = 7) -> list:
+    """Every `stride`-th pair, or all of them with FSDP_QUANT_ALL_PAIRS=1 in the environment."""
+    return pairs if os.environ.get("FSDP_QUANT_ALL_PAIRS") == "1" else pairs[::stride]
+
+
+def values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16, kind: str = "gauss") -> Tensor:
+    """Test inputs: "gauss", "outliers" (a few channels x1000), "tiny" (gradient-like), "heavy" (student t, 3)."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, generator=g)
+    if kind == "outliers":
+        x = x * torch.where(torch.rand(shape[-1], generator=g) < 0.05, 1000.0, 1.0)
+    elif kind == "tiny":
+        x = x * 1e-6
+    elif kind == "heavy":
+        x = x / (torch.randn(3, *shape, generator=g).square().mean(0).sqrt() + 1e-3)
+    return x.to(dtype)

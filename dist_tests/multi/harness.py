@@ -1,0 +1,77 @@
+"""Spawn ranks on gloo (or NCCL), run a function on each, collect results or the first traceback."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import tempfile
+import traceback
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+_PRELOAD = ["torch.distributed.fsdp", "torch.distributed.tensor", "fsdp_quant", "dist_tests.multi.nets"]
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _entry(rank: int, world: int, port: int, fn, args, folder: str, device: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world),
+                   "LOCAL_RANK": str(rank)}
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        dist.init_process_group("nccl", rank=rank, world_size=world, device_id=torch.device("cuda", rank))
+    else:
+        dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    try:
+        outcome = ("ok", fn(rank, world, *args))
+    except BaseException:
+        outcome = ("error", traceback.format_exc())
+    with open(os.path.join(folder, str(rank)), "wb") as f:
+        pickle.dump(outcome, f)
+    if outcome[0] == "ok":
+        dist.barrier()
+        dist.destroy_process_group()
+    os._exit(0)  # gloo workers sometimes abort in their destructors
+
+
+def run_ranks(world: int, fn, *args, device: str = "cpu") -> list:
+    """fn(rank, world, *args) on every rank; returns the results by rank. fn must be a module-level function.
+
+    Raises AssertionError with the traceback of the first rank that failed of itself.
+    """
+    context = mp.get_context("spawn" if device == "cuda" else "forkserver")
+    if device == "cpu":
+        context.set_forkserver_preload(_PRELOAD)  # torch is imported once, each rank is a fork of the server
+    port = _free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=_entry, args=(r, world, port, fn, args, folder, device)) for r in range(world)
+        ]
+        for process in ranks:
+            process.start()
+        results: dict[int, tuple] = {}
+        for process in ranks:
+            process.join(300)
+        for rank, process in enumerate(ranks):
+            if process.is_alive():
+                process.kill()
+            path = os.path.join(folder, str(rank))
+            if os.path.exists(path):
+                with open(path, "rb") as f:
+                    results[rank] = pickle.load(f)
+    errors = {r: text for r, (kind, text) in results.items() if kind == "error"}
+    missing = [r for r in range(world) if r not in results]
+    if errors:  # the rank that failed of itself, not one whose peer went away
+        rank = min(errors, key=lambda r: ("gloo" in errors[r] or "NCCL" in errors[r], r))
+        raise AssertionError(f"rank {rank} of {world} failed:\n{errors[rank]}")
+    assert not missing, f"ranks {missing} of {world} ended without a result"
+    return [results[r][1] for r in range(world)]

@@ -1,0 +1,542 @@
+"""Training under `fully_shard`: gradients, updates, directions, bytes, recomputation, events."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import fsdp_quant as fq
+from dist_tests import laws
+from dist_tests.multi import nets
+from dist_tests.multi.harness import run_ranks
+from fsdp_quant.counters import counters
+from fsdp_quant.gemm import StaleWeightError
+from fsdp_quant.tensor.master_weight import MasterWeight
+
+RECIPES = {
+    "mxfp8/nvfp4": fq.recipes.hybrid("mxfp8", "nvfp4"),
+    "nvfp4": fq.recipes.nvfp4(),
+    "fp8_block": fq.recipes.fp8_block(),
+    "fp8_current/fp8_row": fq.recipes.hybrid("fp8_current", "fp8_row"),
+    "mxfp8, dequantized": fq.recipes.mxfp8(backward_override="dequantized"),
+    "nvfp4, high precision": fq.recipes.nvfp4(backward_override="high_precision"),
+}
+
+
+def _adam(net):
+    return torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+
+def _same_as_whole_weights(rank: int, world: int, pairs, data_parallel: bool) -> None:
+    """Our gather against a plain FSDP2 gather whose ranks quantize the whole weight themselves."""
+    recipes = {f"{r}/{c}": nets.pair_recipe(r, c) for r, c in pairs} | RECIPES
+    data_rank = rank if data_parallel else 0
+    for label, recipe in recipes.items():
+        ours, oracle = nets.build(), nets.build()
+        fq.convert(ours, recipe)
+        nets.shard(ours)
+        nets.shard(nets.as_oracle(oracle, recipe))
+        a, b = _adam(ours), _adam(oracle)
+        for step in range(2):
+            got, want = nets.train_step(ours, a, step, data_rank), nets.train_step(oracle, b, step, data_rank)
+            laws.assert_same_bytes(got, want, f"world {world}, {label}: output of step {step}")
+        got, want = nets.full_state(ours), nets.full_state(oracle)
+        for name, value in want.items():
+            laws.assert_same_bytes(got[name], value, f"world {world}, {label}: {name} after 2 steps")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_training_equals_plain_fsdp_on_whole_weights(world):
+    """If false, sharding the quantization changes gradients or weights."""
+    run_ranks(world, _same_as_whole_weights, laws.sample(laws.PAIRS), True)
+
+
+def _same_as_one_process(rank: int, world: int) -> None:
+    """Equal data on every rank: averaging equal gradients is exact at worlds 1 and 2."""
+    recipes = RECIPES | {"delayed": fq.recipes.fp8_delayed(length=2)} | {
+        f"{r}/{c}": nets.pair_recipe(r, c) for r, c in laws.PAIRS[::5]
+    }
+    for label, recipe in recipes.items():
+        sharded, single = nets.build(), nets.build()
+        fq.convert(sharded, recipe)
+        fq.convert(single, recipe)
+        nets.shard(sharded)
+        a, b = _adam(sharded), _adam(single)
+        for step in range(3):
+            got, want = nets.train_step(sharded, a, step), nets.train_step(single, b, step)
+            laws.assert_same_bytes(got, want, f"world {world}, {label}: output of step {step}")
+        state = nets.full_state(sharded)
+        for name, value in single.state_dict().items():
+            laws.assert_same_bytes(state[name], value, f"world {world}, {label}: {name}")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_training_equals_one_process(world):
+    """If false, a sharded model is another model than the same one in one process."""
+    run_ranks(world, _same_as_one_process)
+
+
+def _reshard_modes(rank: int, world: int) -> None:
+    for label, recipe in RECIPES.items():
+        results = {}
+        for reshard in (True, False):
+            net = nets.build()
+            fq.convert(net, recipe)
+            nets.shard(net, reshard_after_forward=reshard)
+            optimizer = _adam(net)
+            results[reshard] = [nets.train_step(net, optimizer, s, rank) for s in range(2)] + list(
+                nets.full_state(net).values()
+            )
+        for got, want in zip(results[False], results[True]):
+            laws.assert_same_bytes(got, want, f"{label}: reshard_after_forward False against True")
+
+
+def test_reshard_after_forward_modes_train_alike():
+    """If false, keeping weights gathered multiplies other bytes than gathering them again."""
+    run_ranks(2, _reshard_modes)
+
+
+def _bytes_on_the_wire(rank: int, world: int) -> None:
+    for recompute in (False, True):
+        for label, recipe in RECIPES.items():
+            net = nets.build(recompute=recompute)
+            fq.convert(net, recipe)
+            nets.shard(net)
+            before = fq.plan(net)
+            for _ in range(2):
+                x = nets.batch(rank=rank)
+                counters.reset()
+                with nets.recorded_collectives() as forward:
+                    y = net(x)
+                planned = fq.plan(net)
+                with nets.recorded_collectives() as backward:
+                    y.square().mean().backward()
+                sizes = [sum(n for kind, n in seen if kind == "all_gather") for seen in (forward, backward)]
+                want = [planned.bytes_per_step(backward=False), planned.bytes_per_step(forward=False)]
+                assert sizes == want, f"{label}, recompute {recompute}: gathered {sizes}, the plan says {want}"
+                assert before.bytes_per_step(backward=False) == want[0], "the plan changed with the first forward"
+                counted = fq.receipt().gathered_bytes
+                assert counted + sum(planned.other_bytes) == sum(sizes), "the receipt does not add up to the wire"
+            if label == "mxfp8/nvfp4":
+                receipt = fq.receipt()
+                assert set(receipt.backward_gathers) == ({"nvfp4", "mxfp8"} if recompute else {"nvfp4"}), str(receipt)
+                blocks = [n for n in planned.weight_bytes if n.startswith("blocks")]
+                forward_of_blocks = sum(planned.weight_bytes[n][0] for n in blocks)
+                head = planned.weight_bytes["head.weight"][0]
+                assert sum(receipt.forward_gathers.values()) == forward_of_blocks + head
+
+
+def test_bytes_on_the_wire_equal_the_plan():
+    """If false, a pass gathers bytes that nothing multiplies, or a high-precision gather slipped in."""
+    run_ranks(2, _bytes_on_the_wire)
+
+
+def _recomputation(rank: int, world: int) -> None:
+    for label, recipe in RECIPES.items():
+        nets_ = []
+        for recompute in (False, True):
+            net = nets.build(recompute=recompute)
+            fq.convert(net, recipe)
+            nets.shard(net)
+            optimizer = _adam(net)
+            nets_.append([nets.train_step(net, optimizer, s, rank) for s in range(2)] + list(nets.full_state(net).values()))
+        for plain, recomputed in zip(*nets_):
+            laws.assert_same_bytes(recomputed, plain, f"{label}: with and without recomputation")
+
+
+def test_activation_checkpointing_trains_alike():
+    """If false, recomputation reads freed codes, other bytes or other random bits."""
+    run_ranks(2, _recomputation)
+
+
+def _saved_tensor_hooks_of_users(rank: int, world: int) -> None:
+    recipe = RECIPES["mxfp8/nvfp4"]
+    results = []
+    for offload in (False, True):
+        net = nets.build()
+        fq.convert(net, recipe)
+        nets.shard(net)
+        counters.reset()
+        with torch.autograd.graph.save_on_cpu() if offload else torch.enable_grad(), fq.token_offset(0):
+            net(nets.batch()).square().mean().backward()
+        results.append((fq.receipt().gathers, nets.full(net.head.weight.grad)))
+    assert results[0][0] == results[1][0], f"offloading saved tensors changed the gathers: {results}"
+    laws.assert_same_bytes(results[1][1], results[0][1], "gradient under save_on_cpu")
+
+
+def test_saved_tensor_hooks_of_users_change_no_gather():
+    """If false, offloading is mistaken for recomputation and doubles the bytes."""
+    run_ranks(2, _saved_tensor_hooks_of_users)
+
+
+def _accumulation(rank: int, world: int) -> None:
+    for label, recipe in RECIPES.items():
+        for micro_batches in (1, 4):
+            net = nets.build()
+            fq.convert(net, recipe)
+            nets.shard(net)
+            optimizer = _adam(net)
+            nets.train_step(net, optimizer, 0, rank)
+            counters.reset()
+            nets.train_step(net, optimizer, 1, rank, micro_batches)
+            encodes = counters.of("weight encode")
+            assert all(n == 1 for n in encodes.values()), f"{label}: encoded more than once a version: {encodes}"
+            reduced = counters.total("amax all-reduce")
+            assert reduced <= 1, f"{label}: {reduced} amax collectives in one step"
+
+
+def test_gradient_accumulation_encodes_once_a_step():
+    """If false, every micro-batch pays for quantizing the weights again."""
+    run_ranks(2, _accumulation)
+
+
+def _eval_between(rank: int, world: int) -> None:
+    for recipe in (RECIPES["mxfp8/nvfp4"], RECIPES["nvfp4"]):
+        outputs = []
+        for evaluate in (False, True):
+            net = nets.build()
+            fq.convert(net, recipe)
+            nets.shard(net)
+            optimizer = _adam(net)
+            seen = [nets.train_step(net, optimizer, 0, rank)]
+            if evaluate:
+                net.eval()
+                with torch.no_grad():
+                    counters.reset()
+                    net(nets.batch(5))
+                    directions = {(phase, d) for phase, d, _ in counters.of("gather")}
+                    assert ("backward", "columnwise") not in directions
+                net.train()
+            seen.append(nets.train_step(net, optimizer, 1, rank))
+            outputs.append(seen + list(nets.full_state(net).values()))
+        for with_eval, without in zip(outputs[1], outputs[0]):
+            laws.assert_same_bytes(with_eval, without, "training with an evaluation in between")
+
+
+def test_eval_between_steps_changes_nothing():
+    """If false, evaluation leaves stale or one-sided codes behind."""
+    run_ranks(2, _eval_between)
+
+
+def _meta_init(rank: int, world: int) -> None:
+    recipe = RECIPES["mxfp8/nvfp4"]
+    torch.manual_seed(3)
+    cpu = nets.Net()
+    want = {n: p.detach().clone() for n, p in cpu.named_parameters()}
+    fq.convert(cpu, recipe)
+    nets.shard(cpu)
+    with torch.device("meta"):
+        meta = nets.Net()
+    fq.convert(meta, recipe)
+    nets.shard(meta)
+    meta.to_empty(device="cpu")
+    for name, parameter in meta.named_parameters():
+        local = parameter._local_tensor
+        shard = want[name].chunk(world)[rank] if rank < len(want[name].chunk(world)) else want[name][:0]
+        with torch.no_grad():
+            local.copy_(shard)
+        assert name.endswith("weight") is False or "norm" in name or isinstance(local, MasterWeight), name
+    a, b = _adam(cpu), _adam(meta)
+    for step in range(2):
+        got, wanted = nets.train_step(meta, b, step), nets.train_step(cpu, a, step)
+        laws.assert_same_bytes(got, wanted, f"meta against CPU initialization, step {step}")
+
+
+def test_meta_device_init_equals_cpu_init():
+    """If false, deferred initialization loses the wrapper or trains other weights."""
+    run_ranks(3, _meta_init)
+
+
+def _convert_order(rank: int, world: int) -> None:
+    for label, recipe in RECIPES.items():
+        results = []
+        for late in (False, True):
+            net = nets.build()
+            if not late:
+                fq.convert(net, recipe)
+            nets.shard(net)
+            optimizer = _adam(net)
+            if late:
+                held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+                fq.convert(net, recipe)
+                assert held == [id(p) for p in net.parameters()], "the optimizer lost its parameters"
+            results.append([nets.train_step(net, optimizer, s, rank) for s in range(3)])
+        for late, early in zip(results[1], results[0]):
+            laws.assert_same_bytes(late, early, f"{label}: convert after against before fully_shard")
+
+
+def test_convert_after_fully_shard_equals_before():
+    """If false, the order of the two calls matters, or an optimizer built in between trains nothing."""
+    run_ranks(3, _convert_order)
+
+
+def _set_recipe(rank: int, world: int) -> None:
+    names = list(RECIPES)
+    for reshard in (True, False):
+        net = nets.build()
+        fq.convert(net, RECIPES[names[0]])
+        nets.shard(net, reshard_after_forward=reshard)
+        optimizer = _adam(net)
+        for step, name in enumerate(names[1:] + names[:1]):
+            nets.train_step(net, optimizer, step, rank)
+            fq.set_recipe(net, RECIPES[name])
+            fresh = nets.build()
+            fresh.load_state_dict(nets.full_state(net))
+            fq.convert(fresh, RECIPES[name])
+            nets.shard(fresh)
+            x = nets.batch(9, rank=rank)
+            with fq.token_offset(0):
+                got, want = net(x), fresh(x)
+                got.sum().backward()
+                want.sum().backward()
+            laws.assert_same_bytes(got.detach(), want.detach(), f"output after set_recipe({name})")
+            for (n, p), q in zip(net.named_parameters(), fresh.parameters()):
+                laws.assert_same_bytes(nets.full(p.grad), nets.full(q.grad), f"gradient of {n} after set_recipe({name})")
+            optimizer.zero_grad()
+
+
+def test_set_recipe_equals_a_fresh_model():
+    """If false, a change of format in mid-training reads buffers of the old one."""
+    run_ranks(2, _set_recipe)
+
+
+def _collectives_of_a_step(rank: int, world: int) -> list:
+    net = nets.build()
+    fq.convert(net, RECIPES["mxfp8/nvfp4"])
+    nets.shard(net)
+    optimizer = _adam(net)
+    nets.train_step(net, optimizer, 0, rank)
+    other = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=1.0)
+    with nets.recorded_collectives() as seen:
+        nets.train_step(net, optimizer, 1, rank)
+        other.step()
+        net.eval()
+        with torch.no_grad():
+            net(nets.batch(3))
+    assert [kind for kind, _ in seen].count("all_reduce") <= 2, seen
+    steps = [i for i, (kind, _) in enumerate(seen) if kind == "all_reduce"]
+    assert len(steps) == 2, f"one before each first gather after a step, none for the other optimizer: {seen}"
+    return seen
+
+
+def test_one_amax_collective_a_step_and_the_same_list_on_every_rank():
+    """If false, ranks with empty shards or no statistics of their own hang the others."""
+    lists = run_ranks(4, _collectives_of_a_step)
+    assert all(seen == lists[0] for seen in lists)
+
+
+def _mutation_on_one_rank(rank: int, world: int) -> None:
+    net = nets.build()
+    fq.convert(net, fq.recipes.fp8_current())
+    nets.shard(net)
+    optimizer = _adam(net)
+    nets.train_step(net, optimizer, 0)
+    net(nets.batch()).sum().backward()
+    if rank == 0:
+        with torch.no_grad():
+            net.head.weight._local_tensor.mul_(2.0)
+    net(nets.batch())
+
+
+def test_mutation_on_one_rank_raises_and_never_hangs():
+    """If false, weights changed by hand on one rank are multiplied stale, or the job waits forever."""
+    start = time.time()
+    with pytest.raises(AssertionError, match=r"head.weight changed without an event.*fq.sync"):
+        run_ranks(2, _mutation_on_one_rank)
+    assert time.time() - start < 60
+
+
+def _mutations_on_every_rank(rank: int, world: int) -> None:
+    for label, recipe in RECIPES.items():
+        net = nets.build()
+        fq.convert(net, recipe)
+        nets.shard(net)
+        optimizer = _adam(net)
+        nets.train_step(net, optimizer, 0)
+
+        def check(what: str) -> None:
+            fresh = nets.build()
+            fresh.load_state_dict(nets.full_state(net))
+            fq.convert(fresh, recipe)
+            nets.shard(fresh)
+            x = nets.batch(7)
+            with torch.no_grad():
+                laws.assert_same_bytes(net(x), fresh(x), f"{label}: output after {what}")
+            for module in (net, *net.blocks):
+                module.reshard()
+
+        with torch.no_grad():
+            for p in net.parameters():
+                p.mul_(1.5)
+        fq.sync(net)
+        check("an in-place edit and fq.sync")
+        exported = net.state_dict()
+        with torch.no_grad():
+            for value in exported.values():
+                (value._local_tensor if isinstance(value, DTensor) else value).mul_(0.7)
+        check("writing into an exported state dict")
+        net.load_state_dict({k: v * 1.1 for k, v in net.state_dict().items()})
+        check("load_state_dict")
+        for _ in range(2):
+            net(nets.batch()).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            torch.optim.SGD(net.parameters(), lr=0.1, foreach=True).step()
+            net.zero_grad()
+        check("another optimizer's foreach step")
+
+
+def test_every_shared_event_reaches_the_next_gather():
+    """If false, codes of an earlier master are multiplied (also on ranks whose shard is empty)."""
+    run_ranks(4, _mutations_on_every_rank)
+
+
+def _stale_unsharded(rank: int, world: int) -> None:
+    net = nets.build()
+    fq.convert(net, fq.recipes.mxfp8())
+    nets.shard(net)
+    net.eval()
+    with torch.no_grad():
+        net(nets.batch())  # the root's head stays gathered
+        net.head._parameters["weight"]
+        for p in net.state_dict().values():
+            (p._local_tensor if isinstance(p, DTensor) else p).mul_(2.0)
+        net.load_state_dict(net.state_dict())
+        gathered = type(net.head.weight).__name__
+    assert gathered != "QuantizedTensor", "load_state_dict reshards"
+    net2 = nets.build()
+    fq.convert(net2, fq.recipes.mxfp8())
+    nets.shard(net2)
+    optimizer = _adam(net2)
+    with torch.no_grad():
+        net2.eval()
+        net2(nets.batch())
+    assert type(net2.head.weight).__name__ == "QuantizedTensor"
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p) if not isinstance(p._local_tensor, MasterWeight) else None
+    managed = net2.head.weight._slots.owner.managed
+    with torch.no_grad():
+        managed.local.mul_(2.0)
+    try:
+        net2(nets.batch())
+    except StaleWeightError as error:
+        assert "head.weight changed while its gathered codes were in use" in str(error)
+        return
+    raise AssertionError("a stale gathered weight was multiplied")
+
+
+def test_gathered_codes_of_a_changed_master_raise():
+    """If false, a weight changed while it is gathered is multiplied as it was."""
+    run_ranks(2, _stale_unsharded)
+
+
+def _memory(rank: int, world: int) -> None:
+    recipe = RECIPES["mxfp8/nvfp4"]
+    net = nets.build(hidden=(96, 96, 96))
+    fq.convert(net, recipe)
+    nets.shard(net)
+    optimizer = _adam(net)
+    states = [m.local.state for m in _managed(net) if isinstance(m.local, MasterWeight)]
+
+    def alive() -> int:
+        total = 0
+        for state in states:
+            if state.gathered is not None:
+                buffers = list(state.gathered.buffers.values())
+                total += sum(t.untyped_storage().size() for b in buffers for t in (*b.outputs, *b.filled.values()))
+        return total
+
+    peaks = []
+    for block in net.blocks:
+        block.register_forward_hook(lambda *_: peaks.append(alive()))
+    counts = []
+    for step in range(12):
+        nets.train_step(net, optimizer, step, rank)
+        assert alive() == 0, f"{alive()} bytes of gathered codes outlive the step"
+        gc.collect()
+        counts.append(sum(1 for o in gc.get_objects() if isinstance(o, torch.Tensor)))
+    assert counts[-1] == counts[4], f"tensors alive grow from step to step: {counts}"
+    planned = fq.plan(net).weight_bytes
+    one_block = max(sum(planned[f"blocks.{i}.{n}.weight"][0] for n in ("up", "down")) for i in range(3))
+    head = sum(planned["head.weight"])
+    assert max(peaks) <= 2 * one_block + head + 64, f"alive at most {max(peaks)}, a block is {one_block}"
+
+
+def _managed(net):
+    from fsdp_quant.tensor.torch_compat import managed_params_of
+
+    return managed_params_of(net)
+
+
+def test_gathered_bytes_are_freed_and_nothing_grows():
+    """If false, codes of one direction stay allocated while the other is multiplied, or leak from step to step."""
+    run_ranks(2, _memory)
+
+
+def _mixed_precision(rank: int, world: int) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    recipe = fq.recipes.hybrid("mxfp8", "identity")
+    net = nets.build(hidden=(16,))
+    weight = {n: p.detach().clone() for n, p in net.named_parameters()}
+    fq.convert(net, recipe)
+    nets.shard(net, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    with nets.recorded_weights() as seen:
+        y = net(nets.batch(rows=4))
+        y.float().square().mean().backward()
+    assert y.dtype is torch.bfloat16 and net.head.weight.grad.dtype is torch.float32
+    for direction, storage, _ in seen:
+        name = next(n for n, w in weight.items() if tuple(w.shape) == tuple(storage.shape))
+        want = nets.expected_storages(recipe, name, weight[name], torch.bfloat16)[direction]
+        laws.assert_same_storage(storage, want, f"{name} {direction}")
+        assert storage.dtype is torch.bfloat16
+
+
+def test_mixed_precision_policy_sets_the_dtype_of_identity_gathers():
+    """If false, the high-precision side of a hybrid travels in fp32, or gradients lose their reduce dtype."""
+    run_ranks(2, _mixed_precision)
+
+
+def _first_forward_is_eval(rank: int, world: int) -> None:
+    net, reference = nets.build(), nets.build()
+    for model in (net, reference):
+        fq.convert(model, RECIPES["nvfp4"])
+        nets.shard(model)
+    a, b = _adam(net), _adam(reference)
+    with torch.no_grad():
+        net(nets.batch())
+    for step in range(2):
+        laws.assert_same_bytes(
+            nets.train_step(net, a, step, rank), nets.train_step(reference, b, step, rank), f"step {step}"
+        )
+    dist.barrier()
+
+
+def test_a_first_forward_without_gradients_is_like_any_other():
+    """If false, buffers built by an evaluation lack what the first backward reads."""
+    run_ranks(2, _first_forward_is_eval)
+
+
+def _manual_unshard(rank: int, world: int) -> None:
+    net = nets.build()
+    whole = net.head.weight.detach().clone()
+    recipe = RECIPES["mxfp8/nvfp4"]
+    fq.convert(net, recipe)
+    nets.shard(net)
+    net.unshard()
+    for direction, want in nets.expected_storages(recipe, "head", whole).items():
+        laws.assert_same_storage(net.head.weight.storage_for(direction), want, f"manual unshard, {direction}")
+    want = nets.expected_storages(recipe, "head", whole)[fq.ROWWISE].dequantize(torch.float32)
+    laws.assert_same_bytes(net.head.weight.dequantize(), want, "dequantize")
+    net.reshard()
+    assert isinstance(net.head.weight, DTensor)
+
+
+def test_manual_unshard_gathers_both_directions():
+    """If false, code that unshards by hand reads freed memory."""
+    run_ranks(3, _manual_unshard)

@@ -1,0 +1,526 @@
+"""`fq.convert` and `fq.set_recipe`: what becomes quantized, what stays as it was, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp_quant as fq
+from dist_tests.laws import assert_same_bytes, values
+from fsdp_quant import recipes
+from fsdp_quant.counters import counters
+from fsdp_quant.formats import COLUMNWISE, IDENTITY, ROWWISE
+from fsdp_quant.tensor.master_weight import MasterWeight
+
+
+class Block(nn.Module):
+    """Names as in a transformer: a gate, two projections and a norm."""
+
+    def __init__(self, d: int = 32):
+        super().__init__()
+        self.norm = nn.LayerNorm(d)
+        self.gate = nn.Linear(d, 4, bias=False)
+        self.up = nn.Linear(d, 2 * d)
+        self.down = nn.Linear(2 * d, d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.down(torch.relu(self.up(h))) * self.gate(h).mean(-1, keepdim=True)
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int = 2, d: int = 32):
+        super().__init__()
+        self.embed = nn.Embedding(16, d)
+        self.layers = nn.ModuleList(Block(d) for _ in range(blocks))
+        self.lm_head = nn.Linear(d, 16, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(x)
+
+
+IDS = torch.arange(12).view(2, 6)
+
+
+def model(**options) -> Model:
+    torch.manual_seed(0)
+    return Model(**options)
+
+
+def loss_of(m: nn.Module) -> Tensor:
+    return m(IDS).float().square().mean()
+
+
+def kinds(m: nn.Module) -> dict[str, type]:
+    return {n: type(s) for n, s in m.named_modules() if isinstance(s, nn.Linear)}
+
+
+def step(m: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    loss = loss_of(m)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+# What is converted #
+
+
+def test_convert_takes_every_linear_in_place():
+    """Otherwise some layer silently stays in high precision, or references to modules go stale."""
+    m = model()
+    before = dict(m.named_modules())
+    assert fq.convert(m, recipes.mxfp8()) is m
+    assert dict(m.named_modules()) == before
+    linears = [n for n, s in before.items() if isinstance(s, nn.Linear)]
+    assert len(linears) == 7
+    assert kinds(m) == dict.fromkeys(linears, fq.Linear)
+    assert {n for n, s in before.items() if isinstance(getattr(s, "weight", None), MasterWeight)} == set(linears)
+    counters.reset()
+    loss_of(m).backward()
+    ran = counters.of("gemm")
+    assert sum(n for (_, a, b), n in ran.items() if a == b == "mxfp8") == sum(ran.values()) == 3 * 7
+
+
+@pytest.mark.parametrize("skip, left", [
+    (["lm_head"], ["lm_head"]),
+    (["gate"], ["layers.0.gate", "layers.1.gate"]),
+    (["*.gate", "lm_head"], ["layers.0.gate", "layers.1.gate", "lm_head"]),
+    (["layers.1.*"], ["layers.1.gate", "layers.1.up", "layers.1.down"]),
+    (["layers.0.up"], ["layers.0.up"]),
+    (("*.up", "*.down"), ["layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down"]),
+    ("lm_head", ["lm_head"]),
+])
+def test_skipped_modules_stay_as_they_are(skip, left: list[str]):
+    """Otherwise a head or router that must stay in high precision is quantized."""
+    m = fq.convert(model(), recipes.mxfp8(), skip=skip)
+    assert sorted(n for n, kind in kinds(m).items() if kind is nn.Linear) == sorted(left)
+    for name in left:
+        assert type(m.get_submodule(name).weight) is nn.Parameter
+
+
+def test_subclasses_of_linear_are_left_alone():
+    """Otherwise a class that overrides forward loses its own arithmetic."""
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    m = nn.ModuleDict({"scaled": Scaled(8, 8), "plain": nn.Linear(8, 8), "attention": nn.MultiheadAttention(8, 2)})
+    fq.convert(m, recipes.mxfp8())
+    assert type(m["scaled"]) is Scaled
+    assert type(m["plain"]) is fq.Linear
+    assert type(m["attention"].out_proj) is nn.modules.linear.NonDynamicallyQuantizableLinear
+    with pytest.raises(ValueError, match="no nn.Linear to convert"):
+        fq.convert(nn.Sequential(Scaled(8, 8)), recipes.mxfp8())
+
+
+def test_a_second_convert_takes_the_rest_and_touches_nothing_else():
+    """Otherwise converting a model in two calls wraps weights twice, or resets what the first call made."""
+    m = fq.convert(model(), recipes.mxfp8(), skip=["lm_head"])
+    states = {n: s.weight.state for n, s in m.named_modules() if isinstance(s, fq.Linear)}
+    fq.convert(m, recipes.nvfp4())
+    assert m.lm_head.recipe == recipes.nvfp4()
+    for name, state in states.items():
+        assert m.get_submodule(name).weight.state is state
+        assert m.get_submodule(name).recipe == recipes.mxfp8()
+    with pytest.raises(ValueError, match="no nn.Linear to convert"):
+        fq.convert(m, recipes.nvfp4())
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 8])
+def test_tail_keeps_the_last_layers_in_identity(blocks: int):
+    """Otherwise the layers that NVFP4 training needs in high precision are quantized, or the wrong ones are kept."""
+    m = fq.convert(model(blocks=blocks), recipes.nvfp4(tail=0.25), skip=["gate"])
+    names = [n for n, kind in kinds(m).items() if kind is fq.Linear]
+    assert len(names) == 2 * blocks + 1
+    kept = -(-len(names) // 4)
+    plain = [n for n in names if m.get_submodule(n).plan.operand("weight", ROWWISE) == IDENTITY]
+    assert plain == names[-kept:]
+    for name in plain:
+        for slot in ("input", "weight", "grad_output"):
+            for direction in (ROWWISE, COLUMNWISE):
+                assert m.get_submodule(name).plan.operand(slot, direction) == IDENTITY
+    for name in names[:-kept]:
+        assert m.get_submodule(name).recipe == recipes.nvfp4(tail=0.25)
+
+
+@pytest.mark.parametrize("layers, percent", [(25, 28), (50, 14), (50, 56), (7, 15), (20, 15), (3, 100), (3, 0)])
+def test_tail_counts_layers_exactly(layers: int, percent: int):
+    """Otherwise binary fractions keep one layer more than the share asked for: 0.28 * 25 is 7.000000000000001."""
+    m = fq.convert(nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))), recipes.nvfp4(tail=percent / 100))
+    kept = sum(layer.plan.operand("weight", ROWWISE) == IDENTITY for layer in m)
+    assert kept == -(-layers * percent // 100)
+
+
+# What is refused #
+
+
+def untouched(m: nn.Module, before: dict[str, type]) -> None:
+    assert kinds(m) == before
+    assert not any(isinstance(p, MasterWeight) for p in m.parameters())
+
+
+def test_a_skip_that_matches_nothing_is_refused():
+    """Otherwise a misspelled skip quantizes the layer that it was to protect."""
+    m = model()
+    before = kinds(m)
+    with pytest.raises(ValueError, match="skip='lm_heads' matches no nn.Linear; the model has layers.0.gate, .* and 2 more"):
+        fq.convert(m, recipes.mxfp8(), skip=["gate", "lm_heads"])
+    untouched(m, before)
+
+
+def test_a_model_without_linear_layers_is_refused():
+    """Otherwise a run believes it is quantized."""
+    with pytest.raises(ValueError, match="Sequential has no nn.Linear to convert"):
+        fq.convert(nn.Sequential(nn.LayerNorm(4)), recipes.mxfp8())
+    with pytest.raises(ValueError, match=r"no nn.Linear to convert \(1 skipped\)"):
+        fq.convert(nn.Sequential(nn.Linear(4, 4)), recipes.mxfp8(), skip=["0"])
+    with pytest.raises(ValueError, match="set_recipe found no fq.Linear"):
+        fq.set_recipe(model(), recipes.mxfp8())
+
+
+def test_a_weight_shared_with_an_embedding_is_refused_naming_both():
+    """Otherwise a lookup reads a weight that is gathered as codes."""
+    m = model()
+    m.lm_head.weight = m.embed.weight
+    before = kinds(m)
+    with pytest.raises(ValueError, match=r"lm_head.weight is shared with embed.weight \(Embedding\).*skip=\['lm_head'\]"):
+        fq.convert(m, recipes.mxfp8())
+    untouched(m, before)
+    fq.convert(m, recipes.mxfp8(), skip=["lm_head"])
+    assert m.lm_head.weight is m.embed.weight
+    loss_of(m).backward()
+
+
+def test_a_weight_shared_with_a_skipped_linear_is_refused():
+    """Otherwise one of two tied layers multiplies codes and the other does not know."""
+    m = model()
+    m.layers[1].up.weight = m.layers[0].up.weight
+    before = kinds(m)
+    with pytest.raises(ValueError, match="layers.1.up.weight is shared with layers.0.up.weight"):
+        fq.convert(m, recipes.mxfp8(), skip=["layers.0.up"])
+    untouched(m, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.float8_e4m3fn])
+def test_weights_of_other_dtypes_are_refused(dtype: torch.dtype):
+    """Otherwise another library's packed integers are read as a master weight."""
+    m = model()
+    m.lm_head.weight = nn.Parameter(torch.zeros(16, 32).to(dtype), requires_grad=False)
+    before = kinds(m)
+    with pytest.raises(ValueError, match=f"lm_head.weight is {dtype}; fq.convert takes fp32, bf16 and fp16"):
+        fq.convert(m, recipes.mxfp8())
+    untouched(m, before)
+
+
+# What stays #
+
+
+def test_an_optimizer_built_before_convert_trains_the_model():
+    """Otherwise the optimizer steps parameters that the model no longer has: losses stay flat."""
+    m = model()
+    optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2)
+    parameters = dict(m.named_parameters())
+    step(m, optimizer)  # moments of one step exist
+    fq.convert(m, recipes.mxfp8())
+    for name, parameter in m.named_parameters():
+        assert parameter is parameters[name]
+    assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in m.parameters()}
+    after = model()
+    other = torch.optim.AdamW(after.parameters(), lr=1e-2)
+    step(after, other)
+    fq.convert(after, recipes.mxfp8())
+    rebuilt = torch.optim.AdamW(after.parameters(), lr=1e-2)
+    rebuilt.load_state_dict(other.state_dict())
+    losses = [(step(m, optimizer), step(after, rebuilt)) for _ in range(5)]
+    assert [a for a, _ in losses] == [b for _, b in losses]
+    assert losses[-1][0] < losses[0][0]
+
+
+def test_a_parameter_keeps_its_gradient_attributes_and_hooks():
+    """Otherwise converting between a backward and a step loses the gradient, and the tags that trainers put on
+    parameters (weight decay, sharding) or their hooks (fused optimizers) are gone without a word."""
+    m = model()
+    calls = []
+    m.lm_head.weight.no_weight_decay = True
+    m.lm_head.weight.register_hook(lambda g: calls.append("hook"))
+    m.lm_head.weight.register_post_accumulate_grad_hook(lambda p: calls.append("accumulated"))
+    loss_of(m).backward()
+    gradient, calls[:] = m.lm_head.weight.grad.clone(), []
+    fq.convert(m, recipes.mxfp8())
+    assert m.lm_head.weight.no_weight_decay
+    assert_same_bytes(m.lm_head.weight.grad, gradient, "gradient")
+    loss_of(m).backward()
+    assert sorted(calls) == ["accumulated", "hook"]
+
+
+def test_frozen_parameters_stay_frozen():
+    """Otherwise LoRA's base model is trained."""
+    m = model().requires_grad_(False)
+    m.lm_head.requires_grad_(True)
+    fq.convert(m, recipes.mxfp8())
+    assert [n for n, p in m.named_parameters() if p.requires_grad] == ["lm_head.weight"]
+    loss_of(m).backward()
+    assert [n for n, p in m.named_parameters() if p.grad is not None] == ["lm_head.weight"]
+
+
+# Checkpoints #
+
+
+def test_state_dict_is_that_of_the_plain_model():
+    """Otherwise checkpoints of a converted model need this library to be read."""
+    plain, m = model(), fq.convert(model(), recipes.fp8_delayed())
+    loss_of(m).backward()
+    torch.optim.SGD(m.parameters(), lr=0.0).step()
+    want, got = plain.state_dict(), m.state_dict()
+    assert list(got) == list(want)
+    for name, tensor in want.items():
+        assert type(got[name]) is Tensor
+        assert not got[name].requires_grad
+        assert_same_bytes(got[name], tensor, name)
+    assert got._metadata == want._metadata
+    kept = m.state_dict(keep_vars=True)
+    assert {n: (type(t), t.requires_grad) for n, t in kept.items()} == {
+        n: (type(t), t.requires_grad) for n, t in plain.state_dict(keep_vars=True).items()
+    }
+
+
+def test_state_dict_shares_memory_with_the_weights():
+    """Otherwise saving doubles the memory of the weights."""
+    m = fq.convert(model(), recipes.mxfp8())
+    got = m.state_dict()
+    assert got["lm_head.weight"].data_ptr() == m.lm_head.weight.inner.data_ptr()
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_saved_state_dict_loads_strictly_into_both_kinds_of_model(weights_only: bool):
+    """Otherwise a quantized run cannot continue a plain one, or be served by plain code."""
+    source = fq.convert(model(), recipes.mxfp8())
+    with torch.no_grad():
+        for p in source.parameters():
+            p.add_(0.125)
+    file = io.BytesIO()
+    torch.save(source.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=weights_only)
+    assert {type(t) for t in loaded.values()} == {Tensor}
+    for target in (model(), fq.convert(model(), recipes.nvfp4())):
+        loss_of(target)
+        result = target.load_state_dict(loaded, strict=True)
+        assert not result.missing_keys
+        assert not result.unexpected_keys
+        for name, tensor in target.state_dict().items():
+            assert_same_bytes(tensor, source.state_dict()[name], name)
+        assert loss_of(target).isfinite()
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_bf16_checkpoints_load_strictly(assign: bool):
+    """Otherwise published weights do not load into fp32 masters; with assign=True the dtype is the checkpoint's."""
+    checkpoint = {n: t.bfloat16() for n, t in model().state_dict().items()}
+    torch.manual_seed(1)
+    m = fq.convert(Model(), recipes.mxfp8())
+    loss_of(m)
+    m.load_state_dict(checkpoint, strict=True, assign=assign)
+    for name, parameter in m.named_parameters():
+        assert parameter.dtype is (torch.bfloat16 if assign else torch.float32)
+        assert_same_bytes(m.state_dict()[name].float(), checkpoint[name].float(), name)
+    loaded_first = model()
+    loaded_first.load_state_dict(checkpoint, assign=assign)
+    assert_same_bytes(m(IDS), fq.convert(loaded_first, recipes.mxfp8())(IDS), "output")
+    loss_of(m).backward()
+    assert m.lm_head.weight.grad.dtype is m.lm_head.weight.dtype
+
+
+def test_a_whole_model_saves_and_loads():
+    """Otherwise `torch.save(model)` loses the wrapper, the recipe or the tie between parameter and module."""
+    m = fq.convert(model(), recipes.nvfp4(tail=0.25))
+    file = io.BytesIO()
+    torch.save(m, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert {n: s.recipe for n, s in loaded.named_modules() if isinstance(s, fq.Linear)} == {
+        n: s.recipe for n, s in m.named_modules() if isinstance(s, fq.Linear)
+    }
+    fq.begin_step(0)
+    a = (loss_of(m).backward(), {n: p.grad for n, p in m.named_parameters()})[1]
+    b = (loss_of(loaded).backward(), {n: p.grad for n, p in loaded.named_parameters()})[1]
+    for name, gradient in a.items():
+        assert_same_bytes(b[name], gradient, name)
+    torch.optim.SGD(loaded.parameters(), lr=0.5).step()
+    assert not torch.equal(loaded.state_dict()["lm_head.weight"], m.state_dict()["lm_head.weight"])
+    changed = loaded(IDS)
+    fresh = fq.convert(model(), recipes.nvfp4(tail=0.25))
+    fresh.load_state_dict(loaded.state_dict())
+    assert_same_bytes(changed, fresh(IDS), "output after a step")
+
+
+def test_a_deep_copy_trains_on_its_own():
+    """Otherwise a copy shares the master, the codes or the histories of the original."""
+    for recipe in (recipes.mxfp8(), recipes.fp8_delayed(length=4), recipes.identity()):
+        m = fq.convert(model(), recipe)
+        step(m, torch.optim.SGD(m.parameters(), lr=0.1))
+        copied = copy.deepcopy(m)
+        kept, output = {n: t.clone() for n, t in m.state_dict().items()}, m(IDS)
+        assert_same_bytes(copied(IDS), output, "copied output")
+        optimizer = torch.optim.SGD(copied.parameters(), lr=0.5)
+        before = {k: h["amaxes"].clone() for k, h in fq.state_dict(m)["histories"].items()}
+        for _ in range(2):
+            step(copied, optimizer)
+        assert not torch.equal(copied(IDS), output)
+        for name, tensor in m.state_dict().items():
+            assert_same_bytes(tensor, kept[name], name)
+        for key, amaxes in before.items():
+            assert_same_bytes(fq.state_dict(m)["histories"][key]["amaxes"], amaxes, f"history of {key}")
+        assert_same_bytes(m.eval()(IDS), output, "original output")
+
+
+# Moves and casts #
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_module_cast_after_convert_equals_one_cast_before(dtype: torch.dtype):
+    """Otherwise `.to(dtype)` leaves codes of the old weight, or loses the wrapper."""
+    m = fq.convert(model(), recipes.mxfp8())
+    loss_of(m).backward()
+    m.zero_grad()
+    m.to(dtype)
+    want = fq.convert(model().to(dtype), recipes.mxfp8())
+    assert isinstance(m.lm_head.weight, MasterWeight)
+    assert_same_bytes(m(IDS), want(IDS), "output")
+    loss_of(m).backward()
+    loss_of(want).backward()
+    for (name, a), (_, b) in zip(m.named_parameters(), want.named_parameters()):
+        assert a.dtype is dtype
+        assert_same_bytes(a.grad, b.grad, name)
+
+
+def test_a_model_made_on_the_meta_device_equals_one_made_on_the_cpu():
+    """Otherwise deferred initialization, the only way to build a large model, gives another model or none."""
+    want = fq.convert(model(), recipes.nvfp4())
+    for inside in (True, False):
+        with torch.device("meta"):
+            m = Model()
+            if inside:
+                fq.convert(m, recipes.nvfp4())
+        if not inside:
+            fq.convert(m, recipes.nvfp4())
+        assert {p.device.type for p in m.parameters()} == {"meta"}
+        m.to_empty(device="cpu")
+        torch.manual_seed(0)
+        for module in m.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        assert isinstance(m.lm_head.weight, MasterWeight)
+        for name, tensor in want.state_dict().items():
+            assert_same_bytes(m.state_dict()[name], tensor, name)
+        fq.begin_step(0)
+        gradients = []
+        for each in (m, want):
+            each.zero_grad()
+            loss_of(each).backward()
+            gradients.append({n: p.grad for n, p in each.named_parameters()})
+        for name, gradient in gradients[1].items():
+            assert_same_bytes(gradients[0][name], gradient, name)
+
+
+# Another recipe later #
+
+
+@pytest.mark.parametrize("first, then", [
+    (recipes.mxfp8(), recipes.nvfp4()), (recipes.nvfp4(), recipes.identity()), (recipes.identity(), recipes.mxfp8()),
+    (recipes.mxfp8(), recipes.mxfp8(scale_rounding="floor")), (recipes.fp8_current(), recipes.fp8_delayed(length=4)),
+    (recipes.fp8_delayed(length=4), recipes.fp8_delayed(length=8, margin=1)),
+    (recipes.mxfp8(), recipes.mxfp8(compute_dtype=None)),
+    (recipes.nvfp4(), recipes.nvfp4(tail=0.5)), (recipes.mxfp8(), recipes.mxfp8(backward_override="high_precision")),
+], ids=lambda r: repr(r).replace(" ", ""))
+def test_set_recipe_equals_a_fresh_model_of_that_recipe(first, then):
+    """Otherwise codes, statistics, histories or plans of the old recipe outlive the change."""
+    m = fq.convert(model(), first)
+    optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+    for _ in range(2):
+        step(m, optimizer)
+    fq.set_recipe(m, then)
+    fresh = fq.convert(model(), then)
+    fresh.load_state_dict(m.state_dict())
+    other = torch.optim.SGD(fresh.parameters(), lr=0.1)
+    for i in range(3):
+        results = []
+        for each, its in ((m, optimizer), (fresh, other)):
+            fq.begin_step(10 + i)
+            results.append(step(each, its))
+        assert results[0] == results[1], i
+    for name, tensor in fresh.state_dict().items():
+        assert_same_bytes(m.state_dict()[name], tensor, name)
+
+
+def test_set_recipe_back_and_forth_starts_afresh():
+    """Otherwise scales of a stretch of training long past encode the step after a return to delayed scaling."""
+    m = fq.convert(model(), recipes.fp8_delayed(length=4))
+    optimizer = torch.optim.SGD(m.parameters(), lr=0.0)
+    step(m, optimizer)
+    assert all(h["enc"] > 0 for h in fq.state_dict(m)["histories"].values())
+    fq.set_recipe(m, recipes.mxfp8())
+    step(m, optimizer)
+    fq.set_recipe(m, recipes.fp8_delayed(length=4))
+    assert all(h["enc"] == 0 for h in fq.state_dict(m)["histories"].values())
+    fresh = fq.convert(model(), recipes.fp8_delayed(length=4))
+    assert_same_bytes(m(IDS), fresh(IDS), "output")
+
+
+def test_set_recipe_that_cannot_be_planned_changes_nothing():
+    """Otherwise half of a model trains in the new recipe and half in the old."""
+    m = fq.convert(model(), recipes.mxfp8())
+    want = m(IDS)
+    with pytest.raises(ValueError, match="require_native"):
+        fq.set_recipe(m, recipes.nvfp4(require_native=True))
+    assert {s.recipe for s in m.modules() if isinstance(s, fq.Linear)} == {recipes.mxfp8()}
+    assert_same_bytes(m(IDS), want, "output")
+
+
+def test_set_recipe_counts_the_tail_over_modules_with_equal_names():
+    """Otherwise parts that were converted on their own, with equal local names, take each other's recipe."""
+    parts = [nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(2)]
+    for part in parts:
+        fq.convert(part, recipes.mxfp8())
+    whole = nn.Sequential(*parts)
+    fq.set_recipe(whole, recipes.nvfp4(tail=0.25))
+    got = [layer.plan.operand("weight", ROWWISE) == IDENTITY for part in whole for layer in part]
+    assert got == [False, False, False, True]
+
+
+# Stock modules #
+
+
+def test_fast_paths_of_stock_modules_do_not_bypass_the_recipe():
+    """Otherwise nn.TransformerEncoderLayer evaluates in high precision what it trained quantized: its fast path reads
+    the weights of its linear layers and never calls them."""
+    torch.manual_seed(0)
+    m = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+    fq.convert(m, recipes.nvfp4())
+    x = values(1, 4, 32, dtype=torch.float32)
+    want = m.eval()(x)
+    counters.reset()
+    try:
+        with torch.no_grad():
+            got = m(x)
+    except NotImplementedError:
+        return
+    assert counters.total("gemm") == 2
+    torch.testing.assert_close(got, want.detach())
+
+
+def test_linear_as_the_whole_model_converts():
+    """Otherwise the smallest model is special."""
+    torch.manual_seed(0)
+    m = fq.convert(nn.Linear(32, 16), recipes.mxfp8())
+    assert type(m) is fq.Linear
+    m(values(4, 32, dtype=torch.float32)).sum().backward()
+    assert m.weight.grad is not None

@@ -1,0 +1,273 @@
+"""The house rules, read from the sources: who may import whom, and what may be said where."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import fsdp_quant
+
+PACKAGE = Path(fsdp_quant.__file__).parent
+ROOT = PACKAGE.parent
+
+# Imports point from a later floor to an earlier one, or stay on a floor.
+FLOORS = (
+    ("formats", "counters"),
+    ("ops",),
+    ("scaling", "storage"),
+    ("gemm",),
+    ("tensor",),
+    ("quantizer", "checkpoint"),
+    ("recipe", "parallel"),
+    ("context", "optim"),
+    ("modules", "memory"),
+    ("inspection", "integrations", "hooks"),
+    ("__init__", "__main__"),
+)
+FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+SOURCES = {p.relative_to(PACKAGE).as_posix(): p for p in sorted(PACKAGE.rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text()) for name, path in SOURCES.items()}
+
+
+def floor_of(source: str) -> int:
+    """The floor of a module or package, from its first path component. Raises for one that nobody placed."""
+    part = source.split("/")[0].removesuffix(".py")
+    assert part in FLOOR, f"fsdp_quant/{source} has no floor: place {part!r} in FLOORS"
+    return FLOOR[part]
+
+
+def module_name(source: str) -> str:
+    parts = ["fsdp_quant", *source.removesuffix(".py").split("/")]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(s): s for s in SOURCES}
+
+
+def imports_of(source: str) -> list[tuple[ast.stmt, str]]:
+    """(statement, dotted name) of everything a source imports; `from x import y` gives x.y and x."""
+    package = module_name(source).split(".")
+    if not source.endswith("__init__.py"):
+        package = package[:-1]
+    found = []
+    for node in ast.walk(TREES[source]):
+        if isinstance(node, ast.Import):
+            found += [(node, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            found.append((node, module))
+            found += [(node, f"{module}.{alias.name}") for alias in node.names]
+    return found
+
+
+def own_imports(source: str) -> set[str]:
+    """Sources of this package that a source imports."""
+    return {MODULES[name] for _, name in imports_of(source) if name in MODULES and MODULES[name] != source}
+
+
+def is_package_root(source: str) -> bool:
+    """`from . import x` names the package before the module: importing it is no dependence on its __init__."""
+    return source == "__init__.py"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_imports_point_downward(source: str):
+    """Otherwise a format or a storage depends on a module that depends on it, and nothing can be read alone."""
+    for target in own_imports(source):
+        if not is_package_root(target):
+            assert floor_of(target) <= floor_of(source), f"fsdp_quant/{source} imports fsdp_quant/{target}, a floor above"
+
+
+def test_imports_have_no_circle():
+    """Otherwise the order in which modules are first imported decides whether the library works."""
+    state: dict[str, str] = {}
+
+    def visit(source: str, path: tuple[str, ...]) -> None:
+        assert state.get(source) != "open", f"circle: {' -> '.join(path + (source,))}"
+        if source in state:
+            return
+        state[source] = "open"
+        for target in sorted(own_imports(source)):
+            # A submodule names its package; the package's own imports are what could close a circle.
+            if not is_package_root(target):
+                visit(target, path + (source,))
+        state[source] = "done"
+
+    for source in SOURCES:
+        visit(source, ())
+    assert set(state.values()) == {"done"}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_imports_are_at_the_top(source: str):
+    """Otherwise a dependence is hidden in a function, and fails, or costs, at the first call."""
+    inside = {
+        child for node in ast.walk(TREES[source]) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for child in ast.walk(node)
+    }
+    for statement, name in imports_of(source):
+        assert statement not in inside, f"fsdp_quant/{source}:{statement.lineno} imports {name} inside a function"
+
+
+def above_ops() -> list[str]:
+    return [s for s in SOURCES if floor_of(s) > FLOOR["ops"]]
+
+
+def names_a_format(node: ast.expr) -> bool:
+    """The expression is called a format: fmt, x.fmt, format_of(...), a_format, self.element."""
+    text = ast.unparse(node)
+    last = re.split(r"[.\[(]", text.rstrip(")]"))[-1] if not isinstance(node, ast.Call) else text.split("(")[0]
+    return bool(re.search(r"(^|_)(fmt|format|element|family)(_|$|s$|_of$)", last.lower())) or "fmt" in text.split(".")[-1]
+
+
+@pytest.mark.parametrize("source", above_ops())
+def test_no_branch_on_the_kind_of_a_format(source: str):
+    """Otherwise a new format needs code in many places instead of a row of data."""
+    classes = {"Format", "Element", "Family", "Encoding"}
+    for node in ast.walk(TREES[source]):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+            asked = {n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)}
+            assert not asked & classes, f"fsdp_quant/{source}:{node.lineno}: {ast.unparse(node)}"
+        if isinstance(node, (ast.Compare, ast.Match)):
+            operands = [node.left, *node.comparators] if isinstance(node, ast.Compare) else [node.subject]
+            for operand in operands:
+                named = isinstance(operand, ast.Attribute) and operand.attr == "name" and names_a_format(operand.value)
+                assert not named, f"fsdp_quant/{source}:{node.lineno} compares the name of a format: {ast.unparse(node)}"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("startswith", "endswith"):
+            value = node.func.value
+            named = isinstance(value, ast.Attribute) and value.attr == "name" and names_a_format(value.value)
+            assert not named, f"fsdp_quant/{source}:{node.lineno} compares the name of a format: {ast.unparse(node)}"
+
+
+def test_the_rule_on_format_names_finds_them():
+    """Otherwise the test above passes because it looks for nothing."""
+    for text in ("self.fmt", "fmt", "storage.fmt", "quantizer.fmt.element", "format_of(x)", "a_fmt"):
+        assert names_a_format(ast.parse(text, mode="eval").body), text
+    for text in ("buffer", "self", "product", "history", "b", "managed.param.sharded_state"):
+        assert not names_a_format(ast.parse(text, mode="eval").body), text
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_only_native_imports_the_extension(source: str):
+    """Otherwise a machine without the compiled kernels cannot import the library."""
+    if source == "ops/native.py":
+        return
+    for statement, name in imports_of(source):
+        parts = name.split(".")
+        assert not (parts[0] == "fsdp_quant" and "_C" in parts), f"fsdp_quant/{source}:{statement.lineno} imports {name}"
+    text = SOURCES[source].read_text()
+    assert "load_library" not in text
+    assert "import_module" not in text
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_only_the_hooks_module_names_fsdps_extension_points(source: str):
+    """Otherwise a change in FSDP2 has to be looked for."""
+    if source == "tensor/fsdp_hooks.py":
+        assert "fsdp_pre_all_gather" in SOURCES[source].read_text()
+        return
+    for word in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+        assert word not in SOURCES[source].read_text(), f"fsdp_quant/{source} says {word}"
+
+
+# Documented ways to make a tensor subclass.
+PUBLIC_DESPITE_THE_UNDERSCORE = {
+    "torch._C._disabled_torch_function_impl", "torch.Tensor._make_wrapper_subclass", "torch.ops.aten._",
+}
+# Attributes of torch's own objects.
+PRIVATE_ATTRIBUTES = {
+    "_local_tensor", "_spec", "_unsharded_inner_tensors", "_unsharded_param", "_sharded_local_tensor", "_sharded_param_data",
+    "_training_state", "_fsdp_param_group", "_fsdp_param_groups", "_fsdp_param", "_param_fqn", "_module_info",
+    "_orig_size", "_reshard_after_forward", "_use_post_forward_mesh", "_state_ctx", "_init_extensions",
+}
+
+
+def is_private(name: str) -> bool:
+    if any(name.startswith(public) for public in PUBLIC_DESPITE_THE_UNDERSCORE):
+        return False
+    return name.split(".")[0] == "torch" and any(p.startswith("_") and not p.startswith("__") for p in name.split("."))
+
+
+@pytest.mark.parametrize("source", [s for s in SOURCES if s != "tensor/torch_compat.py"])
+def test_private_torch_names_are_in_torch_compat(source: str):
+    """Otherwise a torch release breaks the library in places that nobody listed."""
+    for statement, name in imports_of(source):
+        assert not is_private(name), f"fsdp_quant/{source}:{statement.lineno} imports {name}"
+    inner = {id(node.value) for node in ast.walk(TREES[source]) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(TREES[source]):
+        if isinstance(node, ast.Attribute) and id(node) not in inner:
+            assert not is_private(ast.unparse(node)), f"fsdp_quant/{source}:{node.lineno} uses {ast.unparse(node)}"
+        if isinstance(node, ast.Attribute):
+            assert node.attr not in PRIVATE_ATTRIBUTES, f"fsdp_quant/{source}:{node.lineno} uses {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_no_bare_assert(source: str):
+    """Otherwise a check disappears under python -O, and a user reads a line of code instead of a sentence."""
+    for node in ast.walk(TREES[source]):
+        assert not isinstance(node, ast.Assert), f"fsdp_quant/{source}:{node.lineno} asserts; raise what was got and wanted"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_source_says_what_it_is_for(source: str):
+    """Otherwise a reader has to guess which of two files a change belongs in."""
+    text = SOURCES[source].read_text()
+    assert ast.get_docstring(TREES[source]), f"fsdp_quant/{source} has no docstring"
+    assert text.isascii(), f"fsdp_quant/{source} is not ASCII"
+
+
+# Every tracked file #
+
+
+def tracked_files() -> list[Path]:
+    """Files that git tracks, or all sources where there is no git."""
+    try:
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    except (OSError, subprocess.CalledProcessError):
+        found = ((p, p.relative_to(ROOT).parts) for p in ROOT.rglob("*") if p.is_file())
+        made = {"build", "__pycache__"}
+        return [p for p, parts in found if not made & set(parts) and not re.match(r"\.(?!git(hub|ignore)$)", parts[0])]
+    return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
+
+
+def texts() -> dict[str, str]:
+    found = {}
+    for path in tracked_files():
+        data = path.read_bytes()
+        if b"\0" not in data[:8192]:
+            found[path.relative_to(ROOT).as_posix()] = data.decode(errors="replace")
+    return found
+
+
+def test_no_machine_paths():
+    """Otherwise the repository works on one machine, or tells where it was written."""
+    places = "|".join(("work", "tmp", "root", "home"))
+    machine = re.compile(rf"(?<![\w.~}}/$-])/({places})(?![\w-])")
+    found = [
+        f"{name}:{i}: {line.strip()[:100]}" for name, text in texts().items()
+        for i, line in enumerate(text.splitlines(), 1) if machine.search(line)
+    ]
+    assert not found, "\n".join(found)
+    assert machine.search("cd /" + "tmp/x")
+    assert not machine.search("https://example.org/work")
+
+
+def test_no_file_is_named_utils():
+    """Otherwise there is a place for everything that nobody thought about."""
+    vague = ("utils", "util", "helpers", "helper", "misc")
+    assert not [name for name in texts() if Path(name).stem.lower().strip("_") in vague]
+
+
+def test_the_public_names_exist():
+    """Otherwise the package's surface is not what its documentation lists."""
+    for name in (
+        "autocast", "begin_step", "skip_step", "sync", "token_offset", "convert", "set_recipe", "Linear", "Quantizer",
+        "HybridQuantizer", "Recipe", "Role", "CustomRecipe", "recipes", "Format", "format_of", "gemm", "Storage",
+        "QuantizedTensor", "StaleWeightError", "state_dict", "load_state_dict", "plan", "receipt",
+    ):
+        assert hasattr(fsdp_quant, name), name

@@ -1,0 +1,406 @@
+"""Recipes: values that name the quantizer of every slot, and plans that stand for them in operators."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_quant as fq
+from fsdp_quant import recipes
+from fsdp_quant.formats import COLUMNWISE, IDENTITY, ROWWISE, Format, format_of
+from fsdp_quant.modules.plan import PRODUCTS, build_plan
+from fsdp_quant.quantizer import HybridQuantizer, Quantizer
+from fsdp_quant.scaling import DelayedScaling
+
+SLOTS = ("input", "weight", "grad_output")
+FAMILIES = ("identity", "fp8_tensor", "fp8_row", "fp8_block", "mxfp8", "nvfp4")
+
+
+def role(slot: str, name: str = "layers.0.fc") -> fq.Role:
+    return fq.Role("linear", slot, name)
+
+
+def everything_mxfp8(role):
+    return "mxfp8"
+
+
+def returns_each_kind(role):
+    """One kind of answer a slot: a Format, a Quantizer, a HybridQuantizer, None at the boundaries."""
+    return {
+        "input": format_of("mxfp8"),
+        "weight": Quantizer("fp8_row"),
+        "grad_output": HybridQuantizer("fp8_tensor", Quantizer("mxfp8", rounding="stochastic")),
+    }.get(role.tensor_type)
+
+
+def only_the_head_is_plain(role):
+    return "identity" if role.name == "head" else "mxfp8"
+
+
+def with_arguments(role, *, fmt, eps=0.0):
+    return Quantizer(fmt, eps=eps)
+
+
+def returns_none(role):
+    return None
+
+
+def returns_a_number(role):
+    return 8
+
+
+def returns_an_unknown_name(role):
+    return "fp3"
+
+
+def lacks_a_direction(role):
+    return HybridQuantizer("mxfp8", None) if role.tensor_type == "weight" else "mxfp8"
+
+
+def rounds_weights(role):
+    return Quantizer("mxfp8", rounding="stochastic")
+
+
+def rotates_one_operand(role):
+    return HybridQuantizer("nvfp4", Quantizer("nvfp4", rotation=role.tensor_type == "input"))
+
+
+class Factory:
+    def __call__(self, role):
+        return "mxfp8"
+
+
+# The slots of named recipes #
+
+MX, NV, SQUARE = Quantizer("mxfp8"), Quantizer("nvfp4"), Quantizer("nvfp4_16x16")
+RHT = Quantizer("nvfp4", rotation=True)
+SR, SR_RHT = Quantizer("nvfp4", rounding="stochastic"), Quantizer("nvfp4", rounding="stochastic", rotation=True)
+CURRENT, ROW = Quantizer("fp8_tensor"), Quantizer("fp8_row")
+E5M2 = Quantizer(format_of("fp8_tensor", element="e5m2"))
+DELAYED = Quantizer("fp8_tensor", scaling=DelayedScaling())
+DELAYED_E5M2 = Quantizer(format_of("fp8_tensor", element="e5m2"), scaling=DelayedScaling())
+BLOCK, BLOCKS = Quantizer("fp8_1x128"), Quantizer("fp8_128x128")
+FLOOR = Quantizer(format_of("mxfp8", scale_rounding="floor"))
+PLAIN = Quantizer("identity")
+
+# recipe: x.row, x.col, w.row, w.col, dy.row, dy.col
+TABLE = {
+    "identity": (recipes.identity(), (PLAIN,) * 6),
+    "bf16": (recipes.bf16(), (PLAIN,) * 6),
+    "fp8_current": (recipes.fp8_current(), (CURRENT,) * 6),
+    "fp8_current_e5m2": (recipes.fp8_current(grad_element="e5m2"), (CURRENT,) * 4 + (E5M2,) * 2),
+    "fp8_current_pow2": (recipes.fp8_current(pow2=True), (Quantizer(format_of("fp8_tensor", pow2=True)),) * 6),
+    "fp8_delayed": (recipes.fp8_delayed(), (DELAYED,) * 4 + (DELAYED_E5M2,) * 2),
+    "fp8_row": (recipes.fp8_row(), (ROW,) * 6),
+    "fp8_block": (recipes.fp8_block(), (BLOCK, BLOCK, BLOCKS, BLOCKS, BLOCK, BLOCK)),
+    "mxfp8": (recipes.mxfp8(), (MX,) * 6),
+    "mxfp8_floor": (recipes.mxfp8(scale_rounding="floor"), (FLOOR,) * 6),
+    "nvfp4": (recipes.nvfp4(), (NV, RHT, SQUARE, SQUARE, SR, SR_RHT)),
+    "hybrid mxfp8 nvfp4": (recipes.hybrid("mxfp8", "nvfp4"), (MX, RHT, MX, NV, SR, SR_RHT)),
+    "hybrid nvfp4 mxfp8": (recipes.hybrid("nvfp4", "mxfp8"), (NV, MX, NV, MX, MX, MX)),
+    "hybrid fp8_block mxfp8": (recipes.hybrid("fp8_block", "mxfp8"), (BLOCK, MX, BLOCK, MX, MX, MX)),
+    "hybrid mxfp8 fp8_block": (recipes.hybrid("mxfp8", "fp8_block"), (MX, BLOCK, MX, BLOCK, BLOCK, BLOCK)),
+    "hybrid fp8 bf16": (recipes.hybrid("fp8", "bf16"), (CURRENT, PLAIN, CURRENT, PLAIN, PLAIN, PLAIN)),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_named_recipe_slots_are_those_of_the_table(name: str):
+    """Otherwise a recipe trains in other formats than its documentation says."""
+    recipe, want = TABLE[name]
+    got = tuple(recipe.hybrid(role(slot)).side(d) for slot in SLOTS for d in (ROWWISE, COLUMNWISE))
+    assert got == want
+    for slot in SLOTS:
+        assert recipe.hybrid(role(slot)).columnwise_source == "original"
+    assert recipe.hybrid(role("output")) is None
+    assert recipe.hybrid(role("grad_input")) is None
+
+
+@pytest.mark.parametrize("name, shared", [
+    ("fp8_current", "x w dy"), ("fp8_delayed", "x w dy"), ("fp8_block", "w"), ("nvfp4", "w"), ("mxfp8", ""), ("fp8_row", ""),
+])
+def test_one_storage_serves_both_directions_where_the_table_says_same(name: str, shared: str):
+    """Otherwise a square block or a tensor scale is quantized, kept and gathered twice."""
+    recipe = TABLE[name][0]
+    got = [short for short, slot in zip(("x", "w", "dy"), SLOTS) if recipe.hybrid(role(slot)).one_storage]
+    assert got == shared.split()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hybrid_of_one_family_has_the_slots_of_that_family(family: str):
+    """Otherwise `hybrid(F, F)` is not F."""
+    named = {"fp8_tensor": recipes.fp8_current}.get(family) or getattr(recipes, family)
+    for slot in SLOTS:
+        assert recipes.hybrid(family, family).hybrid(role(slot)) == named().hybrid(role(slot))
+
+
+@pytest.mark.parametrize("forward, backward", list(itertools.product(FAMILIES, FAMILIES)))
+def test_every_hybrid_plans_and_its_rotations_cancel(forward: str, backward: str):
+    """Otherwise some pair of families cannot train, or multiplies a rotated operand by a plain one."""
+    plan = build_plan(recipes.hybrid(forward, backward), "fc")
+    for product in PRODUCTS:
+        a, b = plan.pair(product)
+        assert a.rotated == b.rotated == (backward == "nvfp4" and product.name == "wgrad")
+    assert plan.input.rowwise.fmt == plan.operand("input", ROWWISE)
+    for slot in SLOTS:
+        stochastic = backward == "nvfp4" and slot == "grad_output"
+        assert plan.hybrid(slot).columnwise.is_stochastic == stochastic
+        assert plan.hybrid(slot).rowwise.is_stochastic == stochastic
+    square = forward == backward and forward in ("fp8_block", "nvfp4")
+    assert (plan.weight.rowwise.fmt.block[0] not in (1, None)) == square
+    for slot in ("input", "grad_output"):
+        for direction in (ROWWISE, COLUMNWISE):
+            assert plan.operand(slot, direction).block[0] in (1, None)
+
+
+# Values #
+
+
+def test_recipes_are_values():
+    """Otherwise equal recipes differ after a pickle, in another process or as a dictionary's key."""
+    made = [recipe for recipe, _ in TABLE.values()] + [
+        fq.CustomRecipe(everything_mxfp8), recipes.mxfp8(backward_override="dequantized"), recipes.mxfp8(strict=False),
+        recipes.mxfp8(require_native=True), recipes.mxfp8(compute_dtype=None), recipes.mxfp8(accuracy="exact"),
+        recipes.mxfp8(save_original_input=True), recipes.nvfp4(tail=0.25), recipes.fp8_delayed(length=16),
+        recipes.fp8_delayed(margin=1), recipes.fp8_delayed(use="newest"),
+        fq.Recipe("custom", with_arguments, (("eps", 1.0), ("fmt", "fp8_row"))),
+        fq.Recipe("custom", with_arguments, (("eps", 2.0), ("fmt", "fp8_row"))),
+    ]
+    for i, recipe in enumerate(made):
+        again = pickle.loads(pickle.dumps(recipe))
+        assert again == recipe
+        assert hash(again) == hash(recipe)
+        assert again.fingerprint() == recipe.fingerprint()
+        for other in made[i + 1 :]:
+            if other.name in ("bf16", recipe.name) and other == recipe:
+                assert {recipe.name, other.name} == {"identity"}, (recipe, other)  # bf16 is the same recipe
+            else:
+                assert other != recipe
+                assert other.fingerprint() != recipe.fingerprint(), (recipe, other)
+    assert len({repr(r) for r in made}) == len(set(made))  # a message that compares two recipes shows a difference
+    assert recipes.identity() == recipes.bf16()
+    assert recipes.fp8_delayed(length=16) == recipes.fp8_delayed(length=16)
+
+
+def test_fingerprints_are_equal_in_another_process():
+    """Otherwise a checkpoint refuses the recipe it was saved with."""
+    program = "from fsdp_quant import recipes as r; print(r.hybrid('mxfp8', 'nvfp4', tail=0.25).fingerprint())"
+    program += "; print(r.fp8_delayed(length=16).fingerprint())"
+    root = Path(fq.__file__).parents[1]
+    out = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True).stdout
+    assert out.splitlines() == [
+        recipes.hybrid("mxfp8", "nvfp4", tail=0.25).fingerprint(), recipes.fp8_delayed(length=16).fingerprint(),
+    ]
+
+
+def test_fingerprints_tell_arguments_apart():
+    """Otherwise a checkpoint of one quantizer loads under another."""
+    made = [
+        fq.Recipe("custom", with_arguments, (("fmt", q),))
+        for q in (Quantizer("fp8_row"), Quantizer("fp8_row", eps=1.0), DELAYED, replace_scaling(length=4), MX, FLOOR)
+    ] + [fq.Recipe("custom", with_arguments, (("fmt", format_of("mxfp8", block=(1, 64))),))]
+    assert len({r.fingerprint() for r in made}) == len(made)
+
+
+def replace_scaling(**options) -> Quantizer:
+    return Quantizer("fp8_tensor", scaling=DelayedScaling(**options))
+
+
+PLANS = {
+    "eps": (with_arguments, {"fmt": "fp8_row"}, {"fmt": "fp8_row", "eps": 1.0}),
+    "block": (with_arguments, {"fmt": format_of("mxfp8")}, {"fmt": format_of("mxfp8", block=(1, 64))}),
+    "element": (with_arguments, {"fmt": "fp8_row"}, {"fmt": format_of("fp8_row", element="e5m2")}),
+    "pow2": (with_arguments, {"fmt": "fp8_row"}, {"fmt": format_of("fp8_row", pow2=True)}),
+}
+
+
+def derives_the_weight(role):
+    return HybridQuantizer("mxfp8", "mxfp8", "rowwise_dequantized" if role.tensor_type == "weight" else "original")
+
+
+def test_different_plans_have_different_keys():
+    """Otherwise a module multiplies with the quantizers of another module that was converted before it.
+
+    Operators receive a plan as its key: two plans that differ in any quantizer must not share one.
+    """
+    made = [
+        recipes.mxfp8(), recipes.mxfp8(scale_rounding="floor"), recipes.mxfp8(compute_dtype=None),
+        recipes.mxfp8(compute_dtype=torch.float16), recipes.mxfp8(save_original_input=True),
+        fq.CustomRecipe(derives_the_weight), recipes.fp8_delayed(), recipes.fp8_delayed(length=4),
+        recipes.fp8_delayed(margin=2), recipes.fp8_delayed(use="newest"), recipes.fp8_current(),
+        recipes.fp8_current(pow2=True), recipes.fp8_current(grad_element="e5m2"),
+    ]
+    made += [fq.Recipe(kind, f, tuple(sorted(a.items()))) for kind, (f, *both) in PLANS.items() for a in both]
+    plans = list(dict.fromkeys(build_plan(r, "fc") for r in made))
+    assert len(plans) > len(PLANS) + 10
+    keys = {p.key: p for p in plans}
+    clashes = [f"{p} and {keys[p.key]}" for p in plans if keys[p.key] != p]
+    assert not clashes
+
+
+def test_modules_with_other_delayed_scaling_do_not_share_it():
+    """Otherwise the gradients' scale of a second model follows the first model's margin.
+
+    Scales after one step: max / amax / 2^margin.
+    """
+    for margin in (0, 3):
+        torch.manual_seed(0)
+        module = fq.convert(nn.ModuleDict({"fc": nn.Linear(16, 16)}), recipes.fp8_delayed(margin=margin))["fc"]
+        module(torch.ones(4, 16)).backward(torch.full((4, 16), 7.0))
+        torch.optim.SGD(module.parameters(), lr=0.0).step()
+        enc = fq.state_dict(module)["histories"][".grad_output.rowwise"]["enc"]
+        assert enc.item() == 57344 / 7 / 2**margin
+
+
+# What a factory may return #
+
+
+def test_qfactory_answers_become_hybrids():
+    """Otherwise a factory must know the library's classes to name a format."""
+    recipe = fq.CustomRecipe(returns_each_kind)
+    assert recipe.hybrid(role("input")) == HybridQuantizer(MX, MX)
+    assert recipe.hybrid(role("weight")) == HybridQuantizer(ROW, ROW)
+    grad = recipe.hybrid(role("grad_output"))
+    assert (grad.rowwise, grad.columnwise) == (CURRENT, Quantizer("mxfp8", rounding="stochastic"))
+    assert recipe.hybrid(role("output")) is None
+    named = fq.CustomRecipe(everything_mxfp8)
+    assert named.hybrid(role("input")) == recipes.mxfp8().hybrid(role("input"))
+    assert fq.Recipe("custom", with_arguments, (("fmt", "fp8_row"),)).hybrid(role("input")) == HybridQuantizer(ROW, ROW)
+
+
+def test_qfactory_sees_the_modules_name():
+    """Otherwise a recipe cannot treat one layer differently."""
+    model = nn.ModuleDict({"body": nn.Linear(16, 16), "head": nn.Linear(16, 16)})
+    fq.convert(model, fq.CustomRecipe(only_the_head_is_plain))
+    assert model["body"].plan.operand("weight", ROWWISE) == format_of("mxfp8")
+    assert model["head"].plan.operand("weight", ROWWISE) == IDENTITY
+
+
+@pytest.mark.parametrize("factory, message", [
+    (returns_none, "returned None for Role"),
+    (returns_a_number, "8"),
+    (returns_an_unknown_name, "unknown format 'fp3'; known formats: .*mxfp8"),
+    (lacks_a_direction, r"fc: weight.columnwise is read by a product"),
+    (rounds_weights, "fc: stochastic rounding of weights"),
+    (rotates_one_operand, r"fc: wgrad multiplies grad_output.columnwise \(nvfp4\) by input.columnwise \(nvfp4\(RHT\)\)"),
+])
+def test_bad_answers_are_refused_when_the_recipe_is_applied(factory, message: str):
+    """Otherwise a mistake in a recipe is found in the first step, or never; and half of the model is converted."""
+    model = nn.ModuleDict({"fc": nn.Linear(16, 16)})
+    with pytest.raises(ValueError, match=message):
+        fq.convert(model, fq.CustomRecipe(factory))
+    assert type(model["fc"]) is nn.Linear
+    assert type(model["fc"].weight) is nn.Parameter
+
+
+def test_functions_that_do_not_pickle_are_refused_by_name():
+    """Otherwise a recipe fails when a checkpoint or a worker process pickles it, hours later."""
+    def local_factory(role):
+        return "mxfp8"
+
+    with pytest.raises(ValueError, match="module-level function.*<lambda>"):
+        fq.CustomRecipe(lambda role: "mxfp8")
+    with pytest.raises(ValueError, match="module-level function.*local_factory"):
+        fq.CustomRecipe(local_factory)
+    with pytest.raises(ValueError, match="module-level function"):
+        fq.CustomRecipe(functools.partial(with_arguments, fmt="mxfp8"))
+    with pytest.raises(ValueError, match="module-level function"):
+        fq.CustomRecipe(Factory())
+    with pytest.raises(ValueError, match="module-level function.*'mxfp8'"):
+        fq.CustomRecipe("mxfp8")
+
+
+def test_unknown_names_list_the_known_ones():
+    """Otherwise a misspelled recipe, family, element or slot is a KeyError, or is ignored."""
+    with pytest.raises(ValueError, match="unknown recipe 'mxfp6'; known recipes: bf16, fp8_block, .*mxfp8, nvfp4"):
+        recipes.by_name("mxfp6")
+    with pytest.raises(ValueError, match="unknown format family 'mxfp6'; known families: .*fp8_block.*mxfp8"):
+        recipes.hybrid("mxfp8", "mxfp6")
+    with pytest.raises(ValueError, match="unknown element 'e3m4'"):
+        fq.convert(nn.Sequential(nn.Linear(4, 4)), recipes.fp8_current(grad_element="e3m4"))
+    with pytest.raises(ValueError, match="scale_rounding must be 'up' or 'floor', got 'down'"):
+        fq.convert(nn.Sequential(nn.Linear(4, 4)), recipes.mxfp8(scale_rounding="down"))
+    with pytest.raises(ValueError, match="tensor_type must be one of input, weight, grad_output.*'wieght'"):
+        fq.Role("linear", "wieght")
+    for name in recipes.names():
+        assert recipes.by_name(name).hybrid(role("weight")) is not None
+    assert recipes.by_name("nvfp4", tail=0.5) == recipes.nvfp4(tail=0.5)
+
+
+def test_bad_options_are_refused():
+    """Otherwise an option that means nothing is silently dropped."""
+    with pytest.raises(ValueError, match="backward_override must be one of .*'bf16'"):
+        recipes.mxfp8(backward_override="bf16")
+    with pytest.raises(ValueError, match="accuracy must be 'fast' or 'exact', got 'slow'"):
+        recipes.mxfp8(accuracy="slow")
+    for tail in (-0.1, 1.1):
+        with pytest.raises(ValueError, match=f"between 0 and 1, got {tail}"):
+            recipes.nvfp4(tail=tail)
+    with pytest.raises(TypeError, match="colour"):
+        recipes.mxfp8(colour="red")
+    with pytest.raises(ValueError, match="length=0"):
+        recipes.fp8_delayed(length=0)
+    with pytest.raises(ValueError, match="'max' or 'newest', got 'min'"):
+        recipes.fp8_delayed(use="min")
+
+
+# backward_override as a rewrite #
+
+
+@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+def test_backward_override_rewrites_the_columnwise_side_only(name: str, override: str):
+    """Otherwise an override changes the forward, or leaves something quantized in the backward."""
+    recipe, want = TABLE[name]
+    options = {f: getattr(recipe, f) for f in ("compute_dtype", "tail")}
+    overridden = fq.Recipe(recipe.name, recipe.qfactory, recipe.arguments, backward_override=override, **options)
+    source = "rowwise_dequantized" if override == "dequantized" else "original"
+    for i, slot in enumerate(("input", "weight")):
+        assert overridden.hybrid(role(slot)) == HybridQuantizer(want[2 * i], PLAIN, source)
+    assert overridden.hybrid(role("grad_output")) == HybridQuantizer(PLAIN, PLAIN)
+    plan = build_plan(overridden, "fc")
+    for product in PRODUCTS[1:]:
+        assert plan.pair(product) == (IDENTITY, IDENTITY)
+
+
+def test_a_rotated_forward_cannot_be_decoded_for_the_backward():
+    """Otherwise `dequantized` derives the backward's operand from turned values."""
+    with pytest.raises(ValueError, match="not rotated"):
+        HybridQuantizer(RHT, "identity", "rowwise_dequantized")
+
+
+# Native products only #
+
+
+@pytest.mark.parametrize("forward, backward", [("mxfp8", "mxfp8"), ("mxfp8", "nvfp4"), ("identity", "fp8_row")])
+def test_require_native_refuses_by_module_slot_and_formats(forward: str, backward: str):
+    """Otherwise a run that asked for tensor cores trains through slow products without a word."""
+    recipe = recipes.hybrid(forward, backward, require_native=True)
+    product, a, b = ("dgrad", "grad_output", "weight") if forward == "identity" else ("fprop", "input", "weight")
+    columns = "columnwise" if product == "dgrad" else "rowwise"
+    plan = build_plan(recipe, "fc")
+    fmt_a, fmt_b = plan.pair(next(p for p in PRODUCTS if p.name == product))
+    sentence = rf"{product} multiplies {a}.rowwise \({_text(fmt_a)}\) by {b}.{columns} \({_text(fmt_b)}\)"
+    with pytest.raises(ValueError, match=rf"layers.fc: {sentence}.*require_native=True"):
+        fq.convert(nn.ModuleDict({"layers": nn.ModuleDict({"fc": nn.Linear(16, 16)})}), recipe)
+    model = fq.convert(nn.ModuleDict({"fc": nn.Linear(16, 16)}), recipes.identity(require_native=True))
+    before = model["fc"].plan
+    with pytest.raises(ValueError, match=rf"fc: {sentence}"):
+        fq.set_recipe(model, recipe)
+    assert model["fc"].plan == before
+    with pytest.raises(ValueError, match=sentence):
+        fq.Linear(16, 16, recipe=recipe, name="fc")
+    with pytest.raises(ValueError, match=sentence), fq.autocast(recipe):
+        model["fc"](torch.zeros(2, 16))
+
+
+def _text(fmt: Format) -> str:
+    return repr(fmt).replace("(", r"\(").replace(")", r"\)")

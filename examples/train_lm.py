@@ -1,0 +1,652 @@
+"""Train a byte-level language model in low precision under stock FSDP2.
+
+    bash launch/train.sh                                      MXFP8 forward, NVFP4 backward
+    bash launch/train.sh --compare bf16                       the same run in bf16 beside it
+    bash launch/train.sh --forward fp8_block --backward bf16 --data ~/books
+    python examples/train_lm.py --recipe nvfp4 --steps 50     one process
+
+The model is Llama-shaped: RMSNorm, rotary positions, grouped-query attention, SwiGLU. The text is
+any file or folder; by default the Python sources of the running interpreter's standard library.
+
+What makes this a low-precision run stands in `build_model` and `train_step`:
+
+    fq.convert(model, recipe)    nn.Linear -> fq.Linear, the names of the parameters unchanged
+    fully_shard(block)           stock FSDP2; what it gathers is codes and scales, not bf16
+    fq.begin_step(step)          the random key of the step
+
+Shape letters: B sequences, S bytes a sequence, H heads, D elements of a head.
+"""
+
+import argparse
+import gc
+import importlib.util
+import json
+import math
+import os
+import random
+import resource
+import sys
+import sysconfig
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import fsdp_quant as fq
+
+# What is not given on the command line: minutes on two CPU cores, enough work for a GPU.
+DEFAULTS = {
+    "cpu": {"dim": 128, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 384, "seq": 128}
+    | {"batch": 4, "steps": 160, "lr": 3e-3},
+    "cuda": {"dim": 1024, "layers": 8, "heads": 16, "kv_heads": 4, "ffn": 2816, "seq": 1024}
+    | {"batch": 8, "steps": 200, "lr": 1e-3},
+}
+MAX_TEXT_BYTES = 64 << 20
+HELD_OUT = 0.05  # the end of the text, never trained on
+VALIDATION_BATCHES = 8  # on each rank
+
+
+# --- Model ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the model. Every field is an option of the command line."""
+
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    seq: int
+    tie: bool
+
+    def __post_init__(self) -> None:
+        if self.dim % (2 * self.heads):
+            raise ValueError(
+                f"--dim {self.dim} does not split into {self.heads} heads of an even size;"
+                f" give a multiple of {2 * self.heads}, or another --heads"
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"--heads {self.heads} is not a multiple of --kv-heads {self.kv_heads}; every"
+                " key-value head serves the same number of query heads, so give a divisor"
+            )
+
+
+def rotation_table(seq: int, head_dim: int) -> Tensor:
+    """Cosines and sines of the rotary angles, [2, S, 1, D/2] fp32. Source: arXiv 2104.09864."""
+    frequency = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+    angle = torch.outer(torch.arange(seq), frequency)
+    return torch.stack((angle.cos(), angle.sin())).unsqueeze(2)
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Rotate every head by the angles of its position; its halves are the two coordinates.
+
+    x:  [B, S, H, D], returned in its dtype.
+    """
+    cos, sin = table[:, : x.shape[1]]
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with rotary positions.  [B, S, dim] -> [B, S, dim]."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.head_dim = config.dim // config.heads
+        self.q = nn.Linear(config.dim, config.heads * self.head_dim, bias=False)
+        self.k = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
+        self.v = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
+        self.out = nn.Linear(config.heads * self.head_dim, config.dim, bias=False)
+        self.register_buffer("table", rotation_table(config.seq, self.head_dim), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        split = (-1, self.head_dim)
+        q = rotate(self.q(x).unflatten(-1, split), self.table)  # [B, S, H, D]
+        k = rotate(self.k(x).unflatten(-1, split), self.table)
+        v = self.v(x).unflatten(-1, split)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """y = x + attention(norm(x)); y + swiglu(norm(y)).  [B, S, dim] -> [B, S, dim]."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim)
+        self.gate = nn.Linear(config.dim, config.ffn, bias=False)
+        self.up = nn.Linear(config.dim, config.ffn, bias=False)
+        self.down = nn.Linear(config.ffn, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        h = self.ffn_norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class LanguageModel(nn.Module):
+    """Logits of the next byte.  [B, S] int64 in 0..255 -> [B, S, 256].
+
+    A tied head multiplies by the embedding: it is no nn.Linear, so nothing converts it.
+    """
+
+    def __init__(self, config: ModelConfig, recompute: bool):
+        super().__init__()
+        self.recompute = recompute
+        self.embedding = nn.Embedding(256, config.dim)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim)
+        self.lm_head = None if config.tie else nn.Linear(config.dim, 256, bias=False)
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                adds_to_residual = name.endswith(("out.weight", "down.weight"))
+                std = 0.02 / math.sqrt(2 * config.layers) if adds_to_residual else 0.02
+                nn.init.normal_(weight, std=std)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.layers:
+            if self.recompute and self.training:
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        x = self.norm(x)
+        return F.linear(x, self.embedding.weight) if self.lm_head is None else self.lm_head(x)
+
+
+# --- Text -------------------------------------------------------------------------------------
+
+
+def read_text(path: Path | None) -> Tensor:
+    """The bytes of a file, or of a folder's text files sorted by path, uint8.
+
+    path:  None stands for the Python sources of the interpreter's standard library.
+
+    At most MAX_TEXT_BYTES. A file with a zero byte in its first 4 KiB is binary and left out.
+    Raises ValueError if nothing is left, or a file cannot be read.
+    """
+    root = path or Path(sysconfig.get_paths()["stdlib"])
+    pattern = "*" if path else "*.py"
+    skipped = {".git", "__pycache__"} if path else {"site-packages", "dist-packages", "test"}
+    files = [root] if root.is_file() else sorted(f for f in root.rglob(pattern) if f.is_file())
+    text = bytearray()
+    for file in files:
+        if not skipped.isdisjoint(file.relative_to(root).parts):
+            continue
+        try:
+            with file.open("rb") as stream:
+                data = stream.read(MAX_TEXT_BYTES - len(text))
+        except OSError as error:
+            reason = f"--data cannot read {file} ({error.strerror}); allow it or remove the file"
+            raise ValueError(reason) from None
+        if b"\0" not in data[:4096]:
+            text += data
+    if not text:
+        raise ValueError(f"--data {root} holds no readable text; give a text file, or a folder")
+    return torch.frombuffer(text, dtype=torch.uint8)
+
+
+class Text:
+    """The bytes to train on and the held-out bytes, in windows of S + 1.
+
+    A batch is a pure function of (seed, step, micro-batch, rank): resuming needs no position in the
+    data, and both arms of a comparison see the same bytes.
+    """
+
+    def __init__(self, data: Tensor, seq: int, seed: int):
+        self.window, self.seed = seq + 1, seed
+        held_out = max(self.window, int(HELD_OUT * len(data)))
+        if len(data) < held_out + self.window:
+            raise ValueError(
+                f"the text has {len(data)} bytes, and --seq {seq} needs {2 * self.window} to train"
+                " and validate on; give more text with --data, or a shorter --seq"
+            )
+        self.train, self.held_out = data[:-held_out], data[-held_out:]
+
+    def batch(self, size: int, step: int, micro: int, rank: int) -> Tensor:
+        """Random training windows, [size, S + 1] int64."""
+        draw = random.Random(f"{self.seed}/{step}/{micro}/{rank}")
+        starts = [draw.randrange(len(self.train) - self.window + 1) for _ in range(size)]
+        return torch.stack([self.train[start : start + self.window] for start in starts]).long()
+
+    def validation(self, size: int, rank: int, world: int) -> tuple[Tensor, ...]:
+        """This rank's part of windows spread evenly over the held-out bytes, each [size, S + 1]."""
+        count = VALIDATION_BATCHES * size * world
+        last = len(self.held_out) - self.window
+        starts = [i * last // count for i in range(rank, count, world)]
+        windows = [self.held_out[start : start + self.window] for start in starts]
+        return torch.stack(windows).long().split(size)
+
+
+# --- Training ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one arm reports. Losses are nats a byte, the mean over ranks."""
+
+    label: str
+    losses: dict[int, float]  # by step
+    bytes_per_element: float  # gathered in a step, for each element of a converted weight
+    tokens_per_second: float
+    peak_memory: int  # bytes, on rank 0
+    plan: str
+    receipt: str  # of the training steps
+    validation: float
+
+    @property
+    def final_loss(self) -> float:
+        last = list(self.losses.values())[-max(1, len(self.losses) // 10) :]
+        return sum(last) / len(last)
+
+
+def build_model(config: ModelConfig, recipe: fq.Recipe, args: argparse.Namespace) -> nn.Module:
+    """The sharded model, with the same initial values in every arm and world size."""
+    torch.manual_seed(args.seed)
+    model = LanguageModel(config, recompute=args.checkpoint).to(args.device)
+    fq.convert(model, recipe, skip=[] if config.tie else ["lm_head"])
+    dtype = torch.bfloat16 if args.dtype == "bf16" else None
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for block in model.layers:
+        fully_shard(block, mp_policy=policy, reshard_after_forward=args.reshard)
+    return fully_shard(model, mp_policy=policy)
+
+
+def batch_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Mean cross entropy of the next byte, in nats.  tokens: [B, S + 1]."""
+    logits = model(tokens[:, :-1])
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def mean_over_ranks(value: Tensor) -> float:
+    """Every rank calls it and gets the same number."""
+    dist.all_reduce(value)
+    return value.item() / dist.get_world_size()
+
+
+def learning_rate(step: int, args: argparse.Namespace) -> float:
+    """Linear warm-up, then a cosine down to a tenth."""
+    if step < args.warmup:
+        return args.lr * (step + 1) / args.warmup
+    done = (step - args.warmup) / max(1, args.steps - args.warmup)
+    return args.lr * (0.55 + 0.45 * math.cos(math.pi * done))
+
+
+def train_step(model: nn.Module, optimizer, text: Text, step: int, args) -> float:
+    """One optimizer step over grad_accum micro-batches; returns their mean loss over all ranks."""
+    loss_sum = torch.zeros((), device=args.device)
+    for micro in range(args.grad_accum):
+        fq.begin_step(step, micro_batch=micro, seed=args.seed)
+        model.set_requires_gradient_sync(micro == args.grad_accum - 1)
+        tokens = text.batch(args.batch, step, micro, dist.get_rank()).to(args.device)
+        loss = batch_loss(model, tokens) / args.grad_accum
+        loss.backward()
+        loss_sum += loss.detach()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step, args)
+    optimizer.step()
+    optimizer.zero_grad()
+    return mean_over_ranks(loss_sum)
+
+
+@torch.no_grad()
+def validate(model: nn.Module, text: Text, args: argparse.Namespace) -> float:
+    """Mean loss over the held-out windows of all ranks."""
+    model.eval()
+    batches = text.validation(args.batch, dist.get_rank(), dist.get_world_size())
+    losses = [batch_loss(model, tokens.to(args.device)) for tokens in batches]
+    model.train()
+    return mean_over_ranks(torch.stack(losses).mean())
+
+
+def train(label: str, recipe: fq.Recipe, config: ModelConfig, text: Text, args) -> Outcome:
+    """Train one arm from its first (or resumed) step to its last, validate and report."""
+    fq.reset_receipt()
+    reset_peak_memory()
+    model = build_model(config, recipe, args)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    first = load_checkpoint(args.resume, model, optimizer) if args.resume else 0
+    elements = sum(m.weight.numel() for m in model.modules() if isinstance(m, fq.Linear))
+    step_tokens = args.batch * args.grad_accum * config.seq * dist.get_world_size()
+
+    losses, seconds, gathered = {}, [], 0
+    with Progress(label, first, args.steps) as progress:
+        for step in range(first, args.steps):
+            started, gathered_before = time.perf_counter(), fq.receipt().gathered_bytes
+            losses[step] = train_step(model, optimizer, text, step, args)
+            gathered = fq.receipt().gathered_bytes - gathered_before
+            seconds.append(time.perf_counter() - started)
+            progress.show(step, losses[step], step_tokens / seconds[-1], gathered)
+            if args.save and ((step + 1) % args.save_every == 0 or step + 1 == args.steps):
+                facts = run_facts(recipe, config, args)
+                save_checkpoint(args.save, step + 1, model, optimizer, facts)
+    timed = seconds[1:] or seconds  # the first step warms up
+    return Outcome(
+        label=label,
+        losses=losses,
+        bytes_per_element=gathered / elements,
+        tokens_per_second=step_tokens * len(timed) / sum(timed),
+        peak_memory=peak_memory(),
+        plan=str(fq.plan(model)),
+        receipt=str(fq.receipt()),
+        validation=validate(model, text, args),
+    )
+
+
+# --- Checkpoints ------------------------------------------------------------------------------
+
+
+def run_facts(recipe: fq.Recipe, config: ModelConfig, args: argparse.Namespace) -> dict:
+    """What a resumed run must share with the run that saved."""
+    return {"recipe": str(recipe), **asdict(config), "seed": args.seed}
+
+
+def full_state(model: nn.Module, optimizer, world: int) -> dict:
+    """Everything that is saved and loaded. Sharded tensors fit any world size; amax histories are
+    each rank's own, so a rank takes those of its number modulo the world that saved.
+    """
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    own = {f"rank_{dist.get_rank() % world}": fq.state_dict(model)}
+    return {"model": model_state, "optimizer": optimizer_state, "fsdp_quant": own}
+
+
+def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer, facts: dict) -> None:
+    """Write folder/step_N. Every rank calls it; run.json comes last and marks it complete."""
+    path = folder / f"step_{step:08d}"
+    mark = path / "run.json"
+    if dist.get_rank() == 0:
+        mark.unlink(missing_ok=True)
+    dist.barrier()
+    world = dist.get_world_size()
+    dcp.save(full_state(model, optimizer, world), checkpoint_id=path)
+    if dist.get_rank() == 0:
+        mark.write_text(json.dumps({"step": step, "world": world, **facts}, indent=1))
+    dist.barrier()
+
+
+def checkpoints(folder: Path) -> dict[int, Path]:
+    """The complete checkpoints in folder by step; folder may be one itself."""
+    marks = [folder / "run.json", *folder.glob("step_*/run.json")]
+    return {json.loads(m.read_text())["step"]: m.parent for m in marks if m.is_file()}
+
+
+def find_checkpoint(folder: Path, facts: dict, steps: int) -> tuple[int, Path]:
+    """Step and path of the last checkpoint in folder.
+
+    Raises ValueError if there is none, or another recipe, model or seed wrote it.
+    """
+    found = checkpoints(folder)
+    if not found:
+        raise ValueError(f"--resume {folder} holds no step_*/run.json; give what --save was given")
+    step, path = max(found.items())
+    saved = json.loads((path / "run.json").read_text())
+    for name, value in facts.items():
+        if saved.get(name) != value:
+            raise ValueError(
+                f"--resume {path} was trained with {name} {saved.get(name)}, got {value};"
+                " resume with the former, or start a new run without --resume"
+            )
+    if step >= steps:
+        raise ValueError(f"--resume {path} is at step {step}, got --steps {steps}; give more")
+    return step, path
+
+
+def load_checkpoint(path: Path, model: nn.Module, optimizer) -> int:
+    """Load the checkpoint into model and optimizer; returns the step to go on with."""
+    saved = json.loads((path / "run.json").read_text())
+    state = full_state(model, optimizer, saved["world"])
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    (own,) = state["fsdp_quant"].values()
+    fq.load_state_dict(model, own)
+    return saved["step"]
+
+
+# --- Reports ----------------------------------------------------------------------------------
+
+
+def on_terminal() -> bool:
+    return sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
+
+
+class Progress:
+    """Rank 0's progress: a bar on a terminal, elsewhere a line for each tenth of the run."""
+
+    def __init__(self, label: str, first: int, last: int):
+        self.label, self.last, self.every = label, last, max(1, (last - first) // 10)
+        self.prints, self.bar = dist.get_rank() == 0, None
+        if self.prints and on_terminal():
+            from rich import progress
+
+            columns = [*progress.Progress.get_default_columns()[:3], "{task.fields[facts]}"]
+            self.bar = progress.Progress(*columns, progress.TimeRemainingColumn())
+            self.task = self.bar.add_task(label, total=last, completed=first, facts="")
+
+    def __enter__(self) -> "Progress":
+        if self.bar:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *error) -> None:
+        if self.bar:
+            self.bar.stop()
+
+    def show(self, step: int, loss: float, tokens_per_second: float, gathered: int) -> None:
+        speed = f"{tokens_per_second:,.0f} tokens/s"
+        facts = f"loss {loss:.3f}  {speed}  {gathered / 1e6:.2f} MB gathered"
+        if self.bar:
+            self.bar.update(self.task, completed=step + 1, facts=facts)
+        elif self.prints and ((step + 1) % self.every == 0 or step + 1 == self.last):
+            print(f"{self.label}  step {step + 1}/{self.last}  {facts}", flush=True)
+
+
+def reset_peak_memory() -> None:
+    """Start counting the peak anew, so that arms do not share one. Linux on the CPU, and CUDA."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    elif os.access("/proc/self/clear_refs", os.W_OK):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory() -> int:
+    """Bytes: allocated by torch on CUDA, resident in this process elsewhere."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def print_table(outcomes: list[Outcome]) -> None:
+    """One line an arm: mean loss of the last tenth of the steps, loss on held-out text, the gap of
+    the held-out loss to the compared arm's, bytes gathered for a weight element in a step."""
+    columns = ["recipe", "loss", "held out", "gap", "B/weight/step", "tokens/s", "peak MiB"]
+    rows = [
+        [
+            outcome.label,
+            f"{outcome.final_loss:.4f}",
+            f"{outcome.validation:.4f}",
+            f"{outcome.validation - outcomes[-1].validation:+.4f}" if len(outcomes) > 1 else "",
+            f"{outcome.bytes_per_element:.3f}",
+            f"{outcome.tokens_per_second:,.0f}",
+            f"{outcome.peak_memory / 2**20:,.0f}",
+        ]
+        for outcome in outcomes
+    ]
+    if importlib.util.find_spec("rich"):
+        from rich import box, console, table
+
+        grid = table.Table(*columns, box=box.SIMPLE_HEAD)
+        for row in rows:
+            grid.add_row(*row)
+        console.Console(width=None if on_terminal() else 100).print(grid)
+    else:
+        for row in [columns, *rows]:
+            print("".join(f"{cell:>20}" for cell in row))
+
+
+def plot(outcomes: list[Outcome], path: Path) -> None:
+    """Loss curves of all arms as a PNG; their validation losses are dashed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print(f"{path} is not drawn: matplotlib is not installed")
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for outcome in outcomes:
+        (line,) = axes.plot(outcome.losses.keys(), outcome.losses.values(), label=outcome.label)
+        axes.axhline(outcome.validation, color=line.get_color(), linestyle="--", linewidth=1)
+    axes.set(xlabel="step", ylabel="loss, nats a byte (dashed: held-out text)")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    print(f"loss curves: {path}")
+
+
+# --- Command line -----------------------------------------------------------------------------
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line, with the sizes that depend on the device filled in."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--data", type=Path, help="file or folder, its first 64 MiB; default: Python's own sources")
+    add("--recipe", help=f"one recipe for both directions: {', '.join(fq.recipes.names())}")
+    add("--forward", help="format family of the forward pass, default mxfp8")
+    add("--backward", help="format family of the backward pass, default nvfp4")
+    add("--compare", metavar="RECIPE", help="train a second arm with this recipe, such as bf16")
+    for name, value in DEFAULTS[device].items():
+        add(option(name), type=type(value), default=value, help=f"default here: {value}")
+    add("--tie", action="store_true", help="the head shares the embedding's weight")
+    add("--grad-accum", type=int, default=1, help="micro-batches in a step, default 1")
+    add("--warmup", type=int, default=20, help="steps of rising learning rate, default 20")
+    add("--seed", type=int, default=0)
+    add("--checkpoint", action="store_true", help="recompute the activations of each block")
+    yes_no = argparse.BooleanOptionalAction
+    add("--reshard", action=yes_no, default=True, help="free gathered weights after the forward")
+    add("--dtype", choices=["auto", "fp32", "bf16"], default="auto", help="of the computation")
+    add("--save", type=Path, metavar="DIR", help="write checkpoints of the first arm")
+    add("--save-every", type=int, help="steps between checkpoints; default: only the last step")
+    add("--resume", type=Path, metavar="DIR", help="go on from the last checkpoint in DIR")
+    add("--plot", type=Path, default=Path("train_lm.png"), help="PNG of the loss curves")
+    args = parser.parse_args(argv)
+    args.device = device
+    if args.dtype == "auto":
+        fast = device == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        args.dtype = "bf16" if fast else "fp32"
+    return args
+
+
+def option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def prepare(args: argparse.Namespace) -> tuple[dict[str, fq.Recipe], ModelConfig, Text]:
+    """Everything that can be refused, from facts all ranks share, before any collective.
+
+    returns:  the arms by label, the model's sizes, the text.
+    Raises ValueError.
+    """
+    for name, value in vars(args).items():
+        if type(value) in (int, float) and value <= 0 and name not in ("seed", "warmup"):
+            raise ValueError(f"{option(name)} is {value}; give a positive number")
+    config = ModelConfig(**{field.name: getattr(args, field.name) for field in fields(ModelConfig)})
+    if args.recipe and (args.forward or args.backward):
+        raise ValueError("--recipe names both directions; drop it, or --forward and --backward")
+    if args.compare and args.resume:
+        raise ValueError("--compare starts both arms at step 0; drop it, or --resume")
+    arms = {}
+    if args.recipe:
+        arms[args.recipe] = fq.recipes.by_name(args.recipe)
+    else:
+        forward, backward = args.forward or "mxfp8", args.backward or "nvfp4"
+        arms[f"{forward}/{backward}"] = fq.recipes.hybrid(forward=forward, backward=backward)
+    (recipe,) = arms.values()
+    if args.compare:
+        arms[args.compare] = fq.recipes.by_name(args.compare)
+        if len(arms) == 1:
+            raise ValueError(f"--compare {args.compare} is the first arm's recipe; name another")
+    text = Text(read_text(args.data), config.seq, args.seed)
+    first = 0
+    if args.resume:
+        facts = run_facts(recipe, config, args)
+        first, args.resume = find_checkpoint(args.resume, facts, args.steps)
+    if not args.plot.parent.is_dir():
+        raise ValueError(f"--plot {args.plot}: there is no folder {args.plot.parent}; make it")
+    if args.save_every and not args.save:
+        raise ValueError("--save-every needs a folder; give --save DIR")
+    args.save_every = args.save_every or args.steps
+    if args.save and max(checkpoints(args.save), default=0) > first:
+        raise ValueError(
+            f"--save {args.save} holds checkpoints from beyond step {first}, where this run starts;"
+            f" give another folder, or --resume {args.save}"
+        )
+    return arms, config, text
+
+
+def start_processes(args: argparse.Namespace) -> None:
+    """Join the group that torchrun describes, or make a group of one."""
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if args.device == "cuda":
+        args.device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(args.device)
+        group = dict(backend="nccl", device_id=args.device)
+    else:
+        has_affinity = hasattr(os, "sched_getaffinity")
+        cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
+        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+        group = dict(backend="gloo")
+    if "RANK" not in os.environ:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+        group.update(store=store, rank=0, world_size=1)
+    dist.init_process_group(**group)
+
+
+def main() -> None:
+    args = parse()
+    try:
+        arms, config, text = prepare(args)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    start_processes(args)
+    if dist.get_rank() == 0:
+        print(
+            f"{dist.get_world_size()} x {args.device}, what is not quantized in {args.dtype};"
+            f" {len(text.train):,} bytes to train on, {len(text.held_out):,} held out"
+        )
+    outcomes = []
+    for label, recipe in arms.items():
+        outcomes.append(train(label, recipe, config, text, args))
+        args.save = None  # only the first arm is saved
+    if dist.get_rank() == 0:
+        print(outcomes[0].plan, outcomes[0].receipt, sep="\n")
+        print_table(outcomes)
+        plot(outcomes, args.plot)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""What changes between steps: the random key, the step, events that invalidate weights, and `autocast`.
+
+Seed, step, micro-batch and token offset live in one int64 tensor a device, so that a compiled or captured step
+reads new values without being made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .recipe import Recipe, identity
+from .tensor import fsdp_hooks, torch_compat
+from .tensor.master_weight import ALL_STATES, MasterWeight
+
+# Layout of the step's tensor: int64 [5].
+STEP_FIELDS = ("seed", "step", "micro_batch", "token_offset", "data_parallel_rank")
+_DEFAULT_OFFSET = -1  # data-parallel rank * local rows
+
+
+class StepState:
+    """The step as the host knows it, and one copy of it on every device that asked."""
+
+    def __init__(self):
+        self.seed, self.step, self.micro_batch, self.token_offset = 0, 0, 0, _DEFAULT_OFFSET
+        self.counted_by_hand = False
+        self.frozen: weakref.WeakSet = weakref.WeakSet()  # states of frozen weights used since the last step
+        self._devices: dict[torch.device, Tensor] = {}
+
+    def values(self) -> list[int]:
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        return [self.seed, self.step, self.micro_batch, self.token_offset, rank]
+
+    def on(self, device: torch.device) -> Tensor:
+        """int64 [5] (`STEP_FIELDS`) on `device`; the same tensor object from call to call."""
+        if device not in self._devices:
+            with torch.inference_mode(False):
+                self._devices[device] = torch.tensor(self.values(), device=device)
+        return self._devices[device]
+
+    def publish(self) -> None:
+        """Write the host's values to every device, asynchronously."""
+        for tensor in self._devices.values():
+            tensor.copy_(torch.tensor(self.values(), device="cpu"), non_blocking=True)
+
+
+STEP = StepState()
+
+
+def begin_step(step: int | None = None, micro_batch: int = 0, seed: int | None = None) -> None:
+    """Set the step, micro-batch and seed of the random bits; schedules read the step.
+
+    step:  the optimizer step that begins (None: keep). Without a call, an optimizer step advances it.
+    """
+    STEP.counted_by_hand = STEP.counted_by_hand or step is not None
+    STEP.step = STEP.step if step is None else step
+    STEP.seed = STEP.seed if seed is None else seed
+    STEP.micro_batch = micro_batch
+    STEP.publish()
+
+
+@contextlib.contextmanager
+def token_offset(offset: int) -> Iterator[None]:
+    """Place the local rows of activations in the global batch: row i is token offset + i there.
+
+    Random bits are keyed by the global token. Default: data-parallel rank * local rows.
+    """
+    before, STEP.token_offset = STEP.token_offset, offset
+    STEP.publish()
+    try:
+        yield
+    finally:
+        STEP.token_offset = before
+        STEP.publish()
+
+
+def weights_of(tensors) -> Iterator[MasterWeight]:
+    """The MasterWeights among parameters, also under DTensors."""
+    for tensor in tensors:
+        local = torch_compat.local_of(tensor)
+        if isinstance(local, MasterWeight):
+            yield local
+
+
+def _after_optimizer_step(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+    """An event that every rank shares: weights changed, histories roll, the step advances."""
+    states = {w.state for group in optimizer.param_groups for w in weights_of(group["params"])}
+    for state in states:
+        state.pending = True
+    states.update(STEP.frozen)  # no optimizer holds them, but their activations and gradients are quantized
+    STEP.frozen.clear()
+    for state in states:
+        for history in state.histories.values():
+            history.roll()
+    if states and not STEP.counted_by_hand:
+        STEP.step += 1
+        STEP.publish()
+
+
+register_optimizer_step_post_hook(_after_optimizer_step)
+
+
+def skip_step() -> None:
+    """Drop the statistics of activations and gradients since the last optimizer step: it was not applied.
+
+    Those of weights stay: the weights are the same in the step that follows.
+    """
+    for state in list(ALL_STATES):
+        for (_, slot, *_), history in state.histories.items():
+            if slot != "weight":
+                history.drop()
+
+
+def sync(model: nn.Module) -> None:
+    """Make codes and shared statistics follow weights that were changed by hand. Every rank must call it."""
+    for weight in weights_of(model.parameters()):
+        weight.state.pending = True
+    managed = [m for m in torch_compat.managed_params_of(model) if isinstance(m.local, MasterWeight)]
+    if managed:
+        fsdp_hooks.synchronize(managed)
+
+
+# Autocast #
+
+@dataclass(frozen=True)
+class Autocast:
+    """What overrides the recipes of modules: `recipe` (None: nothing), and the checkpoint it was entered in, if any."""
+
+    recipe: Recipe | None
+    checkpoint: object | None
+
+
+_AUTOCAST: list[Autocast] = []
+
+
+@contextlib.contextmanager
+def autocast(recipe: Recipe | None = None, enabled: bool = True) -> Iterator[None]:
+    """Override the recipe of the modules inside; enabled=False multiplies in high precision.
+
+    For weights that FSDP2 does not manage. Under `fully_shard` gathers are prefetched outside any context, so a
+    change of a weight's format goes through `set_recipe`, and a module whose weight would change raises ValueError.
+    """
+    _AUTOCAST.append(Autocast(recipe if enabled else identity(), torch_compat.checkpoint_hook()))
+    try:
+        yield
+    finally:
+        _AUTOCAST.pop()
+
+
+def current_autocast() -> Autocast | None:
+    """The innermost context that overrides recipes, or None."""
+    return _AUTOCAST[-1] if _AUTOCAST and _AUTOCAST[-1].recipe is not None else None

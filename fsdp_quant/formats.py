@@ -1,0 +1,295 @@
+"""What quantized bytes mean: elements, formats, directions, block geometry.
+
+[Note: formats]
+A `Format` is a row of data, never a class of its own. It says which element the codes hold, how many
+elements share one scale, and what the scale is. Everything above `ops/` reads these fields; nothing
+compares names.
+
+- value = element * scale, or (element * scale) * tensor scale for a two-level format. `scale` always
+  means the decode scale.
+- A block is written (outer, contraction): along the axis the GEMM keeps, and along the axis it sums.
+  None is the whole extent. For a [rows, cols] tensor a rowwise storage contracts cols and a columnwise
+  storage contracts rows, so (1, 32) is 32 adjacent columns rowwise and 32 adjacent rows columnwise.
+- A format whose block is the same both ways (128 x 128, a whole tensor, or no block) gives the same
+  bytes in both directions: one storage serves both.
+
+Sources: OCP Microscaling Formats (MX) v1.0; OCP 8-bit Floating Point v1.0; PTX ISA, cvt.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import fields as fields_of
+
+import torch
+
+FLT_MAX = torch.finfo(torch.float32).max
+
+
+class Direction(enum.Enum):
+    """Which axis of a [rows, cols] tensor the GEMM contracts: cols (ROWWISE) or rows (COLUMNWISE)."""
+
+    ROWWISE = "rowwise"
+    COLUMNWISE = "columnwise"
+
+    @property
+    def contraction_dim(self) -> int:
+        return 1 if self is Direction.ROWWISE else 0
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+ROWWISE, COLUMNWISE = Direction.ROWWISE, Direction.COLUMNWISE
+
+
+@dataclass(frozen=True)
+class Element:
+    """One code's encoding.
+
+    bits:        bits a code takes; 16 stands for "the tensor's own floating dtype" (identity).
+    max:         largest finite magnitude; inf for the identity element.
+    mantissa:    explicit mantissa bits.
+    dtype:       the torch dtype that decodes the code, or None (e2m1 packs two a byte; identity).
+    """
+
+    name: str
+    bits: int
+    max: float
+    mantissa: int
+    dtype: torch.dtype | None
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.bits < 16
+
+
+E4M3 = Element("e4m3", 8, 448.0, 3, torch.float8_e4m3fn)
+E5M2 = Element("e5m2", 8, 57344.0, 2, torch.float8_e5m2)
+E2M1 = Element("e2m1", 4, 6.0, 1, None)
+OWN_DTYPE = Element("own dtype", 16, math.inf, 0, None)
+ELEMENTS = {e.name: e for e in (E4M3, E5M2, E2M1, OWN_DTYPE)}
+
+# Bytes of one scale, by kind. "none" is for the identity element.
+SCALE_BYTES = {"none": 0, "fp32": 4, "e8m0": 1, "e4m3": 1}
+SCALE_DTYPE = {"fp32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.uint8}
+
+ROTATION_BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Format:
+    """What the bytes of one storage mean; hashable, compared by value.
+
+    element:         codes (see `Element`).
+    block:           (outer, contraction) elements that share a scale; None is the whole extent.
+    scale:           "none", "fp32", "e8m0" or "e4m3" (the stored decode scale).
+    pow2:            an fp32 scale restricted to powers of two.
+    scale_rounding:  e8m0 only: "up" (a finite block never saturates) or "floor" (the OCP rule).
+    tensor_scale:    a second-level fp32 scale, derived from the amax of the whole tensor.
+    rotated:         the values were turned by a 16-wide random Hadamard matrix along the contraction.
+    """
+
+    name: str
+    element: Element
+    block: tuple[int | None, int | None]
+    scale: str
+    pow2: bool = False
+    scale_rounding: str = "up"
+    tensor_scale: bool = False
+    rotated: bool = False
+
+    def __post_init__(self):
+        if self.scale not in SCALE_BYTES:
+            raise ValueError(f"scale kind must be one of {sorted(SCALE_BYTES)}, got {self.scale!r}")
+        if self.scale_rounding not in ("up", "floor"):
+            raise ValueError(f"scale_rounding must be 'up' or 'floor', got {self.scale_rounding!r}")
+        if self.scale_rounding == "floor" and self.scale != "e8m0":
+            raise ValueError(f"scale_rounding='floor' is defined for e8m0 scales; {self.name} has {self.scale}")
+        if self.pow2 and self.scale != "fp32":
+            raise ValueError(f"pow2 is defined for fp32 scales; {self.name} has {self.scale}")
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.element.is_quantized
+
+    @property
+    def serves_both_directions(self) -> bool:
+        """One storage is both the rowwise and the columnwise operand (a byte transpose apart)."""
+        return self.block[0] == self.block[1] and not self.rotated
+
+    @property
+    def decodes_exactly_to_bf16(self) -> bool:
+        """Code times in-block scale fits bf16's 8 significant bits; fp32 scales of a whole row or tensor,
+        and second-level scales, stay outside the product."""
+        if not self.is_quantized:
+            return False  # depends on the tensor's dtype: see Storage.decodes_exactly_to_bf16
+        return self.scale != "fp32" or self.pow2 or self.scale_leaves_contraction
+
+    @property
+    def scale_leaves_contraction(self) -> bool:
+        """The scale spans the whole contraction, so it may multiply the product instead of the operand."""
+        return self.is_quantized and self.block[1] is None
+
+    def dims(self, direction: Direction) -> tuple[int | None, int | None]:
+        """The block as (along dim 0, along dim 1) of the [rows, cols] tensor."""
+        outer, contraction = self.block
+        return (outer, contraction) if direction is ROWWISE else (contraction, outer)
+
+    def padded_shape(self, shape: tuple[int, int], direction: Direction) -> tuple[int, int]:
+        """[rows, cols] of the stored codes: rotation fills the contraction up to a multiple of 16."""
+        if not self.rotated:
+            return tuple(shape)
+        padded = list(shape)
+        dim = direction.contraction_dim
+        padded[dim] = round_up(padded[dim], ROTATION_BLOCK)
+        return tuple(padded)
+
+    def row_bytes(self, cols: int, dtype: torch.dtype) -> int:
+        """Bytes of one compact row of `cols` codes; `dtype` is read by the identity element only."""
+        if not self.is_quantized:
+            return cols * dtype.itemsize
+        return ceil_div(cols * self.element.bits, 8)
+
+    def scale_shape(self, shape: tuple[int, int], direction: Direction) -> tuple[int, int] | None:
+        """[block rows, block cols] of the scales of a [rows, cols] tensor, or None without scales."""
+        if self.scale == "none":
+            return None
+        return tuple(
+            1 if block is None else ceil_div(extent, block)
+            for extent, block in zip(self.padded_shape(shape, direction), self.dims(direction))
+        )
+
+    def bytes_per_element(self, dtype: torch.dtype = torch.bfloat16) -> float:
+        """Stored bytes an element of a large tensor takes, scales included."""
+        if not self.is_quantized:
+            return float(dtype.itemsize)
+        outer, contraction = self.block
+        shared = 0.0 if contraction is None else SCALE_BYTES[self.scale] / ((outer or math.inf) * contraction)
+        return self.element.bits / 8 + shared
+
+    def __repr__(self) -> str:
+        marks = [self.element.name] if self.name.startswith("fp8") or self.element == E5M2 else []
+        marks += ["pow2"] if self.pow2 else []
+        marks += ["floor"] if self.scale_rounding == "floor" else []
+        marks += ["RHT"] if self.rotated else []
+        return self.name + (f"({', '.join(marks)})" if marks else "")
+
+
+def canonical_text(value: object) -> str:
+    """A text that is equal for equal values and differs for different ones, in any process (dataclasses by field)."""
+    if is_dataclass(value):
+        fields = ", ".join(f"{f.name}={canonical_text(getattr(value, f.name))}" for f in fields_of(value))
+        return f"{type(value).__name__}({fields})"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(canonical_text, value))})"
+    return repr(value)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def round_up(a: int, b: int) -> int:
+    return ceil_div(a, b) * b
+
+
+FORMATS: dict[str, Format] = {
+    f.name: f
+    for f in (
+        Format("identity", OWN_DTYPE, (None, None), "none"),
+        Format("fp8_tensor", E4M3, (None, None), "fp32"),
+        Format("fp8_row", E4M3, (1, None), "fp32"),
+        Format("fp8_1x128", E4M3, (1, 128), "fp32", pow2=True),
+        Format("fp8_128x128", E4M3, (128, 128), "fp32", pow2=True),
+        Format("mxfp8", E4M3, (1, 32), "e8m0"),
+        Format("mxfp8_32x32", E4M3, (32, 32), "e8m0"),
+        Format("nvfp4", E2M1, (1, 16), "e4m3", tensor_scale=True),
+        Format("nvfp4_16x16", E2M1, (16, 16), "e4m3", tensor_scale=True),
+    )
+}
+ALIASES = {"bf16": "identity", "fp8": "fp8_tensor", "fp8_current": "fp8_tensor"}
+IDENTITY = FORMATS["identity"]
+
+
+def known_formats() -> list[str]:
+    """Names that `format_of` takes, aliases included."""
+    return sorted([*FORMATS, *ALIASES])
+
+
+def format_of(name: str | Format, **changes) -> Format:
+    """The format of that name, with fields changed (`element="e5m2"`, `pow2=True`, ...).
+
+    Raises ValueError with the list of known names.
+    """
+    fmt = name if isinstance(name, Format) else FORMATS.get(ALIASES.get(name, name)) if isinstance(name, str) else None
+    if fmt is None:
+        raise ValueError(f"unknown format {name!r}; known formats: {', '.join(known_formats())}")
+    if isinstance(changes.get("element"), str):
+        if changes["element"] not in ELEMENTS:
+            raise ValueError(f"unknown element {changes['element']!r}; known elements: {', '.join(ELEMENTS)}")
+        changes["element"] = ELEMENTS[changes["element"]]
+    return replace(fmt, **changes) if changes else fmt
+
+
+@dataclass(frozen=True)
+class Family:
+    """Formats that a recipe uses under one name.
+
+    vector:  for activations and gradients, and for weights paired with another family.
+    weight:  for weights that use the family in both directions.
+    """
+
+    vector: Format
+    weight: Format
+
+
+FAMILIES: dict[str, Family] = {
+    name: Family(FORMATS[vector], FORMATS[weight])
+    for name, vector, weight in (
+        ("identity", "identity", "identity"),
+        ("fp8_tensor", "fp8_tensor", "fp8_tensor"),
+        ("fp8_row", "fp8_row", "fp8_row"),
+        ("fp8_block", "fp8_1x128", "fp8_128x128"),
+        ("mxfp8", "mxfp8", "mxfp8"),
+        ("nvfp4", "nvfp4", "nvfp4_16x16"),
+    )
+}
+
+
+def family_of(name: str) -> Family:
+    """The family of that name (aliases: bf16, fp8, fp8_current). Raises ValueError with the known names."""
+    found = FAMILIES.get(ALIASES.get(name, name))
+    if found is None:
+        known = ", ".join(sorted([*FAMILIES, *ALIASES]))
+        raise ValueError(f"unknown format family {name!r}; known families: {known}")
+    return found
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How one direction's bytes are made from high-precision values.
+
+    stochastic:  round up with probability equal to the fraction, on bits keyed by the global element.
+    eps:         block amaxes below it count as eps (fp32 scales only).
+    """
+
+    fmt: Format
+    direction: Direction
+    stochastic: bool = False
+    eps: float = 0.0
+
+
+def check_pair(gemm: str, a: Format, b: Format, a_name: str, b_name: str) -> None:
+    """Raise ValueError unless a product of these two storages is defined.
+
+    Every pair of scales and elements multiplies. A rotation must be on both operands, where it cancels.
+    """
+    if a.rotated != b.rotated:
+        turned, plain = ((a_name, b_name) if a.rotated else (b_name, a_name))
+        raise ValueError(
+            f"{gemm} multiplies {a_name} ({a}) by {b_name} ({b}): {turned} is rotated and {plain} is not, so the "
+            "rotation does not cancel; rotate both or neither"
+        )

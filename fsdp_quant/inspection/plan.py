@@ -1,0 +1,127 @@
+"""`plan(model)`: per GEMM the formats, the domain and why; per weight the bytes that FSDP2 gathers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..formats import COLUMNWISE, ROWWISE, Direction
+from ..modules.convert import converted_modules
+from ..modules.plan import PRODUCTS
+from ..ops.capability import arch_of
+from ..scaling import RowCuts
+from ..tensor import torch_compat
+from ..tensor.fsdp_hooks import FSDPHooks, gathered_directions, gathered_size, wire_buffers
+from ..tensor.torch_compat import ManagedParam
+
+
+@dataclass(frozen=True)
+class GemmRow:
+    """One planned product of one module."""
+
+    module: str
+    product: str
+    operands: tuple[str, str]
+    domain: str
+    reason: str
+
+
+@dataclass
+class ModelPlan:
+    """What `model` will run, and gather a step and rank: the sizes of the gathered outputs, in bytes.
+
+    gemms:            one row a product of every converted module.
+    weight_bytes:     qualified name -> (forward, backward) bytes of the converted weights under FSDP2.
+    other_bytes:      (forward, backward) bytes of all other parameters under FSDP2.
+    weight_elements:  elements of the converted weights under FSDP2.
+    """
+
+    gemms: list[GemmRow] = field(default_factory=list)
+    weight_bytes: dict[str, tuple[int, int]] = field(default_factory=dict)
+    other_bytes: tuple[int, int] = (0, 0)
+    weight_elements: int = 0
+
+    def bytes_per_step(self, forward: bool = True, backward: bool = True) -> int:
+        """Bytes of all gathers of one forward and backward, parameters that are not quantized included."""
+        rows = [*self.weight_bytes.values(), self.other_bytes]
+        return sum(f * forward + b * backward for f, b in rows)
+
+    @property
+    def gathered_bytes_per_element(self) -> float:
+        """Forward plus backward bytes of the converted weights, per weight element (a bf16 model: 4)."""
+        total = sum(f + b for f, b in self.weight_bytes.values())
+        return total / self.weight_elements if self.weight_elements else 0.0
+
+    def __str__(self) -> str:
+        lines = []
+        groups: dict[tuple, list[str]] = {}
+        for row in self.gemms:
+            groups.setdefault((row.product, row.operands, row.domain, row.reason), []).append(row.module)
+        for (product, (a, b), domain, reason), modules in groups.items():
+            count = f"{len(modules)} x {modules[0]}" if len(modules) > 1 else modules[0]
+            lines.append(f"{product:6} {a:>18} x {b:<18} {domain:9} ({reason})  [{count}]")
+        if self.weight_bytes:
+            forward, backward = (sum(pair[i] for pair in self.weight_bytes.values()) for i in (0, 1))
+            lines.append(
+                f"gathers a step: weights {forward:,} B forward + {backward:,} B backward "
+                f"({self.gathered_bytes_per_element:.3f} B an element), other parameters "
+                f"{self.other_bytes[0]:,} B + {self.other_bytes[1]:,} B"
+            )
+        return "\n".join(lines)
+
+
+def plan(model: nn.Module, dtype: torch.dtype | None = None) -> ModelPlan:
+    """The plan of every converted module of `model`; nothing is run.
+
+    dtype:  of activations (default: what FSDP2 gathers in, else the weight's own).
+    Raises ValueError for a model without converted modules.
+    """
+    modules = converted_modules(model)
+    if not modules:
+        raise ValueError("plan found no fq.Linear; call fq.convert(model, recipe) first")
+    result = ModelPlan()
+    managed = torch_compat.managed_params_of(model)
+    by_state = {id(m.local.state): m for m in managed if isinstance(m.local, FSDPHooks)}
+    for name, module in modules.items():
+        m = by_state.get(id(module._weight_state))
+        activations = dtype or (m.param_dtype if m else module.weight.dtype)
+        arch = arch_of(module.weight.device)
+        for product in PRODUCTS:
+            domain, reason = module.plan.domain(product, activations, arch)
+            operands = tuple(repr(module.plan.hybrid(slot).side(d)) for slot, d in (product.a, product.b))
+            result.gemms.append(GemmRow(name, product.name, operands, domain, reason))
+    roots = {id(m.state) for m in managed[:1] if m.state._is_root is None}
+    for m in managed:
+        once = m.stays_unsharded_after_forward or (id(m.state) in roots and m.reshards_by_default)
+        if isinstance(m.local, FSDPHooks):
+            pair = weight_bytes(m, once)
+            result.weight_bytes[m.local.state.name] = pair
+            result.weight_elements += m.global_shape.numel()
+        else:
+            numel = -(-m.global_shape[0] // m.world_size) * m.global_shape[1:].numel() * m.world_size
+            size = numel * m.param_dtype.itemsize
+            f, b = result.other_bytes
+            result.other_bytes = (f + size, b + (0 if once else size))
+    return result
+
+
+def weight_bytes(managed: ManagedParam, once: bool) -> tuple[int, int]:
+    """(forward, backward) bytes of the gathered output of one weight; `once`: it stays unsharded in between."""
+    state = managed.local.state
+    cuts = RowCuts.chunked(managed.global_shape[0], managed.world_size)
+
+    def size(needs: frozenset[Direction]) -> int:
+        return sum(
+            gathered_size(
+                wire_buffers(state.quantizer.encodings[d], cuts, managed.global_shape[1], managed.param_dtype),
+                managed.world_size,
+            )
+            for d in gathered_directions(state.quantizer, needs)
+        )
+
+    both = frozenset(Direction)
+    if once:
+        return size(both), 0
+    return size(frozenset({ROWWISE})), size(both if state.recomputes else frozenset({COLUMNWISE}))

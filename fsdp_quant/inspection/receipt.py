@@ -1,0 +1,65 @@
+"""`receipt()`: what really ran since the last `reset_receipt()`, from the host's counters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..counters import counters
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """Counts of one rank.
+
+    gemms:       (domain, a, b) -> how many.
+    gathers:     (pass, direction, format) -> bytes of the gathered outputs of quantized weights.
+    quantize:    (format, direction, implementation) -> how many.
+    collectives: amax all-reduces, by what they served.
+    departures:  what ran although the plan did not print it (strict=False), by kind.
+    """
+
+    gemms: dict
+    gathers: dict
+    quantize: dict
+    collectives: dict
+    departures: dict
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of all gathered outputs of quantized weights."""
+        return sum(self.gathers.values())
+
+    def _gathers_of(self, phase: str) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for (when, _, fmt), size in self.gathers.items():
+            if when == phase:
+                found[fmt] = found.get(fmt, 0) + size
+        return found
+
+    @property
+    def forward_gathers(self) -> dict[str, int]:
+        """Format -> bytes gathered by forwards."""
+        return self._gathers_of("forward")
+
+    @property
+    def backward_gathers(self) -> dict[str, int]:
+        """Format -> bytes gathered by backwards."""
+        return self._gathers_of("backward")
+
+    def __str__(self) -> str:
+        lines = [f"gemm     {n:>12,}  {domain}: {a} x {b}" for (domain, a, b), n in sorted(self.gemms.items())]
+        lines += [f"gather   {n:>12,} B  {phase} {d} {fmt}" for (phase, d, fmt), n in sorted(self.gathers.items())]
+        lines += [f"quantize {n:>12,}  {fmt} {d} ({how})" for (fmt, d, how), n in sorted(self.quantize.items())]
+        lines += [f"amax all-reduce {n:>5,}  {what}" for what, n in sorted(self.collectives.items())]
+        lines += [f"departure {n:>11,}  {what}" for what, n in sorted(self.departures.items())]
+        return "\n".join(lines) or "nothing ran"
+
+
+def receipt() -> Receipt:
+    """What ran on this rank since the last `reset_receipt()`."""
+    return Receipt(*(counters.of(kind) for kind in ("gemm", "gather", "quantize", "amax all-reduce", "departure")))
+
+
+def reset_receipt() -> None:
+    """Start counting from zero."""
+    counters.reset()

@@ -1,0 +1,1 @@
+"""Modules whose products are quantized, the plan of those products, and the one operator that runs them."""

@@ -1,0 +1,44 @@
+"""GEMM layouts: padding, swizzle and transposes that a tensor core asks for, derived from compact buffers.
+
+All functions are inverse pairs on plain tensors; padding is zero and never reaches a result.
+
+Sources: cuBLAS 13 documentation, "Narrow precision data types usage" (128x4 scale tiles, fp32 block scales).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..formats import ceil_div
+
+TILE_ROWS, TILE_COLS = 128, 4
+
+
+def pad_to(x: Tensor, rows: int, cols: int) -> Tensor:
+    """x [m, n] zero-padded so that m is a multiple of `rows` and n of `cols`."""
+    return F.pad(x, (0, -x.shape[1] % cols, 0, -x.shape[0] % rows))
+
+
+def swizzle_128x4(scale: Tensor) -> Tensor:
+    """Block scales [outer, blocks] in 128x4 tiles of 512 bytes, tiles row-major: flat uint8.
+
+    Inside a tile, (i, j) is at (i % 32) * 16 + (i // 32) * 4 + j.
+    """
+    padded = pad_to(scale, TILE_ROWS, TILE_COLS)
+    tiles = padded.unflatten(0, (-1, 4, 32)).unflatten(-1, (-1, TILE_COLS))  # [R, 4, 32, C, 4]
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
+
+
+def unswizzle_128x4(flat: Tensor, outer: int, blocks: int) -> Tensor:
+    """The logical [outer, blocks] scales of `swizzle_128x4`'s result."""
+    tiles = flat.reshape(ceil_div(outer, TILE_ROWS), ceil_div(blocks, TILE_COLS), 32, 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).flatten(3).flatten(0, 2)[:outer, :blocks]
+
+
+def repack_nibbles(data: Tensor, rows: int, cols: int) -> Tensor:
+    """4-bit codes packed along dim 1 of [rows, cols], as codes packed along dim 1 of the transpose."""
+    codes = torch.stack((data & 0xF, data >> 4), dim=-1).flatten(1)[:, :cols].t()
+    codes = F.pad(codes, (0, rows % 2))
+    return (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous()

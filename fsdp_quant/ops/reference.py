@@ -1,0 +1,302 @@
+"""The definition of every format, in PyTorch: statistics, encode, decode. Every kernel equals it bit for bit.
+
+[Note: one encoder]
+A storage is made in two steps, so that a statistic may be shared between ranks in between:
+
+    amax, tensor_amax = statistics(x)            largest magnitude of each block, and of the tensor
+    codes, scale      = encode(x, amax, tensor_amax)
+
+with, for the fp32 operations fl() and the IEEE division /rn (no fast-math anywhere),
+
+    fp32 scales   enc = max /rn amax, mantissa cleared for pow2;  scale = 1 /rn enc
+    e8m0          scale = 2^(e - 127), e from v = fl(amax * fl(1 / max)), rounded up (or the OCP floor rule)
+    e4m3          scale = e4m3(min(t, 448)), t = fl(amax * fl(S * fl(1 / 6))), S = 2688 /rn tensor_amax
+    code = saturating round-to-nearest-even of fl(x * enc)
+
+Blocks lie on the grid of the *global* tensor: `row0` is the global index of the first row of x, and a block
+that the shard cuts is a block of fewer rows here. The codes of a shard are then the codes of the full tensor
+as soon as the amaxes are.
+
+Non-finite values are never hidden: a block whose amax is not finite decodes to NaN, or, with e8m0 scales, an
+infinite block to the largest value its scale can hold.
+
+Sources: OCP Microscaling Formats v1.0, sections 5 and 6; OCP 8-bit Floating Point v1.0; NVIDIA PTX ISA, cvt.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..formats import (
+    E2M1,
+    E4M3,
+    FLT_MAX,
+    ROTATION_BLOCK,
+    Direction,
+    Element,
+    Encoding,
+    Format,
+)
+from .rng import random_bytes
+
+RHT_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+_MIN_NORMAL_EXPONENT = {"e4m3": -6, "e5m2": -14, "e2m1": 0}
+_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+# Geometry #
+
+def _blocked(x: Tensor, fmt: Format, direction: Direction, row0: int) -> Tensor:
+    """x [rows, cols] as [block rows, block, block cols, block], zero-padded to whole blocks of the global grid."""
+    rows, cols = x.shape
+    b0, b1 = fmt.dims(direction)
+    b0, b1 = b0 or max(rows, 1), b1 or max(cols, 1)
+    front = row0 % b0 if fmt.dims(direction)[0] else 0
+    back, right = -(front + rows) % b0, -cols % b1
+    if front or back or right:
+        x = F.pad(x, (0, right, front, back))
+    return x.reshape(x.shape[0] // b0, b0, x.shape[1] // b1, b1)
+
+
+def _unblocked(x4: Tensor, rows: int, cols: int, fmt: Format, direction: Direction, row0: int) -> Tensor:
+    b0 = fmt.dims(direction)[0]
+    front = row0 % b0 if b0 else 0
+    return x4.flatten(2).flatten(0, 1)[front : front + rows, :cols]
+
+
+def _scaled(x: Tensor, factor: Tensor, fmt: Format, direction: Direction, row0: int) -> Tensor:
+    """Every element of x times the factor [block rows, block cols] of its block, in fp32."""
+    x4 = _blocked(x, fmt, direction, row0).float() * factor[:, None, :, None]
+    return _unblocked(x4, *x.shape, fmt, direction, row0)
+
+
+# Rotation #
+
+def rotate(x: Tensor, direction: Direction, inverse: bool = False) -> Tensor:
+    """Random Hadamard transform of blocks of 16 along the contraction, zero-padded: rounded to bf16 once.
+
+    x:        [rows, cols].
+    inverse:  turn back, in fp32 and without rounding; the padding stays.
+    """
+    dim = direction.contraction_dim
+    padding = (0, -x.shape[1] % ROTATION_BLOCK) if dim else (0, 0, 0, -x.shape[0] % ROTATION_BLOCK)
+    blocks = F.pad(x, padding).unflatten(dim, (-1, ROTATION_BLOCK)).movedim(dim + 1, 0)
+    signs = torch.tensor(RHT_SIGNS, dtype=torch.float32, device=x.device).view(-1, 1, 1)
+    y = blocks.float().contiguous() if inverse else blocks * signs  # [16, rows or blocks, blocks or cols]
+    for stride in (1, 2, 4, 8):
+        a, b = y.unflatten(0, (ROTATION_BLOCK // (2 * stride), 2, stride)).unbind(1)
+        y = torch.stack((a + b, a - b), 1).view(y.shape)
+    y = y * (0.25 * signs) if inverse else (y * 0.25).to(torch.bfloat16)
+    return y.movedim(0, dim + 1).flatten(dim, dim + 1)
+
+
+# Statistics #
+
+def prepared(x: Tensor, encoding: Encoding) -> Tensor:
+    """The values that are encoded: x, or x rotated."""
+    return rotate(x, encoding.direction) if encoding.fmt.rotated else x
+
+
+def statistics(x: Tensor, encoding: Encoding, row0: int = 0) -> tuple[Tensor | None, Tensor | None]:
+    """Largest magnitude of every block and, for two-level formats, of the tensor.
+
+    x:        [rows, cols], floating; already `prepared`.
+    returns:  (fp32 [block rows, block cols] or None without scales, fp32 [1] or None). NaN propagates.
+
+    A block that the edge of x cuts counts only the elements that exist.
+    """
+    fmt = encoding.fmt
+    if fmt.scale == "none":
+        return None, None
+    magnitude = x.abs()
+    x4 = _blocked(magnitude, fmt, encoding.direction, row0)
+    if x4.numel() == 0:
+        whole_rows, whole_cols = (block is None for block in fmt.dims(encoding.direction))
+        amax = x4.new_zeros(1 if whole_rows else x4.shape[0], 1 if whole_cols else x4.shape[2]).float()
+    else:
+        amax = x4.amax(3).amax(1).float() if x4.shape[3] > 1 else x4.squeeze(3).amax(1).float()
+    if not fmt.tensor_scale:
+        return amax, None
+    tensor_amax = (amax.amax() if amax.numel() else amax.new_zeros(())).reshape(1)
+    return amax, torch.where(tensor_amax.isnan(), math.nan, tensor_amax)  # one NaN, whatever bits the device's max gave
+
+
+# Scales #
+
+def divide(a: float, b: Tensor) -> Tensor:
+    """a /rn b in fp32: one rounding, where a Python number over a tensor would be reciprocal and product."""
+    return torch.full_like(b, a) / b
+
+
+def encode_factor(amax: Tensor, fmt: Format, eps: float = 0.0) -> Tensor:
+    """enc of the fp32 scales: max /rn amax; 1 where amax is 0 or not finite; FLT_MAX at most."""
+    amax = torch.where(amax < eps, torch.full_like(amax, eps), amax)
+    enc = torch.where((amax == 0) | ~amax.isfinite(), torch.ones_like(amax), divide(fmt.element.max, amax))
+    enc = enc.clamp(max=FLT_MAX)
+    return (enc.view(torch.int32) & 0x7F800000).view(torch.float32) if fmt.pow2 else enc
+
+
+def e8m0_code(amax: Tensor, fmt: Format) -> Tensor:
+    """Biased exponents (uint8) of the blocks: amax 0 -> 0x00, inf -> 0xFE, NaN -> 0xFF."""
+    if fmt.scale_rounding == "floor":
+        code = ((amax.view(torch.int32) >> 23) - int(math.log2(fmt.element.max))).clamp(min=0)
+    else:
+        bits = (amax * torch.tensor(1.0 / fmt.element.max, dtype=torch.float32, device=amax.device)).view(torch.int32)
+        exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+        code = exponent + torch.where(exponent == 0, mantissa > 0x400000, mantissa != 0)
+    code = torch.where(amax.isinf(), 0xFE, code)
+    return torch.where(amax.isnan(), 0xFF, code).to(torch.uint8)
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """2^(exponent - 127) in fp32 for biased exponents 0 (the subnormal 2^-127) to 254; 255 is NaN."""
+    bits = exponent.to(torch.int32) << 23
+    bits = torch.where(exponent == 0, 0x00400000, bits)
+    return torch.where(exponent == 255, 0x7FC00000, bits).to(torch.int32).view(torch.float32)
+
+
+def tensor_encode_factor(tensor_amax: Tensor) -> Tensor:
+    """S of a two-level format: 2688 /rn tensor_amax; 1 where it is 0 or not finite; FLT_MAX at most."""
+    ones = torch.ones_like(tensor_amax)
+    factor = divide(E2M1.max * E4M3.max, tensor_amax)
+    return torch.where((tensor_amax == 0) | ~tensor_amax.isfinite(), ones, factor.clamp(max=FLT_MAX))
+
+
+def tensor_decode_scale(tensor_amax: Tensor) -> Tensor:
+    """D = 1 /rn S, NaN where the tensor's amax is not finite: an overflow decodes to NaN, never to a number."""
+    scale = divide(1.0, tensor_encode_factor(tensor_amax))
+    return torch.where(tensor_amax.isfinite(), scale, torch.full_like(scale, math.nan))
+
+
+def _two_level_scale(amax: Tensor, tensor_amax: Tensor, round_up: bool) -> tuple[Tensor, Tensor]:
+    """(e4m3 codes uint8, enc fp32) of the blocks of a two-level format.
+
+    round_up gives the smallest e4m3 not below the target: under stochastic rounding a scale rounded down would
+    saturate the block's largest elements and bias their mean.
+    """
+    factor = tensor_encode_factor(tensor_amax)
+    target = amax * (factor * torch.tensor(1.0 / E2M1.max, dtype=torch.float32, device=amax.device))
+    target = target.clamp(max=E4M3.max)
+    code = target.to(E4M3.dtype).view(torch.uint8)
+    if round_up:
+        code = code + (code.view(E4M3.dtype).float() < target)
+    code = torch.where(amax.isnan(), 0x7F, code.to(torch.int32)).to(torch.uint8)
+    enc = divide(1.0, code.view(E4M3.dtype).float() * divide(1.0, factor))
+    return code, enc.clamp(max=FLT_MAX)
+
+
+# Elements #
+
+def round_stochastically(v: Tensor, element: Element, bits: Tensor) -> Tensor:
+    """v, within the element's range, rounded to one of its two neighbours: up iff (bits + 0.5) / 256 < fraction."""
+    magnitude = v.abs()
+    exponent = (magnitude.view(torch.int32) & 0x7F800000).clamp(min=(_MIN_NORMAL_EXPONENT[element.name] + 127) << 23)
+    step = (exponent - (element.mantissa << 23)).view(torch.float32)
+    ratio = magnitude / step  # exact: step is a power of two
+    low = ratio.floor()
+    up = bits + 0.5 < (ratio - low) * 256
+    return torch.copysign((low + up) * step, v)
+
+
+def _cast(v: Tensor, element: Element) -> Tensor:
+    """Saturating round-to-nearest-even codes, one a byte (uint8); a NaN stays NaN (e2m1: +6)."""
+    if element != E2M1:
+        codes = v.clamp(-element.max, element.max).to(element.dtype).view(torch.uint8)
+        return codes.masked_fill_(v.isnan(), 0x7F)
+    a = v.abs().clamp(max=element.max)
+    code = torch.minimum(torch.minimum((2 * a).round(), a.round() + 2), (a / 2).round() + 4)
+    code = code.nan_to_num(nan=7.0).to(torch.uint8)
+    return code | ((v.signbit() & ~v.isnan()).to(torch.uint8) << 3)
+
+
+def _pack(codes: Tensor) -> Tensor:
+    """Two 4-bit codes a byte along the last dim, the first in the low nibble; a row ends on a whole byte."""
+    codes = F.pad(codes, (0, codes.shape[1] % 2))
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+
+
+def _unpack(data: Tensor, cols: int) -> Tensor:
+    return torch.stack((data & 0xF, data >> 4), dim=-1).flatten(1)[:, :cols]
+
+
+# Encode and decode #
+
+def encode(
+    x: Tensor,
+    amax: Tensor | None,
+    tensor_amax: Tensor | None,
+    encoding: Encoding,
+    row0: int = 0,
+    key: Tensor | None = None,
+    enc: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Codes and decode scales of x, its statistics known.
+
+    x:            [rows, cols], floating; already `prepared`.
+    amax:         fp32 [block rows, block cols] of the blocks x overlaps, shared by all ranks that hold a part.
+    tensor_amax:  fp32 [1] of the whole tensor, for two-level formats.
+    key:          int64 [5] random key (`rng.KEY_FIELDS`), for stochastic rounding.
+    enc:          fp32 [1], for delayed scaling: the factor from the history; amax then only reveals overflow.
+    returns:      (uint8 [rows, row bytes], or x itself for identity; scales in storage form, or None).
+    """
+    fmt, direction = encoding.fmt, encoding.direction
+    if not fmt.is_quantized:
+        return x.contiguous(), None
+    if fmt.scale == "e8m0":
+        scale = e8m0_code(amax, fmt)
+        factor = power_of_two(torch.where(scale == 255, 255, 254 - scale.to(torch.int32)))
+    elif fmt.tensor_scale:
+        scale, factor = _two_level_scale(amax, tensor_amax, round_up=encoding.stochastic)
+    else:
+        factor = encode_factor(amax, fmt, encoding.eps) if enc is None else enc.expand_as(amax)
+        scale = torch.where(amax.isfinite(), divide(1.0, factor), torch.full_like(amax, math.nan))
+    values = _scaled(x, factor, fmt, direction, row0)
+    if encoding.stochastic:
+        if key is None:
+            raise ValueError(f"stochastic rounding to {fmt} needs a random key, got None")
+        limit = fmt.element.max
+        values = round_stochastically(values.clamp(-limit, limit), fmt.element, random_bytes(x.shape, direction, key))
+    codes = _cast(values, fmt.element)
+    return (_pack(codes) if fmt.element.bits == 4 else codes.contiguous()), scale
+
+
+def decode_codes(data: Tensor, fmt: Format, cols: int) -> Tensor:
+    """The elements alone, without any scale: fp32 [rows, cols] (identity: its own dtype)."""
+    if not fmt.is_quantized:
+        return data
+    if fmt.element != E2M1:
+        return data.view(fmt.element.dtype).float()
+    table = torch.tensor(_E2M1_VALUES + tuple(-v for v in _E2M1_VALUES), device=data.device)
+    return table[_unpack(data, cols).int()]
+
+
+def decode_scale(scale: Tensor, fmt: Format) -> Tensor:
+    """Stored scales as fp32 numbers."""
+    if fmt.scale == "e8m0":
+        return power_of_two(scale)
+    return scale.view(E4M3.dtype).float() if fmt.scale == "e4m3" else scale
+
+
+def decode(
+    data: Tensor, scale: Tensor | None, tensor_amax: Tensor | None, fmt: Format, direction: Direction,
+    cols: int, row0: int = 0,
+) -> Tensor:
+    """element * scale (* D) in fp32, [rows, cols]; a rotated storage stays rotated. Identity: its own dtype."""
+    values = decode_codes(data, fmt, cols)
+    if scale is not None:
+        values = _scaled(values, decode_scale(scale, fmt), fmt, direction, row0)
+    return values if tensor_amax is None else values * tensor_decode_scale(tensor_amax)
+
+
+def bf16_product(a: Tensor, b: Tensor) -> Tensor:
+    """a b^T of bf16 operands [m, k] and [n, k], accumulated in fp32 and returned in fp32.
+
+    A CPU without bf16 matrix instructions multiplies the same bf16 values as fp32: the products are exact either way.
+    """
+    if a.is_cuda:
+        return torch.mm(a, b.t(), out_dtype=torch.float32)
+    return a.float().mm(b.float().t())

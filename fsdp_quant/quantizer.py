@@ -1,0 +1,261 @@
+"""`Quantizer` makes one storage, `HybridQuantizer` one a direction; both are immutable values.
+
+A quantizer holds no tensor and no state: histories of delayed scaling live with the weight, random keys with the
+step. One quantizer may serve any number of tensors, and both sides of a hybrid.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import Tensor
+
+from .formats import COLUMNWISE, E2M1, ROWWISE, Direction, Encoding, Format, format_of
+from .ops import dispatch
+from .scaling import AmaxHistory, DelayedScaling
+from .storage import Storage
+from .tensor.quantized_tensor import QuantizedTensor
+
+FLOATING = (torch.bfloat16, torch.float16, torch.float32)
+COLUMNWISE_SOURCES = ("original", "rowwise_dequantized")
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """Format, scaling and rounding of one direction.
+
+    fmt:       `Format` or its name.
+    scaling:   "current", or `DelayedScaling(...)` (formats with one fp32 scale a tensor).
+    rounding:  "nearest" (even) or "stochastic".
+    rotation:  random Hadamard transform of 16 values along the contraction before encoding.
+    eps:       block amaxes below it count as eps (fp32 scales).
+
+    Raises ValueError for combinations that mean nothing, naming the format.
+    """
+
+    fmt: Format
+    scaling: str | DelayedScaling = "current"
+    rounding: str = "nearest"
+    rotation: bool = False
+    eps: float = 0.0
+
+    def __post_init__(self):
+        fmt = format_of(self.fmt)
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ValueError(f"rounding must be 'nearest' or 'stochastic', got {self.rounding!r}")
+        if self.scaling != "current" and not isinstance(self.scaling, DelayedScaling):
+            raise ValueError(f"scaling must be 'current' or DelayedScaling(...), got {self.scaling!r}")
+        if self.is_delayed and (fmt.scale != "fp32" or fmt.block != (None, None)):
+            raise ValueError(f"delayed scaling keeps one scale a tensor; {fmt} has blocks of {fmt.block}")
+        if self.rounding == "stochastic" and not fmt.is_quantized:
+            raise ValueError(f"{fmt} is not rounded; rounding='stochastic' needs a quantized format")
+        if self.eps and fmt.scale != "fp32":
+            raise ValueError(f"eps bounds fp32 scales; {fmt} has {fmt.scale} scales")
+        if self.rotation or fmt.rotated:
+            if fmt.element != E2M1:
+                raise ValueError(f"rotation is defined for 4-bit formats; got {fmt}")
+            if fmt.block[0] != 1:
+                raise ValueError(f"rotation along the contraction needs blocks of one row; {fmt} has {fmt.block}")
+            fmt = replace(fmt, rotated=True)
+        object.__setattr__(self, "fmt", fmt)
+        object.__setattr__(self, "rotation", fmt.rotated)
+
+    @property
+    def is_delayed(self) -> bool:
+        return isinstance(self.scaling, DelayedScaling)
+
+    @property
+    def is_stochastic(self) -> bool:
+        return self.rounding == "stochastic"
+
+    def encoding(self, direction: Direction) -> Encoding:
+        return Encoding(self.fmt, direction, self.is_stochastic, self.eps)
+
+    def storage(self, x: Tensor, direction: Direction, key: Tensor | None = None) -> Storage:
+        """One direction of x [rows, cols]."""
+        encoding = self.encoding(direction)
+        (encoded,) = dispatch.quantize(x, [encoding], [key])
+        return Storage.of(encoded, encoding, x.shape, x.dtype)
+
+    def quantize(self, x: Tensor, *, key: Tensor | None = None) -> QuantizedTensor:
+        """Both directions of x with this quantizer; see `HybridQuantizer.quantize`."""
+        return HybridQuantizer(self, self).quantize(x, key=key)
+
+    def __repr__(self) -> str:
+        marks = [repr(self.fmt)]
+        marks += ["SR"] if self.is_stochastic else []
+        marks += [f"delayed({self.scaling})"] if self.is_delayed else []
+        marks += [f"eps={self.eps}"] if self.eps else []
+        return "+".join(marks)
+
+
+@dataclass(frozen=True)
+class HybridQuantizer:
+    """One quantizer a direction; the two may have different formats.
+
+    rowwise, columnwise:  `Quantizer`, `Format`, a format's name, or None (the direction is not made).
+    columnwise_source:    "original": the columnwise storage is quantized from the same values as the rowwise one;
+                          "rowwise_dequantized": from the decoded rowwise storage, so that the backward sees the
+                          values that the forward multiplied.
+    """
+
+    rowwise: Quantizer | None
+    columnwise: Quantizer | None
+    columnwise_source: str = "original"
+
+    def __post_init__(self):
+        for name in ("rowwise", "columnwise"):
+            side = getattr(self, name)
+            if side is not None and not isinstance(side, Quantizer):
+                object.__setattr__(self, name, Quantizer(format_of(side)))
+        if self.rowwise is None and self.columnwise is None:
+            raise ValueError("a HybridQuantizer needs a rowwise or a columnwise quantizer, got neither")
+        if self.columnwise_source not in COLUMNWISE_SOURCES:
+            raise ValueError(
+                f"columnwise_source must be one of {', '.join(COLUMNWISE_SOURCES)}, got {self.columnwise_source!r}"
+            )
+        if self.columnwise_source != "original" and None in (self.rowwise, self.columnwise):
+            raise ValueError("columnwise_source='rowwise_dequantized' needs both directions")
+        if self.columnwise_source != "original" and self.rowwise.rotation:
+            raise ValueError("columnwise_source='rowwise_dequantized' needs a rowwise side that is not rotated")
+
+    def side(self, direction: Direction) -> Quantizer | None:
+        return self.rowwise if direction is ROWWISE else self.columnwise
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Some side needs a random key."""
+        return any(q is not None and q.is_stochastic for q in (self.rowwise, self.columnwise))
+
+    @property
+    def one_storage(self) -> bool:
+        """The rowwise storage serves both directions."""
+        return self.rowwise == self.columnwise and self.rowwise.fmt.serves_both_directions
+
+    @property
+    def is_derived(self) -> bool:
+        """The columnwise storage is made from the rowwise one, and differs from it."""
+        return self.columnwise_source != "original" and not self.one_storage
+
+    @cached_property
+    def encodings(self) -> dict[Direction, Encoding]:
+        """What is encoded from the original values, by direction."""
+        sides = {d: q.encoding(d) for d in Direction if (q := self.side(d)) is not None}
+        if self.one_storage or self.is_derived:
+            del sides[COLUMNWISE]
+        return sides
+
+    @cached_property
+    def delayed_directions(self) -> tuple[Direction, ...]:
+        """Directions that are encoded with delayed scaling, each with a history of its own."""
+        return tuple(d for d in self.encodings if self.side(d).is_delayed)
+
+    def derive_columnwise(self, rowwise: Storage, compute_dtype: torch.dtype | None = None, key=None) -> Storage:
+        """The columnwise storage of the decoded rowwise one (decoded in fp32, rounded once).
+
+        compute_dtype:  dtype that a quantized columnwise format sees (None: the storage's); identity keeps the
+                        storage's.
+        """
+        dtype = rowwise.dtype
+        source = dtype if not self.columnwise.fmt.is_quantized else compute_dtype or dtype
+        storage = self.columnwise.storage(rowwise.dequantize(torch.float32).to(source), COLUMNWISE, key)
+        return replace(storage, dtype=dtype)
+
+    def storages(
+        self, x: Tensor, directions=tuple(Direction), *, key: Tensor | None = None,
+        factors: dict[Direction, Tensor] | None = None,
+    ) -> tuple[dict[Direction, Storage], dict[Direction, Tensor]]:
+        """Storages of x [rows, cols] for these directions, in one operation over x, and the amaxes seen.
+
+        key:      int64 [5] (`ops.rng.KEY_FIELDS`), for stochastic rounding.
+        factors:  fp32 [1] a direction from the history of a delayed side (0: no history yet).
+        returns:  (direction -> Storage, direction of a delayed side -> fp32 [1, 1] amax).
+        """
+        wanted = [d for d in self.encodings if d in directions or (d is ROWWISE and len(self.encodings) == 1)]
+        if self.is_derived and COLUMNWISE in directions and ROWWISE not in wanted:
+            wanted = [ROWWISE, *wanted]
+        encodings = [self.encodings[d] for d in wanted]
+        stats = dispatch.statistics(x, encodings)
+        encs = None
+        if factors:
+            encs = [_factor(factors.get(d), s.amax, e) for d, s, e in zip(wanted, stats, encodings)]
+        encoded = dispatch.encode(x, encodings, stats, keys=[key] * len(wanted), encs=encs)
+        made = {d: Storage.of(r, e, x.shape, x.dtype) for d, r, e in zip(wanted, encoded, encodings)}
+        amaxes = {d: r.amax for d, r in zip(wanted, encoded) if self.side(d).is_delayed}
+        if COLUMNWISE in directions and COLUMNWISE not in made and self.columnwise is not None:
+            row = made[ROWWISE]
+            made[COLUMNWISE] = row.as_direction(COLUMNWISE) if self.one_storage else self.derive_columnwise(row, key=key)
+        return {d: s for d, s in made.items() if d in directions}, amaxes
+
+    def quantize(self, x: Tensor, *, key: Tensor | None = None) -> QuantizedTensor:
+        """Quantize a tensor that no other rank shares.
+
+        x:        [.., cols], bf16, fp16 or fp32; leading dims count as rows. Any strides.
+        key:      int64 [5] random key for stochastic rounding (default: drawn from torch's generator).
+        returns:  QuantizedTensor of x's shape and dtype, with the directions that the quantizer has.
+
+        Raises ValueError for integer tensors and scalars.
+        """
+        rows = as_rows(x.detach())
+        if any(not e.fmt.is_quantized for e in self.encodings.values()):
+            rows = rows.clone()  # an identity storage is made over its input, and `update` writes into it
+        if key is None and self.is_stochastic:
+            key = torch.stack([torch.randint(2**62, ()), *torch.zeros(4, dtype=torch.int64)]).to(x.device)
+        made, _ = self.storages(rows, key=key)
+        return QuantizedTensor(made.get(ROWWISE), made.get(COLUMNWISE), shape=x.shape)
+
+    def update(self, out: QuantizedTensor, x: Tensor, *, key: Tensor | None = None) -> QuantizedTensor:
+        """Quantize x into the buffers of `out`; the bytes of a fresh `quantize(x)`.
+
+        Raises ValueError, and leaves `out` as it was, if it lacks a direction, or differs in format, shape or dtype.
+        """
+        if x.shape != out.shape or x.dtype != out.dtype:
+            raise ValueError(f"cannot update {out!r} from {list(x.shape)} {x.dtype}: shape and dtype must agree")
+        for direction in Direction:
+            quantizer, storage = self.side(direction), getattr(out, direction.value)
+            if quantizer is None:
+                continue
+            if storage is None:
+                raise ValueError(f"cannot update {out!r}: its {direction.value} storage was dropped")
+            if storage.fmt != quantizer.fmt:
+                raise ValueError(f"cannot update {out!r} {direction.value} with {quantizer}: the formats differ")
+        if out.rowwise is not None and out.columnwise is not None and not self.one_storage:
+            if out.rowwise.data is out.columnwise.data:
+                raise ValueError(f"cannot update {out!r} with {self}: one storage serves both of its directions")
+        fresh = self.quantize(x, key=key)
+        for direction in Direction:
+            if self.side(direction) is not None:
+                new, old = getattr(fresh, direction.value).buffers(), getattr(out, direction.value).buffers()
+                for name, buffer in old.items():
+                    buffer.copy_(new[name])
+        return out
+
+    def __repr__(self) -> str:
+        if self.rowwise == self.columnwise:
+            return repr(self.rowwise)
+        derived = " from rowwise" if self.columnwise_source != "original" else ""
+        return f"{self.rowwise} / {self.columnwise}{derived}"
+
+
+def _factor(factor: Tensor | None, amax: Tensor | None, encoding: Encoding) -> Tensor | None:
+    return None if factor is None else AmaxHistory.factor_or_current(factor, amax, encoding)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x [.., cols] as [rows, cols]. Raises ValueError for integer tensors and scalars."""
+    if x.dtype not in FLOATING:
+        raise ValueError(f"quantizers take bf16, fp16 and fp32 tensors, got {x.dtype}; cast it first")
+    if x.dim() == 0:
+        raise ValueError("quantizers take tensors of at least one dim, got a scalar")
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
+
+
+def hybrid_of(value) -> HybridQuantizer:
+    """A `Format`, its name, a `Quantizer` or a `HybridQuantizer` as a hybrid: the same on both sides unless it says."""
+    if isinstance(value, HybridQuantizer):
+        return value
+    side = value if isinstance(value, Quantizer) else Quantizer(format_of(value))
+    return HybridQuantizer(side, side)

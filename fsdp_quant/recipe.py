@@ -1,0 +1,240 @@
+"""Recipes: which quantizer each tensor of a linear layer gets.
+
+The three products of y = x W^T read six storages; a recipe names the quantizer of each:
+
+    fprop  y  = x.rowwise          weight.rowwise
+    dgrad  dx = grad_output.rowwise    weight.columnwise
+    wgrad  dW = grad_output.columnwise x.columnwise
+
+    recipe           input            weight                 grad_output
+    identity()       identity         identity               identity
+    fp8_current()    fp8_tensor       fp8_tensor             fp8_tensor (grad_element="e5m2" optional)
+    fp8_delayed()    fp8_tensor       fp8_tensor             fp8_tensor e5m2, all with delayed scaling
+    fp8_row()        fp8_row          fp8_row                fp8_row
+    fp8_block()      fp8_1x128        fp8_128x128            fp8_1x128
+    mxfp8()          mxfp8            mxfp8                  mxfp8
+    nvfp4()          nvfp4 / +RHT     nvfp4_16x16            nvfp4+SR / +SR+RHT
+    hybrid(F, B)     F / B            F / B                  B / B
+
+SR is stochastic rounding, RHT the random Hadamard transform of both operands of wgrad, where it cancels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from .formats import IDENTITY, canonical_text, family_of, format_of
+from .quantizer import HybridQuantizer, Quantizer, hybrid_of
+from .scaling import DelayedScaling
+
+TENSOR_TYPES = ("input", "weight", "grad_output", "output", "grad_input")
+QUANTIZED_TYPES = TENSOR_TYPES[:3]
+BACKWARD_OVERRIDES = (None, "high_precision", "dequantized")
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a quantizer is asked for.
+
+    module_type:  "linear" (more module types have their own names).
+    tensor_type:  "input", "weight", "grad_output", or a boundary slot: "output", "grad_input". A module asks for the
+                  slots it has; `fq.Linear` has the first three.
+    name:         the module's qualified name.
+    """
+
+    module_type: str
+    tensor_type: str
+    name: str = ""
+
+    def __post_init__(self):
+        if self.tensor_type not in TENSOR_TYPES:
+            raise ValueError(f"tensor_type must be one of {', '.join(TENSOR_TYPES)}, got {self.tensor_type!r}")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A named `qfactory(role)` and the options of the products, compared by value.
+
+    qfactory:             module-level function (role, **arguments) -> Format, its name, Quantizer, HybridQuantizer
+                          or None (boundary slots).
+    arguments:            its keyword arguments, sorted (name, value) pairs.
+    backward_override:    None; "high_precision": the backward multiplies the original values; "dequantized": it
+                          multiplies what the forward decoded. grad_output is not quantized in either.
+    accuracy:             "fast", or "exact": only domains that decode exactly.
+    save_original_input:  None: what the plan says; True: the input is saved and quantized again in the backward.
+    strict:               what runs is what the plan says, or it raises; False warns once and counts.
+    require_native:       refuse products that no tensor core computes, when the recipe is applied.
+    compute_dtype:        dtype that the weight's quantizer sees (None: the master's own).
+    tail:                 share of the converted layers, the last ones, that stay in identity.
+    """
+
+    name: str
+    qfactory: Callable
+    arguments: tuple[tuple[str, object], ...] = ()
+    backward_override: str | None = None
+    accuracy: str = "fast"
+    save_original_input: bool | None = None
+    strict: bool = True
+    require_native: bool = False
+    compute_dtype: torch.dtype | None = torch.bfloat16
+    tail: float = 0.0
+
+    def __post_init__(self):
+        qualified = getattr(self.qfactory, "__qualname__", "")
+        if not qualified or "<lambda>" in qualified or "<locals>" in qualified:
+            raise ValueError(
+                f"qfactory must be a module-level function, because recipes are pickled and compared; got "
+                f"{qualified or self.qfactory!r}: move it to a module and pass it by name"
+            )
+        if self.backward_override not in BACKWARD_OVERRIDES:
+            raise ValueError(f"backward_override must be one of {BACKWARD_OVERRIDES}, got {self.backward_override!r}")
+        if self.accuracy not in ("fast", "exact"):
+            raise ValueError(f"accuracy must be 'fast' or 'exact', got {self.accuracy!r}")
+        if not 0.0 <= self.tail <= 1.0:
+            raise ValueError(f"tail is a share of the layers between 0 and 1, got {self.tail}")
+
+    def hybrid(self, role: Role) -> HybridQuantizer | None:
+        """The quantizer of this role, `backward_override` applied; None for an empty boundary slot."""
+        value = self.qfactory(role, **dict(self.arguments))
+        if value is None:
+            if role.tensor_type in QUANTIZED_TYPES:
+                raise ValueError(
+                    f"{self.name}: qfactory returned None for {role}; return 'identity' for a tensor that is not quantized"
+                )
+            return None
+        return _overridden(hybrid_of(value), role.tensor_type, self.backward_override)
+
+    def fingerprint(self) -> str:
+        """A text that is equal for equal recipes, in any process."""
+        factory = f"{self.qfactory.__module__}.{self.qfactory.__qualname__}"
+        options = [(f, getattr(self, f)) for f in self.__dataclass_fields__ if f not in ("name", "qfactory", "arguments")]
+        return f"{factory}{canonical_text(self.arguments)} {canonical_text(options)}"
+
+    def __repr__(self) -> str:
+        given = list(self.arguments)
+        given += [(f.name, getattr(self, f.name)) for f in fields(self)[3:] if getattr(self, f.name) != f.default]
+        return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in given)})"
+
+
+def _overridden(hybrid: HybridQuantizer, tensor_type: str, override: str | None) -> HybridQuantizer:
+    """`backward_override` as a rewrite of one slot: the same for every recipe and module."""
+    if override is None:
+        return hybrid
+    if tensor_type == "grad_output":
+        return hybrid_of(IDENTITY)
+    if tensor_type not in ("input", "weight"):
+        return hybrid
+    source = "rowwise_dequantized" if override == "dequantized" else "original"
+    return HybridQuantizer(hybrid.rowwise, Quantizer(IDENTITY), source)
+
+
+# Named recipes #
+
+def by_families(
+    role: Role, forward: str, backward: str, grad_element: str | None = None, pow2: bool | None = None,
+    scale_rounding: str | None = None, delayed: DelayedScaling | None = None,
+) -> HybridQuantizer | None:
+    """The slots of every named recipe: one family for the forward, one for the backward."""
+    if role.tensor_type not in QUANTIZED_TYPES:
+        return None
+    f, b = family_of(forward), family_of(backward)
+    if role.tensor_type == "weight":
+        pair = (f.weight, b.weight) if f == b else (f.vector, b.vector)
+        return HybridQuantizer(*(_quantizer(fmt, pow2, scale_rounding, delayed) for fmt in pair))
+    row, column = (b, b) if role.tensor_type == "grad_output" else (f, b)
+    element = grad_element if role.tensor_type == "grad_output" else None
+    rowwise, columnwise = (_quantizer(fam.vector, pow2, scale_rounding, delayed, element) for fam in (row, column))
+    if b.vector.tensor_scale:  # the two-level 4-bit family trains with rotated wgrad operands and rounded gradients
+        columnwise = replace(columnwise, rotation=True)
+        if role.tensor_type == "grad_output":
+            rowwise, columnwise = (replace(q, rounding="stochastic") for q in (rowwise, columnwise))
+    return HybridQuantizer(rowwise, columnwise)
+
+
+def _quantizer(fmt, pow2, scale_rounding, delayed, element=None) -> Quantizer:
+    changes = {}
+    if pow2 is not None and fmt.scale == "fp32":
+        changes["pow2"] = pow2
+    if scale_rounding is not None and fmt.scale == "e8m0":
+        changes["scale_rounding"] = scale_rounding
+    if element is not None and fmt.is_quantized:
+        changes["element"] = element
+    return Quantizer(format_of(fmt, **changes), scaling=delayed or "current")
+
+
+def _named(name: str, forward: str, backward: str, options: dict, **arguments) -> Recipe:
+    family_of(forward), family_of(backward)  # unknown names are refused here
+    given = {"forward": forward, "backward": backward, **{k: v for k, v in arguments.items() if v is not None}}
+    return Recipe(name, by_families, tuple(sorted(given.items())), **options)
+
+
+def identity(**options) -> Recipe:
+    """High precision everywhere: bit for bit the plain module."""
+    return _named("identity", "identity", "identity", options)
+
+
+bf16 = identity
+
+
+def fp8_current(grad_element: str = "e4m3", pow2: bool | None = None, **options) -> Recipe:
+    """One fp32 scale a tensor, from its own amax."""
+    return _named("fp8_current", "fp8_tensor", "fp8_tensor", options, grad_element=grad_element, pow2=pow2)
+
+
+def fp8_delayed(
+    length: int = 1024, margin: int = 0, use: str = "max", grad_element: str = "e5m2", **options
+) -> Recipe:
+    """One fp32 scale a tensor, from a history of amaxes."""
+    delayed = DelayedScaling(length, margin, use)
+    return _named("fp8_delayed", "fp8_tensor", "fp8_tensor", options, grad_element=grad_element, delayed=delayed)
+
+
+def fp8_row(pow2: bool | None = None, **options) -> Recipe:
+    """One fp32 scale a row of each GEMM operand."""
+    return _named("fp8_row", "fp8_row", "fp8_row", options, pow2=pow2)
+
+
+def fp8_block(pow2: bool | None = None, **options) -> Recipe:
+    """1x128 activations and gradients, 128x128 weights; powers of two unless pow2=False."""
+    return _named("fp8_block", "fp8_block", "fp8_block", options, pow2=pow2)
+
+
+def mxfp8(scale_rounding: str | None = None, **options) -> Recipe:
+    """OCP MXFP8: blocks of 32, e8m0 scales."""
+    return _named("mxfp8", "mxfp8", "mxfp8", options, scale_rounding=scale_rounding)
+
+
+def nvfp4(tail: float = 0.0, **options) -> Recipe:
+    """NVFP4 with square weight blocks, stochastic rounding of gradients, rotated wgrad operands."""
+    return _named("nvfp4", "nvfp4", "nvfp4", {"tail": tail, **options})
+
+
+def hybrid(forward: str, backward: str, **options) -> Recipe:
+    """One family for the forward, another for the backward; hybrid(F, F) is F."""
+    return _named("hybrid", forward, backward, options)
+
+
+def custom(qfactory: Callable, **options) -> Recipe:
+    """A recipe of your own: qfactory(role) -> Format | Quantizer | HybridQuantizer (a module-level function)."""
+    name = getattr(qfactory, "__qualname__", "custom")
+    return Recipe(name, qfactory, **options)
+
+
+_BY_NAME = {
+    f.__name__: f for f in (identity, fp8_current, fp8_delayed, fp8_row, fp8_block, mxfp8, nvfp4)
+} | {"bf16": identity}
+
+
+def names() -> list[str]:
+    """Names that `by_name` takes."""
+    return sorted(_BY_NAME)
+
+
+def by_name(name: str, **options) -> Recipe:
+    """The named recipe, for command lines. Raises ValueError with the list of known names."""
+    if name not in _BY_NAME:
+        raise ValueError(f"unknown recipe {name!r}; known recipes: {', '.join(names())}")
+    return _BY_NAME[name](**options)

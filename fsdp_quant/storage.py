@@ -1,0 +1,271 @@
+"""`Storage`: one direction's buffers of a quantized tensor, and the protocol that everything moves them by.
+
+[Note: compact and GEMM layout]
+A storage that travels or rests is compact: row-major and unpadded, dim 0 of `data` is the logical rows and
+dim 0 of `scale` the block rows, in both directions. A shard along dim 0 is therefore a slice of every buffer.
+What a tensor core wants beyond that (padding, swizzle, physical transposes) is derived by `to_gemm_layout`
+and never sharded, sent or saved to a checkpoint.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .formats import ROWWISE, Direction, Encoding, Format, format_of
+from .ops import dispatch, layout, reference
+
+
+class Placement(enum.Enum):
+    """How a compact buffer of a dim-0 sharded tensor relates to its shards.
+
+    SHARD:      a slice of dim 0; gathering is concatenation.
+    REPLICATE:  the same on every rank.
+    HALO:       the rows of every block that the shard overlaps; a block that a cut divides is on both sides,
+                and the rank that holds its first row owns it.
+    """
+
+    SHARD = "shard"
+    REPLICATE = "replicate"
+    HALO = "halo"
+
+
+class GemmOperand(NamedTuple):
+    """Buffers as a GEMM reads them; the meaning of each depends on (format, direction, arch)."""
+
+    data: Tensor
+    scale: Tensor | None
+    tensor_scale: Tensor | None
+
+
+BUFFERS = ("data", "scale", "tensor_amax")
+
+
+@dataclass(frozen=True, eq=False)
+class Storage:
+    """Codes and scales of one direction of a [rows, cols] tensor or of a slice of its rows.
+
+    data:         uint8 [rows, fmt.row_bytes(cols)]; identity: [rows, cols] in its own dtype.
+    scale:        decode scales [block rows, block cols] of the blocks the rows overlap (fp32, or uint8 codes).
+    tensor_amax:  fp32 [1], of the whole tensor, for two-level formats.
+    dtype:        what `dequantize()` returns by default.
+    row0:         global index of the first row: the block grid is the global tensor's.
+
+    Invariant: every buffer is compact (see the note above), and nothing else is needed to decode.
+    """
+
+    fmt: Format
+    direction: Direction
+    shape: tuple[int, int]
+    data: Tensor
+    scale: Tensor | None
+    tensor_amax: Tensor | None
+    dtype: torch.dtype
+    row0: int = 0
+
+    @classmethod
+    def of(cls, encoded: dispatch.Encoded, encoding: Encoding, shape, dtype: torch.dtype, row0: int = 0) -> Storage:
+        """The storage over freshly encoded buffers."""
+        return cls(
+            encoding.fmt, encoding.direction, tuple(shape), encoded.data, encoded.scale, encoded.tensor_amax, dtype, row0
+        )
+
+    # The buffer protocol #
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The compact buffers that exist, by field name."""
+        return {name: t for name in BUFFERS if (t := getattr(self, name)) is not None}
+
+    def with_buffers(self, buffers: dict[str, Tensor], **changes) -> Storage:
+        """The same storage over other buffers (views are kept, nothing is copied)."""
+        return replace(self, **buffers, **changes)
+
+    def placements(self, chunk: int | None = None) -> dict[str, Placement]:
+        """How each buffer shards when dim 0 is cut every `chunk` rows (None: not cut)."""
+        scale = scale_placement(self.fmt, self.direction, chunk)
+        kinds = {"data": Placement.SHARD, "scale": scale, "tensor_amax": Placement.REPLICATE}
+        return {name: kinds[name] for name in self.buffers()}
+
+    @property
+    def padded_shape(self) -> tuple[int, int]:
+        return self.fmt.padded_shape(self.shape, self.direction)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.buffers().values())
+
+    @property
+    def is_freed(self) -> bool:
+        """The codes were given back to the allocator (FSDP resharded) and must not be read."""
+        return self.data.untyped_storage().size() == 0 and self.data.numel() > 0
+
+    def narrow(self, start: int, length: int) -> Storage:
+        """Rows [start, start + length): views of every buffer, also where the cut divides a block.
+
+        Raises ValueError for a columnwise rotated storage, whose rows mix.
+        """
+        if (start, length) == (0, self.shape[0]):
+            return self
+        if self.fmt.rotated and self.direction is not ROWWISE:
+            raise ValueError(
+                f"rows [{start}, {start + length}) of {self.describe()} cannot be cut out: the rotation mixes rows; "
+                "use dequantize(), or quantize the rows you want"
+            )
+        scale, b0 = self.scale, self.fmt.dims(self.direction)[0]
+        if scale is not None and b0 is not None:
+            first = (self.row0 + start) // b0 - self.row0 // b0
+            last = -(-(self.row0 + start + length) // b0) - self.row0 // b0
+            scale = scale.narrow(0, first, max(last - first, 0) if length else 0)
+        return replace(
+            self, shape=(length, self.shape[1]), data=self.data.narrow(0, start, length), scale=scale,
+            row0=self.row0 + start,
+        )
+
+    def map(self, fn) -> Storage:
+        """The same storage with fn applied to every buffer."""
+        return self.with_buffers({name: fn(t) for name, t in self.buffers().items()})
+
+    def as_direction(self, direction: Direction) -> Storage:
+        """The same bytes as the other direction's operand.
+
+        Raises ValueError for a format that quantizes the two directions differently.
+        """
+        if not self.fmt.serves_both_directions:
+            raise ValueError(f"{self.describe()} cannot serve as {direction.value}: its blocks differ by direction")
+        return replace(self, direction=direction)
+
+    # Reading #
+
+    @property
+    def decodes_exactly_to_bf16(self) -> bool:
+        return self.fmt.decodes_exactly_to_bf16 if self.fmt.is_quantized else self.dtype is torch.bfloat16
+
+    def decode(self) -> Tensor:
+        """Element times every scale, fp32 (identity: its own dtype) [rows, cols]; a rotated storage stays rotated."""
+        return dispatch.decode(
+            self.data, self.scale, self.tensor_amax, self.fmt, self.direction, self.padded_shape[1], self.row0
+        )
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The logical values [rows, cols] in `dtype` (default: the storage's), turned back if they were rotated."""
+        values = self.decode()
+        if self.fmt.rotated:
+            values = reference.rotate(values, self.direction, inverse=True)[: self.shape[0], : self.shape[1]]
+        return values.to(dtype or self.dtype)
+
+    def operand(self) -> Tensor:
+        """What a GEMM multiplies: fp32 (identity: its own dtype) [outer, contraction]."""
+        values = self.decode()
+        return values if self.direction is ROWWISE else values.t()
+
+    def factored_operand(self) -> tuple[Tensor, Tensor | None]:
+        """`operand` without the scales that span the contraction: (bf16 [outer, contraction], fp32 [outer or 1]).
+
+        The scales left out multiply the product: row or column factors, or a tensor's. Exact where
+        `decodes_exactly_to_bf16` (e8m0 exponents beyond bf16's normal range excepted).
+        """
+        outside = None
+        scale = self.scale
+        if self.fmt.scale_leaves_contraction:
+            scale, outside = None, self.scale.flatten()
+        elif self.tensor_amax is not None:
+            outside = reference.tensor_decode_scale(self.tensor_amax)
+        values = dispatch.decode(self.data, scale, None, self.fmt, self.direction, self.padded_shape[1], self.row0)
+        values = values.to(torch.bfloat16)
+        return (values if self.direction is ROWWISE else values.t()), outside
+
+    # GEMM layout #
+
+    def to_gemm_layout(self, arch: str) -> GemmOperand:
+        """Buffers as the tensor cores of `arch` read them, padding zero.
+
+        sm_90a:   data [outer, contraction], both operands K-major (a columnwise storage is transposed); 1x128
+                  scales [contraction blocks, outer rounded up to 4]; 128x128 scales [outer blocks, contraction
+                  blocks rounded up to 4]; whole-contraction scales [outer]; e8m0 and e4m3 scales [outer, blocks].
+        sm_100a:  the same data (4-bit codes packed along the contraction); e8m0 and e4m3 scales one a row of
+                  the operand (square blocks expanded), in swizzled 128x4 tiles. fp32 scales as on sm_90a.
+        Raises NotImplementedError for another arch, ValueError for a shard (gather it first).
+        """
+        if arch not in ("sm_90a", "sm_100a"):
+            raise NotImplementedError(f"no GEMM layout for {arch!r}; layouts exist for sm_90a and sm_100a")
+        if self.row0:
+            raise ValueError(f"{self.describe()} is a shard from row {self.row0}; a GEMM layout is of a whole tensor")
+        data, scale = self.data, self.scale
+        if self.direction is not ROWWISE:
+            rows, cols = self.padded_shape
+            data = layout.repack_nibbles(data, rows, cols) if self.fmt.element.bits == 4 else data.t().contiguous()
+            scale = None if scale is None else scale.t()
+        if scale is not None:
+            scale = self._scale_to_gemm_layout(scale, arch)
+        decode = None if self.tensor_amax is None else reference.tensor_decode_scale(self.tensor_amax)
+        return GemmOperand(data, scale, decode)
+
+    def _scale_to_gemm_layout(self, scale: Tensor, arch: str) -> Tensor:
+        """scale: [outer blocks, contraction blocks]."""
+        outer = self.padded_shape[1 - self.direction.contraction_dim]
+        if self.fmt.scale_leaves_contraction:
+            return scale.reshape(-1).contiguous()
+        if self.fmt.scale == "fp32":
+            if self.fmt.block[0] == 1:
+                return layout.pad_to(scale.t(), 1, 4).contiguous()
+            return layout.pad_to(scale, 1, 4).contiguous()
+        if arch == "sm_90a":
+            return scale.contiguous()
+        return layout.swizzle_128x4(scale.repeat_interleave(self.fmt.block[0], 0)[:outer])
+
+    def from_gemm_layout(self, operand: GemmOperand, arch: str) -> Storage:
+        """The compact storage of `to_gemm_layout(arch)`'s result; `self` gives format and shape."""
+        rows, cols = self.padded_shape
+        outer, contraction = (rows, cols) if self.direction is ROWWISE else (cols, rows)
+        data, scale = operand.data, operand.scale
+        if self.direction is not ROWWISE:
+            data = layout.repack_nibbles(data, cols, rows) if self.fmt.element.bits == 4 else data.t().contiguous()
+        if scale is not None:
+            b0, b1 = self.fmt.block
+            blocks = 1 if b1 is None else -(-contraction // b1)
+            outer_blocks = 1 if b0 is None else -(-outer // b0)
+            if self.fmt.scale_leaves_contraction:
+                scale = scale[:, None]
+            elif self.fmt.scale == "fp32":
+                scale = scale[:, :outer].t() if b0 == 1 else scale[:, :blocks]
+            elif arch == "sm_100a":
+                scale = layout.unswizzle_128x4(scale, outer, blocks)[::b0]
+            scale = scale[:outer_blocks]
+            scale = (scale if self.direction is ROWWISE else scale.t()).contiguous()
+        return self.with_buffers({"data": data, **({} if scale is None else {"scale": scale})})
+
+    # Text and pickling #
+
+    def describe(self) -> str:
+        return f"{self.direction.value} {self.fmt} {list(self.shape)}"
+
+    def __repr__(self) -> str:
+        return f"Storage({self.describe()}, {self.nbytes} bytes)"
+
+    def __reduce__(self):
+        fields = {f: getattr(self.fmt, f) for f in self.fmt.__dataclass_fields__ if f not in ("element", "name")}
+        return _rebuild_storage, (
+            self.fmt.name, self.fmt.element.name, fields, self.direction.value, tuple(self.shape),
+            self.data, self.scale, self.tensor_amax, self.dtype, self.row0,
+        )
+
+
+def _rebuild_storage(name, element, fields, direction, shape, data, scale, tensor_amax, dtype, row0) -> Storage:
+    fields = {**fields, "block": tuple(fields["block"])}
+    fmt = format_of(name, element=element, **fields)
+    return Storage(fmt, Direction(direction), tuple(shape), data, scale, tensor_amax, dtype, row0)
+
+
+def scale_placement(fmt: Format, direction: Direction, chunk: int | None) -> Placement:
+    """How the scales shard when dim 0 is cut every `chunk` rows (None: not cut)."""
+    b0 = fmt.dims(direction)[0]
+    if b0 is None:
+        return Placement.REPLICATE
+    return Placement.SHARD if chunk is None or chunk % b0 == 0 else Placement.HALO
+
+
+torch.serialization.add_safe_globals([_rebuild_storage])

@@ -1,0 +1,347 @@
+"""How FSDP2 gathers a `MasterWeight`: as the codes of the direction that this pass multiplies.
+
+[Note: one gather]
+    pre    shard of the master -> codes and scales of the needed direction -> uint8 [rows per rank, bytes]
+    NCCL   [world * rows per rank, bytes] of every buffer that shards; replicated ones ride as metadata
+    post   views of the gathered buffers (no copy) -> the storages of one `QuantizedTensor`
+
+FSDP2 fixes number, dtype and size of a parameter's gather buffers at the first gather and frees and refills
+their storages from then on. So there is one persistent set of buffers a direction, and pre, which runs while
+the parameter is sharded and the buffers are free, chooses the set.
+
+Shared statistics (amaxes of whole tensors, and of blocks that a shard boundary cuts) must be reduced before any
+rank encodes. That takes one MAX all-reduce for all weights of a shard group. It is issued by the first gather
+after an event that every rank shares marked the weights pending: creation, an optimizer step, a load, a state
+dict handed out, a change of recipe, `fq.sync`. Nothing rank-local ever decides it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..counters import counters
+from ..formats import COLUMNWISE, ROWWISE, SCALE_BYTES, SCALE_DTYPE, Direction, Encoding
+from ..scaling import Fragment, RowCuts, share_statistics
+from ..storage import Placement, Storage, scale_placement
+from . import torch_compat
+from .quantized_tensor import QuantizedTensor, Slots
+from .torch_compat import ManagedParam
+
+
+@dataclass(frozen=True)
+class WireBuffer:
+    """One buffer of one direction as it is gathered.
+
+    name:       field of `Storage`.
+    rows:       per rank, the most that any rank holds; shorter ranks pad with zero rows.
+    row_bytes:  bytes of a row.
+    halo_index: gathered row of each logical row, where ranks on both sides of a cut send a block's row.
+    """
+
+    name: str
+    rows: int
+    row_bytes: int
+    halo_index: tuple[int, ...] | None = None
+
+
+def wire_buffers(encoding: Encoding, cuts: RowCuts, cols: int, high_precision: torch.dtype) -> list[WireBuffer]:
+    """The buffers of one encoding that travel; a pure function of facts that all ranks share.
+
+    Raises ValueError for an encoding that a cut would change: a rotation that mixes rows of two shards.
+    """
+    fmt, direction = encoding.fmt, encoding.direction
+    chunk = cuts.bounds[1] if len(cuts.bounds) > 2 else None
+    padded_cols = fmt.padded_shape((cuts.rows, cols), direction)[1]
+    buffers = [WireBuffer("data", cuts.bounds[1], fmt.row_bytes(padded_cols, high_precision))]
+    placement = None if fmt.scale == "none" else scale_placement(fmt, direction, chunk)
+    if placement in (Placement.SHARD, Placement.HALO):
+        b0 = fmt.dims(direction)[0]
+        spans = [(a // b0, -(-b // b0) if b > a else a // b0) for a, b in zip(cuts.bounds, cuts.bounds[1:])]
+        rows = max(last - first for first, last in spans)
+        index = None
+        if placement is Placement.HALO:
+            owner = {}
+            for rank, (first, last) in enumerate(spans):
+                for block in range(first, last):
+                    owner.setdefault(block, rank * rows + block - first)
+            index = tuple(owner[block] for block in sorted(owner))
+        row_bytes = fmt.scale_shape((cuts.rows, cols), direction)[1] * SCALE_BYTES[fmt.scale]
+        buffers.append(WireBuffer("scale", rows, row_bytes, index))
+    return buffers
+
+
+@dataclass(eq=False)
+class DirectionBuffers:
+    """Persistent buffers of one direction of one gathered weight.
+
+    outputs:  uint8 [world * rows * row_bytes], one a wire buffer that NCCL fills.
+    filled:   buffers that post fills, by field of `Storage`: replicated, re-indexed or derived ones.
+    halo:     those that post re-indexes: (gathered rows, index of each logical row), the index never freed.
+    storage:  the whole tensor's, viewing both.
+    """
+
+    outputs: list[Tensor]
+    filled: dict[str, Tensor]
+    halo: dict[str, tuple[Tensor, Tensor]]
+    storage: Storage
+
+    def allocate(self) -> None:
+        for tensor in (*self.outputs, *self.filled.values()):
+            torch_compat.alloc_storage(tensor)
+
+    def free(self) -> None:
+        for tensor in (*self.outputs, *self.filled.values()):
+            torch_compat.free_storage(tensor)
+
+
+def gathered_size(buffers: list[WireBuffer], world_size: int) -> int:
+    """Bytes of the gathered output of one direction's buffers, on every rank."""
+    return sum(world_size * b.rows * b.row_bytes for b in buffers)
+
+
+def gathered_directions(quantizer, needs: frozenset[Direction]) -> list[Direction]:
+    """Encodings to gather for the directions a pass multiplies: one that is not encoded comes from the rowwise one."""
+    return [d for d in quantizer.encodings if d in needs or (d is ROWWISE and not needs <= quantizer.encodings.keys())]
+
+
+class GatheredWeight:
+    """The unsharded side of one weight under FSDP2: geometry, persistent buffers, and the tensor over them."""
+
+    def __init__(self, state, managed: ManagedParam):
+        self.state, self.managed = state, managed
+        self.quantizer = state.quantizer
+        self.rows, self.cols = managed.global_shape
+        self.cuts = RowCuts.chunked(self.rows, managed.world_size)
+        self.dtype = managed.param_dtype
+        self.wire = {
+            d: wire_buffers(e, self.cuts, self.cols, self.dtype) for d, e in self.quantizer.encodings.items()
+        }
+        self.buffers = {d: self._allocate(d) for d in self.quantizer.encodings}
+        self.derived = None
+        if self.quantizer.is_derived:
+            self.derived = self._allocate_derived()
+        self.slots = Slots(owner=state)
+        for direction in Direction:
+            if direction in self.buffers:
+                storage = self.buffers[direction].storage
+            elif self.derived is not None:
+                storage = self.derived.storage
+            else:
+                storage = self.buffers[ROWWISE].storage.as_direction(direction)
+            setattr(self.slots, direction.value, storage)
+
+    # Buffers #
+
+    def _allocate(self, direction: Direction) -> DirectionBuffers:
+        encoding = self.quantizer.encodings[direction]
+        fmt, shape, device = encoding.fmt, (self.rows, self.cols), self.managed.device
+        world = self.managed.world_size
+        outputs, filled, halo, fields = [], {}, {}, {}
+        scale_shape = fmt.scale_shape(shape, direction)
+        if scale_shape is not None:
+            filled["scale"] = torch.empty(scale_shape, dtype=SCALE_DTYPE[fmt.scale], device=device)
+        if fmt.tensor_scale:
+            filled["tensor_amax"] = torch.empty(1, dtype=torch.float32, device=device)
+        for i, buffer in enumerate(self.wire[direction]):
+            if world == 1 and i > 0:
+                break  # FSDP2 keeps only the first input of a world of one: the rest rides as metadata
+            output = torch.empty(world * buffer.rows * buffer.row_bytes, dtype=torch.uint8, device=device)
+            outputs.append(output)
+            if buffer.halo_index is not None:
+                halo[buffer.name] = (output.view(-1, buffer.row_bytes), torch.tensor(buffer.halo_index, device=device))
+            else:
+                fields[buffer.name] = self._view(output, buffer, fmt, direction)
+                filled.pop(buffer.name, None)
+        whole = {"scale": None, "tensor_amax": None} | filled | fields
+        buffers = DirectionBuffers(outputs, filled, halo, Storage(fmt, direction, shape, dtype=self.dtype, **whole))
+        buffers.free()
+        return buffers
+
+    def _view(self, output: Tensor, buffer: WireBuffer, fmt, direction: Direction) -> Tensor:
+        """The logical buffer over its gathered bytes: padding rows all lie behind the last one."""
+        rows = output.view(-1, buffer.row_bytes)
+        if buffer.name == "data":
+            return (rows if fmt.is_quantized else rows.view(self.dtype))[: self.rows]
+        return rows.view(SCALE_DTYPE[fmt.scale])[: fmt.scale_shape((self.rows, self.cols), direction)[0]]
+
+    def _allocate_derived(self) -> DirectionBuffers:
+        with torch.no_grad():
+            like = torch.zeros(self.rows, self.cols, dtype=self.dtype, device=self.managed.device)
+            storage = self.quantizer.columnwise.storage(like, COLUMNWISE)
+        buffers = DirectionBuffers([], storage.buffers(), {}, storage)
+        buffers.free()
+        return buffers
+
+    def choose(self, needs: frozenset[Direction]) -> None:
+        """Make FSDP2 fill, and later free, the buffers of these directions."""
+        chosen = [self.buffers[d] for d in gathered_directions(self.quantizer, needs)]
+        if self.derived is not None and COLUMNWISE in needs:
+            chosen.append(self.derived)
+        outputs = [t for b in chosen for t in b.outputs]
+        self.managed.set_gather_buffers(outputs, [t for b in chosen for t in b.filled.values()])
+
+    # The two halves of a gather #
+
+    def send(self, weight, needs: frozenset[Direction]) -> tuple[tuple[Tensor, ...], dict]:
+        """(uint8 [rows, bytes] of every wire buffer, metadata with what every rank knows or derives)."""
+        self.choose(needs)
+        inputs, metadata = [], {"needs": needs, "version": weight.version, "filled": {}}
+        for direction in gathered_directions(self.quantizer, needs):
+            encoded = self.state.encode(weight, direction, self.cuts, self.managed.rank, self.dtype)
+            for i, buffer in enumerate(self.wire[direction]):
+                own = _as_bytes(getattr(encoded, buffer.name), buffer)
+                if self.managed.world_size == 1 and (i > 0 or inputs):
+                    metadata["filled"][direction, buffer.name] = own
+                else:
+                    inputs.append(own)
+            for name in self.buffers[direction].filled:
+                metadata["filled"].setdefault((direction, name), getattr(encoded, name))
+            fmt, size = self.quantizer.encodings[direction].fmt, gathered_size(self.wire[direction], self.managed.world_size)
+            counters.add("gather", (self.managed.phase, direction.value, fmt.name), size)
+        return tuple(inputs), metadata
+
+    @torch.no_grad()
+    def receive(self, metadata: dict) -> None:
+        """Fill what NCCL did not: replicated buffers, rows of cut blocks in logical order, derived storages."""
+        needs, sent = metadata["needs"], metadata["filled"]
+        for direction in gathered_directions(self.quantizer, needs):
+            buffers = self.buffers[direction]
+            buffers.allocate()
+            for name, target in buffers.filled.items():
+                if name in buffers.halo:
+                    rows, index = buffers.halo[name]
+                    source = rows.index_select(0, index)
+                else:
+                    source = sent[direction, name]
+                target.copy_(source.view(target.dtype) if source.dtype is torch.uint8 else source)
+            if (direction, "data") in sent:  # a world of one: the second direction's codes
+                buffers.outputs[0].copy_(sent[direction, "data"].view(-1))
+        if self.derived is not None and COLUMNWISE in needs:
+            self.derived.allocate()
+            fresh = self.quantizer.derive_columnwise(self.slots.rowwise, self.state.compute_dtype)
+            for name, target in self.derived.filled.items():
+                target.copy_(getattr(fresh, name))
+        for direction in needs:
+            self.slots.version[direction] = metadata["version"]
+
+
+def _as_bytes(tensor: Tensor, buffer: WireBuffer) -> Tensor:
+    """A rank's rows as uint8 [buffer.rows, buffer.row_bytes], zero rows behind them."""
+    rows = tensor.contiguous().view(torch.uint8).reshape(tensor.shape[0], buffer.row_bytes)
+    return F.pad(rows, (0, 0, 0, buffer.rows - rows.shape[0])) if rows.shape[0] < buffer.rows else rows
+
+
+class FSDPHooks:
+    """The extension points that FSDP2 looks up on a DTensor's local tensor.
+
+    The one-parameter form of pre skips a check that only short ranks would fail (and hang the others).
+    """
+
+    def fsdp_pre_all_gather(self, mesh):
+        gathered = gathered_weight(self)
+        if self.state.pending:
+            synchronize([gathered.managed])
+        return gathered.send(self, directions_needed(gathered.managed, self.state))
+
+    def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
+        gathered = self.state.gathered
+        gathered.receive(metadata)
+        if out is None:
+            return QuantizedTensor(slots=gathered.slots), gathered.managed.inner_buffers
+
+
+def directions_needed(managed: ManagedParam, state) -> frozenset[Direction]:
+    """Which directions the pass that gathers now will multiply before it reshards."""
+    both = frozenset(Direction)
+    if managed.in_pre_backward:
+        return both if state.recomputes or managed.stays_unsharded_after_backward else frozenset({COLUMNWISE})
+    if managed.in_forward and not managed.stays_unsharded_after_forward:
+        return both if torch_compat.backward_is_running() else frozenset({ROWWISE})
+    return both
+
+
+def gathered_weight(weight) -> GatheredWeight:
+    """The unsharded side of this weight, built at its first gather and after each change of recipe.
+
+    Raises on every rank alike, from facts that all ranks share, for layouts that cannot be gathered.
+    """
+    state = weight.state
+    managed = state.managed
+    if managed is None or not isinstance(managed.local, FSDPHooks) or managed.local.state is not state:
+        managed = next((m for m in all_managed_weights() if m.local.state is state), None)
+        if managed is None:
+            raise RuntimeError(f"{state.name} is gathered, but no fully_shard call of this process manages it")
+        state.managed, state.gathered = managed, None
+    gathered = state.gathered
+    if gathered is None or gathered.dtype != managed.param_dtype:
+        for other in torch_compat.managed_params_beside(managed):
+            check_layout(other)
+        state.gathered = gathered = GatheredWeight(state, managed)
+        managed.reset_gather_buffers()
+    return gathered
+
+
+def check_layout(managed: ManagedParam) -> None:
+    """Raise ValueError for a weight that FSDP2 cannot gather as codes, naming it, got, wanted and the remedy."""
+    if not isinstance(managed.local, FSDPHooks):
+        return
+    state, name = managed.local.state, managed.local.state.name
+    if managed.reshards_to_smaller_world:
+        raise ValueError(
+            f"{name}: reshard_after_forward=<int> keeps a part of the unsharded weight, which codes with scales have no "
+            "form for; pass True or False to fully_shard"
+        )
+    if managed.shard_dim != 0:
+        raise ValueError(
+            f"{name}: sharded along dim {managed.shard_dim}; codes and scales shard along dim 0 only: "
+            "leave shard_placement_fn out, or return Shard(0) for this weight"
+        )
+    cuts = _cuts(managed)
+    for encoding in state.quantizer.encodings.values():
+        if encoding.fmt.rotated and encoding.direction is COLUMNWISE and len(set(cuts.bounds)) > 2:
+            raise ValueError(
+                f"{name}.columnwise is {encoding.fmt}: the rotation mixes rows of different ranks "
+                f"({cuts.rows} rows over {managed.world_size}); rotate activations and gradients, not weights"
+            )
+
+
+def all_managed_weights() -> list[ManagedParam]:
+    """Every MasterWeight under any `fully_shard` of the process."""
+    return [m for m in torch_compat.all_managed_params() if isinstance(m.local, FSDPHooks)]
+
+
+def synchronize(managed: list[ManagedParam]) -> None:
+    """Share statistics of all pending weights of the same roots: one MAX all-reduce a shard group.
+
+    Every rank must call it with the same weights pending; empty shards take part.
+    """
+    by_group: dict[object, list[ManagedParam]] = {}
+    beside = {id(m.param): m for one in managed for m in torch_compat.managed_params_beside(one)}
+    for m in beside.values():
+        if isinstance(m.local, FSDPHooks) and m.local.state.pending:
+            check_layout(m)
+            by_group.setdefault(m.process_group, []).append(m)
+    for group, weights in by_group.items():
+        crossing = [m for m in weights if m.local.state.shares_statistics(_cuts(m))]
+        shared = share_statistics([_fragment(m) for m in crossing], group)
+        if shared:
+            counters.add("amax all-reduce", "weights")
+        for m, stats in zip(crossing, shared):
+            m.local.state.set_statistics(m.local.version, stats)
+        for m in weights:
+            m.local.state.pending = False
+
+
+def _cuts(managed: ManagedParam) -> RowCuts:
+    return RowCuts.chunked(managed.global_shape[0], managed.world_size)
+
+
+def _fragment(managed: ManagedParam) -> Fragment:
+    state = managed.local.state
+    values = managed.local.inner.detach().to(managed.device)
+    encodings = tuple(state.quantizer.encodings.values())
+    return Fragment(values, encodings, _cuts(managed), managed.rank, state.compute_dtype)

@@ -1,0 +1,330 @@
+"""`MasterWeight`: a thin wrapper over a high-precision weight, and the state that its aliases share.
+
+[Note: versions]
+Codes are cached and must never outlive the values they were made from. A version is (storage, mutations
+seen by the dispatcher, the inner tensor's own counter): aliases of one storage share the count, a new storage
+(`new_zeros`, `clone`, a cast) starts another. torch's counter alone is not enough: fused and foreach optimizers
+do not bump it on DTensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+
+import torch
+from torch import Tensor
+
+from ..counters import counters
+from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding
+from ..gemm import StaleWeightError
+from ..ops import dispatch
+from ..ops.dispatch import Encoded, Statistics
+from ..scaling import AmaxHistory, Fragment, RowCuts, share_statistics
+from ..storage import Storage
+from .aten_table import AtenTable, aten
+from .fsdp_hooks import FSDPHooks
+from .quantized_tensor import OPERATORS
+from .torch_compat import tree_map_only
+
+_TABLE = AtenTable("MasterWeight")
+ALL_STATES: weakref.WeakSet[WeightState] = weakref.WeakSet()
+
+
+class WeightState:
+    """What belongs to a weight rather than to one of its tensors; aliases and shards share it.
+
+    name:           the module's qualified name and ".weight", for messages and random keys.
+    quantizer:      `HybridQuantizer`.
+    shape:          of the unsharded weight, [N, K].
+    compute_dtype:  dtype that quantized formats see (None: the master's own).
+    pending:        an event that every rank shares (a step, a load, a change of recipe) changed the master, and
+                    its shared statistics have not been reduced since.
+    recomputes:     the backward recomputes the forward of the module, so it needs the rowwise codes too.
+    histories:      (module or weight name, slot, direction, quantizer) -> AmaxHistory of delayed scaling.
+    """
+
+    def __init__(self, name: str, quantizer, shape: tuple[int, int], compute_dtype: torch.dtype | None):
+        self.name, self.quantizer, self.shape, self.compute_dtype = name, quantizer, tuple(shape), compute_dtype
+        self.pending = True
+        self.recomputes = False
+        self.histories: dict[tuple, AmaxHistory] = {}
+        self._forget()
+        ALL_STATES.add(self)
+
+    def _forget(self) -> None:
+        self.gathered = None  # the persistent unsharded buffers (fsdp_hooks.GatheredWeight)
+        self.managed = None  # this weight under fully_shard (torch_compat.ManagedParam)
+        self._statistics: tuple[object, dict[Direction, Statistics]] = (None, {})
+        self._codes: tuple[object, dict[Direction, Encoded]] = (None, {})
+
+    def __getstate__(self) -> dict:
+        drop = ("gathered", "managed", "_statistics", "_codes")
+        return {k: v for k, v in self.__dict__.items() if k not in drop} | {"pending": True}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self._forget()
+        ALL_STATES.add(self)
+
+    def set_quantizer(self, quantizer) -> None:
+        """Another recipe: every code and statistic is made anew."""
+        self.quantizer = quantizer
+        self.pending = True
+        self.histories.clear()
+        self._forget()
+
+    def history(self, name: str, slot: str, direction: Direction, quantizer) -> AmaxHistory:
+        """The amax history of a delayed side: of a module's slot, or of the weight itself."""
+        key = (name, slot, direction, quantizer)  # autocast may bring another quantizer to the same slot
+        if key not in self.histories:
+            self.histories[key] = AmaxHistory(quantizer.scaling, quantizer.fmt.element.max)
+        return self.histories[key]
+
+    # Statistics and codes of a shard #
+
+    def shares_statistics(self, cuts: RowCuts) -> bool:
+        return any(cuts.shares_statistics(e) for e in self.quantizer.encodings.values())
+
+    def encoded_values(self, inner: Tensor, encoding: Encoding, high_precision: torch.dtype) -> Tensor:
+        """The master as an encoder sees it: `compute_dtype`, or for identity the dtype of a plain gather."""
+        if not encoding.fmt.is_quantized:
+            return inner.to(high_precision)
+        return inner.to(self.compute_dtype or inner.dtype)
+
+    def set_statistics(self, version: object, stats: list[Statistics]) -> None:
+        """Statistics of this version, one an encoding, shared by all ranks that hold a part."""
+        self._statistics = (version, dict(zip(self.quantizer.encodings, stats)))
+
+    def encode(
+        self, weight: MasterWeight, direction: Direction, cuts: RowCuts, rank: int, high_precision: torch.dtype
+    ) -> Encoded:
+        """This shard's buffers for one direction: cached until the master's version changes.
+
+        Raises StaleWeightError if statistics that cross ranks are those of another version.
+        """
+        version = (weight.version, high_precision)
+        if self._codes[0] != version:
+            self._codes = (version, {})
+        codes = self._codes[1]
+        if direction not in codes:
+            encoding = self.quantizer.encodings[direction]
+            values = self.encoded_values(weight.inner, encoding, high_precision)
+            stats = self._current_statistics(weight, values, direction, cuts, rank)
+            enc = self._delayed_factor(stats, direction)
+            row0 = cuts.bounds[rank]
+            (encoded,) = dispatch.encode(values, [encoding], [stats], row0, encs=[enc])
+            if not encoding.fmt.is_quantized:
+                return encoded  # as large as the shard, and no work to make again
+            codes[direction] = encoded
+            counters.add("weight encode", (self.name, direction.value))
+        return codes[direction]
+
+    def _current_statistics(self, weight, values, direction: Direction, cuts: RowCuts, rank: int) -> Statistics:
+        if self._statistics[0] == weight.version:
+            return self._statistics[1][direction]
+        encoding = self.quantizer.encodings[direction]
+        if cuts.shares_statistics(encoding):
+            raise StaleWeightError(
+                f"{self.name} changed without an event that every rank shares (an optimizer step, load_state_dict, "
+                "set_recipe), and its scales span ranks; call fq.sync(model) on every rank after changing weights by hand"
+            )
+        return share_statistics([Fragment(values, (encoding,), cuts, rank)], None)[0][0]
+
+    def _delayed_factor(self, stats: Statistics, direction: Direction) -> Tensor | None:
+        quantizer = self.quantizer.side(direction)
+        if not quantizer.is_delayed:
+            return None
+        history = self.history(self.name, "weight", direction, quantizer).to(stats.amax.device)
+        history.record(stats.amax)
+        return history.factor_or_current(history.enc, stats.amax, quantizer.encoding(direction))
+
+    def whole_storage(self, weight: MasterWeight, direction: Direction, dtype: torch.dtype) -> Storage:
+        """The storage of a weight that no one shards, for a GEMM in `dtype`."""
+        q = self.quantizer
+        cuts = RowCuts((0, weight.shape[0]))
+
+        def encode(d: Direction) -> Storage:
+            return Storage.of(self.encode(weight, d, cuts, 0, dtype), q.encodings[d], weight.shape, dtype)
+
+        if direction in q.encodings:
+            return encode(direction)
+        rowwise = encode(ROWWISE)
+        return rowwise.as_direction(COLUMNWISE) if q.one_storage else q.derive_columnwise(rowwise, self.compute_dtype)
+
+    def check_fresh(self, storage: Storage, version: object) -> None:
+        """Raise StaleWeightError unless gathered codes can be read and are those of the master as it is now."""
+        if storage.is_freed:
+            raise StaleWeightError(
+                f"{self.name}: the {storage.direction.value} codes were freed: FSDP resharded the weight or gathered the "
+                "other direction only; if this block is recomputed in a way that eager hooks cannot see (compiled "
+                "checkpointing), set recomputes_forward=True on its fq.Linear"
+            )
+        if self.managed is not None and version != self.managed.local.version:
+            raise StaleWeightError(
+                f"{self.name} changed while its gathered codes were in use; reshard the module "
+                "(FSDPModule.reshard()) before changing its weights"
+            )
+
+
+class _Mutations:
+    """How often a storage was written through the dispatcher; compared by identity."""
+
+    count = 0
+
+
+class MasterWeight(FSDPHooks, Tensor):
+    """A high-precision weight, or a dim-0 shard of one, that is quantized when it is gathered or multiplied.
+
+    inner:  plain tensor with the values; everything that reads or writes this tensor reads or writes it.
+    state:  `WeightState`, shared with every alias and shard.
+
+    Views, slices, casts and copies stay MasterWeights; every other operator returns plain tensors, so gradients
+    and optimizer states are never of this class.
+    """
+
+    @staticmethod
+    def __new__(cls, inner: Tensor, state: WeightState, mutations: _Mutations | None = None) -> MasterWeight:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device,
+            storage_offset=inner.storage_offset(), requires_grad=False,
+        )
+        self._inner, self._state = inner, state
+        self._mutations = mutations or _Mutations()
+        self._copied_version = (None, None)  # of the source, and our own when the copy was made
+        return self
+
+    @property
+    def inner(self) -> Tensor:
+        return self._inner
+
+    @property
+    def state(self) -> WeightState:
+        return self._state
+
+    @property
+    def version(self) -> object:
+        """Equal as long as the values are (see the module's note)."""
+        own = (self._mutations, self._mutations.count, 0 if self._inner.is_inference() else self._inner._version)
+        source, fresh = self._copied_version
+        return source if own == fresh else own
+
+    @property
+    def data(self) -> MasterWeight:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        value = value._inner if isinstance(value, MasterWeight) else value.detach()
+        if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
+            raise ValueError(
+                f"{self._state.name}.data is {list(self.shape)} {self.dtype} on {self.device}, got {list(value.shape)} "
+                f"{value.dtype} on {value.device}; use module.to() to move or cast it"
+            )
+        self._inner, self._mutations, self._copied_version = value, _Mutations(), (None, None)
+
+    def __tensor_flatten__(self):
+        return ["_inner"], self._state
+
+    @staticmethod
+    def __tensor_unflatten__(inner, state, outer_size, outer_stride) -> MasterWeight:
+        return MasterWeight(inner["_inner"], state)
+
+    def __deepcopy__(self, memo) -> MasterWeight:
+        copied = MasterWeight(copy.deepcopy(self._inner, memo), copy.deepcopy(self._state, memo))
+        copied = _as_parameter(copied, self)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol):
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return _rebuild, (self._inner, self._state, is_parameter, self.requires_grad)
+
+    def __repr__(self, *, tensor_contents=None) -> str:
+        return f"MasterWeight({self._state.name}, {list(self.shape)}, {self.dtype}, {self._state.quantizer})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in OPERATORS:
+            return OPERATORS[func](*args, **kwargs)
+        handler = _TABLE.get(func)
+        if handler is not None:
+            return handler(func, args, kwargs)
+        inner_args, inner_kwargs = tree_map_only(MasterWeight, lambda t: t._inner, (args, kwargs))
+        result = func(*inner_args, **inner_kwargs)
+        if func._schema.is_mutable:
+            return _written(func, args, kwargs, result)
+        if any(r.alias_info is not None for r in func._schema.returns):  # a view: writes to it are writes to the weight
+            weight = next(a for a in args if isinstance(a, MasterWeight))
+            return tree_map_only(Tensor, lambda t: MasterWeight(t, weight._state, weight._mutations), result)
+        return result
+
+
+def _written(func, args, kwargs, result):
+    """Count a write to every MasterWeight that the operator's schema writes, and return those it returns."""
+    wrappers = {}
+    for i, spec in enumerate(func._schema.arguments):
+        value = args[i] if i < len(args) else kwargs.get(spec.name)
+        if spec.alias_info is None or not spec.alias_info.is_write:
+            continue
+        for tensor in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(tensor, MasterWeight):
+                tensor._mutations.count += 1
+                wrappers[id(tensor._inner)] = tensor
+    return tree_map_only(Tensor, lambda t: wrappers.get(id(t), t), result)
+
+
+def _as_parameter(tensor: MasterWeight, like: Tensor) -> MasterWeight:
+    if isinstance(like, torch.nn.Parameter):
+        return torch.nn.Parameter(tensor, requires_grad=like.requires_grad)
+    return tensor.requires_grad_(like.requires_grad)
+
+
+def _rebuild(inner: Tensor, state: WeightState, is_parameter: bool, requires_grad: bool) -> MasterWeight:
+    tensor = MasterWeight(inner, state)
+    return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+
+
+@_TABLE.implements([aten.detach.default, aten.alias.default])
+def _alias(func, args, kwargs):
+    alias = MasterWeight(args[0]._inner, args[0]._state, args[0]._mutations)
+    alias._copied_version = args[0]._copied_version
+    return alias
+
+
+@_TABLE.implements([aten._transformer_encoder_layer_fwd.default, aten._native_multi_head_attention.default])
+def _fused_inference(func, args, kwargs):
+    raise NotImplementedError(
+        f"{func} multiplies the weights of fq.Linear modules in high precision without calling them; switch it off with "
+        "torch.backends.mha.set_fastpath_enabled(False)"
+    )
+
+
+@_TABLE.implements([aten.new_zeros.default, aten.new_empty.default, aten.empty_like.default])
+def _new(func, args, kwargs):
+    return MasterWeight(func(args[0]._inner, *args[1:], **kwargs), args[0]._state)
+
+
+@_TABLE.implements([aten._to_copy.default, aten.clone.default, aten._pin_memory.default])
+def _copy(func, args, kwargs):
+    weight = args[0]
+    copied = MasterWeight(func(weight._inner, *args[1:], **kwargs), weight._state)
+    if copied.dtype == weight.dtype:
+        copied._copied_version = (weight.version, copied.version)
+    return copied
+
+
+def wrap(parameter: Tensor, state: WeightState) -> torch.nn.Parameter:
+    """The parameter as a MasterWeight parameter over the same memory."""
+    wrapped = MasterWeight(parameter.detach(), state)
+    return torch.nn.Parameter(wrapped, requires_grad=parameter.requires_grad)
+
+
+def inner_of(tensor: Tensor) -> Tensor:
+    """The plain tensor behind a MasterWeight, sharing memory and version counter."""
+    return tensor._inner if isinstance(tensor, MasterWeight) else tensor
+
+

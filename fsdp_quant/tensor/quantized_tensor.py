@@ -1,0 +1,285 @@
+"""`QuantizedTensor`: the one quantized tensor subclass, whatever its formats.
+
+Invariants
+- It holds at most one `Storage` a direction; an absent direction is None. The logical shape is that of the
+  high-precision tensor it stands for, [.., cols], and its storages are [rows, cols] with the leading dims flattened.
+- State lives in the storages alone: aliases (detach, view, nn.Parameter) share one `Slots` object, so a refill of
+  the buffers is seen by all of them.
+- No operator decodes silently. Those in the table below move or slice bytes; any other raises and names `dequantize()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ..formats import COLUMNWISE, ROWWISE, Direction
+from ..gemm import StaleWeightError
+from ..storage import BUFFERS, Storage
+from .aten_table import AtenTable, aten
+
+_TABLE = AtenTable("QuantizedTensor")
+# Our own operators take the subclass as it is: op -> function(*args, **kwargs).
+OPERATORS: dict[object, Callable] = {}
+
+
+@dataclass(eq=False)
+class Slots:
+    """The storages that aliases of one quantized tensor share.
+
+    version:  of the master that each direction's codes were made from (None: made by hand).
+    owner:    the master's state; asked for the current version before a GEMM reads the codes.
+    """
+
+    rowwise: Storage | None = None
+    columnwise: Storage | None = None
+    owner: object = None
+    version: dict[Direction, object] = field(default_factory=dict)
+
+    def get(self, direction: Direction) -> Storage | None:
+        return self.rowwise if direction is ROWWISE else self.columnwise
+
+    def map(self, fn: Callable[[Storage], Storage]) -> Slots:
+        """Other storages with the same owner and versions; one storage that serves both directions stays one."""
+        rowwise = None if self.rowwise is None else fn(self.rowwise)
+        if self.rowwise is not None and self.columnwise is not None and self.columnwise.data is self.rowwise.data:
+            return Slots(rowwise, rowwise.as_direction(COLUMNWISE), self.owner, dict(self.version))
+        columnwise = None if self.columnwise is None else fn(self.columnwise)
+        return Slots(rowwise, columnwise, self.owner, dict(self.version))
+
+
+class QuantizedTensor(Tensor):
+    """Codes and scales of a tensor, one `Storage` a direction; see the module's invariants.
+
+    rowwise, columnwise:  `Storage` or None; at least one. Formats may differ.
+    shape:                logical shape (default: the storages' [rows, cols]).
+    """
+
+    _slots: Slots
+
+    @staticmethod
+    def __new__(
+        cls, rowwise: Storage | None = None, columnwise: Storage | None = None, *,
+        shape: tuple[int, ...] | None = None, slots: Slots | None = None,
+    ) -> QuantizedTensor:
+        slots = slots or Slots(rowwise, columnwise)
+        storages = [s for s in (slots.rowwise, slots.columnwise) if s is not None]
+        if not storages:
+            raise ValueError("a QuantizedTensor needs a rowwise or a columnwise storage, got neither")
+        first = storages[0]
+        if any(tuple(s.shape) != tuple(first.shape) or s.dtype != first.dtype for s in storages):
+            raise ValueError(f"the storages of one tensor must agree in shape and dtype, got {storages}")
+        shape = torch.Size(first.shape if shape is None else shape)
+        if prod(shape) != prod(first.shape) or (shape[-1:] != (first.shape[1],)):
+            raise ValueError(f"logical shape {list(shape)} does not flatten to the storages' {list(first.shape)}")
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=first.dtype, device=first.data.device, requires_grad=False
+        )
+        self._slots = slots
+        return self
+
+    @property
+    def rowwise(self) -> Storage | None:
+        """What the forward multiplies, or None."""
+        return self._slots.rowwise
+
+    @property
+    def columnwise(self) -> Storage | None:
+        """What the backward multiplies, or None."""
+        return self._slots.columnwise
+
+    def storage_for(self, direction: Direction) -> Storage:
+        """The storage of that direction, up to date.
+
+        Raises ValueError if the tensor was made without it, StaleWeightError if it was freed or its master changed.
+        """
+        slots = self._slots
+        storage = slots.get(direction)
+        if storage is None:
+            raise ValueError(f"this tensor has no {direction.value} storage: it was dropped or never made ({self!r})")
+        if slots.owner is not None:
+            slots.owner.check_fresh(storage, slots.version.get(direction))
+        return storage
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values in high precision, decoded from the rowwise storage if there is one that is not freed.
+
+        dtype:    of the result; default: the dtype the tensor reports.
+        Raises StaleWeightError if every storage was freed.
+        """
+        for storage in (self.rowwise, self.columnwise):
+            if storage is not None and not storage.is_freed:
+                return storage.dequantize(dtype).reshape(self.shape)
+        raise StaleWeightError(f"nothing to decode: every storage of {self!r} was freed when FSDP resharded")
+
+    def with_storages(self, fn: Callable[[Storage], Storage], shape=None) -> QuantizedTensor:
+        """A tensor over fn(storage) of each direction."""
+        return QuantizedTensor(slots=self._slots.map(fn), shape=self.shape if shape is None else shape)
+
+    def __tensor_flatten__(self):
+        names = [
+            f"{d.value}_{b}" for d in Direction if (s := self._slots.get(d)) is not None for b in s.buffers()
+        ]
+        return names, (self._slots, tuple(self.shape))
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context, outer_size, outer_stride) -> QuantizedTensor:
+        slots, _ = context
+
+        def rebuilt(storage: Storage) -> Storage:
+            prefix = storage.direction.value
+            return storage.with_buffers({b: inner[f"{prefix}_{b}"] for b in storage.buffers()})
+
+        return QuantizedTensor(slots=slots.map(rebuilt), shape=outer_size)
+
+    def __reduce_ex__(self, protocol):
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return _rebuild, (self.rowwise, self.columnwise, tuple(self.shape), self.requires_grad, is_parameter)
+
+    def __deepcopy__(self, memo) -> QuantizedTensor:
+        copied = self.with_storages(lambda s: s.map(torch.clone))
+        copied = _as_parameter(copied, isinstance(self, torch.nn.Parameter), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __repr__(self, *, tensor_contents=None) -> str:
+        sides = ", ".join(f"{d.value}={s.fmt}" for d in Direction if (s := self._slots.get(d)) is not None)
+        return f"QuantizedTensor({list(self.shape)}, {sides}, dtype={self.dtype})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in OPERATORS:
+            return OPERATORS[func](*args, **kwargs)
+        handler = _TABLE.get(func)
+        if handler is None:
+            raise NotImplementedError(
+                f"{func} is not defined on a QuantizedTensor and will not decode it silently; "
+                "call dequantize() first if high-precision values are what you want"
+            )
+        return handler(func, args, kwargs)
+
+
+def _buffer_property(direction: Direction, name: str) -> property:
+    return property(lambda self: getattr(self._slots.get(direction), name))
+
+
+for _direction in Direction:  # what __tensor_flatten__ names
+    for _name in BUFFERS:
+        setattr(QuantizedTensor, f"{_direction.value}_{_name}", _buffer_property(_direction, _name))
+
+
+def _as_parameter(tensor: QuantizedTensor, is_parameter: bool, requires_grad: bool) -> QuantizedTensor:
+    return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+
+
+def _rebuild(
+    rowwise: Storage | None, columnwise: Storage | None, shape, requires_grad: bool, is_parameter: bool = False
+) -> QuantizedTensor:
+    return _as_parameter(QuantizedTensor(rowwise, columnwise, shape=shape), is_parameter, requires_grad)
+
+
+def _alias(tensor: QuantizedTensor, shape=None) -> QuantizedTensor:
+    return QuantizedTensor(slots=tensor._slots, shape=tensor.shape if shape is None else shape)
+
+
+@_TABLE.implements([aten.detach.default, aten.alias.default])
+def _detach(func, args, kwargs):
+    return _alias(args[0])
+
+
+@_TABLE.implements([aten.view.default, aten._unsafe_view.default])
+def _view(func, args, kwargs):
+    tensor, size = args
+    size = list(size)
+    if -1 in size:
+        known = prod(s for s in size if s != -1)
+        size[size.index(-1)] = tensor.numel() // known if known else 0
+    if not size or size[-1] != tensor.shape[-1]:
+        raise NotImplementedError(
+            f"a view of {tensor!r} must keep the last dim {tensor.shape[-1]}, got {size}; call dequantize() first"
+        )
+    return _alias(tensor, tuple(size))
+
+
+@_TABLE.implements([aten.as_strided.default])
+def _as_strided(func, args, kwargs):
+    tensor, size, stride, *offset = args
+    if tuple(size) != tuple(tensor.shape) or tuple(stride) != tensor.stride() or any(offset) or any(kwargs.values()):
+        raise NotImplementedError(
+            f"as_strided of {tensor!r} can only keep its shape and strides, got size {list(size)}, "
+            f"stride {list(stride)}; call dequantize() first"
+        )
+    return _alias(tensor)
+
+
+def _rows(tensor: QuantizedTensor, dim: int, start: int, length: int) -> QuantizedTensor:
+    if dim % tensor.dim() != 0 or tensor.dim() != 2:
+        raise NotImplementedError(f"{tensor!r} can be cut along dim 0 of a 2-D tensor only; call dequantize() first")
+    return tensor.with_storages(lambda s: s.narrow(start, length), (length, tensor.shape[1]))
+
+
+@_TABLE.implements([aten.slice.Tensor])
+def _slice(func, args, kwargs):
+    tensor, dim, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    start, end, step = range(tensor.shape[dim])[slice(start, end, step)].start, end, step
+    if step != 1:
+        raise NotImplementedError(f"a slice of {tensor!r} must have step 1, got {step}; call dequantize() first")
+    stop = slice(None, end).indices(tensor.shape[dim])[1]
+    if (start, stop) == (0, tensor.shape[dim]):
+        return _alias(tensor)
+    return _rows(tensor, dim, start, max(stop - start, 0))
+
+
+@_TABLE.implements([aten.split.Tensor, aten.split_with_sizes.default])
+def _split(func, args, kwargs):
+    tensor, sizes, dim = (*args, 0)[:3]
+    if isinstance(sizes, int):
+        total = tensor.shape[dim]
+        sizes = [min(sizes, total - s) for s in range(0, total, sizes)]
+    pieces, start = [], 0
+    for size in sizes:
+        pieces.append(_rows(tensor, dim, start, size))
+        start += size
+    return pieces
+
+
+@_TABLE.implements([aten.clone.default])
+def _clone(func, args, kwargs):
+    return args[0].with_storages(lambda s: s.map(torch.clone))
+
+
+@_TABLE.implements([aten._to_copy.default])
+def _to_copy(func, args, kwargs):
+    tensor = args[0]
+    if kwargs.get("dtype") not in (None, tensor.dtype):
+        raise NotImplementedError(f"{tensor!r} cannot be cast to {kwargs['dtype']} in place of decoding; call dequantize()")
+    device, non_blocking = kwargs.get("device") or tensor.device, kwargs.get("non_blocking", False)
+    return tensor.with_storages(lambda s: s.map(lambda t: t.to(device, non_blocking=non_blocking, copy=True)))
+
+
+@_TABLE.implements([aten.new_zeros.default, aten.zeros_like.default, aten.new_empty.default, aten.empty_like.default])
+def _plain_like(func, args, kwargs):
+    """Plain tensors: gradients and optimizer states are never quantized."""
+    tensor = args[0]
+    size = args[1] if len(args) > 1 else tensor.shape
+    make = torch.zeros if "zeros" in str(func) else torch.empty
+    return make(size, dtype=kwargs.get("dtype") or tensor.dtype, device=kwargs.get("device") or tensor.device)
+
+
+@_TABLE.implements([aten.record_stream.default])
+def _record_stream(func, args, kwargs):
+    tensor, stream = args
+    for direction in Direction:
+        if (storage := tensor._slots.get(direction)) is not None:
+            for buffer in storage.buffers().values():
+                buffer.record_stream(stream)
+
+
+torch.serialization.add_safe_globals([_rebuild])

@@ -1,0 +1,206 @@
+"""Every private torch name that the library uses, in one place, for torch 2.11 and later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, alloc_storage, free_storage
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+__all__ = ["alloc_storage", "free_storage", "tree_map_only"]
+
+
+@dataclass(frozen=True)
+class ManagedParam:
+    """One parameter under `fully_shard`, with the group it is gathered in and the state that owns the group."""
+
+    param: FSDPParam
+    group: FSDPParamGroup
+    state: FSDPState
+
+    @property
+    def local(self) -> Tensor:
+        """The sharded local tensor that is registered now."""
+        return self.param._sharded_local_tensor
+
+    @property
+    def fqn(self) -> str:
+        return self.param._param_fqn or self.param._module_info.param_name
+
+    @property
+    def global_shape(self) -> torch.Size:
+        """Shape of the unsharded parameter (TP-local under tensor parallelism)."""
+        return self.param._orig_size
+
+    @property
+    def world_size(self) -> int:
+        return self.param.mesh_info.shard_mesh_size
+
+    @property
+    def rank(self) -> int:
+        return self.param.mesh_info.shard_mesh_rank
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        return self.param.mesh_info.shard_process_group
+
+    @property
+    def device(self) -> torch.device:
+        return self.param.device
+
+    @property
+    def shard_dim(self) -> int:
+        return self.param.fsdp_placement.dim
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """Dtype that a plain gather would send."""
+        return self.group.mp_policy.param_dtype or self.param.sharded_param.dtype
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.param.sharded_state.name == "SHARDED"
+
+    @property
+    def in_forward(self) -> bool:
+        return self.group._training_state == TrainingState.FORWARD
+
+    @property
+    def in_pre_backward(self) -> bool:
+        return self.group._training_state == TrainingState.PRE_BACKWARD
+
+    @property
+    def phase(self) -> str:
+        """Which pass gathers now: "forward", "backward", or "manual" (an explicit unshard)."""
+        return "forward" if self.in_forward else "backward" if self.in_pre_backward else "manual"
+
+    @property
+    def reshards_by_default(self) -> bool:
+        """`fully_shard` was left to decide: a root then stays unsharded after forward."""
+        return bool(self.state._auto_reshard_after_forward)
+
+    @property
+    def stays_unsharded_after_forward(self) -> bool:
+        return not self.group._reshard_after_forward
+
+    @property
+    def stays_unsharded_after_backward(self) -> bool:
+        return not self.group.reshard_after_backward
+
+    @property
+    def reshards_to_smaller_world(self) -> bool:
+        """`reshard_after_forward=<int>`."""
+        return self.group._use_post_forward_mesh
+
+    def set_gather_buffers(self, outputs: list[Tensor], inner: list[Tensor]) -> None:
+        """Which persistent buffers the next gather fills and the next reshard frees."""
+        self.param.all_gather_outputs = outputs
+        self.param._unsharded_inner_tensors = inner
+
+    @property
+    def inner_buffers(self) -> list[Tensor]:
+        """The buffers besides NCCL's that the next reshard frees."""
+        return self.param._unsharded_inner_tensors
+
+    def reset_gather_buffers(self) -> None:
+        """Forget the unsharded parameter and its buffers; the next gather builds them anew. Sharded state only."""
+        self.set_gather_buffers([], [])
+        if hasattr(self.param, "_unsharded_param"):
+            del self.param._unsharded_param
+
+    def replace_local(self, local: Tensor) -> None:
+        """Put another local tensor of the same shard under the registered DTensor parameter, hooks and all."""
+        self.param.sharded_param._local_tensor = local
+        padded = self.param.padded_sharded_param_size
+        flat = local
+        if local.shape != padded:
+            flat = local.new_zeros(padded)
+            if local.shape[0]:
+                flat.narrow(0, 0, local.shape[0]).copy_(local)
+            self.param.sharded_param._local_tensor = flat.narrow(0, 0, local.shape[0])
+        self.param._sharded_param_data = flat.view(-1)
+        self.param._init_extensions()
+        self.reset_gather_buffers()
+
+
+def param_groups(state: FSDPState) -> list[FSDPParamGroup]:
+    """The parameter groups of a state: one in torch 2.11, a list since."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return groups
+
+
+def _params_of(states) -> Iterator[ManagedParam]:
+    for state in states:
+        for group in param_groups(state):
+            for param in group.fsdp_params:
+                yield ManagedParam(param, group, state)
+
+
+def fsdp_states() -> list[FSDPState]:
+    """Every live FSDP state of the process, each once, in the order of the `fully_shard` calls."""
+    states = (ref() for ref in _module_state_mapping.values())
+    return list(dict.fromkeys(s for s in states if isinstance(s, FSDPState)))
+
+
+def all_managed_params() -> Iterator[ManagedParam]:
+    """Every parameter under any `fully_shard` of the process."""
+    return _params_of(fsdp_states())
+
+
+def managed_params_beside(managed: ManagedParam) -> list[ManagedParam]:
+    """The parameters of the same root, in the root's module order: the same list on every rank.
+
+    Before the root's first forward there is no root yet, and the list is that of the parameter's own state.
+    """
+    return list(_params_of(managed.state._state_ctx.all_states or [managed.state]))
+
+
+def managed_params_of(model: nn.Module) -> list[ManagedParam]:
+    """The parameters of the `fully_shard` calls on `model` and its submodules, in module order."""
+    by_module = {m: ref() for m, ref in list(_module_state_mapping.items())}
+    states = [s for m in model.modules() if isinstance(s := by_module.get(m), FSDPState)]
+    return list(_params_of(dict.fromkeys(states)))
+
+
+def backward_is_running() -> bool:
+    """Inside the autograd engine: a forward here is an activation being recomputed."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def checkpoint_hook() -> object | None:
+    """The saved-tensor hook of the non-reentrant `torch.utils.checkpoint` that will recompute what runs now, or None.
+
+    It is on top of the stack; offloading and `save_on_cpu` put hooks of other modules there.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks[0] if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint" else None
+
+
+def dtensor_like(spec_of: DTensor, local: Tensor) -> DTensor:
+    """A DTensor with the mesh, placements and global shape of `spec_of` over another local tensor."""
+    return DTensor(local, spec_of._spec, requires_grad=False)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The local tensor of a DTensor, or the tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def swap_parameter(old: nn.Parameter, new: nn.Parameter) -> None:
+    """Make `old` be `new` for everyone who holds it; gradient, attributes and hooks of `old` stay with it."""
+    new.__dict__.update(old.__dict__)
+    new.grad = old.grad
+    new._backward_hooks = old._backward_hooks
+    new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
+    torch.utils.swap_tensors(old, new)

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Run the CPU suite: bash launch/test.sh [arguments of pytest]
+#
+# Paths among the arguments replace the default folders: bash launch/test.sh dist_tests/single -k storage
+set -euo pipefail
+
+# shellcheck source=launch/setup.sh
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+prepare_environment test examples
+
+# pytest runs at the root; a path is looked up from the caller's folder first.
+arguments=()
+paths_given=0
+for argument in "$@"; do
+    path="${argument%%::*}"
+    if [[ "$argument" != -* && -e "$path" ]]; then
+        argument="$(cd "$(dirname "$path")" && pwd -P)/$(basename "$path")${argument#"$path"}"
+        paths_given=1
+    elif [[ "$argument" != -* && -e "$ROOT/$path" ]]; then
+        paths_given=1
+    fi
+    arguments+=("$argument")
+done
+
+cd "$ROOT"
+defaults=()
+if ((!paths_given)); then
+    for folder in dist_tests/single dist_tests/multi dist_tests/golden; do
+        if [[ -d "$folder" ]]; then
+            defaults+=("$folder")
+        fi
+    done
+fi
+# The workers are the parallelism: one thread each.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+exec "$PYTHON" -m pytest -n auto ${defaults[@]+"${defaults[@]}"} ${arguments[@]+"${arguments[@]}"}
