@@ -1,9 +1,18 @@
-"""Build script: pure Python everywhere, plus one native extension where CUDA can be compiled.
+"""Build script: pure Python everywhere, plus the compiled operators where CUDA can be compiled.
 
-The extension fsdp_quant._native is built from csrc/bindings.cpp and csrc/**/*.cu when torch imports
-and is a CUDA build, and a CUDA toolkit of torch's major version is here. Building needs no GPU. A
-missing condition is printed and leaves a pure Python install, in which the PyTorch reference runs
-every format.
+Two files, neither of which needs a GPU to be built:
+
+    fsdp_quant/_native*.so      the operators, from csrc/bindings.cpp, csrc/api/*.cpp and csrc/**/*.cu. A plain
+                                library for torch.ops.load_library; it links no Python, so that any Python loads it
+    fsdp_quant/_build_info*.so  what they were built from, from csrc/build_info.cpp
+
+They are built when torch imports and is a CUDA build, and an nvcc of torch's CUDA major version is here. A missing
+condition is printed and leaves a pure Python install, in which the PyTorch reference runs every format. Environment:
+
+    FSDP_QUANT_NATIVE=0|1       0: pure Python, whatever is here; 1: a missing condition is an error
+    FSDP_QUANT_CUDA_ARCHS       architectures, "9.0a;10.0a" unless told; those that nvcc does not know are dropped
+    CUDA_HOME                   the CUDA toolkit; that of the nvcc on PATH unless told
+    MAX_JOBS                    sources compiled at once
 
 A build in isolation does not see the installed torch: use
     pip install --no-build-isolation -e .
@@ -13,91 +22,188 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
-from setuptools import setup
+import setuptools
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
-BINDINGS = CSRC / "bindings.cpp"
+INSTALL = "pip install --no-build-isolation -e ."
+SETUPTOOLS = 77  # pyproject.toml states the license as an expression
 
-# Architecture, and the first nvcc that knows it. The "a" targets have wgmma and tcgen05.
-ARCHITECTURES = {"90a": (12, 0), "100a": (12, 8)}
+# No fast-math anywhere: the kernels are bit-exact with the reference. .ci/run compiles with the same flags.
+CXX_FLAGS = ["-O3", "-std=c++17"]
+NVCC_FLAGS = [
+    "-O3",
+    "-std=c++17",
+    "--threads=2",
+    "-lineinfo",
+    # torch takes the arithmetic operators of __half and __nv_bfloat16 away; kernels are plain CUDA.
+    "-U__CUDA_NO_HALF_OPERATORS__",
+    "-U__CUDA_NO_HALF_CONVERSIONS__",
+    "-U__CUDA_NO_HALF2_OPERATORS__",
+    "-U__CUDA_NO_BFLOAT16_CONVERSIONS__",
+]
 
 
-def cuda_toolkit() -> Path | None:
-    """The first folder with nvcc and the runtime's headers: CUDA_HOME, nvcc's own, the usual."""
+class Missing(Exception):
+    """A condition of the native build that does not hold: what, got, wanted, what to do."""
+
+
+def say(text: str) -> None:
+    print(f"fsdp_quant: {text}", flush=True)
+
+
+def fail(text: str) -> None:
+    sys.exit(f"error: fsdp_quant: {text}")
+
+
+def output_of(*command: str | Path) -> str:
+    """What a command prints, both streams."""
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+def toolkit_of(nvcc: str) -> Path:
+    """The toolkit of the nvcc on PATH, which may be a link or a wrapper script: the compiler says where it lies."""
+    top = re.search(r"^#\$ TOP=(.+)$", output_of(nvcc, "--dryrun", "-E", "-x", "cu", os.devnull), re.MULTILINE)
+    return Path(top[1] if top else Path(nvcc).resolve().parent.parent).resolve()
+
+
+def cuda_toolkit() -> Path:
+    """The folder with nvcc and the runtime's headers: CUDA_HOME when it is set, else nvcc's own, else the usual."""
     nvcc = shutil.which("nvcc")
-    homes = [
-        os.environ.get("CUDA_HOME"),
-        nvcc and Path(nvcc).resolve().parent.parent,
-        "/usr/local/cuda",
-    ]
-    for home in (Path(home) for home in homes if home):
+    told = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    homes = [Path(told)] if told else [*([toolkit_of(nvcc)] if nvcc else []), Path("/usr/local/cuda")]
+    for home in homes:
         if (home / "bin" / "nvcc").exists() and (home / "include" / "cuda_runtime.h").exists():
             return home
-    return None
+    raise Missing(
+        f"there is no CUDA toolkit (bin/nvcc and include/cuda_runtime.h) in {' or '.join(map(str, homes))}; "
+        "install one of torch's CUDA major version, or point CUDA_HOME at it"
+    )
 
 
-def nvcc_version(toolkit: Path) -> tuple[int, int]:
-    """(major, minor) of the toolkit, as its compiler reports it."""
-    text = subprocess.check_output([str(toolkit / "bin" / "nvcc"), "--version"], text=True)
-    major, minor = re.search(r"release (\d+)\.(\d+)", text).groups()
-    return int(major), int(minor)
+def nvcc_version(nvcc: Path) -> str:
+    """major.minor.build as the compiler reports it."""
+    text = output_of(nvcc, "--version")
+    found = re.search(r"\bV(\d+\.\d+\.\d+)", text) or re.search(r"release (\d+\.\d+)", text)
+    if not found:
+        raise Missing(f"{nvcc} does not tell its version: {text.strip()[:200]!r}")
+    return found[1]
 
 
-def missing_for_native() -> str | None:
-    """Why the extension cannot be built here, in one clause; None when it can."""
-    if not BINDINGS.exists():
-        return "csrc/bindings.cpp does not exist"
+def architectures(nvcc: Path) -> list[str]:
+    """FSDP_QUANT_CUDA_ARCHS as nvcc spells them ("90a"), less those that this nvcc does not know."""
+    asked = os.environ.get("FSDP_QUANT_CUDA_ARCHS") or "9.0a;10.0a"
+    known = re.findall(r"sm_(\d+)", output_of(nvcc, "--list-gpu-code"))
+    targets, dropped = [], []
+    for arch in filter(None, re.split(r"[;,\s]+", asked)):
+        parts = re.fullmatch(r"(\d+)\.(\d)(a?)", arch)
+        if not parts:
+            fail(f"FSDP_QUANT_CUDA_ARCHS holds {arch!r}, wanted architectures like 9.0a;10.0a; got {asked!r}")
+        base = parts[1] + parts[2]  # nvcc lists the base of an "a" target only
+        (targets if base in known else dropped).append(base + parts[3])
+    if dropped:
+        say(f"nvcc {nvcc_version(nvcc)} does not know sm_{', sm_'.join(dropped)}: dropped")
+    if not targets:
+        raise Missing(f"nvcc {nvcc_version(nvcc)} knows none of {asked}; set FSDP_QUANT_CUDA_ARCHS or use a newer CUDA")
+    return list(dict.fromkeys(targets))
+
+
+def native_extensions() -> dict:
+    """The setup() arguments that build both files. Raises Missing where they cannot be built."""
+    if not (CSRC / "bindings.cpp").exists():
+        raise Missing("csrc/bindings.cpp does not exist; use a complete checkout")
     try:
         import torch
     except ImportError as error:
-        return f"torch does not import ({error}); pip needs --no-build-isolation to see it"
+        raise Missing(f"torch does not import ({error}); install it first, then {INSTALL}") from None
     if torch.version.cuda is None:
-        return f"torch {torch.__version__} is not a CUDA build"
+        raise Missing(f"torch {torch.__version__} is not a CUDA build; install one that is")
     toolkit = cuda_toolkit()
-    if toolkit is None:
-        return "there is no CUDA toolkit with nvcc (set CUDA_HOME)"
-    major, minor = nvcc_version(toolkit)
-    if major != int(torch.version.cuda.split(".")[0]):
-        return f"nvcc is {major}.{minor} and torch was built with CUDA {torch.version.cuda}"
-    return None
+    nvcc = toolkit / "bin" / "nvcc"
+    version = nvcc_version(nvcc)
+    got, wanted = version.split(".")[0], torch.version.cuda.split(".")[0]
+    if got != wanted:
+        raise Missing(
+            f"{nvcc} is release {version} and torch {torch.__version__} was built with CUDA {torch.version.cuda}, "
+            f"wanted the same major version; point CUDA_HOME at a CUDA {wanted} toolkit, or install a torch for "
+            f"CUDA {got}"
+        )
+    targets = architectures(nvcc)
 
-
-def native_extension() -> dict:
-    """The setup() arguments that build fsdp_quant._native."""
-    toolkit = cuda_toolkit()
-    os.environ["CUDA_HOME"] = str(toolkit)  # read when torch's module is imported
+    os.environ["CUDA_HOME"] = str(toolkit)  # read when the next module is imported
     from torch.utils.cpp_extension import BuildExtension, CUDAExtension
 
-    version = nvcc_version(toolkit)
-    targets = [arch for arch, first in ARCHITECTURES.items() if version >= first]
+    class BuildNative(BuildExtension):
+        """Keeps the objects, so that a second build compiles what changed; replaces both files, so that they match."""
+
+        def run(self):
+            # An editable install would build in a folder that it throws away.
+            self.build_temp = f"build/{sys.implementation.cache_tag}-torch-{torch.__version__}"
+            if self.inplace or self.editable_mode:
+                for pattern in ("_native*.so", "_build_info*.so"):
+                    for stale in (ROOT / "fsdp_quant").glob(pattern):
+                        stale.unlink()
+            super().run()
+
     kernels = sorted(CSRC.rglob("*.cu"))
-    print(f"fsdp_quant: building {len(kernels)} CUDA sources for sm_{', sm_'.join(targets)}")
-    extension = CUDAExtension(
+    sources = [CSRC / "bindings.cpp", *sorted((CSRC / "api").glob("*.cpp")), *kernels]
+    names = ", ".join(f"sm_{arch}" for arch in targets)
+    say(f"building {len(sources)} sources with nvcc {version} for torch {torch.__version__}, {names}")
+    native = CUDAExtension(
         name="fsdp_quant._native",
-        sources=[str(path.relative_to(ROOT)) for path in [BINDINGS, *kernels]],
+        sources=[str(path.relative_to(ROOT)) for path in sources],
         include_dirs=[str(CSRC)],
-        # No fast-math anywhere: the kernels are bit-exact with the reference.
+        py_limited_api=True,  # leaves libtorch_python out; there is no Python code in it
         extra_compile_args={
-            "cxx": ["-O3", "-std=c++17"],
-            "nvcc": [
-                "-O3",
-                "-std=c++17",
-                "--threads=2",
-                "-lineinfo",
-                *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in targets),
-            ],
+            "cxx": CXX_FLAGS,
+            "nvcc": [*NVCC_FLAGS, *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in targets)],
         },
     )
+    facts = {
+        "TORCH": torch.__version__,
+        "CUDA": torch.version.cuda,
+        "NVCC": version,
+        "ARCHITECTURES": ";".join(f"sm_{arch}" for arch in targets),
+        "NVCC_FLAGS": " ".join(NVCC_FLAGS),
+    }
+    build_info = setuptools.Extension(
+        name="fsdp_quant._build_info",
+        sources=["csrc/build_info.cpp"],
+        include_dirs=[str(Path(torch.__file__).parent / "include")],  # for pybind11
+        define_macros=[(f"FSDP_QUANT_BUILT_{name}", f'"{value}"') for name, value in facts.items()],
+        extra_compile_args=["-O2", "-g0", "-std=c++17", "-fvisibility=hidden"],
+        language="c++",
+    )
     return {
-        "ext_modules": [extension],
-        "cmdclass": {"build_ext": BuildExtension.with_options(use_ninja=True)},
+        "ext_modules": [native, build_info],
+        "cmdclass": {"build_ext": BuildNative.with_options(use_ninja=True)},
     }
 
 
-missing = missing_for_native()
-if missing:
-    print(f"fsdp_quant: pure Python install, because {missing}")
-setup(**({} if missing else native_extension()))
+def arguments() -> dict:
+    """The arguments of setup(), under FSDP_QUANT_NATIVE."""
+    wish = os.environ.get("FSDP_QUANT_NATIVE") or "auto"
+    if wish not in ("0", "1", "auto"):
+        fail(f"FSDP_QUANT_NATIVE must be 0, 1 or unset, got {wish!r}")
+    if wish == "0":
+        say("pure Python install, because FSDP_QUANT_NATIVE=0")
+        return {}
+    try:
+        return native_extensions()
+    except Missing as missing:
+        if wish == "1":
+            fail(f"FSDP_QUANT_NATIVE=1 asks for the compiled operators, and {missing}")
+        say(f"pure Python install, because {missing}")
+        return {}
+
+
+if int(setuptools.__version__.split(".")[0]) < SETUPTOOLS:
+    fail(
+        f"setuptools is {setuptools.__version__}, wanted {SETUPTOOLS} or newer; "
+        f"pip install 'setuptools>={SETUPTOOLS}' and try again"
+    )
+setuptools.setup(**arguments())

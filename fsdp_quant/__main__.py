@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from . import recipe as recipes
 from .formats import FORMATS
 from .modules.plan import PRODUCTS, build_plan
+from .ops import extension, native
 from .ops.capability import arch_of
 
 
@@ -19,16 +21,38 @@ def _device() -> torch.device:
 
 
 def doctor() -> None:
-    """Versions, devices, collectives and formats, a line each."""
-    arch = arch_of(_device())
-    print(f"torch        {torch.__version__} (CUDA {torch.version.cuda or 'none'})")
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    print(f"devices      {', '.join(names) or 'CPU'} ({arch})")
-    backends = [b for b in ("nccl", "gloo") if dist.is_backend_available(b)]
-    print(f"collectives  {', '.join(backends) or 'none'}")
-    print("operations   PyTorch reference (every format, every device)")
-    for fmt in FORMATS.values():
-        print(f"format       {fmt.name:12} block {fmt.block}, scale {fmt.scale}, {fmt.bytes_per_element():.4f} B/element")
+    """Versions, GPUs, collectives, and which operation runs compiled for which format, a line each."""
+    device, status = _device(), extension.STATUS
+    cuda = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    gpus, built = Counter(f"{torch.cuda.get_device_name(d)} ({arch_of(d)})" for d in cuda), status.build
+    facts = {
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda or "none",
+        "nvcc": f"{built.nvcc} (when the operators were built)" if built else "none (no compiled operators)",
+        "built for": ", ".join(built.architectures) if built else "none",
+        "operators": status.library or f"PyTorch reference only: {status.reason}",
+        "GPUs": ", ".join(f"{count} x {gpu}" for gpu, count in gpus.items()) or "none",
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_backend_available("nccl") else "none",
+        "gloo": "available" if dist.is_backend_available("gloo") else "none",
+    }
+    for name, fact in facts.items():
+        print(f"{name:14}{fact}")
+    _print_operations({fmt.name: native.supported(fmt, device) for fmt in FORMATS.values()}, device)
+
+
+def _print_operations(reasons: dict[str, dict[str, str | None]], device: torch.device) -> None:
+    """A line per format, a column per operation: native, or the number of the reason below."""
+    operations = list(dict.fromkeys(name for row in reasons.values() for name in row))
+    notes = list(dict.fromkeys(reason for row in reasons.values() for reason in row.values() if reason is not None))
+    width = max([len("native"), *map(len, operations)]) + 2
+    table = {f"on {arch_of(device)}": operations}
+    for fmt, row in reasons.items():
+        table[fmt] = ["native" if row[op] is None else f"[{notes.index(row[op]) + 1}]" for op in operations]
+    print()
+    for name, cells in table.items():
+        print(f"{name:14}" + "".join(f"{cell:{width}}" for cell in cells).rstrip())
+    for number, reason in enumerate(notes, 1):
+        print(f"[{number}] PyTorch reference: {reason}")
 
 
 def plan(name: str, forward: str | None, backward: str | None) -> None:
@@ -46,7 +70,7 @@ def plan(name: str, forward: str | None, backward: str | None) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fsdp_quant", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("doctor", help="versions, devices, formats")
+    commands.add_parser("doctor", help="versions, devices, which operations run compiled")
     planner = commands.add_parser("plan", help="the products of a recipe")
     planner.add_argument("recipe", help=f"hybrid, or {', '.join(recipes.names())}")
     planner.add_argument("--forward", default="mxfp8")

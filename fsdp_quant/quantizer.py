@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .formats import COLUMNWISE, E2M1, ROWWISE, Direction, Encoding, Format, format_of
 from .ops import dispatch
-from .scaling import AmaxHistory, DelayedScaling
+from .scaling import DelayedScaling
 from .storage import Storage
 from .tensor.quantized_tensor import QuantizedTensor
 
@@ -77,7 +77,7 @@ class Quantizer:
     def storage(self, x: Tensor, direction: Direction, key: Tensor | None = None) -> Storage:
         """One direction of x [rows, cols]."""
         encoding = self.encoding(direction)
-        (encoded,) = dispatch.quantize(x, [encoding], [key])
+        (encoded,) = dispatch.encode(x, [encoding], None, keys=[key])
         return Storage.of(encoded, encoding, x.shape, x.dtype)
 
     def quantize(self, x: Tensor, *, key: Tensor | None = None) -> QuantizedTensor:
@@ -178,11 +178,8 @@ class HybridQuantizer:
         if self.is_derived and COLUMNWISE in directions and ROWWISE not in wanted:
             wanted = [ROWWISE, *wanted]
         encodings = [self.encodings[d] for d in wanted]
-        stats = dispatch.statistics(x, encodings)
-        encs = None
-        if factors:
-            encs = [_factor(factors.get(d), s.amax, e) for d, s, e in zip(wanted, stats, encodings)]
-        encoded = dispatch.encode(x, encodings, stats, keys=[key] * len(wanted), encs=encs)
+        encs = [factors.get(d) for d in wanted] if factors else None
+        encoded = dispatch.encode(x, encodings, None, keys=[key] * len(wanted), encs=encs)
         made = {d: Storage.of(r, e, x.shape, x.dtype) for d, r, e in zip(wanted, encoded, encodings)}
         amaxes = {d: r.amax for d, r in zip(wanted, encoded) if self.side(d).is_delayed}
         if COLUMNWISE in directions and COLUMNWISE not in made and self.columnwise is not None:
@@ -238,10 +235,6 @@ class HybridQuantizer:
             return repr(self.rowwise)
         derived = " from rowwise" if self.columnwise_source != "original" else ""
         return f"{self.rowwise} / {self.columnwise}{derived}"
-
-
-def _factor(factor: Tensor | None, amax: Tensor | None, encoding: Encoding) -> Tensor | None:
-    return None if factor is None else AmaxHistory.factor_or_current(factor, amax, encoding)
 
 
 def as_rows(x: Tensor) -> Tensor:

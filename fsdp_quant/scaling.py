@@ -77,7 +77,7 @@ class Fragment:
 
     values:     [local rows, cols].
     encodings:  one a direction; each is its own tensor to the statistics.
-    dtype:      that is encoded (None: of the values); one fragment at a time is cast.
+    dtype:      that is encoded (None: of the values).
     """
 
     values: Tensor
@@ -102,8 +102,7 @@ def share_statistics(fragments: Sequence[Fragment], group: dist.ProcessGroup | N
     """
     results, slots, places = [], [], []
     for f, fragment in enumerate(fragments):
-        values = fragment.values.to(fragment.dtype or fragment.values.dtype)
-        results.append(dispatch.statistics(values, fragment.encodings, fragment.row0))
+        results.append(dispatch.statistics(fragment.values, fragment.encodings, fragment.row0, fragment.dtype))
         for e, (encoding, (amax, tensor_amax)) in enumerate(zip(fragment.encodings, results[f])):
             if not fragment.cuts.shares_statistics(encoding):
                 continue
@@ -172,12 +171,6 @@ class AmaxHistory:
             with torch.inference_mode(False):
                 self.amaxes, self.enc = self.amaxes.to(device), self.enc.to(device)
         return self
-
-    @staticmethod
-    def factor_or_current(enc: Tensor, amax: Tensor, encoding: Encoding) -> Tensor:
-        """fp32 [1]: a history's factor, or that of the current `amax` while it is 0."""
-        enc = torch.where(enc > 0, enc, reference.encode_factor(amax.reshape(1), encoding.fmt, encoding.eps))
-        return (enc.view(torch.int32) & 0x7F800000).view(torch.float32) if encoding.fmt.pow2 else enc
 
     @staticmethod
     @torch.no_grad()

@@ -144,18 +144,22 @@ class Storage:
     def decodes_exactly_to_bf16(self) -> bool:
         return self.fmt.decodes_exactly_to_bf16 if self.fmt.is_quantized else self.dtype is torch.bfloat16
 
-    def decode(self) -> Tensor:
-        """Element times every scale, fp32 (identity: its own dtype) [rows, cols]; a rotated storage stays rotated."""
+    def decode(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Element times every scale [rows, cols] in fp32 (identity: its own dtype), rounded once to `dtype`.
+
+        A rotated storage stays rotated.
+        """
         return dispatch.decode(
-            self.data, self.scale, self.tensor_amax, self.fmt, self.direction, self.padded_shape[1], self.row0
+            self.data, self.scale, self.tensor_amax, self.fmt, self.direction, self.padded_shape[1], self.row0, dtype
         )
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The logical values [rows, cols] in `dtype` (default: the storage's), turned back if they were rotated."""
-        values = self.decode()
-        if self.fmt.rotated:
-            values = reference.rotate(values, self.direction, inverse=True)[: self.shape[0], : self.shape[1]]
-        return values.to(dtype or self.dtype)
+        dtype = dtype or self.dtype
+        if not self.fmt.rotated:
+            return self.decode(dtype)
+        values = reference.rotate(self.decode(), self.direction, inverse=True)[: self.shape[0], : self.shape[1]]
+        return values.to(dtype)
 
     def operand(self) -> Tensor:
         """What a GEMM multiplies: fp32 (identity: its own dtype) [outer, contraction]."""
@@ -174,8 +178,9 @@ class Storage:
             scale, outside = None, self.scale.flatten()
         elif self.tensor_amax is not None:
             outside = reference.tensor_decode_scale(self.tensor_amax)
-        values = dispatch.decode(self.data, scale, None, self.fmt, self.direction, self.padded_shape[1], self.row0)
-        values = values.to(torch.bfloat16)
+        values = dispatch.decode(
+            self.data, scale, None, self.fmt, self.direction, self.padded_shape[1], self.row0, torch.bfloat16
+        )
         return (values if self.direction is ROWWISE else values.t()), outside
 
     # GEMM layout #
@@ -196,26 +201,24 @@ class Storage:
             raise ValueError(f"{self.describe()} is a shard from row {self.row0}; a GEMM layout is of a whole tensor")
         data, scale = self.data, self.scale
         if self.direction is not ROWWISE:
-            rows, cols = self.padded_shape
-            data = layout.repack_nibbles(data, rows, cols) if self.fmt.element.bits == 4 else data.t().contiguous()
-            scale = None if scale is None else scale.t()
+            data = dispatch.transpose_codes(data, *self.padded_shape, self.fmt)
         if scale is not None:
             scale = self._scale_to_gemm_layout(scale, arch)
         decode = None if self.tensor_amax is None else reference.tensor_decode_scale(self.tensor_amax)
         return GemmOperand(data, scale, decode)
 
     def _scale_to_gemm_layout(self, scale: Tensor, arch: str) -> Tensor:
-        """scale: [outer blocks, contraction blocks]."""
-        outer = self.padded_shape[1 - self.direction.contraction_dim]
+        """scale: compact [block rows, block cols]."""
+        along_rows = self.direction is not ROWWISE
         if self.fmt.scale_leaves_contraction:
             return scale.reshape(-1).contiguous()
+        if self.fmt.scale != "fp32" and arch == "sm_100a":
+            outer = self.padded_shape[1 - self.direction.contraction_dim]
+            return dispatch.swizzle_scales(scale, outer, self.fmt.block[0], along_rows)
+        scale = scale.t() if along_rows else scale  # [outer blocks, contraction blocks]
         if self.fmt.scale == "fp32":
-            if self.fmt.block[0] == 1:
-                return layout.pad_to(scale.t(), 1, 4).contiguous()
-            return layout.pad_to(scale, 1, 4).contiguous()
-        if arch == "sm_90a":
-            return scale.contiguous()
-        return layout.swizzle_128x4(scale.repeat_interleave(self.fmt.block[0], 0)[:outer])
+            return layout.pad_to(scale.t() if self.fmt.block[0] == 1 else scale, 1, 4).contiguous()
+        return scale.contiguous()
 
     def from_gemm_layout(self, operand: GemmOperand, arch: str) -> Storage:
         """The compact storage of `to_gemm_layout(arch)`'s result; `self` gives format and shape."""
@@ -223,7 +226,7 @@ class Storage:
         outer, contraction = (rows, cols) if self.direction is ROWWISE else (cols, rows)
         data, scale = operand.data, operand.scale
         if self.direction is not ROWWISE:
-            data = layout.repack_nibbles(data, cols, rows) if self.fmt.element.bits == 4 else data.t().contiguous()
+            data = dispatch.transpose_codes(data, cols, rows, self.fmt)
         if scale is not None:
             b0, b1 = self.fmt.block
             blocks = 1 if b1 is None else -(-contraction // b1)

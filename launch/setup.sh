@@ -102,10 +102,11 @@ prepare_environment() {
     extras="$(IFS=,; echo "$*")"
     note "installing fsdp_quant [$extras] with torch $torch"
     # torch is named in both calls so that pip keeps it, and takes the build tools that it allows.
-    "${pip[@]}" "torch==$torch" "setuptools>=77" wheel ninja pybind11 ||
+    "${pip[@]}" "torch==$torch" "setuptools>=77" wheel ninja ||
         fail "the build tools could not be installed"
     # Without isolation setup.py sees the same torch.
     "${pip[@]}" "torch==$torch" --no-build-isolation --editable "${ROOT}[$extras]" ||
-        fail "fsdp_quant could not be installed; the reason is above"
+        fail "fsdp_quant could not be installed; the reason is above (FSDP_QUANT_NATIVE=0 leaves the compiled" \
+            "operators out)"
     touch "$stamp" 2>/dev/null || true
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -152,17 +153,26 @@ def test_the_rule_on_format_names_finds_them():
         assert not names_a_format(ast.parse(text, mode="eval").body), text
 
 
+LOADS = re.compile(r"load_library|import_module|importlib|\bCDLL\b")
+
+
 @pytest.mark.parametrize("source", SOURCES)
-def test_only_native_imports_the_extension(source: str):
-    """Otherwise a machine without the compiled kernels cannot import the library."""
-    if source == "ops/native.py":
-        return
+def test_only_the_extension_module_loads_the_library(source: str):
+    """Otherwise a machine without the compiled operators cannot import the package, or loads them twice."""
     for statement, name in imports_of(source):
-        parts = name.split(".")
-        assert not (parts[0] == "fsdp_quant" and "_C" in parts), f"fsdp_quant/{source}:{statement.lineno} imports {name}"
-    text = SOURCES[source].read_text()
-    assert "load_library" not in text
-    assert "import_module" not in text
+        compiled = name.split(".")[0] == "fsdp_quant" and {"_native", "_build_info"} & set(name.split("."))
+        assert not compiled, f"fsdp_quant/{source}:{statement.lineno} imports {name}; ops/extension.py loads it"
+    found = LOADS.search(SOURCES[source].read_text())
+    if source == "ops/extension.py":
+        assert found, "fsdp_quant/ops/extension.py loads nothing, so the rule guards nothing"
+    else:
+        assert not found, f"fsdp_quant/{source} says {found[0]}; only ops/extension.py loads the library"
+
+
+def test_the_extension_module_needs_only_torch():
+    """Otherwise the library cannot be loaded, or found absent, before the rest of the package is imported."""
+    roots = {name.split(".")[0] for _, name in imports_of("ops/extension.py")}
+    assert roots - sys.stdlib_module_names == {"torch"}
 
 
 @pytest.mark.parametrize("source", SOURCES)

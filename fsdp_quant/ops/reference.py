@@ -140,6 +140,12 @@ def encode_factor(amax: Tensor, fmt: Format, eps: float = 0.0) -> Tensor:
     return (enc.view(torch.int32) & 0x7F800000).view(torch.float32) if fmt.pow2 else enc
 
 
+def delayed_factor(enc: Tensor, amax: Tensor, encoding: Encoding) -> Tensor:
+    """fp32 [1]: a history's factor, or that of the current `amax` [1, 1] while it is 0."""
+    enc = torch.where(enc > 0, enc, encode_factor(amax.reshape(1), encoding.fmt, encoding.eps))
+    return (enc.view(torch.int32) & 0x7F800000).view(torch.float32) if encoding.fmt.pow2 else enc
+
+
 def e8m0_code(amax: Tensor, fmt: Format) -> Tensor:
     """Biased exponents (uint8) of the blocks: amax 0 -> 0x00, inf -> 0xFE, NaN -> 0xFF."""
     if fmt.scale_rounding == "floor":
@@ -300,3 +306,37 @@ def bf16_product(a: Tensor, b: Tensor) -> Tensor:
     if a.is_cuda:
         return torch.mm(a, b.t(), out_dtype=torch.float32)
     return a.float().mm(b.float().t())
+
+
+# Anchored operands #
+
+def anchor(
+    data: Tensor, scale: Tensor, fmt: Format, direction: Direction, cols: int, anchor_block: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """8-bit codes with e8m0 block scales, re-expressed against one power of two for each run of the contraction.
+
+    data, scale:   a compact storage of [rows, cols].
+    anchor_block:  contraction elements of a run; None: all of them.
+    returns:       (codes uint8 [rows, cols], fp32 scales of (1, anchor_block) blocks, int64 [2]: nonzero blocks whose
+                   scale is more than 2^9 below their anchor, nonzero blocks).
+
+    With E = max(e) over the run, q' = q * 2^(e - E), rounded to an element again: exact while q' is normal, so only
+    what lies 2^-14 below the run's largest magnitude changes. The product of two such operands scales its rows and
+    columns once, outside the contraction. A block that a line shares with others is one block of every line.
+    """
+    rows = data.shape[0]
+    along = direction.contraction_dim
+    b0, b1 = fmt.dims(direction)
+    lines = scale.repeat_interleave(b0, 0)[:rows] if along else scale.repeat_interleave(b1, 1)[:, :cols]
+    blocks = -(-anchor_block // fmt.block[1]) if anchor_block else max(lines.shape[along], 1)
+    code = lines.to(torch.int32)
+    padded = F.pad(code, (0, -code.shape[1] % blocks) if along else (0, 0, 0, -code.shape[0] % blocks))
+    highest = padded.unflatten(along, (-1, blocks)).amax(along + 1)
+    below = highest.repeat_interleave(blocks, along).narrow(along, 0, code.shape[along]) - code
+    exact = decode_codes(data, fmt, cols)
+    shift = below.repeat_interleave(fmt.block[1], along).narrow(along, 0, data.shape[along])
+    codes = _cast(exact * power_of_two(127 - shift.clamp(max=24)), fmt.element)
+    line_blocks = Format(fmt.name, fmt.element, (1, fmt.block[1]), fmt.scale)
+    nonzero = _blocked(exact.abs().nan_to_num(nan=1.0), line_blocks, direction, 0).amax((1, 3)) > 0
+    counts = torch.stack(((nonzero & (below > 9)).sum(), nonzero.sum()))
+    return codes, power_of_two(highest), counts

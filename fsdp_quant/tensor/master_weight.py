@@ -86,11 +86,9 @@ class WeightState:
     def shares_statistics(self, cuts: RowCuts) -> bool:
         return any(cuts.shares_statistics(e) for e in self.quantizer.encodings.values())
 
-    def encoded_values(self, inner: Tensor, encoding: Encoding, high_precision: torch.dtype) -> Tensor:
-        """The master as an encoder sees it: `compute_dtype`, or for identity the dtype of a plain gather."""
-        if not encoding.fmt.is_quantized:
-            return inner.to(high_precision)
-        return inner.to(self.compute_dtype or inner.dtype)
+    def encoded_dtype(self, encoding: Encoding, high_precision: torch.dtype) -> torch.dtype | None:
+        """What an encoder sees of the master: `compute_dtype`, or for identity the dtype of a plain gather."""
+        return self.compute_dtype if encoding.fmt.is_quantized else high_precision
 
     def set_statistics(self, version: object, stats: list[Statistics]) -> None:
         """Statistics of this version, one an encoding, shared by all ranks that hold a part."""
@@ -109,35 +107,35 @@ class WeightState:
         codes = self._codes[1]
         if direction not in codes:
             encoding = self.quantizer.encodings[direction]
-            values = self.encoded_values(weight.inner, encoding, high_precision)
-            stats = self._current_statistics(weight, values, direction, cuts, rank)
-            enc = self._delayed_factor(stats, direction)
-            row0 = cuts.bounds[rank]
-            (encoded,) = dispatch.encode(values, [encoding], [stats], row0, encs=[enc])
+            values, dtype = weight.inner, self.encoded_dtype(encoding, high_precision)
+            stats = self._shared_statistics(weight, direction, cuts)
+            history = self._delayed_history(direction, values.device)
+            (encoded,) = dispatch.encode(
+                values, [encoding], None if stats is None else [stats], cuts.bounds[rank],
+                encs=[None if history is None else history.enc], dtype=dtype,
+            )
+            if history is not None:
+                history.record(encoded.amax)
             if not encoding.fmt.is_quantized:
                 return encoded  # as large as the shard, and no work to make again
             codes[direction] = encoded
             counters.add("weight encode", (self.name, direction.value))
         return codes[direction]
 
-    def _current_statistics(self, weight, values, direction: Direction, cuts: RowCuts, rank: int) -> Statistics:
+    def _shared_statistics(self, weight, direction: Direction, cuts: RowCuts) -> Statistics | None:
+        """What ranks have shared of this version, or None where every statistic follows from this rank's rows."""
         if self._statistics[0] == weight.version:
             return self._statistics[1][direction]
-        encoding = self.quantizer.encodings[direction]
-        if cuts.shares_statistics(encoding):
+        if cuts.shares_statistics(self.quantizer.encodings[direction]):
             raise StaleWeightError(
                 f"{self.name} changed without an event that every rank shares (an optimizer step, load_state_dict, "
                 "set_recipe), and its scales span ranks; call fq.sync(model) on every rank after changing weights by hand"
             )
-        return share_statistics([Fragment(values, (encoding,), cuts, rank)], None)[0][0]
+        return None
 
-    def _delayed_factor(self, stats: Statistics, direction: Direction) -> Tensor | None:
+    def _delayed_history(self, direction: Direction, device: torch.device) -> AmaxHistory | None:
         quantizer = self.quantizer.side(direction)
-        if not quantizer.is_delayed:
-            return None
-        history = self.history(self.name, "weight", direction, quantizer).to(stats.amax.device)
-        history.record(stats.amax)
-        return history.factor_or_current(history.enc, stats.amax, quantizer.encoding(direction))
+        return self.history(self.name, "weight", direction, quantizer).to(device) if quantizer.is_delayed else None
 
     def whole_storage(self, weight: MasterWeight, direction: Direction, dtype: torch.dtype) -> Storage:
         """The storage of a weight that no one shards, for a GEMM in `dtype`."""

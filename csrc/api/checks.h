@@ -1,0 +1,32 @@
+// Checks that every operator makes before it launches; each error says what was got and wanted.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+namespace fsdp_quant {
+
+inline void check_cuda(const at::Tensor& t, const char* name) {
+  TORCH_CHECK_VALUE(t.is_cuda(), name, " is on ", t.device(), "; the operator runs on CUDA tensors");
+}
+
+// A buffer of exactly this many elements of this type, contiguous, on the device of `like`.
+inline void check_buffer(
+    const at::Tensor& t, const char* name, const at::Tensor& like, at::ScalarType dtype, int64_t numel) {
+  TORCH_CHECK_VALUE(
+      t.device() == like.device() && t.scalar_type() == dtype && t.numel() == numel && t.is_contiguous(), name, " is ",
+      t.is_contiguous() ? "contiguous " : "not contiguous ", t.scalar_type(), " ", t.sizes(), " on ", t.device(),
+      "; wanted ", numel, " contiguous elements of ", dtype, " on ", like.device());
+}
+
+inline void check_launch(cudaError_t error, const char* name) {
+  TORCH_CHECK(error == cudaSuccess, "fsdp_quant::", name, ": ", cudaGetErrorString(error));
+}
+
+inline bool is_aligned(const void* p, int64_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace fsdp_quant

@@ -1,0 +1,176 @@
+// Host side of dequantize, transposes and swizzles: check, allocate, launch.
+#include "layout/layout.h"
+
+#include <optional>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "api/checks.h"
+#include "api/quantize.h"
+
+namespace fsdp_quant {
+
+namespace {
+
+at::Tensor dequantize(
+    const at::Tensor& data, const std::optional<at::Tensor>& scale, const std::optional<at::Tensor>& tensor_amax,
+    int64_t spec, bool columnwise, int64_t cols, int64_t row0, at::ScalarType dtype) {
+  check_cuda(data, "data");
+  const Side side = parse_side(spec, 0.0, "side");
+  TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf, "dtype is ", dtype,
+                    "; wanted float32, bfloat16 or float16");
+  TORCH_CHECK_VALUE(data.dim() == 2, "data has shape ", data.sizes(), "; wanted [rows, row bytes]");
+  const int64_t rows = data.size(0), row_bytes = side.four_bit() ? ceil_div(cols, 2) : cols;
+  check_buffer(data, "data", data, at::kByte, rows * row_bytes);
+  const c10::cuda::CUDAGuard guard(data.device());
+  const at::Tensor out = at::empty({rows, cols}, data.options().dtype(dtype));
+  if (out.numel() == 0) return out;
+  Dequantize a = {};
+  a.data = data.const_data_ptr<uint8_t>();
+  a.out = out.mutable_data_ptr();
+  TORCH_CHECK_VALUE(rows < (int64_t{1} << 31) && cols < (int64_t{1} << 31), "[", rows, ", ", cols, "] is too large");
+  a.rows = static_cast<int32_t>(rows), a.cols = static_cast<int32_t>(cols);
+  const int32_t row_block = columnwise ? side.contraction : side.outer;
+  a.row_log2 = columnwise ? side.contraction_log2 : side.outer_log2;
+  a.col_log2 = columnwise ? side.outer_log2 : side.contraction_log2;
+  a.shift = row_block ? static_cast<int32_t>(row0 % row_block) : 0;
+  a.element = side.element, a.scale_kind = side.scale;
+  a.output = dtype == at::kFloat ? Output::kF32 : dtype == at::kHalf ? Output::kF16 : Output::kBF16;
+  a.vectors = is_aligned(a.data, 16) && cols % 16 == 0;
+  a.threads = cols <= 64 * 16 ? 64 : 256;
+  a.blocks_per_row = static_cast<int32_t>(ceil_div(cols, a.threads * 16));
+  if (scale.has_value()) {
+    const int64_t block_rows = row_block ? ceil_div(a.shift + rows, row_block) : 1;
+    const int64_t block_cols = ((cols - 1) >> a.col_log2) + 1;
+    check_buffer(*scale, "scale", data, side.byte_scales() ? at::kByte : at::kFloat, block_rows * block_cols);
+    a.scale = scale->const_data_ptr();
+    a.vectors = a.vectors && is_aligned(a.scale, 16);
+  }
+  if (tensor_amax.has_value()) {
+    check_buffer(*tensor_amax, "tensor_amax", data, at::kFloat, 1);
+    a.tensor_amax = tensor_amax->const_data_ptr<float>();
+  }
+  check_launch(launch_dequantize(a, c10::cuda::getCurrentCUDAStream()), "dequantize");
+  return out;
+}
+
+struct Sizes {
+  int64_t source, out;  // bytes
+};
+
+Sizes sizes_of(Relayout kind, int64_t rows, int64_t cols, int64_t outer) {
+  switch (kind) {
+    case Relayout::kTransposeBytes:
+      return {rows * cols, rows * cols};
+    case Relayout::kTransposeNibbles:
+      return {rows * ceil_div(cols, 2), cols * ceil_div(rows, 2)};
+    default:
+      return {rows * cols, ceil_div(outer, 128) * ceil_div(kind == Relayout::kSwizzle ? cols : rows, 4) * 512};
+  }
+}
+
+RelayoutItem item_of(
+    const at::Tensor& source, const at::Tensor& out, Relayout kind, int64_t rows, int64_t cols, int64_t outer,
+    int64_t outer_block) {
+  check_cuda(source, "source");
+  const Sizes sizes = sizes_of(kind, rows, cols, outer);
+  check_buffer(source, "source", source, at::kByte, sizes.source);
+  check_buffer(out, "out", source, at::kByte, sizes.out);
+  const bool swizzles = kind >= Relayout::kSwizzle;
+  const int64_t lines = kind == Relayout::kSwizzle ? rows : cols;
+  TORCH_CHECK_VALUE(!swizzles || (outer_block > 0 && ceil_div(outer, outer_block) == lines), "scales of ", lines,
+                    " lines, ", outer_block, " operand rows each, do not make ", outer, " rows");
+  RelayoutItem m = {};
+  m.source = source.const_data_ptr<uint8_t>(), m.out = out.mutable_data_ptr<uint8_t>();
+  m.rows = rows, m.cols = cols, m.kind = kind;
+  m.outer = outer, m.outer_block = static_cast<int32_t>(outer_block);
+  const int64_t per = kind == Relayout::kTransposeNibbles ? 2 : 1;
+  m.vector_load = is_aligned(m.source, 8) && ceil_div(cols, per) % (8 / per) == 0;
+  m.vector_store = is_aligned(m.out, 16) && ceil_div(rows, per) % 16 == 0;
+  const int64_t tile_rows = swizzles ? ceil_div(outer, kTile) : ceil_div(rows, kTile);
+  m.tile_cols = static_cast<int32_t>(ceil_div(kind == Relayout::kSwizzleTransposed ? rows : cols, kTile));
+  TORCH_CHECK_VALUE(tile_rows > 0 && m.tile_cols > 0, "nothing to relayout: [", rows, ", ", cols, "]");
+  return m;
+}
+
+int64_t tiles_of(const RelayoutItem& m) {
+  const int64_t rows = m.kind >= Relayout::kSwizzle ? m.outer : m.rows;
+  return ceil_div(rows, kTile) * m.tile_cols;
+}
+
+at::Tensor one(const at::Tensor& source, const at::Tensor& out, const RelayoutItem& item, const char* name) {
+  RelayoutLaunch<1> launch = {};
+  launch.count = 1, launch.tiles = tiles_of(item), launch.items[0] = item;
+  check_launch(launch_relayout(launch, c10::cuda::getCurrentCUDAStream()), name);
+  return out;
+}
+
+at::Tensor transpose_codes(const at::Tensor& data, int64_t rows, int64_t cols, int64_t bits) {
+  check_cuda(data, "data");
+  TORCH_CHECK_VALUE(bits == 8 || bits == 4, "bits is ", bits, "; codes have 8 or 4");
+  const c10::cuda::CUDAGuard guard(data.device());
+  const at::Tensor out = at::empty({cols, bits == 4 ? ceil_div(rows, 2) : rows}, data.options());
+  if (rows * cols == 0) return out;
+  const Relayout kind = bits == 4 ? Relayout::kTransposeNibbles : Relayout::kTransposeBytes;
+  return one(data, out, item_of(data, out, kind, rows, cols, 0, 1), "transpose_codes");
+}
+
+at::Tensor swizzle_scales(const at::Tensor& scale, int64_t outer, int64_t outer_block, bool transposed) {
+  check_cuda(scale, "scale");
+  TORCH_CHECK_VALUE(scale.dim() == 2, "scale has shape ", scale.sizes(), "; wanted [block rows, block cols]");
+  const c10::cuda::CUDAGuard guard(scale.device());
+  const Relayout kind = transposed ? Relayout::kSwizzleTransposed : Relayout::kSwizzle;
+  const at::Tensor out = at::empty({sizes_of(kind, scale.size(0), scale.size(1), outer).out}, scale.options());
+  if (out.numel() == 0) return out;
+  const RelayoutItem item = item_of(scale, out, kind, scale.size(0), scale.size(1), outer, outer_block);
+  return one(scale, out, item, "swizzle_scales");
+}
+
+// Every relayout of a parameter group in one launch (kRelayoutCapacity items each).
+void relayout_group(
+    at::TensorList source, at::TensorList out, at::IntArrayRef kind, at::IntArrayRef rows, at::IntArrayRef cols,
+    at::IntArrayRef outer, at::IntArrayRef outer_block) {
+  const size_t n = source.size();
+  TORCH_CHECK_VALUE(n > 0 && out.size() == n && kind.size() == n && rows.size() == n && cols.size() == n &&
+                        outer.size() == n && outer_block.size() == n, "relayout_group: lists of different lengths");
+  check_cuda(source[0], "source");
+  const c10::cuda::CUDAGuard guard(source[0].device());
+  RelayoutLaunch<kRelayoutCapacity> launch = {};
+  auto flush = [&] {
+    if (launch.count > 0)
+      check_launch(launch_relayout_group(launch, c10::cuda::getCurrentCUDAStream()), "relayout_group");
+    launch.count = 0, launch.tiles = 0;
+  };
+  for (size_t i = 0; i < n; ++i) {
+    TORCH_CHECK_VALUE(kind[i] >= 0 && kind[i] <= 3, "kind is ", kind[i], "; wanted 0 to 3");
+    if (rows[i] * cols[i] == 0) continue;
+    if (launch.count == kRelayoutCapacity) flush();
+    RelayoutItem& item = launch.items[launch.count++] =
+        item_of(source[i], out[i], static_cast<Relayout>(kind[i]), rows[i], cols[i], outer[i], outer_block[i]);
+    item.first_tile = launch.tiles;
+    launch.tiles += tiles_of(item);
+  }
+  flush();
+}
+
+}  // namespace
+
+void register_layout(torch::Library& m) {
+  m.def(
+      "dequantize(Tensor data, Tensor? scale, Tensor? tensor_amax, int side, bool columnwise, int cols, int row0, "
+      "ScalarType dtype) -> Tensor",
+      torch::dispatch(c10::DispatchKey::CUDA, dequantize));
+  m.def("transpose_codes(Tensor data, int rows, int cols, int bits) -> Tensor",
+        torch::dispatch(c10::DispatchKey::CUDA, transpose_codes));
+  m.def("swizzle_scales(Tensor scale, int outer, int outer_block, bool transposed) -> Tensor",
+        torch::dispatch(c10::DispatchKey::CUDA, swizzle_scales));
+  m.def(
+      "relayout_group(Tensor[] source, Tensor(a!)[] out, int[] kind, int[] rows, int[] cols, int[] outer, "
+      "int[] outer_block) -> ()",
+      torch::dispatch(c10::DispatchKey::CUDA, relayout_group));
+}
+
+}  // namespace fsdp_quant

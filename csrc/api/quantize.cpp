@@ -1,0 +1,594 @@
+// Host side of quantize and statistics: check, allocate, choose, launch. Nothing here reads the device.
+#include "api/quantize.h"
+
+#include <limits>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/List.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "api/checks.h"
+
+namespace fsdp_quant {
+
+namespace {
+
+using MaybeTensor = std::optional<at::Tensor>;
+using MaybeTensors = c10::List<MaybeTensor>;
+
+// What the caller may know of a side.
+struct Known {
+  const MaybeTensor &amax, &tensor_amax, &enc, &key;
+};
+
+Input input_of(const at::Tensor& x, bool through_bf16) {
+  switch (x.scalar_type()) {
+    case at::kBFloat16:
+      return Input::kBF16;
+    case at::kHalf:
+      return Input::kF16;
+    case at::kFloat:
+      return through_bf16 ? Input::kF32AsBF16 : Input::kF32;
+    default:
+      TORCH_CHECK_VALUE(false, "x is ", x.scalar_type(), "; quantize takes bfloat16, float16 and float32");
+  }
+}
+
+void check_input(const at::Tensor& x) {
+  check_cuda(x, "x");
+  TORCH_CHECK_VALUE(x.dim() == 2, "x has shape ", x.sizes(), "; quantize takes [rows, cols]");
+  TORCH_CHECK_VALUE(
+      x.stride(1) == 1 || x.size(1) == 1, "x has strides ", x.strides(), "; its rows must be contiguous");
+  TORCH_CHECK_VALUE(x.numel() > 0, "x is empty: ", x.sizes());
+  constexpr int64_t kLargest = std::numeric_limits<int32_t>::max() - kTile;
+  TORCH_CHECK_VALUE(x.size(0) < kLargest && x.size(1) < kLargest, "x has shape ", x.sizes(), "; each extent must be below 2^31");
+}
+
+// Shift of a block size; the whole extent (0) shifts every index to block 0.
+int32_t log2_of(int64_t size) {
+  int32_t log2 = 0;
+  while (size >> log2 > 1) ++log2;
+  return size == 0 ? 31 : log2;
+}
+
+int32_t shift_of(int64_t row0) { return static_cast<int32_t>(row0 % kTile); }
+
+TensorArgs tensor_args(const at::Tensor& x, int64_t row0) {
+  TensorArgs t = {};
+  t.x = x.const_data_ptr();
+  t.rows = static_cast<int32_t>(x.size(0)), t.cols = static_cast<int32_t>(x.size(1));
+  t.row_stride = t.rows > 1 ? x.stride(0) : t.cols;
+  t.shift = shift_of(row0);
+  t.tile_cols = static_cast<int32_t>(ceil_div(t.cols, kTile));
+  t.vector_load = is_aligned(t.x, 16) && t.row_stride * x.element_size() % 16 == 0;
+  return t;
+}
+
+// Rows beyond the tensor's that a rotation fills have tiles too.
+int32_t tiles_of(const TensorArgs& t, const Side* col = nullptr) {
+  const bool fills = col != nullptr && col->present() && col->rotated;
+  const int64_t rows = fills ? ceil_div(t.rows, kRotationBlock) * kRotationBlock : t.rows;
+  const int64_t tiles = ceil_div(rows + t.shift, kTile) * t.tile_cols;
+  TORCH_CHECK_VALUE(tiles <= std::numeric_limits<int32_t>::max(), "x has ", tiles, " tiles; one launch takes 2^31");
+  return static_cast<int32_t>(tiles);
+}
+
+bool stores_vectors(const Side& s, const void* data, const Geometry& g) {
+  const int64_t width = s.transposed ? 16 : s.four_bit() ? 4 : 8;
+  return is_aligned(data, width) && g.data_cols % width == 0;
+}
+
+void set_geometry(SideBuffers& b, const Geometry& g, bool columnwise) {
+  b.lines = static_cast<int32_t>(columnwise ? g.cols : g.rows);
+  b.length = static_cast<int32_t>(columnwise ? g.rows : g.cols);
+  b.compact = g.compact, b.stored = g.stored;
+}
+
+// Two words of device memory for the grid barrier of a stream, zeroed once; the barrier leaves them ready.
+uint32_t* barrier_of(const c10::cuda::CUDAStream& stream) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, cudaStream_t>, uint32_t*> barriers;
+  const std::lock_guard<std::mutex> lock(mutex);
+  uint32_t*& barrier = barriers[{stream.device_index(), stream.stream()}];
+  if (barrier == nullptr) {
+    C10_CUDA_CHECK(cudaMalloc(&barrier, 2 * sizeof(uint32_t)));
+    C10_CUDA_CHECK(cudaMemsetAsync(barrier, 0, 2 * sizeof(uint32_t), stream));
+  }
+  return barrier;
+}
+
+bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+  return status != cudaStreamCaptureStatusNone;
+}
+
+bool collects(const Side& s, const SideBuffers& b) {
+  return s.present() && ((b.amax != nullptr && !b.amax_given) || (b.tensor_amax != nullptr && !b.tensor_amax_given));
+}
+
+// One fp32 workspace for everything that atomic maxima and counters start from: zeroed by one memset.
+class Zeroed {
+ public:
+  // Reserve `count` words; the pointer is known after `allocate`.
+  int64_t reserve(int64_t count) { return std::exchange(size_, size_ + ceil_div(count, 4) * 4); }
+  void allocate(const at::Tensor& like, cudaStream_t stream) {
+    if (size_ == 0) return;
+    buffer_ = at::empty({size_}, like.options().dtype(at::kFloat));
+    C10_CUDA_CHECK(cudaMemsetAsync(buffer_.mutable_data_ptr(), 0, size_ * sizeof(float), stream));
+  }
+  float* at(int64_t offset) const { return buffer_.mutable_data_ptr<float>() + offset; }
+  at::Tensor slice(int64_t offset, at::IntArrayRef sizes) const {
+    return buffer_.narrow(0, offset, c10::multiply_integers(sizes)).view(sizes);
+  }
+
+ private:
+  int64_t size_ = 0;
+  at::Tensor buffer_;
+};
+
+// Statistics in their own launch, or in the encoding one; then codes.
+void run(Launch<1>& launch, const c10::cuda::CUDAStream& stream, const char* name) {
+  SideBuffers(&b)[2] = launch.tensors[0].side;
+  const bool both = fuses(launch.side, b, launch.input);
+  const bool needs = collects(launch.side[0], b[0]) || collects(launch.side[1], b[1]);
+  const bool delayed = b[0].enc != nullptr || b[1].enc != nullptr;
+  const bool mixed = launch.side[0].present() && launch.side[1].present() &&
+                     launch.side[0].four_bit() != launch.side[1].four_bit();
+  int processors = 0;
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, stream.device_index()));
+  if (needs && both && !mixed && !delayed && launch.tiles <= processors && !is_capturing(stream)) {
+    launch.phases = kStatistics | kEncode;
+    launch.barrier = barrier_of(stream);
+    check_launch(launch_quantize(launch, stream), name);
+    return;
+  }
+  if (needs) {
+    launch.phases = kStatistics;
+    check_launch(launch_quantize(launch, stream), name);
+    launch.reversed = true;  // the tiles read last are still in L2
+  }
+  launch.phases = kEncode;
+  if (both) {
+    check_launch(launch_quantize(launch, stream), name);
+    return;
+  }
+  for (int d = 0; d < 2; ++d) {
+    Launch<1> one = launch;
+    one.side[1 - d].element = Element::kNone;
+    check_launch(launch_quantize(one, stream), name);
+  }
+}
+
+template <class T>
+T* optional_buffer(const MaybeTensor& t, const char* name, const at::Tensor& x, int64_t numel) {
+  if (!t.has_value()) return nullptr;
+  check_buffer(*t, name, x, c10::CppTypeToScalarType<T>::value, numel);
+  return static_cast<T*>(const_cast<void*>(t->const_data_ptr()));
+}
+
+// Codes and scales of x; `out` are buffers to write instead of new ones, in the order of the result: data, scale of each
+// side, then its tensor amax (two-level formats) and amax (scales that span the contraction).
+std::vector<at::Tensor> quantize(
+    const at::Tensor& x, const Side& row, const Side& col, const Known (&known)[2], int64_t row0, bool through_bf16,
+    const std::vector<at::Tensor>* out) {
+  check_input(x);
+  TORCH_CHECK_VALUE(row0 >= 0, "row0 is ", row0, "; wanted 0 or more");
+  const c10::cuda::CUDAGuard guard(x.device());
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  Launch<1> launch = {};
+  launch.input = input_of(x, through_bf16);
+  launch.side[0] = row, launch.side[1] = col;
+  launch.count = 1;
+  TensorArgs& t = launch.tensors[0] = tensor_args(x, row0);
+  launch.tiles = tiles_of(t, &col);
+
+  Zeroed zeroed;
+  Geometry g[2];
+  int64_t amax_at[2] = {-1, -1}, tensor_at[2] = {-1, -1}, counter_at[2] = {-1, -1};
+  for (int d = 0; d < 2; ++d) {
+    const Side& s = launch.side[d];
+    if (!s.present()) continue;
+    g[d] = geometry_of(s, d, t.rows, t.cols, row0);
+    SideBuffers& b = t.side[d];
+    set_geometry(b, g[d], d);
+    b.amax = optional_buffer<float>(known[d].amax, "amax", x, g[d].scale_rows * g[d].scale_cols);
+    b.tensor_amax = optional_buffer<float>(known[d].tensor_amax, "tensor_amax", x, 1);
+    b.enc = optional_buffer<float>(known[d].enc, "enc", x, 1);
+    b.key = optional_buffer<int64_t>(known[d].key, "key", x, 5);
+    b.amax_given = b.amax != nullptr, b.tensor_amax_given = b.tensor_amax != nullptr;
+    TORCH_CHECK_VALUE(!s.stochastic || b.key != nullptr, "stochastic rounding needs a random key, got None");
+    TORCH_CHECK_VALUE(b.enc == nullptr || s.whole_tensor(), "enc (delayed scaling) goes with one scale a tensor");
+    if (s.whole() && !b.amax_given) amax_at[d] = zeroed.reserve(g[d].scale_rows * g[d].scale_cols);
+    if (s.two_level() && !b.tensor_amax_given) tensor_at[d] = zeroed.reserve(1);
+    if (b.enc != nullptr) counter_at[d] = zeroed.reserve(1);
+  }
+  zeroed.allocate(x, stream);
+
+  std::vector<at::Tensor> result;
+  result.reserve(8);
+  auto take = [&](at::IntArrayRef sizes, at::ScalarType dtype, const char* name) {
+    if (out == nullptr) {
+      result.push_back(at::empty(sizes, x.options().dtype(dtype)));
+    } else {
+      check_buffer((*out)[result.size()], name, x, dtype, c10::multiply_integers(sizes));
+      result.push_back((*out)[result.size()]);
+    }
+    return result.back().mutable_data_ptr();
+  };
+  for (int d = 0; d < 2; ++d) {
+    const Side& s = launch.side[d];
+    if (!s.present()) continue;
+    SideBuffers& b = t.side[d];
+    b.data = static_cast<uint8_t*>(take({g[d].data_rows, g[d].data_cols}, at::kByte, "out data"));
+    const auto scale_dtype = s.byte_scales() ? at::kByte : at::kFloat;
+    b.scale = s.scale_layout == ScaleLayout::kCompact ? take({g[d].scale_rows, g[d].scale_cols}, scale_dtype, "out scale")
+                                                      : take({g[d].scale_numel}, scale_dtype, "out scale");
+    b.vector_store = stores_vectors(s, b.data, g[d]);
+    if (tensor_at[d] >= 0) {
+      b.tensor_amax = zeroed.at(tensor_at[d]);
+      result.push_back(zeroed.slice(tensor_at[d], {1}));
+    } else if (s.two_level()) {
+      result.push_back(*known[d].tensor_amax);
+    }
+    if (amax_at[d] >= 0) {
+      b.amax = zeroed.at(amax_at[d]);
+      result.push_back(zeroed.slice(amax_at[d], {g[d].scale_rows, g[d].scale_cols}));
+    } else if (s.whole()) {
+      result.push_back(*known[d].amax);
+    }
+    if (counter_at[d] >= 0) b.counter = reinterpret_cast<uint32_t*>(zeroed.at(counter_at[d]));
+  }
+  run(launch, stream, "quantize");
+  return result;
+}
+
+std::vector<at::Tensor> quantize_new(
+    const at::Tensor& x, int64_t row, int64_t col, double row_eps, double col_eps, int64_t row0, bool through_bf16,
+    const MaybeTensor& row_amax, const MaybeTensor& row_tensor_amax, const MaybeTensor& row_enc,
+    const MaybeTensor& row_key, const MaybeTensor& col_amax, const MaybeTensor& col_tensor_amax,
+    const MaybeTensor& col_enc, const MaybeTensor& col_key) {
+  const Known known[2] = {{row_amax, row_tensor_amax, row_enc, row_key}, {col_amax, col_tensor_amax, col_enc, col_key}};
+  return quantize(x, parse_side(row, row_eps, "row"), parse_side(col, col_eps, "col"), known, row0, through_bf16, nullptr);
+}
+
+// Into `out`: data and scale of each side, and the tensor amax of two-level formats.
+void quantize_out(
+    const at::Tensor& x, int64_t row, int64_t col, double row_eps, double col_eps, const MaybeTensor& row_key,
+    const MaybeTensor& col_key, at::TensorList out) {
+  const Side side[2] = {parse_side(row, row_eps, "row"), parse_side(col, col_eps, "col")};
+  std::vector<at::Tensor> buffers;  // in the order of quantize's result
+  std::vector<std::pair<size_t, size_t>> copies;  // (result, out)
+  size_t at = 0;
+  for (const Side& s : side) {
+    if (!s.present()) continue;
+    const size_t wanted = 2 + s.two_level();
+    TORCH_CHECK_VALUE(at + wanted <= out.size(), "out has ", out.size(), " buffers; more are wanted");
+    buffers.insert(buffers.end(), out.begin() + at, out.begin() + at + wanted);
+    if (s.two_level()) {
+      check_buffer(out[at + 2], "out tensor_amax", x, at::kFloat, 1);
+      copies.emplace_back(buffers.size() - 1, at + 2);
+    }
+    if (s.whole()) buffers.emplace_back();
+    at += wanted;
+  }
+  const MaybeTensor none;
+  const Known known[2] = {{none, none, none, row_key}, {none, none, none, col_key}};
+  const auto result = quantize(x, side[0], side[1], known, 0, false, &buffers);
+  for (const auto& [from, to] : copies) out[to].copy_(result[from], /*non_blocking=*/true);
+}
+
+// MXFP8 codes re-expressed against one power of two for each run of the contraction: 8-bit operands with fp32 scales
+// that leave the main loop. Returns data, scale of each side, and int64 [2, 2]: blocks far below their anchor, nonzero.
+std::vector<at::Tensor> quantize_anchored(
+    const at::Tensor& x, int64_t row, int64_t col, int64_t row_run, int64_t col_run, const MaybeTensor& row_anchor,
+    const MaybeTensor& col_anchor, bool through_bf16) {
+  check_input(x);
+  const int64_t runs[2] = {row_run, col_run};
+  const MaybeTensor* const given[2] = {&row_anchor, &col_anchor};
+  const c10::cuda::CUDAGuard guard(x.device());
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  Launch<1> launch = {};
+  launch.input = input_of(x, through_bf16);
+  launch.side[0] = parse_side(row, 0.0, "row"), launch.side[1] = parse_side(col, 0.0, "col");
+  launch.count = 1;
+  TensorArgs& t = launch.tensors[0] = tensor_args(x, 0);
+  launch.tiles = tiles_of(t);
+  Launch<1> statistics = launch;
+  Zeroed zeroed;
+  const int64_t counts = zeroed.reserve(8);
+  int64_t anchor_at[2] = {-1, -1};
+  Geometry g[2], anchor[2];
+  for (int d = 0; d < 2; ++d) {
+    Side& s = launch.side[d];
+    statistics.side[d].element = Element::kNone;
+    if (!s.present()) continue;
+    TORCH_CHECK_VALUE(s.scale == ScaleKind::kE8M0Up || s.scale == ScaleKind::kE8M0Floor, "anchors re-express e8m0 scales");
+    TORCH_CHECK_VALUE(runs[d] >= 0 && runs[d] % kTile == 0 && (runs[d] & (runs[d] - 1)) == 0, "anchor run is ", runs[d],
+                      "; wanted 0 (the whole contraction) or a power of two of ", kTile, " or more");
+    s.anchor_log2 = log2_of(runs[d]);
+    g[d] = geometry_of(s, d, t.rows, t.cols, 0);
+    Side line = s;  // an anchor is the amax of a run of one line
+    line.outer = 1, line.outer_log2 = 0;
+    line.contraction = static_cast<int32_t>(runs[d]), line.contraction_log2 = s.anchor_log2;
+    anchor[d] = geometry_of(line, d, t.rows, t.cols, 0);
+    const int64_t numel = anchor[d].scale_rows * anchor[d].scale_cols;
+    t.side[d].anchor = optional_buffer<float>(*given[d], "anchor", x, numel);
+    if (t.side[d].anchor != nullptr) continue;
+    anchor_at[d] = zeroed.reserve(numel);
+    statistics.side[d] = line;
+    set_geometry(statistics.tensors[0].side[d], anchor[d], d);
+  }
+  zeroed.allocate(x, stream);
+  std::vector<at::Tensor> result;
+  const at::Tensor guard_counts = zeroed.slice(counts, {8}).view(at::kLong).view({2, 2});
+  for (int d = 0; d < 2; ++d) {
+    if (!launch.side[d].present()) continue;
+    SideBuffers& b = t.side[d];
+    result.push_back(at::empty({g[d].data_rows, g[d].data_cols}, x.options().dtype(at::kByte)));
+    b.data = result.back().mutable_data_ptr<uint8_t>();
+    result.push_back(at::empty({anchor[d].scale_rows, anchor[d].scale_cols}, x.options().dtype(at::kFloat)));
+    b.scale = result.back().mutable_data_ptr();
+    set_geometry(b, g[d], d);
+    b.stored = b.anchors = anchor[d].compact;
+    b.vector_store = stores_vectors(launch.side[d], b.data, g[d]);
+    b.guard = guard_counts.mutable_data_ptr<int64_t>() + 2 * d;
+    if (anchor_at[d] >= 0) b.anchor = statistics.tensors[0].side[d].amax = zeroed.at(anchor_at[d]);
+  }
+  result.push_back(guard_counts);
+  if (anchor_at[0] >= 0 || anchor_at[1] >= 0) {
+    statistics.phases = kStatistics;
+    check_launch(launch_quantize(statistics, stream), "quantize_anchored");
+    launch.reversed = true;
+  }
+  launch.phases = kEncode;
+  check_launch(launch_quantize(launch, stream), "quantize_anchored");
+  return result;
+}
+
+// Block amaxes of each side, and tensor amaxes of two-level formats.
+std::vector<at::Tensor> statistics(
+    const at::Tensor& x, int64_t row, int64_t col, int64_t row0, bool through_bf16) {
+  check_input(x);
+  const c10::cuda::CUDAGuard guard(x.device());
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  Launch<1> launch = {};
+  launch.input = input_of(x, through_bf16);
+  launch.side[0] = parse_side(row, 0.0, "row"), launch.side[1] = parse_side(col, 0.0, "col");
+  launch.count = 1, launch.phases = kStatistics;
+  TensorArgs& t = launch.tensors[0] = tensor_args(x, row0);
+  launch.tiles = tiles_of(t, &launch.side[1]);
+  Zeroed zeroed;
+  int64_t amax_at[2], tensor_at[2];
+  Geometry g[2];
+  for (int d = 0; d < 2; ++d) {
+    const Side& s = launch.side[d];
+    if (!s.present()) continue;
+    g[d] = geometry_of(s, d, t.rows, t.cols, row0);
+    amax_at[d] = s.whole() ? zeroed.reserve(g[d].scale_rows * g[d].scale_cols) : -1;
+    tensor_at[d] = s.two_level() ? zeroed.reserve(1) : -1;
+  }
+  zeroed.allocate(x, stream);
+  std::vector<at::Tensor> result;
+  for (int d = 0; d < 2; ++d) {
+    if (!launch.side[d].present()) continue;
+    const std::vector<int64_t> sizes = {g[d].scale_rows, g[d].scale_cols};
+    result.push_back(amax_at[d] >= 0 ? zeroed.slice(amax_at[d], sizes) : at::empty(sizes, x.options().dtype(at::kFloat)));
+    set_geometry(t.side[d], g[d], d);
+    t.side[d].amax = result.back().mutable_data_ptr<float>();
+    if (tensor_at[d] < 0) continue;
+    result.push_back(zeroed.slice(tensor_at[d], {1}));
+    t.side[d].tensor_amax = result.back().mutable_data_ptr<float>();
+  }
+  check_launch(launch_quantize(launch, stream), "statistics");
+  return result;
+}
+
+// Launches over tables of at most kGroupCapacity tensors.
+class GroupLaunch {
+ public:
+  GroupLaunch(const Side& side, bool columnwise, Input input, Phase phase, cudaStream_t stream)
+      : stream_(stream), columnwise_(columnwise) {
+    launch_.side[columnwise] = side;
+    launch_.input = input, launch_.phases = phase;
+  }
+  void add(const at::Tensor& x, int64_t row0, const SideBuffers& buffers) {
+    if (launch_.count == kGroupCapacity) flush();
+    TensorArgs& t = launch_.tensors[launch_.count++] = tensor_args(x, row0);
+    t.first_tile = launch_.tiles;
+    t.side[columnwise_] = buffers;
+    launch_.tiles += tiles_of(t);
+  }
+  void flush() {
+    if (launch_.count > 0) check_launch(launch_quantize_group(launch_, stream_), "quantize_group");
+    launch_.count = 0, launch_.tiles = 0;
+  }
+
+ private:
+  Launch<kGroupCapacity> launch_ = {};
+  cudaStream_t stream_;
+  bool columnwise_;
+};
+
+Input check_group(at::TensorList x, at::IntArrayRef row0, bool through_bf16) {
+  TORCH_CHECK_VALUE(!x.empty(), "the group has no tensor");
+  TORCH_CHECK_VALUE(row0.size() == x.size(), "got ", x.size(), " tensors and ", row0.size(), " row0");
+  const Input input = input_of(x[0], through_bf16);
+  TORCH_CHECK_VALUE(input == Input::kBF16 || input == Input::kF32AsBF16, "a group is bfloat16, or float32 through ",
+                    "bfloat16; got ", x[0].scalar_type());
+  for (const at::Tensor& t : x) {
+    check_cuda(t, "x");
+    TORCH_CHECK_VALUE(t.dim() == 2 && t.stride(1) == 1, "x has shape ", t.sizes(), " and strides ", t.strides(),
+                      "; a group's tensors are [rows, cols] with contiguous rows");
+    TORCH_CHECK_VALUE(t.scalar_type() == x[0].scalar_type() && t.device() == x[0].device(), "a group has one dtype and ",
+                      "device; got ", t.scalar_type(), " on ", t.device(), " and ", x[0].scalar_type(), " on ", x[0].device());
+  }
+  return input;
+}
+
+// Codes and scales of every tensor, into slices of `staging`: offsets in bytes, multiples of 16.
+void quantize_group(
+    at::TensorList x, int64_t spec, bool columnwise, double eps, at::IntArrayRef row0, const MaybeTensors& amax,
+    const MaybeTensors& tensor_amax, const at::Tensor& staging, at::IntArrayRef data_offset,
+    at::IntArrayRef scale_offset, bool through_bf16) {
+  const Input input = check_group(x, row0, through_bf16);
+  const Side side = parse_side(spec, eps, "side");
+  TORCH_CHECK_VALUE(!side.stochastic && !side.rotated && !side.transposed, "a group is rounded to nearest, not rotated, ",
+                    "and compact");
+  TORCH_CHECK_VALUE(amax.size() == x.size() && tensor_amax.size() == x.size() && data_offset.size() == x.size() &&
+                        scale_offset.size() == x.size(), "amax, tensor_amax and offsets need an entry for each tensor");
+  check_buffer(staging, "staging", x[0], at::kByte, staging.numel());
+  const c10::cuda::CUDAGuard guard(x[0].device());
+  GroupLaunch launch(side, columnwise, input, kEncode, c10::cuda::getCurrentCUDAStream());
+  for (size_t i = 0; i < x.size(); ++i) {
+    if (x[i].numel() == 0) continue;
+    const Geometry g = geometry_of(side, columnwise, x[i].size(0), x[i].size(1), row0[i]);
+    const int64_t scale_bytes = g.scale_rows * g.scale_cols * (side.byte_scales() ? 1 : 4);
+    TORCH_CHECK_VALUE(
+        data_offset[i] >= 0 && data_offset[i] + g.data_rows * g.data_cols <= staging.numel() && scale_offset[i] >= 0 &&
+            scale_offset[i] + scale_bytes <= staging.numel() && scale_offset[i] % 4 == 0,
+        "tensor ", i, " writes ", g.data_rows * g.data_cols, " bytes at ", data_offset[i], " and ", scale_bytes, " at ",
+        scale_offset[i], "; staging has ", staging.numel(), " bytes");
+    SideBuffers b = {};
+    b.data = staging.mutable_data_ptr<uint8_t>() + data_offset[i];
+    b.scale = staging.mutable_data_ptr<uint8_t>() + scale_offset[i];
+    b.vector_store = stores_vectors(side, b.data, g);
+    set_geometry(b, g, columnwise);
+    b.amax = optional_buffer<float>(amax.get(i), "amax", x[0], g.scale_rows * g.scale_cols);
+    b.tensor_amax = optional_buffer<float>(tensor_amax.get(i), "tensor_amax", x[0], 1);
+    b.amax_given = b.amax != nullptr, b.tensor_amax_given = b.tensor_amax != nullptr;
+    TORCH_CHECK_VALUE((!side.whole() || b.amax_given) && (!side.two_level() || b.tensor_amax_given), "tensor ", i,
+                      " has a scale that spans more than a tile; pass its amax (statistics_group)");
+    launch.add(x[i], row0[i], b);
+  }
+  launch.flush();
+}
+
+// Block amaxes of every tensor, and tensor amaxes of two-level formats, in one launch.
+std::vector<at::Tensor> statistics_group(
+    at::TensorList x, int64_t spec, bool columnwise, at::IntArrayRef row0, bool through_bf16) {
+  const Input input = check_group(x, row0, through_bf16);
+  const Side side = parse_side(spec, 0.0, "side");
+  TORCH_CHECK_VALUE(!side.rotated, "a group is not rotated");
+  const c10::cuda::CUDAGuard guard(x[0].device());
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  Zeroed zeroed;
+  std::vector<std::pair<int64_t, int64_t>> places;
+  std::vector<Geometry> geometry;
+  for (size_t i = 0; i < x.size(); ++i) {
+    geometry.push_back(geometry_of(side, columnwise, x[i].size(0), x[i].size(1), row0[i]));
+    places.emplace_back(zeroed.reserve(geometry[i].scale_rows * geometry[i].scale_cols),
+                        side.two_level() ? zeroed.reserve(1) : -1);
+  }
+  zeroed.allocate(x[0], stream);
+  GroupLaunch launch(side, columnwise, input, kStatistics, stream);
+  std::vector<at::Tensor> result;
+  for (size_t i = 0; i < x.size(); ++i) {
+    SideBuffers b = {};
+    set_geometry(b, geometry[i], columnwise);
+    b.amax = zeroed.at(places[i].first);
+    result.push_back(zeroed.slice(places[i].first, {geometry[i].scale_rows, geometry[i].scale_cols}));
+    if (side.two_level()) {
+      b.tensor_amax = zeroed.at(places[i].second);
+      result.push_back(zeroed.slice(places[i].second, {1}));
+    }
+    if (x[i].numel() > 0) launch.add(x[i], row0[i], b);
+  }
+  launch.flush();
+  return result;
+}
+
+}  // namespace
+
+Side parse_side(int64_t packed, double eps, const char* name) {
+  Side s = {};
+  if (packed == 0) return s;
+  auto field = [&](int first, int bits) { return static_cast<int32_t>(packed >> first & ((1 << bits) - 1)); };
+  s.element = static_cast<Element>(field(0, 3)), s.scale = static_cast<ScaleKind>(field(3, 3));
+  s.outer = field(6, 10), s.contraction = field(16, 10);
+  s.stochastic = field(26, 1), s.rotated = field(27, 1), s.transposed = field(28, 1);
+  s.scale_layout = static_cast<ScaleLayout>(field(29, 2));
+  TORCH_CHECK_VALUE(packed > 0 && packed >> 31 == 0 && field(0, 3) >= 1 && field(0, 3) <= 3 && field(3, 3) <= 4 &&
+                        field(29, 2) <= 2, name, " is ", packed, ": no encoding (see api/quantize.h)");
+  const int32_t c = s.contraction;
+  const bool known = s.byte_scales() ? c == 16 || c == 32 : c == 0 || c == 128;
+  TORCH_CHECK_VALUE(known && (s.outer == 1 || s.outer == c), name, " has blocks of (", s.outer, ", ", c,
+                    ") with scale kind ", field(3, 3), ": no kernel");
+  TORCH_CHECK_VALUE(s.four_bit() == s.two_level(), name, ": 4-bit elements go with two-level scales");
+  TORCH_CHECK_VALUE(!s.rotated || (s.four_bit() && s.outer == 1), name, ": rotation is for 4-bit blocks of one line");
+  s.eps = static_cast<float>(eps);
+  s.max = s.element == Element::kE4M3 ? 448.0f : s.element == Element::kE5M2 ? 57344.0f : 6.0f;
+  s.inverse_max = 1.0f / s.max;
+  s.outer_log2 = log2_of(s.outer), s.contraction_log2 = log2_of(s.contraction);
+  return s;
+}
+
+Geometry geometry_of(const Side& s, bool columnwise, int64_t rows, int64_t cols, int64_t row0) {
+  const int64_t shift = shift_of(row0);
+  TORCH_CHECK_VALUE(shift == 0 || (!s.transposed && s.scale_layout == ScaleLayout::kCompact && !(s.rotated && columnwise)),
+                    "a shard from row ", row0, " has compact storages that are not rotated along the rows; gather it first");
+  TORCH_CHECK_VALUE(columnwise || !s.transposed, "rowwise codes are not transposed");
+  Geometry g = {};
+  auto filled = [&](int64_t n) { return s.rotated ? ceil_div(n, kRotationBlock) * kRotationBlock : n; };
+  g.rows = columnwise ? filled(rows) : rows, g.cols = columnwise ? cols : filled(cols);
+  const int64_t per = s.four_bit() ? 2 : 1;
+  g.data_rows = s.transposed ? g.cols : g.rows;
+  g.data_cols = ceil_div(s.transposed ? g.rows : g.cols, per);
+  const int64_t row_block = columnwise ? s.contraction : s.outer, col_block = columnwise ? s.outer : s.contraction;
+  g.scale_rows = row_block ? ceil_div(shift % row_block + g.rows, row_block) : 1;
+  g.scale_cols = col_block ? ceil_div(g.cols, col_block) : 1;
+  const int64_t lines = columnwise ? g.cols : g.rows;
+  const int32_t line_blocks = static_cast<int32_t>(columnwise ? g.scale_cols : g.scale_rows);
+  const int32_t blocks = static_cast<int32_t>(columnwise ? g.scale_rows : g.scale_cols);
+  const Grid by_line = {line_blocks, blocks, blocks, 1};
+  g.compact = columnwise ? Grid{line_blocks, blocks, 1, line_blocks} : by_line;
+  g.stored = g.compact;
+  if (s.scale_layout != ScaleLayout::kCompact && !s.whole()) {
+    const auto padded = [](int32_t n) { return (n + 3) / 4 * 4; };
+    if (s.byte_scales()) {
+      g.stored = by_line;
+    } else if (s.outer == 1) {
+      g.stored = {padded(line_blocks), blocks, 1, padded(line_blocks)};
+    } else {
+      g.stored = {line_blocks, padded(blocks), padded(blocks), 1};
+    }
+  }
+  g.scale_numel = static_cast<int64_t>(g.stored.lines) * g.stored.blocks;
+  if (s.scale_layout == ScaleLayout::kBlackwell && s.byte_scales())
+    g.scale_numel = ceil_div(lines, 128) * ceil_div(blocks, 4) * 512;
+  return g;
+}
+
+void register_quantize(torch::Library& m) {
+  m.def(
+      "quantize(Tensor x, int row, int col, float row_eps, float col_eps, int row0, bool through_bf16, "
+      "Tensor? row_amax=None, Tensor? row_tensor_amax=None, Tensor? row_enc=None, Tensor? row_key=None, "
+      "Tensor? col_amax=None, Tensor? col_tensor_amax=None, Tensor? col_enc=None, Tensor? col_key=None) -> Tensor[]",
+      torch::dispatch(c10::DispatchKey::CUDA, quantize_new));
+  m.def(
+      "quantize_out(Tensor x, int row, int col, float row_eps, float col_eps, Tensor? row_key, Tensor? col_key, "
+      "Tensor(a!)[] out) -> ()",
+      torch::dispatch(c10::DispatchKey::CUDA, quantize_out));
+  m.def(
+      "quantize_anchored(Tensor x, int row, int col, int row_run, int col_run, Tensor? row_anchor, Tensor? col_anchor, "
+      "bool through_bf16) -> Tensor[]",
+      torch::dispatch(c10::DispatchKey::CUDA, quantize_anchored));
+  m.def(
+      "statistics(Tensor x, int row, int col, int row0, bool through_bf16) -> Tensor[]",
+      torch::dispatch(c10::DispatchKey::CUDA, statistics));
+  m.def(
+      "quantize_group(Tensor[] x, int side, bool columnwise, float eps, int[] row0, Tensor?[] amax, "
+      "Tensor?[] tensor_amax, Tensor(a!) staging, int[] data_offset, int[] scale_offset, bool through_bf16) -> ()",
+      torch::dispatch(c10::DispatchKey::CUDA, quantize_group));
+  m.def(
+      "statistics_group(Tensor[] x, int side, bool columnwise, int[] row0, bool through_bf16) -> Tensor[]",
+      torch::dispatch(c10::DispatchKey::CUDA, statistics_group));
+}
+
+}  // namespace fsdp_quant

@@ -1,0 +1,12 @@
+// The operators of fsdp_quant, by domain. Python defines the namespace; this library adds to it.
+#include <torch/library.h>
+
+namespace fsdp_quant {
+void register_quantize(torch::Library& m);
+void register_layout(torch::Library& m);
+}  // namespace fsdp_quant
+
+TORCH_LIBRARY_FRAGMENT(fsdp_quant, m) {
+  fsdp_quant::register_quantize(m);
+  fsdp_quant::register_layout(m);
+}

@@ -1,0 +1,36 @@
+// Random bits keyed by the global element: see fsdp_quant/ops/rng.py, which defines them.
+#pragma once
+
+#include <cstdint>
+
+namespace fsdp_quant {
+
+// A random key as it lies in memory: int64 [5].
+struct RandomKey {
+  int64_t seed, step, tensor_id, micro_batch, row0;
+};
+
+// Hash of (tensor id, direction, micro-batch), 32 bits.
+__device__ __forceinline__ uint32_t stream_of(const RandomKey& key, bool columnwise) {
+  uint32_t h = static_cast<uint32_t>(key.tensor_id) ^
+               (static_cast<uint32_t>(key.micro_batch) * 0x9E3779B1u + (columnwise ? 0x85EBCA77u : 0u));
+  h = (h ^ (h >> 16)) * 0x85EBCA6Bu;
+  h = (h ^ (h >> 13)) * 0xC2B2AE35u;
+  return h ^ (h >> 16);
+}
+
+// Ten rounds of Philox4x32. Source: Salmon et al., SC 2011.
+__device__ __forceinline__ uint4 philox4x32(uint4 c, uint32_t k0, uint32_t k1) {
+#pragma unroll
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * c.x;
+    const uint64_t p1 = static_cast<uint64_t>(0xCD9E8D57u) * c.z;
+    c = make_uint4(static_cast<uint32_t>(p1 >> 32) ^ c.y ^ k0, static_cast<uint32_t>(p1),
+                   static_cast<uint32_t>(p0 >> 32) ^ c.w ^ k1, static_cast<uint32_t>(p0));
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  return c;
+}
+
+}  // namespace fsdp_quant

@@ -1,0 +1,205 @@
+// Codes to values: (element * scale) * tensor scale in fp32, rounded once to the result's type.
+//
+// A thread decodes 16 columns of kRows rows: 16 (or 8) bytes of codes in, 32 (or 64) bytes of values out, each row a
+// whole segment of a warp. Rowwise scales are one or two a row, columnwise ones 16 neighbours. Tails go one by one.
+#include "device/numeric.cuh"
+#include "layout/layout.h"
+
+namespace fsdp_quant {
+
+namespace {
+
+constexpr int kRows = 4, kCols = 16;
+
+template <ScaleKind Kind>
+__device__ __forceinline__ float scale_value(uint32_t code) {
+  if constexpr (Kind == ScaleKind::kE4M3) return (code & 0x7F) == 0x7F ? quiet_nan() : e4m3_value(code);
+  return power_of_two(code);
+}
+
+template <ScaleKind Kind>
+__device__ __forceinline__ float read_scale(const void* scale, int64_t index) {
+  if constexpr (Kind == ScaleKind::kFp32) return __ldg(static_cast<const float*>(scale) + index);
+  return scale_value<Kind>(__ldg(static_cast<const uint8_t*>(scale) + index));
+}
+
+// The scales of 16 neighbouring columns.
+template <ScaleKind Kind>
+__device__ __forceinline__ void read_scales(float (&out)[kCols], const void* scale, int64_t index, int count, bool vectors) {
+  if (Kind != ScaleKind::kFp32 && vectors) {
+    const uint4 v = __ldg(reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(scale) + index));
+    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int e = 0; e < kCols; ++e) out[e] = scale_value<Kind>((words[e / 4] >> (8 * (e % 4))) & 0xFF);
+    return;
+  }
+#pragma unroll
+  for (int e = 0; e < kCols; ++e) out[e] = e < count ? read_scale<Kind>(scale, index + e) : 0.0f;
+}
+
+// 4 (or 8) elements of a word.
+template <Element E>
+__device__ __forceinline__ void decode_word(uint32_t word, float* out) {
+  if constexpr (E == Element::kE2M1) {
+    // The high bytes of 0, .5, 1, 1.5, 2, 3, 4, 6 in fp16 are a table of 8 bytes; the sign goes on top.
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint32_t four = word >> (16 * h);
+      const uint32_t high = __byte_perm(0x3E3C3800u, 0x46444240u, four & 0x7777u);
+      const uint32_t lo = __byte_perm(high, 0, 0x1404) | (four & 0x8) << 12 | (four & 0x80) << 24;
+      const uint32_t hi = __byte_perm(high, 0, 0x3424) | (four & 0x800) << 4 | (four & 0x8000) << 16;
+      const __half2 a = *reinterpret_cast<const __half2*>(&lo), b = *reinterpret_cast<const __half2*>(&hi);
+      out[4 * h] = __low2float(a), out[4 * h + 1] = __high2float(a);
+      out[4 * h + 2] = __low2float(b), out[4 * h + 3] = __high2float(b);
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const uint32_t two = (word >> (16 * e)) & 0xFFFF;
+      const __half2 pair = E == Element::kE5M2 ? ptx::cvt_f16x2_e5m2x2(two) : ptx::cvt_f16x2_e4m3x2(two);
+      out[2 * e] = __low2float(pair), out[2 * e + 1] = __high2float(pair);
+    }
+  }
+}
+
+template <Output O>
+__device__ __forceinline__ void store16(void* out, int64_t at, const float* v, int count, bool vectors) {
+  if constexpr (O == Output::kF32) {
+    auto* p = static_cast<float*>(out) + at;
+    if (vectors) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) reinterpret_cast<float4*>(p)[e] = make_float4(v[4 * e], v[4 * e + 1], v[4 * e + 2], v[4 * e + 3]);
+    } else {
+#pragma unroll
+      for (int e = 0; e < 16; ++e) {
+        if (e < count) p[e] = v[e];
+      }
+    }
+  } else {
+    uint32_t words[8];
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      if constexpr (O == Output::kBF16) {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(v[2 * e], v[2 * e + 1]);
+        words[e] = *reinterpret_cast<const uint32_t*>(&pair);
+      } else {
+        const __half2 pair = __floats2half2_rn(v[2 * e], v[2 * e + 1]);
+        words[e] = *reinterpret_cast<const uint32_t*>(&pair);
+      }
+    }
+    auto* p = static_cast<uint16_t*>(out) + at;
+    if (vectors) {
+      reinterpret_cast<uint4*>(p)[0] = make_uint4(words[0], words[1], words[2], words[3]);
+      reinterpret_cast<uint4*>(p)[1] = make_uint4(words[4], words[5], words[6], words[7]);
+    } else {
+#pragma unroll
+      for (int e = 0; e < 16; ++e) {
+        if (e < count) p[e] = static_cast<uint16_t>(words[e / 2] >> (16 * (e & 1)));
+      }
+    }
+  }
+}
+
+template <Element E, ScaleKind Kind, Output O>
+__global__ void __launch_bounds__(256) dequantize_kernel(const Dequantize a) {
+  constexpr int kBytes = E == Element::kE2M1 ? 8 : 16;  // codes of 16 columns
+  const int32_t row_of_blocks = blockIdx.x / a.blocks_per_row;
+  const int32_t col = ((blockIdx.x - row_of_blocks * a.blocks_per_row) * blockDim.x + threadIdx.x) * kCols;
+  const int32_t row0 = row_of_blocks * kRows;
+  if (col >= a.cols) return;
+  const int32_t count = min(kCols, a.cols - col);
+  const bool whole = a.vectors && count == kCols;
+  const int64_t row_bytes = E == Element::kE2M1 ? (a.cols + 1) >> 1 : a.cols;
+  const int32_t block_cols = ((a.cols - 1) >> a.col_log2) + 1;
+  const float tensor_scale = a.tensor_amax ? tensor_decode_scale(__ldg(a.tensor_amax)) : 1.0f;
+  uint32_t words[kRows][kBytes / 4];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const uint8_t* at = a.data + (row0 + i) * row_bytes + col * kBytes / kCols;
+    if (whole && row0 + i < a.rows) {
+      if constexpr (kBytes == 16) {
+        const uint4 v = ptx::ld_streaming(at);
+        words[i][0] = v.x, words[i][1] = v.y, words[i][2] = v.z, words[i][3] = v.w;
+      } else {
+        const uint2 v = __ldg(reinterpret_cast<const uint2*>(at));
+        words[i][0] = v.x, words[i][1] = v.y;
+      }
+    } else {
+#pragma unroll
+      for (int w = 0; w < kBytes / 4; ++w) words[i][w] = 0;
+      const int bytes = E == Element::kE2M1 ? (count + 1) / 2 : count;
+#pragma unroll
+      for (int e = 0; e < kBytes; ++e) {
+        if (row0 + i < a.rows && e < bytes) words[i][e / 4] |= static_cast<uint32_t>(at[e]) << (8 * (e % 4));
+      }
+    }
+  }
+  float scales[kCols];
+  int32_t known_row = -1;
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int32_t row = row0 + i;
+    if (row >= a.rows) continue;
+    float v[kCols];
+#pragma unroll
+    for (int w = 0; w < kBytes / 4; ++w) decode_word<E>(words[i][w], v + w * (kCols * 4 / kBytes));
+    if (a.scale != nullptr) {
+      const int32_t block_row = ((row + a.shift) >> a.row_log2) - (a.shift >> a.row_log2);
+      const int64_t base = static_cast<int64_t>(block_row) * block_cols;
+      if (a.col_log2 >= 4) {
+        const float s = read_scale<Kind>(a.scale, base + (col >> a.col_log2));
+#pragma unroll
+        for (int e = 0; e < kCols; ++e) v[e] = __fmul_rn(v[e], s);
+      } else {  // one scale a column, the same for rows of one block
+        if (block_row != known_row) read_scales<Kind>(scales, a.scale, base + col, count, whole);
+        known_row = block_row;
+#pragma unroll
+        for (int e = 0; e < kCols; ++e) v[e] = __fmul_rn(v[e], scales[e]);
+      }
+    }
+    if (a.tensor_amax != nullptr) {
+#pragma unroll
+      for (int e = 0; e < kCols; ++e) v[e] = __fmul_rn(v[e], tensor_scale);
+    }
+    store16<O>(a.out, static_cast<int64_t>(row) * a.cols + col, v, count, whole);
+  }
+}
+
+template <Element E, ScaleKind Kind>
+cudaError_t choose_output(const Dequantize& a, cudaStream_t stream) {
+  const int64_t blocks = static_cast<int64_t>(a.blocks_per_row) * ((a.rows + kRows - 1) / kRows);
+  if (blocks > 0x7FFFFFFF) return cudaErrorInvalidConfiguration;
+  switch (a.output) {
+    case Output::kF32:
+      dequantize_kernel<E, Kind, Output::kF32><<<static_cast<unsigned>(blocks), a.threads, 0, stream>>>(a);
+      break;
+    case Output::kBF16:
+      dequantize_kernel<E, Kind, Output::kBF16><<<static_cast<unsigned>(blocks), a.threads, 0, stream>>>(a);
+      break;
+    default:
+      dequantize_kernel<E, Kind, Output::kF16><<<static_cast<unsigned>(blocks), a.threads, 0, stream>>>(a);
+  }
+  return cudaGetLastError();
+}
+
+template <Element E>
+cudaError_t choose_scale(const Dequantize& a, cudaStream_t stream) {
+  if (a.scale_kind == ScaleKind::kE4M3) return choose_output<E, ScaleKind::kE4M3>(a, stream);
+  if (a.scale_kind >= ScaleKind::kE8M0Up) return choose_output<E, ScaleKind::kE8M0Up>(a, stream);
+  return choose_output<E, ScaleKind::kFp32>(a, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_dequantize(const Dequantize& a, cudaStream_t stream) {
+  switch (a.element) {
+    case Element::kE2M1:
+      return choose_scale<Element::kE2M1>(a, stream);
+    case Element::kE5M2:
+      return choose_scale<Element::kE5M2>(a, stream);
+    default:
+      return choose_scale<Element::kE4M3>(a, stream);
+  }
+}
+
+}  // namespace fsdp_quant

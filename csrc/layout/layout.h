@@ -1,0 +1,58 @@
+// Operations on codes and scales that exist already. Plain data: host code without a CUDA compiler includes it.
+#pragma once
+
+#include <cstdint>
+
+#include <cuda_runtime_api.h>
+
+#include "quantize/quantize.h"
+
+namespace fsdp_quant {
+
+enum class Output : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
+
+// Codes [rows, row bytes] to [rows, cols] of `output`; a null scale or tensor amax leaves that factor out.
+struct Dequantize {
+  const uint8_t* data;
+  const void* scale;
+  const float* tensor_amax;
+  void* out;
+  int32_t rows, cols;
+  int32_t row_log2, col_log2;  // of the block of one scale; 31 is the whole extent
+  int32_t shift;               // global index of the first row, modulo the block's rows
+  Element element;
+  ScaleKind scale_kind;
+  Output output;
+  int32_t threads, blocks_per_row;  // of the launch: a block is 4 rows of threads * 16 columns
+  bool vectors;                // rows are aligned for 16-byte accesses
+};
+
+// One matrix of a relayout: bytes or nibbles to their transpose, or scales to padded 128 x 4 tiles.
+enum class Relayout : int32_t { kTransposeBytes = 0, kTransposeNibbles = 1, kSwizzle = 2, kSwizzleTransposed = 3 };
+
+struct RelayoutItem {
+  const uint8_t* source;
+  uint8_t* out;
+  int64_t rows, cols;    // of the source, in elements
+  int64_t first_tile;
+  int32_t tile_cols;
+  Relayout kind;
+  int32_t outer_block;   // swizzles: operand rows of one scale
+  int64_t outer;         // swizzles: operand rows
+  bool vector_load, vector_store;
+};
+
+constexpr int kRelayoutCapacity = 256;
+
+template <int Capacity>
+struct RelayoutLaunch {
+  int32_t count;
+  int64_t tiles;
+  RelayoutItem items[Capacity];
+};
+
+cudaError_t launch_dequantize(const Dequantize& args, cudaStream_t stream);
+cudaError_t launch_relayout(const RelayoutLaunch<1>& launch, cudaStream_t stream);
+cudaError_t launch_relayout_group(const RelayoutLaunch<kRelayoutCapacity>& launch, cudaStream_t stream);
+
+}  // namespace fsdp_quant

@@ -1,0 +1,115 @@
+// What a quantize launch is told. Plain data: host code without a CUDA compiler includes it.
+#pragma once
+
+#include <cstdint>
+
+#include <cuda_runtime_api.h>
+
+namespace fsdp_quant {
+
+enum class Element : int32_t { kNone = 0, kE4M3 = 1, kE5M2 = 2, kE2M1 = 3 };
+enum class ScaleKind : int32_t { kFp32 = 0, kFp32Pow2 = 1, kE8M0Up = 2, kE8M0Floor = 3, kE4M3 = 4 };
+// kCompact: [block rows, block cols]. The others are what the tensor cores read, of outer x contraction blocks:
+// whole-contraction scales [outer]; fp32 (1, 128) [contraction, outer rounded up to 4]; fp32 (128, 128)
+// [outer, contraction rounded up to 4]; one-byte scales [outer, contraction] (kHopper), or one a row of the operand in
+// 128 x 4 tiles of 512 bytes, zero-padded (kBlackwell).
+enum class ScaleLayout : int32_t { kCompact = 0, kHopper = 1, kBlackwell = 2 };
+enum class Input : int32_t { kBF16 = 0, kF16 = 1, kF32 = 2, kF32AsBF16 = 3 };
+
+constexpr int kTile = 128;
+constexpr int kThreads = 256;
+constexpr int kRotationBlock = 16;
+
+// How one direction is encoded; the same for every tensor of a launch. Side 0 is rowwise, side 1 columnwise. "Lines" run
+// along the axis the GEMM keeps (rows of a rowwise side), "blocks" are counted along the axis it sums.
+struct Side {
+  Element element;      // kNone: the launch does not make this direction
+  ScaleKind scale;
+  ScaleLayout scale_layout;
+  int32_t outer;        // lines of a block; 0 is the whole extent
+  int32_t contraction;  // elements of a block along the contraction; 0 is the whole extent
+  int32_t outer_log2, contraction_log2;  // 31 for the whole extent: every index shifts to block 0
+  int32_t anchor_log2;  // of the run that shares an anchor (SideBuffers::anchor)
+  float max;            // largest finite element
+  float inverse_max;
+  float eps;            // fp32 scales: smaller amaxes count as eps
+  bool stochastic;
+  bool rotated;
+  bool transposed;      // codes as [cols, rows]
+
+  __host__ __device__ bool present() const { return element != Element::kNone; }
+  __host__ __device__ bool four_bit() const { return element == Element::kE2M1; }
+  __host__ __device__ bool two_level() const { return scale == ScaleKind::kE4M3; }
+  __host__ __device__ bool whole() const { return contraction == 0; }
+  __host__ __device__ bool whole_tensor() const { return contraction == 0 && outer == 0; }
+  __host__ __device__ bool byte_scales() const { return scale >= ScaleKind::kE8M0Up; }
+};
+
+// An array over (line block, block), with strides in elements.
+struct Grid {
+  int32_t lines, blocks;
+  int32_t line_stride, block_stride;
+};
+
+// The buffers of one direction of one tensor. A null pointer is a buffer that is not wanted, or not given.
+struct SideBuffers {
+  uint8_t* data;
+  void* scale;
+  float* amax;          // compact: given, or else written by the statistics phase
+  float* tensor_amax;   // [1]: likewise
+  const float* enc;     // [1], delayed scaling: 0 without a history, and then the amax decides
+  uint32_t* counter;    // [1], zero; with enc: tiles that have added to the amax
+  const int64_t* key;   // [5], stochastic rounding
+  const float* anchor;  // largest amax of each run of a line; codes are re-expressed against its scale
+  int64_t* guard;       // [2]: nonzero blocks far below their anchor, nonzero blocks
+  int32_t lines, length;            // of the codes; rotation fills the contraction
+  Grid compact;                     // of amax
+  Grid stored;                      // of scale, but for kBlackwell; its extents may exceed compact's, by zeros
+  Grid anchors;                     // of anchor
+  bool amax_given, tensor_amax_given;
+  bool vector_store;                // rows of `data` are aligned for whole vectors
+};
+
+struct TensorArgs {
+  const void* x;
+  int64_t row_stride;
+  int32_t rows, cols;
+  int32_t first_tile;  // of this tensor in the launch
+  int32_t tile_cols;
+  int32_t shift;       // global index of the first row, modulo the tile
+  bool vector_load;
+  SideBuffers side[2];
+};
+
+enum Phase : int32_t { kStatistics = 1, kEncode = 2 };
+
+template <int Capacity>
+struct Launch {
+  Side side[2];
+  Input input;
+  int32_t phases;        // both: one cooperative launch, one tile a block
+  int32_t count;         // tensors
+  bool reversed;         // tiles from the last to the first: what an earlier pass read last is still in L2
+  int32_t tiles;
+  uint32_t* barrier;     // [2], of a cooperative launch
+  TensorArgs tensors[Capacity];
+};
+
+constexpr int kGroupCapacity = 96;  // the table is a kernel parameter, of which there are 32 KiB
+static_assert(sizeof(TensorArgs) * kGroupCapacity < 32000, "a group's table is too large for kernel parameters");
+
+// Whether a side needs more than scales from its tile (or given) and rounding to nearest.
+inline bool is_full(const Side& s, const SideBuffers& b) {
+  return s.stochastic || s.rotated || b.enc != nullptr || b.anchor != nullptr;
+}
+
+// Both sides in one launch; the caller makes two launches of what does not fuse.
+inline bool fuses(const Side (&side)[2], const SideBuffers (&b)[2], Input input) {
+  if (!side[0].present() || !side[1].present() || side[0].four_bit() == side[1].four_bit()) return true;
+  return input != Input::kF16 && input != Input::kF32 && side[1].four_bit() && !is_full(side[0], b[0]);
+}
+
+cudaError_t launch_quantize(const Launch<1>& launch, cudaStream_t stream);
+cudaError_t launch_quantize_group(const Launch<kGroupCapacity>& launch, cudaStream_t stream);
+
+}  // namespace fsdp_quant

@@ -1,0 +1,24 @@
+// Statistics of one tensor, and the choice of an instance.
+#include "quantize/instances.cuh"
+#include "quantize/quantize_kernel.cuh"
+
+namespace fsdp_quant {
+
+cudaError_t launch_statistics(const Launch<1>& launch, cudaStream_t stream) {
+  if (is_wide(launch.input)) return launch_instance<LoadF32, Statistics, Statistics, 1, 2>(launch, stream);
+  return launch_instance<LoadBF16, Statistics, Statistics, 1, 3>(launch, stream);
+}
+
+cudaError_t launch_quantize(const Launch<1>& launch, cudaStream_t stream) {
+  if (launch.phases == kStatistics) return launch_statistics(launch, stream);
+  if (is_wide(launch.input)) return launch_wide(launch, stream);
+  const Side& row = launch.side[0];
+  const Side& col = launch.side[1];
+  const SideBuffers(&buffers)[2] = launch.tensors[0].side;
+  const bool full = launch.barrier != nullptr || (row.present() && is_full(row, buffers[0])) ||
+                    (col.present() && is_full(col, buffers[1]));
+  if (!full) return launch_plain(launch, stream);
+  return col.four_bit() || row.four_bit() ? launch_full4(launch, stream) : launch_full8(launch, stream);
+}
+
+}  // namespace fsdp_quant

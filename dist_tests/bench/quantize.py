@@ -1,0 +1,665 @@
+"""Device time of the compiled quantize operators, over a copy of the same tensor.
+
+    python -m dist_tests.bench.quantize [--shapes 8192x8192 16384x4096] [--rows mxfp8 group] [--json out.json]
+
+With a GPU, a table a shape and one a parameter group: row, microseconds (median), GB/s, ratio to the device copy of the
+same bf16 values, the ratio's floor and aim, and "under" where it is below the floor. Bytes are counted once: every input
+read once, every code and scale written once, whatever the kernel does. Then small tensors, as device and host
+microseconds a call, and a line of summary. Exit status 1: a row failed; 2: there is a GPU, and the operators are off.
+
+A call is timed by two events, queued behind a spinning kernel so that the host is ahead; allocation of outputs included.
+Between calls the L2 is made cold, in one or both of two ways, the first of which decides about floors:
+    rotate   inputs and outputs change from call to call. The L2 then holds what the last call of this row left in it:
+             a row pays for the write-back of its own bytes, no more and no less
+    flush    256 MB are zeroed before each call, outside its time. This leaves the L2 full of unwritten zeros: a row that
+             writes less than the L2 holds (amax) pays for their write-back too
+
+Without a GPU: the PyTorch reference's time a format and direction, encoding and decoding, over a copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dist_tests import laws
+from fsdp_quant.formats import COLUMNWISE, FORMATS, ROWWISE, SCALE_BYTES, Direction, Encoding, ceil_div, format_of, round_up
+from fsdp_quant.ops import dispatch, extension, layout, native, reference
+from fsdp_quant.quantizer import Quantizer
+
+SHAPES = ((8192, 8192), (16384, 4096), (4096, 14336))
+CPU_SHAPES = ((4096, 4096),)
+SMALL = (256, 512)
+HOST_TARGET_US = 15.0
+SPIN_CYCLES = 2_000_000  # about 1 ms
+FLUSH_BYTES = 256 << 20
+L2_MODES = ("rotate", "flush")
+
+
+# Time #
+
+class Sample(NamedTuple):
+    """Median and extremes of one call in microseconds; hidden: the host was ahead in every repeat."""
+
+    us: float
+    lowest: float
+    highest: float
+    hidden: bool
+
+
+class DeviceClock:
+    """Device time of calls, by events on the current stream."""
+
+    def __init__(self, device: torch.device, repeats: int):
+        self.repeats = repeats
+        self.scratch = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+
+    def wake(self) -> None:
+        """Raise the clocks of an idle device."""
+        for _ in range(2000):
+            self.scratch.zero_()
+        torch.cuda.synchronize()
+
+    def time(self, calls: Sequence[Callable[[], object]], l2: str | None) -> Sample:
+        """One call in microseconds; repeat i makes calls[i % len(calls)].
+
+        l2:  a way to make the L2 cold (see the note above), or None: left as it is.
+        """
+        kept: deque = deque(maxlen=len(calls))  # results live on, so that the next call's buffers are others
+        times, hidden, spin = [], True, SPIN_CYCLES
+        for i in range(-2 * len(calls) - 1, self.repeats):
+            while True:
+                if l2 == "flush":
+                    self.scratch.zero_()
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                torch.cuda._sleep(spin)
+                start.record()
+                kept.append(calls[i % len(calls)]())
+                end.record()
+                ahead = not start.query()  # the device still spins, and everything is queued
+                end.synchronize()
+                if ahead or i < 0 or spin >= 8 * SPIN_CYCLES:
+                    break
+                spin *= 2
+            if i >= 0:
+                times.append(start.elapsed_time(end) * 1e3)
+                hidden &= ahead
+        return Sample(statistics.median(times), min(times), max(times), hidden)
+
+    def host(self, call: Callable[[], object], calls: int = 100, rounds: int = 11) -> float:
+        """Host microseconds a call: `calls` of them queued behind a spinning kernel, without synchronization."""
+        for _ in range(calls):
+            call()
+        times = []
+        gc.collect()
+        gc.disable()
+        for _ in range(rounds):
+            torch.cuda.synchronize()
+            torch.cuda._sleep(SPIN_CYCLES)
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            times.append((time.perf_counter() - start) / calls * 1e6)
+        gc.enable()
+        torch.cuda.synchronize()
+        return statistics.median(times)
+
+    def once(self, call: Callable[[], object], repeats: int = 3) -> float:
+        """Microseconds of a long call, launches included."""
+        call()
+        times = []
+        for _ in range(repeats):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e3)
+        return statistics.median(times)
+
+
+def num_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+# What is measured #
+
+class Work(NamedTuple):
+    """One input of a row: the call, which returns the buffers it wrote; what it reads; the reference of the same."""
+
+    call: Callable[[], list[Tensor]]
+    read: list[Tensor]
+    reference: Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Row:
+    """work: input -> Work. floor, aim: ratios to the copy rate."""
+
+    name: str
+    floor: float | None
+    aim: float | None
+    work: Callable[[object], Work]
+
+
+def encoding(name: str, direction: Direction, stochastic: bool = False, rotated: bool = False) -> Encoding:
+    return Encoding(format_of(name, rotated=True) if rotated else format_of(name), direction, stochastic)
+
+
+def both(name: str) -> tuple[Encoding, Encoding]:
+    return encoding(name, ROWWISE), encoding(name, COLUMNWISE)
+
+
+def _key(x: Tensor) -> Tensor:
+    return torch.tensor([1, 2, 3, 0, 0], device=x.device)
+
+
+def _reference_encode(x: Tensor, e: Encoding, stats, enc: Tensor | None, transposed: bool, row0: int = 0) -> list[Tensor]:
+    values = reference.prepared(x, e)
+    amax, tensor_amax = stats or (None, None)
+    if amax is None:
+        amax, own = reference.statistics(values, e, row0)
+        tensor_amax = own if tensor_amax is None else tensor_amax
+    codes, scale = reference.encode(values, amax, tensor_amax, e, row0, _key(x) if e.stochastic else None, enc)
+    if not transposed:
+        return [codes, scale]
+    codes = layout.repack_nibbles(codes, *values.shape) if e.fmt.element.bits == 4 else codes.t().contiguous()
+    return [codes, scale.t().contiguous()]
+
+
+def quantizes(*encodings: Encoding, known: bool = False, transposed: bool = False, masters: bool = False,
+              delayed: bool = False) -> Callable[[Tensor], Work]:
+    """native.quantize of a bf16 x.
+
+    known:       amaxes that leave a tile are given.
+    transposed:  the columnwise side as [cols, rows], scales as a Hopper GEMM reads them.
+    masters:     x as fp32, rounded to bf16 by the kernel.
+    delayed:     the encode factor comes from a history.
+    """
+    flags = [transposed and e.direction is COLUMNWISE for e in encodings]
+    scale_layout = native.HOPPER if transposed else native.COMPACT
+
+    def work(x: Tensor) -> Work:
+        values = x.float() if masters else x
+        stats = encs = None
+        if known:
+            seen = native.statistics(values, encodings, 0, masters)
+            stats = [(a if e.fmt.scale_leaves_contraction else None, t) for e, (a, t) in zip(encodings, seen)]
+        if delayed:
+            encs = [torch.full((1,), 64.0, device=x.device) for _ in encodings]
+        keys = [_key(x) if e.stochastic else None for e in encodings]
+
+        def call() -> list[Tensor]:
+            made = native.quantize(values, encodings, 0, masters, stats, keys, encs, flags, scale_layout)
+            return [buffer for data, scale, *_ in made for buffer in (data, scale)]
+
+        def plain() -> list:
+            return [_reference_encode(values.to(torch.bfloat16), e, stats and stats[i], encs and encs[i], flags[i])
+                    for i, e in enumerate(encodings)]
+
+        return Work(call, [values], plain)
+
+    return work
+
+
+def collects(*encodings: Encoding) -> Callable[[Tensor], Work]:
+    """native.statistics."""
+    return lambda x: Work(
+        lambda: [t for pair in native.statistics(x, encodings, 0, False) for t in pair if t is not None], [x],
+        lambda: [reference.statistics(reference.prepared(x, e), e) for e in encodings],
+    )
+
+
+def decodes(e: Encoding) -> Callable[[Tensor], Work]:
+    """native.dequantize to bf16 of what native.quantize made."""
+    def work(x: Tensor) -> Work:
+        ((data, scale, tensor_amax, _),) = native.quantize(x, [e], 0, False, None, None, None)
+        args = (data, scale, tensor_amax, e.fmt, e.direction, x.shape[1], 0)
+        return Work(
+            lambda: [native.dequantize(*args, torch.bfloat16)], [data, scale],
+            lambda: reference.decode(*args).to(torch.bfloat16),
+        )
+
+    return work
+
+
+def transposes(e: Encoding) -> Callable[[Tensor], Work]:
+    """native.transpose_codes of what native.quantize made."""
+    def work(x: Tensor) -> Work:
+        data = native.quantize(x, [e], 0, False, None, None, None)[0][0]
+        rows, cols, bits = *x.shape, e.fmt.element.bits
+        return Work(
+            lambda: [native.transpose_codes(data, rows, cols, bits)], [data],
+            lambda: layout.repack_nibbles(data, rows, cols) if bits == 4 else data.t().contiguous(),
+        )
+
+    return work
+
+
+def anchors(row_block: int | None, col_block: int | None) -> Callable[[Tensor], Work]:
+    """quantize_anchored of both mxfp8 directions, the columnwise one as [cols, rows]."""
+    row, col = both("mxfp8")
+    sides = native.side_of(row), native.side_of(col, True, native.HOPPER)
+    blocks = [row_block or 0, col_block or 0]
+
+    def work(x: Tensor) -> Work:
+        def plain() -> list:
+            made = [(e, *_reference_encode(x, e, None, None, False)) for e in (row, col)]
+            done = [reference.anchor(data, scale, e.fmt, e.direction, x.shape[1], block or None)
+                    for (e, data, scale), block in zip(made, blocks)]
+            return [done[1][0].t().contiguous(), done]
+
+        return Work(
+            lambda: torch.ops.fsdp_quant.quantize_anchored(x, *sides, blocks, [None, None], False)[:-1], [x], plain)
+
+    return work
+
+
+TENSOR, ROW, MX, NV = "fp8_tensor", "fp8_row", "mxfp8", "nvfp4"
+MX_ROW, MX_COL = both(MX)
+NV_ROW, NV_ROW_SR = encoding(NV, ROWWISE), encoding(NV, ROWWISE, stochastic=True)
+NV_COL_RHT = encoding(NV, COLUMNWISE, rotated=True)
+NV_COL_RHT_SR = encoding(NV, COLUMNWISE, stochastic=True, rotated=True)
+
+ROWS = (
+    Row("amax", .85, .95, collects(encoding(TENSOR, ROWWISE))),
+    Row("fp8_tensor row, known", .85, .92, quantizes(encoding(TENSOR, ROWWISE), known=True)),
+    Row("decode fp8_tensor", .85, .92, decodes(encoding(TENSOR, ROWWISE))),
+    Row("decode mxfp8", .85, .92, decodes(MX_ROW)),
+    Row("decode mxfp8 columnwise", None, None, decodes(MX_COL)),
+    Row("decode nvfp4", .85, .92, decodes(NV_ROW)),
+    Row("fp8_tensor row + transposed, known", .70, .85, quantizes(*both(TENSOR), known=True, transposed=True)),
+    Row("fp8_tensor row + transposed, delayed", None, None, quantizes(*both(TENSOR), delayed=True, transposed=True)),
+    Row("fp8_tensor row + transposed, current", .50, .60, quantizes(*both(TENSOR), transposed=True)),
+    Row("fp8_row row, current", None, None, quantizes(encoding(ROW, ROWWISE))),
+    Row("fp8_row row + transposed, current", None, None, quantizes(*both(ROW), transposed=True)),
+    Row("fp8_1x128 row + transposed", .70, .85, quantizes(*both("fp8_1x128"), transposed=True)),
+    Row("fp8_128x128 row + transposed", .70, .85, quantizes(*both("fp8_128x128"), transposed=True)),
+    Row("mxfp8 row", None, None, quantizes(MX_ROW)),
+    Row("mxfp8 row, fp32 masters", None, None, quantizes(MX_ROW, masters=True)),
+    Row("mxfp8 column", None, None, quantizes(MX_COL)),
+    Row("mxfp8 row + column", .70, .85, quantizes(MX_ROW, MX_COL)),
+    Row("mxfp8 row + transposed", .70, .85, quantizes(MX_ROW, MX_COL, transposed=True)),
+    Row("mxfp8 row + transposed, anchored", .50, .60, anchors(None, 512)),
+    Row("nvfp4 row, known", .65, .85, quantizes(NV_ROW, known=True)),
+    Row("nvfp4 row, current", None, None, quantizes(NV_ROW)),
+    Row("nvfp4 row SR + column RHT SR, known", .35, .60, quantizes(NV_ROW_SR, NV_COL_RHT_SR, known=True)),
+    Row("nvfp4 row SR + column RHT SR, current", None, None, quantizes(NV_ROW_SR, NV_COL_RHT_SR)),
+    Row("nvfp4_16x16 row + transposed, known", .60, .85, quantizes(*both("nvfp4_16x16"), known=True, transposed=True)),
+    Row("mxfp8 row + nvfp4 column RHT, known", None, None, quantizes(MX_ROW, NV_COL_RHT, known=True)),
+    Row("transpose bytes", None, .85, transposes(encoding(TENSOR, ROWWISE))),
+    Row("transpose nibbles", None, .85, transposes(NV_ROW)),
+)
+
+
+# A parameter group #
+
+class Group(NamedTuple):
+    """Shards of many weights, views of one buffer; rows [row0, ..) of each weight."""
+
+    flat: Tensor
+    tensors: list[Tensor]
+    row0: list[int]
+
+
+LLAMA_LAYER = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336))
+GROUP_TENSORS, GROUP_RANKS, GROUP_RANK = 100, (8, 32), 2
+
+
+def group_shapes(ranks: int) -> list[tuple[int, int]]:
+    """[rows of a rank, cols] of the weights of as many layers as it takes."""
+    return [(rows // ranks, cols) for rows, cols in LLAMA_LAYER * ceil_div(GROUP_TENSORS, len(LLAMA_LAYER))][:GROUP_TENSORS]
+
+
+def group_of(flat: Tensor, ranks: int) -> Group:
+    shapes = group_shapes(ranks)
+    pieces = flat.split([rows * cols for rows, cols in shapes])
+    return Group(flat, [p.view(s) for p, s in zip(pieces, shapes)], [GROUP_RANK * rows for rows, _ in shapes])
+
+
+def quantizes_group(e: Encoding) -> Callable[[Group], Work]:
+    """quantize_group into one staging buffer, amaxes that leave a tile given."""
+    side, columnwise = native.side_of(e), e.direction is COLUMNWISE
+
+    def work(g: Group) -> Work:
+        n, ops = len(g.tensors), torch.ops.fsdp_quant
+        amaxes = [None] * n
+        if e.fmt.scale_leaves_contraction:
+            amaxes = ops.statistics_group(g.tensors, side, columnwise, g.row0, False)
+        offsets, end = [], 0
+        for t in g.tensors:
+            scale_rows, scale_cols = e.fmt.scale_shape(tuple(t.shape), e.direction)
+            for size in (t.shape[0] * e.fmt.row_bytes(t.shape[1], t.dtype), scale_rows * scale_cols * SCALE_BYTES[e.fmt.scale]):
+                offsets.append(end)
+                end += round_up(size, 16)
+        staging = torch.empty(end, dtype=torch.uint8, device=g.flat.device)
+
+        def call() -> list[Tensor]:
+            ops.quantize_group(g.tensors, side, columnwise, 0.0, g.row0, amaxes, [None] * n, staging, offsets[::2],
+                               offsets[1::2], False)
+            return [staging]
+
+        def plain() -> list:
+            return [_reference_encode(t, e, None if a is None else (a, None), None, False, start)
+                    for t, a, start in zip(g.tensors, amaxes, g.row0)]
+
+        return Work(call, g.tensors, plain)
+
+    return work
+
+
+def collects_group(e: Encoding) -> Callable[[Group], Work]:
+    side, columnwise = native.side_of(e), e.direction is COLUMNWISE
+    return lambda g: Work(
+        lambda: torch.ops.fsdp_quant.statistics_group(g.tensors, side, columnwise, g.row0, False), g.tensors,
+        lambda: [reference.statistics(t, e, start) for t, start in zip(g.tensors, g.row0)],
+    )
+
+
+def transposes_group(g: Group) -> Work:
+    """relayout_group: the bytes of every tensor's codes to their transpose."""
+    codes = [t.view(torch.uint8)[:, : t.shape[1]].contiguous() for t in g.tensors]  # random bytes will do
+    out = [torch.empty(t.shape[1], t.shape[0], dtype=torch.uint8, device=t.device) for t in codes]
+    rows, cols = [t.shape[0] for t in codes], [t.shape[1] for t in codes]
+    kinds, zeros, ones = [native.TRANSPOSE_BYTES] * len(codes), [0] * len(codes), [1] * len(codes)
+
+    def call() -> list[Tensor]:
+        torch.ops.fsdp_quant.relayout_group(codes, out, kinds, rows, cols, zeros, ones)
+        return out
+
+    return Work(call, codes, lambda: [t.t().contiguous() for t in codes])
+
+
+GROUP_ROWS = (
+    Row("group: statistics fp8_tensor", None, None, collects_group(encoding(TENSOR, ROWWISE))),
+    Row("group: fp8_tensor row, known", .65, .80, quantizes_group(encoding(TENSOR, ROWWISE))),
+    Row("group: mxfp8 row", .65, .80, quantizes_group(MX_ROW)),
+    Row("group: mxfp8 column", .65, .80, quantizes_group(MX_COL)),
+    Row("group: transpose bytes", None, None, transposes_group),
+)
+
+# Name -> encodings, all with current scaling.
+SMALL_ROWS = {
+    "small: mxfp8 row + column": (MX_ROW, MX_COL),
+    "small: fp8_tensor row, current": (encoding(TENSOR, ROWWISE),),
+    "small: nvfp4 row, current": (NV_ROW,),
+}
+
+
+# Tables #
+
+class DeviceLost(Exception):
+    """The device answers no more: nothing after this can be measured."""
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+def _recover() -> None:
+    """Go on after a row that failed, or raise DeviceLost."""
+    for _ in range(2):
+        try:
+            torch.cuda._sleep(1)  # takes the launch error that the row left behind
+            torch.cuda.synchronize()
+            return
+        except Exception as error:  # of any kind: the second one says that the device is lost
+            last = error
+    raise DeviceLost(_first_line(last))
+
+
+def wanted(name: str, filters: Sequence[str]) -> bool:
+    return not filters or any(f in name for f in filters)
+
+
+class Bench:
+    """The clock, the options, and everything that was measured (`report`, plain data)."""
+
+    def __init__(self, clock: DeviceClock, device: torch.device, args):
+        self.clock, self.device = clock, device
+        self.l2, self.filters, self.with_reference = list(args.l2), args.rows, args.reference
+        self.report: dict = {"l2": self.l2, "repeats": clock.repeats, "tables": [], "small": []}
+
+    def inputs(self, numel: int) -> list[Tensor]:
+        """Random bf16 buffers, as many as let none of them stay in the L2 until its next turn."""
+        l2 = torch.cuda.get_device_properties(self.device).L2_cache_size if self.device.type == "cuda" else 1
+        generator = torch.Generator(self.device).manual_seed(0)
+        return [torch.randn(numel, dtype=torch.bfloat16, device=self.device, generator=generator)
+                for _ in range(1 + ceil_div(4 * l2, 2 * numel))]
+
+    def copy_rates(self, sources: list[Tensor]) -> dict[str, float]:
+        """GB/s of torch's copy_, read and written bytes, by the state of the L2."""
+        pairs = [(torch.empty_like(s), s) for s in sources]
+        calls = [lambda p=p: p[0].copy_(p[1]) for p in pairs]
+        return {l2: 2 * num_bytes(sources[:1]) / self.clock.time(calls, l2).us / 1e3 for l2 in self.l2}
+
+    def table(self, title: str, sources: list[Tensor], inputs: list, rows: Sequence[Row]) -> None:
+        """One table; sources are the bf16 buffers whose copy is the measure, inputs what rows work on."""
+        chosen = [row for row in rows if wanted(row.name, self.filters)]
+        if not chosen:
+            return
+        copy = self.copy_rates(sources)
+        found = {"title": title, "copy_gbs": copy, "inputs": len(inputs), "rows": []}
+        self.report["tables"].append(found)
+        rates = ", ".join(f"{l2} {rate:.0f} GB/s" for l2, rate in copy.items())
+        print(f"\n{title}: copy {rates}; {len(inputs)} inputs in turn")
+        others = "".join(f" {f'us, {l2}':>10} {'x copy':>7}" for l2 in self.l2[1:])
+        peer = f" {'reference us':>13}" if self.with_reference else ""
+        print(f"{'row':40} {'us':>8} {'GB/s':>6} {'x copy':>7} {'floor':>6} {'aim':>5} {'':5}{others}{peer}")
+        for row in chosen:
+            result = {"name": row.name, "floor": row.floor, "aim": row.aim}
+            found["rows"].append(result)
+            try:
+                self._measure(row, inputs, copy, result)
+            except Exception as error:  # of any kind: one row does not cost the others
+                result["error"] = _first_line(error)
+                print(f"{row.name:40} failed: {result['error']}", flush=True)
+                _recover()
+        again = self.copy_rates(sources)
+        found["copy_gbs_after"] = again
+        print(f"copy after the rows: {', '.join(f'{l2} {rate:.0f} GB/s' for l2, rate in again.items())}", flush=True)
+
+    def _measure(self, row: Row, inputs: list, copy: dict[str, float], result: dict) -> None:
+        works = [row.work(x) for x in inputs]
+        moved = num_bytes(works[0].read) + num_bytes(works[0].call())
+        result["bytes"] = moved
+        for l2 in self.l2:
+            sample = self.clock.time([w.call for w in works], l2)
+            rate = moved / sample.us / 1e3
+            result[l2] = {**sample._asdict(), "gbs": rate, "ratio": rate / copy[l2]}
+        first = result[self.l2[0]]
+        result["under"] = row.floor is not None and first["ratio"] < row.floor
+        result["reached"] = row.aim is not None and first["ratio"] >= row.aim
+        mark = "under" if result["under"] else ""
+        shown = "".join(f" {result[l2]['us']:10.1f} {result[l2]['ratio']:7.3f}" for l2 in self.l2[1:])
+        if self.with_reference:
+            result["reference_us"] = self.clock.once(works[0].reference)
+            shown += f" {result['reference_us']:13.1f}"
+        if not all(result[l2]["hidden"] for l2 in self.l2):
+            shown += "  the device waited for the host"
+        floor, aim = (f"{r:.2f}" if r is not None else "-" for r in (row.floor, row.aim))
+        print(f"{row.name:40} {first['us']:8.1f} {first['gbs']:6.0f} {first['ratio']:7.3f} {floor:>6} {aim:>5} {mark:5}{shown}",
+              flush=True)
+
+    def small(self) -> None:
+        """Device and host time a call of tensors that one launch cannot fill a device with."""
+        chosen = {name: e for name, e in SMALL_ROWS.items() if wanted(name, self.filters)}
+        if not chosen:
+            return
+        x = self.inputs(SMALL[0] * SMALL[1])[0].view(SMALL)
+        print(f"\n{SMALL[0]}x{SMALL[1]} bf16, in the L2; host microseconds a call, target {HOST_TARGET_US:.0f}")
+        print(f"{'row':40} {'device us':>10} {'operator us':>12} {'dispatch us':>12}")
+        for name, encodings in chosen.items():
+            result = {"name": name, "shape": list(SMALL)}
+            self.report["small"].append(result)
+            sides = {e.direction: native.side_of(e) for e in encodings}
+            row, col = (sides.get(d, ()) for d in Direction)
+            nothing = [None] * len(encodings)
+            calls = {
+                "operator": lambda: torch.ops.fsdp_quant.quantize(x, row, col, [0.0, 0.0], 0, [None] * 8, False),
+                "dispatch": lambda: dispatch.encode(x, encodings, None, keys=nothing),
+            }
+            try:
+                result["device_us"] = self.clock.time([calls["operator"]], None).us
+                for level, call in calls.items():
+                    result[f"{level}_host_us"] = self.clock.host(call)
+            except Exception as error:  # of any kind: one row does not cost the others
+                result["error"] = _first_line(error)
+                print(f"{name:40} failed: {result['error']}", flush=True)
+                _recover()
+                continue
+            over = "  over the target" if result["operator_host_us"] > HOST_TARGET_US else ""
+            print(f"{name:40} {result['device_us']:10.1f} {result['operator_host_us']:12.1f} "
+                  f"{result['dispatch_host_us']:12.1f}{over}", flush=True)
+
+    def run(self, shapes: Sequence[tuple[int, int]]) -> None:
+        for rows, cols in shapes:
+            sources = self.inputs(rows * cols) if any(wanted(r.name, self.filters) for r in ROWS) else []
+            self.table(f"{rows}x{cols} bf16", sources, [s.view(rows, cols) for s in sources], ROWS)
+        for ranks in GROUP_RANKS if any(wanted(r.name, self.filters) for r in GROUP_ROWS) else ():
+            numel = sum(rows * cols for rows, cols in group_shapes(ranks))
+            sources = self.inputs(numel)
+            title = f"{GROUP_TENSORS} shards of {ranks} ranks, {2 * numel / 2**20:.0f} MiB bf16"
+            self.table(title, sources, [group_of(s, ranks) for s in sources], GROUP_ROWS)
+        self.small()
+
+    def summary(self) -> str:
+        """The last line: how many rows are where, and the worst of those with a floor."""
+        rows = [r for t in self.report["tables"] for r in t["rows"]]
+        failed = [r for r in [*rows, *self.report["small"]] if "error" in r]
+        judged = [r for r in rows if "error" not in r and r["floor"] is not None]
+        under = [r for r in judged if r["under"]]
+        line = f"{len(rows)} rows: {len(judged)} with a floor, {len(under)} under it"
+        line += f", {sum(r['reached'] for r in rows if 'error' not in r)} at their aim, {len(failed)} failed"
+        if judged:
+            worst = min(judged, key=lambda r: r[self.l2[0]]["ratio"] / r["floor"])
+            line += f"; lowest over its floor: {worst['name']}, {worst[self.l2[0]]['ratio']:.3f} of {worst['floor']:.2f}"
+        return line
+
+    @property
+    def failed(self) -> bool:
+        return any("error" in r for t in [*self.report["tables"], {"rows": self.report["small"]}] for r in t["rows"])
+
+
+def on_device(args) -> int:
+    device = torch.device("cuda", torch.cuda.current_device())
+    reason = extension.runs_on(device)
+    if reason is not None:
+        print(f"nothing to measure: {reason}")
+        return 2
+    properties = torch.cuda.get_device_properties(device)
+    clock = DeviceClock(device, args.repeats or 25)
+    bench = Bench(clock, device, args)
+    facts = {"device": properties.name, "processors": properties.multi_processor_count, "l2_bytes": properties.L2_cache_size,
+             "torch": torch.__version__, "library": vars(extension.STATUS.build) if extension.STATUS.build else None,
+             "shapes": args.shapes or SHAPES}
+    bench.report = {**facts, **bench.report}
+    clock.wake()
+    empty = clock.time([lambda: None], None).us
+    bench.report["empty_us"] = empty
+    print(f"{properties.name}, {properties.multi_processor_count} processors, {properties.L2_cache_size >> 20} MiB of L2, torch "
+          f"{torch.__version__}; medians of {clock.repeats}, L2: {' and '.join(args.l2)}; an empty interval is {empty:.1f} us")
+    lost = None
+    try:
+        bench.run(args.shapes or SHAPES)
+    except DeviceLost as error:
+        lost = bench.report["lost"] = str(error)
+    finally:  # also when it is interrupted: what was measured is worth keeping
+        _write(args.json, bench.report)
+    print(f"\n{bench.summary()}" + (f"; the device was lost: {lost}" if lost else ""))
+    return 1 if lost or bench.failed else 0
+
+
+# Without a GPU #
+
+def _seconds(call: Callable[[], object], repeats: int) -> float:
+    """Median wall time of a call, after one that does not count."""
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def on_cpu(args) -> int:
+    """The reference's times."""
+    repeats, key = args.repeats or 5, torch.tensor([1, 2, 3, 0, 0])
+    made = {name: Quantizer(fmt) for name, fmt in FORMATS.items() if fmt.is_quantized}
+    made["nvfp4+SR"] = Quantizer("nvfp4", rounding="stochastic")
+    made["nvfp4+RHT"] = Quantizer("nvfp4", rotation=True)
+    report = {"device": "cpu", "threads": torch.get_num_threads(), "torch": torch.__version__,
+              "shapes": args.shapes or CPU_SHAPES, "tables": []}
+    for rows, cols in args.shapes or CPU_SHAPES:
+        x = laws.values(rows, cols)
+        copy = _seconds(x.clone, repeats)
+        found = {"title": f"{rows}x{cols} bf16", "copy_s": copy, "rows": []}
+        report["tables"].append(found)
+        print(f"CPU, {torch.get_num_threads()} threads, torch {torch.__version__}, {rows}x{cols} bf16, reference ops; "
+              f"copy {copy * 1e3:.2f} ms")
+        print(f"{'format':14} {'direction':11} {'encode s':>9} {'x copy':>7} {'decode s':>9} {'x copy':>7}")
+        for label, quantizer in made.items():
+            for direction in Direction:
+                if not wanted(f"{label} {direction.value}", args.rows):
+                    continue
+                storage = quantizer.storage(x, direction, key)
+                encode = _seconds(lambda q=quantizer, d=direction: q.storage(x, d, key), repeats)
+                decode = _seconds(storage.decode, repeats)
+                found["rows"].append({"name": label, "direction": direction.value, "encode_s": encode, "decode_s": decode})
+                print(f"{label:14} {direction.value:11} {encode:9.4f} {encode / copy:7.1f} {decode:9.4f} {decode / copy:7.1f}",
+                      flush=True)
+    _write(args.json, report)
+    return 0
+
+
+def _write(path: str | None, report: dict) -> None:
+    if path:
+        with open(path, "w") as file:
+            json.dump(report, file, indent=1)
+
+
+def _shape(text: str) -> tuple[int, int]:
+    try:
+        rows, cols = map(int, text.split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape; wanted rows x cols, like 8192x8192") from None
+    if rows < 1 or cols < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is empty")
+    return rows, cols
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no count; wanted 1 or more")
+    return int(text)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--shapes", type=_shape, nargs="+", help="rows x cols (default: 8192x8192 16384x4096 4096x14336)")
+    made.add_argument("--rows", nargs="+", default=[], help="only rows whose name contains one of these")
+    made.add_argument("--json", help="write all numbers to this file")
+    made.add_argument("--repeats", type=_count, help="timed calls a row (default: 25; CPU: 5)")
+    made.add_argument("--l2", nargs="+", choices=L2_MODES, default=L2_MODES, help="how the L2 is made cold (default: both)")
+    made.add_argument("--reference", action="store_true", help="time the PyTorch reference of each row as well")
+    return made
+
+
+def main() -> int:
+    args = parser().parse_args()
+    return on_device(args) if torch.cuda.is_available() else on_cpu(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""Packaging: what setup.py builds or refuses, which library is loaded, where it runs, and what doctor says of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fsdp_quant
+from fsdp_quant import __main__ as command
+from fsdp_quant.formats import FORMATS
+from fsdp_quant.ops import extension
+
+ROOT = Path(fsdp_quant.__file__).parents[1]
+OPERATIONS = ("quantize", "statistics", "dequantize", "transpose", "swizzle")
+
+
+def run(*arguments: str, cwd: Path = ROOT, **environ: str) -> subprocess.CompletedProcess:
+    """This Python in a process of its own; its environment holds no FSDP_QUANT_ variable but those given."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("FSDP_QUANT_")} | environ
+    return subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, env=env)
+
+
+@pytest.fixture
+def garbage(tmp_path: Path) -> Path:
+    """A file with the library's name that is no library."""
+    path = tmp_path / "_native.abi3.so"
+    path.write_bytes(b"not a library\n" * 100)
+    return path
+
+
+def loaded(monkeypatch: pytest.MonkeyPatch, *architectures: str) -> None:
+    """Makes the module believe that it loaded a library with code for these."""
+    build = extension.BuildInfo("2.11.0+cu130", "13.0", "13.0.88", architectures)
+    monkeypatch.setattr(extension, "STATUS", extension.Status("_native.abi3.so", None, build))
+    extension._missing_code_for.cache_clear()
+
+
+# Loading #
+
+@pytest.mark.parametrize("environ", ["off", "garbage"])
+def test_import_works_without_the_library(garbage: Path, environ: str):
+    """Otherwise a variable, or a file that a broken build left, takes the whole package away."""
+    program = (
+        "import torch, fsdp_quant as fq\n"
+        "from fsdp_quant.ops import extension\n"
+        "fq.Quantizer('mxfp8').quantize(torch.ones(2, 32))\n"
+        "print(extension.is_loaded(), extension.STATUS.library, extension.STATUS.reason, sep='|')\n"
+    )
+    chosen = {"FSDP_QUANT_NATIVE_LIBRARY": str(garbage)}
+    done = run("-c", program, **(chosen if environ == "garbage" else chosen | {"FSDP_QUANT_NATIVE": "0"}))
+    assert done.returncode == 0, done.stderr
+    state, library, reason = done.stdout.strip().split("|")
+    assert (state, library) == ("False", "None")
+    if environ == "off":
+        assert reason == "FSDP_QUANT_NATIVE=0 in the environment"
+    else:
+        assert reason.startswith("_native.abi3.so does not load (") and "rebuild with pip install" in reason
+
+
+@pytest.mark.parametrize("built", [("2.0.1", "11.8", "2.0.1+cu118"), (torch.__version__.split("+")[0], "1.0", None)])
+def test_a_library_for_another_torch_is_not_loaded(monkeypatch, garbage: Path, built: tuple):
+    """Otherwise C++ of one torch release runs in another, and crashes or computes nonsense."""
+    version, cuda, name = built
+    info = extension.BuildInfo(version, cuda, "11.8.89", ("sm_90a",))
+    monkeypatch.setattr(extension, "build_info_beside", lambda library: info)
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: pytest.fail("a library for another torch was loaded"))
+    status = extension.load({"FSDP_QUANT_NATIVE_LIBRARY": str(garbage)})
+    here = extension.release(torch.__version__, torch.version.cuda)
+    assert status.library is None and status.build is info
+    assert f"built for torch {name or version + '+cu10'}, this is torch {here}; rebuild with" in status.reason
+
+
+def test_a_library_for_this_torch_is_loaded(monkeypatch, garbage: Path):
+    """Otherwise the kernels that were built never run."""
+    paths = []
+    info = extension.BuildInfo(torch.__version__, torch.version.cuda, "13.0.88", ("sm_90a",))
+    monkeypatch.setattr(extension, "build_info_beside", lambda library: info)
+    monkeypatch.setattr(torch.ops, "load_library", paths.append)
+    assert extension.load({"FSDP_QUANT_NATIVE_LIBRARY": str(garbage)}) == extension.Status(str(garbage), None, info)
+    monkeypatch.setattr(extension, "PACKAGE", garbage.parent)
+    assert extension.load({}) == extension.Status(str(garbage), None, info)
+    assert paths == [str(garbage)] * 2
+
+
+def test_an_installed_library_needs_its_build_info(monkeypatch, garbage: Path):
+    """Otherwise a library that another Python built goes unchecked; one that a developer names may have none."""
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    monkeypatch.setattr(extension, "PACKAGE", garbage.parent)
+    assert "no build info for this Python" in extension.load({}).reason
+    assert extension.load({"FSDP_QUANT_NATIVE_LIBRARY": str(garbage)}).reason is None
+    garbage.with_name(f"_build_info{extension.EXTENSION_SUFFIXES[0]}").write_bytes(b"no library either")
+    assert "does not load" in extension.load({}).reason
+    monkeypatch.setattr(extension, "PACKAGE", garbage.parent / "nothing here")
+    assert extension.load({}).reason.startswith("not built")
+
+
+# Where it runs #
+
+def test_runs_on_says_what_stands_against_a_device(monkeypatch):
+    """Otherwise a kernel is called where it has no code, or a user cannot tell why the reference runs."""
+    assert extension.runs_on(torch.device("cpu")) == "the device is cpu, not CUDA"
+    monkeypatch.setattr(extension, "STATUS", extension.Status(None, "not built", None))
+    assert extension.runs_on(torch.device("cuda", 0)) == "the compiled operators are off: not built"
+    assert not extension.is_loaded()
+
+
+@pytest.mark.parametrize("architectures, runs", [
+    (("sm_90a", "sm_100a"), {(9, 0), (10, 0)}),
+    (("sm_90",), {(9, 0)}),
+    (("sm_100",), {(10, 0), (10, 3)}),
+    (("sm_80",), {(8, 0), (8, 9)}),
+])
+def test_runs_on_compares_the_architectures(monkeypatch, architectures, runs):
+    """Otherwise code for an "a" target is launched on a neighbour that lacks its instructions."""
+    loaded(monkeypatch, *architectures)
+    capabilities = [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
+    for index, (major, minor) in enumerate(capabilities):
+        reason = extension.runs_on(torch.device("cuda", index))
+        if (major, minor) in runs:
+            assert reason is None, reason
+        else:
+            assert reason == f"the library was built without sm_{major}{minor}: it has {', '.join(architectures)}"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: pytest.fail("asked the driver twice"))
+    extension.runs_on(torch.device("cuda", 0))
+    extension._missing_code_for.cache_clear()
+
+
+# Doctor #
+
+def test_doctor_prints_a_line_per_format(monkeypatch, capsys):
+    """Otherwise nobody can tell from a report which operations ran compiled, and why the others did not."""
+    def supported(fmt, device):
+        reason = f"no kernel for {fmt.scale} scales" if fmt.tensor_scale else None
+        return {name: "only rows" if name == "swizzle" else reason for name in OPERATIONS}
+
+    monkeypatch.setattr(command.native, "supported", supported)
+    loaded(monkeypatch, "sm_90a", "sm_100a")
+    assert command.main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first = {line.split()[0]: line for line in lines if line}
+    assert {"torch", "CUDA", "nvcc", "GPUs", "NCCL", "gloo"} <= set(first)
+    assert "13.0.88" in first["nvcc"] and any("sm_90a, sm_100a" in line for line in lines)
+    header = next(line for line in lines if "quantize" in line)
+    assert header.split()[-len(OPERATIONS):] == list(OPERATIONS)
+    notes = {line.split()[0]: line for line in lines if line.startswith("[")}
+    for fmt in FORMATS.values():
+        row = first[fmt.name]
+        for name in OPERATIONS:
+            cell = row[header.index(f" {name}") + 1:].split()[0]
+            want = supported(fmt, None)[name]
+            assert cell == "native" if want is None else want in notes[cell], row
+
+
+# setup.py #
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """setup.py with an empty csrc/bindings.cpp, a torch for CUDA 13.0 in front of the real one, and no toolkit."""
+    pytest.importorskip("setuptools", minversion="77")
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "csrc" / "bindings.cpp").touch()
+    (tmp_path / "torch.py").write_text("class version:\n    cuda = '13.0'\n__version__ = '2.99.0+cu130'\n")
+    return tmp_path
+
+
+def toolkit(checkout: Path, version: str) -> str:
+    """The CUDA_HOME of a toolkit whose nvcc does nothing but answer; it knows sm_80 and sm_90."""
+    home = checkout / f"cuda-{version}"
+    (home / "bin").mkdir(parents=True)
+    (home / "include").mkdir()
+    (home / "include" / "cuda_runtime.h").touch()
+    nvcc = home / "bin" / "nvcc"
+    nvcc.write_text(
+        '#!/bin/sh\ncase "$*" in\n'
+        f'*--version*) echo "Cuda compilation tools, release {version}, V{version}.7" ;;\n'
+        "*--list-gpu-code*) echo sm_80; echo sm_90 ;;\nesac\n"
+    )
+    nvcc.chmod(0o755)
+    return str(home)
+
+
+def setup(checkout: Path, **environ: str) -> subprocess.CompletedProcess:
+    return run("setup.py", "--name", cwd=checkout, PYTHONPATH=str(checkout), **environ)
+
+
+def test_setup_without_sources_is_pure_python_or_an_error(checkout: Path):
+    """Otherwise an install fails that could go on, or goes on after it was told to build the operators."""
+    (checkout / "csrc" / "bindings.cpp").unlink()
+    done = setup(checkout)
+    assert done.returncode == 0 and "pure Python install, because csrc/bindings.cpp does not exist" in done.stdout
+    done = setup(checkout, FSDP_QUANT_NATIVE="0")
+    assert done.returncode == 0 and "because FSDP_QUANT_NATIVE=0" in done.stdout
+    done = setup(checkout, FSDP_QUANT_NATIVE="1")
+    assert done.returncode != 0 and "FSDP_QUANT_NATIVE=1 asks for" in done.stderr and "bindings.cpp" in done.stderr
+    done = setup(checkout, FSDP_QUANT_NATIVE="yes")
+    assert done.returncode != 0 and "FSDP_QUANT_NATIVE must be 0, 1 or unset, got 'yes'" in done.stderr
+
+
+def test_setup_tells_what_disagrees(checkout: Path):
+    """Otherwise the operators are built by a compiler whose runtime torch does not have."""
+    done = setup(checkout, FSDP_QUANT_NATIVE="1", CUDA_HOME=toolkit(checkout, "12.4"))
+    assert done.returncode != 0
+    for part in ("release 12.4.7", "torch 2.99.0+cu130", "CUDA 13.0", "point CUDA_HOME at a CUDA 13 toolkit"):
+        assert part in done.stderr, (part, done.stderr)
+    done = setup(checkout, FSDP_QUANT_NATIVE="1", CUDA_HOME=str(checkout))
+    assert done.returncode != 0 and "no CUDA toolkit" in done.stderr and f"in {checkout};" in done.stderr
+    (checkout / "torch.py").write_text("class version:\n    cuda = None\n__version__ = '2.99.0+cpu'\n")
+    done = setup(checkout, FSDP_QUANT_NATIVE="1")
+    assert done.returncode != 0 and "torch 2.99.0+cpu is not a CUDA build" in done.stderr
+
+
+def test_setup_drops_architectures_that_nvcc_does_not_know(checkout: Path):
+    """Otherwise an older toolkit compiles nothing; and a misspelt list is taken for an unknown one."""
+    home = toolkit(checkout, "13.0")
+    done = setup(checkout, FSDP_QUANT_NATIVE="1", CUDA_HOME=home, FSDP_QUANT_CUDA_ARCHS="10.0a 12.0")
+    assert done.returncode != 0 and "does not know sm_100a, sm_120: dropped" in done.stdout
+    assert "knows none of 10.0a 12.0" in done.stderr
+    done = setup(checkout, CUDA_HOME=home, FSDP_QUANT_CUDA_ARCHS="9.0a;sm_100a")
+    assert done.returncode != 0 and "holds 'sm_100a', wanted architectures like 9.0a;10.0a" in done.stderr

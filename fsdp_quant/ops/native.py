@@ -1,0 +1,279 @@
+"""The compiled operators: what they take, how a format is put into their terms, and their fake implementations.
+
+Everything here is called by `dispatch` (and `supported` by `doctor`); the library itself is loaded by `extension`.
+An `Encoding` is passed as one integer of bit fields (csrc/api/quantize.h), which a call parses in no time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..formats import ROTATION_BLOCK, ROWWISE, Direction, Encoding, Format, ceil_div, round_up
+from . import extension
+
+ELEMENTS = {"e4m3": 1, "e5m2": 2, "e2m1": 3}
+COMPACT, HOPPER, BLACKWELL = 0, 1, 2
+SCALE_LAYOUTS = {"sm_90a": HOPPER, "sm_100a": BLACKWELL}
+TRANSPOSE_BYTES, TRANSPOSE_NIBBLES, SWIZZLE, SWIZZLE_TRANSPOSED = range(4)
+TILE = 128
+FLOATING = (torch.bfloat16, torch.float16, torch.float32)
+
+_ops = torch.ops.fsdp_quant
+
+
+# What there is a kernel for #
+
+def _scale_kind(fmt: Format) -> int:
+    if fmt.scale == "fp32":
+        return int(fmt.pow2)
+    return 4 if fmt.scale == "e4m3" else 2 + (fmt.scale_rounding == "floor")
+
+
+@functools.cache
+def why_not(fmt: Format) -> str | None:
+    """Why no kernel encodes this format, in one clause; None when one does."""
+    if not fmt.is_quantized:
+        return "not quantized"
+    blocks = (None, 128) if fmt.scale == "fp32" else (16, 32)
+    outer, contraction = fmt.block
+    if contraction not in blocks or outer not in (1, contraction):
+        return f"no kernel for {fmt.scale} scales of {fmt.block} blocks"
+    if (fmt.element.bits == 4) != fmt.tensor_scale:
+        return f"no kernel for {fmt.element.name} with {fmt.scale} scales"
+    return None
+
+
+@functools.cache
+def side_of(encoding: Encoding, transposed: bool = False, layout: int = COMPACT) -> int:
+    """An encoding in the operators' terms."""
+    fmt = encoding.fmt
+    outer, contraction = (b or 0 for b in fmt.block)
+    return (
+        ELEMENTS[fmt.element.name] | _scale_kind(fmt) << 3 | outer << 6 | contraction << 16 | encoding.stochastic << 26
+        | fmt.rotated << 27 | transposed << 28 | layout << 29
+    )
+
+
+class _Side(NamedTuple):
+    """A packed side again, for fake implementations."""
+
+    element: int
+    scale: int
+    outer: int
+    contraction: int
+    rotated: int
+    transposed: int
+    layout: int
+
+
+def _unpack(side: int) -> _Side:
+    return _Side(
+        side & 7, side >> 3 & 7, side >> 6 & 1023, side >> 16 & 1023, side >> 27 & 1, side >> 28 & 1, side >> 29 & 3
+    )
+
+
+def runs(x: Tensor) -> bool:
+    """Kernels run where this tensor is."""
+    return x.is_cuda and extension.runs_on(x.device) is None
+
+
+def encodes(x: Tensor, encoding: Encoding, row0: int = 0) -> bool:
+    """A kernel makes this encoding of x [rows, cols]; the reference makes what is left."""
+    if not runs(x) or x.numel() == 0 or x.dtype not in FLOATING or why_not(encoding.fmt) is not None:
+        return False
+    return not (encoding.fmt.rotated and encoding.direction is not ROWWISE and row0 % TILE)
+
+
+def supported(fmt: Format, device: torch.device) -> dict[str, str | None]:
+    """Operation -> why it does not run natively for this format on this device, None when it does."""
+    reason = extension.runs_on(device) or why_not(fmt)
+    blackwell = "swizzled scales are for one-byte scales" if fmt.scale not in ("e8m0", "e4m3") else None
+    return {
+        "quantize": reason, "statistics": reason, "dequantize": reason, "transpose": reason, "swizzle": reason or blackwell,
+    }
+
+
+# Quantize #
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+class _Call(NamedTuple):
+    """What a list of encodings, one a direction, is to the operators; made once for each list."""
+
+    row: int
+    col: int
+    row_eps: float
+    col_eps: float
+    places: tuple[int | None, int | None]  # index in the list of the rowwise and of the columnwise encoding
+
+
+@functools.cache
+def _call_of(encodings: tuple[Encoding, ...], transposed: tuple[bool, ...] | None = None, layout: int = COMPACT) -> _Call:
+    row = col = 0
+    eps, places = [0.0, 0.0], [None, None]
+    for i, e in enumerate(encodings):
+        side, d = side_of(e, transposed[i] if transposed else False, layout), int(e.direction is not ROWWISE)
+        row, col = (side, col) if d == 0 else (row, side)
+        eps[d], places[d] = e.eps, i
+    return _Call(row, col, *eps, tuple(places))
+
+
+def statistics(x: Tensor, encodings: Sequence[Encoding], row0: int, through_bf16: bool) -> list[tuple]:
+    """(amax, tensor_amax or None) of each encoding (one a direction), in one read of x."""
+    call = _call_of(tuple(encodings))
+    made = iter(_ops.statistics(_rows(x), call.row, call.col, row0, through_bf16))
+    results = [None] * len(encodings)
+    for i in call.places:
+        if i is not None:
+            results[i] = (next(made), next(made) if encodings[i].fmt.tensor_scale else None)
+    return results
+
+
+def quantize(
+    x: Tensor, encodings: Sequence[Encoding], row0: int, through_bf16: bool,
+    stats: Sequence[tuple] | None, keys: Sequence[Tensor | None] | None, encs: Sequence[Tensor | None] | None,
+    transposed: Sequence[bool] | None = None, layout: int = COMPACT,
+) -> list[tuple]:
+    """(data, scale, tensor_amax or None, amax or None) of each encoding (one a direction), in one read of x.
+
+    stats:       (amax, tensor_amax) an encoding, or None: taken from x.
+    encs:        fp32 [1], delayed scaling; 0 where there is no history yet.
+    transposed:  codes of a columnwise side as [cols, rows], what a Hopper tensor core reads.
+    """
+    call = _call_of(tuple(encodings), tuple(transposed) if transposed else None, layout)
+    known = [None] * 8
+    for d, i in enumerate(call.places):
+        if i is not None:
+            known[4 * d : 4 * d + 4] = (
+                *(stats[i] if stats else (None, None)), encs[i] if encs else None, keys[i] if keys else None
+            )
+    made = iter(_ops.quantize(_rows(x), *call[:4], row0, through_bf16, *known))
+    results = [None] * len(encodings)
+    for i in call.places:
+        if i is not None:
+            fmt = encodings[i].fmt
+            results[i] = (
+                next(made), next(made), next(made) if fmt.tensor_scale else None,
+                next(made) if fmt.scale_leaves_contraction else None,
+            )
+    return results
+
+
+def quantize_anchored(
+    x: Tensor, encodings: Sequence[Encoding], anchor_blocks: Sequence[int | None], through_bf16: bool = False,
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """(codes, fp32 scales) of each e8m0 encoding, and the guard's counts int64 [2, 2]; see `reference.anchor`."""
+    call = _call_of(tuple(encodings))
+    runs = [0 if i is None else anchor_blocks[i] or 0 for i in call.places]
+    *made, counts = _ops.quantize_anchored(_rows(x), call.row, call.col, *runs, None, None, through_bf16)
+    order = [i for i in call.places if i is not None]
+    results = {i: (made[2 * n], made[2 * n + 1]) for n, i in enumerate(order)}
+    return [results[i] for i in range(len(encodings))], counts
+
+
+def dequantize(
+    data: Tensor, scale: Tensor | None, tensor_amax: Tensor | None, fmt: Format, direction: Direction, cols: int,
+    row0: int, dtype: torch.dtype,
+) -> Tensor:
+    """element * scale (* tensor scale) in fp32, rounded once to `dtype`: [rows, cols]."""
+    side = side_of(Encoding(fmt, direction))
+    return _ops.dequantize(data, scale, tensor_amax, side, direction is not ROWWISE, cols, row0, dtype)
+
+
+def transpose_codes(data: Tensor, rows: int, cols: int, bits: int) -> Tensor:
+    return _ops.transpose_codes(data, rows, cols, bits)
+
+
+def swizzle_scales(scale: Tensor, outer: int, outer_block: int, transposed: bool) -> Tensor:
+    return _ops.swizzle_scales(scale, outer, outer_block, transposed)
+
+
+# Fake implementations: shapes alone, for torch.compile #
+
+def _shapes(packed: int, columnwise: bool, x: Tensor, row0: int = 0) -> tuple:
+    """(data shape, scale shape, compact scale shape) of a side."""
+    side = _unpack(packed)
+    rows, cols = x.shape
+    if side.rotated:
+        rows, cols = (round_up(rows, ROTATION_BLOCK), cols) if columnwise else (rows, round_up(cols, ROTATION_BLOCK))
+    per = 2 if side.element == 3 else 1
+    data = (cols, ceil_div(rows, per)) if side.transposed else (rows, ceil_div(cols, per))
+    b0, b1 = (side.contraction, side.outer) if columnwise else (side.outer, side.contraction)
+    grid = (ceil_div(row0 % b0 + rows, b0) if b0 else 1, ceil_div(cols, b1) if b1 else 1)
+    if side.layout == COMPACT:
+        return data, grid, grid
+    lines, line_blocks, blocks = (cols, *grid[::-1]) if columnwise else (rows, *grid)
+    numel = grid[0] * grid[1]
+    if side.scale < 2 and side.contraction:
+        numel = blocks * round_up(lines, 4) if side.outer == 1 else line_blocks * round_up(blocks, 4)
+    elif side.scale >= 2 and side.layout == BLACKWELL:
+        numel = round_up(lines, TILE) * round_up(blocks, 4)
+    return data, (numel,), grid
+
+
+def _sides(row: int, col: int):
+    return [(side, bool(d)) for d, side in enumerate((row, col)) if side]
+
+
+def _fake_quantize(x, row, col, row_eps, col_eps, row0, through_bf16, *known):
+    made = []
+    for side, columnwise in _sides(row, col):
+        (data, scale, grid), (_, kind, _, contraction, *_) = _shapes(side, columnwise, x, row0), _unpack(side)
+        made += [x.new_empty(data, dtype=torch.uint8)]
+        made += [x.new_empty(scale, dtype=torch.uint8 if kind >= 2 else torch.float32)]
+        made += [x.new_empty(1, dtype=torch.float32)] if kind == 4 else []
+        made += [x.new_empty(grid, dtype=torch.float32)] if contraction == 0 else []
+    return made
+
+
+def _fake_anchored(x, row, col, row_run, col_run, row_anchor, col_anchor, through_bf16):
+    made = []
+    for (side, columnwise), run in zip(((row, False), (col, True)), (row_run, col_run)):
+        if side:
+            rows, cols = x.shape
+            runs = ceil_div(rows if columnwise else cols, run) if run else 1
+            made += [x.new_empty(_shapes(side, columnwise, x)[0], dtype=torch.uint8)]
+            made += [x.new_empty((runs, cols) if columnwise else (rows, runs), dtype=torch.float32)]
+    return [*made, x.new_empty((2, 2), dtype=torch.int64)]
+
+
+def _fake_statistics(x, row, col, row0, through_bf16):
+    made = []
+    for side, columnwise in _sides(row, col):
+        made += [x.new_empty(_shapes(side, columnwise, x, row0)[2], dtype=torch.float32)]
+        made += [x.new_empty(1, dtype=torch.float32)] if _unpack(side).scale == 4 else []
+    return made
+
+
+def _fake_statistics_group(x, side, columnwise, row0, through_bf16):
+    sides = (0, side) if columnwise else (side, 0)
+    return [t for one, start in zip(x, row0) for t in _fake_statistics(one, *sides, start, through_bf16)]
+
+
+def _fake_swizzle(scale, outer, outer_block, transposed):
+    return scale.new_empty(round_up(outer, TILE) * round_up(scale.shape[0 if transposed else 1], 4))
+
+
+FAKES = {
+    "quantize": _fake_quantize,
+    "quantize_out": lambda *args: None,
+    "quantize_anchored": _fake_anchored,
+    "statistics": _fake_statistics,
+    "quantize_group": lambda *args: None,
+    "statistics_group": _fake_statistics_group,
+    "dequantize": lambda data, scale, tensor_amax, side, columnwise, cols, row0, dtype: data.new_empty(
+        (data.shape[0], cols), dtype=dtype),
+    "transpose_codes": lambda data, rows, cols, bits: data.new_empty((cols, ceil_div(rows, 2) if bits == 4 else rows)),
+    "swizzle_scales": _fake_swizzle,
+    "relayout_group": lambda *args: None,
+}
+if extension.is_loaded():
+    for _name, _fake in FAKES.items():
+        torch.library.register_fake(f"fsdp_quant::{_name}", _fake)
