@@ -39,9 +39,9 @@ at::Tensor dequantize(
   a.shift = row_block ? static_cast<int32_t>(row0 % row_block) : 0;
   a.element = side.element, a.scale_kind = side.scale;
   a.output = dtype == at::kFloat ? Output::kF32 : dtype == at::kHalf ? Output::kF16 : Output::kBF16;
-  a.vectors = is_aligned(a.data, 16) && cols % 16 == 0;
-  a.threads = cols <= 64 * 16 ? 64 : 256;
-  a.blocks_per_row = static_cast<int32_t>(ceil_div(cols, a.threads * 16));
+  a.vectors = is_aligned(a.data, 16) && cols % 8 == 0;
+  a.threads = cols <= 64 * 8 ? 64 : 256;
+  a.blocks_per_row = static_cast<int32_t>(ceil_div(cols, a.threads * 8));
   if (scale.has_value()) {
     const int64_t block_rows = row_block ? ceil_div(a.shift + rows, row_block) : 1;
     const int64_t block_cols = ((cols - 1) >> a.col_log2) + 1;

@@ -70,11 +70,12 @@ TensorArgs tensor_args(const at::Tensor& x, int64_t row0) {
   return t;
 }
 
-// Rows beyond the tensor's that a rotation fills have tiles too.
-int32_t tiles_of(const TensorArgs& t, const Side* col = nullptr) {
+// Sets the rows of tiles too: those that a rotation fills beyond the tensor have tiles.
+int32_t tiles_of(TensorArgs& t, const Side* col = nullptr) {
   const bool fills = col != nullptr && col->present() && col->rotated;
   const int64_t rows = fills ? ceil_div(t.rows, kRotationBlock) * kRotationBlock : t.rows;
-  const int64_t tiles = ceil_div(rows + t.shift, kTile) * t.tile_cols;
+  t.tile_rows = static_cast<int32_t>(ceil_div(rows + t.shift, kTile));
+  const int64_t tiles = static_cast<int64_t>(t.tile_rows) * t.tile_cols;
   TORCH_CHECK_VALUE(tiles <= std::numeric_limits<int32_t>::max(), "x has ", tiles, " tiles; one launch takes 2^31");
   return static_cast<int32_t>(tiles);
 }
@@ -137,6 +138,7 @@ class Zeroed {
 void run(Launch<1>& launch, const c10::cuda::CUDAStream& stream, const char* name) {
   SideBuffers(&b)[2] = launch.tensors[0].side;
   const bool both = fuses(launch.side, b, launch.input);
+  launch.twins = are_twins(launch.side, b);
   const bool needs = collects(launch.side[0], b[0]) || collects(launch.side[1], b[1]);
   const bool delayed = b[0].enc != nullptr || b[1].enc != nullptr;
   const bool mixed = launch.side[0].present() && launch.side[1].present() &&
@@ -284,8 +286,8 @@ void quantize_out(
   for (const auto& [from, to] : copies) out[to].copy_(result[from], /*non_blocking=*/true);
 }
 
-// MXFP8 codes re-expressed against one power of two for each run of the contraction: 8-bit operands with fp32 scales
-// that leave the main loop. Returns data, scale of each side, and int64 [2, 2]: blocks far below their anchor, nonzero.
+// MXFP8 whose blocks share the scale of their run of the contraction: 8-bit operands with fp32 scales that leave the main
+// loop. Returns data, scale of each side, and int64 [2, 2]: blocks far below their anchor, nonzero.
 std::vector<at::Tensor> quantize_anchored(
     const at::Tensor& x, int64_t row, int64_t col, int64_t row_run, int64_t col_run, const MaybeTensor& row_anchor,
     const MaybeTensor& col_anchor, bool through_bf16) {
@@ -309,9 +311,12 @@ std::vector<at::Tensor> quantize_anchored(
     Side& s = launch.side[d];
     statistics.side[d].element = Element::kNone;
     if (!s.present()) continue;
-    TORCH_CHECK_VALUE(s.scale == ScaleKind::kE8M0Up || s.scale == ScaleKind::kE8M0Floor, "anchors re-express e8m0 scales");
+    TORCH_CHECK_VALUE(s.scale == ScaleKind::kE8M0Up, "anchors take the place of e8m0 scales that are rounded up");
+    TORCH_CHECK_VALUE(launch.input == Input::kBF16 || launch.input == Input::kF32AsBF16, "x is ", x.scalar_type(),
+                      "; anchored codes are made of bfloat16 (or float32 through bfloat16)");
     TORCH_CHECK_VALUE(runs[d] >= 0 && runs[d] % kTile == 0 && (runs[d] & (runs[d] - 1)) == 0, "anchor run is ", runs[d],
                       "; wanted 0 (the whole contraction) or a power of two of ", kTile, " or more");
+    TORCH_CHECK_VALUE(s.outer == 1, "anchors are of blocks of one line; got ", s.outer, " lines");
     s.anchor_log2 = log2_of(runs[d]);
     g[d] = geometry_of(s, d, t.rows, t.cols, 0);
     Side line = s;  // an anchor is the amax of a run of one line

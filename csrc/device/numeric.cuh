@@ -21,38 +21,26 @@ __device__ __forceinline__ float power_of_two(uint32_t exponent) {
   return __uint_as_float(bits);
 }
 
-// enc of the fp32 scales: max /rn amax; 1 where amax is 0 or not finite; FLT_MAX at most. Rounded down to a power of two
-// it needs no division: the exponents' difference, less one where amax has the larger mantissa.
+// enc of the fp32 scales: max /rn amax; 1 where amax is 0 or not finite; FLT_MAX at most.
 __device__ __forceinline__ float encode_factor(float amax, float max, float eps, bool pow2) {
   if (amax < eps) amax = eps;
-  const uint32_t bits = bits_of(amax), top = bits_of(max);
-  if (pow2 && bits >= 0x00800000u && bits < 0x7F800000u) {
-    const int exponent = 127 + static_cast<int>(top >> 23) - static_cast<int>(bits >> 23) -
-                         ((bits & 0x7FFFFFu) > (top & 0x7FFFFFu));
-    if (exponent > 0 && exponent < 255) return __uint_as_float(exponent << 23);
-  }
   float enc = 1.0f;
   if (amax != 0.0f && is_finite(amax)) enc = fminf(__fdiv_rn(max, amax), kFltMax);
   return pow2 ? __uint_as_float(bits_of(enc) & 0x7F800000u) : enc;
 }
 
-// 1 /rn enc of a power of two, or of any factor.
-__device__ __forceinline__ float reciprocal(float enc, bool pow2) {
-  const uint32_t exponent = bits_of(enc) >> 23;
-  return pow2 && exponent > 0 && exponent < 254 ? __uint_as_float((254 - exponent) << 23) : __fdiv_rn(1.0f, enc);
-}
-
 // Biased exponent of a block: amax 0 -> 0x00, inf -> 0xFE, NaN -> 0xFF; rounded up, or by the OCP floor rule.
 __device__ __forceinline__ uint32_t e8m0_code(float amax, const Side& side) {
-  const uint32_t bits = bits_of(amax);
-  if (bits >= 0x7F800000u) return bits == 0x7F800000u ? 0xFEu : 0xFFu;
   if (side.scale == ScaleKind::kE8M0Floor) {  // the exponent of the maximum, less that of the largest element
+    const uint32_t bits = bits_of(amax);
+    if (bits >= 0x7F800000u) return bits == 0x7F800000u ? 0xFEu : 0xFFu;
     const int code = static_cast<int>(bits >> 23) - static_cast<int>((bits_of(side.max) >> 23) - 127);
     return code > 0 ? code : 0;
   }
+  // Adding all mantissa bits carries into the exponent unless they are zero; inf and NaN come out one too large.
   const uint32_t v = bits_of(__fmul_rn(amax, side.inverse_max));
-  const uint32_t exponent = v >> 23, mantissa = v & 0x7FFFFFu;
-  return exponent + (exponent == 0 ? mantissa > 0x400000u : mantissa != 0);
+  const uint32_t up = ((v + 0x7FFFFFu) >> 23) - (v >= 0x7F800000u);
+  return v > 0x400000u ? up : 0;
 }
 
 // S of a two-level format: 2688 /rn tensor amax; 1 where it is 0 or not finite; FLT_MAX at most.
@@ -80,56 +68,76 @@ __device__ __forceinline__ BlockScale e8m0_scale(float amax, const Side& side) {
   return {power_of_two(code == 255 ? 255 : 254 - code), code};
 }
 
+// The same for finite amaxes, whose code is at most 253.
+__device__ __forceinline__ BlockScale e8m0_scale_of_finite(float amax, const Side& side) {
+  const uint32_t code = e8m0_code(amax, side);
+  return {__uint_as_float((254u - code) << 23), code};
+}
+
 __device__ __forceinline__ BlockScale fp32_scale(float amax, const Side& side) {
   const bool pow2 = side.scale == ScaleKind::kFp32Pow2;
   const float enc = encode_factor(amax, side.max, side.eps, pow2);
-  return {enc, bits_of(is_finite(amax) ? reciprocal(enc, pow2) : quiet_nan())};
+  return {enc, bits_of(is_finite(amax) ? __fdiv_rn(1.0f, enc) : quiet_nan())};
 }
 
-// The tensor's part of a two-level scale: S * fl(1/6), and 1 /rn S.
-struct TensorScale {
-  float target, inverse;
-};
-
-__device__ __forceinline__ TensorScale tensor_scale(float tensor_amax) {
-  const float factor = tensor_encode_factor(tensor_amax);
-  return {__fmul_rn(factor, 1.0f / 6.0f), __fdiv_rn(1.0f, factor)};
+// The same for powers of two, and amaxes that `has_easy_power` takes. The difference of the bits borrows from the
+// exponents where amax has the larger mantissa, which is where the quotient's exponent is one less.
+__device__ __forceinline__ BlockScale easy_power(float amax, const Side& side) {
+  const int exponent = (static_cast<int>(bits_of(side.max) - bits_of(amax)) >> 23) + 127;
+  return {__uint_as_float(exponent << 23), static_cast<uint32_t>(254 - exponent) << 23};
 }
 
-__device__ __forceinline__ BlockScale two_level_scale(float amax, const TensorScale& tensor, bool round_up) {
-  if (amax != amax) return {quiet_nan(), 0x7F};
-  const float target = fminf(__fmul_rn(amax, tensor.target), 448.0f);
+__device__ __forceinline__ bool has_easy_power(float least, float largest, const Side& side) {
+  return least >= 1e-30f && least >= side.eps && largest <= 1e30f;  // false for NaN
+}
+
+// Two-level scales are e4m3 codes, so there are 128 encode factors for a tensor: enc = 1 /rn fl(code * fl(1 / S)).
+__device__ __forceinline__ float two_level_factor(uint32_t code, float tensor_amax) {
+  const float enc = __fdiv_rn(1.0f, __fmul_rn(e4m3_value(code), __fdiv_rn(1.0f, tensor_encode_factor(tensor_amax))));
+  return enc > kFltMax ? kFltMax : enc;
+}
+
+// factors: two_level_factor of every code. target_factor: S * fl(1 / 6).
+__device__ __forceinline__ BlockScale two_level_scale(
+    float amax, float target_factor, bool round_up, const float (&factors)[128]) {
+  const float target = fminf(__fmul_rn(amax, target_factor), 448.0f);
   uint32_t code = ptx::cvt_e4m3x2(0.0f, target) & 0xFF;
   if (round_up) code += e4m3_value(code) < target;
-  const float enc = __fdiv_rn(1.0f, __fmul_rn(e4m3_value(code), tensor.inverse));
-  return {enc > kFltMax ? kFltMax : enc, code};
+  if (amax != amax) code = 0x7F;
+  return {factors[code], code};
 }
 
-// 4-bit code of a magnitude, saturating, ties to even, in the low bits of a word whose other bits are kE2M1Rest; NaN
-// gives 6. Three rounded lines, whose minimum is the code: rint(2a), rint(a) + 2, rint(a / 2) + 4; adding 1.5 * 2^23
-// rounds to an integer in the low bits.
-constexpr uint32_t kE2M1Rest = 0x4B400000u;
-
+// 4-bit code of a magnitude, saturating, ties to even, in the low byte; NaN gives 6. Three rounded lines, whose minimum is
+// the code: rint(2a), rint(a) + 2, rint(a / 2) + 4; adding 1.5 * 2^23 rounds to an integer in the low bits, and positive
+// floats order like their bits.
 __device__ __forceinline__ uint32_t e2m1_magnitude(float a) {
   constexpr float kMagic = 12582912.0f;
-  const float low = fminf(__fmaf_rn(a, 2.0f, kMagic), __fadd_rn(a, kMagic + 2.0f));
-  return bits_of(fminf(fminf(low, __fmaf_rn(a, 0.5f, kMagic + 4.0f)), kMagic + 7.0f));
+  const int first = __float_as_int(__fmaf_rn(a, 2.0f, kMagic)), second = __float_as_int(__fadd_rn(a, kMagic + 2.0f));
+  const int third = __float_as_int(__fmaf_rn(a, 0.5f, kMagic + 4.0f));
+  return static_cast<uint32_t>(min(__vimin3_s32(first, second, third), __float_as_int(kMagic + 7.0f)));
 }
 
-// Code of v rounded to one of its two neighbours: up iff (random + 0.5) / 256 < fraction.
-template <bool FourBit>
+// Code of v rounded to one of its two neighbours, up iff (random + 0.5) / 256 < fraction: 8-bit elements.
 __device__ __forceinline__ uint32_t stochastic_code(float v, uint32_t random, const Side& side) {
-  if (v != v) return FourBit ? 0x7u : 0x7Fu;
+  if (v != v) return 0x7Fu;
   const bool e5m2 = side.element == Element::kE5M2;
-  const uint32_t mantissa = FourBit ? 1 : e5m2 ? 2 : 3;
-  const uint32_t smallest = FourBit ? 127 : e5m2 ? 127 - 14 : 127 - 6;
+  const uint32_t mantissa = e5m2 ? 2 : 3, smallest = e5m2 ? 127 - 14 : 127 - 6;
   const float magnitude = fminf(fabsf(v), side.max);
   const uint32_t exponent = max(bits_of(magnitude) >> 23, smallest);
   const float ratio = __fmul_rn(magnitude, __uint_as_float((254 - exponent + mantissa) << 23));
   const uint32_t low = static_cast<uint32_t>(ratio);
   const bool up = static_cast<float>(random) + 0.5f < __fmul_rn(__fsub_rn(ratio, static_cast<float>(low)), 256.0f);
-  const uint32_t code = low + up + ((exponent - smallest) << mantissa);
-  return code | ((bits_of(v) >> 31) << (FourBit ? 3 : 7));
+  return (low + up + ((exponent - smallest) << mantissa)) | ((bits_of(v) >> 31) << 7);
+}
+
+// The same for a 4-bit magnitude, in the high byte; NaN gives 6. From 1 up a float's bits from the 22nd are the code (and
+// 252), and those below its fraction; below 1 the same holds of 1 + a, one binade down (rounded up: a fraction that is not
+// representable is above its threshold), and of the two the larger is the right one.
+// `missing` carries into the code what the fraction lacks, shifted by two: 4 << 24 (the 252) | (255 - random) << 16 | 0x7FFF.
+__device__ __forceinline__ uint32_t stochastic_e2m1(float a, uint32_t missing) {
+  a = fminf(a, 6.0f);
+  const int bits = __viaddmax_s32(__float_as_int(__fadd_ru(a, 1.0f)), -0x00800000, __float_as_int(a));
+  return static_cast<uint32_t>(bits) * 4 + missing;
 }
 
 }  // namespace fsdp_quant

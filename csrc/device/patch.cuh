@@ -21,6 +21,7 @@ struct Position {
 // Value types: what a patch holds. Magnitudes are compared as the integer bits of |v|, so that a NaN is largest.
 struct BF16 {
   static constexpr int kWords = 4;  // of 8 values
+  static constexpr int kPerWord = 2;
   __device__ static float value(const uint32_t* w, int j) {
     return __uint_as_float(j & 1 ? w[j >> 1] & 0xFFFF0000u : w[j >> 1] << 16);
   }
@@ -31,6 +32,7 @@ struct BF16 {
 
 struct F32 {
   static constexpr int kWords = 8;
+  static constexpr int kPerWord = 1;
   __device__ static float value(const uint32_t* w, int j) { return __uint_as_float(w[j]); }
   __device__ static uint32_t magnitude(uint32_t word) { return word & 0x7FFFFFFFu; }
   __device__ static uint32_t larger(uint32_t a, uint32_t b) { return max(a, b); }
@@ -41,7 +43,16 @@ template <class V>
 struct Patch {
   uint32_t w[8][V::kWords];
   __device__ __forceinline__ float operator()(int i, int j) const { return V::value(w[i], j); }
+  // The word that holds element (i, j), and which of its bytes has the sign.
+  __device__ __forceinline__ uint32_t word(int i, int j) const { return w[i][j / V::kPerWord]; }
+  __device__ static constexpr int sign_byte(int j) { return V::kPerWord == 1 || (j & 1) ? 3 : 1; }
 };
+
+// One byte of each of four words.
+__device__ __forceinline__ uint32_t bytes_of(uint32_t a, uint32_t b, uint32_t c, uint32_t d, int byte) {
+  const uint32_t pick = byte | (4 + byte) << 4;
+  return __byte_perm(__byte_perm(a, b, pick), __byte_perm(c, d, pick), 0x5410);
+}
 
 // Magnitudes of 8 rows or 8 columns, two a word for 16-bit values.
 template <class V>
@@ -196,6 +207,50 @@ __device__ __forceinline__ void store_bytes(uint8_t* at, uint32_t lo, uint32_t h
   }
 }
 
+// Rows of a 4 x 4 byte matrix (byte j of word i is element (i, j)) become its columns.
+__device__ __forceinline__ void transpose4(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
+  const uint32_t ab_lo = __byte_perm(a, b, 0x5140), ab_hi = __byte_perm(a, b, 0x7362);
+  const uint32_t cd_lo = __byte_perm(c, d, 0x5140), cd_hi = __byte_perm(c, d, 0x7362);
+  a = __byte_perm(ab_lo, cd_lo, 0x5410), b = __byte_perm(ab_lo, cd_lo, 0x7632);
+  c = __byte_perm(ab_hi, cd_hi, 0x5410), d = __byte_perm(ab_hi, cd_hi, 0x7632);
+}
+
+// 8 x 8 nibbles in the x of 8 words: halves of words, of halves, of bytes are exchanged in turn.
+__device__ __forceinline__ void transpose_nibbles(uint2 (&v)[8]) {
+#pragma unroll
+  for (int step = 4; step > 0; step /= 2) {
+    const uint32_t mask = step == 4 ? 0x0000FFFFu : step == 2 ? 0x00FF00FFu : 0x0F0F0F0Fu;
+    const int bits = 4 * step;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (i & step) continue;
+      const uint32_t upper = v[i].x, lower = v[i + step].x;
+      v[i].x = (upper & mask) | ((lower & mask) << bits);
+      v[i + step].x = ((upper >> bits) & mask) | (lower & ~mask);
+    }
+  }
+}
+
+// Codes of 8 rows of 8 (two words; 4-bit codes: x alone) to the columns of `flush_transposed`.
+template <bool FourBit>
+__device__ __forceinline__ void stage_transposed(uint2 (&v)[8], uint4* smem, const Position& at) {
+  const int chunk = at.col() * 16 + ((at.warp * 2 + at.half) ^ at.group);
+  if constexpr (FourBit) {
+    transpose_nibbles(v);
+#pragma unroll
+    for (int k = 0; k < 8; ++k) reinterpret_cast<uint32_t*>(smem)[chunk + k * 16] = v[k].x;
+  } else {
+    transpose4(v[0].x, v[1].x, v[2].x, v[3].x);
+    transpose4(v[4].x, v[5].x, v[6].x, v[7].x);
+    transpose4(v[0].y, v[1].y, v[2].y, v[3].y);
+    transpose4(v[4].y, v[5].y, v[6].y, v[7].y);
+#pragma unroll
+    for (int k = 0; k < 8; ++k)
+      reinterpret_cast<uint2*>(smem)[chunk + k * 16] =
+          k < 4 ? make_uint2(v[k].x, v[k + 4].x) : make_uint2(v[k - 4].y, v[k].y);
+  }
+}
+
 // A tile of transposed codes from shared memory to [cols, line bytes]: each column is 128 (64) contiguous bytes.
 // smem holds columns of 16 chunks of 8 (4) bytes, chunk q of the columns of group g at q ^ g.
 template <bool FourBit>
@@ -234,16 +289,18 @@ __device__ __forceinline__ void rotate(const Patch<V>& p, Patch<BF16>& out, cons
   constexpr uint32_t kNegative = 0xD7E8u;  // bit k: sign of element k of a run
   const bool upper = Columnwise ? at.half : at.group & 1;
   const uint32_t signs = upper ? kNegative >> 8 : kNegative;
+  uint32_t flip[8];
+#pragma unroll
+  for (int e = 0; e < 8; ++e) flip[e] = (signs >> e & 1) << 31;
+  const float last = upper ? -1.0f : 1.0f;
 #pragma unroll
   for (int k = 0; k < 8; k += 2) {
     float y[2][8];
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
 #pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        const float v = Columnwise ? p(e, k + c) : p(k + c, e);
-        y[c][e] = (signs >> e) & 1 ? -v : v;
-      }
+      for (int e = 0; e < 8; ++e)
+        y[c][e] = __uint_as_float(bits_of(Columnwise ? p(e, k + c) : p(k + c, e)) ^ flip[e]);
 #pragma unroll
       for (int stride = 1; stride < 8; stride *= 2) {
 #pragma unroll
@@ -254,25 +311,18 @@ __device__ __forceinline__ void rotate(const Patch<V>& p, Patch<BF16>& out, cons
         }
       }
 #pragma unroll
-      for (int e = 0; e < 8; ++e) {
+      for (int e = 0; e < 8; ++e) {  // the lower half adds its partner's, the upper is taken from it
         const float other = __shfl_xor_sync(0xFFFFFFFFu, y[c][e], Columnwise ? 16 : 1);
-        y[c][e] = __fmul_rn(upper ? __fsub_rn(other, y[c][e]) : __fadd_rn(y[c][e], other), 0.25f);
+        y[c][e] = __fmul_rn(__fmaf_rn(y[c][e], last, other), 0.25f);
       }
     }
-    if constexpr (Columnwise) {
 #pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        const __nv_bfloat162 pair = __floats2bfloat162_rn(y[0][e], y[1][e]);
-        out.w[e][k / 2] = *reinterpret_cast<const uint32_t*>(&pair);
-      }
-    } else {
+    for (int e = 0; e < 8; e += Columnwise ? 1 : 2) {
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-#pragma unroll
-        for (int e = 0; e < 8; e += 2) {
-          const __nv_bfloat162 pair = __floats2bfloat162_rn(y[c][e], y[c][e + 1]);
-          out.w[k + c][e / 2] = *reinterpret_cast<const uint32_t*>(&pair);
-        }
+      for (int c = 0; c < (Columnwise ? 1 : 2); ++c) {
+        const __nv_bfloat162 pair =
+            Columnwise ? __floats2bfloat162_rn(y[0][e], y[1][e]) : __floats2bfloat162_rn(y[c][e], y[c][e + 1]);
+        out.w[Columnwise ? e : k + c][Columnwise ? k / 2 : e / 2] = *reinterpret_cast<const uint32_t*>(&pair);
       }
     }
   }

@@ -19,18 +19,21 @@ __device__ __forceinline__ uint32_t stream_of(const RandomKey& key, bool columnw
   return h ^ (h >> 16);
 }
 
-// Ten rounds of Philox4x32. Source: Salmon et al., SC 2011.
-__device__ __forceinline__ uint4 philox4x32(uint4 c, uint32_t k0, uint32_t k1) {
+// Ten rounds of Philox4x32 on N counters under one key. Source: Salmon et al., SC 2011.
+template <int N>
+__device__ __forceinline__ void philox4x32(uint4 (&c)[N], uint32_t k0, uint32_t k1) {
 #pragma unroll
   for (int round = 0; round < 10; ++round) {
-    const uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * c.x;
-    const uint64_t p1 = static_cast<uint64_t>(0xCD9E8D57u) * c.z;
-    c = make_uint4(static_cast<uint32_t>(p1 >> 32) ^ c.y ^ k0, static_cast<uint32_t>(p1),
-                   static_cast<uint32_t>(p0 >> 32) ^ c.w ^ k1, static_cast<uint32_t>(p0));
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * c[n].x;
+      const uint64_t p1 = static_cast<uint64_t>(0xCD9E8D57u) * c[n].z;
+      c[n] = make_uint4(static_cast<uint32_t>(p1 >> 32) ^ c[n].y ^ k0, static_cast<uint32_t>(p1),
+                        static_cast<uint32_t>(p0 >> 32) ^ c[n].w ^ k1, static_cast<uint32_t>(p0));
+    }
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }
-  return c;
 }
 
 }  // namespace fsdp_quant

@@ -1,7 +1,7 @@
 // Codes to values: (element * scale) * tensor scale in fp32, rounded once to the result's type.
 //
-// A thread decodes 16 columns of kRows rows: 16 (or 8) bytes of codes in, 32 (or 64) bytes of values out, each row a
-// whole segment of a warp. Rowwise scales are one or two a row, columnwise ones 16 neighbours. Tails go one by one.
+// A thread decodes 8 columns of 8 rows: a warp reads 256 (128) and writes 512 contiguous bytes of each row. Rowwise scales
+// are one a row, columnwise ones 8 neighbours. Tails go one by one.
 #include "device/numeric.cuh"
 #include "layout/layout.h"
 
@@ -9,7 +9,7 @@ namespace fsdp_quant {
 
 namespace {
 
-constexpr int kRows = 4, kCols = 16;
+constexpr int kRows = 8, kCols = 8;
 
 template <ScaleKind Kind>
 __device__ __forceinline__ float scale_value(uint32_t code) {
@@ -23,12 +23,12 @@ __device__ __forceinline__ float read_scale(const void* scale, int64_t index) {
   return scale_value<Kind>(__ldg(static_cast<const uint8_t*>(scale) + index));
 }
 
-// The scales of 16 neighbouring columns.
+// The scales of 8 neighbouring columns.
 template <ScaleKind Kind>
 __device__ __forceinline__ void read_scales(float (&out)[kCols], const void* scale, int64_t index, int count, bool vectors) {
   if (Kind != ScaleKind::kFp32 && vectors) {
-    const uint4 v = __ldg(reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(scale) + index));
-    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+    const uint2 v = __ldg(reinterpret_cast<const uint2*>(static_cast<const uint8_t*>(scale) + index));
+    const uint32_t words[2] = {v.x, v.y};
 #pragma unroll
     for (int e = 0; e < kCols; ++e) out[e] = scale_value<Kind>((words[e / 4] >> (8 * (e % 4))) & 0xFF);
     return;
@@ -63,22 +63,22 @@ __device__ __forceinline__ void decode_word(uint32_t word, float* out) {
 }
 
 template <Output O>
-__device__ __forceinline__ void store16(void* out, int64_t at, const float* v, int count, bool vectors) {
+__device__ __forceinline__ void store8(void* out, int64_t at, const float* v, int count, bool vectors) {
   if constexpr (O == Output::kF32) {
     auto* p = static_cast<float*>(out) + at;
     if (vectors) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) reinterpret_cast<float4*>(p)[e] = make_float4(v[4 * e], v[4 * e + 1], v[4 * e + 2], v[4 * e + 3]);
+      for (int e = 0; e < 2; ++e) reinterpret_cast<float4*>(p)[e] = make_float4(v[4 * e], v[4 * e + 1], v[4 * e + 2], v[4 * e + 3]);
     } else {
 #pragma unroll
-      for (int e = 0; e < 16; ++e) {
+      for (int e = 0; e < kCols; ++e) {
         if (e < count) p[e] = v[e];
       }
     }
   } else {
-    uint32_t words[8];
+    uint32_t words[4];
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
+    for (int e = 0; e < 4; ++e) {
       if constexpr (O == Output::kBF16) {
         const __nv_bfloat162 pair = __floats2bfloat162_rn(v[2 * e], v[2 * e + 1]);
         words[e] = *reinterpret_cast<const uint32_t*>(&pair);
@@ -89,11 +89,10 @@ __device__ __forceinline__ void store16(void* out, int64_t at, const float* v, i
     }
     auto* p = static_cast<uint16_t*>(out) + at;
     if (vectors) {
-      reinterpret_cast<uint4*>(p)[0] = make_uint4(words[0], words[1], words[2], words[3]);
-      reinterpret_cast<uint4*>(p)[1] = make_uint4(words[4], words[5], words[6], words[7]);
+      *reinterpret_cast<uint4*>(p) = make_uint4(words[0], words[1], words[2], words[3]);
     } else {
 #pragma unroll
-      for (int e = 0; e < 16; ++e) {
+      for (int e = 0; e < kCols; ++e) {
         if (e < count) p[e] = static_cast<uint16_t>(words[e / 2] >> (16 * (e & 1)));
       }
     }
@@ -102,7 +101,7 @@ __device__ __forceinline__ void store16(void* out, int64_t at, const float* v, i
 
 template <Element E, ScaleKind Kind, Output O>
 __global__ void __launch_bounds__(256) dequantize_kernel(const Dequantize a) {
-  constexpr int kBytes = E == Element::kE2M1 ? 8 : 16;  // codes of 16 columns
+  constexpr int kBytes = E == Element::kE2M1 ? 4 : 8;  // codes of 8 columns
   const int32_t row_of_blocks = blockIdx.x / a.blocks_per_row;
   const int32_t col = ((blockIdx.x - row_of_blocks * a.blocks_per_row) * blockDim.x + threadIdx.x) * kCols;
   const int32_t row0 = row_of_blocks * kRows;
@@ -117,12 +116,11 @@ __global__ void __launch_bounds__(256) dequantize_kernel(const Dequantize a) {
   for (int i = 0; i < kRows; ++i) {
     const uint8_t* at = a.data + (row0 + i) * row_bytes + col * kBytes / kCols;
     if (whole && row0 + i < a.rows) {
-      if constexpr (kBytes == 16) {
-        const uint4 v = ptx::ld_streaming(at);
-        words[i][0] = v.x, words[i][1] = v.y, words[i][2] = v.z, words[i][3] = v.w;
-      } else {
+      if constexpr (kBytes == 8) {
         const uint2 v = __ldg(reinterpret_cast<const uint2*>(at));
         words[i][0] = v.x, words[i][1] = v.y;
+      } else {
+        words[i][0] = __ldg(reinterpret_cast<const uint32_t*>(at));
       }
     } else {
 #pragma unroll
@@ -134,8 +132,16 @@ __global__ void __launch_bounds__(256) dequantize_kernel(const Dequantize a) {
       }
     }
   }
-  float scales[kCols];
+  float row_scales[kRows], scales[kCols];
   int32_t known_row = -1;
+  if (a.scale != nullptr && a.col_log2 >= 3) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int32_t row = min(row0 + i, a.rows - 1);
+      const int32_t block_row = ((row + a.shift) >> a.row_log2) - (a.shift >> a.row_log2);
+      row_scales[i] = read_scale<Kind>(a.scale, static_cast<int64_t>(block_row) * block_cols + (col >> a.col_log2));
+    }
+  }
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     const int32_t row = row0 + i;
@@ -146,10 +152,9 @@ __global__ void __launch_bounds__(256) dequantize_kernel(const Dequantize a) {
     if (a.scale != nullptr) {
       const int32_t block_row = ((row + a.shift) >> a.row_log2) - (a.shift >> a.row_log2);
       const int64_t base = static_cast<int64_t>(block_row) * block_cols;
-      if (a.col_log2 >= 4) {
-        const float s = read_scale<Kind>(a.scale, base + (col >> a.col_log2));
+      if (a.col_log2 >= 3) {
 #pragma unroll
-        for (int e = 0; e < kCols; ++e) v[e] = __fmul_rn(v[e], s);
+        for (int e = 0; e < kCols; ++e) v[e] = __fmul_rn(v[e], row_scales[i]);
       } else {  // one scale a column, the same for rows of one block
         if (block_row != known_row) read_scales<Kind>(scales, a.scale, base + col, count, whole);
         known_row = block_row;
@@ -161,7 +166,7 @@ __global__ void __launch_bounds__(256) dequantize_kernel(const Dequantize a) {
 #pragma unroll
       for (int e = 0; e < kCols; ++e) v[e] = __fmul_rn(v[e], tensor_scale);
     }
-    store16<O>(a.out, static_cast<int64_t>(row) * a.cols + col, v, count, whole);
+    store8<O>(a.out, static_cast<int64_t>(row) * a.cols + col, v, count, whole);
   }
 }
 

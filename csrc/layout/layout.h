@@ -23,7 +23,7 @@ struct Dequantize {
   Element element;
   ScaleKind scale_kind;
   Output output;
-  int32_t threads, blocks_per_row;  // of the launch: a block is 4 rows of threads * 16 columns
+  int32_t threads, blocks_per_row;  // of the launch: a block is 8 rows of threads * 8 columns
   bool vectors;                // rows are aligned for 16-byte accesses
 };
 

@@ -8,72 +8,32 @@ namespace fsdp_quant {
 
 namespace {
 
-// Rows 0 to 3 of a 4 x 4 byte matrix (byte j of w[i] is element (i, j)) become its columns.
-__device__ __forceinline__ void transpose4(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
-  const uint32_t ab_lo = __byte_perm(a, b, 0x5140), ab_hi = __byte_perm(a, b, 0x7362);
-  const uint32_t cd_lo = __byte_perm(c, d, 0x5140), cd_hi = __byte_perm(c, d, 0x7362);
-  a = __byte_perm(ab_lo, cd_lo, 0x5410), b = __byte_perm(ab_lo, cd_lo, 0x7632);
-  c = __byte_perm(ab_hi, cd_hi, 0x5410), d = __byte_perm(ab_hi, cd_hi, 0x7632);
-}
-
-// 8 x 8 nibbles (nibble j of w[i] is element (i, j)): halves of words, of halves, of bytes are exchanged in turn.
-__device__ __forceinline__ void transpose_nibbles(uint32_t (&w)[8]) {
-#pragma unroll
-  for (int step = 4; step > 0; step /= 2) {
-    const uint32_t mask = step == 4 ? 0x0000FFFFu : step == 2 ? 0x00FF00FFu : 0x0F0F0F0Fu;
-    const int bits = 4 * step;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (i & step) continue;
-      const uint32_t upper = w[i], lower = w[i + step];
-      w[i] = (upper & mask) | ((lower & mask) << bits);
-      w[i + step] = ((upper >> bits) & mask) | (lower & ~mask);
-    }
-  }
-}
-
 template <bool Nibbles>
 __device__ __forceinline__ void transpose_tile(const RelayoutItem& m, int64_t row0, int64_t col0, uint4* smem) {
   constexpr int kPer = Nibbles ? 2 : 1;  // elements a byte
   const Position at;
   const int64_t source_bytes = (m.cols + kPer - 1) / kPer;
   const int64_t row = row0 + at.row(), start = (col0 + at.col()) / kPer;
-  uint32_t lo[8], hi[8];
+  uint2 v[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    lo[i] = hi[i] = 0;
+    v[i] = make_uint2(0, 0);
     const uint8_t* p = m.source + (row + i) * source_bytes + start;
     if (row + i >= m.rows) continue;
     if (m.vector_load && start + 8 / kPer <= source_bytes) {
       if constexpr (Nibbles) {
-        lo[i] = __ldg(reinterpret_cast<const uint32_t*>(p));
+        v[i].x = __ldg(reinterpret_cast<const uint32_t*>(p));
       } else {
-        const uint2 v = __ldg(reinterpret_cast<const uint2*>(p));
-        lo[i] = v.x, hi[i] = v.y;
+        v[i] = __ldg(reinterpret_cast<const uint2*>(p));
       }
     } else {
 #pragma unroll
       for (int e = 0; e < 8 / kPer; ++e) {
-        if (start + e < source_bytes) (e < 4 ? lo[i] : hi[i]) |= static_cast<uint32_t>(p[e]) << (8 * (e & 3));
+        if (start + e < source_bytes) (e < 4 ? v[i].x : v[i].y) |= static_cast<uint32_t>(p[e]) << (8 * (e & 3));
       }
     }
   }
-  const int chunk = (at.warp * 2 + at.half) ^ at.group;
-  if constexpr (Nibbles) {
-    transpose_nibbles(lo);
-#pragma unroll
-    for (int k = 0; k < 8; ++k) reinterpret_cast<uint32_t*>(smem)[(at.col() + k) * 16 + chunk] = lo[k];
-  } else {
-    transpose4(lo[0], lo[1], lo[2], lo[3]);
-    transpose4(lo[4], lo[5], lo[6], lo[7]);
-    transpose4(hi[0], hi[1], hi[2], hi[3]);
-    transpose4(hi[4], hi[5], hi[6], hi[7]);
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const uint2 v = k < 4 ? make_uint2(lo[k], lo[k + 4]) : make_uint2(hi[k - 4], hi[k]);
-      reinterpret_cast<uint2*>(smem)[(at.col() + k) * 16 + chunk] = v;
-    }
-  }
+  stage_transposed<Nibbles>(v, smem, at);
   __syncthreads();
   flush_transposed<Nibbles>(m.out, m.vector_store, row0, col0, m.rows, m.cols, smem);
 }

@@ -6,11 +6,26 @@
 namespace fsdp_quant {
 
 cudaError_t launch_statistics(const Launch<1>& launch, cudaStream_t stream);
-cudaError_t launch_plain(const Launch<1>& launch, cudaStream_t stream);  // bf16 values
+cudaError_t launch_plain(const Launch<1>& launch, cudaStream_t stream);     // bf16 values, like full8 and full4
+cudaError_t launch_blocks(const Launch<1>& launch, cudaStream_t stream);    // plain, blocks known at compile time
+cudaError_t launch_anchored(const Launch<1>& launch, cudaStream_t stream);
 cudaError_t launch_full8(const Launch<1>& launch, cudaStream_t stream);
 cudaError_t launch_full4(const Launch<1>& launch, cudaStream_t stream);
-cudaError_t launch_wide(const Launch<1>& launch, cudaStream_t stream);   // fp32 values
+cudaError_t launch_wide(const Launch<1>& launch, cudaStream_t stream);      // fp32 values
 
 inline bool is_wide(Input input) { return input == Input::kF16 || input == Input::kF32; }
+
+// The block that launch_blocks knows for what is asked of both sides; 0 if it knows none.
+inline int known_block(const Launch<1>& launch) {
+  int block = 0;
+  for (int d = 0; d < 2; ++d) {
+    const Side& s = launch.side[d];
+    if (!s.present()) continue;
+    const bool known = s.outer == 1 && !s.whole() && !launch.tensors[0].side[d].amax_given;
+    if (!known || (block != 0 && block != s.contraction)) return 0;
+    block = s.contraction;
+  }
+  return block;
+}
 
 }  // namespace fsdp_quant

@@ -60,7 +60,7 @@ struct SideBuffers {
   const float* enc;     // [1], delayed scaling: 0 without a history, and then the amax decides
   uint32_t* counter;    // [1], zero; with enc: tiles that have added to the amax
   const int64_t* key;   // [5], stochastic rounding
-  const float* anchor;  // largest amax of each run of a line; codes are re-expressed against its scale
+  const float* anchor;  // largest amax of each run of a line, whose scale takes the place of the block's
   int64_t* guard;       // [2]: nonzero blocks far below their anchor, nonzero blocks
   int32_t lines, length;            // of the codes; rotation fills the contraction
   Grid compact;                     // of amax
@@ -75,7 +75,7 @@ struct TensorArgs {
   int64_t row_stride;
   int32_t rows, cols;
   int32_t first_tile;  // of this tensor in the launch
-  int32_t tile_cols;
+  int32_t tile_rows, tile_cols;
   int32_t shift;       // global index of the first row, modulo the tile
   bool vector_load;
   SideBuffers side[2];
@@ -89,6 +89,7 @@ struct Launch {
   Input input;
   int32_t phases;        // both: one cooperative launch, one tile a block
   int32_t count;         // tensors
+  bool twins;            // the columnwise side is the rowwise encoding, transposed
   bool reversed;         // tiles from the last to the first: what an earlier pass read last is still in L2
   int32_t tiles;
   uint32_t* barrier;     // [2], of a cooperative launch
@@ -99,14 +100,22 @@ constexpr int kGroupCapacity = 96;  // the table is a kernel parameter, of which
 static_assert(sizeof(TensorArgs) * kGroupCapacity < 32000, "a group's table is too large for kernel parameters");
 
 // Whether a side needs more than scales from its tile (or given) and rounding to nearest.
-inline bool is_full(const Side& s, const SideBuffers& b) {
-  return s.stochastic || s.rotated || b.enc != nullptr || b.anchor != nullptr;
-}
+inline bool is_full(const Side& s, const SideBuffers& b) { return s.stochastic || s.rotated || b.enc != nullptr; }
 
 // Both sides in one launch; the caller makes two launches of what does not fuse.
 inline bool fuses(const Side (&side)[2], const SideBuffers (&b)[2], Input input) {
   if (!side[0].present() || !side[1].present() || side[0].four_bit() == side[1].four_bit()) return true;
   return input != Input::kF16 && input != Input::kF32 && side[1].four_bit() && !is_full(side[0], b[0]);
+}
+
+// One block serves both directions, so that the columnwise codes are the rowwise ones, transposed.
+inline bool are_twins(const Side (&side)[2], const SideBuffers (&b)[2]) {
+  const Side &row = side[0], &col = side[1];
+  return row.present() && col.present() && row.element == col.element && row.scale == col.scale && row.eps == col.eps &&
+         row.outer == row.contraction && row.outer == col.outer && row.contraction == col.contraction && col.transposed &&
+         !is_full(row, b[0]) && !is_full(col, b[1]) && b[0].amax_given == b[1].amax_given &&
+         (!b[0].amax_given || b[0].amax == b[1].amax) && b[0].tensor_amax_given == b[1].tensor_amax_given &&
+         (!b[0].tensor_amax_given || b[0].tensor_amax == b[1].tensor_amax);
 }
 
 cudaError_t launch_quantize(const Launch<1>& launch, cudaStream_t stream);

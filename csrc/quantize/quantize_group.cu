@@ -8,7 +8,7 @@ cudaError_t launch_quantize_group(const Launch<kGroupCapacity>& launch, cudaStre
   const Side& row = launch.side[0];
   const Side& col = launch.side[1];
   constexpr int kMany = kGroupCapacity;
-  if (launch.phases == kStatistics) return launch_instance<LoadBF16, Statistics, Statistics, kMany, 3>(launch, stream);
+  if (launch.phases == kStatistics) return launch_instance<LoadBF16, Statistics, Statistics, kMany, 4>(launch, stream);
   if (row.present()) {
     return row.four_bit() ? launch_instance<LoadBF16, Plain4, Absent, kMany, 3>(launch, stream)
                           : launch_instance<LoadBF16, Plain8, Absent, kMany, 3>(launch, stream);

@@ -12,6 +12,8 @@
 // transposed codes and one-byte scales. Tails are masked, never read or written.
 #pragma once
 
+#include <type_traits>
+
 #include "device/patch.cuh"
 #include "device/philox.cuh"
 
@@ -19,21 +21,45 @@ namespace fsdp_quant {
 
 // What a kernel instance may be asked for in one direction; each adds to the one before it, and needs more registers.
 //   kStatistics        amaxes only
+//   kRotated           amaxes only, also of rotated values
 //   kPlain             scales from this tile or given, rounding to nearest; 8 or 4 bits by kBits
-//   kFull              also stochastic rounding, rotation (4 bits), anchors and delayed scaling (8 bits)
-enum class Work { kAbsent, kStatistics, kPlain, kFull };
+//   kTwin              plain, and the columnwise side is the same encoding, transposed
+//   kAnchored          plain, but the scale is that of a longer run
+//   kFull              plain, and also stochastic rounding, rotation (4 bits) and delayed scaling (8 bits)
+enum class Work { kAbsent, kStatistics, kRotated, kPlain, kTwin, kAnchored, kFull };
 
-template <Work W, int Bits = 0>
+// Block: the contraction block where it is known when the kernel is compiled, for blocks of one line whose amax is not
+// given: 16 (two-level), 32 (e8m0) or 128 (fp32); 0 reads all of that from the side.
+template <Work W, int Bits = 0, int Block = 0>
 struct Path {
   static constexpr Work kWork = W;
-  static constexpr bool kFull = W == Work::kFull, kTakes4 = Bits == 4, kTakes8 = Bits == 8;
+  static constexpr int kBlock = Block;
+  static constexpr bool kEncodes = W >= Work::kPlain;
+  static constexpr bool kTwin = W == Work::kTwin;
+  static constexpr bool kAnchored = W == Work::kAnchored, kFull = W == Work::kFull;
+  static constexpr bool kTakes4 = Bits == 4, kTakes8 = Bits == 8;
+
+  __device__ static int contraction(const Side& s) { return Block ? Block : s.contraction; }
+  __device__ static int log2(const Side& s) { return Block == 16 ? 4 : Block == 32 ? 5 : Block ? 7 : s.contraction_log2; }
+  __device__ static int outer(const Side& s) { return Block ? 1 : s.outer; }
+  __device__ static int outer_log2(const Side& s) { return Block ? 0 : s.outer_log2; }
+  __device__ static bool byte_scales(const Side& s) { return kTakes4 || (Block ? Block == 32 : s.byte_scales()); }
+  __device__ static bool reads_amax(const Side& s, const SideBuffers& b) { return !Block && (b.amax_given || s.whole()); }
 };
 using Absent = Path<Work::kAbsent>;
 using Statistics = Path<Work::kStatistics>;
+using RotatedStatistics = Path<Work::kRotated>;
 using Plain8 = Path<Work::kPlain, 8>;
 using Plain4 = Path<Work::kPlain, 4>;
 using Full8 = Path<Work::kFull, 8>;
 using Full4 = Path<Work::kFull, 4>;
+using Twin8 = Path<Work::kTwin, 8>;
+using Twin4 = Path<Work::kTwin, 4>;
+using Plain8x32 = Path<Work::kPlain, 8, 32>;
+using Plain8x128 = Path<Work::kPlain, 8, 128>;
+using Plain4x16 = Path<Work::kPlain, 4, 16>;
+using Full4x16 = Path<Work::kFull, 4, 16>;
+using Anchored8 = Path<Work::kAnchored, 8, 32>;
 
 template <auto Value>
 struct Constant {
@@ -44,6 +70,7 @@ struct Smem {
   uint32_t maxima[8][16][8];  // [warp][group of columns][word]
   uint4 codes[kTile * 8];     // [column][128 bytes], 8-byte chunks swizzled
   uint8_t scales[2][kTile][8];
+  float factors[2][128];      // two_level_factor of every code, by direction
   uint32_t guard[2];          // nonzero blocks << 16 | blocks far below their anchor
 };
 
@@ -82,7 +109,8 @@ __device__ __forceinline__ void across_warps(Maxima<V>& m, Smem& smem, const Pos
     for (int k = 0; k < V::kWords; ++k) smem.maxima[at.warp][at.group][k] = m.w[k];
   }
   __syncthreads();
-  const int first = at.warp / warps * warps;
+  const int first = at.warp & ~(warps - 1);
+#pragma unroll 2
   for (int other = first; other < first + warps; ++other) {
 #pragma unroll
     for (int k = 0; k < V::kWords; ++k) m.w[k] = V::larger(m.w[k], smem.maxima[other][at.group][k]);
@@ -114,7 +142,7 @@ __device__ __forceinline__ Maxima<V> block_maxima(
 template <bool Columnwise>
 __device__ __forceinline__ bool leads_block(int contraction, const Position& at) {
   const int span = contraction == 16 ? 2 : contraction == 32 ? 4 : 16;  // threads of a block, rowwise
-  return Columnwise ? at.half == 0 && at.warp % (span / 2) == 0 : at.group % span == 0;
+  return Columnwise ? at.half == 0 && (at.warp & (span / 2 - 1)) == 0 : (at.group & (span - 1)) == 0;
 }
 
 __device__ __forceinline__ void atomic_max(float* address, float v) {
@@ -166,13 +194,16 @@ __device__ __forceinline__ void random_bytes(
   const int64_t row = key.row0 + tile.row0 + at.row(), col = tile.col0 + at.col();
   const int64_t along = Columnwise ? row : col;
   const uint32_t line = static_cast<uint32_t>(Columnwise ? col : row), run = static_cast<uint32_t>(along >> 4);
-  auto draw = [&](uint32_t block, int k) { return philox4x32(make_uint4(block, line + k, step, stream), k0, k1); };
   if (!Columnwise || ((along - at.half * 8) & 15) == 0) {
     // The thread that holds the other half of the run draws four of the eight lines.
     const bool upper = along & 8;
+    uint4 drawn[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) drawn[k] = make_uint4(run, line + (upper ? k + 4 : k), step, stream);
+    philox4x32(drawn, k0, k1);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const uint4 r = draw(run, upper ? k + 4 : k);
+      const uint4 r = drawn[k];
       const uint32_t mine0 = upper ? r.z : r.x, mine1 = upper ? r.w : r.y;
       const uint32_t theirs0 = __shfl_xor_sync(0xFFFFFFFFu, upper ? r.x : r.z, Columnwise ? 16 : 1);
       const uint32_t theirs1 = __shfl_xor_sync(0xFFFFFFFFu, upper ? r.y : r.w, Columnwise ? 16 : 1);
@@ -184,7 +215,9 @@ __device__ __forceinline__ void random_bytes(
   const int offset = along & 15;  // columnwise, and the global row of the first row is not a multiple of 16
 #pragma unroll 1
   for (int k = 0; k < 8; ++k) {
-    const uint4 a = draw(run, k), b = offset > 8 ? draw(run + 1, k) : a;
+    uint4 drawn[2] = {make_uint4(run, line + k, step, stream), make_uint4(run + 1, line + k, step, stream)};
+    philox4x32(drawn, k0, k1);
+    const uint4 a = drawn[0], b = drawn[1];
     uint32_t lo = 0, hi = 0;
 #pragma unroll 1
     for (int e = 0; e < 8; ++e) {
@@ -209,53 +242,34 @@ __device__ __forceinline__ void store_fp32_scales(
   const int32_t grid = place.along + place.along_shift;  // the tile's first, along the contraction
   if (log2 == 31 ? grid != 0 : grid & ((1 << log2) - 1)) return;  // an earlier tile of the block writes
   if (outer != 1 && (threadIdx.x != 0 || (outer == 0 && place.line + place.line_shift != 0))) return;
-  auto* scale = static_cast<uint32_t*>(b.scale);
   const int32_t block = place.block(log2, max(place.along, 0));
-  const int32_t blocks = is_anchored ? b.anchors.blocks : b.compact.blocks;
+  const int32_t line = outer == 1 ? place.line : max(place.line, 0), count = outer == 1 ? 8 : 1;
+  const int32_t line_block = is_anchored ? line : place.line_block(s, line);
+  uint32_t* scale = static_cast<uint32_t*>(b.scale) + index_of(b.stored, line_block, block);
+  const int32_t left = b.stored.lines - line_block, real = b.lines - line;
 #pragma unroll
   for (int k = 0; k < 8; ++k) {
-    if (k > 0 && outer != 1) break;
-    const int32_t line = outer == 1 ? place.line + k : max(place.line, 0);
-    const int32_t line_block = is_anchored ? line : place.line_block(s, line);
-    if (line < 0 || line_block >= b.stored.lines) continue;
-    scale[index_of(b.stored, line_block, block)] = line < b.lines ? stored[k] : 0;
-    for (int32_t pad = blocks; block == blocks - 1 && pad < b.stored.blocks; ++pad) scale[index_of(b.stored, line_block, pad)] = 0;
+    if (k < count && k < left && line + k >= 0) scale[k * b.stored.line_stride] = k < real ? stored[k] : 0;
   }
-}
-
-// Two 8-bit codes times 2^-d each, encoded again: the bytes of an anchored operand.
-__device__ __forceinline__ uint32_t anchored(uint32_t two, __half2 factors, bool e5m2) {
-  if (e5m2) return ptx::cvt_e5m2x2_f16x2(__hmul2(ptx::cvt_f16x2_e5m2x2(two), factors));
-  return ptx::cvt_e4m3x2_f16x2(__hmul2(ptx::cvt_f16x2_e4m3x2(two), factors));
-}
-
-// 2^-d in fp16, for d of 0 to 24.
-__device__ __forceinline__ __half power_below(uint32_t d) {
-  return __ushort_as_half(static_cast<uint16_t>(d < 15 ? (15 - d) << 10 : 1u << (24 - d)));
+  const int32_t blocks = is_anchored ? b.anchors.blocks : b.compact.blocks;
+  for (int32_t pad = blocks; block == blocks - 1 && pad < b.stored.blocks; ++pad)  // one line of whole-tile blocks
+    static_cast<uint32_t*>(b.scale)[index_of(b.stored, line_block, pad)] = 0;
 }
 
 // What turns the values of a patch into codes: factors and random bytes of its 8 outer lines.
 struct LineFactors {
   float enc[8];
   uint32_t random[8][2];
-  __half anchor[8];
 };
 
 // How codes are rounded: the parts of a side that the inner loop is compiled for.
-enum class Rounding { kE4M3, kE5M2, kE2M1, kStochastic8, kStochastic4, kAnchored };
+enum class Rounding { kE4M3, kE5M2, kE2M1, kStochastic8, kStochastic4 };
 
 template <Rounding R>
 constexpr bool kIsFourBit = R == Rounding::kE2M1 || R == Rounding::kStochastic4;
 
-// Bit 4 k + 3 of the result: bit k of the argument.
-__device__ __forceinline__ uint32_t sign_nibbles(uint32_t bits) {
-  bits = (bits | bits << 12) & 0x000F000Fu;
-  bits = (bits | bits << 6) & 0x03030303u;
-  return ((bits | bits << 3) & 0x11111111u) << 3;
-}
-
 // Codes of 8 x 8 values, 8 elements a line: rows to memory, transposed columns to shared memory.
-template <bool Columnwise, bool Transposed, Rounding R, class V>
+template <bool Columnwise, bool Transposed, bool Twin, Rounding R, class V>
 __device__ __forceinline__ void emit_codes(
     const Patch<V>& p, const LineFactors& f, const Side& s, const SideBuffers& b, const Tile& tile, Smem& smem,
     const Position& at) {
@@ -274,45 +288,56 @@ __device__ __forceinline__ void emit_codes(
   auto two = [&](int k, int e) -> uint32_t {
     const int i0 = row_of(k, e), j0 = col_of(k, e), i1 = row_of(k, e + 1), j1 = col_of(k, e + 1);
     if constexpr (R == Rounding::kStochastic8) {
-      return stochastic_code<false>(value(i0, j0), random(i0, j0), s) |
-             stochastic_code<false>(value(i1, j1), random(i1, j1), s) << 8;
+      return stochastic_code(value(i0, j0), random(i0, j0), s) | stochastic_code(value(i1, j1), random(i1, j1), s) << 8;
     } else if constexpr (R == Rounding::kE5M2) {
       return ptx::cvt_e5m2x2(value(i1, j1), value(i0, j0));
-    } else if constexpr (R == Rounding::kAnchored) {
-      const bool e5m2 = s.element == Element::kE5M2;
-      const uint32_t codes = e5m2 ? ptx::cvt_e5m2x2(value(i1, j1), value(i0, j0)) : ptx::cvt_e4m3x2(value(i1, j1), value(i0, j0));
-      return anchored(codes, __halves2half2(f.anchor[Columnwise ? j0 : i0], f.anchor[Columnwise ? j1 : i1]), e5m2);
     } else {
       return ptx::cvt_e4m3x2(value(i1, j1), value(i0, j0));
     }
   };
+  // Where the signs of a line's elements go; the +6 of a NaN block has none. One for all lines, or one a line.
+  constexpr int kSigns = Transposed == Columnwise ? 8 : 1;
+  uint32_t low_signs[kSigns], high_signs[kSigns];
+  if constexpr (kFourBit) {
+#pragma unroll
+    for (int k = 0; k < kSigns; ++k) {
+      low_signs[k] = 0x08080808u, high_signs[k] = 0x80808080u;
+      if constexpr (kSigns == 8) {
+        if (f.enc[k] != f.enc[k]) low_signs[k] = high_signs[k] = 0;
+      } else {
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          if (f.enc[e] != f.enc[e]) (e & 1 ? high_signs : low_signs)[0] &= ~(0xFFu << (8 * (e / 2)));
+        }
+      }
+    }
+  }
   // 8 codes of line k: one word of nibbles, or two of bytes.
   auto line = [&](int k) {
     uint32_t lo = 0, hi = 0;
-    if constexpr (R == Rounding::kE2M1) {
-      // Codes are shifted in from the last; what their words hold above the code is one known sum.
-      constexpr uint32_t kRest = kE2M1Rest * 0x11111111u;
-      uint32_t signs = 0, nan = 0;
-#pragma unroll
-      for (int e = 7; e >= 0; --e) {
-        const int i = row_of(k, e), j = col_of(k, e);
-        const float v = p(i, j), factor = f.enc[Columnwise ? j : i];
-        lo = lo * 16 + e2m1_magnitude(__fmul_rn(fabsf(v), factor));
-        signs = __funnelshift_l(bits_of(v), signs, 1);
-        if (Transposed == !Columnwise) nan |= (factor != factor) << e;
-      }
-      if (Transposed == Columnwise) nan = f.enc[k] != f.enc[k] ? 0xFFu : 0;
-      lo = (lo - kRest) | sign_nibbles(signs & ~nan);  // the +6 of a NaN block has no sign
-      const int32_t left = Transposed ? rows_end - row : cols_end - col;
-      if (left < 8) lo &= left > 0 ? (1u << (4 * left)) - 1 : 0;  // the nibble that fills the last byte is zero
-    } else if constexpr (R == Rounding::kStochastic4) {
+    if constexpr (kFourBit) {
+      // A code and a sign are a byte each until 8 of them are packed: even elements low, odd ones high.
+      uint32_t code[8], sign[8];
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
-        const int i = row_of(k, e), j = col_of(k, e);
-        lo |= stochastic_code<true>(value(i, j), random(i, j), s) << (4 * e);
+        const int i = row_of(k, e), j = col_of(k, e), outer = Columnwise ? j : i, along = Columnwise ? i : j;
+        const float a = __fmul_rn(fabsf(p(i, j)), f.enc[outer]);
+        if constexpr (R == Rounding::kE2M1) {
+          code[e] = e2m1_magnitude(a);
+        } else {
+          code[e] = stochastic_e2m1(a, __byte_perm(~f.random[outer][along >> 2], 0x04007FFFu, 0x7054 | (along & 3) << 8));
+        }
+        sign[e] = p.word(i, j);
       }
+      constexpr int kByte = R == Rounding::kE2M1 ? 0 : 3;
+      const int even = Patch<V>::sign_byte(col_of(k, 0)), odd = Patch<V>::sign_byte(col_of(k, 1));
+      const uint32_t low = bytes_of(code[0], code[2], code[4], code[6], kByte);
+      const uint32_t high = bytes_of(code[1], code[3], code[5], code[7], kByte);
+      const int n = kSigns == 8 ? k : 0;
+      lo = low | high << 4 | (bytes_of(sign[0], sign[2], sign[4], sign[6], even) >> 4 & low_signs[n]) |
+           (bytes_of(sign[1], sign[3], sign[5], sign[7], odd) & high_signs[n]);
       const int32_t left = Transposed ? rows_end - row : cols_end - col;
-      if (left < 8) lo &= left > 0 ? (1u << (4 * left)) - 1 : 0;
+      if (left < 8) lo &= left > 0 ? (1u << (4 * left)) - 1 : 0;  // the nibble that fills the last byte is zero
     } else {
       lo = two(k, 0) | two(k, 2) << 16;
       hi = two(k, 4) | two(k, 6) << 16;
@@ -333,39 +358,57 @@ __device__ __forceinline__ void emit_codes(
   } else {
     const int32_t row_bytes = kFourBit ? (cols_end + 1) >> 1 : cols_end, offset = kFourBit ? col >> 1 : col;
     uint8_t* address = b.data + static_cast<int64_t>(row) * row_bytes + offset;
-    const bool inside = b.vector_store && row >= 0 && row + 8 <= rows_end && col + 8 <= cols_end;
+    uint2 v[8];
 #pragma unroll
-    for (int k = 0; k < 8; ++k, address += row_bytes) {
-      const uint2 v = line(k);
-      if (inside) {
-        store(address, v);
-      } else if (row + k >= 0 && row + k < rows_end) {
-        store_bytes(address, v.x, v.y, min(row_bytes - offset, kBytes));
+    for (int k = 0; k < 8; ++k) v[k] = line(k);
+    if (b.vector_store && row >= 0 && row + 8 <= rows_end && col + 8 <= cols_end) {
+#pragma unroll
+      for (int k = 0; k < 8; ++k, address += row_bytes) store(address, v[k]);
+    } else {
+#pragma unroll
+      for (int k = 0; k < 8; ++k, address += row_bytes) {
+        const bool exists = row + k >= 0 && row + k < rows_end;
+        if (exists) store_bytes(address, v[k].x, v[k].y, min(row_bytes - offset, kBytes));
+        if (kFourBit && !exists) v[k].x = 0;
       }
     }
+    if constexpr (Twin) stage_transposed<kFourBit>(v, smem.codes, at);
+  }
+}
+
+// Scales of a direction: fp32 to memory, bytes to shared memory.
+template <bool Columnwise, class P>
+__device__ __forceinline__ void store_scales(
+    const uint32_t (&stored)[8], const Side& s, const SideBuffers& b, const Tile& tile, Smem& smem, const Position& at) {
+  if (P::kAnchored || !P::byte_scales(s)) {
+    if (leads_block<Columnwise>(kTile, at))
+      store_fp32_scales<Columnwise>(stored, s, b, tile.place<Columnwise>(at), P::kAnchored);
+  } else if (leads_block<Columnwise>(P::contraction(s), at)) {
+    const int block = (Columnwise ? at.row() : at.col()) >> P::log2(s), line = Columnwise ? at.col() : at.row();
+#pragma unroll
+    for (int k = 0; k < 8; ++k) smem.scales[Columnwise][line + k][block] = static_cast<uint8_t>(stored[k]);
   }
 }
 
 // Encode one direction: scales and codes go to memory, transposed codes and one-byte scales to shared memory.
+// twin: the columnwise side of Work::kTwin, which is stored from the same codes.
 template <bool Columnwise, class P, class V>
 __device__ __forceinline__ void encode(
-    const Patch<V>& p, const Side& s, const SideBuffers& b, const Tile& tile, int32_t tiles, Smem& smem,
-    const Position& at) {
-  constexpr bool kFull8 = P::kFull && P::kTakes8;
+    const Patch<V>& p, const Side& s, const SideBuffers& b, const Tile& tile, int32_t tiles, const Side* twin_side,
+    const SideBuffers* twin, Smem& smem, const Position& at) {
   const Place place = tile.place<Columnwise>(at);
-  const bool one_block = s.outer != 1;  // the thread's lines share their block
-  const bool reads_amax = b.amax_given || s.whole();
-  const bool delayed = kFull8 && b.enc != nullptr, is_anchored = kFull8 && b.anchor != nullptr;
+  const bool one_block = P::outer(s) != 1;  // the thread's lines share their block
+  const bool delayed = P::kFull && P::kTakes8 && b.enc != nullptr;
 
   float amax[8];
-  if (!reads_amax || delayed) {
-    const Maxima<V> m = block_maxima<Columnwise>(p, s.outer, s.contraction, smem, at);
+  if (!P::reads_amax(s, b) || delayed) {
+    const Maxima<V> m = block_maxima<Columnwise>(p, P::outer(s), P::contraction(s), smem, at);
 #pragma unroll
     for (int k = 0; k < 8; ++k) amax[k] = m[k];
   }
   const float tile_amax = amax[0];
   const int32_t inside = max(min(place.along + 7, b.length - 1), 0);  // in the block, if the thread is
-  if (reads_amax) {
+  if (P::reads_amax(s, b)) {
     const int32_t block = place.block(s.contraction_log2, inside);
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
@@ -389,43 +432,53 @@ __device__ __forceinline__ void encode(
     }
   };
   if constexpr (P::kTakes4) {
-    const TensorScale tensor = tensor_scale(__ldcg(b.tensor_amax));
+    const float target = __fmul_rn(tensor_encode_factor(__ldcg(b.tensor_amax)), 1.0f / 6.0f);
     const bool round_up = P::kFull && s.stochastic;
-    scales([&](float a) { return two_level_scale(a, tensor, round_up); });
-  } else if (s.byte_scales()) {
-    scales([&](float a) { return e8m0_scale(a, s); });
+    scales([&](float a) { return two_level_scale(a, target, round_up, smem.factors[Columnwise]); });
   } else {
-    scales([&](float a) { return fp32_scale(a, s); });
+    float least = amax[0], largest = amax[0];
+#pragma unroll
+    for (int k = 1; k < 8; ++k) {
+      if (one_block) continue;
+      least = fminf(least, amax[k]);
+      largest = __uint_as_float(max(bits_of(largest), bits_of(amax[k])));  // as integers, a NaN stays
+    }
+    if (P::byte_scales(s)) {
+      if (is_finite(largest)) {
+        scales([&](float a) { return e8m0_scale_of_finite(a, s); });
+      } else {
+        scales([&](float a) { return e8m0_scale(a, s); });
+      }
+    } else if (s.scale == ScaleKind::kFp32Pow2 && has_easy_power(least, largest, s)) {
+      scales([&](float a) { return easy_power(a, s); });
+    } else {
+      scales([&](float a) { return fp32_scale(a, s); });
+    }
   }
 
-  uint32_t nonzero = 0, far = 0;
-  if constexpr (kFull8) {
+  if constexpr (P::kAnchored) {  // the scale of the run takes the place of the block's
+    const int32_t run = place.block(s.anchor_log2, inside);
+    const float* anchors = b.anchor + index_of(b.anchors, 0, run);
+    uint32_t nonzero = 0, far = 0;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      const int32_t line = min(place.line + k, b.lines - 1);
+      const uint32_t anchor = e8m0_code(__ldcg(anchors + static_cast<int64_t>(line) * b.anchors.line_stride), s);
+      const bool counts = amax[k] > 0.0f && place.line + k < b.lines && place.along < b.length;
+      nonzero += counts, far += counts && anchor > stored[k] + 9;
+      f.enc[k] = power_of_two(anchor == 255 ? 255 : 254 - anchor);
+      stored[k] = bits_of(power_of_two(anchor));
+    }
+    // At most 512 blocks a tile: both counts fit one word until the tile's sum goes to memory.
+    const bool leads = leads_block<Columnwise>(P::contraction(s), at);
+    const uint32_t counts = __reduce_add_sync(0xFFFFFFFFu, leads ? nonzero << 16 | far : 0);
+    if ((threadIdx.x & 31) == 0 && counts != 0) atomicAdd(&smem.guard[Columnwise], counts);
+  }
+  if constexpr (P::kFull && P::kTakes8) {
     if (delayed && __ldcg(b.enc) > 0.0f) {
       const uint32_t bits = bits_of(__ldcg(b.enc));
 #pragma unroll
       for (int k = 0; k < 8; ++k) f.enc[k] = __uint_as_float(s.scale == ScaleKind::kFp32Pow2 ? bits & 0x7F800000u : bits);
-    }
-    if (is_anchored) {
-      const int32_t run = place.block(s.anchor_log2, inside);
-#pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        const int32_t line = min(place.line + k, b.lines - 1);
-        const uint32_t anchor = e8m0_code(__ldcg(b.anchor + index_of(b.anchors, line, run)), s);
-        const uint32_t below = anchor - stored[k];
-        const bool counts = amax[one_block ? 0 : k] > 0.0f && place.line + k < b.lines && place.along < b.length;
-        f.anchor[k] = power_below(min(below, 24u));
-        nonzero += counts, far += counts && below > 9;
-        stored[k] = bits_of(power_of_two(anchor));
-      }
-    }
-  }
-
-  const bool leads = leads_block<Columnwise>(s.contraction, at);
-  if constexpr (kFull8) {
-    if (is_anchored && b.guard != nullptr) {
-      // At most 2 * 128 * 8 blocks a tile: both counts fit one word until the tile's sum goes to memory.
-      const uint32_t counts = __reduce_add_sync(0xFFFFFFFFu, leads ? nonzero << 16 | far : 0);
-      if ((threadIdx.x & 31) == 0 && counts != 0) atomicAdd(&smem.guard[Columnwise], counts);
     }
     if (delayed && threadIdx.x == 0) {  // the tile that comes last knows the tensor's amax
       atomic_max(b.amax, tile_amax);
@@ -436,21 +489,13 @@ __device__ __forceinline__ void encode(
       }
     }
   }
-  if (s.byte_scales() && !is_anchored) {
-    if (leads) {
-      const int block = (Columnwise ? at.row() : at.col()) / s.contraction;
-      const int line = Columnwise ? at.col() : at.row();
-#pragma unroll
-      for (int k = 0; k < 8; ++k) smem.scales[Columnwise][line + k][block] = static_cast<uint8_t>(stored[k]);
-    }
-  } else if (!delayed && leads_block<Columnwise>(kTile, at)) {
-    store_fp32_scales<Columnwise>(stored, s, b, place, is_anchored);
-  }
+  if (!delayed) store_scales<Columnwise, P>(stored, s, b, tile, smem, at);
+  if constexpr (P::kTwin) store_scales<true, P>(stored, *twin_side, *twin, tile, smem, at);
 
   auto emit = [&](auto transposed) {
     constexpr bool kTransposed = decltype(transposed)::value;
     auto run = [&](auto rounding) {
-      emit_codes<Columnwise, kTransposed, decltype(rounding)::value>(p, f, s, b, tile, smem, at);
+      emit_codes<Columnwise, kTransposed, P::kTwin, decltype(rounding)::value>(p, f, s, b, tile, smem, at);
     };
     if constexpr (P::kFull) {
       if (s.stochastic) {
@@ -461,9 +506,6 @@ __device__ __forceinline__ void encode(
     if constexpr (P::kTakes4) {
       run(Constant<Rounding::kE2M1>());
     } else {
-      if constexpr (P::kFull) {
-        if (is_anchored) return run(Constant<Rounding::kAnchored>());
-      }
       s.element == Element::kE5M2 ? run(Constant<Rounding::kE5M2>()) : run(Constant<Rounding::kE4M3>());
     }
   };
@@ -474,12 +516,13 @@ __device__ __forceinline__ void encode(
 }
 
 // One-byte scales from shared memory.
-template <bool Columnwise>
+template <bool Columnwise, class P>
 __device__ __forceinline__ void flush_scales(const Side& s, const SideBuffers& b, const Tile& tile, const Smem& smem) {
+  const int32_t log2 = P::log2(s), outer_log2 = P::outer_log2(s);
   auto* out = static_cast<uint8_t*>(b.scale);
   const Place place = Columnwise ? Place{tile.col0, tile.row0, 0, tile.shift} : Place{tile.row0, tile.col0, tile.shift, 0};
-  const int32_t in_tile = kTile >> s.contraction_log2, first_line = place.line + place.line_shift;
-  const int32_t first_block = ((place.along + place.along_shift) >> s.contraction_log2) - (place.along_shift >> s.contraction_log2);
+  const int32_t in_tile = kTile >> log2, first_line = place.line + place.line_shift;
+  const int32_t first_block = ((place.along + place.along_shift) >> log2) - (place.along_shift >> log2);
   if (s.scale_layout == ScaleLayout::kBlackwell) {
     const int32_t tile_cols = (b.compact.blocks + 3) >> 2;
     for (int u = threadIdx.x; u < kTile * (in_tile >> 2); u += kThreads) {
@@ -498,8 +541,8 @@ __device__ __forceinline__ void flush_scales(const Side& s, const SideBuffers& b
   }
   // Neighbouring threads write neighbouring bytes: along the blocks of a line, or along the lines of a block.
   const bool by_line = b.stored.block_stride == 1;
-  const int32_t in_tile_log2 = 7 - s.contraction_log2;
-  if (by_line && s.outer == 1 && in_tile >= 4 && (b.stored.line_stride & 3) == 0 && first_block + in_tile <= b.compact.blocks) {
+  const int32_t in_tile_log2 = 7 - log2;
+  if (by_line && outer_log2 == 0 && in_tile >= 4 && (b.stored.line_stride & 3) == 0 && first_block + in_tile <= b.compact.blocks) {
     const int32_t words = in_tile >> 2;
     for (int u = threadIdx.x; u < kTile * words; u += kThreads) {
       const int32_t line = words == 2 ? u >> 1 : u, word = words == 2 ? u & 1 : 0, l = place.line + line;
@@ -511,8 +554,8 @@ __device__ __forceinline__ void flush_scales(const Side& s, const SideBuffers& b
   }
   for (int u = threadIdx.x; u < kTile * in_tile; u += kThreads) {
     const int32_t line = by_line ? u >> in_tile_log2 : u & (kTile - 1), local = by_line ? u & (in_tile - 1) : u / kTile;
-    if ((first_line + line) & (s.outer - 1)) continue;
-    const int32_t line_block = ((first_line + line) >> s.outer_log2) - (place.line_shift >> s.outer_log2);
+    if ((first_line + line) & ((1 << outer_log2) - 1)) continue;
+    const int32_t line_block = ((first_line + line) >> outer_log2) - (place.line_shift >> outer_log2);
     const int32_t block = first_block + local;
     if (line_block < 0 || line_block >= b.compact.lines || block < 0 || block >= b.compact.blocks) continue;
     out[index_of(b.stored, line_block, block)] = smem.scales[Columnwise][line][local];
@@ -544,23 +587,23 @@ __device__ __forceinline__ bool needs_none(const Side& s, const SideBuffers& b) 
 // Statistics, or codes, of one direction; rotated values are made where they are needed.
 template <bool Columnwise, class P, class V>
 __device__ __forceinline__ void run_side(
-    bool statistics, const Patch<V>& p, const Side& s, const SideBuffers& b, const Tile& tile, int32_t tiles, Smem& smem,
-    const Position& at) {
+    bool statistics, const Patch<V>& p, const Side& s, const SideBuffers& b, const Tile& tile, int32_t tiles,
+    const Side* twin_side, const SideBuffers* twin, Smem& smem, const Position& at) {
   if constexpr (P::kWork == Work::kAbsent) {
     return;
   } else {
     if (!s.present()) return;
     auto work = [&](const auto& patch) {
-      if constexpr (P::kWork == Work::kStatistics) {
+      if constexpr (!P::kEncodes) {
         collect<Columnwise>(patch, s, b, tile, smem, at);
       } else {
         if constexpr (P::kFull) {
           if (statistics) return collect<Columnwise>(patch, s, b, tile, smem, at);
         }
-        encode<Columnwise, P>(patch, s, b, tile, tiles, smem, at);
+        encode<Columnwise, P>(patch, s, b, tile, tiles, twin_side, twin, smem, at);
       }
     };
-    if constexpr (P::kWork == Work::kStatistics || (P::kFull && P::kTakes4)) {
+    if constexpr (P::kWork == Work::kRotated || (P::kFull && P::kTakes4)) {
       if (s.rotated) {
         Patch<BF16> turned;
         rotate<Columnwise>(p, turned, at);
@@ -587,10 +630,13 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(const __g
     }
   }
   const TensorArgs& t = launch.tensors[which];
-  const int32_t local = n - t.first_tile, tile_row = local / t.tile_cols;
-  const Tile tile = {tile_row * kTile - t.shift, (local - tile_row * t.tile_cols) * kTile, t.shift};
+  // Down four tiles, then right: neighbours in time write neighbouring parts of rows and of transposed columns.
+  const int32_t local = n - t.first_tile, band = local / (4 * t.tile_cols), inside = local - band * 4 * t.tile_cols;
+  const int32_t tall = min(4, t.tile_rows - 4 * band), tile_col = tall == 4 ? inside >> 2 : inside / tall;
+  const int32_t tile_row = 4 * band + inside - tile_col * tall;
+  const Tile tile = {tile_row * kTile - t.shift, tile_col * kTile, t.shift};
 
-  constexpr bool kOnlyStatistics = Row::kWork == Work::kStatistics;
+  constexpr bool kOnlyStatistics = Row::kWork == Work::kStatistics || Row::kWork == Work::kRotated;
   if constexpr (kOnlyStatistics) {
     if (needs_none(row, t.side[0]) && needs_none(col, t.side[1])) return;
   }
@@ -598,21 +644,26 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(const __g
   load_patch<In>(p, t, launch.input, tile.row0 + at.row(), tile.col0 + at.col());
   if constexpr (kOnlyStatistics || Row::kFull || Col::kFull) {
     if (launch.phases & kStatistics) {
-      run_side<false, Row>(true, p, row, t.side[0], tile, launch.tiles, smem, at);
-      run_side<true, Col>(true, p, col, t.side[1], tile, launch.tiles, smem, at);
+      run_side<false, Row>(true, p, row, t.side[0], tile, launch.tiles, nullptr, nullptr, smem, at);
+      run_side<true, Col>(true, p, col, t.side[1], tile, launch.tiles, nullptr, nullptr, smem, at);
     }
   }
   if constexpr (!kOnlyStatistics) {
     if constexpr (Row::kFull || Col::kFull) {
       if (launch.barrier != nullptr) grid_barrier(launch.barrier, gridDim.x);
     }
-    constexpr bool kGuards = (Row::kFull && Row::kTakes8) || (Col::kFull && Col::kTakes8);
+    constexpr bool kGuards = Row::kAnchored || Col::kAnchored, kFactors = Row::kTakes4 || Col::kTakes4;
     if constexpr (kGuards) {
       if (threadIdx.x < 2) smem.guard[threadIdx.x] = 0;
-      __syncthreads();
     }
-    run_side<false, Row>(false, p, row, t.side[0], tile, launch.tiles, smem, at);
-    run_side<true, Col>(false, p, col, t.side[1], tile, launch.tiles, smem, at);
+    if constexpr (kFactors) {
+      const int d = threadIdx.x / 128, code = threadIdx.x % 128;
+      if (launch.side[d].present() && launch.side[d].four_bit())
+        smem.factors[d][code] = two_level_factor(code, __ldcg(t.side[d].tensor_amax));
+    }
+    if constexpr (kGuards || kFactors) __syncthreads();
+    run_side<false, Row>(false, p, row, t.side[0], tile, launch.tiles, &col, &t.side[1], smem, at);
+    run_side<true, Col>(false, p, col, t.side[1], tile, launch.tiles, nullptr, nullptr, smem, at);
     __syncthreads();
     if constexpr (kGuards) {
       if (threadIdx.x < 2 && t.side[threadIdx.x].guard != nullptr && smem.guard[threadIdx.x] != 0) {
@@ -621,16 +672,17 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(const __g
         atomicAdd(guard + 1, smem.guard[threadIdx.x] >> 16);
       }
     }
-    if constexpr (Row::kWork != Work::kAbsent) {
-      if (row.present() && row.byte_scales() && t.side[0].anchor == nullptr)
-        flush_scales<false>(row, t.side[0], tile, smem);
+    if constexpr (Row::kEncodes && !Row::kAnchored) {
+      if (row.present() && Row::byte_scales(row)) flush_scales<false, Row>(row, t.side[0], tile, smem);
     }
-    if constexpr (Col::kWork != Work::kAbsent) {
-      if (col.present() && col.byte_scales() && t.side[1].anchor == nullptr)
-        flush_scales<true>(col, t.side[1], tile, smem);
+    using Second = std::conditional_t<Row::kTwin, Row, Col>;  // what made the columnwise side
+    if constexpr (Second::kEncodes && !Second::kAnchored) {
+      if (col.present() && Second::byte_scales(col)) flush_scales<true, Second>(col, t.side[1], tile, smem);
+    }
+    if constexpr (Second::kEncodes) {
       if (col.present() && col.transposed)
-        flush_transposed<Col::kTakes4>(t.side[1].data, t.side[1].vector_store, tile.row0, tile.col0, t.side[1].length,
-                                       t.cols, smem.codes);
+        flush_transposed<Second::kTakes4>(t.side[1].data, t.side[1].vector_store, tile.row0, tile.col0,
+                                          t.side[1].length, t.cols, smem.codes);
     }
   }
 }

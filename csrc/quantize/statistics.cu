@@ -5,20 +5,23 @@
 namespace fsdp_quant {
 
 cudaError_t launch_statistics(const Launch<1>& launch, cudaStream_t stream) {
-  if (is_wide(launch.input)) return launch_instance<LoadF32, Statistics, Statistics, 1, 2>(launch, stream);
-  return launch_instance<LoadBF16, Statistics, Statistics, 1, 3>(launch, stream);
+  if (is_wide(launch.input)) return launch_instance<LoadF32, RotatedStatistics, RotatedStatistics, 1, 2>(launch, stream);
+  if (launch.side[0].rotated || launch.side[1].rotated)
+    return launch_instance<LoadBF16, RotatedStatistics, RotatedStatistics, 1, 3>(launch, stream);
+  return launch_instance<LoadBF16, Statistics, Statistics, 1, 4>(launch, stream);
 }
 
 cudaError_t launch_quantize(const Launch<1>& launch, cudaStream_t stream) {
   if (launch.phases == kStatistics) return launch_statistics(launch, stream);
-  if (is_wide(launch.input)) return launch_wide(launch, stream);
   const Side& row = launch.side[0];
   const Side& col = launch.side[1];
   const SideBuffers(&buffers)[2] = launch.tensors[0].side;
+  if (buffers[0].anchor != nullptr || buffers[1].anchor != nullptr) return launch_anchored(launch, stream);
+  if (is_wide(launch.input)) return launch_wide(launch, stream);
   const bool full = launch.barrier != nullptr || (row.present() && is_full(row, buffers[0])) ||
                     (col.present() && is_full(col, buffers[1]));
-  if (!full) return launch_plain(launch, stream);
-  return col.four_bit() || row.four_bit() ? launch_full4(launch, stream) : launch_full8(launch, stream);
+  if (full) return row.four_bit() || col.four_bit() ? launch_full4(launch, stream) : launch_full8(launch, stream);
+  return known_block(launch) != 0 ? launch_blocks(launch, stream) : launch_plain(launch, stream);
 }
 
 }  // namespace fsdp_quant

@@ -2,17 +2,18 @@
 
     python -m dist_tests.bench.quantize [--shapes 8192x8192 16384x4096] [--rows mxfp8 group] [--json out.json]
 
-With a GPU, a table a shape and one a parameter group: row, microseconds (median), GB/s, ratio to the device copy of the
-same bf16 values, the ratio's floor and aim, and "under" where it is below the floor. Bytes are counted once: every input
+With a GPU, a table a shape and one a parameter group: microseconds (median), GB/s, ratio to the device copy of the same
+bf16 values, floor and aim of that ratio, and "under" where it is below the floor. Bytes are counted once: every input
 read once, every code and scale written once, whatever the kernel does. Then small tensors, as device and host
 microseconds a call, and a line of summary. Exit status 1: a row failed; 2: there is a GPU, and the operators are off.
 
-A call is timed by two events, queued behind a spinning kernel so that the host is ahead; allocation of outputs included.
-Between calls the L2 is made cold, in one or both of two ways, the first of which decides about floors:
-    rotate   inputs and outputs change from call to call. The L2 then holds what the last call of this row left in it:
-             a row pays for the write-back of its own bytes, no more and no less
-    flush    256 MB are zeroed before each call, outside its time. This leaves the L2 full of unwritten zeros: a row that
-             writes less than the L2 holds (amax) pays for their write-back too
+A call is timed by two events, queued behind a spinning kernel so that the host is ahead; the allocation of its outputs
+is part of it. Between calls the L2 is made cold, in one or both of two ways, the first of which decides about floors:
+
+    rotate   inputs and outputs change from call to call. The L2 then holds what the last call of the row left in it: a
+             row pays for the write-back of its own bytes, no more and no less
+    flush    256 MB are zeroed before each call, outside its time. The L2 is then full of zeros that have yet to reach
+             memory: a row that writes less than the L2 holds (amax) pays for their write-back too
 
 Without a GPU: the PyTorch reference's time a format and direction, encoding and decoding, over a copy.
 """
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import statistics
 import sys
 import time
@@ -34,7 +36,17 @@ import torch
 from torch import Tensor
 
 from dist_tests import laws
-from fsdp_quant.formats import COLUMNWISE, FORMATS, ROWWISE, SCALE_BYTES, Direction, Encoding, ceil_div, format_of, round_up
+from fsdp_quant.formats import (
+    COLUMNWISE,
+    FORMATS,
+    ROWWISE,
+    SCALE_BYTES,
+    Direction,
+    Encoding,
+    ceil_div,
+    format_of,
+    round_up,
+)
 from fsdp_quant.ops import dispatch, extension, layout, native, reference
 from fsdp_quant.quantizer import Quantizer
 
@@ -165,7 +177,9 @@ def _key(x: Tensor) -> Tensor:
     return torch.tensor([1, 2, 3, 0, 0], device=x.device)
 
 
-def _reference_encode(x: Tensor, e: Encoding, stats, enc: Tensor | None, transposed: bool, row0: int = 0) -> list[Tensor]:
+def _reference_encode(
+    x: Tensor, e: Encoding, stats: tuple | None, enc: Tensor | None, transposed: bool, row0: int = 0
+) -> list[Tensor]:
     values = reference.prepared(x, e)
     amax, tensor_amax = stats or (None, None)
     if amax is None:
@@ -178,8 +192,9 @@ def _reference_encode(x: Tensor, e: Encoding, stats, enc: Tensor | None, transpo
     return [codes, scale.t().contiguous()]
 
 
-def quantizes(*encodings: Encoding, known: bool = False, transposed: bool = False, masters: bool = False,
-              delayed: bool = False) -> Callable[[Tensor], Work]:
+def quantizes(
+    *encodings: Encoding, known: bool = False, transposed: bool = False, masters: bool = False, delayed: bool = False
+) -> Callable[[Tensor], Work]:
     """native.quantize of a bf16 x.
 
     known:       amaxes that leave a tile are given.
@@ -247,21 +262,18 @@ def transposes(e: Encoding) -> Callable[[Tensor], Work]:
     return work
 
 
-def anchors(row_block: int | None, col_block: int | None) -> Callable[[Tensor], Work]:
-    """quantize_anchored of both mxfp8 directions, the columnwise one as [cols, rows]."""
+def anchors(row_run: int | None, col_run: int | None) -> Callable[[Tensor], Work]:
+    """quantize_anchored of both mxfp8 directions, the columnwise one as [cols, rows]; a run of None is a whole line."""
     row, col = both("mxfp8")
-    sides = native.side_of(row), native.side_of(col, True, native.HOPPER)
-    blocks = [row_block or 0, col_block or 0]
+    sides, runs = (native.side_of(row), native.side_of(col, True, native.HOPPER)), (row_run or 0, col_run or 0)
 
     def work(x: Tensor) -> Work:
         def plain() -> list:
-            made = [(e, *_reference_encode(x, e, None, None, False)) for e in (row, col)]
-            done = [reference.anchor(data, scale, e.fmt, e.direction, x.shape[1], block or None)
-                    for (e, data, scale), block in zip(made, blocks)]
-            return [done[1][0].t().contiguous(), done]
+            rowwise, columnwise = (reference.anchored(x, e, run or None) for e, run in zip((row, col), runs))
+            return [rowwise[:2], columnwise[0].t().contiguous(), columnwise[1]]
 
-        return Work(
-            lambda: torch.ops.fsdp_quant.quantize_anchored(x, *sides, blocks, [None, None], False)[:-1], [x], plain)
+        anchored = torch.ops.fsdp_quant.quantize_anchored
+        return Work(lambda: anchored(x, *sides, *runs, None, None, False)[:-1], [x], plain)
 
     return work
 
@@ -319,7 +331,8 @@ GROUP_TENSORS, GROUP_RANKS, GROUP_RANK = 100, (8, 32), 2
 
 def group_shapes(ranks: int) -> list[tuple[int, int]]:
     """[rows of a rank, cols] of the weights of as many layers as it takes."""
-    return [(rows // ranks, cols) for rows, cols in LLAMA_LAYER * ceil_div(GROUP_TENSORS, len(LLAMA_LAYER))][:GROUP_TENSORS]
+    weights = LLAMA_LAYER * ceil_div(GROUP_TENSORS, len(LLAMA_LAYER))
+    return [(rows // ranks, cols) for rows, cols in weights[:GROUP_TENSORS]]
 
 
 def group_of(flat: Tensor, ranks: int) -> Group:
@@ -339,8 +352,8 @@ def quantizes_group(e: Encoding) -> Callable[[Group], Work]:
             amaxes = ops.statistics_group(g.tensors, side, columnwise, g.row0, False)
         offsets, end = [], 0
         for t in g.tensors:
-            scale_rows, scale_cols = e.fmt.scale_shape(tuple(t.shape), e.direction)
-            for size in (t.shape[0] * e.fmt.row_bytes(t.shape[1], t.dtype), scale_rows * scale_cols * SCALE_BYTES[e.fmt.scale]):
+            scales = math.prod(e.fmt.scale_shape(tuple(t.shape), e.direction))
+            for size in (t.shape[0] * e.fmt.row_bytes(t.shape[1], t.dtype), scales * SCALE_BYTES[e.fmt.scale]):
                 offsets.append(end)
                 end += round_up(size, 16)
         staging = torch.empty(end, dtype=torch.uint8, device=g.flat.device)
@@ -489,8 +502,8 @@ class Bench:
         if not all(result[l2]["hidden"] for l2 in self.l2):
             shown += "  the device waited for the host"
         floor, aim = (f"{r:.2f}" if r is not None else "-" for r in (row.floor, row.aim))
-        print(f"{row.name:40} {first['us']:8.1f} {first['gbs']:6.0f} {first['ratio']:7.3f} {floor:>6} {aim:>5} {mark:5}{shown}",
-              flush=True)
+        numbers = f"{first['us']:8.1f} {first['gbs']:6.0f} {first['ratio']:7.3f} {floor:>6} {aim:>5}"
+        print(f"{row.name:40} {numbers} {mark:5}{shown}", flush=True)
 
     def small(self) -> None:
         """Device and host time a call of tensors that one launch cannot fill a device with."""
@@ -504,10 +517,10 @@ class Bench:
             result = {"name": name, "shape": list(SMALL)}
             self.report["small"].append(result)
             sides = {e.direction: native.side_of(e) for e in encodings}
-            row, col = (sides.get(d, ()) for d in Direction)
+            row, col = (sides.get(d, 0) for d in Direction)
             nothing = [None] * len(encodings)
             calls = {
-                "operator": lambda: torch.ops.fsdp_quant.quantize(x, row, col, [0.0, 0.0], 0, [None] * 8, False),
+                "operator": lambda: torch.ops.fsdp_quant.quantize(x, row, col, 0.0, 0.0, 0, False),
                 "dispatch": lambda: dispatch.encode(x, encodings, None, keys=nothing),
             }
             try:
@@ -544,7 +557,8 @@ class Bench:
         line += f", {sum(r['reached'] for r in rows if 'error' not in r)} at their aim, {len(failed)} failed"
         if judged:
             worst = min(judged, key=lambda r: r[self.l2[0]]["ratio"] / r["floor"])
-            line += f"; lowest over its floor: {worst['name']}, {worst[self.l2[0]]['ratio']:.3f} of {worst['floor']:.2f}"
+            ratio = worst[self.l2[0]]["ratio"]
+            line += f"; lowest over its floor: {worst['name']}, {ratio:.3f} of {worst['floor']:.2f}"
         return line
 
     @property
@@ -561,15 +575,19 @@ def on_device(args) -> int:
     properties = torch.cuda.get_device_properties(device)
     clock = DeviceClock(device, args.repeats or 25)
     bench = Bench(clock, device, args)
-    facts = {"device": properties.name, "processors": properties.multi_processor_count, "l2_bytes": properties.L2_cache_size,
-             "torch": torch.__version__, "library": vars(extension.STATUS.build) if extension.STATUS.build else None,
-             "shapes": args.shapes or SHAPES}
-    bench.report = {**facts, **bench.report}
     clock.wake()
     empty = clock.time([lambda: None], None).us
-    bench.report["empty_us"] = empty
-    print(f"{properties.name}, {properties.multi_processor_count} processors, {properties.L2_cache_size >> 20} MiB of L2, torch "
-          f"{torch.__version__}; medians of {clock.repeats}, L2: {' and '.join(args.l2)}; an empty interval is {empty:.1f} us")
+    facts = {
+        "device": properties.name, "processors": properties.multi_processor_count, "l2_bytes": properties.L2_cache_size,
+        "torch": torch.__version__, "library": vars(extension.STATUS.build) if extension.STATUS.build else None,
+        "shapes": args.shapes or SHAPES, "empty_us": empty,
+    }
+    bench.report = {**facts, **bench.report}
+    print(
+        f"{properties.name}, {properties.multi_processor_count} processors, L2 of {properties.L2_cache_size >> 20} MiB "
+        f"({' and '.join(args.l2)}), torch {torch.__version__}; medians of {clock.repeats}; an empty interval: "
+        f"{empty:.1f} us"
+    )
     lost = None
     try:
         bench.run(args.shapes or SHAPES)
@@ -599,15 +617,19 @@ def on_cpu(args) -> int:
     made = {name: Quantizer(fmt) for name, fmt in FORMATS.items() if fmt.is_quantized}
     made["nvfp4+SR"] = Quantizer("nvfp4", rounding="stochastic")
     made["nvfp4+RHT"] = Quantizer("nvfp4", rotation=True)
-    report = {"device": "cpu", "threads": torch.get_num_threads(), "torch": torch.__version__,
-              "shapes": args.shapes or CPU_SHAPES, "tables": []}
+    report = {
+        "device": "cpu", "threads": torch.get_num_threads(), "torch": torch.__version__,
+        "shapes": args.shapes or CPU_SHAPES, "tables": [],
+    }
     for rows, cols in args.shapes or CPU_SHAPES:
         x = laws.values(rows, cols)
         copy = _seconds(x.clone, repeats)
         found = {"title": f"{rows}x{cols} bf16", "copy_s": copy, "rows": []}
         report["tables"].append(found)
-        print(f"CPU, {torch.get_num_threads()} threads, torch {torch.__version__}, {rows}x{cols} bf16, reference ops; "
-              f"copy {copy * 1e3:.2f} ms")
+        print(
+            f"CPU, {torch.get_num_threads()} threads, torch {torch.__version__}, {rows}x{cols} bf16, reference ops; "
+            f"copy {copy * 1e3:.2f} ms"
+        )
         print(f"{'format':14} {'direction':11} {'encode s':>9} {'x copy':>7} {'decode s':>9} {'x copy':>7}")
         for label, quantizer in made.items():
             for direction in Direction:
@@ -616,9 +638,10 @@ def on_cpu(args) -> int:
                 storage = quantizer.storage(x, direction, key)
                 encode = _seconds(lambda q=quantizer, d=direction: q.storage(x, d, key), repeats)
                 decode = _seconds(storage.decode, repeats)
-                found["rows"].append({"name": label, "direction": direction.value, "encode_s": encode, "decode_s": decode})
-                print(f"{label:14} {direction.value:11} {encode:9.4f} {encode / copy:7.1f} {decode:9.4f} {decode / copy:7.1f}",
-                      flush=True)
+                result = {"name": label, "direction": direction.value, "encode_s": encode, "decode_s": decode}
+                found["rows"].append(result)
+                ratios = f"{encode:9.4f} {encode / copy:7.1f} {decode:9.4f} {decode / copy:7.1f}"
+                print(f"{label:14} {direction.value:11} {ratios}", flush=True)
     _write(args.json, report)
     return 0
 
@@ -651,7 +674,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rows", nargs="+", default=[], help="only rows whose name contains one of these")
     made.add_argument("--json", help="write all numbers to this file")
     made.add_argument("--repeats", type=_count, help="timed calls a row (default: 25; CPU: 5)")
-    made.add_argument("--l2", nargs="+", choices=L2_MODES, default=L2_MODES, help="how the L2 is made cold (default: both)")
+    made.add_argument("--l2", nargs="+", choices=L2_MODES, default=L2_MODES, help="how the L2 is made cold")
     made.add_argument("--reference", action="store_true", help="time the PyTorch reference of each row as well")
     return made
 

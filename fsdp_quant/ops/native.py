@@ -169,7 +169,7 @@ def quantize(
 def quantize_anchored(
     x: Tensor, encodings: Sequence[Encoding], anchor_blocks: Sequence[int | None], through_bf16: bool = False,
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """(codes, fp32 scales) of each e8m0 encoding, and the guard's counts int64 [2, 2]; see `reference.anchor`."""
+    """(codes, fp32 scales) of each e8m0 encoding, and the guard's counts int64 [2, 2]; see `reference.anchored`."""
     call = _call_of(tuple(encodings))
     runs = [0 if i is None else anchor_blocks[i] or 0 for i in call.places]
     *made, counts = _ops.quantize_anchored(_rows(x), call.row, call.col, *runs, None, None, through_bf16)

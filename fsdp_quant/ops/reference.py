@@ -254,7 +254,7 @@ def encode(
         return x.contiguous(), None
     if fmt.scale == "e8m0":
         scale = e8m0_code(amax, fmt)
-        factor = power_of_two(torch.where(scale == 255, 255, 254 - scale.to(torch.int32)))
+        factor = power_of_two(_inverse(scale))
     elif fmt.tensor_scale:
         scale, factor = _two_level_scale(amax, tensor_amax, round_up=encoding.stochastic)
     else:
@@ -310,33 +310,33 @@ def bf16_product(a: Tensor, b: Tensor) -> Tensor:
 
 # Anchored operands #
 
-def anchor(
-    data: Tensor, scale: Tensor, fmt: Format, direction: Direction, cols: int, anchor_block: int | None
+def anchored(
+    x: Tensor, encoding: Encoding, anchor_block: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """8-bit codes with e8m0 block scales, re-expressed against one power of two for each run of the contraction.
+    """Codes of e8m0 blocks that share the scale of their run of the contraction, and what the guard counts.
 
-    data, scale:   a compact storage of [rows, cols].
+    x:             [rows, cols], floating; scales rounded up.
     anchor_block:  contraction elements of a run; None: all of them.
     returns:       (codes uint8 [rows, cols], fp32 scales of (1, anchor_block) blocks, int64 [2]: nonzero blocks whose
-                   scale is more than 2^9 below their anchor, nonzero blocks).
+                   own scale is more than 2^9 below their anchor, nonzero blocks).
 
-    With E = max(e) over the run, q' = q * 2^(e - E), rounded to an element again: exact while q' is normal, so only
-    what lies 2^-14 below the run's largest magnitude changes. The product of two such operands scales its rows and
-    columns once, outside the contraction. A block that a line shares with others is one block of every line.
+    e8m0 scales are powers of two and elements are floating point, so with E = max(e) over the run an element is the
+    same number against 2^E as against 2^e, but for those that become subnormal, 2^-14 below the run's largest
+    magnitude. The product of two such operands scales its rows and columns once, outside the contraction.
     """
-    rows = data.shape[0]
-    along = direction.contraction_dim
-    b0, b1 = fmt.dims(direction)
-    lines = scale.repeat_interleave(b0, 0)[:rows] if along else scale.repeat_interleave(b1, 1)[:, :cols]
-    blocks = -(-anchor_block // fmt.block[1]) if anchor_block else max(lines.shape[along], 1)
-    code = lines.to(torch.int32)
-    padded = F.pad(code, (0, -code.shape[1] % blocks) if along else (0, 0, 0, -code.shape[0] % blocks))
-    highest = padded.unflatten(along, (-1, blocks)).amax(along + 1)
-    below = highest.repeat_interleave(blocks, along).narrow(along, 0, code.shape[along]) - code
-    exact = decode_codes(data, fmt, cols)
-    shift = below.repeat_interleave(fmt.block[1], along).narrow(along, 0, data.shape[along])
-    codes = _cast(exact * power_of_two(127 - shift.clamp(max=24)), fmt.element)
-    line_blocks = Format(fmt.name, fmt.element, (1, fmt.block[1]), fmt.scale)
-    nonzero = _blocked(exact.abs().nan_to_num(nan=1.0), line_blocks, direction, 0).amax((1, 3)) > 0
-    counts = torch.stack(((nonzero & (below > 9)).sum(), nonzero.sum()))
-    return codes, power_of_two(highest), counts
+    fmt = encoding.fmt
+    run = Format(fmt.name, fmt.element, (1, anchor_block), fmt.scale)
+    anchor = e8m0_code(statistics(x, Encoding(run, encoding.direction))[0], run)
+    codes = _cast(_scaled(x, power_of_two(_inverse(anchor)), run, encoding.direction, 0), fmt.element)
+    amax, _ = statistics(x, encoding)
+    dim = encoding.direction.contraction_dim
+    blocks = anchor_block // fmt.block[1] if anchor_block else amax.shape[dim]
+    highest = anchor.repeat_interleave(blocks, dim).narrow(dim, 0, amax.shape[dim])
+    below = highest.to(torch.int32) - e8m0_code(amax, fmt).to(torch.int32)
+    nonzero = amax > 0
+    return codes.contiguous(), power_of_two(anchor), torch.stack(((nonzero & (below > 9)).sum(), nonzero.sum()))
+
+
+def _inverse(code: Tensor) -> Tensor:
+    """Biased exponent of the encode factor of a biased e8m0 exponent."""
+    return torch.where(code == 255, 255, 254 - code.to(torch.int32))

@@ -1,0 +1,31 @@
+// The common block formats: bf16 values, blocks of one line, scales from the tile, rounding to nearest.
+#include "quantize/instances.cuh"
+#include "quantize/quantize_kernel.cuh"
+
+namespace fsdp_quant {
+
+namespace {
+
+template <class P>
+cudaError_t launch_sides(const Launch<1>& launch, cudaStream_t stream) {
+  if (!launch.side[1].present()) return launch_instance<LoadBF16, P, Absent, 1, 4>(launch, stream);
+  if (!launch.side[0].present()) return launch_instance<LoadBF16, Absent, P, 1, 3>(launch, stream);
+  return launch_instance<LoadBF16, P, P, 1, 3>(launch, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_blocks(const Launch<1>& launch, cudaStream_t stream) {
+  switch (known_block(launch)) {
+    case 16:
+      return launch_sides<Plain4x16>(launch, stream);
+    case 32:
+      return launch_sides<Plain8x32>(launch, stream);
+    default:
+      return launch_sides<Plain8x128>(launch, stream);
+  }
+}
+
+cudaError_t launch_anchored(const Launch<1>& launch, cudaStream_t stream) { return launch_sides<Anchored8>(launch, stream); }
+
+}  // namespace fsdp_quant

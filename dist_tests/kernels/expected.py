@@ -1,0 +1,217 @@
+"""What the reference makes of a case, and how the results of the operators are held to it, byte for byte."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dist_tests import laws
+from fsdp_quant.formats import COLUMNWISE, FORMATS, ROWWISE, Encoding, format_of
+from fsdp_quant.ops import dispatch, extension, native, reference
+from fsdp_quant.quantizer import Quantizer
+from fsdp_quant.storage import Storage
+
+DEVICE = torch.device("cuda")
+WHY_NOT = extension.runs_on(DEVICE) if torch.cuda.is_available() else "needs a GPU"  # None where the tests run
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# (dtype of x, dtype that the encoder sees or None: that of x).
+INPUTS = ((BF16, None), (FP16, None), (FP32, None), (FP32, BF16))
+SHAPES = (
+    (1, 1), (7, 15), (17, 31), (33, 47), (96, 96), (128, 128), (129, 257), (1, 130), (130, 1), (200, 1000), (256, 4096),
+    (1000, 72),
+)
+LARGE = (2048, 4096)  # 512 tiles, more than a GPU has multiprocessors: statistics take a launch of their own
+KINDS = ("gauss", "outliers", "tiny", "heavy")
+SPECIALS = ("zeros", "signed zeros", "subnormals", "inf", "-inf", "nan", "both", "huge", "nan row", "wide range")
+
+QUANTIZED = tuple(name for name, fmt in FORMATS.items() if fmt.is_quantized)
+
+
+def quantizers() -> dict[str, Quantizer]:
+    """Every quantized row of the format table, the options that change bytes, and their pairs that share a kernel."""
+    made = {name: q for name, q in laws.QUANTIZERS.items() if q.fmt.is_quantized}
+    made |= {f"{name}_sr": Quantizer(name, rounding="stochastic") for name in QUANTIZED}
+    made["nvfp4_rht"] = Quantizer("nvfp4", rotation=True)
+    made["nvfp4_rht_sr"] = Quantizer("nvfp4", rotation=True, rounding="stochastic")
+    made["fp8_tensor_eps"] = Quantizer("fp8_tensor", eps=0.5)
+    made["fp8_row_eps"] = Quantizer("fp8_row", eps=2.0)
+    made["fp8_1x128_eps"] = Quantizer("fp8_1x128", eps=2.0)
+    for name in ("fp8_row", "fp8_1x128", "fp8_128x128", "mxfp8_32x32"):
+        made[f"{name}_e5m2"] = Quantizer(format_of(name, element="e5m2"))
+    made["fp8_tensor_e5m2_sr"] = Quantizer(format_of("fp8_tensor", element="e5m2"), rounding="stochastic")
+    made["mxfp8_e5m2_sr"] = Quantizer(format_of("mxfp8", element="e5m2"), rounding="stochastic")
+    made["mxfp8_e5m2_floor"] = Quantizer(format_of("mxfp8", element="e5m2", scale_rounding="floor"))
+    made["mxfp8_32x32_floor"] = Quantizer(format_of("mxfp8_32x32", scale_rounding="floor"))
+    return made
+
+
+MADE = quantizers()
+NEAREST = tuple(name for name, q in MADE.items() if not q.is_stochastic and not q.rotation)
+
+
+def key_of(row0: int = 0, seed: int = 5) -> Tensor:
+    """A random key on the device; the seed fills both of its words."""
+    return torch.tensor([seed % 1000 * 0x100000007, 3, 0xDEADBEEF, 1, row0], device=DEVICE)
+
+
+# Inputs #
+
+def inputs(rows: int, cols: int, kind: str = "gauss", dtype: torch.dtype = BF16, seed: int = 0) -> Tensor:
+    """Values of `laws.values`, or of one of SPECIALS, on the device."""
+    if kind in KINDS:
+        return laws.values(rows, cols, seed=seed, dtype=dtype, kind=kind).to(DEVICE)
+    g = torch.Generator().manual_seed(seed)
+    x = laws.values(rows, cols, seed=seed, dtype=dtype)
+    negative, where = torch.rand(rows, cols, generator=g) < 0.5, torch.rand(rows, cols, generator=g)
+    if kind == "zeros":
+        x = torch.zeros_like(x)
+    elif kind == "signed zeros":
+        x = torch.where(where < 0.02, x, torch.where(negative, -0.0, 0.0).to(dtype))
+    elif kind == "subnormals":
+        mantissa = {BF16: 7, FP16: 10, FP32: 23}[dtype]
+        bits = torch.randint(0, 1 << mantissa, (rows, cols), generator=g)
+        small = bits.to(torch.int32 if dtype is FP32 else torch.int16).view(dtype)
+        x = torch.where(negative, -small, small)
+    elif kind == "huge":
+        x = (x.double().clamp(-1, 1) * torch.finfo(dtype).max).to(dtype)
+    elif kind == "nan row":
+        x[rows // 2] = math.nan
+    elif kind == "wide range":  # blocks far below and far above each other
+        x = (x.double() * 2.0 ** torch.randint(-18, 14, (rows, -(-cols // 16)), generator=g).repeat_interleave(16, 1)[:, :cols])
+        x = x.to(dtype)
+    else:
+        values = {"inf": (math.inf,), "-inf": (-math.inf,), "nan": (math.nan,), "both": (math.inf, math.nan)}[kind]
+        for i, value in enumerate(values):
+            x.view(-1)[7 * i :: 1009] = value
+    return x.to(DEVICE)
+
+
+def cases(seed: int = 0) -> list[tuple[str, Tensor, torch.dtype | None]]:
+    """(name, x, dtype that the encoder sees): every shape in every dtype, the kinds taking turns."""
+    made = []
+    for i, (rows, cols) in enumerate(SHAPES):
+        for j, (dtype, seen) in enumerate(INPUTS):
+            kind = KINDS[(i + j) % len(KINDS)]
+            name = f"[{rows}, {cols}] {kind} {dtype} seen as {seen or dtype}"
+            made.append((name, inputs(rows, cols, kind, dtype, seed + i), seen))
+    return made
+
+
+def special_cases(shapes=((33, 47), (129, 257)), dtypes=INPUTS) -> list[tuple[str, Tensor, torch.dtype | None]]:
+    made = []
+    for rows, cols in shapes:
+        for dtype, seen in dtypes:
+            for kind in SPECIALS:
+                name = f"[{rows}, {cols}] {kind} {dtype} seen as {seen or dtype}"
+                made.append((name, inputs(rows, cols, kind, dtype, seed=rows), seen))
+    return made
+
+
+# What is compared #
+
+def _bytes(t: Tensor) -> Tensor:
+    return t.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def assert_same(got: Tensor, want: Tensor, what: str) -> None:
+    """Fail unless shape, dtype and bytes agree; only a difference is copied to the CPU to be described."""
+    if got.shape == want.shape and got.dtype == want.dtype and torch.equal(_bytes(got), _bytes(want)):
+        return
+    laws.assert_same_bytes(got.cpu(), want.cpu(), what)
+    raise AssertionError(f"{what}: differs on {got.device} alone")
+
+
+def assert_same_values(got: Tensor, want: Tensor, what: str) -> None:
+    """The bytes agree, but for the bits of a NaN."""
+    assert_same(got.masked_fill(got.isnan(), math.nan), want.masked_fill(want.isnan(), math.nan), what)
+
+
+def assert_encoded(got, want, encoding: Encoding, what: str) -> None:
+    """Fail unless (data, scale, tensor_amax, amax) of an operator are the reference's; NaN amaxes may differ in bits."""
+    what = f"{what}, {encoding.direction} {encoding.fmt}{' SR' if encoding.stochastic else ''}"
+    data, scale, tensor_amax, amax = got
+    assert_same(scale, want[1], f"{what}: scale")
+    assert_same(data, want[0], f"{what}: data")
+    if encoding.fmt.tensor_scale:
+        assert_same_values(tensor_amax, want[2], f"{what}: tensor_amax")
+    else:
+        assert tensor_amax is None, f"{what}: tensor_amax is {tensor_amax}, want None"
+    if encoding.fmt.scale_leaves_contraction:
+        assert_same_values(amax, want[3], f"{what}: amax")
+    else:
+        assert amax is None, f"{what}: amax is {amax}, want None"
+
+
+def assert_statistics(got, want, what: str) -> None:
+    """Fail unless (amax, tensor_amax or None) agree, but for the bits of a NaN."""
+    assert_same_values(got[0], want[0], f"{what}: amax")
+    assert (got[1] is None) == (want[1] is None), f"{what}: tensor_amax is {got[1]}, want {want[1]}"
+    if want[1] is not None:
+        assert_same_values(got[1], want[1], f"{what}: tensor_amax")
+
+
+# The reference, and the operators #
+
+def seen(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return x if dtype is None else x.to(dtype)
+
+
+def statistics(x: Tensor, encoding: Encoding, row0: int = 0, dtype: torch.dtype | None = None) -> dispatch.Statistics:
+    """The reference's amaxes of x."""
+    return dispatch.Statistics(*reference.statistics(reference.prepared(seen(x, dtype), encoding), encoding, row0))
+
+
+def encoded(
+    x: Tensor, encoding: Encoding, *, row0: int = 0, stats: Sequence | None = None, key: Tensor | None = None,
+    enc: Tensor | None = None, dtype: torch.dtype | None = None,
+) -> dispatch.Encoded:
+    """The reference's codes and scales of x."""
+    values = reference.prepared(seen(x, dtype), encoding)
+    amax, tensor_amax = stats if stats is not None else reference.statistics(values, encoding, row0)
+    factor = None if enc is None else reference.delayed_factor(enc, amax, encoding)
+    data, scale = reference.encode(values, amax, tensor_amax, encoding, row0, key, factor)
+    return dispatch.Encoded(data, scale, tensor_amax, amax)
+
+
+def encode(
+    x: Tensor, encodings: Sequence[Encoding], *, row0: int = 0, stats=None, key: Tensor | None = None, encs=None,
+    dtype: torch.dtype | None = None,
+) -> list[dispatch.Encoded]:
+    """`dispatch.encode`, and a failure where the reference would stand in for a kernel."""
+    for e in encodings:
+        assert native.encodes(x, e, row0), f"no kernel encodes {e} of {list(x.shape)} {x.dtype} from row {row0}"
+    return dispatch.encode(x, encodings, stats, row0, [key] * len(encodings), encs, dtype)
+
+
+def both(name: str) -> list[Encoding]:
+    """The encodings of a quantizer, one a direction."""
+    return [MADE[name].encoding(ROWWISE), MADE[name].encoding(COLUMNWISE)]
+
+
+def gemm_operand(x: Tensor, encoding: Encoding, arch: str, key: Tensor | None):
+    """`Storage.to_gemm_layout` of the reference's storage, made on the CPU."""
+    on_cpu = dispatch.Encoded(*(None if t is None else t.cpu() for t in encoded(x, encoding, key=key)))
+    return Storage.of(on_cpu, encoding, x.shape, x.dtype).to_gemm_layout(arch)
+
+
+def packed(encoding: Encoding | None, transposed: bool = False, layout: int = native.COMPACT):
+    """An encoding as the operators take it; a direction that is not there."""
+    return 0 if encoding is None else native.side_of(encoding, transposed, layout)
+
+
+def quantize_out(
+    out: Sequence[Tensor], x: Tensor, encodings: Sequence[Encoding], key: Tensor | None, transposed: bool = False,
+    layout: int = native.COMPACT,
+) -> None:
+    """The operator that writes given buffers: data, scale and, for two-level formats, tensor amax of each side.
+
+    transposed:  the codes of the columnwise side.
+    """
+    row, col = (next((e for e in encodings if e.direction is d), None) for d in (ROWWISE, COLUMNWISE))
+    eps = [0.0 if e is None else e.eps for e in (row, col)]
+    sides = packed(row, False, layout), packed(col, transposed, layout)
+    torch.ops.fsdp_quant.quantize_out(x, *sides, *eps, key, key, list(out))

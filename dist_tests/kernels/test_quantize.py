@@ -1,0 +1,844 @@
+"""The quantization kernels give the bytes of the reference: codes, scales, statistics, layouts, anchored operands."""
+
+from __future__ import annotations
+
+import gc
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from dist_tests.kernels import expected
+from dist_tests.kernels.expected import BF16, FP16, FP32, LARGE, MADE, QUANTIZED, SHAPES, encode, encoded, inputs, key_of
+from fsdp_quant.counters import counters
+from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction, Encoding, ceil_div, format_of
+from fsdp_quant.ops import dispatch, native, reference
+
+pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
+
+ON_CUDA = expected.DEVICE.type == "cuda"
+ARCHS = {"sm_90a": native.HOPPER, "sm_100a": native.BLACKWELL}
+
+
+def assert_encodes(x: Tensor, encodings: list[Encoding], what: str, **options) -> None:
+    """Every encoding alone, and all of them in one call, are the reference's."""
+    want = [encoded(x, e, **options) for e in encodings]
+    key, dtype = options.get("key"), options.get("dtype")
+    for e, w in zip(encodings, want):
+        expected.assert_encoded(encode(x, [e], key=key, dtype=dtype)[0], w, e, f"{what}, alone")
+    for e, g, w in zip(encodings, encode(x, encodings, key=key, dtype=dtype), want):
+        expected.assert_encoded(g, w, e, f"{what}, both directions")
+
+
+# Codes and scales #
+
+@pytest.mark.parametrize("name", list(MADE))
+def test_codes_and_scales_are_the_references(name: str):
+    """If false, a model quantizes to other bytes with the kernels than without them."""
+    for what, x, dtype in expected.cases():
+        assert_encodes(x, expected.both(name), f"{name} {what}", key=key_of(), dtype=dtype)
+
+
+@pytest.mark.parametrize("name", list(MADE))
+def test_codes_and_scales_of_special_values_are_the_references(name: str):
+    """If false, a zero, a subnormal or an overflow is another number, or hidden, where the kernels run."""
+    for what, x, dtype in expected.special_cases():
+        assert_encodes(x, expected.both(name), f"{name} {what}", key=key_of(), dtype=dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_two_formats_in_one_call_are_the_references(shape: tuple[int, int]):
+    """If false, a hybrid quantizer's one read of a tensor mixes its two directions up."""
+    for i, (dtype, seen) in enumerate(expected.INPUTS):
+        x = inputs(*shape, expected.KINDS[i % 4], dtype, seed=i)
+        encodings = {(n, d): MADE[n].encoding(d) for n in QUANTIZED for d in Direction}
+        want = {at: encoded(x, e, dtype=seen) for at, e in encodings.items()}
+        for row in QUANTIZED:
+            for col in QUANTIZED:
+                pair = [(row, ROWWISE), (col, COLUMNWISE)]
+                got = encode(x, [encodings[at] for at in pair], dtype=seen)
+                for at, g in zip(pair, got):
+                    expected.assert_encoded(g, want[at], encodings[at], f"{row} / {col} {shape} {dtype} as {seen}")
+
+
+@pytest.mark.parametrize("row", ["fp8_tensor", "fp8_row", "mxfp8", "nvfp4", "nvfp4_sr", "nvfp4_rht", "nvfp4_rht_sr"])
+def test_rounding_and_rotation_of_one_direction_leave_the_other_alone(row: str):
+    """If false, a hybrid of a rounded or rotated direction and a plain one gives other bytes than the two alone."""
+    for shape in ((33, 47), (200, 328)):
+        for dtype, seen in ((BF16, None), (FP32, None), (FP32, BF16)):
+            x = inputs(*shape, "outliers", dtype, seed=shape[0])
+            for col in ("fp8_tensor_sr", "mxfp8_sr", "mxfp8", "nvfp4_sr", "nvfp4_rht", "nvfp4_rht_sr", "nvfp4_16x16_sr"):
+                what = f"{row} / {col} {shape} {dtype} as {seen}"
+                pair = [MADE[row].encoding(ROWWISE), MADE[col].encoding(COLUMNWISE)]
+                assert_encodes(x, pair, what, key=key_of(), dtype=seen)
+                assert_encodes(x, [MADE[col].encoding(ROWWISE), MADE[row].encoding(COLUMNWISE)], what, key=key_of(), dtype=seen)
+
+
+@pytest.mark.parametrize("dtype", expected.INPUTS, ids=str)
+@pytest.mark.parametrize("name", [
+    "fp8_tensor", "fp8_row", "nvfp4", "nvfp4_16x16", "nvfp4_rht", "nvfp4_rht_sr", "fp8_tensor_sr", "mxfp8",
+])
+def test_statistics_in_a_launch_of_their_own_give_the_same_bytes(name: str, dtype: tuple):
+    """If false, a tensor of more tiles than the GPU has multiprocessors is quantized from other statistics."""
+    for kind in ("heavy", "both"):
+        x = inputs(*LARGE, kind, dtype[0])
+        assert_encodes(x, expected.both(name), f"{name} {kind} {LARGE} {dtype}", key=key_of(), dtype=dtype[1])
+
+
+@pytest.mark.parametrize("pair", [("fp8_tensor", "nvfp4"), ("nvfp4", "fp8_row"), ("fp8_row", "nvfp4_rht"), ("mxfp8", "nvfp4")])
+def test_statistics_of_two_widths_give_the_same_bytes(pair: tuple[str, str]):
+    """If false, a large hybrid of 8 and 4 bits takes its statistics from the wrong direction."""
+    x = inputs(*LARGE, "outliers")
+    encodings = [MADE[name].encoding(d) for name, d in zip(pair, Direction)]
+    for e, g in zip(encodings, encode(x, encodings)):
+        expected.assert_encoded(g, encoded(x, e), e, f"{pair} {LARGE}")
+
+
+def test_an_encoding_of_a_tensor_is_counted_as_native():
+    """If false, the report of what really ran says that the reference stood in, or hides it."""
+    counters.reset()
+    encode(inputs(33, 47), expected.both("mxfp8"))
+    assert counters.of("quantize") == {("mxfp8", d.value, "native"): 1 for d in Direction}
+
+
+# Statistics #
+
+ROW0 = (0, 1, 16, 31, 33, 100, 128, 160)
+
+
+def encodable(e: Encoding, row0: int) -> bool:
+    """A rotation along the rows is of whole tiles."""
+    return not (e.fmt.rotated and e.direction is COLUMNWISE and row0 % native.TILE)
+
+
+@pytest.mark.parametrize("name", list(MADE))
+def test_statistics_are_the_references(name: str):
+    """If false, the ranks that share statistics agree on scales that no whole tensor would have."""
+    for row0 in ROW0:
+        for i, (rows, cols) in enumerate(((150, 200), (1, 33), (129, 257))):
+            dtype, seen = expected.INPUTS[(row0 + i) % 4]
+            x = inputs(rows, cols, ("gauss", "both", "outliers")[i], dtype, seed=row0)
+            encodings = [e for e in expected.both(name) if encodable(e, row0)]
+            for some in [[e] for e in encodings] + [encodings]:
+                for e, got in zip(some, dispatch.statistics(x, some, row0, seen)):
+                    what = f"{name} {e.direction} [{rows}, {cols}] row0 {row0} {dtype} as {seen}, {len(some)} directions"
+                    expected.assert_statistics(got, expected.statistics(x, e, row0, seen), what)
+
+
+@pytest.mark.parametrize("pair", [("fp8_row", "nvfp4"), ("nvfp4_16x16", "mxfp8"), ("fp8_tensor", "fp8_1x128")])
+def test_statistics_of_two_formats_are_the_references(pair: tuple[str, str]):
+    """If false, one read of a weight for two formats gives one of them the other's amaxes."""
+    for row0 in ROW0:
+        x = inputs(150, 200, "heavy", seed=row0)
+        encodings = [MADE[name].encoding(d) for name, d in zip(pair, Direction)]
+        for e, got in zip(encodings, dispatch.statistics(x, encodings, row0)):
+            expected.assert_statistics(got, expected.statistics(x, e, row0), f"{pair} {e.direction} row0 {row0}")
+
+
+@pytest.mark.parametrize("name", list(MADE))
+def test_codes_from_given_statistics_are_the_references(name: str):
+    """If false, a rank's shard is scaled by its own amaxes instead of those that it shares."""
+    for row0 in ROW0:
+        for i, (rows, cols) in enumerate(((150, 200), (1, 33), (129, 257))):
+            dtype, seen = expected.INPUTS[(row0 + i) % 4]
+            x = inputs(rows, cols, ("gauss", "nan", "outliers")[i], dtype, seed=row0)
+            encodings = [e for e in expected.both(name) if encodable(e, row0)]
+            own = [expected.statistics(x, e, row0, seen) for e in encodings]
+            stats = [dispatch.Statistics(a * 1.7, None if t is None else t * 2.3) for a, t in own]  # as of a larger tensor
+            key = key_of(row0)
+            want = [encoded(x, e, row0=row0, stats=s, key=key, dtype=seen) for e, s in zip(encodings, stats)]
+            for which in [[j] for j in range(len(encodings))] + [list(range(len(encodings)))]:
+                some = [encodings[j] for j in which]
+                got = encode(x, some, row0=row0, stats=[stats[j] for j in which], key=key, dtype=seen)
+                for j, g in zip(which, got):
+                    what = f"{name} [{rows}, {cols}] row0 {row0} {dtype} as {seen}, {len(some)} directions"
+                    expected.assert_encoded(g, want[j], encodings[j], what)
+
+
+def shard_statistics(whole: dispatch.Statistics, e: Encoding, start: int, stop: int) -> dispatch.Statistics:
+    """The amaxes of the blocks that rows [start, stop) overlap."""
+    b0 = e.fmt.dims(e.direction)[0]
+    amax = whole.amax if b0 is None else whole.amax[start // b0 : ceil_div(stop, b0)].contiguous()
+    return dispatch.Statistics(amax, whole.tensor_amax)
+
+
+@pytest.mark.parametrize("name", list(MADE))
+def test_shards_with_shared_statistics_are_the_whole(name: str):
+    """If false, sharded and unsharded training differ in bytes."""
+    rows, cols = 421, 136
+    for dtype, seen in ((BF16, None), (FP32, BF16), (FP32, None)):
+        whole = inputs(rows, cols, "heavy", dtype)
+        for e in expected.both(name):
+            stats = expected.statistics(whole, e, dtype=seen)
+            want = encoded(whole, e, stats=stats, key=key_of(), dtype=seen)
+            mixes = e.fmt.rotated and e.direction is COLUMNWISE
+            bounds = (0, 128, 256, rows) if mixes else (0, 1, 17, 33, 100, 128, 160, 291, rows)
+            pieces = []
+            for start, stop in zip(bounds, bounds[1:]):
+                x, given = whole[start:stop], shard_statistics(stats, e, start, stop)
+                what = f"{name} rows [{start}, {stop}) of {rows}, {dtype} as {seen}"
+                (got,) = encode(x, [e], row0=start, stats=[given], key=key_of(start), dtype=seen)
+                expected.assert_encoded(
+                    got, encoded(x, e, row0=start, stats=given, key=key_of(start), dtype=seen), e, what
+                )
+                pieces.append(got.data)
+            expected.assert_same(torch.cat(pieces), want.data, f"{name} {e.direction} {dtype} as {seen}, all shards")
+
+
+# Stochastic rounding #
+
+@pytest.mark.parametrize("name", [n for n, q in MADE.items() if q.is_stochastic])
+def test_random_bits_are_those_of_the_global_element(name: str):
+    """If false, what is rounded up depends on how a tensor was cut, and recomputation changes gradients."""
+    for row0 in (0, 5, 8, 16, 123, 2**31 + 7):
+        for shape in ((33, 47), (200, 136), (128, 128)):
+            for dtype, seen in ((BF16, None), (FP32, None)):
+                key = key_of(row0, seed=row0 + 1)
+                x = inputs(*shape, "heavy", dtype, seed=shape[0])
+                assert_encodes(x, expected.both(name), f"{name} {shape} {dtype} key row0 {row0}", key=key, dtype=seen)
+
+
+def test_random_bits_depend_on_every_field_of_the_key():
+    """If false, two tensors, steps or micro-batches share their rounding errors."""
+    x, base = inputs(96, 96, "heavy"), [2**40 + 3, 7, 11, 13, 17]
+    for e in expected.both("nvfp4_sr"):
+        made = []
+        for field in range(6):
+            values = [v + (i == field) * (16 if i == 4 else 2**31 if i == 0 else 1) for i, v in enumerate(base)]
+            key = torch.tensor(values, device=expected.DEVICE)
+            (got,) = encode(x, [e], key=key)
+            expected.assert_encoded(got, encoded(x, e, key=key), e, f"key {values}")
+            made.append(got.data)
+        for field, data in enumerate(made[:5]):
+            assert not torch.equal(data, made[5]), f"{e.direction}: field {field} of the key changes nothing"
+
+
+# Delayed scaling #
+
+DELAYED = ("fp8_tensor", "fp8_tensor_e5m2", "fp8_tensor_pow2", "fp8_tensor_eps", "fp8_tensor_sr")
+FACTORS = ((0.0, 0.0), (3.7, 0.0), (0.0, 1e-3), (0.37, 120.0))
+
+
+@pytest.mark.parametrize("name", DELAYED)
+def test_codes_with_a_history_are_the_references(name: str):
+    """If false, delayed scaling scales by another step's amax, or does not see an overflow."""
+    for i, (shape, kind) in enumerate((s, k) for s in ((1, 1), (33, 47), (129, 257), LARGE) for k in ("gauss", "inf", "nan")):
+        dtype, seen = expected.INPUTS[i % 4]
+        x = inputs(*shape, kind, dtype, seed=i)
+        encodings = expected.both(name)
+        for factors in FACTORS:
+            encs = [torch.tensor([f], device=expected.DEVICE) for f in factors]
+            what = f"{name} {shape} {kind} {dtype} as {seen}, factors {factors}"
+            want = [encoded(x, e, key=key_of(), enc=enc, dtype=seen) for e, enc in zip(encodings, encs)]
+            for e, g, w in zip(encodings, encode(x, encodings, key=key_of(), encs=encs, dtype=seen), want):
+                expected.assert_encoded(g, w, e, f"{what}, both directions")
+            for e, enc, w in zip(encodings, encs, want):
+                (got,) = encode(x, [e], key=key_of(), encs=[enc], dtype=seen)
+                expected.assert_encoded(got, w, e, f"{what}, alone")
+
+
+@pytest.mark.parametrize("other", ["fp8_row", "mxfp8", "mxfp8_sr", "nvfp4", "nvfp4_rht_sr", "fp8_128x128"])
+def test_a_history_of_one_direction_leaves_the_other_alone(other: str):
+    """If false, a hybrid of delayed and current scaling scales one direction by the other's factor."""
+    for shape in ((129, 257), LARGE):
+        x = inputs(*shape, "outliers")
+        for factor in (0.0, 0.37):
+            enc = torch.tensor([factor], device=expected.DEVICE)
+            for d, o in (Direction, reversed(Direction)):
+                encodings, encs = [MADE["fp8_tensor"].encoding(d), MADE[other].encoding(o)], [enc, None]
+                for e, c, g in zip(encodings, encs, encode(x, encodings, key=key_of(), encs=encs)):
+                    what = f"fp8_tensor {d} with factor {factor} and {other}, {shape}"
+                    expected.assert_encoded(g, encoded(x, e, key=key_of(), enc=c), e, what)
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.37])
+def test_a_history_with_given_statistics_is_the_references(factor: float):
+    """If false, a sharded weight with delayed scaling is quantized by its local amax."""
+    x, enc = inputs(150, 200, dtype=FP32), torch.tensor([factor], device=expected.DEVICE)
+    for e in expected.both("fp8_tensor"):
+        for value in (17.0, math.inf, math.nan):
+            given = dispatch.Statistics(torch.full((1, 1), value, device=expected.DEVICE), None)
+            (got,) = encode(x, [e], row0=33, stats=[given], encs=[enc], dtype=BF16)
+            want = encoded(x, e, row0=33, stats=given, enc=enc, dtype=BF16)
+            expected.assert_encoded(got, want, e, f"{e.direction}, factor {factor}, amax {value}")
+            expected.assert_same_values(given.amax, torch.full_like(given.amax, value), "the given amax")
+
+
+# GEMM layouts #
+
+LAYOUT_SHAPES = ((128, 128), (200, 136), (96, 96), (33, 47), (1, 130), (130, 1), (256, 640), (1000, 72), (1, 1))
+
+
+@pytest.mark.parametrize("arch", list(ARCHS))
+@pytest.mark.parametrize("name", list(MADE))
+def test_gemm_layouts_are_those_of_the_storage(name: str, arch: str):
+    """If false, a tensor core multiplies by another block's scale, or reads padding that is not zero."""
+    row, col = expected.both(name)
+    for i, shape in enumerate(LAYOUT_SHAPES):
+        x = inputs(*shape, ("gauss", "nan", "outliers")[i % 3], (BF16, FP32)[i % 2], seed=i)
+        want = {e: expected.gemm_operand(x, e, arch, key_of()) for e in (row, col)}
+        for some in ([row], [col], [row, col]):
+            turned = [e is col for e in some]
+            made = native.quantize(x, some, 0, False, None, [key_of()] * len(some), None, turned, ARCHS[arch])
+            for e, (data, scale, _, _) in zip(some, made):
+                what = f"{name} {e.direction} {shape} {arch}, {len(some)} directions"
+                assert list(data.shape) == list(want[e].data.shape), f"{what}: {data.shape} {want[e].data.shape}"
+                expected.assert_same(scale.cpu(), want[e].scale.flatten(), f"{what}: scale")
+                expected.assert_same(data.cpu(), want[e].data, f"{what}: data")
+
+
+@pytest.mark.parametrize("name", ["fp8_1x128", "fp8_128x128", "mxfp8", "mxfp8_32x32", "nvfp4", "nvfp4_16x16", "nvfp4_rht"])
+def test_padding_of_gemm_layouts_is_written(name: str):
+    """If false, the padding that a tensor core reads is whatever lay in memory."""
+    for arch, layout in ARCHS.items():
+        for shape in ((33, 47), (129, 257), (200, 328)):
+            x = inputs(*shape)
+            row, col = expected.both(name)
+            want, out = [], []
+            for e in (row, col):
+                operand = expected.gemm_operand(x, e, arch, None)
+                want += [operand.data.flatten(), operand.scale.flatten()]
+                want += [expected.statistics(x, e).tensor_amax.cpu()] if e.fmt.tensor_scale else []
+            for w in want:
+                out.append(torch.full((w.numel() * w.element_size(),), 0xA5, dtype=torch.uint8, device=expected.DEVICE).view(w.dtype))
+            expected.quantize_out(out, x, [row, col], None, transposed=True, layout=layout)
+            for i, (got, w) in enumerate(zip(out, want)):
+                expected.assert_same(got.cpu(), w, f"{name} {shape} {arch}: buffer {i}")
+
+
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_row", "mxfp8", "nvfp4", "nvfp4_sr"])
+def test_transposed_codes_go_with_compact_scales(name: str):
+    """If false, transposed codes change the scales that travel with them."""
+    for shape in ((33, 47), (129, 257), (200, 328)):
+        x, e = inputs(*shape), MADE[name].encoding(COLUMNWISE)
+        want = encoded(x, e, key=key_of())
+        ((data, scale, _, _),) = native.quantize(x, [e], 0, False, None, [key_of()], None, [True])
+        turned = dispatch.transpose_codes(want.data.cpu(), *shape, e.fmt)
+        expected.assert_same(data.cpu(), turned, f"{name} {shape}: data")
+        expected.assert_same(scale, want.scale, f"{name} {shape}: scale")
+
+
+# Anchored operands #
+
+ANCHORED = ("mxfp8", "mxfp8_e5m2")
+RUNS = ([None, None], [128, None], [None, 512], [1024, 128])  # of the rowwise and of the columnwise side
+
+
+def assert_anchored(x: Tensor, encodings: list[Encoding], runs: list[int | None], what: str, through_bf16: bool = False) -> None:
+    """Codes, scales and counts of every side are the reference's."""
+    made, counts = native.quantize_anchored(x, encodings, runs, through_bf16)
+    wanted = torch.zeros(2, 2, dtype=torch.int64)
+    for e, run_length, (codes, scale) in zip(encodings, runs, made):
+        want = reference.anchored(x.to(BF16) if through_bf16 else x, e, run_length)
+        expected.assert_same(scale, want[1], f"{what}, {e.direction} runs of {run_length}: scale")
+        expected.assert_same(codes, want[0], f"{what}, {e.direction} runs of {run_length}: codes")
+        wanted[int(e.direction is COLUMNWISE)] = want[2].cpu()
+    assert counts.tolist() == wanted.tolist(), f"{what}, runs {runs}: counted {counts.tolist()}, want {wanted.tolist()}"
+
+
+@pytest.mark.parametrize("name", ANCHORED)
+def test_anchored_operands_are_the_references(name: str):
+    """If false, the products whose scales leave the main loop are of other operands than the plan says."""
+    row, col = expected.both(name)
+    for i, shape in enumerate(((1, 1), (33, 47), (129, 257), (512, 1100), (1300, 200), (1, 130), (130, 1), (1100, 72))):
+        for kind in ("gauss", "outliers", "heavy", "wide range", "zeros", "subnormals"):
+            x = inputs(*shape, kind, seed=i)
+            if kind == "heavy":
+                x[::3] = 0
+            what = f"{name} {shape} {kind}"
+            for row_run, col_run in RUNS:
+                assert_anchored(x, [row], [row_run], what)
+                assert_anchored(x, [col], [col_run], what)
+                assert_anchored(x, [row, col], [row_run, col_run], what)
+
+
+@pytest.mark.parametrize("name", ANCHORED)
+def test_anchored_operands_of_masters_are_those_of_bf16(name: str):
+    """If false, a weight is anchored to values that its codes are not made of."""
+    for shape in ((33, 47), (200, 600), LARGE):
+        for kind in ("outliers", "wide range", "huge"):
+            x = inputs(*shape, kind, FP32)
+            assert_anchored(x, expected.both(name), [None, 512], f"{name} {shape} {kind} fp32 as bf16", through_bf16=True)
+
+
+@pytest.mark.parametrize("kind", ["inf", "-inf", "nan", "both", "huge", "nan row"])
+def test_anchored_operands_of_special_values_are_the_references(kind: str):
+    """If false, an overflow is hidden by the anchor that it sets."""
+    for name in ANCHORED:
+        for shape in ((33, 47), (129, 257), (600, 200)):
+            for runs in RUNS:
+                assert_anchored(inputs(*shape, kind), expected.both(name), runs, f"{name} {shape} {kind}")
+
+
+def test_anchors_that_are_given_take_the_place_of_the_tensors_own():
+    """If false, a shard is anchored to its own largest values instead of those that the ranks share."""
+    x = inputs(200, 600, "outliers")
+    for e, run_length in zip(expected.both("mxfp8"), (128, 512)):
+        line = Encoding(format_of(e.fmt, block=(1, run_length)), e.direction)
+        amax, _ = reference.statistics(x, line)
+        given = [amax * 4 if e.direction is d else None for d in Direction]
+        sides = [expected.packed(e if e.direction is d else None) for d in Direction]
+        codes, scale, _ = torch.ops.fsdp_quant.quantize_anchored(x, *sides, run_length, run_length, *given, False)
+        own, own_scale, _ = reference.anchored(x * 4, e, run_length)  # of values four times as large
+        expected.assert_same(scale, own_scale, f"{e.direction}: scale")
+        quarter = reference.decode_codes(codes, e.fmt, 600)
+        want = reference.decode_codes(own, e.fmt, 600) / 4
+        normal = want.abs() >= 2.0**-6
+        assert torch.equal(quarter[normal], want[normal]), f"{e.direction}: codes"
+
+
+# Given buffers #
+
+@pytest.mark.parametrize("name", list(MADE))
+def test_buffers_that_are_given_are_written(name: str):
+    """If false, a quantized parameter that is updated in place keeps bytes of the step before."""
+    row, col = expected.both(name)
+    for shape in ((1, 1), (33, 47), (200, 328), LARGE):
+        x = inputs(*shape, "heavy", seed=shape[0])
+        for some in ([row], [col], [row, col]):
+            want = []
+            for e in some:
+                w = encoded(x, e, key=key_of())
+                want += [w.data, w.scale] + ([w.tensor_amax] if e.fmt.tensor_scale else [])
+            gap = 64  # bytes of poison before, between and after the buffers
+            sizes = [-(-w.numel() * w.element_size() // 16) * 16 for w in want]
+            flat = torch.full((gap + sum(s + gap for s in sizes),), 0xA5, dtype=torch.uint8, device=expected.DEVICE)
+            whole, out, at = flat.clone(), [], gap
+            for w, size in zip(want, sizes):
+                of_bytes = w.contiguous().reshape(-1).view(torch.uint8)
+                out.append(flat[at : at + of_bytes.numel()].view(w.dtype).view(w.shape))
+                whole[at : at + of_bytes.numel()] = of_bytes
+                at += size + gap
+            expected.quantize_out(out, x, some, key_of())
+            for i, (o, w) in enumerate(zip(out, want)):
+                expected.assert_same(o, w, f"{name} {shape} {[e.direction for e in some]}: buffer {i}")
+            expected.assert_same(flat, whole, f"{name} {shape}: bytes beside the buffers")
+
+
+def test_buffers_in_no_alignment_are_written():
+    """If false, codes that lie at an odd address of a larger buffer are torn."""
+    for name in ("fp8_tensor", "fp8_row", "fp8_1x128", "nvfp4_16x16"):
+        for shape in ((33, 47), (128, 256), (200, 328)):
+            x = inputs(*shape)
+            row, col = expected.both(name)
+            for e, transposed in ((row, False), (col, False), (col, True)):
+                w = encoded(x, e)
+                data = dispatch.transpose_codes(w.data.cpu(), *shape, e.fmt).to(w.data.device) if transposed else w.data
+                for offset in (1, 4, 8):
+                    flat = torch.full((data.numel() + 32,), 0xA5, dtype=torch.uint8, device=expected.DEVICE)
+                    want = flat.clone()
+                    want[offset : offset + data.numel()] = data.reshape(-1)
+                    out = [flat[offset : offset + data.numel()].view(data.shape), torch.empty_like(w.scale)]
+                    out += [torch.empty_like(w.tensor_amax)] if e.fmt.tensor_scale else []
+                    expected.quantize_out(out, x, [e], None, transposed)
+                    expected.assert_same(flat, want, f"{name} {e.direction} {shape} at {offset}, transposed {transposed}")
+
+
+# Strides and sizes #
+
+def views(rows: int, cols: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The shapes of memory that a tensor [rows, cols] may come in."""
+    flat = inputs(1, rows * cols + 64, "heavy", dtype)[0]
+    wide = inputs(rows, cols + 24, "heavy", dtype)
+    return {
+        "at an odd element": flat[1 : 1 + rows * cols].view(rows, cols),
+        "at an even element": flat[2 : 2 + rows * cols].view(rows, cols),
+        "columns from 3": wide[:, 3 : 3 + cols],
+        "columns from 8": wide[:, 8 : 8 + cols],
+        "every other row": inputs(2 * rows, cols, "heavy", dtype)[::2],
+        "one row, repeated": inputs(1, cols, "heavy", dtype).expand(rows, cols),
+        "one value, repeated": inputs(1, 1, "heavy", dtype).expand(rows, cols),
+        "transposed": inputs(cols, rows, "heavy", dtype).t(),
+        "every other column": inputs(rows, 2 * cols, "heavy", dtype)[:, ::2],
+    }
+
+
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_row", "fp8_128x128", "mxfp8", "mxfp8_sr", "nvfp4", "nvfp4_rht_sr"])
+def test_views_are_quantized_as_their_values(name: str):
+    """If false, a slice of a tensor is read from the wrong place, or cannot be read at all."""
+    for dtype, seen in expected.INPUTS:
+        for rows, cols in ((33, 47), (130, 256), (64, 264)):
+            for what, x in views(rows, cols, dtype).items():
+                what = f"{name} [{rows}, {cols}] {dtype} as {seen}, {what}"
+                for e, got in zip(expected.both(name), encode(x, expected.both(name), key=key_of(), dtype=seen)):
+                    want = encoded(x.clone(memory_format=torch.contiguous_format), e, key=key_of(), dtype=seen)
+                    expected.assert_encoded(got, want, e, what)
+
+
+HUGE = (66000, 33000)  # more than 2^31 elements
+
+
+@pytest.mark.skipif(not ON_CUDA, reason="needs a GPU's memory")
+def test_more_elements_than_32_bits_count():
+    """If false, the end of a very large tensor is written over its beginning."""
+    rows, cols = HUGE
+    if torch.cuda.mem_get_info()[0] < 12 * rows * cols:
+        pytest.skip(f"needs {12 * rows * cols >> 30} GiB of free GPU memory")
+    x = torch.empty(rows, cols, dtype=BF16, device=expected.DEVICE)
+    for start in range(0, rows, 3000):  # in pieces: a generator counts in 32 bits too
+        x[start : start + 3000].normal_()
+    x[-200:] *= 3
+    row, col = expected.both("mxfp8")
+    row_slices = [slice(r, min(r + 96, rows)) for r in (0, rows // 2 // 32 * 32, 2**31 // cols // 32 * 32 - 32, (rows - 64) // 32 * 32)]
+    col_slices = [slice(c, min(c + 64, cols)) for c in (0, cols // 2 // 32 * 32, 2**31 // rows // 32 * 32 - 32, cols - 64)]
+
+    def check_rows(got, rows_of, want, what: str):
+        expected.assert_same(got[rows_of], want, f"{what}, rows {rows_of}")
+
+    ((data, scale, _, _),) = native.quantize(x, [row], 0, False, None, None, None)
+    for some in row_slices:
+        want = encoded(x[some], row)
+        check_rows(data, some, want.data, "rowwise data")
+        check_rows(scale, some, want.scale, "rowwise scale")
+    values = native.dequantize(data, scale, None, row.fmt, ROWWISE, cols, 0, BF16)
+    for some in row_slices:
+        want = encoded(x[some], row)
+        expected.assert_same_values(
+            values[some], reference.decode(want.data, want.scale, None, row.fmt, ROWWISE, cols).to(BF16), f"decoded {some}"
+        )
+    del values
+    turned = native.transpose_codes(data, rows, cols, 8)
+    for some in col_slices:
+        expected.assert_same(turned[some], data[:, some].t(), f"transposed {some}")
+    del turned, data, scale
+    ((turned, turned_scale, _, _),) = native.quantize(x, [col], 0, False, None, None, None, [True], native.HOPPER)
+    ((data, scale, _, _),) = native.quantize(x, [col], 0, False, None, None, None)
+    for some in col_slices:
+        want = encoded(x[:, some], col)
+        expected.assert_same(turned[some], want.data.t(), f"columnwise transposed data {some}")
+        expected.assert_same(turned_scale.view(cols, -1)[some], want.scale.t(), f"columnwise transposed scale {some}")
+        expected.assert_same(data[:, some], want.data, f"columnwise data {some}")
+        expected.assert_same(scale[:, some], want.scale, f"columnwise scale {some}")
+    del turned, turned_scale, data, scale
+    (stats,) = native.statistics(x, [MADE["fp8_row"].encoding(ROWWISE)], 0, False)
+    for some in row_slices:
+        expected.assert_same(stats[0][some], x[some].abs().amax(1, keepdim=True).float(), f"row amaxes {some}")
+    del x, stats
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+# Determinism #
+
+def poison() -> None:
+    """Leave 0xFF in the memory that the next tensors are made of."""
+    made = [torch.full((1 << bits,), 0xFF, dtype=torch.uint8, device=expected.DEVICE) for bits in (10, 15, 17, 19, 19, 22, 24)]
+    del made
+
+
+@pytest.mark.parametrize("name", ["fp8_tensor", "mxfp8", "nvfp4_rht_sr"])
+def test_the_same_input_gives_the_same_bytes(name: str):
+    """If false, a kernel races, or reads memory that nobody wrote."""
+    x = inputs(384, 512, "heavy")
+    encodings = expected.both(name)
+    want = [encoded(x, e, key=key_of()) for e in encodings]
+    for i in range(200):
+        poison()
+        for e, got, w in zip(encodings, encode(x, encodings, key=key_of()), want):
+            expected.assert_encoded(got, w, e, f"{name}, run {i}")
+
+
+@pytest.mark.parametrize("name", ["fp8_row", "nvfp4_16x16", "mxfp8_32x32", "fp8_128x128", "fp8_tensor_sr"])
+def test_outputs_do_not_depend_on_the_memory_they_are_made_of(name: str):
+    """If false, some byte of a result is never written."""
+    for shape in ((33, 47), (129, 257), (384, 512)):
+        x = inputs(*shape, "heavy")
+        for e in expected.both(name):
+            want = encoded(x, e, key=key_of())
+            for _ in range(10):
+                poison()
+                (got,) = encode(x, [e], key=key_of())
+                expected.assert_encoded(got, want, e, f"{name} {shape}")
+
+
+def test_small_tensors_in_turn_share_a_barrier():
+    """If false, the grid barrier of one launch lets another pass before its statistics are whole."""
+    made = [(inputs(*shape, "heavy", seed=i), e) for i, shape in enumerate(((1, 1), (129, 257), (384, 512), (33, 1000)))
+            for name in ("fp8_tensor", "nvfp4", "fp8_row") for e in expected.both(name)]
+    want = [encoded(x, e) for x, e in made]
+    for _ in range(5):
+        got = [encode(x, [e])[0] for x, e in made]  # enqueued one behind the other
+        for (x, e), g, w in zip(made, got, want):
+            expected.assert_encoded(g, w, e, f"{list(x.shape)}")
+
+
+# Errors #
+
+def encoding_of(name: str, direction: Direction = ROWWISE, **changes) -> Encoding:
+    return Encoding(format_of(name, **changes), direction)
+
+
+def run(x: Tensor, e: Encoding, row0: int = 0, stats=None, key=None, enc=None, **options):
+    return native.quantize(x, [e], row0, False, stats, [key], [enc], **options)
+
+
+def test_errors_of_quantize_say_what_was_got():
+    """If false, a wrong argument reaches a kernel, or the caller cannot tell which one it was."""
+    x, row = inputs(64, 96), encoding_of("mxfp8")
+    one = torch.ones(1, device=expected.DEVICE)
+    refused = {
+        r"x is Double; quantize takes bfloat16, float16 and float32": lambda: run(x.double(), row),
+        r"x is Int; quantize takes": lambda: run(x.int(), row),
+        r"x has shape \[64\]; quantize takes \[rows, cols\]": lambda: run(x[:, 0].contiguous(), row),
+        r"x has shape \[1, 64, 96\]": lambda: run(x[None], row),
+        r"x is empty: \[0, 96\]": lambda: run(x[:0], row),
+        r"row0 is -1": lambda: run(x, row, -1),
+        r"amax is contiguous Float \[5\].*wanted 192 contiguous elements of Float": lambda: run(
+            x, row, stats=[(torch.ones(5, device=x.device), None)]),
+        r"amax is contiguous BFloat16 \[64, 3\].*wanted 192": lambda: run(
+            x, row, stats=[(torch.ones(64, 3, dtype=BF16, device=x.device), None)]),
+        r"amax is not contiguous Float \[64, 3\]": lambda: run(
+            x, row, stats=[(torch.ones(3, 64, device=x.device).t(), None)]),
+        r"tensor_amax is contiguous Float \[2\].*wanted 1 ": lambda: run(
+            x, encoding_of("nvfp4"), stats=[(None, torch.ones(2, device=x.device))]),
+        r"enc is contiguous Float \[3\].*wanted 1 ": lambda: run(
+            x, encoding_of("fp8_tensor"), enc=torch.ones(3, device=x.device)),
+        r"enc \(delayed scaling\) goes with one scale a tensor": lambda: run(x, row, enc=one),
+        r"key is contiguous Long \[4\].*wanted 5 ": lambda: run(
+            x, MADE["mxfp8_sr"].encoding(ROWWISE), key=torch.zeros(4, dtype=torch.int64, device=x.device)),
+        r"key is contiguous Int \[5\]": lambda: run(
+            x, MADE["mxfp8_sr"].encoding(ROWWISE), key=torch.zeros(5, dtype=torch.int32, device=x.device)),
+        r"stochastic rounding needs a random key, got None": lambda: run(x, MADE["mxfp8_sr"].encoding(ROWWISE)),
+        r"row has blocks of \(1, 64\) with scale kind 2: no kernel": lambda: run(x, encoding_of("mxfp8", block=(1, 64))),
+        r"col has blocks of \(2, 32\) with scale kind 2: no kernel": lambda: run(
+            x, encoding_of("mxfp8", COLUMNWISE, block=(2, 32))),
+        r"row has blocks of \(1, 32\) with scale kind 0: no kernel": lambda: run(x, encoding_of("fp8_row", block=(1, 32))),
+        r"row: 4-bit elements go with two-level scales": lambda: run(
+            x, encoding_of("nvfp4", scale="e8m0", tensor_scale=False)),
+        r"row: rotation is for 4-bit blocks of one line": lambda: run(x, encoding_of("mxfp8", rotated=True)),
+        r"a shard from row 5 has compact storages": lambda: run(
+            x, encoding_of("mxfp8", COLUMNWISE), 5, transposed=[True]),
+        r"a shard from row 16 has compact storages": lambda: run(x, MADE["nvfp4_rht"].encoding(COLUMNWISE), 16),
+        r"rowwise codes are not transposed": lambda: run(x, row, transposed=[True]),
+    }
+    if ON_CUDA:
+        refused[r"amax is contiguous Float \[64, 3\] on cpu; wanted 192 contiguous elements of Float on cuda"] = lambda: run(
+            x, row, stats=[(torch.ones(64, 3), None)])
+    for text, call in refused.items():
+        with pytest.raises(ValueError, match=text):
+            call()
+    expected.assert_encoded(run(x, row)[0], encoded(x, row), row, "after the errors")
+
+
+@pytest.mark.skipif(not ON_CUDA, reason="needs two kinds of device")
+def test_a_tensor_of_another_device_is_refused():
+    """If false, a kernel reads an address of the CPU."""
+    x, row = inputs(64, 96).cpu(), encoding_of("mxfp8")
+    with pytest.raises(NotImplementedError, match="CPU"):
+        run(x, row)
+    with pytest.raises(NotImplementedError, match="CPU"):
+        native.statistics(x, [row], 0, False)
+    assert not native.encodes(x, row)
+
+
+def test_errors_of_statistics_and_of_anchors_say_what_was_got():
+    """If false, a wrong argument reaches a kernel, or the caller cannot tell which one it was."""
+    x, row = inputs(64, 96), encoding_of("mxfp8")
+    refused = {
+        r"x is Double; quantize takes": lambda: native.statistics(x.double(), [row], 0, False),
+        r"x has shape \[64\]": lambda: native.statistics(x[:, 0].contiguous(), [row], 0, False),
+        r"row has blocks of \(1, 64\)": lambda: native.statistics(x, [encoding_of("mxfp8", block=(1, 64))], 0, False),
+        r"x has shape \[96\]; quantize takes": lambda: native.quantize_anchored(x[0], [row], [None]),
+        r"x is Long; quantize takes": lambda: native.quantize_anchored(x.long(), [row], [None]),
+        r"x is Half; anchored codes are made of bfloat16": lambda: native.quantize_anchored(x.half(), [row], [None]),
+        r"x is Float; anchored codes are made of bfloat16": lambda: native.quantize_anchored(x.float(), [row], [None]),
+        r"anchors take the place of e8m0 scales that are rounded up": lambda: native.quantize_anchored(
+            x, [encoding_of("fp8_row")], [None]),
+        r"e8m0 scales that are rounded up": lambda: native.quantize_anchored(
+            x, [encoding_of("mxfp8", scale_rounding="floor")], [None]),
+        r"anchors are of blocks of one line; got 32 lines": lambda: native.quantize_anchored(
+            x, [encoding_of("mxfp8_32x32")], [None]),
+        r"is 100; wanted 0 \(the whole contraction\)": lambda: native.quantize_anchored(x, [row], [100]),
+        r"is 384; wanted 0 \(the whole contraction\) or a power of two": lambda: native.quantize_anchored(x, [row], [384]),
+    }
+    for text, call in refused.items():
+        with pytest.raises(ValueError, match=text):
+            call()
+
+
+def test_errors_of_given_buffers_say_what_was_got():
+    """If false, quantizing in place writes beyond a buffer."""
+    x, row = inputs(64, 96), encoding_of("mxfp8")
+    data, scale = (torch.zeros(n, dtype=torch.uint8, device=expected.DEVICE) for n in (64 * 96, 64 * 3))
+    refused = {
+        r"out has 1 buffers; more are wanted": [data],
+        r"out data is contiguous Byte \[6143\].*wanted 6144": [data[1:], scale],
+        r"out scale is contiguous Byte \[191\].*wanted 192": [data, scale[1:]],
+        r"out scale is contiguous Char": [data, scale.view(torch.int8)],
+        r"out data is not contiguous": [torch.zeros(96, 64, dtype=torch.uint8, device=expected.DEVICE).t(), scale],
+    }
+    for text, out in refused.items():
+        with pytest.raises(ValueError, match=text):
+            expected.quantize_out(out, x, [row], None)
+    assert int(data.sum()) == 0 and int(scale.sum()) == 0, "a refused call wrote"
+
+
+# Streams, graphs, tracing #
+
+CAPTURED = ("mxfp8", "fp8_tensor", "fp8_row", "nvfp4", "nvfp4_rht_sr", "fp8_tensor_sr")
+
+
+@pytest.mark.skipif(not ON_CUDA, reason="needs CUDA graphs")
+@pytest.mark.parametrize("shape", [(129, 257), (384, 512), LARGE], ids=str)
+@pytest.mark.parametrize("name", CAPTURED)
+def test_a_captured_encoding_sees_new_values(name: str, shape: tuple[int, int]):
+    """If false, a CUDA graph replays the statistics, or the random bits, of the step it was captured in."""
+    x, key, encodings = inputs(*shape), key_of(), expected.both(name)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        encode(x, encodings, key=key)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = encode(x, encodings, key=key)
+    for step in range(3):
+        x.copy_(inputs(*shape, ("heavy", "tiny", "inf")[step], seed=step))
+        key.copy_(key_of(seed=step + 11))
+        graph.replay()
+        torch.cuda.synchronize()
+        for e, got in zip(encodings, made):
+            expected.assert_encoded(got, encoded(x, e, key=key), e, f"{name} {shape}, replay {step}")
+
+
+@pytest.mark.skipif(not ON_CUDA, reason="needs CUDA graphs")
+def test_a_captured_history_sees_new_factors():
+    """If false, a CUDA graph scales every step by the factor of the one it was captured in."""
+    x, enc = inputs(384, 512), torch.zeros(1, device=expected.DEVICE)
+    encodings = expected.both("fp8_tensor")
+    encode(x, encodings, encs=[enc, enc])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = encode(x, encodings, encs=[enc, enc])
+    for step, factor in enumerate((0.0, 2.5, 0.25, 0.0)):
+        x.copy_(inputs(384, 512, "heavy", seed=step))
+        enc.fill_(factor)
+        graph.replay()
+        torch.cuda.synchronize()
+        for e, got in zip(encodings, made):
+            expected.assert_encoded(got, encoded(x, e, enc=enc), e, f"replay {step} with factor {factor}")
+
+
+@pytest.mark.skipif(not ON_CUDA, reason="needs a GPU")
+def test_no_operator_waits_for_the_device():
+    """If false, every quantization stalls the host, and training with it."""
+    x, key, enc = inputs(384, 512), key_of(), torch.ones(1, device=expected.DEVICE)
+    big = inputs(*LARGE)
+    made = []
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for name in MADE:
+            for values in (x, big):
+                made += encode(values, expected.both(name), key=key)
+                dispatch.statistics(values, expected.both(name))
+        made += encode(x, expected.both("fp8_tensor"), encs=[enc, enc])
+        for e, m in zip(expected.both("mxfp8"), encode(x, expected.both("mxfp8"))):
+            native.dequantize(m.data, m.scale, None, e.fmt, e.direction, 512, 0, BF16)
+            native.transpose_codes(m.data, 384, 512, 8)
+            native.swizzle_scales(m.scale, 384 if e.direction is ROWWISE else 512, 1, e.direction is COLUMNWISE)
+        native.quantize_anchored(x, expected.both("mxfp8"), [None, 512])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+
+
+@pytest.mark.skipif(not ON_CUDA, reason="needs CUDA streams")
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_tensor", "nvfp4_rht_sr"])
+def test_the_current_stream_is_used(name: str):
+    """If false, a kernel on another stream reads its input before it was written."""
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    encodings = expected.both(name)
+    for shape in ((384, 512), LARGE):
+        sources = [inputs(*shape, "heavy", seed=i) for i in range(3)]
+        torch.cuda.synchronize()
+        made = []
+        for source, stream in zip(sources, streams):
+            with torch.cuda.stream(stream):
+                x = torch.full_like(source, 1e4)
+                torch.cuda._sleep(2_000_000)  # the input is written late
+                x.copy_(source)
+                made.append(encode(x, encodings, key=key_of()))
+        torch.cuda.synchronize()
+        for source, got in zip(sources, made):
+            for e, g in zip(encodings, got):
+                expected.assert_encoded(g, encoded(source, e, key=key_of()), e, f"{name} {shape} on a stream of its own")
+
+
+def check_fake(op, args: tuple, kwargs: dict | None = None) -> None:
+    """The schema holds, and fake results have the shapes, dtypes and strides of real ones.
+
+    opcheck's own test_faketensor also compares which results share memory. Statistics are views of one workspace, which
+    a schema cannot say and a fake does not repeat, so that util fails wherever an operator returns two of them; they do
+    not overlap, and everything else that it compares is compared here.
+    """
+    kwargs = kwargs or {}
+    torch.library.opcheck(op, args, kwargs, test_utils=("test_schema",))
+    real = op(*args, **kwargs)
+    mode = FakeTensorMode()
+    as_fake = [tree_map_only(Tensor, mode.from_tensor, part) for part in (args, kwargs)]
+    with mode:
+        fake = op(*as_fake[0], **as_fake[1])
+    real, fake = ([made] if isinstance(made, Tensor) else list(made or ()) for made in (real, fake))
+    assert len(fake) == len(real), f"{op}: {len(fake)} fake results, {len(real)} real ones"
+    for i, (f, r) in enumerate(zip(fake, real)):
+        got, want = [(list(t.shape), t.stride(), t.dtype, t.device) for t in (f, r)]
+        assert got == want, f"{op}: result {i} is {want}, its fake {got}"
+    places = [(t.untyped_storage().data_ptr(), t.storage_offset(), t.storage_offset() + t.numel()) for t in real if t.numel()]
+    for i, (memory, start, stop) in enumerate(places):
+        for other, first, last in places[:i]:
+            assert memory != other or stop <= first or last <= start, f"{op}: results overlap"
+
+
+@pytest.mark.parametrize("name", list(MADE))
+def test_fake_results_have_the_shapes_of_real_ones(name: str):
+    """If false, torch.compile plans for other buffers than the operators make."""
+    x, (row, col), ops = inputs(33, 47), expected.both(name), torch.ops.fsdp_quant
+    keys = {"row_key": key_of(), "col_key": key_of()}
+    for row_side, col_side in ((row, None), (None, col), (row, col)):
+        sides = expected.packed(row_side), expected.packed(col_side)
+        check_fake(ops.quantize.default, (x, *sides, 0.0, 0.0, 0, False), keys)
+        check_fake(ops.statistics.default, (x, *sides, 0, False))
+        if col_side is None or encodable(col, 33):
+            check_fake(ops.statistics.default, (x, *sides, 33, False))
+            check_fake(ops.quantize.default, (x, *sides, 0.0, 0.0, 33, False), keys)
+    for layout in (native.HOPPER, native.BLACKWELL):
+        for shape in ((33, 47), (129, 257)):
+            sides = expected.packed(row, False, layout), expected.packed(col, True, layout)
+            check_fake(ops.quantize.default, (inputs(*shape), *sides, 0.0, 0.0, 0, False), keys)
+
+
+def test_fake_results_of_the_other_operators_have_the_shapes_of_real_ones():
+    """If false, torch.compile plans for other buffers than the operators make."""
+    x, (row, col), ops = inputs(200, 328), expected.both("mxfp8"), torch.ops.fsdp_quant
+    sides = expected.packed(row), expected.packed(col)
+    for runs in ((0, 0), (128, 512)):
+        check_fake(ops.quantize_anchored.default, (x, *sides, *runs, None, None, False))
+    check_fake(ops.quantize_anchored.default, (x, sides[0], 0, 128, 0, None, None, False))
+    made = [encoded(x, row), encoded(x, col)]
+    out = [torch.empty_like(t) for m in made for t in (m.data, m.scale)]
+    check_fake(ops.quantize_out.default, (x, *sides, 0.0, 0.0, None, None, out))
+
+
+def test_opcheck_finds_nothing_where_results_share_no_memory():
+    """If false, a schema or a fake does not say what an operator does."""
+    x, ops, utils = inputs(33, 47), torch.ops.fsdp_quant, ("test_schema", "test_faketensor")
+    for name in ("fp8_tensor", "fp8_1x128", "mxfp8", "nvfp4"):
+        for e in expected.both(name):
+            sides = [expected.packed(e if e.direction is d else None) for d in Direction]
+            torch.library.opcheck(ops.quantize.default, (x, *sides, 0.0, 0.0, 0, False), test_utils=utils)
+            torch.library.opcheck(ops.statistics.default, (x, *sides, 0, False), test_utils=utils)
+
+
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_row", "nvfp4"])
+def test_results_do_not_alias_given_statistics(name: str):
+    """If false, an operator returns its own input, which torch.compile takes for a new tensor."""
+    x, row = inputs(33, 47), MADE[name].encoding(ROWWISE)
+    amax, tensor_amax = expected.statistics(x, row)
+    args, given = (x, expected.packed(row), 0, 0.0, 0.0, 0, False), {"row_amax": amax, "row_tensor_amax": tensor_amax}
+    torch.library.opcheck(torch.ops.fsdp_quant.quantize.default, args, given, test_utils=("test_schema",))
