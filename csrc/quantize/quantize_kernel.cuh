@@ -70,6 +70,7 @@ struct Smem {
   uint32_t maxima[8][16][8];  // [warp][group of columns][word]
   uint4 codes[kTile * 8];     // [column][128 bytes], 8-byte chunks swizzled
   uint8_t scales[2][kTile][8];
+  uint32_t lines[2][kTile];   // magnitudes that atomic maxima collect, by direction
   float factors[2][128];      // two_level_factor of every code, by direction
   uint32_t guard[2];          // nonzero blocks << 16 | blocks far below their anchor
 };
@@ -150,6 +151,22 @@ __device__ __forceinline__ void atomic_max(float* address, float v) {
   atomicMax(reinterpret_cast<uint32_t*>(address), bits);
 }
 
+// A block of one line that goes on in other tiles.
+__device__ __forceinline__ bool crosses_tiles(const Side& s) {
+  return s.outer == 1 && (s.contraction == 0 || s.contraction > kTile);
+}
+
+// Line maxima of both directions to memory: threads of the first half the rows, of the second the columns.
+__device__ __forceinline__ void flush_lines(const Side (&side)[2], const SideBuffers (&buffers)[2], const Tile& tile, const Smem& smem) {
+  const int d = threadIdx.x / kTile, line = threadIdx.x % kTile;
+  const SideBuffers& b = buffers[d];
+  if (!side[d].present() || !crosses_tiles(side[d]) || b.amax == nullptr || b.amax_given) return;
+  const int32_t at = (d ? tile.col0 : tile.row0) + line, along = max(d ? tile.row0 : tile.col0, 0), shift = d ? tile.shift : 0;
+  if (at < 0 || at >= b.lines || along >= b.length) return;
+  const int32_t block = ((along + shift) >> side[d].contraction_log2) - (shift >> side[d].contraction_log2);
+  atomic_max(b.amax + index_of(b.compact, at, block), __uint_as_float(smem.lines[d][line]));
+}
+
 // Statistics of one direction. Threads outside the tensor take part in what crosses lanes, and write nothing.
 template <bool Columnwise, class V>
 __device__ __forceinline__ void collect(
@@ -160,20 +177,19 @@ __device__ __forceinline__ void collect(
     if (s.whole_tensor()) {
       if (threadIdx.x == 0) atomic_max(b.amax, m[0]);
     } else if (leads_block<Columnwise>(s.contraction, at)) {
-      const bool atomic = s.contraction == 0 || s.contraction > kTile;
-      const int32_t size = atomic ? kTile : s.contraction;  // along the contraction, in this tile
-      const bool inside = place.along < b.length && place.along + size > 0;
-      const int32_t block = place.block(s.contraction_log2, max(place.along, 0));
+      if (crosses_tiles(s)) {  // flush_lines adds them, a line a thread
+        const int line = Columnwise ? at.col() : at.row();
 #pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        const int32_t line = place.line + k;
-        const bool first = s.outer <= 1 || ((line + place.line_shift) & (s.outer - 1)) == 0;  // of its block
-        if (!inside || !first || line >= b.lines || line + max(s.outer, 1) <= 0) continue;
-        float* address = b.amax + index_of(b.compact, place.line_block(s, max(line, 0)), block);
-        if (atomic) {
-          atomic_max(address, m[k]);
-        } else {
-          *address = m[k];
+        for (int k = 0; k < 8; ++k) smem.lines[Columnwise][line + k] = bits_of(m[k]);
+      } else {
+        const bool inside = place.along < b.length && place.along + s.contraction > 0;
+        const int32_t block = place.block(s.contraction_log2, max(place.along, 0));
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+          const int32_t line = place.line + k;
+          const bool first = s.outer <= 1 || ((line + place.line_shift) & (s.outer - 1)) == 0;  // of its block
+          if (!inside || !first || line >= b.lines || line + s.outer <= 0) continue;
+          b.amax[index_of(b.compact, place.line_block(s, max(line, 0)), block)] = m[k];
         }
       }
     }
@@ -186,53 +202,60 @@ __device__ __forceinline__ void collect(
 
 // Random bytes of the 8 outer lines of this thread: byte e of line k is of contraction element e.
 template <bool Columnwise>
-__device__ __forceinline__ void random_bytes(
-    uint32_t (&random)[8][2], const int64_t* memory, const Tile& tile, const Position& at) {
-  const RandomKey key = {memory[0], memory[1], memory[2], memory[3], memory[4]};
-  const uint32_t stream = stream_of(key, Columnwise), step = static_cast<uint32_t>(key.step);
-  const uint32_t k0 = static_cast<uint32_t>(key.seed), k1 = static_cast<uint32_t>(static_cast<uint64_t>(key.seed) >> 32);
-  const int64_t row = key.row0 + tile.row0 + at.row(), col = tile.col0 + at.col();
-  const int64_t along = Columnwise ? row : col;
-  const uint32_t line = static_cast<uint32_t>(Columnwise ? col : row), run = static_cast<uint32_t>(along >> 4);
-  if (!Columnwise || ((along - at.half * 8) & 15) == 0) {
-    // The thread that holds the other half of the run draws four of the eight lines.
-    const bool upper = along & 8;
-    uint4 drawn[4];
+struct RandomLines {
+  uint32_t k0, k1, step, stream, line, run;
+  int offset;     // of the thread's first element in its run of 16
+  bool aligned;   // two threads share each run: always, rowwise; columnwise unless the global row is no multiple of 16
+
+  __device__ RandomLines(const int64_t* memory, const Tile& tile, const Position& at) {
+    const RandomKey key = {memory[0], memory[1], memory[2], memory[3], memory[4]};
+    const int64_t row = key.row0 + tile.row0 + at.row(), col = tile.col0 + at.col(), along = Columnwise ? row : col;
+    k0 = static_cast<uint32_t>(key.seed), k1 = static_cast<uint32_t>(static_cast<uint64_t>(key.seed) >> 32);
+    step = static_cast<uint32_t>(key.step), stream = stream_of(key, Columnwise);
+    line = static_cast<uint32_t>(Columnwise ? col : row), run = static_cast<uint32_t>(along >> 4);
+    offset = along & 15;
+    aligned = !Columnwise || ((along - at.half * 8) & 15) == 0;
+  }
+
+  // Lines k, k + 1, k + 4 and k + 5, for k of 0 and 2: the thread with the other half of the runs draws two of them.
+  __device__ __forceinline__ void draw(uint32_t (&random)[8][2], int k) const {
+    const bool upper = offset & 8;
+    uint4 drawn[2];
 #pragma unroll
-    for (int k = 0; k < 4; ++k) drawn[k] = make_uint4(run, line + (upper ? k + 4 : k), step, stream);
+    for (int n = 0; n < 2; ++n) drawn[n] = make_uint4(run, line + (upper ? k + n + 4 : k + n), step, stream);
     philox4x32(drawn, k0, k1);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const uint4 r = drawn[k];
+    for (int n = 0; n < 2; ++n) {
+      const uint4 r = drawn[n];
       const uint32_t mine0 = upper ? r.z : r.x, mine1 = upper ? r.w : r.y;
       const uint32_t theirs0 = __shfl_xor_sync(0xFFFFFFFFu, upper ? r.x : r.z, Columnwise ? 16 : 1);
       const uint32_t theirs1 = __shfl_xor_sync(0xFFFFFFFFu, upper ? r.y : r.w, Columnwise ? 16 : 1);
-      random[k][0] = upper ? theirs0 : mine0, random[k][1] = upper ? theirs1 : mine1;
-      random[k + 4][0] = upper ? mine0 : theirs0, random[k + 4][1] = upper ? mine1 : theirs1;
+      random[k + n][0] = upper ? theirs0 : mine0, random[k + n][1] = upper ? theirs1 : mine1;
+      random[k + n + 4][0] = upper ? mine0 : theirs0, random[k + n + 4][1] = upper ? mine1 : theirs1;
     }
-    return;
   }
-  const int offset = along & 15;  // columnwise, and the global row of the first row is not a multiple of 16
+
+  // All lines, of runs that begin anywhere.
+  __device__ __forceinline__ void draw_unaligned(uint32_t (&random)[8][2]) const {
 #pragma unroll 1
-  for (int k = 0; k < 8; ++k) {
-    uint4 drawn[2] = {make_uint4(run, line + k, step, stream), make_uint4(run + 1, line + k, step, stream)};
-    philox4x32(drawn, k0, k1);
-    const uint4 a = drawn[0], b = drawn[1];
-    uint32_t lo = 0, hi = 0;
+    for (int k = 0; k < 8; ++k) {
+      uint4 drawn[2] = {make_uint4(run, line + k, step, stream), make_uint4(run + 1, line + k, step, stream)};
+      philox4x32(drawn, k0, k1);
+      uint32_t lo = 0, hi = 0;
 #pragma unroll 1
-    for (int e = 0; e < 8; ++e) {
-      const int byte = offset + e, word = byte >> 2;
-      const uint4 from = word < 4 ? a : b;
-      const uint32_t half = word & 2 ? (word & 1 ? from.w : from.z) : (word & 1 ? from.y : from.x);
-      const uint32_t value = (half >> (8 * (byte & 3))) & 0xFFu;
-      (e < 4 ? lo : hi) |= value << (8 * (e & 3));
-    }
+      for (int e = 0; e < 8; ++e) {
+        const int byte = offset + e, word = byte >> 2;
+        const uint4 from = word < 4 ? drawn[0] : drawn[1];
+        const uint32_t half = word & 2 ? (word & 1 ? from.w : from.z) : (word & 1 ? from.y : from.x);
+        (e < 4 ? lo : hi) |= ((half >> (8 * (byte & 3))) & 0xFFu) << (8 * (e & 3));
+      }
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (i == k) random[i][0] = lo, random[i][1] = hi;
+      for (int i = 0; i < 8; ++i) {
+        if (i == k) random[i][0] = lo, random[i][1] = hi;
+      }
     }
   }
-}
+};
 
 // fp32 scales of a tile: one thread along the contraction for each line, or one for the tile.
 template <bool Columnwise>
@@ -256,10 +279,9 @@ __device__ __forceinline__ void store_fp32_scales(
     static_cast<uint32_t*>(b.scale)[index_of(b.stored, line_block, pad)] = 0;
 }
 
-// What turns the values of a patch into codes: factors and random bytes of its 8 outer lines.
+// What turns the values of a patch into codes: encode factors of its 8 outer lines.
 struct LineFactors {
   float enc[8];
-  uint32_t random[8][2];
 };
 
 // How codes are rounded: the parts of a side that the inner loop is compiled for.
@@ -278,9 +300,10 @@ __device__ __forceinline__ void emit_codes(
   const int32_t rows_end = Columnwise ? b.length : b.lines, cols_end = Columnwise ? b.lines : b.length;
   const int32_t row = tile.row0 + at.row(), col = tile.col0 + at.col();
   auto value = [&](int i, int j) { return __fmul_rn(p(i, j), f.enc[Columnwise ? j : i]); };
-  auto random = [&](int i, int j) {
+  uint32_t random[8][2];  // bytes of the outer lines
+  auto random_byte = [&](int i, int j) {
     const int k = Columnwise ? j : i, e = Columnwise ? i : j;
-    return (f.random[k][e >> 2] >> (8 * (e & 3))) & 0xFFu;
+    return (random[k][e >> 2] >> (8 * (e & 3))) & 0xFFu;
   };
   // Element e of line k of the output.
   auto row_of = [](int k, int e) { return Transposed ? e : k; };
@@ -288,7 +311,7 @@ __device__ __forceinline__ void emit_codes(
   auto two = [&](int k, int e) -> uint32_t {
     const int i0 = row_of(k, e), j0 = col_of(k, e), i1 = row_of(k, e + 1), j1 = col_of(k, e + 1);
     if constexpr (R == Rounding::kStochastic8) {
-      return stochastic_code(value(i0, j0), random(i0, j0), s) | stochastic_code(value(i1, j1), random(i1, j1), s) << 8;
+      return stochastic_code(value(i0, j0), random_byte(i0, j0), s) | stochastic_code(value(i1, j1), random_byte(i1, j1), s) << 8;
     } else if constexpr (R == Rounding::kE5M2) {
       return ptx::cvt_e5m2x2(value(i1, j1), value(i0, j0));
     } else {
@@ -325,7 +348,7 @@ __device__ __forceinline__ void emit_codes(
         if constexpr (R == Rounding::kE2M1) {
           code[e] = e2m1_magnitude(a);
         } else {
-          code[e] = stochastic_e2m1(a, __byte_perm(~f.random[outer][along >> 2], 0x04007FFFu, 0x7054 | (along & 3) << 8));
+          code[e] = stochastic_e2m1(a, __byte_perm(~random[outer][along >> 2], 0x04007FFFu, 0x7054 | (along & 3) << 8));
         }
         sign[e] = p.word(i, j);
       }
@@ -351,16 +374,31 @@ __device__ __forceinline__ void emit_codes(
       *static_cast<uint2*>(address) = v;
     }
   };
+  // Lines in the order in which their random bytes are drawn, fn(k).
+  constexpr bool kRandom = R == Rounding::kStochastic8 || R == Rounding::kStochastic4;
+  auto each_line = [&](auto fn) {
+    if constexpr (kRandom) {
+      const RandomLines<Columnwise> lines(b.key, tile, at);
+      if (!lines.aligned) lines.draw_unaligned(random);
+      if (kSigns != 8 && lines.aligned) lines.draw(random, 0), lines.draw(random, 2);  // a line of codes needs them all
+#pragma unroll
+      for (int k = 0; k < 4; k += 2) {
+        if (kSigns == 8 && lines.aligned) lines.draw(random, k);
+        fn(k), fn(k + 1), fn(k + 4), fn(k + 5);
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < 8; ++k) fn(k);
+    }
+  };
   if constexpr (Transposed) {
     uint8_t* staged = reinterpret_cast<uint8_t*>(smem.codes) + (at.col() * 16 + ((at.warp * 2 + at.half) ^ at.group)) * kBytes;
-#pragma unroll
-    for (int k = 0; k < 8; ++k) store(staged + k * 16 * kBytes, line(k));
+    each_line([&](int k) { store(staged + k * 16 * kBytes, line(k)); });
   } else {
     const int32_t row_bytes = kFourBit ? (cols_end + 1) >> 1 : cols_end, offset = kFourBit ? col >> 1 : col;
     uint8_t* address = b.data + static_cast<int64_t>(row) * row_bytes + offset;
     uint2 v[8];
-#pragma unroll
-    for (int k = 0; k < 8; ++k) v[k] = line(k);
+    each_line([&](int k) { v[k] = line(k); });
     if (b.vector_store && row >= 0 && row + 8 <= rows_end && col + 8 <= cols_end) {
 #pragma unroll
       for (int k = 0; k < 8; ++k, address += row_bytes) store(address, v[k]);
@@ -400,6 +438,15 @@ __device__ __forceinline__ void encode(
   const bool one_block = P::outer(s) != 1;  // the thread's lines share their block
   const bool delayed = P::kFull && P::kTakes8 && b.enc != nullptr;
 
+  const int32_t inside = max(min(place.along + 7, b.length - 1), 0);  // in the block, if the thread is
+  float anchors[8];
+  if constexpr (P::kAnchored) {  // early: they take a while
+    const float* from = b.anchor + index_of(b.anchors, 0, place.block(s.anchor_log2, inside));
+#pragma unroll
+    for (int k = 0; k < 8; ++k)
+      anchors[k] = __ldg(from + static_cast<int64_t>(min(place.line + k, b.lines - 1)) * b.anchors.line_stride);
+  }
+
   float amax[8];
   if (!P::reads_amax(s, b) || delayed) {
     const Maxima<V> m = block_maxima<Columnwise>(p, P::outer(s), P::contraction(s), smem, at);
@@ -407,7 +454,6 @@ __device__ __forceinline__ void encode(
     for (int k = 0; k < 8; ++k) amax[k] = m[k];
   }
   const float tile_amax = amax[0];
-  const int32_t inside = max(min(place.along + 7, b.length - 1), 0);  // in the block, if the thread is
   if (P::reads_amax(s, b)) {
     const int32_t block = place.block(s.contraction_log2, inside);
 #pragma unroll
@@ -457,17 +503,13 @@ __device__ __forceinline__ void encode(
   }
 
   if constexpr (P::kAnchored) {  // the scale of the run takes the place of the block's
-    const int32_t run = place.block(s.anchor_log2, inside);
-    const float* anchors = b.anchor + index_of(b.anchors, 0, run);
     uint32_t nonzero = 0, far = 0;
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
-      const int32_t line = min(place.line + k, b.lines - 1);
-      const uint32_t anchor = e8m0_code(__ldcg(anchors + static_cast<int64_t>(line) * b.anchors.line_stride), s);
+      const BlockScale anchor = e8m0_scale(anchors[k], s);
       const bool counts = amax[k] > 0.0f && place.line + k < b.lines && place.along < b.length;
-      nonzero += counts, far += counts && anchor > stored[k] + 9;
-      f.enc[k] = power_of_two(anchor == 255 ? 255 : 254 - anchor);
-      stored[k] = bits_of(power_of_two(anchor));
+      nonzero += counts, far += counts && anchor.stored > stored[k] + 9;
+      f.enc[k] = anchor.enc, stored[k] = bits_of(power_of_two(anchor.stored));
     }
     // At most 512 blocks a tile: both counts fit one word until the tile's sum goes to memory.
     const bool leads = leads_block<Columnwise>(P::contraction(s), at);
@@ -499,7 +541,6 @@ __device__ __forceinline__ void encode(
     };
     if constexpr (P::kFull) {
       if (s.stochastic) {
-        random_bytes<Columnwise>(f.random, b.key, tile, at);
         return run(Constant<P::kTakes4 ? Rounding::kStochastic4 : Rounding::kStochastic8>());
       }
     }
@@ -552,13 +593,13 @@ __device__ __forceinline__ void flush_scales(const Side& s, const SideBuffers& b
     }
     return;
   }
-  for (int u = threadIdx.x; u < kTile * in_tile; u += kThreads) {
-    const int32_t line = by_line ? u >> in_tile_log2 : u & (kTile - 1), local = by_line ? u & (in_tile - 1) : u / kTile;
-    if ((first_line + line) & ((1 << outer_log2) - 1)) continue;
-    const int32_t line_block = ((first_line + line) >> outer_log2) - (place.line_shift >> outer_log2);
-    const int32_t block = first_block + local;
+  const int32_t lines_log2 = 7 - outer_log2, first_line_block = (first_line >> outer_log2) - (place.line_shift >> outer_log2);
+  for (int u = threadIdx.x; u < in_tile << lines_log2; u += kThreads) {
+    const int32_t line = by_line ? u >> in_tile_log2 : u & ((1 << lines_log2) - 1);
+    const int32_t local = by_line ? u & (in_tile - 1) : u >> lines_log2;
+    const int32_t line_block = first_line_block + line, block = first_block + local;
     if (line_block < 0 || line_block >= b.compact.lines || block < 0 || block >= b.compact.blocks) continue;
-    out[index_of(b.stored, line_block, block)] = smem.scales[Columnwise][line][local];
+    out[index_of(b.stored, line_block, block)] = smem.scales[Columnwise][line << outer_log2][local];
   }
 }
 
@@ -646,6 +687,10 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(const __g
     if (launch.phases & kStatistics) {
       run_side<false, Row>(true, p, row, t.side[0], tile, launch.tiles, nullptr, nullptr, smem, at);
       run_side<true, Col>(true, p, col, t.side[1], tile, launch.tiles, nullptr, nullptr, smem, at);
+      if (crosses_tiles(row) || crosses_tiles(col)) {
+        __syncthreads();
+        flush_lines(launch.side, t.side, tile, smem);
+      }
     }
   }
   if constexpr (!kOnlyStatistics) {

@@ -174,7 +174,7 @@ def encoded(
     amax, tensor_amax = stats if stats is not None else reference.statistics(values, encoding, row0)
     factor = None if enc is None else reference.delayed_factor(enc, amax, encoding)
     data, scale = reference.encode(values, amax, tensor_amax, encoding, row0, key, factor)
-    return dispatch.Encoded(data, scale, tensor_amax, amax)
+    return dispatch.Encoded(data.contiguous(), scale, tensor_amax, amax)
 
 
 def encode(
