@@ -1,6 +1,7 @@
 // Host side of quantize and statistics: check, allocate, choose, launch. Nothing here reads the device.
 #include "api/quantize.h"
 
+#include <algorithm>
 #include <limits>
 #include <map>
 #include <mutex>
@@ -74,7 +75,7 @@ TensorArgs tensor_args(const at::Tensor& x, int64_t row0) {
 int32_t tiles_of(TensorArgs& t, const Side* col = nullptr) {
   const bool fills = col != nullptr && col->present() && col->rotated;
   const int64_t rows = fills ? ceil_div(t.rows, kRotationBlock) * kRotationBlock : t.rows;
-  t.tile_rows = static_cast<int32_t>(ceil_div(rows + t.shift, kTile));
+  t.tile_rows = static_cast<int32_t>(std::max<int64_t>(ceil_div(rows + t.shift, kTile), 1));
   const int64_t tiles = static_cast<int64_t>(t.tile_rows) * t.tile_cols;
   TORCH_CHECK_VALUE(tiles <= std::numeric_limits<int32_t>::max(), "x has ", tiles, " tiles; one launch takes 2^31");
   return static_cast<int32_t>(tiles);
@@ -118,7 +119,7 @@ bool collects(const Side& s, const SideBuffers& b) {
 class Zeroed {
  public:
   // Reserve `count` words; the pointer is known after `allocate`.
-  int64_t reserve(int64_t count) { return std::exchange(size_, size_ + ceil_div(count, 4) * 4); }
+  int64_t reserve(int64_t count) { return std::exchange(size_, size_ + std::max<int64_t>(ceil_div(count, 4) * 4, 4)); }
   void allocate(const at::Tensor& like, cudaStream_t stream) {
     if (size_ == 0) return;
     buffer_ = at::empty({size_}, like.options().dtype(at::kFloat));
@@ -176,7 +177,7 @@ T* optional_buffer(const MaybeTensor& t, const char* name, const at::Tensor& x, 
 }
 
 // Codes and scales of x; `out` are buffers to write instead of new ones, in the order of the result: data, scale of each
-// side, then its tensor amax (two-level formats) and amax (scales that span the contraction).
+// side, then its tensor amax (two-level formats) and amax (scales that span the contraction) unless they were given.
 std::vector<at::Tensor> quantize(
     const at::Tensor& x, const Side& row, const Side& col, const Known (&known)[2], int64_t row0, bool through_bf16,
     const std::vector<at::Tensor>* out) {
@@ -236,14 +237,10 @@ std::vector<at::Tensor> quantize(
     if (tensor_at[d] >= 0) {
       b.tensor_amax = zeroed.at(tensor_at[d]);
       result.push_back(zeroed.slice(tensor_at[d], {1}));
-    } else if (s.two_level()) {
-      result.push_back(*known[d].tensor_amax);
     }
     if (amax_at[d] >= 0) {
       b.amax = zeroed.at(amax_at[d]);
       result.push_back(zeroed.slice(amax_at[d], {g[d].scale_rows, g[d].scale_cols}));
-    } else if (s.whole()) {
-      result.push_back(*known[d].amax);
     }
     if (counter_at[d] >= 0) b.counter = reinterpret_cast<uint32_t*>(zeroed.at(counter_at[d]));
   }
@@ -316,7 +313,8 @@ std::vector<at::Tensor> quantize_anchored(
                       "; anchored codes are made of bfloat16 (or float32 through bfloat16)");
     TORCH_CHECK_VALUE(runs[d] >= 0 && runs[d] % kTile == 0 && (runs[d] & (runs[d] - 1)) == 0, "anchor run is ", runs[d],
                       "; wanted 0 (the whole contraction) or a power of two of ", kTile, " or more");
-    TORCH_CHECK_VALUE(s.outer == 1, "anchors are of blocks of one line; got ", s.outer, " lines");
+    TORCH_CHECK_VALUE(s.outer == 1 && s.contraction == 32, "anchors are of (1, 32) blocks; got (", s.outer, ", ",
+                      s.contraction, ")");
     s.anchor_log2 = log2_of(runs[d]);
     g[d] = geometry_of(s, d, t.rows, t.cols, 0);
     Side line = s;  // an anchor is the amax of a run of one line
@@ -452,8 +450,9 @@ void quantize_group(
   const c10::cuda::CUDAGuard guard(x[0].device());
   GroupLaunch launch(side, columnwise, input, kEncode, c10::cuda::getCurrentCUDAStream());
   for (size_t i = 0; i < x.size(); ++i) {
-    if (x[i].numel() == 0) continue;
     const Geometry g = geometry_of(side, columnwise, x[i].size(0), x[i].size(1), row0[i]);
+    // An empty shard has a scale all the same, where that is of every row.
+    if (x[i].numel() == 0 && (!side.whole() || g.scale_rows * g.scale_cols == 0)) continue;
     const int64_t scale_bytes = g.scale_rows * g.scale_cols * (side.byte_scales() ? 1 : 4);
     TORCH_CHECK_VALUE(
         data_offset[i] >= 0 && data_offset[i] + g.data_rows * g.data_cols <= staging.numel() && scale_offset[i] >= 0 &&

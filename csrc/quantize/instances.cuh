@@ -21,7 +21,8 @@ inline int known_block(const Launch<1>& launch) {
   for (int d = 0; d < 2; ++d) {
     const Side& s = launch.side[d];
     if (!s.present()) continue;
-    const bool known = s.outer == 1 && !s.whole() && !launch.tensors[0].side[d].amax_given;
+    const int usual = s.four_bit() ? 16 : s.byte_scales() ? 32 : kTile;
+    const bool known = s.outer == 1 && s.contraction == usual && !launch.tensors[0].side[d].amax_given;
     if (!known || (block != 0 && block != s.contraction)) return 0;
     block = s.contraction;
   }

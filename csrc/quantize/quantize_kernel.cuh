@@ -272,7 +272,7 @@ __device__ __forceinline__ void store_fp32_scales(
   const int32_t left = b.stored.lines - line_block, real = b.lines - line;
 #pragma unroll
   for (int k = 0; k < 8; ++k) {
-    if (k < count && k < left && line + k >= 0) scale[k * b.stored.line_stride] = k < real ? stored[k] : 0;
+    if (k < count && k < left && line + k >= 0) scale[k * b.stored.line_stride] = k < real || outer != 1 ? stored[k] : 0;
   }
   const int32_t blocks = is_anchored ? b.anchors.blocks : b.compact.blocks;
   for (int32_t pad = blocks; block == blocks - 1 && pad < b.stored.blocks; ++pad)  // one line of whole-tile blocks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -62,6 +63,11 @@ def key_of(row0: int = 0, seed: int = 5) -> Tensor:
 
 def inputs(rows: int, cols: int, kind: str = "gauss", dtype: torch.dtype = BF16, seed: int = 0) -> Tensor:
     """Values of `laws.values`, or of one of SPECIALS, on the device."""
+    return _inputs(rows, cols, kind, dtype, seed).clone()
+
+
+@functools.lru_cache(maxsize=512)
+def _inputs(rows: int, cols: int, kind: str, dtype: torch.dtype, seed: int) -> Tensor:
     if kind in KINDS:
         return laws.values(rows, cols, seed=seed, dtype=dtype, kind=kind).to(DEVICE)
     g = torch.Generator().manual_seed(seed)

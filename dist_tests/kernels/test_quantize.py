@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -95,6 +97,30 @@ def test_statistics_of_two_widths_give_the_same_bytes(pair: tuple[str, str]):
     encodings = [MADE[name].encoding(d) for name, d in zip(pair, Direction)]
     for e, g in zip(encodings, encode(x, encodings)):
         expected.assert_encoded(g, encoded(x, e), e, f"{pair} {LARGE}")
+
+
+def check_blocks_of_other_sizes() -> None:
+    """Blocks that no row of the format table has, but a kernel says it takes."""
+    for name, block in (("mxfp8", (1, 16)), ("mxfp8", (16, 16)), ("nvfp4", (1, 32)), ("nvfp4", (32, 32))):
+        fmt = format_of(name, block=block)
+        if native.why_not(fmt) is not None:
+            continue
+        for shape in ((33, 47), (129, 257), (512, 640)):
+            for dtype in (BF16, FP32):
+                x, sides = inputs(*shape, "heavy", dtype), [Encoding(fmt, d) for d in Direction]
+                assert_encodes(x, sides, f"{name} {block} {shape} {dtype}")
+                for other in ("mxfp8", "nvfp4", "fp8_row", "fp8_1x128"):
+                    assert_encodes(x, [sides[0], MADE[other].encoding(COLUMNWISE)], f"{name} {block} / {other} {shape} {dtype}")
+                    assert_encodes(x, [MADE[other].encoding(ROWWISE), sides[1]], f"{other} / {name} {block} {shape} {dtype}")
+
+
+def test_blocks_of_other_sizes_are_the_references():
+    """If false, a format of one's own is quantized by the kernel of another element, or over memory that is not its own.
+
+    In a process of its own: an access out of bounds would leave no GPU to the tests that follow.
+    """
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        pool.submit(check_blocks_of_other_sizes).result(timeout=300)
 
 
 def test_an_encoding_of_a_tensor_is_counted_as_native():
@@ -309,6 +335,26 @@ def test_padding_of_gemm_layouts_is_written(name: str):
                 expected.assert_same(got.cpu(), w, f"{name} {shape} {arch}: buffer {i}")
 
 
+@pytest.mark.parametrize("name", [n for n, q in MADE.items() if q.fmt.serves_both_directions])
+def test_square_blocks_in_both_directions_read_given_statistics(name: str):
+    """If false, a weight whose two directions are one encoding is scaled by its own amaxes instead of the shared ones."""
+    row, col = expected.both(name)
+    for shape in ((33, 47), (200, 328)):
+        for dtype, through_bf16 in ((BF16, False), (FP32, True), (FP32, False)):
+            x, values = (inputs(*shape, "heavy", dtype), inputs(*shape, "heavy", dtype).to(BF16 if through_bf16 else dtype))
+            own = expected.statistics(values, row)
+            shared = [dispatch.Statistics(own.amax * f, None if own.tensor_amax is None else own.tensor_amax * f) for f in (2, 5)]
+            amax_alone = dispatch.Statistics(shared[0].amax, None)
+            for some in ([shared[0]] * 2, shared, [shared[0], (None, None)], [amax_alone] * 2, [(None, None), shared[1]]):
+                made = native.quantize(x, [row, col], 0, through_bf16, some, [key_of()] * 2, None, [False, True])
+                for e, given, (data, scale, _, _) in zip((row, col), some, made):
+                    full = [o if g is None else g for o, g in zip(own, given)]
+                    want, what = encoded(values, e, stats=full, key=key_of()), f"{name} {e.direction} {shape} {dtype}"
+                    turned = dispatch.transpose_codes(want.data.cpu(), *shape, e.fmt) if e is col else want.data.cpu()
+                    expected.assert_same(scale, want.scale, f"{what}: scale")
+                    expected.assert_same(data.cpu(), turned, f"{what}: data")
+
+
 @pytest.mark.parametrize("name", ["fp8_tensor", "fp8_row", "mxfp8", "nvfp4", "nvfp4_sr"])
 def test_transposed_codes_go_with_compact_scales(name: str):
     """If false, transposed codes change the scales that travel with them."""
@@ -482,17 +528,16 @@ def test_more_elements_than_32_bits_count():
         x[start : start + 3000].normal_()
     x[-200:] *= 3
     row, col = expected.both("mxfp8")
-    row_slices = [slice(r, min(r + 96, rows)) for r in (0, rows // 2 // 32 * 32, 2**31 // cols // 32 * 32 - 32, (rows - 64) // 32 * 32)]
-    col_slices = [slice(c, min(c + 64, cols)) for c in (0, cols // 2 // 32 * 32, 2**31 // rows // 32 * 32 - 32, cols - 64)]
-
-    def check_rows(got, rows_of, want, what: str):
-        expected.assert_same(got[rows_of], want, f"{what}, rows {rows_of}")
+    # The first, some in the middle, those that the 2^31st element is among, the last.
+    row_starts = (0, rows // 2, min(2**31 // cols, rows) - 32, rows - 64)
+    col_starts = (0, cols // 2, min(2**31 // rows, cols) - 32, cols - 64)
+    row_slices, col_slices = ([slice(start, start + 64) for start in starts] for starts in (row_starts, col_starts))
 
     ((data, scale, _, _),) = native.quantize(x, [row], 0, False, None, None, None)
     for some in row_slices:
         want = encoded(x[some], row)
-        check_rows(data, some, want.data, "rowwise data")
-        check_rows(scale, some, want.scale, "rowwise scale")
+        expected.assert_same(data[some], want.data, f"rowwise data {some}")
+        expected.assert_same(scale[some], want.scale, f"rowwise scale {some}")
     values = native.dequantize(data, scale, None, row.fmt, ROWWISE, cols, 0, BF16)
     for some in row_slices:
         want = encoded(x[some], row)
@@ -649,7 +694,7 @@ def test_errors_of_statistics_and_of_anchors_say_what_was_got():
             x, [encoding_of("fp8_row")], [None]),
         r"e8m0 scales that are rounded up": lambda: native.quantize_anchored(
             x, [encoding_of("mxfp8", scale_rounding="floor")], [None]),
-        r"anchors are of blocks of one line; got 32 lines": lambda: native.quantize_anchored(
+        r"anchors are of \(1, 32\) blocks; got \(32, 32\)": lambda: native.quantize_anchored(
             x, [encoding_of("mxfp8_32x32")], [None]),
         r"is 100; wanted 0 \(the whole contraction\)": lambda: native.quantize_anchored(x, [row], [100]),
         r"is 384; wanted 0 \(the whole contraction\) or a power of two": lambda: native.quantize_anchored(x, [row], [384]),

@@ -158,11 +158,13 @@ def quantize(
     results = [None] * len(encodings)
     for i in call.places:
         if i is not None:
-            fmt = encodings[i].fmt
-            results[i] = (
-                next(made), next(made), next(made) if fmt.tensor_scale else None,
-                next(made) if fmt.scale_leaves_contraction else None,
-            )
+            fmt, (amax, tensor_amax) = encodings[i].fmt, stats[i] if stats else (None, None)
+            data, scale = next(made), next(made)
+            if fmt.tensor_scale and tensor_amax is None:
+                tensor_amax = next(made)
+            if fmt.scale_leaves_contraction and amax is None:
+                amax = next(made)
+            results[i] = (data, scale, tensor_amax, amax if fmt.scale_leaves_contraction else None)
     return results
 
 
@@ -228,8 +230,9 @@ def _fake_quantize(x, row, col, row_eps, col_eps, row0, through_bf16, *known):
         (data, scale, grid), (_, kind, _, contraction, *_) = _shapes(side, columnwise, x, row0), _unpack(side)
         made += [x.new_empty(data, dtype=torch.uint8)]
         made += [x.new_empty(scale, dtype=torch.uint8 if kind >= 2 else torch.float32)]
-        made += [x.new_empty(1, dtype=torch.float32)] if kind == 4 else []
-        made += [x.new_empty(grid, dtype=torch.float32)] if contraction == 0 else []
+        amax, tensor_amax = (*known, *[None] * 8)[4 * columnwise : 4 * columnwise + 2]
+        made += [x.new_empty(1, dtype=torch.float32)] if kind == 4 and tensor_amax is None else []
+        made += [x.new_empty(grid, dtype=torch.float32)] if contraction == 0 and amax is None else []
     return made
 
 

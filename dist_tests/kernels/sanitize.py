@@ -1,0 +1,272 @@
+"""Every kernel instance once, on small tensors, for the sanitizers; compared with the reference on the CPU afterwards.
+
+    compute-sanitizer --tool memcheck python -m dist_tests.kernels.sanitize
+    compute-sanitizer --tool racecheck python -m dist_tests.kernels.sanitize
+
+The GPU runs nothing but the operators and copies. Exits with 1, and names what differs, where bytes are not the reference's.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dist_tests import laws
+from dist_tests.kernels import expected
+from dist_tests.kernels.expected import BF16, FP16, FP32, MADE, encoded
+from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction, Encoding, ceil_div
+from fsdp_quant.ops import layout, native, reference
+
+# Whole tiles and tails, rows that are aligned and rows that are not; and tiles for more than one round of the GPU.
+SHAPES = ((200, 328), (33, 47))
+MANY = (130, 26000)
+KEY = torch.tensor([5, 3, 77, 1, 9])
+
+_DONE: list[tuple[str, list[Tensor], Callable[[], list[Tensor]]]] = []
+
+
+def on_device(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.to(expected.DEVICE)
+
+
+def run(what: str, made, want: Callable[[], list[Tensor]]) -> None:
+    """Keep the results of an operator, and how to make what they should be."""
+    _DONE.append((what, [t for t in made if t is not None], want))
+
+
+def values(shape: tuple[int, int], dtype: torch.dtype = BF16) -> Tensor:
+    return laws.values(*shape, dtype=dtype, kind="outliers", seed=shape[1])
+
+
+# The operators #
+
+def quantize(
+    names: tuple[str | None, str | None], shape=SHAPES[0], dtype=BF16, through_bf16=False, factor=None, transposed=False,
+    scale_layout=native.COMPACT, row0=0, given=False,
+) -> None:
+    """Codes and scales of one or both directions; factor: of a history; given: statistics that are the caller's."""
+    x = values(shape, dtype)
+    seen = x.to(BF16) if through_bf16 else x
+    encodings = [MADE[n].encoding(d) for n, d in zip(names, Direction) if n is not None]
+    encs = [torch.tensor([factor]) if factor is not None and e.fmt.block == (None, None) else None for e in encodings]
+    stats = [reference.statistics(reference.prepared(seen, e), e, row0) for e in encodings] if given else None
+    made = native.quantize(
+        on_device(x), encodings, row0, through_bf16, stats and [tuple(map(on_device, s)) for s in stats],
+        [on_device(KEY)] * len(encodings), [on_device(enc) for enc in encs],
+        [transposed and e.direction is COLUMNWISE for e in encodings], scale_layout,
+    )
+
+    def want() -> list[Tensor]:
+        wanted = []
+        for i, (e, enc) in enumerate(zip(encodings, encs)):
+            w = encoded(seen, e, row0=row0, stats=stats and stats[i], key=KEY, enc=enc)
+            turned = transposed and e.direction is COLUMNWISE
+            rows, cols = e.fmt.padded_shape(shape, e.direction)
+            bits = e.fmt.element.bits
+            data = w.data if not turned else layout.repack_nibbles(w.data, rows, cols) if bits == 4 else w.data.t()
+            wanted.append(data.contiguous())
+            wanted.append(w.scale if scale_layout == native.COMPACT else scale_of(e, w.scale, (rows, cols), scale_layout))
+            wanted += [w.tensor_amax] if e.fmt.tensor_scale else []
+            wanted += [w.amax] if e.fmt.scale_leaves_contraction else []
+        return wanted
+
+    text = f"quantize {names} {list(shape)} {dtype}{' through bf16' if through_bf16 else ''}, factor {factor}, row0 {row0}"
+    run(f"{text}, transposed {transposed}, layout {scale_layout}, given {given}", [t for m in made for t in m], want)
+
+
+def scale_of(e: Encoding, scale: Tensor, shape: tuple[int, int], scale_layout: int) -> Tensor:
+    """A scale as a tensor core reads it, flat."""
+    turned = scale.t() if e.direction is COLUMNWISE else scale  # [line blocks, blocks]
+    if e.fmt.scale_leaves_contraction:
+        return turned.flatten()
+    if e.fmt.scale == "fp32":
+        return layout.pad_to(turned.t() if e.fmt.block[0] == 1 else turned, 1, 4).flatten()
+    if scale_layout == native.HOPPER:
+        return turned.flatten()
+    lines = shape[1 - e.direction.contraction_dim]
+    return layout.swizzle_128x4(turned.repeat_interleave(e.fmt.block[0], 0)[:lines])
+
+
+def anchored(name: str, directions: tuple[Direction, ...], runs: tuple[int | None, ...], dtype=BF16) -> None:
+    for shape in SHAPES:
+        x, encodings = values(shape, dtype), [MADE[name].encoding(d) for d in directions]
+        made, counts = native.quantize_anchored(on_device(x), encodings, runs, dtype is FP32)
+
+        def want(x=x, encodings=encodings) -> list[Tensor]:
+            wanted, counted = [], torch.zeros(2, 2, dtype=torch.int64)
+            for e, length in zip(encodings, runs):
+                codes, scale, counted[int(e.direction is COLUMNWISE)] = reference.anchored(x.to(BF16), e, length)
+                wanted += [codes, scale]
+            return [*wanted, counted]
+
+        run(f"quantize_anchored {name} {directions} {runs} {list(shape)} {dtype}", [*(t for m in made for t in m), counts], want)
+
+
+def statistics(names: tuple[str, str], dtype=BF16, row0=0) -> None:
+    for shape in SHAPES:
+        x, encodings = values(shape, dtype), [MADE[n].encoding(d) for n, d in zip(names, Direction)]
+        made = native.statistics(on_device(x), encodings, row0, False)
+        run(f"statistics {names} {list(shape)} {dtype} from row {row0}", [t for m in made for t in m], lambda x=x, es=encodings: [
+            t for e in es for t in reference.statistics(reference.prepared(x, e), e, row0) if t is not None])
+
+
+def group(name: str, direction: Direction, dtype=BF16) -> None:
+    """Statistics and codes of three tensors, the codes into one buffer."""
+    e, shapes, row0 = MADE[name].encoding(direction), (SHAPES[0], SHAPES[1], (129, 257)), [0, 33, 100]
+    x = [values(shape, dtype) for shape in shapes]
+    stats = [reference.statistics(one.to(BF16), e, start) for one, start in zip(x, row0)]
+    side, columnwise, ops, device_x = native.side_of(e), direction is COLUMNWISE, torch.ops.fsdp_quant, [on_device(one) for one in x]
+    made = ops.statistics_group(device_x, side, columnwise, row0, dtype is FP32)
+    run(f"statistics_group {name} {direction} {dtype}", made, lambda: [t for s in stats for t in s if t is not None])
+    amax, tensor_amax = ([on_device(s[i]) for s in stats] for i in range(2))
+    whole = torch.full((1 << 19,), 0xA5, dtype=torch.uint8)
+    staging, data_at, scale_at = on_device(whole), [0, 1 << 17, 1 << 18], [3 << 17, 7 << 16, 15 << 15]
+    ops.quantize_group(device_x, side, columnwise, 0.0, row0, amax, tensor_amax, staging, data_at, scale_at, dtype is FP32)
+
+    def want() -> list[Tensor]:
+        for one, start, s, d, at in zip(x, row0, stats, data_at, scale_at):
+            w = encoded(one.to(BF16), e, row0=start, stats=s)
+            for place, buffer in ((d, w.data), (at, w.scale)):
+                of_bytes = buffer.contiguous().reshape(-1).view(torch.uint8)
+                whole[place : place + of_bytes.numel()] = of_bytes
+        return [whole]
+
+    run(f"quantize_group {name} {direction} {dtype}", [staging], want)
+
+
+def dequantize(name: str, direction: Direction, dtype: torch.dtype) -> None:
+    for shape in SHAPES:
+        e = MADE[name].encoding(direction)
+        w = encoded(values(shape), e)
+        cols = e.fmt.padded_shape(shape, direction)[1]
+        made = native.dequantize(on_device(w.data), on_device(w.scale), on_device(w.tensor_amax), e.fmt, direction, cols, 0, dtype)
+        run(f"dequantize {name} {direction} {list(shape)} to {dtype}", [made], lambda e=e, w=w, cols=cols: [
+            reference.decode(w.data, w.scale, w.tensor_amax, e.fmt, direction, cols).to(dtype)])
+
+
+def transposes_and_swizzles() -> None:
+    g = torch.Generator().manual_seed(0)
+    sources, out, kinds, sizes, wanted = [], [], [], [], []
+    for rows, cols in (*SHAPES, (256, 512)):
+        data = torch.randint(0, 256, (rows, cols), generator=g, dtype=torch.uint8)
+        nibbles = data[:, : ceil_div(cols, 2)].contiguous()
+        if cols % 2:
+            nibbles[:, -1] &= 0xF
+        turned, turned_nibbles = data.t().contiguous(), layout.repack_nibbles(nibbles, rows, cols)
+        run(f"transpose bytes [{rows}, {cols}]", [native.transpose_codes(on_device(data), rows, cols, 8)], lambda t=turned: [t])
+        run(f"transpose nibbles [{rows}, {cols}]", [native.transpose_codes(on_device(nibbles), rows, cols, 4)],
+            lambda t=turned_nibbles: [t])
+        sources += [data, nibbles]
+        wanted += [turned, turned_nibbles]
+        kinds += [native.TRANSPOSE_BYTES, native.TRANSPOSE_NIBBLES]
+        sizes += [(rows, cols, 0, 1)] * 2
+        for kind, outer_block in ((native.SWIZZLE, 1), (native.SWIZZLE, 16), (native.SWIZZLE_TRANSPOSED, 1)):
+            lines = (data.t() if kind == native.SWIZZLE_TRANSPOSED else data).repeat_interleave(outer_block, 0)
+            made = native.swizzle_scales(on_device(data), len(lines), outer_block, kind == native.SWIZZLE_TRANSPOSED)
+            run(f"swizzle {kind} [{rows}, {cols}] blocks of {outer_block}", [made], lambda t=lines: [layout.swizzle_128x4(t)])
+            sources.append(data)
+            wanted.append(layout.swizzle_128x4(lines))
+            kinds.append(kind)
+            sizes.append((rows, cols, len(lines), outer_block))
+    out = [on_device(torch.zeros_like(w)) for w in wanted]
+    torch.ops.fsdp_quant.relayout_group([on_device(s) for s in sources], out, kinds, *map(list, zip(*sizes)))
+    run("relayout_group", out, lambda: wanted)
+
+
+def given_buffers() -> None:
+    x, row, col = values(SHAPES[0]), MADE["mxfp8"].encoding(ROWWISE), MADE["nvfp4"].encoding(COLUMNWISE)
+    want = [encoded(x, e) for e in (row, col)]
+    buffers = [want[0].data, want[0].scale, want[1].data, want[1].scale, want[1].tensor_amax]
+    out = [on_device(torch.zeros_like(b)) for b in buffers]
+    expected.quantize_out(out, on_device(x), [row, col], None)
+    run("quantize_out mxfp8 / nvfp4", out, lambda: buffers)
+
+
+def every_instance() -> None:
+    """One call at least for each kernel instance, and for each branch that another one takes in it."""
+    plain8, blocks, plain4 = ("fp8_128x128", "mxfp8_32x32"), ("fp8_1x128", "mxfp8", "nvfp4"), ("nvfp4_16x16",)
+    for shape in SHAPES:
+        for name in plain8 + blocks + plain4 + ("mxfp8_e5m2", "fp8_1x128_fp32"):
+            for names in ((name, None), (None, name), (name, name)):
+                quantize(names, shape, transposed=shape == SHAPES[0])
+                quantize(names, shape, given=True)
+        for names in (("mxfp8", "fp8_1x128"), ("fp8_128x128", "nvfp4"), ("mxfp8", "nvfp4_16x16"), ("nvfp4", "mxfp8")):
+            quantize(names, shape)
+        for name in ("fp8_tensor", "fp8_row", "nvfp4", "nvfp4_rht"):  # statistics behind a grid barrier
+            for names in ((name, None), (None, name), (name, name)):
+                quantize(names, shape)
+        for name in ("fp8_tensor_sr", "fp8_row_sr", "mxfp8_sr", "nvfp4_sr", "nvfp4_16x16_sr", "nvfp4_rht_sr", "fp8_tensor_e5m2_sr"):
+            quantize((name, name), shape)
+            quantize((None, name), shape, transposed=True)
+        for names in (("mxfp8", "nvfp4_rht_sr"), ("mxfp8_sr", "nvfp4"), ("nvfp4_sr", "fp8_row")):
+            quantize(names, shape)
+        for factor in (0.0, 0.5):
+            quantize(("fp8_tensor", "fp8_tensor"), shape, factor=factor)
+            quantize(("fp8_tensor", "nvfp4"), shape, factor=factor)
+        for dtype in (FP32, FP16):
+            for names in (("mxfp8", "fp8_row"), ("nvfp4", "nvfp4_rht_sr"), ("fp8_128x128", "nvfp4_16x16"), ("fp8_tensor_sr", "mxfp8_sr")):
+                quantize(names, shape, dtype)
+        quantize(("mxfp8", "fp8_row"), shape, FP32, through_bf16=True)
+        for scale_layout in (native.HOPPER, native.BLACKWELL):
+            for name in ("fp8_1x128", "fp8_128x128", "mxfp8", "mxfp8_32x32", "nvfp4", "nvfp4_16x16", "fp8_tensor", "fp8_row"):
+                quantize((name, name), shape, transposed=True, scale_layout=scale_layout)
+        for name in ("mxfp8", "fp8_128x128", "nvfp4_16x16", "fp8_row"):
+            quantize((name, name), shape, row0=33, given=True)
+    for names in (("mxfp8", "mxfp8"), ("fp8_tensor", "fp8_row"), ("nvfp4_rht_sr", "nvfp4_rht_sr"), ("nvfp4_16x16", "nvfp4_16x16")):
+        quantize(names, MANY)
+    for directions, runs in (((ROWWISE,), (None,)), ((COLUMNWISE,), (128,)), ((ROWWISE, COLUMNWISE), (None, 128))):
+        anchored("mxfp8", directions, runs)
+    anchored("mxfp8_e5m2", (ROWWISE, COLUMNWISE), (128, None), FP32)
+    for names in (("fp8_row", "nvfp4"), ("fp8_128x128", "mxfp8"), ("nvfp4_rht", "nvfp4_rht"), ("fp8_tensor", "nvfp4_16x16")):
+        statistics(names)
+        statistics(names, FP32)
+    statistics(("fp8_128x128", "mxfp8"), row0=33)
+    for name in ("mxfp8", "fp8_row", "nvfp4", "nvfp4_16x16"):
+        for direction in Direction:
+            group(name, direction)
+    group("mxfp8", ROWWISE, FP32)
+    for name in ("fp8_row", "fp8_128x128", "mxfp8", "mxfp8_e5m2", "nvfp4", "nvfp4_16x16"):
+        for direction, dtype in ((ROWWISE, BF16), (COLUMNWISE, FP32), (ROWWISE, FP16)):
+            dequantize(name, direction, dtype)
+    transposes_and_swizzles()
+    given_buffers()
+
+
+def differences() -> list[str]:
+    """What differs from the reference, a line each; NaN amaxes and values may differ in bits."""
+    found = []
+    for what, made, want in _DONE:
+        wanted = want()
+        if len(made) != len(wanted):
+            found.append(f"{what}: {len(made)} results, want {len(wanted)}")
+            continue
+        for i, (got, w) in enumerate(zip(made, wanted)):
+            got, w = got.cpu(), w.contiguous()
+            if got.dtype.is_floating_point:
+                got, w = got.masked_fill(got.isnan(), math.nan), w.masked_fill(w.isnan(), math.nan)
+            try:
+                laws.assert_same_bytes(got, w, f"{what}: result {i}")
+            except AssertionError as error:
+                found.append(str(error))
+    return found
+
+
+def main() -> int:
+    if expected.WHY_NOT is not None:
+        print(f"nothing to do: {expected.WHY_NOT}")
+        return 1
+    every_instance()
+    if expected.DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    print(f"{len(_DONE)} calls ran", flush=True)
+    found = differences()
+    print("\n".join(found) or "every byte is the reference's")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
