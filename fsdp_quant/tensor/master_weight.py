@@ -20,7 +20,7 @@ from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding
 from ..gemm import StaleWeightError
 from ..ops import dispatch
 from ..ops.dispatch import Encoded, Statistics
-from ..scaling import AmaxHistory, Fragment, RowCuts, share_statistics
+from ..scaling import AmaxHistory, RowCuts
 from ..storage import Storage
 from .aten_table import AtenTable, aten
 from .fsdp_hooks import FSDPHooks
