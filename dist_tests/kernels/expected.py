@@ -221,3 +221,8 @@ def quantize_out(
     eps = [0.0 if e is None else e.eps for e in (row, col)]
     sides = packed(row, False, layout), packed(col, transposed, layout)
     torch.ops.fsdp_quant.quantize_out(x, *sides, *eps, key, key, list(out))
+
+
+def encodable(e: Encoding, row0: int) -> bool:
+    """A rotation along the rows is of whole tiles."""
+    return not (e.fmt.rotated and e.direction is COLUMNWISE and row0 % native.TILE)

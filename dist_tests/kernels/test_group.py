@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dist_tests.kernels import expected
-from dist_tests.kernels.expected import BF16, FP16, FP32, MADE, NEAREST, encoded, inputs
+from dist_tests.kernels.expected import BF16, FP32, MADE, NEAREST, encoded, inputs
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction, Encoding
 from fsdp_quant.ops import dispatch, native
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dist_tests.kernels import expected
-from dist_tests.kernels.expected import BF16, FP16, FP32, LARGE, MADE, encoded, inputs, key_of
+from dist_tests.kernels.expected import BF16, FP16, FP32, LARGE, MADE, encoded, inputs
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction, Encoding, ceil_div
 from fsdp_quant.ops import dispatch, layout, native, reference
 from fsdp_quant.storage import Storage
