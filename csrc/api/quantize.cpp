@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/List.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -67,6 +68,7 @@ TensorArgs tensor_args(const at::Tensor& x, int64_t row0) {
   t.row_stride = t.rows > 1 ? x.stride(0) : t.cols;
   t.shift = shift_of(row0);
   t.tile_cols = static_cast<int32_t>(ceil_div(t.cols, kTile));
+  t.by_band = Division::by(4u * static_cast<uint32_t>(std::max(t.tile_cols, 1)));
   t.vector_load = is_aligned(t.x, 16) && t.row_stride * x.element_size() % 16 == 0;
   return t;
 }
@@ -126,8 +128,10 @@ class Zeroed {
     C10_CUDA_CHECK(cudaMemsetAsync(buffer_.mutable_data_ptr(), 0, size_ * sizeof(float), stream));
   }
   float* at(int64_t offset) const { return buffer_.mutable_data_ptr<float>() + offset; }
+  // sizes: of one dimension or two.
   at::Tensor slice(int64_t offset, at::IntArrayRef sizes) const {
-    return buffer_.narrow(0, offset, c10::multiply_integers(sizes)).view(sizes);
+    const int64_t strides[] = {sizes.back(), 1};
+    return buffer_.as_strided(sizes, at::IntArrayRef(strides).slice(2 - sizes.size()), offset);
   }
 
  private:
@@ -183,6 +187,7 @@ std::vector<at::Tensor> quantize(
     const std::vector<at::Tensor>* out) {
   check_input(x);
   TORCH_CHECK_VALUE(row0 >= 0, "row0 is ", row0, "; wanted 0 or more");
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;  // new tensors and views of them: a few microseconds less
   const c10::cuda::CUDAGuard guard(x.device());
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   Launch<1> launch = {};

@@ -109,12 +109,17 @@ __device__ __forceinline__ BlockScale two_level_scale(
 
 // 4-bit code of a magnitude, saturating, ties to even, in the low byte; NaN gives 6. Three rounded lines, whose minimum is
 // the code: rint(2a), rint(a) + 2, rint(a / 2) + 4; adding 1.5 * 2^23 rounds to an integer in the low bits, and positive
-// floats order like their bits.
+// floats order like their bits. Without NaNs the third line saturates by itself, off the pipe of integer minima.
+template <bool TakesNaN>
 __device__ __forceinline__ uint32_t e2m1_magnitude(float a) {
   constexpr float kMagic = 12582912.0f;
   const int first = __float_as_int(__fmaf_rn(a, 2.0f, kMagic)), second = __float_as_int(__fadd_rn(a, kMagic + 2.0f));
-  const int third = __float_as_int(__fmaf_rn(a, 0.5f, kMagic + 4.0f));
-  return static_cast<uint32_t>(min(__vimin3_s32(first, second, third), __float_as_int(kMagic + 7.0f)));
+  if constexpr (TakesNaN) {
+    const int third = __float_as_int(__fmaf_rn(a, 0.5f, kMagic + 4.0f));
+    return static_cast<uint32_t>(min(__vimin3_s32(first, second, third), __float_as_int(kMagic + 7.0f)));
+  }
+  const int third = __float_as_int(__fadd_rn(__saturatef(__fmaf_rn(a, 0.5f, -2.0f)), kMagic + 6.0f));
+  return static_cast<uint32_t>(__vimin3_s32(first, second, third));
 }
 
 // Code of v rounded to one of its two neighbours, up iff (random + 0.5) / 256 < fraction: 8-bit elements.
@@ -133,11 +138,14 @@ __device__ __forceinline__ uint32_t stochastic_code(float v, uint32_t random, co
 // The same for a 4-bit magnitude, in the high byte; NaN gives 6. From 1 up a float's bits from the 22nd are the code (and
 // 252), and those below its fraction; below 1 the same holds of 1 + a, one binade down (rounded up: a fraction that is not
 // representable is above its threshold), and of the two the larger is the right one.
-// `missing` carries into the code what the fraction lacks, shifted by two: 4 << 24 (the 252) | (255 - random) << 16 | 0x7FFF.
-__device__ __forceinline__ uint32_t stochastic_e2m1(float a, uint32_t missing) {
-  a = fminf(a, 6.0f);
+// Shifted by two, the fraction carries into the code where it exceeds the threshold: 256 less (random + 0.5) is added, and 4
+// to the code (less 252), by taking away `threshold`: 0xFB008001 | random << 16.
+// Exceeds: a may be NaN, or above 6 by more than rounding makes it (by 1/256, from where it may round up).
+template <bool Exceeds>
+__device__ __forceinline__ uint32_t stochastic_e2m1(float a, uint32_t threshold) {
+  if (Exceeds) a = fminf(a, 6.0f);
   const int bits = __viaddmax_s32(__float_as_int(__fadd_ru(a, 1.0f)), -0x00800000, __float_as_int(a));
-  return static_cast<uint32_t>(bits) * 4 + missing;
+  return static_cast<uint32_t>(bits) * 4 - threshold;
 }
 
 }  // namespace fsdp_quant

@@ -282,13 +282,15 @@ __device__ __forceinline__ void flush_transposed(
   }
 }
 
+// Bit k: the sign of element k of a run that is rotated is negative.
+constexpr uint32_t kRotationSigns = 0xD7E8u;
+
 // Random Hadamard transform along runs of 16: fp32 butterflies of stride 1, 2, 4, 8 on signed values, times 0.25,
 // rounded to bf16 once. Half of each run lies with the neighbour lane (rowwise) or the partner lane (columnwise).
 template <bool Columnwise, class V>
 __device__ __forceinline__ void rotate(const Patch<V>& p, Patch<BF16>& out, const Position& at) {
-  constexpr uint32_t kNegative = 0xD7E8u;  // bit k: sign of element k of a run
   const bool upper = Columnwise ? at.half : at.group & 1;
-  const uint32_t signs = upper ? kNegative >> 8 : kNegative;
+  const uint32_t signs = upper ? kRotationSigns >> 8 : kRotationSigns;
   uint32_t flip[8];
 #pragma unroll
   for (int e = 0; e < 8; ++e) flip[e] = (signs >> e & 1) << 31;

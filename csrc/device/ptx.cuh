@@ -55,6 +55,22 @@ __device__ __forceinline__ uint4 ld_streaming(const void* p) {
   return v;
 }
 
+// 16 bytes from global to shared memory, past L1, without waiting.
+__device__ __forceinline__ void copy_async_16(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+               :
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from)
+               : "memory");
+}
+
+__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+__device__ __forceinline__ uint32_t thread_z() {
+  uint32_t z;
+  asm("mov.u32 %0, %%tid.z;" : "=r"(z));
+  return z;
+}
+
 __device__ __forceinline__ uint32_t ld_acquire(const uint32_t* p) {
   uint32_t v;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");

@@ -8,6 +8,7 @@ namespace fsdp_quant {
 cudaError_t launch_statistics(const Launch<1>& launch, cudaStream_t stream);
 cudaError_t launch_plain(const Launch<1>& launch, cudaStream_t stream);     // bf16 values, like full8 and full4
 cudaError_t launch_blocks(const Launch<1>& launch, cudaStream_t stream);    // plain, blocks known at compile time
+cudaError_t launch_runs(const Launch<1>& launch, cudaStream_t stream);      // 4 bits, see takes_runs
 cudaError_t launch_anchored(const Launch<1>& launch, cudaStream_t stream);
 cudaError_t launch_full8(const Launch<1>& launch, cudaStream_t stream);
 cudaError_t launch_full4(const Launch<1>& launch, cudaStream_t stream);
@@ -15,14 +16,26 @@ cudaError_t launch_wide(const Launch<1>& launch, cudaStream_t stream);      // f
 
 inline bool is_wide(Input input) { return input == Input::kF16 || input == Input::kF32; }
 
+// launch_runs computes this: bf16 values, two-level 4-bit codes of (1, 16) blocks, or of (16, 16) ones that serve both sides.
+inline bool takes_runs(const Launch<1>& launch) {
+  if (is_wide(launch.input) || launch.barrier != nullptr || launch.tensors[0].shift != 0) return false;
+  for (int d = 0; d < 2; ++d) {
+    const Side& s = launch.side[d];
+    if (!s.present()) continue;
+    if (!s.four_bit() || s.contraction != 16 || s.outer != (launch.twins ? 16 : 1)) return false;
+    if (launch.tensors[0].side[d].amax_given) return false;
+  }
+  return true;
+}
+
 // The block that launch_blocks knows for what is asked of both sides; 0 if it knows none.
 inline int known_block(const Launch<1>& launch) {
   int block = 0;
   for (int d = 0; d < 2; ++d) {
     const Side& s = launch.side[d];
     if (!s.present()) continue;
-    const int usual = s.four_bit() ? 16 : s.byte_scales() ? 32 : kTile;
-    const bool known = s.outer == 1 && s.contraction == usual && !launch.tensors[0].side[d].amax_given;
+    const int usual = s.byte_scales() ? 32 : kTile;
+    const bool known = !s.four_bit() && s.outer == 1 && s.contraction == usual && !launch.tensors[0].side[d].amax_given;
     if (!known || (block != 0 && block != s.contraction)) return 0;
     block = s.contraction;
   }

@@ -70,12 +70,24 @@ struct SideBuffers {
   bool vector_store;                // rows of `data` are aligned for whole vectors
 };
 
+// n / divisor of 0 <= n < 2^31 by a multiplication: Granlund and Montgomery, PLDI 1994.
+struct Division {
+  uint32_t magic, shift;
+
+  static Division by(uint32_t divisor) {  // of at least 2
+    uint32_t log2 = 1;
+    while ((uint64_t{1} << log2) < divisor) ++log2;
+    return {static_cast<uint32_t>(((uint64_t{1} << (31 + log2)) + divisor - 1) / divisor), log2 - 1};
+  }
+};
+
 struct TensorArgs {
   const void* x;
   int64_t row_stride;
   int32_t rows, cols;
   int32_t first_tile;  // of this tensor in the launch
   int32_t tile_rows, tile_cols;
+  Division by_band;    // by the tiles of a band, 4 * tile_cols
   int32_t shift;       // global index of the first row, modulo the tile
   bool vector_load;
   SideBuffers side[2];
@@ -112,7 +124,7 @@ inline bool fuses(const Side (&side)[2], const SideBuffers (&b)[2], Input input)
 inline bool are_twins(const Side (&side)[2], const SideBuffers (&b)[2]) {
   const Side &row = side[0], &col = side[1];
   return row.present() && col.present() && row.element == col.element && row.scale == col.scale && row.eps == col.eps &&
-         row.outer == row.contraction && row.outer == col.outer && row.contraction == col.contraction && col.transposed &&
+         (!row.four_bit() || !b[0].amax_given) && row.outer == row.contraction && row.outer == col.outer && row.contraction == col.contraction && col.transposed &&
          !is_full(row, b[0]) && !is_full(col, b[1]) && b[0].amax_given == b[1].amax_given &&
          (!b[0].amax_given || b[0].amax == b[1].amax) && b[0].tensor_amax_given == b[1].tensor_amax_given &&
          (!b[0].tensor_amax_given || b[0].tensor_amax == b[1].tensor_amax);

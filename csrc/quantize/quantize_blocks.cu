@@ -16,14 +16,7 @@ cudaError_t launch_sides(const Launch<1>& launch, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t launch_blocks(const Launch<1>& launch, cudaStream_t stream) {
-  switch (known_block(launch)) {
-    case 16:
-      return launch_sides<Plain4x16>(launch, stream);
-    case 32:
-      return launch_sides<Plain8x32>(launch, stream);
-    default:
-      return launch_sides<Plain8x128>(launch, stream);
-  }
+  return known_block(launch) == 32 ? launch_sides<Plain8x32>(launch, stream) : launch_sides<Plain8x128>(launch, stream);
 }
 
 cudaError_t launch_anchored(const Launch<1>& launch, cudaStream_t stream) { return launch_sides<Anchored8>(launch, stream); }

@@ -11,7 +11,6 @@ cudaError_t launch_full8(const Launch<1>& launch, cudaStream_t stream) {
 cudaError_t launch_full4(const Launch<1>& launch, cudaStream_t stream) {
   if (launch.side[0].present() && !launch.side[0].four_bit())
     return launch_instance<LoadBF16, Plain8, Full4, 1, 2>(launch, stream);
-  if (known_block(launch) == 16) return launch_instance<LoadBF16, Full4x16, Full4x16, 1, 3>(launch, stream);
   return launch_instance<LoadBF16, Full4, Full4, 1, 2>(launch, stream);
 }
 

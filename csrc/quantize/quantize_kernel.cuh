@@ -32,7 +32,7 @@ namespace fsdp_quant {
 enum class Work { kAbsent, kStatistics, kRotated, kPlain, kTwin, kAnchored, kFull };
 
 // Block: the contraction block where it is known when the kernel is compiled, for blocks of one line whose amax is not
-// given: 16 (two-level), 32 (e8m0) or 128 (fp32); 0 reads all of that from the side.
+// given: 16 (two-level; see runs_kernel.cuh), 32 (e8m0) or 128 (fp32); 0 reads all of that from the side.
 template <Work W, int Bits = 0, int Block = 0>
 struct Path {
   static constexpr Work kWork = W;
@@ -57,11 +57,8 @@ using Plain4 = Path<Work::kPlain, 4>;
 using Full8 = Path<Work::kFull, 8>;
 using Full4 = Path<Work::kFull, 4>;
 using Twin8 = Path<Work::kTwin, 8>;
-using Twin4 = Path<Work::kTwin, 4>;
 using Plain8x32 = Path<Work::kPlain, 8, 32>;
 using Plain8x128 = Path<Work::kPlain, 8, 128>;
-using Plain4x16 = Path<Work::kPlain, 4, 16>;
-using Full4x16 = Path<Work::kFull, 4, 16>;
 using Anchored8 = Path<Work::kAnchored, 8, 32>;
 
 template <auto Value>
@@ -100,6 +97,15 @@ struct Tile {
     return Columnwise ? Place{col, row, 0, shift} : Place{row, col, shift, 0};
   }
 };
+
+// Down four tiles, then right: neighbours in time write neighbouring parts of rows and of transposed columns.
+__device__ __forceinline__ Tile tile_of(const TensorArgs& t, int32_t n) {
+  const int32_t band = __umulhi(n, t.by_band.magic) >> t.by_band.shift, inside = n - band * 4 * t.tile_cols;
+  const int32_t tall = min(4, t.tile_rows - 4 * band);
+  const int32_t tile_col = tall == 4 ? inside >> 2 : tall == 3 ? inside / 3 : inside >> (tall - 1);
+  const int32_t tile_row = 4 * band + inside - tile_col * tall;
+  return {tile_row * kTile - t.shift, tile_col * kTile, t.shift};
+}
 
 __device__ __forceinline__ int64_t index_of(const Grid& g, int32_t line_block, int32_t block) {
   return static_cast<int64_t>(line_block) * g.line_stride + static_cast<int64_t>(block) * g.block_stride;
@@ -349,9 +355,9 @@ __device__ __forceinline__ void emit_codes(
         const int i = row_of(k, e), j = col_of(k, e), outer = Columnwise ? j : i, along = Columnwise ? i : j;
         const float a = __fmul_rn(fabsf(p(i, j)), f.enc[outer]);
         if constexpr (R == Rounding::kE2M1) {
-          code[e] = e2m1_magnitude(a);
+          code[e] = e2m1_magnitude<true>(a);
         } else {
-          code[e] = stochastic_e2m1(a, __byte_perm(~random[outer][along >> 2], 0x04007FFFu, 0x7054 | (along & 3) << 8));
+          code[e] = stochastic_e2m1<true>(a, __byte_perm(random[outer][along >> 2], 0xFB008001u, 0x7054 | (along & 3) << 8));
         }
         sign[e] = p.word(i, j);
       }
@@ -561,7 +567,8 @@ __device__ __forceinline__ void encode(
 
 // One-byte scales from shared memory.
 template <bool Columnwise, class P>
-__device__ __forceinline__ void flush_scales(const Side& s, const SideBuffers& b, const Tile& tile, const Smem& smem) {
+__device__ __forceinline__ void flush_scales(
+    const Side& s, const SideBuffers& b, const Tile& tile, const uint8_t (&scales)[kTile][8]) {
   const int32_t log2 = P::log2(s), outer_log2 = P::outer_log2(s);
   auto* out = static_cast<uint8_t*>(b.scale);
   const Place place = Columnwise ? Place{tile.col0, tile.row0, 0, tile.shift} : Place{tile.row0, tile.col0, tile.shift, 0};
@@ -576,7 +583,7 @@ __device__ __forceinline__ void flush_scales(const Side& s, const SideBuffers& b
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         if (block + e < b.compact.blocks && first_line + line < b.lines)
-          word |= static_cast<uint32_t>(smem.scales[Columnwise][line][local + e]) << (8 * e);
+          word |= static_cast<uint32_t>(scales[line][local + e]) << (8 * e);
       }
       const int64_t base = (static_cast<int64_t>(first_line / kTile) * tile_cols + block / 4) * 512;
       *reinterpret_cast<uint32_t*>(out + base + line % 32 * 16 + line / 32 * 4) = word;
@@ -592,7 +599,7 @@ __device__ __forceinline__ void flush_scales(const Side& s, const SideBuffers& b
       const int32_t line = words == 2 ? u >> 1 : u, word = words == 2 ? u & 1 : 0, l = place.line + line;
       if (l < 0 || l >= b.lines) continue;
       *reinterpret_cast<uint32_t*>(out + index_of(b.stored, l, first_block + word * 4)) =
-          *reinterpret_cast<const uint32_t*>(&smem.scales[Columnwise][line][word * 4]);
+          *reinterpret_cast<const uint32_t*>(&scales[line][word * 4]);
     }
     return;
   }
@@ -602,8 +609,14 @@ __device__ __forceinline__ void flush_scales(const Side& s, const SideBuffers& b
     const int32_t local = by_line ? u & (in_tile - 1) : u >> lines_log2;
     const int32_t line_block = first_line_block + line, block = first_block + local;
     if (line_block < 0 || line_block >= b.compact.lines || block < 0 || block >= b.compact.blocks) continue;
-    out[index_of(b.stored, line_block, block)] = smem.scales[Columnwise][line << outer_log2][local];
+    out[index_of(b.stored, line_block, block)] = scales[line << outer_log2][local];
   }
+}
+
+// Encode factors of every scale code, of the 4-bit directions.
+__device__ __forceinline__ void fill_factors(const Side (&side)[2], const SideBuffers (&b)[2], float (&factors)[2][128]) {
+  const int d = threadIdx.x / 128, code = threadIdx.x % 128;
+  if (side[d].present() && side[d].four_bit()) factors[d][code] = two_level_factor(code, __ldcg(b[d].tensor_amax));
 }
 
 __device__ __forceinline__ void grid_barrier(uint32_t* barrier, uint32_t blocks) {
@@ -674,11 +687,7 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(const __g
     }
   }
   const TensorArgs& t = launch.tensors[which];
-  // Down four tiles, then right: neighbours in time write neighbouring parts of rows and of transposed columns.
-  const int32_t local = n - t.first_tile, band = local / (4 * t.tile_cols), inside = local - band * 4 * t.tile_cols;
-  const int32_t tall = min(4, t.tile_rows - 4 * band), tile_col = tall == 4 ? inside >> 2 : inside / tall;
-  const int32_t tile_row = 4 * band + inside - tile_col * tall;
-  const Tile tile = {tile_row * kTile - t.shift, tile_col * kTile, t.shift};
+  const Tile tile = tile_of(t, n - t.first_tile);
 
   constexpr bool kOnlyStatistics = Row::kWork == Work::kStatistics || Row::kWork == Work::kRotated;
   if constexpr (kOnlyStatistics) {
@@ -704,11 +713,7 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(const __g
     if constexpr (kGuards) {
       if (threadIdx.x < 2) smem.guard[threadIdx.x] = 0;
     }
-    if constexpr (kFactors) {
-      const int d = threadIdx.x / 128, code = threadIdx.x % 128;
-      if (launch.side[d].present() && launch.side[d].four_bit())
-        smem.factors[d][code] = two_level_factor(code, __ldcg(t.side[d].tensor_amax));
-    }
+    if constexpr (kFactors) fill_factors(launch.side, t.side, smem.factors);
     if constexpr (kGuards || kFactors) __syncthreads();
     run_side<false, Row>(false, p, row, t.side[0], tile, launch.tiles, &col, &t.side[1], smem, at);
     run_side<true, Col>(false, p, col, t.side[1], tile, launch.tiles, nullptr, nullptr, smem, at);
@@ -721,11 +726,11 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(const __g
       }
     }
     if constexpr (Row::kEncodes && !Row::kAnchored) {
-      if (row.present() && Row::byte_scales(row)) flush_scales<false, Row>(row, t.side[0], tile, smem);
+      if (row.present() && Row::byte_scales(row)) flush_scales<false, Row>(row, t.side[0], tile, smem.scales[0]);
     }
     using Second = std::conditional_t<Row::kTwin, Row, Col>;  // what made the columnwise side
     if constexpr (Second::kEncodes && !Second::kAnchored) {
-      if (col.present() && Second::byte_scales(col)) flush_scales<true, Second>(col, t.side[1], tile, smem);
+      if (col.present() && Second::byte_scales(col)) flush_scales<true, Second>(col, t.side[1], tile, smem.scales[1]);
     }
     if constexpr (Second::kEncodes) {
       if (col.present() && col.transposed)

@@ -7,10 +7,7 @@ namespace fsdp_quant {
 cudaError_t launch_plain(const Launch<1>& launch, cudaStream_t stream) {
   const Side& row = launch.side[0];
   const Side& col = launch.side[1];
-  if (launch.twins) {
-    return row.four_bit() ? launch_instance<LoadBF16, Twin4, Absent, 1, 3>(launch, stream)
-                          : launch_instance<LoadBF16, Twin8, Absent, 1, 3>(launch, stream);
-  }
+  if (launch.twins) return launch_instance<LoadBF16, Twin8, Absent, 1, 3>(launch, stream);
   if (!col.present()) {
     return row.four_bit() ? launch_instance<LoadBF16, Plain4, Absent, 1, 3>(launch, stream)
                           : launch_instance<LoadBF16, Plain8, Absent, 1, 3>(launch, stream);

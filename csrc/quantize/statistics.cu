@@ -17,6 +17,7 @@ cudaError_t launch_quantize(const Launch<1>& launch, cudaStream_t stream) {
   const Side& col = launch.side[1];
   const SideBuffers(&buffers)[2] = launch.tensors[0].side;
   if (buffers[0].anchor != nullptr || buffers[1].anchor != nullptr) return launch_anchored(launch, stream);
+  if (takes_runs(launch)) return launch_runs(launch, stream);
   if (is_wide(launch.input)) return launch_wide(launch, stream);
   const bool full = launch.barrier != nullptr || (row.present() && is_full(row, buffers[0])) ||
                     (col.present() && is_full(col, buffers[1]));

@@ -210,9 +210,11 @@ def quantizes(
         stats = encs = None
         if known:
             seen = native.statistics(values, encodings, 0, masters)
+            if encodings[0].fmt.serves_both_directions:  # one scale for both, in one place
+                seen = seen[:1] * len(encodings)
             stats = [(a if e.fmt.scale_leaves_contraction else None, t) for e, (a, t) in zip(encodings, seen)]
         if delayed:
-            encs = [torch.full((1,), 64.0, device=x.device) for _ in encodings]
+            encs = [torch.full((1,), 64.0, device=x.device)] * len(encodings)
         keys = [_key(x) if e.stochastic else None for e in encodings]
 
         def call() -> list[Tensor]:

@@ -46,17 +46,18 @@ def values(shape: tuple[int, int], dtype: torch.dtype = BF16) -> Tensor:
 
 def quantize(
     names: tuple[str | None, str | None], shape=SHAPES[0], dtype=BF16, through_bf16=False, factor=None, transposed=False,
-    scale_layout=native.COMPACT, row0=0, given=False,
+    scale_layout=native.COMPACT, row0=0, given=False, tensor_given=False,
 ) -> None:
-    """Codes and scales of one or both directions; factor: of a history; given: statistics that are the caller's."""
+    """Codes and scales of one or both directions; factor: of a history; given: statistics that are the caller's, or the
+    tensor's amax alone."""
     x = values(shape, dtype)
     seen = x.to(BF16) if through_bf16 else x
     encodings = [MADE[n].encoding(d) for n, d in zip(names, Direction) if n is not None]
     encs = [torch.tensor([factor]) if factor is not None and e.fmt.block == (None, None) else None for e in encodings]
-    stats = [reference.statistics(reference.prepared(seen, e), e, row0) for e in encodings] if given else None
+    stats = [reference.statistics(reference.prepared(seen, e), e, row0) for e in encodings] if given or tensor_given else None
+    passed = stats and [(on_device(None if tensor_given else amax), on_device(tensor_amax)) for amax, tensor_amax in stats]
     made = native.quantize(
-        on_device(x), encodings, row0, through_bf16, stats and [tuple(map(on_device, s)) for s in stats],
-        [on_device(KEY)] * len(encodings), [on_device(enc) for enc in encs],
+        on_device(x), encodings, row0, through_bf16, passed, [on_device(KEY)] * len(encodings), [on_device(enc) for enc in encs],
         [transposed and e.direction is COLUMNWISE for e in encodings], scale_layout,
     )
 
@@ -75,7 +76,7 @@ def quantize(
         return wanted
 
     text = f"quantize {names} {list(shape)} {dtype}{' through bf16' if through_bf16 else ''}, factor {factor}, row0 {row0}"
-    run(f"{text}, transposed {transposed}, layout {scale_layout}, given {given}", [t for m in made for t in m], want)
+    run(f"{text}, transposed {transposed}, layout {scale_layout}, given {given} {tensor_given}", [t for m in made for t in m], want)
 
 
 def scale_of(e: Encoding, scale: Tensor, shape: tuple[int, int], scale_layout: int) -> Tensor:
@@ -202,6 +203,9 @@ def every_instance() -> None:
         for name in ("fp8_tensor_sr", "fp8_row_sr", "mxfp8_sr", "nvfp4_sr", "nvfp4_16x16_sr", "nvfp4_rht_sr", "fp8_tensor_e5m2_sr"):
             quantize((name, name), shape)
             quantize((None, name), shape, transposed=True)
+        for names in (("nvfp4", "nvfp4"), ("nvfp4_sr", "nvfp4_rht_sr"), ("nvfp4_rht", None), ("nvfp4_16x16", "nvfp4_16x16")):
+            for transposed in (False, True):  # runs of 16
+                quantize(names, shape, transposed=transposed, tensor_given=True)
         for names in (("mxfp8", "nvfp4_rht_sr"), ("mxfp8_sr", "nvfp4"), ("nvfp4_sr", "fp8_row")):
             quantize(names, shape)
         for factor in (0.0, 0.5):

@@ -347,6 +347,32 @@ def test_square_blocks_in_both_directions_read_given_statistics(name: str):
                     expected.assert_same(data.cpu(), turned, f"{what}: data")
 
 
+@pytest.mark.parametrize("name", [n for n, q in MADE.items() if q.fmt.tensor_scale])
+def test_a_given_tensor_amax_leaves_the_blocks_their_own(name: str):
+    """If false, a tensor whose amax is known before (shared, or of an earlier step) gets other block scales or codes."""
+    shapes = ((1, 1), (7, 15), (33, 47), (129, 257), (1, 130), (200, 1000), (512, 640))
+    for i, shape in enumerate(shapes):
+        for kind in ("outliers", "both", "subnormals", "nan row"):
+            for factor, key in ((1.0, key_of(32)), (0.3, key_of(9)), (2.0, key_of())):
+                x = inputs(*shape, kind, (BF16, FP32)[i % 2], seed=i)
+                values, through_bf16 = x.to(BF16), x.dtype is FP32
+                own = [expected.statistics(values, e) for e in expected.both(name)]
+                shared = (own[0].tensor_amax * factor, own[1].tensor_amax * factor)
+                if expected.both(name)[0].fmt.serves_both_directions:
+                    shared = (shared[0], shared[0])
+                for turned in (False, True):
+                    made = native.quantize(
+                        x, expected.both(name), 0, through_bf16, [(None, t) for t in shared], [key] * 2, None, [False, turned]
+                    )
+                    for e, stats, t, (data, scale, _, _) in zip(expected.both(name), own, shared, made):
+                        want = encoded(values, e, stats=(stats.amax, t), key=key)
+                        what = f"{name} {e.direction} {shape} {kind} x {factor}, transposed {turned}"
+                        padded = e.fmt.padded_shape(shape, e.direction)
+                        codes = want.data if e.direction is ROWWISE or not turned else dispatch.transpose_codes(want.data, *padded, e.fmt)
+                        expected.assert_same(scale, want.scale, f"{what}: scale")
+                        expected.assert_same(data, codes, f"{what}: data")
+
+
 @pytest.mark.parametrize("name", ["fp8_tensor", "fp8_row", "mxfp8", "nvfp4", "nvfp4_sr"])
 def test_transposed_codes_go_with_compact_scales(name: str):
     """If false, transposed codes change the scales that travel with them."""

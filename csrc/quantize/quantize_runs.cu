@@ -1,0 +1,13 @@
+// bf16 values to two-level 4-bit codes.
+#include "quantize/instances.cuh"
+#include "quantize/runs_kernel.cuh"
+
+namespace fsdp_quant {
+
+cudaError_t launch_runs(const Launch<1>& launch, cudaStream_t stream) {
+  auto* kernel = launch.twins ? quantize_runs_kernel<true> : quantize_runs_kernel<false>;
+  kernel<<<launch.tiles, kThreads, 0, stream>>>(launch);
+  return cudaGetLastError();
+}
+
+}  // namespace fsdp_quant

@@ -1,0 +1,320 @@
+// Quantize to two-level 4-bit formats in runs of 16: blocks of (1, 16) in either or both directions, and (16, 16) blocks
+// that serve both. The general kernel computes the same; here a thread holds whole runs, so that a block's amax, its
+// rotation and its 16 random bytes need no other thread, and one short loop encodes every run of both directions.
+//
+// Block: 256 threads, a tile of 128 x 128 bf16 values in shared memory. Warp w holds rows 16 w to 16 w + 15, which no
+// other warp reads. Rowwise lane l takes the runs of 16 columns from 16 (l % 8) of the four rows from 4 (l / 8);
+// columnwise it takes the runs of 16 rows of the four columns from 4 l.
+#pragma once
+
+#include "quantize/quantize_kernel.cuh"
+
+namespace fsdp_quant {
+
+constexpr int kRun = 16;
+constexpr int kPitch = kTile * 2 + 16;  // bytes of a row of values: rows start four banks apart
+constexpr int kCodePitch = 72;          // bytes of a row of codes, which a warp transposes
+
+struct RunsSmem {
+  alignas(16) uint8_t values[kTile * kPitch];  // a warp's part holds its codes once its values are encoded (square blocks)
+  uint4 codes[kTile * 4];          // see flush_transposed
+  uint8_t scales[2][kTile][8];
+  float factors[2][128];
+  float target[2];  // see two_level_scale
+};
+
+// 16 values along the contraction, two a word.
+struct Run {
+  uint32_t w[8];
+
+  __device__ float operator[](int e) const { return BF16::value(w, e); }
+  __device__ float amax() const {
+    auto pair = [&](int k) { return __habs2(*reinterpret_cast<const __nv_bfloat162*>(w + k)); };
+    __nv_bfloat162 m = pair(0);
+#pragma unroll
+    for (int k = 1; k < 8; ++k) m = __hmax2_nan(m, pair(k));
+    return __bfloat162float(__hmax_nan(m.x, m.y));
+  }
+};
+
+// Random Hadamard transform of one run: see `rotate`.
+template <class Values>
+__device__ __forceinline__ Run rotated(const Values& value) {
+  float y[kRun];
+#pragma unroll
+  for (int e = 0; e < kRun; ++e) y[e] = kRotationSigns >> e & 1 ? -value(e) : value(e);
+#pragma unroll
+  for (int stride = 1; stride < kRun; stride *= 2) {
+#pragma unroll
+    for (int e = 0; e < kRun; ++e) {
+      if (e & stride) continue;
+      const float a = y[e], b = y[e + stride];
+      y[e] = __fadd_rn(a, b), y[e + stride] = __fsub_rn(a, b);
+    }
+  }
+  Run run;
+#pragma unroll
+  for (int k = 0; k < 8; ++k) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(__fmul_rn(y[2 * k], 0.25f), __fmul_rn(y[2 * k + 1], 0.25f));
+    run.w[k] = *reinterpret_cast<const uint32_t*>(&pair);
+  }
+  return run;
+}
+
+// Random bytes of runs that this thread's lines hold: 16 of line `line`, from contraction element `along`.
+struct RandomRuns {
+  uint32_t k0, k1, step, stream, line, run;
+  int offset;  // of the runs in those of the random stream; not 0 only where rows are counted from an odd one
+
+  // Of lines k and k + 1.
+  __device__ __forceinline__ void draw(uint4 (&random)[2], int k) const {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) random[n] = make_uint4(run, line + k + n, step, stream);
+    philox4x32(random, k0, k1);
+    if (offset == 0) return;
+    uint4 next[2];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) next[n] = make_uint4(run + 1, line + k + n, step, stream);
+    philox4x32(next, k0, k1);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      uint32_t w[8] = {random[n].x, random[n].y, random[n].z, random[n].w, next[n].x, next[n].y, next[n].z, next[n].w};
+#pragma unroll
+      for (int step = 2; step > 0; step /= 2) {
+#pragma unroll
+        for (int i = 0; i + step < 8; ++i) w[i] = offset & 4 * step ? w[i + step] : w[i];
+      }
+      const int bits = 8 * (offset & 3);
+      random[n] = make_uint4(__funnelshift_r(w[0], w[1], bits), __funnelshift_r(w[1], w[2], bits),
+                             __funnelshift_r(w[2], w[3], bits), __funnelshift_r(w[3], w[4], bits));
+    }
+  }
+};
+
+__device__ __forceinline__ RandomRuns random_runs(const int64_t* memory, bool columnwise, int32_t row, int32_t col) {
+  const RandomKey key = {memory[0], memory[1], memory[2], memory[3], memory[4]};
+  const int64_t global = key.row0 + row, along = columnwise ? global : col;
+  return {static_cast<uint32_t>(key.seed), static_cast<uint32_t>(static_cast<uint64_t>(key.seed) >> 32),
+          static_cast<uint32_t>(key.step), stream_of(key, columnwise), static_cast<uint32_t>(columnwise ? col : global),
+          static_cast<uint32_t>(along >> 4), static_cast<int>(along & 15)};
+}
+
+// 8 codes of a run's half: nibbles of a word. Regular: no NaN and, rounded stochastically, not above 6 + 1/256.
+template <bool Stochastic, bool Regular>
+__device__ __forceinline__ uint32_t half_codes(const uint32_t (&w)[8], int half, float enc, uint32_t random0, uint32_t random1) {
+  const uint32_t threshold = 0xFB008001u + ptx::thread_z();  // 0, but in a register: a permutation takes one immediate
+  uint32_t code[8];
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    const float a = __fmul_rn(fabsf(BF16::value(w, 8 * half + e)), enc);
+    if constexpr (Stochastic) {
+      code[e] = stochastic_e2m1<!Regular>(a, __byte_perm(e < 4 ? random0 : random1, threshold, 0x7054 | (e & 3) << 8));
+    } else {
+      code[e] = e2m1_magnitude<!Regular>(a);
+    }
+  }
+  constexpr int kByte = Stochastic ? 3 : 0;
+  const uint32_t signs = Regular || enc == enc ? 0x88888888u : 0;  // the +6 of a NaN block has none
+  const uint32_t* s = w + 4 * half;
+  return bytes_of(code[0], code[2], code[4], code[6], kByte) | bytes_of(code[1], code[3], code[5], code[7], kByte) << 4 |
+         (bytes_of(s[0], s[1], s[2], s[3], 1) >> 4 & signs & 0x0F0F0F0Fu) |
+         (bytes_of(s[0], s[1], s[2], s[3], 3) & signs & 0xF0F0F0F0u);
+}
+
+template <bool Stochastic, bool Regular>
+__device__ __forceinline__ uint2 run_codes(const Run& r, float enc, const uint4& random) {
+  return {half_codes<Stochastic, Regular>(r.w, 0, enc, random.x, random.y),
+          half_codes<Stochastic, Regular>(r.w, 1, enc, random.z, random.w)};
+}
+
+// Codes of the first `left` elements of a run.
+__device__ __forceinline__ uint2 mask_of(int32_t left) {
+  const uint64_t mask = left >= kRun ? ~0ull : left > 0 ? (1ull << (4 * left)) - 1 : 0;
+  return {static_cast<uint32_t>(mask), static_cast<uint32_t>(mask >> 32)};
+}
+
+// Codes of a run: those in the mask, the others zero.
+__device__ __forceinline__ uint2 codes_of(
+    const Run& r, float amax, float enc, bool stochastic, const uint4& random, uint2 mask) {
+  const float largest = __fmul_rn(amax, enc);  // beyond 6 where the scale was rounded down, or the tensor's amax was another's
+  uint2 codes;
+  if (stochastic) {
+    codes = largest <= 6.0f + 1.0f / 256 ? run_codes<true, true>(r, enc, random) : run_codes<true, false>(r, enc, random);
+  } else {
+    codes = largest == largest ? run_codes<false, true>(r, enc, random) : run_codes<false, false>(r, enc, random);
+  }
+  return {codes.x & mask.x, codes.y & mask.y};
+}
+
+// Rows of this warp, from shared memory. Square: blocks are (16, 16), and the codes go to shared memory too.
+template <bool Square>
+__device__ __forceinline__ void encode_rows(const Side& s, const SideBuffers& b, const Tile& tile, RunsSmem& smem) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = lane & 7, local = warp * kRun + (lane >> 3) * 4;
+  const int32_t row = tile.row0 + local, col = tile.col0 + group * kRun;
+  const int32_t row_bytes = (b.length + 1) >> 1;
+  const bool vector = b.vector_store && (row_bytes & 7) == 0 && row + 4 <= b.lines && col + kRun <= b.length;
+  const uint2 mask = mask_of(b.length - col);
+  uint8_t* address = b.data + static_cast<int64_t>(row) * row_bytes + (col >> 1);
+  const uint8_t* values = smem.values + local * kPitch + group * kRun * 2;
+  auto load = [&](int k) {
+    Run run;
+    *reinterpret_cast<uint4*>(run.w) = *reinterpret_cast<const uint4*>(values + k * kPitch);
+    *reinterpret_cast<uint4*>(run.w + 4) = *reinterpret_cast<const uint4*>(values + k * kPitch + 16);
+    return run;
+  };
+  auto put = [&](int k, uint2 codes) {
+    if (vector) {
+      *reinterpret_cast<uint2*>(address + k * row_bytes) = codes;
+    } else if (row + k < b.lines) {
+      store_bytes(address + k * row_bytes, codes.x, codes.y, min(row_bytes - (col >> 1), 8));
+    }
+  };
+
+  if constexpr (Square) {
+    Run run[4];
+    uint32_t m = 0;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      run[k] = load(k);
+      m = max(m, bits_of(run[k].amax()));
+    }
+    m = max(m, __shfl_xor_sync(0xFFFFFFFFu, m, 8));
+    m = max(m, __shfl_xor_sync(0xFFFFFFFFu, m, 16));
+    const float amax = __uint_as_float(m);
+    const BlockScale scale = two_level_scale(amax, smem.target[0], false, smem.factors[0]);
+    uint2 codes[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      codes[k] = codes_of(run[k], amax, scale.enc, false, uint4{}, mask);
+      if (row + k >= b.lines) codes[k] = {};
+      put(k, codes[k]);
+      smem.scales[0][local + k][group] = smem.scales[1][group * kRun + (lane >> 3) * 4 + k][warp] =
+          static_cast<uint8_t>(scale.stored);
+    }
+    __syncwarp();  // the warp's values are all in registers
+    uint8_t* own = smem.values + warp * kRun * kPitch;
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      *reinterpret_cast<uint2*>(own + ((lane >> 3) * 4 + k) * kCodePitch + group * 8) = codes[k];
+    __syncwarp();
+    const Position at;
+    uint2 v[8];
+#pragma unroll
+    for (int k = 0; k < 8; ++k) v[k].x = *reinterpret_cast<const uint32_t*>(own + (at.half * 8 + k) * kCodePitch + at.group * 4);
+    stage_transposed<true>(v, smem.codes, at);
+  } else {
+    RandomRuns source = {};
+    if (s.stochastic) source = random_runs(b.key, false, row, col);
+#pragma unroll 1
+    for (int k = 0; k < 4; k += 2) {
+      uint4 random[2] = {};
+      if (s.stochastic) source.draw(random, k);
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        Run run = load(k + n);
+        if (s.rotated) run = rotated([&](int e) { return run[e]; });
+        const float amax = run.amax();
+        const BlockScale scale = two_level_scale(amax, smem.target[0], s.stochastic, smem.factors[0]);
+        smem.scales[0][local + k + n][group] = static_cast<uint8_t>(scale.stored);
+        put(k + n, codes_of(run, amax, scale.enc, s.stochastic, random[n], mask));
+      }
+    }
+  }
+}
+
+// Runs down the columns of this warp's rows, from shared memory.
+__device__ __forceinline__ void encode_columns(
+    const Side& s, const SideBuffers& b, const Tile& tile, int32_t cols, RunsSmem& smem) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int32_t row = tile.row0 + warp * kRun, col = tile.col0 + lane * 4;
+  RandomRuns source = {};
+  if (s.stochastic) source = random_runs(b.key, true, row, col);
+  const uint8_t* values = smem.values + warp * kRun * kPitch + lane * 8;
+  const int32_t row_bytes = (cols + 1) >> 1;
+  const uint2 mask = mask_of(b.length - row);
+#pragma unroll 1
+  for (int j = 0; j < 4; j += 2) {
+    uint32_t w[kRun];
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) w[i] = *reinterpret_cast<const uint32_t*>(values + i * kPitch + j * 2);
+    uint4 random[2] = {};
+    if (s.stochastic) source.draw(random, j);
+    uint2 codes[2];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      Run run;
+      if (s.rotated) {
+        run = rotated([&](int e) { return __uint_as_float(n ? w[e] & 0xFFFF0000u : w[e] << 16); });
+      } else {
+#pragma unroll
+        for (int k = 0; k < 8; ++k) run.w[k] = __byte_perm(w[2 * k], w[2 * k + 1], n ? 0x7632 : 0x5410);
+      }
+      const float amax = run.amax();
+      const BlockScale scale = two_level_scale(amax, smem.target[1], s.stochastic, smem.factors[1]);
+      smem.scales[1][lane * 4 + j + n][warp] = static_cast<uint8_t>(scale.stored);
+      codes[n] = codes_of(run, amax, scale.enc, s.stochastic, random[n], mask);
+    }
+    if (s.transposed) {  // a column is 16 words of which `group`, of 8 columns, permutes the order: see flush_transposed
+      const int group = lane >> 1;
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+        reinterpret_cast<uint2*>(smem.codes)[(lane * 4 + j + n) * 8 + (warp ^ (group >> 1))] =
+            group & 1 ? make_uint2(codes[n].y, codes[n].x) : codes[n];
+    } else if (col + j < cols) {  // the two columns share their bytes
+      uint8_t* address = b.data + static_cast<int64_t>(row) * row_bytes + ((col + j) >> 1);
+#pragma unroll
+      for (int i = 0; i < kRun; ++i, address += row_bytes) {
+        auto nibble = [&](int n) { return (i < 8 ? codes[n].x : codes[n].y) >> (4 * (i & 7)) & 0xFu; };
+        if (row + i < b.length) *address = static_cast<uint8_t>(nibble(0) | nibble(1) << 4);
+      }
+    }
+  }
+}
+
+// The warp's 16 rows of the tile to shared memory, asynchronously; elements beyond the tensor are zero.
+__device__ __forceinline__ void load_values(const TensorArgs& t, Input input, const Tile& tile, RunsSmem& smem) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int32_t row = tile.row0 + warp * kRun, col = tile.col0;
+  if (input == Input::kBF16 && t.vector_load && row + kRun <= t.rows && col + kTile <= t.cols) {
+    const int half = lane >> 4, chunk = lane & 15;
+    const char* from = static_cast<const char*>(t.x) + (static_cast<int64_t>(row + half) * t.row_stride + col + chunk * 8) * 2;
+    uint8_t* to = smem.values + (warp * kRun + half) * kPitch + chunk * 16;
+#pragma unroll
+    for (int i = 0; i < kRun; i += 2) ptx::copy_async_16(to + i * kPitch, from + i * t.row_stride * 2);
+  } else {
+    Patch<BF16> p;
+    const Position at;
+    load_patch<LoadBF16>(p, t, input, tile.row0 + at.row(), col + at.col());
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      *reinterpret_cast<uint4*>(smem.values + (at.row() + i) * kPitch + at.col() * 2) = *reinterpret_cast<const uint4*>(p.w[i]);
+  }
+}
+
+// Square: one (16, 16) block serves both directions.
+template <bool Square>
+__global__ void __launch_bounds__(kThreads, 4) quantize_runs_kernel(const __grid_constant__ Launch<1> launch) {
+  __shared__ RunsSmem smem;
+  const Side& row = launch.side[0];
+  const Side& col = launch.side[1];
+  const TensorArgs& t = launch.tensors[0];
+  const int32_t n = launch.reversed ? launch.tiles - 1 - static_cast<int32_t>(blockIdx.x) : blockIdx.x;
+  const Tile tile = tile_of(t, n);
+  load_values(t, launch.input, tile, smem);
+  fill_factors(launch.side, t.side, smem.factors);
+  if (threadIdx.x < 2 && launch.side[threadIdx.x].present())
+    smem.target[threadIdx.x] = __fmul_rn(tensor_encode_factor(__ldcg(t.side[threadIdx.x].tensor_amax)), 1.0f / 6.0f);
+  __syncthreads();
+  ptx::copy_async_wait();
+  __syncwarp();
+  if (Square || row.present()) encode_rows<Square>(row, t.side[0], tile, smem);
+  if (!Square && col.present()) encode_columns(col, t.side[1], tile, t.cols, smem);
+  __syncthreads();
+  using P = std::conditional_t<Square, Path<Work::kTwin, 4>, Path<Work::kPlain, 4, kRun>>;
+  if (Square || row.present()) flush_scales<false, P>(row, t.side[0], tile, smem.scales[0]);
+  if (Square || col.present()) flush_scales<true, P>(col, t.side[1], tile, smem.scales[1]);
+  if (Square || (col.present() && col.transposed))
+    flush_transposed<true>(t.side[1].data, t.side[1].vector_store, tile.row0, tile.col0, t.side[1].length, t.cols, smem.codes);
+}
+
+}  // namespace fsdp_quant
