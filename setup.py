@@ -2,12 +2,13 @@
 
 Two files, neither of which needs a GPU to be built:
 
-    fsdp_quant/_native*.so      the operators, from csrc/bindings.cpp, csrc/api/*.cpp and csrc/**/*.cu. A plain
+    fsdp_quant/_native*.so      the operators, from csrc/bindings.cpp, csrc/{api,gemm}/*.cpp and csrc/**/*.cu. A plain
                                 library for torch.ops.load_library; it links no Python, so that any Python loads it
     fsdp_quant/_build_info*.so  what they were built from, from csrc/build_info.cpp
 
-They are built when torch imports and is a CUDA build, and an nvcc of torch's CUDA major version is here. A missing
-condition is printed and leaves a pure Python install, in which the PyTorch reference runs every format. Environment:
+They are built when torch imports and is a CUDA build, and an nvcc of torch's CUDA major version and cuBLASLt (that of
+torch's own nvidia packages, or of the toolkit) are here. A missing condition is printed and leaves a pure Python
+install, in which the PyTorch reference runs every format. Environment:
 
     FSDP_QUANT_NATIVE=0|1       0: pure Python, whatever is here; 1: a missing condition is an error
     FSDP_QUANT_CUDA_ARCHS       architectures, "9.0a;10.0a" unless told; those that nvcc does not know are dropped
@@ -31,6 +32,7 @@ ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
 INSTALL = "pip install --no-build-isolation -e ."
 SETUPTOOLS = 77  # pyproject.toml states the license as an expression
+CUBLAS = (12, 9)  # multiplies 8-bit operands with scales of rows and blocks
 
 # No fast-math anywhere: the kernels are bit-exact with the reference. .ci/run compiles with the same flags.
 CXX_FLAGS = ["-O3", "-std=c++17"]
@@ -112,6 +114,30 @@ def architectures(nvcc: Path) -> list[str]:
     return list(dict.fromkeys(targets))
 
 
+def cublaslt(packages: Path, major: str, toolkit: Path) -> tuple[Path, Path]:
+    """(folder of cublasLt.h, the library): of the nvidia packages beside torch, which loads it, else of the toolkit."""
+    nvidia, name = packages / "nvidia", f"libcublasLt.so.{major}"
+    places = ((nvidia / f"cu{major}", "lib"), (nvidia / "cublas", "lib"), (toolkit, "lib64"), (toolkit, "lib"))
+    for home, folder in places:
+        include, library = home / "include", home / folder / name
+        if (include / "cublasLt.h").exists() and library.exists():
+            break
+    else:
+        raise Missing(
+            f"there is no cuBLASLt (include/cublasLt.h and {name}) in {nvidia}/cu{major}, "
+            f"{nvidia}/cublas or {toolkit}; install the nvidia-cublas package that torch names, or point CUDA_HOME at "
+            "a toolkit that has it"
+        )
+    found = dict(re.findall(r"#define CUBLAS_VER_(M\w+) (\d+)", (include / "cublas_api.h").read_text()))
+    version = int(found["MAJOR"]), int(found["MINOR"])
+    if version < CUBLAS:
+        raise Missing(
+            f"{include} holds cuBLAS {version[0]}.{version[1]}, wanted {CUBLAS[0]}.{CUBLAS[1]} or newer; install a "
+            "torch for a newer CUDA"
+        )
+    return include, library
+
+
 def native_extensions() -> dict:
     """The setup() arguments that build both files. Raises Missing where they cannot be built."""
     if not (CSRC / "bindings.cpp").exists():
@@ -133,6 +159,7 @@ def native_extensions() -> dict:
             f"CUDA {got}"
         )
     targets = architectures(nvcc)
+    cublaslt_include, cublaslt_library = cublaslt(Path(torch.__file__).parent.parent, wanted, toolkit)
 
     os.environ["CUDA_HOME"] = str(toolkit)  # read when the next module is imported
     from torch.utils.cpp_extension import BuildExtension, CUDAExtension
@@ -150,7 +177,7 @@ def native_extensions() -> dict:
             super().run()
 
     kernels = sorted(CSRC.rglob("*.cu"))
-    sources = [CSRC / "bindings.cpp", *sorted((CSRC / "api").glob("*.cpp")), *kernels]
+    sources = [CSRC / "bindings.cpp", *sorted(CSRC.glob("api/*.cpp")), *sorted(CSRC.glob("gemm/*.cpp")), *kernels]
     names = ", ".join(f"sm_{arch}" for arch in targets)
     say(f"building {len(sources)} sources with nvcc {version} for torch {torch.__version__}, {names}")
     native = CUDAExtension(
@@ -159,9 +186,11 @@ def native_extensions() -> dict:
         include_dirs=[str(CSRC)],
         py_limited_api=True,  # leaves libtorch_python out; there is no Python code in it
         extra_compile_args={
-            "cxx": CXX_FLAGS,
+            # Last: the runtime's headers, which lie in the same folder, are the toolkit's.
+            "cxx": [*CXX_FLAGS, "-idirafter", str(cublaslt_include)],
             "nvcc": [*NVCC_FLAGS, *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in targets)],
         },
+        extra_link_args=[str(cublaslt_library)],  # recorded by its soname alone, which torch has loaded
     )
     facts = {
         "TORCH": torch.__version__,

@@ -1,11 +1,14 @@
-// Host side of dequantize, transposes and swizzles: check, allocate, launch.
+// Host side of dequantize, anchored codes, transposes and swizzles: check, allocate, launch.
 #include "layout/layout.h"
 
+#include <limits>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <torch/library.h>
 
 #include "api/checks.h"
@@ -54,6 +57,51 @@ at::Tensor dequantize(
     a.tensor_amax = tensor_amax->const_data_ptr<float>();
   }
   check_launch(launch_dequantize(a, c10::cuda::getCurrentCUDAStream()), "dequantize");
+  return out;
+}
+
+// Codes of MXFP8 blocks against one exponent a line, and 2^(E - 127) of each; of a line without blocks E is 0.
+std::tuple<at::Tensor, at::Tensor> anchor_codes(
+    const at::Tensor& data, const at::Tensor& scale, int64_t spec, bool columnwise, bool transposed) {
+  check_cuda(data, "data");
+  const Side side = parse_side(spec, 0.0, "side");
+  const bool e8m0 = side.scale == ScaleKind::kE8M0Up || side.scale == ScaleKind::kE8M0Floor;
+  TORCH_CHECK_VALUE(side.present() && e8m0 && side.contraction == 32, "side is ", spec,
+                    "; wanted e8m0 scales of (1, 32) or (32, 32) blocks");
+  TORCH_CHECK_VALUE(data.dim() == 2, "data has shape ", data.sizes(), "; wanted [rows, cols]");
+  const int64_t rows = data.size(0), cols = data.size(1);
+  constexpr int64_t kLargest = std::numeric_limits<int32_t>::max() - kTile;
+  TORCH_CHECK_VALUE(rows < kLargest && cols < kLargest, "[", rows, ", ", cols, "] is too large");
+  check_buffer(data, "data", data, at::kByte, rows * cols);
+  const int64_t scale_rows = ceil_div(rows, columnwise ? 32 : side.outer);
+  const int64_t scale_cols = ceil_div(cols, columnwise ? side.outer : 32);
+  check_buffer(scale, "scale", data, at::kByte, scale_rows * scale_cols);
+  const c10::cuda::CUDAGuard guard(data.device());
+  const int64_t out_rows = transposed ? cols : rows, out_cols = transposed ? rows : cols;
+  const int64_t lines = columnwise ? cols : rows;
+  const at::Tensor out = at::empty({out_rows, out_cols}, data.options());
+  if (out.numel() == 0) return {out, at::full({lines}, 0x1p-127, data.options().dtype(at::kFloat))};
+  const at::Tensor line_scale = at::empty({lines}, data.options().dtype(at::kFloat));
+  AnchorCodes a = {};
+  a.data = data.const_data_ptr<uint8_t>(), a.scale = scale.const_data_ptr<uint8_t>();
+  a.out = out.mutable_data_ptr<uint8_t>(), a.line_scale = line_scale.mutable_data_ptr<float>();
+  a.rows = static_cast<int32_t>(rows), a.cols = static_cast<int32_t>(cols);
+  a.outer_log2 = side.outer_log2, a.element = side.element;
+  a.columnwise = columnwise, a.transposed = transposed;
+  a.vector_load = is_aligned(a.data, 8) && cols % 8 == 0;
+  a.vector_scales = is_aligned(a.scale, 8) && scale_cols % 8 == 0;
+  a.vector_store = out_cols % (transposed ? 16 : 8) == 0;
+  check_launch(launch_anchor_codes(a, c10::cuda::getCurrentCUDAStream()), "anchor_codes");
+  return {out, line_scale};
+}
+
+at::Tensor tensor_decode_scale(const at::Tensor& tensor_amax) {
+  check_cuda(tensor_amax, "tensor_amax");
+  check_buffer(tensor_amax, "tensor_amax", tensor_amax, at::kFloat, 1);
+  const c10::cuda::CUDAGuard guard(tensor_amax.device());
+  const at::Tensor out = at::empty({1}, tensor_amax.options());
+  check_launch(launch_tensor_scale(tensor_amax.const_data_ptr<float>(), out.mutable_data_ptr<float>(),
+                                   c10::cuda::getCurrentCUDAStream()), "tensor_decode_scale");
   return out;
 }
 
@@ -163,6 +211,11 @@ void register_layout(torch::Library& m) {
       "dequantize(Tensor data, Tensor? scale, Tensor? tensor_amax, int side, bool columnwise, int cols, int row0, "
       "ScalarType dtype) -> Tensor",
       torch::dispatch(c10::DispatchKey::CUDA, dequantize));
+  m.def("anchor_codes(Tensor data, Tensor scale, int side, bool columnwise, bool transposed) -> "
+        "(Tensor codes, Tensor scale)",
+        torch::dispatch(c10::DispatchKey::CUDA, anchor_codes));
+  m.def("tensor_decode_scale(Tensor tensor_amax) -> Tensor",
+        torch::dispatch(c10::DispatchKey::CUDA, tensor_decode_scale));
   m.def("transpose_codes(Tensor data, int rows, int cols, int bits) -> Tensor",
         torch::dispatch(c10::DispatchKey::CUDA, transpose_codes));
   m.def("swizzle_scales(Tensor scale, int outer, int outer_block, bool transposed) -> Tensor",

@@ -253,6 +253,8 @@ std::vector<at::Tensor> quantize(
   return result;
 }
 
+}  // namespace
+
 std::vector<at::Tensor> quantize_new(
     const at::Tensor& x, int64_t row, int64_t col, double row_eps, double col_eps, int64_t row0, bool through_bf16,
     const MaybeTensor& row_amax, const MaybeTensor& row_tensor_amax, const MaybeTensor& row_enc,
@@ -261,6 +263,8 @@ std::vector<at::Tensor> quantize_new(
   const Known known[2] = {{row_amax, row_tensor_amax, row_enc, row_key}, {col_amax, col_tensor_amax, col_enc, col_key}};
   return quantize(x, parse_side(row, row_eps, "row"), parse_side(col, col_eps, "col"), known, row0, through_bf16, nullptr);
 }
+
+namespace {
 
 // Into `out`: data and scale of each side, and the tensor amax of two-level formats.
 void quantize_out(
@@ -288,12 +292,17 @@ void quantize_out(
   for (const auto& [from, to] : copies) out[to].copy_(result[from], /*non_blocking=*/true);
 }
 
-// MXFP8 whose blocks share the scale of their run of the contraction: 8-bit operands with fp32 scales that leave the main
-// loop. Returns data, scale of each side, and int64 [2, 2]: blocks far below their anchor, nonzero.
-std::vector<at::Tensor> quantize_anchored(
+}  // namespace
+
+std::vector<at::Tensor> anchored(
     const at::Tensor& x, int64_t row, int64_t col, int64_t row_run, int64_t col_run, const MaybeTensor& row_anchor,
-    const MaybeTensor& col_anchor, bool through_bf16) {
+    const MaybeTensor& col_anchor, bool through_bf16, const at::Tensor* counts) {
   check_input(x);
+  if (counts != nullptr) {
+    check_buffer(*counts, "counts", x, at::kLong, 4);
+    TORCH_CHECK_VALUE(counts->dim() == 2 && counts->size(0) == 2, "counts has shape ", counts->sizes(),
+                      "; wanted [2, 2]");
+  }
   const int64_t runs[2] = {row_run, col_run};
   const MaybeTensor* const given[2] = {&row_anchor, &col_anchor};
   const c10::cuda::CUDAGuard guard(x.device());
@@ -306,7 +315,7 @@ std::vector<at::Tensor> quantize_anchored(
   launch.tiles = tiles_of(t);
   Launch<1> statistics = launch;
   Zeroed zeroed;
-  const int64_t counts = zeroed.reserve(8);
+  const int64_t counts_at = counts == nullptr ? zeroed.reserve(8) : -1;
   int64_t anchor_at[2] = {-1, -1};
   Geometry g[2], anchor[2];
   for (int d = 0; d < 2; ++d) {
@@ -335,7 +344,8 @@ std::vector<at::Tensor> quantize_anchored(
   }
   zeroed.allocate(x, stream);
   std::vector<at::Tensor> result;
-  const at::Tensor guard_counts = zeroed.slice(counts, {8}).view(at::kLong).view({2, 2});
+  const at::Tensor guard_counts =
+      counts == nullptr ? zeroed.slice(counts_at, {8}).view(at::kLong).view({2, 2}) : *counts;
   for (int d = 0; d < 2; ++d) {
     if (!launch.side[d].present()) continue;
     SideBuffers& b = t.side[d];
@@ -349,7 +359,7 @@ std::vector<at::Tensor> quantize_anchored(
     b.guard = guard_counts.mutable_data_ptr<int64_t>() + 2 * d;
     if (anchor_at[d] >= 0) b.anchor = statistics.tensors[0].side[d].amax = zeroed.at(anchor_at[d]);
   }
-  result.push_back(guard_counts);
+  if (counts == nullptr) result.push_back(guard_counts);
   if (anchor_at[0] >= 0 || anchor_at[1] >= 0) {
     statistics.phases = kStatistics;
     check_launch(launch_quantize(statistics, stream), "quantize_anchored");
@@ -358,6 +368,27 @@ std::vector<at::Tensor> quantize_anchored(
   launch.phases = kEncode;
   check_launch(launch_quantize(launch, stream), "quantize_anchored");
   return result;
+}
+
+namespace {
+
+std::vector<at::Tensor> quantize_anchored(
+    const at::Tensor& x, int64_t row, int64_t col, int64_t row_run, int64_t col_run, const MaybeTensor& row_anchor,
+    const MaybeTensor& col_anchor, bool through_bf16) {
+  return anchored(x, row, col, row_run, col_run, row_anchor, col_anchor, through_bf16, nullptr);
+}
+
+// The same, adding to `counts`; data and scale of a side that is not made are empty. torch.compile takes an operator
+// that writes to an argument only where it returns a fixed number of tensors.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> quantize_anchored_counted(
+    const at::Tensor& x, int64_t row, int64_t col, int64_t row_run, int64_t col_run, const MaybeTensor& row_anchor,
+    const MaybeTensor& col_anchor, bool through_bf16, const at::Tensor& counts) {
+  auto made = anchored(x, row, col, row_run, col_run, row_anchor, col_anchor, through_bf16, &counts);
+  const at::Tensor none[2] = {
+      at::empty({0}, x.options().dtype(at::kByte)), at::empty({0}, x.options().dtype(at::kFloat))};
+  if (row == 0) made.insert(made.begin(), none, none + 2);
+  if (col == 0) made.insert(made.end(), none, none + 2);
+  return {made[0], made[1], made[2], made[3]};
 }
 
 // Block amaxes of each side, and tensor amaxes of two-level formats.
@@ -588,6 +619,11 @@ void register_quantize(torch::Library& m) {
       "quantize_anchored(Tensor x, int row, int col, int row_run, int col_run, Tensor? row_anchor, Tensor? col_anchor, "
       "bool through_bf16) -> Tensor[]",
       torch::dispatch(c10::DispatchKey::CUDA, quantize_anchored));
+  m.def(
+      "quantize_anchored.counted(Tensor x, int row, int col, int row_run, int col_run, Tensor? row_anchor, "
+      "Tensor? col_anchor, bool through_bf16, Tensor(a!) counts) -> (Tensor row_data, Tensor row_scale, "
+      "Tensor col_data, Tensor col_scale)",
+      torch::dispatch(c10::DispatchKey::CUDA, quantize_anchored_counted));
   m.def(
       "statistics(Tensor x, int row, int col, int row0, bool through_bf16) -> Tensor[]",
       torch::dispatch(c10::DispatchKey::CUDA, statistics));

@@ -138,8 +138,8 @@ __device__ __forceinline__ uint32_t stochastic_code(float v, uint32_t random, co
 // The same for a 4-bit magnitude, in the high byte; NaN gives 6. From 1 up a float's bits from the 22nd are the code (and
 // 252), and those below its fraction; below 1 the same holds of 1 + a, one binade down (rounded up: a fraction that is not
 // representable is above its threshold), and of the two the larger is the right one.
-// Shifted by two, the fraction carries into the code where it exceeds the threshold: 256 less (random + 0.5) is added, and 4
-// to the code (less 252), by taking away `threshold`: 0xFB008001 | random << 16.
+// Shifted by two, the fraction carries into the code where it exceeds the threshold: 256 less (random + 0.5) is added,
+// and 4 to the code (less 252), by taking away `threshold`: 0xFB008001 | random << 16.
 // Exceeds: a may be NaN, or above 6 by more than rounding makes it (by 1/256, from where it may round up).
 template <bool Exceeds>
 __device__ __forceinline__ uint32_t stochastic_e2m1(float a, uint32_t threshold) {

@@ -51,7 +51,23 @@ struct RelayoutLaunch {
   RelayoutItem items[Capacity];
 };
 
+// Codes of e8m0 blocks [rows, cols] against one exponent a line of the contraction, the largest of its blocks'.
+struct AnchorCodes {
+  const uint8_t* data;
+  const uint8_t* scale;       // e8m0 of (outer, 32) blocks, compact
+  uint8_t* out;               // [rows, cols], or [cols, rows] when transposed
+  float* line_scale;          // aligned to 16
+  int32_t rows, cols;         // not 0, below 2^31 - kTile
+  int32_t outer_log2;         // 0 or 5
+  Element element;            // of 8 bits
+  bool columnwise, transposed;
+  bool vector_load, vector_scales, vector_store;  // rows are aligned for 8 bytes; of transposed codes, for 16
+};
+
 cudaError_t launch_dequantize(const Dequantize& args, cudaStream_t stream);
+// The second-level decode scale of a two-level format, from the tensor's amax.
+cudaError_t launch_tensor_scale(const float* tensor_amax, float* out, cudaStream_t stream);
+cudaError_t launch_anchor_codes(const AnchorCodes& args, cudaStream_t stream);
 cudaError_t launch_relayout(const RelayoutLaunch<1>& launch, cudaStream_t stream);
 cudaError_t launch_relayout_group(const RelayoutLaunch<kRelayoutCapacity>& launch, cudaStream_t stream);
 

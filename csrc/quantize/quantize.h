@@ -124,7 +124,8 @@ inline bool fuses(const Side (&side)[2], const SideBuffers (&b)[2], Input input)
 inline bool are_twins(const Side (&side)[2], const SideBuffers (&b)[2]) {
   const Side &row = side[0], &col = side[1];
   return row.present() && col.present() && row.element == col.element && row.scale == col.scale && row.eps == col.eps &&
-         (!row.four_bit() || !b[0].amax_given) && row.outer == row.contraction && row.outer == col.outer && row.contraction == col.contraction && col.transposed &&
+         (!row.four_bit() || !b[0].amax_given) &&
+         row.outer == row.contraction && row.outer == col.outer && row.contraction == col.contraction && col.transposed &&
          !is_full(row, b[0]) && !is_full(col, b[1]) && b[0].amax_given == b[1].amax_given &&
          (!b[0].amax_given || b[0].amax == b[1].amax) && b[0].tensor_amax_given == b[1].tensor_amax_given &&
          (!b[0].tensor_amax_given || b[0].tensor_amax == b[1].tensor_amax);

@@ -16,7 +16,8 @@ constexpr int kPitch = kTile * 2 + 16;  // bytes of a row of values: rows start 
 constexpr int kCodePitch = 72;          // bytes of a row of codes, which a warp transposes
 
 struct RunsSmem {
-  alignas(16) uint8_t values[kTile * kPitch];  // a warp's part holds its codes once its values are encoded (square blocks)
+  // Square blocks: a warp's part holds its codes once its values are encoded.
+  alignas(16) uint8_t values[kTile * kPitch];
   uint4 codes[kTile * 4];          // see flush_transposed
   uint8_t scales[2][kTile][8];
   float factors[2][128];
@@ -101,7 +102,8 @@ __device__ __forceinline__ RandomRuns random_runs(const int64_t* memory, bool co
 
 // 8 codes of a run's half: nibbles of a word. Regular: no NaN and, rounded stochastically, not above 6 + 1/256.
 template <bool Stochastic, bool Regular>
-__device__ __forceinline__ uint32_t half_codes(const uint32_t (&w)[8], int half, float enc, uint32_t random0, uint32_t random1) {
+__device__ __forceinline__ uint32_t half_codes(
+    const uint32_t (&w)[8], int half, float enc, uint32_t random0, uint32_t random1) {
   const uint32_t threshold = 0xFB008001u + ptx::thread_z();  // 0, but in a register: a permutation takes one immediate
   uint32_t code[8];
 #pragma unroll
@@ -136,7 +138,8 @@ __device__ __forceinline__ uint2 mask_of(int32_t left) {
 // Codes of a run: those in the mask, the others zero.
 __device__ __forceinline__ uint2 codes_of(
     const Run& r, float amax, float enc, bool stochastic, const uint4& random, uint2 mask) {
-  const float largest = __fmul_rn(amax, enc);  // beyond 6 where the scale was rounded down, or the tensor's amax was another's
+  // Beyond 6 where the scale was rounded down, or the tensor's amax was another's.
+  const float largest = __fmul_rn(amax, enc);
   uint2 codes;
   if (stochastic) {
     codes = largest <= 6.0f + 1.0f / 256 ? run_codes<true, true>(r, enc, random) : run_codes<true, false>(r, enc, random);
@@ -200,7 +203,8 @@ __device__ __forceinline__ void encode_rows(const Side& s, const SideBuffers& b,
     const Position at;
     uint2 v[8];
 #pragma unroll
-    for (int k = 0; k < 8; ++k) v[k].x = *reinterpret_cast<const uint32_t*>(own + (at.half * 8 + k) * kCodePitch + at.group * 4);
+    for (int k = 0; k < 8; ++k)
+      v[k].x = *reinterpret_cast<const uint32_t*>(own + (at.half * 8 + k) * kCodePitch + at.group * 4);
     stage_transposed<true>(v, smem.codes, at);
   } else {
     RandomRuns source = {};
@@ -277,7 +281,8 @@ __device__ __forceinline__ void load_values(const TensorArgs& t, Input input, co
   const int32_t row = tile.row0 + warp * kRun, col = tile.col0;
   if (input == Input::kBF16 && t.vector_load && row + kRun <= t.rows && col + kTile <= t.cols) {
     const int half = lane >> 4, chunk = lane & 15;
-    const char* from = static_cast<const char*>(t.x) + (static_cast<int64_t>(row + half) * t.row_stride + col + chunk * 8) * 2;
+    const int64_t first = static_cast<int64_t>(row + half) * t.row_stride + col + chunk * 8;
+    const char* from = static_cast<const char*>(t.x) + first * 2;
     uint8_t* to = smem.values + (warp * kRun + half) * kPitch + chunk * 16;
 #pragma unroll
     for (int i = 0; i < kRun; i += 2) ptx::copy_async_16(to + i * kPitch, from + i * t.row_stride * 2);
@@ -286,8 +291,10 @@ __device__ __forceinline__ void load_values(const TensorArgs& t, Input input, co
     const Position at;
     load_patch<LoadBF16>(p, t, input, tile.row0 + at.row(), col + at.col());
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-      *reinterpret_cast<uint4*>(smem.values + (at.row() + i) * kPitch + at.col() * 2) = *reinterpret_cast<const uint4*>(p.w[i]);
+    for (int i = 0; i < 8; ++i) {
+      uint8_t* to = smem.values + (at.row() + i) * kPitch + at.col() * 2;
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(p.w[i]);
+    }
   }
 }
 
@@ -314,7 +321,8 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_runs_kernel(const __grid
   if (Square || row.present()) flush_scales<false, P>(row, t.side[0], tile, smem.scales[0]);
   if (Square || col.present()) flush_scales<true, P>(col, t.side[1], tile, smem.scales[1]);
   if (Square || (col.present() && col.transposed))
-    flush_transposed<true>(t.side[1].data, t.side[1].vector_store, tile.row0, tile.col0, t.side[1].length, t.cols, smem.codes);
+    flush_transposed<true>(
+        t.side[1].data, t.side[1].vector_store, tile.row0, tile.col0, t.side[1].length, t.cols, smem.codes);
 }
 
 }  // namespace fsdp_quant

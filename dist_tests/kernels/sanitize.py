@@ -96,15 +96,33 @@ def anchored(name: str, directions: tuple[Direction, ...], runs: tuple[int | Non
     for shape in SHAPES:
         x, encodings = values(shape, dtype), [MADE[name].encoding(d) for d in directions]
         made, counts = native.quantize_anchored(on_device(x), encodings, runs, dtype is FP32)
+        given = on_device(torch.ones(2, 2, dtype=torch.int64))
+        native.quantize_anchored(on_device(x), encodings, runs, dtype is FP32, None, given)
 
         def want(x=x, encodings=encodings) -> list[Tensor]:
             wanted, counted = [], torch.zeros(2, 2, dtype=torch.int64)
             for e, length in zip(encodings, runs):
                 codes, scale, counted[int(e.direction is COLUMNWISE)] = reference.anchored(x.to(BF16), e, length)
                 wanted += [codes, scale]
-            return [*wanted, counted]
+            return [*wanted, counted, counted + 1]
 
-        run(f"quantize_anchored {name} {directions} {runs} {list(shape)} {dtype}", [*(t for m in made for t in m), counts], want)
+        text = f"quantize_anchored {name} {directions} {runs} {list(shape)} {dtype}"
+        run(text, [*(t for m in made for t in m), counts, given], want)
+
+
+def anchor_codes(name: str) -> None:
+    for shape in SHAPES:
+        for direction in Direction:
+            e, x = MADE[name].encoding(direction), values(shape)
+            w = encoded(x * torch.linspace(0, 1, shape[1], dtype=BF16) ** 9, e)
+            for transposed in (False, True):
+                made = native.anchor_codes(on_device(w.data), on_device(w.scale), e.fmt, direction, transposed)
+
+                def want(e=e, w=w, transposed=transposed) -> list[Tensor]:
+                    codes, lines = reference.anchored_codes(w.data, w.scale, e.fmt, e.direction)
+                    return [codes.t() if transposed else codes, lines]
+
+                run(f"anchor_codes {name} {direction} {list(shape)}, transposed {transposed}", made, want)
 
 
 def statistics(names: tuple[str, str], dtype=BF16, row0=0) -> None:
@@ -225,6 +243,8 @@ def every_instance() -> None:
     for directions, runs in (((ROWWISE,), (None,)), ((COLUMNWISE,), (128,)), ((ROWWISE, COLUMNWISE), (None, 128))):
         anchored("mxfp8", directions, runs)
     anchored("mxfp8_e5m2", (ROWWISE, COLUMNWISE), (128, None), FP32)
+    for name in ("mxfp8", "mxfp8_e5m2", "mxfp8_32x32"):
+        anchor_codes(name)
     for names in (("fp8_row", "nvfp4"), ("fp8_128x128", "mxfp8"), ("nvfp4_rht", "nvfp4_rht"), ("fp8_tensor", "nvfp4_16x16")):
         statistics(names)
         statistics(names, FP32)

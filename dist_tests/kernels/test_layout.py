@@ -138,6 +138,13 @@ def test_empty_storages_decode_to_empty_tensors():
             assert got.shape == (0, 96) and got.dtype is BF16
 
 
+def test_tensor_scales_are_the_references():
+    """If false, a two-level format decodes to values that differ by a factor, or hides an overflow."""
+    for amax in (0.0, 1e-38, 1e-36, 0.3, 448.0, 2688.0, 2e35, 3.4e38, float("inf"), float("nan")):
+        value = torch.tensor([amax], device=expected.DEVICE)
+        expected.assert_same_values(native.tensor_decode_scale(value), reference.tensor_decode_scale(value), f"amax {amax}")
+
+
 # Transposes #
 
 TRANSPOSED = ((1, 1), (1, 2), (2, 1), (7, 15), (33, 47), (128, 128), (129, 257), (1, 1000), (1000, 1), (256, 512), (130, 264), LARGE)

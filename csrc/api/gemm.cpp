@@ -1,0 +1,271 @@
+// Host side of products: check, allocate, launch. Nothing here reads the device.
+#include "api/gemm.h"
+
+#include "gemm/cublaslt.h"
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <torch/library.h>
+
+#include "api/checks.h"
+#include "quantize/quantize.h"
+
+namespace fsdp_quant {
+
+namespace {
+
+struct Arguments {
+  const at::Tensor &a, &b;
+  const MaybeTensor &a_scale, &b_scale;
+  int64_t a_kind, b_kind;
+  const MaybeTensor &bias, &alpha;
+  int64_t sm_count;
+  bool fast_accumulation;
+  int64_t algorithm;
+};
+
+int64_t round_up(int64_t n, int64_t multiple) { return ceil_div(n, multiple) * multiple; }
+
+bool is_half(cudaDataType_t type) { return type == CUDA_R_16BF || type == CUDA_R_16F; }
+bool is_fp8(cudaDataType_t type) { return type == CUDA_R_8F_E4M3 || type == CUDA_R_8F_E5M2; }
+
+cudaDataType_t type_of(at::ScalarType dtype, const char* name) {
+  switch (dtype) {
+    case at::kBFloat16:
+      return CUDA_R_16BF;
+    case at::kHalf:
+      return CUDA_R_16F;
+    case at::kFloat:
+      return CUDA_R_32F;
+    default:
+      TORCH_CHECK_VALUE(false, name, " is ", dtype, "; wanted bfloat16, float16 or float32");
+  }
+}
+
+// Data, type and order of an operand; its kind is element | scaling << 3, in the numbers of the enums.
+Operand operand_of(const at::Tensor& x, int64_t kind, const char* name) {
+  check_cuda(x, name);
+  TORCH_CHECK_VALUE(x.dim() == 2, name, " has shape ", x.sizes(), "; wanted [rows, K]");
+  TORCH_CHECK_VALUE(kind >= 0 && (kind & 7) <= 3 && kind >> 3 <= 6, name, "_kind is ", kind,
+                    "; wanted element (0 to 3) | scaling (0 to 6) << 3");
+  const int64_t rows = x.size(0), cols = x.size(1), row_stride = x.stride(0), col_stride = x.stride(1);
+  const auto element = static_cast<Element>(kind & 7);
+  Operand o = {};
+  o.data = x.const_data_ptr();
+  o.scaling = static_cast<Scaling>(kind >> 3);
+  // The stride of a dim of one element means nothing.
+  o.k_major = (col_stride == 1 || cols <= 1) && (row_stride >= cols || rows <= 1);
+  o.ld = o.k_major ? (rows > 1 ? row_stride : cols) : (cols > 1 ? col_stride : rows);
+  if (element == Element::kNone) {
+    o.type = type_of(x.scalar_type(), name);
+    TORCH_CHECK_VALUE(is_half(o.type), name, " is ", x.scalar_type(),
+                      "; wanted bfloat16, float16, or uint8 codes and their element in ", name, "_kind");
+    const bool outer_major = (row_stride == 1 || rows <= 1) && (col_stride >= rows || cols <= 1);
+    TORCH_CHECK_VALUE(o.k_major || outer_major, name, " has shape ", x.sizes(), " and strides ", x.strides(),
+                      "; wanted rows or columns that are contiguous and do not overlap");
+    return o;
+  }
+  TORCH_CHECK_VALUE(x.scalar_type() == at::kByte, name, " is ", x.scalar_type(), "; codes are uint8");
+  TORCH_CHECK_VALUE(o.k_major, name, " has shape ", x.sizes(), " and strides ", x.strides(),
+                    "; codes are K-major, wanted rows that are contiguous and do not overlap");
+  TORCH_CHECK_VALUE(x.numel() == 0 || (cols % 16 == 0 && o.ld % 16 == 0 && is_aligned(o.data, 16)), name,
+                    " has rows of ", cols, " bytes, ", o.ld, " bytes apart, from address ",
+                    reinterpret_cast<uintptr_t>(o.data) % 16,
+                    " modulo 16; rows of codes are multiples of 16 bytes and aligned to 16");
+  o.type = element == Element::kE4M3 ? CUDA_R_8F_E4M3 : element == Element::kE5M2 ? CUDA_R_8F_E5M2 : CUDA_R_4F_E2M1;
+  if (element == Element::kE2M1) o.ld *= 2;
+  return o;
+}
+
+int64_t scale_numel(Scaling scaling, int64_t outer, int64_t k) {
+  switch (scaling) {
+    case Scaling::kRow:
+      return outer;
+    case Scaling::k1x128:
+      return ceil_div(k, 128) * round_up(outer, 4);
+    case Scaling::k128x128:
+      return ceil_div(outer, 128) * round_up(ceil_div(k, 128), 4);
+    case Scaling::kE8M0:
+      return round_up(outer, 128) * round_up(ceil_div(k, 32), 4);
+    case Scaling::kE4M3:
+      return round_up(outer, 128) * round_up(ceil_div(k, 16), 4);
+    default:
+      return 1;
+  }
+}
+
+void set_scale(Operand& o, const MaybeTensor& scale, const at::Tensor& x, int64_t outer, int64_t k, const char* name) {
+  TORCH_CHECK_VALUE(scale.has_value() == (o.scaling != Scaling::kNone), name, " is ",
+                    scale.has_value() ? "given" : "None", ", and the scaling in its kind is ",
+                    static_cast<int>(o.scaling), "; 0 has no scale, others have one");
+  if (!scale.has_value()) return;
+  const bool bytes = o.scaling >= Scaling::kE8M0;
+  check_buffer(*scale, name, x, bytes ? at::kByte : at::kFloat, scale_numel(o.scaling, outer, k));
+  o.scale = scale->const_data_ptr();
+  TORCH_CHECK_VALUE(o.scaling == Scaling::kTensor || is_aligned(o.scale, 16), name, " is at address ",
+                    reinterpret_cast<uintptr_t>(o.scale) % 16,
+                    " modulo 16; scales of rows and blocks are aligned to 16 bytes");
+}
+
+// Which pairs cuBLASLt multiplies:
+//   bfloat16 x bfloat16, float16 x float16   no scales
+//   e4m3 x e4m3, e4m3 x e5m2, e5m2 x e4m3    tensor or none on each side; sm_90: row x row or tensor, 1x128 x 1x128 or
+//                                            128x128, and the other way round; sm_100: e8m0 x e8m0
+//   e2m1 x e2m1                              e4m3 x e4m3: sm_100
+void check_pair(const Product& p, const Arguments& given, int device) {
+  const Operand &a = p.a, &b = p.b;
+  const bool fp8 = is_fp8(a.type) && is_fp8(b.type) && !(a.type == CUDA_R_8F_E5M2 && b.type == CUDA_R_8F_E5M2);
+  const auto [least, most] = std::minmax(a.scaling, b.scaling);
+  bool taken = a.type == b.type && least == most && most == (is_half(a.type) ? Scaling::kNone : Scaling::kE4M3);
+  if (fp8) {
+    taken = most <= Scaling::kTensor || (least >= Scaling::kTensor && most == Scaling::kRow) ||
+            (least == Scaling::k1x128 && most <= Scaling::k128x128) || (least == most && most == Scaling::kE8M0);
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      taken, "a is ", given.a.scalar_type(), " of kind ", given.a_kind, " and b ", given.b.scalar_type(), " of kind ",
+      given.b_kind, " (element | scaling << 3); cuBLASLt does not multiply this pair");
+  if (most <= Scaling::kTensor) return;
+  int major = 0;
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  const bool bytes = most >= Scaling::kE8M0;
+  TORCH_CHECK_NOT_IMPLEMENTED(bytes ? major >= 10 : major == 9, "scaling ", static_cast<int>(most), " needs ",
+                              bytes ? "sm_100" : "sm_90", "; the device is sm_", major, "x");
+}
+
+// The bias that cuBLASLt adds: of out's dtype, and none to a float32 product of codes.
+void set_bias(Product& p, const at::Tensor& bias, const at::Tensor& a, at::ScalarType out_dtype) {
+  const bool codes = !is_half(p.a.type);
+  TORCH_CHECK_NOT_IMPLEMENTED(!codes || out_dtype != at::kFloat, "bias is ", bias.scalar_type(), "; to a ", out_dtype,
+                              " product of codes cuBLASLt adds none, add it afterwards");
+  TORCH_CHECK_NOT_IMPLEMENTED(bias.scalar_type() == out_dtype, "bias is ", bias.scalar_type(), "; to a ", out_dtype,
+                              " product cuBLASLt adds a bias in ", out_dtype, ", add another afterwards");
+  check_buffer(bias, "bias", a, out_dtype, p.n);
+  p.bias = bias.const_data_ptr();
+  p.bias_type = p.out_type;
+}
+
+Product product_of(const Arguments& given, at::ScalarType out_dtype, int device) {
+  Product p = {};
+  p.a = operand_of(given.a, given.a_kind, "a"), p.b = operand_of(given.b, given.b_kind, "b");
+  TORCH_CHECK_VALUE(given.a.device() == given.b.device(), "a is on ", given.a.device(), " and b on ", given.b.device());
+  const auto k_of = [](const at::Tensor& x, const Operand& o) {
+    return o.type == CUDA_R_4F_E2M1 ? 2 * x.size(1) : x.size(1);
+  };
+  p.m = given.a.size(0), p.n = given.b.size(0), p.k = k_of(given.a, p.a);
+  TORCH_CHECK_VALUE(k_of(given.b, p.b) == p.k, "a is [", p.m, ", ", p.k, "] and b [", p.n, ", ", k_of(given.b, p.b),
+                    "]; wanted the same K");
+  constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
+  TORCH_CHECK_VALUE(std::max({p.m, p.n, p.k}) <= kLargest, "M, N, K are ", p.m, ", ", p.n, ", ", p.k,
+                    "; each must be below 2^31");
+  set_scale(p.a, given.a_scale, given.a, p.m, p.k, "a_scale");
+  set_scale(p.b, given.b_scale, given.b, p.n, p.k, "b_scale");
+  check_pair(p, given, device);
+  TORCH_CHECK_VALUE(is_half(p.a.type) || p.n % 16 == 0, "b has ", p.n, " rows (N); codes take multiples of 16");
+  const bool fp32_blocks = p.a.scaling == Scaling::k1x128 || p.a.scaling == Scaling::k128x128;
+  TORCH_CHECK_VALUE(!fp32_blocks || p.m % 4 == 0, "a has ", p.m,
+                    " rows (M); 1x128 and 128x128 scales take multiples of 4");
+  p.out_type = type_of(out_dtype, "out");
+  TORCH_CHECK_NOT_IMPLEMENTED(!is_half(p.a.type) || p.out_type == p.a.type || p.out_type == CUDA_R_32F, "out is ",
+                              out_dtype, "; of ", given.a.scalar_type(), " operands cuBLASLt makes that and float32");
+  if (given.bias.has_value()) set_bias(p, *given.bias, given.a, out_dtype);
+  if (given.alpha.has_value()) {
+    check_buffer(*given.alpha, "alpha", given.a, at::kFloat, 1);
+    p.alpha = given.alpha->const_data_ptr<float>();
+  }
+  TORCH_CHECK_VALUE(given.sm_count >= 0 && given.sm_count < 1 << 16, "sm_count is ", given.sm_count,
+                    "; wanted 0 (all) or a number of multiprocessors");
+  TORCH_CHECK_VALUE(given.algorithm >= 0 && given.algorithm < 1 << 8, "algorithm is ", given.algorithm,
+                    "; wanted a rank from 0 to 255");
+  p.sm_count = static_cast<int32_t>(given.sm_count), p.algorithm = static_cast<int32_t>(given.algorithm);
+  // Other products promote as they go.
+  p.fast_accumulation = given.fast_accumulation && is_fp8(p.a.type) && p.a.scaling <= Scaling::kRow;
+  return p;
+}
+
+void multiply(Product& p, const at::Tensor& out, const Arguments& given) {
+  if (out.numel() == 0) return;
+  if (p.k == 0) {  // an empty sum
+    if (!p.accumulate) out.zero_();
+    if (given.bias.has_value()) out.add_(given.bias->view({p.n}));
+    return;
+  }
+  at::Tensor row_scale;
+  if ((p.a.scaling == Scaling::kRow) != (p.b.scaling == Scaling::kRow)) {  // the other is of the whole operand
+    const bool is_a = p.a.scaling == Scaling::kTensor;
+    // A copy, which is aligned, even of one row.
+    const at::Tensor scale = (is_a ? *given.a_scale : *given.b_scale).view({1});
+    row_scale = scale.expand({is_a ? p.m : p.n}).clone(at::MemoryFormat::Contiguous);
+    Operand& o = is_a ? p.a : p.b;
+    o.scale = row_scale.const_data_ptr(), o.scaling = Scaling::kRow;
+  }
+  p.out = out.mutable_data_ptr();
+  p.out_ld = p.m > 1 ? out.stride(0) : p.n;
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  try {
+    Plan& plan = plan_of(p, stream.device_index());
+    // From the pool of the stream, or of the graph that it captures: nothing that runs beside it has the same memory.
+    const c10::DataPtr workspace = c10::cuda::CUDACachingAllocator::get()->allocate(plan.workspace());
+    plan.launch(p, workspace.get(), stream);
+  } catch (const Unsupported& error) {
+    TORCH_CHECK_NOT_IMPLEMENTED(false, error.what());
+  }
+}
+
+}  // namespace
+
+at::Tensor gemm(
+    const at::Tensor& a, const at::Tensor& b, const MaybeTensor& a_scale, const MaybeTensor& b_scale, int64_t a_kind,
+    int64_t b_kind, at::ScalarType out_dtype, const MaybeTensor& bias, const MaybeTensor& alpha, int64_t sm_count,
+    bool fast_accumulation, int64_t algorithm) {
+  check_cuda(a, "a");
+  const c10::cuda::CUDAGuard guard(a.device());
+  const Arguments given = {a, b, a_scale, b_scale, a_kind, b_kind, bias, alpha, sm_count, fast_accumulation, algorithm};
+  Product p = product_of(given, out_dtype, a.get_device());
+  at::Tensor out = at::empty({p.m, p.n}, a.options().dtype(out_dtype));
+  multiply(p, out, given);
+  return out;
+}
+
+namespace {
+
+void gemm_out(
+    const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const MaybeTensor& a_scale,
+    const MaybeTensor& b_scale, int64_t a_kind, int64_t b_kind, bool accumulate, const MaybeTensor& bias,
+    const MaybeTensor& alpha, int64_t sm_count, bool fast_accumulation, int64_t algorithm) {
+  check_cuda(a, "a");
+  const c10::cuda::CUDAGuard guard(a.device());
+  const Arguments given = {a, b, a_scale, b_scale, a_kind, b_kind, bias, alpha, sm_count, fast_accumulation, algorithm};
+  Product p = product_of(given, out.scalar_type(), a.get_device());
+  p.accumulate = accumulate;
+  TORCH_CHECK_VALUE(out.device() == a.device() && out.dim() == 2 && out.size(0) == p.m && out.size(1) == p.n, "out is ",
+                    out.sizes(), " on ", out.device(), "; wanted [", p.m, ", ", p.n, "] on ", a.device());
+  TORCH_CHECK_VALUE((out.stride(1) == 1 || p.n <= 1) && (out.stride(0) >= p.n || p.m <= 1), "out has strides ",
+                    out.strides(), "; wanted rows of ", p.n, " contiguous elements that do not overlap");
+  const int64_t row_bytes = (p.m > 1 ? out.stride(0) : p.n) * out.element_size();
+  const void* data = out.const_data_ptr();
+  TORCH_CHECK_VALUE(is_half(p.a.type) || out.numel() == 0 || (row_bytes % 16 == 0 && is_aligned(data, 16)),
+                    "out has rows ", row_bytes, " bytes apart, from address ", reinterpret_cast<uintptr_t>(data) % 16,
+                    " modulo 16; rows of a product of codes are aligned to 16 bytes");
+  multiply(p, out, given);
+}
+
+}  // namespace
+
+void register_gemm(torch::Library& m) {
+  m.def(
+      "gemm(Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, int a_kind, int b_kind, ScalarType out_dtype, "
+      "Tensor? bias=None, Tensor? alpha=None, int sm_count=0, bool fast_accumulation=False, int algorithm=0) -> Tensor",
+      torch::dispatch(c10::DispatchKey::CUDA, gemm));
+  m.def(
+      "gemm_out(Tensor(a!) out, Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, int a_kind, int b_kind, "
+      "bool accumulate=False, Tensor? bias=None, Tensor? alpha=None, int sm_count=0, bool fast_accumulation=False, "
+      "int algorithm=0) -> ()",
+      torch::dispatch(c10::DispatchKey::CUDA, gemm_out));
+}
+
+}  // namespace fsdp_quant

@@ -1,0 +1,231 @@
+// MXFP8 codes against one exponent for each line of the whole contraction: q' = element(q * 2^(e - E)), E = max(e) over
+// the line. One launch writes 2^(E - 127), one moves the codes in 128 x 128 tiles, 8 x 8 a thread.
+#include "device/patch.cuh"
+#include "layout/layout.h"
+
+namespace fsdp_quant {
+
+namespace {
+
+constexpr int kBlockLog2 = 5;  // contraction elements of a scale
+
+__device__ __forceinline__ int32_t scale_cols(const AnchorCodes& a) {
+  return ((a.cols - 1) >> (a.columnwise ? a.outer_log2 : kBlockLog2)) + 1;
+}
+
+// 8 bytes of a row, those beyond its last `count` zero.
+__device__ __forceinline__ uint2 load8(const uint8_t* p, int32_t count, bool vectors) {
+  if (vectors && count >= 8) return __ldg(reinterpret_cast<const uint2*>(p));
+  uint2 v = make_uint2(0, 0);
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    if (e < count) (e < 4 ? v.x : v.y) |= static_cast<uint32_t>(__ldg(p + e)) << (8 * (e & 3));
+  }
+  return v;
+}
+
+__device__ __forceinline__ uint32_t byte_of(uint2 v, int e) { return ((e < 4 ? v.x : v.y) >> (8 * (e & 3))) & 0xFF; }
+
+__device__ __forceinline__ uint2 larger(uint2 a, uint2 b) { return make_uint2(__vmaxu4(a.x, b.x), __vmaxu4(a.y, b.y)); }
+
+// Of the lane whose number differs in this bit.
+__device__ __forceinline__ uint2 from_lane(uint2 v, int bit) {
+  return make_uint2(__shfl_xor_sync(0xFFFFFFFFu, v.x, bit), __shfl_xor_sync(0xFFFFFFFFu, v.y, bit));
+}
+
+// Exponents of rows: 8 lanes read a row of scales, 8 bytes each at a time.
+constexpr int kLanes = 8;
+
+__global__ void __launch_bounds__(kThreads) row_exponents_kernel(const AnchorCodes a) {
+  const int32_t lane = threadIdx.x % kLanes, line = blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes;
+  const int32_t lines = ((a.rows - 1) >> a.outer_log2) + 1, blocks = scale_cols(a);
+  uint2 top = make_uint2(0, 0);
+  if (line < lines) {
+    const uint8_t* row = a.scale + static_cast<int64_t>(line) * blocks;
+#pragma unroll 4
+    for (int32_t block = lane * 8; block < blocks; block += kLanes * 8)
+      top = larger(top, load8(row + block, blocks - block, a.vector_scales));
+  }
+#pragma unroll
+  for (int bit = 1; bit < kLanes; bit *= 2) top = larger(top, from_lane(top, bit));
+  uint32_t exponent = 0;
+#pragma unroll
+  for (int e = 0; e < 8; ++e) exponent = max(exponent, byte_of(top, e));
+  if (line >= lines) return;
+  const int32_t outer = 1 << a.outer_log2, first = line << a.outer_log2;
+  for (int32_t i = lane; i < outer && first + i < a.rows; i += kLanes) a.line_scale[first + i] = power_of_two(exponent);
+}
+
+// Exponents of columns: a block reads 128 columns of scales, 8 bytes a thread, in 64 rows at a time.
+constexpr int kColumnThreads = 1024, kGroups = 16, kWarps = kColumnThreads / 32;
+
+__global__ void __launch_bounds__(kColumnThreads) col_exponents_kernel(const AnchorCodes a) {
+  __shared__ uint2 parts[kWarps * kGroups];
+  __shared__ uint8_t tops[kTile];
+  const int32_t lines = scale_cols(a), blocks = ((a.rows - 1) >> kBlockLog2) + 1;
+  const int32_t line = blockIdx.x * kTile + threadIdx.x % kGroups * 8;
+  uint2 top = make_uint2(0, 0);
+#pragma unroll 4
+  for (int32_t block = threadIdx.x / kGroups; block < blocks; block += kColumnThreads / kGroups)
+    top = larger(top, load8(a.scale + static_cast<int64_t>(block) * lines + line, lines - line, a.vector_scales));
+  top = larger(top, from_lane(top, 16));
+  if (threadIdx.x % 32 < kGroups) parts[threadIdx.x / 32 * kGroups + threadIdx.x % 32] = top;
+  __syncthreads();
+  if (threadIdx.x < kTile) {
+    uint32_t exponent = 0;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) {
+      const uint32_t part = reinterpret_cast<const uint8_t*>(parts)[warp * kTile + threadIdx.x];
+      exponent = max(exponent, part);
+    }
+    tops[threadIdx.x] = static_cast<uint8_t>(exponent);
+  }
+  __syncthreads();
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kTile << a.outer_log2;
+  for (int32_t i = threadIdx.x; i < kTile << a.outer_log2 && first + i < a.cols; i += kColumnThreads)
+    a.line_scale[first + i] = power_of_two(tops[i >> a.outer_log2]);
+}
+
+// fp16 bits of 2^d, d from 0 to -24: subnormal below -14.
+__device__ __forceinline__ uint32_t half_power(int32_t d) { return d >= -14 ? (15 + d) << 10 : 1u << (24 + d); }
+
+// Factors in fp16 round nothing that the cast does not round to zero. An element has at most 4 significant bits, so its
+// product is exact down to 2^-21, and smaller ones, rounded or not, are far below half the least e4m3 (2^-10) and e5m2
+// (2^-17). 448 * 2^-24 is below that too, and so is 57344 * 2^-40; the latter's factor takes two products.
+template <Element E>
+struct Factor {
+  static constexpr int32_t kLeast = E == Element::kE5M2 ? -40 : -24;
+  uint32_t first, second;
+  Factor() = default;
+  __device__ explicit Factor(int32_t d) {
+    d = max(d, kLeast);
+    first = half_power(E == Element::kE5M2 ? d / 2 : d), second = half_power(d - d / 2);
+  }
+  // Of two neighbours.
+  __device__ Factor(const Factor& lo, const Factor& hi)
+      : first(lo.first | hi.first << 16), second(lo.second | hi.second << 16) {}
+};
+
+template <Element E>
+__device__ __forceinline__ uint32_t scaled_pair(uint32_t codes, const Factor<E>& factor) {
+  if constexpr (E == Element::kE5M2) {
+    const __half2 once = __hmul2(ptx::cvt_f16x2_e5m2x2(codes), *reinterpret_cast<const __half2*>(&factor.first));
+    return ptx::cvt_e5m2x2_f16x2(__hmul2(once, *reinterpret_cast<const __half2*>(&factor.second)));
+  } else {
+    const __half2 v = ptx::cvt_f16x2_e4m3x2(codes);
+    return ptx::cvt_e4m3x2_f16x2(__hmul2(v, *reinterpret_cast<const __half2*>(&factor.first)));
+  }
+}
+
+// The exponents of 8 lines, by the exponent field of their fp32 scales: it is E for the subnormal 2^-127 and NaN too.
+template <bool Columnwise>
+__device__ __forceinline__ void read_line_exponents(int32_t (&out)[8], const AnchorCodes& a, int32_t line) {
+  const int32_t lines = Columnwise ? a.cols : a.rows;
+  const auto* at = reinterpret_cast<const uint32_t*>(a.line_scale) + line;
+  if (line + 8 <= lines) {
+    const uint4 lo = __ldg(reinterpret_cast<const uint4*>(at)), hi = __ldg(reinterpret_cast<const uint4*>(at) + 1);
+    const uint32_t bits[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
+#pragma unroll
+    for (int k = 0; k < 8; ++k) out[k] = bits[k] >> 23;
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < 8; ++k) out[k] = line + k < lines ? __ldg(at + k) >> 23 : 255;  // no block is above it
+}
+
+// The exponents of the blocks of 8 lines.
+template <bool Columnwise>
+__device__ __forceinline__ void read_exponents(int32_t (&out)[8], const AnchorCodes& a, int32_t row, int32_t col) {
+  const int32_t lines = Columnwise ? a.cols : a.rows, line = Columnwise ? col : row;
+  const int32_t line_blocks = ((lines - 1) >> a.outer_log2) + 1, block = (Columnwise ? row : col) >> kBlockLog2;
+  const int64_t width = scale_cols(a);
+  if (a.outer_log2 > 0) {  // one block has all 8
+    const int32_t which = line >> a.outer_log2;
+    const uint32_t e = __ldg(a.scale + (Columnwise ? block * width + which : which * width + block));
+#pragma unroll
+    for (int k = 0; k < 8; ++k) out[k] = e;
+  } else if (Columnwise) {
+    const uint2 v = load8(a.scale + block * width + line, line_blocks - line, a.vector_scales);
+#pragma unroll
+    for (int k = 0; k < 8; ++k) out[k] = byte_of(v, k);
+  } else {
+#pragma unroll
+    for (int k = 0; k < 8; ++k) out[k] = line + k < line_blocks ? __ldg(a.scale + (line + k) * width + block) : 0;
+  }
+}
+
+template <Element E, bool Columnwise>
+__global__ void __launch_bounds__(kThreads, 4) codes_kernel(const AnchorCodes a) {
+  __shared__ uint4 smem[kTile * 8];
+  const Position at;
+  const int32_t tile_cols = (a.cols - 1) / kTile + 1;
+  const int32_t row0 = blockIdx.x / tile_cols * kTile, col0 = blockIdx.x % tile_cols * kTile;
+  const int32_t row = row0 + at.row(), col = col0 + at.col();
+  uint2 v[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint8_t* p = a.data + static_cast<int64_t>(row + i) * a.cols + col;
+    v[i] = row + i < a.rows ? load8(p, a.cols - col, a.vector_load) : make_uint2(0, 0);
+  }
+  if (row < a.rows && col < a.cols) {
+    int32_t own[8], line[8];
+    read_exponents<Columnwise>(own, a, row, col);
+    read_line_exponents<Columnwise>(line, a, Columnwise ? col : row);
+    Factor<E> factor[8];  // rowwise: of a row, twice; columnwise: four, of two columns each
+#pragma unroll
+    for (int k = 0; k < 8; ++k) factor[k] = Factor<E>(own[k] - line[k]);
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      if (!Columnwise) factor[k] = Factor<E>(factor[k], factor[k]);
+      if (Columnwise && k < 4) factor[k] = Factor<E>(factor[2 * k], factor[2 * k + 1]);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+#pragma unroll
+      for (int w = 0; w < 2; ++w) {
+        uint32_t& word = w ? v[i].y : v[i].x;
+        word = scaled_pair<E>(word & 0xFFFF, factor[Columnwise ? 2 * w : i]) |
+               scaled_pair<E>(word >> 16, factor[Columnwise ? 2 * w + 1 : i]) << 16;
+      }
+    }
+  }
+  if (a.transposed) {
+    stage_transposed<false>(v, smem, at);
+    __syncthreads();
+    return flush_transposed<false>(a.out, a.vector_store, row0, col0, a.rows, a.cols, smem);
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (row + i >= a.rows) continue;
+    uint8_t* p = a.out + static_cast<int64_t>(row + i) * a.cols + col;
+    if (a.vector_store && col + 8 <= a.cols) {
+      *reinterpret_cast<uint2*>(p) = v[i];
+    } else {
+      store_bytes(p, v[i].x, v[i].y, a.cols - col);
+    }
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_anchor_codes(const AnchorCodes& a, cudaStream_t stream) {
+  const int64_t line_blocks = (((a.columnwise ? a.cols : a.rows) - 1) >> a.outer_log2) + 1;
+  if (a.columnwise) {
+    const auto blocks = static_cast<unsigned>((line_blocks + kTile - 1) / kTile);
+    col_exponents_kernel<<<blocks, kColumnThreads, 0, stream>>>(a);
+  } else {
+    constexpr int kRows = kThreads / kLanes;
+    row_exponents_kernel<<<static_cast<unsigned>((line_blocks + kRows - 1) / kRows), kThreads, 0, stream>>>(a);
+  }
+  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  const int64_t tiles = static_cast<int64_t>((a.rows - 1) / kTile + 1) * ((a.cols - 1) / kTile + 1);
+  if (tiles > 0x7FFFFFFF) return cudaErrorInvalidConfiguration;
+  const auto blocks = static_cast<unsigned>(tiles);
+  const auto kernel = a.element == Element::kE5M2
+                          ? (a.columnwise ? codes_kernel<Element::kE5M2, true> : codes_kernel<Element::kE5M2, false>)
+                          : (a.columnwise ? codes_kernel<Element::kE4M3, true> : codes_kernel<Element::kE4M3, false>);
+  kernel<<<blocks, kThreads, 0, stream>>>(a);
+  return cudaGetLastError();
+}
+
+}  // namespace fsdp_quant
