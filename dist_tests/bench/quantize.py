@@ -21,13 +21,10 @@ Without a GPU: the PyTorch reference's time a format and direction, encoding and
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import math
 import statistics
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -36,6 +33,17 @@ import torch
 from torch import Tensor
 
 from dist_tests import laws
+from dist_tests.bench.clock import (
+    DeviceClock,
+    DeviceLost,
+    count,
+    extents,
+    facts,
+    first_line,
+    recover,
+    wanted,
+    write,
+)
 from fsdp_quant.formats import (
     COLUMNWISE,
     FORMATS,
@@ -54,91 +62,7 @@ SHAPES = ((8192, 8192), (16384, 4096), (4096, 14336))
 CPU_SHAPES = ((4096, 4096),)
 SMALL = (256, 512)
 HOST_TARGET_US = 15.0
-SPIN_CYCLES = 2_000_000  # about 1 ms
-FLUSH_BYTES = 256 << 20
 L2_MODES = ("rotate", "flush")
-
-
-# Time #
-
-class Sample(NamedTuple):
-    """Median and extremes of one call in microseconds; hidden: the host was ahead in every repeat."""
-
-    us: float
-    lowest: float
-    highest: float
-    hidden: bool
-
-
-class DeviceClock:
-    """Device time of calls, by events on the current stream."""
-
-    def __init__(self, device: torch.device, repeats: int):
-        self.repeats = repeats
-        self.scratch = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
-
-    def wake(self) -> None:
-        """Raise the clocks of an idle device."""
-        for _ in range(2000):
-            self.scratch.zero_()
-        torch.cuda.synchronize()
-
-    def time(self, calls: Sequence[Callable[[], object]], l2: str | None) -> Sample:
-        """One call in microseconds; repeat i makes calls[i % len(calls)].
-
-        l2:  a way to make the L2 cold (see the note above), or None: left as it is.
-        """
-        kept: deque = deque(maxlen=len(calls))  # results live on, so that the next call's buffers are others
-        times, hidden, spin = [], True, SPIN_CYCLES
-        for i in range(-2 * len(calls) - 1, self.repeats):
-            while True:
-                if l2 == "flush":
-                    self.scratch.zero_()
-                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                torch.cuda._sleep(spin)
-                start.record()
-                kept.append(calls[i % len(calls)]())
-                end.record()
-                ahead = not start.query()  # the device still spins, and everything is queued
-                end.synchronize()
-                if ahead or i < 0 or spin >= 8 * SPIN_CYCLES:
-                    break
-                spin *= 2
-            if i >= 0:
-                times.append(start.elapsed_time(end) * 1e3)
-                hidden &= ahead
-        return Sample(statistics.median(times), min(times), max(times), hidden)
-
-    def host(self, call: Callable[[], object], calls: int = 100, rounds: int = 11) -> float:
-        """Host microseconds a call: `calls` of them queued behind a spinning kernel, without synchronization."""
-        for _ in range(calls):
-            call()
-        times = []
-        gc.collect()
-        gc.disable()
-        for _ in range(rounds):
-            torch.cuda.synchronize()
-            torch.cuda._sleep(SPIN_CYCLES)
-            start = time.perf_counter()
-            for _ in range(calls):
-                call()
-            times.append((time.perf_counter() - start) / calls * 1e6)
-        gc.enable()
-        torch.cuda.synchronize()
-        return statistics.median(times)
-
-    def once(self, call: Callable[[], object], repeats: int = 3) -> float:
-        """Microseconds of a long call, launches included."""
-        call()
-        times = []
-        for _ in range(repeats):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3)
-        return statistics.median(times)
 
 
 def num_bytes(tensors: Sequence[Tensor]) -> int:
@@ -414,30 +338,6 @@ SMALL_ROWS = {
 
 # Tables #
 
-class DeviceLost(Exception):
-    """The device answers no more: nothing after this can be measured."""
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-
-
-def _recover() -> None:
-    """Go on after a row that failed, or raise DeviceLost."""
-    for _ in range(2):
-        try:
-            torch.cuda._sleep(1)  # takes the launch error that the row left behind
-            torch.cuda.synchronize()
-            return
-        except Exception as error:  # of any kind: the second one says that the device is lost
-            last = error
-    raise DeviceLost(_first_line(last))
-
-
-def wanted(name: str, filters: Sequence[str]) -> bool:
-    return not filters or any(f in name for f in filters)
-
-
 class Bench:
     """The clock, the options, and everything that was measured (`report`, plain data)."""
 
@@ -478,9 +378,9 @@ class Bench:
             try:
                 self._measure(row, inputs, copy, result)
             except Exception as error:  # of any kind: one row does not cost the others
-                result["error"] = _first_line(error)
+                result["error"] = first_line(error)
                 print(f"{row.name:40} failed: {result['error']}", flush=True)
-                _recover()
+                recover()
         again = self.copy_rates(sources)
         found["copy_gbs_after"] = again
         print(f"copy after the rows: {', '.join(f'{l2} {rate:.0f} GB/s' for l2, rate in again.items())}", flush=True)
@@ -530,9 +430,9 @@ class Bench:
                 for level, call in calls.items():
                     result[f"{level}_host_us"] = self.clock.host(call)
             except Exception as error:  # of any kind: one row does not cost the others
-                result["error"] = _first_line(error)
+                result["error"] = first_line(error)
                 print(f"{name:40} failed: {result['error']}", flush=True)
-                _recover()
+                recover()
                 continue
             over = "  over the target" if result["operator_host_us"] > HOST_TARGET_US else ""
             print(f"{name:40} {result['device_us']:10.1f} {result['operator_host_us']:12.1f} "
@@ -579,12 +479,7 @@ def on_device(args) -> int:
     bench = Bench(clock, device, args)
     clock.wake()
     empty = clock.time([lambda: None], None).us
-    facts = {
-        "device": properties.name, "processors": properties.multi_processor_count, "l2_bytes": properties.L2_cache_size,
-        "torch": torch.__version__, "library": vars(extension.STATUS.build) if extension.STATUS.build else None,
-        "shapes": args.shapes or SHAPES, "empty_us": empty,
-    }
-    bench.report = {**facts, **bench.report}
+    bench.report = {**facts(device), "shapes": args.shapes or SHAPES, "empty_us": empty, **bench.report}
     print(
         f"{properties.name}, {properties.multi_processor_count} processors, L2 of {properties.L2_cache_size >> 20} MiB "
         f"({' and '.join(args.l2)}), torch {torch.__version__}; medians of {clock.repeats}; an empty interval: "
@@ -596,7 +491,7 @@ def on_device(args) -> int:
     except DeviceLost as error:
         lost = bench.report["lost"] = str(error)
     finally:  # also when it is interrupted: what was measured is worth keeping
-        _write(args.json, bench.report)
+        write(args.json, bench.report)
     print(f"\n{bench.summary()}" + (f"; the device was lost: {lost}" if lost else ""))
     return 1 if lost or bench.failed else 0
 
@@ -644,38 +539,17 @@ def on_cpu(args) -> int:
                 found["rows"].append(result)
                 ratios = f"{encode:9.4f} {encode / copy:7.1f} {decode:9.4f} {decode / copy:7.1f}"
                 print(f"{label:14} {direction.value:11} {ratios}", flush=True)
-    _write(args.json, report)
+    write(args.json, report)
     return 0
-
-
-def _write(path: str | None, report: dict) -> None:
-    if path:
-        with open(path, "w") as file:
-            json.dump(report, file, indent=1)
-
-
-def _shape(text: str) -> tuple[int, int]:
-    try:
-        rows, cols = map(int, text.split("x"))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no shape; wanted rows x cols, like 8192x8192") from None
-    if rows < 1 or cols < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is empty")
-    return rows, cols
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no count; wanted 1 or more")
-    return int(text)
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--shapes", type=_shape, nargs="+", help="rows x cols (default: 8192x8192 16384x4096 4096x14336)")
+    shapes_help = "rows x cols (default: 8192x8192 16384x4096 4096x14336)"
+    made.add_argument("--shapes", type=extents("8192x8192"), nargs="+", help=shapes_help)
     made.add_argument("--rows", nargs="+", default=[], help="only rows whose name contains one of these")
     made.add_argument("--json", help="write all numbers to this file")
-    made.add_argument("--repeats", type=_count, help="timed calls a row (default: 25; CPU: 5)")
+    made.add_argument("--repeats", type=count, help="timed calls a row (default: 25; CPU: 5)")
     made.add_argument("--l2", nargs="+", choices=L2_MODES, default=L2_MODES, help="how the L2 is made cold")
     made.add_argument("--reference", action="store_true", help="time the PyTorch reference of each row as well")
     return made
