@@ -5,17 +5,17 @@ Counting is a dictionary increment; `inspection/receipt.py` prints it.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 
 class Counters:
     """Named counters; a key is (what, detail) with a hashable detail."""
 
     def __init__(self):
-        self._counts: dict[str, Counter] = {}
+        self._counts: dict[str, Counter] = defaultdict(Counter)
 
     def add(self, what: str, detail: object, amount: int = 1) -> None:
-        self._counts.setdefault(what, Counter())[detail] += amount
+        self._counts[what][detail] += amount
 
     def of(self, what: str) -> dict[object, int]:
         """A copy of the counts of one kind."""

@@ -19,6 +19,7 @@ Sources: OCP Microscaling Formats (MX) v1.0; OCP 8-bit Floating Point v1.0; PTX 
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from dataclasses import dataclass, is_dataclass, replace
 from dataclasses import fields as fields_of
@@ -26,6 +27,27 @@ from dataclasses import fields as fields_of
 import torch
 
 FLT_MAX = torch.finfo(torch.float32).max
+
+
+def value_class(cls: type) -> type:
+    """A frozen dataclass that computes its hash once: values are the keys of caches that every call reads.
+
+    The hash is not pickled: text hashes differently in another process.
+    """
+    cls = dataclass(frozen=True)(cls)
+    compute = cls.__hash__
+
+    def hash_once(self) -> int:
+        kept = self.__dict__.get("_hash")
+        if kept is None:
+            kept = self.__dict__["_hash"] = compute(self)
+        return kept
+
+    def state(self) -> dict:
+        return {name: field for name, field in self.__dict__.items() if name != "_hash"}
+
+    cls.__hash__, cls.__getstate__ = hash_once, state
+    return cls
 
 
 class Direction(enum.Enum):
@@ -41,11 +63,13 @@ class Direction(enum.Enum):
     def __repr__(self) -> str:
         return self.value
 
+    __hash__ = object.__hash__  # members are single objects, and keys of every call
+
 
 ROWWISE, COLUMNWISE = Direction.ROWWISE, Direction.COLUMNWISE
 
 
-@dataclass(frozen=True)
+@value_class
 class Element:
     """One code's encoding.
 
@@ -79,7 +103,7 @@ SCALE_DTYPE = {"fp32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.uint8}
 ROTATION_BLOCK = 16
 
 
-@dataclass(frozen=True)
+@value_class
 class Format:
     """What the bytes of one storage mean; hashable, compared by value.
 
@@ -171,6 +195,10 @@ class Format:
         return self.element.bits / 8 + shared
 
     def __repr__(self) -> str:
+        return self._text
+
+    @functools.cached_property
+    def _text(self) -> str:
         marks = [self.element.name] if self.name.startswith("fp8") or self.element == E5M2 else []
         marks += ["pow2"] if self.pow2 else []
         marks += ["floor"] if self.scale_rounding == "floor" else []
@@ -234,6 +262,12 @@ def format_of(name: str | Format, **changes) -> Format:
     return replace(fmt, **changes) if changes else fmt
 
 
+@functools.cache
+def anchored_format(fmt: Format, run: int | None) -> Format:
+    """What codes of `fmt` mean once one fp32 power of two serves `run` elements of the contraction (None: all)."""
+    return Format(f"{fmt.name} anchored", fmt.element, (1, run), "fp32", pow2=True)
+
+
 @dataclass(frozen=True)
 class Family:
     """Formats that a recipe uses under one name.
@@ -268,7 +302,7 @@ def family_of(name: str) -> Family:
     return found
 
 
-@dataclass(frozen=True)
+@value_class
 class Encoding:
     """How one direction's bytes are made from high-precision values.
 

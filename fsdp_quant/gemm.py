@@ -9,12 +9,16 @@ Every product is NT in its storages' own axes: a storage presents [outer, contra
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from .counters import counters
-from .formats import check_pair
-from .ops.capability import DOMAINS, arch_of, gemm_domain
+from .formats import IDENTITY, ROWWISE, check_pair
+from .ops import dispatch, native
+from .ops.capability import DOMAINS, arch_of, gemm_domain, operand_layout
+from .ops.layout import ANCHORED_128
 from .ops.reference import bf16_product
 from .storage import Storage
 
@@ -37,16 +41,17 @@ def gemm(
 ) -> Tensor:
     """alpha * a b^T + bias, with a [outer_a, contraction] and b [outer_b, contraction].
 
+    a, b:        in the layout of the domain (`Storage.in_layout`), or compact: brought into it.
     out_dtype:   dtype of the result (default: that of `out`, else a's).
     out:         written instead of a new tensor; with accumulate=True added to, in out's dtype.
     bias:        [outer_b].
     alpha:       fp32 scalar tensor.
     out_amax:    fp32 [1]: raised to the largest magnitude of the result.
-    domain:      "native", "bf16" or "reference" (default: the fastest that computes this pair here).
+    domain:      "native", "anchored", "bf16" or "reference" (default: the fastest that computes this pair here).
     returns:     [outer_a, outer_b].
 
     Raises ValueError for contractions that differ, a rotation on one operand only, an unknown domain, or a
-    domain that cannot compute the pair exactly; StaleWeightError for freed codes.
+    domain that cannot compute the pair; StaleWeightError for freed codes.
     """
     check_pair("gemm", a.fmt, b.fmt, "a", "b")
     for name, storage in (("a", a), ("b", b)):
@@ -56,29 +61,65 @@ def gemm(
                 "direction only; under activation checkpointing of a compiled block set recomputes_forward=True on "
                 "its fq.Linear modules"
             )
-    k_a, k_b = (s.shape[s.direction.contraction_dim] for s in (a, b))
+    (m, k_a), (n, k_b) = (s.shape if s.direction is ROWWISE else s.shape[::-1] for s in (a, b))
     if k_a != k_b:
         raise ValueError(f"gemm contracts {k_a} elements of a ({a.describe()}) with {k_b} of b ({b.describe()})")
+    if a.data.device != b.data.device:
+        raise ValueError(f"gemm operand a is on {a.data.device} and b on {b.data.device}; wanted one device")
     if accumulate and out is None:
         raise ValueError("gemm(accumulate=True) adds to `out`, got out=None")
+    if out is not None and tuple(out.shape) != (m, n):
+        raise ValueError(f"gemm writes [{m}, {n}] to `out`, got {list(out.shape)}")
     out_dtype = out_dtype or (out.dtype if out is not None else a.dtype)
     if domain is None:
-        domain = gemm_domain(a.fmt, b.fmt, out_dtype, arch_of(a.data.device))[0]
+        domain = gemm_domain(a.fmt, b.fmt, a.dtype, arch_of(a.data.device))[0]
+        if domain in ("native", "anchored") and (a.row0 or b.row0):  # rows of a tensor have no layout of their own
+            domain = "bf16" if a.decodes_exactly_to_bf16 and b.decodes_exactly_to_bf16 else "reference"
     if domain not in DOMAINS:
         raise ValueError(f"unknown GEMM domain {domain!r}; known domains: {', '.join(DOMAINS)}")
-    result = _DOMAINS[domain](a, b, out_dtype, bias, alpha)
+    codes = domain in ("native", "anchored") and (a.fmt.is_quantized or b.fmt.is_quantized)
+    if codes:
+        _check_compiled(a, b, domain)
+    over_tokens = ANCHORED_128 in (a.layout, b.layout)
+    a, b = (
+        s.in_layout(operand_layout(s.fmt, other.fmt, domain, over_tokens)) for s, other in ((a, b), (b, a))
+    )
+    if codes and m * n * k_a > 0:
+        result = _multiply(a, b, out_dtype, out, accumulate, bias, alpha)
+    else:
+        result = _DOMAINS[domain](a, b, out_dtype, bias, alpha)
+        if out is not None:
+            result = out.add_(result) if accumulate else out.copy_(result)
     counters.add("gemm", (domain, repr(a.fmt), repr(b.fmt)))
     if out_amax is not None and result.numel():
         torch.maximum(out_amax, result.abs().amax().float(), out=out_amax)
-    if out is None:
-        return result
-    return out.add_(result) if accumulate else out.copy_(result)
+    return result
+
+
+def _check_compiled(a: Storage, b: Storage, domain: str) -> None:
+    arch = arch_of(a.data.device)
+    if gemm_domain(a.fmt, b.fmt, a.dtype, arch)[0] != domain:
+        raise ValueError(
+            f"no compiled kernel multiplies {a.fmt} by {b.fmt} here in the {domain} domain ({arch}); use the bf16 or "
+            "reference domain"
+        )
+
+
+def _multiply(
+    a: Storage, b: Storage, out_dtype: torch.dtype, out: Tensor | None, accumulate: bool, bias: Tensor | None,
+    alpha: Tensor | None,
+) -> Tensor:
+    """Codes in the layout of their domain, by the tensor cores: partial sums in fp32."""
+    for scale in (dispatch.tensor_decode_scale(s.tensor_amax) for s in (a, b) if s.tensor_amax is not None):
+        alpha = scale if alpha is None else alpha * scale
+    operands = (native.Operand(s.data, s.scale, s.operand_format) for s in (a, b))
+    return native.gemm(*operands, out_dtype, out, accumulate, bias, alpha)
 
 
 def _native(a: Storage, b: Storage, out_dtype: torch.dtype, bias: Tensor | None, alpha: Tensor | None) -> Tensor:
-    """Both operands in their own dtype: exactly torch's linear."""
+    """Both operands in their own dtype: exactly torch's linear; or an empty product."""
     if a.fmt.is_quantized or b.fmt.is_quantized:
-        raise ValueError(f"no compiled kernel multiplies {a.fmt} by {b.fmt} here; use the bf16 or reference domain")
+        return _reference(a, b, out_dtype, bias, alpha)
     x, w = a.operand(), b.operand()
     if x.dtype != w.dtype:
         raise ValueError(
@@ -92,7 +133,10 @@ def _native(a: Storage, b: Storage, out_dtype: torch.dtype, bias: Tensor | None,
 
 
 def _bf16(a: Storage, b: Storage, out_dtype: torch.dtype, bias: Tensor | None, alpha: Tensor | None) -> Tensor:
-    """Both operands decoded exactly to bf16, fp32 accumulation; scales that span the contraction multiply after."""
+    """Both operands decoded exactly to bf16, fp32 accumulation; scales that span the contraction multiply after.
+
+    Without scales on a GPU: cuBLAS on the decoded operands, through torch. A tensor's scales go into its alpha.
+    """
     for name, storage in (("a", a), ("b", b)):
         if not storage.decodes_exactly_to_bf16:
             raise ValueError(
@@ -100,6 +144,15 @@ def _bf16(a: Storage, b: Storage, out_dtype: torch.dtype, bias: Tensor | None, a
                 "use the reference domain"
             )
     (x, scale_x), (w, scale_w) = a.factored_operand(), b.factored_operand()
+    factors = [f for f in (scale_x, scale_w, alpha) if f is not None]
+    if native.runs(x) and all(f.numel() == 1 for f in factors) and x.numel() and w.numel():
+        if not factors and out_dtype is torch.bfloat16 and (bias is None or bias.dtype is out_dtype):
+            return torch.nn.functional.linear(x, w, bias)
+        return native.gemm(
+            native.Operand(x, None, IDENTITY), native.Operand(w, None, IDENTITY),
+            torch.float32 if out_dtype is torch.float16 else out_dtype, None, False, bias,
+            functools.reduce(torch.mul, (f.float().view(1) for f in factors)) if factors else None,
+        ).to(out_dtype)
     return _finish(bf16_product(x, w), out_dtype, bias, alpha, scale_x, scale_w)
 
 
@@ -127,4 +180,4 @@ def _finish(
     return y.to(out_dtype)
 
 
-_DOMAINS = {"native": _native, "bf16": _bf16, "reference": _reference}
+_DOMAINS = {"native": _native, "anchored": _native, "bf16": _bf16, "reference": _reference}

@@ -6,15 +6,16 @@ step. One quantizer may serve any number of tensors, and both sides of a hybrid.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 
 import torch
 from torch import Tensor
 
-from .formats import COLUMNWISE, E2M1, ROWWISE, Direction, Encoding, Format, format_of
+from .formats import COLUMNWISE, E2M1, ROWWISE, Direction, Encoding, Format, format_of, value_class
 from .ops import dispatch
+from .ops.layout import COMPACT
 from .scaling import DelayedScaling
 from .storage import Storage
 from .tensor.quantized_tensor import QuantizedTensor
@@ -23,7 +24,7 @@ FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 COLUMNWISE_SOURCES = ("original", "rowwise_dequantized")
 
 
-@dataclass(frozen=True)
+@value_class
 class Quantizer:
     """Format, scaling and rounding of one direction.
 
@@ -92,7 +93,7 @@ class Quantizer:
         return "+".join(marks)
 
 
-@dataclass(frozen=True)
+@value_class
 class HybridQuantizer:
     """One quantizer a direction; the two may have different formats.
 
@@ -149,6 +150,11 @@ class HybridQuantizer:
         return sides
 
     @cached_property
+    def _columnwise_again(self) -> Encoding:
+        """The codes of a storage that serves both directions, to be laid out for the columnwise one."""
+        return self.columnwise.encoding(COLUMNWISE)
+
+    @cached_property
     def delayed_directions(self) -> tuple[Direction, ...]:
         """Directions that are encoded with delayed scaling, each with a history of its own."""
         return tuple(d for d in self.encodings if self.side(d).is_delayed)
@@ -166,26 +172,36 @@ class HybridQuantizer:
 
     def storages(
         self, x: Tensor, directions=tuple(Direction), *, key: Tensor | None = None,
-        factors: dict[Direction, Tensor] | None = None,
+        factors: dict[Direction, Tensor] | None = None, layouts: dict[Direction, str] | None = None,
+        guard: Tensor | None = None,
     ) -> tuple[dict[Direction, Storage], dict[Direction, Tensor]]:
         """Storages of x [rows, cols] for these directions, in one operation over x, and the amaxes seen.
 
         key:      int64 [5] (`ops.rng.KEY_FIELDS`), for stochastic rounding.
         factors:  fp32 [1] a direction from the history of a delayed side (0: no history yet).
+        layouts:  of the results, by direction (`ops.layout`); None: compact.
+        guard:    int64 [2, 2]: what anchored results count is added.
         returns:  (direction -> Storage, direction of a delayed side -> fp32 [1, 1] amax).
         """
-        wanted = [d for d in self.encodings if d in directions or (d is ROWWISE and len(self.encodings) == 1)]
-        if self.is_derived and COLUMNWISE in directions and ROWWISE not in wanted:
-            wanted = [ROWWISE, *wanted]
-        encodings = [self.encodings[d] for d in wanted]
-        encs = [factors.get(d) for d in wanted] if factors else None
-        encoded = dispatch.encode(x, encodings, None, keys=[key] * len(wanted), encs=encs)
-        made = {d: Storage.of(r, e, x.shape, x.dtype) for d, r, e in zip(wanted, encoded, encodings)}
-        amaxes = {d: r.amax for d, r in zip(wanted, encoded) if self.side(d).is_delayed}
+        layouts = layouts or {}
+        encodings = {d: e for d, e in self.encodings.items() if d in directions}
+        if COLUMNWISE in directions and COLUMNWISE not in encodings and self.columnwise is not None:
+            if self.one_storage and layouts.get(COLUMNWISE, COMPACT) != COMPACT:
+                encodings[COLUMNWISE] = self._columnwise_again
+            else:
+                encodings = {ROWWISE: self.encodings[ROWWISE], **encodings}
+        source = {d: d if d in self.encodings else ROWWISE for d in encodings}  # whose history scales it
+        encoded = dispatch.encode(
+            x, list(encodings.values()), None, keys=[key] * len(encodings),
+            encs=[factors.get(source[d]) for d in encodings] if factors else None,
+            layouts=[layouts.get(d, COMPACT) for d in encodings] if layouts and not self.is_derived else None, guard=guard,
+        )
+        made = {d: Storage.of(r, e, x.shape, x.dtype) for (d, e), r in zip(encodings.items(), encoded)}
+        amaxes = {source[d]: r.amax for d, r in zip(encodings, encoded) if self.side(d).is_delayed}
         if COLUMNWISE in directions and COLUMNWISE not in made and self.columnwise is not None:
-            row = made[ROWWISE]
+            row = made[ROWWISE].in_layout(COMPACT)
             made[COLUMNWISE] = row.as_direction(COLUMNWISE) if self.one_storage else self.derive_columnwise(row, key=key)
-        return {d: s for d, s in made.items() if d in directions}, amaxes
+        return {d: s.in_layout(layouts.get(d, COMPACT)) for d, s in made.items() if d in directions}, amaxes
 
     def quantize(self, x: Tensor, *, key: Tensor | None = None) -> QuantizedTensor:
         """Quantize a tensor that no other rank shares.

@@ -64,6 +64,8 @@ class Recipe:
     backward_override:    None; "high_precision": the backward multiplies the original values; "dequantized": it
                           multiplies what the forward decoded. grad_output is not quantized in either.
     accuracy:             "fast", or "exact": only domains that decode exactly.
+    anchor_tolerance:     share of an operand's nonzero blocks that may lie more than 2^9 below their line's exponent
+                          before its product leaves the anchored domain, at a step boundary.
     save_original_input:  None: what the plan says; True: the input is saved and quantized again in the backward.
     strict:               what runs is what the plan says, or it raises; False warns once and counts.
     require_native:       refuse products that no tensor core computes, when the recipe is applied.
@@ -76,6 +78,7 @@ class Recipe:
     arguments: tuple[tuple[str, object], ...] = ()
     backward_override: str | None = None
     accuracy: str = "fast"
+    anchor_tolerance: float = 0.01
     save_original_input: bool | None = None
     strict: bool = True
     require_native: bool = False

@@ -16,8 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .formats import ROWWISE, Direction, Encoding, Format, format_of
+from .formats import ROWWISE, Direction, Encoding, Format, anchored_format, format_of, round_up
 from .ops import dispatch, layout, reference
+from .ops.capability import arch_of
+from .ops.layout import ANCHORED, ANCHORED_128, COMPACT, NATIVE
 
 
 class Placement(enum.Enum):
@@ -54,8 +56,9 @@ class Storage:
     tensor_amax:  fp32 [1], of the whole tensor, for two-level formats.
     dtype:        what `dequantize()` returns by default.
     row0:         global index of the first row: the block grid is the global tensor's.
+    layout:       how the buffers lie (`ops.layout`): compact (see the note above), or as a product reads them.
 
-    Invariant: every buffer is compact (see the note above), and nothing else is needed to decode.
+    Invariant: a storage that travels or rests is compact, and nothing else is needed to decode.
     """
 
     fmt: Format
@@ -66,12 +69,14 @@ class Storage:
     tensor_amax: Tensor | None
     dtype: torch.dtype
     row0: int = 0
+    layout: str = COMPACT
 
     @classmethod
     def of(cls, encoded: dispatch.Encoded, encoding: Encoding, shape, dtype: torch.dtype, row0: int = 0) -> Storage:
         """The storage over freshly encoded buffers."""
         return cls(
-            encoding.fmt, encoding.direction, tuple(shape), encoded.data, encoded.scale, encoded.tensor_amax, dtype, row0
+            encoding.fmt, encoding.direction, tuple(shape), encoded.data, encoded.scale, encoded.tensor_amax, dtype, row0,
+            encoded.layout,
         )
 
     # The buffer protocol #
@@ -149,6 +154,12 @@ class Storage:
 
         A rotated storage stays rotated.
         """
+        if self.layout in (ANCHORED, ANCHORED_128):
+            values = replace(self, fmt=self.operand_format, direction=ROWWISE, shape=tuple(self.data.shape), layout=COMPACT,
+                             scale=self._anchored_scales(), row0=0).decode(dtype)
+            return values if self.direction is ROWWISE else values.t()
+        if self.layout != COMPACT:
+            return self.in_layout(COMPACT).decode(dtype)
         return dispatch.decode(
             self.data, self.scale, self.tensor_amax, self.fmt, self.direction, self.padded_shape[1], self.row0, dtype
         )
@@ -177,13 +188,47 @@ class Storage:
         if self.fmt.scale_leaves_contraction:
             scale, outside = None, self.scale.flatten()
         elif self.tensor_amax is not None:
-            outside = reference.tensor_decode_scale(self.tensor_amax)
+            outside = dispatch.tensor_decode_scale(self.tensor_amax)
         values = dispatch.decode(
             self.data, scale, None, self.fmt, self.direction, self.padded_shape[1], self.row0, torch.bfloat16
         )
         return (values if self.direction is ROWWISE else values.t()), outside
 
     # GEMM layout #
+
+    def in_layout(self, wanted: str) -> Storage:
+        """The same storage with its buffers as `wanted` (`ops.layout`) says; itself where they lie so, or are not quantized.
+
+        Raises ValueError for what compact codes are not made into (exponents for 128 elements come from the values).
+        """
+        if wanted == self.layout or not self.fmt.is_quantized:
+            return self
+        if self.layout == NATIVE:
+            operand = GemmOperand(self.data, self.scale, None)
+            compact = replace(self.from_gemm_layout(operand, arch_of(self.data.device)), layout=COMPACT)
+            return compact.in_layout(wanted)
+        if self.layout != COMPACT or wanted not in (NATIVE, ANCHORED):
+            raise ValueError(f"{self.describe()} in {self.layout} layout has no {wanted} layout; quantize it so")
+        self._check_whole()
+        if wanted == NATIVE:
+            data, scale, _ = self.to_gemm_layout(arch_of(self.data.device))
+        else:
+            data, scale = dispatch.anchor_codes(self.data, self.scale, self.fmt, self.direction)
+        return replace(self, data=data, scale=scale, layout=wanted)
+
+    @property
+    def operand_format(self) -> Format:
+        """What the codes and scales mean as the operand of a product: anchored ones have scales of lines."""
+        if self.layout not in (ANCHORED, ANCHORED_128):
+            return self.fmt
+        return anchored_format(self.fmt, 128 if self.layout == ANCHORED_128 else None)
+
+    def _anchored_scales(self) -> Tensor:
+        """fp32 scales of an anchored operand as those of a rowwise storage [outer, contraction]."""
+        lines = self.data.shape[0]
+        if self.layout == ANCHORED:
+            return self.scale.view(-1, 1)
+        return self.scale.view(-1, round_up(lines, 4))[:, :lines].t().contiguous()
 
     def to_gemm_layout(self, arch: str) -> GemmOperand:
         """Buffers as the tensor cores of `arch` read them, padding zero.
@@ -197,15 +242,18 @@ class Storage:
         """
         if arch not in ("sm_90a", "sm_100a"):
             raise NotImplementedError(f"no GEMM layout for {arch!r}; layouts exist for sm_90a and sm_100a")
-        if self.row0:
-            raise ValueError(f"{self.describe()} is a shard from row {self.row0}; a GEMM layout is of a whole tensor")
+        self._check_whole()
         data, scale = self.data, self.scale
         if self.direction is not ROWWISE:
             data = dispatch.transpose_codes(data, *self.padded_shape, self.fmt)
         if scale is not None:
             scale = self._scale_to_gemm_layout(scale, arch)
-        decode = None if self.tensor_amax is None else reference.tensor_decode_scale(self.tensor_amax)
+        decode = None if self.tensor_amax is None else dispatch.tensor_decode_scale(self.tensor_amax)
         return GemmOperand(data, scale, decode)
+
+    def _check_whole(self) -> None:
+        if self.row0:
+            raise ValueError(f"{self.describe()} is a shard from row {self.row0}; a GEMM layout is of a whole tensor")
 
     def _scale_to_gemm_layout(self, scale: Tensor, arch: str) -> Tensor:
         """scale: compact [block rows, block cols]."""
@@ -231,6 +279,7 @@ class Storage:
             b0, b1 = self.fmt.block
             blocks = 1 if b1 is None else -(-contraction // b1)
             outer_blocks = 1 if b0 is None else -(-outer // b0)
+            scale = scale.reshape(self._gemm_scale_shape(outer, outer_blocks, blocks, arch))
             if self.fmt.scale_leaves_contraction:
                 scale = scale[:, None]
             elif self.fmt.scale == "fp32":
@@ -238,8 +287,15 @@ class Storage:
             elif arch == "sm_100a":
                 scale = layout.unswizzle_128x4(scale, outer, blocks)[::b0]
             scale = scale[:outer_blocks]
-            scale = (scale if self.direction is ROWWISE else scale.t()).contiguous()
+            scale = (scale if self.direction is ROWWISE else scale.t()).clone(memory_format=torch.contiguous_format)
         return self.with_buffers({"data": data, **({} if scale is None else {"scale": scale})})
+
+    def _gemm_scale_shape(self, outer: int, outer_blocks: int, blocks: int, arch: str) -> tuple[int, ...]:
+        if self.fmt.scale_leaves_contraction or (self.fmt.scale != "fp32" and arch == "sm_100a"):
+            return (-1,)
+        if self.fmt.scale == "fp32":
+            return (blocks, round_up(outer, 4)) if self.fmt.block[0] == 1 else (outer_blocks, round_up(blocks, 4))
+        return (outer_blocks, blocks)
 
     # Text and pickling #
 
@@ -253,14 +309,16 @@ class Storage:
         fields = {f: getattr(self.fmt, f) for f in self.fmt.__dataclass_fields__ if f not in ("element", "name")}
         return _rebuild_storage, (
             self.fmt.name, self.fmt.element.name, fields, self.direction.value, tuple(self.shape),
-            self.data, self.scale, self.tensor_amax, self.dtype, self.row0,
+            self.data, self.scale, self.tensor_amax, self.dtype, self.row0, self.layout,
         )
 
 
-def _rebuild_storage(name, element, fields, direction, shape, data, scale, tensor_amax, dtype, row0) -> Storage:
+def _rebuild_storage(
+    name, element, fields, direction, shape, data, scale, tensor_amax, dtype, row0, layout=COMPACT
+) -> Storage:
     fields = {**fields, "block": tuple(fields["block"])}
     fmt = format_of(name, element=element, **fields)
-    return Storage(fmt, Direction(direction), tuple(shape), data, scale, tensor_amax, dtype, row0)
+    return Storage(fmt, Direction(direction), tuple(shape), data, scale, tensor_amax, dtype, row0, layout)
 
 
 def scale_placement(fmt: Format, direction: Direction, chunk: int | None) -> Placement:

@@ -189,7 +189,7 @@ def encode(
 ) -> list[dispatch.Encoded]:
     """`dispatch.encode`, and a failure where the reference would stand in for a kernel."""
     for e in encodings:
-        assert native.encodes(x, e, row0), f"no kernel encodes {e} of {list(x.shape)} {x.dtype} from row {row0}"
+        assert native.runs(x) and native.encodes(e, x.dtype, row0 % native.TILE == 0), f"no kernel encodes {e} of {list(x.shape)} {x.dtype} from row {row0}"
     return dispatch.encode(x, encodings, stats, row0, [key] * len(encodings), encs, dtype)
 
 
@@ -200,7 +200,7 @@ def both(name: str) -> list[Encoding]:
 
 def gemm_operand(x: Tensor, encoding: Encoding, arch: str, key: Tensor | None):
     """`Storage.to_gemm_layout` of the reference's storage, made on the CPU."""
-    on_cpu = dispatch.Encoded(*(None if t is None else t.cpu() for t in encoded(x, encoding, key=key)))
+    on_cpu = dispatch.Encoded(*(None if t is None else t.cpu() for t in encoded(x, encoding, key=key)[:4]))
     return Storage.of(on_cpu, encoding, x.shape, x.dtype).to_gemm_layout(arch)
 
 

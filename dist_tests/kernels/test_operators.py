@@ -259,7 +259,7 @@ def test_a_tensor_of_another_device_is_refused():
         run(x, row)
     with pytest.raises(NotImplementedError, match="CPU"):
         native.statistics(x, [row], 0, False)
-    assert not native.encodes(x, row)
+    assert not native.runs(x)
 
 
 def test_errors_of_statistics_and_of_anchors_say_what_was_got():

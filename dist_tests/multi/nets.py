@@ -77,7 +77,7 @@ class WholeWeightLinear(nn.Linear):
     def forward(self, x):
         y, _, _ = torch.ops.fsdp_quant.linear(
             x, self.weight, self.bias, self._plan.key, self.weight.requires_grad and torch.is_grad_enabled(),
-            STEP.on(x.device), self._ids, [], [], []
+            STEP.on(x.device), self._ids, None, [], [], []
         )
         return y
 
@@ -123,8 +123,8 @@ def recorded_weights():
     seen = []
     original = linear_op._weight_storage
 
-    def recording(weight, hybrid, direction, plan, dtype):
-        storage = original(weight, hybrid, direction, plan, dtype)
+    def recording(weight, direction, plan, *options):
+        storage = original(weight, direction, plan, *options)
         seen.append((direction, storage.map(torch.clone), type(weight).__name__))
         return storage
 

@@ -117,9 +117,11 @@ def test_domain_is_a_function_of_shared_facts():
         ("identity", "identity", torch.float32, "cpu", "native"),
         ("mxfp8", "mxfp8", torch.bfloat16, "cpu", "reference"),
         ("mxfp8", "nvfp4", torch.bfloat16, "sm_80", "bf16"),
-        ("mxfp8", "nvfp4", torch.float32, "sm_80", "reference"),
+        ("mxfp8", "nvfp4", torch.float32, "sm_80", "bf16"),
+        ("identity", "nvfp4", torch.float32, "sm_80", "reference"),
         ("identity", "mxfp8", torch.bfloat16, "sm_80", "bf16"),
-        ("fp8_row", "mxfp8", torch.float16, "sm_80", "reference"),
+        ("fp8_row", "mxfp8", torch.float16, "sm_80", "bf16"),
+        ("fp8_row", "mxfp8", torch.float16, "cpu", "reference"),
     ]
     for a, b, dtype, arch, want in cases:
         domain, reason = gemm_domain(FORMATS[a], FORMATS[b], dtype, arch)
@@ -128,6 +130,36 @@ def test_domain_is_a_function_of_shared_facts():
     domain, reason = gemm_domain(plain, FORMATS["mxfp8"], torch.bfloat16, "sm_80")
     assert domain == "reference" and "fp8_1x128" in reason
     assert arch_of(torch.device("cpu")) == "cpu"
+
+
+def test_tensor_cores_multiply_the_pairs_that_they_can():
+    """Otherwise a product is planned for a unit that refuses it in step 1, or runs slower than it could."""
+    cases = {
+        "sm_90a": {
+            "native": [("fp8_tensor", "fp8_tensor"), ("fp8_row", "fp8_tensor"), ("fp8_row", "fp8_row"), ("fp8_1x128", "fp8_128x128"),
+                       ("fp8_1x128", "fp8_1x128")],
+            "anchored": [("mxfp8", "mxfp8"), ("mxfp8", "mxfp8_32x32"), ("mxfp8", "fp8_row"), ("fp8_tensor", "mxfp8")],
+            "bf16": [("fp8_128x128", "fp8_128x128"), ("mxfp8", "fp8_1x128"), ("nvfp4", "nvfp4_16x16"), ("mxfp8", "nvfp4"),
+                     ("fp8_row", "identity")],
+        },
+        "sm_100a": {
+            "native": [("fp8_tensor", "fp8_tensor"), ("mxfp8", "mxfp8"), ("mxfp8", "mxfp8_32x32"), ("nvfp4", "nvfp4_16x16")],
+            "bf16": [("fp8_row", "fp8_row"), ("mxfp8", "nvfp4"), ("fp8_1x128", "fp8_1x128")],
+        },
+    }
+    for arch, domains in cases.items():
+        for want, pairs in domains.items():
+            for pair in pairs:
+                for a, b in (pair, pair[::-1]):
+                    formats = FORMATS[a], FORMATS[b]
+                    assert gemm_domain(*formats, torch.bfloat16, arch, compiled=True)[0] == want, (arch, a, b)
+                    exact = gemm_domain(*formats, torch.bfloat16, arch, exact=True, compiled=True)[0]
+                    assert exact == ("bf16" if want == "anchored" else want), (arch, a, b)
+    e5m2 = format_of("fp8_tensor", element="e5m2")
+    assert gemm_domain(e5m2, FORMATS["fp8_tensor"], torch.bfloat16, "sm_90a", compiled=True)[0] == "native"
+    assert gemm_domain(e5m2, e5m2, torch.bfloat16, "sm_90a", compiled=True)[0] == "bf16"
+    floor = format_of("mxfp8", scale_rounding="floor")
+    assert gemm_domain(floor, floor, torch.bfloat16, "sm_90a", compiled=True)[0] == "bf16"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])

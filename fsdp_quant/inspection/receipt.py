@@ -16,6 +16,7 @@ class Receipt:
     quantize:    (format, direction, implementation) -> how many.
     collectives: amax all-reduces, by what they served.
     departures:  what ran although the plan did not print it (strict=False), by kind.
+    moved:       products that the anchoring guard moved to the bf16 domain: (module, product, what was counted).
     """
 
     gemms: dict
@@ -23,6 +24,7 @@ class Receipt:
     quantize: dict
     collectives: dict
     departures: dict
+    moved: dict
 
     @property
     def gathered_bytes(self) -> int:
@@ -52,12 +54,14 @@ class Receipt:
         lines += [f"quantize {n:>12,}  {fmt} {d} ({how})" for (fmt, d, how), n in sorted(self.quantize.items())]
         lines += [f"amax all-reduce {n:>5,}  {what}" for what, n in sorted(self.collectives.items())]
         lines += [f"departure {n:>11,}  {what}" for what, n in sorted(self.departures.items())]
+        lines += [f"moved from anchored to bf16: {module} {product}, {why}" for module, product, why in sorted(self.moved)]
         return "\n".join(lines) or "nothing ran"
 
 
 def receipt() -> Receipt:
     """What ran on this rank since the last `reset_receipt()`."""
-    return Receipt(*(counters.of(kind) for kind in ("gemm", "gather", "quantize", "amax all-reduce", "departure")))
+    kinds = ("gemm", "gather", "quantize", "amax all-reduce", "departure", "moved")
+    return Receipt(*map(counters.of, kinds))
 
 
 def reset_receipt() -> None:

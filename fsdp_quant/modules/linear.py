@@ -16,7 +16,8 @@ from ..scaling import AmaxHistory
 from ..tensor import torch_compat
 from ..tensor.master_weight import MasterWeight, WeightState, inner_of, wrap
 from ..tensor.torch_compat import local_of
-from .linear_op import slot_ids, weight_state
+from .guard import guard_of
+from .linear_op import linear, slot_ids, weight_state
 from .plan import PRODUCTS, GemmPlan, build_plan
 
 
@@ -32,6 +33,7 @@ class Linear(nn.Linear):
     """
 
     recomputes_forward: bool | None = None
+    _guard: Tensor | None = None
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, device=None, dtype=None,
@@ -80,9 +82,9 @@ class Linear(nn.Linear):
         histories = self._histories(owner, plan, "input", device)
         of_grad = self._histories(owner, plan, "grad_output", device)
         save = weight.requires_grad and torch.is_grad_enabled()
-        y, _, amaxes = torch.ops.fsdp_quant.linear(
-            x, weight, self.bias, plan.key, save, STEP.on(device), self._ids, [h.enc for h in histories],
-            [h.enc for h in of_grad], [h.amaxes for h in of_grad if self.training],
+        y, amaxes = linear(
+            x, weight, self.bias, plan.key, save, STEP.on(device), self._ids, self._guard_on(plan, device),
+            [h.enc for h in histories], [h.enc for h in of_grad], [h.amaxes for h in of_grad if self.training],
         )
         if records:
             if owner is not None and not weight.requires_grad:
@@ -97,6 +99,10 @@ class Linear(nn.Linear):
         if owner is None or not hybrid.delayed_directions:
             return []
         return [owner.history(self._name, slot, d, hybrid.side(d)).to(device) for d in hybrid.delayed_directions]
+
+    def _guard_on(self, plan: GemmPlan, device: torch.device) -> Tensor | None:
+        """Where the quantizers of anchored products count; None where nothing is anchored."""
+        return guard_of(self, device) if plan.is_anchored and arch_of(device) == "sm_90a" else None
 
     def _overriding_plan(self, override: Autocast) -> GemmPlan:
         recipe, recomputed = override.recipe, torch_compat.checkpoint_hook()

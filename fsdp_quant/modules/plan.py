@@ -6,14 +6,15 @@ takes no Python objects and a compiled graph must be the same for equal layers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
-from ..formats import COLUMNWISE, ROWWISE, Direction, Format, canonical_text, check_pair
-from ..ops.capability import gemm_domain
+from ..formats import COLUMNWISE, ROWWISE, Direction, Format, canonical_text, check_pair, value_class
+from ..ops import native
+from ..ops.capability import arch_of, gemm_domain, operand_layout
+from ..ops.layout import ANCHORED, ANCHORED_128, COMPACT
 from ..quantizer import HybridQuantizer
 from ..recipe import Recipe, Role
 
@@ -35,12 +36,30 @@ PRODUCTS = (
 )
 
 
-@dataclass(frozen=True)
+class Resolved(NamedTuple):
+    """A plan on one device and for one dtype.
+
+    domains:  of fprop, dgrad and wgrad.
+    layouts:  slot -> direction -> how its product reads the storage (`ops.layout`).
+    saved:    which storage of the input the backward keeps, where it keeps one.
+    steps:    slot -> how it is quantized and multiplied in one call, or None.
+    counted:  what the products count as (`counters`): domain and both formats.
+    """
+
+    domains: tuple[str, str, str]
+    layouts: dict[str, dict[Direction, str]]
+    saved: Direction
+    steps: dict[str, native.Step | None]
+    counted: tuple[tuple[str, str, str], ...]
+
+
+@value_class
 class GemmPlan:
     """Quantizers of the three slots, and what the backward keeps of the input.
 
     saves:  "input": the original tensor (identity backward, or re-quantized from it); "columnwise" or "rowwise":
             that storage only.
+    moved:  products that the anchoring guard moved to a domain that decodes exactly.
     """
 
     input: HybridQuantizer
@@ -48,6 +67,8 @@ class GemmPlan:
     grad_output: HybridQuantizer
     saves: str
     compute_dtype: torch.dtype | None
+    accuracy: str = "fast"
+    moved: tuple[str, ...] = ()
 
     @cached_property
     def key(self) -> str:
@@ -67,8 +88,51 @@ class GemmPlan:
         return self.operand(*product.a), self.operand(*product.b)
 
     def domain(self, product: Product, dtype: torch.dtype, arch: str) -> tuple[str, str]:
-        """(domain, reason) of one product that returns `dtype` on `arch`."""
-        return gemm_domain(*self.pair(product), dtype, arch)
+        """(domain, reason) of one product of `dtype` activations on `arch`."""
+        exact = self.accuracy == "exact" or product.name in self.moved
+        return gemm_domain(*self.pair(product), dtype, arch, exact)
+
+    def resolved(self, dtype: torch.dtype, device: torch.device) -> Resolved:
+        """What products of `dtype` activations on `device` need to know, made once."""
+        key = (dtype, device)
+        if key not in self._resolved:
+            arch = arch_of(device)
+            slots = ("input", "weight", "grad_output")
+            layouts = {s: {d: self._layout(s, d, dtype, arch) for d in Direction} for s in slots}
+            laid_out = self.input.one_storage and layouts["input"][COLUMNWISE] != COMPACT
+            domains = tuple(self.domain(p, dtype, arch)[0] for p in PRODUCTS)
+            self._resolved[key] = Resolved(
+                domains, layouts,
+                COLUMNWISE if self.saves == "columnwise" or laid_out else ROWWISE,
+                {slot: self._step(slot, layouts[slot], dtype) for slot in ("input", "grad_output")},
+                tuple((domain, *map(repr, self.pair(p))) for domain, p in zip(domains, PRODUCTS)),
+            )
+        return self._resolved[key]
+
+    def _step(self, slot: str, layouts: dict[Direction, str], dtype: torch.dtype) -> native.Step | None:
+        hybrid = self.hybrid(slot)
+        anchors = any(n in (ANCHORED, ANCHORED_128) for n in layouts.values())
+        if hybrid.is_derived or (anchors and dtype is not torch.bfloat16):  # anchors are made of bf16 values
+            return None
+        return native.step_of(*(hybrid.side(d).encoding(d) for d in Direction), *(layouts[d] for d in Direction))
+
+    @cached_property
+    def _resolved(self) -> dict:
+        return {}
+
+    def _layout(self, slot: str, direction: Direction, dtype: torch.dtype, arch: str) -> str:
+        product = next(p for p in PRODUCTS if (slot, direction) in (p.a, p.b))
+        other = product.b if product.a == (slot, direction) else product.a
+        if self.hybrid(slot).is_derived and direction is ROWWISE:
+            return COMPACT  # what the columnwise storage is made from
+        over_tokens = product.name == "wgrad" and dtype is torch.bfloat16  # anchors of 128 are made of bf16 values
+        domain = self.domain(product, dtype, arch)[0]
+        return operand_layout(self.operand(slot, direction), self.operand(*other), domain, over_tokens)
+
+    @cached_property
+    def is_anchored(self) -> bool:
+        """Some product may be anchored, so that its guard counts."""
+        return any(self.domain(p, torch.bfloat16, "sm_90a")[0] == "anchored" for p in PRODUCTS)
 
 
 def plan_of(key: str) -> GemmPlan:
@@ -96,7 +160,10 @@ def build_plan(recipe: Recipe, name: str, arch: str | None = None, module_type: 
                 f"{name}: stochastic rounding of weights makes training diverge and is refused; round gradients "
                 "(grad_output) stochastically instead"
             )
-    plan = GemmPlan(**slots, saves=_saved(slots["input"], recipe.save_original_input), compute_dtype=recipe.compute_dtype)
+    plan = GemmPlan(
+        **slots, saves=_saved(slots["input"], recipe.save_original_input), compute_dtype=recipe.compute_dtype,
+        accuracy=recipe.accuracy,
+    )
     for product in PRODUCTS:
         check_pair(f"{name}: {product.name}", *plan.pair(product), _label(product.a), _label(product.b))
     if recipe.require_native and arch is not None:

@@ -7,10 +7,20 @@ import functools
 import torch
 
 from ..formats import Format
+from . import extension
+from .layout import ANCHORED, ANCHORED_128, COMPACT, NATIVE
 
-# Fastest first. native: the device multiplies the pair as it is. bf16: both operands decode exactly to
-# bf16 and a bf16 GEMM multiplies them. reference: decoded to fp32, the definition.
-DOMAINS = ("native", "bf16", "reference")
+# Fastest first. native: the tensor cores multiply the pair as it is. anchored: e8m0 blocks are re-expressed against one
+# exponent a line, and multiplied as 8-bit operands with scales of lines. bf16: both operands decode exactly to bf16 and
+# a bf16 GEMM multiplies them. reference: decoded to fp32, the definition.
+DOMAINS = ("native", "anchored", "bf16", "reference")
+
+# What one exponent serves, by the operand's scale. Pairs of fp32 scales that sm_90a multiplies: cuBLASLt, "narrow
+# precision data types".
+_TENSOR, _LINE, _1X128, _128X128 = (None, None), (1, None), (1, 128), (128, 128)
+_HOPPER_PAIRS = {
+    frozenset({_TENSOR}), frozenset({_LINE}), frozenset({_TENSOR, _LINE}), frozenset({_1X128}), frozenset({_1X128, _128X128}),
+}
 
 
 @functools.cache
@@ -26,18 +36,66 @@ def arch_of(device: torch.device) -> str:
     return _cuda_arch(device.index if device.index is not None else torch.cuda.current_device())
 
 
-def gemm_domain(a: Format, b: Format, dtype: torch.dtype, arch: str) -> tuple[str, str]:
-    """(domain, reason) of a product that returns `dtype` on `arch`.
+def _multiplies(a: Format, b: Format, arch: str) -> bool:
+    """The tensor cores of `arch` multiply the two as they are."""
+    if a.rotated != b.rotated or a.element.bits != b.element.bits or a.element.name == b.element.name == "e5m2":
+        return False
+    if arch == "sm_90a":
+        return a.scale == b.scale == "fp32" and frozenset({a.block, b.block}) in _HOPPER_PAIRS
+    if arch != "sm_100a":
+        return False
+    if a.scale == b.scale == "fp32":
+        return a.block == b.block == _TENSOR
+    return a.scale == b.scale and {a.block[1], b.block[1]} == {32 if a.scale == "e8m0" else 16}
+
+
+def _anchors(fmt: Format) -> bool:
+    """One exponent a line can take the place of this format's block scales."""
+    return fmt.scale == "e8m0" and fmt.block[1] == 32 and fmt.scale_rounding == "up"
+
+
+def _is_anchored(a: Format, b: Format, arch: str) -> bool:
+    lines = [_anchors(f) or (f.scale == "fp32" and f.block in (_TENSOR, _LINE)) for f in (a, b)]
+    e5m2 = a.element.name == b.element.name == "e5m2"
+    return arch == "sm_90a" and all(lines) and (_anchors(a) or _anchors(b)) and not e5m2
+
+
+@functools.cache
+def gemm_domain(
+    a: Format, b: Format, dtype: torch.dtype, arch: str, exact: bool = False, compiled: bool = extension.is_loaded()
+) -> tuple[str, str]:
+    """(domain, reason) of a product of `dtype` tensors on `arch`; exact: not a domain that changes operands.
 
     A pure function of facts that every rank shares, so that all ranks plan alike.
     """
     if not a.is_quantized and not b.is_quantized:
         return "native", f"{str(dtype).removeprefix('torch.')} operands"
-    if dtype is not torch.bfloat16:
-        return "reference", f"the result is {str(dtype).removeprefix('torch.')}"
+    if a.is_quantized and b.is_quantized and compiled:
+        if _multiplies(a, b, arch):
+            return "native", f"{arch} multiplies them, accumulated in fp32"
+        if _is_anchored(a, b, arch) and not exact:
+            return "anchored", f"one exponent a line: 8-bit operands on {arch}"
     for fmt in (a, b):
         if fmt.is_quantized and not fmt.decodes_exactly_to_bf16:
             return "reference", f"{fmt} does not decode exactly to bf16"
+    if dtype is not torch.bfloat16 and (arch == "cpu" or not (a.is_quantized and b.is_quantized)):
+        return "reference", f"the result is {str(dtype).removeprefix('torch.')}"
     if arch == "cpu":
         return "reference", "no low-precision matrix unit on a CPU"
-    return "bf16", f"no compiled kernel multiplies {a} by {b} on {arch}"
+    if exact and compiled and _is_anchored(a, b, arch):
+        return "bf16", "anchoring is off: accuracy='exact', or its guard moved this product"
+    missing = "" if compiled else ": the compiled operators are off"
+    return "bf16", f"no compiled kernel multiplies {a} by {b} on {arch}{missing}"
+
+
+def operand_layout(a: Format, b: Format, domain: str, over_tokens: bool) -> str:
+    """The layout (`ops.layout`) in which a product of this domain reads its operand a, for the pair (a, b).
+
+    over_tokens:  the product contracts tokens, where an exponent serves 128 of them: over all, one token that is far
+                  larger than the others would cost them their last bits.
+    """
+    if not a.is_quantized or domain not in ("native", "anchored"):
+        return COMPACT
+    if domain == "native" or not _anchors(a):
+        return NATIVE
+    return ANCHORED_128 if over_tokens and _anchors(b) else ANCHORED

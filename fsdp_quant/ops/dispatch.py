@@ -6,6 +6,7 @@ reads the tensor once. `dtype` is what the encoder sees: values are rounded to i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,8 +14,11 @@ import torch
 from torch import Tensor
 
 from ..counters import counters
-from ..formats import Direction, Encoding, Format
+from ..formats import ROWWISE, Direction, Encoding, Format
 from . import layout, native, reference
+from .layout import ANCHORED, ANCHORED_128, COMPACT, NATIVE
+
+_ANCHOR_RUNS = {ANCHORED: None, ANCHORED_128: 128}
 
 
 class Statistics(NamedTuple):
@@ -31,18 +35,68 @@ class Encoded(NamedTuple):
     scale: Tensor | None
     tensor_amax: Tensor | None
     amax: Tensor | None
+    layout: str = COMPACT
+
+
+class _Route(NamedTuple):
+    """Which encodings of one call a kernel makes: indices in its list."""
+
+    taken: tuple[int, ...]
+    rest: tuple[int, ...]
+
+
+@functools.cache
+def _route_of(encodings: tuple[Encoding, ...], dtype: torch.dtype | None, whole_tiles: bool) -> _Route:
+    """dtype: of values on a device where kernels run; None where none do. whole_tiles: row0 begins a tile."""
+    taken = [i for i, e in enumerate(encodings) if dtype is not None and native.encodes(e, dtype, whole_tiles)]
+    if len({encodings[i].direction for i in taken}) < len(taken):
+        taken = taken[:1]  # a kernel makes one of each direction
+    return _Route(tuple(taken), tuple(i for i in range(len(encodings)) if i not in taken))
 
 
 def _split(
-    x: Tensor, encodings: Sequence[Encoding], dtype: torch.dtype | None, row0: int
-) -> tuple[list[int], list[int], Tensor, bool]:
-    """(indices that a kernel makes, indices that the reference makes, x as the kernel reads it, rounded to bf16 there)."""
+    x: Tensor, encodings: tuple[Encoding, ...], dtype: torch.dtype | None, row0: int
+) -> tuple[_Route, Tensor, bool]:
+    """(who makes what, x as the kernel reads it, rounded to bf16 there)."""
     through_bf16 = x.dtype is torch.float32 and dtype is torch.bfloat16
     values = x if through_bf16 else _as(x, dtype)
-    taken = [i for i, e in enumerate(encodings) if native.encodes(values, e, row0)]
-    if len({encodings[i].direction for i in taken}) < len(taken):
-        taken = taken[:1]  # a kernel makes one of each direction
-    return taken, [i for i in range(len(encodings)) if i not in taken], values, through_bf16
+    runs = native.runs(values) and values.numel() > 0
+    return _route_of(encodings, values.dtype if runs else None, row0 % native.TILE == 0), values, through_bf16
+
+
+class _Laid(NamedTuple):
+    """The calls that make what a kernel makes in the layouts that are wanted: indices, and what the calls are told."""
+
+    anchored: tuple[int, ...]
+    anchored_encodings: tuple[Encoding, ...]
+    anchor_runs: tuple[int | None, ...]
+    anchored_turned: tuple[bool, ...]
+    plain: tuple[int, ...]
+    plain_encodings: tuple[Encoding, ...]
+    turned: tuple[bool, ...]
+    scale_layouts: tuple[int, ...]
+    layouts: tuple[str, ...]
+
+
+@functools.cache
+def _laid_of(
+    encodings: tuple[Encoding, ...], taken: tuple[int, ...], layouts: tuple[str, ...] | None, can_anchor: bool,
+    whole: bool, native_scales: int,
+) -> _Laid:
+    layouts = layouts or (COMPACT,) * len(encodings)
+    anchored = tuple(i for i in taken if can_anchor and layouts[i] in _ANCHOR_RUNS and not encodings[i].stochastic)
+    plain = tuple(i for i in taken if i not in anchored)
+    laid = [whole and layouts[i] == NATIVE for i in plain]
+
+    def turns(i: int) -> bool:
+        return encodings[i].direction is not ROWWISE
+
+    return _Laid(
+        anchored, tuple(encodings[i] for i in anchored), tuple(_ANCHOR_RUNS[layouts[i]] for i in anchored),
+        tuple(map(turns, anchored)), plain, tuple(encodings[i] for i in plain),
+        tuple(n and turns(i) for i, n in zip(plain, laid)), tuple(native_scales if n else native.COMPACT for n in laid),
+        tuple(NATIVE if n else COMPACT for n in laid),
+    )
 
 
 def _as(x: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -53,7 +107,7 @@ def statistics(
     x: Tensor, encodings: Sequence[Encoding], row0: int = 0, dtype: torch.dtype | None = None
 ) -> list[Statistics]:
     """Block and tensor amaxes of x [rows, cols] for each encoding; `row0` places x in the global tensor."""
-    taken, rest, values, through_bf16 = _split(x, encodings, dtype, row0)
+    (taken, rest), values, through_bf16 = _split(x, tuple(encodings), dtype, row0)
     results: dict[int, Statistics] = {}
     if taken:
         made = native.statistics(values, [encodings[i] for i in taken], row0, through_bf16)
@@ -71,19 +125,37 @@ def encode(
     keys: Sequence[Tensor | None] | None = None,
     encs: Sequence[Tensor | None] | None = None,
     dtype: torch.dtype | None = None,
+    layouts: Sequence[str] | None = None,
+    guard: Tensor | None = None,
 ) -> list[Encoded]:
     """Codes and scales of x [rows, cols]; one result an encoding.
 
-    stats:  shared by every rank that holds a part of the tensor; None: x is the whole tensor.
-    keys:   int64 [5] an encoding (`rng.KEY_FIELDS`), for stochastic rounding.
-    encs:   fp32 [1] an encoding, for delayed scaling: the factor of a history, 0 while there is none.
+    stats:    shared by every rank that holds a part of the tensor; None: x is the whole tensor.
+    keys:     int64 [5] an encoding (`rng.KEY_FIELDS`), for stochastic rounding.
+    encs:     fp32 [1] an encoding, for delayed scaling: the factor of a history, 0 while there is none.
+    layouts:  how each result is wanted (`ops.layout`); where no kernel makes it so, it is compact, and says so.
+    guard:    int64 [2, 2], rowwise and columnwise: what anchored results count is added (`reference.anchored`).
     """
-    taken, rest, values, through_bf16 = _split(x, encodings, dtype, row0)
+    encodings = tuple(encodings)
+    (taken, rest), values, through_bf16 = _split(x, encodings, dtype, row0)
     results: dict[int, Encoded] = {}
     if taken:
-        chosen = [[of[i] for i in taken] if of is not None else None for of in (stats, keys, encs)]
-        made = native.quantize(values, [encodings[i] for i in taken], row0, through_bf16, *chosen)
-        results = {i: Encoded(*m) for i, m in zip(taken, made)}
+        can_anchor = stats is None and row0 == 0 and (through_bf16 or values.dtype is torch.bfloat16)
+        wanted = tuple(layouts) if layouts else None
+        calls = _laid_of(encodings, taken, wanted, can_anchor, row0 == 0, native.scale_layout(values) if wanted else 0)
+        if calls.anchored:
+            made, _ = native.quantize_anchored(
+                values, calls.anchored_encodings, calls.anchor_runs, through_bf16, calls.anchored_turned, guard
+            )
+            for i, (data, scale) in zip(calls.anchored, made):
+                results[i] = Encoded(data, _anchored_scale(scale, layouts[i]), None, None, layouts[i])
+        if calls.plain:
+            chosen = [[of[i] for i in calls.plain] if of is not None else None for of in (stats, keys, encs)]
+            made = native.quantize(
+                values, calls.plain_encodings, row0, through_bf16, *chosen, calls.turned, calls.scale_layouts
+            )
+            for i, one, laid in zip(calls.plain, made, calls.layouts):
+                results[i] = Encoded(*one, laid)
     for i in rest:
         e, prepared = encodings[i], reference.prepared(_as(x, dtype), encodings[i])
         amax, tensor_amax = stats[i] if stats is not None else reference.statistics(prepared, e, row0)
@@ -96,6 +168,11 @@ def encode(
         if e.fmt.is_quantized:
             counters.add("quantize", (e.fmt.name, e.direction.value, "native" if i in taken else "reference"))
     return [results[i] for i in range(len(encodings))]
+
+
+def _anchored_scale(scale: Tensor, wanted: str) -> Tensor:
+    """fp32 scales of runs as a product reads them: [lines], or [runs, lines rounded up to 4] of the columnwise runs."""
+    return scale.flatten() if wanted == ANCHORED else layout.pad_to(scale, 1, 4)
 
 
 def decode(
@@ -111,6 +188,11 @@ def decode(
     return _as(reference.decode(data, scale, tensor_amax, fmt, direction, cols, row0), dtype)
 
 
+def tensor_decode_scale(tensor_amax: Tensor) -> Tensor:
+    """fp32 [1]: the second-level decode scale of a two-level format (`reference.tensor_decode_scale`)."""
+    return native.tensor_decode_scale(tensor_amax) if native.runs(tensor_amax) else reference.tensor_decode_scale(tensor_amax)
+
+
 # GEMM layouts #
 
 def transpose_codes(data: Tensor, rows: int, cols: int, fmt: Format) -> Tensor:
@@ -118,6 +200,15 @@ def transpose_codes(data: Tensor, rows: int, cols: int, fmt: Format) -> Tensor:
     if fmt.is_quantized and native.runs(data):
         return native.transpose_codes(data, rows, cols, fmt.element.bits)
     return layout.repack_nibbles(data, rows, cols) if fmt.element.bits == 4 else data.t().contiguous()
+
+
+def anchor_codes(data: Tensor, scale: Tensor, fmt: Format, direction: Direction) -> tuple[Tensor, Tensor]:
+    """Compact e8m0 codes as an operand [outer, contraction] with one fp32 scale a line (`reference.anchored_codes`)."""
+    turned = direction is not ROWWISE
+    if native.runs(data):
+        return native.anchor_codes(data, scale, fmt, direction, turned)
+    codes, line_scale = reference.anchored_codes(data, scale, fmt, direction)
+    return (codes.t().contiguous() if turned else codes), line_scale
 
 
 def swizzle_scales(scale: Tensor, outer: int, outer_block: int, transposed: bool) -> Tensor:

@@ -15,6 +15,11 @@ from ..formats import ceil_div
 
 TILE_ROWS, TILE_COLS = 128, 4
 
+# How the buffers of a storage lie. compact: see `Storage`. The others are operands [outer, contraction] as tensor cores
+# read them: native with the format's own scales; anchored (e8m0 formats) with one fp32 scale a line, [outer], or one for
+# 128 of its elements, [contraction / 128, outer].
+COMPACT, NATIVE, ANCHORED, ANCHORED_128 = "compact", "native", "anchored", "anchored 128"
+
 
 def pad_to(x: Tensor, rows: int, cols: int) -> Tensor:
     """x [m, n] zero-padded so that m is a multiple of `rows` and n of `cols`."""

@@ -11,10 +11,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..formats import ROTATION_BLOCK, ROWWISE, Direction, Encoding, Format, ceil_div, round_up
+from ..formats import ROTATION_BLOCK, ROWWISE, Direction, Encoding, Format, anchored_format, ceil_div, round_up
 from . import extension
+from .capability import arch_of
+from .layout import ANCHORED, ANCHORED_128, NATIVE
 
 ELEMENTS = {"e4m3": 1, "e5m2": 2, "e2m1": 3}
 COMPACT, HOPPER, BLACKWELL = 0, 1, 2
@@ -82,11 +85,14 @@ def runs(x: Tensor) -> bool:
     return x.is_cuda and extension.runs_on(x.device) is None
 
 
-def encodes(x: Tensor, encoding: Encoding, row0: int = 0) -> bool:
-    """A kernel makes this encoding of x [rows, cols]; the reference makes what is left."""
-    if not runs(x) or x.numel() == 0 or x.dtype not in FLOATING or why_not(encoding.fmt) is not None:
+def encodes(encoding: Encoding, dtype: torch.dtype, whole_tiles: bool = True) -> bool:
+    """A kernel makes this encoding of values of a dtype, where kernels run; the reference makes what is left.
+
+    whole_tiles:  the first row begins a tile of the global tensor: rows that a rotation mixes are together.
+    """
+    if dtype not in FLOATING or why_not(encoding.fmt) is not None:
         return False
-    return not (encoding.fmt.rotated and encoding.direction is not ROWWISE and row0 % TILE)
+    return whole_tiles or not (encoding.fmt.rotated and encoding.direction is not ROWWISE)
 
 
 def supported(fmt: Format, device: torch.device) -> dict[str, str | None]:
@@ -96,6 +102,11 @@ def supported(fmt: Format, device: torch.device) -> dict[str, str | None]:
     return {
         "quantize": reason, "statistics": reason, "dequantize": reason, "transpose": reason, "swizzle": reason or blackwell,
     }
+
+
+def scale_layout(x: Tensor) -> int:
+    """How the tensor cores where x is read scales."""
+    return SCALE_LAYOUTS.get(arch_of(x.device), COMPACT)
 
 
 # Quantize #
@@ -115,11 +126,14 @@ class _Call(NamedTuple):
 
 
 @functools.cache
-def _call_of(encodings: tuple[Encoding, ...], transposed: tuple[bool, ...] | None = None, layout: int = COMPACT) -> _Call:
+def _call_of(
+    encodings: tuple[Encoding, ...], transposed: tuple[bool, ...] | None = None, layouts: tuple[int, ...] | None = None
+) -> _Call:
     row = col = 0
     eps, places = [0.0, 0.0], [None, None]
     for i, e in enumerate(encodings):
-        side, d = side_of(e, transposed[i] if transposed else False, layout), int(e.direction is not ROWWISE)
+        side = side_of(e, transposed[i] if transposed else False, layouts[i] if layouts else COMPACT)
+        d = int(e.direction is not ROWWISE)
         row, col = (side, col) if d == 0 else (row, side)
         eps[d], places[d] = e.eps, i
     return _Call(row, col, *eps, tuple(places))
@@ -139,15 +153,17 @@ def statistics(x: Tensor, encodings: Sequence[Encoding], row0: int, through_bf16
 def quantize(
     x: Tensor, encodings: Sequence[Encoding], row0: int, through_bf16: bool,
     stats: Sequence[tuple] | None, keys: Sequence[Tensor | None] | None, encs: Sequence[Tensor | None] | None,
-    transposed: Sequence[bool] | None = None, layout: int = COMPACT,
+    transposed: Sequence[bool] | None = None, layout: int | Sequence[int] = COMPACT,
 ) -> list[tuple]:
     """(data, scale, tensor_amax or None, amax or None) of each encoding (one a direction), in one read of x.
 
     stats:       (amax, tensor_amax) an encoding, or None: taken from x.
     encs:        fp32 [1], delayed scaling; 0 where there is no history yet.
     transposed:  codes of a columnwise side as [cols, rows], what a Hopper tensor core reads.
+    layout:      of the scales: COMPACT, HOPPER or BLACKWELL; one for all, or one an encoding.
     """
-    call = _call_of(tuple(encodings), tuple(transposed) if transposed else None, layout)
+    layouts = (layout,) * len(encodings) if isinstance(layout, int) else tuple(layout)
+    call = _call_of(tuple(encodings), tuple(transposed) if transposed else None, layouts)
     known = [None] * 8
     for d, i in enumerate(call.places):
         if i is not None:
@@ -170,11 +186,21 @@ def quantize(
 
 def quantize_anchored(
     x: Tensor, encodings: Sequence[Encoding], anchor_blocks: Sequence[int | None], through_bf16: bool = False,
+    transposed: Sequence[bool] | None = None, counts: Tensor | None = None,
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """(codes, fp32 scales) of each e8m0 encoding, and the guard's counts int64 [2, 2]; see `reference.anchored`."""
-    call = _call_of(tuple(encodings))
+    """(codes, fp32 scales) of each e8m0 encoding, and the guard's counts int64 [2, 2]; see `reference.anchored`.
+
+    transposed:  codes of a columnwise side as [cols, rows].
+    counts:      int64 [2, 2] that the guard adds to, and that is returned; None: new ones.
+    """
+    call = _call_of(tuple(encodings), tuple(transposed) if transposed else None)
     runs = [0 if i is None else anchor_blocks[i] or 0 for i in call.places]
-    *made, counts = _ops.quantize_anchored(_rows(x), call.row, call.col, *runs, None, None, through_bf16)
+    args = (_rows(x), call.row, call.col, *runs, None, None, through_bf16)
+    if counts is None:
+        *made, counts = _ops.quantize_anchored.default(*args)
+    else:
+        sides = _ops.quantize_anchored.counted(*args, counts)
+        made = [t for d, i in enumerate(call.places) if i is not None for t in sides[2 * d : 2 * d + 2]]
     order = [i for i in call.places if i is not None]
     results = {i: (made[2 * n], made[2 * n + 1]) for n, i in enumerate(order)}
     return [results[i] for i in range(len(encodings))], counts
@@ -189,12 +215,138 @@ def dequantize(
     return _ops.dequantize(data, scale, tensor_amax, side, direction is not ROWWISE, cols, row0, dtype)
 
 
+def tensor_decode_scale(tensor_amax: Tensor) -> Tensor:
+    return _ops.tensor_decode_scale(tensor_amax)
+
+
 def transpose_codes(data: Tensor, rows: int, cols: int, bits: int) -> Tensor:
     return _ops.transpose_codes(data, rows, cols, bits)
 
 
 def swizzle_scales(scale: Tensor, outer: int, outer_block: int, transposed: bool) -> Tensor:
     return _ops.swizzle_scales(scale, outer, outer_block, transposed)
+
+
+def anchor_codes(
+    data: Tensor, scale: Tensor, fmt: Format, direction: Direction, transposed: bool
+) -> tuple[Tensor, Tensor]:
+    """`reference.anchored_codes`; transposed: the codes as [cols, rows]."""
+    return _ops.anchor_codes(data, scale, side_of(Encoding(fmt, direction)), direction is not ROWWISE, transposed)
+
+
+# Products #
+
+_SCALINGS = {("fp32", (None, None)): 1, ("fp32", (1, None)): 2, ("fp32", (1, 128)): 3, ("fp32", (128, 128)): 4}
+_BYTE_SCALINGS = {"e8m0": 5, "e4m3": 6}
+
+
+@functools.cache
+def kind_of(fmt: Format) -> int:
+    """A format as the operand of a product: element | scaling << 3."""
+    if not fmt.is_quantized:
+        return 0
+    return ELEMENTS[fmt.element.name] | (_BYTE_SCALINGS.get(fmt.scale) or _SCALINGS[fmt.scale, fmt.block]) << 3
+
+
+class Operand(NamedTuple):
+    """What a product reads of one side: [outer, contraction] codes or 16-bit values, their scales, the format of both."""
+
+    data: Tensor
+    scale: Tensor | None
+    fmt: Format
+
+
+def _fitting(o: Operand, outer_multiple: int) -> Operand:
+    """Zeros behind the codes' rows and columns, where a product takes multiples; rows start at multiples of 16 bytes."""
+    outer, width = o.data.shape
+    pad_outer, pad_width = -outer % outer_multiple, -width % 16
+    data, scale = o.data, o.scale
+    if pad_outer or pad_width:
+        data = F.pad(data, (0, pad_width, 0, pad_outer))
+    elif data.stride(0) % 16 or data.storage_offset() % 16:
+        data = data.clone(memory_format=torch.contiguous_format)
+    if pad_outer and o.fmt.scale == "fp32" and o.fmt.block[0] == 1:
+        if o.fmt.block[1] is None:
+            scale = F.pad(scale, (0, pad_outer))
+        else:
+            scale = F.pad(scale.view(-1, round_up(outer, 4))[:, :outer], (0, pad_outer)).contiguous()
+    if scale is not None and scale.storage_offset() * scale.element_size() % 16:
+        scale = scale.clone()
+    return Operand(data, scale, o.fmt)
+
+
+def gemm(
+    a: Operand, b: Operand, out_dtype: torch.dtype, out: Tensor | None, accumulate: bool, bias: Tensor | None,
+    alpha: Tensor | None,
+) -> Tensor:
+    """alpha * a b^T + bias, or that added to `out`; partial sums of 8-bit codes are promoted to fp32."""
+    m, n, codes = a.data.shape[0], b.data.shape[0], a.fmt.is_quantized
+    if codes:
+        a, b = _fitting(a, 16 if a.fmt.block[1] == 128 else 1), _fitting(b, 16)
+    fits = (a.data.shape[0], b.data.shape[0]) == (m, n)
+    out_dtype = out.dtype if out is not None else out_dtype
+    later = None  # a bias that the product cannot add
+    if bias is not None and (not fits or bias.dtype is not out_dtype or (codes and out_dtype is torch.float32)):
+        bias, later = None, bias
+    if bias is not None and bias.storage_offset() * bias.element_size() % 16:
+        bias = bias.clone()
+    operands = (a.data, b.data, a.scale, b.scale, kind_of(a.fmt), kind_of(b.fmt))
+    if out is not None and fits and later is None:
+        _ops.gemm_out(out, *operands, accumulate, bias, alpha)
+        return out
+    y = _ops.gemm(*operands, out_dtype if later is None else torch.float32, bias, alpha)
+    if not fits:
+        y = y[:m, :n].contiguous()
+    if later is not None:
+        y = (y + later.float()).to(out_dtype)
+    if out is None:
+        return y
+    return out.add_(y) if accumulate else out.copy_(y)
+
+
+class Step(NamedTuple):
+    """How one tensor of a layer is quantized and multiplied in one call: see csrc/api/linear.cpp."""
+
+    row: int
+    col: int
+    row_eps: float
+    col_eps: float
+    runs: tuple[int, ...]
+    row_kind: int
+    col_kind: int
+
+
+def step_of(row: Encoding, col: Encoding, row_layout: str, col_layout: str) -> Step | None:
+    """The call for these layouts of both sides; None where there is none: 4 bits, random bits, or sides of two domains."""
+    anchored = {ANCHORED: 0, ANCHORED_128: 128}
+    runs = tuple(anchored[n] for n in (row_layout, col_layout) if n in anchored)
+    native = row_layout == col_layout == NATIVE
+    if not (native or len(runs) == 2) or row.stochastic or col.stochastic or row.fmt.tensor_scale or col.fmt.tensor_scale:
+        return None
+    sides = (side_of(e, turned, HOPPER if native else COMPACT) for e, turned in ((row, False), (col, True)))
+    formats = (operand_format(e.fmt, runs[i : i + 1]) for i, e in enumerate((row, col)))
+    return Step(*sides, row.eps, col.eps, runs, *map(kind_of, formats))
+
+
+def operand_format(fmt: Format, run: tuple[int, ...]) -> Format:
+    """The format of an operand; run: () or the elements that share an anchor (0: the whole contraction)."""
+    return anchored_format(fmt, run[0] or None) if run else fmt
+
+
+def quantize_multiply(
+    x: Tensor, step: Step, encs: Sequence[Tensor | None], guard: Tensor | None, row_b: Operand | None, col_b: Operand | None,
+    bias: Tensor | None, makes_row: bool, makes_col: bool,
+) -> list[Tensor]:
+    """The products of x's sides that are asked for, then data, scale (and amax, of scales of whole lines) of each side made.
+
+    x:      [rows, cols], multiples of 16 both, as are the rows of row_b and col_b.
+    row_b:  [N, cols]: x.rowwise row_b^T + bias.  col_b: [K, rows]: x.columnwise col_b^T. In the layout of their product.
+    """
+    return _ops.quantize_multiply(
+        _rows(x), step.row if makes_row else 0, step.col if makes_col else 0, step.row_eps, step.col_eps, *encs, step.runs,
+        guard, step.row_kind, step.col_kind, *(row_b[:2] if row_b else (None, None)), kind_of(row_b.fmt) if row_b else 0,
+        *(col_b[:2] if col_b else (None, None)), kind_of(col_b.fmt) if col_b else 0, bias, x.dtype,
+    )
 
 
 # Fake implementations: shapes alone, for torch.compile #
@@ -247,6 +399,12 @@ def _fake_anchored(x, row, col, row_run, col_run, row_anchor, col_anchor, throug
     return [*made, x.new_empty((2, 2), dtype=torch.int64)]
 
 
+def _fake_counted(x, row, col, *args):
+    *made, _ = _fake_anchored(x, row, col, *args[:-1])
+    none = [x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)]
+    return (*([] if row else none), *made, *([] if col else none))
+
+
 def _fake_statistics(x, row, col, row0, through_bf16):
     made = []
     for side, columnwise in _sides(row, col):
@@ -268,14 +426,22 @@ FAKES = {
     "quantize": _fake_quantize,
     "quantize_out": lambda *args: None,
     "quantize_anchored": _fake_anchored,
+    "quantize_anchored.counted": _fake_counted,
     "statistics": _fake_statistics,
     "quantize_group": lambda *args: None,
     "statistics_group": _fake_statistics_group,
     "dequantize": lambda data, scale, tensor_amax, side, columnwise, cols, row0, dtype: data.new_empty(
         (data.shape[0], cols), dtype=dtype),
+    "tensor_decode_scale": lambda tensor_amax: tensor_amax.new_empty(1),
     "transpose_codes": lambda data, rows, cols, bits: data.new_empty((cols, ceil_div(rows, 2) if bits == 4 else rows)),
     "swizzle_scales": _fake_swizzle,
+    "anchor_codes": lambda data, scale, side, columnwise, transposed: (
+        data.new_empty(data.shape[::-1] if transposed else data.shape),
+        data.new_empty(data.shape[1 if columnwise else 0], dtype=torch.float32)),
     "relayout_group": lambda *args: None,
+    "gemm": lambda a, b, a_scale, b_scale, a_kind, b_kind, out_dtype, *rest, **options: a.new_empty(
+        (a.shape[0], b.shape[0]), dtype=out_dtype),
+    "gemm_out": lambda *args, **options: None,
 }
 if extension.is_loaded():
     for _name, _fake in FAKES.items():

@@ -337,6 +337,26 @@ def anchored(
     return codes.contiguous(), power_of_two(anchor), torch.stack(((nonzero & (below > 9)).sum(), nonzero.sum()))
 
 
+def anchored_codes(data: Tensor, scale: Tensor, fmt: Format, direction: Direction) -> tuple[Tensor, Tensor]:
+    """Codes of e8m0 blocks that exist, re-expressed against one exponent for each line of the whole contraction.
+
+    data:     uint8 [rows, cols], elements of 8 bits.
+    scale:    e8m0, compact.
+    returns:  (codes uint8 [rows, cols], fp32 scales [lines]).
+
+    An element q of a block with exponent e becomes q * 2^(e - E), E = max(e) over its line: rounded a second time where
+    that is subnormal, else the same number. A NaN block makes its line NaN; a line without blocks has E = 0.
+    """
+    dim = direction.contraction_dim
+    exponents = F.pad(scale, (0, 1) if dim else (0, 0, 0, 1))  # E of no blocks is 0
+    highest = exponents.amax(dim, keepdim=True)
+    below = scale.to(torch.int32) - highest.to(torch.int32)
+    factor = power_of_two((127 + below).clamp(min=0))  # every element times 2^-127 is zero
+    codes = _cast(_scaled(decode_codes(data, fmt, data.shape[1]), factor, fmt, direction, 0), fmt.element)
+    lines = power_of_two(highest.flatten()).repeat_interleave(fmt.block[0])[: data.shape[1 - dim]]
+    return codes.contiguous(), lines
+
+
 def _inverse(code: Tensor) -> Tensor:
     """Biased exponent of the encode factor of a biased e8m0 exponent."""
     return torch.where(code == 255, 255, 254 - code.to(torch.int32))

@@ -20,6 +20,7 @@ from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding
 from ..gemm import StaleWeightError
 from ..ops import dispatch
 from ..ops.dispatch import Encoded, Statistics
+from ..ops.layout import COMPACT, NATIVE
 from ..scaling import AmaxHistory, RowCuts
 from ..storage import Storage
 from .aten_table import AtenTable, aten
@@ -57,9 +58,10 @@ class WeightState:
         self.managed = None  # this weight under fully_shard (torch_compat.ManagedParam)
         self._statistics: tuple[object, dict[Direction, Statistics]] = (None, {})
         self._codes: tuple[object, dict[Direction, Encoded]] = (None, {})
+        self._whole: tuple[object, dict[Direction, Storage]] = (None, {})
 
     def __getstate__(self) -> dict:
-        drop = ("gathered", "managed", "_statistics", "_codes")
+        drop = ("gathered", "managed", "_statistics", "_codes", "_whole")
         return {k: v for k, v in self.__dict__.items() if k not in drop} | {"pending": True}
 
     def __setstate__(self, state: dict) -> None:
@@ -137,8 +139,52 @@ class WeightState:
         quantizer = self.quantizer.side(direction)
         return self.history(self.name, "weight", direction, quantizer).to(device) if quantizer.is_delayed else None
 
-    def whole_storage(self, weight: MasterWeight, direction: Direction, dtype: torch.dtype) -> Storage:
-        """The storage of a weight that no one shards, for a GEMM in `dtype`."""
+    def whole_storage(
+        self, weight: MasterWeight, direction: Direction, dtype: torch.dtype,
+        layouts: dict[Direction, str] | None = None, both: bool = False,
+    ) -> Storage:
+        """The storage of a weight that no one shards, for a GEMM in `dtype`: made once a version.
+
+        layouts:  how its products read both directions (`ops.layout`); None: compact.
+        both:     the other direction follows: one read of the master makes both.
+        """
+        wanted = layouts[direction] if layouts is not None else COMPACT
+        version = (weight.version, dtype)
+        if self._whole[0] != version:
+            self._whole = (version, {})
+        storages = self._whole[1]
+        if direction in storages and storages[direction].layout == wanted:
+            return storages[direction]
+        if wanted == COMPACT:
+            return self._compact_storage(weight, direction, dtype)  # `encode` keeps it, or it is no work to make again
+        quantizers = [self.quantizer.side(d) for d in Direction]
+        if both and not self.quantizer.is_derived and all(q.fmt.is_quantized for q in quantizers):
+            self._lay_out(weight, dtype, layouts, storages)
+        else:
+            storages[direction] = self._compact_storage(weight, direction, dtype).in_layout(wanted)
+            if not self.quantizer.one_storage:
+                self._codes[1].pop(direction, None)  # the compact codes have served
+        return storages[direction]
+
+    def _lay_out(self, weight: MasterWeight, dtype: torch.dtype, layouts: dict[Direction, str], storages: dict) -> None:
+        """Both operands of a weight in one read of it. Anchors come from the codes, as they do in a gather."""
+        q = self.quantizer
+        encodings = {d: q.side(d).encoding(d) for d in Direction}
+        of = {d: ROWWISE if q.one_storage else d for d in Direction}  # whose history scales it
+        histories = {d: self._delayed_history(d, weight.device) for d in {*of.values()}}
+        encs = [None if histories[of[d]] is None else histories[of[d]].enc for d in Direction]
+        made = dispatch.encode(
+            weight.inner, list(encodings.values()), None, encs=encs, dtype=self.encoded_dtype(encodings[ROWWISE], dtype),
+            layouts=[NATIVE if layouts[d] == NATIVE else COMPACT for d in Direction],
+        )
+        for (d, encoding), encoded in zip(encodings.items(), made):
+            storages[d] = Storage.of(encoded, encoding, weight.shape, dtype).in_layout(layouts[d])
+            if of[d] is d:
+                counters.add("weight encode", (self.name, d.value))
+                if histories[d] is not None:
+                    histories[d].record(encoded.amax)
+
+    def _compact_storage(self, weight: MasterWeight, direction: Direction, dtype: torch.dtype) -> Storage:
         q = self.quantizer
         cuts = RowCuts((0, weight.shape[0]))
 
@@ -169,6 +215,21 @@ class _Mutations:
     """How often a storage was written through the dispatcher; compared by identity."""
 
     count = 0
+
+
+class _Shared:
+    """A state as torch.compile keeps it beside a graph: its copies are the same state, and equal."""
+
+    def __init__(self, state: WeightState):
+        self.state = state
+
+    def __deepcopy__(self, memo) -> _Shared:
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Shared) and self.state is other.state
+
+    __hash__ = None
 
 
 class MasterWeight(FSDPHooks, Tensor):
@@ -222,11 +283,11 @@ class MasterWeight(FSDPHooks, Tensor):
         self._inner, self._mutations, self._copied_version = value, _Mutations(), (None, None)
 
     def __tensor_flatten__(self):
-        return ["_inner"], self._state
+        return ["_inner"], _Shared(self._state)
 
     @staticmethod
-    def __tensor_unflatten__(inner, state, outer_size, outer_stride) -> MasterWeight:
-        return MasterWeight(inner["_inner"], state)
+    def __tensor_unflatten__(inner, shared, outer_size, outer_stride) -> MasterWeight:
+        return MasterWeight(inner["_inner"], shared.state)
 
     def __deepcopy__(self, memo) -> MasterWeight:
         copied = MasterWeight(copy.deepcopy(self._inner, memo), copy.deepcopy(self._state, memo))

@@ -16,7 +16,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["alloc_storage", "free_storage", "tree_map_only"]
+__all__ = ["alloc_storage", "foreach_zero_", "free_storage", "tree_map_only"]
+
+foreach_zero_ = torch._foreach_zero_
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,17 @@ def managed_params_of(model: nn.Module) -> list[ManagedParam]:
 
 def backward_is_running() -> bool:
     """Inside the autograd engine: a forward here is an activation being recomputed."""
-    return torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def stream_of(device: torch.device) -> tuple[int, bool]:
+    """The current stream of a CUDA device, and whether it captures a graph."""
+    return torch._C._cuda_getCurrentRawStream(device.index), torch.cuda.is_current_stream_capturing()
+
+
+def dispatch_is_watched() -> bool:
+    """Operators are traced, or seen by a dispatch mode (fake tensors, selective checkpointing, a counter)."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def checkpoint_hook() -> object | None:

@@ -1,0 +1,135 @@
+"""Codes that exist, against one exponent for each line: what they change, and what they leave."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from dist_tests import laws
+from fsdp_quant.formats import COLUMNWISE, Direction, Encoding, Format, format_of
+from fsdp_quant.ops import reference
+
+BF16 = torch.bfloat16
+FORMATS = [format_of(name, element=element) for name in ("mxfp8", "mxfp8_32x32") for element in ("e4m3", "e5m2")]
+CASES = [pytest.param(f, d, id=f"{f.name} {f.element.name} {d}") for f in FORMATS for d in Direction]
+# (smallest normal element, distance of those below it)
+SUBNORMAL = {"e4m3": (2.0**-6, 2.0**-9), "e5m2": (2.0**-14, 2.0**-16)}
+
+
+def encoded(x: Tensor, fmt: Format, direction: Direction) -> tuple[Tensor, Tensor]:
+    """Codes and e8m0 scales of x."""
+    e = Encoding(fmt, direction)
+    return reference.encode(x, *reference.statistics(x, e), e)
+
+
+def decoded(codes: Tensor, lines: Tensor, fmt: Format, direction: Direction) -> Tensor:
+    """What the result stands for, fp64 [rows, cols]."""
+    along = lines.double().unsqueeze(direction.contraction_dim)
+    return reference.decode_codes(codes, fmt, codes.shape[1]).double() * along
+
+
+def wide(rows: int, cols: int) -> Tensor:
+    """Blocks up to 2^40 apart in both directions."""
+    g = torch.Generator().manual_seed(rows)
+    exponents = torch.randint(-20, 21, (-(-rows // 16), -(-cols // 16)), generator=g)
+    exponents = exponents.repeat_interleave(16, 0).repeat_interleave(16, 1)[:rows, :cols]
+    return (laws.values(rows, cols, seed=cols).double() * 2.0**exponents).to(BF16)
+
+
+@pytest.mark.parametrize(("fmt", "direction"), CASES)
+def test_only_elements_far_below_their_line_change(fmt: Format, direction: Direction):
+    """If false, a product against one exponent loses more than the elements that the guard counts."""
+    normal, step = SUBNORMAL[fmt.element.name]
+    for shape in ((1, 32), (33, 47), (129, 257)):
+        for x in (*(laws.values(*shape, kind=kind) for kind in ("gauss", "outliers", "heavy")), wide(*shape)):
+            data, scale = encoded(x, fmt, direction)
+            codes, lines = reference.anchored_codes(data, scale, fmt, direction)
+            dim = direction.contraction_dim
+            assert codes.shape == shape and lines.shape == (shape[1 - dim],) and lines.dtype is torch.float32
+            want = reference.decode(data, scale, None, fmt, direction, shape[1]).double()
+            got, unit = decoded(codes, lines, fmt, direction), lines.double().unsqueeze(dim)
+            small = want.abs() < normal * unit
+            assert torch.equal(got[~small], want[~small]), f"{shape}: an element that stays normal changed"
+            assert bool(((got - want).abs() <= step / 2 * unit).all()), f"{shape}: {(got - want).abs().max()}"
+
+
+@pytest.mark.parametrize(("fmt", "direction"), CASES)
+def test_scales_are_the_largest_of_their_line(fmt: Format, direction: Direction):
+    """If false, the largest block of a line saturates, or bits are lost for nothing."""
+    data, scale = encoded(wide(129, 257), fmt, direction)
+    _, lines = reference.anchored_codes(data, scale, fmt, direction)
+    dim = direction.contraction_dim
+    blocks = reference.decode_scale(scale, fmt).repeat_interleave(fmt.block[0], 1 - dim)
+    assert torch.equal(lines, blocks.narrow(1 - dim, 0, lines.shape[0]).amax(dim))
+
+
+@pytest.mark.parametrize(("fmt", "direction"), CASES)
+def test_lines_of_one_exponent_keep_their_codes(fmt: Format, direction: Direction):
+    """If false, lines that differ by powers of two alone, as after a rescaling, are rounded again."""
+    dim, g = direction.contraction_dim, torch.Generator().manual_seed(0)
+    data = torch.randint(0, 256, (128, 256), generator=g, dtype=torch.uint8)
+    data[~reference.decode_codes(data, fmt, 256).isfinite()] = 0
+    grid = fmt.scale_shape((128, 256), direction)
+    scale = torch.randint(0, 255, (grid[0], 1) if dim else (1, grid[1]), generator=g, dtype=torch.uint8).expand(grid)
+    codes, lines = reference.anchored_codes(data, scale.contiguous(), fmt, direction)
+    laws.assert_same_bytes(codes, data, "codes")
+    want = reference.power_of_two(scale.select(dim, 0)).repeat_interleave(fmt.block[0])
+    laws.assert_same_bytes(lines, want, "scales")
+
+
+@pytest.mark.parametrize(("fmt", "direction"), CASES)
+def test_every_code_at_every_distance_is_rounded_once(fmt: Format, direction: Direction):
+    """If false, some code is not the nearest element to its value, or a NaN becomes a number."""
+    dim = direction.contraction_dim
+    for distance in (0, 1, 5, 9, 14, 15, 17, 24, 31, 32, 33, 60, 254):
+        data = torch.zeros(32, 288, dtype=torch.uint8)
+        data[:, 32:] = torch.arange(256)
+        scale = torch.full((32 // fmt.block[0], 9), 254 - distance, dtype=torch.uint8)
+        scale[:, 0] = 254
+        if dim == 0:
+            data, scale = data.t().contiguous(), scale.t().contiguous()
+        codes, _ = reference.anchored_codes(data, scale, fmt, direction)
+        exact = reference.decode_codes(data, fmt, data.shape[1]).double() * 2.0**-distance
+        rounded = exact.clamp(-fmt.element.max, fmt.element.max).to(fmt.element.dtype).view(torch.uint8)
+        want = torch.where(exact.isnan(), 0x7F, rounded)
+        laws.assert_same_bytes(codes, want, f"2^-{distance}")
+
+
+@pytest.mark.parametrize(("fmt", "direction"), CASES)
+def test_zero_lines_are_zero(fmt: Format, direction: Direction):
+    """If false, a row of padding, or of a token that nobody routed here, becomes NaN."""
+    x = laws.values(96, 96)
+    (x.t() if direction is COLUMNWISE else x)[32:64] = 0
+    data, scale = encoded(x, fmt, direction)
+    codes, lines = reference.anchored_codes(data, scale, fmt, direction)
+    got = decoded(codes, lines, fmt, direction)
+    assert bool(((got.t() if direction is COLUMNWISE else got)[32:64] == 0).all())
+    assert bool((lines[32:64] == 2.0**-127).all()) and bool(got.isfinite().all())
+
+
+@pytest.mark.parametrize(("fmt", "direction"), CASES)
+def test_a_nan_block_makes_its_line_nan(fmt: Format, direction: Direction):
+    """If false, an overflow is hidden by the scale of its neighbours."""
+    x = laws.values(96, 160)
+    (x.t() if direction is COLUMNWISE else x)[40, 50] = math.nan
+    data, scale = encoded(x, fmt, direction)
+    codes, lines = reference.anchored_codes(data, scale, fmt, direction)
+    poisoned = torch.zeros_like(lines, dtype=torch.bool)
+    poisoned[slice(32, 64) if fmt.block[0] == 32 else slice(40, 41)] = True
+    assert torch.equal(lines.isnan(), poisoned)
+    dim = direction.contraction_dim
+    assert torch.equal(decoded(codes, lines, fmt, direction).isnan(), poisoned.unsqueeze(dim).expand(codes.shape))
+
+
+@pytest.mark.parametrize(("fmt", "direction"), CASES)
+def test_empty_tensors_have_empty_codes(fmt: Format, direction: Direction):
+    """If false, a rank without rows of a parameter fails where others go on."""
+    for shape in ((0, 64), (64, 0), (0, 0)):
+        data = torch.empty(shape, dtype=torch.uint8)
+        scale = torch.empty(fmt.scale_shape(shape, direction), dtype=torch.uint8)
+        codes, lines = reference.anchored_codes(data, scale, fmt, direction)
+        assert codes.shape == shape and lines.shape == (shape[1 - direction.contraction_dim],)
+        assert bool((lines == 2.0**-127).all())

@@ -1,0 +1,717 @@
+"""What Python chooses on a Hopper GPU, run on the CPU with the compiled operators emulated by the reference."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fsdp_quant as fq
+from dist_tests.laws import QUANTIZERS, assert_same_bytes, assert_same_storage, values
+from dist_tests.single import hopper
+from fsdp_quant import recipes
+from fsdp_quant.context import STEP
+from fsdp_quant.counters import counters
+from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction
+from fsdp_quant.gemm import gemm
+from fsdp_quant.modules import guard, linear_op
+from fsdp_quant.modules import plan as plans
+from fsdp_quant.modules.plan import PRODUCTS
+from fsdp_quant.ops import layout
+from fsdp_quant.quantizer import HybridQuantizer, Quantizer
+from fsdp_quant.storage import Storage
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+RECIPES = {
+    "identity": recipes.identity, "fp8_current": recipes.fp8_current, "fp8_delayed": recipes.fp8_delayed,
+    "fp8_row": recipes.fp8_row, "fp8_block": recipes.fp8_block, "mxfp8": recipes.mxfp8, "nvfp4": recipes.nvfp4,
+    "mxfp8/nvfp4": lambda **o: recipes.hybrid("mxfp8", "nvfp4", **o),
+    "nvfp4/mxfp8": lambda **o: recipes.hybrid("nvfp4", "mxfp8", **o),
+    "fp8_tensor/identity": lambda **o: recipes.hybrid("fp8_tensor", "identity", **o),
+}
+ONE_CALL = ("fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8")
+SHAPES = ((64, 48, 32), (33, 40, 100), (144, 48, 160))  # M, N, K; the second takes the path of parts
+# Relative Frobenius error against the CPU, which multiplies in fp32; an anchored product of fp32 values is within 1e-3.
+BOUNDS = {BF16: 1e-2, FP16: 2e-3, FP32: 1e-5}
+E8M0 = [name for name, q in QUANTIZERS.items() if q.fmt.scale == "e8m0"]
+QUANTIZED = [name for name, q in QUANTIZERS.items() if q.fmt.is_quantized]
+
+
+@pytest.fixture(autouse=True)
+def _own_step():
+    """Each test starts at step 0 of seed 0, with empty counters."""
+    kept = {k: v for k, v in STEP.__dict__.items() if k != "_devices"}
+    STEP.seed, STEP.counted_by_hand = 0, False
+    restart()
+    counters.reset()
+    yield
+    STEP.__dict__.update(kept)
+    STEP.publish()
+
+
+def restart() -> None:
+    """Random bits as in a new process."""
+    STEP.step, STEP.micro_batch, STEP.token_offset = 0, 0, -1
+    STEP.publish()
+
+
+@pytest.fixture
+def gpu():
+    """CPU tensors as if on a Hopper GPU; the operators, with the calls that they saw."""
+    with hopper.emulated() as operators:
+        yield operators
+
+
+def linear(recipe: fq.Recipe, shape=SHAPES[0], bias: bool = True, dtype=BF16, name: str = "fc") -> fq.Linear:
+    torch.manual_seed(0)
+    plain = nn.Linear(shape[2], shape[1], bias=bias, dtype=dtype)
+    return fq.convert(nn.ModuleDict({name: plain}), recipe)[name]
+
+
+def inputs(shape=SHAPES[0], dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
+    """x and dy."""
+    return values(shape[0], shape[2], seed=4, dtype=dtype), values(shape[0], shape[1], seed=5, dtype=dtype)
+
+
+def step(module: nn.Module, x: Tensor, dy: Tensor, **autocast) -> dict[str, Tensor]:
+    """Output and every gradient of one forward and backward."""
+    module.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    with torch.autocast("cpu", **autocast) if autocast else contextlib.nullcontext():
+        y = module(x)
+    y.backward(dy.to(y.dtype))
+    return {"y": y.detach(), "dx": x.grad} | {n: p.grad.clone() for n, p in module.named_parameters()}
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return ((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-30)).item()
+
+
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], what: str = "") -> None:
+    assert got.keys() == want.keys(), (what, got.keys(), want.keys())
+    for name, tensor in want.items():
+        assert_same_bytes(got[name], tensor, f"{what} {name}")
+
+
+def planned(module: fq.Linear, dtype: torch.dtype) -> dict:
+    """The products of one step, as they count."""
+    counted: dict = {}
+    for product in PRODUCTS:
+        key = (module.plan.domain(product, dtype, hopper.ARCH)[0], *map(repr, module.plan.pair(product)))
+        counted[key] = counted.get(key, 0) + 1
+    return counted
+
+
+def domains() -> set[str]:
+    return {domain for domain, *_ in counters.of("gemm")}
+
+
+# One step #
+
+
+def check_step(name: str, dtype: torch.dtype, bias: bool, shapes=SHAPES, **options) -> None:
+    for shape in shapes:
+        x, dy = inputs(shape, dtype)
+        restart()
+        want = step(linear(RECIPES[name](**options), shape, bias, dtype), x, dy)
+        restart()
+        with hopper.emulated():
+            module = linear(RECIPES[name](**options), shape, bias, dtype)
+            counters.reset()
+            got = step(module, x, dy)
+            assert counters.of("gemm") == planned(module, dtype), shape
+            ran = domains()
+        for key, tensor in want.items():
+            assert got[key].dtype is tensor.dtype, (shape, key)
+            bound = max(BOUNDS[dtype], 1e-3 if "anchored" in ran else 0)
+            assert error(got[key], tensor) <= bound, f"{shape} {key}: {error(got[key], tensor):.2g}, in {ran}"
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_step_is_that_of_the_cpu(name: str, bias: bool):
+    """If false, a recipe is another one where tensor cores multiply, or runs in another domain than the plan says."""
+    check_step(name, BF16, bias)
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_a_step_of_other_dtypes_is_that_of_the_cpu(name: str, dtype: torch.dtype):
+    """If false, only bf16 models train where tensor cores multiply."""
+    for bias in (True, False):
+        check_step(name, dtype, bias, SHAPES[:2])
+
+
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_step_with_a_backward_override_is_that_of_the_cpu(name: str, override: str):
+    """If false, what the backward multiplies in high precision is read in the layout of codes."""
+    check_step(name, BF16, True, SHAPES[:2], backward_override=override)
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4"])
+def test_three_steps_of_a_model_are_those_of_the_cpu(name: str):
+    """If false, what one step leaves (histories, codes of the old weight) is not what the next one needs."""
+    def train() -> list[dict[str, Tensor]]:
+        restart()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 64, dtype=BF16), nn.GELU(), nn.Linear(64, 48, dtype=BF16))
+        fq.convert(model, RECIPES[name]())
+        optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.05), []
+        for i in range(3):
+            x, dy = values(64, 32, seed=i), values(64, 48, seed=10 + i)
+            seen.append(step(model, x, dy))
+            optimizer.step()
+        return seen
+
+    want = train()
+    with hopper.emulated():
+        got = train()
+    for i, (a, b) in enumerate(zip(got, want)):
+        for key in b:
+            bound = 0.1 if name == "nvfp4" else 3e-2  # a last bit of the first layer's output moves 4-bit codes
+            assert error(a[key], b[key]) <= bound, f"step {i} {key}: {error(a[key], b[key])}"
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_no_rows_are_multiplied(gpu, name: str):
+    """If false, an expert without tokens fails where others run."""
+    module = linear(RECIPES[name]())
+    got = step(module, torch.zeros(0, 32, dtype=BF16), torch.zeros(0, 48, dtype=BF16))
+    assert got["y"].shape == (0, 48) and got["dx"].shape == (0, 32)
+    assert got["weight"].count_nonzero() == 0 and got["bias"].count_nonzero() == 0
+
+
+def test_the_emulation_leaves_nothing_behind():
+    """If false, the tests after this file's run with layouts of another device."""
+    before = dict(plans._PLANS), linear_op._LAST_INPUT._entry, guard._UNDERWAY[:], torch.cuda.Event
+    with hopper.emulated():
+        model = nn.Sequential(linear(recipes.mxfp8()))
+        step(model, *inputs())
+        torch.optim.SGD(model.parameters(), lr=0.0).step()
+    assert (dict(plans._PLANS), linear_op._LAST_INPUT._entry, guard._UNDERWAY[:], torch.cuda.Event) == before
+    assert not [m for m in guard._GUARDED if m is model[0]]
+    module = linear(recipes.mxfp8())
+    counters.reset()
+    step(module, *inputs())
+    assert domains() == {"reference"}
+
+
+# One call, and the path of parts #
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
+@pytest.mark.parametrize("name", ONE_CALL)
+def test_one_call_gives_the_bytes_of_its_parts(gpu, name: str, autocast: bool, monkeypatch):
+    """If false, a layer's result depends on whether someone looks at its operators."""
+    options, dtype = ({"dtype": BF16}, FP32) if autocast else ({}, BF16)
+    for shape in (SHAPES[0], SHAPES[2]):
+        for bias in (True, False):
+            x, dy = inputs(shape, dtype)
+            gpu.calls.clear()
+            one = step(linear(RECIPES[name](), shape, bias, dtype), x, dy, **options)
+            assert gpu.count("quantize_multiply") == (1 if autocast and bias else 2), (shape, bias)
+            with monkeypatch.context() as patch:
+                patch.setattr(linear_op, "_is_one_call", lambda *args: False)
+                gpu.calls.clear()
+                parts = step(linear(RECIPES[name](), shape, bias, dtype), x, dy, **options)
+                assert gpu.count("quantize_multiply") == 0
+            assert_same(one, parts, f"{shape} bias {bias}")
+
+
+def test_one_call_counts_and_records_what_its_parts_do(gpu, monkeypatch):
+    """If false, the receipt, the guard or a history of delayed scaling depends on the path."""
+    seen = []
+    for one_call in (True, False):
+        with monkeypatch.context() as patch:
+            if not one_call:
+                patch.setattr(linear_op, "_is_one_call", lambda *args: False)
+            counters.reset()
+            found: dict = {}
+            for name in ONE_CALL:
+                module = linear(RECIPES[name](), SHAPES[2])
+                x, dy = inputs(SHAPES[2])
+                x[:, :32] *= 1e5
+                step(module, x, dy)
+                found[name] = None if module._guard is None else module._guard.tolist()
+                histories = module._weight_state.histories.items()
+                found[f"{name} histories"] = {str(k): (h.amaxes[0].item(), h.enc.item()) for k, h in histories}
+            found |= {what: counters.of(what) for what in ("gemm", "quantize", "weight encode")}
+            seen.append(found)
+    assert seen[0] == seen[1]
+    far, nonzero = seen[0]["mxfp8"][0][0]
+    assert 0 < far < nonzero
+    assert len(seen[0]["fp8_delayed histories"]) == 3
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8"])
+def test_one_call_makes_only_the_sides_that_are_read(gpu, name: str):
+    """If false, a frozen weight, or the first layer, pays for codes that nobody reads."""
+    for frozen in (True, False):
+        module = linear(RECIPES[name]())
+        module.weight.requires_grad_(not frozen)
+        x, dy = inputs()
+        x.requires_grad_(frozen)
+        gpu.calls.clear()
+        y = module(x)
+        assert [c[2:] for c in gpu.calls if c.name == "quantize_multiply"] == [(True, not frozen)], frozen
+        gpu.calls.clear()
+        y.backward(dy)
+        assert [c[2:] for c in gpu.calls if c.name == "quantize_multiply"] == [(frozen, not frozen)], frozen
+        whole = step(linear(RECIPES[name]()), x, dy)
+        got, want = (x.grad, whole["dx"]) if frozen else (module.weight.grad, whole["weight"])
+        assert_same_bytes(got, want, f"frozen {frozen}")
+
+
+# An input that layers share #
+
+
+def activation() -> Tensor:
+    """An input that another operator made."""
+    return inputs()[0].requires_grad_() * 1
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_row", "fp8_block", "mxfp8"])
+def test_layers_that_share_an_input_quantize_it_once(gpu, name: str):
+    """If false, gate and up each quantize what they share, or a changed input multiplies with its old codes."""
+    gate, up = linear(RECIPES[name](), bias=False), linear(RECIPES[name](), name="up")
+    x, dy = activation(), inputs()[1]
+    want = {"gate": gate(x.clone()).detach(), "up": up(x.clone()).detach()}
+    gpu.calls.clear()
+    got = {"gate": gate(x), "up": up(x)}
+    assert [c.name for c in gpu.calls if c.name in ("quantize_multiply", "gemm")] == ["quantize_multiply", "gemm"]
+    for layer, y in got.items():
+        assert_same_bytes(y.detach(), want[layer], layer)
+    (got["gate"] + got["up"]).backward(dy)
+    alone = step(linear(RECIPES[name](), name="up"), x, dy)
+    assert_same_bytes(up.weight.grad, alone["weight"], "the gradient from shared codes")
+
+    gate(x)
+    with torch.no_grad():
+        x.mul_(2)
+    changed = up(x)
+    assert_same_bytes(changed.detach(), up(x.clone()).detach(), "after a write")
+    gate(x)
+    gpu.calls.clear()
+    up(x.clone())
+    assert gpu.count("quantize_multiply") == 1, "a clone"
+
+
+def test_shared_codes_go_with_the_input(gpu):
+    """If false, the codes of an activation live on, or a new tensor at its address finds them."""
+    module, x = linear(recipes.fp8_current()), activation()
+    module(x)
+    assert linear_op._LAST_INPUT._entry is not None
+    del x
+    gc.collect()
+    assert linear_op._LAST_INPUT._entry is None
+
+
+def test_codes_are_shared_only_where_they_are_the_same(gpu, monkeypatch):
+    """If false, a layer reads codes of another format, step of a history, direction or stream, or of an old buffer."""
+    def quantizes(module: fq.Linear, x: Tensor) -> bool:
+        gpu.calls.clear()
+        module(x)
+        return gpu.count("quantize_multiply") == 1
+
+    x = activation()
+    for first, second in (
+        (linear(recipes.fp8_current()), linear(recipes.mxfp8())),
+        (linear(recipes.fp8_current()), linear(recipes.fp8_current(pow2=True))),
+        (linear(recipes.fp8_delayed()), linear(recipes.fp8_delayed())),
+    ):
+        first(x)
+        assert quantizes(second, x), second.recipe
+    module = linear(recipes.fp8_block())
+    with torch.no_grad():
+        module(x)
+    assert quantizes(module, x), "the columnwise codes were not needed"
+    assert not quantizes(module, x)
+    with monkeypatch.context() as patch:
+        patch.setattr(linear_op.torch_compat, "stream_of", lambda device: (1, False))
+        assert quantizes(module, x), "another stream"
+    buffer, other = inputs()[0], values(*x.shape, seed=8)
+    module(buffer)
+    buffer.data.copy_(other)  # no version tells
+    assert_same_bytes(module(buffer).detach(), module(other).detach(), "a buffer that was filled again")
+    with torch.inference_mode():
+        assert_same_bytes(module(buffer), module(other), "inference")
+
+
+# Weights #
+
+
+def weight_reads(gpu, module: fq.Linear) -> list[tuple[bool, bool]]:
+    return [(c.row, c.col) for c in gpu.reads(module.weight.inner)]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8"])
+def test_weights_that_train_are_encoded_in_one_read_a_version(gpu, name: str, dtype: torch.dtype):
+    """If false, every micro-batch quantizes, transposes or anchors the weight again, or reads it once a direction."""
+    module = linear(RECIPES[name](), dtype=dtype)
+    x, dy = inputs()
+    options = {"dtype": BF16} if dtype is FP32 else {}
+    for version in (1, 2):
+        seen = []
+        for _ in range(3):
+            seen.append(step(module, x, dy, **options))
+            laid = module._weight_state._whole[1]
+            assert {d: s.layout for d, s in laid.items()} == dict.fromkeys(
+                Direction, layout.ANCHORED if name == "mxfp8" else layout.NATIVE
+            )
+        assert weight_reads(gpu, module) == [(True, True)] * version
+        assert all(n == version for n in counters.of("weight encode").values()), counters.of("weight encode")
+        assert gpu.count("anchor_codes") == (2 * version if name == "mxfp8" else 0)
+        assert gpu.count("transpose_codes") == 0
+        if name != "fp8_delayed":
+            assert_same(seen[2], seen[0], f"version {version}")
+        with torch.no_grad():
+            module.weight.mul_(2)
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["", "moved"])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8/nvfp4", "nvfp4/mxfp8", "mxfp8"])
+def test_sides_that_stay_compact_are_encoded_once_a_version(gpu, name: str, moved: bool):
+    """If false, hybrids, and layers that the guard moved, encode a side of the weight at every micro-batch."""
+    module = linear(RECIPES[name]())
+    if moved:
+        sent(module, {("input", ROWWISE): 0.05})
+    for version in (1, 2):
+        for _ in range(3):
+            step(module, *inputs())
+        assert all(n == version for n in counters.of("weight encode").values()), counters.of("weight encode")
+        with torch.no_grad():
+            module.weight.mul_(2)
+
+
+@pytest.mark.parametrize("name", ["fp8_row", "fp8_block", "mxfp8", "nvfp4"])
+def test_frozen_weights_are_encoded_in_the_direction_that_is_read(gpu, name: str):
+    """If false, inference and LoRA keep codes of the base weights that nobody multiplies."""
+    module = linear(RECIPES[name]())
+    module.requires_grad_(False)
+    x, dy = inputs()
+    one_storage = module.plan.weight.one_storage
+    for _ in range(2):
+        module(x)
+        assert weight_reads(gpu, module) == [(True, False)]
+        assert COLUMNWISE not in module._weight_state._whole[1]
+    x.requires_grad_()
+    for _ in range(2):
+        module(x).backward(dy)
+        wanted = [(True, False)] if one_storage else [(True, False), (False, True)]
+        assert weight_reads(gpu, module) == wanted
+    trained = step(linear(RECIPES[name]()), x, dy)
+    x.grad = None
+    restart()
+    module(x).backward(dy)
+    assert_same_bytes(x.grad, trained["dx"], "input gradient")
+    kept = module._weight_state._codes[1]
+    laid_out = module.plan.resolved(BF16, x.device).layouts["weight"][ROWWISE] != layout.COMPACT
+    assert bool(kept) == (one_storage or not laid_out), "compact codes beside those of the products"
+
+
+# Storages in a layout #
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_storages_return_from_their_layouts(gpu, name: str, direction: Direction):
+    """If false, what leaves a layout is not what entered it, or decodes to something else."""
+    for shape in ((128, 256), (33, 47), (1, 130), (130, 1)):
+        x = values(*shape)
+        compact = QUANTIZERS[name].storage(x, direction)
+        assert compact.in_layout(layout.COMPACT) is compact
+        laid = compact.in_layout(layout.NATIVE)
+        assert laid.layout == layout.NATIVE and laid.in_layout(layout.NATIVE) is laid
+        outer, contraction = shape if direction is ROWWISE else shape[::-1]
+        assert laid.data.shape == (outer, laid.fmt.row_bytes(contraction, x.dtype)) and laid.data.is_contiguous()
+        assert_same_storage(laid.in_layout(layout.COMPACT), compact, f"{shape}")
+        assert_same_bytes(laid.decode(), compact.decode(), f"{shape} decoded")
+        both = HybridQuantizer(QUANTIZERS[name], QUANTIZERS[name])
+        made = both.storages(x, layouts=dict.fromkeys(Direction, layout.NATIVE))[0][direction]
+        assert made.layout == layout.NATIVE
+        assert_same_bytes(made.data, laid.data, f"{shape} made so: data")
+        assert_same_bytes(made.scale.flatten(), laid.scale.flatten(), f"{shape} made so: scale")
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("name", E8M0)
+def test_anchored_storages_decode_to_nearly_the_same(gpu, name: str, direction: Direction):
+    """If false, one exponent a line stands for other values than the blocks'."""
+    for shape in ((128, 256), (33, 47), (200, 288)):
+        compact = QUANTIZERS[name].storage(values(*shape), direction)
+        laid = compact.in_layout(layout.ANCHORED)
+        outer, contraction = shape if direction is ROWWISE else shape[::-1]
+        assert laid.data.shape == (outer, contraction) and laid.scale.shape == (outer,)
+        assert laid.decode().shape == shape and error(laid.decode(), compact.decode()) <= 1e-3
+        assert laid.operand_format.block == (1, None)
+        assert_same_bytes(laid.operand(), laid.decode() if direction is ROWWISE else laid.decode().t(), "operand")
+        if direction is COLUMNWISE and compact.fmt.scale_rounding == "up" and compact.fmt.block[0] == 1:
+            both = HybridQuantizer(QUANTIZERS[name], QUANTIZERS[name])
+            runs = both.storages(values(*shape), layouts={COLUMNWISE: layout.ANCHORED_128})[0][COLUMNWISE]
+            assert runs.layout == layout.ANCHORED_128 and runs.operand_format.block == (1, 128)
+            assert runs.scale.shape == (-(-shape[0] // 128), -(-shape[1] // 4) * 4)
+            assert error(runs.decode(), compact.decode()) <= 1e-3
+
+
+def test_layouts_that_cannot_be_made_are_refused(gpu):
+    """If false, a product silently reads codes in a layout that they are not in."""
+    x = values(128, 256)
+    compact = Quantizer("mxfp8").storage(x, COLUMNWISE)
+    with pytest.raises(ValueError, match="has no anchored 128 layout"):
+        compact.in_layout(layout.ANCHORED_128)
+    for wanted in (layout.COMPACT, layout.NATIVE, layout.ANCHORED_128):
+        with pytest.raises(ValueError, match=f"in anchored layout has no {wanted} layout"):
+            compact.in_layout(layout.ANCHORED).in_layout(wanted)
+    with pytest.raises(ValueError, match="is a shard from row 16"):
+        Quantizer("fp8_row").storage(x, ROWWISE).narrow(16, 48).in_layout(layout.NATIVE)
+    identity = Quantizer("identity").storage(x, ROWWISE)
+    assert identity.in_layout(layout.NATIVE) is identity
+    with pytest.raises(ValueError, match="no compiled kernel multiplies"):
+        gemm(compact, Quantizer("nvfp4").storage(x, COLUMNWISE), domain="anchored")
+    with pytest.raises(ValueError, match="no compiled kernel multiplies"):
+        gemm(compact, compact, domain="native")
+
+
+def test_anchoring_a_shard_is_refused(gpu):
+    """If false, rows cut out of a columnwise MXFP8 storage are multiplied with the scales of other rows."""
+    shard = Quantizer("mxfp8").storage(values(128, 64), COLUMNWISE).narrow(16, 48)
+    with pytest.raises(ValueError, match="is a shard from row 16"):
+        shard.in_layout(layout.ANCHORED)
+
+
+@pytest.mark.parametrize("pair", [
+    ("fp8_tensor", "fp8_row"), ("fp8_1x128", "fp8_128x128"), ("mxfp8", "mxfp8"), ("mxfp8", "fp8_row"),
+    ("fp8_tensor", "mxfp8_32x32"), ("mxfp8", "nvfp4"), ("nvfp4", "nvfp4_16x16"), ("mxfp8_floor", "mxfp8"),
+])
+def test_products_of_storages_are_those_of_their_operands(gpu, pair: tuple[str, str]):
+    """If false, padding, a layout, alpha, a bias or accumulation is lost on the way to the tensor cores."""
+    for m, n, k in ((64, 48, 32), (33, 40, 100), (1, 17, 300)):
+        for a_side, b_side in ((ROWWISE, ROWWISE), (ROWWISE, COLUMNWISE), (COLUMNWISE, COLUMNWISE)):
+            made: list[Storage] = []
+            for i, (name, outer, d) in enumerate(((pair[0], m, a_side), (pair[1], n, b_side))):
+                x = values(*((outer, k) if d is ROWWISE else (k, outer)), seed=i)
+                made.append(QUANTIZERS[name].storage(x, d))
+            bias, alpha = values(n, seed=9), torch.tensor([-0.375])
+            want = made[0].operand().double() @ made[1].operand().double().t()
+            what = f"{m} x {n} over {k} {a_side} {b_side}"
+            assert error(gemm(*made, out_dtype=FP32), want) <= 1e-3, what
+            got = gemm(*made, out_dtype=FP32, bias=bias, alpha=alpha)
+            assert error(got, want * alpha + bias.double()) <= 1e-3, what
+            into = torch.full((m, n), 3.0)
+            assert gemm(*made, out=into, accumulate=True) is into and error(into, want + 3) <= 1e-3, what
+            rounded = gemm(*made, bias=bias)
+            assert rounded.dtype is BF16 and error(rounded, want + bias.double()) <= 1e-2, what
+
+
+# The guard #
+
+
+def sent(module: fq.Linear, far: dict[tuple[str, Direction], float]) -> None:
+    """Judge counts that say this share of the blocks of these operands lies far below."""
+    counts = guard.guard_of(module, module.weight.device)
+    counts[..., 1] = 1000
+    for (slot, direction), share in far.items():
+        counts[linear_op.SLOTS.index(slot), list(Direction).index(direction), 0] = int(1000 * share)
+    guard.judge()
+    assert counts.count_nonzero() == 0, "the counts go on from zero"
+    guard.judge()
+
+
+@pytest.mark.parametrize("product", PRODUCTS, ids=lambda p: p.name)
+def test_the_guard_moves_the_product_that_reads_the_operand(gpu, product):
+    """If false, a layer goes on losing bits, or loses speed where nothing was wrong."""
+    module, (x, dy) = linear(recipes.mxfp8()), inputs()
+    before = step(module, x, dy)
+    assert domains() == {"anchored"} and module.plan.moved == ()
+    sent(module, {product.a: 0.05})
+    assert module.plan.moved == (product.name,)
+    ((name, moved, why),) = counters.of("moved")
+    assert (name, moved) == ("fc", product.name) and why == f"{product.a[0]}.{product.a[1].value}: 5.0% of the blocks"
+    counters.reset()
+    after = step(module, x, dy)
+    assert counters.of("gemm") == planned(module, BF16) and domains() == {"anchored", "bf16"}
+    result = {"fprop": "y", "dgrad": "dx", "wgrad": "weight"}[product.name]
+    for key in before:
+        if key == result:
+            assert error(after[key], before[key]) <= 1e-2, key
+        else:
+            assert_same_bytes(after[key], before[key], key)
+    sent(module, {product.a: 0.05})
+    assert module.plan.moved == (product.name,) and counters.of("moved") == {}
+
+
+def test_the_guard_counts_what_is_anchored(gpu):
+    """If false, a layer is judged by something else than its operands, or only on one path."""
+    for shape in (SHAPES[2], (40, 48, 160)):  # one call, and parts
+        model = nn.Sequential(linear(recipes.mxfp8(), shape))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        x, dy = inputs(shape)
+        x[:, :32] *= 1e5  # the other blocks of every row lie far below its exponent
+        for _ in range(2):
+            assert model[0].plan.moved == ()
+            step(model, x, dy)
+            optimizer.step()
+        assert model[0].plan.moved == ("fprop",), shape
+
+
+def test_the_guard_keeps_to_the_recipes_tolerance(gpu):
+    """If false, anchor_tolerance means nothing."""
+    for tolerance, moved in ((0.01, ("fprop",)), (0.04, ("fprop",)), (0.06, ()), (1.0, ())):
+        module = linear(recipes.mxfp8(anchor_tolerance=tolerance))
+        step(module, *inputs())
+        sent(module, {("input", ROWWISE): 0.05})
+        assert module.plan.moved == moved, tolerance
+
+
+def test_the_guard_waits_for_no_device(gpu, monkeypatch):
+    """If false, an optimizer step waits for the counts of the last one, or judges them before they have arrived."""
+    module = linear(recipes.mxfp8())
+    counts = guard.guard_of(module, module.weight.device)
+    counts[0, 0] = torch.tensor([500, 1000])
+    with monkeypatch.context() as patch:
+        patch.setattr(hopper.Arrived, "query", lambda self: False)
+        for _ in range(3):
+            guard.judge()
+        assert module.plan.moved == () and len(guard._UNDERWAY) == 1
+    guard.judge()
+    assert module.plan.moved == ("fprop",)
+
+
+def test_exact_recipes_never_anchor(gpu):
+    """If false, accuracy='exact' multiplies changed operands."""
+    module, (x, dy) = linear(recipes.mxfp8(accuracy="exact")), inputs()
+    step(module, x, dy)
+    assert domains() == {"bf16"} and module._guard is None
+    assert gpu.count("quantize_anchored") == gpu.count("anchor_codes") == gpu.count("quantize_multiply") == 0
+    counters.reset()
+    step(linear(recipes.fp8_block(accuracy="exact")), x, dy)
+    assert domains() == {"native"}
+
+
+# What autograd keeps #
+
+
+@contextlib.contextmanager
+def recorded_saves():
+    saved: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        yield saved
+
+
+@pytest.mark.parametrize("name", ONE_CALL)
+def test_the_backward_keeps_the_codes_of_its_product(gpu, name: str, monkeypatch):
+    """If false, the backward transposes or anchors what it kept, or activations take more than a byte an element."""
+    m, _, k = shape = SHAPES[2]
+    for one_call in (True, False):
+        if not one_call:
+            monkeypatch.setattr(linear_op, "_is_one_call", lambda *args: False)
+        module, (x, dy) = linear(RECIPES[name](), shape), inputs(shape)
+        with recorded_saves() as saved:
+            y = module(x)
+        assert [type(t) for t in saved] == [Tensor, Tensor]
+        data, scale = saved
+        assert data.dtype is torch.uint8 and data.shape == (k, m) and data.is_contiguous()
+        numel = {"fp8_current": 1, "fp8_delayed": 1, "fp8_row": k}.get(name, 2 * k)  # two runs of up to 128 tokens
+        assert scale.dtype is FP32 and scale.numel() == numel
+        assert sum(t.numel() * t.element_size() for t in saved) <= 1.06 * x.numel()
+        wanted = layout.ANCHORED_128 if name == "mxfp8" else layout.NATIVE
+        made, _ = module.plan.input.storages(x, layouts=dict.fromkeys(Direction, wanted))
+        assert_same_bytes(data, made[COLUMNWISE].data, "codes")
+        assert_same_bytes(scale.flatten(), made[COLUMNWISE].scale.flatten(), "scales")
+        gpu.calls.clear()
+        y.backward(dy)
+        assert gpu.count("transpose_codes") == 0 and len(gpu.reads(dy)) == (2 if one_call and name == "mxfp8" else 1)
+
+
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_block", "mxfp8", "nvfp4"])
+def test_overridden_backwards_keep_what_they_do_on_the_cpu(gpu, name: str, override: str):
+    """If false, a backward in high precision decodes anchored values, or keeps more than the plan says."""
+    module, (x, dy) = linear(RECIPES[name](backward_override=override)), inputs()
+    with recorded_saves() as saved:
+        y = module(x)
+    if override == "high_precision":
+        assert [t.data_ptr() for t in saved] == [x.data_ptr()]
+    else:
+        want = module.plan.input.rowwise.storage(x, ROWWISE).buffers()
+        assert len(saved) == len(want)
+        for got, (buffer, tensor) in zip(saved, want.items()):
+            assert_same_bytes(got, tensor, buffer)
+    y.backward(dy)
+
+
+def test_nothing_is_kept_for_a_frozen_weight(gpu):
+    """If false, LoRA pays the base model's activation memory for gradients that nobody wants."""
+    for name in RECIPES:
+        module = linear(RECIPES[name]())
+        module.requires_grad_(False)
+        with recorded_saves() as saved:
+            module(inputs()[0].requires_grad_())
+        assert saved == [], name
+
+
+# Autocast and checkpointing #
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_autocast_is_that_of_the_cpu(name: str):
+    """If false, autocast changes the dtype of a product's operand, or a backward without it fails."""
+    for shape in SHAPES[:2]:
+        x, dy = inputs(shape, FP32)
+        restart()
+        want = step(linear(RECIPES[name](), shape, dtype=FP32), x, dy, dtype=BF16)
+        restart()
+        with hopper.emulated():
+            module = linear(RECIPES[name](), shape, dtype=FP32)
+            counters.reset()
+            got = step(module, x, dy, dtype=BF16)
+            assert counters.of("gemm") == planned(module, BF16)
+            with torch.autocast("cpu", BF16):  # the backward too
+                inside = step(module, x, dy)
+        for key, tensor in want.items():
+            assert got[key].dtype is tensor.dtype and error(got[key], tensor) <= 1e-2, f"{shape} {key}"
+            assert error(inside[key], tensor) <= 1e-2, f"{shape} {key} inside"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_checkpointing_changes_no_bit(gpu, name: str):
+    """If false, a recomputed activation differs from the forward's, or takes the codes of another input."""
+    class Net(nn.Module):
+        def __init__(self, checkpointed: bool):
+            super().__init__()
+            torch.manual_seed(0)
+            self.gate, self.up, self.down = (nn.Linear(*f, dtype=BF16) for f in ((32, 64), (32, 64), (64, 32)))
+            self.checkpointed = checkpointed
+
+        def block(self, x: Tensor) -> Tensor:
+            return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                x = checkpoint(self.block, x, use_reentrant=False) if self.checkpointed else self.block(x)
+            return x
+
+    x, dy = values(64, 32, seed=4), values(64, 32, seed=5)
+    results = []
+    for checkpointed in (False, True):
+        restart()
+        model = fq.convert(Net(checkpointed), RECIPES[name]())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        seen = []
+        for _ in range(2):
+            seen.append(step(model, x, dy))
+            optimizer.step()
+        results.append(seen)
+    for i, (got, want) in enumerate(zip(*reversed(results))):
+        assert_same(got, want, f"step {i}")
