@@ -73,7 +73,11 @@ class Quantizer:
         return self.rounding == "stochastic"
 
     def encoding(self, direction: Direction) -> Encoding:
-        return Encoding(self.fmt, direction, self.is_stochastic, self.eps)
+        return self._encodings[direction]
+
+    @cached_property
+    def _encodings(self) -> dict[Direction, Encoding]:
+        return {d: Encoding(self.fmt, d, self.is_stochastic, self.eps) for d in Direction}
 
     def storage(self, x: Tensor, direction: Direction, key: Tensor | None = None) -> Storage:
         """One direction of x [rows, cols]."""
@@ -150,11 +154,6 @@ class HybridQuantizer:
         return sides
 
     @cached_property
-    def _columnwise_again(self) -> Encoding:
-        """The codes of a storage that serves both directions, to be laid out for the columnwise one."""
-        return self.columnwise.encoding(COLUMNWISE)
-
-    @cached_property
     def delayed_directions(self) -> tuple[Direction, ...]:
         """Directions that are encoded with delayed scaling, each with a history of its own."""
         return tuple(d for d in self.encodings if self.side(d).is_delayed)
@@ -187,7 +186,7 @@ class HybridQuantizer:
         encodings = {d: e for d, e in self.encodings.items() if d in directions}
         if COLUMNWISE in directions and COLUMNWISE not in encodings and self.columnwise is not None:
             if self.one_storage and layouts.get(COLUMNWISE, COMPACT) != COMPACT:
-                encodings[COLUMNWISE] = self._columnwise_again
+                encodings[COLUMNWISE] = self.columnwise.encoding(COLUMNWISE)  # the same codes, laid out otherwise
             else:
                 encodings = {ROWWISE: self.encodings[ROWWISE], **encodings}
         source = {d: d if d in self.encodings else ROWWISE for d in encodings}  # whose history scales it

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .formats import ROWWISE, Direction, Encoding, Format, anchored_format, format_of, round_up
+from .formats import ROWWISE, Direction, Encoding, Format, format_of, round_up
 from .ops import dispatch, layout, reference
 from .ops.capability import arch_of
-from .ops.layout import ANCHORED, ANCHORED_128, COMPACT, NATIVE
+from .ops.layout import ANCHOR_RUNS, ANCHORED, COMPACT, NATIVE
 
 
 class Placement(enum.Enum):
@@ -154,7 +154,7 @@ class Storage:
 
         A rotated storage stays rotated.
         """
-        if self.layout in (ANCHORED, ANCHORED_128):
+        if self.layout in ANCHOR_RUNS:
             values = replace(self, fmt=self.operand_format, direction=ROWWISE, shape=tuple(self.data.shape), layout=COMPACT,
                              scale=self._anchored_scales(), row0=0).decode(dtype)
             return values if self.direction is ROWWISE else values.t()
@@ -218,10 +218,8 @@ class Storage:
 
     @property
     def operand_format(self) -> Format:
-        """What the codes and scales mean as the operand of a product: anchored ones have scales of lines."""
-        if self.layout not in (ANCHORED, ANCHORED_128):
-            return self.fmt
-        return anchored_format(self.fmt, 128 if self.layout == ANCHORED_128 else None)
+        """What the codes and scales mean as the operand of a product, in this layout."""
+        return layout.operand_format(self.fmt, self.layout)
 
     def _anchored_scales(self) -> Tensor:
         """fp32 scales of an anchored operand as those of a rowwise storage [outer, contraction]."""

@@ -83,7 +83,7 @@ class Linear(nn.Linear):
         of_grad = self._histories(owner, plan, "grad_output", device)
         save = weight.requires_grad and torch.is_grad_enabled()
         y, amaxes = linear(
-            x, weight, self.bias, plan.key, save, STEP.on(device), self._ids, self._guard_on(plan, device),
+            x, weight, self.bias, plan.key, save, STEP.on(device), self._ids, self._guard_on(plan, x),
             [h.enc for h in histories], [h.enc for h in of_grad], [h.amaxes for h in of_grad if self.training],
         )
         if records:
@@ -100,9 +100,9 @@ class Linear(nn.Linear):
             return []
         return [owner.history(self._name, slot, d, hybrid.side(d)).to(device) for d in hybrid.delayed_directions]
 
-    def _guard_on(self, plan: GemmPlan, device: torch.device) -> Tensor | None:
+    def _guard_on(self, plan: GemmPlan, x: Tensor) -> Tensor | None:
         """Where the quantizers of anchored products count; None where nothing is anchored."""
-        return guard_of(self, device) if plan.is_anchored and arch_of(device) == "sm_90a" else None
+        return guard_of(self, x.device) if "anchored" in plan.resolved(x.dtype, x.device).domains else None
 
     def _overriding_plan(self, override: Autocast) -> GemmPlan:
         recipe, recomputed = override.recipe, torch_compat.checkpoint_hook()

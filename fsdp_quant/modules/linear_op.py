@@ -20,8 +20,10 @@ from ..counters import counters
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..gemm import StaleWeightError, gemm
 from ..ops import native
-from ..ops.layout import COMPACT
+from ..ops.layout import COMPACT, operand_format
 from ..ops.rng import tensor_id
+from ..quantizer import HybridQuantizer
+from ..recipe import QUANTIZED_TYPES
 from ..scaling import AmaxHistory
 from ..storage import BUFFERS, Storage
 from ..tensor import torch_compat
@@ -39,7 +41,7 @@ _library.define(
     "Tensor? guard, Tensor[] factors, Tensor[] grad_factors) -> (Tensor, Tensor, Tensor, Tensor[])"
 )
 
-SLOTS = ("input", "weight", "grad_output")
+SLOTS = QUANTIZED_TYPES
 
 
 def slot_ids(name: str) -> Tensor:
@@ -69,8 +71,12 @@ def _quantize(
         x, directions, key=_key(plan, slot, step, ids, x.shape[0]), factors=sides, layouts=layouts,
         guard=None if guard is None else guard[SLOTS.index(slot)],
     )
-    # a direction that was not needed this time has no amax to record
-    return made, [amaxes.get(d, x.new_zeros(1, dtype=torch.float32)) for d in hybrid.delayed_directions]
+    return made, _recorded(hybrid, amaxes, x)
+
+
+def _recorded(hybrid: HybridQuantizer, amaxes: dict[Direction, Tensor], x: Tensor) -> list[Tensor]:
+    """The amaxes of the delayed sides of x; a direction that was not needed this time has none: zero."""
+    return [amaxes[d] if d in amaxes else x.new_zeros(1, dtype=torch.float32) for d in hybrid.delayed_directions]
 
 
 def _weight_storage(weight: Tensor, direction: Direction, plan: GemmPlan, dtype, both: bool = False) -> Storage:
@@ -154,9 +160,9 @@ def _step(plan, resolved, slot, x, row_b, col_b, bias, guard, factors, makes_row
     for product, counted in zip(PRODUCTS, resolved.counted):
         if product.a[0] == slot and (row_b if product.a[1] is ROWWISE else col_b) is not None:
             counters.add("gemm", counted)
-    if hybrid.one_storage and not makes_row:
-        amaxes[ROWWISE] = amaxes.get(COLUMNWISE)
-    return products, made, [amaxes.get(d, x.new_zeros(1, dtype=torch.float32)) for d in hybrid.delayed_directions]
+    if hybrid.one_storage and hybrid.delayed_directions and not makes_row:
+        amaxes[ROWWISE] = amaxes[COLUMNWISE]
+    return products, made, _recorded(hybrid, amaxes, x)
 
 
 def _forward(x, weight, bias, plan, save, step, ids, guard, factors, grad_factors, grad_amaxes):
@@ -175,7 +181,7 @@ def _forward(x, weight, bias, plan, save, step, ids, guard, factors, grad_factor
             if not amaxes:
                 _LAST_INPUT.keep(x, key, made)
         else:
-            fmt = native.operand_format(plan.operand("input", ROWWISE), key[0].runs[:1])
+            fmt = operand_format(plan.operand("input", ROWWISE), resolved.layouts["input"][ROWWISE])
             y = native.gemm(native.Operand(*made[ROWWISE], fmt), w, x.dtype, None, False, bias, None)
             counters.add("gemm", resolved.counted[0])
         return y.view(*x.shape[:-1], y.shape[-1]), made.get(saved, []), amaxes

@@ -14,9 +14,9 @@ import torch
 from ..formats import COLUMNWISE, ROWWISE, Direction, Format, canonical_text, check_pair, value_class
 from ..ops import native
 from ..ops.capability import arch_of, gemm_domain, operand_layout
-from ..ops.layout import ANCHORED, ANCHORED_128, COMPACT
+from ..ops.layout import ANCHOR_RUNS, COMPACT
 from ..quantizer import HybridQuantizer
-from ..recipe import Recipe, Role
+from ..recipe import QUANTIZED_TYPES, Recipe, Role
 
 _PLANS: dict[str, GemmPlan] = {}
 
@@ -97,8 +97,7 @@ class GemmPlan:
         key = (dtype, device)
         if key not in self._resolved:
             arch = arch_of(device)
-            slots = ("input", "weight", "grad_output")
-            layouts = {s: {d: self._layout(s, d, dtype, arch) for d in Direction} for s in slots}
+            layouts = {s: {d: self._layout(s, d, dtype, arch) for d in Direction} for s in QUANTIZED_TYPES}
             laid_out = self.input.one_storage and layouts["input"][COLUMNWISE] != COMPACT
             domains = tuple(self.domain(p, dtype, arch)[0] for p in PRODUCTS)
             self._resolved[key] = Resolved(
@@ -111,7 +110,7 @@ class GemmPlan:
 
     def _step(self, slot: str, layouts: dict[Direction, str], dtype: torch.dtype) -> native.Step | None:
         hybrid = self.hybrid(slot)
-        anchors = any(n in (ANCHORED, ANCHORED_128) for n in layouts.values())
+        anchors = any(n in ANCHOR_RUNS for n in layouts.values())
         if hybrid.is_derived or (anchors and dtype is not torch.bfloat16):  # anchors are made of bf16 values
             return None
         return native.step_of(*(hybrid.side(d).encoding(d) for d in Direction), *(layouts[d] for d in Direction))
@@ -129,11 +128,6 @@ class GemmPlan:
         domain = self.domain(product, dtype, arch)[0]
         return operand_layout(self.operand(slot, direction), self.operand(*other), domain, over_tokens)
 
-    @cached_property
-    def is_anchored(self) -> bool:
-        """Some product may be anchored, so that its guard counts."""
-        return any(self.domain(p, torch.bfloat16, "sm_90a")[0] == "anchored" for p in PRODUCTS)
-
 
 def plan_of(key: str) -> GemmPlan:
     """The plan a key was made from. Raises KeyError for a key of another process's plan."""
@@ -149,7 +143,7 @@ def build_plan(recipe: Recipe, name: str, arch: str | None = None, module_type: 
     Raises ValueError, naming module, slots and formats, for a pair that has no meaning, a missing direction, or a
     product that `require_native` refuses.
     """
-    slots = {t: recipe.hybrid(Role(module_type, t, name)) for t in ("input", "weight", "grad_output")}
+    slots = {t: recipe.hybrid(Role(module_type, t, name)) for t in QUANTIZED_TYPES}
     for slot, hybrid in slots.items():
         for direction in Direction:
             if hybrid.side(direction) is None:

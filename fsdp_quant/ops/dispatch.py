@@ -16,9 +16,7 @@ from torch import Tensor
 from ..counters import counters
 from ..formats import ROWWISE, Direction, Encoding, Format
 from . import layout, native, reference
-from .layout import ANCHORED, ANCHORED_128, COMPACT, NATIVE
-
-_ANCHOR_RUNS = {ANCHORED: None, ANCHORED_128: 128}
+from .layout import ANCHOR_RUNS, ANCHORED, COMPACT, NATIVE
 
 
 class Statistics(NamedTuple):
@@ -84,7 +82,7 @@ def _laid_of(
     whole: bool, native_scales: int,
 ) -> _Laid:
     layouts = layouts or (COMPACT,) * len(encodings)
-    anchored = tuple(i for i in taken if can_anchor and layouts[i] in _ANCHOR_RUNS and not encodings[i].stochastic)
+    anchored = tuple(i for i in taken if can_anchor and layouts[i] in ANCHOR_RUNS and not encodings[i].stochastic)
     plain = tuple(i for i in taken if i not in anchored)
     laid = [whole and layouts[i] == NATIVE for i in plain]
 
@@ -92,7 +90,7 @@ def _laid_of(
         return encodings[i].direction is not ROWWISE
 
     return _Laid(
-        anchored, tuple(encodings[i] for i in anchored), tuple(_ANCHOR_RUNS[layouts[i]] for i in anchored),
+        anchored, tuple(encodings[i] for i in anchored), tuple(ANCHOR_RUNS[layouts[i]] for i in anchored),
         tuple(map(turns, anchored)), plain, tuple(encodings[i] for i in plain),
         tuple(n and turns(i) for i, n in zip(plain, laid)), tuple(native_scales if n else native.COMPACT for n in laid),
         tuple(NATIVE if n else COMPACT for n in laid),

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..formats import ceil_div
+from ..formats import Format, anchored_format, ceil_div
 
 TILE_ROWS, TILE_COLS = 128, 4
 
@@ -19,6 +19,12 @@ TILE_ROWS, TILE_COLS = 128, 4
 # read them: native with the format's own scales; anchored (e8m0 formats) with one fp32 scale a line, [outer], or one for
 # 128 of its elements, [contraction / 128, outer].
 COMPACT, NATIVE, ANCHORED, ANCHORED_128 = "compact", "native", "anchored", "anchored 128"
+ANCHOR_RUNS = {ANCHORED: None, ANCHORED_128: 128}  # elements of the contraction that share a scale; None: all
+
+
+def operand_format(fmt: Format, layout: str) -> Format:
+    """What codes and scales of `fmt` mean as the operand of a product: anchored ones have scales of lines."""
+    return anchored_format(fmt, ANCHOR_RUNS[layout]) if layout in ANCHOR_RUNS else fmt
 
 
 def pad_to(x: Tensor, rows: int, cols: int) -> Tensor:

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..formats import ROTATION_BLOCK, ROWWISE, Direction, Encoding, Format, anchored_format, ceil_div, round_up
+from ..formats import ROTATION_BLOCK, ROWWISE, Direction, Encoding, Format, ceil_div, round_up
 from . import extension
 from .capability import arch_of
-from .layout import ANCHORED, ANCHORED_128, NATIVE
+from .layout import ANCHOR_RUNS, NATIVE, operand_format
 
 ELEMENTS = {"e4m3": 1, "e5m2": 2, "e2m1": 3}
 COMPACT, HOPPER, BLACKWELL = 0, 1, 2
@@ -318,19 +318,13 @@ class Step(NamedTuple):
 
 def step_of(row: Encoding, col: Encoding, row_layout: str, col_layout: str) -> Step | None:
     """The call for these layouts of both sides; None where there is none: 4 bits, random bits, or sides of two domains."""
-    anchored = {ANCHORED: 0, ANCHORED_128: 128}
-    runs = tuple(anchored[n] for n in (row_layout, col_layout) if n in anchored)
+    runs = tuple(ANCHOR_RUNS[n] or 0 for n in (row_layout, col_layout) if n in ANCHOR_RUNS)
     native = row_layout == col_layout == NATIVE
     if not (native or len(runs) == 2) or row.stochastic or col.stochastic or row.fmt.tensor_scale or col.fmt.tensor_scale:
         return None
     sides = (side_of(e, turned, HOPPER if native else COMPACT) for e, turned in ((row, False), (col, True)))
-    formats = (operand_format(e.fmt, runs[i : i + 1]) for i, e in enumerate((row, col)))
-    return Step(*sides, row.eps, col.eps, runs, *map(kind_of, formats))
-
-
-def operand_format(fmt: Format, run: tuple[int, ...]) -> Format:
-    """The format of an operand; run: () or the elements that share an anchor (0: the whole contraction)."""
-    return anchored_format(fmt, run[0] or None) if run else fmt
+    kinds = (kind_of(operand_format(e.fmt, n)) for e, n in ((row, row_layout), (col, col_layout)))
+    return Step(*sides, row.eps, col.eps, runs, *kinds)
 
 
 def quantize_multiply(
