@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import torch
@@ -80,3 +81,16 @@ def values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16, kind
     elif kind == "heavy":
         x = x / (torch.randn(3, *shape, generator=g).square().mean(0).sqrt() + 1e-3)
     return x.to(dtype)
+
+
+@contextlib.contextmanager
+def recorded_saves():
+    """Collect the tensors that autograd saves."""
+    saved: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        yield saved

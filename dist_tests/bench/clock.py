@@ -172,6 +172,34 @@ def recover() -> None:
 
 # Arguments and results #
 
+def measurable() -> torch.device | None:
+    """The current GPU where the operators run on it; else None, and a line that says why not."""
+    reason = "no CUDA device"
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+        reason = extension.runs_on(device)
+        if reason is None:
+            return device
+    print(f"nothing to measure: {reason}")
+    return None
+
+
+def finish(bench, run: Callable[[], None], path: str | None) -> int:
+    """Run a bench, to its end or the loss of the device; write its report and print its summary. The exit status.
+
+    bench:  `report`, `summary()` and `failed`.
+    """
+    lost = None
+    try:
+        run()
+    except DeviceLost as error:
+        lost = bench.report["lost"] = str(error)
+    finally:  # also when it is interrupted: what was measured is worth keeping
+        write(path, bench.report)
+    print(f"\n{bench.summary()}" + (f"; the device was lost: {lost}" if lost else ""))
+    return 1 if lost or bench.failed else 0
+
+
 def wanted(name: str, filters: Sequence[str]) -> bool:
     return not filters or any(f in name for f in filters)
 

@@ -32,16 +32,15 @@ from torch import Tensor
 import fsdp_quant as fq
 from dist_tests.bench.clock import (
     DeviceClock,
-    DeviceLost,
     count,
     extents,
     facts,
+    finish,
     first_line,
+    measurable,
     recover,
     wanted,
-    write,
 )
-from fsdp_quant.ops import extension
 from fsdp_quant.ops.layout import ANCHORED, ANCHORED_128, COMPACT, NATIVE
 
 Shape = tuple[int, int, int]
@@ -235,10 +234,8 @@ class Bench:
 
 
 def on_device(args) -> int:
-    device = torch.device("cuda", torch.cuda.current_device())
-    reason = extension.runs_on(device)
-    if reason is not None:
-        print(f"nothing to measure: {reason}")
+    device = measurable()
+    if device is None:
         return 2
     clock = DeviceClock(device, args.repeats)
     bench = Bench(clock, device, args.rows)
@@ -246,15 +243,7 @@ def on_device(args) -> int:
     bench.report = {**facts(device), "shapes": shapes, **bench.report}
     print(f"{bench.report['device']}, torch {torch.__version__}; medians of {clock.repeats}, made back to back")
     clock.wake()
-    lost = None
-    try:
-        bench.run(shapes)
-    except DeviceLost as error:
-        lost = bench.report["lost"] = str(error)
-    finally:  # also when it is interrupted: what was measured is worth keeping
-        write(args.json, bench.report)
-    print(f"\n{bench.summary()}" + (f"; the device was lost: {lost}" if lost else ""))
-    return 1 if lost or bench.failed else 0
+    return finish(bench, lambda: bench.run(shapes), args.json)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -268,11 +257,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    args = parser().parse_args()
-    if not torch.cuda.is_available():
-        print("nothing to measure: no CUDA device")
-        return 2
-    return on_device(args)
+    return on_device(parser().parse_args())
 
 
 if __name__ == "__main__":

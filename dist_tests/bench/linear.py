@@ -42,14 +42,13 @@ from torch._dynamo.utils import counters as dynamo_counters
 import fsdp_quant as fq
 from dist_tests.bench.clock import (
     DeviceClock,
-    DeviceLost,
     count,
     facts,
+    finish,
     first_line,
+    measurable,
     recover,
-    write,
 )
-from fsdp_quant.ops import extension
 
 LAYERS, DIM, HIDDEN, TOKENS = 4, 4096, 14336, 8192
 HOST_DIM, HOST_TOKENS, HOST_STEPS, HOST_ROUNDS = 1024, 128, 20, 15
@@ -367,10 +366,8 @@ class Bench:
 
 
 def on_device(args) -> int:
-    device = torch.device("cuda", torch.cuda.current_device())
-    reason = extension.runs_on(device)
-    if reason is not None:
-        print(f"nothing to measure: {reason}")
+    device = measurable()
+    if device is None:
         return 2
     # One code object serves the models of all rows; falling back to eager would go unseen.
     dynamo_config.recompile_limit, dynamo_config.fail_on_recompile_limit_hit = 64, True
@@ -379,15 +376,7 @@ def on_device(args) -> int:
     bench.report = {**facts(device), **bench.report}
     print(f"{bench.report['device']}, torch {torch.__version__}; medians of {clock.repeats} steps, made back to back")
     clock.wake()
-    lost = None
-    try:
-        bench.run()
-    except DeviceLost as error:
-        lost = bench.report["lost"] = str(error)
-    finally:  # also when it is interrupted: what was measured is worth keeping
-        write(args.json, bench.report)
-    print(f"\n{bench.summary()}" + (f"; the device was lost: {lost}" if lost else ""))
-    return 1 if lost or bench.failed else 0
+    return finish(bench, bench.run, args.json)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -402,11 +391,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    args = parser().parse_args()
-    if not torch.cuda.is_available():
-        print("nothing to measure: no CUDA device")
-        return 2
-    return on_device(args)
+    return on_device(parser().parse_args())
 
 
 if __name__ == "__main__":

@@ -35,11 +35,12 @@ from torch import Tensor
 from dist_tests import laws
 from dist_tests.bench.clock import (
     DeviceClock,
-    DeviceLost,
     count,
     extents,
     facts,
+    finish,
     first_line,
+    measurable,
     recover,
     wanted,
     write,
@@ -55,7 +56,7 @@ from fsdp_quant.formats import (
     format_of,
     round_up,
 )
-from fsdp_quant.ops import dispatch, extension, layout, native, reference
+from fsdp_quant.ops import dispatch, layout, native, reference
 from fsdp_quant.quantizer import Quantizer
 
 SHAPES = ((8192, 8192), (16384, 4096), (4096, 14336))
@@ -469,10 +470,8 @@ class Bench:
 
 
 def on_device(args) -> int:
-    device = torch.device("cuda", torch.cuda.current_device())
-    reason = extension.runs_on(device)
-    if reason is not None:
-        print(f"nothing to measure: {reason}")
+    device = measurable()
+    if device is None:
         return 2
     properties = torch.cuda.get_device_properties(device)
     clock = DeviceClock(device, args.repeats or 25)
@@ -485,15 +484,7 @@ def on_device(args) -> int:
         f"({' and '.join(args.l2)}), torch {torch.__version__}; medians of {clock.repeats}; an empty interval: "
         f"{empty:.1f} us"
     )
-    lost = None
-    try:
-        bench.run(args.shapes or SHAPES)
-    except DeviceLost as error:
-        lost = bench.report["lost"] = str(error)
-    finally:  # also when it is interrupted: what was measured is worth keeping
-        write(args.json, bench.report)
-    print(f"\n{bench.summary()}" + (f"; the device was lost: {lost}" if lost else ""))
-    return 1 if lost or bench.failed else 0
+    return finish(bench, lambda: bench.run(args.shapes or SHAPES), args.json)
 
 
 # Without a GPU #

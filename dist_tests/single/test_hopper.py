@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_quant as fq
-from dist_tests.laws import QUANTIZERS, assert_same_bytes, assert_same_storage, values
+from dist_tests.laws import QUANTIZERS, assert_same_bytes, assert_same_storage, recorded_saves, values
 from dist_tests.single import hopper
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
@@ -595,19 +595,6 @@ def test_exact_recipes_never_anchor(gpu):
 
 
 # What autograd keeps #
-
-
-@contextlib.contextmanager
-def recorded_saves():
-    saved: list[Tensor] = []
-
-    def pack(t: Tensor) -> Tensor:
-        saved.append(t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        yield saved
-
 
 @pytest.mark.parametrize("name", ONE_CALL)
 def test_the_backward_keeps_the_codes_of_its_product(gpu, name: str, monkeypatch):

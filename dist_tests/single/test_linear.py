@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_quant as fq
-from dist_tests.laws import assert_same_bytes, values
+from dist_tests.laws import assert_same_bytes, recorded_saves, values
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
@@ -403,19 +403,6 @@ def test_dequantized_override_follows_a_delayed_scale():
 
 
 # What the backward keeps #
-
-
-@contextlib.contextmanager
-def recorded_saves():
-    saved: list[Tensor] = []
-
-    def pack(t: Tensor) -> Tensor:
-        saved.append(t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        yield saved
-
 
 SAVES = {
     "identity": "input", "fp8_current": "rowwise", "fp8_current_e5m2": "rowwise", "fp8_delayed": "rowwise",
