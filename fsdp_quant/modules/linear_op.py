@@ -86,13 +86,13 @@ def _weight_storage(weight: Tensor, direction: Direction, plan: GemmPlan, dtype,
     hybrid, resolved = plan.weight, plan.resolved(dtype, weight.device)
     layouts = resolved.layouts["weight"]
     if isinstance(weight, QuantizedTensor):
-        storage = weight.storage_for(direction)
-        if storage.fmt != hybrid.side(direction).fmt:
+        storage = weight.rowwise if direction is ROWWISE else weight.columnwise
+        if storage is not None and storage.fmt != hybrid.side(direction).fmt:
             raise StaleWeightError(
                 f"the gathered weight is {storage.fmt} {direction.value} and the plan multiplies "
                 f"{hybrid.side(direction).fmt}; change formats with fq.set_recipe, at a step boundary"
             )
-        return storage.in_layout(layouts[direction])
+        return weight.operand_for(direction, layouts[direction])
     if not isinstance(weight, MasterWeight) or weight.state.quantizer != hybrid:  # plain, or overridden: not cached
         state = WeightState("weight", hybrid, tuple(weight.shape), plan.compute_dtype)
         weight = MasterWeight(inner_of(weight).detach(), state)
