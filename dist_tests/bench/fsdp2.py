@@ -1,0 +1,238 @@
+"""FSDP2 training steps of Llama-shaped layers over compiled bf16: time, tokens, bytes gathered, peak memory.
+
+    torchrun --nproc-per-node 4 -m dist_tests.bench.fsdp2 [--layers 16 --tokens 8192 2048] [--arms bf16 fp8_current ...]
+
+Every arm is 16 layers (d 4096, ffn 14336, 32 heads, 8 of keys), fp32 sharded parameters, bf16 compute, fused AdamW; the base
+and torchao's float8 are compiled block by block, ours are eager unless `--compiled`. Steps are made back to back and timed
+by events on the device; rank 0 prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import json
+import os
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import fsdp_quant as fq
+
+BASE = "bf16"
+FLOORS = {8192: 1.28, 2048: 1.15}  # of fp8_current, over BASE
+AIMS = {8192: 1.50, 2048: 1.35}
+RECIPES = {
+    "fp8_current": fq.recipes.fp8_current,
+    "fp8_delayed": fq.recipes.fp8_delayed,
+    "fp8_block": fq.recipes.fp8_block,
+    "mxfp8": fq.recipes.mxfp8,
+    "nvfp4": fq.recipes.nvfp4,
+    "hybrid": functools.partial(fq.recipes.hybrid, "mxfp8", "nvfp4"),
+}
+TORCHAO = {
+    "torchao tensorwise": {}, "torchao tensorwise, fp8 gather": {"enable_fsdp_float8_all_gather": True},
+}
+GIB = 2**30
+
+
+# What is measured #
+
+class Attention(nn.Module):
+    """Causal attention with fewer heads of keys and values."""
+
+    def __init__(self, dim: int, heads: int, key_heads: int):
+        super().__init__()
+        self.heads, self.key_heads, width = heads, key_heads, dim // heads
+        self.q, self.out = nn.Linear(dim, dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.k, self.v = (nn.Linear(dim, key_heads * width, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def heads(y: Tensor, n: int) -> Tensor:
+            return y.unflatten(-1, (n, -1)).transpose(1, 2)
+
+        q, k, v = heads(self.q(x), self.heads), heads(self.k(x), self.key_heads), heads(self.v(x), self.key_heads)
+        k, v = (t.repeat_interleave(self.heads // self.key_heads, 1) for t in (k, v))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+
+
+class Block(nn.Module):
+    """Attention and SwiGLU, each behind its norm."""
+
+    def __init__(self, dim: int, hidden: int, heads: int, key_heads: int):
+        super().__init__()
+        self.norm, self.attention = nn.RMSNorm(dim), Attention(dim, heads, key_heads)
+        self.mlp_norm = nn.RMSNorm(dim)
+        self.gate, self.up = nn.Linear(dim, hidden, bias=False), nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        h = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def model(args) -> nn.Sequential:
+    with torch.device("meta"):
+        return nn.Sequential(*(Block(args.dim, args.hidden, args.heads, args.key_heads) for _ in range(args.layers)))
+
+
+def is_compiled(arm: str, args) -> bool:
+    return arm not in RECIPES or args.compiled
+
+
+def build(arm: str, args, device: torch.device) -> nn.Sequential:
+    """The arm's model, sharded, with random weights."""
+    net = model(args)
+    if arm in TORCHAO:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        convert_to_float8_training(net, config=Float8LinearConfig(**TORCHAO[arm]))
+    elif arm in RECIPES:
+        fq.convert(net, RECIPES[arm]())
+    if is_compiled(arm, args):
+        for block in net:
+            block.compile()
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in net:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(net, mesh=mesh, mp_policy=policy)
+    net.to_empty(device=device)
+    torch.manual_seed(0)
+    for parameter in net.parameters():
+        nn.init.normal_(parameter, std=0.02) if parameter.ndim > 1 else nn.init.ones_(parameter)
+    return net
+
+
+@contextlib.contextmanager
+def counted_gathers():
+    """Bytes of the outputs of all gathers of FSDP2, whatever they hold."""
+    seen, originals = [0], {}
+    for name in ("all_gather_into_tensor", "all_gather_single"):
+        if (original := getattr(dist, name, None)) is not None:
+            originals[name] = original
+
+            def counting(output, *rest, original=original, **options):
+                seen[0] += output.numel() * output.element_size()
+                return original(output, *rest, **options)
+
+            setattr(dist, name, counting)
+    try:
+        yield seen
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def measure(arm: str, tokens: int, args, device: torch.device) -> dict:
+    """{ms, host_ms, tokens_per_s, gathered_bytes, peak_bytes}: medians of `args.steps` steps."""
+    net = build(arm, args, device)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=device.type == "cuda")
+    x = torch.randn(1, tokens, args.dim, device=device, dtype=torch.bfloat16)
+
+    def step() -> None:
+        net(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if arm.endswith("fp8 gather"):
+            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+            precompute_float8_dynamic_scale_for_fsdp(net)
+
+    for _ in range(2):
+        step()
+    with counted_gathers() as seen:
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    marks, host = [torch.cuda.Event(enable_timing=True) for _ in range(args.steps + 1)], []
+    marks[0].record()
+    for mark in marks[1:]:
+        start = time.perf_counter()
+        step()
+        host.append(time.perf_counter() - start)
+        mark.record()
+    torch.cuda.synchronize()
+    ms = statistics.median(a.elapsed_time(b) for a, b in zip(marks, marks[1:]))
+    return {
+        "arm": arm, "tokens": tokens, "ms": ms, "host_ms": statistics.median(host) * 1e3,
+        "tokens_per_s": tokens / ms * 1e3, "gathered_bytes": seen[0], "peak_bytes": torch.cuda.max_memory_allocated(),
+    }
+
+
+def table(tokens: int, args, device: torch.device, say) -> list[dict]:
+    say(f"\n{tokens} tokens a GPU")
+    say(f"{'arm':32} {'ms':>8} {'x bf16':>7} {'floor':>6} {'aim':>5} {'tokens/s':>9} {'gathered GiB':>12} {'peak GiB':>9} "
+        f"{'x bf16':>7} {'host ms':>8}")
+    rows: list[dict] = []
+    for arm in args.arms:
+        gc.collect()
+        torch.cuda.empty_cache()
+        failed = torch.zeros(1, device=device)
+        try:
+            row = measure(arm, tokens, args, device)
+        except Exception as error:  # of any kind: one arm does not cost the others
+            row, failed = {"arm": arm, "tokens": tokens, "error": f"{type(error).__name__}: {error}"}, failed + 1
+        dist.all_reduce(failed)
+        rows.append(row)
+        if failed or "error" in row:
+            say(f"{arm:32} failed: {row.get('error', 'on another rank')[:200]}")
+            continue
+        base = next((r for r in rows if r["arm"] == BASE and "ms" in r), None)
+        speed = memory = float("nan")
+        if base is not None:
+            speed, memory = base["ms"] / row["ms"], row["peak_bytes"] / base["peak_bytes"]
+        row |= {"ratio": speed, "peak_ratio": memory}
+        floor, aim = (of.get(tokens) if arm == "fp8_current" else None for of in (FLOORS, AIMS))
+        say(f"{arm:32} {row['ms']:8.1f} {speed:7.3f} {floor or '-':>6} {aim or '-':>5} {row['tokens_per_s']:9.0f} "
+            f"{row['gathered_bytes'] / GIB:12.2f} {row['peak_bytes'] / GIB:9.2f} {memory:7.3f} {row['host_ms']:8.1f}")
+    return rows
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--arms", nargs="+", default=[BASE, *RECIPES], choices=[BASE, *RECIPES, *TORCHAO])
+    made.add_argument("--tokens", nargs="+", type=int, default=[8192, 2048])
+    made.add_argument("--layers", type=int, default=16)
+    made.add_argument("--dim", type=int, default=4096)
+    made.add_argument("--hidden", type=int, default=14336)
+    made.add_argument("--heads", type=int, default=32)
+    made.add_argument("--key-heads", type=int, default=8)
+    made.add_argument("--steps", type=int, default=8)
+    made.add_argument("--compiled", action="store_true", help="compile the blocks of our arms too")
+    made.add_argument("--json", help="write all numbers to this file")
+    return made
+
+
+def main() -> None:
+    args = parser().parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("error: there is no GPU; the times of this bench are a GPU's")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+
+    def say(text: str) -> None:
+        if dist.get_rank() == 0:
+            print(text, flush=True)
+
+    say(f"{dist.get_world_size()} x {torch.cuda.get_device_name()}, torch {torch.__version__}; {args.layers} layers "
+        f"{args.dim} -> {args.hidden}, medians of {args.steps} steps")
+    rows = [row for tokens in args.tokens for row in table(tokens, args, device, say)]
+    if args.json and dist.get_rank() == 0:
+        with open(args.json, "w") as file:
+            json.dump(rows, file, indent=1)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
