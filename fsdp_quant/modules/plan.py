@@ -70,12 +70,19 @@ class GemmPlan:
     accuracy: str = "fast"
     moved: tuple[str, ...] = ()
 
-    @cached_property
-    def key(self) -> str:
-        """The text that stands for this plan in an operator's arguments."""
+    def __post_init__(self):
         key = canonical_text(self)
+        object.__setattr__(self, "key", key)  # the text that stands for this plan in an operator's arguments
         _PLANS.setdefault(key, self)
-        return key
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        _PLANS.setdefault(self.key, self)
+
+    @cached_property
+    def is_delayed(self) -> bool:
+        """Some side of an activation or gradient is encoded with delayed scaling."""
+        return bool(self.input.delayed_directions or self.grad_output.delayed_directions)
 
     def hybrid(self, slot: str) -> HybridQuantizer:
         return getattr(self, slot)

@@ -25,7 +25,7 @@ from ..scaling import AmaxHistory, RowCuts
 from ..storage import Storage
 from .aten_table import AtenTable, aten
 from .fsdp_hooks import FSDPHooks
-from .quantized_tensor import OPERATORS
+from .quantized_tensor import OPERATORS, Unguarded
 from .torch_compat import tree_map_only
 
 _TABLE = AtenTable("MasterWeight")
@@ -217,21 +217,6 @@ class _Mutations:
     count = 0
 
 
-class _Shared:
-    """A state as torch.compile keeps it beside a graph: its copies are the same state, and equal."""
-
-    def __init__(self, state: WeightState):
-        self.state = state
-
-    def __deepcopy__(self, memo) -> _Shared:
-        return self
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Shared) and self.state is other.state
-
-    __hash__ = None
-
-
 class MasterWeight(FSDPHooks, Tensor):
     """A high-precision weight, or a dim-0 shard of one, that is quantized when it is gathered or multiplied.
 
@@ -283,11 +268,11 @@ class MasterWeight(FSDPHooks, Tensor):
         self._inner, self._mutations, self._copied_version = value, _Mutations(), (None, None)
 
     def __tensor_flatten__(self):
-        return ["_inner"], _Shared(self._state)
+        return ["_inner"], Unguarded(self._state)
 
     @staticmethod
     def __tensor_unflatten__(inner, shared, outer_size, outer_stride) -> MasterWeight:
-        return MasterWeight(inner["_inner"], shared.state)
+        return MasterWeight(inner["_inner"], shared.value)
 
     def __deepcopy__(self, memo) -> MasterWeight:
         copied = MasterWeight(copy.deepcopy(self._inner, memo), copy.deepcopy(self._state, memo))

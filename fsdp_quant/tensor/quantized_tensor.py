@@ -27,6 +27,24 @@ _TABLE = AtenTable("QuantizedTensor")
 OPERATORS: dict[object, Callable] = {}
 
 
+class Unguarded:
+    """What torch.compile keeps of a tensor beside its buffers: the thing itself, in every copy, equal to any other.
+
+    No graph depends on it: operators take formats from a plan's text, and find codes when they run.
+    """
+
+    def __init__(self, value: object):
+        self.value = value
+
+    def __deepcopy__(self, memo) -> Unguarded:
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unguarded)
+
+    __hash__ = None
+
+
 @dataclass(eq=False)
 class Slots:
     """The storages that aliases of one quantized tensor share.
@@ -121,20 +139,20 @@ class QuantizedTensor(Tensor):
         return QuantizedTensor(slots=self._slots.map(fn), shape=self.shape if shape is None else shape)
 
     def __tensor_flatten__(self):
+        """A direction that FSDP2 freed has no memory that a graph could take."""
         names = [
-            f"{d.value}_{b}" for d in Direction if (s := self._slots.get(d)) is not None for b in s.buffers()
+            f"{d.value}_{b}" for d in Direction if (s := self._slots.get(d)) is not None and not s.is_freed
+            for b in s.buffers()
         ]
-        return names, (self._slots, tuple(self.shape))
+        return names, Unguarded(self._slots)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context, outer_size, outer_stride) -> QuantizedTensor:
-        slots, _ = context
-
         def rebuilt(storage: Storage) -> Storage:
-            prefix = storage.direction.value
-            return storage.with_buffers({b: inner[f"{prefix}_{b}"] for b in storage.buffers()})
+            names = {b: f"{storage.direction.value}_{b}" for b in storage.buffers()}
+            return storage.with_buffers({b: inner[n] for b, n in names.items() if n in inner})
 
-        return QuantizedTensor(slots=slots.map(rebuilt), shape=outer_size)
+        return QuantizedTensor(slots=context.value.map(rebuilt), shape=outer_size)
 
     def __reduce_ex__(self, protocol):
         is_parameter = isinstance(self, torch.nn.Parameter)
