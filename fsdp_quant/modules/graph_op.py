@@ -8,6 +8,7 @@ what the last one changed, and amaxes are recorded as in eager mode.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import weakref
 
@@ -63,7 +64,8 @@ class Site:
             guard = guard_of(layer, device)
         inputs = grads = ()
         if owner is not None and plan.is_delayed:
-            inputs, grads = (self._histories(owner, plan, slot, device) for slot in ("input", "grad_output"))
+            inputs = self._histories(owner, plan, "input", device)
+            grads = self._histories(owner, plan, "grad_output", device)
         return STEP.on(device), self.ids, guard, inputs, grads
 
     def _histories(self, owner: WeightState, plan: GemmPlan, slot: str, device: torch.device) -> list[AmaxHistory]:
@@ -90,16 +92,19 @@ def _memory_of(weight: MasterWeight | QuantizedTensor) -> Tensor:
 
 
 def _weight_behind(layer, weight: Tensor) -> Tensor:
-    """The layer's own weight, with its cached or gathered codes, where `weight` is its memory; else `weight`, a plain tensor.
+    """The layer's own weight, with its cached or gathered codes, where `weight` is its memory.
 
-    Hooks on saved tensors may have copied the memory of gathered codes: the layer's are the same, or refused as stale.
+    Hooks on saved tensors may have copied it. Of gathered codes the layer's are then taken: they are the same, or refused
+    as stale. Of a master the copy is quantized, with the histories of the layer's weight.
     """
     own = None if layer is None else layer.weight
     if isinstance(own, QuantizedTensor):
         return own
-    if isinstance(own, MasterWeight) and own.inner.data_ptr() == weight.data_ptr() and own.shape == weight.shape:
+    if not isinstance(own, MasterWeight) or own.shape != weight.shape:
+        return weight
+    if own.inner.data_ptr() == weight.data_ptr():
         return own
-    return weight
+    return MasterWeight(weight.detach(), copy.copy(own.state)).requires_grad_(own.requires_grad)
 
 
 def _graph_linear(x, weight, bias, handle, shape, plan, save, grad, training):

@@ -92,11 +92,11 @@ class Linear(nn.Linear):
             self._note_recomputation(owner, grad)
         step, ids, guard, histories, of_grad = self._site.beside(self, owner, plan, x.dtype, device)
         results = operator(
-            x, weight, bias, plan.key, save, step, ids, guard, [h.enc for h in histories], [h.enc for h in of_grad],
-            [h.amaxes for h in of_grad if training],
+            x, weight, bias, plan.key, save, step, ids, guard, [h.enc for h in histories] if histories else [],
+            [h.enc for h in of_grad] if of_grad else [], [h.amaxes for h in of_grad] if of_grad and training else [],
         )
         if training and not replay:
-            if owner is not None and not self.weight.requires_grad:
+            if owner is not None and not weight.requires_grad:
                 STEP.frozen.add(owner)
             for history, amax in zip(histories, results[-1]):
                 history.record(amax)

@@ -25,7 +25,7 @@ from ..scaling import AmaxHistory, RowCuts
 from ..storage import Storage
 from .aten_table import AtenTable, aten
 from .fsdp_hooks import FSDPHooks
-from .quantized_tensor import OPERATORS, Unguarded
+from .quantized_tensor import OPERATORS, Unguarded, stable_text
 from .torch_compat import tree_map_only
 
 _TABLE = AtenTable("MasterWeight")
@@ -269,6 +269,8 @@ class MasterWeight(FSDPHooks, Tensor):
 
     def __tensor_flatten__(self):
         return ["_inner"], Unguarded(self._state)
+
+    _stable_hash_for_caching = stable_text
 
     @staticmethod
     def __tensor_unflatten__(inner, shared, outer_size, outer_stride) -> MasterWeight:

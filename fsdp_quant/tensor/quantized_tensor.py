@@ -30,7 +30,8 @@ OPERATORS: dict[object, Callable] = {}
 class Unguarded:
     """What torch.compile keeps of a tensor beside its buffers: the thing itself, in every copy, equal to any other.
 
-    No graph depends on it: operators take formats from a plan's text, and find codes when they run.
+    No graph depends on it: operators take formats from a plan's text, and find codes when they run. A graph that is cached
+    on disk keeps nothing of it.
     """
 
     def __init__(self, value: object):
@@ -43,6 +44,16 @@ class Unguarded:
         return isinstance(other, Unguarded)
 
     __hash__ = None
+
+    def __reduce__(self):
+        return Unguarded, (None,)
+
+
+def stable_text(tensor: Tensor) -> str:
+    """What a graph that is cached on disk knows of a tensor subclass: class, shape and buffers."""
+    names, _ = tensor.__tensor_flatten__()
+    facts = ((n, t.shape, t.stride(), t.dtype, t.device) for n, t in ((n, getattr(tensor, n)) for n in names))
+    return f"{type(tensor).__name__} {tensor.shape} {tensor.dtype} {tensor.requires_grad} {list(facts)}"
 
 
 @dataclass(eq=False)
@@ -139,12 +150,12 @@ class QuantizedTensor(Tensor):
         return QuantizedTensor(slots=self._slots.map(fn), shape=self.shape if shape is None else shape)
 
     def __tensor_flatten__(self):
-        """A direction that FSDP2 freed has no memory that a graph could take."""
-        names = [
-            f"{d.value}_{b}" for d in Direction if (s := self._slots.get(d)) is not None and not s.is_freed
-            for b in s.buffers()
-        ]
-        return names, Unguarded(self._slots)
+        """A gathered weight shows its first direction only: FSDP2 fills and frees the other as passes need it."""
+        storages = [s for d in Direction if (s := self._slots.get(d)) is not None]
+        shown = storages if self._slots.owner is None else storages[:1]
+        return [f"{s.direction.value}_{b}" for s in shown for b in s.buffers()], Unguarded(self._slots)
+
+    _stable_hash_for_caching = stable_text
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context, outer_size, outer_stride) -> QuantizedTensor:
