@@ -14,10 +14,12 @@ import weakref
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..context import STEP
 from ..counters import counters
 from ..formats import COLUMNWISE, ROWWISE
+from ..gemm import StaleWeightError
 from ..scaling import AmaxHistory
 from ..tensor.master_weight import MasterWeight, WeightState
 from ..tensor.quantized_tensor import OPERATORS, QuantizedTensor
@@ -91,36 +93,42 @@ def _memory_of(weight: MasterWeight | QuantizedTensor) -> Tensor:
     return (weight.columnwise if weight.rowwise is None else weight.rowwise).data
 
 
-def _weight_behind(layer, weight: Tensor) -> Tensor:
+def _weight_behind(site: Site, weight: Tensor) -> Tensor:
     """The layer's own weight, with its cached or gathered codes, where `weight` is its memory.
 
     Hooks on saved tensors may have copied it. Of gathered codes the layer's are then taken: they are the same, or refused
     as stale. Of a master the copy is quantized, with the histories of the layer's weight.
+
+    Raises StaleWeightError where FSDP2 has not gathered the weight that a backward multiplies.
     """
+    layer = site.layer()
     own = None if layer is None else layer.weight
     if isinstance(own, QuantizedTensor):
         return own
-    if not isinstance(own, MasterWeight) or own.shape != weight.shape:
-        return weight
-    if own.inner.data_ptr() == weight.data_ptr():
+    if isinstance(own, MasterWeight) and own.inner.data_ptr() == weight.data_ptr() and own.shape == weight.shape:
         return own
-    return MasterWeight(weight.detach(), copy.copy(own.state)).requires_grad_(own.requires_grad)
+    if isinstance(own, DTensor) or not weight.is_floating_point():
+        raise StaleWeightError(
+            f"{site.state.name} is sharded while a compiled graph multiplies its codes; run the backward under the "
+            "fully_shard that ran the forward"
+        )
+    if own is None or isinstance(own, MasterWeight):
+        return MasterWeight(weight.detach(), copy.copy(site.state)).requires_grad_(own is None or own.requires_grad)
+    return weight
 
 
 def _graph_linear(x, weight, bias, handle, shape, plan, save, grad, training):
     site = _site_of(handle)
-    layer = site.layer()
-    y, buffers, _ = layer.multiply(
-        _below_autocast, x, _weight_behind(layer, weight), bias, plan_of(plan), save, grad, training
+    y, buffers, _ = site.layer().multiply(
+        _below_autocast, x, _weight_behind(site, weight), bias, plan_of(plan), save, grad, training
     )
     return y, [b.clone() if b.data_ptr() == x.data_ptr() else b for b in buffers]  # an identity storage is its input
 
 
 def _graph_linear_backward(dy, weight, saved, handle, shape, plan, needs, training):
     site = _site_of(handle)
-    layer = site.layer()
-    weight = _weight_behind(layer, weight)
-    step, ids, guard, inputs, grads = site.beside(layer, weight_state(weight), plan_of(plan), dy.dtype, dy.device)
+    weight = _weight_behind(site, weight)
+    step, ids, guard, inputs, grads = site.beside(site.layer(), weight_state(weight), plan_of(plan), dy.dtype, dy.device)
     *gradients, amaxes = _backward(
         dy, weight, saved, plan, needs, step, ids, guard, [h.enc for h in inputs], [h.enc for h in grads]
     )

@@ -26,8 +26,8 @@ class Linear(nn.Linear):
 
     weight:  [out_features, in_features], high precision; a `MasterWeight` over its memory.
     recipe:  `Recipe`; change it with `fq.set_recipe`.
-    recomputes_forward:  None: found out in eager mode; True where the backward recomputes the forward unseen (a
-             compiled checkpointed block), so that FSDP2 gathers both directions in the backward.
+    recomputes_forward:  None: found out as the layer runs; True where the backward recomputes the forward unseen
+             (torch.utils.checkpoint inside a compiled block), so that FSDP2 gathers both directions in the backward.
 
     Input [.., in_features] and output [.., out_features] are in the input's dtype, or torch.autocast's.
     """

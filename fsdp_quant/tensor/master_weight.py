@@ -201,8 +201,8 @@ class WeightState:
         if storage.is_freed:
             raise StaleWeightError(
                 f"{self.name}: the {storage.direction.value} codes were freed: FSDP resharded the weight or gathered the "
-                "other direction only; if this block is recomputed in a way that eager hooks cannot see (compiled "
-                "checkpointing), set recomputes_forward=True on its fq.Linear"
+                "other direction only; if this block is recomputed in a way that hooks cannot see (checkpointing "
+                "inside a compiled block), set recomputes_forward=True on its fq.Linear"
             )
         if self.managed is not None and version != self.managed.local.version:
             raise StaleWeightError(
