@@ -139,18 +139,26 @@ def _graph_linear_backward(dy, weight, saved, handle, shape, plan, needs, traini
 
 
 def _fake_linear(x, weight, bias, handle, shape, plan, save, grad, training):
-    """What is saved has the shapes that the quantizer gives it, on x without values."""
     plan = plan_of(plan)
-    resolved = plan.resolved(x.dtype, x.device)
-    y, buffers = x.new_empty((*x.shape[:-1], shape[0])), []
-    if save and plan.saves != "input":
-        directions = [ROWWISE, COLUMNWISE] if resolved.saved is COLUMNWISE else [ROWWISE]
-        step, ids = (x.new_empty(n, dtype=torch.int64) for n in (5, 3))
-        factors = [x.new_empty(1, dtype=torch.float32) for _ in plan.input.delayed_directions]
-        with counters.kept():
-            made, _ = _quantize(plan, "input", x.reshape(-1, x.shape[-1]), directions, step, ids, None, factors)
-        buffers = [torch.empty_like(b) for b in made[resolved.saved].buffers().values()]
-    return y, buffers
+    kept = _saved_buffers(plan, x) if save and plan.saves != "input" else ()
+    return x.new_empty((*x.shape[:-1], shape[0])), [x.new_empty(shape, dtype=dtype) for shape, dtype in kept]
+
+
+def _saved_buffers(plan: GemmPlan, x: Tensor) -> list[tuple[torch.Size, torch.dtype]]:
+    """(shape, dtype) of what the backward keeps of x: as the quantizer makes them, of an x without values."""
+    key = (*x.shape, x.dtype, x.device) if all(isinstance(n, int) for n in x.shape) else None
+    if key is not None and key in plan.saved_buffers:  # a symbolic length belongs to one trace
+        return plan.saved_buffers[key]
+    saved = plan.resolved(x.dtype, x.device).saved
+    directions = [ROWWISE, COLUMNWISE] if saved is COLUMNWISE else [ROWWISE]
+    step, ids = (x.new_empty(n, dtype=torch.int64) for n in (5, 3))
+    factors = [x.new_empty(1, dtype=torch.float32) for _ in plan.input.delayed_directions]
+    with counters.kept():
+        made, _ = _quantize(plan, "input", x.reshape(-1, x.shape[-1]), directions, step, ids, None, factors)
+    buffers = [(b.shape, b.dtype) for b in made[saved].buffers().values()]
+    if key is not None:
+        plan.saved_buffers[key] = buffers
+    return buffers
 
 
 def _fake_linear_backward(dy, weight, saved, handle, shape, plan, needs, training):

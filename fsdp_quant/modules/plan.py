@@ -123,6 +123,11 @@ class GemmPlan:
         return native.step_of(*(hybrid.side(d).encoding(d) for d in Direction), *(layouts[d] for d in Direction))
 
     @cached_property
+    def saved_buffers(self) -> dict:
+        """What `graph_op` found out of the shapes that the backward keeps."""
+        return {}
+
+    @cached_property
     def _resolved(self) -> dict:
         return {}
 
