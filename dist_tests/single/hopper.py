@@ -10,13 +10,14 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from fsdp_quant.formats import (
     COLUMNWISE, E2M1, E4M3, E5M2, ROWWISE, Direction, Encoding, Format, ceil_div, round_up,
@@ -489,6 +490,28 @@ def _product(a, b, a_scale, b_scale, a_kind, b_kind, out_dtype, bias, alpha) -> 
     return y.float()
 
 
+class Traced:
+    """The operators as `torch.ops` calls them: those of a graph that is traced make shapes alone (`native.FAKES`)."""
+
+    def __init__(self, operators: Operators):
+        self._operators = operators
+
+    def __getattr__(self, name: str) -> object:
+        found = getattr(self._operators, name)
+        if isinstance(found, SimpleNamespace):  # overloads
+            packets = {k: self._traceable(name if k == "default" else f"{name}.{k}", f) for k, f in vars(found).items()}
+            return SimpleNamespace(**packets)
+        return self._traceable(name, found)
+
+    @staticmethod
+    def _traceable(name: str, run: Callable) -> Callable:
+        def call(*args, **kwargs):
+            traced = any(isinstance(a, FakeTensor) for a in args)
+            return native.FAKES[name](*args, **kwargs) if traced else run(*args, **kwargs)
+
+        return call
+
+
 class Arrived:
     """A CUDA event that has happened."""
 
@@ -514,7 +537,7 @@ def emulated() -> Iterator[Operators]:
                 for fact, value in facts.items():
                     if vars(module).get(fact) is originals[fact]:
                         patch.setattr(module, fact, value)
-        patch.setattr(native, "_ops", operators)
+        patch.setattr(native, "_ops", Traced(operators))
         patch.setattr(native, "runs", lambda x: x.numel() > 0)
         patch.setattr(native, "runs_on", lambda device: True)
         patch.setattr(torch_compat, "stream_of", lambda device: (0, False))

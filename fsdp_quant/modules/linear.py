@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +13,11 @@ from ..context import STEP, Autocast, current_autocast
 from ..counters import counters
 from ..ops.capability import DOMAINS, arch_of
 from ..recipe import Recipe, identity
-from ..scaling import AmaxHistory
 from ..tensor import torch_compat
 from ..tensor.master_weight import MasterWeight, WeightState, inner_of, wrap
 from ..tensor.torch_compat import local_of
-from .guard import guard_of
-from .linear_op import linear, slot_ids, weight_state
+from .graph_op import Site, graph_linear
+from .linear_op import linear, weight_state
 from .plan import PRODUCTS, GemmPlan, build_plan
 
 
@@ -26,8 +26,8 @@ class Linear(nn.Linear):
 
     weight:  [out_features, in_features], high precision; a `MasterWeight` over its memory.
     recipe:  `Recipe`; change it with `fq.set_recipe`.
-    recomputes_forward:  None: found out in eager mode; True where the backward recomputes the forward unseen (a
-             compiled checkpointed block), so that FSDP2 gathers both directions in the backward.
+    recomputes_forward:  None: found out as the layer runs; True where the backward recomputes the forward unseen
+             (torch.utils.checkpoint inside a compiled block), so that FSDP2 gathers both directions in the backward.
 
     Input [.., in_features] and output [.., out_features] are in the input's dtype, or torch.autocast's.
     """
@@ -55,7 +55,6 @@ class Linear(nn.Linear):
         override = current_autocast()
         if override is not None:
             plan = self._overriding_plan(override)
-        owner = weight_state(weight)
         device = x.device
         if not x.dtype.is_floating_point:
             raise ValueError(f"{self._name}: input is {x.dtype}; a linear layer multiplies floating tensors")
@@ -68,37 +67,38 @@ class Linear(nn.Linear):
                 f"{self._name}: the weight is a DTensor {weight.placements} that FSDP2 did not gather; tensor-parallel "
                 "weights are not supported here: use fully_shard, or leave the module out of fq.convert"
             )
+        grad = torch.is_grad_enabled()
+        save = weight.requires_grad and grad
+        if torch.compiler.is_compiling():
+            return graph_linear(x, weight, self.bias, self._handle, plan.key, save, grad, self.training)
+        return self.multiply(linear, x, weight, self.bias, plan, save, grad, self.training)
+
+    def multiply(
+        self, operator: Callable, x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, save: bool, grad: bool,
+        training: bool,
+    ):
+        """What `operator` (`linear_op.linear`, or its like) gives of x and of what the layer has beside.
+
+        save:      the backward needs x.
+        grad:      a backward may follow.
+        """
+        owner, device = weight_state(weight), x.device
         if owner is None:
             self._depart("its weight is a plain tensor, so high-precision bytes were gathered or the codes are not cached")
         elif x.dtype != weight.dtype:
             self._check_domains(plan, x.dtype, weight.dtype, device)
         replay = torch_compat.backward_is_running()
         if owner is not None and not replay:
-            self._note_recomputation(owner)
-        if self._ids.device != device:
-            with torch.inference_mode(False):
-                self._ids = self._ids.to(device)
-        records = self.training and not replay
-        histories = self._histories(owner, plan, "input", device)
-        of_grad = self._histories(owner, plan, "grad_output", device)
+            self._note_recomputation(owner, grad)
+        step, ids, guard, histories, of_grad = self._site.beside(self, owner, plan, x.dtype, device)
+        records = training and not replay
         if records and owner is not None and not weight.requires_grad:
             STEP.frozen.add(owner)
-        return linear(
-            x, weight, self.bias, plan, weight.requires_grad and torch.is_grad_enabled(), STEP.on(device), self._ids,
-            self._guard_on(plan, x), [h.enc for h in histories], [h.enc for h in of_grad],
-            [h.amaxes for h in histories if records], [h.amaxes for h in of_grad if self.training],
+        return operator(
+            x, weight, bias, plan, save, step, ids, guard, [h.enc for h in histories] if histories else [],
+            [h.enc for h in of_grad] if of_grad else [], [h.amaxes for h in histories] if histories and records else [],
+            [h.amaxes for h in of_grad] if of_grad and training else [],
         )
-
-    def _histories(self, owner: WeightState | None, plan: GemmPlan, slot: str, device: torch.device) -> list[AmaxHistory]:
-        """Amax histories of a slot's delayed sides, in order; [] without delayed scaling."""
-        hybrid = plan.hybrid(slot)
-        if owner is None or not hybrid.delayed_directions:
-            return []
-        return [owner.history(self._name, slot, d, hybrid.side(d)).to(device) for d in hybrid.delayed_directions]
-
-    def _guard_on(self, plan: GemmPlan, x: Tensor) -> Tensor | None:
-        """Where the quantizers of anchored products count; None where nothing is anchored."""
-        return guard_of(self, x.device) if "anchored" in plan.resolved(x.dtype, x.device).domains else None
 
     def _overriding_plan(self, override: Autocast) -> GemmPlan:
         recipe, recomputed = override.recipe, torch_compat.checkpoint_hook()
@@ -120,11 +120,11 @@ class Linear(nn.Linear):
             )
         return plan
 
-    def _note_recomputation(self, owner: WeightState) -> None:
+    def _note_recomputation(self, owner: WeightState, grad: bool) -> None:
         """Will the backward run this forward again? An evaluation says nothing about the next training step."""
         if self.recomputes_forward is not None:
             owner.recomputes = self.recomputes_forward
-        elif torch.is_grad_enabled():
+        elif grad:
             owner.recomputes = torch_compat.checkpoint_hook() is not None
         elif self.training:
             owner.recomputes = True  # reentrant checkpointing runs the first forward without gradients
@@ -143,8 +143,15 @@ class Linear(nn.Linear):
         if self._recipe.strict:
             raise ValueError(f"{self._name}: {what}; the plan says otherwise. Make it so, or pass strict=False to the recipe")
         if (self._name, what) not in counters.of("departure"):
-            warnings.warn(f"{self._name}: {what}", stacklevel=3)
+            warnings.warn(f"{self._name}: {what}", stacklevel=4)
         counters.add("departure", (self._name, what))
+
+    def __getstate__(self) -> dict:
+        return {k: v for k, v in super().__getstate__().items() if k not in ("_site", "_handle")}
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        place(self)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self._recipe}"
@@ -153,7 +160,6 @@ class Linear(nn.Linear):
 def adopt(module: nn.Linear, recipe: Recipe, name: str) -> None:
     """Give a module of class `Linear` its plan, and its weight the wrapper that FSDP2 gathers as codes."""
     module._name = name
-    module._ids = slot_ids(name)
     apply_recipe(module, recipe)
     module._weight_state = weight_state(local_of(module.weight))  # a tied weight has its state already
     if module._weight_state is None:
@@ -161,8 +167,15 @@ def adopt(module: nn.Linear, recipe: Recipe, name: str) -> None:
             f"{name}.weight", module._plan.weight, tuple(module.weight.shape), recipe.compute_dtype
         )
         wrap_weight(module)
+    place(module)
     module.register_state_dict_post_hook(_unwrap_in_state_dict)
     module.register_load_state_dict_post_hook(_after_load)
+
+
+def place(module: Linear) -> None:
+    """Give the module the site that its operators find by its handle."""
+    module._site = Site(module)
+    module._handle = module._site.handle()
 
 
 def apply_recipe(module: Linear, recipe: Recipe) -> None:

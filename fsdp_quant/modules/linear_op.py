@@ -178,13 +178,14 @@ def _weight_operand(weight: Tensor, plan: str, columnwise: bool, version: int, d
     return list(_weight_storage(weight, direction, plan_of(plan), dtype).buffers().values())
 
 
-def _forward(x, weight, bias, plan, save, step, ids, guard, factors, grad_factors, grad_amaxes):
+def _forward(x, weight, bias, plan, save, step, ids, guard, factors, grad_factors, grad_amaxes, histories=None):
+    """histories: where amaxes may go instead of into the result (an operator writes to no argument)."""
     plan = plan_of(plan)
     x2 = x.reshape(-1, x.shape[-1])
     resolved = plan.resolved(x.dtype, x.device)
     saved = resolved.saved if save and plan.saves != "input" else None
-    if not plan.is_delayed and _is_one_call(resolved, x, weight.shape[0], bias):
-        y, made = _step(x, weight, bias, plan, resolved, save, step, ids, guard, [], [], [], [], None)
+    if (histories is not None or not plan.is_delayed) and _is_one_call(resolved, x, weight.shape[0], bias):
+        y, made = _step(x, weight, bias, plan, resolved, save, step, ids, guard, factors, [], histories or [], [], None)
         return y, made[-len(_buffer_names(plan.operand("input", saved))) :] if saved is not None else [], []
     directions = [ROWWISE, COLUMNWISE] if saved is COLUMNWISE else [ROWWISE]
     made, amaxes = _quantize(plan, "input", x2, directions, step, ids, guard, factors)
@@ -219,8 +220,8 @@ def _saved_columnwise(plan: GemmPlan, saved: list[Tensor], shape, dy: Tensor, st
     return hybrid.derive_columnwise(storage, key=_key(plan, "input", step, ids, shape[0]))
 
 
-def _backward(dy, weight, saved, plan, needs, step, ids, guard, factors, grad_factors):
-    """needs: of x, weight, bias. A gradient that is not needed is an empty tensor."""
+def _backward(dy, weight, saved, plan, needs, step, ids, guard, factors, grad_factors, histories=None):
+    """needs: of x, weight, bias. A gradient that is not needed is an empty tensor. histories: as in `_forward`, of dy."""
     plan = plan_of(plan)
     need_x, need_w, need_b = needs
     dy2 = dy.reshape(-1, dy.shape[-1])
@@ -230,10 +231,10 @@ def _backward(dy, weight, saved, plan, needs, step, ids, guard, factors, grad_fa
     directions = [d for d, needed in ((ROWWISE, need_x), (COLUMNWISE, need_w)) if needed]
     resolved = plan.resolved(dy.dtype, dy.device)
     made, amaxes, domains = {}, [], resolved.domains
-    if directions and not plan.is_delayed and _is_one_call(resolved, dy, k):
+    if directions and (histories is not None or not plan.is_delayed) and _is_one_call(resolved, dy, k):
         operand = list(_weight_storage(weight, COLUMNWISE, plan, dy.dtype).buffers().values()) if need_x else []
         dx, dw = native.linear_step_backward(
-            dy, operand, saved, need_x, need_w, resolved.call, step, ids, guard, [], [], [],
+            dy, operand, saved, need_x, need_w, resolved.call, step, ids, guard, factors, grad_factors, histories or [],
         )
         return dx.view(*dy.shape[:-1], k) if need_x else none, dw, db, []
     if directions:
@@ -336,6 +337,19 @@ def linear(
     for history, amax in zip(histories, amaxes):
         AmaxHistory.record_in(history, amax)
     return y
+
+
+def product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, save: bool, step: Tensor, ids: Tensor,
+    guard: Tensor | None, factors: list[Tensor], grad_factors: list[Tensor], histories: list[Tensor],
+    grad_histories: list[Tensor],
+) -> tuple[Tensor, list[Tensor]]:
+    """(y, what the backward keeps of x) without autograd; see `linear`."""
+    inputs = (x, weight, bias, plan.key, save, step, ids, guard, factors, grad_factors, grad_histories, histories)
+    y, buffers, amaxes = _below_autocast(*inputs)
+    for history, amax in zip(histories, amaxes):
+        AmaxHistory.record_in(history, amax)
+    return y, buffers
 
 
 def _refuse_second_derivative(ctx, *grads):

@@ -73,20 +73,22 @@ class GemmPlan:
     accuracy: str = "fast"
     moved: tuple[str, ...] = ()
 
-    @cached_property
-    def key(self) -> str:
-        """The text that stands for this plan in an operator's arguments."""
+    def __post_init__(self):
         key = canonical_text(self)
+        object.__setattr__(self, "key", key)  # the text that stands for this plan in an operator's arguments
         _PLANS.setdefault(key, self)
-        return key
 
-    def hybrid(self, slot: str) -> HybridQuantizer:
-        return getattr(self, slot)
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        _PLANS.setdefault(self.key, self)
 
     @cached_property
     def is_delayed(self) -> bool:
-        """The input or the gradient is scaled by a history."""
+        """Some side of an activation or gradient is encoded with delayed scaling."""
         return bool(self.input.delayed_directions or self.grad_output.delayed_directions)
+
+    def hybrid(self, slot: str) -> HybridQuantizer:
+        return getattr(self, slot)
 
     def operand(self, slot: str, direction: Direction) -> Format:
         """Format that a product reads for this slot and direction."""
@@ -141,6 +143,11 @@ class GemmPlan:
                     delayed.index(source) if source in delayed else None,
                 ))
         return None if None in readings else readings
+
+    @cached_property
+    def saved_buffers(self) -> dict:
+        """What `graph_op` found out of the shapes that the backward keeps."""
+        return {}
 
     @cached_property
     def _resolved(self) -> dict:

@@ -26,7 +26,7 @@ from ..scaling import AmaxHistory, RowCuts
 from ..storage import Storage
 from .aten_table import AtenTable, aten
 from .fsdp_hooks import FSDPHooks
-from .quantized_tensor import OPERATORS
+from .quantized_tensor import OPERATORS, Unguarded, stable_text
 from .torch_compat import tree_map_only
 
 _TABLE = AtenTable("MasterWeight")
@@ -216,8 +216,8 @@ class WeightState:
         if storage.is_freed:
             raise StaleWeightError(
                 f"{self.name}: the {storage.direction.value} codes were freed: FSDP resharded the weight or gathered the "
-                "other direction only; if this block is recomputed in a way that eager hooks cannot see (compiled "
-                "checkpointing), set recomputes_forward=True on its fq.Linear"
+                "other direction only; if this block is recomputed in a way that hooks cannot see (checkpointing "
+                "inside a compiled block), set recomputes_forward=True on its fq.Linear"
             )
         if self.managed is not None and version != self.managed.local.version:
             raise StaleWeightError(
@@ -236,21 +236,6 @@ class _Mutations:
 
     def __hash__(self) -> int:
         return self._hash
-
-
-class _Shared:
-    """A state as torch.compile keeps it beside a graph: its copies are the same state, and equal."""
-
-    def __init__(self, state: WeightState):
-        self.state = state
-
-    def __deepcopy__(self, memo) -> _Shared:
-        return self
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Shared) and self.state is other.state
-
-    __hash__ = None
 
 
 class MasterWeight(FSDPHooks, Tensor):
@@ -304,11 +289,13 @@ class MasterWeight(FSDPHooks, Tensor):
         self._inner, self._mutations, self._copied_version = value, _Mutations(), (None, None)
 
     def __tensor_flatten__(self):
-        return ["_inner"], _Shared(self._state)
+        return ["_inner"], Unguarded(self._state)
+
+    _stable_hash_for_caching = stable_text
 
     @staticmethod
     def __tensor_unflatten__(inner, shared, outer_size, outer_stride) -> MasterWeight:
-        return MasterWeight(inner["_inner"], shared.state)
+        return MasterWeight(inner["_inner"], shared.value)
 
     def __deepcopy__(self, memo) -> MasterWeight:
         copied = MasterWeight(copy.deepcopy(self._inner, memo), copy.deepcopy(self._state, memo))

@@ -27,6 +27,35 @@ _TABLE = AtenTable("QuantizedTensor")
 OPERATORS: dict[object, Callable] = {}
 
 
+class Unguarded:
+    """What torch.compile keeps of a tensor beside its buffers: the thing itself, in every copy, equal to any other.
+
+    No graph depends on it: operators take formats from a plan's text, and find codes when they run. A graph that is cached
+    on disk keeps nothing of it.
+    """
+
+    def __init__(self, value: object):
+        self.value = value
+
+    def __deepcopy__(self, memo) -> Unguarded:
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unguarded)
+
+    __hash__ = None
+
+    def __reduce__(self):
+        return Unguarded, (None,)
+
+
+def stable_text(tensor: Tensor) -> str:
+    """What a graph that is cached on disk knows of a tensor subclass: class, shape and buffers."""
+    names, _ = tensor.__tensor_flatten__()
+    facts = ((n, t.shape, t.stride(), t.dtype, t.device) for n, t in ((n, getattr(tensor, n)) for n in names))
+    return f"{type(tensor).__name__} {tensor.shape} {tensor.dtype} {tensor.requires_grad} {list(facts)}"
+
+
 @dataclass(eq=False)
 class Slots:
     """The storages that aliases of one quantized tensor share.
@@ -135,20 +164,20 @@ class QuantizedTensor(Tensor):
         return QuantizedTensor(slots=self._slots.map(fn), shape=self.shape if shape is None else shape)
 
     def __tensor_flatten__(self):
-        names = [
-            f"{d.value}_{b}" for d in Direction if (s := self._slots.get(d)) is not None for b in s.buffers()
-        ]
-        return names, (self._slots, tuple(self.shape))
+        """A gathered weight shows its first direction only: FSDP2 fills and frees the other as passes need it."""
+        storages = [s for d in Direction if (s := self._slots.get(d)) is not None]
+        shown = storages if self._slots.owner is None else storages[:1]
+        return [f"{s.direction.value}_{b}" for s in shown for b in s.buffers()], Unguarded(self._slots)
+
+    _stable_hash_for_caching = stable_text
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context, outer_size, outer_stride) -> QuantizedTensor:
-        slots, _ = context
-
         def rebuilt(storage: Storage) -> Storage:
-            prefix = storage.direction.value
-            return storage.with_buffers({b: inner[f"{prefix}_{b}"] for b in storage.buffers()})
+            names = {b: f"{storage.direction.value}_{b}" for b in storage.buffers()}
+            return storage.with_buffers({b: inner[n] for b, n in names.items() if n in inner})
 
-        return QuantizedTensor(slots=slots.map(rebuilt), shape=outer_size)
+        return QuantizedTensor(slots=context.value.map(rebuilt), shape=outer_size)
 
     def __reduce_ex__(self, protocol):
         is_parameter = isinstance(self, torch.nn.Parameter)

@@ -177,7 +177,7 @@ def managed_params_of(model: nn.Module) -> list[ManagedParam]:
 
 def backward_is_running() -> bool:
     """Inside the autograd engine: a forward here is an activation being recomputed."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return torch._C._current_graph_task_id() != -1
 
 
 def stream_of(device: torch.device) -> tuple[int, bool]:
@@ -186,8 +186,8 @@ def stream_of(device: torch.device) -> tuple[int, bool]:
 
 
 def dispatch_is_watched() -> bool:
-    """Operators are traced, or seen by a dispatch mode (fake tensors, selective checkpointing, a counter)."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    """Operators are seen by a dispatch mode (fake tensors, tracing, selective checkpointing, a counter)."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def checkpoint_hook() -> object | None:

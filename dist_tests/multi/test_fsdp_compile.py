@@ -1,0 +1,144 @@
+"""Compiled blocks under `fully_shard`: the outputs, weights and collectives of eager blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters as dynamo_counters
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import fsdp_quant as fq
+from dist_tests import laws
+from dist_tests.multi import nets
+from dist_tests.multi.harness import run_ranks
+from fsdp_quant.counters import counters
+
+RECIPES = {
+    "delayed": fq.recipes.fp8_delayed(length=2), "mxfp8": fq.recipes.mxfp8(), "nvfp4": fq.recipes.nvfp4(),
+    "mxfp8/nvfp4": fq.recipes.hybrid("mxfp8", "nvfp4"),
+}
+HIDDEN = (33, 33)
+
+
+class Recomputed(nets.Block):
+    """A block that checkpoints itself, where hooks cannot see it once it is compiled."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def compiled(block: nn.Module) -> nn.Module:
+    return torch.compile(block, fullgraph=True, backend="aot_eager")
+
+
+def compiled_in_place(block: nn.Module) -> nn.Module:
+    block.compile(fullgraph=True, backend="aot_eager")
+    return block
+
+
+def build(
+    recipe: fq.Recipe, compile_block: Callable | None = None, compile_first: bool = True, recompute: str | None = None,
+    flagged: bool = True,
+) -> nets.Net:
+    net = nets.build(hidden=HIDDEN, recompute=recompute == "around")
+    fq.convert(net, recipe)
+    for i, block in enumerate(net.blocks):
+        if recompute == "inside":
+            block.__class__ = Recomputed
+            block.up.recomputes_forward = block.down.recomputes_forward = flagged or None
+        if compile_block and compile_first:
+            net.blocks[i] = compile_block(block)
+        fully_shard(net.blocks[i])
+        if compile_block and not compile_first:
+            net.blocks[i] = compile_block(block)
+    return fully_shard(net)
+
+
+def trained(net: nets.Net, rank: int, steps: int = 3) -> tuple:
+    """(outputs and weights, collectives, gathers by pass and direction)."""
+    counters.reset()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    with nets.recorded_collectives() as seen:
+        outputs = [nets.train_step(net, optimizer, step, rank, micro_batches=2) for step in range(steps)]
+    return outputs + list(nets.full_state(net).values()), seen, counters.of("gather")
+
+
+def assert_same_training(got: tuple, want: tuple, what: str) -> None:
+    for i, (a, b) in enumerate(zip(got[0], want[0], strict=True)):
+        laws.assert_same_bytes(a, b, f"{what}: tensor {i}")
+    assert got[1:] == want[1:], f"{what}: {got[1:]} against {want[1:]}"
+
+
+def graphs_since() -> int:
+    assert not dynamo_counters["graph_break"], dict(dynamo_counters["graph_break"])
+    made = dynamo_counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+    dynamo_counters.clear()
+    return made
+
+
+def _compiled_equals_eager(rank: int, world: int) -> None:
+    for name, recipe in RECIPES.items():
+        for recompute in (None, "around", "inside"):
+            want = trained(build(recipe, recompute=recompute), rank)
+            got = trained(build(recipe, compiled_in_place, recompute=recompute), rank)
+            assert_same_training(got, want, f"{name}, recomputed {recompute}")
+            # The first block's input needs no gradient.
+            assert graphs_since() == 2, f"{name}, recomputed {recompute}: a graph a block"
+            backward = {direction for phase, direction, _ in got[2] if phase == "backward"}
+            if recompute is None and len(recipe.hybrid(fq.Role("linear", "weight")).encodings) == 2:
+                assert backward == {"columnwise"}, f"{name}: {backward}"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_compiled_blocks_train_as_eager_ones(world):
+    """If false, torch.compile changes the bits of sharded training, or gathers other bytes than eager blocks do."""
+    run_ranks(world, _compiled_equals_eager)
+
+
+def _ways_to_compile(rank: int, world: int) -> None:
+    want = trained(build(RECIPES["mxfp8"]), rank)
+    for compile_block in (compiled, compiled_in_place):
+        for first in (False, True):
+            got = trained(build(RECIPES["mxfp8"], compile_block, first), rank)
+            assert_same_training(got, want, f"{compile_block.__name__}, before fully_shard {first}")
+            assert graphs_since() == 2
+
+
+def test_blocks_may_be_compiled_before_and_after_sharding():
+    """If false, the order of torch.compile and fully_shard decides whether a model trains."""
+    run_ranks(2, _ways_to_compile)
+
+
+def _new_recipe(rank: int, world: int) -> None:
+    results = []
+    for compile_block in (None, compiled_in_place):
+        net = build(RECIPES["delayed"], compile_block)
+        seen = trained(net, rank, 2)
+        for module in (net, *net.blocks):
+            module.reshard()
+        fq.set_recipe(net, RECIPES["mxfp8/nvfp4"])
+        results.append((seen, trained(net, rank, 2)))
+    for got, want in zip(results[1], results[0]):
+        assert_same_training(got, want, "two recipes")
+    assert graphs_since() == 4
+
+
+def test_a_change_of_recipe_reaches_compiled_blocks():
+    """If false, a compiled block reads the bytes of one format as those of another."""
+    run_ranks(2, _new_recipe)
+
+
+def _unseen_recomputation(rank: int, world: int) -> None:
+    net = build(RECIPES["mxfp8"], compiled_in_place, recompute="inside", flagged=False)
+    with pytest.raises(fq.StaleWeightError, match="set recomputes_forward=True"):
+        nets.train_step(net, torch.optim.SGD(net.parameters()), 0, rank)
+
+
+def test_a_recomputation_that_nobody_announced_is_refused():
+    """If false, checkpointing inside a compiled block multiplies memory that FSDP2 gave back."""
+    run_ranks(2, _unseen_recomputation)
