@@ -1,0 +1,9 @@
+#include "gemm/hopper_instances.cuh"
+
+namespace fsdp_quant::hopper {
+
+Kernel block_kernel(Tile tile, bool a_e5m2, bool b_e5m2) {
+  return of_tile<Grain::kVector, Grain::kBlock>(tile, a_e5m2, b_e5m2);
+}
+
+}  // namespace fsdp_quant::hopper
