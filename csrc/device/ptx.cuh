@@ -82,6 +82,14 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// Adds 4 floats to memory, in one transaction, without waiting. sm_90.
+__device__ __forceinline__ void red_add(float* p, float4 v) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
+               :
+               : "l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+               : "memory");
+}
+
 // mbarriers: a phase completes when `count` arrivals and all announced bytes are in. sm_90.
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(barrier), "r"(count) : "memory");
@@ -100,8 +108,8 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(barrier) : "memory");
 }
 
-// `barrier` is an address of the cluster, see map_shared. Orders what this warp has read, by being issued later; a release to
-// the cluster would wait for all of the thread's memory accesses.
+// `barrier` is an address of the cluster, see map_shared. Orders what this warp has read, by being issued later; a
+// release to the cluster would wait for all of the thread's memory accesses.
 __device__ __forceinline__ void mbarrier_arrive_remote(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" : : "r"(barrier) : "memory");
 }

@@ -5,10 +5,9 @@
 
 namespace fsdp_quant::ptx {
 
-// Describes a K-major operand in shared memory: rows of 128 bytes, in the 128-byte swizzle, 8 rows a 1024-byte atom, atoms
-// 1024 bytes apart. `address` is a row that begins an atom, plus a multiple of 32 bytes along K: the swizzle is a function
-// of address bits, so a start inside the atom's rows needs no base offset. The leading offset is not used by swizzled
-// K-major operands.
+// Describes a K-major operand in shared memory: rows of 128 bytes, in the 128-byte swizzle, 8 rows a 1024-byte atom,
+// atoms 1024 bytes apart. `address` is a row that begins an atom, plus a multiple of 32 bytes along K: the swizzle is a
+// function of address bits, so a start inside a row needs no base offset. The leading offset is not used here.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
   constexpr uint64_t kLeading = 1, kStride = 1024 >> 4, kSwizzle128 = 1;
   return uint64_t{(address & 0x3FFFF) >> 4} | kLeading << 16 | kStride << 32 | kSwizzle128 << 62;
@@ -33,7 +32,8 @@ __device__ __forceinline__ void pin(float (&d)[kCount]) {
 // d[64 x 128] (+)= a[64 x 32] b[128 x 32]^T of 8-bit elements. Of warp w (of 4) and lane l, d[4 j + 2 h + e] is
 // row 16 w + l / 4 + 8 h, column 8 j + 2 (l % 4) + e.
 #define FSDP_QUANT_D8(i) \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
+  "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define FSDP_QUANT_WGMMA(elements)                                                                     \
   asm volatile(                                                                                        \
       "{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"                                                 \

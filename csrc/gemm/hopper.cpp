@@ -33,8 +33,8 @@ struct Extent {
 
 constexpr Extent kExtents[kTiles] = {{256, 128, 2}, {128, 128, 2}, {128, 128, 1}};
 
-// Clocks that a block takes, from a model of its shared memory: 128 bytes a clock for the copies in, what wgmma reads, and
-// the scales of columns. To be replaced by what is measured.
+// Clocks that a block takes, from a model of its shared memory: 128 bytes a clock for the copies in, what wgmma reads,
+// and the scales of columns. To be replaced by what is measured.
 struct Cost {
   int32_t of_k_block[3];  // outer; block; vector
   int32_t of_tile;        // fill, drain and the stores, in bf16; twice that in fp32, four times accumulated
@@ -104,7 +104,8 @@ Schedule schedule_of(const Product& p, int32_t sm_count) {
                          (ceil_div(p.k, kBlockK) * kCosts[i].of_k_block[grain] + stores * kCosts[i].of_tile);
     if (i > 0 && cost >= least) continue;
     least = cost;
-    best = {static_cast<Tile>(i), static_cast<int32_t>(clusters * e.cluster), true};
+    best = {static_cast<Tile>(i), static_cast<int32_t>(clusters * e.cluster),
+            p.accumulate ? Stores::kReductions : Stores::kThreads};
   }
   return best;
 }
@@ -137,7 +138,7 @@ cudaError_t launch(const Product& p, float* amax, const Schedule& s, const Kerne
   arguments.tiles = static_cast<int32_t>(tiles);
   arguments.band = static_cast<int32_t>(kBandRows / kernel.block_m);
   arguments.bf16_out = p.out_type == CUDA_R_16BF, arguments.bf16_bias = p.bias_type == CUDA_R_16BF;
-  arguments.accumulate = p.accumulate, arguments.add_in_copy = s.add_in_copy;
+  arguments.accumulate = p.accumulate, arguments.stores = s.stores;
 
   const cudaError_t error =
       cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes);

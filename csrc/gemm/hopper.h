@@ -6,8 +6,8 @@
 //   128x128 x 1x128            every 128 of K, at the rate of the next          the mirror image
 //   1x128 x 1x128              every 128 of K                                   wgrad of block scaling
 //
-// Partial sums are promoted to fp32 every 128 of K, whatever fast_accumulation says. out is bf16 or fp32, and fp32 may be
-// accumulated in place; every element gets one addition, so that two runs give the same bits.
+// Partial sums are promoted to fp32 every 128 of K, whatever fast_accumulation says. out is bf16 or fp32, and fp32 may
+// be accumulated in place; every element gets one addition, so that two runs give the same bits.
 #pragma once
 
 #include "gemm/hopper_arguments.h"
@@ -21,12 +21,12 @@ constexpr int kTiles = 3;
 
 struct Schedule {
   Tile tile;
-  int32_t blocks;    // of the launch, a multiple of the cluster
-  bool add_in_copy;  // how fp32 is accumulated: by the copy engine, or read and written by the threads
+  int32_t blocks;  // of the launch, a multiple of the cluster
+  Stores stores;
 };
 
-// Why the kernels do not take a product, or null. Reads sizes, types, addresses; `amax` is null or where bits of the largest
-// magnitude of out are kept (fp32 [1]; the larger of what is there and of what is stored; NaN is above all).
+// Why the kernels do not take a product, or null. Reads sizes, types, addresses. `amax`: null, or an fp32 [1] that
+// becomes the larger of itself and the largest magnitude stored; NaN is above all.
 const char* why_not(const Product& p, const float* amax = nullptr);
 
 // The fastest known way, of a product that is taken. Depends on sizes, scalings and types alone.

@@ -8,6 +8,11 @@
 
 namespace fsdp_quant::hopper {
 
+// How a finished tile leaves shared memory: 16 bytes a thread; a row at a time by the copy engine; or, accumulated,
+// 16-byte additions that L2 makes, which flush subnormals. Accumulating, threads read and write; the copy engine lets L2
+// add. An element gets one addition: the same bits every run.
+enum class Stores : int32_t { kThreads = 0, kCopies = 1, kReductions = 2 };
+
 struct Arguments {
   CUtensorMap a, b;        // codes, in boxes of 128 bytes of K and the rows that one block loads
   const float* a_scale;    // null: none
@@ -24,12 +29,13 @@ struct Arguments {
   int32_t band;            // m_tiles that are walked together
   bool bf16_out, bf16_bias;
   bool accumulate;
-  bool add_in_copy;        // accumulate: the copy engine adds, in L2; otherwise the threads read and write
+  Stores stores;
 };
 
 struct Kernel {
   const void* function;    // null: there is none
-  int32_t block_m, block_n, cluster;  // out of one block is block_m x block_n; a cluster's blocks lie side by side along n
+  int32_t block_m, block_n;  // of out
+  int32_t cluster;           // blocks, side by side along n
   int32_t threads, shared_bytes;
 };
 

@@ -6,9 +6,9 @@
 //   kBlock    sum += part * scale             of 128 x 128
 // Every element is summed by one thread in order of K: the same bits every run.
 //
-// Block: a warp group that loads and two that multiply, each block_m / 2 rows of a block_m x 128 tile, 64 rows (a wave) at
-// a time: while one group promotes its wave, the other's occupies the tensor core. Persistent; a cluster's blocks take
-// neighbouring tiles along n and load a share of a each, for all. A stage is 128 of K:
+// Block: a warp group that loads and two that multiply, each block_m / 2 rows of a block_m x 128 tile, 64 rows (a wave)
+// at a time: while one group promotes its wave, the other's occupies the tensor core. Persistent; a cluster's blocks
+// take neighbouring tiles along n and load a share of a each, for all. A stage is 128 of K:
 //   full[stage]    1 arrival (the own loader's) and the bytes of all loads into this block
 //   empty[stage]   1 arrival of each multiplying warp of the cluster, since a peer's load writes here too
 // Tails: the copy engine reads zeros beyond M, N, K; scales beyond M, N are not loaded, what they touch is not stored.
@@ -37,8 +37,8 @@ struct Shape {
   static constexpr int kWaves = M / (kMathGroups * kWaveRows);
   static constexpr int kABytes = M * kBlockK, kBBytes = kBlockN * kBlockK, kStageBytes = kABytes + kBBytes;
 
-  // Staging of out: 16 rows a warp, a piece of columns at a time. Rows are 4 (bf16) and 8 (fp32) banks out of step, so that
-  // the 8 rows that a warp writes at once are in different banks.
+  // Staging of out: 16 rows a warp, a piece of columns at a time. Rows are 4 (bf16) and 8 (fp32) banks out of step, so
+  // that the 8 rows that a warp writes at once are in different banks.
   static constexpr int kCols16 = Thin ? 64 : 128, kPitch16 = kCols16 * 2 + 16, kBuffers16 = Thin ? 1 : kWaves;
   static constexpr int kCols32 = Thin ? 32 : 128, kPitch32 = kCols32 * 4 + 32;
   static constexpr int kStaged16 = kBuffers16 * 16 * kPitch16, kStaged32 = 16 * kPitch32;
@@ -224,8 +224,8 @@ __device__ __forceinline__ void finish(const Arguments& p, float (&sum)[64], int
 
 __device__ __forceinline__ uint32_t magnitude_bits(float x) { return __float_as_uint(x) & 0x7FFFFFFF; }
 
-// One wave of a warp, 16 rows from `row0`, rounded and stored; rows and columns beyond the edge are not. Returns the bits of
-// the largest magnitude stored (NaN above all).
+// One wave of a warp, 16 rows from `row0`, rounded and stored; rows and columns beyond the edge are not. Returns the
+// bits of the largest magnitude stored (NaN above all).
 template <class S>
 __device__ __forceinline__ uint32_t store_bf16(
     const Arguments& p, const float (&sum)[64], uint32_t staging, int row0, int n0, int wave, int lane) {
@@ -256,12 +256,24 @@ __device__ __forceinline__ uint32_t store_bf16(
       *static_cast<uint32_t*>(__cvta_shared_to_generic(at)) = packed[2 * (c * kJ + j)];
       *static_cast<uint32_t*>(__cvta_shared_to_generic(at + 8 * S::kPitch16)) = packed[2 * (c * kJ + j) + 1];
     }
+    const int col = n0 + c * S::kCols16, cols = min(S::kCols16, p.n - col);
+    __nv_bfloat16* const out = static_cast<__nv_bfloat16*>(p.out) + row0 * p.out_ld + col;
+    if (p.stores == Stores::kThreads) {
+      __syncwarp();
+      constexpr int kLanes = S::kCols16 / 8, kRows = 32 / kLanes;
+      const int my_row = lane / kLanes, my_col = lane % kLanes * 8;
+#pragma unroll
+      for (int i = 0; i < 16 / kRows; ++i) {
+        const int row = my_row + i * kRows;
+        const uint4 v = *static_cast<const uint4*>(__cvta_shared_to_generic(buffer + row * S::kPitch16 + my_col * 2));
+        if (row0 + row < p.m && my_col < cols) *reinterpret_cast<uint4*>(out + row * p.out_ld + my_col) = v;
+      }
+      continue;
+    }
     ptx::fence_async_shared();
     __syncwarp();
-    const int col = n0 + c * S::kCols16, cols = min(S::kCols16, p.n - col);
     if (lane < 16 && row0 + lane < p.m && cols > 0)
-      ptx::store_bytes(static_cast<__nv_bfloat16*>(p.out) + (row0 + lane) * p.out_ld + col,
-                       buffer + lane * S::kPitch16, cols * 2);
+      ptx::store_bytes(out + lane * p.out_ld, buffer + lane * S::kPitch16, cols * 2);
     ptx::store_commit();
   }
   return amax;
@@ -282,10 +294,10 @@ __device__ __forceinline__ uint32_t store_fp32(
   constexpr int kPieces = kBlockN / S::kCols32, kJ = S::kCols32 / 8;
   constexpr int kLanes = S::kCols32 / 4, kRows = 32 / kLanes;  // of 16-byte accesses, in batches that hide latency
   constexpr int kSteps = 16 / kRows, kBatch = kSteps < 8 ? kSteps : 8;
-  const bool by_threads = p.accumulate && !p.add_in_copy;
 #pragma unroll
   for (int c = 0; c < kPieces; ++c) {
     const int col = n0 + c * S::kCols32, cols = min(S::kCols32, p.n - col);
+    float* const out = static_cast<float*>(p.out) + row0 * p.out_ld + col;
     ptx::store_wait_read<0>();
     __syncwarp();
 #pragma unroll
@@ -295,26 +307,35 @@ __device__ __forceinline__ uint32_t store_fp32(
       *static_cast<float2*>(__cvta_shared_to_generic(at)) = make_float2(s[0], s[1]);
       *static_cast<float2*>(__cvta_shared_to_generic(at + 8 * S::kPitch32)) = make_float2(s[2], s[3]);
     }
-    if (by_threads) {
+    if (p.stores != Stores::kCopies) {
       __syncwarp();
       const int my_row = lane / kLanes, my_col = lane % kLanes * 4;
 #pragma unroll 1
       for (int first = 0; first < kSteps; first += kBatch) {
-        float4 old[kBatch];
-        const int row = my_row + first * kRows;
-        float* const mine = static_cast<float*>(p.out) + (row0 + row) * p.out_ld + col + my_col;
+        const int row = my_row + first * kRows, rows = my_col < cols ? p.m - row0 - row : 0;
+        const uint32_t from = staging + row * S::kPitch32 + my_col * 4;
+        float* const to = out + row * p.out_ld + my_col;
+        const auto staged = [&](int i) {
+          return *static_cast<const float4*>(__cvta_shared_to_generic(from + i * kRows * S::kPitch32));
+        };
+        const auto target = [&](int i) { return reinterpret_cast<float4*>(to + i * kRows * p.out_ld); };
+        if (!p.accumulate) {
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          const bool inside = row0 + row + i * kRows < p.m && my_col < cols;
-          old[i] = inside ? *reinterpret_cast<const float4*>(mine + i * kRows * p.out_ld) : float4{};
-        }
+          for (int i = 0; i < kBatch; ++i)
+            if (i * kRows < rows) *target(i) = staged(i);
+        } else if (p.stores == Stores::kReductions) {
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          if (row0 + row + i * kRows >= p.m || my_col >= cols) continue;
-          const uint32_t at = staging + (row + i * kRows) * S::kPitch32 + my_col * 4;
-          const float4 v = *static_cast<const float4*>(__cvta_shared_to_generic(at));
-          *reinterpret_cast<float4*>(mine + i * kRows * p.out_ld) =
-              make_float4(old[i].x + v.x, old[i].y + v.y, old[i].z + v.z, old[i].w + v.w);
+          for (int i = 0; i < kBatch; ++i)
+            if (i * kRows < rows) ptx::red_add(to + i * kRows * p.out_ld, staged(i));
+        } else {
+          float4 old[kBatch];
+#pragma unroll
+          for (int i = 0; i < kBatch; ++i) old[i] = i * kRows < rows ? *target(i) : float4{};
+#pragma unroll
+          for (int i = 0; i < kBatch; ++i) {
+            const float4 v = staged(i);
+            if (i * kRows < rows) *target(i) = {old[i].x + v.x, old[i].y + v.y, old[i].z + v.z, old[i].w + v.w};
+          }
         }
       }
       continue;
@@ -322,11 +343,10 @@ __device__ __forceinline__ uint32_t store_fp32(
     ptx::fence_async_shared();
     __syncwarp();
     if (lane < 16 && row0 + lane < p.m && cols > 0) {
-      float* const to = static_cast<float*>(p.out) + (row0 + lane) * p.out_ld + col;
       if (p.accumulate)
-        ptx::add_floats(to, staging + lane * S::kPitch32, cols * 4);
+        ptx::add_floats(out + lane * p.out_ld, staging + lane * S::kPitch32, cols * 4);
       else
-        ptx::store_bytes(to, staging + lane * S::kPitch32, cols * 4);
+        ptx::store_bytes(out + lane * p.out_ld, staging + lane * S::kPitch32, cols * 4);
     }
     ptx::store_commit();
   }
