@@ -9,8 +9,8 @@
 namespace fsdp_quant::hopper {
 
 // How a finished tile leaves shared memory: 16 bytes a thread; a row at a time by the copy engine; or, accumulated,
-// 16-byte additions that L2 makes, which flush subnormals. Accumulating, threads read and write; the copy engine lets L2
-// add. An element gets one addition: the same bits every run.
+// 16-byte additions that L2 makes, which flush subnormals. To accumulate, threads read and write; the copy engine lets
+// L2 add. An element gets one addition: the same bits every run.
 enum class Stores : int32_t { kThreads = 0, kCopies = 1, kReductions = 2 };
 
 struct Arguments {
