@@ -6,25 +6,40 @@ Counting is a dictionary increment; `inspection/receipt.py` prints it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 
 
 class Counters:
-    """Named counters; a key is (what, detail) with a hashable detail."""
+    """Named counters; a key is (what, detail) with a hashable detail.
+
+    sources:  asked for (what, detail, amount) since they were asked last, before anything is read: compiled code counts
+              for itself.
+    """
 
     def __init__(self):
         self._counts: dict[str, Counter] = defaultdict(Counter)
+        self.sources: list[Callable[[], Iterable[tuple[str, object, int]]]] = []
 
     def add(self, what: str, detail: object, amount: int = 1) -> None:
         self._counts[what][detail] += amount
 
+    def _ask(self) -> None:
+        for source in self.sources:
+            for what, detail, amount in source():
+                if amount:
+                    self.add(what, detail, amount)
+
     def of(self, what: str) -> dict[object, int]:
         """A copy of the counts of one kind."""
+        self._ask()
         return dict(self._counts.get(what, ()))
 
     def total(self, what: str) -> int:
+        self._ask()
         return sum(self._counts.get(what, {}).values())
 
     def reset(self) -> None:
+        self._ask()
         self._counts.clear()
 
 

@@ -176,8 +176,7 @@ class AmaxHistory:
     @torch.no_grad()
     def record_in(amaxes: Tensor, amax: Tensor) -> None:
         """Collect an amax of the current step in a history's tensor; a non-finite one is dropped."""
-        amax = amax.detach().reshape(())
-        amaxes[0].copy_(torch.maximum(amaxes[0], torch.where(amax.isfinite(), amax, 0.0)))
+        dispatch.record_amax(amaxes, amax)
 
     def record(self, amax: Tensor) -> None:
         self.record_in(self.amaxes, amax)

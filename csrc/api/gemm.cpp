@@ -8,7 +8,6 @@
 #include <optional>
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <torch/library.h>
 
@@ -226,7 +225,7 @@ at::Tensor gemm(
   const c10::cuda::CUDAGuard guard(a.device());
   const Arguments given = {a, b, a_scale, b_scale, a_kind, b_kind, bias, alpha, sm_count, fast_accumulation, algorithm};
   Product p = product_of(given, out_dtype, a.get_device());
-  at::Tensor out = at::empty({p.m, p.n}, a.options().dtype(out_dtype));
+  at::Tensor out = new_empty(a, {p.m, p.n}, out_dtype);
   multiply(p, out, given);
   return out;
 }

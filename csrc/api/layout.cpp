@@ -1,5 +1,5 @@
 // Host side of dequantize, anchored codes, transposes and swizzles: check, allocate, launch.
-#include "layout/layout.h"
+#include "api/layout.h"
 
 #include <limits>
 #include <optional>
@@ -7,19 +7,18 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <torch/library.h>
 
 #include "api/checks.h"
 #include "api/quantize.h"
+#include "layout/layout.h"
+#include "layout/scalars.h"
 
 namespace fsdp_quant {
 
-namespace {
-
 at::Tensor dequantize(
-    const at::Tensor& data, const std::optional<at::Tensor>& scale, const std::optional<at::Tensor>& tensor_amax,
+    const at::Tensor& data, const MaybeTensor& scale, const MaybeTensor& tensor_amax,
     int64_t spec, bool columnwise, int64_t cols, int64_t row0, at::ScalarType dtype) {
   check_cuda(data, "data");
   const Side side = parse_side(spec, 0.0, "side");
@@ -29,7 +28,7 @@ at::Tensor dequantize(
   const int64_t rows = data.size(0), row_bytes = side.four_bit() ? ceil_div(cols, 2) : cols;
   check_buffer(data, "data", data, at::kByte, rows * row_bytes);
   const c10::cuda::CUDAGuard guard(data.device());
-  const at::Tensor out = at::empty({rows, cols}, data.options().dtype(dtype));
+  const at::Tensor out = new_empty(data, {rows, cols}, dtype);
   if (out.numel() == 0) return out;
   Dequantize a = {};
   a.data = data.const_data_ptr<uint8_t>();
@@ -60,7 +59,6 @@ at::Tensor dequantize(
   return out;
 }
 
-// Codes of MXFP8 blocks against one exponent a line, and 2^(E - 127) of each; of a line without blocks E is 0.
 std::tuple<at::Tensor, at::Tensor> anchor_codes(
     const at::Tensor& data, const at::Tensor& scale, int64_t spec, bool columnwise, bool transposed) {
   check_cuda(data, "data");
@@ -79,9 +77,9 @@ std::tuple<at::Tensor, at::Tensor> anchor_codes(
   const c10::cuda::CUDAGuard guard(data.device());
   const int64_t out_rows = transposed ? cols : rows, out_cols = transposed ? rows : cols;
   const int64_t lines = columnwise ? cols : rows;
-  const at::Tensor out = at::empty({out_rows, out_cols}, data.options());
+  const at::Tensor out = new_empty(data, {out_rows, out_cols}, at::kByte);
   if (out.numel() == 0) return {out, at::full({lines}, 0x1p-127, data.options().dtype(at::kFloat))};
-  const at::Tensor line_scale = at::empty({lines}, data.options().dtype(at::kFloat));
+  const at::Tensor line_scale = new_empty(data, {lines}, at::kFloat);
   AnchorCodes a = {};
   a.data = data.const_data_ptr<uint8_t>(), a.scale = scale.const_data_ptr<uint8_t>();
   a.out = out.mutable_data_ptr<uint8_t>(), a.line_scale = line_scale.mutable_data_ptr<float>();
@@ -95,13 +93,16 @@ std::tuple<at::Tensor, at::Tensor> anchor_codes(
   return {out, line_scale};
 }
 
+namespace {
+
+// The decode scale of a two-level format's tensor, from its amax.
 at::Tensor tensor_decode_scale(const at::Tensor& tensor_amax) {
   check_cuda(tensor_amax, "tensor_amax");
   check_buffer(tensor_amax, "tensor_amax", tensor_amax, at::kFloat, 1);
   const c10::cuda::CUDAGuard guard(tensor_amax.device());
-  const at::Tensor out = at::empty({1}, tensor_amax.options());
-  check_launch(launch_tensor_scale(tensor_amax.const_data_ptr<float>(), out.mutable_data_ptr<float>(),
-                                   c10::cuda::getCurrentCUDAStream()), "tensor_decode_scale");
+  const at::Tensor out = new_empty(tensor_amax, {1}, at::kFloat);
+  check_launch(launch_alpha({tensor_amax.const_data_ptr<float>(), true}, {}, out.mutable_data_ptr<float>(),
+                            c10::cuda::getCurrentCUDAStream()), "tensor_decode_scale");
   return out;
 }
 
@@ -160,7 +161,7 @@ at::Tensor transpose_codes(const at::Tensor& data, int64_t rows, int64_t cols, i
   check_cuda(data, "data");
   TORCH_CHECK_VALUE(bits == 8 || bits == 4, "bits is ", bits, "; codes have 8 or 4");
   const c10::cuda::CUDAGuard guard(data.device());
-  const at::Tensor out = at::empty({cols, bits == 4 ? ceil_div(rows, 2) : rows}, data.options());
+  const at::Tensor out = new_empty(data, {cols, bits == 4 ? ceil_div(rows, 2) : rows}, data.scalar_type());
   if (rows * cols == 0) return out;
   const Relayout kind = bits == 4 ? Relayout::kTransposeNibbles : Relayout::kTransposeBytes;
   return one(data, out, item_of(data, out, kind, rows, cols, 0, 1), "transpose_codes");
@@ -171,7 +172,7 @@ at::Tensor swizzle_scales(const at::Tensor& scale, int64_t outer, int64_t outer_
   TORCH_CHECK_VALUE(scale.dim() == 2, "scale has shape ", scale.sizes(), "; wanted [block rows, block cols]");
   const c10::cuda::CUDAGuard guard(scale.device());
   const Relayout kind = transposed ? Relayout::kSwizzleTransposed : Relayout::kSwizzle;
-  const at::Tensor out = at::empty({sizes_of(kind, scale.size(0), scale.size(1), outer).out}, scale.options());
+  const at::Tensor out = new_empty(scale, {sizes_of(kind, scale.size(0), scale.size(1), outer).out}, scale.scalar_type());
   if (out.numel() == 0) return out;
   const RelayoutItem item = item_of(scale, out, kind, scale.size(0), scale.size(1), outer, outer_block);
   return one(scale, out, item, "swizzle_scales");

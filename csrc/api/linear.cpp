@@ -1,56 +1,538 @@
-// Host side of a linear layer's step: a tensor is quantized and its codes are multiplied, in one call. Each part is an
-// operator of its own too; a step that makes one call instead of three leaves the host time to be ahead.
+// A linear layer's step in eager mode: each of its passes is one call, which quantizes a tensor and multiplies its codes, so
+// that the host stays ahead of the device. Each part is an operator of its own too.
+//
+//   forward   x.rowwise, x.columnwise = quantize(x)         y  = x.rowwise w.rowwise^T + bias
+//   backward  dy.rowwise, dy.columnwise = quantize(dy)      dx = dy.rowwise w.columnwise^T
+//                                                           dw = dy.columnwise x.columnwise^T
+//
+// x [.., K], w [N, K]. The weight's operand of the backward is asked of Python (`weight_operand`): it may have been freed
+// and gathered again since the forward.
+#include <array>
+#include <deque>
+#include <mutex>
 #include <optional>
 #include <vector>
 
-#include <ATen/core/Tensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include "api/checks.h"
 #include "api/gemm.h"
+#include "api/layout.h"
 #include "api/quantize.h"
+#include "layout/scalars.h"
 
 namespace fsdp_quant {
 
 namespace {
 
-// The products of x's codes: rowwise ones by row_b (y = x row_b^T), columnwise ones by col_b. Kinds are those of `gemm`.
-// runs: empty, or the anchor runs of both sides (quantize_anchored). Returns the products that were asked for, then what
-// the quantizer returns of each side.
-std::vector<at::Tensor> quantize_multiply(
-    const at::Tensor& x, int64_t row, int64_t col, double row_eps, double col_eps, const MaybeTensor& row_enc,
-    const MaybeTensor& col_enc, at::IntArrayRef runs, const MaybeTensor& counts, int64_t row_kind, int64_t col_kind,
-    const MaybeTensor& row_b, const MaybeTensor& row_b_scale, int64_t row_b_kind, const MaybeTensor& col_b,
-    const MaybeTensor& col_b_scale, int64_t col_b_kind, const MaybeTensor& bias, at::ScalarType dtype) {
-  TORCH_CHECK_VALUE(runs.empty() || runs.size() == 2, "runs has ", runs.size(), " entries; wanted none, or one a side");
-  constexpr auto kFourBit = static_cast<int64_t>(Element::kE2M1);
-  TORCH_CHECK_VALUE((row & 7) != kFourBit && (col & 7) != kFourBit, "codes of 4 bits are multiplied by `gemm`");
-  TORCH_CHECK_VALUE((!row_b.has_value() || row != 0) && (!col_b.has_value() || col != 0),
-                    "a product needs the side of x that it multiplies");
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+enum Slot { kInput, kWeight, kGradOutput, kSlots };
+enum Direction { kRowwise, kColumnwise, kDirections };
+// What the backward keeps of the input.
+enum class Saves : int64_t { kCodes = 0, kInput = 1 };
+
+// How one direction of a slot is quantized, and how its product reads it.
+struct Reading {
+  int64_t packed;  // side (api/quantize.h); 0: the values themselves
+  Side side;
+  int64_t run;     // of its anchors, -1: scales of blocks
+  int64_t kind;    // of the operand (`gemm`); 0: 16-bit values, to which codes are decoded
+  bool same;       // columnwise: the rowwise codes
+  int64_t factor;  // index of its history among the slot's; -1: no delayed scaling
+
+  bool is_quantized() const { return packed != 0; }
+  bool decodes() const { return is_quantized() && kind == 0; }
+};
+
+constexpr int kReadingFields = 5;
+constexpr int kCounts = kSlots * kDirections + 3;  // quantizations, products
+
+struct Plan {
+  Reading readings[kSlots][kDirections];
+  Saves saves;
+  std::string key;  // of the plan, for Python
+};
+
+// What was built and what ran; nothing is ever removed.
+struct Registry {
+  std::mutex mutex;
+  std::deque<Plan> plans;
+  std::deque<std::array<int64_t, kCounts>> counts;
+};
+
+Registry& registry() {
+  static auto* const made = new Registry;  // backward threads may outlive static destructors
+  return *made;
+}
+
+const Plan& plan_of(int64_t handle) {
+  Registry& r = registry();
+  const std::lock_guard<std::mutex> lock(r.mutex);
+  TORCH_CHECK_VALUE(handle >= 0 && handle < static_cast<int64_t>(r.plans.size()), "there is no linear plan ", handle);
+  return r.plans[handle];
+}
+
+void count(int64_t handle, int what) {
+  Registry& r = registry();
+  const std::lock_guard<std::mutex> lock(r.mutex);
+  ++r.counts[handle][what];
+}
+
+// Everything of a call that autograd does not see.
+struct Call : torch::CustomClassHolder {
+  int64_t handle, version;
+  const Plan* plan;
+  bool saves;
+  at::Tensor step, ids;
+  MaybeTensor guard;
+  std::vector<at::Tensor> factors, grad_factors, histories, grad_histories;
+};
+
+bool wants(const Plan& plan, Slot slot, Direction d, bool row, bool col) {
+  const Reading(&r)[kDirections] = plan.readings[slot];
+  if (d == kColumnwise) return col && r[d].is_quantized() && !r[d].same;
+  return r[d].is_quantized() && (row || (col && r[kColumnwise].same));
+}
+
+at::Tensor random_key(const at::Tensor& step, const at::Tensor& ids, int64_t slot, int64_t rows) {
+  check_buffer(step, "step", step, at::kLong, 5);
+  check_buffer(ids, "ids", step, at::kLong, kSlots);
+  TORCH_CHECK_VALUE(slot >= 0 && slot < kSlots, "slot is ", slot, "; wanted 0 to ", kSlots - 1);
+  check_cuda(step, "step");
+  const c10::cuda::CUDAGuard guard(step.device());
+  const at::Tensor key = new_empty(step, {5}, at::kLong);
+  check_launch(launch_random_key(step.const_data_ptr<int64_t>(), ids.const_data_ptr<int64_t>() + slot, rows,
+                                 key.mutable_data_ptr<int64_t>(), c10::cuda::getCurrentCUDAStream()), "random_key");
+  return key;
+}
+
+// The largest finite amax so far, in place.
+void record_amax(const at::Tensor& amaxes, const at::Tensor& amax) {
+  check_cuda(amaxes, "amaxes");
+  check_buffer(amaxes, "amaxes", amaxes, at::kFloat, amaxes.numel());
+  check_buffer(amax, "amax", amaxes, at::kFloat, 1);
+  const c10::cuda::CUDAGuard guard(amaxes.device());
+  check_launch(launch_record_amax(amaxes.mutable_data_ptr<float>(), amax.const_data_ptr<float>(),
+                                  c10::cuda::getCurrentCUDAStream()), "record_amax");
+}
+
+// The factors and histories of a slot's delayed sides.
+struct History {
+  const std::vector<at::Tensor>&factors, &amaxes;
+};
+
+// Codes of x for these sides, where their Side is present; amaxes of delayed sides go into their histories.
+Encodings encode_sides(
+    const Reading (&r)[kDirections], const Side (&sides)[kDirections], const at::Tensor& x, const History& history,
+    const MaybeTensor& key, bool through_bf16) {
+  MaybeTensor enc[kDirections];
+  for (int d = 0; d < kDirections; ++d) {
+    if (!sides[d].present() || r[d].factor < 0) continue;
+    TORCH_CHECK_VALUE(r[d].factor < static_cast<int64_t>(history.factors.size()), "the plan scales by history ",
+                      r[d].factor, "; got ", history.factors.size());
+    enc[d] = history.factors[r[d].factor];
+  }
   const MaybeTensor none;
-  const std::vector<at::Tensor> made =
-      runs.empty()
-          ? quantize_new(x, row, col, row_eps, col_eps, 0, false, none, none, row_enc, none, none, none, col_enc, none)
-          : anchored(x, row, col, runs[0], runs[1], none, none, false, counts.has_value() ? &*counts : nullptr);
-  std::vector<at::Tensor> result;
-  const size_t of_row = row == 0 ? 0 : runs.empty() && parse_side(row, 0.0, "row").whole() ? 3 : 2;  // results
-  if (row_b.has_value())
-    result.push_back(gemm(made[0], *row_b, made[1], row_b_scale, row_kind, row_b_kind, dtype, bias, none, 0, false, 0));
-  if (col_b.has_value())
-    result.push_back(gemm(made[of_row], *col_b, made[of_row + 1], col_b_scale, col_kind, col_b_kind, dtype, none, none, 0,
-                          false, 0));
-  result.insert(result.end(), made.begin(), made.end());
+  const Known known[2] = {{none, none, enc[0], key}, {none, none, enc[1], key}};
+  const bool delayed = enc[0].has_value() || enc[1].has_value();
+  Encodings made = encode(x, sides[0], sides[1], known, 0, through_bf16, delayed, nullptr);
+  int64_t last = -1;
+  for (int d = 0; d < kDirections; ++d) {
+    const int64_t i = r[d].factor;
+    if (!enc[d].has_value() || i >= static_cast<int64_t>(history.amaxes.size()) || i == last) continue;
+    record_amax(history.amaxes[i], made[d].amax);
+    last = i;  // sides of one storage share a history
+  }
+  return made;
+}
+
+// The storages of x that are wanted.
+Encodings quantize_slot(const Call& call, Slot slot, const at::Tensor& x, bool row, bool col) {
+  const Reading(&r)[kDirections] = call.plan->readings[slot];
+  const History history = slot == kInput ? History{call.factors, call.histories}
+                                         : History{call.grad_factors, call.grad_histories};
+  Side plain[kDirections] = {};
+  int64_t anchors[kDirections] = {};
+  MaybeTensor key;
+  for (const Direction d : {kRowwise, kColumnwise}) {
+    if (!wants(*call.plan, slot, d, row, col)) continue;
+    count(call.handle, slot * kDirections + d);
+    if (r[d].run >= 0) {
+      anchors[d] = r[d].packed;
+    } else {
+      plain[d] = r[d].side;
+      if (r[d].side.stochastic && !key.has_value()) key = random_key(call.step, call.ids, slot, x.size(0));
+    }
+  }
+  Encodings made;
+  if (plain[0].present() || plain[1].present()) made = encode_sides(r, plain, x, history, key, false);
+  if (anchors[0] != 0 || anchors[1] != 0) {
+    const MaybeTensor none;
+    at::Tensor counts;
+    if (call.guard.has_value()) counts = call.guard->select(0, slot);
+    auto sides = anchored(x, anchors[0], anchors[1], std::max<int64_t>(r[0].run, 0), std::max<int64_t>(r[1].run, 0), none,
+                          none, false, counts.defined() ? &counts : nullptr);
+    auto next = sides.begin();
+    for (int d = 0; d < kDirections; ++d)
+      if (anchors[d] != 0) made[d].data = std::move(*next++), made[d].scale = std::move(*next++);
+  }
+  return made;
+}
+
+// One operand of a product: codes and scales, or 16-bit values; and a factor that multiplies the product.
+struct Operand {
+  at::Tensor data;
+  MaybeTensor scale;
+  int64_t kind = 0;
+  Factor factor = {};
+};
+
+// e: compact codes where the reading decodes them, else in the layout that the product reads. x: values of no format.
+Operand operand_of(const Reading& r, Direction d, const Encoded& e) {
+  if (!r.is_quantized()) return {d == kColumnwise ? e.data.t() : e.data};
+  const auto pointer = [](const at::Tensor& t) { return t.const_data_ptr<float>(); };
+  if (!r.decodes()) {
+    return {e.data, e.scale, r.kind, e.tensor_amax.defined() ? Factor{pointer(e.tensor_amax), true} : Factor{}};
+  }
+  const bool outside = r.side.whole();  // the scale of the whole tensor
+  const int64_t cols = e.data.size(1) * (r.side.four_bit() ? 2 : 1);
+  const MaybeTensor none;
+  const at::Tensor values =
+      dequantize(e.data, outside ? none : MaybeTensor(e.scale), none, r.packed, d == kColumnwise, cols, 0, at::kBFloat16);
+  const Factor factor = outside                     ? Factor{pointer(e.scale), false}
+                        : e.tensor_amax.defined() ? Factor{pointer(e.tensor_amax), true}
+                                                    : Factor{};
+  return {d == kColumnwise ? values.t() : values, std::nullopt, 0, factor};
+}
+
+at::Tensor multiply(const Operand& a, const Operand& b, at::ScalarType dtype, const MaybeTensor& bias) {
+  MaybeTensor alpha;
+  if (a.factor.value != nullptr || b.factor.value != nullptr) {
+    alpha = new_empty(a.data, {1}, at::kFloat);
+    check_launch(launch_alpha(a.factor, b.factor, alpha->mutable_data_ptr<float>(), c10::cuda::getCurrentCUDAStream()),
+                 "linear_step");
+  } else if (a.kind == 0 && b.kind == 0) {
+    return at::linear(a.data, b.data, bias);  // exactly torch's
+  }
+  return gemm(a.data, b.data, a.scale, b.scale, a.kind, b.kind, dtype, bias, alpha);
+}
+
+// Codes as one list: data, scale and tensor amax of each side that is there.
+void append(std::vector<at::Tensor>& list, const Encoded& e) {
+  for (const at::Tensor& t : {e.data, e.scale, e.tensor_amax})
+    if (t.defined()) list.push_back(t);
+}
+
+Encoded take(const std::vector<at::Tensor>& list, size_t& at, const Reading& r) {
+  Encoded e;
+  const size_t fields = r.is_quantized() ? 2 + r.side.two_level() : 1;
+  TORCH_CHECK_VALUE(at + fields <= list.size(), "got ", list.size(), " buffers of codes; more are wanted");
+  e.data = list[at];
+  if (fields > 1) e.scale = list[at + 1];
+  if (fields > 2) e.tensor_amax = list[at + 2];
+  at += fields;
+  return e;
+}
+
+at::Tensor matrix(const at::Tensor& x) {
+  at::Tensor rows = x.dim() == 2 ? x : x.reshape({-1, x.size(-1)});
+  return rows.stride(1) == 1 || rows.size(1) == 1 ? rows : rows.contiguous();
+}
+
+// y, then the codes of x that were made or given (`codes`, of an earlier call).
+std::vector<at::Tensor> forward(
+    const Call& call, const at::Tensor& x, const MaybeTensor& bias, const std::vector<at::Tensor>& operand,
+    const std::vector<at::Tensor>& codes) {
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  const c10::cuda::CUDAGuard guard(x.device());
+  const Plan& plan = *call.plan;
+  const Reading(&r)[kDirections] = plan.readings[kInput];
+  const at::Tensor rows = matrix(x);
+  const bool col = call.saves && plan.saves == Saves::kCodes;
+  Encodings made;
+  if (codes.empty()) {
+    made = quantize_slot(call, kInput, rows, true, col);
+  } else {
+    size_t at = 0;
+    for (const Direction d : {kRowwise, kColumnwise})
+      if (wants(plan, kInput, d, true, col)) made[d] = take(codes, at, r[d]);
+  }
+  const Encoded values = {rows, {}, {}, {}};
+  const Operand a = operand_of(r[kRowwise], kRowwise, r[kRowwise].is_quantized() ? made[kRowwise] : values);
+  size_t at = 0;
+  const Reading& w = plan.readings[kWeight][kRowwise];
+  const at::Tensor y = multiply(a, operand_of(w, kRowwise, take(operand, at, w)), x.scalar_type(), bias);
+  count(call.handle, kSlots * kDirections);
+  std::vector<int64_t> sizes = x.sizes().vec();
+  sizes.back() = y.size(1);
+  std::vector<at::Tensor> result = {x.dim() == 2 ? y : y.view(sizes)};
+  for (const Encoded& e : made) append(result, e);
   return result;
+}
+
+// Of the forward's result, what the backward keeps of x.
+std::vector<at::Tensor> saved_of(const Call& call, const at::Tensor& x, const std::vector<at::Tensor>& result) {
+  const Plan& plan = *call.plan;
+  if (!call.saves) return {};
+  if (plan.saves == Saves::kInput) return {x};
+  const Reading(&r)[kDirections] = plan.readings[kInput];
+  size_t at = 1;
+  Encoded kept;
+  for (const Direction d : {kRowwise, kColumnwise})
+    if (wants(plan, kInput, d, true, true)) kept = take(result, at, r[d]);  // the last is columnwise, or serves it
+  std::vector<at::Tensor> saved;
+  append(saved, kept);
+  return saved;
+}
+
+// dx [rows, K], dw [N, K]; undefined where they are not needed. weight: asked for the columnwise operand.
+template <class Weight>
+std::array<at::Tensor, 2> backward(
+    const Call& call, const at::Tensor& dy, const Weight& weight, const std::vector<at::Tensor>& saved, bool needs_x,
+    bool needs_w) {
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  const c10::cuda::CUDAGuard guard(dy.device());
+  const Plan& plan = *call.plan;
+  const Reading(&r)[kDirections] = plan.readings[kGradOutput];
+  const Encodings made = quantize_slot(call, kGradOutput, dy, needs_x, needs_w);
+  const Encoded values = {dy, {}, {}, {}};
+  std::array<at::Tensor, 2> result;
+  if (needs_x) {
+    const Operand a = operand_of(r[kRowwise], kRowwise, r[kRowwise].is_quantized() ? made[kRowwise] : values);
+    const Reading& w = plan.readings[kWeight][kColumnwise];
+    const std::vector<at::Tensor> operand = weight();
+    size_t at = 0;
+    result[0] = multiply(a, operand_of(w, kColumnwise, take(operand, at, w)), dy.scalar_type(), std::nullopt);
+    count(call.handle, kSlots * kDirections + 1);
+  }
+  if (needs_w) {
+    const Reading& x = plan.readings[kInput][kColumnwise];
+    const Encoded& codes = made[r[kColumnwise].same ? kRowwise : kColumnwise];
+    const Operand a = operand_of(r[kColumnwise], kColumnwise, r[kColumnwise].is_quantized() ? codes : values);
+    Encoded kept;
+    if (plan.saves == Saves::kCodes) {
+      size_t at = 0;
+      kept = take(saved, at, x);
+    } else {
+      kept.data = matrix(saved.at(0));
+      if (x.is_quantized()) {
+        Encodings again = quantize_slot(call, kInput, kept.data, false, true);
+        kept = again[x.same ? kRowwise : kColumnwise];
+      }
+    }
+    result[1] = multiply(a, operand_of(x, kColumnwise, kept), dy.scalar_type(), std::nullopt);
+    count(call.handle, kSlots * kDirections + 2);
+  }
+  return result;
+}
+
+// Gradients under create_graph=True: there, but not to be differentiated.
+struct OnlyOnce : torch::autograd::Function<OnlyOnce> {
+  static variable_list forward(AutogradContext*, at::TensorList gradients) { return gradients.vec(); }
+  static variable_list backward(AutogradContext*, const variable_list&) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        false, "fq.Linear has no second derivative: the backward multiplies quantized operands; leave the layers of a "
+               "gradient penalty out of fq.convert");
+  }
+};
+
+std::vector<at::Tensor> weight_operand(const at::Tensor& weight, const Call& call, at::ScalarType dtype) {
+  using Signature = std::vector<at::Tensor>(const at::Tensor&, c10::string_view, bool, int64_t, at::ScalarType);
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("fsdp_quant::weight_operand", "")
+                             .typed<Signature>();
+  return op.call(weight, call.plan->key, true, call.version, dtype);
+}
+
+struct Linear : torch::autograd::Function<Linear> {
+  static at::Tensor forward(
+      AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight, const MaybeTensor& bias,
+      const c10::intrusive_ptr<Call>& call, const std::vector<at::Tensor>* operand, const std::vector<at::Tensor>* codes,
+      std::vector<at::Tensor>* result) {
+    *result = fsdp_quant::forward(*call, x, bias, *operand, *codes);
+    ctx->save_for_backward(saved_of(*call, x, *result));
+    ctx->saved_data["call"] = c10::IValue::make_capsule(call);
+    ctx->saved_data["weight"] = weight;
+    ctx->saved_data["shape"] = x.sizes();
+    if (bias.has_value()) ctx->saved_data["bias"] = static_cast<int64_t>(bias->scalar_type());
+    return (*result)[0];
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+    constexpr size_t kInputs = 7;
+    variable_list result(kInputs);
+    at::Tensor dy = gradients[0];
+    if (!dy.defined()) return result;
+    const auto call = c10::static_intrusive_pointer_cast<Call>(ctx->saved_data["call"].toCapsule());
+    const at::Tensor weight = ctx->saved_data["weight"].toTensor();
+    const variable_list saved = ctx->get_saved_variables();
+    const bool has_bias = ctx->saved_data.count("bias") != 0;
+    const bool needs_x = ctx->needs_input_grad(0), needs_w = ctx->needs_input_grad(1);
+    const bool needs_b = has_bias && ctx->needs_input_grad(2);
+    variable_list made(3);
+    {
+      const at::AutoGradMode no_graph(false);
+      const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+      if (dy.key_set().has(c10::DispatchKey::Python)) dy = dy.clone();  // of a collective that is under way: waits
+      dy = matrix(dy);
+      const auto operand = [&] { return weight_operand(weight, *call, dy.scalar_type()); };
+      auto [dx, dw] = fsdp_quant::backward(*call, dy, operand, saved, needs_x, needs_w);
+      const std::vector<int64_t> shape = ctx->saved_data["shape"].toIntVector();
+      if (needs_x) made[0] = shape.size() == 2 ? dx : dx.view(shape);
+      if (needs_w) made[1] = dw.scalar_type() == weight.scalar_type() ? dw : dw.to(weight.scalar_type());
+      if (needs_b) made[2] = dy.sum(0).to(static_cast<at::ScalarType>(ctx->saved_data["bias"].toInt()));
+    }
+    if (at::GradMode::is_enabled()) {
+      variable_list there;
+      for (const at::Tensor& t : made)
+        if (t.defined()) there.push_back(t.requires_grad() ? t : t.detach().requires_grad_());
+      const variable_list once = OnlyOnce::apply(at::TensorList(there));
+      auto next = once.begin();
+      for (at::Tensor& t : made)
+        if (t.defined()) t = *next++;
+    }
+    std::move(made.begin(), made.end(), result.begin());
+    return result;
+  }
+};
+
+c10::intrusive_ptr<Call> call_of(
+    int64_t plan, int64_t version, bool save, const at::Tensor& step, const at::Tensor& ids, const MaybeTensor& guard,
+    at::TensorList factors, at::TensorList grad_factors, at::TensorList histories, at::TensorList grad_histories) {
+  auto call = c10::make_intrusive<Call>();
+  call->handle = plan, call->version = version, call->plan = &plan_of(plan), call->saves = save;
+  call->step = step, call->ids = ids, call->guard = guard;
+  call->factors = factors.vec(), call->grad_factors = grad_factors.vec();
+  call->histories = histories.vec(), call->grad_histories = grad_histories.vec();
+  return call;
+}
+
+std::vector<at::Tensor> linear_step(
+    const at::Tensor& x, const MaybeTensor&, const MaybeTensor& bias, at::TensorList operand, int64_t plan, int64_t version,
+    bool save, const at::Tensor& step, const at::Tensor& ids, const MaybeTensor& guard, at::TensorList factors,
+    at::TensorList grad_factors, at::TensorList histories, at::TensorList grad_histories, at::TensorList codes) {
+  check_cuda(x, "x");
+  const auto call = call_of(plan, version, save, step, ids, guard, factors, grad_factors, histories, grad_histories);
+  return forward(*call, x, bias, operand.vec(), codes.vec());
+}
+
+std::vector<at::Tensor> linear_step_autograd(
+    const at::Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, at::TensorList operand, int64_t plan,
+    int64_t version, bool save, const at::Tensor& step, const at::Tensor& ids, const MaybeTensor& guard,
+    at::TensorList factors, at::TensorList grad_factors, at::TensorList histories, at::TensorList grad_histories,
+    at::TensorList codes) {
+  check_cuda(x, "x");
+  const auto call = call_of(plan, version, save, step, ids, guard, factors, grad_factors, histories, grad_histories);
+  if (!at::GradMode::is_enabled() || !weight.has_value()) return forward(*call, x, bias, operand.vec(), codes.vec());
+  const std::vector<at::Tensor> w = operand.vec(), given = codes.vec();
+  std::vector<at::Tensor> result;
+  at::Tensor y = Linear::apply(x, *weight, bias, call, &w, &given, &result);
+  result[0] = std::move(y);
+  return result;
+}
+
+// dx, dw; empty where they are not needed.
+std::tuple<at::Tensor, at::Tensor> linear_step_backward(
+    const at::Tensor& dy, at::TensorList operand, at::TensorList saved, bool needs_x, bool needs_w, int64_t plan,
+    const at::Tensor& step, const at::Tensor& ids, const MaybeTensor& guard, at::TensorList factors,
+    at::TensorList grad_factors, at::TensorList grad_histories) {
+  check_cuda(dy, "dy");
+  const auto call = call_of(plan, -1, true, step, ids, guard, factors, grad_factors, {}, grad_histories);
+  const std::vector<at::Tensor> w = operand.vec();
+  auto [dx, dw] = backward(*call, matrix(dy), [&] { return w; }, saved.vec(), needs_x, needs_w);
+  const at::Tensor none = new_empty(dy, {0}, dy.scalar_type());
+  return {needs_x ? dx : none, needs_w ? dw : none};
+}
+
+// The weight's operands, as `append` lists them. Anchors come from the codes, as they do in a gather.
+std::vector<at::Tensor> linear_weight(
+    const at::Tensor& weight, int64_t plan, bool row, bool col, bool through_bf16, at::TensorList factors,
+    at::TensorList histories) {
+  const Plan& p = plan_of(plan);
+  const Reading(&r)[kDirections] = p.readings[kWeight];
+  const std::vector<at::Tensor> scales_by = factors.vec(), amaxes = histories.vec();
+  Side sides[kDirections] = {};
+  for (const Direction d : {kRowwise, kColumnwise}) {
+    if (!wants(p, kWeight, d, row, col)) continue;
+    count(plan, kWeight * kDirections + d);
+    sides[d] = r[d].side;
+    if (r[d].run >= 0) sides[d].transposed = false;  // compact, as `anchor_codes` reads them
+  }
+  Encodings made = encode_sides(r, sides, matrix(weight), {scales_by, amaxes}, std::nullopt, through_bf16);
+  std::vector<at::Tensor> result;
+  for (const Direction d : {kRowwise, kColumnwise}) {
+    if (sides[d].present() && r[d].run >= 0)
+      std::tie(made[d].data, made[d].scale) =
+          anchor_codes(made[d].data, made[d].scale, r[d].packed, d == kColumnwise, d == kColumnwise);
+    append(result, made[d]);
+  }
+  return result;
+}
+
+// A plan's number. fields: side, run, kind, same, factor of the input, weight and gradient, rowwise and columnwise of each;
+// then what the backward saves.
+int64_t linear_plan(at::IntArrayRef fields, at::ArrayRef<double> eps, c10::string_view key) {
+  constexpr size_t kReadings = kSlots * kDirections;
+  TORCH_CHECK_VALUE(fields.size() == kReadings * kReadingFields + 1 && eps.size() == kReadings, "a linear plan has ",
+                    kReadings * kReadingFields + 1, " fields and ", kReadings, " eps; got ", fields.size(), " and ",
+                    eps.size());
+  Plan plan;
+  for (size_t i = 0; i < kReadings; ++i) {
+    const int64_t* f = fields.data() + i * kReadingFields;
+    plan.readings[i / kDirections][i % kDirections] = {f[0], parse_side(f[0], eps[i], "side"), f[1], f[2], f[3] != 0, f[4]};
+  }
+  plan.saves = static_cast<Saves>(fields.back()), plan.key = std::string(key);
+  Registry& r = registry();
+  const std::lock_guard<std::mutex> lock(r.mutex);
+  r.plans.push_back(std::move(plan)), r.counts.push_back({});
+  return static_cast<int64_t>(r.plans.size()) - 1;
+}
+
+// What ran since the last call, int64 [plans, 9]: quantizations of the input, the weight and the gradient (rowwise,
+// columnwise each), products (fprop, dgrad, wgrad).
+at::Tensor linear_counts() {
+  Registry& r = registry();
+  const std::lock_guard<std::mutex> lock(r.mutex);
+  const at::Tensor counts = at::zeros({static_cast<int64_t>(r.counts.size()), kCounts}, at::kLong);
+  int64_t* out = counts.mutable_data_ptr<int64_t>();
+  for (auto& of_plan : r.counts) {
+    out = std::copy(of_plan.begin(), of_plan.end(), out);
+    of_plan.fill(0);
+  }
+  return counts;
 }
 
 }  // namespace
 
 void register_linear(torch::Library& m) {
+  m.def("linear_plan(int[] fields, float[] eps, str key) -> int", linear_plan);
+  m.def("linear_counts() -> Tensor", linear_counts);
   m.def(
-      "quantize_multiply(Tensor x, int row, int col, float row_eps, float col_eps, Tensor? row_enc, Tensor? col_enc, "
-      "int[] runs, Tensor? counts, int row_kind, int col_kind, Tensor? row_b, Tensor? row_b_scale, int row_b_kind, "
-      "Tensor? col_b, Tensor? col_b_scale, int col_b_kind, Tensor? bias, ScalarType dtype) -> Tensor[]",
-      torch::dispatch(c10::DispatchKey::CUDA, quantize_multiply));
+      "linear_weight(Tensor weight, int plan, bool row, bool col, bool through_bf16, Tensor[] factors, "
+      "Tensor[] histories) -> Tensor[]",
+      torch::dispatch(c10::DispatchKey::CUDA, linear_weight));
+  m.def("random_key(Tensor step, Tensor ids, int slot, int rows) -> Tensor",
+        torch::dispatch(c10::DispatchKey::CUDA, random_key));
+  m.def("record_amax(Tensor(a!) amaxes, Tensor amax) -> ()", torch::dispatch(c10::DispatchKey::CUDA, record_amax));
+  // Eager mode alone: the guard and the histories are written, which the schema does not say.
+  m.def(
+      "linear_step(Tensor x, Tensor? weight, Tensor? bias, Tensor[] operand, int plan, int version, bool save, "
+      "Tensor step, Tensor ids, Tensor? guard, Tensor[] factors, Tensor[] grad_factors, Tensor[] histories, "
+      "Tensor[] grad_histories, Tensor[] codes) -> Tensor[]",
+      torch::dispatch(c10::DispatchKey::CUDA, linear_step));
+  m.impl("linear_step", torch::dispatch(c10::DispatchKey::AutogradCUDA, linear_step_autograd));
+  m.def(
+      "linear_step_backward(Tensor dy, Tensor[] operand, Tensor[] saved, bool needs_x, bool needs_w, int plan, "
+      "Tensor step, Tensor ids, Tensor? guard, Tensor[] factors, Tensor[] grad_factors, Tensor[] grad_histories) "
+      "-> (Tensor, Tensor)",
+      torch::dispatch(c10::DispatchKey::CUDA, linear_step_backward));
 }
 
 }  // namespace fsdp_quant

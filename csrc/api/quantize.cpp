@@ -12,7 +12,6 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/List.h>
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "api/checks.h"
@@ -21,13 +20,7 @@ namespace fsdp_quant {
 
 namespace {
 
-using MaybeTensor = std::optional<at::Tensor>;
 using MaybeTensors = c10::List<MaybeTensor>;
-
-// What the caller may know of a side.
-struct Known {
-  const MaybeTensor &amax, &tensor_amax, &enc, &key;
-};
 
 Input input_of(const at::Tensor& x, bool through_bf16) {
   switch (x.scalar_type()) {
@@ -124,7 +117,7 @@ class Zeroed {
   int64_t reserve(int64_t count) { return std::exchange(size_, size_ + std::max<int64_t>(ceil_div(count, 4) * 4, 4)); }
   void allocate(const at::Tensor& like, cudaStream_t stream) {
     if (size_ == 0) return;
-    buffer_ = at::empty({size_}, like.options().dtype(at::kFloat));
+    buffer_ = new_empty(like, {size_}, at::kFloat);
     C10_CUDA_CHECK(cudaMemsetAsync(buffer_.mutable_data_ptr(), 0, size_ * sizeof(float), stream));
   }
   float* at(int64_t offset) const { return buffer_.mutable_data_ptr<float>() + offset; }
@@ -180,14 +173,14 @@ T* optional_buffer(const MaybeTensor& t, const char* name, const at::Tensor& x, 
   return static_cast<T*>(const_cast<void*>(t->const_data_ptr()));
 }
 
-// Codes and scales of x; `out` are buffers to write instead of new ones, in the order of the result: data, scale of each
-// side, then its tensor amax (two-level formats) and amax (scales that span the contraction) unless they were given.
-std::vector<at::Tensor> quantize(
+}  // namespace
+
+Encodings encode(
     const at::Tensor& x, const Side& row, const Side& col, const Known (&known)[2], int64_t row0, bool through_bf16,
-    const std::vector<at::Tensor>* out) {
+    bool wants_amax, const Encodings* out) {
   check_input(x);
   TORCH_CHECK_VALUE(row0 >= 0, "row0 is ", row0, "; wanted 0 or more");
-  const at::AutoDispatchBelowADInplaceOrView no_autograd;  // new tensors and views of them: a few microseconds less
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;  // views of new tensors: a few microseconds less
   const c10::cuda::CUDAGuard guard(x.device());
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   Launch<1> launch = {};
@@ -219,77 +212,81 @@ std::vector<at::Tensor> quantize(
   }
   zeroed.allocate(x, stream);
 
-  std::vector<at::Tensor> result;
-  result.reserve(8);
-  auto take = [&](at::IntArrayRef sizes, at::ScalarType dtype, const char* name) {
-    if (out == nullptr) {
-      result.push_back(at::empty(sizes, x.options().dtype(dtype)));
-    } else {
-      check_buffer((*out)[result.size()], name, x, dtype, c10::multiply_integers(sizes));
-      result.push_back((*out)[result.size()]);
-    }
-    return result.back().mutable_data_ptr();
+  Encodings made;
+  auto take = [&](at::Tensor& to, const at::Tensor* given, at::IntArrayRef sizes, at::ScalarType dtype, const char* name) {
+    if (given != nullptr) check_buffer(*given, name, x, dtype, c10::multiply_integers(sizes));
+    to = given != nullptr ? *given : new_empty(x, sizes, dtype);
+    return to.mutable_data_ptr();
   };
   for (int d = 0; d < 2; ++d) {
     const Side& s = launch.side[d];
     if (!s.present()) continue;
     SideBuffers& b = t.side[d];
-    b.data = static_cast<uint8_t*>(take({g[d].data_rows, g[d].data_cols}, at::kByte, "out data"));
+    const Encoded* given = out != nullptr ? &(*out)[d] : nullptr;
+    b.data = static_cast<uint8_t*>(take(
+        made[d].data, given ? &given->data : nullptr, {g[d].data_rows, g[d].data_cols}, at::kByte, "out data"));
     const auto scale_dtype = s.byte_scales() ? at::kByte : at::kFloat;
-    b.scale = s.scale_layout == ScaleLayout::kCompact ? take({g[d].scale_rows, g[d].scale_cols}, scale_dtype, "out scale")
-                                                      : take({g[d].scale_numel}, scale_dtype, "out scale");
+    const at::Tensor* scale = given ? &given->scale : nullptr;
+    b.scale = s.scale_layout == ScaleLayout::kCompact
+                  ? take(made[d].scale, scale, {g[d].scale_rows, g[d].scale_cols}, scale_dtype, "out scale")
+                  : take(made[d].scale, scale, {g[d].scale_numel}, scale_dtype, "out scale");
     b.vector_store = stores_vectors(s, b.data, g[d]);
     if (tensor_at[d] >= 0) {
       b.tensor_amax = zeroed.at(tensor_at[d]);
-      result.push_back(zeroed.slice(tensor_at[d], {1}));
+      made[d].tensor_amax = zeroed.slice(tensor_at[d], {1});
     }
     if (amax_at[d] >= 0) {
       b.amax = zeroed.at(amax_at[d]);
-      result.push_back(zeroed.slice(amax_at[d], {g[d].scale_rows, g[d].scale_cols}));
+      if (wants_amax) made[d].amax = zeroed.slice(amax_at[d], {g[d].scale_rows, g[d].scale_cols});
     }
     if (counter_at[d] >= 0) b.counter = reinterpret_cast<uint32_t*>(zeroed.at(counter_at[d]));
   }
   run(launch, stream, "quantize");
-  return result;
+  return made;
 }
 
-}  // namespace
+namespace {
 
-std::vector<at::Tensor> quantize_new(
+// data, scale of each side, its tensor amax (two-level formats) and amax (scales that span the contraction) unless they
+// were given.
+std::vector<at::Tensor> quantize(
     const at::Tensor& x, int64_t row, int64_t col, double row_eps, double col_eps, int64_t row0, bool through_bf16,
     const MaybeTensor& row_amax, const MaybeTensor& row_tensor_amax, const MaybeTensor& row_enc,
     const MaybeTensor& row_key, const MaybeTensor& col_amax, const MaybeTensor& col_tensor_amax,
     const MaybeTensor& col_enc, const MaybeTensor& col_key) {
   const Known known[2] = {{row_amax, row_tensor_amax, row_enc, row_key}, {col_amax, col_tensor_amax, col_enc, col_key}};
-  return quantize(x, parse_side(row, row_eps, "row"), parse_side(col, col_eps, "col"), known, row0, through_bf16, nullptr);
+  std::vector<at::Tensor> result;
+  result.reserve(8);
+  for (Encoded& one : encode(x, parse_side(row, row_eps, "row"), parse_side(col, col_eps, "col"), known, row0,
+                             through_bf16, true, nullptr))
+    for (at::Tensor* t : {&one.data, &one.scale, &one.tensor_amax, &one.amax})
+      if (t->defined()) result.push_back(std::move(*t));
+  return result;
 }
-
-namespace {
 
 // Into `out`: data and scale of each side, and the tensor amax of two-level formats.
 void quantize_out(
     const at::Tensor& x, int64_t row, int64_t col, double row_eps, double col_eps, const MaybeTensor& row_key,
     const MaybeTensor& col_key, at::TensorList out) {
   const Side side[2] = {parse_side(row, row_eps, "row"), parse_side(col, col_eps, "col")};
-  std::vector<at::Tensor> buffers;  // in the order of quantize's result
-  std::vector<std::pair<size_t, size_t>> copies;  // (result, out)
+  Encodings buffers;
   size_t at = 0;
-  for (const Side& s : side) {
-    if (!s.present()) continue;
-    const size_t wanted = 2 + s.two_level();
+  for (int d = 0; d < 2; ++d) {
+    if (!side[d].present()) continue;
+    const size_t wanted = 2 + side[d].two_level();
     TORCH_CHECK_VALUE(at + wanted <= out.size(), "out has ", out.size(), " buffers; more are wanted");
-    buffers.insert(buffers.end(), out.begin() + at, out.begin() + at + wanted);
-    if (s.two_level()) {
+    buffers[d].data = out[at], buffers[d].scale = out[at + 1];
+    if (side[d].two_level()) {
       check_buffer(out[at + 2], "out tensor_amax", x, at::kFloat, 1);
-      copies.emplace_back(buffers.size() - 1, at + 2);
+      buffers[d].tensor_amax = out[at + 2];
     }
-    if (s.whole()) buffers.emplace_back();
     at += wanted;
   }
   const MaybeTensor none;
   const Known known[2] = {{none, none, none, row_key}, {none, none, none, col_key}};
-  const auto result = quantize(x, side[0], side[1], known, 0, false, &buffers);
-  for (const auto& [from, to] : copies) out[to].copy_(result[from], /*non_blocking=*/true);
+  const Encodings made = encode(x, side[0], side[1], known, 0, false, false, &buffers);
+  for (int d = 0; d < 2; ++d)
+    if (made[d].tensor_amax.defined()) buffers[d].tensor_amax.copy_(made[d].tensor_amax, /*non_blocking=*/true);
 }
 
 }  // namespace
@@ -349,9 +346,9 @@ std::vector<at::Tensor> anchored(
   for (int d = 0; d < 2; ++d) {
     if (!launch.side[d].present()) continue;
     SideBuffers& b = t.side[d];
-    result.push_back(at::empty({g[d].data_rows, g[d].data_cols}, x.options().dtype(at::kByte)));
+    result.push_back(new_empty(x, {g[d].data_rows, g[d].data_cols}, at::kByte));
     b.data = result.back().mutable_data_ptr<uint8_t>();
-    result.push_back(at::empty({anchor[d].scale_rows, anchor[d].scale_cols}, x.options().dtype(at::kFloat)));
+    result.push_back(new_empty(x, {anchor[d].scale_rows, anchor[d].scale_cols}, at::kFloat));
     b.scale = result.back().mutable_data_ptr();
     set_geometry(b, g[d], d);
     b.stored = b.anchors = anchor[d].compact;
@@ -385,7 +382,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> quantize_anchored_cou
     const MaybeTensor& col_anchor, bool through_bf16, const at::Tensor& counts) {
   auto made = anchored(x, row, col, row_run, col_run, row_anchor, col_anchor, through_bf16, &counts);
   const at::Tensor none[2] = {
-      at::empty({0}, x.options().dtype(at::kByte)), at::empty({0}, x.options().dtype(at::kFloat))};
+      new_empty(x, {0}, at::kByte), new_empty(x, {0}, at::kFloat)};
   if (row == 0) made.insert(made.begin(), none, none + 2);
   if (col == 0) made.insert(made.end(), none, none + 2);
   return {made[0], made[1], made[2], made[3]};
@@ -418,7 +415,7 @@ std::vector<at::Tensor> statistics(
   for (int d = 0; d < 2; ++d) {
     if (!launch.side[d].present()) continue;
     const std::vector<int64_t> sizes = {g[d].scale_rows, g[d].scale_cols};
-    result.push_back(amax_at[d] >= 0 ? zeroed.slice(amax_at[d], sizes) : at::empty(sizes, x.options().dtype(at::kFloat)));
+    result.push_back(amax_at[d] >= 0 ? zeroed.slice(amax_at[d], sizes) : new_empty(x, sizes, at::kFloat));
     set_geometry(t.side[d], g[d], d);
     t.side[d].amax = result.back().mutable_data_ptr<float>();
     if (tensor_at[d] < 0) continue;
@@ -610,7 +607,7 @@ void register_quantize(torch::Library& m) {
       "quantize(Tensor x, int row, int col, float row_eps, float col_eps, int row0, bool through_bf16, "
       "Tensor? row_amax=None, Tensor? row_tensor_amax=None, Tensor? row_enc=None, Tensor? row_key=None, "
       "Tensor? col_amax=None, Tensor? col_tensor_amax=None, Tensor? col_enc=None, Tensor? col_key=None) -> Tensor[]",
-      torch::dispatch(c10::DispatchKey::CUDA, quantize_new));
+      torch::dispatch(c10::DispatchKey::CUDA, quantize));
   m.def(
       "quantize_out(Tensor x, int row, int col, float row_eps, float col_eps, Tensor? row_key, Tensor? col_key, "
       "Tensor(a!)[] out) -> ()",

@@ -1,11 +1,13 @@
 // How operators describe a direction, and the geometry of its buffers.
 #pragma once
 
+#include <array>
 #include <optional>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
+#include "api/checks.h"
 #include "quantize/quantize.h"
 
 namespace fsdp_quant {
@@ -23,15 +25,22 @@ struct Geometry {
   Grid compact, stored;                // over lines and blocks: the compact grid, and the scale buffer's
 };
 
-using MaybeTensor = std::optional<at::Tensor>;
+// What the caller may know of a side.
+struct Known {
+  const MaybeTensor &amax, &tensor_amax, &enc, &key;
+};
 
-// The operator `quantize`: data, scale, tensor amax where it is not given (two-level), amax where one scale spans the
-// contraction and it is not given, of each side.
-std::vector<at::Tensor> quantize_new(
-    const at::Tensor& x, int64_t row, int64_t col, double row_eps, double col_eps, int64_t row0, bool through_bf16,
-    const MaybeTensor& row_amax, const MaybeTensor& row_tensor_amax, const MaybeTensor& row_enc,
-    const MaybeTensor& row_key, const MaybeTensor& col_amax, const MaybeTensor& col_tensor_amax,
-    const MaybeTensor& col_enc, const MaybeTensor& col_key);
+// What is made of a side. Undefined: a side that is not made; tensor_amax and amax also where they were given, tensor_amax
+// of formats of one level, amax of scales that do not span the contraction.
+struct Encoded {
+  at::Tensor data, scale, tensor_amax, amax;
+};
+using Encodings = std::array<Encoded, 2>;
+
+// Codes and scales of x. wants_amax: return the amaxes too. out: data and scale to write instead of new tensors.
+Encodings encode(
+    const at::Tensor& x, const Side& row, const Side& col, const Known (&known)[2], int64_t row0, bool through_bf16,
+    bool wants_amax, const Encodings* out);
 
 // MXFP8 whose blocks share the scale of their run of the contraction: 8-bit operands with fp32 scales that leave the main
 // loop. Returns data, scale of each side and, unless `counts` are given to add to, int64 [2, 2]: blocks far below their

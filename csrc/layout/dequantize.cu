@@ -194,14 +194,7 @@ cudaError_t choose_scale(const Dequantize& a, cudaStream_t stream) {
   return choose_output<E, ScaleKind::kFp32>(a, stream);
 }
 
-__global__ void tensor_scale_kernel(const float* tensor_amax, float* out) { *out = tensor_decode_scale(*tensor_amax); }
-
 }  // namespace
-
-cudaError_t launch_tensor_scale(const float* tensor_amax, float* out, cudaStream_t stream) {
-  tensor_scale_kernel<<<1, 1, 0, stream>>>(tensor_amax, out);
-  return cudaGetLastError();
-}
 
 cudaError_t launch_dequantize(const Dequantize& a, cudaStream_t stream) {
   switch (a.element) {

@@ -65,8 +65,6 @@ struct AnchorCodes {
 };
 
 cudaError_t launch_dequantize(const Dequantize& args, cudaStream_t stream);
-// The second-level decode scale of a two-level format, from the tensor's amax.
-cudaError_t launch_tensor_scale(const float* tensor_amax, float* out, cudaStream_t stream);
 cudaError_t launch_anchor_codes(const AnchorCodes& args, cudaStream_t stream);
 cudaError_t launch_relayout(const RelayoutLaunch<1>& launch, cudaStream_t stream);
 cudaError_t launch_relayout_group(const RelayoutLaunch<kRelayoutCapacity>& launch, cudaStream_t stream);

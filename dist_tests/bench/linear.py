@@ -51,7 +51,7 @@ from dist_tests.bench.clock import (
 )
 
 LAYERS, DIM, HIDDEN, TOKENS = 4, 4096, 14336, 8192
-HOST_DIM, HOST_TOKENS, HOST_STEPS, HOST_ROUNDS = 1024, 128, 20, 15
+HOST_DIM, HOST_TOKENS, HOST_STEPS, HOST_ROUNDS = 1024, 128, 20, 31
 HOST_LIMIT, HOST_AIM = 3.0, 2.0  # x nn.Linear
 SETTLE_MS = 500.0
 WHAT = ("mlp", "linear", "host")
@@ -196,28 +196,30 @@ def torchao_arms() -> list[Arm]:
     return [Arm(f"torchao {r} compiled", functools.partial(prepare, recipe=r)) for r in TORCHAO_RECIPES]
 
 
-def host_us(step: Step) -> float:
-    """Host microseconds of a step, its update not counted; a round's steps are waited for before the next round."""
-    for _ in range(HOST_STEPS):
-        step()
-        step.update()
-    times = []
+def host_us(*steps: Step) -> list[float]:
+    """Host microseconds of each step, its update not counted; medians of rounds in turn, as the host's speed drifts.
+
+    A round's steps are waited for before the next round.
+    """
+    times: list[list[float]] = [[] for _ in steps]
     gc.collect()
     gc.disable()
     try:
-        for _ in range(HOST_ROUNDS):
-            torch.cuda.synchronize()
-            spent = 0.0
-            for _ in range(HOST_STEPS):
-                start = time.perf_counter()
-                step()
-                spent += time.perf_counter() - start
-                step.update()
-            times.append(spent / HOST_STEPS * 1e6)
+        for round_ in range(-1, HOST_ROUNDS):
+            for step, taken in zip(steps, times):
+                torch.cuda.synchronize()
+                spent = 0.0
+                for _ in range(HOST_STEPS):
+                    start = time.perf_counter()
+                    step()
+                    spent += time.perf_counter() - start
+                    step.update()
+                if round_ >= 0:  # the first one warms up
+                    taken.append(spent / HOST_STEPS * 1e6)
     finally:
         gc.enable()
     torch.cuda.synchronize()
-    return statistics.median(times)
+    return [statistics.median(taken) for taken in times]
 
 
 # Tables #
@@ -324,7 +326,7 @@ class Bench:
             found["rows"].append(result)
             try:
                 step = Step(problem, arm, data)
-                plain, us = host_us(base), host_us(step)
+                plain, us = host_us(base, step)
             except Exception as error:  # of any kind: one row does not cost the others
                 result["error"] = first_line(error)
                 print(f"{arm.name:36} failed: {result['error']}", flush=True)

@@ -84,6 +84,8 @@ class Operators:
 
     def __init__(self):
         self.calls: list[Call] = []
+        self.plans: list[SimpleNamespace] = []
+        self.counts: list[list[int]] = []
         self.quantize_anchored = SimpleNamespace(default=self._anchored_alone, counted=self._anchored_counted)
 
     def count(self, name: str) -> int:
@@ -91,7 +93,11 @@ class Operators:
 
     def reads(self, x: Tensor) -> list[Call]:
         """The calls that quantized this memory."""
-        return [c for c in self.calls if c.read == x.data_ptr() and "quantize" in c.name]
+        return [c for c in self.calls if c.read == x.data_ptr() and (c.row or c.col)]
+
+    def steps(self) -> list[Call]:
+        """The passes of layers that were one call."""
+        return [c for c in self.calls if c.name.startswith("linear_step")]
 
     # Quantizers #
 
@@ -207,29 +213,206 @@ class Operators:
         made = _product(a, b, a_scale, b_scale, a_kind, b_kind, out.dtype, bias, alpha)
         out.copy_(made + out.double() if accumulate else made)
 
-    def quantize_multiply(
-        self, x, row, col, row_eps, col_eps, row_enc, col_enc, runs, counts, row_kind, col_kind, row_b, row_b_scale,
-        row_b_kind, col_b, col_b_scale, col_b_kind, bias, dtype,
-    ):
-        refuse(row & 7 == 3 or col & 7 == 3, "codes of 4 bits are multiplied by `gemm`")
-        refuse((row_b is not None and not row) or (col_b is not None and not col), "a product needs its side of x")
-        refuse(len(runs) not in (0, 2), f"runs has {len(runs)} entries")
-        if runs:
-            made = self._anchored(x, row, col, *runs, None, None, False, counts)
+    # A layer's step #
+
+    def linear_plan(self, fields, eps, key):
+        refuse(len(fields) != 31 or len(eps) != 6, f"a linear plan has 31 fields and 6 eps; got {len(fields)}, {len(eps)}")
+        readings = [native.Reading(*fields[5 * i : 5 * i + 5], e) for i, e in enumerate(eps)]
+        self.plans.append(SimpleNamespace(slots=[readings[:2], readings[2:4], readings[4:]], saves_input=fields[30], key=key))
+        self.counts.append([0] * 9)
+        return len(self.plans) - 1
+
+    def linear_counts(self):
+        counts = torch.tensor(self.counts, dtype=torch.int64).view(-1, 9)
+        self.counts = [[0] * 9 for _ in self.plans]
+        return counts
+
+    def linear_weight(self, weight, plan, row, col, through_bf16, factors, histories):
+        readings = self.plans[plan].slots[1]
+        wanted, result, recorded = self._wanted(readings, row, col), [], set()
+        self.calls.append(Call("linear_weight", weight.data_ptr(), *wanted))
+        for d, reading, there in zip(Direction, readings, wanted):
+            if not there:
+                continue
+            self.counts[plan][2 + (d is COLUMNWISE)] += 1
+            side = side_of(reading.side, d, reading.eps)
+            enc = None if reading.factor < 0 else factors[reading.factor]
+            known = [None] * 8
+            known[2 + 4 * (d is COLUMNWISE)] = enc
+            compact = side if reading.run < 0 else side._replace(transposed=False)
+            made = self._quantized(weight, [compact], 0, through_bf16, known)
+            if side.encoding.fmt.block[1] is None:
+                amax = made.pop()
+                if enc is not None and reading.factor not in recorded:
+                    recorded.add(reading.factor)
+                    self.record_amax(histories[reading.factor], amax)
+            if reading.run >= 0:
+                made = self.anchor_codes(*made, reading.side, d is COLUMNWISE, d is COLUMNWISE)
+            result += made
+        return result
+
+    def random_key(self, step, ids, slot, rows):
+        seed, number, micro_batch, offset, rank = step.tolist()
+        return torch.tensor([seed, number, ids[slot].item(), micro_batch, rank * rows if offset < 0 else offset])
+
+    def record_amax(self, amaxes, amax):
+        refuse(amax.numel() != 1, "amax is one float32")
+        if amax.isfinite():
+            amaxes[0] = max(amaxes[0], amax)
+
+    def linear_step(self, x, weight, bias, operand, plan, version, save, step, ids, guard, *lists):
+        """Checked as csrc/api/linear.cpp does; the node of autograd is a Python one."""
+        factors, grad_factors, histories, grad_histories, codes = lists
+        call = SimpleNamespace(
+            number=plan, version=version, save=save, step=step, ids=ids, guard=guard, factors=(factors, grad_factors),
+            histories=(histories, grad_histories), **vars(self.plans[plan]),
+        )
+        refuse(x.dtype is not torch.bfloat16, f"x is {x.dtype}")
+        if not torch.is_grad_enabled() or weight is None:
+            with torch.no_grad():
+                return self._step_forward(call, x, bias, operand, codes)[0]
+        made: list = []
+        y = _Step.apply(x, weight, bias, self, call, operand, codes, made)
+        return [y, *made]
+
+    def _wanted(self, readings, row: bool, col: bool) -> tuple[bool, bool]:
+        one, other = readings
+        return (
+            bool(one.side) and (row or (col and other.same)), bool(other.side) and col and not other.same,
+        )
+
+    def _step_quantize(self, call, slot: int, x: Tensor, row: bool, col: bool) -> dict[Direction, list[Tensor]]:
+        readings, made, recorded = call.slots[slot], {}, set()
+        group = slot // 2  # of the input, of the gradient
+        for d, reading, wanted in zip(Direction, readings, self._wanted(readings, row, col)):
+            if not wanted:
+                continue
+            self.counts[call.number][2 * slot + (d is COLUMNWISE)] += 1
+            sides = (reading.side, 0) if d is ROWWISE else (0, reading.side)
+            if reading.run >= 0:
+                counts = None if call.guard is None else call.guard[slot]
+                runs = (reading.run, 0) if d is ROWWISE else (0, reading.run)
+                made[d] = self._anchored(x, *sides, *runs, None, None, False, counts)
+                self.calls.pop()
+                continue
+            enc = None if reading.factor < 0 else call.factors[group][reading.factor]
+            side = side_of(reading.side, d, reading.eps)
+            key = self.random_key(call.step, call.ids, slot, x.shape[0]) if side.encoding.stochastic else None
+            known = [None] * 8
+            known[2 + 4 * (d is COLUMNWISE)], known[3 + 4 * (d is COLUMNWISE)] = enc, key
+            made[d] = self._quantized(x, [side], 0, False, known)
+            if side.encoding.fmt.block[1] is None:
+                amax = made[d].pop()
+                if enc is not None and reading.factor < len(call.histories[group]) and reading.factor not in recorded:
+                    recorded.add(reading.factor)
+                    self.record_amax(call.histories[group][reading.factor], amax)
+        return made
+
+    def _step_operand(self, reading, d: Direction, buffers: list[Tensor]) -> tuple[Tensor, Tensor | None, int, Tensor | None]:
+        """(data, scale, kind, factor of the product)."""
+        data, scale, tensor_amax = (*buffers, None, None)[:3]
+        if not reading.side:
+            return (data if d is ROWWISE else data.t()), None, 0, None
+        factor = None if tensor_amax is None else reference.tensor_decode_scale(tensor_amax)
+        if reading.kind:
+            return data, scale, reading.kind, factor
+        side = side_of(reading.side, d)
+        if side.encoding.fmt.scale_leaves_contraction:
+            refuse(scale.numel() != 1, "a factor of a product is one float32")
+            factor, scale = scale.flatten(), None
+        cols = data.shape[1] * (2 if side.encoding.fmt.element.bits == 4 else 1)
+        values = self.dequantize(data, scale, None, reading.side, d is COLUMNWISE, cols, 0, torch.bfloat16)
+        return (values if d is ROWWISE else values.t()), None, 0, factor
+
+    def _step_product(self, call, product: int, a, b, bias=None) -> Tensor:
+        self.counts[call.number][6 + product] += 1
+        factors = [f for f in (a[3], b[3]) if f is not None]
+        if not (factors or a[2] or b[2]):
+            return torch.nn.functional.linear(a[0], b[0], bias)
+        alpha = None if not factors else functools.reduce(torch.mul, factors)
+        y = _product(a[0], b[0], a[1], b[1], a[2], b[2], torch.bfloat16, bias, alpha)
+        return y.to(torch.bfloat16)
+
+    def _step_forward(self, call, x, bias, operand, codes) -> tuple[list[Tensor], list[Tensor]]:
+        """([y, codes of x], what the backward keeps)."""
+        rows = _matrix(x)
+        readings, col = call.slots[0], call.save and not call.saves_input
+        wanted = self._wanted(readings, True, col)
+        if codes:
+            rest, made = list(codes), {}
+            for d, reading, there in zip(Direction, readings, wanted):
+                if there:
+                    fields = 2 + side_of(reading.side, d).encoding.fmt.tensor_scale
+                    made[d], rest = rest[:fields], rest[fields:]
         else:
-            known = (None, None, row_enc, None, None, None, col_enc, None)
-            made = self._quantized(x, _present(row, col, row_eps, col_eps), 0, False, known)
-        self.calls.append(Call("quantize_multiply", x.data_ptr(), bool(row), bool(col)))
-        whole = bool(row) and not runs and side_of(row, ROWWISE).encoding.fmt.block[1] is None
-        of_row = 0 if not row else 3 if whole else 2
-        products = []
-        for b, b_scale, b_kind, at, kind, plus in (
-            (row_b, row_b_scale, row_b_kind, 0, row_kind, bias),
-            (col_b, col_b_scale, col_b_kind, of_row, col_kind, None),
-        ):
-            if b is not None:
-                products.append(_product(made[at], b, made[at + 1], b_scale, kind, b_kind, dtype, plus, None).to(dtype))
-        return [*products, *made]
+            made = self._step_quantize(call, 0, rows, True, col)
+        self.calls.append(Call("linear_step", x.data_ptr(), *(w and not codes for w in wanted)))
+        a = self._step_operand(readings[0], ROWWISE, made.get(ROWWISE, [rows]))
+        w = self._step_operand(call.slots[1][0], ROWWISE, operand)
+        y = self._step_product(call, 0, a, w, bias).view(*x.shape[:-1], -1)
+        kept = [x] if call.saves_input else list(made.values())[-1] if col else []
+        return [y, *(t for buffers in made.values() for t in buffers)], kept if call.save else []
+
+    def linear_step_backward(
+        self, dy, operand, saved, needs_x, needs_w, plan, step, ids, guard, factors, grad_factors, grad_histories
+    ):
+        call = SimpleNamespace(
+            number=plan, step=step, ids=ids, guard=guard, factors=(factors, grad_factors), histories=([], grad_histories),
+            **vars(self.plans[plan]),
+        )
+        dx, dw = self._step_backward(call, _matrix(dy), lambda: operand, saved, needs_x, needs_w)
+        return dx if needs_x else dy.new_empty(0), dw if needs_w else dy.new_empty(0)
+
+    def _step_backward(self, call, dy, weight, saved, needs_x, needs_w):
+        readings, dx, dw = call.slots[2], None, None
+        made = self._step_quantize(call, 2, dy, needs_x, needs_w)
+        self.calls.append(Call("linear_step_backward", dy.data_ptr(), *self._wanted(readings, needs_x, needs_w)))
+        if needs_x:
+            a = self._step_operand(readings[0], ROWWISE, made.get(ROWWISE, [dy]))
+            dx = self._step_product(call, 1, a, self._step_operand(call.slots[1][1], COLUMNWISE, weight()))
+        if needs_w:
+            of_x, source = call.slots[0][1], ROWWISE if readings[1].same else COLUMNWISE
+            a = self._step_operand(readings[1], COLUMNWISE, made.get(source, [dy]))
+            if call.saves_input:
+                rows = _matrix(saved[0])
+                again = self._step_quantize(call, 0, rows, False, True)
+                saved = again[ROWWISE if of_x.same else COLUMNWISE] if again else [rows]
+            dw = self._step_product(call, 2, a, self._step_operand(of_x, COLUMNWISE, list(saved)))
+        return dx, dw
+
+
+class _Step(torch.autograd.Function):
+    """The node that the compiled step makes."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, operators, call, operand, codes, made):
+        (y, *codes_of_x), kept = operators._step_forward(call, x, bias, operand, codes)
+        made.extend(codes_of_x)
+        ctx.save_for_backward(*kept)
+        ctx.operators, ctx.call, ctx.weight, ctx.shape = operators, call, weight, x.shape
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
+        dy = _matrix(dy)
+
+        def operand():
+            weight_operand = torch.ops.fsdp_quant.weight_operand
+            return weight_operand(ctx.weight, ctx.call.key, True, ctx.call.version, dy.dtype)
+
+        dx, dw = ctx.operators._step_backward(ctx.call, dy, operand, ctx.saved_tensors, needs_x, needs_w)
+        return (
+            dx.view(ctx.shape) if needs_x else None, dw.to(ctx.weight.dtype) if needs_w else None,
+            dy.sum(0).to(ctx.bias_dtype) if needs_b else None, None, None, None, None, None,
+        )
+
+
+def _matrix(x: Tensor) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def _seen(x: Tensor, through_bf16: bool) -> Tensor:
@@ -333,8 +516,10 @@ def emulated() -> Iterator[Operators]:
                         patch.setattr(module, fact, value)
         patch.setattr(native, "_ops", operators)
         patch.setattr(native, "runs", lambda x: x.numel() > 0)
+        patch.setattr(native, "runs_on", lambda device: True)
         patch.setattr(torch_compat, "stream_of", lambda device: (0, False))
         patch.setattr(plan, "_PLANS", {})  # plans keep what they resolved for (dtype, device)
+        patch.setattr(plan, "_CALLS", {})
         patch.setattr(linear_op, "_LAST_INPUT", linear_op._LastInput())
         patch.setattr(guard, "_GUARDED", weakref.WeakSet())
         patch.setattr(guard, "_UNDERWAY", [])

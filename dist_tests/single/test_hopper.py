@@ -33,7 +33,7 @@ RECIPES = {
     "nvfp4/mxfp8": lambda **o: recipes.hybrid("nvfp4", "mxfp8", **o),
     "fp8_tensor/identity": lambda **o: recipes.hybrid("fp8_tensor", "identity", **o),
 }
-ONE_CALL = ("fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8")
+ONE_CALL = tuple(RECIPES)
 SHAPES = ((64, 48, 32), (33, 40, 100), (144, 48, 160))  # M, N, K; the second takes the path of parts
 # Relative Frobenius error against the CPU, which multiplies in fp32; an anchored product of fp32 values is within 1e-3.
 BOUNDS = {BF16: 1e-2, FP16: 2e-3, FP32: 1e-5}
@@ -214,12 +214,13 @@ def test_one_call_gives_the_bytes_of_its_parts(gpu, name: str, autocast: bool, m
             x, dy = inputs(shape, dtype)
             gpu.calls.clear()
             one = step(linear(RECIPES[name](), shape, bias, dtype), x, dy, **options)
-            assert gpu.count("quantize_multiply") == (1 if autocast and bias else 2), (shape, bias)
+            wanted = 2 if not (autocast and bias) else 0 if name == "fp8_delayed" else 1  # amaxes leave by the operator
+            assert len(gpu.steps()) == wanted, (shape, bias)
             with monkeypatch.context() as patch:
                 patch.setattr(linear_op, "_is_one_call", lambda *args: False)
                 gpu.calls.clear()
                 parts = step(linear(RECIPES[name](), shape, bias, dtype), x, dy, **options)
-                assert gpu.count("quantize_multiply") == 0
+                assert not gpu.steps()
             assert_same(one, parts, f"{shape} bias {bias}")
 
 
@@ -258,10 +259,10 @@ def test_one_call_makes_only_the_sides_that_are_read(gpu, name: str):
         x.requires_grad_(frozen)
         gpu.calls.clear()
         y = module(x)
-        assert [c[2:] for c in gpu.calls if c.name == "quantize_multiply"] == [(True, not frozen)], frozen
+        assert [c[2:] for c in gpu.steps()] == [(True, not frozen)], frozen
         gpu.calls.clear()
         y.backward(dy)
-        assert [c[2:] for c in gpu.calls if c.name == "quantize_multiply"] == [(frozen, not frozen)], frozen
+        assert [c[2:] for c in gpu.steps()] == [(frozen, not frozen)], frozen
         whole = step(linear(RECIPES[name]()), x, dy)
         got, want = (x.grad, whole["dx"]) if frozen else (module.weight.grad, whole["weight"])
         assert_same_bytes(got, want, f"frozen {frozen}")
@@ -283,7 +284,7 @@ def test_layers_that_share_an_input_quantize_it_once(gpu, name: str):
     want = {"gate": gate(x.clone()).detach(), "up": up(x.clone()).detach()}
     gpu.calls.clear()
     got = {"gate": gate(x), "up": up(x)}
-    assert [c.name for c in gpu.calls if c.name in ("quantize_multiply", "gemm")] == ["quantize_multiply", "gemm"]
+    assert [c[2:] for c in gpu.steps()] == [(True, True), (False, False)]
     for layer, y in got.items():
         assert_same_bytes(y.detach(), want[layer], layer)
     (got["gate"] + got["up"]).backward(dy)
@@ -298,7 +299,7 @@ def test_layers_that_share_an_input_quantize_it_once(gpu, name: str):
     gate(x)
     gpu.calls.clear()
     up(x.clone())
-    assert gpu.count("quantize_multiply") == 1, "a clone"
+    assert gpu.steps()[0].row, "a clone"
 
 
 def test_shared_codes_go_with_the_input(gpu):
@@ -316,7 +317,7 @@ def test_codes_are_shared_only_where_they_are_the_same(gpu, monkeypatch):
     def quantizes(module: fq.Linear, x: Tensor) -> bool:
         gpu.calls.clear()
         module(x)
-        return gpu.count("quantize_multiply") == 1
+        return gpu.steps()[0].row
 
     x = activation()
     for first, second in (
@@ -395,11 +396,12 @@ def test_frozen_weights_are_encoded_in_the_direction_that_is_read(gpu, name: str
     module = linear(RECIPES[name]())
     module.requires_grad_(False)
     x, dy = inputs()
-    one_storage = module.plan.weight.one_storage
+    compact = set(module.plan.resolved(BF16, x.device).layouts["weight"].values()) == {layout.COMPACT}
+    one_storage = module.plan.weight.one_storage and compact
     for _ in range(2):
         module(x)
         assert weight_reads(gpu, module) == [(True, False)]
-        assert COLUMNWISE not in module._weight_state._whole[1]
+        assert one_storage or COLUMNWISE not in module._weight_state._whole[1]
     x.requires_grad_()
     for _ in range(2):
         module(x).backward(dy)
@@ -410,9 +412,7 @@ def test_frozen_weights_are_encoded_in_the_direction_that_is_read(gpu, name: str
     restart()
     module(x).backward(dy)
     assert_same_bytes(x.grad, trained["dx"], "input gradient")
-    kept = module._weight_state._codes[1]
-    laid_out = module.plan.resolved(BF16, x.device).layouts["weight"][ROWWISE] != layout.COMPACT
-    assert bool(kept) == (one_storage or not laid_out), "compact codes beside those of the products"
+    assert not module._weight_state._codes[1], "compact codes beside those of the products"
 
 
 # Storages in a layout #
@@ -588,7 +588,7 @@ def test_exact_recipes_never_anchor(gpu):
     module, (x, dy) = linear(recipes.mxfp8(accuracy="exact")), inputs()
     step(module, x, dy)
     assert domains() == {"bf16"} and module._guard is None
-    assert gpu.count("quantize_anchored") == gpu.count("anchor_codes") == gpu.count("quantize_multiply") == 0
+    assert gpu.count("quantize_anchored") == gpu.count("anchor_codes") == 0
     counters.reset()
     step(linear(recipes.fp8_block(accuracy="exact")), x, dy)
     assert domains() == {"native"}
@@ -596,7 +596,7 @@ def test_exact_recipes_never_anchor(gpu):
 
 # What autograd keeps #
 
-@pytest.mark.parametrize("name", ONE_CALL)
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8"])
 def test_the_backward_keeps_the_codes_of_its_product(gpu, name: str, monkeypatch):
     """If false, the backward transposes or anchors what it kept, or activations take more than a byte an element."""
     m, _, k = shape = SHAPES[2]
@@ -618,7 +618,7 @@ def test_the_backward_keeps_the_codes_of_its_product(gpu, name: str, monkeypatch
         assert_same_bytes(scale.flatten(), made[COLUMNWISE].scale.flatten(), "scales")
         gpu.calls.clear()
         y.backward(dy)
-        assert gpu.count("transpose_codes") == 0 and len(gpu.reads(dy)) == (2 if one_call and name == "mxfp8" else 1)
+        assert gpu.count("transpose_codes") == 0 and len(gpu.reads(dy)) == 1
 
 
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])

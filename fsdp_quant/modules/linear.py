@@ -81,17 +81,13 @@ class Linear(nn.Linear):
         records = self.training and not replay
         histories = self._histories(owner, plan, "input", device)
         of_grad = self._histories(owner, plan, "grad_output", device)
-        save = weight.requires_grad and torch.is_grad_enabled()
-        y, amaxes = linear(
-            x, weight, self.bias, plan.key, save, STEP.on(device), self._ids, self._guard_on(plan, x),
-            [h.enc for h in histories], [h.enc for h in of_grad], [h.amaxes for h in of_grad if self.training],
+        if records and owner is not None and not weight.requires_grad:
+            STEP.frozen.add(owner)
+        return linear(
+            x, weight, self.bias, plan, weight.requires_grad and torch.is_grad_enabled(), STEP.on(device), self._ids,
+            self._guard_on(plan, x), [h.enc for h in histories], [h.enc for h in of_grad],
+            [h.amaxes for h in histories if records], [h.amaxes for h in of_grad if self.training],
         )
-        if records:
-            if owner is not None and not weight.requires_grad:
-                STEP.frozen.add(owner)
-            for history, amax in zip(histories, amaxes):
-                history.record(amax)
-        return y
 
     def _histories(self, owner: WeightState | None, plan: GemmPlan, slot: str, device: torch.device) -> list[AmaxHistory]:
         """Amax histories of a slot's delayed sides, in order; [] without delayed scaling."""

@@ -15,12 +15,12 @@ import weakref
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from ..counters import counters
-from ..formats import COLUMNWISE, ROWWISE, Direction
+from ..formats import COLUMNWISE, ROWWISE, Direction, Format
 from ..gemm import StaleWeightError, gemm
-from ..ops import native
-from ..ops.layout import COMPACT, operand_format
+from ..ops import dispatch, native
+from ..ops.layout import COMPACT
 from ..ops.rng import tensor_id
 from ..quantizer import HybridQuantizer
 from ..recipe import QUANTIZED_TYPES
@@ -29,7 +29,7 @@ from ..storage import BUFFERS, Storage
 from ..tensor import torch_compat
 from ..tensor.master_weight import MasterWeight, WeightState, inner_of
 from ..tensor.quantized_tensor import OPERATORS, QuantizedTensor
-from .plan import PRODUCTS, GemmPlan, plan_of
+from .plan import GemmPlan, Resolved, plan_of
 
 _library = torch.library.Library("fsdp_quant", "DEF")
 _library.define(
@@ -39,6 +39,9 @@ _library.define(
 _library.define(
     "linear_backward(Tensor dy, Tensor weight, Tensor[] saved, str plan, bool[] needs, Tensor step, Tensor ids, "
     "Tensor? guard, Tensor[] factors, Tensor[] grad_factors) -> (Tensor, Tensor, Tensor, Tensor[])"
+)
+_library.define(
+    "weight_operand(Tensor weight, str plan, bool columnwise, int version, ScalarType dtype) -> Tensor[]"
 )
 
 SLOTS = QUANTIZED_TYPES
@@ -51,11 +54,7 @@ def slot_ids(name: str) -> Tensor:
 
 def _key(plan: GemmPlan, slot: str, step: Tensor, ids: Tensor, rows: int) -> Tensor | None:
     """Random key of a slot, int64 [5] (`ops.rng.KEY_FIELDS`), or None where nothing is rounded stochastically."""
-    if not plan.hybrid(slot).is_stochastic:
-        return None
-    seed, number, micro_batch, offset, rank = step.unbind()
-    row0 = torch.where(offset < 0, rank * rows, offset)
-    return torch.stack((seed, number, ids[SLOTS.index(slot)], micro_batch, row0))
+    return dispatch.random_key(step, ids, SLOTS.index(slot), rows) if plan.hybrid(slot).is_stochastic else None
 
 
 def _quantize(
@@ -84,7 +83,8 @@ def _weight_storage(weight: Tensor, direction: Direction, plan: GemmPlan, dtype,
 
     both:  the other direction follows, so that one read may make both.
     """
-    hybrid, layouts = plan.weight, plan.resolved(dtype, weight.device).layouts["weight"]
+    hybrid, resolved = plan.weight, plan.resolved(dtype, weight.device)
+    layouts = resolved.layouts["weight"]
     if isinstance(weight, QuantizedTensor):
         storage = weight.storage_for(direction)
         if storage.fmt != hybrid.side(direction).fmt:
@@ -96,7 +96,7 @@ def _weight_storage(weight: Tensor, direction: Direction, plan: GemmPlan, dtype,
     if not isinstance(weight, MasterWeight) or weight.state.quantizer != hybrid:  # plain, or overridden: not cached
         state = WeightState("weight", hybrid, tuple(weight.shape), plan.compute_dtype)
         weight = MasterWeight(inner_of(weight).detach(), state)
-    return weight.state.whole_storage(weight, direction, dtype, layouts, both)
+    return weight.state.whole_storage(weight, direction, dtype, layouts, resolved.call, both)
 
 
 class _LastInput:
@@ -127,42 +127,47 @@ class _LastInput:
 _LAST_INPUT = _LastInput()
 
 
-def _is_one_call(step: native.Step | None, x: Tensor, n: int) -> bool:
-    """The tensor cores take x [rows, cols] and the other operand's n rows as they are, and no one looks at operators."""
-    if step is None or x.numel() == 0 or not x.shape[0] % 16 == x.shape[1] % 16 == n % 16 == 0:
+def _is_one_call(resolved: Resolved, x: Tensor, n: int, bias: Tensor | None = None) -> bool:
+    """The compiled step takes x [.., cols] and the other operand's n rows as they are."""
+    if resolved.call is None or type(x) not in (Tensor, Parameter) or not (bias is None or bias.dtype is x.dtype):
         return False
-    return native.runs(x) and not torch_compat.dispatch_is_watched()
+    size, cols = x.numel(), x.shape[-1]
+    return size != 0 and not (cols % 16 or n % 16 or size // cols % 16)
 
 
-def _operand(storage: Storage) -> native.Operand:
-    return native.Operand(storage.data, storage.scale, storage.operand_format)
-
-
-def _step(plan, resolved, slot, x, row_b, col_b, bias, guard, factors, makes_row, makes_col):
-    """Quantize x and multiply its codes in one call: (products, direction -> [data, scale], amaxes of delayed sides)."""
-    hybrid, call = plan.hybrid(slot), resolved.steps[slot]
-    sides = dict(zip(hybrid.delayed_directions, factors))
-    row_enc = sides.get(ROWWISE)
-    col_enc = row_enc if hybrid.one_storage else sides.get(COLUMNWISE)
-    results = native.quantize_multiply(
-        x, call, (row_enc if makes_row else None, col_enc if makes_col else None),
-        None if guard is None else guard[SLOTS.index(slot)], row_b, col_b, bias, makes_row, makes_col,
+def _step(x, weight, bias, plan, resolved, save, step, ids, guard, factors, grad_factors, histories, grad_histories, edge):
+    """(y, the codes that the backward keeps), in one call; with `edge`, the parameter, y has its autograd node."""
+    operand = list(_weight_storage(weight, ROWWISE, plan, x.dtype, save).buffers().values())
+    key = None if resolved.shared is None else (resolved.shared, save)
+    codes = None if key is None else _LAST_INPUT.codes(x, key)
+    y, *made = native.linear_step(
+        x, edge, bias, operand, resolved.call, _version_of(weight), save, step, ids, guard, factors, grad_factors,
+        histories, grad_histories, codes or [],
     )
-    count = (row_b is not None) + (col_b is not None)
-    products, rest, made, amaxes = results[:count], results[count:], {}, {}
-    for direction, wanted in ((ROWWISE, makes_row), (COLUMNWISE, makes_col)):
-        if wanted:
-            quantizer = hybrid.side(direction)
-            made[direction], rest = rest[:2], rest[2:]
-            if quantizer.fmt.scale_leaves_contraction:
-                amaxes[direction], rest = rest[0], rest[1:]
-            counters.add("quantize", (quantizer.fmt.name, direction.value, "native"))
-    for product, counted in zip(PRODUCTS, resolved.counted):
-        if product.a[0] == slot and (row_b if product.a[1] is ROWWISE else col_b) is not None:
-            counters.add("gemm", counted)
-    if hybrid.one_storage and hybrid.delayed_directions and not makes_row:
-        amaxes[ROWWISE] = amaxes[COLUMNWISE]
-    return products, made, _recorded(hybrid, amaxes, x)
+    if codes is None and key is not None:
+        _LAST_INPUT.keep(x, key, made)
+    return y, made
+
+
+def _version_of(weight: Tensor) -> int:
+    """Of a master weight: a number that is equal as long as its values are; 0 for other tensors."""
+    return hash(weight.version) if isinstance(weight, MasterWeight) else 0
+
+
+def _check_version(weight: Tensor, version: int) -> None:
+    """Raise StaleWeightError for a master weight that was written since its forward."""
+    if _version_of(weight) != version:
+        raise StaleWeightError(
+            f"{weight.state.name} was modified between the forward and the backward that needs it; step the optimizer "
+            "after backward()"
+        )
+
+
+def _weight_operand(weight: Tensor, plan: str, columnwise: bool, version: int, dtype: torch.dtype) -> list[Tensor]:
+    """The buffers of the weight's operand, for the compiled step; version: of the weight in the forward."""
+    _check_version(weight, version)
+    direction = COLUMNWISE if columnwise else ROWWISE
+    return list(_weight_storage(weight, direction, plan_of(plan), dtype).buffers().values())
 
 
 def _forward(x, weight, bias, plan, save, step, ids, guard, factors, grad_factors, grad_amaxes):
@@ -170,27 +175,21 @@ def _forward(x, weight, bias, plan, save, step, ids, guard, factors, grad_factor
     x2 = x.reshape(-1, x.shape[-1])
     resolved = plan.resolved(x.dtype, x.device)
     saved = resolved.saved if save and plan.saves != "input" else None
-    adds_bias = bias is None or bias.dtype is x.dtype is torch.bfloat16
-    if adds_bias and _is_one_call(resolved.steps["input"], x2, weight.shape[0]):
-        w = _operand(_weight_storage(weight, ROWWISE, plan, x.dtype, save))
-        key = (resolved.steps["input"], saved)
-        made, amaxes = _LAST_INPUT.codes(x, key), []
-        if made is None:
-            makes_col = saved is COLUMNWISE
-            (y,), made, amaxes = _step(plan, resolved, "input", x2, w, None, bias, guard, factors, True, makes_col)
-            if not amaxes:
-                _LAST_INPUT.keep(x, key, made)
-        else:
-            fmt = operand_format(plan.operand("input", ROWWISE), resolved.layouts["input"][ROWWISE])
-            y = native.gemm(native.Operand(*made[ROWWISE], fmt), w, x.dtype, None, False, bias, None)
-            counters.add("gemm", resolved.counted[0])
-        return y.view(*x.shape[:-1], y.shape[-1]), made.get(saved, []), amaxes
+    if not plan.is_delayed and _is_one_call(resolved, x, weight.shape[0], bias):
+        y, made = _step(x, weight, bias, plan, resolved, save, step, ids, guard, [], [], [], [], None)
+        return y, made[-len(_buffer_names(plan.operand("input", saved))) :] if saved is not None else [], []
     directions = [ROWWISE, COLUMNWISE] if saved is COLUMNWISE else [ROWWISE]
     made, amaxes = _quantize(plan, "input", x2, directions, step, ids, guard, factors)
     w = _weight_storage(weight, ROWWISE, plan, x.dtype, save)
     y = gemm(made[ROWWISE], w, out_dtype=x.dtype, bias=bias, domain=resolved.domains[0])
     buffers = list(made[saved].buffers().values()) if saved is not None else []
     return y.view(*x.shape[:-1], y.shape[-1]), buffers, amaxes
+
+
+def _buffer_names(fmt: Format) -> list[str]:
+    """The buffers of a storage of this format."""
+    has = {"data": True, "scale": fmt.scale != "none", "tensor_amax": fmt.tensor_scale}
+    return [b for b in BUFFERS if has[b]]
 
 
 def _saved_columnwise(plan: GemmPlan, saved: list[Tensor], shape, dy: Tensor, step, ids, guard, factors) -> Storage:
@@ -202,9 +201,7 @@ def _saved_columnwise(plan: GemmPlan, saved: list[Tensor], shape, dy: Tensor, st
     resolved = plan.resolved(dtype, dy.device)
     direction = resolved.saved
     fmt, laid_out = hybrid.side(direction).fmt, resolved.layouts["input"][direction]
-    names = [b for b in BUFFERS if b == "data" or (b == "scale" and fmt.scale != "none") or
-             (b == "tensor_amax" and fmt.tensor_scale)]
-    fields = {b: None for b in BUFFERS} | dict(zip(names, saved))
+    fields = {b: None for b in BUFFERS} | dict(zip(_buffer_names(fmt), saved))
     storage = Storage(fmt, direction, shape, **fields, dtype=dtype, layout=laid_out if shape[0] else COMPACT)
     if direction is COLUMNWISE:
         return storage
@@ -225,16 +222,12 @@ def _backward(dy, weight, saved, plan, needs, step, ids, guard, factors, grad_fa
     directions = [d for d, needed in ((ROWWISE, need_x), (COLUMNWISE, need_w)) if needed]
     resolved = plan.resolved(dy.dtype, dy.device)
     made, amaxes, domains = {}, [], resolved.domains
-    if directions and _is_one_call(resolved.steps["grad_output"], dy2, k):
-        w = _operand(_weight_storage(weight, COLUMNWISE, plan, dy.dtype)) if need_x else None
-        x = None
-        if need_w:
-            x = _saved_columnwise(plan, saved, (dy2.shape[0], k), dy, step, ids, guard, factors)
-            x = _operand(x.in_layout(resolved.layouts["input"][COLUMNWISE]))
-        products, _, amaxes = _step(plan, resolved, "grad_output", dy2, w, x, None, guard, grad_factors, need_x, need_w)
-        products = iter(products)
-        dx = next(products).view(*dy.shape[:-1], k) if need_x else none
-        return dx, next(products) if need_w else none, db, amaxes
+    if directions and not plan.is_delayed and _is_one_call(resolved, dy, k):
+        operand = list(_weight_storage(weight, COLUMNWISE, plan, dy.dtype).buffers().values()) if need_x else []
+        dx, dw = native.linear_step_backward(
+            dy, operand, saved, need_x, need_w, resolved.call, step, ids, guard, [], [], [],
+        )
+        return dx.view(*dy.shape[:-1], k) if need_x else none, dw, db, []
     if directions:
         made, amaxes = _quantize(plan, "grad_output", dy2, directions, step, ids, guard, grad_factors)
     if need_x:
@@ -248,8 +241,10 @@ def _backward(dy, weight, saved, plan, needs, step, ids, guard, factors, grad_fa
 
 _library.impl("linear", _forward, "CompositeExplicitAutograd")
 _library.impl("linear_backward", _backward, "CompositeExplicitAutograd")
+_library.impl("weight_operand", _weight_operand, "CompositeExplicitAutograd")
 OPERATORS[torch.ops.fsdp_quant.linear.default] = _forward
 OPERATORS[torch.ops.fsdp_quant.linear_backward.default] = _backward
+OPERATORS[torch.ops.fsdp_quant.weight_operand.default] = _weight_operand
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -258,17 +253,13 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.weight, ctx.plan, ctx.step, ctx.ids, ctx.guard = weight, plan, step, ids, guard
     ctx.factors, ctx.grad_factors, ctx.grad_amaxes = factors, grad_factors, grad_amaxes
     ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.version = weight.version if isinstance(weight, MasterWeight) else None
+    ctx.version = _version_of(weight)
     ctx.save_for_backward(*([x] if save and plan_of(plan).saves == "input" else buffers))
 
 
 def _autograd_backward(ctx, dy, _buffers, _amaxes):
     weight = ctx.weight
-    if ctx.version is not None and weight.version != ctx.version:
-        raise StaleWeightError(
-            f"{weight.state.name} was modified between the forward and the backward that needs it; step the optimizer "
-            "after backward()"
-        )
+    _check_version(weight, ctx.version)
     needs = list(ctx.needs_input_grad[:3])
     watched = (
         torch.is_grad_enabled() or torch_compat.dispatch_is_watched() or torch.is_autocast_enabled(dy.device.type)
@@ -295,7 +286,7 @@ def _below_autocast(x: Tensor, *inputs):
 
 
 class _Eager(torch.autograd.Function):
-    """The operator without its way through the dispatcher, which takes longer than all of its own host work."""
+    """The operator without its way through the dispatcher, for what the compiled step does not do."""
 
     @staticmethod
     def forward(ctx, *inputs):
@@ -309,15 +300,34 @@ class _Eager(torch.autograd.Function):
         return *_autograd_backward(ctx, dy, None, None)[:8], None, None, None
 
 
-def linear(*inputs) -> tuple[Tensor, list[Tensor]]:
-    """(y, amaxes) of the operator's inputs; the operator itself only where something looks at operators."""
-    if torch_compat.dispatch_is_watched():
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, save: bool, step: Tensor, ids: Tensor,
+    guard: Tensor | None, factors: list[Tensor], grad_factors: list[Tensor], histories: list[Tensor],
+    grad_histories: list[Tensor],
+) -> Tensor:
+    """y; the operator itself only where something looks at operators.
+
+    factors, grad_factors:      of the delayed sides of the input, and of the gradient.
+    histories, grad_histories:  where their amaxes go; empty: nowhere.
+    """
+    watched = torch_compat.dispatch_is_watched()
+    if not watched:
+        resolved = plan.resolved(x.dtype, x.device)
+        if _is_one_call(resolved, x, weight.shape[0], bias):
+            return _step(
+                x, weight, bias, plan, resolved, save, step, ids, guard, factors, grad_factors, histories,
+                grad_histories, weight,
+            )[0]
+    inputs = (x, weight, bias, plan.key, save, step, ids, guard, factors, grad_factors, grad_histories)
+    if watched:
         y, _, amaxes = torch.ops.fsdp_quant.linear(*inputs)
     elif torch.is_grad_enabled():
         y, *amaxes = _Eager.apply(*inputs)
     else:
         y, _, amaxes = _below_autocast(*inputs)
-    return y, amaxes
+    for history, amax in zip(histories, amaxes):
+        AmaxHistory.record_in(history, amax)
+    return y
 
 
 def _refuse_second_derivative(ctx, *grads):

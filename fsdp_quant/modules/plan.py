@@ -6,19 +6,22 @@ takes no Python objects and a compiled graph must be the same for equal layers.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
+from ..counters import counters
 from ..formats import COLUMNWISE, ROWWISE, Direction, Format, canonical_text, check_pair, value_class
 from ..ops import native
 from ..ops.capability import arch_of, gemm_domain, operand_layout
-from ..ops.layout import ANCHOR_RUNS, COMPACT
+from ..ops.layout import COMPACT
 from ..quantizer import HybridQuantizer
 from ..recipe import QUANTIZED_TYPES, Recipe, Role
 
 _PLANS: dict[str, GemmPlan] = {}
+_CALLS: dict[int, tuple[GemmPlan, tuple[str, str, str]]] = {}  # compiled step, by its number -> its plan and domains
 
 
 class Product(NamedTuple):
@@ -42,15 +45,15 @@ class Resolved(NamedTuple):
     domains:  of fprop, dgrad and wgrad.
     layouts:  slot -> direction -> how its product reads the storage (`ops.layout`).
     saved:    which storage of the input the backward keeps, where it keeps one.
-    steps:    slot -> how it is quantized and multiplied in one call, or None.
-    counted:  what the products count as (`counters`): domain and both formats.
+    call:     number of the compiled step (`native.linear_plan`), or None where there is none.
+    shared:   what decides the codes of the input; None where they are this layer's alone.
     """
 
     domains: tuple[str, str, str]
     layouts: dict[str, dict[Direction, str]]
     saved: Direction
-    steps: dict[str, native.Step | None]
-    counted: tuple[tuple[str, str, str], ...]
+    call: int | None
+    shared: tuple | None
 
 
 @value_class
@@ -80,6 +83,11 @@ class GemmPlan:
     def hybrid(self, slot: str) -> HybridQuantizer:
         return getattr(self, slot)
 
+    @cached_property
+    def is_delayed(self) -> bool:
+        """The input or the gradient is scaled by a history."""
+        return bool(self.input.delayed_directions or self.grad_output.delayed_directions)
+
     def operand(self, slot: str, direction: Direction) -> Format:
         """Format that a product reads for this slot and direction."""
         return self.hybrid(slot).side(direction).fmt
@@ -100,20 +108,39 @@ class GemmPlan:
             layouts = {s: {d: self._layout(s, d, dtype, arch) for d in Direction} for s in QUANTIZED_TYPES}
             laid_out = self.input.one_storage and layouts["input"][COLUMNWISE] != COMPACT
             domains = tuple(self.domain(p, dtype, arch)[0] for p in PRODUCTS)
-            self._resolved[key] = Resolved(
-                domains, layouts,
-                COLUMNWISE if self.saves == "columnwise" or laid_out else ROWWISE,
-                {slot: self._step(slot, layouts[slot], dtype) for slot in ("input", "grad_output")},
-                tuple((domain, *map(repr, self.pair(p))) for domain, p in zip(domains, PRODUCTS)),
-            )
+            readings = self._readings(layouts, domains, dtype, arch) if native.runs_on(device) else None
+            call = shared = None
+            if readings is not None:
+                call = native.linear_plan(readings, self.saves == "input", self.key)
+                _CALLS[call] = self, domains
+                alone = self.input.is_stochastic or self.input.delayed_directions
+                shared = None if alone else tuple(readings[:2])
+            saved = COLUMNWISE if self.saves == "columnwise" or laid_out else ROWWISE
+            self._resolved[key] = Resolved(domains, layouts, saved, call, shared)
         return self._resolved[key]
 
-    def _step(self, slot: str, layouts: dict[Direction, str], dtype: torch.dtype) -> native.Step | None:
-        hybrid = self.hybrid(slot)
-        anchors = any(n in ANCHOR_RUNS for n in layouts.values())
-        if hybrid.is_derived or (anchors and dtype is not torch.bfloat16):  # anchors are made of bf16 values
+    def _readings(
+        self, layouts: dict[str, dict[Direction, str]], domains: tuple[str, ...], dtype: torch.dtype, arch: str
+    ) -> list[native.Reading] | None:
+        """Rowwise and columnwise readings of every slot in the compiled step, or None where it cannot do one of them."""
+        if dtype is not torch.bfloat16:
             return None
-        return native.step_of(*(hybrid.side(d).encoding(d) for d in Direction), *(layouts[d] for d in Direction))
+        readings = []
+        for slot in QUANTIZED_TYPES:
+            hybrid = self.hybrid(slot)
+            lie = set(layouts[slot].values())
+            if hybrid.is_derived or (hybrid.one_storage and COMPACT in lie and len(lie) > 1):
+                return None
+            for d in Direction:
+                product = next(i for i, p in enumerate(PRODUCTS) if (slot, d) in (p.a, p.b))
+                source = ROWWISE if hybrid.one_storage else d  # whose history scales it
+                delayed = hybrid.delayed_directions
+                readings.append(native.reading_of(
+                    hybrid.side(d).encoding(d), layouts[slot][d], domains[product], arch,
+                    d is COLUMNWISE and hybrid.one_storage and lie == {COMPACT},
+                    delayed.index(source) if source in delayed else None,
+                ))
+        return None if None in readings else readings
 
     @cached_property
     def _resolved(self) -> dict:
@@ -134,6 +161,19 @@ def plan_of(key: str) -> GemmPlan:
     if key not in _PLANS:
         raise KeyError("this GEMM plan was not built in this process; build the model's plans (fq.convert) before running it")
     return _PLANS[key]
+
+
+def _called() -> Iterator[tuple[str, object, int]]:
+    """What compiled steps did since this was asked last, as `counters` say it."""
+    made = [(slot, d) for slot in QUANTIZED_TYPES for d in Direction]
+    for (plan, domains), counts in zip(_CALLS.values(), native.linear_counts() if _CALLS else ()):
+        for (slot, d), n in zip(made, counts):
+            yield "quantize", (plan.operand(slot, d).name, d.value, "native"), n
+        for product, domain, n in zip(PRODUCTS, domains, counts[len(made):]):
+            yield "gemm", (domain, *map(repr, plan.pair(product))), n
+
+
+counters.sources.append(_called)
 
 
 def build_plan(recipe: Recipe, name: str, arch: str | None = None, module_type: str = "linear") -> GemmPlan:

@@ -191,6 +191,29 @@ def tensor_decode_scale(tensor_amax: Tensor) -> Tensor:
     return native.tensor_decode_scale(tensor_amax) if native.runs(tensor_amax) else reference.tensor_decode_scale(tensor_amax)
 
 
+# Scalars of a step #
+
+def random_key(step: Tensor, ids: Tensor, slot: int, rows: int) -> Tensor:
+    """int64 [5] (`rng.KEY_FIELDS`) of the `rows` rows of a slot.
+
+    step:  int64 [5] (`context.STEP_FIELDS`); ids: int64 [slots]. Without a token offset, a rank's rows follow those of the
+           rank before.
+    """
+    if native.runs(step):
+        return native.random_key(step, ids, slot, rows)
+    seed, number, micro_batch, offset, rank = step.unbind()
+    return torch.stack((seed, number, ids[slot], micro_batch, torch.where(offset < 0, rank * rows, offset)))
+
+
+def record_amax(amaxes: Tensor, amax: Tensor) -> None:
+    """amaxes[0] = max(amaxes[0], amax), unless amax is not finite."""
+    amax = amax.detach().reshape(())
+    if native.runs(amaxes):
+        native.record_amax(amaxes, amax)
+    else:
+        amaxes[0].copy_(torch.maximum(amaxes[0], torch.where(amax.isfinite(), amax, 0.0)))
+
+
 # GEMM layouts #
 
 def transpose_codes(data: Tensor, rows: int, cols: int, fmt: Format) -> Tensor:

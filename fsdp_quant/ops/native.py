@@ -18,6 +18,7 @@ from ..formats import ROTATION_BLOCK, ROWWISE, Direction, Encoding, Format, ceil
 from . import extension
 from .capability import arch_of
 from .layout import ANCHOR_RUNS, NATIVE, operand_format
+from .layout import COMPACT as COMPACT_LAYOUT
 
 ELEMENTS = {"e4m3": 1, "e5m2": 2, "e2m1": 3}
 COMPACT, HOPPER, BLACKWELL = 0, 1, 2
@@ -78,6 +79,11 @@ def _unpack(side: int) -> _Side:
     return _Side(
         side & 7, side >> 3 & 7, side >> 6 & 1023, side >> 16 & 1023, side >> 27 & 1, side >> 28 & 1, side >> 29 & 3
     )
+
+
+def runs_on(device: torch.device) -> bool:
+    """Kernels run on this device."""
+    return device.type == "cuda" and extension.runs_on(device) is None
 
 
 def runs(x: Tensor) -> bool:
@@ -304,43 +310,76 @@ def gemm(
     return out.add_(y) if accumulate else out.copy_(y)
 
 
-class Step(NamedTuple):
-    """How one tensor of a layer is quantized and multiplied in one call: see csrc/api/linear.cpp."""
+# A linear layer's step #
 
-    row: int
-    col: int
-    row_eps: float
-    col_eps: float
-    runs: tuple[int, ...]
-    row_kind: int
-    col_kind: int
+class Reading(NamedTuple):
+    """How one direction of a slot is quantized, and how its product reads it: see csrc/api/linear.cpp."""
 
-
-def step_of(row: Encoding, col: Encoding, row_layout: str, col_layout: str) -> Step | None:
-    """The call for these layouts of both sides; None where there is none: 4 bits, random bits, or sides of two domains."""
-    runs = tuple(ANCHOR_RUNS[n] or 0 for n in (row_layout, col_layout) if n in ANCHOR_RUNS)
-    native = row_layout == col_layout == NATIVE
-    if not (native or len(runs) == 2) or row.stochastic or col.stochastic or row.fmt.tensor_scale or col.fmt.tensor_scale:
-        return None
-    sides = (side_of(e, turned, HOPPER if native else COMPACT) for e, turned in ((row, False), (col, True)))
-    kinds = (kind_of(operand_format(e.fmt, n)) for e, n in ((row, row_layout), (col, col_layout)))
-    return Step(*sides, row.eps, col.eps, runs, *kinds)
+    side: int = 0
+    run: int = -1
+    kind: int = 0
+    same: bool = False
+    factor: int = -1
+    eps: float = 0.0
 
 
-def quantize_multiply(
-    x: Tensor, step: Step, encs: Sequence[Tensor | None], guard: Tensor | None, row_b: Operand | None, col_b: Operand | None,
-    bias: Tensor | None, makes_row: bool, makes_col: bool,
-) -> list[Tensor]:
-    """The products of x's sides that are asked for, then data, scale (and amax, of scales of whole lines) of each side made.
+def reading_of(encoding: Encoding, layout: str, domain: str, arch: str, same: bool, factor: int | None) -> Reading | None:
+    """None for what the compiled step does not do.
 
-    x:      [rows, cols], multiples of 16 both, as are the rows of row_b and col_b.
-    row_b:  [N, cols]: x.rowwise row_b^T + bias.  col_b: [K, rows]: x.columnwise col_b^T. In the layout of their product.
+    domain:  of the product that reads it.
+    same:    a columnwise side with the codes of the rowwise one.
+    factor:  which of the slot's histories scales it, None without delayed scaling.
     """
-    return _ops.quantize_multiply(
-        _rows(x), step.row if makes_row else 0, step.col if makes_col else 0, step.row_eps, step.col_eps, *encs, step.runs,
-        guard, step.row_kind, step.col_kind, *(row_b[:2] if row_b else (None, None)), kind_of(row_b.fmt) if row_b else 0,
-        *(col_b[:2] if col_b else (None, None)), kind_of(col_b.fmt) if col_b else 0, bias, x.dtype,
+    fmt, turned = encoding.fmt, encoding.direction is not ROWWISE
+    if not fmt.is_quantized:
+        return Reading()
+    laid_out = layout == NATIVE
+    factored = fmt.scale_leaves_contraction and fmt.block != (None, None)  # a scale a line, after the product
+    if domain == "reference" or why_not(fmt) or (layout == COMPACT_LAYOUT and factored):
+        return None
+    return Reading(
+        side_of(encoding, turned and layout != COMPACT_LAYOUT, SCALE_LAYOUTS.get(arch, COMPACT) if laid_out else COMPACT),
+        (ANCHOR_RUNS[layout] or 0) if layout in ANCHOR_RUNS else -1,
+        kind_of(operand_format(fmt, layout)) if layout != COMPACT_LAYOUT else 0,
+        same, -1 if factor is None else factor, encoding.eps,
     )
+
+
+def linear_plan(readings: Sequence[Reading], saves_input: bool, key: str) -> int:
+    """The number of a plan: rowwise and columnwise readings of the input, the weight and the gradient of the output."""
+    return _ops.linear_plan([f for r in readings for f in r[:5]] + [saves_input], [r.eps for r in readings], key)
+
+
+def linear_weight(
+    weight: Tensor, plan: int, row: bool, col: bool, through_bf16: bool, factors: list[Tensor], amaxes: list[Tensor]
+) -> list[Tensor]:
+    """Buffers (`BUFFERS` that exist) of the operands of a weight [N, K] that are wanted, in one read of it."""
+    return _ops.linear_weight(_rows(weight), plan, row, col, through_bf16, factors, amaxes)
+
+
+def linear_step(*args) -> list[Tensor]:
+    """y, and the codes of x: see csrc/api/linear.cpp. With gradients enabled, y has the node that makes them."""
+    return _ops.linear_step(*args)
+
+
+def linear_step_backward(*args) -> tuple[Tensor, Tensor]:
+    """dx [rows, K] and dw [N, K] of dy [rows, N]; empty where they are not needed."""
+    return _ops.linear_step_backward(*args)
+
+
+def linear_counts() -> list[list[int]]:
+    """By plan: quantizations of input, weight and gradient (rowwise, columnwise each) and products since the last call."""
+    return _ops.linear_counts().tolist()
+
+
+def random_key(step: Tensor, ids: Tensor, slot: int, rows: int) -> Tensor:
+    """int64 [5] (`rng.KEY_FIELDS`) of a slot's rows, from the step's fields (`context.STEP_FIELDS`)."""
+    return _ops.random_key(step, ids, slot, rows)
+
+
+def record_amax(amaxes: Tensor, amax: Tensor) -> None:
+    """amaxes[0] = max(amaxes[0], amax), unless amax is not finite."""
+    _ops.record_amax(amaxes, amax)
 
 
 # Fake implementations: shapes alone, for torch.compile #
@@ -426,6 +465,8 @@ FAKES = {
     "statistics_group": _fake_statistics_group,
     "dequantize": lambda data, scale, tensor_amax, side, columnwise, cols, row0, dtype: data.new_empty(
         (data.shape[0], cols), dtype=dtype),
+    "random_key": lambda step, ids, slot, rows: step.new_empty(5),
+    "record_amax": lambda amaxes, amax: None,
     "tensor_decode_scale": lambda tensor_amax: tensor_amax.new_empty(1),
     "transpose_codes": lambda data, rows, cols, bits: data.new_empty((cols, ceil_div(rows, 2) if bits == 4 else rows)),
     "swizzle_scales": _fake_swizzle,

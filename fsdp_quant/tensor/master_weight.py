@@ -10,6 +10,7 @@ do not bump it on DTensors.
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 
 import torch
@@ -18,9 +19,9 @@ from torch import Tensor
 from ..counters import counters
 from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding
 from ..gemm import StaleWeightError
-from ..ops import dispatch
+from ..ops import dispatch, native
 from ..ops.dispatch import Encoded, Statistics
-from ..ops.layout import COMPACT, NATIVE
+from ..ops.layout import COMPACT
 from ..scaling import AmaxHistory, RowCuts
 from ..storage import Storage
 from .aten_table import AtenTable, aten
@@ -141,48 +142,57 @@ class WeightState:
 
     def whole_storage(
         self, weight: MasterWeight, direction: Direction, dtype: torch.dtype,
-        layouts: dict[Direction, str] | None = None, both: bool = False,
+        layouts: dict[Direction, str] | None = None, call: int | None = None, both: bool = False,
     ) -> Storage:
         """The storage of a weight that no one shards, for a GEMM in `dtype`: made once a version.
 
         layouts:  how its products read both directions (`ops.layout`); None: compact.
+        call:     the compiled step (`native.linear_plan`) that reads it so, if there is one.
         both:     the other direction follows: one read of the master makes both.
         """
-        wanted = layouts[direction] if layouts is not None else COMPACT
+        wanted = COMPACT if layouts is None else layouts[direction]
         version = (weight.version, dtype)
         if self._whole[0] != version:
             self._whole = (version, {})
         storages = self._whole[1]
-        if direction in storages and storages[direction].layout == wanted:
-            return storages[direction]
-        if wanted == COMPACT:
+        found = storages.get(direction)
+        if found is not None and found.layout == wanted:
+            return found
+        q = self.quantizer
+        if call is not None and q.side(direction).fmt.is_quantized:
+            if q.one_storage and layouts[ROWWISE] == layouts[COLUMNWISE] == COMPACT:
+                if ROWWISE not in storages:
+                    self._make(weight, {ROWWISE}, dtype, layouts, call)
+                storages[COLUMNWISE] = storages[ROWWISE].as_direction(COLUMNWISE)
+            else:
+                self._make(weight, {d for d in Direction if d is direction or both}, dtype, layouts, call)
+        elif wanted == COMPACT:
             return self._compact_storage(weight, direction, dtype)  # `encode` keeps it, or it is no work to make again
-        quantizers = [self.quantizer.side(d) for d in Direction]
-        if both and not self.quantizer.is_derived and all(q.fmt.is_quantized for q in quantizers):
-            self._lay_out(weight, dtype, layouts, storages)
         else:
             storages[direction] = self._compact_storage(weight, direction, dtype).in_layout(wanted)
-            if not self.quantizer.one_storage:
+            if not q.one_storage:
                 self._codes[1].pop(direction, None)  # the compact codes have served
         return storages[direction]
 
-    def _lay_out(self, weight: MasterWeight, dtype: torch.dtype, layouts: dict[Direction, str], storages: dict) -> None:
-        """Both operands of a weight in one read of it. Anchors come from the codes, as they do in a gather."""
-        q = self.quantizer
-        encodings = {d: q.side(d).encoding(d) for d in Direction}
-        of = {d: ROWWISE if q.one_storage else d for d in Direction}  # whose history scales it
-        histories = {d: self._delayed_history(d, weight.device) for d in {*of.values()}}
-        encs = [None if histories[of[d]] is None else histories[of[d]].enc for d in Direction]
-        made = dispatch.encode(
-            weight.inner, list(encodings.values()), None, encs=encs, dtype=self.encoded_dtype(encodings[ROWWISE], dtype),
-            layouts=[NATIVE if layouts[d] == NATIVE else COMPACT for d in Direction],
+    def _make(self, weight: MasterWeight, wanted: set[Direction], dtype, layouts: dict[Direction, str], call: int) -> None:
+        """Operands of the weight, by the compiled step."""
+        q, values, storages = self.quantizer, weight.inner, self._whole[1]
+        seen = self.compute_dtype or values.dtype
+        through_bf16 = values.dtype is torch.float32 and seen is torch.bfloat16
+        histories = [self._delayed_history(d, values.device) for d in q.delayed_directions]
+        buffers = native.linear_weight(
+            values if through_bf16 else values.to(seen), call, ROWWISE in wanted, COLUMNWISE in wanted, through_bf16,
+            [h.enc for h in histories], [h.amaxes for h in histories],
         )
-        for (d, encoding), encoded in zip(encodings.items(), made):
-            storages[d] = Storage.of(encoded, encoding, weight.shape, dtype).in_layout(layouts[d])
-            if of[d] is d:
+        for d in Direction:
+            fmt = q.side(d).fmt
+            if d not in wanted or not fmt.is_quantized:
+                continue
+            data, scale, tensor_amax = (*buffers[: 2 + fmt.tensor_scale], None)[:3]
+            buffers = buffers[2 + fmt.tensor_scale :]
+            storages[d] = Storage(fmt, d, self.shape, data, scale, tensor_amax, dtype, 0, layouts[d])
+            if d in q.encodings:
                 counters.add("weight encode", (self.name, d.value))
-                if histories[d] is not None:
-                    histories[d].record(encoded.amax)
 
     def _compact_storage(self, weight: MasterWeight, direction: Direction, dtype: torch.dtype) -> Storage:
         q = self.quantizer
@@ -212,9 +222,15 @@ class WeightState:
 
 
 class _Mutations:
-    """How often a storage was written through the dispatcher; compared by identity."""
+    """How often a storage was written through the dispatcher; compared by identity, and no two have one hash."""
 
-    count = 0
+    _serial = itertools.count(1)
+
+    def __init__(self):
+        self.count, self._hash = 0, next(self._serial)
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 class _Shared:

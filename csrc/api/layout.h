@@ -1,0 +1,21 @@
+// The operators `dequantize` and `anchor_codes`, for other operators.
+#pragma once
+
+#include <tuple>
+
+#include <ATen/core/Tensor.h>
+
+#include "api/checks.h"
+
+namespace fsdp_quant {
+
+// element * scale * tensor scale in fp32, rounded once to dtype: [rows, cols]. A factor that is not given is left out.
+at::Tensor dequantize(
+    const at::Tensor& data, const MaybeTensor& scale, const MaybeTensor& tensor_amax, int64_t side, bool columnwise,
+    int64_t cols, int64_t row0, at::ScalarType dtype);
+
+// Codes of MXFP8 blocks against one exponent a line, and 2^(E - 127) of each; of a line without blocks E is 0.
+std::tuple<at::Tensor, at::Tensor> anchor_codes(
+    const at::Tensor& data, const at::Tensor& scale, int64_t side, bool columnwise, bool transposed);
+
+}  // namespace fsdp_quant

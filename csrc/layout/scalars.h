@@ -1,0 +1,24 @@
+// Kernels of one thread, for what a step needs between its launches and the host must not read.
+#pragma once
+
+#include <cstdint>
+
+#include <cuda_runtime_api.h>
+
+namespace fsdp_quant {
+
+// A factor of a product: a decode scale, or the amax that a second-level scale comes from. Null: 1.
+struct Factor {
+  const float* value;
+  bool is_amax;
+};
+
+// out = a * b.
+cudaError_t launch_alpha(const Factor& a, const Factor& b, float* out, cudaStream_t stream);
+// key[5] of stochastic rounding (seed, step, id, micro-batch, first row) from step[5] (seed, step, micro-batch, token
+// offset or -1, rank); without an offset a rank's rows follow those of the rank before.
+cudaError_t launch_random_key(const int64_t* step, const int64_t* id, int64_t rows, int64_t* key, cudaStream_t stream);
+// *newest = max(*newest, amax), unless amax is not finite.
+cudaError_t launch_record_amax(float* newest, const float* amax, cudaStream_t stream);
+
+}  // namespace fsdp_quant

@@ -1,0 +1,150 @@
+"""The compiled step of a layer on a GPU: the bytes, counts and errors of its parts, with autograd's own rules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import fsdp_quant as fq
+from dist_tests import laws
+from dist_tests.kernels import expected
+from dist_tests.kernels.expected import BF16
+from dist_tests.kernels.test_gemm import RECIPES
+from fsdp_quant.context import STEP
+from fsdp_quant.counters import counters
+from fsdp_quant.modules import linear_op
+
+pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
+
+SHAPES = ((64, 48, 32), (256, 512, 384))  # M, N, K
+
+
+@pytest.fixture(autouse=True)
+def _own_step():
+    STEP.step = 0
+    STEP.publish()
+    counters.reset()
+
+
+def layer(name: str, shape=SHAPES[1], bias: bool = False, module_name: str = "0") -> fq.Linear:
+    torch.manual_seed(0)
+    module = torch.nn.Linear(shape[2], shape[1], bias=bias, dtype=BF16).to("cuda")
+    fq.convert(torch.nn.Sequential(module), RECIPES[name]())
+    return module
+
+
+def batch(shape=SHAPES[1]) -> tuple[Tensor, Tensor]:
+    """x [2, M / 2, K] and dy."""
+    m, n, k = shape
+    x, dy = (laws.values(m, width, seed=seed, dtype=BF16).to("cuda").view(2, m // 2, width) for width, seed in ((k, 4), (n, 5)))
+    return x.requires_grad_(), dy
+
+
+def run(module: fq.Linear, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    x = x.detach().requires_grad_()
+    y = module(x)
+    module.zero_grad()
+    y.backward(dy)
+    gradients = {name: p.grad for name, p in module.named_parameters()}
+    return {"y": y.detach(), "dx": x.grad, **gradients}
+
+
+def is_compiled(y: Tensor) -> bool:
+    return "Linear" in y.grad_fn.name() or any("Linear" in f.name() for f, _ in y.grad_fn.next_functions if f)
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_a_step_is_that_of_its_parts(name: str, monkeypatch):
+    """If false, bytes, receipts or histories depend on whether someone looks at a layer's operators."""
+    for shape in SHAPES:
+        for bias in (True, False):
+            results = []
+            for one_call in (True, False):
+                monkeypatch.undo()
+                if not one_call:
+                    monkeypatch.setattr(linear_op, "_is_one_call", lambda *args: False)
+                module, (x, dy) = layer(name, shape, bias), batch(shape)
+                assert is_compiled(module(x)) == one_call
+                counters.reset()
+                made = run(module, x, dy)
+                counted = {what: counters.of(what) for what in ("gemm", "quantize")}
+                histories = {str(k): h.amaxes[0].item() for k, h in module._weight_state.histories.items()}
+                results.append((made, counted, histories, None if module._guard is None else module._guard.tolist()))
+            (one, *told), (parts, *wanted) = results
+            for what, tensor in parts.items():
+                laws.assert_same_bytes(one[what].cpu(), tensor.cpu(), f"{name} {shape} bias {bias}: {what}")
+            assert told == wanted, f"{name} {shape} bias {bias}"
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "mxfp8", "nvfp4", "mxfp8/nvfp4"])
+def test_recomputation_and_saved_tensor_hooks_change_no_bit(name: str):
+    """If false, checkpointing or offloading trains another model."""
+    x, dy = batch()
+    want = run(layer(name), x, dy)
+    for reentrant in (True, False):
+        module, again = layer(name), x.detach().requires_grad_()
+        checkpoint(module, again, use_reentrant=reentrant).backward(dy)
+        laws.assert_same_bytes(again.grad.cpu(), want["dx"].cpu(), f"{name} checkpointed, reentrant {reentrant}")
+        laws.assert_same_bytes(module.weight.grad.cpu(), want["weight"].cpu(), f"{name} checkpointed: weight")
+    module, kept = layer(name), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t.cpu(), lambda t: t.cuda()):
+        got = run(module, x, dy)
+    assert kept
+    for what, tensor in want.items():
+        laws.assert_same_bytes(got[what].cpu(), tensor.cpu(), f"{name} offloaded: {what}")
+
+
+def test_what_is_not_needed_is_not_made():
+    """If false, frozen weights and first layers pay for gradients that nobody reads."""
+    x, dy = batch()
+    for frozen in (True, False):
+        module = layer("fp8_current")
+        module.weight.requires_grad_(not frozen)
+        again = x.detach().requires_grad_(frozen)
+        counters.reset()
+        module(again).backward(dy)
+        made = {d for _, d, _ in counters.of("quantize")}
+        assert counters.total("gemm") == 2 and (again.grad is not None) == frozen == (module.weight.grad is None), made
+
+
+def test_the_graph_is_autograds():
+    """If false, a stale weight, a second derivative or a freed graph goes unseen."""
+    module, (x, dy) = layer("fp8_current"), batch()
+    y = module(x)
+    y.backward(dy, retain_graph=True)
+    first = x.grad.clone()
+    x.grad = None
+    y.backward(dy)
+    laws.assert_same_bytes(x.grad.cpu(), first.cpu(), "a retained graph")
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        y.backward(dy)
+    y = module(x)
+    with torch.no_grad():
+        module.weight.mul_(2)
+    with pytest.raises(fq.StaleWeightError, match="was modified between the forward and the backward"):
+        y.backward(dy)
+    (dx,) = torch.autograd.grad(module(x).float().square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        dx.float().square().sum().backward()
+    with torch.no_grad():
+        assert module(x).grad_fn is None
+    with torch.inference_mode():
+        assert module(x).grad_fn is None
+
+
+def test_random_keys_and_histories_are_those_of_torch():
+    """If false, random bits or delayed scales depend on where they are made."""
+    step = torch.tensor([2**40 + 5, 7, 3, -1, 6])
+    ids = torch.tensor([11, 12, 2**32 - 1])
+    for offset in (-1, 0, 4096):
+        step[3] = offset
+        want = torch.tensor([2**40 + 5, 7, 2**32 - 1, 3, 6 * 128 if offset < 0 else offset])
+        assert torch.equal(linear_op.dispatch.random_key(step.cuda(), ids.cuda(), 2, 128).cpu(), want)
+        assert torch.equal(linear_op.dispatch.random_key(step, ids, 2, 128), want)
+    for amax in (0.0, 0.5, 3.0, float("inf"), float("nan")):
+        histories = [torch.tensor([1.0, 9.0], device=device) for device in ("cpu", "cuda")]
+        for h in histories:
+            linear_op.dispatch.record_amax(h, torch.tensor([[amax]], device=h.device))
+        assert torch.equal(histories[0], histories[1].cpu()), amax
