@@ -152,15 +152,6 @@ __device__ __forceinline__ void cluster_arrive() {
 
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// Barriers of some warps of a block: `threads` arrive, of which those of `named_sync` wait.
-__device__ __forceinline__ void named_sync(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" : : "r"(barrier), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ void named_arrive(int barrier, int threads) {
-  asm volatile("bar.arrive %0, %1;" : : "r"(barrier), "r"(threads) : "memory");
-}
-
 // Registers a thread from here on, of all warps of the warp group. sm_90a.
 template <int kRegisters>
 __device__ __forceinline__ void registers_grow() {
@@ -185,6 +176,14 @@ __device__ __forceinline__ void copy_tile(uint32_t to, const void* map, int x, i
       : "memory");
 }
 
+__device__ __forceinline__ void copy_tile(uint32_t to, const void* map, int x, int y, int z, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+      :
+      : "r"(to), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+      : "memory");
+}
+
 // To the same place, with the same barrier, of every block of the cluster that is in `blocks`.
 __device__ __forceinline__ void copy_tile_multicast(
     uint32_t to, const void* map, int x, int y, uint32_t barrier, uint16_t blocks) {
@@ -196,7 +195,7 @@ __device__ __forceinline__ void copy_tile_multicast(
       : "memory");
 }
 
-// Multiples of 16 bytes, aligned to 16, as are the next two.
+// `bytes`: a multiple of 16, between addresses aligned to 16.
 __device__ __forceinline__ void copy_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
@@ -204,31 +203,5 @@ __device__ __forceinline__ void copy_bytes(uint32_t to, const void* from, uint32
       : "r"(to), "l"(from), "r"(bytes), "r"(barrier)
       : "memory");
 }
-
-__device__ __forceinline__ void store_bytes(void* to, uint32_t from, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" : : "l"(to), "r"(from), "r"(bytes)
-               : "memory");
-}
-
-__device__ __forceinline__ void add_floats(void* to, uint32_t from, uint32_t bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
-               :
-               : "l"(to), "r"(from), "r"(bytes)
-               : "memory");
-}
-
-__device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-
-// Until all but the last `kPending` groups of this thread have read shared memory.
-template <int kPending>
-__device__ __forceinline__ void store_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" : : "n"(kPending) : "memory");
-}
-
-// Until all groups of this thread have written.
-__device__ __forceinline__ void store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-
-// Orders this thread's writes to shared memory before what the copy engine and wgmma read.
-__device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 }  // namespace fsdp_quant::ptx

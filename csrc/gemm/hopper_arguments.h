@@ -8,28 +8,34 @@
 
 namespace fsdp_quant::hopper {
 
-// How a finished tile leaves shared memory: 16 bytes a thread; a row at a time by the copy engine; or, accumulated,
-// 16-byte additions that L2 makes, which flush subnormals. To accumulate, threads read and write; the copy engine lets
-// L2 add. An element gets one addition: the same bits every run.
-enum class Stores : int32_t { kThreads = 0, kCopies = 1, kReductions = 2 };
+// What groups cut: nothing; the rows of a and out, each group with its own b; or the contraction, each with its own out.
+enum class Cut : int32_t { kNone = 0, kRows = 1, kDepth = 2 };
+
+constexpr int32_t kMostGroups = 1024;
 
 struct Arguments {
-  CUtensorMap a, b;        // codes, in boxes of 128 bytes of K and the rows that one block loads
+  CUtensorMap a, b;        // codes, in boxes of 128 bytes of K and the rows that one block loads; b in planes
   const float* a_scale;    // null: none
   const float* b_scale;
   void* out;
   const void* bias;        // null: none
   const float* alpha;      // null: 1
   uint32_t* amax;          // null: none; bits of an fp32
-  int64_t out_ld;          // elements
-  int32_t m, n, k_blocks;
+  const int32_t* offsets;  // [groups + 1]
+  int32_t* flag;           // null: none; becomes 1 where offsets are out of order or range
+  int64_t out_ld, out_plane;  // elements from a row to the next, from a group to the next
+  int64_t a_scale_plane, b_scale_plane;  // elements from a group to the next
+  int64_t b_scale_rank;    // blocks: elements from a plane of b to the next
+  int32_t m, n, k, k_blocks;
+  int32_t plane_blocks;    // of K, in a plane of b
+  int32_t groups;
   int32_t a_scale_ld, b_scale_ld;  // blocks: elements from a line of scales to the next
   int32_t a_scale_step, b_scale_step;  // outer scales: 0 one for all, 1 one a row
-  int32_t m_tiles, n_tiles, tiles;     // of a cluster
+  int32_t m_tiles, n_tiles, tiles;     // of a cluster; of a group that cuts the contraction; not where rows are cut
   int32_t band;            // m_tiles that are walked together
   bool bf16_out, bf16_bias;
   bool accumulate;
-  Stores stores;
+  bool read_and_write;     // to accumulate; else L2 adds
 };
 
 struct Kernel {

@@ -1,4 +1,4 @@
-// The tiles of one pair of scales, for each pair of elements.
+// The tiles of one pair of scales, for each pair of elements and each cut.
 #pragma once
 
 #include "gemm/hopper.h"
@@ -6,23 +6,33 @@
 
 namespace fsdp_quant::hopper {
 
-using Large = Shape<256, 3, 2, false, false>;
-using Small = Shape<128, 4, 2, false, false>;
-using Single = Shape<128, 4, 1, false, false>;
-
-template <class S, Grain kA, Grain kB>
+template <class S, Grain kA, Grain kB, Cut kCut>
 Kernel of_elements(bool a_e5m2, bool b_e5m2) {
-  if (a_e5m2) return describe<S, kA, kB, true, false>();
-  return b_e5m2 ? describe<S, kA, kB, false, true>() : describe<S, kA, kB, false, false>();
+  if (a_e5m2) return describe<S, kA, kB, true, false, kCut>();
+  if (!b_e5m2) return describe<S, kA, kB, false, false, kCut>();
+  if constexpr (kCut == Cut::kNone) return describe<S, kA, kB, false, true, kCut>();
+  return {};
 }
 
-template <Grain kA, Grain kB>
+// `Large` is of the tile of 256 rows.
+template <class Large, Grain kA, Grain kB, Cut kCut>
 Kernel of_tile(Tile tile, bool a_e5m2, bool b_e5m2) {
-  switch (tile) {
-    case Tile::k256x128x2: return of_elements<Large, kA, kB>(a_e5m2, b_e5m2);
-    case Tile::k128x128x2: return of_elements<Small, kA, kB>(a_e5m2, b_e5m2);
-    default: return of_elements<Single, kA, kB>(a_e5m2, b_e5m2);
+  using Small = Shape<128, 5, 1, true>;
+  return tile == Tile::k256x128x2 ? of_elements<Large, kA, kB, kCut>(a_e5m2, b_e5m2)
+                                  : of_elements<Small, kA, kB, kCut>(a_e5m2, b_e5m2);
+}
+
+template <class Large, Grain kA, Grain kB>
+Kernel of_cut(Cut cut, Tile tile, bool a_e5m2, bool b_e5m2) {
+  switch (cut) {
+    case Cut::kRows: return of_tile<Large, kA, kB, Cut::kRows>(tile, a_e5m2, b_e5m2);
+    case Cut::kDepth: return of_tile<Large, kA, kB, Cut::kDepth>(tile, a_e5m2, b_e5m2);
+    default: return of_tile<Large, kA, kB, Cut::kNone>(tile, a_e5m2, b_e5m2);
   }
 }
+
+// Wide staging and 3 stages, or narrow and 4: the faster one, by mode.
+using Wide = Shape<256, 3, 2, false>;
+using Deep = Shape<256, 4, 2, true>;
 
 }  // namespace fsdp_quant::hopper

@@ -2,8 +2,8 @@
 
 namespace fsdp_quant::hopper {
 
-Kernel vector_kernel(Tile tile, bool a_e5m2, bool b_e5m2) {
-  return of_tile<Grain::kVector, Grain::kVector>(tile, a_e5m2, b_e5m2);
+Kernel vector_kernel(Cut cut, Tile tile, bool a_e5m2, bool b_e5m2) {
+  return of_cut<Deep, Grain::kVector, Grain::kVector>(cut, tile, a_e5m2, b_e5m2);
 }
 
 }  // namespace fsdp_quant::hopper
