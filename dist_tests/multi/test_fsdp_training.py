@@ -15,6 +15,7 @@ import fsdp_quant as fq
 from dist_tests import laws
 from dist_tests.multi import nets
 from dist_tests.multi.harness import run_ranks
+from dist_tests.single import hopper
 from fsdp_quant.counters import counters
 from fsdp_quant.gemm import StaleWeightError
 from fsdp_quant.tensor.master_weight import MasterWeight
@@ -476,6 +477,39 @@ def _managed(net):
 def test_gathered_bytes_are_freed_and_nothing_grows():
     """If false, codes of one direction stay allocated while the other is multiplied, or leak from step to step."""
     run_ranks(2, _memory)
+
+
+def _laid_out(rank: int, world: int) -> None:
+    for name, recipe in {"fp8_block": fq.recipes.fp8_block(), "mxfp8": fq.recipes.mxfp8()}.items():
+        results = []
+        for reshard in (True, False):
+            with hopper.emulated() as gpu:
+                net = nets.build(hidden=(64, 64)).to(torch.bfloat16)
+                fq.convert(net, recipe)
+                nets.shard(net, reshard_after_forward=reshard)
+                optimizer, kept = _adam(net), []
+                for _ in range(2):
+                    gpu.calls.clear()
+                    for micro_batch in range(2):
+                        fq.begin_step(micro_batch=micro_batch)
+                        y = net(nets.batch(micro_batch, rows=16).to(torch.bfloat16))
+                        slots = [m.local.state.gathered.slots for m in _managed(net) if isinstance(m.local, MasterWeight)]
+                        kept += [s for one in slots for s in one.laid_out.values() if not s.is_freed]
+                        net.set_reshard_after_backward(reshard or micro_batch == 1)
+                        y.float().square().mean().backward()
+                    made = gpu.count("transpose_codes") + gpu.count("anchor_codes")
+                    optimizer.step()
+                results.append((y, made))
+                alive = [s.describe() for s in kept if not s.is_freed]
+                assert bool(kept) != reshard and not alive, f"{name}: operands outlive the codes they were made from: {len(kept)}, {alive}"
+        (resharded, many), (held, few) = results
+        laws.assert_same_bytes(held, resharded, f"{name}: output")
+        assert 0 < few and 2 * few == many, f"{name}: {few} operands made of held codes, {many} of gathers a micro-batch"
+
+
+def test_operands_are_made_once_a_gather_and_freed_with_it():
+    """If false, each micro-batch transposes the weights again, or the transposes outlive the codes."""
+    run_ranks(2, _laid_out)
 
 
 def _mixed_precision(rank: int, world: int) -> None:

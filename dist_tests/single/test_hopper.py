@@ -560,6 +560,20 @@ def test_the_guard_counts_what_is_anchored(gpu):
         assert model[0].plan.moved == ("fprop",), shape
 
 
+def test_the_guard_counts_a_shared_input_for_every_layer(gpu):
+    """If false, up goes on losing the bits that gate, which quantized their input, is spared."""
+    gate, up = linear(recipes.mxfp8(), SHAPES[2], bias=False), linear(recipes.mxfp8(), SHAPES[2], name="up")
+    x, dy = inputs(SHAPES[2])
+    with torch.no_grad():
+        x[:, :32] *= 1e5
+    x = x.requires_grad_() * 1
+    (gate(x) + up(x)).backward(dy)
+    assert [c[2:] for c in gpu.steps()][:2] == [(True, True), (False, False)]
+    guard.judge()
+    guard.judge()
+    assert "fprop" in gate.plan.moved and gate.plan.moved == up.plan.moved
+
+
 def test_the_guard_keeps_to_the_recipes_tolerance(gpu):
     """If false, anchor_tolerance means nothing."""
     for tolerance, moved in ((0.01, ("fprop",)), (0.04, ("fprop",)), (0.06, ()), (1.0, ())):

@@ -3,6 +3,8 @@
 Quantizing counts on the device how many nonzero blocks lie so far below their line's exponent that they lose bits. After
 each optimizer step the counts start for the host without being waited for, and are judged at a later one, when they have
 arrived: nothing here waits for a device. Each rank judges what it multiplied; formats and collectives do not change.
+Weights are not counted: a block of a weight far below its line loses bits that matter only where the other operand is as
+far above, and there it is the other operand that is counted.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..counters import counters
 from ..formats import Direction
 from ..tensor import torch_compat
-from .linear_op import SLOTS
+from .linear_op import COUNTED_BY, SLOTS
 from .plan import PRODUCTS
 
 _GUARDED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -50,7 +52,7 @@ def judge(*_) -> None:
         return
     while _UNDERWAY and _UNDERWAY[0].arrived.query():
         done = _UNDERWAY.pop(0)
-        for ref, counts in zip(done.modules, done.counts.tolist()):
+        for ref, counts in zip(done.modules, _with_shared(done)):
             if (module := ref()) is not None:
                 _move(module, counts)
     modules = [m for m in _GUARDED if m._guard is not None]
@@ -62,6 +64,20 @@ def judge(*_) -> None:
         arrived = torch.cuda.Event()
         arrived.record(torch.cuda.current_stream(device))
         _UNDERWAY.append(_Counted([weakref.ref(m) for m in modules], counts, arrived))
+
+
+def _with_shared(done: _Counted) -> list:
+    """Each module's counts, those of its input from the layer that quantized it."""
+    counts = done.counts.tolist()
+    guards = [None if (module := ref()) is None else module._guard for ref in done.modules]
+    at = {id(g): i for i, g in enumerate(guards)}
+    shared = [at.get(id(COUNTED_BY.get(g))) if g is not None else None for g in guards]
+    inputs = [c[SLOTS.index("input")] for c in counts]
+    for i, maker in enumerate(shared):
+        if maker is not None:
+            own = inputs[i]
+            counts[i][SLOTS.index("input")] = [[a + b for a, b in zip(*d)] for d in zip(own, inputs[maker])]
+    return counts
 
 
 def _move(module: nn.Module, counts: list) -> None:

@@ -12,10 +12,12 @@ are freed and gathered again in between, in the direction that the backward mult
 from __future__ import annotations
 
 import weakref
+from collections.abc import MutableMapping
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..formats import COLUMNWISE, ROWWISE, Direction, Format
 from ..gemm import StaleWeightError, gemm
@@ -86,13 +88,13 @@ def _weight_storage(weight: Tensor, direction: Direction, plan: GemmPlan, dtype,
     hybrid, resolved = plan.weight, plan.resolved(dtype, weight.device)
     layouts = resolved.layouts["weight"]
     if isinstance(weight, QuantizedTensor):
-        storage = weight.storage_for(direction)
-        if storage.fmt != hybrid.side(direction).fmt:
+        storage = weight.rowwise if direction is ROWWISE else weight.columnwise
+        if storage is not None and storage.fmt != hybrid.side(direction).fmt:
             raise StaleWeightError(
                 f"the gathered weight is {storage.fmt} {direction.value} and the plan multiplies "
                 f"{hybrid.side(direction).fmt}; change formats with fq.set_recipe, at a step boundary"
             )
-        return storage.in_layout(layouts[direction])
+        return weight.operand_for(direction, layouts[direction])
     if not isinstance(weight, MasterWeight) or weight.state.quantizer != hybrid:  # plain, or overridden: not cached
         state = WeightState("weight", hybrid, tuple(weight.shape), plan.compute_dtype)
         weight = MasterWeight(inner_of(weight).detach(), state)
@@ -109,15 +111,19 @@ class _LastInput:
     def __init__(self):
         self._entry = None
 
-    def codes(self, x: Tensor, key: object) -> dict[Direction, list[Tensor]] | None:
+    def codes(self, x: Tensor, key: object, guard: Tensor | None) -> list[Tensor] | None:
+        """Kept codes of x; who counts in `guard` shares the counts of who made them."""
         entry = self._entry
-        if entry is None or entry[0]() is not x:
+        if entry is None or entry[0]() is not x or entry[1] != (x._version, key, torch_compat.stream_of(x.device)):
             return None
-        return entry[2] if entry[1] == (x._version, key, torch_compat.stream_of(x.device)) else None
+        if guard is not None and entry[3] is not guard:
+            COUNTED_BY[guard] = entry[3]
+        return entry[2]
 
-    def keep(self, x: Tensor, key: object, made: dict[Direction, list[Tensor]]) -> None:
+    def keep(self, x: Tensor, key: object, made: list[Tensor], guard: Tensor | None) -> None:
         if x.grad_fn is not None:
-            self._entry = (weakref.ref(x, self._drop), (x._version, key, torch_compat.stream_of(x.device)), made)
+            seen = x._version, key, torch_compat.stream_of(x.device)
+            self._entry = (weakref.ref(x, self._drop), seen, made, guard)
 
     def _drop(self, ref: weakref.ref) -> None:
         if self._entry is not None and self._entry[0] is ref:
@@ -125,6 +131,8 @@ class _LastInput:
 
 
 _LAST_INPUT = _LastInput()
+# Guard of a layer that took another's codes -> the guard that counted them.
+COUNTED_BY: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
 
 
 def _is_one_call(resolved: Resolved, x: Tensor, n: int, bias: Tensor | None = None) -> bool:
@@ -139,13 +147,13 @@ def _step(x, weight, bias, plan, resolved, save, step, ids, guard, factors, grad
     """(y, the codes that the backward keeps), in one call; with `edge`, the parameter, y has its autograd node."""
     operand = list(_weight_storage(weight, ROWWISE, plan, x.dtype, save).buffers().values())
     key = None if resolved.shared is None else (resolved.shared, save)
-    codes = None if key is None else _LAST_INPUT.codes(x, key)
+    codes = None if key is None else _LAST_INPUT.codes(x, key, guard)
     y, *made = native.linear_step(
         x, edge, bias, operand, resolved.call, _version_of(weight), save, step, ids, guard, factors, grad_factors,
         histories, grad_histories, codes or [],
     )
     if codes is None and key is not None:
-        _LAST_INPUT.keep(x, key, made)
+        _LAST_INPUT.keep(x, key, made, guard)
     return y, made
 
 

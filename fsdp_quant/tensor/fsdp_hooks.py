@@ -208,6 +208,7 @@ class GatheredWeight:
     def receive(self, metadata: dict) -> None:
         """Fill what NCCL did not: replicated buffers, rows of cut blocks in logical order, derived storages."""
         needs, sent = metadata["needs"], metadata["filled"]
+        self.slots.laid_out.clear()  # of the codes before
         for direction in gathered_directions(self.quantizer, needs):
             buffers = self.buffers[direction]
             buffers.allocate()

@@ -206,6 +206,11 @@ class WeightState:
         rowwise = encode(ROWWISE)
         return rowwise.as_direction(COLUMNWISE) if q.one_storage else q.derive_columnwise(rowwise, self.compute_dtype)
 
+    def free_at_reshard(self, buffers) -> None:
+        """Let FSDP2 free these tensors with the gathered codes that they were made from."""
+        if self.managed is not None:
+            self.managed.inner_buffers.extend(buffers)
+
     def check_fresh(self, storage: Storage, version: object) -> None:
         """Raise StaleWeightError unless gathered codes can be read and are those of the master as it is now."""
         if storage.is_freed:

@@ -33,12 +33,14 @@ class Slots:
 
     version:  of the master that each direction's codes were made from (None: made by hand).
     owner:    the master's state; asked for the current version before a GEMM reads the codes.
+    laid_out: storages as products read them, made once a gather.
     """
 
     rowwise: Storage | None = None
     columnwise: Storage | None = None
     owner: object = None
     version: dict[Direction, object] = field(default_factory=dict)
+    laid_out: dict[tuple[Direction, str], Storage] = field(default_factory=dict)
 
     def get(self, direction: Direction) -> Storage | None:
         return self.rowwise if direction is ROWWISE else self.columnwise
@@ -104,6 +106,18 @@ class QuantizedTensor(Tensor):
         if slots.owner is not None:
             slots.owner.check_fresh(storage, slots.version.get(direction))
         return storage
+
+    def operand_for(self, direction: Direction, layout: str) -> Storage:
+        """`storage_for`, as a product reads it (`ops.layout`): laid out once, in memory that FSDP2 frees with the codes."""
+        storage, laid_out = self.storage_for(direction), self._slots.laid_out
+        if layout == storage.layout or not storage.fmt.is_quantized:
+            return storage
+        made = laid_out.get((direction, layout))
+        if made is None or made.is_freed:
+            made = laid_out[direction, layout] = storage.in_layout(layout)
+            if self._slots.owner is not None:
+                self._slots.owner.free_at_reshard(made.buffers().values())
+        return made
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values in high precision, decoded from the rowwise storage if there is one that is not freed.
