@@ -36,7 +36,7 @@ const char* why_not(const Product& p, const Parts& parts) {
     return "parts of b are not aligned to 16 bytes";
   if (parts.cut == Cut::kNone) return nullptr;
   if (parts.groups < 1 || parts.groups > kMostGroups) return "there are not 1 to 1024 groups";
-  if (parts.offsets == nullptr || !is_aligned(parts.offsets, 4)) return "offsets are missing, or not aligned to 4 bytes";
+  if (parts.offsets == nullptr || !is_aligned(parts.offsets, 4)) return "offsets are missing or not aligned to 4 bytes";
   if (p.bias != nullptr) return "groups have no bias";
   if (p.a.scaling == Scaling::k128x128) return "a has 128x128 scales, and groups are cut";
   if (is_e5m2(p.b)) return "b is e5m2, and groups are cut";
@@ -75,8 +75,8 @@ bool encode(CUtensorMap* map, const Operand& o, int64_t outer, int64_t k, int32_
   const cuuint64_t extents[] = {size(k), size(outer), size(planes)};
   const cuuint64_t strides[] = {size(o.ld), size(planes > 1 ? plane : o.ld * outer)};
   const cuuint32_t box[] = {static_cast<cuuint32_t>(kBlockK), static_cast<cuuint32_t>(rows), 1}, steps[] = {1, 1, 1};
-  return encode_tiled(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, planes > 0 ? 3 : 2, const_cast<void*>(o.data), extents, strides,
-                      box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+  return encode_tiled(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, planes > 0 ? 3 : 2, const_cast<void*>(o.data), extents,
+                      strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
@@ -85,8 +85,7 @@ int64_t scale_ld(Scaling scaling, int64_t outer, int64_t k) {
   return round_up(scaling == Scaling::k128x128 ? ceil_div(k, kBlockK) : outer, 4);
 }
 
-}  // namespace
-
+// Elements of the scales of one operand, or of one group or plane of it.
 int64_t scale_numel(Scaling scaling, int64_t outer, int64_t k) {
   switch (scaling) {
     case Scaling::kRow: return outer;
@@ -95,6 +94,8 @@ int64_t scale_numel(Scaling scaling, int64_t outer, int64_t k) {
     default: return 1;
   }
 }
+
+}  // namespace
 
 const char* why_not(const Product& p, const float* amax, const Parts& parts) {
   constexpr int64_t kLargest = (int64_t{1} << 31) - 4096;  // a tile beyond the edge is still an int32

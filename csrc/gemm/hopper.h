@@ -25,10 +25,10 @@ constexpr int kTiles = 2;
 // what lies from offsets[e] to offsets[e + 1]. Offsets out of order or range are clamped, and set `flag`.
 //   kRows     out[rows of e] = a[rows of e] b[e]^T; a [M, K], b [groups, N, K]. Rows outside all groups are left alone.
 //             Scales of b, and of a where they are `each`, are stacked: [groups, ...].
-//   kDepth    out[e] = a[:, depth of e] b[:, depth of e]^T; a [M, K], b [N, K], out [groups, M, N]. Offsets are multiples
-//             of 128, or K. A group of nothing makes zeros, or leaves out alone that is accumulated.
-// Planes: b is [planes, N, K / planes], the parts of the contraction apart, as an all-gather leaves them; K / planes is a
-// multiple of 128. 128x128 scales are [planes, ceil(N / 128), K / planes / 128 rounded up to 4], others as ever.
+//   kDepth    out[e] = a[:, depth of e] b[:, depth of e]^T; a [M, K], b [N, K], out [groups, M, N]. Offsets are
+//             multiples of 128, or K. A group of nothing makes zeros, or leaves out alone that is accumulated.
+// Planes: b is [planes, N, K / planes], the parts of the contraction apart, as an all-gather leaves them; K / planes is
+// a multiple of 128. 128x128 scales are [planes, ceil(N / 128), K / planes / 128 rounded up to 4], others as ever.
 struct Parts {
   Cut cut = Cut::kNone;
   int32_t groups = 1, planes = 1;
@@ -62,9 +62,6 @@ inline cudaError_t launch(
     const Product& p, float* amax, const Parts& parts, const Schedule& schedule, cudaStream_t stream) {
   return launch(p, amax, parts, schedule, kernel_of(p, schedule.tile, parts.cut), stream);
 }
-
-// Elements of the scales of one operand [outer, K], or of one group or plane of it.
-int64_t scale_numel(Scaling scaling, int64_t outer, int64_t k);
 
 // Kernel instances by the file that compiles them; `e5m2` of a and b, not both; where groups are cut, not of b.
 Kernel outer_kernel(Cut cut, Tile tile, bool a_e5m2, bool b_e5m2);

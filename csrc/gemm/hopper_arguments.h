@@ -8,7 +8,7 @@
 
 namespace fsdp_quant::hopper {
 
-// What groups cut: nothing; the rows of a and out, each group with its own b; or the contraction, each with its own out.
+// What groups cut: nothing; the rows of a and out, each group with its own b; the contraction, each with its own out.
 enum class Cut : int32_t { kNone = 0, kRows = 1, kDepth = 2 };
 
 constexpr int32_t kMostGroups = 1024;
