@@ -5,6 +5,7 @@ namespace fsdp_quant {
 void register_quantize(torch::Library& m);
 void register_layout(torch::Library& m);
 void register_gemm(torch::Library& m);
+void register_parts(torch::Library& m);
 void register_linear(torch::Library& m);
 }  // namespace fsdp_quant
 
@@ -12,5 +13,6 @@ TORCH_LIBRARY_FRAGMENT(fsdp_quant, m) {
   fsdp_quant::register_quantize(m);
   fsdp_quant::register_layout(m);
   fsdp_quant::register_gemm(m);
+  fsdp_quant::register_parts(m);
   fsdp_quant::register_linear(m);
 }

@@ -1,18 +1,19 @@
 // Host side of products: check, allocate, launch. Nothing here reads the device.
 #include "api/gemm.h"
 
-#include "gemm/cublaslt.h"
-
 #include <algorithm>
 #include <limits>
 #include <optional>
+#include <string>
 
 #include <ATen/core/Tensor.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <torch/library.h>
 
 #include "api/checks.h"
-#include "quantize/quantize.h"
+#include "api/operands.h"
+#include "gemm/choice.h"
+#include "gemm/cublaslt.h"
 
 namespace fsdp_quant {
 
@@ -27,89 +28,6 @@ struct Arguments {
   bool fast_accumulation;
   int64_t algorithm;
 };
-
-int64_t round_up(int64_t n, int64_t multiple) { return ceil_div(n, multiple) * multiple; }
-
-bool is_half(cudaDataType_t type) { return type == CUDA_R_16BF || type == CUDA_R_16F; }
-bool is_fp8(cudaDataType_t type) { return type == CUDA_R_8F_E4M3 || type == CUDA_R_8F_E5M2; }
-
-cudaDataType_t type_of(at::ScalarType dtype, const char* name) {
-  switch (dtype) {
-    case at::kBFloat16:
-      return CUDA_R_16BF;
-    case at::kHalf:
-      return CUDA_R_16F;
-    case at::kFloat:
-      return CUDA_R_32F;
-    default:
-      TORCH_CHECK_VALUE(false, name, " is ", dtype, "; wanted bfloat16, float16 or float32");
-  }
-}
-
-// Data, type and order of an operand; its kind is element | scaling << 3, in the numbers of the enums.
-Operand operand_of(const at::Tensor& x, int64_t kind, const char* name) {
-  check_cuda(x, name);
-  TORCH_CHECK_VALUE(x.dim() == 2, name, " has shape ", x.sizes(), "; wanted [rows, K]");
-  TORCH_CHECK_VALUE(kind >= 0 && (kind & 7) <= 3 && kind >> 3 <= 6, name, "_kind is ", kind,
-                    "; wanted element (0 to 3) | scaling (0 to 6) << 3");
-  const int64_t rows = x.size(0), cols = x.size(1), row_stride = x.stride(0), col_stride = x.stride(1);
-  const auto element = static_cast<Element>(kind & 7);
-  Operand o = {};
-  o.data = x.const_data_ptr();
-  o.scaling = static_cast<Scaling>(kind >> 3);
-  // The stride of a dim of one element means nothing.
-  o.k_major = (col_stride == 1 || cols <= 1) && (row_stride >= cols || rows <= 1);
-  o.ld = o.k_major ? (rows > 1 ? row_stride : cols) : (cols > 1 ? col_stride : rows);
-  if (element == Element::kNone) {
-    o.type = type_of(x.scalar_type(), name);
-    TORCH_CHECK_VALUE(is_half(o.type), name, " is ", x.scalar_type(),
-                      "; wanted bfloat16, float16, or uint8 codes and their element in ", name, "_kind");
-    const bool outer_major = (row_stride == 1 || rows <= 1) && (col_stride >= rows || cols <= 1);
-    TORCH_CHECK_VALUE(o.k_major || outer_major, name, " has shape ", x.sizes(), " and strides ", x.strides(),
-                      "; wanted rows or columns that are contiguous and do not overlap");
-    return o;
-  }
-  TORCH_CHECK_VALUE(x.scalar_type() == at::kByte, name, " is ", x.scalar_type(), "; codes are uint8");
-  TORCH_CHECK_VALUE(o.k_major, name, " has shape ", x.sizes(), " and strides ", x.strides(),
-                    "; codes are K-major, wanted rows that are contiguous and do not overlap");
-  TORCH_CHECK_VALUE(x.numel() == 0 || (cols % 16 == 0 && o.ld % 16 == 0 && is_aligned(o.data, 16)), name,
-                    " has rows of ", cols, " bytes, ", o.ld, " bytes apart, from address ",
-                    reinterpret_cast<uintptr_t>(o.data) % 16,
-                    " modulo 16; rows of codes are multiples of 16 bytes and aligned to 16");
-  o.type = element == Element::kE4M3 ? CUDA_R_8F_E4M3 : element == Element::kE5M2 ? CUDA_R_8F_E5M2 : CUDA_R_4F_E2M1;
-  if (element == Element::kE2M1) o.ld *= 2;
-  return o;
-}
-
-int64_t scale_numel(Scaling scaling, int64_t outer, int64_t k) {
-  switch (scaling) {
-    case Scaling::kRow:
-      return outer;
-    case Scaling::k1x128:
-      return ceil_div(k, 128) * round_up(outer, 4);
-    case Scaling::k128x128:
-      return ceil_div(outer, 128) * round_up(ceil_div(k, 128), 4);
-    case Scaling::kE8M0:
-      return round_up(outer, 128) * round_up(ceil_div(k, 32), 4);
-    case Scaling::kE4M3:
-      return round_up(outer, 128) * round_up(ceil_div(k, 16), 4);
-    default:
-      return 1;
-  }
-}
-
-void set_scale(Operand& o, const MaybeTensor& scale, const at::Tensor& x, int64_t outer, int64_t k, const char* name) {
-  TORCH_CHECK_VALUE(scale.has_value() == (o.scaling != Scaling::kNone), name, " is ",
-                    scale.has_value() ? "given" : "None", ", and the scaling in its kind is ",
-                    static_cast<int>(o.scaling), "; 0 has no scale, others have one");
-  if (!scale.has_value()) return;
-  const bool bytes = o.scaling >= Scaling::kE8M0;
-  check_buffer(*scale, name, x, bytes ? at::kByte : at::kFloat, scale_numel(o.scaling, outer, k));
-  o.scale = scale->const_data_ptr();
-  TORCH_CHECK_VALUE(o.scaling == Scaling::kTensor || is_aligned(o.scale, 16), name, " is at address ",
-                    reinterpret_cast<uintptr_t>(o.scale) % 16,
-                    " modulo 16; scales of rows and blocks are aligned to 16 bytes");
-}
 
 // Which pairs cuBLASLt multiplies:
 //   bfloat16 x bfloat16, float16 x float16   no scales
@@ -193,6 +111,16 @@ void multiply(Product& p, const at::Tensor& out, const Arguments& given) {
     if (given.bias.has_value()) out.add_(given.bias->view({p.n}));
     return;
   }
+  p.out = out.mutable_data_ptr();
+  p.out_ld = p.m > 1 ? out.stride(0) : p.n;
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  if (p.a.scaling == Scaling::k1x128 || p.a.scaling == Scaling::k128x128) {  // of an sm_90, as the pair was checked
+    const Choice choice = choice_of(p, processors_of(stream.device_index()));
+    if (choice.own) {
+      check_launch(hopper::launch(p, nullptr, {}, choice.schedule, stream), "gemm");
+      return;
+    }
+  }
   at::Tensor row_scale;
   if ((p.a.scaling == Scaling::kRow) != (p.b.scaling == Scaling::kRow)) {  // the other is of the whole operand
     const bool is_a = p.a.scaling == Scaling::kTensor;
@@ -202,9 +130,6 @@ void multiply(Product& p, const at::Tensor& out, const Arguments& given) {
     Operand& o = is_a ? p.a : p.b;
     o.scale = row_scale.const_data_ptr(), o.scaling = Scaling::kRow;
   }
-  p.out = out.mutable_data_ptr();
-  p.out_ld = p.m > 1 ? out.stride(0) : p.n;
-  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   try {
     Plan& plan = plan_of(p, stream.device_index());
     // From the pool of the stream, or of the graph that it captures: nothing that runs beside it has the same memory.
@@ -255,7 +180,34 @@ void gemm_out(
 
 }  // namespace
 
+namespace {
+
+// "cuBLASLt: why", or "256x128: why": who makes a product of aligned operands on an sm_90.
+std::string gemm_choice(
+    int64_t m, int64_t n, int64_t k, int64_t a_kind, int64_t b_kind, at::ScalarType out_dtype, bool accumulate,
+    int64_t sm_count, int64_t algorithm) {
+  TORCH_CHECK_VALUE(sm_count > 0 && sm_count < 1 << 16, "sm_count is ", sm_count, "; wanted a number of multiprocessors");
+  Product p = {};
+  p.a = operand_of_kind(a_kind, "a"), p.b = operand_of_kind(b_kind, "b");
+  alignas(16) static const float somewhere[4] = {};
+  for (Operand* o : {&p.a, &p.b}) {
+    o->data = somewhere, o->ld = round_up(k, 16), o->k_major = true;
+    if (o->scaling != Scaling::kNone) o->scale = somewhere;
+  }
+  p.m = m, p.n = n, p.k = k, p.out_ld = round_up(n, 8), p.out_type = type_of(out_dtype, "out");
+  p.accumulate = accumulate, p.algorithm = static_cast<int32_t>(algorithm);
+  const Choice choice = choice_of(p, static_cast<int32_t>(sm_count));
+  const char* const name = !choice.own ? "cuBLASLt" : choice.schedule.tile == hopper::Tile::k256x128x2 ? "256x128" : "128x128";
+  return std::string(name) + ": " + choice.reason;
+}
+
+}  // namespace
+
 void register_gemm(torch::Library& m) {
+  m.def(
+      "gemm_choice(int m, int n, int k, int a_kind, int b_kind, ScalarType out_dtype, bool accumulate=False, "
+      "int sm_count=132, int algorithm=0) -> str",
+      gemm_choice);
   m.def(
       "gemm(Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, int a_kind, int b_kind, ScalarType out_dtype, "
       "Tensor? bias=None, Tensor? alpha=None, int sm_count=0, bool fast_accumulation=False, int algorithm=0) -> Tensor",

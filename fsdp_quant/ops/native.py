@@ -310,6 +310,92 @@ def gemm(
     return out.add_(y) if accumulate else out.copy_(y)
 
 
+def gemm_choice(
+    m: int, n: int, k: int, a: Format, b: Format, out_dtype: torch.dtype, accumulate: bool = False, sm_count: int = 132
+) -> str:
+    """Who multiplies [m, k] by [n, k] on an sm_90, and why: "cuBLASLt: ...", or our tile, "256x128: ..."."""
+    return _ops.gemm_choice(m, n, k, kind_of(a), kind_of(b), out_dtype, accumulate, sm_count)
+
+
+def grouped_gemm(
+    a: Operand, b: Operand, offsets: Tensor, out: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16,
+    flag: Tensor | None = None,
+) -> Tensor:
+    """out[rows of e] = a[rows of e] b[e]^T, where group e has the rows from offsets[e] to offsets[e + 1].
+
+    a:        [rows, K] codes; scales of the tensor ([1] or [E]), of rows or of 1x128, as of one operand of all rows.
+    b:        [E, N, K] codes; scales of the tensor or of rows (one set, or one a group), of 1x128 or 128x128 (one a
+              group), stacked.
+    offsets:  int32 [E + 1] on the device, E at most 1024; nothing on the host reads it.
+    out:      [rows, N] bf16 or fp32. Rows outside all groups are left alone; of a new one they are not set.
+    flag:     int32 [1], becomes 1 where offsets decrease or leave [0, rows] and were clamped.
+
+    sm_90. Raises ValueError on shapes, dtypes and alignments, NotImplementedError on pairs that no kernel multiplies.
+    """
+    if out is None:
+        out = a.data.new_empty((a.data.shape[0], b.data.shape[1]), dtype=out_dtype)
+    _ops.grouped_gemm(out, a.data, b.data, a.scale, b.scale, offsets, kind_of(a.fmt), kind_of(b.fmt), flag)
+    return out
+
+
+def grouped_gemm_wgrad(
+    a: Operand, b: Operand, offsets: Tensor, out: Tensor | None = None, accumulate: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16, flag: Tensor | None = None,
+) -> Tensor:
+    """out[e] (+)= a[:, tokens of e] b[:, tokens of e]^T, where group e has the tokens from offsets[e] to offsets[e + 1].
+
+    a, b:     [M, tokens], [N, tokens] codes; scales of 1x128 (or b's of 128x128) over all tokens, of the tensor or of
+              rows (one set, or one a group, stacked).
+    offsets:  int32 [E + 1] on the device, E at most 1024, multiples of 128 (the last may be the number of tokens).
+    out:      [E, M, N] bf16 or fp32; accumulate: fp32. A group without tokens writes zeros, or adds nothing.
+    flag:     int32 [1], becomes 1 where offsets decrease, leave [0, tokens] or cut a 128, and were clamped.
+
+    sm_90. Raises ValueError on shapes, dtypes and alignments, NotImplementedError on pairs that no kernel multiplies.
+    """
+    if out is None:
+        if accumulate:
+            raise ValueError("grouped_gemm_wgrad(accumulate=True) adds to `out`, got out=None")
+        out = a.data.new_empty((offsets.shape[0] - 1, a.data.shape[0], b.data.shape[0]), dtype=out_dtype)
+    args = (a.data, b.data, a.scale, b.scale, offsets, kind_of(a.fmt), kind_of(b.fmt))
+    _ops.grouped_gemm_wgrad(out, *args, accumulate, flag)
+    return out
+
+
+def gathered_why_not(k: int, ranks: int) -> str | None:
+    """Why no product reads an operand [ranks, N, k / ranks] where it lies, in one clause; None when one does."""
+    if k % ranks or k // ranks % TILE:
+        return f"{ranks} ranks do not cut {k} at multiples of {TILE}"
+    return None
+
+
+def gemm_gathered(
+    a: Operand, b: Operand, out_dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None,
+    accumulate: bool = False, bias: Tensor | None = None, alpha: Tensor | None = None,
+) -> Tensor:
+    """alpha * a b^T + bias, or that added to an fp32 `out`, of a b that an all-gather left in parts of K.
+
+    a:  [M, K] codes.
+    b:  [ranks, N, K / ranks] codes, each part contiguous along K. Scales of the tensor, of rows [N], of 1x128
+        [K / 128, N rounded up to 4], or of 128x128 [ranks, ceil(N / 128), K / ranks / 128 rounded up to 4].
+
+    Read where it lies where `gathered_why_not` has nothing against it; else laid out anew, and multiplied by `gemm`.
+    sm_90. Raises NotImplementedError for parts that cut a block of 128, as for pairs that no kernel multiplies.
+    """
+    ranks, n, _ = b.data.shape
+    k = a.data.shape[1]
+    reason = gathered_why_not(k, ranks)
+    if reason is not None:
+        if b.fmt.block[1] is not None:
+            raise NotImplementedError(f"gemm_gathered of b {list(b.data.shape)} ({b.fmt}): {reason}; gather whole blocks")
+        whole = Operand(b.data.transpose(0, 1).reshape(n, -1), b.scale, b.fmt)
+        return gemm(a, whole, out_dtype, out, accumulate, bias, alpha)
+    if out is None:
+        out = a.data.new_empty((a.data.shape[0], n), dtype=out_dtype)
+    args = (a.data, b.data, a.scale, b.scale, kind_of(a.fmt), kind_of(b.fmt))
+    _ops.gemm_gathered(out, *args, accumulate, bias, alpha)
+    return out
+
+
 # A linear layer's step #
 
 class Reading(NamedTuple):
@@ -477,6 +563,9 @@ FAKES = {
     "gemm": lambda a, b, a_scale, b_scale, a_kind, b_kind, out_dtype, *rest, **options: a.new_empty(
         (a.shape[0], b.shape[0]), dtype=out_dtype),
     "gemm_out": lambda *args, **options: None,
+    "grouped_gemm": lambda *args, **options: None,
+    "grouped_gemm_wgrad": lambda *args, **options: None,
+    "gemm_gathered": lambda *args, **options: None,
 }
 if extension.is_loaded():
     for _name, _fake in FAKES.items():

@@ -1,0 +1,207 @@
+// Host side of products whose parts lie apart: groups, and an operand in the planes of an all-gather. Nothing here reads
+// the device.
+#include <algorithm>
+#include <limits>
+#include <optional>
+
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+#include "api/checks.h"
+#include "api/operands.h"
+#include "gemm/hopper.h"
+
+namespace fsdp_quant {
+
+namespace {
+
+using hopper::Cut;
+using hopper::Parts;
+
+Operand codes_of(const at::Tensor& x, int64_t kind, const char* name) {
+  const Operand o = operand_of(x, kind, name);
+  TORCH_CHECK_NOT_IMPLEMENTED(is_fp8(o.type), name, " is ", x.scalar_type(), " of kind ", kind,
+                              " (element | scaling << 3); wanted codes in e4m3 or e5m2");
+  return o;
+}
+
+// b [parts, N, K]: of its first part, and the elements to the next.
+Operand stacked_of(const at::Tensor& x, int64_t kind, const char* name, int64_t* plane) {
+  check_cuda(x, name);
+  TORCH_CHECK_VALUE(x.dim() == 3 && x.size(0) > 0, name, " has shape ", x.sizes(), "; wanted [1 or more, N, K]");
+  const Operand o = codes_of(x.select(0, 0), kind, name);
+  *plane = x.size(0) > 1 ? x.stride(0) : o.ld * x.size(1);
+  TORCH_CHECK_VALUE(*plane % 16 == 0 && *plane >= x.size(2), name, " has shape ", x.sizes(), " and strides ", x.strides(),
+                    "; wanted parts that are multiples of 16 bytes apart");
+  return o;
+}
+
+void check_sizes(const Product& p, const at::Tensor& a, const at::Tensor& b) {
+  TORCH_CHECK_VALUE(a.device() == b.device(), "a is on ", a.device(), " and b on ", b.device());
+  constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
+  TORCH_CHECK_VALUE(std::max({p.m, p.n, p.k}) <= kLargest, "M, N, K are ", p.m, ", ", p.n, ", ", p.k,
+                    "; each must be below 2^31");
+  TORCH_CHECK_VALUE(p.n % 8 == 0, "b has ", p.n, " rows (N); these products take multiples of 8");
+}
+
+void set_out(Product& p, const at::Tensor& out, const at::Tensor& a, at::IntArrayRef sizes) {
+  TORCH_CHECK_VALUE(out.device() == a.device() && out.sizes() == sizes, "out is ", out.sizes(), " on ", out.device(),
+                    "; wanted ", sizes, " on ", a.device());
+  p.out_type = type_of(out.scalar_type(), "out");
+  const int64_t dims = out.dim(), rows = out.size(dims - 2), cols = out.size(dims - 1);
+  p.out_ld = rows > 1 ? out.stride(dims - 2) : cols;
+  TORCH_CHECK_VALUE((out.stride(dims - 1) == 1 || cols <= 1) && p.out_ld >= cols, "out has strides ", out.strides(),
+                    "; wanted rows of ", cols, " contiguous elements that do not overlap");
+  const void* data = out.const_data_ptr();
+  TORCH_CHECK_VALUE(out.numel() == 0 || (p.out_ld * out.element_size() % 16 == 0 && is_aligned(data, 16)),
+                    "out has rows ", p.out_ld * out.element_size(), " bytes apart, from address ",
+                    reinterpret_cast<uintptr_t>(data) % 16, " modulo 16; rows of a product of codes are aligned to 16 bytes");
+  p.out = out.mutable_data_ptr();
+}
+
+void set_groups(Parts& parts, const at::Tensor& offsets, const MaybeTensor& flag, const at::Tensor& like) {
+  TORCH_CHECK_VALUE(parts.groups >= 1 && parts.groups <= hopper::kMostGroups, "there are ", parts.groups,
+                    " groups; wanted 1 to ", hopper::kMostGroups);
+  check_buffer(offsets, "offsets", like, at::kInt, int64_t{parts.groups} + 1);
+  parts.offsets = offsets.const_data_ptr<int32_t>();
+  if (!flag.has_value()) return;
+  check_buffer(*flag, "flag", like, at::kInt, 1);
+  parts.flag = flag->mutable_data_ptr<int32_t>();
+}
+
+void launch(Product& p, const Parts& parts, int64_t sm_count, const at::Tensor& a, const at::Tensor& b, const char* name) {
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  int major = 0;
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, stream.device_index()));
+  TORCH_CHECK_NOT_IMPLEMENTED(major == 9, name, " needs sm_90; the device is sm_", major, "x");
+  const auto kind = [](const Operand& o) { return static_cast<int>(o.scaling); };
+  const char* const reason = hopper::why_not(p, nullptr, parts);
+  TORCH_CHECK_NOT_IMPLEMENTED(reason == nullptr, name, " of a ", a.sizes(), " with scaling ", kind(p.a), " and b ", b.sizes(),
+                              " with scaling ", kind(p.b), ": ", reason);
+  TORCH_CHECK_VALUE(sm_count >= 0 && sm_count < 1 << 16, "sm_count is ", sm_count,
+                    "; wanted 0 (all) or a number of multiprocessors");
+  int32_t processors = processors_of(stream.device_index());
+  if (sm_count > 0) processors = std::min(processors, static_cast<int32_t>(sm_count));
+  check_launch(hopper::launch(p, nullptr, parts, hopper::schedule_of(p, processors, parts), stream), name);
+}
+
+// out[rows of e] = a[rows of e] b[e]^T.
+void grouped_gemm(
+    const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const MaybeTensor& a_scale,
+    const MaybeTensor& b_scale, const at::Tensor& offsets, int64_t a_kind, int64_t b_kind, const MaybeTensor& flag,
+    int64_t sm_count) {
+  check_cuda(a, "a");
+  const c10::cuda::CUDAGuard guard(a.device());
+  Product p = {};
+  Parts parts;
+  parts.cut = Cut::kRows;
+  p.a = codes_of(a, a_kind, "a"), p.b = stacked_of(b, b_kind, "b", &parts.b_plane);
+  p.m = a.size(0), p.n = b.size(1), p.k = a.size(1);
+  parts.groups = static_cast<int32_t>(std::min<int64_t>(b.size(0), std::numeric_limits<int32_t>::max()));
+  TORCH_CHECK_VALUE(b.size(2) == p.k && p.k > 0, "a is ", a.sizes(), " and b ", b.sizes(),
+                    "; wanted [rows, K] and [groups, N, K], of one K that is not 0");
+  check_sizes(p, a, b);
+  set_groups(parts, offsets, flag, a);
+  // Scales of lines along K are those of all rows: groups may begin at any.
+  parts.a_scale_each = set_scale(p.a, a_scale, a, p.m, p.k, "a_scale", p.a.scaling == Scaling::kTensor ? parts.groups : 1);
+  parts.b_scale_each = set_scale(p.b, b_scale, b, p.n, p.k, "b_scale", parts.groups);
+  const bool blocks = p.b.scaling == Scaling::k1x128 || p.b.scaling == Scaling::k128x128;
+  TORCH_CHECK_VALUE(!blocks || parts.groups == 1 || parts.b_scale_each, "b_scale has the scales of one group; wanted ",
+                    parts.groups, " times as many");
+  set_out(p, out, a, {p.m, p.n});
+  if (out.numel() == 0) return;
+  launch(p, parts, sm_count, a, b, "grouped_gemm");
+}
+
+// out[e] (+)= a[:, depth of e] b[:, depth of e]^T.
+void grouped_gemm_wgrad(
+    const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const MaybeTensor& a_scale,
+    const MaybeTensor& b_scale, const at::Tensor& offsets, int64_t a_kind, int64_t b_kind, bool accumulate,
+    const MaybeTensor& flag, int64_t sm_count) {
+  check_cuda(a, "a");
+  const c10::cuda::CUDAGuard guard(a.device());
+  Product p = {};
+  Parts parts;
+  parts.cut = Cut::kDepth;
+  p.a = codes_of(a, a_kind, "a"), p.b = codes_of(b, b_kind, "b");
+  p.m = a.size(0), p.n = b.size(0), p.k = a.size(1), p.accumulate = accumulate;
+  TORCH_CHECK_VALUE(b.size(1) == p.k, "a is ", a.sizes(), " and b ", b.sizes(), "; wanted the same K");
+  check_sizes(p, a, b);
+  TORCH_CHECK_VALUE(offsets.dim() == 1 && offsets.numel() >= 2 && offsets.numel() <= hopper::kMostGroups + 1, "offsets has shape ",
+                    offsets.sizes(), "; wanted [groups + 1], of 1 to ", hopper::kMostGroups, " groups");
+  parts.groups = static_cast<int32_t>(offsets.numel() - 1);
+  set_groups(parts, offsets, flag, a);
+  const auto sets = [&](const Operand& o) { return o.scaling <= Scaling::kRow ? parts.groups : 1; };
+  parts.a_scale_each = set_scale(p.a, a_scale, a, p.m, p.k, "a_scale", sets(p.a));
+  parts.b_scale_each = set_scale(p.b, b_scale, b, p.n, p.k, "b_scale", sets(p.b));
+  set_out(p, out, a, {parts.groups, p.m, p.n});
+  parts.out_plane = parts.groups > 1 ? out.stride(0) : p.out_ld * p.m;
+  TORCH_CHECK_VALUE(parts.groups == 1 || (parts.out_plane * out.element_size() % 16 == 0 &&
+                                          parts.out_plane >= (p.m - 1) * p.out_ld + p.n),
+                    "out has strides ", out.strides(), "; wanted groups that are multiples of 16 bytes apart and do not overlap");
+  TORCH_CHECK_VALUE(!accumulate || p.out_type == CUDA_R_32F, "out is ", out.scalar_type(),
+                    "; gradients accumulate in float32");
+  if (out.numel() == 0) return;
+  if (p.k == 0) {  // empty sums
+    if (!accumulate) out.zero_();
+    return;
+  }
+  launch(p, parts, sm_count, a, b, "grouped_gemm_wgrad");
+}
+
+// out (+)= alpha * a b^T (+ bias), where b is [ranks, N, K / ranks].
+void gemm_gathered(
+    const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const MaybeTensor& a_scale,
+    const MaybeTensor& b_scale, int64_t a_kind, int64_t b_kind, bool accumulate, const MaybeTensor& bias,
+    const MaybeTensor& alpha, int64_t sm_count) {
+  check_cuda(a, "a");
+  const c10::cuda::CUDAGuard guard(a.device());
+  Product p = {};
+  Parts parts;
+  p.a = codes_of(a, a_kind, "a"), p.b = stacked_of(b, b_kind, "b", &parts.b_plane);
+  const int64_t ranks = b.size(0), of_rank = b.size(2);
+  p.m = a.size(0), p.n = b.size(1), p.k = a.size(1), p.accumulate = accumulate;
+  TORCH_CHECK_VALUE(ranks * of_rank == p.k && p.k > 0 && ranks <= 1 << 16, "a is ", a.sizes(), " and b ", b.sizes(),
+                    "; wanted [M, K] and [ranks, N, K / ranks], of one K that is not 0, and at most 65536 ranks");
+  parts.planes = static_cast<int32_t>(ranks);
+  check_sizes(p, a, b);
+  set_scale(p.a, a_scale, a, p.m, p.k, "a_scale");
+  if (p.b.scaling == Scaling::k128x128) {  // those of every rank, stacked
+    const bool stacked = set_scale(p.b, b_scale, b, p.n, of_rank, "b_scale", ranks);
+    TORCH_CHECK_VALUE(stacked || ranks == 1, "b_scale has the scales of one rank; wanted ", ranks, " times as many");
+  } else {
+    set_scale(p.b, b_scale, b, p.n, p.k, "b_scale");
+  }
+  set_out(p, out, a, {p.m, p.n});
+  TORCH_CHECK_VALUE(!accumulate || p.out_type == CUDA_R_32F, "out is ", out.scalar_type(),
+                    "; these products accumulate in float32");
+  if (bias.has_value()) {
+    check_buffer(*bias, "bias", a, bias->scalar_type(), p.n);
+    p.bias = bias->const_data_ptr(), p.bias_type = type_of(bias->scalar_type(), "bias");
+  }
+  if (alpha.has_value()) {
+    check_buffer(*alpha, "alpha", a, at::kFloat, 1);
+    p.alpha = alpha->const_data_ptr<float>();
+  }
+  if (out.numel() == 0) return;
+  launch(p, parts, sm_count, a, b, "gemm_gathered");
+}
+
+}  // namespace
+
+void register_parts(torch::Library& m) {
+  m.def(
+      "grouped_gemm(Tensor(a!) out, Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor offsets, int a_kind, "
+      "int b_kind, Tensor(b!)? flag=None, int sm_count=0) -> ()",
+      torch::dispatch(c10::DispatchKey::CUDA, grouped_gemm));
+  m.def(
+      "grouped_gemm_wgrad(Tensor(a!) out, Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor offsets, "
+      "int a_kind, int b_kind, bool accumulate=False, Tensor(b!)? flag=None, int sm_count=0) -> ()",
+      torch::dispatch(c10::DispatchKey::CUDA, grouped_gemm_wgrad));
+  m.def(
+      "gemm_gathered(Tensor(a!) out, Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, int a_kind, int b_kind, "
+      "bool accumulate=False, Tensor? bias=None, Tensor? alpha=None, int sm_count=0) -> ()",
+      torch::dispatch(c10::DispatchKey::CUDA, gemm_gathered));
+}
+
+}  // namespace fsdp_quant

@@ -1,0 +1,72 @@
+// Products of 8-bit operands by our own kernels for sm_90. Plain data: needs no CUDA compiler, no torch, no cuBLASLt.
+//
+//   a x b                      when scales are applied                          what for
+//   tensor, row or none, both  to the finished sum                              current, delayed and row scaling
+//   1x128 x 128x128            every 128 of K                                   fprop and dgrad of block scaling
+//   128x128 x 1x128            every 128 of K, at the rate of the next          the mirror image
+//   1x128 x 1x128              every 128 of K                                   wgrad of block scaling
+//
+// Partial sums are promoted to fp32 every 128 of K, whatever fast_accumulation says. out is bf16 or fp32, and fp32 may
+// be accumulated in place; every element gets one addition, so that two runs give the same bits.
+#pragma once
+
+#include "gemm/hopper_arguments.h"
+#include "gemm/product.h"
+
+namespace fsdp_quant::hopper {
+
+// out of one block x the blocks of a cluster, which lie side by side along n and share their rows of a.
+enum class Tile : int32_t { k256x128x2 = 0, k128x128x1 = 1 };
+constexpr int kTiles = 2;
+
+// Parts of a product that lie apart.
+//
+// Groups are in the order of `offsets`, int32 [groups + 1] in device memory that nobody on the host reads: group e is
+// what lies from offsets[e] to offsets[e + 1]. Offsets out of order or range are clamped, and set `flag`.
+//   kRows     out[rows of e] = a[rows of e] b[e]^T; a [M, K], b [groups, N, K]. Rows outside all groups are left alone.
+//             Scales of b, and of a where they are `each`, are stacked: [groups, ...].
+//   kDepth    out[e] = a[:, depth of e] b[:, depth of e]^T; a [M, K], b [N, K], out [groups, M, N]. Offsets are
+//             multiples of 128, or K. A group of nothing makes zeros, or leaves out alone that is accumulated.
+// Planes: b is [planes, N, K / planes], the parts of the contraction apart, as an all-gather leaves them; K / planes is
+// a multiple of 128. 128x128 scales are [planes, ceil(N / 128), K / planes / 128 rounded up to 4], others as ever.
+struct Parts {
+  Cut cut = Cut::kNone;
+  int32_t groups = 1, planes = 1;
+  const int32_t* offsets = nullptr;
+  int32_t* flag = nullptr;             // null: none
+  int64_t b_plane = 0, out_plane = 0;  // elements from a group's or plane's to the next
+  bool a_scale_each = false, b_scale_each = false;  // scales of tensors and rows: each group has its own
+};
+
+struct Schedule {
+  Tile tile;
+  int32_t blocks;       // of the launch, a multiple of the cluster
+  bool read_and_write;  // to accumulate: threads add, not L2
+};
+
+// Why the kernels do not take a product, or null. Reads sizes, types, addresses. `amax`: null, or an fp32 [1] that
+// becomes the larger of itself and the largest magnitude stored; NaN is above all.
+const char* why_not(const Product& p, const float* amax = nullptr, const Parts& parts = {});
+
+// The fastest known way, of a product that is taken. Depends on sizes, scalings and types alone.
+Schedule schedule_of(const Product& p, int32_t sm_count, const Parts& parts = {});
+
+Kernel kernel_of(const Product& p, Tile tile, Cut cut = Cut::kNone);
+
+// Nothing here reads the device, allocates, or waits.
+cudaError_t launch(
+    const Product& p, float* amax, const Parts& parts, const Schedule& schedule, const Kernel& kernel,
+    cudaStream_t stream);
+
+inline cudaError_t launch(
+    const Product& p, float* amax, const Parts& parts, const Schedule& schedule, cudaStream_t stream) {
+  return launch(p, amax, parts, schedule, kernel_of(p, schedule.tile, parts.cut), stream);
+}
+
+// Kernel instances by the file that compiles them; `e5m2` of a and b, not both; where groups are cut, not of b.
+Kernel outer_kernel(Cut cut, Tile tile, bool a_e5m2, bool b_e5m2);
+Kernel block_kernel(Cut cut, Tile tile, bool a_e5m2, bool b_e5m2);   // 1x128 x 128x128
+Kernel vector_kernel(Cut cut, Tile tile, bool a_e5m2, bool b_e5m2);  // 1x128 x 1x128
+Kernel mirror_kernel(Tile tile, bool a_e5m2, bool b_e5m2);           // 128x128 x 1x128, not cut
+
+}  // namespace fsdp_quant::hopper
