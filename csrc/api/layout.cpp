@@ -17,9 +17,9 @@
 
 namespace fsdp_quant {
 
-at::Tensor dequantize(
-    const at::Tensor& data, const MaybeTensor& scale, const MaybeTensor& tensor_amax,
-    int64_t spec, bool columnwise, int64_t cols, int64_t row0, at::ScalarType dtype) {
+at::Tensor decode(
+    const at::Tensor& data, const MaybeTensor& scale, const MaybeTensor& tensor_amax, int64_t spec, bool columnwise,
+    int64_t cols, int64_t row0, at::ScalarType dtype, const Alpha* alpha) {
   check_cuda(data, "data");
   const Side side = parse_side(spec, 0.0, "side");
   TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf, "dtype is ", dtype,
@@ -55,6 +55,7 @@ at::Tensor dequantize(
     check_buffer(*tensor_amax, "tensor_amax", data, at::kFloat, 1);
     a.tensor_amax = tensor_amax->const_data_ptr<float>();
   }
+  if (alpha != nullptr) a.alpha = alpha->out, a.factors[0] = alpha->factors[0], a.factors[1] = alpha->factors[1];
   check_launch(launch_dequantize(a, c10::cuda::getCurrentCUDAStream()), "dequantize");
   return out;
 }
@@ -94,6 +95,12 @@ std::tuple<at::Tensor, at::Tensor> anchor_codes(
 }
 
 namespace {
+
+at::Tensor dequantize(
+    const at::Tensor& data, const MaybeTensor& scale, const MaybeTensor& tensor_amax, int64_t side, bool columnwise,
+    int64_t cols, int64_t row0, at::ScalarType dtype) {
+  return decode(data, scale, tensor_amax, side, columnwise, cols, row0, dtype, nullptr);
+}
 
 // The decode scale of a two-level format's tensor, from its amax.
 at::Tensor tensor_decode_scale(const at::Tensor& tensor_amax) {

@@ -1,4 +1,4 @@
-// The operators `dequantize` and `anchor_codes`, for other operators.
+// What the operators `dequantize` and `anchor_codes` do, for other operators.
 #pragma once
 
 #include <tuple>
@@ -6,13 +6,21 @@
 #include <ATen/core/Tensor.h>
 
 #include "api/checks.h"
+#include "layout/layout.h"
 
 namespace fsdp_quant {
 
+// Two factors of a product and where their own product goes.
+struct Alpha {
+  Factor factors[2];
+  float* out;
+};
+
 // element * scale * tensor scale in fp32, rounded once to dtype: [rows, cols]. A factor that is not given is left out.
-at::Tensor dequantize(
+// alpha: null, or made on the way.
+at::Tensor decode(
     const at::Tensor& data, const MaybeTensor& scale, const MaybeTensor& tensor_amax, int64_t side, bool columnwise,
-    int64_t cols, int64_t row0, at::ScalarType dtype);
+    int64_t cols, int64_t row0, at::ScalarType dtype, const Alpha* alpha);
 
 // Codes of MXFP8 blocks against one exponent a line, and 2^(E - 127) of each; of a line without blocks E is 0.
 std::tuple<at::Tensor, at::Tensor> anchor_codes(

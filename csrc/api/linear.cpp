@@ -186,35 +186,47 @@ Encodings quantize_slot(const Call& call, Slot slot, const at::Tensor& x, bool r
   return made;
 }
 
-// One operand of a product: codes and scales, or 16-bit values; and a factor that multiplies the product.
+// One operand of a product: codes and scales, or 16-bit values; and a factor that multiplies the product. alpha: of both
+// operands, where it is made already.
 struct Operand {
   at::Tensor data;
   MaybeTensor scale;
   int64_t kind = 0;
   Factor factor = {};
+  at::Tensor alpha;
 };
 
-// e: compact codes where the reading decodes them, else in the layout that the product reads. x: values of no format.
-Operand operand_of(const Reading& r, Direction d, const Encoded& e) {
+// e: compact codes where the reading decodes them, else in the layout that the product reads. other: the operand before
+// it, with whose factor alpha is made on the way.
+Operand operand_of(const Reading& r, Direction d, const Encoded& e, const Operand* other = nullptr) {
   if (!r.is_quantized()) return {d == kColumnwise ? e.data.t() : e.data};
   const auto pointer = [](const at::Tensor& t) { return t.const_data_ptr<float>(); };
+  const bool outside = r.decodes() && r.side.whole();  // the scale of the whole tensor
+  Operand o;
+  if (outside) o.factor = {pointer(e.scale), false};
+  if (e.tensor_amax.defined()) o.factor = {pointer(e.tensor_amax), true};
   if (!r.decodes()) {
-    return {e.data, e.scale, r.kind, e.tensor_amax.defined() ? Factor{pointer(e.tensor_amax), true} : Factor{}};
+    o.data = e.data, o.scale = e.scale, o.kind = r.kind;
+    return o;
   }
-  const bool outside = r.side.whole();  // the scale of the whole tensor
+  Alpha alpha = {{other != nullptr ? other->factor : Factor{}, o.factor}, nullptr};
+  if (other != nullptr && (alpha.factors[0].value != nullptr || alpha.factors[1].value != nullptr)) {
+    o.alpha = new_empty(e.data, {1}, at::kFloat);
+    alpha.out = o.alpha.mutable_data_ptr<float>();
+  }
   const int64_t cols = e.data.size(1) * (r.side.four_bit() ? 2 : 1);
   const MaybeTensor none;
-  const at::Tensor values =
-      dequantize(e.data, outside ? none : MaybeTensor(e.scale), none, r.packed, d == kColumnwise, cols, 0, at::kBFloat16);
-  const Factor factor = outside                     ? Factor{pointer(e.scale), false}
-                        : e.tensor_amax.defined() ? Factor{pointer(e.tensor_amax), true}
-                                                    : Factor{};
-  return {d == kColumnwise ? values.t() : values, std::nullopt, 0, factor};
+  o.data = decode(e.data, outside ? none : MaybeTensor(e.scale), none, r.packed, d == kColumnwise, cols, 0, at::kBFloat16,
+                  &alpha);
+  if (d == kColumnwise) o.data = o.data.t();
+  return o;
 }
 
 at::Tensor multiply(const Operand& a, const Operand& b, at::ScalarType dtype, const MaybeTensor& bias) {
   MaybeTensor alpha;
-  if (a.factor.value != nullptr || b.factor.value != nullptr) {
+  if (b.alpha.defined()) {
+    alpha = b.alpha;
+  } else if (a.factor.value != nullptr || b.factor.value != nullptr) {
     alpha = new_empty(a.data, {1}, at::kFloat);
     check_launch(launch_alpha(a.factor, b.factor, alpha->mutable_data_ptr<float>(), c10::cuda::getCurrentCUDAStream()),
                  "linear_step");
@@ -268,7 +280,7 @@ std::vector<at::Tensor> forward(
   const Operand a = operand_of(r[kRowwise], kRowwise, r[kRowwise].is_quantized() ? made[kRowwise] : values);
   size_t at = 0;
   const Reading& w = plan.readings[kWeight][kRowwise];
-  const at::Tensor y = multiply(a, operand_of(w, kRowwise, take(operand, at, w)), x.scalar_type(), bias);
+  const at::Tensor y = multiply(a, operand_of(w, kRowwise, take(operand, at, w), &a), x.scalar_type(), bias);
   count(call.handle, kSlots * kDirections);
   std::vector<int64_t> sizes = x.sizes().vec();
   sizes.back() = y.size(1);
@@ -309,7 +321,7 @@ std::array<at::Tensor, 2> backward(
     const Reading& w = plan.readings[kWeight][kColumnwise];
     const std::vector<at::Tensor> operand = weight();
     size_t at = 0;
-    result[0] = multiply(a, operand_of(w, kColumnwise, take(operand, at, w)), dy.scalar_type(), std::nullopt);
+    result[0] = multiply(a, operand_of(w, kColumnwise, take(operand, at, w), &a), dy.scalar_type(), std::nullopt);
     count(call.handle, kSlots * kDirections + 1);
   }
   if (needs_w) {
@@ -327,7 +339,7 @@ std::array<at::Tensor, 2> backward(
         kept = again[x.same ? kRowwise : kColumnwise];
       }
     }
-    result[1] = multiply(a, operand_of(x, kColumnwise, kept), dy.scalar_type(), std::nullopt);
+    result[1] = multiply(a, operand_of(x, kColumnwise, kept, &a), dy.scalar_type(), std::nullopt);
     count(call.handle, kSlots * kDirections + 2);
   }
   return result;

@@ -125,13 +125,6 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t par
   return done != 0;
 }
 
-// Nanoseconds, modulo 2^32.
-__device__ __forceinline__ uint32_t nanoseconds() {
-  uint32_t t;
-  asm volatile("mov.u32 %0, %%globaltimer_lo;" : "=r"(t));
-  return t;
-}
-
 // Clusters of blocks, sm_90.
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t r;

@@ -186,8 +186,11 @@ cudaError_t launch(
   arguments.bf16_out = p.out_type == CUDA_R_16BF, arguments.bf16_bias = p.bias_type == CUDA_R_16BF;
   arguments.accumulate = p.accumulate, arguments.read_and_write = s.read_and_write;
 
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // the first use of a kernel loads it
+  cudaThreadExchangeStreamCaptureMode(&mode);
   const cudaError_t error =
       cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes);
+  cudaThreadExchangeStreamCaptureMode(&mode);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute cluster = {};
   cluster.id = cudaLaunchAttributeClusterDimension;

@@ -63,9 +63,8 @@ struct Shape {
 
 __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
 #ifdef HOPPER_DEBUG
-  const uint32_t start = ptx::nanoseconds();
-  while (!ptx::mbarrier_try_wait(barrier, parity))
-    if (ptx::nanoseconds() - start > 2000000000) __trap();
+  for (uint32_t tries = 0; !ptx::mbarrier_try_wait(barrier, parity);)
+    if (++tries == 1 << 22) __trap();  // seconds
 #else
   while (!ptx::mbarrier_try_wait(barrier, parity)) {
   }

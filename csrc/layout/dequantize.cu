@@ -2,8 +2,7 @@
 //
 // A thread decodes 8 columns of 8 rows: a warp reads 256 (128) and writes 512 contiguous bytes of each row. Rowwise scales
 // are one a row, columnwise ones 8 neighbours. Tails go one by one.
-#include "device/numeric.cuh"
-#include "layout/layout.h"
+#include "layout/factor.cuh"
 
 namespace fsdp_quant {
 
@@ -105,6 +104,7 @@ __global__ void __launch_bounds__(256) dequantize_kernel(const Dequantize a) {
   const int32_t row_of_blocks = blockIdx.x / a.blocks_per_row;
   const int32_t col = ((blockIdx.x - row_of_blocks * a.blocks_per_row) * blockDim.x + threadIdx.x) * kCols;
   const int32_t row0 = row_of_blocks * kRows;
+  if (a.alpha != nullptr && blockIdx.x + threadIdx.x == 0) *a.alpha = value_of(a.factors[0]) * value_of(a.factors[1]);
   if (col >= a.cols) return;
   const int32_t count = min(kCols, a.cols - col);
   const bool whole = a.vectors && count == kCols;

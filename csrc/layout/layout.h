@@ -11,6 +11,12 @@ namespace fsdp_quant {
 
 enum class Output : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
 
+// A factor of a product: a decode scale, or the amax that a second-level scale comes from. Null: 1.
+struct Factor {
+  const float* value;
+  bool is_amax;
+};
+
 // Codes [rows, row bytes] to [rows, cols] of `output`; a null scale or tensor amax leaves that factor out.
 struct Dequantize {
   const uint8_t* data;
@@ -25,6 +31,8 @@ struct Dequantize {
   Output output;
   int32_t threads, blocks_per_row;  // of the launch: a block is 8 rows of threads * 8 columns
   bool vectors;                // rows are aligned for 16-byte accesses
+  float* alpha;                // null: not wanted; factors[0] * factors[1], on the way
+  Factor factors[2];
 };
 
 // One matrix of a relayout: bytes or nibbles to their transpose, or scales to padded 128 x 4 tiles.

@@ -1,15 +1,10 @@
 #include "layout/scalars.h"
 
-#include "device/numeric.cuh"
+#include "layout/factor.cuh"
 
 namespace fsdp_quant {
 
 namespace {
-
-__device__ __forceinline__ float value_of(const Factor& f) {
-  if (f.value == nullptr) return 1.0f;
-  return f.is_amax ? tensor_decode_scale(*f.value) : *f.value;
-}
 
 __global__ void alpha_kernel(Factor a, Factor b, float* out) { *out = value_of(a) * value_of(b); }
 

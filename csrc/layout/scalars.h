@@ -5,13 +5,9 @@
 
 #include <cuda_runtime_api.h>
 
-namespace fsdp_quant {
+#include "layout/layout.h"
 
-// A factor of a product: a decode scale, or the amax that a second-level scale comes from. Null: 1.
-struct Factor {
-  const float* value;
-  bool is_amax;
-};
+namespace fsdp_quant {
 
 // out = a * b.
 cudaError_t launch_alpha(const Factor& a, const Factor& b, float* out, cudaStream_t stream);

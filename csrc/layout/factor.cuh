@@ -1,0 +1,14 @@
+// Factors of a product, on the device.
+#pragma once
+
+#include "device/numeric.cuh"
+#include "layout/layout.h"
+
+namespace fsdp_quant {
+
+__device__ __forceinline__ float value_of(const Factor& f) {
+  if (f.value == nullptr) return 1.0f;
+  return f.is_amax ? tensor_decode_scale(*f.value) : *f.value;
+}
+
+}  // namespace fsdp_quant
