@@ -24,14 +24,7 @@ from ..scaling import AmaxHistory
 from ..tensor.master_weight import MasterWeight, WeightState
 from ..tensor.quantized_tensor import OPERATORS, QuantizedTensor
 from .guard import guard_of
-from .linear_op import (
-    _backward,
-    _below_autocast,
-    _quantize,
-    _refuse_second_derivative,
-    slot_ids,
-    weight_state,
-)
+from .linear_op import _backward, _below_autocast, _quantize, _refuse_second_derivative, slot_ids, weight_state
 from .plan import GemmPlan, plan_of
 
 _NUMBERS = itertools.count()
