@@ -5,8 +5,9 @@
 //   backward  dy.rowwise, dy.columnwise = quantize(dy)      dx = dy.rowwise w.columnwise^T
 //                                                           dw = dy.columnwise x.columnwise^T
 //
-// x [.., K], w [N, K]. The weight's operand of the backward is asked of Python (`weight_operand`): it may have been freed
-// and gathered again since the forward.
+// x [.., K], w [N, K]. The weight's operand of the backward is kept from the forward where that had it (`columnwise`), and
+// good while no version of `stamps` has moved; else it is asked of Python (`weight_operand`): it may have been freed and
+// gathered again.
 #include <array>
 #include <deque>
 #include <mutex>
@@ -93,6 +94,14 @@ struct Call : torch::CustomClassHolder {
   at::Tensor step, ids;
   MaybeTensor guard;
   std::vector<at::Tensor> factors, grad_factors, histories, grad_histories;
+  std::vector<at::Tensor> columnwise, stamps;
+  int64_t stamped;
+
+  int64_t versions() const {
+    int64_t sum = 0;
+    for (const at::Tensor& t : stamps) sum += t._version();
+    return sum;
+  }
 };
 
 bool wants(const Plan& plan, Slot slot, Direction d, bool row, bool col) {
@@ -356,6 +365,7 @@ struct OnlyOnce : torch::autograd::Function<OnlyOnce> {
 };
 
 std::vector<at::Tensor> weight_operand(const at::Tensor& weight, const Call& call, at::ScalarType dtype) {
+  if (!call.columnwise.empty() && call.versions() == call.stamped) return call.columnwise;
   using Signature = std::vector<at::Tensor>(const at::Tensor&, c10::string_view, bool, int64_t, at::ScalarType);
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("fsdp_quant::weight_operand", "")
@@ -429,7 +439,8 @@ c10::intrusive_ptr<Call> call_of(
 std::vector<at::Tensor> linear_step(
     const at::Tensor& x, const MaybeTensor&, const MaybeTensor& bias, at::TensorList operand, int64_t plan, int64_t version,
     bool save, const at::Tensor& step, const at::Tensor& ids, const MaybeTensor& guard, at::TensorList factors,
-    at::TensorList grad_factors, at::TensorList histories, at::TensorList grad_histories, at::TensorList codes) {
+    at::TensorList grad_factors, at::TensorList histories, at::TensorList grad_histories, at::TensorList codes,
+    at::TensorList, at::TensorList) {
   check_cuda(x, "x");
   const auto call = call_of(plan, version, save, step, ids, guard, factors, grad_factors, histories, grad_histories);
   return forward(*call, x, bias, operand.vec(), codes.vec());
@@ -439,9 +450,10 @@ std::vector<at::Tensor> linear_step_autograd(
     const at::Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, at::TensorList operand, int64_t plan,
     int64_t version, bool save, const at::Tensor& step, const at::Tensor& ids, const MaybeTensor& guard,
     at::TensorList factors, at::TensorList grad_factors, at::TensorList histories, at::TensorList grad_histories,
-    at::TensorList codes) {
+    at::TensorList codes, at::TensorList columnwise, at::TensorList stamps) {
   check_cuda(x, "x");
   const auto call = call_of(plan, version, save, step, ids, guard, factors, grad_factors, histories, grad_histories);
+  call->columnwise = columnwise.vec(), call->stamps = stamps.vec(), call->stamped = call->versions();
   if (!at::GradMode::is_enabled() || !weight.has_value()) return forward(*call, x, bias, operand.vec(), codes.vec());
   const std::vector<at::Tensor> w = operand.vec(), given = codes.vec();
   std::vector<at::Tensor> result;
@@ -537,7 +549,7 @@ void register_linear(torch::Library& m) {
   m.def(
       "linear_step(Tensor x, Tensor? weight, Tensor? bias, Tensor[] operand, int plan, int version, bool save, "
       "Tensor step, Tensor ids, Tensor? guard, Tensor[] factors, Tensor[] grad_factors, Tensor[] histories, "
-      "Tensor[] grad_histories, Tensor[] codes) -> Tensor[]",
+      "Tensor[] grad_histories, Tensor[] codes, Tensor[] columnwise, Tensor[] stamps) -> Tensor[]",
       torch::dispatch(c10::DispatchKey::CUDA, linear_step));
   m.impl("linear_step", torch::dispatch(c10::DispatchKey::AutogradCUDA, linear_step_autograd));
   m.def(

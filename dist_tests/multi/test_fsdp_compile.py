@@ -83,7 +83,7 @@ def graphs_since() -> int:
 
 def _compiled_equals_eager(rank: int, world: int) -> None:
     for name, recipe in RECIPES.items():
-        for recompute in (None, "around", "inside"):
+        for recompute in (None, "around", "inside") if name in ("delayed", "mxfp8") else (None,):
             want = trained(build(recipe, recompute=recompute), rank)
             got = trained(build(recipe, compiled_in_place, recompute=recompute), rank)
             assert_same_training(got, want, f"{name}, recomputed {recompute}")

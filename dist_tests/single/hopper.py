@@ -263,10 +263,11 @@ class Operators:
 
     def linear_step(self, x, weight, bias, operand, plan, version, save, step, ids, guard, *lists):
         """Checked as csrc/api/linear.cpp does; the node of autograd is a Python one."""
-        factors, grad_factors, histories, grad_histories, codes = lists
+        factors, grad_factors, histories, grad_histories, codes, columnwise, stamps = lists
         call = SimpleNamespace(
             number=plan, version=version, save=save, step=step, ids=ids, guard=guard, factors=(factors, grad_factors),
-            histories=(histories, grad_histories), **vars(self.plans[plan]),
+            histories=(histories, grad_histories), columnwise=columnwise, stamps=stamps,
+            stamped=[t._version for t in stamps], **vars(self.plans[plan]),
         )
         refuse(x.dtype is not torch.bfloat16, f"x is {x.dtype}")
         if not torch.is_grad_enabled() or weight is None:
@@ -401,6 +402,8 @@ class _Step(torch.autograd.Function):
         dy = _matrix(dy)
 
         def operand():
+            if ctx.call.columnwise and [t._version for t in ctx.call.stamps] == ctx.call.stamped:
+                return ctx.call.columnwise
             weight_operand = torch.ops.fsdp_quant.weight_operand
             return weight_operand(ctx.weight, ctx.call.key, True, ctx.call.version, dy.dtype)
 

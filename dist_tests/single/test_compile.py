@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True) of converted layers: one operator a layer, the bits of eager mode, one graph for equal blocks."""
+"""torch.compile(fullgraph=True) of converted layers: an operator a layer, eager mode's bits, one graph for equal blocks."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_users_hooks_and_deleted_layers_change_nothing(name: str):
     for what, hooks in {
         "copied": (torch.clone, lambda t: t), "aliased": (torch.Tensor.detach, torch.Tensor.detach),
     }.items():
-        around = lambda h=hooks: torch.autograd.graph.saved_tensors_hooks(*h)  # noqa: E731
+        around = lambda h=hooks: torch.autograd.graph.saved_tensors_hooks(*h)
         assert_same(train(compiled(net(RECIPES[name])), around=around), want, what)
 
     def without_layers(model):

@@ -150,11 +150,22 @@ def _step(x, weight, bias, plan, resolved, save, step, ids, guard, factors, grad
     codes = None if key is None else _LAST_INPUT.codes(x, key, guard)
     y, *made = native.linear_step(
         x, edge, bias, operand, resolved.call, _version_of(weight), save, step, ids, guard, factors, grad_factors,
-        histories, grad_histories, codes or [],
+        histories, grad_histories, codes or [], *_kept_operand(weight, plan, resolved, x.dtype, save and edge is not None),
     )
     if codes is None and key is not None:
         _LAST_INPUT.keep(x, key, made, guard)
     return y, made
+
+
+def _kept_operand(
+    weight: Tensor, plan: GemmPlan, resolved: Resolved, dtype: torch.dtype, wanted: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """(columnwise operand, stamps) of a master weight whose codes are here already: good while no stamp has moved."""
+    if not wanted or not isinstance(weight, MasterWeight) or weight.state.quantizer != plan.weight:
+        return [], []
+    storage = weight.state.made(weight, COLUMNWISE, dtype, resolved.layouts["weight"][COLUMNWISE])
+    stamps = weight.stamps
+    return (list(storage.buffers().values()), stamps) if storage is not None and stamps else ([], [])
 
 
 def _version_of(weight: Tensor) -> int:

@@ -174,6 +174,12 @@ class WeightState:
                 self._codes[1].pop(direction, None)  # the compact codes have served
         return storages[direction]
 
+    def made(self, weight: MasterWeight, direction: Direction, dtype: torch.dtype, layout: str) -> Storage | None:
+        """What `whole_storage` made of this version in this layout, if it has."""
+        version, storages = self._whole
+        found = storages.get(direction) if version == (weight.version, dtype) else None
+        return found if found is not None and found.layout == layout else None
+
     def _make(self, weight: MasterWeight, wanted: set[Direction], dtype, layouts: dict[Direction, str], call: int) -> None:
         """Operands of the weight, by the compiled step."""
         q, values, storages = self.quantizer, weight.inner, self._whole[1]
@@ -227,12 +233,20 @@ class WeightState:
 
 
 class _Mutations:
-    """How often a storage was written through the dispatcher; compared by identity, and no two have one hash."""
+    """How often a storage was written through the dispatcher; compared by identity, and no two have one hash.
+
+    token:  tensor whose version moves with the count, for compiled code; None until it is asked for.
+    """
 
     _serial = itertools.count(1)
 
     def __init__(self):
-        self.count, self._hash = 0, next(self._serial)
+        self.count, self.token, self._hash = 0, None, next(self._serial)
+
+    def add(self) -> None:
+        self.count += 1
+        if self.token is not None:
+            torch.autograd.graph.increment_version(self.token)
 
     def __hash__(self) -> int:
         return self._hash
@@ -275,6 +289,16 @@ class MasterWeight(FSDPHooks, Tensor):
         return source if own == fresh else own
 
     @property
+    def stamps(self) -> list[Tensor]:
+        """Tensors one of whose versions moves when the values change; [] where versions are not kept."""
+        if self._inner.is_inference():
+            return []
+        if self._mutations.token is None:
+            with torch.inference_mode(False):
+                self._mutations.token = torch.empty(0, device="cpu")
+        return [self._inner, self._mutations.token]
+
+    @property
     def data(self) -> MasterWeight:
         return self.detach()
 
@@ -286,6 +310,7 @@ class MasterWeight(FSDPHooks, Tensor):
                 f"{self._state.name}.data is {list(self.shape)} {self.dtype} on {self.device}, got {list(value.shape)} "
                 f"{value.dtype} on {value.device}; use module.to() to move or cast it"
             )
+        self._mutations.add()  # for whoever kept the old one
         self._inner, self._mutations, self._copied_version = value, _Mutations(), (None, None)
 
     def __tensor_flatten__(self):
@@ -339,7 +364,7 @@ def _written(func, args, kwargs, result):
             continue
         for tensor in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(tensor, MasterWeight):
-                tensor._mutations.count += 1
+                tensor._mutations.add()
                 wrappers[id(tensor._inner)] = tensor
     return tree_map_only(Tensor, lambda t: wrappers.get(id(t), t), result)
 
