@@ -19,6 +19,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_quant as fq
+from dist_tests import laws
 from dist_tests.laws import assert_same_bytes, values
 from dist_tests.single import hopper
 from fsdp_quant import recipes
@@ -131,7 +132,7 @@ def really_ran() -> dict:
     return {what: counters.of(what) for what in ("quantize", "gemm", "weight encode", "departure")}
 
 
-@pytest.mark.parametrize("name, setting", CASES)
+@pytest.mark.parametrize("name, setting", laws.sample(CASES, 3))
 def test_compiled_blocks_are_the_eager_ones(name: str, setting: str):
     """If false, torch.compile breaks the graph, computes other bits, does other work, or compiles each block anew."""
     dtype, bias, autocast = SETTINGS[setting]
@@ -352,7 +353,7 @@ def test_fake_results_have_the_shapes_of_real_ones(on_hopper: bool):
                 assert list(map(facts, fake)) == list(map(facts, real)), (name, shape)
 
 
-@pytest.mark.parametrize("name", ["fp8_delayed", "fp8_block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("name", laws.sample(["fp8_delayed", "fp8_block", "mxfp8", "nvfp4"], 2))
 def test_compiled_blocks_are_the_eager_ones_on_hopper(name: str):
     """If false, a graph calls other kernels than eager mode, or gives them other layouts."""
     results = []
