@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
 
 import pytest
 import torch
@@ -510,6 +511,26 @@ def _laid_out(rank: int, world: int) -> None:
 def test_operands_are_made_once_a_gather_and_freed_with_it():
     """If false, each micro-batch transposes the weights again, or the transposes outlive the codes."""
     run_ranks(2, _laid_out)
+
+
+def _let_go(rank: int, world: int) -> None:
+    kept = []
+    for recipe in (fq.recipes.mxfp8(), fq.recipes.identity()):
+        net = nets.build()
+        fq.convert(net, recipe)
+        nets.shard(net)
+        optimizer = _adam(net)
+        nets.train_step(net, optimizer, 0, rank)
+        kept += map(weakref.ref, [net, *net.parameters()])
+        del net, optimizer
+    gc.collect()
+    alive = [type(o).__name__ for ref in kept if (o := ref()) is not None]
+    assert not alive, f"alive after their model: {alive}"
+
+
+def test_a_model_that_is_let_go_is_freed():
+    """If false, the next model of a process finds no memory."""
+    run_ranks(2, _let_go)
 
 
 def _mixed_precision(rank: int, world: int) -> None:

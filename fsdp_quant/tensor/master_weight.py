@@ -225,7 +225,8 @@ class WeightState:
                 "other direction only; if this block is recomputed in a way that hooks cannot see (checkpointing "
                 "inside a compiled block), set recomputes_forward=True on its fq.Linear"
             )
-        if self.managed is not None and version != self.managed.local.version:
+        local = None if self.managed is None else self.managed.local
+        if local is not None and version != local.version:
             raise StaleWeightError(
                 f"{self.name} changed while its gathered codes were in use; reshard the module "
                 "(FSDPModule.reshard()) before changing its weights"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -21,18 +21,31 @@ __all__ = ["alloc_storage", "foreach_zero_", "free_storage", "tree_map_only"]
 foreach_zero_ = torch._foreach_zero_
 
 
-@dataclass(frozen=True)
 class ManagedParam:
-    """One parameter under `fully_shard`, with the group it is gathered in and the state that owns the group."""
+    """One parameter under `fully_shard`, with the group it is gathered in and the state that owns the group.
 
-    param: FSDPParam
-    group: FSDPParamGroup
-    state: FSDPState
+    All held weakly: weights keep one, autograd and torch keep weights, and a model must go when its user lets it go.
+    """
+
+    def __init__(self, param: FSDPParam, group: FSDPParamGroup, state: FSDPState):
+        self._param, self._group, self._state = map(weakref.ref, (param, group, state))
 
     @property
-    def local(self) -> Tensor:
-        """The sharded local tensor that is registered now."""
-        return self.param._sharded_local_tensor
+    def param(self) -> FSDPParam:
+        return self._param()
+
+    @property
+    def group(self) -> FSDPParamGroup:
+        return self._group()
+
+    @property
+    def state(self) -> FSDPState:
+        return self._state()
+
+    @property
+    def local(self) -> Tensor | None:
+        """The sharded local tensor that is registered now; None where the model is gone."""
+        return None if self.param is None else self.param._sharded_local_tensor
 
     @property
     def fqn(self) -> str:
