@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .recipe import Recipe, identity
+from .scaling import AmaxHistory
 from .tensor import fsdp_hooks, torch_compat
 from .tensor.master_weight import ALL_STATES, MasterWeight
 
@@ -96,9 +97,7 @@ def _after_optimizer_step(optimizer: torch.optim.Optimizer, args, kwargs) -> Non
         state.pending = True
     states.update(STEP.frozen)  # no optimizer holds them, but their activations and gradients are quantized
     STEP.frozen.clear()
-    for state in states:
-        for history in state.histories.values():
-            history.roll()
+    torch_compat.copy_all(AmaxHistory.rolled([h for state in states for h in state.histories.values()]))
     if states and not STEP.counted_by_hand:
         STEP.step += 1
         STEP.publish()

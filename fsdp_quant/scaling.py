@@ -91,21 +91,33 @@ class Fragment:
         return self.cuts.bounds[self.rank]
 
 
-def share_statistics(fragments: Sequence[Fragment], group: dist.ProcessGroup | None) -> list[list[Statistics]]:
+def share_statistics(fragments: Sequence[Fragment], group: dist.ProcessGroup | None) -> list[list[Statistics | None]]:
     """Statistics of every (fragment, encoding) as if each tensor were whole; at most one MAX all-reduce.
 
     fragments:  the same tensors, encodings and cuts in the same order on every rank of `group`.
-    returns:    for each fragment, for each encoding, the amaxes of the blocks that its rows overlap.
+    returns:    for each fragment, for each encoding, the amaxes of the blocks that its rows overlap; None where no
+                statistic crosses a cut, so that each rank finds what it needs in its own rows.
 
-    Every rank of the group must call it, those with empty fragments too. A fragment none of whose statistics
-    cross a cut adds nothing to the collective; when none does, there is no collective.
+    Every rank of the group must call it, those with empty fragments too. When nothing crosses a cut, there is no
+    collective. Equal encodings are read in one launch.
     """
-    results, slots, places = [], [], []
+    results: list[list[Statistics | None]] = [[None] * len(f.encodings) for f in fragments]
+    alike: dict[tuple, list[tuple[int, int]]] = {}
     for f, fragment in enumerate(fragments):
-        results.append(dispatch.statistics(fragment.values, fragment.encodings, fragment.row0, fragment.dtype))
-        for e, (encoding, (amax, tensor_amax)) in enumerate(zip(fragment.encodings, results[f])):
-            if not fragment.cuts.shares_statistics(encoding):
+        for e, encoding in enumerate(fragment.encodings):
+            if fragment.cuts.shares_statistics(encoding):
+                alike.setdefault((encoding, fragment.dtype), []).append((f, e))
+    for (encoding, dtype), at in alike.items():
+        of = [fragments[f] for f, _ in at]
+        found = dispatch.statistics_group([f.values for f in of], encoding, [f.row0 for f in of], dtype)
+        for (f, e), one in zip(at, found):
+            results[f][e] = one
+    slots, places = [], []
+    for f, fragment in enumerate(fragments):
+        for e, encoding in enumerate(fragment.encodings):
+            if results[f][e] is None:
                 continue
+            amax, tensor_amax = results[f][e]
             if tensor_amax is not None:
                 slots.append(tensor_amax)
                 places.append((f, e, None, None))
@@ -181,14 +193,27 @@ class AmaxHistory:
     def record(self, amax: Tensor) -> None:
         self.record_in(self.amaxes, amax)
 
-    @torch.no_grad()
     def roll(self) -> None:
         """End a step that was applied: derive the next factor, open a slot."""
-        amax = self.amaxes.max() if self.scaling.use == "max" else self.amaxes[0]
-        enc = (reference.divide(self.element_max, amax) / 2.0**self.scaling.margin).clamp(max=torch.finfo(torch.float32).max)
-        self.enc.copy_(torch.where(amax > 0, enc, self.enc))
-        self.amaxes.copy_(self.amaxes.roll(1))
-        self.amaxes[0] = 0.0
+        for target, values in self.rolled([self]):
+            target.copy_(values)
+
+    @staticmethod
+    @torch.no_grad()
+    def rolled(histories: Sequence[AmaxHistory]) -> list[tuple[Tensor, Tensor]]:
+        """What `roll` of each writes, (tensor, values), from a few launches for all that scale alike."""
+        writes: list[tuple[Tensor, Tensor]] = []
+        alike: dict[tuple, list[AmaxHistory]] = {}
+        for history in histories:
+            alike.setdefault((history.scaling, history.element_max, history.amaxes.device), []).append(history)
+        for (scaling, element_max, _), of in alike.items():
+            amaxes, enc = torch.stack([h.amaxes for h in of]), torch.stack([h.enc for h in of])
+            amax = (amaxes.amax(1) if scaling.use == "max" else amaxes[:, 0])[:, None]
+            fresh = (reference.divide(element_max, amax) / 2.0**scaling.margin).clamp(max=torch.finfo(torch.float32).max)
+            enc, amaxes = torch.where(amax > 0, fresh, enc), amaxes.roll(1, 1)
+            amaxes[:, 0] = 0.0
+            writes += [*zip((h.amaxes for h in of), amaxes), *zip((h.enc for h in of), enc)]
+        return writes
 
     def drop(self) -> None:
         """Forget the current step's amaxes (a skipped step)."""

@@ -10,6 +10,7 @@ and never sharded, sent or saved to a checkpoint.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -196,9 +197,10 @@ class Storage:
 
     # GEMM layout #
 
-    def in_layout(self, wanted: str) -> Storage:
+    def in_layout(self, wanted: str, turned: Tensor | None = None) -> Storage:
         """The same storage with its buffers as `wanted` (`ops.layout`) says; itself where they lie so, or are not quantized.
 
+        turned:  the transposed codes, where `turns` and they are made already.
         Raises ValueError for what compact codes are not made into (exponents for 128 elements come from the values).
         """
         if wanted == self.layout or not self.fmt.is_quantized:
@@ -211,10 +213,14 @@ class Storage:
             raise ValueError(f"{self.describe()} in {self.layout} layout has no {wanted} layout; quantize it so")
         self._check_whole()
         if wanted == NATIVE:
-            data, scale, _ = self.to_gemm_layout(arch_of(self.data.device))
+            data, scale, _ = self.to_gemm_layout(arch_of(self.data.device), turned)
         else:
             data, scale = dispatch.anchor_codes(self.data, self.scale, self.fmt, self.direction)
         return replace(self, data=data, scale=scale, layout=wanted)
+
+    def turns(self, wanted: str) -> bool:
+        """`in_layout(wanted)` transposes compact codes."""
+        return self.layout == COMPACT and wanted == NATIVE and self.direction is not ROWWISE and self.fmt.is_quantized
 
     @property
     def operand_format(self) -> Format:
@@ -228,7 +234,7 @@ class Storage:
             return self.scale.view(-1, 1)
         return self.scale.view(-1, round_up(lines, 4))[:, :lines].t().contiguous()
 
-    def to_gemm_layout(self, arch: str) -> GemmOperand:
+    def to_gemm_layout(self, arch: str, turned: Tensor | None = None) -> GemmOperand:
         """Buffers as the tensor cores of `arch` read them, padding zero.
 
         sm_90a:   data [outer, contraction], both operands K-major (a columnwise storage is transposed); 1x128
@@ -243,7 +249,7 @@ class Storage:
         self._check_whole()
         data, scale = self.data, self.scale
         if self.direction is not ROWWISE:
-            data = dispatch.transpose_codes(data, *self.padded_shape, self.fmt)
+            data = dispatch.transpose_codes(data, *self.padded_shape, self.fmt) if turned is None else turned
         if scale is not None:
             scale = self._scale_to_gemm_layout(scale, arch)
         decode = None if self.tensor_amax is None else dispatch.tensor_decode_scale(self.tensor_amax)
@@ -317,6 +323,20 @@ def _rebuild_storage(
     fields = {**fields, "block": tuple(fields["block"])}
     fmt = format_of(name, element=element, **fields)
     return Storage(fmt, Direction(direction), tuple(shape), data, scale, tensor_amax, dtype, row0, layout)
+
+
+def laid_out(wanted: Sequence[tuple[Storage, str]]) -> list[Storage]:
+    """`in_layout` of each (storage, layout); codes of a format that are transposed are so in one launch."""
+    by_format: dict[Format, list[int]] = {}
+    for i, (storage, layout_) in enumerate(wanted):
+        if storage.turns(layout_):
+            by_format.setdefault(storage.fmt, []).append(i)
+    turned: dict[int, Tensor] = {}
+    for fmt, places in by_format.items():
+        storages = [wanted[i][0] for i in places]
+        made = dispatch.transpose_group([s.data for s in storages], [s.padded_shape for s in storages], fmt)
+        turned.update(zip(places, made))
+    return [storage.in_layout(layout_, turned.get(i)) for i, (storage, layout_) in enumerate(wanted)]
 
 
 def scale_placement(fmt: Format, direction: Direction, chunk: int | None) -> Placement:

@@ -139,6 +139,25 @@ class Operators:
             made += [amax] if e.fmt.block[1] is None and given_amax is None else []
         return made
 
+    def statistics_group(self, x, packed, columnwise, row0, through_bf16):
+        sides = (0, packed) if columnwise else (packed, 0)
+        return [s for one, start in zip(x, row0) for s in self.statistics(one, *sides, start, through_bf16)]
+
+    def quantize_group(self, x, packed, columnwise, eps, row0, amax, tensor_amax, staging, data_at, scale_at, through_bf16):
+        sides = (0, packed, 0.0, eps) if columnwise else (packed, 0, eps, 0.0)
+        e = side_of(packed, COLUMNWISE if columnwise else ROWWISE, eps).encoding
+        refuse(staging.dtype is not torch.uint8 or e.stochastic or e.fmt.rotated, "a group is rounded to nearest, not rotated")
+        for one, start, a, t, *at in zip(x, row0, amax, tensor_amax, data_at, scale_at):
+            known = [a, t]
+            refuse(e.fmt.block[1] is None and known[0] is None, "pass the amax of a scale that spans more than a tile")
+            refuse(e.fmt.tensor_scale and known[1] is None, "pass the amax of a scale that spans more than a tile")
+            refuse(at[1] % 4, f"scales at byte {at[1]}")
+            made = self.quantize(one, *sides, start, through_bf16, *([None] * (4 * columnwise)), *known, *[None] * 6)
+            for buffer, place in zip(made, at):
+                flat = buffer.contiguous().view(-1).view(torch.uint8)
+                staging[place : place + flat.numel()] = flat
+        self.calls.append(Call("quantize_group", x[0].data_ptr()))
+
     def _anchored(self, x, row, col, row_run, col_run, row_anchor, col_anchor, through_bf16, counts):
         self._input("quantize_anchored", x, row, col)
         refuse(row_anchor is not None or col_anchor is not None, "anchors are taken from x here")
@@ -187,6 +206,12 @@ class Operators:
         self.calls.append(Call("transpose_codes", data.data_ptr()))
         refuse(not data.is_contiguous() or data.numel() != rows * (ceil_div(cols, 2) if bits == 4 else cols), "source")
         return layout.repack_nibbles(data, rows, cols) if bits == 4 else data.view(rows, cols).t().contiguous()
+
+    def relayout_group(self, source, out, kind, rows, cols, outer, outer_block):
+        for one, to, what, r, c in zip(source, out, kind, rows, cols):
+            refuse(what not in (native.TRANSPOSE_BYTES, native.TRANSPOSE_NIBBLES), f"kind is {what}")
+            to.copy_(self.transpose_codes(one, r, c, 4 if what == native.TRANSPOSE_NIBBLES else 8))
+        self.calls.append(Call("relayout_group", source[0].data_ptr()))
 
     def swizzle_scales(self, scale, outer, outer_block, transposed):
         rows = (scale.t() if transposed else scale).repeat_interleave(outer_block, 0)[:outer]

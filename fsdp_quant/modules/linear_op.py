@@ -94,7 +94,7 @@ def _weight_storage(weight: Tensor, direction: Direction, plan: GemmPlan, dtype,
                 f"the gathered weight is {storage.fmt} {direction.value} and the plan multiplies "
                 f"{hybrid.side(direction).fmt}; change formats with fq.set_recipe, at a step boundary"
             )
-        return weight.operand_for(direction, layouts[direction])
+        return weight.operand_for(direction, layouts)
     if not isinstance(weight, MasterWeight) or weight.state.quantizer != hybrid:  # plain, or overridden: not cached
         state = WeightState("weight", hybrid, tuple(weight.shape), plan.compute_dtype)
         weight = MasterWeight(inner_of(weight).detach(), state)

@@ -168,6 +168,48 @@ def encode(
     return [results[i] for i in range(len(encodings))]
 
 
+def _takes_group(x: Sequence[Tensor], encoding: Encoding, dtype: torch.dtype | None) -> tuple[bool, bool]:
+    """(one launch does all of x, rounded to bf16 there)."""
+    first = x[0]
+    through_bf16 = first.dtype is torch.float32 and dtype is torch.bfloat16
+    as_they_are = through_bf16 or dtype in (None, first.dtype)
+    takes = len(x) > 1 and as_they_are and native.takes_group(encoding, first.dtype, through_bf16)
+    return takes and any(map(native.runs, x)) and all(one.dtype is first.dtype for one in x), through_bf16
+
+
+def statistics_group(
+    x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], dtype: torch.dtype | None = None
+) -> list[Statistics]:
+    """`statistics` of one encoding of each tensor."""
+    takes, through_bf16 = _takes_group(x, encoding, dtype)
+    if takes:
+        return [Statistics(*s) for s in native.statistics_group(x, encoding, row0, through_bf16)]
+    return [statistics(one, (encoding,), start, dtype)[0] for one, start in zip(x, row0)]
+
+
+def encode_group(
+    x: Sequence[Tensor], encoding: Encoding, stats: Sequence[Statistics | None], row0: Sequence[int],
+    encs: Sequence[Tensor | None], dtype: torch.dtype | None = None,
+) -> list[Encoded]:
+    """`encode` of one encoding of each tensor: stats, row0 and encs have an entry for each."""
+    takes, through_bf16 = _takes_group(x, encoding, dtype)
+    if not takes or any(enc is not None for enc in encs):
+        return [
+            encode(one, [encoding], None if s is None else [s], start, encs=[enc], dtype=dtype)[0]
+            for one, s, start, enc in zip(x, stats, row0, encs)
+        ]
+    if encoding.fmt.scale_leaves_contraction or encoding.fmt.tensor_scale:
+        missing = [i for i, s in enumerate(stats) if s is None]
+        if missing:
+            stats = list(stats)
+            found = native.statistics_group([x[i] for i in missing], encoding, [row0[i] for i in missing], through_bf16)
+            for i, s in zip(missing, found):
+                stats[i] = s
+    made = native.quantize_group(x, encoding, row0, through_bf16, stats)
+    counters.add("quantize", (encoding.fmt.name, encoding.direction.value, "native"), len(x))
+    return [Encoded(*one) for one in made]
+
+
 def _anchored_scale(scale: Tensor, wanted: str) -> Tensor:
     """fp32 scales of runs as a product reads them: [lines], or [runs, lines rounded up to 4] of the columnwise runs."""
     return scale.flatten() if wanted == ANCHORED else layout.pad_to(scale, 1, 4)
@@ -221,6 +263,13 @@ def transpose_codes(data: Tensor, rows: int, cols: int, fmt: Format) -> Tensor:
     if fmt.is_quantized and native.runs(data):
         return native.transpose_codes(data, rows, cols, fmt.element.bits)
     return layout.repack_nibbles(data, rows, cols) if fmt.element.bits == 4 else data.t().contiguous()
+
+
+def transpose_group(data: Sequence[Tensor], shapes: Sequence[tuple[int, int]], fmt: Format) -> list[Tensor]:
+    """`transpose_codes` of each."""
+    if len(data) > 1 and fmt.is_quantized and all(map(native.runs, data)):
+        return native.transpose_group(data, shapes, fmt.element.bits)
+    return [transpose_codes(one, *shape, fmt) for one, shape in zip(data, shapes)]
 
 
 def anchor_codes(data: Tensor, scale: Tensor, fmt: Format, direction: Direction) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -190,6 +191,52 @@ def quantize(
     return results
 
 
+def takes_group(encoding: Encoding, dtype: torch.dtype, through_bf16: bool) -> bool:
+    """One launch encodes a group of tensors of a dtype so."""
+    plain = not (encoding.stochastic or encoding.fmt.rotated)
+    return plain and (through_bf16 or dtype is torch.bfloat16) and encodes(encoding, dtype)
+
+
+def statistics_group(x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], through_bf16: bool) -> list[tuple]:
+    """(amax, tensor_amax or None) of each tensor, in one launch."""
+    rows = [_rows(one) for one in x]
+    made = iter(_ops.statistics_group(rows, side_of(encoding), encoding.direction is not ROWWISE, row0, through_bf16))
+    return [(next(made), next(made) if encoding.fmt.tensor_scale else None) for _ in x]
+
+
+def quantize_group(
+    x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], through_bf16: bool, stats: Sequence[tuple | None]
+) -> list[tuple]:
+    """`quantize` of each tensor, in one launch, into slices of one buffer.
+
+    stats:  (amax, tensor_amax) a tensor; where some scale spans more than a tile, None of them is None.
+    """
+    side, columnwise = side_of(encoding), encoding.direction is not ROWWISE
+    fmt = encoding.fmt
+    scale_dtype = torch.uint8 if fmt.scale != "fp32" else torch.float32
+    shapes, places, at = [], ([], []), 0
+    for one, start in zip(x, row0):
+        data, scale, _ = _shapes(side, columnwise, one, start)
+        shapes.append((data, scale))
+        for place, size in zip(places, (prod(data), prod(scale) * scale_dtype.itemsize)):
+            place.append(at)
+            at += round_up(size, 16)
+    staging = x[0].new_empty(at, dtype=torch.uint8)
+    amaxes, tensor_amaxes = ([None if s is None else s[i] for s in stats] for i in range(2))
+    _ops.quantize_group(
+        [_rows(one) for one in x], side, columnwise, encoding.eps, row0, amaxes, tensor_amaxes, staging, *places, through_bf16
+    )
+    of_scales = staging.view(scale_dtype)
+    return [
+        (
+            staging.as_strided(data, (data[1], 1), data_at),
+            of_scales.as_strided(scale, (scale[1], 1), scale_at // scale_dtype.itemsize),
+            tensor_amax, amax if fmt.scale_leaves_contraction else None,
+        )
+        for (data, scale), data_at, scale_at, amax, tensor_amax in zip(shapes, *places, amaxes, tensor_amaxes)
+    ]
+
+
 def quantize_anchored(
     x: Tensor, encodings: Sequence[Encoding], anchor_blocks: Sequence[int | None], through_bf16: bool = False,
     transposed: Sequence[bool] | None = None, counts: Tensor | None = None,
@@ -227,6 +274,15 @@ def tensor_decode_scale(tensor_amax: Tensor) -> Tensor:
 
 def transpose_codes(data: Tensor, rows: int, cols: int, bits: int) -> Tensor:
     return _ops.transpose_codes(data, rows, cols, bits)
+
+
+def transpose_group(data: Sequence[Tensor], shapes: Sequence[tuple[int, int]], bits: int) -> list[Tensor]:
+    """`transpose_codes` of each [rows, cols], in one launch."""
+    rows, cols = ([s[i] for s in shapes] for i in range(2))
+    out = [d.new_empty((c, ceil_div(r, 2) if bits == 4 else r)) for d, r, c in zip(data, rows, cols)]
+    n, kind = len(data), TRANSPOSE_NIBBLES if bits == 4 else TRANSPOSE_BYTES
+    _ops.relayout_group(data, out, [kind] * n, rows, cols, [0] * n, [1] * n)
+    return out
 
 
 def swizzle_scales(scale: Tensor, outer: int, outer_block: int, transposed: bool) -> Tensor:

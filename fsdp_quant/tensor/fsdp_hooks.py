@@ -17,7 +17,9 @@ dict handed out, a change of recipe, `fq.sync`. Nothing rank-local ever decides 
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +27,9 @@ from torch import Tensor
 
 from ..counters import counters
 from ..formats import COLUMNWISE, ROWWISE, SCALE_BYTES, SCALE_DTYPE, Direction, Encoding
+from ..ops.layout import COMPACT
 from ..scaling import Fragment, RowCuts, share_statistics
-from ..storage import Placement, Storage, scale_placement
+from ..storage import Placement, Storage, laid_out, scale_placement
 from . import torch_compat
 from .quantized_tensor import QuantizedTensor, Slots
 from .torch_compat import ManagedParam
@@ -89,13 +92,42 @@ class DirectionBuffers:
     halo: dict[str, tuple[Tensor, Tensor]]
     storage: Storage
 
-    def allocate(self) -> None:
-        for tensor in (*self.outputs, *self.filled.values()):
-            torch_compat.alloc_storage(tensor)
+    def sent(self) -> list[Tensor]:
+        return self.outputs
+
+    def made(self) -> list[Tensor]:
+        return list(self.filled.values())
 
     def free(self) -> None:
         for tensor in (*self.outputs, *self.filled.values()):
             torch_compat.free_storage(tensor)
+
+
+class Pass(NamedTuple):
+    """What a gather for some directions moves.
+
+    needs:       directions that the pass multiplies.
+    directions:  those that are encoded and sent.
+    outputs:     the buffers that NCCL fills, in the order of the inputs.
+    filled:      the other buffers of the storages.
+    sizes:       (direction, format, bytes) of each direction that is sent, to be counted.
+    is_kept:     the inputs are kept while the master does not change: all are codes.
+    """
+
+    needs: frozenset[Direction]
+    directions: list[Direction]
+    outputs: list[Tensor]
+    filled: list[Tensor]
+    sizes: list[tuple[str, str, int]]
+    is_kept: bool
+
+
+class Arrival(NamedTuple):
+    """What a rank knows of a gather besides the bytes: the master's version, and buffers that do not shard."""
+
+    chosen: Pass
+    version: object
+    filled: dict[tuple[Direction, str], Tensor]
 
 
 def gathered_size(buffers: list[WireBuffer], world_size: int) -> int:
@@ -124,6 +156,9 @@ class GatheredWeight:
         self.derived = None
         if self.quantizer.is_derived:
             self.derived = self._allocate_derived()
+        self.passes = self._passes()
+        self.arrival: Arrival | None = None  # sent, and not received yet
+        self._sent: tuple[object, dict] = (None, {})  # version -> what `send` gave, by directions
         self.slots = Slots(owner=state)
         for direction in Direction:
             if direction in self.buffers:
@@ -176,58 +211,139 @@ class GatheredWeight:
         buffers.free()
         return buffers
 
-    def choose(self, needs: frozenset[Direction]) -> None:
-        """Make FSDP2 fill, and later free, the buffers of these directions."""
-        chosen = [self.buffers[d] for d in gathered_directions(self.quantizer, needs)]
-        if self.derived is not None and COLUMNWISE in needs:
-            chosen.append(self.derived)
-        outputs = [t for b in chosen for t in b.outputs]
-        self.managed.set_gather_buffers(outputs, [t for b in chosen for t in b.filled.values()])
+    def _passes(self) -> dict[frozenset[Direction], Pass]:
+        """What a pass that multiplies these directions gathers, fills and frees."""
+        passes = {}
+        for needs in (frozenset({ROWWISE}), frozenset({COLUMNWISE}), frozenset(Direction)):
+            directions = gathered_directions(self.quantizer, needs)
+            chosen = [self.buffers[d] for d in directions]
+            if self.derived is not None and COLUMNWISE in needs:
+                chosen.append(self.derived)
+            sizes = [
+                (d.value, self.quantizer.encodings[d].fmt.name, gathered_size(self.wire[d], self.managed.world_size))
+                for d in directions
+            ]
+            outputs, filled = ([t for b in chosen for t in of(b)] for of in (DirectionBuffers.sent, DirectionBuffers.made))
+            kept = all(self.quantizer.encodings[d].fmt.is_quantized for d in directions)
+            passes[needs] = Pass(needs, directions, outputs, filled, sizes, kept)
+        return passes
 
     # The two halves of a gather #
 
-    def send(self, weight, needs: frozenset[Direction]) -> tuple[tuple[Tensor, ...], dict]:
-        """(uint8 [rows, bytes] of every wire buffer, metadata with what every rank knows or derives)."""
-        self.choose(needs)
-        inputs, metadata = [], {"needs": needs, "version": weight.version, "filled": {}}
-        for direction in gathered_directions(self.quantizer, needs):
-            encoded = self.state.encode(weight, direction, self.cuts, self.managed.rank, self.dtype)
+    def send(self, weight, needs: frozenset[Direction]) -> tuple[tuple[Tensor, ...], Arrival]:
+        """(uint8 [rows, bytes] of every wire buffer, what every rank knows or derives)."""
+        chosen, managed, version = self.passes[needs], self.managed, weight.version
+        if self._sent[0] != version:
+            self._sent = (version, {})
+        sent = self._sent[1].get(needs)
+        if sent is None:
+            sent = self._pack(weight, chosen, version)
+            if chosen.is_kept:
+                self._sent[1][needs] = sent
+        managed.set_gather_buffers(chosen.outputs, list(chosen.filled))
+        phase = managed.phase
+        for direction, fmt, size in chosen.sizes:
+            counters.add("gather", (phase, direction, fmt), size)
+        return sent
+
+    def _pack(self, weight, chosen: Pass, version: object) -> tuple[tuple[Tensor, ...], Arrival]:
+        inputs, filled = [], {}
+        for direction, encoded in zip(chosen.directions, self._encoded(weight, chosen.directions)):
             for i, buffer in enumerate(self.wire[direction]):
                 own = _as_bytes(getattr(encoded, buffer.name), buffer)
                 if self.managed.world_size == 1 and (i > 0 or inputs):
-                    metadata["filled"][direction, buffer.name] = own
+                    filled[direction, buffer.name] = own
                 else:
                     inputs.append(own)
             for name in self.buffers[direction].filled:
-                metadata["filled"].setdefault((direction, name), getattr(encoded, name))
-            fmt, size = self.quantizer.encodings[direction].fmt, gathered_size(self.wire[direction], self.managed.world_size)
-            counters.add("gather", (self.managed.phase, direction.value, fmt.name), size)
-        return tuple(inputs), metadata
+                if (direction, name) not in filled:
+                    filled[direction, name] = getattr(encoded, name)
+        return tuple(inputs), Arrival(chosen, version, filled)
 
-    @torch.no_grad()
-    def receive(self, metadata: dict) -> None:
-        """Fill what NCCL did not: replicated buffers, rows of cut blocks in logical order, derived storages."""
-        needs, sent = metadata["needs"], metadata["filled"]
-        self.slots.laid_out.clear()  # of the codes before
-        for direction in gathered_directions(self.quantizer, needs):
+    def shards(self, weight, directions: list[Direction]) -> list:
+        """What the gather of these directions asks of a weight."""
+        return [self.state.shard(weight, d, self.cuts, self.managed.rank, self.dtype) for d in directions]
+
+    def _encoded(self, weight, directions: list[Direction]) -> list:
+        """This weight's codes; where some are not kept, those of all weights that are gathered with it are made at once."""
+        shards, encodings = self.shards(weight, directions), self.quantizer.encodings
+        if any(encodings[s.direction].fmt.is_quantized and self.state.kept(s) is None for s in shards):
+            shards = shards + [s for m in self.managed.of_group() for s in self._shards_beside(m, weight)]
+        return self.state.encode(shards)[: len(directions)]
+
+    def _shards_beside(self, managed: ManagedParam, weight) -> list:
+        """Codes of another weight of the group that its own pre hook will ask for."""
+        local = managed.local
+        if type(local) is not type(weight) or local.state is self.state or local.device != weight.device:
+            return []
+        gathered = local.state.gathered
+        if gathered is None or gathered.managed.param is not managed.param or local.state.pending:
+            return []
+        directions = gathered.passes[directions_needed(managed, local.state)].directions
+        return gathered.shards(local, [d for d in directions if gathered.quantizer.encodings[d].fmt.is_quantized])
+
+    def unpack(self) -> list[tuple[Tensor, Tensor]]:
+        """(buffer, what it is to hold) of all that NCCL did not fill: replicated buffers, rows of cut blocks in order."""
+        filled, copies = self.arrival.filled, []
+        for direction in self.arrival.chosen.directions:
             buffers = self.buffers[direction]
-            buffers.allocate()
             for name, target in buffers.filled.items():
                 if name in buffers.halo:
                     rows, index = buffers.halo[name]
                     source = rows.index_select(0, index)
                 else:
-                    source = sent[direction, name]
-                target.copy_(source.view(target.dtype) if source.dtype is torch.uint8 else source)
-            if (direction, "data") in sent:  # a world of one: the second direction's codes
-                buffers.outputs[0].copy_(sent[direction, "data"].view(-1))
-        if self.derived is not None and COLUMNWISE in needs:
-            self.derived.allocate()
+                    source = filled[direction, name]
+                copies.append((target, source.view(target.dtype) if source.dtype is torch.uint8 else source))
+            if (direction, "data") in filled:  # a world of one: the second direction's codes
+                torch_compat.alloc_storage(buffers.outputs[0])
+                copies.append((buffers.outputs[0], filled[direction, "data"].view(-1)))
+        return copies
+
+    def derive(self) -> None:
+        """Make the columnwise storage from the rowwise one that arrived, where the quantizer says so."""
+        if self.derived is not None and COLUMNWISE in self.arrival.chosen.needs:
             fresh = self.quantizer.derive_columnwise(self.slots.rowwise, self.state.compute_dtype)
             for name, target in self.derived.filled.items():
                 target.copy_(getattr(fresh, name))
-        for direction in needs:
-            self.slots.version[direction] = metadata["version"]
+
+    def lay_out(self) -> list[tuple[Direction, str]]:
+        """The codes are there: how products will read them, as far as the passes before tell (`Slots.wanted`)."""
+        slots, needs, version = self.slots, self.arrival.chosen.needs, self.arrival.version
+        wanted = [(d, layout) for d in needs for layout in slots.wanted[d] if layout != COMPACT]
+        slots.laid_out.clear()  # of the codes before
+        if ROWWISE in needs and slots.version.get(ROWWISE) != version:
+            for layouts in slots.wanted.values():  # the passes over this version will tell anew
+                layouts.clear()
+        slots.version.update(dict.fromkeys(needs, version))
+        return wanted
+
+    def keep(self, direction: Direction, layout: str, made: Storage) -> None:
+        """Take codes that were laid out, in memory that FSDP2 frees with the gather's."""
+        self.slots.laid_out[direction, layout] = made
+        self.managed.inner_buffers.extend(made.buffers().values())
+
+    def free_unread(self) -> None:
+        """Free the codes of a backward that are laid out for all products of their forward."""
+        slots = self.slots
+        if self.arrival.chosen.needs == {COLUMNWISE} and slots.wanted[COLUMNWISE] and COMPACT not in slots.wanted[COLUMNWISE]:
+            data = slots.columnwise.data
+            if all(s.data.data_ptr() != data.data_ptr() for s in slots.laid_out.values()):
+                torch_compat.free_storage(data)
+
+
+@torch.no_grad()
+def receive(group: list[GatheredWeight]) -> None:
+    """Fill what NCCL did not, and lay codes out as products read them: all weights of a group at once."""
+    torch_compat.copy_all([copy for gathered in group for copy in gathered.unpack()])
+    for gathered in group:
+        gathered.derive()
+    wanted = [(gathered, d, layout) for gathered in group for d, layout in gathered.lay_out()]
+    made = laid_out([(gathered.slots.get(d), layout) for gathered, d, layout in wanted])
+    for (gathered, d, layout), storage in zip(wanted, made):
+        gathered.keep(d, layout, storage)
+    for gathered in group:
+        gathered.free_unread()
+        gathered.arrival = None
 
 
 def _as_bytes(tensor: Tensor, buffer: WireBuffer) -> Tensor:
@@ -236,23 +352,44 @@ def _as_bytes(tensor: Tensor, buffer: WireBuffer) -> Tensor:
     return F.pad(rows, (0, 0, 0, buffer.rows - rows.shape[0])) if rows.shape[0] < buffer.rows else rows
 
 
+class PreHook:
+    """What FSDP2 calls to learn what a weight sends; each gather asks for its signature, which is told here at once."""
+
+    __signature__ = inspect.Signature([inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
+    __slots__ = ("weight",)
+
+    def __init__(self, weight: FSDPHooks):
+        self.weight = weight
+
+    def __call__(self, mesh):
+        gathered, state = gathered_weight(self.weight), self.weight.state
+        if state.pending:
+            synchronize([gathered.managed])
+        return gathered.send(self.weight, directions_needed(gathered.managed, state))
+
+
 class FSDPHooks:
     """The extension points that FSDP2 looks up on a DTensor's local tensor.
 
     The one-parameter form of pre skips a check that only short ranks would fail (and hang the others).
     """
 
-    def fsdp_pre_all_gather(self, mesh):
-        gathered = gathered_weight(self)
-        if self.state.pending:
-            synchronize([gathered.managed])
-        return gathered.send(self, directions_needed(gathered.managed, self.state))
+    @property
+    def fsdp_pre_all_gather(self) -> PreHook:
+        return PreHook(self)
 
     def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
         gathered = self.state.gathered
-        gathered.receive(metadata)
+        gathered.arrival = metadata
+        managed = gathered.managed
         if out is None:
-            return QuantizedTensor(slots=gathered.slots), gathered.managed.inner_buffers
+            for tensor in managed.inner_buffers:  # torch has done so of a weight that was gathered before
+                torch_compat.alloc_storage(tensor)
+        group = [local.state for local in managed.group_locals() if isinstance(local, FSDPHooks)]
+        if group[-1] is self.state:  # nothing is read before the last of a group
+            receive([g for state in group if (g := state.gathered) is not None and g.arrival is not None])
+        if out is None:
+            return QuantizedTensor(slots=gathered.slots), managed.inner_buffers
 
 
 def directions_needed(managed: ManagedParam, state) -> frozenset[Direction]:

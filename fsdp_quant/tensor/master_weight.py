@@ -12,6 +12,8 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,43 +95,56 @@ class WeightState:
         """What an encoder sees of the master: `compute_dtype`, or for identity the dtype of a plain gather."""
         return self.compute_dtype if encoding.fmt.is_quantized else high_precision
 
-    def set_statistics(self, version: object, stats: list[Statistics]) -> None:
+    def set_statistics(self, version: object, stats: list[Statistics | None]) -> None:
         """Statistics of this version, one an encoding, shared by all ranks that hold a part."""
         self._statistics = (version, dict(zip(self.quantizer.encodings, stats)))
 
-    def encode(
-        self, weight: MasterWeight, direction: Direction, cuts: RowCuts, rank: int, high_precision: torch.dtype
-    ) -> Encoded:
-        """This shard's buffers for one direction: cached until the master's version changes.
+    def shard(self, *asked) -> Shard:
+        """See `Shard`."""
+        return Shard(*asked)
+
+    def kept(self, shard: Shard) -> Encoded | None:
+        """The shard's codes, if they were made of its values as they are now."""
+        version = (shard.weight.version, shard.high_precision)
+        if self._codes[0] != version:
+            self._codes = (version, {})
+        return self._codes[1].get(shard.direction)
+
+    @staticmethod
+    def encode(shards: Sequence[Shard]) -> list[Encoded]:
+        """The buffers of each shard: kept until its master's version changes; equal encodings are made by one launch.
 
         Raises StaleWeightError if statistics that cross ranks are those of another version.
         """
-        version = (weight.version, high_precision)
-        if self._codes[0] != version:
-            self._codes = (version, {})
-        codes = self._codes[1]
-        if direction not in codes:
-            encoding = self.quantizer.encodings[direction]
-            values, dtype = weight.inner, self.encoded_dtype(encoding, high_precision)
-            stats = self._shared_statistics(weight, direction, cuts)
-            history = self._delayed_history(direction, values.device)
-            (encoded,) = dispatch.encode(
-                values, [encoding], None if stats is None else [stats], cuts.bounds[rank],
-                encs=[None if history is None else history.enc], dtype=dtype,
+        results = [s.weight.state.kept(s) for s in shards]
+        alike: dict[tuple, list[int]] = {}
+        for i, s in enumerate(shards):
+            if results[i] is None:
+                encoding = s.weight.state.quantizer.encodings[s.direction]
+                dtype = s.weight.state.encoded_dtype(encoding, s.high_precision)
+                alike.setdefault((encoding, dtype, s.weight.dtype, s.weight.device), []).append(i)
+        for (encoding, dtype, *_), places in alike.items():
+            of = [shards[i] for i in places]
+            stats = [s.weight.state._shared_statistics(s) for s in of]
+            histories = [s.weight.state._delayed_history(s.direction, s.weight.device) for s in of]
+            made = dispatch.encode_group(
+                [s.weight.inner for s in of], encoding, stats, [s.row0 for s in of],
+                [None if h is None else h.enc for h in histories], dtype,
             )
-            if history is not None:
-                history.record(encoded.amax)
-            if not encoding.fmt.is_quantized:
-                return encoded  # as large as the shard, and no work to make again
-            codes[direction] = encoded
-            counters.add("weight encode", (self.name, direction.value))
-        return codes[direction]
+            for i, s, history, encoded in zip(places, of, histories, made):
+                results[i] = encoded
+                if history is not None:
+                    history.record(encoded.amax)
+                if encoding.fmt.is_quantized:  # else as large as the shard, and no work to make again
+                    s.weight.state._codes[1][s.direction] = encoded
+                    counters.add("weight encode", (s.weight.state.name, s.direction.value))
+        return results
 
-    def _shared_statistics(self, weight, direction: Direction, cuts: RowCuts) -> Statistics | None:
+    def _shared_statistics(self, shard: Shard) -> Statistics | None:
         """What ranks have shared of this version, or None where every statistic follows from this rank's rows."""
-        if self._statistics[0] == weight.version:
-            return self._statistics[1][direction]
-        if cuts.shares_statistics(self.quantizer.encodings[direction]):
+        if self._statistics[0] == shard.weight.version:
+            return self._statistics[1][shard.direction]
+        if shard.cuts.shares_statistics(self.quantizer.encodings[shard.direction]):
             raise StaleWeightError(
                 f"{self.name} changed without an event that every rank shares (an optimizer step, load_state_dict, "
                 "set_recipe), and its scales span ranks; call fq.sync(model) on every rank after changing weights by hand"
@@ -205,7 +220,8 @@ class WeightState:
         cuts = RowCuts((0, weight.shape[0]))
 
         def encode(d: Direction) -> Storage:
-            return Storage.of(self.encode(weight, d, cuts, 0, dtype), q.encodings[d], weight.shape, dtype)
+            (encoded,) = self.encode([Shard(weight, d, cuts, 0, dtype)])
+            return Storage.of(encoded, q.encodings[d], weight.shape, dtype)
 
         if direction in q.encodings:
             return encode(direction)
@@ -231,6 +247,23 @@ class WeightState:
                 f"{self.name} changed while its gathered codes were in use; reshard the module "
                 "(FSDPModule.reshard()) before changing its weights"
             )
+
+
+class Shard(NamedTuple):
+    """What is asked of one direction of a weight: the rows of `rank`, under `cuts`.
+
+    high_precision:  dtype that an identity side has.
+    """
+
+    weight: MasterWeight
+    direction: Direction
+    cuts: RowCuts
+    rank: int
+    high_precision: torch.dtype
+
+    @property
+    def row0(self) -> int:
+        return self.cuts.bounds[self.rank]
 
 
 class _Mutations:

@@ -63,6 +63,7 @@ class Slots:
     version:  of the master that each direction's codes were made from (None: made by hand).
     owner:    the master's state; asked for the current version before a GEMM reads the codes.
     laid_out: storages as products read them, made once a gather.
+    wanted:   layouts that the products of a forward read, and those of its backward will: what the next gather makes.
     """
 
     rowwise: Storage | None = None
@@ -70,6 +71,7 @@ class Slots:
     owner: object = None
     version: dict[Direction, object] = field(default_factory=dict)
     laid_out: dict[tuple[Direction, str], Storage] = field(default_factory=dict)
+    wanted: dict[Direction, set[str]] = field(default_factory=lambda: {d: set() for d in Direction})
 
     def get(self, direction: Direction) -> Storage | None:
         return self.rowwise if direction is ROWWISE else self.columnwise
@@ -132,20 +134,32 @@ class QuantizedTensor(Tensor):
         storage = slots.get(direction)
         if storage is None:
             raise ValueError(f"this tensor has no {direction.value} storage: it was dropped or never made ({self!r})")
+        return self._fresh(storage)
+
+    def _fresh(self, storage: Storage) -> Storage:
+        slots = self._slots
         if slots.owner is not None:
-            slots.owner.check_fresh(storage, slots.version.get(direction))
+            slots.owner.check_fresh(storage, slots.version.get(storage.direction))
         return storage
 
-    def operand_for(self, direction: Direction, layout: str) -> Storage:
-        """`storage_for`, as a product reads it (`ops.layout`): laid out once, in memory that FSDP2 frees with the codes."""
-        storage, laid_out = self.storage_for(direction), self._slots.laid_out
+    def operand_for(self, direction: Direction, layouts: dict[Direction, str]) -> Storage:
+        """`storage_for`, as a product reads it: laid out once a gather, in memory that FSDP2 frees with the codes.
+
+        layouts:  (`ops.layout`) of the products of this pass and its backward.
+        """
+        slots, layout = self._slots, layouts[direction]
+        if direction is ROWWISE:
+            for d, wanted in slots.wanted.items():
+                wanted.add(layouts[d])
+        made = slots.laid_out.get((direction, layout))
+        if made is not None and not made.is_freed:
+            return self._fresh(made)
+        storage = self.storage_for(direction)
         if layout == storage.layout or not storage.fmt.is_quantized:
             return storage
-        made = laid_out.get((direction, layout))
-        if made is None or made.is_freed:
-            made = laid_out[direction, layout] = storage.in_layout(layout)
-            if self._slots.owner is not None:
-                self._slots.owner.free_at_reshard(made.buffers().values())
+        made = slots.laid_out[direction, layout] = storage.in_layout(layout)
+        if slots.owner is not None:
+            slots.owner.free_at_reshard(made.buffers().values())
         return made
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:

@@ -121,6 +121,15 @@ class ManagedParam:
         self.param.all_gather_outputs = outputs
         self.param._unsharded_inner_tensors = inner
 
+    def of_group(self) -> list[ManagedParam]:
+        """The parameters that are gathered together, this one among them, in the order of their hooks."""
+        group, state = self.group, self.state
+        return [ManagedParam(p, group, state) for p in group.fsdp_params]
+
+    def group_locals(self) -> list[Tensor]:
+        """Their local tensors."""
+        return [p._sharded_local_tensor for p in self.group.fsdp_params]
+
     @property
     def inner_buffers(self) -> list[Tensor]:
         """The buffers besides NCCL's that the next reshard frees."""
@@ -145,6 +154,15 @@ class ManagedParam:
         self.param._sharded_param_data = flat.view(-1)
         self.param._init_extensions()
         self.reset_gather_buffers()
+
+
+def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """target.copy_(source) of every (target, source), in a launch for each dtype."""
+    by_dtype: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
+    for target, source in pairs:
+        by_dtype.setdefault((target.dtype, source.device), []).append((target, source))
+    for alike in by_dtype.values():
+        torch._foreach_copy_([t for t, _ in alike], [s for _, s in alike])
 
 
 def param_groups(state: FSDPState) -> list[FSDPParamGroup]:
