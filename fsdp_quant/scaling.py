@@ -10,6 +10,7 @@ their bits, and a NaN, larger than infinity as bits, survives wherever it sits. 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,10 +46,11 @@ class RowCuts:
 
     bounds: tuple[int, ...]
 
-    @classmethod
-    def chunked(cls, rows: int, world_size: int) -> RowCuts:
+    @staticmethod
+    @functools.cache
+    def chunked(rows: int, world_size: int) -> RowCuts:
         chunk = -(-rows // world_size)
-        return cls(tuple(min(r * chunk, rows) for r in range(world_size)) + (rows,))
+        return RowCuts(tuple(min(r * chunk, rows) for r in range(world_size)) + (rows,))
 
     @property
     def rows(self) -> int:
@@ -66,6 +68,7 @@ class RowCuts:
             return []
         return [0] if b0 is None else sorted({b // b0 for b in self.bounds if b % b0 and b < self.rows})
 
+    @functools.cache
     def shares_statistics(self, encoding: Encoding) -> bool:
         """Some statistic of this encoding needs more than one rank's rows."""
         return bool(self.cut_block_rows(encoding)) or (encoding.fmt.tensor_scale and self.is_sharded)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import fsdp_quant as fq
@@ -511,6 +512,37 @@ def _laid_out(rank: int, world: int) -> None:
 def test_operands_are_made_once_a_gather_and_freed_with_it():
     """If false, each micro-batch transposes the weights again, or the transposes outlive the codes."""
     run_ranks(2, _laid_out)
+
+
+def _one_launch_a_group(rank: int, world: int) -> None:
+    """Three weights a group, one format: after a first step has told how products read them."""
+    freed = []
+    for name, launches in {"fp8_current": (2, 2), "fp8_block": (2, 2), "mxfp8": (4, 0)}.items():
+        with hopper.emulated() as gpu:
+            net = nn.Sequential(*(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3))) for _ in range(2)))
+            net.append(nn.Linear(64, 64, bias=False)).to(torch.bfloat16)
+            fq.convert(net, getattr(fq.recipes, name)())
+            for block in net[:2]:
+                fully_shard(block)
+            fully_shard(net)
+            optimizer = _adam(net)
+            states = [m.local.state for m in _managed(net) if isinstance(m.local, MasterWeight)]
+            of_second = [s for s in states if s.name.startswith("1.")]
+            net[1][1].register_full_backward_pre_hook(lambda *_: freed.append(  # the group is gathered
+                [not s.gathered.arrival and s.gathered.slots.columnwise.is_freed for s in of_second]
+            ))
+            for _ in range(2):
+                gpu.calls.clear()
+                net(nets.batch(rows=16, k=64).to(torch.bfloat16).requires_grad_()).float().square().mean().backward()
+                optimizer.step()
+            encoded, turned = gpu.count("quantize_group"), gpu.count("relayout_group")
+            assert (encoded, turned) == launches, f"{name}: {encoded} launches encode 2 groups, {turned} lay them out"
+            assert freed.pop() == [True] * 3, f"{name}: codes that no product reads lie beside their layout"
+
+
+def test_a_group_is_encoded_and_laid_out_by_one_launch():
+    """If false, the host pays for every weight, and codes and their transposes lie beside each other."""
+    run_ranks(2, _one_launch_a_group)
 
 
 def _let_go(rank: int, world: int) -> None:

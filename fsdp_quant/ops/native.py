@@ -528,8 +528,14 @@ def record_amax(amaxes: Tensor, amax: Tensor) -> None:
 
 def _shapes(packed: int, columnwise: bool, x: Tensor, row0: int = 0) -> tuple:
     """(data shape, scale shape, compact scale shape) of a side."""
-    side = _unpack(packed)
     rows, cols = x.shape
+    known = isinstance(rows, int) and isinstance(cols, int)  # a symbolic length belongs to one trace
+    return (_shapes_of if known else _shapes_of.__wrapped__)(packed, columnwise, rows, cols, row0)
+
+
+@functools.cache
+def _shapes_of(packed: int, columnwise: bool, rows: int, cols: int, row0: int) -> tuple:
+    side = _unpack(packed)
     if side.rotated:
         rows, cols = (round_up(rows, ROTATION_BLOCK), cols) if columnwise else (rows, round_up(cols, ROTATION_BLOCK))
     per = 2 if side.element == 3 else 1

@@ -309,8 +309,12 @@ class GatheredWeight:
     def lay_out(self) -> list[tuple[Direction, str]]:
         """The codes are there: how products will read them, as far as the passes before tell (`Slots.wanted`)."""
         slots, needs, version = self.slots, self.arrival.chosen.needs, self.arrival.version
-        wanted = [(d, layout) for d in needs for layout in slots.wanted[d] if layout != COMPACT]
-        slots.laid_out.clear()  # of the codes before
+        for key in [key for key in slots.laid_out if key not in slots.views]:
+            del slots.laid_out[key]  # of the codes before
+        wanted = [
+            (d, layout) for d in needs for layout in slots.wanted[d]
+            if layout != COMPACT and (d, layout) not in slots.views
+        ]
         if ROWWISE in needs and slots.version.get(ROWWISE) != version:
             for layouts in slots.wanted.values():  # the passes over this version will tell anew
                 layouts.clear()
@@ -320,14 +324,19 @@ class GatheredWeight:
     def keep(self, direction: Direction, layout: str, made: Storage) -> None:
         """Take codes that were laid out, in memory that FSDP2 frees with the gather's."""
         self.slots.laid_out[direction, layout] = made
-        self.managed.inner_buffers.extend(made.buffers().values())
+        of_codes = self.slots.get(direction).buffers()
+        buffers = [t for name, t in made.buffers().items() if t.data_ptr() != of_codes[name].data_ptr()]
+        if buffers:
+            self.managed.inner_buffers.extend(buffers)
+        else:
+            self.slots.views.add((direction, layout))
 
     def free_unread(self) -> None:
         """Free the codes of a backward that are laid out for all products of their forward."""
         slots = self.slots
         if self.arrival.chosen.needs == {COLUMNWISE} and slots.wanted[COLUMNWISE] and COMPACT not in slots.wanted[COLUMNWISE]:
             data = slots.columnwise.data
-            if all(s.data.data_ptr() != data.data_ptr() for s in slots.laid_out.values()):
+            if all(s.data.data_ptr() != data.data_ptr() for (d, _), s in slots.laid_out.items() if d is COLUMNWISE):
                 torch_compat.free_storage(data)
 
 

@@ -63,6 +63,7 @@ class Slots:
     version:  of the master that each direction's codes were made from (None: made by hand).
     owner:    the master's state; asked for the current version before a GEMM reads the codes.
     laid_out: storages as products read them, made once a gather.
+    views:    those of `laid_out` that are the codes' own memory, and so are there whenever the codes are.
     wanted:   layouts that the products of a forward read, and those of its backward will: what the next gather makes.
     """
 
@@ -71,6 +72,7 @@ class Slots:
     owner: object = None
     version: dict[Direction, object] = field(default_factory=dict)
     laid_out: dict[tuple[Direction, str], Storage] = field(default_factory=dict)
+    views: set[tuple[Direction, str]] = field(default_factory=set)
     wanted: dict[Direction, set[str]] = field(default_factory=lambda: {d: set() for d in Direction})
 
     def get(self, direction: Direction) -> Storage | None:
