@@ -137,10 +137,59 @@ struct History {
   const std::vector<at::Tensor>&factors, &amaxes;
 };
 
+// Amaxes [1] that came with tensors out of the kernels that wrote them, of the last few: who quantizes one with a scale of
+// the whole tensor need not read it for its amax. Of memory, not of tensors, so that views count; good while it lives and
+// was not written, on the same stream.
+class Amaxes {
+ public:
+  void remember(const at::Tensor& x, const at::Tensor& amax) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (entries_.size() == kKept) entries_.pop_front();
+    entries_.push_back({x.storage().getWeakStorageImpl(), x.storage_offset(), x.numel(), version_of(x),
+                        c10::cuda::getCurrentCUDAStream(x.device().index()), amax});
+  }
+
+  MaybeTensor of(const at::Tensor& x) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (auto e = entries_.rbegin(); e != entries_.rend(); ++e)
+      if (e->memory._unsafe_get_target() == x.storage().unsafeGetStorageImpl() && e->offset == x.storage_offset() &&
+          e->numel == x.numel() && e->version == version_of(x) &&
+          e->stream == c10::cuda::getCurrentCUDAStream(x.device().index()))
+        return e->amax;
+    return std::nullopt;
+  }
+
+ private:
+  static constexpr size_t kKept = 8;
+  struct Entry {
+    c10::weak_intrusive_ptr<c10::StorageImpl> memory;  // its address is not given to another while this is here
+    int64_t offset, numel, version;
+    c10::cuda::CUDAStream stream;
+    at::Tensor amax;
+  };
+
+  static int64_t version_of(const at::Tensor& x) { return x.is_inference() ? -1 : x._version(); }
+
+  std::mutex mutex_;
+  std::deque<Entry> entries_;
+};
+
+Amaxes& amaxes() {
+  static auto* const kept = new Amaxes;  // backward threads may outlive static destructors
+  return *kept;
+}
+
+void remember_amax(const at::Tensor& x, const at::Tensor& amax) {
+  check_cuda(x, "x");
+  check_buffer(amax, "amax", x, at::kFloat, 1);
+  if (!x.is_inference() && x.is_contiguous()) amaxes().remember(x, amax);
+}
+
 // Codes of x for these sides, where their Side is present; amaxes of delayed sides go into their histories.
+// amax: of x, where it is known.
 Encodings encode_sides(
     const Reading (&r)[kDirections], const Side (&sides)[kDirections], const at::Tensor& x, const History& history,
-    const MaybeTensor& key, bool through_bf16) {
+    const MaybeTensor& key, bool through_bf16, const MaybeTensor& amax) {
   MaybeTensor enc[kDirections];
   for (int d = 0; d < kDirections; ++d) {
     if (!sides[d].present() || r[d].factor < 0) continue;
@@ -149,8 +198,9 @@ Encodings encode_sides(
     enc[d] = history.factors[r[d].factor];
   }
   const MaybeTensor none;
-  const Known known[2] = {{none, none, enc[0], key}, {none, none, enc[1], key}};
   const bool delayed = enc[0].has_value() || enc[1].has_value();
+  const auto given = [&](int d) -> const MaybeTensor& { return sides[d].whole_tensor() && !delayed ? amax : none; };
+  const Known known[2] = {{given(0), none, enc[0], key}, {given(1), none, enc[1], key}};
   Encodings made = encode(x, sides[0], sides[1], known, 0, through_bf16, delayed, nullptr);
   int64_t last = -1;
   for (int d = 0; d < kDirections; ++d) {
@@ -163,7 +213,7 @@ Encodings encode_sides(
 }
 
 // The storages of x that are wanted.
-Encodings quantize_slot(const Call& call, Slot slot, const at::Tensor& x, bool row, bool col) {
+Encodings quantize_slot(const Call& call, Slot slot, const at::Tensor& x, bool row, bool col, const MaybeTensor& amax) {
   const Reading(&r)[kDirections] = call.plan->readings[slot];
   const History history = slot == kInput ? History{call.factors, call.histories}
                                          : History{call.grad_factors, call.grad_histories};
@@ -181,7 +231,7 @@ Encodings quantize_slot(const Call& call, Slot slot, const at::Tensor& x, bool r
     }
   }
   Encodings made;
-  if (plain[0].present() || plain[1].present()) made = encode_sides(r, plain, x, history, key, false);
+  if (plain[0].present() || plain[1].present()) made = encode_sides(r, plain, x, history, key, false, amax);
   if (anchors[0] != 0 || anchors[1] != 0) {
     const MaybeTensor none;
     at::Tensor counts;
@@ -279,7 +329,7 @@ std::vector<at::Tensor> forward(
   const bool col = call.saves && plan.saves == Saves::kCodes;
   Encodings made;
   if (codes.empty()) {
-    made = quantize_slot(call, kInput, rows, true, col);
+    made = quantize_slot(call, kInput, rows, true, col, amaxes().of(x));
   } else {
     size_t at = 0;
     for (const Direction d : {kRowwise, kColumnwise})
@@ -317,12 +367,12 @@ std::vector<at::Tensor> saved_of(const Call& call, const at::Tensor& x, const st
 template <class Weight>
 std::array<at::Tensor, 2> backward(
     const Call& call, const at::Tensor& dy, const Weight& weight, const std::vector<at::Tensor>& saved, bool needs_x,
-    bool needs_w) {
+    bool needs_w, const MaybeTensor& amax) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const c10::cuda::CUDAGuard guard(dy.device());
   const Plan& plan = *call.plan;
   const Reading(&r)[kDirections] = plan.readings[kGradOutput];
-  const Encodings made = quantize_slot(call, kGradOutput, dy, needs_x, needs_w);
+  const Encodings made = quantize_slot(call, kGradOutput, dy, needs_x, needs_w, amax);
   const Encoded values = {dy, {}, {}, {}};
   std::array<at::Tensor, 2> result;
   if (needs_x) {
@@ -344,7 +394,7 @@ std::array<at::Tensor, 2> backward(
     } else {
       kept.data = matrix(saved.at(0));
       if (x.is_quantized()) {
-        Encodings again = quantize_slot(call, kInput, kept.data, false, true);
+        Encodings again = quantize_slot(call, kInput, kept.data, false, true, std::nullopt);
         kept = again[x.same ? kRowwise : kColumnwise];
       }
     }
@@ -403,9 +453,10 @@ struct Linear : torch::autograd::Function<Linear> {
       const at::AutoGradMode no_graph(false);
       const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
       if (dy.key_set().has(c10::DispatchKey::Python)) dy = dy.clone();  // of a collective that is under way: waits
+      const MaybeTensor amax = amaxes().of(dy);
       dy = matrix(dy);
       const auto operand = [&] { return weight_operand(weight, *call, dy.scalar_type()); };
-      auto [dx, dw] = fsdp_quant::backward(*call, dy, operand, saved, needs_x, needs_w);
+      auto [dx, dw] = fsdp_quant::backward(*call, dy, operand, saved, needs_x, needs_w, amax);
       const std::vector<int64_t> shape = ctx->saved_data["shape"].toIntVector();
       if (needs_x) made[0] = shape.size() == 2 ? dx : dx.view(shape);
       if (needs_w) made[1] = dw.scalar_type() == weight.scalar_type() ? dw : dw.to(weight.scalar_type());
@@ -470,7 +521,7 @@ std::tuple<at::Tensor, at::Tensor> linear_step_backward(
   check_cuda(dy, "dy");
   const auto call = call_of(plan, -1, true, step, ids, guard, factors, grad_factors, {}, grad_histories);
   const std::vector<at::Tensor> w = operand.vec();
-  auto [dx, dw] = backward(*call, matrix(dy), [&] { return w; }, saved.vec(), needs_x, needs_w);
+  auto [dx, dw] = backward(*call, matrix(dy), [&] { return w; }, saved.vec(), needs_x, needs_w, std::nullopt);
   const at::Tensor none = new_empty(dy, {0}, dy.scalar_type());
   return {needs_x ? dx : none, needs_w ? dw : none};
 }
@@ -481,7 +532,7 @@ std::vector<at::Tensor> linear_weight(
     at::TensorList histories) {
   const Plan& p = plan_of(plan);
   const Reading(&r)[kDirections] = p.readings[kWeight];
-  const std::vector<at::Tensor> scales_by = factors.vec(), amaxes = histories.vec();
+  const std::vector<at::Tensor> scales_by = factors.vec(), recorded = histories.vec();
   Side sides[kDirections] = {};
   for (const Direction d : {kRowwise, kColumnwise}) {
     if (!wants(p, kWeight, d, row, col)) continue;
@@ -489,7 +540,7 @@ std::vector<at::Tensor> linear_weight(
     sides[d] = r[d].side;
     if (r[d].run >= 0) sides[d].transposed = false;  // compact, as `anchor_codes` reads them
   }
-  Encodings made = encode_sides(r, sides, matrix(weight), {scales_by, amaxes}, std::nullopt, through_bf16);
+  Encodings made = encode_sides(r, sides, matrix(weight), {scales_by, recorded}, std::nullopt, through_bf16, std::nullopt);
   std::vector<at::Tensor> result;
   for (const Direction d : {kRowwise, kColumnwise}) {
     if (sides[d].present() && r[d].run >= 0)
@@ -544,6 +595,7 @@ void register_linear(torch::Library& m) {
       torch::dispatch(c10::DispatchKey::CUDA, linear_weight));
   m.def("random_key(Tensor step, Tensor ids, int slot, int rows) -> Tensor",
         torch::dispatch(c10::DispatchKey::CUDA, random_key));
+  m.def("remember_amax(Tensor x, Tensor amax) -> ()", torch::dispatch(c10::DispatchKey::CUDA, remember_amax));
   m.def("record_amax(Tensor(a!) amaxes, Tensor amax) -> ()", torch::dispatch(c10::DispatchKey::CUDA, record_amax));
   // Eager mode alone: the guard and the histories are written, which the schema does not say.
   m.def(

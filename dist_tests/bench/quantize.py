@@ -1,4 +1,4 @@
-"""Device time of the compiled quantize operators, over a copy of the same tensor.
+"""Device time of the compiled quantize operators, norms and activations, over a copy of the same tensor.
 
     python -m dist_tests.bench.quantize [--shapes 8192x8192 16384x4096] [--rows mxfp8 group] [--json out.json]
 
@@ -56,7 +56,7 @@ from fsdp_quant.formats import (
     format_of,
     round_up,
 )
-from fsdp_quant.ops import dispatch, layout, native, reference
+from fsdp_quant.ops import dispatch, layout, native, norm, reference
 from fsdp_quant.quantizer import Quantizer
 
 SHAPES = ((8192, 8192), (16384, 4096), (4096, 14336))
@@ -205,6 +205,40 @@ def anchors(row_run: int | None, col_run: int | None) -> Callable[[Tensor], Work
     return work
 
 
+def activates(name: str, backward: bool = False) -> Callable[[Tensor], Work]:
+    """native.activation of two halves of x's rows, as tensors of their own, or its backward."""
+    kind = norm.ACTIVATIONS[name].kind
+
+    def work(x: Tensor) -> Work:
+        g, u = x.chunk(2)
+        if not backward:
+            return Work(lambda: [native.activation(g, u, kind)[0]], [g, u], lambda: norm.reference_activation(g, u, kind))
+        dh = g.roll(1, 0)
+        return Work(lambda: list(native.activation_backward(dh, g, u, kind)[:2]), [dh, g, u],
+                    lambda: norm.reference_activation_backward(dh, g, u, kind))
+
+    return work
+
+
+def normalizes(centred: bool, backward: bool = False, residual: bool = False) -> Callable[[Tensor], Work]:
+    """native.norm of x, or its backward."""
+    spec = norm.NormSpec(1e-5, centred, False)
+
+    def work(x: Tensor) -> Work:
+        weight, bias = x[0].clone(), x[1].clone() if centred else None
+        if not backward:
+            return Work(lambda: [native.norm(x, weight, bias, *spec)[0]], [x], lambda: norm.reference_norm(x, weight, bias, spec))
+        _, rstd, mean, _ = native.norm(x, weight, bias, *spec)
+        dy, rest = x.roll(1, 0), x.roll(2, 0) if residual else None
+        return Work(
+            lambda: [native.norm_backward(dy, x, weight, rest, rstd, mean, False, centred)[0]],
+            [dy, x, rest] if residual else [dy, x],
+            lambda: norm.reference_norm_backward(dy, x, weight, bias, rest, rstd, mean, spec),
+        )
+
+    return work
+
+
 TENSOR, ROW, MX, NV = "fp8_tensor", "fp8_row", "mxfp8", "nvfp4"
 MX_ROW, MX_COL = both(MX)
 NV_ROW, NV_ROW_SR = encoding(NV, ROWWISE), encoding(NV, ROWWISE, stochastic=True)
@@ -239,6 +273,15 @@ ROWS = (
     Row("mxfp8 row + nvfp4 column RHT, known", None, None, quantizes(MX_ROW, NV_COL_RHT, known=True)),
     Row("transpose bytes", None, .85, transposes(encoding(TENSOR, ROWWISE))),
     Row("transpose nibbles", None, .85, transposes(NV_ROW)),
+    Row("RMSNorm, amax", .65, .80, normalizes(False)),
+    Row("RMSNorm backward, amax", .65, .80, normalizes(False, backward=True)),
+    Row("RMSNorm backward + residual, amax", .65, .80, normalizes(False, backward=True, residual=True)),
+    Row("LayerNorm, amax", .65, .80, normalizes(True)),
+    Row("LayerNorm backward, amax", .65, .80, normalizes(True, backward=True)),
+    Row("SwiGLU, amax", .65, .80, activates("swiglu")),
+    Row("SwiGLU backward, amaxes", .65, .80, activates("swiglu", backward=True)),
+    Row("GeGLU, amax", .65, .80, activates("geglu")),
+    Row("GeGLU backward, amaxes", .65, .80, activates("geglu", backward=True)),
 )
 
 

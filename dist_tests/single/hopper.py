@@ -23,7 +23,7 @@ from fsdp_quant.formats import (
     COLUMNWISE, E2M1, E4M3, E5M2, ROWWISE, Direction, Encoding, Format, ceil_div, round_up,
 )
 from fsdp_quant.modules import guard, linear_op, plan
-from fsdp_quant.ops import capability, layout, native, reference
+from fsdp_quant.ops import capability, layout, native, norm, reference
 from fsdp_quant.tensor import torch_compat
 
 ARCH = "sm_90a"
@@ -285,6 +285,44 @@ class Operators:
         refuse(amax.numel() != 1, "amax is one float32")
         if amax.isfinite():
             amaxes[0] = max(amaxes[0], amax)
+
+    # Norms and activations #
+
+    def _rows(self, name: str, like: Tensor, *others: Tensor | None, contiguous: bool = False) -> None:
+        for t in (like, *others):
+            if t is not None:
+                refuse(t.shape != like.shape or t.dtype is not like.dtype, f"{name}: {list(t.shape)} {t.dtype}")
+                aligned = t.stride(1) == 1 and t.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0
+                refuse(not aligned or (contiguous and not t.is_contiguous()), f"{name}: strides {t.stride()}")
+        refuse(like.dim() != 2 or like.numel() == 0 or like.shape[1] % 8, f"{name} has shape {list(like.shape)}")
+        self.calls.append(Call(name, like.data_ptr()))
+
+    def activation(self, g, u, kind):
+        self._rows("activation", g, u)
+        h = norm.reference_activation(g, u, kind)
+        return h, h.abs().amax().float().view(1)
+
+    def activation_backward(self, dh, g, u, kind):
+        self._rows("activation_backward", g, u, dh)
+        dg, du = norm.reference_activation_backward(dh, g, u, kind)
+        amaxes = torch.stack([dg.abs().amax().float(), torch.zeros(()) if du is None else du.abs().amax().float()])
+        return dg, dg.new_empty(0) if du is None else du, amaxes
+
+    def norm(self, x, weight, bias, eps, centred, zero_centered):
+        self._rows("norm", x, contiguous=True)
+        y, rstd, mean = norm.reference_norm(x, weight, bias, norm.NormSpec(eps, centred, zero_centered))
+        return y, y.abs().amax().float().view(1), rstd, mean
+
+    def norm_backward(self, dy, x, weight, residual, rstd, mean, zero_centered, has_bias):
+        self._rows("norm_backward", x, dy, residual, contiguous=True)
+        spec = norm.NormSpec(0.0, bool(mean.numel()), zero_centered)  # rstd has eps in it
+        bias = weight if has_bias else None
+        dx, dweight, dbias = norm.reference_norm_backward(dy, x, weight, bias, residual, rstd, mean, spec)
+        return dx, dx.abs().amax().float().view(1), dweight, dweight.new_empty(0) if dbias is None else dbias
+
+    def remember_amax(self, x, amax):
+        refuse(not torch.equal(amax, x.abs().amax().float().view(1)), "amax is not that of x")
+        self.calls.append(Call("remember_amax", x.data_ptr()))
 
     def linear_step(self, x, weight, bias, operand, plan, version, save, step, ids, guard, *lists):
         """Checked as csrc/api/linear.cpp does; the node of autograd is a Python one."""

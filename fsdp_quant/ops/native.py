@@ -452,6 +452,55 @@ def gemm_gathered(
     return out
 
 
+# Norms and activations (`ops.norm`) #
+
+WIDEST_NORM = 16384
+
+
+def _matrix(x: Tensor | None) -> Tensor | None:
+    """x [.., cols] as rows that begin at multiples of 16 bytes."""
+    if x is None:
+        return None
+    rows = x.reshape(-1, x.shape[-1])
+    aligned = rows.stride(-1) == 1 and rows.stride(0) * rows.element_size() % 16 == 0 and rows.data_ptr() % 16 == 0
+    return rows if aligned else rows.clone(memory_format=torch.contiguous_format)
+
+
+def activation(g: Tensor, u: Tensor | None, kind: int) -> tuple[Tensor, Tensor]:
+    h, amax = _ops.activation(_matrix(g), _matrix(u), kind)
+    return h.view(g.shape), amax
+
+
+def activation_backward(
+    dh: Tensor, g: Tensor, u: Tensor | None, kind: int
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor]]:
+    dg, du, amaxes = _ops.activation_backward(_matrix(dh), _matrix(g), _matrix(u), kind)
+    return dg.view(g.shape), None if u is None else du.view(g.shape), amaxes.split(1)
+
+
+def norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, zero_centered: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y, rstd, mean, amax."""
+    y, amax, rstd, mean = _ops.norm(_matrix(x.contiguous()), weight, bias, eps, centred, zero_centered)
+    return y.view(x.shape), rstd, mean, amax
+
+
+def norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, residual: Tensor | None, rstd: Tensor, mean: Tensor, zero_centered: bool,
+    has_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """dx, dweight, dbias, amax of dx."""
+    dy, values, residual = (t if t is None else _matrix(t.contiguous()) for t in (dy, x, residual))
+    dx, amax, dweight, dbias = _ops.norm_backward(dy, values, weight, residual, rstd, mean, zero_centered, has_bias)
+    return dx.view(x.shape), dweight, dbias if has_bias else None, amax
+
+
+def remember_amax(x: Tensor, amax: Tensor) -> None:
+    """Eager mode alone: who quantizes x next, with one scale, need not read it for its amax (csrc/api/linear.cpp)."""
+    _ops.remember_amax(x, amax)
+
+
 # A linear layer's step #
 
 class Reading(NamedTuple):
@@ -603,6 +652,10 @@ def _fake_swizzle(scale, outer, outer_block, transposed):
     return scale.new_empty(round_up(outer, TILE) * round_up(scale.shape[0 if transposed else 1], 4))
 
 
+def _amaxes(x: Tensor, count: int) -> Tensor:
+    return x.new_empty(count, dtype=torch.float32)
+
+
 FAKES = {
     "quantize": _fake_quantize,
     "quantize_out": lambda *args: None,
@@ -622,6 +675,13 @@ FAKES = {
         data.new_empty(data.shape[::-1] if transposed else data.shape),
         data.new_empty(data.shape[1 if columnwise else 0], dtype=torch.float32)),
     "relayout_group": lambda *args: None,
+    "activation": lambda g, u, kind: (g.new_empty(g.shape), _amaxes(g, 1)),
+    "activation_backward": lambda dh, g, u, kind: (
+        g.new_empty(g.shape), g.new_empty(0 if u is None else g.shape), _amaxes(g, 2)),
+    "norm": lambda x, weight, bias, eps, centred, zero_centered: (
+        x.new_empty(x.shape), _amaxes(x, 1), _amaxes(x, x.shape[0]), _amaxes(x, x.shape[0] if centred else 0)),
+    "norm_backward": lambda dy, x, weight, residual, rstd, mean, zero_centered, has_bias: (
+        x.new_empty(x.shape), _amaxes(x, 1), x.new_empty(x.shape[1]), x.new_empty(x.shape[1] if has_bias else 0)),
     "gemm": lambda a, b, a_scale, b_scale, a_kind, b_kind, out_dtype, *rest, **options: a.new_empty(
         (a.shape[0], b.shape[0]), dtype=out_dtype),
     "gemm_out": lambda *args, **options: None,

@@ -1,0 +1,171 @@
+// Host side of norms and activations: check, allocate, launch. Nothing here reads the device.
+#include "norm/norm.h"
+
+#include <limits>
+#include <tuple>
+
+#include <torch/library.h>
+
+#include "api/checks.h"
+
+namespace fsdp_quant {
+
+namespace {
+
+Values values_of(const at::Tensor& x, const char* name) {
+  switch (x.scalar_type()) {
+    case at::kBFloat16:
+      return Values::kBF16;
+    case at::kHalf:
+      return Values::kF16;
+    case at::kFloat:
+      return Values::kF32;
+    default:
+      TORCH_CHECK_VALUE(false, name, " is ", x.scalar_type(), "; wanted bfloat16, float16 or float32");
+  }
+}
+
+// [rows, cols] of which 16 bytes can be read anywhere: `like`'s shape, dtype and device.
+void check_matrix(const at::Tensor& t, const char* name, const at::Tensor& like) {
+  check_cuda(t, name);
+  TORCH_CHECK_VALUE(t.dim() == 2 && t.sizes() == like.sizes() && t.scalar_type() == like.scalar_type() &&
+                        t.device() == like.device(), name, " is ", t.scalar_type(), " ", t.sizes(), " on ", t.device(),
+                    "; wanted ", like.scalar_type(), " ", like.sizes(), " on ", like.device());
+  TORCH_CHECK_VALUE(t.numel() > 0 && t.size(1) % 8 == 0, name, " has shape ", t.sizes(),
+                    "; wanted at least one row, and columns in eights");
+  TORCH_CHECK_VALUE(t.stride(1) == 1 && is_aligned(t.const_data_ptr(), 16) &&
+                        (t.size(0) == 1 || t.stride(0) * t.element_size() % 16 == 0), name, " has strides ", t.strides(),
+                    "; wanted contiguous rows that begin at multiples of 16 bytes");
+}
+
+void check_line(const at::Tensor& t, const char* name, const at::Tensor& x) {
+  check_buffer(t, name, x, x.scalar_type(), x.size(1));
+  TORCH_CHECK_VALUE(is_aligned(t.const_data_ptr(), 16), name, " does not begin at a multiple of 16 bytes");
+}
+
+at::Tensor new_amaxes(const at::Tensor& like, int64_t count, cudaStream_t stream) {
+  at::Tensor amaxes = new_empty(like, {count}, at::kFloat);
+  C10_CUDA_CHECK(cudaMemsetAsync(amaxes.mutable_data_ptr(), 0, count * sizeof(float), stream));
+  return amaxes;
+}
+
+// Input and outputs as one long row where they lie so.
+ActivationArgs activation_args(const at::Tensor& g, const MaybeTensor& u, const at::Tensor* dh) {
+  check_matrix(g, "g", g);
+  if (u.has_value()) check_matrix(*u, "u", g);
+  if (dh != nullptr) check_matrix(*dh, "dh", g);
+  ActivationArgs a = {};
+  a.rows = g.size(0), a.cols = g.size(1);
+  a.g = g.const_data_ptr(), a.g_stride = g.stride(0);
+  if (u.has_value()) a.u = u->const_data_ptr(), a.u_stride = u->stride(0);
+  if (dh != nullptr) a.dh = dh->const_data_ptr(), a.dh_stride = dh->stride(0);
+  const bool flat = g.is_contiguous() && (!u.has_value() || u->is_contiguous()) && (dh == nullptr || dh->is_contiguous());
+  if (flat) a.cols *= a.rows, a.rows = 1;
+  TORCH_CHECK_VALUE(ceil_div(a.cols, 4096) * a.rows <= std::numeric_limits<int32_t>::max() / 2, "g has shape ", g.sizes(),
+                    "; one launch takes 2^30 pieces of 4096");
+  return a;
+}
+
+void launch(const ActivationArgs& args, const at::Tensor& g, int64_t kind, bool backward) {
+  TORCH_CHECK_VALUE(kind >= 0 && kind <= static_cast<int64_t>(Activation::kReluSquared), "there is no activation ", kind);
+  check_launch(launch_activation(args, values_of(g, "g"), static_cast<Activation>(kind), backward,
+                                 c10::cuda::getCurrentCUDAStream()), backward ? "activation_backward" : "activation");
+}
+
+// h = act(g) (* u) [rows, cols], and its amax [1].
+std::tuple<at::Tensor, at::Tensor> activation(const at::Tensor& g, const MaybeTensor& u, int64_t kind) {
+  ActivationArgs args = activation_args(g, u, nullptr);
+  const c10::cuda::CUDAGuard guard(g.device());
+  const at::Tensor h = new_empty(g, g.sizes(), g.scalar_type());
+  const at::Tensor amax = new_amaxes(g, 1, c10::cuda::getCurrentCUDAStream());
+  args.out = h.mutable_data_ptr(), args.amax = amax.mutable_data_ptr<float>();
+  launch(args, g, kind, false);
+  return {h, amax};
+}
+
+// dg, du (empty without u), and their amaxes [2].
+std::tuple<at::Tensor, at::Tensor, at::Tensor> activation_backward(
+    const at::Tensor& dh, const at::Tensor& g, const MaybeTensor& u, int64_t kind) {
+  ActivationArgs args = activation_args(g, u, &dh);
+  const c10::cuda::CUDAGuard guard(g.device());
+  const at::Tensor dg = new_empty(g, g.sizes(), g.scalar_type());
+  const at::Tensor du = u.has_value() ? new_empty(g, g.sizes(), g.scalar_type()) : new_empty(g, {0}, g.scalar_type());
+  const at::Tensor amaxes = new_amaxes(g, 2, c10::cuda::getCurrentCUDAStream());
+  args.out = dg.mutable_data_ptr(), args.du = du.mutable_data_ptr();
+  args.amax = amaxes.mutable_data_ptr<float>(), args.du_amax = args.amax + 1;
+  launch(args, g, kind, true);
+  return {dg, du, amaxes};
+}
+
+NormArgs norm_args(const at::Tensor& x, const at::Tensor& weight, bool zero_centered) {
+  check_matrix(x, "x", x);
+  TORCH_CHECK_VALUE(x.is_contiguous() && x.size(1) <= kLargestWidth && x.size(0) <= std::numeric_limits<int32_t>::max(),
+                    "x has shape ", x.sizes(), " and strides ", x.strides(), "; wanted it contiguous, with at most ",
+                    kLargestWidth, " columns");
+  check_line(weight, "weight", x);
+  NormArgs a = {};
+  a.x = x.const_data_ptr(), a.weight = weight.const_data_ptr(), a.offset = zero_centered ? 1.0f : 0.0f;
+  a.rows = static_cast<int32_t>(x.size(0)), a.cols = static_cast<int32_t>(x.size(1));
+  return a;
+}
+
+// y [rows, cols], its amax [1], rstd [rows], mean [rows] (empty of a root mean square).
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm(
+    const at::Tensor& x, const at::Tensor& weight, const MaybeTensor& bias, double eps, bool centred, bool zero_centered) {
+  NormArgs args = norm_args(x, weight, zero_centered);
+  if (bias.has_value()) check_line(*bias, "bias", x), args.bias = bias->const_data_ptr();
+  const c10::cuda::CUDAGuard guard(x.device());
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  const at::Tensor y = new_empty(x, x.sizes(), x.scalar_type()), amax = new_amaxes(x, 1, stream);
+  const at::Tensor rstd = new_empty(x, {x.size(0)}, at::kFloat), mean = new_empty(x, {centred ? x.size(0) : 0}, at::kFloat);
+  args.eps = static_cast<float>(eps);
+  args.y = y.mutable_data_ptr(), args.amax = amax.mutable_data_ptr<float>(), args.rstd = rstd.mutable_data_ptr<float>();
+  args.mean = centred ? mean.mutable_data_ptr<float>() : nullptr;
+  check_launch(launch_norm(args, values_of(x, "x"), stream), "norm");
+  return {y, amax, rstd, mean};
+}
+
+// dx [rows, cols] (plus `residual`, after rounding), its amax [1], dweight [cols], dbias [cols] (empty unless has_bias).
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_backward(
+    const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight, const MaybeTensor& residual, const at::Tensor& rstd,
+    const at::Tensor& mean, bool zero_centered, bool has_bias) {
+  NormArgs args = norm_args(x, weight, zero_centered);
+  const auto check_like = [&](const at::Tensor& t, const char* name) {
+    check_matrix(t, name, x);
+    TORCH_CHECK_VALUE(t.is_contiguous(), name, " has strides ", t.strides(), "; wanted it contiguous");
+  };
+  check_like(dy, "dy");
+  if (residual.has_value()) check_like(*residual, "residual"), args.residual = residual->const_data_ptr();
+  check_buffer(rstd, "rstd", x, at::kFloat, args.rows);
+  const bool centred = mean.numel() != 0;
+  if (centred) check_buffer(mean, "mean", x, at::kFloat, args.rows);
+  TORCH_CHECK_VALUE(centred || !has_bias, "a root mean square norm has no bias");
+  const c10::cuda::CUDAGuard guard(x.device());
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  const at::Tensor dx = new_empty(x, x.sizes(), x.scalar_type()), amax = new_amaxes(x, 1, stream);
+  const at::Tensor dweight = new_empty(x, {args.cols}, x.scalar_type());
+  const at::Tensor dbias = new_empty(x, {has_bias ? args.cols : 0}, x.scalar_type());
+  const at::Tensor partial = new_empty(x, {1 + has_bias, kNormBlocks, args.cols}, at::kFloat);
+  args.dy = dy.const_data_ptr(), args.dx = dx.mutable_data_ptr(), args.amax = amax.mutable_data_ptr<float>();
+  args.rstd = const_cast<float*>(rstd.const_data_ptr<float>());
+  args.mean = centred ? const_cast<float*>(mean.const_data_ptr<float>()) : nullptr;
+  args.dweight = dweight.mutable_data_ptr(), args.dbias = has_bias ? dbias.mutable_data_ptr() : nullptr;
+  args.partial = partial.mutable_data_ptr<float>();
+  check_launch(launch_norm_backward(args, values_of(x, "x"), stream), "norm_backward");
+  return {dx, amax, dweight, dbias};
+}
+
+}  // namespace
+
+void register_norm(torch::Library& m) {
+  m.def("activation(Tensor g, Tensor? u, int kind) -> (Tensor, Tensor)",
+        torch::dispatch(c10::DispatchKey::CUDA, activation));
+  m.def("activation_backward(Tensor dh, Tensor g, Tensor? u, int kind) -> (Tensor, Tensor, Tensor)",
+        torch::dispatch(c10::DispatchKey::CUDA, activation_backward));
+  m.def("norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool centred, bool zero_centered) -> (Tensor, Tensor, "
+        "Tensor, Tensor)", torch::dispatch(c10::DispatchKey::CUDA, norm));
+  m.def("norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor? residual, Tensor rstd, Tensor mean, bool zero_centered, "
+        "bool has_bias) -> (Tensor, Tensor, Tensor, Tensor)", torch::dispatch(c10::DispatchKey::CUDA, norm_backward));
+}
+
+}  // namespace fsdp_quant

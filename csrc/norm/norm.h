@@ -1,0 +1,43 @@
+// What the kernels of norms and activations are told. Plain data: host code without a CUDA compiler includes it.
+#pragma once
+
+#include <cstdint>
+
+#include <cuda_runtime_api.h>
+
+namespace fsdp_quant {
+
+enum class Values : int32_t { kBF16 = 0, kF16 = 1, kF32 = 2 };
+enum class Activation : int32_t { kGelu = 0, kGeluTanh = 1, kSilu = 2, kRelu = 3, kReluSquared = 4 };
+
+constexpr int kLargestWidth = 16384;  // columns of a norm: a block holds a row in registers
+constexpr int kNormBlocks = 396;      // of a norm's backward, and partial sums of gamma's gradient
+
+// [rows, cols] values, 16-byte rows; each of g, u and dh with its own distance between rows. Outputs are contiguous.
+struct ActivationArgs {
+  const void *g, *u, *dh;  // u: null where nothing is gated; dh: of the backward
+  int64_t g_stride, u_stride, dh_stride;
+  void *out, *du;          // h; or dg and du
+  float *amax, *du_amax;   // [1] each, zero: raised to the largest magnitude of out, du
+  int64_t rows, cols;      // cols a multiple of 8
+};
+
+// [rows, cols] values, contiguous, cols a multiple of 8 and at most kLargestWidth.
+struct NormArgs {
+  const void *x, *weight, *bias;      // bias: null, or [cols]
+  float offset;                       // gamma = weight + offset
+  float eps;
+  void* y;
+  float *rstd, *mean;                 // [rows]; mean: null for a root mean square
+  float* amax;                        // [1], zero: of y; or of dx
+  const void *dy, *residual;          // backward. residual: null, or a gradient that dx, rounded, is added to
+  void *dx, *dweight, *dbias;         // dbias: null without one
+  float* partial;                     // [2 (1 without dbias), kNormBlocks, cols]
+  int32_t rows, cols;
+};
+
+cudaError_t launch_activation(const ActivationArgs& args, Values values, Activation kind, bool backward, cudaStream_t stream);
+cudaError_t launch_norm(const NormArgs& args, Values values, cudaStream_t stream);
+cudaError_t launch_norm_backward(const NormArgs& args, Values values, cudaStream_t stream);
+
+}  // namespace fsdp_quant

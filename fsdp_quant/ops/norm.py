@@ -1,0 +1,188 @@
+"""RMSNorm, LayerNorm and activations: their definition in PyTorch, and the compiled kernels where they run.
+
+    norm         y = (x - mean) * rstd * gamma + beta     gamma = weight, or 1 + weight; no mean in RMSNorm
+    activation   h = act(g), or act(g) * u
+
+The math is fp32, and results round where the separate torch operations round: `act(g)` to the dtype before it is
+multiplied, and in the backward `dh * u` before it meets the slope. The reference equals torch's own autograd bit for bit;
+a kernel differs from it in the last bits of exp, erf and tanh, and in the order of sums over a row or over rows.
+Kernels also give the largest magnitude of what they wrote.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import native
+
+_aten = torch.ops.aten
+
+
+class NormSpec(NamedTuple):
+    """centred: LayerNorm, else RMSNorm. zero_centered: gamma is 1 + weight."""
+
+    eps: float
+    centred: bool
+    zero_centered: bool
+
+
+class Activation(NamedTuple):
+    """kind: index in `KINDS`. gated: the result is multiplied by a second operand."""
+
+    kind: int
+    gated: bool
+
+
+class _Kind(NamedTuple):
+    """act(x), and the gradient of x from that of act(x)."""
+
+    value: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
+
+
+def _relu_squared_backward(dy: Tensor, x: Tensor) -> Tensor:
+    r = F.relu(x)
+    return _aten.threshold_backward(dy * (2 * r), r, 0)
+
+
+KINDS = {  # in the order of csrc/norm/norm.h
+    "gelu": _Kind(F.gelu, _aten.gelu_backward),
+    "gelu_tanh": _Kind(
+        functools.partial(F.gelu, approximate="tanh"), functools.partial(_aten.gelu_backward, approximate="tanh")
+    ),
+    "silu": _Kind(F.silu, _aten.silu_backward),
+    "relu": _Kind(F.relu, lambda dy, x: _aten.threshold_backward(dy, F.relu(x), 0)),
+    "relu_squared": _Kind(lambda x: F.relu(x).square(), _relu_squared_backward),
+}
+_KINDS = tuple(KINDS.values())
+GATED = {"geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu", "reglu": "relu"}
+ACTIVATIONS = {name: Activation(i, False) for i, name in enumerate(KINDS)} | {
+    name: Activation(list(KINDS).index(kind), True) for name, kind in GATED.items()
+}
+
+
+def _runs(x: Tensor, *others: Tensor | None, widest: int | None = None) -> bool:
+    """A kernel takes these."""
+    cols = x.shape[-1]
+    if not (native.runs(x) and x.dtype in native.FLOATING and x.numel() and cols % 8 == 0):
+        return False
+    return (widest is None or cols <= widest) and all(t is None or t.dtype is x.dtype for t in others)
+
+
+def activation(g: Tensor, u: Tensor | None, kind: int) -> tuple[Tensor, Tensor | None]:
+    """(act(g), or act(g) * u; its amax, fp32 [1], from a kernel)."""
+    return native.activation(g, u, kind) if _runs(g, u) else (reference_activation(g, u, kind), None)
+
+
+def reference_activation(g: Tensor, u: Tensor | None, kind: int) -> Tensor:
+    a = _KINDS[kind].value(g)
+    return a if u is None else a * u
+
+
+def activation_backward(
+    dh: Tensor, g: Tensor, u: Tensor | None, kind: int
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
+    """(dg, du or None, their amaxes from a kernel)."""
+    if _runs(g, u, dh):
+        return native.activation_backward(dh, g, u, kind)
+    return *reference_activation_backward(dh, g, u, kind), None
+
+
+def reference_activation_backward(dh: Tensor, g: Tensor, u: Tensor | None, kind: int) -> tuple[Tensor, Tensor | None]:
+    value, backward = _KINDS[kind]
+    return (backward(dh, g), None) if u is None else (backward(dh * u, g), dh * value(g))
+
+
+class Normal(NamedTuple):
+    """y [.., cols]; fp32 [rows] rstd and mean (empty in RMSNorm); amax fp32 [1], from a kernel."""
+
+    y: Tensor
+    rstd: Tensor
+    mean: Tensor
+    amax: Tensor | None
+
+
+def _gamma(weight: Tensor, spec: NormSpec) -> Tensor:
+    return weight.float() + 1 if spec.zero_centered else weight
+
+
+def _sides(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What torch's LayerNorm is given: fp32 where gamma is."""
+    gamma = _gamma(weight, spec)
+    return x.to(gamma.dtype), gamma, None if bias is None else bias.to(gamma.dtype)
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> Normal:
+    """x [.., cols], weight and bias [cols]."""
+    if _runs(x, weight, bias, widest=native.WIDEST_NORM):
+        return Normal(*native.norm(x, weight, bias, *spec))
+    return Normal(*reference_norm(x, weight, bias, spec), None)
+
+
+def reference_norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """y, rstd, mean."""
+    if spec.centred:
+        values, gamma, beta = _sides(x, weight, bias, spec)
+        y, mean, rstd = _aten.native_layer_norm(values, x.shape[-1:], gamma, beta, spec.eps)
+        return y.to(x.dtype), rstd.float().flatten(), mean.float().flatten()
+    values = x.float()
+    rstd = torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + spec.eps)
+    y = (values * rstd * _gamma(weight, spec)).to(x.dtype)
+    return y, rstd.flatten(), rstd.new_empty(0)
+
+
+class NormGradients(NamedTuple):
+    """dx (with the residual's gradient), dweight, dbias or None; amax of dx, from a kernel."""
+
+    dx: Tensor
+    dweight: Tensor
+    dbias: Tensor | None
+    amax: Tensor | None
+
+
+def norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, rstd: Tensor, mean: Tensor,
+    spec: NormSpec,
+) -> NormGradients:
+    """residual: a gradient of x that is added to dx, after rounding, as autograd adds two."""
+    if _runs(x, weight, bias, dy, residual, widest=native.WIDEST_NORM):
+        return NormGradients(*native.norm_backward(dy, x, weight, residual, rstd, mean, spec.zero_centered, bias is not None))
+    return NormGradients(*reference_norm_backward(dy, x, weight, bias, residual, rstd, mean, spec), None)
+
+
+def reference_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, rstd: Tensor, mean: Tensor,
+    spec: NormSpec,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dx, dweight, dbias."""
+    rows = (*x.shape[:-1], 1)
+    if spec.centred:
+        values, gamma, beta = _sides(x, weight, bias, spec)
+        of_row = _statistics_dtype(values, gamma)
+        dx, dweight, dbias = _aten.native_layer_norm_backward(
+            dy.to(values.dtype), values, x.shape[-1:], mean.view(rows).to(of_row), rstd.view(rows).to(of_row), gamma, beta,
+            [True, True, bias is not None],
+        )
+    else:  # the derivative of x * rsqrt(mean(x^2) + eps) * gamma, step by step
+        values, d, r = x.float(), dy.float(), rstd.view(rows)
+        dweight = (d * (values * r)).reshape(-1, x.shape[-1]).sum(0)
+        d = d * _gamma(weight, spec)
+        dr = (d * values).sum(-1, keepdim=True)
+        dx = d * r
+        if residual is not None and x.dtype is torch.float32:  # nothing rounds in between: autograd adds three terms
+            dx, residual = residual + dx, None
+        dx = dx + (-0.5 * dr * r.pow(3)) / x.shape[-1] * (2 * values)
+    dx = dx.to(x.dtype)
+    dbias = None if bias is None else dbias.to(bias.dtype)
+    return dx if residual is None else dx + residual, dweight.to(weight.dtype), dbias
+
+
+def _statistics_dtype(x: Tensor, gamma: Tensor) -> torch.dtype:
+    """In which torch's LayerNorm gives mean and rstd."""
+    return torch.float32 if x.is_cuda else gamma.dtype
