@@ -1,0 +1,34 @@
+"""`fq.LayerNormLinear`: a norm, and a linear layer that quantizes what the norm wrote."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ..recipe import Recipe
+from .linear import Linear
+from .norm import Norm
+
+
+class LayerNormLinear(nn.Module):
+    """y = linear(norm(x)); with return_layernorm_output (y, norm(x)).
+
+    norm:    `Norm` of `normalization`, "RMSNorm" or "LayerNorm".
+    linear:  `fq.Linear`; the recipe is changed with `fq.set_recipe`.
+
+    x [.., in_features], y [.., out_features]. state_dict keys: norm.weight (norm.bias), linear.weight, linear.bias.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, normalization: str = "LayerNorm", eps: float = 1e-5,
+        zero_centered_gamma: bool = False, return_layernorm_output: bool = False, device=None, dtype=None, *,
+        recipe: Recipe | None = None, name: str = "layernorm_linear",
+    ):
+        super().__init__()
+        self.return_layernorm_output = return_layernorm_output
+        self.norm = Norm(in_features, normalization, eps, zero_centered_gamma, device, dtype)
+        self.linear = Linear(in_features, out_features, bias, device, dtype, recipe=recipe, name=f"{name}.linear")
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        normal = self.norm(x)
+        y = self.linear(normal)
+        return (y, normal) if self.return_layernorm_output else y

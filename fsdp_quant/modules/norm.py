@@ -1,0 +1,63 @@
+"""`fq.Norm`: RMSNorm or LayerNorm, one kernel a pass, with the option of a zero-centred gamma."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..ops.norm import NormSpec
+from .norm_op import normalize
+
+
+class Norm(nn.Module):
+    """A norm over the last dim: y = (x - mean) * rstd * gamma + beta.
+
+    normalization:        "RMSNorm" (no mean, no beta) or "LayerNorm".
+    zero_centered_gamma:  gamma is 1 + weight, and weight starts at 0.
+
+    weight (and bias) [dim]; state_dict keys are those of torch's modules. x [.., dim], any floating dtype; under
+    torch.autocast, and where x has another dtype than the weight, torch's own norm runs. Raises ValueError for another
+    normalization, or an x of another width.
+    """
+
+    def __init__(
+        self, dim: int, normalization: str = "RMSNorm", eps: float = 1e-5, zero_centered_gamma: bool = False, device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        if normalization not in ("RMSNorm", "LayerNorm"):
+            raise ValueError(f"normalization must be 'RMSNorm' or 'LayerNorm', got {normalization!r}")
+        self.normalization = normalization
+        self.spec = NormSpec(float(eps), normalization == "LayerNorm", bool(zero_centered_gamma))
+        self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+        self.register_parameter("bias", nn.Parameter(torch.empty_like(self.weight)) if self.spec.centred else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 0.0 if self.spec.zero_centered else 1.0)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.beside(x)[0]
+
+    def beside(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of x, x): the second in the place of x makes one pass of both gradients."""
+        if x.shape[-1] != self.weight.shape[0]:
+            raise ValueError(f"{self.normalization}: input is {list(x.shape)}, its last dim must be {self.weight.shape[0]}")
+        params = [p for p in (self.weight, self.bias) if p is not None]
+        if torch.is_autocast_enabled(x.device.type) or any(isinstance(p, DTensor) or p.dtype is not x.dtype for p in params):
+            return self._by_torch(x), x
+        return normalize(x, self.weight, self.bias, self.spec)
+
+    def _by_torch(self, x: Tensor) -> Tensor:
+        weight = self.weight.float() + 1 if self.spec.zero_centered else self.weight
+        if self.spec.centred:
+            return F.layer_norm(x, weight.shape, weight, self.bias, self.spec.eps)
+        return F.rms_norm(x, weight.shape, weight, self.spec.eps)
+
+    def extra_repr(self) -> str:
+        centred = ", zero_centered_gamma=True" if self.spec.zero_centered else ""
+        return f"{self.weight.shape[0]}, {self.normalization}, eps={self.spec.eps:g}{centred}"
