@@ -179,7 +179,7 @@ def fused(recipe: str) -> Callable[[nn.Module], nn.Module]:
         for i, block in enumerate(model):
             weight = block.gate.weight
             layer = fq.LayerNormMLP(
-                weight.shape[1], weight.shape[0], residual=True, eps=torch.finfo(weight.dtype).eps, device=weight.device,
+                weight.shape[1], weight.shape[0], residual=True, eps=torch.finfo(torch.float32).eps, device=weight.device,
                 dtype=weight.dtype, recipe=RECIPES[recipe](), name=f"{i}",
             )
             names = {"norm": "norm", "gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
