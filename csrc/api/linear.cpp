@@ -26,6 +26,7 @@
 #include "api/layout.h"
 #include "api/quantize.h"
 #include "layout/scalars.h"
+#include "norm/norm.h"
 
 namespace fsdp_quant {
 
@@ -137,52 +138,69 @@ struct History {
   const std::vector<at::Tensor>&factors, &amaxes;
 };
 
-// Amaxes [1] that came with tensors out of the kernels that wrote them, of the last few: who quantizes one with a scale of
-// the whole tensor need not read it for its amax. Of memory, not of tensors, so that views count; good while it lives and
-// was not written, on the same stream.
-class Amaxes {
+// What is known of a tensor's amaxes: of all of it [1], of every row, of every column over 128 rows [runs, cols].
+struct Amaxes {
+  MaybeTensor whole, rows, runs;
+};
+
+// Amaxes that came with tensors out of the kernels that wrote them, of the last few: who quantizes one need not read it
+// for its statistics. Of memory, not of tensors, so that views count; good while it lives and was not written, on the same
+// stream.
+class Produced {
  public:
-  void remember(const at::Tensor& x, const at::Tensor& amax) {
+  // amaxes: [1], or as AmaxesOf.
+  void remember(const at::Tensor& x, const at::Tensor& amaxes) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (entries_.size() == kKept) entries_.pop_front();
-    entries_.push_back({x.storage().getWeakStorageImpl(), x.storage_offset(), x.numel(), version_of(x),
-                        c10::cuda::getCurrentCUDAStream(x.device().index()), amax});
+    while (!entries_.empty() && (entries_.size() >= kKept || entries_.front().memory.expired())) entries_.pop_front();
+    entries_.push_back({x.storage().getWeakStorageImpl(), x.storage_offset(), x.numel(), x.size(-1), x._version(),
+                        c10::cuda::getCurrentCUDAStream(x.device().index()), amaxes});
   }
 
-  MaybeTensor of(const at::Tensor& x) {
+  Amaxes of(const at::Tensor& x) {
+    if (x.is_inference() || x.dim() == 0) return {};
     const std::lock_guard<std::mutex> lock(mutex_);
     for (auto e = entries_.rbegin(); e != entries_.rend(); ++e)
       if (e->memory._unsafe_get_target() == x.storage().unsafeGetStorageImpl() && e->offset == x.storage_offset() &&
-          e->numel == x.numel() && e->version == version_of(x) &&
+          e->numel == x.numel() && e->version == x._version() && x.is_contiguous() &&
           e->stream == c10::cuda::getCurrentCUDAStream(x.device().index()))
-        return e->amax;
-    return std::nullopt;
+        return e->amaxes.numel() == 1 ? Amaxes{e->amaxes} : parts(e->amaxes, e->numel / e->cols, e->cols, x.size(-1));
+    return {};
   }
 
  private:
   static constexpr size_t kKept = 8;
   struct Entry {
     c10::weak_intrusive_ptr<c10::StorageImpl> memory;  // its address is not given to another while this is here
-    int64_t offset, numel, version;
+    int64_t offset, numel, cols, version;
     c10::cuda::CUDAStream stream;
-    at::Tensor amax;
+    at::Tensor amaxes;
   };
 
-  static int64_t version_of(const at::Tensor& x) { return x.is_inference() ? -1 : x._version(); }
+  static Amaxes parts(const at::Tensor& all, int64_t rows, int64_t cols, int64_t wanted_cols) {
+    const at::AutoDispatchBelowADInplaceOrView no_autograd;
+    const AmaxesOf layout = {rows, cols};
+    const auto part = [&](int64_t at, int64_t size) { return all.narrow(-1, at, size); };
+    Amaxes known = {part(0, 1)};
+    if (cols == wanted_cols)
+      known.rows = part(layout.at_rows(), rows), known.runs = part(layout.at_runs(), layout.runs() * cols);
+    return known;
+  }
 
   std::mutex mutex_;
   std::deque<Entry> entries_;
 };
 
-Amaxes& amaxes() {
-  static auto* const kept = new Amaxes;  // backward threads may outlive static destructors
+Produced& produced() {
+  static auto* const kept = new Produced;  // backward threads may outlive static destructors
   return *kept;
 }
 
-void remember_amax(const at::Tensor& x, const at::Tensor& amax) {
+void remember_amax(const at::Tensor& x, const at::Tensor& amaxes) {
   check_cuda(x, "x");
-  check_buffer(amax, "amax", x, at::kFloat, 1);
-  if (!x.is_inference() && x.is_contiguous()) amaxes().remember(x, amax);
+  const int64_t cols = x.dim() == 0 ? 0 : x.size(-1);
+  const int64_t all = cols == 0 ? 1 : AmaxesOf{x.numel() / cols, cols}.size();
+  check_buffer(amaxes, "amaxes", x, at::kFloat, amaxes.numel() == 1 ? 1 : all);
+  if (!x.is_inference() && x.is_contiguous() && cols != 0) produced().remember(x, amaxes.flatten());
 }
 
 // Codes of x for these sides, where their Side is present; amaxes of delayed sides go into their histories.
@@ -213,7 +231,7 @@ Encodings encode_sides(
 }
 
 // The storages of x that are wanted.
-Encodings quantize_slot(const Call& call, Slot slot, const at::Tensor& x, bool row, bool col, const MaybeTensor& amax) {
+Encodings quantize_slot(const Call& call, Slot slot, const at::Tensor& x, bool row, bool col, const Amaxes& known) {
   const Reading(&r)[kDirections] = call.plan->readings[slot];
   const History history = slot == kInput ? History{call.factors, call.histories}
                                          : History{call.grad_factors, call.grad_histories};
@@ -231,13 +249,14 @@ Encodings quantize_slot(const Call& call, Slot slot, const at::Tensor& x, bool r
     }
   }
   Encodings made;
-  if (plain[0].present() || plain[1].present()) made = encode_sides(r, plain, x, history, key, false, amax);
+  if (plain[0].present() || plain[1].present()) made = encode_sides(r, plain, x, history, key, false, known.whole);
   if (anchors[0] != 0 || anchors[1] != 0) {
     const MaybeTensor none;
     at::Tensor counts;
     if (call.guard.has_value()) counts = call.guard->select(0, slot);
-    auto sides = anchored(x, anchors[0], anchors[1], std::max<int64_t>(r[0].run, 0), std::max<int64_t>(r[1].run, 0), none,
-                          none, false, counts.defined() ? &counts : nullptr);
+    auto sides = anchored(x, anchors[0], anchors[1], std::max<int64_t>(r[0].run, 0), std::max<int64_t>(r[1].run, 0),
+                          anchors[0] != 0 && r[0].run == 0 ? known.rows : none,
+                          anchors[1] != 0 && r[1].run == 128 ? known.runs : none, false, counts.defined() ? &counts : nullptr);
     auto next = sides.begin();
     for (int d = 0; d < kDirections; ++d)
       if (anchors[d] != 0) made[d].data = std::move(*next++), made[d].scale = std::move(*next++);
@@ -329,7 +348,7 @@ std::vector<at::Tensor> forward(
   const bool col = call.saves && plan.saves == Saves::kCodes;
   Encodings made;
   if (codes.empty()) {
-    made = quantize_slot(call, kInput, rows, true, col, amaxes().of(x));
+    made = quantize_slot(call, kInput, rows, true, col, produced().of(x));
   } else {
     size_t at = 0;
     for (const Direction d : {kRowwise, kColumnwise})
@@ -367,12 +386,12 @@ std::vector<at::Tensor> saved_of(const Call& call, const at::Tensor& x, const st
 template <class Weight>
 std::array<at::Tensor, 2> backward(
     const Call& call, const at::Tensor& dy, const Weight& weight, const std::vector<at::Tensor>& saved, bool needs_x,
-    bool needs_w, const MaybeTensor& amax) {
+    bool needs_w, const Amaxes& known) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const c10::cuda::CUDAGuard guard(dy.device());
   const Plan& plan = *call.plan;
   const Reading(&r)[kDirections] = plan.readings[kGradOutput];
-  const Encodings made = quantize_slot(call, kGradOutput, dy, needs_x, needs_w, amax);
+  const Encodings made = quantize_slot(call, kGradOutput, dy, needs_x, needs_w, known);
   const Encoded values = {dy, {}, {}, {}};
   std::array<at::Tensor, 2> result;
   if (needs_x) {
@@ -394,7 +413,7 @@ std::array<at::Tensor, 2> backward(
     } else {
       kept.data = matrix(saved.at(0));
       if (x.is_quantized()) {
-        Encodings again = quantize_slot(call, kInput, kept.data, false, true, std::nullopt);
+        Encodings again = quantize_slot(call, kInput, kept.data, false, true, {});
         kept = again[x.same ? kRowwise : kColumnwise];
       }
     }
@@ -453,10 +472,10 @@ struct Linear : torch::autograd::Function<Linear> {
       const at::AutoGradMode no_graph(false);
       const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
       if (dy.key_set().has(c10::DispatchKey::Python)) dy = dy.clone();  // of a collective that is under way: waits
-      const MaybeTensor amax = amaxes().of(dy);
+      const Amaxes known = produced().of(dy);
       dy = matrix(dy);
       const auto operand = [&] { return weight_operand(weight, *call, dy.scalar_type()); };
-      auto [dx, dw] = fsdp_quant::backward(*call, dy, operand, saved, needs_x, needs_w, amax);
+      auto [dx, dw] = fsdp_quant::backward(*call, dy, operand, saved, needs_x, needs_w, known);
       const std::vector<int64_t> shape = ctx->saved_data["shape"].toIntVector();
       if (needs_x) made[0] = shape.size() == 2 ? dx : dx.view(shape);
       if (needs_w) made[1] = dw.scalar_type() == weight.scalar_type() ? dw : dw.to(weight.scalar_type());
@@ -521,7 +540,7 @@ std::tuple<at::Tensor, at::Tensor> linear_step_backward(
   check_cuda(dy, "dy");
   const auto call = call_of(plan, -1, true, step, ids, guard, factors, grad_factors, {}, grad_histories);
   const std::vector<at::Tensor> w = operand.vec();
-  auto [dx, dw] = backward(*call, matrix(dy), [&] { return w; }, saved.vec(), needs_x, needs_w, std::nullopt);
+  auto [dx, dw] = backward(*call, matrix(dy), [&] { return w; }, saved.vec(), needs_x, needs_w, {});
   const at::Tensor none = new_empty(dy, {0}, dy.scalar_type());
   return {needs_x ? dx : none, needs_w ? dw : none};
 }
@@ -595,7 +614,7 @@ void register_linear(torch::Library& m) {
       torch::dispatch(c10::DispatchKey::CUDA, linear_weight));
   m.def("random_key(Tensor step, Tensor ids, int slot, int rows) -> Tensor",
         torch::dispatch(c10::DispatchKey::CUDA, random_key));
-  m.def("remember_amax(Tensor x, Tensor amax) -> ()", torch::dispatch(c10::DispatchKey::CUDA, remember_amax));
+  m.def("remember_amax(Tensor x, Tensor amaxes) -> ()", torch::dispatch(c10::DispatchKey::CUDA, remember_amax));
   m.def("record_amax(Tensor(a!) amaxes, Tensor amax) -> ()", torch::dispatch(c10::DispatchKey::CUDA, record_amax));
   // Eager mode alone: the guard and the histories are written, which the schema does not say.
   m.def(

@@ -43,27 +43,34 @@ void check_line(const at::Tensor& t, const char* name, const at::Tensor& x) {
   TORCH_CHECK_VALUE(is_aligned(t.const_data_ptr(), 16), name, " does not begin at a multiple of 16 bytes");
 }
 
-at::Tensor new_amaxes(const at::Tensor& like, int64_t count, cudaStream_t stream) {
-  at::Tensor amaxes = new_empty(like, {count}, at::kFloat);
-  C10_CUDA_CHECK(cudaMemsetAsync(amaxes.mutable_data_ptr(), 0, count * sizeof(float), stream));
-  return amaxes;
+at::Tensor new_amax(const at::Tensor& like, cudaStream_t stream) {
+  at::Tensor amax = new_empty(like, {1}, at::kFloat);
+  C10_CUDA_CHECK(cudaMemsetAsync(amax.mutable_data_ptr(), 0, sizeof(float), stream));
+  return amax;
 }
 
-// Input and outputs as one long row where they lie so.
 ActivationArgs activation_args(const at::Tensor& g, const MaybeTensor& u, const at::Tensor* dh) {
   check_matrix(g, "g", g);
   if (u.has_value()) check_matrix(*u, "u", g);
   if (dh != nullptr) check_matrix(*dh, "dh", g);
+  constexpr int64_t kMost = 65535 * 128, kLargest = std::numeric_limits<int32_t>::max() - 1024;
+  TORCH_CHECK_VALUE(g.size(0) <= kMost && g.size(1) <= kLargest, "g has shape ", g.sizes(), "; wanted at most [", kMost,
+                    ", ", kLargest, "]");
   ActivationArgs a = {};
   a.rows = g.size(0), a.cols = g.size(1);
   a.g = g.const_data_ptr(), a.g_stride = g.stride(0);
   if (u.has_value()) a.u = u->const_data_ptr(), a.u_stride = u->stride(0);
   if (dh != nullptr) a.dh = dh->const_data_ptr(), a.dh_stride = dh->stride(0);
-  const bool flat = g.is_contiguous() && (!u.has_value() || u->is_contiguous()) && (dh == nullptr || dh->is_contiguous());
-  if (flat) a.cols *= a.rows, a.rows = 1;
-  TORCH_CHECK_VALUE(ceil_div(a.cols, 4096) * a.rows <= std::numeric_limits<int32_t>::max() / 2, "g has shape ", g.sizes(),
-                    "; one launch takes 2^30 pieces of 4096");
   return a;
+}
+
+// Amaxes of results like g: [count, AmaxesOf].
+at::Tensor new_lines(const at::Tensor& g, int64_t count) {
+  const AmaxesOf layout = {g.size(0), g.size(1)};
+  at::Tensor amaxes = new_empty(g, {count, layout.size()}, at::kFloat);
+  C10_CUDA_CHECK(cudaMemset2DAsync(amaxes.mutable_data_ptr(), layout.size() * sizeof(float), 0,
+                                   layout.zeroed() * sizeof(float), count, c10::cuda::getCurrentCUDAStream()));
+  return amaxes;
 }
 
 void launch(const ActivationArgs& args, const at::Tensor& g, int64_t kind, bool backward) {
@@ -72,27 +79,26 @@ void launch(const ActivationArgs& args, const at::Tensor& g, int64_t kind, bool 
                                  c10::cuda::getCurrentCUDAStream()), backward ? "activation_backward" : "activation");
 }
 
-// h = act(g) (* u) [rows, cols], and its amax [1].
+// h = act(g) (* u) [rows, cols], and its amaxes [AmaxesOf].
 std::tuple<at::Tensor, at::Tensor> activation(const at::Tensor& g, const MaybeTensor& u, int64_t kind) {
   ActivationArgs args = activation_args(g, u, nullptr);
   const c10::cuda::CUDAGuard guard(g.device());
   const at::Tensor h = new_empty(g, g.sizes(), g.scalar_type());
-  const at::Tensor amax = new_amaxes(g, 1, c10::cuda::getCurrentCUDAStream());
-  args.out = h.mutable_data_ptr(), args.amax = amax.mutable_data_ptr<float>();
+  const at::Tensor amaxes = new_lines(g, 1);
+  args.out = h.mutable_data_ptr(), args.amaxes = amaxes.mutable_data_ptr<float>();
   launch(args, g, kind, false);
-  return {h, amax};
+  return {h, amaxes};
 }
 
-// dg, du (empty without u), and their amaxes [2].
+// dg, du (empty without u), and their amaxes [2 (1), AmaxesOf].
 std::tuple<at::Tensor, at::Tensor, at::Tensor> activation_backward(
     const at::Tensor& dh, const at::Tensor& g, const MaybeTensor& u, int64_t kind) {
   ActivationArgs args = activation_args(g, u, &dh);
   const c10::cuda::CUDAGuard guard(g.device());
   const at::Tensor dg = new_empty(g, g.sizes(), g.scalar_type());
   const at::Tensor du = u.has_value() ? new_empty(g, g.sizes(), g.scalar_type()) : new_empty(g, {0}, g.scalar_type());
-  const at::Tensor amaxes = new_amaxes(g, 2, c10::cuda::getCurrentCUDAStream());
-  args.out = dg.mutable_data_ptr(), args.du = du.mutable_data_ptr();
-  args.amax = amaxes.mutable_data_ptr<float>(), args.du_amax = args.amax + 1;
+  const at::Tensor amaxes = new_lines(g, 1 + u.has_value());
+  args.out = dg.mutable_data_ptr(), args.du = du.mutable_data_ptr(), args.amaxes = amaxes.mutable_data_ptr<float>();
   launch(args, g, kind, true);
   return {dg, du, amaxes};
 }
@@ -116,7 +122,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm(
   if (bias.has_value()) check_line(*bias, "bias", x), args.bias = bias->const_data_ptr();
   const c10::cuda::CUDAGuard guard(x.device());
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
-  const at::Tensor y = new_empty(x, x.sizes(), x.scalar_type()), amax = new_amaxes(x, 1, stream);
+  const at::Tensor y = new_empty(x, x.sizes(), x.scalar_type()), amax = new_amax(x, stream);
   const at::Tensor rstd = new_empty(x, {x.size(0)}, at::kFloat), mean = new_empty(x, {centred ? x.size(0) : 0}, at::kFloat);
   args.eps = static_cast<float>(eps);
   args.y = y.mutable_data_ptr(), args.amax = amax.mutable_data_ptr<float>(), args.rstd = rstd.mutable_data_ptr<float>();
@@ -142,7 +148,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_backward(
   TORCH_CHECK_VALUE(centred || !has_bias, "a root mean square norm has no bias");
   const c10::cuda::CUDAGuard guard(x.device());
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
-  const at::Tensor dx = new_empty(x, x.sizes(), x.scalar_type()), amax = new_amaxes(x, 1, stream);
+  const at::Tensor dx = new_empty(x, x.sizes(), x.scalar_type()), amax = new_amax(x, stream);
   const at::Tensor dweight = new_empty(x, {args.cols}, x.scalar_type());
   const at::Tensor dbias = new_empty(x, {has_bias ? args.cols : 0}, x.scalar_type());
   const at::Tensor partial = new_empty(x, {1 + has_bias, kNormBlocks, args.cols}, at::kFloat);

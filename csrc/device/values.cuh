@@ -80,41 +80,61 @@ struct Eight {
   }
 };
 
-// Largest magnitude so far, compared as integer bits, so that a NaN is largest; two a word of 16-bit values.
+// Magnitudes, compared as integer bits, so that a NaN is largest; two a word of 16-bit values.
 template <class T>
-struct Largest {
-  uint32_t bits = 0;
+struct Magnitudes {
+  static constexpr bool kWide = Eight<T>::kWide;
+  static constexpr int kWords = Eight<T>::kWords;
+  uint32_t w[kWords] = {};
+
+  __device__ __forceinline__ static uint32_t larger(uint32_t a, uint32_t b) { return kWide ? max(a, b) : __vmaxu2(a, b); }
+  __device__ __forceinline__ static uint32_t of_word(uint32_t word) { return word & (kWide ? 0x7FFFFFFFu : 0x7FFF7FFFu); }
+  // One value's magnitude as the bits of fp32; a NaN as the canonical one.
+  __device__ __forceinline__ static uint32_t widened(uint32_t one) {
+    uint32_t bits = one;
+    if constexpr (!kWide)
+      bits = __float_as_uint(Pair<T>::widen(*reinterpret_cast<const typename Pair<T>::type*>(&one)).x);
+    return bits > 0x7F800000u ? 0x7FC00000u : bits;
+  }
+  // The largest of these eight, not widened.
+  __device__ __forceinline__ static uint32_t largest(const Eight<T>& e) {
+    uint32_t m = of_word(e.w[0]);
+#pragma unroll
+    for (int k = 1; k < kWords; ++k) m = larger(m, of_word(e.w[k]));
+    return kWide ? m : max(m & 0xFFFFu, m >> 16);
+  }
 
   __device__ __forceinline__ void take(const Eight<T>& e) {
 #pragma unroll
-    for (int k = 0; k < Eight<T>::kWords; ++k) {
-      if constexpr (Eight<T>::kWide) {
-        bits = max(bits, e.w[k] & 0x7FFFFFFFu);
-      } else {
-        bits = __vmaxu2(bits, e.w[k] & 0x7FFF7FFFu);
-      }
-    }
+    for (int k = 0; k < kWords; ++k) w[k] = larger(w[k], of_word(e.w[k]));
   }
-  // As the bits of an fp32 magnitude.
-  __device__ __forceinline__ uint32_t widened() const {
-    if constexpr (Eight<T>::kWide) {
-      return bits;
-    } else {
-      const uint32_t one = max(bits & 0xFFFFu, bits >> 16);
-      return __float_as_uint(Pair<T>::widen(*reinterpret_cast<const typename Pair<T>::type*>(&one)).x);
+  // Of all that was taken.
+  __device__ __forceinline__ uint32_t largest() const {
+    Eight<T> all;
+#pragma unroll
+    for (int k = 0; k < kWords; ++k) all.w[k] = w[k];
+    return widened(largest(all));
+  }
+  // Of each of the eight places, to 8 floats of memory.
+  __device__ __forceinline__ void store(float* to) const {
+#pragma unroll
+    for (int k = 0; k < 8; k += 4) {
+      uint32_t bits[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) bits[i] = widened(kWide ? w[(k + i) % kWords] : (k + i) & 1 ? w[(k + i) / 2] >> 16 : w[(k + i) / 2] & 0xFFFFu);
+      *reinterpret_cast<uint4*>(to + k) = make_uint4(bits[0], bits[1], bits[2], bits[3]);
     }
   }
 };
 
 // The block's largest magnitude into *amax, which starts at 0. Few atomics: most blocks find that it is large enough.
-// All threads of the block; `smem` has a word a warp, and is not in use.
+// bits: widened. All threads of the block; `smem` has a word a warp, and is not in use.
 __device__ __forceinline__ void raise_amax(float* amax, uint32_t bits, uint32_t* smem) {
   bits = __reduce_max_sync(0xFFFFFFFFu, bits);
   if ((threadIdx.x & 31) == 0) smem[threadIdx.x >> 5] = bits;
   __syncthreads();
   if (threadIdx.x >= 32) return;
   bits = __reduce_max_sync(0xFFFFFFFFu, threadIdx.x < (blockDim.x + 31) / 32 ? smem[threadIdx.x] : 0u);
-  if (bits > 0x7F800000u) bits = 0x7FC00000u;
   auto* word = reinterpret_cast<uint32_t*>(amax);
   if (threadIdx.x == 0 && bits > *reinterpret_cast<volatile uint32_t*>(word)) atomicMax(word, bits);
 }

@@ -5,7 +5,8 @@
 //
 // fp32 inside; rounding points are those of the two separate operations, so that fusing them changes nothing but the
 // last bits of exp, erf and tanh. `a` is made again in the backward, not kept.
-// Block: 256 threads, 4096 values of a row at a time, 16 (32) bytes a thread and access.
+// Block: 128 threads, 128 rows of 1024 columns: a thread has 8 columns to itself, so that their amaxes over 128 rows, which
+// anchor an operand of wgrad, need no other thread; those of rows are collected by atomic maxima, one a warp.
 #include "device/values.cuh"
 #include "norm/norm.h"
 
@@ -13,7 +14,7 @@ namespace fsdp_quant {
 
 namespace {
 
-constexpr int kThreadsOf = 256, kUnroll = 2, kChunk = kThreadsOf * 8 * kUnroll;
+constexpr int kBlock = 128, kWidth = kBlock * 8, kRun = 128;
 
 // value: act(x); slope: act'(x).
 template <Activation A>
@@ -46,33 +47,50 @@ __device__ __forceinline__ void round_all(float (&v)[8]) {
   Eight<T>::round(v).widen(v);
 }
 
+// Amaxes of one result: of rows at once, of columns and the whole at the end of the tile.
+template <class T>
+struct Collected {
+  Magnitudes<T> of_cols;
+
+  __device__ __forceinline__ void take(const Eight<T>& e, uint32_t* of_row) {
+    of_cols.take(e);
+    const uint32_t largest = __reduce_max_sync(0xFFFFFFFFu, Magnitudes<T>::largest(e));
+    if ((threadIdx.x & 31) == 0) atomicMax(of_row, Magnitudes<T>::widened(largest));
+  }
+};
+
 template <class T, Activation A, bool Gated, bool Backward>
-__global__ void __launch_bounds__(kThreadsOf, Backward ? 3 : 4) activation_kernel(
-    const __grid_constant__ ActivationArgs args, int32_t chunks_of_row, int32_t chunks) {
-  __shared__ uint32_t smem[2][kThreadsOf / 32];
-  const T* const g = static_cast<const T*>(args.g);
-  const T* const u = static_cast<const T*>(args.u);
-  const T* const dh = static_cast<const T*>(args.dh);
-  T* const out = static_cast<T*>(args.out);
-  T* const du = static_cast<T*>(args.du);
-  Largest<T> of_out, of_du;
-  for (int32_t n = blockIdx.x; n < chunks; n += gridDim.x) {
-    const int64_t row = n / chunks_of_row;
-    const int64_t first = static_cast<int64_t>(n - static_cast<int32_t>(row) * chunks_of_row) * kChunk + threadIdx.x * 8;
-    Eight<T> gs[kUnroll], us[kUnroll], dhs[kUnroll];
+__global__ void __launch_bounds__(kBlock, 6) activation_kernel(const __grid_constant__ ActivationArgs args) {
+  constexpr int kUnroll = Backward ? 2 : 4;
+  __shared__ uint32_t smem[2][kBlock / 32];
+  const int32_t col = blockIdx.x * kWidth + threadIdx.x * 8, run = blockIdx.y;
+  const bool inside = col < args.cols;  // all threads take part in what crosses lanes
+  const int64_t first = static_cast<int64_t>(run) * kRun;
+  const int32_t rows = static_cast<int32_t>(args.rows - first < kRun ? args.rows - first : kRun);
+  const T* const g = static_cast<const T*>(args.g) + first * args.g_stride + col;
+  const T* const u = static_cast<const T*>(args.u) + first * args.u_stride + col;
+  const T* const dh = static_cast<const T*>(args.dh) + first * args.dh_stride + col;
+  T* const out = static_cast<T*>(args.out) + first * args.cols + col;
+  T* const du = static_cast<T*>(args.du) + first * args.cols + col;
+  const AmaxesOf layout = {args.rows, args.cols};
+  float* const of_du_amaxes = args.amaxes + layout.size();
+  auto* const out_rows = reinterpret_cast<uint32_t*>(args.amaxes + layout.at_rows() + first);
+  auto* const du_rows = reinterpret_cast<uint32_t*>(of_du_amaxes + layout.at_rows() + first);
+  Collected<T> of_out, of_du;
+  for (int32_t row = 0; row < rows; row += kUnroll) {
+    Eight<T> gs[kUnroll] = {}, us[kUnroll] = {}, dhs[kUnroll] = {};
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
-      const int64_t col = first + k * kThreadsOf * 8;
-      if (col >= args.cols) continue;
-      gs[k] = Eight<T>::load(g + row * args.g_stride + col);
-      if constexpr (Gated) us[k] = Eight<T>::load(u + row * args.u_stride + col);
-      if constexpr (Backward) dhs[k] = Eight<T>::load(dh + row * args.dh_stride + col);
+      if (!inside || row + k >= rows) continue;
+      gs[k] = Eight<T>::load(g + (row + k) * args.g_stride);
+      if constexpr (Gated) us[k] = Eight<T>::load(u + (row + k) * args.u_stride);
+      if constexpr (Backward) dhs[k] = Eight<T>::load(dh + (row + k) * args.dh_stride);
     }
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
-      const int64_t col = first + k * kThreadsOf * 8;
-      if (col >= args.cols) continue;
-      float x[8], up[8], a[8], slope[8], made[8];
+      if (row + k >= rows) break;  // of the whole block
+      const int64_t at = (row + k) * args.cols;
+      float x[8], up[8], a[8], slope[8];
       gs[k].widen(x);
       if constexpr (Gated) us[k].widen(up);
 #pragma unroll
@@ -84,38 +102,42 @@ __global__ void __launch_bounds__(kThreadsOf, Backward ? 3 : 4) activation_kerne
           for (int i = 0; i < 8; ++i) a[i] *= up[i];
         }
         const Eight<T> h = Eight<T>::round(a);
-        of_out.take(h);
-        h.store(out + row * args.cols + col);
+        of_out.take(h, out_rows + row + k);
+        if (inside) h.store(out + at);
       } else {
         float d[8];
         dhs[k].widen(d);
         if constexpr (Gated) {
           round_all<T>(a);
 #pragma unroll
-          for (int i = 0; i < 8; ++i) made[i] = d[i] * a[i], d[i] *= up[i];
-          const Eight<T> of_up = Eight<T>::round(made);
-          of_du.take(of_up);
-          of_up.store(du + row * args.cols + col);
+          for (int i = 0; i < 8; ++i) a[i] *= d[i], d[i] *= up[i];
+          const Eight<T> of_up = Eight<T>::round(a);
+          of_du.take(of_up, du_rows + row + k);
+          if (inside) of_up.store(du + at);
           round_all<T>(d);
         }
 #pragma unroll
-        for (int i = 0; i < 8; ++i) made[i] = d[i] * slope[i];
-        const Eight<T> dg = Eight<T>::round(made);
-        of_out.take(dg);
-        dg.store(out + row * args.cols + col);
+        for (int i = 0; i < 8; ++i) d[i] *= slope[i];
+        const Eight<T> dg = Eight<T>::round(d);
+        of_out.take(dg, out_rows + row + k);
+        if (inside) dg.store(out + at);
       }
     }
   }
-  raise_amax(args.amax, of_out.widened(), smem[0]);
-  if constexpr (Backward && Gated) raise_amax(args.du_amax, of_du.widened(), smem[1]);
+  const int64_t of_run = layout.at_runs() + run * args.cols + col;
+  if (inside) of_out.of_cols.store(args.amaxes + of_run);
+  raise_amax(args.amaxes, of_out.of_cols.largest(), smem[0]);
+  if constexpr (Backward && Gated) {
+    if (inside) of_du.of_cols.store(of_du_amaxes + of_run);
+    raise_amax(of_du_amaxes, of_du.of_cols.largest(), smem[1]);
+  }
 }
 
 template <class T, Activation A>
 cudaError_t launch_kind(const ActivationArgs& args, bool backward, cudaStream_t stream) {
-  const int64_t of_row = (args.cols + kChunk - 1) / kChunk, chunks = args.rows * of_row;
-  const dim3 blocks(static_cast<unsigned>(chunks < 132 * 16 ? chunks : 132 * 16));
+  const dim3 blocks(static_cast<unsigned>((args.cols + kWidth - 1) / kWidth), static_cast<unsigned>((args.rows + kRun - 1) / kRun));
   const auto start = [&](auto* kernel) {
-    kernel<<<blocks, kThreadsOf, 0, stream>>>(args, static_cast<int32_t>(of_row), static_cast<int32_t>(chunks));
+    kernel<<<blocks, kBlock, 0, stream>>>(args);
     return cudaGetLastError();
   };
   const bool gated = args.u != nullptr;

@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(1024) norm_kernel(const __grid_constant__ Norm
   }
   const float rstd = rsqrtf(total / args.cols + args.eps);
   if (threadIdx.x == 0) args.rstd[row] = rstd;
-  Largest<T> largest;
+  Magnitudes<T> largest;
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
     const int32_t col = (threadIdx.x + k * blockDim.x) * 8;
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(1024) norm_kernel(const __grid_constant__ Norm
     largest.take(made);
     made.store(y + col);
   }
-  raise_amax(args.amax, largest.widened(), maxima);
+  raise_amax(args.amax, largest.largest(), maxima);
 }
 
 // Threads: at most so many; half as many have twice the registers.
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(Threads) norm_backward_kernel(const __grid_con
   const T* const weight = static_cast<const T*>(args.weight);
   const T* const residual = static_cast<const T*>(args.residual);
   float dgamma[kVectors][8] = {}, dbeta[kVectors][8] = {};
-  Largest<T> largest;
+  Magnitudes<T> largest;
   int turn = 0;
   for (int32_t row = blockIdx.x; row < args.rows; row += gridDim.x, turn ^= 1) {
     const int64_t start = static_cast<int64_t>(row) * args.cols;
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(Threads) norm_backward_kernel(const __grid_con
             make_float4(dbeta[k][i], dbeta[k][i + 1], dbeta[k][i + 2], dbeta[k][i + 3]);
     }
   }
-  raise_amax(args.amax, largest.widened(), maxima);
+  raise_amax(args.amax, largest.largest(), maxima);
 }
 
 // Block: 32 columns, 16 threads each; y of the grid: gamma, beta.

@@ -18,8 +18,20 @@ struct ActivationArgs {
   const void *g, *u, *dh;  // u: null where nothing is gated; dh: of the backward
   int64_t g_stride, u_stride, dh_stride;
   void *out, *du;          // h; or dg and du
-  float *amax, *du_amax;   // [1] each, zero: raised to the largest magnitude of out, du
+  float *amaxes;           // of out, then of du, each as AmaxesOf
   int64_t rows, cols;      // cols a multiple of 8
+};
+
+// Where the largest magnitudes of [rows, cols] values lie in one buffer, each at a multiple of 16 bytes: of all (0), of
+// every row (the first `zeroed` start at zero), of every column over runs of 128 rows, [runs, cols].
+struct AmaxesOf {
+  int64_t rows, cols;
+
+  __host__ __device__ int64_t at_rows() const { return 4; }
+  __host__ __device__ int64_t zeroed() const { return 4 + (rows + 3) / 4 * 4; }
+  __host__ __device__ int64_t at_runs() const { return zeroed(); }
+  __host__ __device__ int64_t runs() const { return (rows + 127) / 128; }
+  __host__ __device__ int64_t size() const { return zeroed() + runs() * cols; }
 };
 
 // [rows, cols] values, contiguous, cols a multiple of 8 and at most kLargestWidth.

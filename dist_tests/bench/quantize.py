@@ -278,9 +278,9 @@ ROWS = (
     Row("RMSNorm backward + residual, amax", .65, .80, normalizes(False, backward=True, residual=True)),
     Row("LayerNorm, amax", .65, .80, normalizes(True)),
     Row("LayerNorm backward, amax", .65, .80, normalizes(True, backward=True)),
-    Row("SwiGLU, amax", .65, .80, activates("swiglu")),
+    Row("SwiGLU, amaxes", .65, .80, activates("swiglu")),
     Row("SwiGLU backward, amaxes", .65, .80, activates("swiglu", backward=True)),
-    Row("GeGLU, amax", .65, .80, activates("geglu")),
+    Row("GeGLU, amaxes", .65, .80, activates("geglu")),
     Row("GeGLU backward, amaxes", .65, .80, activates("geglu", backward=True)),
 )
 

@@ -13,6 +13,7 @@ from dist_tests.kernels.expected import BF16
 from dist_tests.kernels.test_gemm import RECIPES
 from dist_tests.laws import assert_same_bytes
 from fsdp_quant.context import STEP
+from fsdp_quant.formats import round_up
 from fsdp_quant.modules import norm_op
 from fsdp_quant.ops import native, norm
 from fsdp_quant.ops.norm import ACTIVATIONS, KINDS, NormSpec
@@ -25,7 +26,7 @@ DTYPES = (BF16, torch.float16, torch.float32)
 # tanh and rsqrt are good to a few units, sums of n terms to log2(n) more.
 UNITS = {BF16: 2**-6, torch.float16: 2**-9, torch.float32: 2**-18}
 SLACK = 2**-17  # of the largest magnitude that is added up: slopes and normalized gradients cancel
-SHAPES = ((7, 8), (64, 4096), (33, 1000), (3, 16384), (1000, 136))
+SHAPES = ((7, 8), (128, 4096), (33, 1000), (3, 16384), (1000, 136))
 
 
 def on_gpu(*shape: int, seed: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -41,7 +42,14 @@ def assert_close(got: Tensor, want: Tensor, scale: Tensor | float, what: str) ->
 
 
 def assert_amax(amax: Tensor, x: Tensor, what: str) -> None:
-    assert_same_bytes(amax.flatten(), x.float().abs().amax().view(1), f"amax of {what}")
+    """Of all of x; and where a kernel gives them, of its rows, and of its columns over 128 rows."""
+    assert_same_bytes(amax[:1], x.float().abs().amax().view(1), f"amax of {what}")
+    if amax.numel() > 1:
+        rows, cols = x.shape
+        magnitudes, runs = x.float().abs(), 4 + round_up(rows, 4)
+        assert_same_bytes(amax[4 : 4 + rows], magnitudes.amax(1), f"amaxes of rows of {what}")
+        of_runs = torch.stack([run.amax(0) for run in magnitudes.split(128)])
+        assert_same_bytes(amax[runs:], of_runs.flatten(), f"amaxes of runs of {what}")
 
 
 # Activations #
@@ -76,7 +84,8 @@ def test_activation_hides_no_overflow(name: str):
             g, u = torch.ones(2, 4096, dtype=BF16, device="cuda"), torch.ones(2, 4096, dtype=BF16, device="cuda")
             (g, u)[where][1, 77] = bad
             h, amax = norm.activation(g, u, ACTIVATIONS[name].kind)
-            assert not h[1, 77].isfinite() and not amax.isfinite()
+            assert not h[1, 77].isfinite() and not amax[0].isfinite() and not amax[5].isfinite() and not amax[8 + 77].isfinite()
+            assert int((~amax.isfinite()).sum()) == 3
             assert int((~h.isfinite()).sum()) == 1
 
 

@@ -300,13 +300,12 @@ class Operators:
     def activation(self, g, u, kind):
         self._rows("activation", g, u)
         h = norm.reference_activation(g, u, kind)
-        return h, h.abs().amax().float().view(1)
+        return h, _amaxes(h)[None]
 
     def activation_backward(self, dh, g, u, kind):
         self._rows("activation_backward", g, u, dh)
         dg, du = norm.reference_activation_backward(dh, g, u, kind)
-        amaxes = torch.stack([dg.abs().amax().float(), torch.zeros(()) if du is None else du.abs().amax().float()])
-        return dg, dg.new_empty(0) if du is None else du, amaxes
+        return dg, dg.new_empty(0) if du is None else du, torch.stack([_amaxes(t) for t in (dg, du) if t is not None])
 
     def norm(self, x, weight, bias, eps, centred, zero_centered):
         self._rows("norm", x, contiguous=True)
@@ -321,7 +320,8 @@ class Operators:
         return dx, dx.abs().amax().float().view(1), dweight, dweight.new_empty(0) if dbias is None else dbias
 
     def remember_amax(self, x, amax):
-        refuse(not torch.equal(amax, x.abs().amax().float().view(1)), "amax is not that of x")
+        whole = x.reshape(-1, x.shape[-1])
+        refuse(not torch.equal(amax, whole.abs().amax().float().view(1) if amax.numel() == 1 else _amaxes(whole)), "amaxes")
         self.calls.append(Call("remember_amax", x.data_ptr()))
 
     def linear_step(self, x, weight, bias, operand, plan, version, save, step, ids, guard, *lists):
@@ -480,6 +480,16 @@ class _Step(torch.autograd.Function):
 def _matrix(x: Tensor) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _amaxes(x: Tensor) -> Tensor:
+    """As `AmaxesOf` of csrc/norm/norm.h lays them out."""
+    rows, magnitudes = x.shape[0], x.abs().float()
+    return torch.cat([
+        layout.pad_to(magnitudes.amax().view(1, 1), 1, 4).flatten(),
+        layout.pad_to(magnitudes.amax(1)[None], 1, 4).flatten(),
+        layout.pad_to(magnitudes, 128, 1).view(-1, 128, x.shape[1]).amax(1).flatten(),
+    ])
 
 
 def _seen(x: Tensor, through_bf16: bool) -> Tensor:

@@ -3,7 +3,7 @@
     normalize   y = norm(x) * gamma + beta      saves x, gamma, rstd (and mean)
     activate    h = act(g), or act(g) * u       saves g and u; act(g) and h are made again
 
-A kernel that writes a tensor that is quantized next leaves the tensor's amax with it. Compiled graphs, and whatever looks
+A kernel that writes a tensor that is quantized next leaves the tensor's amaxes with it. Compiled graphs, and whatever looks
 at operators, get the same as `graph_norm` and `graph_activation`.
 """
 
@@ -60,8 +60,7 @@ class _Activate(torch.autograd.Function):
     def backward(ctx, dh):
         dg, du, amaxes = norm.activation_backward(dh, *ctx.saved_tensors, ctx.kind)
         for gradient, amax in zip((dg, du), amaxes or ()):
-            if gradient is not None:
-                _leave_amax(gradient, amax)
+            _leave_amax(gradient, amax)
         return dg, du, None
 
 

@@ -466,16 +466,27 @@ def _matrix(x: Tensor | None) -> Tensor | None:
     return rows if aligned else rows.clone(memory_format=torch.contiguous_format)
 
 
+def _amaxes(x: Tensor, count: int) -> Tensor:
+    """fp32 [count, n]: of results like x [rows, cols] the amax of all, of each row, and of each column over 128 rows.
+
+    They begin at 0, 4, and 4 + rows rounded up to 4 (`AmaxesOf` of csrc/norm/norm.h).
+    """
+    rows, cols = x.shape
+    return x.new_empty((count, 4 + round_up(rows, 4) + ceil_div(rows, TILE) * cols), dtype=torch.float32)
+
+
 def activation(g: Tensor, u: Tensor | None, kind: int) -> tuple[Tensor, Tensor]:
-    h, amax = _ops.activation(_matrix(g), _matrix(u), kind)
-    return h.view(g.shape), amax
+    """h, and its amaxes (`_amaxes`)."""
+    h, amaxes = _ops.activation(_matrix(g), _matrix(u), kind)
+    return h.view(g.shape), amaxes[0]
 
 
 def activation_backward(
     dh: Tensor, g: Tensor, u: Tensor | None, kind: int
-) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor]]:
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+    """dg, du, and the amaxes of each."""
     dg, du, amaxes = _ops.activation_backward(_matrix(dh), _matrix(g), _matrix(u), kind)
-    return dg.view(g.shape), None if u is None else du.view(g.shape), amaxes.split(1)
+    return dg.view(g.shape), None if u is None else du.view(g.shape), amaxes.unbind()
 
 
 def norm(
@@ -496,9 +507,12 @@ def norm_backward(
     return dx.view(x.shape), dweight, dbias if has_bias else None, amax
 
 
-def remember_amax(x: Tensor, amax: Tensor) -> None:
-    """Eager mode alone: who quantizes x next, with one scale, need not read it for its amax (csrc/api/linear.cpp)."""
-    _ops.remember_amax(x, amax)
+def remember_amax(x: Tensor, amaxes: Tensor) -> None:
+    """Eager mode alone: who quantizes x next need not read it for its statistics (csrc/api/linear.cpp).
+
+    amaxes:  of all of x [1], or as `_amaxes`.
+    """
+    _ops.remember_amax(x, amaxes)
 
 
 # A linear layer's step #
@@ -652,7 +666,7 @@ def _fake_swizzle(scale, outer, outer_block, transposed):
     return scale.new_empty(round_up(outer, TILE) * round_up(scale.shape[0 if transposed else 1], 4))
 
 
-def _amaxes(x: Tensor, count: int) -> Tensor:
+def _floats(x: Tensor, count: int) -> Tensor:
     return x.new_empty(count, dtype=torch.float32)
 
 
@@ -677,11 +691,11 @@ FAKES = {
     "relayout_group": lambda *args: None,
     "activation": lambda g, u, kind: (g.new_empty(g.shape), _amaxes(g, 1)),
     "activation_backward": lambda dh, g, u, kind: (
-        g.new_empty(g.shape), g.new_empty(0 if u is None else g.shape), _amaxes(g, 2)),
+        g.new_empty(g.shape), g.new_empty(0 if u is None else g.shape), _amaxes(g, 1 + (u is not None))),
     "norm": lambda x, weight, bias, eps, centred, zero_centered: (
-        x.new_empty(x.shape), _amaxes(x, 1), _amaxes(x, x.shape[0]), _amaxes(x, x.shape[0] if centred else 0)),
+        x.new_empty(x.shape), _floats(x, 1), _floats(x, x.shape[0]), _floats(x, x.shape[0] if centred else 0)),
     "norm_backward": lambda dy, x, weight, residual, rstd, mean, zero_centered, has_bias: (
-        x.new_empty(x.shape), _amaxes(x, 1), x.new_empty(x.shape[1]), x.new_empty(x.shape[1] if has_bias else 0)),
+        x.new_empty(x.shape), _floats(x, 1), x.new_empty(x.shape[1]), x.new_empty(x.shape[1] if has_bias else 0)),
     "gemm": lambda a, b, a_scale, b_scale, a_kind, b_kind, out_dtype, *rest, **options: a.new_empty(
         (a.shape[0], b.shape[0]), dtype=out_dtype),
     "gemm_out": lambda *args, **options: None,

@@ -6,7 +6,7 @@
 The math is fp32, and results round where the separate torch operations round: `act(g)` to the dtype before it is
 multiplied, and in the backward `dh * u` before it meets the slope. The reference equals torch's own autograd bit for bit;
 a kernel differs from it in the last bits of exp, erf and tanh, and in the order of sums over a row or over rows.
-Kernels also give the largest magnitude of what they wrote.
+Kernels also give the largest magnitudes of what they wrote: of all of it, and activations of lines (`native.remember_amax`).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _runs(x: Tensor, *others: Tensor | None, widest: int | None = None) -> bool:
 
 
 def activation(g: Tensor, u: Tensor | None, kind: int) -> tuple[Tensor, Tensor | None]:
-    """(act(g), or act(g) * u; its amax, fp32 [1], from a kernel)."""
+    """(act(g), or act(g) * u; its amaxes, from a kernel)."""
     return native.activation(g, u, kind) if _runs(g, u) else (reference_activation(g, u, kind), None)
 
 
@@ -87,7 +87,7 @@ def reference_activation(g: Tensor, u: Tensor | None, kind: int) -> Tensor:
 
 def activation_backward(
     dh: Tensor, g: Tensor, u: Tensor | None, kind: int
-) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...] | None]:
     """(dg, du or None, their amaxes from a kernel)."""
     if _runs(g, u, dh):
         return native.activation_backward(dh, g, u, kind)
