@@ -60,7 +60,7 @@ struct Collected {
 };
 
 template <class T, Activation A, bool Gated, bool Backward>
-__global__ void __launch_bounds__(kBlock, 6) activation_kernel(const __grid_constant__ ActivationArgs args) {
+__global__ void __launch_bounds__(kBlock, Eight<T>::kWide ? 6 : 8) activation_kernel(const __grid_constant__ ActivationArgs args) {
   constexpr int kUnroll = Backward ? 2 : 4;
   __shared__ uint32_t smem[2][kBlock / 32];
   const int32_t col = blockIdx.x * kWidth + threadIdx.x * 8, run = blockIdx.y;

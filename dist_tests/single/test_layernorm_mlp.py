@@ -81,8 +81,9 @@ def both(
     separate = Separate(activation, normalization, bias, residual, dtype)
     for parameter in separate.norm.parameters():
         nn.init.normal_(parameter, 1.0)
-    options = dict(activation=activation, normalization=normalization, bias=bias, residual=residual, dtype=dtype)
-    fused = fq.LayerNormMLP(D, HIDDEN, **options, recipe=recipe, name="mlp")
+    fused = fq.LayerNormMLP(
+        D, HIDDEN, activation, bias, normalization, residual=residual, dtype=dtype, recipe=recipe, name="mlp"
+    )
     fused.load_state_dict(separate.state_dict())
     fq.convert(nn.ModuleDict({"mlp": separate}), recipe)
     return separate, fused

@@ -466,6 +466,11 @@ def _matrix(x: Tensor | None) -> Tensor | None:
     return rows if aligned else rows.clone(memory_format=torch.contiguous_format)
 
 
+def _line(x: Tensor | None) -> Tensor | None:
+    """x [cols], which may be a piece of a larger buffer, from a multiple of 16 bytes."""
+    return x if x is None or (x.is_contiguous() and x.data_ptr() % 16 == 0) else x.clone(memory_format=torch.contiguous_format)
+
+
 def _amaxes(x: Tensor, count: int) -> Tensor:
     """fp32 [count, n]: of results like x [rows, cols] the amax of all, of each row, and of each column over 128 rows.
 
@@ -493,7 +498,7 @@ def norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y, rstd, mean, amax."""
-    y, amax, rstd, mean = _ops.norm(_matrix(x.contiguous()), weight, bias, eps, centred, zero_centered)
+    y, amax, rstd, mean = _ops.norm(_matrix(x.contiguous()), _line(weight), _line(bias), eps, centred, zero_centered)
     return y.view(x.shape), rstd, mean, amax
 
 
@@ -503,7 +508,7 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """dx, dweight, dbias, amax of dx."""
     dy, values, residual = (t if t is None else _matrix(t.contiguous()) for t in (dy, x, residual))
-    dx, amax, dweight, dbias = _ops.norm_backward(dy, values, weight, residual, rstd, mean, zero_centered, has_bias)
+    dx, amax, dweight, dbias = _ops.norm_backward(dy, values, _line(weight), residual, rstd, mean, zero_centered, has_bias)
     return dx.view(x.shape), dweight, dbias if has_bias else None, amax
 
 
