@@ -200,7 +200,8 @@ void remember_amax(const at::Tensor& x, const at::Tensor& amaxes) {
   const int64_t cols = x.dim() == 0 ? 0 : x.size(-1);
   const int64_t all = cols == 0 ? 1 : AmaxesOf{x.numel() / cols, cols}.size();
   check_buffer(amaxes, "amaxes", x, at::kFloat, amaxes.numel() == 1 ? 1 : all);
-  if (!x.is_inference() && x.is_contiguous() && cols != 0) produced().remember(x, amaxes.flatten());
+  if (x.is_inference() || !x.is_contiguous() || cols == 0) return;
+  produced().remember(x, amaxes.detach());  // no wrapper of Python's, to be freed by any thread
 }
 
 // Codes of x for these sides, where their Side is present; amaxes of delayed sides go into their histories.
