@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 -m dist_tests.bench.fsdp2 [--layers 16 --tokens 8192 2048] [--arms bf16 fp8_current ...]
 
 Every arm is 16 layers (d 4096, ffn 14336, 32 heads, 8 of keys), fp32 sharded parameters, bf16 compute, fused AdamW; the base
-and torchao's float8 are compiled block by block, ours are eager unless `--compiled`. Steps are made back to back and timed
-by events on the device; rank 0 prints.
+and torchao's float8 are compiled block by block, ours are eager, of `fq.LayerNormMLP`, unless `--separate` or `--compiled`.
+Steps are made back to back and timed by events on the device; rank 0 prints.
 """
 
 from __future__ import annotations
@@ -64,25 +64,36 @@ class Attention(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
 
 
-class Block(nn.Module):
-    """Attention and SwiGLU, each behind its norm."""
+class MLP(nn.Module):
+    """Residual SwiGLU behind its norm."""
 
-    def __init__(self, dim: int, hidden: int, heads: int, key_heads: int):
+    def __init__(self, dim: int, hidden: int):
         super().__init__()
-        self.norm, self.attention = nn.RMSNorm(dim), Attention(dim, heads, key_heads)
-        self.mlp_norm = nn.RMSNorm(dim)
+        self.norm = nn.RMSNorm(dim)
         self.gate, self.up = nn.Linear(dim, hidden, bias=False), nn.Linear(dim, hidden, bias=False)
         self.down = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm(x))
-        h = self.mlp_norm(x)
+        h = self.norm(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
-def model(args) -> nn.Sequential:
+class Block(nn.Module):
+    """Attention and SwiGLU, each behind its norm; fused: of this library's modules."""
+
+    def __init__(self, dim: int, hidden: int, heads: int, key_heads: int, fused: bool):
+        super().__init__()
+        self.norm, self.attention = (fq.Norm if fused else nn.RMSNorm)(dim), Attention(dim, heads, key_heads)
+        self.mlp = fq.LayerNormMLP(dim, hidden, residual=True) if fused else MLP(dim, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x + self.attention(self.norm(x)))
+
+
+def model(args, fused: bool) -> nn.Sequential:
+    sizes = args.dim, args.hidden, args.heads, args.key_heads
     with torch.device("meta"):
-        return nn.Sequential(*(Block(args.dim, args.hidden, args.heads, args.key_heads) for _ in range(args.layers)))
+        return nn.Sequential(*(Block(*sizes, fused) for _ in range(args.layers)))
 
 
 def is_compiled(arm: str, args) -> bool:
@@ -91,13 +102,14 @@ def is_compiled(arm: str, args) -> bool:
 
 def build(arm: str, args, device: torch.device) -> nn.Sequential:
     """The arm's model, sharded, with random weights."""
-    net = model(args)
+    net = model(args, fused=arm in RECIPES and not (args.compiled or args.separate))
     if arm in TORCHAO:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         convert_to_float8_training(net, config=Float8LinearConfig(**TORCHAO[arm]))
     elif arm in RECIPES:
         fq.convert(net, RECIPES[arm]())
+        fq.set_recipe(net, RECIPES[arm]())  # of the modules that were this library's before
     if is_compiled(arm, args):
         for block in net:
             block.compile()
@@ -208,7 +220,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--heads", type=int, default=32)
     made.add_argument("--key-heads", type=int, default=8)
     made.add_argument("--steps", type=int, default=8)
-    made.add_argument("--compiled", action="store_true", help="compile the blocks of our arms too")
+    made.add_argument("--compiled", action="store_true", help="compile the blocks of our arms too, of separate modules")
+    made.add_argument("--separate", action="store_true", help="our arms are of nn.RMSNorm and nn.Linear modules too")
     made.add_argument("--json", help="write all numbers to this file")
     return made
 
