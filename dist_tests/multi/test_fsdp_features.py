@@ -1,0 +1,329 @@
+"""What people do with `fully_shard`: each feature trains as plain FSDP2 whose ranks quantize the whole weight, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import fsdp_quant as fq
+from dist_tests import laws
+from dist_tests.multi import nets
+from dist_tests.multi.harness import run_ranks
+from fsdp_quant.tensor.master_weight import inner_of
+from fsdp_quant.tensor.torch_compat import local_of, managed_params_of
+
+RECIPES = {
+    "mxfp8/nvfp4": fq.recipes.hybrid("mxfp8", "nvfp4"),
+    "fp8_current/fp8_row": fq.recipes.hybrid("fp8_current", "fp8_row"),
+    "fp8_delayed": fq.recipes.fp8_delayed(length=2),
+}
+
+
+class Feature(NamedTuple):
+    """change: the net before it is sharded; shard: arguments of `fully_shard`, from the number of ranks; after: of the
+    sharded net; optimizer: of its parameters; step: (net, optimizer, step, rank) -> what is compared besides the weights.
+    """
+
+    change: Callable[[nn.Module], object] = lambda net: None
+    shard: Callable[[int], dict] = lambda world: {}
+    after: Callable[[nn.Module], object] = lambda net: None
+    optimizer: Callable = functools.partial(torch.optim.AdamW, lr=1e-2)
+    step: Callable = nets.train_step
+
+
+# Features #
+
+def _mesh(*shape: int) -> dict:
+    return {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))}
+
+
+def _clipped(net, optimizer, step: int, rank: int, foreach: bool) -> Tensor:
+    nets_loss(net, step, rank).backward()
+    norm = clip_grad_norm_(net.parameters(), 0.05, foreach=foreach)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm.full_tensor()
+
+
+def nets_loss(net, step: int, rank: int) -> Tensor:
+    fq.begin_step(step)
+    with fq.token_offset(0):
+        return net(nets.batch(step, rank=rank)).float().square().mean()
+
+
+def _accumulated(net, optimizer, step: int, rank: int, synced: bool) -> Tensor:
+    """Three micro-batches, whose gradients are reduced once, or each time."""
+    for micro in range(3):
+        net.set_requires_gradient_sync(synced or micro == 2)
+        net.set_reshard_after_backward(micro != 0)
+        loss = nets_loss(net, 10 * step + micro, rank)
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def _prefetches(net) -> None:
+    blocks = list(net.blocks)
+    for block, after in zip(blocks, blocks[1:]):
+        block.set_modules_to_forward_prefetch([after])
+        after.set_modules_to_backward_prefetch([block])
+
+
+def _frozen(net) -> None:
+    """As under LoRA: a base that is not trained, and two small factors beside it that are."""
+    block = net.blocks[0]
+    block.up.requires_grad_(False)
+    block.down.requires_grad_(False)
+    block.add_module("a", nn.Linear(nets.K, 4, bias=False))
+    block.add_module("b", nn.Linear(4, nets.K, bias=False))
+
+    def forward(x):
+        h = block.norm(x)
+        return x + block.down(torch.relu(block.up(h))) + block.b(block.a(h))
+
+    block.forward = forward
+
+
+def _unused(net) -> None:
+    net.blocks[0].add_module("extra", nn.Linear(nets.K, nets.K))
+
+
+def _tied(net) -> None:
+    """Two layers of one block with one weight."""
+    block = net.blocks[1]
+    block.add_module("again", nn.Linear(block.up.in_features, block.up.out_features))
+    block.again.weight = block.up.weight
+    block.forward = lambda x: x + block.down(torch.relu(block.up(block.norm(x)) + block.again(x)))
+
+
+def _twice(net) -> None:
+    """One block is called twice in a forward."""
+    first, second = net.blocks
+    net.forward = lambda x: net.head(first(second(first(x))))
+
+
+def _checkpointed(net, **options) -> None:
+    net.forward = lambda x: net.head(functools.reduce(lambda h, block: checkpoint(block, h, **options), net.blocks, x))
+
+
+def _selective():
+    def policy(context, op, *args, **kwargs):
+        kept = "linear" in str(op) or op is torch.ops.aten.relu.default
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def _averaged(net, optimizer, step: int, rank: int) -> Tensor:
+    """An average of the weights is swapped in for an evaluation, and out again."""
+    params = list(net.parameters())
+    if not hasattr(net, "average"):
+        net.average = [p.detach().clone() for p in params]
+    nets.train_step(net, optimizer, step, rank)
+    with torch.no_grad():
+        for mean, p in zip(net.average, params):
+            mean.lerp_(p.detach(), 0.5)
+        kept = [p.detach().clone() for p in params]
+        for p, mean in zip(params, net.average):
+            p.copy_(mean)
+        fq.sync(net)
+        net.eval()
+        seen = net(nets.batch(99))
+        net.train()
+        net.reshard()  # the root stays gathered after a forward
+        for p, k in zip(params, kept):
+            p.copy_(k)
+        fq.sync(net)
+    return seen
+
+
+def _of_two(net, optimizer, step: int, rank: int) -> Tensor:
+    """Another model of the process is run in between."""
+    if not hasattr(net, "other"):
+        net.other = [nets.shard(fq.convert(nets.build(5), fq.recipes.nvfp4()))]
+    loss = nets_loss(net, step, rank)
+    nets_loss(net.other[0], step, rank).backward()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+FEATURES = {
+    "clip, foreach": Feature(step=functools.partial(_clipped, foreach=True)),
+    "clip, one by one": Feature(step=functools.partial(_clipped, foreach=False)),
+    "accumulation, reduced once": Feature(step=functools.partial(_accumulated, synced=False)),
+    "accumulation, reduced each time": Feature(step=functools.partial(_accumulated, synced=True)),
+    "CPU offload": Feature(shard=lambda world: {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+    "mixed precision": Feature(
+        shard=lambda world: {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)}
+    ),
+    "prefetch": Feature(after=_prefetches),
+    "frozen base with LoRA": Feature(change=_frozen),
+    "unused parameters": Feature(change=_unused),
+    "tied weights": Feature(change=_tied),
+    "a module used twice": Feature(change=_twice),
+    "checkpointing, reentrant": Feature(change=functools.partial(_checkpointed, use_reentrant=True)),
+    "checkpointing, non-reentrant": Feature(change=functools.partial(_checkpointed, use_reentrant=False)),
+    "checkpointing, selective": Feature(
+        change=functools.partial(_checkpointed, use_reentrant=False, context_fn=_selective)
+    ),
+    "average of weights": Feature(step=_averaged),
+    "two models": Feature(step=_of_two),
+    "AdamW, foreach": Feature(optimizer=functools.partial(torch.optim.AdamW, lr=1e-2, foreach=True)),
+    "AdamW, fused": Feature(optimizer=functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)),
+    "AdamW, one by one": Feature(optimizer=functools.partial(torch.optim.AdamW, lr=1e-2, foreach=False)),
+    "SGD with momentum": Feature(optimizer=functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9)),
+    "shared axis of one": Feature(shard=lambda world: _mesh(world, 1)),
+    "replicated axis of one": Feature(shard=lambda world: _mesh(1, world)),
+}
+WITH_RECOMPUTATION = {"checkpointing, reentrant", "checkpointing, non-reentrant", "checkpointing, selective"}
+
+
+@contextmanager
+def _named(what: str, failed: list[str]) -> Iterator[None]:
+    """One feature does not hide the others: all ranks fail alike, and go on."""
+    try:
+        yield
+    except Exception as error:
+        failed.append(f"{what}: {type(error).__name__}: {error}")
+
+
+def _trains_as_plain(rank: int, world: int, names: list[str], features: dict[str, Feature] | None = None) -> None:
+    failed: list[str] = []
+    for i, name in enumerate(names):
+        feature = (features or FEATURES)[name]
+        labels = [*RECIPES, *RECIPES][i % len(RECIPES) :][: len(RECIPES)]
+        for label in laws.sample(labels):
+            recipe = RECIPES[label]
+            with _named(f"{name}, {label}, world {world}", failed):
+                ours, oracle = nets.build(), nets.build()
+                for net in (ours, oracle):
+                    torch.manual_seed(1)
+                    feature.change(net)
+                fq.convert(ours, recipe)
+                options = feature.shard(world)
+                nets.shard(ours, **options)
+                nets.shard(nets.as_oracle(oracle, recipe), **options)
+                for net in (ours, oracle):
+                    feature.after(net)
+                delayed = "delayed" in label
+                a, b = feature.optimizer(ours.parameters()), feature.optimizer(oracle.parameters())
+                for step in range(1 if delayed else 3):  # the oracle keeps no histories
+                    got, want = feature.step(ours, a, step, rank), feature.step(oracle, b, step, rank)
+                    laws.assert_same_bytes(got, want, f"{name}, {label}: step {step}")
+                got, want = nets.full_state(ours), nets.full_state(oracle)
+                for key, value in want.items():
+                    laws.assert_same_bytes(got[key], value, f"{name}, {label}: {key}")
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_features_train_as_under_plain_fsdp(part: int):
+    """If false, a feature of FSDP2 that works with nn.Linear changes what is trained, or fails."""
+    run_ranks(2, _trains_as_plain, list(FEATURES)[part::2])
+
+
+def _replicas(rank: int, world: int) -> None:
+    features = {"HSDP": Feature(shard=lambda world: _mesh(2, 2))}
+    _trains_as_plain(rank, world, ["HSDP"] * 3, features)
+    for recipe in RECIPES.values():
+        net = nets.build()
+        fq.convert(net, recipe)
+        nets.shard(net, **_mesh(2, 2))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        for step in range(2):
+            nets.train_step(net, optimizer, step, rank)
+        mine = torch.cat([inner_of(local_of(p)).detach().flatten() for p in net.parameters()])
+        other = [torch.empty_like(mine) for _ in range(2)]
+        group = managed_params_of(net)[0].param.mesh_info.replicate_process_group
+        torch.distributed.all_gather(other, mine, group=group)
+        laws.assert_same_bytes(other[0], other[1], f"{recipe}: replicas")
+
+
+def test_hybrid_sharding_trains_as_under_plain_fsdp_and_replicas_agree():
+    """If false, copies of a shard drift apart."""
+    run_ranks(4, _replicas)
+
+
+def _fifty_steps(rank: int, world: int) -> None:
+    for recipe in (fq.recipes.hybrid("mxfp8", "nvfp4"), fq.recipes.fp8_delayed(length=4)):
+        net = nets.build(recompute=True)
+        fq.convert(net, recipe)
+        nets.shard(net)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        counts = []
+        for step in range(50):
+            nets.train_step(net, optimizer, step, rank)
+            if step in (9, 49):
+                gc.collect()
+                tensors = [o for o in gc.get_objects() if isinstance(o, Tensor)]
+                counts.append((len(tensors), sum(t.untyped_storage().size() for t in tensors if type(t) is Tensor)))
+                del tensors  # else they live on
+        assert all(last <= early for early, last in zip(*counts)), f"{recipe}: (tensors, bytes) alive grow from {counts[0]} to {counts[1]} in 40 steps"
+
+
+def test_fifty_steps_take_the_memory_of_ten():
+    """If false, long runs end for lack of memory."""
+    run_ranks(2, _fifty_steps)
+
+
+def _refusals(rank: int, world: int) -> list[str]:
+    """Each refusal is the same on every rank, and leaves a model that trains on."""
+    net, twin = nets.build(), nets.build()
+    for model in (net, twin):
+        fq.convert(model, fq.recipes.mxfp8())
+        nets.shard(model)
+    a, b = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (net, twin))
+    errors = []
+
+    def refused(call: Callable) -> None:
+        try:
+            call()
+        except (ValueError, RuntimeError) as error:
+            errors.append(str(error))
+        else:
+            raise AssertionError("nothing was refused")
+
+    def in_mid_step() -> None:
+        try:
+            fq.set_recipe(net, fq.recipes.nvfp4())
+        finally:
+            net.reshard()
+
+    net.unshard()
+    refused(in_mid_step)
+
+    def other_format() -> None:
+        with fq.autocast(fq.recipes.nvfp4()):
+            net(nets.batch())
+
+    refused(other_format)
+    state = copy.deepcopy(fq.state_dict(net)) | {"fingerprint": "of another", "recipe": "of another"}
+    refused(lambda: fq.load_state_dict(net, state))
+    for step in range(2):
+        laws.assert_same_bytes(
+            nets.train_step(net, a, step, rank), nets.train_step(twin, b, step, rank), f"step {step} after the refusals"
+        )
+    return errors
+
+
+def test_refusals_are_the_same_on_every_rank_and_change_nothing():
+    """If false, one rank raises while another waits for it, or a refused change is half made."""
+    results = run_ranks(2, _refusals)
+    assert results[0] == results[1] and len(results[0]) == 3, results
+    for text, wanted in zip(results[0], ("gathered now", "use fq.set_recipe", "another recipe")):
+        assert wanted in text or "recipe" in text, (wanted, text)
