@@ -419,7 +419,7 @@ def gathered_weight(weight) -> GatheredWeight:
     state = weight.state
     managed = state.managed
     if managed is None or not isinstance(managed.local, FSDPHooks) or managed.local.state is not state:
-        managed = next((m for m in all_managed_weights() if m.local.state is state), None)
+        managed = _managed_of(state)
         if managed is None:
             raise RuntimeError(f"{state.name} is gathered, but no fully_shard call of this process manages it")
         state.managed, state.gathered = managed, None
@@ -457,7 +457,7 @@ def check_layout(managed: ManagedParam) -> None:
 
 
 def all_managed_weights() -> list[ManagedParam]:
-    """Every MasterWeight under any `fully_shard` of the process."""
+    """Every weight that is gathered as codes under any `fully_shard` of the process."""
     return [m for m in torch_compat.all_managed_params() if isinstance(m.local, FSDPHooks)]
 
 
@@ -467,7 +467,8 @@ def synchronize(managed: list[ManagedParam]) -> None:
     Every rank must call it with the same weights pending; empty shards take part.
     """
     by_group: dict[object, list[ManagedParam]] = {}
-    beside = {id(m.param): m for one in managed for m in torch_compat.managed_params_beside(one)}
+    roots = {torch_compat.root_of(m): m for m in managed}
+    beside = {id(m.param): m for one in roots.values() for m in torch_compat.managed_params_beside(one)}
     for m in beside.values():
         if isinstance(m.local, FSDPHooks) and m.local.state.pending:
             check_layout(m)
@@ -481,6 +482,27 @@ def synchronize(managed: list[ManagedParam]) -> None:
             m.local.state.set_statistics(m.local.version, stats)
         for m in weights:
             m.local.state.pending = False
+
+
+def write_back(weights: list) -> None:
+    """Codes of quantized parameters after an optimizer's step, from statistics reduced at once for each shard group.
+
+    Every rank that steps the optimizer must call it.
+    """
+    managed = {id(w.state): w.state.managed or _managed_of(w.state) for w in weights}
+    synchronize([m for m in managed.values() if m is not None])
+    shards = []
+    for weight in weights:
+        m, state = managed[id(weight.state)], weight.state
+        cuts, rank = (RowCuts((0, weight.shape[0])), 0) if m is None else (_cuts(m), m.rank)
+        quantized = [d for d, e in state.quantizer.encodings.items() if e.fmt.is_quantized]
+        shards += [state.shard(weight, d, cuts, rank, weight.dtype) for d in quantized]
+    if shards:
+        shards[0].weight.state.encode(shards)
+
+
+def _managed_of(state) -> ManagedParam | None:
+    return next((m for m in all_managed_weights() if m.local.state is state), None)
 
 
 def _cuts(managed: ManagedParam) -> RowCuts:
