@@ -265,6 +265,11 @@ def test_copies_are_models_of_their_own(taken):
             laws.assert_same_bytes(net(x), want, f"the original after a write to its {how}")
             made[0].weight.lerp_(net[0].weight, 1.0)
             laws.assert_same_bytes(made(x), want, f"{how} written from the original's values")
+    other = torch.empty_like(net[0].weight)
+    with torch.no_grad():
+        other.copy_(net[0].weight)
+        other.mul_(2.0)
+        laws.assert_same_bytes(net(x), want, "the original after a write to what it was copied to")
     assert optimizer is None or len(optimizer.state_dict()["state"]) == 5
 
 

@@ -58,6 +58,7 @@ class _Content:
     slots:      the codes, and the version that they were made from.
     quantizer:  that made them, and the dtype it saw.
     copied:     (version of what this is a copy of, own version when it was made).
+    is_padding: made to hold another shard and rows behind it; see `_copy_`.
     """
 
     def __init__(self, state: QuantizedWeightState, values: Tensor | None = None):
@@ -66,10 +67,11 @@ class _Content:
         self.slots = Slots(owner=state)
         self.quantizer = None
         self.copied: tuple[object, object] = (None, None)
+        self.is_padding = False
 
     def adopt(self, other: _Content) -> None:
         """Be the same weight: the master has one owner, so no copy of it is made."""
-        self.__dict__.update(other.__dict__)
+        self.__dict__.update(other.__dict__, is_padding=False)
 
 
 class QuantizedWeight(FSDPHooks, QuantizedTensor):
@@ -135,7 +137,7 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
             raise ValueError(f"another optimizer holds the master of {self.state.name}; give each weight to one optimizer")
         values = self.inner
         master = values.detach() if values.dtype is torch.float32 else values.float()
-        if values.untyped_storage().nbytes() > values.nbytes:  # rows of a larger tensor
+        if master.untyped_storage().nbytes() > master.nbytes:  # rows of a larger tensor
             master = master.clone()
         self.state.pending = True
         content.values, content.master, content.mutations = None, weakref.ref(master), Mutations()
@@ -242,8 +244,8 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
     def __deepcopy__(self, memo) -> QuantizedWeight:
         """A copy with its own values, whoever holds these."""
         state = copy.deepcopy(self.state, memo)
-        copied = _as_parameter(state.wrapped(self.inner.detach().clone()), self)
-        memo[id(self)] = copied
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        memo[id(self)] = copied = _rebuild(self.inner.detach().clone(), state, is_parameter, self.requires_grad)
         return copied
 
     def __reduce_ex__(self, protocol):
@@ -258,21 +260,14 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         handler = _TABLE.get(func)
         if handler is not None:
             return handler(func, args, kwargs)
-        if func._schema.is_mutable and func.namespace == "aten":
+        if func._schema.is_mutable and func.namespace == "aten" and func is not aten.record_stream.default:
             return _through_masters(func, args, kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def _as_parameter(tensor: QuantizedWeight, like: Tensor) -> QuantizedWeight:
-    return _parameter(tensor, isinstance(like, torch.nn.Parameter), like.requires_grad)
-
-
-def _parameter(tensor: QuantizedWeight, is_parameter: bool, requires_grad: bool) -> QuantizedWeight:
-    return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
-
-
 def _rebuild(values: Tensor, state: QuantizedWeightState, is_parameter: bool, requires_grad: bool) -> QuantizedWeight:
-    return _parameter(state.wrapped(values), is_parameter, requires_grad)
+    weight = state.wrapped(values)
+    return torch.nn.Parameter(weight, requires_grad) if is_parameter else weight.requires_grad_(requires_grad)
 
 
 def _written_over(old: Storage | None, new: Storage) -> Storage:
@@ -306,8 +301,8 @@ def _copy_(func, args, kwargs):
     if not (isinstance(weight, QuantizedWeight) and isinstance(source, QuantizedWeight)):
         return _through_masters(func, args, kwargs)
     theirs = source._content
-    if theirs.master is not None and weight._content.master is None:
-        weight._content.adopt(theirs)  # FSDP2 moves a shard into padded memory
+    if theirs.master is not None and weight._content.is_padding and weight._content.values is None:
+        weight._content.adopt(theirs)  # FSDP2 moves a shard into padded memory: new_zeros, narrow, copy_
         return weight
     return _through_masters(func, args, kwargs) if theirs.values is not None or theirs.master is not None else weight
 
@@ -358,7 +353,9 @@ def _new(func, args, kwargs):
     weight = args[0]
     size = args[1] if len(args) > 1 else weight.shape
     dtype, device = kwargs.get("dtype") or weight.dtype, torch.device(kwargs.get("device") or weight.device)
-    return QuantizedWeight(_Content(weight.state), size, dtype, device)
+    content = _Content(weight.state)
+    content.is_padding = func is aten.new_zeros.default
+    return QuantizedWeight(content, size, dtype, device)
 
 
 @_TABLE.implements([aten._to_copy.default, aten.clone.default, aten._pin_memory.default])
