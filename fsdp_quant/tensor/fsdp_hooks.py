@@ -1,7 +1,7 @@
 """How FSDP2 gathers a `MasterWeight` or a `QuantizedWeight`: as the codes of the direction that this pass multiplies.
 
 [Note: one gather]
-    pre    shard of the master (a `QuantizedWeight`'s are kept) -> codes and scales of the needed direction -> uint8 [rows per rank, bytes]
+    pre    shard of the master -> codes and scales of the needed direction -> uint8 [rows per rank, bytes]
     NCCL   [world * rows per rank, bytes] of every buffer that shards; replicated ones ride as metadata
     post   views of the gathered buffers (no copy) -> the storages of one `QuantizedTensor`
 
@@ -12,8 +12,8 @@ the parameter is sharded and the buffers are free, chooses the set.
 Shared statistics (amaxes of whole tensors, and of blocks that a shard boundary cuts) must be reduced before any
 rank encodes. That takes one MAX all-reduce for all weights of a shard group. It is issued by the first gather
 after an event that every rank shares marked the weights pending: creation, an optimizer step, a load, a state
-dict handed out, a change of recipe, `fq.sync`. Nothing rank-local ever decides it. For quantized parameters the step of the
-optimizer issues it itself, and encodes (`write_back`).
+dict handed out, a change of recipe, `fq.sync`. Nothing rank-local ever decides it. The step of a `QuantizedWeight`'s optimizer
+issues it, and encodes, when it ends (`write_back`).
 """
 
 from __future__ import annotations
