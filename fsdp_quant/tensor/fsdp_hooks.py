@@ -418,11 +418,10 @@ def gathered_weight(weight) -> GatheredWeight:
     Raises on every rank alike, from facts that all ranks share, for layouts that cannot be gathered.
     """
     state = weight.state
-    managed = state.managed
-    if managed is None or not isinstance(managed.local, FSDPHooks) or managed.local.state is not state:
-        managed = _managed_of(state)
-        if managed is None:
-            raise RuntimeError(f"{state.name} is gathered, but no fully_shard call of this process manages it")
+    managed = _managed_of(state)
+    if managed is None:
+        raise RuntimeError(f"{state.name} is gathered, but no fully_shard call of this process manages it")
+    if managed is not state.managed:
         state.managed, state.gathered = managed, None
     gathered = state.gathered
     if gathered is None or gathered.dtype != managed.param_dtype:
@@ -490,7 +489,7 @@ def write_back(weights: list) -> None:
 
     Every rank that steps the optimizer must call it.
     """
-    managed = {id(w.state): w.state.managed or _managed_of(w.state) for w in weights}
+    managed = {id(w.state): _managed_of(w.state) for w in weights}
     synchronize([m for m in managed.values() if m is not None])
     shards = []
     for weight in weights:
@@ -503,6 +502,10 @@ def write_back(weights: list) -> None:
 
 
 def _managed_of(state) -> ManagedParam | None:
+    """This weight under `fully_shard`, or None."""
+    managed = state.managed
+    if managed is not None and isinstance(managed.local, FSDPHooks) and managed.local.state is state:
+        return managed
     return next((m for m in all_managed_weights() if m.local.state is state), None)
 
 
