@@ -8,6 +8,7 @@ void register_gemm(torch::Library& m);
 void register_parts(torch::Library& m);
 void register_linear(torch::Library& m);
 void register_norm(torch::Library& m);
+void register_optim(torch::Library& m);
 }  // namespace fsdp_quant
 
 TORCH_LIBRARY_FRAGMENT(fsdp_quant, m) {
@@ -17,4 +18,5 @@ TORCH_LIBRARY_FRAGMENT(fsdp_quant, m) {
   fsdp_quant::register_parts(m);
   fsdp_quant::register_linear(m);
   fsdp_quant::register_norm(m);
+  fsdp_quant::register_optim(m);
 }

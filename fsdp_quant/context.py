@@ -14,12 +14,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .recipe import Recipe, identity
 from .scaling import AmaxHistory
 from .tensor import fsdp_hooks, torch_compat
-from .tensor.master_weight import ALL_STATES, MasterWeight
+from .tensor.fsdp_hooks import FSDPHooks
+from .tensor.master_weight import ALL_STATES, WeightState
+from .tensor.quantized_weight import QuantizedWeight, QuantizedWeightState
 
 # Layout of the step's tensor: int64 [5].
 STEP_FIELDS = ("seed", "step", "micro_batch", "token_offset", "data_parallel_rank")
@@ -82,17 +84,32 @@ def token_offset(offset: int) -> Iterator[None]:
         STEP.publish()
 
 
-def weights_of(tensors) -> Iterator[MasterWeight]:
-    """The MasterWeights among parameters, also under DTensors."""
+def weights_of(tensors) -> Iterator[FSDPHooks]:
+    """The MasterWeights and QuantizedWeights among parameters, also under DTensors."""
     for tensor in tensors:
         local = torch_compat.local_of(tensor)
-        if isinstance(local, MasterWeight):
+        if isinstance(local, FSDPHooks):
             yield local
+
+
+def _before_optimizer_step(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+    """Raise ValueError for quantized parameters in an optimizer that keeps no masters of them: updates would be lost."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            local = torch_compat.local_of(p)
+            if not isinstance(local, QuantizedWeight) or not p.requires_grad:
+                continue
+            if not local.has_master_in(optimizer.state.get(p, {}).values()):
+                raise ValueError(
+                    f"{local.state.name} is a quantized parameter, and this {type(optimizer).__name__} holds no fp32 master of "
+                    "it; step it with fq.optim.FusedAdam, or build the model without fq.quantized_model_init"
+                )
 
 
 def _after_optimizer_step(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
     """An event that every rank shares: weights changed, histories roll, the step advances."""
-    states = {w.state for group in optimizer.param_groups for w in weights_of(group["params"])}
+    weights = [w for group in optimizer.param_groups for w in weights_of(group["params"])]
+    states = {w.state for w in weights}
     for state in states:
         state.pending = True
     states.update(STEP.frozen)  # no optimizer holds them, but their activations and gradients are quantized
@@ -101,8 +118,10 @@ def _after_optimizer_step(optimizer: torch.optim.Optimizer, args, kwargs) -> Non
     if states and not STEP.counted_by_hand:
         STEP.step += 1
         STEP.publish()
+    fsdp_hooks.write_back([w for w in weights if isinstance(w, QuantizedWeight)])
 
 
+register_optimizer_step_pre_hook(_before_optimizer_step)
 register_optimizer_step_post_hook(_after_optimizer_step)
 
 
@@ -121,9 +140,41 @@ def sync(model: nn.Module) -> None:
     """Make codes and shared statistics follow weights that were changed by hand. Every rank must call it."""
     for weight in weights_of(model.parameters()):
         weight.state.pending = True
-    managed = [m for m in torch_compat.managed_params_of(model) if isinstance(m.local, MasterWeight)]
+    managed = [m for m in torch_compat.managed_params_of(model) if isinstance(m.local, FSDPHooks)]
     if managed:
         fsdp_hooks.synchronize(managed)
+
+
+# Quantized parameters #
+
+_QUANTIZED_INIT: list[Recipe] = []
+
+
+@contextlib.contextmanager
+def quantized_model_init(recipe: Recipe) -> Iterator[None]:
+    """Weights of `fq.Linear` modules made or converted inside are `QuantizedTensor` parameters: codes of both directions.
+
+    recipe:  of an `fq.Linear` that is given none; `fq.convert` brings its own.
+
+    Their fp32 masters live in `fq.optim.FusedAdam`, which takes the high-precision initial values; other optimizers are
+    refused at their step. Make the optimizer after `fully_shard` and initialization. A state dict holds the values of the
+    master, by the names of `nn.Linear`.
+    """
+    _QUANTIZED_INIT.append(recipe)
+    try:
+        yield
+    finally:
+        _QUANTIZED_INIT.pop()
+
+
+def quantized_init_recipe() -> Recipe | None:
+    """The recipe of the innermost `quantized_model_init`, or None outside."""
+    return _QUANTIZED_INIT[-1] if _QUANTIZED_INIT else None
+
+
+def new_weight_state(*args) -> WeightState:
+    """The state of a new weight (`WeightState`'s arguments): of a quantized parameter under `quantized_model_init`."""
+    return (QuantizedWeightState if _QUANTIZED_INIT else WeightState)(*args)
 
 
 # Autocast #

@@ -8,6 +8,7 @@ The GPU runs nothing but the operators and copies. Exits with 1, and names what 
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from dist_tests.kernels import expected
 from dist_tests.kernels.expected import BF16, FP16, FP32, MADE, encoded
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction, Encoding, ceil_div
 from fsdp_quant.ops import layout, native, reference
+from fsdp_quant.optim.fused_adam import adam_update
 
 # Whole tiles and tails, rows that are aligned and rows that are not; and tiles for more than one round of the GPU.
 SHAPES = ((200, 328), (33, 47))
@@ -205,6 +207,18 @@ def given_buffers() -> None:
     run("quantize_out mxfp8 / nvfp4", out, lambda: buffers)
 
 
+def adam(grad: torch.dtype, moments: torch.dtype, rounded: bool) -> None:
+    row = torch.tensor([0.999, 0.0, 0.1, 0.999, 1e-3, 0.5, -1e-2, 1e-8])
+    for size in (1, 4097, 8190):
+        p, g, m, v = (laws.values(size, seed=i, dtype=FP32) for i in range(4))
+        one = [p, g.to(grad), m.to(moments), v.square().to(moments), p.to(BF16) if rounded else None]
+        new = adam_update(*one, row)
+        want = [new[0], *(t.to(moments) for t in new[1:]), *([new[0].to(BF16)] if rounded else [])]
+        made = [None if t is None else on_device(t) for t in one]
+        native.adam(*([t] for t in made), row[None], [0], None, None)
+        run(f"adam of {size}: {grad} {moments} rounded {rounded}", [made[0], *made[2:][: 2 + rounded]], lambda w=want: w)
+
+
 def every_instance() -> None:
     """One call at least for each kernel instance, and for each branch that another one takes in it."""
     plain8, blocks, plain4 = ("fp8_128x128", "mxfp8_32x32"), ("fp8_1x128", "mxfp8", "nvfp4"), ("nvfp4_16x16",)
@@ -258,6 +272,8 @@ def every_instance() -> None:
             dequantize(name, direction, dtype)
     transposes_and_swizzles()
     given_buffers()
+    for grad, moments, rounded in itertools.product((FP32, BF16), (FP32, BF16), (False, True)):
+        adam(grad, moments, rounded)
 
 
 def differences() -> list[str]:

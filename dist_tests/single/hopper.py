@@ -24,6 +24,8 @@ from fsdp_quant.formats import (
 )
 from fsdp_quant.modules import guard, linear_op, plan
 from fsdp_quant.ops import capability, layout, native, norm, reference
+from fsdp_quant.ops import capability, layout, native, reference
+from fsdp_quant.optim.fused_adam import adam_update
 from fsdp_quant.tensor import torch_compat
 
 ARCH = "sm_90a"
@@ -238,6 +240,20 @@ class Operators:
         self.calls.append(Call("gemm_out", a.data_ptr()))
         made = _product(a, b, a_scale, b_scale, a_kind, b_kind, out.dtype, bias, alpha)
         out.copy_(made + out.double() if accumulate else made)
+
+    # Optimizers #
+
+    def adam(self, master, grad, first, second, rounded, row, scalars, grad_scale, found_inf):
+        self.calls.append(Call("adam", master[0].data_ptr()))
+        refuse(any(len(of) != len(master) for of in (grad, first, second, row, rounded or master)), "lists of different lengths")
+        refuse(any(t.dtype is not of[0].dtype for of in (grad, first, second, rounded) for t in of), "dtypes differ in a list")
+        if found_inf is None or not found_inf.item():
+            for i, tensors in enumerate(zip(master, grad, first, second, rounded or [None] * len(master))):
+                p, _, m, v, low = tensors
+                new = adam_update(*tensors, scalars[row[i]], None if grad_scale is None else grad_scale.reshape(()))
+                for target, value in zip((p, m, v, low), (*new, new[0])):
+                    if target is not None:
+                        target.data.copy_(value)  # as a kernel writes: no version is counted
 
     # A layer's step #
 

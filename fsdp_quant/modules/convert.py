@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..ops.capability import arch_of
 from ..recipe import Recipe, identity
 from ..tensor import torch_compat
-from ..tensor.master_weight import MasterWeight
+from ..tensor.fsdp_hooks import FSDPHooks
 from .linear import Linear, adopt, apply_recipe
 from .plan import build_plan
 
@@ -53,7 +53,7 @@ def set_recipe(model: nn.Module, recipe: Recipe) -> None:
     if not modules:
         raise ValueError("set_recipe found no fq.Linear; call fq.convert(model, recipe) first")
     recipes = dict(zip(modules, _recipes(len(modules), recipe)))
-    managed = {id(m.local.state): m for m in torch_compat.all_managed_params() if isinstance(m.local, MasterWeight)}
+    managed = {id(m.local.state): m for m in torch_compat.all_managed_params() if isinstance(m.local, FSDPHooks)}
     for name, module in modules.items():
         build_plan(recipes[name], module._name, arch_of(module.weight.device))
         under_fsdp = managed.get(id(module._weight_state))

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..context import STEP, Autocast, current_autocast
+from ..context import STEP, Autocast, current_autocast, new_weight_state, quantized_init_recipe
 from ..counters import counters
 from ..ops.capability import DOMAINS, arch_of
 from ..recipe import Recipe, identity
 from ..tensor import torch_compat
-from ..tensor.master_weight import MasterWeight, WeightState, inner_of, wrap
+from ..tensor.fsdp_hooks import FSDPHooks
+from ..tensor.master_weight import MasterWeight, WeightState, wrap
 from ..tensor.torch_compat import local_of
 from .graph_op import Site, graph_linear
 from .linear_op import linear, weight_state
@@ -24,7 +25,8 @@ from .plan import PRODUCTS, GemmPlan, build_plan
 class Linear(nn.Linear):
     """y = x W^T + b, each of its three products in the formats that a recipe gives.
 
-    weight:  [out_features, in_features], high precision; a `MasterWeight` over its memory.
+    weight:  [out_features, in_features], high precision: a `MasterWeight` over its memory; under
+             `fq.quantized_model_init` a `QuantizedTensor`.
     recipe:  `Recipe`; change it with `fq.set_recipe`.
     recomputes_forward:  None: found out as the layer runs; True where the backward recomputes the forward unseen
              (torch.utils.checkpoint inside a compiled block), so that FSDP2 gathers both directions in the backward.
@@ -40,7 +42,7 @@ class Linear(nn.Linear):
         *, recipe: Recipe | None = None, name: str = "linear",
     ):
         super().__init__(in_features, out_features, bias, device, dtype)
-        adopt(self, recipe or identity(), name)
+        adopt(self, recipe or quantized_init_recipe() or identity(), name)
 
     @property
     def recipe(self) -> Recipe:
@@ -163,7 +165,7 @@ def adopt(module: nn.Linear, recipe: Recipe, name: str) -> None:
     apply_recipe(module, recipe)
     module._weight_state = weight_state(local_of(module.weight))  # a tied weight has its state already
     if module._weight_state is None:
-        module._weight_state = WeightState(
+        module._weight_state = new_weight_state(
             f"{name}.weight", module._plan.weight, tuple(module.weight.shape), recipe.compute_dtype
         )
         wrap_weight(module)
@@ -183,7 +185,7 @@ def apply_recipe(module: Linear, recipe: Recipe) -> None:
 
 
 def wrap_weight(module: Linear) -> None:
-    """Put a MasterWeight under the module's weight; optimizers that hold the parameter keep it."""
+    """Put what FSDP2 gathers as codes under the module's weight; optimizers that hold the parameter keep it."""
     weight, state = module.weight, module._weight_state
     if not isinstance(weight, DTensor):
         torch_compat.swap_parameter(weight, wrap(weight, state))
@@ -196,7 +198,7 @@ def wrap_weight(module: Linear) -> None:
         )
     if not managed.is_sharded:
         raise ValueError(f"{state.name} is gathered now; call reshard() on its FSDP module before fq.convert")
-    managed.replace_local(MasterWeight(local_of(weight).detach(), state))
+    managed.replace_local(state.wrapped(local_of(weight).detach()))
 
 
 def _unwrap_in_state_dict(module: Linear, state_dict: dict, prefix: str, local_metadata) -> None:
@@ -207,9 +209,9 @@ def _unwrap_in_state_dict(module: Linear, state_dict: dict, prefix: str, local_m
     """
     weight, key = module.weight, f"{prefix}weight"
     local = local_of(weight)
-    if key not in state_dict or not isinstance(local, MasterWeight):
+    if key not in state_dict or not isinstance(local, FSDPHooks):
         return
-    plain = inner_of(local).detach()
+    plain = local.inner.detach()
     if isinstance(weight, DTensor):
         plain = torch_compat.dtensor_like(weight, plain)
     state_dict[key] = plain if not isinstance(state_dict[key], nn.Parameter) else nn.Parameter(plain, weight.requires_grad)
@@ -218,6 +220,6 @@ def _unwrap_in_state_dict(module: Linear, state_dict: dict, prefix: str, local_m
 
 def _after_load(module: Linear, incompatible_keys) -> None:
     """A load changed the master on every rank; with assign=True it also replaced the parameter."""
-    if not isinstance(local_of(module.weight), MasterWeight):
+    if not isinstance(local_of(module.weight), FSDPHooks):
         wrap_weight(module)
     module._weight_state.pending = True

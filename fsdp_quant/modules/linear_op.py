@@ -29,6 +29,7 @@ from ..recipe import QUANTIZED_TYPES
 from ..scaling import AmaxHistory
 from ..storage import BUFFERS, Storage
 from ..tensor import torch_compat
+from ..tensor.fsdp_hooks import FSDPHooks
 from ..tensor.master_weight import MasterWeight, WeightState, inner_of
 from ..tensor.quantized_tensor import OPERATORS, QuantizedTensor
 from .plan import GemmPlan, Resolved, plan_of
@@ -169,8 +170,8 @@ def _kept_operand(
 
 
 def _version_of(weight: Tensor) -> int:
-    """Of a master weight: a number that is equal as long as its values are; 0 for other tensors."""
-    return hash(weight.version) if isinstance(weight, MasterWeight) else 0
+    """Of a weight that is not gathered: a number that is equal as long as its values are; 0 for other tensors."""
+    return hash(weight.version) if isinstance(weight, FSDPHooks) else 0
 
 
 def _check_version(weight: Tensor, version: int) -> None:

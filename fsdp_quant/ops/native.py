@@ -592,6 +592,39 @@ def record_amax(amaxes: Tensor, amax: Tensor) -> None:
     _ops.record_amax(amaxes, amax)
 
 
+# Optimizers #
+
+def adam_takes(master: Tensor, grad: Tensor, first: Tensor, second: Tensor, rounded: Tensor | None) -> bool:
+    """`adam` can update this parameter: fp32 and bf16 tensors, contiguous, where kernels run."""
+    tensors = [master, grad, first, second, *([] if rounded is None else [rounded])]
+    return (
+        runs(master) and all(t.is_contiguous() for t in tensors) and grad.dtype in (torch.float32, torch.bfloat16)
+        and (rounded is None or rounded.dtype is torch.bfloat16)
+    )
+
+
+def adam(
+    master: Sequence[Tensor], grad: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor],
+    rounded: Sequence[Tensor | None], scalars: Tensor, row: Sequence[int], grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """One step of many parameters in place, a launch for each device and dtypes; see csrc/optim/adam.cu.
+
+    scalars:     fp32 [rows, 8]; row: of each parameter.
+    rounded:     bf16 parameters that are their masters rounded.
+    grad_scale:  fp32 [1]; gradients are divided by it. found_inf: fp32 [1]; not 0: nothing is changed.
+    """
+    groups: dict[tuple, list[int]] = {}
+    for i, (p, *others) in enumerate(zip(master, grad, first, rounded)):
+        groups.setdefault((p.device, *(None if t is None else t.dtype for t in others)), []).append(i)
+    for (device, *_, low), chosen in groups.items():
+        masters, firsts, seconds = ([of[i] for i in chosen] for of in (master, first, second))
+        parameters = [rounded[i] for i in chosen] if low is not None else []
+        read = (None if t is None else t.to(device, torch.float32, non_blocking=True) for t in (scalars, grad_scale, found_inf))
+        _ops.adam(masters, [grad[i] for i in chosen], firsts, seconds, parameters, [row[i] for i in chosen], *read)
+        torch.autograd.graph.increment_version([*masters, *firsts, *seconds, *parameters])
+
+
 # Fake implementations: shapes alone, for torch.compile #
 
 def _shapes(packed: int, columnwise: bool, x: Tensor, row0: int = 0) -> tuple:
@@ -701,6 +734,7 @@ FAKES = {
         x.new_empty(x.shape), _floats(x, 1), _floats(x, x.shape[0]), _floats(x, x.shape[0] if centred else 0)),
     "norm_backward": lambda dy, x, weight, residual, rstd, mean, zero_centered, has_bias: (
         x.new_empty(x.shape), _floats(x, 1), x.new_empty(x.shape[1]), x.new_empty(x.shape[1] if has_bias else 0)),
+    "adam": lambda *args: None,
     "gemm": lambda a, b, a_scale, b_scale, a_kind, b_kind, out_dtype, *rest, **options: a.new_empty(
         (a.shape[0], b.shape[0]), dtype=out_dtype),
     "gemm_out": lambda *args, **options: None,

@@ -1,4 +1,4 @@
-"""How FSDP2 gathers a `MasterWeight`: as the codes of the direction that this pass multiplies.
+"""How FSDP2 gathers a `MasterWeight` or a `QuantizedWeight`: as the codes of the direction that this pass multiplies.
 
 [Note: one gather]
     pre    shard of the master -> codes and scales of the needed direction -> uint8 [rows per rank, bytes]
@@ -12,7 +12,8 @@ the parameter is sharded and the buffers are free, chooses the set.
 Shared statistics (amaxes of whole tensors, and of blocks that a shard boundary cuts) must be reduced before any
 rank encodes. That takes one MAX all-reduce for all weights of a shard group. It is issued by the first gather
 after an event that every rank shares marked the weights pending: creation, an optimizer step, a load, a state
-dict handed out, a change of recipe, `fq.sync`. Nothing rank-local ever decides it.
+dict handed out, a change of recipe, `fq.sync`. Nothing rank-local ever decides it. The step of a `QuantizedWeight`'s optimizer
+issues it, and encodes, when it ends (`write_back`).
 """
 
 from __future__ import annotations
@@ -417,11 +418,10 @@ def gathered_weight(weight) -> GatheredWeight:
     Raises on every rank alike, from facts that all ranks share, for layouts that cannot be gathered.
     """
     state = weight.state
-    managed = state.managed
-    if managed is None or not isinstance(managed.local, FSDPHooks) or managed.local.state is not state:
-        managed = next((m for m in all_managed_weights() if m.local.state is state), None)
-        if managed is None:
-            raise RuntimeError(f"{state.name} is gathered, but no fully_shard call of this process manages it")
+    managed = _managed_of(state)
+    if managed is None:
+        raise RuntimeError(f"{state.name} is gathered, but no fully_shard call of this process manages it")
+    if managed is not state.managed:
         state.managed, state.gathered = managed, None
     gathered = state.gathered
     if gathered is None or gathered.dtype != managed.param_dtype:
@@ -457,7 +457,7 @@ def check_layout(managed: ManagedParam) -> None:
 
 
 def all_managed_weights() -> list[ManagedParam]:
-    """Every MasterWeight under any `fully_shard` of the process."""
+    """Every weight that is gathered as codes under any `fully_shard` of the process."""
     return [m for m in torch_compat.all_managed_params() if isinstance(m.local, FSDPHooks)]
 
 
@@ -467,7 +467,8 @@ def synchronize(managed: list[ManagedParam]) -> None:
     Every rank must call it with the same weights pending; empty shards take part.
     """
     by_group: dict[object, list[ManagedParam]] = {}
-    beside = {id(m.param): m for one in managed for m in torch_compat.managed_params_beside(one)}
+    roots = {torch_compat.root_of(m): m for m in managed}
+    beside = {id(m.param): m for one in roots.values() for m in torch_compat.managed_params_beside(one)}
     for m in beside.values():
         if isinstance(m.local, FSDPHooks) and m.local.state.pending:
             check_layout(m)
@@ -481,6 +482,31 @@ def synchronize(managed: list[ManagedParam]) -> None:
             m.local.state.set_statistics(m.local.version, stats)
         for m in weights:
             m.local.state.pending = False
+
+
+def write_back(weights: list) -> None:
+    """Codes of quantized parameters after an optimizer's step, from statistics reduced at once for each shard group.
+
+    Every rank that steps the optimizer must call it.
+    """
+    managed = {id(w.state): _managed_of(w.state) for w in weights}
+    synchronize([m for m in managed.values() if m is not None])
+    shards = []
+    for weight in weights:
+        m, state = managed[id(weight.state)], weight.state
+        cuts, rank = (RowCuts((0, weight.shape[0])), 0) if m is None else (_cuts(m), m.rank)
+        quantized = [d for d, e in state.quantizer.encodings.items() if e.fmt.is_quantized]
+        shards += [state.shard(weight, d, cuts, rank, weight.dtype) for d in quantized]
+    if shards:
+        shards[0].weight.state.encode(shards)
+
+
+def _managed_of(state) -> ManagedParam | None:
+    """This weight under `fully_shard`, or None."""
+    managed = state.managed
+    if managed is not None and isinstance(managed.local, FSDPHooks) and managed.local.state is state:
+        return managed
+    return next((m for m in all_managed_weights() if m.local.state is state), None)
 
 
 def _cuts(managed: ManagedParam) -> RowCuts:

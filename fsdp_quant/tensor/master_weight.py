@@ -86,6 +86,10 @@ class WeightState:
             self.histories[key] = AmaxHistory(quantizer.scaling, quantizer.fmt.element.max)
         return self.histories[key]
 
+    def wrapped(self, values: Tensor) -> Tensor:
+        """What FSDP2 shards, over these high-precision values."""
+        return MasterWeight(values, self)
+
     # Statistics and codes of a shard #
 
     def shares_statistics(self, cuts: RowCuts) -> bool:
@@ -110,6 +114,11 @@ class WeightState:
             self._codes = (version, {})
         return self._codes[1].get(shard.direction)
 
+    def keep(self, shard: Shard, encoded: Encoded) -> Encoded:
+        """Keep fresh codes of a shard for as long as its values stay; the codes as they are kept."""
+        self._codes[1][shard.direction] = encoded
+        return encoded
+
     @staticmethod
     def encode(shards: Sequence[Shard]) -> list[Encoded]:
         """The buffers of each shard: kept until its master's version changes; equal encodings are made by one launch.
@@ -132,12 +141,12 @@ class WeightState:
                 [None if h is None else h.enc for h in histories], dtype,
             )
             for i, s, history, encoded in zip(places, of, histories, made):
-                results[i] = encoded
                 if history is not None:
                     history.record(encoded.amax)
                 if encoding.fmt.is_quantized:  # else as large as the shard, and no work to make again
-                    s.weight.state._codes[1][s.direction] = encoded
+                    encoded = s.weight.state.keep(s, encoded)
                     counters.add("weight encode", (s.weight.state.name, s.direction.value))
+                results[i] = encoded
         return results
 
     def _shared_statistics(self, shard: Shard) -> Statistics | None:
@@ -266,7 +275,7 @@ class Shard(NamedTuple):
         return self.cuts.bounds[self.rank]
 
 
-class _Mutations:
+class Mutations:
     """How often a storage was written through the dispatcher; compared by identity, and no two have one hash.
 
     token:  tensor whose version moves with the count, for compiled code; None until it is asked for.
@@ -297,13 +306,13 @@ class MasterWeight(FSDPHooks, Tensor):
     """
 
     @staticmethod
-    def __new__(cls, inner: Tensor, state: WeightState, mutations: _Mutations | None = None) -> MasterWeight:
+    def __new__(cls, inner: Tensor, state: WeightState, mutations: Mutations | None = None) -> MasterWeight:
         self = torch.Tensor._make_wrapper_subclass(
             cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device,
             storage_offset=inner.storage_offset(), requires_grad=False,
         )
         self._inner, self._state = inner, state
-        self._mutations = mutations or _Mutations()
+        self._mutations = mutations or Mutations()
         self._copied_version = (None, None)  # of the source, and our own when the copy was made
         return self
 
@@ -345,7 +354,7 @@ class MasterWeight(FSDPHooks, Tensor):
                 f"{value.dtype} on {value.device}; use module.to() to move or cast it"
             )
         self._mutations.add()  # for whoever kept the old one
-        self._inner, self._mutations, self._copied_version = value, _Mutations(), (None, None)
+        self._inner, self._mutations, self._copied_version = value, Mutations(), (None, None)
 
     def __tensor_flatten__(self):
         return ["_inner"], Unguarded(self._state)
@@ -444,9 +453,8 @@ def _copy(func, args, kwargs):
 
 
 def wrap(parameter: Tensor, state: WeightState) -> torch.nn.Parameter:
-    """The parameter as a MasterWeight parameter over the same memory."""
-    wrapped = MasterWeight(parameter.detach(), state)
-    return torch.nn.Parameter(wrapped, requires_grad=parameter.requires_grad)
+    """The parameter as one that FSDP2 shards as `state` says, over the same memory."""
+    return torch.nn.Parameter(state.wrapped(parameter.detach()), requires_grad=parameter.requires_grad)
 
 
 def inner_of(tensor: Tensor) -> Tensor:

@@ -179,6 +179,9 @@ class QuantizedTensor(Tensor):
         """A tensor over fn(storage) of each direction."""
         return QuantizedTensor(slots=self._slots.map(fn), shape=self.shape if shape is None else shape)
 
+    def _aliased(self, shape=None) -> QuantizedTensor:
+        return QuantizedTensor(slots=self._slots, shape=self.shape if shape is None else shape)
+
     def __tensor_flatten__(self):
         """A gathered weight shows its first direction only: FSDP2 fills and frees the other as passes need it."""
         storages = [s for d in Direction if (s := self._slots.get(d)) is not None]
@@ -244,13 +247,9 @@ def _rebuild(
     return _as_parameter(QuantizedTensor(rowwise, columnwise, shape=shape), is_parameter, requires_grad)
 
 
-def _alias(tensor: QuantizedTensor, shape=None) -> QuantizedTensor:
-    return QuantizedTensor(slots=tensor._slots, shape=tensor.shape if shape is None else shape)
-
-
 @_TABLE.implements([aten.detach.default, aten.alias.default])
 def _detach(func, args, kwargs):
-    return _alias(args[0])
+    return args[0]._aliased()
 
 
 @_TABLE.implements([aten.view.default, aten._unsafe_view.default])
@@ -264,7 +263,7 @@ def _view(func, args, kwargs):
         raise NotImplementedError(
             f"a view of {tensor!r} must keep the last dim {tensor.shape[-1]}, got {size}; call dequantize() first"
         )
-    return _alias(tensor, tuple(size))
+    return tensor._aliased(tuple(size))
 
 
 @_TABLE.implements([aten.as_strided.default])
@@ -275,7 +274,7 @@ def _as_strided(func, args, kwargs):
             f"as_strided of {tensor!r} can only keep its shape and strides, got size {list(size)}, "
             f"stride {list(stride)}; call dequantize() first"
         )
-    return _alias(tensor)
+    return tensor._aliased()
 
 
 def _rows(tensor: QuantizedTensor, dim: int, start: int, length: int) -> QuantizedTensor:
@@ -292,7 +291,7 @@ def _slice(func, args, kwargs):
         raise NotImplementedError(f"a slice of {tensor!r} must have step 1, got {step}; call dequantize() first")
     stop = slice(None, end).indices(tensor.shape[dim])[1]
     if (start, stop) == (0, tensor.shape[dim]):
-        return _alias(tensor)
+        return tensor._aliased()
     return _rows(tensor, dim, start, max(stop - start, 0))
 
 

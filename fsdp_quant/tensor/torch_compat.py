@@ -16,8 +16,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["alloc_storage", "foreach_zero_", "free_storage", "tree_map_only"]
+__all__ = ["alloc_storage", "foreach_add_", "foreach_zero_", "free_storage", "tree_map_only"]
 
+foreach_add_ = torch._foreach_add_
 foreach_zero_ = torch._foreach_zero_
 
 
@@ -189,6 +190,11 @@ def fsdp_states() -> list[FSDPState]:
 def all_managed_params() -> Iterator[ManagedParam]:
     """Every parameter under any `fully_shard` of the process."""
     return _params_of(fsdp_states())
+
+
+def root_of(managed: ManagedParam) -> int:
+    """Equal for parameters of one root."""
+    return id(managed.state._state_ctx)
 
 
 def managed_params_beside(managed: ManagedParam) -> list[ManagedParam]:

@@ -1,0 +1,143 @@
+"""The Adam kernel against its definition on a CPU, bit for bit, and the captured step of quantized parameters."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp_quant as fq
+from dist_tests import laws
+from dist_tests.kernels import expected
+from dist_tests.kernels.expected import BF16, DEVICE, FP32
+from fsdp_quant.formats import Direction
+from fsdp_quant.ops import native
+from fsdp_quant.optim.fused_adam import SCALARS, adam_update
+
+pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
+
+SIZES = (0, 1, 3, 4, 1023, 4096, 4097, 8191, 70001)
+# keep, coupled, first, beta2, second, root_correction, minus_step_size, eps
+ROWS = torch.tensor([
+    [1 - 1e-4, 0.0, 0.1, 0.999, 1e-3, 0.0316, -1e-2, 1e-8],
+    [1.0, 0.01, 0.6, 0.95, 0.05, 0.8, -1e-3, 1e-6],
+    [0.9, 0.0, 1.0, 0.0, 1.0, 1.0, -1.0, 0.0],
+], device="cpu")
+
+
+def tensors(size: int, seed: int, grad: torch.dtype, moments: torch.dtype, rounded: bool, kind: str) -> list[Tensor | None]:
+    """(master, grad, first, second, rounded) on the host; some rounded parameters are not their masters rounded."""
+    p, g, m, v = (laws.values(size, seed=seed + i, dtype=FP32, kind=kind) for i in range(4))
+    r = None
+    if rounded:
+        r = p.to(BF16)
+        r[::7] = r[::7] * 1.5
+    return [p, g.to(grad), (m * 0.1).to(moments), (v * 0.1).square().to(moments), r]
+
+
+def offset(t: Tensor | None, by: int) -> Tensor | None:
+    """A copy on the device that begins `by` elements into its memory."""
+    return None if t is None else torch.cat([t.new_zeros(by), t]).to(DEVICE)[by:]
+
+
+def launched(made: list[list], rows: list[int], by: int, scale: Tensor | None = None, skip: Tensor | None = None) -> list[list]:
+    on_device = [[offset(t, by) for t in one] for one in made]
+    p, g, m, v, r = map(list, zip(*on_device))
+    native.adam(p, g, m, v, r, ROWS, rows, scale, skip)
+    return [[None if t is None else t.cpu() for t in one] for one in zip(p, m, v, r)]
+
+
+@pytest.mark.parametrize(("grad", "moments", "rounded"), itertools.product((FP32, BF16), (FP32, BF16), (False, True)))
+@pytest.mark.parametrize("by", [0, 1])
+def test_adam_equals_its_definition(grad, moments, rounded, by):
+    """If false, a GPU trains another model than the definition, or sizes and alignment matter."""
+    made = [
+        tensors(n, i, grad, moments, rounded, ("gauss", "tiny", "heavy")[i % 3]) for i, n in enumerate(SIZES * 3)
+    ]
+    rows = [i % len(ROWS) for i in range(len(made))]
+    for scale in (None, torch.tensor([512.0])):
+        got = launched(made, rows, by, scale)
+        for one, row, result in zip(made, rows, got):
+            want = adam_update(*one, ROWS[row], None if scale is None else scale[0])
+            if rounded:
+                want = (*want, want[0].to(BF16))
+            for name, a, b in zip(("master", "exp_avg", "exp_avg_sq", "rounded"), result, want):
+                laws.assert_same_bytes(a, b.to(a.dtype), f"{name} of {one[0].numel()}, {SCALARS} {ROWS[row].tolist()}")
+
+
+def test_adam_of_more_tensors_than_a_launch_holds():
+    """If false, the second launch updates the first's tensors."""
+    made = [tensors(5 + i % 3, i, FP32, FP32, False, "gauss") for i in range(1000)]
+    rows = [i % len(ROWS) for i in range(len(made))]
+    for one, row, result in zip(made, rows, launched(made, rows, 0)):
+        for a, b in zip(result, adam_update(*one, ROWS[row])):
+            laws.assert_same_bytes(a, b)
+
+
+def test_adam_of_special_values_and_skipped_steps():
+    """If false, an overflow is hidden, or enters what a skipped step must leave alone."""
+    made = [tensors(4096, i, BF16, BF16, True, "gauss") for i in range(2)]
+    made[0][1][5], made[0][1][9] = float("nan"), float("inf")
+    (p, m, v, _), _ = launched(made, [0, 0], 0)
+    want = adam_update(*made[0], ROWS[0])
+    for a, b in zip((p, m, v), want):
+        assert torch.equal(a.float().isnan(), b.to(a.dtype).isnan()) and not a[:5].isnan().any()
+    for one, result in zip(made, launched(made, [0, 0], 0, skip=torch.ones(1))):
+        for a, b in zip(result, (one[0], *one[2:])):
+            laws.assert_same_bytes(a, b, "after a skipped step")
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    with fq.quantized_model_init(fq.recipes.hybrid("mxfp8", "nvfp4")):
+        net = nn.Sequential(nn.Linear(256, 384), nn.LayerNorm(384), nn.Linear(384, 128, bias=False)).to(DEVICE)
+        return fq.convert(net, fq.recipes.hybrid("mxfp8", "nvfp4"))
+
+
+def test_captured_steps_equal_eager_ones():
+    """If false, a CUDA graph repeats the first step, or leaves the codes of an earlier master."""
+    fq.begin_step(0)
+    results = []
+    for captured in (False, True):
+        net = _model()
+        optimizer = fq.optim.FusedAdam(net.parameters(), lr=torch.tensor(1e-2, device=DEVICE), capturable=True)
+        for i, p in enumerate(net.parameters()):
+            p.grad = laws.values(p.numel(), seed=i, dtype=FP32).view(p.shape).to(DEVICE)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            optimizer.step()
+            optimizer.step()
+        torch.cuda.current_stream().wait_stream(stream)
+        step = optimizer.step
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                optimizer.step()
+            step = graph.replay
+        for _ in range(3):
+            step()
+        slots = [net[i].weight._slots for i in (0, 2)]  # as the graph left them, not made anew
+        codes = [b.clone() for s in slots for st in (s.rowwise, s.columnwise) for b in st.buffers().values()]
+        masters = [net[i].weight.inner.clone() for i in (0, 2)]
+        for master, i in zip(masters, (0, 2)):
+            want = fq.HybridQuantizer("mxfp8", "nvfp4").quantize(master.to(BF16))
+            for d in Direction:
+                for name, buffer in getattr(want, d.value).buffers().items():
+                    got = getattr(net[i].weight._slots, d.value).buffers()[name]
+                    laws.assert_same_bytes(got, buffer, f"captured {captured}: {d} {name}")
+        results.append(masters + codes + [s["step"].clone() for s in optimizer.state.values()])
+    for got, want in zip(results[1], results[0]):
+        laws.assert_same_bytes(got, want, "captured against eager")
+
+
+def test_writes_are_seen():
+    """If false, codes or graphs made from a parameter outlive its update."""
+    p = nn.Parameter(torch.ones(64, device=DEVICE))
+    optimizer = fq.optim.FusedAdam([p])
+    p.grad = torch.ones_like(p)
+    before = p._version
+    optimizer.step()
+    assert p._version > before

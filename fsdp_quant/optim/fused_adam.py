@@ -1,0 +1,262 @@
+"""`FusedAdam`: AdamW or Adam with fp32 masters of quantized and of low-precision parameters.
+
+[Note: the update]
+All in fp32, of a master p, its gradient g (divided by the loss scale where there is one) and moments m and v:
+    p <- p * (1 - lr * decay)                        decoupled; coupled: g <- g + decay * p
+    m <- lerp(m, g, 1 - beta1)
+    v <- beta2 * v + (1 - beta2) * g * g
+    p <- p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+in the operations and order of torch.optim.AdamW(foreach=False) on a CPU, so that both give the same bits; the kernel
+rounds where they do. Scalars are computed in fp64 and rounded once to fp32, on the host or (capturable) on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..ops import native
+from ..tensor import torch_compat
+from ..tensor.fsdp_hooks import FSDPHooks
+from ..tensor.quantized_weight import QuantizedWeight
+from ..tensor.torch_compat import local_of
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+# Scalars of one update, fp32 [8]; `coupled` weights the decay of g, `keep` is the decoupled factor of p.
+SCALARS = ("keep", "coupled", "first", "beta2", "second", "root_correction", "minus_step_size", "eps")
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """AdamW (or Adam) in fp32; after the step, codes of quantized parameters follow their masters.
+
+    params:        as of any optimizer: quantized parameters, `MasterWeight`s, plain tensors, DTensors of them.
+    lr:            float, or a tensor on the device (capturable).
+    weight_decay:  decoupled (AdamW); with decoupled_weight_decay=False it is added to the gradient (Adam).
+    moment_dtype:  torch.float32 or torch.bfloat16, rounded to nearest after the update.
+    capturable:    step and lr are read on the device, so that a CUDA graph may hold the step.
+
+    A parameter of fp32 is its own master; one of lower precision has its master in the state, and is that rounded, unless
+    something else wrote it since: then the master follows it. Of a quantized parameter the state holds the only
+    high-precision copy, and the model's state dict has it, not the optimizer's: checkpoints of quantized and ordinary
+    parameters, and of torch.optim.AdamW, hold the same keys. Skips the step where `found_inf` (a GradScaler sets it) is not 0.
+
+    Raises ValueError for settings out of range, and for parameters on the meta device that are quantized.
+    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self, params, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 1e-2, *, decoupled_weight_decay: bool = True, moment_dtype: torch.dtype = torch.float32,
+        capturable: bool = False,
+    ):
+        if not 0.0 <= float(lr) or not 0.0 <= eps or not 0.0 <= weight_decay or not all(0.0 <= b < 1.0 for b in betas):
+            raise ValueError(
+                f"lr, eps and weight_decay must not be negative and betas lie in [0, 1), got lr={lr}, eps={eps}, "
+                f"weight_decay={weight_decay}, betas={betas}"
+            )
+        if moment_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"moment_dtype must be torch.float32 or torch.bfloat16, got {moment_dtype}")
+        if isinstance(lr, Tensor) and not capturable:
+            raise ValueError("lr is a tensor, which is read on the device only with capturable=True; pass a float")
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
+            "decoupled_weight_decay": decoupled_weight_decay, "moment_dtype": moment_dtype, "capturable": capturable,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for p in group["params"]:
+            if p.requires_grad:
+                self._start(p, group)
+
+    def _start(self, p: Tensor, group: dict) -> dict:
+        """The state of a parameter: complete from the start, so that checkpoints can be loaded into it."""
+        state, local = self.state[p], local_of(p)
+        if state:
+            return state
+        if not local.is_floating_point():
+            raise ValueError(f"FusedAdam updates floating parameters, got {local.dtype}")
+        on_device = local.device if group["capturable"] else "cpu"
+        state["step"] = torch.zeros((), dtype=torch.float32, device=on_device)
+        if isinstance(local, QuantizedWeight):
+            state["master"] = _beside(p, local.take_master())
+        elif local.dtype is not torch.float32:
+            state["master"] = _beside(p, _values(local).float())
+        for name in MOMENTS:
+            state[name] = _beside(p, torch.zeros(local.shape, dtype=group["moment_dtype"], device=local.device))
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: Callable | None = None):
+        """Update every parameter that has a gradient; the codes of quantized ones follow when the step ends."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            states = [self._start(p, group) for p in params]
+            if not params:
+                continue
+            scalars = _scalars_on_device if group["capturable"] else _scalars_on_host
+            rows, index = scalars(group, [s["step"] for s in states], found_inf)
+            _update_all([_Update(p, s) for p, s in zip(params, states)], rows, index, grad_scale, found_inf)
+        return loss
+
+    # Checkpoints #
+
+    def state_dict(self) -> dict:
+        """As of any optimizer, without the masters of quantized parameters: the model's state dict has them."""
+        packed = super().state_dict()
+        params = chain.from_iterable(g["params"] for g in self.param_groups)
+        ids = chain.from_iterable(g["params"] for g in packed["param_groups"])
+        quantized = {i for i, p in zip(ids, params) if isinstance(local_of(p), QuantizedWeight)}
+        state = {
+            i: {k: v for k, v in s.items() if k != "master" or i not in quantized} for i, s in packed["state"].items()
+        }
+        return packed | {"state": state}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Load into the tensors of the state as they lie: nothing is rounded to a parameter's dtype, or moved.
+
+        Raises ValueError, before anything is changed, for a state that lacks a moment, a step, or the master of a
+        low-precision parameter, naming it.
+        """
+        own = dict(self.state)
+        params = list(chain.from_iterable(g["params"] for g in self.param_groups))
+        ids = list(chain.from_iterable(g["params"] for g in state_dict["param_groups"]))
+        for i, p in zip(ids, params):
+            saved = state_dict["state"].get(i)
+            needed = own.get(p, {}).keys() - ({"master"} if isinstance(local_of(p), QuantizedWeight) else set())
+            if saved is not None and not needed <= saved.keys():
+                raise ValueError(
+                    f"the saved state of parameter {i} {list(p.shape)} has {sorted(saved)}, and FusedAdam needs "
+                    f"{sorted(needed)}; save it with FusedAdam, or start without its state"
+                )
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self.state.update(own)
+        for i, p in zip(ids, params):
+            saved = state_dict["state"].get(i)
+            for name, tensor in (own.get(p, {}) if saved is not None else {}).items():
+                if name in saved:
+                    value = saved[name]
+                    local_of(tensor).copy_(local_of(value) if isinstance(value, Tensor) else torch.tensor(value))
+
+
+def _values(local: Tensor) -> Tensor:
+    """The plain tensor of high-precision values behind a local parameter."""
+    return local.inner if isinstance(local, FSDPHooks) else local.detach()
+
+
+def _beside(p: Tensor, local: Tensor) -> Tensor:
+    """A state tensor that is sharded as its parameter is."""
+    return torch_compat.dtensor_like(p, local) if isinstance(p, DTensor) else local
+
+
+class _Update:
+    """The plain local tensors of one parameter's update.
+
+    rounded:  the low-precision parameter that is its master rounded, or None.
+    """
+
+    def __init__(self, p: Tensor, state: dict):
+        local = local_of(p)
+        self.grad = local_of(p.grad)
+        if self.grad.is_sparse:
+            raise ValueError("FusedAdam takes dense gradients, got a sparse one; use torch.optim.SparseAdam for it")
+        self.first, self.second = (local_of(state[name]) for name in MOMENTS)
+        quantized = isinstance(local, QuantizedWeight)
+        self.master = local_of(state["master"]) if "master" in state else _values(local)
+        self.rounded = _values(local) if "master" in state and not quantized else None
+
+
+# Scalars of an update #
+
+def _scalars(group: dict, lr, bias1, bias2) -> list:
+    """In the order of SCALARS; bias1 and bias2 are beta^t. Floats, or fp64 tensors of any shape."""
+    (beta1, beta2), decay = group["betas"], group["weight_decay"]
+    decoupled = group["decoupled_weight_decay"]
+    return [
+        1 - lr * decay if decoupled else 1.0, 0.0 if decoupled else decay, 1 - beta1, beta2, 1 - beta2,
+        (1 - bias2) ** 0.5, -(lr / (1 - bias1)), group["eps"],
+    ]
+
+
+def _scalars_on_host(group: dict, steps: list[Tensor], found_inf: Tensor | None) -> tuple[Tensor, list[int]]:
+    """(fp32 [distinct steps, 8] on the host, row of each parameter), after counting the step."""
+    if found_inf is None or not found_inf.item():
+        for step in steps:
+            step += 1
+    numbers = [int(step) for step in steps]
+    row_of = {n: i for i, n in enumerate(dict.fromkeys(numbers))}
+    beta1, beta2 = group["betas"]
+    rows = [_scalars(group, group["lr"], beta1**n, beta2**n) for n in row_of]
+    return torch.tensor(rows, dtype=torch.float32, device="cpu"), [row_of[n] for n in numbers]
+
+
+def _scalars_on_device(group: dict, steps: list[Tensor], found_inf: Tensor | None) -> tuple[Tensor, list[int]]:
+    """(fp32 [parameters, 8] on the device, row of each parameter), after counting the step; nothing is read."""
+    applied = 1.0 if found_inf is None else 1.0 - found_inf.reshape(())
+    torch_compat.foreach_add_(steps, applied)
+    step = torch.stack(steps).double()
+    lr = group["lr"]
+    lr = lr.to(step.device, torch.float64) if isinstance(lr, Tensor) else lr
+    beta1, beta2 = group["betas"]
+    columns = _scalars(group, lr, torch.pow(beta1, step), torch.pow(beta2, step))
+    columns = [c if isinstance(c, Tensor) else torch.full_like(step, c) for c in columns]
+    return torch.stack([c.expand_as(step) for c in columns], 1).float(), list(range(len(steps)))
+
+
+# The update #
+
+def _update_all(
+    updates: list[_Update], scalars: Tensor, index: list[int], grad_scale: Tensor | None, found_inf: Tensor | None
+) -> None:
+    """The kernel for all that it takes, a device at a time; the rest one after another."""
+    launched = [i for i, u in enumerate(updates) if native.adam_takes(u.master, u.grad, u.first, u.second, u.rounded)]
+    if launched:
+        chosen = [updates[i] for i in launched]
+        native.adam(
+            [u.master for u in chosen], [u.grad for u in chosen], [u.first for u in chosen], [u.second for u in chosen],
+            [u.rounded for u in chosen], scalars, [index[i] for i in launched], grad_scale, found_inf,
+        )
+    for i in set(range(len(updates))) - set(launched):
+        u, device = updates[i], updates[i].master.device
+        row = scalars[index[i]].to(device)
+        scale, skip = (None if t is None else t.to(device).reshape(()) for t in (grad_scale, found_inf))
+        new = adam_update(u.master, u.grad, u.first, u.second, u.rounded, row, scale)
+        for target, value in zip((u.master, u.first, u.second, u.rounded), (*new, new[0])):
+            if target is not None:
+                target.copy_(value if skip is None else torch.where(skip != 0, target, value))
+
+
+def adam_update(
+    master: Tensor, grad: Tensor, first: Tensor, second: Tensor, rounded: Tensor | None, scalars: Tensor,
+    grad_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(master, first and second moment) after one update, in fp32, of one tensor: the definition that the kernel equals.
+
+    scalars:     fp32 [8] (`SCALARS`).
+    grad_scale:  fp32 []; the gradient is divided by it.
+    """
+    keep, coupled, weight, beta2, weight2, root, minus_step, eps = scalars.unbind()
+    p, g, m, v = (t.float() for t in (master, grad, first, second))
+    if rounded is not None:
+        p = torch.where(p.to(rounded.dtype) == rounded, p, rounded.float())  # something else wrote the parameter
+    if grad_scale is not None:
+        g = g / grad_scale
+    g = torch.where(coupled != 0, torch.addcmul(g, p, coupled), g)
+    p = p * keep
+    m = torch.lerp(m, g, weight)
+    v = torch.addcmul(v * beta2, g * weight2, g)
+    return p + (m * minus_step) / (v.sqrt() / root + eps), m, v

@@ -1,0 +1,381 @@
+"""`QuantizedWeight`: a parameter that is a `QuantizedTensor`; its fp32 master lives in the optimizer.
+
+[Note: the master of a quantized parameter]
+Codes of a weight, or of a dim-0 shard of one, are made from high-precision values of the same rows. First those are the
+initial values, which the weight holds. An optimizer takes them as its fp32 master (`take_master`); from then on the weight
+holds codes, and refers to the master weakly. Whatever writes the weight (initialization, a load, a hand) writes these
+values, and codes follow as those of a `MasterWeight` do: from statistics that ranks share, reduced at events that all ranks
+share. So the bytes are a `MasterWeight`'s; they are kept, both directions, and written over in place.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ..formats import COLUMNWISE, ROWWISE, Direction
+from ..gemm import StaleWeightError
+from ..ops.dispatch import Encoded
+from ..scaling import RowCuts
+from ..storage import Storage
+from .aten_table import AtenTable, aten
+from .fsdp_hooks import FSDPHooks
+from .master_weight import MasterWeight, Mutations, Shard, WeightState
+from .quantized_tensor import QuantizedTensor, Slots, Unguarded
+from .torch_compat import local_of, tree_map_only
+
+_TABLE = AtenTable("QuantizedWeight")
+
+
+class QuantizedWeightState(WeightState):
+    """The state of a weight whose parameter is its codes."""
+
+    def wrapped(self, values: Tensor) -> QuantizedWeight:
+        return QuantizedWeight(_Content(self, values), values.shape, values.dtype, values.device)
+
+    def kept(self, shard: Shard) -> Encoded | None:
+        """The codes that the parameter is, if they are those of its values."""
+        weight, direction = shard.weight, shard.direction
+        if not weight.is_current(direction) or not self.quantizer.encodings[direction].fmt.is_quantized:
+            return None
+        storage = weight._slots.get(direction)
+        return Encoded(storage.data, storage.scale, storage.tensor_amax, None)
+
+    def keep(self, shard: Shard, encoded: Encoded) -> Encoded:
+        shard.weight.store(shard.direction, encoded, shard.row0)
+        return self.kept(shard)
+
+
+class _Content:
+    """What aliases of one shard share.
+
+    values:     high-precision values, until an optimizer takes them; None before anything was written.
+    master:     weak reference to what took their place.
+    slots:      the codes, and the version that they were made from.
+    quantizer:  that made them, and the dtype it saw.
+    copied:     (version of what this is a copy of, own version when it was made).
+    is_padding: made to hold another shard and rows behind it; see `_copy_`.
+    """
+
+    def __init__(self, state: QuantizedWeightState, values: Tensor | None = None):
+        self.state, self.values, self.master = state, values, None
+        self.mutations = Mutations()
+        self.slots = Slots(owner=state)
+        self.quantizer = None
+        self.copied: tuple[object, object] = (None, None)
+        self.is_padding = False
+
+    def adopt(self, other: _Content) -> None:
+        """Be the same weight: the master has one owner, so no copy of it is made."""
+        self.__dict__.update(other.__dict__, is_padding=False)
+
+
+class QuantizedWeight(FSDPHooks, QuantizedTensor):
+    """A weight, or a dim-0 shard of one, as its codes of both directions; see the module's note.
+
+    shape:  of the shard. dtype: of the initial values, of gradients, and what `dequantize()` gives.
+    """
+
+    @staticmethod
+    def __new__(cls, content: _Content, shape, dtype: torch.dtype, device: torch.device) -> QuantizedWeight:
+        self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device, requires_grad=False)
+        self._content = content
+        return self
+
+    # The master #
+
+    @property
+    def state(self) -> QuantizedWeightState:
+        return self._content.state
+
+    @property
+    def inner(self) -> Tensor:
+        """The high-precision values [rows, cols]: the initial ones, or the optimizer's master.
+
+        Raises StaleWeightError where the optimizer that took them is gone.
+        """
+        content = self._content
+        if content.master is None:
+            if content.values is None:
+                with torch.inference_mode(False):
+                    content.values = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+            return content.values
+        master = content.master()
+        if master is None:
+            raise StaleWeightError(
+                f"{self.state.name} is a quantized parameter, and the optimizer that held its fp32 master is gone: its codes "
+                "can be multiplied, but neither changed nor saved in high precision; keep the fq.optim optimizer"
+            )
+        return master
+
+    @property
+    def version(self) -> object:
+        """Equal as long as the values are; that of the codes where no values are left."""
+        content = self._content
+        if content.master is not None and content.master() is None:
+            return content.slots.version.get(ROWWISE)
+        inner = self.inner
+        own = (content.mutations, content.mutations.count, 0 if inner.is_inference() else inner._version)
+        source, fresh = content.copied
+        return source if own == fresh else own
+
+    def take_master(self) -> Tensor:
+        """The fp32 master [rows, cols], which the caller keeps from now on; the weight's own values are let go.
+
+        Raises ValueError for a weight without values: one on the meta device, or whose master another optimizer has.
+        """
+        content = self._content
+        if self.device.type == "meta":
+            raise ValueError(
+                f"{self.state.name} is on the meta device; call to_empty() and initialize the model before making its optimizer"
+            )
+        if content.master is not None:
+            raise ValueError(f"another optimizer holds the master of {self.state.name}; give each weight to one optimizer")
+        values = self.inner
+        master = values.detach() if values.dtype is torch.float32 else values.float()
+        if master.untyped_storage().nbytes() > master.nbytes:  # rows of a larger tensor
+            master = master.clone()
+        self.state.pending = True
+        content.values, content.master, content.mutations = None, weakref.ref(master), Mutations()
+        return master
+
+    def has_master_in(self, tensors: Iterable) -> bool:
+        """Its master is one of these: what an optimizer keeps of it."""
+        master = None if self._content.master is None else self._content.master()
+        return master is not None and any(local_of(t) is master for t in tensors if isinstance(t, Tensor))
+
+    # The codes #
+
+    @property
+    def _slots(self) -> Slots:
+        return self._content.slots
+
+    def is_current(self, direction: Direction) -> bool:
+        """The codes of this direction are of the values, and of the quantizer, as they are now."""
+        content = self._content
+        return content.quantizer == self._quantizer and content.slots.version.get(direction) == self.version
+
+    @property
+    def _quantizer(self) -> tuple:
+        return self.state.quantizer, self.state.compute_dtype
+
+    @torch.no_grad()
+    def store(self, direction: Direction, encoded: Encoded, row0: int) -> None:
+        """Let these be the codes of one direction; written over those before, so that captured steps read them."""
+        content, quantizer, version = self._content, self.state.quantizer, self.version
+        if content.quantizer != self._quantizer:
+            content.slots, content.quantizer = Slots(owner=self.state), self._quantizer
+        slots, encoding = content.slots, quantizer.side(direction).encoding(direction)
+        made = Storage.of(encoded, encoding, tuple(self.shape), self.dtype, row0).map(self._here)
+        stored = _written_over(slots.get(direction), made)
+        setattr(slots, direction.value, stored)
+        slots.version[direction] = version
+        if quantizer.one_storage:
+            slots.columnwise, slots.version[COLUMNWISE] = stored.as_direction(COLUMNWISE), version
+        slots.laid_out.clear()
+
+    def _here(self, buffer: Tensor) -> Tensor:
+        return buffer.to(self.device)
+
+    def _current(self) -> Slots:
+        """The codes for whoever reads a whole weight, made anew if its values changed; a shard's are those of the last event."""
+        whole = self.dim() == 2 and self.shape[0] == self.state.shape[0] and self.device.type != "meta"
+        if not whole or all(map(self.is_current, Direction)):
+            return self._slots
+        quantizer, cuts = self.state.quantizer, RowCuts((0, self.shape[0]))
+        shards = [self.state.shard(self, d, cuts, 0, self.dtype) for d in quantizer.encodings if not self.is_current(d)]
+        for shard, encoded in zip(shards, self.state.encode(shards)):
+            if not self.is_current(shard.direction):  # identity
+                self.store(shard.direction, encoded, 0)
+        if quantizer.is_derived:
+            derived = quantizer.derive_columnwise(self._slots.rowwise, self.state.compute_dtype)
+            self.store(COLUMNWISE, Encoded(derived.data, derived.scale, derived.tensor_amax, None), 0)
+        return self._slots
+
+    @property
+    def rowwise(self) -> Storage | None:
+        return self._current().rowwise
+
+    @property
+    def columnwise(self) -> Storage | None:
+        return self._current().columnwise
+
+    def storage_for(self, direction: Direction) -> Storage:
+        self._current()
+        return super().storage_for(direction)
+
+    def operand_for(self, direction: Direction, layouts: dict[Direction, str]) -> Storage:
+        self._current()
+        return super().operand_for(direction, layouts)
+
+    # Being a tensor #
+
+    @property
+    def data(self) -> QuantizedWeight:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.shape != self.shape:
+            raise ValueError(f"{self.state.name}.data must be {list(self.shape)}, got {list(value.shape)}")
+        with torch.no_grad():
+            self.copy_(value)
+
+    def _aliased(self, shape=None) -> QuantizedWeight:
+        return QuantizedWeight(self._content, self.shape if shape is None else shape, self.dtype, self.device)
+
+    def __tensor_flatten__(self):
+        self._current()
+        return super().__tensor_flatten__()[0], Unguarded(self._content)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context, outer_size, outer_stride) -> QuantizedWeight:
+        """What a graph is traced with: these buffers, of the same weight."""
+        content = _Content(context.value.state)
+        content.adopt(context.value)
+        content.slots = QuantizedTensor.__tensor_unflatten__(inner, Unguarded(content.slots), outer_size, outer_stride)._slots
+        like = content.slots.rowwise or content.slots.columnwise
+        return QuantizedWeight(content, outer_size, like.dtype, like.data.device)
+
+    def __deepcopy__(self, memo) -> QuantizedWeight:
+        """A copy with its own values, whoever holds these."""
+        state = copy.deepcopy(self.state, memo)
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        memo[id(self)] = copied = _rebuild(self.inner.detach().clone(), state, is_parameter, self.requires_grad)
+        return copied
+
+    def __reduce_ex__(self, protocol):
+        return _rebuild, (self.inner.detach(), self.state, isinstance(self, torch.nn.Parameter), self.requires_grad)
+
+    def __repr__(self, *, tensor_contents=None) -> str:
+        return f"QuantizedWeight({self.state.name}, {list(self.shape)}, {self.dtype}, {self.state.quantizer})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        handler = _TABLE.get(func)
+        if handler is not None:
+            return handler(func, args, kwargs)
+        if func._schema.is_mutable and func.namespace == "aten" and func is not aten.record_stream.default:
+            return _through_masters(func, args, kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _rebuild(values: Tensor, state: QuantizedWeightState, is_parameter: bool, requires_grad: bool) -> QuantizedWeight:
+    weight = state.wrapped(values)
+    return torch.nn.Parameter(weight, requires_grad) if is_parameter else weight.requires_grad_(requires_grad)
+
+
+def _written_over(old: Storage | None, new: Storage) -> Storage:
+    """`new` in the buffers of `old` where they fit: a captured step reads and writes the same memory."""
+    into = {} if old is None or old.fmt != new.fmt else old.buffers()
+    if any(n not in into or into[n].shape != t.shape or into[n].dtype != t.dtype for n, t in new.buffers().items()):
+        return new
+    for name, buffer in new.buffers().items():
+        if buffer.data_ptr() != into[name].data_ptr():  # identity of fp32 is the master itself
+            into[name].copy_(buffer)
+    return old
+
+
+def _through_masters(func, args, kwargs):
+    """Run an operator that writes on the high-precision values of the weights it takes."""
+    weights = {}
+
+    def master_of(weight: QuantizedWeight) -> MasterWeight:
+        master = MasterWeight(weight.inner, weight.state, weight._content.mutations)
+        weights[id(master)] = weight, master
+        return master
+
+    args, kwargs = tree_map_only(QuantizedWeight, master_of, (args, kwargs))
+    result = func(*args, **kwargs)
+    return tree_map_only(MasterWeight, lambda m: weights[id(m)][0] if id(m) in weights else m, result)
+
+
+@_TABLE.implements([aten.copy_.default])
+def _copy_(func, args, kwargs):
+    weight, source = args[:2]
+    if not (isinstance(weight, QuantizedWeight) and isinstance(source, QuantizedWeight)):
+        return _through_masters(func, args, kwargs)
+    theirs = source._content
+    if theirs.master is not None and weight._content.is_padding and weight._content.values is None:
+        weight._content.adopt(theirs)  # FSDP2 moves a shard into padded memory: new_zeros, narrow, copy_
+        return weight
+    return _through_masters(func, args, kwargs) if theirs.values is not None or theirs.master is not None else weight
+
+
+@_TABLE.implements([aten.view.default])
+def _view(func, args, kwargs):
+    weight, size = args
+    if list(size) in ([-1], [weight.numel()]):
+        return weight._aliased((weight.numel(),))  # how FSDP2 keeps a shard; never read
+    return QuantizedTensor.__torch_dispatch__(func, (QuantizedWeight,), args, kwargs)
+
+
+def _narrow(weight: QuantizedWeight, start: int, length: int) -> QuantizedWeight | QuantizedTensor:
+    """Rows of a weight: of its values, or where an optimizer holds those, of its codes."""
+    content, shape = weight._content, (length, *weight.shape[1:])
+    if content.master is not None:
+        whole = content.master() is not None and (start, length) == (0, content.master().shape[0])
+        return weight._aliased(shape) if whole else weight.with_storages(lambda s: s.narrow(start, length), shape)
+    if content.values is None and start == 0:
+        return weight._aliased(shape)  # nothing was written: whoever writes first makes the values
+    if (start, length) == (0, weight.inner.shape[0]):
+        return weight._aliased(shape)
+    return weight.state.wrapped(weight.inner.narrow(0, start, length))
+
+
+@_TABLE.implements([aten.slice.Tensor])
+def _slice(func, args, kwargs):
+    weight, dim, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    if dim % weight.dim() or step != 1:
+        raise NotImplementedError(f"{weight!r} can be cut along dim 0, with step 1, only; call dequantize() first")
+    start, stop, _ = slice(start, end).indices(weight.shape[0])
+    return _narrow(weight, start, max(stop - start, 0))
+
+
+@_TABLE.implements([aten.split.Tensor, aten.split_with_sizes.default])
+def _split(func, args, kwargs):
+    weight, sizes, dim = (*args, 0)[:3]
+    if dim % weight.dim():
+        raise NotImplementedError(f"{weight!r} can be cut along dim 0 only; call dequantize() first")
+    if isinstance(sizes, int):
+        sizes = [min(sizes, weight.shape[0] - s) for s in range(0, weight.shape[0], sizes)]
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [_narrow(weight, start, size) for start, size in zip(starts, sizes)]
+
+
+@_TABLE.implements([aten.new_zeros.default, aten.new_empty.default, aten.empty_like.default])
+def _new(func, args, kwargs):
+    weight = args[0]
+    size = args[1] if len(args) > 1 else weight.shape
+    dtype, device = kwargs.get("dtype") or weight.dtype, torch.device(kwargs.get("device") or weight.device)
+    content = _Content(weight.state)
+    content.is_padding = func is aten.new_zeros.default
+    return QuantizedWeight(content, size, dtype, device)
+
+
+@_TABLE.implements([aten._to_copy.default, aten.clone.default, aten._pin_memory.default])
+def _copy(func, args, kwargs):
+    """Codes and values on another device or in another dtype, of the same master; a clone has values of its own."""
+    weight, kwargs = args[0], {**kwargs}
+    dtype = kwargs.pop("dtype", None) or weight.dtype
+    source, content = weight._content, _Content(weight.state)
+    shares = source.master is not None and func is not aten.clone.default
+    if shares:
+        content.adopt(source)
+    elif source.master is not None or source.values is not None:
+        content.values = func(weight.inner, *args[1:], **kwargs, **({"dtype": dtype} if dtype != weight.dtype else {}))
+    device = torch.device(kwargs.get("device") or weight.device)
+    copied = QuantizedWeight(content, weight.shape, dtype, device)
+    if dtype == weight.dtype and source.quantizer is not None:
+        content.slots = source.slots.map(lambda s: s.map(lambda t: func(t, *args[1:], **kwargs)))
+        content.quantizer = source.quantizer
+        if not shares:
+            content.copied = (weight.version, copied.version)
+    elif shares:
+        content.slots, content.quantizer = Slots(owner=weight.state), None
+    return copied
