@@ -28,7 +28,7 @@ from ..quantizer import HybridQuantizer
 from ..recipe import QUANTIZED_TYPES
 from ..scaling import AmaxHistory
 from ..storage import BUFFERS, Storage
-from ..tensor import torch_compat
+from ..tensor import torch_compat, writers
 from ..tensor.master_weight import MasterWeight, WeightState, inner_of
 from ..tensor.quantized_tensor import OPERATORS, QuantizedTensor
 from .plan import GemmPlan, Resolved, plan_of
@@ -94,11 +94,17 @@ def _weight_storage(weight: Tensor, direction: Direction, plan: GemmPlan, dtype,
                 f"the gathered weight is {storage.fmt} {direction.value} and the plan multiplies "
                 f"{hybrid.side(direction).fmt}; change formats with fq.set_recipe, at a step boundary"
             )
-        return weight.operand_for(direction, layouts)
+        operand, state = weight.operand_for(direction, layouts), weight_state(weight)
+        if writers.checking and state is not None:
+            state.check_codes(weight, direction, operand)
+        return operand
     if not isinstance(weight, MasterWeight) or weight.state.quantizer != hybrid:  # plain, or overridden: not cached
         state = WeightState("weight", hybrid, tuple(weight.shape), plan.compute_dtype)
         weight = MasterWeight(inner_of(weight).detach(), state)
-    return weight.state.whole_storage(weight, direction, dtype, layouts, resolved.call, both)
+    operand = weight.state.whole_storage(weight, direction, dtype, layouts, resolved.call, both)
+    if writers.checking:
+        weight.state.check_codes(weight, direction, operand)
+    return operand
 
 
 class _LastInput:
@@ -161,7 +167,7 @@ def _kept_operand(
     weight: Tensor, plan: GemmPlan, resolved: Resolved, dtype: torch.dtype, wanted: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
     """(columnwise operand, stamps) of a master weight whose codes are here already: good while no stamp has moved."""
-    if not wanted or not isinstance(weight, MasterWeight) or weight.state.quantizer != plan.weight:
+    if not wanted or not isinstance(weight, MasterWeight) or weight.state.quantizer != plan.weight or writers.checking:
         return [], []
     storage = weight.state.made(weight, COLUMNWISE, dtype, resolved.layouts["weight"][COLUMNWISE])
     stamps = weight.stamps
@@ -178,7 +184,7 @@ def _check_version(weight: Tensor, version: int) -> None:
     if _version_of(weight) != version:
         raise StaleWeightError(
             f"{weight.state.name} was modified between the forward and the backward that needs it; step the optimizer "
-            "after backward()"
+            f"after backward(){weight.last_writer}"
         )
 
 
