@@ -120,6 +120,21 @@ def test_written_codes_are_found(direction):
         m(X) if direction is ROWWISE else y.sum().backward()
 
 
+def test_an_input_that_changes_between_the_layers_that_share_it_is_found(monkeypatch):
+    """Otherwise the second of gate and up multiplies the codes of an activation that is no more."""
+    monkeypatch.setattr(writers, "checking", False)
+    with hopper.emulated():
+        for checking in (False, True):
+            m = net(recipes.mxfp8(), torch.bfloat16)
+            x = X.bfloat16().requires_grad_() * 1
+            first = m[0](x)
+            monkeypatch.setattr(writers, "checking", checking)
+            assert_same_bytes(m[0](x), first, "a second layer of the same input")
+            x.detach().view(torch.int16).numpy()[:] ^= 64
+            with pytest.raises(fq.StaleWeightError, match=r"input of 0\.weight was written") if checking else contextlib.nullcontext():
+                assert_same_bytes(m[0](x), first, "codes of the input as it was")
+
+
 def _by_copy(m):
     m[0].weight.copy_(m[0].weight * 2)
 
@@ -139,7 +154,7 @@ def _by_exported_state(m):
 @pytest.mark.parametrize(
     "write, writer",
     [(_by_copy, r"aten\.copy_\.default \(.*test_checked"), (_by_load, r"aten\.copy_\.default \(load_state_dict, "),
-     (_by_data, r"assignment of \.data \("), (_by_exported_state, "a write past the weight, into memory that it shares")],
+     (_by_data, r"assignment of \.data \("), (_by_exported_state, "a write past the weight, into memory it shares")],
 )
 def test_a_write_between_the_passes_names_its_writer(write, writer: str, monkeypatch):
     """Otherwise the message says that a weight changed, and who did it has to be searched for."""

@@ -153,11 +153,18 @@ def _step(x, weight, bias, plan, resolved, save, step, ids, guard, factors, grad
     """(y, the codes that the backward keeps), in one call; with `edge`, the parameter, y has its autograd node."""
     operand = list(_weight_storage(weight, ROWWISE, plan, x.dtype, save).buffers().values())
     key = None if resolved.shared is None else (resolved.shared, save)
-    codes = None if key is None else _LAST_INPUT.codes(x, key, guard)
+    kept = codes = None if key is None else _LAST_INPUT.codes(x, key, guard)
+    if writers.checking:
+        codes = None  # made again, and compared
     y, *made = native.linear_step(
         x, edge, bias, operand, resolved.call, _version_of(weight), save, step, ids, guard, factors, grad_factors,
         histories, grad_histories, codes or [], *_kept_operand(weight, plan, resolved, x.dtype, save and edge is not None),
     )
+    if codes is not kept and any(map(writers.bytes_apart, kept, made)):
+        raise StaleWeightError(
+            f"the input of {weight_state(weight).name} was written after an earlier layer quantized it, and the write moved "
+            "no version counter: layers that share an input share its codes; give the written values a tensor of their own"
+        )
     if codes is None and key is not None:
         _LAST_INPUT.keep(x, key, made, guard)
     return y, made

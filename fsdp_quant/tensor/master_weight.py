@@ -296,13 +296,12 @@ class WeightState:
 
     def _compare(self, weight: MasterWeight, got: Storage, want: Storage) -> None:
         for (name, a), b in zip(got.buffers().items(), want.buffers().values()):
-            a, b = (t.contiguous().view(torch.uint8).flatten() for t in (a, b))
-            if not torch.equal(a, b):
+            if apart := writers.bytes_apart(a, b):
                 raise StaleWeightError(
-                    f"{self.name}: {int((a != b).sum())} of {a.numel()} bytes of {got.direction.value}.{name}, which a product "
-                    "is about to read, are not those of the master as it is now: a write moved no version counter (numpy, "
-                    "a raw pointer, a kernel of another library), or the codes themselves were written; call "
-                    f"fq.sync(model) after such a write{weight.last_writer}"
+                    f"{self.name}: {apart} of {a.nbytes} bytes of {got.direction.value}.{name}, which a product is about to "
+                    "read, are not those of the master as it is now: a write moved no version counter (numpy, a raw "
+                    "pointer, a kernel of another library), or the codes themselves were written; call fq.sync(model) "
+                    f"after such a write{weight.last_writer}"
                 )
 
 
@@ -401,7 +400,7 @@ class MasterWeight(FSDPHooks, Tensor):
         now = _version_of(self._inner)
         writer, seen = self._mutations.last
         if now != seen:
-            writer = f"a write past the weight, into memory that it shares (a state dict's tensor, .inner); before it, {writer}"
+            writer = f"a write past the weight, into memory it shares (a state dict's tensor, .inner); before it, {writer}"
         return f". Last writer: {writer}"
 
     @property

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
@@ -26,6 +26,12 @@ def read_setting(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 checking = read_setting()
+
+
+def bytes_apart(a: Tensor, b: Tensor) -> int:
+    """How many bytes of two buffers of one size differ."""
+    a, b = (t.contiguous().view(torch.uint8).flatten() for t in (a, b))
+    return int((a != b).sum())
 
 
 def describe(what: object) -> str:
