@@ -4,7 +4,7 @@
     bash launch/train.sh --compare bf16                       the same run in bf16 beside it
     bash launch/train.sh --forward fp8_block --backward bf16 --data ~/books
     python examples/train_lm.py --recipe nvfp4 --steps 50     one process
-    NNODES=2 MASTER_ADDR=host bash launch/multinode.sh --replicate 2      on each of two nodes, one copy a node
+    NNODES=2 MASTER_ADDR=host bash launch/multinode.sh --replicate 2      on each of two nodes
 
 The model is Llama-shaped: RMSNorm, rotary positions, grouped-query attention, SwiGLU. The text is
 any file or folder; by default the Python sources of the running interpreter's standard library.
@@ -271,8 +271,8 @@ def build_model(config: ModelConfig, recipe: fq.Recipe, args: argparse.Namespace
 
 
 def mesh_of(args: argparse.Namespace) -> DeviceMesh:
-    """Copies of the model x shards of it. Ranks of one copy follow each other, so with one copy a node weights are
-    gathered inside nodes."""
+    """Copies of the model x shards of it; ranks of one copy follow each other, so that one copy a
+    node gathers weights inside nodes."""
     world, names = dist.get_world_size(), ("replicate", "shard")
     kind = torch.device(args.device).type
     if args.replicate == 1:
@@ -605,7 +605,8 @@ def prepare(args: argparse.Namespace) -> tuple[dict[str, fq.Recipe], ModelConfig
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world % args.replicate:
         raise ValueError(
-            f"--replicate {args.replicate} does not divide the {world} processes; give a divisor, such as the number of nodes"
+            f"--replicate {args.replicate} does not divide the {world} processes; give a divisor,"
+            " such as the number of nodes"
         )
     text = Text(read_text(args.data), config.seq, args.seed)
     first = 0
@@ -652,7 +653,8 @@ def main() -> None:
     start_processes(args)
     if dist.get_rank() == 0:
         print(
-            f"{dist.get_world_size()} x {args.device}, {args.replicate} copies, what is not quantized in {args.dtype};"
+            f"{dist.get_world_size()} x {args.device}, {args.replicate} copies,"
+            f" what is not quantized in {args.dtype};"
             f" {len(text.train):,} bytes to train on, {len(text.held_out):,} held out"
         )
     outcomes = []

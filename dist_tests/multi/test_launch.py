@@ -15,7 +15,8 @@ from dist_tests.multi.harness import _free_port
 
 ROOT = Path(__file__).parents[2]
 TINY = (
-    "--recipe mxfp8 --replicate 2 --steps 2 --dim 32 --layers 1 --heads 2 --kv-heads 1 --ffn 64 --seq 16 --batch 2 --warmup 1"
+    "--recipe mxfp8 --replicate 2 --steps 2 --warmup 1 --batch 2 --seq 16"
+    " --dim 32 --layers 1 --heads 2 --kv-heads 1 --ffn 64"
 ).split()
 
 

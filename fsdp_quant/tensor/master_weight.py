@@ -29,7 +29,7 @@ from ..storage import Storage
 from . import writers
 from .aten_table import AtenTable, aten
 from .fsdp_hooks import FSDPHooks
-from .quantized_tensor import OPERATORS, Unguarded, stable_text
+from .quantized_tensor import OPERATORS, QuantizedTensor, Unguarded, stable_text
 from .torch_compat import tree_map_only
 
 _TABLE = AtenTable("MasterWeight")
