@@ -4,6 +4,7 @@
     bash launch/train.sh --compare bf16                       the same run in bf16 beside it
     bash launch/train.sh --forward fp8_block --backward bf16 --data ~/books
     python examples/train_lm.py --recipe nvfp4 --steps 50     one process
+    NNODES=2 MASTER_ADDR=host bash launch/multinode.sh --replicate 2      on each of two nodes
 
 The model is Llama-shaped: RMSNorm, rotary positions, grouped-query attention, SwiGLU. The text is
 any file or folder; by default the Python sources of the running interpreter's standard library.
@@ -37,6 +38,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -262,9 +264,20 @@ def build_model(config: ModelConfig, recipe: fq.Recipe, args: argparse.Namespace
     fq.convert(model, recipe, skip=[] if config.tie else ["lm_head"])
     dtype = torch.bfloat16 if args.dtype == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    mesh = mesh_of(args)
     for block in model.layers:
-        fully_shard(block, mp_policy=policy, reshard_after_forward=args.reshard)
-    return fully_shard(model, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=args.reshard)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def mesh_of(args: argparse.Namespace) -> DeviceMesh:
+    """Copies of the model x shards of it; ranks of one copy follow each other, so that one copy a
+    node gathers weights inside nodes."""
+    world, names = dist.get_world_size(), ("replicate", "shard")
+    kind = torch.device(args.device).type
+    if args.replicate == 1:
+        return init_device_mesh(kind, (world,), mesh_dim_names=names[1:])
+    return init_device_mesh(kind, (args.replicate, world // args.replicate), mesh_dim_names=names)
 
 
 def batch_loss(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -540,6 +553,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for name, value in DEFAULTS[device].items():
         add(option(name), type=type(value), default=value, help=f"default here: {value}")
     add("--tie", action="store_true", help="the head shares the embedding's weight")
+    add("--replicate", type=int, default=1, help="copies of the shards (HSDP), default 1")
     add("--grad-accum", type=int, default=1, help="micro-batches in a step, default 1")
     add("--warmup", type=int, default=20, help="steps of rising learning rate, default 20")
     add("--seed", type=int, default=0)
@@ -588,6 +602,12 @@ def prepare(args: argparse.Namespace) -> tuple[dict[str, fq.Recipe], ModelConfig
         arms[args.compare] = fq.recipes.by_name(args.compare)
         if len(arms) == 1:
             raise ValueError(f"--compare {args.compare} is the first arm's recipe; name another")
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world % args.replicate:
+        raise ValueError(
+            f"--replicate {args.replicate} does not divide the {world} processes; give a divisor,"
+            " such as the number of nodes"
+        )
     text = Text(read_text(args.data), config.seq, args.seed)
     first = 0
     if args.resume:
@@ -633,7 +653,8 @@ def main() -> None:
     start_processes(args)
     if dist.get_rank() == 0:
         print(
-            f"{dist.get_world_size()} x {args.device}, what is not quantized in {args.dtype};"
+            f"{dist.get_world_size()} x {args.device}, {args.replicate} copies,"
+            f" what is not quantized in {args.dtype};"
             f" {len(text.train):,} bytes to train on, {len(text.held_out):,} held out"
         )
     outcomes = []

@@ -113,6 +113,9 @@ def _after_optimizer_step(optimizer: torch.optim.Optimizer, args, kwargs) -> Non
     for state in states:
         state.pending = True
     states.update(STEP.frozen)  # no optimizer holds them, but their activations and gradients are quantized
+    for state in STEP.frozen:
+        if any(slot == "weight" for _, slot, *_ in state.histories):
+            state.forget_codes()  # no write says that their scale may be another now
     STEP.frozen.clear()
     torch_compat.copy_all(AmaxHistory.rolled([h for state in states for h in state.histories.values()]))
     if states and not STEP.counted_by_hand:
@@ -140,6 +143,7 @@ def sync(model: nn.Module) -> None:
     """Make codes and shared statistics follow weights that were changed by hand. Every rank must call it."""
     for weight in weights_of(model.parameters()):
         weight.state.pending = True
+        weight.state.forget_codes()
     managed = [m for m in torch_compat.managed_params_of(model) if isinstance(m.local, FSDPHooks)]
     if managed:
         fsdp_hooks.synchronize(managed)

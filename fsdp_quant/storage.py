@@ -309,20 +309,25 @@ class Storage:
     def __repr__(self) -> str:
         return f"Storage({self.describe()}, {self.nbytes} bytes)"
 
-    def __reduce__(self):
+    def facts(self) -> dict:
+        """What the buffers mean, in JSON's types; `rebuild_storage` takes it."""
         fields = {f: getattr(self.fmt, f) for f in self.fmt.__dataclass_fields__ if f not in ("element", "name")}
-        return _rebuild_storage, (
-            self.fmt.name, self.fmt.element.name, fields, self.direction.value, tuple(self.shape),
-            self.data, self.scale, self.tensor_amax, self.dtype, self.row0, self.layout,
-        )
+        return {
+            "format": self.fmt.name, "element": self.fmt.element.name, **fields, "block": list(self.fmt.block),
+            "direction": self.direction.value, "shape": list(self.shape), "dtype": str(self.dtype).removeprefix("torch."),
+        }
+
+    def __reduce__(self):
+        return rebuild_storage, (self.facts(), self.buffers(), self.row0, self.layout)
 
 
-def _rebuild_storage(
-    name, element, fields, direction, shape, data, scale, tensor_amax, dtype, row0, layout=COMPACT
-) -> Storage:
-    fields = {**fields, "block": tuple(fields["block"])}
-    fmt = format_of(name, element=element, **fields)
-    return Storage(fmt, Direction(direction), tuple(shape), data, scale, tensor_amax, dtype, row0, layout)
+def rebuild_storage(facts: dict, buffers: dict[str, Tensor], row0: int = 0, layout: str = COMPACT) -> Storage:
+    """The storage that `Storage.facts` describes, over `buffers` by field name."""
+    fields = dict(facts)
+    direction, shape, dtype = (fields.pop(f) for f in ("direction", "shape", "dtype"))
+    fmt = format_of(fields.pop("format"), **fields | {"block": tuple(fields["block"])})
+    whole = dict.fromkeys(BUFFERS) | buffers
+    return Storage(fmt, Direction(direction), tuple(shape), **whole, dtype=getattr(torch, dtype), row0=row0, layout=layout)
 
 
 def laid_out(wanted: Sequence[tuple[Storage, str]]) -> list[Storage]:
@@ -347,4 +352,4 @@ def scale_placement(fmt: Format, direction: Direction, chunk: int | None) -> Pla
     return Placement.SHARD if chunk is None or chunk % b0 == 0 else Placement.HALO
 
 
-torch.serialization.add_safe_globals([_rebuild_storage])
+torch.serialization.add_safe_globals([rebuild_storage])

@@ -3,7 +3,8 @@
 #
 #   prepare_environment EXTRA [EXTRA ...]    extras of pyproject.toml: examples, test
 #
-# Sets PYTHON and puts its folder first on PATH. An active virtual environment is used as it is;
+# Sets PYTHON and puts its folder first on PATH. A PYTHON that is set already is used as it is, and nothing is installed
+# (nodes of a cluster that share an environment). Otherwise an active virtual environment is used as it is;
 # otherwise .venv is made at the root of the checkout, and sees a torch that the machine already has.
 # A torch that imports is never replaced. The second call finds everything in place and does nothing.
 
@@ -77,7 +78,26 @@ PY
     [[ -z "$(cd "$ROOT" && find setup.py pyproject.toml csrc -newer "$stamp" 2>/dev/null)" ]]
 }
 
+# Processes of this machine: one for every GPU, else two. Threads: the cores divided among them.
+choose_processes() {
+    if [[ -z "${NPROC:-}" ]]; then
+        NPROC="$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 2)')"
+    fi
+    if [[ -z "${OMP_NUM_THREADS:-}" ]]; then
+        local cores
+        cores="$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)"
+        OMP_NUM_THREADS=$((cores / NPROC))
+        export OMP_NUM_THREADS=$((OMP_NUM_THREADS > 0 ? OMP_NUM_THREADS : 1))
+    fi
+}
+
 prepare_environment() {
+    if [[ -n "${PYTHON:-}" ]]; then
+        check_python_version "$PYTHON"
+        "$PYTHON" -c 'import importlib.util as u, sys; sys.exit(not (u.find_spec("torch") and u.find_spec("fsdp_quant")))' ||
+            fail "PYTHON is $PYTHON, which does not find torch or fsdp_quant; install them there, or unset PYTHON"
+        return
+    fi
     choose_python
     PATH="$(dirname "$PYTHON"):$PATH"
     export PATH

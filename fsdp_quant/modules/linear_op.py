@@ -28,7 +28,7 @@ from ..quantizer import HybridQuantizer
 from ..recipe import QUANTIZED_TYPES
 from ..scaling import AmaxHistory
 from ..storage import BUFFERS, Storage
-from ..tensor import torch_compat
+from ..tensor import torch_compat, writers
 from ..tensor.fsdp_hooks import FSDPHooks
 from ..tensor.master_weight import MasterWeight, WeightState, inner_of
 from ..tensor.quantized_tensor import OPERATORS, QuantizedTensor
@@ -95,11 +95,17 @@ def _weight_storage(weight: Tensor, direction: Direction, plan: GemmPlan, dtype,
                 f"the gathered weight is {storage.fmt} {direction.value} and the plan multiplies "
                 f"{hybrid.side(direction).fmt}; change formats with fq.set_recipe, at a step boundary"
             )
-        return weight.operand_for(direction, layouts)
+        operand, state = weight.operand_for(direction, layouts), weight_state(weight)
+        if writers.checking and state is not None:
+            state.check_codes(weight, direction, operand)
+        return operand
     if not isinstance(weight, MasterWeight) or weight.state.quantizer != hybrid:  # plain, or overridden: not cached
         state = WeightState("weight", hybrid, tuple(weight.shape), plan.compute_dtype)
         weight = MasterWeight(inner_of(weight).detach(), state)
-    return weight.state.whole_storage(weight, direction, dtype, layouts, resolved.call, both)
+    operand = weight.state.whole_storage(weight, direction, dtype, layouts, resolved.call, both)
+    if writers.checking:
+        weight.state.check_codes(weight, direction, operand)
+    return operand
 
 
 class _LastInput:
@@ -148,11 +154,18 @@ def _step(x, weight, bias, plan, resolved, save, step, ids, guard, factors, grad
     """(y, the codes that the backward keeps), in one call; with `edge`, the parameter, y has its autograd node."""
     operand = list(_weight_storage(weight, ROWWISE, plan, x.dtype, save).buffers().values())
     key = None if resolved.shared is None else (resolved.shared, save)
-    codes = None if key is None else _LAST_INPUT.codes(x, key, guard)
+    kept = codes = None if key is None else _LAST_INPUT.codes(x, key, guard)
+    if writers.checking:
+        codes = None  # made again, and compared
     y, *made = native.linear_step(
         x, edge, bias, operand, resolved.call, _version_of(weight), save, step, ids, guard, factors, grad_factors,
         histories, grad_histories, codes or [], *_kept_operand(weight, plan, resolved, x.dtype, save and edge is not None),
     )
+    if codes is not kept and any(map(writers.bytes_apart, kept, made)):
+        raise StaleWeightError(
+            f"the input of {weight_state(weight).name} was written after an earlier layer quantized it, and the write moved "
+            "no version counter: layers that share an input share its codes; give the written values a tensor of their own"
+        )
     if codes is None and key is not None:
         _LAST_INPUT.keep(x, key, made, guard)
     return y, made
@@ -162,7 +175,7 @@ def _kept_operand(
     weight: Tensor, plan: GemmPlan, resolved: Resolved, dtype: torch.dtype, wanted: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
     """(columnwise operand, stamps) of a master weight whose codes are here already: good while no stamp has moved."""
-    if not wanted or not isinstance(weight, MasterWeight) or weight.state.quantizer != plan.weight:
+    if not wanted or not isinstance(weight, MasterWeight) or weight.state.quantizer != plan.weight or writers.checking:
         return [], []
     storage = weight.state.made(weight, COLUMNWISE, dtype, resolved.layouts["weight"][COLUMNWISE])
     stamps = weight.stamps
@@ -179,7 +192,7 @@ def _check_version(weight: Tensor, version: int) -> None:
     if _version_of(weight) != version:
         raise StaleWeightError(
             f"{weight.state.name} was modified between the forward and the backward that needs it; step the optimizer "
-            "after backward()"
+            f"after backward(){weight.last_writer}"
         )
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from dataclasses import replace
 
 from torch import nn
 
+from ..checkpoint import fingerprints
 from ..context import STEP
 from ..scaling import AmaxHistory
 from .convert import converted_modules
@@ -37,25 +40,39 @@ def fingerprint(model: nn.Module) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
+def _moved(model: nn.Module) -> str:
+    """JSON of module name -> products that the anchoring guard moved: one leaf, so that DCP loads what was saved."""
+    return json.dumps({name: m.plan.moved for name, m in converted_modules(model).items() if m.plan.moved})
+
+
 def state_dict(model: nn.Module) -> dict:
-    """Step, seed, recipe and fingerprint, and the amax histories of delayed scaling: the same on every rank but
-    for the histories of activations and gradients, which are each rank's own."""
+    """What a run needs to go on beside parameters and optimizer. Every rank must call it.
+
+    step, seed:   of the random bits.
+    schedule:     of recipes; None: there is none.
+    recipe:       text, and `fingerprint`, a digest of every module's recipe.
+    codes:        weight name -> hash of its codes, the same for every world size (`checkpoint.fingerprints`).
+    histories:    of delayed scaling; those of activations and gradients are each rank's own.
+    moved:        products that the anchoring guard moved; each rank's own.
+    """
     histories = {
         f"{name}.{side}": history.state_dict()
         for name, module in converted_modules(model).items() for side, history in _histories(module).items()
     }
     return {
-        "step": STEP.step, "seed": STEP.seed, "recipe": _recipe_text(model), "fingerprint": fingerprint(model),
-        "histories": histories,
+        "step": STEP.step, "seed": STEP.seed, "schedule": None, "recipe": _recipe_text(model),
+        "fingerprint": fingerprint(model), "codes": fingerprints(model), "histories": histories, "moved": _moved(model),
     }
 
 
 def load_state_dict(model: nn.Module, state: dict, allow_recipe_change: bool = False) -> None:
-    """Restore what `state_dict(model)` returned.
+    """Restore what `state_dict(model)` returned, after the parameters. Every rank must call it.
 
-    Raises ValueError, before anything is changed, for a state of another recipe or other modules, unless
-    allow_recipe_change=True (the histories of another recipe are then left out).
+    Raises ValueError, and leaves everything as it was, for a state of another recipe or other modules, unless
+    allow_recipe_change=True (histories and codes of another recipe are then left out); for weights whose codes are not
+    those that were saved, naming them (drop state["codes"] to go on with other weights); for a schedule of recipes.
     """
+    modules = converted_modules(model)
     same = state["fingerprint"] == fingerprint(model)
     if not same and not allow_recipe_change:
         raise ValueError(
@@ -63,8 +80,37 @@ def load_state_dict(model: nn.Module, state: dict, allow_recipe_change: bool = F
             f"{_recipe_text(model)} ({fingerprint(model)}); convert the model with the saved recipe, or pass "
             "allow_recipe_change=True"
         )
+    if state.get("schedule") is not None:
+        raise ValueError(f"the saved state has a schedule of recipes, {state['schedule']}, which this version does not know")
+    if same:
+        histories = {f"{n}.{side}": h for n, m in modules.items() for side, h in _histories(m).items()}
+        before = {key: history.state_dict() for key, history in histories.items()}
+        _restore(modules, histories, state["histories"])
+        wrong = _wrong_codes(model, state.get("codes"))
+        if wrong:
+            _restore(modules, histories, before)
+            raise ValueError(
+                f"the codes of {', '.join(wrong)} are not those that were saved: load the parameters of the same checkpoint "
+                "before fq.load_state_dict, in the dtype they were saved from"
+            )
+        moved = json.loads(state.get("moved", "{}"))
+        for name, module in modules.items():
+            module._plan = replace(module.plan, moved=tuple(moved.get(name, ())))
     STEP.step, STEP.seed = state["step"], state["seed"]
     STEP.publish()
-    for name, module in converted_modules(model).items() if same else ():
-        for side, history in _histories(module).items():
-            history.load_state_dict(state["histories"][f"{name}.{side}"])
+
+
+def _restore(modules: dict[str, Linear], histories: dict[str, AmaxHistory], saved: dict[str, dict]) -> None:
+    for key, history in histories.items():
+        history.load_state_dict(saved[key])
+    for module in modules.values():
+        module._weight_state.forget_codes()  # a delayed scale is another now
+
+
+def _wrong_codes(model: nn.Module, saved: dict[str, int] | None) -> list[str]:
+    """Weights whose codes have another fingerprint than the saved one: the same list on every rank."""
+    if saved is None:
+        return []
+    found = fingerprints(model)
+    names = [name for name in found if saved.get(name) != found[name]]
+    return names if len(names) <= 5 else [*names[:5], f"{len(names) - 5} more"]

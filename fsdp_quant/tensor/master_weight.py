@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,9 +26,10 @@ from ..ops.dispatch import Encoded, Statistics
 from ..ops.layout import COMPACT
 from ..scaling import AmaxHistory, RowCuts
 from ..storage import Storage
+from . import writers
 from .aten_table import AtenTable, aten
 from .fsdp_hooks import FSDPHooks
-from .quantized_tensor import OPERATORS, Unguarded, stable_text
+from .quantized_tensor import OPERATORS, QuantizedTensor, Unguarded, stable_text
 from .torch_compat import tree_map_only
 
 _TABLE = AtenTable("MasterWeight")
@@ -149,6 +150,24 @@ class WeightState:
                 results[i] = encoded
         return results
 
+    def fresh_storage(self, shard: Shard, device: torch.device | None = None) -> Storage:
+        """The shard's codes of the master as it is now, made on `device`; nothing is kept, recorded or counted."""
+        encoding = self.quantizer.encodings[shard.direction]
+        values = shard.weight.inner.to(device or shard.weight.device)
+        history = self._delayed_history(shard.direction, values.device)
+        with counters.kept(), torch.no_grad():
+            (encoded,) = dispatch.encode_group(
+                [values], encoding, [self._shared_statistics(shard)], [shard.row0],
+                [None if history is None else history.enc], self.encoded_dtype(encoding, shard.high_precision),
+            )
+        return Storage.of(encoded, encoding, values.shape, shard.high_precision, shard.row0)
+
+    def forget_codes(self) -> None:
+        """Codes are made anew at the next use: something other than a counted write changed what they are made from."""
+        self._codes = self._whole = (None, {})
+        if self.gathered is not None:
+            self.gathered.forget_sent()
+
     def _shared_statistics(self, shard: Shard) -> Statistics | None:
         """What ranks have shared of this version, or None where every statistic follows from this rank's rows."""
         if self._statistics[0] == shard.weight.version:
@@ -157,6 +176,7 @@ class WeightState:
             raise StaleWeightError(
                 f"{self.name} changed without an event that every rank shares (an optimizer step, load_state_dict, "
                 "set_recipe), and its scales span ranks; call fq.sync(model) on every rank after changing weights by hand"
+                f"{shard.weight.last_writer}"
             )
         return None
 
@@ -225,13 +245,17 @@ class WeightState:
                 counters.add("weight encode", (self.name, d.value))
 
     def _compact_storage(self, weight: MasterWeight, direction: Direction, dtype: torch.dtype) -> Storage:
-        q = self.quantizer
         cuts = RowCuts((0, weight.shape[0]))
 
         def encode(d: Direction) -> Storage:
             (encoded,) = self.encode([Shard(weight, d, cuts, 0, dtype)])
-            return Storage.of(encoded, q.encodings[d], weight.shape, dtype)
+            return Storage.of(encoded, self.quantizer.encodings[d], weight.shape, dtype)
 
+        return self._side(direction, encode)
+
+    def _side(self, direction: Direction, encode: Callable[[Direction], Storage]) -> Storage:
+        """The storage of a direction from those that are encoded."""
+        q = self.quantizer
         if direction in q.encodings:
             return encode(direction)
         rowwise = encode(ROWWISE)
@@ -254,8 +278,40 @@ class WeightState:
         if local is not None and version != local.version:
             raise StaleWeightError(
                 f"{self.name} changed while its gathered codes were in use; reshard the module "
-                "(FSDPModule.reshard()) before changing its weights"
+                f"(FSDPModule.reshard()) before changing its weights{local.last_writer}"
             )
+
+    # The staleness check (see `writers`) #
+
+    def check_codes(self, weight: MasterWeight | QuantizedTensor, direction: Direction, operand: Storage) -> None:
+        """Raise StaleWeightError unless what a product is about to read are the codes of the master as it is now.
+
+        Of a gathered weight each rank checks the rows that it holds itself.
+        """
+        if isinstance(weight, MasterWeight):
+            cuts = RowCuts((0, weight.shape[0]))
+            whole = self._side(direction, lambda d: self.fresh_storage(Shard(weight, d, cuts, 0, operand.dtype)))
+        else:
+            weight, slots = None if self.managed is None else self.managed.local, weight._slots
+            if weight is None:
+                return  # its model is gone
+            source = direction if direction in self.quantizer.encodings else ROWWISE
+            if weight.shape[0]:
+                (shard,) = self.gathered.shards(weight, [source])
+                held = slots.get(source).narrow(shard.row0, weight.shape[0])
+                self._compare(weight, held, self.fresh_storage(shard, self.managed.device))
+            whole = self._side(direction, slots.get)
+        self._compare(weight, operand, whole.in_layout(operand.layout))
+
+    def _compare(self, weight: MasterWeight, got: Storage, want: Storage) -> None:
+        for (name, a), b in zip(got.buffers().items(), want.buffers().values()):
+            if apart := writers.bytes_apart(a, b):
+                raise StaleWeightError(
+                    f"{self.name}: {apart} of {a.nbytes} bytes of {got.direction.value}.{name}, which a product is about to "
+                    "read, are not those of the master as it is now: a write moved no version counter (numpy, a raw "
+                    "pointer, a kernel of another library), or the codes themselves were written; call fq.sync(model) "
+                    f"after such a write{weight.last_writer}"
+                )
 
 
 class Shard(NamedTuple):
@@ -279,20 +335,43 @@ class Mutations:
     """How often a storage was written through the dispatcher; compared by identity, and no two have one hash.
 
     token:  tensor whose version moves with the count, for compiled code; None until it is asked for.
+    last:   (who wrote last, the storage's own version after it), kept under the staleness check alone.
     """
 
     _serial = itertools.count(1)
 
-    def __init__(self):
+    def __init__(self, inner: Tensor | None = None):
         self.count, self.token, self._hash = 0, None, next(self._serial)
+        self.last = ("nobody since the weight was made", 0 if inner is None else version_of(inner))
 
-    def add(self) -> None:
+    def add(self, writer: object, inner: Tensor) -> None:
+        """Count a write of `inner` by `writer` (an operator or an event)."""
         self.count += 1
+        self.note(writer, inner)
         if self.token is not None:
             torch.autograd.graph.increment_version(self.token)
 
+    def note(self, writer: object, inner: Tensor) -> None:
+        """Remember who wrote, under the staleness check."""
+        if writers.checking:
+            self.last = writers.describe(writer), version_of(inner)
+
+    def last_writer(self, inner: Tensor) -> str:
+        """The end of a message about stale codes: who wrote the weight last, as far as versions tell."""
+        if not writers.checking:
+            return " (FSDP_QUANT_CHECK=1 names the last writer)"
+        writer, seen = self.last
+        if version_of(inner) != seen:
+            writer = f"a write past the weight, into memory it shares (a state dict's tensor, .inner); before it, {writer}"
+        return f". Last writer: {writer}"
+
     def __hash__(self) -> int:
         return self._hash
+
+
+def version_of(inner: Tensor) -> int:
+    """The counter that torch keeps of a plain tensor (0 where it keeps none)."""
+    return 0 if inner.is_inference() else inner._version
 
 
 class MasterWeight(FSDPHooks, Tensor):
@@ -312,7 +391,7 @@ class MasterWeight(FSDPHooks, Tensor):
             storage_offset=inner.storage_offset(), requires_grad=False,
         )
         self._inner, self._state = inner, state
-        self._mutations = mutations or Mutations()
+        self._mutations = mutations or Mutations(inner)
         self._copied_version = (None, None)  # of the source, and our own when the copy was made
         return self
 
@@ -327,9 +406,14 @@ class MasterWeight(FSDPHooks, Tensor):
     @property
     def version(self) -> object:
         """Equal as long as the values are (see the module's note)."""
-        own = (self._mutations, self._mutations.count, 0 if self._inner.is_inference() else self._inner._version)
+        own = (self._mutations, self._mutations.count, version_of(self._inner))
         source, fresh = self._copied_version
         return source if own == fresh else own
+
+    @property
+    def last_writer(self) -> str:
+        """See `Mutations.last_writer`."""
+        return self._mutations.last_writer(self._inner)
 
     @property
     def stamps(self) -> list[Tensor]:
@@ -353,8 +437,9 @@ class MasterWeight(FSDPHooks, Tensor):
                 f"{self._state.name}.data is {list(self.shape)} {self.dtype} on {self.device}, got {list(value.shape)} "
                 f"{value.dtype} on {value.device}; use module.to() to move or cast it"
             )
-        self._mutations.add()  # for whoever kept the old one
-        self._inner, self._mutations, self._copied_version = value, Mutations(), (None, None)
+        self._mutations.add("assignment of .data", self._inner)  # for whoever kept the old one
+        self._inner, self._mutations, self._copied_version = value, Mutations(value), (None, None)
+        self._mutations.note("assignment of .data", value)
 
     def __tensor_flatten__(self):
         return ["_inner"], Unguarded(self._state)
@@ -407,7 +492,7 @@ def _written(func, args, kwargs, result):
             continue
         for tensor in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(tensor, MasterWeight):
-                tensor._mutations.add()
+                tensor._mutations.add(func, tensor._inner)
                 wrappers[id(tensor._inner)] = tensor
     return tree_map_only(Tensor, lambda t: wrappers.get(id(t), t), result)
 

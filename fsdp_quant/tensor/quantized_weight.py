@@ -24,7 +24,7 @@ from ..scaling import RowCuts
 from ..storage import Storage
 from .aten_table import AtenTable, aten
 from .fsdp_hooks import FSDPHooks
-from .master_weight import MasterWeight, Mutations, Shard, WeightState
+from .master_weight import MasterWeight, Mutations, Shard, WeightState, version_of
 from .quantized_tensor import QuantizedTensor, Slots, Unguarded
 from .torch_compat import local_of, tree_map_only
 
@@ -119,9 +119,14 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         if content.master is not None and content.master() is None:
             return content.slots.version.get(ROWWISE)
         inner = self.inner
-        own = (content.mutations, content.mutations.count, 0 if inner.is_inference() else inner._version)
+        own = (content.mutations, content.mutations.count, version_of(inner))
         source, fresh = content.copied
         return source if own == fresh else own
+
+    @property
+    def last_writer(self) -> str:
+        """See `Mutations.last_writer`."""
+        return self._content.mutations.last_writer(self.inner)
 
     def take_master(self) -> Tensor:
         """The fp32 master [rows, cols], which the caller keeps from now on; the weight's own values are let go.
@@ -140,7 +145,7 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         if master.untyped_storage().nbytes() > master.nbytes:  # rows of a larger tensor
             master = master.clone()
         self.state.pending = True
-        content.values, content.master, content.mutations = None, weakref.ref(master), Mutations()
+        content.values, content.master, content.mutations = None, weakref.ref(master), Mutations(master)
         return master
 
     def has_master_in(self, tensors: Iterable) -> bool:

@@ -49,6 +49,18 @@ class ManagedParam:
         return None if self.param is None else self.param._sharded_local_tensor
 
     @property
+    def registered(self) -> DTensor:
+        """The sharded parameter that modules register and optimizers hold."""
+        return self.param.sharded_param
+
+    @property
+    def owners(self) -> list[tuple[nn.Module, str]]:
+        """(module, attribute) of every place that the parameter is registered at; more than one where it is tied."""
+        info = self.param._module_info
+        shared = zip(info.shared_modules, info.shared_param_names)
+        return [(info.module, info.param_name), *shared]
+
+    @property
     def fqn(self) -> str:
         return self.param._param_fqn or self.param._module_info.param_name
 

@@ -1,0 +1,90 @@
+"""The launch scripts for several nodes: two torchrun agents on one machine, and Slurm's commands replaced by fakes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dist_tests.multi.harness import _free_port
+
+ROOT = Path(__file__).parents[2]
+TINY = (
+    "--recipe mxfp8 --replicate 2 --steps 2 --warmup 1 --batch 2 --seq 16"
+    " --dim 32 --layers 1 --heads 2 --kv-heads 1 --ffn 64"
+).split()
+
+
+def environment(**changes: str) -> dict[str, str]:
+    inherited = {k: v for k, v in os.environ.items() if k not in ("NPROC", "RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return inherited | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | changes
+
+
+def script(name: str, *arguments: str, **changes: str) -> subprocess.Popen:
+    command = ["bash", str(ROOT / "launch" / name), *arguments]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment(**changes), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def test_two_agents_train_and_save_with_copies_across_them(tmp_path):
+    """If false, a job on two nodes does not meet, shards across copies, or writes no checkpoint.
+
+    Two copies of one shard; of two shards with FSDP_QUANT_ALL_PAIRS=1.
+    """
+    each = "2" if os.environ.get("FSDP_QUANT_ALL_PAIRS") == "1" else "1"
+    text = tmp_path / "text"
+    text.write_text("to be or not to be, that is the question. " * 40)
+    arguments = [*TINY, "--data", str(text), "--save", str(tmp_path / "run"), "--plot", str(tmp_path / "plot.png")]
+    where = {"NNODES": "2", "NPROC": each, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    agents = [script("multinode.sh", *arguments, **where) for _ in range(2)]
+    try:
+        outputs = [agent.communicate(timeout=240)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(outputs)
+    assert sum(f"{2 * int(each)} x cpu, 2 copies" in output for output in outputs) == 1, "\n".join(outputs)
+    facts = json.loads((tmp_path / "run" / "step_00000002" / "run.json").read_text())
+    assert (facts["step"], facts["world"]) == (2, 2 * int(each))
+
+
+def test_missing_addresses_are_named():
+    """If false, an agent waits for a node that it was not told of."""
+    agent = script("multinode.sh", NNODES="2", MASTER_ADDR="")
+    output, _ = agent.communicate(timeout=60)
+    assert agent.returncode == 1 and "MASTER_ADDR is not set" in output
+
+
+def test_slurm_starts_one_agent_a_node_at_the_first(tmp_path):
+    """If false, nodes of a Slurm job look for each other in different places, or lose the arguments."""
+    for name, text in (
+        ("scontrol", "echo node7; echo node9"),
+        ("srun", 'echo "$@"; echo $NNODES $MASTER_ADDR $MASTER_PORT $JOB_ID $PYTHON'),
+    ):
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    job = script(
+        "slurm.sbatch", "--replicate", "2", "--data", "two words", PATH=f"{tmp_path}:{os.environ['PATH']}",
+        SLURM_SUBMIT_DIR=str(ROOT), SLURM_JOB_NODELIST="node[7,9]", SLURM_JOB_NUM_NODES="2", SLURM_JOB_ID="123456",
+    )
+    output, _ = job.communicate(timeout=120)
+    assert job.returncode == 0, output
+    command, facts = output.splitlines()[-2:]
+    assert command == "--kill-on-bad-exit=1 bash launch/multinode.sh --replicate 2 --data two words"
+    assert facts == f"2 node7 23456 123456 {sys.executable}"
+
+
+def test_copies_that_do_not_divide_the_world_are_refused(monkeypatch, tmp_path):
+    """If false, the mesh fails on some ranks after others have begun to wait."""
+    spec = importlib.util.spec_from_file_location("train_lm", ROOT / "examples" / "train_lm.py")
+    train_lm = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(train_lm)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="--replicate 3 does not divide the 4 processes"):
+        train_lm.prepare(train_lm.parse(["--replicate", "3"]))

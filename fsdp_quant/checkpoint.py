@@ -1,0 +1,280 @@
+"""Codes in checkpoints: fingerprints of them, storages as DTensors, and files of exact codes.
+
+A checkpoint of training holds masters: codes are derived again, whatever the world size, and their fingerprint tells
+whether they are the same. Codes themselves are written for inference, or to look at.
+
+[Note: names in a file of codes]
+    layers.0.up.weight.rowwise.data         uint8 codes, compact (see `Storage`); 4-bit codes two a byte, the first one low
+    layers.0.up.weight.rowwise.scale        decode scales of the blocks: fp32, or uint8 codes of e8m0 or e4m3
+    layers.0.up.weight.rowwise.tensor_amax  fp32 [1], two-level formats: the second-level scale follows from it
+A safetensors file says in its metadata, under the weight's name, JSON of the format's fields, direction, shape and dtype.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import dataclass
+from math import prod
+from os import PathLike
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from .formats import ROWWISE, Direction
+from .scaling import RowCuts
+from .storage import Placement, Storage, rebuild_storage
+from .tensor import fsdp_hooks, torch_compat
+from .tensor.fsdp_hooks import FSDPHooks
+from .tensor.quantized_tensor import QuantizedTensor
+from .tensor.torch_compat import ManagedParam
+
+try:
+    import safetensors
+    import safetensors.torch
+except ImportError:
+    safetensors = None
+
+# 64-bit words that one pass of a fingerprint reads.
+_WORDS = 1 << 22
+
+
+@dataclass(frozen=True)
+class LocalWeight:
+    """The rows that this rank holds of a quantized weight.
+
+    name:     as in the model's state dict.
+    weight:   [local rows, K].
+    managed:  by `fully_shard`, or None: the weight is whole.
+    """
+
+    name: str
+    weight: FSDPHooks
+    managed: ManagedParam | None
+
+    @property
+    def rows(self) -> int:
+        """Of the whole weight."""
+        return self.weight.shape[0] if self.managed is None else self.managed.global_shape[0]
+
+    def storage(self, direction: Direction) -> Storage:
+        """The codes of these rows as a gather would send them, made now. `prepared` must have run on every rank."""
+        world, rank, device = (1, 0, None) if self.managed is None else (
+            self.managed.world_size, self.managed.rank, self.managed.device
+        )
+        state, cuts = self.weight.state, RowCuts.chunked(self.rows, world)
+        dtype = state.compute_dtype or self.weight.dtype
+        return state.fresh_storage(state.shard(self.weight, direction, cuts, rank, dtype), device)
+
+    def storages(self) -> list[Storage]:
+        """One a direction that is encoded from the master."""
+        return [self.storage(d) for d in self.weight.state.quantizer.encodings]
+
+
+def prepared(model: nn.Module) -> list[LocalWeight]:
+    """The quantized weights of a model, each once, with the statistics that their codes need. Every rank must call it.
+
+    The next gather shares statistics again: whoever holds a state dict may have written into it by then.
+    """
+    managed = {owner: m for m in torch_compat.managed_params_of(model) for owner in m.owners}
+    found: dict[int, LocalWeight] = {}
+    for prefix, module in model.named_modules():
+        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            m = managed.get((module, attribute))
+            local = parameter if m is None else m.local
+            if isinstance(local, FSDPHooks):
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                found.setdefault(id(local.state), LocalWeight(name, local, m))
+    weights = list(found.values())
+    for w in weights:
+        w.weight.state.pending = True
+    fsdp_hooks.synchronize([w.managed for w in weights if w.managed is not None])
+    for w in weights:
+        w.weight.state.pending = True
+    return weights
+
+
+# Fingerprints #
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """The finalizer of splitmix64, on int64."""
+    for shift, factor in ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB))):
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def fingerprint(storage: Storage) -> Tensor:
+    """int64 []: of the rows that a storage holds. The sum over the shards of a tensor, modulo 2^64, is that of the whole.
+
+    A sum over 64-bit words of a hash of (buffer, global position, word). A block's scales count where its first row lies.
+    """
+    total = storage.data.new_zeros((), dtype=torch.int64)
+    if storage.shape[0] == 0:
+        return total
+    block = {"data": 1, "scale": storage.fmt.dims(storage.direction)[0], "tensor_amax": None}  # rows that share one
+    for name, buffer in storage.buffers().items():
+        if block[name] is None and storage.row0:
+            continue  # of the whole tensor: counted with its first row
+        first, cut = divmod(storage.row0, block[name] or 1)
+        if cut:
+            first, buffer = first + 1, buffer[1:]
+        row_bytes = prod(buffer.shape[1:]) * buffer.itemsize
+        rows = buffer.contiguous().view(torch.uint8).reshape(buffer.shape[0], row_bytes)
+        words = F.pad(rows, (0, -row_bytes % 8)).view(torch.int64)
+        salt = zlib.crc32(f"{storage.direction.value}.{name}".encode()) << 31
+        column, step = torch.arange(words.shape[1], device=words.device), max(1, _WORDS // max(1, words.shape[1]))
+        for start in range(0, words.shape[0], step):
+            piece = words[start : start + step]
+            row = first + start + torch.arange(piece.shape[0], device=words.device)
+            total += _mixed(piece ^ _mixed(row[:, None] * words.shape[1] + column + salt)).sum()
+    return total
+
+
+def fingerprints(model: nn.Module) -> dict[str, int]:
+    """Weight name -> fingerprint of its codes in every direction, the same on every rank and for every world size.
+
+    Every rank must call it: one SUM all-reduce a shard group.
+    """
+    sums: dict[str, Tensor] = {}
+    groups: dict[dist.ProcessGroup, list[str]] = {}
+    for w in prepared(model):
+        sums[w.name] = torch.stack([fingerprint(s) for s in w.storages()]).sum()
+        if w.managed is not None:
+            groups.setdefault(w.managed.process_group, []).append(w.name)
+    for group, names in groups.items():
+        together = torch.stack([sums[n] for n in names])
+        dist.all_reduce(together, group=group)
+        sums.update(zip(names, together))
+    return {name: int(value) for name, value in sums.items()}
+
+
+# Storages as DTensors #
+
+def storage_tensors(storage: Storage, like: DTensor | None, rows: int) -> dict[str, Tensor]:
+    """The buffers of a shard's storage as DTensors, for DCP; plain tensors where no one shards.
+
+    like:     the sharded weight, whose mesh and placements they take; a buffer that does not shard is replicated, and so
+              are the scales of blocks that a cut divides. None: the storage is whole.
+    rows:     of the whole tensor.
+    returns:  buffer name -> tensor. Every rank must call it: cut blocks take a MAX all-reduce.
+    """
+    if like is None:
+        return storage.buffers()
+    group = like.device_mesh.get_group(like.device_mesh.ndim - 1)
+    chunk = RowCuts.chunked(rows, group.size()).bounds[1] if group.size() > 1 else None
+    made = {}
+    for name, placement in storage.placements(chunk).items():
+        buffer, placements = getattr(storage, name), list(like.placements)
+        shape = [rows, *buffer.shape[1:]] if name == "data" else list(buffer.shape)
+        if name == "scale" and placement is not Placement.REPLICATE:
+            shape[0] = -(-rows // storage.fmt.dims(storage.direction)[0])
+        if placement is Placement.HALO:
+            buffer = _whole_scale(storage, shape, group)
+        if placement is not Placement.SHARD:
+            placements = [Replicate()] * len(placements)
+        stride = [prod(shape[i + 1 :]) for i in range(len(shape))]
+        made[name] = DTensor.from_local(
+            buffer.contiguous(), like.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+        )
+    return made
+
+
+def _whole_scale(storage: Storage, shape: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Scales of every block on every rank; who shares a block has the same scale for it."""
+    whole = storage.scale.new_zeros(shape)
+    first = storage.row0 // storage.fmt.dims(storage.direction)[0]
+    whole[first : first + storage.scale.shape[0]] = storage.scale
+    bits = whole.view(torch.int32 if whole.dtype is torch.float32 else whole.dtype)  # scales are not negative
+    dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
+    return whole
+
+
+def code_tensors(model: nn.Module, directions=tuple(Direction)) -> dict[str, Tensor]:
+    """The codes of every quantized weight, "name.direction.buffer" -> DTensor (plain where no one shards), for `dcp.save`.
+
+    Of a direction that is not encoded from the master there are none. Every rank must call it.
+    """
+    made = {}
+    for w in prepared(model):
+        like = None if w.managed is None else w.managed.registered
+        for storage in (w.storage(d) for d in w.weight.state.quantizer.encodings if d in directions):
+            tensors = storage_tensors(storage, like, w.rows)
+            made |= {f"{w.name}.{storage.direction.value}.{name}": t for name, t in tensors.items()}
+    return made
+
+
+# Files #
+
+def _whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _check_installed() -> None:
+    if safetensors is None:
+        raise ImportError("safetensors is not installed; pip install safetensors")
+
+
+def export_safetensors(model: nn.Module, path: str | PathLike, codes: bool = False) -> None:
+    """Write the whole model to one safetensors file, from rank 0. Every rank must call it.
+
+    codes:  quantized weights as the exact codes and scales that the forward multiplies (see the module's note); the rest,
+            and without it all, as in the state dict.
+
+    Raises ImportError without safetensors.
+    """
+    _check_installed()
+    writes = not dist.is_initialized() or dist.get_rank() == 0
+    state = model.state_dict()  # which reshards: parameters are now those that are registered
+    tensors, metadata, replaced = {}, {"format": "pt"}, {}
+    if codes:
+        for w in prepared(model):
+            if w.weight.state.quantizer.rowwise.fmt.is_quantized:
+                replaced[id(w.weight.state)] = w.name
+                storage = w.storage(ROWWISE)
+                whole = storage_tensors(storage, None if w.managed is None else w.managed.registered, w.rows)
+                named = {f"{w.name}.rowwise.{name}": _whole(t) for name, t in whole.items()}
+                tensors |= named if writes else {}
+                metadata[w.name] = json.dumps(storage.facts() | {"shape": [w.rows, w.weight.shape[1]]})
+    owners = _states_by_name(model)
+    for name, tensor in state.items():
+        quantized = replaced.get(owners.get(name))
+        if quantized is None:
+            whole = _whole(tensor)
+            tensors |= {name: whole} if writes else {}
+        elif quantized != name:
+            metadata[name] = json.dumps({"tied": quantized})
+    if writes:
+        safetensors.torch.save_file(tensors, path, metadata)
+
+
+def _states_by_name(model: nn.Module) -> dict[str, int]:
+    """State dict name -> identity of the weight's state, tied names too."""
+    named = model.named_parameters(remove_duplicate=False)
+    locals_ = ((name, torch_compat.local_of(p)) for name, p in named)
+    return {name: id(t.state) for name, t in locals_ if isinstance(t, FSDPHooks)}
+
+
+def load_safetensors(path: str | PathLike, device: str | torch.device = "cpu") -> dict[str, Tensor]:
+    """State dict name -> tensor, or `QuantizedTensor` with the rowwise codes, of a file of `export_safetensors`.
+
+    Raises ImportError without safetensors.
+    """
+    _check_installed()
+    with safetensors.safe_open(path, "pt", device=str(device)) as file:
+        metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}
+    facts = {name: json.loads(text) for name, text in metadata.items() if name != "format"}
+    loaded: dict[str, Tensor] = {}
+    for name, of in facts.items():
+        if "tied" not in of:
+            prefix = f"{name}.{of['direction']}."
+            buffers = {n.removeprefix(prefix): tensors.pop(n) for n in list(tensors) if n.startswith(prefix)}
+            loaded[name] = QuantizedTensor(rebuild_storage(of, buffers))
+    return tensors | loaded | {name: loaded[of["tied"]] for name, of in facts.items() if "tied" in of}
