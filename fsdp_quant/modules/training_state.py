@@ -8,7 +8,7 @@ from torch import nn
 
 from ..context import STEP
 from ..scaling import AmaxHistory
-from .convert import converted_modules
+from .convert import converted_modules, converted_units, schedule_of
 from .linear import Linear
 
 
@@ -31,14 +31,28 @@ def _recipe_text(model: nn.Module) -> str:
     return " | ".join(recipes[key] for key in sorted(recipes))
 
 
-def fingerprint(model: nn.Module) -> str:
-    """Hex digest of the recipe of every converted module: equal models and recipes have equal ones."""
-    lines = [f"{name}: {m.recipe.fingerprint()}" for name, m in sorted(converted_modules(model).items())]
+def fingerprint(model: nn.Module, step: int | None = None) -> str:
+    """Hex digest of the recipe of every converted module: equal models and recipes have equal ones.
+
+    step:  as it will be in that step of the model's schedule.
+    """
+    recipes = {name: m.recipe for name, m in converted_modules(model).items()}
+    schedule = schedule_of(model)
+    if step is not None and schedule is not None:
+        units = converted_units(model)
+        of_layer = {id(m): r for of, r in zip(units.values(), schedule.at(step).for_layers(list(units))) for m in of}
+        recipes = {name: of_layer[id(m)] for name, m in converted_modules(model).items()}
+    lines = [f"{name}: {recipe.fingerprint()}" for name, recipe in sorted(recipes.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
+def _schedule_text(model: nn.Module) -> str | None:
+    schedule = schedule_of(model)
+    return None if schedule is None else schedule.fingerprint()
+
+
 def state_dict(model: nn.Module) -> dict:
-    """Step, seed, recipe and fingerprint, and the amax histories of delayed scaling: the same on every rank but
+    """Step, seed, recipe, schedule and fingerprint, and the amax histories of delayed scaling: the same on every rank but
     for the histories of activations and gradients, which are each rank's own."""
     histories = {
         f"{name}.{side}": history.state_dict()
@@ -46,25 +60,32 @@ def state_dict(model: nn.Module) -> dict:
     }
     return {
         "step": STEP.step, "seed": STEP.seed, "recipe": _recipe_text(model), "fingerprint": fingerprint(model),
-        "histories": histories,
+        "schedule": _schedule_text(model), "histories": histories,
     }
 
 
 def load_state_dict(model: nn.Module, state: dict, allow_recipe_change: bool = False) -> None:
     """Restore what `state_dict(model)` returned.
 
-    Raises ValueError, before anything is changed, for a state of another recipe or other modules, unless
+    A model that follows a schedule has the recipe of the restored step. Every rank must call it.
+
+    Raises ValueError, before anything is changed, for a state of another recipe, schedule or other modules, unless
     allow_recipe_change=True (the histories of another recipe are then left out).
     """
-    same = state["fingerprint"] == fingerprint(model)
+    same = state["fingerprint"] == fingerprint(model, state["step"])
+    if not allow_recipe_change and same and state.get("schedule") != _schedule_text(model):
+        raise ValueError(
+            f"the saved state follows the schedule {state.get('schedule')}, this model {_schedule_text(model)}; give it the "
+            "saved one (fq.set_recipe), or pass allow_recipe_change=True"
+        )
     if not same and not allow_recipe_change:
         raise ValueError(
             f"the saved state is of recipe {state['recipe']} (fingerprint {state['fingerprint']}), this model's is "
             f"{_recipe_text(model)} ({fingerprint(model)}); convert the model with the saved recipe, or pass "
             "allow_recipe_change=True"
         )
-    STEP.step, STEP.seed = state["step"], state["seed"]
-    STEP.publish()
+    STEP.seed = state["seed"]
+    STEP.go_to(state["step"])
     for name, module in converted_modules(model).items() if same else ():
         for side, history in _histories(module).items():
             history.load_state_dict(state["histories"][f"{name}.{side}"])
