@@ -408,3 +408,23 @@ def test_one_product_keeps_what_the_plan_names():
             with recorded_saves() as saved:
                 y = module(x.clone().requires_grad_(), [16, 16, 16, 16])
             assert saved == [] and y.requires_grad
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+def test_compiled_experts_equal_eager_ones(packed: bool):
+    """If false, a compiled block multiplies stale codes of an expert, or those of another."""
+    x, sizes = values(24, K, dtype=torch.float32), [8, 0, 10, 6]
+    module = grouped(recipes.nvfp4(), packed)
+    compiled = torch.compile(lambda a: module(a, sizes), fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        results = []
+        for call in (lambda a: module(a, sizes), compiled):
+            module.zero_grad()
+            a = x.clone().requires_grad_()
+            y = call(a)
+            y.backward(values(24, N, seed=9, dtype=torch.float32))
+            results.append({"y": y.detach(), "dx": a.grad} | by_expert(module, packed, lambda p: p.grad))
+        assert_same(results[1], results[0], f"packed={packed}")
+        with torch.no_grad():
+            for p in module.parameters():
+                p.mul_(1.5)

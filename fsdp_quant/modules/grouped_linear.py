@@ -16,6 +16,7 @@ from ..ops import native
 from ..recipe import Recipe, identity
 from ..tensor import torch_compat
 from ..tensor.master_weight import WeightState
+from .graph_op import graph_linear
 from .grouped_op import TILE, GroupedLinearCall, StackedWeights, groups_of, why_not
 from .guard import guard_of
 from .linear import Linear, _after_load, _unwrap_in_state_dict, apply_recipe, place, wrap_weight
@@ -24,6 +25,8 @@ from .plan import GemmPlan
 
 class _Expert(Linear):
     """One expert of packed weights: no module of the tree; its weight and bias are views that `layers` renews."""
+
+    weight = bias = None  # until `layers` has been asked
 
     def __init__(self, in_features: int, out_features: int):
         nn.Module.__init__(self)
@@ -89,10 +92,12 @@ class GroupedLinear(nn.Module):
         else before an optimizer step or in a call that follows, when the device has said so.
         """
         raise_wrong_splits()
-        layers, plan, reason = self.layers, self.common_plan, "experts differ, or it is compiled, overridden or of no tokens"
+        compiling = torch.compiler.is_compiling()
+        layers = self._linears if compiling else self.layers
+        plan, reason = self.common_plan, "experts differ, or it is compiled, overridden or of no tokens"
         rows = layers[0].checked(x).reshape(-1, layers[0].in_features)
         sizes = self._sizes(splits, rows)
-        watched = torch.compiler.is_compiling() or torch_compat.dispatch_is_watched()
+        watched = compiling or torch_compat.dispatch_is_watched()
         if plan is not None and not watched and current_autocast() is None and len(rows):
             reason = self.why_one_by_one(rows.dtype, x.device)
         if reason is None:
@@ -101,8 +106,19 @@ class GroupedLinear(nn.Module):
             if sizes is None:
                 counters.add("departure", (self._name, f"waits for the device to tell the token splits: {reason}"))
                 sizes = self._checked(_sizes_of(splits.tolist()), len(rows))
-            y = torch.cat([layer(part) for layer, part in zip(layers, rows.split(sizes))])
+            parts = rows.split(sizes)
+            y = torch.cat(self._traced(parts) if compiling and self.packed else [f(part) for f, part in zip(layers, parts)])
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+    def _traced(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """y of each expert of packed weights, in a graph that is being traced."""
+        grad = torch.is_grad_enabled()
+        save = grad and self.weight.requires_grad
+        biases = self.bias.unbind() if self.bias is not None else [None] * len(parts)
+        return [
+            graph_linear(part, weight, bias, layer._handle, layer.plan.key, save, grad, self.training)
+            for part, weight, bias, layer in zip(parts, self.weight.unbind(), biases, self._linears)
+        ]
 
     @property
     def common_plan(self) -> GemmPlan | None:
