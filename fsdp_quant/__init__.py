@@ -12,6 +12,7 @@ from .modules.layernorm_linear import LayerNormLinear
 from .modules.layernorm_mlp import LayerNormMLP
 from .modules.linear import Linear
 from .modules.norm import Norm
+from .modules.quantize import Quantize
 from .modules.training_state import load_state_dict, state_dict
 from .quantizer import HybridQuantizer, Quantizer
 from .recipe import Recipe, Role

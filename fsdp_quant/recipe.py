@@ -35,7 +35,7 @@ from .quantizer import HybridQuantizer, Quantizer, hybrid_of
 from .scaling import DelayedScaling
 
 TENSOR_TYPES = ("input", "weight", "grad_output", "output", "grad_input")
-QUANTIZED_TYPES = TENSOR_TYPES[:3]
+QUANTIZED_TYPES, BOUNDARY_TYPES = TENSOR_TYPES[:3], TENSOR_TYPES[3:]
 BACKWARD_OVERRIDES = (None, "high_precision", "dequantized")
 OVERRIDE_VARIABLE = "FSDP_QUANT_BACKWARD_OVERRIDE"
 
@@ -54,9 +54,9 @@ def default_override() -> str | None:
 class Role:
     """What a quantizer is asked for.
 
-    module_type:  "linear" (more module types have their own names).
+    module_type:  "linear", or "quantize" of `fq.Quantize`.
     tensor_type:  "input", "weight", "grad_output", or a boundary slot: "output", "grad_input". A module asks for the
-                  slots it has; `fq.Linear` has the first three.
+                  slots it has: `fq.Linear` the first three, `fq.Quantize` the other two.
     name:         the module's qualified name.
     """
 

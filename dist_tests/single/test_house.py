@@ -278,6 +278,6 @@ def test_the_public_names_exist():
     for name in (
         "autocast", "begin_step", "skip_step", "sync", "token_offset", "convert", "set_recipe", "Linear", "Quantizer",
         "HybridQuantizer", "Recipe", "Role", "CustomRecipe", "recipes", "Format", "format_of", "gemm", "Storage",
-        "QuantizedTensor", "StaleWeightError", "state_dict", "load_state_dict", "plan", "receipt",
+        "QuantizedTensor", "StaleWeightError", "state_dict", "load_state_dict", "plan", "receipt", "GroupedLinear", "Quantize",
     ):
         assert hasattr(fsdp_quant, name), name
