@@ -395,6 +395,25 @@ def test_what_no_grouped_kernel_makes_runs_one_by_one(name: str, reason: str):
         assert re.search(reason, str(fq.plan(module)))
 
 
+def test_what_the_guard_moves_for_one_expert_is_moved_for_all():
+    """If false, experts that anchoring does not serve go on with it, or one product no longer serves any."""
+    with hopper.emulated() as gpu:
+        module = grouped(recipes.mxfp8(), True, dtype=torch.bfloat16, sizes=(64, 48))
+        far = values(256, 64) * torch.where(torch.arange(64) % 64 < 32, 1.0, 1e-4).bfloat16()  # half of the blocks
+        x = far.requires_grad_()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+        assert "all in one product" in str(fq.plan(module))
+        for _ in range(3):
+            module(x, [64, 64, 64, 64]).sum().backward()
+            optimizer.step()
+        module(x, [64, 64, 64, 64])
+        assert {layer.plan.moved for layer in module.layers} == {("fprop",)}
+        ran = gpu.count("grouped_gemm")
+        module(x, [64, 64, 64, 64])
+        assert gpu.count("grouped_gemm") == ran
+        assert "one after the other (fprop runs in the bf16 domain)" in str(fq.plan(module))
+
+
 def test_one_product_keeps_what_the_plan_names():
     """If false, memory holds both the input and its codes, or operands of frozen experts."""
     with hopper.emulated():

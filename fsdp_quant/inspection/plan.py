@@ -99,7 +99,7 @@ def plan(model: nn.Module, dtype: torch.dtype | None = None) -> ModelPlan:
             domain, reason = module.plan.domain(product, activations, arch)
             operands = tuple(repr(module.plan.hybrid(slot).side(d)) for slot, d in (product.a, product.b))
             result.gemms.append(GemmRow(name, product.name, operands, domain, reason))
-    result.notes = [*_override_notes(modules.values()), *_expert_notes(model, dtype)]
+    result.notes = [*_override_notes(modules.values()), *_expert_notes(model, dtype, by_state)]
     roots = {id(m.state) for m in managed[:1] if m.state._is_root is None}
     for m in managed:
         once = m.stays_unsharded_after_forward or (id(m.state) in roots and m.reshards_by_default)
@@ -121,12 +121,13 @@ def _override_notes(modules: Iterable[Linear]) -> list[str]:
     return [f"backward_override={mode}: {count} modules{said}" for mode, count in counts.items() if mode or said]
 
 
-def _expert_notes(model: nn.Module, dtype: torch.dtype | None) -> list[str]:
+def _expert_notes(model: nn.Module, dtype: torch.dtype | None, by_state: dict[int, ManagedParam]) -> list[str]:
     notes = []
     for name, module in model.named_modules():
         if isinstance(module, GroupedLinear):
-            weight = module.layers[0].weight
-            why = module.why_one_by_one(dtype or weight.dtype, weight.device)
+            first = module.layers[0]
+            m = by_state.get(id(first._weight_state))
+            why = module.why_one_by_one(dtype or (m.param_dtype if m else first.weight.dtype), first.weight.device)
             how = "all in one product" if why is None else f"one after the other ({why})"
             notes.append(f"{name or type(module).__name__}: {len(module.layers)} experts, {how}")
     return notes

@@ -20,7 +20,7 @@ from .graph_op import graph_linear
 from .grouped_op import TILE, GroupedLinearCall, StackedWeights, groups_of, why_not
 from .guard import guard_of
 from .linear import Linear, _after_load, _unwrap_in_state_dict, apply_recipe, place, wrap_weight
-from .plan import GemmPlan
+from .plan import PRODUCTS, GemmPlan
 
 
 class _Expert(Linear):
@@ -122,12 +122,12 @@ class GroupedLinear(nn.Module):
 
     @property
     def common_plan(self) -> GemmPlan | None:
-        """The plan of all experts, or None. What the guard moves for the first, which counts for all, is moved for all."""
+        """The plan of all experts, or None. What the guard moves for one, which may count for all, is moved for all."""
         plans = {layer.plan.key: layer.plan for layer in self._linears}
-        if len(plans) > 1:
-            first = self._linears[0].plan
+        if len(plans) > 1 and any(plan.moved for plan in plans.values()):
+            moved = tuple(p.name for p in PRODUCTS if any(p.name in plan.moved for plan in plans.values()))
             for layer in self._linears:
-                layer._plan = replace(layer.plan, moved=first.moved)
+                layer._plan = replace(layer.plan, moved=moved)
             plans = {layer.plan.key: layer.plan for layer in self._linears}
         return next(iter(plans.values())) if len(plans) == 1 else None
 
