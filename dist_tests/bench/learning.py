@@ -36,6 +36,8 @@ class Size:
     warmup: int = 50
     rate: float = 4e-3
     validation: int = 1024  # sequences
+    topics: int = 2
+    exponent: float = 2.0  # of Zipf
 
 
 class Block(nn.Module):
@@ -71,10 +73,10 @@ class Model(nn.Module):
 class Language:
     """Sequences of a hidden topic's bigrams; half of them repeat a span."""
 
-    def __init__(self, size: Size, topics: int = 4, exponent: float = 1.6):
+    def __init__(self, size: Size):
         g = torch.Generator().manual_seed(77)
-        zipf = torch.arange(1, size.vocabulary + 1).float() ** -exponent
-        order = torch.rand(topics, size.vocabulary, size.vocabulary, generator=g).argsort(-1)
+        zipf = torch.arange(1, size.vocabulary + 1).float() ** -size.exponent
+        order = torch.rand(size.topics, size.vocabulary, size.vocabulary, generator=g).argsort(-1)
         self.table, self.size = zipf[order] / zipf.sum(), size
 
     def sample(self, count: int, seed: int) -> Tensor:

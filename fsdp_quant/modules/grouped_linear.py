@@ -41,7 +41,8 @@ class GroupedLinear(nn.Module):
 
     packed:  False: `experts`, a list of `fq.Linear`, whose parameters FSDP2 gathers as codes. True: one `weight` [E, N, K]
              and one `bias` [E, N], for training without `fully_shard`, which refuses it.
-    recipe:  `Recipe`; change it with `fq.set_recipe`. The role of expert e is called "name.e".
+    recipe:  `Recipe`; change it with `fq.set_recipe`. The role of expert e is called "name.experts.e",
+             or "name.e" of packed weights.
 
     Every expert quantizes its own tokens: a call gives what a loop over `fq.Linear` modules gives. On sm_90 one product
     serves all experts where no scale serves tokens of two (`grouped_op.why_not`, printed by `fq.plan`).
@@ -91,8 +92,9 @@ class GroupedLinear(nn.Module):
         Raises ValueError for splits that are not of E experts or do not add up to the rows: now where they are on the host,
         else before an optimizer step or in a call that follows, when the device has said so.
         """
-        raise_wrong_splits()
         compiling = torch.compiler.is_compiling()
+        if not compiling:
+            raise_wrong_splits()
         layers = self._linears if compiling else self.layers
         plan, reason = self.common_plan, "experts differ, or it is compiled, overridden or of no tokens"
         rows = layers[0].checked(x).reshape(-1, layers[0].in_features)
@@ -159,7 +161,7 @@ class GroupedLinear(nn.Module):
         parameters = [self.weight] if self.packed else weights
         if layers[0].bias is not None:
             parameters = [*parameters, *([self.bias] if self.packed else [layer.bias for layer in layers])]
-        save = grad and parameters[0].requires_grad
+        save = grad and any(weight.requires_grad for weight in weights)
         return GroupedLinearCall.apply(rows, groups, weights, self._stack, plan, guard, save, self.packed, *parameters)
 
     def _sizes(self, splits, rows: Tensor) -> list[int] | None:
@@ -239,8 +241,12 @@ class _Told(NamedTuple):
 _UNDERWAY: list[_Told] = []
 
 
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def _watch_splits(name: str, wrong: Tensor, rows: int) -> None:
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if _is_capturing():
         return
     flag = wrong.to("cpu", non_blocking=True)
     arrived = torch.cuda.Event()
@@ -250,7 +256,7 @@ def _watch_splits(name: str, wrong: Tensor, rows: int) -> None:
 
 def raise_wrong_splits(*_) -> None:
     """Raise ValueError for splits that a device has found wrong; waits for nothing."""
-    while _UNDERWAY and _UNDERWAY[0].arrived.query():
+    while _UNDERWAY and not _is_capturing() and _UNDERWAY[0].arrived.query():
         told = _UNDERWAY.pop(0)
         if told.wrong.item():
             _UNDERWAY.clear()

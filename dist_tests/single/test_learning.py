@@ -1,0 +1,42 @@
+"""Four arms of a small language task: quantized recipes learn, and a broken one is caught.
+
+CI runs a task of a quarter of a minute an arm; with FSDP_QUANT_ALL_PAIRS=1 that of `dist_tests.bench.learning` at its full
+size (a minute or two an arm), whose whole table is `python -m dist_tests.bench.learning`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from dist_tests.bench.learning import ARMS, Size, validation_loss
+from fsdp_quant import recipes
+from fsdp_quant.context import STEP
+
+FULL = os.environ.get("FSDP_QUANT_ALL_PAIRS") == "1"
+SMALL = Size(
+    width=64, heads=2, vocabulary=16, tokens=32, sequences=8, steps=100, warmup=10, rate=8e-3, validation=256, topics=1,
+    exponent=2.5,
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_step():
+    kept = {k: v for k, v in STEP.__dict__.items() if k not in ("_devices", "followers")}
+    yield
+    STEP.__dict__.update(kept)
+    STEP.publish()
+
+
+def test_recipes_learn_and_a_broken_one_is_caught():
+    """If false, a recipe that multiplies the right codes does not train, or no test of training would notice one that fails.
+
+    Gaps to bf16 in nats, of the same data and initial values.
+    """
+    size = Size() if FULL else SMALL
+    base = validation_loss(recipes.identity(), size, 0)
+    gaps = {arm: validation_loss(ARMS[arm], size, 0) - base for arm in ("mxfp8", "nvfp4", "broken: a scale a tensor")}
+    assert gaps["mxfp8"] <= MXFP8, gaps
+    assert gaps["nvfp4"] <= NVFP4, gaps
+    assert gaps["broken: a scale a tensor"] >= BROKEN, gaps
