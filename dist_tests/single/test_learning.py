@@ -1,6 +1,6 @@
 """Four arms of a small language task: quantized recipes learn, and a broken one is caught.
 
-CI runs a task of a quarter of a minute an arm; with FSDP_QUANT_ALL_PAIRS=1 that of `dist_tests.bench.learning` at its full
+CI runs a task of 4 to 17 seconds an arm; with FSDP_QUANT_ALL_PAIRS=1 that of `dist_tests.bench.learning` at its full
 size (a minute or two an arm), whose whole table is `python -m dist_tests.bench.learning`.
 """
 
@@ -14,6 +14,9 @@ from dist_tests.bench.learning import ARMS, Size, validation_loss
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 
+# Largest gaps of mxfp8 and of nvfp4, and the least of a recipe that is broken. Small, seeds 0 and 1: -.0002, .0000; .0008,
+# .0011; .066, .077.
+BOUNDS = {"small": (0.004, 0.012, 0.045), "full": (0.008, 0.042, 0.045)}
 FULL = os.environ.get("FSDP_QUANT_ALL_PAIRS") == "1"
 SMALL = Size(
     width=64, heads=2, vocabulary=16, tokens=32, sequences=8, steps=100, warmup=10, rate=8e-3, validation=256, topics=1,
@@ -34,9 +37,9 @@ def test_recipes_learn_and_a_broken_one_is_caught():
 
     Gaps to bf16 in nats, of the same data and initial values.
     """
-    size = Size() if FULL else SMALL
+    size, (mxfp8, nvfp4, broken) = (Size(), BOUNDS["full"]) if FULL else (SMALL, BOUNDS["small"])
     base = validation_loss(recipes.identity(), size, 0)
     gaps = {arm: validation_loss(ARMS[arm], size, 0) - base for arm in ("mxfp8", "nvfp4", "broken: a scale a tensor")}
-    assert gaps["mxfp8"] <= MXFP8, gaps
-    assert gaps["nvfp4"] <= NVFP4, gaps
-    assert gaps["broken: a scale a tensor"] >= BROKEN, gaps
+    assert gaps["mxfp8"] <= mxfp8, gaps
+    assert gaps["nvfp4"] <= nvfp4, gaps
+    assert gaps["broken: a scale a tensor"] >= broken, gaps
