@@ -214,6 +214,8 @@ def test_a_state_of_another_schedule_is_refused():
         with pytest.raises(ValueError, match="follows the schedule .* allow_recipe_change=True"):
             fq.load_state_dict(m, state)
         fq.load_state_dict(m, state, allow_recipe_change=True)
+    outer = nn.Sequential(fq.convert(model(), recipes.schedule(MX, (8, None, NV))))
+    assert fq.state_dict(outer)["schedule"] == state["schedule"]
     m = fq.convert(model(), recipes.schedule(NV, (8, None, MX)))
     with pytest.raises(ValueError, match="the saved state is of recipe mxfp8"):
         fq.load_state_dict(m, state)

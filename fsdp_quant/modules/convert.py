@@ -8,6 +8,7 @@ from collections.abc import Iterable, MutableMapping, Sequence
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from ..context import STEP
 from ..ops.capability import arch_of
@@ -46,6 +47,11 @@ def convert(
             "fq.set_recipe(model, schedule)"
         )
     for name, module in targets.items():
+        if module.weight.dim() == 3 and isinstance(module.weight, DTensor):
+            raise ValueError(
+                f"{name}.weight is a DTensor {list(module.weight.shape)}: FSDP2 gathers codes of weights of two dims; leave it out "
+                "of grouped=, or build fq.GroupedLinear with packed=False"
+            )
         if module.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"{name}.weight is {module.weight.dtype}; fq.convert takes fp32, bf16 and fp16 weights")
     names = {n: [f"{n}.{e}" for e in range(len(m.weight))] if m.weight.dim() == 3 else [n] for n, m in targets.items()}
@@ -116,9 +122,9 @@ def follow(model: nn.Module, recipe: Recipe | PerLayer | Schedule) -> None:
         _FOLLOWING[model] = recipe
 
 
-def schedule_of(model: nn.Module) -> Schedule | None:
-    """The schedule that a model follows. A copy of the model follows none."""
-    return _FOLLOWING.get(model)
+def schedules_of(model: nn.Module) -> dict[nn.Module, Schedule]:
+    """The schedules that a model, or models inside it, follow. A copy follows none."""
+    return {m: _FOLLOWING[m] for m in model.modules() if m in _FOLLOWING}
 
 
 def _switch() -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..context import STEP
 from ..scaling import AmaxHistory
-from .convert import converted_modules, converted_units, schedule_of
+from .convert import converted_modules, converted_units, schedules_of
 from .linear import Linear
 
 
@@ -34,21 +34,20 @@ def _recipe_text(model: nn.Module) -> str:
 def fingerprint(model: nn.Module, step: int | None = None) -> str:
     """Hex digest of the recipe of every converted module: equal models and recipes have equal ones.
 
-    step:  as it will be in that step of the model's schedule.
+    step:  as it will be in that step of the schedules that the model follows.
     """
-    recipes = {name: m.recipe for name, m in converted_modules(model).items()}
-    schedule = schedule_of(model)
-    if step is not None and schedule is not None:
-        units = converted_units(model)
-        of_layer = {id(m): r for of, r in zip(units.values(), schedule.at(step).for_layers(list(units))) for m in of}
-        recipes = {name: of_layer[id(m)] for name, m in converted_modules(model).items()}
-    lines = [f"{name}: {recipe.fingerprint()}" for name, recipe in sorted(recipes.items())]
+    modules = converted_modules(model)
+    recipes = {id(m): m.recipe for m in modules.values()}
+    for scheduled, schedule in schedules_of(model).items() if step is not None else ():
+        units = converted_units(scheduled)
+        for layers, recipe in zip(units.values(), schedule.at(step).for_layers(list(units))):
+            recipes |= {id(m): recipe for m in layers}
+    lines = [f"{name}: {recipes[id(m)].fingerprint()}" for name, m in sorted(modules.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def _schedule_text(model: nn.Module) -> str | None:
-    schedule = schedule_of(model)
-    return None if schedule is None else schedule.fingerprint()
+    return " | ".join(sorted(s.fingerprint() for s in schedules_of(model).values())) or None
 
 
 def state_dict(model: nn.Module) -> dict:
