@@ -17,7 +17,7 @@ from dist_tests.bench.clock import DeviceClock, measurable
 from fsdp_quant import recipes
 
 N, K, TOKENS = 4096, 2048, 1024
-RECIPES = {"fp8_block": recipes.fp8_block, "mxfp8": recipes.mxfp8, "fp8_row": recipes.fp8_row, "fp8_current": recipes.fp8_current}
+RECIPES = {name: getattr(recipes, name) for name in ("fp8_block", "mxfp8", "fp8_row", "fp8_current")}
 
 
 def bf16(x: Tensor, w: Tensor, ends: Tensor, dy: Tensor):

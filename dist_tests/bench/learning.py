@@ -169,7 +169,8 @@ def main() -> None:
         base = base or dict(zip(args.seeds, losses))
         gaps = " ".join(f"{loss - base[seed]:+.4f}" for seed, loss in zip(args.seeds, losses))
         seconds = (time.process_time() - started) / len(losses)
-        print(f"{name:24} loss {' '.join(f'{loss:.4f}' for loss in losses)}  gap {gaps}  {seconds:.0f} s of processors an arm", flush=True)
+        shown = " ".join(f"{loss:.4f}" for loss in losses)
+        print(f"{name:24} loss {shown}  gap {gaps}  {seconds:.0f} s of processors an arm", flush=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from examples import rollout
 from fsdp_quant import recipes
 from fsdp_quant.formats import ROWWISE
 
-NAMED = [n for n in recipes.names() if n not in ("bf16", "fp8_delayed")]  # a history scales what training has seen, not a rollout
+# Not delayed scaling: a history scales what training has seen, not a rollout.
+NAMED = [n for n in recipes.names() if n not in ("bf16", "fp8_delayed")]
 
 
 @pytest.mark.parametrize("mode", [None, "dequantized"])

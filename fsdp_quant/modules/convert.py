@@ -49,8 +49,8 @@ def convert(
     for name, module in targets.items():
         if module.weight.dim() == 3 and isinstance(module.weight, DTensor):
             raise ValueError(
-                f"{name}.weight is a DTensor {list(module.weight.shape)}: FSDP2 gathers codes of weights of two dims; leave it out "
-                "of grouped=, or build fq.GroupedLinear with packed=False"
+                f"{name}.weight is a DTensor {list(module.weight.shape)}: FSDP2 gathers codes of weights of two dims; leave it "
+                "out of grouped=, or build fq.GroupedLinear with packed=False"
             )
         if module.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"{name}.weight is {module.weight.dtype}; fq.convert takes fp32, bf16 and fp16 weights")

@@ -180,7 +180,8 @@ class GroupedLinearCall(torch.autograd.Function):
             _count(plan, 1, experts)
         if need_w:
             saved = [groups.spread(*ctx.saved_tensors)] if plan.saves == "input" else list(ctx.saved_tensors)
-            x = _saved_columnwise(plan, saved, (groups.rows, ctx.parts[0].shape[1]), dy, STEP.on(dy.device), _IDS, ctx.guard, [])
+            shape, step = (groups.rows, ctx.parts[0].shape[1]), STEP.on(dy.device)
+            x = _saved_columnwise(plan, saved, shape, dy, step, _IDS, ctx.guard, [])
             dw = native.grouped_gemm_wgrad(_operand(made[COLUMNWISE]), _operand(x), groups.offsets, out_dtype=dy.dtype)
             _count(plan, 2, experts)
         if need_b:
