@@ -8,10 +8,12 @@ from .gemm import StaleWeightError, gemm
 from .inspection.plan import plan
 from .inspection.receipt import receipt, reset_receipt
 from .modules.convert import convert, set_recipe
+from .modules.grouped_linear import GroupedLinear
 from .modules.layernorm_linear import LayerNormLinear
 from .modules.layernorm_mlp import LayerNormMLP
 from .modules.linear import Linear
 from .modules.norm import Norm
+from .modules.quantize import Quantize
 from .modules.training_state import load_state_dict, state_dict
 from .quantizer import HybridQuantizer, Quantizer
 from .recipe import Recipe, Role

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,7 @@ class StepState:
         self.seed, self.step, self.micro_batch, self.token_offset = 0, 0, 0, _DEFAULT_OFFSET
         self.counted_by_hand = False
         self.frozen: weakref.WeakSet = weakref.WeakSet()  # states of frozen weights used since the last step
+        self.followers: list[Callable[[], None]] = []  # called when another step begins
         self._devices: dict[torch.device, Tensor] = {}
 
     def values(self) -> list[int]:
@@ -53,6 +54,13 @@ class StepState:
         for tensor in self._devices.values():
             tensor.copy_(torch.tensor(self.values(), device="cpu"), non_blocking=True)
 
+    def go_to(self, step: int) -> None:
+        """Another step begins: publish it, and tell who follows."""
+        moved, self.step = step != self.step, step
+        self.publish()
+        for follow in self.followers if moved else ():
+            follow()
+
 
 STEP = StepState()
 
@@ -63,10 +71,9 @@ def begin_step(step: int | None = None, micro_batch: int = 0, seed: int | None =
     step:  the optimizer step that begins (None: keep). Without a call, an optimizer step advances it.
     """
     STEP.counted_by_hand = STEP.counted_by_hand or step is not None
-    STEP.step = STEP.step if step is None else step
     STEP.seed = STEP.seed if seed is None else seed
     STEP.micro_batch = micro_batch
-    STEP.publish()
+    STEP.go_to(STEP.step if step is None else step)
 
 
 @contextlib.contextmanager
@@ -117,10 +124,10 @@ def _after_optimizer_step(optimizer: torch.optim.Optimizer, args, kwargs) -> Non
         if any(slot == "weight" for _, slot, *_ in state.histories):
             state.forget_codes()  # no write says that their scale may be another now
     STEP.frozen.clear()
-    torch_compat.copy_all(AmaxHistory.rolled([h for state in states for h in state.histories.values()]))
+    histories = {id(h): h for state in states for h in state.histories.values()}  # parts of a packed weight share theirs
+    torch_compat.copy_all(AmaxHistory.rolled(list(histories.values())))
     if states and not STEP.counted_by_hand:
-        STEP.step += 1
-        STEP.publish()
+        STEP.go_to(STEP.step + 1)
     fsdp_hooks.write_back([w for w in weights if isinstance(w, QuantizedWeight)])
 
 
@@ -201,6 +208,8 @@ def autocast(recipe: Recipe | None = None, enabled: bool = True) -> Iterator[Non
     For weights that FSDP2 does not manage. Under `fully_shard` gathers are prefetched outside any context, so a
     change of a weight's format goes through `set_recipe`, and a module whose weight would change raises ValueError.
     """
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise ValueError(f"fq.autocast takes one recipe for all modules inside, got {recipe!r}; use fq.set_recipe")
     _AUTOCAST.append(Autocast(recipe if enabled else identity(), torch_compat.checkpoint_hook()))
     try:
         yield

@@ -21,7 +21,11 @@ SR is stochastic rounding, RHT the random Hadamard transform of both operands of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import fnmatch
+import functools
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -31,17 +35,28 @@ from .quantizer import HybridQuantizer, Quantizer, hybrid_of
 from .scaling import DelayedScaling
 
 TENSOR_TYPES = ("input", "weight", "grad_output", "output", "grad_input")
-QUANTIZED_TYPES = TENSOR_TYPES[:3]
+QUANTIZED_TYPES, BOUNDARY_TYPES = TENSOR_TYPES[:3], TENSOR_TYPES[3:]
 BACKWARD_OVERRIDES = (None, "high_precision", "dequantized")
+OVERRIDE_VARIABLE = "FSDP_QUANT_BACKWARD_OVERRIDE"
+
+
+@functools.cache
+def default_override() -> str | None:
+    """`backward_override` of recipes that do not say: FSDP_QUANT_BACKWARD_OVERRIDE, read once."""
+    value = os.environ.get(OVERRIDE_VARIABLE) or None
+    if value not in BACKWARD_OVERRIDES:
+        wanted = " or ".join(map(repr, BACKWARD_OVERRIDES[1:]))
+        raise ValueError(f"{OVERRIDE_VARIABLE}={value!r} in the environment; wanted {wanted}, or leave it out")
+    return value
 
 
 @dataclass(frozen=True)
 class Role:
     """What a quantizer is asked for.
 
-    module_type:  "linear" (more module types have their own names).
+    module_type:  "linear", or "quantize" of `fq.Quantize`.
     tensor_type:  "input", "weight", "grad_output", or a boundary slot: "output", "grad_input". A module asks for the
-                  slots it has; `fq.Linear` has the first three.
+                  slots it has: `fq.Linear` the first three, `fq.Quantize` the other two.
     name:         the module's qualified name.
     """
 
@@ -62,7 +77,8 @@ class Recipe:
                           or None (boundary slots).
     arguments:            its keyword arguments, sorted (name, value) pairs.
     backward_override:    None; "high_precision": the backward multiplies the original values; "dequantized": it
-                          multiplies what the forward decoded. grad_output is not quantized in either.
+                          multiplies what the forward decoded. grad_output is not quantized in either. A recipe that
+                          does not say takes `default_override()`.
     accuracy:             "fast", or "exact": only domains that decode exactly.
     anchor_tolerance:     share of an operand's nonzero blocks that may lie more than 2^9 below their line's exponent
                           before its product leaves the anchored domain, at a step boundary.
@@ -76,7 +92,7 @@ class Recipe:
     name: str
     qfactory: Callable
     arguments: tuple[tuple[str, object], ...] = ()
-    backward_override: str | None = None
+    backward_override: str | None = "environment"
     accuracy: str = "fast"
     anchor_tolerance: float = 0.01
     save_original_input: bool | None = None
@@ -92,6 +108,8 @@ class Recipe:
                 f"qfactory must be a module-level function, because recipes are pickled and compared; got "
                 f"{qualified or self.qfactory!r}: move it to a module and pass it by name"
             )
+        if self.backward_override == "environment":
+            object.__setattr__(self, "backward_override", default_override())
         if self.backward_override not in BACKWARD_OVERRIDES:
             raise ValueError(f"backward_override must be one of {BACKWARD_OVERRIDES}, got {self.backward_override!r}")
         if self.accuracy not in ("fast", "exact"):
@@ -108,7 +126,25 @@ class Recipe:
                     f"{self.name}: qfactory returned None for {role}; return 'identity' for a tensor that is not quantized"
                 )
             return None
-        return _overridden(hybrid_of(value), role.tensor_type, self.backward_override)
+        try:
+            return _overridden(hybrid_of(value), role.tensor_type, self.backward_override)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{role.name}: {role.tensor_type}: {self.name} gave {value!r}: {error}") from error
+
+    def for_layers(self, names: Sequence[str]) -> list[Recipe]:
+        """The recipe of each layer in order: identity for the last `tail` of them (a part of a layer counts as one)."""
+        keep = len(names) - math.ceil(self.tail * len(names) - 1e-9)
+        rest = identity(compute_dtype=self.compute_dtype, strict=self.strict)
+        return [self if i < keep else rest for i in range(len(names))]
+
+    def at(self, step: int) -> Recipe:
+        """What runs in a step: always this."""
+        return self
+
+    @property
+    def phases(self) -> tuple[Recipe]:
+        """Everything that `at` may return."""
+        return (self,)
 
     def fingerprint(self) -> str:
         """A text that is equal for equal recipes, in any process."""
@@ -118,7 +154,8 @@ class Recipe:
 
     def __repr__(self) -> str:
         given = list(self.arguments)
-        given += [(f.name, getattr(self, f.name)) for f in fields(self)[3:] if getattr(self, f.name) != f.default]
+        defaults = {f.name: f.default for f in fields(self)[3:]} | {"backward_override": None}
+        given += [(name, getattr(self, name)) for name, default in defaults.items() if getattr(self, name) != default]
         return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in given)})"
 
 
@@ -132,6 +169,152 @@ def _overridden(hybrid: HybridQuantizer, tensor_type: str, override: str | None)
         return hybrid
     source = "rowwise_dequantized" if override == "dequantized" else "original"
     return HybridQuantizer(hybrid.rowwise, Quantizer(IDENTITY), source)
+
+
+# Recipes by layer and by step #
+
+def matches(pattern: str, name: str) -> bool:
+    """A layer's qualified name, its last component, or a glob."""
+    return fnmatch.fnmatch(name, pattern) or name.rpartition(".")[2] == pattern
+
+
+@dataclass(frozen=True)
+class PerLayer:
+    """A recipe by layer: by name, else among the first or the last layers, else `default`. Made by `per_layer`.
+
+    named:        (pattern, recipe) pairs; the first that matches decides.
+    first, last:  (number of layers, recipe).
+    """
+
+    default: Recipe
+    named: tuple[tuple[str, Recipe], ...] = ()
+    first: tuple[int, Recipe] | None = None
+    last: tuple[int, Recipe] | None = None
+
+    def __post_init__(self):
+        _check_recipe("per_layer(default)", self.default)
+        for what, (key, recipe) in [("named", n) for n in self.named] + [
+            (what, rule) for what in ("first", "last") if (rule := getattr(self, what)) is not None
+        ]:
+            _check_recipe(f"per_layer({what}: {key!r})", recipe)
+            if recipe.tail:
+                raise ValueError(f"per_layer({what}: {key!r}) is {recipe}; tail belongs to the default, or say last=")
+            if what != "named" and key < 1:
+                raise ValueError(f"per_layer({what}=): a number of layers is positive, got {key}")
+
+    def for_layers(self, names: Sequence[str]) -> list[Recipe]:
+        """The recipe of each layer in order. Raises ValueError for a rule that takes no layer, or takes too many."""
+        result = self.default.for_layers(names)
+        ends = [n for rule in (self.first, self.last) if rule is not None for n in rule[:1]]
+        if sum(ends) > len(names):
+            raise ValueError(f"{self} takes {' and '.join(map(str, ends))} of {len(names)} layers; they overlap")
+        for rule, layers in ((self.first, range(len(names))), (self.last, range(len(names))[::-1])):
+            for i in layers[: rule[0]] if rule is not None else ():
+                result[i] = rule[1]
+        for pattern, recipe in reversed(self.named):
+            found = [i for i, name in enumerate(names) if matches(pattern, name)]
+            if not found:
+                raise ValueError(f"{self}: {pattern!r} matches no layer; the model has {', '.join(names[:5])}")
+            for i in found:
+                result[i] = recipe
+        return result
+
+    def at(self, step: int) -> PerLayer:
+        return self
+
+    @property
+    def phases(self) -> tuple[PerLayer]:
+        return (self,)
+
+    def fingerprint(self) -> str:
+        rules = [("default", "", self.default), *(("named", *n) for n in self.named)]
+        rules += [(what, *rule) for what in ("first", "last") if (rule := getattr(self, what)) is not None]
+        return " ".join(f"{what} {key}: {recipe.fingerprint()};" for what, key, recipe in rules)
+
+    def __repr__(self) -> str:
+        given = [repr(self.default), *(["{" + ", ".join(f"{k!r}: {r}" for k, r in self.named) + "}"] if self.named else [])]
+        given += [f"{what}={rule}" for what in ("first", "last") if (rule := getattr(self, what)) is not None]
+        return f"per_layer({', '.join(given)})"
+
+
+def per_layer(
+    default: Recipe, named: Mapping[str, Recipe] | None = None, first: tuple[int, Recipe] | None = None,
+    last: tuple[int, Recipe] | None = None,
+) -> PerLayer:
+    """`default`, but others by name pattern (as `fq.convert(skip=)` takes them), for the first and the last layers.
+
+    Layers are counted in the order of `named_modules`, a `GroupedLinear` as one.
+    """
+    return PerLayer(default, tuple((named or {}).items()), first, last)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A recipe by optimizer step. Made by `schedule`.
+
+    switches:  (first step, step behind the last or None, recipe), in order; `base` runs in all other steps.
+    """
+
+    base: Recipe | PerLayer
+    switches: tuple[tuple[int, int | None, Recipe | PerLayer], ...]
+
+    def __post_init__(self):
+        for recipe in self.phases:
+            _check_recipe("schedule", recipe, PerLayer)
+        for start, stop, recipe in self.switches:
+            if start < 0 or (stop is not None and stop <= start):
+                raise ValueError(f"schedule: {recipe} from step {start} to {stop} runs in no step")
+        for (start, stop, recipe), (later, _, other) in zip(self.switches, self.switches[1:]):
+            if stop is None or later < stop:
+                raise ValueError(
+                    f"schedule: {recipe} from step {start} to {stop or 'the end'} overlaps {other} from step {later}; a step "
+                    "has one recipe"
+                )
+
+    def at(self, step: int) -> Recipe | PerLayer:
+        """What runs in a step."""
+        for start, stop, recipe in self.switches:
+            if start <= step and (stop is None or step < stop):
+                return recipe
+        return self.base
+
+    @property
+    def phases(self) -> tuple[Recipe | PerLayer, ...]:
+        return (self.base, *(recipe for *_, recipe in self.switches))
+
+    def fingerprint(self) -> str:
+        return f"{self.base.fingerprint()} " + " ".join(f"[{a}, {b}) {r.fingerprint()}" for a, b, r in self.switches)
+
+    def __repr__(self) -> str:
+        return f"schedule({self.base}, {', '.join(f'({a}, {b}, {r})' for a, b, r in self.switches)})"
+
+
+def schedule(base: Recipe | PerLayer, *switches: tuple, total_steps: int | None = None) -> Schedule:
+    """`base`, but other recipes in ranges of steps: (first, behind the last or None for the end, recipe).
+
+    first, behind the last:  optimizer steps (int), or fractions of `total_steps` (float; 1.0 is the end, and stays).
+
+    The step is `fq.begin_step`'s, else the number of optimizer steps: every rank switches before the same one.
+    Raises ValueError for ranges that overlap or hold no step, and for fractions of an unknown total.
+    """
+    def step_of(at):
+        if at is None or at == 1.0 and isinstance(at, float):
+            return None
+        if not isinstance(at, float):
+            return int(at)
+        if total_steps is None or not 0.0 <= at < 1.0:
+            raise ValueError(f"schedule: {at} is a fraction of the steps; give total_steps=, and fractions from 0.0 to 1.0")
+        return math.ceil(at * total_steps - 1e-9)
+
+    made = [(step_of(start), step_of(stop), recipe) for start, stop, recipe in switches]
+    if any(start is None for start, *_ in made):
+        raise ValueError("schedule: a range needs a first step; the end has none")
+    return Schedule(base, tuple(sorted(made, key=lambda s: s[0])))
+
+
+def _check_recipe(what: str, value, *others: type) -> None:
+    if not isinstance(value, (Recipe, *others)):
+        raise ValueError(f"{what} wants a recipe (fq.recipes.*), got {value!r}")
 
 
 # Named recipes #

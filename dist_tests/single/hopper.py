@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -240,6 +241,25 @@ class Operators:
         self.calls.append(Call("gemm_out", a.data_ptr()))
         made = _product(a, b, a_scale, b_scale, a_kind, b_kind, out.dtype, bias, alpha)
         out.copy_(made + out.double() if accumulate else made)
+
+    def grouped_gemm(self, out, a, b, a_scale, b_scale, offsets, a_kind, b_kind, flag=None):
+        self.calls.append(Call("grouped_gemm", a.data_ptr()))
+        refuse(offsets.dtype is not torch.int32 or offsets.shape != (len(b) + 1,), "offsets")
+        refuse(out.shape != (a.shape[0], b.shape[1]) or out.dtype not in (torch.bfloat16, torch.float32), "out")
+        refuse(b.shape[1] % 8, "b: multiples of 8 rows (N)")
+        x = _operand(a, a_scale, a_kind, "a")
+        scales = b_scale.view(len(b), -1) if b_scale.numel() > 1 else b_scale.expand(len(b), 1)
+        for e, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
+            out[start:end] = x[start:end] @ _operand(b[e], scales[e], b_kind, "b").t()
+
+    def grouped_gemm_wgrad(self, out, a, b, a_scale, b_scale, offsets, a_kind, b_kind, accumulate=False, flag=None):
+        self.calls.append(Call("grouped_gemm_wgrad", a.data_ptr()))
+        refuse(offsets.dtype is not torch.int32 or any(o % 128 for o in offsets.tolist()), "offsets: multiples of 128")
+        refuse(out.shape != (len(offsets) - 1, len(a), len(b)), "out")
+        x, w = _operand(a, a_scale, a_kind, "a"), _operand(b, b_scale, b_kind, "b")
+        for e, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
+            made = x[:, start:end] @ w[:, start:end].t()
+            out[e] = made + out[e] if accumulate else made
 
     # Optimizers #
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -9,8 +11,11 @@ from torch import nn
 
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..modules.convert import converted_modules
+from ..modules.grouped_linear import GroupedLinear
+from ..modules.linear import Linear
 from ..modules.plan import PRODUCTS
 from ..ops.capability import arch_of
+from ..recipe import OVERRIDE_VARIABLE, default_override
 from ..scaling import RowCuts
 from ..tensor import torch_compat
 from ..tensor.fsdp_hooks import FSDPHooks, gathered_directions, gathered_size, wire_buffers
@@ -36,12 +41,14 @@ class ModelPlan:
     weight_bytes:     qualified name -> (forward, backward) bytes of the converted weights under FSDP2.
     other_bytes:      (forward, backward) bytes of all other parameters under FSDP2.
     weight_elements:  elements of the converted weights under FSDP2.
+    notes:            of backward modes, and of experts, a sentence each.
     """
 
     gemms: list[GemmRow] = field(default_factory=list)
     weight_bytes: dict[str, tuple[int, int]] = field(default_factory=dict)
     other_bytes: tuple[int, int] = (0, 0)
     weight_elements: int = 0
+    notes: list[str] = field(default_factory=list)
 
     def bytes_per_step(self, forward: bool = True, backward: bool = True) -> int:
         """Bytes of all gathers of one forward and backward, parameters that are not quantized included."""
@@ -69,7 +76,7 @@ class ModelPlan:
                 f"({self.gathered_bytes_per_element:.3f} B an element), other parameters "
                 f"{self.other_bytes[0]:,} B + {self.other_bytes[1]:,} B"
             )
-        return "\n".join(lines)
+        return "\n".join(lines + self.notes)
 
 
 def plan(model: nn.Module, dtype: torch.dtype | None = None) -> ModelPlan:
@@ -92,6 +99,7 @@ def plan(model: nn.Module, dtype: torch.dtype | None = None) -> ModelPlan:
             domain, reason = module.plan.domain(product, activations, arch)
             operands = tuple(repr(module.plan.hybrid(slot).side(d)) for slot, d in (product.a, product.b))
             result.gemms.append(GemmRow(name, product.name, operands, domain, reason))
+    result.notes = [*_override_notes(modules.values()), *_expert_notes(model, dtype, by_state)]
     roots = {id(m.state) for m in managed[:1] if m.state._is_root is None}
     for m in managed:
         once = m.stays_unsharded_after_forward or (id(m.state) in roots and m.reshards_by_default)
@@ -105,6 +113,24 @@ def plan(model: nn.Module, dtype: torch.dtype | None = None) -> ModelPlan:
             f, b = result.other_bytes
             result.other_bytes = (f + size, b + (0 if once else size))
     return result
+
+
+def _override_notes(modules: Iterable[Linear]) -> list[str]:
+    counts = Counter(m.recipe.backward_override for m in modules)
+    said = f" ({OVERRIDE_VARIABLE}={default_override()})" if default_override() else ""
+    return [f"backward_override={mode}: {count} modules{said}" for mode, count in counts.items() if mode or said]
+
+
+def _expert_notes(model: nn.Module, dtype: torch.dtype | None, by_state: dict[int, ManagedParam]) -> list[str]:
+    notes = []
+    for name, module in model.named_modules():
+        if isinstance(module, GroupedLinear):
+            first = module.layers[0]
+            m = by_state.get(id(first._weight_state))
+            why = module.why_one_by_one(dtype or (m.param_dtype if m else first.weight.dtype), first.weight.device)
+            how = "all in one product" if why is None else f"one after the other ({why})"
+            notes.append(f"{name or type(module).__name__}: {len(module.layers)} experts, {how}")
+    return notes
 
 
 def weight_bytes(managed: ManagedParam, once: bool) -> tuple[int, int]:

@@ -1,95 +1,196 @@
-"""`convert`: nn.Linear -> fq.Linear in place, before or after `fully_shard`; `set_recipe`: another recipe later."""
+"""`convert`: nn.Linear -> fq.Linear in place, before or after `fully_shard`; `set_recipe`: another recipe later; schedules."""
 
 from __future__ import annotations
 
-import fnmatch
-import math
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, MutableMapping, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
+from ..context import STEP
 from ..ops.capability import arch_of
-from ..recipe import Recipe, identity
+from ..recipe import PerLayer, Recipe, Schedule, matches
 from ..tensor import torch_compat
 from ..tensor.fsdp_hooks import FSDPHooks
+from .grouped_linear import GroupedLinear, adopt_packed
 from .linear import Linear, adopt, apply_recipe
 from .plan import build_plan
 
 
-def convert(model: nn.Module, recipe: Recipe, skip: Iterable[str] = ()) -> nn.Module:
+def convert(
+    model: nn.Module, recipe: Recipe | PerLayer | Schedule, skip: Iterable[str] = (), grouped: Iterable[str] = (),
+) -> nn.Module:
     """Give every nn.Linear of `model` quantized products, in place; returns `model`.
 
-    skip:  modules that stay as they are: qualified names, last components ("lm_head") or globs ("*.gate").
+    recipe:   of all layers; `fq.recipes.per_layer(...)`; or `fq.recipes.schedule(...)`, which this model then follows.
+    skip:     modules that stay as they are: qualified names, last components ("lm_head") or globs ("*.gate").
+    grouped:  modules with packed experts that become `fq.GroupedLinear`, named likewise: a parameter `weight` [E, N, K],
+              a `bias` [E, N] or none, called with (tokens sorted by expert, splits), as around `torch._grouped_mm`.
 
     Parameters stay high precision and keep their names, so optimizers, clipping and checkpoints see what they saw.
-    Works before and after `fully_shard` (while sharded). Subclasses of nn.Linear are left alone.
+    Works before and after `fully_shard` (while sharded; packed experts: not under it). Subclasses of nn.Linear are left
+    alone.
 
-    Raises ValueError, before anything is changed, for a skip pattern that matches nothing, a model without linear
-    layers, a weight that is shared with a module that is not linear (naming both), or a recipe that cannot be
-    planned for a module.
+    Raises ValueError, before anything is changed, for a pattern that matches nothing, a model without linear layers, a
+    weight that is shared with a module that is not linear (naming both), or a recipe that cannot be planned for a module,
+    now or in a later step of its schedule.
     """
-    targets = _targets(model, [skip] if isinstance(skip, str) else list(skip))
-    recipes = dict(zip(targets, _recipes(len(targets), recipe)))
+    grouped = [grouped] if isinstance(grouped, str) else list(grouped)
+    targets = _targets(model, [skip] if isinstance(skip, str) else list(skip), grouped)
     _check_shared(model, targets)
+    if isinstance(recipe, Schedule) and (before := converted_units(model)):
+        raise ValueError(
+            f"{_some(before)} were converted before, and a schedule is of all layers; convert the others with one recipe, then "
+            "fq.set_recipe(model, schedule)"
+        )
     for name, module in targets.items():
+        if module.weight.dim() == 3 and isinstance(module.weight, DTensor):
+            raise ValueError(
+                f"{name}.weight is a DTensor {list(module.weight.shape)}: FSDP2 gathers codes of weights of two dims; leave it "
+                "out of grouped=, or build fq.GroupedLinear with packed=False"
+            )
         if module.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"{name}.weight is {module.weight.dtype}; fq.convert takes fp32, bf16 and fp16 weights")
-        build_plan(recipes[name], name, arch_of(module.weight.device))
+    names = {n: [f"{n}.{e}" for e in range(len(m.weight))] if m.weight.dim() == 3 else [n] for n, m in targets.items()}
+    recipes = _planned(recipe, {n: [(name, targets[n].weight.device) for name in of] for n, of in names.items()})
     for name, module in targets.items():
-        module.__class__ = _converted_class(type(module))
-        adopt(module, recipes[name], name)
+        if module.weight.dim() == 3:
+            module.__class__ = GroupedLinear
+            adopt_packed(module, [recipes[name]] * len(names[name]), name)
+        else:
+            module.__class__ = _converted_class(type(module))
+            adopt(module, recipes[name], name)
+    follow(model, recipe)
     return model
 
 
-def set_recipe(model: nn.Module, recipe: Recipe) -> None:
+def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule) -> None:
     """Change the recipe of every converted module of `model`, at a step boundary. Every rank must call it.
+
+    A schedule that the model followed ends.
 
     Raises ValueError, before anything is changed, for a recipe that cannot be planned, a model without converted
     modules, or a weight that is gathered now.
     """
-    modules = converted_modules(model)
-    if not modules:
+    units = converted_units(model)
+    if not units:
         raise ValueError("set_recipe found no fq.Linear; call fq.convert(model, recipe) first")
-    recipes = dict(zip(modules, _recipes(len(modules), recipe)))
+    recipes = _planned(recipe, {n: [(m._name, m.weight.device) for m in of] for n, of in units.items()})
     managed = {id(m.local.state): m for m in torch_compat.all_managed_params() if isinstance(m.local, FSDPHooks)}
-    for name, module in modules.items():
-        build_plan(recipes[name], module._name, arch_of(module.weight.device))
+    modules = [(module, recipes[name]) for name, of in units.items() for module in of]
+    for module, _ in modules:
         under_fsdp = managed.get(id(module._weight_state))
         if under_fsdp is not None and not under_fsdp.is_sharded:
             raise ValueError(
                 f"{module._name}.weight is gathered now, so its formats cannot change; call set_recipe between steps, or "
                 "reshard() on its FSDP module first"
             )
-    for name, module in modules.items():
-        apply_recipe(module, recipes[name])
+    for module, its in modules:
+        apply_recipe(module, its)
         state = module._weight_state
         state.set_quantizer(module.plan.weight)
         state.compute_dtype = module.recipe.compute_dtype
         if id(state) in managed:
             managed[id(state)].reset_gather_buffers()
+    follow(model, recipe)
+
+
+def _planned(recipe, units: dict[str, list[tuple[str, torch.device]]]) -> dict[str, Recipe]:
+    """The recipe of each layer in this step. Every phase is planned for every (module, device) of it: errors are of now."""
+    if not isinstance(recipe, (Recipe, PerLayer, Schedule)):
+        raise ValueError(f"a recipe is made by fq.recipes or fq.CustomRecipe, got {recipe!r}")
+    names = list(units)
+    for phase in recipe.phases:
+        for name, its in zip(names, phase.for_layers(names)):
+            for module, device in units[name]:
+                build_plan(its, module, arch_of(device))
+    return dict(zip(names, recipe.at(STEP.step).for_layers(names)))
+
+
+# Schedules #
+
+_FOLLOWING: MutableMapping[nn.Module, Schedule] = weakref.WeakKeyDictionary()
+
+
+def follow(model: nn.Module, recipe: Recipe | PerLayer | Schedule) -> None:
+    """Switch the model's recipe when the step says so, from now on; a recipe without steps ends that."""
+    _FOLLOWING.pop(model, None)
+    if isinstance(recipe, Schedule):
+        _FOLLOWING[model] = recipe
+
+
+def schedules_of(model: nn.Module) -> dict[nn.Module, Schedule]:
+    """The schedules that a model, or models inside it, follow. A copy follows none."""
+    return {m: _FOLLOWING[m] for m in model.modules() if m in _FOLLOWING}
+
+
+def _switch() -> None:
+    """Another step begins: every rank changes the recipes that its schedule changes."""
+    for model, schedule in list(_FOLLOWING.items()):
+        units = converted_units(model)
+        wanted = schedule.at(STEP.step).for_layers(list(units))
+        if any(layer.recipe != its for of, its in zip(units.values(), wanted) for layer in of):
+            set_recipe(model, schedule.at(STEP.step))
+            follow(model, schedule)
+
+
+STEP.followers.append(_switch)
+
+
+def converted_units(model: nn.Module) -> dict[str, Sequence[Linear]]:
+    """What counts as one layer, by qualified name: an fq.Linear, or the experts of an fq.GroupedLinear."""
+    units, inside = {}, set()
+    for name, module in model.named_modules():
+        if isinstance(module, GroupedLinear):
+            units[name] = module.layers
+            inside.update(map(id, module.layers))
+        elif isinstance(module, Linear) and id(module) not in inside:
+            units[name] = [module]
+    return units
 
 
 def converted_modules(model: nn.Module) -> dict[str, Linear]:
-    """The fq.Linear modules of a model by qualified name."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
+    """The fq.Linear modules of a model by qualified name, experts of packed weights among them."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            found[name] = module
+        elif isinstance(module, GroupedLinear) and module.packed:
+            found |= {f"{name}.{e}".lstrip("."): layer for e, layer in enumerate(module.layers)}
+    return found
 
 
-def _targets(model: nn.Module, skip: list[str]) -> dict[str, nn.Linear]:
+def _targets(model: nn.Module, skip: list[str], grouped: list[str]) -> dict[str, nn.Module]:
     linears = {name: m for name, m in model.named_modules() if _is_plain_linear(m)}
-    matched = {
-        pattern: {n for n in linears if fnmatch.fnmatch(n, pattern) or n.rpartition(".")[2] == pattern}
-        for pattern in skip
-    }
-    for pattern, found in matched.items():
-        if not found:
-            raise ValueError(f"skip={pattern!r} matches no nn.Linear; the model has {_some(linears)}")
-    skipped = set().union(*matched.values()) if matched else set()
-    targets = {n: m for n, m in linears.items() if n not in skipped}
+    packed = {name: m for name, m in model.named_modules() if _is_packed(m)}
+    skipped, chosen = _matched("skip", skip, linears, "nn.Linear"), _matched("grouped", grouped, packed, "3-D weight")
+    targets = {n: m for n, m in model.named_modules() if (n in linears and n not in skipped) or n in chosen}
     if not targets:
         raise ValueError(f"{type(model).__name__} has no nn.Linear to convert ({len(skipped)} skipped)")
     return targets
+
+
+def _matched(option: str, patterns: list[str], among: dict[str, nn.Module], what: str) -> set[str]:
+    found = set()
+    for pattern in patterns:
+        names = {n for n in among if matches(pattern, n)}
+        if not names:
+            raise ValueError(f"{option}={pattern!r} matches no {what}; the model has {_some(among)}")
+        found |= names
+    return found
+
+
+def _is_packed(module: nn.Module) -> bool:
+    """Experts [E, N, K], with a bias [E, N] or none, and nothing else."""
+    own = module._parameters
+    weight, bias = own.get("weight"), own.get("bias")
+    return (
+        not isinstance(module, (GroupedLinear, FSDPModule)) and set(own) <= {"weight", "bias"} and weight is not None
+        and weight.dim() == 3 and (bias is None or bias.shape == weight.shape[:2]) and not module._modules
+    )
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
@@ -104,14 +205,7 @@ def _converted_class(cls: type) -> type:
     return type(f"FSDP{Linear.__name__}", (FSDPModule, Linear), {"__deepcopy__": cls.__dict__["__deepcopy__"]})
 
 
-def _recipes(count: int, recipe: Recipe) -> list[Recipe]:
-    """The recipe of each layer in order: identity for the last `tail` of them (a part of a layer counts as one)."""
-    keep = count - math.ceil(recipe.tail * count - 1e-9)
-    rest = identity(compute_dtype=recipe.compute_dtype, strict=recipe.strict)
-    return [recipe if i < keep else rest for i in range(count)]
-
-
-def _check_shared(model: nn.Module, targets: dict[str, nn.Linear]) -> None:
+def _check_shared(model: nn.Module, targets: dict[str, nn.Module]) -> None:
     weights = {id(m.weight): name for name, m in targets.items()}
     for name, module in model.named_modules():
         for attribute, parameter in module._parameters.items():

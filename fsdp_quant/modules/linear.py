@@ -53,27 +53,41 @@ class Linear(nn.Linear):
         return self._plan
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, plan = self.weight, self._plan
+        x, weight, plan = self.checked(x), self.weight, self._plan
         override = current_autocast()
         if override is not None:
             plan = self._overriding_plan(override)
-        device = x.device
-        if not x.dtype.is_floating_point:
-            raise ValueError(f"{self._name}: input is {x.dtype}; a linear layer multiplies floating tensors")
-        if x.dim() == 0 or x.shape[-1] != self.in_features:
-            raise ValueError(f"{self._name}: input is {list(x.shape)}, its last dim must be {self.in_features}")
-        if torch.is_autocast_enabled(device.type):
-            x = x.to(torch.get_autocast_dtype(device.type))
-        if isinstance(weight, DTensor):
-            raise NotImplementedError(
-                f"{self._name}: the weight is a DTensor {weight.placements} that FSDP2 did not gather; tensor-parallel "
-                "weights are not supported here: use fully_shard, or leave the module out of fq.convert"
-            )
         grad = torch.is_grad_enabled()
         save = weight.requires_grad and grad
         if torch.compiler.is_compiling():
             return graph_linear(x, weight, self.bias, self._handle, plan.key, save, grad, self.training)
         return self.multiply(linear, x, weight, self.bias, plan, save, grad, self.training)
+
+    def checked(self, x: Tensor) -> Tensor:
+        """x in the dtype of its products. Raises for what no product takes, naming the module."""
+        device = x.device
+        if not x.dtype.is_floating_point:
+            raise ValueError(f"{self._name}: input is {x.dtype}; a linear layer multiplies floating tensors")
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            raise ValueError(f"{self._name}: input is {list(x.shape)}, its last dim must be {self.in_features}")
+        if isinstance(self.weight, DTensor):
+            raise NotImplementedError(
+                f"{self._name}: the weight is a DTensor {self.weight.placements} that FSDP2 did not gather; tensor-parallel "
+                "weights are not supported here: use fully_shard, or leave the module out of fq.convert"
+            )
+        return x.to(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else x
+
+    def note(self, x: Tensor, weight: Tensor, plan: GemmPlan, grad: bool) -> tuple[WeightState | None, bool]:
+        """(the weight's state, this is a recomputation): told what runs, and refused where the plan did not print it."""
+        owner = weight_state(weight)
+        if owner is None:
+            self._depart("its weight is a plain tensor, so high-precision bytes were gathered or the codes are not cached")
+        elif x.dtype != weight.dtype:
+            self._check_domains(plan, x.dtype, weight.dtype, x.device)
+        replay = torch_compat.backward_is_running()
+        if owner is not None and not replay:
+            self._note_recomputation(owner, grad)
+        return owner, replay
 
     def multiply(
         self, operator: Callable, x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, save: bool, grad: bool,
@@ -84,15 +98,8 @@ class Linear(nn.Linear):
         save:      the backward needs x.
         grad:      a backward may follow.
         """
-        owner, device = weight_state(weight), x.device
-        if owner is None:
-            self._depart("its weight is a plain tensor, so high-precision bytes were gathered or the codes are not cached")
-        elif x.dtype != weight.dtype:
-            self._check_domains(plan, x.dtype, weight.dtype, device)
-        replay = torch_compat.backward_is_running()
-        if owner is not None and not replay:
-            self._note_recomputation(owner, grad)
-        step, ids, guard, histories, of_grad = self._site.beside(self, owner, plan, x.dtype, device)
+        owner, replay = self.note(x, weight, plan, grad)
+        step, ids, guard, histories, of_grad = self._site.beside(self, owner, plan, x.dtype, x.device)
         records = training and not replay
         if records and owner is not None and not weight.requires_grad:
             STEP.frozen.add(owner)

@@ -202,7 +202,7 @@ def build_plan(recipe: Recipe, name: str, arch: str | None = None, module_type: 
                 "(grad_output) stochastically instead"
             )
     plan = GemmPlan(
-        **slots, saves=_saved(slots["input"], recipe.save_original_input), compute_dtype=recipe.compute_dtype,
+        **slots, saves=_saved(name, slots["input"], recipe.save_original_input), compute_dtype=recipe.compute_dtype,
         accuracy=recipe.accuracy,
     )
     for product in PRODUCTS:
@@ -229,10 +229,10 @@ def _label(operand: tuple[str, Direction]) -> str:
     return f"{operand[0]}.{operand[1].value}"
 
 
-def _saved(hybrid: HybridQuantizer, save_original_input: bool | None) -> str:
+def _saved(name: str, hybrid: HybridQuantizer, save_original_input: bool | None) -> str:
     if hybrid.is_derived:
         if save_original_input:
-            raise ValueError("save_original_input=True cannot keep the forward's decoded operands; leave it None")
+            raise ValueError(f"{name}: save_original_input=True cannot keep the forward's decoded operands; leave it None")
         return "rowwise"
     if save_original_input or not hybrid.columnwise.fmt.is_quantized:
         return "input"

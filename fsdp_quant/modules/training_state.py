@@ -11,7 +11,7 @@ from torch import nn
 from ..checkpoint import fingerprints
 from ..context import STEP
 from ..scaling import AmaxHistory
-from .convert import converted_modules
+from .convert import converted_modules, converted_units, schedules_of
 from .linear import Linear
 
 
@@ -34,10 +34,23 @@ def _recipe_text(model: nn.Module) -> str:
     return " | ".join(recipes[key] for key in sorted(recipes))
 
 
-def fingerprint(model: nn.Module) -> str:
-    """Hex digest of the recipe of every converted module: equal models and recipes have equal ones."""
-    lines = [f"{name}: {m.recipe.fingerprint()}" for name, m in sorted(converted_modules(model).items())]
+def fingerprint(model: nn.Module, step: int | None = None) -> str:
+    """Hex digest of the recipe of every converted module: equal models and recipes have equal ones.
+
+    step:  as it will be in that step of the schedules that the model follows.
+    """
+    modules = converted_modules(model)
+    recipes = {id(m): m.recipe for m in modules.values()}
+    for scheduled, schedule in schedules_of(model).items() if step is not None else ():
+        units = converted_units(scheduled)
+        for layers, recipe in zip(units.values(), schedule.at(step).for_layers(list(units))):
+            recipes |= {id(m): recipe for m in layers}
+    lines = [f"{name}: {recipes[id(m)].fingerprint()}" for name, m in sorted(modules.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _schedule_text(model: nn.Module) -> str | None:
+    return " | ".join(sorted(s.fingerprint() for s in schedules_of(model).values())) or None
 
 
 def _moved(model: nn.Module) -> str:
@@ -49,7 +62,7 @@ def state_dict(model: nn.Module) -> dict:
     """What a run needs to go on beside parameters and optimizer. Every rank must call it.
 
     step, seed:   of the random bits.
-    schedule:     of recipes; None: there is none.
+    schedule:     text of the schedules of recipes; None: there is none.
     recipe:       text, and `fingerprint`, a digest of every module's recipe.
     codes:        weight name -> hash of its codes, the same for every world size (`checkpoint.fingerprints`).
     histories:    of delayed scaling; those of activations and gradients are each rank's own.
@@ -60,7 +73,7 @@ def state_dict(model: nn.Module) -> dict:
         for name, module in converted_modules(model).items() for side, history in _histories(module).items()
     }
     return {
-        "step": STEP.step, "seed": STEP.seed, "schedule": None, "recipe": _recipe_text(model),
+        "step": STEP.step, "seed": STEP.seed, "schedule": _schedule_text(model), "recipe": _recipe_text(model),
         "fingerprint": fingerprint(model), "codes": fingerprints(model), "histories": histories, "moved": _moved(model),
     }
 
@@ -68,36 +81,44 @@ def state_dict(model: nn.Module) -> dict:
 def load_state_dict(model: nn.Module, state: dict, allow_recipe_change: bool = False) -> None:
     """Restore what `state_dict(model)` returned, after the parameters. Every rank must call it.
 
-    Raises ValueError, and leaves everything as it was, for a state of another recipe or other modules, unless
+    A model that follows a schedule has the recipe of the restored step.
+
+    Raises ValueError, and leaves everything as it was, for a state of another recipe, schedule or other modules, unless
     allow_recipe_change=True (histories and codes of another recipe are then left out); for weights whose codes are not
-    those that were saved, naming them (drop state["codes"] to go on with other weights); for a schedule of recipes.
+    those that were saved, naming them (drop state["codes"] to go on with other weights).
     """
-    modules = converted_modules(model)
-    same = state["fingerprint"] == fingerprint(model)
+    same = state["fingerprint"] == fingerprint(model, state["step"])
+    if not allow_recipe_change and same and state.get("schedule") != _schedule_text(model):
+        raise ValueError(
+            f"the saved state follows the schedule {state.get('schedule')}, this model {_schedule_text(model)}; give it the "
+            "saved one (fq.set_recipe), or pass allow_recipe_change=True"
+        )
     if not same and not allow_recipe_change:
         raise ValueError(
             f"the saved state is of recipe {state['recipe']} (fingerprint {state['fingerprint']}), this model's is "
             f"{_recipe_text(model)} ({fingerprint(model)}); convert the model with the saved recipe, or pass "
             "allow_recipe_change=True"
         )
-    if state.get("schedule") is not None:
-        raise ValueError(f"the saved state has a schedule of recipes, {state['schedule']}, which this version does not know")
-    if same:
-        histories = {f"{n}.{side}": h for n, m in modules.items() for side, h in _histories(m).items()}
-        before = {key: history.state_dict() for key, history in histories.items()}
-        _restore(modules, histories, state["histories"])
-        wrong = _wrong_codes(model, state.get("codes"))
-        if wrong:
-            _restore(modules, histories, before)
-            raise ValueError(
-                f"the codes of {', '.join(wrong)} are not those that were saved: load the parameters of the same checkpoint "
-                "before fq.load_state_dict, in the dtype they were saved from"
-            )
-        moved = json.loads(state.get("moved", "{}"))
-        for name, module in modules.items():
-            module._plan = replace(module.plan, moved=tuple(moved.get(name, ())))
-    STEP.step, STEP.seed = state["step"], state["seed"]
-    STEP.publish()
+    step, STEP.seed, seed = STEP.step, state["seed"], STEP.seed
+    STEP.go_to(state["step"])
+    if not same:
+        return
+    modules = converted_modules(model)
+    histories = {f"{n}.{side}": h for n, m in modules.items() for side, h in _histories(m).items()}
+    before = {key: history.state_dict() for key, history in histories.items()}
+    _restore(modules, histories, state["histories"])
+    wrong = _wrong_codes(model, state.get("codes"))
+    if wrong:
+        _restore(modules, histories, before)
+        STEP.seed = seed
+        STEP.go_to(step)
+        raise ValueError(
+            f"the codes of {', '.join(wrong)} are not those that were saved: load the parameters of the same checkpoint "
+            "before fq.load_state_dict, in the dtype they were saved from"
+        )
+    moved = json.loads(state.get("moved", "{}"))
+    for name, module in modules.items():
+        module._plan = replace(module.plan, moved=tuple(moved.get(name, ())))
 
 
 def _restore(modules: dict[str, Linear], histories: dict[str, AmaxHistory], saved: dict[str, dict]) -> None:

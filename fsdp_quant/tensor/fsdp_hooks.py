@@ -443,6 +443,11 @@ def check_layout(managed: ManagedParam) -> None:
     if not isinstance(managed.local, FSDPHooks):
         return
     state, name = managed.local.state, managed.local.state.name
+    if len(managed.global_shape) != 2:
+        raise ValueError(
+            f"{name} is {list(managed.global_shape)}: FSDP2 gathers codes of weights of two dims; build fq.GroupedLinear with "
+            "packed=False, so that each expert has its own"
+        )
     if managed.reshards_to_smaller_world:
         raise ValueError(
             f"{name}: reshard_after_forward=<int> keeps a part of the unsharded weight, which codes with scales have no "

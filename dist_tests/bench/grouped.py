@@ -1,0 +1,73 @@
+"""A step of `fq.GroupedLinear` over torch._grouped_mm in bf16: python -m dist_tests.bench.grouped [--experts 8 64].
+
+Forward and backward, 1024 tokens an expert in unequal groups, weights [N, K] = [4096, 2048]; codes of the weights are made
+once, as in a step of several micro-batches; "quantize" makes them in every step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+from torch import Tensor
+
+import fsdp_quant as fq
+from dist_tests.bench.clock import DeviceClock, measurable
+from fsdp_quant import recipes
+
+N, K, TOKENS = 4096, 2048, 1024
+RECIPES = {name: getattr(recipes, name) for name in ("fp8_block", "mxfp8", "fp8_row", "fp8_current")}
+
+
+def bf16(x: Tensor, w: Tensor, ends: Tensor, dy: Tensor):
+    def step() -> None:
+        torch._grouped_mm(x, w.transpose(1, 2), offs=ends).backward(dy)
+        x.grad = w.grad = None
+
+    return step
+
+
+def ours(module: fq.GroupedLinear, x: Tensor, splits, dy: Tensor, quantize: bool):
+    def step() -> None:
+        if quantize:
+            fq.sync(module)
+            with torch.no_grad():
+                module.weight.add_(0)
+        module(x, splits).backward(dy)
+        x.grad = module.weight.grad = None
+
+    return step
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--experts", nargs="+", type=int, default=[8, 64])
+    args = parser.parse_args()
+    device = measurable()
+    if device is None:
+        return 2
+    clock = DeviceClock(device, 15)
+    for experts in args.experts:
+        weights = torch.rand(experts, device=device) + 0.5
+        ends = (weights.cumsum(0) / weights.sum() * experts * TOKENS).int()
+        ends[-1] = experts * TOKENS
+        x = torch.randn(experts * TOKENS, K, device=device, dtype=torch.bfloat16, requires_grad=True)
+        w = torch.randn(experts, N, K, device=device, dtype=torch.bfloat16).mul_(K**-0.5).requires_grad_()
+        dy = torch.randn(experts * TOKENS, N, device=device, dtype=torch.bfloat16)
+        base = clock.sustained([bf16(x, w, ends, dy)]).us
+        print(f"{experts} experts: bf16 torch._grouped_mm {base:.0f} us")
+        for name, recipe in RECIPES.items():
+            module = fq.GroupedLinear(experts, K, N, False, device, torch.bfloat16, packed=True, recipe=recipe())
+            sizes = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
+            for what, splits in (("device splits", ends), ("host splits", sizes)):
+                if splits is ends and module.why_one_by_one(torch.bfloat16, device):
+                    continue  # it would wait for the device
+                times = [clock.sustained([ours(module, x, splits, dy, q)]).us for q in (False, True)]
+                print(f"  {name:12} {what:14}" + "  ".join(f"{t:8.0f} us ({base / t:.2f})" for t in times) + "  quantize: 2nd")
+            del module
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

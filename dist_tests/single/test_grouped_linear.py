@@ -1,0 +1,449 @@
+"""`fq.GroupedLinear`: experts over sorted tokens, one after the other or in one product, packed or each with its own."""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp_quant as fq
+from dist_tests.laws import assert_same_bytes, recorded_saves, values
+from dist_tests.single import hopper
+from fsdp_quant import recipes
+from fsdp_quant.context import STEP
+from fsdp_quant.counters import counters
+from fsdp_quant.modules import grouped_linear
+from fsdp_quant.modules.grouped_op import groups_of
+from fsdp_quant.quantizer import Quantizer
+
+EXPERTS, K, N = 4, 24, 40
+SPLITS = {
+    "none first": [0, 7, 33, 8], "none in the middle": [17, 0, 0, 31], "no tokens": [0, 0, 0, 0], "none last": [1, 35, 0, 0],
+}
+
+
+def rounds_all_but_weights(role):
+    return "mxfp8" if role.tensor_type == "weight" else Quantizer("mxfp8", rounding="stochastic")
+
+
+RECIPES = {
+    "identity": recipes.identity(), "fp8_current": recipes.fp8_current(), "fp8_delayed": recipes.fp8_delayed(length=4),
+    "fp8_row": recipes.fp8_row(), "fp8_block": recipes.fp8_block(), "mxfp8": recipes.mxfp8(), "nvfp4": recipes.nvfp4(),
+    "mxfp8_nvfp4": recipes.hybrid("mxfp8", "nvfp4"), "rounded": fq.CustomRecipe(rounds_all_but_weights),
+    "dequantized": recipes.mxfp8(backward_override="dequantized"),
+    "high_precision": recipes.nvfp4(backward_override="high_precision"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_step():
+    """Each test starts at step 0 of seed 0, counted by optimizer steps, with empty counters."""
+    kept = {k: v for k, v in STEP.__dict__.items() if k not in ("_devices", "followers")}
+    restart()
+    counters.reset()
+    yield
+    STEP.__dict__.update(kept)
+    STEP.publish()
+    grouped_linear._UNDERWAY.clear()
+
+
+def restart() -> None:
+    STEP.seed, STEP.step, STEP.micro_batch, STEP.token_offset, STEP.counted_by_hand = 0, 0, 0, -1, False
+    STEP.publish()
+
+
+def grouped(recipe: fq.Recipe, packed: bool, bias: bool = True, dtype=torch.float32, sizes=(K, N)) -> fq.GroupedLinear:
+    """A layer called "moe", with weights that depend on the expert."""
+    module = fq.GroupedLinear(EXPERTS, *sizes, bias, dtype=dtype, packed=packed, recipe=recipe, name="moe")
+    weights, biases = parameters(sizes, dtype)
+    with torch.no_grad():
+        for e in range(EXPERTS):
+            (module.weight[e] if packed else module.experts[e].weight).copy_(weights[e])
+            if bias:
+                (module.bias[e] if packed else module.experts[e].bias).copy_(biases[e])
+    return module
+
+
+def parameters(sizes=(K, N), dtype=torch.float32) -> tuple[Tensor, Tensor]:
+    k, n = sizes
+    return values(EXPERTS, n, k, seed=11, dtype=dtype) * 0.2, values(EXPERTS, n, seed=12, dtype=dtype)
+
+
+def loop(recipe: fq.Recipe, packed: bool, bias: bool = True, dtype=torch.float32, sizes=(K, N)) -> nn.ModuleList:
+    """The same experts as modules of their own, under the names that key their random bits."""
+    weights, biases = parameters(sizes, dtype)
+    made = nn.ModuleList()
+    for e in range(EXPERTS):
+        name = f"moe.{e}" if packed else f"moe.experts.{e}"
+        made.append(fq.Linear(*sizes, bias, dtype=dtype, recipe=recipe, name=name))
+        with torch.no_grad():
+            made[e].weight.copy_(weights[e])
+            if bias:
+                made[e].bias.copy_(biases[e])
+    return made
+
+
+def of_loop(experts: nn.ModuleList, x: Tensor, sizes: list[int]) -> Tensor:
+    return torch.cat([expert(part) for expert, part in zip(experts, x.split(sizes))])
+
+
+def by_expert(module: nn.Module, packed: bool, of=lambda p: p.detach()) -> dict[str, Tensor]:
+    """"weight" and "bias" of all experts, [E, ..]."""
+    if packed:
+        return {n: of(p).clone() for n, p in module.named_parameters()}
+    experts = module.experts if isinstance(module, fq.GroupedLinear) else module
+    names = [n for n, _ in experts[0].named_parameters()]
+    return {n: torch.stack([of(e.get_parameter(n)).clone() for e in experts]) for n in names}
+
+
+def trained(module: nn.Module, packed: bool, batches: list[list[int]], call) -> list[dict[str, Tensor]]:
+    """Output, gradients and weights of an AdamW step a batch."""
+    restart()
+    optimizer, seen = torch.optim.AdamW(module.parameters(), lr=1e-2), []
+    for i, sizes in enumerate(batches):
+        x = values(sum(sizes), K, seed=i, dtype=torch.float32).requires_grad_()
+        y = call(module, x, sizes)
+        y.backward(values(*y.shape, seed=50 + i, dtype=torch.float32))
+        seen.append({"y": y.detach(), "dx": x.grad})
+        seen[-1] |= {f"d {n}": g for n, g in by_expert(module, packed, lambda p: p.grad).items()}
+        optimizer.step()
+        optimizer.zero_grad()
+        seen[-1] |= by_expert(module, packed)
+    return seen
+
+
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], what: str = "") -> None:
+    assert got.keys() == want.keys(), (what, got.keys(), want.keys())
+    for name, tensor in want.items():
+        assert_same_bytes(got[name], tensor, f"{what} {name}")
+
+
+# A loop over experts #
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_grouped_linear_equals_a_loop_over_experts(name: str, packed: bool):
+    """If false, an expert multiplies tokens, scales, histories or random bits of another; also where it has no tokens."""
+    batches, bias = list(SPLITS.values()), name not in ("fp8_row", "mxfp8_nvfp4")
+    want = trained(loop(RECIPES[name], packed, bias), False, batches, of_loop)
+    got = trained(grouped(RECIPES[name], packed, bias), packed, batches, lambda m, x, sizes: m(x, sizes))
+    for splits, a, b in zip(SPLITS, got, want):
+        assert_same(a, b, f"{name}, {splits}")
+
+
+MODES = (None, "high_precision", "dequantized")
+NAMED = [n for n in recipes.names() if n != "bf16"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", NAMED)
+def test_backward_modes_of_experts_are_those_of_a_linear_layer(name: str, mode: str | None):
+    """If false, a mode holds for linear layers and not for experts: gradients, or what is kept for them, differ.
+
+    Bias or none, 2-D and 3-D inputs, uniform and empty splits, frozen or not, packed or not; each against a loop over
+    `fq.Linear`, whose modes `test_linear.py` holds to high-precision products.
+    """
+    recipe = recipes.by_name(name, backward_override=mode)
+    for packed, bias, shape, sizes, frozen in (
+        (True, True, (24,), [6, 6, 6, 6], False), (False, False, (2, 12), [0, 24, 0, 0], False),
+        (True, False, (2, 12), [0, 9, 15, 0], True), (False, True, (24,), [1, 0, 20, 3], True),
+        (True, True, (0,), [0, 0, 0, 0], False),
+    ):
+        x, results = values(*shape, K, seed=3, dtype=torch.float32), []
+        for module, call in (
+            (grouped(recipe, packed, bias), lambda m, x: m(x, sizes)),
+            (loop(recipe, packed, bias), lambda m, x: of_loop(m, x.reshape(-1, K), sizes).view(*x.shape[:-1], N)),
+        ):
+            restart()
+            is_grouped = isinstance(module, fq.GroupedLinear)
+            for n, p in module.named_parameters():
+                p.requires_grad_(not frozen or n.endswith("bias"))
+            given = x.clone().requires_grad_()
+            with recorded_saves() as saved:
+                y = call(module, given)
+            y.backward(values(*y.shape, seed=4, dtype=torch.float32))
+            grads = by_expert(module, packed and is_grouped, lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
+            results.append({"y": y.detach(), "dx": given.grad} | grads)
+            assert not (frozen and saved), "nothing is kept for frozen weights"
+            results[-1] |= {f"kept {i}": t.detach().clone() for i, t in enumerate(saved)}
+        assert_same(*results, f"{name} {mode} packed={packed} {sizes} frozen={frozen}")
+
+
+def test_splits_are_counts_or_ends():
+    """If false, what a router made on the device means other tokens than the same numbers on the host."""
+    module, x = grouped(recipes.mxfp8(), False), values(48, K, dtype=torch.float32)
+    want = module(x, [7, 0, 33, 8])
+    for dtype in (torch.int32, torch.int64):
+        assert_same_bytes(module(x, torch.tensor([7, 7, 40, 48], dtype=dtype)), want, f"{dtype}")
+    assert_same_bytes(module(x.view(2, 24, K), (7, 0, 33, 8)).flatten(0, 1), want, "a 3-D input")
+
+
+def test_evaluation_between_steps_changes_nothing():
+    """If false, codes or histories made in evaluation are those that training multiplies."""
+    def evaluating(module, x, sizes):
+        module.eval()
+        with torch.no_grad():
+            module(x * 50, sizes)
+        module.train()
+        return module(x, sizes)
+
+    for packed in (False, True):
+        for name in ("fp8_delayed", "nvfp4"):
+            want = trained(grouped(RECIPES[name], packed), packed, [[3, 4, 0, 6]] * 2, lambda m, x, s: m(x, s))
+            got = trained(grouped(RECIPES[name], packed), packed, [[3, 4, 0, 6]] * 2, evaluating)
+            for a, b in zip(got, want):
+                assert_same(a, b, f"{name} packed={packed}")
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+def test_copies_and_checkpoints_of_grouped_linear_go_on_alike(packed: bool):
+    """If false, a module that was copied, pickled or loaded trains on stale codes or lost histories."""
+    x, sizes, recipe = values(48, K, dtype=torch.float32), [7, 0, 33, 8], recipes.fp8_delayed(length=4)
+    module = grouped(recipe, packed)
+    trained(module, packed, [sizes] * 2, lambda m, x, s: m(x, s))
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    fresh = fq.GroupedLinear(EXPERTS, K, N, packed=packed, recipe=recipe, name="moe")
+    assert all(type(t) is Tensor for t in module.state_dict().values())
+    fresh.load_state_dict(module.state_dict(), strict=True)
+    fq.load_state_dict(fresh, fq.state_dict(module))
+    assert fq.state_dict(module)["histories"], "delayed scaling keeps histories"
+    want = module(x, sizes)
+    others = {"a copy": copy.deepcopy(module), "pickled": torch.load(file, weights_only=False), "loaded": fresh}
+    for what, other in others.items():
+        assert_same_bytes(other(x, sizes), want, what)
+        with torch.no_grad():
+            next(other.parameters()).mul_(2.0)
+        assert not torch.equal(other(x, sizes), want), what
+    assert_same_bytes(module(x, sizes), want, "the original")
+
+
+def test_a_written_weight_is_multiplied_as_written():
+    """If false, an optimizer or a load changes packed weights, and experts multiply the old codes."""
+    for packed in (False, True):
+        module, x = grouped(recipes.mxfp8(), packed), values(8, K, dtype=torch.float32)
+        y = module(x, [2, 2, 2, 2])
+        with torch.no_grad():
+            for p in module.parameters():
+                p.mul_(2.0)
+        assert_same_bytes(module(x, [2, 2, 2, 2]), 2 * y, "doubled")
+        with pytest.raises(fq.StaleWeightError, match=r"moe\.(experts\.)?\d\.weight was modified"):
+            y.sum().backward()
+
+
+# Conversion, recipes #
+
+
+class Routed(nn.Module):
+    """Experts as models with `torch._grouped_mm` hold them, in front of a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts, self.out = nn.Module(), nn.Linear(N, 8)
+        self.experts.weight = nn.Parameter(parameters()[0])
+
+    def forward(self, x: Tensor, sizes: list[int]) -> Tensor:
+        return self.out(self.experts(x, sizes))
+
+
+def test_packed_experts_are_converted_on_request():
+    """If false, 3-D experts silently stay in high precision, change their names, or tie a rule to the wrong layer."""
+    model = fq.convert(Routed(), recipes.mxfp8())
+    assert type(model.experts) is nn.Module
+    model = fq.convert(Routed(), recipes.mxfp8(), grouped="experts")
+    assert type(model.experts) is fq.GroupedLinear
+    assert list(model.state_dict()) == ["experts.weight", "out.weight", "out.bias"]
+    x, sizes = values(12, K, dtype=torch.float32), [3, 0, 4, 5]
+    want = of_loop(loop(recipes.mxfp8(), True, bias=False), x, sizes)
+    assert_same_bytes(model.experts(x, sizes), want, "converted")
+    with pytest.raises(ValueError, match="grouped='w9' matches no 3-D weight; the model has experts"):
+        fq.convert(Routed(), recipes.mxfp8(), grouped=["w9"])
+    kept = fq.convert(Routed(), recipes.mxfp8(tail=0.5), grouped="experts")  # of two layers, whatever the experts
+    assert {m.recipe.name for m in kept.experts.layers} == {"mxfp8"}
+    assert kept.out.recipe == recipes.identity()
+
+
+def test_set_recipe_changes_every_expert():
+    """If false, a part of the experts keeps the old formats, or their codes."""
+    for packed in (False, True):
+        module, x = grouped(recipes.mxfp8(), packed), values(12, K, dtype=torch.float32)
+        module(x, [3, 3, 3, 3])
+        fq.set_recipe(module, recipes.fp8_delayed())
+        assert_same_bytes(module(x, [3, 3, 3, 3]), grouped(recipes.fp8_delayed(), packed)(x, [3, 3, 3, 3]), f"{packed}")
+        assert {layer.recipe for layer in module.layers} == {recipes.fp8_delayed()}
+
+
+# Wrong splits #
+
+
+def test_wrong_splits_on_the_host_are_refused_at_the_call():
+    """If false, tokens are dropped, or an expert reads those of another."""
+    module, x = grouped(recipes.mxfp8(), False), values(12, K, dtype=torch.float32)
+    for wrong in ([3, 3, 3], [3, 3, 3, 4], [6, -3, 6, 3], torch.tensor([3, 2, 9, 12]), torch.tensor([3, 6, 9, 11])):
+        with pytest.raises(ValueError, match=r"moe: splits give \[.*\] rows to . experts.*wanted 4 counts.* 12 rows"):
+            module(x, wrong)
+    for wrong in (torch.tensor([3.0, 6, 9, 12]), torch.tensor([6, 12]), torch.zeros(4, 1, dtype=torch.int32)):
+        with pytest.raises(ValueError, match=r"moe: splits is torch.*wanted integers \[4\]"):
+            module(x, wrong)
+    with pytest.raises(ValueError, match="num_experts must be at least 1, got 0"):
+        fq.GroupedLinear(0, K, N)
+
+
+def test_wrong_splits_on_the_device_are_refused_before_a_step():
+    """If false, a wrong count of tokens trains on, because nothing may wait for the device."""
+    with hopper.emulated():
+        x = values(256, 64)
+        for wrong in ([64, 128, 100, 256], [0, 0, 128, 255], [0, 64, 128, 300], [-4, 64, 128, 256]):
+            module = grouped(recipes.mxfp8(), True, dtype=torch.bfloat16, sizes=(64, 32))
+            optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+            before = module.state_dict()["weight"].clone()
+            module(x, torch.tensor([64, 128, 192, 256])).sum().backward()
+            module(x, torch.tensor(wrong)).sum().backward()
+            with pytest.raises(ValueError, match="moe: the token splits of an earlier call.* 256 rows"):
+                optimizer.step()
+            assert_same_bytes(module.state_dict()["weight"], before, f"{wrong}")
+            optimizer.step()  # told once
+
+
+# One product for all experts, as a Hopper GPU would #
+
+
+def test_groups_are_padded_to_tiles():
+    """If false, a scale of 128 tokens serves those of two experts, or a token is lost."""
+    for sizes in ([0, 7, 129, 128], [300, 0, 0, 1], [128, 256, 0, 128], [1, 1, 1, 1]):
+        ends, x = torch.tensor(sizes).cumsum(0), values(sum(sizes), 3, dtype=torch.float32)
+        groups = groups_of(ends, sum(sizes), False)
+        assert groups.rows % 128 == 0 and groups.offsets[-1] <= groups.rows
+        spread = groups.spread(x)
+        assert_same_bytes(groups.collect(spread), x, "back")
+        for e, part in enumerate(x.split(sizes)):
+            start, end = groups.offsets[e], groups.offsets[e + 1]
+            assert start % 128 == 0
+            assert_same_bytes(spread[start : start + len(part)], part, f"expert {e}")
+            assert spread[start + len(part) : end].count_nonzero() == 0
+            assert (groups.by_tile()[start // 128 : end // 128] == e).all()
+        assert (groups.by_tile()[groups.offsets[-1] // 128 :] == len(sizes)).all()
+
+
+def scalings() -> dict[str, fq.Recipe]:
+    return {
+        "fp8_block": recipes.fp8_block(), "mxfp8": recipes.mxfp8(), "fp8_block_mxfp8": recipes.hybrid("fp8_block", "mxfp8"),
+        "keeps_input": recipes.mxfp8(save_original_input=True),
+    }
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+@pytest.mark.parametrize("name", scalings())
+def test_one_product_equals_a_loop_over_experts(name: str, packed: bool):
+    """If false, experts are multiplied together with another's scales, tokens or weights.
+
+    Products here are exact and rounded twice, to fp32 and bf16, in either; a bias is added to fp32.
+    """
+    with hopper.emulated() as gpu:
+        recipe, sizes = scalings()[name], (64, 48)
+        for bias, splits, on_device in (
+            (False, [0, 70, 129, 57], False), (False, [0, 70, 129, 57], True), (False, [128, 0, 256, 128], False),
+            (True, [5, 1, 0, 26], True),
+        ):
+            x, dy = values(sum(splits), 64, seed=1), values(sum(splits), 48, seed=2)
+            results = []
+            for module, call in (
+                (grouped(recipe, packed, bias, torch.bfloat16, sizes), None),
+                (loop(recipe, packed, bias, torch.bfloat16, sizes), of_loop),
+            ):
+                a, before = x.clone().requires_grad_(), len(gpu.calls)
+                given = torch.tensor(splits).cumsum(0) if on_device else splits
+                y = module(a, given) if call is None else call(module, a, splits)
+                y.backward(dy)
+                results.append({"y": y.detach(), "dx": a.grad} | by_expert(
+                    module, packed and call is None, lambda p: p.grad))
+                ran = [c.name for c in gpu.calls[before:] if "gemm" in c.name or "step" in c.name]
+                assert (call is not None) or ran == ["grouped_gemm", "grouped_gemm", "grouped_gemm_wgrad"], ran
+            got, want = results
+            assert_same_bytes(got["dx"], want["dx"], f"{name} {splits} dx")
+            assert_same_bytes(got["weight"], want["weight"], f"{name} {splits} dw")
+            if bias:  # bf16 outputs of fp32 sums that are rounded in another order: one step of bf16
+                torch.testing.assert_close(got["y"], want["y"], rtol=2**-7, atol=2**-9)
+                torch.testing.assert_close(got["bias"], want["bias"], rtol=2**-7, atol=2**-6)
+            else:
+                assert_same_bytes(got["y"], want["y"], f"{name} {splits} y")
+
+
+@pytest.mark.parametrize("name, reason", [
+    ("fp8_current", "a scale of input.rowwise .* serves tokens of several experts"),
+    ("fp8_row", "a scale of input.columnwise .* serves tokens of several experts"), ("nvfp4", "fprop runs in the bf16 domain"),
+    ("identity", "fprop runs in the native domain"), ("rounded", "input is"),
+])
+def test_what_no_grouped_kernel_makes_runs_one_by_one(name: str, reason: str):
+    """If false, tokens of different experts share a scale, and a rank's result depends on its other experts."""
+    with hopper.emulated() as gpu:
+        module = grouped(RECIPES[name], True, dtype=torch.bfloat16, sizes=(64, 48))
+        x = values(64, 64)
+        got = module(x, torch.tensor([16, 16, 48, 64]))
+        assert gpu.count("grouped_gemm") == 0
+        assert counters.of("departure"), "reading splits of a device waits for it, and is counted"
+        restart()
+        want = of_loop(loop(RECIPES[name], True, dtype=torch.bfloat16, sizes=(64, 48)), x, [16, 0, 32, 16])
+        assert_same_bytes(got, want, name)
+        assert re.search(reason, module.why_one_by_one(torch.bfloat16, x.device))
+        assert re.search(reason, str(fq.plan(module)))
+
+
+def test_what_the_guard_moves_for_one_expert_is_moved_for_all():
+    """If false, experts that anchoring does not serve go on with it, or one product no longer serves any."""
+    with hopper.emulated() as gpu:
+        module = grouped(recipes.mxfp8(), True, dtype=torch.bfloat16, sizes=(64, 48))
+        far = values(256, 64) * torch.where(torch.arange(64) % 64 < 32, 1.0, 1e-4).bfloat16()  # half of the blocks
+        x = far.requires_grad_()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+        assert "all in one product" in str(fq.plan(module))
+        for _ in range(3):
+            module(x, [64, 64, 64, 64]).sum().backward()
+            optimizer.step()
+        module(x, [64, 64, 64, 64])
+        assert {layer.plan.moved for layer in module.layers} == {("fprop",)}
+        ran = gpu.count("grouped_gemm")
+        module(x, [64, 64, 64, 64])
+        assert gpu.count("grouped_gemm") == ran
+        assert "one after the other (fprop runs in the bf16 domain)" in str(fq.plan(module))
+
+
+def test_one_product_keeps_what_the_plan_names():
+    """If false, memory holds both the input and its codes, or operands of frozen experts."""
+    with hopper.emulated():
+        x = values(64, 64)
+        for recipe, kept in ((recipes.mxfp8(), {torch.uint8, torch.float32}), (scalings()["keeps_input"], {torch.bfloat16})):
+            module = grouped(recipe, True, dtype=torch.bfloat16, sizes=(64, 48))
+            with recorded_saves() as saved:
+                module(x.clone().requires_grad_(), [16, 16, 16, 16])
+            assert {t.dtype for t in saved} == kept
+            module.requires_grad_(False)
+            with recorded_saves() as saved:
+                y = module(x.clone().requires_grad_(), [16, 16, 16, 16])
+            assert saved == [] and y.requires_grad
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+def test_compiled_experts_equal_eager_ones(packed: bool):
+    """If false, a compiled block multiplies stale codes of an expert, or those of another."""
+    x, sizes = values(24, K, dtype=torch.float32), [8, 0, 10, 6]
+    module = grouped(recipes.nvfp4(), packed)
+    compiled = torch.compile(lambda a: module(a, sizes), fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        results = []
+        for call in (lambda a: module(a, sizes), compiled):
+            module.zero_grad()
+            a = x.clone().requires_grad_()
+            y = call(a)
+            y.backward(values(24, N, seed=9, dtype=torch.float32))
+            results.append({"y": y.detach(), "dx": a.grad} | by_expert(module, packed, lambda p: p.grad))
+        assert_same(results[1], results[0], f"packed={packed}")
+        with torch.no_grad():
+            for p in module.parameters():
+                p.mul_(1.5)

@@ -1,0 +1,269 @@
+"""`fq.GroupedLinear`: a linear layer an expert, over tokens that lie sorted by expert."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..context import current_autocast
+from ..counters import counters
+from ..ops import native
+from ..recipe import Recipe, identity
+from ..tensor import torch_compat
+from ..tensor.master_weight import WeightState
+from .graph_op import graph_linear
+from .grouped_op import TILE, GroupedLinearCall, StackedWeights, groups_of, why_not
+from .guard import guard_of
+from .linear import Linear, _after_load, _unwrap_in_state_dict, apply_recipe, place, wrap_weight
+from .plan import PRODUCTS, GemmPlan
+
+
+class _Expert(Linear):
+    """One expert of packed weights: no module of the tree; its weight and bias are views that `layers` renews."""
+
+    weight = bias = None  # until `layers` has been asked
+
+    def __init__(self, in_features: int, out_features: int):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = in_features, out_features
+
+    def __getstate__(self) -> dict:
+        return {k: v for k, v in super().__getstate__().items() if k not in ("weight", "bias")}
+
+
+class GroupedLinear(nn.Module):
+    """y[rows of e] = x[rows of e] W[e]^T + b[e] for experts e, each product in the formats that a recipe gives.
+
+    packed:  False: `experts`, a list of `fq.Linear`, whose parameters FSDP2 gathers as codes. True: one `weight` [E, N, K]
+             and one `bias` [E, N], for training without `fully_shard`, which refuses it.
+    recipe:  `Recipe`; change it with `fq.set_recipe`. The role of expert e is called "name.experts.e",
+             or "name.e" of packed weights.
+
+    Every expert quantizes its own tokens: a call gives what a loop over `fq.Linear` modules gives. On sm_90 one product
+    serves all experts where no scale serves tokens of two (`grouped_op.why_not`, printed by `fq.plan`).
+    """
+
+    def __init__(
+        self, num_experts: int, in_features: int, out_features: int, bias: bool = True, device=None, dtype=None,
+        *, packed: bool = False, recipe: Recipe | None = None, name: str = "grouped_linear",
+    ):
+        super().__init__()
+        if num_experts < 1:
+            raise ValueError(f"{name}: num_experts must be at least 1, got {num_experts}")
+        recipe, options = recipe or identity(), {"device": device, "dtype": dtype}
+        if not packed:
+            self.experts = nn.ModuleList(
+                Linear(in_features, out_features, bias, **options, recipe=recipe, name=f"{name}.experts.{e}")
+                for e in range(num_experts)
+            )
+            self._linears, self.packed = list(self.experts), False
+            _finish(self, name)
+            return
+        self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features, **options))
+        self.register_parameter("bias", nn.Parameter(torch.empty(num_experts, out_features, **options)) if bias else None)
+        bound = in_features**-0.5  # as nn.Linear
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.uniform_(-bound, bound)
+        adopt_packed(self, [recipe] * num_experts, name)
+
+    @property
+    def layers(self) -> Sequence[Linear]:
+        """The `fq.Linear` of each expert, over what it multiplies now."""
+        if self.packed:
+            weights = self.weight.unbind()
+            biases = self.bias.unbind() if self.bias is not None else [None] * len(weights)
+            for layer, weight, bias in zip(self._linears, weights, biases):
+                weight._state = layer._weight_state
+                layer.weight, layer.bias, layer.training = weight, bias, self.training
+        return self._linears
+
+    def forward(self, x: Tensor, splits: Sequence[int] | Tensor) -> Tensor:
+        """y [.., N] of x [.., K], whose rows lie sorted by expert.
+
+        splits:  number of rows of each expert, on the host; or int tensor [E], the row behind each expert's last (the
+                 `offs` of `torch._grouped_mm`), which is not read where one product serves all experts.
+
+        Raises ValueError for splits that are not of E experts or do not add up to the rows: now where they are on the host,
+        else before an optimizer step or in a call that follows, when the device has said so.
+        """
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            raise_wrong_splits()
+        layers = self._linears if compiling else self.layers
+        plan, reason = self.common_plan, "experts differ, or it is compiled, overridden or of no tokens"
+        rows = layers[0].checked(x).reshape(-1, layers[0].in_features)
+        sizes = self._sizes(splits, rows)
+        watched = compiling or torch_compat.dispatch_is_watched()
+        if plan is not None and not watched and current_autocast() is None and len(rows):
+            reason = self.why_one_by_one(rows.dtype, x.device)
+        if reason is None:
+            y = self._in_one(layers, plan, rows, splits, sizes)
+        else:
+            if sizes is None:
+                counters.add("departure", (self._name, f"waits for the device to tell the token splits: {reason}"))
+                sizes = self._checked(_sizes_of(splits.tolist()), len(rows))
+            parts = rows.split(sizes)
+            y = torch.cat(self._traced(parts) if compiling and self.packed else [f(part) for f, part in zip(layers, parts)])
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+    def _traced(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """y of each expert of packed weights, in a graph that is being traced."""
+        grad = torch.is_grad_enabled()
+        save = grad and self.weight.requires_grad
+        biases = self.bias.unbind() if self.bias is not None else [None] * len(parts)
+        return [
+            graph_linear(part, weight, bias, layer._handle, layer.plan.key, save, grad, self.training)
+            for part, weight, bias, layer in zip(parts, self.weight.unbind(), biases, self._linears)
+        ]
+
+    @property
+    def common_plan(self) -> GemmPlan | None:
+        """The plan of all experts, or None. What the guard moves for one, which may count for all, is moved for all."""
+        plans = {layer.plan.key: layer.plan for layer in self._linears}
+        if len(plans) > 1 and any(plan.moved for plan in plans.values()):
+            moved = tuple(p.name for p in PRODUCTS if any(p.name in plan.moved for plan in plans.values()))
+            for layer in self._linears:
+                layer._plan = replace(layer.plan, moved=moved)
+            plans = {layer.plan.key: layer.plan for layer in self._linears}
+        return next(iter(plans.values())) if len(plans) == 1 else None
+
+    def why_one_by_one(self, dtype: torch.dtype, device: torch.device) -> str | None:
+        """Why experts are multiplied one after the other, in one clause; None where one product serves all."""
+        plan, first = self.common_plan, self._linears[0]
+        if plan is None:
+            return "experts have different plans"
+        key = plan.key, dtype, device
+        if key not in self._reasons:
+            self._reasons[key] = why_not(plan, dtype, device, first.out_features, first.in_features)
+        return self._reasons[key]
+
+    def _in_one(self, layers, plan: GemmPlan, rows: Tensor, splits, sizes: list[int] | None) -> Tensor:
+        """One product for all experts."""
+        device, grad = rows.device, torch.is_grad_enabled()
+        for layer in layers:
+            layer.note(rows, layer.weight, plan, grad)
+        if sizes is None:
+            given = splits.to(device, torch.int64)
+            ends = given.clamp(0, len(rows)).cummax(0).values
+            ends[-1] = len(rows)
+            _watch_splits(self._name, (ends != given).any(), len(rows))
+        else:
+            ends = torch.tensor(sizes, device="cpu").cumsum(0).to(device, non_blocking=True)
+        groups = groups_of(ends, len(rows), sizes is not None and not any(size % TILE for size in sizes))
+        guard = guard_of(layers[0], device) if "anchored" in plan.resolved(rows.dtype, device).domains else None
+        weights = [layer.weight for layer in layers]
+        parameters = [self.weight] if self.packed else weights
+        if layers[0].bias is not None:
+            parameters = [*parameters, *([self.bias] if self.packed else [layer.bias for layer in layers])]
+        save = grad and any(weight.requires_grad for weight in weights)
+        return GroupedLinearCall.apply(rows, groups, weights, self._stack, plan, guard, save, self.packed, *parameters)
+
+    def _sizes(self, splits, rows: Tensor) -> list[int] | None:
+        """Rows of each expert, or None where only a device knows them."""
+        if not isinstance(splits, Tensor):
+            return self._checked(list(splits), len(rows))
+        experts = len(self._linears)
+        if splits.shape != (experts,) or splits.is_floating_point() or splits.dtype is torch.bool:
+            raise ValueError(
+                f"{self._name}: splits is {splits.dtype} {list(splits.shape)}; wanted integers [{experts}], the row behind "
+                "each expert's last"
+            )
+        if splits.device.type != "cpu" or native.runs_on(splits.device):
+            return None
+        return self._checked(_sizes_of(splits.tolist()), len(rows))
+
+    def _checked(self, sizes: list[int], rows: int) -> list[int]:
+        experts = len(self._linears)
+        if len(sizes) != experts or any(size < 0 for size in sizes) or sum(sizes) != rows:
+            raise ValueError(
+                f"{self._name}: splits give {sizes} rows to {len(sizes)} experts, {sum(sizes)} in all; wanted {experts} "
+                f"counts, none negative, that add up to the input's {rows} rows"
+            )
+        return sizes
+
+    def __getstate__(self) -> dict:
+        return super().__getstate__() | {"_stack": StackedWeights(), "_reasons": {}}
+
+    def extra_repr(self) -> str:
+        first = self._linears[0]
+        return f"{len(self._linears)} experts, {first.in_features} -> {first.out_features}, packed={self.packed}"
+
+
+def adopt_packed(module: nn.Module, recipes: Sequence[Recipe], name: str) -> None:
+    """Give a module of class `GroupedLinear` with packed weights a layer an expert, over views of the weight.
+
+    The optimizer holds one parameter, so the states of all experts share the histories that its steps roll.
+    """
+    experts, out_features, in_features = module.weight.shape
+    if "bias" not in module._parameters:
+        module.register_parameter("bias", None)
+    module._weight_state = WeightState(f"{name}.weight", None, tuple(module.weight.shape), recipes[0].compute_dtype)
+    wrap_weight(module)
+    module._linears = [_Expert(in_features, out_features) for _ in range(experts)]
+    for e, (layer, recipe) in enumerate(zip(module._linears, recipes)):
+        layer._name, layer.weight = f"{name}.{e}", module.weight.detach()
+        apply_recipe(layer, recipe)
+        state = WeightState(f"{name}.{e}.weight", layer.plan.weight, (out_features, in_features), recipe.compute_dtype)
+        state.histories = module._weight_state.histories
+        layer._weight_state = state
+        place(layer)
+    module.packed = True
+    _finish(module, name)
+    module.register_state_dict_post_hook(_unwrap_in_state_dict)
+    module.register_load_state_dict_post_hook(_after_load)
+
+
+def _finish(module: GroupedLinear, name: str) -> None:
+    module._name, module._stack, module._reasons = name, StackedWeights(), {}
+
+
+def _sizes_of(ends: list[int]) -> list[int]:
+    return [end - start for start, end in zip([0, *ends], ends)]
+
+
+# Splits that a device knows #
+
+class _Told(NamedTuple):
+    """A flag on its way to the host."""
+
+    name: str
+    rows: int
+    wrong: Tensor
+    arrived: torch.cuda.Event
+
+
+_UNDERWAY: list[_Told] = []
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _watch_splits(name: str, wrong: Tensor, rows: int) -> None:
+    if _is_capturing():
+        return
+    flag = wrong.to("cpu", non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record(torch.cuda.current_stream(wrong.device))
+    _UNDERWAY.append(_Told(name, rows, flag, arrived))
+
+
+def raise_wrong_splits(*_) -> None:
+    """Raise ValueError for splits that a device has found wrong; waits for nothing."""
+    while _UNDERWAY and not _is_capturing() and _UNDERWAY[0].arrived.query():
+        told = _UNDERWAY.pop(0)
+        if told.wrong.item():
+            _UNDERWAY.clear()
+            raise ValueError(
+                f"{told.name}: the token splits of an earlier call decreased or did not end at its {told.rows} rows; its "
+                "result is wrong, and the optimizer has not stepped since the device said so"
+            )
+
+
+register_optimizer_step_pre_hook(raise_wrong_splits)

@@ -1,0 +1,67 @@
+"""`fq.Quantize`: a tensor at a boundary takes the values that a format has, forward, backward or both."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..context import STEP
+from ..formats import ROWWISE
+from ..ops import dispatch
+from ..ops.rng import tensor_id
+from ..quantizer import HybridQuantizer, as_rows
+from ..recipe import BOUNDARY_TYPES, Recipe, Role
+
+
+class _Boundary(torch.autograd.Function):
+    """x decoded from the codes of one side; its gradient likewise."""
+
+    @staticmethod
+    def forward(ctx, x, output, grad_input, ids, step):
+        ctx.quantizer, ctx.ids, ctx.step = grad_input, ids, step
+        return _decoded(x, output, ids, step, 0)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return _decoded(dy, ctx.quantizer, ctx.ids, ctx.step, 1), None, None, None, None
+
+
+def _decoded(x: Tensor, hybrid: HybridQuantizer | None, ids: Tensor, step: Tensor, slot: int) -> Tensor:
+    if hybrid is None or not hybrid.rowwise.fmt.is_quantized:
+        return x.view_as(x)
+    rows = as_rows(x)
+    key = dispatch.random_key(step, ids, slot, len(rows)) if hybrid.rowwise.is_stochastic else None
+    return hybrid.rowwise.storage(rows, ROWWISE, key).dequantize(x.dtype).view(x.shape)
+
+
+class Quantize(nn.Module):
+    """y = decode(encode(x)) in the format of the "output" slot; dx = decode(encode(dy)) in that of "grad_input".
+
+    recipe:  asked for Role("quantize", "output" and "grad_input", name). A slot for which it returns None leaves its tensor as
+             it is; gradients pass codes straight through.
+
+    Raises ValueError for a recipe without either slot, for delayed scaling, which keeps histories of layers only, and for a
+    rotation, which only a product turns back.
+    """
+
+    def __init__(self, recipe: Recipe, name: str = "quantize"):
+        super().__init__()
+        self._recipe, self._name = recipe, name
+        self._sides = tuple(recipe.hybrid(Role("quantize", slot, name)) for slot in BOUNDARY_TYPES)
+        if self._sides == (None, None):
+            raise ValueError(
+                f"{name}: {recipe} has neither an output nor a grad_input; give fq.Quantize a fq.CustomRecipe that answers them"
+            )
+        for slot, hybrid in zip(BOUNDARY_TYPES, self._sides):
+            side = None if hybrid is None else hybrid.rowwise
+            if hybrid is not None and (side is None or side.is_delayed or side.fmt.rotated):
+                raise ValueError(f"{name}: {slot} is {hybrid}; wanted rowwise current scaling without a rotation")
+        self.register_buffer(
+            "_ids", torch.tensor([tensor_id(f"{name}.{slot}") for slot in BOUNDARY_TYPES]), persistent=False
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Boundary.apply(x, *self._sides, self._ids, STEP.on(x.device))
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{slot}={side}" for slot, side in zip(BOUNDARY_TYPES, self._sides))
