@@ -127,7 +127,7 @@ def test_another_recipe_is_loaded_only_on_request():
         fq.load_state_dict(other, state)
     fq.load_state_dict(other, state, allow_recipe_change=True)
     assert STEP.step == state["step"]
-    with pytest.raises(ValueError, match="has a schedule of recipes, bf16 at 82%"):
+    with pytest.raises(ValueError, match="follows the schedule bf16 at 82%"):
         fq.load_state_dict(m, state | {"schedule": "bf16 at 82%"})
 
 
