@@ -72,15 +72,15 @@ def sample(pairs: list, stride: int = 7) -> list:
 
 def values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16, kind: str = "gauss") -> Tensor:
     """Test inputs: "gauss", "outliers" (a few channels x1000), "tiny" (gradient-like), "heavy" (student t, 3)."""
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(*shape, generator=g)
+    random = {"generator": torch.Generator("cpu").manual_seed(seed), "device": "cpu"}  # the same on every device
+    x = torch.randn(*shape, **random)
     if kind == "outliers":
-        x = x * torch.where(torch.rand(shape[-1], generator=g) < 0.05, 1000.0, 1.0)
+        x = x * torch.where(torch.rand(shape[-1], **random) < 0.05, 1000.0, 1.0)
     elif kind == "tiny":
         x = x * 1e-6
     elif kind == "heavy":
-        x = x / (torch.randn(3, *shape, generator=g).square().mean(0).sqrt() + 1e-3)
-    return x.to(dtype)
+        x = x / (torch.randn(3, *shape, **random).square().mean(0).sqrt() + 1e-3)
+    return x.to(torch.get_default_device(), dtype)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,8 @@
-"""Spawn ranks on gloo (or NCCL), run a function on each, collect results or the first traceback."""
+"""Spawn ranks on gloo, run a function on each, collect results or the first traceback.
+
+With FSDP_QUANT_TEST_DEVICE=cuda in the environment: on NCCL, a GPU a rank, on which tensors are then made by default; laws
+that want more ranks than there are GPUs are skipped.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,12 @@ import tempfile
 import traceback
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+DEVICE = os.environ.get("FSDP_QUANT_TEST_DEVICE", "cpu")
 _PRELOAD = ["torch.distributed.fsdp", "torch.distributed.tensor", "fsdp_quant", "dist_tests.multi.nets"]
 
 
@@ -22,12 +28,13 @@ def _free_port() -> int:
         return s.getsockname()[1]
 
 
-def _entry(rank: int, world: int, port: int, fn, args, folder: str, device: str) -> None:
+def _entry(rank: int, world: int, port: int, fn, args, folder: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world),
                    "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
-    if device == "cuda":
+    if DEVICE == "cuda":
         torch.cuda.set_device(rank)
+        torch.set_default_device(f"cuda:{rank}")
         dist.init_process_group("nccl", rank=rank, world_size=world, device_id=torch.device("cuda", rank))
     else:
         dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=60))
@@ -43,18 +50,20 @@ def _entry(rank: int, world: int, port: int, fn, args, folder: str, device: str)
     os._exit(0)  # gloo workers sometimes abort in their destructors
 
 
-def run_ranks(world: int, fn, *args, device: str = "cpu") -> list:
+def run_ranks(world: int, fn, *args) -> list:
     """fn(rank, world, *args) on every rank; returns the results by rank. fn must be a module-level function.
 
     Raises AssertionError with the traceback of the first rank that failed of itself.
     """
-    context = mp.get_context("spawn" if device == "cuda" else "forkserver")
-    if device == "cpu":
+    if DEVICE == "cuda" and world > torch.cuda.device_count():
+        pytest.skip(f"{world} ranks, {torch.cuda.device_count()} GPUs")
+    context = mp.get_context("spawn" if DEVICE == "cuda" else "forkserver")
+    if DEVICE == "cpu":
         context.set_forkserver_preload(_PRELOAD)  # torch is imported once, each rank is a fork of the server
     port = _free_port()
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=_entry, args=(r, world, port, fn, args, folder, device)) for r in range(world)
+            context.Process(target=_entry, args=(r, world, port, fn, args, folder)) for r in range(world)
         ]
         for process in ranks:
             process.start()

@@ -46,7 +46,7 @@ class Feature(NamedTuple):
 # Features #
 
 def _mesh(*shape: int) -> dict:
-    return {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))}
+    return {"mesh": init_device_mesh(torch.get_default_device().type, shape, mesh_dim_names=("replicate", "shard"))}
 
 
 def _clipped(net, optimizer, step: int, rank: int, foreach: bool) -> Tensor:
