@@ -41,11 +41,12 @@ __device__ __forceinline__ void update(
     if (!(__bfloat162float(__float2bfloat16_rn(p)) == parameter)) p = parameter;
   }
   if (s.scaled) g = __fdiv_rn(g, s.grad_scale);
-  if (s.of[kCoupled] != 0.0f) g = __fmaf_rn(p, s.of[kCoupled], g);
+  if (s.of[kCoupled] != 0.0f) g = __fadd_rn(g, __fmul_rn(p, s.of[kCoupled]));
   p = __fmul_rn(p, s.of[kKeep]);
   const float change = __fsub_rn(g, m), weight = s.of[kFirst];
-  m = weight < 0.5f ? __fmaf_rn(weight, change, m) : __fmaf_rn(__fsub_rn(weight, 1.0f), change, g);
-  v = __fmaf_rn(__fmul_rn(g, s.of[kSecond]), g, __fmul_rn(v, s.of[kBeta2]));
+  m = weight < 0.5f ? __fadd_rn(m, __fmul_rn(change, weight))
+                    : __fsub_rn(g, __fmul_rn(change, __fsub_rn(1.0f, weight)));
+  v = __fadd_rn(__fmul_rn(v, s.of[kBeta2]), __fmul_rn(__fmul_rn(g, s.of[kSecond]), g));
   const float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), s.of[kRootCorrection]), s.of[kEps]);
   p = __fadd_rn(p, __fdiv_rn(__fmul_rn(m, s.of[kMinusStepSize]), denominator));
   round_to(first, m), round_to(second, v);

@@ -43,10 +43,16 @@ def run(optimizer, params: list[nn.Parameter], steps=range(5)) -> None:
         optimizer.step()
 
 
+def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Where torch fuses, it rounds once and we twice: half an ulp (2^-24) an operation in each of up to 8 steps,
+    of the value or of summands below 4, some of it once more through a quotient of about 1."""
+    torch.testing.assert_close(got.detach(), want.detach(), rtol=8 * 2.0**-24, atol=4e-6)
+
+
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.4, 0.9), (0.0, 0.5)])
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_update_equals_torch_bit_for_bit(decay, betas, decoupled):
+def test_update_is_torchs_but_for_roundings(decay, betas, decoupled):
     """If false, changing to FusedAdam changes a run in other ways than its masters."""
     ours, theirs = parameters(), parameters()
     cls = torch.optim.AdamW if decoupled else torch.optim.Adam
@@ -56,9 +62,9 @@ def test_update_equals_torch_bit_for_bit(decay, betas, decoupled):
     run(a, ours)
     run(b, theirs)
     for p, q in zip(ours, theirs):
-        laws.assert_same_bytes(p, q, f"parameter of {p.numel()}")
+        assert_near(p, q)
         for moment in ("exp_avg", "exp_avg_sq"):
-            laws.assert_same_bytes(a.state[p][moment], b.state[q][moment], f"{moment} of {p.numel()}")
+            assert_near(a.state[p][moment], b.state[q][moment])
 
 
 def test_low_precision_parameters_are_their_masters_rounded():
@@ -75,8 +81,8 @@ def test_low_precision_parameters_are_their_masters_rounded():
         a.step()
         b.step()
     for p, q in zip(ours, theirs):
-        laws.assert_same_bytes(a.state[p]["master"], q.detach(), "master")
-        laws.assert_same_bytes(p.detach(), q.detach().bfloat16(), "parameter")
+        assert_near(a.state[p]["master"], q)
+        laws.assert_same_bytes(p.detach(), a.state[p]["master"].bfloat16(), "parameter")
 
 
 def test_a_parameter_written_by_hand_takes_its_master_along():
@@ -105,6 +111,20 @@ def test_capturable_steps_are_the_same_steps():
         results.append([t for p in params for t in (p.detach(), *optimizer.state[p].values())])
     for got, want in zip(*reversed(results)):
         laws.assert_same_bytes(got, want, "capturable against host scalars")
+
+
+@pytest.mark.parametrize("cut", [1, 5, 8, 13])
+def test_update_of_a_shard_is_that_of_the_whole(cut):
+    """If false, what a weight becomes depends on where the shards are cut."""
+    grad = laws.values(37, seed=1, dtype=torch.float32)
+    whole = nn.Parameter(laws.values(37, dtype=torch.float32))
+    shards = [nn.Parameter(part.clone()) for part in (whole.detach()[:cut], whole.detach()[cut:])]
+    optimizers = [fq.optim.FusedAdam([p], lr=1e-2) for p in (whole, *shards)]
+    for step in range(4):
+        whole.grad, shards[0].grad, shards[1].grad = grad * step, grad[:cut] * step, grad[cut:] * step
+        for optimizer in optimizers:
+            optimizer.step()
+    laws.assert_same_bytes(torch.cat([p.detach() for p in shards]), whole.detach(), f"cut at {cut}")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -142,7 +162,7 @@ def test_state_of_another_optimizer():
     run(b, theirs, range(2, 4))
     run(a, ours, range(2, 4))
     for p, q in zip(ours, theirs):
-        laws.assert_same_bytes(p.detach(), q.detach(), "resumed from torch's AdamW")
+        assert_near(p, q)
     low = parameters(torch.bfloat16)
     c = fq.optim.FusedAdam(low)
     before = copy.deepcopy(c.state_dict())

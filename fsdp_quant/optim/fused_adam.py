@@ -6,8 +6,9 @@ All in fp32, of a master p, its gradient g (divided by the loss scale where ther
     m <- lerp(m, g, 1 - beta1)
     v <- beta2 * v + (1 - beta2) * g * g
     p <- p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
-in the operations and order of torch.optim.AdamW(foreach=False) on a CPU, so that both give the same bits; the kernel
-rounds where they do. Scalars are computed in fp64 and rounded once to fp32, on the host or (capturable) on the device.
+Every operation rounds once and none are fused, so that an element's bits depend on nothing else: not on where it lies in a
+shard, nor on the processor (torch's own lerp and addcmul fuse in the vectors of a CPU and not in what is left over). The
+results are torch.optim.AdamW's but for those roundings; the kernel equals them bit for bit. Scalars are computed in fp64 and rounded once to fp32, on the host or (capturable) on the device.
 """
 
 from __future__ import annotations
@@ -255,8 +256,9 @@ def adam_update(
         p = torch.where(p.to(rounded.dtype) == rounded, p, rounded.float())  # something else wrote the parameter
     if grad_scale is not None:
         g = g / grad_scale
-    g = torch.where(coupled != 0, torch.addcmul(g, p, coupled), g)
+    g = torch.where(coupled != 0, g + p * coupled, g)
     p = p * keep
-    m = torch.lerp(m, g, weight)
-    v = torch.addcmul(v * beta2, g * weight2, g)
+    change = g - m
+    m = torch.where(weight < 0.5, m + change * weight, g - change * (1 - weight))
+    v = v * beta2 + g * weight2 * g
     return p + (m * minus_step) / (v.sqrt() / root + eps), m, v
