@@ -40,8 +40,7 @@ struct Parts {
 
 struct Schedule {
   Tile tile;
-  int32_t blocks;       // of the launch, a multiple of the cluster
-  bool read_and_write;  // to accumulate: threads add, not L2
+  int32_t blocks;  // of the launch, a multiple of the cluster
 };
 
 // Why the kernels do not take a product, or null. Reads sizes, types, addresses. `amax`: null, or an fp32 [1] that
