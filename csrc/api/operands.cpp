@@ -66,23 +66,6 @@ Operand operand_of(const at::Tensor& x, int64_t kind, const char* name) {
   return o;
 }
 
-int64_t scale_numel(Scaling scaling, int64_t outer, int64_t k) {
-  switch (scaling) {
-    case Scaling::kRow:
-      return outer;
-    case Scaling::k1x128:
-      return ceil_div(k, 128) * round_up(outer, 4);
-    case Scaling::k128x128:
-      return ceil_div(outer, 128) * round_up(ceil_div(k, 128), 4);
-    case Scaling::kE8M0:
-      return round_up(outer, 128) * round_up(ceil_div(k, 32), 4);
-    case Scaling::kE4M3:
-      return round_up(outer, 128) * round_up(ceil_div(k, 16), 4);
-    default:
-      return 1;
-  }
-}
-
 bool set_scale(
     Operand& o, const MaybeTensor& scale, const at::Tensor& x, int64_t outer, int64_t k, const char* name,
     int64_t count) {

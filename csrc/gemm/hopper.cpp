@@ -12,7 +12,6 @@ constexpr int64_t kBlockK = 128;
 constexpr int32_t kBandRows = 2048;  // of out, walked together: about a square of what 132 multiprocessors make at once
 
 int64_t ceil_div(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
-int64_t round_up(int64_t n, int64_t multiple) { return ceil_div(n, multiple) * multiple; }
 bool is_aligned(const void* p, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
 bool is_outer(Scaling s) { return s <= Scaling::kRow; }
 bool is_e5m2(const Operand& o) { return o.type == CUDA_R_8F_E5M2; }
@@ -77,21 +76,6 @@ bool encode(CUtensorMap* map, const Operand& o, int64_t outer, int64_t k, int32_
   return encode_tiled(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, planes > 0 ? 3 : 2, const_cast<void*>(o.data), extents,
                       strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
-
-// From a line of scales to the next: a line is a 128 of K, and of 128x128 scales a 128 of the outer dim.
-int64_t scale_ld(Scaling scaling, int64_t outer, int64_t k) {
-  return round_up(scaling == Scaling::k128x128 ? ceil_div(k, kBlockK) : outer, 4);
-}
-
-// Elements of the scales of one operand, or of one group or plane of it.
-int64_t scale_numel(Scaling scaling, int64_t outer, int64_t k) {
-  switch (scaling) {
-    case Scaling::kRow: return outer;
-    case Scaling::k1x128: return ceil_div(k, kBlockK) * scale_ld(scaling, outer, k);
-    case Scaling::k128x128: return ceil_div(outer, kBlockK) * scale_ld(scaling, outer, k);
-    default: return 1;
-  }
 }
 
 }  // namespace

@@ -13,6 +13,24 @@ namespace fsdp_quant {
 // tiles of 512 bytes. The numbers are Python's.
 enum class Scaling : int32_t { kNone = 0, kTensor = 1, kRow = 2, k1x128 = 3, k128x128 = 4, kE8M0 = 5, kE4M3 = 6 };
 
+// From a line of fp32 scales of blocks to the next: a line is a 128 of K, and of 128x128 scales a 128 of outer.
+inline int64_t scale_ld(Scaling scaling, int64_t outer, int64_t k) {
+  return ((scaling == Scaling::k128x128 ? (k + 127) / 128 : outer) + 3) / 4 * 4;
+}
+
+// Elements of the scales of an operand.
+inline int64_t scale_numel(Scaling scaling, int64_t outer, int64_t k) {
+  const auto tiles = [&](int64_t of_k) { return (outer + 127) / 128 * 128 * (((k + of_k - 1) / of_k + 3) / 4 * 4); };
+  switch (scaling) {
+    case Scaling::kRow: return outer;
+    case Scaling::k1x128: return (k + 127) / 128 * scale_ld(scaling, outer, k);
+    case Scaling::k128x128: return (outer + 127) / 128 * scale_ld(scaling, outer, k);
+    case Scaling::kE8M0: return tiles(32);
+    case Scaling::kE4M3: return tiles(16);
+    default: return 1;
+  }
+}
+
 struct Operand {
   const void* data;
   const void* scale;  // null: none
