@@ -24,8 +24,8 @@ cudaDataType_t type_of(at::ScalarType dtype, const char* name) {
 }
 
 Operand operand_of_kind(int64_t kind, const char* name) {
-  TORCH_CHECK_VALUE(kind >= 0 && (kind & 7) <= 3 && kind >> 3 <= 6, name, "_kind is ", kind,
-                    "; wanted element (0 to 3) | scaling (0 to 6) << 3");
+  TORCH_CHECK_VALUE(kind >= 0 && (kind & 7) <= 3 && kind >> 3 <= 7, name, "_kind is ", kind,
+                    "; wanted element (0 to 3) | scaling (0 to 7) << 3");
   const auto element = static_cast<Element>(kind & 7);
   Operand o = {};
   o.scaling = static_cast<Scaling>(kind >> 3);
@@ -73,7 +73,7 @@ bool set_scale(
                     scale.has_value() ? "given" : "None", ", and the scaling in its kind is ",
                     static_cast<int>(o.scaling), "; 0 has no scale, others have one");
   if (!scale.has_value()) return false;
-  const bool bytes = o.scaling >= Scaling::kE8M0;
+  const bool bytes = has_byte_scales(o.scaling);
   const int64_t one = scale_numel(o.scaling, outer, k);
   const bool each = count > 1 && scale->numel() != one;
   check_buffer(*scale, name, x, bytes ? at::kByte : at::kFloat, each ? count * one : one);

@@ -19,7 +19,7 @@ bool is_e5m2(const Operand& o) { return o.type == CUDA_R_8F_E5M2; }
 const char* why_not(const Operand& o, int64_t k) {
   if (o.type != CUDA_R_8F_E4M3 && o.type != CUDA_R_8F_E5M2) return "an operand is neither e4m3 nor e5m2";
   if (!o.k_major) return "an operand is not K-major";
-  if (o.scaling > Scaling::k128x128) return "an operand has one-byte scales";
+  if (has_byte_scales(o.scaling)) return "an operand has one-byte scales";
   if ((o.scaling == Scaling::kNone) != (o.scale == nullptr)) return "scales are missing, or given where there are none";
   if (!is_aligned(o.data, 16) || o.ld % 16 != 0 || o.ld < k) return "rows of codes are not aligned to 16 bytes";
   if (!is_aligned(o.scale, o.scaling == Scaling::kTensor ? 4 : 16)) return "scales are not aligned to 16 bytes";
@@ -52,7 +52,7 @@ constexpr Extent kExtents[kTiles] = {{256, 128, 2}, {128, 128, 1}};
 
 // Clocks that a block takes, in the ratios that whole and grouped products took on an H100.
 struct Cost {
-  int32_t of_k_block[3];  // outer; block; vector
+  int32_t of_k_block[3];  // outer; block and run; vector
   int32_t of_tile;        // fill, drain and the stores, in bf16; twice that in fp32, four times accumulated
 };
 
@@ -93,6 +93,8 @@ const char* why_not(const Product& p, const float* amax, const Parts& parts) {
   const Scaling a = p.a.scaling, b = p.b.scaling;
   if (is_outer(a) != is_outer(b)) return "one operand has scales along K, and the other has not";
   if (a == Scaling::k128x128 && b == Scaling::k128x128) return "both operands have 128x128 scales";
+  if ((a == Scaling::k1x512) != (b == Scaling::k1x512)) return "one operand has 1x512 scales, and the other has not";
+  if (a == Scaling::k1x512 && (parts.planes > 1 || parts.cut != Cut::kNone)) return "of 1x512 scales products are whole";
   const bool bf16 = p.out_type == CUDA_R_16BF;
   if (!bf16 && p.out_type != CUDA_R_32F) return "out is neither bfloat16 nor float32";
   if (p.accumulate && bf16) return "accumulation is into float32";
@@ -106,7 +108,7 @@ const char* why_not(const Product& p, const float* amax, const Parts& parts) {
 }
 
 Schedule schedule_of(const Product& p, int32_t sm_count, const Parts& parts) {
-  const int grain = is_outer(p.a.scaling) ? 0 : p.b.scaling == Scaling::k128x128 ? 1 : 2;
+  const int grain = is_outer(p.a.scaling) ? 0 : p.b.scaling == Scaling::k128x128 || p.b.scaling == Scaling::k1x512 ? 1 : 2;
   const int64_t stores = p.accumulate ? 4 : p.out_type == CUDA_R_32F ? 2 : 1;
   // Groups are taken to be of one size.
   const int64_t m = parts.cut == Cut::kRows ? ceil_div(p.m, parts.groups) : p.m;
@@ -131,6 +133,7 @@ Kernel kernel_of(const Product& p, Tile tile, Cut cut) {
   const bool a = is_e5m2(p.a), b = is_e5m2(p.b);
   if (is_outer(p.a.scaling)) return outer_kernel(cut, tile, a, b);
   if (p.a.scaling == Scaling::k128x128) return cut == Cut::kNone ? mirror_kernel(tile, a, b) : Kernel{};
+  if (p.a.scaling == Scaling::k1x512) return cut == Cut::kNone ? run_kernel(tile, a, b) : Kernel{};
   return p.b.scaling == Scaling::k128x128 ? block_kernel(cut, tile, a, b) : vector_kernel(cut, tile, a, b);
 }
 
