@@ -4,8 +4,8 @@
 //   kOuter    sum += part                     scales of rows or tensors are factors of the finished sum
 //   kVector   sum += part * scale[row]        of 1 x 128, on either side
 //   kBlock    sum += part * scale             of 128 x 128
-//   kRun      sum += part * scale[row]        of 1 x 512 on both sides, powers of two; those of columns are units of the
-//                                             sums, changed every 512 of K: one operation an element, as kBlock
+//   kRun      sum += part * scale[row]        of 1 x 512 on both sides, powers of two; those of columns are units of
+//                                             the sums, changed every 512 of K: one operation an element, as kBlock
 // Every element is summed by one thread in order of K: the same bits every run.
 //
 // Block: a warp group that loads and two that multiply, each block_m / 2 rows of a block_m x 128 tile, 64 rows (a wave)
@@ -257,12 +257,12 @@ __device__ __forceinline__ void load(const Arguments& p, const Shared<S>& shared
 
 // The unit in which the sums of one column are held while its scales change: out = unit * sum.
 //   of 512 of K whose scale s is        sum *=         part *=
-//   in the window below the largest     unit / s       1          and s is the unit from there on: exact, a power of two
+//   in the window below the largest     unit / s       1          and s is the unit from there on: exact, of powers of 2
 //   below that (far)                    1              s / unit
-//   0: all codes are 0                  1              1
+//   0: all codes are 0                  1              1          (anchors of zeros are 2^-127, like any other s)
 //   NaN                                 NaN            1
 // So units stay within 2^-32 of the largest s, and |sum| <= 2^32 * sum over k of |a| * 448 (e5m2: 57344): no overflow
-// where a's lines sum to less than 2^87 (2^80). What is rounded besides the additions is below 2^-149 units.
+// where a's lines sum to less than 2^87 (2^80). What else is rounded is below 2^-149 (1 + |sum|) units.
 struct ColumnUnit {
   float unit = 0, largest = 0, part = 1;
 

@@ -16,6 +16,8 @@ enum class Scaling : int32_t {
 };
 
 inline bool has_byte_scales(Scaling s) { return s == Scaling::kE8M0 || s == Scaling::kE4M3; }
+// fp32 scales along K: an sm_90 multiplies them.
+inline bool has_fp32_blocks(Scaling s) { return s >= Scaling::k1x128 && !has_byte_scales(s); }
 
 // From a line of fp32 scales of blocks to the next: a line is a 128 or 512 of K, and of 128x128 scales a 128 of outer.
 inline int64_t scale_ld(Scaling scaling, int64_t outer, int64_t k) {
