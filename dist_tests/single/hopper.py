@@ -525,7 +525,7 @@ def _amaxes(x: Tensor) -> Tensor:
     return torch.cat([
         layout.pad_to(magnitudes.amax().view(1, 1), 1, 4).flatten(),
         layout.pad_to(magnitudes.amax(1)[None], 1, 4).flatten(),
-        layout.pad_to(magnitudes, 128, 1).view(-1, 128, x.shape[1]).amax(1).flatten(),
+        layout.pad_to(magnitudes, 512, 1).view(-1, 512, x.shape[1]).amax(1).flatten(),
     ])
 
 

@@ -475,12 +475,12 @@ def _line(x: Tensor | None) -> Tensor | None:
 
 
 def _amaxes(x: Tensor, count: int) -> Tensor:
-    """fp32 [count, n]: of results like x [rows, cols] the amax of all, of each row, and of each column over 128 rows.
+    """fp32 [count, n]: of results like x [rows, cols] the amax of all, of each row, and of each column over 512 rows.
 
     They begin at 0, 4, and 4 + rows rounded up to 4 (`AmaxesOf` of csrc/norm/norm.h).
     """
     rows, cols = x.shape
-    return x.new_empty((count, 4 + round_up(rows, 4) + ceil_div(rows, TILE) * cols), dtype=torch.float32)
+    return x.new_empty((count, 4 + round_up(rows, 4) + ceil_div(rows, 512) * cols), dtype=torch.float32)
 
 
 def activation(g: Tensor, u: Tensor | None, kind: int) -> tuple[Tensor, Tensor]:
