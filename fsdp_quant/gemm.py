@@ -18,7 +18,7 @@ from .counters import counters
 from .formats import IDENTITY, ROWWISE, check_pair
 from .ops import dispatch, native
 from .ops.capability import DOMAINS, arch_of, gemm_domain, operand_layout
-from .ops.layout import ANCHORED_128
+from .ops.layout import ANCHOR_RUNS, ANCHORED
 from .ops.reference import bf16_product
 from .storage import Storage
 
@@ -80,9 +80,9 @@ def gemm(
     codes = domain in ("native", "anchored") and (a.fmt.is_quantized or b.fmt.is_quantized)
     if codes:
         _check_compiled(a, b, domain)
-    over_tokens = ANCHORED_128 in (a.layout, b.layout)
+    anchored = next((s.layout for s in (a, b) if ANCHOR_RUNS.get(s.layout)), ANCHORED)
     a, b = (
-        s.in_layout(operand_layout(s.fmt, other.fmt, domain, over_tokens)) for s, other in ((a, b), (b, a))
+        s.in_layout(operand_layout(s.fmt, other.fmt, domain, anchored)) for s, other in ((a, b), (b, a))
     )
     if codes and m * n * k_a > 0:
         result = _multiply(a, b, out_dtype, out, accumulate, bias, alpha)

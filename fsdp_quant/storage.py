@@ -201,7 +201,7 @@ class Storage:
         """The same storage with its buffers as `wanted` (`ops.layout`) says; itself where they lie so, or are not quantized.
 
         turned:  the transposed codes, where `turns` and they are made already.
-        Raises ValueError for what compact codes are not made into (exponents for 128 elements come from the values).
+        Raises ValueError for what compact codes are not made into (exponents of runs come from the values).
         """
         if wanted == self.layout or not self.fmt.is_quantized:
             return self

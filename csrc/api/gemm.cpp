@@ -29,11 +29,12 @@ struct Arguments {
   int64_t algorithm;
 };
 
-// Which pairs cuBLASLt multiplies:
+// Which pairs cuBLASLt multiplies, and the last our kernels:
 //   bfloat16 x bfloat16, float16 x float16   no scales
 //   e4m3 x e4m3, e4m3 x e5m2, e5m2 x e4m3    tensor or none on each side; sm_90: row x row or tensor, 1x128 x 1x128 or
 //                                            128x128, and the other way round; sm_100: e8m0 x e8m0
 //   e2m1 x e2m1                              e4m3 x e4m3: sm_100
+//   8-bit pairs as above                     1x512 x 1x512: sm_90
 void check_pair(const Product& p, const Arguments& given, int device) {
   const Operand &a = p.a, &b = p.b;
   const bool fp8 = is_fp8(a.type) && is_fp8(b.type) && !(a.type == CUDA_R_8F_E5M2 && b.type == CUDA_R_8F_E5M2);
@@ -41,15 +42,16 @@ void check_pair(const Product& p, const Arguments& given, int device) {
   bool taken = a.type == b.type && least == most && most == (is_half(a.type) ? Scaling::kNone : Scaling::kE4M3);
   if (fp8) {
     taken = most <= Scaling::kTensor || (least >= Scaling::kTensor && most == Scaling::kRow) ||
-            (least == Scaling::k1x128 && most <= Scaling::k128x128) || (least == most && most == Scaling::kE8M0);
+            (least == Scaling::k1x128 && most <= Scaling::k128x128) ||
+            (least == most && (most == Scaling::kE8M0 || most == Scaling::k1x512));
   }
   TORCH_CHECK_NOT_IMPLEMENTED(
       taken, "a is ", given.a.scalar_type(), " of kind ", given.a_kind, " and b ", given.b.scalar_type(), " of kind ",
-      given.b_kind, " (element | scaling << 3); cuBLASLt does not multiply this pair");
+      given.b_kind, " (element | scaling << 3); nothing multiplies this pair");
   if (most <= Scaling::kTensor) return;
   int major = 0;
   C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  const bool bytes = most >= Scaling::kE8M0;
+  const bool bytes = has_byte_scales(most);
   TORCH_CHECK_NOT_IMPLEMENTED(bytes ? major >= 10 : major == 9, "scaling ", static_cast<int>(most), " needs ",
                               bytes ? "sm_100" : "sm_90", "; the device is sm_", major, "x");
 }
@@ -83,8 +85,8 @@ Product product_of(const Arguments& given, at::ScalarType out_dtype, int device)
   set_scale(p.b, given.b_scale, given.b, p.n, p.k, "b_scale");
   check_pair(p, given, device);
   TORCH_CHECK_VALUE(is_half(p.a.type) || p.n % 16 == 0, "b has ", p.n, " rows (N); codes take multiples of 16");
-  const bool fp32_blocks = p.a.scaling == Scaling::k1x128 || p.a.scaling == Scaling::k128x128;
-  TORCH_CHECK_VALUE(!fp32_blocks || p.m % 4 == 0, "a has ", p.m,
+  const bool takes_any_m = !has_fp32_blocks(p.a.scaling) || p.a.scaling == Scaling::k1x512;
+  TORCH_CHECK_VALUE(takes_any_m || p.m % 4 == 0, "a has ", p.m,
                     " rows (M); 1x128 and 128x128 scales take multiples of 4");
   p.out_type = type_of(out_dtype, "out");
   TORCH_CHECK_NOT_IMPLEMENTED(!is_half(p.a.type) || p.out_type == p.a.type || p.out_type == CUDA_R_32F, "out is ",
@@ -114,12 +116,13 @@ void multiply(Product& p, const at::Tensor& out, const Arguments& given) {
   p.out = out.mutable_data_ptr();
   p.out_ld = p.m > 1 ? out.stride(0) : p.n;
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
-  if (p.a.scaling == Scaling::k1x128 || p.a.scaling == Scaling::k128x128) {  // of an sm_90, as the pair was checked
+  if (has_fp32_blocks(p.a.scaling)) {  // of an sm_90, as the pair was checked
     const Choice choice = choice_of(p, processors_of(stream.device_index()));
     if (choice.own) {
       check_launch(hopper::launch(p, nullptr, {}, choice.schedule, stream), "gemm");
       return;
     }
+    TORCH_CHECK_NOT_IMPLEMENTED(p.a.scaling != Scaling::k1x512, "operands have 1x512 scales, and ", choice.reason);
   }
   at::Tensor row_scale;
   if ((p.a.scaling == Scaling::kRow) != (p.b.scaling == Scaling::kRow)) {  // the other is of the whole operand
@@ -182,7 +185,7 @@ void gemm_out(
 
 namespace {
 
-// "cuBLASLt: why", or "256x128: why": who makes a product of aligned operands on an sm_90.
+// "cuBLASLt: why", "256x128: why" or "nothing: why": what makes a product of aligned operands on an sm_90.
 std::string gemm_choice(
     int64_t m, int64_t n, int64_t k, int64_t a_kind, int64_t b_kind, at::ScalarType out_dtype, bool accumulate,
     int64_t sm_count, int64_t algorithm) {
@@ -197,7 +200,8 @@ std::string gemm_choice(
   p.m = m, p.n = n, p.k = k, p.out_ld = round_up(n, 8), p.out_type = type_of(out_dtype, "out");
   p.accumulate = accumulate, p.algorithm = static_cast<int32_t>(algorithm);
   const Choice choice = choice_of(p, static_cast<int32_t>(sm_count));
-  const char* const name = !choice.own ? "cuBLASLt" : choice.schedule.tile == hopper::Tile::k256x128x2 ? "256x128" : "128x128";
+  const char* const name = !choice.own ? p.a.scaling == Scaling::k1x512 ? "nothing" : "cuBLASLt"
+                           : choice.schedule.tile == hopper::Tile::k256x128x2 ? "256x128" : "128x128";
   return std::string(name) + ": " + choice.reason;
 }
 

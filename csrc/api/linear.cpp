@@ -138,7 +138,8 @@ struct History {
   const std::vector<at::Tensor>&factors, &amaxes;
 };
 
-// What is known of a tensor's amaxes: of all of it [1], of every row, of every column over 128 rows [runs, cols].
+// What is known of a tensor's amaxes: of all of it [1], of every row, of every column over kAmaxRun rows
+// [runs, cols].
 struct Amaxes {
   MaybeTensor whole, rows, runs;
 };
@@ -257,7 +258,7 @@ Encodings quantize_slot(const Call& call, Slot slot, const at::Tensor& x, bool r
     if (call.guard.has_value()) counts = call.guard->select(0, slot);
     auto sides = anchored(x, anchors[0], anchors[1], std::max<int64_t>(r[0].run, 0), std::max<int64_t>(r[1].run, 0),
                           anchors[0] != 0 && r[0].run == 0 ? known.rows : none,
-                          anchors[1] != 0 && r[1].run == 128 ? known.runs : none, false, counts.defined() ? &counts : nullptr);
+                          anchors[1] != 0 && r[1].run == kAmaxRun ? known.runs : none, false, counts.defined() ? &counts : nullptr);
     auto next = sides.begin();
     for (int d = 0; d < kDirections; ++d)
       if (anchors[d] != 0) made[d].data = std::move(*next++), made[d].scale = std::move(*next++);

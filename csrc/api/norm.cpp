@@ -68,8 +68,7 @@ ActivationArgs activation_args(const at::Tensor& g, const MaybeTensor& u, const 
 at::Tensor new_lines(const at::Tensor& g, int64_t count) {
   const AmaxesOf layout = {g.size(0), g.size(1)};
   at::Tensor amaxes = new_empty(g, {count, layout.size()}, at::kFloat);
-  C10_CUDA_CHECK(cudaMemset2DAsync(amaxes.mutable_data_ptr(), layout.size() * sizeof(float), 0,
-                                   layout.zeroed() * sizeof(float), count, c10::cuda::getCurrentCUDAStream()));
+  C10_CUDA_CHECK(cudaMemsetAsync(amaxes.mutable_data_ptr(), 0, amaxes.nbytes(), c10::cuda::getCurrentCUDAStream()));
   return amaxes;
 }
 

@@ -24,8 +24,8 @@ cudaDataType_t type_of(at::ScalarType dtype, const char* name) {
 }
 
 Operand operand_of_kind(int64_t kind, const char* name) {
-  TORCH_CHECK_VALUE(kind >= 0 && (kind & 7) <= 3 && kind >> 3 <= 6, name, "_kind is ", kind,
-                    "; wanted element (0 to 3) | scaling (0 to 6) << 3");
+  TORCH_CHECK_VALUE(kind >= 0 && (kind & 7) <= 3 && kind >> 3 <= 7, name, "_kind is ", kind,
+                    "; wanted element (0 to 3) | scaling (0 to 7) << 3");
   const auto element = static_cast<Element>(kind & 7);
   Operand o = {};
   o.scaling = static_cast<Scaling>(kind >> 3);
@@ -66,23 +66,6 @@ Operand operand_of(const at::Tensor& x, int64_t kind, const char* name) {
   return o;
 }
 
-int64_t scale_numel(Scaling scaling, int64_t outer, int64_t k) {
-  switch (scaling) {
-    case Scaling::kRow:
-      return outer;
-    case Scaling::k1x128:
-      return ceil_div(k, 128) * round_up(outer, 4);
-    case Scaling::k128x128:
-      return ceil_div(outer, 128) * round_up(ceil_div(k, 128), 4);
-    case Scaling::kE8M0:
-      return round_up(outer, 128) * round_up(ceil_div(k, 32), 4);
-    case Scaling::kE4M3:
-      return round_up(outer, 128) * round_up(ceil_div(k, 16), 4);
-    default:
-      return 1;
-  }
-}
-
 bool set_scale(
     Operand& o, const MaybeTensor& scale, const at::Tensor& x, int64_t outer, int64_t k, const char* name,
     int64_t count) {
@@ -90,7 +73,7 @@ bool set_scale(
                     scale.has_value() ? "given" : "None", ", and the scaling in its kind is ",
                     static_cast<int>(o.scaling), "; 0 has no scale, others have one");
   if (!scale.has_value()) return false;
-  const bool bytes = o.scaling >= Scaling::kE8M0;
+  const bool bytes = has_byte_scales(o.scaling);
   const int64_t one = scale_numel(o.scaling, outer, k);
   const bool each = count > 1 && scale->numel() != one;
   check_buffer(*scale, name, x, bytes ? at::kByte : at::kFloat, each ? count * one : one);

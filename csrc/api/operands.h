@@ -26,8 +26,6 @@ Operand operand_of_kind(int64_t kind, const char* name);
 // Data, type and order of an operand [rows, K], less its scales.
 Operand operand_of(const at::Tensor& x, int64_t kind, const char* name);
 
-int64_t scale_numel(Scaling scaling, int64_t outer, int64_t k);
-
 // The scales of an operand, of which there are `count` or 1 times as many as one operand [outer, k] has. Returns whether
 // there are `count`.
 bool set_scale(

@@ -105,8 +105,7 @@ void grouped_gemm(
   // Scales of lines along K are those of all rows: groups may begin at any.
   parts.a_scale_each = set_scale(p.a, a_scale, a, p.m, p.k, "a_scale", p.a.scaling == Scaling::kTensor ? parts.groups : 1);
   parts.b_scale_each = set_scale(p.b, b_scale, b, p.n, p.k, "b_scale", parts.groups);
-  const bool blocks = p.b.scaling == Scaling::k1x128 || p.b.scaling == Scaling::k128x128;
-  TORCH_CHECK_VALUE(!blocks || parts.groups == 1 || parts.b_scale_each, "b_scale has the scales of one group; wanted ",
+  TORCH_CHECK_VALUE(!has_fp32_blocks(p.b.scaling) || parts.groups == 1 || parts.b_scale_each, "b_scale has the scales of one group; wanted ",
                     parts.groups, " times as many");
   set_out(p, out, a, {p.m, p.n});
   if (out.numel() == 0) return;

@@ -115,14 +115,12 @@ struct Magnitudes {
     for (int k = 0; k < kWords; ++k) all.w[k] = w[k];
     return widened(largest(all));
   }
-  // Of each of the eight places, to 8 floats of memory.
-  __device__ __forceinline__ void store(float* to) const {
+  // Of each of the eight places, into 8 floats of memory, which start at 0.
+  __device__ __forceinline__ void raise(float* to) const {
 #pragma unroll
-    for (int k = 0; k < 8; k += 4) {
-      uint32_t bits[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) bits[i] = widened(kWide ? w[(k + i) % kWords] : (k + i) & 1 ? w[(k + i) / 2] >> 16 : w[(k + i) / 2] & 0xFFFFu);
-      *reinterpret_cast<uint4*>(to + k) = make_uint4(bits[0], bits[1], bits[2], bits[3]);
+    for (int k = 0; k < 8; ++k) {
+      const uint32_t bits = widened(kWide ? w[k % kWords] : k & 1 ? w[k / 2] >> 16 : w[k / 2] & 0xFFFFu);
+      atomicMax(reinterpret_cast<uint32_t*>(to) + k, bits);
     }
   }
 };

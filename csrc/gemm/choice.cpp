@@ -30,8 +30,9 @@ const Measured& measured(const Product& p) {
 Choice choice_of(const Product& p, int32_t sm_count) {
   if (p.algorithm > 0) return {false, {}, "an algorithm of its list is asked for"};
   if (const char* reason = hopper::why_not(p)) return {false, {}, reason};
-  if (p.a.scaling <= Scaling::kRow) return {false, {}, "scales are factors of the finished sum, where it is faster"};
+  if (!has_fp32_blocks(p.a.scaling)) return {false, {}, "scales are factors of the finished sum, where it is faster"};
   const int32_t processors = p.sm_count > 0 ? std::min(p.sm_count, sm_count) : sm_count;
+  if (p.a.scaling == Scaling::k1x512) return {true, hopper::schedule_of(p, processors), "nothing else multiplies 1x512 scales"};
   const int64_t tiles = (p.m + 127) / 128 * ((p.n + 127) / 128);
   const Measured& of_pair = measured(p);
   const float ratio = tiles >= int64_t{4} * processors ? of_pair.large : of_pair.small;

@@ -12,7 +12,6 @@ constexpr int64_t kBlockK = 128;
 constexpr int32_t kBandRows = 2048;  // of out, walked together: about a square of what 132 multiprocessors make at once
 
 int64_t ceil_div(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
-int64_t round_up(int64_t n, int64_t multiple) { return ceil_div(n, multiple) * multiple; }
 bool is_aligned(const void* p, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
 bool is_outer(Scaling s) { return s <= Scaling::kRow; }
 bool is_e5m2(const Operand& o) { return o.type == CUDA_R_8F_E5M2; }
@@ -20,7 +19,7 @@ bool is_e5m2(const Operand& o) { return o.type == CUDA_R_8F_E5M2; }
 const char* why_not(const Operand& o, int64_t k) {
   if (o.type != CUDA_R_8F_E4M3 && o.type != CUDA_R_8F_E5M2) return "an operand is neither e4m3 nor e5m2";
   if (!o.k_major) return "an operand is not K-major";
-  if (o.scaling > Scaling::k128x128) return "an operand has one-byte scales";
+  if (has_byte_scales(o.scaling)) return "an operand has one-byte scales";
   if ((o.scaling == Scaling::kNone) != (o.scale == nullptr)) return "scales are missing, or given where there are none";
   if (!is_aligned(o.data, 16) || o.ld % 16 != 0 || o.ld < k) return "rows of codes are not aligned to 16 bytes";
   if (!is_aligned(o.scale, o.scaling == Scaling::kTensor ? 4 : 16)) return "scales are not aligned to 16 bytes";
@@ -51,14 +50,13 @@ struct Extent {
 
 constexpr Extent kExtents[kTiles] = {{256, 128, 2}, {128, 128, 1}};
 
-// Clocks that a block takes, from a model of its shared memory: 128 bytes a clock for the copies in, what wgmma reads,
-// and the scales of columns. To be replaced by what is measured.
+// Clocks that a block takes, in the ratios that whole and grouped products took on an H100.
 struct Cost {
-  int32_t of_k_block[3];  // outer; block; vector
+  int32_t of_k_block[3];  // outer; block and run; vector
   int32_t of_tile;        // fill, drain and the stores, in bf16; twice that in fp32, four times accumulated
 };
 
-constexpr Cost kCosts[kTiles] = {{{1150, 1180, 1650}, 2000}, {{700, 720, 950}, 1600}};
+constexpr Cost kCosts[kTiles] = {{{1150, 1180, 1650}, 2000}, {{650, 665, 950}, 850}};
 
 // Operand [planes, outer, k] in boxes of `rows`.
 bool encode(CUtensorMap* map, const Operand& o, int64_t outer, int64_t k, int32_t rows, int64_t planes, int64_t plane) {
@@ -80,21 +78,6 @@ bool encode(CUtensorMap* map, const Operand& o, int64_t outer, int64_t k, int32_
                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// From a line of scales to the next: a line is a 128 of K, and of 128x128 scales a 128 of the outer dim.
-int64_t scale_ld(Scaling scaling, int64_t outer, int64_t k) {
-  return round_up(scaling == Scaling::k128x128 ? ceil_div(k, kBlockK) : outer, 4);
-}
-
-// Elements of the scales of one operand, or of one group or plane of it.
-int64_t scale_numel(Scaling scaling, int64_t outer, int64_t k) {
-  switch (scaling) {
-    case Scaling::kRow: return outer;
-    case Scaling::k1x128: return ceil_div(k, kBlockK) * scale_ld(scaling, outer, k);
-    case Scaling::k128x128: return ceil_div(outer, kBlockK) * scale_ld(scaling, outer, k);
-    default: return 1;
-  }
-}
-
 }  // namespace
 
 const char* why_not(const Product& p, const float* amax, const Parts& parts) {
@@ -110,6 +93,8 @@ const char* why_not(const Product& p, const float* amax, const Parts& parts) {
   const Scaling a = p.a.scaling, b = p.b.scaling;
   if (is_outer(a) != is_outer(b)) return "one operand has scales along K, and the other has not";
   if (a == Scaling::k128x128 && b == Scaling::k128x128) return "both operands have 128x128 scales";
+  if ((a == Scaling::k1x512) != (b == Scaling::k1x512)) return "one operand has 1x512 scales, and the other has not";
+  if (a == Scaling::k1x512 && (parts.planes > 1 || parts.cut != Cut::kNone)) return "of 1x512 scales products are whole";
   const bool bf16 = p.out_type == CUDA_R_16BF;
   if (!bf16 && p.out_type != CUDA_R_32F) return "out is neither bfloat16 nor float32";
   if (p.accumulate && bf16) return "accumulation is into float32";
@@ -123,7 +108,7 @@ const char* why_not(const Product& p, const float* amax, const Parts& parts) {
 }
 
 Schedule schedule_of(const Product& p, int32_t sm_count, const Parts& parts) {
-  const int grain = is_outer(p.a.scaling) ? 0 : p.b.scaling == Scaling::k128x128 ? 1 : 2;
+  const int grain = is_outer(p.a.scaling) ? 0 : p.b.scaling == Scaling::k128x128 || p.b.scaling == Scaling::k1x512 ? 1 : 2;
   const int64_t stores = p.accumulate ? 4 : p.out_type == CUDA_R_32F ? 2 : 1;
   // Groups are taken to be of one size.
   const int64_t m = parts.cut == Cut::kRows ? ceil_div(p.m, parts.groups) : p.m;
@@ -139,7 +124,7 @@ Schedule schedule_of(const Product& p, int32_t sm_count, const Parts& parts) {
                          (ceil_div(k, kBlockK) * kCosts[i].of_k_block[grain] + stores * kCosts[i].of_tile);
     if (i > 0 && cost >= least) continue;
     least = cost;
-    best = {static_cast<Tile>(i), static_cast<int32_t>(clusters * e.cluster), false};
+    best = {static_cast<Tile>(i), static_cast<int32_t>(clusters * e.cluster)};
   }
   return best;
 }
@@ -148,6 +133,7 @@ Kernel kernel_of(const Product& p, Tile tile, Cut cut) {
   const bool a = is_e5m2(p.a), b = is_e5m2(p.b);
   if (is_outer(p.a.scaling)) return outer_kernel(cut, tile, a, b);
   if (p.a.scaling == Scaling::k128x128) return cut == Cut::kNone ? mirror_kernel(tile, a, b) : Kernel{};
+  if (p.a.scaling == Scaling::k1x512) return cut == Cut::kNone ? run_kernel(tile, a, b) : Kernel{};
   return p.b.scaling == Scaling::k128x128 ? block_kernel(cut, tile, a, b) : vector_kernel(cut, tile, a, b);
 }
 
@@ -184,7 +170,7 @@ cudaError_t launch(
   arguments.tiles = int32(tiles);
   arguments.band = kBandRows / kernel.block_m;
   arguments.bf16_out = p.out_type == CUDA_R_16BF, arguments.bf16_bias = p.bias_type == CUDA_R_16BF;
-  arguments.accumulate = p.accumulate, arguments.read_and_write = s.read_and_write;
+  arguments.accumulate = p.accumulate;
 
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // the first use of a kernel loads it
   cudaThreadExchangeStreamCaptureMode(&mode);

@@ -5,6 +5,7 @@
 //   1x128 x 128x128            every 128 of K                                   fprop and dgrad of block scaling
 //   128x128 x 1x128            every 128 of K, at the rate of the next          the mirror image
 //   1x128 x 1x128              every 128 of K                                   wgrad of block scaling
+//   1x512 x 1x512, 2^n         a's every 128 of K, b's every 512                wgrad of anchored e8m0
 //
 // Partial sums are promoted to fp32 every 128 of K, whatever fast_accumulation says. out is bf16 or fp32, and fp32 may
 // be accumulated in place; every element gets one addition, so that two runs give the same bits.
@@ -40,8 +41,7 @@ struct Parts {
 
 struct Schedule {
   Tile tile;
-  int32_t blocks;       // of the launch, a multiple of the cluster
-  bool read_and_write;  // to accumulate: threads add, not L2
+  int32_t blocks;  // of the launch, a multiple of the cluster
 };
 
 // Why the kernels do not take a product, or null. Reads sizes, types, addresses. `amax`: null, or an fp32 [1] that
@@ -68,5 +68,6 @@ Kernel outer_kernel(Cut cut, Tile tile, bool a_e5m2, bool b_e5m2);
 Kernel block_kernel(Cut cut, Tile tile, bool a_e5m2, bool b_e5m2);   // 1x128 x 128x128
 Kernel vector_kernel(Cut cut, Tile tile, bool a_e5m2, bool b_e5m2);  // 1x128 x 1x128
 Kernel mirror_kernel(Tile tile, bool a_e5m2, bool b_e5m2);           // 128x128 x 1x128, not cut
+Kernel run_kernel(Tile tile, bool a_e5m2, bool b_e5m2);              // 1x512 x 1x512, not cut
 
 }  // namespace fsdp_quant::hopper

@@ -35,7 +35,6 @@ struct Arguments {
   int32_t band;            // m_tiles that are walked together
   bool bf16_out, bf16_bias;
   bool accumulate;
-  bool read_and_write;     // to accumulate; else L2 adds
 };
 
 struct Kernel {

@@ -4,12 +4,15 @@
 //   kOuter    sum += part                     scales of rows or tensors are factors of the finished sum
 //   kVector   sum += part * scale[row]        of 1 x 128, on either side
 //   kBlock    sum += part * scale             of 128 x 128
+//   kRun      sum += part * scale[row]        of 1 x 512 on both sides, powers of two; those of columns are units of
+//                                             the sums, changed every 512 of K: one operation an element, as kBlock
 // Every element is summed by one thread in order of K: the same bits every run.
 //
 // Block: a warp group that loads and two that multiply, each block_m / 2 rows of a block_m x 128 tile, 64 rows (a wave)
 // at a time: while one group promotes its wave, the other's occupies the tensor core. Persistent; a cluster's blocks
 // take neighbouring tiles along n and load a share of a each, for all. A stage is 128 of K:
 //   full[stage]    1 arrival (the own loader's) and the bytes of all loads into this block
+//                  kRun: and 1 of each warp that makes the columns' factors; a tile ends in a slot of those alone
 //   empty[stage]   1 arrival of each multiplying warp of the cluster, since a peer's load writes here too
 // Tails: the copy engine reads zeros beyond M, N, K; scales beyond M, N are not loaded, what they touch is not stored.
 //
@@ -23,7 +26,7 @@
 
 namespace fsdp_quant::hopper {
 
-enum class Grain { kOuter, kVector, kBlock };
+enum class Grain { kOuter, kVector, kBlock, kRun };
 
 constexpr int kBlockN = 128, kBlockK = 128;
 constexpr int kGroup = 128;        // threads of a warp group
@@ -31,6 +34,9 @@ constexpr int kMathGroups = 2;
 constexpr int kThreads = (kMathGroups + 1) * kGroup;
 constexpr int kMathWarps = kMathGroups * 4;
 constexpr int kWaveRows = 64;
+constexpr int kFactorWarps = 2;    // of the loading group: make the factors of columns
+constexpr int kRunBlocks = 4;      // 128s of K that share a scale of 1 x 512
+constexpr float kWindow = 0x1p-32f;  // of the largest unit of a column so far: where its units end
 
 // Offsets of groups and the row tiles before each, in shared memory.
 constexpr int kTableBytes = (2 * (kMostGroups + 1) * static_cast<int>(sizeof(int32_t)) + 15) / 16 * 16;
@@ -81,6 +87,9 @@ struct Shared {
   __device__ uint32_t b_scale(int stage) const { return a_scale(stage) + S::kAScales * 4; }
   __device__ uint32_t full(int stage) const { return base + S::kBarriersAt + stage * 8; }
   __device__ uint32_t empty(int stage) const { return full(stage) + S::kStages * 8; }
+  // Of columns that are far below, and for each half whether there are any: where other products have tables of groups.
+  __device__ uint32_t far_factors(int stage) const { return base + S::kTableAt + stage * (kBlockN + 4) * 4; }
+  __device__ uint32_t is_far(int stage) const { return far_factors(stage) + kBlockN * 4; }
   // [groups + 1] each: offsets, in order and range; row tiles before a group.
   __device__ int32_t* offsets() const { return static_cast<int32_t*>(__cvta_shared_to_generic(base + S::kTableAt)); }
   __device__ int32_t* row_tiles() const { return offsets() + kMostGroups + 1; }
@@ -200,12 +209,9 @@ struct BlockScales {
   }
 };
 
-__device__ __forceinline__ float2 shared_float2(uint32_t address) {
-  return *static_cast<const float2*>(__cvta_shared_to_generic(address));
-}
-
-__device__ __forceinline__ float shared_float(uint32_t address) {
-  return *static_cast<const float*>(__cvta_shared_to_generic(address));
+template <class T>
+__device__ __forceinline__ T& shared_at(uint32_t address) {
+  return *static_cast<T*>(__cvta_shared_to_generic(address));
 }
 
 // Loader: one thread.
@@ -218,7 +224,7 @@ __device__ __forceinline__ void load(const Arguments& p, const Shared<S>& shared
     const Place at = place_of<S, kCut>(p, shared, t, rank);
     const int a_line = kCut == Cut::kRows ? at.m0 & ~3 : at.m0;
     constexpr int kAScales = kCut == Cut::kRows ? S::kAScales : S::kBlockM;
-    const uint32_t a_bytes = kA == Grain::kVector ? 4 * min(kAScales, a_lines - a_line) : 0;
+    const uint32_t a_bytes = kA == Grain::kVector || kA == Grain::kRun ? 4 * min(kAScales, a_lines - a_line) : 0;
     const uint32_t b_bytes = kB == Grain::kVector ? 4 * max(min(kBlockN, b_lines - at.n0), 0) : 0;
     const float* const b_scale = p.b_scale + (kCut == Cut::kRows ? at.group * p.b_scale_plane : 0) + at.n0;
     int plane = kCut == Cut::kRows ? at.group : 0, x = at.k0;  // of b
@@ -233,12 +239,90 @@ __device__ __forceinline__ void load(const Arguments& p, const Shared<S>& shared
         ptx::copy_tile(a, &p.a, kb * kBlockK, at.m0, full);
       ptx::copy_tile(shared.b(stage), &p.b, x * kBlockK, at.n0, plane, full);
       if (++x == p.plane_blocks) x = 0, ++plane;
-      if constexpr (kA == Grain::kVector)
-        ptx::copy_bytes(shared.a_scale(stage), p.a_scale + int64_t{kb} * p.a_scale_ld + a_line, a_bytes, full);
+      if constexpr (kA == Grain::kVector || kA == Grain::kRun) {
+        const int line = kA == Grain::kRun ? kb / kRunBlocks : kb;
+        ptx::copy_bytes(shared.a_scale(stage), p.a_scale + int64_t{line} * p.a_scale_ld + a_line, a_bytes, full);
+      }
       if constexpr (kB == Grain::kVector)
         if (b_bytes > 0) ptx::copy_bytes(shared.b_scale(stage), b_scale + int64_t{kb} * p.b_scale_ld, b_bytes, full);
       ring.advance();
     }
+    if constexpr (kA == Grain::kRun) {
+      wait(shared.empty(ring.stage), ring.phase ^ 1);
+      ptx::mbarrier_arrive(shared.full(ring.stage));
+      ring.advance();
+    }
+  }
+}
+
+// The unit in which the sums of one column are held while its scales change: out = unit * sum.
+//   of 512 of K whose scale s is        sum *=         part *=
+//   in the window below the largest     unit / s       1          and s is the unit from there on: exact, of powers of 2
+//   below that (far)                    1              s / unit
+//   0: all codes are 0                  1              1          (anchors of zeros are 2^-127, like any other s)
+//   NaN                                 NaN            1
+// So units stay within 2^-32 of the largest s, and |sum| <= 2^32 * sum over k of |a| * 448 (e5m2: 57344): no overflow
+// where a's lines sum to less than 2^87 (2^80). What else is rounded is below 2^-149 (1 + |sum|) units.
+struct ColumnUnit {
+  float unit = 0, largest = 0, part = 1;
+
+  // Returns what the sum is multiplied by; `part`: what the partial sums of this run are.
+  __device__ __forceinline__ float change(float scale) {
+    part = 1;
+    if (!(scale > 0)) return scale == 0 ? 1 : scale;
+    largest = fmaxf(largest, scale);
+    if (scale < largest * kWindow) return part = scale / unit, 1;
+    const float ratio = unit > 0 ? unit / scale : 1;
+    unit = scale;
+    return ratio;
+  }
+};
+
+// Factors of the columns of every run of 512 and, in the slot that ends a tile, their units. 2 columns a lane of two
+// warps, in the order in which a multiplying thread reads its 32: 16 bytes are its columns of two 8s.
+template <class S, Cut kCut>
+__device__ __forceinline__ void make_column_factors(
+    const Arguments& p, const Shared<S>& shared, int cluster, int clusters, int rank, int half) {
+  static_assert(S::kStages * (kBlockN + 4) * 4 <= kTableBytes && kCut == Cut::kNone, "far factors lie in the table");
+  const int lane = threadIdx.x % 32, pair = half * 32 + lane, tiles = tiles_of<S, kCut>(p, shared);
+  const uint32_t to = pair / 8 * 64 + pair % 4 * 16 + pair / 4 % 2 * 8;
+  Ring<S::kStages> ring;
+  for (int t = cluster; t < tiles; t += clusters) {
+    const Place at = place_of<S, kCut>(p, shared, t, rank);
+    const float* line = p.b_scale + at.n0 + 2 * pair;
+    ColumnUnit low, high;
+    float2 factors;
+    bool far = false;
+    for (int kb = 0; kb <= at.k_blocks; ++kb) {
+      if (kb == at.k_blocks) {
+        factors = {low.unit, high.unit};
+      } else if (kb % kRunBlocks == 0) {
+        const float2 scales = at.n0 + 2 * pair < p.n ? __ldg(reinterpret_cast<const float2*>(line)) : float2{};
+        line += p.b_scale_ld;
+        factors = {low.change(scales.x), high.change(scales.y)};
+        far = __any_sync(0xFFFFFFFF, low.part != 1 || high.part != 1);
+      }
+      const int stage = ring.stage;
+      wait(shared.empty(stage), ring.phase ^ 1);
+      shared_at<float2>(shared.b_scale(stage) + to) = factors;
+      shared_at<float2>(shared.far_factors(stage) + to) = {low.part, high.part};  // the other half may be far
+      if (lane == 0) shared_at<uint32_t>(shared.is_far(stage) + 4 * half) = far;
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(shared.full(stage));
+      ring.advance();
+    }
+  }
+}
+
+// x *= the factors of the thread's columns, of one wave.
+__device__ __forceinline__ void multiply_columns(float (&x)[64], uint32_t factors) {
+  float4 f = shared_at<const float4>(factors);
+#pragma unroll
+  for (int i = 0; i < 64; i += 8) {
+    const float4 now = f;
+    if (i < 56) f = shared_at<const float4>(factors + 64 * (i / 8 + 1));
+    x[i] *= now.x, x[i + 1] *= now.y, x[i + 2] *= now.x, x[i + 3] *= now.y;
+    x[i + 4] *= now.z, x[i + 5] *= now.w, x[i + 6] *= now.z, x[i + 7] *= now.w;
   }
 }
 
@@ -252,7 +336,7 @@ __device__ __forceinline__ void promote(
     float* s = sum + 4 * j;
     const float* d = part + 4 * j;
     if constexpr (kB == Grain::kVector) {
-      const float2 b = j < kHeld ? held[j % kHeld] : shared_float2(b_scale + 32 * j);
+      const float2 b = j < kHeld ? held[j % kHeld] : shared_at<const float2>(b_scale + 32 * j);
       s[0] = fmaf(low * b.x, d[0], s[0]), s[1] = fmaf(low * b.y, d[1], s[1]);
       s[2] = fmaf(high * b.x, d[2], s[2]), s[3] = fmaf(high * b.y, d[3], s[3]);
     } else if constexpr (kA == Grain::kOuter) {
@@ -357,8 +441,8 @@ __device__ __forceinline__ uint32_t store_bf16(
   return amax;
 }
 
-// L2 adds 16 bytes at a time: an element gets one addition, so that the sum is the same every run; subnormals are
-// flushed. Threads that read and write took 4.7 % longer over a whole product (256 x 128, 3 stages, H100).
+// L2 adds 16 bytes at a time (red): an element gets one addition, so that the sum is the same every run; subnormals are
+// flushed. Threads that read and write took 10 % longer over whole products (H100, 6 shapes).
 template <class S>
 __device__ __forceinline__ uint32_t store_fp32(
     const Arguments& p, const Place& at, const float (&sum)[64], uint32_t staging, int row0, int lane) {
@@ -397,24 +481,14 @@ __device__ __forceinline__ uint32_t store_fp32(
       const auto staged = [&](int i) {
         return *static_cast<const float4*>(__cvta_shared_to_generic(from + i * kRows * S::kPitch32));
       };
-      const auto target = [&](int i) { return reinterpret_cast<float4*>(to + i * kRows * p.out_ld); };
       if (!p.accumulate) {
 #pragma unroll
         for (int i = 0; i < kBatch; ++i)
-          if (i * kRows < rows) *target(i) = staged(i);
-      } else if (!p.read_and_write) {
+          if (i * kRows < rows) *reinterpret_cast<float4*>(to + i * kRows * p.out_ld) = staged(i);
+      } else {
 #pragma unroll
         for (int i = 0; i < kBatch; ++i)
           if (i * kRows < rows) ptx::red_add(to + i * kRows * p.out_ld, staged(i));
-      } else {
-        float4 old[kBatch];
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) old[i] = i * kRows < rows ? *target(i) : float4{};
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          const float4 v = staged(i);
-          if (i * kRows < rows) *target(i) = {old[i].x + v.x, old[i].y + v.y, old[i].z + v.z, old[i].w + v.w};
-        }
       }
     }
   }
@@ -443,6 +517,8 @@ __device__ __forceinline__ void multiply(
   for (int t = cluster; t < tiles; t += clusters) {
     const Place at = place_of<S, kCut>(p, shared, t, rank);
     if (kCut == Cut::kDepth && at.k_blocks == 0 && p.accumulate) continue;
+    constexpr bool kRuns = kA == Grain::kRun;
+    static_assert(kRuns == (kB == Grain::kRun), "runs of 512 are multiplied by runs of 512");
     constexpr bool kHasBlock = kA == Grain::kBlock || kB == Grain::kBlock;
     static_assert(!kHasBlock || kA != kB, "nothing multiplies 128 x 128 scales by 128 x 128");
     static_assert(kA != Grain::kBlock || (S::kWaves * kWaveRows <= 128 && kCut == Cut::kNone),
@@ -468,16 +544,22 @@ __device__ __forceinline__ void multiply(
       const float block_scale = kHasBlock ? block.at(kb) : 1.0f;
       const uint64_t b = ptx::wgmma_descriptor(shared.b(stage));
       const uint32_t b_scales = shared.b_scale(stage) + b_scale_at;
-      constexpr int kHeld = S::kWaves > 1 ? 10 : 16;  // column scales that fit in registers: read once for all waves
+      // Column scales that fit in registers: read once for all waves.
+      constexpr int kHeld = S::kWaves == 1 ? 16 : kCut == Cut::kNone ? 10 : 8;
       float2 held[kHeld];
       wait(shared.full(stage), ring.phase);
+      bool is_far = false;
+      if constexpr (kRuns) {
+        const uint2 of_halves = shared_at<const uint2>(shared.is_far(stage));
+        is_far = (of_halves.x | of_halves.y) != 0;
+      }
 #pragma unroll
       for (int w = 0; w < S::kWaves; ++w) {
         const uint64_t a = ptx::wgmma_descriptor(shared.a(stage) + (group_row + w * kWaveRows) * kBlockK);
         float low = block_scale, high = block_scale;
-        if constexpr (kA == Grain::kVector) {
+        if constexpr (kA == Grain::kVector || kRuns) {
           const uint32_t from = shared.a_scale(stage) + a_scale_at + w * kWaveRows * 4;
-          low *= shared_float(from), high *= shared_float(from + 32);
+          low *= shared_at<const float>(from), high *= shared_at<const float>(from + 32);
         }
         float part[64];
         ptx::pin(part);
@@ -489,15 +571,28 @@ __device__ __forceinline__ void multiply(
         if constexpr (kB == Grain::kVector) {
           if (w == 0) {
 #pragma unroll
-            for (int j = 0; j < kHeld; ++j) held[j] = shared_float2(b_scales + 32 * j);
+            for (int j = 0; j < kHeld; ++j) held[j] = shared_at<const float2>(b_scales + 32 * j);
           }
+        }
+        if constexpr (kRuns) {
+          if (kb % kRunBlocks == 0) multiply_columns(sum[w], shared.b_scale(stage) + lane % 4 * 16);
         }
         ptx::wgmma_wait<0>();
         ptx::pin(part);
+        if constexpr (kRuns) {
+          if (is_far) multiply_columns(part, shared.far_factors(stage) + lane % 4 * 16);
+        }
         if (w == S::kWaves - 1 && kB != Grain::kVector) release(stage);
         promote<kA, kB>(sum[w], part, low, high, b_scales, held);
       }
       if constexpr (kB == Grain::kVector) release(stage);
+      ring.advance();
+    }
+    if constexpr (kRuns) {
+      wait(shared.full(ring.stage), ring.phase);
+#pragma unroll
+      for (int w = 0; w < S::kWaves; ++w) multiply_columns(sum[w], shared.b_scale(ring.stage) + lane % 4 * 16);
+      release(ring.stage);
       ring.advance();
     }
 
@@ -528,7 +623,7 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Ar
   const int cluster = blockIdx.x / S::kCluster, clusters = gridDim.x / S::kCluster;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < S::kStages; ++stage) {
-      ptx::mbarrier_init(shared.full(stage), 1);
+      ptx::mbarrier_init(shared.full(stage), kA == Grain::kRun ? 1 + kFactorWarps : 1);
       ptx::mbarrier_init(shared.empty(stage), kMathWarps * S::kCluster);
     }
     ptx::fence_mbarrier_init();
@@ -543,6 +638,10 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Ar
   if (group == kMathGroups) {
     ptx::registers_shrink<40>();
     if (threadIdx.x == kMathGroups * kGroup) load<S, kA, kB, kCut>(p, shared, cluster, clusters, rank);
+    if constexpr (kA == Grain::kRun) {
+      const int half = static_cast<int>(threadIdx.x / 32) - kMathWarps - 1;  // beside the warp that loads
+      if (half >= 0 && half < kFactorWarps) make_column_factors<S, kCut>(p, shared, cluster, clusters, rank, half);
+    }
     __syncwarp();
   } else {
     ptx::registers_grow<232>();

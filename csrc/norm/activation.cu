@@ -5,8 +5,8 @@
 //
 // fp32 inside; rounding points are those of the two separate operations, so that fusing them changes nothing but the
 // last bits of exp, erf and tanh. `a` is made again in the backward, not kept.
-// Block: 128 threads, 128 rows of 1024 columns: a thread has 8 columns to itself, so that their amaxes over 128 rows, which
-// anchor an operand of wgrad, need no other thread; those of rows are collected by atomic maxima, one a warp.
+// Block: 128 threads, 128 rows of 1024 columns: a thread has 8 columns to itself, whose amaxes over runs, which anchor an
+// operand of wgrad, are collected by an atomic maximum each of every block; those of rows by one a warp.
 #include "device/values.cuh"
 #include "norm/norm.h"
 
@@ -14,7 +14,7 @@ namespace fsdp_quant {
 
 namespace {
 
-constexpr int kBlock = 128, kWidth = kBlock * 8, kRun = 128;
+constexpr int kBlock = 128, kWidth = kBlock * 8, kRows = 128;
 
 // value: act(x); slope: act'(x).
 template <Activation A>
@@ -63,10 +63,10 @@ template <class T, Activation A, bool Gated, bool Backward>
 __global__ void __launch_bounds__(kBlock, Eight<T>::kWide ? 6 : 8) activation_kernel(const __grid_constant__ ActivationArgs args) {
   constexpr int kUnroll = Backward ? 2 : 4;
   __shared__ uint32_t smem[2][kBlock / 32];
-  const int32_t col = blockIdx.x * kWidth + threadIdx.x * 8, run = blockIdx.y;
+  const int32_t col = blockIdx.x * kWidth + threadIdx.x * 8;
   const bool inside = col < args.cols;  // all threads take part in what crosses lanes
-  const int64_t first = static_cast<int64_t>(run) * kRun;
-  const int32_t rows = static_cast<int32_t>(args.rows - first < kRun ? args.rows - first : kRun);
+  const int64_t first = static_cast<int64_t>(blockIdx.y) * kRows;
+  const int32_t rows = static_cast<int32_t>(args.rows - first < kRows ? args.rows - first : kRows);
   const T* const g = static_cast<const T*>(args.g) + first * args.g_stride + col;
   const T* const u = static_cast<const T*>(args.u) + first * args.u_stride + col;
   const T* const dh = static_cast<const T*>(args.dh) + first * args.dh_stride + col;
@@ -124,18 +124,18 @@ __global__ void __launch_bounds__(kBlock, Eight<T>::kWide ? 6 : 8) activation_ke
       }
     }
   }
-  const int64_t of_run = layout.at_runs() + run * args.cols + col;
-  if (inside) of_out.of_cols.store(args.amaxes + of_run);
+  const int64_t of_run = layout.at_runs() + first / kAmaxRun * args.cols + col;
+  if (inside) of_out.of_cols.raise(args.amaxes + of_run);
   raise_amax(args.amaxes, of_out.of_cols.largest(), smem[0]);
   if constexpr (Backward && Gated) {
-    if (inside) of_du.of_cols.store(of_du_amaxes + of_run);
+    if (inside) of_du.of_cols.raise(of_du_amaxes + of_run);
     raise_amax(of_du_amaxes, of_du.of_cols.largest(), smem[1]);
   }
 }
 
 template <class T, Activation A>
 cudaError_t launch_kind(const ActivationArgs& args, bool backward, cudaStream_t stream) {
-  const dim3 blocks(static_cast<unsigned>((args.cols + kWidth - 1) / kWidth), static_cast<unsigned>((args.rows + kRun - 1) / kRun));
+  const dim3 blocks(static_cast<unsigned>((args.cols + kWidth - 1) / kWidth), static_cast<unsigned>((args.rows + kRows - 1) / kRows));
   const auto start = [&](auto* kernel) {
     kernel<<<blocks, kBlock, 0, stream>>>(args);
     return cudaGetLastError();

@@ -22,16 +22,17 @@ struct ActivationArgs {
   int64_t rows, cols;      // cols a multiple of 8
 };
 
-// Where the largest magnitudes of [rows, cols] values lie in one buffer, each at a multiple of 16 bytes: of all (0), of
-// every row (the first `zeroed` start at zero), of every column over runs of 128 rows, [runs, cols].
+constexpr int kAmaxRun = 512;         // rows: what anchors an operand of wgrad
+
+// Where the largest magnitudes of [rows, cols] values lie in one buffer, zero before, each at a multiple of 16 bytes: of
+// all (0), of every row, of every column over runs of kAmaxRun rows, [runs, cols].
 struct AmaxesOf {
   int64_t rows, cols;
 
   __host__ __device__ int64_t at_rows() const { return 4; }
-  __host__ __device__ int64_t zeroed() const { return 4 + (rows + 3) / 4 * 4; }
-  __host__ __device__ int64_t at_runs() const { return zeroed(); }
-  __host__ __device__ int64_t runs() const { return (rows + 127) / 128; }
-  __host__ __device__ int64_t size() const { return zeroed() + runs() * cols; }
+  __host__ __device__ int64_t at_runs() const { return 4 + (rows + 3) / 4 * 4; }
+  __host__ __device__ int64_t runs() const { return (rows + kAmaxRun - 1) / kAmaxRun; }
+  __host__ __device__ int64_t size() const { return at_runs() + runs() * cols; }
 };
 
 // [rows, cols] values, contiguous, cols a multiple of 8 and at most kLargestWidth.

@@ -45,7 +45,7 @@ from dist_tests.bench.clock import (
     wanted,
 )
 from fsdp_quant.ops import native
-from fsdp_quant.ops.layout import ANCHORED, ANCHORED_128, COMPACT, NATIVE
+from fsdp_quant.ops.layout import ANCHORED, ANCHORED_128, ANCHORED_512, COMPACT, NATIVE
 
 Shape = tuple[int, int, int]
 Call = Callable[[], Tensor]
@@ -132,6 +132,9 @@ ROWS = (
     Row("mxfp8 anchored", 1.45, 1.65, product(MX, MX, "anchored", ANCHORED)),
     Row("mxfp8 anchored, anchoring included", 1.35, 1.50, product(MX, MX, "anchored", COMPACT)),
     Row("mxfp8 anchored by 128 tokens (wgrad)", None, None, product(MX, MX, "anchored", ANCHORED_128, WGRAD)),
+    Row("mxfp8 anchored by 512 tokens (wgrad)", None, None, product(MX, MX, "anchored", ANCHORED_512, WGRAD)),
+    Row("mxfp8 anchored by 128 tokens, fp32 +=", None, None, product(MX, MX, "anchored", ANCHORED_128, WGRAD, True)),
+    Row("mxfp8 anchored by 512 tokens, fp32 +=", None, None, product(MX, MX, "anchored", ANCHORED_512, WGRAD, True)),
     Row("mxfp8 exact, decode included", EXACT_FLOOR, EXACT_AIM, product(MX, MX, "bf16", COMPACT)),
     Row("nvfp4 exact, decode included", EXACT_FLOOR, EXACT_AIM, product(NV, NV, "bf16", COMPACT)),
     Row("mxfp8 x nvfp4, decode included", EXACT_FLOOR, EXACT_AIM, product(MX, NV, "bf16", COMPACT)),

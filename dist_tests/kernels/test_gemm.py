@@ -132,15 +132,16 @@ def test_storages_are_made_in_the_layout_of_their_product(name: str):
             expected.assert_same(direct[d].decode(), compact.decode(), f"{name} {shape} {d}: decoded")
 
 
-def test_wgrad_is_anchored_over_128_tokens():
+@pytest.mark.parametrize("run", [layout.ANCHORED_128, layout.ANCHORED_512])
+def test_wgrad_is_anchored_over_runs_of_tokens(run: str):
     """If false, one token that is far larger than the others costs them their bits."""
     quantizers = HybridQuantizer("mxfp8", "mxfp8")
-    for m, n, k in ((64, 48, 1000), (256, 512, 2048), (40, 33, 100)):
+    for m, n, k in ((64, 48, 1000), (256, 512, 2048), (40, 33, 100), (33, 40, 513)):
         x, dy = inputs(k, n, "gauss"), inputs(k, m, "gauss", seed=3)
         x[:2] *= 30000  # two tokens of a block that stays apart
-        wanted = {COLUMNWISE: layout.ANCHORED_128}
+        wanted = {COLUMNWISE: run}
         (a, b) = (quantizers.storages(t, [COLUMNWISE], layouts=wanted)[0][COLUMNWISE] for t in (dy, x))
-        assert a.layout == b.layout == layout.ANCHORED_128
+        assert a.layout == b.layout == run
         exactly = exact(*(Quantizer("mxfp8").storage(t, COLUMNWISE) for t in (dy, x)))
         assert error(gemm(a, b, out_dtype=FP32), exactly) <= 4e-4, f"{m} x {n} over {k}"
         assert error(a.decode(), Quantizer("mxfp8").storage(dy, COLUMNWISE).decode().double()) <= 1e-5

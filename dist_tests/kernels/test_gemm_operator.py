@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 
 MAJOR = torch.cuda.get_device_capability()[0] if WHY_NOT is None else 0
 ELEMENTS = {BF16: 0, FP16: 0, "e4m3": 1, "e5m2": 2, "e2m1": 3}
-NONE, TENSOR, ROW, BY_128, BY_128X128, E8M0, E4M3 = range(7)
+NONE, TENSOR, ROW, BY_128, BY_128X128, E8M0, E4M3, BY_512 = range(8)
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -78,12 +78,14 @@ def operand(outer: int, k: int, element="e4m3", scaling: int = TENSOR, k_major: 
 
 def scale_of(outer: int, k: int, scaling: int, g: torch.Generator) -> tuple[Tensor | None, Tensor]:
     """A scale in its layout, zeros where it pads, and the factor of each element, fp64 [outer, K]."""
-    blocks = {ROW: (1, k), BY_128: (1, 128), BY_128X128: (128, 128), E8M0: (1, 32), E4M3: (1, 16)}
+    blocks = {ROW: (1, k), BY_128: (1, 128), BY_128X128: (128, 128), E8M0: (1, 32), E4M3: (1, 16), BY_512: (1, 512)}
     block = blocks.get(scaling, (outer, k))
     rows, cols = (1 if size == b else ceil_div(size, b) for size, b in zip((outer, k), block))
     if scaling == NONE:
         return None, torch.ones(outer, k, dtype=torch.float64, device=DEVICE)
     grid = (torch.rand(rows, cols, generator=g, device=DEVICE) + 0.5) / 16
+    if scaling == BY_512:
+        grid = 2.0 ** torch.randint(-8, -3, (rows, cols), generator=g, device=DEVICE)
     if scaling == E8M0:
         grid = torch.randint(120, 126, (rows, cols), generator=g, device=DEVICE, dtype=torch.uint8)
         factors = 2.0 ** (grid.double() - 127)
@@ -93,7 +95,7 @@ def scale_of(outer: int, k: int, scaling: int, g: torch.Generator) -> tuple[Tens
     else:
         factors = grid.double()
     factors = factors.repeat_interleave(block[0], 0)[:outer].repeat_interleave(block[1], 1)[:, :k]
-    if scaling == BY_128:
+    if scaling in (BY_128, BY_512):
         return torch.nn.functional.pad(grid.t(), (0, round_up(rows, 4) - rows)).contiguous(), factors
     if scaling == BY_128X128:
         return torch.nn.functional.pad(grid, (0, round_up(cols, 4) - cols)).contiguous(), factors
@@ -505,8 +507,8 @@ def refusals() -> dict[str, tuple[type[Exception], tuple, dict]]:
         "a is Double; wanted bfloat16, float16 or float32": (value, *call(halves(x.data.double()), y)),
         "out is Double; wanted bfloat16, float16 or float32": (value, *call(dtype=torch.float64)),
         "a has shape [28800]; wanted [rows, K]": (value, *call(codes(a.data.view(-1)))),
-        "a_kind is 4; wanted element (0 to 3) | scaling (0 to 6) << 3": (value, *call(a_kind=4)),
-        "a_kind is 57; wanted element": (value, *call(a_kind=57)),
+        "a_kind is 4; wanted element (0 to 3) | scaling (0 to 7) << 3": (value, *call(a_kind=4)),
+        "a_kind is 65; wanted element": (value, *call(a_kind=65)),
         "a_kind is -1; wanted element": (value, *call(a_kind=-1)),
         "a has shape [200, 144] and strides [1, 200]; codes are K-major": (value, *call(codes(flipped(a.data)))),
         "a has shape [200, 144] and strides [0, 1]": (value, *call(halves(x.data[:1].expand(200, 144)), y)),
@@ -541,6 +543,7 @@ def refusals() -> dict[str, tuple[type[Exception], tuple, dict]]:
         "a is Byte of kind 33 and b Byte of kind 33": (gap, *call(square, square)),
         "a is Byte of kind 17 and b Byte of kind 25": (gap, *call(row, block)),
         "a is Byte of kind 9 and b Byte of kind 25": (gap, *call(b=block)),
+        "a is Byte of kind 57 and b Byte of kind 25": (gap, *call(operand(272, 144, "e4m3", BY_512), block)),
         "a is Byte of kind 51 and b Byte of kind 41": (gap, *call(fp4, operand(272, 160, "e4m3", E8M0))),
     }
     if MAJOR == 9:

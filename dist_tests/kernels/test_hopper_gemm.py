@@ -22,7 +22,9 @@ from dist_tests.kernels.expected import BF16, DEVICE, FP16, FP32
 from dist_tests.kernels.test_gemm_operator import (
     BY_128,
     BY_128X128,
+    BY_512,
     E8M0,
+    FLOAT8,
     NONE,
     ROW,
     TENSOR,
@@ -34,6 +36,7 @@ from dist_tests.kernels.test_gemm_operator import (
     poisoned,
     product,
 )
+from dist_tests.single import hopper
 from fsdp_quant.formats import FORMATS, ceil_div, format_of, round_up
 from fsdp_quant.ops import extension, native
 
@@ -42,9 +45,9 @@ on_gpu = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 compiled = pytest.mark.skipif(not extension.is_loaded(), reason=f"the compiled operators are off: {extension.STATUS.reason}")
 
 CODES = 3e-4
-BLOCK, VECTOR, MIRROR = (BY_128, BY_128X128), (BY_128, BY_128), (BY_128X128, BY_128)
+BLOCK, VECTOR, MIRROR, RUN = (BY_128, BY_128X128), (BY_128, BY_128), (BY_128X128, BY_128), (BY_512, BY_512)
 ROWS, TENSORS, PLAIN = (ROW, ROW), (TENSOR, TENSOR), (NONE, NONE)
-NAMES = {BLOCK: "block", VECTOR: "vector", MIRROR: "mirror", ROWS: "row", TENSORS: "tensor", PLAIN: "none",
+NAMES = {BLOCK: "block", VECTOR: "vector", MIRROR: "mirror", RUN: "run", ROWS: "row", TENSORS: "tensor", PLAIN: "none",
          (ROW, TENSOR): "row tensor", (TENSOR, ROW): "tensor row"}
 GROUPED = (BLOCK, VECTOR, ROWS, TENSORS, PLAIN, (ROW, TENSOR), (TENSOR, ROW))
 ops = torch.ops.fsdp_quant
@@ -118,6 +121,9 @@ def test_everything_else_is_cublaslts():
     }
     for reason, got in said.items():
         assert got.startswith(f"cuBLASLt: {reason}"), f"{got!r}, wanted {reason!r}"
+    assert re.match("(256|128)x128: nothing else multiplies 1x512", ops.gemm_choice(*large, 57, 58, FP32, True))
+    assert ops.gemm_choice(*large, 57, 57, BF16, True) == "nothing: accumulation is into float32"
+    assert ops.gemm_choice(*large, 57, 25, BF16).startswith("nothing: one operand has 1x512 scales")
     with pytest.raises(ValueError, match="sm_count is 0; wanted a number"):
         choice(*large, "fp8_1x128", "fp8_1x128", BF16, False, 0)
     with pytest.raises(ValueError, match="a_kind is 4; wanted element"):
@@ -133,7 +139,7 @@ def whole(a: Operand, b: Operand, dtype: torch.dtype, out: Tensor | None = None,
 
 
 @on_gpu
-@modes(*GROUPED, MIRROR)
+@modes(*GROUPED, MIRROR, RUN)
 @pytest.mark.parametrize("elements", [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")], ids=" ".join)
 def test_our_products_are_those_of_the_decoded_operands(scalings: tuple, elements: tuple):
     """If false, a scale meets the wrong row or block, a tail is dropped, or sums are not promoted."""
@@ -145,7 +151,7 @@ def test_our_products_are_those_of_the_decoded_operands(scalings: tuple, element
 
 
 @on_gpu
-@modes(BLOCK, VECTOR, MIRROR)
+@modes(BLOCK, VECTOR, MIRROR, RUN)
 def test_a_product_is_the_same_whoever_makes_it(scalings: tuple):
     """If false, `gemm` of a shape that is ours is another product than cuBLASLt's."""
     m, n, k = 4096, 4096, 640
@@ -158,7 +164,36 @@ def test_a_product_is_the_same_whoever_makes_it(scalings: tuple):
 
 
 @on_gpu
-@modes(*GROUPED, MIRROR)
+def test_sums_of_runs_are_in_units_of_their_columns():
+    """If false, a run that is far below or above another overflows, meets another's unit or hides a NaN."""
+    g = torch.Generator().manual_seed(1)
+    for m, n, k in ((300, 272, 4608), (256, 1040, 8192), (130, 136, 3728), (1, 16, 512)):
+        a, b = (torch.randint(-2, 3, (rows, k), generator=g).double() for rows in (m, n))  # whose sums of 128 are exact
+        for spread in (0, 8, 30, 60, 100):
+            row, col = (2.0 ** torch.randint(-8 - s, -3, (ceil_div(k, 512), rows), generator=g).float()
+                        for rows, s in ((m, spread // 3), (n, spread)))
+            col[:, 3] = torch.tensor([2.0**-126, 2.0**40, 2.0**-60]).repeat(6)[: len(col)]
+            col[0, 64:70] = 2.0**-127
+            col[len(col) // 2, 6] = row[len(row) // 2, 7 % m] = torch.nan
+            # Halves of a tile where only one is far below.
+            col[1:2, n // 2 : n // 2 + 3] *= 2.0**-40
+            sides = [
+                Operand(x.to(FLOAT8["e4m3"]).view(torch.uint8).to(DEVICE), padded_scale(s).to(DEVICE), 1 | BY_512 << 3, x)
+                for x, s in ((a, row), (b, col))
+            ]
+            got = same_bits(lambda sides=sides: whole(*sides, FP32), f"[{m}, {n}] K {k} spread {spread}", 3).cpu()
+            want = hopper.sums_in_units(a, b, row, col)
+            same = (got == want) | (got.isnan() & want.isnan())
+            assert bool(same.all()), f"[{m}, {n}] K {k} spread {spread}: {int((~same).sum())} elements differ"
+            assert int(want.isnan().sum()) == m + n - 1
+
+
+def padded_scale(scale: Tensor) -> Tensor:
+    return torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4)).contiguous()
+
+
+@on_gpu
+@modes(*GROUPED, MIRROR, RUN)
 def test_epilogues_of_our_products(scalings: tuple):
     """If false, a gradient of several micro-batches is that of the last, or a bias or a second-level scale is lost."""
     m, n, k = 1100, 1040, 400
@@ -491,6 +526,7 @@ def test_errors_say_what_was_got_and_wanted():
     data, scale = gathered(w, 2, BY_128X128)
     good = ends(0, 128, 256, 640)
     e5m2, mx = stacked(3, 144, 256, "e5m2", BY_128X128, seed=2), operand(640, 256, "e4m3", E8M0)
+    runs = stacked(3, 144, 256, "e4m3", BY_512, seed=2)
     half = operand(640, 256, BF16, NONE)
     value, gap = ValueError, NotImplementedError
 
@@ -525,6 +561,7 @@ def test_errors_say_what_was_got_and_wanted():
         "a is BFloat16 of kind 0": (gap, rows(a=half)),
         "grouped_gemm of a [640, 256] with scaling 3 and b [3, 144, 256] with scaling 4: b is e5m2": (gap, rows(b=e5m2)),
         "grouped_gemm of a [640, 256] with scaling 5": (gap, rows(a=mx)),
+        "of 1x512 scales products are whole": (gap, rows(a=operand(640, 256, "e4m3", BY_512), b=runs)),
         "b_scale is given, and the scaling in its kind is 0": (value, rows(b_kind=1)),
         "flag is contiguous Int [2]": (value, rows(flag=ends(0, 0))),
         "sm_count is -1": (value, rows(sm_count=-1)),

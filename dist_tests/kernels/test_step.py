@@ -18,7 +18,7 @@ from fsdp_quant.modules import linear_op
 
 pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
 
-SHAPES = ((64, 48, 32), (256, 512, 384))  # M, N, K
+SHAPES = ((64, 48, 32), (256, 512, 384), (1040, 64, 48))  # M, N, K; the last has tokens of more than one run of 512
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,7 @@ from fsdp_quant.tensor import torch_compat
 
 ARCH = "sm_90a"
 _ELEMENTS = {1: E4M3, 2: E5M2, 3: E2M1}
-_NONE, _TENSOR, _ROW, _1X128, _128X128 = range(5)
+_NONE, _TENSOR, _ROW, _1X128, _128X128, _1X512 = *range(5), 7
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -240,6 +240,7 @@ class Operators:
     def gemm_out(self, out, a, b, a_scale, b_scale, a_kind, b_kind, accumulate, bias=None, alpha=None):
         self.calls.append(Call("gemm_out", a.data_ptr()))
         made = _product(a, b, a_scale, b_scale, a_kind, b_kind, out.dtype, bias, alpha)
+        refuse(a_kind >> 3 == _1X512 and accumulate and out.dtype is not torch.float32, f"{out.dtype} +=", NotImplementedError)
         out.copy_(made + out.double() if accumulate else made)
 
     def grouped_gemm(self, out, a, b, a_scale, b_scale, offsets, a_kind, b_kind, flag=None):
@@ -524,7 +525,7 @@ def _amaxes(x: Tensor) -> Tensor:
     return torch.cat([
         layout.pad_to(magnitudes.amax().view(1, 1), 1, 4).flatten(),
         layout.pad_to(magnitudes.amax(1)[None], 1, 4).flatten(),
-        layout.pad_to(magnitudes, 128, 1).view(-1, 128, x.shape[1]).amax(1).flatten(),
+        layout.pad_to(magnitudes, 512, 1).view(-1, 512, x.shape[1]).amax(1).flatten(),
     ])
 
 
@@ -552,13 +553,14 @@ def _operand(x: Tensor, scale: Tensor | None, kind: int, name: str) -> Tensor:
     refuse(not k_major, f"{name} has strides {strides}; codes are K-major")
     refuse(k % 16 or (outer > 1 and strides[0] % 16) or x.data_ptr() % 16, f"{name}: rows of {k} bytes, not aligned")
     refuse(element == 3, "4-bit codes are for sm_100", NotImplementedError)
-    refuse(scaling > _128X128, "one-byte scales are for sm_100", NotImplementedError)
+    refuse(_128X128 < scaling < _1X512, "one-byte scales are for sm_100", NotImplementedError)
     values = x.view(_ELEMENTS[element].dtype).double()
     if scaling == _NONE:
         return values
-    blocks = ceil_div(k, 128)
+    block = 512 if scaling == _1X512 else 128
+    blocks = ceil_div(k, block)
     wanted = {
-        _TENSOR: 1, _ROW: outer, _1X128: blocks * round_up(outer, 4),
+        _TENSOR: 1, _ROW: outer, _1X128: blocks * round_up(outer, 4), _1X512: blocks * round_up(outer, 4),
         _128X128: ceil_div(outer, 128) * round_up(blocks, 4),
     }[scaling]
     refuse(scale.dtype is not torch.float32 or scale.numel() != wanted or not scale.is_contiguous(),
@@ -567,8 +569,8 @@ def _operand(x: Tensor, scale: Tensor | None, kind: int, name: str) -> Tensor:
     scale = scale.double().flatten()
     if scaling == _ROW:
         scale = scale[:, None]
-    elif scaling == _1X128:
-        scale = scale.view(blocks, -1)[:, :outer].t().repeat_interleave(128, 1)[:, :k]
+    elif scaling in (_1X128, _1X512):
+        scale = scale.view(blocks, -1)[:, :outer].t().repeat_interleave(block, 1)[:, :k]
     elif scaling == _128X128:
         scale = scale.view(ceil_div(outer, 128), -1)[:, :blocks]
         scale = scale.repeat_interleave(128, 0)[:outer].repeat_interleave(128, 1)[:, :k]
@@ -584,9 +586,11 @@ def _product(a, b, a_scale, b_scale, a_kind, b_kind, out_dtype, bias, alpha) -> 
     if codes:
         taken = all(elements) and elements != (2, 2) and (
             most <= _TENSOR or (least >= _TENSOR and most == _ROW) or (least == _1X128 and most <= _128X128)
+            or least == most == _1X512
         )
         refuse(b.shape[0] % 16, f"b has {b.shape[0]} rows (N); codes take multiples of 16")
-        refuse(most >= _1X128 and a.shape[0] % 4, f"a has {a.shape[0]} rows (M); 1x128 scales take multiples of 4")
+        refuse(_1X128 <= most <= _128X128 and a.shape[0] % 4, f"a has {a.shape[0]} rows (M); 1x128 scales take multiples of 4")
+        refuse(most == _1X512 and out_dtype is torch.float16, "1x512 scales: out is float16", NotImplementedError)
     else:
         taken = elements == (0, 0) and a.dtype is b.dtype and out_dtype in (a.dtype, torch.float32)
     refuse(not taken, f"cuBLASLt does not multiply kinds {a_kind} and {b_kind}", NotImplementedError)
@@ -600,6 +604,30 @@ def _product(a, b, a_scale, b_scale, a_kind, b_kind, out_dtype, bias, alpha) -> 
         refuse(bias.numel() != b.shape[0] or bias.data_ptr() % 16, "bias: length or alignment")
         y = y + bias.double()
     return y.float()
+
+
+def sums_in_units(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Tensor:
+    """The kernel's product of operands with scales of 1x512 (csrc/gemm/hopper_kernel.cuh), in its order of fp32 operations.
+
+    a, b:              [M, K], [N, K], the codes' values.
+    a_scale, b_scale:  fp32 [ceil(K / 512), M], [ceil(K / 512), N]: powers of two, 0 or NaN.
+    returns:           fp32 [M, N]. Partial sums of 128 of K are exact here.
+    """
+    unit, largest = torch.zeros_like(b_scale[0]), torch.zeros_like(b_scale[0])
+    total = torch.zeros(len(a), len(b), dtype=torch.float32, device=a.device)
+    for run, (row, scale) in enumerate(zip(a_scale, b_scale)):
+        there = scale > 0
+        largest = torch.where(there, torch.maximum(largest, scale), largest)
+        far = there & (scale < largest * 2.0**-32)
+        near = there & ~far
+        factor = torch.where(near & (unit > 0), unit / scale, torch.where(scale.isnan(), scale, 1.0))
+        of_part = torch.where(far, scale / unit, 1.0)
+        unit = torch.where(near, scale, unit)
+        total *= factor
+        for k in range(512 * run, min(512 * run + 512, a.shape[1]), 128):
+            part = (a[:, k : k + 128].double() @ b[:, k : k + 128].double().t()).float() * of_part
+            total = (row.double()[:, None] * part.double() + total.double()).float()  # fma: the product is exact in fp64
+    return total * unit
 
 
 class Traced:

@@ -138,6 +138,11 @@ def test_a_step_is_that_of_the_cpu(name: str, bias: bool):
     check_step(name, BF16, bias)
 
 
+def test_a_step_over_runs_of_tokens_is_that_of_the_cpu():
+    """If false, tokens behind the first run of anchors meet its scales."""
+    check_step("mxfp8", BF16, False, ((1040, 48, 32), (519, 40, 20)))
+
+
 @pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_a_step_of_other_dtypes_is_that_of_the_cpu(name: str, dtype: torch.dtype):
@@ -443,7 +448,7 @@ def test_storages_return_from_their_layouts(gpu, name: str, direction: Direction
 @pytest.mark.parametrize("name", E8M0)
 def test_anchored_storages_decode_to_nearly_the_same(gpu, name: str, direction: Direction):
     """If false, one exponent a line stands for other values than the blocks'."""
-    for shape in ((128, 256), (33, 47), (200, 288)):
+    for shape in ((128, 256), (33, 47), (200, 288), (600, 32)):
         compact = QUANTIZERS[name].storage(values(*shape), direction)
         laid = compact.in_layout(layout.ANCHORED)
         outer, contraction = shape if direction is ROWWISE else shape[::-1]
@@ -453,10 +458,59 @@ def test_anchored_storages_decode_to_nearly_the_same(gpu, name: str, direction: 
         assert_same_bytes(laid.operand(), laid.decode() if direction is ROWWISE else laid.decode().t(), "operand")
         if direction is COLUMNWISE and compact.fmt.scale_rounding == "up" and compact.fmt.block[0] == 1:
             both = HybridQuantizer(QUANTIZERS[name], QUANTIZERS[name])
-            runs = both.storages(values(*shape), layouts={COLUMNWISE: layout.ANCHORED_128})[0][COLUMNWISE]
-            assert runs.layout == layout.ANCHORED_128 and runs.operand_format.block == (1, 128)
-            assert runs.scale.shape == (-(-shape[0] // 128), -(-shape[1] // 4) * 4)
-            assert error(runs.decode(), compact.decode()) <= 1e-3
+            for wanted, run in ((layout.ANCHORED_128, 128), (layout.ANCHORED_512, 512)):
+                runs = both.storages(values(*shape), layouts={COLUMNWISE: wanted})[0][COLUMNWISE]
+                assert runs.layout == wanted and runs.operand_format.block == (1, run)
+                assert runs.scale.shape == (-(-shape[0] // run), -(-shape[1] // 4) * 4)
+                assert error(runs.decode(), compact.decode()) <= 1e-3
+
+
+def test_products_over_tokens_are_anchored_in_runs(gpu):
+    """If false, one token that is far larger than the others costs them their bits, or out in some dtype is refused."""
+    both, exact = HybridQuantizer("mxfp8", "mxfp8"), Quantizer("mxfp8")
+    for tokens in (1000, 1024, 33):
+        x, dy = values(tokens, 40, seed=1, dtype=BF16), values(tokens, 36, seed=2, dtype=BF16)
+        x[:2] *= 300  # of a run that stays apart
+        want = gemm(*(exact.storage(t, COLUMNWISE) for t in (dy, x)), out_dtype=FP32, domain="reference")
+        for wanted in (layout.ANCHORED_128, layout.ANCHORED_512):
+            a, b = (both.storages(t, [COLUMNWISE], layouts={COLUMNWISE: wanted})[0][COLUMNWISE] for t in (dy, x))
+            assert a.layout == b.layout == wanted
+            for dtype in (FP32, BF16, FP16):
+                near = BOUNDS[dtype] + 4e-4
+                assert error(gemm(a, b, out_dtype=dtype), want) <= near, f"{tokens} {wanted} {dtype}"
+                out = torch.ones_like(want, dtype=dtype)
+                assert gemm(a, b, out=out, accumulate=True) is out
+                assert error(out, want + 1) <= near, f"{tokens} {wanted} {dtype} accumulated"
+        line = exact.storage(x, COLUMNWISE).in_layout(layout.ANCHORED)
+        with pytest.raises(ValueError, match="in anchored layout has no anchored 512 layout"):
+            gemm(a, line)
+
+
+def test_units_of_sums_keep_every_run():
+    """If false, a run that is far below or above another overflows, loses its neighbours or hides a NaN."""
+    g = torch.Generator().manual_seed(0)
+    m, n, k = 12, 160, 512 * 9 + 144
+    a, b = (torch.randint(-16, 17, (rows, k), generator=g).double() for rows in (m, n))
+    for spread in (0, 8, 30, 60, 100):
+        def powers(rows: int, spread: int) -> Tensor:
+            return 2.0 ** torch.randint(-8 - spread, -3, (10, rows), generator=g).float()
+
+        row, col = powers(m, spread // 3), powers(n, spread)
+        col[torch.rand(10, n, generator=g) < 0.2] = 2.0**-127  # of codes that are all 0
+        col[:, 3] = torch.tensor([2.0**-126, 2.0**40, 2.0**-60]).repeat(4)[:10]
+        col[:4, 5] = 0
+        zero = (col == 0) | (col == 2.0**-127)
+        codes = torch.where(zero.repeat_interleave(512, 0)[:k].t(), 0.0, b)
+        scaled = [t.double().repeat_interleave(512, 0)[:k].t() for t in (row, col)]
+        want, size = (x @ y.t() for x, y in (((a * scaled[0]), (codes * scaled[1])), ((a * scaled[0]).abs(), (codes * scaled[1]).abs())))
+        got = hopper.sums_in_units(a, codes, row, col)
+        # 38 additions; a change of units, or a part that is far below, loses what is below 2^-149 (1 + |sum|) units.
+        sums = (a * scaled[0]).abs() @ codes.abs().t()
+        bound = 38 * 2.0**-24 * size + 40 * 2.0**-149 * col.double().amax(0) * (1 + sums)
+        assert bool((got.isfinite() & ((got.double() - want).abs() <= bound)).all()), f"spread {spread}"
+        col[4, 6], row[5, 7] = torch.nan, torch.nan
+        poisoned = hopper.sums_in_units(a, codes, row, col).isnan()
+        assert bool(poisoned[7].all() and poisoned[:, 6].all()) and int(poisoned.sum()) == m + n - 1
 
 
 def test_layouts_that_cannot_be_made_are_refused(gpu):
@@ -624,9 +678,11 @@ def test_the_backward_keeps_the_codes_of_its_product(gpu, name: str, monkeypatch
         data, scale = saved
         assert data.dtype is torch.uint8 and data.shape == (k, m) and data.is_contiguous()
         numel = {"fp8_current": 1, "fp8_delayed": 1, "fp8_row": k}.get(name, 2 * k)  # two runs of up to 128 tokens
+        if name == "mxfp8":
+            numel = -(-m // layout.ANCHOR_RUNS[layout.OVER_TOKENS]) * k
         assert scale.dtype is FP32 and scale.numel() == numel
         assert sum(t.numel() * t.element_size() for t in saved) <= 1.06 * x.numel()
-        wanted = layout.ANCHORED_128 if name == "mxfp8" else layout.NATIVE
+        wanted = layout.OVER_TOKENS if name == "mxfp8" else layout.NATIVE
         made, _ = module.plan.input.storages(x, layouts=dict.fromkeys(Direction, wanted))
         assert_same_bytes(data, made[COLUMNWISE].data, "codes")
         assert_same_bytes(scale.flatten(), made[COLUMNWISE].scale.flatten(), "scales")

@@ -124,14 +124,14 @@ class GroupedLinear(nn.Module):
 
     @property
     def common_plan(self) -> GemmPlan | None:
-        """The plan of all experts, or None. What the guard moves for one, which may count for all, is moved for all."""
+        """The plan of one product for all, or None. What the guard moves for one, which may count for all, is moved for all."""
         plans = {layer.plan.key: layer.plan for layer in self._linears}
         if len(plans) > 1 and any(plan.moved for plan in plans.values()):
             moved = tuple(p.name for p in PRODUCTS if any(p.name in plan.moved for plan in plans.values()))
             for layer in self._linears:
                 layer._plan = replace(layer.plan, moved=moved)
             plans = {layer.plan.key: layer.plan for layer in self._linears}
-        return next(iter(plans.values())) if len(plans) == 1 else None
+        return next(iter(plans.values())).of_groups if len(plans) == 1 else None
 
     def why_one_by_one(self, dtype: torch.dtype, device: torch.device) -> str | None:
         """Why experts are multiplied one after the other, in one clause; None where one product serves all."""

@@ -7,6 +7,7 @@ takes no Python objects and a compiled graph must be the same for equal layers.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from ..counters import counters
 from ..formats import COLUMNWISE, ROWWISE, Direction, Format, canonical_text, check_pair, value_class
 from ..ops import native
 from ..ops.capability import arch_of, gemm_domain, operand_layout
-from ..ops.layout import COMPACT
+from ..ops.layout import ANCHORED, ANCHORED_128, COMPACT, OVER_TOKENS
 from ..quantizer import HybridQuantizer
 from ..recipe import QUANTIZED_TYPES, Recipe, Role
 
@@ -63,6 +64,7 @@ class GemmPlan:
     saves:  "input": the original tensor (identity backward, or re-quantized from it); "columnwise" or "rowwise":
             that storage only.
     moved:  products that the anchoring guard moved to a domain that decodes exactly.
+    over_tokens:  what e8m0 operands of wgrad are anchored to.
     """
 
     input: HybridQuantizer
@@ -72,6 +74,7 @@ class GemmPlan:
     compute_dtype: torch.dtype | None
     accuracy: str = "fast"
     moved: tuple[str, ...] = ()
+    over_tokens: str = OVER_TOKENS
 
     def __post_init__(self):
         key = canonical_text(self)
@@ -86,6 +89,11 @@ class GemmPlan:
     def is_delayed(self) -> bool:
         """Some side of an activation or gradient is encoded with delayed scaling."""
         return bool(self.input.delayed_directions or self.grad_output.delayed_directions)
+
+    @cached_property
+    def of_groups(self) -> GemmPlan:
+        """This plan where groups of tokens begin at multiples of 128, as runs of anchors then do."""
+        return replace(self, over_tokens=ANCHORED_128)
 
     def hybrid(self, slot: str) -> HybridQuantizer:
         return getattr(self, slot)
@@ -158,9 +166,9 @@ class GemmPlan:
         other = product.b if product.a == (slot, direction) else product.a
         if self.hybrid(slot).is_derived and direction is ROWWISE:
             return COMPACT  # what the columnwise storage is made from
-        over_tokens = product.name == "wgrad" and dtype is torch.bfloat16  # anchors of 128 are made of bf16 values
+        in_runs = product.name == "wgrad" and dtype is torch.bfloat16  # anchors of runs are made of bf16 values
         domain = self.domain(product, dtype, arch)[0]
-        return operand_layout(self.operand(slot, direction), self.operand(*other), domain, over_tokens)
+        return operand_layout(self.operand(slot, direction), self.operand(*other), domain, self.over_tokens if in_runs else ANCHORED)
 
 
 def plan_of(key: str) -> GemmPlan:

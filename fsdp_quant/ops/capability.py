@@ -8,7 +8,7 @@ import torch
 
 from ..formats import Format
 from . import extension
-from .layout import ANCHORED, ANCHORED_128, COMPACT, NATIVE
+from .layout import ANCHORED, COMPACT, NATIVE
 
 # Fastest first. native: the tensor cores multiply the pair as it is. anchored: e8m0 blocks are re-expressed against one
 # exponent a line, and multiplied as 8-bit operands with scales of lines. bf16: both operands decode exactly to bf16 and
@@ -88,14 +88,13 @@ def gemm_domain(
     return "bf16", f"no compiled kernel multiplies {a} by {b} on {arch}{missing}"
 
 
-def operand_layout(a: Format, b: Format, domain: str, over_tokens: bool) -> str:
+def operand_layout(a: Format, b: Format, domain: str, anchored: str = ANCHORED) -> str:
     """The layout (`ops.layout`) in which a product of this domain reads its operand a, for the pair (a, b).
 
-    over_tokens:  the product contracts tokens, where an exponent serves 128 of them: over all, one token that is far
-                  larger than the others would cost them their last bits.
+    anchored:  what a pair of e8m0 formats is anchored to; any other pair to lines.
     """
     if not a.is_quantized or domain not in ("native", "anchored"):
         return COMPACT
     if domain == "native" or not _anchors(a):
         return NATIVE
-    return ANCHORED_128 if over_tokens and _anchors(b) else ANCHORED
+    return anchored if _anchors(b) else ANCHORED

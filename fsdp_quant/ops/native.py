@@ -298,7 +298,7 @@ def anchor_codes(
 
 # Products #
 
-_SCALINGS = {("fp32", (None, None)): 1, ("fp32", (1, None)): 2, ("fp32", (1, 128)): 3, ("fp32", (128, 128)): 4}
+_SCALINGS = {("fp32", (None, None)): 1, ("fp32", (1, None)): 2, ("fp32", (1, 128)): 3, ("fp32", (128, 128)): 4, ("fp32", (1, 512)): 7}
 _BYTE_SCALINGS = {"e8m0": 5, "e4m3": 6}
 
 
@@ -347,22 +347,25 @@ def gemm(
         a, b = _fitting(a, 16 if a.fmt.block[1] == 128 else 1), _fitting(b, 16)
     fits = (a.data.shape[0], b.data.shape[0]) == (m, n)
     out_dtype = out.dtype if out is not None else out_dtype
+    # Our kernels, which alone multiply scales of 512, write bf16 and fp32, and add to fp32.
+    ours = codes and a.fmt.block[1] == 512
+    wide = ours and (out_dtype is torch.float16 or (accumulate and out_dtype is not torch.float32))
     later = None  # a bias that the product cannot add
-    if bias is not None and (not fits or bias.dtype is not out_dtype or (codes and out_dtype is torch.float32)):
+    if bias is not None and (not fits or wide or bias.dtype is not out_dtype or (codes and out_dtype is torch.float32)):
         bias, later = None, bias
     if bias is not None and bias.storage_offset() * bias.element_size() % 16:
         bias = bias.clone()
     operands = (a.data, b.data, a.scale, b.scale, kind_of(a.fmt), kind_of(b.fmt))
-    if out is not None and fits and later is None:
+    if out is not None and fits and later is None and not wide:
         _ops.gemm_out(out, *operands, accumulate, bias, alpha)
         return out
-    y = _ops.gemm(*operands, out_dtype if later is None else torch.float32, bias, alpha)
+    y = _ops.gemm(*operands, torch.float32 if wide or later is not None else out_dtype, bias, alpha)
     if not fits:
         y = y[:m, :n].contiguous()
     if later is not None:
         y = (y + later.float()).to(out_dtype)
     if out is None:
-        return y
+        return y.to(out_dtype)
     return out.add_(y) if accumulate else out.copy_(y)
 
 
@@ -472,12 +475,12 @@ def _line(x: Tensor | None) -> Tensor | None:
 
 
 def _amaxes(x: Tensor, count: int) -> Tensor:
-    """fp32 [count, n]: of results like x [rows, cols] the amax of all, of each row, and of each column over 128 rows.
+    """fp32 [count, n]: of results like x [rows, cols] the amax of all, of each row, and of each column over 512 rows.
 
     They begin at 0, 4, and 4 + rows rounded up to 4 (`AmaxesOf` of csrc/norm/norm.h).
     """
     rows, cols = x.shape
-    return x.new_empty((count, 4 + round_up(rows, 4) + ceil_div(rows, TILE) * cols), dtype=torch.float32)
+    return x.new_empty((count, 4 + round_up(rows, 4) + ceil_div(rows, 512) * cols), dtype=torch.float32)
 
 
 def activation(g: Tensor, u: Tensor | None, kind: int) -> tuple[Tensor, Tensor]:
