@@ -29,6 +29,7 @@ from .scaling import RowCuts
 from .storage import Placement, Storage, rebuild_storage
 from .tensor import fsdp_hooks, torch_compat
 from .tensor.fsdp_hooks import FSDPHooks
+from .tensor.master_weight import MasterWeight
 from .tensor.quantized_tensor import QuantizedTensor
 from .tensor.torch_compat import ManagedParam
 
@@ -88,7 +89,9 @@ def prepared(model: nn.Module) -> list[LocalWeight]:
             if isinstance(local, FSDPHooks):
                 name = f"{prefix}.{attribute}" if prefix else attribute
                 found.setdefault(id(local.state), LocalWeight(name, local, m))
-    weights = list(found.values())
+                for e, part in enumerate(local.state.parts):
+                    found[id(part)] = LocalWeight(f"{name}.{e}", MasterWeight(local.inner[e], part), None)
+    weights = [w for w in found.values() if not w.weight.state.parts]
     for w in weights:
         w.weight.state.pending = True
     fsdp_hooks.synchronize([w.managed for w in weights if w.managed is not None])

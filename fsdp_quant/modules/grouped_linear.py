@@ -212,6 +212,7 @@ def adopt_packed(module: nn.Module, recipes: Sequence[Recipe], name: str) -> Non
         state = WeightState(f"{name}.{e}.weight", layer.plan.weight, (out_features, in_features), recipe.compute_dtype)
         state.histories = module._weight_state.histories
         layer._weight_state = state
+        module._weight_state.parts.append(state)
         place(layer)
     module.packed = True
     _finish(module, name)

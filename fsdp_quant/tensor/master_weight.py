@@ -40,7 +40,7 @@ class WeightState:
     """What belongs to a weight rather than to one of its tensors; aliases and shards share it.
 
     name:           the module's qualified name and ".weight", for messages and random keys.
-    quantizer:      `HybridQuantizer`.
+    quantizer:      `HybridQuantizer`; None for matrices in one tensor, each of which is quantized as `parts` says.
     shape:          of the unsharded weight, [N, K].
     compute_dtype:  dtype that quantized formats see (None: the master's own).
     pending:        an event that every rank shares (a step, a load, a change of recipe) changed the master, and
@@ -53,6 +53,7 @@ class WeightState:
         self.name, self.quantizer, self.shape, self.compute_dtype = name, quantizer, tuple(shape), compute_dtype
         self.pending = True
         self.recomputes = False
+        self.parts: list[WeightState] = []
         self.histories: dict[tuple, AmaxHistory] = {}
         self._forget()
         ALL_STATES.add(self)
