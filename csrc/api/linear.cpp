@@ -24,6 +24,7 @@
 #include "api/checks.h"
 #include "api/gemm.h"
 #include "api/layout.h"
+#include "api/norm.h"
 #include "api/quantize.h"
 #include "layout/scalars.h"
 #include "norm/norm.h"
@@ -97,6 +98,8 @@ struct Call : torch::CustomClassHolder {
   std::vector<at::Tensor> factors, grad_factors, histories, grad_histories;
   std::vector<at::Tensor> columnwise, stamps;
   int64_t stamped;
+  std::optional<Gated> gated;  // x stands for act(gate) * up, and has no values
+  at::Tensor gate;
 
   int64_t versions() const {
     int64_t sum = 0;
@@ -142,6 +145,13 @@ struct History {
 // [runs, cols].
 struct Amaxes {
   MaybeTensor whole, rows, runs;
+
+  static Amaxes of(const at::Tensor& all, int64_t rows, int64_t cols) {  // as AmaxesOf
+    const at::AutoDispatchBelowADInplaceOrView no_autograd;
+    const AmaxesOf layout = {rows, cols};
+    const auto part = [&](int64_t at, int64_t size) { return all.narrow(-1, at, size); };
+    return {part(0, 1), part(layout.at_rows(), rows), part(layout.at_runs(), layout.runs() * cols)};
+  }
 };
 
 // Amaxes that came with tensors out of the kernels that wrote them, of the last few: who quantizes one need not read it
@@ -164,7 +174,9 @@ class Produced {
       if (e->memory._unsafe_get_target() == x.storage().unsafeGetStorageImpl() && e->offset == x.storage_offset() &&
           e->numel == x.numel() && e->version == x._version() && x.is_contiguous() &&
           e->stream == c10::cuda::getCurrentCUDAStream(x.device().index()))
-        return e->amaxes.numel() == 1 ? Amaxes{e->amaxes} : parts(e->amaxes, e->numel / e->cols, e->cols, x.size(-1));
+        return e->amaxes.numel() == 1  ? Amaxes{e->amaxes}
+               : e->cols == x.size(-1) ? Amaxes::of(e->amaxes, e->numel / e->cols, e->cols)
+                                       : Amaxes{e->amaxes.narrow(-1, 0, 1)};
     return {};
   }
 
@@ -176,16 +188,6 @@ class Produced {
     c10::cuda::CUDAStream stream;
     at::Tensor amaxes;
   };
-
-  static Amaxes parts(const at::Tensor& all, int64_t rows, int64_t cols, int64_t wanted_cols) {
-    const at::AutoDispatchBelowADInplaceOrView no_autograd;
-    const AmaxesOf layout = {rows, cols};
-    const auto part = [&](int64_t at, int64_t size) { return all.narrow(-1, at, size); };
-    Amaxes known = {part(0, 1)};
-    if (cols == wanted_cols)
-      known.rows = part(layout.at_rows(), rows), known.runs = part(layout.at_runs(), layout.runs() * cols);
-    return known;
-  }
 
   std::mutex mutex_;
   std::deque<Entry> entries_;
@@ -205,35 +207,40 @@ void remember_amax(const at::Tensor& x, const at::Tensor& amaxes) {
   produced().remember(x, amaxes.detach());  // no wrapper of Python's, to be freed by any thread
 }
 
+// What scales the delayed sides, and where their amaxes go.
+struct Delayed {
+  MaybeTensor enc[kDirections];
+  const at::Tensor* record[kDirections] = {};
+};
+
+Delayed delayed_of(const Reading (&r)[kDirections], const Side (&sides)[kDirections], const History& history) {
+  Delayed by;
+  for (int d = 0; d < kDirections; ++d) {
+    const int64_t i = r[d].factor;
+    if (!sides[d].present() || i < 0) continue;
+    TORCH_CHECK_VALUE(i < static_cast<int64_t>(history.factors.size()), "the plan scales by history ", i, "; got ",
+                      history.factors.size());
+    by.enc[d] = history.factors[i];
+    const bool recorded = d == 1 && by.record[0] != nullptr && r[0].factor == i;  // sides of one storage share a history
+    if (i < static_cast<int64_t>(history.amaxes.size()) && !recorded) by.record[d] = &history.amaxes[i];
+  }
+  return by;
+}
+
 // Codes of x for these sides, where their Side is present; amaxes of delayed sides go into their histories.
 // amax: of x, where it is known.
 Encodings encode_sides(
-    const Reading (&r)[kDirections], const Side (&sides)[kDirections], const at::Tensor& x, const History& history,
-    const MaybeTensor& key, bool through_bf16, const MaybeTensor& amax) {
-  MaybeTensor enc[kDirections];
-  for (int d = 0; d < kDirections; ++d) {
-    if (!sides[d].present() || r[d].factor < 0) continue;
-    TORCH_CHECK_VALUE(r[d].factor < static_cast<int64_t>(history.factors.size()), "the plan scales by history ",
-                      r[d].factor, "; got ", history.factors.size());
-    enc[d] = history.factors[r[d].factor];
-  }
+    const Side (&sides)[kDirections], const at::Tensor& x, const Delayed& by, const MaybeTensor& key, bool through_bf16,
+    const MaybeTensor& amax, const Gated* gated) {
   const MaybeTensor none;
-  const bool delayed = enc[0].has_value() || enc[1].has_value();
-  const auto given = [&](int d) -> const MaybeTensor& { return sides[d].whole_tensor() && !delayed ? amax : none; };
-  const Known known[2] = {{given(0), none, enc[0], key}, {given(1), none, enc[1], key}};
-  Encodings made = encode(x, sides[0], sides[1], known, 0, through_bf16, delayed, nullptr);
-  int64_t last = -1;
-  for (int d = 0; d < kDirections; ++d) {
-    const int64_t i = r[d].factor;
-    if (!enc[d].has_value() || i >= static_cast<int64_t>(history.amaxes.size()) || i == last) continue;
-    record_amax(history.amaxes[i], made[d].amax);
-    last = i;  // sides of one storage share a history
-  }
-  return made;
+  const auto given = [&](int d) -> const MaybeTensor& { return sides[d].whole_tensor() ? amax : none; };
+  const Known known[2] = {{given(0), none, by.enc[0], key, by.record[0]}, {given(1), none, by.enc[1], key, by.record[1]}};
+  return encode(x, sides[0], sides[1], known, 0, through_bf16, false, nullptr, gated);
 }
 
-// The storages of x that are wanted.
-Encodings quantize_slot(const Call& call, Slot slot, const at::Tensor& x, bool row, bool col, const Amaxes& known) {
+// The storages of x that are wanted. gated: x is the gate of the values; known: of x itself.
+Encodings quantize_slot(
+    const Call& call, Slot slot, at::Tensor x, bool row, bool col, Amaxes known, const Gated* gated = nullptr) {
   const Reading(&r)[kDirections] = call.plan->readings[slot];
   const History history = slot == kInput ? History{call.factors, call.histories}
                                          : History{call.grad_factors, call.grad_histories};
@@ -250,9 +257,15 @@ Encodings quantize_slot(const Call& call, Slot slot, const at::Tensor& x, bool r
       if (r[d].side.stochastic && !key.has_value()) key = random_key(call.step, call.ids, slot, x.size(0));
     }
   }
+  const Delayed by = delayed_of(r, plain, history);
+  const bool is_anchored = anchors[0] != 0 || anchors[1] != 0;
+  if (gated != nullptr && (is_anchored || !encodes_gated(x, plain[0], plain[1], by.enc, *gated))) {
+    const auto [h, amaxes] = activation(x, gated->up, static_cast<int64_t>(gated->kind));
+    x = h, known = Amaxes::of(amaxes, x.size(0), x.size(1)), gated = nullptr;
+  }
   Encodings made;
-  if (plain[0].present() || plain[1].present()) made = encode_sides(r, plain, x, history, key, false, known.whole);
-  if (anchors[0] != 0 || anchors[1] != 0) {
+  if (plain[0].present() || plain[1].present()) made = encode_sides(plain, x, by, key, false, known.whole, gated);
+  if (is_anchored) {
     const MaybeTensor none;
     at::Tensor counts;
     if (call.guard.has_value()) counts = call.guard->select(0, slot);
@@ -346,11 +359,13 @@ std::vector<at::Tensor> forward(
   const c10::cuda::CUDAGuard guard(x.device());
   const Plan& plan = *call.plan;
   const Reading(&r)[kDirections] = plan.readings[kInput];
-  const at::Tensor rows = matrix(x);
+  const at::Tensor rows = call.gated.has_value() ? call.gate : matrix(x);
   const bool col = call.saves && plan.saves == Saves::kCodes;
   Encodings made;
   if (codes.empty()) {
-    made = quantize_slot(call, kInput, rows, true, col, produced().of(x));
+    const bool has_values = !call.gated.has_value();
+    made = quantize_slot(call, kInput, rows, true, col, has_values ? produced().of(x) : Amaxes(),
+                         has_values ? nullptr : &*call.gated);
   } else {
     size_t at = 0;
     for (const Direction d : {kRowwise, kColumnwise})
@@ -497,6 +512,20 @@ struct Linear : torch::autograd::Function<Linear> {
   }
 };
 
+// The input of a call is act(source[0]) * source[1]; x has the shape alone.
+void gate(Call& call, const at::Tensor& x, at::TensorList source, int64_t activation) {
+  if (source.empty()) return;
+  TORCH_CHECK_VALUE(source.size() == 2 && source[0].sizes() == x.sizes() && source[1].sizes() == x.sizes() &&
+                        source[0].scalar_type() == x.scalar_type() && source[1].scalar_type() == x.scalar_type(),
+                    "source has ", source.size(), " tensors; wanted gate and up of ", x.scalar_type(), " ", x.sizes());
+  TORCH_CHECK_VALUE(call.plan->readings[kInput][kRowwise].is_quantized() && (!call.saves || call.plan->saves == Saves::kCodes),
+                    "the layer multiplies or keeps the input itself; make it first");
+  TORCH_CHECK_VALUE(activation >= 0 && activation <= static_cast<int64_t>(Activation::kReluSquared),
+                    "there is no activation ", activation);
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  call.gate = matrix(source[0]), call.gated = Gated{matrix(source[1]), static_cast<Activation>(activation)};
+}
+
 c10::intrusive_ptr<Call> call_of(
     int64_t plan, int64_t version, bool save, const at::Tensor& step, const at::Tensor& ids, const MaybeTensor& guard,
     at::TensorList factors, at::TensorList grad_factors, at::TensorList histories, at::TensorList grad_histories) {
@@ -512,9 +541,10 @@ std::vector<at::Tensor> linear_step(
     const at::Tensor& x, const MaybeTensor&, const MaybeTensor& bias, at::TensorList operand, int64_t plan, int64_t version,
     bool save, const at::Tensor& step, const at::Tensor& ids, const MaybeTensor& guard, at::TensorList factors,
     at::TensorList grad_factors, at::TensorList histories, at::TensorList grad_histories, at::TensorList codes,
-    at::TensorList, at::TensorList) {
+    at::TensorList, at::TensorList, at::TensorList source, int64_t activation) {
   check_cuda(x, "x");
   const auto call = call_of(plan, version, save, step, ids, guard, factors, grad_factors, histories, grad_histories);
+  gate(*call, x, source, activation);
   return forward(*call, x, bias, operand.vec(), codes.vec());
 }
 
@@ -522,14 +552,16 @@ std::vector<at::Tensor> linear_step_autograd(
     const at::Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, at::TensorList operand, int64_t plan,
     int64_t version, bool save, const at::Tensor& step, const at::Tensor& ids, const MaybeTensor& guard,
     at::TensorList factors, at::TensorList grad_factors, at::TensorList histories, at::TensorList grad_histories,
-    at::TensorList codes, at::TensorList columnwise, at::TensorList stamps) {
+    at::TensorList codes, at::TensorList columnwise, at::TensorList stamps, at::TensorList source, int64_t activation) {
   check_cuda(x, "x");
   const auto call = call_of(plan, version, save, step, ids, guard, factors, grad_factors, histories, grad_histories);
   call->columnwise = columnwise.vec(), call->stamps = stamps.vec(), call->stamped = call->versions();
+  gate(*call, x, source, activation);
   if (!at::GradMode::is_enabled() || !weight.has_value()) return forward(*call, x, bias, operand.vec(), codes.vec());
   const std::vector<at::Tensor> w = operand.vec(), given = codes.vec();
   std::vector<at::Tensor> result;
   at::Tensor y = Linear::apply(x, *weight, bias, call, &w, &given, &result);
+  call->gate.reset(), call->gated.reset();  // the backward needs them not
   result[0] = std::move(y);
   return result;
 }
@@ -561,7 +593,8 @@ std::vector<at::Tensor> linear_weight(
     sides[d] = r[d].side;
     if (r[d].run >= 0) sides[d].transposed = false;  // compact, as `anchor_codes` reads them
   }
-  Encodings made = encode_sides(r, sides, matrix(weight), {scales_by, recorded}, std::nullopt, through_bf16, std::nullopt);
+  const Delayed by = delayed_of(r, sides, {scales_by, recorded});
+  Encodings made = encode_sides(sides, matrix(weight), by, std::nullopt, through_bf16, std::nullopt, nullptr);
   std::vector<at::Tensor> result;
   for (const Direction d : {kRowwise, kColumnwise}) {
     if (sides[d].present() && r[d].run >= 0)
@@ -622,7 +655,8 @@ void register_linear(torch::Library& m) {
   m.def(
       "linear_step(Tensor x, Tensor? weight, Tensor? bias, Tensor[] operand, int plan, int version, bool save, "
       "Tensor step, Tensor ids, Tensor? guard, Tensor[] factors, Tensor[] grad_factors, Tensor[] histories, "
-      "Tensor[] grad_histories, Tensor[] codes, Tensor[] columnwise, Tensor[] stamps) -> Tensor[]",
+      "Tensor[] grad_histories, Tensor[] codes, Tensor[] columnwise, Tensor[] stamps, Tensor[] source, int activation) "
+      "-> Tensor[]",
       torch::dispatch(c10::DispatchKey::CUDA, linear_step));
   m.impl("linear_step", torch::dispatch(c10::DispatchKey::AutogradCUDA, linear_step_autograd));
   m.def(

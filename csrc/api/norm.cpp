@@ -1,12 +1,12 @@
 // Host side of norms and activations: check, allocate, launch. Nothing here reads the device.
-#include "norm/norm.h"
+#include "api/norm.h"
 
 #include <limits>
 #include <tuple>
 
 #include <torch/library.h>
 
-#include "api/checks.h"
+#include "norm/norm.h"
 
 namespace fsdp_quant {
 
@@ -78,7 +78,8 @@ void launch(const ActivationArgs& args, const at::Tensor& g, int64_t kind, bool 
                                  c10::cuda::getCurrentCUDAStream()), backward ? "activation_backward" : "activation");
 }
 
-// h = act(g) (* u) [rows, cols], and its amaxes [AmaxesOf].
+}  // namespace
+
 std::tuple<at::Tensor, at::Tensor> activation(const at::Tensor& g, const MaybeTensor& u, int64_t kind) {
   ActivationArgs args = activation_args(g, u, nullptr);
   const c10::cuda::CUDAGuard guard(g.device());
@@ -88,6 +89,8 @@ std::tuple<at::Tensor, at::Tensor> activation(const at::Tensor& g, const MaybeTe
   launch(args, g, kind, false);
   return {h, amaxes};
 }
+
+namespace {
 
 // dg, du (empty without u), and their amaxes [2 (1), AmaxesOf].
 std::tuple<at::Tensor, at::Tensor, at::Tensor> activation_backward(

@@ -110,7 +110,7 @@ bool collects(const Side& s, const SideBuffers& b) {
   return s.present() && ((b.amax != nullptr && !b.amax_given) || (b.tensor_amax != nullptr && !b.tensor_amax_given));
 }
 
-// One fp32 workspace for everything that atomic maxima and counters start from: zeroed by one memset.
+// One fp32 workspace for everything that atomic maxima start from: zeroed by one memset.
 class Zeroed {
  public:
   // Reserve `count` words; the pointer is known after `allocate`.
@@ -138,7 +138,8 @@ void run(Launch<1>& launch, const c10::cuda::CUDAStream& stream, const char* nam
   const bool both = fuses(launch.side, b, launch.input);
   launch.twins = are_twins(launch.side, b);
   const bool needs = collects(launch.side[0], b[0]) || collects(launch.side[1], b[1]);
-  const bool delayed = b[0].enc != nullptr || b[1].enc != nullptr;
+  const auto has = [&](int d, bool history) { return launch.side[d].present() && (b[d].enc != nullptr) == history; };
+  const bool delayed = has(0, true) || has(1, true), all_delayed = !has(0, false) && !has(1, false);
   const bool mixed = launch.side[0].present() && launch.side[1].present() &&
                      launch.side[0].four_bit() != launch.side[1].four_bit();
   int processors = 0;
@@ -151,19 +152,20 @@ void run(Launch<1>& launch, const c10::cuda::CUDAStream& stream, const char* nam
   }
   if (needs) {
     launch.phases = kStatistics;
-    check_launch(launch_quantize(launch, stream), name);
-    launch.reversed = true;  // the tiles read last are still in L2
+    check_launch(all_delayed ? launch_first_amax(launch, processors, stream) : launch_quantize(launch, stream), name);
+    launch.reversed = !all_delayed;  // the tiles read last are still in L2
   }
   launch.phases = kEncode;
   if (both) {
     check_launch(launch_quantize(launch, stream), name);
-    return;
+  } else {
+    for (int d = 0; d < 2; ++d) {
+      Launch<1> one = launch;
+      one.side[1 - d].element = Element::kNone;
+      check_launch(launch_quantize(one, stream), name);
+    }
   }
-  for (int d = 0; d < 2; ++d) {
-    Launch<1> one = launch;
-    one.side[1 - d].element = Element::kNone;
-    check_launch(launch_quantize(one, stream), name);
-  }
+  if (delayed && !(takes_delayed(launch) && b[0].amax_given)) check_launch(launch_delayed_scales(launch, stream), name);
 }
 
 template <class T>
@@ -175,9 +177,21 @@ T* optional_buffer(const MaybeTensor& t, const char* name, const at::Tensor& x, 
 
 }  // namespace
 
+bool encodes_gated(
+    const at::Tensor& x, const Side& row, const Side& col, const MaybeTensor (&enc)[2], const Gated& gated) {
+  Launch<1> launch = {};
+  launch.input = input_of(x, false), launch.activation = gated.kind;
+  launch.side[0] = row, launch.side[1] = col;
+  SideBuffers(&b)[2] = launch.tensors[0].side;
+  for (int d = 0; d < 2; ++d)
+    if (enc[d].has_value()) b[d].enc = enc[d]->const_data_ptr<float>();
+  launch.twins = are_twins(launch.side, b);
+  return takes_gated(launch) && x.size(1) % 8 == 0 && tensor_args(x, 0).vector_load && tensor_args(gated.up, 0).vector_load;
+}
+
 Encodings encode(
     const at::Tensor& x, const Side& row, const Side& col, const Known (&known)[2], int64_t row0, bool through_bf16,
-    bool wants_amax, const Encodings* out) {
+    bool wants_amax, const Encodings* out, const Gated* gated) {
   check_input(x);
   TORCH_CHECK_VALUE(row0 >= 0, "row0 is ", row0, "; wanted 0 or more");
   const at::AutoDispatchBelowADInplaceOrView no_autograd;  // views of new tensors: a few microseconds less
@@ -189,10 +203,17 @@ Encodings encode(
   launch.count = 1;
   TensorArgs& t = launch.tensors[0] = tensor_args(x, row0);
   launch.tiles = tiles_of(t, &col);
+  if (gated != nullptr) {
+    const MaybeTensor enc[2] = {known[0].enc, known[1].enc};
+    TORCH_CHECK_VALUE(row0 == 0 && gated->up.sizes() == x.sizes() && encodes_gated(x, row, col, enc, *gated),
+                      "no kernel quantizes this activation as it makes it; make it first");
+    launch.up = gated->up.const_data_ptr(), launch.up_stride = tensor_args(gated->up, 0).row_stride;
+    launch.activation = gated->kind;
+  }
 
   Zeroed zeroed;
   Geometry g[2];
-  int64_t amax_at[2] = {-1, -1}, tensor_at[2] = {-1, -1}, counter_at[2] = {-1, -1};
+  int64_t amax_at[2] = {-1, -1}, tensor_at[2] = {-1, -1};
   for (int d = 0; d < 2; ++d) {
     const Side& s = launch.side[d];
     if (!s.present()) continue;
@@ -206,9 +227,13 @@ Encodings encode(
     b.amax_given = b.amax != nullptr, b.tensor_amax_given = b.tensor_amax != nullptr;
     TORCH_CHECK_VALUE(!s.stochastic || b.key != nullptr, "stochastic rounding needs a random key, got None");
     TORCH_CHECK_VALUE(b.enc == nullptr || s.whole_tensor(), "enc (delayed scaling) goes with one scale a tensor");
-    if (s.whole() && !b.amax_given) amax_at[d] = zeroed.reserve(g[d].scale_rows * g[d].scale_cols);
+    if (known[d].record != nullptr) {
+      check_buffer(*known[d].record, "record", x, at::kFloat, known[d].record->numel());
+      b.record = known[d].record->mutable_data_ptr<float>();
+    }
+    const bool is_shared = d == 1 && b.enc != nullptr && are_twins(launch.side, t.side);  // the first one's
+    if (s.whole() && !b.amax_given) amax_at[d] = is_shared ? amax_at[0] : zeroed.reserve(g[d].scale_rows * g[d].scale_cols);
     if (s.two_level() && !b.tensor_amax_given) tensor_at[d] = zeroed.reserve(1);
-    if (b.enc != nullptr) counter_at[d] = zeroed.reserve(1);
   }
   zeroed.allocate(x, stream);
 
@@ -239,7 +264,6 @@ Encodings encode(
       b.amax = zeroed.at(amax_at[d]);
       if (wants_amax) made[d].amax = zeroed.slice(amax_at[d], {g[d].scale_rows, g[d].scale_cols});
     }
-    if (counter_at[d] >= 0) b.counter = reinterpret_cast<uint32_t*>(zeroed.at(counter_at[d]));
   }
   run(launch, stream, "quantize");
   return made;

@@ -25,9 +25,16 @@ struct Geometry {
   Grid compact, stored;                // over lines and blocks: the compact grid, and the scale buffer's
 };
 
-// What the caller may know of a side.
+// What the caller may know of a side. record: fp32, its first the largest finite amax so far, with enc.
 struct Known {
   const MaybeTensor &amax, &tensor_amax, &enc, &key;
+  const at::Tensor* record = nullptr;
+};
+
+// The values are act(x) * up.
+struct Gated {
+  at::Tensor up;
+  Activation kind;
 };
 
 // What is made of a side. Undefined: a side that is not made; tensor_amax and amax also where they were given, tensor_amax
@@ -38,9 +45,14 @@ struct Encoded {
 using Encodings = std::array<Encoded, 2>;
 
 // Codes and scales of x. wants_amax: return the amaxes too. out: data and scale to write instead of new tensors.
+// gated: see encodes_gated.
 Encodings encode(
     const at::Tensor& x, const Side& row, const Side& col, const Known (&known)[2], int64_t row0, bool through_bf16,
-    bool wants_amax, const Encodings* out);
+    bool wants_amax, const Encodings* out, const Gated* gated = nullptr);
+
+// `encode` makes these values itself: bf16 [rows, cols], both with rows of 16 bytes.
+bool encodes_gated(
+    const at::Tensor& x, const Side& row, const Side& col, const MaybeTensor (&enc)[2], const Gated& gated);
 
 // MXFP8 whose blocks share the scale of their run of the contraction: 8-bit operands with fp32 scales that leave the main
 // loop. Returns data, scale of each side and, unless `counts` are given to add to, int64 [2, 2]: blocks far below their

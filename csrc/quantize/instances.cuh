@@ -12,6 +12,8 @@ cudaError_t launch_runs(const Launch<1>& launch, cudaStream_t stream);      // 4
 cudaError_t launch_anchored(const Launch<1>& launch, cudaStream_t stream);
 cudaError_t launch_full8(const Launch<1>& launch, cudaStream_t stream);
 cudaError_t launch_full4(const Launch<1>& launch, cudaStream_t stream);
+cudaError_t launch_delayed(const Launch<1>& launch, cudaStream_t stream);  // see takes_delayed
+cudaError_t launch_gated(const Launch<1>& launch, cudaStream_t stream);    // see takes_gated
 cudaError_t launch_wide(const Launch<1>& launch, cudaStream_t stream);      // fp32 values
 
 inline bool is_wide(Input input) { return input == Input::kF16 || input == Input::kF32; }
@@ -27,20 +29,6 @@ inline bool takes_runs(const Launch<1>& launch) {
     if (launch.tensors[0].side[d].amax_given) return false;
   }
   return true;
-}
-
-// The block that launch_blocks knows for what is asked of both sides; 0 if it knows none.
-inline int known_block(const Launch<1>& launch) {
-  int block = 0;
-  for (int d = 0; d < 2; ++d) {
-    const Side& s = launch.side[d];
-    if (!s.present()) continue;
-    const int usual = s.byte_scales() ? 32 : kTile;
-    const bool known = !s.four_bit() && s.outer == 1 && s.contraction == usual && !launch.tensors[0].side[d].amax_given;
-    if (!known || (block != 0 && block != s.contraction)) return 0;
-    block = s.contraction;
-  }
-  return block;
 }
 
 }  // namespace fsdp_quant

@@ -5,6 +5,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include "norm/norm.h"
+
 namespace fsdp_quant {
 
 enum class Element : int32_t { kNone = 0, kE4M3 = 1, kE5M2 = 2, kE2M1 = 3 };
@@ -58,7 +60,7 @@ struct SideBuffers {
   float* amax;          // compact: given, or else written by the statistics phase
   float* tensor_amax;   // [1]: likewise
   const float* enc;     // [1], delayed scaling: 0 without a history, and then the amax decides
-  uint32_t* counter;    // [1], zero; with enc: tiles that have added to the amax
+  float* record;        // [1], with enc: the largest finite amax so far
   const int64_t* key;   // [5], stochastic rounding
   const float* anchor;  // largest amax of each run of a line, whose scale takes the place of the block's
   int64_t* guard;       // [2]: nonzero blocks far below their anchor, nonzero blocks
@@ -105,6 +107,9 @@ struct Launch {
   bool reversed;         // tiles from the last to the first: what an earlier pass read last is still in L2
   int32_t tiles;
   uint32_t* barrier;     // [2], of a cooperative launch
+  const void* up;        // the values are act(x) * up; null: x
+  int64_t up_stride;
+  Activation activation;
   TensorArgs tensors[Capacity];
 };
 
@@ -126,12 +131,44 @@ inline bool are_twins(const Side (&side)[2], const SideBuffers (&b)[2]) {
   return row.present() && col.present() && row.element == col.element && row.scale == col.scale && row.eps == col.eps &&
          (!row.four_bit() || !b[0].amax_given) &&
          row.outer == row.contraction && row.outer == col.outer && row.contraction == col.contraction && col.transposed &&
-         !is_full(row, b[0]) && !is_full(col, b[1]) && b[0].amax_given == b[1].amax_given &&
+         !row.stochastic && !row.rotated && !col.stochastic && !col.rotated && b[0].enc == b[1].enc &&
+         b[0].amax_given == b[1].amax_given &&
          (!b[0].amax_given || b[0].amax == b[1].amax) && b[0].tensor_amax_given == b[1].tensor_amax_given &&
          (!b[0].tensor_amax_given || b[0].tensor_amax == b[1].tensor_amax);
 }
 
+// Delayed scaling of both sides by one factor, with one set of codes, or rowwise alone.
+inline bool takes_delayed(const Launch<1>& launch) {
+  const Side& row = launch.side[0];
+  return row.present() && launch.tensors[0].side[0].enc != nullptr && !row.stochastic &&
+         (launch.twins || !launch.side[1].present()) && (launch.input == Input::kBF16 || launch.input == Input::kF32AsBF16);
+}
+
+// The block that launch_blocks knows for what is asked of both sides; 0 if it knows none.
+inline int known_block(const Launch<1>& launch) {
+  int block = 0;
+  for (int d = 0; d < 2; ++d) {
+    const Side& s = launch.side[d];
+    if (!s.present()) continue;
+    const int usual = s.byte_scales() ? 32 : kTile;
+    const bool known = !s.four_bit() && s.outer == 1 && s.contraction == usual && !launch.tensors[0].side[d].amax_given &&
+                       !is_full(s, launch.tensors[0].side[d]);
+    if (!known || (block != 0 && block != s.contraction)) return 0;
+    block = s.contraction;
+  }
+  return block;
+}
+
+// Values of a gated activation are made where they are quantized: bf16, of scales that need no pass over them before.
+inline bool takes_gated(const Launch<1>& launch) {
+  return (launch.activation == Activation::kSilu || launch.activation == Activation::kGelu) && launch.input == Input::kBF16 &&
+         (takes_delayed(launch) || known_block(launch) == kTile);
+}
+
 cudaError_t launch_quantize(const Launch<1>& launch, cudaStream_t stream);
+// The amaxes of delayed sides without a history, before the codes; and what follows from the amaxes, after them.
+cudaError_t launch_first_amax(const Launch<1>& launch, int processors, cudaStream_t stream);
+cudaError_t launch_delayed_scales(const Launch<1>& launch, cudaStream_t stream);
 cudaError_t launch_quantize_group(const Launch<kGroupCapacity>& launch, cudaStream_t stream);
 
 }  // namespace fsdp_quant

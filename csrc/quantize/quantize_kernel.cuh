@@ -16,6 +16,7 @@
 
 #include "device/patch.cuh"
 #include "device/philox.cuh"
+#include "norm/activate.cuh"
 
 // emit_codes writes `random` on every path that reads it, through lambdas that the front end does not follow.
 #pragma nv_diag_suppress 549
@@ -27,9 +28,10 @@ namespace fsdp_quant {
 //   kRotated           amaxes only, also of rotated values
 //   kPlain             scales from this tile or given, rounding to nearest; 8 or 4 bits by kBits
 //   kTwin              plain, and the columnwise side is the same encoding, transposed
+//   kDelayed           the factor from a history; the columnwise side, if any, as in kTwin
 //   kAnchored          plain, but the scale is that of a longer run
 //   kFull              plain, and also stochastic rounding, rotation (4 bits) and delayed scaling (8 bits)
-enum class Work { kAbsent, kStatistics, kRotated, kPlain, kTwin, kAnchored, kFull };
+enum class Work { kAbsent, kStatistics, kRotated, kPlain, kTwin, kDelayed, kAnchored, kFull };
 
 // Block: the contraction block where it is known when the kernel is compiled, for blocks of one line whose amax is not
 // given: 16 (two-level; see runs_kernel.cuh), 32 (e8m0) or 128 (fp32); 0 reads all of that from the side.
@@ -38,7 +40,7 @@ struct Path {
   static constexpr Work kWork = W;
   static constexpr int kBlock = Block;
   static constexpr bool kEncodes = W >= Work::kPlain;
-  static constexpr bool kTwin = W == Work::kTwin;
+  static constexpr bool kTwin = W == Work::kTwin || W == Work::kDelayed, kDelayed = W == Work::kDelayed;
   static constexpr bool kAnchored = W == Work::kAnchored, kFull = W == Work::kFull;
   static constexpr bool kTakes4 = Bits == 4, kTakes8 = Bits == 8;
 
@@ -57,6 +59,7 @@ using Plain4 = Path<Work::kPlain, 4>;
 using Full8 = Path<Work::kFull, 8>;
 using Full4 = Path<Work::kFull, 4>;
 using Twin8 = Path<Work::kTwin, 8>;
+using Delayed8 = Path<Work::kDelayed, 8>;
 using Plain8x32 = Path<Work::kPlain, 8, 32>;
 using Plain8x128 = Path<Work::kPlain, 8, 128>;
 using Anchored8 = Path<Work::kAnchored, 8, 32>;
@@ -65,6 +68,52 @@ template <auto Value>
 struct Constant {
   static constexpr auto value = Value;
 };
+
+// act(x) * up, rounded where the separate operations round: bf16, columns in eights, rows of 16 bytes.
+template <Activation A>
+struct LoadGated {
+  using Value = BF16;
+  static constexpr Activation kActivation = A;
+};
+template <class In>
+constexpr bool kIsGated = false;
+template <Activation A>
+constexpr bool kIsGated<LoadGated<A>> = true;
+
+template <class In, int Capacity>
+__device__ __forceinline__ void load_values(
+    Patch<typename In::Value>& p, const Launch<Capacity>& launch, const TensorArgs& t, int32_t row0, int32_t col0) {
+  if constexpr (kIsGated<In>) {
+    using Values = Eight<__nv_bfloat16>;
+    const auto* g = static_cast<const __nv_bfloat16*>(t.x) + row0 * t.row_stride + col0;
+    const auto* u = static_cast<const __nv_bfloat16*>(launch.up) + row0 * launch.up_stride + col0;
+#pragma unroll
+    for (int first = 0; first < 8; first += 4) {  // all at once would take too many registers
+      Values gs[4] = {}, us[4] = {};
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        if (row0 + first + k >= t.rows || col0 >= t.cols) continue;
+        gs[k] = Values::load(g + (first + k) * t.row_stride);
+        us[k] = Values::load(u + (first + k) * launch.up_stride);
+      }
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        float a[8], up[8], slope;
+        gs[k].widen(a), us[k].widen(up);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) activate<In::kActivation>(a[i], a[i], slope);
+        round_all<__nv_bfloat16>(a);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) a[i] *= up[i];
+        const Values h = Values::round(a);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) p.w[first + k][i] = h.w[i];
+      }
+    }
+  } else {
+    load_patch<In>(p, t, launch.input, row0, col0);
+  }
+}
 
 struct Smem {
   uint32_t maxima[8][16][8];  // [warp][group of columns][word]
@@ -158,6 +207,22 @@ __device__ __forceinline__ bool leads_block(int contraction, const Position& at)
 __device__ __forceinline__ void atomic_max(float* address, float v) {
   const uint32_t bits = bits_of(v) > 0x7F800000u ? 0x7FC00000u : bits_of(v);
   atomicMax(reinterpret_cast<uint32_t*>(address), bits);
+}
+
+// Encode factor and scale of a side with delayed scaling; the scale is right once the tensor's amax is known.
+__device__ __forceinline__ BlockScale delayed_scale(const Side& s, const SideBuffers& b) {
+  const float amax = __ldcg(b.amax), enc = __ldcg(b.enc);
+  if (!(enc > 0.0f)) return fp32_scale(amax, s);
+  const float factor = s.scale == ScaleKind::kFp32Pow2 ? __uint_as_float(bits_of(enc) & 0x7F800000u) : enc;
+  return {factor, bits_of(is_finite(amax) ? __fdiv_rn(1.0f, factor) : quiet_nan())};
+}
+
+// What follows from a delayed side's amax: one thread of a launch, or of the one after it.
+__device__ __forceinline__ void finish_delayed(const Side& s, const SideBuffers& b) {
+  if (!s.present() || b.enc == nullptr) return;
+  *static_cast<uint32_t*>(b.scale) = delayed_scale(s, b).stored;
+  const float amax = __ldcg(b.amax);
+  if (b.record != nullptr && is_finite(amax)) *b.record = fmaxf(*b.record, amax);
 }
 
 // A block of one line that goes on in other tiles.
@@ -441,7 +506,7 @@ __device__ __forceinline__ void store_scales(
 // twin: the columnwise side of Work::kTwin, which is stored from the same codes.
 template <bool Columnwise, class P, class V>
 __device__ __forceinline__ void encode(
-    const Patch<V>& p, const Side& s, const SideBuffers& b, const Tile& tile, int32_t tiles, const Side* twin_side,
+    const Patch<V>& p, const Side& s, const SideBuffers& b, const Tile& tile, const Side* twin_side,
     const SideBuffers* twin, Smem& smem, const Position& at) {
   const Place place = tile.place<Columnwise>(at);
   const bool one_block = P::outer(s) != 1;  // the thread's lines share their block
@@ -526,18 +591,11 @@ __device__ __forceinline__ void encode(
     if ((threadIdx.x & 31) == 0 && counts != 0) atomicAdd(&smem.guard[Columnwise], counts);
   }
   if constexpr (P::kFull && P::kTakes8) {
-    if (delayed && __ldcg(b.enc) > 0.0f) {
-      const uint32_t bits = bits_of(__ldcg(b.enc));
+    if (delayed) {
+      const float factor = delayed_scale(s, b).enc;
 #pragma unroll
-      for (int k = 0; k < 8; ++k) f.enc[k] = __uint_as_float(s.scale == ScaleKind::kFp32Pow2 ? bits & 0x7F800000u : bits);
-    }
-    if (delayed && threadIdx.x == 0) {  // the tile that comes last knows the tensor's amax
-      atomic_max(b.amax, tile_amax);
-      __threadfence();
-      if (atomicAdd(b.counter, 1u) == static_cast<uint32_t>(tiles) - 1) {
-        __threadfence();
-        *static_cast<float*>(b.scale) = is_finite(__ldcg(b.amax)) ? __fdiv_rn(1.0f, f.enc[0]) : quiet_nan();
-      }
+      for (int k = 0; k < 8; ++k) f.enc[k] = factor;
+      if (threadIdx.x == 0 && !b.amax_given) atomic_max(b.amax, tile_amax);
     }
   }
   if (!delayed) store_scales<Columnwise, P>(stored, s, b, tile, smem, at);
@@ -563,6 +621,34 @@ __device__ __forceinline__ void encode(
     if (s.transposed) return emit(Constant<true>());
   }
   emit(Constant<false>());
+}
+
+// Both sides by one factor from a history, with the largest magnitude of every warp on the way.
+template <class V>
+__device__ __forceinline__ void encode_delayed(
+    const Patch<V>& p, const Side& s, const SideBuffers& b, const Tile& tile, Smem& smem, const Position& at) {
+  if (!b.amax_given) {
+    Maxima<V> m = col_maxima(p);
+    m.level();
+    const uint32_t largest = __reduce_max_sync(0xFFFFFFFFu, bits_of(m[0]));
+    if ((threadIdx.x & 31) == 0) smem.lines[0][at.warp] = largest;
+  }
+  LineFactors f;
+  const float factor = delayed_scale(s, b).enc;
+#pragma unroll
+  for (int k = 0; k < 8; ++k) f.enc[k] = factor;
+  s.element == Element::kE5M2 ? emit_codes<false, false, true, Rounding::kE5M2>(p, f, s, b, tile, smem, at)
+                              : emit_codes<false, false, true, Rounding::kE4M3>(p, f, s, b, tile, smem, at);
+}
+
+// The tile's largest magnitude to memory, or what follows from an amax that was known.
+__device__ __forceinline__ void finish_tile_delayed(const Side (&side)[2], const SideBuffers (&b)[2], const Smem& smem) {
+  if (b[0].amax_given) {
+    if (blockIdx.x == 0 && threadIdx.x < 2) finish_delayed(side[threadIdx.x], b[threadIdx.x]);
+  } else if (threadIdx.x < 32) {
+    const uint32_t largest = __reduce_max_sync(0xFFFFFFFFu, threadIdx.x < kThreads / 32 ? smem.lines[0][threadIdx.x] : 0);
+    if (threadIdx.x == 0) atomic_max(b[0].amax, __uint_as_float(largest));
+  }
 }
 
 // One-byte scales from shared memory.
@@ -644,8 +730,8 @@ __device__ __forceinline__ bool needs_none(const Side& s, const SideBuffers& b) 
 // Statistics, or codes, of one direction; rotated values are made where they are needed.
 template <bool Columnwise, class P, class V>
 __device__ __forceinline__ void run_side(
-    bool statistics, const Patch<V>& p, const Side& s, const SideBuffers& b, const Tile& tile, int32_t tiles,
-    const Side* twin_side, const SideBuffers* twin, Smem& smem, const Position& at) {
+    bool statistics, const Patch<V>& p, const Side& s, const SideBuffers& b, const Tile& tile, const Side* twin_side,
+    const SideBuffers* twin, Smem& smem, const Position& at) {
   if constexpr (P::kWork == Work::kAbsent) {
     return;
   } else {
@@ -657,7 +743,8 @@ __device__ __forceinline__ void run_side(
         if constexpr (P::kFull) {
           if (statistics) return collect<Columnwise>(patch, s, b, tile, smem, at);
         }
-        encode<Columnwise, P>(patch, s, b, tile, tiles, twin_side, twin, smem, at);
+        if constexpr (P::kDelayed) return encode_delayed(patch, s, b, tile, smem, at);
+        encode<Columnwise, P>(patch, s, b, tile, twin_side, twin, smem, at);
       }
     };
     if constexpr (P::kWork == Work::kRotated || (P::kFull && P::kTakes4)) {
@@ -694,11 +781,11 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(const __g
     if (needs_none(row, t.side[0]) && needs_none(col, t.side[1])) return;
   }
   Patch<typename In::Value> p;
-  load_patch<In>(p, t, launch.input, tile.row0 + at.row(), tile.col0 + at.col());
+  load_values<In>(p, launch, t, tile.row0 + at.row(), tile.col0 + at.col());
   if constexpr (kOnlyStatistics || Row::kFull || Col::kFull) {
     if (launch.phases & kStatistics) {
-      run_side<false, Row>(true, p, row, t.side[0], tile, launch.tiles, nullptr, nullptr, smem, at);
-      run_side<true, Col>(true, p, col, t.side[1], tile, launch.tiles, nullptr, nullptr, smem, at);
+      run_side<false, Row>(true, p, row, t.side[0], tile, nullptr, nullptr, smem, at);
+      run_side<true, Col>(true, p, col, t.side[1], tile, nullptr, nullptr, smem, at);
       if (crosses_tiles(row) || crosses_tiles(col)) {
         __syncthreads();
         flush_lines(launch.side, t.side, tile, smem);
@@ -715,9 +802,10 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(const __g
     }
     if constexpr (kFactors) fill_factors(launch.side, t.side, smem.factors);
     if constexpr (kGuards || kFactors) __syncthreads();
-    run_side<false, Row>(false, p, row, t.side[0], tile, launch.tiles, &col, &t.side[1], smem, at);
-    run_side<true, Col>(false, p, col, t.side[1], tile, launch.tiles, nullptr, nullptr, smem, at);
+    run_side<false, Row>(false, p, row, t.side[0], tile, &col, &t.side[1], smem, at);
+    run_side<true, Col>(false, p, col, t.side[1], tile, nullptr, nullptr, smem, at);
     __syncthreads();
+    if constexpr (Row::kDelayed) finish_tile_delayed(launch.side, t.side, smem);
     if constexpr (kGuards) {
       if (threadIdx.x < 2 && t.side[threadIdx.x].guard != nullptr && smem.guard[threadIdx.x] != 0) {
         auto* guard = reinterpret_cast<unsigned long long*>(t.side[threadIdx.x].guard);

@@ -19,6 +19,8 @@ cudaError_t launch_quantize(const Launch<1>& launch, cudaStream_t stream) {
   if (buffers[0].anchor != nullptr || buffers[1].anchor != nullptr) return launch_anchored(launch, stream);
   if (takes_runs(launch)) return launch_runs(launch, stream);
   if (is_wide(launch.input)) return launch_wide(launch, stream);
+  if (launch.up != nullptr) return launch_gated(launch, stream);
+  if (takes_delayed(launch)) return launch_delayed(launch, stream);
   const bool full = launch.barrier != nullptr || (row.present() && is_full(row, buffers[0])) ||
                     (col.present() && is_full(col, buffers[1]));
   if (full) return row.four_bit() || col.four_bit() ? launch_full4(launch, stream) : launch_full8(launch, stream);

@@ -253,7 +253,7 @@ ROWS = (
     Row("decode mxfp8 columnwise", None, None, decodes(MX_COL)),
     Row("decode nvfp4", .85, .92, decodes(NV_ROW)),
     Row("fp8_tensor row + transposed, known", .70, .85, quantizes(*both(TENSOR), known=True, transposed=True)),
-    Row("fp8_tensor row + transposed, delayed", None, None, quantizes(*both(TENSOR), delayed=True, transposed=True)),
+    Row("fp8_tensor row + transposed, delayed", 0.70, 0.85, quantizes(*both(TENSOR), delayed=True, transposed=True)),
     Row("fp8_tensor row + transposed, current", .50, .60, quantizes(*both(TENSOR), transposed=True)),
     Row("fp8_row row, current", None, None, quantizes(encoding(ROW, ROWWISE))),
     Row("fp8_row row + transposed, current", None, None, quantizes(*both(ROW), transposed=True)),

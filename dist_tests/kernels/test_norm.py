@@ -152,6 +152,50 @@ def test_an_amax_from_the_producer_changes_no_bit(name: str, monkeypatch):
         assert_same_bytes(known[what], want, what)
 
 
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_an_activation_quantized_as_it_is_made_changes_no_bit(name: str, monkeypatch):
+    """If false, a model depends on whether the input of its last layer was written to memory."""
+    x, dy = on_gpu(2, 136, 256, seed=4), on_gpu(2, 136, 256, seed=5)
+    for activation in ("swiglu", "geglu", "reglu"):
+        results = []
+        for is_deferred in (True, False):
+            monkeypatch.undo()
+            if not is_deferred:
+                monkeypatch.setattr(fq.Linear, "takes_source", lambda self, x: False)
+            module, seen = mlp(name, activation=activation), []
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+            for _ in range(2):  # the second with a history
+                seen.append({what: t.clone() for what, t in run(module, x, dy).items()})
+                optimizer.step()
+            with torch.no_grad():
+                seen.append({"y": module.eval()(x)})
+            results.append(seen)
+        for i, (one, other) in enumerate(zip(*results)):
+            for what, want in other.items():
+                assert_same_bytes(one[what], want, f"{activation}, step {i}: {what}")
+
+
+@pytest.mark.parametrize("name", ("fp8_block", "fp8_delayed"))
+def test_an_activation_is_quantized_as_it_is_made_unless_someone_looks(name: str):
+    """If false, the widest tensor of a block is written and read again for nothing; or a hook sees values that are not there."""
+    module, x, seen = mlp(name), on_gpu(2, 128, 256, seed=4), []
+    gradient = on_gpu(2, 128, 256, seed=5)
+    want = run(module, x, gradient)
+
+    def kernels() -> int:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            run(module, x, gradient)
+        return sum(e.count for e in profile.key_averages() if "activation_kernel" in e.key)
+
+    assert kernels() == 1  # the backward
+    hook = module.down_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach().clone()))
+    got = run(module, x, gradient)
+    assert seen[0].shape == (2, 128, 512) and seen[0].stride(-1) == 1 and seen[0].float().std() > 0
+    hook.remove()
+    for what, tensor in want.items():
+        assert_same_bytes(got[what], tensor, what)
+
+
 def test_a_written_tensor_has_no_amax_of_before():
     """If false, codes of a tensor that was scaled in place after its kernel saturate."""
     layer = fq.convert(torch.nn.Sequential(torch.nn.Linear(512, 256, bias=False, dtype=BF16, device="cuda")), fq.recipes.fp8_current())

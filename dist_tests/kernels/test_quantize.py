@@ -258,6 +258,24 @@ def test_codes_with_a_history_are_the_references(name: str):
                 expected.assert_encoded(got, w, e, f"{what}, alone")
 
 
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_tensor_e5m2", "fp8_tensor_pow2"])
+def test_one_read_with_a_history_serves_both_directions(name: str):
+    """If false, codes of delayed scaling are not those of its two directions, or their amax is of a part of the tensor."""
+    row, col = expected.both(name)
+    for i, (shape, kind) in enumerate((s, k) for s in ((33, 47), (1000, 72), LARGE) for k in ("gauss", "inf", "nan")):
+        dtype, seen = expected.INPUTS[i % 4]
+        x = inputs(*shape, kind, dtype, seed=i)
+        for factor in (0.0, 3.7):
+            enc = torch.tensor([factor], device=expected.DEVICE)
+            amax = reference.statistics(reference.prepared(expected.seen(x, seen), row), row)[0]
+            for given in (None, (amax, None)):
+                made = native.quantize(x, [row, col], 0, seen is BF16, given and [given] * 2, None, [enc] * 2, [False, True])
+                for e, (data, scale, _, found), turned in zip((row, col), made, (False, True)):
+                    got = dispatch.Encoded(data.t().contiguous() if turned else data, scale, None, found)
+                    what = f"{name} {e.direction} {shape} {kind} {dtype} as {seen}, factor {factor}, amax given {given is not None}"
+                    expected.assert_encoded(got, encoded(x, e, enc=enc, dtype=seen), e, what)
+
+
 @pytest.mark.parametrize("other", ["fp8_row", "mxfp8", "mxfp8_sr", "nvfp4", "nvfp4_rht_sr", "fp8_128x128"])
 def test_a_history_of_one_direction_leaves_the_other_alone(other: str):
     """If false, a hybrid of delayed and current scaling scales one direction by the other's factor."""

@@ -15,6 +15,7 @@ from dist_tests.kernels.test_gemm import RECIPES
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
 from fsdp_quant.modules import linear_op
+from fsdp_quant.ops import native
 
 pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
 
@@ -76,6 +77,38 @@ def test_a_step_is_that_of_its_parts(name: str, monkeypatch):
             for what, tensor in parts.items():
                 laws.assert_same_bytes(one[what].cpu(), tensor.cpu(), f"{name} {shape} bias {bias}: {what}")
             assert told == wanted, f"{name} {shape} bias {bias}"
+
+
+@pytest.mark.parametrize("bad", [None, float("inf"), float("nan")])
+def test_a_history_collects_the_same_amax_whoever_finds_it(bad: float | None, monkeypatch):
+    """If false, the next step's scale depends on who took an amax, or an overflow of one step spoils the next ones."""
+    x, dy = batch()
+    with torch.no_grad():
+        if bad is not None:
+            x[1, 5, 77] = bad
+    for factor in (0.0, 3.7):
+        results = []
+        for who in ("kernel", "producer", "parts"):
+            monkeypatch.undo()
+            if who == "parts":
+                monkeypatch.setattr(linear_op, "_is_one_call", lambda *args: False)
+            module = layer("fp8_delayed")
+            module(x), counters.reset()
+            for history in module._weight_state.histories.values():
+                history.amaxes.zero_()
+                history.amaxes[0] = 2.0**-20
+                history.enc.fill_(factor)
+            again, gradient = x.detach().clone().requires_grad_(), dy.clone()
+            if who == "producer":
+                for t in (again, gradient):
+                    native.remember_amax(t, t.detach().abs().amax().float().view(1))
+            y = module(again)
+            y.backward(gradient)
+            made = {"y": y.detach(), "dx": again.grad, "dw": module.weight.grad}
+            results.append(made | {str(k): h.amaxes for k, h in module._weight_state.histories.items()})
+        for other in results[1:]:
+            for what, want in results[0].items():
+                laws.assert_same_bytes(other[what].cpu(), want.cpu(), f"{what}, factor {factor}")
 
 
 @pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "mxfp8", "nvfp4", "mxfp8/nvfp4"])

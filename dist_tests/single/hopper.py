@@ -363,13 +363,16 @@ class Operators:
 
     def linear_step(self, x, weight, bias, operand, plan, version, save, step, ids, guard, *lists):
         """Checked as csrc/api/linear.cpp does; the node of autograd is a Python one."""
-        factors, grad_factors, histories, grad_histories, codes, columnwise, stamps = lists
+        factors, grad_factors, histories, grad_histories, codes, columnwise, stamps, source, activation = lists
         call = SimpleNamespace(
             number=plan, version=version, save=save, step=step, ids=ids, guard=guard, factors=(factors, grad_factors),
             histories=(histories, grad_histories), columnwise=columnwise, stamps=stamps,
             stamped=[t._version for t in stamps], **vars(self.plans[plan]),
         )
         refuse(x.dtype is not torch.bfloat16, f"x is {x.dtype}")
+        refuse(source and save and call.saves_input, "the layer keeps the input itself")
+        refuse(source and [t.shape for t in source] != [x.shape] * 2, "source")
+        call.source = (*source, activation) if source else None
         if not torch.is_grad_enabled() or weight is None:
             with torch.no_grad():
                 return self._step_forward(call, x, bias, operand, codes)[0]
@@ -437,7 +440,7 @@ class Operators:
 
     def _step_forward(self, call, x, bias, operand, codes) -> tuple[list[Tensor], list[Tensor]]:
         """([y, codes of x], what the backward keeps)."""
-        rows = _matrix(x)
+        rows = _matrix(norm.reference_activation(*call.source) if call.source else x)
         readings, col = call.slots[0], call.save and not call.saves_input
         wanted = self._wanted(readings, True, col)
         if codes:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from ..ops import norm
 from ..ops.norm import ACTIVATIONS
 from ..recipe import Recipe
 from .linear import Linear
+from .linear_op import Source
 from .norm import Norm
-from .norm_op import activate
+from .norm_op import activate, deferred
 
 
 class LayerNormMLP(nn.Module):
@@ -47,11 +49,16 @@ class LayerNormMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         normal, x = self.norm.beside(x)
         up, kind = self.up_proj(normal), ACTIVATIONS[self.activation].kind
-        h = activate(up, None, kind) if self.gate_proj is None else activate(self.gate_proj(normal), up, kind)
-        y = self.down_proj(h)
+        y = self.down_proj(activate(up, None, kind)) if self.gate_proj is None else self._down(self.gate_proj(normal), up, kind)
         if self.residual:
             y = x + y
         return (y, normal) if self.return_layernorm_output else y
+
+    def _down(self, gate: Tensor, up: Tensor, kind: int) -> Tensor:
+        """down(act(gate) * up), whose input is quantized as it is made where the layer alone reads it."""
+        if self.down_proj.takes_source(gate) and norm.runs_whole(gate, up):
+            return self.down_proj(deferred(gate, up, kind), Source(gate, up, kind))
+        return self.down_proj(activate(gate, up, kind))
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}" + (", residual=True" if self.residual else "")

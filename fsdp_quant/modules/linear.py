@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 
@@ -18,7 +19,7 @@ from ..tensor.fsdp_hooks import FSDPHooks
 from ..tensor.master_weight import MasterWeight, WeightState, wrap
 from ..tensor.torch_compat import local_of
 from .graph_op import Site, graph_linear
-from .linear_op import linear, weight_state
+from .linear_op import Source, linear, takes_source, weight_state
 from .plan import PRODUCTS, GemmPlan, build_plan
 
 
@@ -52,7 +53,8 @@ class Linear(nn.Linear):
     def plan(self) -> GemmPlan:
         return self._plan
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, source: Source | None = None) -> Tensor:
+        """source: of an x without values, where `takes_source` said so."""
         x, weight, plan = self.checked(x), self.weight, self._plan
         override = current_autocast()
         if override is not None:
@@ -61,7 +63,15 @@ class Linear(nn.Linear):
         save = weight.requires_grad and grad
         if torch.compiler.is_compiling():
             return graph_linear(x, weight, self.bias, self._handle, plan.key, save, grad, self.training)
-        return self.multiply(linear, x, weight, self.bias, plan, save, grad, self.training)
+        operator = linear if source is None else functools.partial(linear, source=source)
+        return self.multiply(operator, x, weight, self.bias, plan, save, grad, self.training)
+
+    def takes_source(self, x: Tensor) -> bool:
+        """An input like x may be made by the kernel that quantizes it: nothing else would see its values."""
+        if torch.compiler.is_compiling() or torch_compat.has_hooks(self) or type(self) is not Linear:
+            return False
+        overridden = "forward" in self.__dict__ or current_autocast() is not None or torch.is_autocast_enabled(x.device.type)
+        return not (overridden or isinstance(self.weight, DTensor)) and takes_source(x, self.weight, self.bias, self._plan)
 
     def checked(self, x: Tensor) -> Tensor:
         """x in the dtype of its products. Raises for what no product takes, naming the module."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import MutableMapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +49,14 @@ _library.define(
 )
 
 SLOTS = QUANTIZED_TYPES
+
+
+class Source(NamedTuple):
+    """What an input is made of: act(gate) * up; kind: `ops.norm.KINDS`."""
+
+    gate: Tensor
+    up: Tensor
+    kind: int
 
 
 def slot_ids(name: str) -> Tensor:
@@ -150,16 +159,27 @@ def _is_one_call(resolved: Resolved, x: Tensor, n: int, bias: Tensor | None = No
     return size != 0 and not (cols % 16 or n % 16 or size // cols % 16)
 
 
-def _step(x, weight, bias, plan, resolved, save, step, ids, guard, factors, grad_factors, histories, grad_histories, edge):
+def takes_source(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan) -> bool:
+    """`linear` may be given a source instead of x: it is one call, which neither multiplies nor keeps x itself."""
+    return (
+        not torch_compat.dispatch_is_watched() and plan.saves != "input" and plan.input.rowwise.fmt.is_quantized
+        and _is_one_call(plan.resolved(x.dtype, x.device), x, weight.shape[0], bias)
+    )
+
+
+def _step(
+    x, weight, bias, plan, resolved, save, step, ids, guard, factors, grad_factors, histories, grad_histories, edge, source=None
+):
     """(y, the codes that the backward keeps), in one call; with `edge`, the parameter, y has its autograd node."""
     operand = list(_weight_storage(weight, ROWWISE, plan, x.dtype, save).buffers().values())
-    key = None if resolved.shared is None else (resolved.shared, save)
+    key = None if resolved.shared is None or source is not None else (resolved.shared, save)
     kept = codes = None if key is None else _LAST_INPUT.codes(x, key, guard)
     if writers.checking:
         codes = None  # made again, and compared
     y, *made = native.linear_step(
         x, edge, bias, operand, resolved.call, _version_of(weight), save, step, ids, guard, factors, grad_factors,
         histories, grad_histories, codes or [], *_kept_operand(weight, plan, resolved, x.dtype, save and edge is not None),
+        *([], 0) if source is None else ([source.gate, source.up], source.kind),
     )
     if codes is not kept and any(map(writers.bytes_apart, kept, made)):
         raise StaleWeightError(
@@ -337,12 +357,13 @@ class _Eager(torch.autograd.Function):
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, save: bool, step: Tensor, ids: Tensor,
     guard: Tensor | None, factors: list[Tensor], grad_factors: list[Tensor], histories: list[Tensor],
-    grad_histories: list[Tensor],
+    grad_histories: list[Tensor], source: Source | None = None,
 ) -> Tensor:
     """y; the operator itself only where something looks at operators.
 
     factors, grad_factors:      of the delayed sides of the input, and of the gradient.
     histories, grad_histories:  where their amaxes go; empty: nowhere.
+    source:                     of x, which has a shape and a node of autograd, but no values; see `takes_source`.
     """
     watched = torch_compat.dispatch_is_watched()
     if not watched:
@@ -350,8 +371,10 @@ def linear(
         if _is_one_call(resolved, x, weight.shape[0], bias):
             return _step(
                 x, weight, bias, plan, resolved, save, step, ids, guard, factors, grad_factors, histories,
-                grad_histories, weight,
+                grad_histories, weight, source,
             )[0]
+    if source is not None:
+        raise ValueError("the input of this layer was not made, as one call was to make it; see takes_source")
     inputs = (x, weight, bias, plan.key, save, step, ids, guard, factors, grad_factors, grad_histories)
     if watched:
         y, _, amaxes = torch.ops.fsdp_quant.linear(*inputs)

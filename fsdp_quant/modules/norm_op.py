@@ -2,6 +2,7 @@
 
     normalize   y = norm(x) * gamma + beta      saves x, gamma, rstd (and mean)
     activate    h = act(g), or act(g) * u       saves g and u; act(g) and h are made again
+    deferred    the same, without values: whoever reads h makes them
 
 A kernel that writes a tensor that is quantized next leaves the tensor's amaxes with it. Compiled graphs, and whatever looks
 at operators, get the same as `graph_norm` and `graph_activation`.
@@ -64,6 +65,16 @@ class _Activate(torch.autograd.Function):
         return dg, du, None
 
 
+class _Defer(_Activate):
+    """h with its shape and its node, and one element of memory."""
+
+    @staticmethod
+    def forward(ctx, g, u, kind):
+        ctx.save_for_backward(g, u)
+        ctx.kind = kind
+        return g.new_empty(()).expand(g.shape)
+
+
 def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor, Tensor]:
     """(y, x): use the second in the place of x where both are used, as in x + f(y)."""
     if torch.compiler.is_compiling() or torch_compat.dispatch_is_watched():
@@ -76,6 +87,11 @@ def activate(g: Tensor, u: Tensor | None, kind: int) -> Tensor:
     if torch.compiler.is_compiling() or torch_compat.dispatch_is_watched():
         return torch.ops.fsdp_quant.graph_activation(g, u, kind)
     return _Activate.apply(g, u, kind)
+
+
+def deferred(g: Tensor, u: Tensor, kind: int) -> Tensor:
+    """`activate` of which only the shape and the gradient are wanted: the values are made where they are quantized."""
+    return _Defer.apply(g, u, kind)
 
 
 # What graphs hold #

@@ -75,6 +75,12 @@ def _runs(x: Tensor, *others: Tensor | None, widest: int | None = None) -> bool:
     return (widest is None or cols <= widest) and all(t is None or t.dtype is x.dtype for t in others)
 
 
+def runs_whole(g: Tensor, u: Tensor) -> bool:
+    """A kernel takes both as they are: plain tensors of one shape, in rows of 16 bytes."""
+    whole = all(type(t) is Tensor and t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (g, u))
+    return g.shape == u.shape and _runs(g, u) and whole
+
+
 def activation(g: Tensor, u: Tensor | None, kind: int) -> tuple[Tensor, Tensor | None]:
     """(act(g), or act(g) * u; its amaxes, from a kernel)."""
     return native.activation(g, u, kind) if _runs(g, u) else (reference_activation(g, u, kind), None)

@@ -239,6 +239,16 @@ def dispatch_is_watched() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Someone looks at the inputs, outputs or gradients of this module, or of all."""
+    every = torch.nn.modules.module
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        or every._global_forward_hooks or every._global_forward_pre_hooks or every._global_backward_hooks
+        or every._global_backward_pre_hooks
+    )
+
+
 def checkpoint_hook() -> object | None:
     """The saved-tensor hook of the non-reentrant `torch.utils.checkpoint` that will recompute what runs now, or None.
 

@@ -1,0 +1,71 @@
+// Delayed scaling: bf16 values, codes of both sides by one factor, rounded to nearest, and the amax on the way.
+#include "quantize/instances.cuh"
+#include "quantize/quantize_kernel.cuh"
+
+namespace fsdp_quant {
+
+namespace {
+
+// A few blocks for all tiles, as they find almost always that there is a history.
+template <class In>
+__global__ void __launch_bounds__(kThreads) first_amax_kernel(const __grid_constant__ Launch<1> launch) {
+  const SideBuffers(&b)[2] = launch.tensors[0].side;
+  if (needs_none(launch.side[0], b[0]) && needs_none(launch.side[1], b[1])) return;
+  using V = typename In::Value;
+  const Position at;
+  uint32_t largest = 0;
+  for (int32_t n = blockIdx.x; n < launch.tiles; n += gridDim.x) {
+    const Tile tile = tile_of(launch.tensors[0], n);
+    Patch<V> p;
+    load_values<In>(p, launch, launch.tensors[0], tile.row0 + at.row(), tile.col0 + at.col());
+    Maxima<V> m = col_maxima(p);
+    m.level();
+    largest = max(largest, bits_of(m[0]));
+  }
+  largest = __reduce_max_sync(0xFFFFFFFFu, largest);
+  if ((threadIdx.x & 31) != 0) return;
+  for (int d = 0; d < 2; ++d)
+    if (launch.side[d].present() && !b[d].amax_given) atomic_max(b[d].amax, __uint_as_float(largest));
+}
+
+__global__ void delayed_scales_kernel(const __grid_constant__ Launch<1> launch) {
+  for (int d = 0; d < 2; ++d) finish_delayed(launch.side[d], launch.tensors[0].side[d]);  // both may record in one history
+}
+
+template <class In>
+cudaError_t launch_first(const Launch<1>& launch, int processors, cudaStream_t stream) {
+  first_amax_kernel<In><<<launch.tiles < 2 * processors ? launch.tiles : 2 * processors, kThreads, 0, stream>>>(launch);
+  return cudaGetLastError();
+}
+
+template <class In>
+cudaError_t launch_made(const Launch<1>& launch, cudaStream_t stream) {
+  return takes_delayed(launch) ? launch_instance<In, Delayed8, Absent, 1, 3>(launch, stream)
+                               : launch_instance<In, Plain8x128, Plain8x128, 1, 3>(launch, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_first_amax(const Launch<1>& launch, int processors, cudaStream_t stream) {
+  if (launch.up == nullptr)
+    return is_wide(launch.input) ? launch_first<LoadF32>(launch, processors, stream)
+                                 : launch_first<LoadBF16>(launch, processors, stream);
+  return launch.activation == Activation::kSilu ? launch_first<LoadGated<Activation::kSilu>>(launch, processors, stream)
+                                                : launch_first<LoadGated<Activation::kGelu>>(launch, processors, stream);
+}
+
+cudaError_t launch_delayed_scales(const Launch<1>& launch, cudaStream_t stream) {
+  delayed_scales_kernel<<<1, 1, 0, stream>>>(launch);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_delayed(const Launch<1>& launch, cudaStream_t stream) {
+  return launch_instance<LoadBF16, Delayed8, Absent, 1, 3>(launch, stream);
+}
+
+cudaError_t launch_gated(const Launch<1>& launch, cudaStream_t stream) {
+  return launch.activation == Activation::kSilu ? launch_made<LoadGated<Activation::kSilu>>(launch, stream)
+                                                : launch_made<LoadGated<Activation::kGelu>>(launch, stream);
+}
+
+}  // namespace fsdp_quant
