@@ -25,21 +25,24 @@ Values values_of(const at::Tensor& x, const char* name) {
   }
 }
 
-// [rows, cols] of which 16 bytes can be read anywhere: `like`'s shape, dtype and device.
-void check_matrix(const at::Tensor& t, const char* name, const at::Tensor& like) {
+// The rows [rows, cols] of t [.., cols], of which 16 bytes can be read anywhere: `like`'s shape, dtype and device. Results are
+// not views, since users may write them in place; so the operators take tensors as they are.
+at::Tensor rows_of(const at::Tensor& t, const char* name, const at::Tensor& like) {
   check_cuda(t, name);
-  TORCH_CHECK_VALUE(t.dim() == 2 && t.sizes() == like.sizes() && t.scalar_type() == like.scalar_type() &&
+  TORCH_CHECK_VALUE(t.dim() > 0 && t.sizes() == like.sizes() && t.scalar_type() == like.scalar_type() &&
                         t.device() == like.device(), name, " is ", t.scalar_type(), " ", t.sizes(), " on ", t.device(),
                     "; wanted ", like.scalar_type(), " ", like.sizes(), " on ", like.device());
-  TORCH_CHECK_VALUE(t.numel() > 0 && t.size(1) % 8 == 0, name, " has shape ", t.sizes(),
+  TORCH_CHECK_VALUE(t.numel() > 0 && t.size(-1) % 8 == 0, name, " has shape ", t.sizes(),
                     "; wanted at least one row, and columns in eights");
-  TORCH_CHECK_VALUE(t.stride(1) == 1 && is_aligned(t.const_data_ptr(), 16) &&
-                        (t.size(0) == 1 || t.stride(0) * t.element_size() % 16 == 0), name, " has strides ", t.strides(),
-                    "; wanted contiguous rows that begin at multiples of 16 bytes");
+  const at::Tensor rows = t.dim() == 2 ? t : t.view({-1, t.size(-1)});
+  TORCH_CHECK_VALUE(rows.stride(1) == 1 && is_aligned(t.const_data_ptr(), 16) &&
+                        (rows.size(0) == 1 || rows.stride(0) * t.element_size() % 16 == 0), name, " has strides ",
+                    t.strides(), "; wanted contiguous rows that begin at multiples of 16 bytes");
+  return rows;
 }
 
 void check_line(const at::Tensor& t, const char* name, const at::Tensor& x) {
-  check_buffer(t, name, x, x.scalar_type(), x.size(1));
+  check_buffer(t, name, x, x.scalar_type(), x.size(-1));
   TORCH_CHECK_VALUE(is_aligned(t.const_data_ptr(), 16), name, " does not begin at a multiple of 16 bytes");
 }
 
@@ -50,23 +53,21 @@ at::Tensor new_amax(const at::Tensor& like, cudaStream_t stream) {
 }
 
 ActivationArgs activation_args(const at::Tensor& g, const MaybeTensor& u, const at::Tensor* dh) {
-  check_matrix(g, "g", g);
-  if (u.has_value()) check_matrix(*u, "u", g);
-  if (dh != nullptr) check_matrix(*dh, "dh", g);
+  const at::Tensor rows = rows_of(g, "g", g);
   constexpr int64_t kMost = 65535 * 128, kLargest = std::numeric_limits<int32_t>::max() - 1024;
-  TORCH_CHECK_VALUE(g.size(0) <= kMost && g.size(1) <= kLargest, "g has shape ", g.sizes(), "; wanted at most [", kMost,
-                    ", ", kLargest, "]");
   ActivationArgs a = {};
-  a.rows = g.size(0), a.cols = g.size(1);
-  a.g = g.const_data_ptr(), a.g_stride = g.stride(0);
-  if (u.has_value()) a.u = u->const_data_ptr(), a.u_stride = u->stride(0);
-  if (dh != nullptr) a.dh = dh->const_data_ptr(), a.dh_stride = dh->stride(0);
+  a.rows = rows.size(0), a.cols = rows.size(1);
+  TORCH_CHECK_VALUE(a.rows <= kMost && a.cols <= kLargest, "g has shape ", g.sizes(), "; wanted at most [", kMost, ", ",
+                    kLargest, "]");
+  a.g = g.const_data_ptr(), a.g_stride = rows.stride(0);
+  if (u.has_value()) a.u_stride = rows_of(*u, "u", g).stride(0), a.u = u->const_data_ptr();
+  if (dh != nullptr) a.dh_stride = rows_of(*dh, "dh", g).stride(0), a.dh = dh->const_data_ptr();
   return a;
 }
 
 // Amaxes of results like g: [count, AmaxesOf].
-at::Tensor new_lines(const at::Tensor& g, int64_t count) {
-  const AmaxesOf layout = {g.size(0), g.size(1)};
+at::Tensor new_lines(const at::Tensor& g, const ActivationArgs& args, int64_t count) {
+  const AmaxesOf layout = {args.rows, args.cols};
   at::Tensor amaxes = new_empty(g, {count, layout.size()}, at::kFloat);
   C10_CUDA_CHECK(cudaMemsetAsync(amaxes.mutable_data_ptr(), 0, amaxes.nbytes(), c10::cuda::getCurrentCUDAStream()));
   return amaxes;
@@ -84,7 +85,7 @@ std::tuple<at::Tensor, at::Tensor> activation(const at::Tensor& g, const MaybeTe
   ActivationArgs args = activation_args(g, u, nullptr);
   const c10::cuda::CUDAGuard guard(g.device());
   const at::Tensor h = new_empty(g, g.sizes(), g.scalar_type());
-  const at::Tensor amaxes = new_lines(g, 1);
+  const at::Tensor amaxes = new_lines(g, args, 1);
   args.out = h.mutable_data_ptr(), args.amaxes = amaxes.mutable_data_ptr<float>();
   launch(args, g, kind, false);
   return {h, amaxes};
@@ -99,25 +100,25 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> activation_backward(
   const c10::cuda::CUDAGuard guard(g.device());
   const at::Tensor dg = new_empty(g, g.sizes(), g.scalar_type());
   const at::Tensor du = u.has_value() ? new_empty(g, g.sizes(), g.scalar_type()) : new_empty(g, {0}, g.scalar_type());
-  const at::Tensor amaxes = new_lines(g, 1 + u.has_value());
+  const at::Tensor amaxes = new_lines(g, args, 1 + u.has_value());
   args.out = dg.mutable_data_ptr(), args.du = du.mutable_data_ptr(), args.amaxes = amaxes.mutable_data_ptr<float>();
   launch(args, g, kind, true);
   return {dg, du, amaxes};
 }
 
 NormArgs norm_args(const at::Tensor& x, const at::Tensor& weight, bool zero_centered) {
-  check_matrix(x, "x", x);
-  TORCH_CHECK_VALUE(x.is_contiguous() && x.size(1) <= kLargestWidth && x.size(0) <= std::numeric_limits<int32_t>::max(),
+  const at::Tensor rows = rows_of(x, "x", x);
+  TORCH_CHECK_VALUE(x.is_contiguous() && rows.size(1) <= kLargestWidth && rows.size(0) <= std::numeric_limits<int32_t>::max(),
                     "x has shape ", x.sizes(), " and strides ", x.strides(), "; wanted it contiguous, with at most ",
                     kLargestWidth, " columns");
   check_line(weight, "weight", x);
   NormArgs a = {};
   a.x = x.const_data_ptr(), a.weight = weight.const_data_ptr(), a.offset = zero_centered ? 1.0f : 0.0f;
-  a.rows = static_cast<int32_t>(x.size(0)), a.cols = static_cast<int32_t>(x.size(1));
+  a.rows = static_cast<int32_t>(rows.size(0)), a.cols = static_cast<int32_t>(rows.size(1));
   return a;
 }
 
-// y [rows, cols], its amax [1], rstd [rows], mean [rows] (empty of a root mean square).
+// y [.., cols], its amax [1], rstd [rows], mean [rows] (empty of a root mean square).
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm(
     const at::Tensor& x, const at::Tensor& weight, const MaybeTensor& bias, double eps, bool centred, bool zero_centered) {
   NormArgs args = norm_args(x, weight, zero_centered);
@@ -125,7 +126,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm(
   const c10::cuda::CUDAGuard guard(x.device());
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   const at::Tensor y = new_empty(x, x.sizes(), x.scalar_type()), amax = new_amax(x, stream);
-  const at::Tensor rstd = new_empty(x, {x.size(0)}, at::kFloat), mean = new_empty(x, {centred ? x.size(0) : 0}, at::kFloat);
+  const at::Tensor rstd = new_empty(x, {args.rows}, at::kFloat), mean = new_empty(x, {centred ? args.rows : 0}, at::kFloat);
   args.eps = static_cast<float>(eps);
   args.y = y.mutable_data_ptr(), args.amax = amax.mutable_data_ptr<float>(), args.rstd = rstd.mutable_data_ptr<float>();
   args.mean = centred ? mean.mutable_data_ptr<float>() : nullptr;
@@ -133,13 +134,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm(
   return {y, amax, rstd, mean};
 }
 
-// dx [rows, cols] (plus `residual`, after rounding), its amax [1], dweight [cols], dbias [cols] (empty unless has_bias).
+// dx [.., cols] (plus `residual`, after rounding), its amax [1], dweight [cols], dbias [cols] (empty unless has_bias).
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_backward(
     const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight, const MaybeTensor& residual, const at::Tensor& rstd,
     const at::Tensor& mean, bool zero_centered, bool has_bias) {
   NormArgs args = norm_args(x, weight, zero_centered);
   const auto check_like = [&](const at::Tensor& t, const char* name) {
-    check_matrix(t, name, x);
+    rows_of(t, name, x);
     TORCH_CHECK_VALUE(t.is_contiguous(), name, " has strides ", t.strides(), "; wanted it contiguous");
   };
   check_like(dy, "dy");

@@ -46,6 +46,19 @@ __device__ __forceinline__ __half2 cvt_f16x2_e5m2x2(uint32_t codes) {
   return *reinterpret_cast<__half2*>(&r);
 }
 
+// Within 2^-22 of 2^x, and within 2^-23 of 1 / x: relative; subnormal results are 0.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
 // 16 bytes that this kernel reads once.
 __device__ __forceinline__ uint4 ld_streaming(const void* p) {
   uint4 v;

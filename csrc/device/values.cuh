@@ -115,13 +115,11 @@ struct Magnitudes {
     for (int k = 0; k < kWords; ++k) all.w[k] = w[k];
     return widened(largest(all));
   }
-  // Of each of the eight places, into 8 floats of memory, which start at 0.
-  __device__ __forceinline__ void raise(float* to) const {
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const uint32_t bits = widened(kWide ? w[k % kWords] : k & 1 ? w[k / 2] >> 16 : w[k / 2] & 0xFFFFu);
-      atomicMax(reinterpret_cast<uint32_t*>(to) + k, bits);
-    }
+  // What one of these words holds into kWide ? 1 : 2 floats of memory, which start at 0.
+  __device__ __forceinline__ static void raise(uint32_t word, float* to) {
+    auto* const bits = reinterpret_cast<uint32_t*>(to);
+    atomicMax(bits, widened(kWide ? word : word & 0xFFFFu));
+    if constexpr (!kWide) atomicMax(bits + 1, widened(word >> 16));
   }
 };
 

@@ -6,17 +6,31 @@
 
 namespace fsdp_quant {
 
-// value: act(x); slope: act'(x).
-template <Activation A>
+// The normal distribution, and its density but for a factor, e = exp(-x^2 / 2): within 2^-23 of the former.
+// Source: Abramowitz and Stegun, 7.1.26.
+__device__ __forceinline__ float normal_cdf(float x, float& e) {
+  e = ptx::exp2_approx(x * x * -0.72134752044448170368f);
+  const float t = ptx::reciprocal_approx(fmaf(fabsf(x), 0.23164190f, 1.0f));
+  const float series = fmaf(t, fmaf(t, fmaf(t, fmaf(t, 0.530702715f, -0.726576015f), 0.710706870f), -0.142248368f), 0.127414796f);
+  const float tail = series * t * e;
+  return x < 0.0f ? tail : 1.0f - tail;
+}
+
+// value: act(x); slope: act'(x). What T rounds away is not computed.
+template <class T, Activation A>
 __device__ __forceinline__ void activate(float x, float& value, float& slope) {
   if constexpr (A == Activation::kSilu) {
-    const float s = __fdividef(1.0f, 1.0f + __expf(-x));
+    const float s = ptx::reciprocal_approx(1.0f + ptx::exp2_approx(x * -1.44269504088896340736f));
     value = x * s;
     slope = s * (1.0f + x * (1.0f - s));
   } else if constexpr (A == Activation::kGelu) {
-    const float cdf = 0.5f * (1.0f + erff(x * 0.70710678118654752440f));
+    float e, cdf;
+    if constexpr (Eight<T>::kWide)
+      cdf = 0.5f * (1.0f + erff(x * 0.70710678118654752440f)), e = __expf(-0.5f * x * x);
+    else
+      cdf = normal_cdf(x, e);
     value = x * cdf;
-    slope = cdf + x * 0.39894228040143267794f * __expf(-0.5f * x * x);
+    slope = cdf + x * 0.39894228040143267794f * e;
   } else if constexpr (A == Activation::kGeluTanh) {
     constexpr float kBeta = 0.79788456080286535588f, kKappa = 0.044715f;
     const float t = tanhf(kBeta * (x + kKappa * x * x * x));

@@ -5,19 +5,24 @@
 //
 // fp32 inside; rounding points are those of the two separate operations, so that fusing them changes nothing but the
 // last bits of exp, erf and tanh. `a` is made again in the backward, not kept.
-// Block: 128 threads, 128 rows of 1024 columns: a thread has 8 columns to itself, whose amaxes over runs, which anchor an
-// operand of wgrad, are collected by an atomic maximum each of every block; those of rows by one a warp.
+// Block: 128 rows of 256 columns, every eighth row a warp's: a lane has 8 columns to itself. Amaxes of columns over runs, which
+// anchor an operand of wgrad, are collected through shared memory and by an atomic maximum each of every block; those of
+// rows by one a warp.
 #include "norm/activate.cuh"
 
 namespace fsdp_quant {
 
 namespace {
 
-constexpr int kBlock = 128, kWidth = kBlock * 8, kRows = 128;
+constexpr int kWarps = 8, kBlock = kWarps * 32, kWidth = 32 * 8, kRows = 128;
 
 // Amaxes of one result: of rows at once, of columns and the whole at the end of the tile.
 template <class T>
 struct Collected {
+  static constexpr int kWords = 32 * Magnitudes<T>::kWords;  // of the tile's columns
+  struct Shared {
+    uint32_t words[kWarps][kWords], maxima[kWarps];
+  };
   Magnitudes<T> of_cols;
 
   __device__ __forceinline__ void take(const Eight<T>& e, uint32_t* of_row) {
@@ -25,13 +30,27 @@ struct Collected {
     const uint32_t largest = __reduce_max_sync(0xFFFFFFFFu, Magnitudes<T>::largest(e));
     if ((threadIdx.x & 31) == 0) atomicMax(of_row, Magnitudes<T>::widened(largest));
   }
+  // of_run: of the tile's columns, `cols` of them. All threads of the block.
+  __device__ __forceinline__ void store(float* whole, float* of_run, int32_t cols, Shared& smem) {
+    constexpr int kColsAWord = kWidth / kWords;
+#pragma unroll
+    for (int k = 0; k < Magnitudes<T>::kWords; ++k)
+      smem.words[threadIdx.x >> 5][(threadIdx.x & 31) * Magnitudes<T>::kWords + k] = of_cols.w[k];
+    raise_amax(whole, of_cols.largest(), smem.maxima);  // waits for all
+    const int32_t word = threadIdx.x;
+    if (word >= kWords || word * kColsAWord >= cols) return;
+    uint32_t largest = smem.words[0][word];
+#pragma unroll
+    for (int w = 1; w < kWarps; ++w) largest = Magnitudes<T>::larger(largest, smem.words[w][word]);
+    Magnitudes<T>::raise(largest, of_run + word * kColsAWord);
+  }
 };
 
 template <class T, Activation A, bool Gated, bool Backward>
-__global__ void __launch_bounds__(kBlock, Eight<T>::kWide ? 6 : 8) activation_kernel(const __grid_constant__ ActivationArgs args) {
+__global__ void __launch_bounds__(kBlock, Eight<T>::kWide ? 3 : 4) activation_kernel(const __grid_constant__ ActivationArgs args) {
   constexpr int kUnroll = Backward ? 2 : 4;
-  __shared__ uint32_t smem[2][kBlock / 32];
-  const int32_t col = blockIdx.x * kWidth + threadIdx.x * 8;
+  __shared__ typename Collected<T>::Shared smem[Backward && Gated ? 2 : 1];
+  const int32_t left = blockIdx.x * kWidth, lane = threadIdx.x & 31, col = left + lane * 8;
   const bool inside = col < args.cols;  // all threads take part in what crosses lanes
   const int64_t first = static_cast<int64_t>(blockIdx.y) * kRows;
   const int32_t rows = static_cast<int32_t>(args.rows - first < kRows ? args.rows - first : kRows);
@@ -45,24 +64,26 @@ __global__ void __launch_bounds__(kBlock, Eight<T>::kWide ? 6 : 8) activation_ke
   auto* const out_rows = reinterpret_cast<uint32_t*>(args.amaxes + layout.at_rows() + first);
   auto* const du_rows = reinterpret_cast<uint32_t*>(of_du_amaxes + layout.at_rows() + first);
   Collected<T> of_out, of_du;
-  for (int32_t row = 0; row < rows; row += kUnroll) {
+  for (int32_t first_row = threadIdx.x >> 5; first_row < rows; first_row += kWarps * kUnroll) {
     Eight<T> gs[kUnroll] = {}, us[kUnroll] = {}, dhs[kUnroll] = {};
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
-      if (!inside || row + k >= rows) continue;
-      gs[k] = Eight<T>::load(g + (row + k) * args.g_stride);
-      if constexpr (Gated) us[k] = Eight<T>::load(u + (row + k) * args.u_stride);
-      if constexpr (Backward) dhs[k] = Eight<T>::load(dh + (row + k) * args.dh_stride);
+      const int32_t row = first_row + k * kWarps;
+      if (!inside || row >= rows) continue;
+      gs[k] = Eight<T>::load(g + row * args.g_stride);
+      if constexpr (Gated) us[k] = Eight<T>::load(u + row * args.u_stride);
+      if constexpr (Backward) dhs[k] = Eight<T>::load(dh + row * args.dh_stride);
     }
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
-      if (row + k >= rows) break;  // of the whole block
-      const int64_t at = (row + k) * args.cols;
+      const int32_t row = first_row + k * kWarps;
+      if (row >= rows) break;  // of the whole warp
+      const int64_t at = row * args.cols;
       float x[8], up[8], a[8], slope[8];
       gs[k].widen(x);
       if constexpr (Gated) us[k].widen(up);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) activate<A>(x[i], a[i], slope[i]);
+      for (int i = 0; i < 8; ++i) activate<T, A>(x[i], a[i], slope[i]);
       if constexpr (!Backward) {
         if constexpr (Gated) {
           round_all<T>(a);
@@ -70,7 +91,7 @@ __global__ void __launch_bounds__(kBlock, Eight<T>::kWide ? 6 : 8) activation_ke
           for (int i = 0; i < 8; ++i) a[i] *= up[i];
         }
         const Eight<T> h = Eight<T>::round(a);
-        of_out.take(h, out_rows + row + k);
+        of_out.take(h, out_rows + row);
         if (inside) h.store(out + at);
       } else {
         float d[8];
@@ -80,25 +101,22 @@ __global__ void __launch_bounds__(kBlock, Eight<T>::kWide ? 6 : 8) activation_ke
 #pragma unroll
           for (int i = 0; i < 8; ++i) a[i] *= d[i], d[i] *= up[i];
           const Eight<T> of_up = Eight<T>::round(a);
-          of_du.take(of_up, du_rows + row + k);
+          of_du.take(of_up, du_rows + row);
           if (inside) of_up.store(du + at);
           round_all<T>(d);
         }
 #pragma unroll
         for (int i = 0; i < 8; ++i) d[i] *= slope[i];
         const Eight<T> dg = Eight<T>::round(d);
-        of_out.take(dg, out_rows + row + k);
+        of_out.take(dg, out_rows + row);
         if (inside) dg.store(out + at);
       }
     }
   }
-  const int64_t of_run = layout.at_runs() + first / kAmaxRun * args.cols + col;
-  if (inside) of_out.of_cols.raise(args.amaxes + of_run);
-  raise_amax(args.amaxes, of_out.of_cols.largest(), smem[0]);
-  if constexpr (Backward && Gated) {
-    if (inside) of_du.of_cols.raise(of_du_amaxes + of_run);
-    raise_amax(of_du_amaxes, of_du.of_cols.largest(), smem[1]);
-  }
+  const int64_t of_run = layout.at_runs() + first / kAmaxRun * args.cols + left;
+  const int32_t cols = static_cast<int32_t>(args.cols - left);
+  of_out.store(args.amaxes, args.amaxes + of_run, cols, smem[0]);
+  if constexpr (Backward && Gated) of_du.store(of_du_amaxes, of_du_amaxes + of_run, cols, smem[1]);
 }
 
 template <class T, Activation A>

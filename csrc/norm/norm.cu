@@ -6,7 +6,8 @@
 //
 // fp32 inside. A root mean square has no mean: those terms are absent. Sums over rows are deterministic: a fixed number
 // of blocks adds up its rows in registers, a second kernel adds the blocks in order.
-// Block: a row in registers, 16 values a thread.
+// Blocks stay, and take row after row: while one is computed the next is on its way, to registers, or in the backward,
+// whose registers hold sums, to shared memory, where a thread reads only what it copied itself.
 #include "device/values.cuh"
 #include "norm/norm.h"
 
@@ -14,157 +15,198 @@ namespace fsdp_quant {
 
 namespace {
 
-constexpr int kVectors = 2;
+constexpr int kVectors = 4, kBackwardVectors = 2;  // of 8 values a thread
+constexpr int kResident = 1024;                    // threads of a processor: 64 registers each
 
 // Sums over the block, in the same order in every thread. One barrier: callers alternate between two `smem`.
-__device__ __forceinline__ float2 block_sum(float2 v, float2* smem) {
+template <int N>
+__device__ __forceinline__ void block_sum(float (&v)[N], float (*smem)[32]) {
+  const auto over_warp = [&] {
 #pragma unroll
-  for (int lane = 16; lane > 0; lane /= 2) {
-    v.x += __shfl_xor_sync(0xFFFFFFFFu, v.x, lane);
-    v.y += __shfl_xor_sync(0xFFFFFFFFu, v.y, lane);
-  }
-  if ((threadIdx.x & 31) == 0) smem[threadIdx.x >> 5] = v;
-  __syncthreads();
+    for (int lane = 16; lane > 0; lane /= 2)
+#pragma unroll
+      for (int i = 0; i < N; ++i) v[i] += __shfl_xor_sync(0xFFFFFFFFu, v[i], lane);
+  };
   const int lane = threadIdx.x & 31;
-  v = lane < blockDim.x >> 5 ? smem[lane] : make_float2(0.0f, 0.0f);
+  over_warp();
 #pragma unroll
-  for (int other = 16; other > 0; other /= 2) {
-    v.x += __shfl_xor_sync(0xFFFFFFFFu, v.x, other);
-    v.y += __shfl_xor_sync(0xFFFFFFFFu, v.y, other);
-  }
-  return v;
+  for (int i = 0; i < N; ++i)
+    if (lane == 0) smem[i][threadIdx.x >> 5] = v[i];
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < N; ++i) v[i] = lane < blockDim.x >> 5 ? smem[i][lane] : 0.0f;
+  over_warp();
 }
 
 template <class T, bool Centred>
-__global__ void __launch_bounds__(1024) norm_kernel(const __grid_constant__ NormArgs args) {
-  __shared__ float2 sums[2][32];
+__global__ void __launch_bounds__(512, Eight<T>::kWide ? 1 : 2) norm_kernel(const __grid_constant__ NormArgs args) {
+  __shared__ float sums[2][1][32];
   __shared__ uint32_t maxima[32];
-  const int32_t row = blockIdx.x;
-  const T* const x = static_cast<const T*>(args.x) + static_cast<int64_t>(row) * args.cols;
   const T* const weight = static_cast<const T*>(args.weight);
   const T* const bias = static_cast<const T*>(args.bias);
-  T* const y = static_cast<T*>(args.y) + static_cast<int64_t>(row) * args.cols;
-  float v[kVectors][8];
-  float2 sum = make_float2(0.0f, 0.0f);
+  const auto column = [&](int k) { return static_cast<int32_t>(threadIdx.x + k * blockDim.x) * 8; };
+  Eight<T> next[kVectors] = {};
+  const auto fetch = [&](int32_t row) {
+    const T* const x = static_cast<const T*>(args.x) + static_cast<int64_t>(row) * args.cols;
 #pragma unroll
-  for (int k = 0; k < kVectors; ++k) {
-    const int32_t col = (threadIdx.x + k * blockDim.x) * 8;
-    const bool inside = col < args.cols;
-    if (inside) Eight<T>::load(x + col).widen(v[k]);
+    for (int k = 0; k < kVectors; ++k)
+      if (column(k) < args.cols) next[k] = Eight<T>::load(x + column(k));
+  };
+  Magnitudes<T> largest;
+  fetch(blockIdx.x);
+  int turn = 0;
+  for (int32_t row = blockIdx.x; row < args.rows; row += gridDim.x, turn ^= 1) {
+    T* const y = static_cast<T*>(args.y) + static_cast<int64_t>(row) * args.cols;
+    Eight<T> xs[kVectors];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (!inside) v[k][i] = 0.0f;
-      sum.x += Centred ? v[k][i] : v[k][i] * v[k][i];
+    for (int k = 0; k < kVectors; ++k) xs[k] = next[k];
+    if (row + static_cast<int64_t>(gridDim.x) < args.rows) fetch(row + gridDim.x);
+    float sum[1] = {0.0f}, v[8], mean = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {  // zeros outside
+      xs[k].widen(v);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sum[0] += Centred ? v[i] : v[i] * v[i];
     }
-  }
-  float total = block_sum(sum, sums[0]).x;
-  if constexpr (Centred) {
-    const float mean = total / args.cols;
-    sum.x = 0.0f;
+    block_sum(sum, sums[Centred ? 0 : turn]);
+    if constexpr (Centred) {
+      mean = sum[0] / args.cols;
+      sum[0] = 0.0f;
+#pragma unroll
+      for (int k = 0; k < kVectors; ++k) {
+        if (column(k) >= args.cols) continue;
+        xs[k].widen(v);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum[0] += (v[i] - mean) * (v[i] - mean);
+      }
+      block_sum(sum, sums[1]);
+      if (threadIdx.x == 0) args.mean[row] = mean;
+    }
+    const float rstd = rsqrtf(sum[0] / args.cols + args.eps);
+    if (threadIdx.x == 0) args.rstd[row] = rstd;
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
-      const bool inside = static_cast<int32_t>(threadIdx.x + k * blockDim.x) * 8 < args.cols;
+      if (column(k) >= args.cols) continue;
+      float gamma[8], beta[8] = {};
+      Eight<T>::cached(weight + column(k)).widen(gamma);
+      if (bias != nullptr) Eight<T>::cached(bias + column(k)).widen(beta);
+      xs[k].widen(v);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        v[k][i] -= mean;
-        if (inside) sum.x += v[k][i] * v[k][i];
-      }
+      for (int i = 0; i < 8; ++i) v[i] = (v[i] - mean) * rstd * (gamma[i] + args.offset) + beta[i];
+      const Eight<T> made = Eight<T>::round(v);
+      largest.take(made);
+      made.store(y + column(k));
     }
-    total = block_sum(sum, sums[1]).x;
-    if (threadIdx.x == 0) args.mean[row] = mean;
-  }
-  const float rstd = rsqrtf(total / args.cols + args.eps);
-  if (threadIdx.x == 0) args.rstd[row] = rstd;
-  Magnitudes<T> largest;
-#pragma unroll
-  for (int k = 0; k < kVectors; ++k) {
-    const int32_t col = (threadIdx.x + k * blockDim.x) * 8;
-    if (col >= args.cols) continue;
-    float gamma[8], beta[8] = {};
-    Eight<T>::cached(weight + col).widen(gamma);
-    if (bias != nullptr) Eight<T>::cached(bias + col).widen(beta);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) v[k][i] = v[k][i] * rstd * (gamma[i] + args.offset) + beta[i];
-    const Eight<T> made = Eight<T>::round(v[k]);
-    largest.take(made);
-    made.store(y + col);
   }
   raise_amax(args.amax, largest.largest(), maxima);
 }
 
-// Threads: at most so many; half as many have twice the registers.
-template <class T, bool Centred, int Threads>
-__global__ void __launch_bounds__(Threads) norm_backward_kernel(const __grid_constant__ NormArgs args) {
-  __shared__ float2 sums[2][32];
+// Rows that were copied ahead, of x, dy and the residual; a thread's vectors lie blockDim.x apart.
+template <class T>
+struct Ahead {
+  static constexpr int kParts = Eight<T>::kWords / 4, kStages = Eight<T>::kWide ? 1 : 2;
+  uint4* mine;
+
+  static constexpr int bytes(int tensors) { return kStages * tensors * kBackwardVectors * kParts * sizeof(uint4); }
+  __device__ __forceinline__ uint4* place(int stage, int tensors, int tensor, int k) const {
+    return mine + ((stage * tensors + tensor) * kBackwardVectors + k) * kParts * blockDim.x;
+  }
+  __device__ __forceinline__ void copy(uint4* to, const T* from) const {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part)
+      ptx::copy_async_16(to + part * blockDim.x, reinterpret_cast<const uint4*>(from) + part);
+  }
+  __device__ __forceinline__ void widen(const uint4* from, float (&v)[8]) const {
+    Eight<T> e;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const uint4 w = from[part * blockDim.x];
+      e.w[4 * part] = w.x, e.w[4 * part + 1] = w.y, e.w[4 * part + 2] = w.z, e.w[4 * part + 3] = w.w;
+    }
+    e.widen(v);
+  }
+};
+
+template <class T, bool Centred>
+__global__ void __launch_bounds__(1024) norm_backward_kernel(const __grid_constant__ NormArgs args) {
+  extern __shared__ uint4 ring[];
+  __shared__ float sums[2][2][32];
   __shared__ uint32_t maxima[32];
+  constexpr int kStages = Ahead<T>::kStages;
   const T* const weight = static_cast<const T*>(args.weight);
-  const T* const residual = static_cast<const T*>(args.residual);
-  float dgamma[kVectors][8] = {}, dbeta[kVectors][8] = {};
+  const int tensors = args.residual != nullptr ? 3 : 2;
+  const Ahead<T> ahead = {ring + threadIdx.x};
+  const auto column = [&](int k) { return static_cast<int32_t>(threadIdx.x + k * blockDim.x) * 8; };
+  const auto fetch = [&](int32_t row, int stage) {
+    const int64_t start = static_cast<int64_t>(row) * args.cols;
+#pragma unroll
+    for (int k = 0; k < kBackwardVectors; ++k) {
+      if (column(k) >= args.cols) continue;
+      ahead.copy(ahead.place(stage, tensors, 0, k), static_cast<const T*>(args.x) + start + column(k));
+      ahead.copy(ahead.place(stage, tensors, 1, k), static_cast<const T*>(args.dy) + start + column(k));
+      if (tensors == 3)
+        ahead.copy(ahead.place(stage, tensors, 2, k), static_cast<const T*>(args.residual) + start + column(k));
+    }
+  };
+  float dgamma[kBackwardVectors][8] = {}, dbeta[kBackwardVectors][8] = {};
   Magnitudes<T> largest;
   int turn = 0;
+  fetch(blockIdx.x, 0);
   for (int32_t row = blockIdx.x; row < args.rows; row += gridDim.x, turn ^= 1) {
-    const int64_t start = static_cast<int64_t>(row) * args.cols;
-    Eight<T> xs[kVectors], dys[kVectors], rest[kVectors];
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      const int32_t col = (threadIdx.x + k * blockDim.x) * 8;
-      if (col >= args.cols) continue;
-      xs[k] = Eight<T>::load(static_cast<const T*>(args.x) + start + col);
-      dys[k] = Eight<T>::load(static_cast<const T*>(args.dy) + start + col);
-      if (residual != nullptr) rest[k] = Eight<T>::load(residual + start + col);
-    }
+    const int64_t start = static_cast<int64_t>(row) * args.cols, following = row + static_cast<int64_t>(gridDim.x);
+    const int stage = kStages == 1 ? 0 : turn;
+    ptx::copy_async_wait();
+    if (kStages == 2 && following < args.rows) fetch(following, stage ^ 1);
     const float rstd = args.rstd[row], mean = Centred ? args.mean[row] : 0.0f;
-    float2 sum = make_float2(0.0f, 0.0f);  // of a * x^, and of a
+    float sum[Centred ? 2 : 1] = {};  // of a * x^, and of a
 #pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      const int32_t col = (threadIdx.x + k * blockDim.x) * 8;
-      if (col >= args.cols) continue;
+    for (int k = 0; k < kBackwardVectors; ++k) {
+      if (column(k) >= args.cols) continue;
       float x[8], dy[8], gamma[8];
-      xs[k].widen(x), dys[k].widen(dy), Eight<T>::cached(weight + col).widen(gamma);
+      ahead.widen(ahead.place(stage, tensors, 0, k), x), ahead.widen(ahead.place(stage, tensors, 1, k), dy);
+      Eight<T>::cached(weight + column(k)).widen(gamma);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const float normal = (x[i] - mean) * rstd, a = dy[i] * (gamma[i] + args.offset);
-        sum.x += a * normal;
-        if constexpr (Centred) sum.y += a;
+        sum[0] += a * normal;
         dgamma[k][i] += dy[i] * normal;
-        if constexpr (Centred) dbeta[k][i] += dy[i];
+        if constexpr (Centred) sum[1] += a, dbeta[k][i] += dy[i];
       }
     }
-    sum = block_sum(sum, sums[turn]);
-    const float along = sum.x / args.cols, level = Centred ? sum.y / args.cols : 0.0f;
+    block_sum(sum, sums[turn]);
+    const float along = sum[0] / args.cols * rstd, level = Centred ? sum[Centred] / args.cols : 0.0f;
 #pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      const int32_t col = (threadIdx.x + k * blockDim.x) * 8;
-      if (col >= args.cols) continue;
+    for (int k = 0; k < kBackwardVectors; ++k) {
+      if (column(k) >= args.cols) continue;
       float x[8], dy[8], gamma[8];
-      xs[k].widen(x), dys[k].widen(dy), Eight<T>::cached(weight + col).widen(gamma);
+      ahead.widen(ahead.place(stage, tensors, 0, k), x), ahead.widen(ahead.place(stage, tensors, 1, k), dy);
+      Eight<T>::cached(weight + column(k)).widen(gamma);
 #pragma unroll
-      for (int i = 0; i < 8; ++i)
-        x[i] = rstd * (dy[i] * (gamma[i] + args.offset) - level - (x[i] - mean) * rstd * along);
+      for (int i = 0; i < 8; ++i) x[i] = rstd * (dy[i] * (gamma[i] + args.offset) - level - (x[i] - mean) * along);
       Eight<T> made = Eight<T>::round(x);
-      if (residual != nullptr) {
+      if (tensors == 3) {
         float other[8];
-        made.widen(x), rest[k].widen(other);
+        made.widen(x), ahead.widen(ahead.place(stage, tensors, 2, k), other);
 #pragma unroll
         for (int i = 0; i < 8; ++i) x[i] += other[i];
         made = Eight<T>::round(x);
       }
       largest.take(made);
-      made.store(static_cast<T*>(args.dx) + start + col);
+      made.store(static_cast<T*>(args.dx) + start + column(k));
     }
+    if (kStages == 1 && following < args.rows) fetch(following, 0);
   }
   float* const of_gamma = args.partial + static_cast<int64_t>(blockIdx.x) * args.cols;
   float* const of_beta = of_gamma + static_cast<int64_t>(kNormBlocks) * args.cols;
 #pragma unroll
-  for (int k = 0; k < kVectors; ++k) {
-    const int32_t col = (threadIdx.x + k * blockDim.x) * 8;
-    if (col >= args.cols) continue;
+  for (int k = 0; k < kBackwardVectors; ++k) {
+    if (column(k) >= args.cols) continue;
 #pragma unroll
     for (int i = 0; i < 8; i += 4) {
-      *reinterpret_cast<float4*>(of_gamma + col + i) =
+      *reinterpret_cast<float4*>(of_gamma + column(k) + i) =
           make_float4(dgamma[k][i], dgamma[k][i + 1], dgamma[k][i + 2], dgamma[k][i + 3]);
       if (Centred && args.dbias != nullptr)
-        *reinterpret_cast<float4*>(of_beta + col + i) =
+        *reinterpret_cast<float4*>(of_beta + column(k) + i) =
             make_float4(dbeta[k][i], dbeta[k][i + 1], dbeta[k][i + 2], dbeta[k][i + 3]);
     }
   }
@@ -188,26 +230,37 @@ __global__ void __launch_bounds__(512) sum_partials(const __grid_constant__ Norm
   static_cast<T*>(blockIdx.y == 0 ? args.dweight : args.dbias)[col] = static_cast<T>(sum);
 }
 
-dim3 threads_of(int32_t cols) { return dim3(((cols / 8 + kVectors - 1) / kVectors + 31) / 32 * 32); }
+// Threads that hold a row, and blocks of them that are resident together.
+struct Shape {
+  int32_t threads, blocks;
+};
+
+Shape shape_of(const NormArgs& args, int vectors, int resident) {
+  const int32_t threads = ((args.cols / 8 + vectors - 1) / vectors + 31) / 32 * 32;
+  int device = 0, processors = 1;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  const int32_t blocks = processors * (resident / threads > 1 ? resident / threads : 1);
+  return {threads, blocks < args.rows ? blocks : args.rows};
+}
 
 template <class T>
 cudaError_t launch_forward(const NormArgs& args, cudaStream_t stream) {
+  const Shape shape = shape_of(args, kVectors, Eight<T>::kWide ? kResident / 2 : kResident);
   auto* kernel = args.mean != nullptr ? norm_kernel<T, true> : norm_kernel<T, false>;
-  kernel<<<args.rows, threads_of(args.cols), 0, stream>>>(args);
+  kernel<<<shape.blocks, shape.threads, 0, stream>>>(args);
   return cudaGetLastError();
-}
-
-template <class T, int Threads>
-auto backward_kernel(const NormArgs& args) {
-  return args.mean != nullptr ? norm_backward_kernel<T, true, Threads> : norm_backward_kernel<T, false, Threads>;
 }
 
 template <class T>
 cudaError_t launch_backward(const NormArgs& args, cudaStream_t stream) {
-  const int32_t blocks = args.rows < kNormBlocks ? args.rows : kNormBlocks;
-  const dim3 threads = threads_of(args.cols);
-  auto* kernel = threads.x <= 512 ? backward_kernel<T, 512>(args) : backward_kernel<T, 1024>(args);
-  kernel<<<blocks, threads, 0, stream>>>(args);
+  const Shape shape = shape_of(args, kBackwardVectors, kResident);
+  const int32_t blocks = shape.blocks < kNormBlocks ? shape.blocks : kNormBlocks;
+  const int bytes = shape.threads * Ahead<T>::bytes(args.residual != nullptr ? 3 : 2);
+  auto* kernel = args.mean != nullptr ? norm_backward_kernel<T, true> : norm_backward_kernel<T, false>;
+  const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (allowed != cudaSuccess) return allowed;
+  kernel<<<blocks, shape.threads, bytes, stream>>>(args);
   sum_partials<T><<<dim3((args.cols + 31) / 32, args.dbias != nullptr ? 2 : 1), 512, 0, stream>>>(args, blocks);
   return cudaGetLastError();
 }

@@ -101,7 +101,7 @@ __device__ __forceinline__ void load_values(
         float a[8], up[8], slope;
         gs[k].widen(a), us[k].widen(up);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) activate<In::kActivation>(a[i], a[i], slope);
+        for (int i = 0; i < 8; ++i) activate<__nv_bfloat16, In::kActivation>(a[i], a[i], slope);
         round_all<__nv_bfloat16>(a);
 #pragma unroll
         for (int i = 0; i < 8; ++i) a[i] *= up[i];

@@ -329,9 +329,10 @@ class Operators:
         for t in (like, *others):
             if t is not None:
                 refuse(t.shape != like.shape or t.dtype is not like.dtype, f"{name}: {list(t.shape)} {t.dtype}")
-                aligned = t.stride(1) == 1 and t.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0
+                rows = t.view(-1, t.shape[-1])
+                aligned = rows.stride(1) == 1 and rows.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0
                 refuse(not aligned or (contiguous and not t.is_contiguous()), f"{name}: strides {t.stride()}")
-        refuse(like.dim() != 2 or like.numel() == 0 or like.shape[1] % 8, f"{name} has shape {list(like.shape)}")
+        refuse(like.dim() == 0 or like.numel() == 0 or like.shape[-1] % 8, f"{name} has shape {list(like.shape)}")
         self.calls.append(Call(name, like.data_ptr()))
 
     def activation(self, g, u, kind):
@@ -524,11 +525,11 @@ def _matrix(x: Tensor) -> Tensor:
 
 def _amaxes(x: Tensor) -> Tensor:
     """As `AmaxesOf` of csrc/norm/norm.h lays them out."""
-    rows, magnitudes = x.shape[0], x.abs().float()
+    magnitudes = x.abs().float().flatten(0, -2)
     return torch.cat([
         layout.pad_to(magnitudes.amax().view(1, 1), 1, 4).flatten(),
         layout.pad_to(magnitudes.amax(1)[None], 1, 4).flatten(),
-        layout.pad_to(magnitudes, 512, 1).view(-1, 512, x.shape[1]).amax(1).flatten(),
+        layout.pad_to(magnitudes, 512, 1).view(-1, 512, x.shape[-1]).amax(1).flatten(),
     ])
 
 

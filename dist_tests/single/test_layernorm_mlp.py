@@ -17,6 +17,7 @@ from dist_tests.single import hopper
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.modules.linear_op import Source
+from fsdp_quant.modules.norm_op import activate, normalize
 from fsdp_quant.ops import norm
 from fsdp_quant.ops.norm import ACTIVATIONS, NormSpec
 
@@ -371,6 +372,16 @@ def test_who_looks_at_the_last_layer_sees_its_input():
         odd = seen[0].flatten(0, -2)[:15]
         with pytest.raises(ValueError, match="input of this layer was not made"):
             fused.down_proj(odd, Source(odd, odd, 2))
+def test_a_kernels_result_is_written_in_place_as_torchs_is():
+    """Otherwise h.mul_(2) after a fused activation or norm raises that h is a view, on a GPU alone."""
+    with hopper.emulated():
+        for lead in ((TOKENS,), (2, 16)):
+            x = inputs(BF16, *lead)[0].requires_grad_()
+            weight = torch.ones(D, dtype=BF16)
+            for run in (lambda: activate(x, None, 0), lambda: normalize(x, weight, None, NormSpec(1e-5, False, False))[0]):
+                want, = torch.autograd.grad(run().sum(), x)
+                got, = torch.autograd.grad(run().mul_(2).sum(), x)
+                assert_same_bytes(got, want * 2, "dx")
 
 
 def test_widths_that_no_kernel_takes_run_by_the_reference():

@@ -460,13 +460,15 @@ def gemm_gathered(
 WIDEST_NORM = 16384
 
 
-def _matrix(x: Tensor | None) -> Tensor | None:
-    """x [.., cols] as rows that begin at multiples of 16 bytes."""
+def _aligned(x: Tensor | None) -> Tensor | None:
+    """x [.., cols], its rows at equal distances from multiples of 16 bytes: the operators' results are shaped like it, and
+    no views, which nobody could write in place."""
     if x is None:
         return None
     rows = x.reshape(-1, x.shape[-1])
-    aligned = rows.stride(-1) == 1 and rows.stride(0) * rows.element_size() % 16 == 0 and rows.data_ptr() % 16 == 0
-    return rows if aligned else rows.clone(memory_format=torch.contiguous_format)
+    if rows.stride(-1) != 1 or rows.stride(0) * rows.element_size() % 16 or rows.data_ptr() % 16:
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    return rows if x.dim() == 2 else rows.view(x.shape)
 
 
 def _line(x: Tensor | None) -> Tensor | None:
@@ -479,30 +481,31 @@ def _amaxes(x: Tensor, count: int) -> Tensor:
 
     They begin at 0, 4, and 4 + rows rounded up to 4 (`AmaxesOf` of csrc/norm/norm.h).
     """
-    rows, cols = x.shape
+    cols = x.shape[-1]
+    rows = x.numel() // cols
     return x.new_empty((count, 4 + round_up(rows, 4) + ceil_div(rows, 512) * cols), dtype=torch.float32)
 
 
 def activation(g: Tensor, u: Tensor | None, kind: int) -> tuple[Tensor, Tensor]:
     """h, and its amaxes (`_amaxes`)."""
-    h, amaxes = _ops.activation(_matrix(g), _matrix(u), kind)
-    return h.view(g.shape), amaxes[0]
+    h, amaxes = _ops.activation(_aligned(g), _aligned(u), kind)
+    return h, amaxes[0]
 
 
 def activation_backward(
     dh: Tensor, g: Tensor, u: Tensor | None, kind: int
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
     """dg, du, and the amaxes of each."""
-    dg, du, amaxes = _ops.activation_backward(_matrix(dh), _matrix(g), _matrix(u), kind)
-    return dg.view(g.shape), None if u is None else du.view(g.shape), amaxes.unbind()
+    dg, du, amaxes = _ops.activation_backward(_aligned(dh), _aligned(g), _aligned(u), kind)
+    return dg, None if u is None else du, amaxes.unbind()
 
 
 def norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y, rstd, mean, amax."""
-    y, amax, rstd, mean = _ops.norm(_matrix(x.contiguous()), _line(weight), _line(bias), eps, centred, zero_centered)
-    return y.view(x.shape), rstd, mean, amax
+    y, amax, rstd, mean = _ops.norm(_aligned(x.contiguous()), _line(weight), _line(bias), eps, centred, zero_centered)
+    return y, rstd, mean, amax
 
 
 def norm_backward(
@@ -510,9 +513,9 @@ def norm_backward(
     has_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """dx, dweight, dbias, amax of dx."""
-    dy, values, residual = (t if t is None else _matrix(t.contiguous()) for t in (dy, x, residual))
+    dy, values, residual = (t if t is None else _aligned(t.contiguous()) for t in (dy, x, residual))
     dx, amax, dweight, dbias = _ops.norm_backward(dy, values, _line(weight), residual, rstd, mean, zero_centered, has_bias)
-    return dx.view(x.shape), dweight, dbias if has_bias else None, amax
+    return dx, dweight, dbias if has_bias else None, amax
 
 
 def remember_amax(x: Tensor, amaxes: Tensor) -> None:
@@ -734,9 +737,10 @@ FAKES = {
     "activation_backward": lambda dh, g, u, kind: (
         g.new_empty(g.shape), g.new_empty(0 if u is None else g.shape), _amaxes(g, 1 + (u is not None))),
     "norm": lambda x, weight, bias, eps, centred, zero_centered: (
-        x.new_empty(x.shape), _floats(x, 1), _floats(x, x.shape[0]), _floats(x, x.shape[0] if centred else 0)),
+        x.new_empty(x.shape), _floats(x, 1), _floats(x, x.numel() // x.shape[-1]),
+        _floats(x, x.numel() // x.shape[-1] if centred else 0)),
     "norm_backward": lambda dy, x, weight, residual, rstd, mean, zero_centered, has_bias: (
-        x.new_empty(x.shape), _floats(x, 1), x.new_empty(x.shape[1]), x.new_empty(x.shape[1] if has_bias else 0)),
+        x.new_empty(x.shape), _floats(x, 1), x.new_empty(x.shape[-1]), x.new_empty(x.shape[-1] if has_bias else 0)),
     "adam": lambda *args: None,
     "gemm": lambda a, b, a_scale, b_scale, a_kind, b_kind, out_dtype, *rest, **options: a.new_empty(
         (a.shape[0], b.shape[0]), dtype=out_dtype),
