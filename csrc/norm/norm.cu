@@ -6,8 +6,8 @@
 //
 // fp32 inside. A root mean square has no mean: those terms are absent. Sums over rows are deterministic: a fixed number
 // of blocks adds up its rows in registers, a second kernel adds the blocks in order.
-// Blocks stay, and take row after row: while one is computed the next is on its way, to registers, or in the backward,
-// whose registers hold sums, to shared memory, where a thread reads only what it copied itself.
+// Blocks stay, and take row after row: while one is computed the next is on its way to shared memory, where a thread
+// reads only what it copied itself.
 #include "device/values.cuh"
 #include "norm/norm.h"
 
@@ -38,35 +38,69 @@ __device__ __forceinline__ void block_sum(float (&v)[N], float (*smem)[32]) {
   over_warp();
 }
 
+// Rows of some tensors that are copied ahead; a thread has `Vectors` of each to itself, blockDim.x apart.
+template <class T, int Vectors, int Stages>
+struct Ahead {
+  static constexpr int kParts = Eight<T>::kWords / 4, kStages = Stages;
+  uint4* mine;
+  int tensors;
+
+  // Of shared memory, a thread.
+  static constexpr int bytes(int tensors) { return Stages * tensors * Vectors * kParts * sizeof(uint4); }
+  __device__ __forceinline__ uint4* place(int stage, int tensor, int k) const {
+    return mine + ((stage * tensors + tensor) * Vectors + k) * kParts * blockDim.x;
+  }
+  __device__ __forceinline__ void copy(int stage, int tensor, int k, const void* rows, int64_t at) const {
+    uint4* const to = place(stage, tensor, k);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part)
+      ptx::copy_async_16(to + part * blockDim.x, reinterpret_cast<const uint4*>(static_cast<const T*>(rows) + at) + part);
+  }
+  __device__ __forceinline__ void widen(int stage, int tensor, int k, float (&v)[8]) const {
+    const uint4* const from = place(stage, tensor, k);
+    Eight<T> e;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const uint4 w = from[part * blockDim.x];
+      e.w[4 * part] = w.x, e.w[4 * part + 1] = w.y, e.w[4 * part + 2] = w.z, e.w[4 * part + 3] = w.w;
+    }
+    e.widen(v);
+  }
+};
+
+template <class T>
+using ForwardAhead = Ahead<T, kVectors, 2>;
+template <class T>
+using BackwardAhead = Ahead<T, kBackwardVectors, Eight<T>::kWide ? 1 : 2>;  // three rows of fp32 fill the shared memory
+
 template <class T, bool Centred>
 __global__ void __launch_bounds__(512, Eight<T>::kWide ? 1 : 2) norm_kernel(const __grid_constant__ NormArgs args) {
+  extern __shared__ uint4 ring[];
   __shared__ float sums[2][1][32];
   __shared__ uint32_t maxima[32];
   const T* const weight = static_cast<const T*>(args.weight);
   const T* const bias = static_cast<const T*>(args.bias);
+  const ForwardAhead<T> ahead = {ring + threadIdx.x, 1};
   const auto column = [&](int k) { return static_cast<int32_t>(threadIdx.x + k * blockDim.x) * 8; };
-  Eight<T> next[kVectors] = {};
-  const auto fetch = [&](int32_t row) {
-    const T* const x = static_cast<const T*>(args.x) + static_cast<int64_t>(row) * args.cols;
+  const auto fetch = [&](int32_t row, int stage) {
 #pragma unroll
     for (int k = 0; k < kVectors; ++k)
-      if (column(k) < args.cols) next[k] = Eight<T>::load(x + column(k));
+      if (column(k) < args.cols) ahead.copy(stage, 0, k, args.x, static_cast<int64_t>(row) * args.cols + column(k));
   };
   Magnitudes<T> largest;
-  fetch(blockIdx.x);
   int turn = 0;
+  fetch(blockIdx.x, 0);
   for (int32_t row = blockIdx.x; row < args.rows; row += gridDim.x, turn ^= 1) {
+    ptx::copy_async_wait();
+    if (row + static_cast<int64_t>(gridDim.x) < args.rows) fetch(row + gridDim.x, turn ^ 1);
     T* const y = static_cast<T*>(args.y) + static_cast<int64_t>(row) * args.cols;
-    Eight<T> xs[kVectors];
+    float v[kVectors][8], sum[1] = {0.0f}, mean = 0.0f;
 #pragma unroll
-    for (int k = 0; k < kVectors; ++k) xs[k] = next[k];
-    if (row + static_cast<int64_t>(gridDim.x) < args.rows) fetch(row + gridDim.x);
-    float sum[1] = {0.0f}, v[8], mean = 0.0f;
+    for (int k = 0; k < kVectors; ++k) {
+      if (column(k) >= args.cols) continue;
+      ahead.widen(turn, 0, k, v[k]);
 #pragma unroll
-    for (int k = 0; k < kVectors; ++k) {  // zeros outside
-      xs[k].widen(v);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) sum[0] += Centred ? v[i] : v[i] * v[i];
+      for (int i = 0; i < 8; ++i) sum[0] += Centred ? v[k][i] : v[k][i] * v[k][i];
     }
     block_sum(sum, sums[Centred ? 0 : turn]);
     if constexpr (Centred) {
@@ -75,9 +109,8 @@ __global__ void __launch_bounds__(512, Eight<T>::kWide ? 1 : 2) norm_kernel(cons
 #pragma unroll
       for (int k = 0; k < kVectors; ++k) {
         if (column(k) >= args.cols) continue;
-        xs[k].widen(v);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) sum[0] += (v[i] - mean) * (v[i] - mean);
+        for (int i = 0; i < 8; ++i) v[k][i] -= mean, sum[0] += v[k][i] * v[k][i];
       }
       block_sum(sum, sums[1]);
       if (threadIdx.x == 0) args.mean[row] = mean;
@@ -90,10 +123,9 @@ __global__ void __launch_bounds__(512, Eight<T>::kWide ? 1 : 2) norm_kernel(cons
       float gamma[8], beta[8] = {};
       Eight<T>::cached(weight + column(k)).widen(gamma);
       if (bias != nullptr) Eight<T>::cached(bias + column(k)).widen(beta);
-      xs[k].widen(v);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) v[i] = (v[i] - mean) * rstd * (gamma[i] + args.offset) + beta[i];
-      const Eight<T> made = Eight<T>::round(v);
+      for (int i = 0; i < 8; ++i) v[k][i] = v[k][i] * rstd * (gamma[i] + args.offset) + beta[i];
+      const Eight<T> made = Eight<T>::round(v[k]);
       largest.take(made);
       made.store(y + column(k));
     }
@@ -101,51 +133,23 @@ __global__ void __launch_bounds__(512, Eight<T>::kWide ? 1 : 2) norm_kernel(cons
   raise_amax(args.amax, largest.largest(), maxima);
 }
 
-// Rows that were copied ahead, of x, dy and the residual; a thread's vectors lie blockDim.x apart.
-template <class T>
-struct Ahead {
-  static constexpr int kParts = Eight<T>::kWords / 4, kStages = Eight<T>::kWide ? 1 : 2;
-  uint4* mine;
-
-  static constexpr int bytes(int tensors) { return kStages * tensors * kBackwardVectors * kParts * sizeof(uint4); }
-  __device__ __forceinline__ uint4* place(int stage, int tensors, int tensor, int k) const {
-    return mine + ((stage * tensors + tensor) * kBackwardVectors + k) * kParts * blockDim.x;
-  }
-  __device__ __forceinline__ void copy(uint4* to, const T* from) const {
-#pragma unroll
-    for (int part = 0; part < kParts; ++part)
-      ptx::copy_async_16(to + part * blockDim.x, reinterpret_cast<const uint4*>(from) + part);
-  }
-  __device__ __forceinline__ void widen(const uint4* from, float (&v)[8]) const {
-    Eight<T> e;
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      const uint4 w = from[part * blockDim.x];
-      e.w[4 * part] = w.x, e.w[4 * part + 1] = w.y, e.w[4 * part + 2] = w.z, e.w[4 * part + 3] = w.w;
-    }
-    e.widen(v);
-  }
-};
-
 template <class T, bool Centred>
 __global__ void __launch_bounds__(1024) norm_backward_kernel(const __grid_constant__ NormArgs args) {
   extern __shared__ uint4 ring[];
   __shared__ float sums[2][2][32];
   __shared__ uint32_t maxima[32];
-  constexpr int kStages = Ahead<T>::kStages;
+  constexpr int kStages = BackwardAhead<T>::kStages;
   const T* const weight = static_cast<const T*>(args.weight);
-  const int tensors = args.residual != nullptr ? 3 : 2;
-  const Ahead<T> ahead = {ring + threadIdx.x};
+  const bool adds = args.residual != nullptr;
+  const BackwardAhead<T> ahead = {ring + threadIdx.x, adds ? 3 : 2};
   const auto column = [&](int k) { return static_cast<int32_t>(threadIdx.x + k * blockDim.x) * 8; };
   const auto fetch = [&](int32_t row, int stage) {
     const int64_t start = static_cast<int64_t>(row) * args.cols;
 #pragma unroll
     for (int k = 0; k < kBackwardVectors; ++k) {
       if (column(k) >= args.cols) continue;
-      ahead.copy(ahead.place(stage, tensors, 0, k), static_cast<const T*>(args.x) + start + column(k));
-      ahead.copy(ahead.place(stage, tensors, 1, k), static_cast<const T*>(args.dy) + start + column(k));
-      if (tensors == 3)
-        ahead.copy(ahead.place(stage, tensors, 2, k), static_cast<const T*>(args.residual) + start + column(k));
+      ahead.copy(stage, 0, k, args.x, start + column(k)), ahead.copy(stage, 1, k, args.dy, start + column(k));
+      if (adds) ahead.copy(stage, 2, k, args.residual, start + column(k));
     }
   };
   float dgamma[kBackwardVectors][8] = {}, dbeta[kBackwardVectors][8] = {};
@@ -163,7 +167,7 @@ __global__ void __launch_bounds__(1024) norm_backward_kernel(const __grid_consta
     for (int k = 0; k < kBackwardVectors; ++k) {
       if (column(k) >= args.cols) continue;
       float x[8], dy[8], gamma[8];
-      ahead.widen(ahead.place(stage, tensors, 0, k), x), ahead.widen(ahead.place(stage, tensors, 1, k), dy);
+      ahead.widen(stage, 0, k, x), ahead.widen(stage, 1, k, dy);
       Eight<T>::cached(weight + column(k)).widen(gamma);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
@@ -179,14 +183,14 @@ __global__ void __launch_bounds__(1024) norm_backward_kernel(const __grid_consta
     for (int k = 0; k < kBackwardVectors; ++k) {
       if (column(k) >= args.cols) continue;
       float x[8], dy[8], gamma[8];
-      ahead.widen(ahead.place(stage, tensors, 0, k), x), ahead.widen(ahead.place(stage, tensors, 1, k), dy);
+      ahead.widen(stage, 0, k, x), ahead.widen(stage, 1, k, dy);
       Eight<T>::cached(weight + column(k)).widen(gamma);
 #pragma unroll
       for (int i = 0; i < 8; ++i) x[i] = rstd * (dy[i] * (gamma[i] + args.offset) - level - (x[i] - mean) * along);
       Eight<T> made = Eight<T>::round(x);
-      if (tensors == 3) {
+      if (adds) {
         float other[8];
-        made.widen(x), ahead.widen(ahead.place(stage, tensors, 2, k), other);
+        made.widen(x), ahead.widen(stage, 2, k, other);
 #pragma unroll
         for (int i = 0; i < 8; ++i) x[i] += other[i];
         made = Eight<T>::round(x);
@@ -244,23 +248,29 @@ Shape shape_of(const NormArgs& args, int vectors, int resident) {
   return {threads, blocks < args.rows ? blocks : args.rows};
 }
 
+template <class Kernel>
+cudaError_t start(Kernel* kernel, const NormArgs& args, int32_t blocks, int32_t threads, int bytes, cudaStream_t stream) {
+  const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (allowed != cudaSuccess) return allowed;
+  kernel<<<blocks, threads, bytes, stream>>>(args);
+  return cudaGetLastError();
+}
+
 template <class T>
 cudaError_t launch_forward(const NormArgs& args, cudaStream_t stream) {
   const Shape shape = shape_of(args, kVectors, Eight<T>::kWide ? kResident / 2 : kResident);
   auto* kernel = args.mean != nullptr ? norm_kernel<T, true> : norm_kernel<T, false>;
-  kernel<<<shape.blocks, shape.threads, 0, stream>>>(args);
-  return cudaGetLastError();
+  return start(kernel, args, shape.blocks, shape.threads, shape.threads * ForwardAhead<T>::bytes(1), stream);
 }
 
 template <class T>
 cudaError_t launch_backward(const NormArgs& args, cudaStream_t stream) {
   const Shape shape = shape_of(args, kBackwardVectors, kResident);
   const int32_t blocks = shape.blocks < kNormBlocks ? shape.blocks : kNormBlocks;
-  const int bytes = shape.threads * Ahead<T>::bytes(args.residual != nullptr ? 3 : 2);
+  const int bytes = shape.threads * BackwardAhead<T>::bytes(args.residual != nullptr ? 3 : 2);
   auto* kernel = args.mean != nullptr ? norm_backward_kernel<T, true> : norm_backward_kernel<T, false>;
-  const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (allowed != cudaSuccess) return allowed;
-  kernel<<<blocks, shape.threads, bytes, stream>>>(args);
+  const cudaError_t error = start(kernel, args, blocks, shape.threads, bytes, stream);
+  if (error != cudaSuccess) return error;
   sum_partials<T><<<dim3((args.cols + 31) / 32, args.dbias != nullptr ? 2 : 1), 512, 0, stream>>>(args, blocks);
   return cudaGetLastError();
 }

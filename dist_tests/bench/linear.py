@@ -4,7 +4,7 @@
                                       [--json out.json]
 
     mlp     4 layers x + down(silu(gate(h)) * up(h)), h = RMSNorm(x): 4096 -> 14336 -> 4096, 8192 tokens; "fused": as
-            fq.LayerNormMLP of the same weights, which the floors are of
+            fq.LayerNormMLP of the same weights, which the floors are of; "recomputed": with recompute="gate_up"
     linear  one layer 4096 -> 14336, 8192 tokens
     host    one layer 1024 -> 1024, 128 tokens: host microseconds a step, until everything is queued
 
@@ -172,7 +172,7 @@ def converted(recipe: str, compiled: bool) -> Callable[[nn.Module], nn.Module]:
     return prepare
 
 
-def fused(recipe: str) -> Callable[[nn.Module], nn.Module]:
+def fused(recipe: str, recompute: str | None = None) -> Callable[[nn.Module], nn.Module]:
     """The blocks of the mlp as LayerNormMLP modules."""
     def prepare(model: nn.Module) -> nn.Module:
         layers = nn.Sequential()
@@ -180,7 +180,7 @@ def fused(recipe: str) -> Callable[[nn.Module], nn.Module]:
             weight = block.gate.weight
             layer = fq.LayerNormMLP(
                 weight.shape[1], weight.shape[0], residual=True, eps=torch.finfo(torch.float32).eps, device=weight.device,
-                dtype=weight.dtype, recipe=RECIPES[recipe](), name=f"{i}",
+                dtype=weight.dtype, recompute=recompute, recipe=RECIPES[recipe](), name=f"{i}",
             )
             names = {"norm": "norm", "gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
             layer.load_state_dict({f"{names[k.split('.')[0]]}.weight": v for k, v in block.state_dict().items()})
@@ -197,7 +197,9 @@ def recipe_arms(recipes: Sequence[str], compiled: bool, judged: bool) -> list[Ar
     arms = []
     for name in recipes:
         arms.append(Arm(f"{name} eager", converted(name, False)))
-        arms += [Arm(f"{name} fused eager", fused(name), floors.get(name), aims.get(name))] if judged else []
+        if judged:
+            arms.append(Arm(f"{name} fused eager", fused(name), floors.get(name), aims.get(name)))
+            arms.append(Arm(f"{name} recomputed eager", fused(name, "gate_up")))
         arms += [Arm(f"{name} compiled", converted(name, True))] if compiled else []
     return arms
 

@@ -76,7 +76,7 @@ class Separate(nn.Module):
 
 def both(
     recipe: fq.Recipe, activation: str = "swiglu", normalization: str = "RMSNorm", bias: bool = False, residual: bool = False,
-    dtype: torch.dtype = BF16,
+    dtype: torch.dtype = BF16, **options,
 ) -> tuple[nn.Module, fq.LayerNormMLP]:
     """Separate modules and the fused one, with the same weights, and the same names for their random bits."""
     torch.manual_seed(0)
@@ -84,7 +84,8 @@ def both(
     for parameter in separate.norm.parameters():
         nn.init.normal_(parameter, 1.0)
     fused = fq.LayerNormMLP(
-        D, HIDDEN, activation, bias, normalization, residual=residual, dtype=dtype, recipe=recipe, name="mlp"
+        D, HIDDEN, activation, bias, normalization, residual=residual, dtype=dtype, recipe=recipe, name="mlp",
+        **options,
     )
     fused.load_state_dict(separate.state_dict())
     fq.convert(nn.ModuleDict({"mlp": separate}), recipe)
@@ -296,6 +297,42 @@ def test_mlp_checkpointing_changes_no_bit(reentrant: bool):
         assert_same(got, want)
 
 
+@pytest.mark.parametrize("name", ("identity", "fp8_delayed", "mxfp8", "nvfp4", "high_precision", "dequantized"))
+def test_recomputed_gate_and_up_change_no_bit(name: str):
+    """Otherwise recompute="gate_up" trains another model: other codes, histories or random bits in the backward."""
+    for activation, bias, residual in (("swiglu", False, True), ("gelu", True, False)):
+        recomputing, keeping = (
+            both(RECIPES[name], activation, bias=bias, residual=residual, recompute=r)[1] for r in ("gate_up", None)
+        )
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (recomputing, keeping)]
+        for lead in ((TOKENS,), (2, 16)):
+            x, dy = inputs(BF16, *lead)
+            assert_same(step(recomputing, x, dy), step(keeping, x, dy))
+            for optimizer in optimizers:
+                optimizer.step()
+
+
+def test_recomputed_gate_and_up_are_not_kept():
+    """Otherwise recompute="gate_up" costs its time and saves no memory."""
+    _, fused = both(recipes.mxfp8(), residual=True, recompute="gate_up")
+    x = inputs()[0].requires_grad_()
+    with recorded_saves() as saved:
+        fused(x)
+    assert all(t.shape[-1] != HIDDEN for t in saved if t.dtype is BF16), [tuple(t.shape) for t in saved]
+    with pytest.raises(ValueError, match="recompute must be None or 'gate_up', got 'down'"):
+        fq.LayerNormMLP(D, HIDDEN, recompute="down")
+
+
+def test_compiled_recomputation_equals_the_eager_one():
+    """Otherwise recompute="gate_up" breaks the graph of a compiled model, or changes its bits."""
+    torch._dynamo.reset()
+    _, fused = both(recipes.mxfp8(), residual=True, recompute="gate_up")
+    x, dy = inputs()
+    want = step(fused, x, dy)
+    compiled = torch.compile(copy.deepcopy(fused), fullgraph=True, backend="aot_eager")
+    assert_same({k.removeprefix("_orig_mod."): v for k, v in step(compiled, x, dy).items()}, want)
+
+
 @pytest.mark.parametrize(
     ("name", "activation", "normalization"), [("identity", "swiglu", "RMSNorm"), ("mxfp8", "gelu", "LayerNorm")]
 )
@@ -372,6 +409,8 @@ def test_who_looks_at_the_last_layer_sees_its_input():
         odd = seen[0].flatten(0, -2)[:15]
         with pytest.raises(ValueError, match="input of this layer was not made"):
             fused.down_proj(odd, Source(odd, odd, 2))
+
+
 def test_a_kernels_result_is_written_in_place_as_torchs_is():
     """Otherwise h.mul_(2) after a fused activation or norm raises that h is a view, on a GPU alone."""
     with hopper.emulated():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..ops import norm
 from ..ops.norm import ACTIVATIONS
@@ -20,23 +22,28 @@ class LayerNormMLP(nn.Module):
                  "relu_squared", which have no gate.
     residual:    y + x is returned; the gradient of both uses of x is made in one pass.
     return_layernorm_output:  (y, n).
+    recompute:   "gate_up": the backward makes n, gate(n) and up(n) again from x, with the codes and random bits of the
+                 forward, so that between the two x and the operand of down's wgrad are all that is kept.
 
     x and y [.., hidden_size], gate and up [ffn_size, hidden_size], down [hidden_size, ffn_size]. state_dict keys:
     norm.weight (norm.bias), gate_proj.weight, up_proj.weight, down_proj.weight (and their biases). Gate and up share the
     codes of n; what the backward keeps is x, those codes, gate(n), up(n), and what the plan says of the product of both.
 
-    Raises ValueError for another activation or normalization.
+    Raises ValueError for another activation, normalization or recompute.
     """
 
     def __init__(
         self, hidden_size: int, ffn_size: int, activation: str = "swiglu", bias: bool = False, normalization: str = "RMSNorm",
         eps: float = 1e-5, zero_centered_gamma: bool = False, residual: bool = False, return_layernorm_output: bool = False,
-        device=None, dtype=None, *, recipe: Recipe | None = None, name: str = "layernorm_mlp",
+        device=None, dtype=None, *, recompute: str | None = None, recipe: Recipe | None = None, name: str = "layernorm_mlp",
     ):
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        if recompute not in (None, "gate_up"):
+            raise ValueError(f"recompute must be None or 'gate_up', got {recompute!r}")
         self.activation, self.residual, self.return_layernorm_output = activation, residual, return_layernorm_output
+        self.recompute = recompute
 
         def linear(rows: int, cols: int, part: str) -> Linear:
             return Linear(cols, rows, bias, device, dtype, recipe=recipe, name=f"{name}.{part}")
@@ -46,19 +53,31 @@ class LayerNormMLP(nn.Module):
         self.up_proj = linear(ffn_size, hidden_size, "up_proj")
         self.down_proj = linear(hidden_size, ffn_size, "down_proj")
 
+        if recompute:
+            for layer in self.gate_proj, self.up_proj:
+                if layer is not None:
+                    layer.recomputes_forward = True
+
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        normal, x = self.norm.beside(x)
-        up, kind = self.up_proj(normal), ACTIVATIONS[self.activation].kind
-        y = self.down_proj(activate(up, None, kind)) if self.gate_proj is None else self._down(self.gate_proj(normal), up, kind)
+        if self.recompute and torch.is_grad_enabled():
+            h, source, normal, x = checkpoint(self._hidden, x, use_reentrant=False, preserve_rng_state=False)
+        else:
+            h, source, normal, x = self._hidden(x)
+        y = self.down_proj(h) if source is None else self.down_proj(h, source)
         if self.residual:
             y = x + y
         return (y, normal) if self.return_layernorm_output else y
 
-    def _down(self, gate: Tensor, up: Tensor, kind: int) -> Tensor:
-        """down(act(gate) * up), whose input is quantized as it is made where the layer alone reads it."""
+    def _hidden(self, x: Tensor) -> tuple[Tensor, Source | None, Tensor, Tensor]:
+        """(what down multiplies, what it is made of as it is quantized where down alone reads it, n, x)."""
+        normal, x = self.norm.beside(x)
+        up, kind = self.up_proj(normal), ACTIVATIONS[self.activation].kind
+        if self.gate_proj is None:
+            return activate(up, None, kind), None, normal, x
+        gate = self.gate_proj(normal)
         if self.down_proj.takes_source(gate) and norm.runs_whole(gate, up):
-            return self.down_proj(deferred(gate, up, kind), Source(gate, up, kind))
-        return self.down_proj(activate(gate, up, kind))
+            return deferred(gate, up, kind), Source(gate, up, kind), normal, x
+        return activate(gate, up, kind), None, normal, x
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}" + (", residual=True" if self.residual else "")
