@@ -23,7 +23,8 @@ class LayerNormMLP(nn.Module):
     residual:    y + x is returned; the gradient of both uses of x is made in one pass.
     return_layernorm_output:  (y, n).
     recompute:   "gate_up": the backward makes n, gate(n) and up(n) again from x, with the codes and random bits of the
-                 forward, so that between the two x and the operand of down's wgrad are all that is kept.
+                 forward, so that between the two x and the operand of down's wgrad are all that is kept; and codes of
+                 weights (that FSDP2 does not shard) are let go as soon as they have served.
 
     x and y [.., hidden_size], gate and up [ffn_size, hidden_size], down [hidden_size, ffn_size]. state_dict keys:
     norm.weight (norm.bias), gate_proj.weight, up_proj.weight, down_proj.weight (and their biases). Gate and up share the
@@ -35,7 +36,7 @@ class LayerNormMLP(nn.Module):
     def __init__(
         self, hidden_size: int, ffn_size: int, activation: str = "swiglu", bias: bool = False, normalization: str = "RMSNorm",
         eps: float = 1e-5, zero_centered_gamma: bool = False, residual: bool = False, return_layernorm_output: bool = False,
-        device=None, dtype=None, *, recompute: str | None = None, recipe: Recipe | None = None, name: str = "layernorm_mlp",
+        recompute: str | None = None, device=None, dtype=None, *, recipe: Recipe | None = None, name: str = "layernorm_mlp",
     ):
         super().__init__()
         if activation not in ACTIVATIONS:
@@ -54,9 +55,12 @@ class LayerNormMLP(nn.Module):
         self.down_proj = linear(hidden_size, ffn_size, "down_proj")
 
         if recompute:
-            for layer in self.gate_proj, self.up_proj:
-                if layer is not None:
-                    layer.recomputes_forward = True
+            self.up_proj.recomputes_forward = True
+            if self.gate_proj is not None:
+                self.gate_proj.recomputes_forward = True
+            for layer in self.children():
+                if isinstance(layer, Linear):
+                    layer._weight_state.keeps_codes = False
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         if self.recompute and torch.is_grad_enabled():

@@ -117,6 +117,14 @@ def _weight_storage(weight: Tensor, direction: Direction, plan: GemmPlan, dtype,
     return operand
 
 
+def _backward_storage(weight: Tensor, plan: GemmPlan, dtype) -> Storage:
+    """The weight's codes for dgrad, the last product that reads it."""
+    storage = _weight_storage(weight, COLUMNWISE, plan, dtype)
+    if isinstance(weight, MasterWeight):
+        weight.state.let_go()
+    return storage
+
+
 class _LastInput:
     """Codes of the input that was quantized last: layers that share one (gate and up; q, k and v) quantize it once.
 
@@ -219,8 +227,9 @@ def _check_version(weight: Tensor, version: int) -> None:
 def _weight_operand(weight: Tensor, plan: str, columnwise: bool, version: int, dtype: torch.dtype) -> list[Tensor]:
     """The buffers of the weight's operand, for the compiled step; version: of the weight in the forward."""
     _check_version(weight, version)
-    direction = COLUMNWISE if columnwise else ROWWISE
-    return list(_weight_storage(weight, direction, plan_of(plan), dtype).buffers().values())
+    plan = plan_of(plan)
+    made = _backward_storage(weight, plan, dtype) if columnwise else _weight_storage(weight, ROWWISE, plan, dtype)
+    return list(made.buffers().values())
 
 
 def _forward(x, weight, bias, plan, save, step, ids, guard, factors, grad_factors, grad_amaxes, histories=None):
@@ -277,7 +286,7 @@ def _backward(dy, weight, saved, plan, needs, step, ids, guard, factors, grad_fa
     resolved = plan.resolved(dy.dtype, dy.device)
     made, amaxes, domains = {}, [], resolved.domains
     if directions and (histories is not None or not plan.is_delayed) and _is_one_call(resolved, dy, k):
-        operand = list(_weight_storage(weight, COLUMNWISE, plan, dy.dtype).buffers().values()) if need_x else []
+        operand = list(_backward_storage(weight, plan, dy.dtype).buffers().values()) if need_x else []
         dx, dw = native.linear_step_backward(
             dy, operand, saved, need_x, need_w, resolved.call, step, ids, guard, factors, grad_factors, histories or [],
         )
@@ -285,7 +294,7 @@ def _backward(dy, weight, saved, plan, needs, step, ids, guard, factors, grad_fa
     if directions:
         made, amaxes = _quantize(plan, "grad_output", dy2, directions, step, ids, guard, grad_factors)
     if need_x:
-        w = _weight_storage(weight, COLUMNWISE, plan, dy.dtype)
+        w = _backward_storage(weight, plan, dy.dtype)
         dx = gemm(made[ROWWISE], w, out_dtype=dy.dtype, domain=domains[1]).view(*dy.shape[:-1], k)
     if need_w:
         x = _saved_columnwise(plan, saved, (dy2.shape[0], k), dy, step, ids, guard, factors)

@@ -46,6 +46,8 @@ class WeightState:
     pending:        an event that every rank shares (a step, a load, a change of recipe) changed the master, and
                     its shared statistics have not been reduced since.
     recomputes:     the backward recomputes the forward of the module, so it needs the rowwise codes too.
+    keeps_codes:    False: codes of a weight that no one shards are made a direction at a time, and let go as the backward
+                    takes the last of them; a second backward of the same version makes them again.
     histories:      (module or weight name, slot, direction, quantizer) -> AmaxHistory of delayed scaling.
     """
 
@@ -54,6 +56,7 @@ class WeightState:
         self.pending = True
         self.recomputes = False
         self.parts: list[WeightState] = []
+        self.keeps_codes = True
         self.histories: dict[tuple, AmaxHistory] = {}
         self._forget()
         ALL_STATES.add(self)
@@ -210,6 +213,7 @@ class WeightState:
                     self._make(weight, {ROWWISE}, dtype, layouts, call)
                 storages[COLUMNWISE] = storages[ROWWISE].as_direction(COLUMNWISE)
             else:
+                both = both and self.keeps_codes
                 self._make(weight, {d for d in Direction if d is direction or both}, dtype, layouts, call)
         elif wanted == COMPACT:
             return self._compact_storage(weight, direction, dtype)  # `encode` keeps it, or it is no work to make again
@@ -218,6 +222,11 @@ class WeightState:
             if not q.one_storage:
                 self._codes[1].pop(direction, None)  # the compact codes have served
         return storages[direction]
+
+    def let_go(self) -> None:
+        """The backward has its operand: forget the codes, unless they are kept."""
+        if not self.keeps_codes:
+            self._whole = self._codes = (None, {})
 
     def made(self, weight: MasterWeight, direction: Direction, dtype: torch.dtype, layout: str) -> Storage | None:
         """What `whole_storage` made of this version in this layout, if it has."""
