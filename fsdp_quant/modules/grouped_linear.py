@@ -151,7 +151,7 @@ class GroupedLinear(nn.Module):
         if sizes is None:
             given = splits.to(device, torch.int64)
             ends = given.clamp(0, len(rows)).cummax(0).values
-            ends[-1] = len(rows)
+            ends[-1:].fill_(len(rows))  # an assigned number would be copied from the host
             _watch_splits(self._name, (ends != given).any(), len(rows))
         else:
             ends = torch.tensor(sizes, device="cpu").cumsum(0).to(device, non_blocking=True)

@@ -261,4 +261,5 @@ def adam_update(
     change = g - m
     m = torch.where(weight < 0.5, m + change * weight, g - change * (1 - weight))
     v = v * beta2 + g * weight2 * g
-    return p + (m * minus_step) / (v.sqrt() / root + eps), m, v
+    deviation = v.double().sqrt().float()  # fp32 roots of a CPU's vector library are an ulp off
+    return p + (m * minus_step) / (deviation / root + eps), m, v
