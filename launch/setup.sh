@@ -3,7 +3,7 @@
 #
 #   prepare_environment EXTRA [EXTRA ...]    extras of pyproject.toml: examples, test
 #
-# Sets PYTHON and puts its folder first on PATH. A PYTHON that is set already is used as it is, and nothing is installed
+# Sets PYTHON and puts its folder first on PATH. FSDP_QUANT_PYTHON is used as it is, and nothing is installed
 # (nodes of a cluster that share an environment). Otherwise an active virtual environment is used as it is;
 # otherwise .venv is made at the root of the checkout, and sees a torch that the machine already has.
 # A torch that imports is never replaced. The second call finds everything in place and does nothing.
@@ -92,10 +92,11 @@ choose_processes() {
 }
 
 prepare_environment() {
-    if [[ -n "${PYTHON:-}" ]]; then
+    if [[ -n "${FSDP_QUANT_PYTHON:-}" ]]; then
+        PYTHON="$FSDP_QUANT_PYTHON"
         check_python_version "$PYTHON"
         "$PYTHON" -c 'import importlib.util as u, sys; sys.exit(not (u.find_spec("torch") and u.find_spec("fsdp_quant")))' ||
-            fail "PYTHON is $PYTHON, which does not find torch or fsdp_quant; install them there, or unset PYTHON"
+            fail "FSDP_QUANT_PYTHON is $PYTHON, which does not find torch or fsdp_quant; install them there, or unset it"
         return
     fi
     choose_python

@@ -22,7 +22,7 @@ TINY = (
 
 def environment(**changes: str) -> dict[str, str]:
     inherited = {k: v for k, v in os.environ.items() if k not in ("NPROC", "RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return inherited | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | changes
+    return inherited | {"FSDP_QUANT_PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | changes
 
 
 def script(name: str, *arguments: str, **changes: str) -> subprocess.Popen:
@@ -65,7 +65,7 @@ def test_slurm_starts_one_agent_a_node_at_the_first(tmp_path):
     """If false, nodes of a Slurm job look for each other in different places, or lose the arguments."""
     for name, text in (
         ("scontrol", "echo node7; echo node9"),
-        ("srun", 'echo "$@"; echo $NNODES $MASTER_ADDR $MASTER_PORT $JOB_ID $PYTHON'),
+        ("srun", 'echo "$@"; echo $NNODES $MASTER_ADDR $MASTER_PORT $JOB_ID $FSDP_QUANT_PYTHON'),
     ):
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
