@@ -273,7 +273,8 @@ def _fifty_steps(rank: int, world: int) -> None:
                 tensors = [o for o in gc.get_objects() if isinstance(o, Tensor)]
                 counts.append((len(tensors), sum(t.untyped_storage().size() for t in tensors if type(t) is Tensor)))
                 del tensors  # else they live on
-        assert all(last <= early for early, last in zip(*counts)), f"{recipe}: (tensors, bytes) alive grow from {counts[0]} to {counts[1]} in 40 steps"
+        grown = f"(tensors, bytes) alive grow from {counts[0]} to {counts[1]} in 40 steps"
+        assert all(last <= early for early, last in zip(*counts)), f"{recipe}: {grown}"
 
 
 def test_fifty_steps_take_the_memory_of_ten():

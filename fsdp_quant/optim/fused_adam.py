@@ -8,7 +8,8 @@ All in fp32, of a master p, its gradient g (divided by the loss scale where ther
     p <- p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 Every operation rounds once and none are fused, so that an element's bits depend on nothing else: not on where it lies in a
 shard, nor on the processor (torch's own lerp and addcmul fuse in the vectors of a CPU and not in what is left over). The
-results are torch.optim.AdamW's but for those roundings; the kernel equals them bit for bit. Scalars are computed in fp64 and rounded once to fp32, on the host or (capturable) on the device.
+results are torch.optim.AdamW's but for those roundings; the kernel equals them bit for bit. Scalars are computed in fp64 and
+rounded once to fp32, on the host or (capturable) on the device.
 """
 
 from __future__ import annotations

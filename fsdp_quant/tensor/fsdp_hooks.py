@@ -269,18 +269,17 @@ class GatheredWeight:
         """This weight's codes; where some are not kept, those of all weights that are gathered with it are made at once."""
         shards, encodings = self.shards(weight, directions), self.quantizer.encodings
         if any(encodings[s.direction].fmt.is_quantized and self.state.kept(s) is None for s in shards):
-            shards = shards + [s for m in self.managed.of_group() for s in self._shards_beside(m, weight)]
+            shards = shards + [s for local in self.managed.group_locals() for s in self._shards_beside(local, weight)]
         return self.state.encode(shards)[: len(directions)]
 
-    def _shards_beside(self, managed: ManagedParam, weight) -> list:
+    def _shards_beside(self, local: Tensor, weight) -> list:
         """Codes of another weight of the group that its own pre hook will ask for."""
-        local = managed.local
         if type(local) is not type(weight) or local.state is self.state or local.device != weight.device:
             return []
         gathered = local.state.gathered
-        if gathered is None or gathered.managed.param is not managed.param or local.state.pending:
+        if gathered is None or gathered.managed.local is not local or local.state.pending:
             return []
-        directions = gathered.passes[directions_needed(managed, local.state)].directions
+        directions = gathered.passes[directions_needed(gathered.managed, local.state)].directions
         return gathered.shards(local, [d for d in directions if gathered.quantizer.encodings[d].fmt.is_quantized])
 
     def forget_sent(self) -> None:
@@ -364,7 +363,9 @@ def receive(group: list[GatheredWeight]) -> None:
 
 def _as_bytes(tensor: Tensor, buffer: WireBuffer) -> Tensor:
     """A rank's rows as uint8 [buffer.rows, buffer.row_bytes], zero rows behind them."""
-    rows = tensor.contiguous().view(torch.uint8).reshape(tensor.shape[0], buffer.row_bytes)
+    rows = tensor
+    if rows.dtype is not torch.uint8 or rows.dim() != 2 or not rows.is_contiguous():
+        rows = tensor.contiguous().view(torch.uint8).reshape(tensor.shape[0], buffer.row_bytes)
     return F.pad(rows, (0, 0, 0, buffer.rows - rows.shape[0])) if rows.shape[0] < buffer.rows else rows
 
 
@@ -401,9 +402,11 @@ class FSDPHooks:
         if out is None:
             for tensor in managed.inner_buffers:  # torch has done so of a weight that was gathered before
                 torch_compat.alloc_storage(tensor)
-        group = [local.state for local in managed.group_locals() if isinstance(local, FSDPHooks)]
-        if group[-1] is self.state:  # nothing is read before the last of a group
-            receive([g for state in group if (g := state.gathered) is not None and g.arrival is not None])
+        group = managed.group_locals()
+        if next(local for local in reversed(group) if isinstance(local, FSDPHooks)).state is self.state:
+            # nothing is read before the last of a group
+            hooked = (local.state.gathered for local in group if isinstance(local, FSDPHooks))
+            receive([g for g in hooked if g is not None and g.arrival is not None])
         if out is None:
             return QuantizedTensor(slots=gathered.slots), managed.inner_buffers
 
@@ -481,8 +484,10 @@ def synchronize(managed: list[ManagedParam]) -> None:
     roots = {torch_compat.root_of(m): m for m in managed}
     beside = {id(m.param): m for one in roots.values() for m in torch_compat.managed_params_beside(one)}
     for m in beside.values():
-        if isinstance(m.local, FSDPHooks) and m.local.state.pending:
-            check_layout(m)
+        local = m.local
+        if isinstance(local, FSDPHooks) and local.state.pending:
+            if local.state.gathered is None:
+                check_layout(m)
             by_group.setdefault(m.process_group, []).append(m)
     for group, weights in by_group.items():
         crossing = [m for m in weights if m.local.state.shares_statistics(_cuts(m))]

@@ -134,13 +134,8 @@ class ManagedParam:
         self.param.all_gather_outputs = outputs
         self.param._unsharded_inner_tensors = inner
 
-    def of_group(self) -> list[ManagedParam]:
-        """The parameters that are gathered together, this one among them, in the order of their hooks."""
-        group, state = self.group, self.state
-        return [ManagedParam(p, group, state) for p in group.fsdp_params]
-
     def group_locals(self) -> list[Tensor]:
-        """Their local tensors."""
+        """The local tensors of the parameters that are gathered together, in the order of their hooks."""
         return [p._sharded_local_tensor for p in self.group.fsdp_params]
 
     @property
