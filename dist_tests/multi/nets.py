@@ -117,6 +117,18 @@ def full_state(net: nn.Module) -> dict[str, torch.Tensor]:
     return {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).clone() for k, v in net.state_dict().items()}
 
 
+def assert_equals_fresh(net: Net, recipe: fq.Recipe, what: str) -> None:
+    """The output of a sharded net is that of a fresh one with the same masters; every rank must call it."""
+    fresh = build()
+    fresh.load_state_dict(full_state(net))
+    shard(fq.convert(fresh, recipe))
+    x = batch(7)
+    with torch.no_grad():
+        laws.assert_same_bytes(net(x), fresh(x), f"output after {what}")
+    for module in (net, *net.blocks):
+        module.reshard()
+
+
 @contextlib.contextmanager
 def recorded_weights():
     """Collect (direction, clone of the weight's storage) of every product that reads a weight."""

@@ -364,15 +364,7 @@ def _mutations_on_every_rank(rank: int, world: int) -> None:
         nets.train_step(net, optimizer, 0)
 
         def check(what: str) -> None:
-            fresh = nets.build()
-            fresh.load_state_dict(nets.full_state(net))
-            fq.convert(fresh, recipe)
-            nets.shard(fresh)
-            x = nets.batch(7)
-            with torch.no_grad():
-                laws.assert_same_bytes(net(x), fresh(x), f"{label}: output after {what}")
-            for module in (net, *net.blocks):
-                module.reshard()
+            nets.assert_equals_fresh(net, recipe, f"{what}, {label}")
 
         with torch.no_grad():
             for p in net.parameters():

@@ -282,13 +282,7 @@ def _events(rank: int, world: int) -> None:
     nets.train_step(net, optimizer, 0)
 
     def check(what: str) -> None:
-        fresh = nets.build()
-        fresh.load_state_dict(nets.full_state(net))
-        nets.shard(fq.convert(fresh, recipe))
-        with torch.no_grad():
-            laws.assert_same_bytes(net(nets.batch(7)), fresh(nets.batch(7)), f"output after {what}")
-        for module in (net, *net.blocks):
-            module.reshard()
+        nets.assert_equals_fresh(net, recipe, what)
 
     with torch.no_grad():
         for p in net.parameters():

@@ -93,12 +93,6 @@ class DirectionBuffers:
     halo: dict[str, tuple[Tensor, Tensor]]
     storage: Storage
 
-    def sent(self) -> list[Tensor]:
-        return self.outputs
-
-    def made(self) -> list[Tensor]:
-        return list(self.filled.values())
-
     def free(self) -> None:
         for tensor in (*self.outputs, *self.filled.values()):
             torch_compat.free_storage(tensor)
@@ -224,7 +218,7 @@ class GatheredWeight:
                 (d.value, self.quantizer.encodings[d].fmt.name, gathered_size(self.wire[d], self.managed.world_size))
                 for d in directions
             ]
-            outputs, filled = ([t for b in chosen for t in of(b)] for of in (DirectionBuffers.sent, DirectionBuffers.made))
+            outputs, filled = [t for b in chosen for t in b.outputs], [t for b in chosen for t in b.filled.values()]
             kept = all(self.quantizer.encodings[d].fmt.is_quantized for d in directions)
             passes[needs] = Pass(needs, directions, outputs, filled, sizes, kept)
         return passes
