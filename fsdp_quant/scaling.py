@@ -31,10 +31,10 @@ def reduce_amaxes(amaxes: Sequence[Tensor], group: dist.ProcessGroup | None) -> 
     """
     if not amaxes or group is None or group.size() == 1:
         return list(amaxes)
-    flat = torch.cat([a.reshape(-1) for a in amaxes]).view(torch.int32)
-    dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
-    pieces = flat.view(torch.float32).split([a.numel() for a in amaxes])
-    return [piece.view(a.shape) for piece, a in zip(pieces, amaxes)]
+    flat = torch.cat([a.reshape(-1) for a in amaxes])
+    dist.all_reduce(flat.view(torch.int32), op=dist.ReduceOp.MAX, group=group)
+    pieces = flat.split([a.numel() for a in amaxes])
+    return [piece if a.dim() == 1 else piece.view(a.shape) for piece, a in zip(pieces, amaxes)]
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,13 @@ class RowCuts:
         """More than one rank wants the statistics, also when all rows lie with one of them."""
         return len(self.bounds) > 2 and self.rows > 0
 
-    def cut_block_rows(self, encoding: Encoding) -> list[int]:
+    @functools.cache
+    def cut_block_rows(self, encoding: Encoding) -> tuple[int, ...]:
         """Block rows whose amax more than one rank wants: those a cut divides, or the one of the whole extent."""
         b0 = encoding.fmt.dims(encoding.direction)[0]
         if encoding.fmt.scale == "none" or not self.is_sharded:
-            return []
-        return [0] if b0 is None else sorted({b // b0 for b in self.bounds if b % b0 and b < self.rows})
+            return ()
+        return (0,) if b0 is None else tuple(sorted({b // b0 for b in self.bounds if b % b0 and b < self.rows}))
 
     @functools.cache
     def shares_statistics(self, encoding: Encoding) -> bool:
@@ -129,12 +130,17 @@ def share_statistics(fragments: Sequence[Fragment], group: dist.ProcessGroup | N
             for block_row in fragment.cuts.cut_block_rows(encoding):
                 local = block_row - first
                 mine = 0 <= local < amax.shape[0]
-                slots.append(amax[local] if mine else amax.new_zeros(amax.shape[1]))
+                if len(amax) == 1 and mine:
+                    slots.append(amax.view(-1))
+                else:
+                    slots.append(amax[local] if mine else amax.new_zeros(amax.shape[1]))
                 places.append((f, e, local if mine else None, block_row))
     for (f, e, local, block_row), reduced in zip(places, reduce_amaxes(slots, group)):
         amax, tensor_amax = results[f][e]
         if block_row is None:
             results[f][e] = Statistics(amax, reduced)
+        elif local is not None and len(amax) == 1:
+            results[f][e] = Statistics(reduced.view(1, -1), tensor_amax)
         elif local is not None:
             amax[local] = reduced
     return results

@@ -4,6 +4,7 @@
 
 Every arm is 16 layers (d 4096, ffn 14336, 32 heads, 8 of keys), fp32 sharded parameters, bf16 compute, fused AdamW; the base
 and torchao's float8 are compiled block by block, ours are eager, of `fq.LayerNormMLP`, unless `--separate` or `--compiled`.
+Arms whose name ends in "quantized" have quantized parameters, stepped by `fq.optim.FusedAdam`.
 Steps are made back to back and timed by events on the device; rank 0 prints.
 """
 
@@ -38,6 +39,8 @@ RECIPES = {
     "nvfp4": fq.recipes.nvfp4,
     "hybrid": functools.partial(fq.recipes.hybrid, "mxfp8", "nvfp4"),
 }
+QUANTIZED = {f"{name} quantized": made for name, made in RECIPES.items()}
+OURS = RECIPES | QUANTIZED
 TORCHAO = {
     "torchao tensorwise": {}, "torchao tensorwise, fp8 gather": {"enable_fsdp_float8_all_gather": True},
 }
@@ -97,19 +100,21 @@ def model(args, fused: bool) -> nn.Sequential:
 
 
 def is_compiled(arm: str, args) -> bool:
-    return arm not in RECIPES or args.compiled
+    return arm not in OURS or args.compiled
 
 
 def build(arm: str, args, device: torch.device) -> nn.Sequential:
     """The arm's model, sharded, with random weights."""
-    net = model(args, fused=arm in RECIPES and not (args.compiled or args.separate))
+    recipe = OURS[arm]() if arm in OURS else None
+    with fq.quantized_model_init(recipe) if arm in QUANTIZED else contextlib.nullcontext():
+        net = model(args, fused=arm in OURS and not (args.compiled or args.separate))
+        if arm in OURS:
+            fq.convert(net, recipe)
+            fq.set_recipe(net, recipe)  # of the modules that were this library's before
     if arm in TORCHAO:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         convert_to_float8_training(net, config=Float8LinearConfig(**TORCHAO[arm]))
-    elif arm in RECIPES:
-        fq.convert(net, RECIPES[arm]())
-        fq.set_recipe(net, RECIPES[arm]())  # of the modules that were this library's before
     if is_compiled(arm, args):
         for block in net:
             block.compile()
@@ -148,7 +153,10 @@ def counted_gathers():
 def measure(arm: str, tokens: int, args, device: torch.device) -> dict:
     """{ms, host_ms, tokens_per_s, gathered_bytes, peak_bytes}: medians of `args.steps` steps."""
     net = build(arm, args, device)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=device.type == "cuda")
+    if arm in QUANTIZED:
+        optimizer = fq.optim.FusedAdam(net.parameters(), lr=1e-4)
+    else:
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=device.type == "cuda")
     x = torch.randn(1, tokens, args.dim, device=device, dtype=torch.bfloat16)
 
     def step() -> None:
@@ -212,7 +220,7 @@ def table(tokens: int, args, device: torch.device, say) -> list[dict]:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--arms", nargs="+", default=[BASE, *RECIPES], choices=[BASE, *RECIPES, *TORCHAO])
+    made.add_argument("--arms", nargs="+", default=[BASE, *RECIPES], choices=[BASE, *OURS, *TORCHAO])
     made.add_argument("--tokens", nargs="+", type=int, default=[8192, 2048])
     made.add_argument("--layers", type=int, default=16)
     made.add_argument("--dim", type=int, default=4096)

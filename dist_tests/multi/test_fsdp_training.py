@@ -185,9 +185,10 @@ def _accumulation(rank: int, world: int) -> None:
             fq.convert(net, recipe)
             nets.shard(net)
             optimizer = _adam(net)
-            nets.train_step(net, optimizer, 0, rank)
-            counters.reset()
+            nets.train_step(net, optimizer, 0, rank, micro_batches)  # learns how many there are
             nets.train_step(net, optimizer, 1, rank, micro_batches)
+            counters.reset()
+            nets.train_step(net, optimizer, 2, rank, micro_batches)
             encodes = counters.of("weight encode")
             assert all(n == 1 for n in encodes.values()), f"{label}: encoded more than once a version: {encodes}"
             reduced = counters.total("amax all-reduce")
@@ -443,7 +444,7 @@ def _memory(rank: int, world: int) -> None:
         for state in states:
             if state.gathered is not None:
                 buffers = list(state.gathered.buffers.values())
-                total += sum(t.untyped_storage().size() for b in buffers for t in (*b.outputs, *b.filled.values()))
+                total += sum(t.untyped_storage().size() for b in buffers for t in (*b.outputs, *b.refilled))
         return total
 
     peaks = []
@@ -453,6 +454,8 @@ def _memory(rank: int, world: int) -> None:
     for step in range(12):
         nets.train_step(net, optimizer, step, rank)
         assert alive() == 0, f"{alive()} bytes of gathered codes outlive the step"
+        kept = [s.name for s in states if s._codes[1]]
+        assert not step or not kept, f"shards' codes of {kept} outlive the backward that sent them last"
         gc.collect()
         counts.append(sum(1 for o in gc.get_objects() if isinstance(o, torch.Tensor)))
     assert counts[-1] == counts[4], f"tensors alive grow from step to step: {counts}"

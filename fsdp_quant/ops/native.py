@@ -204,6 +204,21 @@ def statistics_group(x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int
     return [(next(made), next(made) if encoding.fmt.tensor_scale else None) for _ in x]
 
 
+@functools.lru_cache(maxsize=1024)
+def _staged(encoding: Encoding, scale_bytes: int, shapes: tuple[tuple[int, int], ...], row0: tuple[int, ...]) -> tuple:
+    """(bytes, where data and scales of each tensor begin, ((shape, strides, offset) of its data, of its scales))."""
+    side, columnwise = side_of(encoding), encoding.direction is not ROWWISE
+    places, views, at = ([], []), [], 0
+    for shape, start in zip(shapes, row0):
+        view = []
+        for place, size, item in zip(places, _shapes_of(side, columnwise, *shape, start), (1, scale_bytes)):
+            place.append(at)
+            view.append((size, (size[1], 1), at // item))
+            at += round_up(prod(size) * item, 16)
+        views.append(view)
+    return at, places, views
+
+
 def quantize_group(
     x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], through_bf16: bool, stats: Sequence[tuple | None]
 ) -> list[tuple]:
@@ -211,29 +226,22 @@ def quantize_group(
 
     stats:  (amax, tensor_amax) a tensor; where some scale spans more than a tile, None of them is None.
     """
-    side, columnwise = side_of(encoding), encoding.direction is not ROWWISE
-    fmt = encoding.fmt
+    fmt, columnwise = encoding.fmt, encoding.direction is not ROWWISE
     scale_dtype = torch.uint8 if fmt.scale != "fp32" else torch.float32
-    shapes, places, at = [], ([], []), 0
-    for one, start in zip(x, row0):
-        data, scale, _ = _shapes(side, columnwise, one, start)
-        shapes.append((data, scale))
-        for place, size in zip(places, (prod(data), prod(scale) * scale_dtype.itemsize)):
-            place.append(at)
-            at += round_up(size, 16)
-    staging = x[0].new_empty(at, dtype=torch.uint8)
+    size, places, views = _staged(encoding, scale_dtype.itemsize, tuple(one.shape for one in x), tuple(row0))
+    staging = x[0].new_empty(size, dtype=torch.uint8)
     amaxes, tensor_amaxes = ([None if s is None else s[i] for s in stats] for i in range(2))
     _ops.quantize_group(
-        [_rows(one) for one in x], side, columnwise, encoding.eps, row0, amaxes, tensor_amaxes, staging, *places, through_bf16
+        [_rows(one) for one in x], side_of(encoding), columnwise, encoding.eps, row0, amaxes, tensor_amaxes, staging, *places,
+        through_bf16,
     )
     of_scales = staging.view(scale_dtype)
     return [
         (
-            staging.as_strided(data, (data[1], 1), data_at),
-            of_scales.as_strided(scale, (scale[1], 1), scale_at // scale_dtype.itemsize),
-            tensor_amax, amax if fmt.scale_leaves_contraction else None,
+            staging.as_strided(*data), of_scales.as_strided(*scale), tensor_amax,
+            amax if fmt.scale_leaves_contraction else None,
         )
-        for (data, scale), data_at, scale_at, amax, tensor_amax in zip(shapes, *places, amaxes, tensor_amaxes)
+        for (data, scale), amax, tensor_amax in zip(views, amaxes, tensor_amaxes)
     ]
 
 

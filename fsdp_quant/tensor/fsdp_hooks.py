@@ -19,6 +19,8 @@ issues it, and encodes, when it ends (`write_back`).
 from __future__ import annotations
 
 import inspect
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -93,8 +95,13 @@ class DirectionBuffers:
     halo: dict[str, tuple[Tensor, Tensor]]
     storage: Storage
 
+    @property
+    def refilled(self) -> list[Tensor]:
+        """Of `filled`, what is freed and filled at each gather: scalars are not worth freeing."""
+        return [t for t in self.filled.values() if t.numel() > 1]
+
     def free(self) -> None:
-        for tensor in (*self.outputs, *self.filled.values()):
+        for tensor in (*self.outputs, *self.refilled):
             torch_compat.free_storage(tensor)
 
 
@@ -104,25 +111,38 @@ class Pass(NamedTuple):
     needs:       directions that the pass multiplies.
     directions:  those that are encoded and sent.
     outputs:     the buffers that NCCL fills, in the order of the inputs.
-    filled:      the other buffers of the storages.
+    filled:      the other buffers of the storages that are freed with them.
     sizes:       (direction, format, bytes) of each direction that is sent, to be counted.
     is_kept:     the inputs are kept while the master does not change: all are codes.
     """
 
     needs: frozenset[Direction]
-    directions: list[Direction]
+    directions: tuple[Direction, ...]
     outputs: list[Tensor]
     filled: list[Tensor]
     sizes: list[tuple[str, str, int]]
     is_kept: bool
 
 
+class Sent(NamedTuple):
+    """What a weight gives to a gather: uint8 [rows, bytes] of every wire buffer, and buffers that do not shard."""
+
+    inputs: tuple[Tensor, ...]
+    filled: dict[tuple[Direction, str], Tensor]
+
+
 class Arrival(NamedTuple):
-    """What a rank knows of a gather besides the bytes: the master's version, and buffers that do not shard."""
+    """What a rank knows of a gather besides the bytes.
+
+    version:   of the master.
+    filled:    see `Sent`.
+    together:  all weights of the gather, in the order of their hooks.
+    """
 
     chosen: Pass
     version: object
     filled: dict[tuple[Direction, str], Tensor]
+    together: list[GatheredWeight]
 
 
 def gathered_size(buffers: list[WireBuffer], world_size: int) -> int:
@@ -130,9 +150,9 @@ def gathered_size(buffers: list[WireBuffer], world_size: int) -> int:
     return sum(world_size * b.rows * b.row_bytes for b in buffers)
 
 
-def gathered_directions(quantizer, needs: frozenset[Direction]) -> list[Direction]:
+def gathered_directions(quantizer, needs: frozenset[Direction]) -> tuple[Direction, ...]:
     """Encodings to gather for the directions a pass multiplies: one that is not encoded comes from the rowwise one."""
-    return [d for d in quantizer.encodings if d in needs or (d is ROWWISE and not needs <= quantizer.encodings.keys())]
+    return tuple(d for d in quantizer.encodings if d in needs or (d is ROWWISE and not needs <= quantizer.encodings.keys()))
 
 
 class GatheredWeight:
@@ -152,8 +172,10 @@ class GatheredWeight:
         if self.quantizer.is_derived:
             self.derived = self._allocate_derived()
         self.passes = self._passes()
+        self.outgoing: tuple[tuple[Tensor, ...], Arrival] | None = None  # prepared, and not asked for yet
         self.arrival: Arrival | None = None  # sent, and not received yet
-        self._sent: tuple[object, dict] = (None, {})  # version -> what `send` gave, by directions
+        self._sent: tuple[object, dict[tuple[Direction, ...], Sent]] = (None, {})  # of this version
+        self._reductions = self._reductions_before = 0  # gathers of this version that served one, and of the one before
         self.slots = Slots(owner=state)
         for direction in Direction:
             if direction in self.buffers:
@@ -218,67 +240,53 @@ class GatheredWeight:
                 (d.value, self.quantizer.encodings[d].fmt.name, gathered_size(self.wire[d], self.managed.world_size))
                 for d in directions
             ]
-            outputs, filled = [t for b in chosen for t in b.outputs], [t for b in chosen for t in b.filled.values()]
+            outputs, filled = [t for b in chosen for t in b.outputs], [t for b in chosen for t in b.refilled]
             kept = all(self.quantizer.encodings[d].fmt.is_quantized for d in directions)
             passes[needs] = Pass(needs, directions, outputs, filled, sizes, kept)
         return passes
 
     # The two halves of a gather #
 
-    def send(self, weight, needs: frozenset[Direction]) -> tuple[tuple[Tensor, ...], Arrival]:
-        """(uint8 [rows, bytes] of every wire buffer, what every rank knows or derives)."""
-        chosen, managed, version = self.passes[needs], self.managed, weight.version
+    def sent(self, version: object, chosen: Pass) -> Sent | None:
+        """What `pack` gave for these directions of this version."""
         if self._sent[0] != version:
             self._sent = (version, {})
-        sent = self._sent[1].get(needs)
-        if sent is None:
-            sent = self._pack(weight, chosen, version)
-            if chosen.is_kept:
-                self._sent[1][needs] = sent
-        managed.set_gather_buffers(chosen.outputs, list(chosen.filled))
-        phase = managed.phase
-        for direction, fmt, size in chosen.sizes:
-            counters.add("gather", (phase, direction, fmt), size)
-        return sent
+            self._reductions, self._reductions_before = 0, max(self._reductions, 1)
+        return self._sent[1].get(chosen.directions)
 
-    def _pack(self, weight, chosen: Pass, version: object) -> tuple[tuple[Tensor, ...], Arrival]:
+    def pack(self, chosen: Pass, encoded: list) -> Sent:
+        """The buffers of each direction's codes, as they travel; kept while the master does not change."""
         inputs, filled = [], {}
-        for direction, encoded in zip(chosen.directions, self._encoded(weight, chosen.directions)):
+        for direction, one in zip(chosen.directions, encoded):
             for i, buffer in enumerate(self.wire[direction]):
-                own = _as_bytes(getattr(encoded, buffer.name), buffer)
+                own = _as_bytes(getattr(one, buffer.name), buffer)
                 if self.managed.world_size == 1 and (i > 0 or inputs):
                     filled[direction, buffer.name] = own
                 else:
                     inputs.append(own)
             for name in self.buffers[direction].filled:
                 if (direction, name) not in filled:
-                    filled[direction, name] = getattr(encoded, name)
-        return tuple(inputs), Arrival(chosen, version, filled)
+                    filled[direction, name] = getattr(one, name)
+        sent = Sent(tuple(inputs), filled)
+        if chosen.is_kept:
+            self._sent[1][chosen.directions] = sent
+        return sent
 
-    def shards(self, weight, directions: list[Direction]) -> list:
+    def shards(self, weight, directions: Sequence[Direction]) -> list:
         """What the gather of these directions asks of a weight."""
         return [self.state.shard(weight, d, self.cuts, self.managed.rank, self.dtype) for d in directions]
-
-    def _encoded(self, weight, directions: list[Direction]) -> list:
-        """This weight's codes; where some are not kept, those of all weights that are gathered with it are made at once."""
-        shards, encodings = self.shards(weight, directions), self.quantizer.encodings
-        if any(encodings[s.direction].fmt.is_quantized and self.state.kept(s) is None for s in shards):
-            shards = shards + [s for local in self.managed.group_locals() for s in self._shards_beside(local, weight)]
-        return self.state.encode(shards)[: len(directions)]
-
-    def _shards_beside(self, local: Tensor, weight) -> list:
-        """Codes of another weight of the group that its own pre hook will ask for."""
-        if type(local) is not type(weight) or local.state is self.state or local.device != weight.device:
-            return []
-        gathered = local.state.gathered
-        if gathered is None or gathered.managed.local is not local or local.state.pending:
-            return []
-        directions = gathered.passes[directions_needed(gathered.managed, local.state)].directions
-        return gathered.shards(local, [d for d in directions if gathered.quantizer.encodings[d].fmt.is_quantized])
 
     def forget_sent(self) -> None:
         """Pack anew at the next gather."""
         self._sent = (None, {})
+
+    def let_go(self) -> None:
+        """The gather that is under way serves a backward that reduces gradients: if the version before had no more of them,
+        an optimizer step follows, and no codes are kept until then."""
+        self._reductions += 1
+        if self._reductions == self._reductions_before:
+            self._sent = (self._sent[0], {})
+            self.state.let_go_of_shard()
 
     def unpack(self) -> list[tuple[Tensor, Tensor]]:
         """(buffer, what it is to hold) of all that NCCL did not fill: replicated buffers, rows of cut blocks in order."""
@@ -319,16 +327,6 @@ class GatheredWeight:
         slots.version.update(dict.fromkeys(needs, version))
         return wanted
 
-    def keep(self, direction: Direction, layout: str, made: Storage) -> None:
-        """Take codes that were laid out, in memory that FSDP2 frees with the gather's."""
-        self.slots.laid_out[direction, layout] = made
-        of_codes = self.slots.get(direction).buffers()
-        buffers = [t for name, t in made.buffers().items() if t.data_ptr() != of_codes[name].data_ptr()]
-        if buffers:
-            self.managed.inner_buffers.extend(buffers)
-        else:
-            self.slots.views.add((direction, layout))
-
     def free_unread(self) -> None:
         """Free the codes of a backward that are laid out for all products of their forward."""
         if writers.checking:
@@ -349,7 +347,7 @@ def receive(group: list[GatheredWeight]) -> None:
     wanted = [(gathered, d, layout) for gathered in group for d, layout in gathered.lay_out()]
     made = laid_out([(gathered.slots.get(d), layout) for gathered, d, layout in wanted])
     for (gathered, d, layout), storage in zip(wanted, made):
-        gathered.keep(d, layout, storage)
+        gathered.slots.take(d, layout, storage)
     for gathered in group:
         gathered.free_unread()
         gathered.arrival = None
@@ -373,10 +371,48 @@ class PreHook:
         self.weight = weight
 
     def __call__(self, mesh):
-        gathered, state = gathered_weight(self.weight), self.weight.state
-        if state.pending:
-            synchronize([gathered.managed])
-        return gathered.send(self.weight, directions_needed(gathered.managed, state))
+        gathered = self.weight.state.gathered
+        if gathered is None or gathered.outgoing is None:  # the first of its group
+            gathered = prepare(self.weight)
+        outgoing, gathered.outgoing = gathered.outgoing, None
+        return outgoing
+
+
+@torch.no_grad()
+def prepare(weight) -> GatheredWeight:
+    """Ready what the gather that asks `weight` first sends, of all weights of its group at once."""
+    first = gathered_weight(weight)
+    managed = first.managed
+    local = [one for one in managed.group_locals() if isinstance(one, FSDPHooks)]
+    together = [gathered_weight(one) for one in local]
+    if weight.device != managed.local.device:  # offloaded: each comes to the device as it is asked
+        asked = [(weight, first)]
+    else:
+        asked = list(zip(local, together))
+    if any(one.state.pending for one, _ in asked):
+        synchronize([managed])
+    needs = [directions_needed(managed, recomputes) for recomputes in (False, True)]
+    phase, reduces = managed.phase, managed.gathers_for_reduction
+    missing, shards, ready = [], [], []
+    for one, gathered in asked:
+        chosen, version = gathered.passes[needs[one.state.recomputes]], one.version
+        sent = gathered.sent(version, chosen)
+        if sent is None:
+            missing.append(len(ready))
+            shards += gathered.shards(one, chosen.directions)
+        ready.append((gathered, chosen, version, sent))
+    encoded = iter(first.state.encode(shards))
+    for i in missing:
+        gathered, chosen, version, _ = ready[i]
+        ready[i] = gathered, chosen, version, gathered.pack(chosen, list(itertools.islice(encoded, len(chosen.directions))))
+    for gathered, chosen, version, sent in ready:
+        gathered.managed.set_gather_buffers(chosen.outputs, list(chosen.filled))
+        for direction, fmt, size in chosen.sizes:
+            counters.add("gather", (phase, direction, fmt), size)
+        gathered.outgoing = sent.inputs, Arrival(chosen, version, sent.filled, together)
+        if reduces and gathered.managed.registered.requires_grad:
+            gathered.let_go()
+    return first
 
 
 class FSDPHooks:
@@ -396,20 +432,20 @@ class FSDPHooks:
         if out is None:
             for tensor in managed.inner_buffers:  # torch has done so of a weight that was gathered before
                 torch_compat.alloc_storage(tensor)
-        group = managed.group_locals()
-        if next(local for local in reversed(group) if isinstance(local, FSDPHooks)).state is self.state:
-            # nothing is read before the last of a group
-            hooked = (local.state.gathered for local in group if isinstance(local, FSDPHooks))
-            receive([g for g in hooked if g is not None and g.arrival is not None])
+        if metadata.together[-1] is gathered:  # nothing is read before the last of a group
+            receive([g for g in metadata.together if g.arrival is not None])
         if out is None:
             return QuantizedTensor(slots=gathered.slots), managed.inner_buffers
 
 
-def directions_needed(managed: ManagedParam, state) -> frozenset[Direction]:
-    """Which directions the pass that gathers now will multiply before it reshards."""
+def directions_needed(managed: ManagedParam, recomputes: bool) -> frozenset[Direction]:
+    """Which directions the pass that gathers now will multiply before it reshards.
+
+    recomputes:  the backward recomputes the forward of the weight's module.
+    """
     both = frozenset(Direction)
     if managed.in_pre_backward:
-        return both if state.recomputes or managed.stays_unsharded_after_backward else frozenset({COLUMNWISE})
+        return both if recomputes or managed.stays_unsharded_after_backward else frozenset({COLUMNWISE})
     if managed.in_forward and not managed.stays_unsharded_after_forward:
         return both if torch_compat.backward_is_running() else frozenset({ROWWISE})
     return both

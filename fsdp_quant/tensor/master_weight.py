@@ -10,6 +10,7 @@ do not bump it on DTensors.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -227,6 +228,10 @@ class WeightState:
         """The backward has its operand: forget the codes, unless they are kept."""
         if not self.keeps_codes:
             self._whole = self._codes = (None, {})
+
+    def let_go_of_shard(self) -> None:
+        """Codes of a shard have been sent for the last time before an optimizer step."""
+        self._codes = (None, {})
 
     def made(self, weight: MasterWeight, direction: Direction, dtype: torch.dtype, layout: str) -> Storage | None:
         """What `whole_storage` made of this version in this layout, if it has."""
@@ -483,7 +488,7 @@ class MasterWeight(FSDPHooks, Tensor):
         handler = _TABLE.get(func)
         if handler is not None:
             return handler(func, args, kwargs)
-        inner_args, inner_kwargs = tree_map_only(MasterWeight, lambda t: t._inner, (args, kwargs))
+        inner_args, inner_kwargs = [_plain(a) for a in args], {k: _plain(a) for k, a in kwargs.items()}
         result = func(*inner_args, **inner_kwargs)
         if func._schema.is_mutable:
             return _written(func, args, kwargs, result)
@@ -493,13 +498,27 @@ class MasterWeight(FSDPHooks, Tensor):
         return result
 
 
+def _plain(argument):
+    """An operator's argument with the plain tensors of its MasterWeights."""
+    if isinstance(argument, MasterWeight):
+        return argument._inner
+    if isinstance(argument, (list, tuple)):
+        return [_plain(a) for a in argument]
+    return argument
+
+
+@functools.cache
+def _arguments_written(func) -> list[tuple[int, str]]:
+    """(place, name) of the arguments that an operator's schema writes."""
+    arguments = enumerate(func._schema.arguments)
+    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
 def _written(func, args, kwargs, result):
     """Count a write to every MasterWeight that the operator's schema writes, and return those it returns."""
     wrappers = {}
-    for i, spec in enumerate(func._schema.arguments):
-        value = args[i] if i < len(args) else kwargs.get(spec.name)
-        if spec.alias_info is None or not spec.alias_info.is_write:
-            continue
+    for i, name in _arguments_written(func):
+        value = args[i] if i < len(args) else kwargs.get(name)
         for tensor in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(tensor, MasterWeight):
                 tensor._mutations.add(func, tensor._inner)

@@ -78,6 +78,17 @@ class Slots:
     def get(self, direction: Direction) -> Storage | None:
         return self.rowwise if direction is ROWWISE else self.columnwise
 
+    def take(self, direction: Direction, layout: str, made: Storage) -> Storage:
+        """Keep codes that were laid out, in memory that FSDP2 frees with the gather's."""
+        self.laid_out[direction, layout] = made
+        codes = self.get(direction).buffers()
+        own = [t for name, t in made.buffers().items() if t.data_ptr() != codes[name].data_ptr()]
+        if not own:
+            self.views.add((direction, layout))
+        elif self.owner is not None:
+            self.owner.free_at_reshard(own)
+        return made
+
     def map(self, fn: Callable[[Storage], Storage]) -> Slots:
         """Other storages with the same owner and versions; one storage that serves both directions stays one."""
         rowwise = None if self.rowwise is None else fn(self.rowwise)
@@ -159,10 +170,7 @@ class QuantizedTensor(Tensor):
         storage = self.storage_for(direction)
         if layout == storage.layout or not storage.fmt.is_quantized:
             return storage
-        made = slots.laid_out[direction, layout] = storage.in_layout(layout)
-        if slots.owner is not None:
-            slots.owner.free_at_reshard(made.buffers().values())
-        return made
+        return slots.take(direction, layout, storage.in_layout(layout))
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values in high precision, decoded from the rowwise storage if there is one that is not freed.

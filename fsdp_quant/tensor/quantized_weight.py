@@ -49,6 +49,9 @@ class QuantizedWeightState(WeightState):
         shard.weight.store(shard.direction, encoded, shard.row0)
         return self.kept(shard)
 
+    def let_go_of_shard(self) -> None:
+        """They are the parameter itself, and stay."""
+
 
 class _Content:
     """What aliases of one shard share.

@@ -107,6 +107,12 @@ class ManagedParam:
         return self.group._training_state == TrainingState.PRE_BACKWARD
 
     @property
+    def gathers_for_reduction(self) -> bool:
+        """What is gathered now serves a backward whose gradients are reduced: the last of its micro-batches."""
+        serves_backward = self.in_pre_backward or (self.in_forward and self.stays_unsharded_after_forward)
+        return serves_backward and self.group.reduce_grads
+
+    @property
     def phase(self) -> str:
         """Which pass gathers now: "forward", "backward", or "manual" (an explicit unshard)."""
         return "forward" if self.in_forward else "backward" if self.in_pre_backward else "manual"
