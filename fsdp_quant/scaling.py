@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .formats import Encoding
+from .formats import Encoding, value_class
 from .ops import dispatch, reference
 from .ops.dispatch import Statistics
 
@@ -37,7 +37,7 @@ def reduce_amaxes(amaxes: Sequence[Tensor], group: dist.ProcessGroup | None) -> 
     return [piece if a.dim() == 1 else piece.view(a.shape) for piece, a in zip(pieces, amaxes)]
 
 
-@dataclass(frozen=True)
+@value_class
 class RowCuts:
     """Ownership of the rows of one [rows, cols] tensor: rank r holds [bounds[r], bounds[r + 1]).
 

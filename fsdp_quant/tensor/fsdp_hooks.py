@@ -520,14 +520,15 @@ def synchronize(managed: list[ManagedParam]) -> None:
                 check_layout(m)
             by_group.setdefault(m.process_group, []).append(m)
     for group, weights in by_group.items():
-        crossing = [m for m in weights if m.local.state.shares_statistics(_cuts(m))]
-        shared = share_statistics([_fragment(m) for m in crossing], group)
+        fragments = [(m.local, _fragment(m)) for m in weights]
+        crossing = [(local, f) for local, f in fragments if local.state.shares_statistics(f.cuts)]
+        shared = share_statistics([f for _, f in crossing], group)
         if shared:
             counters.add("amax all-reduce", "weights")
-        for m, stats in zip(crossing, shared):
-            m.local.state.set_statistics(m.local.version, stats)
-        for m in weights:
-            m.local.state.pending = False
+        for (local, _), stats in zip(crossing, shared):
+            local.state.set_statistics(local.version, stats)
+        for local, _ in fragments:
+            local.state.pending = False
 
 
 def write_back(weights: list) -> None:
