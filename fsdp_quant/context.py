@@ -32,11 +32,24 @@ class StepState:
     """The step as the host knows it, and one copy of it on every device that asked."""
 
     def __init__(self):
-        self.seed, self.step, self.micro_batch, self.token_offset = 0, 0, 0, _DEFAULT_OFFSET
+        self._step = 0
+        self._skipped: Tensor | None = None  # int64 [], on a device: steps that the host counted and no optimizer applied
+        self.seed, self.micro_batch, self.token_offset = 0, 0, _DEFAULT_OFFSET
         self.counted_by_hand = False
         self.frozen: weakref.WeakSet = weakref.WeakSet()  # states of frozen weights used since the last step
         self.followers: list[Callable[[], None]] = []  # called when another step begins
         self._devices: dict[torch.device, Tensor] = {}
+
+    @property
+    def step(self) -> int:
+        """Waits for the device where it alone knows which steps were applied."""
+        if self._skipped is not None:
+            self.step = self._step - int(self._skipped)
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step, self._skipped = step, None
 
     def values(self) -> list[int]:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -59,6 +72,17 @@ class StepState:
         moved, self.step = step != self.step, step
         self.publish()
         for follow in self.followers if moved else ():
+            follow()
+
+    def advance(self, skipped: Tensor | None = None) -> None:
+        """The next step begins; not where `skipped`, on a device, is true, which nothing waits for."""
+        if skipped is None:
+            return self.go_to(self.step + 1)
+        for tensor in self._devices.values():
+            tensor[STEP_FIELDS.index("step")] += ~skipped.to(tensor.device, non_blocking=True)
+        self._step += 1
+        self._skipped = skipped.long() if self._skipped is None else self._skipped + skipped
+        for follow in self.followers:
             follow()
 
 
@@ -125,9 +149,12 @@ def _after_optimizer_step(optimizer: torch.optim.Optimizer, args, kwargs) -> Non
             state.forget_codes()  # no write says that their scale may be another now
     STEP.frozen.clear()
     histories = {id(h): h for state in states for h in state.histories.values()}  # parts of a packed weight share theirs
-    torch_compat.copy_all(AmaxHistory.rolled(list(histories.values())))
+    skipped = getattr(optimizer, "found_inf", None)  # of a GradScaler, on the device
+    if skipped is not None:
+        skipped = torch_compat.local_of(skipped).detach().reshape(()) != 0
+    torch_compat.copy_all(AmaxHistory.rolled(list(histories.values()), skipped))
     if states and not STEP.counted_by_hand:
-        STEP.go_to(STEP.step + 1)
+        STEP.advance(skipped)
     fsdp_hooks.write_back([w for w in weights if isinstance(w, QuantizedWeight)])
 
 
@@ -141,9 +168,8 @@ def skip_step() -> None:
     Those of weights stay: the weights are the same in the step that follows.
     """
     for state in list(ALL_STATES):
-        for (_, slot, *_), history in state.histories.items():
-            if slot != "weight":
-                history.drop()
+        for history in state.histories.values():
+            history.drop()
 
 
 def sync(model: nn.Module) -> None:

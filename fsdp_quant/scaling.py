@@ -176,13 +176,13 @@ class AmaxHistory:
 
     amaxes:  fp32 [length]; slot 0 collects the current step.
     enc:     fp32 [1]; 0 until a finite positive amax has been rolled in: the first use is current scaling.
+    stays:   of a weight, which is the same in the step that follows a skipped one.
 
     The scale of a step depends on earlier steps only, so micro-batches and recomputation see one scale.
     """
 
-    def __init__(self, scaling: DelayedScaling, element_max: float):
-        self.scaling = scaling
-        self.element_max = element_max
+    def __init__(self, scaling: DelayedScaling, element_max: float, stays: bool = False):
+        self.scaling, self.element_max, self.stays = scaling, element_max, stays
         with torch.inference_mode(False):  # written in place later, also by steps outside inference mode
             self.amaxes = torch.zeros(scaling.length, device="cpu")
             self.enc = torch.zeros(1, device="cpu")
@@ -209,24 +209,32 @@ class AmaxHistory:
 
     @staticmethod
     @torch.no_grad()
-    def rolled(histories: Sequence[AmaxHistory]) -> list[tuple[Tensor, Tensor]]:
-        """What `roll` of each writes, (tensor, values), from a few launches for all that scale alike."""
+    def rolled(histories: Sequence[AmaxHistory], skipped: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
+        """What `roll` of each writes, (tensor, values), from a few launches for all that scale alike.
+
+        skipped:  bool [], on a device: where true, what `drop` of each writes.
+        """
         writes: list[tuple[Tensor, Tensor]] = []
         alike: dict[tuple, list[AmaxHistory]] = {}
         for history in histories:
-            alike.setdefault((history.scaling, history.element_max, history.amaxes.device), []).append(history)
-        for (scaling, element_max, _), of in alike.items():
+            alike.setdefault((history.scaling, history.element_max, history.stays, history.amaxes.device), []).append(history)
+        for (scaling, element_max, stays, device), of in alike.items():
             amaxes, enc = torch.stack([h.amaxes for h in of]), torch.stack([h.enc for h in of])
             amax = (amaxes.amax(1) if scaling.use == "max" else amaxes[:, 0])[:, None]
             fresh = (reference.divide(element_max, amax) / 2.0**scaling.margin).clamp(max=torch.finfo(torch.float32).max)
+            dropped, kept = amaxes, enc
             enc, amaxes = torch.where(amax > 0, fresh, enc), amaxes.roll(1, 1)
             amaxes[:, 0] = 0.0
+            if skipped is not None:
+                skip = skipped.to(device, non_blocking=True)
+                dropped[:, 0] *= stays
+                enc, amaxes = torch.where(skip, kept, enc), torch.where(skip, dropped, amaxes)
             writes += [*zip((h.amaxes for h in of), amaxes), *zip((h.enc for h in of), enc)]
         return writes
 
     def drop(self) -> None:
-        """Forget the current step's amaxes (a skipped step)."""
-        self.amaxes[0] = 0.0
+        """Forget the current step's amaxes (a skipped step), but for a weight's."""
+        self.amaxes[0] *= self.stays
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"amaxes": self.amaxes.clone(), "enc": self.enc.clone()}

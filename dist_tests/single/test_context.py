@@ -389,6 +389,46 @@ def test_a_skipped_step_leaves_no_trace(use: str):
             assert_same_bytes(histories[key], amaxes, f"history of {key}")
 
 
+@pytest.mark.parametrize("make", [
+    lambda p: fq.optim.FusedAdam(p, lr=0.05), lambda p: fq.optim.FusedAdam(p, lr=0.05, capturable=True),
+    lambda p: torch.optim.AdamW(p, lr=0.05, fused=True),
+], ids=["fused_adam", "capturable", "torch"])
+def test_a_step_that_the_device_skips_leaves_no_trace(make):
+    """Otherwise an overflow that a GradScaler leaves to the optimizer rolls histories, or moves random bits and schedules."""
+    later = recipes.fp8_delayed(length=3)
+
+    def train(bad_at: int | None):
+        restart()
+        m = fq.convert(
+            nn.ModuleDict({"fc": nn.Linear(40, 56), "nv": nn.Linear(40, 56)}), recipes.per_layer(later, {"nv": recipes.nvfp4()}))
+        with torch.no_grad():
+            for p in m.parameters():
+                p.copy_(values(*p.shape, dtype=torch.float32) / 8)
+        fq.set_recipe(m, recipes.schedule(
+            recipes.per_layer(later, {"nv": recipes.nvfp4()}), (3, None, recipes.per_layer(later, {"nv": recipes.mxfp8()}))))
+        optimizer, seen = make(m.parameters()), []
+        for step in range(5):
+            for bad in (True, False) if step == bad_at else (False,):
+                scale = 1e4 if bad else 1.0
+                x = values(24, 40, seed=step, dtype=torch.float32) * scale
+                y = torch.stack([m["fc"](x), m["nv"](x)])
+                y.backward(values(*y.shape, seed=9, dtype=torch.float32) * scale)
+                gradients = {n: p.grad.clone() for n, p in m.named_parameters()}
+                optimizer.found_inf, optimizer.grad_scale = torch.tensor(float(bad)), torch.ones(())
+                optimizer.step()
+                optimizer.zero_grad()
+            seen.append({"y": y.detach(), "step": STEP.on(torch.device("cpu")).clone(), **gradients})
+        assert STEP.step == 5
+        return seen, {f"{k}.{n}": t for k, h in fq.state_dict(m)["histories"].items() for n, t in h.items()}
+
+    want, want_histories = train(None)
+    for bad_at in (0, 3):
+        got, histories = train(bad_at)
+        for step, (a, b) in enumerate(zip(got, want)):
+            assert_same(a, b, f"bad batch before step {bad_at}, step {step}")
+        assert_same(histories, want_histories, f"bad batch before step {bad_at}, histories")
+
+
 # What a checkpoint holds besides parameters #
 
 

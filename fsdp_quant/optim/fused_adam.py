@@ -199,7 +199,7 @@ def _scalars_on_host(group: dict, steps: list[Tensor], found_inf: Tensor | None)
     if found_inf is None or not found_inf.item():
         for step in steps:
             step += 1
-    numbers = [int(step) for step in steps]
+    numbers = [max(int(step), 1) for step in steps]  # 0 where the first step is skipped: nothing reads its row
     row_of = {n: i for i, n in enumerate(dict.fromkeys(numbers))}
     beta1, beta2 = group["betas"]
     rows = [_scalars(group, group["lr"], beta1**n, beta2**n) for n in row_of]

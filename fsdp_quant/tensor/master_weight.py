@@ -89,7 +89,7 @@ class WeightState:
         """The amax history of a delayed side: of a module's slot, or of the weight itself."""
         key = (name, slot, direction, quantizer)  # autocast may bring another quantizer to the same slot
         if key not in self.histories:
-            self.histories[key] = AmaxHistory(quantizer.scaling, quantizer.fmt.element.max)
+            self.histories[key] = AmaxHistory(quantizer.scaling, quantizer.fmt.element.max, slot == "weight")
         return self.histories[key]
 
     def wrapped(self, values: Tensor) -> Tensor:
