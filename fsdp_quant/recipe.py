@@ -56,7 +56,8 @@ class Role:
 
     module_type:  "linear", or "quantize" of `fq.Quantize`.
     tensor_type:  "input", "weight", "grad_output", or a boundary slot: "output", "grad_input". A module asks for the
-                  slots it has: `fq.Linear` the first three, `fq.Quantize` the other two.
+                  slots it has: `fq.Linear` the first three, and the other two of a recipe with boundary_slots=True;
+                  `fq.Quantize` the other two.
     name:         the module's qualified name.
     """
 
@@ -87,6 +88,7 @@ class Recipe:
     require_native:       refuse products that no tensor core computes, when the recipe is applied.
     compute_dtype:        dtype that the weight's quantizer sees (None: the master's own).
     tail:                 share of the converted layers, the last ones, that stay in identity.
+    boundary_slots:       linear layers ask for "output" and "grad_input" too, and hand on decoded values.
     """
 
     name: str
@@ -100,6 +102,7 @@ class Recipe:
     require_native: bool = False
     compute_dtype: torch.dtype | None = torch.bfloat16
     tail: float = 0.0
+    boundary_slots: bool = False
 
     def __post_init__(self):
         qualified = getattr(self.qfactory, "__qualname__", "")
@@ -353,6 +356,8 @@ def _quantizer(fmt, pow2, scale_rounding, delayed, element=None) -> Quantizer:
 
 def _named(name: str, forward: str, backward: str, options: dict, **arguments) -> Recipe:
     family_of(forward), family_of(backward)  # unknown names are refused here
+    if options.get("boundary_slots"):
+        raise ValueError(f"{name} has no output and no grad_input; boundary_slots=True is for an fq.CustomRecipe that has")
     given = {"forward": forward, "backward": backward, **{k: v for k, v in arguments.items() if v is not None}}
     return Recipe(name, by_families, tuple(sorted(given.items())), **options)
 

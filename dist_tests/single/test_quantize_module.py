@@ -1,4 +1,4 @@
-"""`fq.Quantize`: boundary slots of a recipe, forward and backward."""
+"""Boundary slots of a recipe, forward and backward: `fq.Quantize`, and linear layers that are asked for them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 
 import fsdp_quant as fq
 from dist_tests.laws import assert_same_bytes, values
+from dist_tests.single import hopper
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.quantizer import Quantizer
@@ -18,6 +19,11 @@ def both_boundaries(role):
     if role.module_type != "quantize":
         return "identity"
     return {"output": "mxfp8", "grad_input": "fp8_row"}[role.tensor_type]
+
+
+def linear_boundaries(role):
+    """mxfp8 products between other boundaries."""
+    return {"output": "fp8_1x128", "grad_input": "fp8_row"}.get(role.tensor_type, "mxfp8")
 
 
 def output_only(role):
@@ -82,3 +88,57 @@ def test_slots_that_a_boundary_cannot_honour_are_refused(recipe: fq.Recipe, mess
     """If false, a recipe that asks for something at a boundary gets something else."""
     with pytest.raises(ValueError, match=message):
         fq.Quantize(recipe, "edge")
+
+
+# Of linear layers #
+
+ASKED, NOT_ASKED = (fq.CustomRecipe(linear_boundaries, boundary_slots=asked) for asked in (True, False))
+
+
+def layer(recipe: fq.Recipe, module: type = fq.Linear, *sizes: int, **options) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return module(*sizes, 40, 40, recipe=recipe, name="fc", **options)
+
+
+def test_boundaries_of_a_linear_layer_are_those_of_its_recipe():
+    """If false, a recipe that answers boundary slots is not heard, or is where it was not to be asked."""
+    x, dy, plain, plain_dx = run(layer(NOT_ASKED))
+    fp8_rows, blocks = Quantizer("fp8_row"), Quantizer("fp8_1x128")
+    assert_same_bytes(plain, run(layer(recipes.mxfp8()))[2], "a recipe that is not asked")
+    *_, y, dx = run(layer(ASKED))
+    assert_same_bytes(y, blocks.quantize(plain).dequantize(), "output")
+    assert_same_bytes(dx, fp8_rows.quantize(plain_dx).dequantize(), "grad_input")
+    module = layer(ASKED)
+    *_, y, dx = run(lambda x: module(x, residual=x, scale=2.0))
+    assert_same_bytes(y, blocks.quantize(torch.add(x, plain, alpha=2.0)).dequantize(), "output of a sum")
+    module = layer(recipes.mxfp8())
+    with fq.autocast(ASKED):
+        assert_same_bytes(run(module)[2], blocks.quantize(plain).dequantize(), "output under autocast")
+    fq.set_recipe(module, ASKED)
+    assert_same_bytes(run(module)[2], blocks.quantize(plain).dequantize(), "output after set_recipe")
+    assert f"output {blocks}, grad_input {fp8_rows}: 1 modules" in str(fq.plan(module))
+    with pytest.raises(ValueError, match=r"residual is \[40\] and the output \[2, 40\]; wanted one shape"):
+        module(torch.zeros(2, 40), residual=torch.zeros(40))
+
+
+def test_boundaries_of_experts_are_their_own():
+    """If false, one product for all experts leaves out the boundaries, or scales tokens of two experts together."""
+    sizes, x = [10, 0, 14], values(24, 40, dtype=torch.float32)
+    module = layer(ASKED, fq.GroupedLinear, 3)
+    parts = layer(NOT_ASKED, fq.GroupedLinear, 3)(x, sizes).split(sizes)
+    want = torch.cat([Quantizer("fp8_1x128").quantize(part).dequantize() for part in parts])
+    assert_same_bytes(module(x, sizes), want, "output")
+    with hopper.emulated():
+        module = fq.GroupedLinear(3, 64, 48, dtype=torch.bfloat16, recipe=ASKED)
+        assert module.why_one_by_one(torch.bfloat16, x.device) == "the recipe has boundary slots"
+
+
+def test_boundaries_that_cannot_be_honoured_are_refused_by_name():
+    """If false, a recipe asks for what no boundary does, and nobody is told."""
+    with pytest.raises(ValueError, match="fc: output is .*delayed.*; wanted rowwise current scaling"):
+        layer(fq.CustomRecipe(delayed, boundary_slots=True))
+    with pytest.raises(ValueError, match="mxfp8 has no output and no grad_input"):
+        recipes.mxfp8(boundary_slots=True)
+    module = layer(ASKED)
+    with pytest.raises(Exception, match="fc: boundary_slots=True is not in compiled graphs"):
+        torch.compile(module, fullgraph=True, backend="eager")(torch.zeros(2, 40))

@@ -99,7 +99,7 @@ def plan(model: nn.Module, dtype: torch.dtype | None = None) -> ModelPlan:
             domain, reason = module.plan.domain(product, activations, arch)
             operands = tuple(repr(module.plan.hybrid(slot).side(d)) for slot, d in (product.a, product.b))
             result.gemms.append(GemmRow(name, product.name, operands, domain, reason))
-    result.notes = [*_override_notes(modules.values()), *_expert_notes(model, dtype, by_state)]
+    result.notes = [*_override_notes(modules.values()), *_boundary_notes(modules.values()), *_expert_notes(model, dtype, by_state)]
     roots = {id(m.state) for m in managed[:1] if m.state._is_root is None}
     for m in managed:
         once = m.stays_unsharded_after_forward or (id(m.state) in roots and m.reshards_by_default)
@@ -119,6 +119,11 @@ def _override_notes(modules: Iterable[Linear]) -> list[str]:
     counts = Counter(m.recipe.backward_override for m in modules)
     said = f" ({OVERRIDE_VARIABLE}={default_override()})" if default_override() else ""
     return [f"backward_override={mode}: {count} modules{said}" for mode, count in counts.items() if mode or said]
+
+
+def _boundary_notes(modules: Iterable[Linear]) -> list[str]:
+    counts = Counter(m.plan.boundary for m in modules if m.plan.boundary not in (None, (None, None)))
+    return [f"output {output}, grad_input {grad_input}: {n} modules" for (output, grad_input), n in counts.items()]
 
 
 def _expert_notes(model: nn.Module, dtype: torch.dtype | None, by_state: dict[int, ManagedParam]) -> list[str]:

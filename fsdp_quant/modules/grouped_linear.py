@@ -117,6 +117,8 @@ class GroupedLinear(nn.Module):
         grad = torch.is_grad_enabled()
         save = grad and self.weight.requires_grad
         biases = self.bias.unbind() if self.bias is not None else [None] * len(parts)
+        for layer in self._linears:
+            layer.check_traced(layer.plan)
         return [
             graph_linear(part, weight, bias, layer._handle, layer.plan.key, save, grad, self.training)
             for part, weight, bias, layer in zip(parts, self.weight.unbind(), biases, self._linears)

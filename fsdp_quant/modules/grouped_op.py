@@ -85,6 +85,8 @@ def why_not(plan: GemmPlan, dtype: torch.dtype, device: torch.device, n: int, k:
         return f"the activations are {dtype}"
     if n % 16 or k % 16:
         return f"[{n}, {k}] experts are no multiples of 16"
+    if plan.boundary is not None:
+        return "the recipe has boundary slots"
     resolved = plan.resolved(dtype, device)
     for product, domain in zip(PRODUCTS, resolved.domains):
         if domain not in ("native", "anchored") or not all(f.is_quantized for f in plan.pair(product)):

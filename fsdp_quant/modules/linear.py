@@ -21,6 +21,7 @@ from ..tensor.torch_compat import local_of
 from .graph_op import Site, graph_linear
 from .linear_op import Source, linear, takes_source, weight_state
 from .plan import PRODUCTS, GemmPlan, build_plan
+from .quantize import boundary, boundary_ids
 
 
 class Linear(nn.Linear):
@@ -53,12 +54,22 @@ class Linear(nn.Linear):
     def plan(self) -> GemmPlan:
         return self._plan
 
-    def forward(self, x: Tensor, source: Source | None = None) -> Tensor:
-        """source: of an x without values, where `takes_source` said so."""
+    def forward(
+        self, x: Tensor, source: Source | None = None, *, residual: Tensor | None = None, scale: float = 1.0
+    ) -> Tensor:
+        """residual + scale * (x W^T + b), the product rounded to its dtype first, the rest in one pass.
+
+        source:  of an x without values, where `takes_source` said so.
+        """
         x, weight, plan = self.checked(x), self.weight, self._plan
         override = current_autocast()
         if override is not None:
             plan = self._overriding_plan(override)
+        if plan.boundary is not None:
+            return self._bounded(x, plan, residual, scale)
+        return finished(self._product(x, weight, plan, source), residual, scale)
+
+    def _product(self, x: Tensor, weight: Tensor, plan: GemmPlan, source: Source | None) -> Tensor:
         grad = torch.is_grad_enabled()
         save = weight.requires_grad and grad
         if torch.compiler.is_compiling():
@@ -66,11 +77,26 @@ class Linear(nn.Linear):
         operator = linear if source is None else functools.partial(linear, source=source)
         return self.multiply(operator, x, weight, self.bias, plan, save, grad, self.training)
 
+    def _bounded(self, x: Tensor, plan: GemmPlan, residual: Tensor | None, scale: float) -> Tensor:
+        """The boundary slots of the recipe around all else."""
+        if torch.compiler.is_compiling():
+            self.check_traced(plan)
+        output, grad_input = plan.boundary
+        ids = boundary_ids(self._name).to(x.device, non_blocking=True)
+        y = self._product(boundary(x, None, grad_input, ids), self.weight, plan, None)
+        return boundary(finished(y, residual, scale), output, None, ids)
+
+    def check_traced(self, plan: GemmPlan) -> None:
+        """Raise NotImplementedError for what a graph that is being traced cannot hold."""
+        if plan.boundary is not None:
+            raise NotImplementedError(f"{self._name}: boundary_slots=True is not in compiled graphs; leave the layer out of them")
+
     def takes_source(self, x: Tensor) -> bool:
         """An input like x may be made by the kernel that quantizes it: nothing else would see its values."""
         if torch.compiler.is_compiling() or torch_compat.has_hooks(self) or type(self) is not Linear:
             return False
         overridden = "forward" in self.__dict__ or current_autocast() is not None or torch.is_autocast_enabled(x.device.type)
+        overridden = overridden or self._plan.boundary is not None
         return not (overridden or isinstance(self.weight, DTensor)) and takes_source(x, self.weight, self.bias, self._plan)
 
     def checked(self, x: Tensor) -> Tensor:
@@ -174,6 +200,15 @@ class Linear(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self._recipe}"
+
+
+def finished(y: Tensor, residual: Tensor | None, scale: float) -> Tensor:
+    """residual + scale * y. Raises ValueError for a residual of another shape, which a sum would broadcast."""
+    if residual is None:
+        return y if scale == 1.0 else y * scale
+    if residual.shape != y.shape:
+        raise ValueError(f"residual is {list(residual.shape)} and the output {list(y.shape)}; wanted one shape")
+    return torch.add(residual, y, alpha=scale)
 
 
 def adopt(module: nn.Linear, recipe: Recipe, name: str) -> None:

@@ -20,6 +20,7 @@ from ..ops.capability import arch_of, gemm_domain, operand_layout
 from ..ops.layout import ANCHORED, ANCHORED_128, COMPACT, OVER_TOKENS
 from ..quantizer import HybridQuantizer
 from ..recipe import QUANTIZED_TYPES, Recipe, Role
+from .quantize import boundaries
 
 _PLANS: dict[str, GemmPlan] = {}
 _CALLS: dict[int, tuple[GemmPlan, tuple[str, str, str]]] = {}  # compiled step, by its number -> its plan and domains
@@ -65,6 +66,7 @@ class GemmPlan:
             that storage only.
     moved:  products that the anchoring guard moved to a domain that decodes exactly.
     over_tokens:  what e8m0 operands of wgrad are anchored to.
+    boundary:     quantizers of the output and of the input's gradient, or None; see `quantize.boundary`.
     """
 
     input: HybridQuantizer
@@ -75,6 +77,7 @@ class GemmPlan:
     accuracy: str = "fast"
     moved: tuple[str, ...] = ()
     over_tokens: str = OVER_TOKENS
+    boundary: tuple[HybridQuantizer | None, HybridQuantizer | None] | None = None
 
     def __post_init__(self):
         key = canonical_text(self)
@@ -211,7 +214,7 @@ def build_plan(recipe: Recipe, name: str, arch: str | None = None, module_type: 
             )
     plan = GemmPlan(
         **slots, saves=_saved(name, slots["input"], recipe.save_original_input), compute_dtype=recipe.compute_dtype,
-        accuracy=recipe.accuracy,
+        accuracy=recipe.accuracy, boundary=boundaries(recipe, name, module_type) if recipe.boundary_slots else None,
     )
     for product in PRODUCTS:
         check_pair(f"{name}: {product.name}", *plan.pair(product), _label(product.a), _label(product.b))

@@ -34,6 +34,31 @@ def _decoded(x: Tensor, hybrid: HybridQuantizer | None, ids: Tensor, step: Tenso
     return hybrid.rowwise.storage(rows, ROWWISE, key).dequantize(x.dtype).view(x.shape)
 
 
+def boundaries(recipe: Recipe, name: str, module_type: str) -> tuple[HybridQuantizer | None, HybridQuantizer | None]:
+    """The quantizers of a module's output and grad_input. Raises ValueError for what a boundary cannot honour, naming it."""
+    sides = tuple(recipe.hybrid(Role(module_type, slot, name)) for slot in BOUNDARY_TYPES)
+    for slot, hybrid in zip(BOUNDARY_TYPES, sides):
+        side = None if hybrid is None else hybrid.rowwise
+        if hybrid is not None and (side is None or side.is_delayed or side.fmt.rotated):
+            raise ValueError(f"{name}: {slot} is {hybrid}; wanted rowwise current scaling without a rotation")
+    return sides
+
+
+def boundary(
+    x: Tensor, output: HybridQuantizer | None, grad_input: HybridQuantizer | None, ids: Tensor
+) -> Tensor:
+    """x decoded from codes of `output`, its gradient from codes of `grad_input`; None leaves either as it is.
+
+    ids:  int64 [2], of the two slots, on x's device.
+    """
+    return _Boundary.apply(x, output, grad_input, ids, STEP.on(x.device))
+
+
+def boundary_ids(name: str) -> Tensor:
+    """int64 [2]: ids of a module's boundary slots, which key their random bits."""
+    return torch.tensor([tensor_id(f"{name}.{slot}") for slot in BOUNDARY_TYPES], device="cpu")
+
+
 class Quantize(nn.Module):
     """y = decode(encode(x)) in the format of the "output" slot; dx = decode(encode(dy)) in that of "grad_input".
 
@@ -47,21 +72,15 @@ class Quantize(nn.Module):
     def __init__(self, recipe: Recipe, name: str = "quantize"):
         super().__init__()
         self._recipe, self._name = recipe, name
-        self._sides = tuple(recipe.hybrid(Role("quantize", slot, name)) for slot in BOUNDARY_TYPES)
+        self._sides = boundaries(recipe, name, "quantize")
         if self._sides == (None, None):
             raise ValueError(
                 f"{name}: {recipe} has neither an output nor a grad_input; give fq.Quantize a fq.CustomRecipe that answers them"
             )
-        for slot, hybrid in zip(BOUNDARY_TYPES, self._sides):
-            side = None if hybrid is None else hybrid.rowwise
-            if hybrid is not None and (side is None or side.is_delayed or side.fmt.rotated):
-                raise ValueError(f"{name}: {slot} is {hybrid}; wanted rowwise current scaling without a rotation")
-        self.register_buffer(
-            "_ids", torch.tensor([tensor_id(f"{name}.{slot}") for slot in BOUNDARY_TYPES]), persistent=False
-        )
+        self.register_buffer("_ids", boundary_ids(name), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Boundary.apply(x, *self._sides, self._ids, STEP.on(x.device))
+        return boundary(x, *self._sides, self._ids)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{slot}={side}" for slot, side in zip(BOUNDARY_TYPES, self._sides))
