@@ -559,7 +559,8 @@ def reading_of(encoding: Encoding, layout: str, domain: str, arch: str, same: bo
         return Reading()
     laid_out = layout == NATIVE
     factored = fmt.scale_leaves_contraction and fmt.block != (None, None)  # a scale a line, after the product
-    if domain == "reference" or why_not(fmt) or (layout == COMPACT_LAYOUT and factored):
+    rounded_to_anchors = encoding.stochastic and layout in ANCHOR_RUNS  # codes first, anchored after
+    if domain == "reference" or why_not(fmt) or (layout == COMPACT_LAYOUT and factored) or rounded_to_anchors:
         return None
     return Reading(
         side_of(encoding, turned and layout != COMPACT_LAYOUT, SCALE_LAYOUTS.get(arch, COMPACT) if laid_out else COMPACT),

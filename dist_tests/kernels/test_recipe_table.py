@@ -1,0 +1,31 @@
+"""Recipe x module x backward mode on a GPU: every layer is its definition, whatever multiplies it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from dist_tests.kernels import expected
+from dist_tests.laws import sample
+from dist_tests.single.recipe_table import CUSTOM, GPU, HYBRIDS, MODES, MODULES, NAMED, check_cell
+from fsdp_quant.context import STEP
+
+pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
+
+
+@pytest.fixture(autouse=True)
+def _own_step():
+    kept = {k: v for k, v in STEP.__dict__.items() if k != "_devices"}
+    yield
+    STEP.__dict__.update(kept)
+    STEP.publish()
+
+
+@pytest.mark.parametrize(
+    "recipe, module, mode",
+    [*itertools.product([*NAMED, *CUSTOM], MODULES, MODES), *sample([*itertools.product(HYBRIDS, MODULES, MODES)])],
+)
+def test_a_cell_is_its_definition(recipe: str, module: str, mode: str | None):
+    """If false, a recipe or a backward mode is another one on a GPU."""
+    check_cell(recipe, module, mode, GPU)
