@@ -8,7 +8,7 @@ from .gemm import StaleWeightError, gemm
 from .inspection.plan import plan
 from .inspection.receipt import receipt, reset_receipt
 from .modules.convert import convert, set_recipe
-from .modules.fuse import MLPPattern
+from .modules.fuse import MLPPattern, NormPattern
 from .modules.grouped_linear import GroupedLinear
 from .modules.layernorm_linear import LayerNormLinear
 from .modules.layernorm_mlp import LayerNormMLP

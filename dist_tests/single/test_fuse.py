@@ -1,4 +1,4 @@
-"""`fq.convert(fuse=...)`: MLPs of users' classes with a fused activation: the same bits, or refused by name."""
+"""`fq.convert(fuse=...)`: MLPs and norms of users' classes on fused kernels: the same bits, or refused by name."""
 
 from __future__ import annotations
 
@@ -166,3 +166,71 @@ def test_modules_on_meta_are_proven_too():
     with torch.device("meta"):
         net = nn.Sequential(MLP(), Gelu())
     assert type(fq.convert(net, recipes.mxfp8(), fuse=BOTH)[0]).__name__ == "FusedMLP"
+
+
+# Norms in front of linear layers #
+
+
+class Centered(nn.Module):
+    """As Gemma writes it: in fp32, gamma = 1 + weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.variance_epsilon = nn.Parameter(torch.zeros(D, dtype=BF16)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = x.float()
+        return (values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + 1e-6) * (1.0 + self.scale.float())).type_as(x)
+
+
+class RoundedTwice(Centered):
+    """As Llama writes it: rounded before gamma."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = x.float()
+        return self.scale * (values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+CENTERED = fq.NormPattern("2", zero_centered_gamma=True, weight="scale", eps="variance_epsilon")
+NORMS = (fq.NormPattern("0"), CENTERED, fq.NormPattern("4", "LayerNorm"))
+
+
+def normed() -> nn.Sequential:
+    """Each norm in front of a linear layer."""
+    torch.manual_seed(0)
+    norms = (nn.RMSNorm(D, eps=1e-5, dtype=BF16), Centered(), nn.LayerNorm(D, dtype=BF16))
+    for norm in norms:
+        for p in norm.parameters():
+            nn.init.normal_(p, 1.0)
+    return nn.Sequential(*(layer for norm in norms for layer in (norm, nn.Linear(D, D, dtype=BF16))))
+
+
+def test_fused_norms_change_no_bit_and_hand_on_their_amax():
+    """If false, norm + linear trains to other weights, or the linear layer reads its input once more than it must."""
+    plain, net = (fq.convert(normed(), recipes.fp8_current(), fuse=fuse) for fuse in ((), NORMS))
+    assert_same(step(net), step(plain))
+    assert isinstance(net[0], nn.RMSNorm) and list(net.state_dict()) == list(plain.state_dict())
+    assert_same(step(copy.deepcopy(net)), step(plain))
+    for other in (values(2, D, dtype=torch.float32), None):  # what the kernel does not take runs as before
+        with torch.autocast("cpu", BF16, enabled=other is None):
+            x = values(2, D, dtype=BF16) if other is None else other
+            assert_same_bytes(net[0](x), plain[0](x), "norm")
+    with hopper.emulated() as operators:
+        net = fq.convert(normed(), recipes.fp8_current(), fuse=NORMS)
+        before = [operators.count(n) for n in ("norm", "norm_backward", "remember_amax")]
+        step(net)
+        counts = [operators.count(n) - b for n, b in zip(("norm", "norm_backward", "remember_amax"), before)]
+    assert counts == [3, 3, 6]  # what it writes, and its gradient
+
+
+def test_norms_of_other_bits_are_refused_by_name():
+    """If false, a norm that rounds elsewhere is replaced in silence."""
+    cases = (
+        (RoundedTwice(), CENTERED._replace(modules="0", zero_centered_gamma=False), "RoundedTwice.forward gives other bits than RMS"),
+        (nn.RMSNorm(D), fq.NormPattern("0"), r"0 is RMSNorm; .* wants a weight \[dim\] and a number eps"),
+        (nn.LayerNorm(D), fq.NormPattern("0"), "LayerNorm.forward gives other bits than RMSNorm with gamma = weight"),
+        (nn.LayerNorm(D), fq.NormPattern("0", "layer"), "normalization must be 'RMSNorm' or 'LayerNorm'"),
+    )
+    for norm, pattern, message in cases:
+        with pytest.raises(ValueError, match=message):
+            fq.convert(nn.Sequential(norm, nn.Linear(D, D)), recipes.mxfp8(), fuse=pattern)

@@ -15,7 +15,7 @@ from ..ops.capability import arch_of
 from ..recipe import PerLayer, Recipe, Schedule, matches
 from ..tensor import torch_compat
 from ..tensor.fsdp_hooks import FSDPHooks
-from .fuse import MLPPattern, fuse_forward, fused_modules
+from .fuse import Pattern, fuse_forward, fused_modules
 from .grouped_linear import GroupedLinear, adopt_packed
 from .linear import Linear, adopt, apply_recipe
 from .plan import build_plan
@@ -23,7 +23,7 @@ from .plan import build_plan
 
 def convert(
     model: nn.Module, recipe: Recipe | PerLayer | Schedule, skip: Iterable[str] = (), grouped: Iterable[str] = (),
-    fuse: Iterable[MLPPattern] = (),
+    fuse: Iterable[Pattern] = (),
 ) -> nn.Module:
     """Give every nn.Linear of `model` quantized products, in place; returns `model`.
 
@@ -31,7 +31,7 @@ def convert(
     skip:     modules that stay as they are: qualified names, last components ("lm_head") or globs ("*.gate").
     grouped:  modules with packed experts that become `fq.GroupedLinear`, named likewise: a parameter `weight` [E, N, K],
               a `bias` [E, N] or none, called with (tokens sorted by expert, splits), as around `torch._grouped_mm`.
-    fuse:     MLPs whose activation and product become one kernel; each is proven exact first.
+    fuse:     `fq.MLPPattern` and `fq.NormPattern`: modules that become fused kernels; each is proven exact first.
 
     Parameters stay high precision and keep their names, so optimizers, clipping and checkpoints see what they saw.
     Works before and after `fully_shard` (while sharded; packed experts: not under it). Subclasses of nn.Linear are left
@@ -39,12 +39,12 @@ def convert(
 
     Raises ValueError, before anything is changed, for a pattern that matches nothing, a model without linear layers, a
     weight that is shared with a module that is not linear (naming both), a recipe that cannot be planned for a module,
-    now or in a later step of its schedule, or an MLP that does not compute what its pattern says.
+    now or in a later step of its schedule, or a module that does not compute what its pattern says.
     """
     grouped = [grouped] if isinstance(grouped, str) else list(grouped)
     targets = _targets(model, [skip] if isinstance(skip, str) else list(skip), grouped)
     _check_shared(model, targets)
-    fused = fused_modules(model, [fuse] if isinstance(fuse, MLPPattern) else fuse)
+    fused = fused_modules(model, [fuse] if isinstance(fuse, Pattern) else fuse)
     if isinstance(recipe, Schedule) and (before := converted_units(model)):
         raise ValueError(
             f"{_some(before)} were converted before, and a schedule is of all layers; convert the others with one recipe, then "

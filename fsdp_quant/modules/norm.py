@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,6 +11,12 @@ from torch.distributed.tensor import DTensor
 
 from ..ops.norm import NormSpec
 from .norm_op import normalize
+
+
+def takes(x: Tensor, parameters: Iterable[Tensor | None]) -> bool:
+    """The kernel norms x with these: of its width and dtype, outside torch.autocast."""
+    mine = all(p is None or (p.dtype is x.dtype and p.shape == x.shape[-1:] and not isinstance(p, DTensor)) for p in parameters)
+    return mine and not torch.is_autocast_enabled(x.device.type)
 
 
 class Norm(nn.Module):
@@ -47,8 +55,7 @@ class Norm(nn.Module):
         """(norm of x, x): the second in the place of x makes one pass of both gradients."""
         if x.shape[-1] != self.weight.shape[0]:
             raise ValueError(f"{self.normalization}: input is {list(x.shape)}, its last dim must be {self.weight.shape[0]}")
-        params = [p for p in (self.weight, self.bias) if p is not None]
-        if torch.is_autocast_enabled(x.device.type) or any(isinstance(p, DTensor) or p.dtype is not x.dtype for p in params):
+        if not takes(x, (self.weight, self.bias)):
             return self._by_torch(x), x
         return normalize(x, self.weight, self.bias, self.spec)
 
