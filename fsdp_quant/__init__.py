@@ -15,7 +15,7 @@ from .modules.layernorm_mlp import LayerNormMLP
 from .modules.linear import Linear
 from .modules.norm import Norm
 from .modules.quantize import Quantize
-from .modules.training_state import load_state_dict, state_dict
+from .modules.training_state import load_state_dict, share_amaxes, state_dict
 from .quantizer import HybridQuantizer, Quantizer
 from .recipe import Recipe, Role
 from .recipe import custom as CustomRecipe

@@ -38,6 +38,7 @@ class StepState:
         self.counted_by_hand = False
         self.frozen: weakref.WeakSet = weakref.WeakSet()  # states of frozen weights used since the last step
         self.followers: list[Callable[[], None]] = []  # called when another step begins
+        self.before_roll: list[Callable[[set[WeightState]], None]] = []  # with what an optimizer steps, before histories roll
         self._devices: dict[torch.device, Tensor] = {}
 
     @property
@@ -143,6 +144,8 @@ def _after_optimizer_step(optimizer: torch.optim.Optimizer, args, kwargs) -> Non
     states = {w.state for w in weights}
     for state in states:
         state.pending = True
+    for prepare in STEP.before_roll:
+        prepare(states)
     states.update(STEP.frozen)  # no optimizer holds them, but their activations and gradients are quantized
     for state in STEP.frozen:
         if any(slot == "weight" for _, slot, *_ in state.histories):

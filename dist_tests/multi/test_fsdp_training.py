@@ -19,6 +19,7 @@ from dist_tests.multi import nets
 from dist_tests.multi.harness import run_ranks
 from dist_tests.single import hopper
 from fsdp_quant.counters import counters
+from fsdp_quant.formats import format_of
 from fsdp_quant.gemm import StaleWeightError
 from fsdp_quant.tensor.master_weight import MasterWeight
 
@@ -622,3 +623,59 @@ def _manual_unshard(rank: int, world: int) -> None:
 def test_manual_unshard_gathers_both_directions():
     """If false, code that unshards by hand reads freed memory."""
     run_ranks(3, _manual_unshard)
+
+
+def delayed_sides(role):
+    """Both directions of a hybrid, each with its history."""
+    e5m2 = format_of("fp8_tensor", element="e5m2")
+    return fq.HybridQuantizer(*(fq.Quantizer(f, scaling=fq.DelayedScaling(4)) for f in ("fp8_tensor", e5m2)))
+
+
+def _shared_amaxes(rank: int, world: int) -> None:
+    """Each rank has its rows of the batch, and a layer that it alone uses; one process has them all."""
+    def net() -> nn.ModuleList:
+        torch.manual_seed(0)
+        return fq.convert(nn.ModuleList([nn.Linear(40, 56), nn.Linear(56, 24), nn.Linear(40, 56)]), fq.CustomRecipe(delayed_sides))
+
+    def step(model, optimizer, x, dy, extra: bool) -> None:
+        model[1](model[0](x)).backward(dy)
+        if extra:
+            model[2](x * 100).sum().backward()
+        dist.all_reduce = counted
+        optimizer.step()
+        dist.all_reduce = reduce
+        optimizer.zero_grad()
+
+    whole, sharded = net(), net()
+    whole[1].weight.requires_grad_(False)
+    sharded[1].weight.requires_grad_(False)
+    for layer in (sharded[0], sharded[1]):
+        fully_shard(layer)
+    fq.share_amaxes(sharded)
+    calls, reduce = [], dist.all_reduce
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return reduce(*args, **kwargs)
+
+    for i in range(3):
+        x, dy = (laws.values(12, n, seed=9 * i + n, dtype=torch.float32) for n in (40, 24))
+        x *= (torch.arange(12) + 1 + i)[:, None]
+        mine = slice(rank * 12 // world, (rank + 1) * 12 // world)
+        if i == 0:
+            optimizers = [torch.optim.SGD(m.parameters(), lr=0.0) for m in (whole, sharded)]
+        step(whole, optimizers[0], x, dy, True)
+        step(sharded, optimizers[1], x[mine], dy[mine], rank == 0 and i == 0)
+    want, got = (fq.state_dict(m)["histories"] for m in (whole, sharded))
+    for key in ("0.input.rowwise", "0.input.columnwise", "0.grad_output.columnwise", "1.input.rowwise", "1.grad_output.rowwise"):
+        for name, tensor in want[key].items():
+            laws.assert_same_bytes(got[key][name], tensor, f"{key} {name}")
+    shared = {key: (h["amaxes"].tolist(), h["enc"].tolist()) for key, h in got.items() if "2.weight" not in key}
+    return shared, len(calls)
+
+
+def test_shared_amaxes_are_those_of_the_whole_batch():
+    """If false, delayed scales depend on how a batch is divided over ranks, or a rank waits for a layer that it did not use."""
+    (first, calls), (second, _) = run_ranks(2, _shared_amaxes)
+    assert first == second and first["2.input.rowwise"][1] != [0.0]
+    assert calls == 3

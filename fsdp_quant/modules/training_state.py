@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
+from collections.abc import MutableMapping
 from dataclasses import replace
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..checkpoint import fingerprints
 from ..context import STEP
-from ..scaling import AmaxHistory
+from ..scaling import AmaxHistory, reduce_amaxes
+from ..tensor import torch_compat
+from ..tensor.master_weight import WeightState
 from .convert import converted_modules, converted_units, schedules_of
 from .linear import Linear
 
@@ -24,6 +30,40 @@ def _histories(module: Linear) -> dict[str, AmaxHistory]:
             name = state.name if slot == "weight" else module._name
             found[f"{slot}.{direction.value}"] = state.history(name, slot, direction, hybrid.side(direction))
     return found
+
+
+_SHARED: MutableMapping[nn.Module, dist.ProcessGroup | None] = weakref.WeakKeyDictionary()
+
+
+def share_amaxes(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Delayed scaling of `model` from amaxes of all ranks: activations and gradients are scaled alike on every rank.
+
+    group:  of ranks that step the same optimizers (default: all).
+
+    From now on each optimizer step takes the maximum over the ranks, in one collective for all layers whose weights it steps,
+    and all frozen ones. Every rank must call it, on models of the same layers and recipes; amaxes of weights are shared
+    by `fully_shard` without it. A copy of the model shares nothing.
+
+    Raises ValueError for a model without converted modules.
+    """
+    if not converted_modules(model):
+        raise ValueError("share_amaxes found no fq.Linear; call fq.convert(model, recipe) first")
+    _SHARED[model] = group
+
+
+@torch.no_grad()
+def _share(stepped: set[WeightState]) -> None:
+    of_stepped = {id(state.histories) for state in stepped}
+    for model, group in list(_SHARED.items()) if dist.is_available() and dist.is_initialized() else ():
+        modules, found = converted_modules(model).values(), {}
+        its = [module for module in modules if id(module._weight_state.histories) in of_stepped]
+        for module in its + [module for module in modules if its and not module.weight.requires_grad]:
+            found |= {id(h): h.to(module.weight.device) for h in _histories(module).values() if not h.stays}
+        current = [history.amaxes[:1] for history in found.values()]
+        torch_compat.copy_all(list(zip(current, reduce_amaxes(current, group or dist.group.WORLD))))
+
+
+STEP.before_roll.append(_share)
 
 
 def _recipe_text(model: nn.Module) -> str:
