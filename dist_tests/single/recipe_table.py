@@ -49,11 +49,11 @@ GPU = On("cuda", torch.bfloat16, 256, 128, 192, (0, 70, 129, 57))
 
 
 def any_quantizers(role: fq.Role):
-    """A custom recipe: another format for each product, delayed scaling of the forward alone."""
+    """A custom recipe: delayed scaling of the forward's input alone, stochastic rounding of mxfp8 gradients."""
     delayed = Quantizer("fp8_tensor", scaling=DelayedScaling(length=4, margin=1))
     return {
-        "input": HybridQuantizer(delayed, "nvfp4"), "weight": HybridQuantizer("fp8_row", "mxfp8"),
-        "grad_output": HybridQuantizer(Quantizer("mxfp8", rounding="stochastic"), "nvfp4"),
+        "input": HybridQuantizer(delayed, "mxfp8"), "weight": HybridQuantizer("fp8_row", "mxfp8"),
+        "grad_output": Quantizer("mxfp8", rounding="stochastic"),
     }.get(role.tensor_type)
 
 

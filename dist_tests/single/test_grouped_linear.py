@@ -137,11 +137,10 @@ def test_grouped_linear_equals_a_loop_over_experts(name: str, packed: bool):
 
 
 MODES = (None, "high_precision", "dequantized")
-NAMED = [n for n in recipes.names() if n != "bf16"]
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", ["fp8_delayed", "nvfp4"])  # all: test_recipe_table.py
 def test_backward_modes_of_experts_are_those_of_a_linear_layer(name: str, mode: str | None):
     """If false, a mode holds for linear layers and not for experts: gradients, or what is kept for them, differ.
 
@@ -181,23 +180,6 @@ def test_splits_are_counts_or_ends():
     for dtype in (torch.int32, torch.int64):
         assert_same_bytes(module(x, torch.tensor([7, 7, 40, 48], dtype=dtype)), want, f"{dtype}")
     assert_same_bytes(module(x.view(2, 24, K), (7, 0, 33, 8)).flatten(0, 1), want, "a 3-D input")
-
-
-def test_evaluation_between_steps_changes_nothing():
-    """If false, codes or histories made in evaluation are those that training multiplies."""
-    def evaluating(module, x, sizes):
-        module.eval()
-        with torch.no_grad():
-            module(x * 50, sizes)
-        module.train()
-        return module(x, sizes)
-
-    for packed in (False, True):
-        for name in ("fp8_delayed", "nvfp4"):
-            want = trained(grouped(RECIPES[name], packed), packed, [[3, 4, 0, 6]] * 2, lambda m, x, s: m(x, s))
-            got = trained(grouped(RECIPES[name], packed), packed, [[3, 4, 0, 6]] * 2, evaluating)
-            for a, b in zip(got, want):
-                assert_same(a, b, f"{name} packed={packed}")
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])

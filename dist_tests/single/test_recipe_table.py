@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from dist_tests.laws import sample
+import fsdp_quant as fq
+from dist_tests.laws import assert_same_bytes, recorded_saves, sample, values
 from dist_tests.single import hopper
-from dist_tests.single.recipe_table import CUSTOM, GPU, HYBRIDS, MODES, MODULES, NAMED, check_cell, table
+from dist_tests.single.recipe_table import CPU, CUSTOM, GPU, HYBRIDS, MODES, MODULES, NAMED, Module, check_cell, table
+from fsdp_quant import recipes
 from fsdp_quant.context import STEP
+from fsdp_quant.counters import counters
+from fsdp_quant.modules.convert import converted_modules
 
 CELLS = list(itertools.product([*NAMED, *CUSTOM], MODULES, MODES))
 OF_PAIRS = list(itertools.product(HYBRIDS, MODULES, MODES))
@@ -20,11 +27,8 @@ ON_HOPPER = list(itertools.product(CUSTOM, MODULES, MODES)) + list(itertools.pro
 
 @pytest.fixture(autouse=True)
 def _own_step():
-    """Tensors this small are four times faster on one thread."""
-    kept, threads = {k: v for k, v in STEP.__dict__.items() if k != "_devices"}, torch.get_num_threads()
-    torch.set_num_threads(1)
+    kept = {k: v for k, v in STEP.__dict__.items() if k != "_devices"}
     yield
-    torch.set_num_threads(threads)
     STEP.__dict__.update(kept)
     STEP.publish()
 
@@ -46,3 +50,60 @@ def test_the_readme_has_the_table():
     """If false, the README promises a cell that no test is behind, or hides one."""
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     assert table() in readme, f"README.md wants this table of recipes:\n{table()}"
+
+def trained(kind: Module, recipe: fq.Recipe, quantized: bool, evaluates: bool, built_in: str = "train") -> list[Tensor]:
+    """Output, input gradient and weights of every step; quantized: parameters that are codes."""
+    STEP.seed, STEP.step, STEP.counted_by_hand = 0, 0, False
+    STEP.publish()
+    torch.manual_seed(0)
+    with torch.no_grad() if built_in == "no_grad" else contextlib.nullcontext():
+        with fq.quantized_model_init(recipe) if quantized else contextlib.nullcontext():
+            model = kind.built(recipe, CPU)
+    optimizer, seen = fq.optim.FusedAdam(model.parameters(), lr=1e-2), []
+    shape = (*kind.lead, CPU.m // math.prod(kind.lead), CPU.k)
+    for step in range(2):
+        if evaluates:
+            model.eval()
+            for context in (torch.no_grad, torch.inference_mode):
+                with context():
+                    kind.call(model, values(*shape, seed=90, dtype=torch.float32) * 50, CPU)
+            model.train()
+        x = values(*shape, seed=step, dtype=torch.float32).requires_grad_()
+        y = kind.call(model, x, CPU)
+        y = y if isinstance(y, tuple) else (y,)
+        torch.autograd.backward(y, [values(*t.shape, seed=5, dtype=torch.float32) for t in y])
+        optimizer.step()
+        optimizer.zero_grad()
+        seen += [*(t.detach() for t in y), x.grad, *(t.clone() for t in model.state_dict().values())]
+    return seen
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("recipe", [recipes.fp8_delayed(length=4), recipes.nvfp4()], ids=["fp8_delayed", "nvfp4"])
+def test_evaluation_and_where_a_module_was_built_change_nothing(recipe: fq.Recipe, module: str):
+    """If false, codes, histories or directions that evaluation made or dropped are those that training multiplies."""
+    for kind in MODULES[module]:
+        want = trained(kind, recipe, False, False)
+        for quantized, evaluates, built_in in ((False, True, "train"), (True, True, "no_grad"), (True, False, "train")):
+            for i, (a, b) in enumerate(zip(trained(kind, recipe, quantized, evaluates, built_in), want)):
+                assert_same_bytes(a, b, f"{module} {i}, quantized parameters {quantized}, evaluates {evaluates}, {built_in}")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_made_for_frozen_weights(mode: str | None):
+    """If false, LoRA pays for operands of a wgrad that nobody computes: codes, memory, or the input itself."""
+    for kind in itertools.chain(*MODULES.values()):
+        model = kind.built(recipes.mxfp8(backward_override=mode), CPU).requires_grad_(False)
+        x = values(*kind.lead, CPU.m // math.prod(kind.lead), CPU.k, dtype=torch.float32).requires_grad_()
+        counters.reset()
+        with recorded_saves() as saved:
+            y = kind.call(model, x, CPU)
+        y = y if isinstance(y, tuple) else (y,)
+        assert not [t for t in saved if t.dtype is torch.uint8], "codes"
+        torch.autograd.backward(y, [torch.ones_like(t) for t in y])
+        layers = len(converted_modules(model))
+        rows, columns = ("mxfp8", "rowwise", "reference"), ("mxfp8", "columnwise", "reference")
+        # Rows of x and w, and of dy where it is quantized; columns of w, which dgrad multiplies, where they are.
+        wanted = {rows: 3 * layers, columns: layers} if mode is None else {rows: 2 * layers}
+        assert counters.of("quantize") == wanted
+        assert counters.total("gemm") == 2 * layers

@@ -76,7 +76,8 @@ class GroupedLinear(nn.Module):
     def layers(self) -> Sequence[Linear]:
         """The `fq.Linear` of each expert, over what it multiplies now."""
         if self.packed:
-            weights = self.weight.unbind()
+            with torch_compat.outside_inference_mode():
+                weights = self.weight.unbind()
             biases = self.bias.unbind() if self.bias is not None else [None] * len(weights)
             for layer, weight, bias in zip(self._linears, weights, biases):
                 weight._state = layer._weight_state

@@ -169,7 +169,9 @@ class GemmPlan:
         other = product.b if product.a == (slot, direction) else product.a
         if self.hybrid(slot).is_derived and direction is ROWWISE:
             return COMPACT  # what the columnwise storage is made from
-        in_runs = product.name == "wgrad" and dtype is torch.bfloat16  # anchors of runs are made of bf16 values
+        rounded = any(self.hybrid(s).side(d).is_stochastic for s, d in (product.a, product.b))
+        # Anchors of runs are made of bf16 values, rounded to nearest; those of lines of codes that are there.
+        in_runs = product.name == "wgrad" and dtype is torch.bfloat16 and not rounded
         domain = self.domain(product, dtype, arch)[0]
         return operand_layout(self.operand(slot, direction), self.operand(*other), domain, self.over_tokens if in_runs else ANCHORED)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterator
 
@@ -168,6 +169,14 @@ class ManagedParam:
         self.param._sharded_param_data = flat.view(-1)
         self.param._init_extensions()
         self.reset_gather_buffers()
+
+
+@contextlib.contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Tensors made inside have version counters, as views of parameters need; gradients are recorded as outside."""
+    grad = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        yield
 
 
 def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
