@@ -100,11 +100,12 @@ def _layernorm_linear(m: fq.LayerNormLinear, x: Tensor, f: dict, on: On) -> tupl
     return f["linear"](n), n
 
 
-def _mlp(m: fq.LayerNormMLP, x: Tensor, f: dict, on: On) -> Tensor:
+def _mlp(m: fq.LayerNormMLP, x: Tensor, f: dict, on: On) -> Tensor | tuple[Tensor, Tensor]:
     n = _norm(m.norm)(x)
     up = f["up_proj"](n)
     y = f["down_proj"](_activation(m.activation, f["gate_proj"](n) if m.gate_proj is not None else up, up))
-    return x + y if m.residual else y
+    y = x + y if m.residual else y
+    return (y, n) if m.return_layernorm_output else y
 
 
 def _grouped(m: fq.GroupedLinear, x: Tensor, f: dict, on: On) -> Tensor:
@@ -128,7 +129,9 @@ MODULES = {
     "LayerNormMLP": [
         Module(lambda r, on, **o: fq.LayerNormMLP(on.k, on.n, residual=True, recipe=r, name="m", **o), _mlp),
         Module(
-            lambda r, on, **o: fq.LayerNormMLP(on.k, on.n, "gelu", True, "LayerNorm", recipe=r, name="m", **o), _mlp, lead=(2,)
+            lambda r, on, **o: fq.LayerNormMLP(
+                on.k, on.n, "gelu", True, "LayerNorm", return_layernorm_output=True, recipe=r, name="m", **o),
+            _mlp, lead=(2,),
         ),
     ],
     "GroupedLinear": [

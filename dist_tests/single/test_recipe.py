@@ -371,10 +371,18 @@ def test_backward_override_rewrites_the_columnwise_side_only(name: str, override
         assert plan.pair(product) == (IDENTITY, IDENTITY)
 
 
+def rotates_everything(role):
+    return "mxfp8" if role.tensor_type == "weight" else Quantizer("nvfp4", rotation=True)
+
+
 def test_a_rotated_forward_cannot_be_decoded_for_the_backward():
-    """Otherwise `dequantized` derives the backward's operand from turned values."""
+    """Otherwise `dequantized` derives the backward's operand from turned values; the module and slot are named."""
     with pytest.raises(ValueError, match="not rotated"):
         HybridQuantizer(RHT, "identity", "rowwise_dequantized")
+    model = nn.ModuleDict({"fc": nn.Linear(16, 16)})
+    with pytest.raises(ValueError, match="fc: input: rotates_everything gave nvfp4.* not rotated"):
+        fq.convert(model, fq.CustomRecipe(rotates_everything, backward_override="dequantized"))
+    assert type(model["fc"]) is nn.Linear
 
 
 # Native products only #
