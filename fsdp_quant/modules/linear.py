@@ -80,9 +80,9 @@ class Linear(nn.Linear):
     def _bounded(self, x: Tensor, plan: GemmPlan, residual: Tensor | None, scale: float) -> Tensor:
         """The boundary slots of the recipe around all else."""
         if torch.compiler.is_compiling():
-            self.check_traced(plan)
+            self.check_traced(plan)  # raises
         output, grad_input = plan.boundary
-        ids = boundary_ids(self._name).to(x.device, non_blocking=True)
+        ids = boundary_ids(self._name, x.device)
         y = self._product(boundary(x, None, grad_input, ids), self.weight, plan, None)
         return boundary(finished(y, residual, scale), output, None, ids)
 

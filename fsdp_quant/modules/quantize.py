@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
@@ -44,9 +46,7 @@ def boundaries(recipe: Recipe, name: str, module_type: str) -> tuple[HybridQuant
     return sides
 
 
-def boundary(
-    x: Tensor, output: HybridQuantizer | None, grad_input: HybridQuantizer | None, ids: Tensor
-) -> Tensor:
+def boundary(x: Tensor, output: HybridQuantizer | None, grad_input: HybridQuantizer | None, ids: Tensor) -> Tensor:
     """x decoded from codes of `output`, its gradient from codes of `grad_input`; None leaves either as it is.
 
     ids:  int64 [2], of the two slots, on x's device.
@@ -54,9 +54,11 @@ def boundary(
     return _Boundary.apply(x, output, grad_input, ids, STEP.on(x.device))
 
 
-def boundary_ids(name: str) -> Tensor:
+@functools.cache
+def boundary_ids(name: str, device: torch.device) -> Tensor:
     """int64 [2]: ids of a module's boundary slots, which key their random bits."""
-    return torch.tensor([tensor_id(f"{name}.{slot}") for slot in BOUNDARY_TYPES], device="cpu")
+    with torch.inference_mode(False):
+        return torch.tensor([tensor_id(f"{name}.{slot}") for slot in BOUNDARY_TYPES], device=device)
 
 
 class Quantize(nn.Module):
@@ -77,7 +79,7 @@ class Quantize(nn.Module):
             raise ValueError(
                 f"{name}: {recipe} has neither an output nor a grad_input; give fq.Quantize a fq.CustomRecipe that answers them"
             )
-        self.register_buffer("_ids", boundary_ids(name), persistent=False)
+        self.register_buffer("_ids", boundary_ids(name, torch.device("cpu")), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return boundary(x, *self._sides, self._ids)

@@ -58,8 +58,10 @@ def _share(stepped: set[WeightState]) -> None:
         modules, found = converted_modules(model).values(), {}
         its = [module for module in modules if id(module._weight_state.histories) in of_stepped]
         for module in its + [module for module in modules if its and not module.weight.requires_grad]:
-            found |= {id(h): h.to(module.weight.device) for h in _histories(module).values() if not h.stays}
-        current = [history.amaxes[:1] for history in found.values()]
+            found |= {id(h): (h, module.weight.device) for h in _histories(module).values() if not h.stays}
+        # Histories lie where their layers ran; those of layers that did not run yet must not stay behind.
+        ran_on = [h.amaxes.device for h, _ in found.values() if h.amaxes.device.type != "cpu"]
+        current = [h.to(ran_on[0] if ran_on else device).amaxes[:1] for h, device in found.values()]
         torch_compat.copy_all(list(zip(current, reduce_amaxes(current, group or dist.group.WORLD))))
 
 
