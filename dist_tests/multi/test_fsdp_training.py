@@ -635,7 +635,8 @@ def _shared_amaxes(rank: int, world: int) -> None:
     """Each rank has its rows of the batch, and a layer that it alone uses; one process has them all."""
     def net() -> nn.ModuleList:
         torch.manual_seed(0)
-        return fq.convert(nn.ModuleList([nn.Linear(40, 56), nn.Linear(56, 24), nn.Linear(40, 56)]), fq.CustomRecipe(delayed_sides))
+        layers = nn.ModuleList([nn.Linear(40, 56), nn.Linear(56, 24), nn.Linear(40, 56)])
+        return fq.convert(layers, fq.CustomRecipe(delayed_sides))
 
     def step(model, optimizer, x, dy, extra: bool) -> None:
         model[1](model[0](x)).backward(dy)
@@ -667,7 +668,8 @@ def _shared_amaxes(rank: int, world: int) -> None:
         step(whole, optimizers[0], x, dy, True)
         step(sharded, optimizers[1], x[mine], dy[mine], rank == 0 and i == 0)
     want, got = (fq.state_dict(m)["histories"] for m in (whole, sharded))
-    for key in ("0.input.rowwise", "0.input.columnwise", "0.grad_output.columnwise", "1.input.rowwise", "1.grad_output.rowwise"):
+    sides = "0.input.rowwise", "0.input.columnwise", "0.grad_output.columnwise", "1.input.rowwise", "1.grad_output.rowwise"
+    for key in sides:
         for name, tensor in want[key].items():
             laws.assert_same_bytes(got[key][name], tensor, f"{key} {name}")
     shared = {key: (h["amaxes"].tolist(), h["enc"].tolist()) for key, h in got.items() if "2.weight" not in key}

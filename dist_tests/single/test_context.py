@@ -400,7 +400,9 @@ def test_a_step_that_the_device_skips_leaves_no_trace(make):
     def train(bad_at: int | None):
         restart()
         m = fq.convert(
-            nn.ModuleDict({"fc": nn.Linear(40, 56), "nv": nn.Linear(40, 56)}), recipes.per_layer(later, {"nv": recipes.nvfp4()}))
+            nn.ModuleDict({"fc": nn.Linear(40, 56), "nv": nn.Linear(40, 56)}),
+            recipes.per_layer(later, {"nv": recipes.nvfp4()}),
+        )
         with torch.no_grad():
             for p in m.parameters():
                 p.copy_(values(*p.shape, dtype=torch.float32) / 8)

@@ -226,7 +226,7 @@ def test_fused_norms_change_no_bit_and_hand_on_their_amax():
 def test_norms_of_other_bits_are_refused_by_name():
     """If false, a norm that rounds elsewhere is replaced in silence."""
     cases = (
-        (RoundedTwice(), CENTERED._replace(modules="0", zero_centered_gamma=False), "RoundedTwice.forward gives other bits than RMS"),
+        (RoundedTwice(), CENTERED._replace(modules="0", zero_centered_gamma=False), "RoundedTwice.forward gives other bits"),
         (nn.RMSNorm(D), fq.NormPattern("0"), r"0 is RMSNorm; .* wants a weight \[dim\] and a number eps"),
         (nn.LayerNorm(D), fq.NormPattern("0"), "LayerNorm.forward gives other bits than RMSNorm with gamma = weight"),
         (nn.LayerNorm(D), fq.NormPattern("0", "layer"), "normalization must be 'RMSNorm' or 'LayerNorm'"),

@@ -99,7 +99,8 @@ def plan(model: nn.Module, dtype: torch.dtype | None = None) -> ModelPlan:
             domain, reason = module.plan.domain(product, activations, arch)
             operands = tuple(repr(module.plan.hybrid(slot).side(d)) for slot, d in (product.a, product.b))
             result.gemms.append(GemmRow(name, product.name, operands, domain, reason))
-    result.notes = [*_override_notes(modules.values()), *_boundary_notes(modules.values()), *_expert_notes(model, dtype, by_state)]
+    layers = modules.values()
+    result.notes = [*_override_notes(layers), *_boundary_notes(layers), *_expert_notes(model, dtype, by_state)]
     roots = {id(m.state) for m in managed[:1] if m.state._is_root is None}
     for m in managed:
         once = m.stays_unsharded_after_forward or (id(m.state) in roots and m.reshards_by_default)

@@ -107,7 +107,8 @@ class NormPattern(NamedTuple):
 
     def parameters(self, module: nn.Module) -> list[Tensor | None]:
         """gamma's parameter and beta, or None."""
-        return [getattr(module, self.weight, None), getattr(module, self.bias, None) if self.normalization == "LayerNorm" else None]
+        bias = getattr(module, self.bias, None) if self.normalization == "LayerNorm" else None
+        return [getattr(module, self.weight, None), bias]
 
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
         eps = getattr(module, self.eps) if isinstance(self.eps, str) else self.eps

@@ -89,7 +89,9 @@ class Linear(nn.Linear):
     def check_traced(self, plan: GemmPlan) -> None:
         """Raise NotImplementedError for what a graph that is being traced cannot hold."""
         if plan.boundary is not None:
-            raise NotImplementedError(f"{self._name}: boundary_slots=True is not in compiled graphs; leave the layer out of them")
+            raise NotImplementedError(
+                f"{self._name}: boundary_slots=True is not in compiled graphs; leave the layer out of them"
+            )
 
     def takes_source(self, x: Tensor) -> bool:
         """An input like x may be made by the kernel that quantizes it: nothing else would see its values."""
