@@ -30,9 +30,10 @@ FLT_MAX = torch.finfo(torch.float32).max
 
 
 def value_class(cls: type) -> type:
-    """A frozen dataclass that computes its hash once: values are the keys of caches that every call reads.
+    """A frozen dataclass that computes its hash once, and its canonical text: values are the keys of caches that every
+    call reads.
 
-    The hash is not pickled: text hashes differently in another process.
+    Neither is pickled: text hashes differently in another process.
     """
     cls = dataclass(frozen=True)(cls)
     compute = cls.__hash__
@@ -43,10 +44,16 @@ def value_class(cls: type) -> type:
             kept = self.__dict__["_hash"] = compute(self)
         return kept
 
-    def state(self) -> dict:
-        return {name: field for name, field in self.__dict__.items() if name != "_hash"}
+    def text_once(self) -> str:
+        kept = self.__dict__.get("_canonical")
+        if kept is None:
+            kept = self.__dict__["_canonical"] = _text_of_fields(self)
+        return kept
 
-    cls.__hash__, cls.__getstate__ = hash_once, state
+    def state(self) -> dict:
+        return {name: field for name, field in self.__dict__.items() if name not in ("_hash", "_canonical")}
+
+    cls.__hash__, cls._canonical_text, cls.__getstate__ = hash_once, text_once, state
     return cls
 
 
@@ -209,11 +216,15 @@ class Format:
 def canonical_text(value: object) -> str:
     """A text that is equal for equal values and differs for different ones, in any process (dataclasses by field)."""
     if is_dataclass(value):
-        fields = ", ".join(f"{f.name}={canonical_text(getattr(value, f.name))}" for f in fields_of(value))
-        return f"{type(value).__name__}({fields})"
+        return value._canonical_text() if hasattr(value, "_canonical_text") else _text_of_fields(value)
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(canonical_text, value))})"
     return repr(value)
+
+
+def _text_of_fields(value: object) -> str:
+    fields = ", ".join(f"{f.name}={canonical_text(getattr(value, f.name))}" for f in fields_of(value))
+    return f"{type(value).__name__}({fields})"
 
 
 def ceil_div(a: int, b: int) -> int:

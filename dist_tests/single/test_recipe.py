@@ -7,6 +7,7 @@ import itertools
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from torch import nn
 
 import fsdp_quant as fq
 from fsdp_quant import recipes
-from fsdp_quant.formats import COLUMNWISE, IDENTITY, ROWWISE, Format, format_of
+from fsdp_quant.formats import COLUMNWISE, IDENTITY, ROWWISE, Format, canonical_text, format_of
 from fsdp_quant.modules.plan import PRODUCTS, build_plan
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
 from fsdp_quant.scaling import DelayedScaling
@@ -244,6 +245,16 @@ def test_different_plans_have_different_keys():
     keys = {p.key: p for p in plans}
     clashes = [f"{p} and {keys[p.key]}" for p in plans if keys[p.key] != p]
     assert not clashes
+
+
+def test_texts_are_kept_by_one_value_alone():
+    """Otherwise a changed copy carries the text, and so the plan, of the value that it was made from."""
+    nearest = format_of("mxfp8")
+    text = canonical_text(Quantizer(nearest))
+    floor = replace(nearest, scale_rounding="floor")
+    assert canonical_text(Quantizer(floor)) != text
+    assert canonical_text(Quantizer(replace(floor, scale_rounding=nearest.scale_rounding))) == text
+    assert "_canonical" in nearest.__dict__ and "_canonical" not in pickle.loads(pickle.dumps(nearest)).__dict__
 
 
 def test_modules_with_other_delayed_scaling_do_not_share_it():
