@@ -25,12 +25,13 @@ done
 cd "$ROOT"
 defaults=()
 if ((!paths_given)); then
-    for folder in dist_tests/single dist_tests/multi dist_tests/golden; do
+    for folder in dist_tests/multi dist_tests/single dist_tests/golden; do
         if [[ -d "$folder" ]]; then
             defaults+=("$folder")
         fi
     done
 fi
-# The workers are the parallelism: one thread each.
+# The workers are the parallelism: one thread each. A worker that is done takes half of what another has left; laws of
+# several ranks are few and long, so they come first and beside those of one process.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec "$PYTHON" -m pytest -n auto ${defaults[@]+"${defaults[@]}"} ${arguments[@]+"${arguments[@]}"}
+exec "$PYTHON" -m pytest -n auto --dist worksteal ${defaults[@]+"${defaults[@]}"} ${arguments[@]+"${arguments[@]}"}

@@ -6,6 +6,7 @@ that want more ranks than there are GPUs are skipped.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import socket
@@ -19,7 +20,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 DEVICE = os.environ.get("FSDP_QUANT_TEST_DEVICE", "cpu")
-_PRELOAD = ["torch.distributed.fsdp", "torch.distributed.tensor", "fsdp_quant", "dist_tests.multi.nets"]
+# What ranks would import one by one; torch._dynamo, by the first step of an optimizer, takes longer than most laws.
+_PRELOAD = [
+    "numpy.random", "pytest", "torch._dynamo", "torch._inductor.pattern_matcher", "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp", "torch.distributed.tensor", "dist_tests.multi.nets", "dist_tests.single.hopper",
+]
 
 
 def _free_port() -> int:
@@ -32,6 +37,7 @@ def _entry(rank: int, world: int, port: int, fn, args, folder: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world),
                    "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
+    gc.freeze()  # modules are no garbage: a collection reads what the law made
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
         torch.set_default_device(f"cuda:{rank}")

@@ -94,6 +94,11 @@ def batch(step: int = 0, rows: int = 16, rank: int = 0, k: int = K) -> torch.Ten
     return laws.values(rows, k, seed=100 + step * 17 + rank, dtype=torch.float32)
 
 
+def adam(net: nn.Module) -> torch.optim.AdamW:
+    """AdamW that takes lists of tensors, as on a GPU: DTensors are dispatched once an operation, not once a parameter."""
+    return torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=True)
+
+
 def train_step(net, optimizer, step: int, rank: int = 0, micro_batches: int = 1) -> torch.Tensor:
     """One step on seeded data; returns the last output. Random bits do not depend on the number of ranks."""
     with fq.token_offset(0):

@@ -34,7 +34,7 @@ def _as_one_process(rank: int, world: int) -> None:
     for name, recipe in RECIPES.items():
         single = build(recipe)
         sharded = [nets.shard(build(recipe, *recompute)) for recompute in ((False,), (True,), (False, "gate_up"))]
-        optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (single, *sharded)]
+        optimizers = [nets.adam(net) for net in (single, *sharded)]
         for step in range(2):
             want, *got = (nets.train_step(net, o, step) for net, o in zip((single, *sharded), optimizers))
             for i, y in enumerate(got):
