@@ -65,9 +65,24 @@ FORMAT_NAMES = tuple(FORMATS)
 PAIRS = [(row, col) for row in FORMAT_NAMES for col in FORMAT_NAMES]
 
 
+EVERYTHING = os.environ.get("FSDP_QUANT_ALL_PAIRS") == "1"  # whole laws, not the samples of CI
+
+
 def sample(pairs: list, stride: int = 7) -> list:
-    """Every `stride`-th pair, or all of them with FSDP_QUANT_ALL_PAIRS=1 in the environment."""
-    return pairs if os.environ.get("FSDP_QUANT_ALL_PAIRS") == "1" else pairs[::stride]
+    """Every `stride`-th pair, or all of them."""
+    return pairs if EVERYTHING else pairs[::stride]
+
+
+def diagonals(*shifts: int) -> list:
+    """The pairs (format i, format i + shift), or all: every format once a direction and shift, other pairs for other shifts."""
+    count = len(FORMAT_NAMES)
+    picked = [(FORMAT_NAMES[i], FORMAT_NAMES[(i + shift) % count]) for shift in shifts for i in range(count)]
+    return PAIRS if EVERYTHING else picked
+
+
+def every_second(items: list, which: int) -> list:
+    """Items 0, 2, 4, .. if `which` is even, 1, 3, 5, .. if it is odd; or all."""
+    return items if EVERYTHING else items[which % 2 :: 2]
 
 
 def values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16, kind: str = "gauss") -> Tensor:

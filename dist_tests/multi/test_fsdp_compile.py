@@ -21,6 +21,11 @@ RECIPES = {
     "delayed": fq.recipes.fp8_delayed(length=2), "mxfp8": fq.recipes.mxfp8(), "nvfp4": fq.recipes.nvfp4(),
     "mxfp8/nvfp4": fq.recipes.hybrid("mxfp8", "nvfp4"),
 }
+# (world, recipe) -> the kinds of recomputation that CI takes.
+SAMPLE = {
+    (1, "delayed"): (None, "inside"), (1, "mxfp8/nvfp4"): (None,), (2, "delayed"): (None, "inside"), (2, "mxfp8"): ("around",),
+    (2, "nvfp4"): (None,), (2, "mxfp8/nvfp4"): (None,),
+}
 HIDDEN = (33, 33)
 
 
@@ -61,7 +66,7 @@ def build(
 def trained(net: nets.Net, rank: int, steps: int = 3) -> tuple:
     """(outputs and weights, collectives, gathers by pass and direction)."""
     counters.reset()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    optimizer = nets.adam(net)
     with nets.recorded_collectives() as seen:
         outputs = [nets.train_step(net, optimizer, step, rank, micro_batches=2) for step in range(steps)]
     return outputs + list(nets.full_state(net).values()), seen, counters.of("gather")
@@ -83,7 +88,8 @@ def graphs_since() -> int:
 
 def _compiled_equals_eager(rank: int, world: int) -> None:
     for name, recipe in RECIPES.items():
-        for recompute in (None, "around", "inside") if name in ("delayed", "mxfp8") else (None,):
+        kinds = (None, "around", "inside") if name in ("delayed", "mxfp8") else (None,)
+        for recompute in kinds if laws.EVERYTHING else SAMPLE.get((world, name), ()):
             want = trained(build(recipe, recompute=recompute), rank)
             got = trained(build(recipe, compiled_in_place, recompute=recompute), rank)
             assert_same_training(got, want, f"{name}, recomputed {recompute}")
@@ -102,11 +108,10 @@ def test_compiled_blocks_train_as_eager_ones(world):
 
 def _ways_to_compile(rank: int, world: int) -> None:
     want = trained(build(RECIPES["mxfp8"]), rank)
-    for compile_block in (compiled, compiled_in_place):
-        for first in (False, True):
-            got = trained(build(RECIPES["mxfp8"], compile_block, first), rank)
-            assert_same_training(got, want, f"{compile_block.__name__}, before fully_shard {first}")
-            assert graphs_since() == 2
+    for compile_block, first in ((compiled, False), (compiled, True), (compiled_in_place, False)):  # the fourth: above
+        got = trained(build(RECIPES["mxfp8"], compile_block, first), rank)
+        assert_same_training(got, want, f"{compile_block.__name__}, before fully_shard {first}")
+        assert graphs_since() == 2
 
 
 def test_blocks_may_be_compiled_before_and_after_sharding():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dist_tests import laws
 from dist_tests.multi.harness import _free_port
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +38,7 @@ def test_two_agents_train_and_save_with_copies_across_them(tmp_path):
 
     Two copies of one shard; of two shards with FSDP_QUANT_ALL_PAIRS=1.
     """
-    each = "2" if os.environ.get("FSDP_QUANT_ALL_PAIRS") == "1" else "1"
+    each = "2" if laws.EVERYTHING else "1"
     text = tmp_path / "text"
     text.write_text("to be or not to be, that is the question. " * 40)
     arguments = [*TINY, "--data", str(text), "--save", str(tmp_path / "run"), "--plot", str(tmp_path / "plot.png")]

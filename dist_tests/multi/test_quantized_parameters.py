@@ -88,11 +88,11 @@ def test_quantized_parameters_gather_the_bytes_of_the_whole_weight(world):
 
 def _trains_alike(rank: int, world: int) -> None:
     pairs = {f"{r}/{c}": nets.pair_recipe(r, c) for r, c in laws.sample(laws.PAIRS, 47)}
-    for label, recipe in (ALL | pairs).items():
+    for label, recipe in (dict(laws.every_second(list(ALL.items()), world)) | pairs).items():
         for dtype in (torch.float32, torch.bfloat16)[: 2 if label in ("delayed", "nvfp4") else 1]:
             ordinary, ours = _models(recipe, dtype)
             a, b = _adam(ordinary), _adam(ours)
-            for step in range(5):
+            for step in range(3):
                 with fq.token_offset(0):
                     results = []
                     for net, optimizer in ((ordinary, a), (ours, b)):

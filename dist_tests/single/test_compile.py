@@ -97,8 +97,9 @@ def histories(model: nn.Module) -> list[Tensor]:
 def train(
     model: nn.Sequential, steps: int = 2, *, call: Callable | None = None, rows: tuple[int, ...] = (24,), d: int = 40,
     autocast: bool = False, around: Callable = contextlib.nullcontext, before: Callable[[int], None] = lambda step: None,
+    evaluate: bool = True,
 ) -> list[Tensor]:
-    """Outputs, all gradients, weights and histories of some steps of two micro-batches, an evaluation between them."""
+    """Outputs, all gradients, weights and histories of some steps of two micro-batches, an evaluation (and its graph) between."""
     STEP.seed, STEP.step, STEP.micro_batch, STEP.counted_by_hand = 3, 0, 0, False
     STEP.publish()
     optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.5), []
@@ -115,10 +116,11 @@ def train(
         seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         optimizer.step()
         optimizer.zero_grad()
-        model.eval()
-        with torch.no_grad():
-            seen.append(model(x.detach()))
-        model.train()
+        if evaluate:
+            model.eval()
+            with torch.no_grad():
+                seen.append(model(x.detach()))
+            model.train()
     return seen + [p.detach().clone() for p in model.parameters()] + histories(model)
 
 
@@ -182,7 +184,7 @@ def test_forwards_may_run_ahead_of_their_backwards(name: str):
     """If false, a pipeline's second backward is refused: the first one wrote a history, or a step, that the graph saved."""
 
     def run(model):
-        train(model, 1)
+        train(model, 1, evaluate=False)
         xs = [values(24, 40, seed=i).requires_grad_() for i in range(3)]
         with fq.token_offset(5):
             ys = [model(x) for x in xs]
@@ -196,8 +198,8 @@ def test_forwards_may_run_ahead_of_their_backwards(name: str):
 @pytest.mark.parametrize("name", FEW)
 def test_checkpointing_changes_no_bit(name: str):
     """If false, a recomputation inside or around a compiled block draws other bits or records another amax."""
-    want = train(net(RECIPES[name]))
-    assert_same(train(compiled(net(RECIPES[name], recompute=True))), want, "inside")
+    want = train(net(RECIPES[name]), evaluate=False)
+    assert_same(train(compiled(net(RECIPES[name], recompute=True)), evaluate=False), want, "inside")
     for reentrant in (False, True):
         model = compiled(net(RECIPES[name]))
 
@@ -206,7 +208,7 @@ def test_checkpointing_changes_no_bit(name: str):
                 x = checkpoint(block, x, use_reentrant=reentrant)
             return x
 
-        assert_same(train(model, call=call), want, f"around, reentrant {reentrant}")
+        assert_same(train(model, call=call, evaluate=False), want, f"around, reentrant {reentrant}")
     graphs()
 
 
@@ -250,15 +252,15 @@ def test_a_change_of_recipe_makes_another_graph():
 @pytest.mark.parametrize("name", FEW)
 def test_users_hooks_and_deleted_layers_change_nothing(name: str):
     """If false, offloading under torch.compile loses the weight's history or codes, or a backward needs a living model."""
-    want = train(net(RECIPES[name]))
+    want = train(net(RECIPES[name]), evaluate=False)
     for what, hooks in {
         "copied": (torch.clone, lambda t: t), "aliased": (torch.Tensor.detach, torch.Tensor.detach),
     }.items():
         around = lambda h=hooks: torch.autograd.graph.saved_tensors_hooks(*h)
-        assert_same(train(compiled(net(RECIPES[name])), around=around), want, what)
+        assert_same(train(compiled(net(RECIPES[name])), around=around, evaluate=False), want, what)
 
     def without_layers(model):
-        train(model)
+        train(model, evaluate=False)
         x, parameters = values(24, 40).requires_grad_(), list(model.parameters())
         y = model(x)
         del model
