@@ -74,7 +74,7 @@ def sample(pairs: list, stride: int = 7) -> list:
 
 
 def diagonals(*shifts: int) -> list:
-    """The pairs (format i, format i + shift), or all: every format once a direction and shift, other pairs for other shifts."""
+    """The pairs (format i, format i + shift), or all: every format once a direction, other pairs for other shifts."""
     count = len(FORMAT_NAMES)
     picked = [(FORMAT_NAMES[i], FORMAT_NAMES[(i + shift) % count]) for shift in shifts for i in range(count)]
     return PAIRS if EVERYTHING else picked

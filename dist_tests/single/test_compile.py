@@ -99,7 +99,7 @@ def train(
     autocast: bool = False, around: Callable = contextlib.nullcontext, before: Callable[[int], None] = lambda step: None,
     evaluate: bool = True,
 ) -> list[Tensor]:
-    """Outputs, all gradients, weights and histories of some steps of two micro-batches, an evaluation (and its graph) between."""
+    """Outputs, all gradients, weights and histories of some steps of two micro-batches, an evaluation between them."""
     STEP.seed, STEP.step, STEP.micro_batch, STEP.counted_by_hand = 3, 0, 0, False
     STEP.publish()
     optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.5), []
