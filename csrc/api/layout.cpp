@@ -61,7 +61,8 @@ at::Tensor decode(
 }
 
 std::tuple<at::Tensor, at::Tensor> anchor_codes(
-    const at::Tensor& data, const at::Tensor& scale, int64_t spec, bool columnwise, bool transposed) {
+    const at::Tensor& data, const at::Tensor& scale, int64_t spec, bool columnwise, bool transposed,
+    const at::Tensor* codes_out, const at::Tensor* scale_out) {
   check_cuda(data, "data");
   const Side side = parse_side(spec, 0.0, "side");
   const bool e8m0 = side.scale == ScaleKind::kE8M0Up || side.scale == ScaleKind::kE8M0Floor;
@@ -78,9 +79,11 @@ std::tuple<at::Tensor, at::Tensor> anchor_codes(
   const c10::cuda::CUDAGuard guard(data.device());
   const int64_t out_rows = transposed ? cols : rows, out_cols = transposed ? rows : cols;
   const int64_t lines = columnwise ? cols : rows;
-  const at::Tensor out = new_empty(data, {out_rows, out_cols}, at::kByte);
-  if (out.numel() == 0) return {out, at::full({lines}, 0x1p-127, data.options().dtype(at::kFloat))};
-  const at::Tensor line_scale = new_empty(data, {lines}, at::kFloat);
+  if (codes_out != nullptr) check_buffer(*codes_out, "codes_out", data, at::kByte, rows * cols);
+  if (scale_out != nullptr) check_buffer(*scale_out, "scale_out", data, at::kFloat, lines);
+  const at::Tensor out = codes_out != nullptr ? *codes_out : new_empty(data, {out_rows, out_cols}, at::kByte);
+  const at::Tensor line_scale = scale_out != nullptr ? *scale_out : new_empty(data, {lines}, at::kFloat);
+  if (out.numel() == 0) return {out, line_scale.fill_(0x1p-127)};
   AnchorCodes a = {};
   a.data = data.const_data_ptr<uint8_t>(), a.scale = scale.const_data_ptr<uint8_t>();
   a.out = out.mutable_data_ptr<uint8_t>(), a.line_scale = line_scale.mutable_data_ptr<float>();
@@ -89,7 +92,7 @@ std::tuple<at::Tensor, at::Tensor> anchor_codes(
   a.columnwise = columnwise, a.transposed = transposed;
   a.vector_load = is_aligned(a.data, 8) && cols % 8 == 0;
   a.vector_scales = is_aligned(a.scale, 8) && scale_cols % 8 == 0;
-  a.vector_store = out_cols % (transposed ? 16 : 8) == 0;
+  a.vector_store = is_aligned(a.out, 16) && out_cols % (transposed ? 16 : 8) == 0;
   check_launch(launch_anchor_codes(a, c10::cuda::getCurrentCUDAStream()), "anchor_codes");
   return {out, line_scale};
 }
@@ -221,7 +224,10 @@ void register_layout(torch::Library& m) {
       torch::dispatch(c10::DispatchKey::CUDA, dequantize));
   m.def("anchor_codes(Tensor data, Tensor scale, int side, bool columnwise, bool transposed) -> "
         "(Tensor codes, Tensor scale)",
-        torch::dispatch(c10::DispatchKey::CUDA, anchor_codes));
+        torch::dispatch(c10::DispatchKey::CUDA, [](const at::Tensor& data, const at::Tensor& scale, int64_t side,
+                                                   bool columnwise, bool transposed) {
+          return anchor_codes(data, scale, side, columnwise, transposed);
+        }));
   m.def("tensor_decode_scale(Tensor tensor_amax) -> Tensor",
         torch::dispatch(c10::DispatchKey::CUDA, tensor_decode_scale));
   m.def("transpose_codes(Tensor data, int rows, int cols, int bits) -> Tensor",

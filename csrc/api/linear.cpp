@@ -231,16 +231,17 @@ Delayed delayed_of(const Reading (&r)[kDirections], const Side (&sides)[kDirecti
 // amax: of x, where it is known.
 Encodings encode_sides(
     const Side (&sides)[kDirections], const at::Tensor& x, const Delayed& by, const MaybeTensor& key, bool through_bf16,
-    const MaybeTensor& amax, const Gated* gated) {
+    const MaybeTensor& amax, const Gated* gated, const Encodings* out = nullptr, const at::Tensor* sources = nullptr) {
   const MaybeTensor none;
   const auto given = [&](int d) -> const MaybeTensor& { return sides[d].whole_tensor() ? amax : none; };
   const Known known[2] = {{given(0), none, by.enc[0], key, by.record[0]}, {given(1), none, by.enc[1], key, by.record[1]}};
-  return encode(x, sides[0], sides[1], known, 0, through_bf16, false, nullptr, gated);
+  return encode(x, sides[0], sides[1], known, 0, through_bf16, false, out, gated, sources);
 }
 
 // The storages of x that are wanted. gated: x is the gate of the values; known: of x itself.
 Encodings quantize_slot(
-    const Call& call, Slot slot, at::Tensor x, bool row, bool col, Amaxes known, const Gated* gated = nullptr) {
+    const Call& call, Slot slot, at::Tensor x, bool row, bool col, Amaxes known, const Gated* gated = nullptr,
+    const at::Tensor* sources = nullptr) {
   const Reading(&r)[kDirections] = call.plan->readings[slot];
   const History history = slot == kInput ? History{call.factors, call.histories}
                                          : History{call.grad_factors, call.grad_histories};
@@ -264,14 +265,15 @@ Encodings quantize_slot(
     x = h, known = Amaxes::of(amaxes, x.size(0), x.size(1)), gated = nullptr;
   }
   Encodings made;
-  if (plain[0].present() || plain[1].present()) made = encode_sides(plain, x, by, key, false, known.whole, gated);
+  if (plain[0].present() || plain[1].present()) made = encode_sides(plain, x, by, key, false, known.whole, gated, nullptr, plain[1].present() ? sources : nullptr);
   if (is_anchored) {
     const MaybeTensor none;
     at::Tensor counts;
     if (call.guard.has_value()) counts = call.guard->select(0, slot);
     auto sides = anchored(x, anchors[0], anchors[1], std::max<int64_t>(r[0].run, 0), std::max<int64_t>(r[1].run, 0),
                           anchors[0] != 0 && r[0].run == 0 ? known.rows : none,
-                          anchors[1] != 0 && r[1].run == kAmaxRun ? known.runs : none, false, counts.defined() ? &counts : nullptr);
+                          anchors[1] != 0 && r[1].run == kAmaxRun ? known.runs : none, false, counts.defined() ? &counts : nullptr,
+                          anchors[1] != 0 ? sources : nullptr);
     auto next = sides.begin();
     for (int d = 0; d < kDirections; ++d)
       if (anchors[d] != 0) made[d].data = std::move(*next++), made[d].scale = std::move(*next++);
@@ -579,29 +581,70 @@ std::tuple<at::Tensor, at::Tensor> linear_step_backward(
   return {needs_x ? dx : none, needs_w ? dw : none};
 }
 
-// The weight's operands, as `append` lists them. Anchors come from the codes, as they do in a gather.
+// The weight's operands, as `append` lists them; of matrices [E, N, K] those of each, stacked. Anchors come from the codes,
+// as they do in a gather.
 std::vector<at::Tensor> linear_weight(
     const at::Tensor& weight, int64_t plan, bool row, bool col, bool through_bf16, at::TensorList factors,
     at::TensorList histories) {
   const Plan& p = plan_of(plan);
   const Reading(&r)[kDirections] = p.readings[kWeight];
   const std::vector<at::Tensor> scales_by = factors.vec(), recorded = histories.vec();
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  const bool stacked = weight.dim() == 3;
+  const int64_t matrices = stacked ? weight.size(0) : 1;
+  TORCH_CHECK_VALUE(!stacked || matrices > 0, "weight has shape ", weight.sizes(), "; wanted one matrix or more");
   Side sides[kDirections] = {};
+  Encodings all;
   for (const Direction d : {kRowwise, kColumnwise}) {
     if (!wants(p, kWeight, d, row, col)) continue;
-    count(plan, kWeight * kDirections + d);
     sides[d] = r[d].side;
     if (r[d].run >= 0) sides[d].transposed = false;  // compact, as `anchor_codes` reads them
+    if (!stacked) continue;
+    TORCH_CHECK_NOT_IMPLEMENTED(!sides[d].two_level() && r[d].factor < 0 && r[d].kind != 0,
+                                "matrices are stacked as products of groups read them");
+    const Geometry g = geometry_of(r[d].side, d, weight.size(1), weight.size(2), 0);
+    all[d].data = new_empty(weight, {matrices, g.data_rows, g.data_cols}, at::kByte);
+    const int64_t scales = r[d].run >= 0 ? (d == kColumnwise ? g.cols : g.rows) : g.scale_numel;
+    all[d].scale = new_empty(weight, {matrices, scales}, r[d].run < 0 && sides[d].byte_scales() ? at::kByte : at::kFloat);
   }
   const Delayed by = delayed_of(r, sides, {scales_by, recorded});
-  Encodings made = encode_sides(sides, matrix(weight), by, std::nullopt, through_bf16, std::nullopt, nullptr);
-  std::vector<at::Tensor> result;
-  for (const Direction d : {kRowwise, kColumnwise}) {
-    if (sides[d].present() && r[d].run >= 0)
-      std::tie(made[d].data, made[d].scale) =
-          anchor_codes(made[d].data, made[d].scale, r[d].packed, d == kColumnwise, d == kColumnwise);
-    append(result, made[d]);
+  for (int64_t e = 0; e < matrices; ++e) {
+    Encodings out, made;
+    for (int d = 0; stacked && d < kDirections; ++d)
+      if (sides[d].present()) out[d].data = all[d].data.select(0, e), out[d].scale = all[d].scale.select(0, e);
+    const bool into = stacked && (!sides[0].present() || r[0].run < 0) && (!sides[1].present() || r[1].run < 0);
+    made = encode_sides(sides, matrix(stacked ? weight.select(0, e) : weight), by, std::nullopt, through_bf16, std::nullopt,
+                        nullptr, into ? &out : nullptr);
+    for (const Direction d : {kRowwise, kColumnwise}) {
+      if (!sides[d].present()) continue;
+      count(plan, kWeight * kDirections + d);
+      if (r[d].run >= 0) {
+        const bool turned = d == kColumnwise;
+        std::tie(made[d].data, made[d].scale) =
+            anchor_codes(made[d].data, made[d].scale, r[d].packed, turned, turned, stacked ? &out[d].data : nullptr,
+                         stacked ? &out[d].scale : nullptr);
+      } else if (stacked && !into) {
+        out[d].data.copy_(made[d].data), out[d].scale.copy_(made[d].scale.view_as(out[d].scale));
+      }
+    }
+    if (!stacked) all = std::move(made);
   }
+  std::vector<at::Tensor> result;
+  for (const Encoded& e : all) append(result, e);
+  return result;
+}
+
+// Codes of x [tokens, cols], of the input or of the gradient, as `append` lists them: the columnwise ones of groups that
+// `sources` gathers (see encode).
+std::vector<at::Tensor> linear_tokens(
+    const at::Tensor& x, int64_t plan, int64_t slot, bool row, bool col, const MaybeTensor& guard, const at::Tensor& sources) {
+  check_cuda(x, "x");
+  TORCH_CHECK_VALUE(slot == kInput || slot == kGradOutput, "slot is ", slot, "; tokens are of 0 or ", int{kGradOutput});
+  const auto call = call_of(plan, -1, true, x, x, guard, {}, {}, {}, {});
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  std::vector<at::Tensor> result;
+  for (const Encoded& e : quantize_slot(*call, static_cast<Slot>(slot), matrix(x), row, col, produced().of(x), nullptr, &sources))
+    append(result, e);
   return result;
 }
 
@@ -647,6 +690,9 @@ void register_linear(torch::Library& m) {
       "linear_weight(Tensor weight, int plan, bool row, bool col, bool through_bf16, Tensor[] factors, "
       "Tensor[] histories) -> Tensor[]",
       torch::dispatch(c10::DispatchKey::CUDA, linear_weight));
+  m.def(
+      "linear_tokens(Tensor x, int plan, int slot, bool row, bool col, Tensor? guard, Tensor sources) -> Tensor[]",
+      torch::dispatch(c10::DispatchKey::CUDA, linear_tokens));
   m.def("random_key(Tensor step, Tensor ids, int slot, int rows) -> Tensor",
         torch::dispatch(c10::DispatchKey::CUDA, random_key));
   m.def("remember_amax(Tensor x, Tensor amaxes) -> ()", torch::dispatch(c10::DispatchKey::CUDA, remember_amax));

@@ -10,6 +10,7 @@
 #include "api/checks.h"
 #include "api/operands.h"
 #include "gemm/hopper.h"
+#include "layout/groups.h"
 
 namespace fsdp_quant {
 
@@ -83,6 +84,29 @@ void launch(Product& p, const Parts& parts, int64_t sm_count, const at::Tensor& 
   int32_t processors = processors_of(stream.device_index());
   if (sm_count > 0) processors = std::min(processors, static_cast<int32_t>(sm_count));
   check_launch(hopper::launch(p, nullptr, parts, hopper::schedule_of(p, processors, parts), stream), name);
+}
+
+// (offsets [E + 1], padded [E + 1], sources [tiles, 2], wrong [1]) of groups of `tokens` rows: see layout/groups.h.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> token_groups(const at::Tensor& ends, int64_t tokens) {
+  check_cuda(ends, "ends");
+  const at::ScalarType dtype = ends.scalar_type();
+  const int64_t groups = ends.numel();
+  TORCH_CHECK_VALUE(ends.dim() == 1 && ends.is_contiguous() && (dtype == at::kInt || dtype == at::kLong), "ends is ", dtype,
+                    " ", ends.sizes(), "; wanted contiguous int32 or int64 [groups]");
+  TORCH_CHECK_VALUE(groups >= 1 && groups <= kMostTokenGroups, "there are ", groups, " groups; wanted 1 to ", kMostTokenGroups);
+  TORCH_CHECK_VALUE(tokens > 0 && tokens < std::numeric_limits<int32_t>::max() - 128 * (groups + 1), "there are ", tokens,
+                    " tokens; wanted 1 or more, below 2^31 with those that fill groups up to multiples of 128");
+  const c10::cuda::CUDAGuard guard(ends.device());
+  const int64_t tiles = (tokens + 127 * std::min(groups, tokens)) / 128;  // at most so many, whatever the groups
+  const auto made = [&](at::IntArrayRef sizes) { return new_empty(ends, sizes, at::kInt); };
+  const at::Tensor offsets = made({groups + 1}), padded = made({groups + 1}), sources = made({tiles, 2}), wrong = made({1});
+  TokenGroups g = {};
+  g.ends = ends.const_data_ptr(), g.wide = dtype == at::kLong;
+  g.groups = static_cast<int32_t>(groups), g.tokens = static_cast<int32_t>(tokens), g.tiles = static_cast<int32_t>(tiles);
+  g.offsets = offsets.mutable_data_ptr<int32_t>(), g.padded = padded.mutable_data_ptr<int32_t>();
+  g.sources = sources.mutable_data_ptr<int32_t>(), g.wrong = wrong.mutable_data_ptr<int32_t>();
+  check_launch(launch_token_groups(g, c10::cuda::getCurrentCUDAStream()), "token_groups");
+  return {offsets, padded, sources, wrong};
 }
 
 // out[rows of e] = a[rows of e] b[e]^T.
@@ -189,6 +213,8 @@ void gemm_gathered(
 }  // namespace
 
 void register_parts(torch::Library& m) {
+  m.def("token_groups(Tensor ends, int tokens) -> (Tensor offsets, Tensor padded, Tensor sources, Tensor wrong)",
+        torch::dispatch(c10::DispatchKey::CUDA, token_groups));
   m.def(
       "grouped_gemm(Tensor(a!) out, Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor offsets, int a_kind, "
       "int b_kind, Tensor(b!)? flag=None, int sm_count=0) -> ()",

@@ -76,6 +76,25 @@ int32_t tiles_of(TensorArgs& t, const Side* col = nullptr) {
   return static_cast<int32_t>(tiles);
 }
 
+// The rows of the columnwise side, which `sources` gathers into tiles; x's own without.
+int64_t set_sources(Launch<1>& launch, const at::Tensor* sources, const at::Tensor& x) {
+  TensorArgs& t = launch.tensors[0];
+  if (sources == nullptr) return t.rows;
+  check_buffer(*sources, "sources", x, at::kInt, sources->numel());
+  TORCH_CHECK_VALUE(sources->dim() == 2 && sources->size(0) > 0 && sources->size(1) == 2, "sources has shape ",
+                    sources->sizes(), "; wanted [tiles, 2]");
+  const int64_t tiles = sources->size(0) * t.tile_cols;
+  TORCH_CHECK_VALUE(tiles <= std::numeric_limits<int32_t>::max() - kTile, tiles, " tiles; one launch takes 2^31");
+  t.tile_rows = static_cast<int32_t>(sources->size(0));
+  launch.tiles = static_cast<int32_t>(tiles), launch.sources = sources->const_data_ptr<int32_t>();
+  return sources->size(0) * kTile;
+}
+
+void check_sources(const Launch<1>& launch) {
+  TORCH_CHECK_NOT_IMPLEMENTED(launch.sources == nullptr || takes_sources(launch),
+                              "rows of bfloat16 are gathered for blocks of (1, 128), and for anchors");
+}
+
 bool stores_vectors(const Side& s, const void* data, const Geometry& g) {
   const int64_t width = s.transposed ? 16 : s.four_bit() ? 4 : 8;
   return is_aligned(data, width) && g.data_cols % width == 0;
@@ -191,7 +210,12 @@ bool encodes_gated(
 
 Encodings encode(
     const at::Tensor& x, const Side& row, const Side& col, const Known (&known)[2], int64_t row0, bool through_bf16,
-    bool wants_amax, const Encodings* out, const Gated* gated) {
+    bool wants_amax, const Encodings* out, const Gated* gated, const at::Tensor* sources) {
+  if (sources != nullptr && row.present() && (row.outer != 1 || row.contraction != kTile)) {  // no launch for both
+    const Side none = {};
+    return {encode(x, row, none, known, row0, through_bf16, wants_amax, out)[0],
+            encode(x, none, col, known, row0, through_bf16, wants_amax, out, nullptr, sources)[1]};
+  }
   check_input(x);
   TORCH_CHECK_VALUE(row0 >= 0, "row0 is ", row0, "; wanted 0 or more");
   const at::AutoDispatchBelowADInplaceOrView no_autograd;  // views of new tensors: a few microseconds less
@@ -203,6 +227,7 @@ Encodings encode(
   launch.count = 1;
   TensorArgs& t = launch.tensors[0] = tensor_args(x, row0);
   launch.tiles = tiles_of(t, &col);
+  const int64_t rows[2] = {t.rows, set_sources(launch, sources, x)};
   if (gated != nullptr) {
     const MaybeTensor enc[2] = {known[0].enc, known[1].enc};
     TORCH_CHECK_VALUE(row0 == 0 && gated->up.sizes() == x.sizes() && encodes_gated(x, row, col, enc, *gated),
@@ -217,7 +242,7 @@ Encodings encode(
   for (int d = 0; d < 2; ++d) {
     const Side& s = launch.side[d];
     if (!s.present()) continue;
-    g[d] = geometry_of(s, d, t.rows, t.cols, row0);
+    g[d] = geometry_of(s, d, rows[d], t.cols, row0);
     SideBuffers& b = t.side[d];
     set_geometry(b, g[d], d);
     b.amax = optional_buffer<float>(known[d].amax, "amax", x, g[d].scale_rows * g[d].scale_cols);
@@ -236,6 +261,7 @@ Encodings encode(
     if (s.two_level() && !b.tensor_amax_given) tensor_at[d] = zeroed.reserve(1);
   }
   zeroed.allocate(x, stream);
+  check_sources(launch);
 
   Encodings made;
   auto take = [&](at::Tensor& to, const at::Tensor* given, at::IntArrayRef sizes, at::ScalarType dtype, const char* name) {
@@ -317,7 +343,7 @@ void quantize_out(
 
 std::vector<at::Tensor> anchored(
     const at::Tensor& x, int64_t row, int64_t col, int64_t row_run, int64_t col_run, const MaybeTensor& row_anchor,
-    const MaybeTensor& col_anchor, bool through_bf16, const at::Tensor* counts) {
+    const MaybeTensor& col_anchor, bool through_bf16, const at::Tensor* counts, const at::Tensor* sources) {
   check_input(x);
   if (counts != nullptr) {
     check_buffer(*counts, "counts", x, at::kLong, 4);
@@ -334,6 +360,7 @@ std::vector<at::Tensor> anchored(
   launch.count = 1;
   TensorArgs& t = launch.tensors[0] = tensor_args(x, 0);
   launch.tiles = tiles_of(t);
+  const int64_t rows[2] = {t.rows, set_sources(launch, sources, x)};
   Launch<1> statistics = launch;
   Zeroed zeroed;
   const int64_t counts_at = counts == nullptr ? zeroed.reserve(8) : -1;
@@ -351,11 +378,11 @@ std::vector<at::Tensor> anchored(
     TORCH_CHECK_VALUE(s.outer == 1 && s.contraction == 32, "anchors are of (1, 32) blocks; got (", s.outer, ", ",
                       s.contraction, ")");
     s.anchor_log2 = log2_of(runs[d]);
-    g[d] = geometry_of(s, d, t.rows, t.cols, 0);
+    g[d] = geometry_of(s, d, rows[d], t.cols, 0);
     Side line = s;  // an anchor is the amax of a run of one line
     line.outer = 1, line.outer_log2 = 0;
     line.contraction = static_cast<int32_t>(runs[d]), line.contraction_log2 = s.anchor_log2;
-    anchor[d] = geometry_of(line, d, t.rows, t.cols, 0);
+    anchor[d] = geometry_of(line, d, rows[d], t.cols, 0);
     const int64_t numel = anchor[d].scale_rows * anchor[d].scale_cols;
     t.side[d].anchor = optional_buffer<float>(*given[d], "anchor", x, numel);
     if (t.side[d].anchor != nullptr) continue;
@@ -381,6 +408,7 @@ std::vector<at::Tensor> anchored(
     if (anchor_at[d] >= 0) b.anchor = statistics.tensors[0].side[d].amax = zeroed.at(anchor_at[d]);
   }
   if (counts == nullptr) result.push_back(guard_counts);
+  check_sources(launch);
   if (anchor_at[0] >= 0 || anchor_at[1] >= 0) {
     statistics.phases = kStatistics;
     check_launch(launch_quantize(statistics, stream), "quantize_anchored");

@@ -146,10 +146,11 @@ struct LoadF32 {
 };
 
 template <class In, bool Narrow>
-__device__ __forceinline__ void load_rows(Patch<typename In::Value>& p, const TensorArgs& t, int32_t row0, int32_t col0) {
+__device__ __forceinline__ void load_rows(
+    Patch<typename In::Value>& p, const TensorArgs& t, int32_t row0, int32_t col0, int32_t rows) {
   constexpr int kBytes = Narrow ? 2 : 4, kRaw = 2 * kBytes;  // words of 8 elements
   const char* base = static_cast<const char*>(t.x);
-  if (t.vector_load && col0 + 8 <= t.cols && row0 >= 0 && row0 + 8 <= t.rows) {
+  if (t.vector_load && col0 + 8 <= t.cols && row0 >= 0 && row0 + 8 <= rows) {
     uint4 raw[8][kRaw / 4];
     const char* at = base + (static_cast<int64_t>(row0) * t.row_stride + col0) * kBytes;
 #pragma unroll
@@ -173,7 +174,7 @@ __device__ __forceinline__ void load_rows(Patch<typename In::Value>& p, const Te
   for (int i = 0; i < 8; ++i) {
     uint32_t words[8] = {};
     const int32_t row = row0 + i;
-    if (row >= 0 && row < t.rows) {
+    if (row >= 0 && row < rows) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         if (col0 + j >= t.cols) continue;
@@ -193,9 +194,9 @@ template <class In>
 __device__ __forceinline__ void load_patch(
     Patch<typename In::Value>& p, const TensorArgs& t, Input input, int32_t row0, int32_t col0) {
   if (input == In::kNarrow) {
-    load_rows<In, true>(p, t, row0, col0);
+    load_rows<In, true>(p, t, row0, col0, t.rows);
   } else {
-    load_rows<In, false>(p, t, row0, col0);
+    load_rows<In, false>(p, t, row0, col0, t.rows);
   }
 }
 

@@ -109,6 +109,7 @@ struct Launch {
   uint32_t* barrier;     // [2], of a cooperative launch
   const void* up;        // the values are act(x) * up; null: x
   int64_t up_stride;
+  const int32_t* sources;  // [tile rows, 2]: first row of x and number of rows of each 128 columnwise ones; null: x as it lies
   Activation activation;
   TensorArgs tensors[Capacity];
 };
@@ -157,6 +158,13 @@ inline int known_block(const Launch<1>& launch) {
     block = s.contraction;
   }
   return block;
+}
+
+// Rows of a columnwise side are gathered as `sources` says: bf16, scales from the tile.
+inline bool takes_sources(const Launch<1>& launch) {
+  const SideBuffers(&b)[2] = launch.tensors[0].side;
+  return launch.input == Input::kBF16 && launch.side[1].present() && launch.up == nullptr &&
+         (known_block(launch) == kTile || (known_block(launch) == 32 && b[1].anchor != nullptr));
 }
 
 // Values of a gated activation are made where they are quantized: bf16, of scales that need no pass over them before.

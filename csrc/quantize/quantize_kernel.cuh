@@ -80,10 +80,16 @@ constexpr bool kIsGated = false;
 template <Activation A>
 constexpr bool kIsGated<LoadGated<A>> = true;
 
+// bf16, the rows of tiles as `sources` of the launch says.
+struct LoadTokens : LoadBF16 {};
+
 template <class In, int Capacity>
 __device__ __forceinline__ void load_values(
-    Patch<typename In::Value>& p, const Launch<Capacity>& launch, const TensorArgs& t, int32_t row0, int32_t col0) {
-  if constexpr (kIsGated<In>) {
+    Patch<typename In::Value>& p, const Launch<Capacity>& launch, const TensorArgs& t, int32_t row0, int32_t col0,
+    int32_t rows = 0) {
+  if constexpr (std::is_same_v<In, LoadTokens>) {
+    load_rows<In, true>(p, t, row0, col0, rows);
+  } else if constexpr (kIsGated<In>) {
     using Values = Eight<__nv_bfloat16>;
     const auto* g = static_cast<const __nv_bfloat16*>(t.x) + row0 * t.row_stride + col0;
     const auto* u = static_cast<const __nv_bfloat16*>(launch.up) + row0 * launch.up_stride + col0;
@@ -231,12 +237,15 @@ __device__ __forceinline__ bool crosses_tiles(const Side& s) {
 }
 
 // Line maxima of both directions to memory: threads of the first half the rows, of the second the columns.
-__device__ __forceinline__ void flush_lines(const Side (&side)[2], const SideBuffers (&buffers)[2], const Tile& tile, const Smem& smem) {
+// row_tile, rows: where the rowwise side lies, and its end.
+__device__ __forceinline__ void flush_lines(
+    const Side (&side)[2], const SideBuffers (&buffers)[2], const Tile& tile, const Tile& row_tile, int32_t rows,
+    const Smem& smem) {
   const int d = threadIdx.x / kTile, line = threadIdx.x % kTile;
   const SideBuffers& b = buffers[d];
   if (!side[d].present() || !crosses_tiles(side[d]) || b.amax == nullptr || b.amax_given) return;
-  const int32_t at = (d ? tile.col0 : tile.row0) + line, along = max(d ? tile.row0 : tile.col0, 0), shift = d ? tile.shift : 0;
-  if (at < 0 || at >= b.lines || along >= b.length) return;
+  const int32_t at = (d ? tile.col0 : row_tile.row0) + line, along = max(d ? tile.row0 : tile.col0, 0), shift = d ? tile.shift : 0;
+  if (at < 0 || at >= (d ? b.lines : rows) || along >= b.length) return;
   const int32_t block = ((along + shift) >> side[d].contraction_log2) - (shift >> side[d].contraction_log2);
   atomic_max(b.amax + index_of(b.compact, at, block), __uint_as_float(smem.lines[d][line]));
 }
@@ -775,20 +784,29 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(const __g
   }
   const TensorArgs& t = launch.tensors[which];
   const Tile tile = tile_of(t, n - t.first_tile);
+  Tile row_tile = tile;  // of the rowwise side, whose rows are x's
+  constexpr bool kTokens = std::is_same_v<In, LoadTokens>;
+  std::conditional_t<kTokens, SideBuffers, const SideBuffers&> row_buffers = t.side[0];
+  if constexpr (kTokens) {
+    const int2 source = reinterpret_cast<const int2*>(launch.sources)[tile.row0 / kTile];
+    if (source.y == 0) return;
+    row_tile.row0 = source.x;
+    row_buffers.lines = row_buffers.stored.lines = source.x + source.y;
+  }
 
   constexpr bool kOnlyStatistics = Row::kWork == Work::kStatistics || Row::kWork == Work::kRotated;
   if constexpr (kOnlyStatistics) {
     if (needs_none(row, t.side[0]) && needs_none(col, t.side[1])) return;
   }
   Patch<typename In::Value> p;
-  load_values<In>(p, launch, t, tile.row0 + at.row(), tile.col0 + at.col());
+  load_values<In>(p, launch, t, row_tile.row0 + at.row(), tile.col0 + at.col(), row_buffers.lines);
   if constexpr (kOnlyStatistics || Row::kFull || Col::kFull) {
     if (launch.phases & kStatistics) {
-      run_side<false, Row>(true, p, row, t.side[0], tile, nullptr, nullptr, smem, at);
+      run_side<false, Row>(true, p, row, row_buffers, row_tile, nullptr, nullptr, smem, at);
       run_side<true, Col>(true, p, col, t.side[1], tile, nullptr, nullptr, smem, at);
       if (crosses_tiles(row) || crosses_tiles(col)) {
         __syncthreads();
-        flush_lines(launch.side, t.side, tile, smem);
+        flush_lines(launch.side, t.side, tile, row_tile, row_buffers.lines, smem);
       }
     }
   }
@@ -802,7 +820,7 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(const __g
     }
     if constexpr (kFactors) fill_factors(launch.side, t.side, smem.factors);
     if constexpr (kGuards || kFactors) __syncthreads();
-    run_side<false, Row>(false, p, row, t.side[0], tile, &col, &t.side[1], smem, at);
+    run_side<false, Row>(false, p, row, row_buffers, row_tile, &col, &t.side[1], smem, at);
     run_side<true, Col>(false, p, col, t.side[1], tile, nullptr, nullptr, smem, at);
     __syncthreads();
     if constexpr (Row::kDelayed) finish_tile_delayed(launch.side, t.side, smem);

@@ -290,7 +290,34 @@ class Operators:
         self.counts = [[0] * 9 for _ in self.plans]
         return counts
 
+    def token_groups(self, ends, tokens):
+        given = ends.long()
+        clean = given.clamp(0, tokens).cummax(0).values
+        clean[-1] = tokens
+        bounds, places, sources = [0, *clean.tolist()], [0], []
+        for start, end in itertools.pairwise(bounds):
+            sources += [(first, min(end - first, 128)) for first in range(start, end, 128)]
+            places.append(128 * len(sources))
+        spare = (tokens + 127 * min(len(ends), tokens)) // 128 - len(sources)
+        made = [torch.tensor(t, dtype=torch.int32) for t in (bounds, places, sources + [(0, 0)] * spare)]
+        return *made, (clean != given).any().int().view(1)
+
+    def linear_tokens(self, x, plan, slot, row, col, guard, sources):
+        """The columnwise side is that of x with its groups spread."""
+        call = SimpleNamespace(slots=self.plans[plan].slots, guard=guard, number=plan, factors=[[], []], histories=[[], []])
+        self.calls.append(Call("linear_tokens", x.data_ptr(), row, col))
+        gathered = x.new_zeros(128 * len(sources), x.shape[1])
+        for i, (first, count) in enumerate(sources.tolist()):
+            gathered[128 * i : 128 * i + count] = x[first : first + count]
+        made = []
+        for values, *sides in ((x, row, False), (gathered, False, col)):
+            made += [t for buffers in self._step_quantize(call, slot, values, *sides).values() for t in buffers[:2]]
+        return made
+
     def linear_weight(self, weight, plan, row, col, through_bf16, factors, histories):
+        if weight.dim() == 3:
+            each = [self.linear_weight(w, plan, row, col, through_bf16, factors, histories) for w in weight]
+            return [torch.stack(list(buffers)) for buffers in zip(*each)]
         readings = self.plans[plan].slots[1]
         wanted, result, recorded = self._wanted(readings, row, col), [], set()
         self.calls.append(Call("linear_weight", weight.data_ptr(), *wanted))

@@ -17,7 +17,8 @@ from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
 from fsdp_quant.modules import grouped_linear
-from fsdp_quant.modules.grouped_op import groups_of
+from fsdp_quant.formats import round_up
+from fsdp_quant.ops import native
 from fsdp_quant.quantizer import Quantizer
 
 EXPERTS, K, N = 4, 24, 40
@@ -296,21 +297,17 @@ def test_wrong_splits_on_the_device_are_refused_before_a_step():
 # One product for all experts, as a Hopper GPU would #
 
 
-def test_groups_are_padded_to_tiles():
+def test_scales_of_tokens_serve_one_group():
     """If false, a scale of 128 tokens serves those of two experts, or a token is lost."""
-    for sizes in ([0, 7, 129, 128], [300, 0, 0, 1], [128, 256, 0, 128], [1, 1, 1, 1]):
-        ends, x = torch.tensor(sizes).cumsum(0), values(sum(sizes), 3, dtype=torch.float32)
-        groups = groups_of(ends, sum(sizes), False)
-        assert groups.rows % 128 == 0 and groups.offsets[-1] <= groups.rows
-        spread = groups.spread(x)
-        assert_same_bytes(groups.collect(spread), x, "back")
-        for e, part in enumerate(x.split(sizes)):
-            start, end = groups.offsets[e], groups.offsets[e + 1]
-            assert start % 128 == 0
-            assert_same_bytes(spread[start : start + len(part)], part, f"expert {e}")
-            assert spread[start + len(part) : end].count_nonzero() == 0
-            assert (groups.by_tile()[start // 128 : end // 128] == e).all()
-        assert (groups.by_tile()[groups.offsets[-1] // 128 :] == len(sizes)).all()
+    with hopper.emulated() as gpu:
+        for sizes in ([0, 7, 129, 128], [300, 0, 0, 1], [128, 256, 0, 128], [1, 1, 1, 1], [2], [0, 1]):
+            groups, wrong = native.token_groups(torch.tensor(sizes).cumsum(0), sum(sizes))
+            assert not wrong and groups.offsets.diff().tolist() == sizes
+            assert groups.padded.diff().tolist() == [round_up(size, 128) for size in sizes]
+            tokens = [list(range(first, first + count)) for first, count in groups.sources.tolist()]
+            assert sum(tokens, []) == list(range(sum(sizes)))
+            for e, (start, end) in enumerate(zip(groups.padded // 128, groups.padded[1:] // 128)):
+                assert sum(tokens[start:end], []) == list(range(groups.offsets[e], groups.offsets[e + 1]))
 
 
 def scalings() -> dict[str, fq.Recipe]:

@@ -17,7 +17,7 @@ from ..recipe import Recipe, identity
 from ..tensor import torch_compat
 from ..tensor.master_weight import WeightState
 from .graph_op import graph_linear
-from .grouped_op import TILE, GroupedLinearCall, StackedWeights, groups_of, why_not
+from .grouped_op import GroupedLinearCall, StackedWeights, why_not
 from .guard import guard_of
 from .linear import Linear, _after_load, _unwrap_in_state_dict, apply_recipe, place, wrap_weight
 from .plan import PRODUCTS, GemmPlan
@@ -80,7 +80,6 @@ class GroupedLinear(nn.Module):
                 weights = self.weight.unbind()
             biases = self.bias.unbind() if self.bias is not None else [None] * len(weights)
             for layer, weight, bias in zip(self._linears, weights, biases):
-                weight._state = layer._weight_state
                 layer.weight, layer.bias, layer.training = weight, bias, self.training
         return self._linears
 
@@ -96,16 +95,17 @@ class GroupedLinear(nn.Module):
         compiling = torch.compiler.is_compiling()
         if not compiling:
             raise_wrong_splits()
-        layers = self._linears if compiling else self.layers
         plan, reason = self.common_plan, "experts differ, or it is compiled, overridden or of no tokens"
-        rows = layers[0].checked(x).reshape(-1, layers[0].in_features)
+        first = self._linears[0]
+        rows = first.checked(x).reshape(-1, first.in_features)
         sizes = self._sizes(splits, rows)
         watched = compiling or torch_compat.dispatch_is_watched()
         if plan is not None and not watched and current_autocast() is None and len(rows):
             reason = self.why_one_by_one(rows.dtype, x.device)
         if reason is None:
-            y = self._in_one(layers, plan, rows, splits, sizes)
+            y = self._in_one(plan, rows, splits, sizes)
         else:
+            layers = self._linears if compiling else self.layers
             if sizes is None:
                 counters.add("departure", (self._name, f"waits for the device to tell the token splits: {reason}"))
                 sizes = self._checked(_sizes_of(splits.tolist()), len(rows))
@@ -143,29 +143,24 @@ class GroupedLinear(nn.Module):
             return "experts have different plans"
         key = plan.key, dtype, device
         if key not in self._reasons:
-            self._reasons[key] = why_not(plan, dtype, device, first.out_features, first.in_features)
+            self._reasons[key] = why_not(plan, dtype, device, len(self._linears), first.out_features, first.in_features)
         return self._reasons[key]
 
-    def _in_one(self, layers, plan: GemmPlan, rows: Tensor, splits, sizes: list[int] | None) -> Tensor:
+    def _in_one(self, plan: GemmPlan, rows: Tensor, splits, sizes: list[int] | None) -> Tensor:
         """One product for all experts."""
-        device, grad = rows.device, torch.is_grad_enabled()
-        for layer in layers:
-            layer.note(rows, layer.weight, plan, grad)
+        device, grad, first = rows.device, torch.is_grad_enabled(), self._linears[0]
+        owners = [self] if self.packed else self._linears
+        weights = [owner.weight for owner in owners]
+        for layer, weight in zip(self._linears, weights):
+            layer.note(rows, weight, plan, grad)
+        ends = torch.tensor(sizes, device="cpu").cumsum(0) if sizes is not None else splits
+        groups, wrong = native.token_groups(ends.to(device, non_blocking=True), len(rows))
         if sizes is None:
-            given = splits.to(device, torch.int64)
-            ends = given.clamp(0, len(rows)).cummax(0).values
-            ends[-1:].fill_(len(rows))  # an assigned number would be copied from the host
-            _watch_splits(self._name, (ends != given).any(), len(rows))
-        else:
-            ends = torch.tensor(sizes, device="cpu").cumsum(0).to(device, non_blocking=True)
-        groups = groups_of(ends, len(rows), sizes is not None and not any(size % TILE for size in sizes))
-        guard = guard_of(layers[0], device) if "anchored" in plan.resolved(rows.dtype, device).domains else None
-        weights = [layer.weight for layer in layers]
-        parameters = [self.weight] if self.packed else weights
-        if layers[0].bias is not None:
-            parameters = [*parameters, *([self.bias] if self.packed else [layer.bias for layer in layers])]
+            _watch_splits(self._name, wrong, len(rows))
+        guard = guard_of(first, device) if "anchored" in plan.resolved(rows.dtype, device).domains else None
+        biases = [] if owners[0].bias is None else [owner.bias for owner in owners]
         save = grad and any(weight.requires_grad for weight in weights)
-        return GroupedLinearCall.apply(rows, groups, weights, self._stack, plan, guard, save, self.packed, *parameters)
+        return GroupedLinearCall.apply(rows, groups, weights, self._stack, plan, guard, save, *weights, *biases)
 
     def _sizes(self, splits, rows: Tensor) -> list[int] | None:
         """Rows of each expert, or None where only a device knows them."""

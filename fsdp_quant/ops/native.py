@@ -428,6 +428,39 @@ def grouped_gemm_wgrad(
     return out
 
 
+class TokenGroups(NamedTuple):
+    """Where the tokens of each group lie.
+
+    offsets:  int32 [E + 1], first row of each group.
+    padded:   int32 [E + 1], its first row where groups begin at multiples of 128.
+    sources:  int32 [tiles, 2], of every 128 of those rows: the first token, and how many there are.
+    """
+
+    offsets: Tensor
+    padded: Tensor
+    sources: Tensor
+
+
+MOST_GROUPS = 1024
+
+
+def token_groups(ends: Tensor, tokens: int) -> tuple[TokenGroups, Tensor]:
+    """Groups of `tokens` rows, and int32 [1]: 1 where ends were wrong, and clamped; nothing waits for the device.
+
+    ends:  int32 or int64 [E], the row behind each group's last: they do not decrease, and the last is `tokens`.
+    """
+    *groups, wrong = _ops.token_groups(ends.contiguous(), tokens)
+    return TokenGroups(*groups), wrong
+
+
+def linear_tokens(
+    x: Tensor, plan: int, slot: int, row: bool, col: bool, guard: Tensor | None, sources: Tensor
+) -> list[Tensor]:
+    """Codes and scales of x [tokens, cols] as a plan reads its input (slot 0) or gradient (2); columnwise ones of groups
+    that begin at multiples of 128 (`TokenGroups.sources`), in rows that no group has not set."""
+    return _ops.linear_tokens(_rows(x), plan, slot, row, col, guard, sources)
+
+
 def gathered_why_not(k: int, ranks: int) -> str | None:
     """Why no product reads an operand [ranks, N, k / ranks] where it lies, in one clause; None when one does."""
     if k % ranks or k // ranks % TILE:
@@ -578,7 +611,8 @@ def linear_plan(readings: Sequence[Reading], saves_input: bool, key: str) -> int
 def linear_weight(
     weight: Tensor, plan: int, row: bool, col: bool, through_bf16: bool, factors: list[Tensor], amaxes: list[Tensor]
 ) -> list[Tensor]:
-    """Buffers (`BUFFERS` that exist) of the operands of a weight [N, K] that are wanted, in one read of it."""
+    """Buffers (`BUFFERS` that exist) of the operands of a weight [N, K] that are wanted, in one read of it; of matrices
+    [E, N, K] those of each, stacked."""
     return _ops.linear_weight(_rows(weight), plan, row, col, through_bf16, factors, amaxes)
 
 

@@ -544,6 +544,15 @@ def _alias(func, args, kwargs):
     return alias
 
 
+@_TABLE.implements([aten.unbind.int])
+def _unbind(func, args, kwargs):
+    """The matrices of a packed weight, each with its own state."""
+    weight, state = args[0], args[0]._state
+    inner = func(weight._inner, *args[1:], **kwargs)
+    states = state.parts if len(state.parts) == len(inner) and args[1:] in ((), (0,)) else [state] * len(inner)
+    return [MasterWeight(t, s, weight._mutations) for t, s in zip(inner, states)]
+
+
 @_TABLE.implements([aten._transformer_encoder_layer_fwd.default, aten._native_multi_head_attention.default])
 def _fused_inference(func, args, kwargs):
     raise NotImplementedError(

@@ -1,0 +1,56 @@
+#include "layout/groups.h"
+
+namespace fsdp_quant {
+
+namespace {
+
+constexpr int kRows = 128, kThreads = 1024;
+
+// One block: a thread adds up the groups, all find the group of each tile.
+__global__ void __launch_bounds__(kThreads) token_groups_kernel(const TokenGroups g) {
+  __shared__ int32_t offsets[kMostTokenGroups + 1], padded[kMostTokenGroups + 1];
+  __shared__ int wrong;
+  const int thread = threadIdx.x;
+  if (thread == 0) wrong = 0;
+  __syncthreads();
+  if (thread < g.groups) {
+    const int64_t given = g.wide ? static_cast<const int64_t*>(g.ends)[thread] : static_cast<const int32_t*>(g.ends)[thread];
+    const int64_t clamped = min(max(given, int64_t{0}), int64_t{g.tokens});
+    if (clamped != given || (thread == g.groups - 1 && given != g.tokens)) wrong = 1;
+    offsets[thread + 1] = static_cast<int32_t>(clamped);
+  }
+  __syncthreads();
+  if (thread == 0) {
+    int32_t end = 0, at = 0;
+    offsets[0] = padded[0] = 0;
+    for (int e = 1; e <= g.groups; ++e) {
+      const int32_t next = e == g.groups ? g.tokens : offsets[e];
+      if (next < end) wrong = 1;
+      at += (max(next, end) - end + kRows - 1) / kRows * kRows;
+      end = max(next, end);
+      offsets[e] = end, padded[e] = at;
+    }
+    *g.wrong = wrong;
+  }
+  __syncthreads();
+  for (int e = thread; e <= g.groups; e += kThreads) g.offsets[e] = offsets[e], g.padded[e] = padded[e];
+  for (int tile = thread; tile < g.tiles; tile += kThreads) {
+    const int32_t row = tile * kRows;
+    int low = 0, high = g.groups;  // the last group that begins at or before the row
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (padded[middle] <= row ? low : high) = middle;
+    }
+    const int32_t first = offsets[low] + row - padded[low], left = row < padded[g.groups] ? offsets[low + 1] - first : 0;
+    g.sources[2 * tile] = first, g.sources[2 * tile + 1] = min(max(left, 0), kRows);
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_token_groups(const TokenGroups& groups, cudaStream_t stream) {
+  token_groups_kernel<<<1, kThreads, 0, stream>>>(groups);
+  return cudaGetLastError();
+}
+
+}  // namespace fsdp_quant

@@ -1,0 +1,24 @@
+// Where the tokens of groups lie: what products of groups and their quantizers are told.
+#pragma once
+
+#include <cstdint>
+
+#include <cuda_runtime_api.h>
+
+namespace fsdp_quant {
+
+constexpr int kMostTokenGroups = 1024;
+
+struct TokenGroups {
+  const void* ends;       // [groups], the row behind each group's last: int32, or int64
+  bool wide;
+  int32_t groups, tokens, tiles;
+  int32_t* offsets;       // [groups + 1], first row of each group
+  int32_t* padded;        // [groups + 1], where groups begin at multiples of 128
+  int32_t* sources;       // [tiles, 2], of every 128 of those rows: first row, and how many there are
+  int32_t* wrong;         // [1]: 1 where ends decrease, leave [0, tokens] or do not end there, and were clamped
+};
+
+cudaError_t launch_token_groups(const TokenGroups& groups, cudaStream_t stream);
+
+}  // namespace fsdp_quant
