@@ -29,7 +29,6 @@ from .scaling import RowCuts
 from .storage import Placement, Storage, rebuild_storage
 from .tensor import fsdp_hooks, torch_compat
 from .tensor.fsdp_hooks import FSDPHooks
-from .tensor.master_weight import MasterWeight
 from .tensor.quantized_tensor import QuantizedTensor
 from .tensor.torch_compat import ManagedParam
 
@@ -50,25 +49,37 @@ class LocalWeight:
     name:     as in the model's state dict.
     weight:   [local rows, K].
     managed:  by `fully_shard`, or None: the weight is whole.
+    cuts:     of its rows.
+    rank:     whose they are.
     """
 
     name: str
     weight: FSDPHooks
     managed: ManagedParam | None
+    cuts: RowCuts
+    rank: int
 
     @property
     def rows(self) -> int:
         """Of the whole weight."""
-        return self.weight.shape[0] if self.managed is None else self.managed.global_shape[0]
+        return self.cuts.rows
+
+    @property
+    def like(self) -> DTensor | None:
+        """The weight as it is sharded, or None. Raises NotImplementedError for a matrix of one that is cut between matrices."""
+        if self.managed is not None and self.managed.local.state.parts:
+            raise NotImplementedError(
+                f"{self.name} is a matrix of a packed weight under fully_shard, whose codes have no form as DTensors; save the "
+                "high-precision weight, of which a load makes the same codes"
+            )
+        return None if self.managed is None else self.managed.registered
 
     def storage(self, direction: Direction) -> Storage:
         """The codes of these rows as a gather would send them, made now. `prepared` must have run on every rank."""
-        world, rank, device = (1, 0, None) if self.managed is None else (
-            self.managed.world_size, self.managed.rank, self.managed.device
-        )
-        state, cuts = self.weight.state, RowCuts.chunked(self.rows, world)
+        state, device = self.weight.state, None if self.managed is None else self.managed.device
         dtype = state.compute_dtype or self.weight.dtype
-        return state.fresh_storage(state.shard(self.weight, direction, cuts, rank, dtype), device)
+        (shard,) = state.shards(self.weight, [direction], self.cuts, self.rank, dtype)
+        return state.fresh_storage(shard, device)
 
     def storages(self) -> list[Storage]:
         """One a direction that is encoded from the master."""
@@ -88,15 +99,17 @@ def prepared(model: nn.Module) -> list[LocalWeight]:
             local = parameter if m is None else m.local
             if isinstance(local, FSDPHooks):
                 name = f"{prefix}.{attribute}" if prefix else attribute
-                found.setdefault(id(local.state), LocalWeight(name, local, m))
-                for e, part in enumerate(local.state.parts):
-                    found[id(part)] = LocalWeight(f"{name}.{e}", MasterWeight(local.inner[e], part), None)
-    weights = [w for w in found.values() if not w.weight.state.parts]
-    for w in weights:
-        w.weight.state.pending = True
+                rows, world, rank = (local.shape[0], 1, 0) if m is None else (m.global_shape[0], m.world_size, m.rank)
+                for e, piece in enumerate(local.state.pieces(local, RowCuts.chunked(rows, world), rank, every=True)):
+                    of = f"{name}.{e}" if local.state.parts else name
+                    found.setdefault(id(piece.weight.state), LocalWeight(of, piece.weight, m, *piece[1:]))
+    weights = list(found.values())
+    states = {(w.weight if w.managed is None else w.managed.local).state for w in weights}
+    for state in states:
+        state.pending = True
     fsdp_hooks.synchronize([w.managed for w in weights if w.managed is not None])
-    for w in weights:
-        w.weight.state.pending = True
+    for state in states:
+        state.pending = True
     return weights
 
 
@@ -148,7 +161,8 @@ def fingerprints(model: nn.Module) -> dict[str, int]:
     sums: dict[str, Tensor] = {}
     groups: dict[dist.ProcessGroup, list[str]] = {}
     for w in prepared(model):
-        sums[w.name] = torch.stack([fingerprint(s) for s in w.storages()]).sum()
+        zero = torch.zeros((), dtype=torch.int64, device=w.weight.device if w.managed is None else w.managed.device)
+        sums[w.name] = sum((fingerprint(s) for s in w.storages()), zero) if w.weight.shape[0] else zero
         if w.managed is not None:
             groups.setdefault(w.managed.process_group, []).append(w.name)
     for group, names in groups.items():
@@ -206,9 +220,8 @@ def code_tensors(model: nn.Module, directions=tuple(Direction)) -> dict[str, Ten
     """
     made = {}
     for w in prepared(model):
-        like = None if w.managed is None else w.managed.registered
         for storage in (w.storage(d) for d in w.weight.state.quantizer.encodings if d in directions):
-            tensors = storage_tensors(storage, like, w.rows)
+            tensors = storage_tensors(storage, w.like, w.rows)
             made |= {f"{w.name}.{storage.direction.value}.{name}": t for name, t in tensors.items()}
     return made
 
@@ -242,7 +255,7 @@ def export_safetensors(model: nn.Module, path: str | PathLike, codes: bool = Fal
             if w.weight.state.quantizer.rowwise.fmt.is_quantized:
                 replaced[id(w.weight.state)] = w.name
                 storage = w.storage(ROWWISE)
-                whole = storage_tensors(storage, None if w.managed is None else w.managed.registered, w.rows)
+                whole = storage_tensors(storage, w.like, w.rows)
                 named = {f"{w.name}.rowwise.{name}": _whole(t) for name, t in whole.items()}
                 tensors |= named if writes else {}
                 metadata[w.name] = json.dumps(storage.facts() | {"shape": [w.rows, w.weight.shape[1]]})

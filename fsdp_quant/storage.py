@@ -330,8 +330,11 @@ def rebuild_storage(facts: dict, buffers: dict[str, Tensor], row0: int = 0, layo
     return Storage(fmt, Direction(direction), tuple(shape), **whole, dtype=getattr(torch, dtype), row0=row0, layout=layout)
 
 
-def laid_out(wanted: Sequence[tuple[Storage, str]]) -> list[Storage]:
-    """`in_layout` of each (storage, layout); codes of a format that are transposed are so in one launch."""
+def laid_out(wanted: Sequence[tuple[Storage, str]], stacked: bool = False) -> list[Storage]:
+    """`in_layout` of each (storage, layout); codes of a format that are transposed are so in one launch.
+
+    stacked:  storages are of one shape, and what is transposed goes into slices of one buffer where a kernel does so.
+    """
     by_format: dict[Format, list[int]] = {}
     for i, (storage, layout_) in enumerate(wanted):
         if storage.turns(layout_):
@@ -339,7 +342,7 @@ def laid_out(wanted: Sequence[tuple[Storage, str]]) -> list[Storage]:
     turned: dict[int, Tensor] = {}
     for fmt, places in by_format.items():
         storages = [wanted[i][0] for i in places]
-        made = dispatch.transpose_group([s.data for s in storages], [s.padded_shape for s in storages], fmt)
+        made = dispatch.transpose_group([s.data for s in storages], [s.padded_shape for s in storages], fmt, stacked)
         turned.update(zip(places, made))
     return [storage.in_layout(layout_, turned.get(i)) for i, (storage, layout_) in enumerate(wanted)]
 

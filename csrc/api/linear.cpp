@@ -265,7 +265,8 @@ Encodings quantize_slot(
     x = h, known = Amaxes::of(amaxes, x.size(0), x.size(1)), gated = nullptr;
   }
   Encodings made;
-  if (plain[0].present() || plain[1].present()) made = encode_sides(plain, x, by, key, false, known.whole, gated, nullptr, plain[1].present() ? sources : nullptr);
+  if (plain[0].present() || plain[1].present())
+    made = encode_sides(plain, x, by, key, false, known.whole, gated, nullptr, plain[1].present() ? sources : nullptr);
   if (is_anchored) {
     const MaybeTensor none;
     at::Tensor counts;

@@ -41,8 +41,9 @@ __global__ void __launch_bounds__(kThreads) token_groups_kernel(const TokenGroup
       const int middle = (low + high) / 2;
       (padded[middle] <= row ? low : high) = middle;
     }
-    const int32_t first = offsets[low] + row - padded[low], left = row < padded[g.groups] ? offsets[low + 1] - first : 0;
-    g.sources[2 * tile] = first, g.sources[2 * tile + 1] = min(max(left, 0), kRows);
+    const bool is_used = row < padded[g.groups];
+    const int32_t first = is_used ? offsets[low] + row - padded[low] : 0;
+    g.sources[2 * tile] = first, g.sources[2 * tile + 1] = is_used ? min(offsets[low + 1] - first, kRows) : 0;
   }
 }
 

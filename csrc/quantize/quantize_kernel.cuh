@@ -244,7 +244,8 @@ __device__ __forceinline__ void flush_lines(
   const int d = threadIdx.x / kTile, line = threadIdx.x % kTile;
   const SideBuffers& b = buffers[d];
   if (!side[d].present() || !crosses_tiles(side[d]) || b.amax == nullptr || b.amax_given) return;
-  const int32_t at = (d ? tile.col0 : row_tile.row0) + line, along = max(d ? tile.row0 : tile.col0, 0), shift = d ? tile.shift : 0;
+  const int32_t at = (d ? tile.col0 : row_tile.row0) + line, along = max(d ? tile.row0 : tile.col0, 0);
+  const int32_t shift = d ? tile.shift : 0;
   if (at < 0 || at >= (d ? b.lines : rows) || along >= b.length) return;
   const int32_t block = ((along + shift) >> side[d].contraction_log2) - (shift >> side[d].contraction_log2);
   atomic_max(b.amax + index_of(b.compact, at, block), __uint_as_float(smem.lines[d][line]));

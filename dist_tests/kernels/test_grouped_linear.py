@@ -11,8 +11,13 @@ from dist_tests import laws
 from dist_tests.kernels import expected
 from dist_tests.kernels.expected import BF16
 from dist_tests.kernels.test_hopper_gemm import WHY_NOT
+from dist_tests.single.hopper import Operators
 from fsdp_quant import recipes
 from fsdp_quant.counters import counters
+from fsdp_quant.formats import COLUMNWISE, ROWWISE
+from fsdp_quant.modules.linear_op import _quantize
+from fsdp_quant.ops import native
+from fsdp_quant.recipe import QUANTIZED_TYPES
 
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 
@@ -73,6 +78,61 @@ def test_experts_are_those_of_a_loop(name: str, packed: bool):
             for key, want in results[1].items():
                 off = (results[0][key].double() - want.double()).norm() / want.double().norm().clamp_min(1e-9)
                 assert off < 2**-8, f"{name} {sizes} bias={bias} {key}: {off:.2e}"
+
+
+@pytest.mark.parametrize("name", ONE_PRODUCT)
+def test_tokens_are_gathered_into_groups_as_they_are_quantized(name: str):
+    """If false, codes are not those of each expert's tokens alone, or a scale serves tokens of two."""
+    module, emulation = grouped(ONE_PRODUCT[name](), True, False), Operators()
+    plan = module.common_plan
+    device = next(module.parameters()).device
+    resolved = plan.resolved(BF16, device)
+    for sizes in (*SPLITS, [1] * 4, [1000, 3, 129, 0], [128, 128, 0, 256]):
+        tokens, ends = sum(sizes), torch.tensor(sizes).cumsum(0)
+        groups, wrong = native.token_groups(ends.int().cuda(), tokens)
+        assert not wrong.item()
+        for got, want in zip(groups, emulation.token_groups(ends, tokens)):
+            expected.assert_same(got, want.cuda(), f"{sizes} groups")
+        for slot, cols in (("input", K), ("grad_output", N)):
+            x = laws.values(tokens, cols, seed=7, dtype=BF16).cuda()
+            x[::5] *= 2.0**12
+            spread = x.new_zeros(128 * len(groups.sources), cols)
+            for e, part in enumerate(x.split(sizes)):
+                spread[int(groups.padded[e]) :][: len(part)] = part
+            index = QUANTIZED_TYPES.index(slot)
+            made = native.linear_tokens(x, resolved.call, index, True, True, None, groups.sources)
+            alone = native.linear_tokens(x, resolved.call, index, False, True, None, groups.sources)
+            rows = _quantize(plan, slot, x, [ROWWISE], None, None, None, [])[0][ROWWISE]
+            cols_of = _quantize(plan, slot, spread, [COLUMNWISE], None, None, None, [])[0][COLUMNWISE]
+            end = int(groups.padded[-1])
+            data, scale = made[2][:, :end], made[3].view(len(groups.sources), -1)[: end // 128]
+            for what, got, want in (
+                ("codes", made[0], rows.data), ("scales", _lines(made[1], tokens), _lines(rows.scale, tokens)),
+                ("columnwise codes", data, cols_of.data[:, :end]),
+                ("columnwise scales", scale, cols_of.scale.view(len(groups.sources), -1)[: end // 128]),
+                ("codes alone", alone[0][:, :end], data),
+                ("scales alone", alone[1].view(len(groups.sources), -1)[: end // 128], scale),
+            ):
+                expected.assert_same(got.contiguous(), want.contiguous(), f"{name} {sizes} {slot} {what}")
+
+
+def _lines(scale: Tensor, lines: int) -> Tensor:
+    """Scales of lines without those that fill up to a multiple of four."""
+    return scale.view(-1, -(-lines // 4) * 4)[:, :lines] if scale.numel() > lines else scale.view(-1, lines)
+
+
+@pytest.mark.parametrize("name", ONE_PRODUCT)
+def test_matrices_of_a_packed_weight_are_quantized_alone(name: str):
+    """If false, an expert's codes depend on its neighbours."""
+    module = grouped(ONE_PRODUCT[name](), True, False)
+    plan, device = module.common_plan, next(module.parameters()).device
+    call = plan.resolved(BF16, device).call
+    weight = module.state_dict()["weight"].clone()
+    for row, col in ((True, True), (True, False), (False, True)):
+        got = native.linear_weight(weight, call, row, col, False, [], [])
+        for e, one in enumerate(weight):
+            for a, b in zip(got, native.linear_weight(one, call, row, col, False, [], [])):
+                expected.assert_same(a[e].flatten(), b.flatten(), f"{name} {row} {col} {e}")
 
 
 @pytest.mark.parametrize("name", ONE_PRODUCT)

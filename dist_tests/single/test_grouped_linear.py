@@ -299,7 +299,7 @@ def test_wrong_splits_on_the_device_are_refused_before_a_step():
 
 def test_scales_of_tokens_serve_one_group():
     """If false, a scale of 128 tokens serves those of two experts, or a token is lost."""
-    with hopper.emulated() as gpu:
+    with hopper.emulated():
         for sizes in ([0, 7, 129, 128], [300, 0, 0, 1], [128, 256, 0, 128], [1, 1, 1, 1], [2], [0, 1]):
             groups, wrong = native.token_groups(torch.tensor(sizes).cumsum(0), sum(sizes))
             assert not wrong and groups.offsets.diff().tolist() == sizes

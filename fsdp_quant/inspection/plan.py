@@ -90,7 +90,7 @@ def plan(model: nn.Module, dtype: torch.dtype | None = None) -> ModelPlan:
         raise ValueError("plan found no fq.Linear; call fq.convert(model, recipe) first")
     result = ModelPlan()
     managed = torch_compat.managed_params_of(model)
-    by_state = {id(m.local.state): m for m in managed if isinstance(m.local, FSDPHooks)}
+    by_state = {id(s): m for m in managed if isinstance(m.local, FSDPHooks) for s in m.local.state.matrices}
     for name, module in modules.items():
         m = by_state.get(id(module._weight_state))
         activations = dtype or (m.param_dtype if m else module.weight.dtype)
@@ -141,19 +141,19 @@ def _expert_notes(model: nn.Module, dtype: torch.dtype | None, by_state: dict[in
 
 def weight_bytes(managed: ManagedParam, once: bool) -> tuple[int, int]:
     """(forward, backward) bytes of the gathered output of one weight; `once`: it stays unsharded in between."""
-    state = managed.local.state
+    state, quantizer = managed.local.state, managed.local.state.matrices[0].quantizer
     cuts = RowCuts.chunked(managed.global_shape[0], managed.world_size)
 
     def size(needs: frozenset[Direction]) -> int:
         return sum(
             gathered_size(
-                wire_buffers(state.quantizer.encodings[d], cuts, managed.global_shape[1], managed.param_dtype),
+                wire_buffers(quantizer.encodings[d], cuts, managed.global_shape, managed.param_dtype),
                 managed.world_size,
             )
-            for d in gathered_directions(state.quantizer, needs)
+            for d in gathered_directions(quantizer, needs)
         )
 
     both = frozenset(Direction)
     if once:
         return size(both), 0
-    return size(frozenset({ROWWISE})), size(both if state.recomputes else frozenset({COLUMNWISE}))
+    return size(frozenset({ROWWISE})), size(both if state.is_recomputed else frozenset({COLUMNWISE}))

@@ -8,13 +8,11 @@ from collections.abc import Iterable, MutableMapping, Sequence
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from ..context import STEP
 from ..ops.capability import arch_of
 from ..recipe import PerLayer, Recipe, Schedule, matches
-from ..tensor import torch_compat
-from ..tensor.fsdp_hooks import FSDPHooks
+from ..tensor.fsdp_hooks import all_managed_weights
 from .fuse import Pattern, fuse_forward, fused_modules
 from .grouped_linear import GroupedLinear, adopt_packed
 from .linear import Linear, adopt, apply_recipe
@@ -34,7 +32,7 @@ def convert(
     fuse:     `fq.MLPPattern` and `fq.NormPattern`: modules that become fused kernels; each is proven exact first.
 
     Parameters stay high precision and keep their names, so optimizers, clipping and checkpoints see what they saw.
-    Works before and after `fully_shard` (while sharded; packed experts: not under it). Subclasses of nn.Linear are left
+    Works before and after `fully_shard` (while sharded). Subclasses of nn.Linear are left
     alone.
 
     Raises ValueError, before anything is changed, for a pattern that matches nothing, a model without linear layers, a
@@ -51,21 +49,16 @@ def convert(
             "fq.set_recipe(model, schedule)"
         )
     for name, module in targets.items():
-        if module.weight.dim() == 3 and isinstance(module.weight, DTensor):
-            raise ValueError(
-                f"{name}.weight is a DTensor {list(module.weight.shape)}: FSDP2 gathers codes of weights of two dims; leave it "
-                "out of grouped=, or build fq.GroupedLinear with packed=False"
-            )
         if module.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"{name}.weight is {module.weight.dtype}; fq.convert takes fp32, bf16 and fp16 weights")
     names = {n: [f"{n}.{e}" for e in range(len(m.weight))] if m.weight.dim() == 3 else [n] for n, m in targets.items()}
     recipes = _planned(recipe, {n: [(name, targets[n].weight.device) for name in of] for n, of in names.items()})
     for name, module in targets.items():
         if module.weight.dim() == 3:
-            module.__class__ = GroupedLinear
+            module.__class__ = _converted_class(type(module), GroupedLinear)
             adopt_packed(module, [recipes[name]] * len(names[name]), name)
         else:
-            module.__class__ = _converted_class(type(module))
+            module.__class__ = _converted_class(type(module), Linear)
             adopt(module, recipes[name], name)
     for name, pattern in fused.items():
         fuse_forward(model.get_submodule(name), pattern)
@@ -85,7 +78,7 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule) -> None:
     if not units:
         raise ValueError("set_recipe found no fq.Linear; call fq.convert(model, recipe) first")
     recipes = _planned(recipe, {n: [(m._name, m.weight.device) for m in of] for n, of in units.items()})
-    managed = {id(m.local.state): m for m in torch_compat.all_managed_params() if isinstance(m.local, FSDPHooks)}
+    managed = {id(s): m for m in all_managed_weights() for s in m.local.state.matrices}
     modules = [(module, recipes[name]) for name, of in units.items() for module in of]
     for module, _ in modules:
         under_fsdp = managed.get(id(module._weight_state))
@@ -100,6 +93,9 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule) -> None:
         state.set_quantizer(module.plan.weight)
         state.compute_dtype = module.recipe.compute_dtype
         if id(state) in managed:
+            owner = managed[id(state)].local.state
+            if owner is not state:  # of all matrices
+                owner.set_quantizer(None)
             managed[id(state)].reset_gather_buffers()
     follow(model, recipe)
 
@@ -194,7 +190,7 @@ def _is_packed(module: nn.Module) -> bool:
     own = module._parameters
     weight, bias = own.get("weight"), own.get("bias")
     return (
-        not isinstance(module, (GroupedLinear, FSDPModule)) and set(own) <= {"weight", "bias"} and weight is not None
+        not isinstance(module, GroupedLinear) and set(own) <= {"weight", "bias"} and weight is not None
         and weight.dim() == 3 and (bias is None or bias.shape == weight.shape[:2]) and not module._modules
     )
 
@@ -204,11 +200,11 @@ def _is_plain_linear(module: nn.Module) -> bool:
     return cls is nn.Linear or (isinstance(module, FSDPModule) and cls.__bases__[1:] == (nn.Linear,))
 
 
-def _converted_class(cls: type) -> type:
-    """Linear, or the class that `fully_shard` would have made of it."""
-    if cls is nn.Linear:
-        return Linear
-    return type(f"FSDP{Linear.__name__}", (FSDPModule, Linear), {"__deepcopy__": cls.__dict__["__deepcopy__"]})
+def _converted_class(cls: type, made: type[nn.Module]) -> type:
+    """`made`, or the class that `fully_shard` would have made of it."""
+    if not issubclass(cls, FSDPModule):
+        return made
+    return type(f"FSDP{made.__name__}", (FSDPModule, made), {"__deepcopy__": cls.__dict__["__deepcopy__"]})
 
 
 def _check_shared(model: nn.Module, targets: dict[str, nn.Module]) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..context import current_autocast
@@ -39,8 +40,8 @@ class _Expert(Linear):
 class GroupedLinear(nn.Module):
     """y[rows of e] = x[rows of e] W[e]^T + b[e] for experts e, each product in the formats that a recipe gives.
 
-    packed:  False: `experts`, a list of `fq.Linear`, whose parameters FSDP2 gathers as codes. True: one `weight` [E, N, K]
-             and one `bias` [E, N], for training without `fully_shard`, which refuses it.
+    packed:  False: `experts`, a list of `fq.Linear`. True: one `weight` [E, N, K] and one `bias` [E, N]; FSDP2 cuts it between
+             experts, and gathers each expert's codes whole.
     recipe:  `Recipe`; change it with `fq.set_recipe`. The role of expert e is called "name.experts.e",
              or "name.e" of packed weights.
 
@@ -74,11 +75,13 @@ class GroupedLinear(nn.Module):
 
     @property
     def layers(self) -> Sequence[Linear]:
-        """The `fq.Linear` of each expert, over what it multiplies now."""
+        """The `fq.Linear` of each expert, over what it multiplies now; while the weight is sharded, over none of its own."""
         if self.packed:
+            none = [None] * len(self._linears)
+            is_sharded = isinstance(self.weight, DTensor)
             with torch_compat.outside_inference_mode():
-                weights = self.weight.unbind()
-            biases = self.bias.unbind() if self.bias is not None else [None] * len(weights)
+                weights = [self.weight.detach()] * len(none) if is_sharded else self.weight.unbind()
+            biases = none if is_sharded or self.bias is None else self.bias.unbind()
             for layer, weight, bias in zip(self._linears, weights, biases):
                 layer.weight, layer.bias, layer.training = weight, bias, self.training
         return self._linears
@@ -97,7 +100,7 @@ class GroupedLinear(nn.Module):
             raise_wrong_splits()
         plan, reason = self.common_plan, "experts differ, or it is compiled, overridden or of no tokens"
         first = self._linears[0]
-        rows = first.checked(x).reshape(-1, first.in_features)
+        rows = first.checked(x, self.weight if self.packed else None).reshape(-1, first.in_features)
         sizes = self._sizes(splits, rows)
         watched = compiling or torch_compat.dispatch_is_watched()
         if plan is not None and not watched and current_autocast() is None and len(rows):
@@ -154,6 +157,7 @@ class GroupedLinear(nn.Module):
         for layer, weight in zip(self._linears, weights):
             layer.note(rows, weight, plan, grad)
         ends = torch.tensor(sizes, device="cpu").cumsum(0) if sizes is not None else splits
+        ends = ends if ends.dtype in (torch.int32, torch.int64) else ends.int()
         groups, wrong = native.token_groups(ends.to(device, non_blocking=True), len(rows))
         if sizes is None:
             _watch_splits(self._name, wrong, len(rows))

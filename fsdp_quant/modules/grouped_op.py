@@ -22,7 +22,7 @@ from ..ops.capability import arch_of
 from ..ops.layout import operand_format
 from ..ops.native import Operand, TokenGroups
 from ..recipe import QUANTIZED_TYPES
-from ..tensor import writers
+from ..tensor import torch_compat, writers
 from ..tensor.master_weight import MasterWeight
 from .linear_op import _check_version, _refuse_second_derivative, _version_of, _weight_storage
 from .plan import PRODUCTS, GemmPlan
@@ -74,14 +74,15 @@ class StackedWeights:
         both:  the other direction follows. Gathered weights, whose codes FSDP2 keeps, are not kept here.
         """
         masters = all(isinstance(w, MasterWeight) for w in weights)
-        version = (plan.key, dtype, *(w.version for w in weights)) if masters else None
+        version = (plan.key, dtype, *((w.version, w.state.forgotten) for w in weights)) if masters else None
         kept = self._kept.get(direction)
-        if kept is not None and masters and kept[0] == version:
+        if kept is not None and masters and kept[0] == version and not writers.checking:
             return kept[1]
         if masters and weights[0].dim() == 3 and not writers.checking:
             made = _of_packed(weights[0], [d for d in Direction if both or d is direction], plan, dtype)
         else:
-            parts = weights[0].unbind() if weights[0].dim() == 3 else weights
+            with torch_compat.outside_inference_mode():
+                parts = weights[0].unbind() if weights[0].dim() == 3 else weights
             storages = [_weight_storage(w, direction, plan, dtype, both) for w in parts]
             scale = torch.cat([s.scale.reshape(-1) for s in storages])
             made = {direction: Operand(stacked([s.data for s in storages]), scale, storages[0].operand_format)}
@@ -114,18 +115,20 @@ def _of_packed(weight: MasterWeight, directions: list[Direction], plan: GemmPlan
     for part in weight.state.parts:
         for d in directions:
             counters.add("weight encode", (part.name, d.value))
-    layouts = resolved.layouts
-    return {d: Operand(next(buffers), next(buffers).flatten(), _read_as(plan, "weight", d, layouts)) for d in directions}
+    return {
+        d: Operand(next(buffers), next(buffers).flatten(), _read_as(plan, "weight", d, resolved.layouts)) for d in directions
+    }
 
 
-def _tokens(plan: GemmPlan, slot: str, x: Tensor, wanted: list[Direction], guard, groups: TokenGroups) -> dict[Direction, Operand]:
+def _tokens(
+    plan: GemmPlan, slot: str, x: Tensor, wanted: list[Direction], guard: Tensor | None, groups: TokenGroups
+) -> dict[Direction, Operand]:
     """Operands of x [tokens, cols], of the input or the gradient."""
     resolved = plan.resolved(x.dtype, x.device)
     buffers = iter(native.linear_tokens(
         x, resolved.call, QUANTIZED_TYPES.index(slot), ROWWISE in wanted, COLUMNWISE in wanted, guard, groups.sources
     ))
-    layouts = resolved.layouts
-    return {d: Operand(next(buffers), next(buffers), _read_as(plan, slot, d, layouts)) for d in wanted}
+    return {d: Operand(next(buffers), next(buffers), _read_as(plan, slot, d, resolved.layouts)) for d in wanted}
 
 
 class GroupedLinearCall(torch.autograd.Function):
@@ -179,9 +182,11 @@ class GroupedLinearCall(torch.autograd.Function):
         if need_b:
             experts = torch.arange(len(groups.padded) - 1, device=dy.device)
             db = (_group_of(groups, dy) == experts[:, None]).to(dy.dtype) @ dy
-        of = [*[dw] * len(weights), *[db] * (len(ctx.dtypes) - len(weights))]
-        grads = [g if len(weights) == 1 and weights[0].dim() == 3 else g[i % len(weights)] if len(g) else None for i, g in enumerate(of)]
-        return dx, *[None] * 6, *(g.to(t) if needed else None for g, t, needed in zip(grads, ctx.dtypes, needs[7:]))
+        whole = [(g,) if weights[0].dim() == 3 else g for g in (dw, db) if len(g)]
+        made = iter([g for of in whole for g in of])
+        there = [need_w] * len(weights) + [need_b] * (len(ctx.dtypes) - len(weights))
+        grads = [next(made).to(dtype) if is_made else None for is_made, dtype in zip(there, ctx.dtypes)]
+        return dx, *[None] * 6, *(g if needed else None for g, needed in zip(grads, needs[7:]))
 
 
 def _group_of(groups: TokenGroups, x: Tensor) -> Tensor:

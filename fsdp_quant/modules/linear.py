@@ -101,16 +101,19 @@ class Linear(nn.Linear):
         overridden = overridden or self._plan.boundary is not None
         return not (overridden or isinstance(self.weight, DTensor)) and takes_source(x, self.weight, self.bias, self._plan)
 
-    def checked(self, x: Tensor) -> Tensor:
-        """x in the dtype of its products. Raises for what no product takes, naming the module."""
-        device = x.device
+    def checked(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """x in the dtype of its products. Raises for what no product takes, naming the module.
+
+        weight:  that is multiplied; default: the module's.
+        """
+        device, weight = x.device, self.weight if weight is None else weight
         if not x.dtype.is_floating_point:
             raise ValueError(f"{self._name}: input is {x.dtype}; a linear layer multiplies floating tensors")
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"{self._name}: input is {list(x.shape)}, its last dim must be {self.in_features}")
-        if isinstance(self.weight, DTensor):
+        if isinstance(weight, DTensor):
             raise NotImplementedError(
-                f"{self._name}: the weight is a DTensor {self.weight.placements} that FSDP2 did not gather; tensor-parallel "
+                f"{self._name}: the weight is a DTensor {weight.placements} that FSDP2 did not gather; tensor-parallel "
                 "weights are not supported here: use fully_shard, or leave the module out of fq.convert"
             )
         return x.to(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else x

@@ -265,10 +265,12 @@ def transpose_codes(data: Tensor, rows: int, cols: int, fmt: Format) -> Tensor:
     return layout.repack_nibbles(data, rows, cols) if fmt.element.bits == 4 else data.t().contiguous()
 
 
-def transpose_group(data: Sequence[Tensor], shapes: Sequence[tuple[int, int]], fmt: Format) -> list[Tensor]:
-    """`transpose_codes` of each."""
+def transpose_group(
+    data: Sequence[Tensor], shapes: Sequence[tuple[int, int]], fmt: Format, stacked: bool = False
+) -> list[Tensor]:
+    """`transpose_codes` of each; stacked: of one shape, by a kernel into slices of one buffer."""
     if len(data) > 1 and fmt.is_quantized and all(map(native.runs, data)):
-        return native.transpose_group(data, shapes, fmt.element.bits)
+        return native.transpose_group(data, shapes, fmt.element.bits, stacked)
     return [transpose_codes(one, *shape, fmt) for one, shape in zip(data, shapes)]
 
 

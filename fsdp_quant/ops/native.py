@@ -284,10 +284,16 @@ def transpose_codes(data: Tensor, rows: int, cols: int, bits: int) -> Tensor:
     return _ops.transpose_codes(data, rows, cols, bits)
 
 
-def transpose_group(data: Sequence[Tensor], shapes: Sequence[tuple[int, int]], bits: int) -> list[Tensor]:
-    """`transpose_codes` of each [rows, cols], in one launch."""
+def transpose_group(
+    data: Sequence[Tensor], shapes: Sequence[tuple[int, int]], bits: int, stacked: bool = False
+) -> list[Tensor]:
+    """`transpose_codes` of each [rows, cols], in one launch; stacked: all of one shape, into slices of one buffer."""
     rows, cols = ([s[i] for s in shapes] for i in range(2))
-    out = [d.new_empty((c, ceil_div(r, 2) if bits == 4 else r)) for d, r, c in zip(data, rows, cols)]
+    sizes = [(c, ceil_div(r, 2) if bits == 4 else r) for r, c in zip(rows, cols)]
+    if stacked:
+        out = list(data[0].new_empty((len(data), *sizes[0])).unbind())
+    else:
+        out = [d.new_empty(size) for d, size in zip(data, sizes)]
     n, kind = len(data), TRANSPOSE_NIBBLES if bits == 4 else TRANSPOSE_BYTES
     _ops.relayout_group(data, out, [kind] * n, rows, cols, [0] * n, [1] * n)
     return out

@@ -5,6 +5,9 @@
     NCCL   [world * rows per rank, bytes] of every buffer that shards; replicated ones ride as metadata
     post   views of the gathered buffers (no copy) -> the storages of one `QuantizedTensor`
 
+A packed weight [E, N, K] is E matrices, each with codes, statistics and storages of its own (`WeightState.matrices`). FSDP2
+cuts it between matrices, so every buffer of a matrix lies with one rank, and a buffer of all is theirs one behind the other.
+
 FSDP2 fixes number, dtype and size of a parameter's gather buffers at the first gather and frees and refills
 their storages from then on. So there is one persistent set of buffers a direction, and pre, which runs while
 the parameter is sharded and the buffers are free, chooses the set.
@@ -20,7 +23,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,12 +57,20 @@ class WireBuffer:
     halo_index: tuple[int, ...] | None = None
 
 
-def wire_buffers(encoding: Encoding, cuts: RowCuts, cols: int, high_precision: torch.dtype) -> list[WireBuffer]:
+def wire_buffers(
+    encoding: Encoding, cuts: RowCuts, shape: tuple[int, ...], high_precision: torch.dtype
+) -> list[WireBuffer]:
     """The buffers of one encoding that travel; a pure function of facts that all ranks share.
+
+    cuts:   of dim 0 of the weight.
+    shape:  of the weight, [rows, cols] or [matrices, rows, cols].
 
     Raises ValueError for an encoding that a cut would change: a rotation that mixes rows of two shards.
     """
-    fmt, direction = encoding.fmt, encoding.direction
+    fmt, direction, cols = encoding.fmt, encoding.direction, shape[-1]
+    if len(shape) == 3:
+        of_one = _matrix_buffers(encoding, shape[1:], high_precision)
+        return [WireBuffer(name, cuts.bounds[1] * rows, row_bytes) for name, rows, row_bytes in of_one]
     chunk = cuts.bounds[1] if len(cuts.bounds) > 2 else None
     padded_cols = fmt.padded_shape((cuts.rows, cols), direction)[1]
     buffers = [WireBuffer("data", cuts.bounds[1], fmt.row_bytes(padded_cols, high_precision))]
@@ -80,6 +91,18 @@ def wire_buffers(encoding: Encoding, cuts: RowCuts, cols: int, high_precision: t
     return buffers
 
 
+def _matrix_buffers(encoding: Encoding, shape: tuple[int, int], high_precision: torch.dtype) -> Iterator[tuple[str, int, int]]:
+    """(field of `Storage`, rows, bytes of a row) of every buffer of one matrix."""
+    fmt, direction = encoding.fmt, encoding.direction
+    rows, cols = fmt.padded_shape(shape, direction)
+    yield "data", rows, fmt.row_bytes(cols, high_precision)
+    if fmt.scale != "none":
+        rows, cols = fmt.scale_shape(shape, direction)
+        yield "scale", rows, cols * SCALE_BYTES[fmt.scale]
+    if fmt.tensor_scale:
+        yield "tensor_amax", 1, 4
+
+
 @dataclass(eq=False)
 class DirectionBuffers:
     """Persistent buffers of one direction of one gathered weight.
@@ -87,13 +110,13 @@ class DirectionBuffers:
     outputs:  uint8 [world * rows * row_bytes], one a wire buffer that NCCL fills.
     filled:   buffers that post fills, by field of `Storage`: replicated, re-indexed or derived ones.
     halo:     those that post re-indexes: (gathered rows, index of each logical row), the index never freed.
-    storage:  the whole tensor's, viewing both.
+    storages: of each matrix, viewing both.
     """
 
     outputs: list[Tensor]
     filled: dict[str, Tensor]
     halo: dict[str, tuple[Tensor, Tensor]]
-    storage: Storage
+    storages: list[Storage]
 
     @property
     def refilled(self) -> list[Tensor]:
@@ -160,12 +183,13 @@ class GatheredWeight:
 
     def __init__(self, state, managed: ManagedParam):
         self.state, self.managed = state, managed
-        self.quantizer = state.quantizer
-        self.rows, self.cols = managed.global_shape
-        self.cuts = RowCuts.chunked(self.rows, managed.world_size)
+        self.matrices = state.matrices
+        self.quantizer = self.matrices[0].quantizer
+        self.rows, self.cols = managed.global_shape[-2:]  # of a matrix
+        self.cuts = _cuts(managed)
         self.dtype = managed.param_dtype
         self.wire = {
-            d: wire_buffers(e, self.cuts, self.cols, self.dtype) for d, e in self.quantizer.encodings.items()
+            d: wire_buffers(e, self.cuts, managed.global_shape, self.dtype) for d, e in self.quantizer.encodings.items()
         }
         self.buffers = {d: self._allocate(d) for d in self.quantizer.encodings}
         self.derived = None
@@ -176,28 +200,33 @@ class GatheredWeight:
         self.arrival: Arrival | None = None  # sent, and not received yet
         self._sent: tuple[object, dict[tuple[Direction, ...], Sent]] = (None, {})  # of this version
         self._reductions = self._reductions_before = 0  # gathers of this version that served one, and of the one before
-        self.slots = Slots(owner=state)
+        self.slots_of = [Slots(owner=matrix) for matrix in self.matrices]
         for direction in Direction:
-            if direction in self.buffers:
-                storage = self.buffers[direction].storage
-            elif self.derived is not None:
-                storage = self.derived.storage
-            else:
-                storage = self.buffers[ROWWISE].storage.as_direction(direction)
-            setattr(self.slots, direction.value, storage)
+            for i, slots in enumerate(self.slots_of):
+                if direction in self.buffers:
+                    storage = self.buffers[direction].storages[i]
+                elif self.derived is not None:
+                    storage = self.derived.storages[i]
+                else:
+                    storage = self.buffers[ROWWISE].storages[i].as_direction(direction)
+                setattr(slots, direction.value, storage)
+        for matrix in state.parts:
+            matrix.managed, matrix.gathered = managed, self
+        self.slots = Slots(owner=state, parts=self.slots_of) if state.parts else self.slots_of[0]
 
     # Buffers #
 
     def _allocate(self, direction: Direction) -> DirectionBuffers:
         encoding = self.quantizer.encodings[direction]
         fmt, shape, device = encoding.fmt, (self.rows, self.cols), self.managed.device
-        world = self.managed.world_size
+        world, matrices = self.managed.world_size, len(self.matrices)
         outputs, filled, halo, fields = [], {}, {}, {}
         scale_shape = fmt.scale_shape(shape, direction)
         if scale_shape is not None:
-            filled["scale"] = torch.empty(scale_shape, dtype=SCALE_DTYPE[fmt.scale], device=device)
+            rows, cols = scale_shape
+            filled["scale"] = torch.empty(matrices * rows, cols, dtype=SCALE_DTYPE[fmt.scale], device=device)
         if fmt.tensor_scale:
-            filled["tensor_amax"] = torch.empty(1, dtype=torch.float32, device=device)
+            filled["tensor_amax"] = torch.empty(matrices, dtype=torch.float32, device=device)
         for i, buffer in enumerate(self.wire[direction]):
             if world == 1 and i > 0:
                 break  # FSDP2 keeps only the first input of a world of one: the rest rides as metadata
@@ -209,22 +238,31 @@ class GatheredWeight:
                 fields[buffer.name] = self._view(output, buffer, fmt, direction)
                 filled.pop(buffer.name, None)
         whole = {"scale": None, "tensor_amax": None} | filled | fields
-        buffers = DirectionBuffers(outputs, filled, halo, Storage(fmt, direction, shape, dtype=self.dtype, **whole))
+        storages = [
+            Storage(fmt, direction, shape, dtype=self.dtype, **{
+                name: t if t is None or matrices == 1 else t.unflatten(0, (matrices, -1))[i] for name, t in whole.items()
+            }) for i in range(matrices)
+        ]
+        buffers = DirectionBuffers(outputs, filled, halo, storages)
         buffers.free()
         return buffers
 
     def _view(self, output: Tensor, buffer: WireBuffer, fmt, direction: Direction) -> Tensor:
         """The logical buffer over its gathered bytes: padding rows all lie behind the last one."""
-        rows = output.view(-1, buffer.row_bytes)
+        rows, shape, matrices = output.view(-1, buffer.row_bytes), (self.rows, self.cols), len(self.matrices)
         if buffer.name == "data":
-            return (rows if fmt.is_quantized else rows.view(self.dtype))[: self.rows]
-        return rows.view(SCALE_DTYPE[fmt.scale])[: fmt.scale_shape((self.rows, self.cols), direction)[0]]
+            count = fmt.padded_shape(shape, direction)[0] if self.state.parts else self.rows
+            return (rows if fmt.is_quantized else rows.view(self.dtype))[: matrices * count]
+        if buffer.name == "tensor_amax":
+            return rows.view(torch.float32).flatten()[:matrices]
+        return rows.view(SCALE_DTYPE[fmt.scale])[: matrices * fmt.scale_shape(shape, direction)[0]]
 
     def _allocate_derived(self) -> DirectionBuffers:
         with torch.no_grad():
-            like = torch.zeros(self.rows, self.cols, dtype=self.dtype, device=self.managed.device)
-            storage = self.quantizer.columnwise.storage(like, COLUMNWISE)
-        buffers = DirectionBuffers([], storage.buffers(), {}, storage)
+            like = torch.zeros(len(self.matrices), self.rows, self.cols, dtype=self.dtype, device=self.managed.device)
+            storages = [self.quantizer.columnwise.storage(one.clone(), COLUMNWISE) for one in like]  # identity keeps it
+        filled = {f"{name} {i}": t for i, s in enumerate(storages) for name, t in s.buffers().items()}
+        buffers = DirectionBuffers([], filled, {}, storages)
         buffers.free()
         return buffers
 
@@ -254,19 +292,23 @@ class GatheredWeight:
             self._reductions, self._reductions_before = 0, max(self._reductions, 1)
         return self._sent[1].get(chosen.directions)
 
-    def pack(self, chosen: Pass, encoded: list) -> Sent:
-        """The buffers of each direction's codes, as they travel; kept while the master does not change."""
+    def pack(self, chosen: Pass, made: list[tuple]) -> Sent:
+        """The buffers of each direction's codes, as they travel; kept while the master does not change.
+
+        made:  (shard, its codes) of each that `shards` asked for.
+        """
         inputs, filled = [], {}
-        for direction, one in zip(chosen.directions, encoded):
+        for direction in chosen.directions:
+            of = [e for s, e in made if s.direction is direction and (s.weight.shape[0] or not self.state.parts)]
             for i, buffer in enumerate(self.wire[direction]):
-                own = _as_bytes(getattr(one, buffer.name), buffer)
+                own = _as_bytes([getattr(e, buffer.name) for e in of], buffer, self.managed.device)
                 if self.managed.world_size == 1 and (i > 0 or inputs):
                     filled[direction, buffer.name] = own
                 else:
                     inputs.append(own)
             for name in self.buffers[direction].filled:
                 if (direction, name) not in filled:
-                    filled[direction, name] = getattr(one, name)
+                    filled[direction, name] = getattr(of[0], name)
         sent = Sent(tuple(inputs), filled)
         if chosen.is_kept:
             self._sent[1][chosen.directions] = sent
@@ -274,7 +316,7 @@ class GatheredWeight:
 
     def shards(self, weight, directions: Sequence[Direction]) -> list:
         """What the gather of these directions asks of a weight."""
-        return [self.state.shard(weight, d, self.cuts, self.managed.rank, self.dtype) for d in directions]
+        return self.state.shards(weight, directions, self.cuts, self.managed.rank, self.dtype)
 
     def forget_sent(self) -> None:
         """Pack anew at the next gather."""
@@ -299,7 +341,7 @@ class GatheredWeight:
                     source = rows.index_select(0, index)
                 else:
                     source = filled[direction, name]
-                copies.append((target, source.view(target.dtype) if source.dtype is torch.uint8 else source))
+                copies.append((target, source.view(target.dtype).view(target.shape) if source.dtype is torch.uint8 else source))
             if (direction, "data") in filled:  # a world of one: the second direction's codes
                 torch_compat.alloc_storage(buffers.outputs[0])
                 copies.append((buffers.outputs[0], filled[direction, "data"].view(-1)))
@@ -308,13 +350,14 @@ class GatheredWeight:
     def derive(self) -> None:
         """Make the columnwise storage from the rowwise one that arrived, where the quantizer says so."""
         if self.derived is not None and COLUMNWISE in self.arrival.chosen.needs:
-            fresh = self.quantizer.derive_columnwise(self.slots.rowwise, self.state.compute_dtype)
-            for name, target in self.derived.filled.items():
-                target.copy_(getattr(fresh, name))
+            for slots in self.slots_of:
+                fresh = self.quantizer.derive_columnwise(slots.rowwise, self.state.compute_dtype)
+                for name, target in slots.columnwise.buffers().items():
+                    target.copy_(getattr(fresh, name))
 
-    def lay_out(self) -> list[tuple[Direction, str]]:
-        """The codes are there: how products will read them, as far as the passes before tell (`Slots.wanted`)."""
-        slots, needs, version = self.slots, self.arrival.chosen.needs, self.arrival.version
+    def lay_out(self, slots: Slots) -> list[tuple[Direction, str]]:
+        """The codes of a matrix are there: how products will read them, as far as the passes before tell (`Slots.wanted`)."""
+        needs, version = self.arrival.chosen.needs, self.arrival.version
         for key in [key for key in slots.laid_out if key not in slots.views]:
             del slots.laid_out[key]  # of the codes before
         wanted = [
@@ -331,11 +374,15 @@ class GatheredWeight:
         """Free the codes of a backward that are laid out for all products of their forward."""
         if writers.checking:
             return  # which reads them
-        slots = self.slots
-        if self.arrival.chosen.needs == {COLUMNWISE} and slots.wanted[COLUMNWISE] and COMPACT not in slots.wanted[COLUMNWISE]:
-            data = slots.columnwise.data
-            if all(s.data.data_ptr() != data.data_ptr() for (d, _), s in slots.laid_out.items() if d is COLUMNWISE):
-                torch_compat.free_storage(data)
+        if self.arrival.chosen.needs == {COLUMNWISE} and all(map(_is_served, self.slots_of)):
+            torch_compat.free_storage(self.slots_of[0].columnwise.data)
+
+
+def _is_served(slots: Slots) -> bool:
+    """The products of this backward read copies of the codes."""
+    wanted, data = slots.wanted[COLUMNWISE], slots.columnwise.data
+    laid_out = (s for (d, _), s in slots.laid_out.items() if d is COLUMNWISE)
+    return bool(wanted) and COMPACT not in wanted and all(s.data.data_ptr() != data.data_ptr() for s in laid_out)
 
 
 @torch.no_grad()
@@ -344,20 +391,26 @@ def receive(group: list[GatheredWeight]) -> None:
     torch_compat.copy_all([copy for gathered in group for copy in gathered.unpack()])
     for gathered in group:
         gathered.derive()
-    wanted = [(gathered, d, layout) for gathered in group for d, layout in gathered.lay_out()]
-    made = laid_out([(gathered.slots.get(d), layout) for gathered, d, layout in wanted])
-    for (gathered, d, layout), storage in zip(wanted, made):
-        gathered.slots.take(d, layout, storage)
+    wanted = [(g, slots, d, layout) for g in group for slots in g.slots_of for d, layout in g.lay_out(slots)]
+    alike: dict[GatheredWeight | None, list[tuple]] = {}  # matrices of one weight stay together, for products of groups
+    for one in wanted:
+        alike.setdefault(one[0] if one[0].state.parts else None, []).append(one)
+    for weight, of in alike.items():
+        made = laid_out([(slots.get(d), layout) for _, slots, d, layout in of], stacked=weight is not None)
+        for (_, slots, *key), storage in zip(of, made):
+            slots.take(*key, storage)
     for gathered in group:
         gathered.free_unread()
         gathered.arrival = None
 
 
-def _as_bytes(tensor: Tensor, buffer: WireBuffer) -> Tensor:
-    """A rank's rows as uint8 [buffer.rows, buffer.row_bytes], zero rows behind them."""
-    rows = tensor
-    if rows.dtype is not torch.uint8 or rows.dim() != 2 or not rows.is_contiguous():
-        rows = tensor.contiguous().view(torch.uint8).reshape(tensor.shape[0], buffer.row_bytes)
+def _as_bytes(tensors: list[Tensor], buffer: WireBuffer, device: torch.device) -> Tensor:
+    """A rank's rows of each matrix as uint8 [buffer.rows, buffer.row_bytes], zero rows behind them."""
+    if len(tensors) != 1:
+        each = [_as_bytes([t], WireBuffer(buffer.name, 0, buffer.row_bytes), device) for t in tensors]
+        rows = torch.cat([torch.empty(0, buffer.row_bytes, dtype=torch.uint8, device=device), *each])
+    elif (rows := tensors[0]).dtype is not torch.uint8 or rows.dim() != 2 or not rows.is_contiguous():
+        rows = rows.contiguous().view(torch.uint8).reshape(rows.shape[0], buffer.row_bytes)
     return F.pad(rows, (0, 0, 0, buffer.rows - rows.shape[0])) if rows.shape[0] < buffer.rows else rows
 
 
@@ -395,16 +448,16 @@ def prepare(weight) -> GatheredWeight:
     phase, reduces = managed.phase, managed.gathers_for_reduction
     missing, shards, ready = [], [], []
     for one, gathered in asked:
-        chosen, version = gathered.passes[needs[one.state.recomputes]], one.version
+        chosen, version = gathered.passes[needs[one.state.is_recomputed]], one.version
         sent = gathered.sent(version, chosen)
         if sent is None:
-            missing.append(len(ready))
-            shards += gathered.shards(one, chosen.directions)
+            missing.append((len(ready), gathered.shards(one, chosen.directions)))
+            shards += missing[-1][1]
         ready.append((gathered, chosen, version, sent))
     encoded = iter(first.state.encode(shards))
-    for i in missing:
+    for i, own in missing:
         gathered, chosen, version, _ = ready[i]
-        ready[i] = gathered, chosen, version, gathered.pack(chosen, list(itertools.islice(encoded, len(chosen.directions))))
+        ready[i] = gathered, chosen, version, gathered.pack(chosen, list(zip(own, itertools.islice(encoded, len(own)))))
     for gathered, chosen, version, sent in ready:
         gathered.managed.set_gather_buffers(chosen.outputs, list(chosen.filled))
         for direction, fmt, size in chosen.sizes:
@@ -435,7 +488,8 @@ class FSDPHooks:
         if metadata.together[-1] is gathered:  # nothing is read before the last of a group
             receive([g for g in metadata.together if g.arrival is not None])
         if out is None:
-            return QuantizedTensor(slots=gathered.slots), managed.inner_buffers
+            shape = managed.global_shape if gathered.slots.parts else None
+            return QuantizedTensor(slots=gathered.slots, shape=shape), managed.inner_buffers
 
 
 def directions_needed(managed: ManagedParam, recomputes: bool) -> frozenset[Direction]:
@@ -476,10 +530,11 @@ def check_layout(managed: ManagedParam) -> None:
     if not isinstance(managed.local, FSDPHooks):
         return
     state, name = managed.local.state, managed.local.state.name
-    if len(managed.global_shape) != 2:
+    quantizers = list(dict.fromkeys(matrix.quantizer for matrix in state.matrices))
+    if len(quantizers) > 1:
         raise ValueError(
-            f"{name} is {list(managed.global_shape)}: FSDP2 gathers codes of weights of two dims; build fq.GroupedLinear with "
-            "packed=False, so that each expert has its own"
+            f"{name}: its matrices are {quantizers[0]} and {quantizers[1]}, and FSDP2 gathers one format for all; give the "
+            "experts one recipe, or build fq.GroupedLinear with packed=False"
         )
     if managed.reshards_to_smaller_world:
         raise ValueError(
@@ -492,8 +547,8 @@ def check_layout(managed: ManagedParam) -> None:
             "leave shard_placement_fn out, or return Shard(0) for this weight"
         )
     cuts = _cuts(managed)
-    for encoding in state.quantizer.encodings.values():
-        if encoding.fmt.rotated and encoding.direction is COLUMNWISE and len(set(cuts.bounds)) > 2:
+    for encoding in quantizers[0].encodings.values():
+        if not state.parts and encoding.fmt.rotated and encoding.direction is COLUMNWISE and len(set(cuts.bounds)) > 2:
             raise ValueError(
                 f"{name}.columnwise is {encoding.fmt}: the rotation mixes rows of different ranks "
                 f"({cuts.rows} rows over {managed.world_size}); rotate activations and gradients, not weights"
@@ -520,15 +575,19 @@ def synchronize(managed: list[ManagedParam]) -> None:
                 check_layout(m)
             by_group.setdefault(m.process_group, []).append(m)
     for group, weights in by_group.items():
-        fragments = [(m.local, _fragment(m)) for m in weights]
-        crossing = [(local, f) for local, f in fragments if local.state.shares_statistics(f.cuts)]
+        fragments = [
+            (piece.weight, _fragment(piece, m.device))
+            for m in weights if not m.local.state.parts or m.local.state.shares_statistics(_cuts(m))
+            for piece in m.local.state.pieces(m.local, _cuts(m), m.rank)
+        ]
+        crossing = [(weight, f) for weight, f in fragments if weight.state.shares_statistics(f.cuts)]
         shared = share_statistics([f for _, f in crossing], group)
         if shared:
             counters.add("amax all-reduce", "weights")
-        for (local, _), stats in zip(crossing, shared):
-            local.state.set_statistics(local.version, stats)
-        for local, _ in fragments:
-            local.state.pending = False
+        for (weight, _), stats in zip(crossing, shared):
+            weight.state.set_statistics(weight.version, stats)
+        for m in weights:
+            m.local.state.pending = False
 
 
 def write_back(weights: list) -> None:
@@ -543,7 +602,7 @@ def write_back(weights: list) -> None:
         m, state = managed[id(weight.state)], weight.state
         cuts, rank = (RowCuts((0, weight.shape[0])), 0) if m is None else (_cuts(m), m.rank)
         quantized = [d for d, e in state.quantizer.encodings.items() if e.fmt.is_quantized]
-        shards += [state.shard(weight, d, cuts, rank, weight.dtype) for d in quantized]
+        shards += state.shards(weight, quantized, cuts, rank, weight.dtype)
     if shards:
         shards[0].weight.state.encode(shards)
 
@@ -560,8 +619,7 @@ def _cuts(managed: ManagedParam) -> RowCuts:
     return RowCuts.chunked(managed.global_shape[0], managed.world_size)
 
 
-def _fragment(managed: ManagedParam) -> Fragment:
-    state = managed.local.state
-    values = managed.local.inner.detach().to(managed.device)
-    encodings = tuple(state.quantizer.encodings.values())
-    return Fragment(values, encodings, _cuts(managed), managed.rank, state.compute_dtype)
+def _fragment(piece: tuple, device: torch.device) -> Fragment:
+    weight, cuts, rank = piece
+    encodings = tuple(weight.state.quantizer.encodings.values())
+    return Fragment(weight.inner.detach().to(device), encodings, cuts, rank, weight.state.compute_dtype)

@@ -42,7 +42,8 @@ class WeightState:
 
     name:           the module's qualified name and ".weight", for messages and random keys.
     quantizer:      `HybridQuantizer`; None for matrices in one tensor, each of which is quantized as `parts` says.
-    shape:          of the unsharded weight, [N, K].
+    shape:          of the unsharded weight, [N, K] or [matrices, N, K].
+    parts:          of the matrices of a packed weight.
     compute_dtype:  dtype that quantized formats see (None: the master's own).
     pending:        an event that every rank shares (a step, a load, a change of recipe) changed the master, and
                     its shared statistics have not been reduced since.
@@ -57,6 +58,7 @@ class WeightState:
         self.pending = True
         self.recomputes = False
         self.parts: list[WeightState] = []
+        self.forgotten = 0  # how often codes were
         self.keeps_codes = True
         self.histories: dict[tuple, AmaxHistory] = {}
         self._forget()
@@ -82,6 +84,7 @@ class WeightState:
         """Another recipe: every code and statistic is made anew."""
         self.quantizer = quantizer
         self.pending = True
+        self.forgotten += 1
         self.histories.clear()
         self._forget()
 
@@ -98,7 +101,37 @@ class WeightState:
 
     # Statistics and codes of a shard #
 
+    @property
+    def matrices(self) -> list[WeightState]:
+        """Of what is quantized by itself: of each matrix of a packed weight, else this."""
+        return self.parts or [self]
+
+    @property
+    def is_recomputed(self) -> bool:
+        """The backward recomputes the forward of the module, or of that of a matrix."""
+        return self.recomputes or any(part.recomputes for part in self.parts)
+
+    def pieces(self, weight: MasterWeight, cuts: RowCuts, rank: int, every: bool = False) -> list[Piece]:
+        """What a rank holds of each matrix, of a weight whose dim 0 is cut so.
+
+        every:  also of matrices of which it holds nothing. Always so where scales come from histories, which all ranks keep.
+        """
+        if not self.parts:
+            return [Piece(weight, cuts, rank)]
+        first, last = cuts.bounds[rank], cuts.bounds[rank + 1]
+        everywhere, rows, made = self.shares_statistics(cuts), self.shape[1], []
+        for e in range(len(self.parts)) if every or everywhere else range(first, last):
+            inner = weight.inner[e - first] if first <= e < last else weight.inner.flatten(0, 1)[:0]
+            matrix = MasterWeight(inner, self.parts[e], weight._mutations)
+            matrix._copied_version = weight._copied_version
+            ends = [rows if e < end else 0 for end in cuts.bounds[1:]]  # nothing before the rank that holds it
+            made.append(Piece(matrix, RowCuts((0, *ends)), rank) if everywhere else Piece(matrix, RowCuts((0, rows)), 0))
+        return made
+
     def shares_statistics(self, cuts: RowCuts) -> bool:
+        """Ranks need statistics of each other's rows of this weight; of a packed one, which no cut divides, for histories."""
+        if self.parts:
+            return len(cuts.bounds) > 2 and any(part.quantizer.delayed_directions for part in self.parts)
         return any(cuts.shares_statistics(e) for e in self.quantizer.encodings.values())
 
     def encoded_dtype(self, encoding: Encoding, high_precision: torch.dtype) -> torch.dtype | None:
@@ -109,9 +142,12 @@ class WeightState:
         """Statistics of this version, one an encoding, shared by all ranks that hold a part."""
         self._statistics = (version, dict(zip(self.quantizer.encodings, stats)))
 
-    def shard(self, *asked) -> Shard:
-        """See `Shard`."""
-        return Shard(*asked)
+    def shards(
+        self, weight: MasterWeight, directions: Sequence[Direction], cuts: RowCuts, rank: int, high_precision: torch.dtype
+    ) -> list[Shard]:
+        """For each direction, of each of the weight's pieces; see `Shard`."""
+        pieces = self.pieces(weight, cuts, rank)
+        return [Shard(w, d, c, r, high_precision) for d in directions for w, c, r in pieces]
 
     def kept(self, shard: Shard) -> Encoded | None:
         """The shard's codes, if they were made of its values as they are now."""
@@ -170,6 +206,9 @@ class WeightState:
     def forget_codes(self) -> None:
         """Codes are made anew at the next use: something other than a counted write changed what they are made from."""
         self._codes = self._whole = (None, {})
+        self.forgotten += 1
+        for part in self.parts:
+            part.forget_codes()
         if self.gathered is not None:
             self.gathered.forget_sent()
 
@@ -231,7 +270,8 @@ class WeightState:
 
     def let_go_of_shard(self) -> None:
         """Codes of a shard have been sent for the last time before an optimizer step."""
-        self._codes = (None, {})
+        for matrix in self.matrices:
+            matrix._codes = (None, {})
 
     def made(self, weight: MasterWeight, direction: Direction, dtype: torch.dtype, layout: str) -> Storage | None:
         """What `whole_storage` made of this version in this layout, if it has."""
@@ -311,10 +351,10 @@ class WeightState:
             if weight is None:
                 return  # its model is gone
             source = direction if direction in self.quantizer.encodings else ROWWISE
-            if weight.shape[0]:
-                (shard,) = self.gathered.shards(weight, [source])
-                held = slots.get(source).narrow(shard.row0, weight.shape[0])
-                self._compare(weight, held, self.fresh_storage(shard, self.managed.device))
+            for shard in self.gathered.shards(weight, [source]):
+                if shard.weight.state is self and shard.weight.shape[0]:
+                    held = slots.get(source).narrow(shard.row0, shard.weight.shape[0])
+                    self._compare(weight, held, self.fresh_storage(shard, self.managed.device))
             whole = self._side(direction, slots.get)
         self._compare(weight, operand, whole.in_layout(operand.layout))
 
@@ -327,6 +367,14 @@ class WeightState:
                     "pointer, a kernel of another library), or the codes themselves were written; call fq.sync(model) "
                     f"after such a write{weight.last_writer}"
                 )
+
+
+class Piece(NamedTuple):
+    """The rows of `rank` of a matrix, under `cuts`."""
+
+    weight: MasterWeight
+    cuts: RowCuts
+    rank: int
 
 
 class Shard(NamedTuple):

@@ -65,6 +65,7 @@ class Slots:
     laid_out: storages as products read them, made once a gather.
     views:    those of `laid_out` that are the codes' own memory, and so are there whenever the codes are.
     wanted:   layouts that the products of a forward read, and those of its backward will: what the next gather makes.
+    parts:    of the matrices of a packed tensor, which has no storages of its own.
     """
 
     rowwise: Storage | None = None
@@ -74,6 +75,7 @@ class Slots:
     laid_out: dict[tuple[Direction, str], Storage] = field(default_factory=dict)
     views: set[tuple[Direction, str]] = field(default_factory=set)
     wanted: dict[Direction, set[str]] = field(default_factory=lambda: {d: set() for d in Direction})
+    parts: list[Slots] = field(default_factory=list)
 
     def get(self, direction: Direction) -> Storage | None:
         return self.rowwise if direction is ROWWISE else self.columnwise
@@ -91,6 +93,8 @@ class Slots:
 
     def map(self, fn: Callable[[Storage], Storage]) -> Slots:
         """Other storages with the same owner and versions; one storage that serves both directions stays one."""
+        if self.parts:
+            return Slots(owner=self.owner, parts=[part.map(fn) for part in self.parts])
         rowwise = None if self.rowwise is None else fn(self.rowwise)
         if self.rowwise is not None and self.columnwise is not None and self.columnwise.data is self.rowwise.data:
             return Slots(rowwise, rowwise.as_direction(COLUMNWISE), self.owner, dict(self.version))
@@ -113,14 +117,15 @@ class QuantizedTensor(Tensor):
         shape: tuple[int, ...] | None = None, slots: Slots | None = None,
     ) -> QuantizedTensor:
         slots = slots or Slots(rowwise, columnwise)
-        storages = [s for s in (slots.rowwise, slots.columnwise) if s is not None]
+        of = slots.parts or [slots]
+        storages = [s for one in of[:1] for s in (one.rowwise, one.columnwise) if s is not None]
         if not storages:
             raise ValueError("a QuantizedTensor needs a rowwise or a columnwise storage, got neither")
         first = storages[0]
         if any(tuple(s.shape) != tuple(first.shape) or s.dtype != first.dtype for s in storages):
             raise ValueError(f"the storages of one tensor must agree in shape and dtype, got {storages}")
         shape = torch.Size(first.shape if shape is None else shape)
-        if prod(shape) != prod(first.shape) or (shape[-1:] != (first.shape[1],)):
+        if prod(shape) != len(of) * prod(first.shape) or (shape[-1:] != (first.shape[1],)):
             raise ValueError(f"logical shape {list(shape)} does not flatten to the storages' {list(first.shape)}")
         self = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=first.dtype, device=first.data.device, requires_grad=False
@@ -178,6 +183,8 @@ class QuantizedTensor(Tensor):
         dtype:    of the result; default: the dtype the tensor reports.
         Raises StaleWeightError if every storage was freed.
         """
+        if self._slots.parts:
+            return torch.stack([matrix.dequantize(dtype) for matrix in self.unbind()])
         for storage in (self.rowwise, self.columnwise):
             if storage is not None and not storage.is_freed:
                 return storage.dequantize(dtype).reshape(self.shape)
@@ -192,6 +199,11 @@ class QuantizedTensor(Tensor):
 
     def __tensor_flatten__(self):
         """A gathered weight shows its first direction only: FSDP2 fills and frees the other as passes need it."""
+        if self._slots.parts:
+            raise NotImplementedError(
+                f"{self!r} is of packed experts that FSDP2 gathered, which torch.compile does not take apart; leave "
+                "fq.GroupedLinear out of the compiled region, or build it with packed=False"
+            )
         storages = [s for d in Direction if (s := self._slots.get(d)) is not None]
         shown = storages if self._slots.owner is None else storages[:1]
         return [f"{s.direction.value}_{b}" for s in shown for b in s.buffers()], Unguarded(self._slots)
@@ -217,7 +229,8 @@ class QuantizedTensor(Tensor):
         return copied
 
     def __repr__(self, *, tensor_contents=None) -> str:
-        sides = ", ".join(f"{d.value}={s.fmt}" for d in Direction if (s := self._slots.get(d)) is not None)
+        slots = self._slots.parts[0] if self._slots.parts else self._slots
+        sides = ", ".join(f"{d.value}={s.fmt}" for d in Direction if (s := slots.get(d)) is not None)
         return f"QuantizedTensor({list(self.shape)}, {sides}, dtype={self.dtype})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -267,7 +280,7 @@ def _view(func, args, kwargs):
     if -1 in size:
         known = prod(s for s in size if s != -1)
         size[size.index(-1)] = tensor.numel() // known if known else 0
-    if not size or size[-1] != tensor.shape[-1]:
+    if not size or size[-1] != tensor.shape[-1] or (tensor._slots.parts and size != list(tensor.shape)):
         raise NotImplementedError(
             f"a view of {tensor!r} must keep the last dim {tensor.shape[-1]}, got {size}; call dequantize() first"
         )
@@ -314,6 +327,15 @@ def _split(func, args, kwargs):
         pieces.append(_rows(tensor, dim, start, size))
         start += size
     return pieces
+
+
+@_TABLE.implements([aten.unbind.int])
+def _unbind(func, args, kwargs):
+    """The matrices of a packed tensor."""
+    tensor, dim = (*args, 0)[:2]
+    if dim != 0 or not tensor._slots.parts:
+        raise NotImplementedError(f"{tensor!r} can be unbound along dim 0 of packed matrices only; call dequantize() first")
+    return [QuantizedTensor(slots=part) for part in tensor._slots.parts]
 
 
 @_TABLE.implements([aten.clone.default])

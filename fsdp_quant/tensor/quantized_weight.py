@@ -195,7 +195,8 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         if not whole or all(map(self.is_current, Direction)):
             return self._slots
         quantizer, cuts = self.state.quantizer, RowCuts((0, self.shape[0]))
-        shards = [self.state.shard(self, d, cuts, 0, self.dtype) for d in quantizer.encodings if not self.is_current(d)]
+        stale = [d for d in quantizer.encodings if not self.is_current(d)]
+        shards = self.state.shards(self, stale, cuts, 0, self.dtype)
         for shard, encoded in zip(shards, self.state.encode(shards)):
             if not self.is_current(shard.direction):  # identity
                 self.store(shard.direction, encoded, 0)
