@@ -82,6 +82,7 @@ class Fragment:
     values:     [local rows, cols].
     encodings:  one a direction; each is its own tensor to the statistics.
     dtype:      that is encoded (None: of the values).
+    found:      statistics of these rows that are known, one an encoding or None.
     """
 
     values: Tensor
@@ -89,6 +90,7 @@ class Fragment:
     cuts: RowCuts
     rank: int
     dtype: torch.dtype | None = None
+    found: tuple[Statistics | None, ...] | None = None
 
     @property
     def row0(self) -> int:
@@ -109,7 +111,10 @@ def share_statistics(fragments: Sequence[Fragment], group: dist.ProcessGroup | N
     alike: dict[tuple, list[tuple[int, int]]] = {}
     for f, fragment in enumerate(fragments):
         for e, encoding in enumerate(fragment.encodings):
-            if fragment.cuts.shares_statistics(encoding):
+            if not fragment.cuts.shares_statistics(encoding):
+                continue
+            results[f][e] = fragment.found[e] if fragment.found else None
+            if results[f][e] is None:
                 alike.setdefault((encoding, fragment.dtype), []).append((f, e))
     for (encoding, dtype), at in alike.items():
         of = [fragments[f] for f, _ in at]

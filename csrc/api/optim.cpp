@@ -1,10 +1,10 @@
 // Optimizer steps of many tensors.
+#include <algorithm>
 #include <limits>
 
 #include <torch/library.h>
 
-#include "api/checks.h"
-#include "optim/adam.h"
+#include "api/optim.h"
 
 namespace fsdp_quant {
 
@@ -16,61 +16,109 @@ const float* optional_scalar(const MaybeTensor& t, const char* name, const at::T
   return t->const_data_ptr<float>();
 }
 
-// One step, in place; see optim/adam.cu. rounded: empty, or bf16 parameters that are their masters rounded.
-void adam(
-    at::TensorList master, at::TensorList grad, at::TensorList first, at::TensorList second, at::TensorList rounded,
-    at::IntArrayRef row, const at::Tensor& scalars, const MaybeTensor& grad_scale, const MaybeTensor& found_inf) {
+}  // namespace
+
+AdamTensors::AdamTensors(
+    at::TensorList master, at::TensorList grad, at::TensorList first, at::TensorList second, at::IntArrayRef row,
+    const at::Tensor& scalars, const MaybeTensor& grad_scale, const MaybeTensor& found_inf)
+    : master(master), grad(grad), first(first), second(second), row(row), rows(scalars.numel() / kAdamScalars) {
   const size_t n = master.size();
-  TORCH_CHECK_VALUE(
-      n > 0 && grad.size() == n && first.size() == n && second.size() == n && row.size() == n &&
-          (rounded.empty() || rounded.size() == n),
-      "got ", n, " masters, ", grad.size(), " gradients, ", first.size(), " and ", second.size(), " moments, ", row.size(),
-      " rows and ", rounded.size(), " rounded parameters; wanted one of each for every master");
-  const at::ScalarType of_grad = grad[0].scalar_type(), of_moments = first[0].scalar_type();
+  TORCH_CHECK_VALUE(n > 0 && grad.size() == n && first.size() == n && second.size() == n && row.size() == n, "got ", n,
+                    " masters, ", grad.size(), " gradients, ", first.size(), " and ", second.size(), " moments and ",
+                    row.size(), " rows; wanted one of each for every master");
+  of_grad = grad[0].scalar_type(), of_moments = first[0].scalar_type();
   for (const at::ScalarType type : {of_grad, of_moments}) {
     TORCH_CHECK_VALUE(type == at::kFloat || type == at::kBFloat16, "gradients and moments are float32 or bfloat16, got ",
                       type);
   }
   check_cuda(master[0], "master");
-  check_buffer(scalars, "scalars", master[0], at::kFloat, scalars.numel() / kAdamScalars * kAdamScalars);
+  check_buffer(scalars, "scalars", master[0], at::kFloat, rows * kAdamScalars);
+  step = {scalars.const_data_ptr<float>(), optional_scalar(grad_scale, "grad_scale", master[0]),
+          optional_scalar(found_inf, "found_inf", master[0])};
+}
+
+AdamTensor AdamTensors::at(size_t i) const {
+  const int64_t numel = master[i].numel();
+  check_buffer(master[i], "master", master[0], at::kFloat, numel);
+  check_buffer(grad[i], "grad", master[0], of_grad, numel);
+  check_buffer(first[i], "first", master[0], of_moments, numel);
+  check_buffer(second[i], "second", master[0], of_moments, numel);
+  TORCH_CHECK_VALUE(row[i] >= 0 && row[i] < rows, "tensor ", i, " reads row ", row[i], " of ", rows, " rows of scalars");
+  AdamTensor t = {};
+  t.master = master[i].mutable_data_ptr<float>();
+  t.grad = grad[i].const_data_ptr();
+  t.first = first[i].mutable_data_ptr(), t.second = second[i].mutable_data_ptr();
+  t.numel = numel, t.row = static_cast<int32_t>(row[i]);
+  const int64_t moment = of_moments == at::kFloat ? 16 : 8;
+  t.vectors = is_aligned(t.master, 16) && is_aligned(t.grad, of_grad == at::kFloat ? 16 : 8) &&
+              is_aligned(t.first, moment) && is_aligned(t.second, moment);
+  return t;
+}
+
+namespace {
+
+// One step, in place; see optim/adam.cu. rounded: empty, or bf16 parameters that are their masters rounded.
+void adam(
+    at::TensorList master, at::TensorList grad, at::TensorList first, at::TensorList second, at::TensorList rounded,
+    at::IntArrayRef row, const at::Tensor& scalars, const MaybeTensor& grad_scale, const MaybeTensor& found_inf) {
+  const AdamTensors tensors(master, grad, first, second, row, scalars, grad_scale, found_inf);
+  TORCH_CHECK_VALUE(rounded.empty() || rounded.size() == master.size(), "got ", rounded.size(),
+                    " rounded parameters; wanted one for each of ", master.size(), " masters, or none");
   const c10::cuda::CUDAGuard guard(master[0].device());
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   AdamLaunch launch;
-  launch.scalars = scalars.const_data_ptr<float>();
-  launch.grad_scale = optional_scalar(grad_scale, "grad_scale", master[0]);
-  launch.found_inf = optional_scalar(found_inf, "found_inf", master[0]);
+  launch.step = tensors.step;
   launch.count = launch.tiles = 0;
   auto flush = [&] {
     if (launch.count == 0) return;
     check_launch(
-        launch_adam(launch, of_grad == at::kBFloat16, of_moments == at::kBFloat16, !rounded.empty(), stream), "adam");
+        launch_adam(launch, tensors.of_grad == at::kBFloat16, tensors.of_moments == at::kBFloat16, !rounded.empty(), stream),
+        "adam");
     launch.count = launch.tiles = 0;
   };
-  for (size_t i = 0; i < n; ++i) {
-    const int64_t numel = master[i].numel();
-    check_buffer(master[i], "master", master[0], at::kFloat, numel);
-    check_buffer(grad[i], "grad", master[0], of_grad, numel);
-    check_buffer(first[i], "first", master[0], of_moments, numel);
-    check_buffer(second[i], "second", master[0], of_moments, numel);
-    if (!rounded.empty()) check_buffer(rounded[i], "rounded", master[0], at::kBFloat16, numel);
-    TORCH_CHECK_VALUE(row[i] >= 0 && row[i] < scalars.numel() / kAdamScalars, "tensor ", i, " reads row ", row[i],
-                      " of scalars ", scalars.sizes());
-    const int64_t tiles = ceil_div(numel, kAdamTile);
-    TORCH_CHECK_VALUE(tiles < std::numeric_limits<int32_t>::max() / 2, "tensor ", i, " has ", numel, " elements; too many");
-    if (numel == 0) continue;
+  for (size_t i = 0; i < master.size(); ++i) {
+    AdamTensor t = tensors.at(i);
+    if (!rounded.empty()) {
+      check_buffer(rounded[i], "rounded", master[0], at::kBFloat16, t.numel);
+      t.rounded = rounded[i].mutable_data_ptr();
+      t.vectors = t.vectors && is_aligned(t.rounded, 8);
+    }
+    const int64_t tiles = ceil_div(t.numel, kAdamTile);
+    TORCH_CHECK_VALUE(tiles < std::numeric_limits<int32_t>::max() / 2, "tensor ", i, " has ", t.numel,
+                      " elements; too many");
+    if (t.numel == 0) continue;
     if (launch.count == kAdamCapacity || tiles > std::numeric_limits<int32_t>::max() - launch.tiles) flush();
-    AdamTensor& t = launch.tensors[launch.count++];
-    t.master = master[i].mutable_data_ptr<float>();
-    t.grad = grad[i].const_data_ptr();
-    t.first = first[i].mutable_data_ptr(), t.second = second[i].mutable_data_ptr();
-    t.rounded = rounded.empty() ? nullptr : rounded[i].mutable_data_ptr();
-    t.numel = numel, t.row = static_cast<int32_t>(row[i]), t.first_tile = launch.tiles;
-    const int64_t moment = of_moments == at::kFloat ? 16 : 8;
-    t.vectors = is_aligned(t.master, 16) && is_aligned(t.grad, of_grad == at::kFloat ? 16 : 8) &&
-                is_aligned(t.first, moment) && is_aligned(t.second, moment) && is_aligned(t.rounded, 8);
+    t.first_tile = launch.tiles;
+    launch.tensors[launch.count++] = t;
     launch.tiles += static_cast<int32_t>(tiles);
   }
   flush();
+}
+
+// Counts a step on the device, and gives its scalars [steps, 8] fp32.
+at::Tensor adam_count(
+    at::TensorList step, const MaybeTensor& found_inf, const MaybeTensor& lr, double learning_rate, double beta1,
+    double beta2, double eps, double decay, bool decoupled) {
+  TORCH_CHECK_VALUE(!step.empty(), "there is no step to count");
+  check_cuda(step[0], "step");
+  const c10::cuda::CUDAGuard guard(step[0].device());
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  const int64_t n = step.size();
+  const at::Tensor scalars = new_empty(step[0], {n, kAdamScalars}, at::kFloat);
+  AdamCount count;
+  count.found_inf = optional_scalar(found_inf, "found_inf", step[0]), count.lr = optional_scalar(lr, "lr", step[0]);
+  count.learning_rate = learning_rate, count.beta1 = beta1, count.beta2 = beta2, count.eps = eps, count.decay = decay;
+  count.decoupled = decoupled;
+  for (int64_t begin = 0; begin < n; begin += kAdamSteps) {
+    count.count = static_cast<int32_t>(std::min<int64_t>(n - begin, kAdamSteps));
+    count.scalars = scalars.mutable_data_ptr<float>() + begin * kAdamScalars;
+    for (int32_t i = 0; i < count.count; ++i) {
+      check_buffer(step[begin + i], "step", step[0], at::kFloat, 1);
+      count.steps[i] = step[begin + i].mutable_data_ptr<float>();
+    }
+    check_launch(launch_adam_count(count, stream), "adam_count");
+  }
+  return scalars;
 }
 
 }  // namespace
@@ -80,6 +128,10 @@ void register_optim(torch::Library& m) {
       "adam(Tensor(a!)[] master, Tensor[] grad, Tensor(b!)[] first, Tensor(c!)[] second, Tensor(d!)[] rounded, int[] row, "
       "Tensor scalars, Tensor? grad_scale, Tensor? found_inf) -> ()",
       torch::dispatch(c10::DispatchKey::CUDA, adam));
+  m.def(
+      "adam_count(Tensor(a!)[] step, Tensor? found_inf, Tensor? lr, float learning_rate, float beta1, float beta2, "
+      "float eps, float decay, bool decoupled) -> Tensor",
+      torch::dispatch(c10::DispatchKey::CUDA, adam_count));
 }
 
 }  // namespace fsdp_quant

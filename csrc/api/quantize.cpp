@@ -2,6 +2,8 @@
 #include "api/quantize.h"
 
 #include <algorithm>
+#include <functional>
+#include <iterator>
 #include <limits>
 #include <map>
 #include <mutex>
@@ -15,6 +17,7 @@
 #include <torch/library.h>
 
 #include "api/checks.h"
+#include "api/optim.h"
 
 namespace fsdp_quant {
 
@@ -478,30 +481,32 @@ std::vector<at::Tensor> statistics(
   return result;
 }
 
-// Launches over tables of at most kGroupCapacity tensors.
+// Launches over tables of as many tensors as one takes.
+template <class Table>
 class GroupLaunch {
  public:
-  GroupLaunch(const Side& side, bool columnwise, Input input, Phase phase, cudaStream_t stream)
-      : stream_(stream), columnwise_(columnwise) {
-    launch_.side[columnwise] = side;
+  GroupLaunch(const Side (&side)[2], Input input, Phase phase, std::function<cudaError_t(const Table&)> run) : run_(run) {
+    launch_.side[0] = side[0], launch_.side[1] = side[1];
     launch_.input = input, launch_.phases = phase;
   }
-  void add(const at::Tensor& x, int64_t row0, const SideBuffers& buffers) {
-    if (launch_.count == kGroupCapacity) flush();
-    TensorArgs& t = launch_.tensors[launch_.count++] = tensor_args(x, row0);
+  Table& table() { return launch_; }
+  // The tensor's place in the table.
+  int32_t add(const at::Tensor& x, int64_t row0, const SideBuffers (&buffers)[2]) {
+    if (launch_.count == static_cast<int32_t>(std::size(launch_.tensors))) flush();
+    TensorArgs& t = launch_.tensors[launch_.count] = tensor_args(x, row0);
     t.first_tile = launch_.tiles;
-    t.side[columnwise_] = buffers;
+    t.side[0] = buffers[0], t.side[1] = buffers[1];
     launch_.tiles += tiles_of(t);
+    return launch_.count++;
   }
   void flush() {
-    if (launch_.count > 0) check_launch(launch_quantize_group(launch_, stream_), "quantize_group");
+    if (launch_.count > 0) check_launch(run_(launch_), "quantize_group");
     launch_.count = 0, launch_.tiles = 0;
   }
 
  private:
-  Launch<kGroupCapacity> launch_ = {};
-  cudaStream_t stream_;
-  bool columnwise_;
+  Table launch_ = {};
+  std::function<cudaError_t(const Table&)> run_;
 };
 
 Input check_group(at::TensorList x, at::IntArrayRef row0, bool through_bf16) {
@@ -520,33 +525,29 @@ Input check_group(at::TensorList x, at::IntArrayRef row0, bool through_bf16) {
   return input;
 }
 
-// Codes and scales of every tensor, into slices of `staging`: offsets in bytes, multiples of 16.
-void quantize_group(
+// Codes and scales of every tensor, in one launch. buffers_of(i, bytes of data, bytes of scale): where tensor i's go.
+template <class BuffersOf>
+void encode_group(
     at::TensorList x, int64_t spec, bool columnwise, double eps, at::IntArrayRef row0, const MaybeTensors& amax,
-    const MaybeTensors& tensor_amax, const at::Tensor& staging, at::IntArrayRef data_offset,
-    at::IntArrayRef scale_offset, bool through_bf16) {
+    const MaybeTensors& tensor_amax, bool through_bf16, BuffersOf buffers_of) {
   const Input input = check_group(x, row0, through_bf16);
-  const Side side = parse_side(spec, eps, "side");
+  Side sides[2] = {};
+  const Side& side = sides[columnwise] = parse_side(spec, eps, "side");
   TORCH_CHECK_VALUE(!side.stochastic && !side.rotated && !side.transposed, "a group is rounded to nearest, not rotated, ",
                     "and compact");
-  TORCH_CHECK_VALUE(amax.size() == x.size() && tensor_amax.size() == x.size() && data_offset.size() == x.size() &&
-                        scale_offset.size() == x.size(), "amax, tensor_amax and offsets need an entry for each tensor");
-  check_buffer(staging, "staging", x[0], at::kByte, staging.numel());
+  TORCH_CHECK_VALUE(amax.size() == x.size() && tensor_amax.size() == x.size(), "amax, tensor_amax and offsets ",
+                    "need an entry for each tensor");
   const c10::cuda::CUDAGuard guard(x[0].device());
-  GroupLaunch launch(side, columnwise, input, kEncode, c10::cuda::getCurrentCUDAStream());
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  GroupLaunch<Launch<kGroupCapacity>> launch(
+      sides, input, kEncode, [&](const auto& table) { return launch_quantize_group(table, stream); });
   for (size_t i = 0; i < x.size(); ++i) {
     const Geometry g = geometry_of(side, columnwise, x[i].size(0), x[i].size(1), row0[i]);
     // An empty shard has a scale all the same, where that is of every row.
     if (x[i].numel() == 0 && (!side.whole() || g.scale_rows * g.scale_cols == 0)) continue;
-    const int64_t scale_bytes = g.scale_rows * g.scale_cols * (side.byte_scales() ? 1 : 4);
-    TORCH_CHECK_VALUE(
-        data_offset[i] >= 0 && data_offset[i] + g.data_rows * g.data_cols <= staging.numel() && scale_offset[i] >= 0 &&
-            scale_offset[i] + scale_bytes <= staging.numel() && scale_offset[i] % 4 == 0,
-        "tensor ", i, " writes ", g.data_rows * g.data_cols, " bytes at ", data_offset[i], " and ", scale_bytes, " at ",
-        scale_offset[i], "; staging has ", staging.numel(), " bytes");
-    SideBuffers b = {};
-    b.data = staging.mutable_data_ptr<uint8_t>() + data_offset[i];
-    b.scale = staging.mutable_data_ptr<uint8_t>() + scale_offset[i];
+    SideBuffers both[2] = {}, &b = both[columnwise];
+    std::tie(b.data, b.scale) =
+        buffers_of(i, g.data_rows * g.data_cols, g.scale_rows * g.scale_cols * (side.byte_scales() ? 1 : 4));
     b.vector_store = stores_vectors(side, b.data, g);
     set_geometry(b, g, columnwise);
     b.amax = optional_buffer<float>(amax.get(i), "amax", x[0], g.scale_rows * g.scale_cols);
@@ -554,9 +555,48 @@ void quantize_group(
     b.amax_given = b.amax != nullptr, b.tensor_amax_given = b.tensor_amax != nullptr;
     TORCH_CHECK_VALUE((!side.whole() || b.amax_given) && (!side.two_level() || b.tensor_amax_given), "tensor ", i,
                       " has a scale that spans more than a tile; pass its amax (statistics_group)");
-    launch.add(x[i], row0[i], b);
+    launch.add(x[i], row0[i], both);
   }
   launch.flush();
+}
+
+using DataAndScale = std::tuple<uint8_t*, void*>;
+
+// Into slices of `staging`: offsets in bytes, multiples of 16.
+void quantize_group(
+    at::TensorList x, int64_t spec, bool columnwise, double eps, at::IntArrayRef row0, const MaybeTensors& amax,
+    const MaybeTensors& tensor_amax, const at::Tensor& staging, at::IntArrayRef data_offset,
+    at::IntArrayRef scale_offset, bool through_bf16) {
+  TORCH_CHECK_VALUE(!x.empty(), "the group has no tensor");
+  TORCH_CHECK_VALUE(data_offset.size() == x.size() && scale_offset.size() == x.size(), "amax, tensor_amax and offsets ",
+                    "need an entry for each tensor");
+  check_buffer(staging, "staging", x[0], at::kByte, staging.numel());
+  auto slices = [&](size_t i, int64_t data_bytes, int64_t scale_bytes) {
+    TORCH_CHECK_VALUE(
+        data_offset[i] >= 0 && data_offset[i] + data_bytes <= staging.numel() && scale_offset[i] >= 0 &&
+            scale_offset[i] + scale_bytes <= staging.numel() && scale_offset[i] % 4 == 0,
+        "tensor ", i, " writes ", data_bytes, " bytes at ", data_offset[i], " and ", scale_bytes, " at ", scale_offset[i],
+        "; staging has ", staging.numel(), " bytes");
+    uint8_t* start = staging.mutable_data_ptr<uint8_t>();
+    return DataAndScale(start + data_offset[i], start + scale_offset[i]);
+  };
+  encode_group(x, spec, columnwise, eps, row0, amax, tensor_amax, through_bf16, slices);
+}
+
+// Into data and scale of each tensor.
+void quantize_group_out(
+    at::TensorList x, int64_t spec, bool columnwise, double eps, at::IntArrayRef row0, const MaybeTensors& amax,
+    const MaybeTensors& tensor_amax, at::TensorList data, at::TensorList scale, bool through_bf16) {
+  TORCH_CHECK_VALUE(data.size() == x.size() && scale.size() == x.size(), "got ", data.size(), " data and ", scale.size(),
+                    " scales; wanted one for each of ", x.size(), " tensors");
+  auto given = [&](size_t i, int64_t data_bytes, int64_t scale_bytes) {
+    check_buffer(data[i], "data", x[0], at::kByte, data_bytes);
+    check_buffer(scale[i], "scale", x[0], scale[i].scalar_type(), scale_bytes / scale[i].element_size());
+    TORCH_CHECK_VALUE(scale[i].nbytes() == static_cast<size_t>(scale_bytes), "scale ", i, " has ", scale[i].nbytes(),
+                      " bytes; wanted ", scale_bytes);
+    return DataAndScale(data[i].mutable_data_ptr<uint8_t>(), scale[i].mutable_data_ptr());
+  };
+  encode_group(x, spec, columnwise, eps, row0, amax, tensor_amax, through_bf16, given);
 }
 
 // Block amaxes of every tensor, and tensor amaxes of two-level formats, in one launch.
@@ -576,10 +616,13 @@ std::vector<at::Tensor> statistics_group(
                         side.two_level() ? zeroed.reserve(1) : -1);
   }
   zeroed.allocate(x[0], stream);
-  GroupLaunch launch(side, columnwise, input, kStatistics, stream);
+  Side sides[2] = {};
+  sides[columnwise] = side;
+  GroupLaunch<Launch<kGroupCapacity>> launch(
+      sides, input, kStatistics, [&](const auto& table) { return launch_quantize_group(table, stream); });
   std::vector<at::Tensor> result;
   for (size_t i = 0; i < x.size(); ++i) {
-    SideBuffers b = {};
+    SideBuffers both[2] = {}, &b = both[columnwise];
     set_geometry(b, geometry[i], columnwise);
     b.amax = zeroed.at(places[i].first);
     result.push_back(zeroed.slice(places[i].first, {geometry[i].scale_rows, geometry[i].scale_cols}));
@@ -587,10 +630,69 @@ std::vector<at::Tensor> statistics_group(
       b.tensor_amax = zeroed.at(places[i].second);
       result.push_back(zeroed.slice(places[i].second, {1}));
     }
-    if (x[i].numel() > 0) launch.add(x[i], row0[i], b);
+    if (x[i].numel() > 0) launch.add(x[i], row0[i], both);
   }
   launch.flush();
   return result;
+}
+
+// A step of Adam of fp32 masters, and of the new ones as bf16 what `out` takes: data and scale of each side (plain 8-bit
+// codes of scales that need no pass over the tensor before), or with `statistics` amax and, of two-level formats,
+// tensor_amax, zeros before; an amax without elements is not wanted. A skipped step gives those of the old masters.
+void adam_group(
+    at::TensorList master, at::TensorList grad, at::TensorList first, at::TensorList second, at::IntArrayRef scalar_row,
+    const at::Tensor& scalars, const MaybeTensor& grad_scale, const MaybeTensor& found_inf, int64_t row, int64_t col,
+    double row_eps, double col_eps, at::IntArrayRef row0, bool statistics, at::TensorList out) {
+  const AdamTensors tensors(master, grad, first, second, scalar_row, scalars, grad_scale, found_inf);
+  check_group(master, row0, true);
+  const Side side[2] = {parse_side(row, row_eps, "row"), parse_side(col, col_eps, "col")};
+  size_t wanted = 0;
+  for (const Side& s : side) {
+    if (!s.present()) continue;
+    TORCH_CHECK_VALUE(!s.stochastic && !s.rotated && !s.transposed && (statistics || (!s.whole() && !s.two_level())),
+                      "Adam's kernel makes compact 8-bit codes, rounded to nearest, of scales that need no pass over the "
+                      "tensor before, or statistics that are not of rotated values");
+    wanted += statistics ? 1 + s.two_level() : 2;
+  }
+  TORCH_CHECK_VALUE(wanted > 0 && out.size() == wanted * master.size(), "out has ", out.size(), " tensors; wanted ",
+                    wanted, " for each of ", master.size(), " masters");
+  const c10::cuda::CUDAGuard guard(master[0].device());
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  GroupLaunch<AdamGroup> launch(side, Input::kF32AsBF16, statistics ? kStatistics : kEncode, [&](const AdamGroup& table) {
+    return launch_adam_group(table, tensors.of_grad == at::kBFloat16, tensors.of_moments == at::kBFloat16, stream);
+  });
+  launch.table().step = tensors.step;
+  size_t at = 0;
+  for (size_t i = 0; i < master.size(); ++i) {
+    const AdamTensor t = tensors.at(i);
+    SideBuffers buffers[2] = {};
+    for (int d = 0; d < 2; ++d) {
+      const Side& s = side[d];
+      if (!s.present()) continue;
+      const Geometry g = geometry_of(s, d, master[i].size(0), master[i].size(1), row0[i]);
+      SideBuffers& b = buffers[d];
+      set_geometry(b, g, d);
+      const int64_t scales = g.scale_rows * g.scale_cols;
+      auto take = [&](const char* name, at::ScalarType dtype, int64_t numel) {
+        check_buffer(out[at], name, master[0], dtype, numel);
+        return out[at++].mutable_data_ptr();
+      };
+      if (statistics) {
+        const bool is_wanted = out[at].numel() != 0;
+        b.amax = static_cast<float*>(take("amax", at::kFloat, is_wanted ? scales : 0));
+        if (!is_wanted) b.amax = nullptr;
+        if (s.two_level()) b.tensor_amax = static_cast<float*>(take("tensor_amax", at::kFloat, 1));
+      } else {
+        b.data = static_cast<uint8_t*>(take("data", at::kByte, g.data_rows * g.data_cols));
+        b.scale = take("scale", s.byte_scales() ? at::kByte : at::kFloat, scales);
+        b.vector_store = stores_vectors(s, b.data, g);
+      }
+    }
+    if (t.numel == 0) continue;
+    const int32_t place = launch.add(master[i], row0[i], buffers);
+    launch.table().source[place] = {t.grad, t.first, t.second, t.row, t.vectors && master[i].size(1) % 4 == 0};
+  }
+  launch.flush();
 }
 
 }  // namespace
@@ -681,8 +783,17 @@ void register_quantize(torch::Library& m) {
       "Tensor?[] tensor_amax, Tensor(a!) staging, int[] data_offset, int[] scale_offset, bool through_bf16) -> ()",
       torch::dispatch(c10::DispatchKey::CUDA, quantize_group));
   m.def(
+      "quantize_group_out(Tensor[] x, int side, bool columnwise, float eps, int[] row0, Tensor?[] amax, "
+      "Tensor?[] tensor_amax, Tensor(a!)[] data, Tensor(b!)[] scale, bool through_bf16) -> ()",
+      torch::dispatch(c10::DispatchKey::CUDA, quantize_group_out));
+  m.def(
       "statistics_group(Tensor[] x, int side, bool columnwise, int[] row0, bool through_bf16) -> Tensor[]",
       torch::dispatch(c10::DispatchKey::CUDA, statistics_group));
+  m.def(
+      "adam_group(Tensor(a!)[] master, Tensor[] grad, Tensor(b!)[] first, Tensor(c!)[] second, int[] scalar_row, "
+      "Tensor scalars, Tensor? grad_scale, Tensor? found_inf, int row, int col, float row_eps, float col_eps, int[] row0, "
+      "bool statistics, Tensor(d!)[] out) -> ()",
+      torch::dispatch(c10::DispatchKey::CUDA, adam_group));
 }
 
 }  // namespace fsdp_quant

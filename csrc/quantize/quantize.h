@@ -6,6 +6,7 @@
 #include <cuda_runtime_api.h>
 
 #include "norm/norm.h"
+#include "optim/adam.h"
 
 namespace fsdp_quant {
 
@@ -117,6 +118,22 @@ struct Launch {
 constexpr int kGroupCapacity = 96;  // the table is a kernel parameter, of which there are 32 KiB
 static_assert(sizeof(TensorArgs) * kGroupCapacity < 32000, "a group's table is too large for kernel parameters");
 
+// The values are fp32 masters (x, contiguous) after a step of Adam, rounded to bf16.
+struct AdamSource {
+  const void* grad;
+  void *first, *second;  // moments
+  int32_t row;           // of the scalars
+  bool vectors;          // rows of every tensor are aligned to four elements
+};
+
+constexpr int kAdamGroupCapacity = 84;
+
+struct AdamGroup : Launch<kAdamGroupCapacity> {
+  AdamStep step;
+  AdamSource source[kAdamGroupCapacity];
+};
+static_assert(sizeof(AdamGroup) <= 32764, "the table is too large for kernel parameters");
+
 // Whether a side needs more than scales from its tile (or given) and rounding to nearest.
 inline bool is_full(const Side& s, const SideBuffers& b) { return s.stochastic || s.rotated || b.enc != nullptr; }
 
@@ -178,5 +195,7 @@ cudaError_t launch_quantize(const Launch<1>& launch, cudaStream_t stream);
 cudaError_t launch_first_amax(const Launch<1>& launch, int processors, cudaStream_t stream);
 cudaError_t launch_delayed_scales(const Launch<1>& launch, cudaStream_t stream);
 cudaError_t launch_quantize_group(const Launch<kGroupCapacity>& launch, cudaStream_t stream);
+// Plain 8-bit codes of the new masters (of scales that need no pass over them before), or their statistics.
+cudaError_t launch_adam_group(const AdamGroup& launch, bool bf16_grad, bool bf16_moments, cudaStream_t stream);
 
 }  // namespace fsdp_quant

@@ -83,11 +83,20 @@ constexpr bool kIsGated<LoadGated<A>> = true;
 // bf16, the rows of tiles as `sources` of the launch says.
 struct LoadTokens : LoadBF16 {};
 
+// What a kernel instance is told: more than a `Launch` where its values are made (see quantize_adam.cu).
 template <class In, int Capacity>
+struct LaunchOf {
+  using type = Launch<Capacity>;
+  static constexpr bool kLoads = false;
+};
+
+template <class In, class L>
 __device__ __forceinline__ void load_values(
-    Patch<typename In::Value>& p, const Launch<Capacity>& launch, const TensorArgs& t, int32_t row0, int32_t col0,
-    int32_t rows = 0) {
-  if constexpr (std::is_same_v<In, LoadTokens>) {
+    Patch<typename In::Value>& p, const L& launch, int which, int32_t row0, int32_t col0, int32_t rows = 0) {
+  const TensorArgs& t = launch.tensors[which];
+  if constexpr (LaunchOf<In, 1>::kLoads) {
+    In::load(p, launch, which, row0, col0);
+  } else if constexpr (std::is_same_v<In, LoadTokens>) {
     load_rows<In, true>(p, t, row0, col0, rows);
   } else if constexpr (kIsGated<In>) {
     using Values = Eight<__nv_bfloat16>;
@@ -769,7 +778,8 @@ __device__ __forceinline__ void run_side(
 }
 
 template <class In, class Row, class Col, int Capacity, int MinBlocks>
-__global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(const __grid_constant__ Launch<Capacity> launch) {
+__global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(
+    const __grid_constant__ typename LaunchOf<In, Capacity>::type launch) {
   __shared__ Smem smem;
   const Position at;
   const Side& row = launch.side[0];
@@ -800,7 +810,7 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(const __g
     if (needs_none(row, t.side[0]) && needs_none(col, t.side[1])) return;
   }
   Patch<typename In::Value> p;
-  load_values<In>(p, launch, t, row_tile.row0 + at.row(), tile.col0 + at.col(), row_buffers.lines);
+  load_values<In>(p, launch, which, row_tile.row0 + at.row(), tile.col0 + at.col(), row_buffers.lines);
   if constexpr (kOnlyStatistics || Row::kFull || Col::kFull) {
     if (launch.phases & kStatistics) {
       run_side<false, Row>(true, p, row, row_buffers, row_tile, nullptr, nullptr, smem, at);
@@ -849,7 +859,7 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(const __g
 
 // Cooperative launches need the amaxes zeroed before any block adds to them: the host does it.
 template <class In, class Row, class Col, int Capacity, int MinBlocks>
-cudaError_t launch_instance(const Launch<Capacity>& launch, cudaStream_t stream) {
+cudaError_t launch_instance(const typename LaunchOf<In, Capacity>::type& launch, cudaStream_t stream) {
   auto* kernel = quantize_kernel<In, Row, Col, Capacity, MinBlocks>;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(launch.tiles));

@@ -1,9 +1,10 @@
-"""Device time of FusedAdam's kernel over a copy of the same bytes, and what the step of quantized parameters adds to it.
+"""Device time of FusedAdam's kernel over a copy of the same bytes, and of the whole step of quantized parameters.
 
     python -m dist_tests.bench.optim [--tensors 32] [--shape 4096x4096] [--json out.json]
 
 Bytes an element: masters and moments read and written, gradients read (28 B in fp32), each once; the floor is of the rate
-of a copy. "write-back" rows encode both directions of every master; "host" is the Python time of a whole step().
+of a copy. "write-back" rows also write the codes of both directions of every master, which no bytes are counted for;
+"host" is the Python time of a whole step().
 Exit status 1: a row failed; 2: there is no GPU that runs the operators.
 """
 
@@ -17,8 +18,7 @@ from torch import nn
 
 import fsdp_quant as fq
 from dist_tests.bench.clock import DeviceClock, count, extents, facts, finish, first_line, measurable, recover
-from fsdp_quant.ops import dispatch, native
-from fsdp_quant.quantizer import hybrid_of
+from fsdp_quant.ops import native
 
 BF16, FP32 = torch.bfloat16, torch.float32
 FLOOR = 0.80
@@ -29,7 +29,7 @@ ROWS = {
     "adam, bf16 gradients and moments": (BF16, BF16, False),
     "adam, bf16 parameters and gradients": (BF16, FP32, True),
 }
-WRITE_BACK = ("fp8_tensor", "mxfp8", "nvfp4")
+WRITE_BACK = ("fp8_current", "fp8_block", "mxfp8", "nvfp4")
 
 
 class Bench:
@@ -52,10 +52,10 @@ class Bench:
         for name, (of_grad, of_moments, rounded) in ROWS.items():
             grads = [torch.randn_like(p).to(of_grad) for p in masters]
             first, second = ([torch.rand_like(p).to(of_moments) for p in masters] for _ in range(2))
-            low = [p.to(BF16) if rounded else None for p in masters]
+            low = [p.to(BF16) for p in masters] if rounded else ()
             size = 8 + of_grad.itemsize + 4 * of_moments.itemsize + 4 * rounded
-            rest = (grads, first, second, low, scalars, [0] * len(masters), None, None)
-            self.row(name, size, FLOOR, lambda rest=rest: native.adam(masters, *rest))
+            step = native.AdamStep(masters, grads, first, second, [0] * len(masters), scalars, None, None)
+            self.row(name, size, FLOOR, lambda step=step, low=low: native.adam(step, low))
         params = [nn.Parameter(p) for p in masters]
         for p in params:
             p.grad = torch.randn_like(p)
@@ -64,13 +64,21 @@ class Bench:
         ours = fq.optim.FusedAdam(params, lr=torch.tensor(1e-3, device=self.device), capturable=True)
         self.row("FusedAdam.step()", 28, None, ours.step)
         print(f"{'host':40} {self.clock.host(ours.step, 5):8.0f} us a step; torch {self.clock.host(peer.step, 5):.0f} us")
+        del params, peer, ours, masters, grads, first, second, low, step
         for name in WRITE_BACK:
-            encodings = list(hybrid_of(name).encodings.values())
-            size = 4 + sum(e.fmt.element.bits / 8 for e in encodings)  # read once, by a fused kernel not at all
-            self.row(
-                f"write-back, {name}", size, None,
-                lambda e=encodings: [dispatch.encode(p, e, None, dtype=BF16) for p in masters],
-            )
+            self.quantized(name)
+
+    def quantized(self, recipe: str) -> None:
+        """The whole step of quantized parameters: Adam, and the codes of both directions."""
+        n, k = self.args.shape
+        with torch.device(self.device), fq.quantized_model_init(getattr(fq.recipes, recipe)()):
+            net = nn.ModuleList(nn.Linear(k, n, bias=False) for _ in range(self.args.tensors))
+            fq.convert(net, getattr(fq.recipes, recipe)())
+        optimizer = fq.optim.FusedAdam(net.parameters(), lr=torch.tensor(1e-3, device=self.device), capturable=True)
+        for p in net.parameters():
+            p.grad = torch.randn(p.shape, device=self.device)
+        self.row(f"Adam and write-back, {recipe}", 28, FLOOR, optimizer.step)
+        print(f"{'host':40} {self.clock.host(optimizer.step, 5):8.0f} us a step")
 
     def copy_rate(self, size: int) -> float:
         """GB/s of a copy of this many bytes, read and written."""

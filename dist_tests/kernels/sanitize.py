@@ -22,6 +22,7 @@ from dist_tests.kernels.expected import BF16, FP16, FP32, MADE, encoded
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction, Encoding, ceil_div
 from fsdp_quant.ops import layout, native, reference
 from fsdp_quant.optim.fused_adam import adam_update
+from fsdp_quant.quantizer import HybridQuantizer
 
 # Whole tiles and tails, rows that are aligned and rows that are not; and tiles for more than one round of the GPU.
 SHAPES = ((200, 328), (33, 47))
@@ -215,8 +216,26 @@ def adam(grad: torch.dtype, moments: torch.dtype, rounded: bool) -> None:
         new = adam_update(*one, row)
         want = [new[0], *(t.to(moments) for t in new[1:]), *([new[0].to(BF16)] if rounded else [])]
         made = [None if t is None else on_device(t) for t in one]
-        native.adam(*([t] for t in made), row[None], [0], None, None)
+        step = native.AdamStep(*([t] for t in made[:4]), [0], row[None], None, None)
+        native.adam(step, [made[4]] if rounded else ())
         run(f"adam of {size}: {grad} {moments} rounded {rounded}", [made[0], *made[2:][: 2 + rounded]], lambda w=want: w)
+
+
+def adam_group(grad: torch.dtype, moments: torch.dtype, sides: tuple[str, str], statistics: bool) -> None:
+    row = torch.tensor([0.999, 0.0, 0.1, 0.999, 1e-3, 0.5, -1e-2, 1e-8])
+    encodings = tuple(HybridQuantizer(*sides).encodings.values())
+    p, g, m, v = (laws.values(67, 130, seed=i, dtype=FP32) for i in range(4))
+    one = [p, g.to(grad), m.to(moments), v.square().to(moments)]
+    x = adam_update(*one, None, row)[0].to(BF16)
+    step = native.AdamStep(*([on_device(t)] for t in one), [0], row[None], None, None)
+    stats = [reference.statistics(x, e, 32) for e in encodings]
+    if statistics:
+        made, want = native.adam_statistics(step, encodings, [32], [[True] * len(encodings)]), stats
+    else:
+        made = native.adam_codes(step, encodings, [32], [[None] * len(encodings)])
+        want = [reference.encode(x, *s, e, 32, None, None) for s, e in zip(stats, encodings)]
+    flat = [[t for of in some for t in of if t is not None] for some in (made[0], want)]
+    run(f"adam_group {sides} {grad} {moments} statistics {statistics}", flat[0], lambda: flat[1])
 
 
 def every_instance() -> None:
@@ -274,6 +293,7 @@ def every_instance() -> None:
     given_buffers()
     for grad, moments, rounded in itertools.product((FP32, BF16), (FP32, BF16), (False, True)):
         adam(grad, moments, rounded)
+        adam_group(grad, moments, ("nvfp4", "fp8_row") if rounded else ("mxfp8", "fp8_1x128"), rounded)
 
 
 def differences() -> list[str]:

@@ -1,4 +1,4 @@
-"""The Adam kernel against its definition on a CPU, bit for bit, and the captured step of quantized parameters."""
+"""Adam's kernels against their definitions on a CPU, bit for bit, and the captured step of quantized parameters."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dist_tests import laws
 from dist_tests.kernels import expected
 from dist_tests.kernels.expected import BF16, DEVICE, FP32
 from fsdp_quant.formats import Direction
-from fsdp_quant.ops import native
-from fsdp_quant.optim.fused_adam import SCALARS, adam_update
+from fsdp_quant.ops import native, reference
+from fsdp_quant.optim.fused_adam import SCALARS, adam_update, scalars_on_device
 
 pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
 
@@ -45,7 +45,7 @@ def offset(t: Tensor | None, by: int) -> Tensor | None:
 def launched(made: list[list], rows: list[int], by: int, scale: Tensor | None = None, skip: Tensor | None = None) -> list[list]:
     on_device = [[offset(t, by) for t in one] for one in made]
     p, g, m, v, r = map(list, zip(*on_device))
-    native.adam(p, g, m, v, r, ROWS, rows, scale, skip)
+    native.adam(native.AdamStep(p, g, m, v, rows, ROWS, scale, skip), r if r[0] is not None else ())
     return [[None if t is None else t.cpu() for t in one] for one in zip(p, m, v, r)]
 
 
@@ -89,19 +89,90 @@ def test_adam_of_special_values_and_skipped_steps():
             laws.assert_same_bytes(a, b, "after a skipped step")
 
 
-def _model() -> nn.Module:
+# Rows and where the first lies in the whole weight: tails, cut blocks, a shard without rows, rows that are not aligned.
+SHAPES = ((128, 128, 0), (1, 4, 0), (33, 160, 32), (7, 17, 5), (257, 130, 128), (300, 1023, 96), (0, 64, 10), (129, 64, 384))
+SIDES = (
+    ("mxfp8", "mxfp8"), ("fp8_1x128", "mxfp8"), ("fp8_128x128", "fp8_128x128"), ("fp8_tensor", "fp8_row"), ("nvfp4", "nvfp4")
+)
+
+
+@pytest.mark.parametrize("sides", SIDES, ids="/".join)
+@pytest.mark.parametrize("moments", [FP32, BF16])
+@pytest.mark.parametrize("grad", [FP32, BF16])
+def test_adam_group_equals_the_update_and_then_the_encoder(sides, grad, moments):
+    """If false, a step leaves codes, or statistics, that are not those of the masters it wrote."""
+    encodings = tuple(fq.HybridQuantizer(*sides).encodings.values())
+    passes = any(e.fmt.scale_leaves_contraction or e.fmt.tensor_scale for e in encodings)
+    made = []
+    for i, (r, c, _) in enumerate(SHAPES):
+        one = tensors(r * c, i, grad, moments, False, ("gauss", "tiny", "heavy")[i % 3])
+        made.append([None if t is None else t.view(r, c) for t in one])
+    row0, rows = [start for *_, start in SHAPES], [i % 2 for i in range(len(SHAPES))]
+    for statistics, skip in itertools.product({True, passes}, (None, torch.ones(1))):
+        p, g, m, v, _ = map(list, zip(*([None if t is None else t.to(DEVICE) for t in one] for one in made)))
+        step = native.AdamStep(p, g, m, v, rows, ROWS, None, skip)
+        if statistics:  # block amaxes of every other one
+            results = native.adam_statistics(step, encodings, row0, [[bool(i % 2)] * len(encodings) for i in range(len(p))])
+        else:
+            results = native.adam_codes(step, encodings, row0, [[None] * len(encodings)] * len(p))
+        for i, (one, result) in enumerate(zip(made, results)):
+            new = (one[0], *one[2:4]) if skip is not None else adam_update(*one, ROWS[rows[i]])
+            what = f"{sides}, {SHAPES[i]}, skipped {skip is not None}"
+            for name, a, b in zip(("master", "exp_avg", "exp_avg_sq"), (p[i], m[i], v[i]), new):
+                laws.assert_same_bytes(a.cpu(), b.to(a.dtype), f"{name}: {what}")
+            for e, got in zip(encodings, result) if one[0].numel() else ():
+                x = new[0].to(BF16)
+                want = reference.statistics(x, e, row0[i])
+                if statistics:
+                    want = (want[0] if i % 2 else None, want[1])
+                else:
+                    want = reference.encode(x, *want, e, row0[i], None, None)
+                for a, b in zip(got, want, strict=True):
+                    assert (a is None) == (b is None), what
+                    if a is not None:
+                        laws.assert_same_bytes(a.cpu(), b, f"{e}, statistics {statistics}: {what}")
+
+
+def test_adam_group_of_more_tensors_than_a_launch_holds():
+    """If false, the second launch updates or encodes the first's tensors."""
+    made = [[t.view(8, 16) for t in tensors(128, i, FP32, FP32, False, "gauss")[:4]] for i in range(200)]
+    p, g, m, v = map(list, zip(*([t.to(DEVICE) for t in one] for one in made)))
+    (encoding,) = fq.HybridQuantizer("fp8_128x128", "fp8_128x128").encodings.values()
+    step = native.AdamStep(p, g, m, v, [0] * 200, ROWS, None, None)
+    for one, ((data, scale),) in zip(made, native.adam_codes(step, [encoding], [0] * 200, [[None]] * 200)):
+        x = adam_update(*one, None, ROWS[0])[0].to(BF16)
+        for a, b in zip((data, scale), reference.encode(x, *reference.statistics(x, encoding, 0), encoding, 0, None, None)):
+            laws.assert_same_bytes(a.cpu(), b)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adam_count_equals_its_definition(decoupled):
+    """If false, steps that a GPU counts scale updates differently."""
+    for lr, found in itertools.product((1.3e-3, torch.tensor(1.3e-3, device=DEVICE)), (None, 0.0, 1.0)):
+        group = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "decoupled_weight_decay": decoupled}
+        found = None if found is None else torch.tensor([found], device=DEVICE)
+        a, b = ([torch.tensor(float(i % 1000), device=DEVICE) for i in range(2100)] for _ in range(2))
+        got = native.adam_count(a, found, lr, 0.9, 0.95, 1e-8, 0.1, decoupled)
+        want = scalars_on_device(group, b, found)
+        laws.assert_same_bytes(got, want, f"scalars, found_inf {found}")
+        laws.assert_same_bytes(torch.stack(a), torch.stack(b), "steps")
+
+
+def _model(forward: str, backward: str) -> nn.Module:
     torch.manual_seed(0)
-    with fq.quantized_model_init(fq.recipes.hybrid("mxfp8", "nvfp4")):
+    recipe = fq.recipes.hybrid(forward, backward)
+    with fq.quantized_model_init(recipe):
         net = nn.Sequential(nn.Linear(256, 384), nn.LayerNorm(384), nn.Linear(384, 128, bias=False)).to(DEVICE)
-        return fq.convert(net, fq.recipes.hybrid("mxfp8", "nvfp4"))
+        return fq.convert(net, recipe)
 
 
-def test_captured_steps_equal_eager_ones():
+@pytest.mark.parametrize("pair", [("mxfp8", "nvfp4"), ("mxfp8", "mxfp8")], ids="/".join)
+def test_captured_steps_equal_eager_ones(pair):
     """If false, a CUDA graph repeats the first step, or leaves the codes of an earlier master."""
     fq.begin_step(0)
     results = []
     for captured in (False, True):
-        net = _model()
+        net = _model(*pair)
         optimizer = fq.optim.FusedAdam(net.parameters(), lr=torch.tensor(1e-2, device=DEVICE), capturable=True)
         for i, p in enumerate(net.parameters()):
             p.grad = laws.values(p.numel(), seed=i, dtype=FP32).view(p.shape).to(DEVICE)
@@ -123,7 +194,7 @@ def test_captured_steps_equal_eager_ones():
         codes = [b.clone() for s in slots for st in (s.rowwise, s.columnwise) for b in st.buffers().values()]
         masters = [net[i].weight.inner.clone() for i in (0, 2)]
         for master, i in zip(masters, (0, 2)):
-            want = fq.HybridQuantizer("mxfp8", "nvfp4").quantize(master.to(BF16))
+            want = fq.HybridQuantizer(*pair).quantize(master.to(BF16))
             for d in Direction:
                 for name, buffer in getattr(want, d.value).buffers().items():
                     got = getattr(net[i].weight._slots, d.value).buffers()[name]

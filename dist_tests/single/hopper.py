@@ -26,6 +26,7 @@ from fsdp_quant.formats import (
 from fsdp_quant.modules import guard, linear_op, plan
 from fsdp_quant.ops import capability, layout, native, norm, reference
 from fsdp_quant.ops import capability, layout, native, reference
+from fsdp_quant.optim import fused_adam
 from fsdp_quant.optim.fused_adam import adam_update
 from fsdp_quant.tensor import torch_compat
 
@@ -147,19 +148,31 @@ class Operators:
         return [s for one, start in zip(x, row0) for s in self.statistics(one, *sides, start, through_bf16)]
 
     def quantize_group(self, x, packed, columnwise, eps, row0, amax, tensor_amax, staging, data_at, scale_at, through_bf16):
-        sides = (0, packed, 0.0, eps) if columnwise else (packed, 0, eps, 0.0)
-        e = side_of(packed, COLUMNWISE if columnwise else ROWWISE, eps).encoding
-        refuse(staging.dtype is not torch.uint8 or e.stochastic or e.fmt.rotated, "a group is rounded to nearest, not rotated")
-        for one, start, a, t, *at in zip(x, row0, amax, tensor_amax, data_at, scale_at):
-            known = [a, t]
-            refuse(e.fmt.block[1] is None and known[0] is None, "pass the amax of a scale that spans more than a tile")
-            refuse(e.fmt.tensor_scale and known[1] is None, "pass the amax of a scale that spans more than a tile")
+        refuse(staging.dtype is not torch.uint8, "staging is of bytes")
+        made = self._quantized_group(x, packed, columnwise, eps, row0, amax, tensor_amax, through_bf16)
+        for buffers, *at in zip(made, data_at, scale_at):
             refuse(at[1] % 4, f"scales at byte {at[1]}")
-            made = self.quantize(one, *sides, start, through_bf16, *([None] * (4 * columnwise)), *known, *[None] * 6)
-            for buffer, place in zip(made, at):
+            for buffer, place in zip(buffers, at):
                 flat = buffer.contiguous().view(-1).view(torch.uint8)
                 staging[place : place + flat.numel()] = flat
+
+    def quantize_group_out(self, x, packed, columnwise, eps, row0, amax, tensor_amax, data, scale, through_bf16):
+        made = self._quantized_group(x, packed, columnwise, eps, row0, amax, tensor_amax, through_bf16)
+        for buffers, *into in zip(made, data, scale):
+            for buffer, target in zip(buffers, into):
+                refuse(target.dtype is not buffer.dtype or target.numel() != buffer.numel(), "data or scale")
+                target.copy_(buffer.view(target.shape))
+
+    def _quantized_group(self, x, packed, columnwise, eps, row0, amax, tensor_amax, through_bf16):
+        sides = (0, packed, 0.0, eps) if columnwise else (packed, 0, eps, 0.0)
+        e, made = side_of(packed, COLUMNWISE if columnwise else ROWWISE, eps).encoding, []
+        refuse(e.stochastic or e.fmt.rotated, "a group is rounded to nearest, not rotated")
+        for one, start, *known in zip(x, row0, amax, tensor_amax):
+            refuse(e.fmt.block[1] is None and known[0] is None, "pass the amax of a scale that spans more than a tile")
+            refuse(e.fmt.tensor_scale and known[1] is None, "pass the amax of a scale that spans more than a tile")
+            made.append(self.quantize(one, *sides, start, through_bf16, *([None] * (4 * columnwise)), *known, *[None] * 6)[:2])
         self.calls.append(Call("quantize_group", x[0].data_ptr()))
+        return made
 
     def _anchored(self, x, row, col, row_run, col_run, row_anchor, col_anchor, through_bf16, counts):
         self._input("quantize_anchored", x, row, col)
@@ -275,6 +288,39 @@ class Operators:
                 for target, value in zip((p, m, v, low), (*new, new[0])):
                     if target is not None:
                         target.data.copy_(value)  # as a kernel writes: no version is counted
+
+    def adam_group(
+        self, master, grad, first, second, row, scalars, grad_scale, found_inf, row_side, col_side, row_eps, col_eps, row0,
+        statistics, out,
+    ):
+        self.adam(master, grad, first, second, (), row, scalars, grad_scale, found_inf)
+        self.calls[-1] = Call("adam_group", master[0].data_ptr(), bool(row_side), bool(col_side))
+        out = iter(out)
+        for p, start in zip(master, row0):
+            x = p.to(torch.bfloat16)
+            for side in _present(row_side, col_side, row_eps, col_eps):
+                e = side.encoding
+                leaves_tile = e.fmt.block[1] is None or e.fmt.tensor_scale
+                refuse(e.stochastic or e.fmt.rotated or (leaves_tile and not statistics), "Adam's kernel makes plain codes")
+                amax, tensor_amax = reference.statistics(x, e, start)
+                if statistics:
+                    made, into = ([amax, tensor_amax] if e.fmt.tensor_scale else [amax]), next(out)
+                    into = [into, next(out)] if e.fmt.tensor_scale else [into]
+                    refuse(any(t.any() for t in into), "amaxes are zeros before")
+                else:
+                    made, into = reference.encode(x, amax, tensor_amax, e, start), [next(out), next(out)]
+                for target, value in zip(into, made):
+                    if target.numel() or not statistics:
+                        target.copy_(value)
+        refuse(next(out, None) is not None, "too many buffers in out")
+
+    def adam_count(self, steps, found_inf, lr, learning_rate, beta1, beta2, eps, decay, decoupled):
+        self.calls.append(Call("adam_count", steps[0].data_ptr()))
+        group = {
+            "lr": learning_rate if lr is None else lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": decay,
+            "decoupled_weight_decay": decoupled,
+        }
+        return fused_adam.scalars_on_device(group, steps, found_inf)
 
     # A layer's step #
 

@@ -67,6 +67,16 @@ def test_update_is_torchs_but_for_roundings(decay, betas, decoupled):
             assert_near(a.state[p][moment], b.state[q][moment])
 
 
+def test_a_sparse_gradient_is_refused_before_anything_changes():
+    """If false, a refused step is half made."""
+    first, second = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))
+    optimizer = fq.optim.FusedAdam([{"params": [first]}, {"params": [second]}])
+    first.grad, second.grad = torch.ones(4, 4), torch.ones(4, 4).to_sparse()
+    with pytest.raises(ValueError, match="SparseAdam"):
+        optimizer.step()
+    assert torch.equal(first, torch.ones(4, 4)) and not any(optimizer.state[p]["step"] for p in (first, second))
+
+
 def test_low_precision_parameters_are_their_masters_rounded():
     """If false, updates below bf16's resolution are lost, or a bf16 model trains as another one than its fp32 twin."""
     ours, theirs = parameters(torch.bfloat16), parameters()

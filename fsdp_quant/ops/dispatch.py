@@ -190,8 +190,12 @@ def statistics_group(
 def encode_group(
     x: Sequence[Tensor], encoding: Encoding, stats: Sequence[Statistics | None], row0: Sequence[int],
     encs: Sequence[Tensor | None], dtype: torch.dtype | None = None,
+    into: Sequence[tuple[Tensor, Tensor] | None] | None = None,
 ) -> list[Encoded]:
-    """`encode` of one encoding of each tensor: stats, row0 and encs have an entry for each."""
+    """`encode` of one encoding of each tensor: stats, row0 and encs have an entry for each.
+
+    into:  (data, scale) of each, or None; written where one launch does all and all are given.
+    """
     takes, through_bf16 = _takes_group(x, encoding, dtype)
     if not takes or any(enc is not None for enc in encs):
         return [
@@ -205,7 +209,8 @@ def encode_group(
             found = native.statistics_group([x[i] for i in missing], encoding, [row0[i] for i in missing], through_bf16)
             for i, s in zip(missing, found):
                 stats[i] = s
-    made = native.quantize_group(x, encoding, row0, through_bf16, stats)
+    into = None if into is None or None in into else into
+    made = native.quantize_group(x, encoding, row0, through_bf16, stats, into)
     counters.add("quantize", (encoding.fmt.name, encoding.direction.value, "native"), len(x))
     return [Encoded(*one) for one in made]
 

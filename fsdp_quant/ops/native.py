@@ -220,28 +220,29 @@ def _staged(encoding: Encoding, scale_bytes: int, shapes: tuple[tuple[int, int],
 
 
 def quantize_group(
-    x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], through_bf16: bool, stats: Sequence[tuple | None]
+    x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], through_bf16: bool, stats: Sequence[tuple | None],
+    into: Sequence[tuple[Tensor, Tensor]] | None = None,
 ) -> list[tuple]:
     """`quantize` of each tensor, in one launch, into slices of one buffer.
 
     stats:  (amax, tensor_amax) a tensor; where some scale spans more than a tile, None of them is None.
+    into:   (data, scale) of each, to be written instead.
     """
     fmt, columnwise = encoding.fmt, encoding.direction is not ROWWISE
+    amaxes, tensor_amaxes = ([None if s is None else s[i] for s in stats] for i in range(2))
+    kept = [amax if fmt.scale_leaves_contraction else None for amax in amaxes]
+    call = [_rows(one) for one in x], side_of(encoding), columnwise, encoding.eps, row0, amaxes, tensor_amaxes
+    if into is not None:
+        _ops.quantize_group_out(*call, *map(list, zip(*into)), through_bf16)
+        return [(*one, tensor_amax, amax) for one, tensor_amax, amax in zip(into, tensor_amaxes, kept)]
     scale_dtype = torch.uint8 if fmt.scale != "fp32" else torch.float32
     size, places, views = _staged(encoding, scale_dtype.itemsize, tuple(one.shape for one in x), tuple(row0))
     staging = x[0].new_empty(size, dtype=torch.uint8)
-    amaxes, tensor_amaxes = ([None if s is None else s[i] for s in stats] for i in range(2))
-    _ops.quantize_group(
-        [_rows(one) for one in x], side_of(encoding), columnwise, encoding.eps, row0, amaxes, tensor_amaxes, staging, *places,
-        through_bf16,
-    )
+    _ops.quantize_group(*call, staging, *places, through_bf16)
     of_scales = staging.view(scale_dtype)
     return [
-        (
-            staging.as_strided(*data), of_scales.as_strided(*scale), tensor_amax,
-            amax if fmt.scale_leaves_contraction else None,
-        )
-        for (data, scale), amax, tensor_amax in zip(views, amaxes, tensor_amaxes)
+        (staging.as_strided(*data), of_scales.as_strided(*scale), tensor_amax, amax)
+        for (data, scale), amax, tensor_amax in zip(views, kept, tensor_amaxes)
     ]
 
 
@@ -649,35 +650,116 @@ def record_amax(amaxes: Tensor, amax: Tensor) -> None:
 
 # Optimizers #
 
-def adam_takes(master: Tensor, grad: Tensor, first: Tensor, second: Tensor, rounded: Tensor | None) -> bool:
-    """`adam` can update this parameter: fp32 and bf16 tensors, contiguous, where kernels run."""
-    tensors = [master, grad, first, second, *([] if rounded is None else [rounded])]
-    return (
-        runs(master) and all(t.is_contiguous() for t in tensors) and grad.dtype in (torch.float32, torch.bfloat16)
-        and (rounded is None or rounded.dtype is torch.bfloat16)
+def adam_takes(*tensors: Tensor | None) -> bool:
+    """`adam` can read and write these tensors of a parameter: fp32 and bf16 ones, contiguous, where kernels run."""
+    return all(
+        t is None or (runs(t) and t.is_contiguous() and t.dtype in (torch.float32, torch.bfloat16)) for t in tensors
     )
 
 
-def adam(
-    master: Sequence[Tensor], grad: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor],
-    rounded: Sequence[Tensor | None], scalars: Tensor, row: Sequence[int], grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
-    """One step of many parameters in place, a launch for each device and dtypes; see csrc/optim/adam.cu.
+class AdamStep(NamedTuple):
+    """A step of parameters of one device, and of one dtype of gradients and one of moments.
 
-    scalars:     fp32 [rows, 8]; row: of each parameter.
-    rounded:     bf16 parameters that are their masters rounded.
-    grad_scale:  fp32 [1]; gradients are divided by it. found_inf: fp32 [1]; not 0: nothing is changed.
+    first, second:  moments. row: of `scalars`, fp32 [rows, 8], for each parameter.
+    grad_scale:     fp32 [1]; gradients are divided by it. found_inf: fp32 [1]; not 0: nothing is changed.
     """
-    groups: dict[tuple, list[int]] = {}
-    for i, (p, *others) in enumerate(zip(master, grad, first, rounded)):
-        groups.setdefault((p.device, *(None if t is None else t.dtype for t in others)), []).append(i)
-    for (device, *_, low), chosen in groups.items():
-        masters, firsts, seconds = ([of[i] for i in chosen] for of in (master, first, second))
-        parameters = [rounded[i] for i in chosen] if low is not None else []
-        read = (None if t is None else t.to(device, torch.float32, non_blocking=True) for t in (scalars, grad_scale, found_inf))
-        _ops.adam(masters, [grad[i] for i in chosen], firsts, seconds, parameters, [row[i] for i in chosen], *read)
-        torch.autograd.graph.increment_version([*masters, *firsts, *seconds, *parameters])
+
+    master: Sequence[Tensor]
+    grad: Sequence[Tensor]
+    first: Sequence[Tensor]
+    second: Sequence[Tensor]
+    row: Sequence[int]
+    scalars: Tensor
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+
+    def on_device(self) -> AdamStep:
+        """What all parameters read, where they are."""
+        device = self.master[0].device
+        read = (None if t is None else t.to(device, torch.float32, non_blocking=True) for t in self[5:])
+        return AdamStep(*self[:5], *read)
+
+
+def adam(step: AdamStep, rounded: Sequence[Tensor] = ()) -> None:
+    """One step of many parameters in place, in one launch (csrc/optim/adam.cu).
+
+    rounded:  bf16 parameters that are their masters rounded: of all, or of none.
+    """
+    master, grad, first, second, row, *read = step.on_device()
+    _ops.adam(master, grad, first, second, rounded, row, *read)
+    torch.autograd.graph.increment_version([*master, *first, *second, *rounded])
+
+
+def _adam_group(
+    step: AdamStep, encodings: Sequence[Encoding], row0: Sequence[int], statistics: bool, out: list[Tensor]
+) -> None:
+    call = _call_of(tuple(encodings))
+    _ops.adam_group(*step.on_device(), *call[:4], row0, statistics, out)
+    torch.autograd.graph.increment_version([*step.master, *step.first, *step.second])
+
+
+def adam_codes(
+    step: AdamStep, encodings: Sequence[Encoding], row0: Sequence[int], into: Sequence[Sequence[tuple | None]]
+) -> list[list[tuple[Tensor, Tensor]]]:
+    """`adam` of masters [rows, cols], and (data, scale) of the new ones, rounded to bf16, in one launch.
+
+    encodings:  one a direction, rowwise first: of 8 bits, with scales that need no pass over the tensor before.
+    into:       for each master and encoding the buffers to write; None: new ones.
+    """
+    made = []
+    for x, start, given in zip(step.master, row0, into):
+        made.append([])
+        for e, buffers in zip(encodings, given):
+            if buffers is None:
+                data, scale, _ = _shapes(side_of(e), e.direction is not ROWWISE, x, start)
+                of_scale = torch.uint8 if e.fmt.scale != "fp32" else torch.float32
+                buffers = x.new_empty(data, dtype=torch.uint8), x.new_empty(scale, dtype=of_scale)
+            made[-1].append(buffers)
+    _adam_group(step, encodings, row0, False, [t for of in made for buffers in of for t in buffers])
+    return made
+
+
+def adam_statistics(
+    step: AdamStep, encodings: Sequence[Encoding], row0: Sequence[int], blocks: Sequence[Sequence[bool]]
+) -> list[list[tuple[Tensor | None, Tensor | None]]]:
+    """`adam` of masters [rows, cols], and (amax, tensor_amax or None) of the new ones, rounded to bf16, in one launch.
+
+    encodings:  one a direction, rowwise first.
+    blocks:     for each master and encoding, whether its amax is wanted; else it is None.
+    """
+    places, at = [], 0
+    for x, start, wanted in zip(step.master, row0, blocks):
+        for e, is_wanted in zip(encodings, wanted):
+            grid = _shapes(side_of(e), e.direction is not ROWWISE, x, start)[2]
+            for shape in ((grid if is_wanted else (0, 0)), *([(1, 1)] if e.fmt.tensor_scale else [])):
+                places.append((shape, at))
+                at += round_up(prod(shape), 4)
+    zeros = step.master[0].new_zeros(at)
+    out = [zeros.as_strided(shape, (shape[1], 1), start) for shape, start in places]
+    _adam_group(step, encodings, row0, True, out)
+    made = iter(out)
+    return [
+        [
+            (amax if is_wanted else None, next(made).view(1) if e.fmt.tensor_scale else None)
+            for e, is_wanted, amax in ((e, w, next(made)) for e, w in zip(encodings, wanted))
+        ]
+        for wanted in blocks
+    ]
+
+
+def adam_count(
+    steps: Sequence[Tensor], found_inf: Tensor | None, lr: float | Tensor, beta1: float, beta2: float, eps: float,
+    decay: float, decoupled: bool,
+) -> Tensor:
+    """Add 1 - found_inf to every fp32 [] of `steps`, and give the scalars of each (`fused_adam.SCALARS`): fp32 [steps, 8]."""
+    device = steps[0].device
+    found_inf = None if found_inf is None else found_inf.to(device, torch.float32)
+    on_device = lr.to(device, torch.float32) if isinstance(lr, Tensor) else None
+    rows = _ops.adam_count(
+        steps, found_inf, on_device, 0.0 if on_device is not None else lr, beta1, beta2, eps, decay, decoupled
+    )
+    torch.autograd.graph.increment_version(steps)
+    return rows
 
 
 # Fake implementations: shapes alone, for torch.compile #
@@ -770,6 +852,7 @@ FAKES = {
     "quantize_anchored.counted": _fake_counted,
     "statistics": _fake_statistics,
     "quantize_group": lambda *args: None,
+    "quantize_group_out": lambda *args: None,
     "statistics_group": _fake_statistics_group,
     "dequantize": lambda data, scale, tensor_amax, side, columnwise, cols, row0, dtype: data.new_empty(
         (data.shape[0], cols), dtype=dtype),
@@ -791,6 +874,8 @@ FAKES = {
     "norm_backward": lambda dy, x, weight, residual, rstd, mean, zero_centered, has_bias: (
         x.new_empty(x.shape), _floats(x, 1), x.new_empty(x.shape[-1]), x.new_empty(x.shape[-1] if has_bias else 0)),
     "adam": lambda *args: None,
+    "adam_group": lambda *args: None,
+    "adam_count": lambda step, *args: step[0].new_empty((len(step), 8)),
     "gemm": lambda a, b, a_scale, b_scale, a_kind, b_kind, out_dtype, *rest, **options: a.new_empty(
         (a.shape[0], b.shape[0]), dtype=out_dtype),
     "gemm_out": lambda *args, **options: None,

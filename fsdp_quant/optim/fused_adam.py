@@ -21,13 +21,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..formats import Encoding
 from ..ops import native
+from ..ops.dispatch import Encoded, Statistics
 from ..tensor import torch_compat
-from ..tensor.fsdp_hooks import FSDPHooks
+from ..tensor.fsdp_hooks import Emission, FSDPHooks, emission
 from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.torch_compat import local_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+STATE = ("master", *MOMENTS, "step")
 # Scalars of one update, fp32 [8]; `coupled` weights the decay of g, `keep` is the decoupled factor of p.
 SCALARS = ("keep", "coupled", "first", "beta2", "second", "root_correction", "minus_step_size", "eps")
 
@@ -70,7 +73,12 @@ class FusedAdam(torch.optim.Optimizer):
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "decoupled_weight_decay": decoupled_weight_decay, "moment_dtype": moment_dtype, "capturable": capturable,
         }
+        self._held: dict[int, _Held] = {}
         super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._held = {}
 
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
@@ -91,7 +99,7 @@ class FusedAdam(torch.optim.Optimizer):
         if isinstance(local, QuantizedWeight):
             state["master"] = _beside(p, local.take_master())
         elif local.dtype is not torch.float32:
-            state["master"] = _beside(p, _values(local).float())
+            state["master"] = _beside(p, _values(local).detach().float())
         for name in MOMENTS:
             state[name] = _beside(p, torch.zeros(local.shape, dtype=group["moment_dtype"], device=local.device))
         return state
@@ -104,15 +112,24 @@ class FusedAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        updates = []
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            states = [self._start(p, group) for p in params]
-            if not params:
+            held = [self._hold(p, group) for p in group["params"] if p.grad is not None]
+            updates.append((group, held, [h.grad for h in held]))
+        for group, held, grads in updates:
+            if not held:
                 continue
             scalars = _scalars_on_device if group["capturable"] else _scalars_on_host
-            rows, index = scalars(group, [s["step"] for s in states], found_inf)
-            _update_all([_Update(p, s) for p, s in zip(params, states)], rows, index, grad_scale, found_inf)
+            rows, index = scalars(group, [h.step for h in held], found_inf)
+            _update_all(held, grads, rows, index, grad_scale, found_inf)
         return loss
+
+    def _hold(self, p: Tensor, group: dict) -> _Held:
+        """What an update of a parameter reads and writes; looked up anew where something took its place."""
+        held = self._held.get(id(p))
+        if held is None or not held.is_current(p):
+            held = self._held[id(p)] = _Held(p, self._start(p, group))
+        return held
 
     # Checkpoints #
 
@@ -157,7 +174,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 def _values(local: Tensor) -> Tensor:
     """The plain tensor of high-precision values behind a local parameter."""
-    return local.inner if isinstance(local, FSDPHooks) else local.detach()
+    return local.inner if isinstance(local, FSDPHooks) else local
 
 
 def _beside(p: Tensor, local: Tensor) -> Tensor:
@@ -165,21 +182,49 @@ def _beside(p: Tensor, local: Tensor) -> Tensor:
     return torch_compat.dtensor_like(p, local) if isinstance(p, DTensor) else local
 
 
-class _Update:
-    """The plain local tensors of one parameter's update.
+class _Held:
+    """The plain local tensors of one parameter's update, but for its gradient.
 
-    rounded:  the low-precision parameter that is its master rounded, or None.
+    rounded:   the low-precision parameter that is its master rounded, or None.
+    weight:    the quantized parameter, or None.
+    launches:  a kernel takes them.
     """
 
     def __init__(self, p: Tensor, state: dict):
-        local = local_of(p)
-        self.grad = local_of(p.grad)
-        if self.grad.is_sparse:
+        self.p, self.state, self.tensors = p, state, [state.get(name) for name in STATE]
+        self.local = local_of(p)
+        self.values = None if isinstance(self.local, QuantizedWeight) else _values(self.local)
+        self.weight = self.local if self.values is None else None
+        master, self.first, self.second, self.step = (None if t is None else local_of(t) for t in self.tensors)
+        self.master = self.values if master is None else master
+        self.rounded = None if master is None else self.values
+        self.launches = native.adam_takes(self.master, self.first, self.second, self.rounded)
+        self._emission: tuple[tuple, Emission | None] | None = None  # and what it follows from
+
+    def is_current(self, p: Tensor) -> bool:
+        return (
+            self.p is p and local_of(p) is self.local and all(self.state.get(n) is t for n, t in zip(STATE, self.tensors))
+            and (self.values is None or _values(self.local) is self.values)
+        )
+
+    @property
+    def grad(self) -> Tensor:
+        """Raises ValueError for a sparse one."""
+        grad = local_of(self.p.grad)
+        if grad.is_sparse:
             raise ValueError("FusedAdam takes dense gradients, got a sparse one; use torch.optim.SparseAdam for it")
-        self.first, self.second = (local_of(state[name]) for name in MOMENTS)
-        quantized = isinstance(local, QuantizedWeight)
-        self.master = local_of(state["master"]) if "master" in state else _values(local)
-        self.rounded = _values(local) if "master" in state and not quantized else None
+        return grad
+
+    @property
+    def emission(self) -> Emission | None:
+        """What the kernel makes of the new master on its way."""
+        if self.weight is None:
+            return None
+        state = self.weight.state
+        of = state.quantizer, state.compute_dtype, state.managed
+        if self._emission is None or any(a is not b for a, b in zip(self._emission[0], of)):
+            self._emission = of, emission(self.weight)
+        return self._emission[1]
 
 
 # Scalars of an update #
@@ -208,6 +253,15 @@ def _scalars_on_host(group: dict, steps: list[Tensor], found_inf: Tensor | None)
 
 def _scalars_on_device(group: dict, steps: list[Tensor], found_inf: Tensor | None) -> tuple[Tensor, list[int]]:
     """(fp32 [parameters, 8] on the device, row of each parameter), after counting the step; nothing is read."""
+    (beta1, beta2), index = group["betas"], list(range(len(steps)))
+    if not all(map(native.runs, steps)):
+        return scalars_on_device(group, steps, found_inf), index
+    rest = group["eps"], group["weight_decay"], group["decoupled_weight_decay"]
+    return native.adam_count(steps, found_inf, group["lr"], beta1, beta2, *rest), index
+
+
+def scalars_on_device(group: dict, steps: list[Tensor], found_inf: Tensor | None) -> Tensor:
+    """fp32 [parameters, 8] (`SCALARS`), after adding 1 - found_inf to the steps: what `native.adam_count` equals."""
     applied = 1.0 if found_inf is None else 1.0 - found_inf.reshape(())
     torch_compat.foreach_add_(steps, applied)
     step = torch.stack(steps).double()
@@ -216,30 +270,62 @@ def _scalars_on_device(group: dict, steps: list[Tensor], found_inf: Tensor | Non
     beta1, beta2 = group["betas"]
     columns = _scalars(group, lr, torch.pow(beta1, step), torch.pow(beta2, step))
     columns = [c if isinstance(c, Tensor) else torch.full_like(step, c) for c in columns]
-    return torch.stack([c.expand_as(step) for c in columns], 1).float(), list(range(len(steps)))
+    return torch.stack([c.expand_as(step) for c in columns], 1).float()
 
 
 # The update #
 
 def _update_all(
-    updates: list[_Update], scalars: Tensor, index: list[int], grad_scale: Tensor | None, found_inf: Tensor | None
+    held: list[_Held], grads: list[Tensor], scalars: Tensor, index: list[int], grad_scale: Tensor | None,
+    found_inf: Tensor | None,
 ) -> None:
-    """The kernel for all that it takes, a device at a time; the rest one after another."""
-    launched = [i for i, u in enumerate(updates) if native.adam_takes(u.master, u.grad, u.first, u.second, u.rounded)]
-    if launched:
-        chosen = [updates[i] for i in launched]
-        native.adam(
-            [u.master for u in chosen], [u.grad for u in chosen], [u.first for u in chosen], [u.second for u in chosen],
-            [u.rounded for u in chosen], scalars, [index[i] for i in launched], grad_scale, found_inf,
+    """A launch for all that is alike to the kernel; the rest one after another."""
+    alike: dict[tuple, list[tuple[_Held, Tensor, int]]] = {}
+    for h, grad, row in zip(held, grads, index):
+        if h.launches and native.adam_takes(grad) and (h.rounded is None or h.rounded.dtype is torch.bfloat16):
+            found = h.emission
+            follows = None if found is None else (found.encodings, found.blocks is None)
+            key = h.master.device, grad.dtype, h.first.dtype, h.rounded is None, follows
+            alike.setdefault(key, []).append((h, grad, row))
+        else:
+            _update_one(h, grad, scalars[row], grad_scale, found_inf)
+    for (*_, is_master, follows), of in alike.items():
+        held, grads, rows = zip(*of)
+        step = native.AdamStep(
+            [h.master for h in held], grads, [h.first for h in held], [h.second for h in held], rows, scalars, grad_scale,
+            found_inf,
         )
-    for i in set(range(len(updates))) - set(launched):
-        u, device = updates[i], updates[i].master.device
-        row = scalars[index[i]].to(device)
-        scale, skip = (None if t is None else t.to(device).reshape(()) for t in (grad_scale, found_inf))
-        new = adam_update(u.master, u.grad, u.first, u.second, u.rounded, row, scale)
-        for target, value in zip((u.master, u.first, u.second, u.rounded), (*new, new[0])):
-            if target is not None:
-                target.copy_(value if skip is None else torch.where(skip != 0, target, value))
+        if follows is None:
+            native.adam(step, () if is_master else [h.rounded for h in held])
+        else:
+            _update_and_follow(step, held, *follows)
+
+
+def _update_and_follow(step: native.AdamStep, held: list[_Held], encodings: tuple[Encoding, ...], codes: bool) -> None:
+    """One launch updates masters of quantized parameters and makes their codes, or the statistics that those follow from."""
+    found = [h.emission for h in held]
+    row0 = [f.shards[0].row0 for f in found]
+    if codes:
+        rooms = [[h.weight.state.room(s) for s in f.shards] for h, f in zip(held, found)]
+        made = native.adam_codes(step, encodings, row0, rooms)
+        for f, of in zip(found, made):
+            for shard, (data, scale) in zip(f.shards, of):
+                shard.weight.state.keep_fresh(shard, Encoded(data, scale, None, None))
+    else:
+        made = native.adam_statistics(step, encodings, row0, [f.blocks for f in found])
+        for h, f, of in zip(held, found, made):
+            stats = {shard.direction: Statistics(*one) for shard, one in zip(f.shards, of)}
+            h.weight.state.set_found(h.weight.version, stats)
+
+
+def _update_one(h: _Held, grad: Tensor, row: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    """What `native.adam` does, by the definition."""
+    device = h.master.device
+    scale, skip = (None if t is None else t.to(device).reshape(()) for t in (grad_scale, found_inf))
+    new = adam_update(h.master, grad, h.first, h.second, h.rounded, row.to(device), scale)
+    for target, value in zip((h.master, h.first, h.second, h.rounded), (*new, new[0])):
+        if target is not None:
+            target.copy_(value if skip is None else torch.where(skip != 0, target, value))
 
 
 def adam_update(

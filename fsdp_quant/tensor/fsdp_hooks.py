@@ -33,6 +33,7 @@ from torch import Tensor
 
 from ..counters import counters
 from ..formats import COLUMNWISE, ROWWISE, SCALE_BYTES, SCALE_DTYPE, Direction, Encoding
+from ..ops import native
 from ..ops.layout import COMPACT
 from ..scaling import Fragment, RowCuts, share_statistics
 from ..storage import Placement, Storage, laid_out, scale_placement
@@ -597,14 +598,55 @@ def write_back(weights: list) -> None:
     """
     managed = {id(w.state): _managed_of(w.state) for w in weights}
     synchronize([m for m in managed.values() if m is not None])
-    shards = []
-    for weight in weights:
-        m, state = managed[id(weight.state)], weight.state
-        cuts, rank = (RowCuts((0, weight.shape[0])), 0) if m is None else (_cuts(m), m.rank)
-        quantized = [d for d, e in state.quantizer.encodings.items() if e.fmt.is_quantized]
-        shards += state.shards(weight, quantized, cuts, rank, weight.dtype)
+    shards = [
+        shard for weight in weights if not all(map(weight.is_current, weight.state.quantizer.encodings))
+        for shard in _own_shards(weight, managed[id(weight.state)])
+    ]
     if shards:
         shards[0].weight.state.encode(shards)
+
+
+def _own_shards(weight, m: ManagedParam | None) -> list:
+    """The codes that a quantized parameter is."""
+    state = weight.state
+    cuts, rank = (RowCuts((0, weight.shape[0])), 0) if m is None else (_cuts(m), m.rank)
+    quantized = [d for d, e in state.quantizer.encodings.items() if e.fmt.is_quantized]
+    return state.shards(weight, quantized, cuts, rank, weight.dtype)
+
+
+class Emission(NamedTuple):
+    """What a kernel that writes the master of a quantized parameter makes of the new values on its way.
+
+    shards:     the directions that it makes, rowwise first, and `encodings` of each.
+    blocks:     of each, that its block amaxes are wanted. None: codes are made; else statistics, which codes follow from.
+    """
+
+    shards: list
+    encodings: tuple[Encoding, ...]
+    blocks: tuple[bool, ...] | None
+
+
+def emission(weight) -> Emission | None:
+    """Codes, where every scale follows from a tile of this rank's rows; else the statistics of scales that do not.
+
+    None where no kernel makes either on its way: delayed scaling, values that are not rounded to bf16.
+    """
+    state = weight.state
+    if state.compute_dtype is not torch.bfloat16 or weight.dim() != 2:
+        return None
+    encodings, delayed = state.quantizer.encodings, state.quantizer.delayed_directions
+    shards = [s for s in _own_shards(weight, _managed_of(state))
+              if s.direction not in delayed and native.takes_group(encodings[s.direction], torch.float32, True)]
+
+    def crosses(s) -> bool:
+        e = encodings[s.direction]
+        return e.fmt.scale_leaves_contraction or e.fmt.tensor_scale or s.cuts.shares_statistics(e)
+
+    later = [s for s in shards if crosses(s)]
+    shards = later or shards
+    of = tuple(encodings[s.direction] for s in shards)
+    blocks = tuple(not e.fmt.tensor_scale or bool(s.cuts.cut_block_rows(e)) for s, e in zip(shards, of)) if later else None
+    return Emission(shards, of, blocks) if shards else None
 
 
 def _managed_of(state) -> ManagedParam | None:
@@ -621,5 +663,9 @@ def _cuts(managed: ManagedParam) -> RowCuts:
 
 def _fragment(piece: tuple, device: torch.device) -> Fragment:
     weight, cuts, rank = piece
-    encodings = tuple(weight.state.quantizer.encodings.values())
-    return Fragment(weight.inner.detach().to(device), encodings, cuts, rank, weight.state.compute_dtype)
+    encodings = weight.state.quantizer.encodings
+    found = weight.state.found(weight.version)
+    return Fragment(
+        weight.inner.detach().to(device), tuple(encodings.values()), cuts, rank, weight.state.compute_dtype,
+        tuple(map(found.get, encodings)),
+    )

@@ -68,11 +68,12 @@ class WeightState:
         self.gathered = None  # the persistent unsharded buffers (fsdp_hooks.GatheredWeight)
         self.managed = None  # this weight under fully_shard (torch_compat.ManagedParam)
         self._statistics: tuple[object, dict[Direction, Statistics]] = (None, {})
+        self._found: tuple[object, dict[Direction, Statistics]] = (None, {})
         self._codes: tuple[object, dict[Direction, Encoded]] = (None, {})
         self._whole: tuple[object, dict[Direction, Storage]] = (None, {})
 
     def __getstate__(self) -> dict:
-        drop = ("gathered", "managed", "_statistics", "_codes", "_whole")
+        drop = ("gathered", "managed", "_statistics", "_found", "_codes", "_whole")
         return {k: v for k, v in self.__dict__.items() if k not in drop} | {"pending": True}
 
     def __setstate__(self, state: dict) -> None:
@@ -142,6 +143,14 @@ class WeightState:
         """Statistics of this version, one an encoding, shared by all ranks that hold a part."""
         self._statistics = (version, dict(zip(self.quantizer.encodings, stats)))
 
+    def set_found(self, version: object, stats: dict[Direction, Statistics]) -> None:
+        """Statistics of this rank's rows of this version, which whoever wrote them found on the way."""
+        self._found = (version, stats)
+
+    def found(self, version: object) -> dict[Direction, Statistics]:
+        """What `set_found` said of this version."""
+        return self._found[1] if self._found[0] == version else {}
+
     def shards(
         self, weight: MasterWeight, directions: Sequence[Direction], cuts: RowCuts, rank: int, high_precision: torch.dtype
     ) -> list[Shard]:
@@ -156,10 +165,19 @@ class WeightState:
             self._codes = (version, {})
         return self._codes[1].get(shard.direction)
 
+    def room(self, shard: Shard) -> tuple[Tensor, Tensor] | None:
+        """(data, scale) that new codes of a shard are written over, or None."""
+        return None
+
     def keep(self, shard: Shard, encoded: Encoded) -> Encoded:
         """Keep fresh codes of a shard for as long as its values stay; the codes as they are kept."""
         self._codes[1][shard.direction] = encoded
         return encoded
+
+    def keep_fresh(self, shard: Shard, encoded: Encoded) -> Encoded:
+        """`keep`, and count that they were made."""
+        counters.add("weight encode", (self.name, shard.direction.value))
+        return self.keep(shard, encoded)
 
     @staticmethod
     def encode(shards: Sequence[Shard]) -> list[Encoded]:
@@ -180,15 +198,13 @@ class WeightState:
             histories = [s.weight.state._delayed_history(s.direction, s.weight.device) for s in of]
             made = dispatch.encode_group(
                 [s.weight.inner for s in of], encoding, stats, [s.row0 for s in of],
-                [None if h is None else h.enc for h in histories], dtype,
+                [None if h is None else h.enc for h in histories], dtype, [s.weight.state.room(s) for s in of],
             )
             for i, s, history, encoded in zip(places, of, histories, made):
                 if history is not None:
                     history.record(encoded.amax)
-                if encoding.fmt.is_quantized:  # else as large as the shard, and no work to make again
-                    encoded = s.weight.state.keep(s, encoded)
-                    counters.add("weight encode", (s.weight.state.name, s.direction.value))
-                results[i] = encoded
+                # identity is as large as the shard, and no work to make again
+                results[i] = s.weight.state.keep_fresh(s, encoded) if encoding.fmt.is_quantized else encoded
         return results
 
     def fresh_storage(self, shard: Shard, device: torch.device | None = None) -> Storage:
@@ -205,7 +221,7 @@ class WeightState:
 
     def forget_codes(self) -> None:
         """Codes are made anew at the next use: something other than a counted write changed what they are made from."""
-        self._codes = self._whole = (None, {})
+        self._codes = self._whole = self._found = (None, {})
         self.forgotten += 1
         for part in self.parts:
             part.forget_codes()
@@ -213,16 +229,21 @@ class WeightState:
             self.gathered.forget_sent()
 
     def _shared_statistics(self, shard: Shard) -> Statistics | None:
-        """What ranks have shared of this version, or None where every statistic follows from this rank's rows."""
-        if self._statistics[0] == shard.weight.version:
+        """What ranks have shared of this version, or None where every statistic follows from this rank's rows.
+
+        The latter are told, not None, where they are known.
+        """
+        version = shard.weight.version
+        is_shared = self._statistics[0] == version
+        if is_shared and self._statistics[1][shard.direction] is not None:
             return self._statistics[1][shard.direction]
-        if shard.cuts.shares_statistics(self.quantizer.encodings[shard.direction]):
+        if not is_shared and shard.cuts.shares_statistics(self.quantizer.encodings[shard.direction]):
             raise StaleWeightError(
                 f"{self.name} changed without an event that every rank shares (an optimizer step, load_state_dict, "
                 "set_recipe), and its scales span ranks; call fq.sync(model) on every rank after changing weights by hand"
                 f"{shard.weight.last_writer}"
             )
-        return None
+        return self.found(version).get(shard.direction)
 
     def _delayed_history(self, direction: Direction, device: torch.device) -> AmaxHistory | None:
         quantizer = self.quantizer.side(direction)

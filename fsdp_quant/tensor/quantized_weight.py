@@ -32,7 +32,18 @@ _TABLE = AtenTable("QuantizedWeight")
 
 
 class QuantizedWeightState(WeightState):
-    """The state of a weight whose parameter is its codes."""
+    """The state of a weight whose parameter is its codes.
+
+    forgotten:  how often all codes were forgotten.
+    """
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.forgotten = 0
+
+    def forget_codes(self) -> None:
+        super().forget_codes()
+        self.forgotten += 1
 
     def wrapped(self, values: Tensor) -> QuantizedWeight:
         return QuantizedWeight(_Content(self, values), values.shape, values.dtype, values.device)
@@ -44,6 +55,11 @@ class QuantizedWeightState(WeightState):
             return None
         storage = weight._slots.get(direction)
         return Encoded(storage.data, storage.scale, storage.tensor_amax, None)
+
+    def room(self, shard: Shard) -> tuple[Tensor, Tensor] | None:
+        content = shard.weight._content
+        storage = content.slots.get(shard.direction) if content.quantizer == shard.weight._quantizer else None
+        return None if storage is None or not storage.fmt.is_quantized else (storage.data, storage.scale)
 
     def keep(self, shard: Shard, encoded: Encoded) -> Encoded:
         shard.weight.store(shard.direction, encoded, shard.row0)
@@ -60,6 +76,7 @@ class _Content:
     master:     weak reference to what took their place.
     slots:      the codes, and the version that they were made from.
     quantizer:  that made them, and the dtype it saw.
+    forgotten:  `QuantizedWeightState.forgotten` when they were made.
     copied:     (version of what this is a copy of, own version when it was made).
     is_padding: made to hold another shard and rows behind it; see `_copy_`.
     """
@@ -68,7 +85,7 @@ class _Content:
         self.state, self.values, self.master = state, values, None
         self.mutations = Mutations()
         self.slots = Slots(owner=state)
-        self.quantizer = None
+        self.quantizer, self.forgotten = None, state.forgotten
         self.copied: tuple[object, object] = (None, None)
         self.is_padding = False
 
@@ -165,7 +182,8 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
     def is_current(self, direction: Direction) -> bool:
         """The codes of this direction are of the values, and of the quantizer, as they are now."""
         content = self._content
-        return content.quantizer == self._quantizer and content.slots.version.get(direction) == self.version
+        is_kept = content.quantizer == self._quantizer and content.forgotten == self.state.forgotten
+        return is_kept and content.slots.version.get(direction) == self.version
 
     @property
     def _quantizer(self) -> tuple:
@@ -177,13 +195,23 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         content, quantizer, version = self._content, self.state.quantizer, self.version
         if content.quantizer != self._quantizer:
             content.slots, content.quantizer = Slots(owner=self.state), self._quantizer
+        if content.forgotten != self.state.forgotten:
+            content.forgotten = self.state.forgotten
+            content.slots.version.clear()
         slots, encoding = content.slots, quantizer.side(direction).encoding(direction)
-        made = Storage.of(encoded, encoding, tuple(self.shape), self.dtype, row0).map(self._here)
-        stored = _written_over(slots.get(direction), made)
-        setattr(slots, direction.value, stored)
+        old = slots.get(direction)
+        if old is not None and encoded.data is old.data and encoded.scale is old.scale:  # written where they are
+            if encoded.tensor_amax is not None:
+                old.tensor_amax.copy_(encoded.tensor_amax)
+        else:
+            made = Storage.of(encoded, encoding, tuple(self.shape), self.dtype, row0).map(self._here)
+            stored = _written_over(old, made)
+            setattr(slots, direction.value, stored)
+            if quantizer.one_storage:
+                slots.columnwise = stored.as_direction(COLUMNWISE)
         slots.version[direction] = version
         if quantizer.one_storage:
-            slots.columnwise, slots.version[COLUMNWISE] = stored.as_direction(COLUMNWISE), version
+            slots.version[COLUMNWISE] = version
         slots.laid_out.clear()
 
     def _here(self, buffer: Tensor) -> Tensor:
@@ -382,7 +410,7 @@ def _copy(func, args, kwargs):
     copied = QuantizedWeight(content, weight.shape, dtype, device)
     if dtype == weight.dtype and source.quantizer is not None:
         content.slots = source.slots.map(lambda s: s.map(lambda t: func(t, *args[1:], **kwargs)))
-        content.quantizer = source.quantizer
+        content.quantizer, content.forgotten = source.quantizer, source.forgotten
         if not shares:
             content.copied = (weight.version, copied.version)
     elif shares:
