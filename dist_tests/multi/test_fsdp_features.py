@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -45,7 +46,7 @@ class Feature(NamedTuple):
 
 # Features #
 
-def _mesh(*shape: int) -> dict:
+def mesh(*shape: int) -> dict:
     return {"mesh": init_device_mesh(torch.get_default_device().type, shape, mesh_dim_names=("replicate", "shard"))}
 
 
@@ -186,14 +187,14 @@ FEATURES = {
     "AdamW, fused": Feature(optimizer=functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)),
     "AdamW, one by one": Feature(optimizer=functools.partial(torch.optim.AdamW, lr=1e-2, foreach=False)),
     "SGD with momentum": Feature(optimizer=functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9)),
-    "shared axis of one": Feature(shard=lambda world: _mesh(world, 1)),
-    "replicated axis of one": Feature(shard=lambda world: _mesh(1, world)),
+    "shared axis of one": Feature(shard=lambda world: mesh(world, 1)),
+    "replicated axis of one": Feature(shard=lambda world: mesh(1, world)),
 }
 WITH_RECOMPUTATION = {"checkpointing, reentrant", "checkpointing, non-reentrant", "checkpointing, selective"}
 
 
 @contextmanager
-def _named(what: str, failed: list[str]) -> Iterator[None]:
+def named(what: str, failed: list[str]) -> Iterator[None]:
     """One feature does not hide the others: all ranks fail alike, and go on."""
     try:
         yield
@@ -208,7 +209,7 @@ def _trains_as_plain(rank: int, world: int, names: list[str], features: dict[str
         labels = [*RECIPES, *RECIPES][i % len(RECIPES) :][: len(RECIPES)]
         for label in laws.sample(labels):
             recipe = RECIPES[label]
-            with _named(f"{name}, {label}, world {world}", failed):
+            with named(f"{name}, {label}, world {world}", failed):
                 ours, oracle = nets.build(), nets.build()
                 for net in (ours, oracle):
                     torch.manual_seed(1)
@@ -236,13 +237,43 @@ def test_features_train_as_under_plain_fsdp(part: int):
     run_ranks(2, _trains_as_plain, list(FEATURES)[part::2])
 
 
+def _low_bit(rank: int, world: int) -> None:
+    """torchao's Adam of 8-bit moments, as it is without its compiler."""
+    from torchao.optim import AdamW8bit
+
+    recipe = RECIPES["mxfp8/nvfp4"]
+    ours, oracle = (nets.build(hidden=(128,), k=64) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda function, **options: function)
+        pair = [nets.shard(fq.convert(ours, recipe)), nets.shard(nets.as_oracle(oracle, recipe))]
+        pair = [(net, AdamW8bit(net.parameters(), lr=1e-2)) for net in pair]
+        for step in range(3):
+            for net, optimizer in pair:
+                fq.begin_step(step)
+                with fq.token_offset(0):
+                    net(laws.values(4, 64, seed=step + rank, dtype=torch.float32)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    moments = {type(local_of(s["exp_avg"])).__name__ for s in pair[0][1].state.values()}
+    assert "OptimState8bit" in moments, moments
+    got, want = nets.full_state(ours), nets.full_state(oracle)
+    for key, value in want.items():
+        laws.assert_same_bytes(got[key], value, key)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+def test_a_third_partys_8_bit_adam_trains_as_under_plain_fsdp():
+    """If false, an optimizer that is not torch's sees other parameters than ordinary DTensors."""
+    run_ranks(2, _low_bit)
+
+
 def _replicas(rank: int, world: int) -> None:
-    features = {"HSDP": Feature(shard=lambda world: _mesh(2, 2))}
+    features = {"HSDP": Feature(shard=lambda world: mesh(2, 2))}
     _trains_as_plain(rank, world, ["HSDP"] * 3, features)
     for recipe in RECIPES.values():
         net = nets.build()
         fq.convert(net, recipe)
-        nets.shard(net, **_mesh(2, 2))
+        nets.shard(net, **mesh(2, 2))
         optimizer = nets.adam(net)
         for step in range(2):
             nets.train_step(net, optimizer, step, rank)
@@ -282,40 +313,46 @@ def test_many_steps_take_the_memory_of_ten():
     run_ranks(2, _many_steps)
 
 
-def _refusals(rank: int, world: int) -> list[str]:
-    """Each refusal is the same on every rank, and leaves a model that trains on."""
+def refusals(
+    rank: int, world: int, convert: Callable = fq.convert, optimizer: Callable = torch.optim.AdamW,
+    others: Callable[[nn.Module], list[Callable]] = lambda net: [],
+) -> list[str]:
+    """Each refusal is the same on every rank, comes before any collective, and leaves a model that trains on.
+
+    others:  further calls that are refused, of the sharded net.
+    """
     net, twin = nets.build(), nets.build()
     for model in (net, twin):
-        fq.convert(model, fq.recipes.mxfp8())
+        convert(model, fq.recipes.mxfp8())
         nets.shard(model)
-    a, b = (nets.adam(m) for m in (net, twin))
+    a, b = (optimizer(m.parameters(), lr=1e-2) for m in (net, twin))
+    nets.train_step(net, a, 0, rank), nets.train_step(twin, b, 0, rank)
     errors = []
 
-    def refused(call: Callable) -> None:
-        try:
-            call()
-        except (ValueError, RuntimeError) as error:
-            errors.append(str(error))
-        else:
-            raise AssertionError("nothing was refused")
-
-    def in_mid_step() -> None:
-        try:
-            fq.set_recipe(net, fq.recipes.nvfp4())
-        finally:
-            net.reshard()
+    def refused(call: Callable, gathers: bool = False) -> None:
+        with nets.recorded_collectives() as seen:
+            try:
+                call()
+            except (ValueError, RuntimeError) as error:
+                errors.append(str(error))
+            else:
+                raise AssertionError("nothing was refused")
+        assert gathers or not seen, f"collectives before {errors[-1]}: {seen}"
 
     net.unshard()
-    refused(in_mid_step)
+    refused(lambda: fq.set_recipe(net, fq.recipes.nvfp4()))
+    net.reshard()
 
     def other_format() -> None:
         with fq.autocast(fq.recipes.nvfp4()):
             net(nets.batch())
 
-    refused(other_format)
+    refused(other_format, gathers=True)  # FSDP2's, before the module is called
     state = copy.deepcopy(fq.state_dict(net)) | {"fingerprint": "of another", "recipe": "of another"}
     refused(lambda: fq.load_state_dict(net, state))
-    for step in range(2):
+    for call in others(net):
+        refused(call)
+    for step in range(1, 3):
         laws.assert_same_bytes(
             nets.train_step(net, a, step, rank), nets.train_step(twin, b, step, rank), f"step {step} after the refusals"
         )
@@ -324,7 +361,7 @@ def _refusals(rank: int, world: int) -> list[str]:
 
 def test_refusals_are_the_same_on_every_rank_and_change_nothing():
     """If false, one rank raises while another waits for it, or a refused change is half made."""
-    results = run_ranks(2, _refusals)
+    results = run_ranks(2, refusals)
     assert results[0] == results[1] and len(results[0]) == 3, results
     for text, wanted in zip(results[0], ("gathered now", "use fq.set_recipe", "another recipe")):
         assert wanted in text or "recipe" in text, (wanted, text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 
@@ -17,13 +18,16 @@ from dist_tests import laws
 from dist_tests.multi import nets
 from dist_tests.multi.harness import run_ranks
 from dist_tests.multi.test_fsdp_bytes import Parallel, _derived_slots
+from dist_tests.multi.test_fsdp_features import FEATURES, Feature, mesh, named, refusals
+from dist_tests.multi.test_fsdp_features import RECIPES as MODES
 from dist_tests.multi.test_fsdp_training import RECIPES
 from dist_tests.single import hopper
 from fsdp_quant.counters import counters
+from fsdp_quant.gemm import StaleWeightError
 from fsdp_quant.recipe import Role
 from fsdp_quant.tensor.fsdp_hooks import FSDPHooks
 from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
-from fsdp_quant.tensor.torch_compat import local_of
+from fsdp_quant.tensor.torch_compat import local_of, managed_params_of
 
 DERIVED = fq.Recipe("derived", _derived_slots, (("col", "nvfp4"), ("row", "mxfp8")))
 ROLE = Role("linear", "weight", "blocks.0.up")
@@ -186,59 +190,82 @@ def test_masters_come_from_initial_values_and_are_held_once():
     run_ranks(3, _masters_are_let_go)
 
 
-def _refused(rank: int, world: int) -> str:
-    _, net = _models(RECIPES["nvfp4"])
-    optimizer = torch.optim.AdamW(net.parameters())
-    net(nets.batch(rank=rank)).square().mean().backward()
-    before = nets.full_state(net)
-    try:
-        optimizer.step()
-    except ValueError as error:
-        for name, value in nets.full_state(net).items():
-            laws.assert_same_bytes(value, before[name], f"{name} after a refused step")
-        return str(error)
-    return "not refused"
+def _refused(rank: int, world: int) -> list[str]:
+    """What ordinary parameters are refused, and an optimizer without masters; masters that are gone with theirs."""
+    def without_masters(net: nn.Module) -> list:
+        net(nets.batch(rank=rank)).square().mean().backward()
+        optimizer = torch.optim.AdamW(net.parameters())
+        before = {name: plain(p).clone() for name, p in net.named_parameters()}
+
+        def step() -> None:
+            try:
+                optimizer.step()
+            finally:
+                for name, p in net.named_parameters():
+                    laws.assert_same_bytes(plain(p), before[name], f"{name} after a refused step")
+                net.zero_grad()
+
+        return [step, lambda: fq.optim.FusedAdam(net.parameters())]
+
+    errors = refusals(rank, world, quantized, fq.optim.FusedAdam, without_masters)
+    net = _models(RECIPES["nvfp4"])[1]
+    optimizer = _adam(net)
+    want = nets.train_step(net, optimizer, 0), net(nets.batch())
+    del optimizer
+    gc.collect()
+    laws.assert_same_bytes(net(nets.batch()), want[1], "codes of a model whose masters are gone")
+    for use in (net.state_dict, lambda: _adam(net)):
+        try:
+            use()
+        except (StaleWeightError, ValueError) as error:
+            errors.append(str(error))
+    return errors
 
 
-def test_an_optimizer_without_masters_is_refused_at_its_step():
-    """If false, updates below a format's step are lost without a word."""
-    errors = run_ranks(2, _refused)
-    assert len(set(errors)) == 1 and "fq.optim.FusedAdam" in errors[0] and "AdamW" in errors[0], errors
+def test_refusals_of_quantized_parameters_are_the_same_on_every_rank():
+    """If false, updates below a format's step are lost without a word, or one rank raises while another waits."""
+    results = run_ranks(2, _refused)
+    wanted = ("gathered now", "fq.set_recipe", "another", "AdamW holds no fp32 master", "another optimizer holds", "gone", "")
+    assert results[0] == results[1] and len(results[0]) == len(wanted), results
+    for text, part in zip(results[0], wanted):
+        assert part in text, (part, text)
 
 
 def _checkpoints(rank: int, world: int, folder: str) -> None:
-    """Ten steps = five, save, load into a model of either kind, five."""
-    recipe, final = RECIPES["mxfp8/nvfp4"], {}
-    for source in (0, 1):
-        net = _models(recipe)[source]
-        optimizer = _adam(net)
-        for step in range(3):
-            nets.train_step(net, optimizer, step, rank)
-        model, optim = get_state_dict(net, optimizer)
-        assert all(type(local_of(v)) is torch.Tensor for v in model.values()), "a checkpoint holds a class of ours"
-        path = f"{folder}/{source}"
-        dcp.save({"model": model, "optim": optim}, checkpoint_id=path)
-        for step in range(3, 5):
-            nets.train_step(net, optimizer, step, rank)
-        final["straight", source] = nets.full_state(net)
-        for target in (0, 1):
-            other = _models(recipe)[target]
-            with torch.no_grad():
-                for p in other.parameters():
-                    p.mul_(0.5)
-            again = _adam(other)
-            model, optim = get_state_dict(other, again)
-            dcp.load({"model": model, "optim": optim}, checkpoint_id=path)
-            set_state_dict(other, again, model_state_dict=model, optim_state_dict=optim)
+    """Five steps = three, save, load into a model of either kind, two."""
+    for label in ("mxfp8/nvfp4", "delayed"):
+        recipe, final = ALL[label], {}
+        for source in (0, 1):
+            net = _models(recipe)[source]
+            optimizer = _adam(net)
+            for step in range(3):
+                nets.train_step(net, optimizer, step, rank)
+            model, optim = get_state_dict(net, optimizer)
+            assert all(type(local_of(v)) is torch.Tensor for v in model.values()), "a checkpoint holds a class of ours"
+            path, rest = f"{folder}/{label}/{source}", fq.state_dict(net)
+            dcp.save({"model": model, "optim": optim}, checkpoint_id=path)
             for step in range(3, 5):
-                nets.train_step(other, again, step, rank)
-            final[source, target] = nets.full_state(other)
-        plain = {k: v.full_tensor() for k, v in get_state_dict(net, optimizer)[0].items()}
-        nn.Module.load_state_dict(nets.build(), plain)  # strict, into nn.Linear
-    want = final["straight", 0]
-    for label, state in final.items():
-        for name, value in want.items():
-            laws.assert_same_bytes(state[name], value, f"{label}: {name}")
+                nets.train_step(net, optimizer, step, rank)
+            final["straight", source] = nets.full_state(net)
+            for target in (0, 1):
+                other = _models(recipe)[target]
+                with torch.no_grad():
+                    for p in other.parameters():
+                        p.mul_(0.5)
+                again = _adam(other)
+                model, optim = get_state_dict(other, again)
+                dcp.load({"model": model, "optim": optim}, checkpoint_id=path)
+                set_state_dict(other, again, model_state_dict=model, optim_state_dict=optim)
+                fq.load_state_dict(other, rest)
+                for step in range(3, 5):
+                    nets.train_step(other, again, step, rank)
+                final[source, target] = nets.full_state(other)
+            values = {k: v.full_tensor() for k, v in get_state_dict(net, optimizer)[0].items()}
+            nn.Module.load_state_dict(nets.build(), values)  # strict, into nn.Linear
+        want = final["straight", 0]
+        for way, state in final.items():
+            for name, value in want.items():
+                laws.assert_same_bytes(state[name], value, f"{label}, {way}: {name}")
 
 
 def test_checkpoints_pass_between_both_kinds_of_parameters(tmp_path):
@@ -289,6 +316,10 @@ def _events(rank: int, world: int) -> None:
             p.mul_(1.5)
     fq.sync(net)
     check("an in-place edit and fq.sync")
+    for p in net.parameters():
+        plain(p).numpy()[...] *= 0.5  # moves no version
+    fq.sync(net)
+    check("a write past all versions and fq.sync")
     net.load_state_dict({k: v * 1.1 for k, v in net.state_dict().items()})
     check("load_state_dict")
     for recipe in (RECIPES["fp8_block"], RECIPES["nvfp4"], fq.recipes.identity(), DERIVED):
@@ -304,50 +335,125 @@ def test_events_reach_the_codes():
 
 
 def _encodes_in_groups(rank: int, world: int) -> None:
-    """On an emulated GPU: a step encodes all weights of an encoding in one launch, and gathers encode nothing.
+    """On an emulated GPU: a step makes all codes in a launch an encoding, or in Adam's own, and gathers encode nothing.
 
-    Adam takes two: of parameters that are their masters rounded, and of masters alone.
+    Adam takes a launch for parameters that are their masters rounded, and one for quantized parameters: where every scale
+    follows from a tile it makes their codes, else the statistics that codes follow from. Codes that a cut block needs
+    other ranks for are of the second kind.
     """
-    for label in ("mxfp8/nvfp4", "fp8_current/fp8_row", "fp8_block"):
+    recipes = ALL | {"mxfp8": fq.recipes.mxfp8()}
+    launches = {  # of (quantize_group, statistics_group, adam, adam_group)
+        ("mxfp8", 64, 64): (0, 0, 1, 1), ("mxfp8", 96, 64): (2, 0, 1, 2), ("fp8_current/fp8_row", 64, 32): (2, 0, 1, 1),
+        ("mxfp8/nvfp4", 64, 64): (2, 0, 1, 1), ("nvfp4", 96, 32): (1, 0, 1, 1), ("delayed", 64, 32): (0, 0, 2, 0),
+    }
+    for (label, size, k), wanted in launches.items():
         with hopper.emulated() as gpu:
             outputs = []
             for kind in (fq.convert, quantized):
-                net = nets.shard(kind(nets.build(hidden=(64, 64)).to(torch.bfloat16), ALL[label]))
+                net = nets.build(hidden=(size, size), k=k, out=k).to(torch.bfloat16)
+                net = nets.shard(kind(net, recipes[label]))
                 optimizer = _adam(net)
-                for step in range(3):
+                for step in range(2):
                     fq.begin_step(step)
                     gpu.calls.clear()
-                    y = net(nets.batch(0, rows=16).to(torch.bfloat16))
+                    y = net(laws.values(16, k, seed=step))
                     y.float().square().mean().backward()
                     gathered = gpu.count("quantize_group")
                     optimizer.step()
                 outputs.append(y)
-            launches, wanted = [gpu.count(name) for name in ("quantize_group", "adam")], len(ALL[label].hybrid(ROLE).encodings)
-            assert [gathered, *launches] == [0, wanted, 2], f"{label}: {gathered} {launches}, {wanted} encodings"
+            names = ("quantize_group", "statistics_group", "adam", "adam_group")
+            made = tuple(gpu.count(name) for name in names)
+            assert (gathered, made) == (0, wanted), f"{label}, {size}, {k}: {gathered} {made}, wanted {wanted}"
             laws.assert_same_bytes(outputs[1], outputs[0], f"{label}: output")
 
 
-def test_a_step_encodes_all_weights_at_once():
-    """If false, the write-back costs the host a launch a weight, or a gather encodes again."""
+def test_a_step_makes_codes_in_adams_launch_or_all_at_once():
+    """If false, the write-back costs a pass over masters more than it must, or the host a launch a weight."""
     run_ranks(2, _encodes_in_groups)
 
 
+ALIKE = [name for name in FEATURES if "AdamW" not in name and "SGD" not in name]
+
+
+def _features(rank: int, world: int, names: list[str], shard: dict[str, tuple[int, ...]]) -> None:
+    """Each feature trains quantized parameters as it trains high-precision ones, in losses, masters and moments."""
+    failed: list[str] = []
+    for i, name in enumerate([*names, *shard]):
+        feature = Feature(shard=lambda world, at=shard[name]: mesh(*at)) if name in shard else FEATURES[name]
+        for label in MODES if name in shard else laws.sample([*MODES, *MODES][i % len(MODES) :][: len(MODES)]):
+            with named(f"{name}, {label}, world {world}", failed):
+                pair = []
+                for kind in (fq.convert, quantized):
+                    net = nets.build()
+                    torch.manual_seed(1)
+                    feature.change(net)
+                    net = nets.shard(kind(net, MODES[label]), **feature.shard(world))
+                    feature.after(net)
+                    pair.append((net, fq.optim.FusedAdam(net.parameters(), lr=1e-2)))
+                for step in range(3):
+                    want, got = (feature.step(net, optimizer, step, rank) for net, optimizer in pair)
+                    laws.assert_same_bytes(got, want, f"{name}, {label}: step {step}")
+                (ordinary, a), (ours, b) = pair
+                for (key, p), q in zip(ordinary.named_parameters(), ours.parameters()):
+                    states = a.state.get(p, {}), b.state.get(q, {})
+                    want, got = (plain(state.get("master", t)) for state, t in zip(states, (p, q)))
+                    laws.assert_same_bytes(got, want, f"{name}, {label}: {key}")
+                    for moment in ("exp_avg", "exp_avg_sq") if states[0] else ():
+                        laws.assert_same_bytes(plain(states[1][moment]), plain(states[0][moment]), f"{key}: {moment}")
+                if name in shard:
+                    mine = torch.cat([plain(p).flatten() for p in ours.parameters()])
+                    other = [torch.empty_like(mine) for _ in range(shard[name][0])]
+                    group = managed_params_of(ours)[0].param.mesh_info.replicate_process_group
+                    torch.distributed.all_gather(other, mine, group=group)
+                    for replica in other:
+                        laws.assert_same_bytes(replica, mine, f"{name}, {label}: replicas")
+    assert not failed, "\n".join(failed)
+
+
+def test_features_train_both_kinds_alike():
+    """If false, a feature of FSDP2 works with high-precision parameters alone, or trains quantized ones differently."""
+    run_ranks(2, _features, ALIKE, {})
+
+
+def test_hybrid_sharding_trains_both_kinds_alike_and_replicas_agree():
+    """If false, copies of a quantized shard drift apart."""
+    run_ranks(4, _features, [], {"HSDP": (2, 2)})
+
+
 def _skipped(rank: int, world: int) -> None:
-    for capturable in (False, True):
-        net = _models(RECIPES["fp8_current/fp8_row"])[1]
-        optimizer = _adam(net, capturable=capturable)
-        nets.train_step(net, optimizer, 0)
-        before = nets.full_state(net), [t.clone() for s in optimizer.state.values() for t in map(local_of, s.values())]
-        net(nets.batch(1)).square().mean().backward()
-        optimizer.found_inf, optimizer.grad_scale = torch.ones(1), torch.full((1,), 2.0)
-        optimizer.step()
-        after = nets.full_state(net), [t.clone() for s in optimizer.state.values() for t in map(local_of, s.values())]
-        for name, value in before[0].items():
-            laws.assert_same_bytes(after[0][name], value, f"{name} after a skipped step")
-        for got, want in zip(after[1], before[1]):
-            laws.assert_same_bytes(got, want, "optimizer state after a skipped step")
+    def bytes_of(net: nn.Module, optimizer) -> list[torch.Tensor]:
+        weights = [local_of(p) for p in net.parameters() if isinstance(local_of(p), QuantizedTensor)]
+        sides = [side for w in weights for side in (w._slots.rowwise, w._slots.columnwise) if side is not None]
+        histories = [t for w in weights for h in w.state.histories.values() for t in (h.amaxes, h.enc)]
+        states = [plain(t) for s in optimizer.state.values() for t in s.values()]
+        kept = [*nets.full_state(net).values(), *states, *(b for side in sides for b in side.buffers().values()), *histories]
+        return [t.clone() for t in kept]
+
+    for label, capturable, gpu in (
+        ("fp8_current/fp8_row", False, False), ("mxfp8/nvfp4", True, True), ("fp8_block", True, True), ("delayed", True, False)
+    ):
+        with hopper.emulated() if gpu else contextlib.nullcontext():
+            pair = []
+            for is_skipped in (False, True):
+                torch.manual_seed(0)
+                net = nets.shard(quantized(nets.build(), ALL[label]))
+                optimizer = _adam(net, capturable=capturable)
+                pair.append((net, optimizer))
+                nets.train_step(net, optimizer, 0)
+                if is_skipped:
+                    before = bytes_of(net, optimizer)
+                    (net(nets.batch(1)).square().mean() * 1e3).backward()
+                    optimizer.found_inf, optimizer.grad_scale = torch.ones(1), torch.full((1,), 2.0)
+                    optimizer.step()
+                    del optimizer.found_inf, optimizer.grad_scale
+                    optimizer.zero_grad()
+                    for i, (got, want) in enumerate(zip(bytes_of(net, optimizer), before, strict=True)):
+                        laws.assert_same_bytes(got, want, f"{label}: {i} of {len(before)} after a skipped step")
+                nets.train_step(net, optimizer, 1)
+            for got, want in zip(bytes_of(*pair[1]), bytes_of(*pair[0]), strict=True):
+                laws.assert_same_bytes(got, want, f"{label}: a good step after a skipped one")
 
 
 def test_a_skipped_step_changes_nothing():
-    """If false, an overflow found by a GradScaler enters the masters or moments."""
+    """If false, an overflow found by a GradScaler enters masters, moments, codes or histories, then or in the next step."""
     run_ranks(2, _skipped)
