@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kThreads) first_amax_kernel(const __grid_const
   for (int32_t n = blockIdx.x; n < launch.tiles; n += gridDim.x) {
     const Tile tile = tile_of(launch.tensors[0], n);
     Patch<V> p;
-    load_values<In>(p, launch, launch.tensors[0], tile.row0 + at.row(), tile.col0 + at.col());
+    load_values<In>(p, launch, 0, tile.row0 + at.row(), tile.col0 + at.col());
     Maxima<V> m = col_maxima(p);
     m.level();
     largest = max(largest, bits_of(m[0]));
