@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .formats import Encoding, value_class
-from .ops import dispatch, reference
+from .formats import Encoding, ceil_div, value_class
+from .ops import dispatch, reference, runs
 from .ops.dispatch import Statistics
 
 
@@ -38,23 +38,20 @@ def reduce_amaxes(amaxes: Sequence[Tensor], group: dist.ProcessGroup | None) -> 
 
 
 @value_class
-class RowCuts:
-    """Ownership of the rows of one [rows, cols] tensor: rank r holds [bounds[r], bounds[r + 1]).
+class Cuts:
+    """Ownership of one [rows, cols] tensor in row-major order: rank r holds the units [bounds[r], bounds[r + 1]).
 
-    Empty pieces are legal. Ceil-chunking (`RowCuts.chunked`) is how FSDP2 cuts.
+    row_units:  units in a row: cols where any element may begin a piece, 1 where only whole rows do (`RowCuts`).
+
+    Empty pieces are legal.
     """
 
     bounds: tuple[int, ...]
-
-    @staticmethod
-    @functools.cache
-    def chunked(rows: int, world_size: int) -> RowCuts:
-        chunk = -(-rows // world_size)
-        return RowCuts(tuple(min(r * chunk, rows) for r in range(world_size)) + (rows,))
+    row_units: int = 1
 
     @property
     def rows(self) -> int:
-        return self.bounds[-1]
+        return self.bounds[-1] // self.row_units
 
     @property
     def is_sharded(self) -> bool:
@@ -63,23 +60,34 @@ class RowCuts:
 
     @functools.cache
     def cut_block_rows(self, encoding: Encoding) -> tuple[int, ...]:
-        """Block rows whose amax more than one rank wants: those a cut divides, or the one of the whole extent."""
+        """Block rows whose amaxes more than one rank wants: those a cut divides, or the one of the whole extent."""
         b0 = encoding.fmt.dims(encoding.direction)[0]
         if encoding.fmt.scale == "none" or not self.is_sharded:
             return ()
-        return (0,) if b0 is None else tuple(sorted({b // b0 for b in self.bounds if b % b0 and b < self.rows}))
+        units = (b0 or 0) * self.row_units
+        return (0,) if b0 is None else tuple(sorted({b // units for b in self.bounds if b % units and b < self.bounds[-1]}))
 
     @functools.cache
     def shares_statistics(self, encoding: Encoding) -> bool:
-        """Some statistic of this encoding needs more than one rank's rows."""
+        """Some statistic of this encoding needs more than one rank's elements."""
         return bool(self.cut_block_rows(encoding)) or (encoding.fmt.tensor_scale and self.is_sharded)
+
+
+class RowCuts(Cuts):
+    """Cuts between rows. Ceil-chunking (`RowCuts.chunked`) is how FSDP2 cuts."""
+
+    @staticmethod
+    @functools.cache
+    def chunked(rows: int, world_size: int) -> RowCuts:
+        chunk = -(-rows // world_size)
+        return RowCuts(tuple(min(r * chunk, rows) for r in range(world_size)) + (rows,))
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """This rank's rows of one master weight, and the encodings wanted of it.
+    """What one rank holds of one master weight, and the encodings wanted of it.
 
-    values:     [local rows, cols].
+    values:     [local rows, cols]; [elements] where cuts divide rows.
     encodings:  one a direction; each is its own tensor to the statistics.
     dtype:      that is encoded (None: of the values).
     found:      statistics of these rows that are known, one an encoding or None.
@@ -87,20 +95,42 @@ class Fragment:
 
     values: Tensor
     encodings: tuple[Encoding, ...]
-    cuts: RowCuts
+    cuts: Cuts
     rank: int
     dtype: torch.dtype | None = None
     found: tuple[Statistics | None, ...] | None = None
 
     @property
-    def row0(self) -> int:
+    def start(self) -> int:
         return self.cuts.bounds[self.rank]
 
+    @property
+    def row0(self) -> int:
+        return self.start // self.cuts.row_units
 
-def share_statistics(fragments: Sequence[Fragment], group: dist.ProcessGroup | None) -> list[list[Statistics | None]]:
+    @functools.cached_property
+    def rows(self) -> Tensor:
+        """[rows, cols]: every row of which the rank holds a part, zeros where another one does. A view of whole rows."""
+        if self.values.dim() == 2:
+            return self.values
+        return runs.covering_rows(self.values, self.start % self.cuts.row_units, self.cuts.row_units)
+
+    def block_rows(self, encoding: Encoding) -> slice:
+        """Rows of the whole tensor's blocks that `rows` overlaps."""
+        b0 = encoding.fmt.dims(encoding.direction)[0]
+        if b0 is None:
+            return slice(0, 1)
+        first = self.row0 // b0
+        return slice(first, first + ceil_div(self.row0 % b0 + self.rows.shape[0], b0))
+
+
+def share_statistics(
+    fragments: Sequence[Fragment], group: dist.ProcessGroup | None, whole: bool = False
+) -> list[list[Statistics | None]]:
     """Statistics of every (fragment, encoding) as if each tensor were whole; at most one MAX all-reduce.
 
     fragments:  the same tensors, encodings and cuts in the same order on every rank of `group`.
+    whole:      every block's amax on every rank, not only those of the blocks that a rank overlaps.
     returns:    for each fragment, for each encoding, the amaxes of the blocks that its rows overlap; None where no
                 statistic crosses a cut, so that each rank finds what it needs in its own rows.
 
@@ -111,14 +141,14 @@ def share_statistics(fragments: Sequence[Fragment], group: dist.ProcessGroup | N
     alike: dict[tuple, list[tuple[int, int]]] = {}
     for f, fragment in enumerate(fragments):
         for e, encoding in enumerate(fragment.encodings):
-            if not fragment.cuts.shares_statistics(encoding):
+            if not fragment.cuts.shares_statistics(encoding) and not (whole and encoding.fmt.scale != "none"):
                 continue
             results[f][e] = fragment.found[e] if fragment.found else None
             if results[f][e] is None:
-                alike.setdefault((encoding, fragment.dtype), []).append((f, e))
-    for (encoding, dtype), at in alike.items():
+                alike.setdefault((encoding, fragment.dtype, fragment.values.dtype), []).append((f, e))
+    for (encoding, dtype, _), at in alike.items():
         of = [fragments[f] for f, _ in at]
-        found = dispatch.statistics_group([f.values for f in of], encoding, [f.row0 for f in of], dtype)
+        found = dispatch.statistics_group([f.rows for f in of], encoding, [f.row0 for f in of], dtype)
         for (f, e), one in zip(at, found):
             results[f][e] = one
     slots, places = [], []
@@ -130,8 +160,15 @@ def share_statistics(fragments: Sequence[Fragment], group: dist.ProcessGroup | N
             if tensor_amax is not None:
                 slots.append(tensor_amax)
                 places.append((f, e, None, None))
-            b0 = encoding.fmt.dims(encoding.direction)[0]
-            first = fragment.row0 // b0 if b0 else 0
+            if whole:
+                shape = (fragment.cuts.rows, fragment.rows.shape[1])
+                slots.append(amax.new_zeros(encoding.fmt.scale_shape(shape, encoding.direction)))
+                mine = fragment.block_rows(encoding)
+                slots[-1][mine] = amax[: mine.stop - mine.start]
+                places.append((f, e, slice(None), 0))
+                results[f][e] = Statistics(slots[-1], tensor_amax)
+                continue
+            first = fragment.block_rows(encoding).start
             for block_row in fragment.cuts.cut_block_rows(encoding):
                 local = block_row - first
                 mine = 0 <= local < amax.shape[0]

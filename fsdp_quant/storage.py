@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .formats import ROWWISE, Direction, Encoding, Format, format_of, round_up
+from .formats import ROWWISE, SCALE_DTYPE, Direction, Encoding, Format, format_of, round_up
 from .ops import dispatch, layout, reference
 from .ops.capability import arch_of
 from .ops.layout import ANCHOR_RUNS, ANCHORED, COMPACT, NATIVE
@@ -79,6 +79,16 @@ class Storage:
             encoding.fmt, encoding.direction, tuple(shape), encoded.data, encoded.scale, encoded.tensor_amax, dtype, row0,
             encoded.layout,
         )
+
+    @classmethod
+    def zeros(cls, fmt: Format, direction: Direction, shape: tuple[int, int], dtype: torch.dtype, device) -> Storage:
+        """A compact storage of this geometry whose bytes are all zero."""
+        rows, cols = fmt.padded_shape(shape, direction)
+        data = torch.zeros(rows, fmt.row_bytes(cols, dtype), dtype=torch.uint8, device=device)
+        scale_shape = fmt.scale_shape(shape, direction)
+        scale = None if scale_shape is None else torch.zeros(scale_shape, dtype=SCALE_DTYPE[fmt.scale], device=device)
+        tensor_amax = torch.zeros(1, device=device) if fmt.tensor_scale else None
+        return cls(fmt, direction, tuple(shape), data if fmt.is_quantized else data.view(dtype), scale, tensor_amax, dtype)
 
     # The buffer protocol #
 

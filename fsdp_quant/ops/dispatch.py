@@ -215,6 +215,13 @@ def encode_group(
     return [Encoded(*one) for one in made]
 
 
+def scales(stats: Statistics, encoding: Encoding, enc: Tensor | None = None) -> Tensor:
+    """Decode scales [block rows, block cols] of blocks whose amaxes are known; enc: fp32 [1], of a history."""
+    if enc is not None:
+        enc = reference.delayed_factor(enc, stats.amax, encoding)
+    return reference.scales(stats.amax, stats.tensor_amax, encoding, enc)[0]
+
+
 def _anchored_scale(scale: Tensor, wanted: str) -> Tensor:
     """fp32 scales of runs as a product reads them: [lines], or [runs, lines rounded up to 4] of the columnwise runs."""
     return scale.flatten() if wanted == ANCHORED else layout.pad_to(scale, 1, 4)

@@ -52,8 +52,17 @@ def unswizzle_128x4(flat: Tensor, outer: int, blocks: int) -> Tensor:
     return tiles.permute(0, 3, 2, 1, 4).flatten(3).flatten(0, 2)[:outer, :blocks]
 
 
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """4-bit codes, one a byte, as two a byte along the last dim, the first in the low nibble; it ends on a whole byte."""
+    codes = F.pad(codes, (0, codes.shape[-1] % 2))
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack_nibbles(data: Tensor) -> Tensor:
+    """The codes of `pack_nibbles`, those of the padding too."""
+    return torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2)
+
+
 def repack_nibbles(data: Tensor, rows: int, cols: int) -> Tensor:
     """4-bit codes packed along dim 1 of [rows, cols], as codes packed along dim 1 of the transpose."""
-    codes = torch.stack((data & 0xF, data >> 4), dim=-1).flatten(1)[:, :cols].t()
-    codes = F.pad(codes, (0, rows % 2))
-    return (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous()
+    return pack_nibbles(unpack_nibbles(data)[:, :cols].t()).contiguous()

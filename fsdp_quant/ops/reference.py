@@ -41,6 +41,7 @@ from ..formats import (
     Encoding,
     Format,
 )
+from .layout import pack_nibbles, unpack_nibbles
 from .rng import random_bytes
 
 RHT_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
@@ -195,6 +196,20 @@ def _two_level_scale(amax: Tensor, tensor_amax: Tensor, round_up: bool) -> tuple
     return code, enc.clamp(max=FLT_MAX)
 
 
+def scales(
+    amax: Tensor, tensor_amax: Tensor | None, encoding: Encoding, enc: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(decode scales in storage form, fp32 encode factors) of the blocks, from their amaxes; `encode` says of what."""
+    fmt = encoding.fmt
+    if fmt.scale == "e8m0":
+        scale = e8m0_code(amax, fmt)
+        return scale, power_of_two(_inverse(scale))
+    if fmt.tensor_scale:
+        return _two_level_scale(amax, tensor_amax, round_up=encoding.stochastic)
+    factor = encode_factor(amax, fmt, encoding.eps) if enc is None else enc.expand_as(amax)
+    return torch.where(amax.isfinite(), divide(1.0, factor), torch.full_like(amax, math.nan)), factor
+
+
 # Elements #
 
 def round_stochastically(v: Tensor, element: Element, bits: Tensor) -> Tensor:
@@ -217,16 +232,6 @@ def _cast(v: Tensor, element: Element) -> Tensor:
     code = torch.minimum(torch.minimum((2 * a).round(), a.round() + 2), (a / 2).round() + 4)
     code = code.nan_to_num(nan=7.0).to(torch.uint8)
     return code | ((v.signbit() & ~v.isnan()).to(torch.uint8) << 3)
-
-
-def _pack(codes: Tensor) -> Tensor:
-    """Two 4-bit codes a byte along the last dim, the first in the low nibble; a row ends on a whole byte."""
-    codes = F.pad(codes, (0, codes.shape[1] % 2))
-    return codes[:, 0::2] | (codes[:, 1::2] << 4)
-
-
-def _unpack(data: Tensor, cols: int) -> Tensor:
-    return torch.stack((data & 0xF, data >> 4), dim=-1).flatten(1)[:, :cols]
 
 
 # Encode and decode #
@@ -252,14 +257,7 @@ def encode(
     fmt, direction = encoding.fmt, encoding.direction
     if not fmt.is_quantized:
         return x.contiguous(), None
-    if fmt.scale == "e8m0":
-        scale = e8m0_code(amax, fmt)
-        factor = power_of_two(_inverse(scale))
-    elif fmt.tensor_scale:
-        scale, factor = _two_level_scale(amax, tensor_amax, round_up=encoding.stochastic)
-    else:
-        factor = encode_factor(amax, fmt, encoding.eps) if enc is None else enc.expand_as(amax)
-        scale = torch.where(amax.isfinite(), divide(1.0, factor), torch.full_like(amax, math.nan))
+    scale, factor = scales(amax, tensor_amax, encoding, enc)
     values = _scaled(x, factor, fmt, direction, row0)
     if encoding.stochastic:
         if key is None:
@@ -267,7 +265,7 @@ def encode(
         limit = fmt.element.max
         values = round_stochastically(values.clamp(-limit, limit), fmt.element, random_bytes(x.shape, direction, key))
     codes = _cast(values, fmt.element)
-    return (_pack(codes) if fmt.element.bits == 4 else codes.contiguous()), scale
+    return (pack_nibbles(codes) if fmt.element.bits == 4 else codes.contiguous()), scale
 
 
 def decode_codes(data: Tensor, fmt: Format, cols: int) -> Tensor:
@@ -277,7 +275,7 @@ def decode_codes(data: Tensor, fmt: Format, cols: int) -> Tensor:
     if fmt.element != E2M1:
         return data.view(fmt.element.dtype).float()
     table = torch.tensor(_E2M1_VALUES + tuple(-v for v in _E2M1_VALUES), device=data.device)
-    return table[_unpack(data, cols).int()]
+    return table[unpack_nibbles(data)[:, :cols].int()]
 
 
 def decode_scale(scale: Tensor, fmt: Format) -> Tensor:

@@ -50,6 +50,7 @@ class WeightState:
     recomputes:     the backward recomputes the forward of the module, so it needs the rowwise codes too.
     keeps_codes:    False: codes of a weight that no one shards are made a direction at a time, and let go as the backward
                     takes the last of them; a second backward of the same version makes them again.
+    publisher:      what writes the codes of a weight whose masters lie with a trainer (`QuantizedWeight.give_to`), or None.
     histories:      (module or weight name, slot, direction, quantizer) -> AmaxHistory of delayed scaling.
     """
 
@@ -60,6 +61,7 @@ class WeightState:
         self.parts: list[WeightState] = []
         self.forgotten = 0  # how often codes were
         self.keeps_codes = True
+        self.publisher = None
         self.histories: dict[tuple, AmaxHistory] = {}
         self._forget()
         ALL_STATES.add(self)
@@ -74,7 +76,7 @@ class WeightState:
 
     def __getstate__(self) -> dict:
         drop = ("gathered", "managed", "_statistics", "_found", "_codes", "_whole")
-        return {k: v for k, v in self.__dict__.items() if k not in drop} | {"pending": True}
+        return {k: v for k, v in self.__dict__.items() if k not in drop} | {"pending": True, "publisher": None}
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
@@ -344,6 +346,9 @@ class WeightState:
 
     def check_fresh(self, storage: Storage, version: object) -> None:
         """Raise StaleWeightError unless gathered codes can be read and are those of the master as it is now."""
+        if self.publisher is not None:
+            self.publisher.check_ready(self.name, storage.direction)
+            return
         if storage.is_freed:
             raise StaleWeightError(
                 f"{self.name}: the {storage.direction.value} codes were freed: FSDP resharded the weight or gathered the "

@@ -22,6 +22,7 @@ from ..gemm import StaleWeightError
 from ..ops.dispatch import Encoded
 from ..scaling import RowCuts
 from ..storage import Storage
+from . import torch_compat
 from .aten_table import AtenTable, aten
 from .fsdp_hooks import FSDPHooks
 from .master_weight import MasterWeight, Mutations, Shard, WeightState, version_of
@@ -60,6 +61,10 @@ class QuantizedWeightState(WeightState):
         content = shard.weight._content
         storage = content.slots.get(shard.direction) if content.quantizer == shard.weight._quantizer else None
         return None if storage is None or not storage.fmt.is_quantized else (storage.data, storage.scale)
+
+    def fresh_storage(self, shard: Shard, device: torch.device | None = None) -> Storage:
+        """See `WeightState`; of a published weight, what is published."""
+        return super().fresh_storage(shard, device) if self.publisher is None else shard.weight.storage_for(shard.direction)
 
     def keep(self, shard: Shard, encoded: Encoded) -> Encoded:
         shard.weight.store(shard.direction, encoded, shard.row0)
@@ -119,6 +124,11 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         Raises StaleWeightError where the optimizer that took them is gone.
         """
         content = self._content
+        if self.state.publisher is not None:
+            raise StaleWeightError(
+                f"{self.state.name} is published by a weight sync, and its masters lie with the trainer: its codes can be "
+                "multiplied, but neither changed nor saved in high precision; write or save the masters, and call refresh"
+            )
         if content.master is None:
             if content.values is None:
                 with torch.inference_mode(False):
@@ -136,6 +146,8 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
     def version(self) -> object:
         """Equal as long as the values are; that of the codes where no values are left."""
         content = self._content
+        if self.state.publisher is not None:
+            return self.state.publisher.generation
         if content.master is not None and content.master() is None:
             return content.slots.version.get(ROWWISE)
         inner = self.inner
@@ -154,12 +166,7 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         Raises ValueError for a weight without values: one on the meta device, or whose master another optimizer has.
         """
         content = self._content
-        if self.device.type == "meta":
-            raise ValueError(
-                f"{self.state.name} is on the meta device; call to_empty() and initialize the model before making its optimizer"
-            )
-        if content.master is not None:
-            raise ValueError(f"another optimizer holds the master of {self.state.name}; give each weight to one optimizer")
+        self.check_not_taken()
         values = self.inner
         master = values.detach() if values.dtype is torch.float32 else values.float()
         if master.untyped_storage().nbytes() > master.nbytes:  # rows of a larger tensor
@@ -167,6 +174,42 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         self.state.pending = True
         content.values, content.master, content.mutations = None, weakref.ref(master), Mutations(master)
         return master
+
+    def check_not_taken(self) -> None:
+        """Raise ValueError unless the weight has its values: not on the meta device, nor with an optimizer or a publisher."""
+        if self.device.type == "meta":
+            raise ValueError(
+                f"{self.state.name} is on the meta device; call to_empty() and initialize the model before making its optimizer"
+            )
+        if self._content.master is not None or self.state.publisher is not None:
+            who = "optimizer" if self.state.publisher is None else "weight sync"
+            raise ValueError(f"another {who} holds the master of {self.state.name}; give each weight to one optimizer")
+
+    def give_to(self, publisher) -> Tensor:
+        """The values [rows, cols]; from now on `publisher` has them, and writes the codes (`receive`).
+
+        publisher:  has `generation`, and `check_ready(name, direction)`, which products ask before they read.
+        """
+        content, quantizer = self._content, self.state.quantizer
+        values = self.inner.detach()
+        content.values, content.slots, content.quantizer = None, Slots(owner=self.state), self._quantizer
+        for direction in Direction:
+            side = quantizer.side(direction)
+            if side is not None and not (quantizer.one_storage and direction is COLUMNWISE):
+                made = Storage.zeros(side.fmt, direction, tuple(self.shape), self.dtype, self.device)
+                setattr(content.slots, direction.value, made)
+        if quantizer.one_storage:
+            content.slots.columnwise = content.slots.rowwise.as_direction(COLUMNWISE)
+        self.state.publisher = publisher
+        return values
+
+    @torch.no_grad()
+    def receive(self, direction: Direction, buffers: dict[str, Tensor]) -> Storage:
+        """Write published codes of one direction over those before; the storage that holds them."""
+        storage = self._slots.get(direction)
+        torch_compat.copy_all([(into, buffers[name].view_as(into)) for name, into in storage.buffers().items()])
+        self._slots.laid_out.clear()
+        return storage
 
     def has_master_in(self, tensors: Iterable) -> bool:
         """Its master is one of these: what an optimizer keeps of it."""
@@ -220,6 +263,7 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
     def _current(self) -> Slots:
         """The codes for whoever reads a whole weight, made anew if its values changed; a shard's are those of the last event."""
         whole = self.dim() == 2 and self.shape[0] == self.state.shape[0] and self.device.type != "meta"
+        whole = whole and self.state.publisher is None
         if not whole or all(map(self.is_current, Direction)):
             return self._slots
         quantizer, cuts = self.state.quantizer, RowCuts((0, self.shape[0]))

@@ -1,0 +1,475 @@
+"""`fq.hooks`: for trainers that own flat buffers and cut them at any element; formats, statistics, codes and validity are ours.
+
+[Note: the life of a step]
+    masters of the pieces --cast_--> this rank's segments --gather--> segments of all ranks --finish--> the weights' storages
+    INIT                             CAST (generation)                GATHERED                          READY
+
+The trainer decides who owns which elements (`ShardMap`), where the bytes lie (`bind`) and when they move. A weight is a
+`QuantizedTensor` parameter of `fq.quantized_model_init`; a product that reads a direction which is not READY at the newest
+generation raises StaleWeightError.
+
+What travels is flat uint8, one buffer a channel: what serves the rowwise storages, the columnwise ones, or both. Two transports
+give the same bytes: "codes", and "highprec", which gathers rounded masters and quantizes whole weights on every rank. So do
+two kinds of statistics: "dense" reduces every amax and derives every scale on each rank; "halo" reduces the amaxes of blocks
+that a cut divides, and gathers scales.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .counters import counters
+from .formats import COLUMNWISE, Direction, canonical_text
+from .gemm import StaleWeightError
+from .parallel.master_weights import cast_master_weights
+from .parallel.published_weight import BOTH, Channel, PublishedWeight, SyncItem, bits_of
+from .parallel.shard_map import ALIGNMENT, Segments, ShardMap
+from .recipe import Recipe, Role
+from .scaling import AmaxHistory
+from .tensor import torch_compat
+from .tensor.quantized_weight import QuantizedWeight
+from .tensor.torch_compat import local_of
+
+__all__ = ["ShardMap", "SyncItem", "WeightSync", "describe", "plan_weight_sync", "token_alignment"]
+
+TRANSPORTS, STATISTICS = ("auto", "codes", "highprec"), ("dense", "halo")
+
+
+@dataclass(frozen=True)
+class WeightFacts:
+    """What a trainer may ask of a parameter before it lays out its buffers.
+
+    formats:     by direction; a direction that shares or derives its storage says so.
+    wire_bits:   of an element's codes, by what is encoded of the master; scales come on top.
+    """
+
+    is_quantized: bool
+    shape: tuple[int, ...]
+    formats: dict[str, str]
+    wire_bits: dict[str, int]
+
+
+def describe(param: Tensor) -> WeightFacts:
+    """What is known of a parameter: formats and bits on the wire, or that it is not quantized."""
+    weight = local_of(param)
+    if not isinstance(weight, QuantizedWeight):
+        return WeightFacts(False, tuple(param.shape), {}, {})
+    quantizer = weight.state.quantizer
+    formats = {d.value: repr(q.fmt) for d in Direction if (q := quantizer.side(d)) is not None}
+    if quantizer.one_storage:
+        formats[COLUMNWISE.value] += " (the rowwise storage)"
+    elif quantizer.is_derived:
+        formats[COLUMNWISE.value] += " (of the decoded rowwise storage)"
+    bits = {d.value: bits_of(e, weight.dtype) for d, e in quantizer.encodings.items()}
+    return WeightFacts(True, tuple(weight.shape), formats, bits)
+
+
+def token_alignment(recipe: Recipe, role: Role | str) -> int:
+    """Tokens of which a group (an expert's, a sequence shard's) must be a multiple, so that no block of an activation or
+    a gradient crosses into the next group: the least common multiple over both tensors and directions.
+
+    role:  of any tensor of the module, or the module's name.
+    """
+    kind, name = (role.module_type, role.name) if isinstance(role, Role) else ("linear", role)
+    sizes = [1]
+    for tensor_type in ("input", "grad_output"):
+        hybrid = recipe.hybrid(Role(kind, tensor_type, name))
+        sizes += [
+            size for d in Direction if (q := hybrid.side(d)) is not None
+            for size in (q.fmt.dims(d)[0] or 1, q.fmt.padded_shape((1, 1), d)[0])
+        ]
+    return math.lcm(*sizes)
+
+
+# The sync #
+
+class BufferRequest(NamedTuple):
+    """Memory that a channel's all-gather fills: uint8 [nbytes], aligned; of rank r from r * segment on."""
+
+    directions: frozenset[Direction]
+    nbytes: int
+    segment: int
+    alignment: int
+
+
+class WeightSync:
+    """Casts, gathers and finishes the weights of one data-parallel group; `plan_weight_sync` makes it.
+
+    generation:  casts that were attempted, on the host. `applied`, int64 [] on the device: those that were not skipped.
+    fingerprint: of names, shapes, formats and rounding: equal for every world size, cut and transport.
+
+    Every rank of the group makes the same calls in the same order; their number and order follow from the plan alone.
+    """
+
+    def __init__(self, weights: list[PublishedWeight], group: dist.ProcessGroup | None, device: torch.device, dense: bool):
+        self.group, self.rank, self.world = group, 0 if group is None else group.rank(), 1 if group is None else group.size()
+        self.generation, self.applied = 0, torch.zeros((), dtype=torch.int64, device=device)
+        self._device, self._weights, self._dense, self._ready = device, weights, dense, dict.fromkeys(Direction, 0)
+        by_serves: dict[frozenset[Direction], list] = {}
+        for weight in weights:
+            for (direction, part), (serves, plane) in weight.planes.items():
+                by_serves.setdefault(serves, []).append(((weight.name, direction, part), plane))
+        self._channels = []
+        for serves, found in by_serves.items():
+            segments = Segments(tuple(plane for _, plane in found), self.world)
+            segments.prove()
+            buffer = torch.zeros(self.world * segments.size, dtype=torch.uint8, device=device)
+            self._channels.append(Channel(serves, [key for key, _ in found], segments, buffer))
+        self._initial = [weight.weight.give_to(self) for weight in weights]
+
+    @property
+    def fingerprint(self) -> str:
+        facts = [(w.state.name, w.shape, w.quantizer, w.state.compute_dtype, w.weight.dtype) for w in self._weights]
+        return f"{zlib.crc32(canonical_text(facts).encode()):08x}"
+
+    # Memory #
+
+    def buffers(self) -> list[BufferRequest]:
+        """The memory that gathers fill, one request a channel."""
+        return [BufferRequest(c.serves, c.buffer.numel(), c.segments.size, ALIGNMENT) for c in self._channels]
+
+    def bind(self, buffers: Sequence[Tensor]) -> None:
+        """Use the trainer's memory for `buffers()`, in that order; what a cast has written is taken along.
+
+        Raises ValueError, and binds nothing, for memory that is too small, misaligned, shared or elsewhere.
+        """
+        wanted = self.buffers()
+        if len(buffers) != len(wanted):
+            raise ValueError(f"bind takes {len(wanted)} buffers, as buffers() says, got {len(buffers)}")
+        for i, (buffer, want) in enumerate(zip(buffers, wanted)):
+            got = f"buffer {i} is {buffer.dtype} {list(buffer.shape)} on {buffer.device}"
+            if buffer.dtype is not torch.uint8 or buffer.stride() != (1,) or buffer.device != self._device:
+                raise ValueError(f"{got}; wanted contiguous uint8 [{want.nbytes}] on {self._device}")
+            if buffer.numel() < want.nbytes:
+                raise ValueError(f"{got}, which is too small: wanted at least {want.nbytes} bytes")
+            if buffer.data_ptr() % want.alignment:
+                raise ValueError(f"{got}, at an address that is no multiple of {want.alignment}; align it")
+        spans = sorted((b.data_ptr(), b.data_ptr() + want.nbytes) for b, want in zip(buffers, wanted))
+        if any(end > start for (_, end), (start, _) in zip(spans, spans[1:])):
+            raise ValueError("buffers overlap: a gather of one direction would write the other's bytes")
+        for buffer, channel in zip(buffers, self._channels):
+            channel.buffer = buffer[: channel.buffer.numel()].copy_(channel.buffer)
+
+    @torch.no_grad()
+    def init_masters(self) -> list[Tensor]:
+        """fp32 [owned elements] of each weight's initial values, exact; then the initial values are freed.
+
+        Raises RuntimeError when they were handed out, or cast over, before.
+        """
+        if self._initial is None:
+            raise RuntimeError("the initial values are gone: init_masters() hands them out once, before the first cast")
+        masters = []
+        for weight, values in zip(self._weights, self._initial):
+            start, end = weight.shards.run(self.rank)
+            masters.append(values.detach().reshape(-1)[start:end].to(torch.float32, copy=True))
+        self._initial = None
+        return masters
+
+    # A step #
+
+    def cast_(self, masters: Sequence[Tensor], *, skip: Tensor | bool | None = None) -> None:
+        """After an optimizer step: histories roll, amaxes are shared, this rank's elements are encoded into its segments.
+
+        masters:  for each weight the fp32 (or compute dtype) values of the elements that this rank owns, in any shape.
+        skip:     not zero, alike on every rank: the step was not applied. No byte, scale or history changes, and amaxes of
+                  activations and gradients since the step before are dropped. It is read on the device.
+
+        Raises ValueError, and changes nothing, for masters that do not fit the plan.
+        """
+        if skip is not None and self.generation == 0:
+            raise ValueError("the first cast cannot be skipped, because there are no codes yet; call refresh(masters) first")
+        masters = self._checked(masters)
+        if skip is not None:
+            flag = torch.as_tensor(skip, device=self._device)
+            skip = flag.reshape(()) != 0
+        self._roll(skip)
+        self._cast(masters, skip)
+
+    @torch.no_grad()
+    def refresh(self, masters: Sequence[Tensor]) -> None:
+        """Codes of these masters in every direction, outside a step: at the start, after a load, for an evaluation."""
+        self._cast(self._checked(masters), None)
+        self.gather()
+        self.finish()
+
+    def _checked(self, masters: Sequence[Tensor]) -> list[Tensor]:
+        if len(masters) != len(self._weights):
+            raise ValueError(f"wanted a master for each of {len(self._weights)} weights, got {len(masters)}")
+        for weight, master in zip(self._weights, masters):
+            start, end = weight.shards.run(self.rank)
+            if master.numel() != end - start:
+                raise ValueError(
+                    f"{weight.name}: rank {self.rank} owns the {end - start} elements [{start}, {end}), got a master of "
+                    f"{master.numel()}; pass the owned elements only, without padding"
+                )
+            if not master.is_floating_point() or master.device != self._device or not master.is_contiguous():
+                raise ValueError(
+                    f"{weight.name}: the master is {master.dtype} on {master.device}, strides {master.stride()}; wanted "
+                    f"contiguous floating values on {self._device}"
+                )
+        return [master.detach().reshape(-1) for master in masters]
+
+    @torch.no_grad()
+    def _roll(self, skip: Tensor | None) -> None:
+        """End the step of every history of these weights' layers; a skipped one drops amaxes of activations and gradients."""
+        found = {
+            id(h): (slot, h.to(self._device)) for w in self._weights for (_, slot, *_), h in w.state.histories.items()
+        }
+        writes = AmaxHistory.rolled([h for _, h in found.values()])
+        if skip is not None:
+            kept = {}
+            for slot, h in found.values():
+                amaxes = h.amaxes.clone()
+                if slot != "weight":
+                    amaxes[0] = 0.0
+                kept[id(h.amaxes)], kept[id(h.enc)] = amaxes, h.enc
+            writes = [(target, torch.where(skip, kept[id(target)], values)) for target, values in writes]
+        torch_compat.copy_all(writes)
+
+    @torch.no_grad()
+    def _cast(self, masters: list[Tensor], skip: Tensor | None) -> None:
+        def write(target: Tensor, values: Tensor) -> None:
+            target.copy_(values if skip is None else torch.where(skip, target, values))
+
+        fragments, owners = [], []
+        for weight, master in zip(self._weights, masters):
+            fragments += (of := weight.fragments(master, self.rank))
+            owners += [weight] * len(of)
+        factors = [[w.factor(e.direction) for e in f.encodings] for w, f in zip(owners, fragments)]
+        if self.world > 1 and any(self._dense or f.cuts.shares_statistics(e) for f in fragments for e in f.encodings):
+            counters.add("amax all-reduce", "sync")
+        pieces: dict[tuple[str, Direction | None, str], Tensor] = {}
+        made = cast_master_weights(fragments, self.group, factors, self._dense)
+        for weight, fragment, casts in zip(owners, fragments, made):
+            for encoding, cast in zip(fragment.encodings, casts):
+                direction = encoding.direction
+                if (history := weight.history(direction)) is not None:
+                    history.record(cast.amax if skip is None else torch.where(skip, 0.0, cast.amax))
+                if weight.gathers_values:
+                    continue
+                side = weight.sides[direction]
+                pieces[weight.name, direction, "codes"] = cast.codes
+                for staged, fresh in ((side.tensor_amax, cast.tensor_amax), (side.scale, cast.scale)):
+                    if staged is not None:
+                        write(staged, fresh)
+                if (direction, "scale") in weight.planes:
+                    start, end = weight.planes[direction, "scale"][1].map.run(self.rank)
+                    before = fragment.block_rows(encoding).start * cast.scale.shape[1]
+                    own = cast.scale.reshape(-1)[start - before : end - before]
+                    pieces[weight.name, direction, "scale"] = own.view(torch.uint8)
+        for weight, master in zip(self._weights, masters):
+            if weight.gathers_values:
+                pieces[weight.name, None, "values"] = master.to(weight.wire_dtype).view(torch.uint8)
+        for channel in self._channels:
+            self._wait(channel)
+            write(channel.segment(self.rank), self._packed(channel, pieces))
+        self.applied += 1 if skip is None else ~skip
+        self.generation, self._initial = self.generation + 1, None
+        for channel in self._channels:
+            channel.cast = self.generation
+
+    def _packed(self, channel: Channel, pieces: dict) -> Tensor:
+        offsets, parts, at = channel.segments.offsets[self.rank], [], 0
+        for key, offset in zip(channel.keys, offsets):
+            parts += [pieces[key].new_zeros(offset - at), pieces[key]]
+            at = offset + pieces[key].numel()
+        return torch.cat([*parts, channel.buffer.new_zeros(channel.segments.size - at)])
+
+    def _wait(self, channel: Channel) -> None:
+        if channel.work is not None:
+            channel.work.wait()
+            channel.work = None
+
+    def _of(self, directions) -> list[Channel]:
+        wanted = frozenset(directions)
+        if not wanted or not wanted <= BOTH:
+            raise ValueError(f"directions are fq.ROWWISE and fq.COLUMNWISE, got {directions}")
+        return [c for c in self._channels if c.serves & wanted]
+
+    def gather(self, directions=tuple(Direction), async_op: bool = False) -> Work | None:
+        """All-gather the segments that serve these directions, in place.
+
+        async_op:  return at once with something to wait for; `finish` waits too.
+        Raises StaleWeightError before the first cast.
+        """
+        channels = self._of(directions)
+        if self.generation == 0:
+            raise StaleWeightError("nothing was cast yet; call cast_ or refresh with the masters first")
+        for channel in channels:
+            self._wait(channel)
+            if self.world > 1:
+                channel.work = dist.all_gather_into_tensor(
+                    channel.buffer, channel.segment(self.rank), group=self.group, async_op=True
+                )
+            counters.add("gather", ("sync", channel.served, "segments"), channel.buffer.numel())
+        self.gathered(directions)
+        work = Work(self, channels)
+        return work if async_op else work.wait()
+
+    def gathered(self, directions=tuple(Direction)) -> None:
+        """The trainer has gathered the segments of these directions itself, into the buffers of `buffers()`."""
+        for channel in self._of(directions):
+            channel.gathered = channel.cast
+
+    @torch.no_grad()
+    def finish(self, directions=tuple(Direction)) -> None:
+        """Let the weights be what was gathered; a direction that is ready already is left alone.
+
+        Raises StaleWeightError, and changes nothing, for a direction that was not gathered since the last cast.
+        """
+        channels = self._of(directions)
+        if self.generation == 0 or any(c.gathered != self.generation for c in channels):
+            raise StaleWeightError(
+                f"finish({[d.value for d in directions]}) before their gather of generation {self.generation}; call gather(), "
+                "or gathered() after an all-gather of your own"
+            )
+        for channel in channels:
+            self._wait(channel)
+        late = [d for d in Direction if d in directions and self._ready[d] != self.generation]
+        merged: dict[str, dict] = {weight.name: {} for weight in self._weights}
+        for channel in self._of(late) if late else ():
+            for p, (name, direction, part) in enumerate(channel.keys):
+                merged[name][direction, part] = channel.merged(p)
+        for weight in self._weights:
+            weight.finish(late, merged[weight.name])
+        self._ready.update(dict.fromkeys(late, self.generation))
+
+    def check_ready(self, name: str, direction: Direction) -> None:
+        """Raise StaleWeightError unless the codes of a direction are those of the last cast."""
+        if self.generation == 0 or self._ready[direction] != self.generation:
+            done = "cast" if self.generation else "planned"
+            if self.generation and all(c.gathered == self.generation for c in self._of((direction,))):
+                done = "gathered"
+            raise StaleWeightError(
+                f"{name}: the {direction.value} codes are of generation {self._ready[direction]} and generation "
+                f"{self.generation} is {done}, not finished; call gather and finish for {direction.value}, or refresh, before "
+                "a product reads it"
+            )
+
+    # Checkpoints and text #
+
+    def state_dict(self) -> dict:
+        """What a checkpoint holds beside masters and `fq.state_dict`: fingerprint, and how many casts were applied."""
+        return {"fingerprint": self.fingerprint, "applied": self.applied.clone()}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on from a checkpoint, at any world size, cuts and transport; `refresh(masters)` then makes the codes.
+
+        Raises ValueError, and changes nothing, where other weights, formats or rounding were saved.
+        """
+        if state["fingerprint"] != self.fingerprint:
+            raise ValueError(
+                f"the checkpoint is of other weights, formats or rounding (fingerprint {state['fingerprint']}, here "
+                f"{self.fingerprint}); plan the sync with the recipe that was saved, or leave this state out to change it"
+            )
+        self.applied.copy_(state["applied"])
+
+    def describe(self) -> str:
+        """The plan as text: what is gathered, a line a channel, and bytes of a whole sync on every rank."""
+        lines = []
+        for channel in self._channels:
+            used, segment = sum(plane.nbytes for plane in channel.segments.planes), channel.segments.size
+            lines.append(f"{channel.served}: {len(channel.keys)} planes, {used} bytes in {self.world} segments of {segment}")
+        reduced = len({d for w in self._weights for d in w.sides}) and ("every amax" if self._dense else "amaxes of cut blocks")
+        return "\n".join([*lines, f"reduced at each cast: {reduced or 'nothing'}"])
+
+    def __repr__(self) -> str:
+        return f"WeightSync({len(self._weights)} weights, rank {self.rank} of {self.world}, generation {self.generation})"
+
+
+class Work:
+    """All-gathers under way."""
+
+    def __init__(self, sync: WeightSync, channels: list[Channel]):
+        self._sync, self._channels = sync, channels
+
+    def wait(self) -> None:
+        for channel in self._channels:
+            self._sync._wait(channel)
+
+
+# The plan #
+
+def plan_weight_sync(
+    items: Sequence[SyncItem], group: dist.ProcessGroup | None, transport: str = "auto", stats: str = "dense",
+    compute_dtype: torch.dtype | None = torch.bfloat16,
+) -> WeightSync:
+    """Plan how these weights are cast, gathered and finished; from then on they are what the sync publishes.
+
+    items:          the same on every rank of `group` (None: one process), in the same order.
+    transport:      "codes", "highprec" (rounded masters), or "auto": for each weight what sends fewer bytes.
+    stats:          "dense" or "halo"; see the module's note.
+    compute_dtype:  that the weights' recipe has: what quantizers see of the master.
+
+    Every rank must call it: one all-reduce compares the plans. Raises ValueError on every rank, and changes no weight, if
+    any of them cannot plan: ownership that does not cover a weight once, encodings that mix elements across a cut (a
+    rotation), stochastic rounding, a weight that is no quantized parameter, or that another sync or optimizer has.
+    """
+    items = [SyncItem(*item) for item in items]
+    error, weights = None, []
+    try:
+        _check(items, group, transport, stats, compute_dtype)
+        weights = [PublishedWeight(item, transport, stats == "dense") for item in items]
+    except (ValueError, TypeError) as caught:
+        error = caught
+    devices = {w.device for w in weights}
+    device = devices.pop() if devices else torch.device("cpu")
+    if error is None and devices:
+        error = ValueError(f"the weights of a sync lie on one device, got {sorted(map(str, {device, *devices}))}")
+    facts = [(w.name, w.shards.cuts, w.shape, w.quantizer, w.gathers_values) for w in weights]
+    _agree(group, device, error, canonical_text((facts, transport, stats, compute_dtype)))
+    return WeightSync(weights, group, device, stats == "dense")
+
+
+def _check(items: list[SyncItem], group, transport: str, stats: str, compute_dtype: torch.dtype | None) -> None:
+    """Raise ValueError for what cannot be planned, naming the weight."""
+    if transport not in TRANSPORTS or stats not in STATISTICS:
+        raise ValueError(f"transport is one of {TRANSPORTS} and stats one of {STATISTICS}, got {transport!r} and {stats!r}")
+    world, seen = 1 if group is None else group.size(), set()
+    for name, weight, shards in items:
+        if not isinstance(weight, QuantizedWeight):
+            raise ValueError(
+                f"{name}: {type(weight).__name__} is no quantized parameter; build the model under fq.quantized_model_init"
+            )
+        quantizer, state = weight.state.quantizer, weight.state
+        if weight.dim() != 2 or tuple(weight.shape) != state.shape or weight.device.type == "meta" or not weight.numel():
+            raise ValueError(f"{name}: wanted a whole weight of two dims, got {list(weight.shape)} on {weight.device}")
+        if seen & {id(state), name}:
+            raise ValueError(f"{name}: the weight, or its name, is in the items twice; a tied weight is published once")
+        seen |= {id(state), name}
+        weight.check_not_taken()
+        if shards.numel != weight.numel() or shards.ranks != world:
+            raise ValueError(
+                f"{name}: the shards are of {shards.numel} elements on {shards.ranks} ranks; wanted {weight.numel()} on {world}"
+            )
+        for d, encoding in quantizer.encodings.items():
+            if encoding.fmt.rotated or encoding.stochastic:
+                what = "rotated, which mixes elements of two owners" if encoding.fmt.rotated else "rounded stochastically"
+                raise ValueError(f"{name}.{d.value} is {encoding.fmt}, {what}; do so with activations and gradients only")
+        if state.compute_dtype != compute_dtype:
+            raise ValueError(
+                f"{name}: its recipe quantizes from {state.compute_dtype}, and compute_dtype={compute_dtype}; wanted one dtype"
+            )
+
+
+def _agree(group, device: torch.device, error: Exception | None, facts: str) -> None:
+    """Raise on every rank if one of them cannot plan, or plans something else."""
+    if group is not None and group.size() > 1:
+        digest = zlib.crc32(facts.encode())
+        told = torch.tensor([digest, -digest, int(error is not None)], dtype=torch.int64, device=device)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
+        highest, lowest, failed = told.tolist()
+        if error is None and failed:
+            error = ValueError("another rank of the group could not plan its weight sync, and says why; no rank has one")
+        elif error is None and highest != -lowest:
+            error = ValueError("ranks of the group plan other weights, cuts, formats or transports; give all the same items")
+    if error is not None:
+        raise error

@@ -1,0 +1,179 @@
+"""A weight whose masters lie in pieces: the planes that it publishes, and the channels that planes travel in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..formats import COLUMNWISE, ROWWISE, SCALE_BYTES, SCALE_DTYPE, Direction, Encoding
+from ..ops import dispatch, runs
+from ..scaling import AmaxHistory, Cuts, Fragment
+from .shard_map import Plane, Segments, ShardMap, scale_count
+
+BOTH = frozenset(Direction)
+# A ring sends every amax twice, in fp32.
+AMAX_BYTES = 8
+
+
+class SyncItem(NamedTuple):
+    """One weight: a parameter of `fq.quantized_model_init`, [N, K], and who owns which of its elements."""
+
+    name: str
+    param: Tensor
+    shards: ShardMap
+
+
+def bits_of(encoding: Encoding, dtype: torch.dtype) -> int:
+    return encoding.fmt.element.bits if encoding.fmt.is_quantized else 8 * dtype.itemsize
+
+
+class Side:
+    """One encoding of a weight: what is staged until `finish`.
+
+    scale:        of the whole tensor, where statistics are dense.
+    tensor_amax:  fp32 [1] of a two-level format.
+    """
+
+    def __init__(self, encoding: Encoding, shape: tuple[int, int], device: torch.device, dense: bool):
+        fmt, self.encoding = encoding.fmt, encoding
+        self.scale = self.tensor_amax = None
+        if dense and fmt.scale != "none":
+            scale_shape = fmt.scale_shape(shape, encoding.direction)
+            self.scale = torch.zeros(scale_shape, dtype=SCALE_DTYPE[fmt.scale], device=device)
+        if fmt.tensor_scale:
+            self.tensor_amax = torch.zeros(1, device=device)
+
+
+class PublishedWeight:
+    """One weight of a sync: its planes, and how they become storages."""
+
+    def __init__(self, item: SyncItem, transport: str, dense: bool):
+        self.name, self.shards, self.weight = item.name, item.shards, item.param
+        self.state, self.shape, self.device = self.weight.state, tuple(self.weight.shape), self.weight.device
+        self.quantizer, self.dense = self.state.quantizer, dense
+        self.cuts = Cuts(item.shards.cuts, self.shape[1])
+        self.seen = {d: self.state.encoded_dtype(e, self.weight.dtype) for d, e in self.quantizer.encodings.items()}
+        dtypes = {dtype or torch.float32 for dtype in self.seen.values()}
+        self.wire_dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        self.planes = self._code_planes()
+        if transport == "highprec" or (transport == "auto" and self._values_are_fewer()):
+            values = Plane(f"{self.name}.values", 8 * self.wire_dtype.itemsize, self.shards)
+            self.planes = {(None, "values"): (BOTH, values)}
+        self.sides = {d: Side(e, self.shape, self.device, dense) for d, e in self.encoded.items()}
+
+    @property
+    def gathers_values(self) -> bool:
+        return (None, "values") in self.planes
+
+    @property
+    def encoded(self) -> dict[Direction, Encoding]:
+        """What a cast encodes: nothing where values are gathered."""
+        return {} if self.gathers_values else self.quantizer.encodings
+
+    def serves(self, direction: Direction) -> frozenset[Direction]:
+        """The directions whose storages come from what is encoded of this one."""
+        return BOTH if direction is ROWWISE and COLUMNWISE not in self.quantizer.encodings else frozenset({direction})
+
+    def _code_planes(self) -> dict[tuple[Direction | None, str], tuple[frozenset[Direction], Plane]]:
+        """(direction, part) -> (directions that it serves, plane)."""
+        planes = {}
+        for d, encoding in self.quantizer.encodings.items():
+            name = f"{self.name}.{d.value}"
+            planes[d, "codes"] = self.serves(d), Plane(f"{name}.codes", bits_of(encoding, self.weight.dtype), self.shards)
+            if not self.dense and encoding.fmt.scale != "none":
+                owners = self.shards.of_scales(encoding, self.shape)
+                planes[d, "scale"] = self.serves(d), Plane(f"{name}.scale", 8 * SCALE_BYTES[encoding.fmt.scale], owners)
+        return planes
+
+    def _values_are_fewer(self) -> bool:
+        codes = sum(plane.nbytes for _, plane in self.planes.values())
+        for encoding in self.quantizer.encodings.values():
+            across = scale_count(encoding, (1, self.shape[1]))
+            reduced = scale_count(encoding, self.shape) if self.dense else len(self.cuts.cut_block_rows(encoding)) * across
+            codes += AMAX_BYTES * reduced if self.shards.ranks > 1 else 0
+        return self.shards.numel * self.wire_dtype.itemsize < codes
+
+    def fragments(self, values: Tensor, rank: int) -> list[Fragment]:
+        """What a cast reads, one for each dtype that encoders see."""
+        wanted = self.encoded
+        if self.gathers_values:  # then histories alone ask for amaxes
+            wanted = {d: self.quantizer.encodings[d] for d in self.quantizer.delayed_directions}
+        return [
+            Fragment(values, tuple(e for d, e in wanted.items() if self.seen[d] == dtype), self.cuts, rank, dtype)
+            for dtype in dict.fromkeys(self.seen[d] for d in wanted)
+        ]
+
+    def history(self, direction: Direction) -> AmaxHistory | None:
+        """Of a delayed side, on the weight's device."""
+        side = self.quantizer.side(direction)
+        if not side.is_delayed:
+            return None
+        return self.state.history(self.state.name, "weight", direction, side).to(self.device)
+
+    def factor(self, direction: Direction) -> Tensor | None:
+        history = self.history(direction)
+        return None if history is None else history.enc
+
+    def finish(self, directions: list[Direction], merged: dict[tuple[Direction | None, str], Tensor]) -> None:
+        """Write the storages of these directions from planes whose bytes are whole."""
+        encodings = self.quantizer.encodings
+        for source in dict.fromkeys(d if d in encodings else ROWWISE for d in directions):
+            written = self.weight.receive(source, self._buffers(source, encodings[source], merged))
+            if source is ROWWISE and self.quantizer.is_derived and COLUMNWISE in directions:
+                derived = self.quantizer.derive_columnwise(written, self.state.compute_dtype)
+                self.weight.receive(COLUMNWISE, derived.buffers())
+
+    def _buffers(self, source: Direction, encoding: Encoding, merged: dict) -> dict[str, Tensor]:
+        """What the storage of an encoding holds."""
+        fmt = encoding.fmt
+        if self.gathers_values:
+            values = merged[None, "values"].view(self.wire_dtype).view(self.shape)
+            (made,) = dispatch.encode(values, [encoding], None, encs=[self.factor(source)], dtype=self.seen[source])
+            return {"data": made.data, "scale": made.scale, "tensor_amax": made.tensor_amax}
+        side, codes = self.sides[source], merged[source, "codes"]
+        data = runs.rows_of_codes(codes, fmt.element.bits, *self.shape) if fmt.is_quantized else codes.view(self.weight.dtype)
+        scale = side.scale if (source, "scale") not in merged else merged[source, "scale"].view(SCALE_DTYPE[fmt.scale])
+        return {"data": data, "scale": scale, "tensor_amax": side.tensor_amax}
+
+
+@dataclass(eq=False)
+class Channel:
+    """What is gathered together: the planes that serve the same directions, and their bytes.
+
+    keys:    (weight's name, direction, part) of each plane.
+    buffer:  uint8 [ranks * segment]; this rank's segment is its slice, which `cast_` writes.
+    """
+
+    serves: frozenset[Direction]
+    keys: list[tuple[str, Direction | None, str]]
+    segments: Segments
+    buffer: Tensor
+    cast: int = 0
+    gathered: int = 0
+    work: object = None
+
+    @property
+    def served(self) -> str:
+        return "+".join(d.value for d in Direction if d in self.serves)
+
+    def segment(self, rank: int) -> Tensor:
+        return self.buffer[rank * self.segments.size : (rank + 1) * self.segments.size]
+
+    def merged(self, p: int) -> Tensor:
+        """The whole bytes of a plane."""
+        plane, pieces, shared = self.segments.planes[p], [], []
+        for rank in range(plane.map.ranks):
+            first, end = plane.span(rank)
+            offset = rank * self.segments.size + self.segments.offsets[rank][p]
+            piece = self.buffer[offset : offset + end - first]
+            if plane.shares_first_byte(rank):
+                shared.append((first, piece[:1]))
+                piece = piece[1:]
+            pieces.append(piece)
+        whole = torch.cat(pieces)
+        for byte, piece in shared:
+            whole[byte : byte + 1] |= piece
+        return whole
