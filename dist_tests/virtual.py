@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp_quant.tensor import torch_compat
+
 
 class VirtualGroup:
     """What one rank holds of a group: `rank()`, `size()`, and a record of its collectives, (name, bytes)."""
@@ -45,7 +47,7 @@ def _all_reduce(tensor: Tensor, op=dist.ReduceOp.SUM, group=None, async_op: bool
     tensor.copy_(sent.amax(0) if op == dist.ReduceOp.MAX else sent.sum(0))
 
 
-def _all_gather_into_tensor(out: Tensor, tensor: Tensor, group=None, async_op: bool = False):
+def _all_gather(out: Tensor, tensor: Tensor, group=None, async_op: bool = False):
     out.copy_(torch.cat(group.exchange("all_gather", tensor)))
     return Done()
 
@@ -68,9 +70,7 @@ class VirtualRanks:
                 self.barrier.abort()
 
         threads = [threading.Thread(target=entry, args=(rank,)) for rank in range(self.world)]
-        patches = (mock.patch.object(dist, "all_reduce", _all_reduce),
-                   mock.patch.object(dist, "all_gather_into_tensor", _all_gather_into_tensor))
-        with patches[0], patches[1]:
+        with mock.patch.object(dist, "all_reduce", _all_reduce), mock.patch.object(torch_compat, "all_gather", _all_gather):
             for thread in threads:
                 thread.start()
             for thread in threads:

@@ -103,7 +103,8 @@ class BufferRequest(NamedTuple):
 class WeightSync:
     """Casts, gathers and finishes the weights of one data-parallel group; `plan_weight_sync` makes it.
 
-    generation:  casts that were attempted, on the host. `applied`, int64 [] on the device: those that were not skipped.
+    generation:  casts that were attempted, on the host.
+    applied:     int64 [] on the device: steps (`cast_`) that were not skipped.
     fingerprint: of names, shapes, formats and rounding: equal for every world size, cut and transport.
 
     Every rank of the group makes the same calls in the same order; their number and order follow from the plan alone.
@@ -192,6 +193,7 @@ class WeightSync:
             skip = flag.reshape(()) != 0
         self._roll(skip)
         self._cast(masters, skip)
+        self.applied += 1 if skip is None else ~skip
 
     @torch.no_grad()
     def refresh(self, masters: Sequence[Tensor]) -> None:
@@ -271,7 +273,6 @@ class WeightSync:
         for channel in self._channels:
             self._wait(channel)
             write(channel.segment(self.rank), self._packed(channel, pieces))
-        self.applied += 1 if skip is None else ~skip
         self.generation, self._initial = self.generation + 1, None
         for channel in self._channels:
             channel.cast = self.generation
@@ -306,9 +307,7 @@ class WeightSync:
         for channel in channels:
             self._wait(channel)
             if self.world > 1:
-                channel.work = dist.all_gather_into_tensor(
-                    channel.buffer, channel.segment(self.rank), group=self.group, async_op=True
-                )
+                channel.work = torch_compat.all_gather(channel.buffer, channel.segment(self.rank), self.group, async_op=True)
             counters.add("gather", ("sync", channel.served, "segments"), channel.buffer.numel())
         self.gathered(directions)
         work = Work(self, channels)
@@ -357,7 +356,7 @@ class WeightSync:
     # Checkpoints and text #
 
     def state_dict(self) -> dict:
-        """What a checkpoint holds beside masters and `fq.state_dict`: fingerprint, and how many casts were applied."""
+        """What a checkpoint holds beside masters and `fq.state_dict`: fingerprint, and how many steps were applied."""
         return {"fingerprint": self.fingerprint, "applied": self.applied.clone()}
 
     def load_state_dict(self, state: dict) -> None:

@@ -188,6 +188,12 @@ def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
         torch._foreach_copy_([t for t, _ in alike], [s for _, s in alike])
 
 
+def all_gather(out: Tensor, segment: Tensor, group: dist.ProcessGroup | None, async_op: bool = False):
+    """Fill out [ranks * n] with the segments [n] of all ranks; the work, if async_op."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    return gather(out, segment, group=group, async_op=async_op)
+
+
 def param_groups(state: FSDPState) -> list[FSDPParamGroup]:
     """The parameter groups of a state: one in torch 2.11, a list since."""
     groups = getattr(state, "_fsdp_param_groups", None)

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Train the small GPT with flat buffers and a distributed optimizer: bash launch/mini_megatron.sh [arguments of its train.py]
+#
+# One process for every GPU, else two processes on the CPU; NPROC=n overrides.
+set -euo pipefail
+
+# shellcheck source=launch/setup.sh
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+prepare_environment examples
+choose_processes
+cd "$ROOT"
+exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$NPROC" -m examples.mini_megatron.train "$@"
