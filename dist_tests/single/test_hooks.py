@@ -8,6 +8,7 @@ import os
 import random
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -404,6 +405,28 @@ def test_a_layer_multiplies_what_is_published(recipe):
             layer(x)
         sync.gather()
         sync.finish()
+
+
+def test_the_readme_trains():
+    """Otherwise the first thing that a user copies does not run."""
+    section = (Path(fq.__file__).parents[1] / "README.md").read_text().split("## Trainers with flat buffers")[1]
+    scope: dict = {}
+    exec(section.split("```python\n")[1].split("```")[0], scope)
+    assert int(scope["sync"].applied) == 3 and scope["sync"].generation == 4
+
+
+def test_fingerprints_are_those_of_other_weights():
+    """Otherwise a checkpoint cannot say whether codes are the same after FSDP2 and a flat buffer trade places."""
+    recipe, cuts = fq.recipes.hybrid("mxfp8", "nvfp4"), ShardMap((0, 32 * 48))
+    with fq.quantized_model_init(recipe):
+        model = torch.nn.Sequential(fq.Linear(48, 32, dtype=torch.bfloat16, recipe=recipe))
+    plain = torch.nn.Sequential(fq.Linear(48, 32, dtype=torch.bfloat16, recipe=recipe))
+    plain.load_state_dict(model.state_dict())
+    sync = plan_weight_sync([("w", model[0].weight, cuts)], None)
+    sync.refresh(sync.init_masters())
+    assert fq.state_dict(model)["codes"] == fq.state_dict(plain)["codes"]
+    with pytest.raises(StaleWeightError, match="write or save the masters"):
+        model.state_dict()
 
 
 # What is planned #

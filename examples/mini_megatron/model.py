@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, recipe: fq.Recipe, vocabulary: int = 64, dim: int = 32, heads: int = 2, layers: int = 2, tokens: int = 16):
+    def __init__(self, recipe: fq.Recipe, vocabulary: int, tokens: int, layers: int = 2, dim: int = 32, heads: int = 2):
         super().__init__()
         self.token = nn.Embedding(vocabulary, dim, dtype=torch.bfloat16)
         self.position = nn.Embedding(tokens, dim, dtype=torch.bfloat16)

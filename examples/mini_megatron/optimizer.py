@@ -1,4 +1,4 @@
-"""Distributed Adam: every rank holds fp32 masters and moments of the elements that it owns, of quantized and of other weights."""
+"""Distributed Adam: every rank holds fp32 masters and moments of the elements that it owns, of quantized weights and others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class DistributedAdam:
 
     def __init__(
         self, model: nn.Module, dp: DataParallel, *, lr: float = 1e-2, clip: float = 1.0, bucket_size: int = 1 << 14,
-        policy: str = "even", pad_to_2_16: bool = False, reduction: str = "ordered", transport: str = "auto", stats: str = "dense",
+        policy: str = "even", pad_to_2_16: bool = False, reduction: str = "ordered", transport: str = "auto",
+        stats: str = "dense",
     ):
         self.dp, self.clip, self.reduction, self.policy = dp, clip, reduction, policy
         self.loss_scale, self.good_steps = 2.0**10, 0

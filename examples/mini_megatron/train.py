@@ -57,7 +57,7 @@ def train(
     options:    of `DistributedAdam`.
     """
     torch.manual_seed(0)
-    model = GPT(recipe, VOCABULARY, layers=layers, tokens=TOKENS).to(device)
+    model = GPT(recipe, VOCABULARY, TOKENS, layers).to(device)
     optimizer = DistributedAdam(model, dp, **options)
     optimizer.load(resume) if resume else optimizer.refresh()
     run = Run(model, optimizer)
