@@ -412,23 +412,20 @@ def plan_weight_sync(
     any of them cannot plan: ownership that does not cover a weight once, encodings that mix elements across a cut (a
     rotation), stochastic rounding, a weight that is no quantized parameter, or that another sync or optimizer has.
     """
-    items = [SyncItem(*item) for item in items]
     error, weights = None, []
+    device = next((part.device for item in items for part in item if isinstance(part, Tensor)), torch.device("cpu"))
     try:
-        _check(items, group, transport, stats, compute_dtype)
-        weights = [PublishedWeight(item, transport, stats == "dense") for item in items]
+        planned = [SyncItem(*item) for item in items]
+        _check(planned, group, device, transport, stats, compute_dtype)
+        weights = [PublishedWeight(item, transport, stats == "dense") for item in planned]
     except (ValueError, TypeError) as caught:
         error = caught
-    devices = {w.device for w in weights}
-    device = devices.pop() if devices else torch.device("cpu")
-    if error is None and devices:
-        error = ValueError(f"the weights of a sync lie on one device, got {sorted(map(str, {device, *devices}))}")
     facts = [(w.name, w.shards.cuts, w.shape, w.quantizer, w.gathers_values) for w in weights]
     _agree(group, device, error, canonical_text((facts, transport, stats, compute_dtype)))
     return WeightSync(weights, group, device, stats == "dense")
 
 
-def _check(items: list[SyncItem], group, transport: str, stats: str, compute_dtype: torch.dtype | None) -> None:
+def _check(items: list[SyncItem], group, device, transport: str, stats: str, compute_dtype: torch.dtype | None) -> None:
     """Raise ValueError for what cannot be planned, naming the weight."""
     if transport not in TRANSPORTS or stats not in STATISTICS:
         raise ValueError(f"transport is one of {TRANSPORTS} and stats one of {STATISTICS}, got {transport!r} and {stats!r}")
@@ -439,8 +436,11 @@ def _check(items: list[SyncItem], group, transport: str, stats: str, compute_dty
                 f"{name}: {type(weight).__name__} is no quantized parameter; build the model under fq.quantized_model_init"
             )
         quantizer, state = weight.state.quantizer, weight.state
-        if weight.dim() != 2 or tuple(weight.shape) != state.shape or weight.device.type == "meta" or not weight.numel():
-            raise ValueError(f"{name}: wanted a whole weight of two dims, got {list(weight.shape)} on {weight.device}")
+        if weight.dim() != 2 or tuple(weight.shape) != state.shape or not weight.numel() or weight.device != device:
+            raise ValueError(
+                f"{name}: wanted a whole weight of two dims on {device}, where the first one is, got {list(weight.shape)} on "
+                f"{weight.device}"
+            )
         if seen & {id(state), name}:
             raise ValueError(f"{name}: the weight, or its name, is in the items twice; a tied weight is published once")
         seen |= {id(state), name}
@@ -450,9 +450,9 @@ def _check(items: list[SyncItem], group, transport: str, stats: str, compute_dty
                 f"{name}: the shards are of {shards.numel} elements on {shards.ranks} ranks; wanted {weight.numel()} on {world}"
             )
         for d, encoding in quantizer.encodings.items():
-            if encoding.fmt.rotated or encoding.stochastic:
+            if encoding.fmt.rotated or quantizer.is_stochastic:
                 what = "rotated, which mixes elements of two owners" if encoding.fmt.rotated else "rounded stochastically"
-                raise ValueError(f"{name}.{d.value} is {encoding.fmt}, {what}; do so with activations and gradients only")
+                raise ValueError(f"{name}.{d.value} is {quantizer}, {what}; do so with activations and gradients only")
         if state.compute_dtype != compute_dtype:
             raise ValueError(
                 f"{name}: its recipe quantizes from {state.compute_dtype}, and compute_dtype={compute_dtype}; wanted one dtype"

@@ -399,6 +399,8 @@ def _view(func, args, kwargs):
 def _narrow(weight: QuantizedWeight, start: int, length: int) -> QuantizedWeight | QuantizedTensor:
     """Rows of a weight: of its values, or where an optimizer holds those, of its codes."""
     content, shape = weight._content, (length, *weight.shape[1:])
+    if weight.state.publisher is not None:
+        return weight.with_storages(lambda s: s.narrow(start, length), shape)
     if content.master is not None:
         whole = content.master() is not None and (start, length) == (0, content.master().shape[0])
         return weight._aliased(shape) if whole else weight.with_storages(lambda s: s.narrow(start, length), shape)
@@ -443,6 +445,11 @@ def _new(func, args, kwargs):
 def _copy(func, args, kwargs):
     """Codes and values on another device or in another dtype, of the same master; a clone has values of its own."""
     weight, kwargs = args[0], {**kwargs}
+    if weight.state.publisher is not None:
+        raise NotImplementedError(
+            f"{weight.state.name} is published by a weight sync, which would not write a copy of it; move or cast the model "
+            "before plan_weight_sync, or copy what dequantize() gives"
+        )
     dtype = kwargs.pop("dtype", None) or weight.dtype
     source, content = weight._content, _Content(weight.state)
     shares = source.master is not None and func is not aten.clone.default
