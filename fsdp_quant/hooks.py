@@ -122,8 +122,8 @@ class WeightSync:
         for serves, found in by_serves.items():
             segments = Segments(tuple(plane for _, plane in found), self.world)
             segments.prove()
-            buffer = torch.zeros(self.world * segments.size, dtype=torch.uint8, device=device)
-            self._channels.append(Channel(serves, [key for key, _ in found], segments, buffer))
+            own = torch.zeros(segments.size, dtype=torch.uint8, device=device)
+            self._channels.append(Channel(serves, [key for key, _ in found], segments, own))
         self._initial = [weight.weight.give_to(self) for weight in weights]
 
     @property
@@ -135,10 +135,10 @@ class WeightSync:
 
     def buffers(self) -> list[BufferRequest]:
         """The memory that gathers fill, one request a channel."""
-        return [BufferRequest(c.serves, c.buffer.numel(), c.segments.size, ALIGNMENT) for c in self._channels]
+        return [BufferRequest(c.serves, c.nbytes, c.segments.size, ALIGNMENT) for c in self._channels]
 
     def bind(self, buffers: Sequence[Tensor]) -> None:
-        """Use the trainer's memory for `buffers()`, in that order; what a cast has written is taken along.
+        """Use the trainer's memory for `buffers()`, in that order; what a cast has written is taken along, to be gathered.
 
         Raises ValueError, and binds nothing, for memory that is too small, misaligned, shared or elsewhere.
         """
@@ -157,7 +157,7 @@ class WeightSync:
         if any(end > start for (_, end), (start, _) in zip(spans, spans[1:])):
             raise ValueError("buffers overlap: a gather of one direction would write the other's bytes")
         for buffer, channel in zip(buffers, self._channels):
-            channel.buffer = buffer[: channel.buffer.numel()].copy_(channel.buffer)
+            channel.bind(buffer, self.rank)
 
     @torch.no_grad()
     def init_masters(self) -> list[Tensor]:
@@ -271,23 +271,16 @@ class WeightSync:
             if weight.gathers_values:
                 pieces[weight.name, None, "values"] = master.to(weight.wire_dtype).view(torch.uint8)
         for channel in self._channels:
-            self._wait(channel)
-            write(channel.segment(self.rank), self._packed(channel, pieces))
+            channel.wait()
+            write(channel.own, self._packed(channel, pieces))
         self.generation, self._initial = self.generation + 1, None
-        for channel in self._channels:
-            channel.cast = self.generation
 
     def _packed(self, channel: Channel, pieces: dict) -> Tensor:
         offsets, parts, at = channel.segments.offsets[self.rank], [], 0
         for key, offset in zip(channel.keys, offsets):
             parts += [pieces[key].new_zeros(offset - at), pieces[key]]
             at = offset + pieces[key].numel()
-        return torch.cat([*parts, channel.buffer.new_zeros(channel.segments.size - at)])
-
-    def _wait(self, channel: Channel) -> None:
-        if channel.work is not None:
-            channel.work.wait()
-            channel.work = None
+        return torch.cat([*parts, channel.own.new_zeros(channel.segments.size - at)])
 
     def _of(self, directions) -> list[Channel]:
         wanted = frozenset(directions)
@@ -305,18 +298,22 @@ class WeightSync:
         if self.generation == 0:
             raise StaleWeightError("nothing was cast yet; call cast_ or refresh with the masters first")
         for channel in channels:
-            self._wait(channel)
-            if self.world > 1:
-                channel.work = torch_compat.all_gather(channel.buffer, channel.segment(self.rank), self.group, async_op=True)
-            counters.add("gather", ("sync", channel.served, "segments"), channel.buffer.numel())
-        self.gathered(directions)
-        work = Work(self, channels)
+            channel.gather(self.group)
+            channel.gathered = self.generation
+            counters.add("gather", ("sync", channel.served, "segments"), channel.nbytes)
+        work = Work(channels)
         return work if async_op else work.wait()
 
     def gathered(self, directions=tuple(Direction)) -> None:
-        """The trainer has gathered the segments of these directions itself, into the buffers of `buffers()`."""
-        for channel in self._of(directions):
-            channel.gathered = channel.cast
+        """The trainer has gathered the segments of these directions itself, into the buffers that it has bound.
+
+        Raises StaleWeightError where no buffer is bound, or nothing was cast.
+        """
+        channels = self._of(directions)
+        if self.generation == 0 or not all(channel.is_bound for channel in channels):
+            raise StaleWeightError("gathered() without a cast, or without buffers: call cast_; bind what buffers() asks for")
+        for channel in channels:
+            channel.gathered = self.generation
 
     @torch.no_grad()
     def finish(self, directions=tuple(Direction)) -> None:
@@ -325,21 +322,35 @@ class WeightSync:
         Raises StaleWeightError, and changes nothing, for a direction that was not gathered since the last cast.
         """
         channels = self._of(directions)
-        if self.generation == 0 or any(c.gathered != self.generation for c in channels):
+        late = [d for d in Direction if d in directions and self._ready[d] != self.generation]
+        needed = [c for c in channels if c.serves & set(late)]
+        if self.generation == 0 or any(c.gathered != self.generation for c in needed):
             raise StaleWeightError(
                 f"finish({[d.value for d in directions]}) before their gather of generation {self.generation}; call gather(), "
                 "or gathered() after an all-gather of your own"
             )
         for channel in channels:
-            self._wait(channel)
-        late = [d for d in Direction if d in directions and self._ready[d] != self.generation]
+            channel.wait()
         merged: dict[str, dict] = {weight.name: {} for weight in self._weights}
-        for channel in self._of(late) if late else ():
+        for channel in needed:
             for p, (name, direction, part) in enumerate(channel.keys):
                 merged[name][direction, part] = channel.merged(p)
         for weight in self._weights:
             weight.finish(late, merged[weight.name])
         self._ready.update(dict.fromkeys(late, self.generation))
+        for channel in channels:
+            if all(self._ready[d] == self.generation for d in channel.serves):
+                channel.drop()
+
+    def release(self, directions=tuple(Direction)) -> None:
+        """Free the codes of these directions, until they are gathered and finished again; for gathers in every pass."""
+        for channel in self._of(directions):
+            channel.wait()
+            channel.drop()
+            channel.gathered = 0
+        self._ready.update(dict.fromkeys(directions, 0))
+        for weight in self._weights:
+            weight.weight.free([d for d in Direction if all(self._ready[other] == 0 for other in weight.shares(d))])
 
     def check_ready(self, name: str, direction: Direction) -> None:
         """Raise StaleWeightError unless the codes of a direction are those of the last cast."""
@@ -384,15 +395,14 @@ class WeightSync:
         return f"WeightSync({len(self._weights)} weights, rank {self.rank} of {self.world}, generation {self.generation})"
 
 
-class Work:
+class Work(NamedTuple):
     """All-gathers under way."""
 
-    def __init__(self, sync: WeightSync, channels: list[Channel]):
-        self._sync, self._channels = sync, channels
+    channels: list[Channel]
 
     def wait(self) -> None:
-        for channel in self._channels:
-            self._sync._wait(channel)
+        for channel in self.channels:
+            channel.wait()
 
 
 # The plan #

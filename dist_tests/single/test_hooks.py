@@ -264,7 +264,7 @@ def test_ranges_that_are_no_ownership_are_refused():
 
 def bytes_of(sync: WeightSync, weights: list[QuantizedWeight]) -> list[Tensor]:
     """Every byte that a step may change: segments, staged statistics, histories, storages, the count of steps."""
-    kept = [c.buffer for c in sync._channels] + [sync.applied]
+    kept = [c.own for c in sync._channels] + [sync.applied]
     kept += [t for w in sync._weights for s in w.sides.values() for t in (s.scale, s.tensor_amax) if t is not None]
     kept += [t for w in weights for h in w.state.histories.values() for t in (h.amaxes, h.enc)]
     kept += [b for w in weights for d in Direction for b in w._slots.get(d).buffers().values()]
@@ -465,6 +465,35 @@ def test_fingerprints_are_those_of_other_weights():
     assert fq.state_dict(model)["codes"] == fq.state_dict(plain)["codes"]
     with pytest.raises(StaleWeightError, match="write or save the masters"):
         model.state_dict()
+
+
+@pytest.mark.parametrize("pair", [("mxfp8", "nvfp4"), ("fp8_128x128", "fp8_128x128")], ids="-".join)
+def test_passes_gather_what_they_multiply_and_let_it_go(pair):
+    """Otherwise a trainer that shards parameters keeps whole weights, or a backward reads codes that were freed."""
+    master, hybrid = values(33, 34, dtype=torch.float32), HybridQuantizer(*pair)
+    shards = ShardMap((0, 700, 33 * 34))
+
+    def on_rank(group):
+        weight = quantized("w", master, hybrid)
+        sync = plan_weight_sync([("w", weight, shards)], group, "codes", "halo")
+        sync.cast_([piece(master, shards, group.rank())])
+        want, _ = hybrid.storages(master.to(torch.bfloat16))
+        for _ in range(2):
+            for d, other in ((ROWWISE, COLUMNWISE), (COLUMNWISE, ROWWISE)):
+                sync.gather([d], async_op=True)
+                sync.finish([d])
+                assert_same_storage(weight.storage_for(d), want[d])
+                with pytest.raises(StaleWeightError):
+                    weight.storage_for(other)
+                sync.release([d])
+                with pytest.raises(StaleWeightError):
+                    weight.storage_for(d)
+                with pytest.raises(StaleWeightError, match="before their gather"):
+                    sync.finish([d])
+        whole = [b for s in (weight._slots.rowwise, weight._slots.columnwise) for b in s.buffers().values()]
+        assert all(b.untyped_storage().size() == 0 for b in whole) and all(c.buffer is None for c in sync._channels)
+
+    VirtualRanks(2).run(on_rank)
 
 
 # What is planned #

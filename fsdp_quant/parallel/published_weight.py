@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..formats import COLUMNWISE, ROWWISE, SCALE_BYTES, SCALE_DTYPE, Direction, Encoding
 from ..ops import dispatch, runs
 from ..scaling import AmaxHistory, Cuts, Fragment
+from ..tensor import torch_compat
 from .shard_map import Plane, Segments, ShardMap, scale_count
 
 BOTH = frozenset(Direction)
@@ -76,6 +78,10 @@ class PublishedWeight:
     def serves(self, direction: Direction) -> frozenset[Direction]:
         """The directions whose storages come from what is encoded of this one."""
         return BOTH if direction is ROWWISE and COLUMNWISE not in self.quantizer.encodings else frozenset({direction})
+
+    def shares(self, direction: Direction) -> frozenset[Direction]:
+        """The directions that read the same storage."""
+        return BOTH if self.quantizer.one_storage else frozenset({direction})
 
     def _code_planes(self) -> dict[tuple[Direction | None, str], tuple[frozenset[Direction], Plane]]:
         """(direction, part) -> (directions that it serves, plane)."""
@@ -143,15 +149,18 @@ class PublishedWeight:
 class Channel:
     """What is gathered together: the planes that serve the same directions, and their bytes.
 
-    keys:    (weight's name, direction, part) of each plane.
-    buffer:  uint8 [ranks * segment]; this rank's segment is its slice, which `cast_` writes.
+    keys:      (weight's name, direction, part) of each plane.
+    own:       uint8 [segment], which `cast_` writes.
+    buffer:    uint8 [ranks * segment], there from a gather until all that it serves is finished; or, for good, the trainer's.
+    is_bound:  the buffer is the trainer's, and `own` is a slice of it.
     """
 
     serves: frozenset[Direction]
     keys: list[tuple[str, Direction | None, str]]
     segments: Segments
-    buffer: Tensor
-    cast: int = 0
+    own: Tensor
+    buffer: Tensor | None = None
+    is_bound: bool = False
     gathered: int = 0
     work: object = None
 
@@ -159,8 +168,33 @@ class Channel:
     def served(self) -> str:
         return "+".join(d.value for d in Direction if d in self.serves)
 
-    def segment(self, rank: int) -> Tensor:
-        return self.buffer[rank * self.segments.size : (rank + 1) * self.segments.size]
+    @property
+    def nbytes(self) -> int:
+        """Of the gathered buffer."""
+        return self.segments.ranks * self.segments.size
+
+    def wait(self) -> None:
+        """For a gather under way."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
+    def bind(self, buffer: Tensor, rank: int) -> None:
+        self.wait()
+        own = buffer[rank * self.segments.size :][: self.segments.size].copy_(self.own)
+        self.own, self.buffer, self.is_bound, self.gathered = own, buffer[: self.nbytes], True, 0
+
+    def gather(self, group: dist.ProcessGroup | None) -> None:
+        self.wait()
+        if self.buffer is None:
+            self.buffer = self.own if self.segments.ranks == 1 else self.own.new_empty(self.nbytes)
+        if self.segments.ranks > 1:
+            self.work = torch_compat.all_gather(self.buffer, self.own, group, async_op=True)
+
+    def drop(self) -> None:
+        """The gathered bytes have served."""
+        if not self.is_bound:
+            self.buffer = None
 
     def merged(self, p: int) -> Tensor:
         """The whole bytes of a plane."""

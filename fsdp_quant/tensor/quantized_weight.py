@@ -207,9 +207,18 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
     def receive(self, direction: Direction, buffers: dict[str, Tensor]) -> Storage:
         """Write published codes of one direction over those before; the storage that holds them."""
         storage = self._slots.get(direction)
+        for into in storage.buffers().values():
+            torch_compat.alloc_storage(into)
         torch_compat.copy_all([(into, buffers[name].view_as(into)) for name, into in storage.buffers().items()])
         self._slots.laid_out.clear()
         return storage
+
+    def free(self, directions: Iterable[Direction]) -> None:
+        """Give the memory of published codes back, until they are received again."""
+        for direction in directions:
+            for buffer in self._slots.get(direction).buffers().values():
+                torch_compat.free_storage(buffer)
+        self._slots.laid_out.clear()
 
     def has_master_in(self, tensors: Iterable) -> bool:
         """Its master is one of these: what an optimizer keeps of it."""
