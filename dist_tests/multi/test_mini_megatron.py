@@ -46,7 +46,7 @@ def _train(rank: int, world: int, folder: str) -> None:
         want = train(alone, recipe, 3, **common)
         assert want.skipped == [1]
         for policy, transport, stats in WAYS:
-            options = {**common, "policy": policy, "transport": transport, "stats": stats}
+            options = {**common, "policy": policy, "transport": transport, "stats": stats, "evaluate": policy == "random"}
             what = f"{name}, {policy} cuts, {transport}, {stats}"
             if policy != "odd":
                 assert_same_run(train(together, recipe, 3, **options), want, what)
@@ -68,7 +68,8 @@ def _train(rank: int, world: int, folder: str) -> None:
 
 def test_pieces_train_as_one_process():
     """Otherwise a distributed optimizer trains other weights than one process with the same micro-batches: in any of the cut
-    policies, transports and statistics, over an overflow on one rank, and through a checkpoint that another world loads."""
+    policies, transports and statistics, over an overflow on one rank, with forced syncs and evaluations between steps, and
+    through a checkpoint that another world loads."""
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(2, _train, folder)
 

@@ -32,12 +32,13 @@ class Run:
     model: GPT
     optimizer: DistributedAdam
     losses: list[Tensor] = field(default_factory=list)
+    held_out: list[Tensor] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
 
 
 def batch(step: int, rank: int, micro_batch: int) -> Tensor:
     """Synthetic text, int64 [BATCH, TOKENS + 1]: runs of a fixed permutation of the vocabulary, now and then a random jump."""
-    draw = torch.Generator().manual_seed((step * 1009 + rank) * 31 + micro_batch)
+    draw = torch.Generator().manual_seed(((step + 1) * 1009 + rank) * 31 + micro_batch)
     token, columns = torch.randint(VOCABULARY, (BATCH,), generator=draw), []
     for _ in range(TOKENS + 1):
         columns.append(token)
@@ -48,11 +49,13 @@ def batch(step: int, rank: int, micro_batch: int) -> Tensor:
 
 def train(
     dp: DataParallel, recipe: fq.Recipe, steps: int, *, micro_batches: int = 2, overflows: tuple[tuple[int, int], ...] = (),
-    resume: Path | None = None, first: int = 0, layers: int = 2, device: str = "cpu", **options,
+    evaluate: bool = False, resume: Path | None = None, first: int | None = None, layers: int = 2, device: str = "cpu",
+    **options,
 ) -> Run:
-    """Steps [first, steps) of training.
+    """Steps [first, steps) of training; first: as many as the checkpoint has, by default.
 
     overflows:  (attempt, rank) whose loss is made infinite.
+    evaluate:   after every step, with weights made anew from the masters.
     resume:     folder of a checkpoint to go on from.
     options:    of `DistributedAdam`.
     """
@@ -62,9 +65,10 @@ def train(
     optimizer.load(resume) if resume else optimizer.refresh()
     run = Run(model, optimizer)
     applied = int(optimizer.sync.applied)
-    for attempt in range(first, steps):
+    for attempt in range(applied if first is None else first, steps):
         optimizer.zero_grad()
         losses = []
+        model.train()
         for rank in dp.played:
             optimizer.playing = rank
             total = torch.zeros((), device=device)
@@ -82,6 +86,10 @@ def train(
             applied += 1
         else:
             run.skipped.append(attempt)
+        if evaluate:
+            optimizer.refresh()
+            with torch.no_grad():
+                run.held_out.append(model.eval()(batch(-1, 0, 0).to(device)))
     return run
 
 
@@ -106,14 +114,15 @@ def main() -> None:
     dp = DataParallel(world if world > 1 else args.ranks, dist.group.WORLD if world > 1 else None)
     run = train(
         dp, fq.recipes.hybrid(args.forward, args.backward), args.steps, resume=args.resume, device="cuda" if cuda else "cpu",
-        policy=args.cuts, reduction=args.reduction, transport=args.transport, stats=args.stats,
+        evaluate=True, policy=args.cuts, reduction=args.reduction, transport=args.transport, stats=args.stats,
     )
     if args.save:
         args.save.mkdir(parents=True, exist_ok=True)
         run.optimizer.save(args.save)
     if dp.rank == 0:
-        for step in sorted({0, *range(9, args.steps, 10), args.steps - 1}):
-            print(f"step {step + 1:>4}  loss {run.losses[step].mean():.4f}")
+        first, last = args.steps - len(run.losses), args.steps - 1
+        for step in (s for s in range(first, args.steps) if s in (first, last) or s % 10 == 9):
+            print(f"step {step + 1:>4}  loss {run.losses[step - first].mean():.4f}  held out {run.held_out[step - first]:.4f}")
         print(run.optimizer.sync.describe())
         print(fq.receipt())
     if world > 1:
