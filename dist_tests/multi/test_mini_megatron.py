@@ -6,6 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -18,6 +19,7 @@ from examples.mini_megatron.train import Run, train
 from fsdp_quant.formats import Direction
 
 ALL = os.environ.get("FSDP_QUANT_ALL_PAIRS") == "1"
+STEPS = 100 if ALL and DEVICE == "cuda" else 3
 RECIPES = {"mxfp8 nvfp4": fq.recipes.hybrid("mxfp8", "nvfp4"), "fp8_block": fq.recipes.fp8_block(), "nvfp4": fq.recipes.nvfp4()}
 WAYS = [("odd", "codes", "halo"), ("empty", "codes", "dense"), ("random", "highprec", "dense"), ("even", "auto", "halo")]
 
@@ -43,20 +45,20 @@ def _train(rank: int, world: int, folder: str) -> None:
     together, alone = DataParallel(world, dist.group.WORLD), DataParallel(world, None)
     common = {"micro_batches": 1, "layers": 1, "device": DEVICE, "overflows": ((1, world - 1),), "bucket_size": 2000}
     for name, recipe in RECIPES.items() if ALL else [("mxfp8 nvfp4", RECIPES["mxfp8 nvfp4"])]:
-        want = train(alone, recipe, 3, **common)
+        want = train(alone, recipe, STEPS, **common)
         assert want.skipped == [1]
         for policy, transport, stats in WAYS:
             options = {**common, "policy": policy, "transport": transport, "stats": stats, "evaluate": policy == "random"}
             what = f"{name}, {policy} cuts, {transport}, {stats}"
             if policy != "odd":
-                assert_same_run(train(together, recipe, 3, **options), want, what)
+                assert_same_run(train(together, recipe, STEPS, **options), want, what)
                 continue
             half = train(together, recipe, 2, **options)
             half.optimizer.save(Path(folder))
             dist.barrier()
             rest = {"resume": Path(folder), "first": 2}
             moved = {**options, "policy": "random"}
-            for again in (train(together, recipe, 3, **moved, **rest), train(alone, recipe, 3, **common, **rest)):
+            for again in (train(together, recipe, STEPS, **moved, **rest), train(alone, recipe, STEPS, **common, **rest)):
                 again.losses, again.skipped = half.losses + again.losses, half.skipped + again.skipped
                 assert_same_run(again, want, f"{what}, resumed by {again.optimizer.dp.owners}")
     unclipped = {**common, "clip": 1e9}  # else the norm's sum is another order's
@@ -66,12 +68,13 @@ def _train(rank: int, world: int, folder: str) -> None:
         assert_same_run(got, want, f"reduce-scatter, {policy} cuts")
 
 
-def test_pieces_train_as_one_process():
+@pytest.mark.parametrize("world", [2, 4] if DEVICE == "cuda" else [2])
+def test_pieces_train_as_one_process(world: int):
     """Otherwise a distributed optimizer trains other weights than one process with the same micro-batches: in any of the cut
     policies, transports and statistics, over an overflow on one rank, with forced syncs and evaluations between steps, and
     through a checkpoint that another world loads."""
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks(2, _train, folder)
+        run_ranks(world, _train, folder)
 
 
 def test_layouts_follow_the_padding_rules():

@@ -38,12 +38,12 @@ class Run:
 
 def batch(step: int, rank: int, micro_batch: int) -> Tensor:
     """Synthetic text, int64 [BATCH, TOKENS + 1]: runs of a fixed permutation of the vocabulary, now and then a random jump."""
-    draw = torch.Generator().manual_seed(((step + 1) * 1009 + rank) * 31 + micro_batch)
-    token, columns = torch.randint(VOCABULARY, (BATCH,), generator=draw), []
-    for _ in range(TOKENS + 1):
+    draw, columns = torch.Generator("cpu").manual_seed(((step + 1) * 1009 + rank) * 31 + micro_batch), []
+    token, *jumps = torch.randint(VOCABULARY, (TOKENS + 2, BATCH), generator=draw, device="cpu")
+    jumped = torch.rand(TOKENS + 1, BATCH, generator=draw, device="cpu") < 0.1
+    for jump, other in zip(jumped, jumps):
         columns.append(token)
-        jump = torch.rand(BATCH, generator=draw) < 0.1
-        token = torch.where(jump, torch.randint(VOCABULARY, (BATCH,), generator=draw), (token * 5 + 3) % VOCABULARY)
+        token = torch.where(jump, other, (token * 5 + 3) % VOCABULARY)
     return torch.stack(columns, 1)
 
 
