@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .context import STEP
 from .counters import counters
 from .formats import COLUMNWISE, Direction, canonical_text
 from .gemm import StaleWeightError
@@ -222,19 +223,11 @@ class WeightSync:
     @torch.no_grad()
     def _roll(self, skip: Tensor | None) -> None:
         """End the step of every history of these weights' layers; a skipped one drops amaxes of activations and gradients."""
-        found = {
-            id(h): (slot, h.to(self._device)) for w in self._weights for (_, slot, *_), h in w.state.histories.items()
-        }
-        writes = AmaxHistory.rolled([h for _, h in found.values()])
-        if skip is not None:
-            kept = {}
-            for slot, h in found.values():
-                amaxes = h.amaxes.clone()
-                if slot != "weight":
-                    amaxes[0] = 0.0
-                kept[id(h.amaxes)], kept[id(h.enc)] = amaxes, h.enc
-            writes = [(target, torch.where(skip, kept[id(target)], values)) for target, values in writes]
-        torch_compat.copy_all(writes)
+        states = {w.state for w in self._weights}
+        for prepare in STEP.before_roll:
+            prepare(states)
+        histories = {id(h): h.to(self._device) for state in states for h in state.histories.values()}
+        torch_compat.copy_all(AmaxHistory.rolled(list(histories.values()), skip))
 
     @torch.no_grad()
     def _cast(self, masters: list[Tensor], skip: Tensor | None) -> None:
