@@ -220,6 +220,16 @@ def all_managed_params() -> Iterator[ManagedParam]:
     return _params_of(fsdp_states())
 
 
+def is_unsharded_parameter(t: Tensor) -> bool:
+    """t lies in memory that FSDP2 frees at the next reshard and fills again."""
+    memory = t.untyped_storage().data_ptr()
+    return any(
+        memory == out.untyped_storage().data_ptr()
+        for state in fsdp_states() for group in param_groups(state) if group.is_unsharded
+        for param in group.fsdp_params for out in param.all_gather_outputs
+    )
+
+
 def root_of(managed: ManagedParam) -> int:
     """Equal for parameters of one root."""
     return id(managed.state._state_ctx)
@@ -248,6 +258,11 @@ def backward_is_running() -> bool:
 def stream_of(device: torch.device) -> tuple[int, bool]:
     """The current stream of a CUDA device, and whether it captures a graph."""
     return torch._C._cuda_getCurrentRawStream(device.index), torch.cuda.is_current_stream_capturing()
+
+
+def is_captured(x: Tensor) -> bool:
+    """What is done to x now is recorded in a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def dispatch_is_watched() -> bool:
