@@ -18,7 +18,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/autograd/custom_function.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <torch/library.h>
 
 #include "api/checks.h"
@@ -26,6 +26,7 @@
 #include "api/layout.h"
 #include "api/norm.h"
 #include "api/quantize.h"
+#include "api/saved.h"
 #include "layout/scalars.h"
 #include "norm/norm.h"
 
@@ -98,8 +99,7 @@ struct Call : torch::CustomClassHolder {
   std::vector<at::Tensor> factors, grad_factors, histories, grad_histories;
   std::vector<at::Tensor> columnwise, stamps;
   int64_t stamped;
-  std::optional<Gated> gated;  // x stands for act(gate) * up, and has no values
-  at::Tensor gate;
+  Saved kept;  // of the input
 
   int64_t versions() const {
     int64_t sum = 0;
@@ -156,7 +156,7 @@ struct Amaxes {
 
 // Amaxes that came with tensors out of the kernels that wrote them, of the last few: who quantizes one need not read it
 // for its statistics. Of memory, not of tensors, so that views count; good while it lives and was not written, on the same
-// stream.
+// stream, and not across the capture of a graph.
 class Produced {
  public:
   // amaxes: [1], or as AmaxesOf.
@@ -164,7 +164,7 @@ class Produced {
     const std::lock_guard<std::mutex> lock(mutex_);
     while (!entries_.empty() && (entries_.size() >= kKept || entries_.front().memory.expired())) entries_.pop_front();
     entries_.push_back({x.storage().getWeakStorageImpl(), x.storage_offset(), x.numel(), x.size(-1), x._version(),
-                        c10::cuda::getCurrentCUDAStream(x.device().index()), amaxes});
+                        c10::cuda::getCurrentCUDAStream(x.device().index()), is_captured(), amaxes});
   }
 
   Amaxes of(const at::Tensor& x) {
@@ -173,7 +173,7 @@ class Produced {
     for (auto e = entries_.rbegin(); e != entries_.rend(); ++e)
       if (e->memory._unsafe_get_target() == x.storage().unsafeGetStorageImpl() && e->offset == x.storage_offset() &&
           e->numel == x.numel() && e->version == x._version() && x.is_contiguous() &&
-          e->stream == c10::cuda::getCurrentCUDAStream(x.device().index()))
+          e->stream == c10::cuda::getCurrentCUDAStream(x.device().index()) && e->is_captured == is_captured())
         return e->amaxes.numel() == 1  ? Amaxes{e->amaxes}
                : e->cols == x.size(-1) ? Amaxes::of(e->amaxes, e->numel / e->cols, e->cols)
                                        : Amaxes{e->amaxes.narrow(-1, 0, 1)};
@@ -181,11 +181,17 @@ class Produced {
   }
 
  private:
+  // A graph is captured: its replays read what has been written since.
+  static bool is_captured() {
+    return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+  }
+
   static constexpr size_t kKept = 8;
   struct Entry {
     c10::weak_intrusive_ptr<c10::StorageImpl> memory;  // its address is not given to another while this is here
     int64_t offset, numel, cols, version;
     c10::cuda::CUDAStream stream;
+    bool is_captured;
     at::Tensor amaxes;
   };
 
@@ -198,6 +204,8 @@ Produced& produced() {
   return *kept;
 }
 
+}  // namespace
+
 void remember_amax(const at::Tensor& x, const at::Tensor& amaxes) {
   check_cuda(x, "x");
   const int64_t cols = x.dim() == 0 ? 0 : x.size(-1);
@@ -206,6 +214,8 @@ void remember_amax(const at::Tensor& x, const at::Tensor& amaxes) {
   if (x.is_inference() || !x.is_contiguous() || cols == 0) return;
   produced().remember(x, amaxes.detach());  // no wrapper of Python's, to be freed by any thread
 }
+
+namespace {
 
 // What scales the delayed sides, and where their amaxes go.
 struct Delayed {
@@ -362,13 +372,11 @@ std::vector<at::Tensor> forward(
   const c10::cuda::CUDAGuard guard(x.device());
   const Plan& plan = *call.plan;
   const Reading(&r)[kDirections] = plan.readings[kInput];
-  const at::Tensor rows = call.gated.has_value() ? call.gate : matrix(x);
+  const at::Tensor rows = !codes.empty() && r[kRowwise].is_quantized() ? x : matrix(x);  // x may have no values
   const bool col = call.saves && plan.saves == Saves::kCodes;
   Encodings made;
   if (codes.empty()) {
-    const bool has_values = !call.gated.has_value();
-    made = quantize_slot(call, kInput, rows, true, col, has_values ? produced().of(x) : Amaxes(),
-                         has_values ? nullptr : &*call.gated);
+    made = quantize_slot(call, kInput, rows, true, col, produced().of(x));
   } else {
     size_t at = 0;
     for (const Direction d : {kRowwise, kColumnwise})
@@ -402,30 +410,25 @@ std::vector<at::Tensor> saved_of(const Call& call, const at::Tensor& x, const st
   return saved;
 }
 
-// dx [rows, K], dw [N, K]; undefined where they are not needed. weight: asked for the columnwise operand.
+// dx [rows, K], dw [N, K]; undefined where they are not needed. weight: asked for the columnwise operand. Memory is let go as
+// soon as it has served: dy as its codes are there, and `saved` and the codes of wgrad before dx is made.
 template <class Weight>
 std::array<at::Tensor, 2> backward(
-    const Call& call, const at::Tensor& dy, const Weight& weight, const std::vector<at::Tensor>& saved, bool needs_x,
-    bool needs_w, const Amaxes& known) {
+    const Call& call, at::Tensor dy, const Weight& weight, std::vector<at::Tensor> saved, bool needs_x, bool needs_w,
+    const Amaxes& known) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const c10::cuda::CUDAGuard guard(dy.device());
   const Plan& plan = *call.plan;
+  const at::ScalarType dtype = dy.scalar_type();
   const Reading(&r)[kDirections] = plan.readings[kGradOutput];
-  const Encodings made = quantize_slot(call, kGradOutput, dy, needs_x, needs_w, known);
-  const Encoded values = {dy, {}, {}, {}};
+  Encodings made = quantize_slot(call, kGradOutput, dy, needs_x, needs_w, known);
+  for (int d = 0; d < kDirections; ++d)
+    if (!r[d].is_quantized()) made[d].data = dy;
+  dy.reset();
   std::array<at::Tensor, 2> result;
-  if (needs_x) {
-    const Operand a = operand_of(r[kRowwise], kRowwise, r[kRowwise].is_quantized() ? made[kRowwise] : values);
-    const Reading& w = plan.readings[kWeight][kColumnwise];
-    const std::vector<at::Tensor> operand = weight();
-    size_t at = 0;
-    result[0] = multiply(a, operand_of(w, kColumnwise, take(operand, at, w), &a), dy.scalar_type(), std::nullopt);
-    count(call.handle, kSlots * kDirections + 1);
-  }
   if (needs_w) {
     const Reading& x = plan.readings[kInput][kColumnwise];
-    const Encoded& codes = made[r[kColumnwise].same ? kRowwise : kColumnwise];
-    const Operand a = operand_of(r[kColumnwise], kColumnwise, r[kColumnwise].is_quantized() ? codes : values);
+    const Operand a = operand_of(r[kColumnwise], kColumnwise, made[r[kColumnwise].same ? kRowwise : kColumnwise]);
     Encoded kept;
     if (plan.saves == Saves::kCodes) {
       size_t at = 0;
@@ -437,8 +440,17 @@ std::array<at::Tensor, 2> backward(
         kept = again[x.same ? kRowwise : kColumnwise];
       }
     }
-    result[1] = multiply(a, operand_of(x, kColumnwise, kept, &a), dy.scalar_type(), std::nullopt);
+    result[1] = multiply(a, operand_of(x, kColumnwise, kept, &a), dtype, std::nullopt);
     count(call.handle, kSlots * kDirections + 2);
+  }
+  saved.clear(), made[kColumnwise] = {};
+  if (needs_x) {
+    const Operand a = operand_of(r[kRowwise], kRowwise, made[kRowwise]);
+    const Reading& w = plan.readings[kWeight][kColumnwise];
+    const std::vector<at::Tensor> operand = weight();
+    size_t at = 0;
+    result[0] = multiply(a, operand_of(w, kColumnwise, take(operand, at, w), &a), dtype, std::nullopt);
+    count(call.handle, kSlots * kDirections + 1);
   }
   return result;
 }
@@ -452,6 +464,21 @@ struct OnlyOnce : torch::autograd::Function<OnlyOnce> {
                "gradient penalty out of fq.convert");
   }
 };
+
+}  // namespace
+
+void refuse_second_derivatives(variable_list& gradients) {
+  if (!at::GradMode::is_enabled()) return;
+  variable_list there;
+  for (const at::Tensor& t : gradients)
+    if (t.defined()) there.push_back(t.requires_grad() ? t : t.detach().requires_grad_());
+  const variable_list once = OnlyOnce::apply(at::TensorList(there));
+  auto next = once.begin();
+  for (at::Tensor& t : gradients)
+    if (t.defined()) t = *next++;
+}
+
+namespace {
 
 std::vector<at::Tensor> weight_operand(const at::Tensor& weight, const Call& call, at::ScalarType dtype) {
   if (!call.columnwise.empty() && call.versions() == call.stamped) return call.columnwise;
@@ -468,7 +495,7 @@ struct Linear : torch::autograd::Function<Linear> {
       const c10::intrusive_ptr<Call>& call, const std::vector<at::Tensor>* operand, const std::vector<at::Tensor>* codes,
       std::vector<at::Tensor>* result) {
     *result = fsdp_quant::forward(*call, x, bias, *operand, *codes);
-    ctx->save_for_backward(saved_of(*call, x, *result));
+    call->kept.keep(saved_of(*call, x, *result));
     ctx->saved_data["call"] = c10::IValue::make_capsule(call);
     ctx->saved_data["weight"] = weight;
     ctx->saved_data["shape"] = x.sizes();
@@ -476,14 +503,14 @@ struct Linear : torch::autograd::Function<Linear> {
     return (*result)[0];
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+  static variable_list backward(AutogradContext* ctx, variable_list& gradients) {
     constexpr size_t kInputs = 7;
     variable_list result(kInputs);
-    at::Tensor dy = gradients[0];
+    at::Tensor dy = std::move(gradients[0]);
     if (!dy.defined()) return result;
     const auto call = c10::static_intrusive_pointer_cast<Call>(ctx->saved_data["call"].toCapsule());
     const at::Tensor weight = ctx->saved_data["weight"].toTensor();
-    const variable_list saved = ctx->get_saved_variables();
+    std::vector<at::Tensor> saved = call->kept.take();  // by hooks, which may run a forward again
     const bool has_bias = ctx->saved_data.count("bias") != 0;
     const bool needs_x = ctx->needs_input_grad(0), needs_w = ctx->needs_input_grad(1);
     const bool needs_b = has_bias && ctx->needs_input_grad(2);
@@ -494,40 +521,19 @@ struct Linear : torch::autograd::Function<Linear> {
       if (dy.key_set().has(c10::DispatchKey::Python)) dy = dy.clone();  // of a collective that is under way: waits
       const Amaxes known = produced().of(dy);
       dy = matrix(dy);
-      const auto operand = [&] { return weight_operand(weight, *call, dy.scalar_type()); };
-      auto [dx, dw] = fsdp_quant::backward(*call, dy, operand, saved, needs_x, needs_w, known);
+      if (needs_b) made[2] = dy.sum(0).to(static_cast<at::ScalarType>(ctx->saved_data["bias"].toInt()));
+      const auto operand = [&, dtype = dy.scalar_type()] { return weight_operand(weight, *call, dtype); };
+      auto [dx, dw] = fsdp_quant::backward(*call, std::move(dy), operand, std::move(saved), needs_x, needs_w, known);
       const std::vector<int64_t> shape = ctx->saved_data["shape"].toIntVector();
       if (needs_x) made[0] = shape.size() == 2 ? dx : dx.view(shape);
       if (needs_w) made[1] = dw.scalar_type() == weight.scalar_type() ? dw : dw.to(weight.scalar_type());
-      if (needs_b) made[2] = dy.sum(0).to(static_cast<at::ScalarType>(ctx->saved_data["bias"].toInt()));
     }
-    if (at::GradMode::is_enabled()) {
-      variable_list there;
-      for (const at::Tensor& t : made)
-        if (t.defined()) there.push_back(t.requires_grad() ? t : t.detach().requires_grad_());
-      const variable_list once = OnlyOnce::apply(at::TensorList(there));
-      auto next = once.begin();
-      for (at::Tensor& t : made)
-        if (t.defined()) t = *next++;
-    }
+    if (!Saved::graph_is_kept()) call->columnwise.clear();
+    refuse_second_derivatives(made);
     std::move(made.begin(), made.end(), result.begin());
     return result;
   }
 };
-
-// The input of a call is act(source[0]) * source[1]; x has the shape alone.
-void gate(Call& call, const at::Tensor& x, at::TensorList source, int64_t activation) {
-  if (source.empty()) return;
-  TORCH_CHECK_VALUE(source.size() == 2 && source[0].sizes() == x.sizes() && source[1].sizes() == x.sizes() &&
-                        source[0].scalar_type() == x.scalar_type() && source[1].scalar_type() == x.scalar_type(),
-                    "source has ", source.size(), " tensors; wanted gate and up of ", x.scalar_type(), " ", x.sizes());
-  TORCH_CHECK_VALUE(call.plan->readings[kInput][kRowwise].is_quantized() && (!call.saves || call.plan->saves == Saves::kCodes),
-                    "the layer multiplies or keeps the input itself; make it first");
-  TORCH_CHECK_VALUE(activation >= 0 && activation <= static_cast<int64_t>(Activation::kReluSquared),
-                    "there is no activation ", activation);
-  const at::AutoDispatchBelowADInplaceOrView no_autograd;
-  call.gate = matrix(source[0]), call.gated = Gated{matrix(source[1]), static_cast<Activation>(activation)};
-}
 
 c10::intrusive_ptr<Call> call_of(
     int64_t plan, int64_t version, bool save, const at::Tensor& step, const at::Tensor& ids, const MaybeTensor& guard,
@@ -540,14 +546,33 @@ c10::intrusive_ptr<Call> call_of(
   return call;
 }
 
+// Codes of the input act(gate) * up, for a step whose x has the shape alone.
+std::vector<at::Tensor> linear_gated(
+    const at::Tensor& gate, const at::Tensor& up, int64_t activation, int64_t plan, bool save, const at::Tensor& step,
+    const at::Tensor& ids, const MaybeTensor& guard, at::TensorList factors, at::TensorList histories) {
+  check_cuda(gate, "gate");
+  TORCH_CHECK_VALUE(gate.sizes() == up.sizes() && gate.scalar_type() == up.scalar_type(), "up is ", up.scalar_type(), " ",
+                    up.sizes(), "; wanted gate's ", gate.scalar_type(), " ", gate.sizes());
+  TORCH_CHECK_VALUE(activation >= 0 && activation <= static_cast<int64_t>(Activation::kReluSquared),
+                    "there is no activation ", activation);
+  const auto call = call_of(plan, -1, save, step, ids, guard, factors, {}, histories, {});
+  TORCH_CHECK_VALUE(call->plan->readings[kInput][kRowwise].is_quantized() && (!save || call->plan->saves == Saves::kCodes),
+                    "the layer multiplies or keeps the input itself; make it first");
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  const c10::cuda::CUDAGuard device(gate.device());
+  const Gated gated = {matrix(up), static_cast<Activation>(activation)};
+  std::vector<at::Tensor> codes;
+  for (const Encoded& e : quantize_slot(*call, kInput, matrix(gate), true, save, {}, &gated)) append(codes, e);
+  return codes;
+}
+
 std::vector<at::Tensor> linear_step(
     const at::Tensor& x, const MaybeTensor&, const MaybeTensor& bias, at::TensorList operand, int64_t plan, int64_t version,
     bool save, const at::Tensor& step, const at::Tensor& ids, const MaybeTensor& guard, at::TensorList factors,
     at::TensorList grad_factors, at::TensorList histories, at::TensorList grad_histories, at::TensorList codes,
-    at::TensorList, at::TensorList, at::TensorList source, int64_t activation) {
+    at::TensorList, at::TensorList) {
   check_cuda(x, "x");
   const auto call = call_of(plan, version, save, step, ids, guard, factors, grad_factors, histories, grad_histories);
-  gate(*call, x, source, activation);
   return forward(*call, x, bias, operand.vec(), codes.vec());
 }
 
@@ -555,16 +580,14 @@ std::vector<at::Tensor> linear_step_autograd(
     const at::Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, at::TensorList operand, int64_t plan,
     int64_t version, bool save, const at::Tensor& step, const at::Tensor& ids, const MaybeTensor& guard,
     at::TensorList factors, at::TensorList grad_factors, at::TensorList histories, at::TensorList grad_histories,
-    at::TensorList codes, at::TensorList columnwise, at::TensorList stamps, at::TensorList source, int64_t activation) {
+    at::TensorList codes, at::TensorList columnwise, at::TensorList stamps) {
   check_cuda(x, "x");
   const auto call = call_of(plan, version, save, step, ids, guard, factors, grad_factors, histories, grad_histories);
   call->columnwise = columnwise.vec(), call->stamps = stamps.vec(), call->stamped = call->versions();
-  gate(*call, x, source, activation);
   if (!at::GradMode::is_enabled() || !weight.has_value()) return forward(*call, x, bias, operand.vec(), codes.vec());
   const std::vector<at::Tensor> w = operand.vec(), given = codes.vec();
   std::vector<at::Tensor> result;
   at::Tensor y = Linear::apply(x, *weight, bias, call, &w, &given, &result);
-  call->gate.reset(), call->gated.reset();  // the backward needs them not
   result[0] = std::move(y);
   return result;
 }
@@ -702,10 +725,14 @@ void register_linear(torch::Library& m) {
   m.def(
       "linear_step(Tensor x, Tensor? weight, Tensor? bias, Tensor[] operand, int plan, int version, bool save, "
       "Tensor step, Tensor ids, Tensor? guard, Tensor[] factors, Tensor[] grad_factors, Tensor[] histories, "
-      "Tensor[] grad_histories, Tensor[] codes, Tensor[] columnwise, Tensor[] stamps, Tensor[] source, int activation) "
-      "-> Tensor[]",
+      "Tensor[] grad_histories, Tensor[] codes, Tensor[] columnwise, Tensor[] stamps) -> Tensor[]",
       torch::dispatch(c10::DispatchKey::CUDA, linear_step));
   m.impl("linear_step", torch::dispatch(c10::DispatchKey::AutogradCUDA, linear_step_autograd));
+  m.def(
+      "linear_gated(Tensor gate, Tensor up, int activation, int plan, bool save, Tensor step, Tensor ids, Tensor? guard, "
+      "Tensor[] factors, Tensor[] histories) -> Tensor[]",
+      torch::dispatch(c10::DispatchKey::CUDA, linear_gated));
+  m.impl("linear_gated", torch::dispatch(c10::DispatchKey::AutogradCUDA, linear_gated));
   m.def(
       "linear_step_backward(Tensor dy, Tensor[] operand, Tensor[] saved, bool needs_x, bool needs_w, int plan, "
       "Tensor step, Tensor ids, Tensor? guard, Tensor[] factors, Tensor[] grad_factors, Tensor[] grad_histories) "

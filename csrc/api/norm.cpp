@@ -1,11 +1,13 @@
 // Host side of norms and activations: check, allocate, launch. Nothing here reads the device.
 #include "api/norm.h"
 
+#include <array>
 #include <limits>
 #include <tuple>
 
 #include <torch/library.h>
 
+#include "api/saved.h"
 #include "norm/norm.h"
 
 namespace fsdp_quant {
@@ -93,17 +95,83 @@ std::tuple<at::Tensor, at::Tensor> activation(const at::Tensor& g, const MaybeTe
 
 namespace {
 
-// dg, du (empty without u), and their amaxes [2 (1), AmaxesOf].
-std::tuple<at::Tensor, at::Tensor, at::Tensor> activation_backward(
-    const at::Tensor& dh, const at::Tensor& g, const MaybeTensor& u, int64_t kind) {
+// dg, du (empty without u), and their amaxes [2 (1), AmaxesOf]; written to `of_g` and `of_u`, which may be g and u.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> backward_into(
+    const at::Tensor& of_g, const at::Tensor& of_u, const at::Tensor& dh, const at::Tensor& g, const MaybeTensor& u,
+    int64_t kind) {
   ActivationArgs args = activation_args(g, u, &dh);
   const c10::cuda::CUDAGuard guard(g.device());
-  const at::Tensor dg = new_empty(g, g.sizes(), g.scalar_type());
-  const at::Tensor du = u.has_value() ? new_empty(g, g.sizes(), g.scalar_type()) : new_empty(g, {0}, g.scalar_type());
+  const auto made = [&](const at::Tensor& given, at::IntArrayRef sizes) {
+    return given.defined() ? given : new_empty(g, sizes, g.scalar_type());
+  };
+  const at::Tensor dg = made(of_g, g.sizes()), du = made(of_u, u.has_value() ? g.sizes() : at::IntArrayRef{0});
   const at::Tensor amaxes = new_lines(g, args, 1 + u.has_value());
   args.out = dg.mutable_data_ptr(), args.du = du.mutable_data_ptr(), args.amaxes = amaxes.mutable_data_ptr<float>();
   launch(args, g, kind, true);
   return {dg, du, amaxes};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> activation_backward(
+    const at::Tensor& dh, const at::Tensor& g, const MaybeTensor& u, int64_t kind) {
+  return backward_into({}, {}, dh, g, u, kind);
+}
+
+// act(g) (* u); deferred: its shape, and one element of memory.
+at::Tensor activate(const at::Tensor& g, const MaybeTensor& u, int64_t kind, bool deferred) {
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  if (deferred) return new_empty(g, {}, g.scalar_type()).expand(g.sizes());
+  const auto [h, amaxes] = activation(g, u, kind);
+  remember_amax(h, amaxes[0]);
+  return h;
+}
+
+struct Operands : torch::CustomClassHolder {
+  Saved kept;
+};
+
+// Keeps g and u, and writes their gradients over them where nobody else has them.
+struct Activate : torch::autograd::Function<Activate> {
+  static at::Tensor forward(
+      torch::autograd::AutogradContext* ctx, const at::Tensor& g, const MaybeTensor& u, int64_t kind, bool deferred) {
+    const auto operands = c10::make_intrusive<Operands>();
+    operands->kept.keep(u.has_value() ? std::vector<at::Tensor>{g, *u} : std::vector<at::Tensor>{g});
+    ctx->saved_data["operands"] = c10::IValue::make_capsule(operands);
+    ctx->saved_data["kind"] = kind;
+    return activate(g, u, kind, deferred);
+  }
+
+  static torch::autograd::variable_list backward(
+      torch::autograd::AutogradContext* ctx, torch::autograd::variable_list& gradients) {
+    torch::autograd::variable_list result(4);
+    at::Tensor dh = std::move(gradients[0]);
+    if (!dh.defined()) return result;
+    if (dh.key_set().has(c10::DispatchKey::Python)) dh = dh.clone();  // of a collective that is under way: waits
+    std::vector<at::Tensor> taken =
+        c10::static_intrusive_pointer_cast<Operands>(ctx->saved_data["operands"].toCapsule())->kept.take();
+    const bool frees = !Saved::graph_is_kept();
+    std::array<at::Tensor, 2> values, written;
+    for (size_t i = 0; i < taken.size(); ++i) {
+      values[i] = take_values(taken[i]);
+      if (frees && is_sole(values[i]) && values[i].is_contiguous()) written[i] = values[i];
+    }
+    {
+      const at::AutoGradMode no_graph(false);
+      const at::AutoDispatchBelowADInplaceOrView no_autograd;
+      dh = dh.contiguous();
+      if (!is_aligned(dh.const_data_ptr(), 16)) dh = dh.clone();
+      const MaybeTensor u = values[1].defined() ? MaybeTensor(values[1]) : std::nullopt;
+      const auto [dg, du, amaxes] = backward_into(written[0], written[1], dh, values[0], u, ctx->saved_data["kind"].toInt());
+      result[0] = dg;
+      if (u.has_value()) result[1] = du;
+      for (size_t i = 0; i < taken.size(); ++i) remember_amax(result[i], amaxes[static_cast<int64_t>(i)]);
+    }
+    refuse_second_derivatives(result);
+    return result;
+  }
+};
+
+at::Tensor activate_autograd(const at::Tensor& g, const MaybeTensor& u, int64_t kind, bool deferred) {
+  return Activate::apply(g, u, kind, deferred);
 }
 
 NormArgs norm_args(const at::Tensor& x, const at::Tensor& weight, bool zero_centered) {
@@ -171,6 +239,8 @@ void register_norm(torch::Library& m) {
         torch::dispatch(c10::DispatchKey::CUDA, activation));
   m.def("activation_backward(Tensor dh, Tensor g, Tensor? u, int kind) -> (Tensor, Tensor, Tensor)",
         torch::dispatch(c10::DispatchKey::CUDA, activation_backward));
+  m.def("activate(Tensor g, Tensor? u, int kind, bool deferred) -> Tensor", torch::dispatch(c10::DispatchKey::CUDA, activate));
+  m.impl("activate", torch::dispatch(c10::DispatchKey::AutogradCUDA, activate_autograd));
   m.def("norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool centred, bool zero_centered) -> (Tensor, Tensor, "
         "Tensor, Tensor)", torch::dispatch(c10::DispatchKey::CUDA, norm));
   m.def("norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor? residual, Tensor rstd, Tensor mean, bool zero_centered, "

@@ -4,7 +4,8 @@
 //   backward   da = round(dh * u)     dg = round(da * act'(g))     du = round(dh * a)
 //
 // fp32 inside; rounding points are those of the two separate operations, so that fusing them changes nothing but the
-// last bits of exp, erf and tanh. `a` is made again in the backward, not kept.
+// last bits of exp, erf and tanh. `a` is made again in the backward, not kept; dg and du may be g and u, of which a thread
+// reads its elements before it writes them.
 // Block: 128 rows of 256 columns, every eighth row a warp's: a lane has 8 columns to itself. Amaxes of columns over runs, which
 // anchor an operand of wgrad, are collected through shared memory and by an atomic maximum each of every block; those of
 // rows by one a warp.

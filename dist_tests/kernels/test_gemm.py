@@ -229,12 +229,14 @@ def test_weights_are_laid_out_once_a_version():
         for _ in range(3):
             model(x).sum().backward()
             seen.append({k: s.data.data_ptr() for k, s in state._whole[1].items()})
-        assert seen[0] == seen[1] == seen[2], name
-        assert all(n == 1 for n in counters.of("weight encode").values()), name
+        assert seen[1] and seen[1] == seen[2], name
+        first = counters.of("weight encode")
+        assert all(n <= 2 for n in first.values()), name  # that micro-batches share a version is found out once
         with torch.no_grad():
             model[0].weight.mul_(2)
-        model(x).sum().backward()
-        assert all(n == 2 for n in counters.of("weight encode").values()), name
+        for _ in range(3):
+            model(x).sum().backward()
+        assert counters.of("weight encode") == {k: n + 1 for k, n in first.items()}, name
 
 
 def test_layers_that_share_an_input_quantize_it_once():

@@ -25,7 +25,6 @@ from fsdp_quant.formats import (
 )
 from fsdp_quant.modules import guard, linear_op, plan
 from fsdp_quant.ops import capability, layout, native, norm, reference
-from fsdp_quant.ops import capability, layout, native, reference
 from fsdp_quant.optim import fused_adam
 from fsdp_quant.optim.fused_adam import adam_update
 from fsdp_quant.tensor import torch_compat
@@ -418,6 +417,9 @@ class Operators:
         dg, du = norm.reference_activation_backward(dh, g, u, kind)
         return dg, dg.new_empty(0) if du is None else du, torch.stack([_amaxes(t) for t in (dg, du) if t is not None])
 
+    def activate(self, g, u, kind, deferred):
+        return _Activate.apply(g, u, kind, deferred, self)
+
     def norm(self, x, weight, bias, eps, centred, zero_centered):
         self._rows("norm", x, contiguous=True)
         y, rstd, mean = norm.reference_norm(x, weight, bias, norm.NormSpec(eps, centred, zero_centered))
@@ -437,22 +439,30 @@ class Operators:
 
     def linear_step(self, x, weight, bias, operand, plan, version, save, step, ids, guard, *lists):
         """Checked as csrc/api/linear.cpp does; the node of autograd is a Python one."""
-        factors, grad_factors, histories, grad_histories, codes, columnwise, stamps, source, activation = lists
+        factors, grad_factors, histories, grad_histories, codes, columnwise, stamps = lists
         call = SimpleNamespace(
             number=plan, version=version, save=save, step=step, ids=ids, guard=guard, factors=(factors, grad_factors),
             histories=(histories, grad_histories), columnwise=columnwise, stamps=stamps,
             stamped=[t._version for t in stamps], **vars(self.plans[plan]),
         )
         refuse(x.dtype is not torch.bfloat16, f"x is {x.dtype}")
-        refuse(source and save and call.saves_input, "the layer keeps the input itself")
-        refuse(source and [t.shape for t in source] != [x.shape] * 2, "source")
-        call.source = (*source, activation) if source else None
         if not torch.is_grad_enabled() or weight is None:
             with torch.no_grad():
                 return self._step_forward(call, x, bias, operand, codes)[0]
         made: list = []
         y = _Step.apply(x, weight, bias, self, call, operand, codes, made)
         return [y, *made]
+
+    def linear_gated(self, gate, up, activation, plan, save, step, ids, guard, factors, histories):
+        call = SimpleNamespace(
+            number=plan, step=step, ids=ids, guard=guard, factors=(factors, []), histories=(histories, []), **vars(self.plans[plan])
+        )
+        refuse(gate.shape != up.shape or gate.dtype is not up.dtype, "up is like gate")
+        refuse(not call.slots[0][0].side or (save and call.saves_input), "the layer multiplies or keeps the input itself")
+        with torch.no_grad():
+            made = self._step_quantize(call, 0, _matrix(norm.reference_activation(gate, up, activation)), True, save)
+        self.calls.append(Call("linear_gated", gate.data_ptr(), *self._wanted(call.slots[0], True, save)))
+        return [t for buffers in made.values() for t in buffers]
 
     def _wanted(self, readings, row: bool, col: bool) -> tuple[bool, bool]:
         one, other = readings
@@ -514,7 +524,7 @@ class Operators:
 
     def _step_forward(self, call, x, bias, operand, codes) -> tuple[list[Tensor], list[Tensor]]:
         """([y, codes of x], what the backward keeps)."""
-        rows = _matrix(norm.reference_activation(*call.source) if call.source else x)
+        rows = _matrix(x)
         readings, col = call.slots[0], call.save and not call.saves_input
         wanted = self._wanted(readings, True, col)
         if codes:
@@ -589,6 +599,29 @@ class _Step(torch.autograd.Function):
             dx.view(ctx.shape) if needs_x else None, dw.to(ctx.weight.dtype) if needs_w else None,
             dy.sum(0).to(ctx.bias_dtype) if needs_b else None, None, None, None, None, None,
         )
+
+
+class _Activate(torch.autograd.Function):
+    """The node of the compiled `activate`; gradients have memory of their own here."""
+
+    @staticmethod
+    def forward(ctx, g, u, kind, deferred, operators):
+        ctx.save_for_backward(g, u)
+        ctx.kind, ctx.operators = kind, operators
+        if deferred:
+            return g.new_empty(()).expand(g.shape)
+        h, amaxes = operators.activation(g, u, kind)
+        operators.remember_amax(h, amaxes[0])
+        return h
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dh):
+        g, u = ctx.saved_tensors
+        dg, du, amaxes = ctx.operators.activation_backward(dh.contiguous(), g, u, ctx.kind)
+        for gradient, amax in zip((dg, du), amaxes):
+            ctx.operators.remember_amax(gradient, amax)
+        return dg, None if u is None else du, None, None, None
 
 
 def _matrix(x: Tensor) -> Tensor:

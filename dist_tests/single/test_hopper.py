@@ -358,24 +358,28 @@ def weight_reads(gpu, module: fq.Linear) -> list[tuple[bool, bool]]:
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8"])
 def test_weights_that_train_are_encoded_in_one_read_a_version(gpu, name: str, dtype: torch.dtype):
-    """If false, every micro-batch quantizes, transposes or anchors the weight again, or reads it once a direction."""
+    """If false, every micro-batch quantizes, transposes or anchors the weight again, or reads it once a direction; or codes
+    are held that no micro-batch reads."""
     module = linear(RECIPES[name](), dtype=dtype)
     x, dy = inputs()
     options = {"dtype": BF16} if dtype is FP32 else {}
-    for version in (1, 2):
+    both, encodes = dict.fromkeys(Direction, layout.ANCHORED if name == "mxfp8" else layout.NATIVE), 0
+    # Of each version: how often it is encoded, and whether its codes are held after each micro-batch. (No node of fp32
+    # layers holds any.)
+    found_out = (1, [False]), (2, [False, True, True]), (1, [True] * 3), (1, [True]), (1, [False])
+    for times, held in ((1, [True] * 3), (1, [True])) if dtype is FP32 else found_out:
         seen = []
-        for _ in range(3):
+        for is_held in held:
             seen.append(step(module, x, dy, **options))
-            laid = module._weight_state._whole[1]
-            assert {d: s.layout for d, s in laid.items()} == dict.fromkeys(
-                Direction, layout.ANCHORED if name == "mxfp8" else layout.NATIVE
-            )
-        assert weight_reads(gpu, module) == [(True, True)] * version
-        assert all(n == version for n in counters.of("weight encode").values()), counters.of("weight encode")
-        assert gpu.count("anchor_codes") == (2 * version if name == "mxfp8" else 0)
+            laid = {d: s.layout for d, s in module._weight_state._whole[1].items()}
+            assert laid == (both if is_held else {})
+        encodes += times
+        assert weight_reads(gpu, module) == [(True, True)] * encodes
+        assert all(n == encodes for n in counters.of("weight encode").values()), counters.of("weight encode")
+        assert gpu.count("anchor_codes") == (2 * encodes if name == "mxfp8" else 0)
         assert gpu.count("transpose_codes") == 0
         if name != "fp8_delayed":
-            assert_same(seen[2], seen[0], f"version {version}")
+            assert_same(seen[-1], seen[0], f"{len(seen)} micro-batches")
         with torch.no_grad():
             module.weight.mul_(2)
 
@@ -390,7 +394,8 @@ def test_sides_that_stay_compact_are_encoded_once_a_version(gpu, name: str, move
     for version in (1, 2):
         for _ in range(3):
             step(module, *inputs())
-        assert all(n == version for n in counters.of("weight encode").values()), counters.of("weight encode")
+        found = set(counters.of("weight encode").values())
+        assert found <= {version, version + 1}, found  # that micro-batches share a version is found out once
         with torch.no_grad():
             module.weight.mul_(2)
 

@@ -72,13 +72,15 @@ class LayerNormMLP(nn.Module):
             y = x + y
         return (y, normal) if self.return_layernorm_output else y
 
-    def _hidden(self, x: Tensor) -> tuple[Tensor, Source | None, Tensor, Tensor]:
-        """(what down multiplies, what it is made of as it is quantized where down alone reads it, n, x)."""
+    def _hidden(self, x: Tensor) -> tuple[Tensor, Source | None, Tensor | None, Tensor]:
+        """(what down multiplies, what it is made of as it is quantized where down alone reads it, n if it is returned, x)."""
         normal, x = self.norm.beside(x)
         up, kind = self.up_proj(normal), ACTIVATIONS[self.activation].kind
-        if self.gate_proj is None:
+        gate = None if self.gate_proj is None else self.gate_proj(normal)
+        if not self.return_layernorm_output:
+            normal = None  # let go of, with its codes
+        if gate is None:
             return activate(up, None, kind), None, normal, x
-        gate = self.gate_proj(normal)
         if self.down_proj.takes_source(gate) and norm.runs_whole(gate, up):
             return deferred(gate, up, kind), Source(gate, up, kind), normal, x
         return activate(gate, up, kind), None, normal, x

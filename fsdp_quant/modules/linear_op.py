@@ -108,7 +108,7 @@ def _weight_storage(weight: Tensor, direction: Direction, plan: GemmPlan, dtype,
         if writers.checking and state is not None:
             state.check_codes(weight, direction, operand)
         return operand
-    if not isinstance(weight, MasterWeight) or weight.state.quantizer != hybrid:  # plain, or overridden: not cached
+    if not _is_cached(weight, plan):
         state = WeightState("weight", hybrid, tuple(weight.shape), plan.compute_dtype)
         weight = MasterWeight(inner_of(weight).detach(), state)
     operand = weight.state.whole_storage(weight, direction, dtype, layouts, resolved.call, both)
@@ -179,17 +179,24 @@ def _step(
     x, weight, bias, plan, resolved, save, step, ids, guard, factors, grad_factors, histories, grad_histories, edge, source=None
 ):
     """(y, the codes that the backward keeps), in one call; with `edge`, the parameter, y has its autograd node."""
-    operand = list(_weight_storage(weight, ROWWISE, plan, x.dtype, save).buffers().values())
     key = None if resolved.shared is None or source is not None else (resolved.shared, save)
     kept = codes = None if key is None else _LAST_INPUT.codes(x, key, guard)
     if writers.checking:
         codes = None  # made again, and compared
+    if source is not None:  # x is let go before codes of the weight are made
+        codes = native.linear_gated(*source, resolved.call, save, step, ids, guard, factors, histories)
+    is_held = save and edge is not None and not writers.checking and _is_cached(weight, plan)
+    if is_held and not torch_compat.backward_is_running():
+        weight.state.note_forward(weight.version)
+    operand = list(_weight_storage(weight, ROWWISE, plan, x.dtype, save).buffers().values())
+    columnwise, stamps = _held_operand(weight, resolved, x.dtype) if is_held else ([], [])
+    if columnwise:
+        weight.state.let_go()
     y, *made = native.linear_step(
         x, edge, bias, operand, resolved.call, _version_of(weight), save, step, ids, guard, factors, grad_factors,
-        histories, grad_histories, codes or [], *_kept_operand(weight, plan, resolved, x.dtype, save and edge is not None),
-        *([], 0) if source is None else ([source.gate, source.up], source.kind),
+        histories, grad_histories, codes or [], columnwise, stamps,
     )
-    if codes is not kept and any(map(writers.bytes_apart, kept, made)):
+    if codes is None and kept is not None and any(map(writers.bytes_apart, kept, made)):
         raise StaleWeightError(
             f"the input of {weight_state(weight).name} was written after an earlier layer quantized it, and the write moved "
             "no version counter: layers that share an input share its codes; give the written values a tensor of their own"
@@ -199,12 +206,13 @@ def _step(
     return y, made
 
 
-def _kept_operand(
-    weight: Tensor, plan: GemmPlan, resolved: Resolved, dtype: torch.dtype, wanted: bool
-) -> tuple[list[Tensor], list[Tensor]]:
-    """(columnwise operand, stamps) of a master weight whose codes are here already: good while no stamp has moved."""
-    if not wanted or not isinstance(weight, MasterWeight) or weight.state.quantizer != plan.weight or writers.checking:
-        return [], []
+def _is_cached(weight: Tensor, plan: GemmPlan) -> bool:
+    """The weight's state keeps its codes; else it is gathered, plain, or overridden."""
+    return isinstance(weight, MasterWeight) and weight.state.quantizer == plan.weight
+
+
+def _held_operand(weight: MasterWeight, resolved: Resolved, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """(columnwise operand, stamps) of a weight whose codes are here already: good while no stamp has moved."""
     storage = weight.state.made(weight, COLUMNWISE, dtype, resolved.layouts["weight"][COLUMNWISE])
     stamps = weight.stamps
     return (list(storage.buffers().values()), stamps) if storage is not None and stamps else ([], [])

@@ -4,6 +4,9 @@
     activate    h = act(g), or act(g) * u       saves g and u; act(g) and h are made again
     deferred    the same, without values: whoever reads h makes them
 
+Where kernels run, `native.activate` is the node of both: its backward writes the gradients of g and u over them, where the
+graph is not kept and nobody else has their memory.
+
 A kernel that writes a tensor that is quantized next leaves the tensor's amaxes with it. Compiled graphs, and whatever looks
 at operators, get the same as `graph_norm` and `graph_activation`.
 """
@@ -50,29 +53,14 @@ class _Activate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, g, u, kind):
-        h, amax = norm.activation(g, u, kind)
-        _leave_amax(h, amax)
         ctx.save_for_backward(g, u)
         ctx.kind = kind
-        return h
+        return norm.activation(g, u, kind)[0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dh):
-        dg, du, amaxes = norm.activation_backward(dh, *ctx.saved_tensors, ctx.kind)
-        for gradient, amax in zip((dg, du), amaxes or ()):
-            _leave_amax(gradient, amax)
-        return dg, du, None
-
-
-class _Defer(_Activate):
-    """h with its shape and its node, and one element of memory."""
-
-    @staticmethod
-    def forward(ctx, g, u, kind):
-        ctx.save_for_backward(g, u)
-        ctx.kind = kind
-        return g.new_empty(()).expand(g.shape)
+        return *norm.activation_backward(dh, *ctx.saved_tensors, ctx.kind)[:2], None
 
 
 def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor, Tensor]:
@@ -86,12 +74,13 @@ def activate(g: Tensor, u: Tensor | None, kind: int) -> Tensor:
     """act(g), or act(g) * u."""
     if torch.compiler.is_compiling() or torch_compat.dispatch_is_watched():
         return torch.ops.fsdp_quant.graph_activation(g, u, kind)
-    return _Activate.apply(g, u, kind)
+    return native.activate(g, u, kind) if norm.runs_whole(g, u) else _Activate.apply(g, u, kind)
 
 
 def deferred(g: Tensor, u: Tensor, kind: int) -> Tensor:
-    """`activate` of which only the shape and the gradient are wanted: the values are made where they are quantized."""
-    return _Defer.apply(g, u, kind)
+    """`activate` of which only the shape and the gradient are wanted (`norm.runs_whole`): the values are made where they are
+    quantized."""
+    return native.activate(g, u, kind, deferred=True)
 
 
 # What graphs hold #

@@ -540,6 +540,14 @@ def activation(g: Tensor, u: Tensor | None, kind: int) -> tuple[Tensor, Tensor]:
     return h, amaxes[0]
 
 
+def activate(g: Tensor, u: Tensor | None, kind: int, deferred: bool = False) -> Tensor:
+    """Eager mode alone: h with its node of autograd, which leaves amaxes with what it writes, as its forward does.
+
+    deferred:  h has a shape, and no values.
+    """
+    return _ops.activate(g, u, kind, deferred)
+
+
 def activation_backward(
     dh: Tensor, g: Tensor, u: Tensor | None, kind: int
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
@@ -626,6 +634,11 @@ def linear_weight(
 def linear_step(*args) -> list[Tensor]:
     """y, and the codes of x: see csrc/api/linear.cpp. With gradients enabled, y has the node that makes them."""
     return _ops.linear_step(*args)
+
+
+def linear_gated(*args) -> list[Tensor]:
+    """The codes of act(gate) * up, as `linear_step` takes codes of an x that has no values."""
+    return _ops.linear_gated(*args)
 
 
 def linear_step_backward(*args) -> tuple[Tensor, Tensor]:

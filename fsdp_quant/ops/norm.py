@@ -75,10 +75,11 @@ def _runs(x: Tensor, *others: Tensor | None, widest: int | None = None) -> bool:
     return (widest is None or cols <= widest) and all(t is None or t.dtype is x.dtype for t in others)
 
 
-def runs_whole(g: Tensor, u: Tensor) -> bool:
-    """A kernel takes both as they are: plain tensors of one shape, in rows of 16 bytes."""
-    whole = all(type(t) is Tensor and t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (g, u))
-    return g.shape == u.shape and _runs(g, u) and whole
+def runs_whole(*tensors: Tensor | None) -> bool:
+    """A kernel takes them as they are: plain tensors of one shape, in rows of 16 bytes."""
+    g, *others = given = [t for t in tensors if t is not None]
+    whole = all(type(t) is Tensor and t.is_contiguous() and t.data_ptr() % 16 == 0 for t in given)
+    return all(t.shape == g.shape for t in others) and _runs(g, *others) and whole
 
 
 def activation(g: Tensor, u: Tensor | None, kind: int) -> tuple[Tensor, Tensor | None]:

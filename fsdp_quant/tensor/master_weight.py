@@ -4,7 +4,8 @@
 Codes are cached and must never outlive the values they were made from. A version is (storage, mutations
 seen by the dispatcher, the inner tensor's own counter): aliases of one storage share the count, a new storage
 (`new_zeros`, `clone`, a cast) starts another. torch's counter alone is not enough: fused and foreach optimizers
-do not bump it on DTensors.
+do not bump it on DTensors. No counter tells what the replay of a CUDA graph writes: while one is captured, and of weights
+that a captured graph writes, codes are made where they are read.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ..ops.dispatch import Encoded, Statistics
 from ..ops.layout import COMPACT
 from ..scaling import AmaxHistory, RowCuts
 from ..storage import Storage
-from . import writers
+from . import torch_compat, writers
 from .aten_table import AtenTable, aten
 from .fsdp_hooks import FSDPHooks
 from .quantized_tensor import OPERATORS, QuantizedTensor, Unguarded, stable_text
@@ -49,7 +50,9 @@ class WeightState:
                     its shared statistics have not been reduced since.
     recomputes:     the backward recomputes the forward of the module, so it needs the rowwise codes too.
     keeps_codes:    False: codes of a weight that no one shards are made a direction at a time, and let go as the backward
-                    takes the last of them; a second backward of the same version makes them again.
+                    takes the last of them; a second backward of the same version makes them again. None: they are kept as
+                    long as their version if micro-batches share it (this one's do, or the last one's did); else a forward
+                    whose node holds the columnwise codes is the last to hold any.
     publisher:      what writes the codes of a weight whose masters lie with a trainer (`QuantizedWeight.give_to`), or None.
     histories:      (module or weight name, slot, direction, quantizer) -> AmaxHistory of delayed scaling.
     """
@@ -60,7 +63,7 @@ class WeightState:
         self.recomputes = False
         self.parts: list[WeightState] = []
         self.forgotten = 0  # how often codes were
-        self.keeps_codes = True
+        self.keeps_codes: bool | None = None
         self.publisher = None
         self.histories: dict[tuple, AmaxHistory] = {}
         self._forget()
@@ -73,9 +76,11 @@ class WeightState:
         self._found: tuple[object, dict[Direction, Statistics]] = (None, {})
         self._codes: tuple[object, dict[Direction, Encoded]] = (None, {})
         self._whole: tuple[object, dict[Direction, Storage]] = (None, {})
+        self._forwards: tuple[object, int] = (None, 1)  # a version, and how many forwards its nodes of autograd come from
+        self._is_shared = True  # by micro-batches; as long as nobody counts
 
     def __getstate__(self) -> dict:
-        drop = ("gathered", "managed", "_statistics", "_found", "_codes", "_whole")
+        drop = ("gathered", "managed", "_statistics", "_found", "_codes", "_whole", "_forwards", "_is_shared")
         return {k: v for k, v in self.__dict__.items() if k not in drop} | {"pending": True, "publisher": None}
 
     def __setstate__(self, state: dict) -> None:
@@ -162,8 +167,8 @@ class WeightState:
 
     def kept(self, shard: Shard) -> Encoded | None:
         """The shard's codes, if they were made of its values as they are now."""
-        version = (shard.weight.version, shard.high_precision)
-        if self._codes[0] != version:
+        version = (shard.weight.version, shard.high_precision, replayed := shard.weight.is_replayed)
+        if self._codes[0] != version or replayed:
             self._codes = (version, {})
         return self._codes[1].get(shard.direction)
 
@@ -262,8 +267,8 @@ class WeightState:
         both:     the other direction follows: one read of the master makes both.
         """
         wanted = COMPACT if layouts is None else layouts[direction]
-        version = (weight.version, dtype)
-        if self._whole[0] != version:
+        version = (weight.version, dtype, replayed := weight.is_replayed)
+        if self._whole[0] != version or replayed:
             self._whole = (version, {})
         storages = self._whole[1]
         found = storages.get(direction)
@@ -276,7 +281,7 @@ class WeightState:
                     self._make(weight, {ROWWISE}, dtype, layouts, call)
                 storages[COLUMNWISE] = storages[ROWWISE].as_direction(COLUMNWISE)
             else:
-                both = both and self.keeps_codes
+                both = both and (self._is_shared or not self.recomputes) and self.keeps_codes is None
                 self._make(weight, {d for d in Direction if d is direction or both}, dtype, layouts, call)
         elif wanted == COMPACT:
             return self._compact_storage(weight, direction, dtype)  # `encode` keeps it, or it is no work to make again
@@ -286,9 +291,15 @@ class WeightState:
                 self._codes[1].pop(direction, None)  # the compact codes have served
         return storages[direction]
 
+    def note_forward(self, version: object) -> None:
+        """A forward reads this version, and its node can hold the codes of the backward: see `keeps_codes`."""
+        last, count = self._forwards
+        is_same = version == last
+        self._forwards, self._is_shared = (version, count + 1 if is_same else 1), is_same or count > 1
+
     def let_go(self) -> None:
-        """The backward has its operand: forget the codes, unless they are kept."""
-        if not self.keeps_codes:
+        """A pass, or its node, has its operands: forget the codes, unless they are kept."""
+        if self.keeps_codes is False or not self._is_shared:
             self._whole = self._codes = (None, {})
 
     def let_go_of_shard(self) -> None:
@@ -299,7 +310,7 @@ class WeightState:
     def made(self, weight: MasterWeight, direction: Direction, dtype: torch.dtype, layout: str) -> Storage | None:
         """What `whole_storage` made of this version in this layout, if it has."""
         version, storages = self._whole
-        found = storages.get(direction) if version == (weight.version, dtype) else None
+        found = storages.get(direction) if version == (weight.version, dtype, weight.is_replayed) else None
         return found if found is not None and found.layout == layout else None
 
     def _make(self, weight: MasterWeight, wanted: set[Direction], dtype, layouts: dict[Direction, str], call: int) -> None:
@@ -425,17 +436,19 @@ class Mutations:
 
     token:  tensor whose version moves with the count, for compiled code; None until it is asked for.
     last:   (who wrote last, the storage's own version after it), kept under the staleness check alone.
+    is_replayed:  a captured graph writes the storage.
     """
 
     _serial = itertools.count(1)
 
     def __init__(self, inner: Tensor | None = None):
-        self.count, self.token, self._hash = 0, None, next(self._serial)
+        self.count, self.token, self._hash, self.is_replayed = 0, None, next(self._serial), False
         self.last = ("nobody since the weight was made", 0 if inner is None else version_of(inner))
 
     def add(self, writer: object, inner: Tensor) -> None:
         """Count a write of `inner` by `writer` (an operator or an event)."""
         self.count += 1
+        self.is_replayed |= torch_compat.is_captured(inner)
         self.note(writer, inner)
         if self.token is not None:
             torch.autograd.graph.increment_version(self.token)
@@ -503,6 +516,15 @@ class MasterWeight(FSDPHooks, Tensor):
     def last_writer(self) -> str:
         """See `Mutations.last_writer`."""
         return self._mutations.last_writer(self._inner)
+
+    @property
+    def is_replayed(self) -> bool:
+        """Replays of a CUDA graph may write or read this weight, of which versions tell nothing."""
+        return self._mutations.is_replayed or torch_compat.is_captured(self._inner)
+
+    def note_step(self) -> None:
+        """An optimizer has written this weight, maybe by a kernel that no dispatcher saw."""
+        self._mutations.is_replayed |= torch_compat.is_captured(self._inner)
 
     @property
     def stamps(self) -> list[Tensor]:
