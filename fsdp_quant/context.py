@@ -20,7 +20,7 @@ from .recipe import Recipe, identity
 from .scaling import AmaxHistory
 from .tensor import fsdp_hooks, torch_compat
 from .tensor.fsdp_hooks import FSDPHooks
-from .tensor.master_weight import ALL_STATES, WeightState
+from .tensor.master_weight import ALL_STATES, MasterWeight, WeightState
 from .tensor.quantized_weight import QuantizedWeight, QuantizedWeightState
 
 # Layout of the step's tensor: int64 [5].
@@ -63,6 +63,14 @@ class StepState:
                 self._devices[device] = torch.tensor(self.values(), device=device)
         return self._devices[device]
 
+    def check_writable(self) -> None:
+        """Raise ValueError in a CUDA graph, which would write today's values at every replay."""
+        if any(map(torch_compat.is_captured, self._devices.values())):
+            raise ValueError(
+                "fq.begin_step and fq.token_offset write values of the host to the device, and a captured CUDA graph would "
+                "repeat them at every replay; call them outside of the graph, before a replay"
+            )
+
     def publish(self) -> None:
         """Write the host's values to every device, asynchronously."""
         for tensor in self._devices.values():
@@ -76,9 +84,18 @@ class StepState:
             follow()
 
     def advance(self, skipped: Tensor | None = None) -> None:
-        """The next step begins; not where `skipped`, on a device, is true, which nothing waits for."""
+        """The next step begins; not where `skipped`, on a device, is true, which nothing waits for.
+
+        In a captured CUDA graph replays count it on the device, and the host does not know.
+        """
+        captured = [t for t in self._devices.values() if torch_compat.is_captured(t)]
+        for tensor in captured:
+            tensor[STEP_FIELDS.index("step")].add_(1 if skipped is None else ~skipped)
+        if captured:
+            return
         if skipped is None:
-            return self.go_to(self.step + 1)
+            self.go_to(self.step + 1)
+            return
         for tensor in self._devices.values():
             tensor[STEP_FIELDS.index("step")] += ~skipped.to(tensor.device, non_blocking=True)
         self._step += 1
@@ -93,8 +110,10 @@ STEP = StepState()
 def begin_step(step: int | None = None, micro_batch: int = 0, seed: int | None = None) -> None:
     """Set the step, micro-batch and seed of the random bits; schedules read the step.
 
-    step:  the optimizer step that begins (None: keep). Without a call, an optimizer step advances it.
+    step:  the optimizer step that begins (None: keep). Without a call, an optimizer step advances it; one in a captured CUDA
+           graph does so on the device, at every replay.
     """
+    STEP.check_writable()
     STEP.counted_by_hand = STEP.counted_by_hand or step is not None
     STEP.seed = STEP.seed if seed is None else seed
     STEP.micro_batch = micro_batch
@@ -107,6 +126,7 @@ def token_offset(offset: int) -> Iterator[None]:
 
     Random bits are keyed by the global token. Default: data-parallel rank * local rows.
     """
+    STEP.check_writable()
     before, STEP.token_offset = STEP.token_offset, offset
     STEP.publish()
     try:
@@ -146,6 +166,9 @@ def _after_optimizer_step(optimizer: torch.optim.Optimizer, args, kwargs) -> Non
         state.pending = True
     for prepare in STEP.before_roll:
         prepare(states)
+    for weight in weights:
+        if isinstance(weight, MasterWeight):
+            weight.note_step()
     states.update(STEP.frozen)  # no optimizer holds them, but their activations and gradients are quantized
     for state in STEP.frozen:
         if any(slot == "weight" for _, slot, *_ in state.histories):

@@ -16,6 +16,7 @@ from fsdp_quant.counters import counters
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, format_of
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
 from fsdp_quant.scaling import DelayedScaling
+from fsdp_quant.tensor import torch_compat
 
 
 @pytest.fixture(autouse=True)
@@ -495,3 +496,49 @@ def test_sync_makes_codes_follow_changes_by_hand():
     fresh = net(recipes.nvfp4())
     fresh.load_state_dict(m.state_dict())
     assert_same(run(m), run(fresh))
+
+
+# CUDA graphs #
+
+@pytest.mark.parametrize("name", ["fp8_current", "mxfp8_nvfp4", "nvfp4"])
+def test_codes_do_not_outlive_what_replays_write(name: str, monkeypatch):
+    """If false, a captured step holds no quantization of its weights, or an evaluation after replays reads old codes."""
+    m = net(RECIPES[name])
+    optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+    run(m)
+    encoded = counters.total("weight encode")
+    run(m)
+    assert counters.total("weight encode") == encoded > 0
+    for captured in (True, False):  # what a capture made is not there before a replay
+        monkeypatch.setattr(torch_compat, "is_captured", lambda x, captured=captured: captured)
+        encoded = counters.total("weight encode")
+        run(m)
+        assert counters.total("weight encode") > encoded
+    monkeypatch.setattr(torch_compat, "is_captured", lambda x: True)
+    optimizer.step()
+    monkeypatch.undo()
+    for factor in (1.0, 0.5):
+        m["fc"].weight.inner.numpy()[:] *= factor  # as a replay writes: no version tells
+        fresh = net(RECIPES[name])
+        fresh.load_state_dict(m.state_dict())
+        STEP.step = 0
+        STEP.publish()
+        assert_same_bytes(m["fc"](X).detach(), fresh["fc"](X).detach(), f"after a replay, {factor}")
+
+
+def test_replays_count_steps_on_the_device(monkeypatch):
+    """If false, a replayed step repeats the random bits of the capture, or writes a step of the host at every replay."""
+    m = net(recipes.nvfp4())
+    optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+    run(m)
+    on_device = STEP.on(X.device)
+    monkeypatch.setattr(torch_compat, "is_captured", lambda x: True)
+    optimizer.step()
+    assert (STEP.step, on_device[1].item()) == (0, 1)
+    for write in (lambda: fq.begin_step(3), lambda: fq.token_offset(8).__enter__()):
+        with pytest.raises(ValueError, match="would repeat them at every replay"):
+            write()
+    assert (STEP.step, STEP.token_offset, STEP.counted_by_hand) == (0, -1, False)
+    monkeypatch.undo()
+    fq.begin_step(5)
+    assert on_device[1] == 5

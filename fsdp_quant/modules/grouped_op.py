@@ -74,9 +74,10 @@ class StackedWeights:
         both:  the other direction follows. Gathered weights, whose codes FSDP2 keeps, are not kept here.
         """
         masters = all(isinstance(w, MasterWeight) for w in weights)
-        version = (plan.key, dtype, *((w.version, w.state.forgotten) for w in weights)) if masters else None
+        replayed = masters and any(w.is_replayed for w in weights)
+        version = (plan.key, dtype, replayed, *((w.version, w.state.forgotten) for w in weights)) if masters else None
         kept = self._kept.get(direction)
-        if kept is not None and masters and kept[0] == version and not writers.checking:
+        if kept is not None and masters and kept[0] == version and not (replayed or writers.checking):
             return kept[1]
         if masters and weights[0].dim() == 3 and not writers.checking:
             made = _of_packed(weights[0], [d for d in Direction if both or d is direction], plan, dtype)

@@ -1,0 +1,154 @@
+"""Training steps as CUDA graphs: a replay is the eager step, whatever the recipe keeps from step to step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp_quant as fq
+from dist_tests.kernels import expected
+from dist_tests.kernels.test_gemm import RECIPES
+from dist_tests.laws import assert_same_bytes, values
+from fsdp_quant.context import STEP
+
+pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
+BF16, D, HIDDEN, TOKENS, STEPS = torch.bfloat16, 128, 256, 64, 3
+
+
+@pytest.fixture(autouse=True)
+def _from_the_start():
+    kept = {k: v for k, v in STEP.__dict__.items() if k != "_devices"}
+    yield
+    STEP.__dict__.update(kept)
+    STEP.publish()
+
+
+class Net(nn.Module):
+    """Two fused blocks between plain layers, one of which is used twice."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        torch.manual_seed(0)
+        options = {"residual": True, "device": "cuda", "dtype": BF16}
+        self.head = nn.Linear(D, D, device="cuda", dtype=BF16)
+        fq.convert(self, RECIPES[name]())
+        self.blocks = nn.ModuleList(
+            fq.LayerNormMLP(D, HIDDEN, recompute=r, recipe=RECIPES[name](), name=f"{r}", **options) for r in (None, "gate_up")
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.head(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    return [tuple(values(TOKENS, D, seed=2 * i + j, dtype=BF16).cuda() for j in (0, 1)) for i in range(2 * STEPS)]
+
+
+def start(name: str) -> tuple[Net, torch.optim.Optimizer]:
+    STEP.step, STEP.counted_by_hand = 0, False
+    STEP.publish()
+    net = Net(name)
+    if name == "fp8_current":
+        return net, fq.optim.FusedAdam(net.parameters(), lr=torch.tensor(1e-2, device="cuda"), capturable=True)
+    return net, torch.optim.AdamW(net.parameters(), lr=1e-2, capturable=True)
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, dy: Tensor) -> Tensor:
+    optimizer.zero_grad(set_to_none=True)
+    y = net(x)
+    y.backward(dy)
+    optimizer.step()
+    return y.detach()
+
+
+def state_of(net: nn.Module) -> dict[str, Tensor]:
+    state = {f"{n}.grad": p.grad for n, p in net.named_parameters()} | dict(net.state_dict())
+    for module in net.modules():
+        if isinstance(module, fq.Linear):
+            for key, history in module._weight_state.histories.items():
+                state |= {f"{key} {k}": v for k, v in history.state_dict().items()}
+    return {k: v.detach().clone() for k, v in state.items()}
+
+
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], when: str) -> None:
+    assert got.keys() == want.keys()
+    for what, tensor in want.items():
+        assert_same_bytes(got[what].cpu(), tensor.cpu(), f"{when}: {what}")
+
+
+def aside(run) -> None:
+    """On another stream, as torch asks of what comes before a capture."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_replays_of_a_whole_step_are_eager_steps(name: str):
+    """If false, a replay multiplies codes of earlier weights, repeats its random bits, or scales by an old history."""
+    data, results = batches(), []
+    for captured in (False, True):
+        net, optimizer = start(name)
+        x, dy = (t.clone() for t in data[0])
+
+        def warm_up(net=net, optimizer=optimizer, x=x, dy=dy):
+            for a, b in data[:STEPS]:
+                train(net, optimizer, x.copy_(a), dy.copy_(b))
+
+        aside(warm_up)
+        seen = []
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            optimizer.zero_grad(set_to_none=True)
+            with torch.cuda.graph(graph):
+                y = train(net, optimizer, x, dy)
+        for a, b in data[STEPS:]:
+            x.copy_(a), dy.copy_(b)
+            if captured:
+                graph.replay()
+            else:
+                y = train(net, optimizer, x, dy)
+            seen.append(state_of(net) | {"y": y.clone(), "step": STEP.on(x.device).clone()})
+            with torch.no_grad():
+                seen.append({"y of an evaluation": net.eval()(x)})
+            net.train()
+        results.append(seen)
+    for i, (want, got) in enumerate(zip(*results)):
+        assert_same(got, want, f"{name}, {i}")
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_graphed_callables_are_eager_modules(name: str):
+    """If false, the forward of a graphed module multiplies the weights that it was captured with."""
+    data, results = batches(), []
+    for graphed in (False, True):
+        net, optimizer = start(name)
+        net.blocks = net.blocks[:1]
+        train(net, optimizer, *data[0])
+        run = net
+        if graphed:
+            optimizer.zero_grad(set_to_none=True)
+            run = torch.cuda.make_graphed_callables(net, (data[0][0].clone(),))
+            fq.skip_step()  # what warming up has left in the histories
+        seen = []
+        for x, dy in data[1 : STEPS + 1]:
+            y = train(run, optimizer, x, dy)
+            seen.append(state_of(net) | {"y": y.clone()})
+        results.append(seen)
+    for i, (want, got) in enumerate(zip(*results)):
+        assert_same(got, want, f"{name}, {i}")
+
+
+def test_a_graph_does_not_hold_a_step_of_the_host():
+    """If false, every replay begins the step of the capture again."""
+    net, optimizer = start("nvfp4")
+    aside(lambda: train(net, optimizer, *batches()[0]))
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(ValueError, match="would repeat them at every replay"), torch.cuda.graph(graph):
+        fq.begin_step(3)
