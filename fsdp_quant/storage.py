@@ -211,7 +211,8 @@ class Storage:
         """The same storage with its buffers as `wanted` (`ops.layout`) says; itself where they lie so, or are not quantized.
 
         turned:  the transposed codes, where `turns` and they are made already.
-        Raises ValueError for what compact codes are not made into (exponents of runs come from the values).
+        Anchors of lines and runs that are made of codes round subnormals a second time. Raises ValueError for a layout that the
+        buffers cannot be brought into.
         """
         if wanted == self.layout or not self.fmt.is_quantized:
             return self
@@ -219,14 +220,28 @@ class Storage:
             operand = GemmOperand(self.data, self.scale, None)
             compact = replace(self.from_gemm_layout(operand, arch_of(self.data.device)), layout=COMPACT)
             return compact.in_layout(wanted)
-        if self.layout != COMPACT or wanted not in (NATIVE, ANCHORED):
+        if self.layout != COMPACT or wanted not in (NATIVE, *ANCHOR_RUNS):
             raise ValueError(f"{self.describe()} in {self.layout} layout has no {wanted} layout; quantize it so")
         self._check_whole()
         if wanted == NATIVE:
             data, scale, _ = self.to_gemm_layout(arch_of(self.data.device), turned)
-        else:
+        elif wanted == ANCHORED:
             data, scale = dispatch.anchor_codes(self.data, self.scale, self.fmt, self.direction)
+        else:
+            data, scale = self._anchored_in_runs(ANCHOR_RUNS[wanted])
         return replace(self, data=data, scale=scale, layout=wanted)
+
+    def _anchored_in_runs(self, run: int) -> tuple[Tensor, Tensor]:
+        """(codes [outer, contraction], fp32 scales [runs, outer rounded up to 4]): each run is a line of its own."""
+        along_rows, (outer_block, block) = self.direction is not ROWWISE, self.fmt.block
+        data = dispatch.transpose_codes(self.data, *self.padded_shape, self.fmt) if along_rows else self.data
+        outer, contraction = data.shape
+        scale = (self.scale.t() if along_rows else self.scale).repeat_interleave(outer_block, 0)[:outer]
+        data, scale = (layout.pad_to(t, 1, n) for t, n in ((data, run), (scale, run // block)))
+        lines, fmt = data.reshape(-1, run), replace(self.fmt, block=(1, block))
+        codes, scales = dispatch.anchor_codes(lines, scale.reshape(-1, run // block), fmt, ROWWISE)
+        codes = codes.view(outer, -1)[:, :contraction].contiguous()
+        return codes, layout.pad_to(scales.view(outer, -1).t(), 1, 4).contiguous()
 
     def turns(self, wanted: str) -> bool:
         """`in_layout(wanted)` transposes compact codes."""

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from dist_tests import laws
 from fsdp_quant.formats import COLUMNWISE, Direction, Encoding, Format, format_of
-from fsdp_quant.ops import reference
+from fsdp_quant.ops import dispatch, reference
+from fsdp_quant.ops.layout import ANCHORED_512
+from fsdp_quant.storage import Storage
 
 BF16 = torch.bfloat16
 FORMATS = [format_of(name, element=element) for name in ("mxfp8", "mxfp8_32x32") for element in ("e4m3", "e5m2")]
@@ -133,3 +135,21 @@ def test_empty_tensors_have_empty_codes(fmt: Format, direction: Direction):
         codes, lines = reference.anchored_codes(data, scale, fmt, direction)
         assert codes.shape == shape and lines.shape == (shape[1 - direction.contraction_dim],)
         assert bool((lines == 2.0**-127).all())
+
+
+@pytest.mark.parametrize(("fmt", "direction"), CASES)
+def test_runs_are_lines_of_their_own(fmt: Format, direction: Direction):
+    """If false, a wgrad of codes that were gathered is anchored otherwise than one of values, or to another run's exponent."""
+    x = wide(1100, 70) if direction is COLUMNWISE else wide(70, 1100)
+    e = Encoding(fmt, direction)
+    compact = Storage.of(dispatch.encode(x, [e], None)[0], e, x.shape, x.dtype)
+    made, dim = compact.in_layout(ANCHORED_512), direction.contraction_dim
+    assert made.data.shape == (70, 1100) and made.scale.shape == (3, 72) and made.layout == ANCHORED_512
+    for i, start in enumerate(range(0, 1100, 512)):
+        length, block = min(512, 1100 - start), fmt.block[1]
+        data = compact.data.narrow(dim, start, length)
+        scale = compact.scale.narrow(dim, start // block, -(-length // block))
+        codes, lines = reference.anchored_codes(data, scale, fmt, direction)
+        codes = codes if dim else codes.t().contiguous()
+        laws.assert_same_bytes(made.data[:, start : start + length].contiguous(), codes, f"codes of run {i}")
+        laws.assert_same_bytes(made.scale[i, :70].contiguous(), lines, f"scales of run {i}")
