@@ -164,6 +164,16 @@ class Format:
         """The scale spans the whole contraction, so it may multiply the product instead of the operand."""
         return self.is_quantized and self.block[1] is None
 
+    @property
+    def spans_tensor(self) -> bool:
+        """Some scale follows from the amax of the whole tensor."""
+        return self.tensor_scale or (self.scale != "none" and self.block == (None, None))
+
+    def row_alignment(self, direction: Direction) -> int:
+        """Where rows of a tensor are cut at multiples of this, no block of these codes and no rotation is divided."""
+        rotation = ROTATION_BLOCK if self.rotated and direction is not Direction.ROWWISE else 1
+        return math.lcm(self.dims(direction)[0] or 1, rotation)
+
     def dims(self, direction: Direction) -> tuple[int | None, int | None]:
         """The block as (along dim 0, along dim 1) of the [rows, cols] tensor."""
         outer, contraction = self.block

@@ -172,7 +172,7 @@ class HybridQuantizer:
     def storages(
         self, x: Tensor, directions=tuple(Direction), *, key: Tensor | None = None,
         factors: dict[Direction, Tensor] | None = None, layouts: dict[Direction, str] | None = None,
-        guard: Tensor | None = None,
+        guard: Tensor | None = None, statistics: dict[Direction, dispatch.Statistics] | None = None,
     ) -> tuple[dict[Direction, Storage], dict[Direction, Tensor]]:
         """Storages of x [rows, cols] for these directions, in one operation over x, and the amaxes seen.
 
@@ -180,6 +180,7 @@ class HybridQuantizer:
         factors:  fp32 [1] a direction from the history of a delayed side (0: no history yet).
         layouts:  of the results, by direction (`ops.layout`); None: compact.
         guard:    int64 [2, 2]: what anchored results count is added.
+        statistics:  of the tensor that x is a part of, by encoded direction, where they differ from x's.
         returns:  (direction -> Storage, direction of a delayed side -> fp32 [1, 1] amax).
         """
         layouts = layouts or {}
@@ -191,7 +192,8 @@ class HybridQuantizer:
                 encodings = {ROWWISE: self.encodings[ROWWISE], **encodings}
         source = {d: d if d in self.encodings else ROWWISE for d in encodings}  # whose history scales it
         encoded = dispatch.encode(
-            x, list(encodings.values()), None, keys=[key] * len(encodings),
+            x, list(encodings.values()), [statistics.get(source[d]) for d in encodings] if statistics else None,
+            keys=[key] * len(encodings),
             encs=[factors.get(source[d]) for d in encodings] if factors else None,
             layouts=[layouts.get(d, COMPACT) for d in encodings] if layouts and not self.is_derived else None, guard=guard,
         )

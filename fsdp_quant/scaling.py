@@ -188,6 +188,18 @@ def share_statistics(
     return results
 
 
+def share_amaxes(found: Sequence[tuple[Encoding, Statistics]], group: dist.ProcessGroup | None) -> list[Statistics]:
+    """Statistics whose scales span the ranks of `group`, in one MAX all-reduce; every rank of the group must call it.
+
+    found:  of what this rank holds of each tensor: the tensor's amax of two-level formats, else all amaxes, are shared.
+    """
+    own = [s.tensor_amax if e.fmt.tensor_scale else s.amax for e, s in found]
+    return [
+        Statistics(s.amax, one) if e.fmt.tensor_scale else Statistics(one, s.tensor_amax)
+        for (e, s), one in zip(found, reduce_amaxes(own, group))
+    ]
+
+
 # Delayed scaling #
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def statistics(
 def encode(
     x: Tensor,
     encodings: Sequence[Encoding],
-    stats: Sequence[Statistics] | None,
+    stats: Sequence[Statistics | None] | None,
     row0: int = 0,
     keys: Sequence[Tensor | None] | None = None,
     encs: Sequence[Tensor | None] | None = None,
@@ -128,7 +128,7 @@ def encode(
 ) -> list[Encoded]:
     """Codes and scales of x [rows, cols]; one result an encoding.
 
-    stats:    shared by every rank that holds a part of the tensor; None: x is the whole tensor.
+    stats:    shared by every rank that holds a part of the tensor; None: taken from x.
     keys:     int64 [5] an encoding (`rng.KEY_FIELDS`), for stochastic rounding.
     encs:     fp32 [1] an encoding, for delayed scaling: the factor of a history, 0 while there is none.
     layouts:  how each result is wanted (`ops.layout`); where no kernel makes it so, it is compact, and says so.
@@ -148,7 +148,8 @@ def encode(
             for i, (data, scale) in zip(calls.anchored, made):
                 results[i] = Encoded(data, _anchored_scale(scale, layouts[i]), None, None, layouts[i])
         if calls.plain:
-            chosen = [[of[i] for i in calls.plain] if of is not None else None for of in (stats, keys, encs)]
+            known = None if stats is None else [s or Statistics(None, None) for s in stats]
+            chosen = [[of[i] for i in calls.plain] if of is not None else None for of in (known, keys, encs)]
             made = native.quantize(
                 values, calls.plain_encodings, row0, through_bf16, *chosen, calls.turned, calls.scale_layouts
             )
@@ -156,7 +157,7 @@ def encode(
                 results[i] = Encoded(*one, laid)
     for i in rest:
         e, prepared = encodings[i], reference.prepared(_as(x, dtype), encodings[i])
-        amax, tensor_amax = stats[i] if stats is not None else reference.statistics(prepared, e, row0)
+        amax, tensor_amax = (stats[i] if stats is not None else None) or reference.statistics(prepared, e, row0)
         enc = encs[i] if encs is not None else None
         if enc is not None:
             enc = reference.delayed_factor(enc, amax, e)
