@@ -182,6 +182,7 @@ def _after_optimizer_step(optimizer: torch.optim.Optimizer, args, kwargs) -> Non
     if states and not STEP.counted_by_hand:
         STEP.advance(skipped)
     fsdp_hooks.write_back([w for w in weights if isinstance(w, QuantizedWeight)])
+    fsdp_hooks.synchronize_whole(weights)
 
 
 register_optimizer_step_pre_hook(_before_optimizer_step)

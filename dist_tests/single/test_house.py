@@ -26,6 +26,7 @@ FLOORS = (
     ("recipe", "parallel"),
     ("context", "optim"),
     ("modules", "memory"),
+    ("parallel/linear", "parallel/tensor_parallel", "parallel/__init__"),
     ("inspection", "integrations", "hooks"),
     ("__init__", "__main__"),
 )
@@ -35,8 +36,9 @@ TREES = {name: ast.parse(path.read_text()) for name, path in SOURCES.items()}
 
 
 def floor_of(source: str) -> int:
-    """The floor of a module or package, from its first path component. Raises for one that nobody placed."""
-    part = source.split("/")[0].removesuffix(".py")
+    """The floor of a module, or of the package that its path begins with. Raises for one that nobody placed."""
+    path = source.removesuffix(".py")
+    part = path if path in FLOOR else path.split("/")[0]
     assert part in FLOOR, f"fsdp_quant/{source} has no floor: place {part!r} in FLOORS"
     return FLOOR[part]
 

@@ -15,6 +15,7 @@ from ..modules.grouped_linear import GroupedLinear
 from ..modules.linear import Linear
 from ..modules.plan import PRODUCTS
 from ..ops.capability import arch_of
+from ..parallel.linear import describe
 from ..recipe import OVERRIDE_VARIABLE, default_override
 from ..scaling import RowCuts
 from ..tensor import torch_compat
@@ -100,7 +101,9 @@ def plan(model: nn.Module, dtype: torch.dtype | None = None) -> ModelPlan:
             operands = tuple(repr(module.plan.hybrid(slot).side(d)) for slot, d in (product.a, product.b))
             result.gemms.append(GemmRow(name, product.name, operands, domain, reason))
     layers = modules.values()
+    shared = Counter(filter(None, map(describe, layers)))
     result.notes = [*_override_notes(layers), *_boundary_notes(layers), *_expert_notes(model, dtype, by_state)]
+    result.notes += [f"{what}  [{count} modules]" for what, count in shared.items()]
     roots = {id(m.state) for m in managed[:1] if m.state._is_root is None}
     for m in managed:
         once = m.stays_unsharded_after_forward or (id(m.state) in roots and m.reshards_by_default)

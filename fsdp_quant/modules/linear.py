@@ -7,7 +7,9 @@ import warnings
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..context import STEP, Autocast, current_autocast, new_weight_state, quantized_init_recipe
@@ -37,6 +39,8 @@ class Linear(nn.Linear):
     """
 
     recomputes_forward: bool | None = None
+    parallel = None  # `parallel.TensorParallel`: how ranks share the layer, where its weight is no DTensor that tells
+    parallel_forward: Callable | None = None  # (module, x) -> y of a layer that ranks share; set by `parallel.linear`
     _guard: Tensor | None = None
 
     def __init__(
@@ -61,7 +65,10 @@ class Linear(nn.Linear):
 
         source:  of an x without values, where `takes_source` said so.
         """
-        x, weight, plan = self.checked(x), self.weight, self._plan
+        weight, plan = self.weight, self._plan
+        if self.parallel is not None or isinstance(weight, DTensor):
+            return finished(self.parallel_forward(x), residual, scale)
+        x = self.checked(x)
         override = current_autocast()
         if override is not None:
             plan = self._overriding_plan(override)
@@ -99,7 +106,8 @@ class Linear(nn.Linear):
             return False
         overridden = "forward" in self.__dict__ or current_autocast() is not None or torch.is_autocast_enabled(x.device.type)
         overridden = overridden or self._plan.boundary is not None
-        return not (overridden or isinstance(self.weight, DTensor)) and takes_source(x, self.weight, self.bias, self._plan)
+        shared = self.parallel is not None or isinstance(self.weight, DTensor)
+        return not (overridden or shared) and takes_source(x, self.weight, self.bias, self._plan)
 
     def checked(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """x in the dtype of its products. Raises for what no product takes, naming the module.
@@ -220,15 +228,29 @@ def adopt(module: nn.Linear, recipe: Recipe, name: str) -> None:
     """Give a module of class `Linear` its plan, and its weight the wrapper that FSDP2 gathers as codes."""
     module._name = name
     apply_recipe(module, recipe)
-    module._weight_state = weight_state(local_of(module.weight))  # a tied weight has its state already
+    take_weight(module)
+    module.register_state_dict_post_hook(_unwrap_in_state_dict)
+    module.register_load_state_dict_post_hook(_after_load)
+
+
+def take_weight(module: Linear) -> None:
+    """Give the module's weight a state and its wrapper, unless it is tied to one that has them, and the module its site."""
+    module._weight_state = weight_state(local_of(module.weight))
     if module._weight_state is None:
+        managed = _managed(module.weight)
+        shape = local_of(module.weight).shape if managed is None else managed.global_shape
         module._weight_state = new_weight_state(
-            f"{name}.weight", module._plan.weight, tuple(module.weight.shape), recipe.compute_dtype
+            f"{module._name}.weight", module._plan.weight, tuple(shape), module._recipe.compute_dtype
         )
         wrap_weight(module)
     place(module)
-    module.register_state_dict_post_hook(_unwrap_in_state_dict)
-    module.register_load_state_dict_post_hook(_after_load)
+
+
+def _managed(weight: Tensor) -> torch_compat.ManagedParam | None:
+    """A DTensor as `fully_shard` manages it."""
+    if not isinstance(weight, DTensor):
+        return None
+    return next((m for m in torch_compat.all_managed_params() if m.registered is weight), None)
 
 
 def place(module: Linear) -> None:
@@ -247,15 +269,27 @@ def wrap_weight(module: Linear) -> None:
     if not isinstance(weight, DTensor):
         torch_compat.swap_parameter(weight, wrap(weight, state))
         return
-    managed = next((m for m in torch_compat.all_managed_params() if m.param.sharded_param is weight), None)
+    managed = _managed(weight)
+    mesh = weight.device_mesh if managed is None else managed.tensor_mesh
+    if mesh is not None:
+        state.tensor_group, state.tensor_dim = _tensor_group(state, weight, mesh), weight.placements[-1].dim
     if managed is None:
-        raise ValueError(
-            f"{state.name} is a DTensor {weight.placements} that no fully_shard call of this process manages; "
-            "apply fq.convert before distributing it, or use fully_shard"
-        )
+        torch_compat.replace_local(weight, state.wrapped(local_of(weight).detach()))
+        return
     if not managed.is_sharded:
         raise ValueError(f"{state.name} is gathered now; call reshard() on its FSDP module before fq.convert")
     managed.replace_local(state.wrapped(local_of(weight).detach()))
+
+
+def _tensor_group(state: WeightState, weight: DTensor, mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The ranks that a tensor-parallel weight is cut over. Raises ValueError for cuts that products do not know."""
+    cut = weight.placements[-1]
+    if mesh.ndim != 1 or not cut.is_shard() or not isinstance(state.wrapped(torch.empty(0, 1)), MasterWeight):
+        raise ValueError(
+            f"{state.name} is a DTensor {weight.placements} over {mesh}: no fully_shard manages it so, and tensor parallelism "
+            "cuts one dim of a high-precision weight over one axis; use fq.parallel's styles, fully_shard, or skip= of fq.convert"
+        )
+    return mesh.get_group()
 
 
 def _unwrap_in_state_dict(module: Linear, state_dict: dict, prefix: str, local_metadata) -> None:

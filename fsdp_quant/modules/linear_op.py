@@ -71,16 +71,16 @@ def _key(plan: GemmPlan, slot: str, step: Tensor, ids: Tensor, rows: int) -> Ten
 
 def _quantize(
     plan: GemmPlan, slot: str, x: Tensor, directions: list[Direction], step: Tensor, ids: Tensor, guard: Tensor | None,
-    factors: list[Tensor],
+    factors: list[Tensor], statistics: dict[Direction, dispatch.Statistics] | None = None,
 ) -> tuple[dict[Direction, Storage], list[Tensor]]:
     """Storages of an activation or gradient [rows, cols] as its products read them, and the amaxes of its delayed sides,
-    rowwise first."""
+    rowwise first; statistics: as in `HybridQuantizer.storages`."""
     hybrid = plan.hybrid(slot)
     sides = dict(zip(hybrid.delayed_directions, factors))
     layouts = plan.resolved(x.dtype, x.device).layouts[slot] if x.numel() else None
     made, amaxes = hybrid.storages(
         x, directions, key=_key(plan, slot, step, ids, x.shape[0]), factors=sides, layouts=layouts,
-        guard=None if guard is None else guard[SLOTS.index(slot)],
+        guard=None if guard is None else guard[SLOTS.index(slot)], statistics=statistics,
     )
     return made, _recorded(hybrid, amaxes, x)
 

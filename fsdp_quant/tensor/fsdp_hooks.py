@@ -33,9 +33,10 @@ from torch import Tensor
 
 from ..counters import counters
 from ..formats import COLUMNWISE, ROWWISE, SCALE_BYTES, SCALE_DTYPE, Direction, Encoding
-from ..ops import native
+from ..ops import dispatch, native
+from ..ops.dispatch import Statistics
 from ..ops.layout import COMPACT
-from ..scaling import Fragment, RowCuts, share_statistics
+from ..scaling import Fragment, RowCuts, share_amaxes, share_statistics
 from ..storage import Placement, Storage, laid_out, scale_placement
 from . import torch_compat, writers
 from .quantized_tensor import QuantizedTensor, Slots
@@ -575,6 +576,7 @@ def synchronize(managed: list[ManagedParam]) -> None:
             if local.state.gathered is None:
                 check_layout(m)
             by_group.setdefault(m.process_group, []).append(m)
+    found: list[tuple[object, Fragment, list]] = []
     for group, weights in by_group.items():
         fragments = [
             (piece.weight, _fragment(piece, m.device))
@@ -585,10 +587,42 @@ def synchronize(managed: list[ManagedParam]) -> None:
         shared = share_statistics([f for _, f in crossing], group)
         if shared:
             counters.add("amax all-reduce", "weights")
-        for (weight, _), stats in zip(crossing, shared):
-            weight.state.set_statistics(weight.version, stats)
+        found += [(weight, f, stats) for (weight, f), stats in zip(crossing, shared)]
         for m in weights:
             m.local.state.pending = False
+    _set_statistics(found)
+
+
+def synchronize_whole(weights: list) -> None:
+    """`synchronize` of those weights of which ranks of a tensor-parallel group have parts that no one shards further."""
+    found = []
+    for weight in weights:
+        state, cuts = weight.state, RowCuts((0, weight.shape[0]))
+        if state.tensor_group is None or _managed_of(state) is not None:
+            continue
+        state.pending = False
+        if state.shares_statistics(cuts):
+            encodings = tuple(state.quantizer.encodings.values())
+            fragment = Fragment(weight.inner.detach(), encodings, cuts, 0, state.compute_dtype)
+            found.append((weight, fragment, [None] * len(encodings)))
+    _set_statistics(found)
+
+
+def _set_statistics(found: list[tuple[object, Fragment, list]]) -> None:
+    """Keep the statistics of (weight, its rows, one an encoding), those of whole tensors shared over tensor parallelism:
+    one MAX all-reduce a group."""
+    by_group: dict[object, list[tuple[list, int, Encoding, Statistics]]] = {}
+    for weight, fragment, stats in found:
+        for i, encoding in enumerate(fragment.encodings):
+            if weight.state.crosses(RowCuts((0, 0)), encoding):
+                own = stats[i] or dispatch.statistics(fragment.values, [encoding], fragment.row0, fragment.dtype)[0]
+                by_group.setdefault(weight.state.tensor_group, []).append((stats, i, encoding, own))
+    for group, of in by_group.items():
+        counters.add("amax all-reduce", "weights")
+        for (stats, i, *_), shared in zip(of, share_amaxes([(encoding, own) for *_, encoding, own in of], group)):
+            stats[i] = shared
+    for weight, _, stats in found:
+        weight.state.set_statistics(weight.version, stats)
 
 
 def write_back(weights: list) -> None:

@@ -54,6 +54,9 @@ class WeightState:
                     long as their version if micro-batches share it (this one's do, or the last one's did); else a forward
                     whose node holds the columnwise codes is the last to hold any.
     publisher:      what writes the codes of a weight whose masters lie with a trainer (`QuantizedWeight.give_to`), or None.
+    tensor_group:   ranks whose weights of this name are parts of one (tensor parallelism), beside FSDP2's shards: amaxes of
+                    whole tensors are shared over it. Not copied to files.
+    tensor_dim:     of the weight that it cuts.
     histories:      (module or weight name, slot, direction, quantizer) -> AmaxHistory of delayed scaling.
     """
 
@@ -65,6 +68,7 @@ class WeightState:
         self.forgotten = 0  # how often codes were
         self.keeps_codes: bool | None = None
         self.publisher = None
+        self.tensor_group, self.tensor_dim = None, 0
         self.histories: dict[tuple, AmaxHistory] = {}
         self._forget()
         ALL_STATES.add(self)
@@ -81,12 +85,18 @@ class WeightState:
 
     def __getstate__(self) -> dict:
         drop = ("gathered", "managed", "_statistics", "_found", "_codes", "_whole", "_forwards", "_is_shared")
-        return {k: v for k, v in self.__dict__.items() if k not in drop} | {"pending": True, "publisher": None}
+        kept = {k: v for k, v in self.__dict__.items() if k not in drop}
+        return kept | {"pending": True, "publisher": None, "tensor_group": None}
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
         self._forget()
         ALL_STATES.add(self)
+
+    def __deepcopy__(self, memo) -> WeightState:
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo) | {"tensor_group": self.tensor_group})
+        return copied
 
     def set_quantizer(self, quantizer) -> None:
         """Another recipe: every code and statistic is made anew."""
@@ -140,7 +150,12 @@ class WeightState:
         """Ranks need statistics of each other's rows of this weight; of a packed one, which no cut divides, for histories."""
         if self.parts:
             return len(cuts.bounds) > 2 and any(part.quantizer.delayed_directions for part in self.parts)
-        return any(cuts.shares_statistics(e) for e in self.quantizer.encodings.values())
+        return any(self.crosses(cuts, e) for e in self.quantizer.encodings.values())
+
+    def crosses(self, cuts: RowCuts, encoding: Encoding) -> bool:
+        """Some statistic of this encoding needs what other ranks hold."""
+        tensor_parallel = self.tensor_group is not None and self.tensor_group.size() > 1
+        return cuts.shares_statistics(encoding) or (tensor_parallel and encoding.fmt.spans_tensor)
 
     def encoded_dtype(self, encoding: Encoding, high_precision: torch.dtype) -> torch.dtype | None:
         """What an encoder sees of the master: `compute_dtype`, or for identity the dtype of a plain gather."""
@@ -244,7 +259,7 @@ class WeightState:
         is_shared = self._statistics[0] == version
         if is_shared and self._statistics[1][shard.direction] is not None:
             return self._statistics[1][shard.direction]
-        if not is_shared and shard.cuts.shares_statistics(self.quantizer.encodings[shard.direction]):
+        if not is_shared and self.crosses(shard.cuts, self.quantizer.encodings[shard.direction]):
             raise StaleWeightError(
                 f"{self.name} changed without an event that every rank shares (an optimizer step, load_state_dict, "
                 "set_recipe), and its scales span ranks; call fq.sync(model) on every rank after changing weights by hand"
@@ -275,7 +290,7 @@ class WeightState:
         if found is not None and found.layout == wanted:
             return found
         q = self.quantizer
-        if call is not None and q.side(direction).fmt.is_quantized:
+        if call is not None and q.side(direction).fmt.is_quantized and not self.shares_statistics(RowCuts((0, weight.shape[0]))):
             if q.one_storage and layouts[ROWWISE] == layouts[COLUMNWISE] == COMPACT:
                 if ROWWISE not in storages:
                     self._make(weight, {ROWWISE}, dtype, layouts, call)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, alloc_storage, free_storage
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -81,6 +82,12 @@ class ManagedParam:
     @property
     def process_group(self) -> dist.ProcessGroup:
         return self.param.mesh_info.shard_process_group
+
+    @property
+    def tensor_mesh(self) -> DeviceMesh | None:
+        """What tensor parallelism cuts the parameter over, beside the shards; None where it does not."""
+        spec = getattr(self.param, "_unsharded_dtensor_spec", None) or getattr(self.param, "_tp_spec", None)
+        return None if spec is None else spec.mesh
 
     @property
     def device(self) -> torch.device:
@@ -250,9 +257,14 @@ def managed_params_of(model: nn.Module) -> list[ManagedParam]:
     return list(_params_of(dict.fromkeys(states)))
 
 
+def backward_number() -> int:
+    """Another one in each run of the autograd engine; -1 outside."""
+    return torch._C._current_graph_task_id()
+
+
 def backward_is_running() -> bool:
     """Inside the autograd engine: a forward here is an activation being recomputed."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_number() != -1
 
 
 def stream_of(device: torch.device) -> tuple[int, bool]:
@@ -299,6 +311,11 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def replace_local(tensor: DTensor, local: Tensor) -> None:
+    """Put another local tensor of the same values under a DTensor, for everyone who holds it."""
+    tensor._local_tensor = local
+
+
 def swap_parameter(old: nn.Parameter, new: nn.Parameter) -> None:
     """Make `old` be `new` for everyone who holds it; gradient, attributes and hooks of `old` stay with it."""
     new.__dict__.update(old.__dict__)
@@ -306,3 +323,15 @@ def swap_parameter(old: nn.Parameter, new: nn.Parameter) -> None:
     new._backward_hooks = old._backward_hooks
     new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
     torch.utils.swap_tensors(old, new)
+
+
+def all_gather_rows(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start filling `received` with `sent` of every rank, one after the other; torch 2.13 has another name for it."""
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    return getattr(dist, name)(received, sent, group=group, async_op=True)
+
+
+def reduce_scatter_rows(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start filling `received` with this rank's piece of the sum of `sent` over the ranks."""
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    return getattr(dist, name)(received, sent, group=group, async_op=True)

@@ -1,0 +1,558 @@
+"""The linear operator among ranks: a gather before it, a reduce-scatter behind it, or both in its backward.
+
+[Note: who holds what]
+    column  W [N / R, K], x whole or cut along the sequence, y [.., S, N / R]; dx is a sum over ranks
+    row     W [N, K / R], x [.., S, K / R]; y is a sum over ranks, whole or cut along the sequence
+
+    column, cut   y = gemm(gather(Q(x).row), w.row)        dx = reduce_scatter(gemm(Q(dy).row, w.col))
+                                                           dw = gemm(Q(dy).col, gather(Q(x).col))
+    row, cut      y = reduce_scatter(gemm(Q(x).row, w.row))   dx = gemm(gather(Q(dy).row), w.col)
+                                                              dw = gemm(gather(Q(dy).col), Q(x).col)
+Columnwise gathers run beside dgrad, the scatter of dx beside the wgrad of the last layer that reads x. Scales of a whole tensor
+are shared over the ranks, of weights too. Layers that read one x (q, k and v; gate and up) share its codes, in both directions,
+and the scatter of their gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement as Layout
+
+from ..context import STEP_FIELDS, current_autocast
+from ..counters import counters
+from ..formats import COLUMNWISE, ROWWISE, SCALE_BYTES, Direction, Encoding
+from ..gemm import gemm
+from ..modules.linear import Linear
+from ..modules.linear_op import (
+    SLOTS,
+    _backward_storage,
+    _buffer_names,
+    _check_version,
+    _forward,
+    _key,
+    _quantize,
+    _recorded,
+    _saved_columnwise,
+    _version_of,
+    _weight_storage,
+    slot_ids,
+    weight_state,
+)
+from ..modules.plan import GemmPlan
+from ..scaling import AmaxHistory
+from ..storage import BUFFERS, Placement, Storage, scale_placement
+from ..tensor import fsdp_hooks, torch_compat
+from ..tensor.master_weight import MasterWeight
+from .sequence import Gather, Scattering, SequenceCut, encoded_rows, shared_statistics
+
+
+@dataclass(frozen=True, eq=False)
+class TensorParallel:
+    """How the ranks of `group` share a linear layer (see the note).
+
+    column:        the rows of the weight are cut; else its columns.
+    sequence_dim:  that x (column) or y (row) is cut along; None: it is whole.
+    reduces:       without sequence_dim, the sum over ranks (dx or y) is made here; else the caller makes it.
+    """
+
+    group: dist.ProcessGroup
+    column: bool
+    sequence_dim: int | None = None
+    reduces: bool = True
+
+    @property
+    def cut_slot(self) -> str:
+        """The activation of which each rank has other columns."""
+        return "grad_output" if self.column else "input"
+
+
+@dataclass(eq=False)
+class Call:
+    """What one call of a layer has beside its tensors."""
+
+    name: str
+    plan: GemmPlan
+    axis: TensorParallel
+    save: bool
+    step: Tensor
+    ids: Tensor
+    guard: Tensor | None
+    factors: list[Tensor]
+    grad_factors: list[Tensor]
+    histories: list[Tensor]
+    grad_histories: list[Tensor]
+    require_native: bool
+
+    def quantize(self, slot: str, x: Tensor, directions, statistics=None) -> tuple[dict[Direction, Storage], list[Tensor]]:
+        factors = self.factors if slot == "input" else self.grad_factors
+        return _quantize(self.plan, slot, x, list(directions), self.step, self.ids, self.guard, factors, statistics)
+
+    def quantize_own(self, slot: str, x: Tensor, directions) -> tuple[dict[Direction, Storage], list[Tensor]]:
+        """`quantize` of a tensor of which other ranks have other columns, or that is the same on every rank."""
+        statistics = {}
+        if slot == self.axis.cut_slot:
+            statistics = shared_statistics(x, self.plan.hybrid(slot), directions, self.axis.group, rows_are_cut=False)
+        return self.quantize(slot, x, directions, statistics)
+
+    def gather(self, slot: str, x: Tensor | Storage, directions, cut: SequenceCut, phase: str) -> Gather:
+        """Of a tensor of which other ranks have other rows."""
+        hybrid = self.plan.hybrid(slot)
+        return Gather(
+            x, hybrid, directions, cut, phase, key=self.key(slot, cut), factors=self.by_direction(slot),
+            quantize=lambda whole, wanted: self._by_direction(slot, *self.quantize(slot, whole, wanted)),
+        )
+
+    def key(self, slot: str, cut: SequenceCut) -> Tensor | None:
+        return _key(self.plan, slot, self.step, self.ids, cut.rows * cut.ranks)
+
+    def by_direction(self, slot: str) -> dict[Direction, Tensor]:
+        delayed = self.plan.hybrid(slot).delayed_directions
+        return dict(zip(delayed, self.factors if slot == "input" else self.grad_factors))
+
+    def _by_direction(self, slot: str, made: dict, amaxes: list[Tensor]) -> tuple[dict, dict[Direction, Tensor]]:
+        return made, dict(zip(self.plan.hybrid(slot).delayed_directions, amaxes))
+
+    def check_travels(self, slot: str, directions, cut: SequenceCut) -> None:
+        """Raise ValueError, on every rank, for a gather in high precision under require_native."""
+        hybrid = self.plan.hybrid(slot)
+        encoded = fsdp_hooks.gathered_directions(hybrid, frozenset(directions))
+        crossing = [d for d in encoded if not cut.travels(hybrid.encodings[d])]
+        if crossing and self.require_native:
+            fmt, d = hybrid.encodings[crossing[0]].fmt, crossing[0]
+            raise ValueError(
+                f"{self.name}: {slot}.{d.value} ({fmt}) has blocks of {fmt.row_alignment(d)} rows, and a rank's piece of the "
+                f"sequence is {cut.outer} x {cut.chunk} rows, so {slot} would be gathered in high precision, and "
+                f"require_native=True; make the rows a rank has a multiple of {fmt.row_alignment(d)} (sequence first, or one "
+                "sequence, where it is rounded stochastically), or drop require_native"
+            )
+
+
+class SharedInput:
+    """A cut input of column layers: what crosses ranks once for all of them.
+
+    saves:  what the backward gathers its columnwise codes from: "columnwise" or "rowwise" codes of this rank's rows, or its
+            rows in high precision ("input").
+    """
+
+    def __init__(self, call: Call, cut: SequenceCut):
+        hybrid = call.plan.input
+        call.check_travels("input", Direction if call.save else [ROWWISE], cut)
+        self.cut = cut
+        source = COLUMNWISE if call.plan.saves == "columnwise" else ROWWISE
+        travels = call.plan.saves == "input" or cut.travels(hybrid.encodings[source])
+        self.saves = call.plan.saves if travels else "input"
+        self._readers = self._read = self._summands = self._summed = 0
+        self._columnwise: Gather | None = None
+        self._backward = -1  # that the following belong to
+        self._dx: Tensor | None = None
+        self._scattering: Scattering | None = None
+
+    def encode(self, call: Call, x: Tensor) -> tuple[Storage, list[Tensor], list[Tensor]]:
+        """(rowwise codes of the whole x, what the backward keeps, amaxes of delayed sides); x: this rank's rows."""
+        hybrid, cut, local, amaxes = call.plan.input, self.cut, {}, {}
+        keeps_columnwise = call.save and self.saves == "columnwise"
+        row_travels = cut.all_travel(hybrid, [ROWWISE])
+        own = [d for d, wanted in ((ROWWISE, row_travels), (COLUMNWISE, keeps_columnwise)) if wanted]
+        if own:
+            local, amaxes = encoded_rows(x, hybrid, own, cut, call.key("input", cut), call.by_direction("input"))
+        gather = call.gather("input", local[ROWWISE] if row_travels else x, [ROWWISE], cut, "forward")
+        layouts = call.plan.resolved(x.dtype, x.device).layouts["input"]
+        rowwise = gather.take(ROWWISE).in_layout(layouts[ROWWISE]) if x.numel() else gather.take(ROWWISE)
+        kept = {"input": lambda: [x], "columnwise": lambda: list(local[COLUMNWISE].buffers().values()),
+                "rowwise": lambda: list(local[ROWWISE].buffers().values())}
+        saved = kept[self.saves]() if call.save else []
+        return rowwise, saved, _recorded(hybrid, gather.amaxes | amaxes, x)
+
+    def is_read(self, wgrad: bool, dgrad: bool) -> None:
+        """A layer multiplied it, and its backward will make these."""
+        self._readers += wgrad
+        self._summands += dgrad
+
+    def start_columnwise(self, call: Call, saved: list[Tensor], dtype: torch.dtype) -> None:
+        """Start gathering the columnwise codes, unless another layer has."""
+        if self._columnwise is None:
+            x = saved[0] if self.saves == "input" else self._saved_storage(call.plan, saved, dtype)
+            self._columnwise = call.gather("input", x, [COLUMNWISE], self.cut, "backward")
+
+    def _saved_storage(self, plan: GemmPlan, saved: list[Tensor], dtype: torch.dtype) -> Storage:
+        direction = COLUMNWISE if self.saves == "columnwise" else ROWWISE
+        fmt, shape = plan.input.side(direction).fmt, (self.cut.rows, self.cut.shape[-1])
+        return Storage(fmt, direction, shape, **dict.fromkeys(BUFFERS) | dict(zip(_buffer_names(fmt), saved)), dtype=dtype)
+
+    def columnwise(self) -> Storage:
+        gather, self._read = self._columnwise, self._read + 1
+        storage = gather.take(COLUMNWISE)
+        if self._read >= self._readers:  # the last one
+            self._columnwise, self._read = None, 0
+        return storage
+
+    def add(self, multiply) -> None:
+        """Add a layer's dx, which `multiply(out=, accumulate=)` makes; the last one starts the scatter."""
+        self._enter()
+        self._dx = multiply(out=self._dx, accumulate=self._dx is not None)
+        self._summed += 1
+        if self._summed == self._summands:
+            self._scatter()
+
+    def _enter(self) -> None:
+        """Forget what an earlier backward left, which wanted gradients of weights alone."""
+        if self._backward != (now := torch_compat.backward_number()):
+            self._backward, self._dx, self._summed, self._scattering = now, None, 0, None
+
+    def _scatter(self) -> None:
+        self._scattering, self._dx, self._summed = Scattering(self._dx, self.cut), None, 0
+
+    def gradient(self) -> Tensor | None:
+        """The sum over layers and ranks, of this rank's rows; None where no layer took part."""
+        self._enter()
+        if self._dx is not None:  # not every layer took part in this backward
+            self._scatter()
+        if self._scattering is None:
+            return None
+        scattering, self._scattering = self._scattering, None
+        return scattering.wait().view(self.cut.shape)
+
+
+class _Boundary(torch.autograd.Function):
+    """x of this rank as the layers read it; its gradient is what they leave with the `SharedInput`."""
+
+    @staticmethod
+    def forward(ctx, x, shared):
+        ctx.shared = shared
+        ctx.set_materialize_grads(False)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, _):
+        return ctx.shared.gradient(), None
+
+
+class _LastShared:
+    """The input that column layers shared last: kept while the tensor lives, is the last one, and is not written."""
+
+    def __init__(self):
+        self._entry = None
+
+    def get(self, x: Tensor, seen: tuple) -> tuple | None:
+        entry = self._entry
+        return entry[2] if entry is not None and entry[0]() is x and entry[1] == seen else None
+
+    def keep(self, x: Tensor, seen: tuple, made: tuple) -> None:
+        self._entry = (weakref.ref(x, self._drop), seen, made)
+
+    def _drop(self, ref: weakref.ref) -> None:
+        if self._entry is not None and self._entry[0] is ref:
+            self._entry = None
+
+
+_LAST_SHARED = _LastShared()
+
+
+def _shared_input(x: Tensor, owner: Tensor, call: Call) -> tuple[SharedInput, Tensor, Storage, list[Tensor]]:
+    """(what layers share of x, x at the boundary, its rowwise codes, what the backward keeps).
+
+    owner:  the tensor that several layers are given: x, or the DTensor over it.
+    """
+    plan, grad, values = call.plan, torch.is_grad_enabled(), torch_compat.local_of(owner)
+    stream = torch_compat.stream_of(x.device) if x.is_cuda else None
+    seen = (0 if values.is_inference() else values._version, x.dtype, plan.key, call.axis.sequence_dim, call.save, grad, stream)
+    alone = plan.input.is_stochastic or plan.input.delayed_directions or values.is_inference()
+    made = None if alone else _LAST_SHARED.get(owner, seen)
+    if made is None:
+        cut = SequenceCut.of_local(tuple(x.shape), call.axis.sequence_dim, call.axis.group, call.name)
+        shared = SharedInput(call, cut)
+        with torch.no_grad():
+            rowwise, saved, amaxes = shared.encode(call, x.detach().reshape(-1, x.shape[-1]))
+        for history, amax in zip(call.histories, amaxes):
+            AmaxHistory.record_in(history, amax)
+        made = shared, _Boundary.apply(x, shared), rowwise, saved
+        if not alone:
+            _LAST_SHARED.keep(owner, seen, made)
+    return made
+
+
+class _Linear(torch.autograd.Function):
+    """y of a layer that ranks share; `shared` and what belongs to it are of a cut x."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, call, shared, rowwise, saved):
+        plan, axis = call.plan, call.axis
+        ctx.weight, ctx.call, ctx.shared, ctx.version = weight, call, shared, _version_of(weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.x_shape = tuple(x.shape) if shared is None else shared.cut.whole_shape
+        own_bias = bias if axis.column else None
+        if shared is None:
+            y, saved = _multiply_own(call, x, weight, own_bias)
+        else:
+            shared.is_read(ctx.needs_input_grad[1], ctx.needs_input_grad[0])
+            w = _weight_storage(weight, ROWWISE, plan, x.dtype, call.save)
+            y = gemm(rowwise, w, out_dtype=x.dtype, bias=own_bias, domain=plan.resolved(x.dtype, x.device).domains[0])
+        y = y.view(*ctx.x_shape[:-1], y.shape[-1])
+        ctx.save_for_backward(*([x] if call.save and shared is None and plan.saves == "input" else saved))
+        if not axis.column:
+            y = _summed(y, call, axis)
+            y = y if bias is None else y + bias.to(y.dtype)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        with torch.autocast(dy.device.type, enabled=False):
+            return *_backward(ctx, dy), None, None, None, None
+
+
+def _multiply_own(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+    """(y, what the backward keeps) of an x that no one else has rows of."""
+    plan, resolved = call.plan, call.plan.resolved(x.dtype, x.device)
+    if call.axis.cut_slot != "input" or not any(e.fmt.spans_tensor for e in plan.input.encodings.values()):
+        y, saved, amaxes = _forward(
+            x, weight, bias, plan.key, call.save, call.step, call.ids, call.guard, call.factors, [], [], call.histories
+        )
+    else:
+        keeps = resolved.saved if call.save and plan.saves != "input" else None
+        made, amaxes = call.quantize_own("input", x.reshape(-1, x.shape[-1]), [ROWWISE, *([keeps] if keeps is COLUMNWISE else [])])
+        w = _weight_storage(weight, ROWWISE, plan, x.dtype, call.save)
+        y = gemm(made[ROWWISE], w, out_dtype=x.dtype, bias=bias, domain=resolved.domains[0])
+        saved = [] if keeps is None else list(made[keeps].buffers().values())
+    for history, amax in zip(call.histories, amaxes):
+        AmaxHistory.record_in(history, amax)
+    return y, saved
+
+
+def _summed(y: Tensor, call: Call, axis: TensorParallel) -> Tensor:
+    """The sum of y over ranks: this rank's piece of the sequence, or all of it."""
+    if axis.sequence_dim is not None:
+        cut = SequenceCut.of_whole(tuple(y.shape), axis.sequence_dim, axis.group, f"{call.name} output")
+        call.check_travels("grad_output", Direction, cut)
+        return Scattering(y.reshape(-1, y.shape[-1]), cut).wait().view(cut.shape)
+    if axis.reduces and axis.group.size() > 1:
+        dist.all_reduce(y, group=axis.group)
+    return y
+
+
+def _backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    call, weight, shared, axis, plan = ctx.call, ctx.weight, ctx.shared, ctx.call.axis, ctx.call.plan
+    _check_version(weight, ctx.version)
+    need_x, need_w, need_b = ctx.needs_input_grad[:3]
+    n, k = weight.shape
+    dy2 = dy.reshape(-1, n)
+    domains = plan.resolved(dy.dtype, dy.device).domains
+    directions = [d for d, needed in ((ROWWISE, need_x), (COLUMNWISE, need_w)) if needed]
+    dx = dw = db = bias_sum = None
+    cut_dy = not axis.column and axis.sequence_dim is not None
+    if cut_dy:
+        cut = SequenceCut.of_local(tuple(dy.shape), axis.sequence_dim, axis.group, call.name)
+        gather = call.gather("grad_output", dy2, directions, cut, "backward") if directions else None
+        take = gather.take if directions else None
+    else:
+        made, amaxes = call.quantize_own("grad_output", dy2, directions) if directions else ({}, [])
+        take = made.__getitem__
+    if need_w and shared is not None:
+        shared.start_columnwise(call, list(ctx.saved_tensors), dy.dtype)
+    if need_b:
+        db = dy2.sum(0)
+        if cut_dy and axis.group.size() > 1:
+            bias_sum = dist.all_reduce(db, group=axis.group, async_op=True)
+    if need_x:
+        multiply = functools.partial(
+            gemm, take(ROWWISE), _backward_storage(weight, plan, dy.dtype), out_dtype=dy.dtype, domain=domains[1]
+        )
+        if shared is not None:
+            shared.add(multiply)
+        else:
+            dx = multiply().view(ctx.x_shape)
+            if axis.column and axis.reduces and axis.group.size() > 1:
+                dist.all_reduce(dx, group=axis.group)
+    if need_w:
+        x = shared.columnwise() if shared is not None else _own_columnwise(ctx, dy)
+        dw = gemm(take(COLUMNWISE), x, out_dtype=dy.dtype, domain=domains[2]).to(weight.dtype)
+    if cut_dy and directions:
+        amaxes = _recorded(plan.grad_output, gather.amaxes, dy)
+    if directions:
+        for history, amax in zip(call.grad_histories, amaxes):
+            AmaxHistory.record_in(history, amax)
+    if bias_sum is not None:
+        bias_sum.wait()
+    return dx, dw, None if db is None else db.to(ctx.bias_dtype)
+
+
+def _own_columnwise(ctx, dy: Tensor) -> Storage:
+    """The columnwise storage of an x that no one else has rows of, from what the plan saved."""
+    call, saved = ctx.call, list(ctx.saved_tensors)
+    x_shape = (torch.Size(ctx.x_shape[:-1]).numel(), ctx.x_shape[-1])
+    if call.plan.saves == "input":
+        return call.quantize_own("input", saved[0].reshape(x_shape), [COLUMNWISE])[0][COLUMNWISE]
+    return _saved_columnwise(call.plan, saved, x_shape, dy, call.step, call.ids, call.guard, call.factors)
+
+
+# The plan #
+
+def planned_gathers(layer: Linear, shape: tuple[int, ...], dim: int, dtype: torch.dtype = torch.bfloat16) -> dict[tuple, int]:
+    """What a layer gathers along the sequence in a forward and backward: (pass, direction, format) -> bytes, as `receipt` counts.
+
+    shape, dim:  of this rank's part of the tensor that is cut: x of a column layer, y of a row layer.
+    Layers that share an input gather once together.
+    """
+    axis = _axis_of(layer, dim)
+    cut, planned = SequenceCut.of_local(tuple(shape), dim, axis.group, layer._name), {}
+    hybrid = layer.plan.input if axis.column else layer.plan.grad_output
+    passes = [("forward", [ROWWISE]), ("backward", [COLUMNWISE])] if axis.column else [("backward", list(Direction))]
+    for phase, directions in passes:
+        if not cut.all_travel(hybrid, directions):
+            planned[phase, "both", "high precision"] = cut.ranks * cut.rows * shape[-1] * dtype.itemsize
+            continue
+        for d in fsdp_hooks.gathered_directions(hybrid, frozenset(directions)):
+            planned[phase, d.value, hybrid.side(d).fmt.name] = cut.ranks * _row_bytes(hybrid.encodings[d], cut, dtype)
+    return planned
+
+
+def _row_bytes(encoding: Encoding, cut: SequenceCut, dtype: torch.dtype) -> int:
+    """Bytes of a rank's rows that travel."""
+    fmt, d, cols = encoding.fmt, encoding.direction, cut.shape[-1]
+    size = cut.rows * fmt.row_bytes(cols, dtype)
+    if fmt.scale != "none" and scale_placement(fmt, d, cut.chunk) is Placement.SHARD:
+        size += prod(fmt.scale_shape((cut.rows, cols), d)) * SCALE_BYTES[fmt.scale]
+    return size
+
+
+def _axis_of(layer: Linear, dim: int | None) -> TensorParallel | None:
+    if isinstance(layer.parallel, TensorParallel):
+        return layer.parallel
+    state = layer._weight_state
+    return None if state.tensor_group is None else TensorParallel(state.tensor_group, state.tensor_dim == 0, dim)
+
+
+def describe(layer: Linear) -> str | None:
+    """A line of `fq.plan` about what ranks exchange for a layer; None where it is not shared."""
+    axis = _axis_of(layer, None)
+    if axis is None:
+        return None
+    hybrid, slot = (layer.plan.input, "input") if axis.column else (layer.plan.grad_output, "grad_output")
+    said = []
+    for d, encoding in hybrid.encodings.items():
+        rows = encoding.fmt.row_alignment(d)
+        unless = f" (in high precision unless a rank has a multiple of {rows} rows)" if rows > 1 else ""
+        said.append(f"{d.value} {encoding.fmt}{unless}")
+    kind = "column" if axis.column else "row"
+    return f"tensor parallel over {axis.group.size()} ranks, {kind} layers: {slot} is gathered as {', '.join(said)}"
+
+
+# A layer's forward #
+
+@dataclass(frozen=True)
+class Layouts:
+    """What a style says of a layer whose weight is a DTensor: how plain inputs lie, and how the output is wanted."""
+
+    input: Layout
+    output: Layout
+    use_local_output: bool
+
+
+def _operator(
+    x, weight, bias, plan, save, step, ids, guard, factors, grad_factors, histories, grad_histories, *, layer, axis, owner
+):
+    """`linear_op.linear` of a layer that ranks share; owner: as in `_shared_input`."""
+    if axis.group.size() > 1 and (plan.input.is_stochastic or plan.grad_output.is_stochastic):
+        step, ids = _random_keys(layer._name, axis, step)
+    call = Call(
+        layer._name, plan, axis, save, step, ids, guard, factors, grad_factors, histories, grad_histories,
+        layer._recipe.require_native,
+    )
+    shared = rowwise = saved = None
+    with torch.autocast(x.device.type, enabled=False):
+        if axis.column and axis.sequence_dim is not None:
+            shared, x, rowwise, saved = _shared_input(x, owner, call)
+        return _Linear.apply(x, weight, bias, call, shared, rowwise, saved)
+
+
+def _random_keys(name: str, axis: TensorParallel, step: Tensor) -> tuple[Tensor, Tensor]:
+    """(step, slot ids): ranks of a group hold one batch, and round the columns that they hold alone independently."""
+    ids = slot_ids(name)
+    ids[SLOTS.index(axis.cut_slot)] = slot_ids(f"{name}.{axis.group.rank()}")[SLOTS.index(axis.cut_slot)]
+    step = step.clone()
+    step[STEP_FIELDS.index("data_parallel_rank")] = min(dist.get_process_group_ranks(axis.group)) // axis.group.size()
+    return step, ids.to(step.device)
+
+
+@torch.compiler.disable
+def forward(layer: Linear, x: Tensor) -> Tensor:
+    """y of a layer that ranks share: a DTensor where its weight is one, unless the style asks for local outputs."""
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"{layer._name}: input is {x.dtype}; a linear layer multiplies floating tensors")
+    if not isinstance(layer.weight, DTensor):
+        return _run(layer, x, x, layer.weight, layer.bias, layer.parallel)
+    weight, bias, layouts = layer.weight, layer.bias, layer.parallel
+    state = weight_state(torch_compat.local_of(weight))
+    if state is None or state.tensor_group is None or weight.device_mesh.ndim != 1:
+        raise NotImplementedError(
+            f"{layer._name}: the weight is a DTensor {weight.placements} that is gathered by no fully_shard and cut by no "
+            "parallelize_module; use one of them, or leave the module out of fq.convert"
+        )
+    mesh, column = weight.device_mesh, weight.placements[0].is_shard(0)
+    wanted = layouts.input if layouts is not None else Replicate() if column else Shard(-1)
+    local, sequence_dim, reduces = _local_input(x, mesh, column, wanted)
+    if column:
+        axis, placement = TensorParallel(state.tensor_group, True, sequence_dim, reduces), Shard(x.dim() - 1)
+    else:
+        placement = layouts.output if layouts is not None and _cuts_sequence(layouts.output, x.dim()) else Replicate()
+        cut = None if placement.is_replicate() else placement.dim % x.dim()
+        axis = TensorParallel(state.tensor_group, False, cut)
+    y = _run(layer, x, local, weight.to_local(), None if bias is None else bias.to_local(), axis)
+    if layouts is not None and layouts.use_local_output and _same(layouts.output, placement, x.dim()):
+        return y
+    return DTensor.from_local(y, mesh, [placement], run_check=False)
+
+
+def _local_input(x: Tensor, mesh, column: bool, layout: Layout) -> tuple[Tensor, int | None, bool]:
+    """(this rank's part of x as the layer multiplies it, the dim it is cut along, its gradient is to be summed here)."""
+    if isinstance(x, DTensor):
+        layout = x.placements[0]
+    dims = x.dim()
+    if column and _cuts_sequence(layout, dims):
+        return (x.to_local() if isinstance(x, DTensor) else x), layout.dim % dims, False
+    wanted = Replicate() if column else Shard(dims - 1)
+    if not _same(layout, wanted, dims):
+        x = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [layout], run_check=False)
+        if not layout.is_replicate():
+            counters.add("sequence gather", ("forward", "both", "high precision"), x.nbytes)
+        x = x.redistribute(placements=[wanted])
+    if not isinstance(x, DTensor):
+        return x, None, True
+    return x.to_local(grad_placements=[Partial()] if column else None), None, False
+
+
+def _cuts_sequence(layout: Layout, dims: int) -> bool:
+    return layout.is_shard() and layout.dim % dims != dims - 1
+
+
+def _same(a: Layout, b: Layout, dims: int) -> bool:
+    return a == b or (a.is_shard() and b.is_shard() and a.dim % dims == b.dim % dims)
+
+
+def _run(layer: Linear, owner: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorParallel) -> Tensor:
+    if x.dim() < 2 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{layer._name}: this rank's input is {list(x.shape)}, wanted [.., {weight.shape[1]}] of at least two dims, for a "
+            f"weight of which it holds {list(weight.shape)}"
+        )
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    state, override = weight_state(weight), current_autocast()
+    if isinstance(weight, MasterWeight) and state.pending:
+        fsdp_hooks.synchronize_whole([weight])
+    plan = layer.plan if override is None else layer._overriding_plan(override)
+    if plan.boundary is not None:
+        raise NotImplementedError(f"{layer._name}: layers that ranks share have no boundary slots; put fq.Quantize between modules")
+    grad = torch.is_grad_enabled()
+    operator = functools.partial(_operator, layer=layer, axis=axis, owner=owner)
+    return layer.multiply(operator, x, weight, bias, plan, weight.requires_grad and grad, grad, layer.training)
+
+
+Linear.parallel_forward = forward

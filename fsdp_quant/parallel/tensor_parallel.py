@@ -1,0 +1,182 @@
+"""Styles for `parallelize_module`, and linear layers of trainers that have process groups in place of meshes."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import parallel as styles
+
+from ..context import quantized_init_recipe
+from ..modules.linear import Linear, adopt, take_weight
+from ..recipe import Recipe, identity
+from ..tensor import torch_compat
+from ..tensor.master_weight import MasterWeight
+from .linear import Layouts, TensorParallel
+
+SequenceParallel = styles.SequenceParallel
+_SERIAL = itertools.count()
+
+
+class _Style:
+    """What both styles add to torch's: layers of this library take plain inputs, and gather them as codes themselves.
+
+    recipe:  of an nn.Linear that is to become an `fq.Linear` here; an `fq.Linear` has its own, and one may be converted later.
+    """
+
+    def __init__(self, *, recipe: Recipe | None = None, **layouts):
+        super().__init__(**layouts)
+        self.recipe = recipe
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        style, name = type(self).__name__, getattr(module, "_name", type(module).__name__)
+        if device_mesh.ndim != 1:
+            raise ValueError(
+                f"{name}: {style} takes a mesh of one axis, got {device_mesh.ndim} ({device_mesh.mesh_dim_names}); pass the "
+                'axis of tensor parallelism, such as mesh["tp"]'
+            )
+        if isinstance(module, nn.Linear):
+            self._check(name, module, device_mesh)
+            module.parallel = Layouts(self.input_layouts[0], self.output_layouts[0], self.use_local_output)
+        made = super()._apply(module, device_mesh)
+        if self.recipe is not None and type(module) is nn.Linear:
+            module.__class__ = Linear
+            adopt(module, self.recipe, f"parallel.{next(_SERIAL)}")
+        return made
+
+    def _check(self, name: str, module: nn.Linear, mesh: DeviceMesh) -> None:
+        weight, style = module.weight, type(self).__name__
+        if isinstance(weight, DTensor):
+            managed = any(m.registered is weight for m in torch_compat.all_managed_params())
+            raise ValueError(
+                f"{name}.weight is a DTensor {weight.placements} already; "
+                + (f"apply {style} before fully_shard" if managed else f"apply one style to a layer, and {style} to none before")
+            )
+        if isinstance(module, Linear) and not isinstance(weight, MasterWeight):
+            raise NotImplementedError(
+                f"{name}.weight is a quantized parameter; {style} cuts high-precision ones: leave fq.quantized_model_init out"
+            )
+        cut, size = ("out_features", module.out_features) if self._dim == 0 else ("in_features", module.in_features)
+        if size % mesh.size():
+            raise ValueError(
+                f"{name}: {style} cuts {cut}={size} over {mesh.size()} ranks, which do not divide it; choose a multiple of "
+                f"{mesh.size()}, or leave the layer whole"
+            )
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        if not isinstance(module, Linear):
+            return super()._partition_linear_fn(name, module, device_mesh)
+        weight, plain = module.weight, nn.Linear(1, 1, bias=False, device="meta")
+        plain.weight = nn.Parameter(weight.inner.detach(), weight.requires_grad)
+        plain.bias = module.bias
+        super()._partition_linear_fn(name, plain, device_mesh)
+        module.weight, module.bias = plain.weight, plain.bias
+        take_weight(module)
+
+    @staticmethod
+    def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):
+        if not isinstance(outputs, DTensor):
+            return outputs  # as it is wanted already
+        return styles.ColwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
+
+    @staticmethod
+    def _prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh):
+        if isinstance(mod, Linear):
+            return inputs[0]
+        x = styles.ColwiseParallel._prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh)
+        return x if x.placements == tuple(desired_input_layouts) else x.redistribute(placements=desired_input_layouts)
+
+
+class ColwiseParallel(_Style, styles.ColwiseParallel):
+    """torch's style, W [N / R, K]; an input that is cut along the sequence is gathered as codes.
+
+    recipe:  turns an nn.Linear into an `fq.Linear`; without it the layer may be one, or be converted later.
+    input_layouts:  Replicate() (default), or Shard(dim) of the sequence. A DTensor tells its own.
+
+    Raises ValueError, on every rank, for a mesh of more axes, a layer under `fully_shard`, and features that R does not divide.
+    """
+
+    _dim = 0
+
+
+class RowwiseParallel(_Style, styles.RowwiseParallel):
+    """torch's style, W [N, K / R]; with output_layouts=Shard(dim) of the sequence, gradients are gathered as codes.
+
+    recipe and errors: as of `ColwiseParallel`.
+    """
+
+    _dim = 1
+
+
+class PrepareModuleInput(styles.PrepareModuleInput):
+    """torch's style; an input that is cut along the sequence and wanted whole stays a DTensor that is cut.
+
+    Layers of this library that are given it gather its codes once for all of them (q, k and v; gate and up), and the sum of
+    their gradients is scattered once; anything else redistributes it when it is used. Arguments and shapes are torch's.
+    """
+
+    def _prepare_input_arg(self, input, mesh, input_layout, desired_layout):
+        stays = (
+            isinstance(input, Tensor) and input_layout is not None and input_layout.is_shard() and not self.use_local_output
+            and input_layout.dim % input.dim() != input.dim() - 1 and desired_layout is not None and desired_layout.is_replicate()
+        )
+        return super()._prepare_input_arg(input, mesh, input_layout, input_layout if stays else desired_layout)
+
+
+# Without DTensor #
+
+class _ParallelLinear(Linear):
+    """A rank's part of a linear layer, in plain parameters; values are those of nn.Linear of the same seed, cut."""
+
+    _column: bool
+
+    def __init__(
+        self, in_features: int, out_features: int, group: dist.ProcessGroup, bias: bool = True, sequence_dim: int | None = None,
+        device=None, dtype=None, *, recipe: Recipe | None = None, name: str = "linear",
+    ):
+        cut, ranks = ("out_features", out_features) if self._column else ("in_features", in_features), group.size()
+        if cut[1] % ranks:
+            raise ValueError(
+                f"{name}: {type(self).__name__} cuts {cut[0]}={cut[1]} over {ranks} ranks, which do not divide it; choose a "
+                f"multiple of {ranks}"
+            )
+        if quantized_init_recipe() is not None:
+            raise NotImplementedError(f"{name}: {type(self).__name__} has high-precision parameters; leave quantized_model_init")
+        nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
+        dim, rank = 0 if self._column else 1, group.rank()
+        with torch.no_grad():
+            self.weight = nn.Parameter(self.weight.chunk(ranks, dim)[rank].clone(memory_format=torch.contiguous_format))
+            if bias and self._column:
+                self.bias = nn.Parameter(self.bias.chunk(ranks)[rank].clone())
+        self.out_features, self.in_features = self.weight.shape
+        self.parallel = TensorParallel(group, self._column, sequence_dim)
+        adopt(self, recipe or identity(), name)
+        self._weight_state.tensor_group, self._weight_state.tensor_dim = group, dim
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """y [.., S, N / R] of x [.., S / R, .., K], or of a whole x; W [N / R, K], bias [N / R].
+
+    in_features, out_features:  of the whole layer.
+    group:                      of tensor parallelism; every rank must call it alike.
+    sequence_dim:               that x is cut along (None: x is whole; the gradient of x is then summed over the ranks).
+
+    Raises ValueError where R does not divide out_features.
+    """
+
+    _column = True
+
+
+class RowParallelLinear(_ParallelLinear):
+    """y [.., S / R, .., N], or whole, of x [.., S, K / R]; W [N, K / R], bias [N], added once.
+
+    sequence_dim:  that y is cut along (None: y is whole). The gradient of bias is that of all rows, on every rank.
+
+    Other arguments: as of `ColumnParallelLinear`. Raises ValueError where R does not divide in_features, or a sequence.
+    """
+
+    _column = False
