@@ -38,7 +38,7 @@ try:
 except ImportError:
     safetensors = None
 
-# 64-bit words that one pass of a fingerprint reads.
+# Words that one pass of a fingerprint reads.
 _WORDS = 1 << 22
 
 
@@ -61,12 +61,17 @@ class LocalWeight:
 
     @property
     def rows(self) -> int:
-        """Of the whole weight."""
+        """Of the whole weight (tensor parallelism: of this rank's part)."""
         return self.cuts.rows
 
     @property
     def like(self) -> DTensor | None:
-        """The weight as it is sharded, or None. Raises NotImplementedError for a matrix of one that is cut between matrices."""
+        """The weight as it is sharded, or None. Raises NotImplementedError for what is cut along more than one axis."""
+        if self.weight.state.tensor_group is not None:
+            raise NotImplementedError(
+                f"{self.name} is cut by tensor parallelism, and its codes shard along one axis only; save the masters, and write "
+                "codes from a model without it"
+            )
         if self.managed is not None and self.managed.local.state.parts:
             raise NotImplementedError(
                 f"{self.name} is a matrix of a packed weight under fully_shard, whose codes have no form as DTensors; save the "
@@ -96,7 +101,7 @@ def prepared(model: nn.Module) -> list[LocalWeight]:
     for prefix, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             m = managed.get((module, attribute))
-            local = parameter if m is None else m.local
+            local = torch_compat.local_of(parameter) if m is None else m.local
             if isinstance(local, FSDPHooks):
                 name = f"{prefix}.{attribute}" if prefix else attribute
                 rows, world, rank = (local.shape[0], 1, 0) if m is None else (m.global_shape[0], m.world_size, m.rank)
@@ -108,6 +113,7 @@ def prepared(model: nn.Module) -> list[LocalWeight]:
     for state in states:
         state.pending = True
     fsdp_hooks.synchronize([w.managed for w in weights if w.managed is not None])
+    fsdp_hooks.synchronize_whole([w.weight for w in weights])
     for state in states:
         state.pending = True
     return weights
@@ -126,46 +132,68 @@ def _mixed(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
-def fingerprint(storage: Storage) -> Tensor:
+def _words(buffer: Tensor, packed: bool) -> Tensor:
+    """int64 [rows, words]: an element a word, or eight bytes."""
+    rows = buffer.contiguous().view(buffer.shape[0], prod(buffer.shape[1:]))
+    if not packed:
+        return rows.view(torch.int32).long() if rows.itemsize == 4 else rows.long()
+    rows = rows.view(torch.uint8)
+    return F.pad(rows, (0, -rows.shape[1] % 8)).view(torch.int64)
+
+
+def fingerprint(storage: Storage, parts: tuple[int, int] = (1, 1), part: tuple[int, int] = (0, 0), part_rows: int = 0) -> Tensor:
     """int64 []: of the rows that a storage holds. The sum over the shards of a tensor, modulo 2^64, is that of the whole.
 
-    A sum over 64-bit words of a hash of (buffer, global position, word). A block's scales count where its first row lies.
+    A sum over words (64 bits of codes, or a scale) of a hash of (buffer, global position, word). A block's scales count where
+    its first row lies.
+
+    parts, part:  (along rows, along columns) that tensor parallelism cuts the tensor into, and which of them this is a piece of;
+                  where it divides no block or word, the sum over all is that of the uncut tensor.
+    part_rows:    of each part.
     """
     total = storage.data.new_zeros((), dtype=torch.int64)
     if storage.shape[0] == 0:
         return total
+    row0 = storage.row0 + part[0] * part_rows
     block = {"data": 1, "scale": storage.fmt.dims(storage.direction)[0], "tensor_amax": None}  # rows that share one
     for name, buffer in storage.buffers().items():
-        if block[name] is None and storage.row0:
+        if block[name] is None and (row0 or (part[1] and buffer.numel() == 1)):
             continue  # of the whole tensor: counted with its first row
-        first, cut = divmod(storage.row0, block[name] or 1)
+        first, cut = divmod(row0, block[name] or 1)
         if cut:
             first, buffer = first + 1, buffer[1:]
-        row_bytes = prod(buffer.shape[1:]) * buffer.itemsize
-        rows = buffer.contiguous().view(torch.uint8).reshape(buffer.shape[0], row_bytes)
-        words = F.pad(rows, (0, -row_bytes % 8)).view(torch.int64)
+        words = _words(buffer, packed=name == "data")
         salt = zlib.crc32(f"{storage.direction.value}.{name}".encode()) << 31
-        column, step = torch.arange(words.shape[1], device=words.device), max(1, _WORDS // max(1, words.shape[1]))
+        column = part[1] * words.shape[1] + torch.arange(words.shape[1], device=words.device)
+        step = max(1, _WORDS // max(1, words.shape[1]))
+        width = words.shape[1] * parts[1]
         for start in range(0, words.shape[0], step):
             piece = words[start : start + step]
             row = first + start + torch.arange(piece.shape[0], device=words.device)
-            total += _mixed(piece ^ _mixed(row[:, None] * words.shape[1] + column + salt)).sum()
+            total += _mixed(piece ^ _mixed(row[:, None] * width + column + salt)).sum()
     return total
 
 
 def fingerprints(model: nn.Module) -> dict[str, int]:
     """Weight name -> fingerprint of its codes in every direction, the same on every rank and for every world size.
 
-    Every rank must call it: one SUM all-reduce a shard group.
+    Every rank must call it: one SUM all-reduce a shard group, and one a group of tensor parallelism.
     """
     sums: dict[str, Tensor] = {}
-    groups: dict[dist.ProcessGroup, list[str]] = {}
+    shards: dict[dist.ProcessGroup, list[str]] = {}
+    parts: dict[dist.ProcessGroup, list[str]] = {}
     for w in prepared(model):
+        group, cut = w.weight.state.tensor_group, ()
+        if group is not None:
+            cut = (group.size(), 1), (group.rank(), 0), w.rows
+            if w.weight.state.tensor_dim == 1:
+                cut = (1, group.size()), (0, group.rank()), 0
+            parts.setdefault(group, []).append(w.name)
         zero = torch.zeros((), dtype=torch.int64, device=w.weight.device if w.managed is None else w.managed.device)
-        sums[w.name] = sum((fingerprint(s) for s in w.storages()), zero) if w.weight.shape[0] else zero
+        sums[w.name] = sum((fingerprint(s, *cut) for s in w.storages()), zero) if w.weight.shape[0] else zero
         if w.managed is not None:
-            groups.setdefault(w.managed.process_group, []).append(w.name)
-    for group, names in groups.items():
+            shards.setdefault(w.managed.process_group, []).append(w.name)
+    for group, names in [*shards.items(), *parts.items()]:
         together = torch.stack([sums[n] for n in names])
         dist.all_reduce(together, group=group)
         sums.update(zip(names, together))
