@@ -4,6 +4,7 @@
     bash launch/train.sh --compare bf16                       the same run in bf16 beside it
     bash launch/train.sh --forward fp8_block --backward bf16 --data ~/books
     python examples/train_lm.py --recipe nvfp4 --steps 50     one process
+    bash launch/train.sh --tp 2                               tensor and sequence parallel inside pairs
     NNODES=2 MASTER_ADDR=host bash launch/multinode.sh --replicate 2      on each of two nodes
 
 The model is Llama-shaped: RMSNorm, rotary positions, grouped-query attention, SwiGLU. The text is
@@ -12,6 +13,7 @@ any file or folder; by default the Python sources of the running interpreter's s
 What makes this a low-precision run stands in `build_model` and `train_step`:
 
     fq.convert(model, recipe)    nn.Linear -> fq.Linear, the names of the parameters unchanged
+    cut_over_ranks(model, mesh)  --tp: torch's parallelize_module; activations are gathered as codes
     fully_shard(block)           stock FSDP2; what it gathers is codes and scales, not bf16
     fq.begin_step(step)          the random key of the step
 
@@ -40,6 +42,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import parallel as torch_styles
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_quant as fq
@@ -265,19 +270,47 @@ def build_model(config: ModelConfig, recipe: fq.Recipe, args: argparse.Namespace
     dtype = torch.bfloat16 if args.dtype == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     mesh = mesh_of(args)
+    if args.tp > 1:
+        cut_over_ranks(model, mesh["tp"])
+        mesh = mesh[tuple(name for name in mesh.mesh_dim_names if name != "tp")]
     for block in model.layers:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=args.reshard)
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def mesh_of(args: argparse.Namespace) -> DeviceMesh:
-    """Copies of the model x shards of it; ranks of one copy follow each other, so that one copy a
-    node gathers weights inside nodes."""
-    world, names = dist.get_world_size(), ("replicate", "shard")
+    """Copies of the model x shards of it x tensor parallelism, axes of one left out; ranks of one
+    copy follow each other, so that one copy a node gathers weights inside nodes."""
+    shards = dist.get_world_size() // args.replicate // args.tp
+    sizes = {"replicate": args.replicate, "shard": shards, "tp": args.tp}
+    sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
     kind = torch.device(args.device).type
-    if args.replicate == 1:
-        return init_device_mesh(kind, (world,), mesh_dim_names=names[1:])
-    return init_device_mesh(kind, (args.replicate, world // args.replicate), mesh_dim_names=names)
+    return init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def cut_over_ranks(model: LanguageModel, mesh: DeviceMesh) -> None:
+    """Tensor and sequence parallelism over the mesh's one axis: between the products of a block
+    each rank has a piece of the sequence. The head stays in the dtype of the computation.
+    """
+    column, row = fq.parallel.ColwiseParallel, fq.parallel.RowwiseParallel
+    norm, cut = fq.parallel.SequenceParallel(), Shard(1)
+    for block in model.layers:
+        plan = {"attention_norm": norm, "ffn_norm": norm, "gate": column(), "up": column()}
+        plan |= {f"attention.{part}": column() for part in "qkv"}
+        plan |= {"attention.out": row(output_layouts=cut), "down": row(output_layouts=cut)}
+        parallelize_module(block, mesh, plan)
+    whole = Replicate()
+    outside = {
+        "embedding": torch_styles.RowwiseParallel(input_layouts=whole, output_layouts=cut),
+        "norm": norm,
+        "lm_head": torch_styles.ColwiseParallel(input_layouts=cut, output_layouts=whole),
+    }
+    parallelize_module(model, mesh, outside)
+
+
+def data_rank(args: argparse.Namespace) -> int:
+    """Ranks of one tensor-parallel group read the same text."""
+    return dist.get_rank() // args.tp
 
 
 def batch_loss(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -306,7 +339,7 @@ def train_step(model: nn.Module, optimizer, text: Text, step: int, args) -> floa
     for micro in range(args.grad_accum):
         fq.begin_step(step, micro_batch=micro, seed=args.seed)
         model.set_requires_gradient_sync(micro == args.grad_accum - 1)
-        tokens = text.batch(args.batch, step, micro, dist.get_rank()).to(args.device)
+        tokens = text.batch(args.batch, step, micro, data_rank(args)).to(args.device)
         loss = batch_loss(model, tokens) / args.grad_accum
         loss.backward()
         loss_sum += loss.detach()
@@ -322,7 +355,7 @@ def train_step(model: nn.Module, optimizer, text: Text, step: int, args) -> floa
 def validate(model: nn.Module, text: Text, args: argparse.Namespace) -> float:
     """Mean loss over the held-out windows of all ranks."""
     model.eval()
-    batches = text.validation(args.batch, dist.get_rank(), dist.get_world_size())
+    batches = text.validation(args.batch, data_rank(args), dist.get_world_size() // args.tp)
     losses = [batch_loss(model, tokens.to(args.device)) for tokens in batches]
     model.train()
     return mean_over_ranks(torch.stack(losses).mean())
@@ -335,8 +368,10 @@ def train(label: str, recipe: fq.Recipe, config: ModelConfig, text: Text, args) 
     model = build_model(config, recipe, args)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     first = load_checkpoint(args.resume, model, optimizer) if args.resume else 0
-    elements = sum(m.weight.numel() for m in model.modules() if isinstance(m, fq.Linear))
-    step_tokens = args.batch * args.grad_accum * config.seq * dist.get_world_size()
+    linears = [m for m in model.modules() if isinstance(m, fq.Linear)]
+    elements = sum(m.weight.numel() for m in linears) / args.tp  # that a rank gathers
+    readers = dist.get_world_size() // args.tp
+    step_tokens = args.batch * args.grad_accum * config.seq * readers
 
     losses, seconds, gathered = {}, [], 0
     with Progress(label, first, args.steps) as progress:
@@ -554,6 +589,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         add(option(name), type=type(value), default=value, help=f"default here: {value}")
     add("--tie", action="store_true", help="the head shares the embedding's weight")
     add("--replicate", type=int, default=1, help="copies of the shards (HSDP), default 1")
+    add("--tp", type=int, default=1, help="ranks that share each layer (tensor parallel), default 1")
     add("--grad-accum", type=int, default=1, help="micro-batches in a step, default 1")
     add("--warmup", type=int, default=20, help="steps of rising learning rate, default 20")
     add("--seed", type=int, default=0)
@@ -603,11 +639,7 @@ def prepare(args: argparse.Namespace) -> tuple[dict[str, fq.Recipe], ModelConfig
         if len(arms) == 1:
             raise ValueError(f"--compare {args.compare} is the first arm's recipe; name another")
     world = int(os.environ.get("WORLD_SIZE", 1))
-    if world % args.replicate:
-        raise ValueError(
-            f"--replicate {args.replicate} does not divide the {world} processes; give a divisor,"
-            " such as the number of nodes"
-        )
+    check_ranks(args, config, world)
     text = Text(read_text(args.data), config.seq, args.seed)
     first = 0
     if args.resume:
@@ -624,6 +656,26 @@ def prepare(args: argparse.Namespace) -> tuple[dict[str, fq.Recipe], ModelConfig
             f" give another folder, or --resume {args.save}"
         )
     return arms, config, text
+
+
+def check_ranks(args: argparse.Namespace, config: ModelConfig, world: int) -> None:
+    """Raise ValueError for copies and tensor parallelism that the processes or sizes do not allow."""
+    for name in ("tp", "replicate"):
+        if world % getattr(args, name):
+            raise ValueError(
+                f"--{name} {getattr(args, name)} does not divide the {world} processes; give a"
+                " divisor, such as the number of nodes"
+            )
+    if world % (args.replicate * args.tp):
+        raise ValueError(f"--replicate x --tp do not divide the {world} processes; give smaller ones")
+    for name in ("kv_heads", "ffn", "seq"):
+        if getattr(config, name) % args.tp:
+            raise ValueError(
+                f"--tp {args.tp} does not divide {option(name)} {getattr(config, name)}; give a"
+                " divisor, or change that"
+            )
+    if config.tie and args.tp > 1:
+        raise ValueError("--tie is for models that --tp does not cut; drop one of them")
 
 
 def start_processes(args: argparse.Namespace) -> None:
