@@ -146,6 +146,7 @@ def test_one_product_waits_for_nothing(name: str):
         module(x, ends).backward(dy)
 
     dy = torch.ones(1024, N, dtype=BF16, device="cuda")
+    counters.reset()
     step()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
