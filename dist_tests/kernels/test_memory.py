@@ -135,8 +135,11 @@ def test_offloading_changes_no_bit(name: str):
 def test_offloaded_tensors_leave_the_device_and_nothing_grows():
     """If false, offloading costs copies and saves no memory, or keeps some of it at each step."""
     module, x = net("fp8_current", layers=12), on_gpu(8192, 256)
-    offload, held, before = fq.memory.offload(module, min_bytes=2**16, in_flight=2 * 2**20), [], torch.cuda.memory_allocated()
-    for context in (contextlib.nullcontext(), contextlib.nullcontext(), offload, offload, offload):
+    offload, held, before = fq.memory.offload(module, min_bytes=2**16, in_flight=2 * 2**20), [], 0
+    plain = contextlib.nullcontext()
+    for context in (plain, plain, plain, offload, offload, offload):
+        if len(held) == 4:  # workspaces are there, and codes of the weights, which a second forward of a version keeps
+            before = held[3]
         with context:
             y = module(x)
         held.append(torch.cuda.memory_allocated() - before)
@@ -145,10 +148,10 @@ def test_offloaded_tensors_leave_the_device_and_nothing_grows():
         del y
         torch.cuda.synchronize()
         held.append(torch.cuda.memory_allocated() - before)
-    kept, offloaded = held[2], held[4::2]  # from the second forward of a version on, codes of the weights are kept
-    # A layer keeps 4 + 2 + 8 + 8 + 4 MiB; codes of its weights, .4 MiB, and statistics stay.
+    kept, offloaded = held[4], held[6::2]
+    # A layer keeps 4 + 2 + 8 + 8 + 4 MiB; statistics stay.
     assert kept > 12 * 25 * MIB and max(offloaded) < 12 * MIB + 20 * MIB, held
-    assert max(held[5::2]) <= held[3] + MIB, held
+    assert max(held[5::2]) <= MIB, held
     assert sum(ref() is not None for ref in offload._copies) == 0
 
 

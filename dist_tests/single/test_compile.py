@@ -367,7 +367,10 @@ def test_compiled_blocks_are_the_eager_ones_on_hopper(name: str):
             results.append((seen, [(c.name, c.row, c.col) for c in operators.calls if "quantize" not in c.name]))
     (want, calls), (got, compiled_calls) = results
     assert_same(got, want, name)
-    assert compiled_calls == calls
+    # A node of eager mode holds codes of its weights, which a forward of the same version makes again; graphs keep them.
+    of_weights = [{c for c in made if c[0] in ("linear_weight", "anchor_codes")} for made in (compiled_calls, calls)]
+    assert of_weights[0] == of_weights[1]
+    assert [c for c in compiled_calls if c not in of_weights[0]] == [c for c in calls if c not in of_weights[0]]
     assert graphs() == 2
 
 
