@@ -8,6 +8,7 @@ import os
 import torch
 from torch import Tensor
 
+from fsdp_quant.context import STEP
 from fsdp_quant.formats import FORMATS, format_of
 from fsdp_quant.quantizer import Quantizer
 from fsdp_quant.storage import Storage
@@ -109,3 +110,14 @@ def recorded_saves():
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         yield saved
+
+
+@contextlib.contextmanager
+def kept_step():
+    """Leave the step, and who counts it, as they are."""
+    kept = {k: v for k, v in STEP.__dict__.items() if k not in ("_devices", "followers")}
+    try:
+        yield
+    finally:
+        STEP.__dict__.update(kept)
+        STEP.publish()

@@ -13,9 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import gc
-import json
-import os
 import statistics
 import time
 
@@ -27,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fsdp_quant as fq
+from dist_tests.bench import ranks
 
 BASE = "bf16"
 FLOORS = {8192: 1.28, 2048: 1.15}  # of fp8_current, over BASE
@@ -195,17 +193,10 @@ def table(tokens: int, args, device: torch.device, say) -> list[dict]:
         f"{'x bf16':>7} {'host ms':>8}")
     rows: list[dict] = []
     for arm in args.arms:
-        gc.collect()
-        torch.cuda.empty_cache()
-        failed = torch.zeros(1, device=device)
-        try:
-            row = measure(arm, tokens, args, device)
-        except Exception as error:  # of any kind: one arm does not cost the others
-            row, failed = {"arm": arm, "tokens": tokens, "error": f"{type(error).__name__}: {error}"}, failed + 1
-        dist.all_reduce(failed)
+        row, error = ranks.attempt({"arm": arm, "tokens": tokens}, lambda: measure(arm, tokens, args, device), device)
         rows.append(row)
-        if failed or "error" in row:
-            say(f"{arm:32} failed: {row.get('error', 'on another rank')[:200]}")
+        if error is not None:
+            say(f"{arm:32} failed: {error[:200]}")
             continue
         base = next((r for r in rows if r["arm"] == BASE and "ms" in r), None)
         speed = memory = float("nan")
@@ -236,23 +227,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = parser().parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("error: there is no GPU; the times of this bench are a GPU's")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-
-    def say(text: str) -> None:
-        if dist.get_rank() == 0:
-            print(text, flush=True)
-
+    device, say = ranks.start()
     say(f"{dist.get_world_size()} x {torch.cuda.get_device_name()}, torch {torch.__version__}; {args.layers} layers "
         f"{args.dim} -> {args.hidden}, medians of {args.steps} steps")
     rows = [row for tokens in args.tokens for row in table(tokens, args, device, say)]
-    if args.json and dist.get_rank() == 0:
-        with open(args.json, "w") as file:
-            json.dump(rows, file, indent=1)
-    dist.destroy_process_group()
+    ranks.finish(rows, args.json)
 
 
 if __name__ == "__main__":

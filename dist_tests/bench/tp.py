@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import gc
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -27,6 +25,7 @@ from torch.distributed.tensor import parallel as torch_styles
 from torch.distributed.tensor.parallel import parallelize_module
 
 import fsdp_quant as fq
+from dist_tests.bench import ranks
 from dist_tests.bench.fsdp2 import MLP, RECIPES, Attention
 
 BASE, EAGER = "bf16", "bf16 eager"
@@ -169,42 +168,23 @@ def main() -> None:
         made.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     made.add_argument("--json", help="write all numbers to this file")
     args = made.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("error: there is no GPU; the times of this bench are a GPU's")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-
-    def say(text: str) -> None:
-        if dist.get_rank() == 0:
-            print(text, flush=True)
-
+    device, say = ranks.start()
     say(f"{dist.get_world_size()} x {torch.cuda.get_device_name()}, torch {torch.__version__}; {args.dim} -> {args.hidden}, "
         f"{args.tokens} tokens, medians of {args.steps} steps")
     say(f"{'arm':14} {'ms':>8} {'x bf16':>7} {'floor':>6} {'aim':>5} {'exposed':>8} {'host ms':>8} {'peak GiB':>9}  MiB received")
     rows: list[dict] = []
     for arm in args.arms:
-        gc.collect()
-        torch.cuda.empty_cache()
-        failed = torch.zeros(1, device=device)
-        try:
-            row = measure(arm, args, device)
-        except Exception as error:  # of any kind: one arm does not cost the others
-            row, failed = {"arm": arm, "error": f"{type(error).__name__}: {error}"}, failed + 1
-        dist.all_reduce(failed)
+        row, error = ranks.attempt({"arm": arm}, lambda: measure(arm, args, device), device)
         rows.append(row)
-        if failed or "error" in row:
-            say(f"{arm:14} failed: {row.get('error', 'on another rank')[:300]}")
+        if error is not None:
+            say(f"{arm:14} failed: {error[:300]}")
             continue
         base = next((r["ms"] for r in rows if r["arm"] == BASE and "ms" in r), float("nan"))
         row["ratio"] = base / row["ms"]
         moved = ", ".join(f"{kind} {size / 2**20:.1f}" for kind, size in sorted(row["received"].items()))
         say(f"{arm:14} {row['ms']:8.2f} {row['ratio']:7.3f} {FLOORS.get(arm, '-'):>6} {AIMS.get(arm, '-'):>5} "
             f"{row['exposed_ms']:8.2f} {row['host_ms']:8.2f} {row['peak_bytes'] / GIB:9.2f}  {moved}")
-    if args.json and dist.get_rank() == 0:
-        with open(args.json, "w") as file:
-            json.dump(rows, file, indent=1)
-    dist.destroy_process_group()
+    ranks.finish(rows, args.json)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import fsdp_quant as fq
 from dist_tests.kernels import expected
 from dist_tests.kernels.test_gemm import RECIPES
-from dist_tests.laws import assert_same_bytes, values
+from dist_tests.laws import assert_same_bytes, kept_step, values
 from fsdp_quant.context import STEP
 
 pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
@@ -18,10 +18,8 @@ BF16, D, HIDDEN, TOKENS, STEPS = torch.bfloat16, 128, 256, 64, 3
 
 @pytest.fixture(autouse=True)
 def _from_the_start():
-    kept = {k: v for k, v in STEP.__dict__.items() if k != "_devices"}
-    yield
-    STEP.__dict__.update(kept)
-    STEP.publish()
+    with kept_step():
+        yield
 
 
 class Net(nn.Module):

@@ -7,19 +7,16 @@ import itertools
 import pytest
 
 from dist_tests.kernels import expected
-from dist_tests.laws import sample
+from dist_tests.laws import kept_step, sample
 from dist_tests.single.recipe_table import CUSTOM, GPU, HYBRIDS, MODES, MODULES, NAMED, check_cell
-from fsdp_quant.context import STEP
 
 pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
 
 
 @pytest.fixture(autouse=True)
 def _own_step():
-    kept = {k: v for k, v in STEP.__dict__.items() if k != "_devices"}
-    yield
-    STEP.__dict__.update(kept)
-    STEP.publish()
+    with kept_step():
+        yield
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp_quant as fq
-from dist_tests.laws import assert_same_bytes, values
+from dist_tests.laws import assert_same_bytes, kept_step, values
 from dist_tests.single import hopper
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
@@ -27,11 +27,9 @@ X = values(32, 48, dtype=torch.float32)
 
 @pytest.fixture(autouse=True)
 def _checking(monkeypatch):
-    kept = {k: v for k, v in STEP.__dict__.items() if k != "_devices"}
-    monkeypatch.setattr(writers, "checking", True)
-    yield
-    STEP.__dict__.update(kept)
-    STEP.publish()
+    with kept_step():
+        monkeypatch.setattr(writers, "checking", True)
+        yield
 
 
 def net(recipe: fq.Recipe, dtype=torch.float32) -> nn.Sequential:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_quant as fq
 from dist_tests import laws
-from dist_tests.laws import assert_same_bytes, values
+from dist_tests.laws import assert_same_bytes, kept_step, values
 from dist_tests.single import hopper
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
@@ -44,14 +44,12 @@ CASES = [(n, s) for s in SETTINGS for n in RECIPES if n in FEW or (s == "fp32" a
 @pytest.fixture(autouse=True)
 def _fresh():
     """Each test starts at step 0 of seed 0, with empty counters and nothing compiled; breaks and needless graphs raise."""
-    kept = {k: v for k, v in STEP.__dict__.items() if k != "_devices"}
-    torch._dynamo.reset()
-    dynamo_counters.clear()
-    counters.reset()
-    with dynamo_config.patch(automatic_dynamic_shapes=True, recompile_limit=8, fail_on_recompile_limit_hit=True):
-        yield
-    STEP.__dict__.update(kept)
-    STEP.publish()
+    with kept_step():
+        torch._dynamo.reset()
+        dynamo_counters.clear()
+        counters.reset()
+        with dynamo_config.patch(automatic_dynamic_shapes=True, recompile_limit=8, fail_on_recompile_limit_hit=True):
+            yield
 
 
 def graphs() -> int:

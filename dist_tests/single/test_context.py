@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp_quant as fq
-from dist_tests.laws import assert_same_bytes, values
+from dist_tests.laws import assert_same_bytes, kept_step, values
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
@@ -22,12 +22,10 @@ from fsdp_quant.tensor import torch_compat
 @pytest.fixture(autouse=True)
 def _own_step():
     """Each test starts at step 0 of seed 0, counted by optimizer steps, with empty counters."""
-    kept = {k: v for k, v in STEP.__dict__.items() if k != "_devices"}
-    restart()
-    counters.reset()
-    yield
-    STEP.__dict__.update(kept)
-    STEP.publish()
+    with kept_step():
+        restart()
+        counters.reset()
+        yield
 
 
 def restart() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp_quant as fq
-from dist_tests.laws import assert_same_bytes, recorded_saves, values
+from dist_tests.laws import assert_same_bytes, kept_step, recorded_saves, values
 from dist_tests.single import hopper
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
@@ -48,12 +48,10 @@ RECIPES = {
 @pytest.fixture(autouse=True)
 def _own_step():
     """Each test starts at step 0 of seed 0, counted by optimizer steps, with empty counters."""
-    kept = {k: v for k, v in STEP.__dict__.items() if k not in ("_devices", "followers")}
-    restart()
-    counters.reset()
-    yield
-    STEP.__dict__.update(kept)
-    STEP.publish()
+    with kept_step():
+        restart()
+        counters.reset()
+        yield
     grouped_linear._UNDERWAY.clear()
 
 

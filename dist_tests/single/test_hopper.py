@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_quant as fq
-from dist_tests.laws import QUANTIZERS, assert_same_bytes, assert_same_storage, recorded_saves, values
+from dist_tests.laws import QUANTIZERS, assert_same_bytes, assert_same_storage, kept_step, recorded_saves, values
 from dist_tests.single import hopper
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
@@ -44,13 +44,11 @@ QUANTIZED = [name for name, q in QUANTIZERS.items() if q.fmt.is_quantized]
 @pytest.fixture(autouse=True)
 def _own_step():
     """Each test starts at step 0 of seed 0, with empty counters."""
-    kept = {k: v for k, v in STEP.__dict__.items() if k != "_devices"}
-    STEP.seed, STEP.counted_by_hand = 0, False
-    restart()
-    counters.reset()
-    yield
-    STEP.__dict__.update(kept)
-    STEP.publish()
+    with kept_step():
+        STEP.seed, STEP.counted_by_hand = 0, False
+        restart()
+        counters.reset()
+        yield
 
 
 def restart() -> None:

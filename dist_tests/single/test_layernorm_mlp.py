@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_quant as fq
-from dist_tests.laws import assert_same_bytes, recorded_saves, values
+from dist_tests.laws import assert_same_bytes, kept_step, recorded_saves, values
 from dist_tests.single import hopper
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
@@ -46,11 +46,9 @@ D, HIDDEN, TOKENS = 48, 64, 32
 @pytest.fixture(autouse=True)
 def _own_step():
     """Each test starts at step 0 of seed 0."""
-    kept = {k: v for k, v in STEP.__dict__.items() if k != "_devices"}
-    restart()
-    yield
-    STEP.__dict__.update(kept)
-    STEP.publish()
+    with kept_step():
+        restart()
+        yield
 
 
 def restart() -> None:

@@ -11,7 +11,6 @@ import pytest
 from dist_tests import laws
 from dist_tests.bench.learning import ARMS, Size, validation_loss
 from fsdp_quant import recipes
-from fsdp_quant.context import STEP
 
 # Largest gaps of mxfp8 and of nvfp4, and the least of a recipe that is broken. Measured, small, seeds 0 to 2: .0003, .0000
 # and .0001; .0022, .0007 and .0016; .066, .025 and .048. Full bounds are of 400 steps; after 150 of them: .0003; .005; .13.
@@ -24,10 +23,8 @@ SMALL = Size(
 
 @pytest.fixture(autouse=True)
 def _own_step():
-    kept = {k: v for k, v in STEP.__dict__.items() if k not in ("_devices", "followers")}
-    yield
-    STEP.__dict__.update(kept)
-    STEP.publish()
+    with laws.kept_step():
+        yield
 
 
 def test_recipes_learn_and_a_broken_one_is_caught():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_quant as fq
-from dist_tests.laws import assert_same_bytes, recorded_saves, values
+from dist_tests.laws import assert_same_bytes, kept_step, recorded_saves, values
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
@@ -96,13 +96,11 @@ FEATURES = (40, 56)  # in, out: no multiple of 16 or 32
 @pytest.fixture(autouse=True)
 def _own_step():
     """Each test starts at step 0 of seed 0, counted by optimizer steps, with empty counters."""
-    kept = {k: v for k, v in STEP.__dict__.items() if k != "_devices"}
-    STEP.seed, STEP.step, STEP.micro_batch, STEP.token_offset, STEP.counted_by_hand = 0, 0, 0, -1, False
-    STEP.publish()
-    counters.reset()
-    yield
-    STEP.__dict__.update(kept)
-    STEP.publish()
+    with kept_step():
+        STEP.seed, STEP.step, STEP.micro_batch, STEP.token_offset, STEP.counted_by_hand = 0, 0, 0, -1, False
+        STEP.publish()
+        counters.reset()
+        yield
 
 
 def restart() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp_quant as fq
-from dist_tests.laws import assert_same_bytes, values
+from dist_tests.laws import assert_same_bytes, kept_step, values
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
@@ -27,13 +27,11 @@ RECIPES = {
 @pytest.fixture(autouse=True)
 def _own_step():
     """Each test starts at step 0 of seed 0, with empty counters."""
-    kept = {k: v for k, v in STEP.__dict__.items() if k != "_devices"}
-    STEP.seed, STEP.step, STEP.micro_batch, STEP.token_offset, STEP.counted_by_hand = 0, 0, 0, -1, True
-    STEP.publish()
-    counters.reset()
-    yield
-    STEP.__dict__.update(kept)
-    STEP.publish()
+    with kept_step():
+        STEP.seed, STEP.step, STEP.micro_batch, STEP.token_offset, STEP.counted_by_hand = 0, 0, 0, -1, True
+        STEP.publish()
+        counters.reset()
+        yield
 
 
 X, DY = values(24, 40, dtype=torch.float32), values(24, 48, seed=1, dtype=torch.float32)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fsdp_quant as fq
-from dist_tests.laws import assert_same_bytes, recorded_saves, sample, values
+from dist_tests.laws import assert_same_bytes, kept_step, recorded_saves, sample, values
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 
@@ -22,11 +22,9 @@ offloading = importlib.import_module("fsdp_quant.memory.offload")
 
 @pytest.fixture(autouse=True)
 def _own_step():
-    kept = {k: v for k, v in STEP.__dict__.items() if k not in ("_devices", "followers")}
-    STEP.seed, STEP.counted_by_hand = 0, False
-    yield
-    STEP.__dict__.update(kept)
-    STEP.publish()
+    with kept_step():
+        STEP.seed, STEP.counted_by_hand = 0, False
+        yield
 
 
 # Recomputation #

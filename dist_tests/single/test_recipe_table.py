@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fsdp_quant as fq
-from dist_tests.laws import assert_same_bytes, recorded_saves, sample, values
+from dist_tests.laws import assert_same_bytes, kept_step, recorded_saves, sample, values
 from dist_tests.single import hopper
 from dist_tests.single.recipe_table import CPU, CUSTOM, GPU, HYBRIDS, MODES, MODULES, NAMED, Module, check_cell, table
 from fsdp_quant import recipes
@@ -27,10 +27,8 @@ ON_HOPPER = list(itertools.product(CUSTOM, MODULES, MODES)) + list(itertools.pro
 
 @pytest.fixture(autouse=True)
 def _own_step():
-    kept = {k: v for k, v in STEP.__dict__.items() if k != "_devices"}
-    yield
-    STEP.__dict__.update(kept)
-    STEP.publish()
+    with kept_step():
+        yield
 
 
 @pytest.mark.parametrize("recipe, module, mode", CELLS + sample(OF_PAIRS, 11))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fsdp_quant as fq
-from dist_tests.laws import assert_same_bytes, values
+from dist_tests.laws import assert_same_bytes, kept_step, values
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.recipe import default_override
@@ -21,12 +21,10 @@ MX, NV, BF16 = recipes.mxfp8(), recipes.nvfp4(), recipes.identity()
 @pytest.fixture(autouse=True)
 def _own_step():
     """Each test starts at step 0 of seed 0, counted by optimizer steps."""
-    kept = {k: v for k, v in STEP.__dict__.items() if k not in ("_devices", "followers")}
-    STEP.seed, STEP.step, STEP.micro_batch, STEP.token_offset, STEP.counted_by_hand = 0, 0, 0, -1, False
-    STEP.publish()
-    yield
-    STEP.__dict__.update(kept)
-    STEP.publish()
+    with kept_step():
+        STEP.seed, STEP.step, STEP.micro_batch, STEP.token_offset, STEP.counted_by_hand = 0, 0, 0, -1, False
+        STEP.publish()
+        yield
 
 
 def model(layers: int = 4) -> nn.ModuleDict:

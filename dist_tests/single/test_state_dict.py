@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fsdp_quant as fq
-from dist_tests.laws import QUANTIZERS, assert_same_bytes, assert_same_storage, values
+from dist_tests.laws import QUANTIZERS, assert_same_bytes, assert_same_storage, kept_step, values
 from dist_tests.multi import nets
 from fsdp_quant import checkpoint, recipes
 from fsdp_quant.context import STEP
@@ -23,10 +23,8 @@ from fsdp_quant.storage import Storage
 
 @pytest.fixture(autouse=True)
 def _own_step():
-    kept = {k: v for k, v in STEP.__dict__.items() if k != "_devices"}
-    yield
-    STEP.__dict__.update(kept)
-    STEP.publish()
+    with kept_step():
+        yield
 
 
 def net(recipe: fq.Recipe, tied: bool = False) -> nn.Sequential:
