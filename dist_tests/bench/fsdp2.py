@@ -4,7 +4,8 @@
 
 Every arm is 16 layers (d 4096, ffn 14336, 32 heads, 8 of keys), fp32 sharded parameters, bf16 compute, fused AdamW; the base
 and torchao's float8 are compiled block by block, ours are eager, of `fq.LayerNormMLP`, unless `--separate` or `--compiled`.
-Arms whose name ends in "quantized" have quantized parameters, stepped by `fq.optim.FusedAdam`.
+"... quantized" arms have quantized parameters, stepped by `fq.optim.FusedAdam`; "... captured" arms replay their whole step,
+collectives and optimizer included, as one CUDA graph.
 Steps are made back to back and timed by events on the device; rank 0 prints.
 """
 
@@ -37,8 +38,8 @@ RECIPES = {
     "nvfp4": fq.recipes.nvfp4,
     "hybrid": functools.partial(fq.recipes.hybrid, "mxfp8", "nvfp4"),
 }
-QUANTIZED = {f"{name} quantized": made for name, made in RECIPES.items()}
-OURS = RECIPES | QUANTIZED
+QUANTIZED, CAPTURED = " quantized", " captured"
+OURS = {name + q + c: made for name, made in RECIPES.items() for q in ("", QUANTIZED) for c in ("", CAPTURED)}
 TORCHAO = {
     "torchao tensorwise": {}, "torchao tensorwise, fp8 gather": {"enable_fsdp_float8_all_gather": True},
 }
@@ -104,7 +105,7 @@ def is_compiled(arm: str, args) -> bool:
 def build(arm: str, args, device: torch.device) -> nn.Sequential:
     """The arm's model, sharded, with random weights."""
     recipe = OURS[arm]() if arm in OURS else None
-    with fq.quantized_model_init(recipe) if arm in QUANTIZED else contextlib.nullcontext():
+    with fq.quantized_model_init(recipe) if QUANTIZED in arm else contextlib.nullcontext():
         net = model(args, fused=arm in OURS and not (args.compiled or args.separate))
         if arm in OURS:
             fq.convert(net, recipe)
@@ -151,10 +152,12 @@ def counted_gathers():
 def measure(arm: str, tokens: int, args, device: torch.device) -> dict:
     """{ms, host_ms, tokens_per_s, gathered_bytes, peak_bytes}: medians of `args.steps` steps."""
     net = build(arm, args, device)
-    if arm in QUANTIZED:
-        optimizer = fq.optim.FusedAdam(net.parameters(), lr=1e-4)
+    captured = arm.endswith(CAPTURED)
+    if QUANTIZED in arm:
+        rate = torch.tensor(1e-4, device=device) if captured else 1e-4
+        optimizer = fq.optim.FusedAdam(net.parameters(), lr=rate, capturable=captured)
     else:
-        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=device.type == "cuda")
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True, capturable=captured)
     x = torch.randn(1, tokens, args.dim, device=device, dtype=torch.bfloat16)
 
     def step() -> None:
@@ -166,12 +169,19 @@ def measure(arm: str, tokens: int, args, device: torch.device) -> dict:
 
             precompute_float8_dynamic_scale_for_fsdp(net)
 
-    for _ in range(2):
-        step()
-    with counted_gathers() as seen:
-        step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+    aside = torch.cuda.Stream() if captured else torch.cuda.current_stream()  # where captures are made
+    with torch.cuda.stream(aside):
+        for _ in range(2):
+            step()
+        with counted_gathers() as seen:
+            step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
+                step()
+            step = graph.replay
     marks, host = [torch.cuda.Event(enable_timing=True) for _ in range(args.steps + 1)], []
     marks[0].record()
     for mark in marks[1:]:

@@ -1,0 +1,83 @@
+"""A sharded training step as one CUDA graph: a replay is the eager step. On NCCL only."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import Tensor
+
+import fsdp_quant as fq
+from dist_tests import laws
+from dist_tests.multi import nets
+from dist_tests.multi.harness import DEVICE, run_ranks
+from fsdp_quant.context import STEP
+
+pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="captures NCCL's collectives: FSDP_QUANT_TEST_DEVICE=cuda")
+K, STEPS = 128, 3
+RECIPES = {
+    "fp8_current": fq.recipes.fp8_current, "fp8_delayed": fq.recipes.fp8_delayed, "fp8_block": fq.recipes.fp8_block,
+    "mxfp8": fq.recipes.mxfp8, "nvfp4": fq.recipes.nvfp4, "mxfp8/nvfp4": lambda: fq.recipes.hybrid("mxfp8", "nvfp4"),
+}
+
+
+def _trained(recipe: fq.Recipe, quantized: bool, captured: bool, rank: int) -> list[dict[str, Tensor]]:
+    """Outputs, and weights at the end, of steps that are replays of a graph of one, or not."""
+    STEP.step, STEP.counted_by_hand = 0, False
+    STEP.publish()
+    with fq.quantized_model_init(recipe) if quantized else contextlib.nullcontext():
+        net = nets.build(hidden=(256, 128), k=K, out=128).bfloat16()
+        fq.convert(net, recipe)
+    nets.shard(net)
+    if quantized:
+        optimizer = fq.optim.FusedAdam(net.parameters(), lr=torch.tensor(1e-2), capturable=True)
+    else:
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, capturable=True, foreach=True)
+    x = torch.empty(64, K, dtype=torch.bfloat16)
+
+    def step() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        y = net(x)
+        y.float().square().mean().backward()
+        optimizer.step()
+        return y.detach()
+
+    def feed(i: int) -> None:
+        x.copy_(nets.batch(i, rows=64, rank=rank, k=K))
+
+    aside, seen = torch.cuda.Stream(), []
+    with torch.cuda.stream(aside):
+        for i in range(STEPS):
+            feed(i)
+            step()
+        run, y = step, None
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            optimizer.zero_grad(set_to_none=True)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
+                y = step()
+            run = graph.replay
+        for i in range(STEPS, 2 * STEPS):
+            feed(i)
+            made = run()
+            seen.append({f"output of step {i}": (y if captured else made).clone()})
+    torch.cuda.synchronize()
+    return [*seen, nets.full_state(net)]
+
+
+def _replays(rank: int, world: int, quantized: bool) -> None:
+    for label, made in RECIPES.items():
+        with laws.kept_step():
+            want, got = (_trained(made(), quantized, captured, rank) for captured in (False, True))
+        for a, b in zip(want, got):
+            assert a.keys() == b.keys()
+            for name, value in a.items():
+                laws.assert_same_bytes(b[name], value, f"{label}, quantized parameters {quantized}: {name}")
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_replays_of_a_sharded_step_are_eager_steps(quantized: bool):
+    """If false, a replay gathers codes of earlier weights, or shares the amaxes of one."""
+    run_ranks(2, _replays, quantized)
