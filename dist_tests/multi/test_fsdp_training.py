@@ -443,7 +443,7 @@ def _memory(rank: int, world: int) -> None:
         for state in states:
             if state.gathered is not None:
                 buffers = list(state.gathered.buffers.values())
-                total += sum(t.untyped_storage().size() for b in buffers for t in (*b.outputs, *b.refilled))
+                total += sum(t.untyped_storage().size() for b in buffers for t in (*b.outputs, *b.filled.values()))
         return total
 
     peaks = []

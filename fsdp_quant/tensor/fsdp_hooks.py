@@ -109,24 +109,22 @@ def _matrix_buffers(encoding: Encoding, shape: tuple[int, int], high_precision: 
 class DirectionBuffers:
     """Persistent buffers of one direction of one gathered weight.
 
-    outputs:  uint8 [world * rows * row_bytes], one a wire buffer that NCCL fills.
-    filled:   buffers that post fills, by field of `Storage`: replicated, re-indexed or derived ones.
-    halo:     those that post re-indexes: (gathered rows, index of each logical row), the index never freed.
-    storages: of each matrix, viewing both.
+    outputs:    uint8 [world * rows * row_bytes], one a wire buffer that NCCL fills.
+    filled:     buffers that post fills, by field of `Storage`: re-indexed or derived ones.
+    replicated: buffers that every rank makes whole and pre fills, on the stream of whoever made them, which may be freed
+                before the stream of post has come so far; small, and never freed.
+    halo:       those that post re-indexes: (gathered rows, index of each logical row), the index never freed.
+    storages:   of each matrix, viewing all.
     """
 
     outputs: list[Tensor]
     filled: dict[str, Tensor]
+    replicated: dict[str, Tensor]
     halo: dict[str, tuple[Tensor, Tensor]]
     storages: list[Storage]
 
-    @property
-    def refilled(self) -> list[Tensor]:
-        """Of `filled`, what is freed and filled at each gather: scalars are not worth freeing."""
-        return [t for t in self.filled.values() if t.numel() > 1]
-
     def free(self) -> None:
-        for tensor in (*self.outputs, *self.refilled):
+        for tensor in (*self.outputs, *self.filled.values()):
             torch_compat.free_storage(tensor)
 
 
@@ -150,7 +148,7 @@ class Pass(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What a weight gives to a gather: uint8 [rows, bytes] of every wire buffer, and buffers that do not shard."""
+    """What a weight gives to a gather: uint8 [rows, bytes] of every wire buffer, and what rides as metadata."""
 
     inputs: tuple[Tensor, ...]
     filled: dict[tuple[Direction, str], Tensor]
@@ -222,30 +220,32 @@ class GatheredWeight:
         encoding = self.quantizer.encodings[direction]
         fmt, shape, device = encoding.fmt, (self.rows, self.cols), self.managed.device
         world, matrices = self.managed.world_size, len(self.matrices)
-        outputs, filled, halo, fields = [], {}, {}, {}
+        outputs, filled, replicated, halo, fields = [], {}, {}, {}, {}
         scale_shape = fmt.scale_shape(shape, direction)
         if scale_shape is not None:
             rows, cols = scale_shape
-            filled["scale"] = torch.empty(matrices * rows, cols, dtype=SCALE_DTYPE[fmt.scale], device=device)
+            replicated["scale"] = torch.empty(matrices * rows, cols, dtype=SCALE_DTYPE[fmt.scale], device=device)
         if fmt.tensor_scale:
-            filled["tensor_amax"] = torch.empty(matrices, dtype=torch.float32, device=device)
+            replicated["tensor_amax"] = torch.empty(matrices, dtype=torch.float32, device=device)
         for i, buffer in enumerate(self.wire[direction]):
-            if world == 1 and i > 0:
-                break  # FSDP2 keeps only the first input of a world of one: the rest rides as metadata
+            if world == 1 and i > 0:  # FSDP2 keeps only the first input of a world of one: the rest rides as metadata
+                filled[buffer.name] = replicated.pop(buffer.name)
+                continue
             output = torch.empty(world * buffer.rows * buffer.row_bytes, dtype=torch.uint8, device=device)
             outputs.append(output)
             if buffer.halo_index is not None:
                 halo[buffer.name] = (output.view(-1, buffer.row_bytes), torch.tensor(buffer.halo_index, device=device))
+                filled[buffer.name] = replicated.pop(buffer.name)
             else:
                 fields[buffer.name] = self._view(output, buffer, fmt, direction)
-                filled.pop(buffer.name, None)
-        whole = {"scale": None, "tensor_amax": None} | filled | fields
+                replicated.pop(buffer.name, None)
+        whole = {"scale": None, "tensor_amax": None} | filled | replicated | fields
         storages = [
             Storage(fmt, direction, shape, dtype=self.dtype, **{
                 name: t if t is None or matrices == 1 else t.unflatten(0, (matrices, -1))[i] for name, t in whole.items()
             }) for i in range(matrices)
         ]
-        buffers = DirectionBuffers(outputs, filled, halo, storages)
+        buffers = DirectionBuffers(outputs, filled, replicated, halo, storages)
         buffers.free()
         return buffers
 
@@ -264,7 +264,7 @@ class GatheredWeight:
             like = torch.zeros(len(self.matrices), self.rows, self.cols, dtype=self.dtype, device=self.managed.device)
             storages = [self.quantizer.columnwise.storage(one.clone(), COLUMNWISE) for one in like]  # identity keeps it
         filled = {f"{name} {i}": t for i, s in enumerate(storages) for name, t in s.buffers().items()}
-        buffers = DirectionBuffers([], filled, {}, storages)
+        buffers = DirectionBuffers([], filled, {}, {}, storages)
         buffers.free()
         return buffers
 
@@ -280,7 +280,7 @@ class GatheredWeight:
                 (d.value, self.quantizer.encodings[d].fmt.name, gathered_size(self.wire[d], self.managed.world_size))
                 for d in directions
             ]
-            outputs, filled = [t for b in chosen for t in b.outputs], [t for b in chosen for t in b.refilled]
+            outputs, filled = [t for b in chosen for t in b.outputs], [t for b in chosen for t in b.filled.values()]
             kept = all(self.quantizer.encodings[d].fmt.is_quantized for d in directions)
             passes[needs] = Pass(needs, directions, outputs, filled, sizes, kept)
         return passes
@@ -294,12 +294,13 @@ class GatheredWeight:
             self._reductions, self._reductions_before = 0, max(self._reductions, 1)
         return self._sent[1].get(chosen.directions)
 
-    def pack(self, chosen: Pass, made: list[tuple]) -> Sent:
-        """The buffers of each direction's codes, as they travel; kept while the master does not change.
+    def pack(self, chosen: Pass, made: list[tuple]) -> tuple[Sent, list[tuple[Tensor, Tensor]]]:
+        """The buffers of each direction's codes, as they travel, kept while the master does not change; and (buffer, what it
+        is to hold) of all that are replicated.
 
         made:  (shard, its codes) of each that `shards` asked for.
         """
-        inputs, filled = [], {}
+        inputs, filled, copies = [], {}, []
         for direction in chosen.directions:
             of = [e for s, e in made if s.direction is direction and (s.weight.shape[0] or not self.state.parts)]
             for i, buffer in enumerate(self.wire[direction]):
@@ -308,13 +309,11 @@ class GatheredWeight:
                     filled[direction, buffer.name] = own
                 else:
                     inputs.append(own)
-            for name in self.buffers[direction].filled:
-                if (direction, name) not in filled:
-                    filled[direction, name] = getattr(of[0], name)
+            copies += [(target, _seen_as(target, getattr(of[0], name))) for name, target in self.buffers[direction].replicated.items()]
         sent = Sent(tuple(inputs), filled)
         if chosen.is_kept:
             self._sent[1][chosen.directions] = sent
-        return sent
+        return sent, copies
 
     def shards(self, weight, directions: Sequence[Direction]) -> list:
         """What the gather of these directions asks of a weight."""
@@ -333,7 +332,7 @@ class GatheredWeight:
             self.state.let_go_of_shard()
 
     def unpack(self) -> list[tuple[Tensor, Tensor]]:
-        """(buffer, what it is to hold) of all that NCCL did not fill: replicated buffers, rows of cut blocks in order."""
+        """(buffer, what it is to hold) of all that NCCL and pre did not fill: rows of cut blocks in order, metadata."""
         filled, copies = self.arrival.filled, []
         for direction in self.arrival.chosen.directions:
             buffers = self.buffers[direction]
@@ -343,7 +342,7 @@ class GatheredWeight:
                     source = rows.index_select(0, index)
                 else:
                     source = filled[direction, name]
-                copies.append((target, source.view(target.dtype).view(target.shape) if source.dtype is torch.uint8 else source))
+                copies.append((target, _seen_as(target, source)))
             if (direction, "data") in filled:  # a world of one: the second direction's codes
                 torch_compat.alloc_storage(buffers.outputs[0])
                 copies.append((buffers.outputs[0], filled[direction, "data"].view(-1)))
@@ -406,6 +405,10 @@ def receive(group: list[GatheredWeight]) -> None:
         gathered.arrival = None
 
 
+def _seen_as(target: Tensor, source: Tensor) -> Tensor:
+    return source.view(target.dtype).view(target.shape) if source.dtype is torch.uint8 else source
+
+
 def _as_bytes(tensors: list[Tensor], buffer: WireBuffer, device: torch.device) -> Tensor:
     """A rank's rows of each matrix as uint8 [buffer.rows, buffer.row_bytes], zero rows behind them."""
     if len(tensors) != 1:
@@ -456,10 +459,13 @@ def prepare(weight) -> GatheredWeight:
             missing.append((len(ready), gathered.shards(one, chosen.directions)))
             shards += missing[-1][1]
         ready.append((gathered, chosen, version, sent))
-    encoded = iter(first.state.encode(shards))
+    encoded, copies = iter(first.state.encode(shards)), []
     for i, own in missing:
         gathered, chosen, version, _ = ready[i]
-        ready[i] = gathered, chosen, version, gathered.pack(chosen, list(zip(own, itertools.islice(encoded, len(own)))))
+        sent, replicated = gathered.pack(chosen, list(zip(own, itertools.islice(encoded, len(own)))))
+        ready[i] = gathered, chosen, version, sent
+        copies += replicated
+    torch_compat.copy_all(copies)
     for gathered, chosen, version, sent in ready:
         gathered.managed.set_gather_buffers(chosen.outputs, list(chosen.filled))
         for direction, fmt, size in chosen.sizes:
