@@ -529,7 +529,7 @@ Input check_group(at::TensorList x, at::IntArrayRef row0, bool through_bf16) {
 template <class BuffersOf>
 void encode_group(
     at::TensorList x, int64_t spec, bool columnwise, double eps, at::IntArrayRef row0, const MaybeTensors& amax,
-    const MaybeTensors& tensor_amax, bool through_bf16, BuffersOf buffers_of) {
+    const MaybeTensors& tensor_amax, const MaybeTensors& enc, at::TensorList record, bool through_bf16, BuffersOf buffers_of) {
   const Input input = check_group(x, row0, through_bf16);
   Side sides[2] = {};
   const Side& side = sides[columnwise] = parse_side(spec, eps, "side");
@@ -537,6 +537,9 @@ void encode_group(
                     "and compact");
   TORCH_CHECK_VALUE(amax.size() == x.size() && tensor_amax.size() == x.size(), "amax, tensor_amax and offsets ",
                     "need an entry for each tensor");
+  const bool delayed = enc.size() > 0;
+  TORCH_CHECK_VALUE(!delayed || (enc.size() == x.size() && record.size() == x.size() && side.whole_tensor()),
+                    "enc and record (delayed scaling) go with one scale a tensor, an entry for each");
   const c10::cuda::CUDAGuard guard(x[0].device());
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   GroupLaunch<Launch<kGroupCapacity>> launch(
@@ -555,6 +558,11 @@ void encode_group(
     b.amax_given = b.amax != nullptr, b.tensor_amax_given = b.tensor_amax != nullptr;
     TORCH_CHECK_VALUE((!side.whole() || b.amax_given) && (!side.two_level() || b.tensor_amax_given), "tensor ", i,
                       " has a scale that spans more than a tile; pass its amax (statistics_group)");
+    if (delayed) {
+      b.enc = optional_buffer<float>(enc.get(i), "enc", x[0], 1);
+      check_buffer(record[i], "record", x[0], at::kFloat, record[i].numel());
+      b.record = record[i].numel() > 0 ? record[i].mutable_data_ptr<float>() : nullptr;
+    }
     launch.add(x[i], row0[i], both);
   }
   launch.flush();
@@ -565,8 +573,8 @@ using DataAndScale = std::tuple<uint8_t*, void*>;
 // Into slices of `staging`: offsets in bytes, multiples of 16.
 void quantize_group(
     at::TensorList x, int64_t spec, bool columnwise, double eps, at::IntArrayRef row0, const MaybeTensors& amax,
-    const MaybeTensors& tensor_amax, const at::Tensor& staging, at::IntArrayRef data_offset,
-    at::IntArrayRef scale_offset, bool through_bf16) {
+    const MaybeTensors& tensor_amax, const MaybeTensors& enc, at::TensorList record, const at::Tensor& staging,
+    at::IntArrayRef data_offset, at::IntArrayRef scale_offset, bool through_bf16) {
   TORCH_CHECK_VALUE(!x.empty(), "the group has no tensor");
   TORCH_CHECK_VALUE(data_offset.size() == x.size() && scale_offset.size() == x.size(), "amax, tensor_amax and offsets ",
                     "need an entry for each tensor");
@@ -580,13 +588,14 @@ void quantize_group(
     uint8_t* start = staging.mutable_data_ptr<uint8_t>();
     return DataAndScale(start + data_offset[i], start + scale_offset[i]);
   };
-  encode_group(x, spec, columnwise, eps, row0, amax, tensor_amax, through_bf16, slices);
+  encode_group(x, spec, columnwise, eps, row0, amax, tensor_amax, enc, record, through_bf16, slices);
 }
 
 // Into data and scale of each tensor.
 void quantize_group_out(
     at::TensorList x, int64_t spec, bool columnwise, double eps, at::IntArrayRef row0, const MaybeTensors& amax,
-    const MaybeTensors& tensor_amax, at::TensorList data, at::TensorList scale, bool through_bf16) {
+    const MaybeTensors& tensor_amax, const MaybeTensors& enc, at::TensorList record, at::TensorList data,
+    at::TensorList scale, bool through_bf16) {
   TORCH_CHECK_VALUE(data.size() == x.size() && scale.size() == x.size(), "got ", data.size(), " data and ", scale.size(),
                     " scales; wanted one for each of ", x.size(), " tensors");
   auto given = [&](size_t i, int64_t data_bytes, int64_t scale_bytes) {
@@ -596,7 +605,7 @@ void quantize_group_out(
                       " bytes; wanted ", scale_bytes);
     return DataAndScale(data[i].mutable_data_ptr<uint8_t>(), scale[i].mutable_data_ptr());
   };
-  encode_group(x, spec, columnwise, eps, row0, amax, tensor_amax, through_bf16, given);
+  encode_group(x, spec, columnwise, eps, row0, amax, tensor_amax, enc, record, through_bf16, given);
 }
 
 // Block amaxes of every tensor, and tensor amaxes of two-level formats, in one launch.
@@ -780,11 +789,12 @@ void register_quantize(torch::Library& m) {
       torch::dispatch(c10::DispatchKey::CUDA, statistics));
   m.def(
       "quantize_group(Tensor[] x, int side, bool columnwise, float eps, int[] row0, Tensor?[] amax, "
-      "Tensor?[] tensor_amax, Tensor(a!) staging, int[] data_offset, int[] scale_offset, bool through_bf16) -> ()",
+      "Tensor?[] tensor_amax, Tensor?[] enc, Tensor(b!)[] record, Tensor(a!) staging, int[] data_offset, int[] scale_offset, bool through_bf16) -> ()",
       torch::dispatch(c10::DispatchKey::CUDA, quantize_group));
   m.def(
       "quantize_group_out(Tensor[] x, int side, bool columnwise, float eps, int[] row0, Tensor?[] amax, "
-      "Tensor?[] tensor_amax, Tensor(a!)[] data, Tensor(b!)[] scale, bool through_bf16) -> ()",
+      "Tensor?[] tensor_amax, Tensor?[] enc, Tensor(c!)[] record, Tensor(a!)[] data, Tensor(b!)[] scale, "
+      "bool through_bf16) -> ()",
       torch::dispatch(c10::DispatchKey::CUDA, quantize_group_out));
   m.def(
       "statistics_group(Tensor[] x, int side, bool columnwise, int[] row0, bool through_bf16) -> Tensor[]",

@@ -26,7 +26,7 @@ namespace fsdp_quant {
 // What a kernel instance may be asked for in one direction; each adds to the one before it, and needs more registers.
 //   kStatistics        amaxes only
 //   kRotated           amaxes only, also of rotated values
-//   kPlain             scales from this tile or given, rounding to nearest; 8 or 4 bits by kBits
+//   kPlain             scales from this tile or given (also by a history, with the amax), rounding to nearest; 8 or 4 bits by kBits
 //   kTwin              plain, and the columnwise side is the same encoding, transposed
 //   kDelayed           the factor from a history; the columnwise side, if any, as in kTwin
 //   kAnchored          plain, but the scale is that of a longer run
@@ -588,6 +588,9 @@ __device__ __forceinline__ void encode(
       } else {
         scales([&](float a) { return e8m0_scale(a, s); });
       }
+    } else if (P::kWork == Work::kPlain && P::kBlock == 0 && b.enc != nullptr) {
+      scales([&](float) { return delayed_scale(s, b); });
+      if (threadIdx.x == 0 && tile.row0 <= 0 && tile.col0 == 0) finish_delayed(s, b);
     } else if (s.scale == ScaleKind::kFp32Pow2 && has_easy_power(least, largest, s)) {
       scales([&](float a) { return easy_power(a, s); });
     } else {

@@ -147,7 +147,7 @@ def group(name: str, direction: Direction, dtype=BF16) -> None:
     amax, tensor_amax = ([on_device(s[i]) for s in stats] for i in range(2))
     whole = torch.full((1 << 19,), 0xA5, dtype=torch.uint8)
     staging, data_at, scale_at = on_device(whole), [0, 1 << 17, 1 << 18], [3 << 17, 7 << 16, 15 << 15]
-    ops.quantize_group(device_x, side, columnwise, 0.0, row0, amax, tensor_amax, staging, data_at, scale_at, dtype is FP32)
+    ops.quantize_group(device_x, side, columnwise, 0.0, row0, amax, tensor_amax, [], [], staging, data_at, scale_at, dtype is FP32)
 
     def want() -> list[Tensor]:
         for one, start, s, d, at in zip(x, row0, stats, data_at, scale_at):

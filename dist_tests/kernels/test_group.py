@@ -36,12 +36,12 @@ def statistics_group(x: list[Tensor], e: Encoding, row0: list[int], through_bf16
 
 def quantize_group(
     x: list[Tensor], e: Encoding, row0: list[int], stats: list, staging: Tensor, data_at: list[int], scale_at: list[int],
-    through_bf16: bool,
+    through_bf16: bool, enc: list[Tensor] = (), record: list[Tensor] = (),
 ) -> None:
     amax, tensor_amax = [s[0] for s in stats], [s[1] for s in stats]
     torch.ops.fsdp_quant.quantize_group(
-        x, native.side_of(e), e.direction is COLUMNWISE, e.eps, row0, amax, tensor_amax, staging, data_at, scale_at,
-        through_bf16,
+        x, native.side_of(e), e.direction is COLUMNWISE, e.eps, row0, amax, tensor_amax, enc, record, staging, data_at,
+        scale_at, through_bf16,
     )
 
 
@@ -116,6 +116,27 @@ def test_codes_of_a_group_are_those_of_its_tensors(name: str, dtype: torch.dtype
         assert_group(x, e, row0, needed(e, stats), dtype is FP32, f"{what}, those given that leave a tile")
         larger = [(s[0] * 1.7, None if s[1] is None else s[1] * 2.3) for s in stats]
         assert_group(x, e, row0, larger, dtype is FP32, f"{what}, statistics shared with larger shards")
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_codes_of_a_group_follow_their_histories(dtype: torch.dtype):
+    """If false, delayed scaling of gathered weights takes a launch a weight, or another factor than its history's."""
+    x, row0 = shards(24, dtype, ("gauss", "nan", "outliers"))
+    factors = [None, 0.0, 3.5, 448.0]
+    enc = [None if f is None else torch.tensor([f], device=expected.DEVICE) for f in (factors[i % 4] for i in range(len(x)))]
+    for e in expected.both("fp8_tensor"):
+        stats = statistics_group(x, e, row0, dtype is FP32)
+        records = [torch.full((3 if i % 3 else 0,), 0.25, device=expected.DEVICE) for i in range(len(x))]
+        made = native.quantize_group(x, e, row0, dtype is FP32, stats, encs=enc, records=records)
+        for i, (got, s) in enumerate(zip(made, stats)):
+            if x[i].numel() == 0:
+                continue
+            what = f"{e.direction} {dtype}: tensor {i} {list(x[i].shape)}, factor {factors[i % 4]}"
+            want = encoded(x[i], e, row0=row0[i], stats=s, dtype=BF16, enc=enc[i])
+            expected.assert_same(got[1], want.scale, f"{what}: scale")
+            expected.assert_same(got[0], want.data, f"{what}: data")
+            amax = s[0].item() if enc[i] is not None and s[0].isfinite().all() else 0.0
+            assert records[i].tolist() == [max(0.25, amax), 0.25, 0.25][: len(records[i])], what
 
 
 @pytest.mark.parametrize("count", [1, 2, 96, 97, 128, 129, 270])

@@ -344,7 +344,7 @@ def _encodes_in_groups(rank: int, world: int) -> None:
     recipes = ALL | {"mxfp8": fq.recipes.mxfp8()}
     launches = {  # of (quantize_group, statistics_group, adam, adam_group)
         ("mxfp8", 64, 64): (0, 0, 1, 1), ("mxfp8", 96, 64): (2, 0, 1, 2), ("fp8_current/fp8_row", 64, 32): (2, 0, 1, 1),
-        ("mxfp8/nvfp4", 64, 64): (2, 0, 1, 1), ("nvfp4", 96, 32): (1, 0, 1, 1), ("delayed", 64, 32): (0, 0, 2, 0),
+        ("mxfp8/nvfp4", 64, 64): (2, 0, 1, 1), ("nvfp4", 96, 32): (1, 0, 1, 1), ("delayed", 64, 32): (1, 0, 1, 1),
     }
     for (label, size, k), wanted in launches.items():
         with hopper.emulated() as gpu:

@@ -24,7 +24,7 @@ from fsdp_quant.formats import (
     COLUMNWISE, E2M1, E4M3, E5M2, ROWWISE, Direction, Encoding, Format, ceil_div, round_up,
 )
 from fsdp_quant.modules import guard, linear_op, plan
-from fsdp_quant.ops import capability, layout, native, norm, reference
+from fsdp_quant.ops import capability, dispatch, layout, native, norm, reference
 from fsdp_quant.optim import fused_adam
 from fsdp_quant.optim.fused_adam import adam_update
 from fsdp_quant.tensor import torch_compat
@@ -146,30 +146,33 @@ class Operators:
         sides = (0, packed) if columnwise else (packed, 0)
         return [s for one, start in zip(x, row0) for s in self.statistics(one, *sides, start, through_bf16)]
 
-    def quantize_group(self, x, packed, columnwise, eps, row0, amax, tensor_amax, staging, data_at, scale_at, through_bf16):
+    def quantize_group(self, x, packed, columnwise, eps, row0, amax, tensor_amax, enc, record, staging, data_at, scale_at, through_bf16):
         refuse(staging.dtype is not torch.uint8, "staging is of bytes")
-        made = self._quantized_group(x, packed, columnwise, eps, row0, amax, tensor_amax, through_bf16)
+        made = self._quantized_group(x, packed, columnwise, eps, row0, amax, tensor_amax, enc, record, through_bf16)
         for buffers, *at in zip(made, data_at, scale_at):
             refuse(at[1] % 4, f"scales at byte {at[1]}")
             for buffer, place in zip(buffers, at):
                 flat = buffer.contiguous().view(-1).view(torch.uint8)
                 staging[place : place + flat.numel()] = flat
 
-    def quantize_group_out(self, x, packed, columnwise, eps, row0, amax, tensor_amax, data, scale, through_bf16):
-        made = self._quantized_group(x, packed, columnwise, eps, row0, amax, tensor_amax, through_bf16)
+    def quantize_group_out(self, x, packed, columnwise, eps, row0, amax, tensor_amax, enc, record, data, scale, through_bf16):
+        made = self._quantized_group(x, packed, columnwise, eps, row0, amax, tensor_amax, enc, record, through_bf16)
         for buffers, *into in zip(made, data, scale):
             for buffer, target in zip(buffers, into):
                 refuse(target.dtype is not buffer.dtype or target.numel() != buffer.numel(), "data or scale")
                 target.copy_(buffer.view(target.shape))
 
-    def _quantized_group(self, x, packed, columnwise, eps, row0, amax, tensor_amax, through_bf16):
+    def _quantized_group(self, x, packed, columnwise, eps, row0, amax, tensor_amax, enc, record, through_bf16):
         sides = (0, packed, 0.0, eps) if columnwise else (packed, 0, eps, 0.0)
         e, made = side_of(packed, COLUMNWISE if columnwise else ROWWISE, eps).encoding, []
         refuse(e.stochastic or e.fmt.rotated, "a group is rounded to nearest, not rotated")
-        for one, start, *known in zip(x, row0, amax, tensor_amax):
+        refuse(len(enc) != len(record) or (enc and len(enc) != len(x)), "an enc and a record a tensor")
+        for one, start, *known, factor, history in zip(x, row0, amax, tensor_amax, enc or [None] * len(x), record or [None] * len(x)):
             refuse(e.fmt.block[1] is None and known[0] is None, "pass the amax of a scale that spans more than a tile")
             refuse(e.fmt.tensor_scale and known[1] is None, "pass the amax of a scale that spans more than a tile")
-            made.append(self.quantize(one, *sides, start, through_bf16, *([None] * (4 * columnwise)), *known, *[None] * 6)[:2])
+            made.append(self.quantize(one, *sides, start, through_bf16, *([None] * (4 * columnwise)), *known, factor, *[None] * 5)[:2])
+            if factor is not None and history.numel():
+                dispatch.record_amax(history, known[0])
         self.calls.append(Call("quantize_group", x[0].data_ptr()))
         return made
 

@@ -191,18 +191,24 @@ def statistics_group(
 def encode_group(
     x: Sequence[Tensor], encoding: Encoding, stats: Sequence[Statistics | None], row0: Sequence[int],
     encs: Sequence[Tensor | None], dtype: torch.dtype | None = None,
-    into: Sequence[tuple[Tensor, Tensor] | None] | None = None,
+    into: Sequence[tuple[Tensor, Tensor] | None] | None = None, records: Sequence[Tensor | None] | None = None,
 ) -> list[Encoded]:
     """`encode` of one encoding of each tensor: stats, row0 and encs have an entry for each.
 
-    into:  (data, scale) of each, or None; written where one launch does all and all are given.
+    into:     (data, scale) of each, or None; written where one launch does all and all are given.
+    records:  of each that enc scales, its history, in which the amax is recorded (`record_amax`); or None.
     """
     takes, through_bf16 = _takes_group(x, encoding, dtype)
-    if not takes or any(enc is not None for enc in encs):
-        return [
+    records = records or [None] * len(x)
+    if not takes:
+        made = [
             encode(one, [encoding], None if s is None else [s], start, encs=[enc], dtype=dtype)[0]
             for one, s, start, enc in zip(x, stats, row0, encs)
         ]
+        for one, record in zip(made, records):
+            if record is not None:
+                record_amax(record, one.amax)
+        return made
     if encoding.fmt.scale_leaves_contraction or encoding.fmt.tensor_scale:
         missing = [i for i, s in enumerate(stats) if s is None]
         if missing:
@@ -211,7 +217,7 @@ def encode_group(
             for i, s in zip(missing, found):
                 stats[i] = s
     into = None if into is None or None in into else into
-    made = native.quantize_group(x, encoding, row0, through_bf16, stats, into)
+    made = native.quantize_group(x, encoding, row0, through_bf16, stats, into, encs, records)
     counters.add("quantize", (encoding.fmt.name, encoding.direction.value, "native"), len(x))
     return [Encoded(*one) for one in made]
 

@@ -221,17 +221,22 @@ def _staged(encoding: Encoding, scale_bytes: int, shapes: tuple[tuple[int, int],
 
 def quantize_group(
     x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], through_bf16: bool, stats: Sequence[tuple | None],
-    into: Sequence[tuple[Tensor, Tensor]] | None = None,
+    into: Sequence[tuple[Tensor, Tensor]] | None = None, encs: Sequence[Tensor | None] = (),
+    records: Sequence[Tensor | None] = (),
 ) -> list[tuple]:
     """`quantize` of each tensor, in one launch, into slices of one buffer.
 
     stats:  (amax, tensor_amax) a tensor; where some scale spans more than a tile, None of them is None.
     into:   (data, scale) of each, to be written instead.
+    encs, records:  see `dispatch.encode_group`.
     """
     fmt, columnwise = encoding.fmt, encoding.direction is not ROWWISE
     amaxes, tensor_amaxes = ([None if s is None else s[i] for s in stats] for i in range(2))
     kept = [amax if fmt.scale_leaves_contraction else None for amax in amaxes]
-    call = [_rows(one) for one in x], side_of(encoding), columnwise, encoding.eps, row0, amaxes, tensor_amaxes
+    if delayed := any(enc is not None for enc in encs):
+        records = [x[0].new_empty(0, dtype=torch.float32) if r is None else r for r in records]
+    histories = (encs, records) if delayed else ([], [])
+    call = [_rows(one) for one in x], side_of(encoding), columnwise, encoding.eps, row0, amaxes, tensor_amaxes, *histories
     if into is not None:
         _ops.quantize_group_out(*call, *map(list, zip(*into)), through_bf16)
         return [(*one, tensor_amax, amax) for one, tensor_amax, amax in zip(into, tensor_amaxes, kept)]

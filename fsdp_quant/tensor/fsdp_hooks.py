@@ -669,14 +669,13 @@ class Emission(NamedTuple):
 def emission(weight) -> Emission | None:
     """Codes, where every scale follows from a tile of this rank's rows; else the statistics of scales that do not.
 
-    None where no kernel makes either on its way: delayed scaling, values that are not rounded to bf16.
+    None where no kernel makes either on its way: values that are not rounded to bf16.
     """
     state = weight.state
     if state.compute_dtype is not torch.bfloat16 or weight.dim() != 2:
         return None
-    encodings, delayed = state.quantizer.encodings, state.quantizer.delayed_directions
-    shards = [s for s in _own_shards(weight, _managed_of(state))
-              if s.direction not in delayed and native.takes_group(encodings[s.direction], torch.float32, True)]
+    encodings = state.quantizer.encodings
+    shards = [s for s in _own_shards(weight, _managed_of(state)) if native.takes_group(encodings[s.direction], torch.float32, True)]
 
     def crosses(s) -> bool:
         e = encodings[s.direction]

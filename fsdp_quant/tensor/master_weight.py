@@ -221,10 +221,9 @@ class WeightState:
             made = dispatch.encode_group(
                 [s.weight.inner for s in of], encoding, stats, [s.row0 for s in of],
                 [None if h is None else h.enc for h in histories], dtype, [s.weight.state.room(s) for s in of],
+                [None if h is None else h.amaxes for h in histories],
             )
-            for i, s, history, encoded in zip(places, of, histories, made):
-                if history is not None:
-                    history.record(encoded.amax)
+            for i, s, encoded in zip(places, of, made):
                 # identity is as large as the shard, and no work to make again
                 results[i] = s.weight.state.keep_fresh(s, encoded) if encoding.fmt.is_quantized else encoded
         return results
