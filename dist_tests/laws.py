@@ -36,13 +36,14 @@ def assert_same_bytes(got: Tensor, want: Tensor, what: str = "tensor") -> None:
 
 
 def assert_same_storage(got: Storage | None, want: Storage | None, what: str = "storage") -> None:
-    """Fail unless format, shape and every buffer agree bit for bit."""
+    """Fail unless format, shape and every buffer agree bit for bit, `want` in the layout that `got` has."""
     if got is None or want is None:
         assert got is want, f"{what}: got {got}, want {want}"
         return
     assert (got.fmt, got.direction, tuple(got.shape)) == (want.fmt, want.direction, tuple(want.shape)), (
         f"{what}: got {got.describe()}, want {want.describe()}"
     )
+    want = want.in_layout(got.layout)
     assert got.buffers().keys() == want.buffers().keys(), f"{what}: {got.buffers().keys()} {want.buffers().keys()}"
     for name, buffer in got.buffers().items():
         assert_same_bytes(buffer, want.buffers()[name], f"{what}.{name}")

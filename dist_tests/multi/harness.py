@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 DEVICE = os.environ.get("FSDP_QUANT_TEST_DEVICE", "cpu")
+on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="emulates a GPU on a CPU")
 # What ranks would import one by one; torch._dynamo, by the first step of an optimizer, takes longer than most laws.
 _PRELOAD = [
     "numpy.random", "pytest", "torch._dynamo", "torch._inductor.pattern_matcher", "torch.distributed.checkpoint.state_dict",

@@ -77,7 +77,7 @@ class WholeWeightLinear(nn.Linear):
     def forward(self, x):
         y, _, _ = torch.ops.fsdp_quant.linear(
             x, self.weight, self.bias, self._plan.key, self.weight.requires_grad and torch.is_grad_enabled(),
-            STEP.on(x.device), self._ids, None, [], [], []
+            STEP.on(x.device), self._ids.to(x.device), None, [], [], []
         )
         return y
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import fsdp_quant as fq
 from dist_tests import laws
 from dist_tests.multi import nets
-from dist_tests.multi.harness import run_ranks
+from dist_tests.multi.harness import on_cpu, run_ranks
 from dist_tests.single import hopper
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import format_of
@@ -503,6 +503,7 @@ def _laid_out(rank: int, world: int) -> None:
         assert 0 < few and 2 * few == many, f"{name}: {few} operands made of held codes, {many} of gathers a micro-batch"
 
 
+@on_cpu
 def test_operands_are_made_once_a_gather_and_freed_with_it():
     """If false, each micro-batch transposes the weights again, or the transposes outlive the codes."""
     run_ranks(2, _laid_out)
@@ -534,6 +535,7 @@ def _one_launch_a_group(rank: int, world: int) -> None:
             assert freed.pop() == [True] * 3, f"{name}: codes that no product reads lie beside their layout"
 
 
+@on_cpu
 def test_a_group_is_encoded_and_laid_out_by_one_launch():
     """If false, the host pays for every weight, and codes and their transposes lie beside each other."""
     run_ranks(2, _one_launch_a_group)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import fsdp_quant as fq
 from dist_tests import laws
 from dist_tests.multi import nets
-from dist_tests.multi.harness import run_ranks
+from dist_tests.multi.harness import DEVICE, on_cpu, run_ranks
 from dist_tests.multi.test_fsdp_bytes import Parallel, _derived_slots
 from dist_tests.multi.test_fsdp_features import FEATURES, Feature, mesh, named, refusals
 from dist_tests.multi.test_fsdp_features import RECIPES as MODES
@@ -367,6 +367,7 @@ def _encodes_in_groups(rank: int, world: int) -> None:
             laws.assert_same_bytes(outputs[1], outputs[0], f"{label}: output")
 
 
+@on_cpu
 def test_a_step_makes_codes_in_adams_launch_or_all_at_once():
     """If false, the write-back costs a pass over masters more than it must, or the host a launch a weight."""
     run_ranks(2, _encodes_in_groups)
@@ -432,7 +433,7 @@ def _skipped(rank: int, world: int) -> None:
     for label, capturable, gpu in (
         ("fp8_current/fp8_row", False, False), ("mxfp8/nvfp4", True, True), ("fp8_block", True, True), ("delayed", True, False)
     ):
-        with hopper.emulated() if gpu else contextlib.nullcontext():
+        with hopper.emulated() if gpu and DEVICE == "cpu" else contextlib.nullcontext():
             pair = []
             for is_skipped in (False, True):
                 torch.manual_seed(0)
