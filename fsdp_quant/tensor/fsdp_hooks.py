@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -199,6 +200,7 @@ class GatheredWeight:
         self.outgoing: tuple[tuple[Tensor, ...], Arrival] | None = None  # prepared, and not asked for yet
         self.arrival: Arrival | None = None  # sent, and not received yet
         self._sent: tuple[object, dict[tuple[Direction, ...], Sent]] = (None, {})  # of this version
+        self._group: tuple[list[weakref.ref[Tensor]], list[GatheredWeight | None]] = ([], [])  # as `gathered_with` found it
         self._reductions = self._reductions_before = 0  # gathers of this version that served one, and of the one before
         self.slots_of = [Slots(owner=matrix) for matrix in self.matrices]
         for direction in Direction:
@@ -314,6 +316,15 @@ class GatheredWeight:
         if chosen.is_kept:
             self._sent[1][chosen.directions] = sent
         return sent, copies
+
+    def gathered_with(self) -> list[tuple[Tensor, GatheredWeight]]:
+        """The weights of the group, this one included, in the order of their hooks: (local tensor, its unsharded side)."""
+        locals_now, (locals_then, group) = self.managed.group_locals(), self._group
+        same = len(locals_now) == len(locals_then) and all(then() is now for then, now in zip(locals_then, locals_now))
+        if not (same and all(one is None or one.state.gathered is one for one in group)):
+            group = [gathered_weight(one) if isinstance(one, FSDPHooks) else None for one in locals_now]
+            self._group = list(map(weakref.ref, locals_now)), group
+        return [(one, gathered) for one, gathered in zip(locals_now, group) if gathered is not None]
 
     def shards(self, weight, directions: Sequence[Direction]) -> list:
         """What the gather of these directions asks of a weight."""
@@ -441,12 +452,10 @@ def prepare(weight) -> GatheredWeight:
     """Ready what the gather that asks `weight` first sends, of all weights of its group at once."""
     first = gathered_weight(weight)
     managed = first.managed
-    local = [one for one in managed.group_locals() if isinstance(one, FSDPHooks)]
-    together = [gathered_weight(one) for one in local]
+    asked = first.gathered_with()
+    together = [gathered for _, gathered in asked]
     if weight.device != managed.local.device:  # offloaded: each comes to the device as it is asked
         asked = [(weight, first)]
-    else:
-        asked = list(zip(local, together))
     if any(one.state.pending for one, _ in asked):
         synchronize([managed])
     needs = [directions_needed(managed, recomputes) for recomputes in (False, True)]
