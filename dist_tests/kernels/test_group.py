@@ -272,7 +272,7 @@ def test_opcheck_finds_nothing_in_groups():
         for d in Direction:
             side, columnwise = native.side_of(MADE[name].encoding(d)), d is COLUMNWISE
             staging = torch.zeros(16384, dtype=torch.uint8, device=expected.DEVICE)
-            args = (x, side, columnwise, 0.0, row0, [None] * 2, [None] * 2, staging, [0, 6144], [8192, 12288], False)
+            args = (x, side, columnwise, 0.0, row0, [None] * 2, [None] * 2, [], [], staging, [0, 6144], [8192, 12288], False)
             torch.library.opcheck(ops.quantize_group.default, args, test_utils=("test_schema", "test_faketensor"))
             # Statistics of several tensors are views of one workspace, which test_faketensor takes for a difference.
             torch.library.opcheck(ops.statistics_group.default, (x, side, columnwise, row0, False), test_utils=("test_schema",))
