@@ -9,6 +9,7 @@ void register_parts(torch::Library& m);
 void register_linear(torch::Library& m);
 void register_norm(torch::Library& m);
 void register_optim(torch::Library& m);
+void register_pieces(torch::Library& m);
 }  // namespace fsdp_quant
 
 TORCH_LIBRARY_FRAGMENT(fsdp_quant, m) {
@@ -19,4 +20,5 @@ TORCH_LIBRARY_FRAGMENT(fsdp_quant, m) {
   fsdp_quant::register_linear(m);
   fsdp_quant::register_norm(m);
   fsdp_quant::register_optim(m);
+  fsdp_quant::register_pieces(m);
 }

@@ -97,13 +97,18 @@ __device__ __forceinline__ float two_level_factor(uint32_t code, float tensor_am
   return enc > kFltMax ? kFltMax : enc;
 }
 
-// factors: two_level_factor of every code. target_factor: S * fl(1 / 6).
-__device__ __forceinline__ BlockScale two_level_scale(
-    float amax, float target_factor, bool round_up, const float (&factors)[128]) {
+// target_factor: S * fl(1 / 6).
+__device__ __forceinline__ uint32_t two_level_code(float amax, float target_factor, bool round_up) {
   const float target = fminf(__fmul_rn(amax, target_factor), 448.0f);
   uint32_t code = ptx::cvt_e4m3x2(0.0f, target) & 0xFF;
   if (round_up) code += e4m3_value(code) < target;
-  if (amax != amax) code = 0x7F;
+  return amax != amax ? 0x7F : code;
+}
+
+// factors: two_level_factor of every code.
+__device__ __forceinline__ BlockScale two_level_scale(
+    float amax, float target_factor, bool round_up, const float (&factors)[128]) {
+  const uint32_t code = two_level_code(amax, target_factor, round_up);
   return {factors[code], code};
 }
 

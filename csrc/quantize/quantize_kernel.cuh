@@ -17,6 +17,7 @@
 #include "device/patch.cuh"
 #include "device/philox.cuh"
 #include "norm/activate.cuh"
+#include "quantize/pieces.h"
 
 // emit_codes writes `random` on every path that reads it, through lambdas that the front end does not follow.
 #pragma nv_diag_suppress 549
@@ -49,7 +50,8 @@ struct Path {
   __device__ static int outer(const Side& s) { return Block ? 1 : s.outer; }
   __device__ static int outer_log2(const Side& s) { return Block ? 0 : s.outer_log2; }
   __device__ static bool byte_scales(const Side& s) { return kTakes4 || (Block ? Block == 32 : s.byte_scales()); }
-  __device__ static bool reads_amax(const Side& s, const SideBuffers& b) { return !Block && (b.amax_given || s.whole()); }
+  template <class Buffers>
+  __device__ static bool reads_amax(const Side& s, const Buffers& b) { return !Block && (b.amax_given || s.whole()); }
 };
 using Absent = Path<Work::kAbsent>;
 using Statistics = Path<Work::kStatistics>;
@@ -225,7 +227,8 @@ __device__ __forceinline__ void atomic_max(float* address, float v) {
 }
 
 // Encode factor and scale of a side with delayed scaling; the scale is right once the tensor's amax is known.
-__device__ __forceinline__ BlockScale delayed_scale(const Side& s, const SideBuffers& b) {
+template <class Buffers>
+__device__ __forceinline__ BlockScale delayed_scale(const Side& s, const Buffers& b) {
   const float amax = __ldcg(b.amax), enc = __ldcg(b.enc);
   if (!(enc > 0.0f)) return fp32_scale(amax, s);
   const float factor = s.scale == ScaleKind::kFp32Pow2 ? __uint_as_float(bits_of(enc) & 0x7F800000u) : enc;
@@ -372,6 +375,17 @@ __device__ __forceinline__ void store_fp32_scales(
     static_cast<uint32_t*>(b.scale)[index_of(b.stored, line_block, pad)] = 0;
 }
 
+// Buffers of a tensor of which a launch makes a piece, cut at any element: see pieces_kernel.cuh.
+template <class Buffers>
+constexpr bool kIsPiece = std::is_same_v<Buffers, PieceSide>;
+template <bool FourBit>
+__device__ __forceinline__ void store_piece(const uint2 (&v)[8], const PieceSide& b, int32_t row, int32_t col, int32_t cols);
+template <bool Columnwise>
+__device__ __forceinline__ void read_amaxes(float (&amax)[8], const Side& s, const PieceSide& b, const Place& place);
+template <bool Columnwise>
+__device__ __forceinline__ void store_fp32_scales(
+    const uint32_t (&stored)[8], const Side& s, const PieceSide& b, const Place& place);
+
 // What turns the values of a patch into codes: encode factors of its 8 outer lines.
 struct LineFactors {
   float enc[8];
@@ -384,9 +398,9 @@ template <Rounding R>
 constexpr bool kIsFourBit = R == Rounding::kE2M1 || R == Rounding::kStochastic4;
 
 // Codes of 8 x 8 values, 8 elements a line: rows to memory, transposed columns to shared memory.
-template <bool Columnwise, bool Transposed, bool Twin, Rounding R, class V>
+template <bool Columnwise, bool Transposed, bool Twin, Rounding R, class V, class Buffers>
 __device__ __forceinline__ void emit_codes(
-    const Patch<V>& p, const LineFactors& f, const Side& s, const SideBuffers& b, const Tile& tile, Smem& smem,
+    const Patch<V>& p, const LineFactors& f, const Side& s, const Buffers& b, const Tile& tile, Smem& smem,
     const Position& at) {
   constexpr bool kFourBit = kIsFourBit<R>;
   constexpr int kBytes = kFourBit ? 4 : 8;  // of 8 codes
@@ -492,7 +506,9 @@ __device__ __forceinline__ void emit_codes(
     uint8_t* address = b.data + static_cast<int64_t>(row) * row_bytes + offset;
     uint2 v[8];
     each_line([&](int k) { v[k] = line(k); });
-    if (b.vector_store && row >= 0 && row + 8 <= rows_end && col + 8 <= cols_end) {
+    if constexpr (kIsPiece<Buffers>) {
+      store_piece<kFourBit>(v, b, row, col, cols_end);
+    } else if (b.vector_store && row >= 0 && row + 8 <= rows_end && col + 8 <= cols_end) {
 #pragma unroll
       for (int k = 0; k < 8; ++k, address += row_bytes) store(address, v[k]);
     } else {
@@ -508,12 +524,17 @@ __device__ __forceinline__ void emit_codes(
 }
 
 // Scales of a direction: fp32 to memory, bytes to shared memory.
-template <bool Columnwise, class P>
+template <bool Columnwise, class P, class Buffers>
 __device__ __forceinline__ void store_scales(
-    const uint32_t (&stored)[8], const Side& s, const SideBuffers& b, const Tile& tile, Smem& smem, const Position& at) {
+    const uint32_t (&stored)[8], const Side& s, const Buffers& b, const Tile& tile, Smem& smem, const Position& at) {
   if (P::kAnchored || !P::byte_scales(s)) {
-    if (leads_block<Columnwise>(kTile, at))
-      store_fp32_scales<Columnwise>(stored, s, b, tile.place<Columnwise>(at), P::kAnchored);
+    if (leads_block<Columnwise>(kTile, at)) {
+      if constexpr (kIsPiece<Buffers>) {
+        store_fp32_scales<Columnwise>(stored, s, b, tile.place<Columnwise>(at));
+      } else {
+        store_fp32_scales<Columnwise>(stored, s, b, tile.place<Columnwise>(at), P::kAnchored);
+      }
+    }
   } else if (leads_block<Columnwise>(P::contraction(s), at)) {
     const int block = (Columnwise ? at.row() : at.col()) >> P::log2(s), line = Columnwise ? at.col() : at.row();
 #pragma unroll
@@ -523,9 +544,9 @@ __device__ __forceinline__ void store_scales(
 
 // Encode one direction: scales and codes go to memory, transposed codes and one-byte scales to shared memory.
 // twin: the columnwise side of Work::kTwin, which is stored from the same codes.
-template <bool Columnwise, class P, class V>
+template <bool Columnwise, class P, class V, class Buffers>
 __device__ __forceinline__ void encode(
-    const Patch<V>& p, const Side& s, const SideBuffers& b, const Tile& tile, const Side* twin_side,
+    const Patch<V>& p, const Side& s, const Buffers& b, const Tile& tile, const Side* twin_side,
     const SideBuffers* twin, Smem& smem, const Position& at) {
   const Place place = tile.place<Columnwise>(at);
   const bool one_block = P::outer(s) != 1;  // the thread's lines share their block
@@ -547,7 +568,9 @@ __device__ __forceinline__ void encode(
     for (int k = 0; k < 8; ++k) amax[k] = m[k];
   }
   const float tile_amax = amax[0];
-  if (P::reads_amax(s, b)) {
+  if constexpr (kIsPiece<Buffers>) {
+    read_amaxes<Columnwise>(amax, s, b, place);
+  } else if (P::reads_amax(s, b)) {
     const int32_t block = place.block(s.contraction_log2, inside);
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
@@ -590,7 +613,9 @@ __device__ __forceinline__ void encode(
       }
     } else if (P::kWork == Work::kPlain && P::kBlock == 0 && b.enc != nullptr) {
       scales([&](float) { return delayed_scale(s, b); });
-      if (threadIdx.x == 0 && tile.row0 <= 0 && tile.col0 == 0) finish_delayed(s, b);
+      if constexpr (!kIsPiece<Buffers>) {
+        if (threadIdx.x == 0 && tile.row0 <= 0 && tile.col0 == 0) finish_delayed(s, b);
+      }
     } else if (s.scale == ScaleKind::kFp32Pow2 && has_easy_power(least, largest, s)) {
       scales([&](float a) { return easy_power(a, s); });
     } else {

@@ -27,6 +27,7 @@ SCALE_LAYOUTS = {"sm_90a": HOPPER, "sm_100a": BLACKWELL}
 TRANSPOSE_BYTES, TRANSPOSE_NIBBLES, SWIZZLE, SWIZZLE_TRANSPOSED = range(4)
 TILE = 128
 FLOATING = (torch.bfloat16, torch.float16, torch.float32)
+PIECE_VALUES = (torch.float32, torch.bfloat16)  # dtypes of masters, and of values that travel
 
 _ops = torch.ops.fsdp_quant
 
@@ -249,6 +250,33 @@ def quantize_group(
         (staging.as_strided(*data), of_scales.as_strided(*scale), tensor_amax, amax)
         for (data, scale), amax, tensor_amax in zip(views, kept, tensor_amaxes)
     ]
+
+
+def why_not_pieces(encoding: Encoding, dtype: torch.dtype | None, cols: int) -> str | None:
+    """Why no kernel encodes pieces of a tensor of this many columns so, seen in a dtype; None when one does."""
+    if encoding.fmt.is_quantized and dtype is not torch.bfloat16:
+        return f"quantizers see {dtype or 'the dtype of the masters'}, not bfloat16"
+    if not encoding.fmt.is_quantized:
+        return None if dtype in PIECE_VALUES else f"values travel in {dtype}"
+    if encoding.stochastic or encoding.fmt.rotated:
+        return "rounded stochastically, or rotated"
+    if encoding.fmt.element.bits == 4 and cols % 2:
+        return f"4-bit codes of {cols} columns share bytes between rows"
+    return why_not(encoding.fmt)
+
+
+def cast_pieces(
+    pieces: Tensor, tiles: Tensor, row: Encoding | None, col: Encoding | None, second: bool, skip: Tensor | None
+) -> None:
+    """Amaxes and codes of tiles of pieces; `parallel.cast_plan` makes the tables. skip: bool [1], read on the device."""
+    sides = [0 if e is None else side_of(e) for e in (row, col)]
+    eps = [0.0 if e is None else e.eps for e in (row, col)]
+    _ops.cast_pieces(pieces, tiles, *sides, *eps, second, skip)
+
+
+def cast_scales(runs: Tensor, chunks: Tensor, encoding: Encoding | None, skip: Tensor | None) -> None:
+    """Scales of collected amaxes, or (None) values in another dtype, a run each; `parallel.cast_plan` makes the tables."""
+    _ops.cast_scales(runs, chunks, *((0, 0.0) if encoding is None else (side_of(encoding), encoding.eps)), skip)
 
 
 def quantize_anchored(
@@ -872,6 +900,8 @@ FAKES = {
     "quantize_group": lambda *args: None,
     "quantize_group_out": lambda *args: None,
     "statistics_group": _fake_statistics_group,
+    "cast_pieces": lambda *args: None,
+    "cast_scales": lambda *args: None,
     "dequantize": lambda data, scale, tensor_amax, side, columnwise, cols, row0, dtype: data.new_empty(
         (data.shape[0], cols), dtype=dtype),
     "random_key": lambda step, ids, slot, rows: step.new_empty(5),
