@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -35,6 +36,23 @@ class VirtualGroup:
         ranks.barrier.wait(30)
         assert len({(n, t.shape, t.dtype) for n, t in sent}) == 1, f"ranks made different collectives: {sent}"
         return [t for _, t in sent]
+
+
+class LoneRank(NamedTuple):
+    """A rank of a group whose others are not there: under `alone()` an all-reduce leaves what it has."""
+
+    index: int
+    world: int
+
+    def rank(self) -> int:
+        return self.index
+
+    def size(self) -> int:
+        return self.world
+
+
+def alone():
+    return mock.patch.object(dist, "all_reduce", lambda *args, **options: None)
 
 
 class Done:

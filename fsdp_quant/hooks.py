@@ -30,6 +30,8 @@ from .context import STEP
 from .counters import counters
 from .formats import COLUMNWISE, Direction, canonical_text
 from .gemm import StaleWeightError
+from .ops import native
+from .parallel.cast_plan import CastPlan
 from .parallel.master_weights import cast_master_weights
 from .parallel.published_weight import BOTH, Channel, PublishedWeight, SyncItem, bits_of
 from .parallel.shard_map import ALIGNMENT, Segments, ShardMap
@@ -104,6 +106,7 @@ class BufferRequest(NamedTuple):
 class WeightSync:
     """Casts, gathers and finishes the weights of one data-parallel group; `plan_weight_sync` makes it.
 
+    why_no_kernels: None where kernels cast the pieces (`parallel.cast_plan`); else why covering rows are cast, in one clause.
     generation:  casts that were attempted, on the host.
     applied:     int64 [] on the device: steps (`cast_`) that were not skipped.
     fingerprint: of names, shapes, formats and rounding: equal for every world size, cut and transport.
@@ -125,7 +128,19 @@ class WeightSync:
             segments.prove()
             own = torch.zeros(segments.size, dtype=torch.uint8, device=device)
             self._channels.append(Channel(serves, [key for key, _ in found], segments, own))
+        self._places = {key: (c, p) for c in self._channels for p, key in enumerate(c.keys)}
+        self.why_no_kernels = CastPlan.why_not(weights, device)
+        self._plan = None
+        if self.why_no_kernels is None:
+            self._plan = CastPlan(weights, self.rank, dense, device, self._run_address, self._segment_addresses)
         self._initial = [weight.weight.give_to(self) for weight in weights]
+
+    def _run_address(self, name: str, direction: Direction | None, part: str) -> int:
+        channel, p = self._places[name, direction, part]
+        return channel.own.data_ptr() + channel.segments.offsets[self.rank][p]
+
+    def _segment_addresses(self) -> list[int]:
+        return [channel.own.data_ptr() for channel in self._channels]
 
     @property
     def fingerprint(self) -> str:
@@ -203,7 +218,9 @@ class WeightSync:
         self.gather()
         self.finish()
 
-    def _checked(self, masters: Sequence[Tensor]) -> list[Tensor]:
+    def _checked(self, masters: Sequence[Tensor]) -> Sequence[Tensor]:
+        if self._plan is not None and self._plan.knows(masters):
+            return masters
         if len(masters) != len(self._weights):
             raise ValueError(f"wanted a master for each of {len(self._weights)} weights, got {len(masters)}")
         for weight, master in zip(self._weights, masters):
@@ -218,6 +235,10 @@ class WeightSync:
                     f"{weight.name}: the master is {master.dtype} on {master.device}, strides {master.stride()}; wanted "
                     f"contiguous floating values on {self._device}"
                 )
+            if self._plan is not None and master.dtype not in native.PIECE_VALUES:
+                raise ValueError(f"{weight.name}: kernels cast masters of {native.PIECE_VALUES}, got {master.dtype}")
+        if self._plan is not None:
+            return masters
         return [master.detach().reshape(-1) for master in masters]
 
     @torch.no_grad()
@@ -230,7 +251,19 @@ class WeightSync:
         torch_compat.copy_all(AmaxHistory.rolled(list(histories.values()), skip))
 
     @torch.no_grad()
-    def _cast(self, masters: list[Tensor], skip: Tensor | None) -> None:
+    def _cast(self, masters: Sequence[Tensor], skip: Tensor | None) -> None:
+        for channel in self._channels:
+            channel.wait()
+        if self._plan is None:
+            self._cast_rows(masters, skip)
+        else:
+            if self._plan.shares:
+                counters.add("amax all-reduce", "sync")
+            self._plan.cast_(masters, self.group, skip)
+        self.generation, self._initial = self.generation + 1, None
+
+    def _cast_rows(self, masters: Sequence[Tensor], skip: Tensor | None) -> None:
+        """Where no kernel begins at any element: pieces as the rows that cover them."""
         def write(target: Tensor, values: Tensor) -> None:
             target.copy_(values if skip is None else torch.where(skip, target, values))
 
@@ -264,9 +297,7 @@ class WeightSync:
             if weight.gathers_values:
                 pieces[weight.name, None, "values"] = master.to(weight.wire_dtype).view(torch.uint8)
         for channel in self._channels:
-            channel.wait()
             write(channel.own, self._packed(channel, pieces))
-        self.generation, self._initial = self.generation + 1, None
 
     def _packed(self, channel: Channel, pieces: dict) -> Tensor:
         offsets, parts, at = channel.segments.offsets[self.rank], [], 0
@@ -324,12 +355,13 @@ class WeightSync:
             )
         for channel in channels:
             channel.wait()
-        merged: dict[str, dict] = {weight.name: {} for weight in self._weights}
+        pieces: dict[str, dict] = {weight.name: {} for weight in self._weights}
         for channel in needed:
             for p, (name, direction, part) in enumerate(channel.keys):
-                merged[name][direction, part] = channel.merged(p)
+                pieces[name][direction, part] = channel.pieces(p)
+        torch_compat.copy_all([pair for weight in self._weights for pair in weight.writes(late, pieces[weight.name])])
         for weight in self._weights:
-            weight.finish(late, merged[weight.name])
+            weight.derive(late)
         self._ready.update(dict.fromkeys(late, self.generation))
         for channel in channels:
             if all(self._ready[d] == self.generation for d in channel.serves):
@@ -382,7 +414,8 @@ class WeightSync:
             used, segment = sum(plane.nbytes for plane in channel.segments.planes), channel.segments.size
             lines.append(f"{channel.served}: {len(channel.keys)} planes, {used} bytes in {self.world} segments of {segment}")
         reduced = len({d for w in self._weights for d in w.sides}) and ("every amax" if self._dense else "amaxes of cut blocks")
-        return "\n".join([*lines, f"reduced at each cast: {reduced or 'nothing'}"])
+        cast = "by kernels" if self.why_no_kernels is None else f"of covering rows, because {self.why_no_kernels}"
+        return "\n".join([*lines, f"reduced at each cast: {reduced or 'nothing'}", f"cast {cast}"])
 
     def __repr__(self) -> str:
         return f"WeightSync({len(self._weights)} weights, rank {self.rank} of {self.world}, generation {self.generation})"
@@ -424,7 +457,7 @@ def plan_weight_sync(
     except (ValueError, TypeError) as caught:
         error = caught
     facts = [(w.name, w.shards.cuts, w.shape, w.quantizer, w.gathers_values) for w in weights]
-    _agree(group, device, error, canonical_text((facts, transport, stats, compute_dtype)))
+    _agree(group, device, error, canonical_text((facts, transport, stats, compute_dtype, CastPlan.why_not(weights, device))))
     return WeightSync(weights, group, device, stats == "dense")
 
 
@@ -472,6 +505,8 @@ def _agree(group, device: torch.device, error: Exception | None, facts: str) -> 
         if error is None and failed:
             error = ValueError("another rank of the group could not plan its weight sync, and says why; no rank has one")
         elif error is None and highest != -lowest:
-            error = ValueError("ranks of the group plan other weights, cuts, formats or transports; give all the same items")
+            error = ValueError(
+                "ranks of the group plan other weights, cuts, formats, transports or kernels; give all the same items and build"
+            )
     if error is not None:
         raise error

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dist_tests import laws
+from dist_tests import laws, pieces
 from dist_tests.kernels import expected
 from dist_tests.kernels.expected import BF16, FP16, FP32, MADE, encoded
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction, Encoding, ceil_div
@@ -27,6 +27,7 @@ from fsdp_quant.quantizer import HybridQuantizer
 # Whole tiles and tails, rows that are aligned and rows that are not; and tiles for more than one round of the GPU.
 SHAPES = ((200, 328), (33, 47))
 MANY = (130, 26000)
+PIECE = (300, 136)
 KEY = torch.tensor([5, 3, 77, 1, 9])
 
 _DONE: list[tuple[str, list[Tensor], Callable[[], list[Tensor]]]] = []
@@ -238,6 +239,17 @@ def adam_group(grad: torch.dtype, moments: torch.dtype, sides: tuple[str, str], 
     run(f"adam_group {sides} {grad} {moments} statistics {statistics}", flat[0], lambda: flat[1])
 
 
+def pieces_of(pair: tuple[str, str], cuts: tuple[int, ...], stats: str, dtype=FP32) -> None:
+    """A cast of the piece of a tensor that a rank has, without what others would reduce."""
+    made = pieces.cast_of_one_rank(pair, PIECE, (0, *cuts, PIECE[0] * PIECE[1]), stats, "cuda", dtype)
+
+    def want() -> list[Tensor]:
+        with pieces.kernels():
+            return pieces.cast_of_one_rank(pair, PIECE, (0, *cuts, PIECE[0] * PIECE[1]), stats, "cpu", dtype)
+
+    run(f"cast of pieces {pair} {cuts} {stats} {dtype}", made, want)
+
+
 def every_instance() -> None:
     """One call at least for each kernel instance, and for each branch that another one takes in it."""
     plain8, blocks, plain4 = ("fp8_128x128", "mxfp8_32x32"), ("fp8_1x128", "mxfp8", "nvfp4"), ("nvfp4_16x16",)
@@ -294,6 +306,14 @@ def every_instance() -> None:
     for grad, moments, rounded in itertools.product((FP32, BF16), (FP32, BF16), (False, True)):
         adam(grad, moments, rounded)
         adam_group(grad, moments, ("nvfp4", "fp8_row") if rounded else ("mxfp8", "fp8_1x128"), rounded)
+    for pair in (
+        ("fp8_tensor", "fp8_tensor"), ("fp8_row", "fp8_row"), ("fp8_1x128", "fp8_128x128"), ("mxfp8", "mxfp8"),
+        ("nvfp4_16x16", "nvfp4_16x16"), ("nvfp4", "nvfp4"), ("mxfp8", "nvfp4"), ("nvfp4", "mxfp8"), ("identity", "mxfp8"),
+        ("identity", "nvfp4"),
+    ):
+        for cuts, stats in (((5001, 40003), "halo"), ((5000, 40000), "dense"), ((), "dense")):
+            pieces_of(pair, cuts, stats)
+    pieces_of(("mxfp8", "nvfp4"), (5001, 40003), "halo", BF16)
 
 
 def differences() -> list[str]:

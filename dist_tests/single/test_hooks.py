@@ -409,12 +409,12 @@ def test_only_the_weight_itself_is_published():
 
 
 @pytest.mark.parametrize("name", ["hybrid", "fp8_delayed", "fp8_block"])
-def test_a_layer_trains_as_with_its_own_optimizer(name: str):
+def test_a_layer_trains_as_with_its_own_optimizer(name: str, device: str = "cpu"):
     """Otherwise fq.Linear cannot run on a trainer's weights, or a trainer's step is another than that of fq.optim.FusedAdam:
     codes, masters, and histories of weights, activations and gradients."""
     recipe = fq.recipes.hybrid("mxfp8", "nvfp4") if name == "hybrid" else getattr(fq.recipes, name)()
     with fq.quantized_model_init(recipe):
-        ours, theirs = (fq.Linear(48, 32, bias=False, dtype=torch.bfloat16, recipe=recipe) for _ in range(2))
+        ours, theirs = (fq.Linear(48, 32, bias=False, device=device, dtype=torch.bfloat16, recipe=recipe) for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
     sync = plan_weight_sync([("w", ours.weight, ShardMap((0, 32 * 48)))], None)
     master = torch.nn.Parameter(sync.init_masters()[0])
@@ -422,7 +422,7 @@ def test_a_layer_trains_as_with_its_own_optimizer(name: str):
     adam, their_adam = (fq.optim.FusedAdam([p], lr=0.1) for p in (master, theirs.weight))
     assert_same_bytes(master.detach(), their_adam.state[theirs.weight]["master"].reshape(-1))
     for step in range(3):
-        x = values(8, 48, seed=step)
+        x = values(8, 48, seed=step).to(device)
         outputs = [layer(x) for layer in (ours, theirs)]
         assert_same_bytes(*(y.detach() for y in outputs), f"step {step}")
         for y in outputs:

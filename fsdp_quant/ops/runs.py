@@ -1,7 +1,8 @@
 """Runs: what a rank holds of a [rows, cols] tensor that is cut at any element, in row-major order.
 
-Kernels read rows, so a run is encoded as the rows that cover it, with zeros in place of what others hold: zeros never raise an
-amax, and their codes are dropped. A kernel that starts at any element would take the place of both functions.
+The reference, and kernels of whole tensors, read rows, so a run is encoded as the rows that cover it, with zeros in place of what
+others hold: zeros never raise an amax, and their codes are dropped. Kernels that begin at any element take the place of both
+functions where they run (`parallel.cast_plan`).
 """
 
 from __future__ import annotations

@@ -123,26 +123,38 @@ class PublishedWeight:
         history = self.history(direction)
         return None if history is None else history.enc
 
-    def finish(self, directions: list[Direction], merged: dict[tuple[Direction | None, str], Tensor]) -> None:
-        """Write the storages of these directions from planes whose bytes are whole."""
-        encodings = self.quantizer.encodings
+    def writes(
+        self, directions: list[Direction], pieces: dict[tuple[Direction | None, str], Pieces]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """(target, source) of what makes the storages of these directions from gathered planes; sources need no other order."""
+        made, encodings = [], self.quantizer.encodings
         for source in dict.fromkeys(d if d in encodings else ROWWISE for d in directions):
-            written = self.weight.receive(source, self._buffers(source, encodings[source], merged))
-            if source is ROWWISE and self.quantizer.is_derived and COLUMNWISE in directions:
-                derived = self.quantizer.derive_columnwise(written, self.state.compute_dtype)
-                self.weight.receive(COLUMNWISE, derived.buffers())
+            room, fmt = self.weight.make_room(source).buffers(), encodings[source].fmt
+            if self.gathers_values:
+                values = pieces[None, "values"].joined().view(self.wire_dtype).view(self.shape)
+                (whole,) = dispatch.encode(
+                    values, [encodings[source]], None, encs=[self.factor(source)], dtype=self.seen[source]
+                )
+                made += [(into, getattr(whole, name)) for name, into in room.items()]
+                continue
+            side, codes = self.sides[source], pieces[source, "codes"]
+            if fmt.element.bits == 4 and self.shape[1] % 2:  # rows begin in the middle of bytes of the wire
+                made.append((room["data"], runs.rows_of_codes(codes.joined(), 4, *self.shape)))
+            else:
+                made += codes.writes(room["data"])
+            for name, staged in (("scale", side.scale), ("tensor_amax", side.tensor_amax)):
+                if (source, name) in pieces:
+                    made += pieces[source, name].writes(room[name])
+                elif name in room:
+                    made.append((room[name], staged.view_as(room[name])))
+        return made
 
-    def _buffers(self, source: Direction, encoding: Encoding, merged: dict) -> dict[str, Tensor]:
-        """What the storage of an encoding holds."""
-        fmt = encoding.fmt
-        if self.gathers_values:
-            values = merged[None, "values"].view(self.wire_dtype).view(self.shape)
-            (made,) = dispatch.encode(values, [encoding], None, encs=[self.factor(source)], dtype=self.seen[source])
-            return {"data": made.data, "scale": made.scale, "tensor_amax": made.tensor_amax}
-        side, codes = self.sides[source], merged[source, "codes"]
-        data = runs.rows_of_codes(codes, fmt.element.bits, *self.shape) if fmt.is_quantized else codes.view(self.weight.dtype)
-        scale = side.scale if (source, "scale") not in merged else merged[source, "scale"].view(SCALE_DTYPE[fmt.scale])
-        return {"data": data, "scale": scale, "tensor_amax": side.tensor_amax}
+    def derive(self, directions: list[Direction]) -> None:
+        """What follows from storages that are written."""
+        if self.quantizer.is_derived and COLUMNWISE in directions:
+            derived = self.quantizer.derive_columnwise(self.weight.make_room(ROWWISE), self.state.compute_dtype)
+            room = self.weight.make_room(COLUMNWISE)
+            torch_compat.copy_all([(into, derived.buffers()[name]) for name, into in room.buffers().items()])
 
 
 @dataclass(eq=False)
@@ -196,18 +208,42 @@ class Channel:
         if not self.is_bound:
             self.buffer = None
 
-    def merged(self, p: int) -> Tensor:
-        """The whole bytes of a plane."""
-        plane, pieces, shared = self.segments.planes[p], [], []
+    def pieces(self, p: int) -> Pieces:
+        """What ranks have published of a plane."""
+        plane, found = self.segments.planes[p], []
         for rank in range(plane.map.ranks):
             first, end = plane.span(rank)
             offset = rank * self.segments.size + self.segments.offsets[rank][p]
-            piece = self.buffer[offset : offset + end - first]
-            if plane.shares_first_byte(rank):
-                shared.append((first, piece[:1]))
-                piece = piece[1:]
-            pieces.append(piece)
-        whole = torch.cat(pieces)
-        for byte, piece in shared:
-            whole[byte : byte + 1] |= piece
+            if first < end:
+                found.append((first, self.buffer[offset : offset + end - first], plane.shares_first_byte(rank)))
+        return Pieces(found, plane.nbytes)
+
+
+class Pieces(NamedTuple):
+    """A plane as it was gathered.
+
+    of:  (first byte, uint8 bytes, the first one belongs to the piece before too) of each, in order.
+    """
+
+    of: list[tuple[int, Tensor, bool]]
+    nbytes: int
+
+    def writes(self, into: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """(target, source) of a plane that lies in `into` byte for byte; a byte that two pieces share is put together here."""
+        flat, made = into.reshape(-1).view(torch.uint8), []
+        for first, piece, shares in self.of:
+            if shares:
+                target, before = made.pop()
+                end = target.numel() - 1
+                made += [(target[:end], before[:end]), (target[end:], before[end:] | piece[:1])]
+                first, piece = first + 1, piece[1:]
+            made.append((flat[first : first + piece.numel()], piece))
+        return [(target, source) for target, source in made if target.numel()]
+
+    def joined(self) -> Tensor:
+        """The whole bytes."""
+        if len(self.of) == 1:
+            return self.of[0][1]
+        whole = self.of[0][1].new_empty(self.nbytes)
+        torch_compat.copy_all(self.writes(whole))
         return whole

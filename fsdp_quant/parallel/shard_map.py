@@ -18,7 +18,7 @@ from math import prod
 
 from ..formats import Encoding, ceil_div, round_up
 
-ALIGNMENT = 16  # of a plane's run in a segment, bytes
+ALIGNMENT = 16  # bytes: a run lies in a segment as in its plane, modulo this, so that rows are aligned whatever the cut
 
 
 @dataclass(frozen=True)
@@ -123,17 +123,18 @@ class Segments:
         """Of each rank, for each plane: the first byte of its run in the segment, and last the bytes that are used."""
         made = []
         for rank in range(self.ranks):
-            at = [0]
+            offsets, used = [], 0
             for plane in self.planes:
                 first, end = plane.span(rank)
-                at.append(round_up(at[-1] + end - first, ALIGNMENT))
-            made.append(at)
+                offsets.append(used + (first - used) % ALIGNMENT)
+                used = offsets[-1] + end - first
+            made.append([*offsets, used])
         return made
 
     @cached_property
     def size(self) -> int:
         """Bytes of a segment."""
-        return max(at[-1] for at in self.offsets)
+        return round_up(max(at[-1] for at in self.offsets), ALIGNMENT)
 
     def prove(self) -> None:
         """Raise ValueError unless a receiver finds every element once, where its owner put it.
@@ -148,7 +149,7 @@ class Segments:
                 at = self.offsets[rank][p]
                 if start == end:
                     continue
-                inside = at % ALIGNMENT == 0 and at + last - first <= self.offsets[rank][p + 1] <= self.size
+                inside = (at - first) % ALIGNMENT == 0 and at + last - first <= self.offsets[rank][p + 1] <= self.size
                 whole = 8 * first <= start * plane.bits < 8 * (first + 1) and 8 * (last - 1) < end * plane.bits <= 8 * last
                 if found != start * plane.bits or not inside or not whole:
                     raise ValueError(f"{plane.name}: rank {rank} owns elements [{start}, {end}), and publishes others")

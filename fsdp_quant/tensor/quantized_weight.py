@@ -186,7 +186,7 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
             raise ValueError(f"another {who} holds the master of {self.state.name}; give each weight to one optimizer")
 
     def give_to(self, publisher) -> Tensor:
-        """The values [rows, cols]; from now on `publisher` has them, and writes the codes (`receive`).
+        """The values [rows, cols]; from now on `publisher` has them, and writes the codes (`make_room`).
 
         publisher:  has `generation`, and `check_ready(name, direction)`, which products ask before they read.
         """
@@ -203,18 +203,16 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         self.state.publisher = publisher
         return values
 
-    @torch.no_grad()
-    def receive(self, direction: Direction, buffers: dict[str, Tensor]) -> Storage:
-        """Write published codes of one direction over those before; the storage that holds them."""
+    def make_room(self, direction: Direction) -> Storage:
+        """The storage of one direction, for its publisher to write; what was laid out of it is dropped."""
         storage = self._slots.get(direction)
         for into in storage.buffers().values():
             torch_compat.alloc_storage(into)
-        torch_compat.copy_all([(into, buffers[name].view_as(into)) for name, into in storage.buffers().items()])
         self._slots.laid_out.clear()
         return storage
 
     def free(self, directions: Iterable[Direction]) -> None:
-        """Give the memory of published codes back, until they are received again."""
+        """Give the memory of published codes back, until they are written again."""
         for direction in directions:
             for buffer in self._slots.get(direction).buffers().values():
                 torch_compat.free_storage(buffer)
