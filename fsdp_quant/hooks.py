@@ -467,6 +467,11 @@ def _check(items: list[SyncItem], group, device, transport: str, stats: str, com
         raise ValueError(f"transport is one of {TRANSPORTS} and stats one of {STATISTICS}, got {transport!r} and {stats!r}")
     world, seen = 1 if group is None else group.size(), set()
     for name, weight, shards in items:
+        if weight is not local_of(weight):
+            raise ValueError(
+                f"{name} is a DTensor {weight.placements}, so fully_shard or tensor parallelism owns and gathers its pieces; "
+                "give a weight to fully_shard or to a weight sync, not to both"
+            )
         if not isinstance(weight, QuantizedWeight):
             raise ValueError(
                 f"{name}: {type(weight).__name__} is no quantized parameter; build the model under fq.quantized_model_init"

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 
 import fsdp_quant as fq
 from dist_tests.laws import PAIRS, QUANTIZERS, as_bytes, assert_same_bytes, assert_same_storage, sample, values
@@ -650,6 +652,31 @@ def test_a_bad_plan_on_one_rank_is_refused_on_every_rank():
 
         VirtualRanks(2).run(on_rank)
         assert re.search(words, told[0]), told
+
+
+def test_a_weight_is_under_a_sync_or_under_fully_shard():
+    """Otherwise one of the two gathers codes that the other has made, and products read those of an earlier step."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        def net() -> torch.nn.Module:
+            with fq.quantized_model_init(fq.recipes.mxfp8()):
+                return fq.convert(torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False)), fq.recipes.mxfp8())
+
+        def plan(model: torch.nn.Module) -> WeightSync:
+            return plan_weight_sync([("w", model[0].weight, ShardMap((0, 1024)))], dist.group.WORLD)
+
+        synced, sharded = net(), fully_shard(net())
+        sync = plan(synced)
+        with pytest.raises(ValueError, match="published by a weight sync.*to fully_shard or to a weight sync, not to both"):
+            fully_shard(synced)
+        assert isinstance(synced[0].weight, QuantizedWeight)
+        sync.refresh(sync.init_masters())
+        synced(torch.randn(4, 32))
+        with pytest.raises(ValueError, match="w is a DTensor.*to fully_shard or to a weight sync, not to both"):
+            plan(sharded)
+        sharded(torch.randn(4, 32))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_bad_calls_change_nothing():

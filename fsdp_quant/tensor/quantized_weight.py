@@ -430,6 +430,11 @@ def _slice(func, args, kwargs):
 @_TABLE.implements([aten.split.Tensor, aten.split_with_sizes.default])
 def _split(func, args, kwargs):
     weight, sizes, dim = (*args, 0)[:3]
+    if weight.state.publisher is not None:
+        raise ValueError(
+            f"{weight.state.name} is published by a weight sync, which writes all of it on every rank; fully_shard would cut it "
+            "and never be told of new codes: give a weight to fully_shard or to a weight sync, not to both"
+        )
     if dim % weight.dim():
         raise NotImplementedError(f"{weight!r} can be cut along dim 0 only; call dequantize() first")
     if isinstance(sizes, int):
