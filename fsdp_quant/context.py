@@ -36,6 +36,7 @@ class StepState:
         self._skipped: Tensor | None = None  # int64 [], on a device: steps that the host counted and no optimizer applied
         self.seed, self.micro_batch, self.token_offset = 0, 0, _DEFAULT_OFFSET
         self.counted_by_hand = False
+        self.weight_events = 0  # steps of any optimizer, calls of `sync`: weights that no class of ours watches may be others
         self.frozen: weakref.WeakSet = weakref.WeakSet()  # states of frozen weights used since the last step
         self.followers: list[Callable[[], None]] = []  # called when another step begins
         self.before_roll: list[Callable[[set[WeightState]], None]] = []  # with what an optimizer steps, before histories roll
@@ -160,6 +161,7 @@ def _before_optimizer_step(optimizer: torch.optim.Optimizer, args, kwargs) -> No
 
 def _after_optimizer_step(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
     """An event that every rank shares: weights changed, histories roll, the step advances."""
+    STEP.weight_events += 1
     weights = [w for group in optimizer.param_groups for w in weights_of(group["params"])]
     states = {w.state for w in weights}
     for state in states:
@@ -201,6 +203,7 @@ def skip_step() -> None:
 
 def sync(model: nn.Module) -> None:
     """Make codes and shared statistics follow weights that were changed by hand. Every rank must call it."""
+    STEP.weight_events += 1
     for weight in weights_of(model.parameters()):
         weight.state.pending = True
         weight.state.forget_codes()

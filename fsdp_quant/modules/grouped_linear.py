@@ -63,7 +63,7 @@ class GroupedLinear(nn.Module):
                 for e in range(num_experts)
             )
             self._linears, self.packed = list(self.experts), False
-            _finish(self, name)
+            finish_experts(self, name)
             return
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features, **options))
         self.register_parameter("bias", nn.Parameter(torch.empty(num_experts, out_features, **options)) if bias else None)
@@ -86,6 +86,11 @@ class GroupedLinear(nn.Module):
                 layer.weight, layer.bias, layer.training = weight, bias, self.training
         return self._linears
 
+    @property
+    def owners(self) -> Sequence[nn.Module]:
+        """Modules whose weights one product for all experts takes: this one, packed, or each expert."""
+        return [self] if self.packed else self._linears
+
     def forward(self, x: Tensor, splits: Sequence[int] | Tensor) -> Tensor:
         """y [.., N] of x [.., K], whose rows lie sorted by expert.
 
@@ -100,7 +105,7 @@ class GroupedLinear(nn.Module):
             raise_wrong_splits()
         plan, reason = self.common_plan, "experts differ, or it is compiled, overridden or of no tokens"
         first = self._linears[0]
-        rows = first.checked(x, self.weight if self.packed else None).reshape(-1, first.in_features)
+        rows = first.checked(x, self.owners[0].weight).reshape(-1, first.in_features)
         sizes = self._sizes(splits, rows)
         watched = compiling or torch_compat.dispatch_is_watched()
         if plan is not None and not watched and current_autocast() is None and len(rows):
@@ -152,7 +157,7 @@ class GroupedLinear(nn.Module):
     def _in_one(self, plan: GemmPlan, rows: Tensor, splits, sizes: list[int] | None) -> Tensor:
         """One product for all experts."""
         device, grad, first = rows.device, torch.is_grad_enabled(), self._linears[0]
-        owners = [self] if self.packed else self._linears
+        owners = self.owners
         weights = [owner.weight for owner in owners]
         for layer, weight in zip(self._linears, weights):
             layer.note(rows, weight, plan, grad)
@@ -202,27 +207,33 @@ def adopt_packed(module: nn.Module, recipes: Sequence[Recipe], name: str) -> Non
 
     The optimizer holds one parameter, so the states of all experts share the histories that its steps roll.
     """
-    experts, out_features, in_features = module.weight.shape
     if "bias" not in module._parameters:
         module.register_parameter("bias", None)
     module._weight_state = WeightState(f"{name}.weight", None, tuple(module.weight.shape), recipes[0].compute_dtype)
     wrap_weight(module)
-    module._linears = [_Expert(in_features, out_features) for _ in range(experts)]
-    for e, (layer, recipe) in enumerate(zip(module._linears, recipes)):
-        layer._name, layer.weight = f"{name}.{e}", module.weight.detach()
-        apply_recipe(layer, recipe)
-        state = WeightState(f"{name}.{e}.weight", layer.plan.weight, (out_features, in_features), recipe.compute_dtype)
-        state.histories = module._weight_state.histories
-        layer._weight_state = state
-        module._weight_state.parts.append(state)
-        place(layer)
+    module._linears = [expert(module.weight.detach(), recipe, f"{name}.{e}") for e, recipe in enumerate(recipes)]
+    for layer in module._linears:
+        layer._weight_state.histories = module._weight_state.histories
+        module._weight_state.parts.append(layer._weight_state)
     module.packed = True
-    _finish(module, name)
+    finish_experts(module, name)
     module.register_state_dict_post_hook(_unwrap_in_state_dict)
     module.register_load_state_dict_post_hook(_after_load)
 
 
-def _finish(module: GroupedLinear, name: str) -> None:
+def expert(weight: Tensor, recipe: Recipe, name: str) -> _Expert:
+    """The layer of an expert that is no module of the tree; whoever calls it renews weight and bias (now maybe packed)."""
+    out_features, in_features = weight.shape[-2:]
+    layer = _Expert(in_features, out_features)
+    layer._name, layer.weight = name, weight
+    apply_recipe(layer, recipe)
+    layer._weight_state = WeightState(f"{name}.weight", layer.plan.weight, (out_features, in_features), recipe.compute_dtype)
+    place(layer)
+    return layer
+
+
+def finish_experts(module: GroupedLinear, name: str) -> None:
+    """What a `GroupedLinear` has beside its experts."""
     module._name, module._stack, module._reasons = name, StackedWeights(), {}
 
 

@@ -487,7 +487,7 @@ def forward(layer: Linear, x: Tensor) -> Tensor:
     if not x.dtype.is_floating_point:
         raise ValueError(f"{layer._name}: input is {x.dtype}; a linear layer multiplies floating tensors")
     if not isinstance(layer.weight, DTensor):
-        return _run(layer, x, x, layer.weight, layer.bias, layer.parallel)
+        return multiply_shared(layer, x, x, layer.weight, layer.bias, layer.parallel)
     weight, bias, layouts = layer.weight, layer.bias, layer.parallel
     state = weight_state(torch_compat.local_of(weight))
     if state is None or state.tensor_group is None or weight.device_mesh.ndim != 1:
@@ -504,7 +504,7 @@ def forward(layer: Linear, x: Tensor) -> Tensor:
         placement = layouts.output if layouts is not None and _cuts_sequence(layouts.output, x.dim()) else Replicate()
         cut = None if placement.is_replicate() else placement.dim % x.dim()
         axis = TensorParallel(state.tensor_group, False, cut)
-    y = _run(layer, x, local, weight.to_local(), None if bias is None else bias.to_local(), axis)
+    y = multiply_shared(layer, x, local, weight.to_local(), None if bias is None else bias.to_local(), axis)
     if layouts is not None and layouts.use_local_output and _same(layouts.output, placement, x.dim()):
         return y
     return DTensor.from_local(y, mesh, [placement], run_check=False)
@@ -536,7 +536,10 @@ def _same(a: Layout, b: Layout, dims: int) -> bool:
     return a == b or (a.is_shard() and b.is_shard() and a.dim % dims == b.dim % dims)
 
 
-def _run(layer: Linear, owner: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorParallel) -> Tensor:
+def multiply_shared(
+    layer: Linear, owner: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorParallel
+) -> Tensor:
+    """y of a layer that ranks share as `axis` says; owner: as in `_shared_input`."""
     if x.dim() < 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"{layer._name}: this rank's input is {list(x.shape)}, wanted [.., {weight.shape[1]}] of at least two dims, for a "

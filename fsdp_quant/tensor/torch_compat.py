@@ -227,6 +227,11 @@ def all_managed_params() -> Iterator[ManagedParam]:
     return _params_of(fsdp_states())
 
 
+def is_managed(parameter: Tensor) -> bool:
+    """A parameter under any `fully_shard`, as modules register it now."""
+    return any(parameter is m.registered or parameter is getattr(m.param, "_unsharded_param", None) for m in all_managed_params())
+
+
 def is_unsharded_parameter(t: Tensor) -> bool:
     """t lies in memory that FSDP2 frees at the next reshard and fills again."""
     memory = t.untyped_storage().data_ptr()
