@@ -177,6 +177,18 @@ def test_the_extension_module_needs_only_torch():
     assert roots - sys.stdlib_module_names == {"torch"}
 
 
+TRAINERS = {"megatron", "torchtitan", "accelerate", "transformers"}
+
+
+def test_only_integrations_import_a_trainer():
+    """Otherwise a trainer that is missing, or another version of it, breaks the library for everybody."""
+    importers = {source for source in SOURCES for _, name in imports_of(source) if name.split(".")[0] in TRAINERS}
+    assert importers and all(source.startswith("integrations/") for source in importers), importers
+    integrations = {source for source in SOURCES if source.startswith("integrations/")}
+    outside = {source for source in SOURCES if source not in integrations and own_imports(source) & integrations}
+    assert not outside, f"{outside} would import a trainer with the library"
+
+
 @pytest.mark.parametrize("source", SOURCES)
 def test_only_the_hooks_module_names_fsdps_extension_points(source: str):
     """Otherwise a change in FSDP2 has to be looked for."""

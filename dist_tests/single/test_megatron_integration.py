@@ -1,0 +1,332 @@
+"""Megatron-LM's layers, without Megatron: its constructors and what it reads of a layer; a small config stands for its own."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import fsdp_quant as fq
+from dist_tests.laws import assert_same_bytes, values
+from fsdp_quant.context import STEP
+from fsdp_quant.counters import counters
+from fsdp_quant.formats import ROWWISE
+from fsdp_quant.integrations import megatron
+from fsdp_quant.integrations.megatron import (
+    ColumnParallelGroupedLinear,
+    ColumnParallelLinear,
+    RowParallelGroupedLinear,
+    RowParallelLinear,
+)
+
+BF16 = torch.bfloat16
+HYBRID = fq.recipes.hybrid(forward="mxfp8", backward="fp8_block")
+
+
+@dataclass
+class Config:
+    """The fields of a TransformerConfig that these layers read, and some that they refuse."""
+
+    params_dtype: torch.dtype = BF16
+    use_cpu_initialization: bool = True
+    perform_initialization: bool = True
+    sequence_parallel: bool = False
+    tensor_model_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+    gradient_accumulation_fusion: bool = False
+    fp8: str | None = None
+
+
+@pytest.fixture(autouse=True)
+def fresh_step():
+    yield
+    STEP.step, STEP.counted_by_hand = 0, False
+    STEP.frozen.clear()
+
+
+def normal(weight: Tensor) -> None:
+    nn.init.normal_(weight, std=0.02)
+
+
+def column(recipe=HYBRID, n: int = 128, k: int = 64, config: Config | None = None, **options) -> ColumnParallelLinear:
+    torch.manual_seed(0)
+    options = {"name": "layer", "init_method": normal, **options}
+    return ColumnParallelLinear(k, n, config=config or Config(), recipe=recipe, **options)
+
+
+def row(recipe=HYBRID, n: int = 128, k: int = 64, config: Config | None = None, **options) -> RowParallelLinear:
+    torch.manual_seed(0)
+    given = {"bias": True, "input_is_parallel": True, "skip_bias_add": False, "name": "layer", "init_method": normal, **options}
+    return RowParallelLinear(k, n, config=config or Config(), recipe=recipe, **given)
+
+
+def plain(layer) -> fq.Linear:
+    """An fq.Linear of the same name and values."""
+    made = fq.Linear(layer.in_features, layer.out_features, dtype=BF16, recipe=layer.recipe, name="layer")
+    with torch.no_grad():
+        made.weight.copy_(layer.weight)
+        made.bias.copy_(layer.bias)
+    return made
+
+
+def passed(layer, x: Tensor, dy: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    y, bias = y if isinstance(y, tuple) else (y, None)
+    y = y if bias is None else y + bias
+    y.backward(dy)
+    return [y, x.grad, layer.weight.grad, layer.bias.grad]
+
+
+@pytest.mark.parametrize("make, name", [
+    (column, "identity"), (column, "nvfp4"), (column, "hybrid"), (row, "identity"), (row, "fp8_current"), (row, "hybrid"),
+])
+def test_a_layer_alone_is_an_fq_linear(make, name: str):
+    """If false, Megatron's models multiply something else than what the recipe says, or lose a gradient on the way."""
+    recipe = HYBRID if name == "hybrid" else fq.recipes.by_name(name)
+    x, dy = values(6, 32, 64, seed=1, dtype=BF16), values(6, 32, 128, seed=2, dtype=BF16)
+    layer = make(recipe)
+    with torch.no_grad():
+        layer.bias.copy_(values(128, seed=3))
+    for got, want, what in zip(passed(layer, x, dy), passed(plain(layer), x, dy), ("y", "dx", "dw", "db")):
+        if make is row and what == "y":  # its bias is added to a rounded product, as by Megatron
+            continue
+        assert_same_bytes(got, want, what)
+    assert type(layer.weight) is nn.Parameter and type(layer.weight.data) is Tensor
+
+
+@pytest.mark.parametrize("make", [column, row])
+def test_a_bias_that_megatron_adds_is_handed_out(make):
+    """Otherwise it is added twice, or never."""
+    layer = make(skip_bias_add=True)
+    x = values(4, 32, 64, seed=1, dtype=BF16)
+    y, bias = layer(x)
+    assert bias is layer.bias
+    layer.skip_bias_add = False
+    whole, none = layer(x)
+    assert none is None
+    assert_same_bytes(y + bias, whole)
+    assert make(bias=False)(x)[1] is None
+
+
+def test_codes_follow_what_megatron_writes_past_every_counter():
+    """If false, a layer multiplies the weights of an earlier step: its optimizer writes flat buffers, through .data."""
+    layer, x = column(), values(4, 32, 64, seed=1, dtype=BF16).requires_grad_()
+    flat = torch.zeros(layer.weight.numel() + 64, dtype=BF16)
+    before = layer.weight.data
+    layer.weight.data = flat[64:].view_as(before)  # as Megatron's DDP does
+    layer.weight.data.copy_(before)
+    assert_same_bytes(layer(x)[0], column()(x)[0])
+    master = nn.Parameter(flat.detach().float())
+    optimizer = torch.optim.SGD([master], lr=1.0)
+    for step in range(2):
+        counters.reset()
+        for _ in range(3):  # micro-batches of a step share codes
+            layer(x)[0].sum().backward()
+        if step:  # the first one was read above
+            assert counters.of("weight encode") == {("layer.weight", d): 1 for d in ("rowwise", "columnwise")}
+        master.grad = torch.full_like(master, 0.01)
+        optimizer.step()
+        flat.data.copy_(master)
+    assert_same_bytes(layer(x)[0], plain(layer)(x))
+    with torch.no_grad():
+        layer.weight.mul_(2)  # torch counts this
+    assert_same_bytes(layer(x)[0], plain(layer)(x))
+    flat.data.mul_(2)  # and nobody this
+    fq.sync(layer)
+    assert_same_bytes(layer(x)[0], plain(layer)(x))
+
+
+def test_a_step_of_megatrons_optimizer_ends_the_step():
+    """Otherwise histories never roll and random bits repeat: its optimizer holds pieces of flat masters, not weights."""
+    layer, x = column(fq.recipes.fp8_delayed(length=4)), values(4, 32, 64, seed=1, dtype=BF16)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=1.0)
+    seen = []
+    for step in range(3):
+        layer(x * 2**step)[0].sum().backward()
+        for _ in range(2):  # a dense optimizer, and one of experts
+            optimizer.step()
+        assert STEP.step == step + 1
+        history = next(h for (_, slot, d, _), h in layer._weight_state.histories.items() if slot == "input" and d is ROWWISE)
+        seen.append(history.amaxes.clone())
+    amax = float(x.abs().amax())
+    # Slot 0 collects the step that begins.
+    assert [s.tolist() for s in seen] == [[0, amax, 0, 0], [0, 2 * amax, amax, 0], [0, 4 * amax, 2 * amax, amax]]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputed_layers_give_the_same_gradients(reentrant: bool):
+    """If false, Megatron's recomputation of activations trains another model."""
+    x, dy, results = values(4, 32, 64, seed=1, dtype=BF16), values(4, 32, 128, seed=2, dtype=BF16), []
+    for recomputes in (False, True):
+        layer, leaf = column(fq.recipes.fp8_delayed(length=4)), x.clone().requires_grad_()
+        for _ in range(2):
+            y = (checkpoint(layer, leaf, use_reentrant=reentrant) if recomputes else layer(leaf))[0]
+            y.backward(dy)
+            torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=1.0).step()
+        results.append([y, leaf.grad, layer.weight.grad])
+    for got, want in zip(*results):
+        assert_same_bytes(got, want)
+
+
+def test_copies_and_fully_shard():
+    """Otherwise a copy of a model multiplies the original's weights, or codes are made of memory that FSDP2 has freed."""
+    layer, x = column(), values(4, 32, 64, seed=1, dtype=BF16)
+    before, copied = layer(x)[0], copy.deepcopy(layer)
+    with torch.no_grad():
+        layer.weight.zero_()
+    assert not layer(x)[0].any()
+    assert_same_bytes(copied(x)[0], before)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(NotImplementedError, match="layer.weight is gathered by fully_shard"):
+            fully_shard(copied)(x)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_megatron_finds_the_attributes_that_it_reads():
+    """Otherwise gradient norms count parameters twice, experts are reduced over the wrong ranks, checkpoints cut wrongly."""
+    for layer, dim, config in ((column(), 0, Config()), (row(), 1, Config())):
+        w = layer.weight
+        assert (w.tensor_model_parallel, w.partition_dim, w.partition_stride, w.allreduce) == (True, dim, 1, True)
+        assert layer.tp_group is None and not layer.sequence_parallel and layer.config == config
+    assert (column().bias.tensor_model_parallel, column().bias.partition_dim) == (True, 0)
+    assert not hasattr(row().bias, "tensor_model_parallel") and row().bias.sequence_parallel is False
+    assert column().output_size_per_partition == 128 and row().input_size_per_partition == 64
+    assert column(stride=2).weight.partition_stride == 2
+    experts = Config(expert_model_parallel_size=2)
+    assert column(config=experts, is_expert=True).weight.allreduce is False and column(config=experts).weight.allreduce is True
+    assert not column().bias.any() and column().weight.std() > 0.01
+    untouched = Config(perform_initialization=False)
+    assert column(config=untouched).weight.tensor_model_parallel
+
+
+def test_checkpoints_are_those_of_megatrons_layers():
+    """Otherwise a run cannot go on with these layers, or without them."""
+    layer = column()
+    state = layer.state_dict()
+    assert list(state) == ["weight", "bias", "_extra_state"] and type(state["weight"]) is Tensor
+    other = column(fq.recipes.fp8_current())
+    with torch.no_grad():
+        other.weight.zero_()
+    x = values(4, 32, 64, seed=1, dtype=BF16)
+    other(x)
+    other.load_state_dict({k: v for k, v in state.items() if k != "_extra_state"})
+    assert_same_bytes(other.weight.data, layer.weight.data)
+    assert_same_bytes(other(x)[0], column(fq.recipes.fp8_current())(x)[0])
+
+
+REFUSED = [
+    ({"fp8": "hybrid"}, {}, "fp8='hybrid'.*formats come from the recipe"),
+    ({"gradient_accumulation_fusion": True}, {}, "gradient_accumulation_fusion=True.*--no-gradient-accumulation-fusion"),
+    ({}, {"skip_weight_param_allocation": True}, "skip_weight_param_allocation=True.*Megatron's layer"),
+    ({}, {"keep_master_weight_for_test": True}, "keep_master_weight_for_test=True"),
+    ({}, {"embedding_activation_buffer": []}, "embedding_activation_buffer"),
+    ({}, {"grad_output_buffer": []}, "grad_output_buffer"),
+    ({}, {"output_dtype": torch.float32}, "output_dtype=torch.float32.*wanted torch.bfloat16"),
+    ({}, {"recipe": fq.recipes.nvfp4(tail=0.1)}, "tail.*fq.set_recipe"),
+    ({"expert_model_parallel_size": 2}, {"is_expert": True, "gather_output": True}, "gather_output=True of an expert"),
+]
+
+
+@pytest.mark.parametrize("config, options, words", REFUSED, ids=[w[:24] for *_, w in REFUSED])
+def test_what_a_layer_does_not_honour_is_refused(config: dict, options: dict, words: str):
+    """Otherwise a setting of a run is silently another one."""
+    with pytest.raises(ValueError, match=f"layer.*{words}"):
+        column(config=replace(Config(), **config), **{"recipe": HYBRID, **options})
+
+
+def test_every_refused_field_of_the_config_is_refused():
+    """Otherwise the table of what is honoured names a field and does not look at it."""
+    for field, (honoured, _) in megatron._HONOURED.items():
+        for value in honoured:
+            megatron.check_config(argparse.Namespace(**{field: value}))
+        with pytest.raises(ValueError, match=field):
+            megatron.check_config(argparse.Namespace(**{field: "something"}))
+    with pytest.raises(ValueError, match="another layer's weight"):
+        column()(values(4, 32, 64, seed=1, dtype=BF16), weight=column().weight)
+    with pytest.raises(ValueError, match="skip_bias_add=True"):
+        row(config=Config(expert_model_parallel_size=2), is_expert=True)
+
+
+def experts(make, **options) -> nn.Module:
+    torch.manual_seed(0)
+    given = {"bias": True, "skip_bias_add": False, "name": "experts", "init_method": normal, **options}
+    return make(3, 64, 128, config=Config(), recipe=HYBRID, **given)
+
+
+@pytest.mark.parametrize("make", [ColumnParallelGroupedLinear, RowParallelGroupedLinear])
+def test_grouped_experts_are_a_loop_of_layers(make):
+    """If false, an expert multiplies another's weights or tokens."""
+    layer, x, dy = experts(make), values(96, 64, seed=1, dtype=BF16), values(96, 128, seed=2, dtype=BF16)
+    counts = [32, 0, 64]
+    y, none = layer(x, torch.tensor(counts))
+    y.backward(dy)
+    assert none is None
+    for e, (part, into, got) in enumerate(zip(x.split(counts), dy.split(counts), y.split(counts))):
+        alone = fq.Linear(64, 128, dtype=BF16, recipe=HYBRID, name=f"experts.{e}")
+        with torch.no_grad():
+            alone.weight.copy_(getattr(layer, f"weight{e}"))
+            alone.bias.zero_()
+        want = alone(part)
+        want.backward(into)
+        assert_same_bytes(got, want)
+        assert_same_bytes(getattr(layer, f"weight{e}").grad, alone.weight.grad)
+        assert_same_bytes(getattr(layer, f"bias{e}").grad, alone.bias.grad)
+    assert list(layer.state_dict())[:4] == ["weight0", "bias0", "weight1", "bias1"]
+    _, biases = experts(make, skip_bias_add=True)(x, counts)
+    assert len(biases) == 3 and biases[2].shape == (128,)
+    assert layer.weight1.partition_dim == (make is RowParallelGroupedLinear) and layer.weight1.allreduce
+
+
+def test_plans_and_recipes_reach_the_layers():
+    """Otherwise fq.plan, fq.set_recipe and fq.state_dict leave out the layers of a Megatron model."""
+    model = nn.ModuleDict({"up": column(), "experts": experts(ColumnParallelGroupedLinear)})
+    assert {r.module for r in fq.plan(model).gemms} == {"up", "experts.0", "experts.1", "experts.2"}
+    x = values(4, 32, 64, seed=1, dtype=BF16)
+    before = model["up"](x)[0]
+    fq.set_recipe(model, fq.recipes.fp8_current())
+    assert_same_bytes(model["up"](x)[0], column(fq.recipes.fp8_current())(x)[0])
+    fq.set_recipe(model, HYBRID)
+    assert_same_bytes(model["up"](x)[0], before)
+    fq.load_state_dict(model, fq.state_dict(model))
+
+
+def test_a_recipe_survives_the_command_line():
+    """Otherwise a run trains with another recipe than its arguments say."""
+    recipes = [fq.recipes.by_name(name) for name in fq.recipes.names()]
+    recipes += [HYBRID, fq.recipes.hybrid("nvfp4", "fp8_row", strict=False, compute_dtype=None), fq.recipes.nvfp4(tail=0.25)]
+    recipes += [fq.recipes.fp8_delayed(length=16, margin=1, use="newest"), fq.recipes.fp8_current(grad_element="e5m2")]
+    for recipe in recipes:
+        written = megatron.arguments(recipe)
+        parser = megatron.add_arguments(argparse.ArgumentParser())
+        args, rest = parser.parse_known_args(written)
+        assert megatron.recipe_of(args) == recipe
+        assert rest == ["--transformer-impl", "local", "--bf16", "--no-gradient-accumulation-fusion"]
+    assert "--overlap-param-gather" in megatron.arguments(HYBRID, gathers_codes=True)
+    with pytest.raises(ValueError, match="gpt_layer_spec in a file"):
+        megatron.arguments(fq.CustomRecipe(custom_formats))
+
+
+def custom_formats(role):
+    return "mxfp8"
+
+
+def test_what_needs_megatron_says_so(monkeypatch):
+    """Otherwise a machine without Megatron fails at import, or with the name of a variable."""
+    monkeypatch.setattr(megatron, "_MISSING", ImportError("No module named 'megatron'"))
+    for needs in (
+        lambda: megatron.SpecProvider(HYBRID), lambda: megatron.gpt_layer_spec(HYBRID), lambda: column().sharded_state_dict(),
+        lambda: experts(ColumnParallelGroupedLinear).sharded_state_dict(),
+    ):
+        with pytest.raises(ImportError, match="needs Megatron-LM.*No module named 'megatron'"):
+            needs()
