@@ -11,13 +11,15 @@ import torch
 import torch.distributed as dist
 
 
-def start() -> tuple[torch.device, Callable[[str], None]]:
-    """(this rank's GPU, what rank 0 prints with), with NCCL under torchrun."""
-    if not torch.cuda.is_available():
-        raise SystemExit("error: there is no GPU; the times of this bench are a GPU's")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+def start(backend: str = "nccl") -> tuple[torch.device, Callable[[str], None]]:
+    """(this rank's device, what rank 0 prints with) under torchrun: a GPU, or with "gloo" a CPU."""
+    device = torch.device("cpu")
+    if backend == "nccl":
+        if not torch.cuda.is_available():
+            raise SystemExit("error: there is no GPU; the times of this bench are a GPU's")
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
 
     def say(text: str) -> None:
         if dist.get_rank() == 0:
@@ -29,7 +31,8 @@ def start() -> tuple[torch.device, Callable[[str], None]]:
 def attempt(row: dict, measure: Callable[[], dict], device: torch.device) -> tuple[dict, str | None]:
     """(what was measured, why some rank failed or None); `row` and the error where this one did. Every rank calls it."""
     gc.collect()
-    torch.cuda.empty_cache()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     failed = torch.zeros(1, device=device)
     try:
         row = measure()

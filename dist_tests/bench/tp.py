@@ -1,15 +1,17 @@
 """One Llama-70B-shaped layer under tensor and sequence parallelism, over compiled bf16 with the same styles.
 
-    torchrun --nproc-per-node 4 -m dist_tests.bench.tp [--arms bf16 fp8_current mxfp8 ...] [--json FILE]
+    torchrun --nproc-per-node 4 -m dist_tests.bench.tp [--arms bf16 fp8_current mxfp8 ...] [--json FILE] [--profile]
 
 Forward, backward and an SGD step of bf16 parameters (so that weights are quantized in each step); the input and output are cut
-along the sequence. Printed: ms, bytes a rank receives in all-gathers and reduce-scatters (codes and high precision), the time
-in which only collectives ran ("exposed"), host ms, peak GiB. Rank 0 prints.
+along the sequence. Printed as it is known: ms, ratio, the time in which only collectives ran ("exposed") and in which nothing did
+("idle"), host ms, peak GiB, bytes a rank receives in all-gathers over those that the plans name, and in all collectives. Rank 0
+prints. A small layer runs on CPUs too (gloo), for its bytes.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import functools
 import json
 import statistics
@@ -86,26 +88,34 @@ class Gathered(torch_styles.SequenceParallel):
         return outputs.redistribute(placements=[Replicate()])
 
 
-def traced(step) -> tuple[float, dict[str, int]]:
-    """(ms in which only collectives ran, operation -> bytes received) of one step."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+def traced(step, device: torch.device) -> dict:
+    """Of one step: ms in which only collectives ran and in which nothing did, bytes received by operation, ms by kernel."""
+    with torch.profiler.profile() as profile:
         step()
-        torch.cuda.synchronize()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profile.export_chrome_trace(file.name)
         with open(file.name) as text:
             events = json.load(text)["traceEvents"]
     spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    received: dict[str, int] = {}
+    received, kernels = collections.Counter(), collections.defaultdict(lambda: [0, 0.0])
     for event in events:
-        if event.get("cat") == "kernel":
-            name, of = event["name"].lower(), event.get("args", {})
-            spans["nccl" in name].append((event["ts"], event["ts"] + event["dur"]))
-            if "nccl" in name and "Out msg nelems" in of:
-                kind = f"{of['Collective name'].strip('_')} {of.get('dtype')}"
-                received[kind] = received.get(kind, 0) + of["Out msg nelems"] * ITEMSIZE.get(of.get("dtype"), 0)
-    return exposed(*(sorted(spans[nccl]) for nccl in (True, False))) / 1e3, received
+        if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
+            continue
+        name, of = event["name"], event.get("args", {})
+        nccl = "nccl" in name.lower()
+        spans[nccl].append((event["ts"], event["ts"] + event["dur"]))
+        if nccl and "Out msg nelems" in of:
+            received[f"{of['Collective name'].strip('_')} {of.get('dtype')}"] += of["Out msg nelems"] * ITEMSIZE.get(of.get("dtype"), 0)
+        kernels[name][0] += 1
+        kernels[name][1] += event["dur"] / 1e3
+    both = sorted(spans[True] + spans[False])
+    whole = [(both[0][0], max(end for _, end in both))] if both else []
+    return {
+        "exposed_ms": exposed(spans[True], spans[False]) / 1e3, "idle_ms": exposed(whole, both) / 1e3,
+        "received": dict(received), "kernels": dict(kernels),
+    }
 
 
 def exposed(collectives: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
@@ -123,12 +133,23 @@ def exposed(collectives: list[tuple[float, float]], others: list[tuple[float, fl
     return total
 
 
+def planned(net: nn.Module, shape: tuple[int, ...], delayed: bool) -> int:
+    """Bytes that the plans of a layer's linear layers say are gathered; those that share an input gather once."""
+    attention, mlp = net.attention, net.mlp
+    alone = [attention.k, attention.v, mlp.up] if delayed else []
+    layers = [attention.q, attention.out, mlp.gate, mlp.down, *alone]
+    return sum(sum(fq.parallel.planned_gathers(layer, shape, 1).values()) for layer in layers)
+
+
 def measure(arm: str, args, device: torch.device) -> dict:
+    began = time.perf_counter()
     net = build(arm, args, device)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
     shape = (1, args.tokens // dist.get_world_size(), args.dim)
     x = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn(shape, device=device, dtype=torch.bfloat16)
+    on_gpu = device.type == "cuda"
+    synchronize = torch.cuda.synchronize if on_gpu else dist.barrier
 
     def step() -> None:
         net(x).backward(dy)
@@ -136,42 +157,50 @@ def measure(arm: str, args, device: torch.device) -> dict:
         optimizer.zero_grad()
         x.grad = None
 
-    for _ in range(3):
-        step()
+    step()
+    synchronize()
+    first = time.perf_counter() - began
+    step()
     fq.reset_receipt()
     step()
-    planned = dict(fq.receipt().sequence)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    marks, host = [torch.cuda.Event(enable_timing=True) for _ in range(args.steps + 1)], []
+    gathered = sum(fq.receipt().sequence.values())
+    synchronize()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    marks, host = [torch.cuda.Event(enable_timing=True) for _ in range((args.steps + 1) * on_gpu)], []
     dist.barrier()
-    marks[0].record()
-    for mark in marks[1:]:
+    for mark in marks[:1]:
+        mark.record()
+    for i in range(args.steps):
         start = time.perf_counter()
         step()
         host.append(time.perf_counter() - start)
-        mark.record()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated()
-    alone, received = traced(step)
+        for mark in marks[i + 1 : i + 2]:
+            mark.record()
+    synchronize()
+    peak = torch.cuda.max_memory_allocated() if on_gpu else 0
+    host_ms = statistics.median(host) * 1e3
     return {
-        "arm": arm, "ms": statistics.median(a.elapsed_time(b) for a, b in zip(marks, marks[1:])),
-        "host_ms": statistics.median(host) * 1e3, "peak_bytes": peak, "exposed_ms": alone, "received": received,
-        "gathered": {" ".join(key): size for key, size in planned.items()},
+        "arm": arm, "ms": statistics.median(a.elapsed_time(b) for a, b in zip(marks, marks[1:])) if on_gpu else host_ms,
+        "host_ms": host_ms, "peak_bytes": peak, "first_step_s": first, "gathered": gathered,
+        "planned": planned(net, shape, arm == "fp8_delayed") if arm in ARMS else 0, **traced(step, device),
     }
 
 
 def main() -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--arms", nargs="+", default=[BASE, *ARMS], choices=[BASE, EAGER, *ARMS])
-    for name, value in {"tokens": 8192, "dim": 8192, "hidden": 28672, "heads": 64, "key_heads": 8, "steps": 20}.items():
+    made.add_argument("--arms", nargs="+", default=[BASE, "fp8_current", "mxfp8", "fp8_delayed"], choices=[BASE, EAGER, *ARMS])
+    for name, value in {"tokens": 8192, "dim": 8192, "hidden": 28672, "heads": 64, "key_heads": 8, "steps": 15}.items():
         made.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     made.add_argument("--json", help="write all numbers to this file")
+    made.add_argument("--profile", action="store_true", help="print the kernels of a step that take longest")
     args = made.parse_args()
-    device, say = ranks.start()
-    say(f"{dist.get_world_size()} x {torch.cuda.get_device_name()}, torch {torch.__version__}; {args.dim} -> {args.hidden}, "
+    device, say = ranks.start("gloo" if args.dim < 1024 else "nccl")
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU process"
+    say(f"{dist.get_world_size()} x {name}, torch {torch.__version__}; {args.dim} -> {args.hidden}, "
         f"{args.tokens} tokens, medians of {args.steps} steps")
-    say(f"{'arm':14} {'ms':>8} {'x bf16':>7} {'floor':>6} {'aim':>5} {'exposed':>8} {'host ms':>8} {'peak GiB':>9}  MiB received")
+    say(f"{'arm':14} {'ms':>8} {'x bf16':>7} {'floor':>6} {'aim':>5} {'exposed':>8} {'idle':>6} {'host ms':>8} {'peak GiB':>9} "
+        f"{'first s':>8}  gathered (planned) MiB; MiB received")
     rows: list[dict] = []
     for arm in args.arms:
         row, error = ranks.attempt({"arm": arm}, lambda: measure(arm, args, device), device)
@@ -183,7 +212,10 @@ def main() -> None:
         row["ratio"] = base / row["ms"]
         moved = ", ".join(f"{kind} {size / 2**20:.1f}" for kind, size in sorted(row["received"].items()))
         say(f"{arm:14} {row['ms']:8.2f} {row['ratio']:7.3f} {FLOORS.get(arm, '-'):>6} {AIMS.get(arm, '-'):>5} "
-            f"{row['exposed_ms']:8.2f} {row['host_ms']:8.2f} {row['peak_bytes'] / GIB:9.2f}  {moved}")
+            f"{row['exposed_ms']:8.2f} {row['idle_ms']:6.2f} {row['host_ms']:8.2f} {row['peak_bytes'] / GIB:9.2f} "
+            f"{row['first_step_s']:8.1f}  {row['gathered'] / 2**20:.2f} ({row['planned'] / 2**20:.2f}); {moved}")
+        for kernel, (count, ms) in sorted(row["kernels"].items(), key=lambda k: -k[1][1])[: 24 * args.profile]:
+            say(f"    {ms:8.3f} ms {count:4}  {kernel[:110]}")
     ranks.finish(rows, args.json)
 
 
