@@ -550,6 +550,12 @@ class MasterWeight(FSDPHooks, Tensor):
                 self._mutations.token = torch.empty(0, device="cpu")
         return [self._inner, self._mutations.token]
 
+    def _viewed(self, view: Tensor) -> MasterWeight:
+        """A view of the values. One that is made here has a version counter of its own, so a view of all shares the tensor."""
+        own = self._inner
+        alike = view.shape == own.shape and view.stride() == own.stride() and view.data_ptr() == own.data_ptr()
+        return MasterWeight(own if alike else view, self._state, self._mutations)
+
     @property
     def data(self) -> MasterWeight:
         return self.detach()
@@ -604,7 +610,7 @@ class MasterWeight(FSDPHooks, Tensor):
             return _written(func, args, kwargs, result)
         if any(r.alias_info is not None for r in func._schema.returns):  # a view: writes to it are writes to the weight
             weight = next(a for a in args if isinstance(a, MasterWeight))
-            return tree_map_only(Tensor, lambda t: MasterWeight(t, weight._state, weight._mutations), result)
+            return tree_map_only(Tensor, weight._viewed, result)
         return result
 
 
