@@ -20,6 +20,7 @@ import time
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -28,7 +29,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import fsdp_quant as fq
 from dist_tests.bench import ranks
-from dist_tests.bench.fsdp2 import MLP, RECIPES, Attention
+from dist_tests.bench.fsdp2 import RECIPES, Attention
 
 BASE, EAGER = "bf16", "bf16 eager"
 ARMS = RECIPES | {"fp8_row": fq.recipes.fp8_row, "identity": fq.recipes.identity}
@@ -37,16 +38,29 @@ ITEMSIZE = {"Byte": 1, "Char": 1, "BFloat16": 2, "Half": 2, "Float": 4, "Int": 4
 GIB = 2**30
 
 
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, dim: int, hidden: int):
+        super().__init__()
+        self.gate, self.up = nn.Linear(dim, hidden, bias=False), nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
 class Layer(nn.Module):
     """Attention and SwiGLU, each behind its norm."""
 
     def __init__(self, args):
         super().__init__()
         self.norm, self.attention = nn.RMSNorm(args.dim), Attention(args.dim, args.heads, args.key_heads)
-        self.mlp = MLP(args.dim, args.hidden)
+        self.mlp_norm, self.mlp = nn.RMSNorm(args.dim), MLP(args.dim, args.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(x + self.attention(self.norm(x)))
+        x = x + self.attention(self.norm(x))
+        return x + self.mlp(self.mlp_norm(x))
 
 
 def build(arm: str, args, device: torch.device) -> nn.Module:
@@ -59,33 +73,19 @@ def build(arm: str, args, device: torch.device) -> nn.Module:
     ours = arm in ARMS
     styles = fq.parallel if ours else torch_styles
     if ours:
-        fq.convert(net, ARMS[arm]())
+        fq.convert(net, ARMS[arm](), fuse=fq.MLPPattern("mlp", gate="gate", up="up", down="down"))
     norm, column = functools.partial(styles.SequenceParallel, use_local_output=True), styles.ColwiseParallel
     row = functools.partial(styles.RowwiseParallel, output_layouts=Shard(1))
     prepare = styles.PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
     net.attention.heads //= mesh.size()
     net.attention.key_heads //= mesh.size()
-    plan = {
+    parallelize_module(net, mesh, {
         "norm": norm(), "attention": prepare, "attention.q": column(), "attention.k": column(), "attention.v": column(),
-        "attention.out": row(), "mlp.norm": styles.SequenceParallel(), "mlp.down": row(),
-    }
-    # The norm's output is read by gate and up: torch gathers it once where both are given one whole tensor.
-    gathered = column(input_layouts=Shard(1)) if ours else column()
-    plan |= {"mlp.gate": gathered, "mlp.up": gathered}
-    if not ours:
-        plan["mlp.norm"] = Gathered()
-    parallelize_module(net, mesh, plan)
+        "attention.out": row(), "mlp_norm": norm(), "mlp": prepare, "mlp.gate": column(), "mlp.up": column(), "mlp.down": row(),
+    })
     if arm == BASE:
         net.compile()
     return net
-
-
-class Gathered(torch_styles.SequenceParallel):
-    """A norm of pieces of the sequence whose output is gathered, once for all that read it."""
-
-    @staticmethod
-    def _prepare_output_fn(use_local_output, mod, outputs, device_mesh):
-        return outputs.redistribute(placements=[Replicate()])
 
 
 def traced(step, device: torch.device) -> dict:
