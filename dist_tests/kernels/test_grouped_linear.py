@@ -15,7 +15,7 @@ from dist_tests.single.hopper import Operators
 from fsdp_quant import recipes
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import COLUMNWISE, ROWWISE
-from fsdp_quant.modules.linear_op import _quantize
+from fsdp_quant.modules.linear_op import quantize_slot
 from fsdp_quant.ops import native
 from fsdp_quant.recipe import QUANTIZED_TYPES
 
@@ -102,8 +102,8 @@ def test_tokens_are_gathered_into_groups_as_they_are_quantized(name: str):
             index = QUANTIZED_TYPES.index(slot)
             made = native.linear_tokens(x, resolved.call, index, True, True, None, groups.sources)
             alone = native.linear_tokens(x, resolved.call, index, False, True, None, groups.sources)
-            rows = _quantize(plan, slot, x, [ROWWISE], None, None, None, [])[0][ROWWISE]
-            cols_of = _quantize(plan, slot, spread, [COLUMNWISE], None, None, None, [])[0][COLUMNWISE]
+            rows = quantize_slot(plan, slot, x, [ROWWISE], None, None, None, [])[0][ROWWISE]
+            cols_of = quantize_slot(plan, slot, spread, [COLUMNWISE], None, None, None, [])[0][COLUMNWISE]
             end = int(groups.padded[-1])
             data, scale = made[2][:, :end], made[3].view(len(groups.sources), -1)[: end // 128]
             for what, got, want in (

@@ -138,18 +138,18 @@ def assert_equals_fresh(net: Net, recipe: fq.Recipe, what: str) -> None:
 def recorded_weights():
     """Collect (direction, clone of the weight's storage) of every product that reads a weight."""
     seen = []
-    original = linear_op._weight_storage
+    original = linear_op.weight_storage
 
     def recording(weight, direction, plan, *options):
         storage = original(weight, direction, plan, *options)
         seen.append((direction, storage.map(torch.clone), type(weight).__name__))
         return storage
 
-    linear_op._weight_storage = recording
+    linear_op.weight_storage = recording
     try:
         yield seen
     finally:
-        linear_op._weight_storage = original
+        linear_op.weight_storage = original
 
 
 @contextlib.contextmanager

@@ -796,7 +796,7 @@ def emulated() -> Iterator[Operators]:
         patch.setattr(torch_compat, "stream_of", lambda device: (0, False))
         patch.setattr(plan, "_PLANS", {})  # plans keep what they resolved for (dtype, device)
         patch.setattr(plan, "_CALLS", {})
-        patch.setattr(linear_op, "_LAST_INPUT", linear_op._LastInput())
+        patch.setattr(linear_op, "_LAST_INPUT", linear_op.LastRead())
         patch.setattr(guard, "_GUARDED", weakref.WeakSet())
         patch.setattr(guard, "_UNDERWAY", [])
         patch.setattr(torch.cuda, "Event", Arrived)

@@ -24,7 +24,7 @@ from ..scaling import AmaxHistory
 from ..tensor.master_weight import MasterWeight, WeightState
 from ..tensor.quantized_tensor import OPERATORS, QuantizedTensor
 from .guard import guard_of
-from .linear_op import _backward, _quantize, _refuse_second_derivative, product, slot_ids, weight_state
+from .linear_op import product, product_backward, quantize_slot, refuse_second_derivative, slot_ids, weight_state
 from .plan import GemmPlan, plan_of
 
 _NUMBERS = itertools.count()
@@ -130,7 +130,7 @@ def _graph_linear_backward(dy, weight, saved, handle, shape, plan, needs, traini
     weight = _weight_behind(site, weight)
     step, ids, guard, inputs, grads = site.beside(site.layer(), weight_state(weight), plan_of(plan), dy.dtype, dy.device)
     histories = [h.amaxes for h in grads] if training else []
-    *gradients, amaxes = _backward(
+    *gradients, amaxes = product_backward(
         dy, weight, saved, plan, needs, step, ids, guard, [h.enc for h in inputs], [h.enc for h in grads], histories
     )
     for history, amax in zip(histories, amaxes):
@@ -154,7 +154,7 @@ def _saved_buffers(plan: GemmPlan, x: Tensor) -> list[tuple[torch.Size, torch.dt
     step, ids = (x.new_empty(n, dtype=torch.int64) for n in (5, 3))
     factors = [x.new_empty(1, dtype=torch.float32) for _ in plan.input.delayed_directions]
     with counters.kept():
-        made, _ = _quantize(plan, "input", x.reshape(-1, x.shape[-1]), directions, step, ids, None, factors)
+        made, _ = quantize_slot(plan, "input", x.reshape(-1, x.shape[-1]), directions, step, ids, None, factors)
     buffers = [(b.shape, b.dtype) for b in made[saved].buffers().values()]
     if key is not None:
         plan.saved_buffers[key] = buffers
@@ -204,7 +204,7 @@ _define(
     "graph_linear_backward",
     "(Tensor dy, Tensor weight, Tensor[] saved, Tensor handle, int[] shape, str plan, bool[] needs, bool training"
     ") -> (Tensor, Tensor, Tensor)",
-    _graph_linear_backward, _fake_linear_backward, _refuse_second_derivative,
+    _graph_linear_backward, _fake_linear_backward, refuse_second_derivative,
 )
 
 

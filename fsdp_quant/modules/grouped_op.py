@@ -24,7 +24,7 @@ from ..ops.native import Operand, TokenGroups
 from ..recipe import QUANTIZED_TYPES
 from ..tensor import torch_compat, writers
 from ..tensor.master_weight import MasterWeight
-from .linear_op import _check_version, _refuse_second_derivative, _version_of, _weight_storage
+from .linear_op import check_weight_version, refuse_second_derivative, weight_storage, weight_version
 from .plan import PRODUCTS, GemmPlan
 
 
@@ -84,7 +84,7 @@ class StackedWeights:
         else:
             with torch_compat.outside_inference_mode():
                 parts = weights[0].unbind() if weights[0].dim() == 3 else weights
-            storages = [_weight_storage(w, direction, plan, dtype, both) for w in parts]
+            storages = [weight_storage(w, direction, plan, dtype, both) for w in parts]
             scale = torch.cat([s.scale.reshape(-1) for s in storages])
             made = {direction: Operand(stacked([s.data for s in storages]), scale, storages[0].operand_format)}
         if masters:
@@ -153,17 +153,17 @@ class GroupedLinearCall(torch.autograd.Function):
             y = y.add_(table.float().index_select(0, _group_of(groups, x))).to(x.dtype)
         _count(plan, 0, groups)
         ctx.groups, ctx.weights, ctx.stack, ctx.plan, ctx.guard = groups, weights, stack, plan, guard
-        ctx.versions, ctx.dtypes = [_version_of(w) for w in weights], [p.dtype for p in parameters]
+        ctx.versions, ctx.dtypes = [weight_version(w) for w in weights], [p.dtype for p in parameters]
         ctx.save_for_backward(*(made[COLUMNWISE][:2] if keeps else [x] if save else []))
         return y
 
     @staticmethod
     def backward(ctx, dy):
         if torch.is_grad_enabled():
-            _refuse_second_derivative(ctx)
+            refuse_second_derivative(ctx)
         weights, plan, groups, needs = ctx.weights, ctx.plan, ctx.groups, ctx.needs_input_grad
         for weight, version in zip(weights, ctx.versions):
-            _check_version(weight, version)
+            check_weight_version(weight, version)
         need_x, need_w, need_b = needs[0], any(needs[7 : 7 + len(weights)]), any(needs[7 + len(weights) :])
         wanted = [d for d, needed in ((ROWWISE, need_x), (COLUMNWISE, need_w)) if needed]
         made = _tokens(plan, "grad_output", dy, wanted, ctx.guard, groups) if wanted else {}

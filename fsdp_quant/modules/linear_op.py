@@ -64,12 +64,12 @@ def slot_ids(name: str) -> Tensor:
     return torch.tensor([tensor_id(f"{name}.{slot}") for slot in SLOTS], device="cpu")
 
 
-def _key(plan: GemmPlan, slot: str, step: Tensor, ids: Tensor, rows: int) -> Tensor | None:
+def slot_key(plan: GemmPlan, slot: str, step: Tensor, ids: Tensor, rows: int) -> Tensor | None:
     """Random key of a slot, int64 [5] (`ops.rng.KEY_FIELDS`), or None where nothing is rounded stochastically."""
     return dispatch.random_key(step, ids, SLOTS.index(slot), rows) if plan.hybrid(slot).is_stochastic else None
 
 
-def _quantize(
+def quantize_slot(
     plan: GemmPlan, slot: str, x: Tensor, directions: list[Direction], step: Tensor, ids: Tensor, guard: Tensor | None,
     factors: list[Tensor], statistics: dict[Direction, dispatch.Statistics] | None = None,
 ) -> tuple[dict[Direction, Storage], list[Tensor]]:
@@ -79,18 +79,18 @@ def _quantize(
     sides = dict(zip(hybrid.delayed_directions, factors))
     layouts = plan.resolved(x.dtype, x.device).layouts[slot] if x.numel() else None
     made, amaxes = hybrid.storages(
-        x, directions, key=_key(plan, slot, step, ids, x.shape[0]), factors=sides, layouts=layouts,
+        x, directions, key=slot_key(plan, slot, step, ids, x.shape[0]), factors=sides, layouts=layouts,
         guard=None if guard is None else guard[SLOTS.index(slot)], statistics=statistics,
     )
-    return made, _recorded(hybrid, amaxes, x)
+    return made, recorded_amaxes(hybrid, amaxes, x)
 
 
-def _recorded(hybrid: HybridQuantizer, amaxes: dict[Direction, Tensor], x: Tensor) -> list[Tensor]:
+def recorded_amaxes(hybrid: HybridQuantizer, amaxes: dict[Direction, Tensor], x: Tensor) -> list[Tensor]:
     """The amaxes of the delayed sides of x; a direction that was not needed this time has none: zero."""
     return [amaxes[d] if d in amaxes else x.new_zeros(1, dtype=torch.float32) for d in hybrid.delayed_directions]
 
 
-def _weight_storage(weight: Tensor, direction: Direction, plan: GemmPlan, dtype, both: bool = False) -> Storage:
+def weight_storage(weight: Tensor, direction: Direction, plan: GemmPlan, dtype, both: bool = False) -> Storage:
     """The weight's codes for one direction, as its product reads them: gathered, cached, or made here from a plain tensor.
 
     both:  the other direction follows, so that one read may make both.
@@ -117,44 +117,38 @@ def _weight_storage(weight: Tensor, direction: Direction, plan: GemmPlan, dtype,
     return operand
 
 
-def _backward_storage(weight: Tensor, plan: GemmPlan, dtype) -> Storage:
+def dgrad_weight(weight: Tensor, plan: GemmPlan, dtype) -> Storage:
     """The weight's codes for dgrad, the last product that reads it."""
-    storage = _weight_storage(weight, COLUMNWISE, plan, dtype)
+    storage = weight_storage(weight, COLUMNWISE, plan, dtype)
     if isinstance(weight, MasterWeight):
         weight.state.let_go()
     return storage
 
 
-class _LastInput:
-    """Codes of the input that was quantized last: layers that share one (gate and up; q, k and v) quantize it once.
+class LastRead:
+    """What was made of the tensor that was read last: layers that share an input (gate and up; q, k and v) make it once.
 
-    Kept while the tensor lives, is the last one, and is not written; never across streams or into a captured graph. Only
-    of results of other operators: what writes a buffer of its own (a receive, a copy into `.data`) tells no version.
+    Kept while the tensor lives, is the last one, and what was `seen` of it (its version, for whom, on which stream) is the same.
     """
 
     def __init__(self):
         self._entry = None
 
-    def codes(self, x: Tensor, key: object, guard: Tensor | None) -> list[Tensor] | None:
-        """Kept codes of x; who counts in `guard` shares the counts of who made them."""
+    def get(self, x: Tensor, seen: tuple) -> tuple | None:
         entry = self._entry
-        if entry is None or entry[0]() is not x or entry[1] != (x._version, key, torch_compat.stream_of(x.device)):
-            return None
-        if guard is not None and entry[3] is not guard:
-            COUNTED_BY[guard] = entry[3]
-        return entry[2]
+        return entry[2] if entry is not None and entry[0]() is x and entry[1] == seen else None
 
-    def keep(self, x: Tensor, key: object, made: list[Tensor], guard: Tensor | None) -> None:
-        if x.grad_fn is not None:
-            seen = x._version, key, torch_compat.stream_of(x.device)
-            self._entry = (weakref.ref(x, self._drop), seen, made, guard)
+    def keep(self, x: Tensor, seen: tuple, made: tuple) -> None:
+        self._entry = (weakref.ref(x, self._drop), seen, made)
 
     def _drop(self, ref: weakref.ref) -> None:
         if self._entry is not None and self._entry[0] is ref:
             self._entry = None
 
 
-_LAST_INPUT = _LastInput()
+# (codes, the guard that counted them) of an input; only of results of other operators: what writes a buffer of its own (a
+# receive, a copy into `.data`) tells no version.
+_LAST_INPUT = LastRead()
 # Guard of a layer that took another's codes -> the guard that counted them.
 COUNTED_BY: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
 
@@ -179,8 +173,15 @@ def _step(
     x, weight, bias, plan, resolved, save, step, ids, guard, factors, grad_factors, histories, grad_histories, edge, source=None
 ):
     """(y, the codes that the backward keeps), in one call; with `edge`, the parameter, y has its autograd node."""
-    key = None if resolved.shared is None or source is not None else (resolved.shared, save)
-    kept = codes = None if key is None else _LAST_INPUT.codes(x, key, guard)
+    kept = codes = seen = None
+    if resolved.shared is not None and source is None and x.grad_fn is not None:
+        seen = x._version, resolved.shared, save, torch_compat.stream_of(x.device)
+        found = _LAST_INPUT.get(x, seen)
+        if found is not None:
+            codes, counted_by = found
+            kept = codes
+            if guard is not None and counted_by is not guard:
+                COUNTED_BY[guard] = counted_by
     if writers.checking:
         codes = None  # made again, and compared
     if source is not None:  # x is let go before codes of the weight are made
@@ -188,12 +189,12 @@ def _step(
     is_held = save and edge is not None and not writers.checking and _is_cached(weight, plan)
     if is_held and not torch_compat.backward_is_running():
         weight.state.note_forward(weight.version)
-    operand = list(_weight_storage(weight, ROWWISE, plan, x.dtype, save).buffers().values())
+    operand = list(weight_storage(weight, ROWWISE, plan, x.dtype, save).buffers().values())
     columnwise, stamps = _held_operand(weight, resolved, x.dtype) if is_held else ([], [])
     if columnwise:
         weight.state.let_go()
     y, *made = native.linear_step(
-        x, edge, bias, operand, resolved.call, _version_of(weight), save, step, ids, guard, factors, grad_factors,
+        x, edge, bias, operand, resolved.call, weight_version(weight), save, step, ids, guard, factors, grad_factors,
         histories, grad_histories, codes or [], columnwise, stamps,
     )
     if codes is None and kept is not None and any(map(writers.bytes_apart, kept, made)):
@@ -201,8 +202,8 @@ def _step(
             f"the input of {weight_state(weight).name} was written after an earlier layer quantized it, and the write moved "
             "no version counter: layers that share an input share its codes; give the written values a tensor of their own"
         )
-    if codes is None and key is not None:
-        _LAST_INPUT.keep(x, key, made, guard)
+    if codes is None and seen is not None:
+        _LAST_INPUT.keep(x, seen, (made, guard))
     return y, made
 
 
@@ -218,14 +219,14 @@ def _held_operand(weight: MasterWeight, resolved: Resolved, dtype: torch.dtype) 
     return (list(storage.buffers().values()), stamps) if storage is not None and stamps else ([], [])
 
 
-def _version_of(weight: Tensor) -> int:
+def weight_version(weight: Tensor) -> int:
     """Of a weight that is not gathered: a number that is equal as long as its values are; 0 for other tensors."""
     return hash(weight.version) if isinstance(weight, FSDPHooks) else 0
 
 
-def _check_version(weight: Tensor, version: int) -> None:
+def check_weight_version(weight: Tensor, version: int) -> None:
     """Raise StaleWeightError for a master weight that was written since its forward."""
-    if _version_of(weight) != version:
+    if weight_version(weight) != version:
         raise StaleWeightError(
             f"{weight.state.name} was modified between the forward and the backward that needs it; step the optimizer "
             f"after backward(){weight.last_writer}"
@@ -234,9 +235,9 @@ def _check_version(weight: Tensor, version: int) -> None:
 
 def _weight_operand(weight: Tensor, plan: str, columnwise: bool, version: int, dtype: torch.dtype) -> list[Tensor]:
     """The buffers of the weight's operand, for the compiled step; version: of the weight in the forward."""
-    _check_version(weight, version)
+    check_weight_version(weight, version)
     plan = plan_of(plan)
-    made = _backward_storage(weight, plan, dtype) if columnwise else _weight_storage(weight, ROWWISE, plan, dtype)
+    made = dgrad_weight(weight, plan, dtype) if columnwise else weight_storage(weight, ROWWISE, plan, dtype)
     return list(made.buffers().values())
 
 
@@ -248,41 +249,41 @@ def _forward(x, weight, bias, plan, save, step, ids, guard, factors, grad_factor
     saved = resolved.saved if save and plan.saves != "input" else None
     if (histories is not None or not plan.is_delayed) and _is_one_call(resolved, x, weight.shape[0], bias):
         y, made = _step(x, weight, bias, plan, resolved, save, step, ids, guard, factors, [], histories or [], [], None)
-        return y, made[-len(_buffer_names(plan.operand("input", saved))) :] if saved is not None else [], []
+        return y, made[-len(buffer_names(plan.operand("input", saved))) :] if saved is not None else [], []
     directions = [ROWWISE, COLUMNWISE] if saved is COLUMNWISE else [ROWWISE]
-    made, amaxes = _quantize(plan, "input", x2, directions, step, ids, guard, factors)
-    w = _weight_storage(weight, ROWWISE, plan, x.dtype, save)
+    made, amaxes = quantize_slot(plan, "input", x2, directions, step, ids, guard, factors)
+    w = weight_storage(weight, ROWWISE, plan, x.dtype, save)
     y = gemm(made[ROWWISE], w, out_dtype=x.dtype, bias=bias, domain=resolved.domains[0])
     buffers = list(made[saved].buffers().values()) if saved is not None else []
     return y.view(*x.shape[:-1], y.shape[-1]), buffers, amaxes
 
 
-def _buffer_names(fmt: Format) -> list[str]:
+def buffer_names(fmt: Format) -> list[str]:
     """The buffers of a storage of this format."""
     has = {"data": True, "scale": fmt.scale != "none", "tensor_amax": fmt.tensor_scale}
     return [b for b in BUFFERS if has[b]]
 
 
-def _saved_columnwise(plan: GemmPlan, saved: list[Tensor], shape, dy: Tensor, step, ids, guard, factors) -> Storage:
+def saved_columnwise(plan: GemmPlan, saved: list[Tensor], shape, dy: Tensor, step, ids, guard, factors) -> Storage:
     """The columnwise storage of the input [M, K], from what the plan saved."""
     hybrid, dtype = plan.input, dy.dtype
     if plan.saves == "input":
         x = saved[0].reshape(shape)
-        return _quantize(plan, "input", x, [COLUMNWISE], step, ids, guard, factors)[0][COLUMNWISE]
+        return quantize_slot(plan, "input", x, [COLUMNWISE], step, ids, guard, factors)[0][COLUMNWISE]
     resolved = plan.resolved(dtype, dy.device)
     direction = resolved.saved
     fmt, laid_out = hybrid.side(direction).fmt, resolved.layouts["input"][direction]
-    fields = {b: None for b in BUFFERS} | dict(zip(_buffer_names(fmt), saved))
+    fields = {b: None for b in BUFFERS} | dict(zip(buffer_names(fmt), saved))
     storage = Storage(fmt, direction, shape, **fields, dtype=dtype, layout=laid_out if shape[0] else COMPACT)
     if direction is COLUMNWISE:
         return storage
     storage = storage.in_layout(COMPACT)
     if hybrid.one_storage:
         return storage.as_direction(COLUMNWISE)
-    return hybrid.derive_columnwise(storage, key=_key(plan, "input", step, ids, shape[0]))
+    return hybrid.derive_columnwise(storage, key=slot_key(plan, "input", step, ids, shape[0]))
 
 
-def _backward(dy, weight, saved, plan, needs, step, ids, guard, factors, grad_factors, histories=None):
+def product_backward(dy, weight, saved, plan, needs, step, ids, guard, factors, grad_factors, histories=None):
     """needs: of x, weight, bias. A gradient that is not needed is an empty tensor. histories: as in `_forward`, of dy."""
     plan = plan_of(plan)
     need_x, need_w, need_b = needs
@@ -294,27 +295,27 @@ def _backward(dy, weight, saved, plan, needs, step, ids, guard, factors, grad_fa
     resolved = plan.resolved(dy.dtype, dy.device)
     made, amaxes, domains = {}, [], resolved.domains
     if directions and (histories is not None or not plan.is_delayed) and _is_one_call(resolved, dy, k):
-        operand = list(_backward_storage(weight, plan, dy.dtype).buffers().values()) if need_x else []
+        operand = list(dgrad_weight(weight, plan, dy.dtype).buffers().values()) if need_x else []
         dx, dw = native.linear_step_backward(
             dy, operand, saved, need_x, need_w, resolved.call, step, ids, guard, factors, grad_factors, histories or [],
         )
         return dx.view(*dy.shape[:-1], k) if need_x else none, dw, db, []
     if directions:
-        made, amaxes = _quantize(plan, "grad_output", dy2, directions, step, ids, guard, grad_factors)
+        made, amaxes = quantize_slot(plan, "grad_output", dy2, directions, step, ids, guard, grad_factors)
     if need_x:
-        w = _backward_storage(weight, plan, dy.dtype)
+        w = dgrad_weight(weight, plan, dy.dtype)
         dx = gemm(made[ROWWISE], w, out_dtype=dy.dtype, domain=domains[1]).view(*dy.shape[:-1], k)
     if need_w:
-        x = _saved_columnwise(plan, saved, (dy2.shape[0], k), dy, step, ids, guard, factors)
+        x = saved_columnwise(plan, saved, (dy2.shape[0], k), dy, step, ids, guard, factors)
         dw = gemm(made[COLUMNWISE], x, out_dtype=dy.dtype, domain=domains[2])
     return dx, dw, db, amaxes
 
 
 _library.impl("linear", _forward, "CompositeExplicitAutograd")
-_library.impl("linear_backward", _backward, "CompositeExplicitAutograd")
+_library.impl("linear_backward", product_backward, "CompositeExplicitAutograd")
 _library.impl("weight_operand", _weight_operand, "CompositeExplicitAutograd")
 OPERATORS[torch.ops.fsdp_quant.linear.default] = _forward
-OPERATORS[torch.ops.fsdp_quant.linear_backward.default] = _backward
+OPERATORS[torch.ops.fsdp_quant.linear_backward.default] = product_backward
 OPERATORS[torch.ops.fsdp_quant.weight_operand.default] = _weight_operand
 
 
@@ -324,18 +325,18 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.weight, ctx.plan, ctx.step, ctx.ids, ctx.guard = weight, plan, step, ids, guard
     ctx.factors, ctx.grad_factors, ctx.grad_amaxes = factors, grad_factors, grad_amaxes
     ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.version = _version_of(weight)
+    ctx.version = weight_version(weight)
     ctx.save_for_backward(*([x] if save and plan_of(plan).saves == "input" else buffers))
 
 
 def _autograd_backward(ctx, dy, _buffers, _amaxes):
     weight = ctx.weight
-    _check_version(weight, ctx.version)
+    check_weight_version(weight, ctx.version)
     needs = list(ctx.needs_input_grad[:3])
     watched = (
         torch.is_grad_enabled() or torch_compat.dispatch_is_watched() or torch.is_autocast_enabled(dy.device.type)
     )
-    dx, dw, db, amaxes = (torch.ops.fsdp_quant.linear_backward if watched else _backward)(
+    dx, dw, db, amaxes = (torch.ops.fsdp_quant.linear_backward if watched else product_backward)(
         dy, weight, list(ctx.saved_tensors), ctx.plan, needs, ctx.step, ctx.ids, ctx.guard, ctx.factors,
         ctx.grad_factors,
     )
@@ -417,7 +418,7 @@ def product(
     return y, buffers
 
 
-def _refuse_second_derivative(ctx, *grads):
+def refuse_second_derivative(ctx, *grads):
     raise NotImplementedError(
         "fq.Linear has no second derivative: the backward multiplies quantized operands; leave the layers of a gradient "
         "penalty out of fq.convert"
@@ -432,4 +433,4 @@ def weight_state(weight: Tensor):
 
 
 torch.library.register_autograd("fsdp_quant::linear", _autograd_backward, setup_context=_setup_context, lib=_library)
-torch.library.register_autograd("fsdp_quant::linear_backward", _refuse_second_derivative, lib=_library)
+torch.library.register_autograd("fsdp_quant::linear_backward", refuse_second_derivative, lib=_library)

@@ -16,7 +16,6 @@ and the scatter of their gradients.
 from __future__ import annotations
 
 import functools
-import weakref
 from dataclasses import dataclass
 from math import prod
 
@@ -33,20 +32,22 @@ from ..gemm import gemm
 from ..modules.linear import Linear
 from ..modules.linear_op import (
     SLOTS,
-    _backward_storage,
-    _buffer_names,
-    _check_version,
-    _forward,
-    _key,
-    _quantize,
-    _recorded,
-    _saved_columnwise,
-    _version_of,
-    _weight_storage,
+    LastRead,
+    buffer_names,
+    check_weight_version,
+    dgrad_weight,
+    product,
+    quantize_slot,
+    recorded_amaxes,
+    saved_columnwise,
     slot_ids,
+    slot_key,
     weight_state,
+    weight_storage,
+    weight_version,
 )
 from ..modules.plan import GemmPlan
+from ..ops.layout import COMPACT
 from ..scaling import AmaxHistory
 from ..storage import BUFFERS, Placement, Storage, scale_placement
 from ..tensor import fsdp_hooks, torch_compat
@@ -93,7 +94,7 @@ class Call:
 
     def quantize(self, slot: str, x: Tensor, directions, statistics=None) -> tuple[dict[Direction, Storage], list[Tensor]]:
         factors = self.factors if slot == "input" else self.grad_factors
-        return _quantize(self.plan, slot, x, list(directions), self.step, self.ids, self.guard, factors, statistics)
+        return quantize_slot(self.plan, slot, x, list(directions), self.step, self.ids, self.guard, factors, statistics)
 
     def quantize_own(self, slot: str, x: Tensor, directions) -> tuple[dict[Direction, Storage], list[Tensor]]:
         """`quantize` of a tensor of which other ranks have other columns, or that is the same on every rank."""
@@ -104,21 +105,20 @@ class Call:
 
     def gather(self, slot: str, x: Tensor | Storage, directions, cut: SequenceCut, phase: str) -> Gather:
         """Of a tensor of which other ranks have other rows."""
-        hybrid = self.plan.hybrid(slot)
         return Gather(
-            x, hybrid, directions, cut, phase, key=self.key(slot, cut), factors=self.by_direction(slot),
-            quantize=lambda whole, wanted: self._by_direction(slot, *self.quantize(slot, whole, wanted)),
+            x, self.plan.hybrid(slot), directions, cut, phase, key=self.key(slot, cut), factors=self.by_direction(slot)
         )
 
     def key(self, slot: str, cut: SequenceCut) -> Tensor | None:
-        return _key(self.plan, slot, self.step, self.ids, cut.rows * cut.ranks)
+        return slot_key(self.plan, slot, self.step, self.ids, cut.rows * cut.ranks)
 
     def by_direction(self, slot: str) -> dict[Direction, Tensor]:
         delayed = self.plan.hybrid(slot).delayed_directions
         return dict(zip(delayed, self.factors if slot == "input" else self.grad_factors))
 
-    def _by_direction(self, slot: str, made: dict, amaxes: list[Tensor]) -> tuple[dict, dict[Direction, Tensor]]:
-        return made, dict(zip(self.plan.hybrid(slot).delayed_directions, amaxes))
+    def layout(self, slot: str, direction: Direction, x: Tensor) -> str:
+        """How the product of activations like x reads a slot."""
+        return self.plan.resolved(x.dtype, x.device).layouts[slot][direction] if x.numel() else COMPACT
 
     def check_travels(self, slot: str, directions, cut: SequenceCut) -> None:
         """Raise ValueError, on every rank, for a gather in high precision under require_native."""
@@ -133,6 +133,21 @@ class Call:
                 f"require_native=True; make the rows a rank has a multiple of {fmt.row_alignment(d)} (sequence first, or one "
                 "sequence, where it is rounded stochastically), or drop require_native"
             )
+
+
+class LaidOut:
+    """A whole compact storage, in the layouts in which products have read it.
+
+    The guard may have moved a product of one layer, on one rank: what it reads is laid out for it, never gathered again.
+    """
+
+    def __init__(self, compact: Storage):
+        self.compact, self._made = compact, {}
+
+    def in_layout(self, layout: str) -> Storage:
+        if layout not in self._made:
+            self._made[layout] = self.compact.in_layout(layout)
+        return self._made[layout]
 
 
 class SharedInput:
@@ -150,12 +165,12 @@ class SharedInput:
         travels = call.plan.saves == "input" or cut.travels(hybrid.encodings[source])
         self.saves = call.plan.saves if travels else "input"
         self._readers = self._read = self._summands = self._summed = 0
-        self._columnwise: Gather | None = None
+        self._columnwise: Gather | LaidOut | None = None
         self._backward = -1  # that the following belong to
         self._dx: Tensor | None = None
         self._scattering: Scattering | None = None
 
-    def encode(self, call: Call, x: Tensor) -> tuple[Storage, list[Tensor], list[Tensor]]:
+    def encode(self, call: Call, x: Tensor) -> tuple[LaidOut, list[Tensor], list[Tensor]]:
         """(rowwise codes of the whole x, what the backward keeps, amaxes of delayed sides); x: this rank's rows."""
         hybrid, cut, local, amaxes = call.plan.input, self.cut, {}, {}
         keeps_columnwise = call.save and self.saves == "columnwise"
@@ -164,12 +179,11 @@ class SharedInput:
         if own:
             local, amaxes = encoded_rows(x, hybrid, own, cut, call.key("input", cut), call.by_direction("input"))
         gather = call.gather("input", local[ROWWISE] if row_travels else x, [ROWWISE], cut, "forward")
-        layouts = call.plan.resolved(x.dtype, x.device).layouts["input"]
-        rowwise = gather.take(ROWWISE).in_layout(layouts[ROWWISE]) if x.numel() else gather.take(ROWWISE)
+        rowwise = LaidOut(gather.take(ROWWISE))
         kept = {"input": lambda: [x], "columnwise": lambda: list(local[COLUMNWISE].buffers().values()),
                 "rowwise": lambda: list(local[ROWWISE].buffers().values())}
         saved = kept[self.saves]() if call.save else []
-        return rowwise, saved, _recorded(hybrid, gather.amaxes | amaxes, x)
+        return rowwise, saved, recorded_amaxes(hybrid, gather.amaxes | amaxes, x)
 
     def is_read(self, wgrad: bool, dgrad: bool) -> None:
         """A layer multiplied it, and its backward will make these."""
@@ -185,11 +199,13 @@ class SharedInput:
     def _saved_storage(self, plan: GemmPlan, saved: list[Tensor], dtype: torch.dtype) -> Storage:
         direction = COLUMNWISE if self.saves == "columnwise" else ROWWISE
         fmt, shape = plan.input.side(direction).fmt, (self.cut.rows, self.cut.shape[-1])
-        return Storage(fmt, direction, shape, **dict.fromkeys(BUFFERS) | dict(zip(_buffer_names(fmt), saved)), dtype=dtype)
+        return Storage(fmt, direction, shape, **dict.fromkeys(BUFFERS) | dict(zip(buffer_names(fmt), saved)), dtype=dtype)
 
-    def columnwise(self) -> Storage:
-        gather, self._read = self._columnwise, self._read + 1
-        storage = gather.take(COLUMNWISE)
+    def columnwise(self, layout: str) -> Storage:
+        self._read += 1
+        if isinstance(self._columnwise, Gather):
+            self._columnwise = LaidOut(self._columnwise.take(COLUMNWISE))
+        storage = self._columnwise.in_layout(layout)
         if self._read >= self._readers:  # the last one
             self._columnwise, self._read = None, 0
         return storage
@@ -235,39 +251,25 @@ class _Boundary(torch.autograd.Function):
         return ctx.shared.gradient(), None
 
 
-class _LastShared:
-    """The input that column layers shared last: kept while the tensor lives, is the last one, and is not written."""
-
-    def __init__(self):
-        self._entry = None
-
-    def get(self, x: Tensor, seen: tuple) -> tuple | None:
-        entry = self._entry
-        return entry[2] if entry is not None and entry[0]() is x and entry[1] == seen else None
-
-    def keep(self, x: Tensor, seen: tuple, made: tuple) -> None:
-        self._entry = (weakref.ref(x, self._drop), seen, made)
-
-    def _drop(self, ref: weakref.ref) -> None:
-        if self._entry is not None and self._entry[0] is ref:
-            self._entry = None
+_LAST_SHARED = LastRead()
 
 
-_LAST_SHARED = _LastShared()
-
-
-def _shared_input(x: Tensor, owner: Tensor, call: Call) -> tuple[SharedInput, Tensor, Storage, list[Tensor]]:
+def _shared_input(x: Tensor, owner: Tensor, call: Call) -> tuple[SharedInput, Tensor, LaidOut, list[Tensor]]:
     """(what layers share of x, x at the boundary, its rowwise codes, what the backward keeps).
+
+    What decides whether it is made again is the same on every rank, so not which products the guard has moved.
 
     owner:  the tensor that several layers are given: x, or the DTensor over it.
     """
     plan, grad, values = call.plan, torch.is_grad_enabled(), torch_compat.local_of(owner)
     stream = torch_compat.stream_of(x.device) if x.is_cuda else None
-    seen = (0 if values.is_inference() else values._version, x.dtype, plan.key, call.axis.sequence_dim, call.save, grad, stream)
+    read_as = plan.input, plan.saves, call.axis.sequence_dim, call.save, grad
+    seen = 0 if values.is_inference() else values._version, x.dtype, *read_as, stream
     alone = plan.input.is_stochastic or plan.input.delayed_directions or values.is_inference()
     made = None if alone else _LAST_SHARED.get(owner, seen)
     if made is None:
-        cut = SequenceCut.of_local(tuple(x.shape), call.axis.sequence_dim, call.axis.group, call.name)
+        make = SequenceCut.of_whole if isinstance(owner, DTensor) else SequenceCut.of_local
+        cut = make(tuple(owner.shape), call.axis.sequence_dim, call.axis.group, f"{call.name} input")
         shared = SharedInput(call, cut)
         with torch.no_grad():
             rowwise, saved, amaxes = shared.encode(call, x.detach().reshape(-1, x.shape[-1]))
@@ -285,7 +287,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, call, shared, rowwise, saved):
         plan, axis = call.plan, call.axis
-        ctx.weight, ctx.call, ctx.shared, ctx.version = weight, call, shared, _version_of(weight)
+        ctx.weight, ctx.call, ctx.shared, ctx.version = weight, call, shared, weight_version(weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.x_shape = tuple(x.shape) if shared is None else shared.cut.whole_shape
         own_bias = bias if axis.column else None
@@ -293,8 +295,9 @@ class _Linear(torch.autograd.Function):
             y, saved = _multiply_own(call, x, weight, own_bias)
         else:
             shared.is_read(ctx.needs_input_grad[1], ctx.needs_input_grad[0])
-            w = _weight_storage(weight, ROWWISE, plan, x.dtype, call.save)
-            y = gemm(rowwise, w, out_dtype=x.dtype, bias=own_bias, domain=plan.resolved(x.dtype, x.device).domains[0])
+            w = weight_storage(weight, ROWWISE, plan, x.dtype, call.save)
+            codes = rowwise.in_layout(call.layout("input", ROWWISE, x))
+            y = gemm(codes, w, out_dtype=x.dtype, bias=own_bias, domain=plan.resolved(x.dtype, x.device).domains[0])
         y = y.view(*ctx.x_shape[:-1], y.shape[-1])
         ctx.save_for_backward(*([x] if call.save and shared is None and plan.saves == "input" else saved))
         if not axis.column:
@@ -312,18 +315,16 @@ def _multiply_own(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) ->
     """(y, what the backward keeps) of an x that no one else has rows of."""
     plan, resolved = call.plan, call.plan.resolved(x.dtype, x.device)
     if call.axis.cut_slot != "input" or not any(e.fmt.spans_tensor for e in plan.input.encodings.values()):
-        y, saved, amaxes = _forward(
-            x, weight, bias, plan.key, call.save, call.step, call.ids, call.guard, call.factors, [], [], call.histories
+        return product(
+            x, weight, bias, plan, call.save, call.step, call.ids, call.guard, call.factors, [], call.histories, []
         )
-    else:
-        keeps = resolved.saved if call.save and plan.saves != "input" else None
-        made, amaxes = call.quantize_own("input", x.reshape(-1, x.shape[-1]), [ROWWISE, *([keeps] if keeps is COLUMNWISE else [])])
-        w = _weight_storage(weight, ROWWISE, plan, x.dtype, call.save)
-        y = gemm(made[ROWWISE], w, out_dtype=x.dtype, bias=bias, domain=resolved.domains[0])
-        saved = [] if keeps is None else list(made[keeps].buffers().values())
+    keeps = resolved.saved if call.save and plan.saves != "input" else None
+    made, amaxes = call.quantize_own("input", x.reshape(-1, x.shape[-1]), [ROWWISE, *([keeps] if keeps is COLUMNWISE else [])])
+    w = weight_storage(weight, ROWWISE, plan, x.dtype, call.save)
+    y = gemm(made[ROWWISE], w, out_dtype=x.dtype, bias=bias, domain=resolved.domains[0])
     for history, amax in zip(call.histories, amaxes):
         AmaxHistory.record_in(history, amax)
-    return y, saved
+    return y, [] if keeps is None else list(made[keeps].buffers().values())
 
 
 def _summed(y: Tensor, call: Call, axis: TensorParallel) -> Tensor:
@@ -339,7 +340,7 @@ def _summed(y: Tensor, call: Call, axis: TensorParallel) -> Tensor:
 
 def _backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     call, weight, shared, axis, plan = ctx.call, ctx.weight, ctx.shared, ctx.call.axis, ctx.call.plan
-    _check_version(weight, ctx.version)
+    check_weight_version(weight, ctx.version)
     need_x, need_w, need_b = ctx.needs_input_grad[:3]
     n, k = weight.shape
     dy2 = dy.reshape(-1, n)
@@ -362,7 +363,7 @@ def _backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | N
             bias_sum = dist.all_reduce(db, group=axis.group, async_op=True)
     if need_x:
         multiply = functools.partial(
-            gemm, take(ROWWISE), _backward_storage(weight, plan, dy.dtype), out_dtype=dy.dtype, domain=domains[1]
+            gemm, take(ROWWISE), dgrad_weight(weight, plan, dy.dtype), out_dtype=dy.dtype, domain=domains[1]
         )
         if shared is not None:
             shared.add(multiply)
@@ -371,10 +372,10 @@ def _backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | N
             if axis.column and axis.reduces and axis.group.size() > 1:
                 dist.all_reduce(dx, group=axis.group)
     if need_w:
-        x = shared.columnwise() if shared is not None else _own_columnwise(ctx, dy)
+        x = shared.columnwise(call.layout("input", COLUMNWISE, dy)) if shared is not None else _own_columnwise(ctx, dy)
         dw = gemm(take(COLUMNWISE), x, out_dtype=dy.dtype, domain=domains[2]).to(weight.dtype)
     if cut_dy and directions:
-        amaxes = _recorded(plan.grad_output, gather.amaxes, dy)
+        amaxes = recorded_amaxes(plan.grad_output, gather.amaxes, dy)
     if directions:
         for history, amax in zip(call.grad_histories, amaxes):
             AmaxHistory.record_in(history, amax)
@@ -389,7 +390,7 @@ def _own_columnwise(ctx, dy: Tensor) -> Storage:
     x_shape = (torch.Size(ctx.x_shape[:-1]).numel(), ctx.x_shape[-1])
     if call.plan.saves == "input":
         return call.quantize_own("input", saved[0].reshape(x_shape), [COLUMNWISE])[0][COLUMNWISE]
-    return _saved_columnwise(call.plan, saved, x_shape, dy, call.step, call.ids, call.guard, call.factors)
+    return saved_columnwise(call.plan, saved, x_shape, dy, call.step, call.ids, call.guard, call.factors)
 
 
 # The plan #

@@ -10,7 +10,6 @@ way the bytes are those of quantizing the gathered tensor. Sums stay in high pre
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -122,25 +121,32 @@ def shared_statistics(
 # Moving rows #
 
 class Arriving:
-    """A buffer [outer * n, ..] of every rank, on its way to [outer * R * n, ..] on all."""
+    """Buffers [outer * n, ..] of every rank, on their way to [outer * R * n, ..] on all, in one launch."""
 
-    def __init__(self, buffer: Tensor, cut: SequenceCut):
-        self.sent, self.cut = buffer.contiguous(), cut
-        self.received = buffer.new_empty(cut.ranks, *buffer.shape)
-        self.work = None
-        if cut.ranks > 1 and buffer.numel():
-            as_bytes = (t.view(-1).view(torch.uint8) for t in (self.received, self.sent))
-            self.work = torch_compat.all_gather_rows(*as_bytes, cut.group)
-        else:
-            self.received[0] = self.sent
+    def __init__(self, buffers: dict[str, Tensor], cut: SequenceCut):
+        self.cut, self.sent = cut, {name: b.contiguous() for name, b in buffers.items()}
+        self.received = {name: b.new_empty(cut.ranks, *b.shape) for name, b in self.sent.items()}
+        self.works: list[dist.Work] = []
+        if cut.ranks == 1:
+            self.received = {name: b[None] for name, b in self.sent.items()}
+        elif moving := [(self.received[name], b) for name, b in self.sent.items() if b.numel()]:
+            as_bytes = [tuple(t.view(-1).view(torch.uint8) for t in pair) for pair in moving]
+            self.works = torch_compat.all_gather_rows(as_bytes, cut.group)
 
-    def wait(self) -> Tensor:
+    @property
+    def nbytes(self) -> int:
+        return sum(b.nbytes for b in self.received.values())
+
+    def wait(self) -> dict[str, Tensor]:
         """The rows in the order of the whole tensor; without a copy where the cut dim is the first."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = self.sent = None
-        shape, outer = self.received.shape[1:], self.cut.outer
-        rows = self.received.view(self.cut.ranks, outer, -1, *shape[1:]) if self.received.numel() else self.received
+        for work in self.works:
+            work.wait()
+        self.works, self.sent = [], {}
+        return {name: self._in_order(b) for name, b in self.received.items()}
+
+    def _in_order(self, received: Tensor) -> Tensor:
+        shape, outer = received.shape[1:], self.cut.outer
+        rows = received.view(self.cut.ranks, outer, -1, *shape[1:]) if received.numel() else received
         return (rows.transpose(0, 1) if outer > 1 else rows).reshape(-1, *shape[1:])
 
 
@@ -151,21 +157,20 @@ class Gather:
     phase:     "forward" or "backward", for the counts.
     key:       int64 [5] random key of the whole tensor.
     factors:   of delayed sides; see `HybridQuantizer.storages`.
-    quantize:  (x, directions) -> (storages, amaxes) of a whole tensor (default: the hybrid's).
 
     amaxes:    of delayed sides, by direction; known once something arrived in high precision, else at once.
     """
 
     def __init__(
         self, x: Tensor | Storage, hybrid: HybridQuantizer, directions, cut: SequenceCut, phase: str, *,
-        key: Tensor | None = None, factors: dict[Direction, Tensor] | None = None, quantize: Callable | None = None,
+        key: Tensor | None = None, factors: dict[Direction, Tensor] | None = None,
     ):
-        self.hybrid, self.directions, self.cut, self.phase, self.key = hybrid, tuple(directions), cut, phase, key
-        self.quantize = quantize or (lambda whole, wanted: hybrid.storages(whole, wanted, key=key, factors=factors))
+        self.hybrid, self.directions, self.cut, self.phase = hybrid, tuple(directions), cut, phase
+        self.key, self.factors = key, factors
         self.amaxes: dict[Direction, Tensor] = {}
         self._made: dict[Direction, Storage] = {}
         self._whole: Arriving | None = None
-        self._moving: dict[Direction, tuple[Storage, dict[str, Arriving]]] = {}
+        self._moving: dict[Direction, tuple[Storage, Arriving]] = {}
         if isinstance(x, Storage):
             self._send(x)
         elif cut.all_travel(hybrid, directions):
@@ -173,30 +178,30 @@ class Gather:
             for d in gathered_directions(hybrid, frozenset(directions)):
                 self._send(self.sent[d])
         else:
-            self._whole = Arriving(x, cut)
+            self._whole = Arriving({"data": x}, cut)
             self._count("both", "high precision", self._whole)
 
     def _send(self, storage: Storage) -> None:
         shards = {n for n, p in storage.placements(self.cut.chunk).items() if p is Placement.SHARD}
-        moving = {n: Arriving(b, self.cut) for n, b in storage.buffers().items() if n in shards}
-        for one in moving.values():
-            self._count(storage.direction.value, storage.fmt.name, one)
+        moving = Arriving({n: b for n, b in storage.buffers().items() if n in shards}, self.cut)
+        self._count(storage.direction.value, storage.fmt.name, moving)
         self._moving[storage.direction] = storage, moving
 
     def _count(self, direction: str, fmt: str, one: Arriving) -> None:
         if self.cut.ranks > 1:
-            counters.add("sequence gather", (self.phase, direction, fmt), one.received.nbytes)
+            counters.add("sequence gather", (self.phase, direction, fmt), one.nbytes)
 
     def take(self, direction: Direction) -> Storage:
         """The whole storage of a direction, compact or as `quantize` makes it."""
         if direction not in self._made:
             if self._whole is not None:
-                self._made, self.amaxes = self.quantize(self._whole.wait(), self.directions)
+                whole = self._whole.wait()["data"]
+                self._made, self.amaxes = self.hybrid.storages(whole, self.directions, key=self.key, factors=self.factors)
                 self._whole = None
             elif direction in self._moving:
                 local, moving = self._moving.pop(direction)
-                buffers = {n: one.wait() for n, one in moving.items()}
-                self._made[direction] = replace(local, shape=(local.shape[0] * self.cut.ranks, local.shape[1]), **buffers)
+                whole = local.shape[0] * self.cut.ranks, local.shape[1]
+                self._made[direction] = replace(local, shape=whole, **moving.wait())
             else:  # from the rowwise codes
                 rowwise = self.take(ROWWISE)
                 self._made[direction] = (
@@ -282,9 +287,9 @@ class _ReduceScatterSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        whole = Arriving(dy.reshape(-1, dy.shape[-1]), ctx.cut)
-        counters.add("sequence gather", ("backward", "both", "high precision"), whole.received.nbytes)
-        return whole.wait().view(ctx.cut.whole_shape), None
+        whole = Arriving({"data": dy.reshape(-1, dy.shape[-1])}, ctx.cut)
+        counters.add("sequence gather", ("backward", "both", "high precision"), whole.nbytes)
+        return whole.wait()["data"].view(ctx.cut.whole_shape), None
 
 
 def reduce_scatter_sequence(y: Tensor, group: dist.ProcessGroup, dim: int = 0) -> Tensor:

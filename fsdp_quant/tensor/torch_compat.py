@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, alloc_storage, free_storage
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -330,10 +331,14 @@ def swap_parameter(old: nn.Parameter, new: nn.Parameter) -> None:
     torch.utils.swap_tensors(old, new)
 
 
-def all_gather_rows(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start filling `received` with `sent` of every rank, one after the other; torch 2.13 has another name for it."""
-    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    return getattr(dist, name)(received, sent, group=group, async_op=True)
+def all_gather_rows(buffers: list[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[dist.Work]:
+    """Start filling each (received, sent) with `sent` of every rank, one after the other; in one launch where NCCL runs."""
+    if len(buffers) > 1 and buffers[0][0].is_cuda and dist.get_backend(group) == "nccl":
+        options = AllgatherOptions()
+        options.asyncOp = True
+        name = "all_gather_single" if hasattr(group, "all_gather_single_coalesced") else "allgather_into_tensor"
+        return [getattr(group, f"{name}_coalesced")(*map(list, zip(*buffers)), options)]
+    return [all_gather(received, sent, group, async_op=True) for received, sent in buffers]
 
 
 def reduce_scatter_rows(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> dist.Work:

@@ -1,0 +1,102 @@
+"""What ranks exchange along the sequence depends on what all of them know, and on how it is moved nothing does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import fsdp_quant as fq
+from dist_tests import laws
+from dist_tests.multi import harness
+from dist_tests.multi.harness import run_ranks
+from fsdp_quant.tensor.master_weight import inner_of
+from fsdp_quant.tensor.torch_compat import local_of
+
+D, FFN = 64, 128
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.up, self.down = nn.Linear(D, FFN), nn.Linear(D, FFN), nn.Linear(FFN, D)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.gate(x)) * self.up(x))
+
+
+def build(mesh, recipe: fq.Recipe) -> nn.Module:
+    whole = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+    return parallelize_module(fq.convert(MLP(), recipe), mesh, {
+        "": fq.parallel.PrepareModuleInput(**whole), "gate": fq.parallel.ColwiseParallel(), "up": fq.parallel.ColwiseParallel(),
+        "down": fq.parallel.RowwiseParallel(output_layouts=Shard(1)),
+    })
+
+
+def run(net: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
+    x = x.clone().requires_grad_()
+    y = net(x)
+    y.backward(dy)
+    return {"y": y.detach(), "dx": x.grad, **{name: p.grad.to_local() for name, p in net.named_parameters()}}
+
+
+def assert_same(got: dict, want: dict, what: str) -> None:
+    for name, one in want.items():
+        laws.assert_same_bytes(got[name], one, f"{what}: {name}")
+
+
+def ranks(rank: int, world: int) -> None:
+    mesh = init_device_mesh(harness.DEVICE, (world,), mesh_dim_names=("tp",))
+    x, dy = (laws.values(1, 64, D, seed=10 * seed + rank, dtype=torch.float32) for seed in (1, 2))
+    moved(mesh, rank, x, dy)
+    written_masters(mesh, x, dy)
+    uneven(mesh, world)
+
+
+def moved(mesh, rank: int, x: torch.Tensor, dy: torch.Tensor) -> None:
+    """The guard judges on each rank alone."""
+    recipe = fq.recipes.mxfp8()
+    nets = [build(mesh, recipe) for _ in range(2)]
+    if rank == 0:
+        for layer, products in ((nets[1].gate, ("fprop", "wgrad")), (nets[1].down, ("dgrad",))):
+            layer._plan = replace(layer._plan, moved=products)
+    results, gathered = [], []
+    for net in nets:
+        fq.reset_receipt()
+        results.append(run(net, x, dy))
+        gathered.append(fq.receipt().sequence)
+    assert gathered[0] == gathered[1], gathered
+    assert_same(results[1], results[0], "a product of one rank that moved")  # a CPU has one domain for these
+
+
+def written_masters(mesh, x: torch.Tensor, dy: torch.Tensor) -> None:
+    """torch counts writes to the plain tensor behind a parameter, and a DTensor hands out views of it."""
+    net = build(mesh, fq.recipes.fp8_current())
+    with torch.no_grad():
+        for p in net.parameters():
+            inner_of(local_of(p)).add_(0.0)  # as NCCL's scatter does
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(2):
+        run(net, x, dy)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def uneven(mesh, world: int) -> None:
+    layer = build(mesh, fq.recipes.mxfp8()).gate
+    rows = 2 * world + 1
+    x = DTensor.from_local(torch.zeros(1, 3, D)[:, : 3 - min(mesh.get_local_rank(), 1)], mesh, [Shard(1)], shape=(1, rows, D),
+                           stride=(rows * D, D, 1), run_check=False)
+    with pytest.raises(ValueError, match=rf"gate input: dim 1 of \[1, {rows}, {D}\] is {rows}, which the {world} ranks.*pad it"):
+        layer(x)
+
+
+def test_collectives_are_the_same_on_every_rank():
+    """Otherwise ranks wait for each other for ever: one judges a product, counts a write, or has fewer rows, alone."""
+    run_ranks(2, ranks)
