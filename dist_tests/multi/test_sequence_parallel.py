@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -15,10 +17,12 @@ import fsdp_quant as fq
 from dist_tests import laws
 from dist_tests.multi import harness
 from dist_tests.multi.harness import run_ranks
+from fsdp_quant.formats import ROWWISE
+from fsdp_quant.parallel import linear as parallel_linear
 from fsdp_quant.tensor.master_weight import inner_of
 from fsdp_quant.tensor.torch_compat import local_of
 
-D, FFN = 64, 128
+D, FFN = 64, 256
 
 
 class MLP(nn.Module):
@@ -57,6 +61,39 @@ def ranks(rank: int, world: int) -> None:
     moved(mesh, rank, x, dy)
     written_masters(mesh, x, dy)
     uneven(mesh, world)
+
+
+def pieces(rank: int, world: int) -> None:
+    """Sums are scattered a piece of the rows at a time."""
+    mesh = init_device_mesh(harness.DEVICE, (world,), mesh_dim_names=("tp",))
+    for name, rows in itertools.product(("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "fp8_delayed", "identity"), (64, 31)):
+        x, dy = (laws.values(1, rows, D, seed=10 * seed + rank, dtype=torch.float32) for seed in (1, 2))
+        results = []
+        for least in (2**60, 0):
+            parallel_linear._LEAST_WORK = least
+            net = build(mesh, fq.recipes.by_name(name))
+            with products() as made:
+                results.append(run(net, x, dy))
+            of_down = made.count((ROWWISE, FFN // world))
+            assert of_down == 2 if least == 0 and rows == 64 else of_down < 2, (name, rows, made)
+        assert_same(results[1], results[0], f"{name} {rows} rows in pieces")
+        assert "in 2 pieces" in str(fq.plan(net))
+
+
+@contextlib.contextmanager
+def products():
+    """(direction of the weight, length of the contraction) of each product."""
+    made, gemm = [], parallel_linear.gemm
+
+    def recorded(a, b, **options):
+        made.append((b.direction, a.shape[1]))
+        return gemm(a, b, **options)
+
+    parallel_linear.gemm = recorded
+    try:
+        yield made
+    finally:
+        parallel_linear.gemm = gemm
 
 
 def moved(mesh, rank: int, x: torch.Tensor, dy: torch.Tensor) -> None:
@@ -100,3 +137,8 @@ def uneven(mesh, world: int) -> None:
 def test_collectives_are_the_same_on_every_rank():
     """Otherwise ranks wait for each other for ever: one judges a product, counts a write, or has fewer rows, alone."""
     run_ranks(2, ranks)
+
+
+def test_sums_in_pieces_are_the_sums():
+    """Otherwise a layer that scatters beside its product computes something else."""
+    run_ranks(2, pieces)

@@ -10,6 +10,7 @@ way the bytes are those of quantizing the gathered tensor. Sums stay in high pre
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -227,12 +228,12 @@ def encoded_rows(
 class Scattering:
     """Partial sums [outer * R * chunk, N] on their way to this rank's rows of the sum over ranks."""
 
-    def __init__(self, y: Tensor, cut: SequenceCut):
+    def __init__(self, y: Tensor, cut: SequenceCut, out: Tensor | None = None):
         self.work, self.result = None, y
         if cut.ranks > 1:
             rows = y.view(cut.outer, cut.ranks, -1) if y.numel() else y
             self.sent = (rows.transpose(0, 1) if cut.outer > 1 else rows).contiguous()
-            self.result = y.new_empty(cut.rows, y.shape[1])
+            self.result = y.new_empty(cut.rows, y.shape[1]) if out is None else out
             if y.numel():
                 self.work = torch_compat.reduce_scatter_rows(self.result.view(-1), self.sent.view(-1), cut.group)
 
@@ -241,6 +242,32 @@ class Scattering:
             self.work.wait()
             self.work = self.sent = None
         return self.result
+
+
+def scattered_product(multiply: Callable[[Storage], Tensor], codes: Storage, cut: SequenceCut, pieces: int) -> Tensor:
+    """This rank's rows of the sum over ranks of multiply(codes), [outer * R * chunk, N] on every rank.
+
+    pieces:  of each rank's rows: one is scattered while the next is multiplied. Rows of a product are the product of rows, so
+             the sums are the same ones. All at once where the codes do not come apart (`Storage.picked`).
+    """
+    def part(i: int) -> Storage | None:
+        return codes.picked(
+            lambda b, dim: b.unflatten(dim, (cut.ranks, pieces, -1)).select(dim + 1, i).flatten(dim, dim + 1),
+            codes.shape[0] // pieces,
+        )
+
+    first = part(0) if pieces > 1 else None
+    if first is None:
+        return Scattering(multiply(codes), cut).wait()
+    moving, result, rows = [], None, cut.rows // pieces
+    for i in range(pieces):
+        y = multiply(first if i == 0 else part(i))
+        result = y.new_empty(cut.rows, y.shape[1]) if result is None else result
+        piece = SequenceCut(cut.group, (rows, y.shape[1]), 0)
+        moving.append(Scattering(y, piece, result.narrow(0, i * rows, rows)))
+    for one in moving:
+        one.wait()
+    return result
 
 
 # Functions of their own #
