@@ -10,7 +10,7 @@ and never sharded, sent or saved to a checkpoint.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -141,18 +141,18 @@ class Storage:
             row0=self.row0 + start,
         )
 
-    def picked(self, pick: Callable[[Tensor, int], Tensor], rows: int) -> Storage | None:
-        """`rows` rows of a rowwise storage in any layout, which pick(buffer, dim) takes; None where a scale serves some of them."""
+    def operand_rows(self, start: int, length: int) -> Storage | None:
+        """Rows [start, start + length) of a rowwise storage in any layout, as an operand; None where a scale serves others too."""
         scale, dim = self.scale, 0
         if self.direction is not ROWWISE or (self.fmt.block[0] or 1) > 1:
             return None
         if self.layout == NATIVE and self.fmt.is_quantized and not self.fmt.scale_leaves_contraction:
-            dim = 1  # [contraction blocks, rows, rounded up to 4]
-            if self.fmt.scale != "fp32" or scale.shape[dim] != self.shape[0] or rows % 4:
+            dim = 1  # [contraction blocks, rows rounded up to 4]
+            if self.fmt.scale != "fp32" or length % 4:
                 return None
         if scale is not None and scale.numel() > 1:
-            scale = pick(scale, dim)
-        return replace(self, shape=(rows, self.shape[1]), data=pick(self.data, 0), scale=scale)
+            scale = scale.narrow(dim, start, length).contiguous()
+        return replace(self, shape=(length, self.shape[1]), data=self.data.narrow(0, start, length), scale=scale)
 
     def map(self, fn) -> Storage:
         """The same storage with fn applied to every buffer."""

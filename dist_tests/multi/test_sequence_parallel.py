@@ -69,13 +69,14 @@ def pieces(rank: int, world: int) -> None:
     for name, rows in itertools.product(("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "fp8_delayed", "identity"), (64, 31)):
         x, dy = (laws.values(1, rows, D, seed=10 * seed + rank, dtype=torch.float32) for seed in (1, 2))
         results = []
-        for least in (2**60, 0):
-            parallel_linear._LEAST_WORK = least
+        parallel_linear._LEAST_WEIGHT = 1
+        for least in (2**30, 1):
+            parallel_linear._LEAST_ROWS = least
             net = build(mesh, fq.recipes.by_name(name))
             with products() as made:
                 results.append(run(net, x, dy))
             of_down = made.count((ROWWISE, FFN // world))
-            assert of_down == 2 if least == 0 and rows == 64 else of_down < 2, (name, rows, made)
+            assert of_down == 2 * world if least == 1 and rows == 64 else of_down < 2, (name, rows, made)
         assert_same(results[1], results[0], f"{name} {rows} rows in pieces")
         assert "in 2 pieces" in str(fq.plan(net))
 

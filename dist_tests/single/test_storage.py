@@ -10,6 +10,7 @@ import torch
 
 from dist_tests.golden import oracle
 from dist_tests.laws import QUANTIZERS, assert_same_bytes, assert_same_storage, values
+from fsdp_quant import storage as storage_module
 from fsdp_quant.formats import COLUMNWISE, E2M1, FORMATS, ROWWISE, Direction
 from fsdp_quant.ops import layout
 from fsdp_quant.quantizer import Quantizer
@@ -28,6 +29,25 @@ def rows_mix(storage: Storage) -> bool:
 
 
 # The buffer protocol #
+
+@each_quantizer
+@pytest.mark.parametrize("wanted", (layout.COMPACT, layout.NATIVE, layout.ANCHORED))
+def test_rows_of_an_operand_are_the_operand_of_the_rows(name: str, wanted: str, monkeypatch):
+    """Otherwise a product that is made a few rows at a time is another one."""
+    whole = WITH_RHT[name].storage(values(256, 512, kind="heavy"), ROWWISE)
+    monkeypatch.setattr(storage_module, "arch_of", lambda device: "sm_90a")
+    if wanted == layout.ANCHORED and whole.fmt.scale != "e8m0":
+        return
+    one, rows = whole.in_layout(wanted), whole.narrow(128, 64)
+    part = one.operand_rows(128, 64)
+    serves_several = (whole.fmt.block[0] or 1) > 1
+    no_line = wanted == layout.NATIVE and whole.fmt.scale in ("e8m0", "e4m3")  # and no product here reads them so
+    assert (part is None) == (serves_several or no_line), whole.describe()
+    if part is not None:
+        want = replace(rows, row0=0).in_layout(wanted)
+        for buffer, tensor in want.buffers().items():
+            assert_same_bytes(getattr(part, buffer), tensor, f"{whole.describe()} {wanted} {buffer}")
+
 
 @each_quantizer
 @each_direction

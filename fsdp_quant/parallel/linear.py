@@ -321,7 +321,7 @@ def _multiply_own(
 ) -> tuple[Tensor, list[Tensor]]:
     """(y, what the backward keeps) of an x that no one else has rows of; with `cut`, this rank's rows of the sum of y."""
     plan, resolved = call.plan, call.plan.resolved(x.dtype, x.device)
-    pieces = 1 if cut is None else _pieces(cut, x.numel() * weight.shape[0])
+    pieces = 1 if cut is None else _pieces(cut, weight)
     shares = call.axis.cut_slot == "input" and any(e.fmt.spans_tensor for e in plan.input.encodings.values())
     if pieces == 1 and not shares:
         y, saved = product(
@@ -338,15 +338,16 @@ def _multiply_own(
     return y, [] if keeps is None else list(made[keeps].buffers().values())
 
 
-# Sums are scattered in two pieces, one beside the product of the other, where the product is this large: 8192 tokens over two
-# H200s took .95 of the time one after the other takes ([14336] -> [8192]) and .89 ([4096] -> [8192]); four pieces took 1.04 and .97,
-# and an all-gather beside the product of this rank's own rows 1.01 ([8192] -> [14336] and [5120]).
-_PIECES, _LEAST_WORK = 2, 2**37
+# Sums are scattered in two pieces, one beside the product of the other, where the products of a rank's rows stay large. Over one
+# after the other, 8192 tokens on two H200s: .95 of the time ([14336] -> [8192]) and .89 ([4096] -> [8192]); four pieces 1.04 and
+# .97; an all-gather beside the product of this rank's own rows 1.01 ([8192] -> [14336] and [5120]), which is left out.
+_PIECES, _LEAST_ROWS, _LEAST_WEIGHT = 2, 2048, 2**24
 
 
-def _pieces(cut: SequenceCut, work: int) -> int:
-    """In how many pieces the sum of a product of `work` multiply-adds is scattered; the same on every rank."""
-    return _PIECES if cut.ranks > 1 and cut.outer == 1 and cut.chunk % (4 * _PIECES) == 0 and work >= _LEAST_WORK else 1
+def _pieces(cut: SequenceCut, weight: Tensor) -> int:
+    """In how many pieces a sum is scattered; the same on every rank."""
+    worth = cut.chunk >= _PIECES * _LEAST_ROWS and weight.numel() >= _LEAST_WEIGHT
+    return _PIECES if worth and cut.ranks > 1 and cut.outer == 1 and cut.chunk % _PIECES == 0 else 1
 
 
 def _backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -454,7 +455,8 @@ def describe(layer: Linear) -> str | None:
         said.append(f"{d.value} {encoding.fmt}{unless}")
     kind, pieces = "column" if axis.column else "row", ""
     if not axis.column:
-        pieces = f"; sums of {_LEAST_WORK:.1e} or more products a rank are scattered in {_PIECES} pieces beside them"
+        if prod(layer._weight_state.shape) >= _LEAST_WEIGHT:
+            pieces = f"; sums of {_PIECES * _LEAST_ROWS} or more rows a rank are scattered in {_PIECES} pieces beside their products"
     return f"tensor parallel over {axis.group.size()} ranks, {kind} layers: {slot} is gathered as {', '.join(said)}{pieces}"
 
 

@@ -244,27 +244,23 @@ class Scattering:
         return self.result
 
 
-def scattered_product(multiply: Callable[[Storage], Tensor], codes: Storage, cut: SequenceCut, pieces: int) -> Tensor:
+def scattered_product(multiply: Callable[..., Tensor], codes: Storage, cut: SequenceCut, pieces: int) -> Tensor:
     """This rank's rows of the sum over ranks of multiply(codes), [outer * R * chunk, N] on every rank.
 
-    pieces:  of each rank's rows: one is scattered while the next is multiplied. Rows of a product are the product of rows, so
-             the sums are the same ones. All at once where the codes do not come apart (`Storage.picked`).
+    multiply:  of a storage; with out=, into it.
+    pieces:    of each rank's rows: one is scattered while the next is multiplied. Rows of a product are the product of rows,
+               so the sums are the same ones. All at once where the codes do not come apart (`Storage.operand_rows`).
     """
-    def part(i: int) -> Storage | None:
-        return codes.picked(
-            lambda b, dim: b.unflatten(dim, (cut.ranks, pieces, -1)).select(dim + 1, i).flatten(dim, dim + 1),
-            codes.shape[0] // pieces,
-        )
-
-    first = part(0) if pieces > 1 else None
-    if first is None:
+    n = cut.chunk // pieces
+    if pieces == 1 or codes.operand_rows(0, n) is None:
         return Scattering(multiply(codes), cut).wait()
-    moving, result, rows = [], None, cut.rows // pieces
-    for i in range(pieces):
-        y = multiply(first if i == 0 else part(i))
-        result = y.new_empty(cut.rows, y.shape[1]) if result is None else result
-        piece = SequenceCut(cut.group, (rows, y.shape[1]), 0)
-        moving.append(Scattering(y, piece, result.narrow(0, i * rows, rows)))
+    piece, cols = SequenceCut(cut.group, (n, cut.shape[-1]), 0), cut.shape[-1]
+    result, moving = codes.data.new_empty(cut.chunk, cols, dtype=codes.dtype), []
+    for start in range(0, cut.chunk, n):
+        y = result.new_empty(cut.ranks, n, cols)
+        for rank, out in enumerate(y):
+            multiply(codes.operand_rows(rank * cut.chunk + start, n), out=out)
+        moving.append(Scattering(y.view(-1, cols), piece, result.narrow(0, start, n)))
     for one in moving:
         one.wait()
     return result
