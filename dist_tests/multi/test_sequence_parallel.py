@@ -23,6 +23,7 @@ from fsdp_quant.tensor.master_weight import inner_of
 from fsdp_quant.tensor.torch_compat import local_of
 
 D, FFN = 64, 256
+RECIPES = ("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "fp8_delayed", "identity")
 
 
 class MLP(nn.Module):
@@ -66,10 +67,10 @@ def ranks(rank: int, world: int) -> None:
 def pieces(rank: int, world: int) -> None:
     """Sums are scattered a piece of the rows at a time."""
     mesh = init_device_mesh(harness.DEVICE, (world,), mesh_dim_names=("tp",))
-    for name, rows in itertools.product(("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "fp8_delayed", "identity"), (64, 31)):
+    parallel_linear._LEAST_WEIGHT = 1
+    for name, rows in itertools.chain(itertools.product(RECIPES, (64,)), [("mxfp8", 31)]):
         x, dy = (laws.values(1, rows, D, seed=10 * seed + rank, dtype=torch.float32) for seed in (1, 2))
         results = []
-        parallel_linear._LEAST_WEIGHT = 1
         for least in (2**30, 1):
             parallel_linear._LEAST_ROWS = least
             net = build(mesh, fq.recipes.by_name(name))
@@ -127,12 +128,19 @@ def written_masters(mesh, x: torch.Tensor, dy: torch.Tensor) -> None:
 
 
 def uneven(mesh, world: int) -> None:
-    layer = build(mesh, fq.recipes.mxfp8()).gate
+    net = build(mesh, fq.recipes.mxfp8())
+    layer = net.gate
     rows = 2 * world + 1
     x = DTensor.from_local(torch.zeros(1, 3, D)[:, : 3 - min(mesh.get_local_rank(), 1)], mesh, [Shard(1)], shape=(1, rows, D),
                            stride=(rows * D, D, 1), run_check=False)
     with pytest.raises(ValueError, match=rf"gate input: dim 1 of \[1, {rows}, {D}\] is {rows}, which the {world} ranks.*pad it"):
         layer(x)
+    net.down._recipe = replace(net.down._recipe, require_native=True)
+    h = torch.zeros(1, 17 * world, FFN // world)
+    with torch.no_grad():
+        net.down(h)  # its gradient would be gathered in high precision, and there is none
+    with pytest.raises(ValueError, match=r"down: grad_output.columnwise .*in high precision, and require_native"):
+        net.down(h)
 
 
 def test_collectives_are_the_same_on_every_rank():

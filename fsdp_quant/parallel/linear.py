@@ -52,7 +52,14 @@ from ..scaling import AmaxHistory
 from ..storage import BUFFERS, Placement, Storage, scale_placement
 from ..tensor import fsdp_hooks, torch_compat
 from ..tensor.master_weight import MasterWeight
-from .sequence import Gather, Scattering, SequenceCut, encoded_rows, scattered_product, shared_statistics
+from .sequence import (
+    Gather,
+    Scattering,
+    SequenceCut,
+    encoded_rows,
+    scattered_product,
+    shared_statistics,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +90,7 @@ class Call:
     plan: GemmPlan
     axis: TensorParallel
     save: bool
+    grad: bool
     step: Tensor
     ids: Tensor
     guard: Tensor | None
@@ -261,9 +269,9 @@ def _shared_input(x: Tensor, owner: Tensor, call: Call) -> tuple[SharedInput, Te
 
     owner:  the tensor that several layers are given: x, or the DTensor over it.
     """
-    plan, grad, values = call.plan, torch.is_grad_enabled(), torch_compat.local_of(owner)
+    plan, values = call.plan, torch_compat.local_of(owner)
     stream = torch_compat.stream_of(x.device) if x.is_cuda else None
-    read_as = plan.input, plan.saves, call.axis.sequence_dim, call.save, grad
+    read_as = plan.input, plan.saves, call.axis.sequence_dim, call.save, call.grad
     seen = 0 if values.is_inference() else values._version, x.dtype, *read_as, stream
     alone = plan.input.is_stochastic or plan.input.delayed_directions or values.is_inference()
     made = None if alone else _LAST_SHARED.get(owner, seen)
@@ -294,7 +302,7 @@ class _Linear(torch.autograd.Function):
         if not axis.column and axis.sequence_dim is not None:
             y_shape = *x.shape[:-1], weight.shape[0]
             cut = SequenceCut.of_whole(y_shape, axis.sequence_dim, axis.group, f"{call.name} output")
-            call.check_travels("grad_output", Direction, cut)
+            call.check_travels("grad_output", Direction if call.grad else (), cut)
         if shared is None:
             y, saved = _multiply_own(call, x, weight, own_bias, cut)
         else:
@@ -454,9 +462,8 @@ def describe(layer: Linear) -> str | None:
         unless = f" (in high precision unless a rank has a multiple of {rows} rows)" if rows > 1 else ""
         said.append(f"{d.value} {encoding.fmt}{unless}")
     kind, pieces = "column" if axis.column else "row", ""
-    if not axis.column:
-        if prod(layer._weight_state.shape) >= _LEAST_WEIGHT:
-            pieces = f"; sums of {_PIECES * _LEAST_ROWS} or more rows a rank are scattered in {_PIECES} pieces beside their products"
+    if not axis.column and prod(layer._weight_state.shape) >= _LEAST_WEIGHT:
+        pieces = f"; sums of {_PIECES * _LEAST_ROWS} or more rows a rank are scattered in {_PIECES} pieces beside their products"
     return f"tensor parallel over {axis.group.size()} ranks, {kind} layers: {slot} is gathered as {', '.join(said)}{pieces}"
 
 
@@ -478,7 +485,7 @@ def _operator(
     if axis.group.size() > 1 and (plan.input.is_stochastic or plan.grad_output.is_stochastic):
         step, ids = _random_keys(layer._name, axis, step)
     call = Call(
-        layer._name, plan, axis, save, step, ids, guard, factors, grad_factors, histories, grad_histories,
+        layer._name, plan, axis, save, torch.is_grad_enabled(), step, ids, guard, factors, grad_factors, histories, grad_histories,
         layer._recipe.require_native,
     )
     shared = rowwise = saved = None
