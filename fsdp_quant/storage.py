@@ -147,9 +147,9 @@ class Storage:
         if self.direction is not ROWWISE or (self.fmt.block[0] or 1) > 1:
             return None
         if self.layout == NATIVE and self.fmt.is_quantized and not self.fmt.scale_leaves_contraction:
-            dim = 1  # [contraction blocks, rows rounded up to 4]
             if self.fmt.scale != "fp32" or length % 4:
                 return None
+            scale, dim = scale.view(-1, round_up(self.shape[0], 4)), 1
         if scale is not None and scale.numel() > 1:
             scale = scale.narrow(dim, start, length).contiguous()
         return replace(self, shape=(length, self.shape[1]), data=self.data.narrow(0, start, length), scale=scale)
