@@ -5,7 +5,7 @@
 Forward, backward and an SGD step of bf16 parameters (so that weights are quantized in each step); the input and output are cut
 along the sequence. Printed as it is known: ms, ratio, the time in which only collectives ran ("exposed") and in which nothing did
 ("idle"), host ms, peak GiB, bytes a rank receives in all-gathers over those that the plans name, and in all collectives. Rank 0
-prints. A small layer runs on CPUs too (gloo), for its bytes.
+prints. With --cpu a small layer runs on CPUs (gloo), for its bytes.
 """
 
 from __future__ import annotations
@@ -167,22 +167,20 @@ def measure(arm: str, args, device: torch.device) -> dict:
     synchronize()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    marks, host = [torch.cuda.Event(enable_timing=True) for _ in range((args.steps + 1) * on_gpu)], []
     dist.barrier()
-    for mark in marks[:1]:
-        mark.record()
-    for i in range(args.steps):
-        start = time.perf_counter()
-        step()
-        host.append(time.perf_counter() - start)
-        for mark in marks[i + 1 : i + 2]:
-            mark.record()
+    marks, host = [torch.cuda.Event(enable_timing=True) for _ in range(on_gpu * (args.steps + 1))], []
+    for i in range(args.steps + 1):
+        if on_gpu:
+            marks[i].record()
+        if i < args.steps:
+            start = time.perf_counter()
+            step()
+            host.append((time.perf_counter() - start) * 1e3)
     synchronize()
-    peak = torch.cuda.max_memory_allocated() if on_gpu else 0
-    host_ms = statistics.median(host) * 1e3
+    spans = [a.elapsed_time(b) for a, b in zip(marks, marks[1:])] if on_gpu else host
     return {
-        "arm": arm, "ms": statistics.median(a.elapsed_time(b) for a, b in zip(marks, marks[1:])) if on_gpu else host_ms,
-        "host_ms": host_ms, "peak_bytes": peak, "first_step_s": first, "gathered": gathered,
+        "arm": arm, "ms": statistics.median(spans), "host_ms": statistics.median(host),
+        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0, "first_step_s": first, "gathered": gathered,
         "planned": planned(net, shape, arm == "fp8_delayed") if arm in ARMS else 0, **traced(step, device),
     }
 
@@ -193,9 +191,10 @@ def main() -> None:
     for name, value in {"tokens": 8192, "dim": 8192, "hidden": 28672, "heads": 64, "key_heads": 8, "steps": 15}.items():
         made.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     made.add_argument("--json", help="write all numbers to this file")
+    made.add_argument("--cpu", action="store_true", help="gloo on CPUs")
     made.add_argument("--profile", action="store_true", help="print the kernels of a step that take longest")
     args = made.parse_args()
-    device, say = ranks.start("gloo" if args.dim < 1024 else "nccl")
+    device, say = ranks.start("gloo" if args.cpu else "nccl")
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU process"
     say(f"{dist.get_world_size()} x {name}, torch {torch.__version__}; {args.dim} -> {args.hidden}, "
         f"{args.tokens} tokens, medians of {args.steps} steps")

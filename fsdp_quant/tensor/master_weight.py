@@ -553,8 +553,8 @@ class MasterWeight(FSDPHooks, Tensor):
     def _viewed(self, view: Tensor) -> MasterWeight:
         """A view of the values. One that is made here has a version counter of its own, so a view of all shares the tensor."""
         own = self._inner
-        alike = view.shape == own.shape and view.stride() == own.stride() and view.data_ptr() == own.data_ptr()
-        return MasterWeight(own if alike else view, self._state, self._mutations)
+        lie = [(t.dtype, t.shape, t.stride(), t.storage_offset()) for t in (own, view)]
+        return MasterWeight(own if lie[0] == lie[1] else view, self._state, self._mutations)
 
     @property
     def data(self) -> MasterWeight:
