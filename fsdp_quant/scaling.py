@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from .formats import Encoding, ceil_div, value_class
@@ -91,6 +92,8 @@ class Fragment:
     encodings:  one a direction; each is its own tensor to the statistics.
     dtype:      that is encoded (None: of the values).
     found:      statistics of these rows that are known, one an encoding or None.
+    part:       (which, of how many): of a tensor that tensor parallelism cuts into parts, each with blocks of its own, this is
+                one; `cuts` are of the part.
     """
 
     values: Tensor
@@ -99,6 +102,7 @@ class Fragment:
     rank: int
     dtype: torch.dtype | None = None
     found: tuple[Statistics | None, ...] | None = None
+    part: tuple[int, int] = (0, 1)
 
     @property
     def start(self) -> int:
@@ -123,6 +127,19 @@ class Fragment:
         first = self.row0 // b0
         return slice(first, first + ceil_div(self.row0 % b0 + self.rows.shape[0], b0))
 
+    def shares_statistics(self, encoding: Encoding) -> bool:
+        """Some statistic of this encoding needs other rows or parts of the tensor."""
+        return self.cuts.shares_statistics(encoding) or (self.part[1] > 1 and encoding.fmt.spans_tensor)
+
+    def shared_block_rows(self, encoding: Encoding) -> tuple[int, ...]:
+        """Block rows whose amaxes need them."""
+        whole = self.part[1] > 1 and encoding.fmt.spans_tensor and not encoding.fmt.tensor_scale
+        return (0,) if whole else self.cuts.cut_block_rows(encoding)
+
+    def has_own_blocks(self, encoding: Encoding) -> bool:
+        """Blocks of this encoding are of one part of several."""
+        return self.part[1] > 1 and encoding.fmt.dims(encoding.direction) != (None, None)
+
 
 def share_statistics(
     fragments: Sequence[Fragment], group: dist.ProcessGroup | None, whole: bool = False
@@ -130,7 +147,9 @@ def share_statistics(
     """Statistics of every (fragment, encoding) as if each tensor were whole; at most one MAX all-reduce.
 
     fragments:  the same tensors, encodings and cuts in the same order on every rank of `group`.
-    whole:      every block's amax on every rank, not only those of the blocks that a rank overlaps.
+    group:      of all ranks that hold rows of a tensor, or copies of them; of all of its parts, if it has some. Or one for the
+                rows of a part, and another one, with what the first gave as `found`, for the parts of them.
+    whole:      every block's amax on every rank, not only those of the blocks that a rank overlaps; of tensors of one part.
     returns:    for each fragment, for each encoding, the amaxes of the blocks that its rows overlap; None where no
                 statistic crosses a cut, so that each rank finds what it needs in its own rows.
 
@@ -141,7 +160,7 @@ def share_statistics(
     alike: dict[tuple, list[tuple[int, int]]] = {}
     for f, fragment in enumerate(fragments):
         for e, encoding in enumerate(fragment.encodings):
-            if not fragment.cuts.shares_statistics(encoding) and not (whole and encoding.fmt.scale != "none"):
+            if not fragment.shares_statistics(encoding) and not (whole and encoding.fmt.scale != "none"):
                 continue
             results[f][e] = fragment.found[e] if fragment.found else None
             if results[f][e] is None:
@@ -159,26 +178,30 @@ def share_statistics(
             amax, tensor_amax = results[f][e]
             if tensor_amax is not None:
                 slots.append(tensor_amax)
-                places.append((f, e, None, None))
+                places.append((f, e, None, None, False))
             if whole:
                 shape = (fragment.cuts.rows, fragment.rows.shape[1])
                 slots.append(amax.new_zeros(encoding.fmt.scale_shape(shape, encoding.direction)))
                 mine = fragment.block_rows(encoding)
                 slots[-1][mine] = amax[: mine.stop - mine.start]
-                places.append((f, e, slice(None), 0))
+                places.append((f, e, slice(None), 0, False))
                 results[f][e] = Statistics(slots[-1], tensor_amax)
                 continue
-            first = fragment.block_rows(encoding).start
-            for block_row in fragment.cuts.cut_block_rows(encoding):
+            first, own = fragment.block_rows(encoding).start, fragment.has_own_blocks(encoding)
+            for block_row in fragment.shared_block_rows(encoding):
                 local = block_row - first
                 mine = 0 <= local < amax.shape[0]
                 if len(amax) == 1 and mine:
                     slots.append(amax.view(-1))
                 else:
                     slots.append(amax[local] if mine else amax.new_zeros(amax.shape[1]))
-                places.append((f, e, local if mine else None, block_row))
-    for (f, e, local, block_row), reduced in zip(places, reduce_amaxes(slots, group)):
+                if own:  # a slot for each part
+                    part, count = fragment.part
+                    slots[-1] = F.pad(slots[-1][None], (0, 0, part, count - 1 - part))
+                places.append((f, e, local if mine else None, block_row, own))
+    for (f, e, local, block_row, own), reduced in zip(places, reduce_amaxes(slots, group)):
         amax, tensor_amax = results[f][e]
+        reduced = reduced[fragments[f].part[0]] if own else reduced
         if block_row is None:
             results[f][e] = Statistics(amax, reduced)
         elif local is not None and len(amax) == 1:

@@ -25,10 +25,11 @@ import inspect
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -37,7 +38,7 @@ from ..formats import COLUMNWISE, ROWWISE, SCALE_BYTES, SCALE_DTYPE, Direction, 
 from ..ops import dispatch, native
 from ..ops.dispatch import Statistics
 from ..ops.layout import COMPACT
-from ..scaling import Fragment, RowCuts, share_amaxes, share_statistics
+from ..scaling import Fragment, RowCuts, share_statistics
 from ..storage import Placement, Storage, laid_out, scale_placement
 from . import torch_compat, writers
 from .quantized_tensor import QuantizedTensor, Slots
@@ -578,11 +579,12 @@ def all_managed_weights() -> list[ManagedParam]:
 
 
 def synchronize(managed: list[ManagedParam]) -> None:
-    """Share statistics of all pending weights of the same roots: one MAX all-reduce a shard group.
+    """Share statistics of all pending weights of the same roots: one MAX all-reduce a shard group, which serves the parts that
+    tensor parallelism makes of a weight too where a group of all their ranks exists.
 
     Every rank must call it with the same weights pending; empty shards take part.
     """
-    by_group: dict[object, list[ManagedParam]] = {}
+    pending: dict[tuple, list[ManagedParam]] = {}
     roots = {torch_compat.root_of(m): m for m in managed}
     beside = {id(m.param): m for one in roots.values() for m in torch_compat.managed_params_beside(one)}
     for m in beside.values():
@@ -590,54 +592,60 @@ def synchronize(managed: list[ManagedParam]) -> None:
         if isinstance(local, FSDPHooks) and local.state.pending:
             if local.state.gathered is None:
                 check_layout(m)
-            by_group.setdefault(m.process_group, []).append(m)
-    found: list[tuple[object, Fragment, list]] = []
-    for group, weights in by_group.items():
-        fragments = [
+            pending.setdefault(_groups(m), []).append(m)
+    for groups, weights in pending.items():
+        _share([
             (piece.weight, _fragment(piece, m.device))
             for m in weights if not m.local.state.parts or m.local.state.shares_statistics(_cuts(m))
             for piece in m.local.state.pieces(m.local, _cuts(m), m.rank)
-        ]
-        crossing = [(weight, f) for weight, f in fragments if weight.state.shares_statistics(f.cuts)]
-        shared = share_statistics([f for _, f in crossing], group)
-        if shared:
-            counters.add("amax all-reduce", "weights")
-        found += [(weight, f, stats) for (weight, f), stats in zip(crossing, shared)]
+        ], groups)
         for m in weights:
             m.local.state.pending = False
-    _set_statistics(found)
 
 
 def synchronize_whole(weights: list) -> None:
     """`synchronize` of those weights of which ranks of a tensor-parallel group have parts that no one shards further."""
-    found = []
+    by_group: dict[tuple, list] = {}
     for weight in weights:
-        state, cuts = weight.state, RowCuts((0, weight.shape[0]))
-        if state.tensor_group is None or _managed_of(state) is not None:
-            continue
-        state.pending = False
-        if state.shares_statistics(cuts):
-            encodings = tuple(state.quantizer.encodings.values())
-            fragment = Fragment(weight.inner.detach(), encodings, cuts, 0, state.compute_dtype)
-            found.append((weight, fragment, [None] * len(encodings)))
-    _set_statistics(found)
+        state = weight.state
+        if state.tensor_group is not None and _managed_of(state) is None:
+            state.pending = False
+            piece = weight, RowCuts((0, weight.shape[0])), 0
+            by_group.setdefault((state.tensor_group,), []).append((weight, _fragment(piece, weight.device)))
+    for groups, found in by_group.items():
+        _share(found, groups)
 
 
-def _set_statistics(found: list[tuple[object, Fragment, list]]) -> None:
-    """Keep the statistics of (weight, its rows, one an encoding), those of whole tensors shared over tensor parallelism:
-    one MAX all-reduce a group."""
-    by_group: dict[object, list[tuple[list, int, Encoding, Statistics]]] = {}
-    for weight, fragment, stats in found:
-        for i, encoding in enumerate(fragment.encodings):
-            if weight.state.crosses(RowCuts((0, 0)), encoding):
-                own = stats[i] or dispatch.statistics(fragment.values, [encoding], fragment.row0, fragment.dtype)[0]
-                by_group.setdefault(weight.state.tensor_group, []).append((stats, i, encoding, own))
-    for group, of in by_group.items():
-        counters.add("amax all-reduce", "weights")
-        for (stats, i, *_), shared in zip(of, share_amaxes([(encoding, own) for *_, encoding, own in of], group)):
-            stats[i] = shared
-    for weight, _, stats in found:
-        weight.state.set_statistics(weight.version, stats)
+def _groups(m: ManagedParam) -> tuple[dist.ProcessGroup, ...]:
+    """What a weight's statistics are reduced over: one group of all ranks that hold any of it, or one for each axis.
+
+    Copies (HSDP) hold the same values, so those of all copies do. No group is made here: ranks that hold other weights, such as
+    another stage of a pipeline, are not there to take part.
+    """
+    shards, parts, world = m.process_group, m.local.state.tensor_group, dist.group.WORLD
+    if not m.local.state.spans_parts:
+        return (shards,)
+    if shards.size() == 1:
+        return (parts,)
+    if m.registered.device_mesh.size() == world.size() and dist.get_backend(world) == dist.get_backend(shards):
+        return (world,)
+    return shards, parts
+
+
+def _share(found: list[tuple[object, Fragment]], groups: tuple[dist.ProcessGroup, ...]) -> None:
+    """Keep the statistics of (weight, its rows) that ranks of `groups` have other rows or parts of."""
+    stats = [[None] * len(f.encodings) for _, f in found]
+    for group in groups:
+        crossing = [i for i, (_, f) in enumerate(found) if any(map(f.shares_statistics, f.encodings))]
+        shared = share_statistics([found[i][1] for i in crossing], group)
+        if shared:
+            counters.add("amax all-reduce", "weights")
+        for i, own in zip(crossing, shared):
+            (weight, f), stats[i] = found[i], own
+            found[i] = weight, replace(f, found=tuple(s or t for s, t in zip(own, f.found)))
+    for (weight, _), own in zip(found, stats):
+        if any(one is not None for one in own):
+            weight.state.set_statistics(weight.version, own)
 
 
 def write_back(weights: list) -> None:
@@ -715,5 +723,5 @@ def _fragment(piece: tuple, device: torch.device) -> Fragment:
     found = weight.state.found(weight.version)
     return Fragment(
         weight.inner.detach().to(device), tuple(encodings.values()), cuts, rank, weight.state.compute_dtype,
-        tuple(map(found.get, encodings)),
+        tuple(map(found.get, encodings)), weight.state.part if weight.state.spans_parts else (0, 1),
     )

@@ -154,8 +154,17 @@ class WeightState:
 
     def crosses(self, cuts: RowCuts, encoding: Encoding) -> bool:
         """Some statistic of this encoding needs what other ranks hold."""
-        tensor_parallel = self.tensor_group is not None and self.tensor_group.size() > 1
-        return cuts.shares_statistics(encoding) or (tensor_parallel and encoding.fmt.spans_tensor)
+        return cuts.shares_statistics(encoding) or (self.part[1] > 1 and encoding.fmt.spans_tensor)
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """(which, of how many) parts of a weight that tensor parallelism cuts this is."""
+        return (0, 1) if self.tensor_group is None else (self.tensor_group.rank(), self.tensor_group.size())
+
+    @property
+    def spans_parts(self) -> bool:
+        """Some scale is of all parts together."""
+        return not self.parts and any(self.crosses(RowCuts((0, 0)), e) for e in self.quantizer.encodings.values())
 
     def encoded_dtype(self, encoding: Encoding, high_precision: torch.dtype) -> torch.dtype | None:
         """What an encoder sees of the master: `compute_dtype`, or for identity the dtype of a plain gather."""
