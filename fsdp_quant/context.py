@@ -183,8 +183,8 @@ def _after_optimizer_step(optimizer: torch.optim.Optimizer, args, kwargs) -> Non
     torch_compat.copy_all(AmaxHistory.rolled(list(histories.values()), skipped))
     if states and not STEP.counted_by_hand:
         STEP.advance(skipped)
-    fsdp_hooks.write_back([w for w in weights if isinstance(w, QuantizedWeight)])
     fsdp_hooks.synchronize_whole(weights)
+    fsdp_hooks.write_back([w for w in weights if isinstance(w, QuantizedWeight)])
 
 
 register_optimizer_step_pre_hook(_before_optimizer_step)
@@ -239,9 +239,9 @@ def quantized_init_recipe() -> Recipe | None:
     return _QUANTIZED_INIT[-1] if _QUANTIZED_INIT else None
 
 
-def new_weight_state(*args) -> WeightState:
-    """The state of a new weight (`WeightState`'s arguments): of a quantized parameter under `quantized_model_init`."""
-    return (QuantizedWeightState if _QUANTIZED_INIT else WeightState)(*args)
+def new_weight_state(*args, kind: type[WeightState] | None = None) -> WeightState:
+    """The state of a new weight (`WeightState`'s arguments): of `kind`, else of a quantized parameter under `quantized_model_init`."""
+    return (kind or (QuantizedWeightState if _QUANTIZED_INIT else WeightState))(*args)
 
 
 # Autocast #

@@ -233,14 +233,15 @@ def adopt(module: nn.Linear, recipe: Recipe, name: str) -> None:
     module.register_load_state_dict_post_hook(_after_load)
 
 
-def take_weight(module: Linear) -> None:
-    """Give the module's weight a state and its wrapper, unless it is tied to one that has them, and the module its site."""
+def take_weight(module: Linear, kind: type[WeightState] | None = None) -> None:
+    """Give the module's weight a state (see `new_weight_state`) and its wrapper, unless it is tied to one that has them, and
+    the module its site."""
     module._weight_state = weight_state(local_of(module.weight))
     if module._weight_state is None:
         managed = _managed(module.weight)
         shape = local_of(module.weight).shape if managed is None else managed.global_shape
         module._weight_state = new_weight_state(
-            f"{module._name}.weight", module._plan.weight, tuple(shape), module._recipe.compute_dtype
+            f"{module._name}.weight", module._plan.weight, tuple(shape), module._recipe.compute_dtype, kind=kind
         )
         wrap_weight(module)
     place(module)
@@ -284,10 +285,10 @@ def wrap_weight(module: Linear) -> None:
 def _tensor_group(state: WeightState, weight: DTensor, mesh: DeviceMesh) -> dist.ProcessGroup:
     """The ranks that a tensor-parallel weight is cut over. Raises ValueError for cuts that products do not know."""
     cut = weight.placements[-1]
-    if mesh.ndim != 1 or not cut.is_shard() or not isinstance(state.wrapped(torch.empty(0, 1)), MasterWeight):
+    if mesh.ndim != 1 or not cut.is_shard():
         raise ValueError(
             f"{state.name} is a DTensor {weight.placements} over {mesh}: no fully_shard manages it so, and tensor parallelism "
-            "cuts one dim of a high-precision weight over one axis; use fq.parallel's styles, fully_shard, or skip= of fq.convert"
+            "cuts one dim of a weight over one axis; use fq.parallel's styles, fully_shard, or skip= of fq.convert"
         )
     return mesh.get_group()
 

@@ -51,7 +51,6 @@ from ..ops.layout import COMPACT
 from ..scaling import AmaxHistory
 from ..storage import BUFFERS, Placement, Storage, scale_placement
 from ..tensor import fsdp_hooks, torch_compat
-from ..tensor.master_weight import MasterWeight
 from .sequence import (
     Gather,
     Scattering,
@@ -571,7 +570,7 @@ def multiply_shared(
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     state, override = weight_state(weight), current_autocast()
-    if isinstance(weight, MasterWeight) and state.pending:
+    if isinstance(weight, fsdp_hooks.FSDPHooks) and state.pending:
         fsdp_hooks.synchronize_whole([weight])
     plan = layer.plan if override is None else layer._overriding_plan(override)
     if plan.boundary is not None:

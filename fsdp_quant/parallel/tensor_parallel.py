@@ -15,7 +15,7 @@ from ..context import quantized_init_recipe
 from ..modules.linear import Linear, adopt, take_weight
 from ..recipe import Recipe, identity
 from ..tensor import torch_compat
-from ..tensor.master_weight import MasterWeight
+from ..tensor.quantized_weight import QuantizedWeight
 from .linear import Layouts, TensorParallel
 
 SequenceParallel = styles.SequenceParallel
@@ -56,10 +56,8 @@ class _Style:
                 f"{name}.weight is a DTensor {weight.placements} already; "
                 + (f"apply {style} before fully_shard" if managed else f"apply one style to a layer, and {style} to none before")
             )
-        if isinstance(module, Linear) and not isinstance(weight, MasterWeight):
-            raise NotImplementedError(
-                f"{name}.weight is a quantized parameter; {style} cuts high-precision ones: leave fq.quantized_model_init out"
-            )
+        if isinstance(weight, QuantizedWeight) and weight.device.type != "meta":
+            weight.check_not_taken()
         cut, size = ("out_features", module.out_features) if self._dim == 0 else ("in_features", module.in_features)
         if size % mesh.size():
             raise ValueError(
@@ -75,7 +73,7 @@ class _Style:
         plain.bias = module.bias
         super()._partition_linear_fn(name, plain, device_mesh)
         module.weight, module.bias = plain.weight, plain.bias
-        take_weight(module)
+        take_weight(module, type(weight.state))
 
     @staticmethod
     def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):
@@ -144,8 +142,6 @@ class _ParallelLinear(Linear):
                 f"{name}: {type(self).__name__} cuts {cut[0]}={cut[1]} over {ranks} ranks, which do not divide it; choose a "
                 f"multiple of {ranks}"
             )
-        if quantized_init_recipe() is not None:
-            raise NotImplementedError(f"{name}: {type(self).__name__} has high-precision parameters; leave quantized_model_init")
         nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
         dim, rank = 0 if self._column else 1, group.rank()
         with torch.no_grad():
@@ -154,7 +150,7 @@ class _ParallelLinear(Linear):
                 self.bias = nn.Parameter(self.bias.chunk(ranks)[rank].clone())
         self.out_features, self.in_features = self.weight.shape
         self.parallel = TensorParallel(group, self._column, sequence_dim)
-        adopt(self, recipe or identity(), name)
+        adopt(self, recipe or quantized_init_recipe() or identity(), name)
         self._weight_state.tensor_group, self._weight_state.tensor_dim = group, dim
 
 
