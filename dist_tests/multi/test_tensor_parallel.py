@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as styles
@@ -50,8 +50,8 @@ class MLP(nn.Module):
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
-def build(layers: int = 1) -> nn.Sequential:
-    torch.manual_seed(0)
+def build(layers: int = 1, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
     return nn.Sequential(*(MLP() for _ in range(layers)))
 
 
@@ -63,6 +63,10 @@ def cut(net: nn.Sequential, mesh, **replaced) -> nn.Sequential:
             "down": fq.parallel.RowwiseParallel(output_layouts=Shard(1)), **replaced,
         })
     return net
+
+
+def mesh_of(**axes: int) -> DeviceMesh:
+    return init_device_mesh(torch.get_default_device().type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
@@ -151,7 +155,7 @@ def recorded_order():
 
 
 def layers(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = mesh_of(tp=world)
     x, dy = (laws.values(2, 128 * world, D, seed=seed, dtype=torch.float32) for seed in (1, 2))
     x[:, :5] *= 100  # of one rank alone
     mine = [t.chunk(world, 1)[rank] for t in (x, dy)]
@@ -284,7 +288,7 @@ def refusals(mesh, world: int) -> None:
     """Each from facts that all ranks share, naming the module and the remedy."""
     net = fq.convert(build(), fq.recipes.mxfp8())
     with pytest.raises(ValueError, match="0.up: ColwiseParallel takes a mesh of one axis"):
-        fq.parallel.ColwiseParallel()._apply(net[0].up, init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp")))
+        fq.parallel.ColwiseParallel()._apply(net[0].up, mesh_of(dp=1, tp=world))
     odd = fq.convert(nn.Sequential(nn.Linear(D, 2 * world + 1)), fq.recipes.mxfp8())
     with pytest.raises(ValueError, match=f"0: ColwiseParallel cuts out_features={2 * world + 1}"):
         parallelize_module(odd[0], mesh, fq.parallel.ColwiseParallel())
@@ -313,34 +317,42 @@ def test_layers_equal_one_process():
 
 # Beside FSDP2 #
 
-def two_axes(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
-    mine = mesh["tp"].get_local_rank()
-    for name, order in zip(RECIPES, itertools.cycle(("styles", "convert", "fully_shard"))):
+MESHES = (
+    {"shard": 2, "tp": 2}, {"replicate": 2, "shard": 1, "tp": 2}, {"replicate": 1, "shard": 2, "tp": 2},
+    {"replicate": 2, "shard": 2, "tp": 1}, {"replicate": 1, "shard": 1, "tp": 4},
+)
+
+
+def several_axes(rank: int, world: int) -> None:
+    for i, name in enumerate(RECIPES):
+        axes, order = MESHES[i % len(MESHES)], ("styles", "convert", "fully_shard")[i % 3]
+        mesh, ranks = mesh_of(**axes), axes["tp"]
+        mine, shards = mesh["tp"].get_local_rank(), mesh[tuple(axis for axis in axes if axis != "tp")]
         recipe, reference, net = recipe_of(name), build(2), build(2)
         fq.convert(reference, recipe)
         net = fq.convert(net, recipe) if order == "convert" else net
         cut(net, mesh["tp"])
         net = fq.convert(net, recipe) if order == "styles" else net
         for block in net:
-            fully_shard(block, mesh=mesh["dp"])
-        fully_shard(net, mesh=mesh["dp"])
+            fully_shard(block, mesh=shards)
+        fully_shard(net, mesh=shards)
         net = fq.convert(net, recipe) if order == "fully_shard" else net
         optimizers = [torch.optim.AdamW(n.parameters(), lr=1e-2, eps=1e-3) for n in (reference, net)]
         for step in range(2):
-            x = laws.values(1, 128 * 2, D, seed=step, dtype=torch.float32)
+            x = laws.values(1, 128 * ranks, D, seed=step, dtype=torch.float32)
             fq.reset_receipt()
-            want, got = reference(x), net(x.chunk(world // 2, 1)[mine])
-            assert_close(got, want.chunk(world // 2, 1)[mine], f"{name} output of step {step}")
+            want, got = reference(x), net(x.chunk(ranks, 1)[mine])
+            assert_close(got, want.chunk(ranks, 1)[mine], f"{name} {axes} output of step {step}")
             want.square().mean().backward()
             (got.square().sum() / want.numel()).backward()
             norms = [torch.nn.utils.clip_grad_norm_(n.parameters(), 1.0) for n in (reference, net)]
-            assert_close(whole(norms[1]), norms[0], f"{name} norm of gradients")
+            assert_close(whole(norms[1]), norms[0], f"{name} {axes} norm of gradients")
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
         shared = fq.receipt().collectives.get("weights", 0)
-        assert shared == {"fp8_current": 1, "fp8_delayed": 1, "fp8_block": 1, "hybrid": 1}.get(name, 0), (name, shared)
+        one_scale, square_blocks = name in ("fp8_current", "fp8_delayed"), name in ("fp8_block", "hybrid")
+        assert shared == (one_scale or (square_blocks and axes["shard"] > 1)), (name, axes, shared)
         state = net.state_dict()
         for key, value in reference.state_dict().items():
             assert type(state[key].to_local()) is torch.Tensor, key
@@ -351,13 +363,13 @@ def two_axes(rank: int, world: int) -> None:
         same = build(2)
         fq.convert(same, recipe).load_state_dict({k: whole(v) for k, v in state.items()})
         fq.load_state_dict(same, fq.state_dict(net))  # raises where codes differ
-    alone = cut(fq.convert(build(), fq.recipes.fp8_current()), mesh["tp"])
+    alone = cut(fq.convert(build(), fq.recipes.fp8_current()), mesh_of(tp=world))
     assert fq.state_dict(alone)["codes"] == fq.state_dict(fq.convert(build(), fq.recipes.fp8_current()))["codes"]
 
 
 def test_tensor_parallel_under_fsdp_equals_one_process():
     """Otherwise weights that both axes cut are quantized with other scales, or their checkpoints fit one layout only."""
-    run_ranks(4, two_axes)
+    run_ranks(4, several_axes)
 
 
 # The example #
