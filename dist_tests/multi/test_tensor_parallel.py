@@ -22,7 +22,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import fsdp_quant as fq
 from dist_tests import laws
+from dist_tests.multi import nets
 from dist_tests.multi.harness import run_ranks
+from fsdp_quant.counters import counters
 from fsdp_quant.formats import Direction
 from fsdp_quant.parallel import linear as parallel_linear
 from fsdp_quant.parallel import planned_gathers
@@ -197,6 +199,9 @@ def layers(rank: int, world: int) -> None:
     parts_of_backward(mesh, rank, world, x)
     other_ways(mesh, rank, world, x, dy)
     statistics_of_weights(mesh, rank, world, x)
+    around_them(mesh, rank, world)
+    inputs_are_quantized_once(mesh, rank, world, x)
+    compiled(mesh, rank, world, x)
     refusals(mesh, world)
 
 
@@ -269,6 +274,97 @@ def other_ways(mesh, rank: int, world: int, x: torch.Tensor, dy: torch.Tensor) -
     assert {key[2] for key in fq.receipt().sequence} == {"fp8_tensor"}
 
 
+class LanguageModel(nn.Module):
+    """Layers of this library between an embedding and a head over a vocabulary of 48 that stay in high precision."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.blocks = nn.Embedding(48, D), nn.Sequential(MLP())
+        self.norm, self.head = nn.RMSNorm(D), nn.Linear(D, 48)
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.blocks(self.embedding(tokens))))
+
+
+def around_them(mesh, rank: int, world: int) -> None:
+    """torch's styles and `loss_parallel` around ours, whose outputs are plain or DTensors; a head that no recipe converts."""
+    tokens = torch.randint(48, (2, 128 * world + 1), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    tokens = tokens.to(torch.get_default_device())
+    recipe, outcomes = fq.recipes.mxfp8(), []
+    for head, local, order in (
+        (None, True, "alone"), (styles.ColwiseParallel, True, "styles first"), (fq.parallel.ColwiseParallel, False, "convert first"),
+    ):
+        net = LanguageModel()
+        net = fq.convert(net, recipe, skip=["head"]) if order != "styles first" else net
+        if head is not None:
+            column, row = fq.parallel.ColwiseParallel, fq.parallel.RowwiseParallel
+            cut(net.blocks, mesh, **{name: column(use_local_output=local) for name in ("gate", "up")},
+                down=row(output_layouts=Shard(1), use_local_output=local))
+            parallelize_module(net, mesh, {
+                "embedding": styles.RowwiseParallel(
+                    input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=local
+                ),
+                "norm": fq.parallel.SequenceParallel(),
+                "head": head(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+            })
+        net = fq.convert(net, recipe, skip=["head"]) if order == "styles first" else net
+        with contextlib.nullcontext() if head is None else styles.loss_parallel():
+            logits = net(tokens[:, :-1])
+            assert isinstance(logits, DTensor) == (head is not None) and type(net.head) is nn.Linear
+            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+        outcomes.append([whole(loss), *(whole(p.grad) for p in net.parameters())])
+        assert head is None or outcomes[-1][-1].shape == (48,)
+        for got, want in zip(outcomes[-1], outcomes[0]):
+            assert_close(got, want, f"{head}, {order}")
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(D, D, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        return self.q(x) * self.k(x) + self.v(x)
+
+
+def inputs_are_quantized_once(mesh, rank: int, world: int, x: torch.Tensor) -> None:
+    """q, k and v read one input: one quantization a direction and one gather; in the backward one gather and one scatter."""
+    for prepare, order in itertools.product((styles.PrepareModuleInput, fq.parallel.PrepareModuleInput), ("styles", "convert")):
+        net = Attention() if order == "styles" else fq.convert(Attention(), fq.recipes.mxfp8())
+        parallelize_module(net, mesh, {name: fq.parallel.ColwiseParallel() for name in "qkv"})
+        parallelize_module(net, mesh, prepare(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)))
+        net = fq.convert(net, fq.recipes.mxfp8()) if order == "styles" else net
+        mine = x.chunk(world, 1)[rank].clone().requires_grad_()
+        fq.reset_receipt()
+        with nets.recorded_collectives() as wire:
+            y = net(mine)
+            of_forward = {d: n for (_, d, _), n in counters.of("quantize").items()}
+            y.sum().backward()
+        if prepare is fq.parallel.PrepareModuleInput:
+            assert of_forward == {"rowwise": 3 + 1, "columnwise": 1}, of_forward  # weights, the input
+            moved = [kind for kind, _ in wire]  # data and scales are gathered one beside the other
+            assert moved == ["all_gather"] * 4 + ["reduce_scatter"], wire
+        else:  # gathered by torch before anybody could quantize it
+            assert not fq.receipt().sequence and of_forward["columnwise"] == 3, of_forward
+
+
+def compiled(mesh, rank: int, world: int, x: torch.Tensor) -> None:
+    """Layers that ranks share run between the graphs of their block, with the same result; no graph holds them."""
+    eager, net = (cut(fq.convert(build(), fq.recipes.mxfp8()), mesh) for _ in range(2))
+    graphs, seen = torch.compile(net, backend="aot_eager"), []
+    for run, of in ((eager, eager), (graphs, net)):
+        mine = x.chunk(world, 1)[rank].clone().requires_grad_()
+        y = run(mine)
+        y.square().sum().backward()
+        seen.append([y, mine.grad, *(whole(p.grad) for p in of.parameters())])
+    for got, want in zip(*seen[::-1]):
+        laws.assert_same_bytes(got, want, "compiled")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="leave fullgraph=True out"):
+        torch.compile(net[0].down, backend="aot_eager", fullgraph=True)(torch.zeros(1, 4, FFN // world))
+
+
 def statistics_of_weights(mesh, rank: int, world: int, x: torch.Tensor) -> None:
     """One collective after a step for all weights, whose scales are those of the whole tensors."""
     recipe = fq.recipes.fp8_current()
@@ -289,12 +385,15 @@ def refusals(mesh, world: int) -> None:
     net = fq.convert(build(), fq.recipes.mxfp8())
     with pytest.raises(ValueError, match="0.up: ColwiseParallel takes a mesh of one axis"):
         fq.parallel.ColwiseParallel()._apply(net[0].up, mesh_of(dp=1, tp=world))
+    for block in (net[0], build()[0]):
+        with pytest.raises(ValueError, match=r"ColwiseParallel takes a mesh of one axis, got 2 \(\('dp', 'tp'\)\); pass the axis"):
+            parallelize_module(block, mesh_of(dp=1, tp=world), {"up": fq.parallel.ColwiseParallel()})
     odd = fq.convert(nn.Sequential(nn.Linear(D, 2 * world + 1)), fq.recipes.mxfp8())
     with pytest.raises(ValueError, match=f"0: ColwiseParallel cuts out_features={2 * world + 1}"):
         parallelize_module(odd[0], mesh, fq.parallel.ColwiseParallel())
-    sharded = fully_shard(fq.convert(build(), fq.recipes.mxfp8()))
-    with pytest.raises(ValueError, match="0.down.weight is a DTensor.*apply RowwiseParallel before fully_shard"):
-        parallelize_module(sharded[0].down, mesh, fq.parallel.RowwiseParallel())
+    for sharded in (fully_shard(fq.convert(build(), fq.recipes.mxfp8())), fully_shard(build())):
+        with pytest.raises(ValueError, match=r"(0.down|Linear).weight is a DTensor.*apply RowwiseParallel before fully_shard"):
+            parallelize_module(sharded[0].down, mesh, fq.parallel.RowwiseParallel())
     cut(net, mesh)
     with pytest.raises(ValueError, match="apply one style to a layer"):
         parallelize_module(net[0].down, mesh, fq.parallel.RowwiseParallel())

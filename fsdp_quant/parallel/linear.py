@@ -503,7 +503,7 @@ def _random_keys(name: str, axis: TensorParallel, step: Tensor) -> tuple[Tensor,
     return step, ids.to(step.device)
 
 
-@torch.compiler.disable
+@torch.compiler.disable(reason="layers that ranks share run between compiled graphs: leave fullgraph=True out")
 def forward(layer: Linear, x: Tensor) -> Tensor:
     """y of a layer that ranks share: a DTensor where its weight is one, unless the style asks for local outputs."""
     if not x.dtype.is_floating_point:
