@@ -240,7 +240,8 @@ def quantized_init_recipe() -> Recipe | None:
 
 
 def new_weight_state(*args, kind: type[WeightState] | None = None) -> WeightState:
-    """The state of a new weight (`WeightState`'s arguments): of `kind`, else of a quantized parameter under `quantized_model_init`."""
+    """The state of a new weight (`WeightState`'s arguments): of `kind`; by default, of a quantized parameter under
+    `quantized_model_init`."""
     return (kind or (QuantizedWeightState if _QUANTIZED_INIT else WeightState))(*args)
 
 

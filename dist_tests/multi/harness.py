@@ -57,6 +57,11 @@ def _entry(rank: int, world: int, port: int, fn, args, folder: str) -> None:
     os._exit(0)  # gloo workers sometimes abort in their destructors
 
 
+def most_ranks(world: int) -> int:
+    """As many, or as there are GPUs: of laws that hold for any number."""
+    return world if DEVICE == "cpu" else min(world, torch.cuda.device_count())
+
+
 def run_ranks(world: int, fn, *args) -> list:
     """fn(rank, world, *args) on every rank; returns the results by rank. fn must be a module-level function.
 

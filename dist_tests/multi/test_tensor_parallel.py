@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import sys
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import fsdp_quant as fq
 from dist_tests import laws
 from dist_tests.multi import nets
-from dist_tests.multi.harness import run_ranks
+from dist_tests.multi.harness import DEVICE, most_ranks, run_ranks
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import Direction
 from fsdp_quant.parallel import linear as parallel_linear
@@ -34,7 +35,9 @@ from fsdp_quant.quantizer import HybridQuantizer, Quantizer
 D, FFN = 64, 128
 RECIPES = ("identity", "mxfp8", "fp8_block", "fp8_current", "fp8_delayed", "hybrid")
 # fp32 sums of up to 1024 products in another order: 1024 * 2^-24 = 6e-5 of the norm at worst, and codes are the same.
-TOLERANCE = 6e-5
+# Sums of fp8 tensor cores keep 13 bits behind the largest of 32 products, so four in a row are off by 4 * 2^-13 = 5e-4; where
+# that crosses the middle between codes, of which there are 8 an octave, an element moves by 1/16: sqrt(8 * 5e-4) / 16 = 4e-3.
+TOLERANCE = 6e-5 if DEVICE == "cpu" else 5e-3
 
 
 def recipe_of(name: str, **options) -> fq.Recipe:
@@ -293,7 +296,8 @@ def around_them(mesh, rank: int, world: int) -> None:
     tokens = tokens.to(torch.get_default_device())
     recipe, outcomes = fq.recipes.mxfp8(), []
     for head, local, order in (
-        (None, True, "alone"), (styles.ColwiseParallel, True, "styles first"), (fq.parallel.ColwiseParallel, False, "convert first"),
+        (None, True, "alone"), (styles.ColwiseParallel, True, "styles first"),
+        (fq.parallel.ColwiseParallel, False, "convert first"),
     ):
         net = LanguageModel()
         net = fq.convert(net, recipe, skip=["head"]) if order != "styles first" else net
@@ -386,7 +390,7 @@ def refusals(mesh, world: int) -> None:
     with pytest.raises(ValueError, match="0.up: ColwiseParallel takes a mesh of one axis"):
         fq.parallel.ColwiseParallel()._apply(net[0].up, mesh_of(dp=1, tp=world))
     for block in (net[0], build()[0]):
-        with pytest.raises(ValueError, match=r"ColwiseParallel takes a mesh of one axis, got 2 \(\('dp', 'tp'\)\); pass the axis"):
+        with pytest.raises(ValueError, match=r"ColwiseParallel takes a mesh of one axis, got 2 \(\('dp', 'tp'\)\)"):
             parallelize_module(block, mesh_of(dp=1, tp=world), {"up": fq.parallel.ColwiseParallel()})
     odd = fq.convert(nn.Sequential(nn.Linear(D, 2 * world + 1)), fq.recipes.mxfp8())
     with pytest.raises(ValueError, match=f"0: ColwiseParallel cuts out_features={2 * world + 1}"):
@@ -419,12 +423,14 @@ def test_layers_equal_one_process():
 MESHES = (
     {"shard": 2, "tp": 2}, {"replicate": 2, "shard": 1, "tp": 2}, {"replicate": 1, "shard": 2, "tp": 2},
     {"replicate": 2, "shard": 2, "tp": 1}, {"replicate": 1, "shard": 1, "tp": 4},
+    {"shard": 1, "tp": 2}, {"replicate": 1, "shard": 2, "tp": 1}, {"replicate": 2, "shard": 1, "tp": 1},
 )
 
 
 def several_axes(rank: int, world: int) -> None:
-    for i, name in enumerate(RECIPES):
-        axes, order = MESHES[i % len(MESHES)], ("styles", "convert", "fully_shard")[i % 3]
+    of_world = [axes for axes in MESHES if prod(axes.values()) == world]
+    for i, (name, axes) in enumerate(zip(RECIPES, itertools.cycle(of_world))):
+        order = ("styles", "convert", "fully_shard")[i % 3]
         mesh, ranks = mesh_of(**axes), axes["tp"]
         mine, shards = mesh["tp"].get_local_rank(), mesh[tuple(axis for axis in axes if axis != "tp")]
         recipe, reference, net = recipe_of(name), build(2), build(2)
@@ -468,7 +474,7 @@ def several_axes(rank: int, world: int) -> None:
 
 def test_tensor_parallel_under_fsdp_equals_one_process():
     """Otherwise weights that both axes cut are quantized with other scales, or their checkpoints fit one layout only."""
-    run_ranks(4, several_axes)
+    run_ranks(most_ranks(4), several_axes)
 
 
 # The example #

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from math import prod
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import fsdp_quant as fq
 from dist_tests import laws
 from dist_tests.multi import nets
-from dist_tests.multi.harness import run_ranks
+from dist_tests.multi.harness import most_ranks, run_ranks
 from dist_tests.multi.test_tensor_parallel import D, build, cut, mesh_of, recipe_of, whole
 from fsdp_quant.formats import Direction
 from fsdp_quant.ops import dispatch
@@ -27,9 +28,15 @@ from fsdp_quant.tensor import fsdp_hooks
 from fsdp_quant.tensor.torch_compat import local_of
 
 AXES = ("replicate", "shard", "tp")
-SHAPES = ((2, 1, 2), (1, 2, 2), (2, 2, 1), (1, 4, 1), (1, 1, 4))
+SHAPES = (
+    (2, 1, 2), (1, 2, 2), (1, 1, 4), (2, 2, 1), (1, 4, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (1, 1, 1),
+)
 KINDS = ("high-precision", "quantized")  # parameters
 ROLE = Role("linear", "weight", "")
+
+
+def meshes(world: int) -> dict[tuple[int, int, int], DeviceMesh]:
+    return {shape: mesh_of(**dict(zip(AXES, shape))) for shape in SHAPES if prod(shape) == world}
 
 
 def converted(net: nn.Module, recipe: fq.Recipe, kind: str) -> nn.Module:
@@ -77,11 +84,11 @@ def one_axis_at_a_time(m) -> tuple:
 def codes(rank: int, world: int) -> list:
     """What a gather brings, in meshes, formats and kinds of parameters; returns the sums and maxima that it took."""
     seen, pairs = [], laws.diagonals(3)
-    meshes = {shape: mesh_of(**dict(zip(AXES, shape))) for shape in SHAPES}
-    both = [(pair, (1, 2, 2)) for pair in pairs if "nvfp4_16x16" in pair]  # tensor amaxes and cut blocks in one
-    sample = [*zip(pairs, itertools.cycle(SHAPES)), *both]
-    for pair, shape in itertools.product(pairs, SHAPES) if laws.EVERYTHING else sample:
-        mesh, recipe, (_, shards, ranks) = meshes[shape], nets.pair_recipe(*pair), shape
+    of_world = meshes(world)
+    both = [(pair, (1, 2, 2)) for pair in pairs if "nvfp4_16x16" in pair and world == 4]  # tensor amaxes and cut blocks in one
+    sample = [*zip(pairs, itertools.cycle(of_world)), *both]
+    for pair, shape in itertools.product(pairs, of_world) if laws.EVERYTHING else sample:
+        mesh, recipe, (_, shards, ranks) = of_world[shape], nets.pair_recipe(*pair), shape
         mine = mesh["tp"].get_local_rank()
         weights = [layer.weight.detach().clone() for layer in pair_of_layers()]
         parts = [weights[0].chunk(ranks)[mine], weights[1].chunk(ranks, 1)[mine]]
@@ -119,7 +126,7 @@ def codes(rank: int, world: int) -> list:
 
 def test_parts_of_parts_are_quantized_as_the_whole():
     """Otherwise weights depend on the mesh, on the kind of parameter, or ranks wait for collectives that others do not make."""
-    results = run_ranks(4, codes)
+    results = run_ranks(most_ranks(4), codes)
     assert all(seen == results[0] for seen in results)
 
 
@@ -152,10 +159,9 @@ def flat(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Te
 
 
 def saved(rank: int, world: int, folder: str) -> dict:
-    """Saved by copies and parts, by shards and parts, by parts alone; what they were."""
+    """Each recipe from another mesh and kind of parameters; what was saved."""
     states = {}
-    for name, shape, kind in zip(RECIPES, ((2, 1, 2), (1, 2, 2), (1, 2, 2), (1, 1, 4)), itertools.cycle(KINDS)):
-        mesh = mesh_of(**dict(zip(AXES, shape)))
+    for name, mesh, kind in zip(RECIPES, itertools.cycle(meshes(world).values()), itertools.cycle(KINDS)):
         net, optimizer = made(name, kind, mesh, seed=0)
         stepped(net, optimizer, mesh, 0)
         model, state = get_state_dict(net, optimizer)
@@ -164,9 +170,10 @@ def saved(rank: int, world: int, folder: str) -> dict:
     return states
 
 
-def loaded(rank: int, world: int, folder: str, states: dict, shapes: list) -> None:
-    for (name, (want, rest)), shape, kind in zip(states.items(), itertools.cycle(shapes), itertools.cycle(KINDS[::-1])):
-        mesh = mesh_of(**dict(zip(AXES, shape)))
+def loaded(rank: int, world: int, folder: str, states: dict) -> None:
+    of_world = itertools.cycle(meshes(world).items())
+    next(of_world), next(of_world)  # other ones than they were saved in
+    for (name, (want, rest)), (shape, mesh), kind in zip(states.items(), of_world, itertools.cycle(KINDS[::-1])):
         net, optimizer = made(name, kind, mesh, seed=1)
         model, state = get_state_dict(net, optimizer)
         dcp.load({"model": model, "optimizer": state}, checkpoint_id=f"{folder}/{name}")
@@ -180,6 +187,7 @@ def loaded(rank: int, world: int, folder: str, states: dict, shapes: list) -> No
 
 def test_checkpoints_load_in_other_meshes(tmp_path):
     """Otherwise a run cannot go on with another number of ranks an axis, or goes on with other weights, moments or codes."""
-    states = run_ranks(4, saved, str(tmp_path))[0]
-    run_ranks(4, loaded, str(tmp_path), states, [(1, 4, 1), (2, 1, 2), (2, 2, 1), (1, 2, 2)])
-    run_ranks(2, loaded, str(tmp_path), states, [(1, 1, 2), (1, 2, 1)])
+    world = most_ranks(4)
+    states = run_ranks(world, saved, str(tmp_path))[0]
+    for others in (world, world // 2):
+        run_ranks(others, loaded, str(tmp_path), states)

@@ -35,8 +35,7 @@ from torch import Tensor
 
 from ..counters import counters
 from ..formats import COLUMNWISE, ROWWISE, SCALE_BYTES, SCALE_DTYPE, Direction, Encoding
-from ..ops import dispatch, native
-from ..ops.dispatch import Statistics
+from ..ops import native
 from ..ops.layout import COMPACT
 from ..scaling import Fragment, RowCuts, share_statistics
 from ..storage import Placement, Storage, laid_out, scale_placement
