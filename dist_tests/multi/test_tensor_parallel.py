@@ -31,6 +31,8 @@ from fsdp_quant.parallel import linear as parallel_linear
 from fsdp_quant.parallel import planned_gathers
 from fsdp_quant.parallel.sequence import SequenceCut
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
+from fsdp_quant.tensor import torch_compat
+from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
 
 D, FFN = 64, 128
 RECIPES = ("identity", "mxfp8", "fp8_block", "fp8_current", "fp8_delayed", "hybrid")
@@ -205,6 +207,7 @@ def layers(rank: int, world: int) -> None:
     around_them(mesh, rank, world)
     inputs_are_quantized_once(mesh, rank, world, x)
     compiled(mesh, rank, world, x)
+    quantized_parameters(mesh, rank, world, x)
     refusals(mesh, world)
 
 
@@ -275,6 +278,51 @@ def other_ways(mesh, rank: int, world: int, x: torch.Tensor, dy: torch.Tensor) -
         block.up(mine[0]), fq.convert(build(), recipe)[0].up(x).chunk(world, 2)[rank], "an input that is prepared"
     )
     assert {key[2] for key in fq.receipt().sequence} == {"fp8_tensor"}
+
+
+def quantized_parameters(mesh, rank: int, world: int, x: torch.Tensor) -> None:
+    """Parameters that are codes train as high-precision ones, whatever came first, with meshes and with process groups."""
+    def styles_first(recipe):
+        return fq.convert(cut(build(), mesh), recipe)
+
+    def convert_first(recipe):
+        return cut(fq.convert(build(), recipe), mesh)
+
+    def of_groups(recipe):
+        torch.manual_seed(0)
+        column, row = fq.parallel.ColumnParallelLinear, fq.parallel.RowParallelLinear
+        return nn.Sequential(column(D, FFN, mesh.get_group(), True, 1, recipe=recipe, name="up"),
+                             row(FFN, D, mesh.get_group(), True, 1, recipe=recipe, name="down"))
+
+    def on_meta(recipe):
+        with torch.device("meta"):
+            net = fq.convert(build(), recipe)
+        net = cut(net, mesh).to_empty(device=torch.get_default_device())
+        nn.Module.load_state_dict(net, cut(build(), mesh).state_dict())
+        return net
+
+    for make, name in itertools.product((styles_first, convert_first, of_groups, on_meta), ("fp8_current", "mxfp8")):
+        recipe, seen = recipe_of(name), []
+        for context in (contextlib.nullcontext(), fq.quantized_model_init(recipe)):
+            with context:
+                net = make(recipe)
+            optimizer = fq.optim.FusedAdam(net.parameters(), lr=1e-2)
+            seen.append([])
+            for _ in range(2):
+                y = net(x.chunk(world, 1)[rank])
+                y.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seen[-1] += [y, *(whole(p).clone() for p in net.state_dict().values())]
+        assert all(isinstance(torch_compat.local_of(p), QuantizedTensor) for p in net.parameters() if p.dim() == 2)
+        for got, want in zip(*seen):
+            laws.assert_same_bytes(got, want, f"quantized parameters, {make.__name__}, {name}")
+    with fq.quantized_model_init(recipe):
+        net = fq.convert(build(), recipe)
+    optimizer = fq.optim.FusedAdam(net.parameters())
+    with pytest.raises(ValueError, match="another optimizer holds the master of 0.up.weight"):
+        parallelize_module(net[0].up, mesh, fq.parallel.ColwiseParallel())
+    del optimizer
 
 
 class LanguageModel(nn.Module):

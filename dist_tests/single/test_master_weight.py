@@ -572,8 +572,10 @@ def test_versions_follow_writes_and_only_writes():
     clone.add_(1)
     assert clone.version != before
     assert weight.version == before
+    views = [weight.detach().view(weight.shape), weight.detach()[:], *weight.detach().split(weight.shape[0])]
+    assert all(view.version == before for view in views)  # what DTensor and FSDP2 make of a parameter
     weight.inner.add_(1)  # behind the wrapper's back: torch's own counter tells
-    assert weight.version != before
+    assert weight.version != before and all(view.version == weight.version for view in views)
     changed = weight.version
     with torch.no_grad():
         weight[3].zero_()
