@@ -1,4 +1,8 @@
-"""Styles for `parallelize_module`, and linear layers of trainers that have process groups in place of meshes."""
+"""Styles for `parallelize_module`, and linear layers of trainers that have process groups in place of meshes.
+
+Styles come before `fully_shard`, and before or after `fq.convert`; parameters may be quantized ones. Layers that ranks share
+run between the graphs of a compiled block (a break a layer): fullgraph=True is refused.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import parallel as styles
 
 from ..context import quantized_init_recipe
+from ..counters import counters
 from ..modules.linear import Linear, adopt, take_weight
 from ..recipe import Recipe, identity
 from ..tensor import torch_compat
@@ -114,14 +119,19 @@ class PrepareModuleInput(styles.PrepareModuleInput):
     """torch's style; an input that is cut along the sequence and wanted whole stays a DTensor that is cut.
 
     Layers of this library that are given it gather its codes once for all of them (q, k and v; gate and up), and the sum of
-    their gradients is scattered once; anything else redistributes it when it is used. Arguments and shapes are torch's.
+    their gradients is scattered once; anything else redistributes it when it is used. With use_local_output=True it is gathered
+    in high precision, which is counted. Arguments and shapes are torch's.
     """
 
     def _prepare_input_arg(self, input, mesh, input_layout, desired_layout):
-        stays = (
-            isinstance(input, Tensor) and input_layout is not None and input_layout.is_shard() and not self.use_local_output
+        is_gathered = (
+            isinstance(input, Tensor) and input_layout is not None and input_layout.is_shard()
             and input_layout.dim % input.dim() != input.dim() - 1 and desired_layout is not None and desired_layout.is_replicate()
         )
+        stays = is_gathered and not self.use_local_output
+        if is_gathered and not stays:
+            size = input.nbytes if isinstance(input, DTensor) else input.nbytes * mesh.size()
+            counters.add("sequence gather", ("forward", "both", "high precision"), size)
         return super()._prepare_input_arg(input, mesh, input_layout, input_layout if stays else desired_layout)
 
 
