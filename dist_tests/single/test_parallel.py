@@ -43,3 +43,18 @@ def test_shared_layers_equal_whole_ones(name: str, group):
             made.append([y.detach(), mine.grad, *(p.grad for m in (up, down) for p in m.parameters())])
     for i, (got, want) in enumerate(zip(*made)):
         assert error(got.float(), want.float()) < TOLERANCE, i
+
+
+def test_a_weight_syncs_layers_equal_whole_ones(group):
+    """If false, a layer that ranks share asks a trainer's weight for masters that it does not have, or for another place in the
+    batch than fq.token_offset says."""
+    recipe, x, outputs = fq.recipes.hybrid("mxfp8", "nvfp4"), values(64, 64, seed=1, dtype=BF16), []
+    for kind, options in ((fq.Linear, {}), (fq.parallel.ColumnParallelLinear, {"group": group, "sequence_dim": 0})):
+        torch.manual_seed(0)
+        with fq.quantized_model_init(recipe), fq.token_offset(0):
+            layer = kind(64, 96, bias=False, dtype=BF16, recipe=recipe, name="up", **options)
+            sync = fq.hooks.plan_weight_sync([("w", layer.weight, fq.hooks.ShardMap((0, 64 * 96)))], group)
+            sync.refresh(sync.init_masters())
+            outputs.append(layer(x).detach())
+            assert layer.weight.state.publisher is sync
+    assert torch.equal(*outputs)

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as Layout
 
-from ..context import STEP_FIELDS, current_autocast
+from ..context import STEP, STEP_FIELDS, current_autocast
 from ..counters import counters
 from ..formats import COLUMNWISE, ROWWISE, SCALE_BYTES, Direction, Encoding
 from ..gemm import gemm
@@ -498,8 +498,9 @@ def _random_keys(name: str, axis: TensorParallel, step: Tensor) -> tuple[Tensor,
     """(step, slot ids): ranks of a group hold one batch, and round the columns that they hold alone independently."""
     ids = slot_ids(name)
     ids[SLOTS.index(axis.cut_slot)] = slot_ids(f"{name}.{axis.group.rank()}")[SLOTS.index(axis.cut_slot)]
-    step = step.clone()
-    step[STEP_FIELDS.index("data_parallel_rank")] = min(dist.get_process_group_ranks(axis.group)) // axis.group.size()
+    if STEP.token_offset < 0:  # else it says where this rank's rows are
+        step = step.clone()
+        step[STEP_FIELDS.index("data_parallel_rank")] = min(dist.get_process_group_ranks(axis.group)) // axis.group.size()
     return step, ids.to(step.device)
 
 

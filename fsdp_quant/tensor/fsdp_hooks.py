@@ -603,11 +603,12 @@ def synchronize(managed: list[ManagedParam]) -> None:
 
 
 def synchronize_whole(weights: list) -> None:
-    """`synchronize` of those weights of which ranks of a tensor-parallel group have parts that no one shards further."""
+    """`synchronize` of those weights of which ranks of a tensor-parallel group have parts that no one shards further, nor
+    publishes."""
     by_group: dict[tuple, list] = {}
     for weight in weights:
         state = weight.state
-        if state.tensor_group is not None and _managed_of(state) is None:
+        if state.tensor_group is not None and _managed_of(state) is None and state.publisher is None:
             state.pending = False
             piece = weight, RowCuts((0, weight.shape[0])), 0
             by_group.setdefault((state.tensor_group,), []).append((weight, _fragment(piece, weight.device)))
