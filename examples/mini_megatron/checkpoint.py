@@ -1,0 +1,87 @@
+"""Checkpoints: a file a rank, of pieces of masters and moments by their place in the whole tensor; any grid loads them.
+
+Codes are made anew, and compared where the same grid loads. Histories of delayed scaling are each rank's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import fsdp_quant as fq
+
+from .model import Stage
+from .optimizer import ChainedAdam, Shard
+from .ranks import Ranks, Sizes
+
+
+def _states(shard: Shard, name: str) -> dict[str, Tensor]:
+    """fp32 [owned elements] of each."""
+    state = shard.adam.state[shard.masters[name]]
+    return {"master": shard.masters[name].detach(), "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+
+
+def save(folder: Path, stage: Stage, optimizer: ChainedAdam, ranks: Ranks) -> None:
+    """Every rank must call it, and wait for the others before one of them loads."""
+    pieces, syncs = {}, {}
+    for kind, shard in optimizer.shards.items():
+        syncs[kind] = shard.sync.state_dict()
+        for name, p in shard.params.items():
+            place = (stage.cut_dim(name), ranks.tensor.rank(), tuple(p.shape), *shard.shards[name].run(shard.group.rank()))
+            pieces[name] = (place, _states(shard, name), shard.adam.state[shard.masters[name]]["step"])
+    file = {
+        "sizes": asdict(ranks.sizes), "pieces": pieces, "syncs": syncs, "model": fq.state_dict(stage),
+        "scale": (optimizer.loss_scale, optimizer.good_steps),
+    }
+    torch.save(file, folder / f"{ranks.rank}.pt")
+
+
+def _whole(files: list[dict], name: str, key: str) -> tuple[Tensor, int | None]:
+    """(a tensor of the whole model, the dim that tensor parallelism cuts), from the pieces of all ranks."""
+    parts: dict[int, Tensor] = {}
+    for (dim, part, shape, start, end), states, _ in (file["pieces"][name] for file in files if name in file["pieces"]):
+        flat = parts.setdefault(part if dim is not None else 0, torch.full((prod(shape),), torch.nan))
+        flat[start:end] = states[key].cpu()
+    return torch.cat([parts[part].view(shape) for part in sorted(parts)], dim or 0), dim
+
+
+@torch.no_grad()
+def load(folder: Path, stage: Stage, optimizer: ChainedAdam, ranks: Ranks) -> None:
+    """Go on from a checkpoint of any sizes and cuts.
+
+    Raises ValueError for files of several checkpoints, for histories of delayed scaling of other sizes, and for codes that are
+    not those that were saved.
+    """
+    files = [torch.load(folder / "0.pt", weights_only=True)]
+    saved = Sizes(**files[0]["sizes"])
+    files += [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(1, saved.world)]
+    steps = [(file["sizes"], int(file["syncs"]["replicated"]["applied"])) for file in files]
+    if any(step != steps[0] for step in steps):
+        raise ValueError(f"{folder} holds files of several checkpoints, (sizes, step) by rank: {steps}")
+    same = files[ranks.rank] if saved == ranks.sizes else None
+    if same is None and any(file["model"]["histories"] for file in files):
+        raise ValueError(
+            f"the checkpoint holds histories of delayed scaling of {saved}, each its rank's own, and this run has "
+            f"{ranks.sizes}; load it with the sizes that it was saved with"
+        )
+    optimizer.loss_scale, optimizer.good_steps = files[0]["scale"]
+    for kind, shard in optimizer.shards.items():
+        for name, master in shard.masters.items():
+            for key, own in _states(shard, name).items():
+                whole, dim = _whole(files, name, key)
+                local = whole if dim is None else whole.chunk(ranks.tensor.size(), dim)[ranks.tensor.rank()]
+                start, end = shard.shards[name].run(shard.group.rank())
+                own.copy_(local.reshape(-1)[start:end])
+            shard.adam.state[master]["step"].copy_(next(f["pieces"][name][2] for f in files if name in f["pieces"]))
+        if same is not None:
+            shard.sync.load_state_dict(same["syncs"][kind])
+        shard.sync.applied.copy_(files[0]["syncs"]["replicated"]["applied"])
+    if same is not None:
+        fq.load_state_dict(stage, {key: value for key, value in same["model"].items() if key != "codes"})
+    optimizer.refresh()
+    if same is not None and fq.state_dict(stage)["codes"] != same["model"]["codes"]:
+        raise ValueError("the codes of the loaded masters are not those that were saved")
