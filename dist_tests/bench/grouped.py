@@ -17,7 +17,7 @@ from dist_tests.bench.clock import DeviceClock, measurable
 from fsdp_quant import recipes
 
 N, K, TOKENS = 4096, 2048, 1024
-RECIPES = {name: getattr(recipes, name) for name in ("fp8_block", "mxfp8", "fp8_row", "fp8_current")}
+RECIPES = ("fp8_block", "mxfp8", "fp8_row", "fp8_current", "fp8_delayed", "nvfp4", "identity")
 
 
 def bf16(x: Tensor, w: Tensor, ends: Tensor, dy: Tensor):
@@ -41,6 +41,7 @@ def ours(module: fq.GroupedLinear, x: Tensor, splits, dy: Tensor, quantize: bool
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experts", nargs="+", type=int, default=[8, 64])
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES)
     args = parser.parse_args()
     device = measurable()
     if device is None:
@@ -55,7 +56,8 @@ def main() -> int:
         dy = torch.randn(experts * TOKENS, N, device=device, dtype=torch.bfloat16)
         base = clock.sustained([bf16(x, w, ends, dy)]).us
         print(f"{experts} experts: bf16 torch._grouped_mm {base:.0f} us")
-        for name, recipe in RECIPES.items():
+        for name in args.recipes:
+            recipe = getattr(recipes, name)
             module = fq.GroupedLinear(experts, K, N, False, device, torch.bfloat16, packed=True, recipe=recipe())
             sizes = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
             for what, splits in (("device splits", ends), ("host splits", sizes)):
