@@ -61,37 +61,42 @@ at::Tensor decode(
 }
 
 std::tuple<at::Tensor, at::Tensor> anchor_codes(
-    const at::Tensor& data, const at::Tensor& scale, int64_t spec, bool columnwise, bool transposed,
-    const at::Tensor* codes_out, const at::Tensor* scale_out) {
+    const at::Tensor& data, const at::Tensor& scale, int64_t spec, bool columnwise, bool transposed) {
   check_cuda(data, "data");
   const Side side = parse_side(spec, 0.0, "side");
   const bool e8m0 = side.scale == ScaleKind::kE8M0Up || side.scale == ScaleKind::kE8M0Floor;
   TORCH_CHECK_VALUE(side.present() && e8m0 && side.contraction == 32, "side is ", spec,
                     "; wanted e8m0 scales of (1, 32) or (32, 32) blocks");
-  TORCH_CHECK_VALUE(data.dim() == 2, "data has shape ", data.sizes(), "; wanted [rows, cols]");
-  const int64_t rows = data.size(0), cols = data.size(1);
+  const bool stacked = data.dim() == 3;
+  TORCH_CHECK_VALUE(stacked || data.dim() == 2, "data has shape ", data.sizes(), "; wanted [rows, cols], or matrices of that");
+  const int64_t rows = data.size(-2), cols = data.size(-1), matrices = stacked ? data.size(0) : 1;
+  TORCH_CHECK_VALUE(matrices > 0 && matrices < 1 << 16, "there are ", matrices, " matrices; wanted 1 to 65535");
   constexpr int64_t kLargest = std::numeric_limits<int32_t>::max() - kTile;
   TORCH_CHECK_VALUE(rows < kLargest && cols < kLargest, "[", rows, ", ", cols, "] is too large");
-  check_buffer(data, "data", data, at::kByte, rows * cols);
+  check_buffer(data, "data", data, at::kByte, matrices * rows * cols);
   const int64_t scale_rows = ceil_div(rows, columnwise ? 32 : side.outer);
   const int64_t scale_cols = ceil_div(cols, columnwise ? side.outer : 32);
-  check_buffer(scale, "scale", data, at::kByte, scale_rows * scale_cols);
+  check_buffer(scale, "scale", data, at::kByte, matrices * scale_rows * scale_cols);
   const c10::cuda::CUDAGuard guard(data.device());
   const int64_t out_rows = transposed ? cols : rows, out_cols = transposed ? rows : cols;
   const int64_t lines = columnwise ? cols : rows;
-  if (codes_out != nullptr) check_buffer(*codes_out, "codes_out", data, at::kByte, rows * cols);
-  if (scale_out != nullptr) check_buffer(*scale_out, "scale_out", data, at::kFloat, lines);
-  const at::Tensor out = codes_out != nullptr ? *codes_out : new_empty(data, {out_rows, out_cols}, at::kByte);
-  const at::Tensor line_scale = scale_out != nullptr ? *scale_out : new_empty(data, {lines}, at::kFloat);
+  const auto made = [&](int64_t of_rows, int64_t of_cols, at::ScalarType dtype) {
+    const int64_t sizes[] = {matrices, of_rows, of_cols};
+    return new_empty(data, at::IntArrayRef(sizes + !stacked, sizes + 3), dtype);
+  };
+  TORCH_CHECK_VALUE(matrices == 1 || lines % 4 == 0, "matrices of ", lines, " lines; wanted multiples of 4");
+  const at::Tensor out = made(out_rows, out_cols, at::kByte);
+  const at::Tensor line_scale = stacked ? new_empty(data, {matrices, lines}, at::kFloat) : new_empty(data, {lines}, at::kFloat);
   if (out.numel() == 0) return {out, line_scale.fill_(0x1p-127)};
   AnchorCodes a = {};
   a.data = data.const_data_ptr<uint8_t>(), a.scale = scale.const_data_ptr<uint8_t>();
   a.out = out.mutable_data_ptr<uint8_t>(), a.line_scale = line_scale.mutable_data_ptr<float>();
+  a.matrices = static_cast<int32_t>(matrices);
   a.rows = static_cast<int32_t>(rows), a.cols = static_cast<int32_t>(cols);
   a.outer_log2 = side.outer_log2, a.element = side.element;
   a.columnwise = columnwise, a.transposed = transposed;
   a.vector_load = is_aligned(a.data, 8) && cols % 8 == 0;
-  a.vector_scales = is_aligned(a.scale, 8) && scale_cols % 8 == 0;
+  a.vector_scales = is_aligned(a.scale, 8) && scale_cols % 8 == 0;  // so are those of every matrix
   a.vector_store = is_aligned(a.out, 16) && out_cols % (transposed ? 16 : 8) == 0;
   check_launch(launch_anchor_codes(a, c10::cuda::getCurrentCUDAStream()), "anchor_codes");
   return {out, line_scale};

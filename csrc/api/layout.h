@@ -22,10 +22,9 @@ at::Tensor decode(
     const at::Tensor& data, const MaybeTensor& scale, const MaybeTensor& tensor_amax, int64_t side, bool columnwise,
     int64_t cols, int64_t row0, at::ScalarType dtype, const Alpha* alpha);
 
-// Codes of MXFP8 blocks against one exponent a line, and 2^(E - 127) of each; of a line without blocks E is 0. codes_out,
-// scale_out: what to write instead of new tensors.
+// Codes of MXFP8 blocks [rows, cols] against one exponent a line, and 2^(E - 127) of each; of a line without blocks E is 0.
+// Of matrices [count, rows, cols], each by itself, stacked.
 std::tuple<at::Tensor, at::Tensor> anchor_codes(
-    const at::Tensor& data, const at::Tensor& scale, int64_t side, bool columnwise, bool transposed,
-    const at::Tensor* codes_out = nullptr, const at::Tensor* scale_out = nullptr);
+    const at::Tensor& data, const at::Tensor& scale, int64_t side, bool columnwise, bool transposed);
 
 }  // namespace fsdp_quant

@@ -25,6 +25,7 @@
 #include "api/gemm.h"
 #include "api/layout.h"
 #include "api/norm.h"
+#include "api/parts.h"
 #include "api/quantize.h"
 #include "api/saved.h"
 #include "layout/scalars.h"
@@ -83,10 +84,10 @@ const Plan& plan_of(int64_t handle) {
   return r.plans[handle];
 }
 
-void count(int64_t handle, int what) {
+void count(int64_t handle, int what, int64_t times = 1) {
   Registry& r = registry();
   const std::lock_guard<std::mutex> lock(r.mutex);
-  ++r.counts[handle][what];
+  r.counts[handle][what] += times;
 }
 
 // Everything of a call that autograd does not see.
@@ -241,17 +242,17 @@ Delayed delayed_of(const Reading (&r)[kDirections], const Side (&sides)[kDirecti
 // amax: of x, where it is known.
 Encodings encode_sides(
     const Side (&sides)[kDirections], const at::Tensor& x, const Delayed& by, const MaybeTensor& key, bool through_bf16,
-    const MaybeTensor& amax, const Gated* gated, const Encodings* out = nullptr, const at::Tensor* sources = nullptr) {
+    const MaybeTensor& amax, const Gated* gated = nullptr, const Tokens* tokens = nullptr) {
   const MaybeTensor none;
   const auto given = [&](int d) -> const MaybeTensor& { return sides[d].whole_tensor() ? amax : none; };
   const Known known[2] = {{given(0), none, by.enc[0], key, by.record[0]}, {given(1), none, by.enc[1], key, by.record[1]}};
-  return encode(x, sides[0], sides[1], known, 0, through_bf16, false, out, gated, sources);
+  return encode(x, sides[0], sides[1], known, 0, through_bf16, false, nullptr, gated, tokens);
 }
 
-// The storages of x that are wanted. gated: x is the gate of the values; known: of x itself.
+// The storages of x that are wanted. gated: x is the gate of the values; known: of x itself; tokens: see encode.
 Encodings quantize_slot(
     const Call& call, Slot slot, at::Tensor x, bool row, bool col, Amaxes known, const Gated* gated = nullptr,
-    const at::Tensor* sources = nullptr) {
+    const Tokens* tokens = nullptr) {
   const Reading(&r)[kDirections] = call.plan->readings[slot];
   const History history = slot == kInput ? History{call.factors, call.histories}
                                          : History{call.grad_factors, call.grad_histories};
@@ -276,7 +277,7 @@ Encodings quantize_slot(
   }
   Encodings made;
   if (plain[0].present() || plain[1].present())
-    made = encode_sides(plain, x, by, key, false, known.whole, gated, nullptr, plain[1].present() ? sources : nullptr);
+    made = encode_sides(plain, x, by, key, false, tokens == nullptr ? known.whole : std::nullopt, gated, tokens);
   if (is_anchored) {
     const MaybeTensor none;
     at::Tensor counts;
@@ -284,7 +285,7 @@ Encodings quantize_slot(
     auto sides = anchored(x, anchors[0], anchors[1], std::max<int64_t>(r[0].run, 0), std::max<int64_t>(r[1].run, 0),
                           anchors[0] != 0 && r[0].run == 0 ? known.rows : none,
                           anchors[1] != 0 && r[1].run == kAmaxRun ? known.runs : none, false, counts.defined() ? &counts : nullptr,
-                          anchors[1] != 0 ? sources : nullptr);
+                          anchors[1] != 0 ? tokens : nullptr);
     auto next = sides.begin();
     for (int d = 0; d < kDirections; ++d)
       if (anchors[d] != 0) made[d].data = std::move(*next++), made[d].scale = std::move(*next++);
@@ -618,58 +619,108 @@ std::vector<at::Tensor> linear_weight(
   const int64_t matrices = stacked ? weight.size(0) : 1;
   TORCH_CHECK_VALUE(!stacked || matrices > 0, "weight has shape ", weight.sizes(), "; wanted one matrix or more");
   Side sides[kDirections] = {};
-  Encodings all;
   for (const Direction d : {kRowwise, kColumnwise}) {
     if (!wants(p, kWeight, d, row, col)) continue;
     sides[d] = r[d].side;
     if (r[d].run >= 0) sides[d].transposed = false;  // compact, as `anchor_codes` reads them
-    if (!stacked) continue;
-    TORCH_CHECK_NOT_IMPLEMENTED(!sides[d].two_level() && r[d].factor < 0 && r[d].kind != 0,
+    TORCH_CHECK_NOT_IMPLEMENTED(!stacked || (!sides[d].two_level() && r[d].factor < 0 && r[d].kind != 0),
                                 "matrices are stacked as products of groups read them");
-    const Geometry g = geometry_of(r[d].side, d, weight.size(1), weight.size(2), 0);
-    all[d].data = new_empty(weight, {matrices, g.data_rows, g.data_cols}, at::kByte);
-    const int64_t scales = r[d].run >= 0 ? (d == kColumnwise ? g.cols : g.rows) : g.scale_numel;
-    all[d].scale = new_empty(weight, {matrices, scales}, r[d].run < 0 && sides[d].byte_scales() ? at::kByte : at::kFloat);
   }
-  const Delayed by = delayed_of(r, sides, {scales_by, recorded});
-  for (int64_t e = 0; e < matrices; ++e) {
-    Encodings out, made;
-    for (int d = 0; stacked && d < kDirections; ++d)
-      if (sides[d].present()) out[d].data = all[d].data.select(0, e), out[d].scale = all[d].scale.select(0, e);
-    const bool into = stacked && (!sides[0].present() || r[0].run < 0) && (!sides[1].present() || r[1].run < 0);
-    made = encode_sides(sides, matrix(stacked ? weight.select(0, e) : weight), by, std::nullopt, through_bf16, std::nullopt,
-                        nullptr, into ? &out : nullptr);
-    for (const Direction d : {kRowwise, kColumnwise}) {
-      if (!sides[d].present()) continue;
-      count(plan, kWeight * kDirections + d);
-      if (r[d].run >= 0) {
-        const bool turned = d == kColumnwise;
-        std::tie(made[d].data, made[d].scale) =
-            anchor_codes(made[d].data, made[d].scale, r[d].packed, turned, turned, stacked ? &out[d].data : nullptr,
-                         stacked ? &out[d].scale : nullptr);
-      } else if (stacked && !into) {
-        out[d].data.copy_(made[d].data), out[d].scale.copy_(made[d].scale.view_as(out[d].scale));
-      }
-    }
-    if (!stacked) all = std::move(made);
-  }
+  Encodings made = stacked ? encode_stacked(weight, sides[0], sides[1], through_bf16)
+                           : encode_sides(sides, matrix(weight), delayed_of(r, sides, {scales_by, recorded}), std::nullopt,
+                                          through_bf16, std::nullopt);
   std::vector<at::Tensor> result;
-  for (const Encoded& e : all) append(result, e);
+  for (const Direction d : {kRowwise, kColumnwise}) {
+    if (!sides[d].present()) continue;
+    count(plan, kWeight * kDirections + d, matrices);
+    const bool turned = d == kColumnwise;
+    if (r[d].run >= 0) std::tie(made[d].data, made[d].scale) = anchor_codes(made[d].data, made[d].scale, r[d].packed, turned, turned);
+    append(result, made[d]);
+  }
   return result;
 }
 
-// Codes of x [tokens, cols], of the input or of the gradient, as `append` lists them: the columnwise ones of groups that
-// `sources` gathers (see encode).
+// Codes of x [tokens, cols], of the input or of the gradient, as `append` lists them: of groups of tokens (see encode).
 std::vector<at::Tensor> linear_tokens(
-    const at::Tensor& x, int64_t plan, int64_t slot, bool row, bool col, const MaybeTensor& guard, const at::Tensor& sources) {
+    const at::Tensor& x, int64_t plan, int64_t slot, bool row, bool col, const MaybeTensor& guard, const at::Tensor& tables,
+    int64_t groups) {
   check_cuda(x, "x");
   TORCH_CHECK_VALUE(slot == kInput || slot == kGradOutput, "slot is ", slot, "; tokens are of 0 or ", int{kGradOutput});
   const auto call = call_of(plan, -1, true, x, x, guard, {}, {}, {}, {});
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  const TokenTables at = tables_of(tables, groups, x);
+  const Tokens tokens = {at.sources, at.tiles, groups};
   std::vector<at::Tensor> result;
-  for (const Encoded& e : quantize_slot(*call, static_cast<Slot>(slot), matrix(x), row, col, produced().of(x), nullptr, &sources))
+  for (const Encoded& e : quantize_slot(*call, static_cast<Slot>(slot), matrix(x), row, col, produced().of(x), nullptr, &tokens))
     append(result, e);
   return result;
+}
+
+// y of x [tokens, K] and the stacked operand of weights [E, N, K], the tables of the groups that end at `ends`
+// (`token_groups`), and the codes that the backward keeps.
+std::vector<at::Tensor> grouped_step(
+    const at::Tensor& x, const at::Tensor& ends, const at::Tensor& weight, const at::Tensor& weight_scale, int64_t plan,
+    bool save, const MaybeTensor& guard, at::ScalarType out_dtype, const MaybeTensor& wrong, int64_t tag) {
+  check_cuda(x, "x");
+  const auto call = call_of(plan, -1, save, x, x, guard, {}, {}, {}, {});
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  const c10::cuda::CUDAGuard device(x.device());
+  const at::Tensor rows = matrix(x), tables = token_groups(ends, rows.size(0), wrong, tag);
+  const TokenTables at = tables_of(tables, ends.numel(), x);
+  const Tokens tokens = {at.sources, at.tiles, at.groups};
+  const bool keeps = save && call->plan->saves == Saves::kCodes;
+  const Encodings made = quantize_slot(*call, kInput, rows, true, keeps, produced().of(x), nullptr, &tokens);
+  TORCH_CHECK_VALUE(weight.dim() == 3 && weight.size(0) == at.groups, "weight has shape ", weight.sizes(), "; wanted codes [",
+                    at.groups, ", N, K]");
+  const at::Tensor y = new_empty(x, {rows.size(0), weight.size(1)}, out_dtype);
+  const auto kind = [&](Slot slot) { return call->plan->readings[slot][kRowwise].kind; };
+  multiply_rows(y, {made[kRowwise].data, made[kRowwise].scale, kind(kInput)}, {weight, weight_scale, kind(kWeight)}, at.offsets,
+                nullptr, 0);
+  count(plan, kSlots * kDirections, at.groups);
+  std::vector<at::Tensor> result = {y, tables};
+  if (keeps) append(result, made[kColumnwise]);
+  return result;
+}
+
+// dx [tokens, K] and dw [E, N, K] of dy [tokens, N]; empty where they are not needed. weight: the stacked columnwise
+// operand, where dx is needed; saved: codes and scales of x, or x, where dw is.
+std::tuple<at::Tensor, at::Tensor> grouped_step_backward(
+    const at::Tensor& dy, const at::Tensor& tables, int64_t groups, const MaybeTensor& weight, const MaybeTensor& weight_scale,
+    at::TensorList saved, int64_t plan, const MaybeTensor& guard) {
+  check_cuda(dy, "dy");
+  const auto call = call_of(plan, -1, true, dy, dy, guard, {}, {}, {}, {});
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  const c10::cuda::CUDAGuard device(dy.device());
+  const TokenTables at = tables_of(tables, groups, dy);
+  const Tokens tokens = {at.sources, at.tiles, groups};
+  const at::Tensor rows = matrix(dy);
+  const Reading(&r)[kSlots][kDirections] = call->plan->readings;
+  Encodings made = quantize_slot(*call, kGradOutput, rows, weight.has_value(), !saved.empty(), produced().of(dy), nullptr, &tokens);
+  at::Tensor dx = new_empty(dy, {0}, dy.scalar_type()), dw = dx;
+  if (!saved.empty()) {
+    Encoded x;
+    if (call->plan->saves == Saves::kCodes) {
+      TORCH_CHECK_VALUE(saved.size() == 2, "saved has ", saved.size(), " buffers; wanted codes and scales");
+      x.data = saved[0], x.scale = saved[1];
+    } else {
+      x = quantize_slot(*call, kInput, matrix(saved[0]), false, true, {}, nullptr, &tokens)[kColumnwise];
+    }
+    const Encoded& d = made[kColumnwise];
+    dw = new_empty(dy, {groups, d.data.size(0), x.data.size(0)}, dy.scalar_type());
+    multiply_depth(dw, {d.data, d.scale, r[kGradOutput][kColumnwise].kind}, {x.data, x.scale, r[kInput][kColumnwise].kind},
+                   at.padded, groups, false, nullptr, 0);
+    count(plan, kSlots * kDirections + 2, groups);
+  }
+  made[kColumnwise] = {};
+  if (weight.has_value()) {
+    const Encoded& d = made[kRowwise];
+    TORCH_CHECK_VALUE(weight->dim() == 3, "weight has shape ", weight->sizes(), "; wanted codes [", groups, ", K, N]");
+    dx = new_empty(dy, {rows.size(0), weight->size(1)}, dy.scalar_type());
+    multiply_rows(dx, {d.data, d.scale, r[kGradOutput][kRowwise].kind}, {*weight, weight_scale, r[kWeight][kColumnwise].kind},
+                  at.offsets, nullptr, 0);
+    count(plan, kSlots * kDirections + 1, groups);
+  }
+  return {dx, dw};
 }
 
 // A plan's number. fields: side, run, kind, same, factor of the input, weight and gradient, rowwise and columnwise of each;
@@ -715,8 +766,18 @@ void register_linear(torch::Library& m) {
       "Tensor[] histories) -> Tensor[]",
       torch::dispatch(c10::DispatchKey::CUDA, linear_weight));
   m.def(
-      "linear_tokens(Tensor x, int plan, int slot, bool row, bool col, Tensor? guard, Tensor sources) -> Tensor[]",
+      "linear_tokens(Tensor x, int plan, int slot, bool row, bool col, Tensor? guard, Tensor tables, "
+      "int groups) -> Tensor[]",
       torch::dispatch(c10::DispatchKey::CUDA, linear_tokens));
+  // Eager mode alone, as linear_step.
+  m.def(
+      "grouped_step(Tensor x, Tensor ends, Tensor weight, Tensor weight_scale, int plan, bool save, Tensor? guard, "
+      "ScalarType out_dtype, Tensor? wrong, int tag) -> Tensor[]",
+      torch::dispatch(c10::DispatchKey::CUDA, grouped_step));
+  m.def(
+      "grouped_step_backward(Tensor dy, Tensor tables, int groups, Tensor? weight, Tensor? weight_scale, Tensor[] saved, "
+      "int plan, Tensor? guard) -> (Tensor, Tensor)",
+      torch::dispatch(c10::DispatchKey::CUDA, grouped_step_backward));
   m.def("random_key(Tensor step, Tensor ids, int slot, int rows) -> Tensor",
         torch::dispatch(c10::DispatchKey::CUDA, random_key));
   m.def("remember_amax(Tensor x, Tensor amaxes) -> ()", torch::dispatch(c10::DispatchKey::CUDA, remember_amax));

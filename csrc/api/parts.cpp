@@ -1,5 +1,7 @@
 // Host side of products whose parts lie apart: groups, and an operand in the planes of an all-gather. Nothing here reads
 // the device.
+#include "api/parts.h"
+
 #include <algorithm>
 #include <limits>
 #include <optional>
@@ -60,16 +62,6 @@ void set_out(Product& p, const at::Tensor& out, const at::Tensor& a, at::IntArra
   p.out = out.mutable_data_ptr();
 }
 
-void set_groups(Parts& parts, const at::Tensor& offsets, const MaybeTensor& flag, const at::Tensor& like) {
-  TORCH_CHECK_VALUE(parts.groups >= 1 && parts.groups <= hopper::kMostGroups, "there are ", parts.groups,
-                    " groups; wanted 1 to ", hopper::kMostGroups);
-  check_buffer(offsets, "offsets", like, at::kInt, int64_t{parts.groups} + 1);
-  parts.offsets = offsets.const_data_ptr<int32_t>();
-  if (!flag.has_value()) return;
-  check_buffer(*flag, "flag", like, at::kInt, 1);
-  parts.flag = flag->mutable_data_ptr<int32_t>();
-}
-
 void launch(Product& p, const Parts& parts, int64_t sm_count, const at::Tensor& a, const at::Tensor& b, const char* name) {
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   int major = 0;
@@ -86,8 +78,26 @@ void launch(Product& p, const Parts& parts, int64_t sm_count, const at::Tensor& 
   check_launch(hopper::launch(p, nullptr, parts, hopper::schedule_of(p, processors, parts), stream), name);
 }
 
-// (offsets [E + 1], padded [E + 1], sources [tiles, 2], wrong [1]) of groups of `tokens` rows: see layout/groups.h.
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> token_groups(const at::Tensor& ends, int64_t tokens) {
+int32_t* flag_of(const MaybeTensor& flag, const at::Tensor& like) {
+  if (!flag.has_value()) return nullptr;
+  check_buffer(*flag, "flag", like, at::kInt, 1);
+  return flag->mutable_data_ptr<int32_t>();
+}
+
+const int32_t* offsets_of(const at::Tensor& offsets, int64_t groups, const at::Tensor& like) {
+  check_buffer(offsets, "offsets", like, at::kInt, groups + 1);
+  return offsets.const_data_ptr<int32_t>();
+}
+
+void set_groups(Parts& parts, int64_t groups, const int32_t* offsets, int32_t* flag) {
+  TORCH_CHECK_VALUE(groups >= 1 && groups <= hopper::kMostGroups, "there are ", groups, " groups; wanted 1 to ",
+                    hopper::kMostGroups);
+  parts.groups = static_cast<int32_t>(groups), parts.offsets = offsets, parts.flag = flag;
+}
+
+}  // namespace
+
+at::Tensor token_groups(const at::Tensor& ends, int64_t tokens, const MaybeTensor& wrong, int64_t tag) {
   check_cuda(ends, "ends");
   const at::ScalarType dtype = ends.scalar_type();
   const int64_t groups = ends.numel();
@@ -96,39 +106,51 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> token_groups(const at
   TORCH_CHECK_VALUE(groups >= 1 && groups <= kMostTokenGroups, "there are ", groups, " groups; wanted 1 to ", kMostTokenGroups);
   TORCH_CHECK_VALUE(tokens > 0 && tokens < std::numeric_limits<int32_t>::max() - 128 * (groups + 1), "there are ", tokens,
                     " tokens; wanted 1 or more, below 2^31 with those that fill groups up to multiples of 128");
+  TORCH_CHECK_VALUE(tag >= 0 && tag <= std::numeric_limits<int32_t>::max(), "tag is ", tag, "; wanted 0 to 2^31 - 1");
   const c10::cuda::CUDAGuard guard(ends.device());
   const int64_t tiles = (tokens + 127 * std::min(groups, tokens)) / 128;  // at most so many, whatever the groups
-  const auto made = [&](at::IntArrayRef sizes) { return new_empty(ends, sizes, at::kInt); };
-  const at::Tensor offsets = made({groups + 1}), padded = made({groups + 1}), sources = made({tiles, 2}), wrong = made({1});
+  const at::Tensor buffer = new_empty(ends, {4 * tiles + 2 * (groups + 1)}, at::kInt);
   TokenGroups g = {};
   g.ends = ends.const_data_ptr(), g.wide = dtype == at::kLong;
   g.groups = static_cast<int32_t>(groups), g.tokens = static_cast<int32_t>(tokens), g.tiles = static_cast<int32_t>(tiles);
-  g.offsets = offsets.mutable_data_ptr<int32_t>(), g.padded = padded.mutable_data_ptr<int32_t>();
-  g.sources = sources.mutable_data_ptr<int32_t>(), g.wrong = wrong.mutable_data_ptr<int32_t>();
+  g.sources = buffer.mutable_data_ptr<int32_t>(), g.offsets = g.sources + 4 * tiles, g.padded = g.offsets + groups + 1;
+  if (wrong.has_value()) {
+    TORCH_CHECK_VALUE(wrong->scalar_type() == at::kLong && wrong->numel() == 1 && (wrong->is_cuda() || wrong->is_pinned()),
+                      "wrong is ", wrong->scalar_type(), " ", wrong->sizes(), " on ", wrong->device(),
+                      "; wanted int64 [1] on the device, or pinned");
+    g.wrong = wrong->mutable_data_ptr<int64_t>(), g.tag = static_cast<int32_t>(tag);
+  }
   check_launch(launch_token_groups(g, c10::cuda::getCurrentCUDAStream()), "token_groups");
-  return {offsets, padded, sources, wrong};
+  return buffer;
 }
 
-// out[rows of e] = a[rows of e] b[e]^T.
-void grouped_gemm(
-    const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const MaybeTensor& a_scale,
-    const MaybeTensor& b_scale, const at::Tensor& offsets, int64_t a_kind, int64_t b_kind, const MaybeTensor& flag,
+TokenTables tables_of(const at::Tensor& buffer, int64_t groups, const at::Tensor& like) {
+  check_buffer(buffer, "groups", like, at::kInt, buffer.numel());
+  const int64_t of_tiles = buffer.numel() - 2 * (groups + 1);
+  TORCH_CHECK_VALUE(groups > 0 && of_tiles > 0 && of_tiles % 4 == 0, "groups has ", buffer.numel(), " elements; wanted 4 a tile and 2 * (",
+                    groups, " + 1)");
+  const int32_t* const sources = buffer.const_data_ptr<int32_t>();
+  return {sources, sources + of_tiles, sources + of_tiles + groups + 1, of_tiles / 4, groups};
+}
+
+void multiply_rows(
+    const at::Tensor& out, const GroupedOperand& left, const GroupedOperand& right, const int32_t* offsets, int32_t* flag,
     int64_t sm_count) {
+  const at::Tensor &a = left.data, &b = right.data;
   check_cuda(a, "a");
   const c10::cuda::CUDAGuard guard(a.device());
   Product p = {};
   Parts parts;
   parts.cut = Cut::kRows;
-  p.a = codes_of(a, a_kind, "a"), p.b = stacked_of(b, b_kind, "b", &parts.b_plane);
+  p.a = codes_of(a, left.kind, "a"), p.b = stacked_of(b, right.kind, "b", &parts.b_plane);
   p.m = a.size(0), p.n = b.size(1), p.k = a.size(1);
-  parts.groups = static_cast<int32_t>(std::min<int64_t>(b.size(0), std::numeric_limits<int32_t>::max()));
   TORCH_CHECK_VALUE(b.size(2) == p.k && p.k > 0, "a is ", a.sizes(), " and b ", b.sizes(),
                     "; wanted [rows, K] and [groups, N, K], of one K that is not 0");
   check_sizes(p, a, b);
-  set_groups(parts, offsets, flag, a);
+  set_groups(parts, b.size(0), offsets, flag);
   // Scales of lines along K are those of all rows: groups may begin at any.
-  parts.a_scale_each = set_scale(p.a, a_scale, a, p.m, p.k, "a_scale", p.a.scaling == Scaling::kTensor ? parts.groups : 1);
-  parts.b_scale_each = set_scale(p.b, b_scale, b, p.n, p.k, "b_scale", parts.groups);
+  parts.a_scale_each = set_scale(p.a, left.scale, a, p.m, p.k, "a_scale", p.a.scaling == Scaling::kTensor ? parts.groups : 1);
+  parts.b_scale_each = set_scale(p.b, right.scale, b, p.n, p.k, "b_scale", parts.groups);
   TORCH_CHECK_VALUE(!has_fp32_blocks(p.b.scaling) || parts.groups == 1 || parts.b_scale_each, "b_scale has the scales of one group; wanted ",
                     parts.groups, " times as many");
   set_out(p, out, a, {p.m, p.n});
@@ -136,27 +158,23 @@ void grouped_gemm(
   launch(p, parts, sm_count, a, b, "grouped_gemm");
 }
 
-// out[e] (+)= a[:, depth of e] b[:, depth of e]^T.
-void grouped_gemm_wgrad(
-    const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const MaybeTensor& a_scale,
-    const MaybeTensor& b_scale, const at::Tensor& offsets, int64_t a_kind, int64_t b_kind, bool accumulate,
-    const MaybeTensor& flag, int64_t sm_count) {
+void multiply_depth(
+    const at::Tensor& out, const GroupedOperand& left, const GroupedOperand& right, const int32_t* offsets, int64_t groups,
+    bool accumulate, int32_t* flag, int64_t sm_count) {
+  const at::Tensor &a = left.data, &b = right.data;
   check_cuda(a, "a");
   const c10::cuda::CUDAGuard guard(a.device());
   Product p = {};
   Parts parts;
   parts.cut = Cut::kDepth;
-  p.a = codes_of(a, a_kind, "a"), p.b = codes_of(b, b_kind, "b");
+  p.a = codes_of(a, left.kind, "a"), p.b = codes_of(b, right.kind, "b");
   p.m = a.size(0), p.n = b.size(0), p.k = a.size(1), p.accumulate = accumulate;
   TORCH_CHECK_VALUE(b.size(1) == p.k, "a is ", a.sizes(), " and b ", b.sizes(), "; wanted the same K");
   check_sizes(p, a, b);
-  TORCH_CHECK_VALUE(offsets.dim() == 1 && offsets.numel() >= 2 && offsets.numel() <= hopper::kMostGroups + 1, "offsets has shape ",
-                    offsets.sizes(), "; wanted [groups + 1], of 1 to ", hopper::kMostGroups, " groups");
-  parts.groups = static_cast<int32_t>(offsets.numel() - 1);
-  set_groups(parts, offsets, flag, a);
+  set_groups(parts, groups, offsets, flag);
   const auto sets = [&](const Operand& o) { return o.scaling <= Scaling::kRow ? parts.groups : 1; };
-  parts.a_scale_each = set_scale(p.a, a_scale, a, p.m, p.k, "a_scale", sets(p.a));
-  parts.b_scale_each = set_scale(p.b, b_scale, b, p.n, p.k, "b_scale", sets(p.b));
+  parts.a_scale_each = set_scale(p.a, left.scale, a, p.m, p.k, "a_scale", sets(p.a));
+  parts.b_scale_each = set_scale(p.b, right.scale, b, p.n, p.k, "b_scale", sets(p.b));
   set_out(p, out, a, {parts.groups, p.m, p.n});
   parts.out_plane = parts.groups > 1 ? out.stride(0) : p.out_ld * p.m;
   TORCH_CHECK_VALUE(parts.groups == 1 || (parts.out_plane * out.element_size() % 16 == 0 &&
@@ -170,6 +188,27 @@ void grouped_gemm_wgrad(
     return;
   }
   launch(p, parts, sm_count, a, b, "grouped_gemm_wgrad");
+}
+
+namespace {
+
+void grouped_gemm(
+    const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const MaybeTensor& a_scale,
+    const MaybeTensor& b_scale, const at::Tensor& offsets, int64_t a_kind, int64_t b_kind, const MaybeTensor& flag,
+    int64_t sm_count) {
+  TORCH_CHECK_VALUE(b.dim() == 3, "b has shape ", b.sizes(), "; wanted [groups, N, K]");
+  multiply_rows(out, {a, a_scale, a_kind}, {b, b_scale, b_kind}, offsets_of(offsets, b.size(0), a), flag_of(flag, a), sm_count);
+}
+
+void grouped_gemm_wgrad(
+    const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const MaybeTensor& a_scale,
+    const MaybeTensor& b_scale, const at::Tensor& offsets, int64_t a_kind, int64_t b_kind, bool accumulate,
+    const MaybeTensor& flag, int64_t sm_count) {
+  TORCH_CHECK_VALUE(offsets.dim() == 1 && offsets.numel() >= 2 && offsets.numel() <= hopper::kMostGroups + 1, "offsets has shape ",
+                    offsets.sizes(), "; wanted [groups + 1], of 1 to ", hopper::kMostGroups, " groups");
+  const int64_t groups = offsets.numel() - 1;
+  multiply_depth(out, {a, a_scale, a_kind}, {b, b_scale, b_kind}, offsets_of(offsets, groups, a), groups, accumulate,
+                 flag_of(flag, a), sm_count);
 }
 
 // out (+)= alpha * a b^T (+ bias), where b is [ranks, N, K / ranks].
@@ -213,7 +252,7 @@ void gemm_gathered(
 }  // namespace
 
 void register_parts(torch::Library& m) {
-  m.def("token_groups(Tensor ends, int tokens) -> (Tensor offsets, Tensor padded, Tensor sources, Tensor wrong)",
+  m.def("token_groups(Tensor ends, int tokens, Tensor(a!)? wrong=None, int tag=0) -> Tensor",
         torch::dispatch(c10::DispatchKey::CUDA, token_groups));
   m.def(
       "grouped_gemm(Tensor(a!) out, Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor offsets, int a_kind, "

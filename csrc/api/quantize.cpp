@@ -79,23 +79,20 @@ int32_t tiles_of(TensorArgs& t, const Side* col = nullptr) {
   return static_cast<int32_t>(tiles);
 }
 
-// The rows of the columnwise side, which `sources` gathers into tiles; x's own without.
-int64_t set_sources(Launch<1>& launch, const at::Tensor* sources, const at::Tensor& x) {
+// The rows of the columnwise side, which sources gather into tiles; x's own without.
+int64_t set_tokens(Launch<1>& launch, const Tokens* tokens) {
   TensorArgs& t = launch.tensors[0];
-  if (sources == nullptr) return t.rows;
-  check_buffer(*sources, "sources", x, at::kInt, sources->numel());
-  TORCH_CHECK_VALUE(sources->dim() == 2 && sources->size(0) > 0 && sources->size(1) == 2, "sources has shape ",
-                    sources->sizes(), "; wanted [tiles, 2]");
-  const int64_t tiles = sources->size(0) * t.tile_cols;
+  if (tokens == nullptr) return t.rows;
+  const int64_t tiles = tokens->tiles * t.tile_cols;
   TORCH_CHECK_VALUE(tiles <= std::numeric_limits<int32_t>::max() - kTile, tiles, " tiles; one launch takes 2^31");
-  t.tile_rows = static_cast<int32_t>(sources->size(0));
-  launch.tiles = static_cast<int32_t>(tiles), launch.sources = sources->const_data_ptr<int32_t>();
-  return sources->size(0) * kTile;
+  t.tile_rows = static_cast<int32_t>(tokens->tiles);
+  launch.tiles = static_cast<int32_t>(tiles), launch.sources = tokens->sources;
+  return tokens->tiles * kTile;
 }
 
-void check_sources(const Launch<1>& launch) {
+void check_tokens(const Launch<1>& launch) {
   TORCH_CHECK_NOT_IMPLEMENTED(launch.sources == nullptr || takes_sources(launch),
-                              "rows of bfloat16 are gathered for blocks of (1, 128), and for anchors");
+                              "rows of bfloat16 are gathered for blocks of (1, 128), anchors, and scales of all rows");
 }
 
 bool stores_vectors(const Side& s, const void* data, const Geometry& g) {
@@ -166,7 +163,7 @@ void run(Launch<1>& launch, const c10::cuda::CUDAStream& stream, const char* nam
                      launch.side[0].four_bit() != launch.side[1].four_bit();
   int processors = 0;
   C10_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, stream.device_index()));
-  if (needs && both && !mixed && !delayed && launch.tiles <= processors && !is_capturing(stream)) {
+  if (needs && both && !mixed && !delayed && launch.sources == nullptr && launch.tiles <= processors && !is_capturing(stream)) {
     launch.phases = kStatistics | kEncode;
     launch.barrier = barrier_of(stream);
     check_launch(launch_quantize(launch, stream), name);
@@ -174,7 +171,9 @@ void run(Launch<1>& launch, const c10::cuda::CUDAStream& stream, const char* nam
   }
   if (needs) {
     launch.phases = kStatistics;
-    check_launch(all_delayed ? launch_first_amax(launch, processors, stream) : launch_quantize(launch, stream), name);
+    Launch<1> statistics = launch;
+    if (launch.twins && b[0].amax != nullptr && b[0].amax == b[1].amax) statistics.side[1].element = Element::kNone;
+    check_launch(all_delayed ? launch_first_amax(launch, processors, stream) : launch_quantize(statistics, stream), name);
     launch.reversed = !all_delayed;  // the tiles read last are still in L2
   }
   launch.phases = kEncode;
@@ -213,11 +212,13 @@ bool encodes_gated(
 
 Encodings encode(
     const at::Tensor& x, const Side& row, const Side& col, const Known (&known)[2], int64_t row0, bool through_bf16,
-    bool wants_amax, const Encodings* out, const Gated* gated, const at::Tensor* sources) {
-  if (sources != nullptr && row.present() && (row.outer != 1 || row.contraction != kTile)) {  // no launch for both
+    bool wants_amax, const Encodings* out, const Gated* gated, const Tokens* tokens) {
+  if (!col.present() && !row.whole_tensor()) tokens = nullptr;  // no scale serves rows of two groups
+  if (tokens != nullptr && row.present() && col.present() &&
+      !(row.whole() ? col.whole() : row.outer == 1 && row.contraction == kTile && !col.whole())) {  // no launch for both
     const Side none = {};
-    return {encode(x, row, none, known, row0, through_bf16, wants_amax, out)[0],
-            encode(x, none, col, known, row0, through_bf16, wants_amax, out, nullptr, sources)[1]};
+    return {encode(x, row, none, known, row0, through_bf16, wants_amax, out, nullptr, tokens)[0],
+            encode(x, none, col, known, row0, through_bf16, wants_amax, out, nullptr, tokens)[1]};
   }
   check_input(x);
   TORCH_CHECK_VALUE(row0 >= 0, "row0 is ", row0, "; wanted 0 or more");
@@ -230,7 +231,7 @@ Encodings encode(
   launch.count = 1;
   TensorArgs& t = launch.tensors[0] = tensor_args(x, row0);
   launch.tiles = tiles_of(t, &col);
-  const int64_t rows[2] = {t.rows, set_sources(launch, sources, x)};
+  const int64_t rows[2] = {t.rows, set_tokens(launch, tokens)};
   if (gated != nullptr) {
     const MaybeTensor enc[2] = {known[0].enc, known[1].enc};
     TORCH_CHECK_VALUE(row0 == 0 && gated->up.sizes() == x.sizes() && encodes_gated(x, row, col, enc, *gated),
@@ -248,6 +249,7 @@ Encodings encode(
     g[d] = geometry_of(s, d, rows[d], t.cols, row0);
     SideBuffers& b = t.side[d];
     set_geometry(b, g[d], d);
+    if (tokens != nullptr && (d ? s.whole() : s.whole_tensor())) g[d].scale_rows *= tokens->groups, g[d].scale_numel *= tokens->groups;
     b.amax = optional_buffer<float>(known[d].amax, "amax", x, g[d].scale_rows * g[d].scale_cols);
     b.tensor_amax = optional_buffer<float>(known[d].tensor_amax, "tensor_amax", x, 1);
     b.enc = optional_buffer<float>(known[d].enc, "enc", x, 1);
@@ -259,12 +261,12 @@ Encodings encode(
       check_buffer(*known[d].record, "record", x, at::kFloat, known[d].record->numel());
       b.record = known[d].record->mutable_data_ptr<float>();
     }
-    const bool is_shared = d == 1 && b.enc != nullptr && are_twins(launch.side, t.side);  // the first one's
+    const bool is_shared = d == 1 && (b.enc != nullptr || !wants_amax) && are_twins(launch.side, t.side);  // the first one's
     if (s.whole() && !b.amax_given) amax_at[d] = is_shared ? amax_at[0] : zeroed.reserve(g[d].scale_rows * g[d].scale_cols);
     if (s.two_level() && !b.tensor_amax_given) tensor_at[d] = zeroed.reserve(1);
   }
   zeroed.allocate(x, stream);
-  check_sources(launch);
+  check_tokens(launch);
 
   Encodings made;
   auto take = [&](at::Tensor& to, const at::Tensor* given, at::IntArrayRef sizes, at::ScalarType dtype, const char* name) {
@@ -346,8 +348,9 @@ void quantize_out(
 
 std::vector<at::Tensor> anchored(
     const at::Tensor& x, int64_t row, int64_t col, int64_t row_run, int64_t col_run, const MaybeTensor& row_anchor,
-    const MaybeTensor& col_anchor, bool through_bf16, const at::Tensor* counts, const at::Tensor* sources) {
+    const MaybeTensor& col_anchor, bool through_bf16, const at::Tensor* counts, const Tokens* tokens) {
   check_input(x);
+  TORCH_CHECK_VALUE(tokens == nullptr || col_run > 0, "an anchor of the whole contraction serves several groups of tokens");
   if (counts != nullptr) {
     check_buffer(*counts, "counts", x, at::kLong, 4);
     TORCH_CHECK_VALUE(counts->dim() == 2 && counts->size(0) == 2, "counts has shape ", counts->sizes(),
@@ -363,7 +366,7 @@ std::vector<at::Tensor> anchored(
   launch.count = 1;
   TensorArgs& t = launch.tensors[0] = tensor_args(x, 0);
   launch.tiles = tiles_of(t);
-  const int64_t rows[2] = {t.rows, set_sources(launch, sources, x)};
+  const int64_t rows[2] = {t.rows, set_tokens(launch, tokens)};
   Launch<1> statistics = launch;
   Zeroed zeroed;
   const int64_t counts_at = counts == nullptr ? zeroed.reserve(8) : -1;
@@ -411,7 +414,7 @@ std::vector<at::Tensor> anchored(
     if (anchor_at[d] >= 0) b.anchor = statistics.tensors[0].side[d].amax = zeroed.at(anchor_at[d]);
   }
   if (counts == nullptr) result.push_back(guard_counts);
-  check_sources(launch);
+  check_tokens(launch);
   if (anchor_at[0] >= 0 || anchor_at[1] >= 0) {
     statistics.phases = kStatistics;
     check_launch(launch_quantize(statistics, stream), "quantize_anchored");
@@ -705,6 +708,74 @@ void adam_group(
 }
 
 }  // namespace
+
+Encodings encode_stacked(const at::Tensor& x, const Side& row, const Side& col, bool through_bf16) {
+  check_cuda(x, "x");
+  TORCH_CHECK_VALUE(x.dim() == 3 && x.numel() > 0 && (x.stride(2) == 1 || x.size(2) == 1), "x has shape ", x.sizes(),
+                    " and strides ", x.strides(), "; wanted matrices [count, rows, cols] that are not empty, of contiguous rows");
+  const int64_t count = x.size(0);
+  Launch<1> one = {};
+  const Side(&side)[2] = one.side;
+  one.side[0] = row, one.side[1] = col;
+  Encodings made;
+  Geometry g[2];
+  Zeroed zeroed;
+  int64_t amax_at[2] = {-1, -1};
+  for (int d = 0; d < 2; ++d) {
+    const Side& s = side[d];
+    if (!s.present()) continue;
+    TORCH_CHECK_NOT_IMPLEMENTED(!s.four_bit() && !s.stochastic, "matrices are stacked in 8 bits, rounded to nearest");
+    g[d] = geometry_of(s, d, x.size(1), x.size(2), 0);
+    made[d].data = new_empty(x, {count, g[d].data_rows, g[d].data_cols}, at::kByte);
+    const int64_t scales = s.scale_layout == ScaleLayout::kCompact ? g[d].scale_rows * g[d].scale_cols : g[d].scale_numel;
+    made[d].scale = new_empty(x, {count, scales}, s.byte_scales() ? at::kByte : at::kFloat);
+  }
+  const Input input = input_of(x, through_bf16);
+  if (input != Input::kBF16 && input != Input::kF32AsBF16) {  // the group's kernels hold bf16
+    const MaybeTensor none;
+    const Known unknown[2] = {{none, none, none, none}, {none, none, none, none}};
+    for (int64_t i = 0; i < count; ++i) {
+      Encodings out;
+      for (int d = 0; d < 2; ++d)
+        if (side[d].present()) out[d].data = made[d].data.select(0, i), out[d].scale = made[d].scale.select(0, i);
+      encode(x.select(0, i), row, col, unknown, 0, through_bf16, false, &out);
+    }
+    return made;
+  }
+  const c10::cuda::CUDAGuard guard(x.device());
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  const bool twins = are_twins(side, one.tensors[0].side);  // of one amax, which is taken once
+  for (int d = 0; d < 2; ++d) {
+    if (!side[d].present() || !side[d].whole()) continue;
+    amax_at[d] = d == 1 && twins ? amax_at[0] : zeroed.reserve(count * g[d].scale_rows * g[d].scale_cols);
+  }
+  zeroed.allocate(x, stream);
+  for (const Phase phase : {kStatistics, kEncode}) {
+    Side asked[2] = {row, col};
+    for (int d = 0; d < 2; ++d)
+      if (phase == kStatistics && (amax_at[d] < 0 || (d == 1 && twins))) asked[d].element = Element::kNone;
+    if (!asked[0].present() && !asked[1].present()) continue;
+    GroupLaunch<Launch<kGroupCapacity>> launch(
+        asked, input, phase, [&](const auto& table) { return launch_quantize_group(table, stream); });
+    launch.table().twins = twins;
+    for (int64_t i = 0; i < count; ++i) {
+      SideBuffers both[2] = {};
+      for (int d = 0; d < 2; ++d) {
+        if (!asked[d].present()) continue;
+        SideBuffers& b = both[d];
+        set_geometry(b, g[d], d);
+        if (amax_at[d] >= 0) b.amax = zeroed.at(amax_at[d]) + i * g[d].scale_rows * g[d].scale_cols;
+        b.amax_given = phase == kEncode && b.amax != nullptr;
+        b.data = made[d].data.mutable_data_ptr<uint8_t>() + i * made[d].data.stride(0);
+        b.scale = static_cast<uint8_t*>(made[d].scale.mutable_data_ptr()) + i * made[d].scale.stride(0) * made[d].scale.element_size();
+        b.vector_store = stores_vectors(side[d], b.data, g[d]);
+      }
+      launch.add(x.select(0, i), 0, both);
+    }
+    launch.flush();
+  }
+  return made;
+}
 
 Side parse_side(int64_t packed, double eps, const char* name) {
   Side s = {};

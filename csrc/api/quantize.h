@@ -37,6 +37,13 @@ struct Gated {
   Activation kind;
 };
 
+// Rows of x in groups whose scales are their own (`sources` of layout/groups.h): the columnwise side has each group's rows
+// from a multiple of 128 on, zeros behind them (of none: nothing is written); the rowwise side keeps x's rows.
+struct Tokens {
+  const int32_t* sources;
+  int64_t tiles, groups;
+};
+
 // What is made of a side. Undefined: a side that is not made; tensor_amax and amax also where they were given, tensor_amax
 // of formats of one level, amax of scales that do not span the contraction.
 struct Encoded {
@@ -45,11 +52,13 @@ struct Encoded {
 using Encodings = std::array<Encoded, 2>;
 
 // Codes and scales of x. wants_amax: return the amaxes too. out: data and scale to write instead of new tensors.
-// gated: see encodes_gated. sources: int32 [tiles, 2], each the first row of x and the number of rows that 128 rows of the
-// columnwise side begin with, zeros behind them (of none: nothing is written); the rowwise side keeps x's rows.
+// gated: see encodes_gated. tokens: scales that span rows are one set a group, [groups, lines] or [groups].
 Encodings encode(
     const at::Tensor& x, const Side& row, const Side& col, const Known (&known)[2], int64_t row0, bool through_bf16,
-    bool wants_amax, const Encodings* out, const Gated* gated = nullptr, const at::Tensor* sources = nullptr);
+    bool wants_amax, const Encodings* out, const Gated* gated = nullptr, const Tokens* tokens = nullptr);
+
+// Codes and scales of matrices [count, rows, cols], each by itself, stacked: 8 bits, rounded to nearest, of scales of one level.
+Encodings encode_stacked(const at::Tensor& x, const Side& row, const Side& col, bool through_bf16);
 
 // `encode` makes these values itself: bf16 [rows, cols], both with rows of 16 bytes.
 bool encodes_gated(
@@ -57,10 +66,10 @@ bool encodes_gated(
 
 // MXFP8 whose blocks share the scale of their run of the contraction: 8-bit operands with fp32 scales that leave the main
 // loop. Returns data, scale of each side and, unless `counts` are given to add to, int64 [2, 2]: blocks far below their
-// anchor, nonzero. sources: see encode.
+// anchor, nonzero. tokens: see encode; the columnwise run is then not the whole contraction.
 std::vector<at::Tensor> anchored(
     const at::Tensor& x, int64_t row, int64_t col, int64_t row_run, int64_t col_run, const MaybeTensor& row_anchor,
-    const MaybeTensor& col_anchor, bool through_bf16, const at::Tensor* counts, const at::Tensor* sources = nullptr);
+    const MaybeTensor& col_anchor, bool through_bf16, const at::Tensor* counts, const Tokens* tokens = nullptr);
 
 Geometry geometry_of(const Side& s, bool columnwise, int64_t rows, int64_t cols, int64_t row0);
 

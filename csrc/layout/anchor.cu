@@ -1,5 +1,5 @@
 // MXFP8 codes against one exponent for each line of the whole contraction: q' = element(q * 2^(e - E)), E = max(e) over
-// the line. One launch writes 2^(E - 127), one moves the codes in 128 x 128 tiles, 8 x 8 a thread.
+// the line. One launch writes 2^(E - 127), one moves the codes in 128 x 128 tiles, 8 x 8 a thread. y of a grid: the matrix.
 #include "device/patch.cuh"
 #include "layout/layout.h"
 
@@ -11,6 +11,15 @@ constexpr int kBlockLog2 = 5;  // contraction elements of a scale
 
 __device__ __forceinline__ int32_t scale_cols(const AnchorCodes& a) {
   return ((a.cols - 1) >> (a.columnwise ? a.outer_log2 : kBlockLog2)) + 1;
+}
+
+// The matrix of this block, of those that lie one behind the other.
+__device__ __forceinline__ AnchorCodes matrix_of(AnchorCodes a) {
+  const int64_t i = blockIdx.y, codes = static_cast<int64_t>(a.rows) * a.cols;
+  const int64_t scale_rows = ((a.rows - 1) >> (a.columnwise ? kBlockLog2 : a.outer_log2)) + 1;
+  a.data += i * codes, a.out += i * codes, a.scale += i * scale_rows * scale_cols(a);
+  a.line_scale += i * (a.columnwise ? a.cols : a.rows);
+  return a;
 }
 
 // 8 bytes of a row, those beyond its last `count` zero.
@@ -36,7 +45,8 @@ __device__ __forceinline__ uint2 from_lane(uint2 v, int bit) {
 // Exponents of rows: 8 lanes read a row of scales, 8 bytes each at a time.
 constexpr int kLanes = 8;
 
-__global__ void __launch_bounds__(kThreads) row_exponents_kernel(const AnchorCodes a) {
+__global__ void __launch_bounds__(kThreads) row_exponents_kernel(const AnchorCodes of_all) {
+  const AnchorCodes a = matrix_of(of_all);
   const int32_t lane = threadIdx.x % kLanes, line = blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes;
   const int32_t lines = ((a.rows - 1) >> a.outer_log2) + 1, blocks = scale_cols(a);
   uint2 top = make_uint2(0, 0);
@@ -59,7 +69,8 @@ __global__ void __launch_bounds__(kThreads) row_exponents_kernel(const AnchorCod
 // Exponents of columns: a block reads 128 columns of scales, 8 bytes a thread, in 64 rows at a time.
 constexpr int kColumnThreads = 1024, kGroups = 16, kWarps = kColumnThreads / 32;
 
-__global__ void __launch_bounds__(kColumnThreads) col_exponents_kernel(const AnchorCodes a) {
+__global__ void __launch_bounds__(kColumnThreads) col_exponents_kernel(const AnchorCodes of_all) {
+  const AnchorCodes a = matrix_of(of_all);
   __shared__ uint2 parts[kWarps * kGroups];
   __shared__ uint8_t tops[kTile];
   const int32_t lines = scale_cols(a), blocks = ((a.rows - 1) >> kBlockLog2) + 1;
@@ -155,7 +166,8 @@ __device__ __forceinline__ void read_exponents(int32_t (&out)[8], const AnchorCo
 }
 
 template <Element E, bool Columnwise>
-__global__ void __launch_bounds__(kThreads, 4) codes_kernel(const AnchorCodes a) {
+__global__ void __launch_bounds__(kThreads, 4) codes_kernel(const AnchorCodes of_all) {
+  const AnchorCodes a = matrix_of(of_all);
   __shared__ uint4 smem[kTile * 8];
   const Position at;
   const int32_t tile_cols = (a.cols - 1) / kTile + 1;
@@ -211,16 +223,17 @@ __global__ void __launch_bounds__(kThreads, 4) codes_kernel(const AnchorCodes a)
 cudaError_t launch_anchor_codes(const AnchorCodes& a, cudaStream_t stream) {
   const int64_t line_blocks = (((a.columnwise ? a.cols : a.rows) - 1) >> a.outer_log2) + 1;
   if (a.columnwise) {
-    const auto blocks = static_cast<unsigned>((line_blocks + kTile - 1) / kTile);
+    const dim3 blocks(static_cast<unsigned>((line_blocks + kTile - 1) / kTile), a.matrices);
     col_exponents_kernel<<<blocks, kColumnThreads, 0, stream>>>(a);
   } else {
     constexpr int kRows = kThreads / kLanes;
-    row_exponents_kernel<<<static_cast<unsigned>((line_blocks + kRows - 1) / kRows), kThreads, 0, stream>>>(a);
+    const dim3 blocks(static_cast<unsigned>((line_blocks + kRows - 1) / kRows), a.matrices);
+    row_exponents_kernel<<<blocks, kThreads, 0, stream>>>(a);
   }
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   const int64_t tiles = static_cast<int64_t>((a.rows - 1) / kTile + 1) * ((a.cols - 1) / kTile + 1);
   if (tiles > 0x7FFFFFFF) return cudaErrorInvalidConfiguration;
-  const auto blocks = static_cast<unsigned>(tiles);
+  const dim3 blocks(static_cast<unsigned>(tiles), a.matrices);
   const auto kernel = a.element == Element::kE5M2
                           ? (a.columnwise ? codes_kernel<Element::kE5M2, true> : codes_kernel<Element::kE5M2, false>)
                           : (a.columnwise ? codes_kernel<Element::kE4M3, true> : codes_kernel<Element::kE4M3, false>);

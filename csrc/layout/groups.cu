@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads) token_groups_kernel(const TokenGroup
       end = max(next, end);
       offsets[e] = end, padded[e] = at;
     }
-    *g.wrong = wrong;
+    if (wrong && g.wrong != nullptr) *g.wrong = static_cast<int64_t>(g.tag) << 32 | g.tokens;
   }
   __syncthreads();
   for (int e = thread; e <= g.groups; e += kThreads) g.offsets[e] = offsets[e], g.padded[e] = padded[e];
@@ -43,7 +43,8 @@ __global__ void __launch_bounds__(kThreads) token_groups_kernel(const TokenGroup
     }
     const bool is_used = row < padded[g.groups];
     const int32_t first = is_used ? offsets[low] + row - padded[low] : 0;
-    g.sources[2 * tile] = first, g.sources[2 * tile + 1] = is_used ? min(offsets[low + 1] - first, kRows) : 0;
+    const int32_t count = is_used ? min(offsets[low + 1] - first, kRows) : 0;
+    reinterpret_cast<int4*>(g.sources)[tile] = make_int4(first, count, low, padded[low]);
   }
 }
 

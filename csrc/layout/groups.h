@@ -15,8 +15,9 @@ struct TokenGroups {
   int32_t groups, tokens, tiles;
   int32_t* offsets;       // [groups + 1], first row of each group
   int32_t* padded;        // [groups + 1], where groups begin at multiples of 128
-  int32_t* sources;       // [tiles, 2], of every 128 of those rows: first row, and how many there are
-  int32_t* wrong;         // [1]: 1 where ends decrease, leave [0, tokens] or do not end there, and were clamped
+  int32_t* sources;       // [tiles, 4], of every 128 of those rows: first row, how many there are, the group, its first of those rows
+  int64_t* wrong;         // null, or [1]: tag << 32 | tokens where ends decrease, leave [0, tokens] or do not end there, and
+  int32_t tag;            // were clamped; memory of the device, or of the host
 };
 
 cudaError_t launch_token_groups(const TokenGroups& groups, cudaStream_t stream);

@@ -59,12 +59,14 @@ struct RelayoutLaunch {
   RelayoutItem items[Capacity];
 };
 
-// Codes of e8m0 blocks [rows, cols] against one exponent a line of the contraction, the largest of its blocks'.
+// Codes of e8m0 blocks [rows, cols] against one exponent a line of the contraction, the largest of its blocks'; of some
+// matrices one behind the other.
 struct AnchorCodes {
   const uint8_t* data;
   const uint8_t* scale;       // e8m0 of (outer, 32) blocks, compact
   uint8_t* out;               // [rows, cols], or [cols, rows] when transposed
   float* line_scale;          // aligned to 16
+  int32_t matrices;           // 1 to 65535
   int32_t rows, cols;         // not 0, below 2^31 - kTile
   int32_t outer_log2;         // 0 or 5
   Element element;            // of 8 bits

@@ -110,7 +110,7 @@ struct Launch {
   uint32_t* barrier;     // [2], of a cooperative launch
   const void* up;        // the values are act(x) * up; null: x
   int64_t up_stride;
-  const int32_t* sources;  // [tile rows, 2]: first row of x and number of rows of each 128 columnwise ones; null: x as it lies
+  const int32_t* sources;  // [tile rows, 4], see layout/groups.h: which rows of x each 128 columnwise ones are; null: x as it lies
   Activation activation;
   TensorArgs tensors[Capacity];
 };
@@ -177,11 +177,16 @@ inline int known_block(const Launch<1>& launch) {
   return block;
 }
 
-// Rows of a columnwise side are gathered as `sources` says: bf16, scales from the tile.
+// Rows of a columnwise side are gathered as `sources` says, each group with scales of its own: bf16, scales from the tile,
+// or of the whole contraction.
 inline bool takes_sources(const Launch<1>& launch) {
   const SideBuffers(&b)[2] = launch.tensors[0].side;
-  return launch.input == Input::kBF16 && launch.side[1].present() && launch.up == nullptr &&
-         (known_block(launch) == kTile || (known_block(launch) == 32 && b[1].anchor != nullptr));
+  bool whole = true;
+  for (int d = 0; d < 2; ++d)
+    whole = whole && (!launch.side[d].present() || (launch.side[d].whole() && !is_full(launch.side[d], b[d])));
+  return launch.input == Input::kBF16 && launch.up == nullptr &&
+         (whole || (launch.side[1].present() &&
+                    (known_block(launch) == kTile || (known_block(launch) == 32 && b[1].anchor != nullptr))));
 }
 
 // Values of a gated activation are made where they are quantized: bf16, of scales that need no pass over them before.

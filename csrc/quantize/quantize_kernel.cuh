@@ -82,7 +82,7 @@ constexpr bool kIsGated = false;
 template <Activation A>
 constexpr bool kIsGated<LoadGated<A>> = true;
 
-// bf16, the rows of tiles as `sources` of the launch says.
+// bf16, the rows of tiles and their groups as `sources` of the launch says.
 struct LoadTokens : LoadBF16 {};
 
 // What a kernel instance is told: more than a `Launch` where its values are made (see quantize_adam.cu).
@@ -156,6 +156,7 @@ struct Place {
 struct Tile {
   int32_t row0, col0;  // of its first element, in the tensor: row0 may be negative
   int32_t shift;
+  int32_t start = 0;   // row at which what a scale of all rows serves begins: of a group of tokens, its first
 
   template <bool Columnwise>
   __device__ Place place(const Position& at) const {
@@ -249,18 +250,20 @@ __device__ __forceinline__ bool crosses_tiles(const Side& s) {
 }
 
 // Line maxima of both directions to memory: threads of the first half the rows, of the second the columns.
-// row_tile, rows: where the rowwise side lies, and its end.
+// row_tile: where the rowwise side lies.
 __device__ __forceinline__ void flush_lines(
-    const Side (&side)[2], const SideBuffers (&buffers)[2], const Tile& tile, const Tile& row_tile, int32_t rows,
+    const Side (&side)[2], const SideBuffers& row, const SideBuffers& col, const Tile& tile, const Tile& row_tile,
     const Smem& smem) {
   const int d = threadIdx.x / kTile, line = threadIdx.x % kTile;
-  const SideBuffers& b = buffers[d];
-  if (!side[d].present() || !crosses_tiles(side[d]) || b.amax == nullptr || b.amax_given) return;
+  const auto of = [&](auto field) { return d ? col.*field : row.*field; };  // no address of buffers that are in registers
+  float* const amax = of(&SideBuffers::amax);
+  if (!side[d].present() || !crosses_tiles(side[d]) || amax == nullptr || of(&SideBuffers::amax_given)) return;
   const int32_t at = (d ? tile.col0 : row_tile.row0) + line, along = max(d ? tile.row0 : tile.col0, 0);
   const int32_t shift = d ? tile.shift : 0;
-  if (at < 0 || at >= (d ? b.lines : rows) || along >= b.length) return;
+  if (at < 0 || at >= of(&SideBuffers::lines) || along >= of(&SideBuffers::length)) return;
   const int32_t block = ((along + shift) >> side[d].contraction_log2) - (shift >> side[d].contraction_log2);
-  atomic_max(b.amax + index_of(b.compact, at, block), __uint_as_float(smem.lines[d][line]));
+  const int64_t place = d ? index_of(col.compact, at, block) : index_of(row.compact, at, block);
+  atomic_max(amax + place, __uint_as_float(smem.lines[d][line]));
 }
 
 // Statistics of one direction. Threads outside the tensor take part in what crosses lanes, and write nothing.
@@ -356,11 +359,12 @@ struct RandomLines {
 // fp32 scales of a tile: one thread along the contraction for each line, or one for the tile.
 template <bool Columnwise>
 __device__ __forceinline__ void store_fp32_scales(
-    const uint32_t (&stored)[8], const Side& s, const SideBuffers& b, const Place& place, bool is_anchored) {
+    const uint32_t (&stored)[8], const Side& s, const SideBuffers& b, const Place& place, int32_t start, bool is_anchored) {
   const int32_t outer = is_anchored ? 1 : s.outer, log2 = is_anchored ? s.anchor_log2 : s.contraction_log2;
   const int32_t grid = place.along + place.along_shift;  // the tile's first, along the contraction
-  if (log2 == 31 ? grid != 0 : grid & ((1 << log2) - 1)) return;  // an earlier tile of the block writes
-  if (outer != 1 && (threadIdx.x != 0 || (outer == 0 && place.line + place.line_shift != 0))) return;
+  if (log2 == 31 ? grid != (Columnwise ? start : 0) : grid & ((1 << log2) - 1)) return;  // an earlier tile of the block writes
+  const int32_t first = Columnwise ? 0 : start;
+  if (outer != 1 && (threadIdx.x != 0 || (outer == 0 && place.line + place.line_shift != first))) return;
   const int32_t block = place.block(log2, max(place.along, 0));
   const int32_t line = outer == 1 ? place.line : max(place.line, 0), count = outer == 1 ? 8 : 1;
   const int32_t line_block = is_anchored ? line : place.line_block(s, line);
@@ -532,7 +536,7 @@ __device__ __forceinline__ void store_scales(
       if constexpr (kIsPiece<Buffers>) {
         store_fp32_scales<Columnwise>(stored, s, b, tile.place<Columnwise>(at));
       } else {
-        store_fp32_scales<Columnwise>(stored, s, b, tile.place<Columnwise>(at), P::kAnchored);
+        store_fp32_scales<Columnwise>(stored, s, b, tile.place<Columnwise>(at), tile.start, P::kAnchored);
       }
     }
   } else if (leads_block<Columnwise>(P::contraction(s), at)) {
@@ -769,6 +773,14 @@ __device__ __forceinline__ void grid_barrier(uint32_t* barrier, uint32_t blocks)
   __syncthreads();
 }
 
+// Of a group of tokens: scales of all its rows, and their amaxes, are one set a group.
+template <bool Columnwise>
+__device__ __forceinline__ void take_group(SideBuffers& b, const Side& s, int32_t group) {
+  if (Columnwise ? !s.whole() : !s.whole_tensor()) return;
+  const int64_t at = static_cast<int64_t>(group) * b.compact.lines;
+  b.amax += at, b.scale = static_cast<float*>(b.scale) + at;
+}
+
 // No statistics are wanted of this direction: it is absent, or its scale comes from a history.
 __device__ __forceinline__ bool needs_none(const Side& s, const SideBuffers& b) {
   return !s.present() || (b.enc != nullptr && __ldcg(b.enc) > 0.0f);
@@ -822,15 +834,17 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(
     }
   }
   const TensorArgs& t = launch.tensors[which];
-  const Tile tile = tile_of(t, n - t.first_tile);
+  Tile tile = tile_of(t, n - t.first_tile);
   Tile row_tile = tile;  // of the rowwise side, whose rows are x's
   constexpr bool kTokens = std::is_same_v<In, LoadTokens>;
-  std::conditional_t<kTokens, SideBuffers, const SideBuffers&> row_buffers = t.side[0];
+  using Buffers = std::conditional_t<kTokens, SideBuffers, const SideBuffers&>;
+  Buffers row_buffers = t.side[0], col_buffers = t.side[1];
   if constexpr (kTokens) {
-    const int2 source = reinterpret_cast<const int2*>(launch.sources)[tile.row0 / kTile];
+    const int4 source = reinterpret_cast<const int4*>(launch.sources)[tile.row0 / kTile];  // first row, rows, group, its first
     if (source.y == 0) return;
-    row_tile.row0 = source.x;
+    row_tile.row0 = source.x, tile.start = source.w, row_tile.start = source.x - (tile.row0 - source.w);
     row_buffers.lines = row_buffers.stored.lines = source.x + source.y;
+    take_group<false>(row_buffers, row, source.z), take_group<true>(col_buffers, col, source.z);
   }
 
   constexpr bool kOnlyStatistics = Row::kWork == Work::kStatistics || Row::kWork == Work::kRotated;
@@ -842,10 +856,10 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(
   if constexpr (kOnlyStatistics || Row::kFull || Col::kFull) {
     if (launch.phases & kStatistics) {
       run_side<false, Row>(true, p, row, row_buffers, row_tile, nullptr, nullptr, smem, at);
-      run_side<true, Col>(true, p, col, t.side[1], tile, nullptr, nullptr, smem, at);
+      run_side<true, Col>(true, p, col, col_buffers, tile, nullptr, nullptr, smem, at);
       if (crosses_tiles(row) || crosses_tiles(col)) {
         __syncthreads();
-        flush_lines(launch.side, t.side, tile, row_tile, row_buffers.lines, smem);
+        flush_lines(launch.side, row_buffers, col_buffers, tile, row_tile, smem);
       }
     }
   }
@@ -859,8 +873,8 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(
     }
     if constexpr (kFactors) fill_factors(launch.side, t.side, smem.factors);
     if constexpr (kGuards || kFactors) __syncthreads();
-    run_side<false, Row>(false, p, row, row_buffers, row_tile, &col, &t.side[1], smem, at);
-    run_side<true, Col>(false, p, col, t.side[1], tile, nullptr, nullptr, smem, at);
+    run_side<false, Row>(false, p, row, row_buffers, row_tile, &col, &col_buffers, smem, at);
+    run_side<true, Col>(false, p, col, col_buffers, tile, nullptr, nullptr, smem, at);
     __syncthreads();
     if constexpr (Row::kDelayed) finish_tile_delayed(launch.side, t.side, smem);
     if constexpr (kGuards) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import fsdp_quant as fq
@@ -25,8 +26,16 @@ K, N = 512, 384
 SPLITS = ([300, 0, 129, 595], [0, 0, 1024, 0], [256, 128, 0, 640], [1, 2, 0, 0])
 ONE_PRODUCT = {
     "fp8_block": recipes.fp8_block, "mxfp8": recipes.mxfp8, "fp8_block/mxfp8": lambda: recipes.hybrid("fp8_block", "mxfp8"),
+    "fp8_current": lambda: recipes.fp8_current(grad_element="e5m2"), "fp8_row": recipes.fp8_row,
+    "fp8_current/fp8_row": lambda: recipes.hybrid("fp8_current", "fp8_row"),
+    "fp8_row/fp8_block": lambda: recipes.custom(rows_and_blocks),
 }
-ONE_BY_ONE = {"fp8_current": recipes.fp8_current, "fp8_row": recipes.fp8_row, "nvfp4": recipes.nvfp4, "bf16": recipes.identity}
+ONE_BY_ONE = {"fp8_delayed": recipes.fp8_delayed, "nvfp4": recipes.nvfp4, "bf16": recipes.identity}
+
+
+def rows_and_blocks(role):
+    """Rows are scaled whole, columns of tokens by 128; weights' rows and columns whole."""
+    return "fp8_row" if role.tensor_type == "weight" else fq.HybridQuantizer("fp8_row", "fp8_1x128")
 
 
 def grouped(recipe: fq.Recipe, packed: bool, bias: bool) -> fq.GroupedLinear:
@@ -89,31 +98,44 @@ def test_tokens_are_gathered_into_groups_as_they_are_quantized(name: str):
     resolved = plan.resolved(BF16, device)
     for sizes in (*SPLITS, [1] * 4, [1000, 3, 129, 0], [128, 128, 0, 256]):
         tokens, ends = sum(sizes), torch.tensor(sizes).cumsum(0)
-        groups, wrong = native.token_groups(ends.int().cuda(), tokens)
+        wrong = torch.zeros(1, dtype=torch.int64, device="cuda")
+        groups = native.token_groups(ends.int().cuda(), tokens, wrong, 7)
         assert not wrong.item()
-        for got, want in zip(groups, emulation.token_groups(ends, tokens)):
-            expected.assert_same(got, want.cuda(), f"{sizes} groups")
+        wanted = native.TokenGroups(emulation.token_groups(ends, tokens), len(ends))
+        there = wanted.sources[:, 1] > 0
+        for what, got, want in (
+            ("offsets", groups.offsets, wanted.offsets), ("padded", groups.padded, wanted.padded),
+            ("sources", groups.sources[there.cuda()], wanted.sources[there]),
+        ):
+            expected.assert_same(got.contiguous(), want.cuda(), f"{sizes} {what}")
+        assert not groups.sources[~there.cuda(), 1].any()
         for slot, cols in (("input", K), ("grad_output", N)):
             x = laws.values(tokens, cols, seed=7, dtype=BF16).cuda()
             x[::5] *= 2.0**12
-            spread = x.new_zeros(128 * len(groups.sources), cols)
-            for e, part in enumerate(x.split(sizes)):
-                spread[int(groups.padded[e]) :][: len(part)] = part
-            index = QUANTIZED_TYPES.index(slot)
-            made = native.linear_tokens(x, resolved.call, index, True, True, None, groups.sources)
-            alone = native.linear_tokens(x, resolved.call, index, False, True, None, groups.sources)
-            rows = quantize_slot(plan, slot, x, [ROWWISE], None, None, None, [])[0][ROWWISE]
-            cols_of = quantize_slot(plan, slot, spread, [COLUMNWISE], None, None, None, [])[0][COLUMNWISE]
-            end = int(groups.padded[-1])
-            data, scale = made[2][:, :end], made[3].view(len(groups.sources), -1)[: end // 128]
-            for what, got, want in (
-                ("codes", made[0], rows.data), ("scales", _lines(made[1], tokens), _lines(rows.scale, tokens)),
-                ("columnwise codes", data, cols_of.data[:, :end]),
-                ("columnwise scales", scale, cols_of.scale.view(len(groups.sources), -1)[: end // 128]),
-                ("codes alone", alone[0][:, :end], data),
-                ("scales alone", alone[1].view(len(groups.sources), -1)[: end // 128], scale),
-            ):
-                expected.assert_same(got.contiguous(), want.contiguous(), f"{name} {sizes} {slot} {what}")
+            made, *alone = (
+                native.linear_tokens(x, resolved.call, QUANTIZED_TYPES.index(slot), row, col, None, groups)
+                for row, col in ((True, True), (True, False), (False, True))
+            )
+            for what, data, scale in (("both", *made[:2]), ("alone", *alone[0])):
+                for e, part in enumerate(x.split(sizes)):
+                    at = slice(int(groups.offsets[e]), int(groups.offsets[e + 1]))
+                    if part.numel():
+                        want = quantize_slot(plan, slot, part, [ROWWISE], None, None, None, [])[0][ROWWISE]
+                        got = scale[e] if scale.numel() == len(sizes) else _lines(scale, tokens)[:, at]
+                        expected.assert_same(data[at], want.data, f"{name} {sizes} {slot} {e} {what}: codes")
+                        want = want.scale if scale.numel() == len(sizes) else _lines(want.scale, len(part))
+                        expected.assert_same(got.flatten(), want.flatten(), f"{name} {sizes} {slot} {e} {what}: scales")
+            for what, data, scale in (("both", *made[2:]), ("alone", *alone[1])):
+                of_group = plan.operand(slot, COLUMNWISE).scale_leaves_contraction
+                for e, part in enumerate(x.split(sizes)):
+                    at = slice(int(groups.padded[e]), int(groups.padded[e + 1]))
+                    if part.numel():
+                        want = quantize_slot(plan, slot, part, [COLUMNWISE], None, None, None, [])[0][COLUMNWISE]
+                        filled = F.pad(want.data, (0, at.stop - at.start - len(part)))
+                        sets = scale.view(len(sizes) if of_group else len(groups.sources), -1)
+                        got = sets[e] if of_group else sets[at.start // 128 : at.stop // 128]
+                        expected.assert_same(data[:, at], filled, f"{name} {sizes} {slot} {e} {what}: columnwise codes")
+                        expected.assert_same(got.flatten(), want.scale.flatten(), f"{name} {sizes} {slot} {e} {what}: scales")
 
 
 def _lines(scale: Tensor, lines: int) -> Tensor:
@@ -169,3 +191,32 @@ def test_wrong_splits_of_a_device_stop_the_next_step():
     with pytest.raises(ValueError, match="token splits of an earlier call"):
         optimizer.step()
     expected.assert_same(module.state_dict()["weight"], before, "not stepped")
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_block", "mxfp8"])
+def test_a_captured_step_reads_the_splits_of_its_replay(name: str):
+    """If false, a replay routes tokens as the captured step did, or its scales are those of other groups."""
+    module, eager = (grouped(ONE_PRODUCT[name](), True, False) for _ in range(2))
+    x, dy = laws.values(1024, K, dtype=BF16).cuda().requires_grad_(), laws.values(1024, N, seed=5, dtype=BF16).cuda()
+    ends = torch.tensor(SPLITS[0]).cumsum(0).int().cuda()
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(3):
+            x.grad = module.weight.grad = None
+            module(x, ends).backward(dy)
+    torch.cuda.current_stream().wait_stream(beside)
+    x.grad = module.weight.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = module(x, ends)
+        y.backward(dy)
+    for sizes in SPLITS[:3]:
+        ends.copy_(torch.tensor(sizes).cumsum(0))
+        graph.replay()
+        a = x.detach().clone().requires_grad_()
+        eager.weight.grad = None
+        want = eager(a, ends)
+        want.backward(dy)
+        for what, got, wanted in (("y", y, want), ("dx", x.grad, a.grad), ("dw", module.weight.grad, eager.weight.grad)):
+            expected.assert_same(got.detach(), wanted.detach(), f"{name} {sizes} {what}")

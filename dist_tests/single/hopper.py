@@ -263,18 +263,25 @@ class Operators:
         refuse(offsets.dtype is not torch.int32 or offsets.shape != (len(b) + 1,), "offsets")
         refuse(out.shape != (a.shape[0], b.shape[1]) or out.dtype not in (torch.bfloat16, torch.float32), "out")
         refuse(b.shape[1] % 8, "b: multiples of 8 rows (N)")
-        x = _operand(a, a_scale, a_kind, "a")
+        x = None if _is_each(a_scale, a_kind, len(a)) else _operand(a, a_scale, a_kind, "a")
         scales = b_scale.view(len(b), -1) if b_scale.numel() > 1 else b_scale.expand(len(b), 1)
         for e, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
-            out[start:end] = x[start:end] @ _operand(b[e], scales[e], b_kind, "b").t()
+            rows = _operand(a[start:end], a_scale[e : e + 1], a_kind, "a") if x is None else x[start:end]
+            out[start:end] = rows @ _operand(b[e], scales[e], b_kind, "b").t()
 
     def grouped_gemm_wgrad(self, out, a, b, a_scale, b_scale, offsets, a_kind, b_kind, accumulate=False, flag=None):
         self.calls.append(Call("grouped_gemm_wgrad", a.data_ptr()))
         refuse(offsets.dtype is not torch.int32 or any(o % 128 for o in offsets.tolist()), "offsets: multiples of 128")
         refuse(out.shape != (len(offsets) - 1, len(a), len(b)), "out")
-        x, w = _operand(a, a_scale, a_kind, "a"), _operand(b, b_scale, b_kind, "b")
+        given = (a, a_scale, a_kind, "a"), (b, b_scale, b_kind, "b")
+        whole = [None if _is_each(scale, kind, len(codes)) else _operand(codes, scale, kind, name)
+                 for codes, scale, kind, name in given]
         for e, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
-            made = x[:, start:end] @ w[:, start:end].t()
+            x, w = (
+                _operand(codes[:, start:end], scale.view(len(offsets) - 1, -1)[e], kind, name) if values is None
+                else values[:, start:end] for values, (codes, scale, kind, name) in zip(whole, given)
+            )
+            made = x @ w.t()
             out[e] = made + out[e] if accumulate else made
 
     # Optimizers #
@@ -338,29 +345,78 @@ class Operators:
         self.counts = [[0] * 9 for _ in self.plans]
         return counts
 
-    def token_groups(self, ends, tokens):
+    def token_groups(self, ends, tokens, wrong=None, tag=0):
         given = ends.long()
         clean = given.clamp(0, tokens).cummax(0).values
         clean[-1] = tokens
         bounds, places, sources = [0, *clean.tolist()], [0], []
         for start, end in itertools.pairwise(bounds):
-            sources += [(first, min(end - first, 128)) for first in range(start, end, 128)]
+            sources += [(first, min(end - first, 128), len(places) - 1, places[-1]) for first in range(start, end, 128)]
             places.append(128 * len(sources))
         spare = (tokens + 127 * min(len(ends), tokens)) // 128 - len(sources)
-        made = [torch.tensor(t, dtype=torch.int32) for t in (bounds, places, sources + [(0, 0)] * spare)]
-        return *made, (clean != given).any().int().view(1)
+        if wrong is not None and not torch.equal(clean, given):
+            wrong.fill_(tag << 32 | tokens)
+        return torch.tensor(sum([*sources, *[(0, 0, 0, 0)] * spare], ()) + (*bounds, *places), dtype=torch.int32)
 
-    def linear_tokens(self, x, plan, slot, row, col, guard, sources):
-        """The columnwise side is that of x with its groups spread."""
+    def grouped_step(self, x, ends, weight, weight_scale, plan, save, guard, out_dtype, wrong, tag):
+        tables, readings = self.token_groups(ends, len(x), wrong, tag), self.plans[plan].slots
+        keeps = save and not self.plans[plan].saves_input
+        data, scale, *kept = self.linear_tokens(x, plan, 0, True, keeps, guard, tables, len(ends))
+        y = x.new_empty(len(x), weight.shape[1], dtype=out_dtype)
+        offsets = native.TokenGroups(tables, len(ends)).offsets
+        self.grouped_gemm(y, data, weight, scale, weight_scale, offsets, readings[0][0].kind, readings[1][0].kind)
+        self.counts[plan][6] += len(ends)
+        return [y, tables, *kept]
+
+    def grouped_step_backward(self, dy, tables, groups, weight, weight_scale, saved, plan, guard):
+        readings, at = self.plans[plan].slots, native.TokenGroups(tables, groups)
+        dx = dw = dy.new_empty(0)
+        made = self.linear_tokens(dy, plan, 2, weight is not None, len(saved) > 0, guard, tables, groups)
+        if len(saved):
+            x = saved if not self.plans[plan].saves_input else self.linear_tokens(
+                saved[0], plan, 0, False, True, guard, tables, groups)
+            dw = dy.new_empty(groups, len(made[-2]), len(x[0]))
+            self.grouped_gemm_wgrad(
+                dw, made[-2], x[0], made[-1], x[1], at.padded, readings[2][1].kind, readings[0][1].kind)
+            self.counts[plan][8] += groups
+        if weight is not None:
+            dx = dy.new_empty(len(dy), weight.shape[1])
+            self.grouped_gemm(dx, made[0], weight, made[1], weight_scale, at.offsets, readings[2][0].kind, readings[1][1].kind)
+            self.counts[plan][7] += groups
+        return dx, dw
+
+    def linear_tokens(self, x, plan, slot, row, col, guard, tables, groups):
+        """The columnwise side is that of x with its groups spread; of scales that span tokens, each group by itself."""
         call = SimpleNamespace(slots=self.plans[plan].slots, guard=guard, number=plan, factors=[[], []], histories=[[], []])
         self.calls.append(Call("linear_tokens", x.data_ptr(), row, col))
+        sources = native.TokenGroups(tables, groups).sources
         gathered = x.new_zeros(128 * len(sources), x.shape[1])
-        for i, (first, count) in enumerate(sources.tolist()):
+        for i, (first, count, *_) in enumerate(sources.tolist()):
             gathered[128 * i : 128 * i + count] = x[first : first + count]
         made = []
-        for values, *sides in ((x, row, False), (gathered, False, col)):
-            made += [t for buffers in self._step_quantize(call, slot, values, *sides).values() for t in buffers[:2]]
+        for d, values, *sides in ((ROWWISE, x, row, False), (COLUMNWISE, gathered, False, col)):
+            fmt = side_of(call.slots[slot][d is COLUMNWISE].side, d).encoding.fmt
+            if any(sides) and fmt.block[1] is None and (d is COLUMNWISE or fmt.block[0] is None):
+                made += self._of_groups(call, slot, x, d, sources.tolist(), groups)
+            else:
+                made += [t for buffers in self._step_quantize(call, slot, values, *sides).values() for t in buffers[:2]]
         return made
+
+    def _of_groups(self, call, slot, x, d, sources, groups):
+        """Codes and scales of one direction, each group quantized by itself; scales of groups without tokens are not set."""
+        codes = x.new_zeros((x.shape[1], 128 * len(sources)) if d is COLUMNWISE else x.shape, dtype=torch.uint8)
+        scale, counted = None, list(self.counts[call.number])
+        for e in range(groups):
+            tiles = [(first, count, start) for first, count, group, start in sources if group == e and count]
+            if not tiles:
+                continue
+            (first, _, start), end = tiles[0], tiles[-1][0] + tiles[-1][1]
+            self.counts[call.number] = list(counted)  # once for all
+            data, of_group = self._step_quantize(call, slot, x[first:end], d is ROWWISE, d is COLUMNWISE)[d][:2]
+            (codes[:, start : start + end - first] if d is COLUMNWISE else codes[first:end]).copy_(data)
+            scale = of_group.new_full((groups, of_group.numel()), torch.nan) if scale is None else scale
+            scale[e] = of_group.flatten()
+        return [codes, scale.flatten()]
 
     def linear_weight(self, weight, plan, row, col, through_bf16, factors, histories):
         if weight.dim() == 3:
@@ -688,6 +744,11 @@ def _operand(x: Tensor, scale: Tensor | None, kind: int, name: str) -> Tensor:
         scale = scale.view(ceil_div(outer, 128), -1)[:, :blocks]
         scale = scale.repeat_interleave(128, 0)[:outer].repeat_interleave(128, 1)[:, :k]
     return values * scale
+
+
+def _is_each(scale: Tensor, kind: int, lines: int) -> bool:
+    """Scales of tensors or of lines are one set a group."""
+    return _TENSOR <= kind >> 3 <= _ROW and scale.numel() > (1 if kind >> 3 == _TENSOR else lines)
 
 
 def _product(a, b, a_scale, b_scale, a_kind, b_kind, out_dtype, bias, alpha) -> Tensor:

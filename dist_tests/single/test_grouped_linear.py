@@ -16,7 +16,7 @@ from dist_tests.single import hopper
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
-from fsdp_quant.modules import grouped_linear
+from fsdp_quant.modules import grouped_op
 from fsdp_quant.formats import round_up
 from fsdp_quant.ops import native
 from fsdp_quant.quantizer import Quantizer
@@ -52,7 +52,7 @@ def _own_step():
         restart()
         counters.reset()
         yield
-    grouped_linear._UNDERWAY.clear()
+    grouped_op.told_wrong()
 
 
 def restart() -> None:
@@ -305,24 +305,32 @@ def test_scales_of_tokens_serve_one_group():
     """If false, a scale of 128 tokens serves those of two experts, or a token is lost."""
     with hopper.emulated():
         for sizes in ([0, 7, 129, 128], [300, 0, 0, 1], [128, 256, 0, 128], [1, 1, 1, 1], [2], [0, 1]):
-            groups, wrong = native.token_groups(torch.tensor(sizes).cumsum(0), sum(sizes))
+            wrong = torch.zeros(1, dtype=torch.int64)
+            groups = native.token_groups(torch.tensor(sizes).cumsum(0), sum(sizes), wrong, 7)
             assert not wrong and groups.offsets.diff().tolist() == sizes
             assert groups.padded.diff().tolist() == [round_up(size, 128) for size in sizes]
-            tokens = [list(range(first, first + count)) for first, count in groups.sources.tolist()]
+            tokens = [list(range(first, first + count)) for first, count, _, _ in groups.sources.tolist()]
             assert sum(tokens, []) == list(range(sum(sizes)))
             for e, (start, end) in enumerate(zip(groups.padded // 128, groups.padded[1:] // 128)):
                 assert sum(tokens[start:end], []) == list(range(groups.offsets[e], groups.offsets[e + 1]))
+                assert all(of == [e, groups.padded[e]] for of in groups.sources[start:end, 2:].tolist())
+
+
+def rows_and_blocks(role):
+    """Rows are scaled whole, columns of tokens by 128; weights' rows and columns whole."""
+    return "fp8_row" if role.tensor_type == "weight" else fq.HybridQuantizer("fp8_row", "fp8_1x128")
 
 
 def scalings() -> dict[str, fq.Recipe]:
     return {
         "fp8_block": recipes.fp8_block(), "mxfp8": recipes.mxfp8(), "fp8_block_mxfp8": recipes.hybrid("fp8_block", "mxfp8"),
         "keeps_input": recipes.mxfp8(save_original_input=True),
+        "fp8_current": recipes.fp8_current(grad_element="e5m2"), "fp8_row": recipes.fp8_row(),
+        "fp8_current_row": recipes.hybrid("fp8_current", "fp8_row"), "fp8_row_block": fq.CustomRecipe(rows_and_blocks),
     }
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
-@pytest.mark.parametrize("name", scalings())
+@pytest.mark.parametrize(("name", "packed"), [(n, p) for n in scalings() for p in (True, False) if p or "fp8_row" not in n])
 def test_one_product_equals_a_loop_over_experts(name: str, packed: bool):
     """If false, experts are multiplied together with another's scales, tokens or weights.
 
@@ -347,7 +355,7 @@ def test_one_product_equals_a_loop_over_experts(name: str, packed: bool):
                 results.append({"y": y.detach(), "dx": a.grad} | by_expert(
                     module, packed and call is None, lambda p: p.grad))
                 ran = [c.name for c in gpu.calls[before:] if "gemm" in c.name or "step" in c.name]
-                assert (call is not None) or ran == ["grouped_gemm", "grouped_gemm", "grouped_gemm_wgrad"], ran
+                assert (call is not None) or ran == ["grouped_gemm", "grouped_gemm_wgrad", "grouped_gemm"], ran
             got, want = results
             assert_same_bytes(got["dx"], want["dx"], f"{name} {splits} dx")
             assert_same_bytes(got["weight"], want["weight"], f"{name} {splits} dw")
@@ -358,21 +366,33 @@ def test_one_product_equals_a_loop_over_experts(name: str, packed: bool):
                 assert_same_bytes(got["y"], want["y"], f"{name} {splits} y")
 
 
+def squares(role):
+    return "fp8_128x128" if role.tensor_type == "input" else "fp8_1x128"
+
+
+def lines(role):
+    """Columns of the input are anchored over all tokens."""
+    return "mxfp8" if role.tensor_type == "input" else "fp8_row"
+
+
+REFUSED = RECIPES | {"squares": fq.CustomRecipe(squares), "lines": fq.CustomRecipe(lines)}
+
+
 @pytest.mark.parametrize("name, reason", [
-    ("fp8_current", "a scale of input.rowwise .* serves tokens of several experts"),
-    ("fp8_row", "a scale of input.columnwise .* serves tokens of several experts"), ("nvfp4", "fprop runs in the bf16 domain"),
+    ("squares", "a scale of input.rowwise .* serves tokens of several experts"), ("fp8_delayed", "input is .*delayed"),
+    ("lines", "a scale of input.columnwise .* serves tokens of several experts"), ("nvfp4", "fprop runs in the bf16 domain"),
     ("identity", "fprop runs in the native domain"), ("rounded", "input is"),
 ])
 def test_what_no_grouped_kernel_makes_runs_one_by_one(name: str, reason: str):
     """If false, tokens of different experts share a scale, and a rank's result depends on its other experts."""
     with hopper.emulated() as gpu:
-        module = grouped(RECIPES[name], True, dtype=torch.bfloat16, sizes=(64, 48))
+        module = grouped(REFUSED[name], True, dtype=torch.bfloat16, sizes=(64, 48))
         x = values(64, 64)
         got = module(x, torch.tensor([16, 16, 48, 64]))
         assert gpu.count("grouped_gemm") == 0
         assert counters.of("departure"), "reading splits of a device waits for it, and is counted"
         restart()
-        want = of_loop(loop(RECIPES[name], True, dtype=torch.bfloat16, sizes=(64, 48)), x, [16, 0, 32, 16])
+        want = of_loop(loop(REFUSED[name], True, dtype=torch.bfloat16, sizes=(64, 48)), x, [16, 0, 32, 16])
         assert_same_bytes(got, want, name)
         assert re.search(reason, module.why_one_by_one(torch.bfloat16, x.device))
         assert re.search(reason, str(fq.plan(module)))
@@ -430,3 +450,21 @@ def test_compiled_experts_equal_eager_ones(packed: bool):
         with torch.no_grad():
             for p in module.parameters():
                 p.mul_(1.5)
+
+
+def test_splits_of_a_tensor_run_between_compiled_graphs():
+    """If false, a compiled router's splits fail in the middle of a trace, or wait for the device."""
+    with hopper.emulated() as gpu:
+        module = grouped(recipes.mxfp8(), True, dtype=torch.bfloat16, sizes=(64, 48))
+        x, ends = values(64, 64), torch.tensor([16, 16, 48, 64])
+
+        def block(a: Tensor) -> Tensor:
+            return module(2 * a, ends) + 1
+
+        want = block(x)
+        before = gpu.count("grouped_gemm")
+        assert_same_bytes(torch.compile(block, backend="eager")(x), want, "between graphs")
+        assert gpu.count("grouped_gemm") == before + 1, "in one product"
+        torch.compiler.reset()
+        with pytest.raises(Exception, match="takes token splits that are a tensor outside graphs; give counts"):
+            torch.compile(block, backend="eager", fullgraph=True)(x)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from ..recipe import Recipe, identity
 from ..tensor import torch_compat
 from ..tensor.master_weight import WeightState
 from .graph_op import graph_linear
-from .grouped_op import GroupedLinearCall, StackedWeights, why_not
+from .grouped_op import GroupedLinearCall, StackedWeights, told_wrong, why_not
 from .guard import guard_of
 from .linear import Linear, _after_load, _unwrap_in_state_dict, apply_recipe, place, wrap_weight
 from .plan import PRODUCTS, GemmPlan
@@ -95,21 +96,23 @@ class GroupedLinear(nn.Module):
         """y [.., N] of x [.., K], whose rows lie sorted by expert.
 
         splits:  number of rows of each expert, on the host; or int tensor [E], the row behind each expert's last (the
-                 `offs` of `torch._grouped_mm`), which is not read where one product serves all experts.
+                 `offs` of `torch._grouped_mm`), which is not read where one product serves all experts. With a tensor the layer
+                 runs between compiled graphs, and `fullgraph=True` is refused.
 
         Raises ValueError for splits that are not of E experts or do not add up to the rows: now where they are on the host,
         else before an optimizer step or in a call that follows, when the device has said so.
         """
         compiling = torch.compiler.is_compiling()
+        if compiling and isinstance(splits, Tensor):
+            return self._outside_graphs(x, splits)
         if not compiling:
             raise_wrong_splits()
-        plan, reason = self.common_plan, "experts differ, or it is compiled, overridden or of no tokens"
+        plan, reason = None if compiling else self.common_plan, "experts differ, or it is compiled, overridden or of no tokens"
         first = self._linears[0]
         rows = first.checked(x, self.owners[0].weight).reshape(-1, first.in_features)
         sizes = self._sizes(splits, rows)
-        watched = compiling or torch_compat.dispatch_is_watched()
-        if plan is not None and not watched and current_autocast() is None and len(rows):
-            reason = self.why_one_by_one(rows.dtype, x.device)
+        if plan is not None and not torch_compat.dispatch_is_watched() and current_autocast() is None and len(rows):
+            reason = self._why_one_by_one(plan, rows.dtype, x.device)
         if reason is None:
             y = self._in_one(plan, rows, splits, sizes)
         else:
@@ -120,6 +123,10 @@ class GroupedLinear(nn.Module):
             parts = rows.split(sizes)
             y = torch.cat(self._traced(parts) if compiling and self.packed else [f(part) for f, part in zip(layers, parts)])
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+    @torch.compiler.disable(reason="fq.GroupedLinear takes token splits that are a tensor outside graphs; give counts, a list")
+    def _outside_graphs(self, x: Tensor, splits: Tensor) -> Tensor:
+        return self.forward(x, splits)
 
     def _traced(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """y of each expert of packed weights, in a graph that is being traced."""
@@ -136,20 +143,26 @@ class GroupedLinear(nn.Module):
     @property
     def common_plan(self) -> GemmPlan | None:
         """The plan of one product for all, or None. What the guard moves for one, which may count for all, is moved for all."""
-        plans = {layer.plan.key: layer.plan for layer in self._linears}
+        planned = [layer._plan for layer in self._linears]
+        if planned == self._planned[0]:
+            return self._planned[1]
+        plans = {plan.key: plan for plan in planned}
         if len(plans) > 1 and any(plan.moved for plan in plans.values()):
             moved = tuple(p.name for p in PRODUCTS if any(p.name in plan.moved for plan in plans.values()))
             for layer in self._linears:
                 layer._plan = replace(layer.plan, moved=moved)
             plans = {layer.plan.key: layer.plan for layer in self._linears}
-        return next(iter(plans.values())).of_groups if len(plans) == 1 else None
+        self._planned = planned, next(iter(plans.values())).of_groups if len(plans) == 1 else None
+        return self._planned[1]
 
     def why_one_by_one(self, dtype: torch.dtype, device: torch.device) -> str | None:
         """Why experts are multiplied one after the other, in one clause; None where one product serves all."""
-        plan, first = self.common_plan, self._linears[0]
+        return self._why_one_by_one(self.common_plan, dtype, device)
+
+    def _why_one_by_one(self, plan: GemmPlan | None, dtype: torch.dtype, device: torch.device) -> str | None:
         if plan is None:
             return "experts have different plans"
-        key = plan.key, dtype, device
+        key, first = (plan.key, dtype, device), self._linears[0]
         if key not in self._reasons:
             self._reasons[key] = why_not(plan, dtype, device, len(self._linears), first.out_features, first.in_features)
         return self._reasons[key]
@@ -163,13 +176,11 @@ class GroupedLinear(nn.Module):
             layer.note(rows, weight, plan, grad)
         ends = torch.tensor(sizes, device="cpu").cumsum(0) if sizes is not None else splits
         ends = ends if ends.dtype in (torch.int32, torch.int64) else ends.int()
-        groups, wrong = native.token_groups(ends.to(device, non_blocking=True), len(rows))
-        if sizes is None:
-            _watch_splits(self._name, wrong, len(rows))
+        ends = ends if ends.device == device else ends.to(device, non_blocking=True)
         guard = guard_of(first, device) if "anchored" in plan.resolved(rows.dtype, device).domains else None
         biases = [] if owners[0].bias is None else [owner.bias for owner in owners]
         save = grad and any(weight.requires_grad for weight in weights)
-        return GroupedLinearCall.apply(rows, groups, weights, self._stack, plan, guard, save, *weights, *biases)
+        return GroupedLinearCall.apply(rows, ends, weights, self._stack, plan, guard, save, self._tag, *weights, *biases)
 
     def _sizes(self, splits, rows: Tensor) -> list[int] | None:
         """Rows of each expert, or None where only a device knows them."""
@@ -195,7 +206,11 @@ class GroupedLinear(nn.Module):
         return sizes
 
     def __getstate__(self) -> dict:
-        return super().__getstate__() | {"_stack": StackedWeights(), "_reasons": {}}
+        return super().__getstate__() | {"_stack": StackedWeights(), "_reasons": {}, "_planned": (None, None), "_tag": 0}
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        _tell(self)
 
     def extra_repr(self) -> str:
         first = self._linears[0]
@@ -234,7 +249,8 @@ def expert(weight: Tensor, recipe: Recipe, name: str) -> _Expert:
 
 def finish_experts(module: GroupedLinear, name: str) -> None:
     """What a `GroupedLinear` has beside its experts."""
-    module._name, module._stack, module._reasons = name, StackedWeights(), {}
+    module._name, module._stack, module._reasons, module._planned = name, StackedWeights(), {}, (None, None)
+    _tell(module)
 
 
 def _sizes_of(ends: list[int]) -> list[int]:
@@ -243,41 +259,27 @@ def _sizes_of(ends: list[int]) -> list[int]:
 
 # Splits that a device knows #
 
-class _Told(NamedTuple):
-    """A flag on its way to the host."""
-
-    name: str
-    rows: int
-    wrong: Tensor
-    arrived: torch.cuda.Event
+_TAGS = itertools.count(1)
+_TAGGED: weakref.WeakValueDictionary[int, GroupedLinear] = weakref.WeakValueDictionary()
 
 
-_UNDERWAY: list[_Told] = []
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def _watch_splits(name: str, wrong: Tensor, rows: int) -> None:
-    if _is_capturing():
-        return
-    flag = wrong.to("cpu", non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record(torch.cuda.current_stream(wrong.device))
-    _UNDERWAY.append(_Told(name, rows, flag, arrived))
+def _tell(module: GroupedLinear) -> None:
+    """Give a module the number by which a device names it."""
+    module._tag = next(_TAGS)
+    _TAGGED[module._tag] = module
 
 
 def raise_wrong_splits(*_) -> None:
     """Raise ValueError for splits that a device has found wrong; waits for nothing."""
-    while _UNDERWAY and not _is_capturing() and _UNDERWAY[0].arrived.query():
-        told = _UNDERWAY.pop(0)
-        if told.wrong.item():
-            _UNDERWAY.clear()
-            raise ValueError(
-                f"{told.name}: the token splits of an earlier call decreased or did not end at its {told.rows} rows; its "
-                "result is wrong, and the optimizer has not stepped since the device said so"
-            )
+    told = told_wrong()
+    if told is None:
+        return
+    tag, rows = told
+    name = _TAGGED[tag]._name if tag in _TAGGED else "a module that is gone"
+    raise ValueError(
+        f"{name}: the token splits of an earlier call decreased or did not end at its {rows} rows; its result is wrong, and "
+        "the optimizer has not stepped since the device said so"
+    )
 
 
 register_optimizer_step_pre_hook(raise_wrong_splits)

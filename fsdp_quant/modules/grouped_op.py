@@ -4,12 +4,14 @@
     backward  dy.rowwise, dy.columnwise = quantize(dy)   dx = grouped(dy.rowwise, w.columnwise)
                                                          dw = grouped over tokens(dy.columnwise, x.columnwise)
 
-Rowwise codes lie as the tokens do. In columnwise ones, whose scales serve 128 tokens, a group begins at a multiple of 128,
-zeros behind its tokens: codes are those of a loop over the experts. How many tokens a group has is known to the device alone.
+Rowwise codes lie as the tokens do. In columnwise ones, whose scales serve 128 tokens or all of a group, a group begins at a
+multiple of 128, zeros behind its tokens: codes are those of a loop over the experts, and so are scales of whole tensors and
+columns, one set a group. How many tokens a group has is known to the device alone.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -21,7 +23,6 @@ from ..ops import native
 from ..ops.capability import arch_of
 from ..ops.layout import operand_format
 from ..ops.native import Operand, TokenGroups
-from ..recipe import QUANTIZED_TYPES
 from ..tensor import torch_compat, writers
 from ..tensor.master_weight import MasterWeight
 from .linear_op import check_weight_version, refuse_second_derivative, weight_storage, weight_version
@@ -50,9 +51,12 @@ def why_not(plan: GemmPlan, dtype: torch.dtype, device: torch.device, experts: i
             return f"{slot} is {hybrid}"
         for direction in Direction:
             fmt = _read_as(plan, slot, direction, resolved.layouts)
-            if fmt.block[0] != 1 or (direction is COLUMNWISE and fmt.block[1] != native.TILE):
+            of_group = plan.operand(slot, direction).scale_leaves_contraction  # its amax is taken, and its scale read, a group
+            if not of_group and (fmt.block[0] != 1 or (direction is COLUMNWISE and fmt.block[1] != native.TILE)):
                 return f"a scale of {slot}.{direction.value} ({hybrid.side(direction)}) serves tokens of several experts"
-    return None
+    if plan.weight.delayed_directions:
+        return f"weight is {plan.weight}"
+    return None if resolved.call is not None else "no compiled step reads its formats"
 
 
 def _read_as(plan: GemmPlan, slot: str, direction: Direction, layouts: dict) -> Format:
@@ -121,73 +125,52 @@ def _of_packed(weight: MasterWeight, directions: list[Direction], plan: GemmPlan
     }
 
 
-def _tokens(
-    plan: GemmPlan, slot: str, x: Tensor, wanted: list[Direction], guard: Tensor | None, groups: TokenGroups
-) -> dict[Direction, Operand]:
-    """Operands of x [tokens, cols], of the input or the gradient."""
-    resolved = plan.resolved(x.dtype, x.device)
-    buffers = iter(native.linear_tokens(
-        x, resolved.call, QUANTIZED_TYPES.index(slot), ROWWISE in wanted, COLUMNWISE in wanted, guard, groups.sources
-    ))
-    return {d: Operand(next(buffers), next(buffers), _read_as(plan, slot, d, resolved.layouts)) for d in wanted}
-
-
 class GroupedLinearCall(torch.autograd.Function):
-    """The three grouped products of x [M, K].
+    """The three grouped products of x [M, K], of groups that end at `ends`.
 
     weights:     E weights [N, K], or one [E, N, K].
     save:        the backward needs x.
+    tag:         what `wrong_splits` is told of wrong ends.
     parameters:  the weights, and as many biases, [N] each or one [E, N], or none.
     """
 
     @staticmethod
-    def forward(ctx, x, groups, weights, stack, plan, guard, save, *parameters):
+    def forward(ctx, x, ends, weights, stack, plan, guard, save, tag, *parameters):
         biases = parameters[len(weights) :]
-        keeps = save and plan.saves != "input"
-        made = _tokens(plan, "input", x, [ROWWISE, COLUMNWISE] if keeps else [ROWWISE], guard, groups)
         weight = stack.operand(weights, ROWWISE, plan, x.dtype, save)
-        out_dtype = torch.float32 if biases else x.dtype
-        y = native.grouped_gemm(made[ROWWISE], weight, groups.offsets, out_dtype=out_dtype)
+        call, out_dtype = plan.resolved(x.dtype, x.device).call, torch.float32 if biases else x.dtype
+        y, ctx.groups, saved = native.grouped_step(x, ends, weight, call, save, guard, out_dtype, wrong_splits(), tag)
         if biases:
             table = biases[0] if biases[0].dim() == 2 else torch.stack(biases)
-            y = y.add_(table.float().index_select(0, _group_of(groups, x))).to(x.dtype)
-        _count(plan, 0, groups)
-        ctx.groups, ctx.weights, ctx.stack, ctx.plan, ctx.guard = groups, weights, stack, plan, guard
+            y = y.add_(table.float().index_select(0, _group_of(ctx.groups, x))).to(x.dtype)
+        ctx.weights, ctx.stack, ctx.plan, ctx.guard, ctx.call = weights, stack, plan, guard, call
         ctx.versions, ctx.dtypes = [weight_version(w) for w in weights], [p.dtype for p in parameters]
-        ctx.save_for_backward(*(made[COLUMNWISE][:2] if keeps else [x] if save else []))
+        ctx.save_for_backward(*([x] if save and plan.saves == "input" else saved))
         return y
 
     @staticmethod
     def backward(ctx, dy):
         if torch.is_grad_enabled():
             refuse_second_derivative(ctx)
-        weights, plan, groups, needs = ctx.weights, ctx.plan, ctx.groups, ctx.needs_input_grad
+        weights, groups, needs = ctx.weights, ctx.groups, ctx.needs_input_grad
         for weight, version in zip(weights, ctx.versions):
             check_weight_version(weight, version)
-        need_x, need_w, need_b = needs[0], any(needs[7 : 7 + len(weights)]), any(needs[7 + len(weights) :])
-        wanted = [d for d, needed in ((ROWWISE, need_x), (COLUMNWISE, need_w)) if needed]
-        made = _tokens(plan, "grad_output", dy, wanted, ctx.guard, groups) if wanted else {}
+        first = len(needs) - len(ctx.dtypes)
+        need_x, need_w, need_b = needs[0], any(needs[first : first + len(weights)]), any(needs[first + len(weights) :])
         dx, dw, db = None, (), ()
-        if need_x:
-            weight = ctx.stack.operand(weights, COLUMNWISE, plan, dy.dtype, False)
-            dx = native.grouped_gemm(made[ROWWISE], weight, groups.offsets, out_dtype=dy.dtype)
-            _count(plan, 1, groups)
-        if need_w:
-            if plan.saves == "input":
-                x = _tokens(plan, "input", *ctx.saved_tensors, [COLUMNWISE], ctx.guard, groups)[COLUMNWISE]
-            else:
-                layouts = plan.resolved(dy.dtype, dy.device).layouts
-                x = Operand(*ctx.saved_tensors, _read_as(plan, "input", COLUMNWISE, layouts))
-            dw = native.grouped_gemm_wgrad(made[COLUMNWISE], x, groups.padded, out_dtype=dy.dtype)
-            _count(plan, 2, groups)
+        if need_x or need_w:
+            weight = ctx.stack.operand(weights, COLUMNWISE, ctx.plan, dy.dtype, False) if need_x else None
+            saved = ctx.saved_tensors if need_w else ()
+            dx, dw = native.grouped_step_backward(dy, groups, weight, saved, ctx.call, ctx.guard)
         if need_b:
-            experts = torch.arange(len(groups.padded) - 1, device=dy.device)
+            experts = torch.arange(groups.groups, device=dy.device)
             db = (_group_of(groups, dy) == experts[:, None]).to(dy.dtype) @ dy
         whole = [(g,) if weights[0].dim() == 3 else g for g in (dw, db) if len(g)]
         made = iter([g for of in whole for g in of])
         there = [need_w] * len(weights) + [need_b] * (len(ctx.dtypes) - len(weights))
         grads = [next(made).to(dtype) if is_made else None for is_made, dtype in zip(there, ctx.dtypes)]
-        return dx, *[None] * 6, *(g if needed else None for g, needed in zip(grads, needs[7:]))
+        none = [None] * (first - 1)
+        return dx if need_x else None, *none, *(g if needed else None for g, needed in zip(grads, needs[first:]))
 
 
 def _group_of(groups: TokenGroups, x: Tensor) -> Tensor:
@@ -196,7 +179,22 @@ def _group_of(groups: TokenGroups, x: Tensor) -> Tensor:
     return torch.searchsorted(groups.offsets[1:], tokens, right=True)
 
 
-def _count(plan: GemmPlan, product: int, groups: TokenGroups) -> None:
-    a, b = plan.pair(PRODUCTS[product])
-    domain = plan.domain(PRODUCTS[product], torch.bfloat16, "sm_90a")[0]
-    counters.add("gemm", (domain, repr(a), repr(b)), len(groups.offsets) - 1)
+_WRONG: list[tuple[Tensor, ctypes.c_int64]] = []  # one memory, twice; made for the first device
+
+
+def wrong_splits() -> Tensor:
+    """int64 [1] of the host that devices write: tag << 32 | rows of the last call whose splits were wrong."""
+    if not _WRONG:
+        with torch_compat.outside_inference_mode():
+            made = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=torch.cuda.is_available())
+        _WRONG.append((made, ctypes.c_int64.from_address(made.data_ptr())))  # the latter is read in no time
+    return _WRONG[0][0]
+
+
+def told_wrong() -> tuple[int, int] | None:
+    """(tag, rows) of a call whose splits a device has found wrong, once."""
+    said = _WRONG[0][1].value if _WRONG else 0
+    if not said:
+        return None
+    _WRONG[0][1].value = 0
+    return said >> 32, said & 0xFFFFFFFF

@@ -469,36 +469,66 @@ def grouped_gemm_wgrad(
 
 
 class TokenGroups(NamedTuple):
-    """Where the tokens of each group lie.
+    """Where the tokens of each group lie: tables in one int32 buffer on the device."""
 
-    offsets:  int32 [E + 1], first row of each group.
-    padded:   int32 [E + 1], its first row where groups begin at multiples of 128.
-    sources:  int32 [tiles, 2], of every 128 of those rows: the first token, and how many there are.
-    """
+    tables: Tensor
+    groups: int
 
-    offsets: Tensor
-    padded: Tensor
-    sources: Tensor
+    @property
+    def sources(self) -> Tensor:
+        """[tiles, 4], of every 128 rows of `padded`: the first token, how many there are, the group, the first of its rows."""
+        return self.tables[: -2 * (self.groups + 1)].view(-1, 4)
+
+    @property
+    def offsets(self) -> Tensor:
+        """[E + 1], first row of each group."""
+        return self.tables[-2 * (self.groups + 1) : -(self.groups + 1)]
+
+    @property
+    def padded(self) -> Tensor:
+        """[E + 1], its first row where groups begin at multiples of 128."""
+        return self.tables[-(self.groups + 1) :]
 
 
 MOST_GROUPS = 1024
 
 
-def token_groups(ends: Tensor, tokens: int) -> tuple[TokenGroups, Tensor]:
-    """Groups of `tokens` rows, and int32 [1]: 1 where ends were wrong, and clamped; nothing waits for the device.
+def token_groups(ends: Tensor, tokens: int, wrong: Tensor | None = None, tag: int = 0) -> TokenGroups:
+    """Groups of `tokens` rows; nothing waits for the device.
 
-    ends:  int32 or int64 [E], the row behind each group's last: they do not decrease, and the last is `tokens`.
+    ends:   int32 or int64 [E], the row behind each group's last: they do not decrease, and the last is `tokens`.
+    wrong:  int64 [1], on the device or pinned; becomes tag << 32 | tokens where ends were wrong, and clamped.
     """
-    *groups, wrong = _ops.token_groups(ends.contiguous(), tokens)
-    return TokenGroups(*groups), wrong
+    return TokenGroups(_ops.token_groups(ends.contiguous(), tokens, wrong, tag), len(ends))
 
 
 def linear_tokens(
-    x: Tensor, plan: int, slot: int, row: bool, col: bool, guard: Tensor | None, sources: Tensor
+    x: Tensor, plan: int, slot: int, row: bool, col: bool, guard: Tensor | None, groups: TokenGroups
 ) -> list[Tensor]:
-    """Codes and scales of x [tokens, cols] as a plan reads its input (slot 0) or gradient (2); columnwise ones of groups
-    that begin at multiples of 128 (`TokenGroups.sources`), in rows that no group has not set."""
-    return _ops.linear_tokens(_rows(x), plan, slot, row, col, guard, sources)
+    """Codes and scales of x [tokens, cols] as a plan reads its input (slot 0) or gradient (2), each group quantized by itself.
+
+    Columnwise codes are of groups that begin at multiples of 128, in rows that no group has not set. Scales that span tokens
+    are one set a group, [E, lines] or [E], not set where it has no tokens.
+    """
+    return _ops.linear_tokens(_rows(x), plan, slot, row, col, guard, *groups)
+
+
+def grouped_step(
+    x: Tensor, ends: Tensor, weight: Operand, plan: int, save: bool, guard: Tensor | None, out_dtype: torch.dtype,
+    wrong: Tensor | None, tag: int,
+) -> tuple[Tensor, TokenGroups, list[Tensor]]:
+    """y of x [tokens, K], its groups (`token_groups`), and the codes that the backward keeps: see csrc/api/linear.cpp."""
+    ends = ends if ends.is_contiguous() else ends.contiguous()
+    y, tables, *kept = _ops.grouped_step(_rows(x), ends, weight.data, weight.scale, plan, save, guard, out_dtype, wrong, tag)
+    return y, TokenGroups(tables, len(ends)), kept
+
+
+def grouped_step_backward(
+    dy: Tensor, groups: TokenGroups, weight: Operand | None, saved: Sequence[Tensor], plan: int, guard: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """dx [tokens, K] of the columnwise operand of the weights, dw [E, N, K] of what was saved of x; empty without those."""
+    data, scale = (None, None) if weight is None else weight[:2]
+    return _ops.grouped_step_backward(_rows(dy), *groups, data, scale, saved, plan, guard)
 
 
 def gathered_why_not(k: int, ranks: int) -> str | None:
