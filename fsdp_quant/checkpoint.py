@@ -51,6 +51,7 @@ class LocalWeight:
     managed:  by `fully_shard`, or None: the weight is whole.
     cuts:     of its rows.
     rank:     whose they are.
+    experts:  (ranks that hold other matrices of the packed weight, how many each), or None.
     """
 
     name: str
@@ -58,6 +59,7 @@ class LocalWeight:
     managed: ManagedParam | None
     cuts: RowCuts
     rank: int
+    experts: tuple[dist.ProcessGroup, int] | None = None
 
     @property
     def rows(self) -> int:
@@ -105,9 +107,11 @@ def prepared(model: nn.Module) -> list[LocalWeight]:
             if isinstance(local, FSDPHooks):
                 name = f"{prefix}.{attribute}" if prefix else attribute
                 rows, world, rank = (local.shape[0], 1, 0) if m is None else (m.global_shape[0], m.world_size, m.rank)
-                for e, piece in enumerate(local.state.pieces(local, RowCuts.chunked(rows, world), rank, every=True)):
+                group = local.state.tensor_group if local.state.parts else None
+                experts, first = (None, 0) if group is None else ((group, rows), group.rank() * rows)
+                for e, piece in enumerate(local.state.pieces(local, RowCuts.chunked(rows, world), rank, every=True), first):
                     of = f"{name}.{e}" if local.state.parts else name
-                    found.setdefault(id(piece.weight.state), LocalWeight(of, piece.weight, m, *piece[1:]))
+                    found.setdefault(id(piece.weight.state), LocalWeight(of, piece.weight, m, *piece[1:], experts))
     weights = list(found.values())
     states = {(w.weight if w.managed is None else w.managed.local).state for w in weights}
     for state in states:
@@ -177,11 +181,12 @@ def fingerprint(storage: Storage, parts: tuple[int, int] = (1, 1), part: tuple[i
 def fingerprints(model: nn.Module) -> dict[str, int]:
     """Weight name -> fingerprint of its codes in every direction, the same on every rank and for every world size.
 
-    Every rank must call it: one SUM all-reduce a shard group, and one a group of tensor parallelism.
+    Every rank must call it: one SUM all-reduce a shard group, and one a group of tensor parallelism, an all-gather one of experts.
     """
     sums: dict[str, Tensor] = {}
     shards: dict[dist.ProcessGroup, list[str]] = {}
     parts: dict[dist.ProcessGroup, list[str]] = {}
+    experts: dict[dist.ProcessGroup, list[tuple[str, int]]] = {}
     for w in prepared(model):
         group, cut = w.weight.state.tensor_group, ()
         if group is not None:
@@ -193,10 +198,20 @@ def fingerprints(model: nn.Module) -> dict[str, int]:
         sums[w.name] = sum((fingerprint(s, *cut) for s in w.storages()), zero) if w.weight.shape[0] else zero
         if w.managed is not None:
             shards.setdefault(w.managed.process_group, []).append(w.name)
+        if w.experts is not None:
+            experts.setdefault(w.experts[0], []).append((w.name, w.experts[1]))
     for group, names in [*shards.items(), *parts.items()]:
         together = torch.stack([sums[n] for n in names])
         dist.all_reduce(together, group=group)
         sums.update(zip(names, together))
+    for group, own in experts.items():
+        together = torch.stack([sums[n] for n, _ in own])
+        of_ranks = [torch.empty_like(together) for _ in range(group.size())]
+        dist.all_gather(of_ranks, together, group=group)
+        for r, values in enumerate(of_ranks):
+            for (name, count), value in zip(own, values):
+                weight, _, e = name.rpartition(".")
+                sums[f"{weight}.{int(e) + (r - group.rank()) * count}"] = value
     return {name: int(value) for name, value in sums.items()}
 
 

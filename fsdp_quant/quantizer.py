@@ -169,6 +169,10 @@ class HybridQuantizer:
         storage = self.columnwise.storage(rowwise.dequantize(torch.float32).to(source), COLUMNWISE, key)
         return replace(storage, dtype=dtype)
 
+    def columnwise_of(self, rowwise: Storage, key=None) -> Storage:
+        """The columnwise storage, where it is not encoded from the values: the rowwise one itself, or derived from it."""
+        return rowwise.as_direction(COLUMNWISE) if self.one_storage else self.derive_columnwise(rowwise, key=key)
+
     def storages(
         self, x: Tensor, directions=tuple(Direction), *, key: Tensor | None = None,
         factors: dict[Direction, Tensor] | None = None, layouts: dict[Direction, str] | None = None,
@@ -200,8 +204,7 @@ class HybridQuantizer:
         made = {d: Storage.of(r, e, x.shape, x.dtype) for (d, e), r in zip(encodings.items(), encoded)}
         amaxes = {source[d]: r.amax for d, r in zip(encodings, encoded) if self.side(d).is_delayed}
         if COLUMNWISE in directions and COLUMNWISE not in made and self.columnwise is not None:
-            row = made[ROWWISE].in_layout(COMPACT)
-            made[COLUMNWISE] = row.as_direction(COLUMNWISE) if self.one_storage else self.derive_columnwise(row, key=key)
+            made[COLUMNWISE] = self.columnwise_of(made[ROWWISE].in_layout(COMPACT), key)
         return {d: s.in_layout(layouts.get(d, COMPACT)) for d, s in made.items() if d in directions}, amaxes
 
     def quantize(self, x: Tensor, *, key: Tensor | None = None) -> QuantizedTensor:

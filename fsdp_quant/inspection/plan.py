@@ -15,6 +15,7 @@ from ..modules.grouped_linear import GroupedLinear
 from ..modules.linear import Linear
 from ..modules.plan import PRODUCTS
 from ..ops.capability import arch_of
+from ..parallel.experts import describe_experts
 from ..parallel.linear import describe
 from ..recipe import OVERRIDE_VARIABLE, default_override
 from ..scaling import RowCuts
@@ -139,6 +140,9 @@ def _expert_notes(model: nn.Module, dtype: torch.dtype | None, by_state: dict[in
             why = module.why_one_by_one(dtype or (m.param_dtype if m else first.weight.dtype), first.weight.device)
             how = "all in one product" if why is None else f"one after the other ({why})"
             notes.append(f"{name or type(module).__name__}: {len(module.layers)} experts, {how}")
+        exchanged = describe_experts(module, dtype or torch.bfloat16)
+        if exchanged is not None:
+            notes.append(f"{name or type(module).__name__}: {exchanged}")
     return notes
 
 

@@ -16,6 +16,7 @@ class Receipt:
     quantize:    (format, direction, implementation) -> how many.
     collectives: amax all-reduces, by what they served.
     sequence:    (pass, direction, format) -> bytes of activations and gradients gathered along the sequence.
+    dispatch:    (pass, direction, format) -> bytes that this rank's tokens took to their experts and back ("sum").
     departures:  what ran although the plan did not print it (strict=False), by kind.
     moved:       products that the anchoring guard moved to the bf16 domain: (module, product, what was counted).
     """
@@ -25,6 +26,7 @@ class Receipt:
     quantize: dict
     collectives: dict
     sequence: dict
+    dispatch: dict
     departures: dict
     moved: dict
 
@@ -56,6 +58,7 @@ class Receipt:
         lines += [f"quantize {n:>12,}  {fmt} {d} ({how})" for (fmt, d, how), n in sorted(self.quantize.items())]
         lines += [f"amax all-reduce {n:>5,}  {what}" for what, n in sorted(self.collectives.items())]
         lines += [f"sequence {n:>12,} B  {phase} {d} {fmt}" for (phase, d, fmt), n in sorted(self.sequence.items())]
+        lines += [f"dispatch {n:>12,} B  {phase} {d} {fmt}" for (phase, d, fmt), n in sorted(self.dispatch.items())]
         lines += [f"departure {n:>11,}  {what}" for what, n in sorted(self.departures.items())]
         lines += [f"moved from anchored to bf16: {module} {product}, {why}" for module, product, why in sorted(self.moved)]
         return "\n".join(lines) or "nothing ran"
@@ -63,7 +66,7 @@ class Receipt:
 
 def receipt() -> Receipt:
     """What ran on this rank since the last `reset_receipt()`."""
-    kinds = ("gemm", "gather", "quantize", "amax all-reduce", "sequence gather", "departure", "moved")
+    kinds = ("gemm", "gather", "quantize", "amax all-reduce", "sequence gather", "expert dispatch", "departure", "moved")
     return Receipt(*map(counters.of, kinds))
 
 

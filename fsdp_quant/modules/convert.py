@@ -161,7 +161,7 @@ def converted_modules(model: nn.Module) -> dict[str, Linear]:
         if isinstance(module, Linear):
             found[name] = module
         elif isinstance(module, GroupedLinear) and module.packed:
-            found |= {f"{name}.{e}".lstrip("."): layer for e, layer in enumerate(module.layers)}
+            found |= {f"{name}.{e}".lstrip("."): layer for e, layer in enumerate(module.layers, module.first_expert)}
     return found
 
 

@@ -18,10 +18,11 @@ from ..ops import native
 from ..recipe import Recipe, identity
 from ..tensor import torch_compat
 from ..tensor.master_weight import WeightState
+from ..tensor.quantized_tensor import QuantizedTensor
 from .graph_op import graph_linear
 from .grouped_op import GroupedLinearCall, StackedWeights, told_wrong, why_not
 from .guard import guard_of
-from .linear import Linear, _after_load, _unwrap_in_state_dict, apply_recipe, place, wrap_weight
+from .linear import Linear, _after_load, _unwrap_in_state_dict, apply_recipe, place, whole_shape, wrap_weight
 from .plan import PRODUCTS, GemmPlan
 
 
@@ -48,7 +49,11 @@ class GroupedLinear(nn.Module):
 
     Every expert quantizes its own tokens: a call gives what a loop over `fq.Linear` modules gives. On sm_90 one product
     serves all experts where no scale serves tokens of two (`grouped_op.why_not`, printed by `fq.plan`).
+
+    first_expert:  this rank's first, where the packed weight is a DTensor whose ranks hold experts each.
     """
+
+    first_expert = 0
 
     def __init__(
         self, num_experts: int, in_features: int, out_features: int, bias: bool = True, device=None, dtype=None,
@@ -75,14 +80,28 @@ class GroupedLinear(nn.Module):
         adopt_packed(self, [recipe] * num_experts, name)
 
     @property
+    def held(self) -> tuple[Tensor, Tensor | None]:
+        """Packed weight and bias of this rank's experts; DTensors while `fully_shard` has them in shards."""
+        weight, bias = self.weight, self.bias
+        if not isinstance(weight, DTensor) or self._weight_state.tensor_group is None or weight.device_mesh.ndim > 1:
+            return weight, bias
+        return weight.to_local(), None if bias is None else bias.to_local()
+
+    @property
+    def first(self) -> Linear:
+        """The layer of this rank's first expert, over whatever it last multiplied: for what all experts have alike."""
+        return self._linears[0]
+
+    @property
     def layers(self) -> Sequence[Linear]:
         """The `fq.Linear` of each expert, over what it multiplies now; while the weight is sharded, over none of its own."""
         if self.packed:
             none = [None] * len(self._linears)
-            is_sharded = isinstance(self.weight, DTensor)
             with torch_compat.outside_inference_mode():
-                weights = [self.weight.detach()] * len(none) if is_sharded else self.weight.unbind()
-            biases = none if is_sharded or self.bias is None else self.bias.unbind()
+                weight, bias = self.held
+                is_sharded = isinstance(weight, DTensor)
+                weights = [weight.detach()] * len(none) if is_sharded else weight.unbind()
+            biases = none if is_sharded or bias is None else bias.unbind()
             for layer, weight, bias in zip(self._linears, weights, biases):
                 layer.weight, layer.bias, layer.training = weight, bias, self.training
         return self._linears
@@ -92,9 +111,14 @@ class GroupedLinear(nn.Module):
         """Modules whose weights one product for all experts takes: this one, packed, or each expert."""
         return [self] if self.packed else self._linears
 
+    def _operand(self, owner: nn.Module) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of one of `owners`, as products multiply them."""
+        return self.held if owner is self else (owner.weight, owner.bias)
+
     def forward(self, x: Tensor, splits: Sequence[int] | Tensor) -> Tensor:
         """y [.., N] of x [.., K], whose rows lie sorted by expert.
 
+        x:       or a `QuantizedTensor` of the codes that each expert would make of its tokens (`parallel.dispatch_tokens`).
         splits:  number of rows of each expert, on the host; or int tensor [E], the row behind each expert's last (the
                  `offs` of `torch._grouped_mm`), which is not read where one product serves all experts. With a tensor the layer
                  runs between compiled graphs, and `fullgraph=True` is refused.
@@ -109,10 +133,11 @@ class GroupedLinear(nn.Module):
             raise_wrong_splits()
         plan, reason = None if compiling else self.common_plan, "experts differ, or it is compiled, overridden or of no tokens"
         first = self._linears[0]
-        rows = first.checked(x, self.owners[0].weight).reshape(-1, first.in_features)
+        rows = first.checked(x, self._operand(self.owners[0])[0]).reshape(-1, first.in_features)
         sizes = self._sizes(splits, rows)
         if plan is not None and not torch_compat.dispatch_is_watched() and current_autocast() is None and len(rows):
-            reason = self._why_one_by_one(plan, rows.dtype, x.device)
+            came = isinstance(x, QuantizedTensor)
+            reason = "the tokens came as codes" if came else self._why_one_by_one(plan, rows.dtype, x.device)
         if reason is None:
             y = self._in_one(plan, rows, splits, sizes)
         else:
@@ -130,14 +155,14 @@ class GroupedLinear(nn.Module):
 
     def _traced(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """y of each expert of packed weights, in a graph that is being traced."""
-        grad = torch.is_grad_enabled()
-        save = grad and self.weight.requires_grad
-        biases = self.bias.unbind() if self.bias is not None else [None] * len(parts)
+        grad, (held, bias) = torch.is_grad_enabled(), self.held
+        save = grad and held.requires_grad
+        biases = bias.unbind() if bias is not None else [None] * len(parts)
         for layer in self._linears:
             layer.check_traced(layer.plan)
         return [
             graph_linear(part, weight, bias, layer._handle, layer.plan.key, save, grad, self.training)
-            for part, weight, bias, layer in zip(parts, self.weight.unbind(), biases, self._linears)
+            for part, weight, bias, layer in zip(parts, held.unbind(), biases, self._linears)
         ]
 
     @property
@@ -170,15 +195,15 @@ class GroupedLinear(nn.Module):
     def _in_one(self, plan: GemmPlan, rows: Tensor, splits, sizes: list[int] | None) -> Tensor:
         """One product for all experts."""
         device, grad, first = rows.device, torch.is_grad_enabled(), self._linears[0]
-        owners = self.owners
-        weights = [owner.weight for owner in owners]
+        held = [self._operand(owner) for owner in self.owners]
+        weights = [weight for weight, _ in held]
         for layer, weight in zip(self._linears, weights):
             layer.note(rows, weight, plan, grad)
         ends = torch.tensor(sizes, device="cpu").cumsum(0) if sizes is not None else splits
         ends = ends if ends.dtype in (torch.int32, torch.int64) else ends.int()
         ends = ends if ends.device == device else ends.to(device, non_blocking=True)
         guard = guard_of(first, device) if "anchored" in plan.resolved(rows.dtype, device).domains else None
-        biases = [] if owners[0].bias is None else [owner.bias for owner in owners]
+        biases = [bias for _, bias in held if bias is not None]
         save = grad and any(weight.requires_grad for weight in weights)
         return GroupedLinearCall.apply(rows, ends, weights, self._stack, plan, guard, save, self._tag, *weights, *biases)
 
@@ -224,16 +249,27 @@ def adopt_packed(module: nn.Module, recipes: Sequence[Recipe], name: str) -> Non
     """
     if "bias" not in module._parameters:
         module.register_parameter("bias", None)
-    module._weight_state = WeightState(f"{name}.weight", None, tuple(module.weight.shape), recipes[0].compute_dtype)
-    wrap_weight(module)
-    module._linears = [expert(module.weight.detach(), recipe, f"{name}.{e}") for e, recipe in enumerate(recipes)]
-    for layer in module._linears:
-        layer._weight_state.histories = module._weight_state.histories
-        module._weight_state.parts.append(layer._weight_state)
+    take_packed(module, recipes, name)
     module.packed = True
     finish_experts(module, name)
     module.register_state_dict_post_hook(_unwrap_in_state_dict)
     module.register_load_state_dict_post_hook(_after_load)
+
+
+def take_packed(module: GroupedLinear, recipes: Sequence[Recipe], name: str) -> None:
+    """Give the packed weight its states and wrapper, and each expert that this rank holds its layer.
+
+    recipes:  of all experts.
+    """
+    shape = tuple(whole_shape(module.weight))
+    module._weight_state = state = WeightState(f"{name}.weight", None, shape, recipes[0].compute_dtype)
+    wrap_weight(module)
+    module.first_expert = first = 0 if state.tensor_group is None else state.tensor_group.rank() * shape[0]
+    ours = range(first, first + shape[0])
+    module._linears = [expert(module.weight.detach(), recipes[e], f"{name}.{e}") for e in ours]
+    for layer in module._linears:
+        layer._weight_state.histories = state.histories
+        state.parts.append(layer._weight_state)
 
 
 def expert(weight: Tensor, recipe: Recipe, name: str) -> _Expert:

@@ -238,13 +238,18 @@ def take_weight(module: Linear, kind: type[WeightState] | None = None) -> None:
     the module its site."""
     module._weight_state = weight_state(local_of(module.weight))
     if module._weight_state is None:
-        managed = _managed(module.weight)
-        shape = local_of(module.weight).shape if managed is None else managed.global_shape
         module._weight_state = new_weight_state(
-            f"{module._name}.weight", module._plan.weight, tuple(shape), module._recipe.compute_dtype, kind=kind
+            f"{module._name}.weight", module._plan.weight, tuple(whole_shape(module.weight)), module._recipe.compute_dtype,
+            kind=kind,
         )
         wrap_weight(module)
     place(module)
+
+
+def whole_shape(weight: Tensor) -> torch.Size:
+    """Of the weight that products multiply: without the shards of `fully_shard`, of this rank's part of all other cuts."""
+    managed = _managed(weight)
+    return local_of(weight).shape if managed is None else managed.global_shape
 
 
 def _managed(weight: Tensor) -> torch_compat.ManagedParam | None:
@@ -285,10 +290,11 @@ def wrap_weight(module: Linear) -> None:
 def _tensor_group(state: WeightState, weight: DTensor, mesh: DeviceMesh) -> dist.ProcessGroup:
     """The ranks that a tensor-parallel weight is cut over. Raises ValueError for cuts that products do not know."""
     cut = weight.placements[-1]
-    if mesh.ndim != 1 or not cut.is_shard():
+    if mesh.ndim != 1 or not cut.is_shard(0 if len(state.shape) == 3 else None):
         raise ValueError(
             f"{state.name} is a DTensor {weight.placements} over {mesh}: no fully_shard manages it so, and tensor parallelism "
-            "cuts one dim of a weight over one axis; use fq.parallel's styles, fully_shard, or skip= of fq.convert"
+            "cuts one dim of a weight over one axis (of packed ones: between experts); use fq.parallel's styles, fully_shard, or "
+            "skip= of fq.convert"
         )
     return mesh.get_group()
 

@@ -75,6 +75,8 @@ def quantize_slot(
 ) -> tuple[dict[Direction, Storage], list[Tensor]]:
     """Storages of an activation or gradient [rows, cols] as its products read them, and the amaxes of its delayed sides,
     rowwise first; statistics: as in `HybridQuantizer.storages`."""
+    if isinstance(x, QuantizedTensor):
+        return _given(plan, slot, x, directions), []
     hybrid = plan.hybrid(slot)
     sides = dict(zip(hybrid.delayed_directions, factors))
     layouts = plan.resolved(x.dtype, x.device).layouts[slot] if x.numel() else None
@@ -83,6 +85,24 @@ def quantize_slot(
         guard=None if guard is None else guard[SLOTS.index(slot)], statistics=statistics,
     )
     return made, recorded_amaxes(hybrid, amaxes, x)
+
+
+def _given(plan: GemmPlan, slot: str, x: QuantizedTensor, directions: list[Direction]) -> dict[Direction, Storage]:
+    """Storages of an activation or gradient that came as codes, as its products read them.
+
+    Raises ValueError where they are not what the plan would have made.
+    """
+    hybrid, layouts, made = plan.hybrid(slot), plan.resolved(x.dtype, x.device).layouts[slot], {}
+    for d in directions:
+        storage = x.storage_for(ROWWISE) if d not in hybrid.encodings else x.storage_for(d)
+        storage = storage if d in hybrid.encodings else hybrid.columnwise_of(storage)
+        if storage.fmt != hybrid.side(d).fmt or hybrid.delayed_directions:
+            raise ValueError(
+                f"the {slot} came as {storage.describe()}, and the plan multiplies {hybrid}; quantize it as the layer would "
+                "(delayed scaling: leave it in high precision)"
+            )
+        made[d] = storage.in_layout(layouts[d]) if x.numel() else storage
+    return made
 
 
 def recorded_amaxes(hybrid: HybridQuantizer, amaxes: dict[Direction, Tensor], x: Tensor) -> list[Tensor]:
@@ -250,6 +270,8 @@ def _forward(x, weight, bias, plan, save, step, ids, guard, factors, grad_factor
     if (histories is not None or not plan.is_delayed) and _is_one_call(resolved, x, weight.shape[0], bias):
         y, made = _step(x, weight, bias, plan, resolved, save, step, ids, guard, factors, [], histories or [], [], None)
         return y, made[-len(buffer_names(plan.operand("input", saved))) :] if saved is not None else [], []
+    if save and plan.saves == "input" and isinstance(x, QuantizedTensor):
+        raise ValueError("the backward reads the input in high precision, and it came as codes; give it in high precision")
     directions = [ROWWISE, COLUMNWISE] if saved is COLUMNWISE else [ROWWISE]
     made, amaxes = quantize_slot(plan, "input", x2, directions, step, ids, guard, factors)
     w = weight_storage(weight, ROWWISE, plan, x.dtype, save)

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..checkpoint import fingerprints
 from ..context import STEP
@@ -18,6 +19,7 @@ from ..scaling import AmaxHistory, reduce_amaxes
 from ..tensor import torch_compat
 from ..tensor.master_weight import WeightState
 from .convert import converted_modules, converted_units, schedules_of
+from .grouped_linear import GroupedLinear
 from .linear import Linear
 
 
@@ -87,7 +89,12 @@ def fingerprint(model: nn.Module, step: int | None = None) -> str:
         units = converted_units(scheduled)
         for layers, recipe in zip(units.values(), schedule.at(step).for_layers(list(units))):
             recipes |= {id(m): recipe for m in layers}
-    lines = [f"{name}: {recipes[id(m)].fingerprint()}" for name, m in sorted(modules.items())]
+    texts = {name: recipes[id(m)].fingerprint() for name, m in modules.items()}
+    for name, module in model.named_modules():
+        if isinstance(module, GroupedLinear) and isinstance(getattr(module, "weight", None), DTensor):  # other ranks may hold other experts
+            its = recipes[id(module.layers[0])].fingerprint()
+            texts |= {f"{name}.{e}".lstrip("."): its for e in range(module.weight.shape[0])}
+    lines = [f"{name}: {text}" for name, text in sorted(texts.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

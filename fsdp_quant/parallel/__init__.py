@@ -1,5 +1,6 @@
 """Tensors that several ranks hold: gathers of activations, and the cast of masters that lie in pieces."""
 
+from .experts import ExpertParallel, TokenRoute, combine_tokens, dispatch_tokens, planned_dispatch
 from .linear import TensorParallel, planned_gathers
 from .sequence import gather_sequence, reduce_scatter_sequence
 from .tensor_parallel import (
@@ -12,6 +13,7 @@ from .tensor_parallel import (
 )
 
 __all__ = [
-    "ColumnParallelLinear", "ColwiseParallel", "PrepareModuleInput", "RowParallelLinear", "RowwiseParallel", "SequenceParallel",
-    "TensorParallel", "gather_sequence", "planned_gathers", "reduce_scatter_sequence",
+    "ColumnParallelLinear", "ColwiseParallel", "ExpertParallel", "PrepareModuleInput", "RowParallelLinear", "RowwiseParallel",
+    "SequenceParallel", "TensorParallel", "TokenRoute", "combine_tokens", "dispatch_tokens", "gather_sequence",
+    "planned_dispatch", "planned_gathers", "reduce_scatter_sequence",
 ]

@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import Placement as Layout
 
 from ..context import STEP, STEP_FIELDS, current_autocast
 from ..counters import counters
-from ..formats import COLUMNWISE, ROWWISE, SCALE_BYTES, Direction, Encoding
+from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..gemm import gemm
 from ..modules.linear import Linear
 from ..modules.linear_op import (
@@ -49,7 +49,7 @@ from ..modules.linear_op import (
 from ..modules.plan import GemmPlan
 from ..ops.layout import COMPACT
 from ..scaling import AmaxHistory
-from ..storage import BUFFERS, Placement, Storage, scale_placement
+from ..storage import BUFFERS, Storage
 from ..tensor import fsdp_hooks, torch_compat
 from .sequence import (
     Gather,
@@ -58,6 +58,7 @@ from .sequence import (
     encoded_rows,
     scattered_product,
     shared_statistics,
+    travelling_bytes,
 )
 
 
@@ -429,17 +430,9 @@ def planned_gathers(layer: Linear, shape: tuple[int, ...], dim: int, dtype: torc
             planned[phase, "both", "high precision"] = cut.ranks * cut.rows * shape[-1] * dtype.itemsize
             continue
         for d in fsdp_hooks.gathered_directions(hybrid, frozenset(directions)):
-            planned[phase, d.value, hybrid.side(d).fmt.name] = cut.ranks * _row_bytes(hybrid.encodings[d], cut, dtype)
+            size = travelling_bytes(hybrid.encodings[d], cut.rows, shape[-1], dtype, cut.chunk)
+            planned[phase, d.value, hybrid.side(d).fmt.name] = cut.ranks * size
     return planned
-
-
-def _row_bytes(encoding: Encoding, cut: SequenceCut, dtype: torch.dtype) -> int:
-    """Bytes of a rank's rows that travel."""
-    fmt, d, cols = encoding.fmt, encoding.direction, cut.shape[-1]
-    size = cut.rows * fmt.row_bytes(cols, dtype)
-    if fmt.scale != "none" and scale_placement(fmt, d, cut.chunk) is Placement.SHARD:
-        size += prod(fmt.scale_shape((cut.rows, cols), d)) * SCALE_BYTES[fmt.scale]
-    return size
 
 
 def _axis_of(layer: Linear, dim: int | None) -> TensorParallel | None:

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..counters import counters
-from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding
+from ..formats import COLUMNWISE, ROWWISE, SCALE_BYTES, Direction, Encoding
 from ..ops import dispatch
 from ..ops.dispatch import Statistics
 from ..quantizer import HybridQuantizer, as_rows, hybrid_of
 from ..scaling import share_amaxes
-from ..storage import Placement, Storage
+from ..storage import Placement, Storage, scale_placement
 from ..tensor import torch_compat
 from ..tensor.fsdp_hooks import gathered_directions
 from ..tensor.quantized_tensor import QuantizedTensor
@@ -80,14 +80,30 @@ class SequenceCut:
         return (*self.shape[: self.dim], self.shape[self.dim] * self.ranks, *self.shape[self.dim + 1 :])
 
     def travels(self, encoding: Encoding) -> bool:
-        """Codes of the pieces are those of the whole (see the note). Random bits are keyed by rows: these must be in one piece."""
-        if self.ranks == 1 or not encoding.fmt.is_quantized:
-            return True
-        in_one_piece = self.outer == 1 or not encoding.stochastic
-        return in_one_piece and self.chunk % encoding.fmt.row_alignment(encoding.direction) == 0
+        """Codes of the pieces are those of the whole (see the note)."""
+        return self.ranks == 1 or codes_travel(encoding, self.chunk, self.outer == 1)
 
     def all_travel(self, hybrid: HybridQuantizer, directions) -> bool:
         return all(self.travels(hybrid.encodings[d]) for d in gathered_directions(hybrid, frozenset(directions)))
+
+
+def codes_travel(encoding: Encoding, multiple: int, in_one_piece: bool) -> bool:
+    """Codes of pieces, each of a multiple of so many rows, are those of the whole (see the note).
+
+    in_one_piece:  of a rank's rows, in the order of ranks: random bits are keyed by the whole's rows.
+    """
+    if not encoding.fmt.is_quantized:
+        return True
+    return (in_one_piece or not encoding.stochastic) and multiple % encoding.fmt.row_alignment(encoding.direction) == 0
+
+
+def travelling_bytes(encoding: Encoding, rows: int, cols: int, dtype: torch.dtype, chunk: int) -> int:
+    """Bytes of the buffers of [rows, cols] that travel, where pieces have multiples of `chunk` rows."""
+    fmt, d = encoding.fmt, encoding.direction
+    size = rows * fmt.row_bytes(cols, dtype)
+    if fmt.scale != "none" and scale_placement(fmt, d, chunk) is Placement.SHARD:
+        size += prod(fmt.scale_shape((rows, cols), d)) * SCALE_BYTES[fmt.scale]
+    return size
 
 
 def _checked_dim(shape: tuple[int, ...], dim: int, name: str) -> int:
@@ -204,11 +220,7 @@ class Gather:
                 whole = local.shape[0] * self.cut.ranks, local.shape[1]
                 self._made[direction] = replace(local, shape=whole, **moving.wait())
             else:  # from the rowwise codes
-                rowwise = self.take(ROWWISE)
-                self._made[direction] = (
-                    rowwise.as_direction(direction) if self.hybrid.one_storage
-                    else self.hybrid.derive_columnwise(rowwise, key=self.key)
-                )
+                self._made[direction] = self.hybrid.columnwise_of(self.take(ROWWISE), self.key)
         return self._made[direction]
 
 

@@ -163,8 +163,8 @@ class WeightState:
 
     @property
     def spans_parts(self) -> bool:
-        """Some scale is of all parts together."""
-        return self.part[1] > 1 and any(e.fmt.spans_tensor for e in self.quantizer.encodings.values())
+        """Some scale is of all parts together. Matrices of a packed weight are whole."""
+        return not self.parts and self.part[1] > 1 and any(e.fmt.spans_tensor for e in self.quantizer.encodings.values())
 
     def encoded_dtype(self, encoding: Encoding, high_precision: torch.dtype) -> torch.dtype | None:
         """What an encoder sees of the master: `compute_dtype`, or for identity the dtype of a plain gather."""

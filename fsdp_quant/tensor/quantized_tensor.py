@@ -10,6 +10,7 @@ Invariants
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
@@ -65,7 +66,8 @@ class Slots:
     laid_out: storages as products read them, made once a gather.
     views:    those of `laid_out` that are the codes' own memory, and so are there whenever the codes are.
     wanted:   layouts that the products of a forward read, and those of its backward will: what the next gather makes.
-    parts:    of the matrices of a packed tensor, which has no storages of its own.
+    parts:    of the matrices of a packed tensor [matrices, N, K], or of groups of rows [M, K] that are each quantized by
+              themselves (tokens by expert): it has no storages of its own.
     """
 
     rowwise: Storage | None = None
@@ -125,7 +127,8 @@ class QuantizedTensor(Tensor):
         if any(tuple(s.shape) != tuple(first.shape) or s.dtype != first.dtype for s in storages):
             raise ValueError(f"the storages of one tensor must agree in shape and dtype, got {storages}")
         shape = torch.Size(first.shape if shape is None else shape)
-        if prod(shape) != len(of) * prod(first.shape) or (shape[-1:] != (first.shape[1],)):
+        rows = sum((one.rowwise or one.columnwise).shape[0] for one in of)
+        if prod(shape) != rows * first.shape[1] or (shape[-1:] != (first.shape[1],)):
             raise ValueError(f"logical shape {list(shape)} does not flatten to the storages' {list(first.shape)}")
         self = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=first.dtype, device=first.data.device, requires_grad=False
@@ -184,7 +187,8 @@ class QuantizedTensor(Tensor):
         Raises StaleWeightError if every storage was freed.
         """
         if self._slots.parts:
-            return torch.stack([matrix.dequantize(dtype) for matrix in self.unbind()])
+            parts = [QuantizedTensor(slots=part).dequantize(dtype) for part in self._slots.parts]
+            return torch.cat(parts).view(self.shape)
         for storage in (self.rowwise, self.columnwise):
             if storage is not None and not storage.is_freed:
                 return storage.dequantize(dtype).reshape(self.shape)
@@ -301,7 +305,16 @@ def _as_strided(func, args, kwargs):
 def _rows(tensor: QuantizedTensor, dim: int, start: int, length: int) -> QuantizedTensor:
     if dim % tensor.dim() != 0 or tensor.dim() != 2:
         raise NotImplementedError(f"{tensor!r} can be cut along dim 0 of a 2-D tensor only; call dequantize() first")
-    return tensor.with_storages(lambda s: s.narrow(start, length), (length, tensor.shape[1]))
+    if not tensor._slots.parts:
+        return tensor.with_storages(lambda s: s.narrow(start, length), (length, tensor.shape[1]))
+    parts = [QuantizedTensor(slots=part) for part in tensor._slots.parts]
+    for part, end in zip(parts, itertools.accumulate(len(part) for part in parts)):
+        if (end - len(part), len(part)) == (start, length):
+            return part
+    raise NotImplementedError(
+        f"rows [{start}, {start + length}) of {tensor!r} are not one of the {len(parts)} groups that are each quantized by "
+        "themselves; call dequantize() first"
+    )
 
 
 @_TABLE.implements([aten.slice.Tensor])
@@ -311,7 +324,7 @@ def _slice(func, args, kwargs):
     if step != 1:
         raise NotImplementedError(f"a slice of {tensor!r} must have step 1, got {step}; call dequantize() first")
     stop = slice(None, end).indices(tensor.shape[dim])[1]
-    if (start, stop) == (0, tensor.shape[dim]):
+    if (start, stop) == (0, tensor.shape[dim]) and not tensor._slots.parts:
         return tensor._aliased()
     return _rows(tensor, dim, start, max(stop - start, 0))
 
@@ -333,7 +346,7 @@ def _split(func, args, kwargs):
 def _unbind(func, args, kwargs):
     """The matrices of a packed tensor."""
     tensor, dim = (*args, 0)[:2]
-    if dim != 0 or not tensor._slots.parts:
+    if dim != 0 or not tensor._slots.parts or tensor.dim() != 3:
         raise NotImplementedError(f"{tensor!r} can be unbound along dim 0 of packed matrices only; call dequantize() first")
     return [QuantizedTensor(slots=part) for part in tensor._slots.parts]
 
