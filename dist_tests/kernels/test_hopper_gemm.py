@@ -553,7 +553,7 @@ def test_errors_say_what_was_got_and_wanted():
         "out has strides [1, 640]; wanted rows of 144": (value, rows(poisoned(144, 640).t())),
         "out has rows 580 bytes apart": (value, rows(poisoned(640, 145)[:, :144])),
         "a is [640, 256] and b [3, 144, 128]": (value, rows(b=b._replace(data=b.data[:, :, :128]))),
-        "b has shape [144, 256]; wanted [1 or more, N, K]": (value, rows(b=w)),
+        "b has shape [144, 256]; wanted [groups, N, K]": (value, rows(b=w)),
         "b has 140 rows (N); these products take multiples of 8": (
             value, rows(poisoned(640, 140), b=b._replace(data=b.data[:, :140]))),
         "b_scale is contiguous Float [20]": (value, rows(b_scale=b.scale[:20].clone())),  # of 24, 8 a group

@@ -151,6 +151,12 @@ def _averaged(net, optimizer, step: int, rank: int) -> Tensor:
     return seen
 
 
+def _offloaded(net, optimizer, step: int, rank: int) -> Tensor:
+    """Optimizers make their counters where tensors are made by default: on the host, beside the shards."""
+    with torch.device("cpu"):
+        return nets.train_step(net, optimizer, step, rank)
+
+
 def _of_two(net, optimizer, step: int, rank: int) -> Tensor:
     """Another model of the process is run in between."""
     if not hasattr(net, "other"):
@@ -168,7 +174,9 @@ FEATURES = {
     "clip, one by one": Feature(step=functools.partial(_clipped, foreach=False)),
     "accumulation, reduced once": Feature(step=functools.partial(_accumulated, synced=False)),
     "accumulation, reduced each time": Feature(step=functools.partial(_accumulated, synced=True)),
-    "CPU offload": Feature(shard=lambda world: {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+    "CPU offload": Feature(
+        shard=lambda world: {"offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())}, step=_offloaded,
+    ),
     "mixed precision": Feature(
         shard=lambda world: {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)}
     ),

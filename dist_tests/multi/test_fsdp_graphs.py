@@ -47,6 +47,7 @@ def _trained(recipe: fq.Recipe, quantized: bool, captured: bool, rank: int) -> l
         x.copy_(nets.batch(i, rows=64, rank=rank, k=K))
 
     aside, seen = torch.cuda.Stream(), []
+    aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
         for i in range(STEPS):
             feed(i)
