@@ -25,6 +25,7 @@ from ..gemm import StaleWeightError
 from ..hooks import WeightSync, plan_weight_sync
 from ..parallel.published_weight import BOTH, Channel
 from ..parallel.shard_map import Plane, Segments, ShardMap
+from ..tensor import torch_compat
 from ..tensor.quantized_weight import QuantizedWeight, QuantizedWeightState
 from .megatron import StandIn, stand_ins
 
@@ -83,8 +84,9 @@ class _Values:
         return channel
 
     def finish(self) -> None:
-        for p, (_, param) in enumerate(self._params):
-            param.detach().view(-1).view(torch.uint8).copy_(self._channel.merged(p))
+        torch_compat.copy_all([
+            written for p, (_, param) in enumerate(self._params) for written in self._channel.pieces(p).writes(param.detach())
+        ])
         self._channel.drop()
 
 
