@@ -577,6 +577,30 @@ def test_a_module_built_for_evaluation_trains(where: str):
     assert_same(run(built(), x, dy), run(linear(recipes.nvfp4()), x, dy), where)
 
 
+@pytest.mark.parametrize("quantized", [False, True], ids=["masters", "quantized parameters"])
+@pytest.mark.parametrize("name", ["fp8_current", "mxfp8_nvfp4"])
+def test_a_weight_keeps_the_directions_that_it_has(name: str, quantized: bool):
+    """Otherwise an evaluation drops codes that training made, and the next backward makes them again, or has none."""
+    with fq.quantized_model_init(ALL[name]) if quantized else contextlib.nullcontext(), torch.no_grad():
+        model = net(ALL[name]).eval()
+    optimizer, x = fq.optim.FusedAdam(model.parameters(), lr=1e-2), values(24, 40, dtype=torch.float32)
+    layer, stages = model[2], [(torch.no_grad, False), (torch.enable_grad, True), (torch.inference_mode, False)]
+    for _ in range(2):
+        held = set()
+        for context, trains in stages * 2:
+            with context():
+                y = model.train(trains)(x)
+                if trains:
+                    y.sum().backward()
+            codes = vars(layer.weight._slots) if quantized else {d.value: s for d, s in layer.weight.state._codes[1].items()}
+            now = {d for d in layer.plan.weight.encodings if codes.get(d.value) is not None}
+            assert held <= now, f"{context.__name__} dropped {held - now}"
+            held = now
+        assert held == set(layer.plan.weight.encodings)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def test_training_starts_after_a_first_forward_in_inference_mode(monkeypatch):
     """Otherwise the step's tensor is an inference tensor, and the first optimizer step of the process fails."""
     monkeypatch.setattr(STEP, "_devices", {})

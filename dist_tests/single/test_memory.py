@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
+import math
 import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import fsdp_quant as fq
 from dist_tests.laws import assert_same_bytes, kept_step, recorded_saves, sample, values
+from dist_tests.single.recipe_table import CPU, MODES as BACKWARD_MODES, MODULES, RECIPES
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 
@@ -165,6 +169,34 @@ def test_offloaded_tensors_come_back_as_they_were(device, in_flight: int):
         for i, (got, wanted) in enumerate(zip(gradients(module, offload, retained), want)):
             assert_same_bytes(got, wanted, f"{i}, retained {retained}")
         assert not any(ref() for ref in offload._copies) and not offload._leaving
+
+
+CELLS = list(itertools.product(RECIPES, MODULES, BACKWARD_MODES))
+
+
+@pytest.mark.parametrize(("recipe", "module", "mode"), sample(CELLS, 23))
+def test_offload_keeps_every_backward_mode(device, recipe: str, module: str, mode: str | None):
+    """If false, a recipe's backward multiplies something else where its operands wait on the host, or some of them do not."""
+    for kind in MODULES[module]:
+        results, shape = [], (*kind.lead, CPU.m // math.prod(kind.lead), CPU.k)
+        for offload in (None, fq.memory.offload(min_bytes=0, in_flight=0)):
+            STEP.step = 0
+            STEP.publish()
+            torch.manual_seed(0)
+            model = kind.built(RECIPES[recipe](backward_override=mode), CPU)
+            x = values(*shape, seed=1, dtype=torch.float32).requires_grad_()
+            with offload or recorded_saves() as saved:
+                y = kind.call(model, x, CPU)
+            y = y if isinstance(y, tuple) else (y,)
+            if offload is None:
+                kept = Counter((t.shape, t.dtype) for t in saved)
+            else:
+                left = Counter((c.host.shape, c.host.dtype) for ref in offload._copies if (c := ref()) for _ in range(c.uses))
+                assert left == kept, f"left {left}, saved {kept}"
+            torch.autograd.backward(y, [values(*t.shape, seed=2 + i, dtype=torch.float32) for i, t in enumerate(y)])
+            results.append([*(t.detach() for t in y), x.grad, *(p.grad for p in model.parameters())])
+        for i, (got, want) in enumerate(zip(*reversed(results))):
+            assert_same_bytes(got, want, f"{recipe} {module} {mode}: {i}")
 
 
 def test_what_is_offloaded_is_let_go_and_comes_back_in_time(device):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction
 from fsdp_quant.gemm import StaleWeightError
 from fsdp_quant.ops import dispatch, reference
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer, hybrid_of
-from fsdp_quant.storage import Storage
+from fsdp_quant.storage import BUFFERS, Storage
 from fsdp_quant.tensor.aten_table import AtenTable, aten
 from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
 
@@ -321,6 +322,22 @@ def test_missing_direction_raises_and_names_it():
         assert tensor.storage_for(held) is getattr(tensor, held.value)
         with pytest.raises(ValueError, match=f"no {missing.value} storage"):
             tensor.storage_for(missing)
+
+
+def test_a_tensor_decodes_without_its_quantizer():
+    """Otherwise a tensor that was saved, sent or handed on decodes only where its recipe is."""
+    for name, quantizer in QUANTIZERS.items():
+        tensor = quantizer.quantize(values(33, 48))
+        found, seen = [tensor._slots], set()
+        while found:  # all that it holds
+            held = found.pop()
+            assert not isinstance(held, Quantizer | HybridQuantizer), f"{name} holds {held}"
+            if id(held) not in seen and not isinstance(held, type | Tensor):
+                seen.add(id(held))
+                found += gc.get_referents(held)
+        for s in (tensor.rowwise, tensor.columnwise):
+            by_hand = Storage(s.fmt, s.direction, s.shape, *(s.buffers().get(b) for b in BUFFERS), dtype=s.dtype)
+            assert_same_bytes(by_hand.dequantize(), s.dequantize(), name)
 
 
 def test_dequantize_prefers_the_rows():
