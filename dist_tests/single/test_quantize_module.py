@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+from torch import nn
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.utils import counters as dynamo_counters
 
 import fsdp_quant as fq
-from dist_tests.laws import assert_same_bytes, values
+from dist_tests.laws import assert_same_bytes, kept_step, values
 from dist_tests.single import hopper
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
@@ -139,6 +144,32 @@ def test_boundaries_that_cannot_be_honoured_are_refused_by_name():
         layer(fq.CustomRecipe(delayed, boundary_slots=True))
     with pytest.raises(ValueError, match="mxfp8 has no output and no grad_input"):
         recipes.mxfp8(boundary_slots=True)
-    module = layer(ASKED)
-    with pytest.raises(Exception, match="fc: boundary_slots=True is not in compiled graphs"):
-        torch.compile(module, fullgraph=True, backend="eager")(torch.zeros(2, 40))
+
+
+def rounded_boundaries(role):
+    """An output in blocks, an input's gradient rounded at random, products in high precision; of both module types."""
+    return {"output": "fp8_1x128", "grad_input": Quantizer("mxfp8", rounding="stochastic")}.get(role.tensor_type, "identity")
+
+
+def test_boundaries_in_compiled_graphs_are_the_eager_ones():
+    """If false, a graph leaves boundaries out, repeats the random bits of the step it was traced in, or is one a layer."""
+    recipe = fq.CustomRecipe(rounded_boundaries, boundary_slots=True)
+
+    def block(i: int) -> nn.Module:
+        torch.manual_seed(i)
+        return nn.Sequential(fq.Linear(40, 40, recipe=recipe, name=f"{i}.fc"), fq.Quantize(recipe, f"{i}.edge"))
+
+    torch.manual_seed(0)
+    experts = fq.GroupedLinear(2, 40, 40, packed=True, recipe=recipe, name="experts")
+    models = [nn.Sequential(block(0), block(1)), lambda x: experts(x.view(24, 40), [10, 14]).view(x.shape)]
+    torch._dynamo.reset()
+    dynamo_counters.clear()
+    with kept_step(), dynamo_config.patch(fail_on_recompile_limit_hit=True):
+        for model, count in zip(models, (1, 2)):
+            parts = [torch.compile(part, fullgraph=True, backend="aot_eager") for part in (model if count == 1 else [model])]
+            for step in range(2):
+                fq.begin_step(step)
+                want, got = run(model), run(lambda x: functools.reduce(lambda y, part: part(y), parts, x))
+                assert_same_bytes(got[2], want[2], f"output of step {step}")
+                assert_same_bytes(got[3], want[3], f"gradient of step {step}")
+            assert dynamo_counters["stats"]["unique_graphs"] == count

@@ -127,8 +127,8 @@ def _override_notes(modules: Iterable[Linear]) -> list[str]:
 
 
 def _boundary_notes(modules: Iterable[Linear]) -> list[str]:
-    counts = Counter(m.plan.boundary for m in modules if m.plan.boundary not in (None, (None, None)))
-    return [f"output {output}, grad_input {grad_input}: {n} modules" for (output, grad_input), n in counts.items()]
+    counts = Counter(m.plan.boundary for m in modules if m.plan.boundary is not None)
+    return [f"output {sides.output}, grad_input {sides.grad_input}: {n} modules" for sides, n in counts.items()]
 
 
 def _expert_notes(model: nn.Module, dtype: torch.dtype | None, by_state: dict[int, ManagedParam]) -> list[str]:

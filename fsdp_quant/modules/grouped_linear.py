@@ -158,12 +158,13 @@ class GroupedLinear(nn.Module):
         grad, (held, bias) = torch.is_grad_enabled(), self.held
         save = grad and held.requires_grad
         biases = bias.unbind() if bias is not None else [None] * len(parts)
-        for layer in self._linears:
-            layer.check_traced(layer.plan)
-        return [
-            graph_linear(part, weight, bias, layer._handle, layer.plan.key, save, grad, self.training)
-            for part, weight, bias, layer in zip(parts, held.unbind(), biases, self._linears)
-        ]
+        made = []
+        for part, weight, bias, layer in zip(parts, held.unbind(), biases, self._linears):
+            def product(x, weight=weight, bias=bias, layer=layer):
+                return graph_linear(x, weight, bias, layer._handle, layer.plan.key, save, grad, self.training)
+
+            made.append(product(part) if layer.plan.boundary is None else layer.bounded(product, part, layer.plan))
+        return made
 
     @property
     def common_plan(self) -> GemmPlan | None:

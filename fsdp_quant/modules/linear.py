@@ -73,7 +73,7 @@ class Linear(nn.Linear):
         if override is not None:
             plan = self._overriding_plan(override)
         if plan.boundary is not None:
-            return self._bounded(x, plan, residual, scale)
+            return self.bounded(lambda x: self._product(x, weight, plan, None), x, plan, residual, scale)
         return finished(self._product(x, weight, plan, source), residual, scale)
 
     def _product(self, x: Tensor, weight: Tensor, plan: GemmPlan, source: Source | None) -> Tensor:
@@ -84,21 +84,12 @@ class Linear(nn.Linear):
         operator = linear if source is None else functools.partial(linear, source=source)
         return self.multiply(operator, x, weight, self.bias, plan, save, grad, self.training)
 
-    def _bounded(self, x: Tensor, plan: GemmPlan, residual: Tensor | None, scale: float) -> Tensor:
+    def bounded(
+        self, product: Callable[[Tensor], Tensor], x: Tensor, plan: GemmPlan, residual: Tensor | None = None, scale: float = 1.0
+    ) -> Tensor:
         """The boundary slots of the recipe around all else."""
-        if torch.compiler.is_compiling():
-            self.check_traced(plan)  # raises
-        output, grad_input = plan.boundary
-        ids = boundary_ids(self._name, x.device)
-        y = self._product(boundary(x, None, grad_input, ids), self.weight, plan, None)
-        return boundary(finished(y, residual, scale), output, None, ids)
-
-    def check_traced(self, plan: GemmPlan) -> None:
-        """Raise NotImplementedError for what a graph that is being traced cannot hold."""
-        if plan.boundary is not None:
-            raise NotImplementedError(
-                f"{self._name}: boundary_slots=True is not in compiled graphs; leave the layer out of them"
-            )
+        y = product(boundary(x, plan.boundary, self._boundary_ids, output=False))
+        return boundary(finished(y, residual, scale), plan.boundary, self._boundary_ids, grad_input=False)
 
     def takes_source(self, x: Tensor) -> bool:
         """An input like x may be made by the kernel that quantizes it: nothing else would see its values."""
@@ -205,7 +196,7 @@ class Linear(nn.Linear):
         counters.add("departure", (self._name, what))
 
     def __getstate__(self) -> dict:
-        return {k: v for k, v in super().__getstate__().items() if k not in ("_site", "_handle")}
+        return {k: v for k, v in super().__getstate__().items() if k not in ("_site", "_handle", "_boundary_ids")}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
@@ -263,6 +254,7 @@ def place(module: Linear) -> None:
     """Give the module the site that its operators find by its handle."""
     module._site = Site(module)
     module._handle = module._site.handle()
+    module._boundary_ids = boundary_ids(module._name)
 
 
 def apply_recipe(module: Linear, recipe: Recipe) -> None:

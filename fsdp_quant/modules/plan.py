@@ -20,7 +20,7 @@ from ..ops.capability import arch_of, gemm_domain, operand_layout
 from ..ops.layout import ANCHORED, ANCHORED_128, COMPACT, OVER_TOKENS
 from ..quantizer import HybridQuantizer
 from ..recipe import QUANTIZED_TYPES, Recipe, Role
-from .quantize import boundaries
+from .quantize import Boundary, boundaries
 
 _PLANS: dict[str, GemmPlan] = {}
 _CALLS: dict[int, tuple[GemmPlan, tuple[str, str, str]]] = {}  # compiled step, by its number -> its plan and domains
@@ -66,7 +66,7 @@ class GemmPlan:
             that storage only.
     moved:  products that the anchoring guard moved to a domain that decodes exactly.
     over_tokens:  what e8m0 operands of wgrad are anchored to.
-    boundary:     quantizers of the output and of the input's gradient, or None; see `quantize.boundary`.
+    boundary:     of the layer, or None.
     """
 
     input: HybridQuantizer
@@ -77,7 +77,7 @@ class GemmPlan:
     accuracy: str = "fast"
     moved: tuple[str, ...] = ()
     over_tokens: str = OVER_TOKENS
-    boundary: tuple[HybridQuantizer | None, HybridQuantizer | None] | None = None
+    boundary: Boundary | None = None
 
     def __post_init__(self):
         key = canonical_text(self)
