@@ -408,6 +408,33 @@ def test_kernels_of_an_mlp_read_each_tensor_once(name: str):
     assert error < 2e-2  # products of codes round to bf16 once, in another order
 
 
+def test_gate_and_up_share_codes_of_one_history():
+    """Otherwise delayed scaling quantizes a norm's output twice and keeps it twice, or gate is scaled by another's amaxes."""
+    def made(operators, module: nn.Module, x: Tensor, dy: Tensor) -> tuple[int, dict[str, Tensor]]:
+        before = len(operators.calls)
+        results = step(module, x, dy)
+        return len([c for c in operators.calls[before:] if c.name in ("linear_step", "linear_gated") and c.row]), results
+
+    recipe = recipes.fp8_delayed(length=2)
+    with hopper.emulated() as operators:
+        separate, fused = both(recipe, residual=True)
+        for i in range(4):
+            if i == 1:
+                fused = copy.deepcopy(fused)
+            if i == 3:  # its history goes with it
+                fused.up_proj = copy.deepcopy(fused.up_proj)
+            x, dy = (t * 2.0**i for t in inputs())
+            (count, got), (apart, want) = (made(operators, m, x, dy) for m in (fused, separate))
+            assert (count, apart) == (3 if i == 3 else 2, 3), f"step {i}"
+            if i < 3:
+                assert_same(got, want)
+            for module in (separate, fused):
+                torch.optim.SGD(module.parameters(), lr=0.1).step()
+        histories = fq.state_dict(fused)["histories"]
+        for slot in ("input.rowwise", "grad_output.rowwise"):
+            assert torch.isfinite(histories[f"gate_proj.{slot}"]["enc"]).all()
+
+
 def test_who_looks_at_the_last_layer_sees_its_input():
     """Otherwise a hook, a debugger or another recipe reads an input of the last layer that was never written."""
     x, dy = inputs(BF16, 2, 16)

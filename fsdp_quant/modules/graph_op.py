@@ -36,11 +36,13 @@ class Site:
 
     ids:     int64 [3], on the device that asked last (`slot_ids`).
     state:   the weight's `WeightState`.
+    input_of:  weak reference to the layer that keeps the histories of the input (`linear.share_input`).
     layer:   weak reference to the `fq.Linear`.
     """
 
     def __init__(self, layer):
         self.name, self.state, self.layer = layer._name, layer._weight_state, weakref.ref(layer)
+        self.input_of = self.layer
         self.ids = slot_ids(self.name)
 
     def handle(self) -> Tensor:
@@ -72,8 +74,10 @@ class Site:
 
     def _histories(self, owner: WeightState, plan: GemmPlan, slot: str, device: torch.device) -> list[AmaxHistory]:
         """Amax histories of a slot's delayed sides, in order."""
-        hybrid = plan.hybrid(slot)
-        return [owner.history(self.name, slot, d, hybrid.side(d)).to(device) for d in hybrid.delayed_directions]
+        hybrid, name, lead = plan.hybrid(slot), self.name, self.input_of()
+        if slot == "input" and self.input_of is not self.layer and lead is not None:
+            owner, name = lead._weight_state, lead._name
+        return [owner.history(name, slot, d, hybrid.side(d)).to(device) for d in hybrid.delayed_directions]
 
 
 def _site_of(handle: Tensor) -> Site:

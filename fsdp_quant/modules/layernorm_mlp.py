@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from ..ops import norm
 from ..ops.norm import ACTIVATIONS
 from ..recipe import Recipe
-from .linear import Linear
+from .linear import Linear, share_input
 from .linear_op import Source
 from .norm import Norm
 from .norm_op import activate, deferred
@@ -53,6 +53,7 @@ class LayerNormMLP(nn.Module):
         self.gate_proj = linear(ffn_size, hidden_size, "gate_proj") if ACTIVATIONS[activation].gated else None
         self.up_proj = linear(ffn_size, hidden_size, "up_proj")
         self.down_proj = linear(hidden_size, ffn_size, "down_proj")
+        self._share()
 
         if recompute:
             self.up_proj.recomputes_forward = True
@@ -61,6 +62,15 @@ class LayerNormMLP(nn.Module):
             for layer in self.children():
                 if isinstance(layer, Linear):
                     layer._weight_state.keeps_codes = False
+
+    def _share(self) -> None:
+        """Gate and up have one history of n."""
+        if self.gate_proj is not None:
+            share_input(self.up_proj, self.gate_proj)
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._share()
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         if self.recompute and torch.is_grad_enabled():

@@ -250,6 +250,11 @@ def _managed(weight: Tensor) -> torch_compat.ManagedParam | None:
     return next((m for m in torch_compat.all_managed_params() if m.registered is weight), None)
 
 
+def share_input(first: Linear, second: Linear) -> None:
+    """Layers that always multiply one tensor keep one history of its amaxes (the first does), so that its codes are one."""
+    second._site.input_of = first._site.layer
+
+
 def place(module: Linear) -> None:
     """Give the module the site that its operators find by its handle."""
     module._site = Site(module)

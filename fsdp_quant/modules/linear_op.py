@@ -195,10 +195,11 @@ def _step(
     """(y, the codes that the backward keeps), in one call; with `edge`, the parameter, y has its autograd node."""
     kept = codes = seen = None
     if resolved.shared is not None and source is None and x.grad_fn is not None:
-        seen = x._version, resolved.shared, save, torch_compat.stream_of(x.device)
+        of_delayed = tuple((id(f), f._version) for f in factors)  # codes are shared by layers that have one history
+        seen = x._version, resolved.shared, save, of_delayed, bool(histories), torch_compat.stream_of(x.device)
         found = _LAST_INPUT.get(x, seen)
         if found is not None:
-            codes, counted_by = found
+            codes, counted_by, _ = found
             kept = codes
             if guard is not None and counted_by is not guard:
                 COUNTED_BY[guard] = counted_by
@@ -223,7 +224,7 @@ def _step(
             "no version counter: layers that share an input share its codes; give the written values a tensor of their own"
         )
     if codes is None and seen is not None:
-        _LAST_INPUT.keep(x, seen, (made, guard))
+        _LAST_INPUT.keep(x, seen, (made, guard, factors))  # whose ids `seen` holds
     return y, made
 
 

@@ -48,7 +48,7 @@ class Resolved(NamedTuple):
     layouts:  slot -> direction -> how its product reads the storage (`ops.layout`).
     saved:    which storage of the input the backward keeps, where it keeps one.
     call:     number of the compiled step (`native.linear_plan`), or None where there is none.
-    shared:   what decides the codes of the input; None where they are this layer's alone.
+    shared:   what decides the codes of the input, beside histories; None where they are this layer's alone.
     """
 
     domains: tuple[str, str, str]
@@ -126,8 +126,7 @@ class GemmPlan:
             if readings is not None:
                 call = native.linear_plan(readings, self.saves == "input", self.key)
                 _CALLS[call] = self, domains
-                alone = self.input.is_stochastic or self.input.delayed_directions
-                shared = None if alone else tuple(readings[:2])
+                shared = None if self.input.is_stochastic else tuple(readings[:2])
             saved = COLUMNWISE if self.saves == "columnwise" or laid_out else ROWWISE
             self._resolved[key] = Resolved(domains, layouts, saved, call, shared)
         return self._resolved[key]

@@ -26,10 +26,11 @@ from .linear import Linear
 def _histories(module: Linear) -> dict[str, AmaxHistory]:
     """"slot.direction" -> history of every delayed side of the module's plan."""
     state, found = module._weight_state, {}
-    for slot in ("input", "weight", "grad_output"):
+    lead = module._site.input_of() or module
+    kept_by = {"input": (lead._weight_state, lead._name), "weight": (state, state.name), "grad_output": (state, module._name)}
+    for slot, (state, name) in kept_by.items():
         hybrid = module.plan.hybrid(slot)
         for direction in hybrid.delayed_directions:
-            name = state.name if slot == "weight" else module._name
             found[f"{slot}.{direction.value}"] = state.history(name, slot, direction, hybrid.side(direction))
     return found
 
