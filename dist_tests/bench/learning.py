@@ -1,4 +1,4 @@
-"""A small language task that separates recipes: python -m dist_tests.bench.learning [--arms mxfp8 nvfp4] [--seeds 0 1].
+"""A small language task that separates recipes: python -m dist_tests.bench.learning [--arms mxfp8 nvfp4] [--seeds 0 1] [--jobs 16].
 
 Two blocks of attention and SwiGLU learn a synthetic language: a hidden topic chooses one of several Zipf-distributed bigram
 tables, and half of the sequences repeat a span. Data and initial values are the same for every arm of a seed, so an arm is
@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import multiprocessing
+import os
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 
 import torch
@@ -159,18 +162,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--jobs", type=int, default=1, help="arms that train at the same time")
     for name, value in Size.__dataclass_fields__.items():
         parser.add_argument(f"--{name}", type=type(value.default), default=value.default)
     args = parser.parse_args()
     size = Size(**{name: getattr(args, name) for name in Size.__dataclass_fields__})
-    base = {}
-    for name, recipe in {"bf16": recipes.identity(), **{arm: ARMS[arm] for arm in args.arms}}.items():
-        started, losses = time.process_time(), [validation_loss(recipe, size, seed) for seed in args.seeds]
-        base = base or dict(zip(args.seeds, losses))
-        gaps = " ".join(f"{loss - base[seed]:+.4f}" for seed, loss in zip(args.seeds, losses))
-        seconds = (time.process_time() - started) / len(losses)
-        shown = " ".join(f"{loss:.4f}" for loss in losses)
-        print(f"{name:24} loss {shown}  gap {gaps}  {seconds:.0f} s of processors an arm", flush=True)
+    arms = {"bf16": recipes.identity()} | {arm: ARMS[arm] for arm in args.arms}
+    results, printed = {name: {} for name in arms}, set()
+    threads = max(1, (os.cpu_count() or 1) // args.jobs)
+    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, [threads]) as pool:
+        order = [(name, seed) for name in ("bf16", *reversed(args.arms)) for seed in args.seeds]
+        made = {pool.submit(_timed, arms[name], size, seed): (name, seed) for name, seed in order}
+        for future in as_completed(made):
+            name, seed = made[future]
+            results[name][seed] = future.result()
+            done = [n for n, found in results.items() if len(found) == len(args.seeds)]
+            for name in set(done) - printed if "bf16" in done else ():
+                printed.add(name)
+                losses, seconds = zip(*(results[name][seed] for seed in args.seeds))
+                gaps = " ".join(f"{loss - results['bf16'][seed][0]:+.4f}" for seed, loss in zip(args.seeds, losses))
+                shown, mean = " ".join(f"{loss:.4f}" for loss in losses), sum(seconds) / len(seconds)
+                print(f"{name:24} loss {shown}  gap {gaps}  {mean:.0f} s of processors an arm", flush=True)
+
+
+def _timed(recipe: fq.Recipe, size: Size, seed: int) -> tuple[float, float]:
+    """(nats a token, seconds of processors)."""
+    started = time.process_time()
+    return validation_loss(recipe, size, seed), time.process_time() - started
 
 
 if __name__ == "__main__":
