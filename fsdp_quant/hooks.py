@@ -449,7 +449,7 @@ def plan_weight_sync(
     rotation), stochastic rounding, a weight that is no quantized parameter, or that another sync or optimizer has.
     """
     error, weights = None, []
-    device = next((part.device for item in items for part in item if isinstance(part, Tensor)), torch.device("cpu"))
+    device = next((part.device for item in items for part in item if isinstance(part, Tensor)), torch_compat.device_of(group))
     try:
         planned = [SyncItem(*item) for item in items]
         _check(planned, group, device, transport, stats, compute_dtype)

@@ -119,7 +119,10 @@ def full(parameter: torch.Tensor) -> torch.Tensor:
 
 def full_state(net: nn.Module) -> dict[str, torch.Tensor]:
     """The whole state dict; every rank must call it."""
-    return {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).clone() for k, v in net.state_dict().items()}
+    def whole(v: torch.Tensor) -> torch.Tensor:  # NCCL gathers no shards that were offloaded
+        return (v.to(v.device_mesh.device_type).full_tensor() if hasattr(v, "full_tensor") else v).clone()
+
+    return {k: whole(v) for k, v in net.state_dict().items()}
 
 
 def assert_equals_fresh(net: Net, recipe: fq.Recipe, what: str) -> None:

@@ -661,7 +661,8 @@ def _shared_amaxes(rank: int, world: int) -> None:
 
     for i in range(3):
         x, dy = (laws.values(12, n, seed=9 * i + n, dtype=torch.float32) for n in (40, 24))
-        x *= (torch.arange(12) + 1 + i)[:, None]
+        for rows in (x, dy):  # the largest, in a first step too, whose scales are of a rank's own rows
+            rows *= (torch.arange(12) + 1 + i)[:, None]
         mine = slice(rank * 12 // world, (rank + 1) * 12 // world)
         if i == 0:
             optimizers = [torch.optim.SGD(m.parameters(), lr=0.0) for m in (whole, sharded)]

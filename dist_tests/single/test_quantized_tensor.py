@@ -389,3 +389,9 @@ def test_one_handler_an_operator():
         table.implements([aten.alias.default, aten.detach.default])(first)
     assert table.get(aten.detach.default) is first
     assert table.get(aten.t.default) is None
+
+
+def test_pinning_is_asked_of_every_buffer():
+    """If false, FSDP2 cannot offload a quantized parameter to pinned memory."""
+    hybrid = fq.HybridQuantizer(fq.Quantizer("mxfp8"), fq.Quantizer("nvfp4"))
+    assert hybrid.quantize(torch.ones(32, 64)).is_pinned() is False

@@ -11,7 +11,7 @@ Invariants
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 
@@ -374,13 +374,22 @@ def _plain_like(func, args, kwargs):
     return make(size, dtype=kwargs.get("dtype") or tensor.dtype, device=kwargs.get("device") or tensor.device)
 
 
+def _buffers(tensor: QuantizedTensor) -> Iterator[Tensor]:
+    for direction in Direction:
+        if (storage := tensor._slots.get(direction)) is not None:
+            yield from storage.buffers().values()
+
+
 @_TABLE.implements([aten.record_stream.default])
 def _record_stream(func, args, kwargs):
     tensor, stream = args
-    for direction in Direction:
-        if (storage := tensor._slots.get(direction)) is not None:
-            for buffer in storage.buffers().values():
-                buffer.record_stream(stream)
+    for buffer in _buffers(tensor):
+        buffer.record_stream(stream)
+
+
+@_TABLE.implements([aten.is_pinned.default])
+def _is_pinned(func, args, kwargs):
+    return all(buffer.is_pinned() for buffer in _buffers(args[0]))
 
 
 torch.serialization.add_safe_globals([_rebuild])

@@ -196,6 +196,12 @@ def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
         torch._foreach_copy_([t for t, _ in alike], [s for _, s in alike])
 
 
+def device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Where the collectives of a group take tensors from: the CPU, where it is one of several."""
+    types = [device.type for device in getattr(group, "_device_types", ())]
+    return torch.device("cpu" if not types or "cpu" in types else types[0])
+
+
 def all_gather(out: Tensor, segment: Tensor, group: dist.ProcessGroup | None, async_op: bool = False):
     """Fill out [ranks * n] with the segments [n] of all ranks; the work, if async_op."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
