@@ -39,7 +39,7 @@ class Size:
     warmup: int = 50
     rate: float = 4e-3
     validation: int = 1024  # sequences
-    topics: int = 8
+    topics: int = 10
     exponent: float = 2.0  # of Zipf
 
 
