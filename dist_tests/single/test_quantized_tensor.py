@@ -393,5 +393,5 @@ def test_one_handler_an_operator():
 
 def test_pinning_is_asked_of_every_buffer():
     """If false, FSDP2 cannot offload a quantized parameter to pinned memory."""
-    hybrid = fq.HybridQuantizer(fq.Quantizer("mxfp8"), fq.Quantizer("nvfp4"))
+    hybrid = HybridQuantizer(Quantizer("mxfp8"), Quantizer("nvfp4"))
     assert hybrid.quantize(torch.ones(32, 64)).is_pinned() is False
