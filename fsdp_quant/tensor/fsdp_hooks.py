@@ -2,7 +2,8 @@
 
 [Note: one gather]
     pre    shard of the master -> codes and scales of the needed direction -> uint8 [rows per rank, bytes]
-    NCCL   [world * rows per rank, bytes] of every buffer that shards; replicated ones ride as metadata
+           a buffer that every rank makes whole -> the storage that it is of
+    NCCL   [world * rows per rank, bytes] of every buffer that shards
     post   views of the gathered buffers (no copy) -> the storages of one `QuantizedTensor`
 
 A packed weight [E, N, K] is E matrices, each with codes, statistics and storages of its own (`WeightState.matrices`). FSDP2
