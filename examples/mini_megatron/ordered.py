@@ -33,6 +33,10 @@ class OrderedGroup(dist.ProcessGroup):
         super().__init__(group.rank(), group.size())
         self.group = group
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return self.group._device_types
+
     def exchange(self, sent: Tensor) -> list[Tensor]:
         """What every rank has sent, by rank."""
         received = sent.new_empty(self.size(), *sent.shape)
@@ -127,6 +131,10 @@ class VirtualGroup(OrderedGroup):
         dist.ProcessGroup.__init__(self, members.index(rank), len(members))
         self.world, self.key, self.calls = world, (name, members), 0
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return []  # any, of tensors that may lie on others where they come from
+
     def exchange(self, sent: Tensor) -> list[Tensor]:
         """As of `OrderedGroup`; sizes may differ."""
         self.calls += 1
@@ -136,7 +144,7 @@ class VirtualGroup(OrderedGroup):
         self.world.turn.notify_all()
         self.world.wait_for(lambda: len(slots) == ranks)
         self.world.sent.pop(key, None)
-        return [slots[r] for r in range(ranks)]
+        return [slots[r].to(sent.device) for r in range(ranks)]
 
     def all_gather_single(self, out: Tensor, sent: Tensor, opts) -> Done:
         out.copy_(torch.cat(self.exchange(sent)))

@@ -609,7 +609,7 @@ def synchronize_whole(weights: list) -> None:
     by_group: dict[tuple, list] = {}
     for weight in weights:
         state = weight.state
-        if state.tensor_group is not None and _managed_of(state) is None and state.publisher is None:
+        if state.spans_parts and _managed_of(state) is None and state.publisher is None:
             state.pending = False
             piece = weight, RowCuts((0, weight.shape[0])), 0
             by_group.setdefault((state.tensor_group,), []).append((weight, _fragment(piece, weight.device)))
