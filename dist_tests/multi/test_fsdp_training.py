@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import fsdp_quant as fq
 from dist_tests import laws
 from dist_tests.multi import nets
-from dist_tests.multi.harness import on_cpu, run_ranks
+from dist_tests.multi.harness import DEVICE, on_cpu, run_ranks
 from dist_tests.single import hopper
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import format_of
@@ -238,7 +238,7 @@ def _meta_init(rank: int, world: int) -> None:
         meta = nets.Net()
     fq.convert(meta, recipe)
     nets.shard(meta)
-    meta.to_empty(device="cpu")
+    meta.to_empty(device=DEVICE)
     for name, parameter in meta.named_parameters():
         local = parameter._local_tensor
         shard = want[name].chunk(world)[rank] if rank < len(want[name].chunk(world)) else want[name][:0]

@@ -161,7 +161,7 @@ def _masters_are_let_go(rank: int, world: int) -> None:
         raise AssertionError("an optimizer took masters from the meta device")
     except ValueError as error:
         assert "meta device" in str(error)
-    meta.to_empty(device="cpu")
+    meta.to_empty(device=DEVICE)
     torch.manual_seed(3)
     for module in meta.modules():
         if hasattr(module, "reset_parameters"):
@@ -317,7 +317,7 @@ def _events(rank: int, world: int) -> None:
     fq.sync(net)
     check("an in-place edit and fq.sync")
     for p in net.parameters():
-        plain(p).numpy()[...] *= 0.5  # moves no version
+        torch.from_dlpack(plain(p)).mul_(0.5)  # moves no version
     fq.sync(net)
     check("a write past all versions and fq.sync")
     net.load_state_dict({k: v * 1.1 for k, v in net.state_dict().items()})

@@ -25,6 +25,9 @@ class Statistics(NamedTuple):
     amax: Tensor | None
     tensor_amax: Tensor | None
 
+    def to(self, device: torch.device) -> Statistics:
+        return Statistics(*(None if t is None else t.to(device) for t in self))
+
 
 class Encoded(NamedTuple):
     """The buffers of one storage (see `Storage`), and the amax they were made from, where one scale spans a row or more."""

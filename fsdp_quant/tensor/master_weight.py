@@ -214,6 +214,8 @@ class WeightState:
     def encode(shards: Sequence[Shard]) -> list[Encoded]:
         """The buffers of each shard: kept until its master's version changes; equal encodings are made by one launch.
 
+        They are made where FSDP2 computes, of shards that it offloads too.
+
         Raises StaleWeightError if statistics that cross ranks are those of another version.
         """
         results = [s.weight.state.kept(s) for s in shards]
@@ -222,14 +224,17 @@ class WeightState:
             if results[i] is None:
                 encoding = s.weight.state.quantizer.encodings[s.direction]
                 dtype = s.weight.state.encoded_dtype(encoding, s.high_precision)
-                alike.setdefault((encoding, dtype, s.weight.dtype, s.weight.device), []).append(i)
-        for (encoding, dtype, *_), places in alike.items():
+                managed = s.weight.state.managed
+                device = s.weight.device if managed is None else managed.device
+                alike.setdefault((encoding, dtype, s.weight.dtype, device), []).append(i)
+        for (encoding, dtype, _, device), places in alike.items():
             of = [shards[i] for i in places]
-            stats = [s.weight.state._shared_statistics(s) for s in of]
-            histories = [s.weight.state._delayed_history(s.direction, s.weight.device) for s in of]
+            stats = [s.weight.state._shared_statistics(s, device) for s in of]
+            histories = [s.weight.state._delayed_history(s.direction, device) for s in of]
             made = dispatch.encode_group(
-                [s.weight.inner for s in of], encoding, stats, [s.row0 for s in of],
-                [None if h is None else h.enc for h in histories], dtype, [s.weight.state.room(s) for s in of],
+                [s.weight.inner.to(device) for s in of], encoding, stats, [s.row0 for s in of],
+                [None if h is None else h.enc for h in histories], dtype,
+                [s.weight.state.room(s) if s.weight.device == device else None for s in of],
                 [None if h is None else h.amaxes for h in histories],
             )
             for i, s, encoded in zip(places, of, made):
@@ -244,7 +249,7 @@ class WeightState:
         history = self._delayed_history(shard.direction, values.device)
         with counters.kept(), torch.no_grad():
             (encoded,) = dispatch.encode_group(
-                [values], encoding, [self._shared_statistics(shard)], [shard.row0],
+                [values], encoding, [self._shared_statistics(shard, values.device)], [shard.row0],
                 [None if history is None else history.enc], self.encoded_dtype(encoding, shard.high_precision),
             )
         return Storage.of(encoded, encoding, values.shape, shard.high_precision, shard.row0)
@@ -258,22 +263,23 @@ class WeightState:
         if self.gathered is not None:
             self.gathered.forget_sent()
 
-    def _shared_statistics(self, shard: Shard) -> Statistics | None:
-        """What ranks have shared of this version, or None where every statistic follows from this rank's rows.
+    def _shared_statistics(self, shard: Shard, device: torch.device) -> Statistics | None:
+        """What ranks have shared of this version, on `device`, or None where every statistic follows from this rank's rows.
 
         The latter are told, not None, where they are known.
         """
         version = shard.weight.version
         is_shared = self._statistics[0] == version
         if is_shared and self._statistics[1][shard.direction] is not None:
-            return self._statistics[1][shard.direction]
+            return self._statistics[1][shard.direction].to(device)
         if not is_shared and self.crosses(shard.cuts, self.quantizer.encodings[shard.direction]):
             raise StaleWeightError(
                 f"{self.name} changed without an event that every rank shares (an optimizer step, load_state_dict, "
                 "set_recipe), and its scales span ranks; call fq.sync(model) on every rank after changing weights by hand"
                 f"{shard.weight.last_writer}"
             )
-        return self.found(version).get(shard.direction)
+        found = self.found(version).get(shard.direction)
+        return None if found is None else found.to(device)
 
     def _delayed_history(self, direction: Direction, device: torch.device) -> AmaxHistory | None:
         quantizer = self.quantizer.side(direction)
