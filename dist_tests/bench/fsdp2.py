@@ -40,6 +40,7 @@ RECIPES = {
 }
 QUANTIZED, CAPTURED = " quantized", " captured"
 OURS = {name + q + c: made for name, made in RECIPES.items() for q in ("", QUANTIZED) for c in ("", CAPTURED)}
+BASES = [BASE, BASE + CAPTURED]
 TORCHAO = {
     "torchao tensorwise": {}, "torchao tensorwise, fp8 gather": {"enable_fsdp_float8_all_gather": True},
 }
@@ -179,10 +180,7 @@ def measure(arm: str, tokens: int, args, device: torch.device) -> dict:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         if captured:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
-                step()
-            step = graph.replay
+            step = ranks.captured(step, aside)
     marks, host = [torch.cuda.Event(enable_timing=True) for _ in range(args.steps + 1)], []
     marks[0].record()
     for mark in marks[1:]:
@@ -222,7 +220,7 @@ def table(tokens: int, args, device: torch.device, say) -> list[dict]:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--arms", nargs="+", default=[BASE, *RECIPES], choices=[BASE, *OURS, *TORCHAO])
+    made.add_argument("--arms", nargs="+", default=[BASE, *RECIPES], choices=[*BASES, *OURS, *TORCHAO])
     made.add_argument("--tokens", nargs="+", type=int, default=[8192, 2048])
     made.add_argument("--layers", type=int, default=16)
     made.add_argument("--dim", type=int, default=4096)

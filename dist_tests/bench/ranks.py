@@ -1,4 +1,4 @@
-"""What benches of several GPUs share: their start, a row that may fail on one rank, and their end."""
+"""What benches of several GPUs share: their start, steps as CUDA graphs, a row that may fail on one rank, and their end."""
 
 from __future__ import annotations
 
@@ -26,6 +26,15 @@ def start(backend: str = "nccl") -> tuple[torch.device, Callable[[str], None]]:
             print(text, flush=True)
 
     return device, say
+
+
+def captured(step: Callable[[], object], aside: torch.cuda.Stream) -> Callable[[], None]:
+    """The step as one CUDA graph, collectives included; it must have run on `aside` before, the current stream."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
+        step()
+    return graph.replay
 
 
 def attempt(row: dict, measure: Callable[[], dict], device: torch.device) -> tuple[dict, str | None]:

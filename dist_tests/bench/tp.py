@@ -3,15 +3,17 @@
     torchrun --nproc-per-node 4 -m dist_tests.bench.tp [--arms bf16 fp8_current mxfp8 ...] [--json FILE] [--profile]
 
 Forward, backward and an SGD step of bf16 parameters (so that weights are quantized in each step); the input and output are cut
-along the sequence. Printed as it is known: ms, ratio, the time in which only collectives ran ("exposed") and in which nothing did
-("idle"), host ms, peak GiB, bytes a rank receives in all-gathers over those that the plans name, and in all collectives. Rank 0
-prints. With --cpu a small layer runs on CPUs (gloo), for its bytes.
+along the sequence. "... captured" arms replay their whole step, collectives included, as one CUDA graph. Printed as it is known:
+ms, ratio, the time in which only collectives ran ("exposed") and in which nothing did ("idle"), host ms, peak GiB, bytes a rank
+receives in all-gathers over those that the plans name, and in all collectives. Rank 0 prints. With --cpu a small layer runs on
+CPUs (gloo), for its bytes.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import functools
 import json
 import statistics
@@ -29,10 +31,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import fsdp_quant as fq
 from dist_tests.bench import ranks
-from dist_tests.bench.fsdp2 import RECIPES, Attention
+from dist_tests.bench.fsdp2 import BASE, CAPTURED, RECIPES, Attention
 
-BASE, EAGER = "bf16", "bf16 eager"
-ARMS = RECIPES | {"fp8_row": fq.recipes.fp8_row, "identity": fq.recipes.identity}
+EAGER = "bf16 eager"
+NAMED = RECIPES | {"fp8_row": fq.recipes.fp8_row, "identity": fq.recipes.identity}
+ARMS = {name + captured: made for name, made in NAMED.items() for captured in ("", CAPTURED)}
 FLOORS, AIMS = {"fp8_current": 1.15, "mxfp8": 1.1}, {"fp8_current": 1.3, "mxfp8": 1.25}
 ITEMSIZE = {"Byte": 1, "Char": 1, "BFloat16": 2, "Half": 2, "Float": 4, "Int": 4, "Long": 8}
 GIB = 2**30
@@ -83,7 +86,7 @@ def build(arm: str, args, device: torch.device) -> nn.Module:
         "norm": norm(), "attention": prepare, "attention.q": column(), "attention.k": column(), "attention.v": column(),
         "attention.out": row(), "mlp_norm": norm(), "mlp": prepare, "mlp.gate": column(), "mlp.up": column(), "mlp.down": row(),
     })
-    if arm == BASE:
+    if arm.startswith(BASE) and arm != EAGER:
         net.compile()
     return net
 
@@ -157,16 +160,24 @@ def measure(arm: str, args, device: torch.device) -> dict:
         optimizer.zero_grad()
         x.grad = None
 
-    step()
-    synchronize()
-    first = time.perf_counter() - began
-    step()
-    fq.reset_receipt()
-    step()
-    gathered = sum(fq.receipt().sequence.values())
-    synchronize()
+    captured = arm.endswith(CAPTURED)
+    aside = contextlib.nullcontext()
     if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
+        aside = torch.cuda.stream(torch.cuda.Stream() if captured else torch.cuda.current_stream())
+        aside.stream.wait_stream(torch.cuda.current_stream())
+    with aside:
+        step()
+        synchronize()
+        first = time.perf_counter() - began
+        step()
+        fq.reset_receipt()
+        step()
+        gathered = sum(fq.receipt().sequence.values())
+        synchronize()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        if captured:
+            step = ranks.captured(step, aside.stream)
     dist.barrier()
     marks, host = [torch.cuda.Event(enable_timing=True) for _ in range(on_gpu * (args.steps + 1))], []
     for i in range(args.steps + 1):
@@ -181,13 +192,13 @@ def measure(arm: str, args, device: torch.device) -> dict:
     return {
         "arm": arm, "ms": statistics.median(spans), "host_ms": statistics.median(host),
         "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0, "first_step_s": first, "gathered": gathered,
-        "planned": planned(net, shape, arm == "fp8_delayed") if arm in ARMS else 0, **traced(step, device),
+        "planned": planned(net, shape, arm.startswith("fp8_delayed")) if arm in ARMS else 0, **traced(step, device),
     }
 
 
 def main() -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--arms", nargs="+", default=[BASE, "fp8_current", "mxfp8", "fp8_delayed"], choices=[BASE, EAGER, *ARMS])
+    made.add_argument("--arms", nargs="+", default=[BASE, "fp8_current", "mxfp8", "fp8_delayed"], choices=[BASE, BASE + CAPTURED, EAGER, *ARMS])
     for name, value in {"tokens": 8192, "dim": 8192, "hidden": 28672, "heads": 64, "key_heads": 8, "steps": 15}.items():
         made.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     made.add_argument("--json", help="write all numbers to this file")
@@ -198,19 +209,19 @@ def main() -> None:
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU process"
     say(f"{dist.get_world_size()} x {name}, torch {torch.__version__}; {args.dim} -> {args.hidden}, "
         f"{args.tokens} tokens, medians of {args.steps} steps")
-    say(f"{'arm':14} {'ms':>8} {'x bf16':>7} {'floor':>6} {'aim':>5} {'exposed':>8} {'idle':>6} {'host ms':>8} {'peak GiB':>9} "
+    say(f"{'arm':21} {'ms':>8} {'x bf16':>7} {'floor':>6} {'aim':>5} {'exposed':>8} {'idle':>6} {'host ms':>8} {'peak GiB':>9} "
         f"{'first s':>8}  gathered (planned) MiB; MiB received")
     rows: list[dict] = []
     for arm in args.arms:
         row, error = ranks.attempt({"arm": arm}, lambda: measure(arm, args, device), device)
         rows.append(row)
         if error is not None:
-            say(f"{arm:14} failed: {error[:300]}")
+            say(f"{arm:21} failed: {error[:300]}")
             continue
         base = next((r["ms"] for r in rows if r["arm"] == BASE and "ms" in r), float("nan"))
         row["ratio"] = base / row["ms"]
         moved = ", ".join(f"{kind} {size / 2**20:.1f}" for kind, size in sorted(row["received"].items()))
-        say(f"{arm:14} {row['ms']:8.2f} {row['ratio']:7.3f} {FLOORS.get(arm, '-'):>6} {AIMS.get(arm, '-'):>5} "
+        say(f"{arm:21} {row['ms']:8.2f} {row['ratio']:7.3f} {FLOORS.get(arm, '-'):>6} {AIMS.get(arm, '-'):>5} "
             f"{row['exposed_ms']:8.2f} {row['idle_ms']:6.2f} {row['host_ms']:8.2f} {row['peak_bytes'] / GIB:9.2f} "
             f"{row['first_step_s']:8.1f}  {row['gathered'] / 2**20:.2f} ({row['planned'] / 2**20:.2f}); {moved}")
         for kernel, (count, ms) in sorted(row["kernels"].items(), key=lambda k: -k[1][1])[: 24 * args.profile]:

@@ -1,4 +1,4 @@
-"""A sharded training step as one CUDA graph: a replay is the eager step. On NCCL only."""
+"""A training step of several ranks as one CUDA graph: a replay is the eager step. On NCCL only."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import contextlib
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fsdp_quant as fq
 from dist_tests import laws
 from dist_tests.multi import nets
+from dist_tests.multi import test_tensor_parallel as tensor_parallel
 from dist_tests.multi.harness import DEVICE, run_ranks
 from fsdp_quant.context import STEP
 
@@ -22,19 +23,26 @@ RECIPES = {
 }
 
 
-def _trained(recipe: fq.Recipe, quantized: bool, captured: bool, rank: int) -> list[dict[str, Tensor]]:
+def _built(kind: str, recipe: fq.Recipe, world: int) -> tuple[nn.Module, tuple[int, ...]]:
+    """(net, shape of a rank's input)."""
+    if kind == "tensor parallel":
+        net = fq.convert(tensor_parallel.build(layers=2).bfloat16(), recipe)
+        return tensor_parallel.cut(net, tensor_parallel.mesh_of(tp=world)), (2, 128, tensor_parallel.D)
+    with fq.quantized_model_init(recipe) if kind == "quantized" else contextlib.nullcontext():
+        net = fq.convert(nets.build(hidden=(256, 128), k=K, out=128).bfloat16(), recipe)
+    return nets.shard(net), (64, K)
+
+
+def _trained(recipe: fq.Recipe, kind: str, captured: bool, rank: int, world: int) -> list[dict[str, Tensor]]:
     """Outputs, and weights at the end, of steps that are replays of a graph of one, or not."""
     STEP.step, STEP.counted_by_hand = 0, False
     STEP.publish()
-    with fq.quantized_model_init(recipe) if quantized else contextlib.nullcontext():
-        net = nets.build(hidden=(256, 128), k=K, out=128).bfloat16()
-        fq.convert(net, recipe)
-    nets.shard(net)
-    if quantized:
+    net, shape = _built(kind, recipe, world)
+    if kind == "quantized":
         optimizer = fq.optim.FusedAdam(net.parameters(), lr=torch.tensor(1e-2), capturable=True)
     else:
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, capturable=True, foreach=True)
-    x = torch.empty(64, K, dtype=torch.bfloat16)
+    x = torch.empty(shape, dtype=torch.bfloat16)
 
     def step() -> Tensor:
         optimizer.zero_grad(set_to_none=True)
@@ -44,7 +52,7 @@ def _trained(recipe: fq.Recipe, quantized: bool, captured: bool, rank: int) -> l
         return y.detach()
 
     def feed(i: int) -> None:
-        x.copy_(nets.batch(i, rows=64, rank=rank, k=K))
+        x.copy_(laws.values(*shape, seed=100 + i * 17 + rank, dtype=torch.float32))
 
     aside, seen = torch.cuda.Stream(), []
     aside.wait_stream(torch.cuda.current_stream())
@@ -68,17 +76,17 @@ def _trained(recipe: fq.Recipe, quantized: bool, captured: bool, rank: int) -> l
     return [*seen, nets.full_state(net)]
 
 
-def _replays(rank: int, world: int, quantized: bool) -> None:
+def _replays(rank: int, world: int, kind: str) -> None:
     for label, made in RECIPES.items():
         with laws.kept_step():
-            want, got = (_trained(made(), quantized, captured, rank) for captured in (False, True))
+            want, got = (_trained(made(), kind, captured, rank, world) for captured in (False, True))
         for a, b in zip(want, got):
             assert a.keys() == b.keys()
             for name, value in a.items():
-                laws.assert_same_bytes(b[name], value, f"{label}, quantized parameters {quantized}: {name}")
+                laws.assert_same_bytes(b[name], value, f"{label}, {kind}: {name}")
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-def test_replays_of_a_sharded_step_are_eager_steps(quantized: bool):
-    """If false, a replay gathers codes of earlier weights, or shares the amaxes of one."""
-    run_ranks(2, _replays, quantized)
+@pytest.mark.parametrize("kind", ["sharded", "quantized", "tensor parallel"])
+def test_replays_of_a_step_are_eager_steps(kind: str):
+    """If false, a replay gathers codes of earlier weights or activations, or shares the amaxes of one."""
+    run_ranks(2, _replays, kind)
