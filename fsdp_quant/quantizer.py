@@ -7,7 +7,7 @@ step. One quantizer may serve any number of tensors, and both sides of a hybrid.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 
 import torch
@@ -22,6 +22,12 @@ from .tensor.quantized_tensor import QuantizedTensor
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 COLUMNWISE_SOURCES = ("original", "rowwise_dequantized")
+
+
+@cache
+def _encoding(*fields) -> Encoding:
+    """One object for all that are equal: found in caches without a comparison."""
+    return Encoding(*fields)
 
 
 @value_class
@@ -77,7 +83,7 @@ class Quantizer:
 
     @cached_property
     def _encodings(self) -> dict[Direction, Encoding]:
-        return {d: Encoding(self.fmt, d, self.is_stochastic, self.eps) for d in Direction}
+        return {d: _encoding(self.fmt, d, self.is_stochastic, self.eps) for d in Direction}
 
     def storage(self, x: Tensor, direction: Direction, key: Tensor | None = None) -> Storage:
         """One direction of x [rows, cols]."""

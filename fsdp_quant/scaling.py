@@ -84,7 +84,7 @@ class RowCuts(Cuts):
         return RowCuts(tuple(min(r * chunk, rows) for r in range(world_size)) + (rows,))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # made anew for each weight and step
 class Fragment:
     """What one rank holds of one master weight, and the encodings wanted of it.
 

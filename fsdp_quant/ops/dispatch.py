@@ -26,7 +26,8 @@ class Statistics(NamedTuple):
     tensor_amax: Tensor | None
 
     def to(self, device: torch.device) -> Statistics:
-        return Statistics(*(None if t is None else t.to(device) for t in self))
+        own = self.tensor_amax if self.amax is None else self.amax
+        return self if own.device == device else Statistics(*(None if t is None else t.to(device) for t in self))
 
 
 class Encoded(NamedTuple):

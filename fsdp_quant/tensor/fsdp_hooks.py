@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import operator
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -321,8 +322,8 @@ class GatheredWeight:
     def gathered_with(self) -> list[tuple[Tensor, GatheredWeight]]:
         """The weights of the group, this one included, in the order of their hooks: (local tensor, its unsharded side)."""
         locals_now, (locals_then, group) = self.managed.group_locals(), self._group
-        same = len(locals_now) == len(locals_then) and all(then() is now for then, now in zip(locals_then, locals_now))
-        if not (same and all(one is None or one.state.gathered is one for one in group)):
+        same = [then() for then in locals_then]
+        if len(same) != len(locals_now) or any(map(operator.is_not, same, locals_now)) or not all(map(_is_current, group)):
             group = [gathered_weight(one) if isinstance(one, FSDPHooks) else None for one in locals_now]
             self._group = list(map(weakref.ref, locals_now)), group
         return [(one, gathered) for one, gathered in zip(locals_now, group) if gathered is not None]
@@ -389,6 +390,10 @@ class GatheredWeight:
             return  # which reads them
         if self.arrival.chosen.needs == {COLUMNWISE} and all(map(_is_served, self.slots_of)):
             torch_compat.free_storage(self.slots_of[0].columnwise.data)
+
+
+def _is_current(gathered: GatheredWeight | None) -> bool:
+    return gathered is None or gathered.state.gathered is gathered
 
 
 def _is_served(slots: Slots) -> bool:
@@ -459,11 +464,12 @@ def prepare(weight) -> GatheredWeight:
         asked = [(weight, first)]
     if any(one.state.pending for one, _ in asked):
         synchronize([managed])
-    needs = [directions_needed(managed, recomputes) for recomputes in (False, True)]
+    recomputed = [one.state.is_recomputed for one, _ in asked]
+    needs = {recomputes: directions_needed(managed, recomputes) for recomputes in set(recomputed)}
     phase, reduces = managed.phase, managed.gathers_for_reduction
     missing, shards, ready = [], [], []
-    for one, gathered in asked:
-        chosen, version = gathered.passes[needs[one.state.is_recomputed]], one.version
+    for (one, gathered), recomputes in zip(asked, recomputed):
+        chosen, version = gathered.passes[needs[recomputes]], one.version
         sent = gathered.sent(version, chosen)
         if sent is None:
             missing.append((len(ready), gathered.shards(one, chosen.directions)))
@@ -584,7 +590,7 @@ def synchronize(managed: list[ManagedParam]) -> None:
 
     Every rank must call it with the same weights pending; empty shards take part.
     """
-    pending: dict[tuple, list[ManagedParam]] = {}
+    pending: dict[tuple, list[tuple[ManagedParam, FSDPHooks]]] = {}
     roots = {torch_compat.root_of(m): m for m in managed}
     beside = {id(m.param): m for one in roots.values() for m in torch_compat.managed_params_beside(one)}
     for m in beside.values():
@@ -592,15 +598,16 @@ def synchronize(managed: list[ManagedParam]) -> None:
         if isinstance(local, FSDPHooks) and local.state.pending:
             if local.state.gathered is None:
                 check_layout(m)
-            pending.setdefault(_groups(m), []).append(m)
+            pending.setdefault(_groups(m, local.state), []).append((m, local))
     for groups, weights in pending.items():
-        _share([
-            (piece.weight, _fragment(piece, m.device))
-            for m in weights if not m.local.state.parts or m.local.state.shares_statistics(_cuts(m))
-            for piece in m.local.state.pieces(m.local, _cuts(m), m.rank)
-        ], groups)
-        for m in weights:
-            m.local.state.pending = False
+        found = []
+        for m, local in weights:
+            state, cuts = local.state, _cuts(m)
+            if not state.parts or state.shares_statistics(cuts):
+                found += [(piece.weight, _fragment(piece, m.device)) for piece in state.pieces(local, cuts, m.rank)]
+        _share(found, groups)
+        for _, local in weights:
+            local.state.pending = False
 
 
 def synchronize_whole(weights: list) -> None:
@@ -617,14 +624,14 @@ def synchronize_whole(weights: list) -> None:
         _share(found, groups)
 
 
-def _groups(m: ManagedParam) -> tuple[dist.ProcessGroup, ...]:
+def _groups(m: ManagedParam, state) -> tuple[dist.ProcessGroup, ...]:
     """What a weight's statistics are reduced over: one group of all ranks that hold any of it, or one for each axis.
 
     Copies (HSDP) hold the same values, so those of all copies do. No group is made here: ranks that hold other weights, such as
     another stage of a pipeline, are not there to take part.
     """
-    shards, parts, world = m.process_group, m.local.state.tensor_group, dist.group.WORLD
-    if not m.local.state.spans_parts:
+    shards, parts, world = m.process_group, state.tensor_group, dist.group.WORLD
+    if not state.spans_parts:
         return (shards,)
     if shards.size() == 1:
         return (parts,)
@@ -642,10 +649,10 @@ def _share(found: list[tuple[object, Fragment]], groups: tuple[dist.ProcessGroup
         if shared:
             counters.add("amax all-reduce", "weights")
         for i, own in zip(crossing, shared):
-            (weight, f), stats[i] = found[i], own
-            found[i] = weight, replace(f, found=tuple(s or t for s, t in zip(own, f.found)))
+            stats[i], f = own, found[i][1]
+            f.found = tuple(s or t for s, t in zip(own, f.found))
     for (weight, _), own in zip(found, stats):
-        if any(one is not None for one in own):
+        if any(own):
             weight.state.set_statistics(weight.version, own)
 
 

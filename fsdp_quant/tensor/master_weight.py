@@ -186,12 +186,12 @@ class WeightState:
         self, weight: MasterWeight, directions: Sequence[Direction], cuts: RowCuts, rank: int, high_precision: torch.dtype
     ) -> list[Shard]:
         """For each direction, of each of the weight's pieces; see `Shard`."""
-        pieces = self.pieces(weight, cuts, rank)
-        return [Shard(w, d, c, r, high_precision) for d in directions for w, c, r in pieces]
+        pieces = [(*piece, piece.weight.version) for piece in self.pieces(weight, cuts, rank)]
+        return [Shard(w, d, c, r, high_precision, version) for d in directions for w, c, r, version in pieces]
 
     def kept(self, shard: Shard) -> Encoded | None:
         """The shard's codes, if they were made of its values as they are now."""
-        version = (shard.weight.version, shard.high_precision, replayed := shard.weight.is_replayed)
+        version = (shard.version, shard.high_precision, replayed := shard.weight.is_replayed)
         if self._codes[0] != version or replayed:
             self._codes = (version, {})
         return self._codes[1].get(shard.direction)
@@ -218,28 +218,28 @@ class WeightState:
 
         Raises StaleWeightError if statistics that cross ranks are those of another version.
         """
-        results = [s.weight.state.kept(s) for s in shards]
+        states = [s.weight.state for s in shards]
+        results = [state.kept(s) for state, s in zip(states, shards)]
         alike: dict[tuple, list[int]] = {}
-        for i, s in enumerate(shards):
+        for i, (state, s) in enumerate(zip(states, shards)):
             if results[i] is None:
-                encoding = s.weight.state.quantizer.encodings[s.direction]
-                dtype = s.weight.state.encoded_dtype(encoding, s.high_precision)
-                managed = s.weight.state.managed
-                device = s.weight.device if managed is None else managed.device
+                encoding = state.quantizer.encodings[s.direction]
+                dtype = state.encoded_dtype(encoding, s.high_precision)
+                device = s.weight.device if state.managed is None else state.managed.device
                 alike.setdefault((encoding, dtype, s.weight.dtype, device), []).append(i)
         for (encoding, dtype, _, device), places in alike.items():
-            of = [shards[i] for i in places]
-            stats = [s.weight.state._shared_statistics(s, device) for s in of]
-            histories = [s.weight.state._delayed_history(s.direction, device) for s in of]
+            of = [(states[i], shards[i]) for i in places]
+            histories = [state._delayed_history(s.direction, device) for state, s in of]
             made = dispatch.encode_group(
-                [s.weight.inner.to(device) for s in of], encoding, stats, [s.row0 for s in of],
+                [s.weight.inner.to(device) for _, s in of], encoding,
+                [state._shared_statistics(s, device) for state, s in of], [s.row0 for _, s in of],
                 [None if h is None else h.enc for h in histories], dtype,
-                [s.weight.state.room(s) if s.weight.device == device else None for s in of],
+                [state.room(s) if s.weight.device == device else None for state, s in of],
                 [None if h is None else h.amaxes for h in histories],
             )
-            for i, s, encoded in zip(places, of, made):
+            for i, (state, s), encoded in zip(places, of, made):
                 # identity is as large as the shard, and no work to make again
-                results[i] = s.weight.state.keep_fresh(s, encoded) if encoding.fmt.is_quantized else encoded
+                results[i] = state.keep_fresh(s, encoded) if encoding.fmt.is_quantized else encoded
         return results
 
     def fresh_storage(self, shard: Shard, device: torch.device | None = None) -> Storage:
@@ -268,7 +268,7 @@ class WeightState:
 
         The latter are told, not None, where they are known.
         """
-        version = shard.weight.version
+        version = shard.version
         is_shared = self._statistics[0] == version
         if is_shared and self._statistics[1][shard.direction] is not None:
             return self._statistics[1][shard.direction].to(device)
@@ -366,7 +366,7 @@ class WeightState:
         cuts = RowCuts((0, weight.shape[0]))
 
         def encode(d: Direction) -> Storage:
-            (encoded,) = self.encode([Shard(weight, d, cuts, 0, dtype)])
+            (encoded,) = self.encode([Shard(weight, d, cuts, 0, dtype, weight.version)])
             return Storage.of(encoded, self.quantizer.encodings[d], weight.shape, dtype)
 
         return self._side(direction, encode)
@@ -411,7 +411,7 @@ class WeightState:
         """
         if isinstance(weight, MasterWeight):
             cuts = RowCuts((0, weight.shape[0]))
-            whole = self._side(direction, lambda d: self.fresh_storage(Shard(weight, d, cuts, 0, operand.dtype)))
+            whole = self._side(direction, lambda d: self.fresh_storage(Shard(weight, d, cuts, 0, operand.dtype, weight.version)))
         else:
             weight, slots = None if self.managed is None else self.managed.local, weight._slots
             if weight is None:
@@ -447,6 +447,7 @@ class Shard(NamedTuple):
     """What is asked of one direction of a weight: the rows of `rank`, under `cuts`.
 
     high_precision:  dtype that an identity side has.
+    version:         of the weight, when this was asked.
     """
 
     weight: MasterWeight
@@ -454,6 +455,7 @@ class Shard(NamedTuple):
     cuts: RowCuts
     rank: int
     high_precision: torch.dtype
+    version: object
 
     @property
     def row0(self) -> int:

@@ -85,8 +85,9 @@ class Slots:
     def take(self, direction: Direction, layout: str, made: Storage) -> Storage:
         """Keep codes that were laid out, in memory that FSDP2 frees with the gather's."""
         self.laid_out[direction, layout] = made
-        codes = self.get(direction).buffers()
-        own = [t for name, t in made.buffers().items() if t.data_ptr() != codes[name].data_ptr()]
+        codes = self.get(direction)
+        pairs = (made.data, codes.data), (made.scale, codes.scale), (made.tensor_amax, codes.tensor_amax)
+        own = [t for t, of in pairs if t is not of and t.data_ptr() != of.data_ptr()]
         if not own:
             self.views.add((direction, layout))
         elif self.owner is not None:
