@@ -27,7 +27,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -313,7 +313,8 @@ class GatheredWeight:
                     filled[direction, buffer.name] = own
                 else:
                     inputs.append(own)
-            copies += [(target, _seen_as(target, getattr(of[0], name))) for name, target in self.buffers[direction].replicated.items()]
+            replicated = self.buffers[direction].replicated
+            copies += [(target, _seen_as(target, getattr(of[0], name))) for name, target in replicated.items()]
         sent = Sent(tuple(inputs), filled)
         if chosen.is_kept:
             self._sent[1][chosen.directions] = sent
