@@ -283,8 +283,8 @@ def _exact_codes(rank: int, world: int, folder: Path) -> None:
         for name, storage in zip(linears, forward, strict=True):
             exported = loaded[name].rowwise.map(lambda t: t.to(storage.data.device))
             laws.assert_same_storage(storage, exported, f"{label}: exported {name}")
-            again = rebuild_storage(storage.facts(), storage.buffers())
-            laws.assert_same_storage(again, storage, f"{label}: facts of {name}")
+            again = rebuild_storage(exported.facts(), exported.buffers())
+            laws.assert_same_storage(again, exported, f"{label}: facts of {name}")
         rest = state.keys() - set(linears)
         assert_same({n: loaded[n] for n in rest}, {n: state[n] for n in rest}, label)
 

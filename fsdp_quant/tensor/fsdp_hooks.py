@@ -622,7 +622,9 @@ def synchronize_whole(weights: list) -> None:
             piece = weight, RowCuts((0, weight.shape[0])), 0
             by_group.setdefault((state.tensor_group,), []).append((weight, _fragment(piece, weight.device)))
     for groups, found in by_group.items():
+        before = [weight.state.statistics for weight, _ in found]
         _share(found, groups)
+        torch_compat.copy_all([copy for (w, _), old in zip(found, before) for copy in w.state.statistics_over(old)])
 
 
 def _groups(m: ManagedParam, state) -> tuple[dist.ProcessGroup, ...]:

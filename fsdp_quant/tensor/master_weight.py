@@ -174,6 +174,20 @@ class WeightState:
         """Statistics of this version, one an encoding, shared by all ranks that hold a part."""
         self._statistics = (version, dict(zip(self.quantizer.encodings, stats)))
 
+    def statistics_over(self, before: dict[Direction, Statistics]) -> list[tuple[Tensor, Tensor]]:
+        """Let the statistics lie where those of an earlier version do, `before`, which captured steps read: what to copy."""
+        version, stats = self._statistics
+        places = [(old, new) for d, one in stats.items() for old, new in zip(before.get(d) or (None, None), one or (None, None))]
+        if any((old is None) != (new is None) or (new is not None and old.shape != new.shape) for old, new in places):
+            return []
+        self._statistics = version, before
+        return [place for place in places if place[1] is not None]
+
+    @property
+    def statistics(self) -> dict[Direction, Statistics]:
+        """What `set_statistics` told last."""
+        return self._statistics[1]
+
     def set_found(self, version: object, stats: dict[Direction, Statistics]) -> None:
         """Statistics of this rank's rows of this version, which whoever wrote them found on the way."""
         self._found = (version, stats)

@@ -447,7 +447,7 @@ def _split(func, args, kwargs):
 def _new(func, args, kwargs):
     weight = args[0]
     size = args[1] if len(args) > 1 else weight.shape
-    dtype, device = kwargs.get("dtype") or weight.dtype, torch.device(kwargs.get("device") or weight.device)
+    dtype, device = kwargs.get("dtype") or weight.dtype, torch_compat.numbered(kwargs.get("device") or weight.device)
     content = _Content(weight.state)
     content.is_padding = func is aten.new_zeros.default
     return QuantizedWeight(content, size, dtype, device)
@@ -469,7 +469,7 @@ def _copy(func, args, kwargs):
         content.adopt(source)
     elif source.master is not None or source.values is not None:
         content.values = func(weight.inner, *args[1:], **kwargs, **({"dtype": dtype} if dtype != weight.dtype else {}))
-    device = torch.device(kwargs.get("device") or weight.device)
+    device = torch_compat.numbered(kwargs.get("device") or weight.device)
     copied = QuantizedWeight(content, weight.shape, dtype, device)
     if dtype == weight.dtype and source.quantizer is not None:
         content.slots = source.slots.map(lambda s: s.map(lambda t: func(t, *args[1:], **kwargs)))

@@ -196,6 +196,12 @@ def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
         torch._foreach_copy_([t for t, _ in alike], [s for _, s in alike])
 
 
+def numbered(device: torch.device | str) -> torch.device:
+    """The device that a tensor is on that was made on `device`: "cuda" is one of several."""
+    device = torch.device(device)
+    return device if device.type in ("cpu", "meta") or device.index is not None else torch.empty(0, device=device).device
+
+
 def device_of(group: dist.ProcessGroup | None) -> torch.device:
     """Where the collectives of a group take tensors from: the CPU, where it is one of several."""
     types = [device.type for device in getattr(group, "_device_types", ())]
@@ -339,7 +345,7 @@ def swap_parameter(old: nn.Parameter, new: nn.Parameter) -> None:
 
 def all_gather_rows(buffers: list[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[dist.Work]:
     """Start filling each (received, sent) with `sent` of every rank, one after the other; in one launch where NCCL runs."""
-    if len(buffers) > 1 and buffers[0][0].is_cuda and dist.get_backend(group) == "nccl":
+    if len(buffers) > 1 and group.__class__ is dist.ProcessGroup and dist.get_backend(group) == "nccl":
         options = AllgatherOptions()
         options.asyncOp = True
         name = "all_gather_single" if hasattr(group, "all_gather_single_coalesced") else "allgather_into_tensor"
