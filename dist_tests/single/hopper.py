@@ -710,7 +710,7 @@ def _operand(x: Tensor, scale: Tensor | None, kind: int, name: str) -> Tensor:
     """An operand's values, fp64 [outer, K]; refuses what cuBLASLt does not read."""
     element, scaling = kind & 7, kind >> 3
     refuse(x.dim() != 2, f"{name} has shape {list(x.shape)}")
-    refuse((scale is None) != (scaling == _NONE), f"{name}_scale is {scale}, and its scaling {scaling}")
+    refuse((scale is None) != (scaling == _NONE), f"{name} has {'no' if scale is None else 'a'} scale, and its scaling is {scaling}")
     (outer, k), strides = x.shape, x.stride()
     k_major = (strides[1] == 1 or k <= 1) and (strides[0] >= k or outer <= 1)
     if element == 0:
