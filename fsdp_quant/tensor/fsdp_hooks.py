@@ -373,16 +373,16 @@ class GatheredWeight:
     def lay_out(self, slots: Slots) -> list[tuple[Direction, str]]:
         """The codes of a matrix are there: how products will read them, as far as the passes before tell (`Slots.wanted`)."""
         needs, version = self.arrival.chosen.needs, self.arrival.version
-        for key in [key for key in slots.laid_out if key not in slots.views]:
-            del slots.laid_out[key]  # of the codes before
-        wanted = [
-            (d, layout) for d in needs for layout in slots.wanted[d]
-            if layout != COMPACT and (d, layout) not in slots.views
-        ]
+        if slots.laid_out:  # of the codes before
+            slots.laid_out = {key: laid_out for key, laid_out in slots.laid_out.items() if key in slots.views}
+        wanted = []
+        for d in needs:
+            wanted += [(d, layout) for layout in slots.wanted[d] if layout != COMPACT and (d, layout) not in slots.views]
         if ROWWISE in needs and slots.version.get(ROWWISE) != version:
             for layouts in slots.wanted.values():  # the passes over this version will tell anew
                 layouts.clear()
-        slots.version.update(dict.fromkeys(needs, version))
+        for d in needs:
+            slots.version[d] = version
         return wanted
 
     def free_unread(self) -> None:
@@ -463,9 +463,9 @@ def prepare(weight) -> GatheredWeight:
     together = [gathered for _, gathered in asked]
     if weight.device != managed.local.device:  # offloaded: each comes to the device as it is asked
         asked = [(weight, first)]
-    if any(one.state.pending for one, _ in asked):
+    if any([gathered.state.pending for _, gathered in asked]):
         synchronize([managed])
-    recomputed = [one.state.is_recomputed for one, _ in asked]
+    recomputed = [gathered.state.is_recomputed for _, gathered in asked]
     needs = {recomputes: directions_needed(managed, recomputes) for recomputes in set(recomputed)}
     phase, reduces = managed.phase, managed.gathers_for_reduction
     missing, shards, ready = [], [], []

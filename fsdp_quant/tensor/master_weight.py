@@ -127,7 +127,7 @@ class WeightState:
     @property
     def is_recomputed(self) -> bool:
         """The backward recomputes the forward of the module, or of that of a matrix."""
-        return self.recomputes or any(part.recomputes for part in self.parts)
+        return self.recomputes or (bool(self.parts) and any(part.recomputes for part in self.parts))
 
     def pieces(self, weight: MasterWeight, cuts: RowCuts, rank: int, every: bool = False) -> list[Piece]:
         """What a rank holds of each matrix, of a weight whose dim 0 is cut so.
