@@ -1,41 +1,43 @@
-"""Ranks as threads of one process: collectives of `torch.distributed` in memory, for laws over many worlds and cuts."""
+"""Virtual ranks (`examples.mini_megatron.ordered`) that record their collectives, for laws over many worlds and cuts."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import NamedTuple
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_quant.tensor import torch_compat
+from examples.mini_megatron import ordered
 
 
-class VirtualGroup:
-    """What one rank holds of a group: `rank()`, `size()`, and a record of its collectives, (name, bytes)."""
+class VirtualGroup(ordered.VirtualGroup):
+    """All ranks, as one of them sees them; calls: (name, bytes) of each collective."""
 
-    def __init__(self, ranks: VirtualRanks, rank: int):
-        self.ranks, self.index, self.calls = ranks, rank, []
+    def __init__(self, world: VirtualRanks, rank: int):
+        super().__init__(world, tuple(range(world.ranks)), rank, "all")
+        self.calls: list[tuple[str, int]] = []
 
-    def rank(self) -> int:
-        return self.index
+    def exchange(self, sent: Tensor) -> list[Tensor]:
+        received = super().exchange(sent)
+        assert len({(t.shape, t.dtype) for t in received}) == 1, f"ranks made different collectives: {received}"
+        return received
 
-    def size(self) -> int:
-        return self.ranks.world
+    def allreduce(self, tensors: list[Tensor], opts) -> ordered.Done:
+        self.calls.append(("all_reduce", tensors[0].nbytes))
+        return super().allreduce(tensors, opts)
 
-    def exchange(self, name: str, tensor: Tensor) -> list[Tensor]:
-        """What every rank has sent, by rank."""
-        ranks = self.ranks
-        self.calls.append((name, tensor.nbytes))
-        ranks.slots[self.index] = (name, tensor.clone())
-        ranks.barrier.wait(30)
-        sent = list(ranks.slots)
-        ranks.barrier.wait(30)
-        assert len({(n, t.shape, t.dtype) for n, t in sent}) == 1, f"ranks made different collectives: {sent}"
-        return [t for _, t in sent]
+    def all_gather_single(self, out: Tensor, sent: Tensor, opts) -> ordered.Done:
+        self.calls.append(("all_gather", sent.nbytes))
+        return super().all_gather_single(out, sent, opts)
+
+
+class VirtualRanks(ordered.VirtualRanks):
+    """`run(fn)` calls fn(group) of every rank; results by rank, or the first error."""
+
+    def run(self, fn: Callable[[VirtualGroup], object]) -> list:
+        return super().run(lambda rank: fn(VirtualGroup(self, rank)))
 
 
 class LoneRank(NamedTuple):
@@ -53,49 +55,3 @@ class LoneRank(NamedTuple):
 
 def alone():
     return mock.patch.object(dist, "all_reduce", lambda *args, **options: None)
-
-
-class Done:
-    def wait(self) -> None:
-        pass
-
-
-def _all_reduce(tensor: Tensor, op=dist.ReduceOp.SUM, group=None, async_op: bool = False):
-    sent = torch.stack(group.exchange("all_reduce", tensor))
-    tensor.copy_(sent.amax(0) if op == dist.ReduceOp.MAX else sent.sum(0))
-
-
-def _all_gather(out: Tensor, tensor: Tensor, group=None, async_op: bool = False):
-    out.copy_(torch.cat(group.exchange("all_gather", tensor)))
-    return Done()
-
-
-class VirtualRanks:
-    """`run(fn)` calls fn(group) of every rank in a thread of its own; results by rank, or the first error of its own."""
-
-    def __init__(self, world: int):
-        self.world, self.slots, self.barrier = world, [None] * world, threading.Barrier(world)
-        self.groups = [VirtualGroup(self, rank) for rank in range(world)]
-
-    def run(self, fn: Callable[[VirtualGroup], object]) -> list:
-        results, errors = [None] * self.world, [None] * self.world
-
-        def entry(rank: int) -> None:
-            try:
-                results[rank] = fn(self.groups[rank])
-            except BaseException as error:
-                errors[rank] = error
-                self.barrier.abort()
-
-        threads = [threading.Thread(target=entry, args=(rank,)) for rank in range(self.world)]
-        with mock.patch.object(dist, "all_reduce", _all_reduce), mock.patch.object(torch_compat, "all_gather", _all_gather):
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        self.errors = errors
-        own = [e for e in errors if e is not None and not isinstance(e, threading.BrokenBarrierError)]
-        if own or any(errors):
-            self.barrier.reset()
-            raise own[0] if own else next(e for e in errors if e is not None)
-        return results

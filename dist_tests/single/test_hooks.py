@@ -565,7 +565,7 @@ def test_a_trainers_buffers_and_its_own_gather():
         sync.cast_([piece(master, shards, group.rank())])
         for want, f in zip(sync.buffers(), flat):
             own = f[16 + group.rank() * want.segment :][: want.segment]
-            f[16 : 16 + want.nbytes] = torch.cat(group.exchange("mine", own))
+            f[16 : 16 + want.nbytes] = torch.cat(group.exchange(own))
         sync.gathered()
         sync.finish()
         for want, f in zip(sync.buffers(), flat):

@@ -129,7 +129,7 @@ class VirtualGroup(OrderedGroup):
 
     def __init__(self, world: VirtualRanks, members: tuple[int, ...], rank: int, name: str):
         dist.ProcessGroup.__init__(self, members.index(rank), len(members))
-        self.world, self.key, self.calls = world, (name, members), 0
+        self.world, self.key, self._exchanges = world, (name, members), 0
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -137,8 +137,8 @@ class VirtualGroup(OrderedGroup):
 
     def exchange(self, sent: Tensor) -> list[Tensor]:
         """As of `OrderedGroup`; sizes may differ."""
-        self.calls += 1
-        key, ranks = (*self.key, self.calls), self.size()
+        self._exchanges += 1
+        key, ranks = (*self.key, self._exchanges), self.size()
         slots = self.world.sent.setdefault(key, {})
         slots[self.rank()] = sent.clone()
         self.world.turn.notify_all()
