@@ -12,6 +12,9 @@ What travels is flat uint8, one buffer a channel: what serves the rowwise storag
 give the same bytes: "codes", and "highprec", which gathers rounded masters and quantizes whole weights on every rank. So do
 two kinds of statistics: "dense" reduces every amax and derives every scale on each rank; "halo" reduces the amaxes of blocks
 that a cut divides, and gathers scales.
+
+A weight that tensor parallelism cuts is a part of one. Blocks are its own, scales of a whole tensor those of all parts
+(`tensor_group`), as under fully_shard: then parts put together are the codes of the whole weight.
 """
 
 from __future__ import annotations
@@ -114,10 +117,14 @@ class WeightSync:
     Every rank of the group makes the same calls in the same order; their number and order follow from the plan alone.
     """
 
-    def __init__(self, weights: list[PublishedWeight], group: dist.ProcessGroup | None, device: torch.device, dense: bool):
+    def __init__(
+        self, weights: list[PublishedWeight], group: dist.ProcessGroup | None, device: torch.device, dense: bool,
+        tensor_group: dist.ProcessGroup | None,
+    ):
         self.group, self.rank, self.world = group, 0 if group is None else group.rank(), 1 if group is None else group.size()
         self.generation, self.applied = 0, torch.zeros((), dtype=torch.int64, device=device)
         self._device, self._weights, self._dense, self._ready = device, weights, dense, dict.fromkeys(Direction, 0)
+        self._tensor_group = tensor_group
         by_serves: dict[frozenset[Direction], list] = {}
         for weight in weights:
             for (direction, part), (serves, plane) in weight.planes.items():
@@ -257,9 +264,7 @@ class WeightSync:
         if self._plan is None:
             self._cast_rows(masters, skip)
         else:
-            if self._plan.shares:
-                counters.add("amax all-reduce", "sync")
-            self._plan.cast_(masters, self.group, skip)
+            self._plan.cast_(masters, self.group, self._tensor_group, skip)
         self.generation, self._initial = self.generation + 1, None
 
     def _cast_rows(self, masters: Sequence[Tensor], skip: Tensor | None) -> None:
@@ -274,13 +279,17 @@ class WeightSync:
         factors = [[w.factor(e.direction) for e in f.encodings] for w, f in zip(owners, fragments)]
         if self.world > 1 and any(self._dense or f.cuts.shares_statistics(e) for f in fragments for e in f.encodings):
             counters.add("amax all-reduce", "sync")
+        if any(w.spans_parts(e) for w, f in zip(owners, fragments) for e in f.encodings):
+            counters.add("amax all-reduce", "sync")
         pieces: dict[tuple[str, Direction | None, str], Tensor] = {}
-        made = cast_master_weights(fragments, self.group, factors, self._dense)
+        made = cast_master_weights(fragments, self.group, factors, self._dense, self._tensor_group)
         for weight, fragment, casts in zip(owners, fragments, made):
             for encoding, cast in zip(fragment.encodings, casts):
                 direction = encoding.direction
                 if (history := weight.history(direction)) is not None:
                     history.record(cast.amax if skip is None else torch.where(skip, 0.0, cast.amax))
+                if (whole := weight.amaxes.get(direction)) is not None:
+                    write(whole, (cast.amax if cast.tensor_amax is None else cast.tensor_amax).view_as(whole))
                 if weight.gathers_values:
                     continue
                 side = weight.sides[direction]
@@ -414,6 +423,8 @@ class WeightSync:
             used, segment = sum(plane.nbytes for plane in channel.segments.planes), channel.segments.size
             lines.append(f"{channel.served}: {len(channel.keys)} planes, {used} bytes in {self.world} segments of {segment}")
         reduced = len({d for w in self._weights for d in w.sides}) and ("every amax" if self._dense else "amaxes of cut blocks")
+        if any(weight.spans_parts(e) for weight in self._weights for e in weight.quantizer.encodings.values()):
+            reduced = f"{reduced or 'nothing'}; of whole tensors, over {self._tensor_group.size()} parts"
         cast = "by kernels" if self.why_no_kernels is None else f"of covering rows, because {self.why_no_kernels}"
         return "\n".join([*lines, f"reduced at each cast: {reduced or 'nothing'}", f"cast {cast}"])
 
@@ -435,7 +446,7 @@ class Work(NamedTuple):
 
 def plan_weight_sync(
     items: Sequence[SyncItem], group: dist.ProcessGroup | None, transport: str = "auto", stats: str = "dense",
-    compute_dtype: torch.dtype | None = torch.bfloat16,
+    compute_dtype: torch.dtype | None = torch.bfloat16, tensor_group: dist.ProcessGroup | None = None,
 ) -> WeightSync:
     """Plan how these weights are cast, gathered and finished; from then on they are what the sync publishes.
 
@@ -443,30 +454,42 @@ def plan_weight_sync(
     transport:      "codes", "highprec" (rounded masters), or "auto": for each weight what sends fewer bytes.
     stats:          "dense" or "halo"; see the module's note.
     compute_dtype:  that the weights' recipe has: what quantizers see of the master.
+    tensor_group:   of ranks whose weights of these names are the other parts of them, or copies: each cast reduces amaxes of
+                    whole tensors over it too. None: every weight is whole.
 
-    Every rank must call it: one all-reduce compares the plans. Raises ValueError on every rank, and changes no weight, if
+    Every rank must call it: one all-reduce a group compares the plans. Raises ValueError on every rank, and changes no weight, if
     any of them cannot plan: ownership that does not cover a weight once, encodings that mix elements across a cut (a
-    rotation), stochastic rounding, a weight that is no quantized parameter, or that another sync or optimizer has.
+    rotation), stochastic rounding, a weight that is no quantized parameter, or that another sync or optimizer has, or a part
+    whose scales span others, without their group.
     """
-    error, weights = None, []
+    error, weights, dense = None, [], stats == "dense"
+    part = (0, 1) if tensor_group is None else (tensor_group.rank(), tensor_group.size())
     device = next((part.device for item in items for part in item if isinstance(part, Tensor)), torch_compat.device_of(group))
     try:
         planned = [SyncItem(*item) for item in items]
-        _check(planned, group, device, transport, stats, compute_dtype)
-        weights = [PublishedWeight(item, transport, stats == "dense") for item in planned]
+        _check(planned, group, device, transport, stats, compute_dtype, part)
+        weights = [PublishedWeight(item, transport, dense, part if item.is_part else (0, 1)) for item in planned]
     except (ValueError, TypeError) as caught:
         error = caught
-    facts = [(w.name, w.shards.cuts, w.shape, w.quantizer, w.gathers_values) for w in weights]
-    _agree(group, device, error, canonical_text((facts, transport, stats, compute_dtype, CastPlan.why_not(weights, device))))
-    return WeightSync(weights, group, device, stats == "dense")
+    why_no_kernels = CastPlan.why_not(weights, device)
+    of_parts = [(w.name, w.quantizer, w.part[1]) for w in weights], compute_dtype, why_no_kernels is None
+    own = [(w.shards.cuts, w.shape, w.gathers_values) for w in weights]
+    error = _disagreement(group, device, error, canonical_text((of_parts, own, transport, stats, why_no_kernels)))
+    error = _disagreement(tensor_group, device, error, canonical_text(of_parts))
+    if error is not None:
+        raise error
+    return WeightSync(weights, group, device, dense, tensor_group)
 
 
-def _check(items: list[SyncItem], group, device, transport: str, stats: str, compute_dtype: torch.dtype | None) -> None:
+def _check(
+    items: list[SyncItem], group, device, transport: str, stats: str, compute_dtype: torch.dtype | None,
+    part: tuple[int, int],
+) -> None:
     """Raise ValueError for what cannot be planned, naming the weight."""
     if transport not in TRANSPORTS or stats not in STATISTICS:
         raise ValueError(f"transport is one of {TRANSPORTS} and stats one of {STATISTICS}, got {transport!r} and {stats!r}")
     world, seen = 1 if group is None else group.size(), set()
-    for name, weight, shards in items:
+    for name, weight, shards, is_part in items:
         if weight is not local_of(weight):
             raise ValueError(
                 f"{name} is a DTensor {weight.placements}, so fully_shard or tensor parallelism owns and gathers its pieces; "
@@ -490,6 +513,12 @@ def _check(items: list[SyncItem], group, device, transport: str, stats: str, com
             raise ValueError(
                 f"{name}: the shards are of {shards.numel} elements on {shards.ranks} ranks; wanted {weight.numel()} on {world}"
             )
+        if state.spans_parts and (not is_part or state.part != part):
+            formats = ", ".join(f"{d.value} {e.fmt}" for d, e in quantizer.encodings.items() if e.fmt.spans_tensor)
+            raise ValueError(
+                f"{name} is one of {state.part[1]} parts of a weight, whose scales of a whole tensor ({formats}) they share; pass "
+                "tensor_group=, the group of its layer"
+            )
         for d, encoding in quantizer.encodings.items():
             if encoding.fmt.rotated or quantizer.is_stochastic:
                 what = "rotated, which mixes elements of two owners" if encoding.fmt.rotated else "rounded stochastically"
@@ -500,8 +529,8 @@ def _check(items: list[SyncItem], group, device, transport: str, stats: str, com
             )
 
 
-def _agree(group, device: torch.device, error: Exception | None, facts: str) -> None:
-    """Raise on every rank if one of them cannot plan, or plans something else."""
+def _disagreement(group, device: torch.device, error: Exception | None, facts: str) -> Exception | None:
+    """What every rank of the group raises, if one of them cannot plan, or plans something else; None if they agree."""
     if group is not None and group.size() > 1:
         digest = zlib.crc32(facts.encode())
         told = torch.tensor([digest, -digest, int(error is not None)], dtype=torch.int64, device=device)
@@ -513,5 +542,4 @@ def _agree(group, device: torch.device, error: Exception | None, facts: str) -> 
             error = ValueError(
                 "ranks of the group plan other weights, cuts, formats, transports or kernels; give all the same items and build"
             )
-    if error is not None:
-        raise error
+    return error

@@ -142,14 +142,15 @@ class Fragment:
 
 
 def share_statistics(
-    fragments: Sequence[Fragment], group: dist.ProcessGroup | None, whole: bool = False
+    fragments: Sequence[Fragment], group: dist.ProcessGroup | None, whole: bool = False, parts: dist.ProcessGroup | None = None
 ) -> list[list[Statistics | None]]:
-    """Statistics of every (fragment, encoding) as if each tensor were whole; at most one MAX all-reduce.
+    """Statistics of every (fragment, encoding) as if each tensor were whole; at most one MAX all-reduce a group.
 
     fragments:  the same tensors, encodings and cuts in the same order on every rank of `group`.
     group:      of all ranks that hold rows of a tensor, or copies of them; of all of its parts, if it has some. Or one for the
                 rows of a part, and another one, with what the first gave as `found`, for the parts of them.
     whole:      every block's amax on every rank, not only those of the blocks that a rank overlaps; of tensors of one part.
+    parts:      of the ranks that hold the other parts of tensors, where `group` is of those that hold rows of one.
     returns:    for each fragment, for each encoding, the amaxes of the blocks that its rows overlap; None where no
                 statistic crosses a cut, so that each rank finds what it needs in its own rows.
 
@@ -187,7 +188,7 @@ def share_statistics(
                 places.append((f, e, slice(None), 0, False))
                 results[f][e] = Statistics(slots[-1], tensor_amax)
                 continue
-            first, own = fragment.block_rows(encoding).start, fragment.has_own_blocks(encoding)
+            first, own = fragment.block_rows(encoding).start, parts is None and fragment.has_own_blocks(encoding)
             for block_row in fragment.shared_block_rows(encoding):
                 local = block_row - first
                 mine = 0 <= local < amax.shape[0]
@@ -208,6 +209,12 @@ def share_statistics(
             results[f][e] = Statistics(reduced.view(1, -1), tensor_amax)
         elif local is not None:
             amax[local] = reduced
+    if parts is not None:
+        cut = [(f, one) for f, one in enumerate(fragments) if one.part[1] > 1]
+        spanning = [(f, e, encoding) for f, one in cut for e, encoding in enumerate(one.encodings) if encoding.fmt.spans_tensor]
+        shared = share_amaxes([(encoding, results[f][e]) for f, e, encoding in spanning], parts)
+        for (f, e, _), one in zip(spanning, shared):
+            results[f][e] = one
     return results
 
 
@@ -217,10 +224,12 @@ def share_amaxes(found: Sequence[tuple[Encoding, Statistics]], group: dist.Proce
     found:  of what this rank holds of each tensor: the tensor's amax of two-level formats, else all amaxes, are shared.
     """
     own = [s.tensor_amax if e.fmt.tensor_scale else s.amax for e, s in found]
-    return [
-        Statistics(s.amax, one) if e.fmt.tensor_scale else Statistics(one, s.tensor_amax)
-        for (e, s), one in zip(found, reduce_amaxes(own, group))
-    ]
+    return [with_amax(e, s, one) for (e, s), one in zip(found, reduce_amaxes(own, group))]
+
+
+def with_amax(encoding: Encoding, statistics: Statistics, amax: Tensor) -> Statistics:
+    """Statistics whose part that spans a tensor is `amax`."""
+    return Statistics(statistics.amax, amax) if encoding.fmt.tensor_scale else Statistics(amax, statistics.tensor_amax)
 
 
 # Delayed scaling #

@@ -193,10 +193,11 @@ class DDP(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, recipe: fq.Recipe):
+    def __init__(self, recipe: fq.Recipe, tp_group=None):
         super().__init__()
         torch.manual_seed(0)
-        shared = {"config": Config(), "init_method": normal, "recipe": recipe, "bias": True}
+        config = Config(tensor_model_parallel_size=1 if tp_group is None else tp_group.size())
+        shared = {"config": config, "init_method": normal, "recipe": recipe, "bias": True, "tp_group": tp_group}
         self.norm = nn.RMSNorm(H, dtype=BF16)
         self.up = ColumnParallelLinear(H, FFN, name="up", **shared)
         self.down = RowParallelLinear(FFN, H, name="down", input_is_parallel=True, skip_bias_add=False, **shared)
@@ -226,17 +227,20 @@ def stepped(ddp: DDP, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
         group.param_gather_dispatched = False
 
 
-def gathered(rank: int, world: int, recipe: fq.Recipe, transport: str) -> None:
-    group, x = dist.group.WORLD, laws.values(S, B, H, seed=1, dtype=BF16)
+def gathered(rank: int, world: int, recipe: fq.Recipe, transport: str, in_parts: bool = False) -> None:
+    """in_parts:  the ranks hold parts of every weight, and each is a data-parallel group of its own."""
+    group, tp_group, x = dist.group.WORLD, None, laws.values(S, B, H, seed=1, dtype=BF16)
+    if in_parts:
+        group, tp_group = [dist.new_group([r]) for r in range(world)][rank], group
     # The second run gathers values, and is the reference.
     runs = []
     for codes in (True, False):
-        ddp = DDP(Net(recipe), group, bucket_size=6000)
+        ddp = DDP(Net(recipe, tp_group), group, bucket_size=6000)
         for bucket_group in ddp.bucket_groups:
             for bucket in bucket_group.buckets:
                 for param in bucket.params_list:  # our own rule and this one, of Megatron's buckets
                     name = next(n for n, p in ddp.module.named_parameters() if p is param)
-                    assert shard_map(bucket, param, world) == ddp.layout.shards(name)
+                    assert shard_map(bucket, param, group.size()) == ddp.layout.shards(name)
         masters = [p.main_param for p in ddp.module.parameters() if p.main_param is not None]
         optimizer = torch.optim.AdamW(masters, lr=1e-2)
         chained = SimpleNamespace(chained_optimizers=[SimpleNamespace(config=SimpleNamespace())])
@@ -298,6 +302,7 @@ def refused(rank: int, world: int) -> None:
 def parameter_gathers(rank: int, world: int) -> None:
     gathered(rank, world, fq.recipes.hybrid("nvfp4", "mxfp8"), "codes")
     gathered(rank, world, fq.recipes.fp8_current(), "highprec")
+    gathered(rank, world, fq.recipes.hybrid("nvfp4", "fp8_current"), "codes", in_parts=True)
     refused(rank, world)
 
 

@@ -128,6 +128,23 @@ def test_a_grid_trains_as_one_rank():
             assert abs(got.mean() - want.mean()) < (1e-6 if step == 0 else 1e-4), f"loss {step}: {got.mean()}, want {want.mean()}"
 
 
+@pytest.mark.parametrize("recipe", [fq.recipes.fp8_current(), fq.recipes.nvfp4()], ids=["fp8_current", "nvfp4"])
+def test_a_grid_has_the_codes_of_one_rank(recipe: fq.Recipe):
+    """Otherwise the scale of a whole weight is another for each part that tensor parallelism makes of it."""
+    trainers = on_virtual_ranks(
+        Sizes(data=2, tensor=2), lambda ranks: train(ranks, Config(recipe, layers=1), 1, policy="odd", micro_batches=1)
+    )
+    masters = whole_states(trainers)
+    for trainer in trainers:
+        shard, tensor = trainer.optimizer.shards["sharded"], trainer.ranks.tensor
+        for name in shard.quantized:
+            weight, dim = shard.params[name], trainer.stage.cut_dim(name)
+            want, _ = weight.state.quantizer.storages(masters[f"{name} master"].to(torch.bfloat16))
+            for d in Direction:
+                whole = want[d].dequantize().chunk(tensor.size(), dim)
+                assert_same_bytes(weight.storage_for(d).dequantize(), whole[tensor.rank()], f"{name} {d.value}")
+
+
 GRIDS = [Sizes(pipeline=2, data=2, tensor=1, experts=2), Sizes(pipeline=1, data=1, tensor=2, experts=1), Sizes(data=3)]
 
 

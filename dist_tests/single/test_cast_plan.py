@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dist_tests import pieces
 from dist_tests.laws import EVERYTHING, PAIRS, QUANTIZERS, assert_same_bytes, values
-from dist_tests.single.test_hooks import DELAYED, POLICIES, WAYS, piece, quantized, random_cuts
+from dist_tests.single.test_hooks import DELAYED, PARTS, POLICIES, WAYS, cast_parts, piece, quantized, random_cuts
 from dist_tests.virtual import VirtualRanks
 from fsdp_quant.formats import ROWWISE
 from fsdp_quant.hooks import SyncItem, plan_weight_sync
@@ -83,6 +83,18 @@ def test_skipped_steps_and_histories_are_those_of_covering_rows(transport: str, 
     masters = {n: values(50, 34, seed=i, kind="outliers", dtype=torch.float32) for i, n in enumerate(hybrids)}
     shards = dict.fromkeys(hybrids, ShardMap((0, 1, 835, 835, 1700)))
     assert_plans_cast_as_rows_do(masters, hybrids, shards, transport, stats, f"{transport} {stats}", steps=6, device=device)
+
+
+@pytest.mark.parametrize(("transport", "stats"), WAYS)
+def test_parts_have_the_scales_that_covering_rows_give_them(transport: str, stats: str):
+    """Otherwise the table of amaxes that parts of a weight share is another on their ranks, or a kernel misses it."""
+    for pair, dim in PARTS:
+        want = cast_parts(pair, dim, transport, stats)
+        with pieces.kernels():
+            got = cast_parts(pair, dim, transport, stats)
+        for rank, decoded in enumerate(got):
+            for mine, theirs in zip(decoded, want[rank]):
+                assert_same_bytes(mine, theirs, f"{pair} cut along {dim}, {transport}, {stats}, rank {rank}")
 
 
 def test_values_that_are_not_finite_and_options_of_formats_pass_the_tables(device: str = "cpu"):

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 import fsdp_quant as fq
 from dist_tests.laws import PAIRS, QUANTIZERS, as_bytes, assert_same_bytes, assert_same_storage, sample, values
 from dist_tests.virtual import VirtualRanks
+from examples.mini_megatron.ranks import Ranks, Sizes, on_virtual_ranks
 from fsdp_quant.context import STEP
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, SCALE_BYTES, Direction
 from fsdp_quant.gemm import StaleWeightError
@@ -159,6 +160,58 @@ def test_rounding_is_the_recipes(transport: str, stats: str):
     assert_same_bytes(weight.rowwise.data, master)
     want, _ = mixed.storages(master.to(torch.bfloat16))
     assert_same_bytes(weight.columnwise.data, want[COLUMNWISE].data)
+
+
+PARTS = [(("fp8_tensor", "nvfp4"), 0), (("nvfp4_16x16", "nvfp4_16x16"), 1), ((DELAYED, DELAYED), 1), (("mxfp8", DELAYED), 0)]
+
+
+def cast_parts(pair, dim: int, transport: str, stats: str, shared: bool = True) -> list[list[Tensor]]:
+    """Decoded codes, rowwise and columnwise, of the parts of a weight cut along `dim`, by rank of a grid of 2 x 2."""
+    master = values(64, 96, kind="outliers", dtype=torch.float32)
+
+    def on_rank(ranks: Ranks) -> list[Tensor]:
+        part = master.chunk(2, dim)[ranks.tensor.rank()].contiguous()
+        shards = ShardMap((0, 1333 - 10 * ranks.tensor.rank(), part.numel()))
+        weight = quantized("w", part, HybridQuantizer(*pair))
+        sync = plan_weight_sync([("w", weight, shards)], ranks.data, transport, stats, tensor_group=ranks.tensor if shared else None)
+        mine = piece(part, shards, ranks.data.rank())
+        for change in (1.0, -2.0):
+            sync.cast_([mine * change])
+        sync.cast_([mine * 9.0], skip=torch.tensor(1.0))
+        sync.gather()
+        sync.finish()
+        return [weight.storage_for(d).dequantize() for d in Direction]
+
+    return on_virtual_ranks(Sizes(data=2, tensor=2), on_rank)
+
+
+def whole_of_parts(pair, dim: int) -> list[Tensor]:
+    seen, hybrid = (values(64, 96, kind="outliers", dtype=torch.float32) * -2.0).to(torch.bfloat16), HybridQuantizer(*pair)
+    history = AmaxHistory(DELAYED.scaling, 448.0)
+    history.record(seen.float().abs().amax() / 2)
+    history.roll()
+    factors = {d: history.enc for d in hybrid.delayed_directions}
+    want, _ = hybrid.storages(seen, factors=factors)
+    return [want[d].dequantize() for d in Direction]
+
+
+@pytest.mark.parametrize(("transport", "stats"), WAYS)
+def test_parts_have_the_scales_of_the_whole(transport: str, stats: str):
+    """Otherwise a weight that tensor parallelism cuts has other codes under a trainer's sync than under fully_shard, and a grid
+    trains another model than one rank."""
+    for pair, dim in PARTS:
+        want = [whole.chunk(2, dim) for whole in whole_of_parts(pair, dim)]
+        for rank, got in enumerate(cast_parts(pair, dim, transport, stats)):
+            for d, direction in enumerate(Direction):
+                what = f"{pair} cut along {dim}, {transport}, {stats}, rank {rank} {direction.value}"
+                assert_same_bytes(got[d], want[d][rank % 2], what)
+
+
+def test_parts_alone_have_other_scales():
+    """Negative control of the law above."""
+    for pair, dim in PARTS:
+        want, got = whole_of_parts(pair, dim), cast_parts(pair, dim, "codes", "dense", shared=False)
+        assert any(not torch.equal(got[t][1], want[1].chunk(2, dim)[t]) for t in range(2)), pair
 
 
 def test_a_negative_control_sees_a_cut():
@@ -652,6 +705,41 @@ def test_a_bad_plan_on_one_rank_is_refused_on_every_rank():
 
         VirtualRanks(2).run(on_rank)
         assert re.search(words, told[0]), told
+
+
+def test_parts_are_planned_alike_or_by_none():
+    """Otherwise ranks of other parts wait in a cast, or a part has a scale that its layer does not mean."""
+    master = values(8, 32, dtype=torch.float32)
+    whole = ShardMap((0, 3, 256))
+
+    def on_rank(ranks: Ranks, how: str) -> str:
+        weight = quantized("w", master, HybridQuantizer("fp8_tensor", "mxfp8"))
+        weight.state.tensor_group, told = ranks.tensor, "planned"
+        items, parts, is_odd = [SyncItem("w", weight, whole)], ranks.tensor, ranks.tensor.rank() == 1
+        if how == "alone":
+            parts = None
+        elif how == "is_part" and is_odd:
+            items = [items[0]._replace(is_part=False)]
+        elif how == "one fails" and ranks.rank == 3:
+            items = [items[0]._replace(shards=ShardMap((0, 3, 255)))]
+        elif how == "other names" and is_odd:
+            items = [items[0]._replace(name="v")]
+        try:
+            sync = plan_weight_sync(items, ranks.data, tensor_group=parts)
+            assert "of whole tensors, over 2 parts" in sync.describe()
+        except ValueError as error:
+            told = str(error)
+        assert (weight.state.publisher is None) == (told != "planned")
+        return told
+
+    alone = "w is one of 2 parts of a weight.*rowwise fp8_tensor.*pass tensor_group=, the group of its layer"
+    another = "another rank of the group could not plan"
+    for how, words in (
+        ("well", ["planned"] * 4), ("alone", [alone] * 4), ("is_part", [another, alone] * 2),
+        ("one fails", [another] * 3 + ["shards are of 255"]), ("other names", ["ranks of the group plan other weights"] * 4),
+    ):
+        for got, want in zip(on_virtual_ranks(Sizes(data=2, tensor=2), lambda ranks, how=how: on_rank(ranks, how)), words):
+            assert re.search(want, got), (how, got)
 
 
 def test_a_weight_is_under_a_sync_or_under_fully_shard():

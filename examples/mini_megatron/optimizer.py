@@ -5,7 +5,8 @@ Parameters differ in which ranks hold copies of them, and those ranks share thei
     sharded      linear layers that tensor parallelism cuts: the `data` group
     experts      the `expert_data` group
     replicated   embeddings, norms, routers, the head, of which each tensor rank has gradients of its tokens: the `stage` group
-Each has buffers, Adam and weight sync of its own (`Shard`); a step (`ChainedAdam`) casts all before any is gathered.
+Each has buffers, Adam and weight sync of its own (`Shard`); a step (`ChainedAdam`) casts all before any is gathered. Scales of a
+whole weight follow from all parts that `tensor` ranks have of it, so that its codes are those of one rank.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ GROWTH_INTERVAL = 100  # steps without an overflow after which the loss scale do
 class Shard:
     """Parameters that one group shares: gradients in a flat buffer, masters in pieces, and how weights follow from them.
 
-    params:  name in the whole model -> parameter, in the same order on every rank of `group`.
+    params:        name in the whole model -> parameter, in the same order on every rank of `group`.
+    tensor_group:  of the ranks whose parameters of these names are parts of one; None: they are whole.
     """
 
     def __init__(
-        self, params: dict[str, nn.Parameter], group: dist.ProcessGroup, compute_dtype: torch.dtype | None, *, lr: float = 1e-2,
-        bucket_size: int = 1 << 14, policy: str = "even", pad_to_2_16: bool = False, transport: str = "auto",
-        stats: str = "dense",
+        self, params: dict[str, nn.Parameter], group: dist.ProcessGroup, compute_dtype: torch.dtype | None,
+        tensor_group: dist.ProcessGroup | None = None, *, lr: float = 1e-2, bucket_size: int = 1 << 14, policy: str = "even",
+        pad_to_2_16: bool = False, transport: str = "auto", stats: str = "dense",
     ):
         self.params, self.group, self.policy = params, group, policy
         self.layout = FlatLayout({n: p.numel() for n, p in params.items()}, group.size(), bucket_size, policy, pad_to_2_16)
@@ -45,7 +47,7 @@ class Shard:
         self.quantized = [name for name, p in params.items() if describe(p).is_quantized]
         self.plain = [name for name in params if name not in self.quantized]
         self.sync = plan_weight_sync(
-            [(n, params[n], self.shards[n]) for n in self.quantized], group, transport, stats, compute_dtype
+            [(n, params[n], self.shards[n]) for n in self.quantized], group, transport, stats, compute_dtype, tensor_group
         )
         masters = dict(zip(self.quantized, self.sync.init_masters()))
         masters |= {n: self._own(n, params[n].detach().reshape(-1).float()).clone() for n in self.plain}
@@ -113,11 +115,15 @@ class ChainedAdam:
     """
 
     def __init__(
-        self, params: dict[str, dict[str, nn.Parameter]], ranks: Ranks, *, clip: float = 1.0, overlap: bool = False, **options
+        self, params: dict[str, dict[str, nn.Parameter]], ranks: Ranks, compute_dtype: torch.dtype | None, *, clip: float = 1.0,
+        overlap: bool = False, **options,
     ):
-        groups = {"sharded": ranks.data, "experts": ranks.expert_data, "replicated": ranks.stage}
+        groups = {"sharded": (ranks.data, ranks.tensor), "experts": (ranks.expert_data, None), "replicated": (ranks.stage, None)}
         self.ranks, self.clip, self.overlap = ranks, clip, overlap
-        self.shards = {kind: Shard(of, groups[kind], **options) for kind, of in params.items() if of}
+        made = {kind: (of, *groups[kind]) for kind, of in params.items() if of}
+        self.shards = {
+            kind: Shard(of, group, compute_dtype, parts, **options) for kind, (of, group, parts) in made.items()
+        }
         self.loss_scale, self.good_steps = 2.0**10, 0
 
     @property

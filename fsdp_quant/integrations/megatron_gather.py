@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..context import STEP
 from ..gemm import StaleWeightError
-from ..hooks import WeightSync, plan_weight_sync
+from ..hooks import SyncItem, WeightSync, plan_weight_sync
 from ..parallel.published_weight import BOTH, Channel
 from ..parallel.shard_map import Plane, Segments, ShardMap
 from ..tensor import torch_compat
@@ -100,14 +100,16 @@ class GroupCodes:
         self._rank = group.rank()
         plain = [(bucket, param) for bucket, param, stand_in in params if stand_in is None]
         self._values = _Values(plain, group) if plain else None
-        self._weights, items = [], []
+        self._weights, items, parts = [], [], None
         for bucket, param, stand_in in params:
             if stand_in is not None:
                 shards = shard_map(bucket, param, group.size())
                 published = _published(param, stand_in)
-                items.append((published.state.name, published, shards))
+                own = stand_in.state.tensor_group
+                parts = own or parts  # one of a bucket group; Megatron's experts, if they are cut, have scales of their own
+                items.append(SyncItem(published.state.name, published, shards, own is not None))
                 self._weights.append((published.state.name, param, shards, stand_in, published))
-        self.sync: WeightSync = plan_weight_sync(items, group, **options)
+        self.sync: WeightSync = plan_weight_sync(items, group, tensor_group=parts, **options)
         self._begun, self._whole_at = False, STEP.weight_events
 
     def stand_in(self) -> None:
@@ -174,6 +176,7 @@ def _published(param: nn.Parameter, stand_in: StandIn) -> QuantizedWeight:
     if param.dtype is not torch.bfloat16:
         raise ValueError(f"{state.name} is {param.dtype}; gather_codes was tested with parameters in bf16 that have fp32 masters")
     made = QuantizedWeightState(state.name, state.quantizer, state.shape, state.compute_dtype)
+    made.tensor_group = state.tensor_group
     return made.wrapped(param.detach())
 
 

@@ -3,7 +3,8 @@
 [Note: three launches]
     first    tiles of 128 x 128 on the grid of each whole tensor: amaxes that ranks share, or that span more than a tile, are
              collected; rows of blocks that no cut divides, and whose amax lies in a tile, are encoded at once
-    all-reduce of the collected amaxes that ranks share: they lie in one buffer, in the same order on every rank
+    all-reduce of the collected amaxes that ranks share: they lie in one buffer, in the same order on every rank; first those of
+             whole tensors, which are reduced over other parts of the weights too, if there are some
     second   what is left is encoded from them
     scales   of collected amaxes; and whatever travels as values
 
@@ -29,6 +30,7 @@ from .published_weight import PublishedWeight
 
 TILE, CHUNK = native.TILE, 2048  # CHUNK: scales, or values, a block of threads
 COLLECT, ENCODE = 1, 2  # a tile's work; of the columnwise side, shifted by two
+PARTS, RANKS, OWN = range(3)  # who shares an amax: ranks of all parts of a weight, of this part, none
 FP32 = 4
 
 
@@ -66,21 +68,23 @@ class _Side:
         self.own = (0, 0) if fmt.dims(direction)[0] is None and cut else (lo * self.height, min(max(hi, lo) * self.height, rows))
         self.early = self.own if self.in_one_launch else (0, 0)
 
-    def collect(self, reserve: Callable[[int, bool], int]) -> None:
-        """Lay out the amaxes that are collected; reserve(elements, shared) gives room, alike on all ranks where it is shared."""
-        sharded, across = self.cuts.is_sharded, self.across
-        self.tensor_amax = reserve(1, sharded) if self.encoding.fmt.tensor_scale else None
+    def collect(self, reserve: Callable[[int, int], int]) -> None:
+        """Lay out the amaxes that are collected; reserve(elements, among) gives room, alike on all ranks that share it."""
+        fmt, across, blocks = self.encoding.fmt, self.across, RANKS if self.cuts.is_sharded else OWN
+        whole = PARTS if self.weight.spans_parts(self.encoding) else blocks
+        self.tensor_amax = reserve(1, whole) if fmt.tensor_scale else None
+        blocks = blocks if fmt.tensor_scale else whole
         if self.all_shared:
-            self.amaxes = reserve(self.block_rows * across, True)
+            self.amaxes = reserve(self.block_rows * across, blocks)
             self.cut = {r: self.amaxes + r * across for r in self.cut_rows}
             return
-        shared = {r: reserve(across, True) for r in self.cuts.cut_block_rows(self.encoding)}
+        shared = {r: reserve(across, blocks) for r in self.cuts.cut_block_rows(self.encoding)}
         self.amaxes, self.cut = None, {r: shared[r] for r in self.cut_rows}
         if self.spans and self.block_rows == 1 and shared:
             self.amaxes, self.cut = shared[0], {}
         elif self.spans and self.start < self.end:
             first, end = self.rows[0] // self.height, ceil_div(self.rows[1], self.height)
-            self.amaxes = reserve((end - first) * across, False) - first * across
+            self.amaxes = reserve((end - first) * across, PARTS if blocks == PARTS else OWN) - first * across
 
     def work(self, second: bool) -> list[int]:
         """What a launch does of this side in each tile row, from the first one of the piece on."""
@@ -205,18 +209,18 @@ class CastPlan:
                 group.masters.append(index)
                 group.sides.append(tuple(made))
                 self._sides += [s for s in made if s is not None]
-        used = {True: 0, False: 0}
+        used = [0, 0, 0]
 
-        def reserve(elements: int, shared: bool) -> int:
-            used[shared] += elements
-            return used[shared] - elements
+        def reserve(elements: int, among: int) -> int:
+            used[among] += elements
+            return used[among] - elements
 
-        for _ in range(2):  # the second time it is known what is shared, and the rest lies behind it
-            used = {True: 0, False: used[True]}
+        for start in (0, 1):  # the second time it is known how much others share, and the rest lies behind it
+            used = [0, start * used[PARTS], start * (used[PARTS] + used[RANKS])]
             for side in self._sides:
                 side.collect(reserve)
-        self._shared = used[True]
-        self._arena = torch.zeros(used[False], device=device)
+        self._of_parts, self._shared, size = used
+        self._arena = torch.zeros(size, device=device)
         self._delayed = [s.weight for s in self._sides if s.weight.quantizer.delayed_directions]
         for group in self._groups.values():
             group.lay_tiles(device)
@@ -317,9 +321,10 @@ class CastPlan:
             runs.add(self._at(at), base + first * SCALE_BYTES[fmt.scale], count, self._at(side.tensor_amax), **delayed)
         if delayed and not made:  # another rank publishes the scale; every rank has the history
             runs.add(self._at(side.amaxes), 0, 1, **delayed)
-        if side.tensor_amax is not None and not weight.gathers_values:
-            out = weight.sides[direction].tensor_amax.data_ptr()
-            self._runs.setdefault(None, _Runs()).add(self._at(side.tensor_amax), out, 1)
+        kept = weight.amaxes.get(direction) if weight.gathers_values else weight.sides[direction].tensor_amax
+        if kept is not None:
+            source = side.amaxes if side.tensor_amax is None else side.tensor_amax
+            self._runs.setdefault(None, _Runs()).add(self._at(source), kept.data_ptr(), 1)
 
     def _point_at(self, masters: Sequence[Tensor]) -> None:
         """Put the masters into the tables, and the tables on the device."""
@@ -351,22 +356,22 @@ class CastPlan:
 
     # A cast #
 
-    @property
-    def shares(self) -> bool:
-        """A cast makes an all-reduce."""
-        return self._shared > 0
-
-    def cast_(self, masters: Sequence[Tensor], group: dist.ProcessGroup | None, skip: Tensor | None) -> None:
+    def cast_(
+        self, masters: Sequence[Tensor], group: dist.ProcessGroup | None, parts: dist.ProcessGroup | None, skip: Tensor | None
+    ) -> None:
         """Write this rank's segments, and what every rank keeps of the scales.
 
         masters:  flat, contiguous, of the lengths of the plan; fp32 or bf16.
+        parts:    of ranks that hold other parts of the weights, or None.
         skip:     bool [1] on the device; where true, nothing is written.
         """
         self._update(masters)
         self._arena.zero_()
         for second in (False, True):
-            if second and self._shared and group is not None and group.size() > 1:
-                dist.all_reduce(self._arena[: self._shared].view(torch.int32), op=dist.ReduceOp.MAX, group=group)
+            for of, shared in ((group, self._shared), (parts, self._of_parts)) if second else ():
+                if shared and of is not None and of.size() > 1:
+                    counters.add("amax all-reduce", "sync")
+                    dist.all_reduce(self._arena[:shared].view(torch.int32), op=dist.ReduceOp.MAX, group=of)
             for of, _, table in self._tables:
                 if len(of.tiles[second]):
                     native.cast_pieces(table, of.tiles[second], *of.encodings, second, skip)

@@ -39,17 +39,18 @@ class Cast(NamedTuple):
 
 def cast_master_weights(
     fragments: Sequence[Fragment], group: dist.ProcessGroup | None, factors: Sequence[Sequence[Tensor | None]] | None = None,
-    whole_scales: bool = False,
+    whole_scales: bool = False, parts: dist.ProcessGroup | None = None,
 ) -> list[list[Cast]]:
-    """Codes of every (fragment, encoding), from statistics shared by at most one MAX all-reduce.
+    """Codes of every (fragment, encoding), from statistics shared by at most one MAX all-reduce a group.
 
     fragments:     the same weights, encodings and cuts in the same order on every rank of `group`; empty pieces too.
     factors:       fp32 [1] of a history for each of them (delayed scaling), or None.
     whole_scales:  the scales of every block on every rank, not only of the blocks that a rank touches.
+    parts:         of ranks that hold other parts of these weights (`scaling.share_statistics`), or None.
 
-    Every rank of the group must call it. Equal encodings are made in one launch.
+    Every rank of the groups must call it. Equal encodings are made in one launch.
     """
-    shared = share_statistics(fragments, group, whole_scales)
+    shared = share_statistics(fragments, group, whole_scales, parts)
     factors = factors or [[None] * len(f.encodings) for f in fragments]
     made: list[list[Cast]] = [[None] * len(f.encodings) for f in fragments]
     alike: dict[tuple, list[tuple[int, int]]] = {}

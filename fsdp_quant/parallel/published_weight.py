@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..formats import COLUMNWISE, ROWWISE, SCALE_BYTES, SCALE_DTYPE, Direction, Encoding
 from ..ops import dispatch, runs
-from ..scaling import AmaxHistory, Cuts, Fragment
+from ..scaling import AmaxHistory, Cuts, Fragment, with_amax
 from ..tensor import torch_compat
 from .shard_map import Plane, Segments, ShardMap, scale_count
 
@@ -21,11 +21,15 @@ AMAX_BYTES = 8
 
 
 class SyncItem(NamedTuple):
-    """One weight: a parameter of `fq.quantized_model_init`, [N, K], and who owns which of its elements."""
+    """One weight: a parameter of `fq.quantized_model_init`, [N, K], and who owns which of its elements.
+
+    is_part:  of a weight that the ranks of the sync's `tensor_group` hold, if it has one.
+    """
 
     name: str
     param: Tensor
     shards: ShardMap
+    is_part: bool = True
 
 
 def bits_of(encoding: Encoding, dtype: torch.dtype) -> int:
@@ -50,12 +54,16 @@ class Side:
 
 
 class PublishedWeight:
-    """One weight of a sync: its planes, and how they become storages."""
+    """One weight of a sync: its planes, and how they become storages.
 
-    def __init__(self, item: SyncItem, transport: str, dense: bool):
+    part:     (which, of how many) parts of a weight that tensor parallelism cuts this is.
+    amaxes:   of the whole tensor, where values of a part are gathered and scales span all of them.
+    """
+
+    def __init__(self, item: SyncItem, transport: str, dense: bool, part: tuple[int, int]):
         self.name, self.shards, self.weight = item.name, item.shards, item.param
         self.state, self.shape, self.device = self.weight.state, tuple(self.weight.shape), self.weight.device
-        self.quantizer, self.dense = self.state.quantizer, dense
+        self.quantizer, self.dense, self.part = self.state.quantizer, dense, part
         self.cuts = Cuts(item.shards.cuts, self.shape[1])
         self.seen = {d: self.state.encoded_dtype(e, self.weight.dtype) for d, e in self.quantizer.encodings.items()}
         dtypes = {dtype or torch.float32 for dtype in self.seen.values()}
@@ -65,6 +73,8 @@ class PublishedWeight:
             values = Plane(f"{self.name}.values", 8 * self.wire_dtype.itemsize, self.shards)
             self.planes = {(None, "values"): (BOTH, values)}
         self.sides = {d: Side(e, self.shape, self.device, dense) for d, e in self.encoded.items()}
+        others = [(d, e.fmt) for d, e in self.quantizer.encodings.items() if self.gathers_values and self.spans_parts(e)]
+        self.amaxes = {d: torch.zeros((1,) if fmt.tensor_scale else (1, 1), device=self.device) for d, fmt in others}
 
     @property
     def gathers_values(self) -> bool:
@@ -74,6 +84,10 @@ class PublishedWeight:
     def encoded(self) -> dict[Direction, Encoding]:
         """What a cast encodes: nothing where values are gathered."""
         return {} if self.gathers_values else self.quantizer.encodings
+
+    def spans_parts(self, encoding: Encoding) -> bool:
+        """Some scale is of all parts together."""
+        return self.part[1] > 1 and encoding.fmt.spans_tensor
 
     def serves(self, direction: Direction) -> frozenset[Direction]:
         """The directions whose storages come from what is encoded of this one."""
@@ -105,10 +119,11 @@ class PublishedWeight:
     def fragments(self, values: Tensor, rank: int) -> list[Fragment]:
         """What a cast reads, one for each dtype that encoders see."""
         wanted = self.encoded
-        if self.gathers_values:  # then histories alone ask for amaxes
-            wanted = {d: self.quantizer.encodings[d] for d in self.quantizer.delayed_directions}
+        if self.gathers_values:  # then histories, and other parts, ask for amaxes
+            asking = *self.quantizer.delayed_directions, *self.amaxes
+            wanted = {d: e for d, e in self.quantizer.encodings.items() if d in asking}
         return [
-            Fragment(values, tuple(e for d, e in wanted.items() if self.seen[d] == dtype), self.cuts, rank, dtype)
+            Fragment(values, tuple(e for d, e in wanted.items() if self.seen[d] == dtype), self.cuts, rank, dtype, part=self.part)
             for dtype in dict.fromkeys(self.seen[d] for d in wanted)
         ]
 
@@ -131,10 +146,12 @@ class PublishedWeight:
         for source in dict.fromkeys(d if d in encodings else ROWWISE for d in directions):
             room, fmt = self.weight.make_room(source).buffers(), encodings[source].fmt
             if self.gathers_values:
-                values = pieces[None, "values"].joined().view(self.wire_dtype).view(self.shape)
-                (whole,) = dispatch.encode(
-                    values, [encodings[source]], None, encs=[self.factor(source)], dtype=self.seen[source]
-                )
+                values, encoding, seen = pieces[None, "values"].joined(), encodings[source], self.seen[source]
+                values, stats = values.view(self.wire_dtype).view(self.shape), None
+                if source in self.amaxes:
+                    (own,) = dispatch.statistics(values, (encoding,), 0, seen)
+                    stats = [with_amax(encoding, own, self.amaxes[source])]
+                (whole,) = dispatch.encode(values, [encoding], stats, encs=[self.factor(source)], dtype=seen)
                 made += [(into, getattr(whole, name)) for name, into in room.items()]
                 continue
             side, codes = self.sides[source], pieces[source, "codes"]
