@@ -27,6 +27,7 @@ import sys
 from pathlib import Path
 
 import setuptools
+from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
@@ -213,8 +214,17 @@ def native_extensions() -> dict:
     }
 
 
+class SourceDistribution(sdist):
+    """Holds all of csrc/, headers too, whatever can be compiled where it is made."""
+
+    def make_distribution(self):
+        sources = {str(path.relative_to(ROOT)) for path in CSRC.rglob("*.[ch]*")}  # .cpp, .cu, .cuh, .h
+        self.filelist.extend(sorted(sources - set(self.filelist.files)))
+        super().make_distribution()
+
+
 def arguments() -> dict:
-    """The arguments of setup(), under FSDP_QUANT_NATIVE."""
+    """The arguments of setup() that build, under FSDP_QUANT_NATIVE."""
     wish = os.environ.get("FSDP_QUANT_NATIVE") or "auto"
     if wish not in ("0", "1", "auto"):
         fail(f"FSDP_QUANT_NATIVE must be 0, 1 or unset, got {wish!r}")
@@ -235,4 +245,5 @@ if int(setuptools.__version__.split(".")[0]) < SETUPTOOLS:
         f"setuptools is {setuptools.__version__}, wanted {SETUPTOOLS} or newer; "
         f"pip install 'setuptools>={SETUPTOOLS}' and try again"
     )
-setuptools.setup(**arguments())
+built = arguments()
+setuptools.setup(**built | {"cmdclass": {"sdist": SourceDistribution} | built.get("cmdclass", {})})

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -228,3 +230,23 @@ def test_setup_drops_architectures_that_nvcc_does_not_know(checkout: Path):
     assert "knows none of 10.0a 12.0" in done.stderr
     done = setup(checkout, CUDA_HOME=home, FSDP_QUANT_CUDA_ARCHS="9.0a;sm_100a")
     assert done.returncode != 0 and "holds 'sm_100a', wanted architectures like 9.0a;10.0a" in done.stderr
+
+
+def test_a_source_distribution_compiles(tmp_path: Path):
+    """Otherwise what is installed from it has no operators, or fails at the first header that is missing."""
+    pytest.importorskip("setuptools", minversion="77")
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    (tmp_path / "fsdp_quant").mkdir()
+    (tmp_path / "fsdp_quant" / "__init__.py").touch()
+    done = run("setup.py", "-q", "sdist", "--formats=tar", cwd=tmp_path, FSDP_QUANT_NATIVE="0")
+    assert done.returncode == 0, done.stderr
+    (made,) = (tmp_path / "dist").iterdir()
+    with tarfile.open(made) as archive:
+        names = [member.name.partition("/")[2] for member in archive if member.isfile()]
+    assert len(names) == len(set(names)) and {"setup.py", "pyproject.toml", "fsdp_quant/__init__.py"} <= set(names)
+    sources = [path for path in (ROOT / "csrc").rglob("*") if path.is_file()]
+    included = {f"csrc/{name}" for path in sources for name in re.findall(r'#include "(.+?)"', path.read_text())}
+    compiled = {str(path.relative_to(ROOT)) for path in sources if path.suffix in (".cpp", ".cu")}
+    assert included and included | compiled <= set(names), (included | compiled) - set(names)
