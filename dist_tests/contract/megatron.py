@@ -161,7 +161,7 @@ def model_of(spec, cfg: TransformerConfig) -> GPTModel:
     torch.manual_seed(3)
     return GPTModel(
         config=cfg, transformer_layer_spec=spec, vocab_size=128, max_sequence_length=S, position_embedding_type="rope",
-        parallel_output=False, pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        parallel_output=True, pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )
 
 
@@ -266,11 +266,12 @@ class RangeOf:
 
 
 class Trained:
-    """A model in Megatron's DDP, its values written by Megatron's optimizer code, over two data-parallel ranks."""
+    """A model in Megatron's DDP, its values written by Megatron's optimizer code, over two data-parallel ranks, or tensor
+    parallel ones."""
 
     def __init__(self, recipe: fq.Recipe, codes: bool):
         self.group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        cfg = config()
+        cfg = config(tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size())
         self.ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True,
             bucket_size=20000,
@@ -310,9 +311,9 @@ class Trained:
         return float(loss)
 
 
-def check_gather() -> None:
+def check_gather(ranks: str) -> None:
     """Training with codes gathered is training with values gathered, bit for bit, under Megatron's DDP and its hooks."""
-    for recipe in (HYBRID, fq.recipes.hybrid("nvfp4", "mxfp8")):
+    for recipe in (HYBRID, fq.recipes.hybrid("nvfp4", "mxfp8" if ranks == "data" else "fp8_current")):
         by_values, by_codes = Trained(recipe, False), Trained(recipe, True)
         changed = [type(g).__mro__[1] is gather.GathersCodes for g in by_codes.ddp.bucket_groups]
         losses = [[run.step(seed) for seed in range(4)] for run in (by_values, by_codes)]
@@ -358,11 +359,12 @@ def on(rank: int, store: str) -> None:
         run(check_layout)
     for sequence_parallel in (False, True):
         run(check_layers, sequence_parallel)
+    run(check_gather, "tensor")
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel()
     run(check_model, None)
     run(check_model, 4)
-    run(check_gather)
+    run(check_gather, "data")
     if failed:
         os._exit(1)
     dist.barrier()
