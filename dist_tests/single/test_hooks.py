@@ -767,6 +767,28 @@ def test_a_weight_is_under_a_sync_or_under_fully_shard():
         dist.destroy_process_group()
 
 
+def test_recipes_that_change_published_weights_are_refused():
+    """Otherwise the next product finds formats that nobody has cast, or a recipe is half changed."""
+    recipes, x = fq.recipes, values(4, 32)
+    with fq.quantized_model_init(recipes.mxfp8()):
+        model = torch.nn.Sequential(*(
+            fq.Linear(32, 32, bias=False, dtype=torch.bfloat16, recipe=recipes.mxfp8(), name=name) for name in ("free", "synced")
+        ))
+    sync = plan_weight_sync([("w", model[1].weight, ShardMap((0, 1024)))], None)
+    sync.refresh(sync.init_masters())
+    before = fq.state_dict(model)["fingerprint"], model(x)
+    high_precision_later = recipes.schedule(recipes.mxfp8(), (5, None, recipes.identity()))
+    for other in (recipes.hybrid("mxfp8", "nvfp4"), recipes.mxfp8(compute_dtype=None), high_precision_later):
+        with pytest.raises(ValueError, match="synced.weight is published by a weight sync that was planned for .*mxfp8"):
+            fq.set_recipe(model, other)
+        assert fq.state_dict(model)["fingerprint"] == before[0]
+        assert_same_bytes(model(x), before[1], f"{other}")
+    products = recipes.mxfp8(accuracy="exact")
+    fq.set_recipe(model, products)
+    assert model[1].recipe == products
+    assert_same_bytes(model(x), before[1])
+
+
 def test_bad_calls_change_nothing():
     """Otherwise a master of the wrong length moves every byte behind it, or a bound buffer overwrites its neighbour."""
     master = values(8, 32, dtype=torch.float32)

@@ -115,7 +115,7 @@ class GroupCodes:
     def stand_in(self) -> None:
         """From now on products read what the sync writes."""
         for *_, stand_in, published in self._weights:
-            stand_in.published = published
+            stand_in.published, stand_in.state.publisher = published, self.sync
 
     def _masters(self) -> list[Tensor]:
         """fp32 of the elements that this rank owns of each weight, as Megatron's optimizer keeps them."""

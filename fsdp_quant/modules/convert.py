@@ -72,7 +72,7 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule) -> None:
     A schedule that the model followed ends.
 
     Raises ValueError, before anything is changed, for a recipe that cannot be planned, a model without converted
-    modules, or a weight that is gathered now.
+    modules, a weight that is gathered now, or one of other formats that a weight sync publishes.
     """
     units = converted_units(model)
     if not units:
@@ -87,6 +87,7 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule) -> None:
                 f"{module._name}.weight is gathered now, so its formats cannot change; call set_recipe between steps, or "
                 "reshard() on its FSDP module first"
             )
+    _check_published(recipe, units)
     for module, its in modules:
         apply_recipe(module, its)
         state = module._weight_state
@@ -98,6 +99,21 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule) -> None:
                 owner.set_quantizer(None)
             managed[id(state)].reset_gather_buffers()
     follow(model, recipe)
+
+
+def _check_published(recipe: Recipe | PerLayer | Schedule, units: dict[str, Sequence[Linear]]) -> None:
+    """Raise ValueError for a recipe that changes what a weight sync was planned for, now or in a later step."""
+    for phase in recipe.phases:
+        for its, of in zip(phase.for_layers(list(units)), units.values()):
+            for module in of:
+                state = module._weight_state
+                wanted = build_plan(its, module._name, arch_of(module.weight.device)).weight, its.compute_dtype
+                if state.publisher is not None and wanted != (planned := (state.quantizer, state.compute_dtype)):
+                    raise ValueError(
+                        f"{module._name}.weight is published by a weight sync that was planned for {planned[0]} of {planned[1]}, "
+                        f"and {its} makes it {wanted[0]} of {wanted[1]}; change activations and gradients only, or plan the sync "
+                        "of a model that has the new recipe, and refresh it with the masters"
+                    )
 
 
 def _planned(recipe, units: dict[str, list[tuple[str, torch.device]]]) -> dict[str, Recipe]:
