@@ -343,6 +343,43 @@ def refusals(rank: int, world: int) -> None:
     laws.assert_same_bytes(silent(x, counts), spread(Experts(fq.recipes.fp8_current()), mesh)(x, counts), "in high precision")
 
 
+def shared_amaxes(rank: int, world: int) -> None:
+    """Of a dense layer all ranks have one history, of an expert the rank that holds it; nothing tells them apart but names."""
+    mesh, recipe = init_device_mesh(DEVICE, (world,), mesh_dim_names=("ep",)), fq.recipes.fp8_delayed()
+    x, counts = tokens_of(rank, COUNTS[0](rank)).float(), COUNTS[0](rank)
+
+    def trained(shares: bool) -> dict[str, torch.Tensor]:
+        net = Net(recipe)
+        spread(net.experts, mesh)
+        net.own = fq.Linear(8, 16, recipe=recipe, name=f"own.{rank}")  # by its own name that of this rank
+        if shares:
+            fq.share_amaxes(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.0, foreach=False)
+        net.own(net(x, counts)).square().sum().backward()
+        optimizer.step()
+        if shares:
+            net.late = fq.Linear(8, 16, recipe=recipe, name="late")
+            with pytest.raises(ValueError, match=r"^late: converted after fq.share_amaxes\(model\); call it again"):
+                optimizer.step()
+            fq.share_amaxes(net)
+        optimizer.step()
+        return {k: h["amaxes"][2:3] for k, h in fq.state_dict(net)["histories"].items() if "weight" not in k and "late" not in k}
+
+    own, shared = trained(False), trained(True)
+    assert any("experts.gate.7" in key for key in own) == (rank == world - 1)
+    for key, amaxes in shared.items():
+        want = own[key].clone()
+        if key.startswith("up."):
+            dist.all_reduce(want, op=dist.ReduceOp.MAX)
+            assert not torch.equal(want, own[key]) or rank == world - 1
+        laws.assert_same_bytes(amaxes, want, key)
+
+
+def test_shared_amaxes_are_paired_by_name():
+    """Otherwise an expert is scaled as another one is, which some other rank holds in its place."""
+    run_ranks(2, shared_amaxes)
+
+
 def test_wrong_input_is_refused_on_every_rank():
     """Otherwise one rank raises and the others wait for it, or something else runs than was asked."""
     run_ranks(2, refusals)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ..checkpoint import fingerprints
 from ..context import STEP
+from ..formats import Direction
 from ..scaling import AmaxHistory, reduce_amaxes
 from ..tensor import torch_compat
 from ..tensor.master_weight import WeightState
@@ -35,7 +36,9 @@ def _histories(module: Linear) -> dict[str, AmaxHistory]:
     return found
 
 
-_SHARED: MutableMapping[nn.Module, dist.ProcessGroup | None] = weakref.WeakKeyDictionary()
+# Group, and names of the layers of all its ranks (None: to be agreed, when there is one).
+_SHARED: MutableMapping[nn.Module, tuple[dist.ProcessGroup | None, list | None]] = weakref.WeakKeyDictionary()
+_SIDES = [f"{slot}.{direction.value}" for slot in ("input", "grad_output") for direction in Direction]
 
 
 def share_amaxes(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -43,29 +46,52 @@ def share_amaxes(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
 
     group:  of ranks that step the same optimizers (default: all).
 
-    From now on each optimizer step takes the maximum over the ranks, in one collective for all layers whose weights it steps,
-    and all frozen ones. Every rank must call it, on models of the same layers and recipes; amaxes of weights are shared
-    by `fully_shard` without it. A copy of the model shares nothing.
+    From now on each optimizer step takes the maximum over the ranks, in one collective for all layers of `model`. Layers are
+    paired by name: ranks may hold other experts. Every rank must call it; amaxes of weights are shared by `fully_shard`
+    without it. A copy of the model shares nothing.
 
-    Raises ValueError for a model without converted modules.
+    Raises ValueError for a model without converted modules; at a step, for layers that were converted since.
     """
     if not converted_modules(model):
         raise ValueError("share_amaxes found no fq.Linear; call fq.convert(model, recipe) first")
-    _SHARED[model] = group
+    _SHARED[model] = group, None
+    if dist.is_available() and dist.is_initialized():
+        _agree(model)
+
+
+def _by_name(model: nn.Module) -> dict[tuple[str, str], Linear]:
+    """The layers by their name in the model, and by their own, which tells experts of ranks that count them from 0 apart."""
+    return {(name, module._name): module for name, module in converted_modules(model).items()}
+
+
+def _agree(model: nn.Module) -> None:
+    group = _SHARED[model][0] or dist.group.WORLD
+    of_ranks: list = [None] * group.size()
+    dist.all_gather_object(of_ranks, list(_by_name(model)), group=group)
+    _SHARED[model] = group, list(dict.fromkeys(name for names in of_ranks for name in names))
 
 
 @torch.no_grad()
 def _share(stepped: set[WeightState]) -> None:
     of_stepped = {id(state.histories) for state in stepped}
-    for model, group in list(_SHARED.items()) if dist.is_available() and dist.is_initialized() else ():
-        modules, found = converted_modules(model).values(), {}
-        its = [module for module in modules if id(module._weight_state.histories) in of_stepped]
-        for module in its + [module for module in modules if its and not module.weight.requires_grad]:
-            found |= {id(h): (h, module.weight.device) for h in _histories(module).values() if not h.stays}
+    for model in list(_SHARED) if dist.is_available() and dist.is_initialized() else ():
+        modules, found = _by_name(model), {}
+        if not any(id(module._weight_state.histories) in of_stepped for module in modules.values()):
+            continue
+        if _SHARED[model][1] is None:
+            _agree(model)
+        group, names = _SHARED[model]
+        if new := [name for name, _ in modules.keys() - set(names)]:
+            raise ValueError(f"{', '.join(sorted(new))}: converted after fq.share_amaxes(model); call it again, on every rank")
+        for name, module in modules.items():
+            found |= {(name, side): h for side, h in _histories(module).items() if not h.stays}
         # Histories lie where their layers ran; those of layers that did not run yet must not stay behind.
-        ran_on = [h.amaxes.device for h, _ in found.values() if h.amaxes.device.type != "cpu"]
-        current = [h.to(ran_on[0] if ran_on else device).amaxes[:1] for h, device in found.values()]
-        torch_compat.copy_all(list(zip(current, reduce_amaxes(current, group or dist.group.WORLD))))
+        ran_on = [h.amaxes.device for h in found.values() if h.amaxes.device.type != "cpu"]
+        device = ran_on[0] if ran_on else next(iter(modules.values())).weight.device
+        current, none = {key: h.to(device).amaxes[:1] for key, h in found.items()}, torch.zeros(1, device=device)
+        slots = [(name, side) for name in names for side in _SIDES]
+        shared = reduce_amaxes([current.get(slot, none) for slot in slots], group)
+        torch_compat.copy_all([(current[slot], amax) for slot, amax in zip(slots, shared) if slot in current])
 
 
 STEP.before_roll.append(_share)
