@@ -119,18 +119,13 @@ def main() -> None:
     say(f"{dist.get_world_size()} x {torch.cuda.get_device_name()}, torch {torch.__version__}; {args.experts} experts "
         f"{args.dim} -> {args.hidden}, {args.tokens} tokens a rank, medians of {args.steps} steps")
     say(f"{'arm':24} {'ms':>8} {'x bf16':>7} {'forward':>8} {'x bf16':>7}  MiB sent")
-    rows: list[dict] = []
-    for arm in args.arms:
-        row, error = ranks.attempt({"arm": arm}, lambda: measure(arm, args, device), device)
-        rows.append(row)
-        if error is not None:
-            say(f"{arm:24} failed: {error[:300]}")
-            continue
-        base = next((r for r in rows if r["arm"] == BASE and "ms" in r), {})
-        ratios = [base.get(key, float("nan")) / row[key] for key in ("ms", "forward_ms")]
+
+    def line(row: dict, over) -> str:
         moved = ", ".join(f"{kind} {size / 2**20:.1f}" for kind, size in sorted(row["sent"].items()))
-        say(f"{arm:24} {row['ms']:8.2f} {ratios[0]:7.3f} {row['forward_ms']:8.2f} {ratios[1]:7.3f}  {moved}")
-    ranks.finish(rows, args.json)
+        times = f"{row['ms']:8.2f} {over('ms'):7.3f} {row['forward_ms']:8.2f} {over('forward_ms'):7.3f}"
+        return f"{row['arm']:24} {times}  {moved}"
+
+    ranks.finish(ranks.table(args.arms, BASE, lambda arm: measure(arm, args, device), line, device, say), args.json)
 
 
 if __name__ == "__main__":

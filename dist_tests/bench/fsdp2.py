@@ -200,22 +200,17 @@ def table(tokens: int, args, device: torch.device, say) -> list[dict]:
     say(f"\n{tokens} tokens a GPU")
     say(f"{'arm':32} {'ms':>8} {'x bf16':>7} {'floor':>6} {'aim':>5} {'tokens/s':>9} {'gathered GiB':>12} {'peak GiB':>9} "
         f"{'x bf16':>7} {'host ms':>8}")
-    rows: list[dict] = []
-    for arm in args.arms:
-        row, error = ranks.attempt({"arm": arm, "tokens": tokens}, lambda: measure(arm, tokens, args, device), device)
-        rows.append(row)
-        if error is not None:
-            say(f"{arm:32} failed: {error[:200]}")
-            continue
-        base = next((r for r in rows if r["arm"] == BASE and "ms" in r), None)
-        speed = memory = float("nan")
-        if base is not None:
-            speed, memory = base["ms"] / row["ms"], row["peak_bytes"] / base["peak_bytes"]
+
+    def line(row: dict, over) -> str:
+        arm, speed, memory = row["arm"], over("ms"), 1 / over("peak_bytes")
         row |= {"ratio": speed, "peak_ratio": memory}
         floor, aim = (of.get(tokens) if arm == "fp8_current" else None for of in (FLOORS, AIMS))
-        say(f"{arm:32} {row['ms']:8.1f} {speed:7.3f} {floor or '-':>6} {aim or '-':>5} {row['tokens_per_s']:9.0f} "
-            f"{row['gathered_bytes'] / GIB:12.2f} {row['peak_bytes'] / GIB:9.2f} {memory:7.3f} {row['host_ms']:8.1f}")
-    return rows
+        return (
+            f"{arm:32} {row['ms']:8.1f} {speed:7.3f} {floor or '-':>6} {aim or '-':>5} {row['tokens_per_s']:9.0f} "
+            f"{row['gathered_bytes'] / GIB:12.2f} {row['peak_bytes'] / GIB:9.2f} {memory:7.3f} {row['host_ms']:8.1f}"
+        )
+
+    return ranks.table(args.arms, BASE, lambda arm: measure(arm, tokens, args, device), line, device, say, tokens=tokens)
 
 
 def parser() -> argparse.ArgumentParser:

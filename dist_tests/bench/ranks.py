@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -37,8 +38,30 @@ def captured(step: Callable[[], object], aside: torch.cuda.Stream) -> Callable[[
     return graph.replay
 
 
-def attempt(row: dict, measure: Callable[[], dict], device: torch.device) -> tuple[dict, str | None]:
-    """(what was measured, why some rank failed or None); `row` and the error where this one did. Every rank calls it."""
+def table(
+    arms: Sequence[str], base: str, measure: Callable[[str], dict], line: Callable[[dict, Callable[[str], float]], str],
+    device: torch.device, say: Callable[[str], None], **facts,
+) -> list[dict]:
+    """A row an arm, said as it is known; an arm that fails on some rank does not cost the others. Every rank calls it.
+
+    measure:  arm -> what was measured, "ms" among it. facts: of rows that fail.
+    line:     (row, over) -> what is said of it; over(key) is what `base` has of a number over what the row has, NaN before
+              `base` was measured.
+    """
+    rows: list[dict] = []
+    for arm in arms:
+        row, error = _attempt({"arm": arm} | facts, lambda: measure(arm), device)
+        rows.append(row)
+        if error is not None:
+            say(f"{arm:21} failed: {error[:300]}")
+            continue
+        of_base = next((r for r in rows if r["arm"] == base and "ms" in r), {})
+        say(line(row, lambda key: of_base.get(key, math.nan) / row[key]))
+    return rows
+
+
+def _attempt(row: dict, measure: Callable[[], dict], device: torch.device) -> tuple[dict, str | None]:
+    """(what was measured, why some rank failed or None); `row` and the error where this one did."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -211,22 +211,19 @@ def main() -> None:
         f"{args.tokens} tokens, medians of {args.steps} steps")
     say(f"{'arm':21} {'ms':>8} {'x bf16':>7} {'floor':>6} {'aim':>5} {'exposed':>8} {'idle':>6} {'host ms':>8} {'peak GiB':>9} "
         f"{'first s':>8}  gathered (planned) MiB; MiB received")
-    rows: list[dict] = []
-    for arm in args.arms:
-        row, error = ranks.attempt({"arm": arm}, lambda: measure(arm, args, device), device)
-        rows.append(row)
-        if error is not None:
-            say(f"{arm:21} failed: {error[:300]}")
-            continue
-        base = next((r["ms"] for r in rows if r["arm"] == BASE and "ms" in r), float("nan"))
-        row["ratio"] = base / row["ms"]
+
+    def line(row: dict, over) -> str:
+        arm, row["ratio"] = row["arm"], over("ms")
         moved = ", ".join(f"{kind} {size / 2**20:.1f}" for kind, size in sorted(row["received"].items()))
-        say(f"{arm:21} {row['ms']:8.2f} {row['ratio']:7.3f} {FLOORS.get(arm, '-'):>6} {AIMS.get(arm, '-'):>5} "
+        longest = sorted(row["kernels"].items(), key=lambda k: -k[1][1])[: 24 * args.profile]
+        return (
+            f"{arm:21} {row['ms']:8.2f} {row['ratio']:7.3f} {FLOORS.get(arm, '-'):>6} {AIMS.get(arm, '-'):>5} "
             f"{row['exposed_ms']:8.2f} {row['idle_ms']:6.2f} {row['host_ms']:8.2f} {row['peak_bytes'] / GIB:9.2f} "
-            f"{row['first_step_s']:8.1f}  {row['gathered'] / 2**20:.2f} ({row['planned'] / 2**20:.2f}); {moved}")
-        for kernel, (count, ms) in sorted(row["kernels"].items(), key=lambda k: -k[1][1])[: 24 * args.profile]:
-            say(f"    {ms:8.3f} ms {count:4}  {kernel[:110]}")
-    ranks.finish(rows, args.json)
+            f"{row['first_step_s']:8.1f}  {row['gathered'] / 2**20:.2f} ({row['planned'] / 2**20:.2f}); {moved}"
+            + "".join(f"\n    {ms:8.3f} ms {count:4}  {kernel[:110]}" for kernel, (count, ms) in longest)
+        )
+
+    ranks.finish(ranks.table(args.arms, BASE, lambda arm: measure(arm, args, device), line, device, say), args.json)
 
 
 if __name__ == "__main__":
