@@ -39,6 +39,12 @@ def test_kernels_leave_skipped_steps_alone(transport: str, stats: str):
     test_cast_plan.test_skipped_steps_and_histories_are_those_of_covering_rows(transport, stats, "cuda")
 
 
+@pytest.mark.parametrize(("transport", "stats"), WAYS)
+def test_kernels_give_parts_the_scales_of_the_whole(transport: str, stats: str):
+    """Otherwise a weight that tensor parallelism cuts has other codes on a GPU."""
+    test_hooks.test_parts_have_the_scales_of_the_whole(transport, stats, "cuda")
+
+
 def test_kernels_take_values_that_are_not_finite():
     """Otherwise a NaN or an infinity is hidden, or an option of a format is lost."""
     test_cast_plan.test_values_that_are_not_finite_and_options_of_formats_pass_the_tables("cuda")

@@ -165,9 +165,9 @@ def test_rounding_is_the_recipes(transport: str, stats: str):
 PARTS = [(("fp8_tensor", "nvfp4"), 0), (("nvfp4_16x16", "nvfp4_16x16"), 1), ((DELAYED, DELAYED), 1), (("mxfp8", DELAYED), 0)]
 
 
-def cast_parts(pair, dim: int, transport: str, stats: str, shared: bool = True) -> list[list[Tensor]]:
+def cast_parts(pair, dim: int, transport: str, stats: str, shared: bool = True, device: str = "cpu") -> list[list[Tensor]]:
     """Decoded codes, rowwise and columnwise, of the parts of a weight cut along `dim`, by rank of a grid of 2 x 2."""
-    master = values(64, 96, kind="outliers", dtype=torch.float32)
+    master = values(64, 96, kind="outliers", dtype=torch.float32).to(device)
 
     def on_rank(ranks: Ranks) -> list[Tensor]:
         part = master.chunk(2, dim)[ranks.tensor.rank()].contiguous()
@@ -180,7 +180,7 @@ def cast_parts(pair, dim: int, transport: str, stats: str, shared: bool = True) 
         sync.cast_([mine * 9.0], skip=torch.tensor(1.0))
         sync.gather()
         sync.finish()
-        return [weight.storage_for(d).dequantize() for d in Direction]
+        return [weight.storage_for(d).dequantize().cpu() for d in Direction]
 
     return on_virtual_ranks(Sizes(data=2, tensor=2), on_rank)
 
@@ -196,12 +196,12 @@ def whole_of_parts(pair, dim: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("transport", "stats"), WAYS)
-def test_parts_have_the_scales_of_the_whole(transport: str, stats: str):
+def test_parts_have_the_scales_of_the_whole(transport: str, stats: str, device: str = "cpu"):
     """Otherwise a weight that tensor parallelism cuts has other codes under a trainer's sync than under fully_shard, and a grid
     trains another model than one rank."""
     for pair, dim in PARTS:
         want = [whole.chunk(2, dim) for whole in whole_of_parts(pair, dim)]
-        for rank, got in enumerate(cast_parts(pair, dim, transport, stats)):
+        for rank, got in enumerate(cast_parts(pair, dim, transport, stats, device=device)):
             for d, direction in enumerate(Direction):
                 what = f"{pair} cut along {dim}, {transport}, {stats}, rank {rank} {direction.value}"
                 assert_same_bytes(got[d], want[d][rank % 2], what)
