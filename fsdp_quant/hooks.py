@@ -131,6 +131,7 @@ class WeightSync:
                 by_serves.setdefault(serves, []).append(((weight.name, direction, part), plane))
         self._channels = []
         for serves, found in by_serves.items():
+            found.sort(key=lambda one: Segments.in_order(one[1]))
             segments = Segments(tuple(plane for _, plane in found), self.world)
             segments.prove()
             own = torch.zeros(segments.size, dtype=torch.uint8, device=device)
@@ -141,6 +142,8 @@ class WeightSync:
         if self.why_no_kernels is None:
             self._plan = CastPlan(weights, self.rank, dense, device, self._run_address, self._segment_addresses)
         self._initial = [weight.weight.give_to(self) for weight in weights]
+        for channel in self._channels:
+            channel.hold({weight.name: weight.weight for weight in weights})
 
     def _run_address(self, name: str, direction: Direction | None, part: str) -> int:
         channel, p = self._places[name, direction, part]
@@ -366,7 +369,8 @@ class WeightSync:
             channel.wait()
         pieces: dict[str, dict] = {weight.name: {} for weight in self._weights}
         for channel in needed:
-            for p, (name, direction, part) in enumerate(channel.keys):
+            channel.make_room()
+            for p, (name, direction, part) in enumerate(channel.keys if not channel.is_in_place else ()):
                 pieces[name][direction, part] = channel.pieces(p)
         torch_compat.copy_all([pair for weight in self._weights for pair in weight.writes(late, pieces[weight.name])])
         for weight in self._weights:
@@ -378,11 +382,15 @@ class WeightSync:
 
     def release(self, directions=tuple(Direction)) -> None:
         """Free the codes of these directions, until they are gathered and finished again; for gathers in every pass."""
-        for channel in self._of(directions):
+        channels = self._of(directions)
+        for channel in channels:
             channel.wait()
             channel.drop()
             channel.gathered = 0
         self._ready.update(dict.fromkeys(directions, 0))
+        for channel in channels:
+            if all(self._ready[d] == 0 for d in channel.serves):
+                channel.free()
         for weight in self._weights:
             weight.weight.free([d for d in Direction if all(self._ready[other] == 0 for other in weight.shares(d))])
 
@@ -421,7 +429,8 @@ class WeightSync:
         lines = []
         for channel in self._channels:
             used, segment = sum(plane.nbytes for plane in channel.segments.planes), channel.segments.size
-            lines.append(f"{channel.served}: {len(channel.keys)} planes, {used} bytes in {self.world} segments of {segment}")
+            where = "" if channel.codes is None else ", read where they are gathered"
+            lines.append(f"{channel.served}: {len(channel.keys)} planes, {used} bytes in {self.world} segments of {segment}{where}")
         reduced = len({d for w in self._weights for d in w.sides}) and ("every amax" if self._dense else "amaxes of cut blocks")
         if any(weight.spans_parts(e) for weight in self._weights for e in weight.quantizer.encodings.values()):
             reduced = f"{reduced or 'nothing'}; of whole tensors, over {self._tensor_group.size()} parts"

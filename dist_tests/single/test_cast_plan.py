@@ -13,7 +13,18 @@ from torch import Tensor
 
 from dist_tests import pieces
 from dist_tests.laws import EVERYTHING, PAIRS, QUANTIZERS, assert_same_bytes, values
-from dist_tests.single.test_hooks import DELAYED, PARTS, POLICIES, WAYS, cast_parts, piece, quantized, random_cuts
+from dist_tests.single.test_hooks import (
+    DELAYED,
+    IN_PLACE,
+    PARTS,
+    POLICIES,
+    WAYS,
+    cast_parts,
+    codes_in_place,
+    piece,
+    quantized,
+    random_cuts,
+)
 from dist_tests.virtual import VirtualRanks
 from fsdp_quant.formats import ROWWISE
 from fsdp_quant.hooks import SyncItem, plan_weight_sync
@@ -95,6 +106,13 @@ def test_parts_have_the_scales_that_covering_rows_give_them(transport: str, stat
         for rank, decoded in enumerate(got):
             for mine, theirs in zip(decoded, want[rank]):
                 assert_same_bytes(mine, theirs, f"{pair} cut along {dim}, {transport}, {stats}, rank {rank}")
+
+
+@pytest.mark.parametrize("pair", IN_PLACE, ids="-".join)
+def test_tables_point_at_codes_that_are_read_where_they_are_gathered(pair):
+    """Otherwise a kernel writes a run where another one lies."""
+    with pieces.kernels():
+        codes_in_place(pair, 4)
 
 
 def test_values_that_are_not_finite_and_options_of_formats_pass_the_tables(device: str = "cpu"):

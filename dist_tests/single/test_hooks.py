@@ -241,6 +241,72 @@ def test_runs_of_codes_put_together_are_the_tensor():
         assert_same_bytes(runs.rows_of_codes(flat, bits, rows, cols), whole)
 
 
+def codes_in_place(pair, world: int) -> None:
+    """Weights of a flat buffer that ranks share evenly, over two steps; then in the trainer's memory."""
+    rows, hybrid = (64, 32, 96), HybridQuantizer(*pair)
+    starts, share = list(itertools.accumulate((64 * r for r in rows), initial=0)), 64 * sum(rows) // world
+    masters = [values(r, 64, seed=r, dtype=torch.float32) for r in rows]
+    shards = [ShardMap(tuple(min(max(share * r - a, 0), b - a) for r in range(world + 1))) for a, b in itertools.pairwise(starts)]
+
+    def on_rank(group):
+        weights = [quantized(f"w{i}", m, hybrid) for i, m in enumerate(masters)]
+        items = [SyncItem(w.state.name, w, s) for w, s in zip(weights, shards)]
+        sync = plan_weight_sync(items[::-1], group, "codes")  # parameters of a flat buffer lie the other way round
+        own = [piece(m, s, group.rank()) for m, s in zip(masters, shards)][::-1]
+        assert sync.describe().count("read where they are gathered") == len(sync._channels) == len(hybrid.encodings)
+        held = {c.codes.untyped_storage().data_ptr() for c in sync._channels}
+        given = [torch.zeros(want.nbytes, dtype=torch.uint8) for want in sync.buffers()]
+
+        def check(factor: float, directions=tuple(Direction)) -> None:
+            for weight, master in zip(weights, masters):
+                want, _ = hybrid.storages((master * factor).to(torch.bfloat16))
+                for d in directions:
+                    assert_same_storage(weight.storage_for(d), want[d], f"{pair} {world} {weight.state.name} {d.value} {factor}")
+                    assert hybrid.is_derived and d is COLUMNWISE or weight.storage_for(d).data.untyped_storage().data_ptr() in held
+
+        for factor in (1.0, -2.0):
+            sync.cast_([m * factor for m in own])
+            sync.gather(async_op=True)
+            with pytest.raises(StaleWeightError):
+                weights[0].storage_for(ROWWISE)
+            sync.finish()
+            check(factor)
+        sync.cast_([m * 5.0 for m in own], skip=torch.tensor(1.0))
+        for d in Direction:
+            sync.gather([d])
+            sync.finish([d])
+        check(-2.0)
+        sync.release([COLUMNWISE])
+        check(-2.0, [ROWWISE])
+        sync.release([ROWWISE])
+        assert all(c.codes.untyped_storage().size() == 0 for c in sync._channels)
+        sync.gather()
+        sync.finish()
+        held = {c.codes.untyped_storage().data_ptr() for c in sync._channels}
+        check(-2.0)
+        sync.bind(given)
+        check(-2.0)
+        sync.refresh([m * 3.0 for m in own])
+        for memory in given:  # it has served
+            memory.fill_(0xA5)
+        check(3.0)
+
+    VirtualRanks(world).run(on_rank)
+
+
+IN_PLACE = [
+    ("mxfp8", "fp8_tensor"), ("mxfp8", "nvfp4"), ("nvfp4_16x16", "nvfp4_16x16"), ("identity", "fp8_row"),
+    ("fp8_row", "mxfp8", "rowwise_dequantized"),
+]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 6] if ALL else [3, 6])
+@pytest.mark.parametrize("pair", IN_PLACE, ids="-".join)
+def test_codes_are_read_where_they_were_gathered(pair, world: int):
+    """Otherwise codes of a flat buffer are copied once more, or products read memory that was freed, or is the trainer's."""
+    codes_in_place(pair, world)
+
+
 # Law 44: ownership #
 
 def test_every_element_is_published_once_by_its_owner():

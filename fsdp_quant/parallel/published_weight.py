@@ -154,10 +154,10 @@ class PublishedWeight:
                 (whole,) = dispatch.encode(values, [encoding], stats, encs=[self.factor(source)], dtype=seen)
                 made += [(into, getattr(whole, name)) for name, into in room.items()]
                 continue
-            side, codes = self.sides[source], pieces[source, "codes"]
-            if fmt.element.bits == 4 and self.shape[1] % 2:  # rows begin in the middle of bytes of the wire
+            side, codes = self.sides[source], pieces.get((source, "codes"))  # None: they are where they are read
+            if codes is not None and fmt.element.bits == 4 and self.shape[1] % 2:  # rows begin in the middle of bytes of the wire
                 made.append((room["data"], runs.rows_of_codes(codes.joined(), 4, *self.shape)))
-            else:
+            elif codes is not None:
                 made += codes.writes(room["data"])
             for name, staged in (("scale", side.scale), ("tensor_amax", side.tensor_amax)):
                 if (source, name) in pieces:
@@ -182,6 +182,8 @@ class Channel:
     own:       uint8 [segment], which `cast_` writes.
     buffer:    uint8 [ranks * segment], there from a gather until all that it serves is finished; or, for good, the trainer's.
     is_bound:  the buffer is the trainer's, and `own` is a slice of it.
+    codes:     uint8 [ranks * segment]: the planes as products read them, and where they are gathered unless it is bound; None
+               where a plane is not whole there, and is copied to memory of its own.
     """
 
     serves: frozenset[Direction]
@@ -192,6 +194,7 @@ class Channel:
     is_bound: bool = False
     gathered: int = 0
     work: object = None
+    codes: Tensor | None = None
 
     @property
     def served(self) -> str:
@@ -208,6 +211,30 @@ class Channel:
             self.work.wait()
             self.work = None
 
+    def hold(self, weights: dict[str, QuantizedWeight]) -> None:
+        """Let codes that are whole in the gathered segments be read there."""
+        places, planes = self.segments.places, self.segments.planes
+        if places is None or any(part != "codes" for *_, part in self.keys):
+            return
+        if any(weights[n].make_room(d).data.nbytes != plane.nbytes for (n, d, _), plane in zip(self.keys, planes)):
+            return  # rows of 4-bit codes that end in the middle of a byte
+        self.codes = self.own.new_zeros(self.nbytes)
+        for (name, direction, _), place in zip(self.keys, places):
+            weights[name].lie_in(self.codes, place, direction)
+
+    @property
+    def is_in_place(self) -> bool:
+        """What was gathered is where products read it."""
+        return self.codes is not None and self.buffer is self.codes
+
+    def make_room(self) -> None:
+        if self.codes is not None:
+            torch_compat.alloc_storage(self.codes)
+
+    def free(self) -> None:
+        if self.codes is not None:
+            torch_compat.free_storage(self.codes)
+
     def bind(self, buffer: Tensor, rank: int) -> None:
         self.wait()
         own = buffer[rank * self.segments.size :][: self.segments.size].copy_(self.own)
@@ -215,7 +242,10 @@ class Channel:
 
     def gather(self, group: dist.ProcessGroup | None) -> None:
         self.wait()
-        if self.buffer is None:
+        if self.buffer is None and self.codes is not None:
+            self.make_room()
+            self.buffer = self.codes
+        elif self.buffer is None:
             self.buffer = self.own if self.segments.ranks == 1 else self.own.new_empty(self.nbytes)
         if self.segments.ranks > 1:
             self.work = torch_compat.all_gather(self.buffer, self.own, group, async_op=True)

@@ -19,6 +19,7 @@ from math import prod
 from ..formats import Encoding, ceil_div, round_up
 
 ALIGNMENT = 16  # bytes: a run lies in a segment as in its plane, modulo this, so that rows are aligned whatever the cut
+PLACE = 256  # bytes: where a plane may begin that products read where it was gathered, as in memory of its own
 
 
 @dataclass(frozen=True)
@@ -113,14 +114,22 @@ class Plane:
 
 @dataclass(frozen=True)
 class Segments:
-    """Where the runs of some planes lie in the segments that ranks send: of one size, one behind the other."""
+    """Where the runs of some planes lie in the segments that ranks send: of one size, one behind the other.
+
+    Of planes of a flat buffer that ranks share evenly (`in_order`), all segments together may be the planes themselves.
+    """
 
     planes: tuple[Plane, ...]
     ranks: int
 
+    @staticmethod
+    def in_order(plane: Plane) -> list[float]:
+        """Sorts planes as a flat buffer has them, from its first rank to its last."""
+        return [-cut / plane.map.numel for cut in plane.map.cuts]
+
     @cached_property
-    def offsets(self) -> list[list[int]]:
-        """Of each rank, for each plane: the first byte of its run in the segment, and last the bytes that are used."""
+    def _packed(self) -> list[list[int]]:
+        """`offsets`, where runs lie one behind the other."""
         made = []
         for rank in range(self.ranks):
             offsets, used = [], 0
@@ -134,7 +143,42 @@ class Segments:
     @cached_property
     def size(self) -> int:
         """Bytes of a segment."""
-        return round_up(max(at[-1] for at in self.offsets), ALIGNMENT)
+        return round_up(max(at[-1] for at in self._packed), ALIGNMENT)
+
+    @cached_property
+    def places(self) -> list[int] | None:
+        """The first byte of each plane in the segments of all ranks, where none is torn apart; None.
+
+        Of one rank's planes the last one alone may go on in the next segment, whose first one it is.
+        """
+        spans = [[plane.span(rank) for rank in range(self.ranks)] for plane in self.planes]
+        if self.ranks == 1 or any((end - first) % PLACE for of in spans for first, end in of):
+            return None
+        places, used = [], 0
+        for plane, of in zip(self.planes, spans):
+            runs = [(rank * self.size, first, end) for rank, (first, end) in enumerate(of) if first < end]
+            segment, _, cut = runs[0]
+            place = max(used, segment) if len(runs) == 1 else segment + self.size - cut
+            if place < used or any(not at <= place + first <= place + end <= at + self.size for at, first, end in runs):
+                return None
+            places.append(place)
+            used = place + plane.nbytes
+        return places
+
+    @cached_property
+    def offsets(self) -> list[list[int]]:
+        """Of each rank, for each plane: the first byte of its run in the segment, and last the bytes that are used."""
+        if self.places is None:
+            return self._packed
+        made = []
+        for rank in range(self.ranks):
+            offsets, used = [], 0
+            for plane, place in zip(self.planes, self.places):
+                first, end = plane.span(rank)
+                offsets.append(place + first - rank * self.size if first < end else used)
+                used = offsets[-1] + end - first
+            made.append([*offsets, used])
+        return made
 
     def prove(self) -> None:
         """Raise ValueError unless a receiver finds every element once, where its owner put it.

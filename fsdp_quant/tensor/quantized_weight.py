@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -84,6 +85,7 @@ class _Content:
     forgotten:  `QuantizedWeightState.forgotten` when they were made.
     copied:     (version of what this is a copy of, own version when it was made).
     is_padding: made to hold another shard and rows behind it; see `_copy_`.
+    lent:       directions whose codes lie in memory of their publisher, which gives it back itself.
     """
 
     def __init__(self, state: QuantizedWeightState, values: Tensor | None = None):
@@ -93,6 +95,7 @@ class _Content:
         self.quantizer, self.forgotten = None, state.forgotten
         self.copied: tuple[object, object] = (None, None)
         self.is_padding = False
+        self.lent: set[Direction] = set()
 
     def adopt(self, other: _Content) -> None:
         """Be the same weight: the master has one owner, so no copy of it is made."""
@@ -203,18 +206,35 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         self.state.publisher = publisher
         return values
 
+    def lie_in(self, memory: Tensor, place: int, direction: Direction) -> None:
+        """The codes of one direction, and of the other one that shares them, are those that their publisher's memory holds.
+
+        memory:  uint8; place: their first byte.
+        """
+        slots, storage = self._slots, self._slots.get(direction)
+        data = storage.data  # shares no version counter: a gather of others is no write of these
+        data = data.new_empty(0).set_(memory.untyped_storage(), place // data.itemsize, data.shape, data.stride())
+        setattr(slots, direction.value, replace(storage, data=data))
+        self._content.lent.add(direction)
+        if self.state.quantizer.one_storage:
+            slots.columnwise = slots.rowwise.as_direction(COLUMNWISE)
+            self._content.lent.add(COLUMNWISE)
+
+    def _own_buffers(self, direction: Direction) -> list[Tensor]:
+        buffers = self._slots.get(direction).buffers()
+        return [b for name, b in buffers.items() if name != "data" or direction not in self._content.lent]
+
     def make_room(self, direction: Direction) -> Storage:
         """The storage of one direction, for its publisher to write; what was laid out of it is dropped."""
-        storage = self._slots.get(direction)
-        for into in storage.buffers().values():
+        for into in self._own_buffers(direction):
             torch_compat.alloc_storage(into)
         self._slots.laid_out.clear()
-        return storage
+        return self._slots.get(direction)
 
     def free(self, directions: Iterable[Direction]) -> None:
         """Give the memory of published codes back, until they are written again."""
         for direction in directions:
-            for buffer in self._slots.get(direction).buffers().values():
+            for buffer in self._own_buffers(direction):
                 torch_compat.free_storage(buffer)
         self._slots.laid_out.clear()
 
