@@ -11,7 +11,8 @@ generation raises StaleWeightError.
 What travels is flat uint8, one buffer a channel: what serves the rowwise storages, the columnwise ones, or both. Two transports
 give the same bytes: "codes", and "highprec", which gathers rounded masters and quantizes whole weights on every rank. So do
 two kinds of statistics: "dense" reduces every amax and derives every scale on each rank; "halo" reduces the amaxes of blocks
-that a cut divides, and gathers scales.
+that a cut divides, and gathers scales. Codes that are whole in the gathered segments are read there; others, and what a trainer's
+memory (`bind`) has received, are copied to memory of the weights.
 
 A weight that tensor parallelism cuts is a part of one. Blocks are its own, scales of a whole tensor those of all parts
 (`tensor_group`), as under fully_shard: then parts put together are the codes of the whole weight.
