@@ -11,8 +11,8 @@ generation raises StaleWeightError.
 What travels is flat uint8, one buffer a channel: what serves the rowwise storages, the columnwise ones, or both. Two transports
 give the same bytes: "codes", and "highprec", which gathers rounded masters and quantizes whole weights on every rank. So do
 two kinds of statistics: "dense" reduces every amax and derives every scale on each rank; "halo" reduces the amaxes of blocks
-that a cut divides, and gathers scales. Codes that are whole in the gathered segments are read there; others, and what a trainer's
-memory (`bind`) has received, are copied to memory of the weights.
+that a cut divides, and gathers scales. Codes that are whole in the gathered segments are read there; others, and what a
+trainer's memory (`bind`) has received, are copied to memory of the weights.
 
 A weight that tensor parallelism cuts is a part of one. Blocks are its own, scales of a whole tensor those of all parts
 (`tensor_group`), as under fully_shard: then parts put together are the codes of the whole weight.
@@ -430,8 +430,8 @@ class WeightSync:
         lines = []
         for channel in self._channels:
             used, segment = sum(plane.nbytes for plane in channel.segments.planes), channel.segments.size
-            where = "" if channel.codes is None else ", read where they are gathered"
-            lines.append(f"{channel.served}: {len(channel.keys)} planes, {used} bytes in {self.world} segments of {segment}{where}")
+            lines.append(f"{channel.served}: {len(channel.keys)} planes, {used} bytes in {self.world} segments of {segment}")
+            lines[-1] += "" if channel.codes is None else ", read where they are gathered"
         reduced = len({d for w in self._weights for d in w.sides}) and ("every amax" if self._dense else "amaxes of cut blocks")
         if any(weight.spans_parts(e) for weight in self._weights for e in weight.quantizer.encodings.values()):
             reduced = f"{reduced or 'nothing'}; of whole tensors, over {self._tensor_group.size()} parts"
@@ -467,10 +467,10 @@ def plan_weight_sync(
     tensor_group:   of ranks whose weights of these names are the other parts of them, or copies: each cast reduces amaxes of
                     whole tensors over it too. None: every weight is whole.
 
-    Every rank must call it: one all-reduce a group compares the plans. Raises ValueError on every rank, and changes no weight, if
-    any of them cannot plan: ownership that does not cover a weight once, encodings that mix elements across a cut (a
-    rotation), stochastic rounding, a weight that is no quantized parameter, or that another sync or optimizer has, or a part
-    whose scales span others, without their group.
+    Every rank must call it: one all-reduce a group compares the plans. Raises ValueError on every rank, and changes no
+    weight, if any of them cannot plan: ownership that does not cover a weight once, encodings that mix elements across a cut
+    (a rotation), stochastic rounding, a weight that is no quantized parameter, or that another sync or optimizer has, or a
+    layer's part of a weight whose scales span all parts, without its layer's group.
     """
     error, weights, dense = None, [], stats == "dense"
     part = (0, 1) if tensor_group is None else (tensor_group.rank(), tensor_group.size())
@@ -526,8 +526,8 @@ def _check(
         if state.spans_parts and (not is_part or state.part != part):
             formats = ", ".join(f"{d.value} {e.fmt}" for d, e in quantizer.encodings.items() if e.fmt.spans_tensor)
             raise ValueError(
-                f"{name} is one of {state.part[1]} parts of a weight, whose scales of a whole tensor ({formats}) they share; pass "
-                "tensor_group=, the group of its layer"
+                f"{name} is one of {state.part[1]} parts of a weight, whose scales of a whole tensor ({formats}) they share; "
+                "pass tensor_group=, the group of its layer"
             )
         for d, encoding in quantizer.encodings.items():
             if encoding.fmt.rotated or quantizer.is_stochastic:

@@ -45,6 +45,12 @@ def test_kernels_give_parts_the_scales_of_the_whole(transport: str, stats: str):
     test_hooks.test_parts_have_the_scales_of_the_whole(transport, stats, "cuda")
 
 
+@pytest.mark.parametrize("pair", test_hooks.IN_PLACE, ids="-".join)
+def test_codes_of_kernels_are_read_where_they_were_gathered(pair):
+    """Otherwise a product on a GPU reads memory that was freed, or a run where another one lies."""
+    test_hooks.codes_in_place(pair, 4, "cuda")
+
+
 def test_kernels_take_values_that_are_not_finite():
     """Otherwise a NaN or an infinity is hidden, or an option of a format is lost."""
     test_cast_plan.test_values_that_are_not_finite_and_options_of_formats_pass_the_tables("cuda")

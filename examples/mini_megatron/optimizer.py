@@ -36,8 +36,8 @@ class Shard:
     """
 
     def __init__(
-        self, params: dict[str, nn.Parameter], group: dist.ProcessGroup, compute_dtype: torch.dtype | None,
-        tensor_group: dist.ProcessGroup | None = None, *, lr: float = 1e-2, bucket_size: int = 1 << 14, policy: str = "even",
+        self, params: dict[str, nn.Parameter], group: dist.ProcessGroup, tensor_group: dist.ProcessGroup | None,
+        compute_dtype: torch.dtype | None, *, lr: float = 1e-2, bucket_size: int = 1 << 14, policy: str = "even",
         pad_to_2_16: bool = False, transport: str = "auto", stats: str = "dense",
     ):
         self.params, self.group, self.policy = params, group, policy
@@ -115,15 +115,11 @@ class ChainedAdam:
     """
 
     def __init__(
-        self, params: dict[str, dict[str, nn.Parameter]], ranks: Ranks, compute_dtype: torch.dtype | None, *, clip: float = 1.0,
-        overlap: bool = False, **options,
+        self, params: dict[str, dict[str, nn.Parameter]], ranks: Ranks, *, clip: float = 1.0, overlap: bool = False, **options
     ):
         groups = {"sharded": (ranks.data, ranks.tensor), "experts": (ranks.expert_data, None), "replicated": (ranks.stage, None)}
         self.ranks, self.clip, self.overlap = ranks, clip, overlap
-        made = {kind: (of, *groups[kind]) for kind, of in params.items() if of}
-        self.shards = {
-            kind: Shard(of, group, compute_dtype, parts, **options) for kind, (of, group, parts) in made.items()
-        }
+        self.shards = {kind: Shard(of, *groups[kind], **options) for kind, of in params.items() if of}
         self.loss_scale, self.good_steps = 2.0**10, 0
 
     @property

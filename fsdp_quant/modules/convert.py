@@ -110,9 +110,9 @@ def _check_published(recipe: Recipe | PerLayer | Schedule, units: dict[str, Sequ
                 wanted = build_plan(its, module._name, arch_of(module.weight.device)).weight, its.compute_dtype
                 if state.publisher is not None and wanted != (planned := (state.quantizer, state.compute_dtype)):
                     raise ValueError(
-                        f"{module._name}.weight is published by a weight sync that was planned for {planned[0]} of {planned[1]}, "
-                        f"and {its} makes it {wanted[0]} of {wanted[1]}; change activations and gradients only, or plan the sync "
-                        "of a model that has the new recipe, and refresh it with the masters"
+                        f"{module._name}.weight is published by a weight sync that was planned for {planned[0]} of "
+                        f"{planned[1]}, and {its} makes it {wanted[0]} of {wanted[1]}; change activations and gradients only, "
+                        "or plan the sync of a model that has the new recipe, and refresh it with the masters"
                     )
 
 

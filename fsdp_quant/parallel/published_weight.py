@@ -13,6 +13,7 @@ from ..formats import COLUMNWISE, ROWWISE, SCALE_BYTES, SCALE_DTYPE, Direction, 
 from ..ops import dispatch, runs
 from ..scaling import AmaxHistory, Cuts, Fragment, with_amax
 from ..tensor import torch_compat
+from ..tensor.quantized_weight import QuantizedWeight
 from .shard_map import Plane, Segments, ShardMap, scale_count
 
 BOTH = frozenset(Direction)
@@ -122,10 +123,10 @@ class PublishedWeight:
         if self.gathers_values:  # then histories, and other parts, ask for amaxes
             asking = *self.quantizer.delayed_directions, *self.amaxes
             wanted = {d: e for d, e in self.quantizer.encodings.items() if d in asking}
-        return [
-            Fragment(values, tuple(e for d, e in wanted.items() if self.seen[d] == dtype), self.cuts, rank, dtype, part=self.part)
-            for dtype in dict.fromkeys(self.seen[d] for d in wanted)
-        ]
+        by_dtype: dict[torch.dtype | None, list[Encoding]] = {}
+        for d, encoding in wanted.items():
+            by_dtype.setdefault(self.seen[d], []).append(encoding)
+        return [Fragment(values, tuple(of), self.cuts, rank, dtype, part=self.part) for dtype, of in by_dtype.items()]
 
     def history(self, direction: Direction) -> AmaxHistory | None:
         """Of a delayed side, on the weight's device."""
@@ -154,10 +155,12 @@ class PublishedWeight:
                 (whole,) = dispatch.encode(values, [encoding], stats, encs=[self.factor(source)], dtype=seen)
                 made += [(into, getattr(whole, name)) for name, into in room.items()]
                 continue
-            side, codes = self.sides[source], pieces.get((source, "codes"))  # None: they are where they are read
-            if codes is not None and fmt.element.bits == 4 and self.shape[1] % 2:  # rows begin in the middle of bytes of the wire
+            side, codes = self.sides[source], pieces.get((source, "codes"))
+            if codes is None:
+                pass  # they were gathered where they are read
+            elif fmt.element.bits == 4 and self.shape[1] % 2:  # rows begin in the middle of bytes of the wire
                 made.append((room["data"], runs.rows_of_codes(codes.joined(), 4, *self.shape)))
-            elif codes is not None:
+            else:
                 made += codes.writes(room["data"])
             for name, staged in (("scale", side.scale), ("tensor_amax", side.tensor_amax)):
                 if (source, name) in pieces:
@@ -217,7 +220,7 @@ class Channel:
         if places is None or any(part != "codes" for *_, part in self.keys):
             return
         if any(weights[n].make_room(d).data.nbytes != plane.nbytes for (n, d, _), plane in zip(self.keys, planes)):
-            return  # rows of 4-bit codes that end in the middle of a byte
+            return  # rows are padded
         self.codes = self.own.new_zeros(self.nbytes)
         for (name, direction, _), place in zip(self.keys, places):
             weights[name].lie_in(self.codes, place, direction)
