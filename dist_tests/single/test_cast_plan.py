@@ -13,18 +13,8 @@ from torch import Tensor
 
 from dist_tests import pieces
 from dist_tests.laws import EVERYTHING, PAIRS, QUANTIZERS, assert_same_bytes, values
-from dist_tests.single.test_hooks import (
-    DELAYED,
-    IN_PLACE,
-    PARTS,
-    POLICIES,
-    WAYS,
-    cast_parts,
-    codes_in_place,
-    piece,
-    quantized,
-    random_cuts,
-)
+from dist_tests.single import test_hooks
+from dist_tests.single.test_hooks import DELAYED, IN_PLACE, POLICIES, WAYS, codes_in_place, piece, quantized, random_cuts
 from dist_tests.virtual import VirtualRanks
 from fsdp_quant.formats import ROWWISE
 from fsdp_quant.hooks import SyncItem, plan_weight_sync
@@ -97,15 +87,10 @@ def test_skipped_steps_and_histories_are_those_of_covering_rows(transport: str, 
 
 
 @pytest.mark.parametrize(("transport", "stats"), WAYS)
-def test_parts_have_the_scales_that_covering_rows_give_them(transport: str, stats: str):
+def test_tables_give_parts_the_scales_of_the_whole(transport: str, stats: str):
     """Otherwise the table of amaxes that parts of a weight share is another on their ranks, or a kernel misses it."""
-    for pair, dim in PARTS:
-        want = cast_parts(pair, dim, transport, stats)
-        with pieces.kernels():
-            got = cast_parts(pair, dim, transport, stats)
-        for rank, decoded in enumerate(got):
-            for mine, theirs in zip(decoded, want[rank]):
-                assert_same_bytes(mine, theirs, f"{pair} cut along {dim}, {transport}, {stats}, rank {rank}")
+    with pieces.kernels():
+        test_hooks.test_parts_have_the_scales_of_the_whole(transport, stats)
 
 
 @pytest.mark.parametrize("pair", IN_PLACE, ids="-".join)
