@@ -103,6 +103,11 @@ __device__ __forceinline__ void red_add(float* p, float4 v) {
                : "memory");
 }
 
+// Of `threads` threads of the block, whole warps. barrier: 1 to 15; 0 is that of __syncthreads.
+__device__ __forceinline__ void sync_some(int barrier, int threads) {
+  asm volatile("barrier.sync.aligned %0, %1;" : : "r"(barrier), "r"(threads) : "memory");
+}
+
 // mbarriers: a phase completes when `count` arrivals and all announced bytes are in. sm_90.
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(barrier), "r"(count) : "memory");

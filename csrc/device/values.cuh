@@ -13,7 +13,10 @@ struct Pair;  // of 16-bit values
 template <>
 struct Pair<__nv_bfloat16> {
   using type = __nv_bfloat162;
-  __device__ static float2 widen(type v) { return __bfloat1622float2(v); }
+  __device__ static float2 widen(type v) {  // one instruction each; __bfloat1622float2 makes two of the upper one
+    const uint32_t w = *reinterpret_cast<const uint32_t*>(&v);
+    return make_float2(__uint_as_float(w << 16), __uint_as_float(w & 0xFFFF0000u));
+  }
   __device__ static type round(float lo, float hi) { return __floats2bfloat162_rn(lo, hi); }
 };
 template <>
@@ -127,12 +130,13 @@ struct Magnitudes {
 // bits: widened. All threads of the block; `smem` has a word a warp, and is not in use.
 __device__ __forceinline__ void raise_amax(float* amax, uint32_t bits, uint32_t* smem) {
   bits = __reduce_max_sync(0xFFFFFFFFu, bits);
-  if ((threadIdx.x & 31) == 0) smem[threadIdx.x >> 5] = bits;
+  const uint32_t thread = threadIdx.y * blockDim.x + threadIdx.x;
+  if ((thread & 31) == 0) smem[thread >> 5] = bits;
   __syncthreads();
-  if (threadIdx.x >= 32) return;
-  bits = __reduce_max_sync(0xFFFFFFFFu, threadIdx.x < (blockDim.x + 31) / 32 ? smem[threadIdx.x] : 0u);
+  if (thread >= 32) return;
+  bits = __reduce_max_sync(0xFFFFFFFFu, thread < (blockDim.x * blockDim.y + 31) / 32 ? smem[thread] : 0u);
   auto* word = reinterpret_cast<uint32_t*>(amax);
-  if (threadIdx.x == 0 && bits > *reinterpret_cast<volatile uint32_t*>(word)) atomicMax(word, bits);
+  if (thread == 0 && bits > *reinterpret_cast<volatile uint32_t*>(word)) atomicMax(word, bits);
 }
 
 }  // namespace fsdp_quant

@@ -2,12 +2,16 @@
 //
 //   forward    x^ = (x - mean) * rstd                     y  = round(x^ * gamma + beta)
 //   backward   a  = dy * gamma                            dx = round(rstd * (a - mean(a) - x^ * mean(a * x^)))  (+ residual)
+//                                                            = round(rstd * a - (slope * x + level))
 //              dgamma = sum over rows of dy * x^          dbeta = sum over rows of dy
 //
 // fp32 inside. A root mean square has no mean: those terms are absent. Sums over rows are deterministic: a fixed number
-// of blocks adds up its rows in registers, a second kernel adds the blocks in order.
-// Blocks stay, and take row after row: while one is computed the next is on its way to shared memory, where a thread
-// reads only what it copied itself.
+// of teams adds up its rows in registers, those of a block through shared memory, a second kernel the blocks, in order.
+// A row is computed by a team of threads that stays, and takes row after row: while one is computed the next is on its
+// way to shared memory, where a thread reads only what it copied itself. A team is a block; in the backward threadIdx.y
+// counts those of a block, so that partial sums are few.
+#include <algorithm>
+
 #include "device/values.cuh"
 #include "norm/norm.h"
 
@@ -17,10 +21,13 @@ namespace {
 
 constexpr int kVectors = 4, kBackwardVectors = 2;  // of 8 values a thread
 constexpr int kResident = 1024;                    // threads of a processor: 64 registers each
+constexpr int kMostTeams = 8;                      // of a block
+constexpr int kBlock = 512;                        // threads of it, unless one team has more
 
-// Sums over the block, in the same order in every thread. One barrier: callers alternate between two `smem`.
-template <int N>
-__device__ __forceinline__ void block_sum(float (&v)[N], float (*smem)[32]) {
+// Sums over the team, in the same order in every thread. One barrier: callers alternate between two `smem`. Alone: in its
+// block, as a kernel that names barriers has all of them, of which a processor has few.
+template <bool Alone, int N>
+__device__ __forceinline__ void team_sum(float (&v)[N], float (*smem)[32]) {
   const auto over_warp = [&] {
 #pragma unroll
     for (int lane = 16; lane > 0; lane /= 2)
@@ -32,7 +39,11 @@ __device__ __forceinline__ void block_sum(float (&v)[N], float (*smem)[32]) {
 #pragma unroll
   for (int i = 0; i < N; ++i)
     if (lane == 0) smem[i][threadIdx.x >> 5] = v[i];
-  __syncthreads();
+  if (Alone || blockDim.y == 1) {
+    __syncthreads();
+  } else {
+    ptx::sync_some(1 + threadIdx.y, blockDim.x);
+  }
 #pragma unroll
   for (int i = 0; i < N; ++i) v[i] = lane < blockDim.x >> 5 ? smem[i][lane] : 0.0f;
   over_warp();
@@ -102,7 +113,7 @@ __global__ void __launch_bounds__(512, Eight<T>::kWide ? 1 : 2) norm_kernel(cons
 #pragma unroll
       for (int i = 0; i < 8; ++i) sum[0] += Centred ? v[k][i] : v[k][i] * v[k][i];
     }
-    block_sum(sum, sums[Centred ? 0 : turn]);
+    team_sum<true>(sum, sums[Centred ? 0 : turn]);
     if constexpr (Centred) {
       mean = sum[0] / args.cols;
       sum[0] = 0.0f;
@@ -112,7 +123,7 @@ __global__ void __launch_bounds__(512, Eight<T>::kWide ? 1 : 2) norm_kernel(cons
 #pragma unroll
         for (int i = 0; i < 8; ++i) v[k][i] -= mean, sum[0] += v[k][i] * v[k][i];
       }
-      block_sum(sum, sums[1]);
+      team_sum<true>(sum, sums[1]);
       if (threadIdx.x == 0) args.mean[row] = mean;
     }
     const float rstd = rsqrtf(sum[0] / args.cols + args.eps);
@@ -136,12 +147,13 @@ __global__ void __launch_bounds__(512, Eight<T>::kWide ? 1 : 2) norm_kernel(cons
 template <class T, bool Centred>
 __global__ void __launch_bounds__(1024) norm_backward_kernel(const __grid_constant__ NormArgs args) {
   extern __shared__ uint4 ring[];
-  __shared__ float sums[2][2][32];
+  __shared__ float sums[kMostTeams][2][2][32];
   __shared__ uint32_t maxima[32];
   constexpr int kStages = BackwardAhead<T>::kStages;
   const T* const weight = static_cast<const T*>(args.weight);
   const bool adds = args.residual != nullptr;
-  const BackwardAhead<T> ahead = {ring + threadIdx.x, adds ? 3 : 2};
+  const int tensors = adds ? 3 : 2;
+  const BackwardAhead<T> ahead = {ring + threadIdx.y * blockDim.x * (BackwardAhead<T>::bytes(tensors) / 16) + threadIdx.x, tensors};
   const auto column = [&](int k) { return static_cast<int32_t>(threadIdx.x + k * blockDim.x) * 8; };
   const auto fetch = [&](int32_t row, int stage) {
     const int64_t start = static_cast<int64_t>(row) * args.cols;
@@ -152,41 +164,53 @@ __global__ void __launch_bounds__(1024) norm_backward_kernel(const __grid_consta
       if (adds) ahead.copy(stage, 2, k, args.residual, start + column(k));
     }
   };
+  const auto scale = [&](int k, float (&gamma)[8]) {
+    Eight<T>::cached(weight + column(k)).widen(gamma);
+    if (args.offset == 0.0f) return;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) gamma[i] += args.offset;
+  };
   float dgamma[kBackwardVectors][8] = {}, dbeta[kBackwardVectors][8] = {};
   Magnitudes<T> largest;
   int turn = 0;
-  fetch(blockIdx.x, 0);
-  for (int32_t row = blockIdx.x; row < args.rows; row += gridDim.x, turn ^= 1) {
-    const int64_t start = static_cast<int64_t>(row) * args.cols, following = row + static_cast<int64_t>(gridDim.x);
+  const int32_t first = blockIdx.x + threadIdx.y * gridDim.x, stride = gridDim.x * blockDim.y;
+  float next_rstd = 0.0f, next_mean = 0.0f;
+  const auto fetch_scalars = [&](int32_t row) {
+    next_rstd = __ldg(args.rstd + row);
+    if constexpr (Centred) next_mean = __ldg(args.mean + row);
+  };
+  if (first < args.rows) fetch(first, 0), fetch_scalars(first);
+  for (int32_t row = first; row < args.rows; row += stride, turn ^= 1) {
+    const int64_t start = static_cast<int64_t>(row) * args.cols, following = row + static_cast<int64_t>(stride);
     const int stage = kStages == 1 ? 0 : turn;
     ptx::copy_async_wait();
     if (kStages == 2 && following < args.rows) fetch(following, stage ^ 1);
-    const float rstd = args.rstd[row], mean = Centred ? args.mean[row] : 0.0f;
+    const float rstd = next_rstd, shift = -next_mean * rstd;
+    if (following < args.rows) fetch_scalars(static_cast<int32_t>(following));
     float sum[Centred ? 2 : 1] = {};  // of a * x^, and of a
 #pragma unroll
     for (int k = 0; k < kBackwardVectors; ++k) {
       if (column(k) >= args.cols) continue;
       float x[8], dy[8], gamma[8];
-      ahead.widen(stage, 0, k, x), ahead.widen(stage, 1, k, dy);
-      Eight<T>::cached(weight + column(k)).widen(gamma);
+      ahead.widen(stage, 0, k, x), ahead.widen(stage, 1, k, dy), scale(k, gamma);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const float normal = (x[i] - mean) * rstd, a = dy[i] * (gamma[i] + args.offset);
+        const float normal = x[i] * rstd + shift, a = dy[i] * gamma[i];
         sum[0] += a * normal;
         dgamma[k][i] += dy[i] * normal;
         if constexpr (Centred) sum[1] += a, dbeta[k][i] += dy[i];
       }
     }
-    block_sum(sum, sums[turn]);
-    const float along = sum[0] / args.cols * rstd, level = Centred ? sum[Centred] / args.cols : 0.0f;
+    team_sum<false>(sum, sums[threadIdx.y][turn]);
+    const float along = sum[0] / args.cols * rstd, slope = along * rstd;
+    const float level = Centred ? along * shift + sum[Centred] / args.cols * rstd : 0.0f;
 #pragma unroll
     for (int k = 0; k < kBackwardVectors; ++k) {
       if (column(k) >= args.cols) continue;
       float x[8], dy[8], gamma[8];
-      ahead.widen(stage, 0, k, x), ahead.widen(stage, 1, k, dy);
-      Eight<T>::cached(weight + column(k)).widen(gamma);
+      ahead.widen(stage, 0, k, x), ahead.widen(stage, 1, k, dy), scale(k, gamma);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) x[i] = rstd * (dy[i] * (gamma[i] + args.offset) - level - (x[i] - mean) * along);
+      for (int i = 0; i < 8; ++i) x[i] = dy[i] * gamma[i] * rstd - (x[i] * slope + level);
       Eight<T> made = Eight<T>::round(x);
       if (adds) {
         float other[8];
@@ -200,79 +224,99 @@ __global__ void __launch_bounds__(1024) norm_backward_kernel(const __grid_consta
     }
     if (kStages == 1 && following < args.rows) fetch(following, 0);
   }
-  float* const of_gamma = args.partial + static_cast<int64_t>(blockIdx.x) * args.cols;
-  float* const of_beta = of_gamma + static_cast<int64_t>(kNormBlocks) * args.cols;
+  __syncthreads();  // the ring is read: [gamma, beta][teams][cols] now
+  auto* const of_teams = reinterpret_cast<float4*>(ring);
+  const int32_t fours = args.cols / 4, lines = Centred && args.dbias != nullptr ? 2 : 1;
+  const auto put = [&](int line, const float (&sums)[kBackwardVectors][8]) {
 #pragma unroll
-  for (int k = 0; k < kBackwardVectors; ++k) {
-    if (column(k) >= args.cols) continue;
+    for (int k = 0; k < kBackwardVectors; ++k) {
+      if (column(k) >= args.cols) continue;
+      float4* const to = of_teams + (line * blockDim.y + threadIdx.y) * fours + column(k) / 4;
 #pragma unroll
-    for (int i = 0; i < 8; i += 4) {
-      *reinterpret_cast<float4*>(of_gamma + column(k) + i) =
-          make_float4(dgamma[k][i], dgamma[k][i + 1], dgamma[k][i + 2], dgamma[k][i + 3]);
-      if (Centred && args.dbias != nullptr)
-        *reinterpret_cast<float4*>(of_beta + column(k) + i) =
-            make_float4(dbeta[k][i], dbeta[k][i + 1], dbeta[k][i + 2], dbeta[k][i + 3]);
+      for (int i = 0; i < 8; i += 4) to[i / 4] = make_float4(sums[k][i], sums[k][i + 1], sums[k][i + 2], sums[k][i + 3]);
     }
+  };
+  put(0, dgamma);
+  if (lines > 1) put(1, dbeta);
+  raise_amax(args.amax, largest.largest(), maxima);  // waits for all
+  for (int32_t i = threadIdx.y * blockDim.x + threadIdx.x; i < lines * fours; i += blockDim.x * blockDim.y) {
+    const int32_t line = i >= fours, at = i - line * fours;
+    float4 sum = of_teams[line * blockDim.y * fours + at];
+    for (int team = 1; team < blockDim.y; ++team) {
+      const float4 more = of_teams[(line * blockDim.y + team) * fours + at];
+      sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+    }
+    reinterpret_cast<float4*>(args.partial)[(static_cast<int64_t>(line) * kNormBlocks + blockIdx.x) * fours + at] = sum;
   }
-  raise_amax(args.amax, largest.largest(), maxima);
 }
 
-// Block: 32 columns, 16 threads each; y of the grid: gamma, beta.
+// Block: 32 columns, 16 threads each; y of the grid: which line.
 template <class T>
-__global__ void __launch_bounds__(512) sum_partials(const __grid_constant__ NormArgs args, int32_t blocks) {
+__global__ void __launch_bounds__(512) sum_partials(const __grid_constant__ Partials args) {
   __shared__ float sums[16][33];
   const int32_t lane = threadIdx.x & 31, part = threadIdx.x >> 5, col = blockIdx.x * 32 + lane;
-  const float* const partial = args.partial + static_cast<int64_t>(blockIdx.y) * kNormBlocks * args.cols;
+  const float* const from = args.from + blockIdx.y * args.stride + col;
   float sum = 0.0f;
-  if (col < args.cols)
-    for (int32_t b = part; b < blocks; b += 16) sum += partial[static_cast<int64_t>(b) * args.cols + col];
+  if (col < args.cols) {
+#pragma unroll 8
+    for (int32_t row = part; row < args.rows; row += 16) sum += __ldcg(from + static_cast<int64_t>(row) * args.cols);
+  }
   sums[part][lane] = sum;
   __syncthreads();
   if (part != 0 || col >= args.cols) return;
 #pragma unroll
   for (int i = 1; i < 16; ++i) sum += sums[i][lane];
-  static_cast<T*>(blockIdx.y == 0 ? args.dweight : args.dbias)[col] = static_cast<T>(sum);
+  static_cast<T*>(blockIdx.y == 0 ? args.out[0] : args.out[1])[col] = static_cast<T>(sum);
 }
 
-// Threads that hold a row, and blocks of them that are resident together.
+// Teams of threads that hold a row each, and blocks of teams that are resident together.
 struct Shape {
-  int32_t threads, blocks;
+  dim3 threads;
+  int32_t blocks;
+
+  int32_t count() const { return threads.x * threads.y; }
 };
 
-Shape shape_of(const NormArgs& args, int vectors, int resident) {
+Shape shape_of(const NormArgs& args, int vectors, int resident, int block) {
   const int32_t threads = ((args.cols / 8 + vectors - 1) / vectors + 31) / 32 * 32;
   int device = 0, processors = 1;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  const int32_t blocks = processors * (resident / threads > 1 ? resident / threads : 1);
-  return {threads, blocks < args.rows ? blocks : args.rows};
+  const int32_t of_processor = std::max(resident / threads, 1), rows = (args.rows + processors - 1) / processors;
+  const int32_t teams = std::min({std::max(block / threads, 1), kMostTeams, rows});
+  return {dim3(threads, teams), std::min(processors * (of_processor / teams), (args.rows + teams - 1) / teams)};
 }
 
 template <class Kernel>
-cudaError_t start(Kernel* kernel, const NormArgs& args, int32_t blocks, int32_t threads, int bytes, cudaStream_t stream) {
+cudaError_t start(Kernel* kernel, const NormArgs& args, int32_t blocks, const Shape& shape, int bytes, cudaStream_t stream) {
+  bytes *= shape.count();
   const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (allowed != cudaSuccess) return allowed;
-  kernel<<<blocks, threads, bytes, stream>>>(args);
+  kernel<<<blocks, shape.threads, bytes, stream>>>(args);
   return cudaGetLastError();
 }
 
 template <class T>
 cudaError_t launch_forward(const NormArgs& args, cudaStream_t stream) {
-  const Shape shape = shape_of(args, kVectors, Eight<T>::kWide ? kResident / 2 : kResident);
+  const Shape shape = shape_of(args, kVectors, Eight<T>::kWide ? kResident / 2 : kResident, 0);
   auto* kernel = args.mean != nullptr ? norm_kernel<T, true> : norm_kernel<T, false>;
-  return start(kernel, args, shape.blocks, shape.threads, shape.threads * ForwardAhead<T>::bytes(1), stream);
+  return start(kernel, args, shape.blocks, shape, ForwardAhead<T>::bytes(1), stream);
+}
+
+template <class T>
+cudaError_t launch_partials(const Partials& args, cudaStream_t stream) {
+  sum_partials<T><<<dim3((args.cols + 31) / 32, args.out[1] != nullptr ? 2 : 1), 512, 0, stream>>>(args);
+  return cudaGetLastError();
 }
 
 template <class T>
 cudaError_t launch_backward(const NormArgs& args, cudaStream_t stream) {
-  const Shape shape = shape_of(args, kBackwardVectors, kResident);
-  const int32_t blocks = shape.blocks < kNormBlocks ? shape.blocks : kNormBlocks;
-  const int bytes = shape.threads * BackwardAhead<T>::bytes(args.residual != nullptr ? 3 : 2);
+  const Shape shape = shape_of(args, kBackwardVectors, kResident, kBlock);
+  const int32_t blocks = std::min(shape.blocks, kNormBlocks);
   auto* kernel = args.mean != nullptr ? norm_backward_kernel<T, true> : norm_backward_kernel<T, false>;
-  const cudaError_t error = start(kernel, args, blocks, shape.threads, bytes, stream);
+  const cudaError_t error = start(kernel, args, blocks, shape, BackwardAhead<T>::bytes(args.residual != nullptr ? 3 : 2), stream);
   if (error != cudaSuccess) return error;
-  sum_partials<T><<<dim3((args.cols + 31) / 32, args.dbias != nullptr ? 2 : 1), 512, 0, stream>>>(args, blocks);
-  return cudaGetLastError();
+  return launch_partials<T>({args.partial, int64_t{kNormBlocks} * args.cols, {args.dweight, args.dbias}, blocks, args.cols}, stream);
 }
 
 }  // namespace
@@ -285,6 +329,11 @@ cudaError_t launch_norm(const NormArgs& args, Values values, cudaStream_t stream
 cudaError_t launch_norm_backward(const NormArgs& args, Values values, cudaStream_t stream) {
   if (values == Values::kBF16) return launch_backward<__nv_bfloat16>(args, stream);
   return values == Values::kF16 ? launch_backward<__half>(args, stream) : launch_backward<float>(args, stream);
+}
+
+cudaError_t launch_sum_partials(const Partials& args, Values values, cudaStream_t stream) {
+  if (values == Values::kBF16) return launch_partials<__nv_bfloat16>(args, stream);
+  return values == Values::kF16 ? launch_partials<__half>(args, stream) : launch_partials<float>(args, stream);
 }
 
 }  // namespace fsdp_quant

@@ -11,7 +11,7 @@ enum class Values : int32_t { kBF16 = 0, kF16 = 1, kF32 = 2 };
 enum class Activation : int32_t { kGelu = 0, kGeluTanh = 1, kSilu = 2, kRelu = 3, kReluSquared = 4 };
 
 constexpr int kLargestWidth = 16384;  // columns of a norm: a block holds a row in registers
-constexpr int kNormBlocks = 396;      // of a norm's backward, and partial sums of gamma's gradient
+constexpr int kNormBlocks = 264;      // of a norm's backward at most, and partial sums of gamma's gradient
 
 // [rows, cols] values, 16-byte rows; each of g, u and dh with its own distance between rows. Outputs are contiguous.
 struct ActivationArgs {
@@ -49,8 +49,17 @@ struct NormArgs {
   int32_t rows, cols;
 };
 
+// Partial sums [rows, cols] of one line or two, added up in order.
+struct Partials {
+  const float* from;
+  int64_t stride;                     // of the second line's from the first's
+  void* out[2];                       // [cols] each; the second null where there is one
+  int32_t rows, cols;
+};
+
 cudaError_t launch_activation(const ActivationArgs& args, Values values, Activation kind, bool backward, cudaStream_t stream);
 cudaError_t launch_norm(const NormArgs& args, Values values, cudaStream_t stream);
 cudaError_t launch_norm_backward(const NormArgs& args, Values values, cudaStream_t stream);
+cudaError_t launch_sum_partials(const Partials& args, Values values, cudaStream_t stream);
 
 }  // namespace fsdp_quant

@@ -26,7 +26,7 @@ DTYPES = (BF16, torch.float16, torch.float32)
 # tanh and rsqrt are good to a few units, sums of n terms to log2(n) more.
 UNITS = {BF16: 2**-6, torch.float16: 2**-9, torch.float32: 2**-18}
 SLACK = 2**-17  # of the largest magnitude that is added up: slopes and normalized gradients cancel
-SHAPES = ((7, 8), (128, 4096), (33, 1000), (3, 16384), (1000, 136))
+SHAPES = ((7, 8), (128, 4096), (33, 1000), (3, 16384), (1000, 136), (700, 2048))
 
 
 def on_gpu(*shape: int, seed: int, dtype: torch.dtype = BF16) -> Tensor:
