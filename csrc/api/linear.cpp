@@ -242,17 +242,15 @@ Delayed delayed_of(const Reading (&r)[kDirections], const Side (&sides)[kDirecti
 // amax: of x, where it is known.
 Encodings encode_sides(
     const Side (&sides)[kDirections], const at::Tensor& x, const Delayed& by, const MaybeTensor& key, bool through_bf16,
-    const MaybeTensor& amax, const Gated* gated = nullptr, const Tokens* tokens = nullptr) {
+    const MaybeTensor& amax, const Beside& beside = {}) {
   const MaybeTensor none;
   const auto given = [&](int d) -> const MaybeTensor& { return sides[d].whole_tensor() ? amax : none; };
   const Known known[2] = {{given(0), none, by.enc[0], key, by.record[0]}, {given(1), none, by.enc[1], key, by.record[1]}};
-  return encode(x, sides[0], sides[1], known, 0, through_bf16, false, nullptr, gated, tokens);
+  return encode(x, sides[0], sides[1], known, 0, through_bf16, false, nullptr, beside);
 }
 
-// The storages of x that are wanted. gated: x is the gate of the values; known: of x itself; tokens: see encode.
-Encodings quantize_slot(
-    const Call& call, Slot slot, at::Tensor x, bool row, bool col, Amaxes known, const Gated* gated = nullptr,
-    const Tokens* tokens = nullptr) {
+// The storages of x that are wanted. known: of x itself; beside: see encode, where nothing is encoded there are no sums.
+Encodings quantize_slot(const Call& call, Slot slot, at::Tensor x, bool row, bool col, Amaxes known, Beside beside = {}) {
   const Reading(&r)[kDirections] = call.plan->readings[slot];
   const History history = slot == kInput ? History{call.factors, call.histories}
                                          : History{call.grad_factors, call.grad_histories};
@@ -271,21 +269,24 @@ Encodings quantize_slot(
   }
   const Delayed by = delayed_of(r, plain, history);
   const bool is_anchored = anchors[0] != 0 || anchors[1] != 0;
-  if (gated != nullptr && (is_anchored || !encodes_gated(x, plain[0], plain[1], by.enc, *gated))) {
-    const auto [h, amaxes] = activation(x, gated->up, static_cast<int64_t>(gated->kind));
-    x = h, known = Amaxes::of(amaxes, x.size(0), x.size(1)), gated = nullptr;
+  if (beside.gated != nullptr && (is_anchored || !encodes_gated(x, plain[0], plain[1], by.enc, *beside.gated))) {
+    const auto [h, amaxes] = activation(x, beside.gated->up, static_cast<int64_t>(beside.gated->kind));
+    x = h, known = Amaxes::of(amaxes, x.size(0), x.size(1)), beside.gated = nullptr;
   }
   Encodings made;
-  if (plain[0].present() || plain[1].present())
-    made = encode_sides(plain, x, by, key, false, tokens == nullptr ? known.whole : std::nullopt, gated, tokens);
+  if (plain[0].present() || plain[1].present()) {
+    made = encode_sides(plain, x, by, key, false, beside.tokens == nullptr ? known.whole : std::nullopt, beside);
+    beside.column_sums = nullptr;
+  }
   if (is_anchored) {
     const MaybeTensor none;
+    if (anchors[1] == 0) beside.tokens = nullptr;
     at::Tensor counts;
     if (call.guard.has_value()) counts = call.guard->select(0, slot);
     auto sides = anchored(x, anchors[0], anchors[1], std::max<int64_t>(r[0].run, 0), std::max<int64_t>(r[1].run, 0),
                           anchors[0] != 0 && r[0].run == 0 ? known.rows : none,
                           anchors[1] != 0 && r[1].run == kAmaxRun ? known.runs : none, false, counts.defined() ? &counts : nullptr,
-                          anchors[1] != 0 ? tokens : nullptr);
+                          beside);
     auto next = sides.begin();
     for (int d = 0; d < kDirections; ++d)
       if (anchors[d] != 0) made[d].data = std::move(*next++), made[d].scale = std::move(*next++);
@@ -411,22 +412,24 @@ std::vector<at::Tensor> saved_of(const Call& call, const at::Tensor& x, const st
   return saved;
 }
 
-// dx [rows, K], dw [N, K]; undefined where they are not needed. weight: asked for the columnwise operand. Memory is let go as
-// soon as it has served: dy as its codes are there, and `saved` and the codes of wgrad before dx is made.
+// dx [rows, K], dw [N, K], db [N]; undefined where they are not needed. weight: asked for the columnwise operand. Memory is
+// let go as soon as it has served: dy as its codes are there, and `saved` and the codes of wgrad before dx is made.
 template <class Weight>
-std::array<at::Tensor, 2> backward(
+std::array<at::Tensor, 3> backward(
     const Call& call, at::Tensor dy, const Weight& weight, std::vector<at::Tensor> saved, bool needs_x, bool needs_w,
-    const Amaxes& known) {
+    bool needs_b, const Amaxes& known) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const c10::cuda::CUDAGuard guard(dy.device());
   const Plan& plan = *call.plan;
   const at::ScalarType dtype = dy.scalar_type();
   const Reading(&r)[kDirections] = plan.readings[kGradOutput];
-  Encodings made = quantize_slot(call, kGradOutput, dy, needs_x, needs_w, known);
+  std::array<at::Tensor, 3> result;
+  const Beside beside = {nullptr, nullptr, needs_b ? &result[2] : nullptr};
+  Encodings made = quantize_slot(call, kGradOutput, dy, needs_x, needs_w, known, beside);
+  if (needs_b && !result[2].defined()) result[2] = dy.sum(0);
   for (int d = 0; d < kDirections; ++d)
     if (!r[d].is_quantized()) made[d].data = dy;
   dy.reset();
-  std::array<at::Tensor, 2> result;
   if (needs_w) {
     const Reading& x = plan.readings[kInput][kColumnwise];
     const Operand a = operand_of(r[kColumnwise], kColumnwise, made[r[kColumnwise].same ? kRowwise : kColumnwise]);
@@ -522,12 +525,12 @@ struct Linear : torch::autograd::Function<Linear> {
       if (dy.key_set().has(c10::DispatchKey::Python)) dy = dy.clone();  // of a collective that is under way: waits
       const Amaxes known = produced().of(dy);
       dy = matrix(dy);
-      if (needs_b) made[2] = dy.sum(0).to(static_cast<at::ScalarType>(ctx->saved_data["bias"].toInt()));
       const auto operand = [&, dtype = dy.scalar_type()] { return weight_operand(weight, *call, dtype); };
-      auto [dx, dw] = fsdp_quant::backward(*call, std::move(dy), operand, std::move(saved), needs_x, needs_w, known);
+      auto [dx, dw, db] = fsdp_quant::backward(*call, std::move(dy), operand, std::move(saved), needs_x, needs_w, needs_b, known);
       const std::vector<int64_t> shape = ctx->saved_data["shape"].toIntVector();
       if (needs_x) made[0] = shape.size() == 2 ? dx : dx.view(shape);
       if (needs_w) made[1] = dw.scalar_type() == weight.scalar_type() ? dw : dw.to(weight.scalar_type());
+      if (needs_b) made[2] = db.to(static_cast<at::ScalarType>(ctx->saved_data["bias"].toInt()));
     }
     if (!Saved::graph_is_kept()) call->columnwise.clear();
     refuse_second_derivatives(made);
@@ -563,7 +566,7 @@ std::vector<at::Tensor> linear_gated(
   const c10::cuda::CUDAGuard device(gate.device());
   const Gated gated = {matrix(up), static_cast<Activation>(activation)};
   std::vector<at::Tensor> codes;
-  for (const Encoded& e : quantize_slot(*call, kInput, matrix(gate), true, save, {}, &gated)) append(codes, e);
+  for (const Encoded& e : quantize_slot(*call, kInput, matrix(gate), true, save, {}, {&gated})) append(codes, e);
   return codes;
 }
 
@@ -593,17 +596,17 @@ std::vector<at::Tensor> linear_step_autograd(
   return result;
 }
 
-// dx, dw; empty where they are not needed.
-std::tuple<at::Tensor, at::Tensor> linear_step_backward(
-    const at::Tensor& dy, at::TensorList operand, at::TensorList saved, bool needs_x, bool needs_w, int64_t plan,
-    const at::Tensor& step, const at::Tensor& ids, const MaybeTensor& guard, at::TensorList factors,
+// dx, dw, db; empty where they are not needed.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_step_backward(
+    const at::Tensor& dy, at::TensorList operand, at::TensorList saved, bool needs_x, bool needs_w, bool needs_b,
+    int64_t plan, const at::Tensor& step, const at::Tensor& ids, const MaybeTensor& guard, at::TensorList factors,
     at::TensorList grad_factors, at::TensorList grad_histories) {
   check_cuda(dy, "dy");
   const auto call = call_of(plan, -1, true, step, ids, guard, factors, grad_factors, {}, grad_histories);
   const std::vector<at::Tensor> w = operand.vec();
-  auto [dx, dw] = backward(*call, matrix(dy), [&] { return w; }, saved.vec(), needs_x, needs_w, {});
-  const at::Tensor none = new_empty(dy, {0}, dy.scalar_type());
-  return {needs_x ? dx : none, needs_w ? dw : none};
+  auto [dx, dw, db] = backward(*call, matrix(dy), [&] { return w; }, saved.vec(), needs_x, needs_w, needs_b, {});
+  const auto or_none = [&](const at::Tensor& t) { return t.defined() ? t : new_empty(dy, {0}, dy.scalar_type()); };
+  return {or_none(dx), or_none(dw), or_none(db)};
 }
 
 // The weight's operands, as `append` lists them; of matrices [E, N, K] those of each, stacked. Anchors come from the codes,
@@ -651,7 +654,7 @@ std::vector<at::Tensor> linear_tokens(
   const TokenTables at = tables_of(tables, groups, x);
   const Tokens tokens = {at.sources, at.tiles, groups};
   std::vector<at::Tensor> result;
-  for (const Encoded& e : quantize_slot(*call, static_cast<Slot>(slot), matrix(x), row, col, produced().of(x), nullptr, &tokens))
+  for (const Encoded& e : quantize_slot(*call, static_cast<Slot>(slot), matrix(x), row, col, produced().of(x), {nullptr, &tokens}))
     append(result, e);
   return result;
 }
@@ -669,7 +672,7 @@ std::vector<at::Tensor> grouped_step(
   const TokenTables at = tables_of(tables, ends.numel(), x);
   const Tokens tokens = {at.sources, at.tiles, at.groups};
   const bool keeps = save && call->plan->saves == Saves::kCodes;
-  const Encodings made = quantize_slot(*call, kInput, rows, true, keeps, produced().of(x), nullptr, &tokens);
+  const Encodings made = quantize_slot(*call, kInput, rows, true, keeps, produced().of(x), {nullptr, &tokens});
   TORCH_CHECK_VALUE(weight.dim() == 3 && weight.size(0) == at.groups, "weight has shape ", weight.sizes(), "; wanted codes [",
                     at.groups, ", N, K]");
   const at::Tensor y = new_empty(x, {rows.size(0), weight.size(1)}, out_dtype);
@@ -695,7 +698,7 @@ std::tuple<at::Tensor, at::Tensor> grouped_step_backward(
   const Tokens tokens = {at.sources, at.tiles, groups};
   const at::Tensor rows = matrix(dy);
   const Reading(&r)[kSlots][kDirections] = call->plan->readings;
-  Encodings made = quantize_slot(*call, kGradOutput, rows, weight.has_value(), !saved.empty(), produced().of(dy), nullptr, &tokens);
+  Encodings made = quantize_slot(*call, kGradOutput, rows, weight.has_value(), !saved.empty(), produced().of(dy), {nullptr, &tokens});
   at::Tensor dx = new_empty(dy, {0}, dy.scalar_type()), dw = dx;
   if (!saved.empty()) {
     Encoded x;
@@ -703,7 +706,7 @@ std::tuple<at::Tensor, at::Tensor> grouped_step_backward(
       TORCH_CHECK_VALUE(saved.size() == 2, "saved has ", saved.size(), " buffers; wanted codes and scales");
       x.data = saved[0], x.scale = saved[1];
     } else {
-      x = quantize_slot(*call, kInput, matrix(saved[0]), false, true, {}, nullptr, &tokens)[kColumnwise];
+      x = quantize_slot(*call, kInput, matrix(saved[0]), false, true, {}, {nullptr, &tokens})[kColumnwise];
     }
     const Encoded& d = made[kColumnwise];
     dw = new_empty(dy, {groups, d.data.size(0), x.data.size(0)}, dy.scalar_type());
@@ -795,9 +798,9 @@ void register_linear(torch::Library& m) {
       torch::dispatch(c10::DispatchKey::CUDA, linear_gated));
   m.impl("linear_gated", torch::dispatch(c10::DispatchKey::AutogradCUDA, linear_gated));
   m.def(
-      "linear_step_backward(Tensor dy, Tensor[] operand, Tensor[] saved, bool needs_x, bool needs_w, int plan, "
+      "linear_step_backward(Tensor dy, Tensor[] operand, Tensor[] saved, bool needs_x, bool needs_w, bool needs_b, int plan, "
       "Tensor step, Tensor ids, Tensor? guard, Tensor[] factors, Tensor[] grad_factors, Tensor[] grad_histories) "
-      "-> (Tensor, Tensor)",
+      "-> (Tensor, Tensor, Tensor)",
       torch::dispatch(c10::DispatchKey::CUDA, linear_step_backward));
 }
 

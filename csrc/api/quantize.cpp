@@ -151,7 +151,33 @@ class Zeroed {
   at::Tensor buffer_;
 };
 
-// Statistics in their own launch, or in the encoding one; then codes.
+// Of a launch that sums columns.
+class ColumnSums {
+ public:
+  // to: null, or where the sums of x go.
+  ColumnSums(const at::Tensor& x, Launch<1>& launch, at::Tensor* to) : to_(to) {
+    if (to == nullptr) return;
+    TORCH_CHECK_VALUE(x.scalar_type() == at::kBFloat16 && launch.up == nullptr && launch.sources == nullptr, "x is ",
+                      x.scalar_type(), "; columns of bfloat16 are summed, as they lie");
+    TensorArgs& t = launch.tensors[0];
+    partial_ = new_empty(x, {t.tile_rows, t.cols}, at::kFloat);
+    *to_ = new_empty(x, {t.cols}, at::kBFloat16);
+    launch.sums = partial_.mutable_data_ptr<float>();
+  }
+  // After the launch.
+  void finish(const c10::cuda::CUDAStream& stream) const {
+    if (to_ == nullptr) return;
+    const int32_t rows = static_cast<int32_t>(partial_.size(0)), cols = static_cast<int32_t>(partial_.size(1));
+    const Partials partials = {partial_.const_data_ptr<float>(), 0, {to_->mutable_data_ptr(), nullptr}, rows, cols};
+    check_launch(launch_sum_partials(partials, Values::kBF16, stream), "column_sums");
+  }
+
+ private:
+  at::Tensor* to_;
+  at::Tensor partial_;
+};
+
+// Statistics in their own launch, or in the encoding one; then codes. The first launch sums columns.
 void run(Launch<1>& launch, const c10::cuda::CUDAStream& stream, const char* name) {
   SideBuffers(&b)[2] = launch.tensors[0].side;
   const bool both = fuses(launch.side, b, launch.input);
@@ -174,6 +200,7 @@ void run(Launch<1>& launch, const c10::cuda::CUDAStream& stream, const char* nam
     Launch<1> statistics = launch;
     if (launch.twins && b[0].amax != nullptr && b[0].amax == b[1].amax) statistics.side[1].element = Element::kNone;
     check_launch(all_delayed ? launch_first_amax(launch, processors, stream) : launch_quantize(statistics, stream), name);
+    if (!all_delayed) launch.sums = nullptr;
     launch.reversed = !all_delayed;  // the tiles read last are still in L2
   }
   launch.phases = kEncode;
@@ -184,6 +211,7 @@ void run(Launch<1>& launch, const c10::cuda::CUDAStream& stream, const char* nam
       Launch<1> one = launch;
       one.side[1 - d].element = Element::kNone;
       check_launch(launch_quantize(one, stream), name);
+      launch.sums = nullptr;
     }
   }
   if (delayed && !(takes_delayed(launch) && b[0].amax_given)) check_launch(launch_delayed_scales(launch, stream), name);
@@ -212,13 +240,16 @@ bool encodes_gated(
 
 Encodings encode(
     const at::Tensor& x, const Side& row, const Side& col, const Known (&known)[2], int64_t row0, bool through_bf16,
-    bool wants_amax, const Encodings* out, const Gated* gated, const Tokens* tokens) {
+    bool wants_amax, const Encodings* out, const Beside& beside) {
+  const Gated* const gated = beside.gated;
+  const Tokens* tokens = beside.tokens;
   if (!col.present() && !row.whole_tensor()) tokens = nullptr;  // no scale serves rows of two groups
   if (tokens != nullptr && row.present() && col.present() &&
       !(row.whole() ? col.whole() : row.outer == 1 && row.contraction == kTile && !col.whole())) {  // no launch for both
     const Side none = {};
-    return {encode(x, row, none, known, row0, through_bf16, wants_amax, out, nullptr, tokens)[0],
-            encode(x, none, col, known, row0, through_bf16, wants_amax, out, nullptr, tokens)[1]};
+    const Beside alone = {nullptr, tokens};
+    return {encode(x, row, none, known, row0, through_bf16, wants_amax, out, alone)[0],
+            encode(x, none, col, known, row0, through_bf16, wants_amax, out, alone)[1]};
   }
   check_input(x);
   TORCH_CHECK_VALUE(row0 >= 0, "row0 is ", row0, "; wanted 0 or more");
@@ -296,7 +327,24 @@ Encodings encode(
       if (wants_amax) made[d].amax = zeroed.slice(amax_at[d], {g[d].scale_rows, g[d].scale_cols});
     }
   }
+  const ColumnSums sums(x, launch, beside.column_sums);
   run(launch, stream, "quantize");
+  sums.finish(stream);
+  return made;
+}
+
+at::Tensor column_sums(const at::Tensor& x) {
+  check_input(x);
+  const c10::cuda::CUDAGuard guard(x.device());
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  Launch<1> launch = {};
+  launch.count = 1, launch.phases = kStatistics;
+  launch.tensors[0] = tensor_args(x, 0);
+  launch.tiles = tiles_of(launch.tensors[0]);
+  at::Tensor made;
+  const ColumnSums sums(x, launch, &made);
+  check_launch(launch_quantize(launch, stream), "column_sums");
+  sums.finish(stream);
   return made;
 }
 
@@ -348,7 +396,8 @@ void quantize_out(
 
 std::vector<at::Tensor> anchored(
     const at::Tensor& x, int64_t row, int64_t col, int64_t row_run, int64_t col_run, const MaybeTensor& row_anchor,
-    const MaybeTensor& col_anchor, bool through_bf16, const at::Tensor* counts, const Tokens* tokens) {
+    const MaybeTensor& col_anchor, bool through_bf16, const at::Tensor* counts, const Beside& beside) {
+  const Tokens* const tokens = beside.tokens;
   check_input(x);
   TORCH_CHECK_VALUE(tokens == nullptr || col_run > 0, "an anchor of the whole contraction serves several groups of tokens");
   if (counts != nullptr) {
@@ -415,13 +464,16 @@ std::vector<at::Tensor> anchored(
   }
   if (counts == nullptr) result.push_back(guard_counts);
   check_tokens(launch);
-  if (anchor_at[0] >= 0 || anchor_at[1] >= 0) {
+  const bool needs = anchor_at[0] >= 0 || anchor_at[1] >= 0;
+  const ColumnSums sums(x, needs ? statistics : launch, beside.column_sums);
+  if (needs) {
     statistics.phases = kStatistics;
     check_launch(launch_quantize(statistics, stream), "quantize_anchored");
     launch.reversed = true;
   }
   launch.phases = kEncode;
   check_launch(launch_quantize(launch, stream), "quantize_anchored");
+  sums.finish(stream);
   return result;
 }
 
@@ -862,6 +914,7 @@ void register_quantize(torch::Library& m) {
       "quantize_group(Tensor[] x, int side, bool columnwise, float eps, int[] row0, Tensor?[] amax, "
       "Tensor?[] tensor_amax, Tensor?[] enc, Tensor(b!)[] record, Tensor(a!) staging, int[] data_offset, int[] scale_offset, bool through_bf16) -> ()",
       torch::dispatch(c10::DispatchKey::CUDA, quantize_group));
+  m.def("column_sums(Tensor x) -> Tensor", torch::dispatch(c10::DispatchKey::CUDA, column_sums));
   m.def(
       "quantize_group_out(Tensor[] x, int side, bool columnwise, float eps, int[] row0, Tensor?[] amax, "
       "Tensor?[] tensor_amax, Tensor?[] enc, Tensor(c!)[] record, Tensor(a!)[] data, Tensor(b!)[] scale, "

@@ -44,6 +44,15 @@ struct Tokens {
   int64_t tiles, groups;
 };
 
+// What goes with the encoding of x. gated: see encodes_gated. tokens: scales that span rows are one set a group,
+// [groups, lines] or [groups]. column_sums: set to column_sums(x), which the first launch that reads x makes on the way; not of
+// gated values or tokens.
+struct Beside {
+  const Gated* gated = nullptr;
+  const Tokens* tokens = nullptr;
+  at::Tensor* column_sums = nullptr;
+};
+
 // What is made of a side. Undefined: a side that is not made; tensor_amax and amax also where they were given, tensor_amax
 // of formats of one level, amax of scales that do not span the contraction.
 struct Encoded {
@@ -52,10 +61,9 @@ struct Encoded {
 using Encodings = std::array<Encoded, 2>;
 
 // Codes and scales of x. wants_amax: return the amaxes too. out: data and scale to write instead of new tensors.
-// gated: see encodes_gated. tokens: scales that span rows are one set a group, [groups, lines] or [groups].
 Encodings encode(
     const at::Tensor& x, const Side& row, const Side& col, const Known (&known)[2], int64_t row0, bool through_bf16,
-    bool wants_amax, const Encodings* out, const Gated* gated = nullptr, const Tokens* tokens = nullptr);
+    bool wants_amax, const Encodings* out, const Beside& beside = {});
 
 // Codes and scales of matrices [count, rows, cols], each by itself, stacked: 8 bits, rounded to nearest, of scales of one level.
 Encodings encode_stacked(const at::Tensor& x, const Side& row, const Side& col, bool through_bf16);
@@ -66,10 +74,13 @@ bool encodes_gated(
 
 // MXFP8 whose blocks share the scale of their run of the contraction: 8-bit operands with fp32 scales that leave the main
 // loop. Returns data, scale of each side and, unless `counts` are given to add to, int64 [2, 2]: blocks far below their
-// anchor, nonzero. tokens: see encode; the columnwise run is then not the whole contraction.
+// anchor, nonzero. beside: not gated; with tokens, the columnwise run is not the whole contraction.
 std::vector<at::Tensor> anchored(
     const at::Tensor& x, int64_t row, int64_t col, int64_t row_run, int64_t col_run, const MaybeTensor& row_anchor,
-    const MaybeTensor& col_anchor, bool through_bf16, const at::Tensor* counts, const Tokens* tokens = nullptr);
+    const MaybeTensor& col_anchor, bool through_bf16, const at::Tensor* counts, const Beside& beside = {});
+
+// Sums over the rows of x [rows, cols], bf16: added up in fp32 in tiles of 128 rows, rounded once. [cols].
+at::Tensor column_sums(const at::Tensor& x);
 
 Geometry geometry_of(const Side& s, bool columnwise, int64_t rows, int64_t cols, int64_t row0);
 

@@ -19,9 +19,9 @@ cudaError_t launch_wide(const Launch<1>& launch, cudaStream_t stream);      // f
 inline bool is_wide(Input input) { return input == Input::kF16 || input == Input::kF32; }
 
 // launch_runs computes this: bf16 values, two-level 4-bit codes of (1, 16) blocks, or of (16, 16) ones that serve both
-// sides.
+// sides; no sums of columns.
 inline bool takes_runs(const Launch<1>& launch) {
-  if (is_wide(launch.input) || launch.barrier != nullptr || launch.tensors[0].shift != 0) return false;
+  if (is_wide(launch.input) || launch.barrier != nullptr || launch.sums != nullptr || launch.tensors[0].shift != 0) return false;
   for (int d = 0; d < 2; ++d) {
     const Side& s = launch.side[d];
     if (!s.present()) continue;

@@ -112,6 +112,7 @@ struct Launch {
   int64_t up_stride;
   const int32_t* sources;  // [tile rows, 4], see layout/groups.h: which rows of x each 128 columnwise ones are; null: x as it lies
   Activation activation;
+  float* sums;           // [tile rows, cols]: of each column of a tile, of bf16 values; null: not wanted
   TensorArgs tensors[Capacity];
 };
 

@@ -266,6 +266,32 @@ __device__ __forceinline__ void flush_lines(
   atomic_max(amax + place, __uint_as_float(smem.lines[d][line]));
 }
 
+// Sums of the columns of a tile: a thread's rows, then the two halves of a warp, then the warps, in order.
+template <class V>
+__device__ __forceinline__ void sum_columns(
+    const Patch<V>& p, float* sums, const TensorArgs& t, const Tile& tile, Smem& smem, const Position& at) {
+  float sum[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    sum[j] = p(0, j);
+#pragma unroll
+    for (int i = 1; i < 8; ++i) sum[j] += p(i, j);
+    sum[j] += __shfl_xor_sync(0xFFFFFFFFu, sum[j], 16);
+  }
+  auto& of_warps = reinterpret_cast<float(&)[8][kTile]>(smem.maxima);  // in use only behind a barrier: see across_warps
+  if (at.half == 0) {
+    auto* const to = reinterpret_cast<float4*>(of_warps[at.warp] + at.col());
+    to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]), to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+  }
+  __syncthreads();
+  const int32_t col = tile.col0 + static_cast<int32_t>(threadIdx.x);
+  if (threadIdx.x >= kTile || col >= t.cols) return;
+  float total = of_warps[0][threadIdx.x];
+#pragma unroll
+  for (int w = 1; w < 8; ++w) total += of_warps[w][threadIdx.x];
+  sums[static_cast<int64_t>((tile.row0 + tile.shift) / kTile) * t.cols + col] = total;
+}
+
 // Statistics of one direction. Threads outside the tensor take part in what crosses lanes, and write nothing.
 template <bool Columnwise, class V>
 __device__ __forceinline__ void collect(
@@ -849,10 +875,13 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(
 
   constexpr bool kOnlyStatistics = Row::kWork == Work::kStatistics || Row::kWork == Work::kRotated;
   if constexpr (kOnlyStatistics) {
-    if (needs_none(row, t.side[0]) && needs_none(col, t.side[1])) return;
+    if (launch.sums == nullptr && needs_none(row, t.side[0]) && needs_none(col, t.side[1])) return;
   }
   Patch<typename In::Value> p;
   load_values<In>(p, launch, which, row_tile.row0 + at.row(), tile.col0 + at.col(), row_buffers.lines);
+  if constexpr (std::is_same_v<In, LoadBF16> && Capacity == 1) {
+    if (launch.sums != nullptr) sum_columns(p, launch.sums, t, tile, smem, at);
+  }
   if constexpr (kOnlyStatistics || Row::kFull || Col::kFull) {
     if (launch.phases & kStatistics) {
       run_side<false, Row>(true, p, row, row_buffers, row_tile, nullptr, nullptr, smem, at);

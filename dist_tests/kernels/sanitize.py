@@ -147,6 +147,17 @@ def statistics(names: tuple[str, str], dtype=BF16, row0=0) -> None:
             t for e in es for t in reference.statistics(reference.prepared(x, e), e, row0) if t is not None])
 
 
+def whole_numbers(*shape: int) -> Tensor:
+    """bf16 values of which any sum is exact in fp32."""
+    return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(shape[0])).to(BF16)
+
+
+def column_sums() -> None:
+    for shape in (*SHAPES, MANY):
+        x = whole_numbers(*shape)
+        run(f"column_sums {list(shape)}", [native.column_sums(on_device(x))], lambda x=x: [x.float().sum(0).to(BF16)])
+
+
 def group(name: str, direction: Direction, dtype=BF16) -> None:
     """Statistics and codes of three tensors, the codes into one buffer."""
     e, shapes, row0 = MADE[name].encoding(direction), (SHAPES[0], SHAPES[1], (129, 257)), [0, 33, 100]
@@ -280,7 +291,7 @@ def activations(name: str, dtype: torch.dtype) -> None:
 
 def norms(dtype: torch.dtype, centred: bool) -> None:
     spec = NormSpec(1e-5, centred, not centred)
-    for rows, cols in ((200, 328), (33, 4096), (5, 16384)):
+    for rows, cols in ((200, 328), (300, 2048), (33, 4096), (5, 16384)):
         x, dy, residual = (laws.values(rows, cols, seed=i, dtype=dtype) for i in range(3))
         weight, bias = laws.values(cols, seed=3, dtype=dtype), laws.values(cols, seed=4, dtype=dtype) if centred else None
         given = [on_device(t) for t in (x, weight, bias)]
@@ -401,6 +412,14 @@ def module_step(what: str, make: Callable[[], nn.Module], *args) -> None:
     run(what, results[0], lambda: [torch.where(t.isfinite(), t, 0).cpu() for t in results[1]])
 
 
+def bias_gradient(recipe: fq.Recipe, tokens: int) -> None:
+    """Sums that quantizing a gradient makes on the way: of tiles behind a grid barrier, or of more than are resident."""
+    layer = fq.Linear(64, 2064, device=expected.DEVICE, dtype=BF16, recipe=recipe)
+    dy = whole_numbers(tokens, 2064)
+    layer(on_device(laws.values(tokens, 64))).backward(on_device(dy))
+    run(f"bias gradient {recipe} of {tokens} tokens", [layer.bias.grad], lambda: [dy.float().sum(0).to(BF16)])
+
+
 def gathered(a: str, b: str, ranks: int, dtype: torch.dtype) -> None:
     """Our own product of an operand that an all-gather left in parts."""
     sides = []
@@ -425,6 +444,8 @@ def every_step() -> None:
         for options in ({}, {"activation": "gelu", "bias": True, "normalization": "LayerNorm"}, {"recompute": "gate_up"}):
             make = functools.partial(fq.LayerNormMLP, 256, 384, residual=True, recipe=recipe, **cuda, **options)
             module_step(f"LayerNormMLP {name} {options}", make)
+        for tokens in (208, 1040):
+            bias_gradient(recipe, tokens)
         for splits in ([100, 0, 129, 27], on_device(torch.tensor([100, 100, 229, 256]))):
             make = functools.partial(fq.GroupedLinear, 4, 256, 384, recipe=recipe, packed=True, **cuda)
             module_step(f"GroupedLinear {name}", make, splits)
@@ -478,6 +499,7 @@ def every_instance() -> None:
         statistics(names)
         statistics(names, FP32)
     statistics(("fp8_128x128", "mxfp8"), row0=33)
+    column_sums()
     for name in ("mxfp8", "fp8_row", "nvfp4", "nvfp4_16x16"):
         for direction in Direction:
             group(name, direction)

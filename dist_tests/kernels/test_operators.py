@@ -448,6 +448,7 @@ def test_fake_results_of_the_other_operators_have_the_shapes_of_real_ones():
     for runs in ((0, 0), (128, 512)):
         check_fake(ops.quantize_anchored.default, (x, *sides, *runs, None, None, False))
     check_fake(ops.quantize_anchored.default, (x, sides[0], 0, 128, 0, None, None, False))
+    check_fake(ops.column_sums.default, (x,))
     made = [encoded(x, row), encoded(x, col)]
     out = [torch.empty_like(t) for m in made for t in (m.data, m.scale)]
     check_fake(ops.quantize_out.default, (x, *sides, 0.0, 0.0, None, None, out))

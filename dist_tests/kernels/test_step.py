@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,8 +16,10 @@ from dist_tests.kernels.expected import BF16
 from dist_tests.kernels.test_gemm import RECIPES
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
+from fsdp_quant.formats import ROWWISE
 from fsdp_quant.modules import linear_op
-from fsdp_quant.ops import native
+from fsdp_quant.ops import dispatch, native
+from fsdp_quant.ops.norm import ACTIVATIONS
 
 pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
 
@@ -128,6 +132,93 @@ def test_recomputation_and_saved_tensor_hooks_change_no_bit(name: str):
     for what, tensor in want.items():
         laws.assert_same_bytes(got[what].cpu(), tensor.cpu(), f"{name} offloaded: {what}")
 
+
+# Gradients of a bias #
+
+def column_sums_bound(x: Tensor) -> Tensor:
+    """Of the error: one rounding to bf16, and of fp32 sums one for each term that a value goes through: 8 rows, 2 halves, 8
+    warps, every 16th tile, 16 parts."""
+    depth = 34 + x.shape[0] / 2048
+    return 2.0**-8 * x.double().sum(0).abs() + (depth + 1) * 2.0**-24 * x.double().abs().sum(0)
+
+
+def test_column_sums_are_those_of_fp32():
+    """If false, the gradient of a bias loses tokens or bits."""
+    for shape in ((1, 1), (33, 47), (128, 128), (200, 328), (1040, 2064), (5000, 136)):
+        whole = torch.randint(-8, 9, shape, device="cuda").to(BF16)  # any sum is exact
+        laws.assert_same_bytes(dispatch.column_sums(whole).cpu(), whole.float().sum(0).to(BF16).cpu(), f"whole numbers {shape}")
+        x = laws.values(*shape, dtype=BF16, kind="outliers").to("cuda")
+        for rows in (x, x.t().contiguous().t(), torch.cat((x, x), 1)[:, : shape[1]]):
+            got = dispatch.column_sums(rows)
+            assert bool(((got.double() - x.double().sum(0)).abs() <= column_sums_bound(x)).all()), shape
+            laws.assert_same_bytes(got.cpu(), dispatch.column_sums(x).cpu(), f"strides {rows.stride()}")
+    for bad in (float("nan"), float("inf")):
+        x = torch.ones(300, 200, device="cuda", dtype=BF16)
+        x[222, 77] = bad
+        assert dispatch.column_sums(x).isfinite().logical_not().nonzero().tolist() == [[77]]
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_a_bias_gradient_is_the_same_whoever_adds_it_up(name: str):
+    """If false, the gradient of a bias depends on which launch read dy first: one for statistics, one behind a grid barrier, or
+    the one that encodes, with statistics that a producer left."""
+    for tokens in (208, 1040):
+        shape = (tokens, 2064, 64)
+        x, dy = batch(shape)
+        dy = dy.view(tokens, -1)
+        want = dispatch.column_sums(dy)
+        for produced in (False, True):
+            for needs_x, needs_w in ((True, True), (True, False), (False, True)):
+                module = layer(name, shape, bias=True)
+                module.weight.requires_grad_(needs_w)
+                gradient = dy.clone()
+                if produced:  # as a kernel of activations leaves them
+                    native.remember_amax(gradient, lines_of(gradient))
+                module(x.detach().view(tokens, -1).requires_grad_(needs_x)).backward(gradient)
+                what = f"{tokens} tokens, produced {produced}, needs {needs_x} {needs_w}"
+                assert bool(((module.bias.grad.double() - dy.double().sum(0)).abs() <= column_sums_bound(dy)).all()), what
+                if module.plan.grad_output.side(ROWWISE).fmt.is_quantized:
+                    laws.assert_same_bytes(module.bias.grad.cpu(), want.cpu(), what)
+
+
+def lines_of(x: Tensor) -> Tensor:
+    """Amaxes of all, rows and runs of x: those of an activation that leaves it as it is."""
+    h, amaxes = native.activation(x.abs(), None, ACTIVATIONS["relu"].kind)
+    laws.assert_same_bytes(h.cpu(), x.abs().cpu(), "relu of magnitudes")
+    return amaxes
+
+
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+def test_a_bias_gradient_under_an_override_is_that_of_the_plain_layer(override: str):
+    """If false, a mode without codes of the gradient loses its bias."""
+    x, dy = batch()
+    module = torch.nn.Linear(384, 512, dtype=BF16, device="cuda")
+    plain = copy.deepcopy(module)
+    fq.convert(torch.nn.Sequential(module), fq.recipes.mxfp8(backward_override=override))
+    run(module, x, dy), run(plain, x, dy)
+    laws.assert_same_bytes(module.bias.grad.cpu(), plain.bias.grad.cpu(), override)
+
+
+def test_a_bias_costs_no_read_of_the_gradient():
+    """If false, the gradient of a bias is a pass of its own."""
+    x, dy = batch()
+    for name in ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4"):
+        counts = []
+        for bias in (False, True):
+            module = layer(name, bias=bias)
+            run(module, x, dy)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                run(module, x, dy)
+            seen = {kind: 0 for kind in ("quantize_", "sum_partials", "at::native::reduce")}
+            for e in profile.key_averages():
+                for kind in seen:
+                    seen[kind] += e.count * (kind in e.key)
+            counts.append(seen)
+        without, with_bias = counts
+        assert with_bias == without | {"sum_partials": without["sum_partials"] + 1}, name
+
+
+# Gradients that are not needed #
 
 def test_what_is_not_needed_is_not_made():
     """If false, frozen weights and first layers pay for gradients that nobody reads."""

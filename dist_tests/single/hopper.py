@@ -119,6 +119,11 @@ class Operators:
                      if s is not None]
         return made
 
+    def column_sums(self, x):
+        self._input("column_sums", x, 0, 0)
+        refuse(x.dtype is not torch.bfloat16, f"x is {x.dtype}")
+        return x.sum(0)
+
     def quantize(self, x, row, col, row_eps, col_eps, row0, through_bf16, *known):
         self._input("quantize", x, row, col)
         return self._quantized(x, _present(row, col, row_eps, col_eps), row0, through_bf16, known)
@@ -602,14 +607,15 @@ class Operators:
         return [y, *(t for buffers in made.values() for t in buffers)], kept if call.save else []
 
     def linear_step_backward(
-        self, dy, operand, saved, needs_x, needs_w, plan, step, ids, guard, factors, grad_factors, grad_histories
+        self, dy, operand, saved, needs_x, needs_w, needs_b, plan, step, ids, guard, factors, grad_factors, grad_histories
     ):
         call = SimpleNamespace(
             number=plan, step=step, ids=ids, guard=guard, factors=(factors, grad_factors), histories=([], grad_histories),
             **vars(self.plans[plan]),
         )
         dx, dw = self._step_backward(call, _matrix(dy), lambda: operand, saved, needs_x, needs_w)
-        return dx if needs_x else dy.new_empty(0), dw if needs_w else dy.new_empty(0)
+        db = _matrix(dy).sum(0) if needs_b else None
+        return tuple(dy.new_empty(0) if t is None else t for t in (dx, dw, db))
 
     def _step_backward(self, call, dy, weight, saved, needs_x, needs_w):
         readings, dx, dw = call.slots[2], None, None

@@ -306,6 +306,12 @@ def saved_columnwise(plan: GemmPlan, saved: list[Tensor], shape, dy: Tensor, ste
     return hybrid.derive_columnwise(storage, key=slot_key(plan, "input", step, ids, shape[0]))
 
 
+def bias_gradient(plan: GemmPlan, dy: Tensor, directions: list[Direction]) -> Tensor:
+    """Sum over the tokens of dy [M, N]; where dy is quantized too, in the order of the kernels that do both in one read."""
+    quantized = any(plan.grad_output.side(d).fmt.is_quantized for d in directions)
+    return dispatch.column_sums(dy) if quantized and not isinstance(dy, QuantizedTensor) else dy.sum(0)
+
+
 def product_backward(dy, weight, saved, plan, needs, step, ids, guard, factors, grad_factors, histories=None):
     """needs: of x, weight, bias. A gradient that is not needed is an empty tensor. histories: as in `_forward`, of dy."""
     plan = plan_of(plan)
@@ -313,16 +319,17 @@ def product_backward(dy, weight, saved, plan, needs, step, ids, guard, factors, 
     dy2 = dy.reshape(-1, dy.shape[-1])
     n, k = weight.shape
     none = dy.new_empty(0)
-    dx, dw, db = none, none, dy2.sum(0) if need_b else none
+    dx = dw = none
     directions = [d for d, needed in ((ROWWISE, need_x), (COLUMNWISE, need_w)) if needed]
     resolved = plan.resolved(dy.dtype, dy.device)
     made, amaxes, domains = {}, [], resolved.domains
     if directions and (histories is not None or not plan.is_delayed) and _is_one_call(resolved, dy, k):
         operand = list(dgrad_weight(weight, plan, dy.dtype).buffers().values()) if need_x else []
-        dx, dw = native.linear_step_backward(
-            dy, operand, saved, need_x, need_w, resolved.call, step, ids, guard, factors, grad_factors, histories or [],
+        dx, dw, db = native.linear_step_backward(
+            dy, operand, saved, need_x, need_w, need_b, resolved.call, step, ids, guard, factors, grad_factors, histories or [],
         )
         return dx.view(*dy.shape[:-1], k) if need_x else none, dw, db, []
+    db = bias_gradient(plan, dy2, directions) if need_b else none
     if directions:
         made, amaxes = quantize_slot(plan, "grad_output", dy2, directions, step, ids, guard, grad_factors)
     if need_x:

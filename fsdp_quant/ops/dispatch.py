@@ -256,6 +256,14 @@ def tensor_decode_scale(tensor_amax: Tensor) -> Tensor:
     return native.tensor_decode_scale(tensor_amax) if native.runs(tensor_amax) else reference.tensor_decode_scale(tensor_amax)
 
 
+def column_sums(x: Tensor) -> Tensor:
+    """Sums over the rows of x [rows, cols], [cols]: added up in fp32, rounded once.
+
+    A kernel adds up tiles of 128 rows, as those that quantize x do on the way; so its last bits may differ from torch's.
+    """
+    return native.column_sums(x) if x.dtype is torch.bfloat16 and x.numel() and native.runs(x) else x.sum(0)
+
+
 # Scalars of a step #
 
 def random_key(step: Tensor, ids: Tensor, slot: int, rows: int) -> Tensor:

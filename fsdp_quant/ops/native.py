@@ -158,6 +158,11 @@ def statistics(x: Tensor, encodings: Sequence[Encoding], row0: int, through_bf16
     return results
 
 
+def column_sums(x: Tensor) -> Tensor:
+    """Sums over the rows of x [rows, cols], bf16, [cols]."""
+    return _ops.column_sums(_rows(x))
+
+
 def quantize(
     x: Tensor, encodings: Sequence[Encoding], row0: int, through_bf16: bool,
     stats: Sequence[tuple] | None, keys: Sequence[Tensor | None] | None, encs: Sequence[Tensor | None] | None,
@@ -704,8 +709,8 @@ def linear_gated(*args) -> list[Tensor]:
     return _ops.linear_gated(*args)
 
 
-def linear_step_backward(*args) -> tuple[Tensor, Tensor]:
-    """dx [rows, K] and dw [N, K] of dy [rows, N]; empty where they are not needed."""
+def linear_step_backward(*args) -> tuple[Tensor, Tensor, Tensor]:
+    """dx [rows, K], dw [N, K] and db [N] of dy [rows, N]; empty where they are not needed."""
     return _ops.linear_step_backward(*args)
 
 
@@ -927,6 +932,7 @@ FAKES = {
     "quantize_anchored": _fake_anchored,
     "quantize_anchored.counted": _fake_counted,
     "statistics": _fake_statistics,
+    "column_sums": lambda x: x.new_empty(x.shape[1]),
     "quantize_group": lambda *args: None,
     "quantize_group_out": lambda *args: None,
     "statistics_group": _fake_statistics_group,

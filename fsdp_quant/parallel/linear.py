@@ -33,6 +33,7 @@ from ..modules.linear import Linear
 from ..modules.linear_op import (
     SLOTS,
     LastRead,
+    bias_gradient,
     buffer_names,
     check_weight_version,
     dgrad_weight,
@@ -378,7 +379,7 @@ def _backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | N
     if need_w and shared is not None:
         shared.start_columnwise(call, list(ctx.saved_tensors), dy.dtype)
     if need_b:
-        db = dy2.sum(0)
+        db = bias_gradient(plan, dy2, directions)
         if cut_dy and axis.group.size() > 1:
             bias_sum = dist.all_reduce(db, group=axis.group, async_op=True)
     if need_x:
