@@ -95,6 +95,12 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// v stays in a register from here on, instead of being computed again where it is used.
+template <class T>
+__device__ __forceinline__ void keep(T& v) {
+  asm volatile("" : "+r"(v));
+}
+
 // Adds 4 floats to memory, in one transaction, without waiting. sm_90.
 __device__ __forceinline__ void red_add(float* p, float4 v) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"

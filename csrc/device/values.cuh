@@ -51,6 +51,10 @@ struct Eight {
     }
     return e;
   }
+  // 16 bytes of them.
+  __device__ __forceinline__ void set(int part, const uint4& v) {
+    w[4 * part] = v.x, w[4 * part + 1] = v.y, w[4 * part + 2] = v.z, w[4 * part + 3] = v.w;
+  }
   __device__ __forceinline__ void store(T* to) const {
 #pragma unroll
     for (int k = 0; k < kWords; k += 4)
@@ -98,6 +102,10 @@ struct Magnitudes {
     if constexpr (!kWide)
       bits = __float_as_uint(Pair<T>::widen(*reinterpret_cast<const typename Pair<T>::type*>(&one)).x);
     return bits > 0x7F800000u ? 0x7FC00000u : bits;
+  }
+  // The larger of what a word of magnitudes holds.
+  __device__ __forceinline__ static uint32_t widened_word(uint32_t word) {
+    return widened(kWide ? word : max(word & 0xFFFFu, word >> 16));
   }
   // The largest of these eight, not widened.
   __device__ __forceinline__ static uint32_t largest(const Eight<T>& e) {

@@ -21,82 +21,88 @@ namespace {
 
 constexpr int kVectors = 4, kBackwardVectors = 2;  // of 8 values a thread
 constexpr int kResident = 1024;                    // threads of a processor: 64 registers each
-constexpr int kMostTeams = 8;                      // of a block
-constexpr int kBlock = 512;                        // threads of it, unless one team has more
+constexpr int kBlock = 512;                        // threads of several teams
+constexpr int kMostTeams = 15;                     // of a block: barriers that have names
 
-// Sums over the team, in the same order in every thread. One barrier: callers alternate between two `smem`. Alone: in its
-// block, as a kernel that names barriers has all of them, of which a processor has few.
-template <bool Alone, int N>
-__device__ __forceinline__ void team_sum(float (&v)[N], float (*smem)[32]) {
+// Sum over the block, in the same order in every thread. One barrier: callers alternate between two `smem`.
+__device__ __forceinline__ float block_sum(float v, float (&smem)[32]) {
   const auto over_warp = [&] {
 #pragma unroll
-    for (int lane = 16; lane > 0; lane /= 2)
-#pragma unroll
-      for (int i = 0; i < N; ++i) v[i] += __shfl_xor_sync(0xFFFFFFFFu, v[i], lane);
+    for (int lane = 16; lane > 0; lane /= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, lane);
   };
   const int lane = threadIdx.x & 31;
   over_warp();
+  if (lane == 0) smem[threadIdx.x >> 5] = v;
+  __syncthreads();
+  v = lane < blockDim.x >> 5 ? smem[lane] : 0.0f;
+  over_warp();
+  return v;
+}
+
+// The same of two values over a team, each in half a warp after the first step.
+template <bool Two>
+__device__ __forceinline__ void team_sum(float& one, float& other, float (&smem)[2][32]) {
+  const int lane = threadIdx.x & 31, half = lane >> 4, warps = blockDim.x >> 5, first = threadIdx.y * warps;
+  float v = Two && half ? other : one;
+  v += __shfl_xor_sync(0xFFFFFFFFu, Two && !half ? other : one, 16);
+  const auto over_half = [&] {
 #pragma unroll
-  for (int i = 0; i < N; ++i)
-    if (lane == 0) smem[i][threadIdx.x >> 5] = v[i];
-  if (Alone || blockDim.y == 1) {
+    for (int lanes = 8; lanes > 0; lanes /= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, lanes);
+  };
+  over_half();
+  if ((lane & 15) == 0) smem[half][first + (threadIdx.x >> 5)] = v;
+  if (blockDim.y == 1) {
     __syncthreads();
   } else {
     ptx::sync_some(1 + threadIdx.y, blockDim.x);
   }
-#pragma unroll
-  for (int i = 0; i < N; ++i) v[i] = lane < blockDim.x >> 5 ? smem[i][lane] : 0.0f;
-  over_warp();
+  const int warp = lane & 15;
+  v = warp < warps ? smem[half][first + warp] : 0.0f;
+  if (warps > 16 && warp + 16 < warps) v += smem[half][first + warp + 16];
+  over_half();
+  one = __shfl_sync(0xFFFFFFFFu, v, 0);
+  if constexpr (Two) other = __shfl_sync(0xFFFFFFFFu, v, 16);
 }
 
-// Rows of some tensors that are copied ahead; a thread has `Vectors` of each to itself, blockDim.x apart.
-template <class T, int Vectors, int Stages>
+// A row that is copied ahead; a thread has kVectors of it to itself, blockDim.x apart.
+template <class T>
 struct Ahead {
-  static constexpr int kParts = Eight<T>::kWords / 4, kStages = Stages;
+  static constexpr int kParts = Eight<T>::kWords / 4;
+  static constexpr int kBytes = 2 * kVectors * kParts * sizeof(uint4);  // of shared memory, a thread
   uint4* mine;
-  int tensors;
 
-  // Of shared memory, a thread.
-  static constexpr int bytes(int tensors) { return Stages * tensors * Vectors * kParts * sizeof(uint4); }
-  __device__ __forceinline__ uint4* place(int stage, int tensor, int k) const {
-    return mine + ((stage * tensors + tensor) * Vectors + k) * kParts * blockDim.x;
-  }
-  __device__ __forceinline__ void copy(int stage, int tensor, int k, const void* rows, int64_t at) const {
-    uint4* const to = place(stage, tensor, k);
+  __device__ __forceinline__ uint4* place(int stage, int k) const { return mine + (stage * kVectors + k) * kParts * blockDim.x; }
+  __device__ __forceinline__ void copy(int stage, int k, const void* x, int64_t at) const {
+    uint4* const to = place(stage, k);
 #pragma unroll
     for (int part = 0; part < kParts; ++part)
-      ptx::copy_async_16(to + part * blockDim.x, reinterpret_cast<const uint4*>(static_cast<const T*>(rows) + at) + part);
+      ptx::copy_async_16(to + part * blockDim.x, reinterpret_cast<const uint4*>(static_cast<const T*>(x) + at) + part);
   }
-  __device__ __forceinline__ void widen(int stage, int tensor, int k, float (&v)[8]) const {
-    const uint4* const from = place(stage, tensor, k);
+  __device__ __forceinline__ void widen(int stage, int k, float (&v)[8]) const {
+    const uint4* const from = place(stage, k);
     Eight<T> e;
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      const uint4 w = from[part * blockDim.x];
-      e.w[4 * part] = w.x, e.w[4 * part + 1] = w.y, e.w[4 * part + 2] = w.z, e.w[4 * part + 3] = w.w;
-    }
+    for (int part = 0; part < kParts; ++part) e.set(part, from[part * blockDim.x]);
     e.widen(v);
   }
 };
 
 template <class T>
-using ForwardAhead = Ahead<T, kVectors, 2>;
-template <class T>
-using BackwardAhead = Ahead<T, kBackwardVectors, Eight<T>::kWide ? 1 : 2>;  // three rows of fp32 fill the shared memory
+constexpr int kBackwardStages = Eight<T>::kWide ? 1 : 2;  // three rows of fp32 fill the shared memory
 
 template <class T, bool Centred>
 __global__ void __launch_bounds__(512, Eight<T>::kWide ? 1 : 2) norm_kernel(const __grid_constant__ NormArgs args) {
   extern __shared__ uint4 ring[];
-  __shared__ float sums[2][1][32];
+  __shared__ float sums[2][32];
   __shared__ uint32_t maxima[32];
   const T* const weight = static_cast<const T*>(args.weight);
   const T* const bias = static_cast<const T*>(args.bias);
-  const ForwardAhead<T> ahead = {ring + threadIdx.x, 1};
+  const Ahead<T> ahead = {ring + threadIdx.x};
   const auto column = [&](int k) { return static_cast<int32_t>(threadIdx.x + k * blockDim.x) * 8; };
   const auto fetch = [&](int32_t row, int stage) {
 #pragma unroll
     for (int k = 0; k < kVectors; ++k)
-      if (column(k) < args.cols) ahead.copy(stage, 0, k, args.x, static_cast<int64_t>(row) * args.cols + column(k));
+      if (column(k) < args.cols) ahead.copy(stage, k, args.x, static_cast<int64_t>(row) * args.cols + column(k));
   };
   Magnitudes<T> largest;
   int turn = 0;
@@ -105,28 +111,28 @@ __global__ void __launch_bounds__(512, Eight<T>::kWide ? 1 : 2) norm_kernel(cons
     ptx::copy_async_wait();
     if (row + static_cast<int64_t>(gridDim.x) < args.rows) fetch(row + gridDim.x, turn ^ 1);
     T* const y = static_cast<T*>(args.y) + static_cast<int64_t>(row) * args.cols;
-    float v[kVectors][8], sum[1] = {0.0f}, mean = 0.0f;
+    float v[kVectors][8], sum = 0.0f, mean = 0.0f;
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
       if (column(k) >= args.cols) continue;
-      ahead.widen(turn, 0, k, v[k]);
+      ahead.widen(turn, k, v[k]);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) sum[0] += Centred ? v[k][i] : v[k][i] * v[k][i];
+      for (int i = 0; i < 8; ++i) sum += Centred ? v[k][i] : v[k][i] * v[k][i];
     }
-    team_sum<true>(sum, sums[Centred ? 0 : turn]);
+    sum = block_sum(sum, sums[Centred ? 0 : turn]);
     if constexpr (Centred) {
-      mean = sum[0] / args.cols;
-      sum[0] = 0.0f;
+      mean = sum / args.cols;
+      sum = 0.0f;
 #pragma unroll
       for (int k = 0; k < kVectors; ++k) {
         if (column(k) >= args.cols) continue;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) v[k][i] -= mean, sum[0] += v[k][i] * v[k][i];
+        for (int i = 0; i < 8; ++i) v[k][i] -= mean, sum += v[k][i] * v[k][i];
       }
-      team_sum<true>(sum, sums[1]);
+      sum = block_sum(sum, sums[1]);
       if (threadIdx.x == 0) args.mean[row] = mean;
     }
-    const float rstd = rsqrtf(sum[0] / args.cols + args.eps);
+    const float rstd = rsqrtf(sum / args.cols + args.eps);
     if (threadIdx.x == 0) args.rstd[row] = rstd;
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
@@ -144,101 +150,121 @@ __global__ void __launch_bounds__(512, Eight<T>::kWide ? 1 : 2) norm_kernel(cons
   raise_amax(args.amax, largest.largest(), maxima);
 }
 
-template <class T, bool Centred>
-__global__ void __launch_bounds__(1024) norm_backward_kernel(const __grid_constant__ NormArgs args) {
+// Bound by instructions: what a thread has in memory, of x, dy and the residual, and its columns, lie at distances that
+// are constants of instructions. Threads: of a block at most.
+template <class T, bool Centred, int Threads>
+__global__ void __launch_bounds__(Threads, kResident / Threads) norm_backward_kernel(const __grid_constant__ NormArgs args) {
   extern __shared__ uint4 ring[];
-  __shared__ float sums[kMostTeams][2][2][32];
+  __shared__ float sums[2][2][32];
   __shared__ uint32_t maxima[32];
-  constexpr int kStages = BackwardAhead<T>::kStages;
-  const T* const weight = static_cast<const T*>(args.weight);
+  constexpr int kStages = kBackwardStages<T>, kVectors = kBackwardVectors, kParts = Eight<T>::kWords / 4;
+  constexpr uint32_t kBytes = Threads * sizeof(uint4), kStage = kVectors * kParts * kBytes;  // from place to place
   const bool adds = args.residual != nullptr;
-  const int tensors = adds ? 3 : 2;
-  const BackwardAhead<T> ahead = {ring + threadIdx.y * blockDim.x * (BackwardAhead<T>::bytes(tensors) / 16) + threadIdx.x, tensors};
-  const auto column = [&](int k) { return static_cast<int32_t>(threadIdx.x + k * blockDim.x) * 8; };
-  const auto fetch = [&](int32_t row, int stage) {
-    const int64_t start = static_cast<int64_t>(row) * args.cols;
+  int32_t first = ((threadIdx.x >> 5) * kVectors * 32 + (threadIdx.x & 31)) * 8;
+  uint32_t mine = ptx::shared_address(ring + threadIdx.y * blockDim.x + threadIdx.x);
+  ptx::keep(first), ptx::keep(mine);
+  const auto has = [&](int k) { return first < args.cols - k * 256; };
+  const auto place = [&](uint32_t stage, int tensor, int k, int part) {
+    return static_cast<uint4*>(__cvta_shared_to_generic(stage + tensor * kStages * kStage + (k * kParts + part) * kBytes));
+  };
+  const auto fetch = [&](uint32_t stage, uint32_t row) {
+    const int64_t at = static_cast<int64_t>(row) * args.cols + first;
+    const auto copy = [&](int tensor, const void* rows) {
+      const auto* const from = reinterpret_cast<const uint4*>(static_cast<const T*>(rows) + at);
 #pragma unroll
-    for (int k = 0; k < kBackwardVectors; ++k) {
-      if (column(k) >= args.cols) continue;
-      ahead.copy(stage, 0, k, args.x, start + column(k)), ahead.copy(stage, 1, k, args.dy, start + column(k));
-      if (adds) ahead.copy(stage, 2, k, args.residual, start + column(k));
-    }
+      for (int k = 0; k < kVectors; ++k) {
+        if (!has(k)) continue;
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) ptx::copy_async_16(place(stage, tensor, k, part), from + k * 32 * kParts + part);
+      }
+    };
+    copy(0, args.x), copy(1, args.dy);
+    if (adds) copy(2, args.residual);
+  };
+  const auto widen = [&](uint32_t stage, int tensor, int k, float (&v)[8]) {
+    Eight<T> e;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) e.set(part, *place(stage, tensor, k, part));
+    e.widen(v);
   };
   const auto scale = [&](int k, float (&gamma)[8]) {
-    Eight<T>::cached(weight + column(k)).widen(gamma);
+    Eight<T>::cached(static_cast<const T*>(args.weight) + first + k * 256).widen(gamma);
     if (args.offset == 0.0f) return;
 #pragma unroll
     for (int i = 0; i < 8; ++i) gamma[i] += args.offset;
   };
-  float dgamma[kBackwardVectors][8] = {}, dbeta[kBackwardVectors][8] = {};
-  Magnitudes<T> largest;
-  int turn = 0;
-  const int32_t first = blockIdx.x + threadIdx.y * gridDim.x, stride = gridDim.x * blockDim.y;
   float next_rstd = 0.0f, next_mean = 0.0f;
-  const auto fetch_scalars = [&](int32_t row) {
+  const auto fetch_scalars = [&](uint32_t row) {
     next_rstd = __ldg(args.rstd + row);
     if constexpr (Centred) next_mean = __ldg(args.mean + row);
   };
-  if (first < args.rows) fetch(first, 0), fetch_scalars(first);
-  for (int32_t row = first; row < args.rows; row += stride, turn ^= 1) {
-    const int64_t start = static_cast<int64_t>(row) * args.cols, following = row + static_cast<int64_t>(stride);
-    const int stage = kStages == 1 ? 0 : turn;
+  float dgamma[kVectors][8] = {}, dbeta[kVectors][8] = {};
+  uint32_t largest = 0, turn = 0;
+  const uint32_t rows = args.rows, stride = gridDim.x * blockDim.y;
+  uint32_t row = blockIdx.x + threadIdx.y * gridDim.x;
+  if (row < rows) fetch(mine, row), fetch_scalars(row);
+  for (; row < rows; row += stride, turn ^= 1) {
+    const uint32_t stage = kStages == 1 ? mine : mine + turn * kStage, following = row + stride;
     ptx::copy_async_wait();
-    if (kStages == 2 && following < args.rows) fetch(following, stage ^ 1);
-    const float rstd = next_rstd, shift = -next_mean * rstd;
-    if (following < args.rows) fetch_scalars(static_cast<int32_t>(following));
-    float sum[Centred ? 2 : 1] = {};  // of a * x^, and of a
+    const float rstd = next_rstd, shift = Centred ? -next_mean * rstd : 0.0f;
+    if (following < rows) {
+      if (kStages == 2) fetch(mine + (turn ^ 1) * kStage, following);
+      fetch_scalars(following);
+    }
+    float along = 0.0f, mean = 0.0f;  // of a * x^, and of a
 #pragma unroll
-    for (int k = 0; k < kBackwardVectors; ++k) {
-      if (column(k) >= args.cols) continue;
+    for (int k = 0; k < kVectors; ++k) {
+      if (!has(k)) continue;
       float x[8], dy[8], gamma[8];
-      ahead.widen(stage, 0, k, x), ahead.widen(stage, 1, k, dy), scale(k, gamma);
+      widen(stage, 0, k, x), widen(stage, 1, k, dy), scale(k, gamma);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const float normal = x[i] * rstd + shift, a = dy[i] * gamma[i];
-        sum[0] += a * normal;
+        along += a * normal;
         dgamma[k][i] += dy[i] * normal;
-        if constexpr (Centred) sum[1] += a, dbeta[k][i] += dy[i];
+        if constexpr (Centred) mean += a, dbeta[k][i] += dy[i];
       }
     }
-    team_sum<false>(sum, sums[threadIdx.y][turn]);
-    const float along = sum[0] / args.cols * rstd, slope = along * rstd;
-    const float level = Centred ? along * shift + sum[Centred] / args.cols * rstd : 0.0f;
+    team_sum<Centred>(along, mean, sums[turn]);
+    along = along / args.cols * rstd;
+    const float slope = along * rstd, level = Centred ? along * shift + mean / args.cols * rstd : 0.0f;
 #pragma unroll
-    for (int k = 0; k < kBackwardVectors; ++k) {
-      if (column(k) >= args.cols) continue;
+    for (int k = 0; k < kVectors; ++k) {
+      if (!has(k)) continue;
       float x[8], dy[8], gamma[8];
-      ahead.widen(stage, 0, k, x), ahead.widen(stage, 1, k, dy), scale(k, gamma);
+      widen(stage, 0, k, x), widen(stage, 1, k, dy), scale(k, gamma);
 #pragma unroll
       for (int i = 0; i < 8; ++i) x[i] = dy[i] * gamma[i] * rstd - (x[i] * slope + level);
       Eight<T> made = Eight<T>::round(x);
       if (adds) {
         float other[8];
-        made.widen(x), ahead.widen(stage, 2, k, other);
+        made.widen(x), widen(stage, 2, k, other);
 #pragma unroll
         for (int i = 0; i < 8; ++i) x[i] += other[i];
         made = Eight<T>::round(x);
       }
-      largest.take(made);
-      made.store(static_cast<T*>(args.dx) + start + column(k));
+#pragma unroll
+      for (int i = 0; i < Eight<T>::kWords; ++i)
+        largest = Magnitudes<T>::larger(largest, Magnitudes<T>::of_word(made.w[i]));
+      made.store(static_cast<T*>(args.dx) + static_cast<int64_t>(row) * args.cols + first + k * 256);
     }
-    if (kStages == 1 && following < args.rows) fetch(following, 0);
+    if (kStages == 1 && following < rows) fetch(mine, following);
   }
   __syncthreads();  // the ring is read: [gamma, beta][teams][cols] now
   auto* const of_teams = reinterpret_cast<float4*>(ring);
   const int32_t fours = args.cols / 4, lines = Centred && args.dbias != nullptr ? 2 : 1;
-  const auto put = [&](int line, const float (&sums)[kBackwardVectors][8]) {
+  const auto put = [&](int line, const float (&sums)[kVectors][8]) {
 #pragma unroll
-    for (int k = 0; k < kBackwardVectors; ++k) {
-      if (column(k) >= args.cols) continue;
-      float4* const to = of_teams + (line * blockDim.y + threadIdx.y) * fours + column(k) / 4;
+    for (int k = 0; k < kVectors; ++k) {
+      if (!has(k)) continue;
+      float4* const to = of_teams + (line * blockDim.y + threadIdx.y) * fours + first / 4 + k * 64;
 #pragma unroll
       for (int i = 0; i < 8; i += 4) to[i / 4] = make_float4(sums[k][i], sums[k][i + 1], sums[k][i + 2], sums[k][i + 3]);
     }
   };
   put(0, dgamma);
   if (lines > 1) put(1, dbeta);
-  raise_amax(args.amax, largest.largest(), maxima);  // waits for all
+  raise_amax(args.amax, Magnitudes<T>::widened_word(largest), maxima);  // waits for all
   for (int32_t i = threadIdx.y * blockDim.x + threadIdx.x; i < lines * fours; i += blockDim.x * blockDim.y) {
     const int32_t line = i >= fours, at = i - line * fours;
     float4 sum = of_teams[line * blockDim.y * fours + at];
@@ -289,7 +315,6 @@ Shape shape_of(const NormArgs& args, int vectors, int resident, int block) {
 
 template <class Kernel>
 cudaError_t start(Kernel* kernel, const NormArgs& args, int32_t blocks, const Shape& shape, int bytes, cudaStream_t stream) {
-  bytes *= shape.count();
   const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (allowed != cudaSuccess) return allowed;
   kernel<<<blocks, shape.threads, bytes, stream>>>(args);
@@ -300,7 +325,7 @@ template <class T>
 cudaError_t launch_forward(const NormArgs& args, cudaStream_t stream) {
   const Shape shape = shape_of(args, kVectors, Eight<T>::kWide ? kResident / 2 : kResident, 0);
   auto* kernel = args.mean != nullptr ? norm_kernel<T, true> : norm_kernel<T, false>;
-  return start(kernel, args, shape.blocks, shape, ForwardAhead<T>::bytes(1), stream);
+  return start(kernel, args, shape.blocks, shape, shape.count() * Ahead<T>::kBytes, stream);
 }
 
 template <class T>
@@ -309,12 +334,19 @@ cudaError_t launch_partials(const Partials& args, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
+template <class T, int Threads>
+cudaError_t start_backward(const NormArgs& args, const Shape& shape, int32_t blocks, cudaStream_t stream) {
+  const int bytes = (args.residual != nullptr ? 3 : 2) * kBackwardStages<T> * kBackwardVectors * 8 * sizeof(T) * Threads;
+  auto* kernel = args.mean != nullptr ? norm_backward_kernel<T, true, Threads> : norm_backward_kernel<T, false, Threads>;
+  return start(kernel, args, blocks, shape, bytes, stream);
+}
+
 template <class T>
 cudaError_t launch_backward(const NormArgs& args, cudaStream_t stream) {
   const Shape shape = shape_of(args, kBackwardVectors, kResident, kBlock);
   const int32_t blocks = std::min(shape.blocks, kNormBlocks);
-  auto* kernel = args.mean != nullptr ? norm_backward_kernel<T, true> : norm_backward_kernel<T, false>;
-  const cudaError_t error = start(kernel, args, blocks, shape, BackwardAhead<T>::bytes(args.residual != nullptr ? 3 : 2), stream);
+  const cudaError_t error = shape.count() <= kBlock ? start_backward<T, kBlock>(args, shape, blocks, stream)
+                                                    : start_backward<T, kResident>(args, shape, blocks, stream);
   if (error != cudaSuccess) return error;
   return launch_partials<T>({args.partial, int64_t{kNormBlocks} * args.cols, {args.dweight, args.dbias}, blocks, args.cols}, stream);
 }
