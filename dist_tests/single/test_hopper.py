@@ -227,6 +227,22 @@ def test_one_call_gives_the_bytes_of_its_parts(gpu, name: str, autocast: bool, m
             assert_same(one, parts, f"{shape} bias {bias}")
 
 
+def test_a_bias_gradient_is_added_up_where_its_codes_are_made(gpu, monkeypatch):
+    """If false, one call reads a gradient once more for the bias; or its parts add up in another order than one call."""
+    x, dy = inputs()
+    for recipe, is_quantized in (
+        (fq.recipes.mxfp8(), True), (fq.recipes.fp8_delayed(), True), (fq.recipes.identity(), False),
+        (fq.recipes.mxfp8(backward_override="high_precision"), False),
+    ):
+        for one_call in (True, False):
+            with monkeypatch.context() as patch:
+                if not one_call:
+                    patch.setattr(linear_op, "_is_one_call", lambda *args: False)
+                gpu.calls.clear()
+                assert_same_bytes(step(linear(recipe), x, dy)["bias"], dy.sum(0), f"{recipe}")
+                assert gpu.count("column_sums") == (is_quantized and not one_call), (recipe, one_call)
+
+
 def test_one_call_counts_and_records_what_its_parts_do(gpu, monkeypatch):
     """If false, the receipt, the guard or a history of delayed scaling depends on the path."""
     seen = []
