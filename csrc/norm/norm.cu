@@ -308,9 +308,9 @@ Shape shape_of(const NormArgs& args, int vectors, int resident, int block) {
   int device = 0, processors = 1;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  const int32_t of_processor = std::max(resident / threads, 1), rows = (args.rows + processors - 1) / processors;
+  const int32_t of_processor = std::max(resident / threads, 1), rows = (args.rows - 1) / processors + 1;
   const int32_t teams = std::min({std::max(block / threads, 1), kMostTeams, rows});
-  return {dim3(threads, teams), std::min(processors * (of_processor / teams), (args.rows + teams - 1) / teams)};
+  return {dim3(threads, teams), std::min(processors * (of_processor / teams), (args.rows - 1) / teams + 1)};
 }
 
 template <class Kernel>
