@@ -23,8 +23,8 @@ using hopper::Parts;
 
 Operand codes_of(const at::Tensor& x, int64_t kind, const char* name) {
   const Operand o = operand_of(x, kind, name);
-  TORCH_CHECK_NOT_IMPLEMENTED(is_fp8(o.type), name, " is ", x.scalar_type(), " of kind ", kind,
-                              " (element | scaling << 3); wanted codes in e4m3 or e5m2");
+  TORCH_CHECK_NOT_IMPLEMENTED(is_fp8(o.type) || o.type == CUDA_R_16BF, name, " is ", x.scalar_type(), " of kind ", kind,
+                              " (element | scaling << 3); wanted codes in e4m3 or e5m2, or bfloat16");
   return o;
 }
 
@@ -34,7 +34,7 @@ Operand stacked_of(const at::Tensor& x, int64_t kind, const char* name, int64_t*
   TORCH_CHECK_VALUE(x.dim() == 3 && x.size(0) > 0, name, " has shape ", x.sizes(), "; wanted [1 or more, N, K]");
   const Operand o = codes_of(x.select(0, 0), kind, name);
   *plane = x.size(0) > 1 ? x.stride(0) : o.ld * x.size(1);
-  TORCH_CHECK_VALUE(*plane % 16 == 0 && *plane >= x.size(2), name, " has shape ", x.sizes(), " and strides ", x.strides(),
+  TORCH_CHECK_VALUE(*plane * x.element_size() % 16 == 0 && *plane >= x.size(2), name, " has shape ", x.sizes(), " and strides ", x.strides(),
                     "; wanted parts that are multiples of 16 bytes apart");
   return o;
 }

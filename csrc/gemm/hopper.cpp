@@ -16,12 +16,16 @@ bool is_aligned(const void* p, uintptr_t bytes) { return reinterpret_cast<uintpt
 bool is_outer(Scaling s) { return s <= Scaling::kRow; }
 bool is_e5m2(const Operand& o) { return o.type == CUDA_R_8F_E5M2; }
 
+bool is_values(const Operand& o) { return o.type == CUDA_R_16BF; }
+int64_t bytes_of(const Operand& o) { return is_values(o) ? 2 : 1; }
+int64_t block_k(const Operand& o) { return kBlockK / bytes_of(o); }
+
 const char* why_not(const Operand& o, int64_t k) {
-  if (o.type != CUDA_R_8F_E4M3 && o.type != CUDA_R_8F_E5M2) return "an operand is neither e4m3 nor e5m2";
+  if (o.type != CUDA_R_8F_E4M3 && o.type != CUDA_R_8F_E5M2 && !is_values(o)) return "an operand is neither e4m3, e5m2 nor bfloat16";
   if (!o.k_major) return "an operand is not K-major";
   if (has_byte_scales(o.scaling)) return "an operand has one-byte scales";
   if ((o.scaling == Scaling::kNone) != (o.scale == nullptr)) return "scales are missing, or given where there are none";
-  if (!is_aligned(o.data, 16) || o.ld % 16 != 0 || o.ld < k) return "rows of codes are not aligned to 16 bytes";
+  if (!is_aligned(o.data, 16) || o.ld * bytes_of(o) % 16 != 0 || o.ld < k) return "rows of codes are not aligned to 16 bytes";
   if (!is_aligned(o.scale, o.scaling == Scaling::kTensor ? 4 : 16)) return "scales are not aligned to 16 bytes";
   return nullptr;
 }
@@ -70,8 +74,8 @@ bool encode(CUtensorMap* map, const Operand& o, int64_t outer, int64_t k, int32_
   }();
   if (encode_tiled == nullptr) return false;
   const auto size = [](int64_t n) { return static_cast<cuuint64_t>(n); };
-  const cuuint64_t extents[] = {size(k), size(outer), size(planes)};
-  const cuuint64_t strides[] = {size(o.ld), size(planes > 1 ? plane : o.ld * outer)};
+  const cuuint64_t extents[] = {size(k * bytes_of(o)), size(outer), size(planes)};
+  const cuuint64_t strides[] = {size(o.ld * bytes_of(o)), size((planes > 1 ? plane : o.ld * outer) * bytes_of(o))};
   const cuuint32_t box[] = {static_cast<cuuint32_t>(kBlockK), static_cast<cuuint32_t>(rows), 1}, steps[] = {1, 1, 1};
   return encode_tiled(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, planes > 0 ? 3 : 2, const_cast<void*>(o.data), extents,
                       strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
@@ -90,6 +94,9 @@ const char* why_not(const Product& p, const float* amax, const Parts& parts) {
   if (const char* reason = why_not(p.a, p.k)) return reason;
   if (const char* reason = why_not(p.b, p.k / parts.planes)) return reason;
   if (is_e5m2(p.a) && is_e5m2(p.b)) return "both operands are e5m2";
+  if (is_values(p.a) != is_values(p.b)) return "one operand is of codes, and the other of values";
+  if (is_values(p.a) && (parts.cut == Cut::kNone || !is_outer(p.a.scaling) || !is_outer(p.b.scaling)))
+    return "values are multiplied in groups, with scales of tensors and rows";
   const Scaling a = p.a.scaling, b = p.b.scaling;
   if (is_outer(a) != is_outer(b)) return "one operand has scales along K, and the other has not";
   if (a == Scaling::k128x128 && b == Scaling::k128x128) return "both operands have 128x128 scales";
@@ -121,7 +128,7 @@ Schedule schedule_of(const Product& p, int32_t sm_count, const Parts& parts) {
     // Where groups decide how many there are, blocks without a tile end at once.
     const int64_t most = std::max(sm_count / e.cluster, 1), clusters = parts.groups > 1 ? most : std::min(tiles, most);
     const int64_t cost = ceil_div(tiles, clusters) *
-                         (ceil_div(k, kBlockK) * kCosts[i].of_k_block[grain] + stores * kCosts[i].of_tile);
+                         (ceil_div(k, block_k(p.a)) * kCosts[i].of_k_block[grain] + stores * kCosts[i].of_tile);
     if (i > 0 && cost >= least) continue;
     least = cost;
     best = {static_cast<Tile>(i), static_cast<int32_t>(clusters * e.cluster)};
@@ -131,6 +138,7 @@ Schedule schedule_of(const Product& p, int32_t sm_count, const Parts& parts) {
 
 Kernel kernel_of(const Product& p, Tile tile, Cut cut) {
   const bool a = is_e5m2(p.a), b = is_e5m2(p.b);
+  if (is_values(p.a)) return values_kernel(cut, tile);
   if (is_outer(p.a.scaling)) return outer_kernel(cut, tile, a, b);
   if (p.a.scaling == Scaling::k128x128) return cut == Cut::kNone ? mirror_kernel(tile, a, b) : Kernel{};
   if (p.a.scaling == Scaling::k1x512) return cut == Cut::kNone ? run_kernel(tile, a, b) : Kernel{};
@@ -158,7 +166,7 @@ cudaError_t launch(
   if (parts.b_scale_each || (rows && !is_outer(p.b.scaling))) arguments.b_scale_plane = each(p.b, p.n, p.k);
   arguments.b_scale_rank = each(p.b, p.n, plane_k);
   arguments.m = int32(p.m), arguments.n = int32(p.n), arguments.k = int32(p.k);
-  arguments.k_blocks = int32(ceil_div(p.k, kBlockK)), arguments.plane_blocks = int32(ceil_div(plane_k, kBlockK));
+  arguments.k_blocks = int32(ceil_div(p.k, block_k(p.a))), arguments.plane_blocks = int32(ceil_div(plane_k, block_k(p.b)));
   arguments.a_scale_ld = int32(scale_ld(p.a.scaling, p.m, p.k));
   arguments.b_scale_ld = int32(scale_ld(p.b.scaling, p.n, p.b.scaling == Scaling::k128x128 ? plane_k : p.k));
   arguments.a_scale_step = p.a.scaling == Scaling::kRow, arguments.b_scale_step = p.b.scaling == Scaling::kRow;

@@ -1,4 +1,4 @@
-// Products of 8-bit operands by our own kernels for sm_90. Plain data: needs no CUDA compiler, no torch, no cuBLASLt.
+// Products of 8-bit operands, and of groups of bf16 values, by our own kernels for sm_90. Plain data: needs no CUDA compiler, no torch, no cuBLASLt.
 //
 //   a x b                      when scales are applied                          what for
 //   tensor, row or none, both  to the finished sum                              current, delayed and row scaling
@@ -7,7 +7,9 @@
 //   1x128 x 1x128              every 128 of K                                   wgrad of block scaling
 //   1x512 x 1x512, 2^n         a's every 128 of K, b's every 512                wgrad of anchored e8m0
 //
-// Partial sums are promoted to fp32 every 128 of K, whatever fast_accumulation says. out is bf16 or fp32, and fp32 may
+//   values x values            tensor, row or none: to the finished sum         groups of what has no product of codes
+//
+// Partial sums of codes are promoted to fp32 every 128 of K, whatever fast_accumulation says. out is bf16 or fp32, and fp32 may
 // be accumulated in place; every element gets one addition, so that two runs give the same bits.
 #pragma once
 
@@ -69,5 +71,6 @@ Kernel block_kernel(Cut cut, Tile tile, bool a_e5m2, bool b_e5m2);   // 1x128 x 
 Kernel vector_kernel(Cut cut, Tile tile, bool a_e5m2, bool b_e5m2);  // 1x128 x 1x128
 Kernel mirror_kernel(Tile tile, bool a_e5m2, bool b_e5m2);           // 128x128 x 1x128, not cut
 Kernel run_kernel(Tile tile, bool a_e5m2, bool b_e5m2);              // 1x512 x 1x512, not cut
+Kernel values_kernel(Cut cut, Tile tile);                            // bf16 values, cut
 
 }  // namespace fsdp_quant::hopper

@@ -4,6 +4,7 @@
 //   kOuter    sum += part                     scales of rows or tensors are factors of the finished sum
 //   kVector   sum += part * scale[row]        of 1 x 128, on either side
 //   kBlock    sum += part * scale             of 128 x 128
+//   kValues   sum                             bf16 values, which it sums in fp32; scales as of kOuter. A 128 of K is 64 of them
 //   kRun      sum += part * scale[row]        of 1 x 512 on both sides, powers of two; those of columns are units of
 //                                             the sums, changed every 512 of K: one operation an element, as kBlock
 // Every element is summed by one thread in order of K: the same bits every run.
@@ -26,7 +27,11 @@
 
 namespace fsdp_quant::hopper {
 
-enum class Grain { kOuter, kVector, kBlock, kRun };
+enum class Grain { kOuter, kVector, kBlock, kRun, kValues };
+
+// Elements of K in 128 bytes, which a stage holds of a row.
+template <Grain kA>
+constexpr int kElements = kA == Grain::kValues ? 64 : 128;
 
 constexpr int kBlockN = 128, kBlockK = 128;
 constexpr int kGroup = 128;        // threads of a warp group
@@ -158,7 +163,7 @@ struct Place {
   int k0, k_blocks;  // 128s of K
 };
 
-template <class S, Cut kCut>
+template <class S, Cut kCut, int kOfK = kBlockK>
 __device__ __forceinline__ Place place_of(const Arguments& p, const Shared<S>& shared, int t, int rank) {
   Place at = {0, 0, p.m, 0, 0, p.k_blocks};
   int m_tiles = p.m_tiles;
@@ -175,8 +180,8 @@ __device__ __forceinline__ Place place_of(const Arguments& p, const Shared<S>& s
     at.group = t / (p.m_tiles * p.n_tiles);
     t -= at.group * p.m_tiles * p.n_tiles;
     const int32_t* const offsets = shared.offsets() + at.group;
-    at.k0 = offsets[0] / kBlockK;
-    at.k_blocks = offsets[1] > offsets[0] ? (offsets[1] + kBlockK - 1) / kBlockK - at.k0 : 0;
+    at.k0 = offsets[0] / kOfK;
+    at.k_blocks = offsets[1] > offsets[0] ? (offsets[1] + kOfK - 1) / kOfK - at.k0 : 0;
   }
   const int band = t / (p.band * p.n_tiles), first = band * p.band;
   const int height = min(p.band, m_tiles - first), r = t - first * p.n_tiles;
@@ -221,7 +226,7 @@ __device__ __forceinline__ void load(const Arguments& p, const Shared<S>& shared
   const int a_lines = (p.m + 3) & ~3, b_lines = (p.n + 3) & ~3, tiles = tiles_of<S, kCut>(p, shared);
   Ring<S::kStages> ring;
   for (int t = cluster; t < tiles; t += clusters) {
-    const Place at = place_of<S, kCut>(p, shared, t, rank);
+    const Place at = place_of<S, kCut, kElements<kA>>(p, shared, t, rank);
     const int a_line = kCut == Cut::kRows ? at.m0 & ~3 : at.m0;
     constexpr int kAScales = kCut == Cut::kRows ? S::kAScales : S::kBlockM;
     const uint32_t a_bytes = kA == Grain::kVector || kA == Grain::kRun ? 4 * min(kAScales, a_lines - a_line) : 0;
@@ -351,7 +356,7 @@ __device__ __forceinline__ void promote(
 // Scales, alpha and bias of one wave. `row`: the thread's first row (its second is 8 below), `col` its first column.
 template <Grain kA, Grain kB>
 __device__ __forceinline__ void finish(const Arguments& p, const Place& at, float (&sum)[64], int row, int col) {
-  constexpr bool kOuter = kA == Grain::kOuter && kB == Grain::kOuter;
+  constexpr bool kOuter = kA == kB && (kA == Grain::kOuter || kA == Grain::kValues);
   if (kOuter || p.alpha != nullptr) {
     const float alpha = p.alpha != nullptr ? __ldg(p.alpha) : 1.0f;
     float low = alpha, high = alpha;
@@ -515,7 +520,7 @@ __device__ __forceinline__ void multiply(
   uint32_t amax = 0;
   Ring<S::kStages> ring;
   for (int t = cluster; t < tiles; t += clusters) {
-    const Place at = place_of<S, kCut>(p, shared, t, rank);
+    const Place at = place_of<S, kCut, kElements<kA>>(p, shared, t, rank);
     if (kCut == Cut::kDepth && at.k_blocks == 0 && p.accumulate) continue;
     constexpr bool kRuns = kA == Grain::kRun;
     static_assert(kRuns == (kB == Grain::kRun), "runs of 512 are multiplied by runs of 512");
@@ -548,6 +553,24 @@ __device__ __forceinline__ void multiply(
       constexpr int kHeld = S::kWaves == 1 ? 16 : kCut == Cut::kNone ? 10 : 8;
       float2 held[kHeld];
       wait(shared.full(stage), ring.phase);
+      if constexpr (kA == Grain::kValues) {
+#pragma unroll
+        for (int w = 0; w < S::kWaves; ++w) ptx::pin(sum[w]);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int w = 0; w < S::kWaves; ++w) {
+          const uint64_t a = ptx::wgmma_descriptor(shared.a(stage) + (group_row + w * kWaveRows) * kBlockK);
+#pragma unroll
+          for (int k = 0; k < 4; ++k) ptx::wgmma_m64n128k16(sum[w], a + 2 * k, b + 2 * k, true);
+        }
+        ptx::wgmma_commit();
+        ptx::wgmma_wait<0>();
+#pragma unroll
+        for (int w = 0; w < S::kWaves; ++w) ptx::pin(sum[w]);
+        release(stage);
+        ring.advance();
+        continue;
+      }
       bool is_far = false;
       if constexpr (kRuns) {
         const uint2 of_halves = shared_at<const uint2>(shared.is_far(stage));

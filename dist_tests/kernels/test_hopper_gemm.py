@@ -558,7 +558,8 @@ def test_errors_say_what_was_got_and_wanted():
             value, rows(poisoned(640, 140), b=b._replace(data=b.data[:, :140]))),
         "b_scale is contiguous Float [20]": (value, rows(b_scale=b.scale[:20].clone())),  # of 24, 8 a group
         "b_scale has the scales of one group; wanted 3 times": (value, rows(b_scale=b.scale[:8].clone())),
-        "a is BFloat16 of kind 0": (gap, rows(a=half)),
+        "with scaling 4: one operand is of codes, and the other of values": (gap, rows(a=half)),
+        "a is Half of kind 0": (gap, rows(a=half._replace(data=half.data.half()))),
         "grouped_gemm of a [640, 256] with scaling 3 and b [3, 144, 256] with scaling 4: b is e5m2": (gap, rows(b=e5m2)),
         "grouped_gemm of a [640, 256] with scaling 5": (gap, rows(a=mx)),
         "of 1x512 scales products are whole": (gap, rows(a=operand(640, 256, "e4m3", BY_512), b=runs)),
