@@ -223,7 +223,7 @@ class Storage:
     def in_layout(self, wanted: str, turned: Tensor | None = None) -> Storage:
         """The same storage with its buffers as `wanted` (`ops.layout`) says; itself where they lie so, or are not quantized.
 
-        turned:  the transposed codes, where `turns` and they are made already.
+        turned:  the transposed codes, where a columnwise storage's are made already.
         Anchors of lines and runs that are made of codes round subnormals a second time. Raises ValueError for a layout that the
         buffers cannot be brought into.
         """
@@ -241,14 +241,16 @@ class Storage:
         elif wanted == ANCHORED:
             data, scale = dispatch.anchor_codes(self.data, self.scale, self.fmt, self.direction)
         else:
-            data, scale = self._anchored_in_runs(ANCHOR_RUNS[wanted])
+            data, scale = self._anchored_in_runs(ANCHOR_RUNS[wanted], turned)
         of = self.fmt, self.direction, self.shape
         return Storage(*of, data, scale, self.tensor_amax, self.dtype, self.row0, wanted)  # replace() takes three times as long
 
-    def _anchored_in_runs(self, run: int) -> tuple[Tensor, Tensor]:
+    def _anchored_in_runs(self, run: int, turned: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(codes [outer, contraction], fp32 scales [runs, outer rounded up to 4]): each run is a line of its own."""
         along_rows, (outer_block, block) = self.direction is not ROWWISE, self.fmt.block
-        data = dispatch.transpose_codes(self.data, *self.padded_shape, self.fmt) if along_rows else self.data
+        data = self.data if turned is None else turned
+        if along_rows and turned is None:
+            data = dispatch.transpose_codes(self.data, *self.padded_shape, self.fmt)
         outer, contraction = data.shape
         scale = (self.scale.t() if along_rows else self.scale).repeat_interleave(outer_block, 0)[:outer]
         data, scale = (layout.pad_to(t, 1, n) for t, n in ((data, run), (scale, run // block)))

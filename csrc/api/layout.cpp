@@ -11,6 +11,7 @@
 #include <torch/library.h>
 
 #include "api/checks.h"
+#include "api/parts.h"
 #include "api/quantize.h"
 #include "layout/layout.h"
 #include "layout/scalars.h"
@@ -110,16 +111,22 @@ at::Tensor dequantize(
   return decode(data, scale, tensor_amax, side, columnwise, cols, row0, dtype, nullptr);
 }
 
-// The decode scale of a two-level format's tensor, from its amax.
+}  // namespace
+
 at::Tensor tensor_decode_scale(const at::Tensor& tensor_amax) {
   check_cuda(tensor_amax, "tensor_amax");
-  check_buffer(tensor_amax, "tensor_amax", tensor_amax, at::kFloat, 1);
+  const int64_t count = tensor_amax.numel();
+  check_buffer(tensor_amax, "tensor_amax", tensor_amax, at::kFloat, count);
+  TORCH_CHECK_VALUE(count > 0 && count < std::numeric_limits<int32_t>::max(), "tensor_amax has shape ", tensor_amax.sizes(),
+                    "; wanted one or more");
   const c10::cuda::CUDAGuard guard(tensor_amax.device());
-  const at::Tensor out = new_empty(tensor_amax, {1}, at::kFloat);
-  check_launch(launch_alpha({tensor_amax.const_data_ptr<float>(), true}, {}, out.mutable_data_ptr<float>(),
-                            c10::cuda::getCurrentCUDAStream()), "tensor_decode_scale");
+  const at::Tensor out = new_empty(tensor_amax, {count}, at::kFloat);
+  check_launch(launch_decode_scales(tensor_amax.const_data_ptr<float>(), static_cast<int32_t>(count), out.mutable_data_ptr<float>(),
+                                    c10::cuda::getCurrentCUDAStream()), "tensor_decode_scale");
   return out;
 }
+
+namespace {
 
 struct Sizes {
   int64_t source, out;  // bytes
@@ -193,6 +200,24 @@ at::Tensor swizzle_scales(const at::Tensor& scale, int64_t outer, int64_t outer_
   return one(scale, out, item, "swizzle_scales");
 }
 
+// Codes of x [tokens, cols] as those of its groups, transposed: [cols, 128 * tiles], zeros behind the tokens of a group that has
+// some, see `token_groups`.
+at::Tensor transpose_tokens(const at::Tensor& data, const at::Tensor& tables, int64_t groups) {
+  check_cuda(data, "data");
+  TORCH_CHECK_VALUE(data.dim() == 2 && data.numel() > 0, "data has shape ", data.sizes(), "; wanted [tokens, cols], of one or more");
+  const c10::cuda::CUDAGuard guard(data.device());
+  const TokenTables at = tables_of(tables, groups, data);
+  const int64_t rows = at.tiles * kTile, cols = data.size(1);
+  const at::Tensor out = new_empty(data, {cols, rows}, data.scalar_type());
+  check_buffer(data, "data", data, at::kByte, data.numel());
+  RelayoutItem item = {};
+  item.source = data.const_data_ptr<uint8_t>(), item.out = out.mutable_data_ptr<uint8_t>();
+  item.rows = rows, item.cols = cols, item.kind = Relayout::kTransposeBytes, item.sources = at.sources;
+  item.vector_load = is_aligned(item.source, 8) && cols % 8 == 0, item.vector_store = true;
+  item.tile_cols = static_cast<int32_t>(ceil_div(cols, kTile));
+  return one(data, out, item, "transpose_tokens");
+}
+
 // Every relayout of a parameter group in one launch (kRelayoutCapacity items each).
 void relayout_group(
     at::TensorList source, at::TensorList out, at::IntArrayRef kind, at::IntArrayRef rows, at::IntArrayRef cols,
@@ -235,6 +260,8 @@ void register_layout(torch::Library& m) {
         }));
   m.def("tensor_decode_scale(Tensor tensor_amax) -> Tensor",
         torch::dispatch(c10::DispatchKey::CUDA, tensor_decode_scale));
+  m.def("transpose_tokens(Tensor data, Tensor tables, int groups) -> Tensor",
+        torch::dispatch(c10::DispatchKey::CUDA, transpose_tokens));
   m.def("transpose_codes(Tensor data, int rows, int cols, int bits) -> Tensor",
         torch::dispatch(c10::DispatchKey::CUDA, transpose_codes));
   m.def("swizzle_scales(Tensor scale, int outer, int outer_block, bool transposed) -> Tensor",

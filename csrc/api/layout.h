@@ -22,6 +22,9 @@ at::Tensor decode(
     const at::Tensor& data, const MaybeTensor& scale, const MaybeTensor& tensor_amax, int64_t side, bool columnwise,
     int64_t cols, int64_t row0, at::ScalarType dtype, const Alpha* alpha);
 
+// The decode scales of a two-level format's tensors [count], from their amaxes.
+at::Tensor tensor_decode_scale(const at::Tensor& tensor_amax);
+
 // Codes of MXFP8 blocks [rows, cols] against one exponent a line, and 2^(E - 127) of each; of a line without blocks E is 0.
 // Of matrices [count, rows, cols], each by itself, stacked.
 std::tuple<at::Tensor, at::Tensor> anchor_codes(

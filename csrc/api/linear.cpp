@@ -16,6 +16,8 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/_grouped_mm.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
@@ -57,6 +59,7 @@ struct Reading {
 };
 
 constexpr int kReadingFields = 5;
+constexpr int64_t kScaledValues = 1 << 3;  // kind of 16-bit values with one scale a tensor
 constexpr int kCounts = kSlots * kDirections + 3;  // quantizations, products
 
 struct Plan {
@@ -96,6 +99,7 @@ struct Call : torch::CustomClassHolder {
   const Plan* plan;
   bool saves;
   at::Tensor step, ids;
+  std::vector<at::Tensor> group_ids;  // of groups of tokens, whose random keys are their own
   MaybeTensor guard;
   std::vector<at::Tensor> factors, grad_factors, histories, grad_histories;
   std::vector<at::Tensor> columnwise, stamps;
@@ -218,24 +222,59 @@ void remember_amax(const at::Tensor& x, const at::Tensor& amaxes) {
 
 namespace {
 
-// What scales the delayed sides, and where their amaxes go.
+// What scales the delayed sides, and where their amaxes go: of one tensor, or of several, whose factors and histories follow
+// each other, those of the first side first.
 struct Delayed {
-  MaybeTensor enc[kDirections];
-  const at::Tensor* record[kDirections] = {};
+  at::TensorList factors[kDirections], records[kDirections];
 };
 
-Delayed delayed_of(const Reading (&r)[kDirections], const Side (&sides)[kDirections], const History& history) {
+Delayed delayed_of(const Reading (&r)[kDirections], const Side (&sides)[kDirections], const History& history, int64_t tensors = 1) {
   Delayed by;
   for (int d = 0; d < kDirections; ++d) {
     const int64_t i = r[d].factor;
     if (!sides[d].present() || i < 0) continue;
-    TORCH_CHECK_VALUE(i < static_cast<int64_t>(history.factors.size()), "the plan scales by history ", i, "; got ",
-                      history.factors.size());
-    by.enc[d] = history.factors[i];
-    const bool recorded = d == 1 && by.record[0] != nullptr && r[0].factor == i;  // sides of one storage share a history
-    if (i < static_cast<int64_t>(history.amaxes.size()) && !recorded) by.record[d] = &history.amaxes[i];
+    const auto of_side = [&](const std::vector<at::Tensor>& list) { return at::TensorList(list).slice(i * tensors, tensors); };
+    TORCH_CHECK_VALUE((i + 1) * tensors <= static_cast<int64_t>(history.factors.size()), "the plan scales by history ", i, " of ",
+                      tensors, " tensors; got ", history.factors.size());
+    by.factors[d] = of_side(history.factors);
+    const bool recorded = d == 1 && !by.records[0].empty() && r[0].factor == i;  // sides of one storage share a history
+    if ((i + 1) * tensors <= static_cast<int64_t>(history.amaxes.size()) && !recorded) by.records[d] = of_side(history.amaxes);
   }
   return by;
+}
+
+template <class T>
+Apart<T> apart(at::TensorList tensors, const char* name, int64_t numel) {
+  Apart<T> made = {};
+  TORCH_CHECK_VALUE(tensors.size() <= std::size(made.at), "there are ", tensors.size(), " groups; wanted at most ",
+                    std::size(made.at));
+  made.count = static_cast<int32_t>(tensors.size());
+  for (size_t e = 0; e < tensors.size(); ++e) {
+    check_buffer(tensors[e], name, tensors[0], c10::CppTypeToScalarType<T>::value, numel);
+    made.at[e] = tensors[e].const_data_ptr<T>();
+  }
+  return made;
+}
+
+// Factors of groups in one buffer.
+at::Tensor collected(at::TensorList factors) {
+  const Apart<float> scalars = apart<float>(factors, "enc", 1);
+  at::Tensor made = new_empty(factors[0], {scalars.count}, at::kFloat);
+  check_launch(launch_collect(scalars, made.mutable_data_ptr<float>(), c10::cuda::getCurrentCUDAStream()), "linear_tokens");
+  return made;
+}
+
+// The random keys of groups of tokens, [groups, 5].
+at::Tensor random_keys(const Call& call, Slot slot, const Tokens& tokens) {
+  check_buffer(call.step, "step", call.step, at::kLong, 5);
+  TORCH_CHECK_VALUE(static_cast<int64_t>(call.group_ids.size()) == tokens.groups, "got the ids of ", call.group_ids.size(),
+                    " groups; wanted ", tokens.groups);
+  Apart<int64_t> ids = apart<int64_t>(call.group_ids, "ids", kSlots);
+  for (int32_t e = 0; e < ids.count; ++e) ids.at[e] += slot;
+  at::Tensor keys = new_empty(call.step, {tokens.groups, 5}, at::kLong);
+  check_launch(launch_random_keys(call.step.const_data_ptr<int64_t>(), ids, tokens.offsets, keys.mutable_data_ptr<int64_t>(),
+                                  c10::cuda::getCurrentCUDAStream()), "linear_tokens");
+  return keys;
 }
 
 // Codes of x for these sides, where their Side is present; amaxes of delayed sides go into their histories.
@@ -245,12 +284,29 @@ Encodings encode_sides(
     const MaybeTensor& amax, const Beside& beside = {}) {
   const MaybeTensor none;
   const auto given = [&](int d) -> const MaybeTensor& { return sides[d].whole_tensor() ? amax : none; };
-  const Known known[2] = {{given(0), none, by.enc[0], key, by.record[0]}, {given(1), none, by.enc[1], key, by.record[1]}};
+  MaybeTensor enc[kDirections];
+  for (int d = 0; d < kDirections; ++d) {
+    if (by.factors[d].empty()) continue;
+    const bool is_shared = d == 1 && by.factors[0].data() == by.factors[1].data();
+    enc[d] = is_shared ? enc[0] : beside.tokens != nullptr ? collected(by.factors[d]) : by.factors[d][0];
+  }
+  const auto known_of = [&](int d) -> Known {
+    if (beside.tokens != nullptr || by.records[d].empty()) return {given(d), none, enc[d], key, nullptr, by.records[d]};
+    return {given(d), none, enc[d], key, &by.records[d][0]};
+  };
+  const Known known[2] = {known_of(0), known_of(1)};
   return encode(x, sides[0], sides[1], known, 0, through_bf16, false, nullptr, beside);
+}
+
+// A columnwise side of codes that are decoded for a product of groups, whose operands are K-major.
+Side turned(Side side) {
+  side.transposed = true, side.scale_layout = ScaleLayout::kHopper;
+  return side;
 }
 
 // The storages of x that are wanted. known: of x itself; beside: see encode, where nothing is encoded there are no sums.
 Encodings quantize_slot(const Call& call, Slot slot, at::Tensor x, bool row, bool col, Amaxes known, Beside beside = {}) {
+  const Tokens* const tokens = beside.tokens;
   const Reading(&r)[kDirections] = call.plan->readings[slot];
   const History history = slot == kInput ? History{call.factors, call.histories}
                                          : History{call.grad_factors, call.grad_histories};
@@ -263,13 +319,16 @@ Encodings quantize_slot(const Call& call, Slot slot, at::Tensor x, bool row, boo
     if (r[d].run >= 0) {
       anchors[d] = r[d].packed;
     } else {
-      plain[d] = r[d].side;
-      if (r[d].side.stochastic && !key.has_value()) key = random_key(call.step, call.ids, slot, x.size(0));
+      plain[d] = tokens != nullptr && d == kColumnwise && r[d].decodes() ? turned(r[d].side) : r[d].side;
+      if (r[d].side.stochastic && !key.has_value())
+        key = tokens != nullptr ? random_keys(call, slot, *tokens) : random_key(call.step, call.ids, slot, x.size(0));
     }
   }
-  const Delayed by = delayed_of(r, plain, history);
+  const Delayed by = delayed_of(r, plain, history, tokens != nullptr ? tokens->groups : 1);
   const bool is_anchored = anchors[0] != 0 || anchors[1] != 0;
-  if (beside.gated != nullptr && (is_anchored || !encodes_gated(x, plain[0], plain[1], by.enc, *beside.gated))) {
+  const auto enc_of = [&](int d) { return by.factors[d].empty() ? MaybeTensor() : MaybeTensor(by.factors[d][0]); };
+  const MaybeTensor encs[kDirections] = {enc_of(0), enc_of(1)};  // of one tensor
+  if (beside.gated != nullptr && (is_anchored || !encodes_gated(x, plain[0], plain[1], encs, *beside.gated))) {
     const auto [h, amaxes] = activation(x, beside.gated->up, static_cast<int64_t>(beside.gated->kind));
     x = h, known = Amaxes::of(amaxes, x.size(0), x.size(1)), beside.gated = nullptr;
   }
@@ -609,6 +668,35 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_step_backward(
   return {or_none(dx), or_none(dw), or_none(db)};
 }
 
+// The same as `linear_weight` of matrices [E, N, K] in 4 bits, as groups of tokens: compact rowwise codes [E * N, K / 2] and scales,
+// columnwise ones [K, E * n / 2], where n is N rounded up to 128 and scales are [K or its blocks, E * n / 16], and tensor amaxes [E].
+std::vector<at::Tensor> stacked_runs(const at::Tensor& weight, int64_t plan, bool row, bool col) {
+  const Reading(&r)[kDirections] = plan_of(plan).readings[kWeight];
+  check_cuda(weight, "weight");
+  const c10::cuda::CUDAGuard guard(weight.device());
+  const int64_t matrices = weight.size(0), rows = weight.size(1);
+  TORCH_CHECK_VALUE(weight.is_contiguous() && rows % kRotationBlock == 0, "weight has shape ", weight.sizes(), " and strides ",
+                    weight.strides(), "; wanted contiguous matrices, of multiples of ", kRotationBlock, " rows");
+  const Side none = {}, of_col = (r[kColumnwise].same ? r[kRowwise] : r[kColumnwise]).side, of_row = row ? r[kRowwise].side : of_col;
+  const bool both = (col ? of_col : of_row).outer != 1;  // a square block serves both
+  const Side side[kDirections] = {row || both ? of_row : none, col || both ? turned(col ? of_col : of_row) : none};
+  const at::Tensor ends = at::arange(rows, (matrices + 1) * rows, rows, weight.options().dtype(at::kInt));
+  const at::Tensor tables = token_groups(ends, matrices * rows, std::nullopt, 0);
+  const TokenTables at = tables_of(tables, matrices, weight);
+  const Tokens tokens = {at.sources, at.offsets, at.tiles, at.groups};
+  const MaybeTensor unknown;
+  const Known known[kDirections] = {{unknown, unknown, unknown, unknown}, {unknown, unknown, unknown, unknown}};
+  const Encodings made =
+      encode(weight.view({matrices * rows, weight.size(2)}), side[0], side[1], known, 0, false, false, nullptr, {nullptr, &tokens});
+  std::vector<at::Tensor> result;
+  for (const Direction d : {kRowwise, kColumnwise}) {
+    if (!(d == kRowwise ? row : col)) continue;
+    count(plan, kWeight * kDirections + (r[d].same ? kRowwise : d), matrices);
+    append(result, made[d]);
+  }
+  return result;
+}
+
 // The weight's operands, as `append` lists them; of matrices [E, N, K] those of each, stacked. Anchors come from the codes,
 // as they do in a gather.
 std::vector<at::Tensor> linear_weight(
@@ -619,6 +707,15 @@ std::vector<at::Tensor> linear_weight(
   const std::vector<at::Tensor> scales_by = factors.vec(), recorded = histories.vec();
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const bool stacked = weight.dim() == 3;
+  const bool runs[kDirections] = {r[kRowwise].side.two_level(), (r[kColumnwise].same ? r[kRowwise] : r[kColumnwise]).side.two_level()};
+  if (stacked && ((row && runs[kRowwise]) || (col && runs[kColumnwise]))) {
+    std::vector<at::Tensor> made = stacked_runs(weight, plan, row && runs[kRowwise], col && runs[kColumnwise]), rest;
+    if ((row && !runs[kRowwise]) || (col && !runs[kColumnwise]))
+      rest = linear_weight(weight, plan, row && !runs[kRowwise], col && !runs[kColumnwise], through_bf16, factors, histories);
+    if (!runs[kRowwise]) made.swap(rest);  // rowwise buffers first
+    made.insert(made.end(), rest.begin(), rest.end());
+    return made;
+  }
   const int64_t matrices = stacked ? weight.size(0) : 1;
   TORCH_CHECK_VALUE(!stacked || matrices > 0, "weight has shape ", weight.sizes(), "; wanted one matrix or more");
   Side sides[kDirections] = {};
@@ -626,12 +723,13 @@ std::vector<at::Tensor> linear_weight(
     if (!wants(p, kWeight, d, row, col)) continue;
     sides[d] = r[d].side;
     if (r[d].run >= 0) sides[d].transposed = false;  // compact, as `anchor_codes` reads them
-    TORCH_CHECK_NOT_IMPLEMENTED(!stacked || (!sides[d].two_level() && r[d].factor < 0 && r[d].kind != 0),
+    TORCH_CHECK_NOT_IMPLEMENTED(!stacked || (!sides[d].two_level() && r[d].kind != 0),
                                 "matrices are stacked as products of groups read them");
   }
-  Encodings made = stacked ? encode_stacked(weight, sides[0], sides[1], through_bf16)
-                           : encode_sides(sides, matrix(weight), delayed_of(r, sides, {scales_by, recorded}), std::nullopt,
-                                          through_bf16, std::nullopt);
+  const Delayed by = delayed_of(r, sides, {scales_by, recorded}, matrices);
+  Encodings made =
+      stacked ? encode_stacked(weight, sides[0], sides[1], through_bf16, {{by.factors[0], by.records[0]}, {by.factors[1], by.records[1]}})
+              : encode_sides(sides, matrix(weight), by, std::nullopt, through_bf16, std::nullopt);
   std::vector<at::Tensor> result;
   for (const Direction d : {kRowwise, kColumnwise}) {
     if (!sides[d].present()) continue;
@@ -643,42 +741,94 @@ std::vector<at::Tensor> linear_weight(
   return result;
 }
 
+c10::intrusive_ptr<Call> call_of_groups(
+    int64_t plan, bool save, const MaybeTensor& step, at::TensorList ids, const MaybeTensor& guard, at::TensorList factors,
+    at::TensorList grad_factors, at::TensorList histories, at::TensorList grad_histories) {
+  const at::Tensor none;
+  auto call = call_of(plan, -1, save, step.has_value() ? *step : none, none, guard, factors, grad_factors, histories, grad_histories);
+  call->group_ids = ids.vec();
+  return call;
+}
+
+// Values and the scales of their groups, of codes that are decoded; else codes as they are.
+struct Multiplied {
+  at::Tensor data;
+  MaybeTensor scale;
+  int64_t kind;
+};
+
+Multiplied multiplied(const Reading& r, const Encoded& e) {
+  if (!r.decodes()) return {e.data, e.scale, r.kind};
+  const MaybeTensor none;
+  const int64_t cols = e.data.size(1) * (r.side.four_bit() ? 2 : 1);
+  // Of a columnwise side too: its codes are turned.
+  return {decode(e.data, e.scale, none, r.packed, false, cols, 0, at::kBFloat16, nullptr), tensor_decode_scale(e.tensor_amax),
+          kScaledValues};
+}
+
 // Codes of x [tokens, cols], of the input or of the gradient, as `append` lists them: of groups of tokens (see encode).
+// factors: see Delayed.
 std::vector<at::Tensor> linear_tokens(
     const at::Tensor& x, int64_t plan, int64_t slot, bool row, bool col, const MaybeTensor& guard, const at::Tensor& tables,
-    int64_t groups) {
+    int64_t groups, at::TensorList factors, const MaybeTensor& step, at::TensorList ids) {
   check_cuda(x, "x");
   TORCH_CHECK_VALUE(slot == kInput || slot == kGradOutput, "slot is ", slot, "; tokens are of 0 or ", int{kGradOutput});
-  const auto call = call_of(plan, -1, true, x, x, guard, {}, {}, {}, {});
+  const auto call = call_of_groups(plan, true, step, ids, guard, factors, factors, {}, {});
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  const c10::cuda::CUDAGuard device(x.device());
   const TokenTables at = tables_of(tables, groups, x);
-  const Tokens tokens = {at.sources, at.tiles, groups};
+  const Tokens tokens = {at.sources, at.offsets, at.tiles, groups};
   std::vector<at::Tensor> result;
   for (const Encoded& e : quantize_slot(*call, static_cast<Slot>(slot), matrix(x), row, col, produced().of(x), {nullptr, &tokens}))
     append(result, e);
   return result;
 }
 
+// Rows of values as torch._grouped_mm takes them.
+at::Tensor of_values(const at::Tensor& rows) {
+  const bool fits = rows.stride(1) == 1 && rows.stride(0) >= rows.size(1) && rows.stride(0) % 8 == 0 && is_aligned(rows.const_data_ptr(), 16);
+  return fits ? rows : rows.clone(at::MemoryFormat::Contiguous);
+}
+
+// The row behind each group's last, int32 [groups] of the tables of `token_groups`.
+at::Tensor ends_of(const at::Tensor& tables, int64_t groups) {
+  return tables.narrow(0, tables.numel() - 2 * (groups + 1) + 1, groups);
+}
+
+// out[rows of e] = a[rows of e] b[e]^T of codes, or of values: then it is torch's product, in bf16.
+at::Tensor rows_product(
+    const GroupedOperand& a, const GroupedOperand& b, const at::Tensor& tables, const TokenTables& at, at::ScalarType dtype) {
+  TORCH_CHECK_VALUE(b.data.dim() == 3 && b.data.size(0) == at.groups, "weight has shape ", b.data.sizes(), "; wanted [", at.groups,
+                    ", N, K]");
+  if (a.kind == 0) {
+    TORCH_CHECK_NOT_IMPLEMENTED(b.kind == 0 && dtype == at::kBFloat16, "values are multiplied by values, in bfloat16");
+    return at::_grouped_mm(of_values(a.data), b.data.transpose(1, 2), ends_of(tables, at.groups));
+  }
+  const at::Tensor out = new_empty(a.data, {a.data.size(0), b.data.size(1)}, dtype);
+  multiply_rows(out, a, b, at.offsets, nullptr, 0);
+  return out;
+}
+
 // y of x [tokens, K] and the stacked operand of weights [E, N, K], the tables of the groups that end at `ends`
-// (`token_groups`), and the codes that the backward keeps.
+// (`token_groups`), and the codes that the backward keeps. Codes of weights that are decoded come as values, with scales [E].
+// factors, histories: see Delayed. step, ids: of what is rounded stochastically.
 std::vector<at::Tensor> grouped_step(
-    const at::Tensor& x, const at::Tensor& ends, const at::Tensor& weight, const at::Tensor& weight_scale, int64_t plan,
-    bool save, const MaybeTensor& guard, at::ScalarType out_dtype, const MaybeTensor& wrong, int64_t tag) {
+    const at::Tensor& x, const at::Tensor& ends, const at::Tensor& weight, const MaybeTensor& weight_scale, int64_t plan,
+    bool save, const MaybeTensor& guard, at::ScalarType out_dtype, const MaybeTensor& wrong, int64_t tag,
+    at::TensorList factors, at::TensorList histories, const MaybeTensor& step, at::TensorList ids) {
   check_cuda(x, "x");
-  const auto call = call_of(plan, -1, save, x, x, guard, {}, {}, {}, {});
+  const auto call = call_of_groups(plan, save, step, ids, guard, factors, {}, histories, {});
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const c10::cuda::CUDAGuard device(x.device());
   const at::Tensor rows = matrix(x), tables = token_groups(ends, rows.size(0), wrong, tag);
   const TokenTables at = tables_of(tables, ends.numel(), x);
-  const Tokens tokens = {at.sources, at.tiles, at.groups};
+  const Tokens tokens = {at.sources, at.offsets, at.tiles, at.groups};
   const bool keeps = save && call->plan->saves == Saves::kCodes;
   const Encodings made = quantize_slot(*call, kInput, rows, true, keeps, produced().of(x), {nullptr, &tokens});
-  TORCH_CHECK_VALUE(weight.dim() == 3 && weight.size(0) == at.groups, "weight has shape ", weight.sizes(), "; wanted codes [",
-                    at.groups, ", N, K]");
-  const at::Tensor y = new_empty(x, {rows.size(0), weight.size(1)}, out_dtype);
-  const auto kind = [&](Slot slot) { return call->plan->readings[slot][kRowwise].kind; };
-  multiply_rows(y, {made[kRowwise].data, made[kRowwise].scale, kind(kInput)}, {weight, weight_scale, kind(kWeight)}, at.offsets,
-                nullptr, 0);
+  const Reading &of_x = call->plan->readings[kInput][kRowwise], &of_weight = call->plan->readings[kWeight][kRowwise];
+  const Multiplied a = of_x.is_quantized() ? multiplied(of_x, made[kRowwise]) : Multiplied{rows, {}, 0};
+  const at::Tensor y = rows_product({a.data, a.scale, a.kind}, {weight, weight_scale, of_weight.decodes() ? kScaledValues : of_weight.kind},
+                                    tables, at, out_dtype);
   count(plan, kSlots * kDirections, at.groups);
   std::vector<at::Tensor> result = {y, tables};
   if (keeps) append(result, made[kColumnwise]);
@@ -686,16 +836,17 @@ std::vector<at::Tensor> grouped_step(
 }
 
 // dx [tokens, K] and dw [E, N, K] of dy [tokens, N]; empty where they are not needed. weight: the stacked columnwise
-// operand, where dx is needed; saved: codes and scales of x, or x, where dw is.
+// operand (values: [E, N, K]), where dx is needed; saved: codes and scales of x, or x, where dw is. factors: of x.
 std::tuple<at::Tensor, at::Tensor> grouped_step_backward(
     const at::Tensor& dy, const at::Tensor& tables, int64_t groups, const MaybeTensor& weight, const MaybeTensor& weight_scale,
-    at::TensorList saved, int64_t plan, const MaybeTensor& guard) {
+    at::TensorList saved, int64_t plan, const MaybeTensor& guard, at::TensorList factors, at::TensorList grad_factors,
+    at::TensorList grad_histories, const MaybeTensor& step, at::TensorList ids) {
   check_cuda(dy, "dy");
-  const auto call = call_of(plan, -1, true, dy, dy, guard, {}, {}, {}, {});
+  const auto call = call_of_groups(plan, true, step, ids, guard, factors, grad_factors, {}, grad_histories);
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const c10::cuda::CUDAGuard device(dy.device());
   const TokenTables at = tables_of(tables, groups, dy);
-  const Tokens tokens = {at.sources, at.tiles, groups};
+  const Tokens tokens = {at.sources, at.offsets, at.tiles, groups};
   const at::Tensor rows = matrix(dy);
   const Reading(&r)[kSlots][kDirections] = call->plan->readings;
   Encodings made = quantize_slot(*call, kGradOutput, rows, weight.has_value(), !saved.empty(), produced().of(dy), {nullptr, &tokens});
@@ -703,24 +854,31 @@ std::tuple<at::Tensor, at::Tensor> grouped_step_backward(
   if (!saved.empty()) {
     Encoded x;
     if (call->plan->saves == Saves::kCodes) {
-      TORCH_CHECK_VALUE(saved.size() == 2, "saved has ", saved.size(), " buffers; wanted codes and scales");
-      x.data = saved[0], x.scale = saved[1];
-    } else {
+      size_t at = 0;
+      x = take(saved.vec(), at, r[kInput][kColumnwise]);
+    } else if (r[kInput][kColumnwise].is_quantized()) {
       x = quantize_slot(*call, kInput, matrix(saved[0]), false, true, {}, {nullptr, &tokens})[kColumnwise];
     }
     const Encoded& d = made[kColumnwise];
-    dw = new_empty(dy, {groups, d.data.size(0), x.data.size(0)}, dy.scalar_type());
-    multiply_depth(dw, {d.data, d.scale, r[kGradOutput][kColumnwise].kind}, {x.data, x.scale, r[kInput][kColumnwise].kind},
-                   at.padded, groups, false, nullptr, 0);
+    if (!r[kGradOutput][kColumnwise].is_quantized()) {  // values
+      TORCH_CHECK_NOT_IMPLEMENTED(!x.data.defined(), "values are multiplied by values");
+      dw = at::_grouped_mm(of_values(rows).t(), of_values(matrix(saved[0])), ends_of(tables, groups));
+    } else {
+      const Multiplied a = multiplied(r[kGradOutput][kColumnwise], d), b = multiplied(r[kInput][kColumnwise], x);
+      dw = new_empty(dy, {groups, a.data.size(0), b.data.size(0)}, dy.scalar_type());
+      multiply_depth(dw, {a.data, a.scale, a.kind}, {b.data, b.scale, b.kind}, at.padded, groups, false, nullptr, 0);
+    }
     count(plan, kSlots * kDirections + 2, groups);
   }
   made[kColumnwise] = {};
   if (weight.has_value()) {
     const Encoded& d = made[kRowwise];
-    TORCH_CHECK_VALUE(weight->dim() == 3, "weight has shape ", weight->sizes(), "; wanted codes [", groups, ", K, N]");
-    dx = new_empty(dy, {rows.size(0), weight->size(1)}, dy.scalar_type());
-    multiply_rows(dx, {d.data, d.scale, r[kGradOutput][kRowwise].kind}, {*weight, weight_scale, r[kWeight][kColumnwise].kind},
-                  at.offsets, nullptr, 0);
+    const Reading &of_dy = r[kGradOutput][kRowwise], &of_weight = r[kWeight][kColumnwise];
+    const bool coded = of_dy.is_quantized();
+    const at::Tensor operand = coded ? *weight : weight->transpose(1, 2);
+    const Multiplied a = coded ? multiplied(of_dy, d) : Multiplied{rows, {}, 0};
+    dx = rows_product({a.data, a.scale, a.kind}, {operand, weight_scale, of_weight.decodes() ? kScaledValues : of_weight.kind}, tables,
+                      at, dy.scalar_type());
     count(plan, kSlots * kDirections + 1, groups);
   }
   return {dx, dw};
@@ -770,16 +928,18 @@ void register_linear(torch::Library& m) {
       torch::dispatch(c10::DispatchKey::CUDA, linear_weight));
   m.def(
       "linear_tokens(Tensor x, int plan, int slot, bool row, bool col, Tensor? guard, Tensor tables, "
-      "int groups) -> Tensor[]",
+      "int groups, Tensor[] factors, Tensor? step, Tensor[] ids) -> Tensor[]",
       torch::dispatch(c10::DispatchKey::CUDA, linear_tokens));
   // Eager mode alone, as linear_step.
   m.def(
-      "grouped_step(Tensor x, Tensor ends, Tensor weight, Tensor weight_scale, int plan, bool save, Tensor? guard, "
-      "ScalarType out_dtype, Tensor? wrong, int tag) -> Tensor[]",
+      "grouped_step(Tensor x, Tensor ends, Tensor weight, Tensor? weight_scale, int plan, bool save, Tensor? guard, "
+      "ScalarType out_dtype, Tensor? wrong, int tag, Tensor[] factors, Tensor[] histories, Tensor? step, Tensor[] ids) "
+      "-> Tensor[]",
       torch::dispatch(c10::DispatchKey::CUDA, grouped_step));
   m.def(
       "grouped_step_backward(Tensor dy, Tensor tables, int groups, Tensor? weight, Tensor? weight_scale, Tensor[] saved, "
-      "int plan, Tensor? guard) -> (Tensor, Tensor)",
+      "int plan, Tensor? guard, Tensor[] factors, Tensor[] grad_factors, Tensor[] grad_histories, Tensor? step, Tensor[] ids) "
+      "-> (Tensor, Tensor)",
       torch::dispatch(c10::DispatchKey::CUDA, grouped_step_backward));
   m.def("random_key(Tensor step, Tensor ids, int slot, int rows) -> Tensor",
         torch::dispatch(c10::DispatchKey::CUDA, random_key));

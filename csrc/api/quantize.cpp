@@ -92,7 +92,7 @@ int64_t set_tokens(Launch<1>& launch, const Tokens* tokens) {
 
 void check_tokens(const Launch<1>& launch) {
   TORCH_CHECK_NOT_IMPLEMENTED(launch.sources == nullptr || takes_sources(launch),
-                              "rows of bfloat16 are gathered for blocks of (1, 128), anchors, and scales of all rows");
+                              "rows of bfloat16 are gathered for blocks of (1, 128), anchors, scales of all rows, rounded to nearest, and for 4 bits");
 }
 
 bool stores_vectors(const Side& s, const void* data, const Geometry& g) {
@@ -199,7 +199,10 @@ void run(Launch<1>& launch, const c10::cuda::CUDAStream& stream, const char* nam
     launch.phases = kStatistics;
     Launch<1> statistics = launch;
     if (launch.twins && b[0].amax != nullptr && b[0].amax == b[1].amax) statistics.side[1].element = Element::kNone;
-    check_launch(all_delayed ? launch_first_amax(launch, processors, stream) : launch_quantize(statistics, stream), name);
+    const bool of_groups = launch.sources != nullptr;
+    if (of_groups && !takes_delayed(launch))  // their codes are made without amaxes on the way
+      for (SideBuffers& one : statistics.tensors[0].side) one.enc = nullptr;
+    check_launch(all_delayed && !of_groups ? launch_first_amax(launch, processors, stream) : launch_quantize(statistics, stream), name);
     if (!all_delayed) launch.sums = nullptr;
     launch.reversed = !all_delayed;  // the tiles read last are still in L2
   }
@@ -214,7 +217,22 @@ void run(Launch<1>& launch, const c10::cuda::CUDAStream& stream, const char* nam
       launch.sums = nullptr;
     }
   }
-  if (delayed && !(takes_delayed(launch) && b[0].amax_given)) check_launch(launch_delayed_scales(launch, stream), name);
+  if (delayed && launch.sources == nullptr && !(takes_delayed(launch) && b[0].amax_given))
+    check_launch(launch_delayed_scales(launch, stream), name);
+}
+
+void finish_groups(const Launch<1>& launch, const Known (&known)[2], int64_t groups, cudaStream_t stream) {
+  DelayedGroups g = {};
+  g.groups = static_cast<int32_t>(groups);
+  bool any = false;
+  for (int d = 0; d < 2; ++d) {
+    if (!launch.side[d].present()) continue;
+    g.how[d] = launch.side[d], g.side[d] = launch.tensors[0].side[d];
+    any = any || g.side[d].enc != nullptr;
+    const at::TensorList records = known[d].records;
+    for (size_t e = 0; e < records.size(); ++e) g.record[d][e] = records[e].mutable_data_ptr<float>();
+  }
+  if (any) check_launch(launch_delayed_scales(g, stream), "quantize");
 }
 
 template <class T>
@@ -243,9 +261,11 @@ Encodings encode(
     bool wants_amax, const Encodings* out, const Beside& beside) {
   const Gated* const gated = beside.gated;
   const Tokens* tokens = beside.tokens;
-  if (!col.present() && !row.whole_tensor()) tokens = nullptr;  // no scale serves rows of two groups
+  if (!col.present() && !row.whole_tensor() && !row.two_level()) tokens = nullptr;  // no scale serves rows of two groups
   if (tokens != nullptr && row.present() && col.present() &&
-      !(row.whole() ? col.whole() : row.outer == 1 && row.contraction == kTile && !col.whole())) {  // no launch for both
+      !(row.whole()      ? col.whole() && known[0].enc.has_value() == known[1].enc.has_value()
+        : row.four_bit() ? col.four_bit()
+                         : row.outer == 1 && row.contraction == kTile && !col.whole() && !col.four_bit())) {  // no launch for both
     const Side none = {};
     const Beside alone = {nullptr, tokens};
     return {encode(x, row, none, known, row0, through_bf16, wants_amax, out, alone)[0],
@@ -282,19 +302,23 @@ Encodings encode(
     set_geometry(b, g[d], d);
     if (tokens != nullptr && (d ? s.whole() : s.whole_tensor())) g[d].scale_rows *= tokens->groups, g[d].scale_numel *= tokens->groups;
     b.amax = optional_buffer<float>(known[d].amax, "amax", x, g[d].scale_rows * g[d].scale_cols);
-    b.tensor_amax = optional_buffer<float>(known[d].tensor_amax, "tensor_amax", x, 1);
-    b.enc = optional_buffer<float>(known[d].enc, "enc", x, 1);
-    b.key = optional_buffer<int64_t>(known[d].key, "key", x, 5);
+    const int64_t groups = tokens != nullptr ? tokens->groups : 1;
+    b.tensor_amax = optional_buffer<float>(known[d].tensor_amax, "tensor_amax", x, groups);
+    b.enc = optional_buffer<float>(known[d].enc, "enc", x, groups);
+    b.key = optional_buffer<int64_t>(known[d].key, "key", x, 5 * groups);
     b.amax_given = b.amax != nullptr, b.tensor_amax_given = b.tensor_amax != nullptr;
     TORCH_CHECK_VALUE(!s.stochastic || b.key != nullptr, "stochastic rounding needs a random key, got None");
     TORCH_CHECK_VALUE(b.enc == nullptr || s.whole_tensor(), "enc (delayed scaling) goes with one scale a tensor");
+    for (const at::Tensor& record : known[d].records) check_buffer(record, "record", x, at::kFloat, record.numel());
+    TORCH_CHECK_VALUE(known[d].records.empty() || static_cast<int64_t>(known[d].records.size()) == (tokens ? tokens->groups : 0),
+                      "got ", known[d].records.size(), " records; wanted one for each group of tokens");
     if (known[d].record != nullptr) {
       check_buffer(*known[d].record, "record", x, at::kFloat, known[d].record->numel());
       b.record = known[d].record->mutable_data_ptr<float>();
     }
     const bool is_shared = d == 1 && (b.enc != nullptr || !wants_amax) && are_twins(launch.side, t.side);  // the first one's
     if (s.whole() && !b.amax_given) amax_at[d] = is_shared ? amax_at[0] : zeroed.reserve(g[d].scale_rows * g[d].scale_cols);
-    if (s.two_level() && !b.tensor_amax_given) tensor_at[d] = zeroed.reserve(1);
+    if (s.two_level() && !b.tensor_amax_given) tensor_at[d] = zeroed.reserve(groups);
   }
   zeroed.allocate(x, stream);
   check_tokens(launch);
@@ -320,7 +344,7 @@ Encodings encode(
     b.vector_store = stores_vectors(s, b.data, g[d]);
     if (tensor_at[d] >= 0) {
       b.tensor_amax = zeroed.at(tensor_at[d]);
-      made[d].tensor_amax = zeroed.slice(tensor_at[d], {1});
+      made[d].tensor_amax = zeroed.slice(tensor_at[d], {tokens != nullptr ? tokens->groups : 1});
     }
     if (amax_at[d] >= 0) {
       b.amax = zeroed.at(amax_at[d]);
@@ -330,6 +354,7 @@ Encodings encode(
   const ColumnSums sums(x, launch, beside.column_sums);
   run(launch, stream, "quantize");
   sums.finish(stream);
+  if (tokens != nullptr) finish_groups(launch, known, tokens->groups, stream);
   return made;
 }
 
@@ -761,7 +786,8 @@ void adam_group(
 
 }  // namespace
 
-Encodings encode_stacked(const at::Tensor& x, const Side& row, const Side& col, bool through_bf16) {
+Encodings encode_stacked(
+    const at::Tensor& x, const Side& row, const Side& col, bool through_bf16, const StackedHistories (&histories)[2]) {
   check_cuda(x, "x");
   TORCH_CHECK_VALUE(x.dim() == 3 && x.numel() > 0 && (x.stride(2) == 1 || x.size(2) == 1), "x has shape ", x.sizes(),
                     " and strides ", x.strides(), "; wanted matrices [count, rows, cols] that are not empty, of contiguous rows");
@@ -782,11 +808,23 @@ Encodings encode_stacked(const at::Tensor& x, const Side& row, const Side& col, 
     const int64_t scales = s.scale_layout == ScaleLayout::kCompact ? g[d].scale_rows * g[d].scale_cols : g[d].scale_numel;
     made[d].scale = new_empty(x, {count, scales}, s.byte_scales() ? at::kByte : at::kFloat);
   }
+  bool delayed = false;
+  for (const StackedHistories& of : histories) {
+    const auto is_of_all = [&](at::TensorList list) { return list.empty() || static_cast<int64_t>(list.size()) == count; };
+    TORCH_CHECK_VALUE(is_of_all(of.enc) && is_of_all(of.record), "got ", of.enc.size(), " factors and ", of.record.size(),
+                      " histories; wanted one of each for ", count, " matrices, or none");
+    for (const at::Tensor& enc : of.enc) check_buffer(enc, "enc", x, at::kFloat, 1);
+    for (const at::Tensor& record : of.record) check_buffer(record, "record", x, at::kFloat, record.numel());
+    delayed = delayed || !of.enc.empty();
+  }
   const Input input = input_of(x, through_bf16);
   if (input != Input::kBF16 && input != Input::kF32AsBF16) {  // the group's kernels hold bf16
     const MaybeTensor none;
-    const Known unknown[2] = {{none, none, none, none}, {none, none, none, none}};
     for (int64_t i = 0; i < count; ++i) {
+      const auto enc = [&](int d) { return histories[d].enc.empty() ? none : MaybeTensor(histories[d].enc[i]); };
+      const auto record = [&](int d) { return histories[d].record.empty() ? nullptr : &histories[d].record[i]; };
+      const MaybeTensor encs[2] = {enc(0), enc(1)};
+      const Known unknown[2] = {{none, none, encs[0], none, record(0)}, {none, none, encs[1], none, record(1)}};
       Encodings out;
       for (int d = 0; d < 2; ++d)
         if (side[d].present()) out[d].data = made[d].data.select(0, i), out[d].scale = made[d].scale.select(0, i);
@@ -809,7 +847,7 @@ Encodings encode_stacked(const at::Tensor& x, const Side& row, const Side& col, 
     if (!asked[0].present() && !asked[1].present()) continue;
     GroupLaunch<Launch<kGroupCapacity>> launch(
         asked, input, phase, [&](const auto& table) { return launch_quantize_group(table, stream); });
-    launch.table().twins = twins;
+    launch.table().twins = twins && !delayed;
     for (int64_t i = 0; i < count; ++i) {
       SideBuffers both[2] = {};
       for (int d = 0; d < 2; ++d) {
@@ -821,6 +859,8 @@ Encodings encode_stacked(const at::Tensor& x, const Side& row, const Side& col, 
         b.data = made[d].data.mutable_data_ptr<uint8_t>() + i * made[d].data.stride(0);
         b.scale = static_cast<uint8_t*>(made[d].scale.mutable_data_ptr()) + i * made[d].scale.stride(0) * made[d].scale.element_size();
         b.vector_store = stores_vectors(side[d], b.data, g[d]);
+        if (phase == kEncode && !histories[d].enc.empty()) b.enc = histories[d].enc[i].const_data_ptr<float>();
+        if (phase == kEncode && !histories[d].record.empty()) b.record = histories[d].record[i].mutable_data_ptr<float>();
       }
       launch.add(x.select(0, i), 0, both);
     }

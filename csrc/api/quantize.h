@@ -25,10 +25,12 @@ struct Geometry {
   Grid compact, stored;                // over lines and blocks: the compact grid, and the scale buffer's
 };
 
-// What the caller may know of a side. record: fp32, its first the largest finite amax so far, with enc.
+// What the caller may know of a side. record: fp32, its first the largest finite amax so far, with enc. Of groups of tokens
+// there is one of each a group; records has one a group, or none.
 struct Known {
   const MaybeTensor &amax, &tensor_amax, &enc, &key;
   const at::Tensor* record = nullptr;
+  at::TensorList records = {};
 };
 
 // The values are act(x) * up.
@@ -40,12 +42,12 @@ struct Gated {
 // Rows of x in groups whose scales are their own (`sources` of layout/groups.h): the columnwise side has each group's rows
 // from a multiple of 128 on, zeros behind them (of none: nothing is written); the rowwise side keeps x's rows.
 struct Tokens {
-  const int32_t* sources;
+  const int32_t *sources, *offsets;
   int64_t tiles, groups;
 };
 
 // What goes with the encoding of x. gated: see encodes_gated. tokens: scales that span rows are one set a group,
-// [groups, lines] or [groups]. column_sums: set to column_sums(x), which the first launch that reads x makes on the way; not of
+// [groups, lines] or [groups], as are amaxes of tensors. column_sums: set to column_sums(x), which the first launch that reads x makes on the way; not of
 // gated values or tokens.
 struct Beside {
   const Gated* gated = nullptr;
@@ -65,8 +67,14 @@ Encodings encode(
     const at::Tensor& x, const Side& row, const Side& col, const Known (&known)[2], int64_t row0, bool through_bf16,
     bool wants_amax, const Encodings* out, const Beside& beside = {});
 
+// Histories of delayed sides, one a matrix, or none.
+struct StackedHistories {
+  at::TensorList enc, record;
+};
+
 // Codes and scales of matrices [count, rows, cols], each by itself, stacked: 8 bits, rounded to nearest, of scales of one level.
-Encodings encode_stacked(const at::Tensor& x, const Side& row, const Side& col, bool through_bf16);
+Encodings encode_stacked(
+    const at::Tensor& x, const Side& row, const Side& col, bool through_bf16, const StackedHistories (&histories)[2]);
 
 // `encode` makes these values itself: bf16 [rows, cols], both with rows of 16 bytes.
 bool encodes_gated(

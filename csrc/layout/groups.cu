@@ -4,10 +4,10 @@ namespace fsdp_quant {
 
 namespace {
 
-constexpr int kRows = 128, kThreads = 1024;
+constexpr int kRows = 128, kBlock = 1024;
 
 // One block: a thread adds up the groups, all find the group of each tile.
-__global__ void __launch_bounds__(kThreads) token_groups_kernel(const TokenGroups g) {
+__global__ void __launch_bounds__(kBlock) token_groups_kernel(const TokenGroups g) {
   __shared__ int32_t offsets[kMostTokenGroups + 1], padded[kMostTokenGroups + 1];
   __shared__ int wrong;
   const int thread = threadIdx.x;
@@ -33,8 +33,8 @@ __global__ void __launch_bounds__(kThreads) token_groups_kernel(const TokenGroup
     if (wrong && g.wrong != nullptr) *g.wrong = static_cast<int64_t>(g.tag) << 32 | g.tokens;
   }
   __syncthreads();
-  for (int e = thread; e <= g.groups; e += kThreads) g.offsets[e] = offsets[e], g.padded[e] = padded[e];
-  for (int tile = thread; tile < g.tiles; tile += kThreads) {
+  for (int e = thread; e <= g.groups; e += kBlock) g.offsets[e] = offsets[e], g.padded[e] = padded[e];
+  for (int tile = thread; tile < g.tiles; tile += kBlock) {
     const int32_t row = tile * kRows;
     int low = 0, high = g.groups;  // the last group that begins at or before the row
     while (high - low > 1) {
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads) token_groups_kernel(const TokenGroup
 }  // namespace
 
 cudaError_t launch_token_groups(const TokenGroups& groups, cudaStream_t stream) {
-  token_groups_kernel<<<1, kThreads, 0, stream>>>(groups);
+  token_groups_kernel<<<1, kBlock, 0, stream>>>(groups);
   return cudaGetLastError();
 }
 

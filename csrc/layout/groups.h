@@ -5,9 +5,9 @@
 
 #include <cuda_runtime_api.h>
 
-namespace fsdp_quant {
+#include "quantize/quantize.h"
 
-constexpr int kMostTokenGroups = 1024;
+namespace fsdp_quant {
 
 struct TokenGroups {
   const void* ends;       // [groups], the row behind each group's last: int32, or int64

@@ -8,14 +8,38 @@ namespace {
 
 __global__ void alpha_kernel(Factor a, Factor b, float* out) { *out = value_of(a) * value_of(b); }
 
-__global__ void random_key_kernel(const int64_t* step, const int64_t* id, int64_t rows, int64_t* key) {
+__device__ void make_key(const int64_t* step, const int64_t* id, int64_t rows, int64_t* key) {
   const int64_t offset = step[3];
   key[0] = step[0], key[1] = step[1], key[2] = *id, key[3] = step[2];
   key[4] = offset < 0 ? step[4] * rows : offset;
 }
 
+__global__ void random_key_kernel(const int64_t* step, const int64_t* id, int64_t rows, int64_t* key) {
+  make_key(step, id, rows, key);
+}
+
+__global__ void random_keys_kernel(
+    const int64_t* step, const __grid_constant__ Apart<int64_t> ids, const int32_t* offsets, int64_t* keys) {
+  const int e = blockIdx.x * blockDim.x + threadIdx.x;
+  if (e < ids.count) make_key(step, ids.at[e], offsets[e + 1] - offsets[e], keys + 5 * e);
+}
+
+__global__ void decode_scales_kernel(const float* amax, int32_t count, float* out) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < count) out[i] = tensor_decode_scale(amax[i]);
+}
+
 __global__ void record_amax_kernel(float* newest, const float* amax) {
   if (isfinite(*amax)) *newest = fmaxf(*newest, *amax);
+}
+
+constexpr int kBlock = 128;
+
+unsigned blocks_of(int32_t count) { return (count + kBlock - 1) / kBlock; }
+
+__global__ void collect_kernel(const __grid_constant__ Apart<float> scalars, float* out) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < scalars.count) out[i] = *scalars.at[i];
 }
 
 }  // namespace
@@ -27,6 +51,22 @@ cudaError_t launch_alpha(const Factor& a, const Factor& b, float* out, cudaStrea
 
 cudaError_t launch_random_key(const int64_t* step, const int64_t* id, int64_t rows, int64_t* key, cudaStream_t stream) {
   random_key_kernel<<<1, 1, 0, stream>>>(step, id, rows, key);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_collect(const Apart<float>& scalars, float* out, cudaStream_t stream) {
+  collect_kernel<<<blocks_of(scalars.count), kBlock, 0, stream>>>(scalars, out);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_random_keys(
+    const int64_t* step, const Apart<int64_t>& ids, const int32_t* offsets, int64_t* keys, cudaStream_t stream) {
+  random_keys_kernel<<<blocks_of(ids.count), kBlock, 0, stream>>>(step, ids, offsets, keys);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_decode_scales(const float* amax, int32_t count, float* out, cudaStream_t stream) {
+  decode_scales_kernel<<<blocks_of(count), kBlock, 0, stream>>>(amax, count, out);
   return cudaGetLastError();
 }
 

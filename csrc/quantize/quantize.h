@@ -22,6 +22,7 @@ enum class Input : int32_t { kBF16 = 0, kF16 = 1, kF32 = 2, kF32AsBF16 = 3 };
 constexpr int kTile = 128;
 constexpr int kThreads = 256;
 constexpr int kRotationBlock = 16;
+constexpr int kMostTokenGroups = 1024;
 
 // How one direction is encoded; the same for every tensor of a launch. Side 0 is rowwise, side 1 columnwise. "Lines" run
 // along the axis the GEMM keeps (rows of a rowwise side), "blocks" are counted along the axis it sums.
@@ -59,10 +60,10 @@ struct SideBuffers {
   uint8_t* data;
   void* scale;
   float* amax;          // compact: given, or else written by the statistics phase
-  float* tensor_amax;   // [1]: likewise
-  const float* enc;     // [1], delayed scaling: 0 without a history, and then the amax decides
+  float* tensor_amax;   // [1] (of tokens: [groups]): likewise
+  const float* enc;     // [1] (of tokens: [groups]), delayed scaling: 0 without a history, and then the amax decides
   float* record;        // [1], with enc: the largest finite amax so far
-  const int64_t* key;   // [5], stochastic rounding
+  const int64_t* key;   // [5] (of tokens: [groups, 5]), stochastic rounding
   const float* anchor;  // largest amax of each run of a line, whose scale takes the place of the block's
   int64_t* guard;       // [2]: nonzero blocks far below their anchor, nonzero blocks
   int32_t lines, length;            // of the codes; rotation fills the contraction
@@ -71,6 +72,14 @@ struct SideBuffers {
   Grid anchors;                     // of anchor
   bool amax_given, tensor_amax_given;
   bool vector_store;                // rows of `data` are aligned for whole vectors
+};
+
+// What follows from the amaxes of tokens' delayed sides, after their codes: `amax`, `enc` and `scale` of `side` are [groups].
+struct DelayedGroups {
+  Side how[2];
+  SideBuffers side[2];  // without enc: none
+  float* record[2][kMostTokenGroups];  // histories; null: none
+  int32_t groups;
 };
 
 // n / divisor of 0 <= n < 2^31 by a multiplication: Granlund and Montgomery, PLDI 1994.
@@ -179,14 +188,18 @@ inline int known_block(const Launch<1>& launch) {
 }
 
 // Rows of a columnwise side are gathered as `sources` says, each group with scales of its own: bf16, scales from the tile,
-// or of the whole contraction.
+// or of the whole contraction, with delayed scaling or without; or 4 bits in runs (runs_kernel.cuh).
 inline bool takes_sources(const Launch<1>& launch) {
   const SideBuffers(&b)[2] = launch.tensors[0].side;
-  bool whole = true;
-  for (int d = 0; d < 2; ++d)
-    whole = whole && (!launch.side[d].present() || (launch.side[d].whole() && !is_full(launch.side[d], b[d])));
+  bool whole = true, runs = true;
+  for (int d = 0; d < 2; ++d) {
+    const Side& s = launch.side[d];
+    if (!s.present()) continue;
+    whole = whole && s.whole() && !s.stochastic && !s.rotated;
+    runs = runs && s.four_bit() && s.contraction == 16 && s.outer == (are_twins(launch.side, b) ? 16 : 1);
+  }
   return launch.input == Input::kBF16 && launch.up == nullptr &&
-         (whole || (launch.side[1].present() &&
+         (whole || runs || (launch.side[1].present() &&
                     (known_block(launch) == kTile || (known_block(launch) == 32 && b[1].anchor != nullptr))));
 }
 
@@ -200,6 +213,7 @@ cudaError_t launch_quantize(const Launch<1>& launch, cudaStream_t stream);
 // The amaxes of delayed sides without a history, before the codes; and what follows from the amaxes, after them.
 cudaError_t launch_first_amax(const Launch<1>& launch, int processors, cudaStream_t stream);
 cudaError_t launch_delayed_scales(const Launch<1>& launch, cudaStream_t stream);
+cudaError_t launch_delayed_scales(const DelayedGroups& groups, cudaStream_t stream);
 cudaError_t launch_quantize_group(const Launch<kGroupCapacity>& launch, cudaStream_t stream);
 // Plain 8-bit codes of the new masters (of scales that need no pass over them before), or their statistics.
 cudaError_t launch_adam_group(const AdamGroup& launch, bool bf16_grad, bool bf16_moments, cudaStream_t stream);

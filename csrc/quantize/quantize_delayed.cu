@@ -28,6 +28,18 @@ __global__ void __launch_bounds__(kThreads) first_amax_kernel(const __grid_const
     if (launch.side[d].present() && !b[d].amax_given) atomic_max(b[d].amax, __uint_as_float(largest));
 }
 
+// Of tokens, a thread a group; histories are of either side, or of both.
+__global__ void delayed_scales_of_groups_kernel(const __grid_constant__ DelayedGroups g) {
+  const int group = blockIdx.x * blockDim.x + threadIdx.x;
+  if (group >= g.groups) return;
+  for (int d = 0; d < 2; ++d) {
+    SideBuffers b = g.side[d];
+    if (b.enc == nullptr) continue;
+    b.amax += group, b.enc += group, b.scale = static_cast<float*>(b.scale) + group, b.record = g.record[d][group];
+    finish_delayed(g.how[d], b);
+  }
+}
+
 __global__ void delayed_scales_kernel(const __grid_constant__ Launch<1> launch) {
   for (int d = 0; d < 2; ++d) finish_delayed(launch.side[d], launch.tensors[0].side[d]);  // both may record in one history
 }
@@ -59,7 +71,14 @@ cudaError_t launch_delayed_scales(const Launch<1>& launch, cudaStream_t stream) 
   return cudaGetLastError();
 }
 
+cudaError_t launch_delayed_scales(const DelayedGroups& groups, cudaStream_t stream) {
+  constexpr int kBlock = 128;
+  delayed_scales_of_groups_kernel<<<(groups.groups + kBlock - 1) / kBlock, kBlock, 0, stream>>>(groups);
+  return cudaGetLastError();
+}
+
 cudaError_t launch_delayed(const Launch<1>& launch, cudaStream_t stream) {
+  if (launch.sources != nullptr) return launch_instance<LoadTokens, Delayed8, Absent, 1, 3>(launch, stream);
   return launch_instance<LoadBF16, Delayed8, Absent, 1, 3>(launch, stream);
 }
 

@@ -718,13 +718,14 @@ __device__ __forceinline__ void encode_delayed(
                               : emit_codes<false, false, true, Rounding::kE4M3>(p, f, s, b, tile, smem, at);
 }
 
-// The tile's largest magnitude to memory, or what follows from an amax that was known.
-__device__ __forceinline__ void finish_tile_delayed(const Side (&side)[2], const SideBuffers (&b)[2], const Smem& smem) {
+// The tile's largest magnitude to memory, or what follows from an amax that was known. row: of the tile's group.
+__device__ __forceinline__ void finish_tile_delayed(
+    const Side (&side)[2], const SideBuffers (&b)[2], const SideBuffers& row, const Smem& smem) {
   if (b[0].amax_given) {
     if (blockIdx.x == 0 && threadIdx.x < 2) finish_delayed(side[threadIdx.x], b[threadIdx.x]);
   } else if (threadIdx.x < 32) {
     const uint32_t largest = __reduce_max_sync(0xFFFFFFFFu, threadIdx.x < kThreads / 32 ? smem.lines[0][threadIdx.x] : 0);
-    if (threadIdx.x == 0) atomic_max(b[0].amax, __uint_as_float(largest));
+    if (threadIdx.x == 0) atomic_max(row.amax, __uint_as_float(largest));
   }
 }
 
@@ -777,9 +778,11 @@ __device__ __forceinline__ void flush_scales(
 }
 
 // Encode factors of every scale code, of the 4-bit directions.
-__device__ __forceinline__ void fill_factors(const Side (&side)[2], const SideBuffers (&b)[2], float (&factors)[2][128]) {
+__device__ __forceinline__ void fill_factors(
+    const Side (&side)[2], const SideBuffers& row, const SideBuffers& col, float (&factors)[2][128]) {
   const int d = threadIdx.x / 128, code = threadIdx.x % 128;
-  if (side[d].present() && side[d].four_bit()) factors[d][code] = two_level_factor(code, __ldcg(b[d].tensor_amax));
+  const float* const amax = d ? col.tensor_amax : row.tensor_amax;
+  if (side[d].present() && side[d].four_bit()) factors[d][code] = two_level_factor(code, __ldcg(amax));
 }
 
 __device__ __forceinline__ void grid_barrier(uint32_t* barrier, uint32_t blocks) {
@@ -799,12 +802,16 @@ __device__ __forceinline__ void grid_barrier(uint32_t* barrier, uint32_t blocks)
   __syncthreads();
 }
 
-// Of a group of tokens: scales of all its rows, and their amaxes, are one set a group.
+// Of a group of tokens: scales of all its rows, and their amaxes, are one set a group, as are the factors of histories, amaxes of
+// tensors and random keys.
 template <bool Columnwise>
 __device__ __forceinline__ void take_group(SideBuffers& b, const Side& s, int32_t group) {
+  if (s.two_level()) b.tensor_amax += group;
+  if (b.key != nullptr) b.key += 5 * group;
   if (Columnwise ? !s.whole() : !s.whole_tensor()) return;
   const int64_t at = static_cast<int64_t>(group) * b.compact.lines;
   b.amax += at, b.scale = static_cast<float*>(b.scale) + at;
+  if (b.enc != nullptr) b.enc += group;
 }
 
 // No statistics are wanted of this direction: it is absent, or its scale comes from a history.
@@ -875,7 +882,7 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(
 
   constexpr bool kOnlyStatistics = Row::kWork == Work::kStatistics || Row::kWork == Work::kRotated;
   if constexpr (kOnlyStatistics) {
-    if (launch.sums == nullptr && needs_none(row, t.side[0]) && needs_none(col, t.side[1])) return;
+    if (launch.sums == nullptr && needs_none(row, row_buffers) && needs_none(col, col_buffers)) return;
   }
   Patch<typename In::Value> p;
   load_values<In>(p, launch, which, row_tile.row0 + at.row(), tile.col0 + at.col(), row_buffers.lines);
@@ -900,12 +907,12 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(
     if constexpr (kGuards) {
       if (threadIdx.x < 2) smem.guard[threadIdx.x] = 0;
     }
-    if constexpr (kFactors) fill_factors(launch.side, t.side, smem.factors);
+    if constexpr (kFactors) fill_factors(launch.side, t.side[0], t.side[1], smem.factors);
     if constexpr (kGuards || kFactors) __syncthreads();
     run_side<false, Row>(false, p, row, row_buffers, row_tile, &col, &col_buffers, smem, at);
     run_side<true, Col>(false, p, col, col_buffers, tile, nullptr, nullptr, smem, at);
     __syncthreads();
-    if constexpr (Row::kDelayed) finish_tile_delayed(launch.side, t.side, smem);
+    if constexpr (Row::kDelayed) finish_tile_delayed(launch.side, t.side, row_buffers, smem);
     if constexpr (kGuards) {
       if (threadIdx.x < 2 && t.side[threadIdx.x].guard != nullptr && smem.guard[threadIdx.x] != 0) {
         auto* guard = reinterpret_cast<unsigned long long*>(t.side[threadIdx.x].guard);

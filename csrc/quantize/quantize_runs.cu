@@ -5,7 +5,10 @@
 namespace fsdp_quant {
 
 cudaError_t launch_runs(const Launch<1>& launch, cudaStream_t stream) {
-  auto* kernel = launch.twins ? quantize_runs_kernel<true> : quantize_runs_kernel<false>;
+  const bool tokens = launch.sources != nullptr;
+  auto* kernel = launch.twins ? tokens ? quantize_runs_kernel<true, true> : quantize_runs_kernel<true, false>
+                 : tokens     ? quantize_runs_kernel<false, true>
+                              : quantize_runs_kernel<false, false>;
   kernel<<<launch.tiles, kThreads, 0, stream>>>(launch);
   return cudaGetLastError();
 }

@@ -208,7 +208,7 @@ __device__ __forceinline__ void encode_rows(const Side& s, const SideBuffers& b,
     stage_transposed<true>(v, smem.codes, at);
   } else {
     RandomRuns source = {};
-    if (s.stochastic) source = random_runs(b.key, false, row, col);
+    if (s.stochastic) source = random_runs(b.key, false, row - tile.start, col);
 #pragma unroll 1
     for (int k = 0; k < 4; k += 2) {
       uint4 random[2] = {};
@@ -232,7 +232,7 @@ __device__ __forceinline__ void encode_columns(
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int32_t row = tile.row0 + warp * kRun, col = tile.col0 + lane * 4;
   RandomRuns source = {};
-  if (s.stochastic) source = random_runs(b.key, true, row, col);
+  if (s.stochastic) source = random_runs(b.key, true, row - tile.start, col);
   const uint8_t* values = smem.values + warp * kRun * kPitch + lane * 8;
   const int32_t row_bytes = (cols + 1) >> 1;
   const uint2 mask = mask_of(b.length - row);
@@ -275,11 +275,13 @@ __device__ __forceinline__ void encode_columns(
   }
 }
 
-// The warp's 16 rows of the tile to shared memory, asynchronously; elements beyond the tensor are zero.
-__device__ __forceinline__ void load_values(const TensorArgs& t, Input input, const Tile& tile, RunsSmem& smem) {
+// The warp's 16 rows of the tile to shared memory, asynchronously; elements beyond the tensor, or row `rows`, are zero.
+template <bool Tokens>
+__device__ __forceinline__ void load_values(
+    const TensorArgs& t, Input input, const Tile& tile, int32_t rows, RunsSmem& smem) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int32_t row = tile.row0 + warp * kRun, col = tile.col0;
-  if (input == Input::kBF16 && t.vector_load && row + kRun <= t.rows && col + kTile <= t.cols) {
+  if (input == Input::kBF16 && t.vector_load && row + kRun <= rows && col + kTile <= t.cols) {
     const int half = lane >> 4, chunk = lane & 15;
     const int64_t first = static_cast<int64_t>(row + half) * t.row_stride + col + chunk * 8;
     const char* from = static_cast<const char*>(t.x) + first * 2;
@@ -289,7 +291,11 @@ __device__ __forceinline__ void load_values(const TensorArgs& t, Input input, co
   } else {
     Patch<BF16> p;
     const Position at;
-    load_patch<LoadBF16>(p, t, input, tile.row0 + at.row(), col + at.col());
+    if constexpr (Tokens) {
+      load_rows<LoadBF16, true>(p, t, tile.row0 + at.row(), col + at.col(), rows);
+    } else {
+      load_patch<LoadBF16>(p, t, input, tile.row0 + at.row(), col + at.col());
+    }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       uint8_t* to = smem.values + (at.row() + i) * kPitch + at.col() * 2;
@@ -298,28 +304,40 @@ __device__ __forceinline__ void load_values(const TensorArgs& t, Input input, co
   }
 }
 
-// Square: one (16, 16) block serves both directions.
-template <bool Square>
+// Square: one (16, 16) block serves both directions. Tokens: rows of tiles, and their groups, are as `sources` of the launch says.
+template <bool Square, bool Tokens>
 __global__ void __launch_bounds__(kThreads, 4) quantize_runs_kernel(const __grid_constant__ Launch<1> launch) {
   __shared__ RunsSmem smem;
   const Side& row = launch.side[0];
   const Side& col = launch.side[1];
   const TensorArgs& t = launch.tensors[0];
   const int32_t n = launch.reversed ? launch.tiles - 1 - static_cast<int32_t>(blockIdx.x) : blockIdx.x;
-  const Tile tile = tile_of(t, n);
-  load_values(t, launch.input, tile, smem);
-  fill_factors(launch.side, t.side, smem.factors);
-  if (threadIdx.x < 2 && launch.side[threadIdx.x].present())
-    smem.target[threadIdx.x] = __fmul_rn(tensor_encode_factor(__ldcg(t.side[threadIdx.x].tensor_amax)), 1.0f / 6.0f);
+  Tile tile = tile_of(t, n), row_tile = tile;
+  using Buffers = std::conditional_t<Tokens, SideBuffers, const SideBuffers&>;
+  Buffers row_buffers = t.side[0], col_buffers = t.side[1];
+  if constexpr (Tokens) {
+    const int4 source = reinterpret_cast<const int4*>(launch.sources)[tile.row0 / kTile];  // first row, rows, group, its first
+    if (source.y == 0) return;
+    row_tile.row0 = source.x, tile.start = source.w, row_tile.start = source.x - (tile.row0 - source.w);
+    row_buffers.lines = source.x + source.y;
+    row_buffers.compact.lines = (row_buffers.lines + (Square ? kRun - 1 : 0)) / (Square ? kRun : 1);
+    take_group<false>(row_buffers, row, source.z), take_group<true>(col_buffers, col, source.z);
+  }
+  load_values<Tokens>(t, launch.input, row_tile, Tokens ? row_buffers.lines : t.rows, smem);
+  fill_factors(launch.side, row_buffers, col_buffers, smem.factors);
+  if (threadIdx.x < 2 && launch.side[threadIdx.x].present()) {
+    const float* const amax = threadIdx.x ? col_buffers.tensor_amax : row_buffers.tensor_amax;
+    smem.target[threadIdx.x] = __fmul_rn(tensor_encode_factor(__ldcg(amax)), 1.0f / 6.0f);
+  }
   __syncthreads();
   ptx::copy_async_wait();
   __syncwarp();
-  if (Square || row.present()) encode_rows<Square>(row, t.side[0], tile, smem);
-  if (!Square && col.present()) encode_columns(col, t.side[1], tile, t.cols, smem);
+  if (Square || row.present()) encode_rows<Square>(row, row_buffers, row_tile, smem);
+  if (!Square && col.present()) encode_columns(col, col_buffers, tile, t.cols, smem);
   __syncthreads();
   using P = std::conditional_t<Square, Path<Work::kTwin, 4>, Path<Work::kPlain, 4, kRun>>;
-  if (Square || row.present()) flush_scales<false, P>(row, t.side[0], tile, smem.scales[0]);
-  if (Square || col.present()) flush_scales<true, P>(col, t.side[1], tile, smem.scales[1]);
+  if (Square || row.present()) flush_scales<false, P>(row, row_buffers, row_tile, smem.scales[0]);
+  if (Square || col.present()) flush_scales<true, P>(col, col_buffers, tile, smem.scales[1]);
   if (Square || (col.present() && col.transposed))
     flush_transposed<true>(
         t.side[1].data, t.side[1].vector_store, tile.row0, tile.col0, t.side[1].length, t.cols, smem.codes);

@@ -7,7 +7,8 @@ namespace fsdp_quant {
 cudaError_t launch_statistics(const Launch<1>& launch, cudaStream_t stream) {
   if (is_wide(launch.input)) return launch_instance<LoadF32, RotatedStatistics, RotatedStatistics, 1, 2>(launch, stream);
   if (launch.side[0].rotated || launch.side[1].rotated)
-    return launch_instance<LoadBF16, RotatedStatistics, RotatedStatistics, 1, 3>(launch, stream);
+    return launch.sources != nullptr ? launch_instance<LoadTokens, RotatedStatistics, RotatedStatistics, 1, 3>(launch, stream)
+                                     : launch_instance<LoadBF16, RotatedStatistics, RotatedStatistics, 1, 3>(launch, stream);
   if (launch.sources != nullptr) return launch_instance<LoadTokens, Statistics, Statistics, 1, 4>(launch, stream);
   return launch_instance<LoadBF16, Statistics, Statistics, 1, 4>(launch, stream);
 }
@@ -22,8 +23,8 @@ cudaError_t launch_quantize(const Launch<1>& launch, cudaStream_t stream) {
   if (is_wide(launch.input)) return launch_wide(launch, stream);
   if (launch.up != nullptr) return launch_gated(launch, stream);
   if (takes_delayed(launch)) return launch_delayed(launch, stream);
-  const bool full = launch.barrier != nullptr || (row.present() && is_full(row, buffers[0])) ||
-                    (col.present() && is_full(col, buffers[1]));
+  const auto asks = [&](int d) { return launch.side[d].present() && is_full(launch.side[d], buffers[d]); };
+  const bool full = launch.barrier != nullptr || (launch.sources == nullptr && (asks(0) || asks(1)));  // of groups: see takes_sources
   if (full) return row.four_bit() || col.four_bit() ? launch_full4(launch, stream) : launch_full8(launch, stream);
   return known_block(launch) != 0 ? launch_blocks(launch, stream) : launch_plain(launch, stream);
 }

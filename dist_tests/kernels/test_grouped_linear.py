@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,10 +17,13 @@ from dist_tests.kernels.test_hopper_gemm import WHY_NOT
 from dist_tests.single.hopper import Operators
 from fsdp_quant import recipes
 from fsdp_quant.counters import counters
-from fsdp_quant.formats import COLUMNWISE, ROWWISE
+from fsdp_quant.formats import COLUMNWISE, IDENTITY, ROWWISE, round_up
 from fsdp_quant.modules.linear_op import quantize_slot
 from fsdp_quant.ops import native
+from fsdp_quant.ops.layout import repack_nibbles
 from fsdp_quant.recipe import QUANTIZED_TYPES
+from fsdp_quant.scaling import DelayedScaling
+from fsdp_quant.tensor.quantized_tensor import QuantizedTensor, Slots
 
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 
@@ -30,12 +35,22 @@ ONE_PRODUCT = {
     "fp8_current/fp8_row": lambda: recipes.hybrid("fp8_current", "fp8_row"),
     "fp8_row/fp8_block": lambda: recipes.custom(rows_and_blocks),
 }
-ONE_BY_ONE = {"fp8_delayed": recipes.fp8_delayed, "nvfp4": recipes.nvfp4, "bf16": recipes.identity}
+DELAYED = {"fp8_delayed": recipes.fp8_delayed, "row_delayed": lambda: recipes.custom(rows_and_histories)}
+VALUES = {"bf16": recipes.identity, "fp8_row/bf16": lambda: recipes.fp8_row(backward_override="high_precision")}
+TWO_LEVEL = {"nvfp4": recipes.nvfp4, "mxfp8/nvfp4": lambda: recipes.hybrid("mxfp8", "nvfp4")}
+ALSO = DELAYED | VALUES | TWO_LEVEL
+ONE_BY_ONE = {"mxfp8 exact": lambda: recipes.mxfp8(accuracy="exact")}
 
 
 def rows_and_blocks(role):
     """Rows are scaled whole, columns of tokens by 128; weights' rows and columns whole."""
     return "fp8_row" if role.tensor_type == "weight" else fq.HybridQuantizer("fp8_row", "fp8_1x128")
+
+
+def rows_and_histories(role):
+    """Columns of tokens are scaled by histories, rows are not."""
+    later = fq.Quantizer("fp8_tensor", scaling=DelayedScaling(length=4))
+    return fq.HybridQuantizer("fp8_row", "fp8_tensor" if role.tensor_type == "weight" else later)
 
 
 def grouped(recipe: fq.Recipe, packed: bool, bias: bool) -> fq.GroupedLinear:
@@ -63,13 +78,13 @@ def gradients(module, packed: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
-@pytest.mark.parametrize("name", [*ONE_PRODUCT, *ONE_BY_ONE])
+@pytest.mark.parametrize("name", [*ONE_PRODUCT, *ALSO, *ONE_BY_ONE])
 def test_experts_are_those_of_a_loop(name: str, packed: bool):
     """If false, experts read each other's tokens, scales or weights.
 
     Codes are the same; sums are of the same terms in another order, rounded to bf16 (2^-8), in fp32 before a bias.
     """
-    recipe = (ONE_PRODUCT | ONE_BY_ONE)[name]()
+    recipe = (ONE_PRODUCT | ALSO | ONE_BY_ONE)[name]()
     for sizes in SPLITS:
         for bias, on_device in ((False, True), (True, False)):
             x = laws.values(sum(sizes), K, seed=3, dtype=BF16).cuda()
@@ -138,6 +153,190 @@ def test_tokens_are_gathered_into_groups_as_they_are_quantized(name: str):
                         expected.assert_same(got.flatten(), want.scale.flatten(), f"{name} {sizes} {slot} {e} {what}: scales")
 
 
+@pytest.mark.parametrize("name", DELAYED)
+def test_tokens_are_scaled_by_the_history_of_their_expert(name: str):
+    """If false, an expert's codes are scaled by the amaxes of another, or an amax is lost."""
+    recipe, sizes = DELAYED[name](), [300, 0, 129, 595]
+    module = grouped(recipe, True, False)
+    plan, experts, device = module.common_plan, loop(module, recipe), next(module.parameters()).device
+    call = plan.resolved(BF16, device).call
+    x, dy = laws.values(1024, K, seed=3, dtype=BF16).cuda(), laws.values(1024, N, seed=4, dtype=BF16).cuda()
+    ends = torch.tensor(sizes).cumsum(0).int().cuda()
+    groups = native.token_groups(ends, 1024)
+    sides = plan.hybrid("input").delayed_directions
+    for enc in (0.0, 3.0):  # without a history, and with one
+        factors = [torch.tensor([enc * (e + 1) * (e != 2)], device="cuda") for _ in sides for e in range(4)]
+        got = native.linear_tokens(x, call, 0, True, True, None, groups, factors)
+        for e, part in enumerate(x.split(sizes)):
+            if len(part):
+                given = {d: factors[4 * i + e] for i, d in enumerate(sides)}
+                layouts = plan.resolved(BF16, device).layouts["input"]
+                want = plan.hybrid("input").storages(part, factors=given, layouts=layouts)[0]
+                rows, cols = (slice(int(of[e]), int(of[e]) + len(part)) for of in (groups.offsets, groups.padded))
+                expected.assert_same(got[0][rows], want[ROWWISE].data, f"{name} {enc} {e}: codes")
+                expected.assert_same(got[2][:, cols], want[COLUMNWISE].data, f"{name} {enc} {e}: columnwise codes")
+                expected.assert_same(got[3][e].flatten(), want[COLUMNWISE].scale.flatten(), f"{name} {enc} {e}: scale")
+    optimizers = [torch.optim.SGD(p, lr=2.0**-6) for p in (module.parameters(), [f.weight for f in experts])]
+    for _ in range(3):
+        module(x, ends).backward(dy)
+        torch.cat([f(part) for f, part in zip(experts, x.split(sizes))]).backward(dy)
+        for e, f in enumerate(experts):  # products differ in their last bits, and so would weights
+            f.weight.grad.copy_(module.weight.grad[e])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    kept = module._weight_state.histories
+    assert len(kept) == 4 * (2 * len(sides) + len(plan.weight.delayed_directions))
+    for f in experts:
+        for key, history in f._weight_state.histories.items():
+            expected.assert_same(kept[key].amaxes, history.amaxes, f"{key} amaxes")
+            expected.assert_same(kept[key].enc, history.enc, f"{key} factor")
+
+
+@pytest.mark.parametrize("name", TWO_LEVEL)
+def test_two_level_tokens_have_amaxes_and_random_bits_of_their_expert(name: str):
+    """If false, an expert's codes depend on its neighbours, or two experts round alike."""
+    module = grouped(TWO_LEVEL[name](), True, False)
+    plan, device = module.common_plan, next(module.parameters()).device
+    call, step = plan.resolved(BF16, device).call, torch.tensor([3, 5, 0, -1, 0], device="cuda")
+    ids = [layer._site.ids.cuda() for layer in module._linears]
+    for sizes in ([300, 0, 129, 595], [1, 15, 128, 880], [1, 2, 0, 0]):
+        tokens, ends = sum(sizes), torch.tensor(sizes).cumsum(0).int().cuda()
+        groups = native.token_groups(ends, tokens)
+        for slot, cols in (("input", K), ("grad_output", N)):
+            x, number = laws.values(tokens, cols, seed=7, dtype=BF16).cuda(), QUANTIZED_TYPES.index(slot)
+            x[::5] *= 2.0**12
+            two_level = [d for d in (ROWWISE, COLUMNWISE) if plan.operand(slot, d).tensor_scale]
+            made = native.linear_tokens(
+                x, call, number, ROWWISE in two_level, COLUMNWISE in two_level, None, groups, (), step, ids)
+            for i, d in enumerate(two_level):
+                data, scale, amaxes = made[3 * i : 3 * i + 3]
+                scale = scale.view(len(data), -1)
+                for e, part in enumerate(x.split(sizes)):
+                    if not len(part):
+                        continue
+                    key, what = native.random_key(step, ids[e], number, len(part)), f"{name} {sizes} {slot} {d.value} {e}"
+                    want = plan.hybrid(slot).storages(part, [d], key=key)[0][d]
+                    expected.assert_same(amaxes[e : e + 1], want.tensor_amax, f"{what}: amax")
+                    start = int((groups.padded if d is COLUMNWISE else groups.offsets)[e])
+                    if d is ROWWISE:
+                        got = data[start : start + len(part)], scale[start : start + len(part)]
+                        of_codes, of_scales = want.data, want.scale
+                    else:
+                        of_codes = repack_nibbles(want.data, *want.padded_shape)
+                        got = data[:, start // 2 :][:, : of_codes.shape[1]], scale[:, start // 16 :][:, : len(want.scale)]
+                        of_scales = want.scale.t()
+                    expected.assert_same(got[0].contiguous(), of_codes, f"{what}: codes")
+                    expected.assert_same(got[1].contiguous(), of_scales.contiguous(), f"{what}: scales")
+
+
+@pytest.mark.parametrize("name", TWO_LEVEL)
+def test_two_level_matrices_of_a_packed_weight_are_quantized_alone(name: str):
+    """If false, an expert's codes depend on its neighbours."""
+    module = grouped(TWO_LEVEL[name](), True, False)
+    plan = module.common_plan
+    call = plan.resolved(BF16, next(module.parameters()).device).call
+    for n, (row, col) in itertools.product((N, 80), ((True, True), (True, False), (False, True))):
+        weight = laws.values(4, n, K, seed=n, dtype=BF16).cuda()
+        buffers = iter(native.linear_weight(weight, call, row, col, False, [], []))
+        for d, wanted in ((ROWWISE, row), (COLUMNWISE, col)):
+            if not wanted:
+                continue
+            data, scale, of_expert = next(buffers), next(buffers), round_up(n, 128)
+            if not plan.operand("weight", d).tensor_scale:
+                continue
+            amaxes = next(buffers)
+            for e, one in enumerate(weight):
+                what, want = f"{name} {n} {row} {col} {e} {d.value}", plan.weight.storages(one, [d])[0][d]
+                expected.assert_same(amaxes[e : e + 1], want.tensor_amax, f"{what}: amax")
+                of_codes, of_scales = want.data, want.scale
+                if d is ROWWISE:
+                    got = data[e * n : (e + 1) * n], scale.view(4, *of_scales.shape)[e]
+                else:
+                    of_codes, of_scales = repack_nibbles(of_codes, n, K), of_scales.t()
+                    codes, scales = data[:, e * of_expert // 2 :], scale.view(len(of_scales), -1)[:, e * of_expert // 16 :]
+                    got = codes[:, : n // 2], scales[:, : n // 16]
+                expected.assert_same(got[0].contiguous(), of_codes, f"{what}: codes")
+                expected.assert_same(got[1].contiguous(), of_scales.contiguous(), f"{what}: scales")
+
+
+def test_values_of_groups_are_multiplied_in_fp32():
+    """If false, decoded operands are summed in bf16, or scaled as another group's."""
+    for sizes in (SPLITS[0], [1000, 3, 129, 0]):
+        tokens = sum(sizes)
+        groups = native.token_groups(torch.tensor(sizes).cumsum(0).int().cuda(), tokens)
+        a, b = laws.values(tokens, K, seed=1, dtype=BF16).cuda(), laws.values(4, N, K, seed=2, dtype=BF16).cuda()
+        factors = [torch.tensor([1.0, 0.3, 7.0, 1e-3], device="cuda"), torch.tensor([3.0, 1.0, 0.1, 1e4], device="cuda")]
+        for dtype in (BF16, torch.float32):
+            got = native.grouped_gemm(
+                *(native.Operand(t, f, IDENTITY) for t, f in zip((a, b), factors)), groups.offsets, out_dtype=dtype)
+            rows = a.double().split(sizes)
+            want = torch.cat([x @ w.double().t() * f for x, w, f in zip(rows, b, (factors[0] * factors[1]).double())])
+            close(got, want, f"{sizes} rows {dtype}")
+            width = 128 * len(groups.sources)
+            x, w = (laws.values(n, width, seed=3 + n, dtype=BF16).cuda() for n in (N, K))
+            got = native.grouped_gemm_wgrad(
+                *(native.Operand(t, f, IDENTITY) for t, f in zip((x, w), factors)), groups.padded, out_dtype=dtype)
+            at = [slice(int(i), int(j)) for i, j in zip(groups.padded, groups.padded[1:])]
+            both = (factors[0] * factors[1]).double()
+            want = torch.stack([x[:, s].double() @ w[:, s].double().t() * f for s, f in zip(at, both)])
+            close(got, want, f"{sizes} depth {dtype}")
+
+
+def close(got: Tensor, want: Tensor, what: str) -> None:
+    """Sums of fp32, whose terms are of one magnitude: an error of 2^-24 a term, of at most 1024; and one rounding of bf16."""
+    limit = 2**-14 if got.dtype is torch.float32 else 2**-8
+    for e, (one, of) in enumerate(zip(got.chunk(4), want.chunk(4))):
+        off = (one.double() - of).norm() / of.norm().clamp_min(1e-9)
+        assert off < limit, f"{what} {e}: {off:.2e}"
+
+
+class Travelled(torch.autograd.Function):
+    """Values that come as codes, forwards or backwards."""
+
+    @staticmethod
+    def forward(ctx, x, encode, gradients):
+        ctx.encode = gradients
+        return x.view_as(x) if encode is None else encode(x.detach())
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy if ctx.encode is None else ctx.encode(dy), None, None
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp8", "fp8_row", "fp8_current"])
+def test_codes_of_tokens_are_multiplied_as_their_values(name: str):
+    """If false, tokens that were dispatched as codes are scaled as another expert's, or wait for the device."""
+    module = grouped(ONE_PRODUCT[name](), True, False)
+    plan, sizes = module.common_plan, [256, 0, 128, 640] if name in ("fp8_block", "mxfp8") else SPLITS[0]
+    x, dy = laws.values(1024, K, seed=3, dtype=BF16).cuda(), laws.values(1024, N, seed=4, dtype=BF16).cuda()
+    ends = torch.tensor(sizes).cumsum(0).int().cuda()
+
+    def encode(slot: str, t: Tensor) -> QuantizedTensor:
+        parts = [plan.hybrid(slot).quantize(part)._slots for part in t.split(sizes)]
+        return QuantizedTensor(slots=Slots(parts=parts), shape=t.shape)
+
+    results = []
+    for codes in (False, True):
+        a = x.clone().requires_grad_()
+        module.weight.grad = None
+        given, gradient = (encode("input", x), encode("grad_output", dy)) if codes else (None, None)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            y = module(Travelled.apply(a, (lambda _, t=given: t) if codes else None, None), ends)
+            Travelled.apply(y, None, (lambda _, t=gradient: t) if codes else None).backward(dy)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        results.append({"y": y.detach(), "dx": a.grad, "dw": module.weight.grad})
+    for key, want in results[0].items():
+        if name != "mxfp8":
+            expected.assert_same(results[1][key], want, f"{name} {key}")
+        else:  # anchors come from codes, and subnormals are rounded a second time
+            off = (results[1][key].double() - want.double()).norm() / want.double().norm()
+            assert off < 2**-8, f"{name} {key}: {off:.2e}"
+
+
 def _lines(scale: Tensor, lines: int) -> Tensor:
     """Scales of lines without those that fill up to a multiple of four."""
     return scale.view(-1, -(-lines // 4) * 4)[:, :lines] if scale.numel() > lines else scale.view(-1, lines)
@@ -157,10 +356,10 @@ def test_matrices_of_a_packed_weight_are_quantized_alone(name: str):
                 expected.assert_same(a[e].flatten(), b.flatten(), f"{name} {row} {col} {e}")
 
 
-@pytest.mark.parametrize("name", ONE_PRODUCT)
+@pytest.mark.parametrize("name", [*ONE_PRODUCT, *ALSO])
 def test_one_product_waits_for_nothing(name: str):
     """If false, routing stalls the host in every layer."""
-    module = grouped(ONE_PRODUCT[name](), True, True)
+    module = grouped((ONE_PRODUCT | ALSO)[name](), True, name not in VALUES)
     ends = torch.tensor([300, 300, 429, 1024], dtype=torch.int32, device="cuda")
     x = laws.values(1024, K, dtype=BF16).cuda().requires_grad_()
 
@@ -193,10 +392,10 @@ def test_wrong_splits_of_a_device_stop_the_next_step():
     expected.assert_same(module.state_dict()["weight"], before, "not stepped")
 
 
-@pytest.mark.parametrize("name", ["fp8_current", "fp8_block", "mxfp8"])
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_block", "mxfp8", "fp8_delayed", "bf16", "mxfp8/nvfp4"])
 def test_a_captured_step_reads_the_splits_of_its_replay(name: str):
     """If false, a replay routes tokens as the captured step did, or its scales are those of other groups."""
-    module, eager = (grouped(ONE_PRODUCT[name](), True, False) for _ in range(2))
+    module, eager = (grouped((ONE_PRODUCT | ALSO)[name](), True, False) for _ in range(2))
     x, dy = laws.values(1024, K, dtype=BF16).cuda().requires_grad_(), laws.values(1024, N, seed=5, dtype=BF16).cuda()
     ends = torch.tensor(SPLITS[0]).cumsum(0).int().cuda()
     beside = torch.cuda.Stream()

@@ -142,7 +142,8 @@ def in_one_process(experts: nn.Module, counts_of, world: int, alignment: int) ->
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
-    """Where a GPU anchors codes, which rounds subnormals a second time, or values: bf16 results differ in their last bits."""
+    """Where a GPU anchors codes, which rounds subnormals a second time, or values, or multiplies codes of two levels one expert
+    after the other: bf16 results differ in their last bits."""
     error = float((got.float() - want.float()).norm() / want.float().norm())
     assert error <= 2**-8, f"{what}: {error:.2e} from one process"
 
@@ -163,7 +164,7 @@ def modules(rank: int, world: int) -> None:
             y.backward(dy)
             moved = fq.receipt()
             want_y, want_dx = in_one_process(reference, counts_of, world, alignment)
-        same = laws.assert_same_bytes if DEVICE == "cpu" or forward != "mxfp8" else assert_close
+        same = laws.assert_same_bytes if DEVICE == "cpu" or forward not in ("mxfp8", "nvfp4") else assert_close
         same(y, want_y[rank], f"{name} y")
         same(x.grad, want_dx[rank], f"{name} dx")
         mine = slice(rank * EXPERTS // world, (rank + 1) * EXPERTS // world)
@@ -171,9 +172,8 @@ def modules(rank: int, world: int) -> None:
             same(p.grad.to_local(), q.grad[mine], f"{name} {key}.grad")
         assert moved.dispatch == (planned if world > 1 else {}), (name, moved.dispatch, planned)
         found = [{fmt for phase, d, fmt in planned if phase == of and d != "sum"} for of in ("forward", "backward")]
-        if DEVICE == "cpu":  # on a GPU one product may serve all experts, and then reads no codes
-            assert (forward in found[0], backward in found[1]) == (True, True), (name, found)
-            assert ("high precision" in found[0]) == (forward == "high precision"), (name, found)
+        assert (forward in found[0], backward in found[1]) == (True, True), (name, found)
+        assert ("high precision" in found[0]) == (forward == "high precision"), (name, found)
         assert f"{EXPERTS} experts over {world} ranks" in str(fq.plan(net)), fq.plan(net)
         with torch.no_grad(), fq.token_offset(0):  # the forward's direction alone
             same(net(x, torch.tensor(counts).cumsum(0)), want_y[rank], f"{name} y without gradients")

@@ -230,6 +230,11 @@ class Operators:
         refuse(not data.is_contiguous() or data.numel() != rows * (ceil_div(cols, 2) if bits == 4 else cols), "source")
         return layout.repack_nibbles(data, rows, cols) if bits == 4 else data.view(rows, cols).t().contiguous()
 
+    def transpose_tokens(self, data, tables, groups):
+        self.calls.append(Call("transpose_tokens", data.data_ptr()))
+        refuse(not data.is_contiguous() or data.dtype is not torch.uint8 or not data.numel(), "data is contiguous bytes")
+        return self._gathered(data, native.TokenGroups(tables, groups).sources).t().contiguous()
+
     def relayout_group(self, source, out, kind, rows, cols, outer, outer_block):
         for one, to, what, r, c in zip(source, out, kind, rows, cols):
             refuse(what not in (native.TRANSPOSE_BYTES, native.TRANSPOSE_NIBBLES), f"kind is {what}")
@@ -272,7 +277,8 @@ class Operators:
         scales = b_scale.view(len(b), -1) if b_scale.numel() > 1 else b_scale.expand(len(b), 1)
         for e, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
             rows = _operand(a[start:end], a_scale[e : e + 1], a_kind, "a") if x is None else x[start:end]
-            out[start:end] = rows @ _operand(b[e], scales[e], b_kind, "b").t()
+            made = rows @ _operand(b[e], scales[e], b_kind, "b").t()
+            out[start:end] = made * (a_scale[e] * b_scale[e]).double() if a_kind == 8 else made
 
     def grouped_gemm_wgrad(self, out, a, b, a_scale, b_scale, offsets, a_kind, b_kind, accumulate=False, flag=None):
         self.calls.append(Call("grouped_gemm_wgrad", a.data_ptr()))
@@ -287,6 +293,7 @@ class Operators:
                 else values[:, start:end] for values, (codes, scale, kind, name) in zip(whole, given)
             )
             made = x @ w.t()
+            made = made * (a_scale[e] * b_scale[e]).double() if a_kind == 8 else made
             out[e] = made + out[e] if accumulate else made
 
     # Optimizers #
@@ -363,69 +370,157 @@ class Operators:
             wrong.fill_(tag << 32 | tokens)
         return torch.tensor(sum([*sources, *[(0, 0, 0, 0)] * spare], ()) + (*bounds, *places), dtype=torch.int32)
 
-    def grouped_step(self, x, ends, weight, weight_scale, plan, save, guard, out_dtype, wrong, tag):
+    def grouped_step(
+        self, x, ends, weight, weight_scale, plan, save, guard, out_dtype, wrong, tag, factors, histories, step, ids
+    ):
         tables, readings = self.token_groups(ends, len(x), wrong, tag), self.plans[plan].slots
         keeps = save and not self.plans[plan].saves_input
-        data, scale, *kept = self.linear_tokens(x, plan, 0, True, keeps, guard, tables, len(ends))
-        y = x.new_empty(len(x), weight.shape[1], dtype=out_dtype)
-        offsets = native.TokenGroups(tables, len(ends)).offsets
-        self.grouped_gemm(y, data, weight, scale, weight_scale, offsets, readings[0][0].kind, readings[1][0].kind)
+        made = self.linear_tokens(x, plan, 0, True, keeps, guard, tables, len(ends), factors, step, ids, histories)
+        fields = self._fields(readings[0][0])
+        a = self._multiplied(readings[0][0], made[:fields] or [x])
+        kind = 8 if self._decodes(readings[1][0]) else readings[1][0].kind
+        y = self._rows_product(*a, weight, weight_scale, kind, tables, out_dtype)
         self.counts[plan][6] += len(ends)
-        return [y, tables, *kept]
+        return [y, tables, *made[fields:]]
 
-    def grouped_step_backward(self, dy, tables, groups, weight, weight_scale, saved, plan, guard):
+    def _decodes(self, reading) -> bool:
+        return bool(reading.side) and reading.kind == 0
+
+    def _fields(self, reading) -> int:
+        return 0 if not reading.side else 3 if self._decodes(reading) else 2
+
+    def _multiplied(self, reading, buffers) -> tuple:
+        """(data, scale, kind): values of codes that are decoded, which lie along the contraction."""
+        if not reading.side:
+            return buffers[0], None, 0
+        if not self._decodes(reading):
+            return *buffers, reading.kind
+        data, scale, tensor_amax = buffers
+        scale, cols = scale.view(len(data), -1), 2 * data.shape[1]
+        values = self.dequantize(data, scale, None, reading.side, False, cols, 0, torch.bfloat16)
+        return values, self.tensor_decode_scale(tensor_amax), 8
+
+    def _rows_product(self, a, a_scale, a_kind, b, b_scale, b_kind, tables, dtype):
+        offsets = native.TokenGroups(tables, len(b)).offsets
+        out = a.new_empty(len(a), b.shape[1], dtype=dtype)
+        if a_kind == 0:
+            refuse(b_kind or dtype is not torch.bfloat16, "values are multiplied by values, in bfloat16", NotImplementedError)
+            self.calls.append(Call("_grouped_mm", a.data_ptr()))
+            for e, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
+                out[start:end] = torch.nn.functional.linear(a[start:end], b[e])
+        else:
+            self.grouped_gemm(out, a, b, a_scale, b_scale, offsets, a_kind, b_kind)
+        return out
+
+    def grouped_step_backward(
+        self, dy, tables, groups, weight, weight_scale, saved, plan, guard, factors, grad_factors, grad_histories, step, ids
+    ):
         readings, at = self.plans[plan].slots, native.TokenGroups(tables, groups)
         dx = dw = dy.new_empty(0)
-        made = self.linear_tokens(dy, plan, 2, weight is not None, len(saved) > 0, guard, tables, groups)
+        of_rows, of_cols = bool(readings[2][0].side), bool(readings[2][1].side)
+        made = self.linear_tokens(
+            dy, plan, 2, weight is not None, len(saved) > 0, guard, tables, groups, grad_factors, step, ids, grad_histories)
         if len(saved):
-            x = saved if not self.plans[plan].saves_input else self.linear_tokens(
-                saved[0], plan, 0, False, True, guard, tables, groups)
-            dw = dy.new_empty(groups, len(made[-2]), len(x[0]))
-            self.grouped_gemm_wgrad(
-                dw, made[-2], x[0], made[-1], x[1], at.padded, readings[2][1].kind, readings[0][1].kind)
+            x = saved if not (self.plans[plan].saves_input and readings[0][1].side) else self.linear_tokens(
+                saved[0], plan, 0, False, True, guard, tables, groups, factors, step, ids)
+            if of_cols:
+                a = self._multiplied(readings[2][1], made[-self._fields(readings[2][1]) :])
+                b = self._multiplied(readings[0][1], x)
+                dw = dy.new_empty(groups, len(a[0]), len(b[0]))
+                self.grouped_gemm_wgrad(dw, a[0], b[0], a[1], b[1], at.padded, a[2], b[2])
+            else:
+                self.calls.append(Call("_grouped_mm", dy.data_ptr()))
+                parts = itertools.pairwise(at.offsets.tolist())
+                dw = torch.stack([torch.nn.functional.linear(dy[i:j].t(), x[0][i:j].t()) for i, j in parts])
             self.counts[plan][8] += groups
         if weight is not None:
-            dx = dy.new_empty(len(dy), weight.shape[1])
-            self.grouped_gemm(dx, made[0], weight, made[1], weight_scale, at.offsets, readings[2][0].kind, readings[1][1].kind)
+            a = self._multiplied(readings[2][0], made[: self._fields(readings[2][0])] or [dy])
+            weight = weight if of_rows else weight.transpose(1, 2)
+            kind = 8 if self._decodes(readings[1][1]) else readings[1][1].kind
+            dx = self._rows_product(*a, weight, weight_scale, kind, tables, dy.dtype)
             self.counts[plan][7] += groups
         return dx, dw
 
-    def linear_tokens(self, x, plan, slot, row, col, guard, tables, groups):
-        """The columnwise side is that of x with its groups spread; of scales that span tokens, each group by itself."""
-        call = SimpleNamespace(slots=self.plans[plan].slots, guard=guard, number=plan, factors=[[], []], histories=[[], []])
-        self.calls.append(Call("linear_tokens", x.data_ptr(), row, col))
-        sources = native.TokenGroups(tables, groups).sources
+    def _gathered(self, x, sources):
         gathered = x.new_zeros(128 * len(sources), x.shape[1])
         for i, (first, count, *_) in enumerate(sources.tolist()):
             gathered[128 * i : 128 * i + count] = x[first : first + count]
+        return gathered
+
+    def linear_tokens(self, x, plan, slot, row, col, guard, tables, groups, factors, step, ids, histories=()):
+        """The columnwise side is that of x with its groups spread; of scales that span tokens, each group by itself."""
+        call = SimpleNamespace(
+            slots=self.plans[plan].slots, guard=guard, number=plan, factors=(factors,) * 2, histories=(histories,) * 2,
+            step=step, ids=ids)
+        self.calls.append(Call("linear_tokens", x.data_ptr(), row, col))
+        sources = native.TokenGroups(tables, groups).sources
         made = []
-        for d, values, *sides in ((ROWWISE, x, row, False), (COLUMNWISE, gathered, False, col)):
-            fmt = side_of(call.slots[slot][d is COLUMNWISE].side, d).encoding.fmt
-            if any(sides) and fmt.block[1] is None and (d is COLUMNWISE or fmt.block[0] is None):
+        for d, values, *sides in ((ROWWISE, x, row, False), (COLUMNWISE, self._gathered(x, sources), False, col)):
+            side = side_of(call.slots[slot][d is COLUMNWISE].side, d)
+            if side is None:
+                continue
+            fmt = side.encoding.fmt
+            if any(sides) and (fmt.tensor_scale or (fmt.block[1] is None and (d is COLUMNWISE or fmt.block[0] is None))):
                 made += self._of_groups(call, slot, x, d, sources.tolist(), groups)
             else:
                 made += [t for buffers in self._step_quantize(call, slot, values, *sides).values() for t in buffers[:2]]
         return made
 
     def _of_groups(self, call, slot, x, d, sources, groups):
-        """Codes and scales of one direction, each group quantized by itself; scales of groups without tokens are not set."""
-        codes = x.new_zeros((x.shape[1], 128 * len(sources)) if d is COLUMNWISE else x.shape, dtype=torch.uint8)
+        """Codes and scales of one direction, each group quantized by itself; scales of groups without tokens are not set.
+
+        Two-level columnwise codes lie along the tokens, as do their scales; and there are tensor amaxes [groups].
+        """
+        fmt = side_of(call.slots[slot][d is COLUMNWISE].side, d).encoding.fmt
+        per = 2 if fmt.tensor_scale else 1
+        rows, cols = (x.shape[1], 128 * len(sources)) if d is COLUMNWISE else x.shape
+        codes = x.new_zeros(rows, cols // per, dtype=torch.uint8)
+        blocks = x.new_zeros(rows, cols // 16, dtype=torch.uint8)
         scale, counted = None, list(self.counts[call.number])
+        if fmt.tensor_scale:
+            scale = x.new_zeros(groups, dtype=torch.float32)
         for e in range(groups):
             tiles = [(first, count, start) for first, count, group, start in sources if group == e and count]
             if not tiles:
                 continue
             (first, _, start), end = tiles[0], tiles[-1][0] + tiles[-1][1]
             self.counts[call.number] = list(counted)  # once for all
-            data, of_group = self._step_quantize(call, slot, x[first:end], d is ROWWISE, d is COLUMNWISE)[d][:2]
+            histories = {name: [list(of)[e::groups] for of in getattr(call, name)] for name in ("factors", "histories")}
+            of_one = SimpleNamespace(**vars(call) | histories | {"ids": call.ids[e] if call.ids else None})
+            if fmt.tensor_scale:
+                data, of_block, scale[e] = self._step_quantize(of_one, slot, x[first:end], d is ROWWISE, d is COLUMNWISE)[d]
+                if d is COLUMNWISE:
+                    data, of_block = layout.repack_nibbles(data, len(data), x.shape[1]), of_block.t()
+                at = slice(start // 2, start // 2 + data.shape[1]) if d is COLUMNWISE else slice(None)
+                lines = slice(None) if d is COLUMNWISE else slice(first, end)
+                codes[lines, at] = data
+                blocks[lines, start // 16 * (d is COLUMNWISE) :][:, : of_block.shape[1]] = of_block
+                continue
+            data, of_group = self._step_quantize(of_one, slot, x[first:end], d is ROWWISE, d is COLUMNWISE)[d][:2]
             (codes[:, start : start + end - first] if d is COLUMNWISE else codes[first:end]).copy_(data)
             scale = of_group.new_full((groups, of_group.numel()), torch.nan) if scale is None else scale
             scale[e] = of_group.flatten()
-        return [codes, scale.flatten()]
+        return [codes, blocks.flatten() if d is COLUMNWISE else blocks, scale] if fmt.tensor_scale else [codes, scale.flatten()]
 
     def linear_weight(self, weight, plan, row, col, through_bf16, factors, histories):
         if weight.dim() == 3:
-            each = [self.linear_weight(w, plan, row, col, through_bf16, factors, histories) for w in weight]
+            n, readings = len(weight), self.plans[plan].slots[1]
+            four = [self._decodes(readings[0]), self._decodes(readings[0] if readings[1].same else readings[1])]
+            if (row and four[0]) or (col and four[1]):
+                refuse(weight.dtype is not torch.bfloat16 or not weight.is_contiguous(), f"weight is {weight.dtype}")
+                args = through_bf16, factors, histories
+                rest = [[], []]
+                for d, wanted in enumerate((row, col)):
+                    if wanted and not four[d]:
+                        rest[d] = self.linear_weight(weight, plan, d == 0, d == 1, *args)
+                    elif wanted:
+                        reading = readings[0] if readings[d].same else readings[d]
+                        rest[d] = self._stacked_runs(weight, reading, COLUMNWISE if d else ROWWISE)
+                        self.counts[plan][2 + (d and not readings[d].same)] += n
+                return rest[0] + rest[1]
+            each = [
+                self.linear_weight(w, plan, row, col, through_bf16, factors[e::n], histories[e::n])
+                for e, w in enumerate(weight)]
             return [torch.stack(list(buffers)) for buffers in zip(*each)]
         readings = self.plans[plan].slots[1]
         wanted, result, recorded = self._wanted(readings, row, col), [], set()
@@ -449,6 +544,17 @@ class Operators:
                 made = self.anchor_codes(*made, reading.side, d is COLUMNWISE, d is COLUMNWISE)
             result += made
         return result
+
+    def _stacked_runs(self, weight, reading, d):
+        e = side_of(reading.side, d, reading.eps).encoding
+        made = [self._quantized(w, [Side(e, False, native.COMPACT)], 0, False, [None] * 8) for w in weight]
+        codes, scales, amaxes = zip(*made)
+        if d is COLUMNWISE:  # side by side, each from a multiple of 128 on
+            pad = -weight.shape[1] % 128
+            codes = [layout.pad_to(layout.repack_nibbles(c, *weight.shape[1:]), 1, (weight.shape[1] + pad) // 2) for c in codes]
+            scales = [layout.pad_to(s.t(), 1, (weight.shape[1] + pad) // 16) for s in scales]
+        dim = int(d is COLUMNWISE)
+        return [torch.cat(list(codes), dim), torch.cat(list(scales), dim).contiguous(), torch.cat(amaxes)]
 
     def random_key(self, step, ids, slot, rows):
         seed, number, micro_batch, offset, rank = step.tolist()
@@ -719,6 +825,9 @@ def _operand(x: Tensor, scale: Tensor | None, kind: int, name: str) -> Tensor:
     refuse((scale is None) != (scaling == _NONE), f"{name} has {'no' if scale is None else 'a'} scale, and its scaling is {scaling}")
     (outer, k), strides = x.shape, x.stride()
     k_major = (strides[1] == 1 or k <= 1) and (strides[0] >= k or outer <= 1)
+    if element == 0 and scaling == _TENSOR:  # of a product of groups
+        refuse(not k_major or x.dtype is not torch.bfloat16, f"{name} has strides {strides}")
+        return x.double()  # the scale multiplies the sums
     if element == 0:
         outer_major = (strides[0] == 1 or outer <= 1) and (strides[1] >= outer or k <= 1)
         refuse(x.dtype not in _HALVES, f"{name} is {x.dtype}")

@@ -11,15 +11,19 @@ import torch
 from torch import Tensor, nn
 
 import fsdp_quant as fq
+from dist_tests import laws
 from dist_tests.laws import assert_same_bytes, kept_step, recorded_saves, values
 from dist_tests.single import hopper
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
 from fsdp_quant.modules import grouped_op
+from fsdp_quant.modules.plan import PRODUCTS
 from fsdp_quant.formats import round_up
 from fsdp_quant.ops import native
 from fsdp_quant.quantizer import Quantizer
+from fsdp_quant.scaling import DelayedScaling
+from fsdp_quant.tensor.quantized_tensor import QuantizedTensor, Slots
 
 EXPERTS, K, N = 4, 24, 40
 SPLITS = {
@@ -321,16 +325,29 @@ def rows_and_blocks(role):
     return "fp8_row" if role.tensor_type == "weight" else fq.HybridQuantizer("fp8_row", "fp8_1x128")
 
 
+def rows_and_histories(role):
+    """Columns of tokens are scaled by histories, rows are not."""
+    later = Quantizer("fp8_tensor", scaling=DelayedScaling(length=4))
+    return fq.HybridQuantizer("fp8_row", "fp8_tensor" if role.tensor_type == "weight" else later)
+
+
 def scalings() -> dict[str, fq.Recipe]:
     return {
         "fp8_block": recipes.fp8_block(), "mxfp8": recipes.mxfp8(), "fp8_block_mxfp8": recipes.hybrid("fp8_block", "mxfp8"),
         "keeps_input": recipes.mxfp8(save_original_input=True),
         "fp8_current": recipes.fp8_current(grad_element="e5m2"), "fp8_row": recipes.fp8_row(),
         "fp8_current_row": recipes.hybrid("fp8_current", "fp8_row"), "fp8_row_block": fq.CustomRecipe(rows_and_blocks),
+        "fp8_delayed": recipes.fp8_delayed(length=4), "row_delayed": fq.CustomRecipe(rows_and_histories),
+        "nvfp4": recipes.nvfp4(), "mxfp8_nvfp4": recipes.hybrid("mxfp8", "nvfp4"),
+        "identity": recipes.identity(), "row_identity": recipes.fp8_row(backward_override="high_precision"),
     }
 
 
-@pytest.mark.parametrize(("name", "packed"), [(n, p) for n in scalings() for p in (True, False) if p or "fp8_row" not in n])
+# With weights of their own too.
+SEPARATE = [n for n in scalings() if not any(part in n for part in ("fp8_row", "identity", "mxfp8_nvfp4"))]
+
+
+@pytest.mark.parametrize(("name", "packed"), [(n, p) for n in scalings() for p in (True, False) if p or n in SEPARATE])
 def test_one_product_equals_a_loop_over_experts(name: str, packed: bool):
     """If false, experts are multiplied together with another's scales, tokens or weights.
 
@@ -338,10 +355,12 @@ def test_one_product_equals_a_loop_over_experts(name: str, packed: bool):
     """
     with hopper.emulated() as gpu:
         recipe, sizes = scalings()[name], (64, 48)
-        for bias, splits, on_device in (
+        cases = (
             (False, [0, 70, 129, 57], False), (False, [0, 70, 129, 57], True), (False, [128, 0, 256, 128], False),
             (True, [5, 1, 0, 26], True),
-        ):
+        )
+        few = {("nvfp4", True): cases[1::2], ("nvfp4", False): cases[3:], ("mxfp8_nvfp4", True): cases[1:2]}  # slow references
+        for bias, splits, on_device in cases if laws.EVERYTHING else few.get((name, packed), cases):
             x, dy = values(sum(splits), 64, seed=1), values(sum(splits), 48, seed=2)
             results = []
             for module, call in (
@@ -354,8 +373,8 @@ def test_one_product_equals_a_loop_over_experts(name: str, packed: bool):
                 y.backward(dy)
                 results.append({"y": y.detach(), "dx": a.grad} | by_expert(
                     module, packed and call is None, lambda p: p.grad))
-                ran = [c.name for c in gpu.calls[before:] if "gemm" in c.name or "step" in c.name]
-                assert (call is not None) or ran == ["grouped_gemm", "grouped_gemm_wgrad", "grouped_gemm"], ran
+                ran = [c.name for c in gpu.calls[before:] if c.name.startswith(("gemm", "grouped_", "_grouped", "linear_step"))]
+                assert call is not None or ran == products_of(module, bias), ran
             got, want = results
             assert_same_bytes(got["dx"], want["dx"], f"{name} {splits} dx")
             assert_same_bytes(got["weight"], want["weight"], f"{name} {splits} dw")
@@ -364,6 +383,97 @@ def test_one_product_equals_a_loop_over_experts(name: str, packed: bool):
                 torch.testing.assert_close(got["bias"], want["bias"], rtol=2**-7, atol=2**-6)
             else:
                 assert_same_bytes(got["y"], want["y"], f"{name} {splits} y")
+
+
+def products_of(module: fq.GroupedLinear, bias: bool) -> list[str]:
+    """What a step calls, in order: fprop, wgrad, dgrad."""
+    plan = module.common_plan
+    of_codes = {p.name: plan.operand(*p.a).is_quantized for p in PRODUCTS}
+    names = {"fprop": "grouped_gemm", "wgrad": "grouped_gemm_wgrad", "dgrad": "grouped_gemm"}
+    made = [name if of_codes[product] else "_grouped_mm" for product, name in names.items()]
+    return [] if bias and not of_codes["fprop"] else made
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+def test_one_product_scales_by_each_experts_history(packed: bool):
+    """If false, an expert is scaled by the amaxes of another, or loses those of a step."""
+    recipe, sizes, results = recipes.fp8_delayed(length=2), (64, 48), []
+    with hopper.emulated() as gpu:
+        for make, call in ((grouped, lambda m, x, s: m(x, torch.tensor(s).cumsum(0))), (loop, of_loop)):
+            restart()
+            module = make(recipe, packed, False, torch.bfloat16, sizes)
+            optimizer, seen = torch.optim.SGD(module.parameters(), lr=2.0**-4), {}
+            for step, splits in enumerate(([0, 70, 129, 57], [64, 0, 128, 64], [1, 3, 200, 52])):
+                x = (values(256, 64, seed=step) * 2.0**step).requires_grad_()
+                y = call(module, x, splits)
+                y.backward(values(256, 48, seed=9 + step) * 2.0**-step)
+                seen |= {f"{step} y": y.detach(), f"{step} dx": x.grad}
+                optimizer.step()
+                optimizer.zero_grad()
+            seen["weight"] = by_expert(module, packed and make is grouped)["weight"]
+            for state in {id(s): s for p in module.parameters() for s in [p.state]}.values():
+                for (name, slot, d, _), history in state.histories.items():
+                    where = f"{name.replace('.weight', '')} {slot} {d.value}"
+                    seen |= {f"{where} amaxes": history.amaxes, f"{where} enc": history.enc}
+            results.append(seen)
+            assert make is loop or gpu.count("grouped_gemm") == 6
+    assert_same(*results, f"packed={packed}")
+
+
+class Travelled(torch.autograd.Function):
+    """Values that come as codes, forwards or backwards."""
+
+    @staticmethod
+    def forward(ctx, x, encode, gradients):
+        ctx.encode = gradients
+        return x.view_as(x) if encode is None else encode(x.detach())
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy if ctx.encode is None else ctx.encode(dy), None, None
+
+
+def fours(role):
+    """Two levels, rounded to nearest: gradients may travel as codes."""
+    return "nvfp4"
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp8", "fp8_row", "fp8_current", "fp8_current_row", "row_identity", "fours"])
+def test_codes_of_tokens_are_multiplied_in_one_product(name: str):
+    """If false, tokens that were dispatched as codes are scaled as another expert's, or multiplied one expert after another."""
+    with hopper.emulated() as gpu:
+        recipe = (scalings() | {"fours": fq.CustomRecipe(fours)})[name]
+        of_tokens = {"fp8_block": [0, 128, 256, 128], "mxfp8": [96, 160, 0, 32], "fours": [0, 48, 144, 16]}
+        splits = of_tokens.get(name, [0, 70, 129, 57])
+        x, dy = values(sum(splits), 64, seed=1), values(sum(splits), 48, seed=2)
+        module = grouped(recipe, True, False, torch.bfloat16, (64, 48))
+        plan = module.common_plan
+
+        def encode(slot: str, t: Tensor) -> QuantizedTensor:
+            parts = [plan.hybrid(slot).quantize(part) for part in t.split(splits)]
+            return QuantizedTensor(slots=Slots(parts=[part._slots for part in parts]), shape=t.shape)
+
+        encoders = {slot: lambda t, slot=slot: encode(slot, t) for slot in ("input", "grad_output")}
+        if name == "row_identity":  # the backward reads the input in high precision
+            with pytest.raises(ValueError, match="reads the input in high precision, and it came as codes"):
+                module(encode("input", x), splits)
+            encoders["input"] = None
+        if name == "fours":
+            module(encode("input", x), splits)
+            assert gpu.count("grouped_gemm") == 0, "codes of two levels are multiplied one expert after the other"
+            encoders["input"] = None
+        results = []
+        for of_input, of_grad in ((None, None), (encoders["input"], None), (encoders["input"], encoders["grad_output"])):
+            a, before = x.clone().requires_grad_(), len(gpu.calls)
+            module.weight.grad = None
+            y = module(Travelled.apply(a, of_input, None), torch.tensor(splits).cumsum(0))
+            Travelled.apply(y, None, of_grad).backward(dy)
+            results.append({"y": y.detach(), "dx": a.grad, "dw": module.weight.grad})
+            ran = [c.name for c in gpu.calls[before:] if c.name.startswith(("gemm", "grouped_", "linear_step"))]
+            assert len(ran) == (3 if name != "row_identity" else 1) and "gemm" not in ran, ran
+        assert not counters.of("departure")
+        for got in results[1:]:
+            assert_same(got, results[0], f"{name}: codes")
 
 
 def squares(role):
@@ -379,9 +489,9 @@ REFUSED = RECIPES | {"squares": fq.CustomRecipe(squares), "lines": fq.CustomReci
 
 
 @pytest.mark.parametrize("name, reason", [
-    ("squares", "a scale of input.rowwise .* serves tokens of several experts"), ("fp8_delayed", "input is .*delayed"),
-    ("lines", "a scale of input.columnwise .* serves tokens of several experts"), ("nvfp4", "fprop runs in the bf16 domain"),
-    ("identity", "fprop runs in the native domain"), ("rounded", "input is"),
+    ("squares", "a scale of input.rowwise .* serves tokens of several experts"),
+    ("lines", "a scale of input.columnwise .* serves tokens of several experts"),
+    ("rounded", "input is"),
 ])
 def test_what_no_grouped_kernel_makes_runs_one_by_one(name: str, reason: str):
     """If false, tokens of different experts share a scale, and a rank's result depends on its other experts."""

@@ -60,17 +60,22 @@ class Site:
         layer:  None where it is gone.
         owner:  None where the weight is a plain tensor: its layer then has no histories.
         """
-        if self.ids.device != device:
-            with torch.inference_mode(False):
-                self.ids = self.ids.to(device)
         guard = None
         if layer is not None and "anchored" in plan.resolved(dtype, device).domains:
             guard = guard_of(layer, device)
-        inputs = grads = ()
-        if owner is not None and plan.is_delayed:
-            inputs = self._histories(owner, plan, "input", device)
-            grads = self._histories(owner, plan, "grad_output", device)
-        return STEP.on(device), self.ids, guard, inputs, grads
+        return STEP.on(device), self.ids_on(device), guard, *self.histories(owner, plan, device)
+
+    def ids_on(self, device: torch.device) -> Tensor:
+        if self.ids.device != device:
+            with torch.inference_mode(False):
+                self.ids = self.ids.to(device)
+        return self.ids
+
+    def histories(self, owner: WeightState | None, plan: GemmPlan, device: torch.device) -> tuple:
+        """Amax histories of the input's delayed sides, and of grad_output's."""
+        if owner is None or not plan.is_delayed:
+            return (), ()
+        return self._histories(owner, plan, "input", device), self._histories(owner, plan, "grad_output", device)
 
     def _histories(self, owner: WeightState, plan: GemmPlan, slot: str, device: torch.device) -> list[AmaxHistory]:
         """Amax histories of a slot's delayed sides, in order."""

@@ -12,17 +12,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..context import current_autocast
+from ..context import STEP, current_autocast
 from ..counters import counters
+from ..formats import Direction
 from ..ops import native
 from ..recipe import Recipe, identity
 from ..tensor import torch_compat
 from ..tensor.master_weight import WeightState
 from ..tensor.quantized_tensor import QuantizedTensor
 from .graph_op import graph_linear
-from .grouped_op import GroupedLinearCall, StackedWeights, told_wrong, why_not
+from .grouped_op import Beside, GroupedLinearCall, StackedWeights, told_wrong, why_not
 from .guard import guard_of
 from .linear import Linear, _after_load, _unwrap_in_state_dict, apply_recipe, place, whole_shape, wrap_weight
+from .linear_op import weight_state
 from .plan import PRODUCTS, GemmPlan
 
 
@@ -136,8 +138,12 @@ class GroupedLinear(nn.Module):
         rows = first.checked(x, self._operand(self.owners[0])[0]).reshape(-1, first.in_features)
         sizes = self._sizes(splits, rows)
         if plan is not None and not torch_compat.dispatch_is_watched() and current_autocast() is None and len(rows):
-            came = isinstance(x, QuantizedTensor)
-            reason = "the tokens came as codes" if came else self._why_one_by_one(plan, rows.dtype, x.device)
+            reason = self._why_one_by_one(plan, rows.dtype, x.device)
+            two_level = any(plan.operand("input", d).tensor_scale for d in Direction)
+            if reason is None and two_level and isinstance(x, QuantizedTensor):
+                reason = "the tokens came as two-level codes"
+            if reason is None and plan.is_delayed and weight_state(self._operand(self.owners[0])[0]) is None:
+                reason = "its weights are plain tensors, which have no histories"
         if reason is None:
             y = self._in_one(plan, rows, splits, sizes)
         else:
@@ -190,7 +196,8 @@ class GroupedLinear(nn.Module):
             return "experts have different plans"
         key, first = (plan.key, dtype, device), self._linears[0]
         if key not in self._reasons:
-            self._reasons[key] = why_not(plan, dtype, device, len(self._linears), first.out_features, first.in_features)
+            bias = self._operand(self.owners[0])[1] is not None
+            self._reasons[key] = why_not(plan, dtype, device, len(self._linears), first.out_features, first.in_features, bias)
         return self._reasons[key]
 
     def _in_one(self, plan: GemmPlan, rows: Tensor, splits, sizes: list[int] | None) -> Tensor:
@@ -198,15 +205,35 @@ class GroupedLinear(nn.Module):
         device, grad, first = rows.device, torch.is_grad_enabled(), self._linears[0]
         held = [self._operand(owner) for owner in self.owners]
         weights = [weight for weight, _ in held]
-        for layer, weight in zip(self._linears, weights):
-            layer.note(rows, weight, plan, grad)
+        noted = [layer.note(rows, weight, plan, grad) for layer, weight in zip(self._linears, weights)]
+        beside = self._beside(plan, device, weights, noted)
         ends = torch.tensor(sizes, device="cpu").cumsum(0) if sizes is not None else splits
         ends = ends if ends.dtype in (torch.int32, torch.int64) else ends.int()
         ends = ends if ends.device == device else ends.to(device, non_blocking=True)
         guard = guard_of(first, device) if "anchored" in plan.resolved(rows.dtype, device).domains else None
         biases = [bias for _, bias in held if bias is not None]
         save = grad and any(weight.requires_grad for weight in weights)
-        return GroupedLinearCall.apply(rows, ends, weights, self._stack, plan, guard, save, self._tag, *weights, *biases)
+        given = rows, ends, weights, self._stack, plan, guard, save, self._tag, beside
+        return GroupedLinearCall.apply(*given, *weights, *biases)
+
+    def _beside(self, plan: GemmPlan, device: torch.device, weights: list[Tensor], noted: list[tuple]) -> Beside:
+        """noted: of each of `weights`, its state, and whether this is a recomputation."""
+        sites, keys = [layer._site for layer in self._linears], {}
+        if plan.input.is_stochastic or plan.grad_output.is_stochastic:
+            keys = {"step": STEP.on(device), "ids": [site.ids_on(device) for site in sites]}
+        if not plan.is_delayed:
+            return Beside(**keys)
+        owners, replay = [owner for owner, _ in noted], noted[0][1]
+        owners = owners * len(sites) if self.packed else owners
+        histories = zip(*(site.histories(owner, plan, device) for site, owner in zip(sites, owners)))
+        of_input, of_grad = ([h for side in zip(*of) for h in side] for of in histories)
+        records = self.training and not replay
+        if records:
+            STEP.frozen.update(owner for owner, weight in zip(owners, weights) if not weight.requires_grad)
+        return Beside(
+            [h.enc for h in of_input], [h.amaxes for h in of_input] if records else (), [h.enc for h in of_grad],
+            [h.amaxes for h in of_grad] if self.training else (), **keys,
+        )
 
     def _sizes(self, splits, rows: Tensor) -> list[int] | None:
         """Rows of each expert, or None where only a device knows them."""

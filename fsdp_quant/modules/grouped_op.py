@@ -6,30 +6,39 @@
 
 Rowwise codes lie as the tokens do. In columnwise ones, whose scales serve 128 tokens or all of a group, a group begins at a
 multiple of 128, zeros behind its tokens: codes are those of a loop over the experts, and so are scales of whole tensors and
-columns, one set a group. How many tokens a group has is known to the device alone.
+columns, one set a group, and the histories that give them. How many tokens a group has is known to the device alone. Tokens may
+come as codes, a storage an expert (`parallel.experts`). What is not quantized is multiplied by `torch._grouped_mm`. Two-level
+codes are decoded, to values that lie along the contraction; each group's tensor scales multiply its sums.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..counters import counters
-from ..formats import COLUMNWISE, ROWWISE, Direction, Format
+from ..formats import COLUMNWISE, IDENTITY, ROWWISE, Direction, Format, round_up
 from ..ops import native
 from ..ops.capability import arch_of
-from ..ops.layout import operand_format
+from ..ops.layout import operand_format, pad_to
 from ..ops.native import Operand, TokenGroups
 from ..tensor import torch_compat, writers
+from ..storage import Storage
 from ..tensor.master_weight import MasterWeight
-from .linear_op import check_weight_version, refuse_second_derivative, weight_storage, weight_version
-from .plan import PRODUCTS, GemmPlan
+from ..tensor.quantized_tensor import QuantizedTensor
+from .linear_op import (
+    check_weight_version, given_storage, refuse_codes, refuse_second_derivative, weight_storage, weight_version,
+)
+from .plan import PRODUCTS, GemmPlan, Product
 
 
-def why_not(plan: GemmPlan, dtype: torch.dtype, device: torch.device, experts: int, n: int, k: int) -> str | None:
+def why_not(
+    plan: GemmPlan, dtype: torch.dtype, device: torch.device, experts: int, n: int, k: int, bias: bool = False
+) -> str | None:
     """Why no grouped kernel makes the products of this plan, in one clause; None where they do."""
     if arch_of(device) != "sm_90a" or not native.runs_on(device):
         return f"no grouped kernel on {arch_of(device)}"
@@ -43,37 +52,62 @@ def why_not(plan: GemmPlan, dtype: torch.dtype, device: torch.device, experts: i
         return f"{experts} experts are more than {native.MOST_GROUPS}"
     resolved = plan.resolved(dtype, device)
     for product, domain in zip(PRODUCTS, resolved.domains):
-        if domain not in ("native", "anchored") or not all(f.is_quantized for f in plan.pair(product)):
+        if domain not in ("native", "anchored") and not (domain == "bf16" and all(f.tensor_scale for f in plan.pair(product))):
             return f"{product.name} runs in the {domain} domain"
+        if bias and product.name == "fprop" and not _is_coded(plan, product):
+            return "a bias is added to bfloat16 products before they are rounded"
     for slot in ("input", "grad_output"):
         hybrid = plan.hybrid(slot)
-        if hybrid.is_stochastic or hybrid.delayed_directions or hybrid.is_derived:
+        if hybrid.is_derived or any(s.is_stochastic and not s.fmt.tensor_scale for s in map(hybrid.side, Direction)):
             return f"{slot} is {hybrid}"
         for direction in Direction:
-            fmt = _read_as(plan, slot, direction, resolved.layouts)
-            of_group = plan.operand(slot, direction).scale_leaves_contraction  # its amax is taken, and its scale read, a group
+            side, fmt = plan.operand(slot, direction), _read_as(plan, slot, direction, resolved.layouts)
+            if not side.is_quantized or (side.tensor_scale and side.block[0] == 1):
+                continue
+            of_group = side.scale_leaves_contraction  # its amax is taken, and its scale read, a group
             if not of_group and (fmt.block[0] != 1 or (direction is COLUMNWISE and fmt.block[1] != native.TILE)):
                 return f"a scale of {slot}.{direction.value} ({hybrid.side(direction)}) serves tokens of several experts"
-    if plan.weight.delayed_directions:
-        return f"weight is {plan.weight}"
     return None if resolved.call is not None else "no compiled step reads its formats"
+
+
+def _is_coded(plan: GemmPlan, product: Product) -> bool:
+    return all(f.is_quantized for f in plan.pair(product))
 
 
 def _read_as(plan: GemmPlan, slot: str, direction: Direction, layouts: dict) -> Format:
     return operand_format(plan.operand(slot, direction), layouts[slot][direction])
 
 
+class _Codes(NamedTuple):
+    """Two-level codes of all experts, which are decoded for each pass: rowwise codes of a matrix [outer, contraction / 2].
+
+    view:         of the values, (shape, strides) of [E, outer, contraction].
+    """
+
+    data: Tensor
+    scale: Tensor
+    tensor_amax: Tensor
+    fmt: Format
+    view: tuple[tuple[int, ...], tuple[int, ...]]
+
+    def values(self) -> Operand:
+        values = native.dequantize(self.data, self.scale, None, self.fmt, ROWWISE, 2 * self.data.shape[1], 0, torch.bfloat16)
+        return Operand(values.as_strided(*self.view), native.tensor_decode_scale(self.tensor_amax), IDENTITY)
+
+
 class StackedWeights:
     """Codes of all experts of a layer, one behind the other, made once a version of the weights."""
 
     def __init__(self):
-        self._kept: dict[Direction, tuple[object, Operand]] = {}
+        self._kept: dict[Direction, tuple[object, Operand | _Codes]] = {}
 
     def __getstate__(self) -> dict:
         return {"_kept": {}}
 
     def operand(self, weights: Sequence[Tensor], direction: Direction, plan: GemmPlan, dtype: torch.dtype, both: bool) -> Operand:
-        """[E, N, K] (columnwise: [E, K, N]) codes and their scales, of weights [N, K], or of one [E, N, K].
+        """[E, N, K] (columnwise codes: [E, K, N]) codes and their scales, or values, of weights [N, K], or of one [E, N, K].
+
+        Two-level codes are decoded: values, and the tensors' decode scales [E].
 
         both:  the other direction follows. Gathered weights, whose codes FSDP2 keeps, are not kept here.
         """
@@ -82,18 +116,35 @@ class StackedWeights:
         version = (plan.key, dtype, replayed, *((w.version, w.state.forgotten) for w in weights)) if masters else None
         kept = self._kept.get(direction)
         if kept is not None and masters and kept[0] == version and not (replayed or writers.checking):
-            return kept[1]
-        if masters and weights[0].dim() == 3 and not writers.checking:
+            return kept[1] if isinstance(kept[1], Operand) else kept[1].values()
+        if masters and weights[0].dim() == 3 and not writers.checking and _takes_packed(weights[0], plan):
             made = _of_packed(weights[0], [d for d in Direction if both or d is direction], plan, dtype)
         else:
             with torch_compat.outside_inference_mode():
                 parts = weights[0].unbind() if weights[0].dim() == 3 else weights
             storages = [weight_storage(w, direction, plan, dtype, both) for w in parts]
-            scale = torch.cat([s.scale.reshape(-1) for s in storages])
-            made = {direction: Operand(stacked([s.data for s in storages]), scale, storages[0].operand_format)}
+            if storages[0].fmt.tensor_scale:
+                made = {direction: _decodable(storages)}
+            else:
+                scale = None if storages[0].scale is None else torch.cat([s.scale.reshape(-1) for s in storages])
+                made = {direction: Operand(stacked([s.data for s in storages]), scale, storages[0].operand_format)}
         if masters:
             self._kept.update((d, (version, operand)) for d, operand in made.items())
-        return made[direction]
+        found = made[direction]
+        return found if isinstance(found, Operand) else found.values()
+
+
+def _decodable(storages: Sequence[Storage]) -> _Codes:
+    """Of one compact storage an expert."""
+    first, experts = storages[0], len(storages)
+    rows, cols = first.shape
+    data, scale = [s.data for s in storages], [s.scale for s in storages]
+    if first.direction is COLUMNWISE:
+        data = native.transpose_group(data, [first.shape] * experts, first.fmt.element.bits, stacked=True)
+        scale, rows, cols = [s.t() for s in scale], cols, rows
+    data, scale = stacked(data).view(-1, data[0].shape[1]), torch.stack(scale).view(-1, scale[0].shape[1])
+    amaxes = torch.cat([s.tensor_amax for s in storages])
+    return _Codes(data, scale, amaxes, first.fmt, ((experts, rows, cols), (rows * cols, cols, 1)))
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
@@ -108,21 +159,167 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
     return first.as_strided((len(tensors), *first.shape), (step, *first.stride())) if lie else torch.stack(list(tensors))
 
 
+def _takes_packed(weight: MasterWeight, plan: GemmPlan) -> bool:
+    """One call quantizes all matrices: two-level codes are made of bf16."""
+    return (plan.compute_dtype or weight.dtype) is torch.bfloat16 or not any(
+        plan.operand("weight", d).tensor_scale for d in Direction
+    )
+
+
 def _of_packed(weight: MasterWeight, directions: list[Direction], plan: GemmPlan, dtype: torch.dtype) -> dict[Direction, Operand]:
     """Codes of [E, N, K] that no one shards, in one call."""
-    resolved, values = plan.resolved(dtype, weight.device), weight.inner.detach()
+    resolved, values, parts = plan.resolved(dtype, weight.device), weight.inner.detach(), weight.state.parts
+    coded = [d for d in directions if plan.operand("weight", d).is_quantized]
+    made = {} if len(coded) == len(directions) else dict.fromkeys(directions, Operand(values.to(dtype), None, IDENTITY))
+    if not coded:
+        return made
     seen = plan.compute_dtype or values.dtype
     through_bf16 = values.dtype is torch.float32 and seen is torch.bfloat16
+    if any(plan.operand("weight", d).tensor_scale for d in coded):
+        through_bf16 = False
+    histories = [part.delayed_history(d, values.device) for d in plan.weight.delayed_directions for part in parts]
     buffers = iter(native.linear_weight(
-        values if through_bf16 else values.to(seen), resolved.call, ROWWISE in directions, COLUMNWISE in directions,
-        through_bf16, [], [],
+        values if through_bf16 else values.to(seen), resolved.call, ROWWISE in coded, COLUMNWISE in coded,
+        through_bf16, [h.enc for h in histories], [h.amaxes for h in histories],
     ))
-    for part in weight.state.parts:
-        for d in directions:
+    for part in parts:
+        for d in coded:
             counters.add("weight encode", (part.name, d.value))
-    return {
-        d: Operand(next(buffers), next(buffers).flatten(), _read_as(plan, "weight", d, resolved.layouts)) for d in directions
-    }
+    experts, n, k = values.shape
+    for d in coded:
+        data, scale, fmt = next(buffers), next(buffers), plan.operand("weight", d)
+        if fmt.tensor_scale:
+            width = 2 * data.shape[1]  # columnwise: all matrices side by side, each from a multiple of 128
+            shape, strides = ((n, k), (n * k, k)) if d is ROWWISE else ((k, n), (round_up(n, native.TILE), width))
+            scale = scale.view(-1, width // fmt.block[1])
+            made[d] = _Codes(data, scale, next(buffers), fmt, ((experts, *shape), (*strides, 1)))
+        else:
+            made[d] = Operand(data, scale.flatten(), _read_as(plan, "weight", d, resolved.layouts))
+    return made
+
+
+# Tokens that came as codes #
+
+
+def behind(tensors: Sequence[Tensor]) -> Tensor:
+    """torch.cat; a view, where tensors of one memory lie one behind the other."""
+    there = [t for t in tensors if t.numel()]
+    at, memory = there[0].storage_offset(), there[0].untyped_storage().data_ptr()
+    for t in there:
+        if not t.is_contiguous() or t.storage_offset() != at or t.untyped_storage().data_ptr() != memory:
+            return torch.cat(there)
+        at += t.numel()
+    return there[0].as_strided((sum(len(t) for t in there), *there[0].shape[1:]), there[0].stride())
+
+
+def given_operand(plan: GemmPlan, slot: str, x: QuantizedTensor, direction: Direction, groups: TokenGroups) -> Operand:
+    """Codes of x, a storage a group, as a product of groups reads them: what each group's own operand holds."""
+    storages = [given_storage(plan, slot, QuantizedTensor(slots=part), direction) for part in x._slots.parts]
+    if storages[0].fmt.tensor_scale:
+        return _decoded(storages, groups)
+    data, first, turned = behind([s.data for s in storages]), storages[0], None
+    layout = plan.resolved(x.dtype, x.device).layouts[slot][direction]
+    if first.fmt.is_quantized and direction is COLUMNWISE:
+        turned = native.transpose_tokens(data, groups)
+    if first.fmt.scale_leaves_contraction and (direction is COLUMNWISE or first.fmt.block[0] is None):  # one set a group
+        scale = torch.cat([s.scale.reshape(-1) for s in storages])
+        return Operand(data if turned is None else turned, scale, operand_format(first.fmt, layout))
+    whole = Storage(first.fmt, direction, tuple(x.shape), data, None, None, x.dtype)
+    if turned is not None:  # scales of tokens of one group, which begins at a tile
+        rows = native.TILE // first.fmt.block[1]
+        scale = behind([pad_to(s.scale, rows, 1) if len(s.scale) % rows else s.scale for s in storages])
+        filled = scale.new_zeros(turned.shape[1] // first.fmt.block[1], scale.shape[1])
+        filled[: len(scale)] = scale
+        whole = whole.with_buffers({"scale": filled}, shape=(turned.shape[1], x.shape[1]))
+    elif first.scale is not None:
+        whole = whole.with_buffers({"scale": behind([s.scale for s in storages])})
+    whole = whole.in_layout(layout, turned)
+    return Operand(whole.data, whole.scale, whole.operand_format)
+
+
+def _decoded(storages: Sequence[Storage], groups: TokenGroups) -> Operand:
+    """Values of two-level codes, with the scale of each group's tensor."""
+    first, factors = storages[0], native.tensor_decode_scale(torch.cat([s.tensor_amax for s in storages]))
+    data, scale = behind([s.data for s in storages]), behind([s.scale for s in storages])
+    cols = first.padded_shape[1]
+    values = native.dequantize(data, scale, None, first.fmt, first.direction, cols, 0, torch.bfloat16)
+    if first.direction is COLUMNWISE:
+        group = _group_of(groups, values)
+        places = torch.arange(len(values), device=values.device) + (groups.padded - groups.offsets)[group]
+        values = values.new_zeros(len(groups.sources) * native.TILE, cols).index_copy_(0, places, values).t().contiguous()
+    return Operand(values, factors, IDENTITY)
+
+
+def _forward_of_codes(
+    x: QuantizedTensor, ends: Tensor, weight: Operand, plan: GemmPlan, save: bool, out_dtype: torch.dtype, tag: int
+) -> tuple[Tensor, TokenGroups, list[Tensor]]:
+    """`native.grouped_step` of tokens that came as codes."""
+    refuse_codes(x, plan, save)
+    groups = native.token_groups(ends, len(x), wrong_splits(), tag)
+    y = _product_of_rows(given_operand(plan, "input", x, ROWWISE, groups), weight, groups, out_dtype)
+    kept = given_operand(plan, "input", x, COLUMNWISE, groups)[:2] if save else ()
+    _count(plan, "fprop", x, groups)
+    return y, groups, list(kept)
+
+
+def _backward_of_codes(
+    dy: QuantizedTensor, groups: TokenGroups, weight: Operand | None, saved: Sequence[Tensor], plan: GemmPlan,
+    guard: Tensor | None, beside: Beside,
+) -> tuple[Tensor | None, Tensor | None]:
+    """`native.grouped_step_backward` of a gradient that came as codes."""
+    dx = dw = None
+    if len(saved):
+        a, of_x = given_operand(plan, "grad_output", dy, COLUMNWISE, groups), plan.operand("input", COLUMNWISE)
+        if not of_x.is_quantized:
+            dw = torch_compat.grouped_mm(a.data.t(), saved[0].reshape(-1, saved[0].shape[-1]), groups.offsets[1:])
+        else:
+            resolved = plan.resolved(dy.dtype, dy.device)
+            if plan.saves == "input":
+                given = beside.factors, beside.step, beside.ids
+                saved = native.linear_tokens(saved[0], resolved.call, 0, False, True, guard, groups, *given)
+            if of_x.tensor_scale:
+                data, scale, amaxes = saved
+                shape = (len(data), 2 * data.shape[1])
+                b = _Codes(data, scale.view(len(data), -1), amaxes, of_x, (shape, (shape[1], 1))).values()
+            else:
+                b = Operand(*saved, _read_as(plan, "input", COLUMNWISE, resolved.layouts))
+            dw = native.grouped_gemm_wgrad(a, b, groups.padded, out_dtype=dy.dtype)
+        _count(plan, "wgrad", dy, groups)
+    if weight is not None:
+        a = given_operand(plan, "grad_output", dy, ROWWISE, groups)
+        weight = weight if weight.scale is not None else weight._replace(data=weight.data.transpose(1, 2))
+        dx = _product_of_rows(a, weight, groups, dy.dtype)
+        _count(plan, "dgrad", dy, groups)
+    return dx, dw
+
+
+def _product_of_rows(a: Operand, weight: Operand, groups: TokenGroups, dtype: torch.dtype) -> Tensor:
+    if a.scale is None:
+        return torch_compat.grouped_mm(a.data, weight.data.transpose(1, 2), groups.offsets[1:])
+    return native.grouped_gemm(a, weight, groups.offsets, out_dtype=dtype)
+
+
+def _count(plan: GemmPlan, name: str, x: Tensor, groups: TokenGroups) -> None:
+    domains = plan.resolved(x.dtype, x.device).domains
+    product, domain = next((p, d) for p, d in zip(PRODUCTS, domains) if p.name == name)
+    counters.add("gemm", (domain, *map(repr, plan.pair(product))), groups.groups)
+
+
+class Beside(NamedTuple):
+    """What experts have beside their operands: histories of the delayed sides of tokens, those of all experts for the first
+    side, then for the next; and what keys random bits.
+
+    factors, grad_factors:  of the input, and of the gradient.
+    amaxes, grad_amaxes:    where they are recorded; empty: nowhere.
+    step, ids:              int64 [5] (`context.STEP_FIELDS`), and of each expert int64 [3] (`linear_op.slot_ids`).
+    """
+
+    factors: Sequence[Tensor] = ()
+    amaxes: Sequence[Tensor] = ()
+    grad_factors: Sequence[Tensor] = ()
+    grad_amaxes: Sequence[Tensor] = ()
+    step: Tensor | None = None
+    ids: Sequence[Tensor] = ()
 
 
 class GroupedLinearCall(torch.autograd.Function):
@@ -131,19 +328,26 @@ class GroupedLinearCall(torch.autograd.Function):
     weights:     E weights [N, K], or one [E, N, K].
     save:        the backward needs x.
     tag:         what `wrong_splits` is told of wrong ends.
+    beside:      `Beside`.
     parameters:  the weights, and as many biases, [N] each or one [E, N], or none.
     """
 
     @staticmethod
-    def forward(ctx, x, ends, weights, stack, plan, guard, save, tag, *parameters):
+    def forward(ctx, x, ends, weights, stack, plan, guard, save, tag, beside, *parameters):
         biases = parameters[len(weights) :]
         weight = stack.operand(weights, ROWWISE, plan, x.dtype, save)
         call, out_dtype = plan.resolved(x.dtype, x.device).call, torch.float32 if biases else x.dtype
-        y, ctx.groups, saved = native.grouped_step(x, ends, weight, call, save, guard, out_dtype, wrong_splits(), tag)
+        if isinstance(x, QuantizedTensor):
+            y, ctx.groups, saved = _forward_of_codes(x, ends, weight, plan, save, out_dtype, tag)
+        else:
+            y, ctx.groups, saved = native.grouped_step(
+                x, ends, weight, call, save, guard, out_dtype, wrong_splits(), tag, beside.factors, beside.amaxes, beside.step,
+                beside.ids,
+            )
         if biases:
             table = biases[0] if biases[0].dim() == 2 else torch.stack(biases)
             y = y.add_(table.float().index_select(0, _group_of(ctx.groups, x))).to(x.dtype)
-        ctx.weights, ctx.stack, ctx.plan, ctx.guard, ctx.call = weights, stack, plan, guard, call
+        ctx.weights, ctx.stack, ctx.plan, ctx.guard, ctx.call, ctx.beside = weights, stack, plan, guard, call, beside
         ctx.versions, ctx.dtypes = [weight_version(w) for w in weights], [p.dtype for p in parameters]
         ctx.save_for_backward(*([x] if save and plan.saves == "input" else saved))
         return y
@@ -161,11 +365,15 @@ class GroupedLinearCall(torch.autograd.Function):
         if need_x or need_w:
             weight = ctx.stack.operand(weights, COLUMNWISE, ctx.plan, dy.dtype, False) if need_x else None
             saved = ctx.saved_tensors if need_w else ()
-            dx, dw = native.grouped_step_backward(dy, groups, weight, saved, ctx.call, ctx.guard)
+            if isinstance(dy, QuantizedTensor):
+                dx, dw = _backward_of_codes(dy, groups, weight, saved, ctx.plan, ctx.guard, ctx.beside)
+            else:
+                factors, _, *rest = ctx.beside
+                dx, dw = native.grouped_step_backward(dy, groups, weight, saved, ctx.call, ctx.guard, factors, *rest)
         if need_b:
             experts = torch.arange(groups.groups, device=dy.device)
             db = (_group_of(groups, dy) == experts[:, None]).to(dy.dtype) @ dy
-        whole = [(g,) if weights[0].dim() == 3 else g for g in (dw, db) if len(g)]
+        whole = [(g,) if weights[0].dim() == 3 else g for g in (dw, db) if g is not None and len(g)]
         made = iter([g for of in whole for g in of])
         there = [need_w] * len(weights) + [need_b] * (len(ctx.dtypes) - len(weights))
         grads = [next(made).to(dtype) if is_made else None for is_made, dtype in zip(there, ctx.dtypes)]

@@ -88,21 +88,24 @@ def quantize_slot(
 
 
 def _given(plan: GemmPlan, slot: str, x: QuantizedTensor, directions: list[Direction]) -> dict[Direction, Storage]:
-    """Storages of an activation or gradient that came as codes, as its products read them.
+    """Storages of an activation or gradient that came as codes, as its products read them."""
+    layouts = plan.resolved(x.dtype, x.device).layouts[slot]
+    made = {d: given_storage(plan, slot, x, d) for d in directions}
+    return {d: s.in_layout(layouts[d]) if x.numel() else s for d, s in made.items()}
 
-    Raises ValueError where they are not what the plan would have made.
-    """
-    hybrid, layouts, made = plan.hybrid(slot), plan.resolved(x.dtype, x.device).layouts[slot], {}
-    for d in directions:
-        storage = x.storage_for(ROWWISE) if d not in hybrid.encodings else x.storage_for(d)
-        storage = storage if d in hybrid.encodings else hybrid.columnwise_of(storage)
-        if storage.fmt != hybrid.side(d).fmt or hybrid.delayed_directions:
-            raise ValueError(
-                f"the {slot} came as {storage.describe()}, and the plan multiplies {hybrid}; quantize it as the layer would "
-                "(delayed scaling: leave it in high precision)"
-            )
-        made[d] = storage.in_layout(layouts[d]) if x.numel() else storage
-    return made
+
+def given_storage(plan: GemmPlan, slot: str, x: QuantizedTensor, direction: Direction) -> Storage:
+    """The storage of a direction, as it came. Raises ValueError where it is not what the plan would have made."""
+    hybrid = plan.hybrid(slot)
+    is_encoded = direction in hybrid.encodings
+    storage = x.storage_for(direction if is_encoded else ROWWISE)
+    storage = storage if is_encoded else hybrid.columnwise_of(storage)
+    if storage.fmt != hybrid.side(direction).fmt or hybrid.delayed_directions:
+        raise ValueError(
+            f"the {slot} came as {storage.describe()}, and the plan multiplies {hybrid}; quantize it as the layer would "
+            "(delayed scaling: leave it in high precision)"
+        )
+    return storage
 
 
 def recorded_amaxes(hybrid: HybridQuantizer, amaxes: dict[Direction, Tensor], x: Tensor) -> list[Tensor]:
@@ -271,14 +274,19 @@ def _forward(x, weight, bias, plan, save, step, ids, guard, factors, grad_factor
     if (histories is not None or not plan.is_delayed) and _is_one_call(resolved, x, weight.shape[0], bias):
         y, made = _step(x, weight, bias, plan, resolved, save, step, ids, guard, factors, [], histories or [], [], None)
         return y, made[-len(buffer_names(plan.operand("input", saved))) :] if saved is not None else [], []
-    if save and plan.saves == "input" and isinstance(x, QuantizedTensor):
-        raise ValueError("the backward reads the input in high precision, and it came as codes; give it in high precision")
+    refuse_codes(x, plan, save)
     directions = [ROWWISE, COLUMNWISE] if saved is COLUMNWISE else [ROWWISE]
     made, amaxes = quantize_slot(plan, "input", x2, directions, step, ids, guard, factors)
     w = weight_storage(weight, ROWWISE, plan, x.dtype, save)
     y = gemm(made[ROWWISE], w, out_dtype=x.dtype, bias=bias, domain=resolved.domains[0])
     buffers = list(made[saved].buffers().values()) if saved is not None else []
     return y.view(*x.shape[:-1], y.shape[-1]), buffers, amaxes
+
+
+def refuse_codes(x: Tensor, plan: GemmPlan, save: bool) -> None:
+    """Raise ValueError for an input that came as codes, where the backward reads its values."""
+    if save and plan.saves == "input" and isinstance(x, QuantizedTensor):
+        raise ValueError("the backward reads the input in high precision, and it came as codes; give it in high precision")
 
 
 def buffer_names(fmt: Format) -> list[str]:

@@ -338,6 +338,11 @@ def transpose_group(
     return out
 
 
+def transpose_tokens(data: Tensor, groups: TokenGroups) -> Tensor:
+    """Codes [tokens, cols] of 8 bits as [cols, rows of `groups.padded`]: zeros behind the tokens of a group; not set beyond."""
+    return _ops.transpose_tokens(data, *groups)
+
+
 def swizzle_scales(scale: Tensor, outer: int, outer_block: int, transposed: bool) -> Tensor:
     return _ops.swizzle_scales(scale, outer, outer_block, transposed)
 
@@ -364,7 +369,10 @@ def kind_of(fmt: Format) -> int:
 
 
 class Operand(NamedTuple):
-    """What a product reads of one side: [outer, contraction] codes or 16-bit values, their scales, the format of both."""
+    """What a product reads of one side: [outer, contraction] codes or 16-bit values, their scales, the format of both.
+
+    Values of a product of groups may have one fp32 scale a group.
+    """
 
     data: Tensor
     scale: Tensor | None
@@ -429,13 +437,18 @@ def gemm_choice(
     return _ops.gemm_choice(m, n, k, kind_of(a), kind_of(b), out_dtype, accumulate, sm_count)
 
 
+def _kind_of_groups(o: Operand) -> int:
+    return kind_of(o.fmt) or (_SCALINGS["fp32", (None, None)] << 3 if o.scale is not None else 0)
+
+
 def grouped_gemm(
     a: Operand, b: Operand, offsets: Tensor, out: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16,
     flag: Tensor | None = None,
 ) -> Tensor:
     """out[rows of e] = a[rows of e] b[e]^T, where group e has the rows from offsets[e] to offsets[e + 1].
 
-    a:        [rows, K] codes; scales of the tensor ([1] or [E]), of rows or of 1x128, as of one operand of all rows.
+    a:        [rows, K] codes; scales of the tensor ([1] or [E]), of rows or of 1x128, as of one operand of all rows. Or bf16
+              values, of none or of the tensor, as then are b's.
     b:        [E, N, K] codes; scales of the tensor or of rows (one set, or one a group), of 1x128 or 128x128 (one a
               group), stacked.
     offsets:  int32 [E + 1] on the device, E at most 1024; nothing on the host reads it.
@@ -446,7 +459,7 @@ def grouped_gemm(
     """
     if out is None:
         out = a.data.new_empty((a.data.shape[0], b.data.shape[1]), dtype=out_dtype)
-    _ops.grouped_gemm(out, a.data, b.data, a.scale, b.scale, offsets, kind_of(a.fmt), kind_of(b.fmt), flag)
+    _ops.grouped_gemm(out, a.data, b.data, a.scale, b.scale, offsets, _kind_of_groups(a), _kind_of_groups(b), flag)
     return out
 
 
@@ -468,7 +481,7 @@ def grouped_gemm_wgrad(
         if accumulate:
             raise ValueError("grouped_gemm_wgrad(accumulate=True) adds to `out`, got out=None")
         out = a.data.new_empty((offsets.shape[0] - 1, a.data.shape[0], b.data.shape[0]), dtype=out_dtype)
-    args = (a.data, b.data, a.scale, b.scale, offsets, kind_of(a.fmt), kind_of(b.fmt))
+    args = (a.data, b.data, a.scale, b.scale, offsets, _kind_of_groups(a), _kind_of_groups(b))
     _ops.grouped_gemm_wgrad(out, *args, accumulate, flag)
     return out
 
@@ -508,32 +521,50 @@ def token_groups(ends: Tensor, tokens: int, wrong: Tensor | None = None, tag: in
 
 
 def linear_tokens(
-    x: Tensor, plan: int, slot: int, row: bool, col: bool, guard: Tensor | None, groups: TokenGroups
+    x: Tensor, plan: int, slot: int, row: bool, col: bool, guard: Tensor | None, groups: TokenGroups,
+    factors: Sequence[Tensor] = (), step: Tensor | None = None, ids: Sequence[Tensor] = (),
 ) -> list[Tensor]:
     """Codes and scales of x [tokens, cols] as a plan reads its input (slot 0) or gradient (2), each group quantized by itself.
 
     Columnwise codes are of groups that begin at multiples of 128, in rows that no group has not set. Scales that span tokens
-    are one set a group, [E, lines] or [E], not set where it has no tokens.
+    are one set a group, [E, lines] or [E], not set where it has no tokens. Two-level codes have tensor amaxes [E] too, and
+    columnwise are [cols, tokens / 2], with scales [cols, tokens / 16]. The rest: as of `grouped_step`.
     """
-    return _ops.linear_tokens(_rows(x), plan, slot, row, col, guard, *groups)
+    return _ops.linear_tokens(_rows(x), plan, slot, row, col, guard, *groups, factors, step, ids)
 
 
 def grouped_step(
     x: Tensor, ends: Tensor, weight: Operand, plan: int, save: bool, guard: Tensor | None, out_dtype: torch.dtype,
-    wrong: Tensor | None, tag: int,
+    wrong: Tensor | None, tag: int, factors: Sequence[Tensor] = (), histories: Sequence[Tensor] = (),
+    step: Tensor | None = None, ids: Sequence[Tensor] = (),
 ) -> tuple[Tensor, TokenGroups, list[Tensor]]:
-    """y of x [tokens, K], its groups (`token_groups`), and the codes that the backward keeps: see csrc/api/linear.cpp."""
+    """y of x [tokens, K], its groups (`token_groups`), and the codes that the backward keeps: see csrc/api/linear.cpp.
+
+    weight:              as a product of groups reads it; values of codes that are decoded, with one fp32 scale a group.
+    factors, histories:  of the delayed sides: those of all groups for the first side, then for the next.
+    step, ids:           int64 [5] and, of each group, int64 [3], where something is rounded stochastically (`random_key`).
+    """
     ends = ends if ends.is_contiguous() else ends.contiguous()
-    y, tables, *kept = _ops.grouped_step(_rows(x), ends, weight.data, weight.scale, plan, save, guard, out_dtype, wrong, tag)
+    y, tables, *kept = _ops.grouped_step(
+        _rows(x), ends, weight.data, weight.scale, plan, save, guard, out_dtype, wrong, tag, factors, histories,
+        step, ids,
+    )
     return y, TokenGroups(tables, len(ends)), kept
 
 
 def grouped_step_backward(
-    dy: Tensor, groups: TokenGroups, weight: Operand | None, saved: Sequence[Tensor], plan: int, guard: Tensor | None
+    dy: Tensor, groups: TokenGroups, weight: Operand | None, saved: Sequence[Tensor], plan: int, guard: Tensor | None,
+    factors: Sequence[Tensor] = (), grad_factors: Sequence[Tensor] = (), grad_histories: Sequence[Tensor] = (),
+    step: Tensor | None = None, ids: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
-    """dx [tokens, K] of the columnwise operand of the weights, dw [E, N, K] of what was saved of x; empty without those."""
+    """dx [tokens, K] of the columnwise operand of the weights, dw [E, N, K] of what was saved of x; empty without those.
+
+    factors:  of x, where x was saved; grad_factors, grad_histories: of dy.
+    """
     data, scale = (None, None) if weight is None else weight[:2]
-    return _ops.grouped_step_backward(_rows(dy), *groups, data, scale, saved, plan, guard)
+    return _ops.grouped_step_backward(
+        _rows(dy), *groups, data, scale, saved, plan, guard, factors, grad_factors, grad_histories, step, ids
+    )
 
 
 def gathered_why_not(k: int, ranks: int) -> str | None:
@@ -695,7 +726,7 @@ def linear_weight(
     weight: Tensor, plan: int, row: bool, col: bool, through_bf16: bool, factors: list[Tensor], amaxes: list[Tensor]
 ) -> list[Tensor]:
     """Buffers (`BUFFERS` that exist) of the operands of a weight [N, K] that are wanted, in one read of it; of matrices
-    [E, N, K] those of each, stacked."""
+    [E, N, K] those of each, stacked; of 4 bits as csrc/api/linear.cpp says (`stacked_runs`)."""
     return _ops.linear_weight(_rows(weight), plan, row, col, through_bf16, factors, amaxes)
 
 

@@ -243,7 +243,7 @@ class WeightState:
                 alike.setdefault((encoding, dtype, s.weight.dtype, device), []).append(i)
         for (encoding, dtype, _, device), places in alike.items():
             of = [(states[i], shards[i]) for i in places]
-            histories = [state._delayed_history(s.direction, device) for state, s in of]
+            histories = [state.delayed_history(s.direction, device) for state, s in of]
             made = dispatch.encode_group(
                 [s.weight.inner.to(device) for _, s in of], encoding,
                 [state._shared_statistics(s, device) for state, s in of], [s.row0 for _, s in of],
@@ -260,7 +260,7 @@ class WeightState:
         """The shard's codes of the master as it is now, made on `device`; nothing is kept, recorded or counted."""
         encoding = self.quantizer.encodings[shard.direction]
         values = shard.weight.inner.to(device or shard.weight.device)
-        history = self._delayed_history(shard.direction, values.device)
+        history = self.delayed_history(shard.direction, values.device)
         with counters.kept(), torch.no_grad():
             (encoded,) = dispatch.encode_group(
                 [values], encoding, [self._shared_statistics(shard, values.device)], [shard.row0],
@@ -295,7 +295,8 @@ class WeightState:
         found = self.found(version).get(shard.direction)
         return None if found is None else found.to(device)
 
-    def _delayed_history(self, direction: Direction, device: torch.device) -> AmaxHistory | None:
+    def delayed_history(self, direction: Direction, device: torch.device) -> AmaxHistory | None:
+        """What scales the weight's side of this direction, on `device`; None where no history does."""
         quantizer = self.quantizer.side(direction)
         return self.history(self.name, "weight", direction, quantizer).to(device) if quantizer.is_delayed else None
 
@@ -361,7 +362,7 @@ class WeightState:
         q, values, storages = self.quantizer, weight.inner, self._whole[1]
         seen = self.compute_dtype or values.dtype
         through_bf16 = values.dtype is torch.float32 and seen is torch.bfloat16
-        histories = [self._delayed_history(d, values.device) for d in q.delayed_directions]
+        histories = [self.delayed_history(d, values.device) for d in q.delayed_directions]
         buffers = native.linear_weight(
             values if through_bf16 else values.to(seen), call, ROWWISE in wanted, COLUMNWISE in wanted, through_bf16,
             [h.enc for h in histories], [h.amaxes for h in histories],

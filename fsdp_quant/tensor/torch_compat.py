@@ -295,6 +295,11 @@ def is_captured(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """bf16 a[rows of e] b[e]; of matrices a[:, depth of e] b[depth of e]. Group e ends at ends[e]."""
+    return torch._grouped_mm(a, b, offs=ends)
+
+
 def dispatch_is_watched() -> bool:
     """Operators are seen by a dispatch mode (fake tensors, tracing, selective checkpointing, a counter)."""
     return torch._C._len_torch_dispatch_stack() > 0
