@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from unittest import mock
 
 import torch
@@ -54,7 +54,9 @@ class Piece(ctypes.Structure):
 
 
 class ScaleRun(ctypes.Structure):
-    _fields_ = [(name, _POINTER) for name in ("source", "out", "tensor_amax", "enc", "record", "count", "narrow")]
+    _fields_ = [
+        *((name, _POINTER) for name in ("source", "out", "tensor_amax", "enc", "record", "count")), ("narrow", _INT), ("side", _INT),
+    ]
 
 
 def memory(address: int, count: int, dtype: torch.dtype) -> Tensor:
@@ -136,6 +138,7 @@ def cast_pieces(pieces: Tensor, tiles: Tensor, row, col, second: bool, skip: Ten
         cols = slice(tile_col * TILE, min((tile_col + 1) * TILE, piece.cols))
         assert rows.start < rows.stop and cols.start < cols.stop, "a tile lies outside of its tensor"
         for d, encoding in enumerate((row, col)):
+            assert encoding is not None or not work >> 2 * d & 3, "a launch has work of a side that it does not make"
             if work >> 2 * d & 1:
                 _collect(x, rows, cols, piece.side[d], encoding)
         for d, encoding in enumerate((row, col)):
@@ -143,7 +146,7 @@ def cast_pieces(pieces: Tensor, tiles: Tensor, row, col, second: bool, skip: Ten
                 _encode(x, rows, cols, piece.side[d], encoding, second)
 
 
-def cast_scales(runs: Tensor, chunks: Tensor, encoding: Encoding | None, skip: Tensor | None) -> None:
+def cast_scales(runs: Tensor, chunks: Tensor, encodings: Sequence[Encoding], skip: Tensor | None) -> None:
     """See `native.cast_scales`."""
     table = _rows(runs, ScaleRun)
     for index, chunk in chunks.tolist() if skip is None or not skip else ():
@@ -151,10 +154,10 @@ def cast_scales(runs: Tensor, chunks: Tensor, encoding: Encoding | None, skip: T
         at = slice(chunk * CHUNK, min((chunk + 1) * CHUNK, run.count))
         assert at.start < at.stop
         source = memory(run.source, run.count, torch.bfloat16 if run.narrow & 1 else torch.float32)[at]
-        if encoding is None:
+        if run.side < 0:
             memory(run.out, run.count, torch.bfloat16 if run.narrow & 2 else torch.float32)[at] = source
             continue
-        amax, enc = source.view(1, -1), None
+        amax, enc, encoding = source.view(1, -1), None, encodings[run.side]
         if run.enc:
             enc = reference.delayed_factor(memory(run.enc, 1, torch.float32), amax, encoding)
         tensor_amax = memory(run.tensor_amax, 1, torch.float32) if encoding.fmt.tensor_scale else None

@@ -34,10 +34,11 @@ void cast_pieces(
   launch.side[0] = parse_side(row, row_eps, "row"), launch.side[1] = parse_side(col, col_eps, "col");
   launch.count = static_cast<int32_t>(tiles.size(0)), launch.second = second, launch.skip = flag_of(skip, pieces);
   bool four_bit = false;
-  for (const Side& s : launch.side) {
+  for (int d = 0; d < 2; ++d) {
+    const Side& s = launch.side[d];
     TORCH_CHECK_VALUE(!s.stochastic && !s.rotated && !s.transposed && s.scale_layout == ScaleLayout::kCompact,
                       "pieces are rounded to nearest, not rotated, and compact");
-    four_bit |= s.present() && s.four_bit();
+    four_bit |= launch.encodes(d) && s.four_bit();
   }
   TORCH_CHECK_VALUE(launch.side[0].present() || launch.side[1].present(), "there is no direction to make");
   if (launch.count == 0) return;
@@ -46,13 +47,15 @@ void cast_pieces(
   check_launch(four_bit ? launch_pieces4(launch, stream) : launch_pieces8(launch, stream), "cast_pieces");
 }
 
-// Scales of collected amaxes (side 0: values in another dtype). runs: rows of `ScaleRun`. chunks: int32 [chunks, 2].
+// Scales of collected amaxes, and values in another dtype. runs: rows of `ScaleRun`. chunks: int32 [chunks, 2].
 void cast_scales(
-    const at::Tensor& runs, const at::Tensor& chunks, int64_t side, double eps, const MaybeTensor& skip) {
+    const at::Tensor& runs, const at::Tensor& chunks, at::IntArrayRef sides, at::ArrayRef<double> eps, const MaybeTensor& skip) {
+  TORCH_CHECK_VALUE(sides.size() <= kScaleSides && eps.size() == sides.size(),
+                    sides.size(), " sides with ", eps.size(), " eps; wanted ", kScaleSides, " at most, an eps each");
   ScalesLaunch launch = {};
   launch.runs = static_cast<const ScaleRun*>(rows_of(runs, "runs", sizeof(ScaleRun), runs));
   launch.chunks = static_cast<const int2*>(rows_of(chunks, "chunks", sizeof(int2), runs));
-  launch.side = parse_side(side, eps, "side");
+  for (size_t i = 0; i < sides.size(); ++i) launch.side[i] = parse_side(sides[i], eps[i], "side");
   launch.count = static_cast<int32_t>(chunks.size(0)), launch.skip = flag_of(skip, runs);
   if (launch.count == 0) return;
   const c10::cuda::CUDAGuard guard(runs.device());
@@ -67,7 +70,7 @@ void register_pieces(torch::Library& m) {
       "-> ()",
       torch::dispatch(c10::DispatchKey::CUDA, cast_pieces));
   m.def(
-      "cast_scales(Tensor runs, Tensor chunks, int side, float eps, Tensor? skip) -> ()",
+      "cast_scales(Tensor runs, Tensor chunks, int[] sides, float[] eps, Tensor? skip) -> ()",
       torch::dispatch(c10::DispatchKey::CUDA, cast_scales));
 }
 

@@ -68,9 +68,9 @@ __device__ __forceinline__ BlockScale e8m0_scale(float amax, const Side& side) {
   return {power_of_two(code == 255 ? 255 : 254 - code), code};
 }
 
-// The same for finite amaxes, whose code is at most 253.
+// The same for finite amaxes, rounded up: their code is at most 253.
 __device__ __forceinline__ BlockScale e8m0_scale_of_finite(float amax, const Side& side) {
-  const uint32_t code = e8m0_code(amax, side);
+  const uint32_t v = bits_of(__fmul_rn(amax, side.inverse_max)), code = v > 0x400000u ? (v + 0x7FFFFFu) >> 23 : 0;
   return {__uint_as_float((254u - code) << 23), code};
 }
 

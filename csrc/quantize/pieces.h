@@ -33,13 +33,17 @@ struct PieceSide {
   static constexpr bool amax_given = false;
 };
 
+// What a kernel knows of a tile that lies within the piece, whose codes its launch makes, by amaxes of the tile, in rows
+// that are aligned: it looks at no edge.
+struct InnerSide : PieceSide {};
+
 struct Piece {
   const void* x;        // of element 0
   int64_t first, last;
   int32_t rows, cols;
   int32_t narrow;       // the values are bf16; else fp32
   int32_t vectors;      // rows of x are aligned to 16 bytes
-  PieceSide side[2];
+  InnerSide side[2];
 };
 
 // Bits of a tile's work, those of the columnwise side shifted by two.
@@ -52,6 +56,11 @@ struct PiecesLaunch {
   int32_t count;        // of tiles
   const uint8_t* skip;  // [1] or null; not 0 leaves everything as it is
   bool second;
+
+  // Scales of a tensor, or of lines that leave a tile, are known to the second launch; the first has their amaxes alone.
+  bool encodes(int d) const {
+    return side[d].present() && (second || !(side[d].whole() || side[d].two_level()));
+  }
 };
 
 // Elementwise: scales of amaxes, or values in another dtype.
@@ -62,13 +71,15 @@ struct ScaleRun {
   const float* enc;          // [1], delayed scaling
   float* record;             // [1], with enc: the largest finite amax so far
   int64_t count;
-  int64_t narrow;            // bit 0: the values are bf16, bit 1: the result is; else fp32
+  int32_t narrow;            // bit 0: the values are bf16, bit 1: the result is; else fp32
+  int32_t side;              // of the launch; -1: values
 };
 
 constexpr int kScaleChunk = 2048;  // of a run, a block
+constexpr int kScaleSides = 8;
 
 struct ScalesLaunch {
-  Side side;                 // not present: runs of values
+  Side side[kScaleSides];
   const ScaleRun* runs;
   const int2* chunks;        // run, chunk
   int32_t count;

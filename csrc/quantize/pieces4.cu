@@ -6,10 +6,10 @@ namespace fsdp_quant {
 cudaError_t launch_pieces4(const PiecesLaunch& launch, cudaStream_t stream) {
   const Side& row = launch.side[0];
   const Side& col = launch.side[1];
-  if (!col.present()) return launch_pieces<Plain4, Absent, 3>(launch, stream);
-  if (!row.present()) return launch_pieces<Absent, Plain4, 3>(launch, stream);
-  if (!row.four_bit()) return launch_pieces<Plain8, Plain4, 3>(launch, stream);
-  return col.four_bit() ? launch_pieces<Plain4, Plain4, 3>(launch, stream) : launch_pieces<Plain4, Plain8, 3>(launch, stream);
+  if (!launch.encodes(1)) return launch_pieces<Plain4, Statistics>(launch, stream);
+  if (!launch.encodes(0)) return launch_pieces<Statistics, Plain4>(launch, stream);
+  if (!row.four_bit()) return launch_pieces<Plain8, Plain4>(launch, stream);
+  return col.four_bit() ? launch_pieces<Plain4, Plain4>(launch, stream) : launch_pieces<Plain4, Plain8>(launch, stream);
 }
 
 }  // namespace fsdp_quant

@@ -27,17 +27,33 @@ __device__ __forceinline__ BlockPlace block_place(const Side& s, int32_t line, i
 
 __device__ __forceinline__ bool is_own(const PieceSide& b, int32_t row) { return row >= b.own[0] && row < b.own[1]; }
 
+// A block row of the tile is cut.
 template <bool Columnwise>
-__device__ __forceinline__ void read_amaxes(float (&amax)[8], const Side& s, const PieceSide& b, const Place& place) {
+__device__ __forceinline__ bool holds_cut(const Side& s, const PieceSide& b, const Tile& tile) {
+  const int32_t log2 = Columnwise ? s.contraction_log2 : s.outer_log2;
+  const int32_t first = tile.row0 >> log2, last = (tile.row0 + kTile - 1) >> log2;
+  return (b.cut_row[0] >= first && b.cut_row[0] <= last) || (b.cut_row[1] >= first && b.cut_row[1] <= last);
+}
+
+// The amaxes of this thread's blocks that ranks share.
+template <bool Columnwise>
+__device__ __forceinline__ void read_cut_amaxes(float (&amax)[8], const Side& s, const PieceSide& b, const Place& place) {
 #pragma unroll
   for (int k = 0; k < 8; ++k) {
     if (k > 0 && s.outer != 1) continue;
-    int32_t line = place.line + k;
-    if (!Columnwise && s.whole()) line = max(min(line, b.rows[1] - 1), b.rows[0]);  // others' amaxes are not here
-    const BlockPlace at = block_place<Columnwise>(s, line, place.along);
-    const bool is_cut = at.block_row == b.cut_row[0] || at.block_row == b.cut_row[1];
-    if (s.whole() || is_cut) amax[k] = __ldcg(amax_of(b, at.block_row, min(at.block, b.across - 1)));
+    const BlockPlace at = block_place<Columnwise>(s, place.line + k, place.along);
+    if (at.block_row == b.cut_row[0] || at.block_row == b.cut_row[1])
+      amax[k] = __ldcg(amax_of(b, at.block_row, min(at.block, b.across - 1)));
   }
+}
+
+// The encode factor of a line of the tile, of a scale that spans more than the tile.
+template <bool Columnwise>
+__device__ __forceinline__ float line_factor(const Side& s, const PieceSide& b, int32_t line) {
+  if (b.enc != nullptr) return delayed_scale(s, b).enc;
+  line = Columnwise ? min(line, b.lines - 1) : max(min(line, b.rows[1] - 1), b.rows[0]);  // others' amaxes are not here
+  const BlockPlace at = block_place<Columnwise>(s, line, 0);
+  return fp32_scale(__ldcg(amax_of(b, at.block_row, at.block)), s).enc;
 }
 
 template <bool Columnwise>
@@ -123,45 +139,60 @@ __device__ __forceinline__ void store_piece(const uint2 (&v)[8], const PieceSide
   }
 }
 
-// Amaxes that ranks share, and those of scales that span more than a tile.
+// The largest magnitude of each warp.
+template <class V>
+__device__ __forceinline__ void collect_largest(const Patch<V>& p, uint32_t (&largest)[kThreads / 32]) {
+  Maxima<V> m = col_maxima(p);
+  m.level();
+  const uint32_t of_warp = __reduce_max_sync(0xFFFFFFFFu, bits_of(m[0]));
+  if ((threadIdx.x & 31) == 0) largest[threadIdx.x / 32] = of_warp;
+}
+
+// Amaxes of blocks that ranks share, and those of lines that go on in other tiles.
 template <bool Columnwise, class V>
-__device__ __forceinline__ void collect_piece(
-    const Patch<V>& p, const Side& s, const PieceSide& b, const Tile& tile, Smem& smem, const Position& at) {
+__device__ __forceinline__ void collect_blocks(
+    const Patch<V>& p, const Side& s, const PieceSide& b, const Tile& tile, TileSmem& smem, const Position& at) {
+  const bool crosses = crosses_tiles(s);
+  if (s.whole_tensor() || !(crosses || b.all_amaxes || holds_cut<Columnwise>(s, b, tile))) return;
   const Maxima<V> m = block_maxima<Columnwise>(p, s.outer, s.contraction, smem, at);
+  if (!leads_block<Columnwise>(s.contraction, at)) return;
   const Place place = tile.place<Columnwise>(at);
-  if (s.whole_tensor()) {
-    if (threadIdx.x == 0) atomic_max(b.amax, m[0]);
-  } else if (leads_block<Columnwise>(s.contraction, at)) {
-    if (crosses_tiles(s)) {  // flush_piece_lines adds them, a line a thread
-      const int line = Columnwise ? at.col() : at.row();
 #pragma unroll
-      for (int k = 0; k < 8; ++k) smem.lines[Columnwise][line + k] = bits_of(m[k]);
-    } else if (place.along < b.length) {
-#pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        const int32_t line = place.line + k;
-        if (line >= b.lines || (s.outer > 1 && (line & (s.outer - 1)) != 0)) continue;
-        const BlockPlace block = block_place<Columnwise>(s, line, place.along);
-        if (b.all_amaxes || block.block_row == b.cut_row[0] || block.block_row == b.cut_row[1])
-          *amax_of(b, block.block_row, block.block) = m[k];
-      }
+  for (int k = 0; k < 8; ++k) {
+    const int32_t line = place.line + k;
+    if (crosses) {  // flush_piece_lines adds them, a line a thread
+      smem.lines[Columnwise][(Columnwise ? at.col() : at.row()) + k] = bits_of(m[k]);
+    } else if (place.along < b.length && line < b.lines && (s.outer <= 1 || (line & (s.outer - 1)) == 0)) {
+      const BlockPlace block = block_place<Columnwise>(s, line, place.along);
+      if (b.all_amaxes || block.block_row == b.cut_row[0] || block.block_row == b.cut_row[1])
+        *amax_of(b, block.block_row, block.block) = m[k];
     }
-  }
-  if (b.tensor_amax != nullptr) {
-    const Maxima<V> whole = block_maxima<Columnwise>(p, 0, 0, smem, at);
-    if (threadIdx.x == 0) atomic_max(b.tensor_amax, whole[0]);
   }
 }
 
 // Line maxima of both directions to memory; rows of others have none.
 __device__ __forceinline__ void flush_piece_lines(
-    const Side (&side)[2], const PieceSide (&buffers)[2], int32_t work, const Tile& tile, const Smem& smem) {
+    const Side (&side)[2], const Piece& piece, int32_t work, const Tile& tile, const TileSmem& smem) {
   const int d = threadIdx.x / kTile, line = threadIdx.x % kTile;
   if (!(work & kCollect << (2 * d)) || !crosses_tiles(side[d])) return;
   const uint32_t bits = smem.lines[d][line];
   const int32_t at = (d ? tile.col0 : tile.row0) + line;
-  if (bits == 0 || at >= buffers[d].lines) return;
-  atomic_max(d ? amax_of(buffers[d], 0, at) : amax_of(buffers[d], at, 0), __uint_as_float(bits));
+  const PieceSide& b = piece.side[d];
+  if (bits == 0 || at >= b.lines) return;
+  atomic_max(d ? amax_of(b, 0, at) : amax_of(b, at, 0), __uint_as_float(bits));
+}
+
+// 8 fp32 values that begin at an address, of three aligned words of four, as bf16.
+__device__ __forceinline__ void put_shifted(uint32_t (&to)[4], const uint4 (&raw)[3], uint32_t address) {
+  const bool two = address & 8, one = address & 4;
+  uint32_t w[12] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w, raw[1].x, raw[1].y,
+                    raw[1].z, raw[1].w, raw[2].x, raw[2].y, raw[2].z, raw[2].w};
+#pragma unroll
+  for (int j = 0; j < 10; ++j) w[j] = two ? w[j + 2] : w[j];
+  uint32_t words[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) words[j] = one ? w[j + 1] : w[j];
+  LoadBF16::put(to, words, false);
 }
 
 // 8 x 8 values of the piece as bf16, zeros around it.
@@ -207,17 +238,7 @@ __device__ __forceinline__ void load_piece(Patch<BF16>& p, const Piece& t, int32
         for (int k = 0; k < 3; ++k) raw[i][k] = __ldg(words + k);
       }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const bool two = address(first + i) & 8, one = address(first + i) & 4;
-        uint32_t w[12] = {raw[i][0].x, raw[i][0].y, raw[i][0].z, raw[i][0].w, raw[i][1].x, raw[i][1].y,
-                          raw[i][1].z, raw[i][1].w, raw[i][2].x, raw[i][2].y, raw[i][2].z, raw[i][2].w};
-#pragma unroll
-        for (int j = 0; j < 10; ++j) w[j] = two ? w[j + 2] : w[j];
-        uint32_t words[8];
-#pragma unroll
-        for (int j = 0; j < 8; ++j) words[j] = one ? w[j + 1] : w[j];
-        LoadBF16::put(p.w[first + i], words, false);
-      }
+      for (int i = 0; i < 4; ++i) put_shifted(p.w[first + i], raw[i], static_cast<uint32_t>(address(first + i)));
     }
     return;
   }
@@ -238,47 +259,167 @@ __device__ __forceinline__ void load_piece(Patch<BF16>& p, const Piece& t, int32
   }
 }
 
-template <class Row, class Col, int MinBlocks>
-__global__ void __launch_bounds__(kThreads, MinBlocks) quantize_pieces_kernel(const __grid_constant__ PiecesLaunch launch) {
-  __shared__ Smem smem;
-  __shared__ Piece piece;
-  if (launch.skip != nullptr && *launch.skip != 0) return;
-  const int4 where = launch.tiles[blockIdx.x];
-  static_assert(sizeof(Piece) % 4 == 0 && sizeof(Piece) / 4 <= kThreads);
-  if (threadIdx.x < sizeof(Piece) / 4)
-    reinterpret_cast<uint32_t*>(&piece)[threadIdx.x] = reinterpret_cast<const uint32_t*>(launch.pieces + where.x)[threadIdx.x];
+constexpr int kPieceBlocks = 3;  // share a multiprocessor
+constexpr int kRowPitch = kTile * 4 + 16;  // bytes of a row of values, wherever in its first 16 they begin
+
+struct PiecesSmem : TileSmem {
+  uint32_t largest[kThreads / 32];
+  float target[2];  // see two_level_scale
+  Piece piece;
+  uint64_t barrier[kThreads / 32];  // of the rows that a warp copies, which are those that it reads
+  alignas(16) uint8_t values[kTile * kRowPitch];
+};
+static_assert(kPieceBlocks * (sizeof(PiecesSmem) + 1024) <= 228 * 1024, "too large for as many blocks");
+
+// The copy engine takes whole tiles of the piece: 16 bytes at a time, so that fp32 rows which are not aligned need values
+// of the piece around them.
+__device__ __forceinline__ bool is_copied(const Piece& t, const Tile& tile) {
+  const int32_t around = t.vectors ? 0 : 4;
+  const int64_t first = static_cast<int64_t>(tile.row0) * t.cols + tile.col0;
+  return tile.row0 + kTile <= t.rows && tile.col0 + kTile <= t.cols && (t.vectors || !t.narrow) &&
+         first - around >= t.first && first + static_cast<int64_t>(kTile - 1) * t.cols + kTile + around <= t.last;
+}
+
+__device__ __forceinline__ const char* row_of(const Piece& t, const Tile& tile, int row) {
+  const int64_t flat = static_cast<int64_t>(tile.row0 + row) * t.cols + tile.col0;
+  return static_cast<const char*>(t.x) + flat * (t.narrow ? 2 : 4);
+}
+
+__device__ __forceinline__ void copy_values(const Piece& t, const Tile& tile, PiecesSmem& smem) {
+  constexpr int kRows = kTile / (kThreads / 32);
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, row = warp * kRows + lane;
+  const uint32_t barrier = ptx::shared_address(smem.barrier + warp), bytes = kTile * (t.narrow ? 2 : 4) + (t.vectors ? 0 : 16);
+  if (lane == 0) ptx::mbarrier_expect(barrier, kRows * bytes);
+  if (lane < kRows) {
+    const char* from = row_of(t, tile, row);
+    from -= reinterpret_cast<uintptr_t>(from) & 15;
+    ptx::copy_bytes(ptx::shared_address(smem.values) + row * kRowPitch, from, bytes, barrier);
+  }
+  while (!ptx::mbarrier_try_wait(barrier, 0)) {
+  }
+}
+
+// 8 x 8 values of a tile that was copied.
+__device__ __forceinline__ void read_values(
+    Patch<BF16>& p, const Piece& t, const Tile& tile, const uint8_t* values, const Position& at) {
+  const uint8_t* from = values + at.row() * kRowPitch + at.col() * (t.narrow ? 2 : 4);
+  const bool swap = at.group & 4;  // lanes that are 128 bytes apart begin with other halves: other banks
+#pragma unroll
+  for (int i = 0; i < 8; ++i, from += kRowPitch) {
+    const auto* words = reinterpret_cast<const uint4*>(from);
+    if (t.narrow) {
+      *reinterpret_cast<uint4*>(p.w[i]) = words[0];
+    } else if (t.vectors) {
+      const uint4 a = words[swap], b = words[!swap];
+      const uint32_t raw[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+      uint32_t w[4];
+      LoadBF16::put(w, raw, false);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) p.w[i][k] = swap ? w[k ^ 2] : w[k];
+    } else {
+      const uint4 raw[3] = {words[0], words[1], words[2]};
+      put_shifted(p.w[i], raw, static_cast<uint32_t>(reinterpret_cast<uintptr_t>(row_of(t, tile, at.row() + i))));
+    }
+  }
+}
+
+// What all threads of a tile encode with: factors of lines whose scale spans more than it, a line a thread, and those of
+// two-level scales, a code a thread.
+template <bool FourBit>
+__device__ __forceinline__ void fill_factors(const Side (&side)[2], const Tile& tile, PiecesSmem& smem) {
+  const int d = threadIdx.x / kTile, i = threadIdx.x % kTile;
+  const Side& s = side[d];
+  const PieceSide& b = smem.piece.side[d];
+  const auto spans = [&](const Side& one) { return one.present() && one.whole(); };
+  if (!FourBit && !spans(side[0]) && !spans(side[1])) return;
+  if (spans(s)) {
+    smem.lines[d][i] = bits_of(d ? line_factor<true>(s, b, tile.col0 + i) : line_factor<false>(s, b, tile.row0 + i));
+  } else if (FourBit && s.present() && s.four_bit()) {
+    const float amax = __ldcg(b.tensor_amax);
+    smem.factors[d][i] = two_level_factor(i, amax);
+    if (i == 0) smem.target[d] = __fmul_rn(tensor_encode_factor(amax), 1.0f / 6.0f);
+  }
   __syncthreads();
-  if (threadIdx.x < 2) piece.side[threadIdx.x].second = launch.second;
+}
+
+// Of a tile that was copied: see InnerSide.
+template <bool Columnwise>
+__device__ __forceinline__ bool is_inner(const Side& s, const PieceSide& b, const Tile& tile) {
+  const int32_t lo = b.early[0], hi = b.early[1], row = tile.row0;
+  return b.vectors && !holds_cut<Columnwise>(s, b, tile) &&
+         (b.second ? row >= hi || row + kTile <= lo : row >= lo && row + kTile <= hi);
+}
+
+template <bool Columnwise, class P>
+__device__ __forceinline__ void encode_piece(
+    const Patch<BF16>& p, const Side& s, const InnerSide& b, const Tile& tile, bool copied, PiecesSmem& smem, const Position& at) {
+  if (copied && is_inner<Columnwise>(s, b, tile)) {
+    encode<Columnwise, P>(p, s, b, tile, nullptr, nullptr, smem, at);
+  } else {
+    encode<Columnwise, P>(p, s, static_cast<const PieceSide&>(b), tile, nullptr, nullptr, smem, at);
+  }
+}
+
+template <class Row, class Col>
+__global__ void __launch_bounds__(kThreads, kPieceBlocks) quantize_pieces_kernel(const __grid_constant__ PiecesLaunch launch) {
+  extern __shared__ __align__(16) uint8_t dynamic[];
+  PiecesSmem& smem = *reinterpret_cast<PiecesSmem*>(dynamic);
+  if (launch.skip != nullptr && *launch.skip != 0) return;
+  const int thread = threadIdx.x;
+  const int4 where = launch.tiles[blockIdx.x];
+  Piece& piece = smem.piece;
+  constexpr int kWords = sizeof(Piece) / 4, kSecond = offsetof(PieceSide, second) / 4;
+  static_assert(sizeof(Piece) % 4 == 0 && kWords <= kThreads);
+  if (thread < kWords) {
+    constexpr int kSides = offsetof(Piece, side) / 4, kSide = sizeof(PieceSide) / 4;
+    const uint32_t word = reinterpret_cast<const uint32_t*>(launch.pieces + where.x)[thread];
+    const bool second = thread == kSides + kSecond || thread == kSides + kSide + kSecond;
+    reinterpret_cast<uint32_t*>(&piece)[thread] = second ? launch.second : word;
+  }
+  if (thread < kThreads / 32) ptx::mbarrier_init(ptx::shared_address(smem.barrier + thread), 1), ptx::fence_mbarrier_init();
+  __syncthreads();
   const Side& row = launch.side[0];
   const Side& col = launch.side[1];
   const Tile tile = {where.y * kTile, where.z * kTile, 0};
   const int32_t work = where.w;
   const Position at;
   Patch<BF16> p;
-  load_piece(p, piece, tile.row0 + at.row(), tile.col0 + at.col());
-  __syncthreads();
+  const bool copied = is_copied(piece, tile);
+  if (copied) {
+    copy_values(piece, tile, smem);
+    read_values(p, piece, tile, smem.values, at);
+  } else {
+    load_piece(p, piece, tile.row0 + at.row(), tile.col0 + at.col());
+  }
   if (work & (kCollect | kCollect << 2)) {
-    if constexpr (Row::kEncodes) {
-      if (work & kCollect) collect_piece<false>(p, row, piece.side[0], tile, smem, at);
-    }
-    if constexpr (Col::kEncodes) {
-      if (work & kCollect << 2) collect_piece<true>(p, col, piece.side[1], tile, smem, at);
-    }
+    const auto of_tensor = [&](int d) -> float* {
+      if (!(work & kCollect << (2 * d))) return nullptr;
+      return launch.side[d].whole_tensor() ? piece.side[d].amax : piece.side[d].tensor_amax;
+    };
+    if (of_tensor(0) != nullptr || of_tensor(1) != nullptr) collect_largest(p, smem.largest);
+    if (work & kCollect) collect_blocks<false>(p, row, piece.side[0], tile, smem, at);
+    if (work & kCollect << 2) collect_blocks<true>(p, col, piece.side[1], tile, smem, at);
     __syncthreads();
-    flush_piece_lines(launch.side, piece.side, work, tile, smem);
+    flush_piece_lines(launch.side, piece, work, tile, smem);
+    if (thread < 2 && of_tensor(thread) != nullptr) {
+      uint32_t largest = 0;
+#pragma unroll
+      for (int w = 0; w < kThreads / 32; ++w) largest = max(largest, smem.largest[w]);
+      atomic_max(of_tensor(thread), __uint_as_float(largest));
+    }
   }
   if (!(work & (kEncodePiece | kEncodePiece << 2))) return;
-  if constexpr (Row::kTakes4 || Col::kTakes4) {
-    const int d = threadIdx.x / 128, code = threadIdx.x % 128;
-    if (launch.side[d].present() && launch.side[d].four_bit())
-      smem.factors[d][code] = two_level_factor(code, __ldcg(piece.side[d].tensor_amax));
-    __syncthreads();
-  }
+  fill_factors<Row::kTakes4 || Col::kTakes4>(launch.side, tile, smem);
   if constexpr (Row::kEncodes) {
-    if (work & kEncodePiece) encode<false, Row>(p, row, piece.side[0], tile, nullptr, nullptr, smem, at);
+    if (work & kEncodePiece) encode_piece<false, Row>(p, row, piece.side[0], tile, copied, smem, at);
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {  // else values that both sides widen stay in registers, and others are spilled
+#pragma unroll
+    for (int k = 0; k < BF16::kWords; ++k) asm volatile("" : "+r"(p.w[i][k]));
   }
   if constexpr (Col::kEncodes) {
-    if (work & kEncodePiece << 2) encode<true, Col>(p, col, piece.side[1], tile, nullptr, nullptr, smem, at);
+    if (work & kEncodePiece << 2) encode_piece<true, Col>(p, col, piece.side[1], tile, copied, smem, at);
   }
   __syncthreads();
   if constexpr (Row::kEncodes) {
@@ -289,9 +430,12 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_pieces_kernel(co
   }
 }
 
-template <class Row, class Col, int MinBlocks>
+template <class Row, class Col>
 cudaError_t launch_pieces(const PiecesLaunch& launch, cudaStream_t stream) {
-  quantize_pieces_kernel<Row, Col, MinBlocks><<<static_cast<unsigned>(launch.count), kThreads, 0, stream>>>(launch);
+  auto* kernel = quantize_pieces_kernel<Row, Col>;
+  const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(PiecesSmem));
+  if (allowed != cudaSuccess) return allowed;
+  kernel<<<static_cast<unsigned>(launch.count), kThreads, sizeof(PiecesSmem), stream>>>(launch);
   return cudaGetLastError();
 }
 

@@ -132,13 +132,16 @@ __device__ __forceinline__ void load_values(
   }
 }
 
-struct Smem {
+struct TileSmem {
   uint32_t maxima[8][16][8];  // [warp][group of columns][word]
-  uint4 codes[kTile * 8];     // [column][128 bytes], 8-byte chunks swizzled
   uint8_t scales[2][kTile][8];
   uint32_t lines[2][kTile];   // magnitudes that atomic maxima collect, by direction
   float factors[2][128];      // two_level_factor of every code, by direction
   uint32_t guard[2];          // nonzero blocks << 16 | blocks far below their anchor
+};
+
+struct Smem : TileSmem {
+  uint4 codes[kTile * 8];     // [column][128 bytes], 8-byte chunks swizzled
 };
 
 // Where a thread's patch lies along one direction: its first line and contraction element in the tensor (negative before
@@ -179,7 +182,7 @@ __device__ __forceinline__ int64_t index_of(const Grid& g, int32_t line_block, i
 }
 
 template <class V>
-__device__ __forceinline__ void across_warps(Maxima<V>& m, Smem& smem, const Position& at, int warps) {
+__device__ __forceinline__ void across_warps(Maxima<V>& m, TileSmem& smem, const Position& at, int warps) {
   __syncthreads();  // an earlier use of smem.maxima
   if (at.half == 0) {
 #pragma unroll
@@ -198,7 +201,7 @@ __device__ __forceinline__ void across_warps(Maxima<V>& m, Smem& smem, const Pos
 // A block of several outer lines gives all of them its own.
 template <bool Columnwise, class V>
 __device__ __forceinline__ Maxima<V> block_maxima(
-    const Patch<V>& p, int outer, int contraction, Smem& smem, const Position& at) {
+    const Patch<V>& p, int outer, int contraction, TileSmem& smem, const Position& at) {
   const int lanes = contraction == 16 ? 1 : contraction == 32 ? 2 : 8;
   if (!Columnwise && outer == 1) {
     Maxima<V> m = row_maxima(p);
@@ -407,11 +410,11 @@ __device__ __forceinline__ void store_fp32_scales(
 
 // Buffers of a tensor of which a launch makes a piece, cut at any element: see pieces_kernel.cuh.
 template <class Buffers>
-constexpr bool kIsPiece = std::is_same_v<Buffers, PieceSide>;
+constexpr bool kIsPiece = std::is_base_of_v<PieceSide, Buffers>;
 template <bool FourBit>
 __device__ __forceinline__ void store_piece(const uint2 (&v)[8], const PieceSide& b, int32_t row, int32_t col, int32_t cols);
 template <bool Columnwise>
-__device__ __forceinline__ void read_amaxes(float (&amax)[8], const Side& s, const PieceSide& b, const Place& place);
+__device__ __forceinline__ void read_cut_amaxes(float (&amax)[8], const Side& s, const PieceSide& b, const Place& place);
 template <bool Columnwise>
 __device__ __forceinline__ void store_fp32_scales(
     const uint32_t (&stored)[8], const Side& s, const PieceSide& b, const Place& place);
@@ -428,9 +431,9 @@ template <Rounding R>
 constexpr bool kIsFourBit = R == Rounding::kE2M1 || R == Rounding::kStochastic4;
 
 // Codes of 8 x 8 values, 8 elements a line: rows to memory, transposed columns to shared memory.
-template <bool Columnwise, bool Transposed, bool Twin, Rounding R, class V, class Buffers>
+template <bool Columnwise, bool Transposed, bool Twin, Rounding R, class V, class Buffers, class Shared>
 __device__ __forceinline__ void emit_codes(
-    const Patch<V>& p, const LineFactors& f, const Side& s, const Buffers& b, const Tile& tile, Smem& smem,
+    const Patch<V>& p, const LineFactors& f, const Side& s, const Buffers& b, const Tile& tile, Shared& smem,
     const Position& at) {
   constexpr bool kFourBit = kIsFourBit<R>;
   constexpr int kBytes = kFourBit ? 4 : 8;  // of 8 codes
@@ -534,6 +537,10 @@ __device__ __forceinline__ void emit_codes(
   } else {
     const int32_t row_bytes = kFourBit ? (cols_end + 1) >> 1 : cols_end, offset = kFourBit ? col >> 1 : col;
     uint8_t* address = b.data + static_cast<int64_t>(row) * row_bytes + offset;
+    if constexpr (std::is_same_v<Buffers, InnerSide>) {  // a line is stored as it is made: eight would be spilled
+      each_line([&](int k) { store(address, line(k)), address += row_bytes; });
+      return;
+    }
     uint2 v[8];
     each_line([&](int k) { v[k] = line(k); });
     if constexpr (kIsPiece<Buffers>) {
@@ -556,7 +563,7 @@ __device__ __forceinline__ void emit_codes(
 // Scales of a direction: fp32 to memory, bytes to shared memory.
 template <bool Columnwise, class P, class Buffers>
 __device__ __forceinline__ void store_scales(
-    const uint32_t (&stored)[8], const Side& s, const Buffers& b, const Tile& tile, Smem& smem, const Position& at) {
+    const uint32_t (&stored)[8], const Side& s, const Buffers& b, const Tile& tile, TileSmem& smem, const Position& at) {
   if (P::kAnchored || !P::byte_scales(s)) {
     if (leads_block<Columnwise>(kTile, at)) {
       if constexpr (kIsPiece<Buffers>) {
@@ -572,12 +579,12 @@ __device__ __forceinline__ void store_scales(
   }
 }
 
-// Encode one direction: scales and codes go to memory, transposed codes and one-byte scales to shared memory.
+// Encode factors of this thread's lines; scales go to memory, those of one byte to shared memory.
 // twin: the columnwise side of Work::kTwin, which is stored from the same codes.
-template <bool Columnwise, class P, class V, class Buffers>
-__device__ __forceinline__ void encode(
-    const Patch<V>& p, const Side& s, const Buffers& b, const Tile& tile, const Side* twin_side,
-    const SideBuffers* twin, Smem& smem, const Position& at) {
+template <bool Columnwise, class P, class V, class Buffers, class Shared>
+__device__ __forceinline__ void find_factors(
+    LineFactors& f, const Patch<V>& p, const Side& s, const Buffers& b, const Tile& tile, const Side* twin_side,
+    const SideBuffers* twin, Shared& smem, const Position& at) {
   const Place place = tile.place<Columnwise>(at);
   const bool one_block = P::outer(s) != 1;  // the thread's lines share their block
   const bool delayed = P::kFull && P::kTakes8 && b.enc != nullptr;
@@ -599,7 +606,7 @@ __device__ __forceinline__ void encode(
   }
   const float tile_amax = amax[0];
   if constexpr (kIsPiece<Buffers>) {
-    read_amaxes<Columnwise>(amax, s, b, place);
+    if constexpr (std::is_same_v<Buffers, PieceSide>) read_cut_amaxes<Columnwise>(amax, s, b, place);
   } else if (P::reads_amax(s, b)) {
     const int32_t block = place.block(s.contraction_log2, inside);
 #pragma unroll
@@ -610,7 +617,6 @@ __device__ __forceinline__ void encode(
     }
   }
 
-  LineFactors f;
   uint32_t stored[8];
   auto scales = [&](auto scale_of) {
 #pragma unroll
@@ -624,7 +630,12 @@ __device__ __forceinline__ void encode(
     }
   };
   if constexpr (P::kTakes4) {
-    const float target = __fmul_rn(tensor_encode_factor(__ldcg(b.tensor_amax)), 1.0f / 6.0f);
+    float target;
+    if constexpr (kIsPiece<Buffers>) {
+      target = smem.target[Columnwise];
+    } else {
+      target = __fmul_rn(tensor_encode_factor(__ldcg(b.tensor_amax)), 1.0f / 6.0f);
+    }
     const bool round_up = P::kFull && s.stochastic;
     scales([&](float a) { return two_level_scale(a, target, round_up, smem.factors[Columnwise]); });
   } else {
@@ -636,14 +647,14 @@ __device__ __forceinline__ void encode(
       largest = __uint_as_float(max(bits_of(largest), bits_of(amax[k])));  // as integers, a NaN stays
     }
     if (P::byte_scales(s)) {
-      if (is_finite(largest)) {
+      if (is_finite(largest) && s.scale == ScaleKind::kE8M0Up) {
         scales([&](float a) { return e8m0_scale_of_finite(a, s); });
       } else {
         scales([&](float a) { return e8m0_scale(a, s); });
       }
-    } else if (P::kWork == Work::kPlain && P::kBlock == 0 && b.enc != nullptr) {
-      scales([&](float) { return delayed_scale(s, b); });
+    } else if (!kIsPiece<Buffers> && P::kWork == Work::kPlain && P::kBlock == 0 && b.enc != nullptr) {
       if constexpr (!kIsPiece<Buffers>) {
+        scales([&](float) { return delayed_scale(s, b); });
         if (threadIdx.x == 0 && tile.row0 <= 0 && tile.col0 == 0) finish_delayed(s, b);
       }
     } else if (s.scale == ScaleKind::kFp32Pow2 && has_easy_power(least, largest, s)) {
@@ -677,7 +688,21 @@ __device__ __forceinline__ void encode(
   }
   if (!delayed) store_scales<Columnwise, P>(stored, s, b, tile, smem, at);
   if constexpr (P::kTwin) store_scales<true, P>(stored, *twin_side, *twin, tile, smem, at);
+}
 
+// Encode one direction: scales and codes go to memory, transposed codes and one-byte scales to shared memory.
+template <bool Columnwise, class P, class V, class Buffers, class Shared>
+__device__ __forceinline__ void encode(
+    const Patch<V>& p, const Side& s, const Buffers& b, const Tile& tile, const Side* twin_side,
+    const SideBuffers* twin, Shared& smem, const Position& at) {
+  LineFactors f;
+  if (kIsPiece<Buffers> && P::reads_amax(s, b)) {
+    const uint32_t* factors = smem.lines[Columnwise] + (Columnwise ? at.col() : at.row());
+#pragma unroll
+    for (int k = 0; k < 8; ++k) f.enc[k] = __uint_as_float(factors[k]);
+  } else {
+    find_factors<Columnwise, P>(f, p, s, b, tile, twin_side, twin, smem, at);
+  }
   auto emit = [&](auto transposed) {
     constexpr bool kTransposed = decltype(transposed)::value;
     auto run = [&](auto rounding) {
@@ -694,7 +719,7 @@ __device__ __forceinline__ void encode(
       s.element == Element::kE5M2 ? run(Constant<Rounding::kE5M2>()) : run(Constant<Rounding::kE4M3>());
     }
   };
-  if constexpr (Columnwise) {
+  if constexpr (Columnwise && !kIsPiece<Buffers>) {
     if (s.transposed) return emit(Constant<true>());
   }
   emit(Constant<false>());

@@ -27,6 +27,7 @@ SCALE_LAYOUTS = {"sm_90a": HOPPER, "sm_100a": BLACKWELL}
 TRANSPOSE_BYTES, TRANSPOSE_NIBBLES, SWIZZLE, SWIZZLE_TRANSPOSED = range(4)
 TILE = 128
 FLOATING = (torch.bfloat16, torch.float16, torch.float32)
+SCALE_SIDES = 8  # encodings of one cast_scales
 PIECE_VALUES = (torch.float32, torch.bfloat16)  # dtypes of masters, and of values that travel
 
 _ops = torch.ops.fsdp_quant
@@ -279,9 +280,12 @@ def cast_pieces(
     _ops.cast_pieces(pieces, tiles, *sides, *eps, second, skip)
 
 
-def cast_scales(runs: Tensor, chunks: Tensor, encoding: Encoding | None, skip: Tensor | None) -> None:
-    """Scales of collected amaxes, or (None) values in another dtype, a run each; `parallel.cast_plan` makes the tables."""
-    _ops.cast_scales(runs, chunks, *((0, 0.0) if encoding is None else (side_of(encoding), encoding.eps)), skip)
+def cast_scales(runs: Tensor, chunks: Tensor, encodings: Sequence[Encoding], skip: Tensor | None) -> None:
+    """Scales of collected amaxes, and values in another dtype, a run each; `parallel.cast_plan` makes the tables.
+
+    encodings:  that runs name by their index, SCALE_SIDES at most.
+    """
+    _ops.cast_scales(runs, chunks, [side_of(e) for e in encodings], [e.eps for e in encodings], skip)
 
 
 def quantize_anchored(

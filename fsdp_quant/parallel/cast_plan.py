@@ -127,6 +127,7 @@ class _Group:
         self.masters: list[int] = []
         self.sides: list[tuple[_Side | None, _Side | None]] = []
         self.tiles: list[Tensor | None] = [None, None]
+        self.works: list[list[Encoding | None]] = [[row, col], [row, col]]  # None: the launch leaves that side alone
 
     def lay_tiles(self, device: torch.device) -> None:
         """int32 [tiles, 4] of both launches: index, tile row, tile column, work; down four tiles, then right."""
@@ -142,6 +143,7 @@ class _Group:
                 laid = torch.stack((torch.full_like(rows, index), rows + one.rows[0] // TILE, cols, work[rows]), 1)
                 made.append(laid[laid[:, 3] != 0])
             tiles = torch.cat(made)
+            self.works[second] = [e if (tiles[:, 3] >> 2 * d & 3).any() else None for d, e in enumerate(self.encodings)]
             self.tiles[second] = (tiles.flip(0) if second else tiles).contiguous().to(device)  # what was read last is in L2
 
 
@@ -155,24 +157,28 @@ def _in_order(down: int, right: int) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class _Runs:
-    """Scales of one encoding, or values: rows of the table (`ScaleRun` in csrc/quantize/pieces.h).
+    """Scales, and values: rows of the table (`ScaleRun` in csrc/quantize/pieces.h).
 
-    masters:  row -> index of the weight whose master it reads.
+    encodings:  of the scales.
+    masters:    row -> index of the weight whose master it reads.
     """
 
+    encodings: list[Encoding] = field(default_factory=list)
     rows: list[list[int]] = field(default_factory=list)
     masters: dict[int, int] = field(default_factory=dict)
     table: Tensor | None = None
     chunks: Tensor | None = None
 
     def add(
-        self, source: int, out: int, count: int, tensor_amax: int = 0, enc: int = 0, record: int = 0, narrow: int = 0,
-        master: int | None = None,
+        self, source: int, out: int, count: int, encoding: Encoding | None = None, tensor_amax: int = 0, enc: int = 0,
+        record: int = 0, narrow: int = 0, master: int | None = None,
     ) -> None:
+        """Scales of an encoding, or (None) values."""
         if count:
             if master is not None:
                 self.masters[len(self.rows)] = master
-            self.rows.append([source, out, tensor_amax, enc, record, count, narrow])
+            side = -1 if encoding is None else self.encodings.index(encoding)
+            self.rows.append([source, out, tensor_amax, enc, record, count, *_packed(narrow, side)])
 
     def lay(self, device: torch.device) -> None:
         counts = [ceil_div(row[5], CHUNK) for row in self.rows]
@@ -224,7 +230,7 @@ class CastPlan:
         self._delayed = [s.weight for s in self._sides if s.weight.quantizer.delayed_directions]
         for group in self._groups.values():
             group.lay_tiles(device)
-        self._runs: dict[Encoding | None, _Runs] = {}
+        self._runs: list[_Runs] = []
         self._tables: list[tuple[_Group, Tensor, Tensor | None]] = []  # rows on the host, and on the device
         self._laid: object = None
         self._masters: list[weakref.ref] = []
@@ -289,7 +295,9 @@ class CastPlan:
 
     def _lay(self) -> None:
         """Tables with everything but masters."""
-        self._runs, self._tables = {}, []
+        encodings = list(dict.fromkeys(s.encoding for s in self._sides))
+        starts = range(0, max(len(encodings), 1), native.SCALE_SIDES)
+        self._tables, self._runs = [], [_Runs(encodings[i : i + native.SCALE_SIDES]) for i in starts]
         for group in self._groups.values():
             rows = []
             for index, sides in zip(group.masters, group.sides):
@@ -306,25 +314,26 @@ class CastPlan:
                     start, end = plane.map.run(self._rank)
                     narrow = 2 * (dtype is torch.bfloat16)
                     out = self._address(weight.name, direction, part)
-                    self._runs.setdefault(None, _Runs()).add(0, out, end - start, narrow=narrow, master=index)
-        for runs in self._runs.values():
+                    self._runs[0].add(0, out, end - start, narrow=narrow, master=index)
+        for runs in self._runs:
             if runs.rows:
                 runs.lay(self._device)
 
     def _lay_scales(self, side: _Side) -> None:
         weight, fmt, direction = side.weight, side.encoding.fmt, side.encoding.direction
         history, (base, published) = weight.history(direction), self._scale_base(side)
-        runs = self._runs.setdefault(side.encoding, _Runs())
+        runs = next(r for r in self._runs if side.encoding in r.encodings)
         delayed = {} if history is None else {"enc": history.enc.data_ptr(), "record": history.amaxes.data_ptr()}
         made = side.scale_runs(published)
         for at, first, count in made:
-            runs.add(self._at(at), base + first * SCALE_BYTES[fmt.scale], count, self._at(side.tensor_amax), **delayed)
+            out = base + first * SCALE_BYTES[fmt.scale]
+            runs.add(self._at(at), out, count, side.encoding, self._at(side.tensor_amax), **delayed)
         if delayed and not made:  # another rank publishes the scale; every rank has the history
-            runs.add(self._at(side.amaxes), 0, 1, **delayed)
+            runs.add(self._at(side.amaxes), 0, 1, side.encoding, **delayed)
         kept = weight.amaxes.get(direction) if weight.gathers_values else weight.sides[direction].tensor_amax
         if kept is not None:
             source = side.amaxes if side.tensor_amax is None else side.tensor_amax
-            self._runs.setdefault(None, _Runs()).add(self._at(source), kept.data_ptr(), 1)
+            runs.add(self._at(source), kept.data_ptr(), 1)
 
     def _point_at(self, masters: Sequence[Tensor]) -> None:
         """Put the masters into the tables, and the tables on the device."""
@@ -337,11 +346,11 @@ class CastPlan:
                 rows[row, 0] = first
                 rows[row, 4] = _packed(size == 2, vectors)[0]
             self._tables[i] = group, rows, rows.to(self._device)
-        for runs in self._runs.values():
+        for runs in self._runs:
             if runs.rows:
                 for row, index in runs.masters.items():
                     runs.rows[row][0] = masters[index].data_ptr()
-                    runs.rows[row][6] = runs.rows[row][6] & 2 | (masters[index].element_size() == 2)
+                    runs.rows[row][6] = runs.rows[row][6] & ~1 | (masters[index].element_size() == 2)
                 runs.table = torch.tensor(runs.rows, dtype=torch.int64).to(self._device)
 
     def _update(self, masters: Sequence[Tensor]) -> None:
@@ -374,10 +383,10 @@ class CastPlan:
                     dist.all_reduce(self._arena[:shared].view(torch.int32), op=dist.ReduceOp.MAX, group=of)
             for of, _, table in self._tables:
                 if len(of.tiles[second]):
-                    native.cast_pieces(table, of.tiles[second], *of.encodings, second, skip)
-        for encoding, runs in self._runs.items():
+                    native.cast_pieces(table, of.tiles[second], *of.works[second], second, skip)
+        for runs in self._runs:
             if runs.rows:
-                native.cast_scales(runs.table, runs.chunks, encoding, skip)
+                native.cast_scales(runs.table, runs.chunks, runs.encodings, skip)
         for of, *_ in self._tables:
             for encoding in of.encodings:
                 if encoding is not None:
