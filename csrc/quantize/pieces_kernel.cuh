@@ -260,14 +260,14 @@ __device__ __forceinline__ void load_piece(Patch<BF16>& p, const Piece& t, int32
 }
 
 constexpr int kPieceBlocks = 3;  // share a multiprocessor
-constexpr int kRowPitch = kTile * 4 + 16;  // bytes of a row of values, wherever in its first 16 they begin
+constexpr int kRowPitch = kTile * 4 + 16;  // bytes of a row of values, at most
 
 struct PiecesSmem : TileSmem {
   uint32_t largest[kThreads / 32];
   float target[2];  // see two_level_scale
   Piece piece;
   uint64_t barrier[kThreads / 32];  // of the rows that a warp copies, which are those that it reads
-  alignas(16) uint8_t values[kTile * kRowPitch];
+  alignas(128) uint8_t values[kTile * kRowPitch];
 };
 static_assert(kPieceBlocks * (sizeof(PiecesSmem) + 1024) <= 228 * 1024, "too large for as many blocks");
 
@@ -285,6 +285,9 @@ __device__ __forceinline__ const char* row_of(const Piece& t, const Tile& tile, 
   return static_cast<const char*>(t.x) + flat * (t.narrow ? 2 : 4);
 }
 
+// Rows that are not aligned begin anywhere in their first 16 bytes. Others keep to 128 bytes, which is faster.
+__device__ __forceinline__ int pitch_of(const Piece& t) { return t.vectors ? kTile * 4 : kRowPitch; }
+
 __device__ __forceinline__ void copy_values(const Piece& t, const Tile& tile, PiecesSmem& smem) {
   constexpr int kRows = kTile / (kThreads / 32);
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, row = warp * kRows + lane;
@@ -293,7 +296,7 @@ __device__ __forceinline__ void copy_values(const Piece& t, const Tile& tile, Pi
   if (lane < kRows) {
     const char* from = row_of(t, tile, row);
     from -= reinterpret_cast<uintptr_t>(from) & 15;
-    ptx::copy_bytes(ptx::shared_address(smem.values) + row * kRowPitch, from, bytes, barrier);
+    ptx::copy_bytes(ptx::shared_address(smem.values) + row * pitch_of(t), from, bytes, barrier);
   }
   while (!ptx::mbarrier_try_wait(barrier, 0)) {
   }
@@ -302,21 +305,27 @@ __device__ __forceinline__ void copy_values(const Piece& t, const Tile& tile, Pi
 // 8 x 8 values of a tile that was copied.
 __device__ __forceinline__ void read_values(
     Patch<BF16>& p, const Piece& t, const Tile& tile, const uint8_t* values, const Position& at) {
-  const uint8_t* from = values + at.row() * kRowPitch + at.col() * (t.narrow ? 2 : 4);
-  const bool swap = at.group & 4;  // lanes that are 128 bytes apart begin with other halves: other banks
+  const int pitch = pitch_of(t);
+  const uint8_t* from = values + at.row() * pitch + at.col() * (t.narrow ? 2 : 4);
+  if (t.narrow) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i, from += kRowPitch) {
-    const auto* words = reinterpret_cast<const uint4*>(from);
-    if (t.narrow) {
-      *reinterpret_cast<uint4*>(p.w[i]) = words[0];
-    } else if (t.vectors) {
-      const uint4 a = words[swap], b = words[!swap];
+    for (int i = 0; i < 8; ++i) *reinterpret_cast<uint4*>(p.w[i]) = *reinterpret_cast<const uint4*>(from + i * pitch);
+  } else if (t.vectors) {
+    const int first = at.group & 4 ? 16 : 0;  // lanes that are 128 bytes apart begin with other halves: other banks
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const uint4 a = *reinterpret_cast<const uint4*>(from + i * pitch + first);
+      const uint4 b = *reinterpret_cast<const uint4*>(from + i * pitch + (first ^ 16));
       const uint32_t raw[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
       uint32_t w[4];
       LoadBF16::put(w, raw, false);
 #pragma unroll
-      for (int k = 0; k < 4; ++k) p.w[i][k] = swap ? w[k ^ 2] : w[k];
-    } else {
+      for (int k = 0; k < 4; ++k) p.w[i][k] = first ? w[k ^ 2] : w[k];
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const auto* words = reinterpret_cast<const uint4*>(from + i * pitch);
       const uint4 raw[3] = {words[0], words[1], words[2]};
       put_shifted(p.w[i], raw, static_cast<uint32_t>(reinterpret_cast<uintptr_t>(row_of(t, tile, at.row() + i))));
     }
@@ -362,7 +371,7 @@ __device__ __forceinline__ void encode_piece(
 
 template <class Row, class Col>
 __global__ void __launch_bounds__(kThreads, kPieceBlocks) quantize_pieces_kernel(const __grid_constant__ PiecesLaunch launch) {
-  extern __shared__ __align__(16) uint8_t dynamic[];
+  extern __shared__ __align__(128) uint8_t dynamic[];
   PiecesSmem& smem = *reinterpret_cast<PiecesSmem*>(dynamic);
   if (launch.skip != nullptr && *launch.skip != 0) return;
   const int thread = threadIdx.x;
