@@ -206,7 +206,8 @@ __device__ __forceinline__ void load_piece(Patch<BF16>& p, const Piece& t, int32
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
 #pragma unroll
-        for (int k = 0; k < 2; ++k) raw[i][k] = ptx::ld_streaming(at + static_cast<int64_t>(i) * t.cols + 4 * k);
+        for (int k = 0; k < 2; ++k)  // both loads have half of each sector, so L1 is to keep it
+          raw[i][k] = __ldg(reinterpret_cast<const uint4*>(at + static_cast<int64_t>(i) * t.cols + 4 * k));
       }
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
@@ -266,14 +267,17 @@ struct PiecesSmem : TileSmem {
   uint32_t largest[kThreads / 32];
   float target[2];  // see two_level_scale
   Piece piece;
+};
+
+struct CopySmem : PiecesSmem {
   uint64_t barrier[kThreads / 32];  // of the rows that a warp copies, which are those that it reads
   alignas(128) uint8_t values[kTile * kRowPitch];
 };
-static_assert(kPieceBlocks * (sizeof(PiecesSmem) + 1024) <= 228 * 1024, "too large for as many blocks");
+static_assert(kPieceBlocks * (sizeof(CopySmem) + 1024) <= 228 * 1024, "too large for as many blocks");
 
-// The copy engine takes whole tiles of the piece: 16 bytes at a time, so that fp32 rows which are not aligned need values
-// of the piece around them.
-__device__ __forceinline__ bool is_copied(const Piece& t, const Tile& tile) {
+// The tile lies within the piece. The copy engine takes 16 bytes at a time, so that fp32 rows which are not aligned need
+// values of the piece around them.
+__device__ __forceinline__ bool is_within(const Piece& t, const Tile& tile) {
   const int32_t around = t.vectors ? 0 : 4;
   const int64_t first = static_cast<int64_t>(tile.row0) * t.cols + tile.col0;
   return tile.row0 + kTile <= t.rows && tile.col0 + kTile <= t.cols && (t.vectors || !t.narrow) &&
@@ -288,7 +292,7 @@ __device__ __forceinline__ const char* row_of(const Piece& t, const Tile& tile, 
 // Rows that are not aligned begin anywhere in their first 16 bytes. Others keep to 128 bytes, which is faster.
 __device__ __forceinline__ int pitch_of(const Piece& t) { return t.vectors ? kTile * 4 : kRowPitch; }
 
-__device__ __forceinline__ void copy_values(const Piece& t, const Tile& tile, PiecesSmem& smem) {
+__device__ __forceinline__ void copy_values(const Piece& t, const Tile& tile, CopySmem& smem) {
   constexpr int kRows = kTile / (kThreads / 32);
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, row = warp * kRows + lane;
   const uint32_t barrier = ptx::shared_address(smem.barrier + warp), bytes = kTile * (t.narrow ? 2 : 4) + (t.vectors ? 0 : 16);
@@ -351,7 +355,7 @@ __device__ __forceinline__ void fill_factors(const Side (&side)[2], const Tile& 
   __syncthreads();
 }
 
-// Of a tile that was copied: see InnerSide.
+// Of a tile that lies within the piece: see InnerSide.
 template <bool Columnwise>
 __device__ __forceinline__ bool is_inner(const Side& s, const PieceSide& b, const Tile& tile) {
   const int32_t lo = b.early[0], hi = b.early[1], row = tile.row0;
@@ -361,18 +365,23 @@ __device__ __forceinline__ bool is_inner(const Side& s, const PieceSide& b, cons
 
 template <bool Columnwise, class P>
 __device__ __forceinline__ void encode_piece(
-    const Patch<BF16>& p, const Side& s, const InnerSide& b, const Tile& tile, bool copied, PiecesSmem& smem, const Position& at) {
-  if (copied && is_inner<Columnwise>(s, b, tile)) {
+    const Patch<BF16>& p, const Side& s, const InnerSide& b, const Tile& tile, bool within, PiecesSmem& smem, const Position& at) {
+  if (within && is_inner<Columnwise>(s, b, tile)) {
     encode<Columnwise, P>(p, s, b, tile, nullptr, nullptr, smem, at);
   } else {
     encode<Columnwise, P>(p, s, static_cast<const PieceSide&>(b), tile, nullptr, nullptr, smem, at);
   }
 }
 
+// Where both sides are encoded, what a thread does is long, and loads of its own would wait for it. Else they are faster.
+template <class Row, class Col>
+constexpr bool copies_tiles = Row::kEncodes && Col::kEncodes;
+
 template <class Row, class Col>
 __global__ void __launch_bounds__(kThreads, kPieceBlocks) quantize_pieces_kernel(const __grid_constant__ PiecesLaunch launch) {
   extern __shared__ __align__(128) uint8_t dynamic[];
-  PiecesSmem& smem = *reinterpret_cast<PiecesSmem*>(dynamic);
+  constexpr bool kCopies = copies_tiles<Row, Col>;
+  auto& smem = *reinterpret_cast<std::conditional_t<kCopies, CopySmem, PiecesSmem>*>(dynamic);
   if (launch.skip != nullptr && *launch.skip != 0) return;
   const int thread = threadIdx.x;
   const int4 where = launch.tiles[blockIdx.x];
@@ -385,7 +394,9 @@ __global__ void __launch_bounds__(kThreads, kPieceBlocks) quantize_pieces_kernel
     const bool second = thread == kSides + kSecond || thread == kSides + kSide + kSecond;
     reinterpret_cast<uint32_t*>(&piece)[thread] = second ? launch.second : word;
   }
-  if (thread < kThreads / 32) ptx::mbarrier_init(ptx::shared_address(smem.barrier + thread), 1), ptx::fence_mbarrier_init();
+  if constexpr (kCopies) {
+    if (thread < kThreads / 32) ptx::mbarrier_init(ptx::shared_address(smem.barrier + thread), 1), ptx::fence_mbarrier_init();
+  }
   __syncthreads();
   const Side& row = launch.side[0];
   const Side& col = launch.side[1];
@@ -393,10 +404,12 @@ __global__ void __launch_bounds__(kThreads, kPieceBlocks) quantize_pieces_kernel
   const int32_t work = where.w;
   const Position at;
   Patch<BF16> p;
-  const bool copied = is_copied(piece, tile);
-  if (copied) {
-    copy_values(piece, tile, smem);
-    read_values(p, piece, tile, smem.values, at);
+  const bool within = is_within(piece, tile);
+  if (kCopies && within) {
+    if constexpr (kCopies) {
+      copy_values(piece, tile, smem);
+      read_values(p, piece, tile, smem.values, at);
+    }
   } else {
     load_piece(p, piece, tile.row0 + at.row(), tile.col0 + at.col());
   }
@@ -420,7 +433,7 @@ __global__ void __launch_bounds__(kThreads, kPieceBlocks) quantize_pieces_kernel
   if (!(work & (kEncodePiece | kEncodePiece << 2))) return;
   fill_factors<Row::kTakes4 || Col::kTakes4>(launch.side, tile, smem);
   if constexpr (Row::kEncodes) {
-    if (work & kEncodePiece) encode_piece<false, Row>(p, row, piece.side[0], tile, copied, smem, at);
+    if (work & kEncodePiece) encode_piece<false, Row>(p, row, piece.side[0], tile, within, smem, at);
   }
 #pragma unroll
   for (int i = 0; i < 8; ++i) {  // else values that both sides widen stay in registers, and others are spilled
@@ -428,7 +441,7 @@ __global__ void __launch_bounds__(kThreads, kPieceBlocks) quantize_pieces_kernel
     for (int k = 0; k < BF16::kWords; ++k) asm volatile("" : "+r"(p.w[i][k]));
   }
   if constexpr (Col::kEncodes) {
-    if (work & kEncodePiece << 2) encode_piece<true, Col>(p, col, piece.side[1], tile, copied, smem, at);
+    if (work & kEncodePiece << 2) encode_piece<true, Col>(p, col, piece.side[1], tile, within, smem, at);
   }
   __syncthreads();
   if constexpr (Row::kEncodes) {
@@ -442,9 +455,12 @@ __global__ void __launch_bounds__(kThreads, kPieceBlocks) quantize_pieces_kernel
 template <class Row, class Col>
 cudaError_t launch_pieces(const PiecesLaunch& launch, cudaStream_t stream) {
   auto* kernel = quantize_pieces_kernel<Row, Col>;
-  const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(PiecesSmem));
-  if (allowed != cudaSuccess) return allowed;
-  kernel<<<static_cast<unsigned>(launch.count), kThreads, sizeof(PiecesSmem), stream>>>(launch);
+  constexpr int kBytes = copies_tiles<Row, Col> ? sizeof(CopySmem) : sizeof(PiecesSmem);
+  if constexpr (copies_tiles<Row, Col>) {
+    const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+    if (allowed != cudaSuccess) return allowed;
+  }
+  kernel<<<static_cast<unsigned>(launch.count), kThreads, kBytes, stream>>>(launch);
   return cudaGetLastError();
 }
 
