@@ -149,6 +149,7 @@ def cast_pieces(pieces: Tensor, tiles: Tensor, row, col, second: bool, skip: Ten
 def cast_scales(runs: Tensor, chunks: Tensor, encodings: Sequence[Encoding], skip: Tensor | None) -> None:
     """See `native.cast_scales`."""
     table = _rows(runs, ScaleRun)
+    assert len(encodings) <= native.SCALE_SIDES
     for index, chunk in chunks.tolist() if skip is None or not skip else ():
         run = table[index]
         at = slice(chunk * CHUNK, min((chunk + 1) * CHUNK, run.count))

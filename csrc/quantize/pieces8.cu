@@ -50,11 +50,21 @@ __global__ void __launch_bounds__(kThreads) cast_scales_kernel(const __grid_cons
 
 cudaError_t launch_pieces8(const PiecesLaunch& launch, cudaStream_t stream) {
   const bool row = launch.encodes(0), col = launch.encodes(1);
-  const auto known = [&](int d) { const Side& s = launch.side[d]; return s.byte_scales() && s.outer == 1; };
+  const auto is_known = [&](int d) {
+    const Side& s = launch.side[d];
+    return s.byte_scales() && s.outer == 1 && s.contraction == 32;
+  };
   if (!row && !col) return launch_pieces<Statistics, Statistics>(launch, stream);
-  if (!col) return known(0) ? launch_pieces<Plain8x32, Statistics>(launch, stream) : launch_pieces<Plain8, Statistics>(launch, stream);
-  if (!row) return known(1) ? launch_pieces<Statistics, Plain8x32>(launch, stream) : launch_pieces<Statistics, Plain8>(launch, stream);
-  return known(0) && known(1) ? launch_pieces<Plain8x32, Plain8x32>(launch, stream) : launch_pieces<Plain8, Plain8>(launch, stream);
+  if (!col) {
+    return is_known(0) ? launch_pieces<Plain8x32, Statistics>(launch, stream)
+                       : launch_pieces<Plain8, Statistics>(launch, stream);
+  }
+  if (!row) {
+    return is_known(1) ? launch_pieces<Statistics, Plain8x32>(launch, stream)
+                       : launch_pieces<Statistics, Plain8>(launch, stream);
+  }
+  return is_known(0) && is_known(1) ? launch_pieces<Plain8x32, Plain8x32>(launch, stream)
+                                    : launch_pieces<Plain8, Plain8>(launch, stream);
 }
 
 cudaError_t launch_cast_scales(const ScalesLaunch& launch, cudaStream_t stream) {

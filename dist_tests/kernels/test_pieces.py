@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -54,6 +56,12 @@ def test_codes_of_kernels_are_read_where_they_were_gathered(pair):
 def test_kernels_take_values_that_are_not_finite():
     """Otherwise a NaN or an infinity is hidden, or an option of a format is lost."""
     test_cast_plan.test_values_that_are_not_finite_and_options_of_formats_pass_the_tables("cuda")
+    master = values(260, 264, kind="heavy", dtype=torch.float32)  # whole tiles, which look at no edges
+    for pair, value in itertools.product((("mxfp8", "mxfp8"), ("fp8_row", "fp8_row"), ("mxfp8", "nvfp4")), ("nan", "-inf")):
+        master[100:200:7, 30:180:50] = float(value)
+        for cuts in ((0, master.numel()), (0, 1001, master.numel())):
+            hybrids, shards = {"w": HybridQuantizer(*pair)}, {"w": ShardMap(cuts)}
+            assert_plans_cast_as_rows_do({"w": master}, hybrids, shards, "codes", "halo", f"{pair} {value} {cuts}", device="cuda")
 
 
 @pytest.mark.parametrize("name", ["hybrid", "fp8_delayed", "fp8_block"])

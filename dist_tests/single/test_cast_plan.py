@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from dist_tests.single.test_hooks import DELAYED, IN_PLACE, POLICIES, WAYS, code
 from dist_tests.virtual import VirtualRanks
 from fsdp_quant.formats import ROWWISE
 from fsdp_quant.hooks import SyncItem, plan_weight_sync
+from fsdp_quant.ops import native
 from fsdp_quant.parallel.shard_map import ShardMap
 from fsdp_quant.quantizer import HybridQuantizer
 
@@ -74,6 +76,13 @@ def random_plan(seed: int, shapes: list[tuple[int, int]]) -> tuple:
 def test_tables_tell_the_cast_of_covering_rows(seed: int):
     """Otherwise the bytes of a step depend on whether kernels made them."""
     assert_plans_cast_as_rows_do(*random_plan(seed, SHAPES))
+
+
+def test_scales_of_many_encodings_take_several_launches():
+    """Otherwise a sync of more encodings than one launch takes loses scales."""
+    with mock.patch.object(native, "SCALE_SIDES", 1):
+        for seed in range(4):
+            assert_plans_cast_as_rows_do(*random_plan(seed, SHAPES))
 
 
 @pytest.mark.parametrize(("transport", "stats"), WAYS)
