@@ -202,12 +202,12 @@ def _of_packed(weight: MasterWeight, directions: list[Direction], plan: GemmPlan
 
 
 def behind(tensors: Sequence[Tensor]) -> Tensor:
-    """torch.cat; a view, where tensors of one memory lie one behind the other."""
+    """torch.cat, aligned to 16 bytes; a view, where tensors of one memory lie so, one behind the other."""
     there = [t for t in tensors if t.numel()]
     at, memory = there[0].storage_offset(), there[0].untyped_storage().data_ptr()
     for t in there:
-        if not t.is_contiguous() or t.storage_offset() != at or t.untyped_storage().data_ptr() != memory:
-            return torch.cat(there)
+        if there[0].data_ptr() % 16 or not t.is_contiguous() or t.storage_offset() != at or t.untyped_storage().data_ptr() != memory:
+            return torch.cat(there) if len(there) > 1 else there[0].clone()
         at += t.numel()
     return there[0].as_strided((sum(len(t) for t in there), *there[0].shape[1:]), there[0].stride())
 
