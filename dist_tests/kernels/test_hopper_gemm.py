@@ -115,7 +115,9 @@ def test_everything_else_is_cublaslts():
         "N is no multiple of 8": choice(8192, 8196, 8192, "fp8_1x128", "fp8_1x128"),
         "both operands are e5m2": ops.gemm_choice(*large, 26, 26, BF16),
         "an operand has one-byte scales": choice(*large, "mxfp8", "mxfp8"),
-        "an operand is neither e4m3 nor e5m2": ops.gemm_choice(*large, 0, 0, BF16),
+        "values are multiplied in groups": ops.gemm_choice(*large, 0, 0, BF16),
+        "one operand is of codes": ops.gemm_choice(*large, 0, 33, BF16),
+        "an operand is neither e4m3, e5m2 nor bfloat16": ops.gemm_choice(*large, 3, 33, BF16),
         "one operand has scales along K": choice(*large, "fp8_row", "fp8_1x128"),
         "the product is empty": choice(0, 8192, 8192, "fp8_1x128", "fp8_1x128"),
     }

@@ -172,8 +172,9 @@ def modules(rank: int, world: int) -> None:
             same(p.grad.to_local(), q.grad[mine], f"{name} {key}.grad")
         assert moved.dispatch == (planned if world > 1 else {}), (name, moved.dispatch, planned)
         found = [{fmt for phase, d, fmt in planned if phase == of and d != "sum"} for of in ("forward", "backward")]
-        assert (forward in found[0], backward in found[1]) == (True, True), (name, found)
-        assert ("high precision" in found[0]) == (forward == "high precision"), (name, found)
+        if DEVICE == "cpu":  # on a GPU one product may serve all experts, which then are sent values unless codes are asked for
+            assert (forward in found[0], backward in found[1]) == (True, True), (name, found)
+            assert ("high precision" in found[0]) == (forward == "high precision"), (name, found)
         assert f"{EXPERTS} experts over {world} ranks" in str(fq.plan(net)), fq.plan(net)
         with torch.no_grad(), fq.token_offset(0):  # the forward's direction alone
             same(net(x, torch.tensor(counts).cumsum(0)), want_y[rank], f"{name} y without gradients")

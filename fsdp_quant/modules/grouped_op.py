@@ -205,10 +205,12 @@ def behind(tensors: Sequence[Tensor]) -> Tensor:
     """torch.cat, aligned to 16 bytes; a view, where tensors of one memory lie so, one behind the other."""
     there = [t for t in tensors if t.numel()]
     at, memory = there[0].storage_offset(), there[0].untyped_storage().data_ptr()
+    together = there[0].data_ptr() % 16 == 0
     for t in there:
-        if there[0].data_ptr() % 16 or not t.is_contiguous() or t.storage_offset() != at or t.untyped_storage().data_ptr() != memory:
-            return torch.cat(there) if len(there) > 1 else there[0].clone()
+        together &= t.is_contiguous() and t.storage_offset() == at and t.untyped_storage().data_ptr() == memory
         at += t.numel()
+    if not together:
+        return torch.cat(there) if len(there) > 1 else there[0].clone()
     return there[0].as_strided((sum(len(t) for t in there), *there[0].shape[1:]), there[0].stride())
 
 

@@ -445,6 +445,8 @@ class ExpertDispatch:
             rule = functools.partial(why_high_precision, hybrid, directions, self.alignment, cols, dtype)
             forced = rule(transport="codes")
             reason = forced or rule(transport=transport)
+            if reason is None and transport == "auto" and layers[0].why_one_by_one(dtype, layers[0].weight.device) is None:
+                reason = "one product serves all experts, and between GPUs of one machine making codes took longer than they save"
             if reason is None:
                 return _Operand(hybrid, directions, None)
             if forced is None:

@@ -490,12 +490,20 @@ def _operator(
 
 def _random_keys(name: str, axis: TensorParallel, step: Tensor) -> tuple[Tensor, Tensor]:
     """(step, slot ids): ranks of a group hold one batch, and round the columns that they hold alone independently."""
-    ids = slot_ids(name)
-    ids[SLOTS.index(axis.cut_slot)] = slot_ids(f"{name}.{axis.group.rank()}")[SLOTS.index(axis.cut_slot)]
+    ids = _ids_of_part(name, axis.cut_slot, axis.group.rank(), step.device)
     if STEP.token_offset < 0:  # else it says where this rank's rows are
         step = step.clone()
-        step[STEP_FIELDS.index("data_parallel_rank")] = min(dist.get_process_group_ranks(axis.group)) // axis.group.size()
-    return step, ids.to(step.device)
+        data_parallel_rank = min(dist.get_process_group_ranks(axis.group)) // axis.group.size()
+        step[STEP_FIELDS.index("data_parallel_rank")].fill_(data_parallel_rank)  # a launch that graphs capture
+    return step, ids
+
+
+@functools.cache
+def _ids_of_part(name: str, cut_slot: str, rank: int, device: torch.device) -> Tensor:
+    """`slot_ids` of a layer, those of the slot that ranks cut a rank's own; on the device once, before graphs are captured."""
+    ids, slot = slot_ids(name), SLOTS.index(cut_slot)
+    ids[slot] = slot_ids(f"{name}.{rank}")[slot]
+    return ids.to(device)
 
 
 @torch.compiler.disable(reason="layers that ranks share run between compiled graphs: leave fullgraph=True out")
