@@ -78,7 +78,7 @@ def expected(recipe: fq.Recipe, weight: torch.Tensor, part: torch.Tensor, direct
 
 def one_axis_at_a_time(m, state) -> tuple:
     """`fsdp_hooks._groups` where no group holds both axes."""
-    return (m.process_group, m.local.state.tensor_group)[: 2 if m.local.state.spans_parts else 1]
+    return (m.process_group, state.tensor_group)[: 2 if state.spans_parts else 1]
 
 
 def codes(rank: int, world: int) -> list:
