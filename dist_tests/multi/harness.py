@@ -11,8 +11,11 @@ import os
 import pickle
 import socket
 import tempfile
+import time
 import traceback
+from collections.abc import Iterable
 from datetime import timedelta
+from multiprocessing import connection
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 DEVICE = os.environ.get("FSDP_QUANT_TEST_DEVICE", "cpu")
+GRACE = 10.0  # seconds that ranks have to notice that another one failed; NCCL lets them wait for minutes
 on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="emulates a GPU on a CPU")
 # What ranks would import one by one; torch._dynamo, by the first step of an optimizer, takes longer than most laws.
 _PRELOAD = [
@@ -62,6 +66,17 @@ def most_ranks(world: int) -> int:
     return world if DEVICE == "cpu" else min(world, torch.cuda.device_count())
 
 
+def _results(folder: str, ranks: Iterable[int]) -> dict[int, tuple]:
+    """What those of these ranks that came to an end have written."""
+    found = {}
+    for rank in ranks:
+        path = os.path.join(folder, str(rank))
+        if os.path.exists(path):
+            with open(path, "rb") as f:
+                found[rank] = pickle.load(f)
+    return found
+
+
 def run_ranks(world: int, fn, *args) -> list:
     """fn(rank, world, *args) on every rank; returns the results by rank. fn must be a module-level function.
 
@@ -79,16 +94,16 @@ def run_ranks(world: int, fn, *args) -> list:
         ]
         for process in ranks:
             process.start()
-        results: dict[int, tuple] = {}
+        end = time.monotonic() + 300
+        while (alive := [p for p in ranks if p.is_alive()]) and (rest := end - time.monotonic()) > 0:
+            connection.wait([p.sentinel for p in alive], rest)
+            results = _results(folder, [r for r, p in enumerate(ranks) if not p.is_alive()])
+            if any(kind == "error" for kind, _ in results.values()):
+                end = min(end, time.monotonic() + GRACE)
         for process in ranks:
-            process.join(300)
-        for rank, process in enumerate(ranks):
-            if process.is_alive():
-                process.kill()
-            path = os.path.join(folder, str(rank))
-            if os.path.exists(path):
-                with open(path, "rb") as f:
-                    results[rank] = pickle.load(f)
+            process.kill()
+            process.join()
+        results = _results(folder, range(world))
     errors = {r: text for r, (kind, text) in results.items() if kind == "error"}
     missing = [r for r in range(world) if r not in results]
     if errors:  # the rank that failed of itself, not one whose peer went away
