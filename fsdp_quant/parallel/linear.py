@@ -501,9 +501,10 @@ def _random_keys(name: str, axis: TensorParallel, step: Tensor) -> tuple[Tensor,
 @functools.cache
 def _ids_of_part(name: str, cut_slot: str, rank: int, device: torch.device) -> Tensor:
     """`slot_ids` of a layer, those of the slot that ranks cut a rank's own; on the device once, before graphs are captured."""
-    ids, slot = slot_ids(name), SLOTS.index(cut_slot)
-    ids[slot] = slot_ids(f"{name}.{rank}")[slot]
-    return ids.to(device)
+    with torch.inference_mode(False):  # training reads them after an evaluation
+        ids, slot = slot_ids(name), SLOTS.index(cut_slot)
+        ids[slot] = slot_ids(f"{name}.{rank}")[slot]
+        return ids.to(device)
 
 
 @torch.compiler.disable(reason="layers that ranks share run between compiled graphs: leave fullgraph=True out")

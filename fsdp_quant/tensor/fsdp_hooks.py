@@ -323,8 +323,8 @@ class GatheredWeight:
     def gathered_with(self) -> list[tuple[Tensor, GatheredWeight]]:
         """The weights of the group, this one included, in the order of their hooks: (local tensor, its unsharded side)."""
         locals_now, (locals_then, group) = self.managed.group_locals(), self._group
-        same = [then() for then in locals_then]
-        if len(same) != len(locals_now) or any(map(operator.is_not, same, locals_now)) or not all(map(_is_current, group)):
+        before = [then() for then in locals_then]
+        if len(before) != len(locals_now) or any(map(operator.is_not, before, locals_now)) or not all(map(_is_current, group)):
             group = [gathered_weight(one) if isinstance(one, FSDPHooks) else None for one in locals_now]
             self._group = list(map(weakref.ref, locals_now)), group
         return [(one, gathered) for one, gathered in zip(locals_now, group) if gathered is not None]
