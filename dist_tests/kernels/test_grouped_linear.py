@@ -291,19 +291,6 @@ def close(got: Tensor, want: Tensor, what: str) -> None:
         assert off < limit, f"{what} {e}: {off:.2e}"
 
 
-class Travelled(torch.autograd.Function):
-    """Values that come as codes, forwards or backwards."""
-
-    @staticmethod
-    def forward(ctx, x, encode, gradients):
-        ctx.encode = gradients
-        return x.view_as(x) if encode is None else encode(x.detach())
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy if ctx.encode is None else ctx.encode(dy), None, None
-
-
 @pytest.mark.parametrize("name", ["fp8_block", "mxfp8", "fp8_row", "fp8_current"])
 def test_codes_of_tokens_are_multiplied_as_their_values(name: str):
     """If false, tokens that were dispatched as codes are scaled as another expert's, or wait for the device."""
@@ -324,8 +311,8 @@ def test_codes_of_tokens_are_multiplied_as_their_values(name: str):
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            y = module(Travelled.apply(a, (lambda _, t=given: t) if codes else None, None), ends)
-            Travelled.apply(y, None, (lambda _, t=gradient: t) if codes else None).backward(dy)
+            y = module(laws.Travelled.apply(a, (lambda _, t=given: t) if codes else None, None), ends)
+            laws.Travelled.apply(y, None, (lambda _, t=gradient: t) if codes else None).backward(dy)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         results.append({"y": y.detach(), "dx": a.grad, "dw": module.weight.grad})

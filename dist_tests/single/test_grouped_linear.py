@@ -420,19 +420,6 @@ def test_one_product_scales_by_each_experts_history(packed: bool):
     assert_same(*results, f"packed={packed}")
 
 
-class Travelled(torch.autograd.Function):
-    """Values that come as codes, forwards or backwards."""
-
-    @staticmethod
-    def forward(ctx, x, encode, gradients):
-        ctx.encode = gradients
-        return x.view_as(x) if encode is None else encode(x.detach())
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy if ctx.encode is None else ctx.encode(dy), None, None
-
-
 def fours(role):
     """Two levels, rounded to nearest: gradients may travel as codes."""
     return "nvfp4"
@@ -466,8 +453,8 @@ def test_codes_of_tokens_are_multiplied_in_one_product(name: str):
         for of_input, of_grad in ((None, None), (encoders["input"], None), (encoders["input"], encoders["grad_output"])):
             a, before = x.clone().requires_grad_(), len(gpu.calls)
             module.weight.grad = None
-            y = module(Travelled.apply(a, of_input, None), torch.tensor(splits).cumsum(0))
-            Travelled.apply(y, None, of_grad).backward(dy)
+            y = module(laws.Travelled.apply(a, of_input, None), torch.tensor(splits).cumsum(0))
+            laws.Travelled.apply(y, None, of_grad).backward(dy)
             results.append({"y": y.detach(), "dx": a.grad, "dw": module.weight.grad})
             ran = [c.name for c in gpu.calls[before:] if c.name.startswith(("gemm", "grouped_", "linear_step"))]
             assert len(ran) == (3 if name != "row_identity" else 1) and "gemm" not in ran, ran
