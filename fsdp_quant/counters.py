@@ -24,6 +24,10 @@ class Counters:
     def add(self, what: str, detail: object, amount: int = 1) -> None:
         self._counts[what][detail] += amount
 
+    def add_each(self, what: str, details: Iterable[object]) -> None:
+        """Count each of them once."""
+        self._counts[what].update(details)
+
     def _ask(self) -> None:
         for source in self.sources:
             for what, detail, amount in source():

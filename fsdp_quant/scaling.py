@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from .formats import Encoding, ceil_div, value_class
@@ -84,7 +83,7 @@ class RowCuts(Cuts):
         return RowCuts(tuple(min(r * chunk, rows) for r in range(world_size)) + (rows,))
 
 
-@dataclass(eq=False)  # made anew for each weight and step
+@dataclass(eq=False)
 class Fragment:
     """What one rank holds of one master weight, and the encodings wanted of it.
 
@@ -112,11 +111,13 @@ class Fragment:
     def row0(self) -> int:
         return self.start // self.cuts.row_units
 
-    @functools.cached_property
+    @property
     def rows(self) -> Tensor:
         """[rows, cols]: every row of which the rank holds a part, zeros where another one does. A view of whole rows."""
-        if self.values.dim() == 2:
-            return self.values
+        return self.values if self.values.dim() == 2 else self._covering_rows
+
+    @functools.cached_property
+    def _covering_rows(self) -> Tensor:
         return runs.covering_rows(self.values, self.start % self.cuts.row_units, self.cuts.row_units)
 
     def block_rows(self, encoding: Encoding) -> slice:
@@ -157,58 +158,7 @@ def share_statistics(
     Every rank of the group must call it, those with empty fragments too. When nothing crosses a cut, there is no
     collective. Equal encodings are read in one launch.
     """
-    results: list[list[Statistics | None]] = [[None] * len(f.encodings) for f in fragments]
-    alike: dict[tuple, list[tuple[int, int]]] = {}
-    for f, fragment in enumerate(fragments):
-        for e, encoding in enumerate(fragment.encodings):
-            if not fragment.shares_statistics(encoding) and not (whole and encoding.fmt.scale != "none"):
-                continue
-            results[f][e] = fragment.found[e] if fragment.found else None
-            if results[f][e] is None:
-                alike.setdefault((encoding, fragment.dtype, fragment.values.dtype), []).append((f, e))
-    for (encoding, dtype, _), at in alike.items():
-        of = [fragments[f] for f, _ in at]
-        found = dispatch.statistics_group([f.rows for f in of], encoding, [f.row0 for f in of], dtype)
-        for (f, e), one in zip(at, found):
-            results[f][e] = one
-    slots, places = [], []
-    for f, fragment in enumerate(fragments):
-        for e, encoding in enumerate(fragment.encodings):
-            if results[f][e] is None:
-                continue
-            amax, tensor_amax = results[f][e]
-            if tensor_amax is not None:
-                slots.append(tensor_amax)
-                places.append((f, e, None, None, False))
-            if whole:
-                shape = (fragment.cuts.rows, fragment.rows.shape[1])
-                slots.append(amax.new_zeros(encoding.fmt.scale_shape(shape, encoding.direction)))
-                mine = fragment.block_rows(encoding)
-                slots[-1][mine] = amax[: mine.stop - mine.start]
-                places.append((f, e, slice(None), 0, False))
-                results[f][e] = Statistics(slots[-1], tensor_amax)
-                continue
-            first, own = fragment.block_rows(encoding).start, parts is None and fragment.has_own_blocks(encoding)
-            for block_row in fragment.shared_block_rows(encoding):
-                local = block_row - first
-                mine = 0 <= local < amax.shape[0]
-                if len(amax) == 1 and mine:
-                    slots.append(amax.view(-1))
-                else:
-                    slots.append(amax[local] if mine else amax.new_zeros(amax.shape[1]))
-                if own:  # a slot for each part
-                    part, count = fragment.part
-                    slots[-1] = F.pad(slots[-1][None], (0, 0, part, count - 1 - part))
-                places.append((f, e, local if mine else None, block_row, own))
-    for (f, e, local, block_row, own), reduced in zip(places, reduce_amaxes(slots, group)):
-        amax, tensor_amax = results[f][e]
-        reduced = reduced[fragments[f].part[0]] if own else reduced
-        if block_row is None:
-            results[f][e] = Statistics(amax, reduced)
-        elif local is not None and len(amax) == 1:
-            results[f][e] = Statistics(reduced.view(1, -1), tensor_amax)
-        elif local is not None:
-            amax[local] = reduced
+    results = SharedStatistics(fragments, group, whole, own_slots=parts is None).results
     if parts is not None:
         cut = [(f, one) for f, one in enumerate(fragments) if one.part[1] > 1]
         spanning = [(f, e, encoding) for f, one in cut for e, encoding in enumerate(one.encodings) if encoding.fmt.spans_tensor]
@@ -216,6 +166,101 @@ def share_statistics(
         for (f, e, _), one in zip(spanning, shared):
             results[f][e] = one
     return results
+
+
+class SharedStatistics:
+    """What `share_statistics` gives; `again` writes the statistics of other values over it.
+
+    results:    for each fragment, for each encoding.
+    own_slots:  tensors that are cut into parts have a slot for each part of them.
+    """
+
+    def __init__(
+        self, fragments: Sequence[Fragment], group: dist.ProcessGroup | None, whole: bool = False, own_slots: bool = True
+    ):
+        self.group, self._places = group, []
+        self.results: list[list[Statistics | None]] = [[None] * len(f.encodings) for f in fragments]
+        for f, fragment in enumerate(fragments):
+            for e, encoding in enumerate(fragment.encodings):
+                if fragment.shares_statistics(encoding) or (whole and encoding.fmt.scale != "none"):
+                    self._places.append((f, e))
+        self._own = _own_statistics(fragments, self._places)
+        self._padded: list[tuple[Tensor, Tensor]] = []  # (row of a slot, where it comes from)
+        slots, into = [], []  # what is reduced, and what becomes of it
+        for (f, e), (amax, tensor_amax) in zip(self._places, self._own):
+            fragment, encoding = fragments[f], fragments[f].encodings[e]
+            self.results[f][e] = Statistics(amax, tensor_amax)
+            if tensor_amax is not None:
+                slots.append(tensor_amax)
+                into.append((f, e, None, None, False))
+            if whole:
+                shape = (fragment.cuts.rows, fragment.rows.shape[1])
+                slots.append(amax.new_zeros(encoding.fmt.scale_shape(shape, encoding.direction)))
+                mine = fragment.block_rows(encoding)
+                slots[-1][mine] = amax[: mine.stop - mine.start]
+                into.append((f, e, slice(None), 0, False))
+                self.results[f][e] = Statistics(slots[-1], tensor_amax)
+                continue
+            first, own = fragment.block_rows(encoding).start, own_slots and fragment.has_own_blocks(encoding)
+            for block_row in fragment.shared_block_rows(encoding):
+                local = block_row - first
+                mine = 0 <= local < amax.shape[0]
+                slot = amax[local] if mine else amax.new_zeros(amax.shape[1])
+                if own:
+                    part, count = fragment.part
+                    of_parts = amax.new_zeros(count, len(slot))
+                    self._padded.append((of_parts[part], slot))
+                    slot = of_parts
+                slots.append(slot)
+                into.append((f, e, local if mine else None, block_row, own))
+        _copy_each(self._padded)
+        self._slots, self._reduced = slots, reduce_amaxes(slots, group)
+        self._rows: list[tuple[Tensor, Tensor]] = []  # (row of a result, what it is to be), beside rows of its own rank
+        for (f, e, local, block_row, own), reduced in zip(into, self._reduced):
+            amax, tensor_amax = self.results[f][e]
+            reduced = reduced[fragments[f].part[0]] if own else reduced
+            if block_row is None:
+                self.results[f][e] = Statistics(amax, reduced)
+            elif local is not None and len(amax) == 1:
+                self.results[f][e] = Statistics(reduced.view(1, -1), tensor_amax)
+            elif local is not None:
+                self._rows.append((amax[local], reduced))
+        _copy_each(self._rows)
+
+    def again(self, fragments: Sequence[Fragment]) -> bool:
+        """The statistics of these fragments, which are as those before but for their values and what is known of them, not
+        `whole`. False, before any collective, where what is known is of other kinds. Every rank must call it."""
+        made = _own_statistics(fragments, self._places)
+        pairs = [(old, new) for of in zip(self._own, made) for old, new in zip(*of) if old is not new]
+        if any([old is None or new is None for old, new in pairs]):
+            return False
+        _copy_each(pairs + self._padded)
+        reduced = reduce_amaxes(self._slots, self.group)
+        _copy_each([(old, new) for old, new, slot in zip(self._reduced, reduced, self._slots) if new is not slot])
+        _copy_each(self._rows)
+        return True
+
+
+def _copy_each(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """target.copy_(source) of each (target, source)."""
+    if pairs:
+        torch._foreach_copy_(*map(list, zip(*pairs)))
+
+
+def _own_statistics(fragments: Sequence[Fragment], places: Sequence[tuple[int, int]]) -> list[Statistics]:
+    """Of the rows of a fragment in an encoding, each of `places`: what is known, else what a launch an encoding finds."""
+    made: dict[tuple[int, int], Statistics] = {}
+    alike: dict[tuple, list[tuple[int, int]]] = {}
+    for f, e in places:
+        one = fragments[f]
+        if one.found and one.found[e] is not None:
+            made[f, e] = one.found[e]
+        else:
+            alike.setdefault((one.encodings[e], one.dtype, one.values.dtype), []).append((f, e))
+    for (encoding, dtype, _), at in alike.items():
+        of = [fragments[f] for f, _ in at]
+        made.update(zip(at, dispatch.statistics_group([f.rows for f in of], encoding, [f.row0 for f in of], dtype)))
+    return [made[place] for place in places]
 
 
 def share_amaxes(found: Sequence[tuple[Encoding, Statistics]], group: dist.ProcessGroup | None) -> list[Statistics]:

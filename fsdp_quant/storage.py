@@ -21,6 +21,7 @@ from .formats import ROWWISE, SCALE_DTYPE, Direction, Encoding, Format, format_o
 from .ops import dispatch, layout, reference
 from .ops.capability import arch_of
 from .ops.layout import ANCHOR_RUNS, ANCHORED, COMPACT, NATIVE
+from .ops.native import TransposeGroup
 
 
 class Placement(enum.Enum):
@@ -371,10 +372,13 @@ def rebuild_storage(facts: dict, buffers: dict[str, Tensor], row0: int = 0, layo
     return Storage(fmt, Direction(direction), tuple(shape), **whole, dtype=getattr(torch, dtype), row0=row0, layout=layout)
 
 
-def laid_out(wanted: Sequence[tuple[Storage, str]], stacked: bool = False) -> list[Storage]:
+def laid_out(
+    wanted: Sequence[tuple[Storage, str]], stacked: bool = False, calls: list[TransposeGroup] | None = None
+) -> list[Storage]:
     """`in_layout` of each (storage, layout); codes of a format that are transposed are so in one launch.
 
     stacked:  storages are of one shape, and what is transposed goes into slices of one buffer where a kernel does so.
+    calls:    takes the launches, which may be made again.
     """
     by_format: dict[Format, list[int]] = {}
     for i, (storage, layout_) in enumerate(wanted):
@@ -383,7 +387,7 @@ def laid_out(wanted: Sequence[tuple[Storage, str]], stacked: bool = False) -> li
     turned: dict[int, Tensor] = {}
     for fmt, places in by_format.items():
         storages = [wanted[i][0] for i in places]
-        made = dispatch.transpose_group([s.data for s in storages], [s.padded_shape for s in storages], fmt, stacked)
+        made = dispatch.transpose_group([s.data for s in storages], [s.padded_shape for s in storages], fmt, stacked, calls)
         turned.update(zip(places, made))
     return [storage.in_layout(layout_, turned.get(i)) for i, (storage, layout_) in enumerate(wanted)]
 

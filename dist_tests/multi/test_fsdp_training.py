@@ -524,7 +524,7 @@ def _one_launch_a_group(rank: int, world: int) -> None:
             states = [m.local.state for m in _managed(net) if isinstance(m.local, MasterWeight)]
             of_second = [s for s in states if s.name.startswith("1.")]
             net[1][1].register_full_backward_pre_hook(lambda *_: freed.append(  # the group is gathered
-                [not s.gathered.arrival and s.gathered.slots.columnwise.is_freed for s in of_second]
+                [s.gathered.slots.columnwise.is_freed for s in of_second]
             ))
             for _ in range(2):
                 gpu.calls.clear()

@@ -20,7 +20,8 @@ from ..parallel.linear import describe
 from ..recipe import OVERRIDE_VARIABLE, default_override
 from ..scaling import RowCuts
 from ..tensor import torch_compat
-from ..tensor.fsdp_hooks import FSDPHooks, gathered_directions, gathered_size, wire_buffers
+from ..tensor.fsdp_hooks import FSDPHooks
+from ..tensor.gathered_weight import gathered_directions, gathered_size, wire_buffers
 from ..tensor.torch_compat import ManagedParam
 
 

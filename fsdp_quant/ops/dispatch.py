@@ -196,11 +196,13 @@ def encode_group(
     x: Sequence[Tensor], encoding: Encoding, stats: Sequence[Statistics | None], row0: Sequence[int],
     encs: Sequence[Tensor | None], dtype: torch.dtype | None = None,
     into: Sequence[tuple[Tensor, Tensor] | None] | None = None, records: Sequence[Tensor | None] | None = None,
+    calls: list[native.GroupEncoding] | None = None,
 ) -> list[Encoded]:
     """`encode` of one encoding of each tensor: stats, row0 and encs have an entry for each.
 
     into:     (data, scale) of each, or None; written where one launch does all and all are given.
     records:  of each that enc scales, its history, in which the amax is recorded (`record_amax`); or None.
+    calls:    takes the launch that made all, if there was one, which may be made again (`encode_again`).
     """
     takes, through_bf16 = _takes_group(x, encoding, dtype)
     records = records or [None] * len(x)
@@ -220,10 +222,17 @@ def encode_group(
             found = native.statistics_group([x[i] for i in missing], encoding, [row0[i] for i in missing], through_bf16)
             for i, s in zip(missing, found):
                 stats[i] = s
+            calls = None
     into = None if into is None or None in into else into
-    made = native.quantize_group(x, encoding, row0, through_bf16, stats, into, encs, records)
+    made = native.quantize_group(x, encoding, row0, through_bf16, stats, into, encs, records, calls)
     counters.add("quantize", (encoding.fmt.name, encoding.direction.value, "native"), len(x))
     return [Encoded(*one) for one in made]
+
+
+def encode_again(call: native.GroupEncoding, x: Sequence[Tensor]) -> None:
+    """What `encode_group` made, of other values."""
+    call(x)
+    counters.add("quantize", (call.encoding.fmt.name, call.encoding.direction.value, "native"), len(x))
 
 
 def scales(stats: Statistics, encoding: Encoding, enc: Tensor | None = None) -> Tensor:
@@ -297,11 +306,12 @@ def transpose_codes(data: Tensor, rows: int, cols: int, fmt: Format) -> Tensor:
 
 
 def transpose_group(
-    data: Sequence[Tensor], shapes: Sequence[tuple[int, int]], fmt: Format, stacked: bool = False
+    data: Sequence[Tensor], shapes: Sequence[tuple[int, int]], fmt: Format, stacked: bool = False,
+    calls: list[native.TransposeGroup] | None = None,
 ) -> list[Tensor]:
-    """`transpose_codes` of each; stacked: of one shape, by a kernel into slices of one buffer."""
+    """`transpose_codes` of each; stacked: of one shape, by a kernel into slices of one buffer; calls: takes the launch."""
     if len(data) > 1 and fmt.is_quantized and all(map(native.runs, data)):
-        return native.transpose_group(data, shapes, fmt.element.bits, stacked)
+        return native.transpose_group(data, shapes, fmt.element.bits, stacked, calls)
     return [transpose_codes(one, *shape, fmt) for one, shape in zip(data, shapes)]
 
 

@@ -226,36 +226,79 @@ def _staged(encoding: Encoding, scale_bytes: int, shapes: tuple[tuple[int, int],
     return at, places, views
 
 
+class GroupEncoding:
+    """One launch that encodes each of a list of tensors into slices of one buffer, and may be made again of other values.
+
+    made:     (data, scale, tensor_amax, amax) of each: views of the buffer, and what of `stats` went into them.
+
+    Arguments as of `quantize_group`.
+    """
+
+    def __init__(
+        self, x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], through_bf16: bool, stats: Sequence[tuple | None],
+        encs: Sequence[Tensor | None] = (), records: Sequence[Tensor | None] = (),
+    ):
+        self.encoding, self.dtype, self.device = encoding, x[0].dtype, x[0].device
+        scale_dtype = torch.uint8 if encoding.fmt.scale != "fp32" else torch.float32
+        size, places, views = _staged(encoding, scale_dtype.itemsize, tuple(one.shape for one in x), tuple(row0))
+        self._staging, self._size = x[0].new_empty(size, dtype=torch.uint8), size
+        self._first, known = _group_arguments(x, encoding, row0, stats, encs, records)
+        self._last = self._staging, *places, through_bf16
+        of_scales = self._staging.view(scale_dtype)
+        self.made = [
+            (self._staging.as_strided(*data), of_scales.as_strided(*scale), *of) for (data, scale), of in zip(views, known)
+        ]
+        self(x)
+
+    def takes(self, x: Sequence[Tensor]) -> bool:
+        """x are tensors as those before, of which they have the shapes."""
+        return all([one.dtype is self.dtype and one.device == self.device for one in x])
+
+    def __call__(self, x: Sequence[Tensor]) -> None:
+        storage = self._staging.untyped_storage()
+        if storage.size() != self._size:
+            storage.resize_(self._size)
+        _ops.quantize_group([_rows(one) for one in x], *self._first, *self._last)
+
+    def free(self) -> None:
+        """Give the buffer back, until it is written again."""
+        self._staging.untyped_storage().resize_(0)
+
+
+def _group_arguments(
+    x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], stats: Sequence[tuple | None], encs: Sequence[Tensor | None],
+    records: Sequence[Tensor | None],
+) -> tuple[tuple, list[tuple]]:
+    """(arguments of the operators behind x, (tensor_amax, amax) of each as they are kept)."""
+    amaxes, tensor_amaxes = ([None if s is None else s[i] for s in stats] for i in range(2))
+    kept = amaxes if encoding.fmt.scale_leaves_contraction else [None] * len(amaxes)
+    histories = [], []
+    if any(enc is not None for enc in encs):
+        histories = encs, [x[0].new_empty(0, dtype=torch.float32) if r is None else r for r in records]
+    columnwise = encoding.direction is not ROWWISE
+    return (side_of(encoding), columnwise, encoding.eps, row0, amaxes, tensor_amaxes, *histories), list(zip(tensor_amaxes, kept))
+
+
 def quantize_group(
     x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], through_bf16: bool, stats: Sequence[tuple | None],
     into: Sequence[tuple[Tensor, Tensor]] | None = None, encs: Sequence[Tensor | None] = (),
-    records: Sequence[Tensor | None] = (),
+    records: Sequence[Tensor | None] = (), calls: list[GroupEncoding] | None = None,
 ) -> list[tuple]:
     """`quantize` of each tensor, in one launch, into slices of one buffer.
 
     stats:  (amax, tensor_amax) a tensor; where some scale spans more than a tile, None of them is None.
     into:   (data, scale) of each, to be written instead.
     encs, records:  see `dispatch.encode_group`.
+    calls:  takes the launch, where there is a buffer.
     """
-    fmt, columnwise = encoding.fmt, encoding.direction is not ROWWISE
-    amaxes, tensor_amaxes = ([None if s is None else s[i] for s in stats] for i in range(2))
-    kept = [amax if fmt.scale_leaves_contraction else None for amax in amaxes]
-    if delayed := any(enc is not None for enc in encs):
-        records = [x[0].new_empty(0, dtype=torch.float32) if r is None else r for r in records]
-    histories = (encs, records) if delayed else ([], [])
-    call = [_rows(one) for one in x], side_of(encoding), columnwise, encoding.eps, row0, amaxes, tensor_amaxes, *histories
     if into is not None:
-        _ops.quantize_group_out(*call, *map(list, zip(*into)), through_bf16)
-        return [(*one, tensor_amax, amax) for one, tensor_amax, amax in zip(into, tensor_amaxes, kept)]
-    scale_dtype = torch.uint8 if fmt.scale != "fp32" else torch.float32
-    size, places, views = _staged(encoding, scale_dtype.itemsize, tuple(one.shape for one in x), tuple(row0))
-    staging = x[0].new_empty(size, dtype=torch.uint8)
-    _ops.quantize_group(*call, staging, *places, through_bf16)
-    of_scales = staging.view(scale_dtype)
-    return [
-        (staging.as_strided(*data), of_scales.as_strided(*scale), tensor_amax, amax)
-        for (data, scale), amax, tensor_amax in zip(views, kept, tensor_amaxes)
-    ]
+        arguments, known = _group_arguments(x, encoding, row0, stats, encs, records)
+        _ops.quantize_group_out([_rows(one) for one in x], *arguments, *map(list, zip(*into)), through_bf16)
+        return [(*one, *of) for one, of in zip(into, known)]
+    call = GroupEncoding(x, encoding, row0, through_bf16, stats, encs, records)
+    if calls is not None:
+        calls.append(call)
+    return call.made
 
 
 def why_not_pieces(encoding: Encoding, dtype: torch.dtype | None, cols: int) -> str | None:
@@ -327,18 +370,38 @@ def transpose_codes(data: Tensor, rows: int, cols: int, bits: int) -> Tensor:
     return _ops.transpose_codes(data, rows, cols, bits)
 
 
+class TransposeGroup(NamedTuple):
+    """One launch that transposes codes of `bits` bits, of [rows, cols] each, into `out`."""
+
+    data: Sequence[Tensor]
+    out: list[Tensor]
+    rows: list[int]
+    cols: list[int]
+    bits: int
+
+    def __call__(self) -> None:
+        n, kind = len(self.out), TRANSPOSE_NIBBLES if self.bits == 4 else TRANSPOSE_BYTES
+        _ops.relayout_group(self.data, self.out, [kind] * n, self.rows, self.cols, [0] * n, [1] * n)
+
+
 def transpose_group(
-    data: Sequence[Tensor], shapes: Sequence[tuple[int, int]], bits: int, stacked: bool = False
+    data: Sequence[Tensor], shapes: Sequence[tuple[int, int]], bits: int, stacked: bool = False,
+    calls: list[TransposeGroup] | None = None,
 ) -> list[Tensor]:
-    """`transpose_codes` of each [rows, cols], in one launch; stacked: all of one shape, into slices of one buffer."""
+    """`transpose_codes` of each [rows, cols], in one launch; stacked: all of one shape, into slices of one buffer.
+
+    calls:  takes the launch, which may be made again.
+    """
     rows, cols = ([s[i] for s in shapes] for i in range(2))
     sizes = [(c, ceil_div(r, 2) if bits == 4 else r) for r, c in zip(rows, cols)]
     if stacked:
         out = list(data[0].new_empty((len(data), *sizes[0])).unbind())
     else:
         out = [d.new_empty(size) for d, size in zip(data, sizes)]
-    n, kind = len(data), TRANSPOSE_NIBBLES if bits == 4 else TRANSPOSE_BYTES
-    _ops.relayout_group(data, out, [kind] * n, rows, cols, [0] * n, [1] * n)
+    call = TransposeGroup(data, out, rows, cols, bits)
+    call()
+    if calls is not None:
+        calls.append(call)
     return out
 
 

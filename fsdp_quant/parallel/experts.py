@@ -39,7 +39,7 @@ from ..quantizer import HybridQuantizer, as_rows, hybrid_of
 from ..recipe import Recipe
 from ..scaling import share_amaxes
 from ..storage import Placement, Storage
-from ..tensor.fsdp_hooks import gathered_directions
+from ..tensor.gathered_weight import gathered_directions
 from ..tensor.master_weight import MasterWeight
 from ..tensor.quantized_tensor import QuantizedTensor, Slots
 from .sequence import codes_travel, travelling_bytes

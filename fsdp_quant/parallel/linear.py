@@ -52,6 +52,7 @@ from ..ops.layout import COMPACT
 from ..scaling import AmaxHistory
 from ..storage import BUFFERS, Storage
 from ..tensor import fsdp_hooks, torch_compat
+from ..tensor.gathered_weight import gathered_directions
 from .sequence import (
     Gather,
     Scattering,
@@ -132,7 +133,7 @@ class Call:
     def check_travels(self, slot: str, directions, cut: SequenceCut) -> None:
         """Raise ValueError, on every rank, for a gather in high precision under require_native."""
         hybrid = self.plan.hybrid(slot)
-        encoded = fsdp_hooks.gathered_directions(hybrid, frozenset(directions))
+        encoded = gathered_directions(hybrid, frozenset(directions))
         crossing = [d for d in encoded if not cut.travels(hybrid.encodings[d])]
         if crossing and self.require_native:
             fmt, d = hybrid.encodings[crossing[0]].fmt, crossing[0]
@@ -430,7 +431,7 @@ def planned_gathers(layer: Linear, shape: tuple[int, ...], dim: int, dtype: torc
         if not cut.all_travel(hybrid, directions):
             planned[phase, "both", "high precision"] = cut.ranks * cut.rows * shape[-1] * dtype.itemsize
             continue
-        for d in fsdp_hooks.gathered_directions(hybrid, frozenset(directions)):
+        for d in gathered_directions(hybrid, frozenset(directions)):
             size = travelling_bytes(hybrid.encodings[d], cut.rows, shape[-1], dtype, cut.chunk)
             planned[phase, d.value, hybrid.side(d).fmt.name] = cut.ranks * size
     return planned

@@ -26,7 +26,7 @@ from ..quantizer import HybridQuantizer, as_rows, hybrid_of
 from ..scaling import share_amaxes
 from ..storage import Placement, Storage, scale_placement
 from ..tensor import torch_compat
-from ..tensor.fsdp_hooks import gathered_directions
+from ..tensor.gathered_weight import gathered_directions
 from ..tensor.quantized_tensor import QuantizedTensor
 
 

@@ -74,9 +74,10 @@ class WeightState:
         ALL_STATES.add(self)
 
     def _forget(self) -> None:
-        self.gathered = None  # the persistent unsharded buffers (fsdp_hooks.GatheredWeight)
+        self.gathered = None  # the persistent unsharded buffers (gathered_weight.GatheredWeight)
         self.managed = None  # this weight under fully_shard (torch_compat.ManagedParam)
-        self._statistics: tuple[object, dict[Direction, Statistics]] = (None, {})
+        self._statistics: tuple[object, dict[Direction, Statistics | None]] = (None, {})
+        self.sharing = None  # how they are shared, of whichever weights this is the first of (fsdp_hooks.Sharing)
         self._found: tuple[object, dict[Direction, Statistics]] = (None, {})
         self._codes: tuple[object, dict[Direction, Encoded]] = (None, {})
         self._whole: tuple[object, dict[Direction, Storage]] = (None, {})
@@ -84,7 +85,7 @@ class WeightState:
         self._is_shared = True  # by micro-batches; as long as nobody counts
 
     def __getstate__(self) -> dict:
-        drop = ("gathered", "managed", "_statistics", "_found", "_codes", "_whole", "_forwards", "_is_shared")
+        drop = ("gathered", "managed", "sharing", "_statistics", "_found", "_codes", "_whole", "_forwards", "_is_shared")
         kept = {k: v for k, v in self.__dict__.items() if k not in drop}
         return kept | {"pending": True, "publisher": None, "tensor_group": None}
 
@@ -170,23 +171,9 @@ class WeightState:
         """What an encoder sees of the master: `compute_dtype`, or for identity the dtype of a plain gather."""
         return self.compute_dtype if encoding.fmt.is_quantized else high_precision
 
-    def set_statistics(self, version: object, stats: list[Statistics | None]) -> None:
-        """Statistics of this version, one an encoding, shared by all ranks that hold a part."""
-        self._statistics = (version, dict(zip(self.quantizer.encodings, stats)))
-
-    def statistics_over(self, before: dict[Direction, Statistics]) -> list[tuple[Tensor, Tensor]]:
-        """Let the statistics lie where those of an earlier version do, `before`, which captured steps read: what to copy."""
-        version, stats = self._statistics
-        places = [(old, new) for d, one in stats.items() for old, new in zip(before.get(d) or (None, None), one or (None, None))]
-        if any((old is None) != (new is None) or (new is not None and old.shape != new.shape) for old, new in places):
-            return []
-        self._statistics = version, before
-        return [place for place in places if place[1] is not None]
-
-    @property
-    def statistics(self) -> dict[Direction, Statistics]:
-        """What `set_statistics` told last."""
-        return self._statistics[1]
+    def set_statistics(self, version: object, stats: dict[Direction, Statistics | None]) -> None:
+        """Statistics of this version in each encoding, shared by all ranks that hold a part."""
+        self._statistics = (version, stats)
 
     def set_found(self, version: object, stats: dict[Direction, Statistics]) -> None:
         """Statistics of this rank's rows of this version, which whoever wrote them found on the way."""
@@ -194,7 +181,7 @@ class WeightState:
 
     def found(self, version: object) -> dict[Direction, Statistics]:
         """What `set_found` said of this version."""
-        return self._found[1] if self._found[0] == version else {}
+        return self._found[1] if self._found[1] and self._found[0] == version else {}
 
     def shards(
         self, weight: MasterWeight, directions: Sequence[Direction], cuts: RowCuts, rank: int, high_precision: torch.dtype
@@ -219,16 +206,18 @@ class WeightState:
         self._codes[1][shard.direction] = encoded
         return encoded
 
-    def keep_fresh(self, shard: Shard, encoded: Encoded) -> Encoded:
+    def keep_fresh(self, shard: Shard, encoded: Encoded, keeps: bool = True) -> Encoded:
         """`keep`, and count that they were made."""
         counters.add("weight encode", (self.name, shard.direction.value))
-        return self.keep(shard, encoded)
+        return self.keep(shard, encoded) if keeps else encoded
 
     @staticmethod
-    def encode(shards: Sequence[Shard]) -> list[Encoded]:
+    def encode(shards: Sequence[Shard], calls: list[tuple[native.GroupEncoding, list[int]]] | None = None) -> list[Encoded]:
         """The buffers of each shard: kept until its master's version changes; equal encodings are made by one launch.
 
         They are made where FSDP2 computes, of shards that it offloads too.
+
+        calls:  takes launches that may be made again, and the places of the shards that each encodes, whose codes are not kept.
 
         Raises StaleWeightError if statistics that cross ranks are those of another version.
         """
@@ -243,18 +232,33 @@ class WeightState:
                 alike.setdefault((encoding, dtype, s.weight.dtype, device), []).append(i)
         for (encoding, dtype, _, device), places in alike.items():
             of = [(states[i], shards[i]) for i in places]
-            histories = [state.delayed_history(s.direction, device) for state, s in of]
+            histories, made_by = [state.delayed_history(s.direction, device) for state, s in of], None if calls is None else []
             made = dispatch.encode_group(
                 [s.weight.inner.to(device) for _, s in of], encoding,
                 [state._shared_statistics(s, device) for state, s in of], [s.row0 for _, s in of],
                 [None if h is None else h.enc for h in histories], dtype,
                 [state.room(s) if s.weight.device == device else None for state, s in of],
-                [None if h is None else h.amaxes for h in histories],
+                [None if h is None else h.amaxes for h in histories], made_by,
             )
+            if made_by:
+                calls.append((made_by[0], places))
             for i, (state, s), encoded in zip(places, of, made):
                 # identity is as large as the shard, and no work to make again
-                results[i] = state.keep_fresh(s, encoded) if encoding.fmt.is_quantized else encoded
+                results[i] = state.keep_fresh(s, encoded, not made_by) if encoding.fmt.is_quantized else encoded
         return results
+
+    keeps_shards = False  # codes of a shard are the parameter itself
+
+    def sources(self, weight: MasterWeight, direction: Direction, version: object) -> tuple | None:
+        """What codes of a shard follow from beside its values, by identity; None where that is not known of this version."""
+        known, stats = self._statistics
+        stats = stats.get(direction)
+        if stats is not None and known != version:
+            return None
+        if direction in self.quantizer.delayed_directions:
+            history = self.delayed_history(direction, weight.device)
+            return stats, history.enc, history.amaxes
+        return (stats,)
 
     def fresh_storage(self, shard: Shard, device: torch.device | None = None) -> Storage:
         """The shard's codes of the master as it is now, made on `device`; nothing is kept, recorded or counted."""
@@ -274,8 +278,8 @@ class WeightState:
         self.forgotten += 1
         for part in self.parts:
             part.forget_codes()
-        if self.gathered is not None:
-            self.gathered.forget_sent()
+        if self.gathered is not None and self.gathered.group is not None:
+            self.gathered.group.forget(self.gathered)
 
     def _shared_statistics(self, shard: Shard, device: torch.device) -> Statistics | None:
         """What ranks have shared of this version, on `device`, or None where every statistic follows from this rank's rows.

@@ -82,8 +82,8 @@ class Slots:
     def get(self, direction: Direction) -> Storage | None:
         return self.rowwise if direction is ROWWISE else self.columnwise
 
-    def take(self, direction: Direction, layout: str, made: Storage) -> Storage:
-        """Keep codes that were laid out, in memory that FSDP2 frees with the gather's."""
+    def take(self, direction: Direction, layout: str, made: Storage) -> list[Tensor]:
+        """Keep codes that were laid out, in memory that FSDP2 frees with the gather's: the buffers that are not the codes' own."""
         self.laid_out[direction, layout] = made
         codes = self.get(direction)
         pairs = (made.data, codes.data), (made.scale, codes.scale), (made.tensor_amax, codes.tensor_amax)
@@ -92,7 +92,20 @@ class Slots:
             self.views.add((direction, layout))
         elif self.owner is not None:
             self.owner.free_at_reshard(own)
-        return made
+        return own
+
+    def arrived(self, needs: frozenset[Direction], version: object) -> list[tuple[Direction, str]]:
+        """Codes of a master's version are there: the layouts in which products will read them, as far as the passes before
+        tell; those of the codes before are forgotten."""
+        if len(self.laid_out) > len(self.views):
+            self.laid_out = {key: laid_out for key, laid_out in self.laid_out.items() if key in self.views}
+        wanted = [(d, layout) for d in needs for layout in self.wanted[d]]
+        if ROWWISE in needs and self.version.get(ROWWISE) != version:
+            for layouts in self.wanted.values():  # the passes over this version will tell anew
+                layouts.clear()
+        for d in needs:
+            self.version[d] = version
+        return wanted
 
     def map(self, fn: Callable[[Storage], Storage]) -> Slots:
         """Other storages with the same owner and versions; one storage that serves both directions stays one."""
@@ -179,7 +192,9 @@ class QuantizedTensor(Tensor):
         storage = self.storage_for(direction)
         if layout == storage.layout or not storage.fmt.is_quantized:
             return storage
-        return slots.take(direction, layout, storage.in_layout(layout))
+        made = storage.in_layout(layout)
+        slots.take(direction, layout, made)
+        return made
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values in high precision, decoded from the rowwise storage if there is one that is not freed.

@@ -50,6 +50,13 @@ class QuantizedWeightState(WeightState):
     def wrapped(self, values: Tensor) -> QuantizedWeight:
         return QuantizedWeight(_Content(self, values), values.shape, values.dtype, values.device)
 
+    keeps_shards = True
+
+    def sources(self, weight: QuantizedWeight, direction: Direction, version: object) -> tuple | None:
+        """The codes that the parameter is, if they are those of its values."""
+        encoded = weight.is_current(direction) and weight._slots.get(direction)
+        return (encoded.data, encoded.scale, encoded.tensor_amax) if encoded else None
+
     def kept(self, shard: Shard) -> Encoded | None:
         """The codes that the parameter is, if they are those of its values."""
         weight, direction = shard.weight, shard.direction

@@ -35,6 +35,11 @@ class ManagedParam:
         self._param, self._group, self._state = map(weakref.ref, (param, group, state))
 
     @property
+    def identity(self) -> object:
+        """Equal for the same parameter under the same `fully_shard`."""
+        return self._param
+
+    @property
     def param(self) -> FSDPParam:
         return self._param()
 
@@ -144,14 +149,10 @@ class ManagedParam:
         """`reshard_after_forward=<int>`."""
         return self.group._use_post_forward_mesh
 
-    def set_gather_buffers(self, outputs: list[Tensor], inner: list[Tensor]) -> None:
-        """Which persistent buffers the next gather fills and the next reshard frees."""
-        self.param.all_gather_outputs = outputs
-        self.param._unsharded_inner_tensors = inner
-
-    def group_locals(self) -> list[Tensor]:
-        """The local tensors of the parameters that are gathered together, in the order of their hooks."""
-        return [p._sharded_local_tensor for p in self.group.fsdp_params]
+    def gathered_together(self) -> tuple[list[FSDPParam], list[Tensor]]:
+        """The parameters that are gathered together, in the order of their hooks, and their local tensors."""
+        params = self.group.fsdp_params
+        return params, [p._sharded_local_tensor for p in params]
 
     @property
     def inner_buffers(self) -> list[Tensor]:
@@ -160,7 +161,7 @@ class ManagedParam:
 
     def reset_gather_buffers(self) -> None:
         """Forget the unsharded parameter and its buffers; the next gather builds them anew. Sharded state only."""
-        self.set_gather_buffers([], [])
+        set_gather_buffers(self.param, [], [])
         if hasattr(self.param, "_unsharded_param"):
             del self.param._unsharded_param
 
@@ -187,13 +188,26 @@ def outside_inference_mode() -> Iterator[None]:
         yield
 
 
+def set_gather_buffers(param: FSDPParam, outputs: list[Tensor], inner: list[Tensor]) -> None:
+    """Which persistent buffers the next gather fills and the next reshard frees."""
+    param.all_gather_outputs = outputs
+    param._unsharded_inner_tensors = inner
+
+
+def by_dtype(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """(targets, sources) of (target, source) pairs that one launch copies."""
+    alike: dict[tuple, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in pairs:
+        targets, sources = alike.setdefault((target.dtype, source.device), ([], []))
+        targets.append(target)
+        sources.append(source)
+    return list(alike.values())
+
+
 def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
     """target.copy_(source) of every (target, source), in a launch for each dtype."""
-    by_dtype: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
-    for target, source in pairs:
-        by_dtype.setdefault((target.dtype, source.device), []).append((target, source))
-    for alike in by_dtype.values():
-        torch._foreach_copy_([t for t, _ in alike], [s for _, s in alike])
+    for targets, sources in by_dtype(pairs):
+        torch._foreach_copy_(targets, sources)
 
 
 def numbered(device: torch.device | str) -> torch.device:
@@ -265,7 +279,17 @@ def managed_params_beside(managed: ManagedParam) -> list[ManagedParam]:
 
     Before the root's first forward there is no root yet, and the list is that of the parameter's own state.
     """
-    return list(_params_of(managed.state._state_ctx.all_states or [managed.state]))
+    shared = managed.state._state_ctx
+    if not shared.all_states:
+        return list(_params_of([managed.state]))
+    found = _OF_ROOT.get(shared)
+    if found is None or found[0] != len(shared.all_states):
+        found = _OF_ROOT[shared] = len(shared.all_states), list(_params_of(shared.all_states))
+    return found[1]
+
+
+# What the states of a root share -> (how many they are, all their parameters): neither changes once a root has run.
+_OF_ROOT: weakref.WeakKeyDictionary[object, tuple[int, list[ManagedParam]]] = weakref.WeakKeyDictionary()
 
 
 def managed_params_of(model: nn.Module) -> list[ManagedParam]:
