@@ -213,10 +213,9 @@ def _share(weights: list[tuple[FSDPHooks, ManagedParam | None]], groups: tuple[d
     """Keep the statistics of weights that ranks of `groups` have other rows or parts of, where those of the last time lie."""
     states = [weight.state for weight, _ in weights]
     lie = [(w.shape, w.device) if m is None else m.identity for w, m in weights]
-    key = [*groups, *states, *(state.quantizer for state in states), *lie]
-    sharing, pieces = states[0].sharing, list(_pieces(weights))
-    if sharing is None or sharing.key != key or not sharing.again(pieces):
-        states[0].sharing = Sharing(key, pieces, groups)
+    key, sharing = [*groups, *states, *[state.quantizer for state in states], *lie], states[0].sharing
+    if sharing is None or sharing.key != key or not sharing.again(weights):
+        states[0].sharing = Sharing(key, weights, groups)
     for state in states:
         state.pending = False
 
@@ -224,43 +223,45 @@ def _share(weights: list[tuple[FSDPHooks, ManagedParam | None]], groups: tuple[d
 class Sharing:
     """Statistics of weights that ranks share over some groups, step after step in the same memory, which captured steps read.
 
-    key:     what it is of.
-    pieces:  (weight, cuts of its rows, rank, device), as `_pieces` gives them.
+    key:  what it is of.
     """
 
-    def __init__(self, key: list, pieces: list[tuple], groups: tuple[dist.ProcessGroup, ...]):
+    def __init__(self, key: list, weights: list[tuple[FSDPHooks, ManagedParam | None]], groups: tuple[dist.ProcessGroup, ...]):
+        pieces, self.key, self._shared = list(_pieces(weights)), key, []
         fragments = [_fragment(*piece) for piece in pieces]
-        self.key, self._shared = key, []
-        self._places = [i for i, f in enumerate(fragments) if any(map(f.shares_statistics, f.encodings))]
-        self._crossing = [fragments[i] for i in self._places]
-        for group in groups if self._places else ():
+        places = [i for i, f in enumerate(fragments) if any(map(f.shares_statistics, f.encodings))]
+        self._of_matrices = any(weight.state.parts for weight, _ in weights)  # which are other tensors each time
+        self._places, self._devices = places, [pieces[i][-1] for i in places]
+        self._crossing, self._groups = [fragments[i] for i in places], groups if places else ()
+        for group in self._groups:
             self._shared.append(SharedStatistics(self._crossing, group))
-            self._found_by(self._shared[-1])
+            self._note(self._shared[-1])
         results = self._shared[-1].results if self._shared else []
         self._stats = [dict(zip((e.direction for e in f.encodings), of)) for f, of in zip(self._crossing, results)]
-        self._tell(pieces)
+        self._tell([pieces[i][0] for i in places])
 
-    def again(self, pieces: list[tuple]) -> bool:
+    def again(self, weights: list[tuple[FSDPHooks, ManagedParam | None]]) -> bool:
         """Share those of the same weights as they are now; False, before any collective, where they lie otherwise."""
-        for i, fragment in zip(self._places, self._crossing):
-            weight, _, _, device = pieces[i]
+        if self._of_matrices:
+            return False
+        own = [weights[i][0] for i in self._places]
+        for fragment, weight, device in zip(self._crossing, own, self._devices):
             fragment.values, fragment.found = weight.inner.to(device), _found(weight)
         for shared in self._shared:
             if not shared.again(self._crossing):
                 return False
-            self._found_by(shared)
-        self._tell(pieces)
+            self._note(shared)
+        self._tell(own)
         return True
 
-    def _found_by(self, shared: SharedStatistics) -> None:
-        """What ranks of one group have shared, those of the next one start from."""
+    def _note(self, shared: SharedStatistics) -> None:
         counters.add("amax all-reduce", "weights")
-        for fragment, own in zip(self._crossing, shared.results):
-            fragment.found = tuple(s or t for s, t in zip(own, fragment.found))
+        if len(self._groups) > 1:  # what ranks of one have shared, those of the next one start from
+            for fragment, own in zip(self._crossing, shared.results):
+                fragment.found = tuple(s or t for s, t in zip(own, fragment.found or own))
 
-    def _tell(self, pieces: list[tuple]) -> None:
-        for i, fragment, stats in zip(self._places, self._crossing, self._stats):
-            weight = pieces[i][0]
+    def _tell(self, weights: list[FSDPHooks]) -> None:
+        for weight, fragment, stats in zip(weights, self._crossing, self._stats):
             weight.state.set_statistics(weight.version, stats)
             fragment.values = None  # a master that is replaced is not held here
 
@@ -349,7 +350,7 @@ def _fragment(weight, cuts: RowCuts, rank: int, device: torch.device) -> Fragmen
     )
 
 
-def _found(weight) -> tuple[Statistics | None, ...]:
-    """What whoever wrote the values found of this rank's rows on the way, in each encoding."""
-    found = weight.state.found(weight.version)
-    return tuple(map(found.get, weight.state.quantizer.encodings))
+def _found(weight) -> tuple[Statistics | None, ...] | None:
+    """What whoever wrote the values found of this rank's rows on the way, in each encoding; None: nothing."""
+    found = weight.state.found(weight)
+    return tuple(map(found.get, weight.state.quantizer.encodings)) if found else None

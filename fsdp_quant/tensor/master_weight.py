@@ -179,9 +179,10 @@ class WeightState:
         """Statistics of this rank's rows of this version, which whoever wrote them found on the way."""
         self._found = (version, stats)
 
-    def found(self, version: object) -> dict[Direction, Statistics]:
-        """What `set_found` said of this version."""
-        return self._found[1] if self._found[1] and self._found[0] == version else {}
+    def found(self, weight: MasterWeight, version: object = None) -> dict[Direction, Statistics]:
+        """What `set_found` said of this version; default: the weight's."""
+        known, stats = self._found
+        return stats if stats and known == (version or weight.version) else {}
 
     def shards(
         self, weight: MasterWeight, directions: Sequence[Direction], cuts: RowCuts, rank: int, high_precision: torch.dtype
@@ -296,7 +297,7 @@ class WeightState:
                 "set_recipe), and its scales span ranks; call fq.sync(model) on every rank after changing weights by hand"
                 f"{shard.weight.last_writer}"
             )
-        found = self.found(version).get(shard.direction)
+        found = self.found(shard.weight, version).get(shard.direction)
         return None if found is None else found.to(device)
 
     def delayed_history(self, direction: Direction, device: torch.device) -> AmaxHistory | None:
@@ -558,7 +559,8 @@ class MasterWeight(FSDPHooks, Tensor):
     @property
     def version(self) -> object:
         """Equal as long as the values are (see the module's note)."""
-        own = (self._mutations, self._mutations.count, version_of(self._inner))
+        mutations, inner = self._mutations, self._inner
+        own = (mutations, mutations.count, 0 if inner.is_inference() else inner._version)
         source, fresh = self._copied_version
         return source if own == fresh else own
 
