@@ -21,6 +21,7 @@ from torch import Tensor
 from .formats import Encoding, ceil_div, value_class
 from .ops import dispatch, reference, runs
 from .ops.dispatch import Statistics
+from .tensor import torch_compat
 
 
 def reduce_amaxes(amaxes: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
@@ -213,7 +214,7 @@ class SharedStatistics:
                     slot = of_parts
                 slots.append(slot)
                 into.append((f, e, local if mine else None, block_row, own))
-        _copy_each(self._padded)
+        torch_compat.copy_all(self._padded)
         self._slots, self._reduced = slots, reduce_amaxes(slots, group)
         self._rows: list[tuple[Tensor, Tensor]] = []  # (row of a result, what it is to be), beside rows of its own rank
         for (f, e, local, block_row, own), reduced in zip(into, self._reduced):
@@ -225,7 +226,7 @@ class SharedStatistics:
                 self.results[f][e] = Statistics(reduced.view(1, -1), tensor_amax)
             elif local is not None:
                 self._rows.append((amax[local], reduced))
-        _copy_each(self._rows)
+        torch_compat.copy_all(self._rows)
 
     def again(self, fragments: Sequence[Fragment]) -> bool:
         """The statistics of these fragments, which are as those before but for their values and what is known of them, not
@@ -234,17 +235,11 @@ class SharedStatistics:
         pairs = [(old, new) for of in zip(self._own, made) for old, new in zip(*of) if old is not new]
         if any([old is None or new is None for old, new in pairs]):
             return False
-        _copy_each(pairs + self._padded)
+        torch_compat.copy_all(pairs + self._padded)
         reduced = reduce_amaxes(self._slots, self.group)
-        _copy_each([(old, new) for old, new, slot in zip(self._reduced, reduced, self._slots) if new is not slot])
-        _copy_each(self._rows)
+        torch_compat.copy_all([(old, new) for old, new, slot in zip(self._reduced, reduced, self._slots) if new is not slot])
+        torch_compat.copy_all(self._rows)
         return True
-
-
-def _copy_each(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """target.copy_(source) of each (target, source)."""
-    if pairs:
-        torch._foreach_copy_(*map(list, zip(*pairs)))
 
 
 def _own_statistics(fragments: Sequence[Fragment], places: Sequence[tuple[int, int]]) -> list[Statistics]:

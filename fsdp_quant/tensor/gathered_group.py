@@ -141,7 +141,7 @@ class GroupCodes:
         if made is None or not made.again(*of):
             made = self._made[stale] = _Made([self.members[i] for i in stale], *of, self.direction)
         for targets, sources in made.copies:
-            torch._foreach_copy_(targets, sources)
+            torch_compat.foreach_copy_(targets, sources)
         for i, rows in zip(stale, made.rows):
             self.versions[i], self._lies[i] = versions[i], made.repeats
             if self.rows[i] is not rows:

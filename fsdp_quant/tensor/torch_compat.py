@@ -19,9 +19,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["alloc_storage", "foreach_add_", "foreach_zero_", "free_storage", "tree_map_only"]
+__all__ = ["alloc_storage", "foreach_add_", "foreach_copy_", "foreach_zero_", "free_storage", "tree_map_only"]
 
 foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
 foreach_zero_ = torch._foreach_zero_
 
 
@@ -207,7 +208,7 @@ def by_dtype(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[list[Tensor], lis
 def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
     """target.copy_(source) of every (target, source), in a launch for each dtype."""
     for targets, sources in by_dtype(pairs):
-        torch._foreach_copy_(targets, sources)
+        foreach_copy_(targets, sources)
 
 
 def numbered(device: torch.device | str) -> torch.device:
