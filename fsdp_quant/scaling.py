@@ -11,7 +11,7 @@ their bits, and a NaN, larger than infinity as bits, survives wherever it sits. 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,6 @@ from torch import Tensor
 from .formats import Encoding, ceil_div, value_class
 from .ops import dispatch, reference, runs
 from .ops.dispatch import Statistics
-from .tensor import torch_compat
 
 
 def reduce_amaxes(amaxes: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
@@ -214,7 +213,8 @@ class SharedStatistics:
                     slot = of_parts
                 slots.append(slot)
                 into.append((f, e, local if mine else None, block_row, own))
-        torch_compat.copy_all(self._padded)
+        for slot, amax in self._padded:
+            slot.copy_(amax)
         self._slots, self._reduced = slots, reduce_amaxes(slots, group)
         self._rows: list[tuple[Tensor, Tensor]] = []  # (row of a result, what it is to be), beside rows of its own rank
         for (f, e, local, block_row, own), reduced in zip(into, self._reduced):
@@ -226,19 +226,23 @@ class SharedStatistics:
                 self.results[f][e] = Statistics(reduced.view(1, -1), tensor_amax)
             elif local is not None:
                 self._rows.append((amax[local], reduced))
-        torch_compat.copy_all(self._rows)
+        for row, amax in self._rows:
+            row.copy_(amax)
 
-    def again(self, fragments: Sequence[Fragment]) -> bool:
+    def again(self, fragments: Sequence[Fragment], copy_all: Callable[[list[tuple[Tensor, Tensor]]], None]) -> bool:
         """The statistics of these fragments, which are as those before but for their values and what is known of them, not
-        `whole`. False, before any collective, where what is known is of other kinds. Every rank must call it."""
+        `whole`. False, before any collective, where what is known is of other kinds. Every rank must call it.
+
+        copy_all:  writes (target, source) of each.
+        """
         made = _own_statistics(fragments, self._places)
         pairs = [(old, new) for of in zip(self._own, made) for old, new in zip(*of) if old is not new]
         if any([old is None or new is None for old, new in pairs]):
             return False
-        torch_compat.copy_all(pairs + self._padded)
+        copy_all(pairs + self._padded)
         reduced = reduce_amaxes(self._slots, self.group)
-        torch_compat.copy_all([(old, new) for old, new, slot in zip(self._reduced, reduced, self._slots) if new is not slot])
-        torch_compat.copy_all(self._rows)
+        copy_all([(old, new) for old, new, slot in zip(self._reduced, reduced, self._slots) if new is not slot])
+        copy_all(self._rows)
         return True
 
 

@@ -248,7 +248,7 @@ class Sharing:
         for fragment, weight, device in zip(self._crossing, own, self._devices):
             fragment.values, fragment.found = weight.inner.to(device), _found(weight)
         for shared in self._shared:
-            if not shared.again(self._crossing):
+            if not shared.again(self._crossing, torch_compat.copy_all):
                 return False
             self._note(shared)
         self._tell(own)
