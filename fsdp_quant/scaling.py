@@ -29,12 +29,27 @@ def reduce_amaxes(amaxes: Sequence[Tensor], group: dist.ProcessGroup | None) -> 
     amaxes:   non-negative or NaN; the same shapes on every rank.
     returns:  new tensors of those shapes, NaN where any rank has one.
     """
-    if not amaxes or group is None or group.size() == 1:
-        return list(amaxes)
-    flat = torch.cat([a.reshape(-1) for a in amaxes])
-    dist.all_reduce(flat.view(torch.int32), op=dist.ReduceOp.MAX, group=group)
-    pieces = flat.split([a.numel() for a in amaxes])
-    return [piece if a.dim() == 1 else piece.view(a.shape) for piece, a in zip(pieces, amaxes)]
+    return _Reduction(amaxes, group).result
+
+
+class _Reduction:
+    """What `reduce_amaxes` gives; `again` writes what the amaxes have become over it. Of one rank, the amaxes themselves."""
+
+    def __init__(self, amaxes: Sequence[Tensor], group: dist.ProcessGroup | None):
+        self.result, self._group = list(amaxes), group if amaxes and group is not None and group.size() > 1 else None
+        if self._group is None:
+            return
+        self._rows = [a.reshape(-1) for a in amaxes]
+        self._flat = torch.cat(self._rows)
+        pieces = self._flat.split([row.numel() for row in self._rows])
+        self.result = [piece if a.dim() == 1 else piece.view(a.shape) for piece, a in zip(pieces, amaxes)]
+        dist.all_reduce(self._flat.view(torch.int32), op=dist.ReduceOp.MAX, group=group)
+
+    def again(self) -> None:
+        """Every rank must call it; the amaxes must be contiguous."""
+        if self._group is not None:
+            torch.cat(self._rows, out=self._flat)
+            dist.all_reduce(self._flat.view(torch.int32), op=dist.ReduceOp.MAX, group=self._group)
 
 
 @value_class
@@ -178,7 +193,7 @@ class SharedStatistics:
     def __init__(
         self, fragments: Sequence[Fragment], group: dist.ProcessGroup | None, whole: bool = False, own_slots: bool = True
     ):
-        self.group, self._places = group, []
+        self._places: list[tuple[int, int]] = []
         self.results: list[list[Statistics | None]] = [[None] * len(f.encodings) for f in fragments]
         for f, fragment in enumerate(fragments):
             for e, encoding in enumerate(fragment.encodings):
@@ -215,9 +230,9 @@ class SharedStatistics:
                 into.append((f, e, local if mine else None, block_row, own))
         for slot, amax in self._padded:
             slot.copy_(amax)
-        self._slots, self._reduced = slots, reduce_amaxes(slots, group)
+        self._reduction = _Reduction(slots, group)
         self._rows: list[tuple[Tensor, Tensor]] = []  # (row of a result, what it is to be), beside rows of its own rank
-        for (f, e, local, block_row, own), reduced in zip(into, self._reduced):
+        for (f, e, local, block_row, own), reduced in zip(into, self._reduction.result):
             amax, tensor_amax = self.results[f][e]
             reduced = reduced[fragments[f].part[0]] if own else reduced
             if block_row is None:
@@ -240,8 +255,7 @@ class SharedStatistics:
         if any([old is None or new is None for old, new in pairs]):
             return False
         copy_all(pairs + self._padded)
-        reduced = reduce_amaxes(self._slots, self.group)
-        copy_all([(old, new) for old, new, slot in zip(self._reduced, reduced, self._slots) if new is not slot])
+        self._reduction.again()
         copy_all(self._rows)
         return True
 

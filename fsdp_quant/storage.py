@@ -21,7 +21,7 @@ from .formats import ROWWISE, SCALE_DTYPE, Direction, Encoding, Format, format_o
 from .ops import dispatch, layout, reference
 from .ops.capability import arch_of
 from .ops.layout import ANCHOR_RUNS, ANCHORED, COMPACT, NATIVE
-from .ops.native import TransposeGroup
+from .ops.native import GroupCall
 
 
 class Placement(enum.Enum):
@@ -221,10 +221,13 @@ class Storage:
 
     # GEMM layout #
 
-    def in_layout(self, wanted: str, turned: Tensor | None = None) -> Storage:
+    def in_layout(
+        self, wanted: str, turned: Tensor | None = None, anchored: tuple[Tensor, Tensor] | None = None
+    ) -> Storage:
         """The same storage with its buffers as `wanted` (`ops.layout`) says; itself where they lie so, or are not quantized.
 
-        turned:  the transposed codes, where a columnwise storage's are made already.
+        turned:    the transposed codes, where a columnwise storage's are made already.
+        anchored:  codes and scales of lines, where they are.
         Anchors of lines and runs that are made of codes round subnormals a second time. Raises ValueError for a layout that the
         buffers cannot be brought into.
         """
@@ -240,7 +243,7 @@ class Storage:
         if wanted == NATIVE:
             data, scale, _ = self.to_gemm_layout(arch_of(self.data.device), turned)
         elif wanted == ANCHORED:
-            data, scale = dispatch.anchor_codes(self.data, self.scale, self.fmt, self.direction)
+            data, scale = anchored or dispatch.anchor_codes(self.data, self.scale, self.fmt, self.direction)
         else:
             data, scale = self._anchored_in_runs(ANCHOR_RUNS[wanted], turned)
         of = self.fmt, self.direction, self.shape
@@ -309,10 +312,22 @@ class Storage:
         if self.fmt.scale != "fp32" and arch == "sm_100a":
             outer = self.padded_shape[1 - self.direction.contraction_dim]
             return dispatch.swizzle_scales(scale, outer, self.fmt.block[0], along_rows)
-        scale = scale.t() if along_rows else scale  # [outer blocks, contraction blocks]
-        if self.fmt.scale == "fp32":
-            return layout.pad_to(scale.t() if self.fmt.block[0] == 1 else scale, 1, 4).contiguous()
-        return scale.contiguous()
+        scale = self._scale_as_read(scale)
+        return (layout.pad_to(scale, 1, 4) if self.fmt.scale == "fp32" else scale).contiguous()
+
+    def scale_copies(self, made: Storage) -> list[GroupCall]:
+        """What writes the scales of this storage as they are in the native layout of sm_90a, where they lie in another order."""
+        if made.layout != NATIVE or made.scale is None or made.scale.data_ptr() == self.scale.data_ptr():
+            return []
+        read, zeros = self._scale_as_read(self.scale), []
+        if read.shape != made.scale.shape:
+            zeros = [GroupCall(made.scale.zero_, (), [])]
+        return [*zeros, GroupCall(made.scale[:, : read.shape[1]].copy_, (read,), [made.scale])]
+
+    def _scale_as_read(self, scale: Tensor) -> Tensor:
+        """A view: [outer blocks, contraction blocks]; fp32 scales of runs [contraction blocks, outer]."""
+        turned = (self.direction is not ROWWISE) != (self.fmt.scale == "fp32" and self.fmt.block[0] == 1)
+        return scale.t() if turned else scale
 
     def from_gemm_layout(self, operand: GemmOperand, arch: str) -> Storage:
         """The compact storage of `to_gemm_layout(arch)`'s result; `self` gives format and shape."""
@@ -373,23 +388,33 @@ def rebuild_storage(facts: dict, buffers: dict[str, Tensor], row0: int = 0, layo
 
 
 def laid_out(
-    wanted: Sequence[tuple[Storage, str]], stacked: bool = False, calls: list[TransposeGroup] | None = None
+    wanted: Sequence[tuple[Storage, str]], stacked: bool = False, calls: list[GroupCall] | None = None
 ) -> list[Storage]:
-    """`in_layout` of each (storage, layout); codes of a format that are transposed are so in one launch.
+    """`in_layout` of each (storage, layout); codes of a format that are transposed, or anchored, are so in one call.
 
     stacked:  storages are of one shape, and what is transposed goes into slices of one buffer where a kernel does so.
-    calls:    takes the launches, which may be made again.
+    calls:    takes what wrote the buffers of the results, as far as that may be done again.
     """
-    by_format: dict[Format, list[int]] = {}
+    alike: dict[tuple, list[int]] = {}
     for i, (storage, layout_) in enumerate(wanted):
         if storage.turns(layout_):
-            by_format.setdefault(storage.fmt, []).append(i)
+            alike.setdefault((storage.fmt, NATIVE), []).append(i)
+        elif layout_ == ANCHORED and storage.layout == COMPACT and storage.row0 == 0:
+            alike.setdefault((storage.fmt, storage.direction), []).append(i)
     turned: dict[int, Tensor] = {}
-    for fmt, places in by_format.items():
+    anchored: dict[int, tuple[Tensor, Tensor]] = {}
+    for (fmt, kind), places in alike.items():
         storages = [wanted[i][0] for i in places]
-        made = dispatch.transpose_group([s.data for s in storages], [s.padded_shape for s in storages], fmt, stacked, calls)
-        turned.update(zip(places, made))
-    return [storage.in_layout(layout_, turned.get(i)) for i, (storage, layout_) in enumerate(wanted)]
+        data = [s.data for s in storages]
+        if kind == NATIVE:
+            turned.update(zip(places, dispatch.transpose_group(data, [s.padded_shape for s in storages], fmt, stacked, calls)))
+        else:
+            anchored.update(zip(places, dispatch.anchor_group(data, [s.scale for s in storages], fmt, kind, calls)))
+    made = [storage.in_layout(layout_, turned.get(i), anchored.get(i)) for i, (storage, layout_) in enumerate(wanted)]
+    if calls is not None:
+        for (storage, _), one in zip(wanted, made):
+            calls += storage.scale_copies(one)
+    return made
 
 
 def scale_placement(fmt: Format, direction: Direction, chunk: int | None) -> Placement:

@@ -61,45 +61,80 @@ at::Tensor decode(
   return out;
 }
 
-std::tuple<at::Tensor, at::Tensor> anchor_codes(
-    const at::Tensor& data, const at::Tensor& scale, int64_t spec, bool columnwise, bool transposed) {
+namespace {
+
+struct AnchorShape {
+  int64_t matrices, rows, cols, lines, out_rows, out_cols;
+};
+
+AnchorShape anchor_shape(const at::Tensor& data, bool columnwise, bool transposed) {
   check_cuda(data, "data");
-  const Side side = parse_side(spec, 0.0, "side");
-  const bool e8m0 = side.scale == ScaleKind::kE8M0Up || side.scale == ScaleKind::kE8M0Floor;
-  TORCH_CHECK_VALUE(side.present() && e8m0 && side.contraction == 32, "side is ", spec,
-                    "; wanted e8m0 scales of (1, 32) or (32, 32) blocks");
   const bool stacked = data.dim() == 3;
   TORCH_CHECK_VALUE(stacked || data.dim() == 2, "data has shape ", data.sizes(), "; wanted [rows, cols], or matrices of that");
   const int64_t rows = data.size(-2), cols = data.size(-1), matrices = stacked ? data.size(0) : 1;
   TORCH_CHECK_VALUE(matrices > 0 && matrices < 1 << 16, "there are ", matrices, " matrices; wanted 1 to 65535");
   constexpr int64_t kLargest = std::numeric_limits<int32_t>::max() - kTile;
   TORCH_CHECK_VALUE(rows < kLargest && cols < kLargest, "[", rows, ", ", cols, "] is too large");
-  check_buffer(data, "data", data, at::kByte, matrices * rows * cols);
-  const int64_t scale_rows = ceil_div(rows, columnwise ? 32 : side.outer);
-  const int64_t scale_cols = ceil_div(cols, columnwise ? side.outer : 32);
-  check_buffer(scale, "scale", data, at::kByte, matrices * scale_rows * scale_cols);
-  const c10::cuda::CUDAGuard guard(data.device());
-  const int64_t out_rows = transposed ? cols : rows, out_cols = transposed ? rows : cols;
   const int64_t lines = columnwise ? cols : rows;
-  const auto made = [&](int64_t of_rows, int64_t of_cols, at::ScalarType dtype) {
-    const int64_t sizes[] = {matrices, of_rows, of_cols};
-    return new_empty(data, at::IntArrayRef(sizes + !stacked, sizes + 3), dtype);
-  };
   TORCH_CHECK_VALUE(matrices == 1 || lines % 4 == 0, "matrices of ", lines, " lines; wanted multiples of 4");
-  const at::Tensor out = made(out_rows, out_cols, at::kByte);
-  const at::Tensor line_scale = stacked ? new_empty(data, {matrices, lines}, at::kFloat) : new_empty(data, {lines}, at::kFloat);
-  if (out.numel() == 0) return {out, line_scale.fill_(0x1p-127)};
+  return {matrices, rows, cols, lines, transposed ? cols : rows, transposed ? rows : cols};
+}
+
+void anchor_into(
+    const at::Tensor& data, const at::Tensor& scale, int64_t spec, bool columnwise, bool transposed, const at::Tensor& out,
+    const at::Tensor& line_scale) {
+  const AnchorShape shape = anchor_shape(data, columnwise, transposed);
+  const Side side = parse_side(spec, 0.0, "side");
+  const bool e8m0 = side.scale == ScaleKind::kE8M0Up || side.scale == ScaleKind::kE8M0Floor;
+  TORCH_CHECK_VALUE(side.present() && e8m0 && side.contraction == 32, "side is ", spec,
+                    "; wanted e8m0 scales of (1, 32) or (32, 32) blocks");
+  const int64_t elements = shape.matrices * shape.rows * shape.cols;
+  const int64_t scale_rows = ceil_div(shape.rows, columnwise ? 32 : side.outer);
+  const int64_t scale_cols = ceil_div(shape.cols, columnwise ? side.outer : 32);
+  check_buffer(data, "data", data, at::kByte, elements);
+  check_buffer(scale, "scale", data, at::kByte, shape.matrices * scale_rows * scale_cols);
+  check_buffer(out, "out", data, at::kByte, elements);
+  check_buffer(line_scale, "line_scale", data, at::kFloat, shape.matrices * shape.lines);
+  if (elements == 0) {
+    line_scale.fill_(0x1p-127);
+    return;
+  }
   AnchorCodes a = {};
   a.data = data.const_data_ptr<uint8_t>(), a.scale = scale.const_data_ptr<uint8_t>();
   a.out = out.mutable_data_ptr<uint8_t>(), a.line_scale = line_scale.mutable_data_ptr<float>();
-  a.matrices = static_cast<int32_t>(matrices);
-  a.rows = static_cast<int32_t>(rows), a.cols = static_cast<int32_t>(cols);
+  a.matrices = static_cast<int32_t>(shape.matrices);
+  a.rows = static_cast<int32_t>(shape.rows), a.cols = static_cast<int32_t>(shape.cols);
   a.outer_log2 = side.outer_log2, a.element = side.element;
   a.columnwise = columnwise, a.transposed = transposed;
-  a.vector_load = is_aligned(a.data, 8) && cols % 8 == 0;
+  a.vector_load = is_aligned(a.data, 8) && shape.cols % 8 == 0;
   a.vector_scales = is_aligned(a.scale, 8) && scale_cols % 8 == 0;  // so are those of every matrix
-  a.vector_store = is_aligned(a.out, 16) && out_cols % (transposed ? 16 : 8) == 0;
+  a.vector_store = is_aligned(a.out, 16) && shape.out_cols % (transposed ? 16 : 8) == 0;
   check_launch(launch_anchor_codes(a, c10::cuda::getCurrentCUDAStream()), "anchor_codes");
+}
+
+// A launch each, in one call of the host.
+void anchor_group(
+    at::TensorList data, at::TensorList scale, int64_t side, bool columnwise, bool transposed, at::TensorList out,
+    at::TensorList line_scale) {
+  const size_t n = data.size();
+  TORCH_CHECK_VALUE(n > 0 && scale.size() == n && out.size() == n && line_scale.size() == n,
+                    "anchor_group: lists of different lengths");
+  check_cuda(data[0], "data");
+  const c10::cuda::CUDAGuard guard(data[0].device());
+  for (size_t i = 0; i < n; ++i) anchor_into(data[i], scale[i], side, columnwise, transposed, out[i], line_scale[i]);
+}
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor> anchor_codes(
+    const at::Tensor& data, const at::Tensor& scale, int64_t side, bool columnwise, bool transposed) {
+  const AnchorShape shape = anchor_shape(data, columnwise, transposed);
+  const c10::cuda::CUDAGuard guard(data.device());
+  const bool stacked = data.dim() == 3;
+  const int64_t sizes[] = {shape.matrices, shape.out_rows, shape.out_cols}, lines[] = {shape.matrices, shape.lines};
+  const at::Tensor out = new_empty(data, at::IntArrayRef(sizes + !stacked, sizes + 3), at::kByte);
+  const at::Tensor line_scale = new_empty(data, at::IntArrayRef(lines + !stacked, lines + 2), at::kFloat);
+  anchor_into(data, scale, side, columnwise, transposed, out, line_scale);
   return {out, line_scale};
 }
 
@@ -258,6 +293,10 @@ void register_layout(torch::Library& m) {
                                                    bool columnwise, bool transposed) {
           return anchor_codes(data, scale, side, columnwise, transposed);
         }));
+  m.def(
+      "anchor_group(Tensor[] data, Tensor[] scale, int side, bool columnwise, bool transposed, Tensor(a!)[] out, "
+      "Tensor(b!)[] line_scale) -> ()",
+      torch::dispatch(c10::DispatchKey::CUDA, anchor_group));
   m.def("tensor_decode_scale(Tensor tensor_amax) -> Tensor",
         torch::dispatch(c10::DispatchKey::CUDA, tensor_decode_scale));
   m.def("transpose_tokens(Tensor data, Tensor tables, int groups) -> Tensor",

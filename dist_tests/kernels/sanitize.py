@@ -137,6 +137,9 @@ def anchor_codes(name: str) -> None:
                     return [codes.t() if transposed else codes, lines]
 
                 run(f"anchor_codes {name} {direction} {list(shape)}, transposed {transposed}", made, want)
+                of = [on_device(w.data)] * 2, [on_device(w.scale)] * 2
+                for made in native.anchor_group(*of, e.fmt, direction, transposed):
+                    run(f"anchor_group {name} {direction} {list(shape)}, transposed {transposed}", made, want)
 
 
 def statistics(names: tuple[str, str], dtype=BF16, row0=0) -> None:

@@ -38,6 +38,26 @@ def assert_anchors(data: Tensor, scale: Tensor, fmt: Format, direction: Directio
         expected.assert_same(codes, want.t().contiguous() if transposed else want, f"{text}: codes")
 
 
+def assert_group_anchors(of: list[tuple[Tensor, Tensor]], fmt: Format, direction: Direction) -> None:
+    """One call for all gives what a call each gives, also when it is made again of other codes."""
+    data, scale = map(list, zip(*of))
+    for transposed in (False, True):
+        calls: list[native.GroupCall] = []
+        made = native.anchor_group(data, scale, fmt, direction, transposed, calls)
+        for again in (False, True):
+            if again:
+                for t in data:
+                    t.copy_(t.roll(1, 0))
+                for t in calls[0].out:
+                    t.fill_(7)
+                calls[0]()
+            for (codes, lines), one in zip(made, zip(data, scale)):
+                want, want_lines = native.anchor_codes(*one, fmt, direction, transposed)
+                text = f"{direction} {fmt}, transposed {transposed}, again {again}"
+                expected.assert_same(codes, want, f"{text}: codes")
+                expected.assert_same(lines, want_lines, f"{text}: scale")
+
+
 def random_bytes(shape: tuple[int, int], low: int = 0, seed: int = 0) -> Tensor:
     g = torch.Generator().manual_seed(seed)
     return torch.randint(low, 256, shape, generator=g, dtype=torch.uint8).to(expected.DEVICE)
@@ -107,6 +127,14 @@ def test_empty_tensors_are_anchored_to_empty_ones():
 
 
 @on_cuda
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("direction", Direction)
+def test_a_group_is_anchored_as_each_alone(fmt: Format, direction: Direction):
+    """If false, weights that FSDP2 gathers together are multiplied as others than they are, in the first step or the next."""
+    made = [encoded(inputs(*shape, "outliers", seed=shape[0]), Encoding(fmt, direction)) for shape in SHAPES]
+    assert_group_anchors([(w.data, w.scale) for w in made], fmt, direction)
+
+
 def test_the_current_stream_anchors():
     """If false, codes are read before another stream has written them."""
     fmt, data, scale = MADE["mxfp8"].fmt, random_bytes((512, 640)), random_bytes((512, 20), 220)
@@ -138,6 +166,13 @@ def test_errors_say_what_was_got_and_wanted():
         r"scale is contiguous Byte \[64, 2\].*wanted 192 ": anchor(scale=scale[:, :2].contiguous()),
         r"scale is contiguous Byte \[63, 3\].*wanted 192 ": anchor(scale=scale[:63], direction=COLUMNWISE),
         r"scale is contiguous Float": anchor(scale=scale.float()),
+    }
+    group = torch.ops.fsdp_quant.anchor_group
+    side, codes, lines = native.side_of(Encoding(mx, ROWWISE)), torch.empty_like(data), torch.empty(64, device=data.device)
+    refused |= {
+        "lists of different lengths": lambda: group([data], [scale, scale], side, False, False, [codes], [lines]),
+        r"out is contiguous Byte \[32, 96\].*wanted 6144 ": lambda: group([data], [scale], side, False, False, [codes[:32]], [lines]),
+        r"line_scale is contiguous Float \[63\].*wanted 64 ": lambda: group([data], [scale], side, False, False, [codes], [lines[1:]]),
     }
     for text, call in refused.items():
         with pytest.raises(ValueError, match=text):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import gc
 import time
 import weakref
@@ -21,6 +23,7 @@ from dist_tests.single import hopper
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import format_of
 from fsdp_quant.gemm import StaleWeightError
+from fsdp_quant.tensor import fsdp_hooks, gathered_group
 from fsdp_quant.tensor.master_weight import MasterWeight
 
 RECIPES = {
@@ -539,6 +542,78 @@ def _one_launch_a_group(rank: int, world: int) -> None:
 def test_a_group_is_encoded_and_laid_out_by_one_launch():
     """If false, the host pays for every weight, and codes and their transposes lie beside each other."""
     run_ranks(2, _one_launch_a_group)
+
+
+AGAIN = {  # recipe, quantized parameters
+    "fp8_current": (fq.recipes.fp8_current(), False),
+    "fp8_current, quantized": (fq.recipes.fp8_current(), True),
+    "fp8_delayed": (fq.recipes.fp8_delayed(), False),
+    "fp8_row": (fq.recipes.fp8_row(), False),
+    "fp8_block": (fq.recipes.fp8_block(), False),
+    "mxfp8": (fq.recipes.mxfp8(), False),
+    "mxfp8/nvfp4": (fq.recipes.hybrid("mxfp8", "nvfp4"), False),
+    "nvfp4, quantized": (fq.recipes.nvfp4(), True),
+}
+
+
+def _eventful(label: str, rank: int, anew: bool) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], collections.Counter]:
+    """Outputs, weights, and what was made again how often, of steps between which things happen; anew: nothing is."""
+    recipe, quantized = AGAIN[label]
+    again = collections.Counter()
+    with pytest.MonkeyPatch.context() as patched:
+        for owner in (gathered_group._Made, gathered_group._LaidOut, fsdp_hooks.Sharing):
+            def counted(self, *args, original=owner.again, name=owner.__name__):
+                done = not anew and original(self, *args)
+                again[name] += done
+                return done
+
+            patched.setattr(owner, "again", counted)
+        with fq.quantized_model_init(recipe) if quantized else contextlib.nullcontext():
+            net = nets.build(hidden=(128, 96), k=64, out=64).to(torch.bfloat16)
+            fq.convert(net, recipe)
+        nets.shard(net)
+        optimizer, outputs = fq.optim.FusedAdam(net.parameters(), lr=1e-2) if quantized else nets.adam(net), []
+
+        def forward(at: int) -> torch.Tensor:
+            outputs.append(net(nets.batch(at, rank=rank, k=64).to(torch.bfloat16)))
+            return outputs[-1]
+
+        for step in range(7):
+            with fq.token_offset(0):
+                fq.begin_step(step)
+                if step == 2:  # a hand writes weights
+                    with torch.no_grad():
+                        net.blocks[0].up.weight.mul_(1.5)
+                    fq.sync(net)
+                if step == 3:  # from here on a weight stays as it is, beside one that does not
+                    net.blocks[0].up.weight.requires_grad_(False)
+                if step == 5:
+                    with torch.no_grad():  # a forward alone
+                        forward(50)
+                for micro in range(2 if step in (1, 4) else 1):
+                    forward(step * 10 + micro).float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        group = net.blocks[1].up.weight.to_local().state.gathered.group
+        held = [call for codes in group.codes.values() for made in codes._made.values() for call in made.calls]
+        assert not any(call._staging.untyped_storage().size() for call in held), f"{label}: codes outlive the last backward"
+        return outputs, nets.full_state(net), again
+
+
+def _made_again(rank: int, world: int) -> None:
+    for label in AGAIN if laws.EVERYTHING else ("fp8_current", "fp8_block", "mxfp8/nvfp4", "nvfp4, quantized"):
+        with hopper.emulated() if DEVICE == "cpu" else contextlib.nullcontext():
+            (got, weights, again), (want, wanted, _) = (_eventful(label, rank, anew) for anew in (False, True))
+        for i, pair in enumerate(zip(got, want)):
+            laws.assert_same_bytes(*pair, f"{label}: output {i}")
+        for name, value in wanted.items():
+            laws.assert_same_bytes(weights[name], value, f"{label}: {name}")
+        assert again["_Made"] >= 6 and again["_LaidOut"] >= 12, f"{label}: {again}"
+
+
+def test_a_gather_that_repeats_the_last_one_is_as_one_made_anew():
+    """If false, codes that are made again where they lay, or laid out again, or their statistics, are those of other weights."""
+    run_ranks(2, _made_again)
 
 
 def _let_go(rank: int, world: int) -> None:

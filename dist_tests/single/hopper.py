@@ -256,6 +256,11 @@ class Operators:
         codes, lines = reference.anchored_codes(data, scale.view(grid), fmt, direction)
         return (codes.t().contiguous() if transposed else codes), lines
 
+    def anchor_group(self, data, scale, packed, columnwise, transposed, out, line_scale):
+        for one, of, *into in zip(data, scale, out, line_scale):
+            for target, made in zip(into, self.anchor_codes(one, of, packed, columnwise, transposed)):
+                target.copy_(made)
+
     # Products #
 
     def gemm(self, a, b, a_scale, b_scale, a_kind, b_kind, out_dtype, bias=None, alpha=None):

@@ -307,7 +307,7 @@ def transpose_codes(data: Tensor, rows: int, cols: int, fmt: Format) -> Tensor:
 
 def transpose_group(
     data: Sequence[Tensor], shapes: Sequence[tuple[int, int]], fmt: Format, stacked: bool = False,
-    calls: list[native.TransposeGroup] | None = None,
+    calls: list[native.GroupCall] | None = None,
 ) -> list[Tensor]:
     """`transpose_codes` of each; stacked: of one shape, by a kernel into slices of one buffer; calls: takes the launch."""
     if len(data) > 1 and fmt.is_quantized and all(map(native.runs, data)):
@@ -322,6 +322,16 @@ def anchor_codes(data: Tensor, scale: Tensor, fmt: Format, direction: Direction)
         return native.anchor_codes(data, scale, fmt, direction, turned)
     codes, line_scale = reference.anchored_codes(data, scale, fmt, direction)
     return (codes.t().contiguous() if turned else codes), line_scale
+
+
+def anchor_group(
+    data: Sequence[Tensor], scale: Sequence[Tensor], fmt: Format, direction: Direction,
+    calls: list[native.GroupCall] | None = None,
+) -> list[tuple[Tensor, Tensor]]:
+    """`anchor_codes` of each; calls: takes what made them, if that may be made again."""
+    if all(map(native.runs, data)):
+        return native.anchor_group(data, scale, fmt, direction, direction is not ROWWISE, calls)
+    return [anchor_codes(*one, fmt, direction) for one in zip(data, scale)]
 
 
 def swizzle_scales(scale: Tensor, outer: int, outer_block: int, transposed: bool) -> Tensor:

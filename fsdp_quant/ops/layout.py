@@ -32,8 +32,9 @@ def operand_format(fmt: Format, layout: str) -> Format:
 
 
 def pad_to(x: Tensor, rows: int, cols: int) -> Tensor:
-    """x [m, n] zero-padded so that m is a multiple of `rows` and n of `cols`."""
-    return F.pad(x, (0, -x.shape[1] % cols, 0, -x.shape[0] % rows))
+    """x [m, n] zero-padded so that m is a multiple of `rows` and n of `cols`; x where they are."""
+    missing = -x.shape[1] % cols, -x.shape[0] % rows
+    return F.pad(x, (0, missing[0], 0, missing[1])) if any(missing) else x
 
 
 def swizzle_128x4(scale: Tensor) -> Tensor:

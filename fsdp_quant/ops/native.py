@@ -7,7 +7,7 @@ An `Encoding` is passed as one integer of bit fields (csrc/api/quantize.h), whic
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -370,23 +370,28 @@ def transpose_codes(data: Tensor, rows: int, cols: int, bits: int) -> Tensor:
     return _ops.transpose_codes(data, rows, cols, bits)
 
 
-class TransposeGroup(NamedTuple):
-    """One launch that transposes codes of `bits` bits, of [rows, cols] each, into `out`."""
+class GroupCall(NamedTuple):
+    """A call of an operator that writes `out`, which may be made again."""
 
-    data: Sequence[Tensor]
+    operator: Callable[..., None]
+    arguments: tuple
     out: list[Tensor]
-    rows: list[int]
-    cols: list[int]
-    bits: int
 
     def __call__(self) -> None:
-        n, kind = len(self.out), TRANSPOSE_NIBBLES if self.bits == 4 else TRANSPOSE_BYTES
-        _ops.relayout_group(self.data, self.out, [kind] * n, self.rows, self.cols, [0] * n, [1] * n)
+        self.operator(*self.arguments)
+
+
+def _called(call: GroupCall, calls: list[GroupCall] | None) -> list[Tensor]:
+    """Make a call, which `calls` takes; what it has written."""
+    call()
+    if calls is not None:
+        calls.append(call)
+    return call.out
 
 
 def transpose_group(
     data: Sequence[Tensor], shapes: Sequence[tuple[int, int]], bits: int, stacked: bool = False,
-    calls: list[TransposeGroup] | None = None,
+    calls: list[GroupCall] | None = None,
 ) -> list[Tensor]:
     """`transpose_codes` of each [rows, cols], in one launch; stacked: all of one shape, into slices of one buffer.
 
@@ -398,11 +403,8 @@ def transpose_group(
         out = list(data[0].new_empty((len(data), *sizes[0])).unbind())
     else:
         out = [d.new_empty(size) for d, size in zip(data, sizes)]
-    call = TransposeGroup(data, out, rows, cols, bits)
-    call()
-    if calls is not None:
-        calls.append(call)
-    return out
+    n, kind = len(data), TRANSPOSE_NIBBLES if bits == 4 else TRANSPOSE_BYTES
+    return _called(GroupCall(_ops.relayout_group, (data, out, [kind] * n, rows, cols, [0] * n, [1] * n), out), calls)
 
 
 def transpose_tokens(data: Tensor, groups: TokenGroups) -> Tensor:
@@ -419,6 +421,19 @@ def anchor_codes(
 ) -> tuple[Tensor, Tensor]:
     """`reference.anchored_codes`; transposed: the codes as [cols, rows]."""
     return _ops.anchor_codes(data, scale, side_of(Encoding(fmt, direction)), direction is not ROWWISE, transposed)
+
+
+def anchor_group(
+    data: Sequence[Tensor], scale: Sequence[Tensor], fmt: Format, direction: Direction, transposed: bool,
+    calls: list[GroupCall] | None = None,
+) -> list[tuple[Tensor, Tensor]]:
+    """`anchor_codes` of each, in one call, which `calls` takes: it may be made again."""
+    columnwise = direction is not ROWWISE
+    codes = [d.new_empty(d.shape[::-1] if transposed else d.shape) for d in data]
+    lines = [d.new_empty(d.shape[int(columnwise)], dtype=torch.float32) for d in data]
+    arguments = data, scale, side_of(Encoding(fmt, direction)), columnwise, transposed, codes, lines
+    _called(GroupCall(_ops.anchor_group, arguments, codes + lines), calls)
+    return list(zip(codes, lines))
 
 
 # Products #
@@ -1043,6 +1058,7 @@ FAKES = {
     "tensor_decode_scale": lambda tensor_amax: tensor_amax.new_empty(1),
     "transpose_codes": lambda data, rows, cols, bits: data.new_empty((cols, ceil_div(rows, 2) if bits == 4 else rows)),
     "swizzle_scales": _fake_swizzle,
+    "anchor_group": lambda *args: None,
     "anchor_codes": lambda data, scale, side, columnwise, transposed: (
         data.new_empty(data.shape[::-1] if transposed else data.shape),
         data.new_empty(data.shape[1 if columnwise else 0], dtype=torch.float32)),

@@ -51,22 +51,20 @@ class PreHook:
 def prepare(weight) -> GatheredWeight:
     """Ready what the gather that asks `weight` first sends, of all weights of its group at once."""
     first = gathered_weight(weight)
-    managed = first.managed
-    if weight.device != managed.local.device:  # offloaded: each comes to the device as it is asked
-        weights, params = [weight], [managed.param]
-    else:
-        together = zip(*managed.gathered_together())
-        params, weights = zip(*[(param, local) for param, local in together if isinstance(local, FSDPHooks)])
-    group = first.group
-    if group is None or not group.is_of(weights):
-        group = GatheredGroup([gathered_weight(one) for one in weights])
-    states = [member.state for member in group.members]
-    if any([state.pending for state in states]):
+    managed, group = first.managed, first.group
+    params, local = managed.gathered_together()
+    if managed.is_offloaded and weight.device != managed.local.device:  # each comes to the device as it is asked
+        params, local = [managed.param], [weight]
+    if group is None or not group.is_of(local):
+        group = GatheredGroup(local, [gathered_weight(t) if isinstance(t, FSDPHooks) else None for t in local])
+    if any([state.pending for state in group.states]):
         synchronize([managed])
-    needs = (directions_needed(managed, False),) * len(states)
-    if any([state.is_recomputed for state in states]):
-        needs = tuple(directions_needed(managed, state.is_recomputed) for state in states)
-    group.send(weights, params, needs, managed.phase, managed.gathers_for_reduction)
+    recomputed = group.recomputed
+    if any(recomputed):
+        needs = tuple(directions_needed(managed, one) for one in recomputed)
+    else:
+        needs = (directions_needed(managed, False),) * len(recomputed)
+    group.send(local, params, needs, managed.phase, managed.gathers_for_reduction)
     return first
 
 
@@ -98,12 +96,14 @@ def directions_needed(managed: ManagedParam, recomputes: bool) -> frozenset[Dire
 
     recomputes:  the backward recomputes the forward of the weight's module.
     """
-    both = frozenset(Direction)
     if managed.in_pre_backward:
-        return both if recomputes or managed.stays_unsharded_after_backward else frozenset({COLUMNWISE})
+        return _BOTH if recomputes or managed.stays_unsharded_after_backward else _COLUMNWISE
     if managed.in_forward and not managed.stays_unsharded_after_forward:
-        return both if torch_compat.backward_is_running() else frozenset({ROWWISE})
-    return both
+        return _BOTH if torch_compat.backward_is_running() else _ROWWISE
+    return _BOTH
+
+
+_BOTH, _ROWWISE, _COLUMNWISE = frozenset(Direction), frozenset({ROWWISE}), frozenset({COLUMNWISE})
 
 
 def gathered_weight(weight) -> GatheredWeight:
@@ -200,7 +200,7 @@ def _groups(m: ManagedParam, state) -> tuple[dist.ProcessGroup, ...]:
     another stage of a pipeline, are not there to take part.
     """
     shards, parts, world = m.process_group, state.tensor_group, dist.group.WORLD
-    if not state.spans_parts:
+    if parts is None or not state.spans_parts:
         return (shards,)
     if shards.size() == 1:
         return (parts,)

@@ -22,6 +22,7 @@ taken again. Whatever is found to be otherwise is worked out, and then kept for 
 from __future__ import annotations
 
 import operator
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 
@@ -32,7 +33,7 @@ from ..counters import counters
 from ..formats import COLUMNWISE, Direction
 from ..ops import dispatch
 from ..ops.layout import COMPACT
-from ..ops.native import GroupEncoding, TransposeGroup
+from ..ops.native import GroupCall, GroupEncoding
 from ..storage import laid_out
 from . import torch_compat, writers
 from .gathered_weight import GatheredWeight
@@ -44,10 +45,16 @@ class GatheredGroup:
 
     members:  their unsharded sides, in the order of their hooks.
     codes:    that this rank sends, of each direction.
+    states:   of the weights.
     """
 
-    def __init__(self, members: Sequence[GatheredWeight]):
-        self.members = list(members)
+    def __init__(self, local: Sequence[Tensor], sides: Sequence[GatheredWeight | None]):
+        """local: the tensors of all parameters that FSDP2 gathers together; sides: None of those that are not gathered as codes."""
+        self.members, self._local = [side for side in sides if side is not None], list(map(weakref.ref, local))
+        places = [i for i, side in enumerate(sides) if side is not None]
+        self._ours = operator.itemgetter(*places) if len(places) > 1 else lambda every: [every[places[0]]]
+        self.states = [member.state for member in self.members]
+        self._packs = any(state.parts for state in self.states)
         self.codes = {d: GroupCodes(self.members, d) for d in Direction}
         self._passes: dict[tuple[frozenset[Direction], ...], GroupPass] = {}
         self._reductions, self._reductions_before, self._reduced = 0, 0, None
@@ -55,25 +62,32 @@ class GatheredGroup:
         for member in self.members:
             member.group = self
 
-    def is_of(self, weights: Sequence) -> bool:
-        """These are its weights, as they are gathered now."""
-        return len(weights) == len(self.members) and all([w.state.gathered is m for w, m in zip(weights, self.members)])
+    def is_of(self, local: Sequence[Tensor]) -> bool:
+        """It is the group of these tensors, as they are gathered now."""
+        before, now = [tensor() for tensor in self._local], [state.gathered for state in self.states]
+        return len(before) == len(local) and all(map(operator.is_, before, local)) and all(map(operator.is_, now, self.members))
+
+    @property
+    def recomputed(self) -> list[bool]:
+        """Of each weight: the backward recomputes the forward of its module."""
+        return [state.is_recomputed if self._packs else state.recomputes for state in self.states]
 
     def send(
-        self, weights: Sequence, params: Sequence, needs: tuple[frozenset[Direction], ...], phase: str, reduces: bool
+        self, local: Sequence[Tensor], params: Sequence, needs: tuple[frozenset[Direction], ...], phase: str, reduces: bool
     ) -> None:
         """Ready what a gather for the directions that each weight `needs` sends.
 
-        params:   of FSDP2, whose buffers the gather fills.
-        reduces:  it serves a backward whose gradients are reduced.
+        local, params:  tensors and parameters that FSDP2 gathers together.
+        reduces:        it serves a backward whose gradients are reduced.
         """
+        weights, params = self._ours(local), self._ours(params)
         chosen = self._passes.get(needs)
         if chosen is None:
             chosen = self._passes[needs] = GroupPass(self.members, self.codes, needs)
         versions = [weight.version for weight in weights]
         sent = chosen.sent(weights, versions)
-        for member, param, inputs, outputs, inner in zip(self.members, params, sent, chosen.outputs, chosen.inner):
-            torch_compat.set_gather_buffers(param, outputs, inner.copy())
+        torch_compat.set_gather_buffers(params, chosen.outputs, chosen.inner)
+        for member, inputs in zip(self.members, sent):
             member.outgoing = inputs, chosen
         for (direction, fmt), size in chosen.sizes.items():
             counters.add("gather", (phase, direction, fmt), size)
@@ -93,8 +107,6 @@ class GatheredGroup:
 
     def _let_go(self, places: Sequence[int]) -> None:
         """Keep no codes of these weights, nor any that are no work to make again."""
-        for i in places:
-            self.members[i].state.let_go_of_shard()
         for codes in self.codes.values():
             self._sent_last += codes.let_go(places)
         for chosen in self._passes.values():
@@ -134,6 +146,8 @@ class GroupCodes:
 
     def fill(self, weights: Sequence, versions: list[object], places: tuple[int, ...]) -> None:
         """Make the codes of these weights where they are not of these versions."""
+        if self.versions == versions:
+            return
         stale = tuple([i for i in places if self.versions[i] != versions[i]])
         if not stale:
             return
@@ -149,6 +163,9 @@ class GroupCodes:
 
     def let_go(self, places: Sequence[int]) -> list[GroupEncoding]:
         """Forget the codes of these weights, and values, which are no work to make again; what memory may be freed."""
+        if len(places) == len(self.members) and all(self._lies):
+            self.versions = [None] * len(places)
+            return [call for made in self._made.values() for call in made.calls]
         freed = []
         for i, rows in enumerate(self.rows):
             if rows is None or (i not in places and self.is_quantized(i)):
@@ -156,6 +173,7 @@ class GroupCodes:
             self.versions[i] = None
             if not self._lies[i]:
                 self.rows[i], self.mark = None, object()
+                self.members[i].state.let_go_of_shard()
         for stale, made in list(self._made.items()):
             if not made.repeats:
                 del self._made[stale]
@@ -191,23 +209,24 @@ class _Made:
             )
         self.copies = torch_compat.by_dtype(copies)
         self.calls, self._at = [call for call, _ in calls], [at for _, at in calls]
+        self._names = [(state.name, direction.value) for state in self.states] if calls else []
         if self.repeats:
-            self._sources = [s.sources(w, direction, v) for s, w, v in zip(self.states, weights, versions)]
+            self._sources = [state.sources(weight, direction) for state, weight in zip(self.states, weights)]
+            self.repeats = None not in self._sources
 
     def again(self, weights: Sequence, versions: Sequence) -> bool:
         """Make them of these values where they lie; False where more than values is another than it was."""
         if not self.repeats:
             return False
         for state, weight, version, before in zip(self.states, weights, versions, self._sources):
-            now = state.sources(weight, self.direction, version)
-            if now is None or len(now) != len(before) or not all(map(operator.is_, now, before)):
+            if not state.has_sources(weight, self.direction, version, before):
                 return False
         values = [[weights[i].inner for i in at] for at in self._at]
         if not all(map(GroupEncoding.takes, self.calls, values)):
             return False
         for call, of in zip(self.calls, values):
             dispatch.encode_again(call, of)
-            counters.add_each("weight encode", [(state.name, self.direction.value) for state in self.states])
+        counters.add_each("weight encode", self._names)
         return True
 
 
@@ -276,16 +295,18 @@ class GroupPass:
     @torch.no_grad()
     def receive(self) -> None:
         """Fill what NCCL did not, and lay codes out as products read them: all weights at once."""
-        torch_compat.copy_all(
-            [copy for i in self._unpacked for copy in self.members[i].unpack(self._chosen[i], self._filled[i])]
-        )
+        if self._unpacked:
+            torch_compat.copy_all(
+                [copy for i in self._unpacked for copy in self.members[i].unpack(self._chosen[i], self._filled[i])]
+            )
         if not self._marks:
             self._filled = []
         wanted = []
-        for i, (member, needs, version) in enumerate(zip(self.members, self._needs, self._versions)):
-            member.derive(needs)
+        for member, needs, version in zip(self.members, self._needs, self._versions):
+            if member.derived is not None:
+                member.derive(needs)
             for slots in member.slots_of:
-                wanted += [(i, slots, d, layout) for d, layout in slots.arrived(needs, version)]
+                wanted += slots.arrived(needs, version)
         if self._laid_out is None or not self._laid_out.again(wanted):
             self._laid_out = _LaidOut(self.members, self._needs, wanted)
             own = self._laid_out.own if self._laid_out.repeats else [()] * len(self.members)
@@ -298,7 +319,7 @@ class GroupPass:
 class _LaidOut:
     """Codes that arrived as products read them, and how they are laid out again.
 
-    wanted:   (place of the weight, slots, direction, layout) of each; those that are views of the codes are nothing to do.
+    wanted:   (slots, direction, layout) of each; those that are views of the codes are nothing to do.
     own:      of each weight, the memory of them, which FSDP2 gives back with the codes.
     unread:   codes of a backward that all its products read laid out.
     repeats:  `again` may be asked.
@@ -306,17 +327,19 @@ class _LaidOut:
 
     def __init__(self, members: Sequence[GatheredWeight], needs: Sequence[frozenset[Direction]], wanted: list[tuple]):
         self.wanted, self.own, self._storages = wanted, [[] for _ in members], []
-        self._calls: list[TransposeGroup] = []
+        self._calls: list[GroupCall] = []
+        place = {slots: i for i, member in enumerate(members) for slots in member.slots_of}
         alike: dict[int | None, list[tuple]] = {}  # matrices of one weight stay together, for products of groups
-        for i, slots, d, layout in wanted:
+        for slots, d, layout in wanted:
             if layout != COMPACT and (d, layout) not in slots.views:
-                alike.setdefault(i if members[i].state.parts else None, []).append((i, slots, d, layout))
+                packed = place[slots] if members[place[slots]].state.parts else None
+                alike.setdefault(packed, []).append((slots, d, layout))
         for packed, of in alike.items():
-            made = laid_out([(slots.get(d), layout) for _, slots, d, layout in of], packed is not None, self._calls)
-            for (i, slots, d, layout), storage in zip(of, made):
+            made = laid_out([(slots.get(d), layout) for slots, d, layout in of], packed is not None, self._calls)
+            for (slots, d, layout), storage in zip(of, made):
                 own = slots.take(d, layout, storage)
                 if own:
-                    self.own[i] += own
+                    self.own[place[slots]] += own
                     self._storages.append((slots, (d, layout), storage))
         filled = {id(t) for call in self._calls for t in call.out}
         self.repeats = set(alike) <= {None} and all(id(t) in filled for of in self.own for t in of)

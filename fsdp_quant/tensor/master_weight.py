@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -250,16 +251,19 @@ class WeightState:
 
     keeps_shards = False  # codes of a shard are the parameter itself
 
-    def sources(self, weight: MasterWeight, direction: Direction, version: object) -> tuple | None:
-        """What codes of a shard follow from beside its values, by identity; None where that is not known of this version."""
+    def sources(self, weight: MasterWeight, direction: Direction) -> tuple:
+        """What codes of a shard follow from beside its values: (shared statistics or None, of a delayed side its history's)."""
+        if direction not in self.quantizer.delayed_directions:
+            return (self._statistics[1].get(direction),)
+        history = self.delayed_history(direction, weight.device)
+        return self._statistics[1].get(direction), history.enc, history.amaxes
+
+    def has_sources(self, weight: MasterWeight, direction: Direction, version: object, sources: tuple) -> bool:
+        """These are they still, and the statistics are of this version."""
         known, stats = self._statistics
-        stats = stats.get(direction)
-        if stats is not None and known != version:
-            return None
-        if direction in self.quantizer.delayed_directions:
-            history = self.delayed_history(direction, weight.device)
-            return stats, history.enc, history.amaxes
-        return (stats,)
+        if stats.get(direction) is not sources[0] or (sources[0] is not None and known != version):
+            return False
+        return len(sources) == 1 or all(map(operator.is_, self.sources(weight, direction), sources))
 
     def fresh_storage(self, shard: Shard, device: torch.device | None = None) -> Storage:
         """The shard's codes of the master as it is now, made on `device`; nothing is kept, recorded or counted."""

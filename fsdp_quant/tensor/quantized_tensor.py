@@ -94,17 +94,18 @@ class Slots:
             self.owner.free_at_reshard(own)
         return own
 
-    def arrived(self, needs: frozenset[Direction], version: object) -> list[tuple[Direction, str]]:
-        """Codes of a master's version are there: the layouts in which products will read them, as far as the passes before
-        tell; those of the codes before are forgotten."""
+    def arrived(self, needs: frozenset[Direction], version: object) -> list[tuple[Slots, Direction, str]]:
+        """Codes of a master's version are there: (self, direction, layout) of each layout in which products will read them, as
+        far as the passes before tell; those of the codes before are forgotten."""
         if len(self.laid_out) > len(self.views):
             self.laid_out = {key: laid_out for key, laid_out in self.laid_out.items() if key in self.views}
-        wanted = [(d, layout) for d in needs for layout in self.wanted[d]]
-        if ROWWISE in needs and self.version.get(ROWWISE) != version:
-            for layouts in self.wanted.values():  # the passes over this version will tell anew
-                layouts.clear()
+        versions, told = self.version, self.wanted
+        wanted = [(self, d, layout) for d in needs for layout in told[d]]
+        if ROWWISE in needs and versions.get(ROWWISE) != version:  # the passes over this version will tell anew
+            told[ROWWISE].clear()
+            told[COLUMNWISE].clear()
         for d in needs:
-            self.version[d] = version
+            versions[d] = version
         return wanted
 
     def map(self, fn: Callable[[Storage], Storage]) -> Slots:

@@ -11,6 +11,7 @@ share. So the bytes are a `MasterWeight`'s; they are kept, both directions, and 
 from __future__ import annotations
 
 import copy
+import operator
 import weakref
 from collections.abc import Iterable
 from dataclasses import replace
@@ -52,10 +53,15 @@ class QuantizedWeightState(WeightState):
 
     keeps_shards = True
 
-    def sources(self, weight: QuantizedWeight, direction: Direction, version: object) -> tuple | None:
-        """The codes that the parameter is, if they are those of its values."""
-        encoded = weight.is_current(direction) and weight._slots.get(direction)
-        return (encoded.data, encoded.scale, encoded.tensor_amax) if encoded else None
+    def sources(self, weight: QuantizedWeight, direction: Direction) -> tuple | None:
+        """The codes that the parameter is; None of a side that is not quantized, which it does not hold."""
+        if not self.quantizer.encodings[direction].fmt.is_quantized:
+            return None
+        encoded = weight._slots.get(direction)
+        return encoded.data, encoded.scale, encoded.tensor_amax
+
+    def has_sources(self, weight: QuantizedWeight, direction: Direction, version: object, sources: tuple) -> bool:
+        return weight.is_current(direction, version) and all(map(operator.is_, self.sources(weight, direction), sources))
 
     def kept(self, shard: Shard) -> Encoded | None:
         """The codes that the parameter is, if they are those of its values."""
@@ -256,11 +262,11 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
     def _slots(self) -> Slots:
         return self._content.slots
 
-    def is_current(self, direction: Direction) -> bool:
-        """The codes of this direction are of the values, and of the quantizer, as they are now."""
+    def is_current(self, direction: Direction, version: object = None) -> bool:
+        """The codes of this direction are of the values, and of the quantizer, as they are now; version: of the values."""
         content = self._content
         is_kept = content.quantizer == self._quantizer and content.forgotten == self.state.forgotten
-        return is_kept and content.slots.version.get(direction) == self.version
+        return is_kept and content.slots.version.get(direction) == (version or self.version)
 
     @property
     def _quantizer(self) -> tuple:

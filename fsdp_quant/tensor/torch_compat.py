@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -55,7 +55,8 @@ class ManagedParam:
     @property
     def local(self) -> Tensor | None:
         """The sharded local tensor that is registered now; None where the model is gone."""
-        return None if self.param is None else self.param._sharded_local_tensor
+        param = self._param()
+        return None if param is None else param.sharded_param._local_tensor
 
     @property
     def registered(self) -> DTensor:
@@ -99,6 +100,11 @@ class ManagedParam:
     @property
     def device(self) -> torch.device:
         return self.param.device
+
+    @property
+    def is_offloaded(self) -> bool:
+        """The shard lies on a CPU, and is brought to where FSDP2 computes."""
+        return self.param.offload_to_cpu
 
     @property
     def shard_dim(self) -> int:
@@ -153,7 +159,7 @@ class ManagedParam:
     def gathered_together(self) -> tuple[list[FSDPParam], list[Tensor]]:
         """The parameters that are gathered together, in the order of their hooks, and their local tensors."""
         params = self.group.fsdp_params
-        return params, [p._sharded_local_tensor for p in params]
+        return params, [p.sharded_param._local_tensor for p in params]
 
     @property
     def inner_buffers(self) -> list[Tensor]:
@@ -162,7 +168,7 @@ class ManagedParam:
 
     def reset_gather_buffers(self) -> None:
         """Forget the unsharded parameter and its buffers; the next gather builds them anew. Sharded state only."""
-        set_gather_buffers(self.param, [], [])
+        set_gather_buffers([self.param], [[]], [[]])
         if hasattr(self.param, "_unsharded_param"):
             del self.param._unsharded_param
 
@@ -189,10 +195,10 @@ def outside_inference_mode() -> Iterator[None]:
         yield
 
 
-def set_gather_buffers(param: FSDPParam, outputs: list[Tensor], inner: list[Tensor]) -> None:
-    """Which persistent buffers the next gather fills and the next reshard frees."""
-    param.all_gather_outputs = outputs
-    param._unsharded_inner_tensors = inner
+def set_gather_buffers(params: Sequence[FSDPParam], outputs: Sequence[list[Tensor]], inner: Sequence[list[Tensor]]) -> None:
+    """Which persistent buffers the next gather fills, of each parameter, and which others the next reshard frees."""
+    for param, filled, others in zip(params, outputs, inner):
+        param.all_gather_outputs, param._unsharded_inner_tensors = filled, others.copy()
 
 
 def by_dtype(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[list[Tensor], list[Tensor]]]:
