@@ -199,7 +199,11 @@ class SharedStatistics:
             for e, encoding in enumerate(fragment.encodings):
                 if fragment.shares_statistics(encoding) or (whole and encoding.fmt.scale != "none"):
                     self._places.append((f, e))
-        self._own = _own_statistics(fragments, self._places)
+        self._alike: dict[tuple, list[tuple[int, int]]] = {}
+        for f, e in self._places:
+            one = fragments[f]
+            self._alike.setdefault((one.encodings[e], one.dtype, one.values.dtype), []).append((f, e))
+        self._own = self._of_own_rows(fragments)
         self._padded: list[tuple[Tensor, Tensor]] = []  # (row of a slot, where it comes from)
         slots, into = [], []  # what is reduced, and what becomes of it
         for (f, e), (amax, tensor_amax) in zip(self._places, self._own):
@@ -250,7 +254,7 @@ class SharedStatistics:
 
         copy_all:  writes (target, source) of each.
         """
-        made = _own_statistics(fragments, self._places)
+        made = self._of_own_rows(fragments)
         pairs = [(old, new) for of in zip(self._own, made) for old, new in zip(*of) if old is not new]
         if any([old is None or new is None for old, new in pairs]):
             return False
@@ -259,21 +263,20 @@ class SharedStatistics:
         copy_all(self._rows)
         return True
 
-
-def _own_statistics(fragments: Sequence[Fragment], places: Sequence[tuple[int, int]]) -> list[Statistics]:
-    """Of the rows of a fragment in an encoding, each of `places`: what is known, else what a launch an encoding finds."""
-    made: dict[tuple[int, int], Statistics] = {}
-    alike: dict[tuple, list[tuple[int, int]]] = {}
-    for f, e in places:
-        one = fragments[f]
-        if one.found and one.found[e] is not None:
-            made[f, e] = one.found[e]
-        else:
-            alike.setdefault((one.encodings[e], one.dtype, one.values.dtype), []).append((f, e))
-    for (encoding, dtype, _), at in alike.items():
-        of = [fragments[f] for f, _ in at]
-        made.update(zip(at, dispatch.statistics_group([f.rows for f in of], encoding, [f.row0 for f in of], dtype)))
-    return [made[place] for place in places]
+    def _of_own_rows(self, fragments: Sequence[Fragment]) -> list[Statistics]:
+        """At each of the places: what is known, else what a launch an encoding finds."""
+        made: dict[tuple[int, int], Statistics] = {}
+        for (encoding, dtype, _), at in self._alike.items():
+            for f, e in at:
+                found = fragments[f].found
+                if found and found[e] is not None:
+                    made[f, e] = found[e]
+            missing = [place for place in at if place not in made] if made else at
+            if missing:
+                of = [fragments[f] for f, _ in missing]
+                found = dispatch.statistics_group([f.rows for f in of], encoding, [f.row0 for f in of], dtype)
+                made.update(zip(missing, found))
+        return [made[place] for place in self._places]
 
 
 def share_amaxes(found: Sequence[tuple[Encoding, Statistics]], group: dist.ProcessGroup | None) -> list[Statistics]:

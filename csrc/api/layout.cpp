@@ -80,7 +80,8 @@ AnchorShape anchor_shape(const at::Tensor& data, bool columnwise, bool transpose
   return {matrices, rows, cols, lines, transposed ? cols : rows, transposed ? rows : cols};
 }
 
-void anchor_into(
+// What anchors the codes of data; without elements nothing does.
+std::optional<AnchorCodes> anchor_of(
     const at::Tensor& data, const at::Tensor& scale, int64_t spec, bool columnwise, bool transposed, const at::Tensor& out,
     const at::Tensor& line_scale) {
   const AnchorShape shape = anchor_shape(data, columnwise, transposed);
@@ -97,7 +98,7 @@ void anchor_into(
   check_buffer(line_scale, "line_scale", data, at::kFloat, shape.matrices * shape.lines);
   if (elements == 0) {
     line_scale.fill_(0x1p-127);
-    return;
+    return std::nullopt;
   }
   AnchorCodes a = {};
   a.data = data.const_data_ptr<uint8_t>(), a.scale = scale.const_data_ptr<uint8_t>();
@@ -109,10 +110,9 @@ void anchor_into(
   a.vector_load = is_aligned(a.data, 8) && shape.cols % 8 == 0;
   a.vector_scales = is_aligned(a.scale, 8) && scale_cols % 8 == 0;  // so are those of every matrix
   a.vector_store = is_aligned(a.out, 16) && shape.out_cols % (transposed ? 16 : 8) == 0;
-  check_launch(launch_anchor_codes(a, c10::cuda::getCurrentCUDAStream()), "anchor_codes");
+  return a;
 }
 
-// A launch each, in one call of the host.
 void anchor_group(
     at::TensorList data, at::TensorList scale, int64_t side, bool columnwise, bool transposed, at::TensorList out,
     at::TensorList line_scale) {
@@ -121,7 +121,19 @@ void anchor_group(
                     "anchor_group: lists of different lengths");
   check_cuda(data[0], "data");
   const c10::cuda::CUDAGuard guard(data[0].device());
-  for (size_t i = 0; i < n; ++i) anchor_into(data[i], scale[i], side, columnwise, transposed, out[i], line_scale[i]);
+  AnchorGroup group = {};
+  auto flush = [&] {
+    if (group.count > 0) check_launch(launch_anchor_group(group, c10::cuda::getCurrentCUDAStream()), "anchor_group");
+    group.count = 0;
+  };
+  for (size_t i = 0; i < n; ++i) {
+    TORCH_CHECK_VALUE(data[i].dim() == 2, "data has shape ", data[i].sizes(), "; wanted [rows, cols]");
+    const auto one = anchor_of(data[i], scale[i], side, columnwise, transposed, out[i], line_scale[i]);
+    if (!one.has_value()) continue;
+    if (group.count == kAnchorCapacity) flush();
+    group.items[group.count++] = *one;
+  }
+  flush();
 }
 
 }  // namespace
@@ -134,7 +146,8 @@ std::tuple<at::Tensor, at::Tensor> anchor_codes(
   const int64_t sizes[] = {shape.matrices, shape.out_rows, shape.out_cols}, lines[] = {shape.matrices, shape.lines};
   const at::Tensor out = new_empty(data, at::IntArrayRef(sizes + !stacked, sizes + 3), at::kByte);
   const at::Tensor line_scale = new_empty(data, at::IntArrayRef(lines + !stacked, lines + 2), at::kFloat);
-  anchor_into(data, scale, side, columnwise, transposed, out, line_scale);
+  const auto a = anchor_of(data, scale, side, columnwise, transposed, out, line_scale);
+  if (a.has_value()) check_launch(launch_anchor_codes(*a, c10::cuda::getCurrentCUDAStream()), "anchor_codes");
   return {out, line_scale};
 }
 

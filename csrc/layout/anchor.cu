@@ -1,5 +1,5 @@
 // MXFP8 codes against one exponent for each line of the whole contraction: q' = element(q * 2^(e - E)), E = max(e) over
-// the line. One launch writes 2^(E - 127), one moves the codes in 128 x 128 tiles, 8 x 8 a thread. y of a grid: the matrix.
+// the line. One launch writes 2^(E - 127), one moves the codes in 128 x 128 tiles, 8 x 8 a thread. y of a grid: the matrix; blocks behind the last of theirs do nothing.
 #include "device/patch.cuh"
 #include "layout/layout.h"
 
@@ -13,7 +13,7 @@ __device__ __forceinline__ int32_t scale_cols(const AnchorCodes& a) {
   return ((a.cols - 1) >> (a.columnwise ? a.outer_log2 : kBlockLog2)) + 1;
 }
 
-// The matrix of this block, of those that lie one behind the other.
+// The matrix of this block, of those that lie one behind the other, or of a group.
 __device__ __forceinline__ AnchorCodes matrix_of(AnchorCodes a) {
   const int64_t i = blockIdx.y, codes = static_cast<int64_t>(a.rows) * a.cols;
   const int64_t scale_rows = ((a.rows - 1) >> (a.columnwise ? kBlockLog2 : a.outer_log2)) + 1;
@@ -21,6 +21,8 @@ __device__ __forceinline__ AnchorCodes matrix_of(AnchorCodes a) {
   a.line_scale += i * (a.columnwise ? a.cols : a.rows);
   return a;
 }
+
+__device__ __forceinline__ const AnchorCodes& matrix_of(const AnchorGroup& group) { return group.items[blockIdx.y]; }
 
 // 8 bytes of a row, those beyond its last `count` zero.
 __device__ __forceinline__ uint2 load8(const uint8_t* p, int32_t count, bool vectors) {
@@ -45,7 +47,8 @@ __device__ __forceinline__ uint2 from_lane(uint2 v, int bit) {
 // Exponents of rows: 8 lanes read a row of scales, 8 bytes each at a time.
 constexpr int kLanes = 8;
 
-__global__ void __launch_bounds__(kThreads) row_exponents_kernel(const AnchorCodes of_all) {
+template <typename Of>
+__global__ void __launch_bounds__(kThreads) row_exponents_kernel(const __grid_constant__ Of of_all) {
   const AnchorCodes a = matrix_of(of_all);
   const int32_t lane = threadIdx.x % kLanes, line = blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes;
   const int32_t lines = ((a.rows - 1) >> a.outer_log2) + 1, blocks = scale_cols(a);
@@ -69,7 +72,8 @@ __global__ void __launch_bounds__(kThreads) row_exponents_kernel(const AnchorCod
 // Exponents of columns: a block reads 128 columns of scales, 8 bytes a thread, in 64 rows at a time.
 constexpr int kColumnThreads = 1024, kGroups = 16, kWarps = kColumnThreads / 32;
 
-__global__ void __launch_bounds__(kColumnThreads) col_exponents_kernel(const AnchorCodes of_all) {
+template <typename Of>
+__global__ void __launch_bounds__(kColumnThreads) col_exponents_kernel(const __grid_constant__ Of of_all) {
   const AnchorCodes a = matrix_of(of_all);
   __shared__ uint2 parts[kWarps * kGroups];
   __shared__ uint8_t tops[kTile];
@@ -165,13 +169,14 @@ __device__ __forceinline__ void read_exponents(int32_t (&out)[8], const AnchorCo
   }
 }
 
-template <Element E, bool Columnwise>
-__global__ void __launch_bounds__(kThreads, 4) codes_kernel(const AnchorCodes of_all) {
+template <Element E, bool Columnwise, typename Of>
+__global__ void __launch_bounds__(kThreads, 4) codes_kernel(const __grid_constant__ Of of_all) {
   const AnchorCodes a = matrix_of(of_all);
   __shared__ uint4 smem[kTile * 8];
   const Position at;
   const int32_t tile_cols = (a.cols - 1) / kTile + 1;
   const int32_t row0 = blockIdx.x / tile_cols * kTile, col0 = blockIdx.x % tile_cols * kTile;
+  if (row0 >= a.rows) return;
   const int32_t row = row0 + at.row(), col = col0 + at.col();
   uint2 v[8];
 #pragma unroll
@@ -218,27 +223,49 @@ __global__ void __launch_bounds__(kThreads, 4) codes_kernel(const AnchorCodes of
   }
 }
 
+// Blocks of a launch for each kernel.
+struct Blocks {
+  int64_t exponents, tiles;
+};
+
+Blocks blocks_of(const AnchorCodes& a) {
+  const int64_t line_blocks = (((a.columnwise ? a.cols : a.rows) - 1) >> a.outer_log2) + 1;
+  const int64_t each = a.columnwise ? kTile : kThreads / kLanes;
+  return {(line_blocks + each - 1) / each, static_cast<int64_t>((a.rows - 1) / kTile + 1) * ((a.cols - 1) / kTile + 1)};
+}
+
+template <typename Of>
+cudaError_t launch(const Of& of_all, const AnchorCodes& first, Blocks most, int32_t matrices, cudaStream_t stream) {
+  if (most.tiles > 0x7FFFFFFF) return cudaErrorInvalidConfiguration;
+  const dim3 blocks(static_cast<unsigned>(most.exponents), matrices), tiles(static_cast<unsigned>(most.tiles), matrices);
+  if (first.columnwise) {
+    col_exponents_kernel<<<blocks, kColumnThreads, 0, stream>>>(of_all);
+  } else {
+    row_exponents_kernel<<<blocks, kThreads, 0, stream>>>(of_all);
+  }
+  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  const auto kernel =
+      first.element == Element::kE5M2
+          ? (first.columnwise ? codes_kernel<Element::kE5M2, true, Of> : codes_kernel<Element::kE5M2, false, Of>)
+          : (first.columnwise ? codes_kernel<Element::kE4M3, true, Of> : codes_kernel<Element::kE4M3, false, Of>);
+  kernel<<<tiles, kThreads, 0, stream>>>(of_all);
+  return cudaGetLastError();
+}
+
 }  // namespace
 
 cudaError_t launch_anchor_codes(const AnchorCodes& a, cudaStream_t stream) {
-  const int64_t line_blocks = (((a.columnwise ? a.cols : a.rows) - 1) >> a.outer_log2) + 1;
-  if (a.columnwise) {
-    const dim3 blocks(static_cast<unsigned>((line_blocks + kTile - 1) / kTile), a.matrices);
-    col_exponents_kernel<<<blocks, kColumnThreads, 0, stream>>>(a);
-  } else {
-    constexpr int kRows = kThreads / kLanes;
-    const dim3 blocks(static_cast<unsigned>((line_blocks + kRows - 1) / kRows), a.matrices);
-    row_exponents_kernel<<<blocks, kThreads, 0, stream>>>(a);
+  return launch(a, a, blocks_of(a), a.matrices, stream);
+}
+
+cudaError_t launch_anchor_group(const AnchorGroup& group, cudaStream_t stream) {
+  Blocks largest = {};
+  for (int i = 0; i < group.count; ++i) {
+    const Blocks own = blocks_of(group.items[i]);
+    largest.exponents = own.exponents > largest.exponents ? own.exponents : largest.exponents;
+    largest.tiles = own.tiles > largest.tiles ? own.tiles : largest.tiles;
   }
-  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-  const int64_t tiles = static_cast<int64_t>((a.rows - 1) / kTile + 1) * ((a.cols - 1) / kTile + 1);
-  if (tiles > 0x7FFFFFFF) return cudaErrorInvalidConfiguration;
-  const dim3 blocks(static_cast<unsigned>(tiles), a.matrices);
-  const auto kernel = a.element == Element::kE5M2
-                          ? (a.columnwise ? codes_kernel<Element::kE5M2, true> : codes_kernel<Element::kE5M2, false>)
-                          : (a.columnwise ? codes_kernel<Element::kE4M3, true> : codes_kernel<Element::kE4M3, false>);
-  kernel<<<blocks, kThreads, 0, stream>>>(a);
-  return cudaGetLastError();
+  return launch(group, group.items[0], largest, group.count, stream);
 }
 
 }  // namespace fsdp_quant

@@ -75,8 +75,17 @@ struct AnchorCodes {
   bool vector_load, vector_scales, vector_store;  // rows are aligned for 8 bytes; of transposed codes, for 16
 };
 
+constexpr int kAnchorCapacity = 32;
+
+// Of one element and direction, each of one matrix.
+struct AnchorGroup {
+  int32_t count;
+  AnchorCodes items[kAnchorCapacity];
+};
+
 cudaError_t launch_dequantize(const Dequantize& args, cudaStream_t stream);
 cudaError_t launch_anchor_codes(const AnchorCodes& args, cudaStream_t stream);
+cudaError_t launch_anchor_group(const AnchorGroup& group, cudaStream_t stream);
 cudaError_t launch_relayout(const RelayoutLaunch<1>& launch, cudaStream_t stream);
 cudaError_t launch_relayout_group(const RelayoutLaunch<kRelayoutCapacity>& launch, cudaStream_t stream);
 

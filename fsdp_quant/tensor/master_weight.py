@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -252,18 +251,20 @@ class WeightState:
     keeps_shards = False  # codes of a shard are the parameter itself
 
     def sources(self, weight: MasterWeight, direction: Direction) -> tuple:
-        """What codes of a shard follow from beside its values: (shared statistics or None, of a delayed side its history's)."""
+        """What codes of a shard follow from beside its values: (shared statistics or None, the history of a delayed side, its
+        tensors)."""
+        stats = self._statistics[1].get(direction)
         if direction not in self.quantizer.delayed_directions:
-            return (self._statistics[1].get(direction),)
+            return stats, None
         history = self.delayed_history(direction, weight.device)
-        return self._statistics[1].get(direction), history.enc, history.amaxes
+        return stats, history, history.enc, history.amaxes
 
     def has_sources(self, weight: MasterWeight, direction: Direction, version: object, sources: tuple) -> bool:
         """These are they still, and the statistics are of this version."""
-        known, stats = self._statistics
-        if stats.get(direction) is not sources[0] or (sources[0] is not None and known != version):
+        (known, stats), (before, history, *tensors) = self._statistics, sources
+        if stats.get(direction) is not before or (before is not None and known != version):
             return False
-        return len(sources) == 1 or all(map(operator.is_, self.sources(weight, direction), sources))
+        return history is None or (history.enc is tensors[0] and history.amaxes is tensors[1])
 
     def fresh_storage(self, shard: Shard, device: torch.device | None = None) -> Storage:
         """The shard's codes of the master as it is now, made on `device`; nothing is kept, recorded or counted."""
