@@ -416,6 +416,17 @@ def test_features_train_both_kinds_alike():
     run_ranks(2, _features, ALIKE, {})
 
 
+def _features_on_an_emulated_gpu(rank: int, world: int) -> None:
+    with hopper.emulated():
+        _features(rank, world, ALIKE, {})
+
+
+@on_cpu
+def test_features_train_both_kinds_alike_where_calls_are_made_again():
+    """If false, a feature reads codes whose memory was given back, which crashes, or has those of another step."""
+    run_ranks(2, _features_on_an_emulated_gpu)
+
+
 def test_hybrid_sharding_trains_both_kinds_alike_and_replicas_agree():
     """If false, copies of a quantized shard drift apart."""
     run_ranks(4, _features, [], {"HSDP": (2, 2)})

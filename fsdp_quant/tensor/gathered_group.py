@@ -80,6 +80,7 @@ class GatheredGroup:
         local, params:  tensors and parameters that FSDP2 gathers together.
         reduces:        it serves a backward whose gradients are reduced.
         """
+        self._free_sent()  # by a gather that nobody waited for
         weights, params = self._ours(local), self._ours(params)
         chosen = self._passes.get(needs)
         if chosen is None:
@@ -120,9 +121,13 @@ class GatheredGroup:
     def receive(self, chosen: GroupPass) -> None:
         """Fill what NCCL did not, and lay codes out as products read them: all weights at once."""
         chosen.receive()
+        self._free_sent()
+
+    def _free_sent(self) -> None:
+        """Give back what was sent for the last time."""
         for encoding in self._sent_last:
             encoding.free()
-        self._sent_last = []
+        self._sent_last.clear()
 
 
 class GroupCodes:
