@@ -20,7 +20,7 @@ import fsdp_quant as fq
 from dist_tests.multi.nets import Net
 from fsdp_quant.modules import linear_op
 from fsdp_quant.ops import dispatch
-from fsdp_quant.tensor.fsdp_hooks import GatheredWeight
+from fsdp_quant.tensor.gathered_group import GroupPass
 
 _SPENT: dict[str, float] = {}
 
@@ -43,7 +43,7 @@ def _instrument() -> None:
     dispatch.statistics = _timed("amax", dispatch.statistics)
     dispatch.encode = _timed("encode", dispatch.encode)
     linear_op.gemm = _timed("decode + product", linear_op.gemm)
-    GatheredWeight.receive = _timed("re-assemble", GatheredWeight.receive)
+    GroupPass.receive = _timed("re-assemble", GroupPass.receive)
     for name in ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"):
         if hasattr(dist, name):
             setattr(dist, name, _timed("collectives", getattr(dist, name)))

@@ -53,8 +53,9 @@ def prepare(weight) -> GatheredWeight:
     first = gathered_weight(weight)
     managed, group = first.managed, first.group
     params, local = managed.gathered_together()
+    values = local
     if managed.is_offloaded and weight.device != managed.local.device:  # each comes to the device as it is asked
-        params, local = [managed.param], [weight]
+        params, local, values = [managed.param], [managed.local], [weight]
     if group is None or not group.is_of(local):
         group = GatheredGroup(local, [gathered_weight(t) if isinstance(t, FSDPHooks) else None for t in local])
     if any([state.pending for state in group.states]):
@@ -64,7 +65,7 @@ def prepare(weight) -> GatheredWeight:
         needs = tuple(directions_needed(managed, one) for one in recomputed)
     else:
         needs = (directions_needed(managed, False),) * len(recomputed)
-    group.send(local, params, needs, managed.phase, managed.gathers_for_reduction)
+    group.send(values, params, needs, managed.phase, managed.gathers_for_reduction)
     return first
 
 

@@ -73,15 +73,15 @@ class GatheredGroup:
         return [state.is_recomputed if self._packs else state.recomputes for state in self.states]
 
     def send(
-        self, local: Sequence[Tensor], params: Sequence, needs: tuple[frozenset[Direction], ...], phase: str, reduces: bool
+        self, values: Sequence[Tensor], params: Sequence, needs: tuple[frozenset[Direction], ...], phase: str, reduces: bool
     ) -> None:
         """Ready what a gather for the directions that each weight `needs` sends.
 
-        local, params:  tensors and parameters that FSDP2 gathers together.
-        reduces:        it serves a backward whose gradients are reduced.
+        values, params:  tensors, where FSDP2 computes, and parameters that it gathers together.
+        reduces:         it serves a backward whose gradients are reduced.
         """
         self._free_sent()  # by a gather that nobody waited for
-        weights, params = self._ours(local), self._ours(params)
+        weights, params = self._ours(values), self._ours(params)
         chosen = self._passes.get(needs)
         if chosen is None:
             chosen = self._passes[needs] = GroupPass(self.members, self.codes, needs)
