@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 import fsdp_quant as fq
 from dist_tests import laws
 from dist_tests.multi import nets
-from dist_tests.multi.harness import run_ranks
+from dist_tests.multi.harness import DEVICE, run_ranks
 from fsdp_quant import checkpoint
 from fsdp_quant.context import STEP
 from fsdp_quant.formats import ROWWISE, Direction
@@ -151,7 +151,7 @@ def _resume(rank: int, world: int, folder: Path) -> None:
 
 def _load_elsewhere(rank: int, world: int, folder: Path, saved_by: int) -> None:
     shapes = [(2, 2), (1, 4)] if world == 4 else []
-    meshes = [init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) for shape in shapes]
+    meshes = [init_device_mesh(DEVICE, shape, mesh_dim_names=("replicate", "shard")) for shape in shapes]
     for i, (label, recipe) in enumerate(RESUMED.items()):
         path = folder / label.replace("/", "_")
         want = torch.load(folder / f"{path.name}.0")
