@@ -214,7 +214,8 @@ def _share(weights: list[tuple[FSDPHooks, ManagedParam | None]], groups: tuple[d
     """Keep the statistics of weights that ranks of `groups` have other rows or parts of, where those of the last time lie."""
     states = [weight.state for weight, _ in weights]
     lie = [(w.shape, w.device) if m is None else m.identity for w, m in weights]
-    key, sharing = [*groups, *states, *[state.quantizer for state in states], *lie], states[0].sharing
+    seen = [(state.quantizer, state.compute_dtype) for state in states]
+    key, sharing = [*groups, *states, *seen, *lie], states[0].sharing
     if sharing is None or sharing.key != key or not sharing.again(weights):
         states[0].sharing = Sharing(key, weights, groups)
     for state in states:

@@ -60,6 +60,8 @@ class WeightState:
     histories:      (module or weight name, slot, direction, quantizer) -> AmaxHistory of delayed scaling.
     """
 
+    keeps_shards = False  # codes of a shard are the parameter itself
+
     def __init__(self, name: str, quantizer, shape: tuple[int, int], compute_dtype: torch.dtype | None):
         self.name, self.quantizer, self.shape, self.compute_dtype = name, quantizer, tuple(shape), compute_dtype
         self.pending = True
@@ -247,8 +249,6 @@ class WeightState:
                 # identity is as large as the shard, and no work to make again
                 results[i] = state.keep_fresh(s, encoded, not made_by) if encoding.fmt.is_quantized else encoded
         return results
-
-    keeps_shards = False  # codes of a shard are the parameter itself
 
     def sources(self, weight: MasterWeight, direction: Direction) -> tuple:
         """What codes of a shard follow from beside its values: (shared statistics or None, the history of a delayed side, its

@@ -40,6 +40,8 @@ class QuantizedWeightState(WeightState):
     forgotten:  how often all codes were forgotten.
     """
 
+    keeps_shards = True
+
     def __init__(self, *args):
         super().__init__(*args)
         self.forgotten = 0
@@ -50,8 +52,6 @@ class QuantizedWeightState(WeightState):
 
     def wrapped(self, values: Tensor) -> QuantizedWeight:
         return QuantizedWeight(_Content(self, values), values.shape, values.dtype, values.device)
-
-    keeps_shards = True
 
     def sources(self, weight: QuantizedWeight, direction: Direction) -> tuple | None:
         """The codes that the parameter is; None of a side that is not quantized, which it does not hold."""
