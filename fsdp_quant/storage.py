@@ -316,8 +316,10 @@ class Storage:
         return (layout.pad_to(scale, 1, 4) if self.fmt.scale == "fp32" else scale).contiguous()
 
     def scale_copies(self, made: Storage) -> list[GroupCall]:
-        """What writes the scales of this storage as they are in the native layout of sm_90a, where they lie in another order."""
-        if made.layout != NATIVE or made.scale is None or made.scale.data_ptr() == self.scale.data_ptr():
+        """What writes the scales of this storage as they are in `made`, where those are a copy in another order, zeros behind it."""
+        if made.layout != NATIVE or made.scale is None or made.scale.dim() != 2:  # swizzled, or views of them
+            return []
+        if made.scale.data_ptr() == self.scale.data_ptr():
             return []
         read, zeros = self._scale_as_read(self.scale), []
         if read.shape != made.scale.shape:

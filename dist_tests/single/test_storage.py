@@ -14,7 +14,7 @@ from fsdp_quant import storage as storage_module
 from fsdp_quant.formats import COLUMNWISE, E2M1, FORMATS, ROWWISE, Direction
 from fsdp_quant.ops import layout
 from fsdp_quant.quantizer import Quantizer
-from fsdp_quant.storage import Placement, Storage
+from fsdp_quant.storage import Placement, Storage, laid_out
 
 WITH_RHT = {**QUANTIZERS, "nvfp4_rht": Quantizer("nvfp4", rotation=True)}
 ARCHS = ("sm_90a", "sm_100a")
@@ -310,6 +310,29 @@ def test_gemm_layout_refuses_what_it_cannot_lay_out():
         storage.to_gemm_layout("sm_80")
     with pytest.raises(ValueError, match="shard from row 16"):
         storage.narrow(16, 32).to_gemm_layout("sm_90a")
+
+
+@each_quantizer
+@each_direction
+@each_arch
+def test_scales_are_laid_out_again(name: str, direction: Direction, arch: str, monkeypatch):
+    """If false, the scales of a gather are those of the last one, or memory that was taken again is read behind them."""
+    monkeypatch.setattr(storage_module, "arch_of", lambda device: arch)
+    storage, calls = WITH_RHT[name].storage(values(256, 640), direction), []
+    (made,) = laid_out([(storage, layout.NATIVE)], calls=calls)
+    fmt, in_tiles = storage.fmt, storage.fmt.scale != "fp32" and arch == "sm_100a"
+    if in_tiles or not fmt.is_quantized or fmt.scale_leaves_contraction:
+        assert not calls, "there is no copy"
+    if fmt.name == "fp8_128x128":
+        assert bool(calls) == (direction is COLUMNWISE or 640 // 128 % 4 != 0), "a scale a tile lies as products read it, or turned"
+    if not calls:
+        return
+    storage.scale.copy_(storage.scale.roll(1, 0).roll(1, 1))
+    made.scale.fill_(3)  # as memory that was taken again
+    for call in calls:
+        call()
+    assert any(t is made.scale for call in calls for t in call.out)
+    assert_same_bytes(made.scale, storage.in_layout(layout.NATIVE).scale, f"{name} {direction} on {arch}")
 
 
 @pytest.mark.parametrize("outer", [1, 31, 32, 33, 127, 128, 129, 300])
