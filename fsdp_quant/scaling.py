@@ -40,10 +40,10 @@ class _Reduction:
         if self._group is None:
             return
         self._rows = [a.reshape(-1) for a in amaxes]
-        self._flat = torch.cat(self._rows)
+        self._flat = amaxes[0].new_empty(sum(row.numel() for row in self._rows))
         pieces = self._flat.split([row.numel() for row in self._rows])
         self.result = [piece if a.dim() == 1 else piece.view(a.shape) for piece, a in zip(pieces, amaxes)]
-        dist.all_reduce(self._flat.view(torch.int32), op=dist.ReduceOp.MAX, group=group)
+        self.again()
 
     def again(self) -> None:
         """Every rank must call it; the amaxes must be contiguous."""

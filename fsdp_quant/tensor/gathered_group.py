@@ -199,10 +199,10 @@ class _Made:
     def __init__(self, members: Sequence[GatheredWeight], weights: Sequence, versions: Sequence, direction: Direction):
         self.direction, self.states = direction, [member.state for member in members]
         shards = [member.shards(weight, [direction]) for member, weight in zip(members, weights)]
-        flat, kept = [shard for of in shards for shard in of], any(state.keeps_shards for state in self.states)
+        flat, kept = [shard for of in shards for shard in of], [state.keeps_shards for state in self.states]
         calls: list[tuple[GroupEncoding, list[int]]] = []
-        encoded = iter(self.states[0].encode(flat, None if kept else calls))
-        self.rows, copies, self.repeats = [], [], kept or sum(len(at) for _, at in calls) == len(flat)
+        encoded = iter(self.states[0].encode(flat, None if any(kept) else calls))
+        self.rows, copies, self.repeats = [], [], all(kept) or sum(len(at) for _, at in calls) == len(flat)
         for member, of in zip(members, shards):
             made = [next(encoded) for _ in of]
             held = [e for shard, e in zip(of, made) if shard.weight.shape[0] or not member.state.parts]
