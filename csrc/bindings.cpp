@@ -2,6 +2,7 @@
 #include <torch/library.h>
 
 namespace fsdp_quant {
+void register_encoding(torch::Library& m);
 void register_quantize(torch::Library& m);
 void register_layout(torch::Library& m);
 void register_gemm(torch::Library& m);
@@ -13,6 +14,7 @@ void register_pieces(torch::Library& m);
 }  // namespace fsdp_quant
 
 TORCH_LIBRARY_FRAGMENT(fsdp_quant, m) {
+  fsdp_quant::register_encoding(m);
   fsdp_quant::register_quantize(m);
   fsdp_quant::register_layout(m);
   fsdp_quant::register_gemm(m);

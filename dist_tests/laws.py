@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fsdp_quant.context import STEP
+from fsdp_quant.ops import rng
 from fsdp_quant.formats import FORMATS, format_of
 from fsdp_quant.quantizer import Quantizer
 from fsdp_quant.storage import Storage
@@ -115,11 +116,16 @@ def recorded_saves():
 
 @contextlib.contextmanager
 def kept_step():
-    """Leave the step, and who counts it, as they are."""
-    kept = {k: v for k, v in STEP.__dict__.items() if k not in ("_devices", "followers")}
+    """Leave the step, and who counts it, as they are; layers without names are named as in a new process."""
+    kept = {k: v for k, v in STEP.__dict__.items() if k not in ("_copies", "_kept", "followers")}
+    offset, named = STEP.token_offset, dict(rng._MADE)
+    rng._MADE.clear()
     try:
         yield
     finally:
+        rng._MADE.clear()
+        rng._MADE.update(named)
+        STEP.token_offset = offset
         STEP.__dict__.update(kept)
         STEP.publish()
 

@@ -10,6 +10,7 @@ from .inspection.receipt import receipt, reset_receipt
 from .modules.convert import convert, set_recipe
 from .modules.fuse import MLPPattern, NormPattern
 from .modules.grouped_linear import GroupedLinear
+from .modules.hold import freeze, hold
 from .modules.layernorm_linear import LayerNormLinear
 from .modules.layernorm_mlp import LayerNormMLP
 from .modules.linear import Linear

@@ -24,13 +24,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from .counters import counters
 from .formats import ROWWISE, Direction
 from .scaling import RowCuts
 from .storage import Placement, Storage, rebuild_storage
-from .tensor import fsdp_hooks, torch_compat
-from .tensor.fsdp_hooks import FSDPHooks
+from .tensor import torch_compat
 from .tensor.quantized_tensor import QuantizedTensor
+from .tensor.root_statistics import Sharded, take
 from .tensor.torch_compat import ManagedParam
+from .tensor.weight_state import Piece, Shard, WeightState, encode_shards, values_of
 
 try:
     import safetensors
@@ -47,29 +49,29 @@ class LocalWeight:
     """The rows that this rank holds of a quantized weight.
 
     name:     as in the model's state dict.
-    weight:   [local rows, K].
+    piece:    [local rows, K], its state and cuts.
     managed:  by `fully_shard`, or None: the weight is whole.
-    cuts:     of its rows.
-    rank:     whose they are.
+    statistics:  that ranks share, by matrix and direction.
     experts:  (ranks that hold other matrices of the packed weight, how many each), or None.
+    published:  the codes themselves, of a weight whose masters a trainer has (`fq.hooks`).
     """
 
     name: str
-    weight: FSDPHooks
+    piece: Piece
     managed: ManagedParam | None
-    cuts: RowCuts
-    rank: int
+    statistics: dict
     experts: tuple[dist.ProcessGroup, int] | None = None
+    published: QuantizedTensor | None = None
 
     @property
     def rows(self) -> int:
         """Of the whole weight (tensor parallelism: of this rank's part)."""
-        return self.cuts.rows
+        return self.piece.cuts.rows
 
     @property
     def like(self) -> DTensor | None:
         """The weight as it is sharded, or None. Raises NotImplementedError for what is cut along more than one axis."""
-        if self.weight.state.tensor_group is not None:
+        if self.piece.state.tensor_group is not None:
             raise NotImplementedError(
                 f"{self.name} is cut by tensor parallelism, and its codes shard along one axis only; save the masters, and write "
                 "codes from a model without it"
@@ -83,43 +85,44 @@ class LocalWeight:
 
     def storage(self, direction: Direction) -> Storage:
         """The codes of these rows as a gather would send them, made now. `prepared` must have run on every rank."""
-        state, device = self.weight.state, None if self.managed is None else self.managed.device
-        dtype = state.compute_dtype or self.weight.dtype
-        (shard,) = state.shards(self.weight, [direction], self.cuts, self.rank, dtype)
-        return state.fresh_storage(shard, device)
+        if self.published is not None:
+            return self.published.storage_for(direction)
+        state, device = self.piece.state, self.piece.values.device if self.managed is None else self.managed.device
+        dtype, encoding = state.compute_dtype or self.piece.values.dtype, state.quantizer.encodings[direction]
+        shard = Shard(self.piece, direction, dtype, self.statistics.get((state.name, direction)), records=False)
+        with torch.no_grad(), counters.kept():
+            (encoded,) = encode_shards([shard], device)
+        return Storage.of(encoded, encoding, self.piece.values.shape, dtype, self.piece.row0)
 
     def storages(self) -> list[Storage]:
         """One a direction that is encoded from the master."""
-        return [self.storage(d) for d in self.weight.state.quantizer.encodings]
+        return [self.storage(d) for d in self.piece.state.quantizer.encodings]
 
 
 def prepared(model: nn.Module) -> list[LocalWeight]:
-    """The quantized weights of a model, each once, with the statistics that their codes need. Every rank must call it.
-
-    The next gather shares statistics again: whoever holds a state dict may have written into it by then.
-    """
+    """The quantized weights of a model, each once, with the statistics that their codes need. Every rank must call it."""
     managed = {owner: m for m in torch_compat.managed_params_of(model) for owner in m.owners}
-    found: dict[int, LocalWeight] = {}
+    found: dict[WeightState, tuple[str, Sharded]] = {}
     for prefix, module in model.named_modules():
-        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            m = managed.get((module, attribute))
-            local = torch_compat.local_of(parameter) if m is None else m.local
-            if isinstance(local, FSDPHooks):
-                name = f"{prefix}.{attribute}" if prefix else attribute
-                rows, world, rank = (local.shape[0], 1, 0) if m is None else (m.global_shape[0], m.world_size, m.rank)
-                group = local.state.tensor_group if local.state.parts else None
-                experts, first = (None, 0) if group is None else ((group, rows), group.rank() * rows)
-                for e, piece in enumerate(local.state.pieces(local, RowCuts.chunked(rows, world), rank, every=True), first):
-                    of = f"{name}.{e}" if local.state.parts else name
-                    found.setdefault(id(piece.weight.state), LocalWeight(of, piece.weight, m, *piece[1:], experts))
-    weights = list(found.values())
-    states = {(w.weight if w.managed is None else w.managed.local).state for w in weights}
-    for state in states:
-        state.pending = True
-    fsdp_hooks.synchronize([w.managed for w in weights if w.managed is not None])
-    fsdp_hooks.synchronize_whole([w.weight for w in weights])
-    for state in states:
-        state.pending = True
+        state, parameter = module.__dict__.get("_weight_state"), module._parameters.get("weight")
+        if state is None or parameter is None:
+            continue
+        m = managed.get((module, "weight"))
+        local = torch_compat.local_of(parameter) if m is None else m.local
+        found.setdefault(state, (f"{prefix}.weight" if prefix else "weight", Sharded(local, state, m)))
+    take([of for _, of in found.values() if of.managed is not None or of.state.spans_parts], {})
+    weights = []
+    for state, (name, (local, _, m, _)) in found.items():
+        rows, world, rank = (local.shape[0], 1, 0) if m is None else (m.global_shape[0], m.world_size, m.rank)
+        group = state.tensor_group if state.parts else None
+        experts, first = (None, 0) if group is None else ((group, rows), group.rank() * rows)
+        published = None if state.publisher is None else local
+        values = values_of(local) if published is None else local.dequantize()
+        pieces = state.pieces(values, RowCuts.chunked(rows, world), rank, every=True)
+        weights += [
+            LocalWeight(f"{name}.{e}" if state.parts else name, piece, m, state.statistics or {}, experts, published)
+            for e, piece in enumerate(pieces, first)
+        ]
     return weights
 
 
@@ -188,14 +191,14 @@ def fingerprints(model: nn.Module) -> dict[str, int]:
     parts: dict[dist.ProcessGroup, list[str]] = {}
     experts: dict[dist.ProcessGroup, list[tuple[str, int]]] = {}
     for w in prepared(model):
-        group, cut = w.weight.state.tensor_group, ()
+        group, cut = w.piece.state.tensor_group, ()
         if group is not None:
             cut = (group.size(), 1), (group.rank(), 0), w.rows
-            if w.weight.state.tensor_dim == 1:
+            if w.piece.state.tensor_dim == 1:
                 cut = (1, group.size()), (0, group.rank()), 0
             parts.setdefault(group, []).append(w.name)
-        zero = torch.zeros((), dtype=torch.int64, device=w.weight.device if w.managed is None else w.managed.device)
-        sums[w.name] = sum((fingerprint(s, *cut) for s in w.storages()), zero) if w.weight.shape[0] else zero
+        zero = torch.zeros((), dtype=torch.int64, device=w.piece.values.device if w.managed is None else w.managed.device)
+        sums[w.name] = sum((fingerprint(s, *cut) for s in w.storages()), zero) if w.piece.values.shape[0] else zero
         if w.managed is not None:
             shards.setdefault(w.managed.process_group, []).append(w.name)
         if w.experts is not None:
@@ -263,7 +266,7 @@ def code_tensors(model: nn.Module, directions=tuple(Direction)) -> dict[str, Ten
     """
     made = {}
     for w in prepared(model):
-        for storage in (w.storage(d) for d in w.weight.state.quantizer.encodings if d in directions):
+        for storage in (w.storage(d) for d in w.piece.state.quantizer.encodings if d in directions):
             tensors = storage_tensors(storage, w.like, w.rows)
             made |= {f"{w.name}.{storage.direction.value}.{name}": t for name, t in tensors.items()}
     return made
@@ -295,13 +298,13 @@ def export_safetensors(model: nn.Module, path: str | PathLike, codes: bool = Fal
     tensors, metadata, replaced = {}, {"format": "pt"}, {}
     if codes:
         for w in prepared(model):
-            if w.weight.state.quantizer.rowwise.fmt.is_quantized:
-                replaced[id(w.weight.state)] = w.name
+            if w.piece.state.quantizer.rowwise.fmt.is_quantized:
+                replaced[id(w.piece.state)] = w.name
                 storage = w.storage(ROWWISE)
                 whole = storage_tensors(storage, w.like, w.rows)
                 named = {f"{w.name}.rowwise.{name}": _whole(t) for name, t in whole.items()}
                 tensors |= named if writes else {}
-                metadata[w.name] = json.dumps(storage.facts() | {"shape": [w.rows, w.weight.shape[1]]})
+                metadata[w.name] = json.dumps(storage.facts() | {"shape": [w.rows, w.piece.values.shape[1]]})
     owners = _states_by_name(model)
     for name, tensor in state.items():
         quantized = replaced.get(owners.get(name))
@@ -316,9 +319,9 @@ def export_safetensors(model: nn.Module, path: str | PathLike, codes: bool = Fal
 
 def _states_by_name(model: nn.Module) -> dict[str, int]:
     """State dict name -> identity of the weight's state, tied names too."""
-    named = model.named_parameters(remove_duplicate=False)
-    locals_ = ((name, torch_compat.local_of(p)) for name, p in named)
-    return {name: id(t.state) for name, t in locals_ if isinstance(t, FSDPHooks)}
+    modules = model.named_modules(remove_duplicate=False)
+    states = ((f"{name}.weight".lstrip("."), module.__dict__.get("_weight_state")) for name, module in modules)
+    return {name: id(state) for name, state in states if state is not None}
 
 
 def load_safetensors(path: str | PathLike, device: str | torch.device = "cpu") -> dict[str, Tensor]:

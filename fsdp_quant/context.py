@@ -1,15 +1,19 @@
-"""What changes between steps: the random key, the step, events that invalidate weights, and `autocast`.
+"""What changes between steps: the random key, the step, codes of quantized parameters, and `autocast`.
 
-Seed, step, micro-batch and token offset live in one int64 tensor a device, so that a compiled or captured step
-reads new values without being made again.
+Seed, step, micro-batch and token offset are read from an int64 tensor on the device, so that a compiled or captured step
+reads new values without being traced or captured again. Contexts (`autocast`, `token_offset`, `quantized_model_init`) belong
+to the thread that entered them; a backward sees those of the thread that called it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,127 +22,468 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from .recipe import Recipe, identity
 from .scaling import AmaxHistory
-from .tensor import fsdp_hooks, torch_compat
+from .tensor import torch_compat
 from .tensor.fsdp_hooks import FSDPHooks
-from .tensor.master_weight import ALL_STATES, MasterWeight, WeightState
-from .tensor.quantized_weight import QuantizedWeight, QuantizedWeightState
+from .tensor.quantized_weight import QuantizedWeight, QuantizedWeightState, refresh_codes
+from .tensor.weight_state import WeightState
 
 # Layout of the step's tensor: int64 [5].
 STEP_FIELDS = ("seed", "step", "micro_batch", "token_offset", "data_parallel_rank")
 _DEFAULT_OFFSET = -1  # data-parallel rank * local rows
 
 
-class StepState:
-    """The step as the host knows it, and one copy of it on every device that asked."""
+# Contexts of a thread #
+
+@dataclass(frozen=True)
+class Autocast:
+    """What overrides the recipes of modules: `recipe` (None: nothing), and the checkpoint it was entered in, if any."""
+
+    recipe: Recipe | None
+    checkpoint: object | None
+
+
+class Contexts(NamedTuple):
+    """What the contexts that a thread has entered ask for, the innermost of each kind.
+
+    steps:  the step's tensors of `token_offset`, by device: what graphs read.
+    """
+
+    autocast: Autocast | None = None
+    token_offset: int = _DEFAULT_OFFSET
+    quantized_init: Recipe | None = None
+    steps: Mapping[torch.device, Tensor] = {}
+
+
+_NO_CONTEXTS = Contexts(steps={})
+
+
+class _OfThread(threading.local):
+    """Each thread begins with an attribute of its own: dynamo guards no class attribute that an instance may hide later."""
 
     def __init__(self):
-        self._step = 0
-        self._skipped: Tensor | None = None  # int64 [], on a device: steps that the host counted and no optimizer applied
-        self.seed, self.micro_batch, self.token_offset = 0, 0, _DEFAULT_OFFSET
+        self.contexts = _NO_CONTEXTS
+
+
+_OF_THREAD = _OfThread()
+
+
+def contexts() -> Contexts:
+    """The contexts of this thread; in a thread of the autograd engine, of the thread that called the backward."""
+    own = _OF_THREAD.contexts
+    if not torch.compiler.is_compiling() and own is _NO_CONTEXTS and torch_compat.backward_is_running():
+        return torch_compat.inherited("contexts", own)
+    return own
+
+
+def _enter(now: Contexts) -> None:
+    _OF_THREAD.contexts = now
+    if not torch.compiler.is_compiling():
+        torch_compat.hand_down("contexts", now)
+
+
+@contextlib.contextmanager
+def _inside(**changes) -> Iterator[None]:
+    before = _OF_THREAD.contexts
+    _enter(before._replace(**changes))
+    try:
+        yield
+    finally:
+        _enter(before)
+
+
+# Steps #
+
+class StepState:
+    """The step as the host knows it, and copies of it on every device that asked, one for each token offset in use."""
+
+    def __init__(self):
+        self._step, self.ahead = 0, False
+        self.seed, self.micro_batch = 0, 0
         self.counted_by_hand = False
-        self.weight_events = 0  # steps of any optimizer, calls of `sync`: weights that no class of ours watches may be others
-        self.frozen: weakref.WeakSet = weakref.WeakSet()  # states of frozen weights used since the last step
-        self.followers: list[Callable[[], None]] = []  # called when another step begins
-        self.before_roll: list[Callable[[set[WeightState]], None]] = []  # with what an optimizer steps, before histories roll
-        self._devices: dict[torch.device, Tensor] = {}
+        self.weight_events = 0  # steps of any optimizer: weights that no class of ours watches may be others
+        # Called when another step begins: of a model, or of all (None: by `begin_step`, or of layers that run without one).
+        self.followers: list[Callable[[nn.Module | None, int], None]] = []
+        self.before_roll: list[Callable[[Collection[AmaxHistory]], None]] = []  # with what is to be rolled
+        self._copies: weakref.WeakValueDictionary[tuple[torch.device, int], Tensor] = weakref.WeakValueDictionary()
+        self._kept: dict[tuple[torch.device, int], Tensor] = {}  # of no offset; and what graphs read
 
     @property
     def step(self) -> int:
-        """Waits for the device where it alone knows which steps were applied."""
-        if self._skipped is not None:
-            self.step = self._step - int(self._skipped)
+        """The step that began last (before the first: 0). Waits for the device where graphs count on it."""
+        if self.ahead:
+            self._step, self.ahead = max(int(t[STEP_FIELDS.index("step")]) for t in self._kept.values()), False
         return self._step
 
     @step.setter
     def step(self, step: int) -> None:
-        self._step, self._skipped = step, None
+        """What runs without a model begins with this step."""
+        self._step, self.ahead = step, False
+        _ALONE.restart(step)
 
-    def values(self) -> list[int]:
+    @property
+    def token_offset(self) -> int:
+        """Of this thread (`fq.token_offset`); below 0: data-parallel rank * local rows."""
+        return contexts().token_offset
+
+    @token_offset.setter
+    def token_offset(self, offset: int) -> None:
+        _enter(_OF_THREAD.contexts._replace(token_offset=offset, steps=self.for_graphs(offset)))
+
+    def values(self, token_offset: int | None = None) -> list[int]:
+        """`STEP_FIELDS`; token_offset: default, this thread's."""
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        return [self.seed, self.step, self.micro_batch, self.token_offset, rank]
+        return [self.seed, self.step, self.micro_batch, self.token_offset if token_offset is None else token_offset, rank]
 
     def on(self, device: torch.device) -> Tensor:
-        """int64 [5] (`STEP_FIELDS`) on `device`; the same tensor object from call to call."""
-        if device not in self._devices:
+        """int64 [5] (`STEP_FIELDS`) on `device`, of this thread's token offset; the same tensor object from call to call.
+
+        A node of autograd that keeps it has the offset of its forward, and the step that runs when it is read.
+        """
+        return self._of_offset(device, contexts().token_offset)
+
+    def _of_offset(self, device: torch.device, offset: int) -> Tensor:
+        key = device, offset
+        tensor = self._copies.get(key)
+        if tensor is None:
             with torch.inference_mode(False):
-                self._devices[device] = torch.tensor(self.values(), device=device)
-        return self._devices[device]
+                tensor = self._copies[key] = torch.tensor(self.values(offset), device=device)
+            if offset == _DEFAULT_OFFSET:
+                self._kept[key] = tensor
+        if key not in self._kept and torch_compat.is_captured(tensor):
+            self._kept[key] = tensor
+        return tensor
+
+    def prepare(self, device: torch.device) -> Tensor:
+        """Let graphs on `device` find the step's tensor of every offset (`in_graph`); returns that of none."""
+        tensor, here = self._of_offset(device, _DEFAULT_OFFSET), _OF_THREAD.contexts
+        _NO_CONTEXTS.steps[device] = tensor
+        if here.token_offset != _DEFAULT_OFFSET:
+            here.steps[device] = self._of_offset(device, here.token_offset)
+        return tensor
+
+    def for_graphs(self, offset: int) -> Mapping[torch.device, Tensor]:
+        """`Contexts.steps` of an offset; torch.compile traces it."""
+        if torch.compiler.is_compiling():
+            return {device: _moved(tensor, offset) for device, tensor in _OF_THREAD.contexts.steps.items()}
+        if offset == _DEFAULT_OFFSET:
+            return _NO_CONTEXTS.steps
+        return {device: self._of_offset(device, offset) for device in _NO_CONTEXTS.steps}
+
+    def in_graph(self, device: torch.device) -> Tensor:
+        """`on` where a graph is traced: the graph has another tensor where it runs under another offset."""
+        here = contexts()
+        found = here.steps.get(device)  # none where layers were made inside a context within this one
+        return _moved(_NO_CONTEXTS.steps[device], here.token_offset) if found is None else found
+
+    def count_in_graph(self, device: torch.device, begun: Tensor) -> None:
+        """Count on `device`, for graphs that read any offset there; torch.compile traces it."""
+        counted, here = _NO_CONTEXTS.steps[device], self.in_graph(device)
+        counted[1:2].add_(begun)
+        for tensor in [t for (where, _), t in self._kept.items() if where == device] + [here]:
+            if tensor is not counted:
+                tensor[1:2].copy_(counted[1:2])
+
+    @property
+    def is_captured(self) -> bool:
+        """What is done to the step's tensors now is recorded in a CUDA graph."""
+        return any(map(torch_compat.is_captured, self._copies.values()))
 
     def check_writable(self) -> None:
         """Raise ValueError in a CUDA graph, which would write today's values at every replay."""
-        if any(map(torch_compat.is_captured, self._devices.values())):
+        if self.is_captured:
             raise ValueError(
-                "fq.begin_step and fq.token_offset write values of the host to the device, and a captured CUDA graph would "
-                "repeat them at every replay; call them outside of the graph, before a replay"
+                "fq.begin_step writes values of the host to the device, and a captured CUDA graph would repeat them at every "
+                "replay; call it outside of the graph, before a replay"
             )
 
     def publish(self) -> None:
         """Write the host's values to every device, asynchronously."""
-        for tensor in self._devices.values():
-            tensor.copy_(torch.tensor(self.values(), device="cpu"), non_blocking=True)
+        with torch_compat.outside_transforms():
+            for (_, offset), tensor in list(self._copies.items()):
+                # Not counted: a compiled graph saves the step for its backward, which reads it as it is then.
+                tensor.data.copy_(torch.tensor(self.values(offset), device="cpu"), non_blocking=True)
 
     def go_to(self, step: int) -> None:
-        """Another step begins: publish it, and tell who follows."""
-        moved, self.step = step != self.step, step
-        self.publish()
+        """Another step begins, of all models: publish it, and tell who follows."""
+        moved = step != self.step
+        self.show(step)
         for follow in self.followers if moved else ():
-            follow()
+            follow(None, step)
 
-    def advance(self, skipped: Tensor | None = None) -> None:
-        """The next step begins; not where `skipped`, on a device, is true, which nothing waits for.
-
-        In a captured CUDA graph replays count it on the device, and the host does not know.
-        """
-        captured = [t for t in self._devices.values() if torch_compat.is_captured(t)]
-        for tensor in captured:
-            tensor[STEP_FIELDS.index("step")].add_(1 if skipped is None else ~skipped)
-        if captured:
-            return
-        if skipped is None:
-            self.go_to(self.step + 1)
-            return
-        for tensor in self._devices.values():
-            tensor[STEP_FIELDS.index("step")] += ~skipped.to(tensor.device, non_blocking=True)
-        self._step += 1
-        self._skipped = skipped.long() if self._skipped is None else self._skipped + skipped
-        for follow in self.followers:
-            follow()
+    def show(self, step: int) -> None:
+        """The step of the model that runs now."""
+        self._step, self.ahead = step, False
+        self.publish()
 
 
 STEP = StepState()
 
 
+def _moved(step: Tensor, offset: int) -> Tensor:
+    """The step's tensor of another offset, made in a graph."""
+    moved = step.clone()
+    moved[STEP_FIELDS.index("token_offset")].fill_(offset)
+    return moved
+
+
+class TrainingSteps:
+    """Counts the training forwards of a model, or of the layers that a thread runs without one.
+
+    next:    the step that the next training forward begins.
+    open:    a step has begun that was not skipped: its histories roll when the next one begins.
+    traced:  a graph that torch.compile made begins its steps.
+    ahead:   graphs have counted steps that the host does not know of.
+    """
+
+    live: ClassVar[weakref.WeakSet[TrainingSteps]] = weakref.WeakSet()
+
+    def __init__(self):
+        self.next, self.open, self.traced, self.ahead = 0, False, False, False
+        self.is_counting, self.is_scheduled = False, False  # a model's hook calls `begin`; the model follows a schedule
+        self.has_run = False  # `begin` was called
+        self.layers: list[weakref.ref] | None = None  # of the model, found as its first training forward begins
+        self.alike: list[list[AmaxHistory]] = []  # what graphs roll
+        self.at: int | None = None  # the step whose amaxes the histories collect
+        self._begun: dict[torch.device, Tensor] = {}  # bool [1], what graphs read: `open`
+        self.live.add(self)
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"traced": False, "layers": None, "_begun": {}}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self.live.add(self)
+
+    @property
+    def number(self) -> int:
+        """What a checkpoint holds: the step that is next; counted by hand, the one that runs. Waits for the device where it must."""
+        if STEP.counted_by_hand:
+            return STEP.step
+        if self.ahead:
+            self.next, self.ahead = STEP.step + self.open, False
+        return self.next
+
+    def restart(self, step: int) -> None:
+        """The next training forward begins `step`."""
+        self.next, self.ahead, self.at = step, False, None
+        self._set_open(step > 0)
+
+    def begin(self, histories: Callable[[], Collection[AmaxHistory]], model: nn.Module | None = None) -> None:
+        """A training forward begins: the next step, or, counted by hand, maybe another micro-batch of its step."""
+        self.has_run = True
+        if STEP.counted_by_hand:
+            if self.open and self.at != STEP.step:
+                roll(histories())
+            self.at = STEP.step
+            self._set_open(True)
+            return
+        if STEP.is_captured:  # replays count on the device
+            roll(histories())
+            for tensor in STEP._copies.values():
+                tensor[STEP_FIELDS.index("step")].add_(1)
+            STEP.ahead = self.ahead = True
+            return
+        step = self.number
+        if self.open:
+            roll(histories())
+        self.next, self.at = step + 1, step
+        self._set_open(True)
+        STEP.show(step)
+        for follow in STEP.followers:
+            follow(model, step)
+
+    def begin_in_graph(self, device: torch.device) -> None:
+        """`begin` of a model on `device` that is being traced: everything on the device."""
+        self.has_run = self.traced = True
+        if STEP.counted_by_hand:  # `begin_step` rolls
+            self.open = True
+            return
+        begun = self.begun_on(device)
+        for of in self.alike:
+            for target, values in AmaxHistory.rolled_alike(of, kept=~begun):
+                target.copy_(values)
+        STEP.count_in_graph(device, begun)
+        begun.fill_(True)
+        self.open = self.ahead = STEP.ahead = True
+
+    def begun_on(self, device: torch.device) -> Tensor:
+        """`open` as graphs read it; made before a trace, which would be made again for another `open`."""
+        if device not in self._begun:
+            self._begun[device] = torch.full((1,), self.open, device=device)
+        return self._begun[device]
+
+    def begin_by_hand(self) -> None:
+        """Another step begins, of a model that a graph runs, or whose pieces run: they may be graphs, which nobody sees run."""
+        if not (self.traced or not self.has_run) or self.at == STEP.step:
+            return
+        if self.open or not self.has_run:
+            roll([h for of in self.alike for h in of])
+        self.at = STEP.step
+
+    def skip(self) -> None:
+        """The step that runs was not applied: the next training forward begins it again."""
+        if not STEP.counted_by_hand and not self.ahead:
+            self.next -= self.open
+        self._set_open(False)
+
+    def _set_open(self, is_open: bool) -> None:
+        if is_open != self.open or self.traced:
+            for tensor in self._begun.values():
+                tensor.fill_(is_open)
+        self.open = is_open
+
+
+_PASSES = itertools.count()
+
+
+class _Alone(threading.local):
+    """Layers that a thread runs without a model that counts: a step begins as one of them runs that has run in this one.
+
+    A layer keeps the number of the pass in which it ran (`_ran_in`), and so does its copy.
+    """
+
+    def __init__(self):
+        self.steps = TrainingSteps()
+        self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._pass: int | None = None  # the step that runs; None: the next one begins with the next layer
+        self._restored = False
+        self._rolled: set[int] = set()  # ids of histories that rolled as this step began
+
+    def restart(self, step: int) -> None:
+        self.steps.restart(step)
+        self._pass, self._restored = None, step > 0
+
+    def run(self, layer: nn.Module) -> None:
+        joins, ran_in, its = layer not in self.layers, layer.__dict__.get("_ran_in"), self._pass
+        if joins:
+            self.layers.add(layer)
+        if STEP.counted_by_hand or its is None or ran_in == its:
+            before, rolled, self._rolled = self.steps.at, self._rolled, set()
+            self.steps.begin(lambda: self._rolls(self.layers))
+            if its is None or not STEP.counted_by_hand or self.steps.at != before:
+                self._pass, self._restored = next(_PASSES), self._restored and its is None
+            else:
+                self._rolled = rolled
+        if joins and its == self._pass and (self._restored or ran_in not in (None, its)):
+            roll(self._rolls([layer]))  # what a checkpoint, or the layer that it is a copy of, left open
+        layer.__dict__["_ran_in"] = self._pass
+
+    def _rolls(self, layers: Collection[nn.Module]) -> list[AmaxHistory]:
+        """Histories of these layers; where one joins, those that did not roll yet: experts of one weight share theirs."""
+        found = histories_of(layers)
+        found = [h for h in found if id(h) not in self._rolled]
+        self._rolled.update(map(id, found))
+        return found
+
+
+_ALONE = _Alone()
+
+
+def note_forward(layer: nn.Module, grad: bool) -> None:
+    """A layer whose recipe needs steps begins a forward that is no recomputation, outside of graphs that are being traced.
+
+    grad:  a backward may follow.
+
+    Where a model counts steps this does nothing: they began with its own forward.
+    """
+    steps = layer.__dict__.get("_training_steps")
+    is_step = STEP.counted_by_hand or (grad and layer.training)
+    if not is_step or (steps is not None and steps.has_run):
+        return
+    if steps is not None and steps.is_scheduled and not STEP.counted_by_hand:
+        raise ValueError(
+            f"{layer._name}: its model follows a schedule and runs by pieces, so nobody knows when a step begins; call "
+            "fq.begin_step(step), or the model"
+        )
+    _ALONE.run(layer)
+
+
+def steps_of(model: nn.Module) -> TrainingSteps:
+    """Who counts the steps of a model, of one in it, or of its layers where they run without one."""
+    modules = list(model.modules())
+    counted = [steps for m in modules if (steps := m.__dict__.get("_training_steps")) is not None]
+    packed = [layer for m in modules for layer in m.__dict__.get("_linears", ())]  # experts of one weight are no submodules
+    if any(m in _ALONE.layers for m in (*modules, *packed)):
+        counted.append(_ALONE.steps)
+    return next((steps for steps in counted if steps.has_run), None) or next(iter(counted), None) or TrainingSteps()
+
+
+def continued(model: nn.Module) -> TrainingSteps:
+    """A count for a model: it goes on where its layers were, if they ran without one."""
+    steps, before = TrainingSteps(), steps_of(model)
+    if before is _ALONE.steps and before.has_run:
+        steps.restart(before.number)
+    return steps
+
+
+def restart_steps(model: nn.Module, step: int) -> None:
+    """The next training forward of a model, or of layers without one, begins `step`."""
+    for module in model.modules():
+        if (steps := module.__dict__.get("_training_steps")) is not None:
+            steps.restart(step)
+    STEP.step = step
+    STEP.publish()
+
+
+def histories_of(layers: Iterable[nn.Module]) -> list[AmaxHistory]:
+    """Every amax history that rolls with the steps of these layers, each once: experts of one weight share theirs, and layers
+    that share an input the history of it.
+
+    Those of quantized parameters and of published weights roll where their codes are made, after an optimizer's step.
+    """
+    found = {}
+    for layer in layers:
+        state = layer._weight_state
+        made_after_steps = isinstance(state, QuantizedWeightState) or state.publisher is not None
+        of_weight = {id(h): h for (_, slot, *_), h in state.histories.items() if slot == "weight"}
+        found |= {id(h): h for h in state.histories.values() if not (made_after_steps and id(h) in of_weight)}
+        if (lead := layer.__dict__.get("_input_of")) is not None and (first := lead()) is not None:
+            kept = first._weight_state.histories
+            found |= {id(h): h for (_, slot, *_), h in kept.items() if slot == "input"}
+    return list(found.values())
+
+
+@torch.no_grad()
+def roll(histories: Collection[AmaxHistory], skipped: Tensor | None = None) -> None:
+    """End the step of these histories. skipped: as in `AmaxHistory.rolled`."""
+    for prepare in STEP.before_roll:
+        prepare(histories)
+    torch_compat.copy_all(AmaxHistory.rolled(histories, skipped))
+
+
 def begin_step(step: int | None = None, micro_batch: int = 0, seed: int | None = None) -> None:
     """Set the step, micro-batch and seed of the random bits; schedules read the step.
 
-    step:  the optimizer step that begins (None: keep). Without a call, an optimizer step advances it; one in a captured CUDA
-           graph does so on the device, at every replay.
+    step:  the optimizer step that begins (None: keep). From the first call with one on, steps are counted by these calls;
+           before, each training forward of a model begins the next one: micro-batches are steps of their own.
+
+    A training forward is one in training mode with gradients enabled; recomputations in a backward are none. With steps
+    counted by hand amax histories roll in the first training forward of another step. A graph that torch.compile or a
+    captured CUDA graph holds counts on the device. Schedules of a model that is compiled as a whole need this call.
     """
     STEP.check_writable()
     STEP.counted_by_hand = STEP.counted_by_hand or step is not None
     STEP.seed = STEP.seed if seed is None else seed
     STEP.micro_batch = micro_batch
-    STEP.go_to(STEP.step if step is None else step)
+    if step is None:
+        STEP.publish()
+        return
+    STEP.go_to(step)
+    for steps in list(TrainingSteps.live):
+        steps.begin_by_hand()
 
 
-@contextlib.contextmanager
-def token_offset(offset: int) -> Iterator[None]:
+def token_offset(offset: int) -> contextlib.AbstractContextManager[None]:
     """Place the local rows of activations in the global batch: row i is token offset + i there.
 
-    Random bits are keyed by the global token. Default: data-parallel rank * local rows.
+    Random bits are keyed by the global token. Default: data-parallel rank * local rows. Of the thread that enters it; the
+    backward of what ran inside has the same offset, wherever it runs. A captured CUDA graph keeps the offset of its capture.
     """
-    STEP.check_writable()
-    before, STEP.token_offset = STEP.token_offset, offset
-    STEP.publish()
-    try:
-        yield
-    finally:
-        STEP.token_offset = before
-        STEP.publish()
+    return _inside(token_offset=offset, steps=STEP.for_graphs(offset))
 
 
 def weights_of(tensors) -> Iterator[FSDPHooks]:
-    """The MasterWeights and QuantizedWeights among parameters, also under DTensors."""
+    """The WeightShards and QuantizedWeights among parameters, also under DTensors."""
     for tensor in tensors:
         local = torch_compat.local_of(tensor)
         if isinstance(local, FSDPHooks):
@@ -160,31 +505,20 @@ def _before_optimizer_step(optimizer: torch.optim.Optimizer, args, kwargs) -> No
 
 
 def _after_optimizer_step(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
-    """An event that every rank shares: weights changed, histories roll, the step advances."""
+    """Weights changed. Steps, histories and random keys do not depend on it: `TrainingSteps` counts them."""
     STEP.weight_events += 1
     weights = [w for group in optimizer.param_groups for w in weights_of(group["params"])]
-    states = {w.state for w in weights}
-    for state in states:
-        state.pending = True
-    for prepare in STEP.before_roll:
-        prepare(states)
-    for weight in weights:
-        if isinstance(weight, MasterWeight):
-            weight.note_step()
-    states.update(STEP.frozen)  # no optimizer holds them, but their activations and gradients are quantized
-    for state in STEP.frozen:
-        if any(slot == "weight" for _, slot, *_ in state.histories):
-            state.forget_codes()  # no write says that their scale may be another now
-    STEP.frozen.clear()
-    histories = {id(h): h for state in states for h in state.histories.values()}  # parts of a packed weight share theirs
-    skipped = getattr(optimizer, "found_inf", None)  # of a GradScaler, on the device
+    quantized = [w for w in weights if isinstance(w, QuantizedWeight)]
+    for weight in quantized:
+        weight.state.pending = True
+    # Their codes are made here, with the scales of the step that follows; a second event for one step finds them made.
+    behind = [w for w in quantized if not all(map(w.is_current, w.state.quantizer.encodings))]
+    scales = {id(h): h for w in behind for (_, slot, *_), h in w.state.histories.items() if slot == "weight"}
+    skipped = getattr(optimizer, "found_inf", None)  # of a GradScaler, on the device: the masters stayed as they were
     if skipped is not None:
         skipped = torch_compat.local_of(skipped).detach().reshape(()) != 0
-    torch_compat.copy_all(AmaxHistory.rolled(list(histories.values()), skipped))
-    if states and not STEP.counted_by_hand:
-        STEP.advance(skipped)
-    fsdp_hooks.synchronize_whole(weights)
-    fsdp_hooks.write_back([w for w in weights if isinstance(w, QuantizedWeight)])
+    torch_compat.copy_all(AmaxHistory.rolled(scales.values(), skipped))
+    refresh_codes(quantized)
 
 
 register_optimizer_step_pre_hook(_before_optimizer_step)
@@ -192,88 +526,68 @@ register_optimizer_step_post_hook(_after_optimizer_step)
 
 
 def skip_step() -> None:
-    """Drop the statistics of activations and gradients since the last optimizer step: it was not applied.
+    """Drop the statistics of activations and gradients of the step that runs: it was not applied, and the next one is it again.
 
-    Those of weights stay: the weights are the same in the step that follows.
+    Those of weights stay: the weights are the same in the step that follows. Of several micro-batches only those that
+    `fq.begin_step` says to be of one step are dropped together.
     """
-    for state in list(ALL_STATES):
-        for history in state.histories.values():
-            history.drop()
+    for history in AmaxHistory.live:
+        history.drop()
+    for steps in list(TrainingSteps.live):
+        steps.skip()
 
 
 def sync(model: nn.Module) -> None:
-    """Make codes and shared statistics follow weights that were changed by hand. Every rank must call it."""
-    STEP.weight_events += 1
-    for weight in weights_of(model.parameters()):
-        weight.state.pending = True
-        weight.state.forget_codes()
-    managed = [m for m in torch_compat.managed_params_of(model) if isinstance(m.local, FSDPHooks)]
-    if managed:
-        fsdp_hooks.synchronize(managed)
+    """Make codes of quantized parameters follow masters that were changed by hand. Every rank must call it."""
+    weights = [w for w in weights_of(model.parameters()) if isinstance(w, QuantizedWeight)]
+    for weight in weights:
+        weight.state.mark_written()
+    refresh_codes(weights)
 
 
 # Quantized parameters #
 
-_QUANTIZED_INIT: list[Recipe] = []
-
-
-@contextlib.contextmanager
-def quantized_model_init(recipe: Recipe) -> Iterator[None]:
+def quantized_model_init(recipe: Recipe) -> contextlib.AbstractContextManager[None]:
     """Weights of `fq.Linear` modules made or converted inside are `QuantizedTensor` parameters: codes of both directions.
 
     recipe:  of an `fq.Linear` that is given none; `fq.convert` brings its own.
 
     Their fp32 masters live in `fq.optim.FusedAdam`, which takes the high-precision initial values; other optimizers are
     refused at their step. Make the optimizer after `fully_shard` and initialization. A state dict holds the values of the
-    master, by the names of `nn.Linear`.
+    master, by the names of `nn.Linear`. Of the thread that enters it.
     """
-    _QUANTIZED_INIT.append(recipe)
-    try:
-        yield
-    finally:
-        _QUANTIZED_INIT.pop()
+    return _inside(quantized_init=recipe)
 
 
 def quantized_init_recipe() -> Recipe | None:
-    """The recipe of the innermost `quantized_model_init`, or None outside."""
-    return _QUANTIZED_INIT[-1] if _QUANTIZED_INIT else None
+    """The recipe of the innermost `quantized_model_init` of this thread, or None outside."""
+    return contexts().quantized_init
 
 
 def new_weight_state(*args, kind: type[WeightState] | None = None) -> WeightState:
     """The state of a new weight (`WeightState`'s arguments): of `kind`; by default, of a quantized parameter under
     `quantized_model_init`."""
-    return (kind or (QuantizedWeightState if _QUANTIZED_INIT else WeightState))(*args)
+    return (kind or (WeightState if contexts().quantized_init is None else QuantizedWeightState))(*args)
 
 
 # Autocast #
-
-@dataclass(frozen=True)
-class Autocast:
-    """What overrides the recipes of modules: `recipe` (None: nothing), and the checkpoint it was entered in, if any."""
-
-    recipe: Recipe | None
-    checkpoint: object | None
-
-
-_AUTOCAST: list[Autocast] = []
-
 
 @contextlib.contextmanager
 def autocast(recipe: Recipe | None = None, enabled: bool = True) -> Iterator[None]:
     """Override the recipe of the modules inside; enabled=False multiplies in high precision.
 
-    For weights that FSDP2 does not manage. Under `fully_shard` gathers are prefetched outside any context, so a
-    change of a weight's format goes through `set_recipe`, and a module whose weight would change raises ValueError.
+    Of the thread that enters it, as torch.autocast. For weights that FSDP2 does not manage. Under `fully_shard` gathers are
+    prefetched outside any context, so a change of a weight's format goes through `set_recipe`, and a module whose weight would
+    change raises ValueError.
     """
     if recipe is not None and not isinstance(recipe, Recipe):
         raise ValueError(f"fq.autocast takes one recipe for all modules inside, got {recipe!r}; use fq.set_recipe")
-    _AUTOCAST.append(Autocast(recipe if enabled else identity(), torch_compat.checkpoint_hook()))
-    try:
+    override = Autocast(recipe if enabled else identity(), torch_compat.checkpoint_hook())
+    with _inside(autocast=override):
         yield
-    finally:
-        _AUTOCAST.pop()
 
 
 def current_autocast() -> Autocast | None:
-    """The innermost context that overrides recipes, or None."""
-    return _AUTOCAST[-1] if _AUTOCAST and _AUTOCAST[-1].recipe is not None else None
+    """The innermost context of this thread that overrides recipes, or None."""
+    override = contexts().autocast
+    return override if override is not None and override.recipe is not None else None

@@ -10,13 +10,14 @@ Every product is NT in its storages' own axes: a storage presents [outer, contra
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .counters import counters
-from .formats import IDENTITY, ROWWISE, check_pair
-from .ops import dispatch, native
+from .formats import IDENTITY, ROWWISE, Direction, check_pair
+from .ops import dispatch, native, opaque
 from .ops.capability import DOMAINS, arch_of, gemm_domain, operand_layout
 from .ops.layout import ANCHOR_RUNS, ANCHORED
 from .ops.reference import bf16_product
@@ -54,13 +55,9 @@ def gemm(
     domain that cannot compute the pair; StaleWeightError for freed codes.
     """
     check_pair("gemm", a.fmt, b.fmt, "a", "b")
-    for name, storage in (("a", a), ("b", b)):
-        if storage.is_freed:
-            raise StaleWeightError(
-                f"gemm operand {name} ({storage.describe()}) was freed: FSDP resharded it, or gathered the other "
-                "direction only; under activation checkpointing of a compiled block set recomputes_forward=True on "
-                "its fq.Linear modules"
-            )
+    tracing = opaque.is_tracing()
+    if not tracing:  # a gathered weight may be filled when the graph runs
+        _check_there(a, b)
     (m, k_a), (n, k_b) = (s.shape if s.direction is ROWWISE else s.shape[::-1] for s in (a, b))
     if k_a != k_b:
         raise ValueError(f"gemm contracts {k_a} elements of a ({a.describe()}) with {k_b} of b ({b.describe()})")
@@ -87,13 +84,27 @@ def gemm(
     if codes and m * n * k_a > 0:
         result = _multiply(a, b, out_dtype, out, accumulate, bias, alpha)
     else:
-        result = _DOMAINS[domain](a, b, out_dtype, bias, alpha)
+        if tracing and not native.runs(a.data):
+            result = _recorded(a, b, out_dtype, bias, alpha, domain)
+        else:
+            result = _DOMAINS[domain](a, b, out_dtype, bias, alpha)
         if out is not None:
             result = out.add_(result) if accumulate else out.copy_(result)
     counters.add("gemm", (domain, repr(a.fmt), repr(b.fmt)))
     if out_amax is not None and result.numel():
         torch.maximum(out_amax, result.abs().amax().float(), out=out_amax)
     return result
+
+
+def _check_there(*operands: Storage) -> None:
+    """Raise StaleWeightError for codes that were freed."""
+    for name, storage in zip("ab", operands):
+        if storage.is_freed:
+            raise StaleWeightError(
+                f"gemm operand {name} ({storage.describe()}) was freed: FSDP resharded it, or gathered the other "
+                "direction only; under activation checkpointing of a compiled block set recomputes_forward=True on "
+                "its fq.Linear modules"
+            )
 
 
 def _check_compiled(a: Storage, b: Storage, domain: str) -> None:
@@ -181,3 +192,42 @@ def _finish(
 
 
 _DOMAINS = {"native": _native, "anchored": _native, "bf16": _bf16, "reference": _reference}
+
+
+# The reference in graphs #
+
+def _recorded(
+    a: Storage, b: Storage, out_dtype: torch.dtype, bias: Tensor | None, alpha: Tensor | None, domain: str
+) -> Tensor:
+    """The product as one operator, which no compiler looks into (`ops.opaque`)."""
+    buffers = (list(s.buffers().values()) for s in (a, b))
+    what = (f"{s.direction.value}|{s.layout}|{opaque.format_text(s.fmt)}" for s in (a, b))
+    dtypes = [a.dtype, b.dtype]
+    return _product_op(*buffers, *what, [*a.shape, *b.shape], *dtypes, out_dtype, bias, alpha, domain)
+
+
+def _operand(buffers: Sequence[Tensor], what: str, shape: Sequence[int], dtype: torch.dtype) -> Storage:
+    direction, layout, fmt = what.split("|", 2)
+    fmt = opaque.format_from(fmt)
+    data, *rest = buffers
+    tensor_amax = rest.pop() if fmt.tensor_scale else None
+    return Storage(fmt, Direction(direction), tuple(shape), data, rest[0] if rest else None, tensor_amax, dtype, 0, layout)
+
+
+def _run(a, b, a_is, b_is, shapes, a_dtype, b_dtype, out_dtype, bias, alpha, domain):
+    a, b = _operand(a, a_is, shapes[:2], a_dtype), _operand(b, b_is, shapes[2:], b_dtype)
+    _check_there(a, b)
+    counters.add("gemm", (domain, repr(a.fmt), repr(b.fmt)))
+    with torch.no_grad():
+        return _DOMAINS[domain](a, b, out_dtype, bias, alpha)
+
+
+def _fake(a, b, a_is, b_is, shapes, a_dtype, b_dtype, out_dtype, bias, alpha, domain):
+    m, n = (s[0] if of.startswith(ROWWISE.value) else s[1] for s, of in ((shapes[:2], a_is), (shapes[2:], b_is)))
+    return a[0].new_empty((m, n), dtype=out_dtype)
+
+
+_product_op = opaque.define(
+    "reference_gemm(Tensor[] a, Tensor[] b, str a_is, str b_is, SymInt[] shapes, ScalarType a_dtype, ScalarType b_dtype, "
+    "ScalarType out_dtype, Tensor? bias, Tensor? alpha, str domain) -> Tensor", _run, _fake,
+)

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .context import STEP
+from .context import roll
 from .counters import counters
 from .formats import COLUMNWISE, Direction, canonical_text
 from .gemm import StaleWeightError
@@ -256,10 +256,8 @@ class WeightSync:
     def _roll(self, skip: Tensor | None) -> None:
         """End the step of every history of these weights' layers; a skipped one drops amaxes of activations and gradients."""
         states = {w.state for w in self._weights}
-        for prepare in STEP.before_roll:
-            prepare(states)
         histories = {id(h): h.to(self._device) for state in states for h in state.histories.values()}
-        torch_compat.copy_all(AmaxHistory.rolled(list(histories.values()), skip))
+        roll(histories.values(), skip)
 
     @torch.no_grad()
     def _cast(self, masters: Sequence[Tensor], skip: Tensor | None) -> None:

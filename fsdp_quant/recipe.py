@@ -82,7 +82,7 @@ class Recipe:
                           does not say takes `default_override()`.
     accuracy:             "fast", or "exact": only domains that decode exactly.
     anchor_tolerance:     share of an operand's nonzero blocks that may lie more than 2^9 below their line's exponent
-                          before its product leaves the anchored domain, at a step boundary.
+                          before its product leaves the anchored domain, in all layers alike, as a step begins.
     save_original_input:  None: what the plan says; True: the input is saved and quantized again in the backward.
     strict:               what runs is what the plan says, or it raises; False warns once and counts.
     require_native:       refuse products that no tensor core computes, when the recipe is applied.
@@ -253,7 +253,7 @@ def per_layer(
 
 @dataclass(frozen=True)
 class Schedule:
-    """A recipe by optimizer step. Made by `schedule`.
+    """A recipe by step. Made by `schedule`.
 
     switches:  (first step, step behind the last or None, recipe), in order; `base` runs in all other steps.
     """
@@ -295,9 +295,10 @@ class Schedule:
 def schedule(base: Recipe | PerLayer, *switches: tuple, total_steps: int | None = None) -> Schedule:
     """`base`, but other recipes in ranges of steps: (first, behind the last or None for the end, recipe).
 
-    first, behind the last:  optimizer steps (int), or fractions of `total_steps` (float; 1.0 is the end, and stays).
+    first, behind the last:  steps (int), or fractions of `total_steps` (float; 1.0 is the end, and stays).
 
-    The step is `fq.begin_step`'s, else the number of optimizer steps: every rank switches before the same one.
+    The step is `fq.begin_step`'s, else the number of training forwards of the model: every rank switches before the same one.
+    A model that torch.compile traces as a whole, or that runs by pieces, needs `fq.begin_step`.
     Raises ValueError for ranges that overlap or hold no step, and for fractions of an unknown total.
     """
     def step_of(at):

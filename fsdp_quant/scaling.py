@@ -11,8 +11,10 @@ their bits, and a NaN, larger than infinity as bits, survives wherever it sits. 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -33,7 +35,7 @@ def reduce_amaxes(amaxes: Sequence[Tensor], group: dist.ProcessGroup | None) -> 
 
 
 class _Reduction:
-    """What `reduce_amaxes` gives; `again` writes what the amaxes have become over it. Of one rank, the amaxes themselves."""
+    """What `reduce_amaxes` gives; `run` writes what the amaxes have become over it. Of one rank, the amaxes themselves."""
 
     def __init__(self, amaxes: Sequence[Tensor], group: dist.ProcessGroup | None):
         self.result, self._group = list(amaxes), group if amaxes and group is not None and group.size() > 1 else None
@@ -43,9 +45,9 @@ class _Reduction:
         self._flat = amaxes[0].new_empty(sum(row.numel() for row in self._rows))
         pieces = self._flat.split([row.numel() for row in self._rows])
         self.result = [piece if a.dim() == 1 else piece.view(a.shape) for piece, a in zip(pieces, amaxes)]
-        self.again()
+        self.run()
 
-    def again(self) -> None:
+    def run(self) -> None:
         """Every rank must call it; the amaxes must be contiguous."""
         if self._group is not None:
             torch.cat(self._rows, out=self._flat)
@@ -184,7 +186,7 @@ def share_statistics(
 
 
 class SharedStatistics:
-    """What `share_statistics` gives; `again` writes the statistics of other values over it.
+    """What `share_statistics` gives; `take_again` writes the statistics of other values over it.
 
     results:    for each fragment, for each encoding.
     own_slots:  tensors that are cut into parts have a slot for each part of them.
@@ -248,9 +250,9 @@ class SharedStatistics:
         for row, amax in self._rows:
             row.copy_(amax)
 
-    def again(self, fragments: Sequence[Fragment], copy_all: Callable[[list[tuple[Tensor, Tensor]]], None]) -> bool:
-        """The statistics of these fragments, which are as those before but for their values and what is known of them, not
-        `whole`. False, before any collective, where what is known is of other kinds. Every rank must call it.
+    def take_again(self, fragments: Sequence[Fragment], copy_all: Callable[[list[tuple[Tensor, Tensor]]], None]) -> bool:
+        """Recompute in place for new values of the same fragments. Returns False, before any collective, if a different set of
+        amaxes is already known; then build a new object. Every rank must call it.
 
         copy_all:  writes (target, source) of each.
         """
@@ -259,7 +261,7 @@ class SharedStatistics:
         if any([old is None or new is None for old, new in pairs]):
             return False
         copy_all(pairs + self._padded)
-        self._reduction.again()
+        self._reduction.run()
         copy_all(self._rows)
         return True
 
@@ -325,10 +327,14 @@ class AmaxHistory:
     enc:     fp32 [1]; 0 until a finite positive amax has been rolled in: the first use is current scaling.
     stays:   of a weight, which is the same in the step that follows a skipped one.
 
-    The scale of a step depends on earlier steps only, so micro-batches and recomputation see one scale.
+    The scale of a step depends on earlier steps only, so micro-batches and recomputation see one scale. A step in which
+    nothing was recorded is none: a history that is rolled twice, or not used, stays as it is.
     """
 
+    live: ClassVar[weakref.WeakSet[AmaxHistory]] = weakref.WeakSet()  # every history of the process; ends with its owner
+
     def __init__(self, scaling: DelayedScaling, element_max: float, stays: bool = False):
+        self.live.add(self)
         self.scaling, self.element_max, self.stays = scaling, element_max, stays
         with torch.inference_mode(False):  # written in place later, also by steps outside inference mode
             self.amaxes = torch.zeros(scaling.length, device="cpu")
@@ -349,35 +355,54 @@ class AmaxHistory:
     def record(self, amax: Tensor) -> None:
         self.record_in(self.amaxes, amax)
 
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self.live.add(self)
+
     def roll(self) -> None:
         """End a step that was applied: derive the next factor, open a slot."""
         for target, values in self.rolled([self]):
             target.copy_(values)
 
     @staticmethod
+    def alike(histories: Iterable[AmaxHistory]) -> list[list[AmaxHistory]]:
+        """Those that the same launches roll, each list on one device."""
+        found: dict[tuple, list[AmaxHistory]] = {}
+        for h in histories:
+            found.setdefault((h.scaling, h.element_max, h.stays, h.amaxes.device), []).append(h)
+        return list(found.values())
+
+    @staticmethod
     @torch.no_grad()
-    def rolled(histories: Sequence[AmaxHistory], skipped: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
+    def rolled(histories: Iterable[AmaxHistory], skipped: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
         """What `roll` of each writes, (tensor, values), from a few launches for all that scale alike.
 
         skipped:  bool [], on a device: where true, what `drop` of each writes.
         """
         writes: list[tuple[Tensor, Tensor]] = []
-        alike: dict[tuple, list[AmaxHistory]] = {}
-        for history in histories:
-            alike.setdefault((history.scaling, history.element_max, history.stays, history.amaxes.device), []).append(history)
-        for (scaling, element_max, stays, device), of in alike.items():
-            amaxes, enc = torch.stack([h.amaxes for h in of]), torch.stack([h.enc for h in of])
-            amax = (amaxes.amax(1) if scaling.use == "max" else amaxes[:, 0])[:, None]
-            fresh = (reference.divide(element_max, amax) / 2.0**scaling.margin).clamp(max=torch.finfo(torch.float32).max)
-            dropped, kept = amaxes, enc
-            enc, amaxes = torch.where(amax > 0, fresh, enc), amaxes.roll(1, 1)
-            amaxes[:, 0] = 0.0
-            if skipped is not None:
-                skip = skipped.to(device, non_blocking=True)
-                dropped[:, 0] *= stays
-                enc, amaxes = torch.where(skip, kept, enc), torch.where(skip, dropped, amaxes)
-            writes += [*zip((h.amaxes for h in of), amaxes), *zip((h.enc for h in of), enc)]
+        for of in AmaxHistory.alike(histories):
+            writes += AmaxHistory.rolled_alike(of, skipped)
         return writes
+
+    @staticmethod
+    def rolled_alike(of: list[AmaxHistory], skipped: Tensor | None = None, kept: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
+        """`rolled` of histories that scale alike; torch.compile traces it.
+
+        kept:  bool [], on their device: where true, nothing changes.
+        """
+        scaling, element_max, stays = of[0].scaling, of[0].element_max, of[0].stays
+        amaxes, enc = torch.stack([h.amaxes for h in of]), torch.stack([h.enc for h in of])
+        current = amaxes[:, :1]
+        amax = amaxes.amax(1, keepdim=True) if scaling.use == "max" else current
+        fresh = (reference.divide(element_max, amax) / 2.0**scaling.margin).clamp(max=torch.finfo(torch.float32).max)
+        stay = current == 0 if kept is None else (current == 0) | kept
+        opened = torch.cat([torch.zeros_like(current), amaxes[:, :-1]], dim=1)
+        rolled, factors = torch.where(stay, amaxes, opened), torch.where(stay, enc, fresh)
+        if skipped is not None:
+            skip = skipped.to(amaxes.device, non_blocking=True)
+            dropped = torch.cat([current * stays, amaxes[:, 1:]], dim=1)
+            rolled, factors = torch.where(skip, dropped, rolled), torch.where(skip, enc, factors)
+        return [*zip([h.amaxes for h in of], rolled.unbind()), *zip([h.enc for h in of], factors.unbind())]
 
     def drop(self) -> None:
         """Forget the current step's amaxes (a skipped step), but for a weight's."""

@@ -64,7 +64,7 @@ import sys
 
 MODULES = {
     "examples": ["matplotlib", "rich"],
-    "test": ["hypothesis", "numpy", "pytest", "safetensors", "xdist"],
+    "test": ["accelerate", "hypothesis", "numpy", "pytest", "safetensors", "torchao", "transformers", "xdist"],
 }
 root, *extras = sys.argv[1:]
 wanted = ["torch", *(name for extra in extras for name in MODULES[extra])]

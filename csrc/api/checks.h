@@ -2,8 +2,10 @@
 #pragma once
 
 #include <optional>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/enum_tag.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -12,6 +14,10 @@
 namespace fsdp_quant {
 
 using MaybeTensor = std::optional<at::Tensor>;
+
+// Of an operator that a compiled graph may hold: the schema says what it writes, results share memory with no input, it
+// has a fake, and it neither waits for the device nor depends on state of the host.
+inline std::vector<at::Tag> compliant() { return {at::Tag::pt2_compliant_tag}; }
 
 inline void check_cuda(const at::Tensor& t, const char* name) {
   TORCH_CHECK_VALUE(t.is_cuda(), name, " is on ", t.device(), "; the operator runs on CUDA tensors");

@@ -215,12 +215,12 @@ void register_gemm(torch::Library& m) {
   m.def(
       "gemm(Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, int a_kind, int b_kind, ScalarType out_dtype, "
       "Tensor? bias=None, Tensor? alpha=None, int sm_count=0, bool fast_accumulation=False, int algorithm=0) -> Tensor",
-      torch::dispatch(c10::DispatchKey::CUDA, gemm));
+      torch::dispatch(c10::DispatchKey::CUDA, gemm), compliant());
   m.def(
       "gemm_out(Tensor(a!) out, Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, int a_kind, int b_kind, "
       "bool accumulate=False, Tensor? bias=None, Tensor? alpha=None, int sm_count=0, bool fast_accumulation=False, "
       "int algorithm=0) -> ()",
-      torch::dispatch(c10::DispatchKey::CUDA, gemm_out));
+      torch::dispatch(c10::DispatchKey::CUDA, gemm_out), compliant());
 }
 
 }  // namespace fsdp_quant

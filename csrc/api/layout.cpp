@@ -22,7 +22,7 @@ at::Tensor decode(
     const at::Tensor& data, const MaybeTensor& scale, const MaybeTensor& tensor_amax, int64_t spec, bool columnwise,
     int64_t cols, int64_t row0, at::ScalarType dtype, const Alpha* alpha) {
   check_cuda(data, "data");
-  const Side side = parse_side(spec, 0.0, "side");
+  const Side side = unpack_encoding(spec, 0.0, "side");
   TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf, "dtype is ", dtype,
                     "; wanted float32, bfloat16 or float16");
   TORCH_CHECK_VALUE(data.dim() == 2, "data has shape ", data.sizes(), "; wanted [rows, row bytes]");
@@ -85,15 +85,14 @@ std::optional<AnchorCodes> anchor_of(
     const at::Tensor& data, const at::Tensor& scale, int64_t spec, bool columnwise, bool transposed, const at::Tensor& out,
     const at::Tensor& line_scale) {
   const AnchorShape shape = anchor_shape(data, columnwise, transposed);
-  const Side side = parse_side(spec, 0.0, "side");
+  const Side side = unpack_encoding(spec, 0.0, "side");
   const bool e8m0 = side.scale == ScaleKind::kE8M0Up || side.scale == ScaleKind::kE8M0Floor;
   TORCH_CHECK_VALUE(side.present() && e8m0 && side.contraction == 32, "side is ", spec,
                     "; wanted e8m0 scales of (1, 32) or (32, 32) blocks");
   const int64_t elements = shape.matrices * shape.rows * shape.cols;
-  const int64_t scale_rows = ceil_div(shape.rows, columnwise ? 32 : side.outer);
-  const int64_t scale_cols = ceil_div(shape.cols, columnwise ? side.outer : 32);
+  const EncodingSizes<int64_t> of = encoding_sizes<int64_t>(side, columnwise, shape.rows, shape.cols, 0);
   check_buffer(data, "data", data, at::kByte, elements);
-  check_buffer(scale, "scale", data, at::kByte, shape.matrices * scale_rows * scale_cols);
+  check_buffer(scale, "scale", data, at::kByte, shape.matrices * of.scale_rows * of.scale_cols);
   check_buffer(out, "out", data, at::kByte, elements);
   check_buffer(line_scale, "line_scale", data, at::kFloat, shape.matrices * shape.lines);
   if (elements == 0) {
@@ -108,7 +107,7 @@ std::optional<AnchorCodes> anchor_of(
   a.outer_log2 = side.outer_log2, a.element = side.element;
   a.columnwise = columnwise, a.transposed = transposed;
   a.vector_load = is_aligned(a.data, 8) && shape.cols % 8 == 0;
-  a.vector_scales = is_aligned(a.scale, 8) && scale_cols % 8 == 0;  // so are those of every matrix
+  a.vector_scales = is_aligned(a.scale, 8) && of.scale_cols % 8 == 0;  // so are those of every matrix
   a.vector_store = is_aligned(a.out, 16) && shape.out_cols % (transposed ? 16 : 8) == 0;
   return a;
 }
@@ -297,31 +296,31 @@ void relayout_group(
 
 void register_layout(torch::Library& m) {
   m.def(
-      "dequantize(Tensor data, Tensor? scale, Tensor? tensor_amax, int side, bool columnwise, int cols, int row0, "
+      "dequantize(Tensor data, Tensor? scale, Tensor? tensor_amax, int side, bool columnwise, SymInt cols, SymInt row0, "
       "ScalarType dtype) -> Tensor",
-      torch::dispatch(c10::DispatchKey::CUDA, dequantize));
+      torch::dispatch(c10::DispatchKey::CUDA, dequantize), compliant());
   m.def("anchor_codes(Tensor data, Tensor scale, int side, bool columnwise, bool transposed) -> "
         "(Tensor codes, Tensor scale)",
         torch::dispatch(c10::DispatchKey::CUDA, [](const at::Tensor& data, const at::Tensor& scale, int64_t side,
                                                    bool columnwise, bool transposed) {
           return anchor_codes(data, scale, side, columnwise, transposed);
-        }));
+        }), compliant());
   m.def(
       "anchor_group(Tensor[] data, Tensor[] scale, int side, bool columnwise, bool transposed, Tensor(a!)[] out, "
       "Tensor(b!)[] line_scale) -> ()",
-      torch::dispatch(c10::DispatchKey::CUDA, anchor_group));
+      torch::dispatch(c10::DispatchKey::CUDA, anchor_group), compliant());
   m.def("tensor_decode_scale(Tensor tensor_amax) -> Tensor",
-        torch::dispatch(c10::DispatchKey::CUDA, tensor_decode_scale));
+        torch::dispatch(c10::DispatchKey::CUDA, tensor_decode_scale), compliant());
   m.def("transpose_tokens(Tensor data, Tensor tables, int groups) -> Tensor",
         torch::dispatch(c10::DispatchKey::CUDA, transpose_tokens));
-  m.def("transpose_codes(Tensor data, int rows, int cols, int bits) -> Tensor",
-        torch::dispatch(c10::DispatchKey::CUDA, transpose_codes));
-  m.def("swizzle_scales(Tensor scale, int outer, int outer_block, bool transposed) -> Tensor",
-        torch::dispatch(c10::DispatchKey::CUDA, swizzle_scales));
+  m.def("transpose_codes(Tensor data, SymInt rows, SymInt cols, int bits) -> Tensor",
+        torch::dispatch(c10::DispatchKey::CUDA, transpose_codes), compliant());
+  m.def("swizzle_scales(Tensor scale, SymInt outer, int outer_block, bool transposed) -> Tensor",
+        torch::dispatch(c10::DispatchKey::CUDA, swizzle_scales), compliant());
   m.def(
       "relayout_group(Tensor[] source, Tensor(a!)[] out, int[] kind, int[] rows, int[] cols, int[] outer, "
       "int[] outer_block) -> ()",
-      torch::dispatch(c10::DispatchKey::CUDA, relayout_group));
+      torch::dispatch(c10::DispatchKey::CUDA, relayout_group), compliant());
 }
 
 }  // namespace fsdp_quant

@@ -5,9 +5,8 @@
 //   backward  dy.rowwise, dy.columnwise = quantize(dy)      dx = dy.rowwise w.columnwise^T
 //                                                           dw = dy.columnwise x.columnwise^T
 //
-// x [.., K], w [N, K]. The weight's operand of the backward is kept from the forward where that had it (`columnwise`), and
-// good while no version of `stamps` has moved; else it is asked of Python (`weight_operand`): it may have been freed and
-// gathered again.
+// x [.., K], w [N, K]. The weight comes as values, which the forward quantizes, in both directions where dgrad follows; or as the
+// buffers of its codes, of which the columnwise ones may be empty until the backward (FSDP2 gathers them again).
 #include <array>
 #include <deque>
 #include <mutex>
@@ -15,12 +14,10 @@
 #include <vector>
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_grouped_mm.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/zeros.h>
-#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <torch/library.h>
 
 #include "api/checks.h"
@@ -95,22 +92,16 @@ void count(int64_t handle, int what, int64_t times = 1) {
 
 // Everything of a call that autograd does not see.
 struct Call : torch::CustomClassHolder {
-  int64_t handle, version;
+  int64_t handle;
   const Plan* plan;
   bool saves;
   at::Tensor step, ids;
   std::vector<at::Tensor> group_ids;  // of groups of tokens, whose random keys are their own
   MaybeTensor guard;
   std::vector<at::Tensor> factors, grad_factors, histories, grad_histories;
-  std::vector<at::Tensor> columnwise, stamps;
-  int64_t stamped;
-  Saved kept;  // of the input
-
-  int64_t versions() const {
-    int64_t sum = 0;
-    for (const at::Tensor& t : stamps) sum += t._version();
-    return sum;
-  }
+  std::vector<at::Tensor> columnwise;  // operand of the weight
+  MaybeTensor grad_amaxes;             // memory in which the node before leaves those of dy
+  Saved kept;                          // of the input
 };
 
 bool wants(const Plan& plan, Slot slot, Direction d, bool row, bool col) {
@@ -157,70 +148,16 @@ struct Amaxes {
     const auto part = [&](int64_t at, int64_t size) { return all.narrow(-1, at, size); };
     return {part(0, 1), part(layout.at_rows(), rows), part(layout.at_runs(), layout.runs() * cols)};
   }
+
+  // all: of x [rows, cols], as AmaxesOf, or its first alone.
+  static Amaxes given(const MaybeTensor& all, const at::Tensor& x) {
+    if (!all.has_value()) return {};
+    const int64_t cols = x.size(-1), rows = x.numel() / cols;
+    const bool is_whole = all->numel() == 1;
+    check_buffer(*all, "amaxes", x, at::kFloat, is_whole ? 1 : AmaxesOf{rows, cols}.size());
+    return is_whole ? Amaxes{all->view({1})} : of(*all, rows, cols);
+  }
 };
-
-// Amaxes that came with tensors out of the kernels that wrote them, of the last few: who quantizes one need not read it
-// for its statistics. Of memory, not of tensors, so that views count; good while it lives and was not written, on the same
-// stream, and not across the capture of a graph.
-class Produced {
- public:
-  // amaxes: [1], or as AmaxesOf.
-  void remember(const at::Tensor& x, const at::Tensor& amaxes) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    while (!entries_.empty() && (entries_.size() >= kKept || entries_.front().memory.expired())) entries_.pop_front();
-    entries_.push_back({x.storage().getWeakStorageImpl(), x.storage_offset(), x.numel(), x.size(-1), x._version(),
-                        c10::cuda::getCurrentCUDAStream(x.device().index()), is_captured(), amaxes});
-  }
-
-  Amaxes of(const at::Tensor& x) {
-    if (x.is_inference() || x.dim() == 0) return {};
-    const std::lock_guard<std::mutex> lock(mutex_);
-    for (auto e = entries_.rbegin(); e != entries_.rend(); ++e)
-      if (e->memory._unsafe_get_target() == x.storage().unsafeGetStorageImpl() && e->offset == x.storage_offset() &&
-          e->numel == x.numel() && e->version == x._version() && x.is_contiguous() &&
-          e->stream == c10::cuda::getCurrentCUDAStream(x.device().index()) && e->is_captured == is_captured())
-        return e->amaxes.numel() == 1  ? Amaxes{e->amaxes}
-               : e->cols == x.size(-1) ? Amaxes::of(e->amaxes, e->numel / e->cols, e->cols)
-                                       : Amaxes{e->amaxes.narrow(-1, 0, 1)};
-    return {};
-  }
-
- private:
-  // A graph is captured: its replays read what has been written since.
-  static bool is_captured() {
-    return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
-  }
-
-  static constexpr size_t kKept = 8;
-  struct Entry {
-    c10::weak_intrusive_ptr<c10::StorageImpl> memory;  // its address is not given to another while this is here
-    int64_t offset, numel, cols, version;
-    c10::cuda::CUDAStream stream;
-    bool is_captured;
-    at::Tensor amaxes;
-  };
-
-  std::mutex mutex_;
-  std::deque<Entry> entries_;
-};
-
-Produced& produced() {
-  static auto* const kept = new Produced;  // backward threads may outlive static destructors
-  return *kept;
-}
-
-}  // namespace
-
-void remember_amax(const at::Tensor& x, const at::Tensor& amaxes) {
-  check_cuda(x, "x");
-  const int64_t cols = x.dim() == 0 ? 0 : x.size(-1);
-  const int64_t all = cols == 0 ? 1 : AmaxesOf{x.numel() / cols, cols}.size();
-  check_buffer(amaxes, "amaxes", x, at::kFloat, amaxes.numel() == 1 ? 1 : all);
-  if (x.is_inference() || !x.is_contiguous() || cols == 0) return;
-  produced().remember(x, amaxes.detach());  // no wrapper of Python's, to be freed by any thread
-}
-
-namespace {
 
 // What scales the delayed sides, and where their amaxes go: of one tensor, or of several, whose factors and histories follow
 // each other, those of the first side first.
@@ -425,9 +362,51 @@ at::Tensor matrix(const at::Tensor& x) {
   return rows.stride(1) == 1 || rows.size(1) == 1 ? rows : rows.contiguous();
 }
 
+// y [rows, cols] in the shape of its input; no view, so that users may write it in place.
+at::Tensor of_shape(const at::Tensor& y, at::IntArrayRef sizes) {
+  if (y.sizes() == sizes) return y;
+  return at::empty({0}, y.options()).set_(y.storage(), y.storage_offset(), sizes);
+}
+
+// A weight as a call is given it: values to quantize, or the buffers of its operands.
+struct Weight {
+  MaybeTensor values;
+  bool round_to_bf16;
+  at::TensorList rowwise, columnwise, factors, histories;
+};
+
+std::vector<at::Tensor> linear_weight(
+    const at::Tensor& weight, int64_t plan, bool row, bool col, bool round_to_bf16, at::TensorList factors,
+    at::TensorList histories);
+
+// The rowwise operand of the weight; the columnwise one, where dgrad follows, goes to the call.
+std::vector<at::Tensor> take_weight(Call& call, const Weight& weight, bool dgrad) {
+  if (!weight.values.has_value()) {
+    call.columnwise = weight.columnwise.vec();
+    return weight.rowwise.vec();
+  }
+  const Reading(&r)[kDirections] = call.plan->readings[kWeight];
+  std::vector<at::Tensor> made = linear_weight(*weight.values, call.handle, true, dgrad, weight.round_to_bf16, weight.factors,
+                                               weight.histories);
+  size_t at = 0;
+  std::vector<at::Tensor> operands[kDirections];
+  for (const Direction d : {kRowwise, kColumnwise}) {
+    if (d == kColumnwise && !dgrad) continue;
+    if (!r[d].is_quantized()) {
+      operands[d] = {*weight.values};
+    } else if (d == kColumnwise && r[d].same) {
+      operands[d] = operands[kRowwise];
+    } else {
+      append(operands[d], take(made, at, r[d]));
+    }
+  }
+  call.columnwise = std::move(operands[kColumnwise]);
+  return operands[kRowwise];
+}
+
 // y, then the codes of x that were made or given (`codes`, of an earlier call).
 std::vector<at::Tensor> forward(
-    const Call& call, const at::Tensor& x, const MaybeTensor& bias, const std::vector<at::Tensor>& operand,
+    Call& call, const at::Tensor& x, const MaybeTensor& bias, const Weight& weight, bool dgrad, const MaybeTensor& amaxes,
     const std::vector<at::Tensor>& codes) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const c10::cuda::CUDAGuard guard(x.device());
@@ -437,7 +416,7 @@ std::vector<at::Tensor> forward(
   const bool col = call.saves && plan.saves == Saves::kCodes;
   Encodings made;
   if (codes.empty()) {
-    made = quantize_slot(call, kInput, rows, true, col, produced().of(x));
+    made = quantize_slot(call, kInput, rows, true, col, Amaxes::given(amaxes, x));
   } else {
     size_t at = 0;
     for (const Direction d : {kRowwise, kColumnwise})
@@ -447,11 +426,12 @@ std::vector<at::Tensor> forward(
   const Operand a = operand_of(r[kRowwise], kRowwise, r[kRowwise].is_quantized() ? made[kRowwise] : values);
   size_t at = 0;
   const Reading& w = plan.readings[kWeight][kRowwise];
+  const std::vector<at::Tensor> operand = take_weight(call, weight, dgrad);
   const at::Tensor y = multiply(a, operand_of(w, kRowwise, take(operand, at, w), &a), x.scalar_type(), bias);
   count(call.handle, kSlots * kDirections);
   std::vector<int64_t> sizes = x.sizes().vec();
   sizes.back() = y.size(1);
-  std::vector<at::Tensor> result = {x.dim() == 2 ? y : y.view(sizes)};
+  std::vector<at::Tensor> result = {of_shape(y, sizes)};
   for (const Encoded& e : made) append(result, e);
   return result;
 }
@@ -471,11 +451,10 @@ std::vector<at::Tensor> saved_of(const Call& call, const at::Tensor& x, const st
   return saved;
 }
 
-// dx [rows, K], dw [N, K], db [N]; undefined where they are not needed. weight: asked for the columnwise operand. Memory is
+// dx [rows, K], dw [N, K], db [N]; undefined where they are not needed. Memory is
 // let go as soon as it has served: dy as its codes are there, and `saved` and the codes of wgrad before dx is made.
-template <class Weight>
 std::array<at::Tensor, 3> backward(
-    const Call& call, at::Tensor dy, const Weight& weight, std::vector<at::Tensor> saved, bool needs_x, bool needs_w,
+    const Call& call, at::Tensor dy, std::vector<at::Tensor> saved, bool needs_x, bool needs_w,
     bool needs_b, const Amaxes& known) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const c10::cuda::CUDAGuard guard(dy.device());
@@ -510,9 +489,8 @@ std::array<at::Tensor, 3> backward(
   if (needs_x) {
     const Operand a = operand_of(r[kRowwise], kRowwise, made[kRowwise]);
     const Reading& w = plan.readings[kWeight][kColumnwise];
-    const std::vector<at::Tensor> operand = weight();
     size_t at = 0;
-    result[0] = multiply(a, operand_of(w, kColumnwise, take(operand, at, w), &a), dtype, std::nullopt);
+    result[0] = multiply(a, operand_of(w, kColumnwise, take(call.columnwise, at, w), &a), dtype, std::nullopt);
     count(call.handle, kSlots * kDirections + 1);
   }
   return result;
@@ -543,52 +521,42 @@ void refuse_second_derivatives(variable_list& gradients) {
 
 namespace {
 
-std::vector<at::Tensor> weight_operand(const at::Tensor& weight, const Call& call, at::ScalarType dtype) {
-  if (!call.columnwise.empty() && call.versions() == call.stamped) return call.columnwise;
-  using Signature = std::vector<at::Tensor>(const at::Tensor&, c10::string_view, bool, int64_t, at::ScalarType);
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("fsdp_quant::weight_operand", "")
-                             .typed<Signature>();
-  return op.call(weight, call.plan->key, true, call.version, dtype);
-}
-
 struct Linear : torch::autograd::Function<Linear> {
   static at::Tensor forward(
-      AutogradContext* ctx, const at::Tensor& x, const at::Tensor& weight, const MaybeTensor& bias,
-      const c10::intrusive_ptr<Call>& call, const std::vector<at::Tensor>* operand, const std::vector<at::Tensor>* codes,
-      std::vector<at::Tensor>* result) {
-    *result = fsdp_quant::forward(*call, x, bias, *operand, *codes);
+      AutogradContext* ctx, const at::Tensor& x, const at::Tensor& edge, const MaybeTensor& bias,
+      const c10::intrusive_ptr<Call>& call, const Weight* weight, bool dgrad, const MaybeTensor* amaxes,
+      const std::vector<at::Tensor>* codes, std::vector<at::Tensor>* result) {
+    *result = fsdp_quant::forward(*call, x, bias, *weight, dgrad, *amaxes, *codes);
     call->kept.keep(saved_of(*call, x, *result));
     ctx->saved_data["call"] = c10::IValue::make_capsule(call);
-    ctx->saved_data["weight"] = weight;
+    ctx->saved_data["dtype"] = static_cast<int64_t>(edge.scalar_type());
     ctx->saved_data["shape"] = x.sizes();
     if (bias.has_value()) ctx->saved_data["bias"] = static_cast<int64_t>(bias->scalar_type());
     return (*result)[0];
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list& gradients) {
-    constexpr size_t kInputs = 7;
+    constexpr size_t kInputs = 9;
     variable_list result(kInputs);
     at::Tensor dy = std::move(gradients[0]);
     if (!dy.defined()) return result;
     const auto call = c10::static_intrusive_pointer_cast<Call>(ctx->saved_data["call"].toCapsule());
-    const at::Tensor weight = ctx->saved_data["weight"].toTensor();
+    const auto dtype_of_weight = static_cast<at::ScalarType>(ctx->saved_data["dtype"].toInt());
     std::vector<at::Tensor> saved = call->kept.take();  // by hooks, which may run a forward again
     const bool has_bias = ctx->saved_data.count("bias") != 0;
     const bool needs_x = ctx->needs_input_grad(0), needs_w = ctx->needs_input_grad(1);
     const bool needs_b = has_bias && ctx->needs_input_grad(2);
+    if (needs_x) check_not_freed(*call);
     variable_list made(3);
     {
       const at::AutoGradMode no_graph(false);
       const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
       if (dy.key_set().has(c10::DispatchKey::Python)) dy = dy.clone();  // of a collective that is under way: waits
-      const Amaxes known = produced().of(dy);
+      const Amaxes known = Amaxes::given(call->grad_amaxes, dy);
       dy = matrix(dy);
-      const auto operand = [&, dtype = dy.scalar_type()] { return weight_operand(weight, *call, dtype); };
-      auto [dx, dw, db] = fsdp_quant::backward(*call, std::move(dy), operand, std::move(saved), needs_x, needs_w, needs_b, known);
-      const std::vector<int64_t> shape = ctx->saved_data["shape"].toIntVector();
-      if (needs_x) made[0] = shape.size() == 2 ? dx : dx.view(shape);
-      if (needs_w) made[1] = dw.scalar_type() == weight.scalar_type() ? dw : dw.to(weight.scalar_type());
+      auto [dx, dw, db] = fsdp_quant::backward(*call, std::move(dy), std::move(saved), needs_x, needs_w, needs_b, known);
+      if (needs_x) made[0] = of_shape(dx, ctx->saved_data["shape"].toIntVector());
+      if (needs_w) made[1] = dw.scalar_type() == dtype_of_weight ? dw : dw.to(dtype_of_weight);
       if (needs_b) made[2] = db.to(static_cast<at::ScalarType>(ctx->saved_data["bias"].toInt()));
     }
     if (!Saved::graph_is_kept()) call->columnwise.clear();
@@ -596,13 +564,23 @@ struct Linear : torch::autograd::Function<Linear> {
     std::move(made.begin(), made.end(), result.begin());
     return result;
   }
+
+  // FSDP2 frees gathered codes when it reshards, and fills them again before the backward that reads them.
+  static void check_not_freed(const Call& call) {
+    TORCH_CHECK(!call.columnwise.empty(), "the codes that this backward reads were freed by an earlier one; pass retain_graph=True "
+                "to it");
+    for (const at::Tensor& t : call.columnwise)
+      TORCH_CHECK(t.numel() == 0 || t.storage().nbytes() != 0, "StaleWeightError: the columnwise codes of a gathered weight were "
+                  "freed: FSDP resharded the weight or gathered the other direction only; if this block is recomputed in a way "
+                  "that hooks cannot see, set recomputes_forward=True on its fq.Linear");
+  }
 };
 
 c10::intrusive_ptr<Call> call_of(
-    int64_t plan, int64_t version, bool save, const at::Tensor& step, const at::Tensor& ids, const MaybeTensor& guard,
+    int64_t plan, bool save, const at::Tensor& step, const at::Tensor& ids, const MaybeTensor& guard,
     at::TensorList factors, at::TensorList grad_factors, at::TensorList histories, at::TensorList grad_histories) {
   auto call = c10::make_intrusive<Call>();
-  call->handle = plan, call->version = version, call->plan = &plan_of(plan), call->saves = save;
+  call->handle = plan, call->plan = &plan_of(plan), call->saves = save;
   call->step = step, call->ids = ids, call->guard = guard;
   call->factors = factors.vec(), call->grad_factors = grad_factors.vec();
   call->histories = histories.vec(), call->grad_histories = grad_histories.vec();
@@ -618,7 +596,7 @@ std::vector<at::Tensor> linear_gated(
                     up.sizes(), "; wanted gate's ", gate.scalar_type(), " ", gate.sizes());
   TORCH_CHECK_VALUE(activation >= 0 && activation <= static_cast<int64_t>(Activation::kReluSquared),
                     "there is no activation ", activation);
-  const auto call = call_of(plan, -1, save, step, ids, guard, factors, {}, histories, {});
+  const auto call = call_of(plan, save, step, ids, guard, factors, {}, histories, {});
   TORCH_CHECK_VALUE(call->plan->readings[kInput][kRowwise].is_quantized() && (!save || call->plan->saves == Saves::kCodes),
                     "the layer multiplies or keeps the input itself; make it first");
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
@@ -629,43 +607,32 @@ std::vector<at::Tensor> linear_gated(
   return codes;
 }
 
-std::vector<at::Tensor> linear_step(
-    const at::Tensor& x, const MaybeTensor&, const MaybeTensor& bias, at::TensorList operand, int64_t plan, int64_t version,
+std::vector<at::Tensor> run_step(
+    bool with_node, const at::Tensor& x, const at::Tensor& edge, const MaybeTensor& bias, const Weight& weight, int64_t plan,
     bool save, const at::Tensor& step, const at::Tensor& ids, const MaybeTensor& guard, at::TensorList factors,
     at::TensorList grad_factors, at::TensorList histories, at::TensorList grad_histories, at::TensorList codes,
-    at::TensorList, at::TensorList) {
+    const MaybeTensor& amaxes, const MaybeTensor& grad_amaxes) {
   check_cuda(x, "x");
-  const auto call = call_of(plan, version, save, step, ids, guard, factors, grad_factors, histories, grad_histories);
-  return forward(*call, x, bias, operand.vec(), codes.vec());
-}
-
-std::vector<at::Tensor> linear_step_autograd(
-    const at::Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, at::TensorList operand, int64_t plan,
-    int64_t version, bool save, const at::Tensor& step, const at::Tensor& ids, const MaybeTensor& guard,
-    at::TensorList factors, at::TensorList grad_factors, at::TensorList histories, at::TensorList grad_histories,
-    at::TensorList codes, at::TensorList columnwise, at::TensorList stamps) {
-  check_cuda(x, "x");
-  const auto call = call_of(plan, version, save, step, ids, guard, factors, grad_factors, histories, grad_histories);
-  call->columnwise = columnwise.vec(), call->stamps = stamps.vec(), call->stamped = call->versions();
-  if (!at::GradMode::is_enabled() || !weight.has_value()) return forward(*call, x, bias, operand.vec(), codes.vec());
-  const std::vector<at::Tensor> w = operand.vec(), given = codes.vec();
+  const auto call = call_of(plan, save, step, ids, guard, factors, grad_factors, histories, grad_histories);
+  call->grad_amaxes = grad_amaxes;
+  const std::vector<at::Tensor> given = codes.vec();
+  if (!with_node) return forward(*call, x, bias, weight, false, amaxes, given);
   std::vector<at::Tensor> result;
-  at::Tensor y = Linear::apply(x, *weight, bias, call, &w, &given, &result);
+  at::Tensor y = Linear::apply(x, edge, bias, call, &weight, x.requires_grad(), &amaxes, &given, &result);
   result[0] = std::move(y);
   return result;
 }
 
-// dx, dw, db; empty where they are not needed.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_step_backward(
-    const at::Tensor& dy, at::TensorList operand, at::TensorList saved, bool needs_x, bool needs_w, bool needs_b,
-    int64_t plan, const at::Tensor& step, const at::Tensor& ids, const MaybeTensor& guard, at::TensorList factors,
-    at::TensorList grad_factors, at::TensorList grad_histories) {
-  check_cuda(dy, "dy");
-  const auto call = call_of(plan, -1, true, step, ids, guard, factors, grad_factors, {}, grad_histories);
-  const std::vector<at::Tensor> w = operand.vec();
-  auto [dx, dw, db] = backward(*call, matrix(dy), [&] { return w; }, saved.vec(), needs_x, needs_w, needs_b, {});
-  const auto or_none = [&](const at::Tensor& t) { return t.defined() ? t : new_empty(dy, {0}, dy.scalar_type()); };
-  return {or_none(dx), or_none(dw), or_none(db)};
+template <bool kWithNode>
+std::vector<at::Tensor> linear_step(
+    const at::Tensor& x, const at::Tensor& edge, const MaybeTensor& bias, const MaybeTensor& values, at::TensorList rowwise,
+    at::TensorList columnwise, int64_t plan, bool round_to_bf16, bool save, const at::Tensor& step, const at::Tensor& ids,
+    const MaybeTensor& guard, at::TensorList factors, at::TensorList grad_factors, at::TensorList weight_factors,
+    at::TensorList histories, at::TensorList grad_histories, at::TensorList weight_histories, at::TensorList codes,
+    const MaybeTensor& amaxes, const MaybeTensor& grad_amaxes) {
+  const Weight weight = {values, round_to_bf16, rowwise, columnwise, weight_factors, weight_histories};
+  return run_step(kWithNode && at::GradMode::is_enabled(), x, edge, bias, weight, plan, save, step, ids, guard, factors,
+                  grad_factors, histories, grad_histories, codes, amaxes, grad_amaxes);
 }
 
 // The same as `linear_weight` of matrices [E, N, K] in 4 bits, as groups of tokens: compact rowwise codes [E * N, K / 2] and scales,
@@ -745,7 +712,7 @@ c10::intrusive_ptr<Call> call_of_groups(
     int64_t plan, bool save, const MaybeTensor& step, at::TensorList ids, const MaybeTensor& guard, at::TensorList factors,
     at::TensorList grad_factors, at::TensorList histories, at::TensorList grad_histories) {
   const at::Tensor none;
-  auto call = call_of(plan, -1, save, step.has_value() ? *step : none, none, guard, factors, grad_factors, histories, grad_histories);
+  auto call = call_of(plan, save, step.has_value() ? *step : none, none, guard, factors, grad_factors, histories, grad_histories);
   call->group_ids = ids.vec();
   return call;
 }
@@ -779,7 +746,7 @@ std::vector<at::Tensor> linear_tokens(
   const TokenTables at = tables_of(tables, groups, x);
   const Tokens tokens = {at.sources, at.offsets, at.tiles, groups};
   std::vector<at::Tensor> result;
-  for (const Encoded& e : quantize_slot(*call, static_cast<Slot>(slot), matrix(x), row, col, produced().of(x), {nullptr, &tokens}))
+  for (const Encoded& e : quantize_slot(*call, static_cast<Slot>(slot), matrix(x), row, col, {}, {nullptr, &tokens}))
     append(result, e);
   return result;
 }
@@ -824,7 +791,7 @@ std::vector<at::Tensor> grouped_step(
   const TokenTables at = tables_of(tables, ends.numel(), x);
   const Tokens tokens = {at.sources, at.offsets, at.tiles, at.groups};
   const bool keeps = save && call->plan->saves == Saves::kCodes;
-  const Encodings made = quantize_slot(*call, kInput, rows, true, keeps, produced().of(x), {nullptr, &tokens});
+  const Encodings made = quantize_slot(*call, kInput, rows, true, keeps, {}, {nullptr, &tokens});
   const Reading &of_x = call->plan->readings[kInput][kRowwise], &of_weight = call->plan->readings[kWeight][kRowwise];
   const Multiplied a = of_x.is_quantized() ? multiplied(of_x, made[kRowwise]) : Multiplied{rows, {}, 0};
   const at::Tensor y = rows_product({a.data, a.scale, a.kind}, {weight, weight_scale, of_weight.decodes() ? kScaledValues : of_weight.kind},
@@ -849,7 +816,7 @@ std::tuple<at::Tensor, at::Tensor> grouped_step_backward(
   const Tokens tokens = {at.sources, at.offsets, at.tiles, groups};
   const at::Tensor rows = matrix(dy);
   const Reading(&r)[kSlots][kDirections] = call->plan->readings;
-  Encodings made = quantize_slot(*call, kGradOutput, rows, weight.has_value(), !saved.empty(), produced().of(dy), {nullptr, &tokens});
+  Encodings made = quantize_slot(*call, kGradOutput, rows, weight.has_value(), !saved.empty(), {}, {nullptr, &tokens});
   at::Tensor dx = new_empty(dy, {0}, dy.scalar_type()), dw = dx;
   if (!saved.empty()) {
     Encoded x;
@@ -894,7 +861,7 @@ int64_t linear_plan(at::IntArrayRef fields, at::ArrayRef<double> eps, c10::strin
   Plan plan;
   for (size_t i = 0; i < kReadings; ++i) {
     const int64_t* f = fields.data() + i * kReadingFields;
-    plan.readings[i / kDirections][i % kDirections] = {f[0], parse_side(f[0], eps[i], "side"), f[1], f[2], f[3] != 0, f[4]};
+    plan.readings[i / kDirections][i % kDirections] = {f[0], unpack_encoding(f[0], eps[i], "side"), f[1], f[2], f[3] != 0, f[4]};
   }
   plan.saves = static_cast<Saves>(fields.back()), plan.key = std::string(key);
   Registry& r = registry();
@@ -941,27 +908,27 @@ void register_linear(torch::Library& m) {
       "int plan, Tensor? guard, Tensor[] factors, Tensor[] grad_factors, Tensor[] grad_histories, Tensor? step, Tensor[] ids) "
       "-> (Tensor, Tensor)",
       torch::dispatch(c10::DispatchKey::CUDA, grouped_step_backward));
-  m.def("random_key(Tensor step, Tensor ids, int slot, int rows) -> Tensor",
-        torch::dispatch(c10::DispatchKey::CUDA, random_key));
-  m.def("remember_amax(Tensor x, Tensor amaxes) -> ()", torch::dispatch(c10::DispatchKey::CUDA, remember_amax));
-  m.def("record_amax(Tensor(a!) amaxes, Tensor amax) -> ()", torch::dispatch(c10::DispatchKey::CUDA, record_amax));
+  m.def("random_key(Tensor step, Tensor ids, int slot, SymInt rows) -> Tensor",
+        torch::dispatch(c10::DispatchKey::CUDA, random_key), compliant());
+  // after: a gradient, behind which a graph reads the step.
+  m.def("random_key.after(Tensor step, Tensor ids, int slot, SymInt rows, Tensor after) -> Tensor",
+        torch::dispatch(c10::DispatchKey::CUDA, [](const at::Tensor& step, const at::Tensor& ids, int64_t slot, int64_t rows,
+                                                   const at::Tensor&) { return random_key(step, ids, slot, rows); }),
+        compliant());
+  m.def("record_amax(Tensor(a!) amaxes, Tensor amax) -> ()", torch::dispatch(c10::DispatchKey::CUDA, record_amax), compliant());
   // Eager mode alone: the guard and the histories are written, which the schema does not say.
   m.def(
-      "linear_step(Tensor x, Tensor? weight, Tensor? bias, Tensor[] operand, int plan, int version, bool save, "
-      "Tensor step, Tensor ids, Tensor? guard, Tensor[] factors, Tensor[] grad_factors, Tensor[] histories, "
-      "Tensor[] grad_histories, Tensor[] codes, Tensor[] columnwise, Tensor[] stamps) -> Tensor[]",
-      torch::dispatch(c10::DispatchKey::CUDA, linear_step));
-  m.impl("linear_step", torch::dispatch(c10::DispatchKey::AutogradCUDA, linear_step_autograd));
+      "linear_step(Tensor x, Tensor edge, Tensor? bias, Tensor? values, Tensor[] rowwise, Tensor[] columnwise, int plan, "
+      "bool round_to_bf16, bool save, Tensor step, Tensor ids, Tensor? guard, Tensor[] factors, Tensor[] grad_factors, "
+      "Tensor[] weight_factors, Tensor[] histories, Tensor[] grad_histories, Tensor[] weight_histories, Tensor[] codes, "
+      "Tensor? amaxes, Tensor? grad_amaxes) -> Tensor[]",
+      torch::dispatch(c10::DispatchKey::CUDA, linear_step<false>));
+  m.impl("linear_step", torch::dispatch(c10::DispatchKey::AutogradCUDA, linear_step<true>));
   m.def(
       "linear_gated(Tensor gate, Tensor up, int activation, int plan, bool save, Tensor step, Tensor ids, Tensor? guard, "
       "Tensor[] factors, Tensor[] histories) -> Tensor[]",
       torch::dispatch(c10::DispatchKey::CUDA, linear_gated));
   m.impl("linear_gated", torch::dispatch(c10::DispatchKey::AutogradCUDA, linear_gated));
-  m.def(
-      "linear_step_backward(Tensor dy, Tensor[] operand, Tensor[] saved, bool needs_x, bool needs_w, bool needs_b, int plan, "
-      "Tensor step, Tensor ids, Tensor? guard, Tensor[] factors, Tensor[] grad_factors, Tensor[] grad_histories) "
-      "-> (Tensor, Tensor, Tensor)",
-      torch::dispatch(c10::DispatchKey::CUDA, linear_step_backward));
 }
 
 }  // namespace fsdp_quant

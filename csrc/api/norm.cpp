@@ -68,9 +68,11 @@ ActivationArgs activation_args(const at::Tensor& g, const MaybeTensor& u, const 
 }
 
 // Amaxes of results like g: [count, AmaxesOf].
-at::Tensor new_lines(const at::Tensor& g, const ActivationArgs& args, int64_t count) {
+// given: memory of the caller's.
+at::Tensor new_lines(const at::Tensor& g, const ActivationArgs& args, int64_t count, const MaybeTensor& given = std::nullopt) {
   const AmaxesOf layout = {args.rows, args.cols};
-  at::Tensor amaxes = new_empty(g, {count, layout.size()}, at::kFloat);
+  if (given.has_value()) check_buffer(*given, "grad_amaxes", g, at::kFloat, count * layout.size());
+  at::Tensor amaxes = given.has_value() ? *given : new_empty(g, {count, layout.size()}, at::kFloat);
   C10_CUDA_CHECK(cudaMemsetAsync(amaxes.mutable_data_ptr(), 0, amaxes.nbytes(), c10::cuda::getCurrentCUDAStream()));
   return amaxes;
 }
@@ -97,15 +99,15 @@ namespace {
 
 // dg, du (empty without u), and their amaxes [2 (1), AmaxesOf]; written to `of_g` and `of_u`, which may be g and u.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> backward_into(
-    const at::Tensor& of_g, const at::Tensor& of_u, const at::Tensor& dh, const at::Tensor& g, const MaybeTensor& u,
-    int64_t kind) {
+    const at::Tensor& of_g, const at::Tensor& of_u, const MaybeTensor& of_amaxes, const at::Tensor& dh, const at::Tensor& g,
+    const MaybeTensor& u, int64_t kind) {
   ActivationArgs args = activation_args(g, u, &dh);
   const c10::cuda::CUDAGuard guard(g.device());
   const auto made = [&](const at::Tensor& given, at::IntArrayRef sizes) {
     return given.defined() ? given : new_empty(g, sizes, g.scalar_type());
   };
   const at::Tensor dg = made(of_g, g.sizes()), du = made(of_u, u.has_value() ? g.sizes() : at::IntArrayRef{0});
-  const at::Tensor amaxes = new_lines(g, args, 1 + u.has_value());
+  const at::Tensor amaxes = new_lines(g, args, 1 + u.has_value(), of_amaxes);
   args.out = dg.mutable_data_ptr(), args.du = du.mutable_data_ptr(), args.amaxes = amaxes.mutable_data_ptr<float>();
   launch(args, g, kind, true);
   return {dg, du, amaxes};
@@ -113,41 +115,46 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward_into(
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> activation_backward(
     const at::Tensor& dh, const at::Tensor& g, const MaybeTensor& u, int64_t kind) {
-  return backward_into({}, {}, dh, g, u, kind);
+  return backward_into({}, {}, std::nullopt, dh, g, u, kind);
 }
 
-// act(g) (* u); deferred: its shape, and one element of memory.
-at::Tensor activate(const at::Tensor& g, const MaybeTensor& u, int64_t kind, bool deferred) {
+// act(g) (* u), and its amaxes; deferred: its shape, with one element of memory, and no amaxes.
+std::tuple<at::Tensor, at::Tensor> activate(
+    const at::Tensor& g, const MaybeTensor& u, int64_t kind, const MaybeTensor&, bool deferred) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
-  if (deferred) return new_empty(g, {}, g.scalar_type()).expand(g.sizes());
+  if (deferred) return {new_empty(g, {}, g.scalar_type()).expand(g.sizes()), new_empty(g, {0}, at::kFloat)};
   const auto [h, amaxes] = activation(g, u, kind);
-  remember_amax(h, amaxes[0]);
-  return h;
+  return {h, amaxes[0]};
 }
 
 struct Operands : torch::CustomClassHolder {
   Saved kept;
+  MaybeTensor grad_amaxes;  // where those of the gradients go
 };
 
 // Keeps g and u, and writes their gradients over them where nobody else has them.
 struct Activate : torch::autograd::Function<Activate> {
-  static at::Tensor forward(
-      torch::autograd::AutogradContext* ctx, const at::Tensor& g, const MaybeTensor& u, int64_t kind, bool deferred) {
+  static torch::autograd::variable_list forward(
+      torch::autograd::AutogradContext* ctx, const at::Tensor& g, const MaybeTensor& u, int64_t kind,
+      const MaybeTensor& grad_amaxes, bool deferred) {
     const auto operands = c10::make_intrusive<Operands>();
     operands->kept.keep(u.has_value() ? std::vector<at::Tensor>{g, *u} : std::vector<at::Tensor>{g});
+    operands->grad_amaxes = grad_amaxes;
     ctx->saved_data["operands"] = c10::IValue::make_capsule(operands);
     ctx->saved_data["kind"] = kind;
-    return activate(g, u, kind, deferred);
+    const auto [h, amaxes] = activate(g, u, kind, grad_amaxes, deferred);
+    ctx->mark_non_differentiable({amaxes});
+    return {h, amaxes};
   }
 
   static torch::autograd::variable_list backward(
       torch::autograd::AutogradContext* ctx, torch::autograd::variable_list& gradients) {
-    torch::autograd::variable_list result(4);
+    torch::autograd::variable_list result(5);
     at::Tensor dh = std::move(gradients[0]);
     if (!dh.defined()) return result;
     if (dh.key_set().has(c10::DispatchKey::Python)) dh = dh.clone();  // of a collective that is under way: waits
-    std::vector<at::Tensor> taken =
-        c10::static_intrusive_pointer_cast<Operands>(ctx->saved_data["operands"].toCapsule())->kept.take();
+    const auto operands = c10::static_intrusive_pointer_cast<Operands>(ctx->saved_data["operands"].toCapsule());
+    std::vector<at::Tensor> taken = operands->kept.take();
     const bool frees = !Saved::graph_is_kept();
     std::array<at::Tensor, 2> values, written;
     for (size_t i = 0; i < taken.size(); ++i) {
@@ -160,18 +167,20 @@ struct Activate : torch::autograd::Function<Activate> {
       dh = dh.contiguous();
       if (!is_aligned(dh.const_data_ptr(), 16)) dh = dh.clone();
       const MaybeTensor u = values[1].defined() ? MaybeTensor(values[1]) : std::nullopt;
-      const auto [dg, du, amaxes] = backward_into(written[0], written[1], dh, values[0], u, ctx->saved_data["kind"].toInt());
+      const auto [dg, du, amaxes] =
+          backward_into(written[0], written[1], operands->grad_amaxes, dh, values[0], u, ctx->saved_data["kind"].toInt());
       result[0] = dg;
       if (u.has_value()) result[1] = du;
-      for (size_t i = 0; i < taken.size(); ++i) remember_amax(result[i], amaxes[static_cast<int64_t>(i)]);
     }
     refuse_second_derivatives(result);
     return result;
   }
 };
 
-at::Tensor activate_autograd(const at::Tensor& g, const MaybeTensor& u, int64_t kind, bool deferred) {
-  return Activate::apply(g, u, kind, deferred);
+std::tuple<at::Tensor, at::Tensor> activate_autograd(
+    const at::Tensor& g, const MaybeTensor& u, int64_t kind, const MaybeTensor& grad_amaxes, bool deferred) {
+  const torch::autograd::variable_list made = Activate::apply(g, u, kind, grad_amaxes, deferred);
+  return {made[0], made[1]};
 }
 
 NormArgs norm_args(const at::Tensor& x, const at::Tensor& weight, bool zero_centered) {
@@ -236,15 +245,17 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_backward(
 
 void register_norm(torch::Library& m) {
   m.def("activation(Tensor g, Tensor? u, int kind) -> (Tensor, Tensor)",
-        torch::dispatch(c10::DispatchKey::CUDA, activation));
+        torch::dispatch(c10::DispatchKey::CUDA, activation), compliant());
   m.def("activation_backward(Tensor dh, Tensor g, Tensor? u, int kind) -> (Tensor, Tensor, Tensor)",
-        torch::dispatch(c10::DispatchKey::CUDA, activation_backward));
-  m.def("activate(Tensor g, Tensor? u, int kind, bool deferred) -> Tensor", torch::dispatch(c10::DispatchKey::CUDA, activate));
+        torch::dispatch(c10::DispatchKey::CUDA, activation_backward), compliant());
+  // Eager mode alone: the backward writes `grad_amaxes`.
+  m.def("activate(Tensor g, Tensor? u, int kind, Tensor? grad_amaxes, bool deferred) -> (Tensor, Tensor)",
+        torch::dispatch(c10::DispatchKey::CUDA, activate));
   m.impl("activate", torch::dispatch(c10::DispatchKey::AutogradCUDA, activate_autograd));
   m.def("norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool centred, bool zero_centered) -> (Tensor, Tensor, "
-        "Tensor, Tensor)", torch::dispatch(c10::DispatchKey::CUDA, norm));
+        "Tensor, Tensor)", torch::dispatch(c10::DispatchKey::CUDA, norm), compliant());
   m.def("norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor? residual, Tensor rstd, Tensor mean, bool zero_centered, "
-        "bool has_bias) -> (Tensor, Tensor, Tensor, Tensor)", torch::dispatch(c10::DispatchKey::CUDA, norm_backward));
+        "bool has_bias) -> (Tensor, Tensor, Tensor, Tensor)", torch::dispatch(c10::DispatchKey::CUDA, norm_backward), compliant());
 }
 
 }  // namespace fsdp_quant

@@ -127,11 +127,11 @@ void register_optim(torch::Library& m) {
   m.def(
       "adam(Tensor(a!)[] master, Tensor[] grad, Tensor(b!)[] first, Tensor(c!)[] second, Tensor(d!)[] rounded, int[] row, "
       "Tensor scalars, Tensor? grad_scale, Tensor? found_inf) -> ()",
-      torch::dispatch(c10::DispatchKey::CUDA, adam));
+      torch::dispatch(c10::DispatchKey::CUDA, adam), compliant());
   m.def(
       "adam_count(Tensor(a!)[] step, Tensor? found_inf, Tensor? lr, float learning_rate, float beta1, float beta2, "
       "float eps, float decay, bool decoupled) -> Tensor",
-      torch::dispatch(c10::DispatchKey::CUDA, adam_count));
+      torch::dispatch(c10::DispatchKey::CUDA, adam_count), compliant());
 }
 
 }  // namespace fsdp_quant

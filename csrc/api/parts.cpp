@@ -257,15 +257,15 @@ void register_parts(torch::Library& m) {
   m.def(
       "grouped_gemm(Tensor(a!) out, Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor offsets, int a_kind, "
       "int b_kind, Tensor(b!)? flag=None, int sm_count=0) -> ()",
-      torch::dispatch(c10::DispatchKey::CUDA, grouped_gemm));
+      torch::dispatch(c10::DispatchKey::CUDA, grouped_gemm), compliant());
   m.def(
       "grouped_gemm_wgrad(Tensor(a!) out, Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor offsets, "
       "int a_kind, int b_kind, bool accumulate=False, Tensor(b!)? flag=None, int sm_count=0) -> ()",
-      torch::dispatch(c10::DispatchKey::CUDA, grouped_gemm_wgrad));
+      torch::dispatch(c10::DispatchKey::CUDA, grouped_gemm_wgrad), compliant());
   m.def(
       "gemm_gathered(Tensor(a!) out, Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, int a_kind, int b_kind, "
       "bool accumulate=False, Tensor? bias=None, Tensor? alpha=None, int sm_count=0) -> ()",
-      torch::dispatch(c10::DispatchKey::CUDA, gemm_gathered));
+      torch::dispatch(c10::DispatchKey::CUDA, gemm_gathered), compliant());
 }
 
 }  // namespace fsdp_quant

@@ -31,7 +31,7 @@ void cast_pieces(
   PiecesLaunch launch = {};
   launch.pieces = static_cast<const Piece*>(rows_of(pieces, "pieces", sizeof(Piece), pieces));
   launch.tiles = static_cast<const int4*>(rows_of(tiles, "tiles", sizeof(int4), pieces));
-  launch.side[0] = parse_side(row, row_eps, "row"), launch.side[1] = parse_side(col, col_eps, "col");
+  launch.side[0] = unpack_encoding(row, row_eps, "row"), launch.side[1] = unpack_encoding(col, col_eps, "col");
   launch.count = static_cast<int32_t>(tiles.size(0)), launch.second = second, launch.skip = flag_of(skip, pieces);
   bool four_bit = false;
   for (int d = 0; d < 2; ++d) {
@@ -55,7 +55,7 @@ void cast_scales(
   ScalesLaunch launch = {};
   launch.runs = static_cast<const ScaleRun*>(rows_of(runs, "runs", sizeof(ScaleRun), runs));
   launch.chunks = static_cast<const int2*>(rows_of(chunks, "chunks", sizeof(int2), runs));
-  for (size_t i = 0; i < sides.size(); ++i) launch.side[i] = parse_side(sides[i], eps[i], "side");
+  for (size_t i = 0; i < sides.size(); ++i) launch.side[i] = unpack_encoding(sides[i], eps[i], "side");
   launch.count = static_cast<int32_t>(chunks.size(0)), launch.skip = flag_of(skip, runs);
   if (launch.count == 0) return;
   const c10::cuda::CUDAGuard guard(runs.device());

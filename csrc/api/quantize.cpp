@@ -48,13 +48,6 @@ void check_input(const at::Tensor& x) {
   TORCH_CHECK_VALUE(x.size(0) < kLargest && x.size(1) < kLargest, "x has shape ", x.sizes(), "; each extent must be below 2^31");
 }
 
-// Shift of a block size; the whole extent (0) shifts every index to block 0.
-int32_t log2_of(int64_t size) {
-  int32_t log2 = 0;
-  while (size >> log2 > 1) ++log2;
-  return size == 0 ? 31 : log2;
-}
-
 int32_t shift_of(int64_t row0) { return static_cast<int32_t>(row0 % kTile); }
 
 TensorArgs tensor_args(const at::Tensor& x, int64_t row0) {
@@ -150,6 +143,13 @@ class Zeroed {
   int64_t size_ = 0;
   at::Tensor buffer_;
 };
+
+// Zeros with memory of their own: what an operator returns shares memory with no other result.
+at::Tensor new_zeros(const at::Tensor& like, at::IntArrayRef sizes, cudaStream_t stream) {
+  at::Tensor made = new_empty(like, sizes, at::kFloat);
+  if (made.numel() > 0) C10_CUDA_CHECK(cudaMemsetAsync(made.mutable_data_ptr(), 0, made.nbytes(), stream));
+  return made;
+}
 
 // Of a launch that sums columns.
 class ColumnSums {
@@ -292,6 +292,7 @@ Encodings encode(
   }
 
   Zeroed zeroed;
+  Encodings made;
   Geometry g[2];
   int64_t amax_at[2] = {-1, -1}, tensor_at[2] = {-1, -1};
   for (int d = 0; d < 2; ++d) {
@@ -316,14 +317,18 @@ Encodings encode(
       check_buffer(*known[d].record, "record", x, at::kFloat, known[d].record->numel());
       b.record = known[d].record->mutable_data_ptr<float>();
     }
-    const bool is_shared = d == 1 && (b.enc != nullptr || !wants_amax) && are_twins(launch.side, t.side);  // the first one's
+    if (wants_amax) {
+      if (s.whole() && !b.amax_given) made[d].amax = new_zeros(x, {g[d].scale_rows, g[d].scale_cols}, stream);
+      if (s.two_level() && !b.tensor_amax_given) made[d].tensor_amax = new_zeros(x, {groups}, stream);
+      continue;
+    }
+    const bool is_shared = d == 1 && are_twins(launch.side, t.side);  // the first one's
     if (s.whole() && !b.amax_given) amax_at[d] = is_shared ? amax_at[0] : zeroed.reserve(g[d].scale_rows * g[d].scale_cols);
     if (s.two_level() && !b.tensor_amax_given) tensor_at[d] = zeroed.reserve(groups);
   }
   zeroed.allocate(x, stream);
   check_tokens(launch);
 
-  Encodings made;
   auto take = [&](at::Tensor& to, const at::Tensor* given, at::IntArrayRef sizes, at::ScalarType dtype, const char* name) {
     if (given != nullptr) check_buffer(*given, name, x, dtype, c10::multiply_integers(sizes));
     to = given != nullptr ? *given : new_empty(x, sizes, dtype);
@@ -346,14 +351,17 @@ Encodings encode(
       b.tensor_amax = zeroed.at(tensor_at[d]);
       made[d].tensor_amax = zeroed.slice(tensor_at[d], {tokens != nullptr ? tokens->groups : 1});
     }
-    if (amax_at[d] >= 0) {
-      b.amax = zeroed.at(amax_at[d]);
-      if (wants_amax) made[d].amax = zeroed.slice(amax_at[d], {g[d].scale_rows, g[d].scale_cols});
-    }
+    if (amax_at[d] >= 0) b.amax = zeroed.at(amax_at[d]);
+    if (made[d].amax.defined()) b.amax = made[d].amax.mutable_data_ptr<float>();
+    if (wants_amax && made[d].tensor_amax.defined()) b.tensor_amax = made[d].tensor_amax.mutable_data_ptr<float>();
   }
+  // The kernels of delayed scaling take the amax of both sides once, where the first one's lies.
+  const bool shares_amax = t.side[1].enc != nullptr && made[1].amax.defined() && are_twins(launch.side, t.side);
+  if (shares_amax) t.side[1].amax = t.side[0].amax;
   const ColumnSums sums(x, launch, beside.column_sums);
   run(launch, stream, "quantize");
   sums.finish(stream);
+  if (shares_amax) made[1].amax.copy_(made[0].amax, /*non_blocking=*/true);
   if (tokens != nullptr) finish_groups(launch, known, tokens->groups, stream);
   return made;
 }
@@ -385,7 +393,7 @@ std::vector<at::Tensor> quantize(
   const Known known[2] = {{row_amax, row_tensor_amax, row_enc, row_key}, {col_amax, col_tensor_amax, col_enc, col_key}};
   std::vector<at::Tensor> result;
   result.reserve(8);
-  for (Encoded& one : encode(x, parse_side(row, row_eps, "row"), parse_side(col, col_eps, "col"), known, row0,
+  for (Encoded& one : encode(x, unpack_encoding(row, row_eps, "row"), unpack_encoding(col, col_eps, "col"), known, row0,
                              through_bf16, true, nullptr))
     for (at::Tensor* t : {&one.data, &one.scale, &one.tensor_amax, &one.amax})
       if (t->defined()) result.push_back(std::move(*t));
@@ -396,7 +404,7 @@ std::vector<at::Tensor> quantize(
 void quantize_out(
     const at::Tensor& x, int64_t row, int64_t col, double row_eps, double col_eps, const MaybeTensor& row_key,
     const MaybeTensor& col_key, at::TensorList out) {
-  const Side side[2] = {parse_side(row, row_eps, "row"), parse_side(col, col_eps, "col")};
+  const Side side[2] = {unpack_encoding(row, row_eps, "row"), unpack_encoding(col, col_eps, "col")};
   Encodings buffers;
   size_t at = 0;
   for (int d = 0; d < 2; ++d) {
@@ -430,13 +438,14 @@ std::vector<at::Tensor> anchored(
     TORCH_CHECK_VALUE(counts->dim() == 2 && counts->size(0) == 2, "counts has shape ", counts->sizes(),
                       "; wanted [2, 2]");
   }
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const int64_t runs[2] = {row_run, col_run};
   const MaybeTensor* const given[2] = {&row_anchor, &col_anchor};
   const c10::cuda::CUDAGuard guard(x.device());
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   Launch<1> launch = {};
   launch.input = input_of(x, through_bf16);
-  launch.side[0] = parse_side(row, 0.0, "row"), launch.side[1] = parse_side(col, 0.0, "col");
+  launch.side[0] = unpack_encoding(row, 0.0, "row"), launch.side[1] = unpack_encoding(col, 0.0, "col");
   launch.count = 1;
   TensorArgs& t = launch.tensors[0] = tensor_args(x, 0);
   launch.tiles = tiles_of(t);
@@ -453,15 +462,11 @@ std::vector<at::Tensor> anchored(
     TORCH_CHECK_VALUE(s.scale == ScaleKind::kE8M0Up, "anchors take the place of e8m0 scales that are rounded up");
     TORCH_CHECK_VALUE(launch.input == Input::kBF16 || launch.input == Input::kF32AsBF16, "x is ", x.scalar_type(),
                       "; anchored codes are made of bfloat16 (or float32 through bfloat16)");
-    TORCH_CHECK_VALUE(runs[d] >= 0 && runs[d] % kTile == 0 && (runs[d] & (runs[d] - 1)) == 0, "anchor run is ", runs[d],
-                      "; wanted 0 (the whole contraction) or a power of two of ", kTile, " or more");
     TORCH_CHECK_VALUE(s.outer == 1 && s.contraction == 32, "anchors are of (1, 32) blocks; got (", s.outer, ", ",
                       s.contraction, ")");
-    s.anchor_log2 = log2_of(runs[d]);
+    const Side line = runs_of(s, runs[d]);  // an anchor is the amax of a run of one line
+    s.anchor_log2 = line.contraction_log2;
     g[d] = geometry_of(s, d, rows[d], t.cols, 0);
-    Side line = s;  // an anchor is the amax of a run of one line
-    line.outer = 1, line.outer_log2 = 0;
-    line.contraction = static_cast<int32_t>(runs[d]), line.contraction_log2 = s.anchor_log2;
     anchor[d] = geometry_of(line, d, rows[d], t.cols, 0);
     const int64_t numel = anchor[d].scale_rows * anchor[d].scale_cols;
     t.side[d].anchor = optional_buffer<float>(*given[d], "anchor", x, numel);
@@ -531,30 +536,21 @@ std::vector<at::Tensor> statistics(
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   Launch<1> launch = {};
   launch.input = input_of(x, through_bf16);
-  launch.side[0] = parse_side(row, 0.0, "row"), launch.side[1] = parse_side(col, 0.0, "col");
+  launch.side[0] = unpack_encoding(row, 0.0, "row"), launch.side[1] = unpack_encoding(col, 0.0, "col");
   launch.count = 1, launch.phases = kStatistics;
   TensorArgs& t = launch.tensors[0] = tensor_args(x, row0);
   launch.tiles = tiles_of(t, &launch.side[1]);
-  Zeroed zeroed;
-  int64_t amax_at[2], tensor_at[2];
-  Geometry g[2];
+  std::vector<at::Tensor> result;
   for (int d = 0; d < 2; ++d) {
     const Side& s = launch.side[d];
     if (!s.present()) continue;
-    g[d] = geometry_of(s, d, t.rows, t.cols, row0);
-    amax_at[d] = s.whole() ? zeroed.reserve(g[d].scale_rows * g[d].scale_cols) : -1;
-    tensor_at[d] = s.two_level() ? zeroed.reserve(1) : -1;
-  }
-  zeroed.allocate(x, stream);
-  std::vector<at::Tensor> result;
-  for (int d = 0; d < 2; ++d) {
-    if (!launch.side[d].present()) continue;
-    const std::vector<int64_t> sizes = {g[d].scale_rows, g[d].scale_cols};
-    result.push_back(amax_at[d] >= 0 ? zeroed.slice(amax_at[d], sizes) : new_empty(x, sizes, at::kFloat));
-    set_geometry(t.side[d], g[d], d);
+    const Geometry g = geometry_of(s, d, t.rows, t.cols, row0);
+    const int64_t sizes[] = {g.scale_rows, g.scale_cols};
+    result.push_back(s.whole() ? new_zeros(x, sizes, stream) : new_empty(x, sizes, at::kFloat));  // maxima start from zeros
+    set_geometry(t.side[d], g, d);
     t.side[d].amax = result.back().mutable_data_ptr<float>();
-    if (tensor_at[d] < 0) continue;
-    result.push_back(zeroed.slice(tensor_at[d], {1}));
+    if (!s.two_level()) continue;
+    result.push_back(new_zeros(x, {1}, stream));
     t.side[d].tensor_amax = result.back().mutable_data_ptr<float>();
   }
   check_launch(launch_quantize(launch, stream), "statistics");
@@ -612,7 +608,7 @@ void encode_group(
     const MaybeTensors& tensor_amax, const MaybeTensors& enc, at::TensorList record, bool through_bf16, BuffersOf buffers_of) {
   const Input input = check_group(x, row0, through_bf16);
   Side sides[2] = {};
-  const Side& side = sides[columnwise] = parse_side(spec, eps, "side");
+  const Side& side = sides[columnwise] = unpack_encoding(spec, eps, "side");
   TORCH_CHECK_VALUE(!side.stochastic && !side.rotated && !side.transposed, "a group is rounded to nearest, not rotated, ",
                     "and compact");
   TORCH_CHECK_VALUE(amax.size() == x.size() && tensor_amax.size() == x.size(), "amax, tensor_amax and offsets ",
@@ -692,7 +688,7 @@ void quantize_group_out(
 std::vector<at::Tensor> statistics_group(
     at::TensorList x, int64_t spec, bool columnwise, at::IntArrayRef row0, bool through_bf16) {
   const Input input = check_group(x, row0, through_bf16);
-  const Side side = parse_side(spec, 0.0, "side");
+  const Side side = unpack_encoding(spec, 0.0, "side");
   TORCH_CHECK_VALUE(!side.rotated, "a group is not rotated");
   const c10::cuda::CUDAGuard guard(x[0].device());
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
@@ -734,7 +730,7 @@ void adam_group(
     double row_eps, double col_eps, at::IntArrayRef row0, bool statistics, at::TensorList out) {
   const AdamTensors tensors(master, grad, first, second, scalar_row, scalars, grad_scale, found_inf);
   check_group(master, row0, true);
-  const Side side[2] = {parse_side(row, row_eps, "row"), parse_side(col, col_eps, "col")};
+  const Side side[2] = {unpack_encoding(row, row_eps, "row"), unpack_encoding(col, col_eps, "col")};
   size_t wanted = 0;
   for (const Side& s : side) {
     if (!s.present()) continue;
@@ -869,105 +865,59 @@ Encodings encode_stacked(
   return made;
 }
 
-Side parse_side(int64_t packed, double eps, const char* name) {
-  Side s = {};
-  if (packed == 0) return s;
-  auto field = [&](int first, int bits) { return static_cast<int32_t>(packed >> first & ((1 << bits) - 1)); };
-  s.element = static_cast<Element>(field(0, 3)), s.scale = static_cast<ScaleKind>(field(3, 3));
-  s.outer = field(6, 10), s.contraction = field(16, 10);
-  s.stochastic = field(26, 1), s.rotated = field(27, 1), s.transposed = field(28, 1);
-  s.scale_layout = static_cast<ScaleLayout>(field(29, 2));
-  TORCH_CHECK_VALUE(packed > 0 && packed >> 31 == 0 && field(0, 3) >= 1 && field(0, 3) <= 3 && field(3, 3) <= 4 &&
-                        field(29, 2) <= 2, name, " is ", packed, ": no encoding (see api/quantize.h)");
-  const int32_t c = s.contraction;
-  const bool known = s.byte_scales() ? c == 16 || c == 32 : c == 0 || c == 128;
-  TORCH_CHECK_VALUE(known && (s.outer == 1 || s.outer == c), name, " has blocks of (", s.outer, ", ", c,
-                    ") with scale kind ", field(3, 3), ": no kernel");
-  TORCH_CHECK_VALUE(s.four_bit() == s.two_level(), name, ": 4-bit elements go with two-level scales");
-  TORCH_CHECK_VALUE(!s.rotated || (s.four_bit() && s.outer == 1), name, ": rotation is for 4-bit blocks of one line");
-  s.eps = static_cast<float>(eps);
-  s.max = s.element == Element::kE4M3 ? 448.0f : s.element == Element::kE5M2 ? 57344.0f : 6.0f;
-  s.inverse_max = 1.0f / s.max;
-  s.outer_log2 = log2_of(s.outer), s.contraction_log2 = log2_of(s.contraction);
-  return s;
-}
-
 Geometry geometry_of(const Side& s, bool columnwise, int64_t rows, int64_t cols, int64_t row0) {
-  const int64_t shift = shift_of(row0);
-  TORCH_CHECK_VALUE(shift == 0 || (!s.transposed && s.scale_layout == ScaleLayout::kCompact && !(s.rotated && columnwise)),
-                    "a shard from row ", row0, " has compact storages that are not rotated along the rows; gather it first");
-  TORCH_CHECK_VALUE(columnwise || !s.transposed, "rowwise codes are not transposed");
-  Geometry g = {};
-  auto filled = [&](int64_t n) { return s.rotated ? ceil_div(n, kRotationBlock) * kRotationBlock : n; };
-  g.rows = columnwise ? filled(rows) : rows, g.cols = columnwise ? cols : filled(cols);
-  const int64_t per = s.four_bit() ? 2 : 1;
-  g.data_rows = s.transposed ? g.cols : g.rows;
-  g.data_cols = ceil_div(s.transposed ? g.rows : g.cols, per);
-  const int64_t row_block = columnwise ? s.contraction : s.outer, col_block = columnwise ? s.outer : s.contraction;
-  g.scale_rows = row_block ? ceil_div(shift % row_block + g.rows, row_block) : 1;
-  g.scale_cols = col_block ? ceil_div(g.cols, col_block) : 1;
-  const int64_t lines = columnwise ? g.cols : g.rows;
-  const int32_t line_blocks = static_cast<int32_t>(columnwise ? g.scale_cols : g.scale_rows);
-  const int32_t blocks = static_cast<int32_t>(columnwise ? g.scale_rows : g.scale_cols);
-  const Grid by_line = {line_blocks, blocks, blocks, 1};
-  g.compact = columnwise ? Grid{line_blocks, blocks, 1, line_blocks} : by_line;
+  Geometry g = {encoding_sizes(s, columnwise, rows, cols, row0)};
+  const auto at = [](int64_t n) { return static_cast<int32_t>(n); };
+  const int32_t line_blocks = at(columnwise ? g.scale_cols : g.scale_rows);
+  const int32_t blocks = at(columnwise ? g.scale_rows : g.scale_cols);
+  g.compact = columnwise ? Grid{line_blocks, blocks, 1, line_blocks} : Grid{line_blocks, blocks, blocks, 1};
   g.stored = g.compact;
-  if (s.scale_layout != ScaleLayout::kCompact && !s.whole()) {
-    const auto padded = [](int32_t n) { return (n + 3) / 4 * 4; };
-    if (s.byte_scales()) {
-      g.stored = by_line;
-    } else if (s.outer == 1) {
-      g.stored = {padded(line_blocks), blocks, 1, padded(line_blocks)};
-    } else {
-      g.stored = {line_blocks, padded(blocks), padded(blocks), 1};
-    }
-  }
-  g.scale_numel = static_cast<int64_t>(g.stored.lines) * g.stored.blocks;
-  if (s.scale_layout == ScaleLayout::kBlackwell && s.byte_scales())
-    g.scale_numel = ceil_div(lines, 128) * ceil_div(blocks, 4) * 512;
+  if (s.scale_layout == ScaleLayout::kCompact || s.whole()) return g;
+  const bool by_line = s.byte_scales() || s.outer != 1;  // blocks of a line lie side by side
+  g.stored = {at(g.stored_lines), at(g.stored_blocks), by_line ? at(g.stored_blocks) : 1, by_line ? 1 : at(g.stored_lines)};
   return g;
 }
 
 void register_quantize(torch::Library& m) {
   m.def(
-      "quantize(Tensor x, int row, int col, float row_eps, float col_eps, int row0, bool through_bf16, "
+      "quantize(Tensor x, int row, int col, float row_eps, float col_eps, SymInt row0, bool through_bf16, "
       "Tensor? row_amax=None, Tensor? row_tensor_amax=None, Tensor? row_enc=None, Tensor? row_key=None, "
       "Tensor? col_amax=None, Tensor? col_tensor_amax=None, Tensor? col_enc=None, Tensor? col_key=None) -> Tensor[]",
-      torch::dispatch(c10::DispatchKey::CUDA, quantize));
+      torch::dispatch(c10::DispatchKey::CUDA, quantize), compliant());
   m.def(
       "quantize_out(Tensor x, int row, int col, float row_eps, float col_eps, Tensor? row_key, Tensor? col_key, "
       "Tensor(a!)[] out) -> ()",
-      torch::dispatch(c10::DispatchKey::CUDA, quantize_out));
+      torch::dispatch(c10::DispatchKey::CUDA, quantize_out), compliant());
   m.def(
       "quantize_anchored(Tensor x, int row, int col, int row_run, int col_run, Tensor? row_anchor, Tensor? col_anchor, "
       "bool through_bf16) -> Tensor[]",
-      torch::dispatch(c10::DispatchKey::CUDA, quantize_anchored));
+      torch::dispatch(c10::DispatchKey::CUDA, quantize_anchored), compliant());
   m.def(
       "quantize_anchored.counted(Tensor x, int row, int col, int row_run, int col_run, Tensor? row_anchor, "
       "Tensor? col_anchor, bool through_bf16, Tensor(a!) counts) -> (Tensor row_data, Tensor row_scale, "
       "Tensor col_data, Tensor col_scale)",
-      torch::dispatch(c10::DispatchKey::CUDA, quantize_anchored_counted));
+      torch::dispatch(c10::DispatchKey::CUDA, quantize_anchored_counted), compliant());
   m.def(
-      "statistics(Tensor x, int row, int col, int row0, bool through_bf16) -> Tensor[]",
-      torch::dispatch(c10::DispatchKey::CUDA, statistics));
+      "statistics(Tensor x, int row, int col, SymInt row0, bool through_bf16) -> Tensor[]",
+      torch::dispatch(c10::DispatchKey::CUDA, statistics), compliant());
   m.def(
       "quantize_group(Tensor[] x, int side, bool columnwise, float eps, int[] row0, Tensor?[] amax, "
       "Tensor?[] tensor_amax, Tensor?[] enc, Tensor(b!)[] record, Tensor(a!) staging, int[] data_offset, int[] scale_offset, bool through_bf16) -> ()",
-      torch::dispatch(c10::DispatchKey::CUDA, quantize_group));
-  m.def("column_sums(Tensor x) -> Tensor", torch::dispatch(c10::DispatchKey::CUDA, column_sums));
+      torch::dispatch(c10::DispatchKey::CUDA, quantize_group), compliant());
+  m.def("column_sums(Tensor x) -> Tensor", torch::dispatch(c10::DispatchKey::CUDA, column_sums), compliant());
   m.def(
       "quantize_group_out(Tensor[] x, int side, bool columnwise, float eps, int[] row0, Tensor?[] amax, "
       "Tensor?[] tensor_amax, Tensor?[] enc, Tensor(c!)[] record, Tensor(a!)[] data, Tensor(b!)[] scale, "
       "bool through_bf16) -> ()",
-      torch::dispatch(c10::DispatchKey::CUDA, quantize_group_out));
+      torch::dispatch(c10::DispatchKey::CUDA, quantize_group_out), compliant());
   m.def(
       "statistics_group(Tensor[] x, int side, bool columnwise, int[] row0, bool through_bf16) -> Tensor[]",
-      torch::dispatch(c10::DispatchKey::CUDA, statistics_group));
+      torch::dispatch(c10::DispatchKey::CUDA, statistics_group), compliant());
   m.def(
       "adam_group(Tensor(a!)[] master, Tensor[] grad, Tensor(b!)[] first, Tensor(c!)[] second, int[] scalar_row, "
       "Tensor scalars, Tensor? grad_scale, Tensor? found_inf, int row, int col, float row_eps, float col_eps, int[] row0, "
       "bool statistics, Tensor(d!)[] out) -> ()",
-      torch::dispatch(c10::DispatchKey::CUDA, adam_group));
+      torch::dispatch(c10::DispatchKey::CUDA, adam_group), compliant());
 }
 
 }  // namespace fsdp_quant

@@ -1,4 +1,4 @@
-// How operators describe a direction, and the geometry of its buffers.
+// What operators are given of a direction, and the geometry of its buffers.
 #pragma once
 
 #include <array>
@@ -8,21 +8,13 @@
 #include <ATen/core/Tensor.h>
 
 #include "api/checks.h"
+#include "api/encoding.h"
 #include "quantize/quantize.h"
 
 namespace fsdp_quant {
 
-// A side as Python passes it: one integer of bit fields (bits 0-2 element, 3-5 scale, 6-15 outer, 16-25 contraction,
-// 26 stochastic, 27 rotated, 28 transposed, 29-30 scale layout); 0 for a direction that is not made. The numbers are
-// those of the enums in quantize/quantize.h.
-Side parse_side(int64_t packed, double eps, const char* name);
-
-struct Geometry {
-  int64_t rows, cols;                  // of the codes: rotation fills the contraction
-  int64_t data_rows, data_cols;        // of the data buffer, in bytes a row
-  int64_t scale_rows, scale_cols;      // compact block grid
-  int64_t scale_numel;                 // of the scale buffer, in its layout
-  Grid compact, stored;                // over lines and blocks: the compact grid, and the scale buffer's
+struct Geometry : EncodingSizes<int64_t> {
+  Grid compact, stored;  // over lines and blocks: the compact grid, and the scale buffer's
 };
 
 // What the caller may know of a side. record: fp32, its first the largest finite amax so far, with enc. Of groups of tokens

@@ -20,7 +20,7 @@ import fsdp_quant as fq
 from dist_tests.multi.nets import Net
 from fsdp_quant.modules import linear_op
 from fsdp_quant.ops import dispatch
-from fsdp_quant.tensor.gathered_group import GroupPass
+from fsdp_quant.tensor import gather_group, root_statistics
 
 _SPENT: dict[str, float] = {}
 
@@ -42,8 +42,9 @@ def _timed(label: str, fn):
 def _instrument() -> None:
     dispatch.statistics = _timed("amax", dispatch.statistics)
     dispatch.encode = _timed("encode", dispatch.encode)
+    root_statistics.take = _timed("statistics of weights, shared", root_statistics.take)
     linear_op.gemm = _timed("decode + product", linear_op.gemm)
-    GroupPass.receive = _timed("re-assemble", GroupPass.receive)
+    gather_group.GatherPlan.receive = _timed("re-assemble", gather_group.GatherPlan.receive)
     for name in ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"):
         if hasattr(dist, name):
             setattr(dist, name, _timed("collectives", getattr(dist, name)))

@@ -1,12 +1,13 @@
 """A step of `fq.GroupedLinear` over torch._grouped_mm in bf16: python -m dist_tests.bench.grouped [--experts 8 64].
 
-Forward and backward, 1024 tokens an expert in unequal groups, weights [N, K] = [4096, 2048]; codes of the weights are made
-once, as in a step of several micro-batches; "quantize" makes them in every step.
+Forward and backward, 1024 tokens an expert in unequal groups, weights [N, K] = [4096, 2048]; weights are
+quantized in every step; "held" quantizes them once (`fq.hold`), as for micro-batches that share a version of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 
 import torch
@@ -28,10 +29,8 @@ def bf16(x: Tensor, w: Tensor, ends: Tensor, dy: Tensor):
     return step
 
 
-def ours(module: fq.GroupedLinear, x: Tensor, splits, dy: Tensor, quantize: bool):
+def ours(module: fq.GroupedLinear, x: Tensor, splits, dy: Tensor):
     def step() -> None:
-        if quantize:
-            fq.sync(module)
         module(x, splits).backward(dy)
         x.grad = module.weight.grad = None
 
@@ -63,8 +62,11 @@ def main() -> int:
             for what, splits in (("device splits", ends), ("host splits", sizes)):
                 if splits is ends and module.why_one_by_one(torch.bfloat16, device):
                     continue  # it would wait for the device
-                times = [clock.sustained([ours(module, x, splits, dy, q)]).us for q in (False, True)]
-                print(f"  {name:12} {what:14}" + "  ".join(f"{t:8.0f} us ({base / t:.2f})" for t in times) + "  quantize: 2nd")
+                times = []
+                for holds in (contextlib.nullcontext, lambda: fq.hold(module)):
+                    with holds():
+                        times.append(clock.sustained([ours(module, x, splits, dy)]).us)
+                print(f"  {name:12} {what:14}" + "  ".join(f"{t:8.0f} us ({base / t:.2f})" for t in times) + "  held: 2nd")
             del module
     return 0
 

@@ -192,13 +192,14 @@ def transposes(e: Encoding) -> Callable[[Tensor], Work]:
 def anchors(row_run: int | None, col_run: int | None) -> Callable[[Tensor], Work]:
     """quantize_anchored of both mxfp8 directions, the columnwise one as [cols, rows]; a run of None is a whole line."""
     row, col = both("mxfp8")
-    sides, runs = (native.side_of(row), native.side_of(col, True, native.HOPPER)), (row_run or 0, col_run or 0)
+    runs = row_run or 0, col_run or 0
 
     def work(x: Tensor) -> Work:
         def plain() -> list:
             rowwise, columnwise = (reference.anchored(x, e, run or None) for e, run in zip((row, col), runs))
             return [rowwise[:2], columnwise[0].t().contiguous(), columnwise[1]]
 
+        sides = native.pack_encoding(row), native.pack_encoding(col, True, native.HOPPER)
         anchored = torch.ops.fsdp_quant.quantize_anchored
         return Work(lambda: anchored(x, *sides, *runs, None, None, False)[:-1], [x], plain)
 
@@ -313,10 +314,10 @@ def group_of(flat: Tensor, ranks: int) -> Group:
 
 def quantizes_group(e: Encoding) -> Callable[[Group], Work]:
     """quantize_group into one staging buffer, amaxes that leave a tile given."""
-    side, columnwise = native.side_of(e), e.direction is COLUMNWISE
+    columnwise = e.direction is COLUMNWISE
 
     def work(g: Group) -> Work:
-        n, ops = len(g.tensors), torch.ops.fsdp_quant
+        n, ops, side = len(g.tensors), torch.ops.fsdp_quant, native.pack_encoding(e)
         amaxes = [None] * n
         if e.fmt.scale_leaves_contraction:
             amaxes = ops.statistics_group(g.tensors, side, columnwise, g.row0, False)
@@ -343,11 +344,14 @@ def quantizes_group(e: Encoding) -> Callable[[Group], Work]:
 
 
 def collects_group(e: Encoding) -> Callable[[Group], Work]:
-    side, columnwise = native.side_of(e), e.direction is COLUMNWISE
-    return lambda g: Work(
-        lambda: torch.ops.fsdp_quant.statistics_group(g.tensors, side, columnwise, g.row0, False), g.tensors,
-        lambda: [reference.statistics(t, e, start) for t, start in zip(g.tensors, g.row0)],
-    )
+    def work(g: Group) -> Work:
+        side, columnwise = native.pack_encoding(e), e.direction is COLUMNWISE
+        return Work(
+            lambda: torch.ops.fsdp_quant.statistics_group(g.tensors, side, columnwise, g.row0, False), g.tensors,
+            lambda: [reference.statistics(t, e, start) for t, start in zip(g.tensors, g.row0)],
+        )
+
+    return work
 
 
 def transposes_group(g: Group) -> Work:
@@ -462,7 +466,7 @@ class Bench:
         for name, encodings in chosen.items():
             result = {"name": name, "shape": list(SMALL)}
             self.report["small"].append(result)
-            sides = {e.direction: native.side_of(e) for e in encodings}
+            sides = {e.direction: native.pack_encoding(e) for e in encodings}
             row, col = (sides.get(d, 0) for d in Direction)
             nothing = [None] * len(encodings)
             calls = {

@@ -42,7 +42,8 @@ def table(
     arms: Sequence[str], base: str, measure: Callable[[str], dict], line: Callable[[dict, Callable[[str], float]], str],
     device: torch.device, say: Callable[[str], None], **facts,
 ) -> list[dict]:
-    """A row an arm, said as it is known; an arm that fails on some rank does not cost the others. Every rank calls it.
+    """A row an arm, said as it is known; an arm that fails on some rank does not cost the others. Every
+    rank calls it, or one process without a process group.
 
     measure:  arm -> what was measured, "ms" among it. facts: of rows that fail.
     line:     (row, over) -> what is said of it; over(key) is what `base` has of a number over what the row has, NaN before
@@ -70,13 +71,16 @@ def _attempt(row: dict, measure: Callable[[], dict], device: torch.device) -> tu
         row = measure()
     except Exception as error:  # of any kind: one arm does not cost the others
         row, failed = row | {"error": f"{type(error).__name__}: {error}"}, failed + 1
-    dist.all_reduce(failed)
+    if dist.is_initialized():
+        dist.all_reduce(failed)
     return row, row.get("error", "on another rank") if failed else None
 
 
 def finish(rows: list[dict], path: str | None) -> None:
-    """Rank 0 writes the rows to `path`, if there is one."""
-    if path and dist.get_rank() == 0:
+    """Rank 0, or the only process, writes the rows to `path`, if there is one."""
+    several = dist.is_initialized()
+    if path and not (several and dist.get_rank()):
         with open(path, "w") as file:
             json.dump(rows, file, indent=1)
-    dist.destroy_process_group()
+    if several:
+        dist.destroy_process_group()

@@ -206,7 +206,7 @@ def gemm_operand(x: Tensor, encoding: Encoding, arch: str, key: Tensor | None):
 
 def packed(encoding: Encoding | None, transposed: bool = False, layout: int = native.COMPACT):
     """An encoding as the operators take it; a direction that is not there."""
-    return 0 if encoding is None else native.side_of(encoding, transposed, layout)
+    return 0 if encoding is None else native.pack_encoding(encoding, transposed, layout)
 
 
 def quantize_out(

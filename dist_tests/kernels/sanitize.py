@@ -166,7 +166,7 @@ def group(name: str, direction: Direction, dtype=BF16) -> None:
     e, shapes, row0 = MADE[name].encoding(direction), (SHAPES[0], SHAPES[1], (129, 257)), [0, 33, 100]
     x = [values(shape, dtype) for shape in shapes]
     stats = [reference.statistics(one.to(BF16), e, start) for one, start in zip(x, row0)]
-    side, columnwise, ops, device_x = native.side_of(e), direction is COLUMNWISE, torch.ops.fsdp_quant, [on_device(one) for one in x]
+    side, columnwise, ops, device_x = native.pack_encoding(e), direction is COLUMNWISE, torch.ops.fsdp_quant, [on_device(one) for one in x]
     made = ops.statistics_group(device_x, side, columnwise, row0, dtype is FP32)
     run(f"statistics_group {name} {direction} {dtype}", made, lambda: [t for s in stats for t in s if t is not None])
     amax, tensor_amax = ([on_device(s[i]) for s in stats] for i in range(2))

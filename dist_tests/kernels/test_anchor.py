@@ -168,7 +168,7 @@ def test_errors_say_what_was_got_and_wanted():
         r"scale is contiguous Float": anchor(scale=scale.float()),
     }
     group = torch.ops.fsdp_quant.anchor_group
-    side, codes, lines = native.side_of(Encoding(mx, ROWWISE)), torch.empty_like(data), torch.empty(64, device=data.device)
+    side, codes, lines = native.pack_encoding(Encoding(mx, ROWWISE)), torch.empty_like(data), torch.empty(64, device=data.device)
     refused |= {
         "lists of different lengths": lambda: group([data], [scale, scale], side, False, False, [codes], [lines]),
         r"out is contiguous Byte \[32, 96\].*wanted 6144 ": lambda: group([data], [scale], side, False, False, [codes[:32]], [lines]),

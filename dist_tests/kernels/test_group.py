@@ -28,7 +28,7 @@ def shards(count: int, dtype: torch.dtype, kinds: tuple[str, ...] = ("gauss", "o
 
 def statistics_group(x: list[Tensor], e: Encoding, row0: list[int], through_bf16: bool) -> list[dispatch.Statistics]:
     """The operator's results, an entry a tensor."""
-    made = iter(torch.ops.fsdp_quant.statistics_group(x, native.side_of(e), e.direction is COLUMNWISE, row0, through_bf16))
+    made = iter(torch.ops.fsdp_quant.statistics_group(x, native.pack_encoding(e), e.direction is COLUMNWISE, row0, through_bf16))
     results = [dispatch.Statistics(next(made), next(made) if e.fmt.tensor_scale else None) for _ in x]
     assert next(made, None) is None, "statistics_group returned more than it was asked for"
     return results
@@ -40,7 +40,7 @@ def quantize_group(
 ) -> None:
     amax, tensor_amax = [s[0] for s in stats], [s[1] for s in stats]
     torch.ops.fsdp_quant.quantize_group(
-        x, native.side_of(e), e.direction is COLUMNWISE, e.eps, row0, amax, tensor_amax, enc, record, staging, data_at,
+        x, native.pack_encoding(e), e.direction is COLUMNWISE, e.eps, row0, amax, tensor_amax, enc, record, staging, data_at,
         scale_at, through_bf16,
     )
 
@@ -254,7 +254,7 @@ def test_errors_of_groups_say_what_was_got():
         r"tensor 0 has a scale that spans more than a tile; pass its amax": lambda: run(e=MADE["fp8_row"].encoding(ROWWISE)),
         r"tensor 0 has a scale that spans more": lambda: run(e=MADE["nvfp4"].encoding(ROWWISE)),
         r"side has blocks of \(1, 64\)": lambda: torch.ops.fsdp_quant.statistics_group(
-            x, native.side_of(Encoding(expected.format_of("mxfp8", block=(1, 64)), ROWWISE)), False, [0, 0], False),
+            x, native.pack_encoding(Encoding(expected.format_of("mxfp8", block=(1, 64)), ROWWISE)), False, [0, 0], False),
         r"a group is not rotated": lambda: statistics_group(x, MADE["nvfp4_rht"].encoding(ROWWISE), [0, 0], False),
     }
     for text, call in refused.items():
@@ -270,7 +270,7 @@ def test_opcheck_finds_nothing_in_groups():
     x, row0, ops = [inputs(64, 96), inputs(33, 47)], [0, 33], torch.ops.fsdp_quant
     for name in ("fp8_1x128", "mxfp8"):
         for d in Direction:
-            side, columnwise = native.side_of(MADE[name].encoding(d)), d is COLUMNWISE
+            side, columnwise = native.pack_encoding(MADE[name].encoding(d)), d is COLUMNWISE
             staging = torch.zeros(16384, dtype=torch.uint8, device=expected.DEVICE)
             args = (x, side, columnwise, 0.0, row0, [None] * 2, [None] * 2, [], [], staging, [0, 6144], [8192, 12288], False)
             torch.library.opcheck(ops.quantize_group.default, args, test_utils=("test_schema", "test_faketensor"))

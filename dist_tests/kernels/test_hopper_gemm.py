@@ -484,8 +484,8 @@ def test_parts_that_cut_a_128_are_laid_out_anew():
     row, block = FORMATS["fp8_row"], FORMATS["fp8_128x128"]
     a, b = operand(300, 576, "e4m3", ROW, seed=1), operand(272, 576, "e4m3", ROW, seed=2)
     data, _ = gathered(b, 4, ROW)  # 144 each
-    assert "do not cut 576 at multiples of 128" in native.gathered_why_not(576, 4)
-    assert native.gathered_why_not(512, 4) is None
+    assert "do not cut 576 at multiples of 128" in native.gathered_unsupported_reason(576, 4)
+    assert native.gathered_unsupported_reason(512, 4) is None
     got = native.gemm_gathered(native.Operand(a.data, a.scale, row), native.Operand(data, b.scale, row), FP32)
     assert_close(got, product(a, b), CODES, "laid out anew")
     with pytest.raises(NotImplementedError, match="planes do not cut K at multiples of 128"):

@@ -347,7 +347,7 @@ def test_opcheck_finds_nothing_in_layouts():
             made = encoded(inputs(33, 47), e)
             for row0, dtype in ((0, BF16), (0, FP32), (33, FP16)):
                 cut = encoded(inputs(33, 47), e, row0=row0)
-                args = (cut.data, cut.scale, cut.tensor_amax, native.side_of(e), d is COLUMNWISE, 47, row0, dtype)
+                args = (cut.data, cut.scale, cut.tensor_amax, native.pack_encoding(e), d is COLUMNWISE, 47, row0, dtype)
                 torch.library.opcheck(ops.dequantize.default, args, test_utils=utils)
             bits = e.fmt.element.bits
             torch.library.opcheck(ops.transpose_codes.default, (made.data, 33, 47, bits), test_utils=utils)

@@ -80,8 +80,8 @@ def test_codes_of_a_weight_are_let_go_when_they_have_served():
     x, dy = on_gpu(64, 1024), on_gpu(64, 1024, seed=1)
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False, dtype=BF16) for _ in range(8))).cuda()
     fq.convert(model, recipes.fp8_block())
-    # Eight weights of 1 MiB a direction; gradients 2 MiB each. At the end of the backward 8 gradients and no codes but the
-    # first layer's; 1 MiB for activations.
+    # Eight weights of 1 MiB a direction; gradients 2 MiB each. A node holds one direction, and frees it as its gradient is
+    # made: 8 gradients at the end of the backward; the rest for activations and what one forward quantizes.
     assert peak_of(model, x, dy) < 8 * 2 * MIB + 3 * MIB
 
 
@@ -138,7 +138,7 @@ def test_offloaded_tensors_leave_the_device_and_nothing_grows():
     offload, held, before = fq.memory.offload(module, min_bytes=2**16, in_flight=2 * 2**20), [], 0
     plain = contextlib.nullcontext()
     for context in (plain, plain, plain, offload, offload, offload):
-        if len(held) == 4:  # workspaces are there, and codes of the weights, which a second forward of a version keeps
+        if len(held) == 4:  # workspaces are there
             before = held[3]
         with context:
             y = module(x)

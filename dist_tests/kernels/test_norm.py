@@ -15,7 +15,8 @@ from dist_tests.laws import assert_same_bytes
 from fsdp_quant.context import STEP
 from fsdp_quant.formats import round_up
 from fsdp_quant.modules import norm_op
-from fsdp_quant.ops import native, norm
+from fsdp_quant.modules.linear_op import Handed
+from fsdp_quant.ops import native, norm, rng
 from fsdp_quant.ops.norm import ACTIVATIONS, KINDS, NormSpec
 
 pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
@@ -130,6 +131,7 @@ def test_norm_is_the_references(normalization: str, dtype: torch.dtype):
 
 def mlp(name: str, **options) -> fq.LayerNormMLP:
     torch.manual_seed(0)
+    rng._MADE.clear()  # random bits are keyed by names
     return fq.LayerNormMLP(256, 512, residual=True, dtype=BF16, device="cuda", recipe=RECIPES[name](), **options)
 
 
@@ -149,8 +151,8 @@ def test_an_amax_from_the_producer_changes_no_bit(name: str, monkeypatch):
     x, dy = on_gpu(2, 128, 256, seed=4), on_gpu(2, 128, 256, seed=5)
     options = {"activation": "gelu_tanh", "normalization": "LayerNorm"} if name == "fp8_row" else {}
     known = run(torch.nn.Sequential(mlp(name, **options), mlp(name, **options)), x, dy)
-    monkeypatch.setattr(norm_op, "_leave_amax", lambda x, amax: None)
-    monkeypatch.setattr(norm, "runs_whole", lambda *tensors: False)  # whose node leaves the amaxes of activations
+    step = native.linear_step
+    monkeypatch.setattr(native, "linear_step", lambda *args: step(*args[:-2], None, None))  # amaxes of x and of dy
     for what, want in run(torch.nn.Sequential(mlp(name, **options), mlp(name, **options)), x, dy).items():
         assert_same_bytes(known[what], want, what)
 
@@ -205,7 +207,7 @@ def test_a_written_tensor_has_no_amax_of_before():
     for shape in ((128, 512), (2, 64, 512)):
         g = on_gpu(*shape, seed=1).requires_grad_()
         for change in (lambda h: h.mul_(64), lambda h: h[:64], lambda h: h * 64, lambda h: h):
-            h = change(norm_op.activate(g, None, ACTIVATIONS["gelu"].kind))
+            h = change(norm_op.activate(g, None, ACTIVATIONS["gelu"].kind)[0])
             want = layer(h.detach().clone())
             assert_same_bytes(layer(h), want, "y")
 
@@ -213,11 +215,11 @@ def test_a_written_tensor_has_no_amax_of_before():
 def test_an_amax_that_came_along_is_taken():
     """If false, current scaling reads activations and gradients twice although their kernels know the amax."""
     layer = fq.convert(torch.nn.Sequential(torch.nn.Linear(512, 256, bias=False, dtype=BF16, device="cuda")), fq.recipes.fp8_current())
-    h = norm_op.activate(on_gpu(128, 512, seed=1).requires_grad_(), None, ACTIVATIONS["gelu"].kind)
+    h, amaxes = norm_op.activate(on_gpu(128, 512, seed=1).requires_grad_(), None, ACTIVATIONS["gelu"].kind)
     right = layer(h).detach()
-    native.remember_amax(h, h.detach().abs().amax().float().view(1) / 64)  # a lie, to see whether it is believed
-    linear_codes = layer(h.view(128, 512)).detach()
-    assert not torch.equal(linear_codes, right)
+    assert_same_bytes(layer[0](h, Handed(amaxes)).detach(), right, "handed over")
+    lie = h.detach().abs().amax().float().view(1) / 64  # to see whether it is believed
+    assert not torch.equal(layer[0](h.view(128, 512), Handed(lie)).detach(), right)
 
 
 @pytest.mark.parametrize("name", ("identity", "fp8_current", "mxfp8"))

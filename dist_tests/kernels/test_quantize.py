@@ -100,7 +100,7 @@ def check_blocks_of_other_sizes() -> None:
     """Blocks that no row of the format table has, but a kernel says it takes."""
     for name, block in (("mxfp8", (1, 16)), ("mxfp8", (16, 16)), ("nvfp4", (1, 32)), ("nvfp4", (32, 32))):
         fmt = format_of(name, block=block)
-        if native.why_not(fmt) is not None:
+        if native.unsupported_reason(fmt) is not None:
             continue
         for shape in ((33, 47), (129, 257), (512, 640)):
             for dtype in (BF16, FP32):

@@ -7,16 +7,10 @@ import itertools
 import pytest
 
 from dist_tests.kernels import expected
-from dist_tests.laws import kept_step, sample
+from dist_tests.laws import sample
 from dist_tests.single.recipe_table import CUSTOM, GPU, HYBRIDS, MODES, MODULES, NAMED, check_cell
 
 pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
-
-
-@pytest.fixture(autouse=True)
-def _own_step():
-    with kept_step():
-        yield
 
 
 @pytest.mark.parametrize(

@@ -75,11 +75,9 @@ class WholeWeightLinear(nn.Linear):
     """The oracle: a plain parameter, gathered in high precision by FSDP2 and quantized whole on every rank."""
 
     def forward(self, x):
-        y, _, _ = torch.ops.fsdp_quant.linear(
-            x, self.weight, self.bias, self._plan.key, self.weight.requires_grad and torch.is_grad_enabled(),
-            STEP.on(x.device), self._ids.to(x.device), None, [], [], []
-        )
-        return y
+        save = self.weight.requires_grad and torch.is_grad_enabled()
+        call = linear_op.LinearCall(self._plan, None, save, self.training, STEP.on(x.device), self._ids.to(x.device))
+        return linear_op.linear(x, self.weight, self.bias, call)
 
 
 def as_oracle(net: nn.Module, recipe: fq.Recipe) -> nn.Module:
@@ -141,18 +139,18 @@ def assert_equals_fresh(net: Net, recipe: fq.Recipe, what: str) -> None:
 def recorded_weights():
     """Collect (direction, clone of the weight's storage) of every product that reads a weight."""
     seen = []
-    original = linear_op.weight_storage
+    original = linear_op.weight_storages
 
-    def recording(weight, direction, plan, *options):
-        storage = original(weight, direction, plan, *options)
-        seen.append((direction, storage.map(torch.clone), type(weight).__name__))
-        return storage
+    def recording(weight, *options):
+        storages = original(weight, *options)
+        seen.extend((direction, s.map(torch.clone), type(weight).__name__) for direction, s in storages.items())
+        return storages
 
-    linear_op.weight_storage = recording
+    linear_op.weight_storages = recording
     try:
         yield seen
     finally:
-        linear_op.weight_storage = original
+        linear_op.weight_storages = original
 
 
 @contextlib.contextmanager

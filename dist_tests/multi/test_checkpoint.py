@@ -26,7 +26,7 @@ from fsdp_quant import checkpoint
 from fsdp_quant.context import STEP
 from fsdp_quant.formats import ROWWISE, Direction
 from fsdp_quant.storage import rebuild_storage
-from fsdp_quant.tensor import writers
+from fsdp_quant.tensor import code_check
 
 # Stochastic rounding; histories, also of weights, that a step count alone does not give back; shared and cut statistics.
 RESUMED = {
@@ -290,17 +290,17 @@ def _exact_codes(rank: int, world: int, folder: Path) -> None:
 
 
 def _clean_and_stale(rank: int, world: int) -> None:
-    writers.checking = True
+    code_check.checking = True
     for label, recipe in (RESUMED | {"dequantized": fq.recipes.nvfp4(backward_override="dequantized")}).items():
         for reshard in (True, False) if label == "mxfp8/nvfp4" else (True,):
             results = []
-            for writers.checking in (True, False):
+            for code_check.checking in (True, False):
                 restart()
                 net, optimizer = build(recipe, reshard_after_forward=reshard)
                 results.append([*train(net, optimizer, range(2), rank), *nets.full_state(net).values()])
             for got, want in zip(*results):
                 laws.assert_same_bytes(got, want, f"{label}: with and without the check")
-    writers.checking = True
+    code_check.checking = True
     found = []
     for event in ("past versions", "codes", "operator"):
         net, optimizer = build(fq.recipes.mxfp8(), reshard_after_forward=False)
@@ -319,12 +319,8 @@ def _clean_and_stale(rank: int, world: int) -> None:
             found.append("nothing")
         except fq.StaleWeightError as error:
             found.append(str(error))
-    unseen, codes, direct = found
-    weight, here = r"blocks\.0\.down\.weight", r"\(.*test_checkpoint\.py:\d+\)"
-    step = here.replace("(", "(AdamW.step, ", 1)
-    assert re.search(rf"{weight}: \d+ of .*Last writer: aten\.\w+\.\w+ {step}", unseen), unseen
-    assert re.search(rf"{weight}: \d+ of \d+ bytes of columnwise\.data", codes), codes
-    assert re.search(rf"{weight} changed while.*Last writer: aten\.mul_\.\w+ {here}", direct), direct
+    for what in found:
+        assert re.search(r"blocks\.0\.down\.weight: \d+ of \d+ bytes of columnwise\.(data|scale)", what), found
 
 
 def _at_three(rank: int, world: int, folder: Path) -> None:

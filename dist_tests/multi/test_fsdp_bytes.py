@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
 import fsdp_quant as fq
 from dist_tests import laws
@@ -124,7 +125,7 @@ def _rotated_weight_refused(rank: int, world: int) -> str:
     fq.convert(net, fq.recipes.mxfp8())
     for m in net.modules():
         if isinstance(m, fq.Linear):
-            m.weight.state.set_quantizer(fq.HybridQuantizer(fq.Quantizer("nvfp4"), fq.Quantizer("nvfp4", rotation=True)))
+            m._weight_state.set_quantizer(fq.HybridQuantizer(fq.Quantizer("nvfp4"), fq.Quantizer("nvfp4", rotation=True)))
     nets.shard(net)
     try:
         net(nets.batch())
@@ -158,3 +159,19 @@ def test_reshard_after_forward_int_is_refused_clearly():
     """If false, torch fails deep inside its gather with a count of tensors."""
     errors = run_ranks(4, _int_reshard)
     assert len(set(errors)) == 1 and "reshard_after_forward=<int>" in errors[0], errors
+
+
+def _dim_1(rank: int, world: int) -> str:
+    net = fq.convert(nets.build(hidden=(32, 48), out=4), fq.recipes.mxfp8())
+    by_columns = {"shard_placement_fn": lambda p: Shard(1) if p.dim() == 2 else None}
+    try:
+        nets.shard(net, **by_columns)(nets.batch())
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_sharding_along_columns_is_refused_alike_on_every_rank():
+    """If false, codes and scales of columns are gathered as those of rows."""
+    errors = run_ranks(2, _dim_1)
+    assert len(set(errors)) == 1 and "sharded along dim 1" in errors[0] and ".weight" in errors[0], errors

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,14 +49,12 @@ def compiled_in_place(block: nn.Module) -> nn.Module:
 
 def build(
     recipe: fq.Recipe, compile_block: Callable | None = None, compile_first: bool = True, recompute: str | None = None,
-    flagged: bool = True,
 ) -> nets.Net:
     net = nets.build(hidden=HIDDEN, recompute=recompute == "around")
     fq.convert(net, recipe)
     for i, block in enumerate(net.blocks):
         if recompute == "inside":
             block.__class__ = Recomputed
-            block.up.recomputes_forward = block.down.recomputes_forward = flagged or None
         if compile_block and compile_first:
             net.blocks[i] = compile_block(block)
         fully_shard(net.blocks[i])
@@ -138,12 +138,40 @@ def test_a_change_of_recipe_reaches_compiled_blocks():
     run_ranks(2, _new_recipe)
 
 
-def _unseen_recomputation(rank: int, world: int) -> None:
-    net = build(RECIPES["mxfp8"], compiled_in_place, recompute="inside", flagged=False)
-    with pytest.raises(fq.StaleWeightError, match="set recomputes_forward=True"):
-        nets.train_step(net, torch.optim.SGD(net.parameters()), 0, rank)
+def _other_offset(rank: int, world: int) -> None:
+    """A block that was compiled outside of any offset runs in two others, each entered anew, and outside again."""
+    results = []
+    for compile_block in (None, compiled_in_place):
+        net, seen = build(RECIPES["nvfp4"], compile_block), []
+        for step, offset in enumerate((None, 0, 64, 0, None)):
+            fq.begin_step(step)
+            with contextlib.nullcontext() if offset is None else fq.token_offset(offset):
+                net(nets.batch(rank=rank)).square().mean().backward()
+            seen += [nets.full(p.grad) for p in net.parameters()]
+            net.zero_grad()
+        results.append(seen)
+    for i, (got, want) in enumerate(zip(results[1], results[0], strict=True)):
+        laws.assert_same_bytes(got, want, f"gradient {i}")
+    assert graphs_since() == 2, "an offset made another graph"
 
 
-def test_a_recomputation_that_nobody_announced_is_refused():
-    """If false, checkpointing inside a compiled block multiplies memory that FSDP2 gave back."""
-    run_ranks(2, _unseen_recomputation)
+def test_compiled_blocks_round_by_the_offset_in_force():
+    """If false, a graph rounds as where it was made: ranks and micro-batches that have tokens of their own share bits."""
+    run_ranks(2, _other_offset)
+
+
+def _compiled_optimizer(rank: int, world: int) -> None:
+    for name in ("mxfp8", "delayed"):
+        net, seen = build(RECIPES[name]), []
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+        step = torch.compile(lambda: optimizer.step(), backend="aot_eager")
+        for batch in range(2):
+            before = [p.to_local().detach().clone() for p in net.parameters()]
+            nets.train_step(net, SimpleNamespace(step=step, zero_grad=optimizer.zero_grad), batch, rank)
+            seen += [torch.equal(a, p.to_local()) for a, p in zip(before, net.parameters()) if a.numel()]
+        assert not any(seen), name
+
+
+def test_an_optimizer_is_compiled_over_sharded_weights():
+    """If false, dynamo takes two weights for one tensor, and refuses the optimizer."""
+    run_ranks(2, _compiled_optimizer)

@@ -22,7 +22,7 @@ import fsdp_quant as fq
 from dist_tests import laws
 from dist_tests.multi import nets
 from dist_tests.multi.harness import run_ranks
-from fsdp_quant.tensor.master_weight import inner_of
+from fsdp_quant.tensor.weight_state import values_of as inner_of
 from fsdp_quant.tensor.torch_compat import local_of, managed_params_of
 
 RECIPES = {
@@ -58,10 +58,10 @@ def _clipped(net, optimizer, step: int, rank: int, foreach: bool) -> Tensor:
     return norm.full_tensor()
 
 
-def nets_loss(net, step: int, rank: int) -> Tensor:
-    fq.begin_step(step)
+def nets_loss(net, step: int, rank: int, micro: int = 0) -> Tensor:
+    fq.begin_step(step, micro)
     with fq.token_offset(0):
-        return net(nets.batch(step, rank=rank)).float().square().mean()
+        return net(nets.batch(10 * step + micro, rank=rank)).float().square().mean()
 
 
 def _accumulated(net, optimizer, step: int, rank: int, synced: bool) -> Tensor:
@@ -69,7 +69,7 @@ def _accumulated(net, optimizer, step: int, rank: int, synced: bool) -> Tensor:
     for micro in range(3):
         net.set_requires_gradient_sync(synced or micro == 2)
         net.set_reshard_after_backward(micro != 0)
-        loss = nets_loss(net, 10 * step + micro, rank)
+        loss = nets_loss(net, step, rank, micro)
         loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -18,6 +18,7 @@ from fsdp_quant import recipes
 from fsdp_quant.checkpoint import code_tensors, fingerprints
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import Direction
+from fsdp_quant.modules.linear_op import weight_storages
 
 K, N = 24, 40
 SPLITS = ([5, 0, 11], [0, 16, 0], [0, 0, 16], [16, 0, 0])
@@ -113,9 +114,9 @@ def _gathers_whole_experts(rank: int, world: int) -> int:
             state = matrix._slots.owner
             alone = fq.GroupedLinear(1, K, N, packed=True, recipe=recipe, name="experts").layers[0]
             with torch.no_grad():
-                alone.weight.copy_(whole.weight[e].inner)
+                alone.weight.copy_(whole.weight[e])
             for direction in Direction:
-                one = alone._weight_state.whole_storage(alone.weight, direction, torch.float32)
+                one = weight_storages(alone.weight, [direction], alone.plan, alone._weight_state, torch.float32)[direction]
                 for (name, a), b in zip(one.buffers().items(), matrix.storage_for(direction).buffers().values()):
                     laws.assert_same_bytes(b, a, f"{recipe} {state.name} {direction.value}.{name}")
         sharded.reshard()

@@ -18,6 +18,7 @@ from fsdp_quant.counters import counters
 from fsdp_quant.formats import Direction
 from fsdp_quant.gemm import StaleWeightError
 from fsdp_quant.integrations.megatron import ColumnParallelLinear, RowParallelLinear, stand_ins
+from fsdp_quant.modules.linear_op import weight_storages
 from fsdp_quant.integrations.megatron_gather import gather_codes, shard_map
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="its configuration initializes weights on the CPU")
@@ -80,9 +81,10 @@ def shared_layers(rank: int, world: int) -> None:
                 assert gathered and not any("high precision" in key for key in gathered), gathered
             # Scales of whole tensors are shared, so codes are those of one process.
             whole = mlp(None, False, recipe)[0]
-            codes = [stand_ins(layer)[layer.weight][1] for layer in (up, whole)]
-            weights = up.weight, whole.weight
-            a, b = (s.state.whole_storage(s._master(w), Direction.ROWWISE, BF16) for s, w in zip(codes, weights))
+            a, b = (
+                weight_storages(layer.weight, [Direction.ROWWISE], layer.plan, layer._weight_state, BF16)[Direction.ROWWISE]
+                for layer in (up, whole)
+            )
             laws.assert_same_bytes(a.dequantize(), b.dequantize().chunk(world)[rank], what)
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_quant as fq
-from dist_tests.laws import EVERYTHING, assert_same_bytes, assert_same_storage, kept_step
+from dist_tests.laws import EVERYTHING, assert_same_bytes, assert_same_storage
 from dist_tests.multi.harness import DEVICE, run_ranks
 from examples.mini_megatron.flat import FlatLayout
 from examples.mini_megatron.model import Config
@@ -51,12 +51,6 @@ CASES: dict[int, list[tuple[Sizes, Config, dict]]] = {
         (Sizes(data=4), Config(MIXED, layers=1), {"policy": "even", "stats": "halo", "micro_batches": 1, "overlap": True}),
     ],
 }
-
-
-@pytest.fixture(autouse=True)
-def _kept_step():
-    with kept_step():
-        yield
 
 
 def facts(trainer: Trainer) -> dict[str, Tensor]:

@@ -382,6 +382,8 @@ def _features(rank: int, world: int, names: list[str], shard: dict[str, tuple[in
     for i, name in enumerate([*names, *shard]):
         feature = Feature(shard=lambda world, at=shard[name]: mesh(*at)) if name in shard else FEATURES[name]
         for label in MODES if name in shard else laws.sample([*MODES, *MODES][i % len(MODES) :][: len(MODES)]):
+            if "delayed" in label and name == "average of weights":
+                continue  # codes of quantized parameters have the scale of the step that follows, as soon as they are made
             with named(f"{name}, {label}, world {world}", failed):
                 pair = []
                 for kind in (fq.convert, quantized):
@@ -433,12 +435,14 @@ def test_hybrid_sharding_trains_both_kinds_alike_and_replicas_agree():
 
 
 def _skipped(rank: int, world: int) -> None:
-    def bytes_of(net: nn.Module, optimizer) -> list[torch.Tensor]:
+    def bytes_of(net: nn.Module, optimizer, of_weights: bool = False) -> list[torch.Tensor]:
+        """of_weights: without histories of activations, which roll as the next step begins, skipped or not."""
         weights = [local_of(p) for p in net.parameters() if isinstance(local_of(p), QuantizedTensor)]
         sides = [side for w in weights for side in (w._slots.rowwise, w._slots.columnwise) if side is not None]
-        histories = [t for w in weights for h in w.state.histories.values() for t in (h.amaxes, h.enc)]
+        histories = [h for w in weights for h in w.state.histories.values() if h.stays or not of_weights]
         states = [plain(t) for s in optimizer.state.values() for t in s.values()]
-        kept = [*nets.full_state(net).values(), *states, *(b for side in sides for b in side.buffers().values()), *histories]
+        kept = [*nets.full_state(net).values(), *states, *(b for side in sides for b in side.buffers().values())]
+        kept += [t for h in histories for t in (h.amaxes, h.enc)]
         return [t.clone() for t in kept]
 
     for label, capturable, gpu in (
@@ -450,19 +454,21 @@ def _skipped(rank: int, world: int) -> None:
                 torch.manual_seed(0)
                 net = nets.shard(quantized(nets.build(), ALL[label]))
                 optimizer = _adam(net, capturable=capturable)
-                pair.append((net, optimizer))
                 nets.train_step(net, optimizer, 0)
                 if is_skipped:
-                    before = bytes_of(net, optimizer)
+                    before = bytes_of(net, optimizer, of_weights=True)
+                    fq.begin_step(1)
                     (net(nets.batch(1)).square().mean() * 1e3).backward()
                     optimizer.found_inf, optimizer.grad_scale = torch.ones(1), torch.full((1,), 2.0)
                     optimizer.step()
                     del optimizer.found_inf, optimizer.grad_scale
                     optimizer.zero_grad()
-                    for i, (got, want) in enumerate(zip(bytes_of(net, optimizer), before, strict=True)):
+                    fq.skip_step()
+                    for i, (got, want) in enumerate(zip(bytes_of(net, optimizer, of_weights=True), before, strict=True)):
                         laws.assert_same_bytes(got, want, f"{label}: {i} of {len(before)} after a skipped step")
                 nets.train_step(net, optimizer, 1)
-            for got, want in zip(bytes_of(*pair[1]), bytes_of(*pair[0]), strict=True):
+                pair.append(bytes_of(net, optimizer))
+            for got, want in zip(pair[1], pair[0], strict=True):
                 laws.assert_same_bytes(got, want, f"{label}: a good step after a skipped one")
 
 

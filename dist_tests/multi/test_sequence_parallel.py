@@ -20,7 +20,7 @@ from dist_tests.multi.harness import run_ranks
 from dist_tests.single import hopper
 from fsdp_quant.formats import ROWWISE
 from fsdp_quant.parallel import linear as parallel_linear
-from fsdp_quant.tensor.master_weight import inner_of
+from fsdp_quant.tensor.weight_state import values_of as inner_of
 from fsdp_quant.tensor.torch_compat import local_of
 
 D, FFN = 64, 256

@@ -400,7 +400,7 @@ def inputs_are_quantized_once(mesh, rank: int, world: int, x: torch.Tensor) -> N
             y.sum().backward()
         if prepare is fq.parallel.PrepareModuleInput:
             if DEVICE == "cpu":  # kernels make both directions of a weight at once
-                assert of_forward == {"rowwise": 3 + 1, "columnwise": 1}, of_forward  # weights, the input
+                assert of_forward == {"rowwise": 3 + 1, "columnwise": 3 + 1}, of_forward  # weights, the input
             moved = [kind for kind, _ in wire]  # data and scales are gathered one beside the other; NCCL's in one call
             assert moved == ["all_gather"] * (4 if DEVICE == "cpu" else 0) + ["reduce_scatter"], wire
         else:  # gathered by torch before anybody could quantize it
@@ -429,18 +429,21 @@ def compiled(mesh, rank: int, world: int, x: torch.Tensor) -> None:
 
 
 def statistics_of_weights(mesh, rank: int, world: int, x: torch.Tensor) -> None:
-    """One collective after a step for all weights, whose scales are those of the whole tensors."""
+    """One collective per weight and forward, none in the backward or the step; scales are those of the whole tensors."""
     recipe = fq.recipes.fp8_current()
     reference, net = fq.convert(build(), recipe), cut(fq.convert(build(), recipe), mesh)
     for n in (reference, net):
         optimizer, mine = torch.optim.SGD(n.parameters(), lr=0.5), x if n is reference else x.chunk(world, 1)[rank]
-        n(mine).square().sum().mul(1e-6).backward()
         fq.reset_receipt()
+        y = n(mine)
+        assert fq.receipt().collectives.get("weights", 0) == (3 if n is net else 0)
+        y.square().sum().mul(1e-6).backward()
         optimizer.step()
-        assert fq.receipt().collectives == ({"weights": 1} if n is net else {})
+        assert fq.receipt().collectives.get("weights", 0) == (3 if n is net else 0)
+    fq.reset_receipt()
     with torch.no_grad():
         assert_close(net(x.chunk(world, 1)[rank]), reference(x).chunk(world, 1)[rank], "after a step")
-    assert fq.receipt().collectives == {"weights": 1, "activations": 2}  # h of gate and up, the input of down
+    assert fq.receipt().collectives == {"weights": 3, "activations": 2}  # h of gate and up, the input of down
 
 
 def refusals(mesh, world: int) -> None:

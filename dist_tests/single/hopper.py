@@ -9,22 +9,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
 from fsdp_quant.formats import (
-    COLUMNWISE, E2M1, E4M3, E5M2, ROWWISE, Direction, Encoding, Format, ceil_div, round_up,
+    COLUMNWISE, E2M1, E4M3, E5M2, ELEMENTS, ROWWISE, Direction, Encoding, Format, ceil_div, round_up,
 )
 from fsdp_quant.modules import guard, linear_op, plan
-from fsdp_quant.ops import capability, dispatch, layout, native, norm, reference
+from fsdp_quant.ops import capability, dispatch, layout, native, norm, opaque, reference
 from fsdp_quant.optim import fused_adam
 from fsdp_quant.optim.fused_adam import adam_update
 from fsdp_quant.tensor import torch_compat
@@ -41,24 +42,39 @@ def refuse(condition: object, what: str, kind: type = ValueError) -> None:
         raise kind(what)
 
 
+class Spec(NamedTuple):
+    """What `native.pack_encoding` was told; a direction and an eps come with each call."""
+
+    fmt: Format
+    stochastic: bool
+    transposed: bool
+    layout: int
+
+
 class Side(NamedTuple):
-    """A packed side (`native.side_of`) again."""
+    """A packed encoding, unpacked for a direction."""
 
     encoding: Encoding
     transposed: bool
     layout: int
 
 
-def side_of(packed: int, direction: Direction, eps: float = 0.0) -> Side | None:
+# An integer stands for a specification by its place here: no bits are known on this side. None is one of the C++.
+_SPECS: list[Spec] = []
+_FIRST = 1 << 40
+
+
+def pack(spec: Spec) -> int:
+    if spec not in _SPECS:
+        _SPECS.append(spec)
+    return _FIRST + _SPECS.index(spec)
+
+
+def unpack(packed: int, direction: Direction, eps: float = 0.0) -> Side | None:
     if not packed:
         return None
-    kind, outer, contraction = packed >> 3 & 7, packed >> 6 & 1023, packed >> 16 & 1023
-    fmt = Format(
-        "emulated", _ELEMENTS[packed & 7], (outer or None, contraction or None),
-        "fp32" if kind < 2 else "e4m3" if kind == 4 else "e8m0", pow2=kind == 1,
-        scale_rounding="floor" if kind == 3 else "up", tensor_scale=kind == 4, rotated=bool(packed >> 27 & 1),
-    )
-    return Side(Encoding(fmt, direction, bool(packed >> 26 & 1), eps), bool(packed >> 28 & 1), packed >> 29 & 3)
+    fmt, stochastic, transposed, scale_layout = _SPECS[packed - _FIRST]
+    return Side(Encoding(fmt, direction, stochastic, eps), transposed, scale_layout)
 
 
 def _scale_as_read(scale: Tensor, fmt: Format, direction: Direction) -> Tensor:
@@ -83,6 +99,11 @@ class Call(NamedTuple):
     col: bool = False
 
 
+class Overloads(SimpleNamespace):
+    def __call__(self, *args, **kwargs):
+        return self.default(*args, **kwargs)
+
+
 class Operators:
     """`torch.ops.fsdp_quant`, as far as one process calls it."""
 
@@ -90,7 +111,8 @@ class Operators:
         self.calls: list[Call] = []
         self.plans: list[SimpleNamespace] = []
         self.counts: list[list[int]] = []
-        self.quantize_anchored = SimpleNamespace(default=self._anchored_alone, counted=self._anchored_counted)
+        self.quantize_anchored = Overloads(default=self._anchored_alone, counted=self._anchored_counted)
+        self.random_key = Overloads(default=self._random_key, after=lambda *args: self._random_key(*args[:-1]))
 
     def count(self, name: str) -> int:
         return sum(c.name == name for c in self.calls)
@@ -102,6 +124,46 @@ class Operators:
     def steps(self) -> list[Call]:
         """The passes of layers that were one call."""
         return [c for c in self.calls if c.name.startswith("linear_step")]
+
+    # Encodings #
+
+    def pack_encoding(
+        self, element, scale, pow2, scale_rounding, outer, contraction, stochastic, rotated, transposed, scale_layout
+    ):
+        fmt = Format(
+            "emulated", ELEMENTS[element], (outer or None, contraction or None), scale, pow2, scale_rounding,
+            tensor_scale=scale == "e4m3", rotated=rotated,
+        )
+        return pack(Spec(fmt, stochastic, transposed, scale_layout))
+
+    def encoding_shapes(self, packed, columnwise, rows, cols, row0=0, run=None):
+        """Of the shapes that formats state, in the layouts that Hopper reads."""
+        direction = COLUMNWISE if columnwise else ROWWISE
+        fmt, _, transposed, scale_layout = _SPECS[packed - _FIRST]
+        row_block, col_block = fmt.dims(direction)
+        padded = fmt.padded_shape((rows, cols), direction)
+        first = row0 % row_block if row_block else 0
+        data = padded[::-1] if transposed else padded
+        data = data[0], fmt.row_bytes(data[1], torch.uint8)
+        grid = fmt.scale_shape((rows, cols), direction)
+        if first:
+            grid = ceil_div(first + padded[0], row_block), grid[1]
+        if run is not None:
+            length, lines = (rows, cols) if columnwise else (cols, rows)
+            runs = ceil_div(length, run) if run else 1
+            scale = (runs, lines) if columnwise else (lines, runs)
+            return data, scale, scale, False, False, False
+        scale = grid
+        if scale_layout:
+            refuse(scale_layout != native.HOPPER, "scales are those of Hopper")
+            lines, blocks = grid[::-1] if columnwise else grid
+            is_fp32_block = fmt.scale == "fp32" and fmt.block[1] is not None
+            if is_fp32_block and fmt.block[0] == 1:
+                lines = round_up(lines, 4)
+            elif is_fp32_block:
+                blocks = round_up(blocks, 4)
+            scale = (lines * blocks,)
+        return data, scale, grid, fmt.scale != "fp32", fmt.tensor_scale, fmt.scale_leaves_contraction
 
     # Quantizers #
 
@@ -169,7 +231,7 @@ class Operators:
 
     def _quantized_group(self, x, packed, columnwise, eps, row0, amax, tensor_amax, enc, record, through_bf16):
         sides = (0, packed, 0.0, eps) if columnwise else (packed, 0, eps, 0.0)
-        e, made = side_of(packed, COLUMNWISE if columnwise else ROWWISE, eps).encoding, []
+        e, made = unpack(packed, COLUMNWISE if columnwise else ROWWISE, eps).encoding, []
         refuse(e.stochastic or e.fmt.rotated, "a group is rounded to nearest, not rotated")
         refuse(len(enc) != len(record) or (enc and len(enc) != len(x)), "an enc and a record a tensor")
         for one, start, *known, factor, history in zip(x, row0, amax, tensor_amax, enc or [None] * len(x), record or [None] * len(x)):
@@ -215,12 +277,12 @@ class Operators:
     # Layouts #
 
     def dequantize(self, data, scale, tensor_amax, packed, columnwise, cols, row0, dtype):
-        side = side_of(packed, COLUMNWISE if columnwise else ROWWISE)
+        side = unpack(packed, COLUMNWISE if columnwise else ROWWISE)
         fmt, direction = side.encoding.fmt, side.encoding.direction
         refuse(data.dtype is not torch.uint8 or not data.is_contiguous(), "data is not contiguous uint8")
         refuse(data.shape[1] != (ceil_div(cols, 2) if fmt.element.bits == 4 else cols), f"data of {cols} columns")
         refuse(scale is not None and not scale.is_contiguous(), "scale is not contiguous")
-        return reference.decode(data, scale, tensor_amax, fmt, direction, cols, row0).to(dtype)
+        return reference.decode(data, scale, tensor_amax, fmt, direction, cols, row0).to(dtype).contiguous()
 
     def tensor_decode_scale(self, tensor_amax):
         return reference.tensor_decode_scale(tensor_amax)
@@ -248,7 +310,7 @@ class Operators:
     def anchor_codes(self, data, scale, packed, columnwise, transposed):
         self.calls.append(Call("anchor_codes", data.data_ptr()))
         direction = COLUMNWISE if columnwise else ROWWISE
-        fmt = side_of(packed, direction).encoding.fmt
+        fmt = unpack(packed, direction).encoding.fmt
         refuse(fmt.scale != "e8m0" or fmt.block[1] != 32, "wanted e8m0 scales of (1, 32) or (32, 32) blocks")
         refuse(not (data.is_contiguous() and scale.is_contiguous()), "data or scale is not contiguous")
         grid = fmt.scale_shape(tuple(data.shape), direction)
@@ -461,7 +523,7 @@ class Operators:
         sources = native.TokenGroups(tables, groups).sources
         made = []
         for d, values, *sides in ((ROWWISE, x, row, False), (COLUMNWISE, self._gathered(x, sources), False, col)):
-            side = side_of(call.slots[slot][d is COLUMNWISE].side, d)
+            side = unpack(call.slots[slot][d is COLUMNWISE].side, d)
             if side is None:
                 continue
             fmt = side.encoding.fmt
@@ -476,7 +538,7 @@ class Operators:
 
         Two-level columnwise codes lie along the tokens, as do their scales; and there are tensor amaxes [groups].
         """
-        fmt = side_of(call.slots[slot][d is COLUMNWISE].side, d).encoding.fmt
+        fmt = unpack(call.slots[slot][d is COLUMNWISE].side, d).encoding.fmt
         per = 2 if fmt.tensor_scale else 1
         rows, cols = (x.shape[1], 128 * len(sources)) if d is COLUMNWISE else x.shape
         codes = x.new_zeros(rows, cols // per, dtype=torch.uint8)
@@ -534,7 +596,7 @@ class Operators:
             if not there:
                 continue
             self.counts[plan][2 + (d is COLUMNWISE)] += 1
-            side = side_of(reading.side, d, reading.eps)
+            side = unpack(reading.side, d, reading.eps)
             enc = None if reading.factor < 0 else factors[reading.factor]
             known = [None] * 8
             known[2 + 4 * (d is COLUMNWISE)] = enc
@@ -542,7 +604,7 @@ class Operators:
             made = self._quantized(weight, [compact], 0, through_bf16, known)
             if side.encoding.fmt.block[1] is None:
                 amax = made.pop()
-                if enc is not None and reading.factor not in recorded:
+                if enc is not None and reading.factor < len(histories) and reading.factor not in recorded:
                     recorded.add(reading.factor)
                     self.record_amax(histories[reading.factor], amax)
             if reading.run >= 0:
@@ -551,7 +613,7 @@ class Operators:
         return result
 
     def _stacked_runs(self, weight, reading, d):
-        e = side_of(reading.side, d, reading.eps).encoding
+        e = unpack(reading.side, d, reading.eps).encoding
         made = [self._quantized(w, [Side(e, False, native.COMPACT)], 0, False, [None] * 8) for w in weight]
         codes, scales, amaxes = zip(*made)
         if d is COLUMNWISE:  # side by side, each from a multiple of 128 on
@@ -561,7 +623,7 @@ class Operators:
         dim = int(d is COLUMNWISE)
         return [torch.cat(list(codes), dim), torch.cat(list(scales), dim).contiguous(), torch.cat(amaxes)]
 
-    def random_key(self, step, ids, slot, rows):
+    def _random_key(self, step, ids, slot, rows):
         seed, number, micro_batch, offset, rank = step.tolist()
         return torch.tensor([seed, number, ids[slot].item(), micro_batch, rank * rows if offset < 0 else offset])
 
@@ -592,8 +654,8 @@ class Operators:
         dg, du = norm.reference_activation_backward(dh, g, u, kind)
         return dg, dg.new_empty(0) if du is None else du, torch.stack([_amaxes(t) for t in (dg, du) if t is not None])
 
-    def activate(self, g, u, kind, deferred):
-        return _Activate.apply(g, u, kind, deferred, self)
+    def activate(self, g, u, kind, grad_amaxes, deferred):
+        return _Activate.apply(g, u, kind, grad_amaxes, deferred, self)
 
     def norm(self, x, weight, bias, eps, centred, zero_centered):
         self._rows("norm", x, contiguous=True)
@@ -607,26 +669,44 @@ class Operators:
         dx, dweight, dbias = norm.reference_norm_backward(dy, x, weight, bias, residual, rstd, mean, spec)
         return dx, dx.abs().amax().float().view(1), dweight, dweight.new_empty(0) if dbias is None else dbias
 
-    def remember_amax(self, x, amax):
-        whole = x.reshape(-1, x.shape[-1])
-        refuse(not torch.equal(amax, whole.abs().amax().float().view(1) if amax.numel() == 1 else _amaxes(whole)), "amaxes")
-        self.calls.append(Call("remember_amax", x.data_ptr()))
-
-    def linear_step(self, x, weight, bias, operand, plan, version, save, step, ids, guard, *lists):
+    def linear_step(
+        self, x, edge, bias, values, rowwise, columnwise, plan, round_to_bf16, save, step, ids, guard, factors, grad_factors,
+        weight_factors, histories, grad_histories, weight_histories, codes, amaxes, grad_amaxes,
+    ):
         """Checked as csrc/api/linear.cpp does; the node of autograd is a Python one."""
-        factors, grad_factors, histories, grad_histories, codes, columnwise, stamps = lists
         call = SimpleNamespace(
-            number=plan, version=version, save=save, step=step, ids=ids, guard=guard, factors=(factors, grad_factors),
-            histories=(histories, grad_histories), columnwise=columnwise, stamps=stamps,
-            stamped=[t._version for t in stamps], **vars(self.plans[plan]),
+            number=plan, save=save, step=step, ids=ids, guard=guard, factors=(factors, grad_factors),
+            histories=(histories, grad_histories), columnwise=list(columnwise), grad_amaxes=grad_amaxes, **vars(self.plans[plan]),
         )
         refuse(x.dtype is not torch.bfloat16, f"x is {x.dtype}")
-        if not torch.is_grad_enabled() or weight is None:
+        weight = values, rowwise, round_to_bf16, weight_factors, weight_histories
+        self._check_amaxes(x, amaxes)
+        if not torch.is_grad_enabled():
             with torch.no_grad():
-                return self._step_forward(call, x, bias, operand, codes)[0]
+                return self._step_forward(call, x, bias, weight, False, codes)[0]
         made: list = []
-        y = _Step.apply(x, weight, bias, self, call, operand, codes, made)
+        y = _Step.apply(x, edge, bias, self, call, weight, codes, made)
         return [y, *made]
+
+    def _check_amaxes(self, x, amaxes):
+        """Amaxes that came with a tensor are its own."""
+        if amaxes is not None:
+            whole = x.detach().reshape(-1, x.shape[-1])
+            own = whole.abs().amax().float().view(1) if amaxes.numel() == 1 else _amaxes(whole)
+            refuse(x.numel() > 0 and x.untyped_storage().nbytes() >= x.nbytes and not torch.equal(_bits(amaxes), _bits(own)), "amaxes")
+            self.calls.append(Call("amaxes", x.data_ptr()))
+
+    def _take_weight(self, call, weight, dgrad: bool) -> list[Tensor]:
+        values, rowwise, round_to_bf16, factors, histories = weight
+        if values is None:
+            return list(rowwise)
+        one, other = call.slots[1]
+        made = self.linear_weight(values, call.number, True, dgrad, round_to_bf16, factors, histories)
+        fields = 0 if not one.side else 2 + unpack(one.side, ROWWISE).encoding.fmt.tensor_scale
+        row = made[:fields] if one.side else [values]
+        if dgrad:
+            call.columnwise = [values] if not other.side else row if other.same else made[fields:]
+        return row
 
     def linear_gated(self, gate, up, activation, plan, save, step, ids, guard, factors, histories):
         call = SimpleNamespace(
@@ -660,7 +740,7 @@ class Operators:
                 self.calls.pop()
                 continue
             enc = None if reading.factor < 0 else call.factors[group][reading.factor]
-            side = side_of(reading.side, d, reading.eps)
+            side = unpack(reading.side, d, reading.eps)
             key = self.random_key(call.step, call.ids, slot, x.shape[0]) if side.encoding.stochastic else None
             known = [None] * 8
             known[2 + 4 * (d is COLUMNWISE)], known[3 + 4 * (d is COLUMNWISE)] = enc, key
@@ -680,7 +760,7 @@ class Operators:
         factor = None if tensor_amax is None else reference.tensor_decode_scale(tensor_amax)
         if reading.kind:
             return data, scale, reading.kind, factor
-        side = side_of(reading.side, d)
+        side = unpack(reading.side, d)
         if side.encoding.fmt.scale_leaves_contraction:
             refuse(scale.numel() != 1, "a factor of a product is one float32")
             factor, scale = scale.flatten(), None
@@ -697,7 +777,7 @@ class Operators:
         y = _product(a[0], b[0], a[1], b[1], a[2], b[2], torch.bfloat16, bias, alpha)
         return y.to(torch.bfloat16)
 
-    def _step_forward(self, call, x, bias, operand, codes) -> tuple[list[Tensor], list[Tensor]]:
+    def _step_forward(self, call, x, bias, weight, dgrad, codes) -> tuple[list[Tensor], list[Tensor]]:
         """([y, codes of x], what the backward keeps)."""
         rows = _matrix(x)
         readings, col = call.slots[0], call.save and not call.saves_input
@@ -706,27 +786,17 @@ class Operators:
             rest, made = list(codes), {}
             for d, reading, there in zip(Direction, readings, wanted):
                 if there:
-                    fields = 2 + side_of(reading.side, d).encoding.fmt.tensor_scale
+                    fields = 2 + unpack(reading.side, d).encoding.fmt.tensor_scale
                     made[d], rest = rest[:fields], rest[fields:]
         else:
             made = self._step_quantize(call, 0, rows, True, col)
         self.calls.append(Call("linear_step", x.data_ptr(), *(w and not codes for w in wanted)))
         a = self._step_operand(readings[0], ROWWISE, made.get(ROWWISE, [rows]))
-        w = self._step_operand(call.slots[1][0], ROWWISE, operand)
-        y = self._step_product(call, 0, a, w, bias).view(*x.shape[:-1], -1)
+        w = self._step_operand(call.slots[1][0], ROWWISE, self._take_weight(call, weight, dgrad))
+        y = self._step_product(call, 0, a, w, bias)
+        y = y.new_empty(0).set_(y.untyped_storage(), y.storage_offset(), (*x.shape[:-1], y.shape[-1]))
         kept = [x] if call.saves_input else list(made.values())[-1] if col else []
         return [y, *(t for buffers in made.values() for t in buffers)], kept if call.save else []
-
-    def linear_step_backward(
-        self, dy, operand, saved, needs_x, needs_w, needs_b, plan, step, ids, guard, factors, grad_factors, grad_histories
-    ):
-        call = SimpleNamespace(
-            number=plan, step=step, ids=ids, guard=guard, factors=(factors, grad_factors), histories=([], grad_histories),
-            **vars(self.plans[plan]),
-        )
-        dx, dw = self._step_backward(call, _matrix(dy), lambda: operand, saved, needs_x, needs_w)
-        db = _matrix(dy).sum(0) if needs_b else None
-        return tuple(dy.new_empty(0) if t is None else t for t in (dx, dw, db))
 
     def _step_backward(self, call, dy, weight, saved, needs_x, needs_w):
         readings, dx, dw = call.slots[2], None, None
@@ -750,11 +820,11 @@ class _Step(torch.autograd.Function):
     """The node that the compiled step makes."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, operators, call, operand, codes, made):
-        (y, *codes_of_x), kept = operators._step_forward(call, x, bias, operand, codes)
+    def forward(ctx, x, edge, bias, operators, call, weight, codes, made):
+        (y, *codes_of_x), kept = operators._step_forward(call, x, bias, weight, ctx.needs_input_grad[0], codes)
         made.extend(codes_of_x)
         ctx.save_for_backward(*kept)
-        ctx.operators, ctx.call, ctx.weight, ctx.shape = operators, call, weight, x.shape
+        ctx.operators, ctx.call, ctx.dtype, ctx.shape = operators, call, edge.dtype, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
@@ -762,17 +832,14 @@ class _Step(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
+        if ctx.call.grad_amaxes is not None:
+            ctx.operators._check_amaxes(dy, ctx.call.grad_amaxes)
         dy = _matrix(dy)
-
-        def operand():
-            if ctx.call.columnwise and [t._version for t in ctx.call.stamps] == ctx.call.stamped:
-                return ctx.call.columnwise
-            weight_operand = torch.ops.fsdp_quant.weight_operand
-            return weight_operand(ctx.weight, ctx.call.key, True, ctx.call.version, dy.dtype)
-
-        dx, dw = ctx.operators._step_backward(ctx.call, dy, operand, ctx.saved_tensors, needs_x, needs_w)
+        if needs_x and any(t.numel() and not t.untyped_storage().nbytes() for t in ctx.call.columnwise):
+            raise RuntimeError("StaleWeightError: the columnwise codes of a gathered weight were freed")
+        dx, dw = ctx.operators._step_backward(ctx.call, dy, lambda: ctx.call.columnwise, ctx.saved_tensors, needs_x, needs_w)
         return (
-            dx.view(ctx.shape) if needs_x else None, dw.to(ctx.weight.dtype) if needs_w else None,
+            dx.view(ctx.shape) if needs_x else None, dw.to(ctx.dtype) if needs_w else None,
             dy.sum(0).to(ctx.bias_dtype) if needs_b else None, None, None, None, None, None,
         )
 
@@ -781,23 +848,23 @@ class _Activate(torch.autograd.Function):
     """The node of the compiled `activate`; gradients have memory of their own here."""
 
     @staticmethod
-    def forward(ctx, g, u, kind, deferred, operators):
+    def forward(ctx, g, u, kind, grad_amaxes, deferred, operators):
         ctx.save_for_backward(g, u)
-        ctx.kind, ctx.operators = kind, operators
+        ctx.kind, ctx.operators, ctx.grad_amaxes = kind, operators, grad_amaxes
         if deferred:
-            return g.new_empty(()).expand(g.shape)
+            return g.new_empty(()).expand(g.shape), g.new_empty(0)
         h, amaxes = operators.activation(g, u, kind)
-        operators.remember_amax(h, amaxes[0])
-        return h
+        ctx.mark_non_differentiable(amaxes)
+        return h, amaxes[0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dh):
+    def backward(ctx, dh, _):
         g, u = ctx.saved_tensors
         dg, du, amaxes = ctx.operators.activation_backward(dh.contiguous(), g, u, ctx.kind)
-        for gradient, amax in zip((dg, du), amaxes):
-            ctx.operators.remember_amax(gradient, amax)
-        return dg, None if u is None else du, None, None, None
+        if ctx.grad_amaxes is not None:
+            ctx.grad_amaxes.copy_(amaxes)
+        return dg, None if u is None else du, None, None, None, None
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -815,12 +882,17 @@ def _amaxes(x: Tensor) -> Tensor:
     ])
 
 
+def _bits(amaxes: Tensor) -> Tensor:
+    """So that a NaN equals itself."""
+    return amaxes.flatten().view(torch.int32)
+
+
 def _seen(x: Tensor, through_bf16: bool) -> Tensor:
     return x.to(torch.bfloat16) if through_bf16 else x
 
 
 def _present(row: int, col: int, row_eps: float = 0.0, col_eps: float = 0.0) -> list[Side]:
-    return [s for s in (side_of(row, ROWWISE, row_eps), side_of(col, COLUMNWISE, col_eps)) if s is not None]
+    return [s for s in (unpack(row, ROWWISE, row_eps), unpack(col, COLUMNWISE, col_eps)) if s is not None]
 
 
 def _operand(x: Tensor, scale: Tensor | None, kind: int, name: str) -> Tensor:
@@ -924,8 +996,42 @@ def sums_in_units(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Ten
     return total * unit
 
 
+def _schemas() -> dict[str, str]:
+    """The operators as csrc declares them, by name."""
+    text = "".join(path.read_text() for path in sorted((Path(__file__).parents[2] / "csrc" / "api").glob("*.cpp")))
+    declared = re.findall(r'm\.def\(\s*((?:"[^"]*"\s*)+)', text)
+    schemas = ("".join(re.findall(r'"([^"]*)"', of)) for of in declared)
+    return {schema.split("(")[0]: schema for schema in schemas}
+
+
+_CURRENT: list[Operators] = []
+_library = torch.library.Library("fsdp_quant_emulated", "DEF")
+
+
+@functools.cache
+def _registered(name: str) -> Callable:
+    """An operator of the emulation that torch knows, with the schema of csrc: what graphs hold."""
+    schema = _schemas()[name]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    packet, _, overload = name.partition(".")
+    arguments = torch._C.parse_schema(f"fsdp_quant_emulated::{schema}").arguments
+
+    def run(*args, **kwargs):
+        rest = [None for a in arguments[len(args) :] if a.default_value is None]  # torch leaves out what equals a default
+        return _run(packet, overload)(*args, *rest, **kwargs)
+
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fsdp_quant_emulated::{name}", native.FAKES[name], lib=_library)
+    return getattr(getattr(torch.ops.fsdp_quant_emulated, packet), overload or "default")
+
+
+def _run(packet: str, overload: str) -> Callable:
+    found = getattr(_CURRENT[-1], packet)
+    return getattr(found, overload or "default") if isinstance(found, SimpleNamespace) else found
+
+
 class Traced:
-    """The operators as `torch.ops` calls them: those of a graph that is traced make shapes alone (`native.FAKES`)."""
+    """The operators as `torch.ops` calls them: those of a graph that is traced are recorded in it."""
 
     def __init__(self, operators: Operators):
         self._operators = operators
@@ -934,16 +1040,13 @@ class Traced:
         found = getattr(self._operators, name)
         if isinstance(found, SimpleNamespace):  # overloads
             packets = {k: self._traceable(name if k == "default" else f"{name}.{k}", f) for k, f in vars(found).items()}
-            return SimpleNamespace(**packets)
+            return Overloads(**packets)
         return self._traceable(name, found)
 
     @staticmethod
     def _traceable(name: str, run: Callable) -> Callable:
-        def call(*args, **kwargs):
-            traced = any(isinstance(a, FakeTensor) for a in args)
-            return native.FAKES[name](*args, **kwargs) if traced else run(*args, **kwargs)
-
-        return call
+        recorded = name in native.FAKES
+        return lambda *args, **kwargs: (_registered(name) if recorded and opaque.is_tracing() else run)(*args, **kwargs)
 
 
 class Arrived:
@@ -972,14 +1075,18 @@ def emulated() -> Iterator[Operators]:
                     if vars(module).get(fact) is originals[fact]:
                         patch.setattr(module, fact, value)
         patch.setattr(native, "_ops", Traced(operators))
+        for name, cached in list(vars(native).items()):  # they remember integers of other operators
+            if hasattr(cached, "cache_clear"):
+                patch.setattr(native, name, functools.cache(cached.__wrapped__))
         patch.setattr(native, "runs", lambda x: x.numel() > 0)
         patch.setattr(native, "runs_on", lambda device: True)
         patch.setattr(torch_compat, "stream_of", lambda device: (0, False))
         patch.setattr(plan, "_PLANS", {})  # plans keep what they resolved for (dtype, device)
         patch.setattr(plan, "_CALLS", {})
-        patch.setattr(linear_op, "_LAST_INPUT", linear_op.LastRead())
         patch.setattr(guard, "_GUARDED", weakref.WeakSet())
         patch.setattr(guard, "_UNDERWAY", [])
         patch.setattr(torch.cuda, "Event", Arrived)
         patch.setattr(torch.cuda, "current_stream", lambda device=None: None)
+        _CURRENT.append(operators)
         yield operators
+        _CURRENT.pop()

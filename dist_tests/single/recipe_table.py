@@ -156,16 +156,16 @@ def table() -> str:
 # What is seen of a linear layer, and what takes its place #
 
 def _watch(layer: fq.Linear, seen: SimpleNamespace) -> None:
-    def multiply(operator, x, *rest):
+    def product(x, *rest):
         x = x.view_as(x)
         seen.x = x.detach()
         x.register_hook(lambda g: setattr(seen, "dx", g))
-        y = fq.Linear.multiply(layer, operator, x, *rest)
+        y = fq.Linear._product(layer, x, *rest)
         seen.y = y.detach()
         y.register_hook(lambda g: setattr(seen, "dy", g))
         return y
 
-    layer.multiply = multiply
+    layer._product = product
     layer.register_forward_pre_hook(lambda module, args: None)  # who looks at a layer sees its input's values
 
 
@@ -243,6 +243,16 @@ class Definition:
             return [x]
         return list(self.storages("input", x)[ROWWISE if hybrid.one_storage else side].buffers().values())
 
+    def kept_weight(self, w: Tensor) -> list[Tensor]:
+        """What dgrad multiplies."""
+        hybrid = self.hybrids["weight"]
+        if self.mode == "high_precision" or not (self.mode or hybrid.side(COLUMNWISE).fmt.is_quantized):
+            return [w]
+        made = self.storages("weight", w)
+        if self.mode:
+            return [made[ROWWISE].decode(w.dtype)]
+        return list(made[ROWWISE if hybrid.one_storage else COLUMNWISE].buffers().values())
+
     def quantized(self) -> Counter:
         """What one step quantizes: nothing that no product reads."""
         made = Counter()
@@ -268,7 +278,7 @@ def _check_product(what: str, got: Tensor, operands: tuple[Tensor, Tensor], on: 
     assert (error <= bound).all(), f"{what}: error {(error / bound).max():.3g} times its bound"
 
 
-def _take(from_: list[Tensor], wanted: Tensor, what: str) -> None:
+def take(from_: list[Tensor], wanted: Tensor, what: str) -> None:
     """Remove a tensor of these bytes."""
     for i, t in enumerate(from_):
         if t.shape == wanted.shape and t.dtype == wanted.dtype and t.numel() == wanted.numel() and torch.equal(
@@ -342,7 +352,9 @@ def _check_layer(seen: SimpleNamespace, d: Definition, parameters: list, saved: 
         if db is not None:
             assert_same_bytes(db, dy.sum(0), f"{at}: db")
         for buffer in d.kept(x):
-            _take(saved, buffer if buffer is not x else seen.x, at)
+            take(saved, buffer if buffer is not x else seen.x, at)
+        for buffer in d.kept_weight(weight):
+            take(saved, buffer, f"{at}: weight")
     for slot, t in (("input", x), ("weight", weight.bfloat16()), ("grad_output", dy)):
         d.record(slot, t)
 
@@ -366,12 +378,12 @@ def _check_rest(model, seen: dict, x: Tensor, saved: list[Tensor], what: str) ->
     """Beside what linear layers keep: what a norm and an activation need, once."""
     if hasattr(model, "norm"):
         for t in (x.detach(), *(p.detach() for p in model.norm.parameters())):
-            _take(saved, t, f"{what}: the norm's")
+            take(saved, t, f"{what}: the norm's")
         rows = x.numel() // x.shape[-1]
         statistics = [t for t in saved if t.dim() == 1 and t.shape[0] in (0, rows)]
         assert len(statistics) == 2, f"{what}: rstd and mean"
         saved = [t for t in saved if not any(t is s for s in statistics)]
     for name in ("gate_proj", "up_proj"):
         if name in seen:
-            _take(saved, seen[name].y, f"{what}: the activation's")
+            take(saved, seen[name].y, f"{what}: the activation's")
     assert not saved, f"{what}: kept beside the plan: {[(tuple(t.shape), t.dtype) for t in saved]}"

@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True) of converted layers: an operator a layer, eager mode's bits, one graph for equal blocks."""
+"""torch.compile(fullgraph=True) of converted layers: functional operators, eager mode's bits, one graph for equal blocks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from functorch.compile import make_boxed_func
 from torch._dynamo import config as dynamo_config
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters as dynamo_counters
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_quant as fq
@@ -25,7 +30,8 @@ from dist_tests.single import hopper
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
-from fsdp_quant.modules import graph_op
+from fsdp_quant.modules.linear import share_input
+from fsdp_quant.modules.traced_linear import traced_linear
 from fsdp_quant.tensor.quantized_tensor import stable_text
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -105,7 +111,7 @@ def train(
     for step in range(steps):
         before(step)
         for micro_batch in range(2):
-            fq.begin_step(micro_batch=micro_batch)
+            fq.begin_step(step, micro_batch)
             x = values(rows[step % len(rows)], d, seed=10 * step + micro_batch, dtype=dtype).requires_grad_()
             with torch.autocast("cpu", BF16, enabled=autocast), around():
                 y = (call or model)(x)
@@ -129,7 +135,7 @@ def assert_same(got: list[Tensor], want: list[Tensor], what: str) -> None:
 
 
 def really_ran() -> dict:
-    return {what: counters.of(what) for what in ("quantize", "gemm", "weight encode", "departure")}
+    return {what: counters.of(what) for what in ("gemm", "departure")}
 
 
 @pytest.mark.parametrize("name, setting", laws.sample(CASES, 3))
@@ -141,7 +147,7 @@ def test_compiled_blocks_are_the_eager_ones(name: str, setting: str):
     counters.reset()
     got = train(compiled(net(RECIPES[name], 2, dtype=dtype, bias=bias)), autocast=autocast)
     assert_same(got, want, name)
-    assert really_ran() == ran, "tracing was counted, or weights were encoded more often"
+    assert really_ran() == ran, "tracing was counted, or another product ran"
     assert graphs() == 2, "one graph to train and one to evaluate, for all blocks"
 
 
@@ -156,18 +162,14 @@ def test_sixteen_equal_blocks_share_a_graph_and_steps_add_none():
     assert graphs() == 2
 
 
-def test_weights_are_encoded_once_a_version():
-    """If false, a compiled step multiplies the codes of older weights, or quantizes the weight at each call."""
+def test_graphs_read_weights_as_they_are():
+    """If false, a compiled step multiplies the codes of older weights."""
     model = compiled(net(RECIPES["mxfp8"]))
     x = values(24, 40)
     model(x)
-    counters.reset()
-    for _ in range(3):
-        model(x).sum().backward()
-    assert set(counters.of("weight encode").values()) == {1}  # the columnwise codes
     writes = {
         "in place": lambda w: w.mul_(2), "data": lambda w: setattr(w, "data", torch.ones(w.shape)),
-        "copy_": lambda w: w.copy_(torch.zeros(w.shape)),
+        "copy_": lambda w: w.copy_(torch.zeros(w.shape)), "pointer": lambda w: w.detach().numpy().fill(3),
     }
     for what, write in writes.items():
         before = model(x)
@@ -186,8 +188,8 @@ def test_forwards_may_run_ahead_of_their_backwards(name: str):
         xs = [values(24, 40, seed=i).requires_grad_() for i in range(3)]
         with fq.token_offset(5):
             ys = [model(x) for x in xs]
-        for y in ys:
-            y.square().mean().backward()
+            for y in ys:
+                y.square().mean().backward()
         return [x.grad for x in xs] + [p.grad for p in model.parameters()] + histories(model)
 
     assert_same(run(compiled(net(RECIPES[name]))), run(net(RECIPES[name])), name)
@@ -208,28 +210,6 @@ def test_checkpointing_changes_no_bit(name: str):
 
         assert_same(train(model, call=call, evaluate=False), want, f"around, reentrant {reentrant}")
     graphs()
-
-
-def test_recomputation_is_noted_as_a_graph_runs():
-    """If false, FSDP2 gathers one direction for a backward that multiplies both, or both for one that multiplies one."""
-    model, x = compiled(net(RECIPES["mxfp8"])), values(24, 40).requires_grad_()
-
-    def noted() -> set[bool]:
-        return {m._weight_state.recomputes for m in layers(model)}
-
-    model(x)
-    assert noted() == {False}
-    checkpoint(model[0], x, use_reentrant=False).sum().backward()
-    assert noted() == {True}
-    with torch.no_grad():
-        model.eval()(x)
-    assert noted() == {True}, "an evaluation says nothing about the next step"
-    model.train()(x).sum().backward()
-    assert noted() == {False}
-    for layer in layers(model):
-        layer.recomputes_forward = True
-    model(x)
-    assert noted() == {True}
 
 
 def test_a_change_of_recipe_makes_another_graph():
@@ -279,9 +259,8 @@ def test_copies_are_layers_of_their_own():
     eager = copy.deepcopy(original)
     for what, make in {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m))}.items():
         copied = make(original)
-        handles = {m._handle.item() for model in (original, copied) for m in layers(model)}
-        assert len(handles) == 6, what
-        assert all(m._site.state is m._weight_state for m in layers(copied)), what
+        tensors = [t for model in (original, copied) for m in layers(model) for of in m._graph.delayed.values() for t in of[1]]
+        assert len({t.data_ptr() for t in tensors}) == len(tensors) == 18, what
         kept = histories(original)
         assert_same(train(compiled(copied)), train(copy.deepcopy(eager)), what)
         assert_same(histories(original), kept, f"{what}: the original")
@@ -296,7 +275,18 @@ def test_frozen_weights_keep_their_histories():
             block.down.requires_grad_(False)
         return model
 
+    def trained(model):
+        optimizer, seen = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5), []
+        for step in range(3):
+            y = model(values(24, 40, seed=step))
+            y.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += [y.detach(), *histories(model)]
+        return seen
+
     assert_same(train(compiled(frozen()), 3), train(frozen(), 3), "frozen")
+    assert_same(trained(compiled(frozen())), trained(frozen()), "held by no optimizer")
 
 
 def test_other_batch_sizes_take_one_more_graph():
@@ -307,25 +297,15 @@ def test_other_batch_sizes_take_one_more_graph():
     assert graphs() == 4, "of one length and of any, to train and to evaluate"
 
 
-def test_departures_are_seen_as_a_graph_runs():
-    """If false, torch.compile hides that codes are not cached, or that a product runs in a slower domain."""
+def test_plain_weights_are_multiplied_as_wrapped_ones():
+    """If false, `torch.func.functional_call` with plain tensors gives other bits than the module's own parameters."""
     model = compiled(net(RECIPES["mxfp8"]))
     plain = {name: p.detach() * 1 for name, p in model.named_parameters()}
-    with pytest.raises(ValueError, match="its weight is a plain tensor"):
-        torch.func.functional_call(model, plain, (values(24, 40),))
-    model = compiled(net(recipes.mxfp8(strict=False)))
-    with pytest.warns(UserWarning, match="its weight is a plain tensor"):
-        got = torch.func.functional_call(model, plain, (values(24, 40),))
-    assert len(counters.of("departure")) == 3
+    got = torch.func.functional_call(model, plain, (values(24, 40),))
     assert_same_bytes(got, model(values(24, 40)), "the same weights")
 
 
 SHAPES = ((2, 24, 40), (33, 40), (0, 40))
-
-
-def graph_call(layer: fq.Linear, x: Tensor, run: Callable) -> tuple:
-    handle, shape, key = layer._handle, list(layer.weight.shape), layer.plan.key
-    return run(x, layer.weight, layer.bias, handle, shape, key, True, True, True)
 
 
 def facts(t: Tensor) -> tuple:
@@ -333,24 +313,41 @@ def facts(t: Tensor) -> tuple:
     return t.shape, t.dtype, [s for n, s in zip(t.shape, t.stride()) if n > 1 and t.numel()]
 
 
+class Compared(TorchDispatchMode):
+    """Compares what each operator of the library gives with what its fake does."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        real = func(*args, **(kwargs or {}))
+        if func.namespace.startswith("fsdp_quant"):
+            with FakeTensorMode() as mode:
+                fake_args, fake_kwargs = tree_map_only(Tensor, mode.from_tensor, (args, kwargs or {}))
+                fake = func(*fake_args, **fake_kwargs)
+            for got, want in zip(tree_leaves(fake), tree_leaves(real), strict=True):
+                assert facts(got) == facts(want), (func, [facts(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)])
+            self.seen.add(func.name().split("::")[1].split(".")[0])
+        return real
+
+
 @pytest.mark.parametrize("on_hopper", [False, True])
 def test_fake_results_have_the_shapes_of_real_ones(on_hopper: bool):
     """If false, torch.compile plans for other buffers than the operators make."""
     dtype = BF16 if on_hopper else FP32
-    with hopper.emulated() if on_hopper else contextlib.nullcontext():
-        for name, recipe in RECIPES.items():
+    with hopper.emulated() if on_hopper else contextlib.nullcontext(), Compared() as compared:
+        for recipe in RECIPES.values():
             layer = fq.convert(nn.ModuleDict({"fc": nn.Linear(40, 56, dtype=dtype)}), recipe)["fc"]
+            given = layer._graph
             for shape in SHAPES:
-                x = values(*shape, dtype=dtype)
-                y, saved = graph_call(layer, x, graph_op._graph_linear)
-                saved = saved or [x]
-                backward = (layer._handle, [56, 40], layer.plan.key, [True] * 3, True)
-                real = [y, *saved, *graph_op._graph_linear_backward(y, layer.weight, saved, *backward)]
-                with FakeTensorMode() as mode:
-                    fake_x = mode.from_tensor(x)
-                    y, saved = graph_call(layer, fake_x, graph_op._fake_linear)
-                    fake = [y, *(saved or [fake_x]), *graph_op._fake_linear_backward(y, None, saved, *backward)]
-                assert list(map(facts, fake)) == list(map(facts, real)), (name, shape)
+                x = values(*shape, dtype=dtype).requires_grad_()
+                traced_linear(
+                    x, layer.weight, layer.bias, layer.plan.key, True, True, STEP.in_graph(given.ids.device), given.ids, given.guards,
+                    *given.delayed[layer.plan.key],
+                ).sum().backward()
+    expected = {"quantize", "gemm", "quantize_anchored"} if on_hopper else {"reference_encode", "reference_gemm"}
+    assert expected <= compared.seen, compared.seen
 
 
 @pytest.mark.parametrize("name", laws.sample(["fp8_delayed", "fp8_block", "mxfp8", "nvfp4"], 2))
@@ -361,24 +358,36 @@ def test_compiled_blocks_are_the_eager_ones_on_hopper(name: str):
         for prepare in (lambda m: m, compiled):
             operators.calls.clear()
             model = prepare(net(RECIPES[name], d=48, hidden=64, dtype=BF16, bias=False))
-            seen = train(model, 1, rows=(64,), d=48)
-            results.append((seen, [(c.name, c.row, c.col) for c in operators.calls if "quantize" not in c.name]))
-    (want, calls), (got, compiled_calls) = results
-    assert_same(got, want, name)
-    # A node of eager mode holds codes of its weights, which a forward of the same version makes again; graphs keep them.
-    of_weights = [{c for c in made if c[0] in ("linear_weight", "anchor_codes")} for made in (compiled_calls, calls)]
-    assert of_weights[0] == of_weights[1]
-    assert [c for c in compiled_calls if c not in of_weights[0]] == [c for c in calls if c not in of_weights[0]]
+            results.append(train(model, 1, rows=(64,), d=48))
+        assert_same(results[1], results[0], name)
+        assert {c.name for c in operators.calls} <= {"quantize", "quantize_anchored", "anchor_codes", "gemm"}
     assert graphs() == 2
 
 
 def test_cached_graphs_know_no_weight():
-    """If false, a graph cached on disk depends on one layer's weight, or is taken for a layer of another shape."""
-    texts = [[stable_text(m.weight) for m in layers(net(RECIPES[name], 2))] for name in FEW]
-    assert texts[0] == texts[1] and texts[0][:3] == texts[0][3:]
-    assert len(set(texts[0])) == 2  # gate and up, down
-    _, context = layers(net(RECIPES["mxfp8"]))[0].weight.__tensor_flatten__()
+    """If false, a graph cached on disk depends on one layer's codes, or is taken for a layer of another shape or format."""
+    texts = []
+    for name in ("fp8_delayed", "nvfp4"):
+        with fq.quantized_model_init(RECIPES[name]):
+            of_layers = layers(net(RECIPES[name], 2))
+        texts.append([stable_text(m.weight) for m in of_layers])
+        assert texts[-1][:3] == texts[-1][3:]
+        assert len(set(texts[-1])) == 2  # gate and up, down
+    assert not set(texts[0]) & set(texts[1])
+    _, context = of_layers[0].weight.__tensor_flatten__()
     assert pickle.loads(pickle.dumps(context)).value is None
+
+
+def test_a_compiled_region_has_the_recipe_of_contexts_that_are_entered_later():
+    """If false, a layer that was compiled outside of fq.autocast ignores it, in silence."""
+    layer = fq.convert(nn.Sequential(nn.Linear(64, 64, bias=False, dtype=BF16)), RECIPES["mxfp8"])
+    run, x, outside = torch.compile(layer, fullgraph=True, backend="aot_eager"), values(32, 64, dtype=BF16), None
+    for recipe in (None, RECIPES["fp8_current"], None):
+        with contextlib.nullcontext() if recipe is None else fq.autocast(recipe):
+            y = run(x)
+            assert_same_bytes(y, layer(x), f"{recipe}")
+        outside = y if outside is None else outside
+        assert torch.equal(y, outside) == (recipe is None)
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
@@ -402,3 +411,155 @@ def test_inductor_runs_the_same_operators():
 
     for name in FEW:
         assert_same(run(lambda m: compiled(m, "inductor"), name), run(lambda m: m, name), name)
+
+
+# What graphs hold #
+
+def captured(model: nn.Module, x: Tensor) -> tuple[torch.fx.Graph, torch.fx.Graph]:
+    """The graphs of a forward and its backward, as the partitioner of inductor cuts them."""
+    graphs = []
+
+    def keep(module, _):
+        graphs.append(module.graph)
+        return make_boxed_func(module.forward)
+
+    backend = aot_autograd(
+        fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition, keep_inference_input_mutations=True
+    )
+    torch.compile(model, fullgraph=True, backend=backend)(x).float().sum().backward()
+    return tuple(graphs)
+
+
+def operators_of(*graphs: torch.fx.Graph) -> list[torch._ops.OpOverload]:
+    return [n.target for graph in graphs for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+
+
+def own(*graphs: torch.fx.Graph) -> list[str]:
+    """Names of the library's operators."""
+    found = [op for op in operators_of(*graphs) if op.namespace.startswith("fsdp_quant")]
+    return [op.name().split("::")[1].split(".")[0] for op in found]
+
+
+class Attention(nn.Module):
+    """Norm, three projections of one x, something of them, a projection: [.., d] -> [.., d]."""
+
+    def __init__(self, d: int, dtype: torch.dtype):
+        super().__init__()
+        self.norm = nn.RMSNorm(d, dtype=dtype)
+        self.q, self.k, self.v, self.o = (nn.Linear(d, d, False, dtype=dtype) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.o(torch.sigmoid(self.q(h) * self.k(h)) * self.v(h))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("on_hopper", [False, True])
+def test_graphs_hold_functional_operators_alone(name: str, on_hopper: bool):
+    """If false, Python of ours runs in a compiled step, a graph finds its layer by a number, or no CUDA graph may hold it."""
+    with hopper.emulated() if on_hopper else contextlib.nullcontext():
+        model = net(RECIPES[name], dtype=BF16, d=48, hidden=64)
+        graphs = captured(model, values(64, 48, dtype=BF16).requires_grad_())
+    kernels = {
+        "quantize", "quantize_anchored", "anchor_codes", "gemm", "dequantize", "random_key", "column_sums", "tensor_decode_scale",
+        "statistics", "transpose_codes",
+    }
+    references = {f"reference_{of}" for of in ("encode", "decode", "gemm", "random_key", "column_sums")}
+    # A pair that no kernel multiplies is the reference's on a GPU too.
+    allowed = kernels | ({"reference_gemm"} if name == "dequantized" else set()) if on_hopper else references
+    assert set(own(*graphs)) <= allowed, set(own(*graphs)) - allowed
+    for op in operators_of(*graphs):
+        writes = [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        assert not writes or op is torch.ops.aten.copy_.default, f"{op} writes {writes}"
+        assert torch.Tag.cudagraph_unsafe not in op.tags, op
+    placeholders = [n.meta["val"] for graph in graphs for n in graph.nodes if n.op == "placeholder"]
+    assert all(p.numel() > 1 or p.dtype is not torch.int64 for p in placeholders if isinstance(p, Tensor)), "a number is handed over"
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "mxfp8", "nvfp4"])
+def test_layers_that_share_an_input_share_its_codes(name: str):
+    """If false, q, k and v quantize their input three times each way."""
+    with hopper.emulated():
+        torch.manual_seed(0)
+        model = fq.convert(nn.Sequential(Attention(48, BF16)), RECIPES[name])
+        if name == "fp8_delayed":
+            for layer in (model[0].k, model[0].v):
+                share_input(model[0].q, layer)
+        forward, backward = captured(model, values(64, 48, dtype=BF16).requires_grad_())
+    made = own(forward)
+    assert made.count("gemm") == 4
+    assert made.count("quantize") + made.count("quantize_anchored") == 4 + 2, "of four weights, and two inputs"
+    of_inputs = own(backward).count("quantize") + own(backward).count("quantize_anchored")
+    assert of_inputs == 4 + 4 + 2, "of four weights, four gradients (both ways at once), and two inputs"
+
+
+def test_the_backward_makes_anew_what_it_can():
+    """If false, a compiled model keeps codes of weights, or of inputs that follow from what is kept anyway."""
+    with hopper.emulated():
+        for name in ("fp8_current", "fp8_block", "mxfp8", "nvfp4"):
+            model, rows = net(RECIPES[name], dtype=BF16, d=48, hidden=64, bias=False), 256
+            forward, _ = captured(model, values(rows, 48, dtype=BF16).requires_grad_())
+            kept = [n.meta["val"] for n in tree_leaves(next(n for n in forward.nodes if n.op == "output").args[0])[1:]]
+            codes = [tuple(t.shape) for t in kept if t.dtype is torch.uint8 and t.numel() > 4096]
+            # The input itself is nothing that another operator keeps: codes of it are least. Not of h = silu(g) * u.
+            assert codes in ([(48, rows)], [(rows, 24)], [(48, rows // 2)], [(rows, 48)]), (name, codes)
+
+
+def test_transformers_llama_compiles_whole_and_layer_by_layer():
+    """If false, the models that people have break graphs, recompile or train otherwise when they are compiled."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=64, attn_implementation="sdpa", use_cache=False,
+    )
+
+    def run(prepare: Callable) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config)
+        fq.convert(model, RECIPES["nvfp4"], skip="lm_head")
+        STEP.seed, STEP.step, STEP.counted_by_hand = 3, 0, False
+        STEP.publish()
+        call, seen = prepare(model), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for step in range(3):
+            with dynamo_config.patch(error_on_recompile=step == 2):
+                ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(step))
+                logits = call(input_ids=ids).logits
+                F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+                optimizer.step()
+                seen += [logits.detach()] + [p.grad for p in model.parameters()]
+                optimizer.zero_grad()
+        return seen
+
+    def by_layer(model):
+        for layer in model.model.layers:
+            layer.compile(fullgraph=True, backend="aot_eager")
+        return model
+
+    want = run(lambda model: model)
+    assert_same(run(by_layer), want, "layer by layer")
+    assert graphs() <= 2, "the first layer's input needs a gradient as those of the others do"
+    torch._dynamo.reset()
+    dynamo_counters.clear()
+    # One graph adds up gradients in another order, of a model without our layers too: its first forward is to be the same.
+    whole = run(lambda model: torch.compile(model, fullgraph=True, backend="aot_eager"))
+    assert_same_bytes(whole[0], want[0], "whole")
+    assert graphs() == 2, "the hook that begins a step, and the model"
+
+
+def test_a_model_compiled_as_a_whole_counts_its_steps_on_the_device():
+    """If false, its gradients are rounded with one draw for ever, or the count breaks the graph or makes one a step."""
+    results = []
+    for prepare in (lambda m: m, lambda m: torch.compile(m, fullgraph=True, backend="aot_eager")):
+        STEP.seed, STEP.step, STEP.counted_by_hand = 3, 0, False
+        STEP.publish()
+        model = net(RECIPES["nvfp4"])
+        call, seen = prepare(model), []
+        for step in range(4):
+            x = values(24, 40, seed=step, dtype=FP32).requires_grad_()
+            call(x).square().mean().backward()
+            seen.append(x.grad)
+            assert STEP.step == step and fq.state_dict(model)["step"] == step + 1
+        results.append(seen)
+        assert graphs() <= 2, "none after the second step"
+    assert_same(results[1], results[0], "nvfp4")

@@ -10,11 +10,20 @@ import torch
 from torch import Tensor, nn
 
 import fsdp_quant as fq
-from dist_tests.laws import assert_same_bytes, values
+from dist_tests.laws import assert_same_bytes, kept_step, values
 from fsdp_quant import recipes
+from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import COLUMNWISE, IDENTITY, ROWWISE
-from fsdp_quant.tensor.master_weight import MasterWeight
+from fsdp_quant.tensor.weight_shard import WeightShard
+
+
+@pytest.fixture(autouse=True)
+def _own_step():
+    """Each test counts its steps by training forwards."""
+    with kept_step():
+        STEP.counted_by_hand = False
+        yield
 
 
 class Block(nn.Module):
@@ -82,7 +91,8 @@ def test_convert_takes_every_linear_in_place():
     linears = [n for n, s in before.items() if isinstance(s, nn.Linear)]
     assert len(linears) == 7
     assert kinds(m) == dict.fromkeys(linears, fq.Linear)
-    assert {n for n, s in before.items() if isinstance(getattr(s, "weight", None), MasterWeight)} == set(linears)
+    assert {n for n, s in before.items() if "_weight_state" in s.__dict__} == set(linears)
+    assert {type(before[n].weight) for n in linears} == {nn.Parameter}
     counters.reset()
     loss_of(m).backward()
     ran = counters.of("gemm")
@@ -106,7 +116,57 @@ def test_skipped_modules_stay_as_they_are(skip, left: list[str]):
         assert type(m.get_submodule(name).weight) is nn.Parameter
 
 
-def test_subclasses_of_linear_are_left_alone():
+class Described(nn.Module):
+    """What a trainer adds to the layers of its models."""
+
+    def describe(self) -> str:
+        return f"{self.tag} {tuple(self.weight.shape)}"
+
+
+class UserLinear(nn.Linear, Described):
+    """As torchtitan's: nn.Linear's forward, and methods, arguments and attributes of its own."""
+
+    def __init__(self, *args, tag: str = "user", **options):
+        super().__init__(*args, **options)
+        self.tag = tag
+
+    def init_states(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, tag={self.tag}"
+
+
+@pytest.mark.parametrize("name", ["fp8_delayed", "nvfp4"])
+def test_subclasses_with_the_forward_of_linear_keep_what_they_add(name: str):
+    """Otherwise models whose layers are such a class cannot be converted, or lose methods, copies and pickles."""
+    results, recipe = [], recipes.by_name(name)
+    for cls in (nn.Linear, UserLinear):
+        torch.manual_seed(0)
+        m = fq.convert(nn.Sequential(cls(32, 48), nn.ReLU(), cls(48, 32, bias=False)), recipe)
+        file = io.BytesIO()
+        torch.save(m, file)
+        file.seek(0)
+        for made in (m, copy.deepcopy(m), torch.load(file, weights_only=False)):
+            assert all(isinstance(layer, (fq.Linear, cls)[i]) for layer in (made[0], made[2]) for i in range(2))
+            x = values(8, 32, dtype=torch.float32)
+            y = made(x)
+            y.sum().backward()
+            results.append([y.detach(), *(p.grad for p in made.parameters())])
+    for got in results[1:]:
+        for a, b in zip(got, results[0]):
+            assert_same_bytes(a, b)
+    layer = m[0]
+    assert type(layer).__name__ == "UserLinear" and (layer.tag, layer.describe()) == ("user", "user (48, 32)")
+    assert "tag=user" in repr(layer) and name in repr(layer)
+    layer.init_states()
+    assert (m.state_dict()["0.weight"] == 1).all()
+    assert type(m[0]) is type(m[2]), "one class for all of them"
+    with pytest.raises(ValueError, match="no nn.Linear to convert"):
+        fq.convert(m, recipe)
+
+
+def test_subclasses_with_another_forward_are_left_alone():
     """Otherwise a class that overrides forward loses its own arithmetic."""
     class Scaled(nn.Linear):
         def forward(self, x):
@@ -124,11 +184,11 @@ def test_subclasses_of_linear_are_left_alone():
 def test_a_second_convert_takes_the_rest_and_touches_nothing_else():
     """Otherwise converting a model in two calls wraps weights twice, or resets what the first call made."""
     m = fq.convert(model(), recipes.mxfp8(), skip=["lm_head"])
-    states = {n: s.weight.state for n, s in m.named_modules() if isinstance(s, fq.Linear)}
+    states = {n: s._weight_state for n, s in m.named_modules() if isinstance(s, fq.Linear)}
     fq.convert(m, recipes.nvfp4())
     assert m.lm_head.recipe == recipes.nvfp4()
     for name, state in states.items():
-        assert m.get_submodule(name).weight.state is state
+        assert m.get_submodule(name)._weight_state is state
         assert m.get_submodule(name).recipe == recipes.mxfp8()
     with pytest.raises(ValueError, match="no nn.Linear to convert"):
         fq.convert(m, recipes.nvfp4())
@@ -164,7 +224,7 @@ def test_tail_counts_layers_exactly(layers: int, percent: int):
 
 def untouched(m: nn.Module, before: dict[str, type]) -> None:
     assert kinds(m) == before
-    assert not any(isinstance(p, MasterWeight) for p in m.parameters())
+    assert not any(isinstance(p, WeightShard) for p in m.parameters())
 
 
 def test_a_skip_that_matches_nothing_is_refused():
@@ -296,7 +356,7 @@ def test_state_dict_shares_memory_with_the_weights():
     """Otherwise saving doubles the memory of the weights."""
     m = fq.convert(model(), recipes.mxfp8())
     got = m.state_dict()
-    assert got["lm_head.weight"].data_ptr() == m.lm_head.weight.inner.data_ptr()
+    assert got["lm_head.weight"].data_ptr() == m.lm_head.weight.data_ptr()
 
 
 @pytest.mark.parametrize("weights_only", [True, False])
@@ -387,13 +447,13 @@ def test_a_deep_copy_trains_on_its_own():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_module_cast_after_convert_equals_one_cast_before(dtype: torch.dtype):
-    """Otherwise `.to(dtype)` leaves codes of the old weight, or loses the wrapper."""
+    """Otherwise `.to(dtype)` leaves codes of the old weight, or makes another kind of parameter."""
     m = fq.convert(model(), recipes.mxfp8())
     loss_of(m).backward()
     m.zero_grad()
     m.to(dtype)
     want = fq.convert(model().to(dtype), recipes.mxfp8())
-    assert isinstance(m.lm_head.weight, MasterWeight)
+    assert type(m.lm_head.weight) is nn.Parameter
     assert_same_bytes(m(IDS), want(IDS), "output")
     loss_of(m).backward()
     loss_of(want).backward()
@@ -418,7 +478,7 @@ def test_a_model_made_on_the_meta_device_equals_one_made_on_the_cpu():
         for module in m.modules():
             if hasattr(module, "reset_parameters"):
                 module.reset_parameters()
-        assert isinstance(m.lm_head.weight, MasterWeight)
+        assert type(m.lm_head.weight) is nn.Parameter
         for name, tensor in want.state_dict().items():
             assert_same_bytes(m.state_dict()[name], tensor, name)
         fq.begin_step(0)
@@ -465,6 +525,7 @@ def test_set_recipe_back_and_forth_starts_afresh():
     """Otherwise scales of a stretch of training long past encode the step after a return to delayed scaling."""
     m = fq.convert(model(), recipes.fp8_delayed(length=4))
     optimizer = torch.optim.SGD(m.parameters(), lr=0.0)
+    step(m, optimizer)
     step(m, optimizer)
     assert all(h["enc"] > 0 for h in fq.state_dict(m)["histories"].values())
     fq.set_recipe(m, recipes.mxfp8())

@@ -539,7 +539,8 @@ def test_a_layer_trains_as_with_its_own_optimizer(name: str, device: str = "cpu"
     codes, masters, and histories of weights, activations and gradients."""
     recipe = fq.recipes.hybrid("mxfp8", "nvfp4") if name == "hybrid" else getattr(fq.recipes, name)()
     with fq.quantized_model_init(recipe):
-        ours, theirs = (fq.Linear(48, 32, bias=False, device=device, dtype=torch.bfloat16, recipe=recipe) for _ in range(2))
+        ours, theirs = (
+            fq.Linear(48, 32, bias=False, device=device, dtype=torch.bfloat16, recipe=recipe, name="it") for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
     sync = plan_weight_sync([("w", ours.weight, ShardMap((0, 32 * 48)))], None)
     master = torch.nn.Parameter(sync.init_masters()[0])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import gc
+import itertools
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_quant as fq
@@ -20,8 +22,9 @@ from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction
 from fsdp_quant.gemm import gemm
 from fsdp_quant.modules import guard, linear_op
 from fsdp_quant.modules import plan as plans
+from fsdp_quant.modules.linear import share_input
 from fsdp_quant.modules.plan import PRODUCTS
-from fsdp_quant.ops import layout
+from fsdp_quant.ops import layout, native
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
 from fsdp_quant.storage import Storage
 
@@ -189,14 +192,54 @@ def test_no_rows_are_multiplied(gpu, name: str):
     assert got["weight"].count_nonzero() == 0 and got["bias"].count_nonzero() == 0
 
 
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_fakes_have_the_shapes_of_what_is_made(gpu, name: str):
+    """If false, a graph plans for other buffers than its operators make, or is made for one number of tokens."""
+    q, through = QUANTIZERS[name], (False,)
+    for (rows, cols), transposed, row0 in itertools.product(((33, 48), (130, 272)), (False, True), (0, 33)):
+        if row0 and (transposed or q.fmt.rotated):
+            continue
+        scale_layout = native.HOPPER if transposed else native.COMPACT
+        sides = (
+            native.pack_encoding(q.encoding(ROWWISE), False, scale_layout),
+            native.pack_encoding(q.encoding(COLUMNWISE), transposed, scale_layout),
+        )
+        x, key = values(rows, cols).to(BF16), torch.tensor([1, 2, 3, 4, 0])
+        calls = {"statistics": (*sides, row0, *through)}
+        for some in (sides, (sides[0], 0), (0, sides[1])):
+            calls[f"quantize {some}"] = (*some, 0.0, 0.0, row0, *through, None, None, None, key, None, None, None, key)
+        if q.fmt.scale == "e8m0" and q.fmt.scale_rounding == "up" and q.fmt.block[0] == 1 and not row0:
+            calls["quantize_anchored"] = (*sides, 0, 128, None, None, *through)
+        for call, arguments in calls.items():
+            operator = getattr(gpu, call.split()[0])
+            made = getattr(operator, "default", operator)(x, *arguments)
+            for symbolic in (False, True) if call == "quantize_anchored" or arguments[:2] == sides else (False,):
+                with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+                    fakes = native.FAKES[call.split()[0]](mode.from_tensor(x, static_shapes=not symbolic), *arguments)
+                    if symbolic and call.startswith("q"):
+                        assert any(isinstance(n, torch.SymInt) for n in fakes[0].shape)
+                    got = [([int(n) for n in t.shape], t.dtype) for t in fakes]
+                assert got == [(list(t.shape), t.dtype) for t in made], f"{call} of {rows, cols} from {row0}"
+
+
+def test_encodings_of_the_emulation_stay_in_it():
+    """If false, an integer of the emulated operators reaches the compiled ones on a machine that has both."""
+    e = QUANTIZERS["mxfp8"].encoding(ROWWISE)
+    before, known = native.pack_encoding, native.pack_encoding.cache_info()
+    with hopper.emulated():
+        packed = native.pack_encoding(e)
+        assert packed >> 31 and packed == native.pack_encoding(e) != native.pack_encoding(e, False, native.HOPPER)
+    assert native.pack_encoding is before and before.cache_info() == known
+
+
 def test_the_emulation_leaves_nothing_behind():
     """If false, the tests after this file's run with layouts of another device."""
-    before = dict(plans._PLANS), linear_op._LAST_INPUT._entry, guard._UNDERWAY[:], torch.cuda.Event
+    before = dict(plans._PLANS), guard._UNDERWAY[:], torch.cuda.Event
     with hopper.emulated():
         model = nn.Sequential(linear(recipes.mxfp8()))
         step(model, *inputs())
         torch.optim.SGD(model.parameters(), lr=0.0).step()
-    assert (dict(plans._PLANS), linear_op._LAST_INPUT._entry, guard._UNDERWAY[:], torch.cuda.Event) == before
+    assert (dict(plans._PLANS), guard._UNDERWAY[:], torch.cuda.Event) == before
     assert not [m for m in guard._GUARDED if m is model[0]]
     module = linear(recipes.mxfp8())
     counters.reset()
@@ -217,7 +260,7 @@ def test_one_call_gives_the_bytes_of_its_parts(gpu, name: str, autocast: bool, m
             x, dy = inputs(shape, dtype)
             gpu.calls.clear()
             one = step(linear(RECIPES[name](), shape, bias, dtype), x, dy, **options)
-            wanted = 2 if not (autocast and bias) else 0 if name == "fp8_delayed" else 1  # amaxes leave by the operator
+            wanted = 0 if autocast and bias else 2  # a bias of another dtype is added by the parts
             assert len(gpu.steps()) == wanted, (shape, bias)
             with monkeypatch.context() as patch:
                 patch.setattr(linear_op, "_is_one_call", lambda *args: False)
@@ -262,6 +305,10 @@ def test_one_call_counts_and_records_what_its_parts_do(gpu, monkeypatch):
                 found[f"{name} histories"] = {str(k): (h.amaxes[0].item(), h.enc.item()) for k, h in histories}
             found |= {what: counters.of(what) for what in ("gemm", "quantize", "weight encode")}
             seen.append(found)
+    # The parts transpose the one storage of both directions, which one call quantizes in both as it reads the weight.
+    for fmt, names in (("fp8_tensor", 2), ("fp8_128x128", 1)):
+        assert seen[0]["quantize"].pop((fmt, "columnwise", "native")) - names == (
+            seen[1]["quantize"].pop((fmt, "columnwise", "native"), 0))
     assert seen[0] == seen[1]
     far, nonzero = seen[0]["mxfp8"][0][0]
     assert 0 < far < nonzero
@@ -290,153 +337,123 @@ def test_one_call_makes_only_the_sides_that_are_read(gpu, name: str):
 # An input that layers share #
 
 
-def activation() -> Tensor:
-    """An input that another operator made."""
-    return inputs()[0].requires_grad_() * 1
+def shared(gate: fq.Linear, up: fq.Linear, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs of two layers to which one module hands x."""
+    handed = linear_op.Handed()
+    return gate(x, handed), up(x, handed)
 
 
 @pytest.mark.parametrize("name", ["fp8_current", "fp8_row", "fp8_block", "mxfp8"])
-def test_layers_that_share_an_input_quantize_it_once(gpu, name: str):
-    """If false, gate and up each quantize what they share, or a changed input multiplies with its old codes."""
+def test_layers_that_are_handed_one_input_quantize_it_once(gpu, name: str):
+    """If false, gate and up each quantize what they share, or one multiplies other codes than alone."""
     gate, up = linear(RECIPES[name](), bias=False), linear(RECIPES[name](), name="up")
-    x, dy = activation(), inputs()[1]
-    want = {"gate": gate(x.clone()).detach(), "up": up(x.clone()).detach()}
+    x, dy = inputs()
+    x = x.requires_grad_() * 1
+    want = gate(x.clone()).detach(), up(x.clone()).detach()
     gpu.calls.clear()
-    got = {"gate": gate(x), "up": up(x)}
+    got = shared(gate, up, x)
     assert [c[2:] for c in gpu.steps()] == [(True, True), (False, False)]
-    for layer, y in got.items():
-        assert_same_bytes(y.detach(), want[layer], layer)
-    (got["gate"] + got["up"]).backward(dy)
+    for y, wanted, layer in zip(got, want, ("gate", "up")):
+        assert_same_bytes(y.detach(), wanted, layer)
+    sum(got).backward(dy)
     alone = step(linear(RECIPES[name](), name="up"), x, dy)
     assert_same_bytes(up.weight.grad, alone["weight"], "the gradient from shared codes")
 
-    gate(x)
-    with torch.no_grad():
-        x.mul_(2)
-    changed = up(x)
-    assert_same_bytes(changed.detach(), up(x.clone()).detach(), "after a write")
-    gate(x)
+
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_row", "fp8_block", "mxfp8"])
+def test_an_input_is_quantized_as_it_is(gpu, name: str):
+    """If false, a layer multiplies codes of what was in an input's memory at an earlier call."""
+    module, other = linear(RECIPES[name]()), values(64, 32, seed=8)
+    buffer = inputs()[0]
+    module(buffer)
+    buffer.data.copy_(other)  # no version tells
+    assert_same_bytes(module(buffer).detach(), module(other).detach(), "written through .data")
+    with torch.inference_mode():
+        assert_same_bytes(module(buffer), module(other), "inference")
     gpu.calls.clear()
-    up(x.clone())
-    assert gpu.steps()[0].row, "a clone"
+    module(buffer), module(buffer)
+    assert [c.row for c in gpu.steps()] == [True, True], "nothing is remembered of an input"
 
 
-def test_shared_codes_go_with_the_input(gpu):
-    """If false, the codes of an activation live on, or a new tensor at its address finds them."""
-    module, x = linear(recipes.fp8_current()), activation()
-    module(x)
-    assert linear_op._LAST_INPUT._entry is not None
-    del x
-    gc.collect()
-    assert linear_op._LAST_INPUT._entry is None
-
-
-def test_codes_are_shared_only_where_they_are_the_same(gpu, monkeypatch):
-    """If false, a layer reads codes of another format, step of a history, direction or stream, or of an old buffer."""
-    def quantizes(module: fq.Linear, x: Tensor) -> bool:
-        gpu.calls.clear()
-        module(x)
-        return gpu.steps()[0].row
-
-    x = activation()
+def test_handed_codes_are_taken_only_where_they_are_the_layers_own(gpu):
+    """If false, a layer reads codes of another format, of another history, or without the direction that it saves."""
+    x = inputs()[0].requires_grad_() * 1
     for first, second in (
         (linear(recipes.fp8_current()), linear(recipes.mxfp8())),
         (linear(recipes.fp8_current()), linear(recipes.fp8_current(pow2=True))),
-        (linear(recipes.fp8_delayed()), linear(recipes.fp8_delayed())),
     ):
-        first(x)
-        assert quantizes(second, x), second.recipe
-    module = linear(recipes.fp8_block())
-    with torch.no_grad():
-        module(x)
-    assert quantizes(module, x), "the columnwise codes were not needed"
-    assert not quantizes(module, x)
-    with monkeypatch.context() as patch:
-        patch.setattr(linear_op.torch_compat, "stream_of", lambda device: (1, False))
-        assert quantizes(module, x), "another stream"
-    buffer, other = inputs()[0], values(*x.shape, seed=8)
-    module(buffer)
-    buffer.data.copy_(other)  # no version tells
-    assert_same_bytes(module(buffer).detach(), module(other).detach(), "a buffer that was filled again")
-    with torch.inference_mode():
-        assert_same_bytes(module(buffer), module(other), "inference")
+        want = second(x).detach()
+        gpu.calls.clear()
+        got = shared(first, second, x)[1]
+        assert [c.row for c in gpu.steps()] == [True, True], second.recipe
+        assert_same_bytes(got.detach(), want, str(second.recipe))
+    module, frozen = linear(recipes.fp8_block()), linear(recipes.fp8_block())
+    frozen.requires_grad_(False)
+    gpu.calls.clear()
+    shared(frozen, module, x)
+    assert [c[2:] for c in gpu.steps()] == [(True, False), (True, True)], "the columnwise codes were not needed before"
 
 
 # Weights #
 
 
 def weight_reads(gpu, module: fq.Linear) -> list[tuple[bool, bool]]:
-    return [(c.row, c.col) for c in gpu.reads(module.weight.inner)]
+    return [(c.row, c.col) for c in gpu.reads(module.weight)]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8"])
-def test_weights_that_train_are_encoded_in_one_read_a_version(gpu, name: str, dtype: torch.dtype):
-    """If false, every micro-batch quantizes, transposes or anchors the weight again, or reads it once a direction; or codes
-    are held that no micro-batch reads."""
-    module = linear(RECIPES[name](), dtype=dtype)
+def test_weights_that_train_are_encoded_in_one_read_a_forward(gpu, name: str, dtype: torch.dtype):
+    """If false, a forward reads the weight once a direction, transposes its codes, or a backward quantizes it again; or a
+    forward multiplies codes of an earlier one."""
+    module = linear(RECIPES[name](), bias=False, dtype=dtype)
     x, dy = inputs()
     options = {"dtype": BF16} if dtype is FP32 else {}
-    both, encodes = dict.fromkeys(Direction, layout.ANCHORED if name == "mxfp8" else layout.NATIVE), 0
-    # Of each version: how often it is encoded, and whether its codes are held after each micro-batch. (No node of fp32
-    # layers holds any.)
-    found_out = (1, [False]), (2, [False, True, True]), (1, [True] * 3), (1, [True]), (1, [False])
-    for times, held in ((1, [True] * 3), (1, [True])) if dtype is FP32 else found_out:
-        seen = []
-        for is_held in held:
-            seen.append(step(module, x, dy, **options))
-            laid = {d: s.layout for d, s in module._weight_state._whole[1].items()}
-            assert laid == (both if is_held else {})
-        encodes += times
-        assert weight_reads(gpu, module) == [(True, True)] * encodes
-        assert all(n == encodes for n in counters.of("weight encode").values()), counters.of("weight encode")
-        assert gpu.count("anchor_codes") == (2 * encodes if name == "mxfp8" else 0)
-        assert gpu.count("transpose_codes") == 0
+    for forwards in (1, 2, 3):
+        got = step(module, x, dy, **options)
         if name != "fp8_delayed":
-            assert_same(seen[-1], seen[0], f"{len(seen)} micro-batches")
-        with torch.no_grad():
-            module.weight.mul_(2)
+            fresh = linear(RECIPES[name](), bias=False, dtype=dtype)
+            fresh.load_state_dict(module.state_dict())
+            assert_same(got, step(fresh, x, dy, **options), f"forward {forwards}")
+        assert weight_reads(gpu, module) == [(True, True)] * forwards
+        module.weight.data.mul_(2)  # no version tells
+    assert gpu.count("transpose_codes") == 0
 
 
-@pytest.mark.parametrize("moved", [False, True], ids=["", "moved"])
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp8/nvfp4", "nvfp4/mxfp8", "mxfp8"])
-def test_sides_that_stay_compact_are_encoded_once_a_version(gpu, name: str, moved: bool):
-    """If false, hybrids, and layers that the guard moved, encode a side of the weight at every micro-batch."""
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "mxfp8/nvfp4", "nvfp4/mxfp8"])
+def test_held_weights_are_encoded_once(gpu, name: str):
+    """If false, micro-batches inside fq.hold quantize the weight again, or multiply other bytes than outside it."""
     module = linear(RECIPES[name]())
-    if moved:
-        sent(module, {("input", ROWWISE): 0.05})
-    for version in (1, 2):
-        for _ in range(3):
-            step(module, *inputs())
-        found = set(counters.of("weight encode").values())
-        assert found <= {version, version + 1}, found  # that micro-batches share a version is found out once
-        with torch.no_grad():
-            module.weight.mul_(2)
+    want = step(module, *inputs())
+    gpu.calls.clear()
+    counters.reset()
+    with fq.hold(module):
+        for micro_batch in range(3):
+            restart()
+            assert_same(step(module, *inputs()), want, f"micro-batch {micro_batch}")
+    assert set(counters.of("weight encode").values()) == {1}
+    assert len(weight_reads(gpu, module)) <= 2
 
 
 @pytest.mark.parametrize("name", ["fp8_row", "fp8_block", "mxfp8", "nvfp4"])
 def test_frozen_weights_are_encoded_in_the_direction_that_is_read(gpu, name: str):
-    """If false, inference and LoRA keep codes of the base weights that nobody multiplies."""
+    """If false, inference quantizes base weights in a direction that nobody multiplies."""
     module = linear(RECIPES[name]())
     module.requires_grad_(False)
     x, dy = inputs()
-    compact = set(module.plan.resolved(BF16, x.device).layouts["weight"].values()) == {layout.COMPACT}
-    one_storage = module.plan.weight.one_storage and compact
-    for _ in range(2):
+    for forwards in (1, 2):
         module(x)
-        assert weight_reads(gpu, module) == [(True, False)]
-        assert one_storage or COLUMNWISE not in module._weight_state._whole[1]
+        assert weight_reads(gpu, module) == [(True, False)] * forwards
     x.requires_grad_()
-    for _ in range(2):
-        module(x).backward(dy)
-        wanted = [(True, False)] if one_storage else [(True, False), (False, True)]
-        assert weight_reads(gpu, module) == wanted
+    gpu.calls.clear()
+    module(x).backward(dy)
+    assert weight_reads(gpu, module) == [(True, name != "nvfp4")]  # one storage of 16 x 16 blocks serves both
+    restart()
     trained = step(linear(RECIPES[name]()), x, dy)
     x.grad = None
     restart()
     module(x).backward(dy)
     assert_same_bytes(x.grad, trained["dx"], "input gradient")
-    assert not module._weight_state._codes[1], "compact codes beside those of the products"
 
 
 # Storages in a layout #
@@ -630,21 +647,37 @@ def test_the_guard_counts_what_is_anchored(gpu):
             assert model[0].plan.moved == ()
             step(model, x, dy)
             optimizer.step()
+        step(model, x, dy)
         assert model[0].plan.moved == ("fprop",), shape
 
 
 def test_the_guard_counts_a_shared_input_for_every_layer(gpu):
     """If false, up goes on losing the bits that gate, which quantized their input, is spared."""
     gate, up = linear(recipes.mxfp8(), SHAPES[2], bias=False), linear(recipes.mxfp8(), SHAPES[2], name="up")
+    share_input(gate, up)
     x, dy = inputs(SHAPES[2])
     with torch.no_grad():
         x[:, :32] *= 1e5
     x = x.requires_grad_() * 1
-    (gate(x) + up(x)).backward(dy)
+    sum(shared(gate, up, x)).backward(dy)
     assert [c[2:] for c in gpu.steps()][:2] == [(True, True), (False, False)]
     guard.judge()
     guard.judge()
     assert "fprop" in gate.plan.moved and gate.plan.moved == up.plan.moved
+
+
+def test_the_guard_decides_once_for_layers_alike(gpu):
+    """If false, each layer of a compiled model is traced anew as its own counts arrive, up to the recompile limit."""
+    model = nn.Sequential(*(nn.Linear(64, 64, dtype=BF16) for _ in range(4)))
+    fq.convert(model, recipes.per_layer(recipes.mxfp8(), {"3": recipes.mxfp8(anchor_tolerance=0.5)}))
+    other = fq.convert(nn.Sequential(nn.Linear(64, 64, dtype=BF16)), recipes.mxfp8())
+    for m in (model, other):
+        m(values(64, 64)).sum().backward()
+    sent(model[1], {("input", ROWWISE): 0.05})
+    assert [layer.plan.moved for layer in (*model, *other)] == [("fprop",)] * 3 + [(), ()]
+    assert len({layer.plan.key for layer in model}) == 2
+    assert {(name, why) for name, _, why in counters.of("moved")} == {
+        ("1", "input.rowwise: 5.0% of the blocks"), ("0", "as for 1"), ("2", "as for 1")}
 
 
 def test_the_guard_keeps_to_the_recipes_tolerance(gpu):
@@ -753,6 +786,7 @@ def test_autocast_is_that_of_the_cpu(name: str):
             counters.reset()
             got = step(module, x, dy, dtype=BF16)
             assert counters.of("gemm") == planned(module, BF16)
+            restart()
             with torch.autocast("cpu", BF16):  # the backward too
                 inside = step(module, x, dy)
         for key, tensor in want.items():

@@ -6,8 +6,6 @@ size (a minute or two an arm), whose whole table is `python -m dist_tests.bench.
 
 from __future__ import annotations
 
-import pytest
-
 from dist_tests import laws
 from dist_tests.bench.learning import ARMS, Size, validation_loss
 from fsdp_quant import recipes
@@ -19,12 +17,6 @@ SMALL = Size(
     width=64, heads=2, layers=1, vocabulary=16, tokens=32, sequences=8, steps=60, warmup=6, rate=8e-3, validation=256, topics=1,
     exponent=2.5,
 )
-
-
-@pytest.fixture(autouse=True)
-def _own_step():
-    with laws.kept_step():
-        yield
 
 
 def test_recipes_learn_and_a_broken_one_is_caught():

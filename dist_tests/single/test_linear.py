@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
 
 import pytest
@@ -18,10 +19,11 @@ from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import COLUMNWISE, IDENTITY, ROWWISE, format_of
+from fsdp_quant.modules import linear_op
 from fsdp_quant.modules.plan import PRODUCTS
+from fsdp_quant.ops import rng
 from fsdp_quant.ops.rng import tensor_id
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
-from fsdp_quant.tensor.master_weight import MasterWeight
 
 # Recipes of this file #
 
@@ -95,7 +97,7 @@ FEATURES = (40, 56)  # in, out: no multiple of 16 or 32
 
 @pytest.fixture(autouse=True)
 def _own_step():
-    """Each test starts at step 0 of seed 0, counted by optimizer steps, with empty counters."""
+    """Each test starts at step 0 of seed 0, counted by training forwards, with empty counters."""
     with kept_step():
         STEP.seed, STEP.step, STEP.micro_batch, STEP.token_offset, STEP.counted_by_hand = 0, 0, 0, -1, False
         STEP.publish()
@@ -394,13 +396,27 @@ def test_dequantized_override_follows_a_delayed_scale():
     module(values(24, 40, dtype=torch.float32) * 4).sum().backward()
     optimizer.step()
     x, dy = values(24, 40, seed=2, dtype=torch.float32), values(24, 56, seed=1, dtype=torch.float32)
+    got = run(module, x, dy)["d weight"]
     enc = fq.state_dict(module)["histories"][".input.rowwise"]["enc"]
     assert float(enc) == pytest.approx(448 / float((values(24, 40, dtype=torch.float32) * 4).abs().max()))
     decoded = (x * enc).clamp(-448, 448).to(torch.float8_e4m3fn).float() * (1 / enc)
-    assert_same_bytes(run(module, x, dy)["d weight"], dy.t().mm(decoded), "weight gradient")
+    assert_same_bytes(got, dy.t().mm(decoded), "weight gradient")
 
 
 # What the backward keeps #
+
+
+def dgrad_buffers(module: fq.Linear, dtype: torch.dtype) -> list[Tensor]:
+    """What dgrad multiplies of the weight as it is."""
+    made = linear_op.weight_storages(module.weight, [COLUMNWISE], module.plan, copy.deepcopy(module._weight_state), dtype)
+    return list(made[COLUMNWISE].buffers().values())
+
+
+def assert_same_saves(saved: list[Tensor], want: list[Tensor]) -> None:
+    assert len(saved) == len(want)
+    for i, (a, b) in enumerate(zip(saved, want)):
+        assert_same_bytes(a, b, f"saved {i}")
+
 
 SAVES = {
     "identity": "input", "fp8_current": "rowwise", "fp8_current_e5m2": "rowwise", "fp8_delayed": "rowwise",
@@ -414,7 +430,7 @@ SAVES = {
 @pytest.mark.parametrize("override", [None, "high_precision", "dequantized"])
 @pytest.mark.parametrize("name", ALL)
 def test_saved_tensors_are_those_the_plan_names(name: str, override: str | None):
-    """Otherwise activation memory is not what the plan printed, or users' offload hooks see the weight."""
+    """Otherwise activation memory is not what the plan printed, or a backward keeps more of the weight than dgrad multiplies."""
     recipe = copy.copy(ALL[name])
     object.__setattr__(recipe, "backward_override", override)
     want = {None: SAVES[name], "high_precision": "input", "dequantized": "rowwise"}[override]
@@ -434,10 +450,17 @@ def test_saved_tensors_are_those_the_plan_names(name: str, override: str | None)
         for got, (buffer, expected) in zip(saved, storage.buffers().items()):
             assert_same_bytes(got, expected, f"saved {buffer}")
     y.sum().backward()
+    x.requires_grad_()
+    restart()
+    module = linear(recipe)
+    with recorded_saves() as both:
+        y = module(x)
+    assert_same_saves(both, [*saved, *dgrad_buffers(module, x.dtype)])
+    y.sum().backward()
 
 
 @pytest.mark.parametrize("override", [None, "high_precision", "dequantized"])
-def test_nothing_is_saved_for_a_frozen_weight(override: str | None):
+def test_nothing_of_the_input_is_saved_for_a_frozen_weight(override: str | None):
     """Otherwise LoRA pays the base model's activation memory for gradients that nobody wants."""
     for make in (recipes.identity, recipes.mxfp8, recipes.nvfp4, recipes.fp8_delayed):
         module = linear(make(backward_override=override))
@@ -445,7 +468,7 @@ def test_nothing_is_saved_for_a_frozen_weight(override: str | None):
         x = values(24, 40, dtype=torch.float32).requires_grad_()
         with recorded_saves() as saved:
             y = module(x)
-        assert saved == [], make.__name__
+        assert_same_saves(saved, dgrad_buffers(module, x.dtype))
         y.backward(values(24, 56, dtype=torch.float32))
         trained = linear(make(backward_override=override))
         restart()
@@ -490,7 +513,7 @@ def test_frozen_base_quantizes_no_gradient_for_the_weight():
     model["base"].requires_grad_(False)
     x = values(24, 40, dtype=torch.float32).requires_grad_()
     y = model["base"](x) + model["up"](model["down"](x))
-    assert {d for (_, d, _) in counters.of("quantize")} == {"rowwise"}
+    assert counters.of("quantize")[("mxfp8", "columnwise", "reference")] == 1  # the weight's, for dgrad
     y.sum().backward()
     quantized = counters.of("quantize")
     assert quantized[("mxfp8", "rowwise", "reference")] == 3  # x, weight, dy
@@ -513,8 +536,11 @@ def test_first_layer_computes_no_input_gradient():
 
 # Evaluation #
 
-
-def test_evaluation_between_steps_changes_nothing():
+@pytest.mark.parametrize("name", [
+    "fp8_current", "fp8_delayed", "mxfp8", "nvfp4", "mxfp8_nvfp4",
+    "delayed_and_current",
+])
+def test_evaluation_between_steps_changes_nothing(name: str):
     """Otherwise validating a model changes its training: histories, caches or the step moved."""
     def with_evaluation(model: nn.Module) -> list[dict[str, Tensor]]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -534,15 +560,14 @@ def test_evaluation_between_steps_changes_nothing():
             optimizer.zero_grad()
         return seen
 
-    for name in ("fp8_current", "fp8_delayed", "mxfp8", "nvfp4", "mxfp8_nvfp4", "delayed_and_current"):
-        for bias in (True, False):
-            restart()
-            evaluate = False
-            want = with_evaluation(net(ALL[name], bias=bias))
-            restart()
-            evaluate = True
-            for i, (a, b) in enumerate(zip(with_evaluation(net(ALL[name], bias=bias)), want)):
-                assert_same(a, b, f"{name} step {i}")
+    for bias in (True, False):
+        restart()
+        evaluate = False
+        want = with_evaluation(net(ALL[name], bias=bias))
+        restart()
+        evaluate = True
+        for i, (a, b) in enumerate(zip(with_evaluation(net(ALL[name], bias=bias)), want)):
+            assert_same(a, b, f"{name} step {i}")
 
 
 def test_a_backward_in_evaluation_records_no_amax():
@@ -577,11 +602,10 @@ def test_a_module_built_for_evaluation_trains(where: str):
     assert_same(run(built(), x, dy), run(linear(recipes.nvfp4()), x, dy), where)
 
 
-@pytest.mark.parametrize("quantized", [False, True], ids=["masters", "quantized parameters"])
 @pytest.mark.parametrize("name", ["fp8_current", "mxfp8_nvfp4"])
-def test_a_weight_keeps_the_directions_that_it_has(name: str, quantized: bool):
+def test_a_quantized_parameter_keeps_the_directions_that_it_has(name: str):
     """Otherwise an evaluation drops codes that training made, and the next backward makes them again, or has none."""
-    with fq.quantized_model_init(ALL[name]) if quantized else contextlib.nullcontext(), torch.no_grad():
+    with fq.quantized_model_init(ALL[name]), torch.no_grad():
         model = net(ALL[name]).eval()
     optimizer, x = fq.optim.FusedAdam(model.parameters(), lr=1e-2), values(24, 40, dtype=torch.float32)
     layer, stages = model[2], [(torch.no_grad, False), (torch.enable_grad, True), (torch.inference_mode, False)]
@@ -592,7 +616,7 @@ def test_a_weight_keeps_the_directions_that_it_has(name: str, quantized: bool):
                 y = model.train(trains)(x)
                 if trains:
                     y.sum().backward()
-            codes = vars(layer.weight._slots) if quantized else {d.value: s for d, s in layer.weight.state._codes[1].items()}
+            codes = vars(layer.weight._slots)
             now = {d for d in layer.plan.weight.encodings if codes.get(d.value) is not None}
             assert held <= now, f"{context.__name__} dropped {held - now}"
             held = now
@@ -601,9 +625,27 @@ def test_a_weight_keeps_the_directions_that_it_has(name: str, quantized: bool):
         optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("name", ["fp8_current", "mxfp8_nvfp4"])
+def test_nothing_of_a_weight_outlives_its_backward(name: str):
+    """Otherwise codes stay beside the weights between steps, and something has to know when they are stale."""
+    module, x = linear(ALL[name]), values(24, 40, dtype=torch.float32).requires_grad_()
+
+    def codes() -> int:
+        gc.collect()
+        return sum(type(t) is Tensor and t.dtype is torch.uint8 for t in gc.get_objects() if isinstance(t, Tensor))
+
+    before = codes()
+    y = module(x)
+    assert codes() > before
+    y.sum().backward()
+    del y
+    assert codes() == before
+
+
 def test_training_starts_after_a_first_forward_in_inference_mode(monkeypatch):
     """Otherwise the step's tensor is an inference tensor, and the first optimizer step of the process fails."""
-    monkeypatch.setattr(STEP, "_devices", {})
+    monkeypatch.setattr(STEP, "_copies", {})
+    monkeypatch.setattr(STEP, "_kept", {})
     module = linear(recipes.fp8_delayed(length=4))
     with torch.inference_mode():
         module(values(24, 40, dtype=torch.float32))
@@ -611,6 +653,7 @@ def test_training_starts_after_a_first_forward_in_inference_mode(monkeypatch):
     torch.optim.SGD(module.parameters(), lr=0.1).step()
     fq.begin_step(5)
     assert STEP.on(torch.device("cpu"))[1] == 5
+    module(values(24, 40, dtype=torch.float32))
     assert histories(module)[".grad_output.rowwise"][1] > 0
 
 
@@ -619,8 +662,8 @@ def test_training_starts_after_a_first_forward_in_inference_mode(monkeypatch):
 
 @pytest.mark.parametrize("batches", [1, 2, 8])
 @pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "mxfp8", "mxfp8_nvfp4"])
-def test_weights_are_encoded_once_a_version(name: str, batches: int):
-    """Otherwise every micro-batch pays for the weight's quantization again."""
+def test_weights_are_encoded_once_a_forward(name: str, batches: int):
+    """Otherwise a backward quantizes the weight again, or a forward multiplies codes of another one."""
     model = net(ALL[name])
     train(model, steps=3, batches=batches)
     wanted = {}
@@ -629,7 +672,7 @@ def test_weights_are_encoded_once_a_version(name: str, batches: int):
         for direction in directions:
             # The first layer has no dgrad: its columnwise codes are never asked for.
             if direction is ROWWISE or layer != "0":
-                wanted[f"{layer}.weight", direction.value] = 3
+                wanted[f"{layer}.weight", direction.value] = 3 * batches
     assert counters.of("weight encode") == wanted
 
 
@@ -770,8 +813,33 @@ def test_random_bits_differ_by_layer():
     assert not torch.equal(gradient_of(model[0], x, dy), gradient_of(model[1], x, dy))
 
 
+def test_layers_without_names_share_no_random_bits():
+    """Otherwise two layers of a model that was built by hand round alike, and their errors add up."""
+    x, dy = values(24, 40, dtype=torch.float32), values(24, 56, seed=1, dtype=torch.float32)
+    fq.begin_step(0)
+
+    def gradients() -> list[Tensor]:
+        made = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            made.append(gradient_of(fq.Linear(40, 56, recipe=fq.CustomRecipe(rounds_gradients)), x, dy))
+        return made
+
+    first, second = gradients()
+    assert not torch.equal(first, second)
+    rng._MADE.clear()
+    for again, before in zip(gradients(), (first, second)):
+        assert_same_bytes(again, before, "built again in the same order by a new process")
+    names = [m._name for m in (
+        fq.Linear(16, 16), fq.LayerNormLinear(16, 16).linear, fq.LayerNormLinear(16, 16).linear, fq.Linear(16, 16, name="mine"),
+        fq.Linear(16, 16, name="mine"),
+    )]
+    assert names == ["linear_2", "layernorm_linear.linear", "layernorm_linear_1.linear", "mine", "mine"]
+
+
 def test_token_offset_places_rows_in_the_global_batch():
     """Otherwise gradients depend on how a batch is divided over ranks."""
+    fq.begin_step(0)
     module = linear(fq.CustomRecipe(rounds_gradients))
     x, dy = values(24, 40, dtype=torch.float32), values(24, 56, seed=1, dtype=torch.float32)
     whole = gradient_of(module, x, dy)
@@ -874,12 +942,11 @@ def test_a_pickled_module_continues_as_the_original():
             assert_same(a, b, f"{name} step {i}")
 
 
-def test_the_weight_of_a_module_is_a_parameter_of_its_own_class():
-    """Otherwise FSDP2 does not find the hooks that gather codes, or an optimizer does not find the parameter."""
+def test_the_weight_of_a_module_is_the_parameter_of_nn_linear():
+    """Otherwise an optimizer or a library that looks at parameters does not find the weight."""
     for recipe in (recipes.mxfp8(), recipes.identity()):
         module = fq.Linear(8, 16, recipe=recipe)
-        assert isinstance(module.weight, MasterWeight)
-        assert isinstance(module.weight, nn.Parameter)
+        assert type(module.weight) is nn.Parameter
         assert module.weight.is_leaf
         assert dict(module.named_parameters()).keys() == {"weight", "bias"}
         assert module.recipe == recipe

@@ -12,23 +12,19 @@ import torch
 from torch import Tensor
 
 import fsdp_quant as fq
-from dist_tests.laws import assert_same_bytes, kept_step, recorded_saves, sample, values
+from dist_tests.laws import assert_same_bytes, recorded_saves, sample, values
 from dist_tests.single import hopper
-from dist_tests.single.recipe_table import CPU, CUSTOM, GPU, HYBRIDS, MODES, MODULES, NAMED, Module, check_cell, table
+from dist_tests.single.recipe_table import CPU, CUSTOM, GPU, HYBRIDS, MODES, MODULES, NAMED, Module, check_cell, table, take
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
+from fsdp_quant.formats import COLUMNWISE
 from fsdp_quant.modules.convert import converted_modules
+from fsdp_quant.modules.linear_op import weight_storages
 
 CELLS = list(itertools.product([*NAMED, *CUSTOM], MODULES, MODES))
 OF_PAIRS = list(itertools.product(HYBRIDS, MODULES, MODES))
 ON_HOPPER = list(itertools.product(CUSTOM, MODULES, MODES)) + list(itertools.product([*NAMED, *HYBRIDS], MODULES, MODES))
-
-
-@pytest.fixture(autouse=True)
-def _own_step():
-    with kept_step():
-        yield
 
 
 @pytest.mark.parametrize("recipe, module, mode", CELLS + sample(OF_PAIRS, 11))
@@ -89,7 +85,8 @@ def test_evaluation_and_where_a_module_was_built_change_nothing(recipe: fq.Recip
 
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_is_made_for_frozen_weights(mode: str | None):
-    """If false, LoRA pays for operands of a wgrad that nobody computes: codes, memory, or the input itself."""
+    """If false, LoRA pays for operands of a wgrad that nobody computes: codes, memory, or the input itself. What is kept is what
+    dgrad multiplies."""
     for kind in itertools.chain(*MODULES.values()):
         model = kind.built(recipes.mxfp8(backward_override=mode), CPU).requires_grad_(False)
         x = values(*kind.lead, CPU.m // math.prod(kind.lead), CPU.k, dtype=torch.float32).requires_grad_()
@@ -97,7 +94,6 @@ def test_nothing_is_made_for_frozen_weights(mode: str | None):
         with recorded_saves() as saved:
             y = kind.call(model, x, CPU)
         y = y if isinstance(y, tuple) else (y,)
-        assert not [t for t in saved if t.dtype is torch.uint8], "codes"
         torch.autograd.backward(y, [torch.ones_like(t) for t in y])
         layers = len(converted_modules(model))
         rows, columns = ("mxfp8", "rowwise", "reference"), ("mxfp8", "columnwise", "reference")
@@ -105,3 +101,8 @@ def test_nothing_is_made_for_frozen_weights(mode: str | None):
         wanted = {rows: 3 * layers, columns: layers} if mode is None else {rows: 2 * layers}
         assert counters.of("quantize") == wanted
         assert counters.total("gemm") == 2 * layers
+        for layer in converted_modules(model).values() if not getattr(model, "packed", False) else model.layers:
+            dgrad = weight_storages(layer.weight, [COLUMNWISE], layer.plan, None, x.dtype)[COLUMNWISE]
+            for buffer in dgrad.buffers().values():
+                take(saved, buffer, "codes of the weight")
+        assert not [t for t in saved if t.dtype is torch.uint8], "codes of the input"

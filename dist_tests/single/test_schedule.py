@@ -20,16 +20,23 @@ MX, NV, BF16 = recipes.mxfp8(), recipes.nvfp4(), recipes.identity()
 
 @pytest.fixture(autouse=True)
 def _own_step():
-    """Each test starts at step 0 of seed 0, counted by optimizer steps."""
+    """Each test starts at step 0 of seed 0, counted by training forwards."""
     with kept_step():
         STEP.seed, STEP.step, STEP.micro_batch, STEP.token_offset, STEP.counted_by_hand = 0, 0, 0, -1, False
         STEP.publish()
         yield
 
 
-def model(layers: int = 4) -> nn.ModuleDict:
+class Model(nn.ModuleDict):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self["layers"]:
+            x = x + layer["down"](torch.relu(layer["up"](x)))
+        return x
+
+
+def model(layers: int = 4) -> Model:
     torch.manual_seed(0)
-    return nn.ModuleDict({
+    return Model({
         "layers": nn.ModuleList(nn.ModuleDict({"up": nn.Linear(16, 24), "down": nn.Linear(24, 16)}) for _ in range(layers)),
     })
 
@@ -38,17 +45,10 @@ def named(m: nn.Module) -> dict[str, str]:
     return {n.removeprefix("layers."): s.recipe.name for n, s in m.named_modules() if isinstance(s, fq.Linear)}
 
 
-def forward(m: nn.Module, seed: int = 0) -> torch.Tensor:
-    x = values(8, 16, seed=seed, dtype=torch.float32)
-    for layer in m["layers"]:
-        x = x + layer["down"](torch.relu(layer["up"](x)))
-    return x
-
-
-def train(m: nn.Module, optimizer, steps: int) -> list[torch.Tensor]:
+def train(m: nn.Module, optimizer, steps: int, first: int = 0) -> list[torch.Tensor]:
     seen = []
-    for _ in range(steps):
-        y = forward(m, STEP.step)
+    for step in range(first, first + steps):
+        y = m(values(8, 16, seed=step, dtype=torch.float32))
         y.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -149,23 +149,40 @@ def test_schedules_that_mean_nothing_are_refused(switches, total, message: str):
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_a_schedule_equals_set_recipe_at_its_steps(by_hand: bool):
     """If false, a schedule switches in another step than it says, or multiplies codes of the phase before."""
-    phases = {0: BF16, 2: NV, 4: recipes.fp8_delayed(length=3)}
+    base = BF16 if by_hand else MX  # which counts no steps on its own
+    phases = {0: base, 2: NV, 4: recipes.fp8_delayed(length=3)}
 
     def run(scheduled: bool) -> list[torch.Tensor]:
         STEP.step, STEP.counted_by_hand = 0, False
         STEP.publish()
-        m = fq.convert(model(), recipes.schedule(BF16, (2, 4, NV), (4, None, phases[4])) if scheduled else BF16)
+        m = fq.convert(model(), recipes.schedule(base, (2, 4, NV), (4, None, phases[4])) if scheduled else base)
         optimizer, seen = torch.optim.AdamW(m.parameters(), lr=1e-2), []
         for step in range(6):
             if by_hand:
                 fq.begin_step(step)
             if not scheduled and step in phases:
                 fq.set_recipe(m, phases[step])
-            seen += train(m, optimizer, 1)
+            seen += train(m, optimizer, 1, step)
         return seen
 
     for step, (got, want) in enumerate(zip(run(True), run(False))):
         assert_same_bytes(got, want, f"step {step}")
+
+
+def test_a_scheduled_model_that_runs_by_pieces_says_what_it_needs():
+    """If false, its recipe never switches, in silence."""
+    m = fq.convert(model(), recipes.schedule(BF16, (1, None, NV)))
+    x = values(8, 16, dtype=torch.float32)
+    m["layers"][0]["up"](x)  # nothing that depends on the step
+    fq.set_recipe(m, recipes.schedule(NV, (1, None, BF16)))
+    with pytest.raises(ValueError, match=r"layers\.0\.up: its model follows a schedule and runs by pieces.*fq.begin_step"):
+        m["layers"][0]["up"](x)
+    with torch.no_grad():
+        m["layers"][0]["up"](x)
+    for step, want in ((0, "nvfp4"), (1, "identity")):
+        fq.begin_step(step)
+        m["layers"][0]["up"](x)
+        assert set(named(m).values()) == {want}
 
 
 def test_setting_a_recipe_ends_a_schedule():
@@ -190,7 +207,7 @@ def test_a_schedule_resumes_in_its_phase():
     m, optimizer = fresh()
     train(m, optimizer, 3)
     saved = pickle.dumps((m.state_dict(), optimizer.state_dict(), fq.state_dict(m)))
-    want = train(m, optimizer, 3)
+    want = train(m, optimizer, 3, 3)
     STEP.step = 0
     again, optimizer = fresh()
     weights, moments, state = pickle.loads(saved)
@@ -198,7 +215,7 @@ def test_a_schedule_resumes_in_its_phase():
     optimizer.load_state_dict(moments)
     fq.load_state_dict(again, state)
     assert set(named(again).values()) == {"fp8_delayed"}
-    for step, (a, b) in enumerate(zip(train(again, optimizer, 3), want)):
+    for step, (a, b) in enumerate(zip(train(again, optimizer, 3, 3), want)):
         assert_same_bytes(a, b, f"step {3 + step}")
     assert set(named(again).values()) == {"nvfp4"}
 

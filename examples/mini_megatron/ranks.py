@@ -116,7 +116,7 @@ def on_virtual_ranks(sizes: Sizes, fn: Callable[[Ranks], object]) -> list:
         def make(name: str, members: tuple[int, ...]) -> dist.ProcessGroup | None:
             return VirtualGroup(world, members, rank, name) if rank in members else None
 
-        return fn(Ranks(sizes, rank, make, world))
+        with fq.token_offset(0):  # a rank is a thread, and contexts belong to threads
+            return fn(Ranks(sizes, rank, make, world))
 
-    with fq.token_offset(0):
-        return world.run(of)
+    return world.run(of)

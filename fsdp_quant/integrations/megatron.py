@@ -2,9 +2,9 @@
 
 [Note: who writes the weights]
 Parameters stay what they are to Megatron: plain tensors, which its DDP moves into flat buffers, and which optimizer and
-collectives write there, past every version counter. So products read a `StandIn`: a `MasterWeight` over the parameter's
-memory, whose codes are made again after the step of any optimizer, `fq.sync`, writes that torch counts, and in other memory.
-Between an optimizer's step and the gather of parameters that follows it no layer runs: Megatron's hooks see to that.
+collectives write there. Each forward quantizes the values that it finds; where a weight sync gathers codes, a `StandIn` takes
+the parameter's place. Between an optimizer's step and the gather of parameters that follows it no layer runs: Megatron's hooks
+see to that.
 
 [Note: the shapes]
     column  W [N / R, K], x [S, B, K] or a piece [S / R, B, K], y [S, B, N / R]
@@ -21,7 +21,6 @@ import argparse
 import ast
 import contextlib
 import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
@@ -31,14 +30,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import recipe as recipes
-from ..context import STEP, current_autocast
+from ..context import current_autocast
 from ..modules.grouped_linear import GroupedLinear, expert, finish_experts
 from ..modules.linear import Linear, apply_recipe, place
 from ..modules.linear_op import linear
 from ..parallel.linear import TensorParallel, multiply_shared
 from ..recipe import Recipe, identity
 from ..tensor import torch_compat
-from ..tensor.master_weight import MasterWeight, Mutations, WeightState, version_of
+from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.weight_state import WeightState
 
 try:
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -84,7 +84,7 @@ _HONOURED: dict[str, tuple[tuple, str]] = {
     "fp16": ((False,), "a step that the loss scaler skips is not told to the recipe's statistics: train in bf16"),
     "delay_wgrad_compute": ((False,), "weights' gradients are made in the backward: leave it out"),
     "overlap_dispatch_backward_with_experts_wgrad": ((False,), "weights' gradients are made in the backward: leave it out"),
-    "cuda_graph_impl": ((None, "none"), "replays write weights that codes are kept of: pass --cuda-graph-impl none"),
+    "cuda_graph_impl": ((None, "none"), "Megatron's graphs were not tried: pass --cuda-graph-impl none"),
     "gtp_weight_remat_size": ((None, 1), _UNTESTED),
     "expert_gtp_weight_remat_size": ((None, 1), _UNTESTED),
     "symmetric_ar_type": ((None,), _UNTESTED),
@@ -128,48 +128,27 @@ class _Through(torch.autograd.Function):
 class StandIn:
     """What products read in place of a parameter (see the note).
 
-    state:      of the codes that are kept.
-    published:  a `QuantizedWeight` that a weight sync writes, or None: codes are made of the parameter.
+    state:      of the weight.
+    published:  a `QuantizedWeight` that a weight sync writes, or None: the parameter itself is quantized.
     """
 
     def __init__(self, state: WeightState):
         self.state, self.published = state, None
-        self._forget()
-
-    def _forget(self) -> None:
-        self._mutations, self._parameter, self._seen = Mutations(), None, None
 
     def __getstate__(self) -> dict:
         return {"state": self.state, "published": None}
 
-    def __setstate__(self, state: dict) -> None:
-        self.__dict__.update(state)
-        self._forget()
-
-    def of(self, parameter: Tensor, training: bool) -> Tensor:
-        """The stand-in, with the parameter's place in autograd.
-
-        training:  the next step of any optimizer ends that of this layer's statistics; none holds the stand-in.
-        """
-        if training:
-            STEP.frozen.add(self.state)
-        made = self._master(parameter) if self.published is None else self.published.detach()
-        if not (torch.is_grad_enabled() and parameter.requires_grad):
-            return made
-        return _Through.apply(parameter, [made])
-
-    def _master(self, parameter: Tensor) -> MasterWeight:
-        values = parameter.detach()
-        seen = values.data_ptr(), version_of(values), STEP.weight_events
-        if seen != self._seen or self._parameter() is not parameter:
-            if torch_compat.is_managed(parameter):
+    def of(self, parameter: Tensor) -> Tensor:
+        """The stand-in, with the parameter's place in autograd."""
+        if self.published is None:
+            if isinstance(parameter, QuantizedTensor):
                 raise NotImplementedError(
                     f"{self.state.name} is gathered by fully_shard, with which Megatron's layers were not tested; leave "
                     "--use-torch-fsdp2 out, or build the model of fq.Linear"
                 )
-            self._mutations.add("Megatron's optimizer, or a write that torch counts", values)
-            self._parameter, self._seen, self.state.pending = weakref.ref(parameter), seen, True
-        return MasterWeight(values, self.state, self._mutations)
+            return parameter
+        made = self.published.detach()
+        return _Through.apply(parameter, [made]) if torch.is_grad_enabled() and parameter.requires_grad else made
 
 
 # Layers #
@@ -324,7 +303,7 @@ class _ParallelLinear(Linear):
 
     def _multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """y of x as it lies on this rank, bias included."""
-        weight = self._stand_in.of(self.weight, self.training)
+        weight = self._stand_in.of(self.weight)
         if self.parallel is not None:
             return multiply_shared(self, x, x, weight, bias, self.parallel)
         x, override = self.checked(x, weight), current_autocast()
@@ -332,7 +311,7 @@ class _ParallelLinear(Linear):
         if plan.boundary is not None:
             raise NotImplementedError(f"{self._name}: Megatron's layers have no boundary slots; put fq.Quantize between modules")
         grad = torch.is_grad_enabled()
-        return self.multiply(linear, x, weight, bias, plan, weight.requires_grad and grad, grad, self.training)
+        return linear(x, weight, bias, self.call(x, weight, plan, weight.requires_grad and grad, grad))
 
     def _result(self, y: Tensor) -> tuple[Tensor, Tensor | None]:
         return y, self.bias if self.skip_bias_add else None
@@ -365,7 +344,7 @@ def _without_extra_state(module: nn.Module, state_dict: dict, prefix: str, *_) -
     state_dict.setdefault(f"{prefix}_extra_state")
 
 
-_OWN_WEIGHT = "codes are kept of a weight of its own: use Megatron's layer where weights are shared"
+_OWN_WEIGHT = "a weight has one recipe, that of its own layer: use Megatron's layer where weights are shared"
 _NO_BUFFER = "gradients of weights are made in the backward"
 
 
@@ -516,7 +495,7 @@ class _GroupedLinear(GroupedLinear):
     def forward(self, x: Tensor, tokens_per_expert: Sequence[int] | Tensor) -> tuple[Tensor, list[Tensor] | None]:
         biases = [getattr(self, f"bias{e}") if self.use_bias else None for e in range(self.num_gemms)]
         for e, (layer, bias) in enumerate(zip(self._linears, biases)):
-            weight = self._stand_ins[e].of(getattr(self, f"weight{e}"), self.training)
+            weight = self._stand_ins[e].of(getattr(self, f"weight{e}"))
             vars(layer).update(weight=weight, bias=None if self.skip_bias_add else bias, training=self.training)  # not registered
         splits = tokens_per_expert.tolist() if isinstance(tokens_per_expert, Tensor) else tokens_per_expert
         return super().forward(x, splits), biases if self.use_bias and self.skip_bias_add else None

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, MutableMapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
 
-from ..context import STEP
+from ..context import STEP, steps_of
 from ..ops.capability import arch_of
 from ..recipe import PerLayer, Recipe, Schedule, matches
+from ..tensor.agreement import check_agreement
 from ..tensor.fsdp_hooks import all_managed_weights
+from ..tensor.torch_compat import ManagedParam, all_managed_params
 from .fuse import Pattern, fuse_forward, fused_modules
 from .grouped_linear import GroupedLinear, adopt_packed
 from .linear import Linear, adopt, apply_recipe
 from .plan import build_plan
+from .steps import converted_modules, count_steps  # noqa: F401  (the former for who asks here)
 
 
 def convert(
@@ -32,8 +39,8 @@ def convert(
     fuse:     `fq.MLPPattern` and `fq.NormPattern`: modules that become fused kernels; each is proven exact first.
 
     Parameters stay high precision and keep their names, so optimizers, clipping and checkpoints see what they saw.
-    Works before and after `fully_shard` (while sharded). Subclasses of nn.Linear are left
-    alone.
+    Works before and after `fully_shard` (while sharded). Subclasses of nn.Linear keep what they add, and stay instances of their
+    class; those with another forward are left alone.
 
     Raises ValueError, before anything is changed, for a pattern that matches nothing, a model without linear layers, a
     weight that is shared with a module that is not linear (naming both), a recipe that cannot be planned for a module,
@@ -52,7 +59,9 @@ def convert(
         if module.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"{name}.weight is {module.weight.dtype}; fq.convert takes fp32, bf16 and fp16 weights")
     names = {n: [f"{n}.{e}" for e in range(len(m.weight))] if m.weight.dim() == 3 else [n] for n, m in targets.items()}
-    recipes = _planned(recipe, {n: [(name, targets[n].weight.device) for name in of] for n, of in names.items()})
+    recipes = _planned(recipe, {n: [(name, targets[n].weight.device) for name in of] for n, of in names.items()}, steps_of(model).number)
+    weights = {id(module.weight) for module in targets.values()}
+    _agree(recipe, [m for m in all_managed_params() if id(m.registered) in weights])
     for name, module in targets.items():
         if module.weight.dim() == 3:
             module.__class__ = _converted_class(type(module), GroupedLinear)
@@ -63,6 +72,7 @@ def convert(
     for name, pattern in fused.items():
         fuse_forward(model.get_submodule(name), pattern)
     follow(model, recipe)
+    count_steps(model, isinstance(recipe, Schedule))
     return model
 
 
@@ -71,13 +81,13 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule) -> None:
 
     A schedule that the model followed ends.
 
-    Raises ValueError, before anything is changed, for a recipe that cannot be planned, a model without converted
-    modules, a weight that is gathered now, or one of other formats that a weight sync publishes.
+    Raises ValueError, before anything is changed, for a recipe that cannot be planned, or that is not the one that other ranks
+    of a `fully_shard` are given (on all of them), a model without converted modules, a weight that is gathered now, or one of other formats that a weight sync publishes.
     """
     units = converted_units(model)
     if not units:
         raise ValueError("set_recipe found no fq.Linear; call fq.convert(model, recipe) first")
-    recipes = _planned(recipe, {n: [(m._name, m.weight.device) for m in of] for n, of in units.items()})
+    recipes = _planned(recipe, {n: [(m._name, m.weight.device) for m in of] for n, of in units.items()}, steps_of(model).number)
     managed = {id(s): m for m in all_managed_weights() for s in m.local.state.matrices}
     modules = [(module, recipes[name]) for name, of in units.items() for module in of]
     for module, _ in modules:
@@ -88,6 +98,8 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule) -> None:
                 "reshard() on its FSDP module first"
             )
     _check_published(recipe, units)
+    states = {id(module._weight_state) for module, _ in modules}
+    _agree(recipe, [m for state, m in managed.items() if state in states])
     for module, its in modules:
         apply_recipe(module, its)
         state = module._weight_state
@@ -98,7 +110,17 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule) -> None:
             if owner is not state:  # of all matrices
                 owner.set_quantizer(None)
             managed[id(state)].reset_gather_buffers()
+    for module, _ in modules:
+        module._graph.prepare(module)
     follow(model, recipe)
+    count_steps(model, isinstance(recipe, Schedule))
+
+
+def _agree(recipe: Recipe | PerLayer | Schedule, managed: Iterable[ManagedParam]) -> None:
+    """Raise ValueError, on every rank, where ranks that gather each other's weights are given other recipes."""
+    if dist.is_available() and dist.is_initialized():
+        for group in dict.fromkeys(m.process_group for m in managed):
+            check_agreement(recipe.fingerprint(), repr(recipe), group)
 
 
 def _check_published(recipe: Recipe | PerLayer | Schedule, units: dict[str, Sequence[Linear]]) -> None:
@@ -116,7 +138,7 @@ def _check_published(recipe: Recipe | PerLayer | Schedule, units: dict[str, Sequ
                     )
 
 
-def _planned(recipe, units: dict[str, list[tuple[str, torch.device]]]) -> dict[str, Recipe]:
+def _planned(recipe, units: dict[str, list[tuple[str, torch.device]]], step: int) -> dict[str, Recipe]:
     """The recipe of each layer in this step. Every phase is planned for every (module, device) of it: errors are of now."""
     if not isinstance(recipe, (Recipe, PerLayer, Schedule)):
         raise ValueError(f"a recipe is made by fq.recipes or fq.CustomRecipe, got {recipe!r}")
@@ -125,7 +147,7 @@ def _planned(recipe, units: dict[str, list[tuple[str, torch.device]]]) -> dict[s
         for name, its in zip(names, phase.for_layers(names)):
             for module, device in units[name]:
                 build_plan(its, module, arch_of(device))
-    return dict(zip(names, recipe.at(STEP.step).for_layers(names)))
+    return dict(zip(names, recipe.at(step).for_layers(names)))
 
 
 # Schedules #
@@ -145,14 +167,24 @@ def schedules_of(model: nn.Module) -> dict[nn.Module, Schedule]:
     return {m: _FOLLOWING[m] for m in model.modules() if m in _FOLLOWING}
 
 
-def _switch() -> None:
-    """Another step begins: every rank changes the recipes that its schedule changes."""
+def _switch(begins: nn.Module | None, step: int) -> None:
+    """Another step begins, of a model or (None) of all: every rank changes the recipes that its schedule changes."""
     for model, schedule in list(_FOLLOWING.items()):
-        units = converted_units(model)
-        wanted = schedule.at(STEP.step).for_layers(list(units))
-        if any(layer.recipe != its for of, its in zip(units.values(), wanted) for layer in of):
-            set_recipe(model, schedule.at(STEP.step))
-            follow(model, schedule)
+        if STEP.counted_by_hand if begins is None else model._training_steps is begins._training_steps:
+            switch(model, schedule, step)
+
+
+def switch(model: nn.Module, schedule: Schedule, step: int) -> None:
+    """Give a model the recipe that its schedule has in a step."""
+    units = converted_units(model)
+    wanted = schedule.at(step).for_layers(list(units))
+    if any(layer.recipe != its for of, its in zip(units.values(), wanted) for layer in of):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # an evaluation leaves the root gathered
+        set_recipe(model, schedule.at(step))
+        follow(model, schedule)
+        count_steps(model, True)
 
 
 STEP.followers.append(_switch)
@@ -168,17 +200,6 @@ def converted_units(model: nn.Module) -> dict[str, Sequence[Linear]]:
         elif isinstance(module, Linear) and id(module) not in inside:
             units[name] = [module]
     return units
-
-
-def converted_modules(model: nn.Module) -> dict[str, Linear]:
-    """The fq.Linear modules of a model by qualified name, experts of packed weights among them."""
-    found = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Linear):
-            found[name] = module
-        elif isinstance(module, GroupedLinear) and module.packed:
-            found |= {f"{name}.{e}".lstrip("."): layer for e, layer in enumerate(module.layers, module.first_expert)}
-    return found
 
 
 def _targets(model: nn.Module, skip: list[str], grouped: list[str]) -> dict[str, nn.Module]:
@@ -212,15 +233,44 @@ def _is_packed(module: nn.Module) -> bool:
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
-    cls = type(module)
-    return cls is nn.Linear or (isinstance(module, FSDPModule) and cls.__bases__[1:] == (nn.Linear,))
+    """A linear layer that multiplies as nn.Linear does: of its class, or of one that has its forward."""
+    cls = _own_class(type(module))
+    return (
+        issubclass(cls, nn.Linear) and cls.forward is nn.Linear.forward and not is_lazy(module.weight)
+        and not issubclass(cls, (Linear, NonDynamicallyQuantizableLinear))  # nn.MultiheadAttention reads it without a call
+    )
+
+
+def _own_class(cls: type) -> type:
+    """What `fully_shard` made this class of."""
+    return cls.__bases__[1] if issubclass(cls, FSDPModule) and len(cls.__bases__) == 2 else cls
 
 
 def _converted_class(cls: type, made: type[nn.Module]) -> type:
-    """`made`, or the class that `fully_shard` would have made of it."""
+    """`made`, with what the class of a user adds to nn.Linear, or the class that `fully_shard` would have made of it."""
+    own = _own_class(cls)
+    if made is Linear and own is not nn.Linear:
+        made = _linear_and(own)
     if not issubclass(cls, FSDPModule):
         return made
     return type(f"FSDP{made.__name__}", (FSDPModule, made), {"__deepcopy__": cls.__dict__["__deepcopy__"]})
+
+
+@functools.cache
+def _linear_and(own: type) -> type:
+    """A class of both: `fq.Linear`'s forward, and whatever else the user's subclass of nn.Linear has."""
+    members = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__reduce_ex__": _reduce, "converted_from": own}
+    return type(own)(own.__name__, (Linear, own), members)
+
+
+def _reduce(module: nn.Module, protocol: int) -> tuple:
+    """The class is found again by the user's, in any process."""
+    return _rebuilt, (type(module).converted_from,), module.__getstate__()
+
+
+def _rebuilt(own: type) -> nn.Module:
+    made = _linear_and(own)
+    return made.__new__(made)
 
 
 def _check_shared(model: nn.Module, targets: dict[str, nn.Module]) -> None:

@@ -22,7 +22,10 @@ from torch import Tensor, nn
 from ..ops.norm import ACTIVATIONS, GATED, NormSpec
 from ..recipe import matches
 from .norm import takes
-from .norm_op import activate, normalize
+from .layernorm_mlp import mlp_hidden
+from .linear import handed_to
+from .linear_op import Handed
+from .norm_op import normalize
 
 
 class MLPPattern(NamedTuple):
@@ -56,9 +59,10 @@ class MLPPattern(NamedTuple):
             raise ValueError(f"{self}: activation must be one of {', '.join(kinds)}")
 
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
-        up, kind = getattr(module, self.up)(x), ACTIVATIONS[self.activation].kind
-        h = activate(up, None, kind) if self.gate is None else activate(getattr(module, self.gate)(x), up, kind)
-        return getattr(module, self.down)(h)
+        gate = None if self.gate is None else getattr(module, self.gate)
+        up, down = getattr(module, self.up), getattr(module, self.down)
+        h, handed = mlp_hidden(x, gate, up, down, ACTIVATIONS[self.activation].kind, Handed())
+        return down(h, **handed_to(down, handed))
 
     def takes(self, module: nn.Module, x: Tensor) -> bool:
         """The fused forward runs; else the module's own."""

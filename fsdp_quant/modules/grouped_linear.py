@@ -16,16 +16,15 @@ from ..context import STEP, current_autocast
 from ..counters import counters
 from ..formats import Direction
 from ..ops import native
+from ..ops.rng import own_name
 from ..recipe import Recipe, identity
 from ..tensor import torch_compat
-from ..tensor.master_weight import WeightState
+from ..tensor.weight_state import WeightState
 from ..tensor.quantized_tensor import QuantizedTensor
-from .graph_op import graph_linear
-from .grouped_op import Beside, GroupedLinearCall, StackedWeights, told_wrong, why_not
-from .guard import guard_of
-from .linear import Linear, _after_load, _unwrap_in_state_dict, apply_recipe, place, whole_shape, wrap_weight
-from .linear_op import weight_state
+from .grouped_op import Beside, ExpertWeights, GroupedLinearCall, told_wrong, why_not
+from .linear import HasWeight, Linear, _plain_in_state_dict, apply_recipe, place, register_weight, whole_shape
 from .plan import PRODUCTS, GemmPlan
+from .traced_linear import NO_HISTORIES, traced_linear
 
 
 class _Expert(Linear):
@@ -41,7 +40,7 @@ class _Expert(Linear):
         return {k: v for k, v in super().__getstate__().items() if k not in ("weight", "bias")}
 
 
-class GroupedLinear(nn.Module):
+class GroupedLinear(HasWeight):
     """y[rows of e] = x[rows of e] W[e]^T + b[e] for experts e, each product in the formats that a recipe gives.
 
     packed:  False: `experts`, a list of `fq.Linear`. True: one `weight` [E, N, K] and one `bias` [E, N]; FSDP2 cuts it between
@@ -59,8 +58,9 @@ class GroupedLinear(nn.Module):
 
     def __init__(
         self, num_experts: int, in_features: int, out_features: int, bias: bool = True, device=None, dtype=None,
-        *, packed: bool = False, recipe: Recipe | None = None, name: str = "grouped_linear",
+        *, packed: bool = False, recipe: Recipe | None = None, name: str | None = None,
     ):
+        name = own_name(name, "grouped_linear")
         super().__init__()
         if num_experts < 1:
             raise ValueError(f"{name}: num_experts must be at least 1, got {num_experts}")
@@ -142,8 +142,6 @@ class GroupedLinear(nn.Module):
             two_level = any(plan.operand("input", d).tensor_scale for d in Direction)
             if reason is None and two_level and isinstance(x, QuantizedTensor):
                 reason = "the tokens came as two-level codes"
-            if reason is None and plan.is_delayed and weight_state(self._operand(self.owners[0])[0]) is None:
-                reason = "its weights are plain tensors, which have no histories"
         if reason is None:
             y = self._in_one(plan, rows, splits, sizes)
         else:
@@ -167,7 +165,11 @@ class GroupedLinear(nn.Module):
         made = []
         for part, weight, bias, layer in zip(parts, held.unbind(), biases, self._linears):
             def product(x, weight=weight, bias=bias, layer=layer):
-                return graph_linear(x, weight, bias, layer._handle, layer.plan.key, save, grad, self.training)
+                given, key = layer._graph, layer.plan.key
+                return traced_linear(
+                    x, weight, bias, key, save, self.training, STEP.in_graph(given.ids.device), given.ids, given.guards,
+                    *given.delayed.get(key, NO_HISTORIES),
+                )
 
             made.append(product(part) if layer.plan.boundary is None else layer.bounded(product, part, layer.plan))
         return made
@@ -202,38 +204,20 @@ class GroupedLinear(nn.Module):
 
     def _in_one(self, plan: GemmPlan, rows: Tensor, splits, sizes: list[int] | None) -> Tensor:
         """One product for all experts."""
-        device, grad, first = rows.device, torch.is_grad_enabled(), self._linears[0]
+        device, grad = rows.device, torch.is_grad_enabled()
         held = [self._operand(owner) for owner in self.owners]
         weights = [weight for weight, _ in held]
-        noted = [layer.note(rows, weight, plan, grad) for layer, weight in zip(self._linears, weights)]
-        beside = self._beside(plan, device, weights, noted)
+        calls = [
+            layer.call(rows, weight, plan, grad, grad)
+            for layer, weight in zip(self._linears, weights * len(self._linears) if self.packed else weights)
+        ]
         ends = torch.tensor(sizes, device="cpu").cumsum(0) if sizes is not None else splits
         ends = ends if ends.dtype in (torch.int32, torch.int64) else ends.int()
         ends = ends if ends.device == device else ends.to(device, non_blocking=True)
-        guard = guard_of(first, device) if "anchored" in plan.resolved(rows.dtype, device).domains else None
         biases = [bias for _, bias in held if bias is not None]
         save = grad and any(weight.requires_grad for weight in weights)
-        given = rows, ends, weights, self._stack, plan, guard, save, self._tag, beside
-        return GroupedLinearCall.apply(*given, *weights, *biases)
-
-    def _beside(self, plan: GemmPlan, device: torch.device, weights: list[Tensor], noted: list[tuple]) -> Beside:
-        """noted: of each of `weights`, its state, and whether this is a recomputation."""
-        sites, keys = [layer._site for layer in self._linears], {}
-        if plan.input.is_stochastic or plan.grad_output.is_stochastic:
-            keys = {"step": STEP.on(device), "ids": [site.ids_on(device) for site in sites]}
-        if not plan.is_delayed:
-            return Beside(**keys)
-        owners, replay = [owner for owner, _ in noted], noted[0][1]
-        owners = owners * len(sites) if self.packed else owners
-        histories = zip(*(site.histories(owner, plan, device) for site, owner in zip(sites, owners)))
-        of_input, of_grad = ([h for side in zip(*of) for h in side] for of in histories)
-        records = self.training and not replay
-        if records:
-            STEP.frozen.update(owner for owner, weight in zip(owners, weights) if not weight.requires_grad)
-        return Beside(
-            [h.enc for h in of_input], [h.amaxes for h in of_input] if records else (), [h.enc for h in of_grad],
-            [h.amaxes for h in of_grad] if self.training else (), **keys,
-        )
+        of = ExpertWeights(weights, [layer._weight_state for layer in self._linears], calls[0].records)
+        return GroupedLinearCall.apply(rows, ends, of, plan, calls[0].guard, save, self._tag, Beside.of(calls), *weights, *biases)
 
     def _sizes(self, splits, rows: Tensor) -> list[int] | None:
         """Rows of each expert, or None where only a device knows them."""
@@ -258,12 +242,22 @@ class GroupedLinear(nn.Module):
             )
         return sizes
 
+    def _apply(self, fn, recurse: bool = True) -> GroupedLinear:
+        applied = super()._apply(fn, recurse)
+        self._prepare()
+        return applied
+
+    def _prepare(self) -> None:
+        for layer in self._linears if self.packed else ():
+            layer._graph.prepare(layer, self.weight.device)
+
     def __getstate__(self) -> dict:
-        return super().__getstate__() | {"_stack": StackedWeights(), "_reasons": {}, "_planned": (None, None), "_tag": 0}
+        return super().__getstate__() | {"_reasons": {}, "_planned": (None, None), "_tag": 0}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         _tell(self)
+        self._prepare()
 
     def extra_repr(self) -> str:
         first = self._linears[0]
@@ -280,8 +274,7 @@ def adopt_packed(module: nn.Module, recipes: Sequence[Recipe], name: str) -> Non
     take_packed(module, recipes, name)
     module.packed = True
     finish_experts(module, name)
-    module.register_state_dict_post_hook(_unwrap_in_state_dict)
-    module.register_load_state_dict_post_hook(_after_load)
+    module.register_state_dict_post_hook(_plain_in_state_dict)
 
 
 def take_packed(module: GroupedLinear, recipes: Sequence[Recipe], name: str) -> None:
@@ -291,12 +284,13 @@ def take_packed(module: GroupedLinear, recipes: Sequence[Recipe], name: str) -> 
     """
     shape = tuple(whole_shape(module.weight))
     module._weight_state = state = WeightState(f"{name}.weight", None, shape, recipes[0].compute_dtype)
-    wrap_weight(module)
+    register_weight(module)
     module.first_expert = first = 0 if state.tensor_group is None else state.tensor_group.rank() * shape[0]
     ours = range(first, first + shape[0])
     module._linears = [expert(module.weight.detach(), recipes[e], f"{name}.{e}") for e in ours]
     for layer in module._linears:
         layer._weight_state.histories = state.histories
+        layer._graph.prepare(layer)
         state.parts.append(layer._weight_state)
 
 
@@ -307,13 +301,14 @@ def expert(weight: Tensor, recipe: Recipe, name: str) -> _Expert:
     layer._name, layer.weight = name, weight
     apply_recipe(layer, recipe)
     layer._weight_state = WeightState(f"{name}.weight", layer.plan.weight, (out_features, in_features), recipe.compute_dtype)
+    layer._weight_state.plan = layer.plan
     place(layer)
     return layer
 
 
 def finish_experts(module: GroupedLinear, name: str) -> None:
     """What a `GroupedLinear` has beside its experts."""
-    module._name, module._stack, module._reasons, module._planned = name, StackedWeights(), {}, (None, None)
+    module._name, module._reasons, module._planned = name, {}, (None, None)
     _tell(module)
 
 

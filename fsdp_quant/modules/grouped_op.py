@@ -26,13 +26,11 @@ from ..ops import native
 from ..ops.capability import arch_of
 from ..ops.layout import operand_format, pad_to
 from ..ops.native import Operand, TokenGroups
-from ..tensor import torch_compat, writers
 from ..storage import Storage
-from ..tensor.master_weight import MasterWeight
+from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
-from .linear_op import (
-    check_weight_version, given_storage, refuse_codes, refuse_second_derivative, weight_storage, weight_version,
-)
+from ..tensor.weight_state import WeightState, values_of
+from .linear_op import LinearCall, given_storage, refuse_codes, refuse_second_derivative, weight_storages
 from .plan import PRODUCTS, GemmPlan, Product
 
 
@@ -95,43 +93,46 @@ class _Codes(NamedTuple):
         return Operand(values.as_strided(*self.view), native.tensor_decode_scale(self.tensor_amax), IDENTITY)
 
 
-class StackedWeights:
-    """Codes of all experts of a layer, one behind the other, made once a version of the weights."""
+class ExpertWeights(NamedTuple):
+    """Weights of all experts, E of [N, K] or one [E, N, K], and the state of each matrix."""
 
-    def __init__(self):
-        self._kept: dict[Direction, tuple[object, Operand | _Codes]] = {}
+    tensors: Sequence[Tensor]
+    states: Sequence[WeightState]
+    records: bool = True
 
-    def __getstate__(self) -> dict:
-        return {"_kept": {}}
+    @property
+    def are_gathered(self) -> bool:
+        return isinstance(self.tensors[0], QuantizedTensor)
 
-    def operand(self, weights: Sequence[Tensor], direction: Direction, plan: GemmPlan, dtype: torch.dtype, both: bool) -> Operand:
-        """[E, N, K] (columnwise codes: [E, K, N]) codes and their scales, or values, of weights [N, K], or of one [E, N, K].
+    def operands(
+        self, directions: Sequence[Direction], plan: GemmPlan, dtype: torch.dtype
+    ) -> dict[Direction, Operand | _Codes]:
+        """Per direction, [E, N, K] (columnwise codes: [E, K, N]) codes of all experts and their scales, or values: the gathered
+        ones, else made here of the values."""
+        first = self.tensors[0]
+        if first.dim() == 3 and not self.are_gathered and self._is_one_call(plan):
+            return _of_packed(values_of(first).detach(), self.states, list(directions), plan, dtype, self.records)
+        parts = first.unbind() if first.dim() == 3 else self.tensors
+        of = [weight_storages(w, directions, plan, state, dtype, self.records) for w, state in zip(parts, self.states)]
+        return {d: _stacked_operand([storages[d] for storages in of]) for d in directions}
 
-        Two-level codes are decoded: values, and the tensors' decode scales [E].
+    def _is_one_call(self, plan: GemmPlan) -> bool:
+        """One call quantizes all matrices: two-level codes are made of bf16, and what `fq.hold` keeps is kept per matrix."""
+        two_level = any(plan.operand("weight", d).tensor_scale for d in Direction)
+        seen = plan.compute_dtype or self.tensors[0].dtype
+        return (seen is torch.bfloat16 or not two_level) and all(state.held is None for state in self.states)
 
-        both:  the other direction follows. Gathered weights, whose codes FSDP2 keeps, are not kept here.
-        """
-        masters = all(isinstance(w, MasterWeight) for w in weights)
-        replayed = masters and any(w.is_replayed for w in weights)
-        version = (plan.key, dtype, replayed, *((w.version, w.state.forgotten) for w in weights)) if masters else None
-        kept = self._kept.get(direction)
-        if kept is not None and masters and kept[0] == version and not (replayed or writers.checking):
-            return kept[1] if isinstance(kept[1], Operand) else kept[1].values()
-        if masters and weights[0].dim() == 3 and not writers.checking and _takes_packed(weights[0], plan):
-            made = _of_packed(weights[0], [d for d in Direction if both or d is direction], plan, dtype)
-        else:
-            with torch_compat.outside_inference_mode():
-                parts = weights[0].unbind() if weights[0].dim() == 3 else weights
-            storages = [weight_storage(w, direction, plan, dtype, both) for w in parts]
-            if storages[0].fmt.tensor_scale:
-                made = {direction: _decodable(storages)}
-            else:
-                scale = None if storages[0].scale is None else torch.cat([s.scale.reshape(-1) for s in storages])
-                made = {direction: Operand(stacked([s.data for s in storages]), scale, storages[0].operand_format)}
-        if masters:
-            self._kept.update((d, (version, operand)) for d, operand in made.items())
-        found = made[direction]
-        return found if isinstance(found, Operand) else found.values()
+
+def _stacked_operand(storages: Sequence[Storage]) -> Operand | _Codes:
+    if storages[0].fmt.tensor_scale:
+        return _decodable(storages)
+    scale = None if storages[0].scale is None else torch.cat([s.scale.reshape(-1) for s in storages])
+    return Operand(stacked([s.data for s in storages]), scale, storages[0].operand_format)
+
+
+def _values(operand: Operand | _Codes) -> Operand:
+    """What a grouped GEMM reads: two-level codes are decoded to values, with the tensors' decode scales [E]."""
+    return operand if isinstance(operand, Operand) else operand.values()
 
 
 def _decodable(storages: Sequence[Storage]) -> _Codes:
@@ -159,16 +160,11 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
     return first.as_strided((len(tensors), *first.shape), (step, *first.stride())) if lie else torch.stack(list(tensors))
 
 
-def _takes_packed(weight: MasterWeight, plan: GemmPlan) -> bool:
-    """One call quantizes all matrices: two-level codes are made of bf16."""
-    return (plan.compute_dtype or weight.dtype) is torch.bfloat16 or not any(
-        plan.operand("weight", d).tensor_scale for d in Direction
-    )
-
-
-def _of_packed(weight: MasterWeight, directions: list[Direction], plan: GemmPlan, dtype: torch.dtype) -> dict[Direction, Operand]:
+def _of_packed(
+    values: Tensor, parts: Sequence[WeightState], directions: list[Direction], plan: GemmPlan, dtype: torch.dtype, records: bool
+) -> dict[Direction, Operand | _Codes]:
     """Codes of [E, N, K] that no one shards, in one call."""
-    resolved, values, parts = plan.resolved(dtype, weight.device), weight.inner.detach(), weight.state.parts
+    resolved = plan.resolved(dtype, values.device)
     coded = [d for d in directions if plan.operand("weight", d).is_quantized]
     made = {} if len(coded) == len(directions) else dict.fromkeys(directions, Operand(values.to(dtype), None, IDENTITY))
     if not coded:
@@ -177,10 +173,10 @@ def _of_packed(weight: MasterWeight, directions: list[Direction], plan: GemmPlan
     through_bf16 = values.dtype is torch.float32 and seen is torch.bfloat16
     if any(plan.operand("weight", d).tensor_scale for d in coded):
         through_bf16 = False
-    histories = [part.delayed_history(d, values.device) for d in plan.weight.delayed_directions for part in parts]
+    histories = [part.delayed_history(d, values.device, plan.weight) for d in plan.weight.delayed_directions for part in parts]
     buffers = iter(native.linear_weight(
         values if through_bf16 else values.to(seen), resolved.call, ROWWISE in coded, COLUMNWISE in coded,
-        through_bf16, [h.enc for h in histories], [h.amaxes for h in histories],
+        through_bf16, [h.enc for h in histories], [h.amaxes for h in histories] if records else [],
     ))
     for part in parts:
         for d in coded:
@@ -323,11 +319,22 @@ class Beside(NamedTuple):
     step: Tensor | None = None
     ids: Sequence[Tensor] = ()
 
+    @staticmethod
+    def of(calls: Sequence[LinearCall]) -> Beside:
+        """What the calls of all experts have, side by side."""
+        sides = ([t for side in zip(*of) for t in side] for of in zip(*(
+            (c.factors, c.histories, c.grad_factors, c.grad_histories) for c in calls
+        )))
+        first = calls[0]
+        if not (first.plan.input.is_stochastic or first.plan.grad_output.is_stochastic):
+            return Beside(*sides)
+        return Beside(*sides, first.step, [call.ids for call in calls])
+
 
 class GroupedLinearCall(torch.autograd.Function):
     """The three grouped products of x [M, K], of groups that end at `ends`.
 
-    weights:     E weights [N, K], or one [E, N, K].
+    weights:     `ExpertWeights`.
     save:        the backward needs x.
     tag:         what `wrong_splits` is told of wrong ends.
     beside:      `Beside`.
@@ -335,9 +342,12 @@ class GroupedLinearCall(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, ends, weights, stack, plan, guard, save, tag, beside, *parameters):
-        biases = parameters[len(weights) :]
-        weight = stack.operand(weights, ROWWISE, plan, x.dtype, save)
+    def forward(ctx, x, ends, weights, plan, guard, save, tag, beside, *parameters):
+        count = len(weights.tensors)
+        biases = parameters[count:]
+        keeps = ctx.needs_input_grad[0] and not weights.are_gathered
+        made = weights.operands([ROWWISE, *([COLUMNWISE] if keeps else [])], plan, x.dtype)
+        weight, columnwise = _values(made.pop(ROWWISE)), made.get(COLUMNWISE)
         call, out_dtype = plan.resolved(x.dtype, x.device).call, torch.float32 if biases else x.dtype
         if isinstance(x, QuantizedTensor):
             y, ctx.groups, saved = _forward_of_codes(x, ends, weight, plan, save, out_dtype, tag)
@@ -349,24 +359,26 @@ class GroupedLinearCall(torch.autograd.Function):
         if biases:
             table = biases[0] if biases[0].dim() == 2 else torch.stack(biases)
             y = y.add_(table.float().index_select(0, _group_of(ctx.groups, x))).to(x.dtype)
-        ctx.weights, ctx.stack, ctx.plan, ctx.guard, ctx.call, ctx.beside = weights, stack, plan, guard, call, beside
-        ctx.versions, ctx.dtypes = [weight_version(w) for w in weights], [p.dtype for p in parameters]
-        ctx.save_for_backward(*([x] if save and plan.saves == "input" else saved))
+        ctx.weights, ctx.plan, ctx.guard, ctx.call, ctx.beside = weights, plan, guard, call, beside
+        ctx.dtypes, ctx.count = [p.dtype for p in parameters], count
+        kept = [x] if save and plan.saves == "input" else list(saved)
+        own = [] if columnwise is None else [t for t in columnwise if isinstance(t, Tensor)]
+        ctx.kept = len(kept)
+        ctx.columnwise = None if columnwise is None else (type(columnwise), [None if isinstance(t, Tensor) else (t,) for t in columnwise])
+        ctx.save_for_backward(*kept, *own)
         return y
 
     @staticmethod
     def backward(ctx, dy):
         if torch.is_grad_enabled():
             refuse_second_derivative(ctx)
-        weights, groups, needs = ctx.weights, ctx.groups, ctx.needs_input_grad
-        for weight, version in zip(weights, ctx.versions):
-            check_weight_version(weight, version)
+        groups, needs, tensors = ctx.groups, ctx.needs_input_grad, ctx.saved_tensors
         first = len(needs) - len(ctx.dtypes)
-        need_x, need_w, need_b = needs[0], any(needs[first : first + len(weights)]), any(needs[first + len(weights) :])
+        need_x, need_w, need_b = needs[0], any(needs[first : first + ctx.count]), any(needs[first + ctx.count :])
         dx, dw, db = None, (), ()
         if need_x or need_w:
-            weight = ctx.stack.operand(weights, COLUMNWISE, ctx.plan, dy.dtype, False) if need_x else None
-            saved = ctx.saved_tensors if need_w else ()
+            weight = _values(_columnwise_of(ctx, tensors[ctx.kept :], dy.dtype)) if need_x else None
+            saved = tensors[: ctx.kept] if need_w else ()
             if isinstance(dy, QuantizedTensor):
                 dx, dw = _backward_of_codes(dy, groups, weight, saved, ctx.plan, ctx.guard, ctx.beside)
             else:
@@ -375,12 +387,22 @@ class GroupedLinearCall(torch.autograd.Function):
         if need_b:
             experts = torch.arange(groups.groups, device=dy.device)
             db = (_group_of(groups, dy) == experts[:, None]).to(dy.dtype) @ dy
-        whole = [(g,) if weights[0].dim() == 3 else g for g in (dw, db) if g is not None and len(g)]
+        is_packed = ctx.weights.tensors[0].dim() == 3
+        whole = [(g,) if is_packed else g for g in (dw, db) if g is not None and len(g)]
         made = iter([g for of in whole for g in of])
-        there = [need_w] * len(weights) + [need_b] * (len(ctx.dtypes) - len(weights))
+        there = [need_w] * ctx.count + [need_b] * (len(ctx.dtypes) - ctx.count)
         grads = [next(made).to(dtype) if is_made else None for is_made, dtype in zip(there, ctx.dtypes)]
         none = [None] * (first - 1)
         return dx if need_x else None, *none, *(g if needed else None for g, needed in zip(grads, needs[first:]))
+
+
+def _columnwise_of(ctx, own: Sequence[Tensor], dtype: torch.dtype) -> Operand | _Codes:
+    """The operand that dgrad reads: saved by the forward, or gathered again."""
+    if ctx.columnwise is None:
+        return ctx.weights.operands([COLUMNWISE], ctx.plan, dtype)[COLUMNWISE]
+    kind, fields = ctx.columnwise
+    tensors = iter(own)
+    return kind(*(next(tensors) if field is None else field[0] for field in fields))
 
 
 def _group_of(groups: TokenGroups, x: Tensor) -> Tensor:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from ..ops.rng import own_name
 from ..recipe import Recipe
-from .linear import Linear
+from .linear import Linear, handed_to
+from .linear_op import Handed
 from .norm import Norm
 
 
@@ -21,14 +23,15 @@ class LayerNormLinear(nn.Module):
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, normalization: str = "LayerNorm", eps: float = 1e-5,
         zero_centered_gamma: bool = False, return_layernorm_output: bool = False, device=None, dtype=None, *,
-        recipe: Recipe | None = None, name: str = "layernorm_linear",
+        recipe: Recipe | None = None, name: str | None = None,
     ):
+        name = own_name(name, "layernorm_linear")
         super().__init__()
         self.return_layernorm_output = return_layernorm_output
         self.norm = Norm(in_features, normalization, eps, zero_centered_gamma, device, dtype)
         self.linear = Linear(in_features, out_features, bias, device, dtype, recipe=recipe, name=f"{name}.linear")
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        normal = self.norm(x)
-        y = self.linear(normal)
+        normal, _, amax = self.norm.forward_with_input(x)
+        y = self.linear(normal, **handed_to(self.linear, Handed(amax)))
         return (y, normal) if self.return_layernorm_output else y

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..ops import norm
+from ..ops import native, norm
 from ..ops.norm import ACTIVATIONS
+from ..ops.rng import own_name
 from ..recipe import Recipe
-from .linear import Linear, share_input
-from .linear_op import Source
+from .linear import Linear, handed_to, share_input
+from .linear_op import Handed, Source
 from .norm import Norm
 from .norm_op import activate, deferred
 
@@ -23,8 +26,7 @@ class LayerNormMLP(nn.Module):
     residual:    y + x is returned; the gradient of both uses of x is made in one pass.
     return_layernorm_output:  (y, n).
     recompute:   "gate_up": the backward makes n, gate(n) and up(n) again from x, with the codes and random bits of the
-                 forward, so that between the two x and the operand of down's wgrad are all that is kept; and codes of
-                 weights (that FSDP2 does not shard) are let go as soon as they have served.
+                 forward, so that between the two x and the operand of down's wgrad are all that is kept.
 
     x and y [.., hidden_size], gate and up [ffn_size, hidden_size], down [hidden_size, ffn_size]. state_dict keys:
     norm.weight (norm.bias), gate_proj.weight, up_proj.weight, down_proj.weight (and their biases). Gate and up share the
@@ -36,8 +38,9 @@ class LayerNormMLP(nn.Module):
     def __init__(
         self, hidden_size: int, ffn_size: int, activation: str = "swiglu", bias: bool = False, normalization: str = "RMSNorm",
         eps: float = 1e-5, zero_centered_gamma: bool = False, residual: bool = False, return_layernorm_output: bool = False,
-        recompute: str | None = None, device=None, dtype=None, *, recipe: Recipe | None = None, name: str = "layernorm_mlp",
+        recompute: str | None = None, device=None, dtype=None, *, recipe: Recipe | None = None, name: str | None = None,
     ):
+        name = own_name(name, "layernorm_mlp")
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
@@ -59,9 +62,6 @@ class LayerNormMLP(nn.Module):
             self.up_proj.recomputes_forward = True
             if self.gate_proj is not None:
                 self.gate_proj.recomputes_forward = True
-            for layer in self.children():
-                if isinstance(layer, Linear):
-                    layer._weight_state.keeps_codes = False
 
     def _share(self) -> None:
         """Gate and up have one history of n."""
@@ -74,26 +74,46 @@ class LayerNormMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         if self.recompute and torch.is_grad_enabled():
-            h, source, normal, x = checkpoint(self._hidden, x, use_reentrant=False, preserve_rng_state=False)
+            h, handed, normal, x = checkpoint(self._hidden, x, use_reentrant=False, preserve_rng_state=False)
         else:
-            h, source, normal, x = self._hidden(x)
-        y = self.down_proj(h) if source is None else self.down_proj(h, source)
+            h, handed, normal, x = self._hidden(x)
+        y = self.down_proj(h, **handed_to(self.down_proj, handed))
         if self.residual:
             y = x + y
         return (y, normal) if self.return_layernorm_output else y
 
-    def _hidden(self, x: Tensor) -> tuple[Tensor, Source | None, Tensor | None, Tensor]:
-        """(what down multiplies, what it is made of as it is quantized where down alone reads it, n if it is returned, x)."""
-        normal, x = self.norm.beside(x)
-        up, kind = self.up_proj(normal), ACTIVATIONS[self.activation].kind
-        gate = None if self.gate_proj is None else self.gate_proj(normal)
-        if not self.return_layernorm_output:
-            normal = None  # let go of, with its codes
-        if gate is None:
-            return activate(up, None, kind), None, normal, x
-        if self.down_proj.takes_source(gate) and norm.runs_whole(gate, up):
-            return deferred(gate, up, kind), Source(gate, up, kind), normal, x
-        return activate(gate, up, kind), None, normal, x
+    def _hidden(self, x: Tensor) -> tuple[Tensor, Handed, Tensor | None, Tensor]:
+        """(what down multiplies, what is handed to down with it, n if it is returned, x)."""
+        normal, x, amax = self.norm.forward_with_input(x)
+        layers, kind = (self.gate_proj, self.up_proj, self.down_proj), ACTIVATIONS[self.activation].kind
+        h, handed = mlp_hidden(normal, *layers, kind, Handed(amax))
+        return h, handed, normal if self.return_layernorm_output else None, x
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}" + (", residual=True" if self.residual else "")
+
+
+def mlp_hidden(
+    x: Tensor, gate: nn.Module | None, up: nn.Module, down: nn.Module, kind: int, handed: Handed
+) -> tuple[Tensor, Handed]:
+    """(act(gate(x)) * up(x), or act(up(x)); what is handed to down with it).
+
+    Gate and up share the codes of x. The activation's backward writes the amaxes of their gradients into memory that it and
+    their nodes hold.
+
+    handed:  with x.
+    """
+    given, rows = handed_to(up, handed), x.numel() // max(x.shape[-1], 1)
+    grads: Tensor | None = None
+    if given and native.runs(x) and torch.is_grad_enabled() and rows and (gate is None or handed_to(gate, handed)):
+        grads = native.new_amaxes(x, rows, up.out_features, 1 if gate is None else 2)
+    made = []
+    for i, layer in enumerate([up] if gate is None else [gate, up]):
+        own = replace(handed, grad_amaxes=None if grads is None else grads[i])
+        made.append(layer(x, **handed_to(layer, own)))
+    g, u = (made[0], None) if gate is None else made
+    takes = u is not None and isinstance(down, Linear) and down.takes_source(g) and norm.runs_whole(g, u)
+    if takes:
+        return deferred(g, u, kind, grads), Handed(source=Source(g, u, kind))
+    h, amaxes = activate(g, u, kind, grads)
+    return h, Handed(amaxes)

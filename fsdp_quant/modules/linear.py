@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -12,25 +12,46 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..context import STEP, Autocast, current_autocast, new_weight_state, quantized_init_recipe
+from ..context import STEP, Autocast, current_autocast, new_weight_state, note_forward, quantized_init_recipe
 from ..counters import counters
 from ..ops.capability import DOMAINS, arch_of
+from ..ops.rng import own_name
 from ..recipe import Recipe, identity
 from ..tensor import torch_compat
+from ..scaling import AmaxHistory
 from ..tensor.fsdp_hooks import FSDPHooks
-from ..tensor.master_weight import MasterWeight, WeightState, wrap
+from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.torch_compat import local_of
-from .graph_op import Site, graph_linear
-from .linear_op import Source, linear, takes_source, weight_state
+from ..tensor.weight_shard import WeightShard, as_shard
+from ..tensor.weight_state import WeightState
+from .guard import guard_of
+from .linear_op import Handed, LinearCall, linear, slot_ids, takes_source, weight_state
 from .plan import PRODUCTS, GemmPlan, build_plan
-from .quantize import boundary, boundary_ids
+from .quantize import BoundaryIds, boundary
+from .traced_linear import NO_HISTORIES, GraphTensors, traced_linear
 
 
-class Linear(nn.Linear):
+class HasWeight(nn.Module):
+    """A module whose `weight` FSDP2 gathers as codes: its shard gets the hooks when FSDP2 registers it.
+
+    FSDP2 registers a parameter by `setattr` when it shards it, and each time that it gathers or reshards it.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        registered = self.__dict__.get("_parameters")
+        if registered is None or registered.get(name) is None or not isinstance(value, nn.Parameter):
+            super().__setattr__(name, value)
+            return
+        if name == "weight" and isinstance(value, DTensor) and "_weight_state" in self.__dict__:
+            self.__dict__["_weight_state"] = as_shard(value, self._weight_state)
+        registered[name] = value
+
+
+class Linear(HasWeight, nn.Linear):
     """y = x W^T + b, each of its three products in the formats that a recipe gives.
 
-    weight:  [out_features, in_features], high precision: a `MasterWeight` over its memory; under
-             `fq.quantized_model_init` a `QuantizedTensor`.
+    weight:  [out_features, in_features], the plain nn.Parameter of nn.Linear; under `fq.quantized_model_init` a
+             `QuantizedTensor`. `fully_shard` makes of it what it makes of any parameter, and gathers it as codes.
     recipe:  `Recipe`; change it with `fq.set_recipe`.
     recomputes_forward:  None: found out as the layer runs; True where the backward recomputes the forward unseen
              (torch.utils.checkpoint inside a compiled block), so that FSDP2 gathers both directions in the backward.
@@ -40,15 +61,15 @@ class Linear(nn.Linear):
 
     recomputes_forward: bool | None = None
     parallel = None  # `parallel.TensorParallel`: how ranks share the layer, where its weight is no DTensor that tells
-    parallel_forward: Callable | None = None  # (module, x) -> y of a layer that ranks share; set by `parallel.linear`
     _guard: Tensor | None = None
+    _backward_guard: Tensor | None = None
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, device=None, dtype=None,
-        *, recipe: Recipe | None = None, name: str = "linear",
+        *, recipe: Recipe | None = None, name: str | None = None,
     ):
         super().__init__(in_features, out_features, bias, device, dtype)
-        adopt(self, recipe or quantized_init_recipe() or identity(), name)
+        adopt(self, recipe or quantized_init_recipe() or identity(), own_name(name, "linear"))
 
     @property
     def recipe(self) -> Recipe:
@@ -59,11 +80,11 @@ class Linear(nn.Linear):
         return self._plan
 
     def forward(
-        self, x: Tensor, source: Source | None = None, *, residual: Tensor | None = None, scale: float = 1.0
+        self, x: Tensor, handed: Handed | None = None, *, residual: Tensor | None = None, scale: float = 1.0
     ) -> Tensor:
         """residual + scale * (x W^T + b), the product rounded to its dtype first, the rest in one pass.
 
-        source:  of an x without values, where `takes_source` said so.
+        handed:  what the module that computed x hands over with it.
         """
         weight, plan = self.weight, self._plan
         if self.parallel is not None or isinstance(weight, DTensor):
@@ -74,15 +95,25 @@ class Linear(nn.Linear):
             plan = self._overriding_plan(override)
         if plan.boundary is not None:
             return self.bounded(lambda x: self._product(x, weight, plan, None), x, plan, residual, scale)
-        return finished(self._product(x, weight, plan, source), residual, scale)
+        return finished(self._product(x, weight, plan, handed), residual, scale)
 
-    def _product(self, x: Tensor, weight: Tensor, plan: GemmPlan, source: Source | None) -> Tensor:
+    def parallel_forward(self, x: Tensor) -> Tensor:
+        """y of a layer that ranks share. Raises NotImplementedError; `fsdp_quant.parallel` makes layers that do."""
+        raise NotImplementedError(
+            f"{self._name}: its weight is a DTensor {self.weight.placements}, or its ranks share it; apply a style of "
+            "fsdp_quant.parallel to it"
+        )
+
+    def _product(self, x: Tensor, weight: Tensor, plan: GemmPlan, handed: Handed | None) -> Tensor:
         grad = torch.is_grad_enabled()
         save = weight.requires_grad and grad
         if torch.compiler.is_compiling():
-            return graph_linear(x, weight, self.bias, self._handle, plan.key, save, grad, self.training)
-        operator = linear if source is None else functools.partial(linear, source=source)
-        return self.multiply(operator, x, weight, self.bias, plan, save, grad, self.training)
+            given = self._graph
+            return traced_linear(
+                x, weight, self.bias, plan.key, save, self.training, STEP.in_graph(given.ids.device), given.ids, given.guards,
+                *given.delayed.get(plan.key, NO_HISTORIES),
+            )
+        return linear(x, weight, self.bias, self.call(x, weight, plan, save, grad), handed)
 
     def bounded(
         self, product: Callable[[Tensor], Tensor], x: Tensor, plan: GemmPlan, residual: Tensor | None = None, scale: float = 1.0
@@ -117,40 +148,50 @@ class Linear(nn.Linear):
             )
         return x.to(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else x
 
-    def note(self, x: Tensor, weight: Tensor, plan: GemmPlan, grad: bool) -> tuple[WeightState | None, bool]:
-        """(the weight's state, this is a recomputation): told what runs, and refused where the plan did not print it."""
-        owner = weight_state(weight)
-        if owner is None:
-            self._depart("its weight is a plain tensor, so high-precision bytes were gathered or the codes are not cached")
-        elif x.dtype != weight.dtype:
-            self._check_domains(plan, x.dtype, weight.dtype, x.device)
-        replay = torch_compat.backward_is_running()
-        if owner is not None and not replay:
-            self._note_recomputation(owner, grad)
-        return owner, replay
+    def call(self, x: Tensor, weight: Tensor, plan: GemmPlan, save: bool, grad: bool) -> LinearCall:
+        """What this call of the layer has besides its tensors. Refuses what the plan did not print.
 
-    def multiply(
-        self, operator: Callable, x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, save: bool, grad: bool,
-        training: bool,
-    ):
-        """What `operator` (`linear_op.linear`, or its like) gives of x and of what the layer has beside.
-
-        save:      the backward needs x.
-        grad:      a backward may follow.
+        save:  the backward needs x. grad: a backward may follow.
         """
-        owner, replay = self.note(x, weight, plan, grad)
-        step, ids, guard, histories, of_grad = self._site.beside(self, owner, plan, x.dtype, x.device)
-        records = training and not replay
-        if records and owner is not None and not weight.requires_grad:
-            STEP.frozen.add(owner)
-        return operator(
-            x, weight, bias, plan, save, step, ids, guard, [h.enc for h in histories] if histories else [],
-            [h.enc for h in of_grad] if of_grad else [], [h.amaxes for h in histories] if histories and records else [],
-            [h.amaxes for h in of_grad] if of_grad and training else [],
+        state, device = self._weight_state, x.device
+        if weight_state(weight) is None and torch_compat.is_managed(weight):
+            self._depart("its weight is a plain tensor under fully_shard, so high-precision bytes were gathered")
+        elif x.dtype != weight.dtype:
+            self._check_domains(plan, x.dtype, weight.dtype, device)
+        replay = torch_compat.backward_is_running()
+        if not replay:
+            if plan.needs_steps:
+                note_forward(self, grad)
+            self._note_recomputation(state, grad)
+        records, of_input, of_grad = self.training and not replay, (), ()
+        if plan.is_delayed:
+            of_input, of_grad = (self.histories(plan, slot, device) for slot in ("input", "grad_output"))
+        guard = guard_of(self, device) if "anchored" in plan.resolved(x.dtype, device).domains else None
+        return LinearCall(
+            plan, state, save, records, STEP.on(device), self.ids_on(device), guard,
+            [h.enc for h in of_input], [h.enc for h in of_grad], [h.amaxes for h in of_input] if records else (),
+            [h.amaxes for h in of_grad] if self.training else (),
         )
 
+    def ids_on(self, device: torch.device) -> Tensor:
+        """int64 [3] (`slot_ids`), on the device that asked last."""
+        if self._ids.device != device:
+            with torch.inference_mode(False):
+                self._ids = self._ids.to(device)
+        return self._ids
+
+    def histories(self, plan: GemmPlan, slot: str, device: torch.device | None) -> list[AmaxHistory]:
+        """Amax histories of a slot's delayed sides, on `device` if one is given. Layers that share an input share those of it."""
+        hybrid, layer = plan.hybrid(slot), self
+        if slot == "input" and self._input_of is not None:
+            layer = self._input_of() or self
+        name = layer._weight_state.name if slot == "weight" else layer._name
+        found = [layer._weight_state.history(name, slot, d, hybrid.side(d)) for d in hybrid.delayed_directions]
+        return found if device is None else [history.to(device) for history in found]
+
     def _overriding_plan(self, override: Autocast) -> GemmPlan:
-        recipe, recomputed = override.recipe, torch_compat.checkpoint_hook()
+        recipe = override.recipe
+        recomputed = override.checkpoint if torch.compiler.is_compiling() else torch_compat.checkpoint_hook()
         if recomputed is not None and recomputed is not override.checkpoint:
             raise ValueError(
                 f"{self._name}: the backward would recompute this forward outside fq.autocast, with another recipe; enter "
@@ -162,7 +203,7 @@ class Linear(nn.Linear):
                 "not know which are last: tail is honoured by fq.convert and fq.set_recipe"
             )
         plan = build_plan(recipe, self._name, arch_of(self.weight.device))
-        if not isinstance(self.weight, MasterWeight) and plan.weight != self._plan.weight:
+        if isinstance(self.weight, QuantizedTensor) and plan.weight != self._plan.weight:
             raise ValueError(
                 f"{self._name}: fq.autocast would change the weight from {self._plan.weight} to {plan.weight}, but "
                 "fully_shard gathers it outside any context; use fq.set_recipe at a step boundary"
@@ -195,8 +236,15 @@ class Linear(nn.Linear):
             warnings.warn(f"{self._name}: {what}", stacklevel=4)
         counters.add("departure", (self._name, what))
 
+    def _apply(self, fn, recurse: bool = True) -> Linear:
+        applied = super()._apply(fn, recurse)
+        self._graph.prepare(self)
+        self._boundary_ids.on(self._ids.device)
+        return applied
+
     def __getstate__(self) -> dict:
-        return {k: v for k, v in super().__getstate__().items() if k not in ("_site", "_handle", "_boundary_ids")}
+        """Without what `place` makes."""
+        return {k: v for k, v in super().__getstate__().items() if k not in ("_graph", "_input_of", "_boundary_ids")}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
@@ -204,6 +252,12 @@ class Linear(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self._recipe}"
+
+
+def handed_to(layer: nn.Module, handed: Handed) -> dict[str, Handed]:
+    """The argument by which a layer takes `handed`; none where the layer is not an `fq.Linear` that multiplies x itself."""
+    takes = isinstance(layer, Linear) and not torch.compiler.is_compiling() and not torch_compat.has_hooks(layer)
+    return {"handed": handed} if takes else {}
 
 
 def finished(y: Tensor, residual: Tensor | None, scale: float) -> Tensor:
@@ -216,25 +270,36 @@ def finished(y: Tensor, residual: Tensor | None, scale: float) -> Tensor:
 
 
 def adopt(module: nn.Linear, recipe: Recipe, name: str) -> None:
-    """Give a module of class `Linear` its plan, and its weight the wrapper that FSDP2 gathers as codes."""
+    """Give a module of class `Linear` its plan and the state of its weight."""
     module._name = name
     apply_recipe(module, recipe)
-    take_weight(module)
-    module.register_state_dict_post_hook(_unwrap_in_state_dict)
+    attach_state(module)
+    module.register_state_dict_post_hook(_plain_in_state_dict)
     module.register_load_state_dict_post_hook(_after_load)
 
 
-def take_weight(module: Linear, kind: type[WeightState] | None = None) -> None:
-    """Give the module's weight a state (see `new_weight_state`) and its wrapper, unless it is tied to one that has them, and
-    the module its site."""
-    module._weight_state = weight_state(local_of(module.weight))
+def attach_state(module: Linear, kind: type[WeightState] | None = None) -> None:
+    """Give the module's weight a state (see `new_weight_state`), unless it is tied to one that has it."""
+    local = local_of(module.weight)
+    module._weight_state = weight_state(local) or _tied_state(local)
     if module._weight_state is None:
         module._weight_state = new_weight_state(
             f"{module._name}.weight", module._plan.weight, tuple(whole_shape(module.weight)), module._recipe.compute_dtype,
             kind=kind,
         )
-        wrap_weight(module)
+        register_weight(module)
+    module._weight_state.plan = module._plan
     place(module)
+
+
+# id of a plain weight -> the module that has its state, for layers that share one. A weak reference to the weight itself
+# would stop torch.utils.swap_tensors.
+_TIED: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+
+
+def _tied_state(weight: Tensor) -> WeightState | None:
+    owner = _TIED.get(id(weight))
+    return owner._weight_state if owner is not None and owner.weight is weight else None
 
 
 def whole_shape(weight: Tensor) -> torch.Size:
@@ -252,30 +317,58 @@ def _managed(weight: Tensor) -> torch_compat.ManagedParam | None:
 
 def share_input(first: Linear, second: Linear) -> None:
     """Layers that always multiply one tensor keep one history of its amaxes (the first does), so that its codes are one."""
-    second._site.input_of = first._site.layer
+    second._input_of = weakref.ref(first)
+    second._graph.prepare(second)
 
 
 def place(module: Linear) -> None:
-    """Give the module the site that its operators find by its handle."""
-    module._site = Site(module)
-    module._handle = module._site.handle()
-    module._boundary_ids = boundary_ids(module._name)
+    """Give the module its slot ids, and what graphs of it are given."""
+    module._input_of, module._ids = None, slot_ids(module._name)
+    module._graph = GraphTensors(module)
+    module._boundary_ids = BoundaryIds(module._name)
 
 
 def apply_recipe(module: Linear, recipe: Recipe) -> None:
     module._recipe, module._plan = recipe, build_plan(recipe, module._name, arch_of(module.weight.device))
+    if "_weight_state" in module.__dict__:
+        module._weight_state.plan = module._plan
 
 
-def wrap_weight(module: Linear) -> None:
-    """Put what FSDP2 gathers as codes under the module's weight; optimizers that hold the parameter keep it."""
+def register_weight(module: Linear) -> None:
+    """Let the module's weight be known by its state: a parameter of codes, or a shard, has it; a plain one stays as it is."""
     weight, state = module.weight, module._weight_state
+    if state.holds_codes:
+        _wrap_codes(module)
+    elif not isinstance(weight, DTensor):
+        _TIED[id(weight)] = module
     if not isinstance(weight, DTensor):
-        torch_compat.swap_parameter(weight, wrap(weight, state))
         return
+    attach_tensor_group(module)
+    managed = _managed(weight)
+    if managed is None or state.holds_codes:
+        return
+    if not managed.is_sharded:
+        raise ValueError(f"{state.name} is gathered now; call reshard() on its FSDP module before fq.convert")
+    managed.replace_local(WeightShard(local_of(weight).detach(), state))
+
+
+def attach_tensor_group(module: Linear) -> None:
+    """Tell the state of a DTensor weight which ranks hold its other parts."""
+    weight, state = module.weight, module._weight_state
     managed = _managed(weight)
     mesh = weight.device_mesh if managed is None else managed.tensor_mesh
     if mesh is not None:
         state.tensor_group, state.tensor_dim = _tensor_group(state, weight, mesh), weight.placements[-1].dim
+
+
+def _wrap_codes(module: Linear) -> None:
+    """Put a quantized parameter over the module's weight; optimizers that hold the parameter keep it."""
+    weight, state = module.weight, module._weight_state
+    if not isinstance(weight, DTensor):
+        made = nn.Parameter(state.wrapped(weight.detach()), requires_grad=weight.requires_grad)
+        torch_compat.swap_parameter(weight, made)
+        return
+    managed = _managed(weight)
     if managed is None:
         torch_compat.replace_local(weight, state.wrapped(local_of(weight).detach()))
         return
@@ -296,12 +389,8 @@ def _tensor_group(state: WeightState, weight: DTensor, mesh: DeviceMesh) -> dist
     return mesh.get_group()
 
 
-def _unwrap_in_state_dict(module: Linear, state_dict: dict, prefix: str, local_metadata) -> None:
-    """Checkpoints hold the plain weight: a view of the registered parameter, with its version counter.
-
-    An in-place load into it is seen as a write; every rank hands out its state dict, so the shared statistics are
-    reduced again at the next gather.
-    """
+def _plain_in_state_dict(module: nn.Module, state_dict: dict, prefix: str, local_metadata) -> None:
+    """Checkpoints hold the plain weight: a view of the registered parameter, with its version counter."""
     weight, key = module.weight, f"{prefix}weight"
     local = local_of(weight)
     if key not in state_dict or not isinstance(local, FSDPHooks):
@@ -310,11 +399,13 @@ def _unwrap_in_state_dict(module: Linear, state_dict: dict, prefix: str, local_m
     if isinstance(weight, DTensor):
         plain = torch_compat.dtensor_like(weight, plain)
     state_dict[key] = plain if not isinstance(state_dict[key], nn.Parameter) else nn.Parameter(plain, weight.requires_grad)
-    local.state.pending = True
 
 
-def _after_load(module: Linear, incompatible_keys) -> None:
-    """A load changed the master on every rank; with assign=True it also replaced the parameter."""
+def _after_load(module: nn.Module, incompatible_keys) -> None:
+    """A load wrote the values of quantized parameters on every rank; with assign=True it also replaced the parameter."""
+    state = module._weight_state
+    if not state.holds_codes:
+        return
     if not isinstance(local_of(module.weight), FSDPHooks):
-        wrap_weight(module)
-    module._weight_state.pending = True
+        _wrap_codes(module)
+    state.pending = True

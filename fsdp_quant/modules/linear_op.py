@@ -1,25 +1,29 @@
-"""The one operator behind every linear layer: linear(x, w, ...) -> (y, saved buffers, amaxes), with its autograd.
+"""The one operator behind every linear layer, with its autograd.
 
     forward   x.rowwise, x.columnwise = quantize(x)         y  = gemm(x.rowwise, w.rowwise) + bias
+              w.rowwise, w.columnwise = quantize(w)
     backward  dy.rowwise, dy.columnwise = quantize(dy)      dx = gemm(dy.rowwise, w.columnwise)
                                                             dw = gemm(dy.columnwise, x.columnwise)
 
-x [.., K], w [N, K], y [.., N]. What the backward needs of x are *outputs* of the operator: plain tensors, which is
-all that users' saved-tensor hooks (offload, checkpointing) ever see. The weight stays on ctx: under FSDP2 its codes
-are freed and gathered again in between, in the direction that the backward multiplies.
+x [.., K], w [N, K], y [.., N]. A forward quantizes the weight that it multiplies, in both directions where a backward follows;
+the autograd node owns the codes that the backward reads. Under FSDP2 the weight is a `QuantizedTensor` of gathered codes, whose
+columnwise buffers are freed after the forward and filled again before the backward.
+
+Three executors give the same bytes: the definition here (`Definition`), one compiled call per pass (`native.linear_step`),
+and the functional operators of a traced graph (`traced_linear`).
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import MutableMapping
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils.weak import WeakIdKeyDictionary
 
+from ..counters import counters
 from ..formats import COLUMNWISE, ROWWISE, Direction, Format
 from ..gemm import StaleWeightError, gemm
 from ..ops import dispatch, native
@@ -27,26 +31,22 @@ from ..ops.layout import COMPACT
 from ..ops.rng import tensor_id
 from ..quantizer import HybridQuantizer
 from ..recipe import QUANTIZED_TYPES
-from ..scaling import AmaxHistory
+from ..scaling import AmaxHistory, RowCuts
 from ..storage import BUFFERS, Storage
-from ..tensor import torch_compat, writers
-from ..tensor.fsdp_hooks import FSDPHooks
-from ..tensor.master_weight import MasterWeight, WeightState, inner_of
-from ..tensor.quantized_tensor import OPERATORS, QuantizedTensor
-from .plan import GemmPlan, Resolved, plan_of
-
-_library = torch.library.Library("fsdp_quant", "DEF")
-_library.define(
-    "linear(Tensor x, Tensor weight, Tensor? bias, str plan, bool save, Tensor step, Tensor ids, Tensor? guard, "
-    "Tensor[] factors, Tensor[] grad_factors, Tensor[] grad_amaxes) -> (Tensor, Tensor[], Tensor[])"
+from ..tensor import code_check, torch_compat
+from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.quantized_weight import QuantizedWeight
+from ..tensor.weight_state import (
+    Piece,
+    Shard,
+    WeightState,
+    encode_shards,
+    held,
+    share_over_tensor_group,
+    storage_of,
+    values_of,
 )
-_library.define(
-    "linear_backward(Tensor dy, Tensor weight, Tensor[] saved, str plan, bool[] needs, Tensor step, Tensor ids, "
-    "Tensor? guard, Tensor[] factors, Tensor[] grad_factors) -> (Tensor, Tensor, Tensor, Tensor[])"
-)
-_library.define(
-    "weight_operand(Tensor weight, str plan, bool columnwise, int version, ScalarType dtype) -> Tensor[]"
-)
+from .plan import GemmPlan, Resolved
 
 SLOTS = QUANTIZED_TYPES
 
@@ -57,6 +57,58 @@ class Source(NamedTuple):
     gate: Tensor
     up: Tensor
     kind: int
+
+
+@dataclass(eq=False)
+class Handed:
+    """What the module that computed an input hands over with it; it lives as long as that module's forward.
+
+    amaxes:  fp32, as the kernel that wrote x left them (`native._amaxes`); None: not known.
+    grad_amaxes:  memory for the amaxes of the gradient of y, into which the node that makes that gradient writes them.
+    source:  where x has a shape and an autograd node, but no values; see `takes_source`.
+    codes:   key -> codes of x, made by the first layer that multiplies it, for the others.
+    """
+
+    amaxes: Tensor | None = None
+    source: Source | None = None
+    codes: dict[tuple, list[Tensor]] = field(default_factory=dict)
+    grad_amaxes: Tensor | None = None
+
+
+class LinearCall(NamedTuple):
+    """What a call of a layer has besides its tensors: values, and memory in which amaxes are recorded.
+
+    state:            the weight's: its name, tensor-parallel group, histories; None: of a plain tensor.
+    save:             the backward needs x.
+    records:          amaxes are recorded: in training, and not in a recomputation.
+    step, ids:        int64 [5] (`context.STEP_FIELDS`) and [3] (`slot_ids`), which key random bits.
+    guard:            int64 [3, 2, 2], to which quantizers add what anchoring underflows; None: not counted.
+    factors, grad_factors:      encode factors fp32 [1] of the delayed sides of the input, and of the gradient.
+    histories, grad_histories:  where their amaxes are recorded; empty: nowhere.
+    """
+
+    plan: GemmPlan
+    state: WeightState | None
+    save: bool
+    records: bool
+    step: Tensor
+    ids: Tensor
+    guard: Tensor | None = None
+    factors: Sequence[Tensor] = ()
+    grad_factors: Sequence[Tensor] = ()
+    histories: Sequence[Tensor] = ()
+    grad_histories: Sequence[Tensor] = ()
+
+    def quantize(self, slot: str, x: Tensor, directions, statistics=None) -> tuple[dict[Direction, Storage], list[Tensor]]:
+        """`quantize_slot` with this call's values."""
+        factors = self.factors if slot == "input" else self.grad_factors
+        return quantize_slot(self.plan, slot, x, list(directions), self.step, self.ids, self.guard, factors, statistics)
+
+
+def record(histories: Sequence[Tensor], amaxes: Sequence[Tensor]) -> None:
+    """Record amaxes of delayed sides; zip stops where nothing is recorded."""
+    for history, amax in zip(histories, amaxes):
+        AmaxHistory.record_in(history, amax)
 
 
 def slot_ids(name: str) -> Tensor:
@@ -113,71 +165,129 @@ def recorded_amaxes(hybrid: HybridQuantizer, amaxes: dict[Direction, Tensor], x:
     return [amaxes[d] if d in amaxes else x.new_zeros(1, dtype=torch.float32) for d in hybrid.delayed_directions]
 
 
-def weight_storage(weight: Tensor, direction: Direction, plan: GemmPlan, dtype, both: bool = False) -> Storage:
-    """The weight's codes for one direction, as its product reads them: gathered, cached, or made here from a plain tensor.
+# The weight #
 
-    both:  the other direction follows, so that one read may make both.
-    """
-    hybrid, resolved = plan.weight, plan.resolved(dtype, weight.device)
-    layouts = resolved.layouts["weight"]
-    if isinstance(weight, QuantizedTensor):
-        storage = weight.rowwise if direction is ROWWISE else weight.columnwise
-        if storage is not None and storage.fmt != hybrid.side(direction).fmt:
-            raise StaleWeightError(
-                f"the gathered weight is {storage.fmt} {direction.value} and the plan multiplies "
-                f"{hybrid.side(direction).fmt}; change formats with fq.set_recipe, at a step boundary"
-            )
-        operand, state = weight.operand_for(direction, layouts), weight_state(weight)
-        if writers.checking and state is not None:
-            state.check_codes(weight, direction, operand)
-        return operand
-    if not _is_cached(weight, plan):
-        state = WeightState("weight", hybrid, tuple(weight.shape), plan.compute_dtype)
-        weight = MasterWeight(inner_of(weight).detach(), state)
-    operand = weight.state.whole_storage(weight, direction, dtype, layouts, resolved.call, both)
-    if writers.checking:
-        weight.state.check_codes(weight, direction, operand)
+def gathered_storage(weight: QuantizedTensor, direction: Direction, plan: GemmPlan, layout: str) -> Storage:
+    """The codes of a gathered weight, or of a quantized parameter, as a GEMM reads them."""
+    storage = weight.rowwise if direction is ROWWISE else weight.columnwise
+    if storage is not None and storage.fmt != plan.weight.side(direction).fmt:
+        raise StaleWeightError(
+            f"the gathered weight is {storage.fmt} {direction.value} and the plan multiplies "
+            f"{plan.weight.side(direction).fmt}; change formats with fq.set_recipe, at a step boundary"
+        )
+    operand = weight.operand_for(direction, layout)
+    if code_check.checking:
+        code_check.check_gathered(weight, direction)
     return operand
 
 
-def dgrad_weight(weight: Tensor, plan: GemmPlan, dtype) -> Storage:
-    """The weight's codes for dgrad, the last product that reads it."""
-    storage = weight_storage(weight, COLUMNWISE, plan, dtype)
-    if isinstance(weight, MasterWeight):
-        weight.state.let_go()
-    return storage
+def weight_storages(
+    weight: Tensor, directions: Sequence[Direction], plan: GemmPlan, state: WeightState | None, dtype: torch.dtype,
+    records: bool = True,
+) -> dict[Direction, Storage]:
+    """The codes of a weight [N, K] as the GEMMs of `dtype` activations read them: gathered, else made here of its values."""
+    layouts = plan.resolved(dtype, weight.device).layouts["weight"]
+    if isinstance(weight, QuantizedTensor):
+        return {d: gathered_storage(weight, d, plan, layouts[d]) for d in directions}
+    values = values_of(weight).detach()
+    state = _state_of(state, plan, values)
+    made: dict[Direction, Storage] = {}
+
+    def encode(direction: Direction) -> Storage:
+        if direction not in made:
+            made[direction] = _encode(values, direction, state, dtype, records)
+        return made[direction]
+
+    with torch.no_grad():
+        return {
+            d: held(
+                state, ("whole", d, dtype, layouts[d]), values,
+                lambda d=d: storage_of(plan.weight, d, plan.compute_dtype, encode).in_layout(layouts[d]),
+            ) for d in directions
+        }
 
 
-class LastRead:
-    """What was made of the tensor that was read last: layers that share an input (gate and up; q, k and v) make it once.
+def _state_of(state: WeightState | None, plan: GemmPlan, values: Tensor) -> WeightState:
+    """The weight's state, or one of these formats, where the weight has none or a context overrides its recipe."""
+    if state is not None and state.quantizer == plan.weight:
+        return state
+    return WeightState("weight" if state is None else state.name, plan.weight, tuple(values.shape), plan.compute_dtype)
 
-    Kept while the tensor lives, is the last one, and what was `seen` of it (its version, for whom, on which stream) is the same.
+
+def _encode(values: Tensor, direction: Direction, state: WeightState, dtype: torch.dtype, records: bool) -> Storage:
+    encoding, statistics = state.quantizer.encodings[direction], None
+    if state.spans_parts and encoding.fmt.spans_tensor:
+        (own,) = dispatch.statistics(values, [encoding], dtype=state.encoded_dtype(encoding, dtype))
+        (statistics,) = share_over_tensor_group([(encoding, own)], state.tensor_group)
+    piece = Piece(state, values, RowCuts((0, values.shape[0])), 0)
+    (encoded,) = encode_shards([Shard(piece, direction, dtype, statistics, None, records)], values.device)
+    return Storage.of(encoded, encoding, values.shape, dtype)
+
+
+def buffers_of(storage: Storage) -> list[Tensor]:
+    return list(storage.buffers().values())
+
+
+# One compiled call per pass #
+
+class _Operands(NamedTuple):
+    """A weight as the compiled call takes it.
+
+    values:      to be quantized inside; else `rowwise` and `columnwise` are the buffers of its codes.
+    factors, histories: of the delayed sides of `values`.
     """
 
-    def __init__(self):
-        self._entry = None
-
-    def get(self, x: Tensor, seen: tuple) -> tuple | None:
-        entry = self._entry
-        return entry[2] if entry is not None and entry[0]() is x and entry[1] == seen else None
-
-    def keep(self, x: Tensor, seen: tuple, made: tuple) -> None:
-        self._entry = (weakref.ref(x, self._drop), seen, made)
-
-    def _drop(self, ref: weakref.ref) -> None:
-        if self._entry is not None and self._entry[0] is ref:
-            self._entry = None
+    values: Tensor | None
+    round_to_bf16: bool = False
+    factors: Sequence[Tensor] = ()
+    histories: Sequence[Tensor] = ()
+    rowwise: Sequence[Tensor] = ()
+    columnwise: Sequence[Tensor] = ()
 
 
-# (codes, the guard that counted them) of an input; only of results of other operators: what writes a buffer of its own (a
-# receive, a copy into `.data`) tells no version.
-_LAST_INPUT = LastRead()
-# Guard of a layer that took another's codes -> the guard that counted them.
-COUNTED_BY: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
+def _operands(weight: Tensor, call: LinearCall, resolved: Resolved, dtype: torch.dtype, backward: bool) -> _Operands | None:
+    """None where the compiled call cannot be handed what the backward reads.
+
+    backward:  dgrad follows.
+    """
+    plan = call.plan
+    if isinstance(weight, QuantizedTensor):
+        layouts = resolved.layouts["weight"]
+        rowwise = gathered_storage(weight, ROWWISE, plan, layouts[ROWWISE])
+        columnwise = _columnwise_buffers(weight, plan, layouts[COLUMNWISE]) if backward else []
+        return None if columnwise is None else _Operands(None, rowwise=buffers_of(rowwise), columnwise=columnwise)
+    values = values_of(weight).detach()
+    state = _state_of(call.state, plan, values)
+    is_cast = values.dtype is not dtype and not all(plan.weight.side(d).fmt.is_quantized for d in Direction)
+    if state.spans_parts or state.held is not None or code_check.checking or is_cast:
+        wanted = [ROWWISE, *([COLUMNWISE] if backward else [])]
+        made = weight_storages(weight, wanted, plan, call.state, dtype, call.records)
+        return _Operands(None, rowwise=buffers_of(made[ROWWISE]), columnwise=buffers_of(made[COLUMNWISE]) if backward else ())
+    seen = plan.compute_dtype or values.dtype
+    round_to_bf16 = values.dtype is torch.float32 and seen is torch.bfloat16
+    histories = [state.delayed_history(d, values.device, plan.weight) for d in plan.weight.delayed_directions]
+    for d in (ROWWISE, COLUMNWISE) if backward else (ROWWISE,):
+        if d in plan.weight.encodings and plan.weight.side(d).fmt.is_quantized:
+            counters.add("weight encode", (state.name, d.value))
+    return _Operands(
+        values if round_to_bf16 else values.to(seen), round_to_bf16, [h.enc for h in histories],
+        [h.amaxes for h in histories] if call.records else [],
+    )
+
+
+def _columnwise_buffers(weight: QuantizedTensor, plan: GemmPlan, layout: str) -> list[Tensor] | None:
+    """The memory in which the backward will find the codes that dgrad reads; FSDP2 may have freed it until then."""
+    slots = weight._slots
+    kept = slots.laid_out.get((COLUMNWISE, layout)) or slots.columnwise
+    if kept is not None and (kept.layout == layout or not kept.fmt.is_quantized):
+        return buffers_of(kept)
+    if kept is None or kept.is_freed:
+        return None
+    return buffers_of(gathered_storage(weight, COLUMNWISE, plan, layout))
 
 
 def _is_one_call(resolved: Resolved, x: Tensor, n: int, bias: Tensor | None = None) -> bool:
-    """The compiled step takes x [.., cols] and the other operand's n rows as they are."""
+    """The compiled call takes x [.., cols] and the other operand's n rows as they are."""
     if resolved.call is None or type(x) not in (Tensor, Parameter) or not (bias is None or bias.dtype is x.dtype):
         return False
     size, cols = x.numel(), x.shape[-1]
@@ -185,102 +295,55 @@ def _is_one_call(resolved: Resolved, x: Tensor, n: int, bias: Tensor | None = No
 
 
 def takes_source(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan) -> bool:
-    """`linear` may be given a source instead of x: it is one call, which neither multiplies nor keeps x itself."""
+    """`linear` may be handed a source instead of x: it is one call, which neither multiplies nor keeps x itself."""
     return (
         not torch_compat.dispatch_is_watched() and plan.saves != "input" and plan.input.rowwise.fmt.is_quantized
         and _is_one_call(plan.resolved(x.dtype, x.device), x, weight.shape[0], bias)
     )
 
 
-def _step(
-    x, weight, bias, plan, resolved, save, step, ids, guard, factors, grad_factors, histories, grad_histories, edge, source=None
-):
-    """(y, the codes that the backward keeps), in one call; with `edge`, the parameter, y has its autograd node."""
-    kept = codes = seen = None
-    if resolved.shared is not None and source is None and x.grad_fn is not None:
-        of_delayed = tuple((id(f), f._version) for f in factors)  # codes are shared by layers that have one history
-        seen = x._version, resolved.shared, save, of_delayed, bool(histories), torch_compat.stream_of(x.device)
-        found = _LAST_INPUT.get(x, seen)
-        if found is not None:
-            codes, counted_by, _ = found
-            kept = codes
-            if guard is not None and counted_by is not guard:
-                COUNTED_BY[guard] = counted_by
-    if writers.checking:
-        codes = None  # made again, and compared
-    if source is not None:  # x is let go before codes of the weight are made
-        codes = native.linear_gated(*source, resolved.call, save, step, ids, guard, factors, histories)
-    is_held = save and edge is not None and not writers.checking and _is_cached(weight, plan)
-    if is_held and not torch_compat.backward_is_running():
-        weight.state.note_forward(weight.version)
-    operand = list(weight_storage(weight, ROWWISE, plan, x.dtype, save).buffers().values())
-    columnwise, stamps = _held_operand(weight, resolved, x.dtype) if is_held else ([], [])
-    if columnwise:
-        weight.state.let_go()
+def _compiled(
+    x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, resolved: Resolved, operands: _Operands, handed: Handed
+) -> Tensor:
+    """y with its autograd node, in one call."""
+    key = None
+    if resolved.shared is not None:  # codes of one history serve its layers alone
+        key = (resolved.shared, call.save, bool(call.histories), *map(id, call.factors))
+    codes = handed.codes.get(key)
+    if codes is None and handed.source is not None:  # x is freed before codes of the weight are made
+        codes = native.linear_gated(
+            *handed.source, resolved.call, call.save, call.step, call.ids, call.guard, call.factors, call.histories
+        )
     y, *made = native.linear_step(
-        x, edge, bias, operand, resolved.call, weight_version(weight), save, step, ids, guard, factors, grad_factors,
-        histories, grad_histories, codes or [], columnwise, stamps,
+        x, weight, bias, operands.values, operands.rowwise, operands.columnwise, resolved.call, operands.round_to_bf16,
+        call.save, call.step, call.ids, call.guard, call.factors, call.grad_factors, operands.factors, call.histories,
+        call.grad_histories, operands.histories, codes or [], handed.amaxes, handed.grad_amaxes,
     )
-    if codes is None and kept is not None and any(map(writers.bytes_apart, kept, made)):
-        raise StaleWeightError(
-            f"the input of {weight_state(weight).name} was written after an earlier layer quantized it, and the write moved "
-            "no version counter: layers that share an input share its codes; give the written values a tensor of their own"
-        )
-    if codes is None and seen is not None:
-        _LAST_INPUT.keep(x, seen, (made, guard, factors))  # whose ids `seen` holds
-    return y, made
+    if key is not None and codes is None:
+        handed.codes[key] = made
+    return y
 
 
-def _is_cached(weight: Tensor, plan: GemmPlan) -> bool:
-    """The weight's state keeps its codes; else it is gathered, plain, or overridden."""
-    return isinstance(weight, MasterWeight) and weight.state.quantizer == plan.weight
+# The definition #
 
+def multiply(
+    x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, backward: bool
+) -> tuple[Tensor, list[Tensor], Storage | None]:
+    """(y, what the backward keeps of x, the codes of w that it reads) without autograd.
 
-def _held_operand(weight: MasterWeight, resolved: Resolved, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-    """(columnwise operand, stamps) of a weight whose codes are here already: good while no stamp has moved."""
-    storage = weight.state.made(weight, COLUMNWISE, dtype, resolved.layouts["weight"][COLUMNWISE])
-    stamps = weight.stamps
-    return (list(storage.buffers().values()), stamps) if storage is not None and stamps else ([], [])
-
-
-def weight_version(weight: Tensor) -> int:
-    """Of a weight that is not gathered: a number that is equal as long as its values are; 0 for other tensors."""
-    return hash(weight.version) if isinstance(weight, FSDPHooks) else 0
-
-
-def check_weight_version(weight: Tensor, version: int) -> None:
-    """Raise StaleWeightError for a master weight that was written since its forward."""
-    if weight_version(weight) != version:
-        raise StaleWeightError(
-            f"{weight.state.name} was modified between the forward and the backward that needs it; step the optimizer "
-            f"after backward(){weight.last_writer}"
-        )
-
-
-def _weight_operand(weight: Tensor, plan: str, columnwise: bool, version: int, dtype: torch.dtype) -> list[Tensor]:
-    """The buffers of the weight's operand, for the compiled step; version: of the weight in the forward."""
-    check_weight_version(weight, version)
-    plan = plan_of(plan)
-    made = dgrad_weight(weight, plan, dtype) if columnwise else weight_storage(weight, ROWWISE, plan, dtype)
-    return list(made.buffers().values())
-
-
-def _forward(x, weight, bias, plan, save, step, ids, guard, factors, grad_factors, grad_amaxes, histories=None):
-    """histories: where amaxes may go instead of into the result (an operator writes to no argument)."""
-    plan = plan_of(plan)
-    x2 = x.reshape(-1, x.shape[-1])
+    backward:  dgrad follows. A gathered weight's codes are not kept: they are filled again.
+    """
+    plan, x2 = call.plan, x.reshape(-1, x.shape[-1])
+    refuse_codes(x, plan, call.save)
     resolved = plan.resolved(x.dtype, x.device)
-    saved = resolved.saved if save and plan.saves != "input" else None
-    if (histories is not None or not plan.is_delayed) and _is_one_call(resolved, x, weight.shape[0], bias):
-        y, made = _step(x, weight, bias, plan, resolved, save, step, ids, guard, factors, [], histories or [], [], None)
-        return y, made[-len(buffer_names(plan.operand("input", saved))) :] if saved is not None else [], []
-    refuse_codes(x, plan, save)
-    directions = [ROWWISE, COLUMNWISE] if saved is COLUMNWISE else [ROWWISE]
-    made, amaxes = quantize_slot(plan, "input", x2, directions, step, ids, guard, factors)
-    w = weight_storage(weight, ROWWISE, plan, x.dtype, save)
-    y = gemm(made[ROWWISE], w, out_dtype=x.dtype, bias=bias, domain=resolved.domains[0])
-    buffers = list(made[saved].buffers().values()) if saved is not None else []
-    return y.view(*x.shape[:-1], y.shape[-1]), buffers, amaxes
+    saved = resolved.saved if call.save and plan.saves != "input" else None
+    made, amaxes = call.quantize("input", x2, [ROWWISE, *([COLUMNWISE] if saved is COLUMNWISE else [])])
+    both = backward and not isinstance(weight, QuantizedTensor)
+    w = weight_storages(weight, [ROWWISE, *([COLUMNWISE] if both else [])], plan, call.state, x.dtype, call.records)
+    y = x.new_empty(*x.shape[:-1], weight.shape[0])
+    gemm(made[ROWWISE], w[ROWWISE], out=y.view(-1, y.shape[-1]), bias=bias, domain=resolved.domains[0])
+    record(call.histories, amaxes)  # nothing can be refused any more
+    return y, [] if saved is None else buffers_of(made[saved]), w.get(COLUMNWISE)
 
 
 def refuse_codes(x: Tensor, plan: GemmPlan, save: bool) -> None:
@@ -295,6 +358,14 @@ def buffer_names(fmt: Format) -> list[str]:
     return [b for b in BUFFERS if has[b]]
 
 
+def storage_over(
+    buffers: Sequence[Tensor], fmt: Format, direction: Direction, shape: tuple[int, int], dtype: torch.dtype, layout: str
+) -> Storage:
+    """The storage whose `buffers_of` these are."""
+    fields = dict.fromkeys(BUFFERS) | dict(zip(buffer_names(fmt), buffers))
+    return Storage(fmt, direction, shape, **fields, dtype=dtype, layout=layout)
+
+
 def saved_columnwise(plan: GemmPlan, saved: list[Tensor], shape, dy: Tensor, step, ids, guard, factors) -> Storage:
     """The columnwise storage of the input [M, K], from what the plan saved."""
     hybrid, dtype = plan.input, dy.dtype
@@ -304,8 +375,7 @@ def saved_columnwise(plan: GemmPlan, saved: list[Tensor], shape, dy: Tensor, ste
     resolved = plan.resolved(dtype, dy.device)
     direction = resolved.saved
     fmt, laid_out = hybrid.side(direction).fmt, resolved.layouts["input"][direction]
-    fields = {b: None for b in BUFFERS} | dict(zip(buffer_names(fmt), saved))
-    storage = Storage(fmt, direction, shape, **fields, dtype=dtype, layout=laid_out if shape[0] else COMPACT)
+    storage = storage_over(saved, fmt, direction, shape, dtype, laid_out if shape[0] else COMPACT)
     if direction is COLUMNWISE:
         return storage
     storage = storage.in_layout(COMPACT)
@@ -320,140 +390,125 @@ def bias_gradient(plan: GemmPlan, dy: Tensor, directions: list[Direction]) -> Te
     return dispatch.column_sums(dy) if quantized and not isinstance(dy, QuantizedTensor) else dy.sum(0)
 
 
-def product_backward(dy, weight, saved, plan, needs, step, ids, guard, factors, grad_factors, histories=None):
-    """needs: of x, weight, bias. A gradient that is not needed is an empty tensor. histories: as in `_forward`, of dy."""
-    plan = plan_of(plan)
-    need_x, need_w, need_b = needs
-    dy2 = dy.reshape(-1, dy.shape[-1])
-    n, k = weight.shape
-    none = dy.new_empty(0)
-    dx = dw = none
-    directions = [d for d, needed in ((ROWWISE, need_x), (COLUMNWISE, need_w)) if needed]
-    resolved = plan.resolved(dy.dtype, dy.device)
-    made, amaxes, domains = {}, [], resolved.domains
-    if directions and (histories is not None or not plan.is_delayed) and _is_one_call(resolved, dy, k):
-        operand = list(dgrad_weight(weight, plan, dy.dtype).buffers().values()) if need_x else []
-        dx, dw, db = native.linear_step_backward(
-            dy, operand, saved, need_x, need_w, need_b, resolved.call, step, ids, guard, factors, grad_factors, histories or [],
-        )
-        return dx.view(*dy.shape[:-1], k) if need_x else none, dw, db, []
-    db = bias_gradient(plan, dy2, directions) if need_b else none
-    if directions:
-        made, amaxes = quantize_slot(plan, "grad_output", dy2, directions, step, ids, guard, grad_factors)
-    if need_x:
-        w = dgrad_weight(weight, plan, dy.dtype)
-        dx = gemm(made[ROWWISE], w, out_dtype=dy.dtype, domain=domains[1]).view(*dy.shape[:-1], k)
-    if need_w:
-        x = saved_columnwise(plan, saved, (dy2.shape[0], k), dy, step, ids, guard, factors)
-        dw = gemm(made[COLUMNWISE], x, out_dtype=dy.dtype, domain=domains[2])
-    return dx, dw, db, amaxes
+def multiply_backward(
+    dy: Tensor, weight: Tensor, columnwise: Storage | None, saved: list[Tensor], call: LinearCall, needs: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx, dw, db; None where `needs` (of x, weight, bias) says so.
 
-
-_library.impl("linear", _forward, "CompositeExplicitAutograd")
-_library.impl("linear_backward", product_backward, "CompositeExplicitAutograd")
-_library.impl("weight_operand", _weight_operand, "CompositeExplicitAutograd")
-OPERATORS[torch.ops.fsdp_quant.linear.default] = _forward
-OPERATORS[torch.ops.fsdp_quant.linear_backward.default] = product_backward
-OPERATORS[torch.ops.fsdp_quant.weight_operand.default] = _weight_operand
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    x, weight, bias, plan, save, step, ids, guard, factors, grad_factors, grad_amaxes = inputs
-    _, buffers, _ = output
-    ctx.weight, ctx.plan, ctx.step, ctx.ids, ctx.guard = weight, plan, step, ids, guard
-    ctx.factors, ctx.grad_factors, ctx.grad_amaxes = factors, grad_factors, grad_amaxes
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.version = weight_version(weight)
-    ctx.save_for_backward(*([x] if save and plan_of(plan).saves == "input" else buffers))
-
-
-def _autograd_backward(ctx, dy, _buffers, _amaxes):
-    weight = ctx.weight
-    check_weight_version(weight, ctx.version)
-    needs = list(ctx.needs_input_grad[:3])
-    watched = (
-        torch.is_grad_enabled() or torch_compat.dispatch_is_watched() or torch.is_autocast_enabled(dy.device.type)
-    )
-    dx, dw, db, amaxes = (torch.ops.fsdp_quant.linear_backward if watched else product_backward)(
-        dy, weight, list(ctx.saved_tensors), ctx.plan, needs, ctx.step, ctx.ids, ctx.guard, ctx.factors,
-        ctx.grad_factors,
-    )
-    for history, amax in zip(ctx.grad_amaxes, amaxes):
-        AmaxHistory.record_in(history, amax)
-    lists = [[None] * len(tensors) for tensors in (ctx.factors, ctx.grad_factors, ctx.grad_amaxes)]
-    return (
-        dx if needs[0] else None, dw.to(weight.dtype) if needs[1] else None,
-        db.to(ctx.bias_dtype) if needs[2] else None, None, None, None, None, None, *lists,
-    )
-
-
-def _below_autocast(x: Tensor, *inputs):
-    """`_forward`, whose products are in the dtypes that it chose."""
-    if not torch.is_autocast_enabled(x.device.type):
-        return _forward(x, *inputs)
-    with torch.autocast(x.device.type, enabled=False):
-        return _forward(x, *inputs)
-
-
-class _Eager(torch.autograd.Function):
-    """The operator without its way through the dispatcher, for what the compiled step does not do."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        output = y, _, amaxes = _below_autocast(*inputs)
-        _setup_context(ctx, inputs, output)
-        ctx.mark_non_differentiable(*amaxes)
-        return y, *amaxes
-
-    @staticmethod
-    def backward(ctx, dy, *_):
-        return *_autograd_backward(ctx, dy, None, None)[:8], None, None, None
-
-
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, save: bool, step: Tensor, ids: Tensor,
-    guard: Tensor | None, factors: list[Tensor], grad_factors: list[Tensor], histories: list[Tensor],
-    grad_histories: list[Tensor], source: Source | None = None,
-) -> Tensor:
-    """y; the operator itself only where something looks at operators.
-
-    factors, grad_factors:      of the delayed sides of the input, and of the gradient.
-    histories, grad_histories:  where their amaxes go; empty: nowhere.
-    source:                     of x, which has a shape and a node of autograd, but no values; see `takes_source`.
+    columnwise:  codes of the weight; None: it is gathered.
     """
-    watched = torch_compat.dispatch_is_watched()
-    if not watched:
-        resolved = plan.resolved(x.dtype, x.device)
-        if _is_one_call(resolved, x, weight.shape[0], bias):
-            return _step(
-                x, weight, bias, plan, resolved, save, step, ids, guard, factors, grad_factors, histories,
-                grad_histories, weight, source,
-            )[0]
-    if source is not None:
-        raise ValueError("the input of this layer was not made, as one call was to make it; see takes_source")
-    inputs = (x, weight, bias, plan.key, save, step, ids, guard, factors, grad_factors, grad_histories)
-    if watched:
-        y, _, amaxes = torch.ops.fsdp_quant.linear(*inputs)
-    elif torch.is_grad_enabled():
-        y, *amaxes = _Eager.apply(*inputs)
-    else:
-        y, _, amaxes = _below_autocast(*inputs)
-    for history, amax in zip(histories, amaxes):
-        AmaxHistory.record_in(history, amax)
+    plan, dy2 = call.plan, dy.reshape(-1, dy.shape[-1])
+    (need_x, need_w, need_b), (n, k) = needs, weight.shape
+    dx = dw = None
+    directions = [d for d, needed in ((ROWWISE, need_x), (COLUMNWISE, need_w)) if needed]
+    domains = plan.resolved(dy.dtype, dy.device).domains
+    db = bias_gradient(plan, dy2, directions) if need_b else None
+    made, amaxes = call.quantize("grad_output", dy2, directions) if directions else ({}, [])
+    if need_x:
+        w = columnwise or weight_storages(weight, [COLUMNWISE], plan, call.state, dy.dtype)[COLUMNWISE]
+        dx = dy.new_empty(*dy.shape[:-1], k)
+        gemm(made[ROWWISE], w, out=dx.view(-1, k), domain=domains[1])
+    if need_w:
+        x = saved_columnwise(plan, saved, (dy2.shape[0], k), dy, call.step, call.ids, call.guard, call.factors)
+        dw = gemm(made[COLUMNWISE], x, out_dtype=dy.dtype, domain=domains[2])
+    record(call.grad_histories, amaxes)
+    return dx, dw, db
+
+
+class _Kept:
+    """What the definition's forward leaves for its backward (an object, which torch.func passes on as it is).
+
+    saved: of x. columnwise: codes of the weight; None: it is gathered.
+    """
+
+    saved: list[Tensor]
+    columnwise: Storage | None
+
+
+class Definition(torch.autograd.Function):
+    """The operator in Python: what the compiled call and traced graphs are compared with, and what they do not take."""
+
+    @staticmethod
+    def forward(x, weight, bias, call, backward, kept):
+        """backward: dgrad follows. kept: `_Kept`, which is set."""
+        with torch.autocast(x.device.type, enabled=False):
+            y, kept.saved, kept.columnwise = multiply(x, weight, bias, call, backward)
+        return y
+
+    @staticmethod
+    def setup_context(ctx, inputs, y):
+        x, weight, bias, call, _, kept = inputs
+        columnwise = kept.columnwise
+        ctx.weight, ctx.call, ctx.bias_dtype = weight, call, None if bias is None else bias.dtype
+        ctx.layout = None if columnwise is None else columnwise.layout
+        saved = [x] if call.save and call.plan.saves == "input" else kept.saved
+        ctx.count = len(saved)
+        ctx.save_for_backward(*saved, *([] if columnwise is None else buffers_of(columnwise)))
+
+    @staticmethod
+    def backward(ctx, dy):
+        run = _Gradients.apply if torch.is_grad_enabled() else _Gradients.forward
+        rest = ctx.weight, ctx.call, ctx.layout, ctx.count, ctx.bias_dtype, tuple(ctx.needs_input_grad[:3])
+        return *run(dy, *rest, *ctx.saved_tensors), None, None, None
+
+
+class _Gradients(torch.autograd.Function):
+    """dx, dw and db of the definition; an operator of its own under create_graph and torch.func, without a derivative."""
+
+    @staticmethod
+    def forward(dy, weight, call, layout, count, bias_dtype, needs, *tensors):
+        columnwise = None
+        if layout is not None:
+            fmt = call.plan.operand("weight", COLUMNWISE)
+            columnwise = storage_over(tensors[count:], fmt, COLUMNWISE, tuple(weight.shape), dy.dtype, layout)
+        with torch.autocast(dy.device.type, enabled=False):
+            dx, dw, db = multiply_backward(dy, weight, columnwise, list(tensors[:count]), call, needs)
+        return dx, None if dw is None else dw.to(weight.dtype), None if db is None else db.to(bias_dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, outputs):
+        pass
+
+    @staticmethod
+    def backward(ctx, *grads):
+        refuse_second_derivative(ctx)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, handed: Handed | None = None) -> Tensor:
+    """y = x w^T + b, in one compiled call where it takes the operands.
+
+    The backward of a quantized parameter raises StaleWeightError where it was written since: its codes are written in place.
+    """
+    y = _product(x, weight, bias, call, handed or Handed())
+    if isinstance(weight, QuantizedWeight) and torch.is_grad_enabled() and x.requires_grad and y.grad_fn is not None:
+        y.grad_fn.register_prehook(_RefuseWritten(weight))
     return y
 
 
-def product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, save: bool, step: Tensor, ids: Tensor,
-    guard: Tensor | None, factors: list[Tensor], grad_factors: list[Tensor], histories: list[Tensor],
-    grad_histories: list[Tensor],
-) -> tuple[Tensor, list[Tensor]]:
-    """(y, what the backward keeps of x) without autograd; see `linear`."""
-    inputs = (x, weight, bias, plan.key, save, step, ids, guard, factors, grad_factors, grad_histories, histories)
-    y, buffers, amaxes = _below_autocast(*inputs)
-    for history, amax in zip(histories, amaxes):
-        AmaxHistory.record_in(history, amax)
-    return y, buffers
+class _RefuseWritten:
+    """A hook of the node that will read the codes of a quantized parameter: they must be those of the forward."""
+
+    def __init__(self, weight: QuantizedWeight):
+        self._weight, self._version = weight, weight.version
+
+    def __call__(self, grads) -> None:
+        if self._weight.version != self._version:
+            raise StaleWeightError(
+                f"{self._weight.state.name}, a quantized parameter, was written between the forward and the backward, so its "
+                "codes are others than those that the forward multiplied; step the optimizer after the backward"
+            )
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, handed: Handed) -> Tensor:
+    resolved = call.plan.resolved(x.dtype, x.device)
+    if not torch_compat.dispatch_is_watched() and _is_one_call(resolved, x, weight.shape[0], bias):
+        backward = torch.is_grad_enabled() and x.requires_grad
+        operands = _operands(weight, call, resolved, x.dtype, backward)
+        if operands is not None:
+            return _compiled(x, weight, bias, call, resolved, operands, handed)
+    if handed.source is not None:
+        raise ValueError("the input of this layer was not made, as one call was to make it; see takes_source")
+    return Definition.apply(x, weight, bias, call, torch.is_grad_enabled() and x.requires_grad, _Kept())
 
 
 def refuse_second_derivative(ctx, *grads):
@@ -463,12 +518,8 @@ def refuse_second_derivative(ctx, *grads):
     )
 
 
-def weight_state(weight: Tensor):
-    """The `WeightState` behind a MasterWeight or a gathered weight, or None for a plain tensor."""
-    if isinstance(weight, MasterWeight):
-        return weight.state
-    return weight._slots.owner if isinstance(weight, QuantizedTensor) else None
-
-
-torch.library.register_autograd("fsdp_quant::linear", _autograd_backward, setup_context=_setup_context, lib=_library)
-torch.library.register_autograd("fsdp_quant::linear_backward", refuse_second_derivative, lib=_library)
+def weight_state(weight: Tensor) -> WeightState | None:
+    """The `WeightState` behind a sharded or gathered weight, or None for a plain tensor."""
+    if isinstance(weight, QuantizedTensor):
+        return weight.state if hasattr(weight, "state") else weight._slots.owner
+    return getattr(weight, "state", None)

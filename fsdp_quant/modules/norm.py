@@ -49,14 +49,14 @@ class Norm(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.beside(x)[0]
+        return self.forward_with_input(x)[0]
 
-    def beside(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of x, x): the second in the place of x makes one pass of both gradients."""
+    def forward_with_input(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(norm of x, x, amax of the norm or None): the second in the place of x makes one pass of both gradients."""
         if x.shape[-1] != self.weight.shape[0]:
             raise ValueError(f"{self.normalization}: input is {list(x.shape)}, its last dim must be {self.weight.shape[0]}")
         if not takes(x, (self.weight, self.bias)):
-            return self._by_torch(x), x
+            return self._by_torch(x), x, None
         return normalize(x, self.weight, self.bias, self.spec)
 
     def _by_torch(self, x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from ..counters import counters
 from ..formats import COLUMNWISE, ROWWISE, Direction, Format, canonical_text, check_pair, value_class
 from ..ops import native
-from ..ops.capability import arch_of, gemm_domain, operand_layout
+from ..ops.capability import arch_of, gemm_domain, may_be_anchored, operand_layout
 from ..ops.layout import ANCHORED, ANCHORED_128, COMPACT, OVER_TOKENS
 from ..quantizer import HybridQuantizer
 from ..recipe import QUANTIZED_TYPES, Recipe, Role
@@ -94,6 +94,18 @@ class GemmPlan:
         return bool(self.input.delayed_directions or self.grad_output.delayed_directions)
 
     @cached_property
+    def needs_steps(self) -> bool:
+        """Its bytes depend on the step, by random bits or histories, or the guard watches it on some device."""
+        delayed = any(self.hybrid(slot).delayed_directions for slot in QUANTIZED_TYPES)
+        rounded = any(side is not None and side.rowwise.is_stochastic for side in self._boundary_sides)
+        rounded = rounded or self.input.is_stochastic or self.grad_output.is_stochastic
+        return delayed or rounded or any(may_be_anchored(*self.pair(p)) for p in PRODUCTS)
+
+    @property
+    def _boundary_sides(self) -> tuple:
+        return () if self.boundary is None else (self.boundary.output, self.boundary.grad_input)
+
+    @cached_property
     def of_groups(self) -> GemmPlan:
         """This plan where groups of tokens begin at multiples of 128, as runs of anchors then do."""
         return replace(self, over_tokens=ANCHORED_128)
@@ -153,11 +165,6 @@ class GemmPlan:
                     delayed.index(source) if source in delayed else None,
                 ))
         return None if None in readings else readings
-
-    @cached_property
-    def saved_buffers(self) -> dict:
-        """What `graph_op` found out of the shapes that the backward keeps."""
-        return {}
 
     @cached_property
     def _resolved(self) -> dict:

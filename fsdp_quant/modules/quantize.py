@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 
 import torch
 from torch import Tensor, nn
 
 from ..context import STEP
 from ..formats import ROWWISE, canonical_text, value_class
-from ..ops import dispatch
-from ..ops.rng import tensor_id
+from ..ops import dispatch, opaque
+from ..ops.rng import own_name, tensor_id
 from ..quantizer import HybridQuantizer, as_rows
 from ..recipe import BOUNDARY_TYPES, Recipe, Role
+from ..tensor import torch_compat
 
 _BOUNDARIES: dict[str, Boundary] = {}  # by the text that stands for one in an operator's arguments
 
@@ -36,40 +37,33 @@ class Boundary:
 
 
 class _Boundary(torch.autograd.Function):
-    """x decoded from the codes of one side; its gradient likewise."""
+    """x decoded from the codes of one side; its gradient likewise. tracing: these calls are recorded in a graph."""
 
     @staticmethod
-    def forward(ctx, x, key, output, grad_input, ids):
-        ctx.key, ctx.grad_input = key, grad_input
-        ctx.save_for_backward(ids)
-        return _through_codes(x, key, 0, ids) if output else x.view_as(x)
+    def forward(ctx, x, sides, output, grad_input, beside, tracing):
+        ctx.sides, ctx.grad_input, ctx.beside, ctx.tracing = sides, grad_input, beside, tracing
+        return _through_codes(x, sides, 0, beside, tracing) if output else x.view_as(x)
 
     @staticmethod
     def backward(ctx, dy):
-        return _through_codes(dy, ctx.key, 1, *ctx.saved_tensors) if ctx.grad_input else dy, None, None, None, None
+        dx = _through_codes(dy, ctx.sides, 1, ctx.beside, ctx.tracing) if ctx.grad_input else dy
+        return dx, None, None, None, None, None
 
 
-def _through_codes(x: Tensor, key: str, slot: int, ids: Tensor) -> Tensor:
-    return (torch.ops.fsdp_quant.boundary if torch.compiler.is_compiling() else _decoded)(x, key, slot, ids)
+def _through_codes(x: Tensor, sides: Boundary, slot: int, beside: tuple[Tensor, Tensor], tracing: bool) -> Tensor:
+    with opaque.tracing() if tracing else contextlib.nullcontext():
+        side, rows, key = getattr(sides, BOUNDARY_TYPES[slot]).rowwise, as_rows(x), None
+        if side.is_stochastic:
+            step, ids = (t.to(x.device) for t in beside)
+            key = dispatch.random_key(step, ids, slot, rows.shape[0], x if slot else None)
+        return side.storage(rows, ROWWISE, key).dequantize(x.dtype).contiguous().view(x.shape)
 
 
-def _decoded(x: Tensor, key: str, slot: int, ids: Tensor) -> Tensor:
-    side = getattr(_BOUNDARIES[key], BOUNDARY_TYPES[slot]).rowwise
-    rows = as_rows(x)
-    random = None
-    if side.is_stochastic:
-        random = dispatch.random_key(STEP.on(x.device), _on(x.device, *ids.tolist()), slot, len(rows))
-    return side.storage(rows, ROWWISE, random).dequantize(x.dtype).contiguous().view(x.shape)
-
-
-_library = torch.library.Library("fsdp_quant", "FRAGMENT")
-_library.define(
-    "boundary(Tensor x, str key, int slot, Tensor ids) -> Tensor", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
-)
-_library.impl("boundary", _decoded, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "fsdp_quant::boundary", lambda x, *rest: torch.empty_like(x, memory_format=torch.contiguous_format), lib=_library
-)
+@torch.compiler.allow_in_graph
+def _traced_boundary(x: Tensor, key: str, output: bool, grad_input: bool, step: Tensor, ids: Tensor) -> Tensor:
+    """`boundary` in a graph that is being traced; key: of the sides."""
+    torch_compat.save_by_reference([step, ids])
+    return _Boundary.apply(x, _BOUNDARIES[key], output, grad_input, (step, ids), True)
 
 
 def boundaries(recipe: Recipe, name: str, module_type: str) -> Boundary | None:
@@ -85,25 +79,35 @@ def boundaries(recipe: Recipe, name: str, module_type: str) -> Boundary | None:
     return None if sides == (None, None) else Boundary(*sides)
 
 
-def boundary(x: Tensor, sides: Boundary, ids: Tensor, output: bool = True, grad_input: bool = True) -> Tensor:
+def boundary(x: Tensor, sides: Boundary, ids: BoundaryIds, output: bool = True, grad_input: bool = True) -> Tensor:
     """x decoded from codes of `sides.output`, its gradient from codes of `sides.grad_input`.
 
-    ids:  `boundary_ids`.
     output, grad_input:  False: that side is left out.
     """
-    return _Boundary.apply(x, sides.key, output and sides.quantizes[0], grad_input and sides.quantizes[1], ids)
+    output, grad_input = output and sides.quantizes[0], grad_input and sides.quantizes[1]
+    if torch.compiler.is_compiling():
+        return _traced_boundary(x, sides.key, output, grad_input, STEP.in_graph(ids.ids.device), ids.ids)
+    return _Boundary.apply(x, sides, output, grad_input, ids.on(x.device), False)
 
 
-def boundary_ids(name: str) -> Tensor:
-    """int64 [2] on the host: ids of a module's boundary slots, which key their random bits."""
-    with torch.inference_mode(False):
-        return torch.tensor([tensor_id(f"{name}.{slot}") for slot in BOUNDARY_TYPES], device="cpu")
+class BoundaryIds:
+    """What keys the random bits of a module's boundary slots: ids, int64 [2], on the device that asked last, beside the step."""
 
+    def __init__(self, name: str):
+        self.name = name
+        with torch.inference_mode(False):
+            self.ids = torch.tensor([tensor_id(f"{name}.{slot}") for slot in BOUNDARY_TYPES], device="cpu")
+        STEP.prepare(self.ids.device)
 
-@functools.cache
-def _on(device: torch.device, *ids: int) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor(ids, device=device)
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if self.ids.device != device:
+            with torch.inference_mode(False):
+                self.ids = self.ids.to(device)
+            STEP.prepare(device)
+        return STEP.on(device), self.ids
+
+    def __reduce__(self):
+        return BoundaryIds, (self.name,)
 
 
 class Quantize(nn.Module):
@@ -116,7 +120,8 @@ class Quantize(nn.Module):
     rotation, which only a product turns back.
     """
 
-    def __init__(self, recipe: Recipe, name: str = "quantize"):
+    def __init__(self, recipe: Recipe, name: str | None = None):
+        name = own_name(name, "quantize")
         super().__init__()
         self._recipe, self._name = recipe, name
         self._sides = boundaries(recipe, name, "quantize")
@@ -124,7 +129,13 @@ class Quantize(nn.Module):
             raise ValueError(
                 f"{name}: {recipe} has neither an output nor a grad_input; give fq.Quantize a fq.CustomRecipe that answers them"
             )
-        self._ids = boundary_ids(name)
+        self._ids = BoundaryIds(name)
+
+    def _apply(self, fn, recurse: bool = True) -> Quantize:
+        device = fn(torch.empty(0, device=self._ids.ids.device)).device
+        if device.type != "meta":
+            self._ids.on(device)
+        return super()._apply(fn, recurse)
 
     def forward(self, x: Tensor) -> Tensor:
         return boundary(x, self._sides, self._ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import Collection, MutableMapping
 from dataclasses import replace
 
 import torch
@@ -14,26 +14,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..checkpoint import fingerprints
-from ..context import STEP
+from ..context import STEP, restart_steps, steps_of
 from ..formats import Direction
 from ..scaling import AmaxHistory, reduce_amaxes
 from ..tensor import torch_compat
-from ..tensor.master_weight import WeightState
-from .convert import converted_modules, converted_units, schedules_of
+from .convert import converted_units, schedules_of, switch
 from .grouped_linear import GroupedLinear
 from .linear import Linear
-
-
-def _histories(module: Linear) -> dict[str, AmaxHistory]:
-    """"slot.direction" -> history of every delayed side of the module's plan."""
-    state, found = module._weight_state, {}
-    lead = module._site.input_of() or module
-    kept_by = {"input": (lead._weight_state, lead._name), "weight": (state, state.name), "grad_output": (state, module._name)}
-    for slot, (state, name) in kept_by.items():
-        hybrid = module.plan.hybrid(slot)
-        for direction in hybrid.delayed_directions:
-            found[f"{slot}.{direction.value}"] = state.history(name, slot, direction, hybrid.side(direction))
-    return found
+from .steps import begins_first, converted_modules, histories_by_side
 
 
 # Group, and names of the layers of all its ranks (None: to be agreed, when there is one).
@@ -46,8 +34,8 @@ def share_amaxes(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
 
     group:  of ranks that step the same optimizers (default: all).
 
-    From now on each optimizer step takes the maximum over the ranks, in one collective for all layers of `model`. Layers are
-    paired by name: ranks may hold other experts. Every rank must call it; amaxes of weights are shared by `fully_shard`
+    From now on each step that begins takes the maximum over the ranks, in one collective for all layers of `model`: every rank
+    must run the same training forwards, outside of whole-model graphs of torch.compile. Layers are paired by name: ranks may hold other experts. Every rank must call it; amaxes of weights are shared by `fully_shard`
     without it. A copy of the model shares nothing.
 
     Raises ValueError for a model without converted modules; at a step, for layers that were converted since.
@@ -72,11 +60,11 @@ def _agree(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _share(stepped: set[WeightState]) -> None:
-    of_stepped = {id(state.histories) for state in stepped}
+def _share(rolled: Collection[AmaxHistory]) -> None:
+    rolled = set(map(id, rolled))
     for model in list(_SHARED) if dist.is_available() and dist.is_initialized() else ():
         modules, found = _by_name(model), {}
-        if not any(id(module._weight_state.histories) in of_stepped for module in modules.values()):
+        if not any(id(h) in rolled for module in modules.values() for h in module._weight_state.histories.values()):
             continue
         if _SHARED[model][1] is None:
             _agree(model)
@@ -84,7 +72,7 @@ def _share(stepped: set[WeightState]) -> None:
         if new := [name for name, _ in modules.keys() - set(names)]:
             raise ValueError(f"{', '.join(sorted(new))}: converted after fq.share_amaxes(model); call it again, on every rank")
         for name, module in modules.items():
-            found |= {(name, side): h for side, h in _histories(module).items() if not h.stays}
+            found |= {(name, side): h for side, h in histories_by_side(module).items() if not h.stays}
         # Histories lie where their layers ran; those of layers that did not run yet must not stay behind.
         ran_on = [h.amaxes.device for h in found.values() if h.amaxes.device.type != "cpu"]
         device = ran_on[0] if ran_on else next(iter(modules.values())).weight.device
@@ -145,11 +133,11 @@ def state_dict(model: nn.Module) -> dict:
     moved:        products that the anchoring guard moved; each rank's own.
     """
     histories = {
-        f"{name}.{side}": history.state_dict()
-        for name, module in converted_modules(model).items() for side, history in _histories(module).items()
+        f"{name}.{side}": _saved_history(module, history)
+        for name, module in converted_modules(model).items() for side, history in histories_by_side(module).items()
     }
     return {
-        "step": STEP.step, "seed": STEP.seed, "schedule": _schedule_text(model), "recipe": _recipe_text(model),
+        "step": steps_of(model).number, "seed": STEP.seed, "schedule": _schedule_text(model), "recipe": _recipe_text(model),
         "fingerprint": fingerprint(model), "codes": fingerprints(model), "histories": histories, "moved": _moved(model),
     }
 
@@ -175,33 +163,62 @@ def load_state_dict(model: nn.Module, state: dict, allow_recipe_change: bool = F
             f"{_recipe_text(model)} ({fingerprint(model)}); convert the model with the saved recipe, or pass "
             "allow_recipe_change=True"
         )
-    step, STEP.seed, seed = STEP.step, state["seed"], STEP.seed
-    STEP.go_to(state["step"])
+    step, STEP.seed, seed = steps_of(model).number, state["seed"], STEP.seed
+    _go_to(model, state["step"])
     if not same:
         return
     modules = converted_modules(model)
-    histories = {f"{n}.{side}": h for n, m in modules.items() for side, h in _histories(m).items()}
+    histories = {f"{n}.{side}": h for n, m in modules.items() for side, h in histories_by_side(m).items()}
     before = {key: history.state_dict() for key, history in histories.items()}
     _restore(modules, histories, state["histories"])
     wrong = _wrong_codes(model, state.get("codes"))
     if wrong:
         _restore(modules, histories, before)
         STEP.seed = seed
-        STEP.go_to(step)
+        _go_to(model, step)
         raise ValueError(
             f"the codes of {', '.join(wrong)} are not those that were saved: load the parameters of the same checkpoint "
             "before fq.load_state_dict, in the dtype they were saved from"
         )
+    for module in modules.values():
+        for history in histories_by_side(module).values():
+            if _is_of_codes(module, history):
+                history.roll()  # saved with high-precision parameters, the step that ran is open
+        if module._weight_state.holds_codes:
+            module._weight_state.drop_codes()
     moved = json.loads(state.get("moved", "{}"))
     for name, module in modules.items():
         module._plan = replace(module.plan, moved=tuple(moved.get(name, ())))
+
+
+def _is_of_codes(module: Linear, history: AmaxHistory) -> bool:
+    """It rolls where the optimizer makes codes, not where a forward begins a step."""
+    return history.stays and module._weight_state.holds_codes
+
+
+def _saved_history(module: Linear, history: AmaxHistory) -> dict[str, torch.Tensor]:
+    """As both kinds of parameters go on from: codes are made, and their amaxes recorded, again behind a load."""
+    saved = history.state_dict()
+    if _is_of_codes(module, history):
+        saved["amaxes"][0] = 0
+    return saved
+
+
+def _go_to(model: nn.Module, step: int) -> None:
+    """The next step of the model is `step`, and its schedules follow."""
+    restart_steps(model, step)
+    for scheduled, schedule in schedules_of(model).items():
+        switch(scheduled, schedule, step)
+    for module in model.modules():
+        begins_first(module)
 
 
 def _restore(modules: dict[str, Linear], histories: dict[str, AmaxHistory], saved: dict[str, dict]) -> None:
     for key, history in histories.items():
         history.load_state_dict(saved[key])
     for module in modules.values():
-        module._weight_state.forget_codes()  # a delayed scale is another now
+        if module._weight_state.holds_codes:
+            module._weight_state.drop_codes()  # a delayed scale is another now
 
 
 def _wrong_codes(model: nn.Module, saved: dict[str, int] | None) -> list[str]:

@@ -60,6 +60,11 @@ def _is_anchored(a: Format, b: Format, arch: str) -> bool:
     return arch == "sm_90a" and all(lines) and (_anchors(a) or _anchors(b)) and not e5m2
 
 
+def may_be_anchored(a: Format, b: Format) -> bool:
+    """Some device multiplies the pair in the anchored domain."""
+    return a.is_quantized and b.is_quantized and _is_anchored(a, b, "sm_90a")
+
+
 @functools.cache
 def gemm_domain(
     a: Format, b: Format, dtype: torch.dtype, arch: str, exact: bool = False, compiled: bool = extension.is_loaded()

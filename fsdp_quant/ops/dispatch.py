@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..counters import counters
 from ..formats import ROWWISE, Direction, Encoding, Format
-from . import layout, native, reference
+from . import layout, native, opaque, reference
 from .layout import ANCHOR_RUNS, ANCHORED, COMPACT, NATIVE
 
 
@@ -146,9 +146,13 @@ def encode(
         wanted = tuple(layouts) if layouts else None
         calls = _laid_of(encodings, taken, wanted, can_anchor, row0 == 0, native.scale_layout(values) if wanted else 0)
         if calls.anchored:
-            made, _ = native.quantize_anchored(
-                values, calls.anchored_encodings, calls.anchor_runs, through_bf16, calls.anchored_turned, guard
+            traced = guard is not None and opaque.is_tracing()  # a count of its own, so that equal calls are one
+            made, counted = native.quantize_anchored(
+                values, calls.anchored_encodings, calls.anchor_runs, through_bf16, calls.anchored_turned,
+                None if traced else guard,
             )
+            if traced:
+                guard.add_(counted)
             for i, (data, scale) in zip(calls.anchored, made):
                 results[i] = Encoded(data, _anchored_scale(scale, layouts[i]), None, None, layouts[i])
         if calls.plain:
@@ -160,7 +164,13 @@ def encode(
             for i, one, laid in zip(calls.plain, made, calls.layouts):
                 results[i] = Encoded(*one, laid)
     for i in rest:
-        e, prepared = encodings[i], reference.prepared(_as(x, dtype), encodings[i])
+        e = encodings[i]
+        if opaque.is_tracing() and e.fmt.is_quantized:
+            known = (stats[i] if stats is not None else None) or Statistics(None, None)
+            key, enc = (of[i] if of is not None else None for of in (keys, encs))
+            results[i] = Encoded(*opaque.encode(_as(x, dtype), e, *known, row0, key, enc))
+            continue
+        prepared = reference.prepared(_as(x, dtype), e)
         amax, tensor_amax = (stats[i] if stats is not None else None) or reference.statistics(prepared, e, row0)
         enc = encs[i] if encs is not None else None
         if enc is not None:
@@ -255,8 +265,10 @@ def decode(
 
     Identity keeps its own dtype where `dtype` is None.
     """
-    if native.runs(data) and native.why_not(fmt) is None:
+    if native.runs(data) and native.unsupported_reason(fmt) is None:
         return native.dequantize(data, scale, tensor_amax, fmt, direction, cols, row0, dtype or torch.float32)
+    if opaque.is_tracing() and fmt.is_quantized:
+        return opaque.decode(data, scale, tensor_amax, fmt, direction, cols, row0, dtype or torch.float32)
     return _as(reference.decode(data, scale, tensor_amax, fmt, direction, cols, row0), dtype)
 
 
@@ -270,27 +282,29 @@ def column_sums(x: Tensor) -> Tensor:
 
     A kernel adds up tiles of 128 rows, as those that quantize x do on the way; so its last bits may differ from torch's.
     """
-    return native.column_sums(x) if x.dtype is torch.bfloat16 and x.numel() and native.runs(x) else x.sum(0)
+    if x.dtype is torch.bfloat16 and x.numel() and native.runs(x):
+        return native.column_sums(x)
+    return opaque.column_sums(x) if opaque.is_tracing() else x.sum(0)
 
 
 # Scalars of a step #
 
-def random_key(step: Tensor, ids: Tensor, slot: int, rows: int) -> Tensor:
+def random_key(step: Tensor, ids: Tensor, slot: int, rows: int, after: Tensor | None = None) -> Tensor:
     """int64 [5] (`rng.KEY_FIELDS`) of the `rows` rows of a slot.
 
     step:  int64 [5] (`context.STEP_FIELDS`); ids: int64 [slots]. Without a token offset, a rank's rows follow those of the
            rank before.
+    after: a gradient: a graph reads the step in its backward then, as eager mode does.
     """
     if native.runs(step):
-        return native.random_key(step, ids, slot, rows)
-    seed, number, micro_batch, offset, rank = step.unbind()
-    return torch.stack((seed, number, ids[slot], micro_batch, torch.where(offset < 0, rank * rows, offset)))
+        return native.random_key(step, ids, slot, rows, after)
+    return (opaque.random_key if opaque.is_tracing() else opaque.key_of)(step, ids, slot, rows, after)
 
 
 def record_amax(amaxes: Tensor, amax: Tensor) -> None:
     """amaxes[0] = max(amaxes[0], amax), unless amax is not finite."""
     amax = amax.detach().reshape(())
-    if native.runs(amaxes):
+    if native.runs(amaxes) and not opaque.is_tracing():  # a compiler fuses it into other work
         native.record_amax(amaxes, amax)
     else:
         amaxes[0].copy_(torch.maximum(amaxes[0], torch.where(amax.isfinite(), amax, 0.0)))

@@ -1,7 +1,8 @@
 """The compiled operators: what they take, how a format is put into their terms, and their fake implementations.
 
 Everything here is called by `dispatch` (and `supported` by `doctor`); the library itself is loaded by `extension`.
-An `Encoding` is passed as one integer of bit fields (csrc/api/quantize.h), which a call parses in no time.
+An `Encoding` is passed as one integer (`pack_encoding`), and the shapes of its buffers are asked for (`encoding_shapes`):
+csrc/api/encoding.cpp alone knows the integer's bits, and what operators allocate.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..formats import ROTATION_BLOCK, ROWWISE, Direction, Encoding, Format, ceil_div, round_up
-from . import extension
+from ..formats import ROWWISE, SCALE_DTYPE, Direction, Encoding, Format, ceil_div, round_up
+from . import extension, opaque
 from .capability import arch_of
 from .layout import ANCHOR_RUNS, NATIVE, operand_format
 from .layout import COMPACT as COMPACT_LAYOUT
@@ -35,14 +36,8 @@ _ops = torch.ops.fsdp_quant
 
 # What there is a kernel for #
 
-def _scale_kind(fmt: Format) -> int:
-    if fmt.scale == "fp32":
-        return int(fmt.pow2)
-    return 4 if fmt.scale == "e4m3" else 2 + (fmt.scale_rounding == "floor")
-
-
 @functools.cache
-def why_not(fmt: Format) -> str | None:
+def unsupported_reason(fmt: Format) -> str | None:
     """Why no kernel encodes this format, in one clause; None when one does."""
     if not fmt.is_quantized:
         return "not quantized"
@@ -56,32 +51,67 @@ def why_not(fmt: Format) -> str | None:
 
 
 @functools.cache
-def side_of(encoding: Encoding, transposed: bool = False, layout: int = COMPACT) -> int:
-    """An encoding in the operators' terms."""
+def pack_encoding(encoding: Encoding, transposed: bool = False, layout: int = COMPACT) -> int:
+    """An encoding as operators take it: an integer whose bits csrc/api/encoding.cpp alone writes and reads.
+
+    transposed:  codes of a columnwise side as [cols, rows].
+    layout:      of the scales: COMPACT, HOPPER or BLACKWELL.
+    """
     fmt = encoding.fmt
-    outer, contraction = (b or 0 for b in fmt.block)
-    return (
-        ELEMENTS[fmt.element.name] | _scale_kind(fmt) << 3 | outer << 6 | contraction << 16 | encoding.stochastic << 26
-        | fmt.rotated << 27 | transposed << 28 | layout << 29
+    outer, contraction = fmt.block
+    return _pack(
+        fmt.element.name, fmt.scale, fmt.pow2, fmt.scale_rounding, outer or 0, contraction or 0, encoding.stochastic,
+        fmt.rotated, transposed, layout,
     )
 
 
-class _Side(NamedTuple):
-    """A packed side again, for fake implementations."""
-
-    element: int
-    scale: int
-    outer: int
-    contraction: int
-    rotated: int
-    transposed: int
-    layout: int
+def _pack(*fields: str | int | bool) -> int:
+    return _ops.pack_encoding(*fields)
 
 
-def _unpack(side: int) -> _Side:
-    return _Side(
-        side & 7, side >> 3 & 7, side >> 6 & 1023, side >> 16 & 1023, side >> 27 & 1, side >> 28 & 1, side >> 29 & 3
-    )
+# Dynamo calls it as it traces, and keeps the number: what torch.compiler.assume_constant_result does, which imports dynamo.
+_pack._dynamo_marked_constant = True
+
+
+class EncodingShapes(NamedTuple):
+    """Buffers that `quantize` returns for one direction of a tensor.
+
+    data, scale:     sizes, for the integer's layouts. byte_scales: scales are uint8, else fp32.
+    amax:            [block rows, block cols], in every layout of the scales.
+    has_tensor_amax: there is an fp32 [1] of a two-level format. has_amax: amaxes are returned, of scales that span the
+                     contraction.
+    """
+
+    data: tuple[int, ...]
+    scale: tuple[int, ...]
+    amax: tuple[int, ...]
+    byte_scales: bool
+    has_tensor_amax: bool
+    has_amax: bool
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        return torch.uint8 if self.byte_scales else torch.float32
+
+
+def encoding_shapes(
+    packed: int, columnwise: bool, shape: Sequence[int], row0: int = 0, run: int | None = None
+) -> EncodingShapes:
+    """The buffers of one direction of a tensor [rows, cols], as the operators allocate them.
+
+    packed:  of `pack_encoding`.
+    shape:   lengths may be symbolic.
+    run:     of anchors, 0 is the whole contraction: the scales of `quantize_anchored`.
+    """
+    rows, cols = shape
+    known = isinstance(rows, int) and isinstance(cols, int) and isinstance(row0, int)  # a symbol belongs to one trace
+    return (_known_shapes if known else _known_shapes.__wrapped__)(packed, columnwise, rows, cols, row0, run)
+
+
+@functools.cache
+def _known_shapes(packed: int, columnwise: bool, rows: int, cols: int, row0: int, run: int | None) -> EncodingShapes:
+    *sizes, byte_scales, has_tensor_amax, has_amax = _ops.encoding_shapes(packed, columnwise, rows, cols, row0, run)
+    return EncodingShapes(*map(tuple, sizes), byte_scales, has_tensor_amax, has_amax)
 
 
 def runs_on(device: torch.device) -> bool:
@@ -99,14 +129,14 @@ def encodes(encoding: Encoding, dtype: torch.dtype, whole_tiles: bool = True) ->
 
     whole_tiles:  the first row begins a tile of the global tensor: rows that a rotation mixes are together.
     """
-    if dtype not in FLOATING or why_not(encoding.fmt) is not None:
+    if dtype not in FLOATING or unsupported_reason(encoding.fmt) is not None:
         return False
     return whole_tiles or not (encoding.fmt.rotated and encoding.direction is not ROWWISE)
 
 
 def supported(fmt: Format, device: torch.device) -> dict[str, str | None]:
     """Operation -> why it does not run natively for this format on this device, None when it does."""
-    reason = extension.runs_on(device) or why_not(fmt)
+    reason = extension.runs_on(device) or unsupported_reason(fmt)
     blackwell = "swizzled scales are for one-byte scales" if fmt.scale not in ("e8m0", "e4m3") else None
     return {
         "quantize": reason, "statistics": reason, "dequantize": reason, "transpose": reason, "swizzle": reason or blackwell,
@@ -141,7 +171,7 @@ def _call_of(
     row = col = 0
     eps, places = [0.0, 0.0], [None, None]
     for i, e in enumerate(encodings):
-        side = side_of(e, transposed[i] if transposed else False, layouts[i] if layouts else COMPACT)
+        side = pack_encoding(e, transposed[i] if transposed else False, layouts[i] if layouts else COMPACT)
         d = int(e.direction is not ROWWISE)
         row, col = (side, col) if d == 0 else (row, side)
         eps[d], places[d] = e.eps, i
@@ -207,18 +237,18 @@ def takes_group(encoding: Encoding, dtype: torch.dtype, through_bf16: bool) -> b
 def statistics_group(x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], through_bf16: bool) -> list[tuple]:
     """(amax, tensor_amax or None) of each tensor, in one launch."""
     rows = [_rows(one) for one in x]
-    made = iter(_ops.statistics_group(rows, side_of(encoding), encoding.direction is not ROWWISE, row0, through_bf16))
+    made = iter(_ops.statistics_group(rows, pack_encoding(encoding), encoding.direction is not ROWWISE, row0, through_bf16))
     return [(next(made), next(made) if encoding.fmt.tensor_scale else None) for _ in x]
 
 
 @functools.lru_cache(maxsize=1024)
-def _staged(encoding: Encoding, scale_bytes: int, shapes: tuple[tuple[int, int], ...], row0: tuple[int, ...]) -> tuple:
+def _staged(encoding: Encoding, shapes: tuple[tuple[int, int], ...], row0: tuple[int, ...]) -> tuple:
     """(bytes, where data and scales of each tensor begin, ((shape, strides, offset) of its data, of its scales))."""
-    side, columnwise = side_of(encoding), encoding.direction is not ROWWISE
+    side, columnwise = pack_encoding(encoding), encoding.direction is not ROWWISE
     places, views, at = ([], []), [], 0
     for shape, start in zip(shapes, row0):
-        view = []
-        for place, size, item in zip(places, _shapes_of(side, columnwise, *shape, start), (1, scale_bytes)):
+        view, of = [], encoding_shapes(side, columnwise, shape, start)
+        for place, size, item in zip(places, of, (1, of.scale_dtype.itemsize)):
             place.append(at)
             view.append((size, (size[1], 1), at // item))
             at += round_up(prod(size) * item, 16)
@@ -239,8 +269,8 @@ class GroupEncoding:
         encs: Sequence[Tensor | None] = (), records: Sequence[Tensor | None] = (),
     ):
         self.encoding, self.dtype, self.device = encoding, x[0].dtype, x[0].device
-        scale_dtype = torch.uint8 if encoding.fmt.scale != "fp32" else torch.float32
-        size, places, views = _staged(encoding, scale_dtype.itemsize, tuple(one.shape for one in x), tuple(row0))
+        scale_dtype = SCALE_DTYPE[encoding.fmt.scale]
+        size, places, views = _staged(encoding, tuple(one.shape for one in x), tuple(row0))
         self._staging, self._size = x[0].new_empty(size, dtype=torch.uint8), size
         self._first, known = _group_arguments(x, encoding, row0, stats, encs, records)
         self._last = self._staging, *places, through_bf16
@@ -276,7 +306,7 @@ def _group_arguments(
     if any(enc is not None for enc in encs):
         histories = encs, [x[0].new_empty(0, dtype=torch.float32) if r is None else r for r in records]
     columnwise = encoding.direction is not ROWWISE
-    return (side_of(encoding), columnwise, encoding.eps, row0, amaxes, tensor_amaxes, *histories), list(zip(tensor_amaxes, kept))
+    return (pack_encoding(encoding), columnwise, encoding.eps, row0, amaxes, tensor_amaxes, *histories), list(zip(tensor_amaxes, kept))
 
 
 def quantize_group(
@@ -311,14 +341,14 @@ def why_not_pieces(encoding: Encoding, dtype: torch.dtype | None, cols: int) -> 
         return "rounded stochastically, or rotated"
     if encoding.fmt.element.bits == 4 and cols % 2:
         return f"4-bit codes of {cols} columns share bytes between rows"
-    return why_not(encoding.fmt)
+    return unsupported_reason(encoding.fmt)
 
 
 def cast_pieces(
     pieces: Tensor, tiles: Tensor, row: Encoding | None, col: Encoding | None, second: bool, skip: Tensor | None
 ) -> None:
     """Amaxes and codes of tiles of pieces; `parallel.cast_plan` makes the tables. skip: bool [1], read on the device."""
-    sides = [0 if e is None else side_of(e) for e in (row, col)]
+    sides = [0 if e is None else pack_encoding(e) for e in (row, col)]
     eps = [0.0 if e is None else e.eps for e in (row, col)]
     _ops.cast_pieces(pieces, tiles, *sides, *eps, second, skip)
 
@@ -328,7 +358,7 @@ def cast_scales(runs: Tensor, chunks: Tensor, encodings: Sequence[Encoding], ski
 
     encodings:  that runs name by their index, SCALE_SIDES at most.
     """
-    _ops.cast_scales(runs, chunks, [side_of(e) for e in encodings], [e.eps for e in encodings], skip)
+    _ops.cast_scales(runs, chunks, [pack_encoding(e) for e in encodings], [e.eps for e in encodings], skip)
 
 
 def quantize_anchored(
@@ -358,7 +388,7 @@ def dequantize(
     row0: int, dtype: torch.dtype,
 ) -> Tensor:
     """element * scale (* tensor scale) in fp32, rounded once to `dtype`: [rows, cols]."""
-    side = side_of(Encoding(fmt, direction))
+    side = pack_encoding(Encoding(fmt, direction))
     return _ops.dequantize(data, scale, tensor_amax, side, direction is not ROWWISE, cols, row0, dtype)
 
 
@@ -420,7 +450,7 @@ def anchor_codes(
     data: Tensor, scale: Tensor, fmt: Format, direction: Direction, transposed: bool
 ) -> tuple[Tensor, Tensor]:
     """`reference.anchored_codes`; transposed: the codes as [cols, rows]."""
-    return _ops.anchor_codes(data, scale, side_of(Encoding(fmt, direction)), direction is not ROWWISE, transposed)
+    return _ops.anchor_codes(data, scale, pack_encoding(Encoding(fmt, direction)), direction is not ROWWISE, transposed)
 
 
 def anchor_group(
@@ -431,7 +461,7 @@ def anchor_group(
     columnwise = direction is not ROWWISE
     codes = [d.new_empty(d.shape[::-1] if transposed else d.shape) for d in data]
     lines = [d.new_empty(d.shape[int(columnwise)], dtype=torch.float32) for d in data]
-    arguments = data, scale, side_of(Encoding(fmt, direction)), columnwise, transposed, codes, lines
+    arguments = data, scale, pack_encoding(Encoding(fmt, direction)), columnwise, transposed, codes, lines
     _called(GroupCall(_ops.anchor_group, arguments, codes + lines), calls)
     return list(zip(codes, lines))
 
@@ -443,7 +473,7 @@ _BYTE_SCALINGS = {"e8m0": 5, "e4m3": 6}
 
 
 @functools.cache
-def kind_of(fmt: Format) -> int:
+def operand_code(fmt: Format) -> int:
     """A format as the operand of a product: element | scaling << 3."""
     if not fmt.is_quantized:
         return 0
@@ -498,7 +528,7 @@ def gemm(
         bias, later = None, bias
     if bias is not None and bias.storage_offset() * bias.element_size() % 16:
         bias = bias.clone()
-    operands = (a.data, b.data, a.scale, b.scale, kind_of(a.fmt), kind_of(b.fmt))
+    operands = (a.data, b.data, a.scale, b.scale, operand_code(a.fmt), operand_code(b.fmt))
     if out is not None and fits and later is None and not wide:
         _ops.gemm_out(out, *operands, accumulate, bias, alpha)
         return out
@@ -516,11 +546,11 @@ def gemm_choice(
     m: int, n: int, k: int, a: Format, b: Format, out_dtype: torch.dtype, accumulate: bool = False, sm_count: int = 132
 ) -> str:
     """Who multiplies [m, k] by [n, k] on an sm_90, and why: "cuBLASLt: ...", or our tile, "256x128: ..."."""
-    return _ops.gemm_choice(m, n, k, kind_of(a), kind_of(b), out_dtype, accumulate, sm_count)
+    return _ops.gemm_choice(m, n, k, operand_code(a), operand_code(b), out_dtype, accumulate, sm_count)
 
 
-def _kind_of_groups(o: Operand) -> int:
-    return kind_of(o.fmt) or (_SCALINGS["fp32", (None, None)] << 3 if o.scale is not None else 0)
+def _grouped_operand_code(o: Operand) -> int:
+    return operand_code(o.fmt) or (_SCALINGS["fp32", (None, None)] << 3 if o.scale is not None else 0)
 
 
 def grouped_gemm(
@@ -541,7 +571,7 @@ def grouped_gemm(
     """
     if out is None:
         out = a.data.new_empty((a.data.shape[0], b.data.shape[1]), dtype=out_dtype)
-    _ops.grouped_gemm(out, a.data, b.data, a.scale, b.scale, offsets, _kind_of_groups(a), _kind_of_groups(b), flag)
+    _ops.grouped_gemm(out, a.data, b.data, a.scale, b.scale, offsets, _grouped_operand_code(a), _grouped_operand_code(b), flag)
     return out
 
 
@@ -563,7 +593,7 @@ def grouped_gemm_wgrad(
         if accumulate:
             raise ValueError("grouped_gemm_wgrad(accumulate=True) adds to `out`, got out=None")
         out = a.data.new_empty((offsets.shape[0] - 1, a.data.shape[0], b.data.shape[0]), dtype=out_dtype)
-    args = (a.data, b.data, a.scale, b.scale, offsets, _kind_of_groups(a), _kind_of_groups(b))
+    args = (a.data, b.data, a.scale, b.scale, offsets, _grouped_operand_code(a), _grouped_operand_code(b))
     _ops.grouped_gemm_wgrad(out, *args, accumulate, flag)
     return out
 
@@ -649,7 +679,7 @@ def grouped_step_backward(
     )
 
 
-def gathered_why_not(k: int, ranks: int) -> str | None:
+def gathered_unsupported_reason(k: int, ranks: int) -> str | None:
     """Why no product reads an operand [ranks, N, k / ranks] where it lies, in one clause; None when one does."""
     if k % ranks or k // ranks % TILE:
         return f"{ranks} ranks do not cut {k} at multiples of {TILE}"
@@ -666,12 +696,12 @@ def gemm_gathered(
     b:  [ranks, N, K / ranks] codes, each part contiguous along K. Scales of the tensor, of rows [N], of 1x128
         [K / 128, N rounded up to 4], or of 128x128 [ranks, ceil(N / 128), K / ranks / 128 rounded up to 4].
 
-    Read where it lies where `gathered_why_not` has nothing against it; else laid out anew, and multiplied by `gemm`.
+    Read where it lies where `gathered_unsupported_reason` has nothing against it; else laid out anew, and multiplied by `gemm`.
     sm_90. Raises NotImplementedError for parts that cut a block of 128, as for pairs that no kernel multiplies.
     """
     ranks, n, _ = b.data.shape
     k = a.data.shape[1]
-    reason = gathered_why_not(k, ranks)
+    reason = gathered_unsupported_reason(k, ranks)
     if reason is not None:
         if b.fmt.block[1] is not None:
             raise NotImplementedError(f"gemm_gathered of b {list(b.data.shape)} ({b.fmt}): {reason}; gather whole blocks")
@@ -679,7 +709,7 @@ def gemm_gathered(
         return gemm(a, whole, out_dtype, out, accumulate, bias, alpha)
     if out is None:
         out = a.data.new_empty((a.data.shape[0], n), dtype=out_dtype)
-    args = (a.data, b.data, a.scale, b.scale, kind_of(a.fmt), kind_of(b.fmt))
+    args = (a.data, b.data, a.scale, b.scale, operand_code(a.fmt), operand_code(b.fmt))
     _ops.gemm_gathered(out, *args, accumulate, bias, alpha)
     return out
 
@@ -689,30 +719,37 @@ def gemm_gathered(
 WIDEST_NORM = 16384
 
 
+def _begins_at(x: Tensor) -> int:
+    """The first byte; in a graph that is being traced, from that of its memory, which allocators align."""
+    return x.storage_offset() * x.element_size() if opaque.is_tracing() else x.data_ptr()
+
+
 def _aligned(x: Tensor | None) -> Tensor | None:
     """x [.., cols], its rows at equal distances from multiples of 16 bytes: the operators' results are shaped like it, and
     no views, which nobody could write in place."""
     if x is None:
         return None
     rows = x.reshape(-1, x.shape[-1])
-    if rows.stride(-1) != 1 or rows.stride(0) * rows.element_size() % 16 or rows.data_ptr() % 16:
+    if rows.stride(-1) != 1 or rows.stride(0) * rows.element_size() % 16 or _begins_at(rows) % 16:
         rows = rows.clone(memory_format=torch.contiguous_format)
     return rows if x.dim() == 2 else rows.view(x.shape)
 
 
 def _line(x: Tensor | None) -> Tensor | None:
     """x [cols], which may be a piece of a larger buffer, from a multiple of 16 bytes."""
-    return x if x is None or (x.is_contiguous() and x.data_ptr() % 16 == 0) else x.clone(memory_format=torch.contiguous_format)
+    return x if x is None or (x.is_contiguous() and _begins_at(x) % 16 == 0) else x.clone(memory_format=torch.contiguous_format)
 
 
-def _amaxes(x: Tensor, count: int) -> Tensor:
-    """fp32 [count, n]: of results like x [rows, cols] the amax of all, of each row, and of each column over 512 rows.
+def new_amaxes(like: Tensor, rows: int, cols: int, count: int) -> Tensor:
+    """fp32 [count, n], for `count` tensors [rows, cols]: the amax of all, of each row, and of each column over 512 rows.
 
     They begin at 0, 4, and 4 + rows rounded up to 4 (`AmaxesOf` of csrc/norm/norm.h).
     """
-    cols = x.shape[-1]
-    rows = x.numel() // cols
-    return x.new_empty((count, 4 + round_up(rows, 4) + ceil_div(rows, 512) * cols), dtype=torch.float32)
+    return like.new_empty((count, 4 + round_up(rows, 4) + ceil_div(rows, 512) * cols), dtype=torch.float32)
+
+
+def _amaxes(x: Tensor, count: int) -> Tensor:
+    return new_amaxes(x, x.numel() // x.shape[-1], x.shape[-1], count)
 
 
 def activation(g: Tensor, u: Tensor | None, kind: int) -> tuple[Tensor, Tensor]:
@@ -721,12 +758,16 @@ def activation(g: Tensor, u: Tensor | None, kind: int) -> tuple[Tensor, Tensor]:
     return h, amaxes[0]
 
 
-def activate(g: Tensor, u: Tensor | None, kind: int, deferred: bool = False) -> Tensor:
-    """Eager mode alone: h with its node of autograd, which leaves amaxes with what it writes, as its forward does.
+def activate(
+    g: Tensor, u: Tensor | None, kind: int, grad_amaxes: Tensor | None = None, deferred: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Eager mode alone: h with its node of autograd, and its amaxes (`_amaxes`, of one tensor).
 
-    deferred:  h has a shape, and no values.
+    grad_amaxes:  where the backward writes those of the gradients.
+    deferred:     h has a shape, and no values, nor amaxes.
     """
-    return _ops.activate(g, u, kind, deferred)
+    h, amaxes = _ops.activate(g, u, kind, grad_amaxes, deferred)
+    return h, None if deferred else amaxes
 
 
 def activation_backward(
@@ -755,14 +796,6 @@ def norm_backward(
     return dx, dweight, dbias if has_bias else None, amax
 
 
-def remember_amax(x: Tensor, amaxes: Tensor) -> None:
-    """Eager mode alone: who quantizes x next need not read it for its statistics (csrc/api/linear.cpp).
-
-    amaxes:  of all of x [1], or as `_amaxes`.
-    """
-    _ops.remember_amax(x, amaxes)
-
-
 # A linear layer's step #
 
 class Reading(NamedTuple):
@@ -789,12 +822,12 @@ def reading_of(encoding: Encoding, layout: str, domain: str, arch: str, same: bo
     laid_out = layout == NATIVE
     factored = fmt.scale_leaves_contraction and fmt.block != (None, None)  # a scale a line, after the product
     rounded_to_anchors = encoding.stochastic and layout in ANCHOR_RUNS  # codes first, anchored after
-    if domain == "reference" or why_not(fmt) or (layout == COMPACT_LAYOUT and factored) or rounded_to_anchors:
+    if domain == "reference" or unsupported_reason(fmt) or (layout == COMPACT_LAYOUT and factored) or rounded_to_anchors:
         return None
     return Reading(
-        side_of(encoding, turned and layout != COMPACT_LAYOUT, SCALE_LAYOUTS.get(arch, COMPACT) if laid_out else COMPACT),
+        pack_encoding(encoding, turned and layout != COMPACT_LAYOUT, SCALE_LAYOUTS.get(arch, COMPACT) if laid_out else COMPACT),
         (ANCHOR_RUNS[layout] or 0) if layout in ANCHOR_RUNS else -1,
-        kind_of(operand_format(fmt, layout)) if layout != COMPACT_LAYOUT else 0,
+        operand_code(operand_format(fmt, layout)) if layout != COMPACT_LAYOUT else 0,
         same, -1 if factor is None else factor, encoding.eps,
     )
 
@@ -822,19 +855,17 @@ def linear_gated(*args) -> list[Tensor]:
     return _ops.linear_gated(*args)
 
 
-def linear_step_backward(*args) -> tuple[Tensor, Tensor, Tensor]:
-    """dx [rows, K], dw [N, K] and db [N] of dy [rows, N]; empty where they are not needed."""
-    return _ops.linear_step_backward(*args)
-
-
 def linear_counts() -> list[list[int]]:
     """By plan: quantizations of input, weight and gradient (rowwise, columnwise each) and products since the last call."""
     return _ops.linear_counts().tolist()
 
 
-def random_key(step: Tensor, ids: Tensor, slot: int, rows: int) -> Tensor:
-    """int64 [5] (`rng.KEY_FIELDS`) of a slot's rows, from the step's fields (`context.STEP_FIELDS`)."""
-    return _ops.random_key(step, ids, slot, rows)
+def random_key(step: Tensor, ids: Tensor, slot: int, rows: int, after: Tensor | None = None) -> Tensor:
+    """int64 [5] (`rng.KEY_FIELDS`) of a slot's rows, from the step's fields (`context.STEP_FIELDS`).
+
+    after:  a tensor that is made before; in a graph it keeps the key in the backward.
+    """
+    return _ops.random_key(step, ids, slot, rows) if after is None else _ops.random_key.after(step, ids, slot, rows, after)
 
 
 def record_amax(amaxes: Tensor, amax: Tensor) -> None:
@@ -905,9 +936,8 @@ def adam_codes(
         made.append([])
         for e, buffers in zip(encodings, given):
             if buffers is None:
-                data, scale, _ = _shapes(side_of(e), e.direction is not ROWWISE, x, start)
-                of_scale = torch.uint8 if e.fmt.scale != "fp32" else torch.float32
-                buffers = x.new_empty(data, dtype=torch.uint8), x.new_empty(scale, dtype=of_scale)
+                of = encoding_shapes(pack_encoding(e), e.direction is not ROWWISE, x.shape, start)
+                buffers = x.new_empty(of.data, dtype=torch.uint8), x.new_empty(of.scale, dtype=of.scale_dtype)
             made[-1].append(buffers)
     _adam_group(step, encodings, row0, False, [t for of in made for buffers in of for t in buffers])
     return made
@@ -924,7 +954,7 @@ def adam_statistics(
     places, at = [], 0
     for x, start, wanted in zip(step.master, row0, blocks):
         for e, is_wanted in zip(encodings, wanted):
-            grid = _shapes(side_of(e), e.direction is not ROWWISE, x, start)[2]
+            grid = encoding_shapes(pack_encoding(e), e.direction is not ROWWISE, x.shape, start).amax
             for shape in ((grid if is_wanted else (0, 0)), *([(1, 1)] if e.fmt.tensor_scale else [])):
                 places.append((shape, at))
                 at += round_up(prod(shape), 4)
@@ -958,31 +988,8 @@ def adam_count(
 
 # Fake implementations: shapes alone, for torch.compile #
 
-def _shapes(packed: int, columnwise: bool, x: Tensor, row0: int = 0) -> tuple:
-    """(data shape, scale shape, compact scale shape) of a side."""
-    rows, cols = x.shape
-    known = isinstance(rows, int) and isinstance(cols, int)  # a symbolic length belongs to one trace
-    return (_shapes_of if known else _shapes_of.__wrapped__)(packed, columnwise, rows, cols, row0)
-
-
-@functools.cache
-def _shapes_of(packed: int, columnwise: bool, rows: int, cols: int, row0: int) -> tuple:
-    side = _unpack(packed)
-    if side.rotated:
-        rows, cols = (round_up(rows, ROTATION_BLOCK), cols) if columnwise else (rows, round_up(cols, ROTATION_BLOCK))
-    per = 2 if side.element == 3 else 1
-    data = (cols, ceil_div(rows, per)) if side.transposed else (rows, ceil_div(cols, per))
-    b0, b1 = (side.contraction, side.outer) if columnwise else (side.outer, side.contraction)
-    grid = (ceil_div(row0 % b0 + rows, b0) if b0 else 1, ceil_div(cols, b1) if b1 else 1)
-    if side.layout == COMPACT:
-        return data, grid, grid
-    lines, line_blocks, blocks = (cols, *grid[::-1]) if columnwise else (rows, *grid)
-    numel = grid[0] * grid[1]
-    if side.scale < 2 and side.contraction:
-        numel = blocks * round_up(lines, 4) if side.outer == 1 else line_blocks * round_up(blocks, 4)
-    elif side.scale >= 2 and side.layout == BLACKWELL:
-        numel = round_up(lines, TILE) * round_up(blocks, 4)
-    return data, (numel,), grid
+def _floats(x: Tensor, size: int | Sequence[int]) -> Tensor:
+    return x.new_empty(size, dtype=torch.float32)
 
 
 def _sides(row: int, col: int):
@@ -992,12 +999,11 @@ def _sides(row: int, col: int):
 def _fake_quantize(x, row, col, row_eps, col_eps, row0, through_bf16, *known):
     made = []
     for side, columnwise in _sides(row, col):
-        (data, scale, grid), (_, kind, _, contraction, *_) = _shapes(side, columnwise, x, row0), _unpack(side)
-        made += [x.new_empty(data, dtype=torch.uint8)]
-        made += [x.new_empty(scale, dtype=torch.uint8 if kind >= 2 else torch.float32)]
+        of = encoding_shapes(side, columnwise, x.shape, row0)
         amax, tensor_amax = (*known, *[None] * 8)[4 * columnwise : 4 * columnwise + 2]
-        made += [x.new_empty(1, dtype=torch.float32)] if kind == 4 and tensor_amax is None else []
-        made += [x.new_empty(grid, dtype=torch.float32)] if contraction == 0 and amax is None else []
+        made += [x.new_empty(of.data, dtype=torch.uint8), x.new_empty(of.scale, dtype=of.scale_dtype)]
+        made += [_floats(x, 1)] if of.has_tensor_amax and tensor_amax is None else []
+        made += [_floats(x, of.amax)] if of.has_amax and amax is None else []
     return made
 
 
@@ -1005,10 +1011,8 @@ def _fake_anchored(x, row, col, row_run, col_run, row_anchor, col_anchor, throug
     made = []
     for (side, columnwise), run in zip(((row, False), (col, True)), (row_run, col_run)):
         if side:
-            rows, cols = x.shape
-            runs = ceil_div(rows if columnwise else cols, run) if run else 1
-            made += [x.new_empty(_shapes(side, columnwise, x)[0], dtype=torch.uint8)]
-            made += [x.new_empty((runs, cols) if columnwise else (rows, runs), dtype=torch.float32)]
+            of = encoding_shapes(side, columnwise, x.shape, run=run)
+            made += [x.new_empty(of.data, dtype=torch.uint8), _floats(x, of.scale)]
     return [*made, x.new_empty((2, 2), dtype=torch.int64)]
 
 
@@ -1021,8 +1025,8 @@ def _fake_counted(x, row, col, *args):
 def _fake_statistics(x, row, col, row0, through_bf16):
     made = []
     for side, columnwise in _sides(row, col):
-        made += [x.new_empty(_shapes(side, columnwise, x, row0)[2], dtype=torch.float32)]
-        made += [x.new_empty(1, dtype=torch.float32)] if _unpack(side).scale == 4 else []
+        of = encoding_shapes(side, columnwise, x.shape, row0)
+        made += [_floats(x, of.amax)] + ([_floats(x, 1)] if of.has_tensor_amax else [])
     return made
 
 
@@ -1031,12 +1035,14 @@ def _fake_statistics_group(x, side, columnwise, row0, through_bf16):
     return [t for one, start in zip(x, row0) for t in _fake_statistics(one, *sides, start, through_bf16)]
 
 
+def _fake_anchor_codes(data, scale, side, columnwise, transposed):
+    *matrices, rows, cols = data.shape
+    sizes = (cols, rows) if transposed else (rows, cols)
+    return data.new_empty((*matrices, *sizes)), _floats(data, (*matrices, cols if columnwise else rows))
+
+
 def _fake_swizzle(scale, outer, outer_block, transposed):
     return scale.new_empty(round_up(outer, TILE) * round_up(scale.shape[0 if transposed else 1], 4))
-
-
-def _floats(x: Tensor, count: int) -> Tensor:
-    return x.new_empty(count, dtype=torch.float32)
 
 
 FAKES = {
@@ -1054,14 +1060,13 @@ FAKES = {
     "dequantize": lambda data, scale, tensor_amax, side, columnwise, cols, row0, dtype: data.new_empty(
         (data.shape[0], cols), dtype=dtype),
     "random_key": lambda step, ids, slot, rows: step.new_empty(5),
+    "random_key.after": lambda step, ids, slot, rows, after: step.new_empty(5),
     "record_amax": lambda amaxes, amax: None,
-    "tensor_decode_scale": lambda tensor_amax: tensor_amax.new_empty(1),
+    "tensor_decode_scale": lambda tensor_amax: _floats(tensor_amax, tensor_amax.numel()),
     "transpose_codes": lambda data, rows, cols, bits: data.new_empty((cols, ceil_div(rows, 2) if bits == 4 else rows)),
     "swizzle_scales": _fake_swizzle,
     "anchor_group": lambda *args: None,
-    "anchor_codes": lambda data, scale, side, columnwise, transposed: (
-        data.new_empty(data.shape[::-1] if transposed else data.shape),
-        data.new_empty(data.shape[1 if columnwise else 0], dtype=torch.float32)),
+    "anchor_codes": _fake_anchor_codes,
     "relayout_group": lambda *args: None,
     "activation": lambda g, u, kind: (g.new_empty(g.shape), _amaxes(g, 1)),
     "activation_backward": lambda dh, g, u, kind: (

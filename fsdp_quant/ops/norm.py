@@ -6,7 +6,7 @@
 The math is fp32, and results round where the separate torch operations round: `act(g)` to the dtype before it is
 multiplied, and in the backward `dh * u` before it meets the slope. The reference equals torch's own autograd bit for bit;
 a kernel differs from it in the last bits of exp, erf and tanh, and in the order of sums over a row or over rows.
-Kernels also give the largest magnitudes of what they wrote: of all of it, and activations of lines (`native.remember_amax`).
+Kernels also give the largest magnitudes of what they wrote: of all of it, and activations of lines (`native._amaxes`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import native
+from . import native, opaque
 
 _aten = torch.ops.aten
 
@@ -84,7 +84,9 @@ def runs_whole(*tensors: Tensor | None) -> bool:
 
 def activation(g: Tensor, u: Tensor | None, kind: int) -> tuple[Tensor, Tensor | None]:
     """(act(g), or act(g) * u; its amaxes, from a kernel)."""
-    return native.activation(g, u, kind) if _runs(g, u) else (reference_activation(g, u, kind), None)
+    if _runs(g, u):
+        return native.activation(g, u, kind)
+    return (_activation_op if opaque.is_tracing() else reference_activation)(g, u, kind), None
 
 
 def reference_activation(g: Tensor, u: Tensor | None, kind: int) -> Tensor:
@@ -98,6 +100,9 @@ def activation_backward(
     """(dg, du or None, their amaxes from a kernel)."""
     if _runs(g, u, dh):
         return native.activation_backward(dh, g, u, kind)
+    if opaque.is_tracing():
+        dg, *du = _activation_backward_op(dh, g, u, kind)
+        return dg, du[0] if du else None, None
     return *reference_activation_backward(dh, g, u, kind), None
 
 
@@ -129,6 +134,8 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> Norm
     """x [.., cols], weight and bias [cols]."""
     if _runs(x, weight, bias, widest=native.WIDEST_NORM):
         return Normal(*native.norm(x, weight, bias, *spec))
+    if opaque.is_tracing():
+        return Normal(*_norm_op(x, weight, bias, *spec), None)
     return Normal(*reference_norm(x, weight, bias, spec), None)
 
 
@@ -160,6 +167,9 @@ def norm_backward(
     """residual: a gradient of x that is added to dx, after rounding, as autograd adds two."""
     if _runs(x, weight, bias, dy, residual, widest=native.WIDEST_NORM):
         return NormGradients(*native.norm_backward(dy, x, weight, residual, rstd, mean, spec.zero_centered, bias is not None))
+    if opaque.is_tracing():
+        dx, dweight, *dbias = _norm_backward_op(dy, x, weight, bias, residual, rstd, mean, *spec)
+        return NormGradients(dx, dweight, dbias[0] if dbias else None, None)
     return NormGradients(*reference_norm_backward(dy, x, weight, bias, residual, rstd, mean, spec), None)
 
 
@@ -193,3 +203,39 @@ def reference_norm_backward(
 def _statistics_dtype(x: Tensor, gamma: Tensor) -> torch.dtype:
     """In which torch's LayerNorm gives mean and rstd."""
     return torch.float32 if x.is_cuda else gamma.dtype
+
+
+# The reference in graphs (`opaque`) #
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _made(tensors) -> list[Tensor]:
+    return [t.contiguous() for t in tensors if t is not None]
+
+
+def _fake_norm(x, weight, bias, eps, centred, zero_centered):
+    rows = x.numel() // x.shape[-1]
+    return _like(x), *(x.new_empty(n, dtype=torch.float32) for n in (rows, rows if centred else 0))
+
+
+_activation_op = opaque.define(
+    "reference_activation(Tensor g, Tensor? u, int kind) -> Tensor", lambda *given: reference_activation(*given).contiguous(),
+    lambda g, *rest: _like(g),
+)
+_activation_backward_op = opaque.define(
+    "reference_activation_backward(Tensor dh, Tensor g, Tensor? u, int kind) -> Tensor[]",
+    lambda *given: _made(reference_activation_backward(*given)),
+    lambda dh, g, u, kind: [_like(t) for t in (g, u) if t is not None],
+)
+_norm_op = opaque.define(
+    "reference_norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool centred, bool zero_centered) -> "
+    "(Tensor, Tensor, Tensor)", lambda x, weight, bias, *spec: tuple(reference_norm(x, weight, bias, NormSpec(*spec))), _fake_norm,
+)
+_norm_backward_op = opaque.define(
+    "reference_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor rstd, Tensor mean, "
+    "float eps, bool centred, bool zero_centered) -> Tensor[]",
+    lambda *given: _made(reference_norm_backward(*given[:7], NormSpec(*given[7:]))),
+    lambda dy, x, weight, bias, *rest: [_like(t) for t in (x, weight, bias) if t is not None],
+)

@@ -1,8 +1,10 @@
-"""Random bits keyed by the global element, so that no cut, world size or recomputation changes them.
+"""Random bits keyed by the global row and by the layer, so that no cut of rows, world size or recomputation changes them.
 
 Philox4x32-10 with key = seed and counter = (contraction index // 16, outer index, step, stream); byte i of
 the 128 output bits belongs to element i of the 16. `stream` hashes (tensor id, direction, micro-batch).
-Everything that changes between calls is a tensor on the device, never a Python integer: a compiled graph
+The key places rows (row0), not columns: what tensor parallelism cuts by columns (gradients of column layers, inputs of row
+layers) is rounded by ids of its part (`parallel.linear`), independently on each rank, so those bits depend on the number of
+tensor-parallel ranks. Everything that changes between calls is a tensor on the device, never a Python integer: a compiled graph
 or a captured one sees new bits without being made again.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
@@ -10,6 +12,7 @@ Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 
 from __future__ import annotations
 
+import collections
 import zlib
 
 import torch
@@ -28,6 +31,20 @@ KEY_FIELDS = ("seed", "step", "tensor_id", "micro_batch", "row0")
 def tensor_id(name: str) -> int:
     """32-bit id of a tensor from its module's qualified name and slot."""
     return zlib.crc32(name.encode())
+
+
+_MADE: collections.Counter[str] = collections.Counter()
+
+
+def own_name(name: str | None, kind: str) -> str:
+    """A name that is given, or one that no layer built without a name has had in this process: `kind`, kind_1, ..
+
+    Random bits are keyed by names. Ranks and runs that build the same layers in the same order give them the same names.
+    """
+    if name is not None:
+        return name
+    number, _MADE[kind] = _MADE[kind], _MADE[kind] + 1
+    return f"{kind}_{number}" if number else kind
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> list[Tensor]:

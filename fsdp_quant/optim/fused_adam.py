@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..counters import counters
 from ..formats import Encoding
 from ..ops import native
 from ..ops.dispatch import Encoded, Statistics
 from ..tensor import torch_compat
-from ..tensor.fsdp_hooks import Emission, FSDPHooks, emission
-from ..tensor.quantized_weight import QuantizedWeight
+from ..tensor.quantized_weight import FusedOutputs, QuantizedWeight, fused_outputs
 from ..tensor.torch_compat import local_of
+from ..tensor.weight_state import values_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE = ("master", *MOMENTS, "step")
@@ -38,7 +39,7 @@ SCALARS = ("keep", "coupled", "first", "beta2", "second", "root_correction", "mi
 class FusedAdam(torch.optim.Optimizer):
     """AdamW (or Adam) in fp32; after the step, codes of quantized parameters follow their masters.
 
-    params:        as of any optimizer: quantized parameters, `MasterWeight`s, plain tensors, DTensors of them.
+    params:        as of any optimizer: quantized parameters, plain tensors, DTensors of them.
     lr:            float, or a tensor on the device (capturable).
     weight_decay:  decoupled (AdamW); with decoupled_weight_decay=False it is added to the gradient (Adam).
     moment_dtype:  torch.float32 or torch.bfloat16, rounded to nearest after the update.
@@ -99,7 +100,7 @@ class FusedAdam(torch.optim.Optimizer):
         if isinstance(local, QuantizedWeight):
             state["master"] = _beside(p, local.take_master())
         elif local.dtype is not torch.float32:
-            state["master"] = _beside(p, _values(local).detach().float())
+            state["master"] = _beside(p, values_of(local).detach().float())
         for name in MOMENTS:
             state[name] = _beside(p, torch.zeros(local.shape, dtype=group["moment_dtype"], device=local.device))
         return state
@@ -172,11 +173,6 @@ class FusedAdam(torch.optim.Optimizer):
                     local_of(tensor).copy_(local_of(value) if isinstance(value, Tensor) else torch.tensor(value))
 
 
-def _values(local: Tensor) -> Tensor:
-    """The plain tensor of high-precision values behind a local parameter."""
-    return local.inner if isinstance(local, FSDPHooks) else local
-
-
 def _beside(p: Tensor, local: Tensor) -> Tensor:
     """A state tensor that is sharded as its parameter is."""
     return torch_compat.dtensor_like(p, local) if isinstance(p, DTensor) else local
@@ -193,18 +189,18 @@ class _Held:
     def __init__(self, p: Tensor, state: dict):
         self.p, self.state, self.tensors = p, state, [state.get(name) for name in STATE]
         self.local = local_of(p)
-        self.values = None if isinstance(self.local, QuantizedWeight) else _values(self.local)
+        self.values = None if isinstance(self.local, QuantizedWeight) else values_of(self.local)
         self.weight = self.local if self.values is None else None
         master, self.first, self.second, self.step = (None if t is None else local_of(t) for t in self.tensors)
         self.master = self.values if master is None else master
         self.rounded = None if master is None else self.values
         self.launches = native.adam_takes(self.master, self.first, self.second, self.rounded)
-        self._emission: tuple[tuple, Emission | None] | None = None  # and what it follows from
+        self._outputs: tuple[tuple, FusedOutputs | None] | None = None  # and what it follows from
 
     def is_current(self, p: Tensor) -> bool:
         return (
             self.p is p and local_of(p) is self.local and all(self.state.get(n) is t for n, t in zip(STATE, self.tensors))
-            and (self.values is None or _values(self.local) is self.values)
+            and (self.values is None or values_of(self.local).data_ptr() == self.values.data_ptr())
         )
 
     @property
@@ -216,15 +212,15 @@ class _Held:
         return grad
 
     @property
-    def emission(self) -> Emission | None:
+    def outputs(self) -> FusedOutputs | None:
         """What the kernel makes of the new master on its way."""
         if self.weight is None:
             return None
         state = self.weight.state
         of = state.quantizer, state.compute_dtype, state.managed
-        if self._emission is None or any(a is not b for a, b in zip(self._emission[0], of)):
-            self._emission = of, emission(self.weight)
-        return self._emission[1]
+        if self._outputs is None or any(a is not b for a, b in zip(self._outputs[0], of)):
+            self._outputs = of, fused_outputs(self.weight)
+        return self._outputs[1]
 
 
 # Scalars of an update #
@@ -283,7 +279,7 @@ def _update_all(
     alike: dict[tuple, list[tuple[_Held, Tensor, int]]] = {}
     for h, grad, row in zip(held, grads, index):
         if h.launches and native.adam_takes(grad) and (h.rounded is None or h.rounded.dtype is torch.bfloat16):
-            found = h.emission
+            found = h.outputs
             follows = None if found is None else (found.encodings, found.blocks is None)
             key = h.master.device, grad.dtype, h.first.dtype, h.rounded is None, follows
             alike.setdefault(key, []).append((h, grad, row))
@@ -303,19 +299,20 @@ def _update_all(
 
 def _update_and_follow(step: native.AdamStep, held: list[_Held], encodings: tuple[Encoding, ...], codes: bool) -> None:
     """One launch updates masters of quantized parameters and makes their codes, or the statistics that those follow from."""
-    found = [h.emission for h in held]
-    row0 = [f.shards[0].row0 for f in found]
+    found = [h.outputs for h in held]
+    row0 = [f.shards[0][1] for f in found]
     if codes:
-        rooms = [[h.weight.state.room(s) for s in f.shards] for h, f in zip(held, found)]
+        rooms = [[h.weight.room(d) for d, _ in f.shards] for h, f in zip(held, found)]
         made = native.adam_codes(step, encodings, row0, rooms)
-        for f, of in zip(found, made):
-            for shard, (data, scale) in zip(f.shards, of):
-                shard.weight.state.keep_fresh(shard, Encoded(data, scale, None, None))
+        for h, f, of in zip(held, found, made):
+            for (direction, start), (data, scale) in zip(f.shards, of):
+                counters.add("weight encode", (h.weight.state.name, direction.value))
+                h.weight.store(direction, Encoded(data, scale, None, None), start)
     else:
         made = native.adam_statistics(step, encodings, row0, [f.blocks for f in found])
         for h, f, of in zip(held, found, made):
-            stats = {shard.direction: Statistics(*one) for shard, one in zip(f.shards, of)}
-            h.weight.state.set_found(h.weight.version, stats)
+            stats = {direction: Statistics(*one) for (direction, _), one in zip(f.shards, of)}
+            h.weight.state.found = h.weight.version, stats
 
 
 def _update_one(h: _Held, grad: Tensor, row: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:

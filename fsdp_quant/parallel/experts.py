@@ -40,7 +40,7 @@ from ..recipe import Recipe
 from ..scaling import share_amaxes
 from ..storage import Placement, Storage
 from ..tensor.gathered_weight import gathered_directions
-from ..tensor.master_weight import MasterWeight
+from ..tensor.weight_state import values_of
 from ..tensor.quantized_tensor import QuantizedTensor, Slots
 from .sequence import codes_travel, travelling_bytes
 
@@ -578,8 +578,7 @@ def _cut(module: nn.Module, mesh: DeviceMesh) -> None:
     """Leave this rank's experts in the module's own parameters."""
     for key, parameter in module._parameters.items():
         if parameter is not None:
-            plain = parameter.inner if isinstance(parameter, MasterWeight) else parameter
-            cut = distribute_tensor(plain.detach(), mesh, [Shard(0)])
+            cut = distribute_tensor(values_of(parameter).detach(), mesh, [Shard(0)])
             module._parameters[key] = nn.Parameter(cut, parameter.requires_grad)
     if isinstance(module, GroupedLinear):
         take_packed(module, [layer.recipe for layer in module._linears], module._name)

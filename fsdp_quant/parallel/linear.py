@@ -29,30 +29,27 @@ from ..context import STEP, STEP_FIELDS, current_autocast
 from ..counters import counters
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..gemm import gemm
-from ..modules.linear import Linear
+from ..modules.linear import Linear, attach_tensor_group
 from ..modules.linear_op import (
     SLOTS,
-    LastRead,
+    LinearCall,
     bias_gradient,
-    buffer_names,
-    check_weight_version,
-    dgrad_weight,
-    product,
-    quantize_slot,
+    buffers_of,
+    record,
     recorded_amaxes,
+    refuse_codes,
     saved_columnwise,
     slot_ids,
     slot_key,
-    weight_state,
-    weight_storage,
-    weight_version,
+    storage_over,
+    weight_storages,
 )
 from ..modules.plan import GemmPlan
 from ..ops.layout import COMPACT
-from ..scaling import AmaxHistory
-from ..storage import BUFFERS, Storage
-from ..tensor import fsdp_hooks, torch_compat
+from ..storage import Storage
+from ..tensor import torch_compat
 from ..tensor.gathered_weight import gathered_directions
+from ..tensor.quantized_tensor import QuantizedTensor
 from .sequence import (
     Gather,
     Scattering,
@@ -86,32 +83,28 @@ class TensorParallel:
 
 @dataclass(eq=False)
 class Call:
-    """What one call of a layer has beside its tensors."""
+    """What one call of a layer has beside its tensors, and how ranks share it."""
 
+    linear: LinearCall
     name: str
-    plan: GemmPlan
     axis: TensorParallel
-    save: bool
     grad: bool
-    step: Tensor
-    ids: Tensor
-    guard: Tensor | None
-    factors: list[Tensor]
-    grad_factors: list[Tensor]
-    histories: list[Tensor]
-    grad_histories: list[Tensor]
     require_native: bool
 
-    def quantize(self, slot: str, x: Tensor, directions, statistics=None) -> tuple[dict[Direction, Storage], list[Tensor]]:
-        factors = self.factors if slot == "input" else self.grad_factors
-        return quantize_slot(self.plan, slot, x, list(directions), self.step, self.ids, self.guard, factors, statistics)
+    @property
+    def plan(self) -> GemmPlan:
+        return self.linear.plan
+
+    @property
+    def save(self) -> bool:
+        return self.linear.save
 
     def quantize_own(self, slot: str, x: Tensor, directions) -> tuple[dict[Direction, Storage], list[Tensor]]:
         """`quantize` of a tensor of which other ranks have other columns, or that is the same on every rank."""
         statistics = {}
         if slot == self.axis.cut_slot:
             statistics = shared_statistics(x, self.plan.hybrid(slot), directions, self.axis.group, rows_are_cut=False)
-        return self.quantize(slot, x, directions, statistics)
+        return self.linear.quantize(slot, x, directions, statistics)
 
     def gather(self, slot: str, x: Tensor | Storage, directions, cut: SequenceCut, phase: str) -> Gather:
         """Of a tensor of which other ranks have other rows."""
@@ -120,11 +113,11 @@ class Call:
         )
 
     def key(self, slot: str, cut: SequenceCut) -> Tensor | None:
-        return slot_key(self.plan, slot, self.step, self.ids, cut.rows * cut.ranks)
+        return slot_key(self.plan, slot, self.linear.step, self.linear.ids, cut.rows * cut.ranks)
 
     def by_direction(self, slot: str) -> dict[Direction, Tensor]:
         delayed = self.plan.hybrid(slot).delayed_directions
-        return dict(zip(delayed, self.factors if slot == "input" else self.grad_factors))
+        return dict(zip(delayed, self.linear.factors if slot == "input" else self.linear.grad_factors))
 
     def layout(self, slot: str, direction: Direction, x: Tensor) -> str:
         """How the product of activations like x reads a slot."""
@@ -209,7 +202,7 @@ class SharedInput:
     def _saved_storage(self, plan: GemmPlan, saved: list[Tensor], dtype: torch.dtype) -> Storage:
         direction = COLUMNWISE if self.saves == "columnwise" else ROWWISE
         fmt, shape = plan.input.side(direction).fmt, (self.cut.rows, self.cut.shape[-1])
-        return Storage(fmt, direction, shape, **dict.fromkeys(BUFFERS) | dict(zip(buffer_names(fmt), saved)), dtype=dtype)
+        return storage_over(saved, fmt, direction, shape, dtype, COMPACT)
 
     def columnwise(self, layout: str) -> Storage:
         self._read += 1
@@ -261,33 +254,28 @@ class _Boundary(torch.autograd.Function):
         return ctx.shared.gradient(), None
 
 
-_LAST_SHARED = LastRead()
-
-
 def _shared_input(x: Tensor, owner: Tensor, call: Call) -> tuple[SharedInput, Tensor, LaidOut, list[Tensor]]:
     """(what layers share of x, x at the boundary, its rowwise codes, what the backward keeps).
 
-    What decides whether it is made again is the same on every rank, so not which products the guard has moved.
+    The first of several layers that are given one tensor leaves it with the tensor, for the others. What decides whether it is
+    made again is the same on every rank, so not which products the guard has moved.
 
     owner:  the tensor that several layers are given: x, or the DTensor over it.
     """
     plan, values = call.plan, torch_compat.local_of(owner)
-    stream = torch_compat.stream_of(x.device) if x.is_cuda else None
-    read_as = plan.input, plan.saves, call.axis.sequence_dim, call.save, call.grad
-    seen = 0 if values.is_inference() else values._version, x.dtype, *read_as, stream
+    seen = 0 if values.is_inference() else values._version, x.dtype, plan.input, plan.saves, call.axis.sequence_dim, call.save, call.grad
     alone = plan.input.is_stochastic or plan.input.delayed_directions or values.is_inference()
-    made = None if alone else _LAST_SHARED.get(owner, seen)
-    if made is None:
+    before, made = owner.__dict__.get("_fq_shared_input", (None, None))
+    if alone or before != seen:
         make = SequenceCut.of_whole if isinstance(owner, DTensor) else SequenceCut.of_local
         cut = make(tuple(owner.shape), call.axis.sequence_dim, call.axis.group, f"{call.name} input")
         shared = SharedInput(call, cut)
         with torch.no_grad():
             rowwise, saved, amaxes = shared.encode(call, x.detach().reshape(-1, x.shape[-1]))
-        for history, amax in zip(call.histories, amaxes):
-            AmaxHistory.record_in(history, amax)
+        record(call.linear.histories, amaxes)
         made = shared, _Boundary.apply(x, shared), rowwise, saved
         if not alone:
-            _LAST_SHARED.keep(owner, seen, made)
+            owner.__dict__["_fq_shared_input"] = seen, made
     return made
 
 
@@ -297,7 +285,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, call, shared, rowwise, saved):
         plan, axis = call.plan, call.axis
-        ctx.weight, ctx.call, ctx.shared, ctx.version = weight, call, shared, weight_version(weight)
+        ctx.weight, ctx.call, ctx.shared, ctx.layout = weight, call, shared, None
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.x_shape = tuple(x.shape) if shared is None else shared.cut.whole_shape
         own_bias, cut = bias if axis.column else None, None
@@ -305,15 +293,21 @@ class _Linear(torch.autograd.Function):
             y_shape = *x.shape[:-1], weight.shape[0]
             cut = SequenceCut.of_whole(y_shape, axis.sequence_dim, axis.group, f"{call.name} output")
             call.check_travels("grad_output", Direction if call.grad else (), cut)
+        keeps = ctx.needs_input_grad[0] and not isinstance(weight, QuantizedTensor)
+        w = weight_storages(weight, [ROWWISE, *([COLUMNWISE] if keeps else [])], plan, call.linear.state, x.dtype, call.linear.records)
         if shared is None:
-            y, saved = _multiply_own(call, x, weight, own_bias, cut)
+            y, saved = _multiply_own(call, x, w[ROWWISE], own_bias, cut)
         else:
             shared.is_read(ctx.needs_input_grad[1], ctx.needs_input_grad[0])
-            w = weight_storage(weight, ROWWISE, plan, x.dtype, call.save)
             codes = rowwise.in_layout(call.layout("input", ROWWISE, x))
-            y = gemm(codes, w, out_dtype=x.dtype, bias=own_bias, domain=plan.resolved(x.dtype, x.device).domains[0])
-        y = y.view(*(ctx.x_shape if cut is None else cut.shape)[:-1], y.shape[-1])
-        ctx.save_for_backward(*([x] if call.save and shared is None and plan.saves == "input" else saved))
+            y = gemm(codes, w[ROWWISE], out_dtype=x.dtype, bias=own_bias, domain=plan.resolved(x.dtype, x.device).domains[0])
+        shape = (*(ctx.x_shape if cut is None else cut.shape)[:-1], y.shape[-1])
+        y = y if y.shape == shape else y.new_empty(0).set_(y.untyped_storage(), 0, shape)
+        kept = [x] if call.save and shared is None and plan.saves == "input" else saved
+        ctx.count = len(kept)
+        if keeps:
+            ctx.layout = w[COLUMNWISE].layout
+        ctx.save_for_backward(*kept, *(buffers_of(w[COLUMNWISE]) if keeps else []))
         if not axis.column:
             if cut is None and axis.reduces and axis.group.size() > 1:
                 dist.all_reduce(y, group=axis.group)
@@ -327,25 +321,18 @@ class _Linear(torch.autograd.Function):
 
 
 def _multiply_own(
-    call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, cut: SequenceCut | None
+    call: Call, x: Tensor, w: Storage, bias: Tensor | None, cut: SequenceCut | None
 ) -> tuple[Tensor, list[Tensor]]:
     """(y, what the backward keeps) of an x that no one else has rows of; with `cut`, this rank's rows of the sum of y."""
     plan, resolved = call.plan, call.plan.resolved(x.dtype, x.device)
-    pieces = 1 if cut is None else _pieces(cut, weight)
-    shares = call.axis.cut_slot == "input" and any(e.fmt.spans_tensor for e in plan.input.encodings.values())
-    if pieces == 1 and not shares:
-        y, saved = product(
-            x, weight, bias, plan, call.save, call.step, call.ids, call.guard, call.factors, [], call.histories, []
-        )
-        return (y if cut is None else Scattering(y.reshape(-1, y.shape[-1]), cut).wait()), saved
+    refuse_codes(x, plan, call.save)
     keeps = resolved.saved if call.save and plan.saves != "input" else None
     made, amaxes = call.quantize_own("input", x.reshape(-1, x.shape[-1]), [ROWWISE, *([keeps] if keeps is COLUMNWISE else [])])
-    for history, amax in zip(call.histories, amaxes):
-        AmaxHistory.record_in(history, amax)
-    w = weight_storage(weight, ROWWISE, plan, x.dtype, call.save)
+    record(call.linear.histories, amaxes)
     multiply = functools.partial(gemm, b=w, out_dtype=x.dtype, bias=bias, domain=resolved.domains[0])
+    pieces = 1 if cut is None else _pieces(cut, w.shape)
     y = multiply(made[ROWWISE]) if cut is None else scattered_product(multiply, made[ROWWISE], cut, pieces)
-    return y, [] if keeps is None else list(made[keeps].buffers().values())
+    return y, [] if keeps is None else buffers_of(made[keeps])
 
 
 # Sums are scattered in two pieces, one beside the product of the other, where the products of a rank's rows stay large. Over one
@@ -354,15 +341,14 @@ def _multiply_own(
 _PIECES, _LEAST_ROWS, _LEAST_WEIGHT = 2, 2048, 2**24
 
 
-def _pieces(cut: SequenceCut, weight: Tensor) -> int:
+def _pieces(cut: SequenceCut, weight: tuple[int, int]) -> int:
     """In how many pieces a sum is scattered; the same on every rank."""
-    worth = cut.chunk >= _PIECES * _LEAST_ROWS and weight.numel() >= _LEAST_WEIGHT
+    worth = cut.chunk >= _PIECES * _LEAST_ROWS and prod(weight) >= _LEAST_WEIGHT
     return _PIECES if worth and cut.ranks > 1 and cut.outer == 1 and cut.chunk % _PIECES == 0 else 1
 
 
 def _backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     call, weight, shared, axis, plan = ctx.call, ctx.weight, ctx.shared, ctx.call.axis, ctx.call.plan
-    check_weight_version(weight, ctx.version)
     need_x, need_w, need_b = ctx.needs_input_grad[:3]
     n, k = weight.shape
     dy2 = dy.reshape(-1, n)
@@ -377,16 +363,19 @@ def _backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | N
     else:
         made, amaxes = call.quantize_own("grad_output", dy2, directions) if directions else ({}, [])
         take = made.__getitem__
+    saved = list(ctx.saved_tensors)
     if need_w and shared is not None:
-        shared.start_columnwise(call, list(ctx.saved_tensors), dy.dtype)
+        shared.start_columnwise(call, saved[: ctx.count], dy.dtype)
     if need_b:
         db = bias_gradient(plan, dy2, directions)
         if cut_dy and axis.group.size() > 1:
             bias_sum = dist.all_reduce(db, group=axis.group, async_op=True)
     if need_x:
-        multiply = functools.partial(
-            gemm, take(ROWWISE), dgrad_weight(weight, plan, dy.dtype), out_dtype=dy.dtype, domain=domains[1]
-        )
+        if ctx.layout is None:
+            w = weight_storages(weight, [COLUMNWISE], plan, call.linear.state, dy.dtype)[COLUMNWISE]
+        else:
+            w = storage_over(saved[ctx.count :], plan.operand("weight", COLUMNWISE), COLUMNWISE, (n, k), dy.dtype, ctx.layout)
+        multiply = functools.partial(gemm, take(ROWWISE), w, out_dtype=dy.dtype, domain=domains[1])
         if shared is not None:
             shared.add(multiply)
         else:
@@ -394,25 +383,25 @@ def _backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | N
             if axis.column and axis.reduces and axis.group.size() > 1:
                 dist.all_reduce(dx, group=axis.group)
     if need_w:
-        x = shared.columnwise(call.layout("input", COLUMNWISE, dy)) if shared is not None else _own_columnwise(ctx, dy)
+        x = shared.columnwise(call.layout("input", COLUMNWISE, dy)) if shared is not None else _own_columnwise(ctx, saved[: ctx.count], dy)
         dw = gemm(take(COLUMNWISE), x, out_dtype=dy.dtype, domain=domains[2]).to(weight.dtype)
     if cut_dy and directions:
         amaxes = recorded_amaxes(plan.grad_output, gather.amaxes, dy)
     if directions:
-        for history, amax in zip(call.grad_histories, amaxes):
-            AmaxHistory.record_in(history, amax)
+        record(call.linear.grad_histories, amaxes)
     if bias_sum is not None:
         bias_sum.wait()
     return dx, dw, None if db is None else db.to(ctx.bias_dtype)
 
 
-def _own_columnwise(ctx, dy: Tensor) -> Storage:
+def _own_columnwise(ctx, saved: list[Tensor], dy: Tensor) -> Storage:
     """The columnwise storage of an x that no one else has rows of, from what the plan saved."""
-    call, saved = ctx.call, list(ctx.saved_tensors)
+    call = ctx.call
     x_shape = (torch.Size(ctx.x_shape[:-1]).numel(), ctx.x_shape[-1])
     if call.plan.saves == "input":
         return call.quantize_own("input", saved[0].reshape(x_shape), [COLUMNWISE])[0][COLUMNWISE]
-    return saved_columnwise(call.plan, saved, x_shape, dy, call.step, call.ids, call.guard, call.factors)
+    of = call.linear
+    return saved_columnwise(call.plan, saved, x_shape, dy, of.step, of.ids, of.guard, of.factors)
 
 
 # The plan #
@@ -472,23 +461,6 @@ class Layouts:
     use_local_output: bool
 
 
-def _operator(
-    x, weight, bias, plan, save, step, ids, guard, factors, grad_factors, histories, grad_histories, *, layer, axis, owner
-):
-    """`linear_op.linear` of a layer that ranks share; owner: as in `_shared_input`."""
-    if axis.group.size() > 1 and (plan.input.is_stochastic or plan.grad_output.is_stochastic):
-        step, ids = _random_keys(layer._name, axis, step)
-    call = Call(
-        layer._name, plan, axis, save, torch.is_grad_enabled(), step, ids, guard, factors, grad_factors, histories, grad_histories,
-        layer._recipe.require_native,
-    )
-    shared = rowwise = saved = None
-    with torch.autocast(x.device.type, enabled=False):
-        if axis.column and axis.sequence_dim is not None:
-            shared, x, rowwise, saved = _shared_input(x, owner, call)
-        return _Linear.apply(x, weight, bias, call, shared, rowwise, saved)
-
-
 def _random_keys(name: str, axis: TensorParallel, step: Tensor) -> tuple[Tensor, Tensor]:
     """(step, slot ids): ranks of a group hold one batch, and round the columns that they hold alone independently."""
     ids = _ids_of_part(name, axis.cut_slot, axis.group.rank(), step.device)
@@ -516,8 +488,10 @@ def forward(layer: Linear, x: Tensor) -> Tensor:
     if not isinstance(layer.weight, DTensor):
         return multiply_shared(layer, x, x, layer.weight, layer.bias, layer.parallel)
     weight, bias, layouts = layer.weight, layer.bias, layer.parallel
-    state = weight_state(torch_compat.local_of(weight))
-    if state is None or state.tensor_group is None or weight.device_mesh.ndim != 1:
+    state = layer._weight_state
+    if state.tensor_group is None and weight.device_mesh.ndim == 1:
+        attach_tensor_group(layer)
+    if state.tensor_group is None or weight.device_mesh.ndim != 1:
         raise NotImplementedError(
             f"{layer._name}: the weight is a DTensor {weight.placements} that is gathered by no fully_shard and cut by no "
             "parallelize_module; use one of them, or leave the module out of fq.convert"
@@ -574,15 +548,20 @@ def multiply_shared(
         )
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    state, override = weight_state(weight), current_autocast()
-    if isinstance(weight, fsdp_hooks.FSDPHooks) and state.pending:
-        fsdp_hooks.synchronize_whole([weight])
+    override = current_autocast()
     plan = layer.plan if override is None else layer._overriding_plan(override)
     if plan.boundary is not None:
         raise NotImplementedError(f"{layer._name}: layers that ranks share have no boundary slots; put fq.Quantize between modules")
     grad = torch.is_grad_enabled()
-    operator = functools.partial(_operator, layer=layer, axis=axis, owner=owner)
-    return layer.multiply(operator, x, weight, bias, plan, weight.requires_grad and grad, grad, layer.training)
+    of = layer.call(x, weight, plan, weight.requires_grad and grad, grad)
+    if axis.group.size() > 1 and (plan.input.is_stochastic or plan.grad_output.is_stochastic):
+        step, ids = _random_keys(layer._name, axis, of.step)
+        of = of._replace(step=step, ids=ids)
+    call, shared, rowwise, saved = Call(of, layer._name, axis, grad, layer._recipe.require_native), None, None, None
+    with torch.autocast(x.device.type, enabled=False):
+        if axis.column and axis.sequence_dim is not None:
+            shared, x, rowwise, saved = _shared_input(x, owner, call)
+        return _Linear.apply(x, weight, bias, call, shared, rowwise, saved)
 
 
 Linear.parallel_forward = forward

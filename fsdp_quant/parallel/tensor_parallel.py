@@ -17,10 +17,12 @@ from torch.distributed.tensor import parallel as styles
 
 from ..context import quantized_init_recipe
 from ..counters import counters
-from ..modules.linear import Linear, adopt, take_weight
+from ..modules.linear import Linear, adopt, attach_state
+from ..ops.rng import own_name
 from ..recipe import Recipe, identity
 from ..tensor import torch_compat
 from ..tensor.quantized_weight import QuantizedWeight
+from ..tensor.weight_state import values_of
 from .linear import Layouts, TensorParallel
 
 SequenceParallel = styles.SequenceParallel
@@ -74,11 +76,12 @@ class _Style:
         if not isinstance(module, Linear):
             return super()._partition_linear_fn(name, module, device_mesh)
         weight, plain = module.weight, nn.Linear(1, 1, bias=False, device="meta")
-        plain.weight = nn.Parameter(weight.inner.detach(), weight.requires_grad)
+        plain.weight = nn.Parameter(values_of(weight).detach(), weight.requires_grad)
         plain.bias = module.bias
         super()._partition_linear_fn(name, plain, device_mesh)
-        module.weight, module.bias = plain.weight, plain.bias
-        take_weight(module, type(weight.state))
+        module.register_parameter("weight", plain.weight)  # not by setattr, by which fully_shard registers shards
+        module.bias = plain.bias
+        attach_state(module, type(module._weight_state))
 
     @staticmethod
     def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):
@@ -144,8 +147,9 @@ class _ParallelLinear(Linear):
 
     def __init__(
         self, in_features: int, out_features: int, group: dist.ProcessGroup, bias: bool = True, sequence_dim: int | None = None,
-        device=None, dtype=None, *, recipe: Recipe | None = None, name: str = "linear",
+        device=None, dtype=None, *, recipe: Recipe | None = None, name: str | None = None,
     ):
+        name = own_name(name, "linear")
         cut, ranks = ("out_features", out_features) if self._column else ("in_features", in_features), group.size()
         if cut[1] % ranks:
             raise ValueError(

@@ -1,1 +1,1 @@
-"""Tensor subclasses: `QuantizedTensor` (codes and scales) and `MasterWeight` (what FSDP2 shards)."""
+"""Tensor subclasses: `QuantizedTensor` (codes and scales) and `WeightShard` (what FSDP2 shards and gathers as codes)."""

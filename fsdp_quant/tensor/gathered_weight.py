@@ -17,6 +17,7 @@ from ..storage import Placement, Storage, scale_placement
 from . import torch_compat
 from .quantized_tensor import Slots
 from .torch_compat import ManagedParam
+from .weight_state import Piece, Shard, values_of
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,10 @@ class DirectionBuffers:
     halo: dict[str, tuple[Tensor, Tensor]]
     storages: list[Storage]
 
+    def alloc(self) -> None:
+        for tensor in (*self.outputs, *self.filled.values()):
+            torch_compat.alloc_storage(tensor)
+
     def free(self) -> None:
         for tensor in (*self.outputs, *self.filled.values()):
             torch_compat.free_storage(tensor)
@@ -149,8 +154,8 @@ class GatheredWeight:
         if self.quantizer.is_derived:
             self.derived = self._allocate_derived()
         self.passes = self._passes()
-        self.group = None  # of the weights that are gathered together (gathered_group.GatheredGroup)
-        self.outgoing: tuple[tuple[Tensor, ...], object] | None = None  # prepared, and not asked for yet
+        self.group = None  # of the weights that are gathered together (gather_group.GatherGroup)
+        self.outgoing: tuple[tuple[Tensor, ...], object] | None = None  # all-gather inputs that FSDP2 has not asked for yet
         self.slots_of = [Slots(owner=matrix) for matrix in self.matrices]
         for direction in Direction:
             for i, slots in enumerate(self.slots_of):
@@ -237,9 +242,27 @@ class GatheredWeight:
 
     # The two halves of a gather #
 
-    def shards(self, weight, directions: Sequence[Direction]) -> list:
-        """What the gather of these directions asks of a weight."""
-        return self.state.shards(weight, directions, self.cuts, self.managed.rank, self.dtype)
+    @property
+    def all_buffers(self) -> list[DirectionBuffers]:
+        return [*self.buffers.values(), *([] if self.derived is None else [self.derived])]
+
+    @property
+    def records(self) -> bool:
+        """Amaxes are recorded in histories: in training."""
+        return any(module.training for module, _ in self.managed.owners)
+
+    def pieces(self, values: Tensor) -> list[Piece]:
+        """What this rank holds of each matrix of the weight."""
+        return self.state.pieces(values, self.cuts, self.managed.rank)
+
+    def shards(self, local: Tensor, direction: Direction) -> list[Shard]:
+        """What the gather of a direction encodes; local: the sharded local tensor."""
+        is_codes = self.state.holds_codes and self.quantizer.encodings[direction].fmt.is_quantized
+        shared = self.state.statistics or {}
+        return [
+            Shard(piece, direction, self.dtype, shared.get((piece.state.name, direction)), None, self.records)
+            for piece in self.pieces(local if is_codes else values_of(local))
+        ]
 
     def rows_sent(self, direction: Direction, made: Sequence[Encoded]) -> list[Tensor]:
         """uint8 [rows, bytes] of every wire buffer; made: the codes of each matrix that this rank holds rows of."""
@@ -268,6 +291,13 @@ class GatheredWeight:
                 torch_compat.alloc_storage(buffers.outputs[0])
                 copies.append((buffers.outputs[0], filled[direction, "data"].view(-1)))
         return copies
+
+    def free_unread(self) -> None:
+        """Free the codes of a backward all of whose GEMMs read copies in another layout."""
+        operands = [s for slots in self.slots_of for (d, _), s in slots.laid_out.items() if d is COLUMNWISE]
+        data = self.slots_of[0].columnwise.data
+        if len(operands) == len(self.slots_of) and all(s.data.data_ptr() != data.data_ptr() for s in operands):
+            torch_compat.free_storage(data)
 
     def derive(self, needs: frozenset[Direction]) -> None:
         """Make the columnwise storage from the rowwise one that arrived, where the quantizer says so."""

@@ -20,103 +20,46 @@ from torch import Tensor
 
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..gemm import StaleWeightError
+from ..ops.layout import ANCHOR_RUNS, COMPACT, NATIVE
 from ..storage import BUFFERS, Storage
 from .aten_table import AtenTable, aten
+from .traced import Unguarded, stable_text
 
 _TABLE = AtenTable("QuantizedTensor")
 # Our own operators take the subclass as it is: op -> function(*args, **kwargs).
 OPERATORS: dict[object, Callable] = {}
 
 
-class Unguarded:
-    """What torch.compile keeps of a tensor beside its buffers: the thing itself, in every copy, equal to any other.
-
-    No graph depends on it: operators take formats from a plan's text, and find codes when they run. A graph that is cached
-    on disk keeps nothing of it.
-    """
-
-    def __init__(self, value: object):
-        self.value = value
-
-    def __deepcopy__(self, memo) -> Unguarded:
-        return self
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Unguarded)
-
-    __hash__ = None
-
-    def __reduce__(self):
-        return Unguarded, (None,)
-
-
-def stable_text(tensor: Tensor) -> str:
-    """What a graph that is cached on disk knows of a tensor subclass: class, shape and buffers."""
-    names, _ = tensor.__tensor_flatten__()
-    facts = ((n, t.shape, t.stride(), t.dtype, t.device) for n, t in ((n, getattr(tensor, n)) for n in names))
-    return f"{type(tensor).__name__} {tensor.shape} {tensor.dtype} {tensor.requires_grad} {list(facts)}"
-
-
 @dataclass(eq=False)
 class Slots:
     """The storages that aliases of one quantized tensor share.
 
-    version:  of the master that each direction's codes were made from (None: made by hand).
-    owner:    the master's state; asked for the current version before a GEMM reads the codes.
-    laid_out: storages as products read them, made once a gather.
-    views:    those of `laid_out` that are the codes' own memory, and so are there whenever the codes are.
-    wanted:   layouts that the products of a forward read, and those of its backward will: what the next gather makes.
+    owner:    the `WeightState` of a weight; None for other tensors.
+    laid_out: storages in the layouts in which GEMMs read them, kept by whoever writes the codes.
     parts:    of the matrices of a packed tensor [matrices, N, K], or of groups of rows [M, K] that are each quantized by
               themselves (tokens by expert): it has no storages of its own.
+    shown:    see `QuantizedTensor._shown_buffers`.
     """
 
     rowwise: Storage | None = None
     columnwise: Storage | None = None
     owner: object = None
-    version: dict[Direction, object] = field(default_factory=dict)
     laid_out: dict[tuple[Direction, str], Storage] = field(default_factory=dict)
-    views: set[tuple[Direction, str]] = field(default_factory=set)
-    wanted: dict[Direction, set[str]] = field(default_factory=lambda: {d: set() for d in Direction})
     parts: list[Slots] = field(default_factory=list)
+    shown: tuple[tuple, dict[str, Tensor]] = ((), {})
 
     def get(self, direction: Direction) -> Storage | None:
         return self.rowwise if direction is ROWWISE else self.columnwise
 
-    def take(self, direction: Direction, layout: str, made: Storage) -> list[Tensor]:
-        """Keep codes that were laid out, in memory that FSDP2 frees with the gather's: the buffers that are not the codes' own."""
-        self.laid_out[direction, layout] = made
-        codes = self.get(direction)
-        pairs = (made.data, codes.data), (made.scale, codes.scale), (made.tensor_amax, codes.tensor_amax)
-        own = [t for t, of in pairs if t is not of and t.data_ptr() != of.data_ptr()]
-        if not own:
-            self.views.add((direction, layout))
-        elif self.owner is not None:
-            self.owner.free_at_reshard(own)
-        return own
-
-    def arrived(self, needs: frozenset[Direction], version: object) -> list[tuple[Slots, Direction, str]]:
-        """Codes of a master's version are there: (self, direction, layout) of each layout in which products will read them, as
-        far as the passes before tell; those of the codes before are forgotten."""
-        if len(self.laid_out) > len(self.views):
-            self.laid_out = {key: laid_out for key, laid_out in self.laid_out.items() if key in self.views}
-        versions, told = self.version, self.wanted
-        wanted = [(self, d, layout) for d in needs for layout in told[d]]
-        if ROWWISE in needs and versions.get(ROWWISE) != version:  # the passes over this version will tell anew
-            told[ROWWISE].clear()
-            told[COLUMNWISE].clear()
-        for d in needs:
-            versions[d] = version
-        return wanted
-
     def map(self, fn: Callable[[Storage], Storage]) -> Slots:
-        """Other storages with the same owner and versions; one storage that serves both directions stays one."""
+        """Other storages of the same owner; one storage that serves both directions stays one."""
         if self.parts:
             return Slots(owner=self.owner, parts=[part.map(fn) for part in self.parts])
         rowwise = None if self.rowwise is None else fn(self.rowwise)
         if self.rowwise is not None and self.columnwise is not None and self.columnwise.data is self.rowwise.data:
-            return Slots(rowwise, rowwise.as_direction(COLUMNWISE), self.owner, dict(self.version))
+            return Slots(rowwise, rowwise.as_direction(COLUMNWISE), self.owner)
         columnwise = None if self.columnwise is None else fn(self.columnwise)
-        return Slots(rowwise, columnwise, self.owner, dict(self.version))
+        return Slots(rowwise, columnwise, self.owner)
 
 
 class QuantizedTensor(Tensor):
@@ -162,40 +105,31 @@ class QuantizedTensor(Tensor):
         return self._slots.columnwise
 
     def storage_for(self, direction: Direction) -> Storage:
-        """The storage of that direction, up to date.
+        """The storage of that direction.
 
-        Raises ValueError if the tensor was made without it, StaleWeightError if it was freed or its master changed.
+        Raises ValueError if the tensor was made without it, StaleWeightError if it was freed.
         """
-        slots = self._slots
-        storage = slots.get(direction)
+        storage = self._slots.get(direction)
         if storage is None:
             raise ValueError(f"this tensor has no {direction.value} storage: it was dropped or never made ({self!r})")
-        return self._fresh(storage)
+        return self._readable(storage)
 
-    def _fresh(self, storage: Storage) -> Storage:
-        slots = self._slots
-        if slots.owner is not None:
-            slots.owner.check_fresh(storage, slots.version.get(storage.direction))
+    def _readable(self, storage: Storage) -> Storage:
+        owner = self._slots.owner
+        if owner is not None and owner.publisher is not None:
+            owner.publisher.check_ready(owner.name, storage.direction)
+        elif owner is not None and storage.is_freed:
+            raise StaleWeightError(
+                f"{owner.name}: the {storage.direction.value} codes were freed: FSDP resharded the weight or gathered the "
+                "other direction only; if this block is recomputed in a way that hooks cannot see, set "
+                "recomputes_forward=True on its fq.Linear"
+            )
         return storage
 
-    def operand_for(self, direction: Direction, layouts: dict[Direction, str]) -> Storage:
-        """`storage_for`, as a product reads it: laid out once a gather, in memory that FSDP2 frees with the codes.
-
-        layouts:  (`ops.layout`) of the products of this pass and its backward.
-        """
-        slots, layout = self._slots, layouts[direction]
-        if direction is ROWWISE:
-            for d, wanted in slots.wanted.items():
-                wanted.add(layouts[d])
-        made = slots.laid_out.get((direction, layout))
-        if made is not None and not made.is_freed:
-            return self._fresh(made)
-        storage = self.storage_for(direction)
-        if layout == storage.layout or not storage.fmt.is_quantized:
-            return storage
-        made = storage.in_layout(layout)
-        slots.take(direction, layout, made)
-        return made
+    def operand_for(self, direction: Direction, layout: str) -> Storage:
+        """`storage_for` in the layout (`ops.layout`) in which a GEMM reads it."""
+        kept = self._slots.laid_out.get((direction, layout))
+        return self.storage_for(direction).in_layout(layout) if kept is None else self._readable(kept)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values in high precision, decoded from the rowwise storage if there is one that is not freed.
@@ -218,26 +152,61 @@ class QuantizedTensor(Tensor):
     def _aliased(self, shape=None) -> QuantizedTensor:
         return QuantizedTensor(slots=self._slots, shape=self.shape if shape is None else shape)
 
+    def operand_in_graph(self, direction: Direction, layout: str, hybrid) -> Storage:
+        """`operand_for` while a graph is traced: FSDP2 may fill the buffers when it runs."""
+        slots = self._slots
+        kept, storage = slots.laid_out.get((direction, layout)), slots.get(direction)
+        if kept is not None:
+            return kept
+        return (hybrid.columnwise_of(slots.rowwise) if storage is None else storage).in_layout(layout)
+
+    def _operands(self) -> dict[str, Storage]:
+        """What a graph sees: per direction the operand that GEMMs read, else the codes; one storage's buffers once."""
+        slots, shown = self._slots, {}
+        for direction in Direction:
+            laid_out = {_shown_as(d, layout): s for (d, layout), s in slots.laid_out.items() if d is direction}
+            storage = slots.get(direction)
+            if laid_out:
+                shown |= laid_out
+            elif storage is not None and not any(s.data is storage.data for s in shown.values()):
+                shown[_shown_as(direction)] = storage
+        return shown
+
+    def _shown_buffers(self) -> dict[str, Tensor]:
+        """The buffers of `_operands` by name. Key: the storages. Owner: the slots. It ends as one of the storages is replaced."""
+        slots = self._slots
+        key = slots.rowwise, slots.columnwise, *slots.laid_out.values()
+        seen, shown = slots.shown
+        if len(seen) != len(key) or any(a is not b for a, b in zip(seen, key)):
+            shown = {f"{name}_{b}": t for name, s in self._operands().items() for b, t in s.buffers().items()}
+            slots.shown = key, shown
+        return shown
+
     def __tensor_flatten__(self):
-        """A gathered weight shows its first direction only: FSDP2 fills and frees the other as passes need it."""
+        """The buffers that GEMMs read of both directions; FSDP2 fills and frees each as passes need it."""
         if self._slots.parts:
             raise NotImplementedError(
                 f"{self!r} is of packed experts that FSDP2 gathered, which torch.compile does not take apart; leave "
                 "fq.GroupedLinear out of the compiled region, or build it with packed=False"
             )
-        storages = [s for d in Direction if (s := self._slots.get(d)) is not None]
-        shown = storages if self._slots.owner is None else storages[:1]
-        return [f"{s.direction.value}_{b}" for s in shown for b in s.buffers()], Unguarded(self._slots)
+        return list(self._shown_buffers()), Unguarded(self._slots)
 
     _stable_hash_for_caching = stable_text
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context, outer_size, outer_stride) -> QuantizedTensor:
-        def rebuilt(storage: Storage) -> Storage:
-            names = {b: f"{storage.direction.value}_{b}" for b in storage.buffers()}
-            return storage.with_buffers({b: inner[n] for b, n in names.items() if n in inner})
-
-        return QuantizedTensor(slots=context.value.map(rebuilt), shape=outer_size)
+        """The tensor over other buffers. Codes whose operands are shown instead keep theirs: GEMMs do not read them."""
+        slots = context.value
+        rebuilt = {
+            name: s.with_buffers({b: inner[f"{name}_{b}"] for b in s.buffers() if f"{name}_{b}" in inner})
+            for name, s in QuantizedTensor(slots=slots, shape=outer_size)._operands().items()
+        }
+        made = Slots(rebuilt.get("rowwise", slots.rowwise), rebuilt.get("columnwise", slots.columnwise), slots.owner)
+        if slots.columnwise is not None and slots.rowwise is not None and slots.columnwise.data is slots.rowwise.data:
+            made.columnwise = made.rowwise.as_direction(COLUMNWISE)
+        for d, layout in slots.laid_out:
+            made.laid_out[d, layout] = rebuilt[_shown_as(d, layout)]
+        return QuantizedTensor(slots=made, shape=outer_size)
 
     def __reduce_ex__(self, protocol):
         is_parameter = isinstance(self, torch.nn.Parameter)
@@ -270,13 +239,20 @@ class QuantizedTensor(Tensor):
         return handler(func, args, kwargs)
 
 
-def _buffer_property(direction: Direction, name: str) -> property:
-    return property(lambda self: getattr(self._slots.get(direction), name))
+def _shown_as(direction: Direction, layout: str = COMPACT) -> str:
+    """The name of a storage in a layout, among those that `__tensor_flatten__` names."""
+    return direction.value if layout == COMPACT else f"{direction.value}_{layout}".replace(" ", "_")
 
 
-for _direction in Direction:  # what __tensor_flatten__ names
-    for _name in BUFFERS:
-        setattr(QuantizedTensor, f"{_direction.value}_{_name}", _buffer_property(_direction, _name))
+def _buffer_property(name: str) -> property:
+    return property(lambda self: self._shown_buffers()[name])
+
+
+for _direction in Direction:
+    for _layout in (COMPACT, NATIVE, *ANCHOR_RUNS):
+        for _name in BUFFERS:
+            _shown = f"{_shown_as(_direction, _layout)}_{_name}"
+            setattr(QuantizedTensor, _shown, _buffer_property(_shown))
 
 
 def _as_parameter(tensor: QuantizedTensor, is_parameter: bool, requires_grad: bool) -> QuantizedTensor:

@@ -4,32 +4,38 @@
 Codes of a weight, or of a dim-0 shard of one, are made from high-precision values of the same rows. First those are the
 initial values, which the weight holds. An optimizer takes them as its fp32 master (`take_master`); from then on the weight
 holds codes, and refers to the master weakly. Whatever writes the weight (initialization, a load, a hand) writes these
-values, and codes follow as those of a `MasterWeight` do: from statistics that ranks share, reduced at events that all ranks
-share. So the bytes are a `MasterWeight`'s; they are kept, both directions, and written over in place.
+values. `refresh_codes` encodes them after a step of the optimizer, or at the first gather after a load, from statistics that
+ranks reduce there. So the bytes are those of a `WeightShard`'s gather; both directions are kept, and written over in place.
 """
 
 from __future__ import annotations
 
 import copy
-import operator
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..formats import COLUMNWISE, ROWWISE, Direction
+from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding
 from ..gemm import StaleWeightError
-from ..ops.dispatch import Encoded
+from ..ops import native
+from ..ops.dispatch import Encoded, Statistics
+from ..ops.layout import COMPACT
 from ..scaling import RowCuts
 from ..storage import Storage
 from . import torch_compat
 from .aten_table import AtenTable, aten
-from .fsdp_hooks import FSDPHooks
-from .master_weight import MasterWeight, Mutations, Shard, WeightState, version_of
-from .quantized_tensor import QuantizedTensor, Slots, Unguarded
-from .torch_compat import local_of, tree_map_only
+from .fsdp_hooks import FSDPHooks, managed_of
+from .gathered_weight import cuts_of
+from .quantized_tensor import QuantizedTensor, Slots
+from .root_statistics import Sharded, take
+from .torch_compat import ManagedParam, local_of, tree_map_only
+from .traced import Unguarded
+from .weight_shard import WeightShard
+from .weight_state import Piece, Shard, WeightState, encode_shards
 
 _TABLE = AtenTable("QuantizedWeight")
 
@@ -37,55 +43,48 @@ _TABLE = AtenTable("QuantizedWeight")
 class QuantizedWeightState(WeightState):
     """The state of a weight whose parameter is its codes.
 
-    forgotten:  how often all codes were forgotten.
+    pending:     an event that all ranks share (making, a step of the optimizer, a load) wrote the values, and codes of it are to
+                 come. Ranks that hold rows of one tensor must agree on it.
+    stale_codes: how often all codes were dropped: what they are made from changed, beside the values.
     """
 
-    keeps_shards = True
+    holds_codes = True
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.forgotten = 0
+        self.pending, self.stale_codes = True, 0
 
-    def forget_codes(self) -> None:
-        super().forget_codes()
-        self.forgotten += 1
+    def __getstate__(self) -> dict:
+        return super().__getstate__() | {"pending": True}
+
+    def _reset(self) -> None:
+        super()._reset()
+        self.statistics_version = None  # of the values that `statistics` are of
+        self.found: tuple[object, dict[Direction, Statistics]] = (None, {})
+        self.collectives: dict = {}  # see `root_statistics.take`; of the weights that are refreshed with this one first
+
+    def set_quantizer(self, quantizer) -> None:
+        super().set_quantizer(quantizer)
+        self.pending = True
+        self.drop_codes()
+
+    def drop_codes(self) -> None:
+        """Codes are made again at the next use."""
+        self.stale_codes += 1
+
+    def mark_written(self) -> None:
+        """Values were written, maybe past their version counter, in an event that all ranks share."""
+        self.pending, self.found = True, (None, {})
+        self.drop_codes()
 
     def wrapped(self, values: Tensor) -> QuantizedWeight:
         return QuantizedWeight(_Content(self, values), values.shape, values.dtype, values.device)
 
-    def sources(self, weight: QuantizedWeight, direction: Direction) -> tuple | None:
-        """The codes that the parameter is; None of a side that is not quantized, which it does not hold."""
+    def own_codes(self, local: QuantizedWeight, direction: Direction) -> Encoded | None:
         if not self.quantizer.encodings[direction].fmt.is_quantized:
             return None
-        encoded = weight._slots.get(direction)
-        return encoded.data, encoded.scale, encoded.tensor_amax
-
-    def has_sources(self, weight: QuantizedWeight, direction: Direction, version: object, sources: tuple) -> bool:
-        return weight.is_current(direction, version) and all(map(operator.is_, self.sources(weight, direction), sources))
-
-    def kept(self, shard: Shard) -> Encoded | None:
-        """The codes that the parameter is, if they are those of its values."""
-        weight, direction = shard.weight, shard.direction
-        if not weight.is_current(direction) or not self.quantizer.encodings[direction].fmt.is_quantized:
-            return None
-        storage = weight._slots.get(direction)
+        storage = local._slots.get(direction)
         return Encoded(storage.data, storage.scale, storage.tensor_amax, None)
-
-    def room(self, shard: Shard) -> tuple[Tensor, Tensor] | None:
-        content = shard.weight._content
-        storage = content.slots.get(shard.direction) if content.quantizer == shard.weight._quantizer else None
-        return None if storage is None or not storage.fmt.is_quantized else (storage.data, storage.scale)
-
-    def fresh_storage(self, shard: Shard, device: torch.device | None = None) -> Storage:
-        """See `WeightState`; of a published weight, what is published."""
-        return super().fresh_storage(shard, device) if self.publisher is None else shard.weight.storage_for(shard.direction)
-
-    def keep(self, shard: Shard, encoded: Encoded) -> Encoded:
-        shard.weight.store(shard.direction, encoded, shard.row0)
-        return self.kept(shard)
-
-    def let_go_of_shard(self) -> None:
-        """They are the parameter itself, and stay."""
 
 
 class _Content:
@@ -93,22 +92,23 @@ class _Content:
 
     values:     high-precision values, until an optimizer takes them; None before anything was written.
     master:     weak reference to what took their place.
-    slots:      the codes, and the version that they were made from.
-    quantizer:  that made them, and the dtype it saw.
-    forgotten:  `QuantizedWeightState.forgotten` when they were made.
+    writes:     (another object for other values, number of writes through the dispatcher).
+    slots:      the codes, and `versions` of the values that each direction was made from.
+    quantizer:  that made them, the dtype it saw, and `stale_codes` of then.
     copied:     (version of what this is a copy of, own version when it was made).
     is_padding: made to hold another shard and rows behind it; see `_copy_`.
-    lent:       directions whose codes lie in memory of their publisher, which gives it back itself.
+    borrowed:   directions whose codes are in memory of the weight sync, which frees it itself.
     """
 
     def __init__(self, state: QuantizedWeightState, values: Tensor | None = None):
         self.state, self.values, self.master = state, values, None
-        self.mutations = Mutations()
+        self.writes = [object(), 0]
         self.slots = Slots(owner=state)
-        self.quantizer, self.forgotten = None, state.forgotten
+        self.versions: dict[Direction, object] = {}
+        self.quantizer = None
         self.copied: tuple[object, object] = (None, None)
         self.is_padding = False
-        self.lent: set[Direction] = set()
+        self.borrowed: set[Direction] = set()
 
     def adopt(self, other: _Content) -> None:
         """Be the same weight: the master has one owner, so no copy of it is made."""
@@ -123,7 +123,8 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
 
     @staticmethod
     def __new__(cls, content: _Content, shape, dtype: torch.dtype, device: torch.device) -> QuantizedWeight:
-        self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device, requires_grad=False)
+        with torch.inference_mode(False):  # FSDP2 views its shards inside a first forward too, and views need version counters
+            self = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device, requires_grad=False)
         self._content = content
         return self
 
@@ -165,16 +166,11 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         if self.state.publisher is not None:
             return self.state.publisher.generation
         if content.master is not None and content.master() is None:
-            return content.slots.version.get(ROWWISE)
+            return content.versions.get(ROWWISE)
         inner = self.inner
-        own = (content.mutations, content.mutations.count, version_of(inner))
+        own = (*content.writes, 0 if inner.is_inference() else inner._version)
         source, fresh = content.copied
         return source if own == fresh else own
-
-    @property
-    def last_writer(self) -> str:
-        """See `Mutations.last_writer`."""
-        return self._content.mutations.last_writer(self.inner)
 
     def take_master(self) -> Tensor:
         """The fp32 master [rows, cols], which the caller keeps from now on; the weight's own values are let go.
@@ -188,7 +184,7 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         if master.untyped_storage().nbytes() > master.nbytes:  # rows of a larger tensor
             master = master.clone()
         self.state.pending = True
-        content.values, content.master, content.mutations = None, weakref.ref(master), Mutations(master)
+        content.values, content.master, content.writes = None, weakref.ref(master), [object(), 0]
         return master
 
     def check_not_taken(self) -> None:
@@ -201,10 +197,10 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
             who = "optimizer" if self.state.publisher is None else "weight sync"
             raise ValueError(f"another {who} holds the master of {self.state.name}; give each weight to one optimizer")
 
-    def give_to(self, publisher) -> Tensor:
-        """The values [rows, cols]; from now on `publisher` has them, and writes the codes (`make_room`).
+    def give_to(self, sync) -> Tensor:
+        """The values [rows, cols]; from now on `sync` has them, and writes the codes (`make_room`).
 
-        publisher:  has `generation`, and `check_ready(name, direction)`, which products ask before they read.
+        sync:  has `generation`, and `check_ready(name, direction)`, which products ask before they read.
         """
         content, quantizer = self._content, self.state.quantizer
         values = self.inner.detach()
@@ -216,7 +212,7 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
                 setattr(content.slots, direction.value, made)
         if quantizer.one_storage:
             content.slots.columnwise = content.slots.rowwise.as_direction(COLUMNWISE)
-        self.state.publisher = publisher
+        self.state.publisher = sync
         return values
 
     def lie_in(self, memory: Tensor, place: int, direction: Direction) -> None:
@@ -228,14 +224,14 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         data = storage.data  # shares no version counter: a gather of others is no write of these
         data = data.new_empty(0).set_(memory.untyped_storage(), place // data.itemsize, data.shape, data.stride())
         setattr(slots, direction.value, replace(storage, data=data))
-        self._content.lent.add(direction)
+        self._content.borrowed.add(direction)
         if self.state.quantizer.one_storage:
             slots.columnwise = slots.rowwise.as_direction(COLUMNWISE)
-            self._content.lent.add(COLUMNWISE)
+            self._content.borrowed.add(COLUMNWISE)
 
     def _own_buffers(self, direction: Direction) -> list[Tensor]:
         buffers = self._slots.get(direction).buffers()
-        return [b for name, b in buffers.items() if name != "data" or direction not in self._content.lent]
+        return [b for name, b in buffers.items() if name != "data" or direction not in self._content.borrowed]
 
     def make_room(self, direction: Direction) -> Storage:
         """The storage of one direction, for its publisher to write; what was laid out of it is dropped."""
@@ -265,25 +261,30 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
     def is_current(self, direction: Direction, version: object = None) -> bool:
         """The codes of this direction are of the values, and of the quantizer, as they are now; version: of the values."""
         content = self._content
-        is_kept = content.quantizer == self._quantizer and content.forgotten == self.state.forgotten
-        return is_kept and content.slots.version.get(direction) == (version or self.version)
+        return content.quantizer == self._quantizer and content.versions.get(direction) == (version or self.version)
 
     @property
     def _quantizer(self) -> tuple:
-        return self.state.quantizer, self.state.compute_dtype
+        return self.state.quantizer, self.state.compute_dtype, self.state.stale_codes
+
+    def room(self, direction: Direction) -> tuple[Tensor, Tensor] | None:
+        """(data, scale) of the codes of this format that new ones are written over, or None."""
+        content = self._content
+        same = content.quantizer is not None and content.quantizer[:2] == self._quantizer[:2]
+        storage = content.slots.get(direction) if same else None
+        return None if storage is None or not storage.fmt.is_quantized else (storage.data, storage.scale)
 
     @torch.no_grad()
     def store(self, direction: Direction, encoded: Encoded, row0: int) -> None:
         """Let these be the codes of one direction; written over those before, so that captured steps read them."""
         content, quantizer, version = self._content, self.state.quantizer, self.version
         if content.quantizer != self._quantizer:
-            content.slots, content.quantizer = Slots(owner=self.state), self._quantizer
-        if content.forgotten != self.state.forgotten:
-            content.forgotten = self.state.forgotten
-            content.slots.version.clear()
+            if content.quantizer is None or content.quantizer[:2] != self._quantizer[:2]:
+                content.slots = Slots(owner=self.state)
+            content.quantizer, content.versions = self._quantizer, {}
         slots, encoding = content.slots, quantizer.side(direction).encoding(direction)
         old = slots.get(direction)
-        if old is not None and encoded.data is old.data and encoded.scale is old.scale:  # written where they are
+        if old is not None and encoded.data is old.data and encoded.scale is old.scale:  # written in place
             if encoded.tensor_amax is not None:
                 old.tensor_amax.copy_(encoded.tensor_amax)
         else:
@@ -292,30 +293,31 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
             setattr(slots, direction.value, stored)
             if quantizer.one_storage:
                 slots.columnwise = stored.as_direction(COLUMNWISE)
-        slots.version[direction] = version
+        content.versions[direction] = version
         if quantizer.one_storage:
-            slots.version[COLUMNWISE] = version
+            content.versions[COLUMNWISE] = version
         slots.laid_out.clear()
 
     def _here(self, buffer: Tensor) -> Tensor:
         return buffer.to(self.device)
 
     def _current(self) -> Slots:
-        """The codes for whoever reads a whole weight, made anew if its values changed; a shard's are those of the last event."""
+        """The codes for whoever reads a whole weight, made again if its values changed; a shard's are those of the last event."""
         whole = self.dim() == 2 and self.shape[0] == self.state.shape[0] and self.device.type != "meta"
-        whole = whole and self.state.publisher is None
-        if not whole or all(map(self.is_current, Direction)):
+        if not whole or self.state.publisher is not None or all(map(self.is_current, Direction)):
             return self._slots
-        quantizer, cuts = self.state.quantizer, RowCuts((0, self.shape[0]))
-        stale = [d for d in quantizer.encodings if not self.is_current(d)]
-        shards = self.state.shards(self, stale, cuts, 0, self.dtype)
-        for shard, encoded in zip(shards, self.state.encode(shards)):
-            if not self.is_current(shard.direction):  # identity
-                self.store(shard.direction, encoded, 0)
-        if quantizer.is_derived:
-            derived = quantizer.derive_columnwise(self._slots.rowwise, self.state.compute_dtype)
-            self.store(COLUMNWISE, Encoded(derived.data, derived.scale, derived.tensor_amax, None), 0)
+        with torch_compat.outside_inference_mode(), torch.no_grad():
+            if self.state.pending and self.state.spans_parts:
+                refresh_codes([self])
+            _encode([(self, None)])
         return self._slots
+
+    def refresh_shard(self, managed: ManagedParam) -> None:
+        """Codes for a gather: made again where the values were written since."""
+        if self.state.pending:
+            beside = [m.local for m in torch_compat.managed_params_beside(managed)]
+            refresh_codes([t for t in beside if isinstance(t, QuantizedWeight) and t.state.pending])
+        _encode([(self, managed)])
 
     @property
     def rowwise(self) -> Storage | None:
@@ -329,9 +331,12 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         self._current()
         return super().storage_for(direction)
 
-    def operand_for(self, direction: Direction, layouts: dict[Direction, str]) -> Storage:
-        self._current()
-        return super().operand_for(direction, layouts)
+    def operand_for(self, direction: Direction, layout: str) -> Storage:
+        """Kept until the codes are written again."""
+        slots, made = self._current(), super().operand_for(direction, layout)
+        if layout != COMPACT and made.fmt.is_quantized:
+            slots.laid_out[direction, layout] = made
+        return made
 
     # Being a tensor #
 
@@ -350,7 +355,10 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         return QuantizedWeight(self._content, self.shape if shape is None else shape, self.dtype, self.device)
 
     def __tensor_flatten__(self):
-        self._current()
+        layouts = self.state.layouts(self.dtype, self.device)
+        if self._current().rowwise is not None and layouts is not None and self.state.publisher is None:
+            for direction, layout in layouts.items():  # a graph sees the same buffers in every step
+                self.operand_for(direction, layout)
         return super().__tensor_flatten__()[0], Unguarded(self._content)
 
     @staticmethod
@@ -406,14 +414,15 @@ def _through_masters(func, args, kwargs):
     """Run an operator that writes on the high-precision values of the weights it takes."""
     weights = {}
 
-    def master_of(weight: QuantizedWeight) -> MasterWeight:
-        master = MasterWeight(weight.inner, weight.state, weight._content.mutations)
+    def master_of(weight: QuantizedWeight) -> WeightShard:
+        master = WeightShard(weight.inner, weight.state)
+        weight._content.writes[1] += bool(func._schema.is_mutable)
         weights[id(master)] = weight, master
         return master
 
     args, kwargs = tree_map_only(QuantizedWeight, master_of, (args, kwargs))
     result = func(*args, **kwargs)
-    return tree_map_only(MasterWeight, lambda m: weights[id(m)][0] if id(m) in weights else m, result)
+    return tree_map_only(WeightShard, lambda m: weights[id(m)][0] if id(m) in weights else m, result)
 
 
 @_TABLE.implements([aten.copy_.default])
@@ -460,6 +469,13 @@ def _slice(func, args, kwargs):
     return _narrow(weight, start, max(stop - start, 0))
 
 
+@_TABLE.implements([aten.narrow.default])
+def _narrow_rows(func, args, kwargs):
+    """What inference_mode does not take apart into a slice."""
+    weight, dim, start, length = args
+    return _slice(aten.slice.Tensor, (weight, dim, start, start + length), {})
+
+
 @_TABLE.implements([aten.split.Tensor, aten.split_with_sizes.default])
 def _split(func, args, kwargs):
     weight, sizes, dim = (*args, 0)[:3]
@@ -493,7 +509,7 @@ def _copy(func, args, kwargs):
     if weight.state.publisher is not None:
         raise NotImplementedError(
             f"{weight.state.name} is published by a weight sync, which would not write a copy of it; move or cast the model "
-            "before plan_weight_sync, or copy what dequantize() gives"
+            "before plan_publisher, or copy what dequantize() gives"
         )
     dtype = kwargs.pop("dtype", None) or weight.dtype
     source, content = weight._content, _Content(weight.state)
@@ -506,9 +522,111 @@ def _copy(func, args, kwargs):
     copied = QuantizedWeight(content, weight.shape, dtype, device)
     if dtype == weight.dtype and source.quantizer is not None:
         content.slots = source.slots.map(lambda s: s.map(lambda t: func(t, *args[1:], **kwargs)))
-        content.quantizer, content.forgotten = source.quantizer, source.forgotten
+        content.quantizer, content.versions = source.quantizer, dict(source.versions)
         if not shares:
             content.copied = (weight.version, copied.version)
     elif shares:
         content.slots, content.quantizer = Slots(owner=weight.state), None
     return copied
+
+
+# Codes of written values #
+
+def refresh_codes(weights: Sequence[QuantizedWeight]) -> None:
+    """Make the codes of quantized parameters whose values were written, from statistics reduced at once per shard group.
+
+    Called after each step of their optimizer, and at the first gather after another event. Every rank that takes part in the
+    event must call it with the same weights.
+    """
+    weights = [w for w in weights if w.state.publisher is None]
+    managed = {id(w.state): managed_of(w.state) for w in weights}
+    crossing = [w for w in weights if managed[id(w.state)] is not None or w.state.spans_parts]
+    if crossing:
+        known = {id(w): w.state.found[1] if w.state.found[0] == w.version else None for w in crossing}
+        take([Sharded(w, w.state, managed[id(w.state)], known[id(w)]) for w in crossing], crossing[0].state.collectives)
+        for w in crossing:
+            w.state.statistics_version = w.version
+    for w in weights:
+        w.state.pending = False
+    _encode([(w, managed[id(w.state)]) for w in weights])
+
+
+def own_shards(weight: QuantizedWeight, managed: ManagedParam | None) -> list[Shard]:
+    """The codes that a quantized parameter is, of each direction.
+
+    Raises StaleWeightError where statistics that cross ranks are those of other values.
+    """
+    state, version = weight.state, weight.version
+    cuts, rank = (RowCuts((0, weight.shape[0])), 0) if managed is None else (cuts_of(managed), managed.rank)
+    shards = []
+    for direction, encoding in state.quantizer.encodings.items():
+        if not encoding.fmt.is_quantized and managed is not None:
+            continue
+        if state.crosses(cuts, encoding):
+            if state.statistics is None or state.statistics_version != version:
+                raise StaleWeightError(
+                    f"{state.name}, a quantized parameter, changed without an event that every rank shares (a step of its "
+                    "optimizer, load_state_dict, set_recipe), and its scales span ranks; load the values on every rank"
+                )
+            known = state.statistics.get((state.name, direction))
+        else:
+            known = state.found[1].get(direction) if state.found[0] == version else None
+        piece = Piece(state, weight.inner, cuts, rank)
+        shards.append(Shard(piece, direction, weight.dtype, known, weight.room(direction)))
+    return shards
+
+
+@torch.no_grad()
+def _encode(weights: Sequence[tuple[QuantizedWeight, ManagedParam | None]]) -> None:
+    """Make the codes of this rank's rows that are of other values; one launch for all that have equal encodings."""
+    found: dict[torch.device, list[tuple[QuantizedWeight, Shard]]] = {}
+    changed = []
+    for weight, managed in weights:
+        if weight.state.publisher is not None or all(map(weight.is_current, weight.state.quantizer.encodings)):
+            continue
+        changed.append((weight, managed))
+        stale = [s for s in own_shards(weight, managed) if not weight.is_current(s.direction)]
+        found.setdefault(weight.device if managed is None else managed.device, []).extend((weight, s) for s in stale)
+    for device, of in found.items():
+        for (weight, shard), encoded in zip(of, encode_shards([s for _, s in of], device)):
+            weight.store(shard.direction, encoded, shard.piece.row0)
+    for weight, managed in changed:
+        if weight.state.quantizer.is_derived and managed is None:
+            derived = weight.state.quantizer.derive_columnwise(weight._slots.rowwise, weight.state.compute_dtype)
+            weight.store(COLUMNWISE, Encoded(derived.data, derived.scale, derived.tensor_amax, None), 0)
+
+
+class FusedOutputs(NamedTuple):
+    """What a kernel that writes the master of a quantized parameter makes of the new values on its way.
+
+    shards:     the directions that it makes, rowwise first, and `encodings` of each.
+    blocks:     of each, that its block amaxes are wanted. None: codes are made; else statistics, which codes follow from.
+    """
+
+    shards: list[tuple[Direction, int]]
+    encodings: tuple[Encoding, ...]
+    blocks: tuple[bool, ...] | None
+
+
+def fused_outputs(weight: QuantizedWeight) -> FusedOutputs | None:
+    """Codes, where every scale follows from a tile of this rank's rows; else the statistics of scales that do not.
+
+    None where no kernel makes either on its way: values that are not rounded to bf16.
+    """
+    state, managed = weight.state, managed_of(weight.state)
+    if state.compute_dtype is not torch.bfloat16 or weight.dim() != 2:
+        return None
+    cuts, rank = (RowCuts((0, weight.shape[0])), 0) if managed is None else (cuts_of(managed), managed.rank)
+    taken = {
+        d: e for d, e in state.quantizer.encodings.items()
+        if e.fmt.is_quantized and native.takes_group(e, torch.float32, True)
+    }
+
+    def crosses(e: Encoding) -> bool:
+        return e.fmt.scale_leaves_contraction or e.fmt.tensor_scale or cuts.shares_statistics(e)
+
+    later = {d: e for d, e in taken.items() if crosses(e)}
+    chosen = later or taken
+    of = tuple(chosen.values())
+    blocks = tuple(not e.fmt.tensor_scale or bool(cuts.cut_block_rows(e)) for e in of) if later else None
+    return FusedOutputs([(d, cuts.bounds[rank]) for d in chosen], of, blocks) if chosen else None

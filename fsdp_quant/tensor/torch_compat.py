@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._functorch import pyfunctorch
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import AllgatherOptions
@@ -17,11 +20,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, alloc_sto
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental import proxy_tensor
 from torch.utils._pytree import tree_map_only
 
 __all__ = ["alloc_storage", "foreach_add_", "foreach_copy_", "foreach_zero_", "free_storage", "tree_map_only"]
 
 foreach_add_ = torch._foreach_add_
+_proxies_of = getattr(proxy_tensor, "_get_proxies", lambda tensor: ())
 foreach_copy_ = torch._foreach_copy_
 foreach_zero_ = torch._foreach_zero_
 
@@ -128,10 +134,19 @@ class ManagedParam:
         return self.group._training_state == TrainingState.PRE_BACKWARD
 
     @property
-    def gathers_for_reduction(self) -> bool:
-        """What is gathered now serves a backward whose gradients are reduced: the last of its micro-batches."""
-        serves_backward = self.in_pre_backward or (self.in_forward and self.stays_unsharded_after_forward)
-        return serves_backward and self.group.reduce_grads
+    def prefetched_after_its_forward(self) -> bool:
+        """Another module's forward gathers the parameter, whose own forward has run and whose backward may be to come.
+
+        FSDP2 asks for all-gather inputs under no_grad, so whether gradients are recorded cannot be seen here.
+        """
+        is_prefetched = self.state._training_state != TrainingState.FORWARD
+        return is_prefetched and bool(self.group._post_forward_indices)
+
+    @property
+    def in_forward_of_root(self) -> bool:
+        """A forward of the root gathers the parameter: every rank is in the same call, and all its weights may be read."""
+        shared = self.state._state_ctx
+        return self.in_forward and bool(shared.all_states) and shared.iter_forward_root is shared.all_states[0]
 
     @property
     def phase(self) -> str:
@@ -185,6 +200,12 @@ class ManagedParam:
         self.param._sharded_param_data = flat.view(-1)
         self.param._init_extensions()
         self.reset_gather_buffers()
+
+
+def preserved_versions(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager:
+    """Writes of these tensors inside are not counted: graphs save gathered buffers, which are freed and filled again."""
+    counted = tuple(t for t in tensors if not t.is_inference())
+    return torch.autograd._unsafe_preserve_version_counter(counted) if counted else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -276,9 +297,15 @@ def is_unsharded_parameter(t: Tensor) -> bool:
     )
 
 
-def root_of(managed: ManagedParam) -> int:
-    """Equal for parameters of one root."""
-    return id(managed.state._state_ctx)
+def root_of(managed: ManagedParam) -> object:
+    """The same object for all parameters of one root."""
+    return managed.state._state_ctx
+
+
+def root_module(managed: ManagedParam) -> nn.Module | None:
+    """The module that `fully_shard` found to be the root; None before its first forward."""
+    states = managed.state._state_ctx.all_states
+    return states[0]._modules[0] if states else None
 
 
 def managed_params_beside(managed: ManagedParam) -> list[ManagedParam]:
@@ -316,6 +343,33 @@ def backward_is_running() -> bool:
     return backward_number() != -1
 
 
+def hand_down(name: str, value: object) -> None:
+    """Let backwards that this thread calls read `value` in the threads of the autograd engine too (`inherited`)."""
+    if _STASH_STEALS:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(f"fsdp_quant {name}", value)
+
+
+def _stash_steals() -> bool:
+    """torch up to 2.11 takes no reference to what it stashes, and gives one back when the value is replaced."""
+    probe = object()
+    before = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls("fsdp_quant probe", probe)
+    steals = sys.getrefcount(probe) == before
+    if steals:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return steals
+
+
+_STASH_STEALS = _stash_steals()
+
+
+def inherited(name: str, default: object) -> object:
+    """What the thread that called the running backward had handed down."""
+    key = f"fsdp_quant {name}"
+    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else default
+
+
 def stream_of(device: torch.device) -> tuple[int, bool]:
     """The current stream of a CUDA device, and whether it captures a graph."""
     return torch._C._cuda_getCurrentRawStream(device.index), torch.cuda.is_current_stream_capturing()
@@ -332,8 +386,42 @@ def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 def dispatch_is_watched() -> bool:
-    """Operators are seen by a dispatch mode (fake tensors, tracing, selective checkpointing, a counter)."""
-    return torch._C._len_torch_dispatch_stack() > 0
+    """Operators are seen by a dispatch mode (fake tensors, tracing, selective checkpointing, a counter) or by torch.func."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def save_by_reference(tensors: Sequence[Tensor]) -> None:
+    """Of inputs of a graph that is being traced: where its backward needs one, it is the tensor itself, as a ctx attribute of an
+    autograd.Function is. torch compares no version of it, and users' saved-tensor hooks do not see it.
+
+    A torch without this compares versions, and its hooks may copy.
+    """
+    for tensor in tensors:
+        for proxy in _proxies_of(tensor):
+            proxy.node.meta["saved_tensor_with_no_vc_check"] = True
+
+
+def keeps_its_address(tensors: Sequence[Tensor]) -> None:
+    """What `torch._dynamo.mark_static_address(guard=False)` does, without importing dynamo: a CUDA graph of a compiled region reads
+    and writes these where they are."""
+    for tensor in tensors:
+        tensor._dynamo_static_input_type = "unguarded"
+
+
+def is_recomputed_in_graph() -> bool:
+    """What is being traced is inside torch.utils.checkpoint: the backward of the graph will run it again."""
+    return fx_traceback.has_preserved_node_meta() and fx_traceback.get_current_meta().get("recompute") is not None
+
+
+def is_fake() -> bool:
+    """Operators run on shapes alone (`FakeTensorMode`)."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def outside_transforms() -> contextlib.AbstractContextManager:
+    """Operators run as they are, not as torch.func transforms them, which refuses writes to what the library keeps."""
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    return pyfunctorch.temporarily_clear_interpreter_stack() if is_transformed else contextlib.nullcontext()
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -353,6 +441,23 @@ def checkpoint_hook() -> object | None:
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks[0] if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint" else None
+
+
+def plain_alias(tensor: Tensor) -> Tensor:
+    """A plain tensor over the memory of a subclass, with its version counter."""
+    with torch._C._DisableTorchDispatch():
+        return torch._C.TensorBase.detach(tensor)
+
+
+def alias_with_own_storage(tensor: Tensor) -> Tensor:
+    """A plain tensor over the memory of another one, which keeps the memory, with another storage object."""
+    alias = plain_alias(tensor)
+    if alias.device.type == "meta":
+        return alias
+    memory = alias.untyped_storage()
+    own = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), alias.device, memory.nbytes())
+    with torch._C._DisableTorchDispatch():  # a compiler asks under its fake tensors' mode
+        return alias.new_empty(0).set_(own, alias.storage_offset(), alias.shape, alias.stride())
 
 
 def dtensor_like(spec_of: DTensor, local: Tensor) -> DTensor:

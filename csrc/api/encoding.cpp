@@ -1,0 +1,193 @@
+#include "api/encoding.h"
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include <c10/core/SymInt.h>
+#include <c10/util/Exception.h>
+#include <torch/library.h>
+
+#include "api/checks.h"
+
+namespace fsdp_quant {
+
+namespace {
+
+// Bits [first, first + count) of the integer.
+struct Field {
+  int first, count;
+  const char* name;
+
+  int64_t most() const { return (int64_t{1} << count) - 1; }
+  int32_t of(int64_t packed) const { return static_cast<int32_t>(packed >> first & most()); }
+  int64_t holding(int64_t value) const {
+    TORCH_CHECK_VALUE(value >= 0 && value <= most(), "an encoding has ", name, " ", value,
+                      "; wanted 0 to ", most());
+    return value << first;
+  }
+};
+
+constexpr Field kElement = {0, 3, "element"}, kScale = {3, 3, "scale"}, kOuter = {6, 10, "outer"};
+constexpr Field kContraction = {16, 10, "contraction"}, kStochastic = {26, 1, "stochastic"},
+                kRotated = {27, 1, "rotated"};
+constexpr Field kTransposed = {28, 1, "transposed"}, kScaleLayout = {29, 2, "scale layout"};
+constexpr int kBits = 31;
+
+Element element_of(c10::string_view name) {
+  if (name == "e4m3") return Element::kE4M3;
+  if (name == "e5m2") return Element::kE5M2;
+  if (name == "e2m1") return Element::kE2M1;
+  TORCH_CHECK_VALUE(false, "element is ", name, "; wanted e4m3, e5m2 or e2m1");
+}
+
+ScaleKind scale_kind_of(c10::string_view name, bool pow2, c10::string_view rounding) {
+  if (name == "fp32") return pow2 ? ScaleKind::kFp32Pow2 : ScaleKind::kFp32;
+  if (name == "e8m0") return rounding == "floor" ? ScaleKind::kE8M0Floor : ScaleKind::kE8M0Up;
+  if (name == "e4m3") return ScaleKind::kE4M3;
+  TORCH_CHECK_VALUE(false, "scale is ", name, "; wanted fp32, e8m0 or e4m3");
+}
+
+// Shift of a block size; the whole extent (0) shifts every index to block 0.
+int32_t log2_of(int64_t size) {
+  int32_t log2 = 0;
+  while (size >> log2 > 1) ++log2;
+  return size == 0 ? 31 : log2;
+}
+
+template <class Int>
+Int blocks_of(const Int& extent, int64_t block) {
+  return (extent + (block - 1)) / block;
+}
+
+template <class Int>
+Int padded(const Int& extent, int64_t multiple) {
+  return blocks_of(extent, multiple) * multiple;
+}
+
+using Symbols = std::vector<c10::SymInt>;
+
+// What `quantize` returns of one direction: sizes of data, scale and amax; whether scales are bytes
+// (else fp32), and whether it has a tensor amax [1], and an amax. run: see `quantize_anchored`,
+// whose scales are fp32, of runs.
+std::tuple<Symbols, Symbols, Symbols, bool, bool, bool> encoding_shapes(
+    int64_t packed, bool columnwise, c10::SymInt rows, c10::SymInt cols, c10::SymInt row0,
+    std::optional<int64_t> run) {
+  const Side side = unpack_encoding(packed, 0.0, "encoding");
+  TORCH_CHECK_VALUE(side.present(),
+                    "encoding is 0: a direction that is not quantized has no buffers");
+  const EncodingSizes<c10::SymInt> s = encoding_sizes(side, columnwise, rows, cols, row0);
+  const Symbols data = {s.data_rows, s.data_cols}, amax = {s.scale_rows, s.scale_cols};
+  if (run.has_value()) {
+    const EncodingSizes<c10::SymInt> of_runs =
+        encoding_sizes(runs_of(side, *run), columnwise, rows, cols, row0);
+    const Symbols scale = {of_runs.scale_rows, of_runs.scale_cols};
+    return {data, scale, scale, false, false, false};
+  }
+  const Symbols scale = side.scale_layout == ScaleLayout::kCompact ? amax : Symbols{s.scale_numel};
+  return {data, scale, amax, side.byte_scales(), side.two_level(), side.whole()};
+}
+
+}  // namespace
+
+int64_t pack_encoding(c10::string_view element, c10::string_view scale, bool pow2,
+                      c10::string_view scale_rounding, int64_t outer, int64_t contraction,
+                      bool stochastic, bool rotated, bool transposed, int64_t scale_layout) {
+  return kElement.holding(static_cast<int64_t>(element_of(element))) |
+         kScale.holding(static_cast<int64_t>(scale_kind_of(scale, pow2, scale_rounding))) |
+         kOuter.holding(outer) | kContraction.holding(contraction) |
+         kStochastic.holding(stochastic) | kRotated.holding(rotated) |
+         kTransposed.holding(transposed) | kScaleLayout.holding(scale_layout);
+}
+
+Side unpack_encoding(int64_t packed, double eps, const char* name) {
+  Side s = {};
+  if (packed == 0) return s;
+  const int32_t element = kElement.of(packed), scale = kScale.of(packed),
+                layout = kScaleLayout.of(packed);
+  TORCH_CHECK_VALUE(packed > 0 && packed >> kBits == 0 && element >= 1 && element <= 3 &&
+                        scale <= 4 && layout <= 2,
+                    name, " is ", packed, ": no encoding (see pack_encoding)");
+  s.element = static_cast<Element>(element), s.scale = static_cast<ScaleKind>(scale);
+  s.outer = kOuter.of(packed), s.contraction = kContraction.of(packed);
+  s.stochastic = kStochastic.of(packed), s.rotated = kRotated.of(packed),
+  s.transposed = kTransposed.of(packed);
+  s.scale_layout = static_cast<ScaleLayout>(layout);
+  const int32_t c = s.contraction;
+  const bool known = s.byte_scales() ? c == 16 || c == 32 : c == 0 || c == 128;
+  TORCH_CHECK_VALUE(known && (s.outer == 1 || s.outer == c), name, " has blocks of (", s.outer,
+                    ", ", c, ") with scale kind ", scale, ": no kernel");
+  TORCH_CHECK_VALUE(s.four_bit() == s.two_level(), name,
+                    ": 4-bit elements go with two-level scales");
+  TORCH_CHECK_VALUE(!s.rotated || (s.four_bit() && s.outer == 1), name,
+                    ": rotation is for 4-bit blocks of one line");
+  s.eps = static_cast<float>(eps);
+  s.max = s.element == Element::kE4M3 ? 448.0f : s.element == Element::kE5M2 ? 57344.0f : 6.0f;
+  s.inverse_max = 1.0f / s.max;
+  s.outer_log2 = log2_of(s.outer), s.contraction_log2 = log2_of(s.contraction);
+  return s;
+}
+
+Side runs_of(const Side& side, int64_t run) {
+  TORCH_CHECK_VALUE(run >= 0 && run % kTile == 0 && (run & (run - 1)) == 0, "anchor run is ", run,
+                    "; wanted 0 (the whole contraction) or a power of two of ", kTile, " or more");
+  Side line = side;
+  line.outer = 1, line.outer_log2 = 0;
+  line.contraction = static_cast<int32_t>(run), line.contraction_log2 = log2_of(run);
+  return line;
+}
+
+template <class Int>
+EncodingSizes<Int> encoding_sizes(const Side& s, bool columnwise, const Int& rows, const Int& cols,
+                                  const Int& row0) {
+  const bool is_of_any_rows =
+      !s.transposed && s.scale_layout == ScaleLayout::kCompact && !(s.rotated && columnwise);
+  TORCH_CHECK_VALUE(is_of_any_rows || row0 % kTile == 0, "a shard from row ", row0,
+                    " has compact storages that are not rotated along the rows; gather it first");
+  TORCH_CHECK_VALUE(columnwise || !s.transposed, "rowwise codes are not transposed");
+  EncodingSizes<Int> g = {};
+  const auto filled = [&](const Int& n) { return s.rotated ? padded(n, kRotationBlock) : n; };
+  g.rows = columnwise ? filled(rows) : rows, g.cols = columnwise ? cols : filled(cols);
+  g.data_rows = s.transposed ? g.cols : g.rows;
+  g.data_cols = blocks_of(s.transposed ? g.rows : g.cols, s.four_bit() ? 2 : 1);
+  const int64_t row_block = columnwise ? s.contraction : s.outer,
+                col_block = columnwise ? s.outer : s.contraction;
+  g.scale_rows = row_block ? blocks_of(Int(row0 % row_block + g.rows), row_block) : Int(1);
+  g.scale_cols = col_block ? blocks_of(g.cols, col_block) : Int(1);
+  g.stored_lines = columnwise ? g.scale_cols : g.scale_rows,
+  g.stored_blocks = columnwise ? g.scale_rows : g.scale_cols;
+  g.scale_numel = g.stored_lines * g.stored_blocks;
+  if (s.scale_layout == ScaleLayout::kCompact || s.whole()) return g;
+  if (s.byte_scales()) {
+    const Int lines = columnwise ? g.cols : g.rows;
+    if (s.scale_layout == ScaleLayout::kBlackwell)
+      g.scale_numel = padded(lines, 128) * padded(g.stored_blocks, 4);
+    return g;
+  }
+  Int& longer = s.outer == 1 ? g.stored_lines : g.stored_blocks;
+  longer = padded(longer, 4);
+  g.scale_numel = g.stored_lines * g.stored_blocks;
+  return g;
+}
+
+template EncodingSizes<int64_t> encoding_sizes(const Side&, bool, const int64_t&, const int64_t&,
+                                               const int64_t&);
+template EncodingSizes<c10::SymInt> encoding_sizes(const Side&, bool, const c10::SymInt&,
+                                                   const c10::SymInt&, const c10::SymInt&);
+
+void register_encoding(torch::Library& m) {
+  m.def(
+      "pack_encoding(str element, str scale, bool pow2, str scale_rounding, int outer, int "
+      "contraction, bool stochastic, "
+      "bool rotated, bool transposed, int scale_layout) -> int",
+      pack_encoding, compliant());
+  m.def(
+      "encoding_shapes(int encoding, bool columnwise, SymInt rows, SymInt cols, SymInt row0=0, "
+      "int? run=None) -> "
+      "(SymInt[] data, SymInt[] scale, SymInt[] amax, bool byte_scales, bool has_tensor_amax, bool "
+      "has_amax)",
+      encoding_shapes, compliant());
+}
+
+}  // namespace fsdp_quant

@@ -1,0 +1,414 @@
+"""Training steps of transformers' Llama: this library and torchao float8 over compiled bf16.
+
+    python -m dist_tests.bench.llama [--layers 6] [--tokens 8192,2048] [--arms bf16,compiled,...]
+        [--recipes fp8_current,mxfp8] [--compile layers|whole] [--profile] [--json out.json]
+    torchrun --nproc-per-node 2 -m dist_tests.bench.llama --fsdp --layers 8
+    python -m dist_tests.bench.llama --tiny --backend aot_eager     # a smoke test, on a CPU too
+
+LlamaForCausalLM is built from a config (the widths of Llama 3 8B) with random bf16 weights, sdpa
+and its own loss. A step is forward, backward, fused AdamW and zero_grad: weights change in every
+step. lm_head stays bf16 in all arms. The base, "bf16 compiled", is measured first; then --arms:
+
+    bf16             eager                       torchao   its float8, tensorwise, compiled
+    compiled, eager  each recipe                 gather    the same with fp8 all-gathers (--fsdp)
+    fused            eager, convert(fuse=...)    again     the base once more, to see the drift
+    quantized        quantized parameters and fq.optim.FusedAdam, compiled
+    fused-compiled, quantized-eager              as their names say
+
+Columns, of medians; "x bf16" is over the base:
+    ms        of a step, by device events, steps back to back; base / arm, more is faster
+    peak      GiB allocated at most in a step, optimizer included; arm / base, less is better
+    resident  GiB allocated between steps beyond parameters, buffers and optimizer state (the
+              bytes of those are own_bytes in the JSON)
+    host      ms until the Python call of a step returns on an idle device; arm / base. Long steps
+              fill the launch queue, and the host waits: read it at 2048 tokens
+    frames    compiled in the first two steps + in all later ones (recompilations)
+    breaks    graph breaks
+    loss      of the last step; first weights and tokens are the same for all arms
+
+Each arm prints a line of JSON when it is measured, and --profile the kernels of one step; the
+table comes last. An arm that raises prints its error, and the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import importlib.metadata
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.autograd import DeviceType
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import fsdp_quant as fq
+from dist_tests.bench import ranks
+from dist_tests.bench.clock import first_line
+from dist_tests.bench.linear import RECIPES
+from fsdp_quant.ops import extension
+
+try:
+    from torchao.float8 import (
+        Float8LinearConfig,
+        convert_to_float8_training,
+        precompute_float8_dynamic_scale_for_fsdp,
+    )
+    NO_TORCHAO = None
+except Exception as error:  # of any kind: a peer is an option
+    NO_TORCHAO = first_line(error)
+
+CUDA = torch.cuda.is_available()
+BASE = "bf16 compiled"
+OURS = {
+    "compiled": {"compiled": True},
+    "eager": {},
+    "fused": {"fused": True},
+    "fused-compiled": {"fused": True, "compiled": True},
+    "quantized": {"quantized": True, "compiled": True},
+    "quantized-eager": {"quantized": True},
+}
+ARMS = ("bf16", *OURS, "torchao", "gather", "again")
+WIDTHS = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size"
+)
+SIZE = dict(zip(WIDTHS, (4096, 14336, 32, 8, 32000)))
+TINY = dict(zip(WIDTHS, (64, 128, 4, 2, 256)))
+KEPT_BF16 = "lm_head"
+MLP, NORM = fq.MLPPattern("mlp"), fq.NormPattern("*norm", eps="variance_epsilon")
+COMPILING_STEPS, WARM_STEPS, HOST_STEPS, PROFILED_KERNELS = 2, 2, 7, 30
+GIB = 2**30
+
+
+# Models #
+
+class Arm(NamedTuple):
+    """recipe: of this library, or None: bf16, or torchao's float8 ("tensorwise", "gather")."""
+
+    name: str
+    recipe: str | None = None
+    compiled: bool = False
+    fused: bool = False
+    quantized: bool = False
+    torchao: str | None = None
+
+
+def chosen_arms(args, say: Callable[[str], None]) -> list[Arm]:
+    arms = [Arm(BASE, compiled=True)]
+    for kind in args.arms:
+        if kind in OURS:
+            arms += [Arm(f"{r} {kind}", r, **OURS[kind]) for r in args.recipes]
+        elif kind == "bf16":
+            arms.append(Arm("bf16 eager"))
+        elif kind == "again":
+            arms.append(Arm(f"{BASE} again", compiled=True))
+        elif NO_TORCHAO:
+            say(f"{kind} is skipped: torchao does not import: {NO_TORCHAO}")
+        elif kind == "gather" and not args.fsdp:
+            say("gather is skipped: it needs --fsdp")
+        else:
+            kind = "tensorwise" if kind == "torchao" else kind
+            arms.append(Arm(f"torchao {kind}", compiled=True, torchao=kind))
+    return arms
+
+
+def llama(args, device: torch.device) -> nn.Module:
+    """Build the model; its weights are the same in each call and on every rank."""
+    config = LlamaConfig(
+        **args.size, num_hidden_layers=args.layers, max_position_embeddings=max(args.tokens),
+        use_cache=False, tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    with device:
+        return AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation="sdpa"
+        ).train()
+
+
+def convert(net: nn.Module, arm: Arm) -> list[str]:
+    """Convert all linear layers but lm_head, in place; return notes on what was not fused."""
+    if arm.torchao is not None:
+        convert_to_float8_training(
+            net, config=Float8LinearConfig(enable_fsdp_float8_all_gather=arm.torchao == "gather"),
+            module_filter_fn=lambda module, name: KEPT_BF16 not in name,
+        )
+    if arm.recipe is None:
+        return []
+    recipe = RECIPES[arm.recipe]()
+    with fq.quantized_model_init(recipe) if arm.quantized else contextlib.nullcontext():
+        if not arm.fused:
+            fq.convert(net, recipe, skip=KEPT_BF16)
+            return []
+        try:
+            fq.convert(net, recipe, skip=KEPT_BF16, fuse=[MLP, NORM])
+        except ValueError as error:  # LlamaRMSNorm rounds before gamma; nothing was converted
+            fq.convert(net, recipe, skip=KEPT_BF16, fuse=MLP)
+            return [f"norms are not fused: {first_line(error)}"[:180]]
+    return []
+
+
+def build(arm: Arm, args, device: torch.device):
+    """(model, optimizer, notes): the model is converted, then compiled, then sharded."""
+    net = llama(args, device)
+    notes, layers = convert(net, arm), list(net.model.layers)
+    if arm.compiled:
+        for module in [net] if args.compile == "whole" else layers:
+            module.compile(backend=args.backend)
+    if args.fsdp:
+        for module in (*layers, net):
+            fully_shard(module)
+    if arm.quantized:
+        return net, fq.optim.FusedAdam(net.parameters(), lr=args.lr), notes
+    return net, torch.optim.AdamW(net.parameters(), lr=args.lr, fused=True), notes
+
+
+# Measurements #
+
+def synchronize() -> None:
+    if CUDA:
+        torch.cuda.synchronize()
+
+
+def allocated() -> int:
+    """Bytes allocated on the device, cuBLAS workspaces excluded; 0 on a CPU."""
+    if not CUDA:
+        return 0
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated()
+
+
+def held_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages of tensors, inner tensors of subclasses included, each one once."""
+    found, left = {}, list(tensors)
+    while left:
+        t = left.pop()
+        if isinstance(t, DTensor):
+            left.append(t.to_local())
+        elif isinstance(t, fq.QuantizedTensor):  # __tensor_flatten__ may name one direction only
+            sides = (t.rowwise, t.columnwise)
+            left += [b for side in sides if side is not None for b in side.buffers().values()]
+        elif is_traceable_wrapper_subclass(t):
+            left += [getattr(t, name) for name in t.__tensor_flatten__()[0]]
+        else:
+            found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+    return sum(found.values())
+
+
+def step_ms(step: Callable[[], Tensor], steps: int) -> float:
+    """Median milliseconds of steps made back to back, by device events."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:]))
+
+
+def host_ms(step: Callable[[], Tensor], steps: int) -> float:
+    """Median milliseconds until the call of a step returns; the device is idle at its start."""
+    times = []
+    for _ in range(steps):
+        synchronize()
+        start = time.perf_counter()
+        step()
+        times.append((time.perf_counter() - start) * 1e3)
+    synchronize()
+    return statistics.median(times)
+
+
+def profiled(step: Callable[[], Tensor]) -> list[tuple[str, int, float]]:
+    """(kernel, launches, total ms) of one step, longest first; on a CPU, of its operators."""
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CUDA if CUDA else kinds.CPU]) as profile:
+        step()
+        synchronize()
+    wanted = DeviceType.CUDA if CUDA else DeviceType.CPU
+    rows = [
+        (e.key, e.count, (e.self_device_time_total if CUDA else e.self_cpu_time_total) / 1e3)
+        for e in profile.key_averages()
+        if e.device_type == wanted and not e.is_user_annotation
+    ]
+    return sorted(rows, key=lambda row: -row[2])
+
+
+def measure(
+    arm: Arm, tokens: int, args, device: torch.device, say: Callable[[str], None]
+) -> dict:
+    """Build one arm and measure all columns. Every rank calls it."""
+    begin = time.perf_counter()
+    torch._dynamo.reset()  # graphs of the arm before, which hold its model
+    counters.clear()
+    gc.collect()
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    ids = torch.randint(
+        args.size["vocab_size"], (args.batch, tokens // args.batch),
+        generator=torch.Generator().manual_seed(1 + rank),
+    ).to(device)
+    before = allocated()
+    net, optimizer, notes = build(arm, args, device)
+
+    def step() -> Tensor:
+        loss = net(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if arm.torchao == "gather":
+            precompute_float8_dynamic_scale_for_fsdp(net)
+        return loss.detach()
+
+    for _ in range(COMPILING_STEPS):
+        step()
+    compiled_frames = counters["frames"]["total"]
+    for _ in range(WARM_STEPS):
+        step()
+    synchronize()
+    fq.reset_receipt()
+    host = host_ms(step, HOST_STEPS)
+    ms = step_ms(step, args.steps) if CUDA else host
+    ran = fq.receipt()
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+    loss = float(step())  # waits for the step
+    peak = torch.cuda.max_memory_allocated() - before if CUDA else 0
+    states = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+    own = [t for t in (*net.parameters(), *net.buffers(), *states) if t.device.type == device.type]
+    own_bytes = held_bytes(own)
+    if ran.departures:
+        notes.append(f"{sum(ran.departures.values())} departures from the plan")
+    if CUDA and any(how == "reference" for *_, how in ran.quantize):
+        notes.append("the reference quantized tensors")
+    reasons = (*counters["graph_break"], *counters["unimplemented"])
+    if any("recompile limit" in reason for reason in reasons):
+        notes.append("dynamo hit its recompile limit: some frames run uncompiled")
+    row = {
+        "arm": arm.name, "tokens": tokens, "ms": ms, "host_ms": host, "peak_bytes": peak,
+        "own_bytes": own_bytes, "resident_bytes": allocated() - before - own_bytes if CUDA else 0,
+        "frames": compiled_frames,
+        "recompiled": counters["frames"]["total"] - compiled_frames,
+        "breaks": sum(counters["graph_break"].values()), "loss": loss, "notes": notes,
+    }
+    if args.profile:
+        try:
+            kernels = profiled(step)
+        except Exception as error:  # of any kind: the profiler does not cost the arm its numbers
+            kernels = []
+            notes.append(f"was not profiled: {first_line(error)}")
+        num, total_ms = sum(n for _, n, _ in kernels), sum(t for *_, t in kernels)
+        row |= {"kernels": num, "kernels_ms": total_ms}
+        say(f"\n{arm.name}, {tokens} tokens, one step: {num} kernels, {total_ms:.2f} ms")
+        for name, n, kernel_ms in kernels[:PROFILED_KERNELS]:
+            say(f"{kernel_ms:9.3f} ms {n:6}  {name[:80]}")
+    return row | {"wall_s": time.perf_counter() - begin}
+
+
+# Tables #
+
+def as_json(row: dict, over: Callable[[str], float]) -> str:
+    """Add the ratios to a row (`ranks.table`); return it as JSON."""
+    row |= {"ratio": over("ms"), "host_ratio": 1 / over("host_ms")}
+    row["peak_ratio"] = 1 / over("peak_bytes") if row["peak_bytes"] else None
+    return json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()})
+
+
+def table(tokens: int, rows: list[dict]) -> Iterable[str]:
+    yield (
+        f"\n{f'{tokens} tokens':26} {'ms':>8} {'x bf16':>6} {'peak':>6} {'x bf16':>6} "
+        f"{'resident':>8} {'host':>7} {'x bf16':>6} {'frames':>6} {'breaks':>6} {'loss':>8}"
+    )
+    for row in rows:
+        if "error" in row:
+            yield f"{row['arm']:26} failed: {row['error'].splitlines()[0][:200]}"
+            continue
+        memory = f"{'-':>6} {'-':>6} {'-':>8}"
+        if row["peak_bytes"]:
+            peak, resident = row["peak_bytes"] / GIB, row["resident_bytes"] / GIB
+            memory = f"{peak:6.2f} {row['peak_ratio']:6.3f} {resident:8.3f}"
+        frames = f"{row['frames']}+{row['recompiled']}"
+        yield (
+            f"{row['arm']:26} {row['ms']:8.2f} {row['ratio']:6.3f} {memory} {row['host_ms']:7.1f} "
+            f"{row['host_ratio']:6.3f} {frames:>6} {row['breaks']:6} {row['loss']:8.4f}"
+        )
+    yield from (f"{row['arm']}: {note}" for row in rows for note in row.get("notes", ()))
+
+
+def listed(kind: Callable, choices: Iterable | None = None) -> Callable[[str], list]:
+    """A parser of values with commas between them."""
+    def parse(text: str) -> list:
+        values = [kind(word) for word in text.split(",")]
+        if choices is not None and (wrong := [v for v in values if v not in choices]):
+            raise argparse.ArgumentTypeError(f"got {wrong[0]!r}, wanted of {','.join(choices)}")
+        return values
+
+    return parse
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = made.add_argument
+    arms = ["bf16", "compiled", "eager", "fused", "torchao"]
+    add("--arms", type=listed(str, ARMS), default=arms, help=f"default {','.join(arms)}")
+    add("--recipes", type=listed(str, RECIPES), default=["fp8_current", "mxfp8"])
+    add("--tokens", type=listed(int), help="per step and rank; default 8192, with --tiny 64")
+    add("--batch", type=int, default=1, help="sequences that the tokens of a step make")
+    add("--layers", type=int, help="default 6, with --tiny 2")
+    add("--steps", type=int, help="timed steps; default 12, with --tiny 3")
+    add("--lr", type=float, default=1e-4)
+    add("--compile", choices=("layers", "whole"), default="layers")
+    add("--backend", default="inductor", help="of torch.compile")
+    add("--fsdp", action="store_true", help="fully_shard layers and root, under torchrun")
+    add("--tiny", action="store_true", help="toy sizes, on a CPU too")
+    add("--profile", action="store_true", help="print the kernels of one step per arm")
+    add("--json", help="write all rows to this file")
+    return made
+
+
+def main() -> None:
+    args = parser().parse_args()
+    args.size = TINY if args.tiny else SIZE
+    args.tokens = args.tokens or [64 if args.tiny else 8192]
+    args.layers = args.layers or (2 if args.tiny else 6)
+    args.steps = args.steps or (3 if args.tiny else 12)
+    if not (CUDA or args.tiny):
+        raise SystemExit("error: there is no GPU; the times of this bench are a GPU's")
+    device, say = torch.device("cpu"), functools.partial(print, flush=True)
+    if args.fsdp:
+        device, say = ranks.start("nccl" if CUDA else "gloo")
+    elif CUDA:
+        device = torch.device("cuda", torch.cuda.current_device())
+    packages = ("torch", "transformers", *(["torchao"] if NO_TORCHAO is None else []))
+    say(
+        f"{dist.get_world_size() if args.fsdp else 1} x "
+        f"{torch.cuda.get_device_name(device) if CUDA else 'CPU'}, "
+        f"{', '.join(f'{n} {importlib.metadata.version(n)}' for n in packages)}; {args.layers} "
+        f"layers, {args.batch} x {[t // args.batch for t in args.tokens]} tokens, compile "
+        f"{args.compile}, {args.steps} steps; native: {extension.STATUS.reason or 'loaded'}"
+    )
+    arms = {arm.name: arm for arm in chosen_arms(args, say)}
+    rows: dict[int, list[dict]] = {}
+    for tokens in args.tokens:
+        attempt = functools.partial(measure, tokens=tokens, args=args, device=device, say=say)
+        rows[tokens] = ranks.table(
+            list(arms), BASE, lambda name: attempt(arms[name]), as_json, device, say, tokens=tokens
+        )
+    for line in (line for tokens in rows for line in table(tokens, rows[tokens])):
+        say(line)
+    ranks.finish([row for of in rows.values() for row in of], args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+"""What every test begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from dist_tests.laws import kept_step
+
+
+@pytest.fixture(autouse=True)
+def _kept_step() -> Iterator[None]:
+    """No test counts the steps of the next one, or names its layers."""
+    with kept_step():
+        yield

@@ -1,0 +1,177 @@
+"""Orders of passes that plain FSDP2 bears: prefetches, first forwards under inference_mode, several blocks in one checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import fsdp_quant as fq
+from dist_tests import laws
+from dist_tests.multi import nets
+from dist_tests.multi.harness import DEVICE, run_ranks
+from dist_tests.multi.test_tensor_parallel_meshes import pair_of_layers
+
+RECIPES = (fq.recipes.hybrid("mxfp8", "nvfp4"), fq.recipes.fp8_current(), fq.recipes.identity())
+
+
+def _model(recipe: fq.Recipe, quantized: bool = False, hidden=(64, 48, 33)) -> nets.Net:
+    with fq.quantized_model_init(recipe) if quantized else contextlib.nullcontext():
+        return nets.shard(fq.convert(nets.build(hidden=hidden), recipe))
+
+
+def _optimizer(net: nn.Module, quantized: bool) -> torch.optim.Optimizer:
+    return fq.optim.FusedAdam(net.parameters(), lr=1e-2) if quantized else nets.adam(net)
+
+
+def _run(net: nets.Net, x: torch.Tensor, order, groups: bool = False, reentrant: bool = False) -> torch.Tensor:
+    """The blocks in this order, inside the forward of the root; groups: each entry is checkpointed as one."""
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        def of(group, x):
+            for i in group:
+                x = net.blocks[i](x)
+            return x
+
+        for group in order:
+            x = checkpoint(of, group, x, use_reentrant=reentrant) if groups else of(group, x)
+        return net.head(x)
+
+    net.forward = forward
+    return net(x)
+
+
+def _trained(recipe: fq.Recipe, quantized: bool, run, prepare=lambda net: None, rank: int = 0) -> list[torch.Tensor]:
+    """Outputs and weights of three steps."""
+    net = _model(recipe, quantized)
+    optimizer, seen = _optimizer(net, quantized), []
+    prepare(net)
+    for step in range(3):
+        with fq.token_offset(0):
+            fq.begin_step(step)
+            y = run(net, nets.batch(step, rank=rank).requires_grad_())
+            y.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(y.detach())
+    return [*seen, *nets.full_state(net).values()]
+
+
+def _same(got: list[torch.Tensor], want: list[torch.Tensor], what: str) -> None:
+    for i, pair in enumerate(zip(got, want, strict=True)):
+        laws.assert_same_bytes(*pair, f"{what}: value {i}")
+
+
+def _cyclic(net: nets.Net) -> None:
+    blocks = list(net.blocks)
+    for block, following in zip(blocks, blocks[1:] + blocks[:1]):
+        block.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([block])
+
+
+def _first_prefetches_second(net: nets.Net) -> None:
+    net.blocks[0].set_modules_to_forward_prefetch([net.blocks[1]])
+
+
+def _prefetches(rank: int, world: int) -> None:
+    cases = {"cyclic": (_cyclic, [[0, 1, 2]]), "A, B, A": (_first_prefetches_second, [[0, 1, 0]]),
+             "A, B, A of cycles": (_cyclic, [[0, 1, 0]])}
+    for recipe in RECIPES:
+        for what, (prepare, order) in cases.items():
+            for quantized in (False, True)[: 1 if recipe is RECIPES[-1] else 2]:
+                run = functools.partial(_run, order=order)
+                want, got = (_trained(recipe, quantized, run, p, rank) for p in (lambda net: None, prepare))
+                _same(got, want, f"{recipe}, {what}, quantized {quantized}")
+
+
+def test_explicit_prefetches_change_nothing():
+    """If false, a block that is gathered for its next forward lacks the codes of its backward, or has those of another step."""
+    run_ranks(2, _prefetches)
+
+
+def _several_blocks_in_one_checkpoint(rank: int, world: int) -> None:
+    for recipe in RECIPES:
+        want = _trained(recipe, False, functools.partial(_run, order=[[0, 1], [2]]), rank=rank)
+        for reentrant in (False, True):
+            run = functools.partial(_run, order=[[0, 1], [2]], groups=True, reentrant=reentrant)
+            _same(_trained(recipe, False, run, rank=rank), want, f"{recipe}, reentrant {reentrant}")
+
+
+def test_one_checkpoint_over_several_blocks_trains_alike():
+    """If false, a block that is gathered inside another one's backward lacks rowwise codes, or keeps those of its forward."""
+    run_ranks(2, _several_blocks_in_one_checkpoint)
+
+
+def _linear_layers(recipe: fq.Recipe, quantized: bool) -> nn.Module:
+    """Without norms: FSDP2 gathers their weights as inference tensors, which autograd saves in no later forward."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(nets.K, 48), nn.ReLU(), nn.Linear(48, 33), nn.ReLU(), nn.Linear(33, 8))
+    with fq.quantized_model_init(recipe) if quantized else contextlib.nullcontext():
+        fq.convert(layers, recipe)
+    for layer in (layers[0], layers[2], layers):
+        fully_shard(layer)
+    return layers
+
+
+def _inference_first(rank: int, world: int) -> None:
+    for recipe in RECIPES:
+        for quantized in (False, True)[: 1 if recipe is RECIPES[-1] else 2]:
+            seen = []
+            for first in (None, torch.no_grad, torch.inference_mode):
+                net = _linear_layers(recipe, quantized)
+                if first is not None:
+                    with first():
+                        outputs = [net(nets.batch(7)).clone() for _ in range(2)]
+                    laws.assert_same_bytes(*outputs, f"{recipe}, {first.__name__}: twice")
+                    net.reshard()  # so that the optimizer is given the sharded parameters
+                optimizer, values = _optimizer(net, quantized), []
+                for step in range(2):
+                    values.append(nets.train_step(net, optimizer, step, rank))
+                    if first is not None:
+                        with first(), fq.token_offset(0):
+                            net(nets.batch(8))
+                seen.append([*values, *nets.full_state(net).values()])
+            for got in seen[1:]:
+                _same(got, seen[0], f"{recipe}, quantized {quantized}: trained after a forward without gradients")
+
+
+def test_a_first_forward_under_inference_mode_is_like_any_other():
+    """If false, a rollout worker's model cannot be trained, or multiplies codes that it made for the rollout."""
+    run_ranks(2, _inference_first)  # of one rank, plain FSDP2 fails in torch's own copy
+
+
+def _statistics_of_parts_again(rank: int, world: int) -> None:
+    """Weights that each rank scales by another factor, so that the amaxes of blocks that cuts divide change every step."""
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("shard", "tp"))
+    x = laws.values(4, 40, dtype=torch.float32).requires_grad_()
+    for pair in (("nvfp4_16x16", "nvfp4_16x16"), ("fp8_128x128", "mxfp8"), ("nvfp4", "fp8_tensor")):
+        def made(pair=pair) -> nn.Module:
+            net = fq.convert(pair_of_layers(), nets.pair_recipe(*pair))
+            parallelize_module(net, mesh["tp"], {"0": fq.parallel.ColwiseParallel(), "1": fq.parallel.RowwiseParallel()})
+            return fully_shard(net, mesh=mesh["shard"])
+
+        def codes(net: nn.Module) -> list:
+            with nets.recorded_weights() as seen, fq.token_offset(0):
+                net(x).sum().backward()
+            return seen
+
+        net = made()
+        for step in range(3):
+            fresh = made()
+            with torch.no_grad():
+                for p, q in zip(net.parameters(), fresh.parameters()):
+                    q.to_local().copy_(p.to_local())
+            for (direction, got, _), (_, want, _) in zip(codes(net), codes(fresh), strict=True):
+                laws.assert_same_storage(got, want, f"{pair}, forward {step}, {direction}")
+            for p in net.parameters():
+                p.to_local().data.mul_(1.0 + 0.3 * (rank + step))
+
+
+def test_statistics_of_parts_are_taken_again_each_forward():
+    """If false, padded slots of parts under tensor parallelism hold the amaxes of an earlier forward."""
+    run_ranks(4, _statistics_of_parts_again)

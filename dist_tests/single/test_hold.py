@@ -1,0 +1,102 @@
+"""`fq.hold` and `fq.freeze`: codes that outlive a forward only where a user asked for it, with the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_quant as fq
+from dist_tests.laws import assert_same_bytes
+from fsdp_quant import recipes
+from fsdp_quant.counters import counters
+from fsdp_quant.gemm import StaleWeightError
+from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
+
+RECIPES = {
+    "identity": recipes.identity(), "fp8_current": recipes.fp8_current(), "fp8_block": recipes.fp8_block(),
+    "mxfp8": recipes.mxfp8(), "hybrid": recipes.hybrid("mxfp8", "nvfp4"), "nvfp4": recipes.nvfp4(),
+}
+
+
+def net(recipe: fq.Recipe) -> nn.Module:
+    torch.manual_seed(0)
+    return fq.convert(nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32, bias=False)), recipe)
+
+
+def batch(seed: int) -> torch.Tensor:
+    return torch.randn(16, 64, generator=torch.Generator().manual_seed(seed))
+
+
+def accumulated(model: nn.Module) -> list[torch.Tensor]:
+    fq.begin_step(0)
+    outputs = []
+    for micro in range(3):
+        y = model(batch(micro))
+        y.square().mean().backward()
+        outputs.append(y.detach())
+    return [*outputs, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_hold_quantizes_once_with_the_same_bits(name: str):
+    """If false, accumulation inside fq.hold trains on other codes, or pays for each micro-batch."""
+    model = net(RECIPES[name])
+    want = [t.clone() for t in accumulated(model)]
+    model.zero_grad()
+    counters.reset()
+    with fq.hold(model):
+        got = accumulated(model)
+    for a, b in zip(got, want):
+        assert_same_bytes(a, b, f"{name}: held")
+    assert all(count == 1 for count in counters.of("weight encode").values())
+    model(batch(0))
+    assert model[0]._weight_state.held is None
+
+
+def test_hold_refuses_writes_and_misuse():
+    """If false, a weight that an optimizer writes inside multiplies as it was, in silence."""
+    model = net(RECIPES["fp8_current"])
+    with fq.hold(model):
+        model(batch(0))
+        with torch.no_grad():
+            model[0].weight.mul_(2)
+        with pytest.raises(StaleWeightError, match="0.weight was written inside fq.hold"):
+            model(batch(0))
+        with pytest.raises(ValueError, match="held already"), fq.hold(model):
+            pass
+    model(batch(0))
+    with pytest.raises(ValueError, match="no fq.Linear"), fq.hold(nn.Linear(4, 4)):
+        pass
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_frozen_weights_are_codes_with_the_same_bits(name: str):
+    """If false, a frozen base gives other outputs or gradients than before, or keeps its high-precision weight."""
+    model = net(RECIPES[name])
+    model[0].weight.requires_grad_(False)
+    x = batch(0).requires_grad_()
+    fq.begin_step(0)
+    want = model(x)
+    gradients = torch.autograd.grad(want.square().mean(), [x, model[2].weight])
+    assert fq.freeze(model) == 1
+    assert isinstance(model[0].weight, QuantizedTensor) and not isinstance(model[2].weight, QuantizedTensor)
+    got = model(x)
+    assert_same_bytes(got, want, f"{name}: output")
+    for a, b in zip(torch.autograd.grad(got.square().mean(), [x, model[2].weight]), gradients):
+        assert_same_bytes(a, b, f"{name}: gradient")
+    assert [n for n, _ in model.named_parameters()] == ["0.weight", "0.bias", "2.weight"]
+
+
+def test_freeze_refuses_what_it_cannot_hold():
+    """If false, a weight that trains loses its values."""
+    model = net(RECIPES["mxfp8"])
+    with pytest.raises(ValueError, match="no frozen fq.Linear"):
+        fq.freeze(model)
+    delayed = net(recipes.fp8_delayed()).requires_grad_(False)
+    with pytest.raises(ValueError, match="0.weight is scaled by a history"):
+        fq.freeze(delayed)
+    with fq.quantized_model_init(recipes.mxfp8()):
+        codes = fq.convert(nn.Sequential(nn.Linear(64, 64)), recipes.mxfp8()).requires_grad_(False)
+    with pytest.raises(ValueError, match="quantized parameter"):
+        fq.freeze(codes)

@@ -1,0 +1,116 @@
+"""Who counts the steps of a model: a hook of its training forwards.
+
+A step begins with a training forward of the model that `fq.convert` or `fq.set_recipe` was given, never with an optimizer:
+wrapped optimizers, several, one per parameter and those that torch does not know train alike. Only models whose recipe needs
+steps have the hook (`GemmPlan.needs_steps`, and schedules).
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import nn
+
+from ..context import STEP, TrainingSteps, continued, histories_of
+from ..recipe import QUANTIZED_TYPES
+from ..scaling import AmaxHistory
+from ..tensor import torch_compat
+from .grouped_linear import GroupedLinear
+from .linear import Linear
+
+
+def converted_modules(model: nn.Module) -> dict[str, Linear]:
+    """The fq.Linear modules of a model by qualified name, experts of packed weights among them."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            found[name] = module
+        elif isinstance(module, GroupedLinear) and module.packed:
+            found |= {f"{name}.{e}".lstrip("."): layer for e, layer in enumerate(module.layers, module.first_expert)}
+    return found
+
+
+def histories_by_side(module: Linear) -> dict[str, AmaxHistory]:
+    """"slot.direction" -> history of every delayed side of the module's plan."""
+    found = {}
+    for slot in QUANTIZED_TYPES:
+        directions = module.plan.hybrid(slot).delayed_directions
+        histories = module.histories(module.plan, slot, None)
+        found |= {f"{slot}.{d.value}": history for d, history in zip(directions, histories)}
+    return found
+
+
+def count_steps(model: nn.Module, is_scheduled: bool) -> None:
+    """Let the training forwards of `model` be its steps, if its recipe needs any; in place of models inside it that count.
+
+    Part of a model that counts has the steps of that model.
+    """
+    layers = list(converted_modules(model).values())
+    own = model.__dict__.get("_training_steps")
+    inside = [m for m in model.modules() if any(hook is _begin for hook in m._forward_pre_hooks.values())]
+    outer = {id(s): s for m in layers if (s := m.__dict__.get("_training_steps")) is not None and s.is_counting}
+    for m in inside:
+        outer.pop(id(m.__dict__["_training_steps"]), None)
+    is_part = bool(outer) and model not in inside
+    if is_part:
+        steps = next(iter(outer.values()))
+    else:
+        begun = [s for m in inside if (s := m._training_steps).has_run]
+        steps = own or next(iter(begun), None) or continued(model)
+        for m in inside:
+            _remove_hook(m)
+        steps.is_scheduled = is_scheduled
+        steps.is_counting = is_scheduled or any(layer.plan.needs_steps for layer in layers)
+        if steps.is_counting:
+            model.register_forward_pre_hook(_begin, prepend=True)
+    for m in {*inside, model, *layers}:
+        m._training_steps = steps
+    steps.layers = None
+    every = {id(h): h.to(m.weight.device) for m in layers for h in histories_by_side(m).values()}
+    rolls = {id(h) for h in histories_of(layers)}  # not those of quantized parameters
+    every = {key: h for key, h in every.items() if key in rolls}
+    if is_part:
+        every |= {id(h): h for of in steps.alike for h in of}
+    steps.alike = AmaxHistory.alike(every.values())
+    if steps.is_counting:
+        for device in {p.device for p in model.parameters()} - {torch.device("meta")}:
+            steps.begun_on(device)
+
+
+def _remove_hook(model: nn.Module) -> None:
+    for key in [key for key, hook in model._forward_pre_hooks.items() if hook is _begin]:
+        del model._forward_pre_hooks[key]
+
+
+def begins_first(model: nn.Module) -> None:
+    """Steps begin before other hooks of the model run: `fully_shard`'s quantizes what the root gathers."""
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if hook is _begin:
+            model._forward_pre_hooks.move_to_end(key, last=False)
+
+
+def _begin(model: nn.Module, args: tuple) -> None:
+    """The forward pre-hook of a model that counts its steps."""
+    tracing, steps = torch.compiler.is_compiling(), model._training_steps
+    if not tracing and next(iter(model._forward_pre_hooks.values())) is not _begin:
+        begins_first(model)
+    if not STEP.counted_by_hand and not (model.training and torch.is_grad_enabled()):
+        return
+    if tracing:
+        steps.begin_in_graph(next(model.parameters()).device)
+        return
+    if torch_compat.backward_is_running() or torch_compat.is_fake():
+        return
+    if steps.layers is None:
+        steps.layers = [weakref.ref(layer) for layer in _layers_of(model, steps)]
+    steps.begin(lambda: histories_of(layer for ref in steps.layers if (layer := ref()) is not None), model)
+
+
+def _layers_of(model: nn.Module, steps: TrainingSteps) -> list[Linear]:
+    """The layers that a model counts for: also those that were built by hand and put in, if nobody has counted for them yet."""
+    layers = list(converted_modules(model).values())
+    for layer in layers:
+        if (other := layer.__dict__.get("_training_steps")) is None or not other.has_run:
+            layer._training_steps = steps
+    return layers

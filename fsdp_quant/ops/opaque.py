@@ -1,0 +1,177 @@
+"""Reference code in graphs: operators that a compiler does not look into, so that a graph's bits are eager mode's.
+
+The reference is written in torch operators. A compiler would fuse them, and fused arithmetic differs in the last bits. While
+`tracing`, whatever would run the reference calls one of the operators below instead; each runs the same function, in Python.
+Kernels need none of this: their operators are recorded as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from ..counters import counters
+from ..formats import SCALE_DTYPE, Direction, Encoding, Format, ceil_div, format_of
+from . import reference
+
+_THREAD = threading.local()
+
+
+@contextlib.contextmanager
+def _set(value: bool) -> Iterator[None]:
+    before, _THREAD.is_tracing = is_tracing(), value
+    try:
+        yield
+    finally:
+        _THREAD.is_tracing = before
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """Calls of this thread are recorded in a graph. They are counted when the graph runs, not now."""
+    with _set(True), counters.kept():
+        yield
+
+
+def is_tracing() -> bool:
+    return getattr(_THREAD, "is_tracing", False)
+
+
+# Formats as texts: an operator takes no Python objects, and a graph that is cached on disk runs in another process #
+
+@functools.cache
+def format_text(fmt: Format) -> str:
+    fields = {f: getattr(fmt, f) for f in fmt.__dataclass_fields__ if f != "element"}
+    return json.dumps(fields | {"element": fmt.element.name, "name": fmt.name})
+
+
+@functools.cache
+def format_from(text: str) -> Format:
+    fields = json.loads(text)
+    base = format_of("identity", element=fields.pop("element"))
+    fields["block"] = tuple(fields["block"])
+    return Format(element=base.element, **fields)
+
+
+@functools.cache
+def encoding_text(e: Encoding) -> str:
+    return json.dumps([format_text(e.fmt), e.direction.value, e.stochastic, e.eps])
+
+
+@functools.cache
+def encoding_from(text: str) -> Encoding:
+    fmt, direction, stochastic, eps = json.loads(text)
+    return Encoding(format_from(fmt), Direction(direction), stochastic, eps)
+
+
+# The operators #
+
+_library = torch.library.Library("fsdp_quant", "FRAGMENT")
+
+
+def define(schema: str, run: Callable, fake: Callable) -> Callable:
+    """An operator of a Python function, which has no derivative."""
+    name = schema.split("(")[0]
+
+    @functools.wraps(run)
+    def run_for_real(*args):
+        with _set(False):
+            return run(*args)
+
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, run_for_real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fsdp_quant::{name}", fake, lib=_library)
+    return getattr(torch.ops.fsdp_quant, name)
+
+
+def _encode(x, amax, tensor_amax, key, enc, encoding, row0):
+    e = encoding_from(encoding)
+    x, made = reference.prepared(x, e), []
+    if amax is None or (e.fmt.tensor_scale and tensor_amax is None):
+        found, of_tensor = reference.statistics(x, e, row0)
+        if e.fmt.tensor_scale and tensor_amax is None:
+            tensor_amax = of_tensor
+            made.append(tensor_amax)
+        if amax is None:
+            amax = found
+            made += [amax] if e.fmt.scale_leaves_contraction else []
+    if enc is not None:
+        enc = reference.delayed_factor(enc, amax, e)
+    made = [*reference.encode(x, amax, tensor_amax, e, row0, key, enc), *made]
+    counters.add("quantize", (e.fmt.name, e.direction.value, "reference"))
+    return [t.contiguous() for t in made]
+
+
+def _fake_encode(x, amax, tensor_amax, key, enc, encoding, row0):
+    e = encoding_from(encoding)
+    rows, cols = e.fmt.padded_shape(x.shape, e.direction)
+    b0, b1 = e.fmt.dims(e.direction)
+    grid = (ceil_div(row0 % b0 + rows, b0) if b0 else 1, ceil_div(cols, b1) if b1 else 1)
+    made = [x.new_empty((rows, e.fmt.row_bytes(cols, x.dtype)), dtype=torch.uint8)]
+    made.append(x.new_empty(grid, dtype=SCALE_DTYPE[e.fmt.scale]))
+    if e.fmt.tensor_scale and tensor_amax is None:
+        made.append(x.new_empty(1, dtype=torch.float32))
+    if e.fmt.scale_leaves_contraction and amax is None:
+        made.append(x.new_empty(grid, dtype=torch.float32))
+    return made
+
+
+_encode_op = define(
+    "reference_encode(Tensor x, Tensor? amax, Tensor? tensor_amax, Tensor? key, Tensor? enc, str encoding, SymInt row0)"
+    " -> Tensor[]", _encode, _fake_encode,
+)
+
+
+def encode(
+    x: Tensor, e: Encoding, amax: Tensor | None, tensor_amax: Tensor | None, row0: int, key: Tensor | None, enc: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """(data, scale, tensor_amax, amax where one scale spans a contraction) of a quantized format; statistics that are None are
+    taken from x."""
+    data, scale, *made = _encode_op(x, amax, tensor_amax, key, enc, encoding_text(e), row0)
+    if e.fmt.tensor_scale and tensor_amax is None:
+        tensor_amax, *made = made
+    return data, scale, tensor_amax, made[0] if made else amax
+
+
+def _decode(data, scale, tensor_amax, encoding, cols, row0, dtype):
+    e = encoding_from(encoding)
+    return reference.decode(data, scale, tensor_amax, e.fmt, e.direction, cols, row0).to(dtype).contiguous()
+
+
+_decode_op = define(
+    "reference_decode(Tensor data, Tensor? scale, Tensor? tensor_amax, str encoding, SymInt cols, SymInt row0, "
+    "ScalarType dtype) -> Tensor",
+    _decode, lambda data, scale, tensor_amax, encoding, cols, row0, dtype: data.new_empty((data.shape[0], cols), dtype=dtype),
+)
+
+
+def decode(
+    data: Tensor, scale: Tensor | None, tensor_amax: Tensor | None, fmt: Format, direction: Direction, cols: int, row0: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return _decode_op(data, scale, tensor_amax, encoding_text(Encoding(fmt, direction)), cols, row0, dtype)
+
+
+column_sums = define("reference_column_sums(Tensor x) -> Tensor", lambda x: x.sum(0), lambda x: x.new_empty(x.shape[1]))
+
+
+def random_key(step: Tensor, ids: Tensor, slot: int, rows: int, after: Tensor | None = None) -> Tensor:
+    """`dispatch.random_key`; after: of a backward, so that no compiler moves it into the forward."""
+    return _random_key_op(step, ids, slot, rows, after)
+
+
+def key_of(step: Tensor, ids: Tensor, slot: int, rows: int, after: Tensor | None = None) -> Tensor:
+    seed, number, micro_batch, offset, rank = step.unbind()
+    return torch.stack((seed, number, ids[slot], micro_batch, torch.where(offset < 0, rank * rows, offset)))
+
+
+_random_key_op = define(
+    "reference_random_key(Tensor step, Tensor ids, int slot, SymInt rows, Tensor? after) -> Tensor",
+    key_of, lambda step, *rest: step.new_empty(5),
+)

@@ -1,0 +1,68 @@
+"""FSDP_QUANT_CHECK=1 in the environment: gathered codes are compared with those of the shard, before each GEMM that reads them.
+
+Finds codes that something wrote, and gathers that did not send what the shard is. It is slow and waits for the device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..counters import counters
+from ..formats import ROWWISE, Direction
+from ..gemm import StaleWeightError
+from ..ops.dispatch import Encoded
+from ..storage import BUFFERS, Storage
+from .quantized_tensor import QuantizedTensor
+from .weight_state import encode_shards
+
+
+def read_setting(environ: Mapping[str, str] = os.environ) -> bool:
+    """FSDP_QUANT_CHECK as a truth value. Raises ValueError unless it is "1", "0" or not set."""
+    value = environ.get("FSDP_QUANT_CHECK", "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"FSDP_QUANT_CHECK is {value!r}; give 1 (check gathered codes before each product) or 0")
+    return value == "1"
+
+
+checking = read_setting()
+
+
+def bytes_apart(a: Tensor, b: Tensor) -> int:
+    """How many bytes of two buffers of one size differ."""
+    a, b = (t.contiguous().view(torch.uint8).flatten() for t in (a, b))
+    return int((a != b).sum())
+
+
+def check_gathered(weight: QuantizedTensor, direction: Direction) -> None:
+    """Raise StaleWeightError unless the gathered codes of this rank's rows are those of the shard as it is now."""
+    slots = weight._slots
+    state = slots.owner
+    managed = None if state is None else state.managed
+    if managed is None or managed.local is None:  # not gathered, or its model is gone
+        return
+    source = direction if direction in state.quantizer.encodings else ROWWISE
+    whole = slots.get(source)
+    if whole.is_freed:  # its GEMM reads a copy in another layout
+        return
+    for shard in state.gathered.shards(managed.local, source):
+        rows = shard.piece.values.shape[0]
+        if shard.piece.state is not state or not rows:
+            continue
+        made = managed.local.state.own_codes(managed.local, source)
+        with counters.kept():
+            made = made or encode_shards([shard._replace(records=False)], managed.device)[0]
+        _compare(state.name, whole.narrow(shard.piece.row0, rows), made)
+
+
+def _compare(name: str, got: Storage, want: Encoded) -> None:
+    for field in BUFFERS:
+        a, b = getattr(got, field), getattr(want, field)
+        if a is not None and (apart := bytes_apart(a, b)):
+            raise StaleWeightError(
+                f"{name}: {apart} of {a.nbytes} bytes of {got.direction.value}.{field}, which a product is about to read, are "
+                "not those of the shard as it is now: the weight was written after it was gathered, or its codes were"
+            )

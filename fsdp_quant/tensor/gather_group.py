@@ -1,0 +1,318 @@
+"""One all-gather of FSDP2: codes of the shards of a parameter group, as they are now, and the tensors they become.
+
+[Note: one gather]
+    pre    shard -> codes and scales of the needed directions -> all-gather inputs, uint8 [rows per rank, bytes]
+           scales that every rank computes whole -> their replicated buffers
+    NCCL   all-gather outputs, uint8 [world * rows per rank * bytes]
+    post   views of the outputs (no copy) -> storages -> operands in GEMM layout: inner tensors, which FSDP2 frees
+
+A packed weight [E, N, K] is E matrices, each with codes, statistics and storages of its own (`WeightState.matrices`). FSDP2
+cuts it between matrices, so every buffer of a matrix is on one rank, and a buffer of all is the concatenation of theirs.
+
+FSDP2 fixes number, dtype and size of a parameter's all-gather outputs at the first gather and frees and refills their storages
+from then on. So there is one persistent set of buffers per direction, and pre, which runs while the parameter is sharded and
+the buffers are free, chooses the set.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..counters import counters
+from ..formats import COLUMNWISE, Direction
+from ..ops.dispatch import Encoded, encode_again
+from ..ops.layout import COMPACT
+from ..ops.native import GroupCall, GroupEncoding
+from ..storage import Storage, laid_out
+from . import torch_compat
+from .gathered_weight import GatheredWeight, Pass
+from .quantized_tensor import Slots
+from .weight_state import Piece, Shard, encode_shards, held, values_of
+
+
+# Quantizers of weights whose GEMMs some compiled graph recomputes in its backward. Layers share the graph, so it cannot say
+# which of them do.
+RECOMPUTED_IN_GRAPHS: set = set()
+
+
+class GatherGroup:
+    """The weights of one FSDP parameter group, which are gathered together.
+
+    members:  their unsharded sides, in the order of their hooks.
+    """
+
+    def __init__(self, local: Sequence[Tensor], members: Sequence[GatheredWeight | None]):
+        """local: sharded local tensors of the group's parameters; members: None where one is not gathered as codes."""
+        self.members, self._local = [m for m in members if m is not None], list(map(weakref.ref, local))
+        places = [i for i, m in enumerate(members) if m is not None]
+        self.ours = operator.itemgetter(*places) if len(places) > 1 else lambda every: [every[places[0]]]
+        self._plans: dict[tuple[frozenset[Direction], ...], GatherPlan] = {}
+        self._operands = _Operands(self.members)
+        self.is_checkpointed = False  # the last forward ran inside torch.utils.checkpoint
+        for member in self.members:
+            member.group = self
+
+    def is_of(self, local: Sequence[Tensor]) -> bool:
+        """It gathers these tensors, in the formats of now."""
+        before, now = [tensor() for tensor in self._local], [member.state.gathered for member in self.members]
+        return len(before) == len(local) and all(map(operator.is_, before, local)) and all(map(operator.is_, now, self.members))
+
+    @property
+    def recomputed(self) -> list[bool]:
+        """Of each weight: the backward recomputes the forward of its module."""
+        in_graphs = [not RECOMPUTED_IN_GRAPHS.isdisjoint(m.quantizer for m in member.matrices) for member in self.members]
+        return [self.is_checkpointed or one or m.state.is_recomputed for one, m in zip(in_graphs, self.members)]
+
+    def send(self, local: Sequence[Tensor], params: Sequence, needs: tuple[frozenset[Direction], ...], phase: str) -> None:
+        """Make the all-gather inputs of the directions that each weight `needs`.
+
+        local, params: sharded local tensors, where FSDP2 computes, and parameters of the whole group.
+        """
+        plan = self._plans.get(needs)
+        if plan is None:
+            plan = self._plans[needs] = GatherPlan(self.members, self._operands, needs)
+        plan.send(self.ours(local))
+        torch_compat.set_gather_buffers(self.ours(params), plan.outputs, plan.inner)
+        for (direction, fmt), size in plan.sizes.items():
+            counters.add("gather", (phase, direction, fmt), size)
+
+
+class GatherPlan:
+    """A gather for the directions that each weight of a group needs: the buffers that it fills.
+
+    outputs, inner: of each weight: the all-gather outputs, and the inner tensors that FSDP2 frees with them.
+    sizes:          (direction, format) -> bytes that arrive.
+    """
+
+    def __init__(self, members: Sequence[GatheredWeight], operands: _Operands, needs: tuple[frozenset[Direction], ...]):
+        self.members, self._needs = members, needs
+        self._chosen = [member.passes[n] for member, n in zip(members, needs)]
+        self.outputs = [chosen.outputs for chosen in self._chosen]
+        self.inner = [
+            chosen.filled + [t for d in n for t in operands.own[i][d]] for i, (chosen, n) in enumerate(zip(self._chosen, needs))
+        ]
+        self.sizes: Counter[tuple[str, str]] = Counter()
+        for chosen in self._chosen:
+            for direction, fmt, size in chosen.sizes:
+                self.sizes[direction, fmt] += size
+        self._relayouts = operands.relayouts(needs)
+        self._unpacked = [
+            i for i, (m, c) in enumerate(zip(members, self._chosen))
+            if m.managed.world_size == 1 or any(m.buffers[d].filled for d in c.directions)
+        ]
+        self._metadata: list[dict[tuple[Direction, str], Tensor]] = [{} for _ in members]
+        self._recorded: _Sent | None = None
+
+    def send(self, local: Sequence[Tensor]) -> None:
+        """Encode the shards, and leave each weight's all-gather inputs in its `outgoing`."""
+        key = [fact for member, chosen, shard in zip(self.members, self._chosen, local) for fact in _facts(member, chosen, shard)]
+        if self._recorded is None or self._recorded.key != key:
+            self._recorded = self._record(local, key)
+        else:
+            self._recorded.repeat([values_of(shard) for shard in local])
+        sent = self._recorded
+        for member, inputs in zip(self.members, sent.inputs):
+            member.outgoing = inputs, self
+        self._metadata = sent.metadata
+        for targets, sources in sent.copies:
+            torch_compat.foreach_copy_(targets, sources)
+        if not sent.is_repeatable:
+            self._recorded = None
+
+    def _record(self, local: Sequence[Tensor], key: list) -> _Sent:
+        asked = [
+            (i, d, s) for i, (member, shard, chosen) in enumerate(zip(self.members, local, self._chosen))
+            for d in chosen.directions for s in member.shards(shard, d)
+        ]
+        launches: list[tuple[GroupEncoding, list[int]]] = []
+        made: dict[tuple[int, Direction], list[tuple[Piece, Encoded]]] = {}
+        for (i, d, shard), encoded in zip(asked, self._encoded(local, asked, launches)):
+            made.setdefault((i, d), []).append((shard.piece, encoded))
+        copies, inputs, metadata = [], [], []
+        is_repeatable = sum(len(places) for _, places in launches) == len(asked)
+        for i, (member, chosen) in enumerate(zip(self.members, self._chosen)):
+            own_inputs, own_metadata = [], {}
+            for d in chosen.directions:
+                of = made.get((i, d), [])
+                own = [e for piece, e in of if piece.values.shape[0] or not member.state.parts]
+                copies += member.replicated(d, own)
+                rows_sent = member.rows_sent(d, own)
+                is_repeatable &= not member.state.parts and all(
+                    _is_view(rows, getattr(e, buffer.name)) for e in own for rows, buffer in zip(rows_sent, member.wire[d])
+                )
+                for n, (buffer, rows) in enumerate(zip(member.wire[d], rows_sent)):
+                    if member.managed.world_size == 1 and (n > 0 or own_inputs):  # FSDP2 gathers the first input only
+                        own_metadata[d, buffer.name] = rows
+                    else:
+                        own_inputs.append(rows)
+            inputs.append(tuple(own_inputs))
+            metadata.append(own_metadata)
+        places = [(launch, [asked[n][0] for n in at]) for launch, at in launches]
+        names = [(s.piece.state.name, d.value) for _, d, s in asked]
+        return _Sent(key, places, names, inputs, metadata, torch_compat.by_dtype(copies), is_repeatable)
+
+    def _encoded(
+        self, local: Sequence[Tensor], asked: Sequence[tuple[int, Direction, Shard]], launches: list
+    ) -> list[Encoded]:
+        """Codes of the shards: those that a quantized parameter is, those that `fq.hold` keeps, else made now."""
+        results: list[Encoded | None] = [self.members[i].state.own_codes(local[i], d) for i, d, _ in asked]
+        missing, device = [n for n, one in enumerate(results) if one is None], self.members[0].managed.device
+        shards = [asked[n][2] for n in missing]
+        if all(self.members[asked[n][0]].state.held is None for n in missing):
+            made = encode_shards(shards, device, launches if len(missing) == len(asked) else None)
+        else:
+            made = [
+                held(
+                    self.members[asked[n][0]].state, ("shard", shard.direction, shard.piece.state.name), local[asked[n][0]],
+                    lambda shard=shard: encode_shards([shard], device)[0],
+                ) for n, shard in zip(missing, shards)
+            ]
+        for n, one in zip(missing, made):
+            results[n] = one
+        return results
+
+    @torch.no_grad()
+    def receive(self) -> None:
+        """Fill what NCCL did not, and bring codes into the layouts of their GEMMs, for all weights at once."""
+        torch_compat.copy_all(
+            [copy for i in self._unpacked for copy in self.members[i].unpack(self._chosen[i], self._metadata[i])]
+        )
+        self._metadata = [{} for _ in self.members]
+        if self._recorded is not None:
+            self._recorded.free()
+        for member, needs in zip(self.members, self._needs):
+            member.derive(needs)
+        for relayout in self._relayouts:
+            relayout()
+        for member, needs in zip(self.members, self._needs):
+            if needs == {COLUMNWISE}:
+                member.free_unread()
+
+
+def _facts(member: GatheredWeight, chosen: Pass, shard: Tensor) -> Iterator[object]:
+    """What the launches of a weight's gather follow from beside its values."""
+    state = member.state
+    yield from (shard.shape, shard.dtype, shard.device, member.records, state.held is None)
+    for d in chosen.directions:
+        statistics = (state.statistics or {}).get((state.name, d))
+        yield from (() if statistics is None else map(_Same, statistics))
+        if not state.parts and d in state.quantizer.delayed_directions:
+            history = state.delayed_history(d, member.managed.device)
+            yield from (_Same(history.enc), _Same(history.amaxes))
+
+
+class _Same:
+    """Equal where it is the same object, which it keeps."""
+
+    __slots__ = ("of",)
+
+    def __init__(self, of: object):
+        self.of = of
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.of is other.of
+
+
+class _Sent(NamedTuple):
+    """What a gather sent, and the launches that make it of other values in the same memory.
+
+    Key: `_facts` of all weights. Owner: the plan. It ends when they differ; its memory is freed when the gather has arrived.
+
+    launches:      (launch, members that it encodes).
+    inputs:        all-gather inputs of each weight; metadata: what FSDP2 does not gather in a world of one.
+    copies:        ([buffer], [what it is to hold]) of all that every rank makes whole.
+    is_repeatable: all of it is in memory of the launches.
+    """
+
+    key: list
+    launches: list[tuple[GroupEncoding, list[int]]]
+    names: list[tuple[str, str]]
+    inputs: list[tuple[Tensor, ...]]
+    metadata: list[dict[tuple[Direction, str], Tensor]]
+    copies: list[tuple[list[Tensor], list[Tensor]]]
+    is_repeatable: bool
+
+    def repeat(self, values: Sequence[Tensor]) -> None:
+        for launch, members in self.launches:
+            encode_again(launch, [values[i].to(launch.device) for i in members])
+        counters.add_each("weight encode", self.names)
+
+    def free(self) -> None:
+        for launch, _ in self.launches:
+            launch.free()
+
+
+def _is_view(rows: Tensor, buffer: Tensor) -> bool:
+    return buffer.numel() == 0 or rows.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+
+
+class _Operands:
+    """Storages of gathered weights in the layouts in which GEMMs read them; allocated once, freed and refilled by FSDP2.
+
+    own:  per weight and direction, the buffers that are not views of the gathered codes: FSDP2's inner tensors.
+    """
+
+    def __init__(self, members: Sequence[GatheredWeight]):
+        self.members, self.own = members, [{d: [] for d in Direction} for _ in members]
+        self._calls: dict[Direction, list[GroupCall]] = {d: [] for d in Direction}
+        self._made: list[tuple[int, Direction, Slots, str, Storage]] = []
+        self._is_recorded = {d: True for d in Direction}
+        buffers = [b for m in members for b in m.all_buffers]
+        for b in buffers:
+            b.alloc()
+        for d in Direction:
+            alike: dict[int | None, list[tuple[int, Slots, str]]] = {}  # matrices of one weight stay together, for grouped GEMMs
+            for i, member in enumerate(members):
+                for matrix, slots in zip(member.matrices, member.slots_of):
+                    layout, storage = (matrix.layouts(member.dtype, member.managed.device) or {}).get(d, COMPACT), slots.get(d)
+                    if layout != COMPACT and storage is not None and storage.fmt.is_quantized:
+                        alike.setdefault(i if member.state.parts else None, []).append((i, slots, layout))
+            for packed, of in alike.items():
+                made = laid_out([(slots.get(d), layout) for _, slots, layout in of], packed is not None, self._calls[d])
+                for (i, slots, layout), storage in zip(of, made):
+                    slots.laid_out[d, layout] = storage
+                    self._made.append((i, d, slots, layout, storage))
+                    self.own[i][d] += _own_buffers(storage, slots.get(d))
+        for d in Direction:
+            written = {id(t) for call in self._calls[d] for t in call.out}
+            self._is_recorded[d] = all(id(t) in written for of in self.own for t in of[d])
+        for of in self.own:
+            for t in (*of[Direction.ROWWISE], *of[COLUMNWISE]):
+                torch_compat.free_storage(t)
+        for b in buffers:
+            b.free()
+
+    def relayouts(self, needs: tuple[frozenset[Direction], ...]) -> list:
+        """Calls that write the operands of the directions that each weight needs."""
+        calls = []
+        for d in Direction:
+            if self._is_recorded[d] and all(d in n for n in needs):
+                calls += self._calls[d]
+            else:
+                calls += [_Rewrite(slots.get(d), storage) for i, of, slots, _, storage in self._made if of is d and d in needs[i]]
+        return calls
+
+
+class _Rewrite:
+    """Bring a gathered storage into the buffers of its operand, where no recorded launch does."""
+
+    def __init__(self, source: Storage, target: Storage):
+        self._source, self._pairs = source, target
+
+    def __call__(self) -> None:
+        target = self._pairs
+        made = self._source.in_layout(target.layout).buffers()
+        torch_compat.copy_all([(t, made[n]) for n, t in target.buffers().items() if t.data_ptr() != made[n].data_ptr()])
+
+
+def _own_buffers(operand: Storage, codes: Storage) -> list[Tensor]:
+    """Buffers of `operand` that are not the memory of `codes`."""
+    pairs = (operand.data, codes.data), (operand.scale, codes.scale), (operand.tensor_amax, codes.tensor_amax)
+    return [t for t, of in pairs if t is not of and t.data_ptr() != of.data_ptr()]

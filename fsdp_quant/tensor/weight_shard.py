@@ -1,0 +1,156 @@
+"""`WeightShard`: the local tensor of a parameter under `fully_shard`, with the hooks by which FSDP2 gathers it as codes.
+
+Without `fully_shard` a weight is the plain nn.Parameter that it was. FSDP2 registers each sharded parameter with its modules by
+`setattr`; there `as_shard` puts this class over the shard's memory (`modules.linear.HasWeight.__setattr__`).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from . import torch_compat
+from .aten_table import aten
+from .fsdp_hooks import FSDPHooks
+from .quantized_tensor import QuantizedTensor
+from .torch_compat import tree_map_only
+from .traced import Unguarded, stable_text
+from .weight_state import WeightState
+
+# Views and copies of a shard that FSDP2, DTensor and nn.Module._apply keep as the shard. All else returns plain tensors, so
+# gradients and optimizer states are never of this class.
+_KEEPS_CLASS = frozenset({
+    aten.detach.default, aten.alias.default, aten.view.default, aten.as_strided.default, aten.slice.Tensor,
+    aten.narrow.default, aten.split.Tensor, aten.split_with_sizes.default, aten.new_zeros.default, aten.new_empty.default, aten.empty_like.default,
+    aten._to_copy.default, aten.clone.default, aten._pin_memory.default,
+})
+
+
+class WeightShard(FSDPHooks, Tensor):
+    """High-precision rows of a weight, over their own memory: data_ptr(), storage, numpy() and .data are a plain tensor's.
+
+    state: `WeightState`, which all shards and views of the weight share.
+
+    While a graph is traced, values are a fake or functional tensor, and the shard is a wrapper around it.
+    """
+
+    @staticmethod
+    def __new__(cls, values: Tensor, state: WeightState) -> WeightShard:
+        if type(values) in (Tensor, nn.Parameter, WeightShard):
+            self = Tensor._make_subclass(cls, values)
+        else:
+            self = Tensor._make_wrapper_subclass(
+                cls, values.shape, strides=values.stride(), dtype=values.dtype, device=values.device,
+                storage_offset=values.storage_offset(),
+            )
+            self._traced = values
+        self._state = state
+        return self
+
+    @property
+    def state(self) -> WeightState:
+        return self._state
+
+    @property
+    def inner(self) -> Tensor:
+        """The same values as a plain tensor, over the same memory."""
+        return self._alias("_plain", torch_compat.plain_alias)
+
+    @property
+    def _flat_inner(self) -> Tensor:
+        """`inner` with a storage object of its own, as tracing wants of a wrapper's inner tensor. The shard owns the memory."""
+        return self._alias("_wrapped", torch_compat.alias_with_own_storage)
+
+    def _alias(self, name: str, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """`make(self)`, kept as long as the shard has this memory: dynamo guards that parameters are different objects."""
+        own = self.__dict__
+        if "_traced" in own:
+            return own["_traced"]
+        kept = own.get(name)
+        if kept is None or kept.data_ptr() != self.data_ptr() or kept.shape != self.shape or kept.dtype is not self.dtype:
+            kept = own[name] = make(self)
+        return kept
+
+    def numpy(self, *, force: bool = False):
+        return self.inner.numpy(force=force)
+
+    def __tensor_flatten__(self):
+        return ["_flat_inner"], Unguarded(self._state)
+
+    @staticmethod
+    def __tensor_unflatten__(inner, shared, outer_size, outer_stride) -> WeightShard:
+        return WeightShard(inner["_flat_inner"], shared.value)
+
+    _stable_hash_for_caching = stable_text
+
+    def __deepcopy__(self, memo) -> WeightShard:
+        copied = memo[id(self)] = WeightShard(copy.deepcopy(self.inner, memo), copy.deepcopy(self._state, memo))
+        return copied.requires_grad_(self.requires_grad)
+
+    def __reduce_ex__(self, protocol):
+        return _rebuild, (self.inner, self._state, self.requires_grad)
+
+    def __repr__(self, *, tensor_contents=None) -> str:
+        return f"WeightShard({self._state.name}, {list(self.shape)}, {self.dtype}, {self._state.quantizer})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        plain_args, plain_kwargs = tree_map_only(WeightShard, _inner, (args, kwargs or {}))
+        if func in _KEEPS_CLASS and torch.is_inference_mode_enabled():  # FSDP2 pads shards inside a first forward
+            with torch.inference_mode(False):
+                result = func(*plain_args, **plain_kwargs)
+        else:
+            result = func(*plain_args, **plain_kwargs)
+        if func._schema.is_mutable:
+            return _written(func, args, kwargs or {}, result)
+        if func in _KEEPS_CLASS:
+            state = next(a for a in args if isinstance(a, WeightShard))._state
+            return tree_map_only(Tensor, lambda values: WeightShard(values, state), result)
+        return result
+
+
+def _inner(shard: WeightShard) -> Tensor:
+    return shard.inner
+
+
+@functools.cache
+def _arguments_written(func) -> list[tuple[int, str]]:
+    """(place, name) of the arguments that an operator's schema writes."""
+    arguments = enumerate(func._schema.arguments)
+    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def _written(func, args, kwargs, result):
+    """Count the write, which went to the shard's memory through another tensor, and return the shard that was given."""
+    written: list[WeightShard] = []
+    for i, name in _arguments_written(func):
+        tree_map_only(WeightShard, written.append, args[i] if i < len(args) else kwargs.get(name))
+    counted = [s for s in written if "_traced" not in s.__dict__ and not s.is_inference()]
+    if counted:
+        torch.autograd.graph.increment_version(counted)
+    return written[0] if isinstance(result, Tensor) and written else result
+
+
+def _rebuild(values: Tensor, state: WeightState, requires_grad: bool) -> WeightShard:
+    return WeightShard(values, state).requires_grad_(requires_grad)
+
+
+def as_shard(parameter: Tensor, state: WeightState) -> WeightState:
+    """Put `WeightShard` over the local tensor of a sharded parameter, for everyone who holds it; the state that it has.
+
+    parameter: DTensor. A local tensor that has FSDP2's hooks already is left as it is: that of a tied layer, or of a
+               quantized parameter. So are gathered codes, which under tensor parallelism are a DTensor's too.
+    """
+    local = torch_compat.local_of(parameter)
+    if isinstance(local, FSDPHooks):
+        return local.state
+    if isinstance(local, QuantizedTensor):
+        return state
+    torch_compat.replace_local(parameter, WeightShard(local.detach(), state))
+    return state
