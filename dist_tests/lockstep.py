@@ -48,6 +48,15 @@ def give(model: nn.Module, values: Mapping[str, Tensor]) -> None:
         parameters[name].copy_(value)
 
 
+class Interrupted(Exception):
+    """Raised half-way through a pass."""
+
+
+def interrupt(*_) -> None:
+    """A hook that ends the pass it runs in."""
+    raise Interrupted
+
+
 def assert_reachable(tensor: Tensor) -> None:
     """Fail where a pointer does not reach the memory: torch itself would crash the process."""
     assert tensor.data_ptr(), (

@@ -29,6 +29,7 @@ from .tensor.weight_state import WeightState
 
 # Layout of the step's tensor: int64 [5].
 STEP_FIELDS = ("seed", "step", "micro_batch", "token_offset", "data_parallel_rank")
+_STEP = slice(1, 2)  # "step" in a step's tensor
 _DEFAULT_OFFSET = -1  # data-parallel rank * local rows
 
 
@@ -48,13 +49,13 @@ class Contexts(NamedTuple):
     steps:  the step's tensors of `token_offset`, by device: what graphs read.
     """
 
+    steps: Mapping[torch.device, Tensor]
     autocast: Autocast | None = None
     token_offset: int = _DEFAULT_OFFSET
     quantized_init: Recipe | None = None
-    steps: Mapping[torch.device, Tensor] = {}
 
 
-_NO_CONTEXTS = Contexts(steps={})
+_NO_CONTEXTS = Contexts({})
 
 
 class _OfThread(threading.local):
@@ -111,7 +112,7 @@ class StepState:
     def step(self) -> int:
         """The step that began last (before the first: 0). Waits for the device where graphs count on it."""
         if self.ahead:
-            self._step, self.ahead = max(int(t[STEP_FIELDS.index("step")]) for t in self._kept.values()), False
+            self._step, self.ahead = max(int(t[_STEP]) for t in self._kept.values()), False
         return self._step
 
     @step.setter
@@ -178,10 +179,10 @@ class StepState:
     def count_in_graph(self, device: torch.device, begun: Tensor) -> None:
         """Count on `device`, for graphs that read any offset there; torch.compile traces it."""
         counted, here = _NO_CONTEXTS.steps[device], self.in_graph(device)
-        counted[1:2].add_(begun)
+        counted[_STEP].add_(begun)
         for tensor in [t for (where, _), t in self._kept.items() if where == device] + [here]:
             if tensor is not counted:
-                tensor[1:2].copy_(counted[1:2])
+                tensor[_STEP].copy_(counted[_STEP])
 
     @property
     def is_captured(self) -> bool:
@@ -280,7 +281,7 @@ class TrainingSteps:
         if STEP.is_captured:  # replays count on the device
             roll(histories())
             for tensor in STEP._copies.values():
-                tensor[STEP_FIELDS.index("step")].add_(1)
+                tensor[_STEP].add_(1)
             STEP.ahead = self.ahead = True
             return
         step = self.number
@@ -314,7 +315,8 @@ class TrainingSteps:
 
     def begin_by_hand(self) -> None:
         """Another step begins, of a model that a graph runs, or whose pieces run: they may be graphs, which nobody sees run."""
-        if not (self.traced or not self.has_run) or self.at == STEP.step:
+        forwards_are_seen = self.has_run and not self.traced
+        if forwards_are_seen or self.at == STEP.step:
             return
         if self.open or not self.has_run:
             roll([h for of in self.alike for h in of])

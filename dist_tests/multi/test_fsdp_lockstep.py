@@ -461,18 +461,10 @@ def unshard_by_hand(program: Program) -> None:
         program.net.blocks[1].reshard()
 
 
-class Interrupted(Exception):
-    """Raised half-way through a pass."""
-
-
-def _interrupt(*_) -> None:
-    raise Interrupted
-
-
 @checked_event
 def exception_in_forward(program: Program) -> None:
-    hook = program.net.head.register_forward_pre_hook(_interrupt)
-    with pytest.raises(Interrupted):
+    hook = program.net.head.register_forward_pre_hook(lockstep.interrupt)
+    with pytest.raises(lockstep.Interrupted):
         program.net(program.x())
     hook.remove()
     program.check()  # the root is still gathered: FSDP2 does not reshard what is in its forward

@@ -527,18 +527,10 @@ def set_recipe(program: Program) -> None:
     _set_recipe(program, before)
 
 
-class Interrupted(Exception):
-    """Raised half-way through a pass."""
-
-
-def _interrupt(*_) -> None:
-    raise Interrupted
-
-
 @writer
 def exception_in_forward(program: Program) -> None:
-    hook = program.net.last.register_forward_pre_hook(_interrupt)
-    with pytest.raises(Interrupted):
+    hook = program.net.last.register_forward_pre_hook(lockstep.interrupt)
+    with pytest.raises(lockstep.Interrupted):
         program.net(program.x())
     hook.remove()
     data_add(program)
@@ -547,14 +539,14 @@ def exception_in_forward(program: Program) -> None:
 @writer
 def exception_in_backward(program: Program) -> None:
     def between(h: Tensor) -> Tensor:
-        h.register_hook(_interrupt)
+        h.register_hook(lockstep.interrupt)
         return h
 
     before = {
         n: None if p.grad is None else lockstep.plain(p.grad)
         for n, p in program.net.named_parameters()
     }
-    with pytest.raises(Interrupted):
+    with pytest.raises(lockstep.Interrupted):
         program.net(program.x(), between).sum().backward()
     data_add(program)
     for n, p in program.net.named_parameters():

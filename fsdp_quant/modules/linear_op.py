@@ -479,8 +479,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, han
 
     The backward of a quantized parameter raises StaleWeightError where it was written since: its codes are written in place.
     """
-    y = _product(x, weight, bias, call, handed or Handed())
-    if isinstance(weight, QuantizedWeight) and torch.is_grad_enabled() and x.requires_grad and y.grad_fn is not None:
+    backward = torch.is_grad_enabled() and x.requires_grad
+    y = _product(x, weight, bias, call, backward, handed or Handed())
+    if isinstance(weight, QuantizedWeight) and backward and y.grad_fn is not None:
         y.grad_fn.register_prehook(_RefuseWritten(weight))
     return y
 
@@ -499,16 +500,18 @@ class _RefuseWritten:
             )
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, handed: Handed) -> Tensor:
+def _product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, backward: bool, handed: Handed
+) -> Tensor:
+    """`linear`; backward: dgrad may follow."""
     resolved = call.plan.resolved(x.dtype, x.device)
     if not torch_compat.dispatch_is_watched() and _is_one_call(resolved, x, weight.shape[0], bias):
-        backward = torch.is_grad_enabled() and x.requires_grad
         operands = _operands(weight, call, resolved, x.dtype, backward)
         if operands is not None:
             return _compiled(x, weight, bias, call, resolved, operands, handed)
     if handed.source is not None:
         raise ValueError("the input of this layer was not made, as one call was to make it; see takes_source")
-    return Definition.apply(x, weight, bias, call, torch.is_grad_enabled() and x.requires_grad, _Kept())
+    return Definition.apply(x, weight, bias, call, backward, _Kept())
 
 
 def refuse_second_derivative(ctx, *grads):

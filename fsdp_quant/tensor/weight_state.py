@@ -38,7 +38,7 @@ class WeightState:
     compute_dtype: dtype that quantized formats see (None: the weight's own).
     plan:          of the layer (`modules.plan.GemmPlan`): the layouts in which its GEMMs read gathered codes. None: compact.
     recomputes:    the backward recomputes the forward of the layer, so it reads rowwise codes too.
-    publisher:   the `fq.hooks` sync that writes the codes of a published weight, or None.
+    publisher:     the `fq.hooks` sync that writes the codes of a published weight, or None.
     tensor_group:  ranks whose weights of this name are parts of one (tensor parallelism); amaxes of a whole tensor are
                    shared over it. Not copied to files.
     tensor_dim:    dim that tensor parallelism cuts.
