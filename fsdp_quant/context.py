@@ -176,13 +176,10 @@ class StepState:
         found = here.steps.get(device)  # none where layers were made inside a context within this one
         return _moved(_NO_CONTEXTS.steps[device], here.token_offset) if found is None else found
 
-    def count_in_graph(self, device: torch.device, begun: Tensor) -> None:
-        """Count on `device`, for graphs that read any offset there; torch.compile traces it."""
-        counted, here = _NO_CONTEXTS.steps[device], self.in_graph(device)
-        counted[_STEP].add_(begun)
-        for tensor in [t for (where, _), t in self._kept.items() if where == device] + [here]:
-            if tensor is not counted:
-                tensor[_STEP].copy_(counted[_STEP])
+    def show_in_graph(self, device: torch.device, step: Tensor) -> None:
+        """`show` a step, int64 [1], to graphs that read any offset on `device`; torch.compile traces it."""
+        for tensor in [t for (where, _), t in self._kept.items() if where == device] + [self.in_graph(device)]:
+            tensor[_STEP].copy_(step)
 
     @property
     def is_captured(self) -> bool:
@@ -233,7 +230,7 @@ class TrainingSteps:
     next:    the step that the next training forward begins.
     open:    a step has begun that was not skipped: its histories roll when the next one begins.
     traced:  a graph that torch.compile made begins its steps.
-    ahead:   graphs have counted steps that the host does not know of.
+    ahead:   graphs have counted steps that the host does not know of: `next` is what their device has.
     """
 
     live: ClassVar[weakref.WeakSet[TrainingSteps]] = weakref.WeakSet()
@@ -245,11 +242,12 @@ class TrainingSteps:
         self.layers: list[weakref.ref] | None = None  # of the model, found as its first training forward begins
         self.alike: list[list[AmaxHistory]] = []  # what graphs roll
         self.at: int | None = None  # the step whose amaxes the histories collect
-        self._begun: dict[torch.device, Tensor] = {}  # bool [1], what graphs read: `open`
+        self._counts: dict[torch.device, Tensor] = {}  # int64 [2], (next, open) as graphs read and write them
         self.live.add(self)
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | {"traced": False, "layers": None, "_begun": {}}
+        self._catch_up()
+        return self.__dict__ | {"traced": False, "layers": None, "_counts": {}}
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
@@ -260,14 +258,26 @@ class TrainingSteps:
         """What a checkpoint holds: the step that is next; counted by hand, the one that runs. Waits for the device where it must."""
         if STEP.counted_by_hand:
             return STEP.step
-        if self.ahead:
-            self.next, self.ahead = STEP.step + self.open, False
+        self._catch_up()
         return self.next
+
+    def _catch_up(self) -> None:
+        """Learn what graphs have counted, on the one device that runs them. Waits for it."""
+        if self.ahead:
+            counted = [int(counts[0]) for counts in self._counts.values()]
+            self.next, self.ahead = max(counted, default=STEP.step + self.open), False
+
+    def _publish(self, step: int, is_open: bool) -> None:
+        """Set `next` and `open`, for graphs too."""
+        self.next, self.open, self.ahead = step, is_open, False
+        for counts in self._counts.values():
+            counts[0].fill_(step)
+            counts[1].fill_(is_open)
 
     def restart(self, step: int) -> None:
         """The next training forward begins `step`."""
-        self.next, self.ahead, self.at = step, False, None
-        self._set_open(step > 0)
+        self.at = None
+        self._publish(step, step > 0)
 
     def begin(self, histories: Callable[[], Collection[AmaxHistory]], model: nn.Module | None = None) -> None:
         """A training forward begins: the next step, or, counted by hand, maybe another micro-batch of its step."""
@@ -275,20 +285,21 @@ class TrainingSteps:
         if STEP.counted_by_hand:
             if self.open and self.at != STEP.step:
                 roll(histories())
-            self.at = STEP.step
-            self._set_open(True)
+            self.at, self.open = STEP.step, True
             return
         if STEP.is_captured:  # replays count on the device
             roll(histories())
             for tensor in STEP._copies.values():
                 tensor[_STEP].add_(1)
+            for counts in self._counts.values():
+                counts[0].add_(1)
             STEP.ahead = self.ahead = True
             return
         step = self.number
         if self.open:
             roll(histories())
-        self.next, self.at = step + 1, step
-        self._set_open(True)
+        self.at = step
+        self._publish(step + 1, True)
         STEP.show(step)
         for follow in STEP.followers:
             follow(model, step)
@@ -299,19 +310,22 @@ class TrainingSteps:
         if STEP.counted_by_hand:  # `begin_step` rolls
             self.open = True
             return
-        begun = self.begun_on(device)
+        step, is_open = self.counts_on(device).split(1)
         for of in self.alike:
-            for target, values in AmaxHistory.rolled_alike(of, kept=~begun):
+            for target, values in AmaxHistory.rolled_alike(of, kept=is_open == 0):
                 target.copy_(values)
-        STEP.count_in_graph(device, begun)
-        begun.fill_(True)
+        STEP.show_in_graph(device, step)
+        step.add_(1)
+        is_open.fill_(1)
         self.open = self.ahead = STEP.ahead = True
 
-    def begun_on(self, device: torch.device) -> Tensor:
-        """`open` as graphs read it; made before a trace, which would be made again for another `open`."""
-        if device not in self._begun:
-            self._begun[device] = torch.full((1,), self.open, device=device)
-        return self._begun[device]
+    def counts_on(self, device: torch.device) -> Tensor:
+        """int64 [2], `next` and `open` as graphs read and write them; made before a trace, which would hold their values."""
+        if device not in self._counts:
+            with torch.inference_mode(False):
+                self._counts[device] = torch.tensor([self.next, self.open], device=device)
+            torch_compat.keeps_its_address([self._counts[device]])
+        return self._counts[device]
 
     def begin_by_hand(self) -> None:
         """Another step begins, of a model that a graph runs, or whose pieces run: they may be graphs, which nobody sees run."""
@@ -324,15 +338,12 @@ class TrainingSteps:
 
     def skip(self) -> None:
         """The step that runs was not applied: the next training forward begins it again."""
-        if not STEP.counted_by_hand and not self.ahead:
+        if not STEP.counted_by_hand:
             self.next -= self.open
-        self._set_open(False)
-
-    def _set_open(self, is_open: bool) -> None:
-        if is_open != self.open or self.traced:
-            for tensor in self._begun.values():
-                tensor.fill_(is_open)
-        self.open = is_open
+        for counts in self._counts.values():
+            counts[0].sub_(0 if STEP.counted_by_hand else counts[1])
+            counts[1].zero_()
+        self.open = False
 
 
 _PASSES = itertools.count()
@@ -574,6 +585,9 @@ def new_weight_state(*args, kind: type[WeightState] | None = None) -> WeightStat
 
 # Autocast #
 
+_HIGH_PRECISION = identity(backward_override=None)  # made here: a recipe is no object yet while a graph is traced
+
+
 @contextlib.contextmanager
 def autocast(recipe: Recipe | None = None, enabled: bool = True) -> Iterator[None]:
     """Override the recipe of the modules inside; enabled=False multiplies in high precision.
@@ -584,7 +598,8 @@ def autocast(recipe: Recipe | None = None, enabled: bool = True) -> Iterator[Non
     """
     if recipe is not None and not isinstance(recipe, Recipe):
         raise ValueError(f"fq.autocast takes one recipe for all modules inside, got {recipe!r}; use fq.set_recipe")
-    override = Autocast(recipe if enabled else identity(), torch_compat.checkpoint_hook())
+    checkpoint = None if torch.compiler.is_compiling() else torch_compat.checkpoint_hook()
+    override = Autocast(recipe if enabled else _HIGH_PRECISION, checkpoint)
     with _inside(autocast=override):
         yield
 

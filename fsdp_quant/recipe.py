@@ -89,6 +89,7 @@ class Recipe:
     compute_dtype:        dtype that the weight's quantizer sees (None: the master's own).
     tail:                 share of the converted layers, the last ones, that stay in identity.
     boundary_slots:       linear layers ask for "output" and "grad_input" too, and hand on decoded values.
+    key:                  a text that stands for the recipe while a graph is traced (`recipe_of`).
     """
 
     name: str
@@ -119,6 +120,11 @@ class Recipe:
             raise ValueError(f"accuracy must be 'fast' or 'exact', got {self.accuracy!r}")
         if not 0.0 <= self.tail <= 1.0:
             raise ValueError(f"tail is a share of the layers between 0 and 1, got {self.tail}")
+        self.__setstate__({"key": f"{self.name} {self.fingerprint()}"})
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        _RECIPES[self.key] = self
 
     def hybrid(self, role: Role) -> HybridQuantizer | None:
         """The quantizer of this role, `backward_override` applied; None for an empty boundary slot."""
@@ -160,6 +166,16 @@ class Recipe:
         defaults = {f.name: f.default for f in fields(self)[3:]} | {"backward_override": None}
         given += [(name, getattr(self, name)) for name, default in defaults.items() if getattr(self, name) != default]
         return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in given)})"
+
+
+_RECIPES: dict[str, Recipe] = {}  # by key, of this process
+
+
+def recipe_of(key: str) -> Recipe:
+    """The recipe of a key. Raises ValueError for one that was made in a compiled region, where it is no object yet."""
+    if key not in _RECIPES:
+        raise ValueError(f"the recipe {key.split()[0]} is made inside a compiled region; make it outside, and enter it inside")
+    return _RECIPES[key]
 
 
 def _overridden(hybrid: HybridQuantizer, tensor_type: str, override: str | None) -> HybridQuantizer:

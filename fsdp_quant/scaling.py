@@ -341,7 +341,8 @@ class AmaxHistory:
             self.enc = torch.zeros(1, device="cpu")
 
     def to(self, device: torch.device) -> AmaxHistory:
-        if self.amaxes.device != device:
+        """Move it to the device of its tensor; a tensor on the meta device has none yet, and the history keeps its values."""
+        if self.amaxes.device != device and device.type != "meta":
             with torch.inference_mode(False):
                 self.amaxes, self.enc = self.amaxes.to(device), self.enc.to(device)
         return self

@@ -390,6 +390,21 @@ def test_a_compiled_region_has_the_recipe_of_contexts_that_are_entered_later():
         assert torch.equal(y, outside) == (recipe is None)
 
 
+@pytest.mark.parametrize("options", [{"recipe": recipes.mxfp8(scale_rounding="floor")}, {"enabled": False}], ids=str)
+def test_a_context_that_is_entered_in_a_compiled_region_has_its_recipe(options: dict):
+    """If false, fq.autocast breaks graphs, or overrides nothing inside them, or what follows it."""
+    layer, x = fq.convert(nn.Sequential(nn.Linear(64, 64)), RECIPES["mxfp8"]), values(32, 64, dtype=FP32)
+
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        with fq.autocast(**options):
+            inside = layer(x)
+        return inside, layer(x)
+
+    got, want = torch.compile(both, fullgraph=True, backend="aot_eager")(x), both(x)
+    assert_same(got, want, f"{options}")
+    assert not torch.equal(*got)
+
+
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_runs_the_same_operators():
     """If false, the default backend reorders, drops or repeats a layer's operator."""
@@ -563,3 +578,45 @@ def test_a_model_compiled_as_a_whole_counts_its_steps_on_the_device():
         results.append(seen)
         assert graphs() <= 2, "none after the second step"
     assert_same(results[1], results[0], "nvfp4")
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8_delayed"])
+def test_each_model_that_is_compiled_as_a_whole_has_a_count_of_its_own(name: str):
+    """If false, a second model of the process, or one that resumes, goes on where another one was, with other random bits."""
+    STEP.seed, STEP.step, STEP.counted_by_hand = 3, 0, False
+
+    def steps_of(model: nn.Module, steps: range, compiled: bool) -> list[Tensor]:
+        call, seen = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model, []
+        for step in steps:
+            x = values(24, 40, seed=step, dtype=FP32).requires_grad_()
+            call(x).square().mean().backward()
+            seen.append(x.grad)
+        return seen
+
+    def resumed(model: nn.Module) -> nn.Module:
+        other = net(RECIPES[name])
+        other.load_state_dict(model.state_dict())
+        fq.load_state_dict(other, fq.state_dict(model))
+        return other
+
+    models = {compiled: net(RECIPES[name]) for compiled in (False, True)}
+    want = steps_of(models[False], range(3), False)
+    assert_same(steps_of(models[True], range(3), True), want, "after another model")
+    want = steps_of(models[False], range(3, 5), False)
+    for before in (False, True):
+        model = resumed(models[before]) if before else models[True]
+        assert_same(steps_of(model, range(3, 5), True), want, "resumed" if before else "goes on")
+        if not before:  # the state that is resumed is that after three steps
+            models[True] = net(RECIPES[name])
+            steps_of(models[True], range(3), True)
+
+
+def test_a_model_that_left_the_meta_device_makes_no_second_graph():
+    """If false, what graphs read is made in the first one, which is then traced again."""
+    with torch.device("meta"):
+        model = net(RECIPES["fp8_delayed"])
+    model.to_empty(device="cpu").load_state_dict(net(RECIPES["fp8_delayed"]).state_dict())
+    call = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for step in range(3):
+        call(values(24, 40, seed=step, dtype=FP32)).square().mean().backward()
+    assert graphs() == 1

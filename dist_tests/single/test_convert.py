@@ -462,16 +462,17 @@ def test_a_module_cast_after_convert_equals_one_cast_before(dtype: torch.dtype):
         assert_same_bytes(a.grad, b.grad, name)
 
 
-def test_a_model_made_on_the_meta_device_equals_one_made_on_the_cpu():
+@pytest.mark.parametrize("recipe", [recipes.nvfp4(), recipes.fp8_delayed()], ids=["nvfp4", "fp8_delayed"])
+def test_a_model_made_on_the_meta_device_equals_one_made_on_the_cpu(recipe: fq.Recipe):
     """Otherwise deferred initialization, the only way to build a large model, gives another model or none."""
-    want = fq.convert(model(), recipes.nvfp4())
+    want = fq.convert(model(), recipe)
     for inside in (True, False):
         with torch.device("meta"):
             m = Model()
             if inside:
-                fq.convert(m, recipes.nvfp4())
+                fq.convert(m, recipe)
         if not inside:
-            fq.convert(m, recipes.nvfp4())
+            fq.convert(m, recipe)
         assert {p.device.type for p in m.parameters()} == {"meta"}
         m.to_empty(device="cpu")
         torch.manual_seed(0)

@@ -26,7 +26,7 @@ from ..tensor.weight_shard import WeightShard, as_shard
 from ..tensor.weight_state import WeightState
 from .guard import guard_of
 from .linear_op import Handed, LinearCall, linear, slot_ids, takes_source, weight_state
-from .plan import PRODUCTS, GemmPlan, build_plan
+from .plan import PRODUCTS, GemmPlan, build_plan, plan_of_recipe
 from .quantize import BoundaryIds, boundary
 from .traced_linear import NO_HISTORIES, GraphTensors, traced_linear
 
@@ -202,7 +202,7 @@ class Linear(HasWeight, nn.Linear):
                 f"{self._name}: fq.autocast({recipe}) cannot keep the last layers in high precision, because a module does "
                 "not know which are last: tail is honoured by fq.convert and fq.set_recipe"
             )
-        plan = build_plan(recipe, self._name, arch_of(self.weight.device))
+        plan = plan_of_recipe(recipe.key, self._name, arch_of(self.weight.device))
         if isinstance(self.weight, QuantizedTensor) and plan.weight != self._plan.weight:
             raise ValueError(
                 f"{self._name}: fq.autocast would change the weight from {self._plan.weight} to {plan.weight}, but "

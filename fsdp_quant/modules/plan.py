@@ -19,7 +19,7 @@ from ..ops import native
 from ..ops.capability import arch_of, gemm_domain, may_be_anchored, operand_layout
 from ..ops.layout import ANCHORED, ANCHORED_128, COMPACT, OVER_TOKENS
 from ..quantizer import HybridQuantizer
-from ..recipe import QUANTIZED_TYPES, Recipe, Role
+from ..recipe import QUANTIZED_TYPES, Recipe, Role, recipe_of
 from .quantize import Boundary, boundaries
 
 _PLANS: dict[str, GemmPlan] = {}
@@ -229,6 +229,12 @@ def build_plan(recipe: Recipe, name: str, arch: str | None = None, module_type: 
     if recipe.require_native and arch is not None:
         _check_native(plan, name, arch)
     return plan
+
+
+@torch.compiler.assume_constant_result
+def plan_of_recipe(key: str, name: str, arch: str) -> GemmPlan:
+    """`build_plan` of a recipe by its key. Runs while a graph is traced, which could not register a plan."""
+    return build_plan(recipe_of(key), name, arch)
 
 
 def _check_native(plan: GemmPlan, name: str, arch: str) -> None:

@@ -75,7 +75,7 @@ def count_steps(model: nn.Module, is_scheduled: bool) -> None:
     steps.alike = AmaxHistory.alike(every.values())
     if steps.is_counting:
         for device in {p.device for p in model.parameters()} - {torch.device("meta")}:
-            steps.begun_on(device)
+            steps.counts_on(device)
 
 
 def _remove_hook(model: nn.Module) -> None:

@@ -70,6 +70,8 @@ class GraphTensors:
             self.guards = [guard_of(layer, device), backward_guard_of(layer, device)]
         found = [h for slot in SLOTS for h in layer.histories(plan, slot, device)]
         self.delayed[plan.key] = [h.enc for h in found], [h.amaxes for h in found]
+        if (steps := layer.__dict__.get("_training_steps")) is not None and steps.is_counting:
+            steps.counts_on(device)
         torch_compat.keeps_its_address([step, self.ids, *self.guards, *(t for of in self.delayed[plan.key] for t in of)])
 
 
