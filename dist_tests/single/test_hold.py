@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import fsdp_quant as fq
 from dist_tests.laws import assert_same_bytes
@@ -100,3 +104,19 @@ def test_freeze_refuses_what_it_cannot_hold():
         codes = fq.convert(nn.Sequential(nn.Linear(64, 64)), recipes.mxfp8()).requires_grad_(False)
     with pytest.raises(ValueError, match="quantized parameter"):
         fq.freeze(codes)
+
+
+def test_frozen_weights_are_left_out_of_fully_shard():
+    """If false, FSDP2 says that it would decode codes, and not what to do, or breaks a model that leaves them out."""
+    model = net(RECIPES["mxfp8"]).requires_grad_(False)
+    fq.freeze(model)
+    model[0].bias.requires_grad_()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(NotImplementedError, match="pass ignored_params="):
+            fully_shard(copy.deepcopy(model))
+        want = model(batch(0))
+        fully_shard(model, ignored_params={m.weight for m in model if isinstance(m, fq.Linear)})
+        assert_same_bytes(model(batch(0)), want, "output")
+    finally:
+        dist.destroy_process_group()

@@ -68,7 +68,9 @@ def freeze(module: nn.Module) -> int:
         if isinstance(layer.weight, QuantizedTensor):
             raise ValueError(f"{name}.weight is a quantized parameter: it holds codes already, and its optimizer writes them")
         if isinstance(layer.weight, DTensor):
-            raise ValueError(f"{name}.weight is sharded, and fq.freeze takes whole weights; call it before fully_shard, or leave it out")
+            raise ValueError(
+                f"{name}.weight is sharded, and fq.freeze takes whole weights; leave it out of fully_shard with ignored_params="
+            )
         if layer.plan.weight.delayed_directions:
             raise ValueError(
                 f"{name}.weight is scaled by a history of amaxes, which changes its codes; give weights current scaling "

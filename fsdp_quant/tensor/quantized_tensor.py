@@ -367,6 +367,15 @@ def _plain_like(func, args, kwargs):
     return make(size, dtype=kwargs.get("dtype") or tensor.dtype, device=kwargs.get("device") or tensor.device)
 
 
+@_TABLE.implements([aten.copy_.default])
+def _copy_(func, args, kwargs):
+    """FSDP2 copies the shard of a parameter on every rank that has rows of it."""
+    raise NotImplementedError(
+        f"{args[1]!r} cannot be copied into another tensor without decoding it: call dequantize(); where fully_shard does so, of a "
+        "weight that fq.freeze made, pass ignored_params={it, ..} to every fully_shard, so that each rank keeps its codes whole"
+    )
+
+
 def _buffers(tensor: QuantizedTensor) -> Iterator[Tensor]:
     for direction in Direction:
         if (storage := tensor._slots.get(direction)) is not None:
