@@ -5,9 +5,14 @@
 
 namespace fsdp_quant {
 
-// A random key as it lies in memory: int64 [5].
+// A random key, and where the tensor's first element is in the whole one: row0 is any row, col0 a multiple of 16.
 struct RandomKey {
-  int64_t seed, step, tensor_id, micro_batch, row0;
+  int64_t seed, step, tensor_id, micro_batch, row0, col0;
+
+  // memory: int64 [5], the last row0 + (col0 << 40).
+  __device__ __forceinline__ explicit RandomKey(const int64_t* memory)
+      : seed(memory[0]), step(memory[1]), tensor_id(memory[2]), micro_batch(memory[3]),
+        row0(memory[4] & ((int64_t{1} << 40) - 1)), col0(memory[4] >> 40) {}
 };
 
 // Hash of (tensor id, direction, micro-batch), 32 bits.

@@ -336,8 +336,8 @@ struct RandomLines {
   bool aligned;   // two threads share each run: always, rowwise; columnwise unless the global row is no multiple of 16
 
   __device__ RandomLines(const int64_t* memory, const Tile& tile, const Position& at) {
-    const RandomKey key = {memory[0], memory[1], memory[2], memory[3], memory[4]};
-    const int64_t row = key.row0 + tile.row0 + at.row(), col = tile.col0 + at.col(), along = Columnwise ? row : col;
+    const RandomKey key(memory);
+    const int64_t row = key.row0 + tile.row0 + at.row(), col = key.col0 + tile.col0 + at.col(), along = Columnwise ? row : col;
     k0 = static_cast<uint32_t>(key.seed), k1 = static_cast<uint32_t>(static_cast<uint64_t>(key.seed) >> 32);
     step = static_cast<uint32_t>(key.step), stream = stream_of(key, Columnwise);
     line = static_cast<uint32_t>(Columnwise ? col : row), run = static_cast<uint32_t>(along >> 4);

@@ -93,10 +93,10 @@ struct RandomRuns {
 };
 
 __device__ __forceinline__ RandomRuns random_runs(const int64_t* memory, bool columnwise, int32_t row, int32_t col) {
-  const RandomKey key = {memory[0], memory[1], memory[2], memory[3], memory[4]};
-  const int64_t global = key.row0 + row, along = columnwise ? global : col;
+  const RandomKey key(memory);
+  const int64_t global = key.row0 + row, global_col = key.col0 + col, along = columnwise ? global : global_col;
   return {static_cast<uint32_t>(key.seed), static_cast<uint32_t>(static_cast<uint64_t>(key.seed) >> 32),
-          static_cast<uint32_t>(key.step), stream_of(key, columnwise), static_cast<uint32_t>(columnwise ? col : global),
+          static_cast<uint32_t>(key.step), stream_of(key, columnwise), static_cast<uint32_t>(columnwise ? global_col : global),
           static_cast<uint32_t>(along >> 4), static_cast<int>(along & 15)};
 }
 

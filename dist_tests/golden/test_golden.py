@@ -474,15 +474,15 @@ def test_philox_known_answers(counter, key, want):
 @each_direction
 def test_random_bytes_equal_the_oracle(direction: Direction):
     """Otherwise the counter is laid out differently; row0 may start anywhere in a block of 16."""
-    for row0 in (0, 1, 15, 16, 37, 2**31 + 5):
-        key = {**KEY, "row0": row0}
-        rows, cols = range(row0, row0 + 23), range(37)
+    for row0, col0 in ((0, 0), (1, 0), (15, 16), (16, 4096), (37, 0), (2**31 + 5, 2**20)):
+        key = {**KEY, "row0": row0 + (col0 << 40)}
+        rows, cols = range(row0, row0 + 23), range(col0, col0 + 37)
         if direction is ROWWISE:
             want = oracle.random_bytes(rows, cols, key, False)
         else:
             want = oracle.random_bytes(cols, rows, key, True).T
         got = rng.random_bytes((23, 37), direction, key_tensor(key))
-        assert_same_bytes(got, torch.from_numpy(want.copy()), f"{direction.value} row0={row0}")
+        assert_same_bytes(got, torch.from_numpy(want.copy()), f"{direction.value} row0={row0} col0={col0}")
 
 
 @each_direction

@@ -574,6 +574,10 @@ def test_random_bits_are_keyed_by_the_global_element(direction: Direction):
     for start, stop in [(0, 97), (0, 1), (1, 2), (15, 17), (16, 48), (31, 97), (96, 97), (50, 50)]:
         cut = rng.random_bytes((stop - start, 40), direction, key(2, row0=start))
         assert_same_bytes(cut, whole[start:stop], f"rows [{start}, {stop})")
+    for start, stop in [(0, 40), (16, 40), (32, 40), (16, 17)]:
+        cut = rng.random_bytes((97 - 5, stop - start), direction, rng.shifted_columns(key(2, row0=5), start))
+        assert_same_bytes(cut, whole[5:, start:stop], f"columns [{start}, {stop})")
+    assert_same_bytes(rng.shifted_columns(key(2), 17), rng.shifted_columns(key(2), 32), "kernels want multiples of 16")
 
 
 def test_recomputation_rounds_alike():

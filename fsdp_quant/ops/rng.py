@@ -1,10 +1,8 @@
-"""Random bits keyed by the global row and by the layer, so that no cut of rows, world size or recomputation changes them.
+"""Random bits keyed by the global element and by the layer, so that no cut, world size or recomputation changes them.
 
 Philox4x32-10 with key = seed and counter = (contraction index // 16, outer index, step, stream); byte i of
-the 128 output bits belongs to element i of the 16. `stream` hashes (tensor id, direction, micro-batch).
-The key places rows (row0), not columns: what tensor parallelism cuts by columns (gradients of column layers, inputs of row
-layers) is rounded by ids of its part (`parallel.linear`), independently on each rank, so those bits depend on the number of
-tensor-parallel ranks. Everything that changes between calls is a tensor on the device, never a Python integer: a compiled graph
+the 128 output bits belongs to element i of the 16. `stream` hashes (tensor id, direction, micro-batch). Indices are those of the
+whole tensor: a key says where the rows and columns of a part begin (`shifted_columns`). Everything that changes between calls is a tensor on the device, never a Python integer: a compiled graph
 or a captured one sees new bits without being made again.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
@@ -25,7 +23,9 @@ _ROUND = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 # Layout of a random key: int64 [5] on the device of the tensor that is rounded.
+# The last field holds the global row and column of the first element, row0 + (col0 << 40).
 KEY_FIELDS = ("seed", "step", "tensor_id", "micro_batch", "row0")
+_COL0 = 40
 
 
 def tensor_id(name: str) -> int:
@@ -45,6 +45,13 @@ def own_name(name: str | None, kind: str) -> str:
         return name
     number, _MADE[kind] = _MADE[kind], _MADE[kind] + 1
     return f"{kind}_{number}" if number else kind
+
+
+def shifted_columns(key: Tensor, cols: int) -> Tensor:
+    """The key of a part that begins `cols` columns behind the key's; of a multiple of 16, as kernels want it, the next one."""
+    key = key.clone()
+    key[-1] += -(-cols // 16) * 16 << _COL0
+    return key
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> list[Tensor]:
@@ -69,14 +76,14 @@ def stream_of(tensor_id: Tensor, direction: Direction, micro_batch: Tensor) -> T
 def random_bytes(shape: tuple[int, int], direction: Direction, key: Tensor) -> Tensor:
     """One random byte an element: uint8 [rows, cols].
 
-    key:  int64 [5] (`KEY_FIELDS`); row0 is the global index of the first row.
+    key:  int64 [5] (`KEY_FIELDS`).
     """
     rows, cols = shape
-    seed, step, ident, micro_batch, row0 = key.unbind()
-    row = row0 + torch.arange(rows, device=key.device)
-    col = torch.arange(cols, device=key.device)
-    outer, contraction, start = (row, col, torch.zeros_like(row0)) if direction is ROWWISE else (col, row, row0)
-    # Blocks of 16 along the contraction that the elements fall in; one more than needed when row0 cuts a block.
+    seed, step, ident, micro_batch, origin = key.unbind()
+    row0, col0 = origin & ((1 << _COL0) - 1), origin >> _COL0
+    row, col = (start + torch.arange(n, device=key.device) for start, n in ((row0, rows), (col0, cols)))
+    outer, contraction, start = (row, col, col0) if direction is ROWWISE else (col, row, row0)
+    # Blocks of 16 along the contraction that the elements fall in; one more than needed when the start cuts a block.
     first = start // 16
     blocks = first + torch.arange(len(contraction) // 16 + 2, device=key.device)
     words = philox4x32(
