@@ -41,7 +41,7 @@ from ..tensor.gather_group import RECOMPUTED_IN_GRAPHS
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import values_of
 from .guard import backward_guard_of, guard_of
-from .linear_op import SLOTS, bias_gradient, storage_over
+from .linear_op import SLOTS, bias_gradient, slot_key, slot_storages, storage_over
 from .plan import GemmPlan, plan_of
 
 
@@ -116,25 +116,6 @@ def whole_amaxes(hybrid: HybridQuantizer, x: Tensor, dtype: torch.dtype | None =
     return {d: Statistics(None, amax) if fmt.tensor_scale else Statistics(amax.view(1, 1), None) for d, fmt in spans.items()}
 
 
-def _storages(
-    plan: GemmPlan, slot: str, x: Tensor, directions: list[Direction], key: Tensor | None, guard: Tensor | None,
-    factors: list[Tensor], statistics: dict[Direction, Statistics],
-) -> tuple[dict[Direction, Storage], dict[Direction, Tensor]]:
-    """Storages of an activation or gradient [rows, cols] as its products read them, and the amaxes of its delayed sides."""
-    hybrid = plan.hybrid(slot)
-    layouts = plan.resolved(x.dtype, x.device).layouts[slot] if x.numel() else None
-    return hybrid.storages(
-        x, directions, key=key, factors=dict(zip(hybrid.delayed_directions, factors)), layouts=layouts,
-        guard=None if guard is None else guard[SLOTS.index(slot)], statistics=statistics,
-    )
-
-
-def _key(plan: GemmPlan, slot: str, beside: Beside, rows: int, after: Tensor | None = None) -> Tensor | None:
-    if not plan.hybrid(slot).is_stochastic:
-        return None
-    return dispatch.random_key(beside.step, beside.ids, SLOTS.index(slot), rows, after)
-
-
 def _weight_storage(
     plan: GemmPlan, weight: Tensor, direction: Direction, dtype: torch.dtype, statistics: dict[Direction, Statistics],
     factors: list[Tensor],
@@ -171,7 +152,7 @@ def _saved_input(
     if plan.saves != "rowwise" or plan.input.one_storage:
         x, *rest = saved
         key, rest = (rest[0], rest[1:]) if plan.input.is_stochastic else (None, rest)
-        made, _ = _storages(
+        made, _ = slot_storages(
             plan, "input", x.reshape(shape).clone(), [COLUMNWISE], key, ctx.beside.backward_guard, ctx.beside.factors[0],
             ctx.of_input,
         )
@@ -199,9 +180,9 @@ class _TracedLinear(torch.autograd.Function):
                 torch_compat.save_by_reference([weight])
                 if torch_compat.is_recomputed_in_graph():
                     RECOMPUTED_IN_GRAPHS.add(plan.weight)
-            key = _key(plan, "input", beside, rows.shape[0])
+            key = slot_key(plan, "input", beside.step, beside.ids, rows.shape[0])
             ctx.of_input = whole_amaxes(plan.input, rows)
-            made, amaxes = _storages(plan, "input", rows, [ROWWISE], key, beside.guard, beside.factors[0], ctx.of_input)
+            made, amaxes = slot_storages(plan, "input", rows, [ROWWISE], key, beside.guard, beside.factors[0], ctx.of_input)
             ctx.of_weight = {}
             if not isinstance(weight, QuantizedTensor):
                 ctx.of_weight = whole_amaxes(plan.weight, values_of(weight), plan.compute_dtype)
@@ -235,8 +216,8 @@ def _gradients(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | 
         db = bias_gradient(plan, rows, directions).to(ctx.bias_dtype)
     if not directions:
         return None, None, db
-    key = _key(plan, "grad_output", beside, rows.shape[0], dy)
-    made, amaxes = _storages(
+    key = slot_key(plan, "grad_output", beside.step, beside.ids, rows.shape[0], dy)
+    made, amaxes = slot_storages(
         plan, "grad_output", rows, directions, key, beside.backward_guard, beside.factors[2], whole_amaxes(plan.grad_output, rows)
     )
     if ctx.training:
