@@ -148,7 +148,7 @@ def quantize_slot(
     plan: GemmPlan, slot: str, x: Tensor, directions: list[Direction], step: Tensor, ids: Tensor, guard: Tensor | None,
     factors: list[Tensor], statistics: dict[Direction, dispatch.Statistics] | None = None,
 ) -> tuple[dict[Direction, Storage], list[Tensor]]:
-    """`slot_storages` of a tensor whose rows are keyed here, or that came as codes; the amaxes are those that are recorded."""
+    """`slot_storages` with a key of these rows, or of a tensor that came as codes; the amaxes as `record` takes them."""
     if isinstance(x, QuantizedTensor):
         return _given(plan, slot, x, directions), []
     key = slot_key(plan, slot, step, ids, x.shape[0])

@@ -3,7 +3,7 @@
 Philox4x32-10 with key = seed and counter = (contraction index // 16, outer index, step, stream); byte i of
 the 128 output bits belongs to element i of the 16. `stream` hashes (tensor id, direction, micro-batch).
 The key places rows (row0), not columns: what tensor parallelism cuts by columns (gradients of column layers, inputs of row
-layers) is rounded by ids of its part (`parallel.linear`), independently on each rank, so those bits depend on the number of
+layers) is rounded by ids of its part (`exchange.ids_of_part`), independently on each rank, so those bits depend on the number of
 tensor-parallel ranks. Everything that changes between calls is a tensor on the device, never a Python integer: a compiled graph
 or a captured one sees new bits without being made again.
 
