@@ -281,13 +281,16 @@ class SharedStatistics:
         return [made[place] for place in self._places]
 
 
-def share_amaxes(found: Sequence[tuple[Encoding, Statistics]], group: dist.ProcessGroup | None) -> list[Statistics]:
+def share_amaxes(
+    found: Sequence[tuple[Encoding, Statistics]], group: dist.ProcessGroup | None, reduce: Callable = reduce_amaxes
+) -> list[Statistics]:
     """Statistics whose scales span the ranks of `group`, in one MAX all-reduce; every rank of the group must call it.
 
-    found:  of what this rank holds of each tensor: the tensor's amax of two-level formats, else all amaxes, are shared.
+    found:   of what this rank holds of each tensor: the tensor's amax of two-level formats, else all amaxes, are shared.
+    reduce:  `reduce_amaxes`, or what records it in a graph.
     """
     own = [s.tensor_amax if e.fmt.tensor_scale else s.amax for e, s in found]
-    return [with_amax(e, s, one) for (e, s), one in zip(found, reduce_amaxes(own, group))]
+    return [with_amax(e, s, one) for (e, s), one in zip(found, reduce(own, group))]
 
 
 def with_amax(encoding: Encoding, statistics: Statistics, amax: Tensor) -> Statistics:

@@ -210,7 +210,6 @@ def layers(rank: int, world: int) -> None:
     statistics_of_weights(mesh, rank, world, x)
     around_them(mesh, rank, world)
     inputs_are_quantized_once(mesh, rank, world, x)
-    compiled(mesh, rank, world, x)
     quantized_parameters(mesh, rank, world, x)
     refusals(mesh, world)
 
@@ -411,21 +410,6 @@ def inputs_are_quantized_once(mesh, rank: int, world: int, x: torch.Tensor) -> N
     fq.reset_receipt()
     net(x.chunk(world, 1)[rank])
     assert fq.receipt().sequence == {("forward", "both", "high precision"): x.nbytes}, "nothing silent"
-
-
-def compiled(mesh, rank: int, world: int, x: torch.Tensor) -> None:
-    """Layers that ranks share run between the graphs of their block, with the same result; no graph holds them."""
-    eager, net = (cut(fq.convert(build(), fq.recipes.mxfp8()), mesh) for _ in range(2))
-    graphs, seen = torch.compile(net, backend="aot_eager"), []
-    for run, of in ((eager, eager), (graphs, net)):
-        mine = x.chunk(world, 1)[rank].clone().requires_grad_()
-        y = run(mine)
-        y.square().sum().backward()
-        seen.append([y, mine.grad, *(whole(p.grad) for p in of.parameters())])
-    for got, want in zip(*seen[::-1]):
-        assert_same(got, want, "compiled")
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="leave fullgraph=True out"):
-        torch.compile(net[0].down, backend="aot_eager", fullgraph=True)(torch.zeros(1, 4, FFN // world))
 
 
 def statistics_of_weights(mesh, rank: int, world: int, x: torch.Tensor) -> None:

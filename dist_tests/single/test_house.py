@@ -26,7 +26,7 @@ FLOORS = (
     ("recipe", "parallel"),
     ("context", "optim"),
     ("modules", "memory"),
-    ("parallel/linear", "parallel/tensor_parallel", "parallel/experts", "parallel/__init__"),
+    ("parallel/sequence", "parallel/linear", "parallel/tensor_parallel", "parallel/experts", "parallel/__init__"),
     ("inspection", "integrations", "hooks"),
     ("__init__", "__main__"),
 )

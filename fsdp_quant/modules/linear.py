@@ -97,6 +97,13 @@ class Linear(HasWeight, nn.Linear):
             return self.bounded(lambda x: self._product(x, weight, plan, None), x, plan, residual, scale)
         return finished(self._product(x, weight, plan, handed), residual, scale)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register as nn.Module does. torch's styles register parts of weights so, and graphs need the group beforehand."""
+        super().register_parameter(name, param)
+        if name == "weight" and "_graph" in self.__dict__ and isinstance(param, DTensor):
+            if param.device_mesh.ndim == 1 and param.placements[0].is_shard():
+                attach_tensor_group(self)
+
     def parallel_forward(self, x: Tensor) -> Tensor:
         """y of a layer that ranks share. Raises NotImplementedError; `fsdp_quant.parallel` makes layers that do."""
         raise NotImplementedError(
@@ -108,12 +115,18 @@ class Linear(HasWeight, nn.Linear):
         grad = torch.is_grad_enabled()
         save = weight.requires_grad and grad
         if torch.compiler.is_compiling():
-            given = self._graph
-            return traced_linear(
-                x, weight, self.bias, plan.key, save, self.training, STEP.in_graph(given.ids.device), given.ids, given.guards,
-                *given.delayed.get(plan.key, NO_HISTORIES),
-            )
+            return self.traced(x, weight, self.bias, plan, save)
         return linear(x, weight, self.bias, self.call(x, weight, plan, save, grad), handed)
+
+    def traced(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, save: bool, ranks: tuple | None = None
+    ) -> Tensor:
+        """`traced_linear` with what graphs of this layer are given."""
+        given = self._graph
+        return traced_linear(
+            x, weight, bias, plan.key, save, self.training, STEP.in_graph(given.ids.device), given.ids, given.guards,
+            *given.delayed.get(plan.key, NO_HISTORIES), given.rank, ranks,
+        )
 
     def bounded(
         self, product: Callable[[Tensor], Tensor], x: Tensor, plan: GemmPlan, residual: Tensor | None = None, scale: float = 1.0
@@ -359,6 +372,8 @@ def attach_tensor_group(module: Linear) -> None:
     mesh = weight.device_mesh if managed is None else managed.tensor_mesh
     if mesh is not None:
         state.tensor_group, state.tensor_dim = _tensor_group(state, weight, mesh), weight.placements[-1].dim
+        if "_graph" in module.__dict__:
+            module._graph.prepare(module)
 
 
 def _wrap_codes(module: Linear) -> None:

@@ -116,27 +116,44 @@ def slot_ids(name: str) -> Tensor:
     return torch.tensor([tensor_id(f"{name}.{slot}") for slot in SLOTS], device="cpu")
 
 
-def slot_key(plan: GemmPlan, slot: str, step: Tensor, ids: Tensor, rows: int) -> Tensor | None:
-    """Random key of a slot, int64 [5] (`ops.rng.KEY_FIELDS`), or None where nothing is rounded stochastically."""
-    return dispatch.random_key(step, ids, SLOTS.index(slot), rows) if plan.hybrid(slot).is_stochastic else None
+def slot_key(
+    plan: GemmPlan, slot: str, step: Tensor, ids: Tensor, rows: int, after: Tensor | None = None
+) -> Tensor | None:
+    """Random key of a slot, int64 [5] (`ops.rng.KEY_FIELDS`), or None where nothing is rounded stochastically.
+
+    after:  as in `dispatch.random_key`.
+    """
+    return dispatch.random_key(step, ids, SLOTS.index(slot), rows, after) if plan.hybrid(slot).is_stochastic else None
+
+
+def slot_storages(
+    plan: GemmPlan, slot: str, x: Tensor, directions: list[Direction], key: Tensor | None, guard: Tensor | None,
+    factors: Sequence[Tensor], statistics: dict[Direction, dispatch.Statistics] | None = None,
+) -> tuple[dict[Direction, Storage], dict[Direction, Tensor]]:
+    """Storages of an activation or gradient [rows, cols] as its products read them, and the amaxes of its delayed sides.
+
+    key:         of its rows (`slot_key`).
+    factors:     of its delayed sides, rowwise first.
+    statistics:  as in `HybridQuantizer.storages`.
+    """
+    hybrid = plan.hybrid(slot)
+    layouts = plan.resolved(x.dtype, x.device).layouts[slot] if x.numel() else None
+    return hybrid.storages(
+        x, directions, key=key, factors=dict(zip(hybrid.delayed_directions, factors)), layouts=layouts,
+        guard=None if guard is None else guard[SLOTS.index(slot)], statistics=statistics,
+    )
 
 
 def quantize_slot(
     plan: GemmPlan, slot: str, x: Tensor, directions: list[Direction], step: Tensor, ids: Tensor, guard: Tensor | None,
     factors: list[Tensor], statistics: dict[Direction, dispatch.Statistics] | None = None,
 ) -> tuple[dict[Direction, Storage], list[Tensor]]:
-    """Storages of an activation or gradient [rows, cols] as its products read them, and the amaxes of its delayed sides,
-    rowwise first; statistics: as in `HybridQuantizer.storages`."""
+    """`slot_storages` with a key of these rows, or of a tensor that came as codes; the amaxes as `record` takes them."""
     if isinstance(x, QuantizedTensor):
         return _given(plan, slot, x, directions), []
-    hybrid = plan.hybrid(slot)
-    sides = dict(zip(hybrid.delayed_directions, factors))
-    layouts = plan.resolved(x.dtype, x.device).layouts[slot] if x.numel() else None
-    made, amaxes = hybrid.storages(
-        x, directions, key=slot_key(plan, slot, step, ids, x.shape[0]), factors=sides, layouts=layouts,
-        guard=None if guard is None else guard[SLOTS.index(slot)], statistics=statistics,
-    )
-    return made, recorded_amaxes(hybrid, amaxes, x)
+    key = slot_key(plan, slot, step, ids, x.shape[0])
+    made, amaxes = slot_storages(plan, slot, x, directions, key, guard, factors, statistics)
+    return made, recorded_amaxes(plan.hybrid(slot), amaxes, x)
 
 
 def _given(plan: GemmPlan, slot: str, x: QuantizedTensor, directions: list[Direction]) -> dict[Direction, Storage]:

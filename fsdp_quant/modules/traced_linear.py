@@ -10,6 +10,24 @@ this Python with fake tensors and records the functional operators that `quantiz
 Nothing of ours runs when the graph runs. State comes in as tensors (`Beside`); amax histories and counts
 of the guard are written by functionalized in-place operators.
 
+[Note: layers that ranks share]
+Functional collectives stand around the same operators (`exchange`; `parallel.linear` has the equations):
+
+    column, cut   forward    all_reduce(amax(x)), quantize(x, rowwise), all_gather(codes, scales), gemm
+                  backward   all_reduce(amax(dy)), all_gather(quantize(x, columnwise)), gemm, gemm,
+                             reduce_scatter(dx)
+    row, cut      forward    all_reduce(amax(x)), gemm, reduce_scatter(y)
+                  backward   all_reduce(amax(dy)), all_gather(quantize(dy, both)), gemm, gemm, all_reduce(db)
+
+A column layer whose x is whole all-reduces dx, a row layer whose y is whole all-reduces y. A scale of a whole
+weight takes one all-reduce of its amax in the forward. A rank's place in the group is a tensor, so that graphs
+are alike on all ranks.
+Layers that are given one tensor share a `_SharedInput` while they are traced: one gather each way and one
+reduce-scatter of the sum of their dx, in graphs without gradients too, which fx_graph_cse does not see. The sum
+rounds each layer's dx to its dtype, where eager layers with kernels add to it in fp32; layers whose codes
+are their own (delayed scaling) scatter alone in eager mode, so sums over ranks and layers swap. All else has
+the bits of eager mode.
+
 [Note: what the backward saves]
 The backward saves x and w, not their codes, and the amaxes of whole tensors. w is a parameter. x is often
 recomputed for free: from gate and up (saved by silu's backward), or from the input of a norm. Saving
@@ -22,10 +40,13 @@ once: the calls are equal, and fx_graph_cse merges them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..context import STEP
 from ..formats import COLUMNWISE, ROWWISE, Direction
@@ -40,8 +61,9 @@ from ..tensor import torch_compat
 from ..tensor.gather_group import RECOMPUTED_IN_GRAPHS
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import values_of
+from .exchange import Gather, Scattering, SequenceCut, TensorParallel, ids_of_part, shared_statistics
 from .guard import backward_guard_of, guard_of
-from .linear_op import SLOTS, bias_gradient, storage_over
+from .linear_op import SLOTS, bias_gradient, slot_key, slot_storages, storage_over
 from .plan import GemmPlan, plan_of
 
 
@@ -49,7 +71,8 @@ class GraphTensors:
     """The tensors that graphs of a layer are given beside its operands. Tracing makes none, so they are made where the plan or
     the device of the layer changes, and kept by the layer: the same objects in every step. The step's tensor is `STEP.in_graph`.
 
-    ids:      int64 [3] (`slot_ids`).
+    ids:      int64 [3] (`slot_ids`); of a layer that ranks share, those of this rank's part.
+    rank:     int64 [2] of a layer that ranks share: its data-parallel rank, this rank's place in the group; else None.
     guards:   [forward's, backward's] counts of anchored quantizers; [] where nothing is anchored.
     delayed:  by the key of a plan, the encode factors and the amax histories of its delayed sides, of all slots.
     """
@@ -64,7 +87,14 @@ class GraphTensors:
             device = layer._ids.device if layer.weight is None else layer.weight.device
         if device.type == "meta":
             device = layer._ids.device
-        self.ids, self.guards, step = layer.ids_on(device), [], STEP.prepare(device)
+        self.ids, self.guards, self.rank, step = layer.ids_on(device), [], None, STEP.prepare(device)
+        state = layer._weight_state
+        group = state.tensor_group
+        if layer.weight is not None and torch_compat.is_named(group) and group.size() > 1:
+            axis = TensorParallel(group, state.tensor_dim == 0)
+            self.ids = ids_of_part(layer._name, axis.cut_slot, group.rank(), device)
+            with torch.inference_mode(False):
+                self.rank = torch.tensor([axis.data_parallel_rank, group.rank()], device=device)
         domains = [plan.resolved(dtype, device).domains for dtype in FLOATING]  # which asks C++, now and not in a trace
         if any("anchored" in of for of in domains):
             self.guards = [guard_of(layer, device), backward_guard_of(layer, device)]
@@ -72,7 +102,8 @@ class GraphTensors:
         self.delayed[plan.key] = [h.enc for h in found], [h.amaxes for h in found]
         if (steps := layer.__dict__.get("_training_steps")) is not None and steps.is_counting:
             steps.counts_on(device)
-        torch_compat.keeps_its_address([step, self.ids, *self.guards, *(t for of in self.delayed[plan.key] for t in of)])
+        kept = [step, self.ids, *self.guards, *(t for of in self.delayed[plan.key] for t in of)]
+        torch_compat.keeps_its_address(kept if self.rank is None else [*kept, self.rank])
 
 
 NO_HISTORIES: tuple[list[Tensor], list[Tensor]] = [], []
@@ -82,6 +113,7 @@ class Beside(NamedTuple):
     """What a layer's products read and write beside their operands, on their device. The same tensors in every step.
 
     step:       int64 [5] (`context.STEP_FIELDS`); ids: int64 [3] (`slot_ids`).
+    rank:       int64 [2] (`GraphTensors`); None: ranks do not share the layer.
     guard, backward_guard:  int64 [3, 2, 2], what quantizers of the forward and of the backward count; None: nothing is anchored.
     factors:    of input, weight and grad_output, fp32 [1] of the history of each delayed side; [] without delayed scaling.
     histories:  likewise, where their amaxes go.
@@ -89,6 +121,7 @@ class Beside(NamedTuple):
 
     step: Tensor
     ids: Tensor
+    rank: Tensor | None
     guard: Tensor | None
     backward_guard: Tensor | None
     factors: tuple[list[Tensor], list[Tensor], list[Tensor]]
@@ -96,19 +129,27 @@ class Beside(NamedTuple):
 
     def tensors(self) -> list[Tensor]:
         flat = [t for of in (*self.factors, *self.histories) for t in of]
-        return [t for t in (*self[:4], *flat) if t is not None]
+        return [t for t in (*self[:5], *flat) if t is not None]
+
+    def key(self, plan: GemmPlan, slot: str, rows: int, after: Tensor | None = None) -> Tensor | None:
+        """`slot_key` of this call."""
+        step = self.step if self.rank is None else torch.cat((self.step[:-1], self.rank[:1]))
+        return slot_key(plan, slot, step, self.ids, rows, after)
 
 
 # Values and codes #
 
-def whole_amaxes(hybrid: HybridQuantizer, x: Tensor, dtype: torch.dtype | None = None) -> dict[Direction, Statistics]:
+def whole_amaxes(
+    hybrid: HybridQuantizer, x: Tensor, dtype: torch.dtype | None = None, delayed: bool = False
+) -> dict[Direction, Statistics]:
     """Amaxes of all of x [rows, cols], by encoded direction that is scaled by them, in torch operators: a compiler takes them where x
     is written.
 
-    dtype:  that encoders see; None: x's.
+    dtype:    that encoders see; None: x's.
+    delayed:  also of directions that histories scale, whose encoders take them else.
     """
     spans = {d: e.fmt for d, e in hybrid.encodings.items() if e.fmt.spans_tensor and not e.fmt.rotated}
-    spans = {d: fmt for d, fmt in spans.items() if not hybrid.side(d).is_delayed}
+    spans = {d: fmt for d, fmt in spans.items() if delayed or not hybrid.side(d).is_delayed}
     if not spans or x.numel() == 0:
         return {}
     amax = (x if dtype is None else x.to(dtype)).abs().amax().reshape(1)
@@ -118,23 +159,69 @@ def whole_amaxes(hybrid: HybridQuantizer, x: Tensor, dtype: torch.dtype | None =
     return {d: Statistics(None, amax) if fmt.tensor_scale else Statistics(amax.view(1, 1), None) for d, fmt in spans.items()}
 
 
-def _storages(
-    plan: GemmPlan, slot: str, x: Tensor, directions: list[Direction], key: Tensor | None, guard: Tensor | None,
-    factors: list[Tensor], statistics: dict[Direction, Statistics],
-) -> tuple[dict[Direction, Storage], dict[Direction, Tensor]]:
-    """Storages of an activation or gradient [rows, cols] as its products read them, and the amaxes of its delayed sides."""
-    hybrid = plan.hybrid(slot)
-    layouts = plan.resolved(x.dtype, x.device).layouts[slot] if x.numel() else None
-    return hybrid.storages(
-        x, directions, key=key, factors=dict(zip(hybrid.delayed_directions, factors)), layouts=layouts,
-        guard=None if guard is None else guard[SLOTS.index(slot)], statistics=statistics,
-    )
+def _shared_amaxes(
+    hybrid: HybridQuantizer, x: Tensor, directions, group: dist.ProcessGroup | None, rows_are_cut: bool = False,
+    dtype: torch.dtype | None = None,
+) -> dict[Direction, Statistics]:
+    """`whole_amaxes`, and those that span the ranks of `group`; None: x is whole."""
+    shares = group is not None and group.size() > 1
+    own = whole_amaxes(hybrid, x, dtype, delayed=shares)
+    if not shares or x.numel() == 0:
+        return own
+    return own | shared_statistics(x, hybrid, directions, group, rows_are_cut, dtype=dtype, known=own)
 
 
-def _key(plan: GemmPlan, slot: str, beside: Beside, rows: int, after: Tensor | None = None) -> Tensor | None:
-    if not plan.hybrid(slot).is_stochastic:
-        return None
-    return dispatch.random_key(beside.step, beside.ids, SLOTS.index(slot), rows, after)
+def _slot_statistics(
+    plan: GemmPlan, slot: str, x: Tensor, passes: list[list[Direction]], axis: TensorParallel | None,
+    cut: SequenceCut | None,
+) -> dict[Direction, Statistics]:
+    """Take statistics of an activation or gradient [rows, cols], over the ranks that have other rows or columns of it.
+
+    passes:  directions that are gathered together, where x is cut along the sequence.
+    """
+    hybrid, group = plan.hybrid(slot), None
+    if cut is not None:
+        passes, group = [of for of in passes if cut.all_travel(hybrid, of)], axis.group
+    elif axis is not None and slot == axis.cut_slot:
+        group = axis.group
+    return _shared_amaxes(hybrid, x, [d for of in passes for d in of], group, cut is not None)
+
+
+class _Operands:
+    """What products read of an activation or gradient [rows, cols]: quantized here, or of every rank's rows, whose gathers
+    start when this is made and are waited for a direction at a time.
+
+    beside:  `Beside`; guard: its guard of this pass.
+    phase:   "forward" or "backward".
+    amaxes:  of delayed sides; known once an operand was taken.
+    """
+
+    def __init__(
+        self, plan: GemmPlan, slot: str, x: Tensor | Storage, directions: list[Direction], key: Tensor | None,
+        beside: Beside, guard: Tensor | None, statistics: dict[Direction, Statistics], cut: SequenceCut | None,
+        dtype: torch.dtype, device: torch.device, phase: str = "backward",
+    ):
+        hybrid, factors, self._gather = plan.hybrid(slot), beside.factors[SLOTS.index(slot)], None
+        self._layouts = plan.resolved(dtype, device).layouts[slot]
+        if cut is None:
+            self._made, self.amaxes = slot_storages(plan, slot, x, directions, key, guard, factors, statistics)
+            return
+        self._gather = Gather(
+            x, hybrid, directions, cut, phase, key=key, factors=dict(zip(hybrid.delayed_directions, factors)),
+            statistics=statistics, rank=None if beside.rank is None else beside.rank[1],
+        )
+
+    def take(self, direction: Direction) -> Storage:
+        if self._gather is None:
+            return self._made[direction]
+        storage = self._gather.take(direction)
+        self.amaxes = self._gather.amaxes
+        return storage.in_layout(self._layouts[direction]) if storage.data.numel() else storage
+
+    @property
+    def own_rowwise(self) -> Storage:
+        """Codes of this rank's rows."""
+        return self._made[ROWWISE] if self._gather is None else self._gather.sent[ROWWISE]
 
 
 def _weight_storage(
@@ -166,21 +253,36 @@ def _weight_storage(
     return storage.in_layout(wanted), amaxes
 
 
-def _saved_input(
-    ctx, plan: GemmPlan, saved: list[Tensor], shape: tuple[int, int], dtype: torch.dtype
-) -> Storage:
-    """The columnwise storage of the input [M, K]."""
-    if plan.saves != "rowwise" or plan.input.one_storage:
-        x, *rest = saved
-        key, rest = (rest[0], rest[1:]) if plan.input.is_stochastic else (None, rest)
-        made, _ = _storages(
-            plan, "input", x.reshape(shape).clone(), [COLUMNWISE], key, ctx.beside.backward_guard, ctx.beside.factors[0],
-            ctx.of_input,
-        )
-        return made[COLUMNWISE]
-    fmt = plan.input.rowwise.fmt
-    rowwise = storage_over(saved, fmt, ROWWISE, shape, dtype, COMPACT)
-    return plan.input.derive_columnwise(rowwise, key=saved[-1] if plan.input.is_stochastic else None)
+def _keeps_codes(plan: GemmPlan, cut: SequenceCut | None) -> bool:
+    """The backward derives the columnwise codes of the input from the rowwise ones."""
+    derived = plan.saves == "rowwise" and not plan.input.one_storage
+    return derived and (cut is None or cut.all_travel(plan.input, [ROWWISE]))
+
+
+def _saved_input(ctx, dy: Tensor) -> Callable[[], Storage]:
+    """What gives the columnwise storage of the input [M, K], whose gather starts now."""
+    plan, shape, cut, saved, dtype = ctx.plan, ctx.rows, ctx.cut, list(ctx.saved_tensors), dy.dtype
+    gathered, made = {} if ctx.shared is None else ctx.shared.backward, None
+    if (alike := _shares_codes(plan)) and (made := gathered.get((plan.input, plan.saves))) is not None:
+        return lambda: made.take(COLUMNWISE)
+    key = saved[-1] if plan.input.is_stochastic else None
+    if not _keeps_codes(plan, cut):
+        x = saved[0].reshape(shape).clone()
+    else:
+        x = storage_over(saved, plan.input.rowwise.fmt, ROWWISE, shape, dtype, COMPACT)
+        if cut is None:
+            return lambda: plan.input.derive_columnwise(x, key=key)
+    made = _Operands(
+        plan, "input", x, [COLUMNWISE], key, ctx.beside, ctx.beside.backward_guard, ctx.of_input, cut, dtype, dy.device
+    )
+    if alike:
+        gathered[plan.input, plan.saves] = made
+    return lambda: made.take(COLUMNWISE)
+
+
+def _shares_codes(plan: GemmPlan) -> bool:
+    """Layers that are given one input have the same codes of it: no history and no random key is a layer's own."""
+    return not (plan.input.is_stochastic or plan.input.delayed_directions)
 
 
 def _record(histories: list[Tensor], hybrid: HybridQuantizer, amaxes: dict[Direction, Tensor]) -> None:
@@ -189,79 +291,179 @@ def _record(histories: list[Tensor], hybrid: HybridQuantizer, amaxes: dict[Direc
             AmaxHistory.record_in(history, amaxes[direction])
 
 
+class _SharedGradient(torch.autograd.Function):
+    """A tensor of the shape of all ranks' rows of x, without values. Layers that read x leave their dx as its gradient,
+    which autograd adds up and this scatters: one reduce-scatter for all of them."""
+
+    @staticmethod
+    def forward(ctx, x, cut):
+        ctx.cut = cut
+        return x.new_zeros(()).expand(cut.whole_shape)
+
+    @staticmethod
+    def backward(ctx, dx):
+        with opaque.tracing():
+            return Scattering(dx.reshape(-1, dx.shape[-1]), ctx.cut).wait().view(ctx.cut.shape), None
+
+
+class _SharedInput:
+    """What layers that are given one cut x share while they are traced: each of it is in the graph once.
+
+    gradient:  `_SharedGradient` of x; None: x needs no gradient.
+    forward:   by what decides codes, statistics of x and its rowwise operands.
+    backward:  likewise, its columnwise operands.
+    """
+
+    def __init__(self, x: Tensor, cut: SequenceCut):
+        self.gradient = _SharedGradient.apply(x, cut) if torch.is_grad_enabled() and x.requires_grad else None
+        self.forward: dict[tuple, tuple[dict[Direction, Statistics], _Operands]] = {}
+        self.backward: dict[tuple, _Operands] = {}
+
+
+def _shared_input(owner: Tensor, x: Tensor, axis: TensorParallel) -> _SharedInput:
+    """The `_SharedInput` of x, left with the tensor that is traced for the other layers that are given it.
+
+    owner:  that layers are given: x in its own dtype, or the DTensor over it.
+    """
+    version = 0 if x.is_inference() else owner._version
+    seen = version, owner.grad_fn, torch.is_grad_enabled(), x.dtype, axis.group.group_name, axis.sequence_dim
+    before, shared = owner.__dict__.get("_fq_traced_input", (None, None))
+    if before != seen:
+        shared = _SharedInput(x, axis.cut_of("input", x))
+        if torch_compat.dispatch_is_watched() and not x.is_inference():  # not with a tensor of a user's
+            owner.__dict__["_fq_traced_input"] = seen, shared
+    return shared
+
+
 class _TracedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, plan, save, training, beside):
+    def forward(ctx, x, gradient, weight, bias, plan, save, training, beside, axis, shared, group_of_weight):
+        """gradient: where the gradient of x goes, of `shared` (`_SharedInput`); None: to x.
+        group_of_weight: whose ranks share the amax of the whole weight."""
         with opaque.tracing(), torch.autocast(x.device.type, enabled=False):
             rows, resolved = x.reshape(-1, x.shape[-1]), plan.resolved(x.dtype, x.device)
+            cut = None if axis is None else axis.cut_of("input", x)
             ctx.plan, ctx.weight, ctx.training, ctx.beside = plan, weight, training, beside
+            ctx.axis, ctx.shared, ctx.cut = axis, shared, cut
+            ctx.rows, ctx.shape = tuple(rows.shape), tuple(x.shape) if cut is None else cut.whole_shape
             ctx.bias_dtype = None if bias is None else bias.dtype
             torch_compat.save_by_reference(beside.tensors())
             if isinstance(weight, QuantizedTensor):
                 torch_compat.save_by_reference([weight])
                 if torch_compat.is_recomputed_in_graph():
                     RECOMPUTED_IN_GRAPHS.add(plan.weight)
-            key = _key(plan, "input", beside, rows.shape[0])
-            ctx.of_input = whole_amaxes(plan.input, rows)
-            made, amaxes = _storages(plan, "input", rows, [ROWWISE], key, beside.guard, beside.factors[0], ctx.of_input)
+            key = beside.key(plan, "input", rows.shape[0] if cut is None else cut.rows * cut.ranks)
+            read = shared.forward if shared is not None and _shares_codes(plan) else {}
+            if (plan.input, save) not in read:
+                passes = [[ROWWISE], [COLUMNWISE]] if save else [[ROWWISE]]
+                found = _slot_statistics(plan, "input", rows, passes, axis, cut)
+                read[plan.input, save] = found, _Operands(
+                    plan, "input", rows, [ROWWISE], key, beside, beside.guard, found, cut, x.dtype, x.device, "forward"
+                )
+            ctx.of_input, operands = read[plan.input, save]
             ctx.of_weight = {}
             if not isinstance(weight, QuantizedTensor):
-                ctx.of_weight = whole_amaxes(plan.weight, values_of(weight), plan.compute_dtype)
+                ctx.of_weight = _shared_amaxes(
+                    plan.weight, values_of(weight), Direction, group_of_weight, dtype=plan.compute_dtype
+                )
             w, of_weight = _weight_storage(plan, weight, ROWWISE, x.dtype, ctx.of_weight, beside.factors[1])
-            y = gemm(made[ROWWISE], w, out_dtype=x.dtype, bias=bias, domain=resolved.domains[0])
+            adds_bias = axis is not None and not axis.column  # to the sum over ranks
+            y = gemm(
+                operands.take(ROWWISE), w, out_dtype=x.dtype, bias=None if adds_bias else bias,
+                domain=resolved.domains[0],
+            )
+            amaxes = operands.amaxes
             if COLUMNWISE in plan.input.delayed_directions and save and plan.saves == "columnwise":
-                amaxes[COLUMNWISE] = rows.abs().amax()
+                known = ctx.of_input.get(COLUMNWISE)
+                amaxes = amaxes | {COLUMNWISE: rows.abs().amax() if known is None else known.amax}
             if training:
                 _record(beside.histories[0], plan.input, amaxes)
                 _record(beside.histories[1], plan.weight, of_weight)
             if save:
-                derived = plan.saves == "rowwise" and not plan.input.one_storage
-                kept = list(made[ROWWISE].buffers().values()) if derived else [x]
+                kept = list(operands.own_rowwise.buffers().values()) if _keeps_codes(plan, cut) else [x]
                 ctx.save_for_backward(*kept, *([] if key is None else [key]))
-            return y.view(*x.shape[:-1], y.shape[-1])
+            y = y.view(*ctx.shape[:-1], y.shape[-1])
+            y = _summed_output(y, axis) if adds_bias else y
+            return y + bias.to(y.dtype) if adds_bias and bias is not None else y
 
     @staticmethod
     def backward(ctx, dy):
         with opaque.tracing(), torch.autocast(dy.device.type, enabled=False):
-            return *_gradients(ctx, dy), None, None, None, None
+            dx, dw, db = _gradients(ctx, dy)
+            dx = (dx, None) if not ctx.needs_input_grad[1] else (None, dx)
+            return *dx, dw, db, None, None, None, None, None, None, None
+
+
+def _summed_output(y: Tensor, axis: TensorParallel) -> Tensor:
+    """The sum of y over ranks, or this rank's rows of it."""
+    if axis.sequence_dim is None:
+        return axis.sum(y) if axis.reduces else y
+    cut = SequenceCut.of_whole(tuple(y.shape), axis.sequence_dim, axis.group)
+    return Scattering(y.reshape(-1, y.shape[-1]), cut).wait().view(cut.shape)
 
 
 def _gradients(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    plan, weight, beside = ctx.plan, ctx.weight, ctx.beside
-    need_x, need_w, need_b = ctx.needs_input_grad[:3]
-    rows, (n, k) = dy.reshape(-1, dy.shape[-1]), weight.shape
+    plan, weight, beside, axis = ctx.plan, ctx.weight, ctx.beside, ctx.axis
+    (to_x, to_shared, need_w, need_b), (n, k) = ctx.needs_input_grad[:4], weight.shape
+    need_x = to_x or to_shared
+    rows, cut = dy.reshape(-1, n), None if axis is None else axis.cut_of("grad_output", dy)
     resolved = plan.resolved(dy.dtype, dy.device)
     directions = [d for d, needed in ((ROWWISE, need_x), (COLUMNWISE, need_w)) if needed]
     dx = dw = db = None
     if need_b:
-        db = bias_gradient(plan, rows, directions).to(ctx.bias_dtype)
+        db = bias_gradient(plan, rows, directions)
+        db = (db if cut is None else axis.sum(db)).to(ctx.bias_dtype)
     if not directions:
         return None, None, db
-    key = _key(plan, "grad_output", beside, rows.shape[0], dy)
-    made, amaxes = _storages(
-        plan, "grad_output", rows, directions, key, beside.backward_guard, beside.factors[2], whole_amaxes(plan.grad_output, rows)
+    key = beside.key(plan, "grad_output", rows.shape[0] if cut is None else cut.rows * cut.ranks, dy)
+    statistics = _slot_statistics(plan, "grad_output", rows, [directions], axis, cut)
+    operands = _Operands(
+        plan, "grad_output", rows, directions, key, beside, beside.backward_guard, statistics, cut, dy.dtype, dy.device
     )
-    if ctx.training:
-        _record(beside.histories[2], plan.grad_output, amaxes)
+    if need_w and ctx.cut is not None:
+        x = _saved_input(ctx, dy)
     if need_x:
         w, _ = _weight_storage(plan, weight, COLUMNWISE, dy.dtype, ctx.of_weight, beside.factors[1])
-        dx = gemm(made[ROWWISE], w, out_dtype=dy.dtype, domain=resolved.domains[1]).view(*dy.shape[:-1], k)
+        dx = gemm(operands.take(ROWWISE), w, out_dtype=dy.dtype, domain=resolved.domains[1]).view(ctx.shape)
+        if axis is not None and axis.column and axis.sequence_dim is None and axis.reduces:
+            dx = axis.sum(dx)
     if need_w:
-        x = _saved_input(ctx, plan, list(ctx.saved_tensors), (rows.shape[0], k), dy.dtype)
-        dw = gemm(made[COLUMNWISE], x, out_dtype=dy.dtype, domain=resolved.domains[2]).to(weight.dtype)
+        if ctx.cut is None:
+            x = _saved_input(ctx, dy)
+        dw = gemm(operands.take(COLUMNWISE), x(), out_dtype=dy.dtype, domain=resolved.domains[2]).to(weight.dtype)
+    if ctx.training:
+        _record(beside.histories[2], plan.grad_output, operands.amaxes)
     return dx, dw, db
+
+
+class Ranks(NamedTuple):
+    """How ranks share a layer, in constants that dynamo records: fields of `exchange.TensorParallel`.
+
+    spans_weight:  scales of a whole weight are those of all ranks' parts of it.
+    dtype:         in which x is multiplied.
+    """
+
+    group_name: str
+    column: bool
+    sequence_dim: int | None
+    reduces: bool
+    spans_weight: bool
+    dtype: torch.dtype
 
 
 @torch.compiler.allow_in_graph
 def traced_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: str, save: bool, training: bool, step: Tensor, ids: Tensor,
-    guards: list[Tensor], factors: list[Tensor], histories: list[Tensor],
+    guards: list[Tensor], factors: list[Tensor], histories: list[Tensor], rank: Tensor | None = None,
+    ranks: tuple | None = None,
 ) -> Tensor:
     """y [.., N] of x [.., K], in a graph that is being traced.
 
     plan:       key of the plan. save: the backward needs x. training: amaxes are recorded.
     guards:     those of `Beside`, or [].
     factors, histories:  of the delayed sides of input, weight and grad_output, one after the other.
+    rank:       of `Beside`.
+    ranks:      `Ranks`, where ranks share the layer; x may then be a DTensor that is cut along the sequence.
     """
     plan = plan_of(plan)
     counts = [len(plan.hybrid(slot).delayed_directions) for slot in SLOTS]
@@ -275,6 +477,15 @@ def traced_linear(
             "a compiled region entered fq.autocast with delayed scaling, whose histories cannot be made while a graph is traced; "
             "run it once in eager mode first"
         )
+    axis = shared = group_of_weight = None
+    if ranks is not None:
+        of_layer, owner = Ranks(*ranks), x
+        axis = TensorParallel(torch_compat.group_of_name(of_layer.group_name), *of_layer[1:4])
+        group_of_weight = axis.group if of_layer.spans_weight else None
+        x = (x.to_local() if isinstance(x, DTensor) else x).to(of_layer.dtype)
+        if axis.gathered_slot == "input":
+            shared = _shared_input(owner, x, axis)
     step, ids = step.to(x.device), ids.to(x.device)
-    beside = Beside(step, ids, *(guards or (None, None)), *of)
-    return _TracedLinear.apply(x, weight, bias, plan, save, training, beside)
+    beside = Beside(step, ids, rank, *(guards or (None, None)), *of)
+    gradient = None if shared is None else shared.gradient
+    return _TracedLinear.apply(x, gradient, weight, bias, plan, save, training, beside, axis, shared, group_of_weight)

@@ -115,7 +115,11 @@ def statistics(
         made = native.statistics(values, [encodings[i] for i in taken], row0, through_bf16)
         results = {i: Statistics(*m) for i, m in zip(taken, made)}
     for i in rest:
-        results[i] = Statistics(*reference.statistics(reference.prepared(_as(x, dtype), encodings[i]), encodings[i], row0))
+        e = encodings[i]
+        if opaque.is_tracing() and e.fmt.is_quantized:
+            results[i] = Statistics(*opaque.statistics(_as(x, dtype), e, row0))
+        else:
+            results[i] = Statistics(*reference.statistics(reference.prepared(_as(x, dtype), e), e, row0))
     return [results[i] for i in range(len(encodings))]
 
 

@@ -108,11 +108,17 @@ def _encode(x, amax, tensor_amax, key, enc, encoding, row0):
     return [t.contiguous() for t in made]
 
 
+def _grid(x: Tensor, e: Encoding, row0: int) -> tuple[int, int]:
+    """Blocks that x [rows, cols] overlaps."""
+    rows, cols = e.fmt.padded_shape(x.shape, e.direction)
+    b0, b1 = e.fmt.dims(e.direction)
+    return ceil_div(row0 % b0 + rows, b0) if b0 else 1, ceil_div(cols, b1) if b1 else 1
+
+
 def _fake_encode(x, amax, tensor_amax, key, enc, encoding, row0):
     e = encoding_from(encoding)
     rows, cols = e.fmt.padded_shape(x.shape, e.direction)
-    b0, b1 = e.fmt.dims(e.direction)
-    grid = (ceil_div(row0 % b0 + rows, b0) if b0 else 1, ceil_div(cols, b1) if b1 else 1)
+    grid = _grid(x, e, row0)
     made = [x.new_empty((rows, e.fmt.row_bytes(cols, x.dtype)), dtype=torch.uint8)]
     made.append(x.new_empty(grid, dtype=SCALE_DTYPE[e.fmt.scale]))
     if e.fmt.tensor_scale and tensor_amax is None:
@@ -137,6 +143,28 @@ def encode(
     if e.fmt.tensor_scale and tensor_amax is None:
         tensor_amax, *made = made
     return data, scale, tensor_amax, made[0] if made else amax
+
+
+def _statistics(x, encoding, row0):
+    e = encoding_from(encoding)
+    return [t.contiguous() for t in reference.statistics(reference.prepared(x, e), e, row0) if t is not None]
+
+
+def _fake_statistics(x, encoding, row0):
+    e = encoding_from(encoding)
+    made = [x.new_empty(_grid(x, e, row0), dtype=torch.float32)]
+    return [*made, x.new_empty(1, dtype=torch.float32)] if e.fmt.tensor_scale else made
+
+
+_statistics_op = define(
+    "reference_statistics(Tensor x, str encoding, SymInt row0) -> Tensor[]", _statistics, _fake_statistics
+)
+
+
+def statistics(x: Tensor, e: Encoding, row0: int) -> tuple[Tensor, Tensor | None]:
+    """(amax, tensor_amax) of a quantized format."""
+    amax, *rest = _statistics_op(x, encoding_text(e), row0)
+    return amax, rest[0] if rest else None
 
 
 def _decode(data, scale, tensor_amax, encoding, cols, row0, dtype):

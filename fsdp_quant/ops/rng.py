@@ -1,8 +1,15 @@
 """Random bits keyed by the global element and by the layer, so that no cut, world size or recomputation changes them.
 
 Philox4x32-10 with key = seed and counter = (contraction index // 16, outer index, step, stream); byte i of
+<<<<<<< HEAD
 the 128 output bits belongs to element i of the 16. `stream` hashes (tensor id, direction, micro-batch). Indices are those of the
 whole tensor: a key says where the rows and columns of a part begin (`shifted_columns`). Everything that changes between calls is a tensor on the device, never a Python integer: a compiled graph
+=======
+the 128 output bits belongs to element i of the 16. `stream` hashes (tensor id, direction, micro-batch).
+The key places rows (row0), not columns: what tensor parallelism cuts by columns (gradients of column layers, inputs of row
+layers) is rounded by ids of its part (`exchange.ids_of_part`), independently on each rank, so those bits depend on the number of
+tensor-parallel ranks. Everything that changes between calls is a tensor on the device, never a Python integer: a compiled graph
+>>>>>>> tp-graphs
 or a captured one sees new bits without being made again.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.

@@ -32,6 +32,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ..context import current_autocast
 from ..counters import counters
 from ..formats import ROWWISE, Direction
+from ..modules.exchange import codes_travel
 from ..modules.grouped_linear import GroupedLinear, take_packed
 from ..modules.plan import GemmPlan, build_plan
 from ..ops import dispatch
@@ -42,7 +43,7 @@ from ..storage import Placement, Storage
 from ..tensor.gathered_weight import gathered_directions
 from ..tensor.weight_state import values_of
 from ..tensor.quantized_tensor import QuantizedTensor, Slots
-from .sequence import codes_travel, travelling_bytes
+from .sequence import travelling_bytes
 
 TRANSPORTS = ("auto", "codes", "high_precision")
 

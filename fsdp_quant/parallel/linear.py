@@ -10,7 +10,7 @@
                                                               dw = gemm(gather(Q(dy).col), Q(x).col)
 Columnwise gathers run beside dgrad, the scatter of dx beside the wgrad of the last layer that reads x. Scales of a whole tensor
 are shared over the ranks, of weights too. Layers that read one x (q, k and v; gate and up) share its codes, in both directions,
-and the scatter of their gradients.
+and the scatter of their gradients. This is eager mode's executor; in compiled graphs `modules.traced_linear` does the same.
 """
 
 from __future__ import annotations
@@ -29,9 +29,17 @@ from ..context import STEP, STEP_FIELDS, current_autocast
 from ..counters import counters
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..gemm import gemm
+from ..modules.exchange import (
+    Gather,
+    Scattering,
+    SequenceCut,
+    TensorParallel,
+    encoded_rows,
+    ids_of_part,
+    shared_statistics,
+)
 from ..modules.linear import Linear, attach_tensor_group
 from ..modules.linear_op import (
-    SLOTS,
     LinearCall,
     bias_gradient,
     buffers_of,
@@ -39,46 +47,18 @@ from ..modules.linear_op import (
     recorded_amaxes,
     refuse_codes,
     saved_columnwise,
-    slot_ids,
     slot_key,
     storage_over,
     weight_storages,
 )
 from ..modules.plan import GemmPlan
 from ..ops.layout import COMPACT
+from ..quantizer import HybridQuantizer
 from ..storage import Storage
 from ..tensor import torch_compat
 from ..tensor.gathered_weight import gathered_directions
 from ..tensor.quantized_tensor import QuantizedTensor
-from .sequence import (
-    Gather,
-    Scattering,
-    SequenceCut,
-    encoded_rows,
-    scattered_product,
-    shared_statistics,
-    travelling_bytes,
-)
-
-
-@dataclass(frozen=True, eq=False)
-class TensorParallel:
-    """How the ranks of `group` share a linear layer (see the note).
-
-    column:        the rows of the weight are cut; else its columns.
-    sequence_dim:  that x (column) or y (row) is cut along; None: it is whole.
-    reduces:       without sequence_dim, the sum over ranks (dx or y) is made here; else the caller makes it.
-    """
-
-    group: dist.ProcessGroup
-    column: bool
-    sequence_dim: int | None = None
-    reduces: bool = True
-
-    @property
-    def cut_slot(self) -> str:
-        """The activation of which each rank has other columns."""
-        return "grad_output" if self.column else "input"
+from .sequence import scattered_product, travelling_bytes
 
 
 @dataclass(eq=False)
@@ -124,18 +104,25 @@ class Call:
         return self.plan.resolved(x.dtype, x.device).layouts[slot][direction] if x.numel() else COMPACT
 
     def check_travels(self, slot: str, directions, cut: SequenceCut) -> None:
-        """Raise ValueError, on every rank, for a gather in high precision under require_native."""
-        hybrid = self.plan.hybrid(slot)
-        encoded = gathered_directions(hybrid, frozenset(directions))
-        crossing = [d for d in encoded if not cut.travels(hybrid.encodings[d])]
-        if crossing and self.require_native:
-            fmt, d = hybrid.encodings[crossing[0]].fmt, crossing[0]
-            raise ValueError(
-                f"{self.name}: {slot}.{d.value} ({fmt}) has blocks of {fmt.row_alignment(d)} rows, and a rank's piece of the "
-                f"sequence is {cut.outer} x {cut.chunk} rows, so {slot} would be gathered in high precision, and "
-                f"require_native=True; make the rows a rank has a multiple of {fmt.row_alignment(d)} (sequence first, or one "
-                "sequence, where it is rounded stochastically), or drop require_native"
-            )
+        if self.require_native:
+            check_travels(self, self.plan.hybrid(slot), slot, directions, cut)
+
+
+def check_travels(of: Call | Linear, hybrid: HybridQuantizer, slot: str, directions, cut: SequenceCut) -> None:
+    """Raise ValueError, on every rank, for a gather in high precision.
+
+    of:  names the layer. A graph does not depend on the name, so it is read in the error alone.
+    """
+    crossing = [d for d in gathered_directions(hybrid, frozenset(directions)) if not cut.travels(hybrid.encodings[d])]
+    if not crossing:
+        return
+    name, fmt, d = of.name if isinstance(of, Call) else of._name, hybrid.encodings[crossing[0]].fmt, crossing[0]
+    raise ValueError(
+        f"{name}: {slot}.{d.value} ({fmt}) has blocks of {fmt.row_alignment(d)} rows, and a rank's piece of the "
+        f"sequence is {cut.outer} x {cut.chunk} rows, so {slot} would be gathered in high precision, and "
+        f"require_native=True; make the rows a rank has a multiple of {fmt.row_alignment(d)} (sequence first, or one "
+        "sequence, where it is rounded stochastically), or drop require_native"
+    )
 
 
 class LaidOut:
@@ -309,8 +296,8 @@ class _Linear(torch.autograd.Function):
             ctx.layout = w[COLUMNWISE].layout
         ctx.save_for_backward(*kept, *(buffers_of(w[COLUMNWISE]) if keeps else []))
         if not axis.column:
-            if cut is None and axis.reduces and axis.group.size() > 1:
-                dist.all_reduce(y, group=axis.group)
+            if cut is None and axis.reduces:
+                y = axis.sum(y)
             y = y if bias is None else y + bias.to(y.dtype)
         return y
 
@@ -380,8 +367,8 @@ def _backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | N
             shared.add(multiply)
         else:
             dx = multiply().view(ctx.x_shape)
-            if axis.column and axis.reduces and axis.group.size() > 1:
-                dist.all_reduce(dx, group=axis.group)
+            if axis.column and axis.reduces:
+                dx = axis.sum(dx)
     if need_w:
         x = shared.columnwise(call.layout("input", COLUMNWISE, dy)) if shared is not None else _own_columnwise(ctx, saved[: ctx.count], dy)
         dw = gemm(take(COLUMNWISE), x, out_dtype=dy.dtype, domain=domains[2]).to(weight.dtype)
@@ -463,24 +450,13 @@ class Layouts:
 
 def _random_keys(name: str, axis: TensorParallel, step: Tensor) -> tuple[Tensor, Tensor]:
     """(step, slot ids): ranks of a group hold one batch, and round the columns that they hold alone independently."""
-    ids = _ids_of_part(name, axis.cut_slot, axis.group.rank(), step.device)
+    ids = ids_of_part(name, axis.cut_slot, axis.group.rank(), step.device)
     if STEP.token_offset < 0:  # else it says where this rank's rows are
         step = step.clone()
-        data_parallel_rank = min(dist.get_process_group_ranks(axis.group)) // axis.group.size()
-        step[STEP_FIELDS.index("data_parallel_rank")].fill_(data_parallel_rank)  # a launch that graphs capture
+        step[STEP_FIELDS.index("data_parallel_rank")].fill_(axis.data_parallel_rank)  # a launch that graphs capture
     return step, ids
 
 
-@functools.cache
-def _ids_of_part(name: str, cut_slot: str, rank: int, device: torch.device) -> Tensor:
-    """`slot_ids` of a layer, those of the slot that ranks cut a rank's own; on the device once, before graphs are captured."""
-    with torch.inference_mode(False):  # training reads them after an evaluation
-        ids, slot = slot_ids(name), SLOTS.index(cut_slot)
-        ids[slot] = slot_ids(f"{name}.{rank}")[slot]
-        return ids.to(device)
-
-
-@torch.compiler.disable(reason="layers that ranks share run between compiled graphs: leave fullgraph=True out")
 def forward(layer: Linear, x: Tensor) -> Tensor:
     """y of a layer that ranks share: a DTensor where its weight is one, unless the style asks for local outputs."""
     if not x.dtype.is_floating_point:
@@ -521,7 +497,7 @@ def _local_input(x: Tensor, mesh, column: bool, layout: Layout) -> tuple[Tensor,
     wanted = Replicate() if column else Shard(dims - 1)
     if not _same(layout, wanted, dims):
         x = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [layout], run_check=False)
-        if not layout.is_replicate():
+        if not layout.is_replicate() and not torch.compiler.is_compiling():
             counters.add("sequence gather", ("forward", "both", "high precision"), x.nbytes)
         x = x.redistribute(placements=[wanted])
     if not isinstance(x, DTensor):
@@ -546,13 +522,27 @@ def multiply_shared(
             f"{layer._name}: this rank's input is {list(x.shape)}, wanted [.., {weight.shape[1]}] of at least two dims, for a "
             f"weight of which it holds {list(weight.shape)}"
         )
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     override = current_autocast()
     plan = layer.plan if override is None else layer._overriding_plan(override)
     if plan.boundary is not None:
         raise NotImplementedError(f"{layer._name}: layers that ranks share have no boundary slots; put fq.Quantize between modules")
     grad = torch.is_grad_enabled()
+    if torch.compiler.is_compiling():
+        owner = owner if axis.gathered_slot == "input" else x
+        _check(layer, owner, weight, plan, axis, grad)
+        ranks = axis.group.group_name, axis.column, axis.sequence_dim, axis.reduces, override is None, dtype
+        return layer.traced(owner, weight, bias, plan, weight.requires_grad and grad, ranks)
+    return _multiply(layer, owner, x.to(dtype), weight, bias, plan, axis, grad)
+
+
+@torch.compiler.disable  # what runs where a graph broke; a graph holds `traced_linear`
+def _multiply(
+    layer: Linear, owner: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, axis: TensorParallel,
+    grad: bool,
+) -> Tensor:
+    """Run the eager operator."""
     of = layer.call(x, weight, plan, weight.requires_grad and grad, grad)
     if axis.group.size() > 1 and (plan.input.is_stochastic or plan.grad_output.is_stochastic):
         step, ids = _random_keys(layer._name, axis, of.step)
@@ -562,6 +552,24 @@ def multiply_shared(
         if axis.column and axis.sequence_dim is not None:
             shared, x, rowwise, saved = _shared_input(x, owner, call)
         return _Linear.apply(x, weight, bias, call, shared, rowwise, saved)
+
+
+def _check(layer: Linear, owner: Tensor, weight: Tensor, plan: GemmPlan, axis: TensorParallel, grad: bool) -> None:
+    """Raise what the eager layer raises of a cut before its first collective, while a graph is traced.
+
+    owner:  x, or the DTensor over it.
+    """
+    slot, dim = axis.gathered_slot, axis.sequence_dim
+    if slot is None:
+        return
+    shape = tuple(owner.shape) if axis.column else (*owner.shape[:-1], weight.shape[0])
+    is_whole, of_weight = not axis.column or isinstance(owner, DTensor), weight.requires_grad and grad
+    make, last = SequenceCut.of_whole if is_whole else SequenceCut.of_local, len(shape) - 1
+    if not -len(shape) <= dim < len(shape) or dim % len(shape) == last or (is_whole and shape[dim] % axis.group.size()):
+        make(shape, dim, axis.group, f"{layer._name} {'input' if axis.column else 'output'}")
+    if layer._recipe.require_native:
+        read = (tuple(Direction) if of_weight else (ROWWISE,)) if axis.column else tuple(Direction) if grad else ()
+        check_travels(layer, plan.hybrid(slot), slot, read, make(shape, dim, axis.group))
 
 
 Linear.parallel_forward = forward

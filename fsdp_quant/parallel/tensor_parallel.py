@@ -1,7 +1,7 @@
 """Styles for `parallelize_module`, and linear layers of trainers that have process groups in place of meshes.
 
-Styles come before `fully_shard`, and before or after `fq.convert`; parameters may be quantized ones. Layers that ranks share
-run between the graphs of a compiled block (a break a layer): fullgraph=True is refused.
+Styles come before `fully_shard`, and before or after `fq.convert`; parameters may be quantized ones. torch.compile takes
+the layers into its graphs, collectives and all (`modules.traced_linear`, note "layers that ranks share").
 """
 
 from __future__ import annotations
@@ -79,9 +79,13 @@ class _Style:
         plain.weight = nn.Parameter(values_of(weight).detach(), weight.requires_grad)
         plain.bias = module.bias
         super()._partition_linear_fn(name, plain, device_mesh)
-        module.register_parameter("weight", plain.weight)  # not by setattr, by which fully_shard registers shards
+        # Not by setattr, by which fully_shard registers shards, nor as torch's styles do: the state is another one.
+        nn.Module.register_parameter(module, "weight", plain.weight)
         module.bias = plain.bias
-        attach_state(module, type(module._weight_state))
+        before = module._weight_state
+        attach_state(module, type(before))
+        module._weight_state.histories |= before.histories  # which whoever counts steps knows
+        module._graph.prepare(module)
 
     @staticmethod
     def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):
@@ -132,7 +136,7 @@ class PrepareModuleInput(styles.PrepareModuleInput):
             and input_layout.dim % input.dim() != input.dim() - 1 and desired_layout is not None and desired_layout.is_replicate()
         )
         stays = is_gathered and not self.use_local_output
-        if is_gathered and not stays:
+        if is_gathered and not stays and not torch.compiler.is_compiling():
             size = input.nbytes if isinstance(input, DTensor) else input.nbytes * mesh.size()
             counters.add("sequence gather", ("forward", "both", "high precision"), size)
         return super()._prepare_input_arg(input, mesh, input_layout, input_layout if stays else desired_layout)
@@ -166,6 +170,7 @@ class _ParallelLinear(Linear):
         self.parallel = TensorParallel(group, self._column, sequence_dim)
         adopt(self, recipe or quantized_init_recipe() or identity(), name)
         self._weight_state.tensor_group, self._weight_state.tensor_dim = group, dim
+        self._graph.prepare(self)
 
 
 class ColumnParallelLinear(_ParallelLinear):

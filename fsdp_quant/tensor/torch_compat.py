@@ -498,3 +498,48 @@ def reduce_scatter_rows(received: Tensor, sent: Tensor, group: dist.ProcessGroup
     """Start filling `received` with this rank's piece of the sum of `sent` over the ranks."""
     name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
     return getattr(dist, name)(received, sent, group=group, async_op=True)
+
+
+# Collectives that a graph holds: functional operators #
+
+def is_named(group: dist.ProcessGroup | None) -> bool:
+    """Graphs find the group by its name: it is one of torch's, not a stand-in of a trainer's."""
+    return group is not None and group in dist.distributed_c10d._world.pg_group_ranks
+
+
+def group_of_name(name: str) -> dist.ProcessGroup:
+    """The process group that has this `group_name`."""
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+def all_reduce(x: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
+    """op ("sum", "max") of x over the ranks."""
+    return wait(torch.ops._c10d_functional.all_reduce(x, op, group.group_name))
+
+
+def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """x [n] of every rank, [ranks * n]; not to be read before `wait`."""
+    return torch.ops._c10d_functional.all_gather_into_tensor(x, group.size(), group.group_name)
+
+
+def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's piece [n] of the sum of x [ranks * n] over the ranks; not to be read before `wait`."""
+    return torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", group.size(), group.group_name)
+
+
+@contextlib.contextmanager
+def kept_in_backward(backward: bool = True) -> Iterator[None]:
+    """Operators that are traced inside stay in the backward of the graph, also where they depend on no gradient."""
+    if not (backward and fx_traceback.has_preserved_node_meta()):
+        yield
+        return
+    meta, key = fx_traceback.current_meta, "partitioner_tag"
+    before, meta[key] = meta.get(key), "must_be_in_backward"
+    try:
+        yield
+    finally:
+        meta[key] = before
+
+
+def wait(x: Tensor) -> Tensor:
+    return torch.ops._c10d_functional.wait_tensor(x)
