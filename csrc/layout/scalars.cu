@@ -10,8 +10,8 @@ __global__ void alpha_kernel(Factor a, Factor b, float* out) { *out = value_of(a
 
 __device__ void make_key(const int64_t* step, const int64_t* id, int64_t rows, int64_t* key) {
   const int64_t offset = step[3];
-  key[0] = step[0], key[1] = step[1], key[2] = *id, key[3] = step[2];
-  key[4] = offset < 0 ? step[4] * rows : offset;
+  key[0] = step[0], key[1] = step[1], key[2] = *id & 0xFFFFFFFF, key[3] = step[2];
+  key[4] = (offset < 0 ? step[4] * rows : offset) + (*id >> 32 << 40);
 }
 
 __global__ void random_key_kernel(const int64_t* step, const int64_t* id, int64_t rows, int64_t* key) {

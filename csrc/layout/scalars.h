@@ -11,8 +11,8 @@ namespace fsdp_quant {
 
 // out = a * b.
 cudaError_t launch_alpha(const Factor& a, const Factor& b, float* out, cudaStream_t stream);
-// key[5] of stochastic rounding (seed, step, id, micro-batch, first row) from step[5] (seed, step, micro-batch, token
-// offset or -1, rank); without an offset a rank's rows follow those of the rank before.
+// key[5] of stochastic rounding (`RandomKey`) from step[5] (seed, step, micro-batch, token offset or -1, rank) and id + (first
+// column << 32); without an offset a rank's rows follow those of the rank before.
 cudaError_t launch_random_key(const int64_t* step, const int64_t* id, int64_t rows, int64_t* key, cudaStream_t stream);
 // What lies apart, of groups.
 template <class T>

@@ -273,10 +273,10 @@ def test_the_graph_is_autograds():
 def test_random_keys_and_histories_are_those_of_torch():
     """If false, random bits or delayed scales depend on where they are made."""
     step = torch.tensor([2**40 + 5, 7, 3, -1, 6])
-    ids = torch.tensor([11, 12, 2**32 - 1])
+    ids = torch.tensor([11, 12, 2**32 - 1 + (48 << 32)])  # of a part whose columns begin at 48
     for offset in (-1, 0, 4096):
         step[3] = offset
-        want = torch.tensor([2**40 + 5, 7, 2**32 - 1, 3, 6 * 128 if offset < 0 else offset])
+        want = torch.tensor([2**40 + 5, 7, 2**32 - 1, 3, (6 * 128 if offset < 0 else offset) + (48 << 40)])
         assert torch.equal(linear_op.dispatch.random_key(step.cuda(), ids.cuda(), 2, 128).cpu(), want)
         assert torch.equal(linear_op.dispatch.random_key(step, ids, 2, 128), want)
     for amax in (0.0, 0.5, 3.0, float("inf"), float("nan")):

@@ -211,7 +211,20 @@ def layers(rank: int, world: int) -> None:
     around_them(mesh, rank, world)
     inputs_are_quantized_once(mesh, rank, world, x)
     quantized_parameters(mesh, rank, world, x)
+    random_bits(mesh, rank, world)
     refusals(mesh, world)
+
+
+def random_bits(mesh, rank: int, world: int) -> None:
+    """Stochastic rounding has the bits of one process, whether ranks have other rows of a tensor or other columns."""
+    x, dy = (laws.values(1, 128 * world, D, seed=seed, dtype=torch.float32) for seed in (1, 2))
+    for recipe in (fq.recipes.nvfp4(), fq.recipes.hybrid("mxfp8", "nvfp4")):
+        reference, net = fq.convert(build(), recipe), fq.convert(cut(build(), mesh), recipe)
+        with fq.token_offset(0):
+            for got, of in ((reference, (x, dy)), (net, [t.chunk(world, 1)[rank] for t in (x, dy)])):
+                got(of[0].clone().requires_grad_()).backward(of[1])
+        for (n, p), q in zip(net.named_parameters(), reference.parameters()):
+            assert_close(whole(p.grad), q.grad, f"{recipe} {n}.grad")
 
 
 def parts_of_backward(mesh, rank: int, world: int, x: torch.Tensor) -> None:

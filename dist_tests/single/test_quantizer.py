@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dist_tests.golden import oracle
 from dist_tests.laws import PAIRS, QUANTIZERS, assert_same_bytes, assert_same_storage, values
-from fsdp_quant.formats import COLUMNWISE, E2M1, FLT_MAX, FORMATS, ROWWISE, Direction, format_of
+from fsdp_quant.formats import COLUMNWISE, E2M1, FLT_MAX, FORMATS, ROWWISE, Direction, ceil_div, format_of
 from fsdp_quant.ops import reference, rng
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer, hybrid_of
 from fsdp_quant.scaling import DelayedScaling
@@ -574,10 +574,12 @@ def test_random_bits_are_keyed_by_the_global_element(direction: Direction):
     for start, stop in [(0, 97), (0, 1), (1, 2), (15, 17), (16, 48), (31, 97), (96, 97), (50, 50)]:
         cut = rng.random_bytes((stop - start, 40), direction, key(2, row0=start))
         assert_same_bytes(cut, whole[start:stop], f"rows [{start}, {stop})")
-    for start, stop in [(0, 40), (16, 40), (32, 40), (16, 17)]:
-        cut = rng.random_bytes((97 - 5, stop - start), direction, rng.shifted_columns(key(2, row0=5), start))
-        assert_same_bytes(cut, whole[5:, start:stop], f"columns [{start}, {stop})")
-    assert_same_bytes(rng.shifted_columns(key(2), 17), rng.shifted_columns(key(2), 32), "kernels want multiples of 16")
+    step = torch.tensor([11, 2, 0, 5, 3])  # of the same seed, step and token offset as the keys below
+    for part, cols in [(0, 40), (1, 16), (2, 16), (1, 32), (4, 7)]:
+        placed = rng.key_of(step, rng.placed_id(torch.tensor(7), part, cols), 92)
+        start = part * ceil_div(cols, 16) * 16
+        wider = rng.random_bytes((92, start + 3), direction, key(2, row0=5))
+        assert_same_bytes(rng.random_bytes((92, 3), direction, placed), wider[:, start:], f"part {part} of {cols} columns")
 
 
 def test_recomputation_rounds_alike():

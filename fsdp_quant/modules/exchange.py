@@ -26,6 +26,7 @@ from ..counters import counters
 from ..formats import ROWWISE, Direction, Encoding
 from ..ops import dispatch, opaque
 from ..ops.dispatch import Statistics
+from ..ops.rng import placed_id
 from ..quantizer import HybridQuantizer
 from ..scaling import reduce_amaxes, share_amaxes
 from ..storage import Placement, Storage
@@ -71,6 +72,13 @@ class TensorParallel:
         if self.group.size() > 1:
             dist.all_reduce(y, group=self.group)
         return y
+
+    def slot_ids(self, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
+        """`linear_op.slot_ids` of a layer, of whose `cut_slot` this rank holds the columns behind those of the ranks before.
+
+        shape:  [N, K] of this rank's part of the weight.
+        """
+        return _ids_of_part(name, self.cut_slot, self.group.rank(), shape[0 if self.column else 1], device)
 
     @property
     def data_parallel_rank(self) -> int:
@@ -154,12 +162,11 @@ def _checked_dim(shape: tuple[int, ...], dim: int, name: str) -> int:
 # What ranks share before they encode #
 
 @functools.cache
-def ids_of_part(name: str, cut_slot: str, rank: int, device: torch.device) -> Tensor:
-    """`slot_ids` of a layer, those of the slot that ranks cut a rank's own: each rank rounds the columns that it holds alone
-    independently. On the device once, before graphs are captured."""
+def _ids_of_part(name: str, cut_slot: str, part: int, cols: int, device: torch.device) -> Tensor:
+    """Made on the device once, before graphs are captured."""
     with torch.inference_mode(False):  # training reads them after an evaluation
         ids, slot = slot_ids(name), SLOTS.index(cut_slot)
-        ids[slot] = slot_ids(f"{name}.{rank}")[slot]
+        ids[slot] = placed_id(ids[slot], part, cols)
         return ids.to(device)
 
 

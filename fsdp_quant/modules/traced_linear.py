@@ -61,7 +61,7 @@ from ..tensor import torch_compat
 from ..tensor.gather_group import RECOMPUTED_IN_GRAPHS
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import values_of
-from .exchange import Gather, Scattering, SequenceCut, TensorParallel, ids_of_part, shared_statistics
+from .exchange import Gather, Scattering, SequenceCut, TensorParallel, shared_statistics
 from .guard import backward_guard_of, guard_of
 from .linear_op import SLOTS, bias_gradient, slot_key, slot_storages, storage_over
 from .plan import GemmPlan, plan_of
@@ -92,7 +92,7 @@ class GraphTensors:
         group = state.tensor_group
         if layer.weight is not None and torch_compat.is_named(group) and group.size() > 1:
             axis = TensorParallel(group, state.tensor_dim == 0)
-            self.ids = ids_of_part(layer._name, axis.cut_slot, group.rank(), device)
+            self.ids = axis.slot_ids(layer._name, state.shape, device)
             with torch.inference_mode(False):
                 self.rank = torch.tensor([axis.data_parallel_rank, group.rank()], device=device)
         domains = [plan.resolved(dtype, device).domains for dtype in FLOATING]  # which asks C++, now and not in a trace

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..counters import counters
 from ..formats import SCALE_DTYPE, Direction, Encoding, Format, ceil_div, format_of
-from . import reference
+from . import reference, rng
 
 _THREAD = threading.local()
 
@@ -195,8 +195,7 @@ def random_key(step: Tensor, ids: Tensor, slot: int, rows: int, after: Tensor | 
 
 
 def key_of(step: Tensor, ids: Tensor, slot: int, rows: int, after: Tensor | None = None) -> Tensor:
-    seed, number, micro_batch, offset, rank = step.unbind()
-    return torch.stack((seed, number, ids[slot], micro_batch, torch.where(offset < 0, rank * rows, offset)))
+    return rng.key_of(step, ids[slot], rows)
 
 
 _random_key_op = define(

@@ -1,15 +1,8 @@
 """Random bits keyed by the global element and by the layer, so that no cut, world size or recomputation changes them.
 
 Philox4x32-10 with key = seed and counter = (contraction index // 16, outer index, step, stream); byte i of
-<<<<<<< HEAD
 the 128 output bits belongs to element i of the 16. `stream` hashes (tensor id, direction, micro-batch). Indices are those of the
-whole tensor: a key says where the rows and columns of a part begin (`shifted_columns`). Everything that changes between calls is a tensor on the device, never a Python integer: a compiled graph
-=======
-the 128 output bits belongs to element i of the 16. `stream` hashes (tensor id, direction, micro-batch).
-The key places rows (row0), not columns: what tensor parallelism cuts by columns (gradients of column layers, inputs of row
-layers) is rounded by ids of its part (`exchange.ids_of_part`), independently on each rank, so those bits depend on the number of
-tensor-parallel ranks. Everything that changes between calls is a tensor on the device, never a Python integer: a compiled graph
->>>>>>> tp-graphs
+whole tensor: a key says where the rows and columns of a part begin (`placed_id`). Everything that changes between calls is a tensor on the device, never a Python integer: a compiled graph
 or a captured one sees new bits without being made again.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
@@ -23,7 +16,7 @@ import zlib
 import torch
 from torch import Tensor
 
-from ..formats import ROWWISE, Direction
+from ..formats import ROWWISE, Direction, ceil_div
 
 _MASK = 0xFFFFFFFF
 _ROUND = (0xD2511F53, 0xCD9E8D57)
@@ -54,11 +47,20 @@ def own_name(name: str | None, kind: str) -> str:
     return f"{kind}_{number}" if number else kind
 
 
-def shifted_columns(key: Tensor, cols: int) -> Tensor:
-    """The key of a part that begins `cols` columns behind the key's; of a multiple of 16, as kernels want it, the next one."""
-    key = key.clone()
-    key[-1] += -(-cols // 16) * 16 << _COL0
-    return key
+def placed_id(ident: int | Tensor, part: int, cols: int) -> int | Tensor:
+    """The id of a tensor that is cut into parts of `cols` columns, of this part: kernels want multiples of 16."""
+    return ident + (part * ceil_div(cols, 16) * 16 << 32)
+
+
+def key_of(step: Tensor, ident: Tensor, rows: int) -> Tensor:
+    """int64 [5] (`KEY_FIELDS`) of `rows` rows of a tensor.
+
+    step:   int64 [5] (`context.STEP_FIELDS`). Without a token offset a rank's rows follow those of the rank before.
+    ident:  int64 [], a `tensor_id` or `placed_id`.
+    """
+    seed, number, micro_batch, offset, rank = step.unbind()
+    origin = torch.where(offset < 0, rank * rows, offset) + (ident >> 32 << _COL0)
+    return torch.stack((seed, number, ident & _MASK, micro_batch, origin))
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> list[Tensor]:

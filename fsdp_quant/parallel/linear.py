@@ -35,7 +35,6 @@ from ..modules.exchange import (
     SequenceCut,
     TensorParallel,
     encoded_rows,
-    ids_of_part,
     shared_statistics,
 )
 from ..modules.linear import Linear, attach_tensor_group
@@ -448,13 +447,12 @@ class Layouts:
     use_local_output: bool
 
 
-def _random_keys(name: str, axis: TensorParallel, step: Tensor) -> tuple[Tensor, Tensor]:
-    """(step, slot ids): ranks of a group hold one batch, and round the columns that they hold alone independently."""
-    ids = ids_of_part(name, axis.cut_slot, axis.group.rank(), step.device)
+def _step_of(axis: TensorParallel, step: Tensor) -> Tensor:
+    """The step's tensor of ranks that hold one batch together."""
     if STEP.token_offset < 0:  # else it says where this rank's rows are
         step = step.clone()
         step[STEP_FIELDS.index("data_parallel_rank")].fill_(axis.data_parallel_rank)  # a launch that graphs capture
-    return step, ids
+    return step
 
 
 def forward(layer: Linear, x: Tensor) -> Tensor:
@@ -545,8 +543,7 @@ def _multiply(
     """Run the eager operator."""
     of = layer.call(x, weight, plan, weight.requires_grad and grad, grad)
     if axis.group.size() > 1 and (plan.input.is_stochastic or plan.grad_output.is_stochastic):
-        step, ids = _random_keys(layer._name, axis, of.step)
-        of = of._replace(step=step, ids=ids)
+        of = of._replace(step=_step_of(axis, of.step), ids=axis.slot_ids(layer._name, weight.shape, x.device))
     call, shared, rowwise, saved = Call(of, layer._name, axis, grad, layer._recipe.require_native), None, None, None
     with torch.autocast(x.device.type, enabled=False):
         if axis.column and axis.sequence_dim is not None:
