@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
 
 import pytest
@@ -46,6 +46,23 @@ def give(model: nn.Module, values: Mapping[str, Tensor]) -> None:
         raise ValueError(f"the model has {have}, the values are of {want}")
     for name, value in values.items():
         parameters[name].copy_(value)
+
+
+@contextlib.contextmanager
+def optimizers_in_backward(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """One SGD per parameter inside, stepped as its gradient arrives."""
+    optimizers = {p: torch.optim.SGD([p], lr=0.05) for p in parameters if p.requires_grad}
+
+    def step(p: Tensor) -> None:
+        optimizers[p].step()
+        p.grad = None
+
+    hooks = [p.register_post_accumulate_grad_hook(step) for p in optimizers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class Interrupted(Exception):

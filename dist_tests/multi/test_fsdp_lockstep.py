@@ -316,18 +316,8 @@ for _name in OPTIMIZERS:
 
 @event
 def optimizer_in_backward(program: Program) -> None:
-    optimizers = {
-        p: torch.optim.SGD([p], lr=0.05) for p in program.parameters().values() if p.requires_grad
-    }
-
-    def step(p: Tensor) -> None:
-        optimizers[p].step()
-        p.grad = None
-
-    hooks = [p.register_post_accumulate_grad_hook(step) for p in optimizers]
-    program.net(program.x()).square().mean().backward()
-    for hook in hooks:
-        hook.remove()
+    with lockstep.optimizers_in_backward(program.parameters().values()):
+        program.net(program.x()).square().mean().backward()
 
 
 @event

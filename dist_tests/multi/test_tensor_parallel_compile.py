@@ -27,18 +27,11 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_quant as fq
 from dist_tests import laws
 from dist_tests.multi.harness import DEVICE, run_ranks
-from fsdp_quant import recipes
+from dist_tests.single.test_compile import RECIPES
 from fsdp_quant.tensor.torch_compat import local_of
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="compares bits, and kernels of a GPU sum in other orders in graphs")
 D, FFN = 64, 128
-RECIPES = {
-    "identity": recipes.identity(), "fp8_current": recipes.fp8_current(), "fp8_delayed": recipes.fp8_delayed(length=3),
-    "fp8_row": recipes.fp8_row(), "fp8_block": recipes.fp8_block(), "mxfp8": recipes.mxfp8(), "nvfp4": recipes.nvfp4(),
-    "mxfp8/nvfp4": recipes.hybrid("mxfp8", "nvfp4"), "nvfp4/identity": recipes.hybrid("nvfp4", "identity"),
-    "dequantized": recipes.mxfp8(backward_override="dequantized"),
-    "kept input": recipes.fp8_delayed(length=2, save_original_input=True),
-}
 # Sums over layers and ranks, (a + b) + (c + d) against (a + c) + (b + d): each rounds three times, by 2^-24 of a sum of
 # magnitudes, which is at most twice the sum for gradients that point anywhere.
 OTHER_ORDER = 2 * 3 * 2 * 2.0**-24

@@ -303,18 +303,8 @@ for _name in ("AdamW8bit", "AdamW4bit", "AdamWFp8"):
 @writer
 def optimizer_in_backward(program: Program) -> None:
     """One optimizer per parameter, stepped as its gradient arrives."""
-    optimizers = {
-        p: torch.optim.SGD([p], lr=0.05) for p in program.net.parameters() if p.requires_grad
-    }
-
-    def step(p: Tensor) -> None:
-        optimizers[p].step()
-        p.grad = None
-
-    hooks = [p.register_post_accumulate_grad_hook(step) for p in optimizers]
-    program.net(program.x()).square().mean().backward()
-    for hook in hooks:
-        hook.remove()
+    with lockstep.optimizers_in_backward(program.net.parameters()):
+        program.net(program.x()).square().mean().backward()
 
 
 @writer
