@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import pickle
-import socket
 import tempfile
 import time
 import traceback
@@ -32,23 +31,18 @@ _PRELOAD = [
 ]
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def _entry(rank: int, world: int, port: int, fn, args, folder: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world),
                    "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
     gc.freeze()  # modules are no garbage: a collection reads what the law made
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
         torch.set_default_device(f"cuda:{rank}")
-        dist.init_process_group("nccl", rank=rank, world_size=world, device_id=torch.device("cuda", rank))
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=world, device_id=torch.device("cuda", rank))
     else:
-        dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     try:
         outcome = ("ok", fn(rank, world, *args))
     except BaseException:
@@ -87,10 +81,10 @@ def run_ranks(world: int, fn, *args) -> list:
     context = mp.get_context("spawn" if DEVICE == "cuda" else "forkserver")
     if DEVICE == "cpu":
         context.set_forkserver_preload(_PRELOAD)  # torch is imported once, each rank is a fork of the server
-    port = _free_port()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a port that no other test is given
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=_entry, args=(r, world, port, fn, args, folder)) for r in range(world)
+            context.Process(target=_entry, args=(r, world, store.port, fn, args, folder)) for r in range(world)
         ]
         for process in ranks:
             process.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from dist_tests import laws
-from dist_tests.multi.harness import _free_port
 
 ROOT = Path(__file__).parents[2]
 TINY = (
@@ -24,6 +24,12 @@ TINY = (
 def environment(**changes: str) -> dict[str, str]:
     inherited = {k: v for k, v in os.environ.items() if k not in ("NPROC", "RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return inherited | {"FSDP_QUANT_PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | changes
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 def script(name: str, *arguments: str, **changes: str) -> subprocess.Popen:
@@ -42,7 +48,7 @@ def test_two_agents_train_and_save_with_copies_across_them(tmp_path):
     text = tmp_path / "text"
     text.write_text("to be or not to be, that is the question. " * 40)
     arguments = [*TINY, "--data", str(text), "--save", str(tmp_path / "run"), "--plot", str(tmp_path / "plot.png")]
-    where = {"NNODES": "2", "NPROC": each, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    where = {"NNODES": "2", "NPROC": each, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     agents = [script("multinode.sh", *arguments, **where) for _ in range(2)]
     try:
         outputs = [agent.communicate(timeout=240)[0] for agent in agents]
