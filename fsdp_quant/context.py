@@ -178,7 +178,8 @@ class StepState:
 
     def show_in_graph(self, device: torch.device, step: Tensor) -> None:
         """`show` a step, int64 [1], to graphs that read any offset on `device`; torch.compile traces it."""
-        for tensor in [t for (where, _), t in self._kept.items() if where == device] + [self.in_graph(device)]:
+        shown, here = [t for (where, _), t in self._kept.items() if where == device], self.in_graph(device)
+        for tensor in shown if any(t is here for t in shown) else [*shown, here]:
             tensor[_STEP].copy_(step)
 
     @property
@@ -338,11 +339,12 @@ class TrainingSteps:
 
     def skip(self) -> None:
         """The step that runs was not applied: the next training forward begins it again."""
+        for counts in self._counts.values():
+            if not STEP.counted_by_hand:
+                counts[0].sub_(counts[1])
+            counts[1].zero_()
         if not STEP.counted_by_hand:
             self.next -= self.open
-        for counts in self._counts.values():
-            counts[0].sub_(0 if STEP.counted_by_hand else counts[1])
-            counts[1].zero_()
         self.open = False
 
 

@@ -120,10 +120,14 @@ class Recipe:
             raise ValueError(f"accuracy must be 'fast' or 'exact', got {self.accuracy!r}")
         if not 0.0 <= self.tail <= 1.0:
             raise ValueError(f"tail is a share of the layers between 0 and 1, got {self.tail}")
-        self.__setstate__({"key": f"{self.name} {self.fingerprint()}"})
+        self._register()
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
+        self._register()  # files of before keys have none
+
+    def _register(self) -> None:
+        object.__setattr__(self, "key", f"{self.name} {self.fingerprint()}")
         _RECIPES[self.key] = self
 
     def hybrid(self, role: Role) -> HybridQuantizer | None:
