@@ -9,6 +9,7 @@ from .inspection.plan import plan
 from .inspection.receipt import receipt, reset_receipt
 from .modules.convert import convert, set_recipe
 from .modules.fuse import MLPPattern, NormPattern
+from .modules.graphed import graphed
 from .modules.grouped_linear import GroupedLinear
 from .modules.hold import freeze, hold
 from .modules.layernorm_linear import LayerNormLinear

@@ -183,22 +183,26 @@ std::tuple<at::Tensor, at::Tensor> activate_autograd(
   return {made[0], made[1]};
 }
 
-NormArgs norm_args(const at::Tensor& x, const at::Tensor& weight, bool zero_centered) {
+NormArgs norm_args(const at::Tensor& x, const at::Tensor& weight, bool centred, bool zero_centered, bool rounds_first) {
   const at::Tensor rows = rows_of(x, "x", x);
   TORCH_CHECK_VALUE(x.is_contiguous() && rows.size(1) <= kLargestWidth && rows.size(0) <= std::numeric_limits<int32_t>::max(),
                     "x has shape ", x.sizes(), " and strides ", x.strides(), "; wanted it contiguous, with at most ",
                     kLargestWidth, " columns");
   check_line(weight, "weight", x);
+  TORCH_CHECK_VALUE(!rounds_first || !(centred || zero_centered),
+                    "rounds_first is of a root mean square norm whose gamma is its weight");
   NormArgs a = {};
   a.x = x.const_data_ptr(), a.weight = weight.const_data_ptr(), a.offset = zero_centered ? 1.0f : 0.0f;
+  a.rounds_first = rounds_first;
   a.rows = static_cast<int32_t>(rows.size(0)), a.cols = static_cast<int32_t>(rows.size(1));
   return a;
 }
 
 // y [.., cols], its amax [1], rstd [rows], mean [rows] (empty of a root mean square).
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm(
-    const at::Tensor& x, const at::Tensor& weight, const MaybeTensor& bias, double eps, bool centred, bool zero_centered) {
-  NormArgs args = norm_args(x, weight, zero_centered);
+    const at::Tensor& x, const at::Tensor& weight, const MaybeTensor& bias, double eps, bool centred, bool zero_centered,
+    bool rounds_first) {
+  NormArgs args = norm_args(x, weight, centred, zero_centered, rounds_first);
   if (bias.has_value()) check_line(*bias, "bias", x), args.bias = bias->const_data_ptr();
   const c10::cuda::CUDAGuard guard(x.device());
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
@@ -214,8 +218,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm(
 // dx [.., cols] (plus `residual`, after rounding), its amax [1], dweight [cols], dbias [cols] (empty unless has_bias).
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_backward(
     const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight, const MaybeTensor& residual, const at::Tensor& rstd,
-    const at::Tensor& mean, bool zero_centered, bool has_bias) {
-  NormArgs args = norm_args(x, weight, zero_centered);
+    const at::Tensor& mean, bool zero_centered, bool rounds_first, bool has_bias) {
+  const bool centred = mean.numel() != 0;
+  NormArgs args = norm_args(x, weight, centred, zero_centered, rounds_first);
   const auto check_like = [&](const at::Tensor& t, const char* name) {
     rows_of(t, name, x);
     TORCH_CHECK_VALUE(t.is_contiguous(), name, " has strides ", t.strides(), "; wanted it contiguous");
@@ -223,7 +228,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_backward(
   check_like(dy, "dy");
   if (residual.has_value()) check_like(*residual, "residual"), args.residual = residual->const_data_ptr();
   check_buffer(rstd, "rstd", x, at::kFloat, args.rows);
-  const bool centred = mean.numel() != 0;
   if (centred) check_buffer(mean, "mean", x, at::kFloat, args.rows);
   TORCH_CHECK_VALUE(centred || !has_bias, "a root mean square norm has no bias");
   const c10::cuda::CUDAGuard guard(x.device());
@@ -252,10 +256,11 @@ void register_norm(torch::Library& m) {
   m.def("activate(Tensor g, Tensor? u, int kind, Tensor? grad_amaxes, bool deferred) -> (Tensor, Tensor)",
         torch::dispatch(c10::DispatchKey::CUDA, activate));
   m.impl("activate", torch::dispatch(c10::DispatchKey::AutogradCUDA, activate_autograd));
-  m.def("norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool centred, bool zero_centered) -> (Tensor, Tensor, "
-        "Tensor, Tensor)", torch::dispatch(c10::DispatchKey::CUDA, norm), compliant());
+  m.def("norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool centred, bool zero_centered, "
+        "bool rounds_first) -> (Tensor, Tensor, Tensor, Tensor)", torch::dispatch(c10::DispatchKey::CUDA, norm), compliant());
   m.def("norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor? residual, Tensor rstd, Tensor mean, bool zero_centered, "
-        "bool has_bias) -> (Tensor, Tensor, Tensor, Tensor)", torch::dispatch(c10::DispatchKey::CUDA, norm_backward), compliant());
+        "bool rounds_first, bool has_bias) -> (Tensor, Tensor, Tensor, Tensor)",
+        torch::dispatch(c10::DispatchKey::CUDA, norm_backward), compliant());
 }
 
 }  // namespace fsdp_quant

@@ -5,6 +5,7 @@
 //                                                            = round(rstd * a - (slope * x + level))
 //              dgamma = sum over rows of dy * x^          dbeta = sum over rows of dy
 //
+// Where x^ is rounded first, y = round(round(x^) * gamma), a = round(dy * gamma), dgamma = sum of round(dy * round(x^)).
 // fp32 inside. A root mean square has no mean: those terms are absent. Sums over rows are deterministic: a fixed number
 // of teams adds up its rows in registers, those of a block through shared memory, a second kernel the blocks, in order.
 // A row is computed by a team of threads that stays, and takes row after row: while one is computed the next is on its
@@ -18,6 +19,8 @@
 namespace fsdp_quant {
 
 namespace {
+
+enum class Kind { kLayerNorm, kRMSNorm, kRoundsFirst };  // the last: a root mean square
 
 constexpr int kVectors = 4, kBackwardVectors = 2;  // of 8 values a thread
 constexpr int kResident = 1024;                    // threads of a processor: 64 registers each
@@ -90,8 +93,9 @@ struct Ahead {
 template <class T>
 constexpr int kBackwardStages = Eight<T>::kWide ? 1 : 2;  // three rows of fp32 fill the shared memory
 
-template <class T, bool Centred>
+template <class T, Kind kKind>
 __global__ void __launch_bounds__(512, Eight<T>::kWide ? 1 : 2) norm_kernel(const __grid_constant__ NormArgs args) {
+  constexpr bool Centred = kKind == Kind::kLayerNorm;
   extern __shared__ uint4 ring[];
   __shared__ float sums[2][32];
   __shared__ uint32_t maxima[32];
@@ -141,7 +145,10 @@ __global__ void __launch_bounds__(512, Eight<T>::kWide ? 1 : 2) norm_kernel(cons
       Eight<T>::cached(weight + column(k)).widen(gamma);
       if (bias != nullptr) Eight<T>::cached(bias + column(k)).widen(beta);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) v[k][i] = v[k][i] * rstd * (gamma[i] + args.offset) + beta[i];
+      for (int i = 0; i < 8; ++i) v[k][i] *= rstd;
+      if constexpr (kKind == Kind::kRoundsFirst) Eight<T>::round(v[k]).widen(v[k]);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v[k][i] = v[k][i] * (gamma[i] + args.offset) + beta[i];
       const Eight<T> made = Eight<T>::round(v[k]);
       largest.take(made);
       made.store(y + column(k));
@@ -152,8 +159,9 @@ __global__ void __launch_bounds__(512, Eight<T>::kWide ? 1 : 2) norm_kernel(cons
 
 // Bound by instructions: what a thread has in memory, of x, dy and the residual, and its columns, lie at distances that
 // are constants of instructions. Threads: of a block at most.
-template <class T, bool Centred, int Threads>
+template <class T, Kind kKind, int Threads>
 __global__ void __launch_bounds__(Threads, kResident / Threads) norm_backward_kernel(const __grid_constant__ NormArgs args) {
+  constexpr bool Centred = kKind == Kind::kLayerNorm, RoundsFirst = kKind == Kind::kRoundsFirst;
   extern __shared__ uint4 ring[];
   __shared__ float sums[2][2][32];
   __shared__ uint32_t maxima[32];
@@ -193,6 +201,11 @@ __global__ void __launch_bounds__(Threads, kResident / Threads) norm_backward_ke
 #pragma unroll
     for (int i = 0; i < 8; ++i) gamma[i] += args.offset;
   };
+  const auto multiply = [](float (&a)[8], const float (&b)[8]) {  // and round
+#pragma unroll
+    for (int i = 0; i < 8; ++i) a[i] *= b[i];
+    Eight<T>::round(a).widen(a);
+  };
   float next_rstd = 0.0f, next_mean = 0.0f;
   const auto fetch_scalars = [&](uint32_t row) {
     next_rstd = __ldg(args.rstd + row);
@@ -217,12 +230,21 @@ __global__ void __launch_bounds__(Threads, kResident / Threads) norm_backward_ke
       if (!has(k)) continue;
       float x[8], dy[8], gamma[8];
       widen(stage, 0, k, x), widen(stage, 1, k, dy), scale(k, gamma);
+      if constexpr (RoundsFirst) {
+        multiply(gamma, dy);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float normal = x[i] * rstd + shift, a = dy[i] * gamma[i];
-        along += a * normal;
-        dgamma[k][i] += dy[i] * normal;
-        if constexpr (Centred) mean += a, dbeta[k][i] += dy[i];
+        for (int i = 0; i < 8; ++i) x[i] *= rstd, along += gamma[i] * x[i];
+        Eight<T>::round(x).widen(x), multiply(x, dy);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) dgamma[k][i] += x[i];
+      } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const float normal = x[i] * rstd + shift, a = dy[i] * gamma[i];
+          along += a * normal;
+          dgamma[k][i] += dy[i] * normal;
+          if constexpr (Centred) mean += a, dbeta[k][i] += dy[i];
+        }
       }
     }
     team_sum<Centred>(along, mean, sums[turn]);
@@ -233,8 +255,14 @@ __global__ void __launch_bounds__(Threads, kResident / Threads) norm_backward_ke
       if (!has(k)) continue;
       float x[8], dy[8], gamma[8];
       widen(stage, 0, k, x), widen(stage, 1, k, dy), scale(k, gamma);
+      if constexpr (RoundsFirst) {
+        multiply(gamma, dy);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) x[i] = dy[i] * gamma[i] * rstd - (x[i] * slope + level);
+        for (int i = 0; i < 8; ++i) x[i] = gamma[i] * rstd - x[i] * slope;
+      } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[i] = dy[i] * gamma[i] * rstd - (x[i] * slope + level);
+      }
       Eight<T> made = Eight<T>::round(x);
       if (adds) {
         float other[8];
@@ -324,7 +352,9 @@ cudaError_t start(Kernel* kernel, const NormArgs& args, int32_t blocks, const Sh
 template <class T>
 cudaError_t launch_forward(const NormArgs& args, cudaStream_t stream) {
   const Shape shape = shape_of(args, kVectors, Eight<T>::kWide ? kResident / 2 : kResident, 0);
-  auto* kernel = args.mean != nullptr ? norm_kernel<T, true> : norm_kernel<T, false>;
+  auto* kernel = args.mean != nullptr ? norm_kernel<T, Kind::kLayerNorm> : norm_kernel<T, Kind::kRMSNorm>;
+  if constexpr (!Eight<T>::kWide)
+    if (args.rounds_first) kernel = norm_kernel<T, Kind::kRoundsFirst>;
   return start(kernel, args, shape.blocks, shape, shape.count() * Ahead<T>::kBytes, stream);
 }
 
@@ -337,7 +367,10 @@ cudaError_t launch_partials(const Partials& args, cudaStream_t stream) {
 template <class T, int Threads>
 cudaError_t start_backward(const NormArgs& args, const Shape& shape, int32_t blocks, cudaStream_t stream) {
   const int bytes = (args.residual != nullptr ? 3 : 2) * kBackwardStages<T> * kBackwardVectors * 8 * sizeof(T) * Threads;
-  auto* kernel = args.mean != nullptr ? norm_backward_kernel<T, true, Threads> : norm_backward_kernel<T, false, Threads>;
+  auto* kernel = args.mean != nullptr ? norm_backward_kernel<T, Kind::kLayerNorm, Threads>
+                                      : norm_backward_kernel<T, Kind::kRMSNorm, Threads>;
+  if constexpr (!Eight<T>::kWide)
+    if (args.rounds_first) kernel = norm_backward_kernel<T, Kind::kRoundsFirst, Threads>;
   return start(kernel, args, blocks, shape, bytes, stream);
 }
 

@@ -40,6 +40,7 @@ struct NormArgs {
   const void *x, *weight, *bias;      // bias: null, or [cols]
   float offset;                       // gamma = weight + offset
   float eps;
+  bool rounds_first;                  // x^ is rounded before gamma multiplies it
   void* y;
   float *rstd, *mean;                 // [rows]; mean: null for a root mean square
   float* amax;                        // [1], zero: of y; or of dx

@@ -1,19 +1,22 @@
-"""Training steps of transformers' Llama: this library and torchao float8 over compiled bf16.
+"""Training steps of transformers' models: this library and torchao float8 over compiled bf16.
 
     python -m dist_tests.bench.llama [--layers 6] [--tokens 8192,2048] [--arms bf16,compiled,...]
         [--recipes fp8_current,mxfp8] [--compile layers|whole] [--profile] [--json out.json]
+        [--model llama|qwen3|gemma3|mixtral|qwen3_moe]
     torchrun --nproc-per-node 2 -m dist_tests.bench.llama --fsdp --layers 8
     python -m dist_tests.bench.llama --tiny --backend aot_eager     # a smoke test, on a CPU too
 
-LlamaForCausalLM is built from a config (the widths of Llama 3 8B) with random bf16 weights, sdpa
-and its own loss. A step is forward, backward, fused AdamW and zero_grad: weights change in every
-step. lm_head stays bf16 in all arms. The base, "bf16 compiled", is measured first; then --arms:
+LlamaForCausalLM, or another family, is built from a config (the widths of Llama 3 8B) with random
+bf16 weights, sdpa and its own loss. A step is forward, backward, fused AdamW and zero_grad: weights
+change in every step. lm_head stays bf16 in all arms. The base, "bf16 compiled", is measured first;
+then --arms:
 
     bf16             eager                       torchao   its float8, tensorwise, compiled
     compiled, eager  each recipe                 gather    the same with fp8 all-gathers (--fsdp)
-    fused            eager, convert(fuse=...)    again     the base once more, to see the drift
+    unfused          eager, fuse=False           again     the base once more, to see the drift
     quantized        quantized parameters and fq.optim.FusedAdam, compiled
-    fused-compiled, quantized-eager              as their names say
+    graphed          compiled, and the step as one CUDA graph by fq.graphed
+    quantized-eager, quantized-graphed, graphed-eager      as their names say
 
 Columns, of medians; "x bf16" is over the base:
     ms        of a step, by device events, steps back to back; base / arm, more is faster
@@ -52,12 +55,13 @@ from torch.autograd import DeviceType
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import fsdp_quant as fq
 from dist_tests.bench import ranks
 from dist_tests.bench.clock import first_line
 from dist_tests.bench.linear import RECIPES
+from fsdp_quant.modules.packed_experts import is_packed_experts
 from fsdp_quant.ops import extension
 
 try:
@@ -75,10 +79,12 @@ BASE = "bf16 compiled"
 OURS = {
     "compiled": {"compiled": True},
     "eager": {},
-    "fused": {"fused": True},
-    "fused-compiled": {"fused": True, "compiled": True},
+    "unfused": {"fuse": False},
     "quantized": {"quantized": True, "compiled": True},
     "quantized-eager": {"quantized": True},
+    "quantized-graphed": {"quantized": True, "compiled": True, "graphed": True},
+    "graphed": {"compiled": True, "graphed": True},
+    "graphed-eager": {"graphed": True},
 }
 ARMS = ("bf16", *OURS, "torchao", "gather", "again")
 WIDTHS = (
@@ -86,8 +92,19 @@ WIDTHS = (
 )
 SIZE = dict(zip(WIDTHS, (4096, 14336, 32, 8, 32000)))
 TINY = dict(zip(WIDTHS, (64, 128, 4, 2, 256)))
+# What a family is beside its widths; the experts are Qwen3-30B-A3B's and, at Llama's width, Mixtral's.
+MODELS = {
+    "llama": ("llama", {}),
+    "qwen3": ("qwen3", {"head_dim": 128}),
+    "gemma3": ("gemma3_text", {"head_dim": 128}),
+    "mixtral": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    "qwen3_moe": ("qwen3_moe", {
+        "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 64,
+        "num_experts_per_tok": 8, "head_dim": 128,
+    }),
+}
+TINY_EXPERTS = {"hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
 KEPT_BF16 = "lm_head"
-MLP, NORM = fq.MLPPattern("mlp"), fq.NormPattern("*norm", eps="variance_epsilon")
 COMPILING_STEPS, WARM_STEPS, HOST_STEPS, PROFILED_KERNELS = 2, 2, 7, 30
 GIB = 2**30
 
@@ -100,8 +117,9 @@ class Arm(NamedTuple):
     name: str
     recipe: str | None = None
     compiled: bool = False
-    fused: bool = False
+    fuse: bool = True
     quantized: bool = False
+    graphed: bool = False
     torchao: str | None = None
 
 
@@ -124,11 +142,14 @@ def chosen_arms(args, say: Callable[[str], None]) -> list[Arm]:
     return arms
 
 
-def llama(args, device: torch.device) -> nn.Module:
+def model(args, device: torch.device) -> nn.Module:
     """Build the model; its weights are the same in each call and on every rank."""
-    config = LlamaConfig(
-        **args.size, num_hidden_layers=args.layers, max_position_embeddings=max(args.tokens),
-        use_cache=False, tie_word_embeddings=False,
+    family, own = MODELS[args.model]
+    tiny = {k: v for k, v in TINY_EXPERTS.items() if args.tiny and k in own}
+    config = CONFIG_MAPPING[family](
+        **args.size | own | tiny, num_hidden_layers=args.layers, use_cache=False,
+        max_position_embeddings=max(args.tokens), tie_word_embeddings=False,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )
     torch.manual_seed(0)
     with device:
@@ -137,32 +158,26 @@ def llama(args, device: torch.device) -> nn.Module:
         ).train()
 
 
-def convert(net: nn.Module, arm: Arm) -> list[str]:
-    """Convert all linear layers but lm_head, in place; return notes on what was not fused."""
+def convert(net: nn.Module, arm: Arm) -> None:
+    """Convert all linear layers but lm_head, and packed experts, in place."""
     if arm.torchao is not None:
         convert_to_float8_training(
             net, config=Float8LinearConfig(enable_fsdp_float8_all_gather=arm.torchao == "gather"),
             module_filter_fn=lambda module, name: KEPT_BF16 not in name,
         )
     if arm.recipe is None:
-        return []
+        return
     recipe = RECIPES[arm.recipe]()
     with fq.quantized_model_init(recipe) if arm.quantized else contextlib.nullcontext():
-        if not arm.fused:
-            fq.convert(net, recipe, skip=KEPT_BF16)
-            return []
-        try:
-            fq.convert(net, recipe, skip=KEPT_BF16, fuse=[MLP, NORM])
-        except ValueError as error:  # LlamaRMSNorm rounds before gamma; nothing was converted
-            fq.convert(net, recipe, skip=KEPT_BF16, fuse=MLP)
-            return [f"norms are not fused: {first_line(error)}"[:180]]
-    return []
+        experts = any(is_packed_experts(module) for module in net.modules())
+        fq.convert(net, recipe, KEPT_BF16, "experts" if experts else (), fuse=arm.fuse)
 
 
 def build(arm: Arm, args, device: torch.device):
-    """(model, optimizer, notes): the model is converted, then compiled, then sharded."""
-    net = llama(args, device)
-    notes, layers = convert(net, arm), list(net.model.layers)
+    """(model, optimizer): the model is converted, then compiled, then sharded."""
+    net = model(args, device)
+    convert(net, arm)
+    layers = list(net.model.layers)
     if arm.compiled:
         for module in [net] if args.compile == "whole" else layers:
             module.compile(backend=args.backend)
@@ -170,8 +185,8 @@ def build(arm: Arm, args, device: torch.device):
         for module in (*layers, net):
             fully_shard(module)
     if arm.quantized:
-        return net, fq.optim.FusedAdam(net.parameters(), lr=args.lr), notes
-    return net, torch.optim.AdamW(net.parameters(), lr=args.lr, fused=True), notes
+        return net, fq.optim.FusedAdam(net.parameters(), lr=args.lr)
+    return net, torch.optim.AdamW(net.parameters(), lr=args.lr, fused=True)
 
 
 # Measurements #
@@ -258,9 +273,10 @@ def measure(
         generator=torch.Generator().manual_seed(1 + rank),
     ).to(device)
     before = allocated()
-    net, optimizer, notes = build(arm, args, device)
+    net, optimizer = build(arm, args, device)
+    notes = []
 
-    def step() -> Tensor:
+    def one_step(ids: Tensor) -> Tensor:
         loss = net(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
@@ -269,6 +285,8 @@ def measure(
             precompute_float8_dynamic_scale_for_fsdp(net)
         return loss.detach()
 
+    one_step = fq.graphed(one_step, net, optimizer, COMPILING_STEPS) if arm.graphed else one_step
+    step = functools.partial(one_step, ids)
     for _ in range(COMPILING_STEPS):
         step()
     compiled_frames = counters["frames"]["total"]
@@ -279,6 +297,8 @@ def measure(
     host = host_ms(step, HOST_STEPS)
     ms = step_ms(step, args.steps) if CUDA else host
     ran = fq.receipt()
+    if arm.graphed and one_step.why_eager is not None:
+        notes.append(one_step.why_eager)
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
     loss = float(step())  # waits for the step
@@ -360,11 +380,12 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = made.add_argument
-    arms = ["bf16", "compiled", "eager", "fused", "torchao"]
+    arms = ["bf16", "compiled", "eager", "graphed", "torchao"]
     add("--arms", type=listed(str, ARMS), default=arms, help=f"default {','.join(arms)}")
     add("--recipes", type=listed(str, RECIPES), default=["fp8_current", "mxfp8"])
     add("--tokens", type=listed(int), help="per step and rank; default 8192, with --tiny 64")
     add("--batch", type=int, default=1, help="sequences that the tokens of a step make")
+    add("--model", choices=MODELS, default="llama", help="family of transformers")
     add("--layers", type=int, help="default 6, with --tiny 2")
     add("--steps", type=int, help="timed steps; default 12, with --tiny 3")
     add("--lr", type=float, default=1e-4)
@@ -394,8 +415,8 @@ def main() -> None:
     say(
         f"{dist.get_world_size() if args.fsdp else 1} x "
         f"{torch.cuda.get_device_name(device) if CUDA else 'CPU'}, "
-        f"{', '.join(f'{n} {importlib.metadata.version(n)}' for n in packages)}; {args.layers} "
-        f"layers, {args.batch} x {[t // args.batch for t in args.tokens]} tokens, compile "
+        f"{', '.join(f'{n} {importlib.metadata.version(n)}' for n in packages)}; {args.model}, "
+        f"{args.layers} layers, {args.batch} x {[t // args.batch for t in args.tokens]} tokens, compile "
         f"{args.compile}, {args.steps} steps; native: {extension.STATUS.reason or 'loaded'}"
     )
     arms = {arm.name: arm for arm in chosen_arms(args, say)}

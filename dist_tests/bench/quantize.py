@@ -232,7 +232,7 @@ def normalizes(centred: bool, backward: bool = False, residual: bool = False) ->
         _, rstd, mean, _ = native.norm(x, weight, bias, *spec)
         dy, rest = x.roll(1, 0), x.roll(2, 0) if residual else None
         return Work(
-            lambda: [native.norm_backward(dy, x, weight, rest, rstd, mean, False, centred)[0]],
+            lambda: [native.norm_backward(dy, x, weight, rest, rstd, mean, False, False, centred)[0]],
             [dy, x, rest] if residual else [dy, x],
             lambda: norm.reference_norm_backward(dy, x, weight, bias, rest, rstd, mean, spec),
         )

@@ -300,7 +300,7 @@ def norms(dtype: torch.dtype, centred: bool) -> None:
         given = [on_device(t) for t in (x, weight, bias)]
         y, rstd, mean, amax = native.norm(*given, *spec)
         back = native.norm_backward(
-            on_device(dy), *given[:2], on_device(residual), rstd, mean, spec.zero_centered, bias is not None
+            on_device(dy), *given[:2], on_device(residual), rstd, mean, *spec[2:], bias is not None
         )
 
         def want(x=x, dy=dy, residual=residual, weight=weight, bias=bias) -> list[Tensor]:

@@ -11,9 +11,18 @@ from dist_tests.kernels import expected
 from dist_tests.kernels.test_gemm import RECIPES
 from dist_tests.laws import assert_same_bytes, values
 from fsdp_quant.context import STEP
+from fsdp_quant.modules import guard
 
 pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
 BF16, D, HIDDEN, TOKENS, STEPS = torch.bfloat16, 128, 256, 64, 3
+
+
+@pytest.fixture(autouse=True)
+def _no_guard(monkeypatch):
+    """Counts reach the host at times of their own, and move products then."""
+    judge = guard.judge
+    monkeypatch.setattr(guard, "judge", lambda *_: None)
+    monkeypatch.setattr(STEP, "followers", [follow for follow in STEP.followers if follow is not judge])
 
 
 class Net(nn.Module):
@@ -144,3 +153,85 @@ def test_a_graph_does_not_hold_a_step_of_the_host():
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(ValueError, match="would repeat them at every replay"), torch.cuda.graph(graph):
         fq.begin_step(3)
+
+
+# fq.graphed #
+
+def graphed_steps(name: str, wrap: bool, own, rates: tuple[float, ...] = (1e-2,) * 8) -> tuple[list[dict], object]:
+    """Outputs and states of eight steps, and the step; own: (net, optimizer) -> step."""
+    net, optimizer = start(name)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(1e-2, device="cuda")
+    step, seen = own(net, optimizer), []
+    step = fq.graphed(step, net, optimizer) if wrap else step
+    for (x, dy), rate in zip(batches() + batches()[:2], rates):
+        for group in optimizer.param_groups:
+            group["lr"].fill_(rate)
+        y = step(x, dy)
+        seen.append(dict(net.state_dict()) | {"y": y, "step": torch.tensor(STEP.step)})
+        seen[-1] = {k: v.clone() for k, v in seen[-1].items()}
+    return seen, step
+
+
+def plain(net: nn.Module, optimizer: torch.optim.Optimizer):
+    def step(x, dy):
+        y = net(x)
+        y.backward(dy)
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return y.detach()
+
+    return step
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_a_graphed_step_is_the_eager_one(name: str):
+    """If false, fq.graphed trains another model, by its rates, random bits, histories or clipping."""
+    rates = (1e-2, 1e-2, 5e-3, 5e-3, 2e-3, 1e-3, 5e-4, 0.0)
+    want, _ = graphed_steps(name, False, plain, rates)
+    got, step = graphed_steps(name, True, plain, rates)
+    assert step.why_eager is None and step._graph is not None
+    for i, (a, b) in enumerate(zip(got, want)):
+        assert_same(a, b, f"{name}, {i}")
+
+
+def test_a_step_that_cannot_be_captured_runs_eagerly():
+    """If false, a step that waits for the device stops training, or loses a step, or breaks random numbers."""
+    def waits(net, optimizer):
+        run = plain(net, optimizer)
+
+        def step(x, dy):
+            y = run(x, dy)
+            return y * float(y.sum().isfinite())
+
+        return step
+
+    want, _ = graphed_steps("nvfp4", False, waits)
+    with pytest.warns(UserWarning, match="steps run eagerly: its capture failed: .*captur"):
+        got, step = graphed_steps("nvfp4", True, waits)
+    assert step.why_eager is not None
+    for i, (a, b) in enumerate(zip(got, want)):
+        assert_same(a, b, f"{i}")
+    torch.nn.functional.dropout(torch.ones(8, device="cuda")).sum().item()
+
+
+def test_a_graph_follows_what_changes_around_it():
+    """If false, a replay multiplies formats of before, or fails for the last batch of an epoch."""
+    def run(wrap: bool):
+        net, optimizer = start("fp8_current")
+        step = fq.graphed(plain(net, optimizer), net, optimizer) if wrap else plain(net, optimizer)
+        seen = []
+        for i, (x, dy) in enumerate(batches() + batches()):
+            if i == 6:
+                fq.set_recipe(net, RECIPES["mxfp8"]())
+            short = slice(0, 16) if i == 5 else slice(None)
+            seen.append({"y": step(x[short], dy[short]).clone(), **{k: v.clone() for k, v in net.state_dict().items()}})
+        return seen, step
+
+    want, _ = run(False)
+    with pytest.warns(UserWarning, match="its arguments are other than those of the capture"):
+        got, step = run(True)
+    assert step.why_eager is None and step._graph is not None
+    for i, (a, b) in enumerate(zip(got, want)):
+        assert_same(a, b, f"{i}")

@@ -201,7 +201,7 @@ def calls() -> dict:
         ),
         "norm": (
             [empty(64, 256), empty(256)],
-            lambda x, w: ops.norm(x, w, None, 1e-6, False, False),
+            lambda x, w: ops.norm(x, w, None, 1e-6, False, False, False),
         ),
         "norm_backward": (
             [
@@ -212,7 +212,7 @@ def calls() -> dict:
                 empty(0, dtype=FP32),
             ],
             lambda dy, x, w, rstd, mean: ops.norm_backward(
-                dy, x, w, None, rstd, mean, False, False
+                dy, x, w, None, rstd, mean, False, False, False
             ),
         ),
         "activation": ([empty(64, 256), empty(64, 256)], lambda g, u: ops.activation(g, u, 1)),

@@ -55,7 +55,7 @@ def rows_and_histories(role):
 
 def grouped(recipe: fq.Recipe, packed: bool, bias: bool) -> fq.GroupedLinear:
     torch.manual_seed(0)
-    return fq.GroupedLinear(4, K, N, bias, device="cuda", dtype=BF16, packed=packed, recipe=recipe)
+    return fq.GroupedLinear(4, K, N, bias, device="cuda", dtype=BF16, packed=packed, recipe=recipe, name="experts")
 
 
 def loop(module: fq.GroupedLinear, recipe: fq.Recipe) -> list[fq.Linear]:
@@ -199,7 +199,7 @@ def test_two_level_tokens_have_amaxes_and_random_bits_of_their_expert(name: str)
     module = grouped(TWO_LEVEL[name](), True, False)
     plan, device = module.common_plan, next(module.parameters()).device
     call, step = plan.resolved(BF16, device).call, torch.tensor([3, 5, 0, -1, 0], device="cuda")
-    ids = [layer._site.ids.cuda() for layer in module._linears]
+    ids = [layer.ids_on(device) for layer in module._linears]
     for sizes in ([300, 0, 129, 595], [1, 15, 128, 880], [1, 2, 0, 0]):
         tokens, ends = sum(sizes), torch.tensor(sizes).cumsum(0).int().cuda()
         groups = native.token_groups(ends, tokens)
@@ -383,6 +383,7 @@ def test_wrong_splits_of_a_device_stop_the_next_step():
 def test_a_captured_step_reads_the_splits_of_its_replay(name: str):
     """If false, a replay routes tokens as the captured step did, or its scales are those of other groups."""
     module, eager = (grouped((ONE_PRODUCT | ALSO)[name](), True, False) for _ in range(2))
+    fq.begin_step(3)  # of both, and of every replay
     x, dy = laws.values(1024, K, dtype=BF16).cuda().requires_grad_(), laws.values(1024, N, seed=5, dtype=BF16).cuda()
     ends = torch.tensor(SPLITS[0]).cumsum(0).int().cuda()
     beside = torch.cuda.Stream()

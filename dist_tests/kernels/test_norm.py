@@ -127,6 +127,24 @@ def test_norm_is_the_references(normalization: str, dtype: torch.dtype):
         assert_amax(again.amax, again.dx, "dx with a residual")
 
 
+@pytest.mark.parametrize("dtype", (BF16, torch.float16))
+def test_a_norm_rounds_before_gamma_where_it_is_told_to(dtype: torch.dtype):
+    """If false, Llama's norms have other bits on the kernels: elsewhere rounded, two values of five differ."""
+    spec = NormSpec(1e-5, False, False, rounds_first=True)
+    for rows, cols in SHAPES:
+        x, dy = (on_gpu(rows, cols, seed=seed, dtype=dtype) for seed in (1, 4))
+        weight = on_gpu(cols, seed=2, dtype=dtype)
+        made, (y, rstd, mean) = norm.norm(x, weight, None, spec), norm.reference_norm(x, weight, None, spec)
+        got = norm.norm_backward(dy, x, weight, None, None, made.rstd, made.mean, spec)
+        dx, _, _ = norm.reference_norm_backward(dy, x, weight, None, None, rstd, mean, spec)
+        for what, ours, wanted in (("y", made.y, y), ("dx", got.dx, dx)):
+            moved = float((ours != wanted).double().mean())  # by the last bits of fp32
+            assert moved <= 0.01 + 2 / ours.numel(), f"{what} [{rows}, {cols}]: {moved:.1%} of the values differ"
+        terms = (dy * (x.float() * rstd.view(-1, 1)).to(dtype)).double()
+        assert_close(got.dweight, terms.sum(0), terms.abs().sum(0), "dweight")
+        assert_amax(made.amax, made.y, "y"), assert_amax(got.amax, got.dx, "dx")
+
+
 # Modules #
 
 def mlp(name: str, **options) -> fq.LayerNormMLP:

@@ -77,6 +77,8 @@ def test_a_step_is_that_of_its_parts(name: str, monkeypatch):
                 module, (x, dy) = layer(name, shape, bias), batch(shape)
                 assert is_compiled(module(x)) == is_compiled(module(x)) == one_call  # twice: nothing is kept
                 counters.reset()
+                if module._guard is not None:  # whose counts leave for the host at times of their own
+                    module._guard.zero_()
                 made = run(module, x, dy)
                 counted = {what: counters.of(what) for what in ("gemm", "quantize")}
                 layouts = module.plan.resolved(BF16, x.device).layouts["weight"]

@@ -12,7 +12,7 @@ import fsdp_quant as fq
 from dist_tests.kernels import expected
 from dist_tests.laws import assert_same_bytes, kept_step
 from dist_tests.multi import nets
-from fsdp_quant.tensor import fsdp_hooks
+from fsdp_quant.tensor.gather_group import GatherGroup, GatherPlan
 
 pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
 RECIPES = {
@@ -59,14 +59,16 @@ def _trained(recipe: fq.Recipe, before_a_layer, **options) -> list[Tensor]:
 def test_a_late_stream_multiplies_what_was_gathered(name: str, reshard: bool, monkeypatch):
     """If false, scales are overwritten by the codes of the next gather before the products have read them."""
     late = _trained(RECIPES[name], lambda: torch.cuda._sleep(2_000_000), reshard_after_forward=reshard)
-    prepare = fsdp_hooks.prepare
 
-    def in_step(weight):
-        torch.cuda.synchronize()
-        gathered = prepare(weight)
-        torch.cuda.synchronize()
-        return gathered
+    def in_step(run):
+        def waited(*args):
+            torch.cuda.synchronize()
+            run(*args)
+            torch.cuda.synchronize()
 
-    monkeypatch.setattr(fsdp_hooks, "prepare", in_step)
+        return waited
+
+    monkeypatch.setattr(GatherGroup, "send", in_step(GatherGroup.send))
+    monkeypatch.setattr(GatherPlan, "receive", in_step(GatherPlan.receive))
     for step, (got, want) in enumerate(zip(late, _trained(RECIPES[name], torch.cuda.synchronize, reshard_after_forward=reshard))):
         assert_same_bytes(got.cpu(), want.cpu(), f"{name}, reshard_after_forward={reshard}: output of step {step}")

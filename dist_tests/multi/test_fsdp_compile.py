@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_quant as fq
 from dist_tests import laws
 from dist_tests.multi import nets
-from dist_tests.multi.harness import run_ranks
+from dist_tests.multi.harness import on_cpu, run_ranks
+from dist_tests.single import hopper
 from fsdp_quant.counters import counters
 
 RECIPES = {
@@ -84,6 +85,22 @@ def graphs_since() -> int:
     torch._dynamo.reset()
     dynamo_counters.clear()
     return made
+
+
+def _compiled_equals_eager_on_a_gpu(rank: int, world: int) -> None:
+    """Where operands are decoded by operators of their own, which a partitioner could move into the forward."""
+    with hopper.emulated():
+        for name, recipe in RECIPES.items() if laws.EVERYTHING else [("mxfp8/nvfp4", RECIPES["mxfp8/nvfp4"])]:
+            want, got = (trained(build(recipe, of), rank) for of in (None, compiled_in_place))
+            assert_same_training(got, want, f"{name}, emulated GPU")
+            graphs_since()
+
+
+@on_cpu
+@pytest.mark.parametrize("world", [1, 2])
+def test_compiled_blocks_of_an_emulated_gpu_train_as_eager_ones(world):
+    """If false, a compiled forward reads codes that FSDP2 gathers for the backward."""
+    run_ranks(world, _compiled_equals_eager_on_a_gpu)
 
 
 def _compiled_equals_eager(rank: int, world: int) -> None:

@@ -563,3 +563,36 @@ def test_example_trains_alike_on_two_axes(tmp_path):
     text.write_bytes(Path(__file__).read_bytes() * 2)
     alone, both = (run_ranks(world, example_losses, tp, str(text))[0] for world, tp in ((2, 1), (4, 2)))
     assert max(abs(a - b) for a, b in zip(alone, both)) < 1.5e-3, (alone, both)
+
+
+class _MLP(nn.Module):
+    """That `fq.convert` recognizes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def _between_dtensors(rank: int, world: int) -> None:
+    mesh, results = init_device_mesh(DEVICE, (world,)), []
+    column = styles.ColwiseParallel(use_local_output=False)
+    for fuse in (False, True):
+        net = fq.convert(nn.Sequential(_MLP().to(torch.bfloat16)), fq.recipes.fp8_current(), fuse=fuse)
+        assert hasattr(type(net[0]), "fused_as") is fuse
+        cut = {"0.gate_proj": column, "0.up_proj": column, "0.down_proj": styles.RowwiseParallel()}
+        parallelize_module(net, mesh, cut)
+        x = laws.values(2, 16, 32, seed=3).requires_grad_()
+        y = net(x)
+        y.float().square().mean().backward()
+        results.append((y.detach(), x.grad))
+    for got, want in zip(*results):
+        laws.assert_same_bytes(got, want, "between DTensors")
+
+
+def test_recognized_mlps_multiply_dtensors():
+    """If false, an MLP whose projections hand DTensors on fails, because a kernel of ours takes none."""
+    run_ranks(2, _between_dtensors)

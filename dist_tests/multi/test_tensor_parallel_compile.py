@@ -26,15 +26,17 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_quant as fq
 from dist_tests import laws
-from dist_tests.multi.harness import DEVICE, run_ranks
+from dist_tests.multi.harness import DEVICE, on_cpu, run_ranks
 from dist_tests.single.test_compile import RECIPES
 from fsdp_quant.tensor.torch_compat import local_of
 
-pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="compares bits, and kernels of a GPU sum in other orders in graphs")
 D, FFN = 64, 128
 # Sums over layers and ranks, (a + b) + (c + d) against (a + c) + (b + d): each rounds three times, by 2^-24 of a sum of
 # magnitudes, which is at most twice the sum for gradients that point anywhere.
 OTHER_ORDER = 2 * 3 * 2 * 2.0**-24
+# Of a relative Frobenius error on a GPU, where eager layers and graphs sum in other orders: last bits of sums
+# move some codes.
+ON_GPU = 2e-2
 
 
 class MLP(nn.Module):
@@ -115,7 +117,7 @@ SAMPLE = tuple(itertools.product(RECIPES, LAYOUTS)) if laws.EVERYTHING else (
 
 
 def mesh_of(**axes: int) -> DeviceMesh:
-    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    return init_device_mesh(DEVICE, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def train(
@@ -145,9 +147,10 @@ def assert_same(got: dict, want: dict, what: str, sums_of_layers: bool) -> None:
     """sums_of_layers: eager layers, whose histories are their own, scatter dx one by one, and a graph scatters their sum."""
     assert got.keys() == want.keys()
     for name, one in want.items():
-        if sums_of_layers and name.startswith("dx"):
+        bound = ON_GPU if DEVICE != "cpu" else OTHER_ORDER if sums_of_layers and name.startswith("dx") else None
+        if bound is not None:
             error = float((got[name] - one).norm() / one.norm())
-            assert error <= OTHER_ORDER, f"{what}: {name}: {error:.1e}"
+            assert error <= bound, f"{what}: {name}: {error:.1e}"
         else:
             laws.assert_same_bytes(got[name], one, f"{what}: {name}")
 
@@ -236,6 +239,7 @@ def _gathered_once(rank: int, world: int) -> None:
         assert (forward["all_reduce"], backward["all_reduce"]) == amaxes, (name, layout, forward, backward)
 
 
+@on_cpu
 def test_what_layers_read_is_gathered_once():
     """If false, q, k and v gather their input three times, a gather of the backward is made in the forward and again, or
     ranks issue collectives in another order."""
@@ -307,6 +311,7 @@ def _around(rank: int, world: int) -> None:
         law(rank, world)
 
 
+@on_cpu
 def test_compiled_layers_are_recomputed_grow_and_refuse_as_eager_ones():
     """If false, checkpointing draws other bits, each length compiles anew, codes as parameters break the graph, or a bad
     input hangs the other ranks."""

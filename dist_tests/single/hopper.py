@@ -657,14 +657,14 @@ class Operators:
     def activate(self, g, u, kind, grad_amaxes, deferred):
         return _Activate.apply(g, u, kind, grad_amaxes, deferred, self)
 
-    def norm(self, x, weight, bias, eps, centred, zero_centered):
+    def norm(self, x, weight, bias, *spec):
         self._rows("norm", x, contiguous=True)
-        y, rstd, mean = norm.reference_norm(x, weight, bias, norm.NormSpec(eps, centred, zero_centered))
+        y, rstd, mean = norm.reference_norm(x, weight, bias, norm.NormSpec(*spec))
         return y, y.abs().amax().float().view(1), rstd, mean
 
-    def norm_backward(self, dy, x, weight, residual, rstd, mean, zero_centered, has_bias):
+    def norm_backward(self, dy, x, weight, residual, rstd, mean, zero_centered, rounds_first, has_bias):
         self._rows("norm_backward", x, dy, residual, contiguous=True)
-        spec = norm.NormSpec(0.0, bool(mean.numel()), zero_centered)  # rstd has eps in it
+        spec = norm.NormSpec(0.0, bool(mean.numel()), zero_centered, rounds_first)  # rstd has eps in it
         bias = weight if has_bias else None
         dx, dweight, dbias = norm.reference_norm_backward(dy, x, weight, bias, residual, rstd, mean, spec)
         return dx, dx.abs().amax().float().view(1), dweight, dweight.new_empty(0) if dbias is None else dbias

@@ -356,8 +356,8 @@ def test_compiled_blocks_are_the_eager_ones_on_hopper(name: str):
     results = []
     with hopper.emulated() as operators:
         for prepare in (lambda m: m, compiled):
-            operators.calls.clear()
             model = prepare(net(RECIPES[name], d=48, hidden=64, dtype=BF16, bias=False))
+            operators.calls.clear()
             results.append(train(model, 1, rows=(64,), d=48))
         assert_same(results[1], results[0], name)
         assert {c.name for c in operators.calls} <= {"quantize", "quantize_anchored", "anchor_codes", "gemm"}

@@ -246,17 +246,26 @@ def test_a_model_without_linear_layers_is_refused():
         fq.set_recipe(model(), recipes.mxfp8())
 
 
-def test_a_weight_shared_with_an_embedding_is_refused_naming_both():
-    """Otherwise a lookup reads a weight that is gathered as codes."""
+def test_a_layer_tied_to_an_embedding_stays_and_is_listed():
+    """Otherwise a lookup reads a weight that is gathered as codes, or models with tied embeddings cannot be converted."""
     m = model()
     m.lm_head.weight = m.embed.weight
+    assert fq.convert(m, recipes.mxfp8()) is m
+    assert type(m.lm_head) is nn.Linear and m.lm_head.weight is m.embed.weight
+    assert isinstance(m.layers[0].up, fq.Linear)
+    assert "in high precision: lm_head.weight of Linear, tied to an embedding, " in "\n".join(fq.plan(m).notes)
+    loss_of(m).backward()
+
+
+def test_a_weight_shared_with_another_module_is_refused_naming_both():
+    """Otherwise that module reads a weight that is gathered as codes."""
+    m = model()
+    m.other = nn.EmbeddingBag.from_pretrained(m.lm_head.weight.detach())
+    m.other.weight = m.lm_head.weight
     before = kinds(m)
-    with pytest.raises(ValueError, match=r"lm_head.weight is shared with embed.weight \(Embedding\).*skip=\['lm_head'\]"):
+    with pytest.raises(ValueError, match=r"lm_head.weight is shared with other.weight \(EmbeddingBag\).*skip=\['lm_head'\]"):
         fq.convert(m, recipes.mxfp8())
     untouched(m, before)
-    fq.convert(m, recipes.mxfp8(), skip=["lm_head"])
-    assert m.lm_head.weight is m.embed.weight
-    loss_of(m).backward()
 
 
 def test_a_weight_shared_with_a_skipped_linear_is_refused():

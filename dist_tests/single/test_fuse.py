@@ -161,6 +161,19 @@ def test_fused_modules_are_copied_pickled_and_compiled():
     assert_same({n.removeprefix("_orig_mod."): t for n, t in step(compiled).items()}, want)
 
 
+def test_hooks_of_an_activation_are_called():
+    """If false, a fused MLP hides its activations from who looks at them."""
+    net, seen = fq.convert(nn.Sequential(MLP()), recipes.mxfp8()), []
+    x = values(4, D, dtype=BF16)
+    want = net(x)
+    handle = net[0].act_fn.register_forward_hook(lambda m, args, y: seen.append(y.shape))
+    assert_same_bytes(net(x), want, "with a hook")
+    assert type(net[0]).__name__ == "FusedMLP" and seen == [(4, HIDDEN)]
+    handle.remove()
+    net(x)
+    assert len(seen) == 1
+
+
 def test_modules_on_meta_are_proven_too():
     """If false, models that are made before their memory cannot be fused."""
     with torch.device("meta"):
@@ -168,7 +181,7 @@ def test_modules_on_meta_are_proven_too():
     assert type(fq.convert(net, recipes.mxfp8(), fuse=BOTH)[0]).__name__ == "FusedMLP"
 
 
-# Norms in front of linear layers #
+# Norms #
 
 
 class Centered(nn.Module):
@@ -192,13 +205,14 @@ class RoundedTwice(Centered):
 
 
 CENTERED = fq.NormPattern("2", zero_centered_gamma=True, weight="scale", eps="variance_epsilon")
-NORMS = (fq.NormPattern("0"), CENTERED, fq.NormPattern("4", "LayerNorm"))
+ROUNDED = fq.NormPattern("6", weight="scale", eps="variance_epsilon", rounds_first=True)
+NORMS = (fq.NormPattern("0"), CENTERED, fq.NormPattern("4", "LayerNorm"), ROUNDED)
 
 
 def normed() -> nn.Sequential:
     """Each norm in front of a linear layer."""
     torch.manual_seed(0)
-    norms = (nn.RMSNorm(D, eps=1e-5, dtype=BF16), Centered(), nn.LayerNorm(D, dtype=BF16))
+    norms = (nn.RMSNorm(D, eps=1e-5, dtype=BF16), Centered(), nn.LayerNorm(D, dtype=BF16), RoundedTwice())
     for norm in norms:
         for p in norm.parameters():
             nn.init.normal_(p, 1.0)
@@ -220,13 +234,15 @@ def test_fused_norms_change_no_bit_and_run_their_kernels():
         before = [operators.count(n) for n in ("norm", "norm_backward")]
         step(net)
         counts = [operators.count(n) - b for n, b in zip(("norm", "norm_backward"), before)]
-    assert counts == [3, 3]
+    assert counts == [4, 4]
 
 
 def test_norms_of_other_bits_are_refused_by_name():
     """If false, a norm that rounds elsewhere is replaced in silence."""
     cases = (
         (RoundedTwice(), CENTERED._replace(modules="0", zero_centered_gamma=False), "RoundedTwice.forward gives other bits"),
+        (Centered(), ROUNDED._replace(modules="0"), "other bits than RMSNorm, rounded first with gamma = scale"),
+        (RoundedTwice(), ROUNDED._replace(modules="0", zero_centered_gamma=True), "rounds_first is of an RMSNorm"),
         (nn.RMSNorm(D), fq.NormPattern("0"), r"0 is RMSNorm; .* wants a weight \[dim\] and a number eps"),
         (nn.LayerNorm(D), fq.NormPattern("0"), "LayerNorm.forward gives other bits than RMSNorm with gamma = weight"),
         (nn.LayerNorm(D), fq.NormPattern("0", "layer"), "normalization must be 'RMSNorm' or 'LayerNorm'"),
@@ -234,3 +250,151 @@ def test_norms_of_other_bits_are_refused_by_name():
     for norm, pattern, message in cases:
         with pytest.raises(ValueError, match=message):
             fq.convert(nn.Sequential(norm, nn.Linear(D, D)), recipes.mxfp8(), fuse=pattern)
+
+
+# What is recognized #
+
+
+class Titan(nn.Module):
+    """torchtitan's feed-forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w3, self.w2 = nn.Linear(D, HIDDEN, False), nn.Linear(D, HIDDEN, False), nn.Linear(HIDDEN, D, False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Vision(nn.Module):
+    """timm's MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act, self.drop, self.fc2 = nn.Linear(D, HIDDEN), nn.GELU(), nn.Dropout(0.0), nn.Linear(HIDDEN, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
+
+
+class Clamped(Titan):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)).clamp(max=7) * self.w3(x))
+
+
+class LlamaNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.randn(D)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = x.float()
+        return self.weight * (values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(x.dtype)
+
+
+def test_blocks_are_recognized_and_change_no_bit():
+    """If false, fq.convert makes another model of what people have, or leaves its norms and MLPs to slow kernels unsaid."""
+    torch.manual_seed(0)
+    parts = [LlamaNorm(), Titan(), nn.LayerNorm(D), Vision(), Clamped()]
+    plain, net = (fq.convert(nn.Sequential(*copy.deepcopy(parts)).to(BF16), recipes.mxfp8(), fuse=fuse) for fuse in (False, True))
+    assert_same(step(net), step(plain))
+    assert [type(m).__name__.startswith("Fused") for m in net] == [True, True, False, True, False]
+    assert not any(type(m).__name__.startswith("Fused") for m in plain)
+    notes = "\n".join(fq.plan(net).notes)
+    for line in ("fused: w2(silu(w1(x)) * w3(x))", "fused: fc2(gelu(fc1(x)))", "fused: RMSNorm, rounded first", "not fused: 4: Clamped"):
+        assert line in notes, notes
+    skipped = fq.convert(nn.Sequential(*copy.deepcopy(parts)).to(BF16), recipes.mxfp8(), skip="w2")
+    assert type(skipped[1]) is Titan  # its products are not ours alone
+
+
+def test_recognized_norms_have_what_torch_gives_them():
+    """If false, a gradient penalty or torch.func fails in a converted model where it did not before."""
+    x = values(3, D, dtype=BF16)
+    results = []
+    for fuse in (False, True):
+        torch.manual_seed(0)
+        net = fq.convert(nn.Sequential(nn.Linear(D, D), LlamaNorm()).to(BF16), recipes.identity(), fuse=fuse)[1]
+        assert (type(net) is LlamaNorm) is not fuse
+        at = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(net(at).float().square().sum(), at, create_graph=True)
+        slope.square().sum().backward()
+        of_function = torch.func.grad(lambda x, net=net: net(x).float().square().sum())(x)
+        results.append([slope.detach(), at.grad, net.weight.grad, of_function])
+    for got, want in zip(*results):
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)  # second derivatives round elsewhere
+
+
+FAMILIES = (
+    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma", "gemma2", "gemma3_text", "phi3", "gpt_neox", "olmo2",
+)
+
+
+def tiny(family: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    options = {
+        "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    }.get(family, {})
+    config = transformers.CONFIG_MAPPING[family](
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        vocab_size=64, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, **options,
+    )
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(BF16)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_of_transformers_trains_to_the_same_bits(family: str):
+    """If false, a model of this family is not taken, or is another one when it is."""
+    ids, results = torch.arange(16).view(1, 16) % 64, []
+    for fuse in (False, True):
+        net = fq.convert(tiny(family), recipes.fp8_current(), skip="lm_head", fuse=fuse)
+        loss = net(input_ids=ids, labels=ids).loss
+        loss.backward()
+        results.append({"loss": loss.detach()} | {n: p.grad for n, p in net.named_parameters() if p.grad is not None})
+    assert_same(*results)
+    notes = [note for note in fq.plan(net).notes if "used: " in note]
+    experts = ["q_proj, k_proj", "RMSNorm"]
+    wanted = {"gpt_neox": ["dense_4h_to_h"], "phi3": ["RMSNorm"], "mixtral": experts, "qwen3_moe": experts}
+    for what in wanted.get(family, ["down_proj", *experts]):
+        assert any(note.startswith("fused: ") and what in note for note in notes), notes
+    assert not any(note.startswith("not fused") for note in notes), notes
+    classes = {type(m) for m in net.modules() if hasattr(type(m), "fused_as")}
+    assert len(classes) == len(notes), "equal blocks have one class, and so one compiled graph"
+    if family in ("mixtral", "qwen3_moe"):  # two of four experts multiply a token
+        (experts,) = (m for n, m in net.named_modules() if n == "model.layers.0.mlp.experts")
+        total = sum(m.weight.numel() for m in net.modules() if isinstance(m, nn.Linear) or "Router" in type(m).__name__)
+        total += sum(p.numel() for p in experts.parameters())  # of two layers, half
+        share = experts.gate_up_proj.numel() / total
+        of_experts = f"experts.gate_up_proj of {type(experts).__name__}, which fq.convert quantizes with grouped="
+        assert f"in high precision: {of_experts}, {share:.1%} of" in "\n".join(fq.plan(net).notes)
+
+
+def test_projections_of_one_input_share_its_codes_while_it_is_that():
+    """If false, attention quantizes its input three times, or multiplies codes of before a write, or of another module's run."""
+    def reads(operators, run) -> int:
+        before = len(operators.calls)
+        run()
+        return sum(c.name == "linear_step" and c.row for c in operators.calls[before:])
+
+    class Written(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wq, self.wk, self.wv = (nn.Linear(D, D, False, dtype=BF16) for _ in range(3))
+
+        def forward(self, x: Tensor, writes: bool = False) -> Tensor:
+            q, k = self.wq(x), self.wk(x)
+            return q * k + self.wv(x.mul_(2) if writes else x)
+
+    Written.__module__ = "torchtitan.models"
+    torch.manual_seed(0)
+    plain = nn.Sequential(Written())
+    x = values(16, D, seed=4, dtype=BF16)
+    with hopper.emulated() as operators:
+        shared, apart = (fq.convert(copy.deepcopy(plain), recipes.mxfp8(), fuse=fuse)[0] for fuse in (True, False))
+        for writes, wanted in ((False, 1), (True, 2), (False, 1)):
+            assert reads(operators, lambda w=writes: shared(x.clone(), w)) == wanted
+            assert_same_bytes(shared(x.clone(), writes), apart(x.clone(), writes), f"written {writes}")
+        assert reads(operators, lambda: apart(x.clone())) == 3
+        assert reads(operators, lambda: (shared.wq(x), shared.wk(x))) == 2, "outside of the module's forward"
+        assert all(layer._handed_by_input is None for layer in (shared.wq, shared.wk, shared.wv))

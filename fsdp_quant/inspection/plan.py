@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from ..formats import COLUMNWISE, ROWWISE, Direction
-from ..modules.convert import converted_modules
+from ..modules.convert import converted_modules, ids_of_embeddings
+from ..modules.fuse import fused_notes
 from ..modules.grouped_linear import GroupedLinear
 from ..modules.linear import Linear
+from ..modules.packed_experts import is_packed_experts
 from ..modules.plan import PRODUCTS
 from ..ops.capability import arch_of
 from ..parallel.experts import describe_experts
@@ -23,6 +25,9 @@ from ..tensor import torch_compat
 from ..tensor.fsdp_hooks import FSDPHooks
 from ..tensor.gathered_weight import gathered_directions, gathered_size, wire_buffers
 from ..tensor.torch_compat import ManagedParam
+
+# Parameters of two or three dims that multiply no tokens: by class of their module, and by name.
+LOOKED_UP, ADDED = (nn.Embedding, nn.EmbeddingBag, nn.Conv1d), ("bias", "embed", "token")
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class ModelPlan:
     weight_bytes:     qualified name -> (forward, backward) bytes of the converted weights under FSDP2.
     other_bytes:      (forward, backward) bytes of all other parameters under FSDP2.
     weight_elements:  elements of the converted weights under FSDP2.
-    notes:            of backward modes, and of experts, a sentence each.
+    notes:            of backward modes, experts, fused modules, and what is multiplied in high precision, a sentence each.
     """
 
     gemms: list[GemmRow] = field(default_factory=list)
@@ -105,6 +110,7 @@ def plan(model: nn.Module, dtype: torch.dtype | None = None) -> ModelPlan:
     layers = modules.values()
     shared = Counter(filter(None, map(describe, layers)))
     result.notes = [*_override_notes(layers), *_boundary_notes(layers), *_expert_notes(model, dtype, by_state)]
+    result.notes += [*fused_notes(model), *_other_notes(model)]
     result.notes += [f"{what}  [{count} modules]" for what, count in shared.items()]
     roots = {id(m.state) for m in managed[:1] if m.state._is_root is None}
     for m in managed:
@@ -145,6 +151,31 @@ def _expert_notes(model: nn.Module, dtype: torch.dtype | None, by_state: dict[in
         if exchanged is not None:
             notes.append(f"{name or type(module).__name__}: {exchanged}")
     return notes
+
+
+def _other_notes(model: nn.Module) -> list[str]:
+    """What is multiplied in high precision: alike modules, and their share of a token's multiply-adds."""
+    routed = next((m.top_k for m in model.modules() if isinstance(getattr(m, "top_k", None), int)), None)
+    embeddings = ids_of_embeddings(model)
+    ours = {id(m._parameters.get("weight")) for m in model.modules() if isinstance(m, (Linear, GroupedLinear))}
+    others, total, seen = Counter(), 0.0, set()
+    for name, module in model.named_modules():
+        for which, p in module._parameters.items():
+            if p is None or p.dim() not in (2, 3) or id(p) in seen:
+                continue
+            if isinstance(module, LOOKED_UP) or any(s in which for s in ADDED):
+                continue
+            seen.add(id(p))
+            work = p.numel() if p.dim() == 2 else p.numel() / len(p) * min(routed or len(p), len(p))
+            total += work
+            if id(p) not in ours:
+                tied = ", tied to an embedding" * (id(p) in embeddings)
+                hint = ", which fq.convert quantizes with grouped=" * is_packed_experts(module)
+                others[type(module).__name__ + tied + hint, name.rpartition(".")[2], which] += work
+    return [
+        f"in high precision: {f'{name}.{which}'.lstrip('.')} of {kind}, {work / total:.1%} of a token's multiply-adds"
+        for (kind, name, which), work in others.most_common()
+    ]
 
 
 def weight_bytes(managed: ManagedParam, once: bool) -> tuple[int, int]:

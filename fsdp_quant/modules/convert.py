@@ -19,26 +19,33 @@ from ..recipe import PerLayer, Recipe, Schedule, matches
 from ..tensor.agreement import check_agreement
 from ..tensor.fsdp_hooks import all_managed_weights
 from ..tensor.torch_compat import ManagedParam, all_managed_params
-from .fuse import Pattern, fuse_forward, fused_modules
+from .fuse import InputPattern, Pattern, fuse_forward, fused_modules, recognized
 from .grouped_linear import GroupedLinear, adopt_packed
 from .linear import Linear, adopt, apply_recipe
+from .packed_experts import is_packed_experts, products_of, take_over
 from .plan import build_plan
 from .steps import converted_modules, count_steps  # noqa: F401  (the former for who asks here)
 
 
 def convert(
     model: nn.Module, recipe: Recipe | PerLayer | Schedule, skip: Iterable[str] = (), grouped: Iterable[str] = (),
-    fuse: Iterable[Pattern] = (),
+    fuse: bool | Pattern | Iterable[Pattern] = True,
 ) -> nn.Module:
     """Give every nn.Linear of `model` quantized products, in place; returns `model`.
 
     recipe:   of all layers; `fq.recipes.per_layer(...)`; or `fq.recipes.schedule(...)`, which this model then follows.
     skip:     modules that stay as they are: qualified names, last components ("lm_head") or globs ("*.gate").
-    grouped:  modules with packed experts that become `fq.GroupedLinear`, named likewise: a parameter `weight` [E, N, K],
-              a `bias` [E, N] or none, called with (tokens sorted by expert, splits), as around `torch._grouped_mm`.
-    fuse:     `fq.MLPPattern` and `fq.NormPattern`: modules that become fused kernels; each is proven exact first.
+    grouped:  modules with packed experts, named likewise: a parameter `weight` [E, N, K], a `bias` [E, N] or none, called
+              with (tokens sorted by expert, splits), as around `torch._grouped_mm`: it becomes `fq.GroupedLinear`. Or experts
+              of transformers with `gate_up_proj` and `down_proj` ("experts" of Mixtral, Qwen 3 MoE, DeepSeek): each weight has an
+              `fq.GroupedLinear` then. They run between compiled graphs; convert them before `fully_shard`.
+    fuse:     True: MLPs and norms that are recognized run as fused kernels in eager mode, each proven exact first, and
+              projections of one attention quantize their input once; or which MLPs and norms do, by `fq.MLPPattern` and
+              `fq.NormPattern`. `fq.plan` says which were taken, and why others were not.
 
     Parameters stay high precision and keep their names, so optimizers, clipping and checkpoints see what they saw.
+    A layer whose weight is an nn.Embedding's too (a tied lm_head) stays as it is: `fq.plan` lists it with all else that is
+    multiplied in high precision.
     Works before and after `fully_shard` (while sharded). Subclasses of nn.Linear keep what they add, and stay instances of their
     class; those with another forward are left alone.
 
@@ -48,8 +55,10 @@ def convert(
     """
     grouped = [grouped] if isinstance(grouped, str) else list(grouped)
     targets = _targets(model, [skip] if isinstance(skip, str) else list(skip), grouped)
-    _check_shared(model, targets)
-    fused = fused_modules(model, [fuse] if isinstance(fuse, Pattern) else fuse)
+    experts = {n: products_of(m, n) for n, m in targets.items() if is_packed_experts(m)}
+    targets = {k: v for n, m in targets.items() for k, v in experts.get(n, {n: m}).items()}
+    _check_shared(model, targets, [model.get_submodule(n) for n in experts])
+    fused = _fused(model, fuse, targets)
     if isinstance(recipe, Schedule) and (before := converted_units(model)):
         raise ValueError(
             f"{_some(before)} were converted before, and a schedule is of all layers; convert the others with one recipe, then "
@@ -64,16 +73,29 @@ def convert(
     _agree(recipe, [m for m in all_managed_params() if id(m.registered) in weights])
     for name, module in targets.items():
         if module.weight.dim() == 3:
-            module.__class__ = _converted_class(type(module), GroupedLinear)
+            if not isinstance(module, GroupedLinear):
+                module.__class__ = _converted_class(type(module), GroupedLinear)
             adopt_packed(module, [recipes[name]] * len(names[name]), name)
         else:
             module.__class__ = _converted_class(type(module), Linear)
             adopt(module, recipes[name], name)
+    for name, products in experts.items():
+        take_over(model.get_submodule(name), list(products.values()))
     for name, pattern in fused.items():
         fuse_forward(model.get_submodule(name), pattern)
     follow(model, recipe)
     count_steps(model, isinstance(recipe, Schedule))
     return model
+
+
+def _fused(
+    model: nn.Module, fuse: bool | Pattern | Iterable[Pattern], targets: dict[str, nn.Module]
+) -> dict[str, Pattern | InputPattern]:
+    """The pattern of each module that is fused. Of recognized ones all linear layers are converted."""
+    if not isinstance(fuse, bool):
+        return fused_modules(model, [fuse] if isinstance(fuse, Pattern) else fuse)
+    found = recognized(model)[0] if fuse else {}
+    return {n: p for n, p in found.items() if all(f"{n}.{part}".lstrip(".") in targets for part in p.parts)}
 
 
 def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule) -> None:
@@ -206,10 +228,17 @@ def _targets(model: nn.Module, skip: list[str], grouped: list[str]) -> dict[str,
     linears = {name: m for name, m in model.named_modules() if _is_plain_linear(m)}
     packed = {name: m for name, m in model.named_modules() if _is_packed(m)}
     skipped, chosen = _matched("skip", skip, linears, "nn.Linear"), _matched("grouped", grouped, packed, "3-D weight")
-    targets = {n: m for n, m in model.named_modules() if (n in linears and n not in skipped) or n in chosen}
+    embeddings = ids_of_embeddings(model)
+    wanted = {n for n, m in linears.items() if n not in skipped and id(m.weight) not in embeddings}
+    targets = {n: m for n, m in model.named_modules() if n in wanted or n in chosen}
     if not targets:
         raise ValueError(f"{type(model).__name__} has no nn.Linear to convert ({len(skipped)} skipped)")
     return targets
+
+
+def ids_of_embeddings(model: nn.Module) -> set[int]:
+    """Of the weights that are looked up."""
+    return {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
 
 
 def _matched(option: str, patterns: list[str], among: dict[str, nn.Module], what: str) -> set[str]:
@@ -223,8 +252,10 @@ def _matched(option: str, patterns: list[str], among: dict[str, nn.Module], what
 
 
 def _is_packed(module: nn.Module) -> bool:
-    """Experts [E, N, K], with a bias [E, N] or none, and nothing else."""
+    """Experts [E, N, K], with a bias [E, N] or none, and nothing else; or two such weights of transformers."""
     own = module._parameters
+    if is_packed_experts(module):
+        return True
     weight, bias = own.get("weight"), own.get("bias")
     return (
         not isinstance(module, GroupedLinear) and set(own) <= {"weight", "bias"} and weight is not None
@@ -273,11 +304,12 @@ def _rebuilt(own: type) -> nn.Module:
     return made.__new__(made)
 
 
-def _check_shared(model: nn.Module, targets: dict[str, nn.Module]) -> None:
+def _check_shared(model: nn.Module, targets: dict[str, nn.Module], experts: Sequence[nn.Module]) -> None:
+    """experts: modules whose weights are those of targets."""
     weights = {id(m.weight): name for name, m in targets.items()}
     for name, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
-            if id(parameter) in weights and module not in targets.values():
+            if id(parameter) in weights and module not in targets.values() and module not in experts:
                 owner = weights[id(parameter)]
                 raise ValueError(
                     f"{owner}.weight is shared with {name}.{attribute} ({type(module).__name__}), which does not multiply "

@@ -1,7 +1,12 @@
 """`MLPPattern`, `NormPattern`: modules of a user's own classes on the fused kernels, proven exact first.
 
-    MLPPattern   an activation and a product become one kernel
-    NormPattern  a norm becomes one kernel, which leaves the linear layer behind it the amax of what it writes
+    MLPPattern    an activation and a product become one kernel
+    NormPattern   a norm becomes one kernel
+    InputPattern  layers that read one tensor quantize it once; of attention that is recognized
+
+`recognized` finds them in models of transformers, torchtitan and timm. In a graph that is being traced, and where someone
+looks at operators (torch.func, dispatch modes), a module runs its own forward: inductor fuses it, and computes again in the
+backward what kernels of ours would save.
 
 The module keeps its submodules, parameters, hooks and state_dict keys; its class becomes one that only has another forward.
 The proof: its own forward and the fused one give the same bits, of output and of gradients, on random data of its dtype and
@@ -10,10 +15,12 @@ of fp32, in training and in evaluation; with small linear layers in the places o
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -21,10 +28,11 @@ from torch import Tensor, nn
 
 from ..ops.norm import ACTIVATIONS, GATED, NormSpec
 from ..recipe import matches
+from ..tensor import torch_compat
 from .norm import takes
 from .layernorm_mlp import mlp_hidden
-from .linear import handed_to
-from .linear_op import Handed
+from .linear import Linear, handed_to
+from .linear_op import Handed, HandedByInput
 from .norm_op import normalize
 
 
@@ -65,8 +73,8 @@ class MLPPattern(NamedTuple):
         return down(h, **handed_to(down, handed))
 
     def takes(self, module: nn.Module, x: Tensor) -> bool:
-        """The fused forward runs; else the module's own."""
-        return True
+        """The fused forward runs; else the module's own: a hook of an activation module wants to be called."""
+        return not any(torch_compat.has_hooks(m) for name, m in module._modules.items() if name not in self.parts)
 
     def probe(self, name: str, module: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, int, list[Tensor]]:
         """(the module with other parameters, width of its input, those parameters). Raises ValueError for another structure."""
@@ -90,6 +98,8 @@ class NormPattern(NamedTuple):
     modules:              qualified names, last components ("input_layernorm") or a glob ("*norm").
     normalization:        "RMSNorm" or "LayerNorm".
     zero_centered_gamma:  gamma is 1 + weight.
+    rounds_first:         the normalized x is rounded to its dtype before gamma multiplies it: transformers' Llama, Qwen,
+                          Mistral and Phi 3. Of RMSNorm without zero_centered_gamma.
     weight, bias, eps:    attributes that hold them; bias of LayerNorm only. eps may be a number.
     """
 
@@ -99,15 +109,23 @@ class NormPattern(NamedTuple):
     weight: str = "weight"
     bias: str = "bias"
     eps: str | float = "eps"
+    rounds_first: bool = False
+
+    @property
+    def parts(self) -> list[str]:
+        return []  # no linear layers
 
     @property
     def formula(self) -> str:
-        return f"{self.normalization} with gamma = {'1 + ' * self.zero_centered_gamma}{self.weight}"
+        rounded = ", rounded first" * self.rounds_first
+        return f"{self.normalization}{rounded} with gamma = {'1 + ' * self.zero_centered_gamma}{self.weight}"
 
     def check(self) -> None:
         """Raise ValueError for a pattern that means nothing."""
         if self.normalization not in ("RMSNorm", "LayerNorm"):
             raise ValueError(f"{self}: normalization must be 'RMSNorm' or 'LayerNorm'")
+        if self.rounds_first and (self.normalization != "RMSNorm" or self.zero_centered_gamma):
+            raise ValueError(f"{self}: rounds_first is of an RMSNorm whose gamma is its weight")
 
     def parameters(self, module: nn.Module) -> list[Tensor | None]:
         """gamma's parameter and beta, or None."""
@@ -116,12 +134,13 @@ class NormPattern(NamedTuple):
 
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
         eps = getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
-        spec = NormSpec(float(eps), self.normalization == "LayerNorm", self.zero_centered_gamma)
+        spec = NormSpec(float(eps), self.normalization == "LayerNorm", self.zero_centered_gamma, self.rounds_first)
         return normalize(x, *self.parameters(module), spec)[0]
 
     def takes(self, module: nn.Module, x: Tensor) -> bool:
-        """The fused forward runs; else the module's own: under autocast, or where x has another dtype or width."""
-        return takes(x, self.parameters(module))
+        """The fused forward runs; else the module's own: under autocast, where x has another dtype or width, and in fp32,
+        where autograd adds both gradients of x to others in turn."""
+        return x.dtype is not torch.float32 and takes(x, self.parameters(module))
 
     def probe(self, name: str, module: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, int, list[Tensor]]:
         """As of `MLPPattern`."""
@@ -139,7 +158,34 @@ class NormPattern(NamedTuple):
         return getattr(getattr(module, self.weight, None), "dtype", None)
 
 
-Pattern = MLPPattern | NormPattern
+class InputPattern(NamedTuple):
+    """Modules whose layers `parts` read one tensor, which is quantized once, in the forward of the module.
+
+    modules:  as of `MLPPattern`.
+    """
+
+    modules: str
+    parts: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+
+    @property
+    def formula(self) -> str:
+        return f"{', '.join(self.parts)} read codes of one input"
+
+    @contextlib.contextmanager
+    def shared(self, module: nn.Module) -> Iterator[None]:
+        parts = (getattr(module, part) for part in self.parts)
+        parts = (getattr(part, "base_layer", part) for part in parts)  # LoRA's own
+        layers, handed = [part for part in parts if isinstance(part, Linear)], HandedByInput()
+        for layer in layers:
+            layer.__dict__["_handed_by_input"] = handed
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.__dict__.pop("_handed_by_input", None)
+
+
+Pattern = MLPPattern | NormPattern  # that users name; each is proven
 
 
 def fused_modules(model: nn.Module, patterns: Iterable[Pattern]) -> dict[str, Pattern]:
@@ -162,14 +208,104 @@ def fused_modules(model: nn.Module, patterns: Iterable[Pattern]) -> dict[str, Pa
     return found
 
 
-def fuse_forward(module: nn.Module, pattern: Pattern) -> None:
-    module.__class__ = _fused_class(type(module), pattern)
+def fuse_forward(module: nn.Module, pattern: Pattern | InputPattern) -> None:
+    module.__class__ = _fused_class(type(module), pattern._replace(modules=""))  # one class for all that are alike
+
+
+# Blocks that are recognized #
+
+# (gate, up, down). By rows: Llama, Mistral, Qwen, Gemma, OLMo 2 and DeepSeek; torchtitan; ours; ViT and timm; GPT-NeoX.
+_MLPS = (
+    ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("gate", "up", "down"), (None, "fc1", "fc2"),
+    (None, "dense_h_to_4h", "dense_4h_to_h"),
+)
+# Llama, Mistral, Qwen, Phi 3 and DeepSeek; OLMo 2; Gemma.
+_NORMS = ({"rounds_first": True}, {}, {"zero_centered_gamma": True})
+_EPS = "variance_epsilon", "eps"
+# Attention of transformers and torchtitan, whose code is known: nothing writes an input between its projections.
+_ATTENTION, _KNOWN = (("q_proj", "k_proj", "v_proj"), ("wq", "wk", "wv")), ("transformers.", "torchtitan.")
+
+
+def recognized(model: nn.Module) -> tuple[dict[str, Pattern | InputPattern], dict[str, str]]:
+    """(the pattern of each attention, MLP and norm; why another MLP or norm is not proven exact).
+
+    MLPs of linear layers named as in `_MLPS`, and classes of norms that torch does not have.
+    """
+    found, others, proofs = {}, {}, {}
+    for name, module in model.named_modules():
+        if "forward" in module.__dict__ or hasattr(type(module), "fused_as"):
+            continue
+        parts = next((of for of in _ATTENTION if all(isinstance(getattr(module, p, None), nn.Linear) for p in of)), None)
+        if parts is not None and type(module).__module__.startswith(_KNOWN):
+            found[name] = InputPattern(name, parts)
+        elif patterns := list(_candidates(name, module)):
+            key = type(module), _signature(module)
+            if key not in proofs:
+                proofs[key] = _first_exact(name, module, patterns)
+            exact, why = proofs[key]
+            if exact is None:
+                others[name] = why
+            else:
+                found[name] = exact._replace(modules=name)
+    return found, others
+
+
+def _first_exact(name: str, module: nn.Module, patterns: Iterable[Pattern]) -> tuple[Pattern | None, str]:
+    """(the first pattern that is proven, or None; why the last one was not)."""
+    why = ""
+    for pattern in patterns:
+        try:
+            _prove(name, module, pattern)
+            return pattern, why
+        except ValueError as error:
+            why = str(error)
+    return None, why
+
+
+def _candidates(name: str, module: nn.Module) -> Iterator[Pattern]:
+    cls, own = type(module), module._parameters
+    if cls.__module__.startswith(("torch.", "fsdp_quant.")):
+        return
+    for gate, up, down in _MLPS:
+        parts = [getattr(module, part, None) for part in (gate, up, down) if part is not None]
+        if all(isinstance(part, nn.Linear) for part in parts):
+            for activation, kind in ACTIVATIONS.items():
+                if kind.gated == (gate is not None):
+                    yield MLPPattern(name, activation, gate, up, down)
+            return
+    weight, eps = own.get("weight"), next((e for e in _EPS if isinstance(getattr(module, e, None), float)), None)
+    if "Norm" in cls.__name__ and set(own) == {"weight"} and weight.dim() == 1 and eps is not None and not module._modules:
+        for kind in _NORMS:
+            yield NormPattern(name, eps=eps, **kind)
+
+
+def _signature(module: nn.Module) -> tuple:
+    """Modules of one class that have it compute alike: their settings, parameters' shapes and parts."""
+    settings = [
+        (k, v if isinstance(v, (int, float, str, bool)) else id(v)) for k, v in module.__dict__.items()
+        if not k.startswith("_") and k != "training"
+    ]
+    own = [(k, None if p is None else (p.shape, p.dtype)) for k, p in module._parameters.items()]
+    return *settings, *own, *((k, repr(m)) for k, m in module._modules.items())
+
+
+def fused_notes(model: nn.Module) -> list[str]:
+    """What was taken over, and what that looks like it was not and why, a line each."""
+    fused = Counter(cls.fused_as.formula for m in model.modules() if hasattr(cls := type(m), "fused_as"))
+    missed = Counter((type(model.get_submodule(n)).__name__, why) for n, why in recognized(model)[1].items())
+    taken = [f"fused: {formula}  [{count} modules]" for formula, count in fused.items()]
+    return taken + [f"not fused: {why}  [{count} modules of {cls}]" for (cls, why), count in missed.items()]
 
 
 @functools.cache
-def _fused_class(cls: type, pattern: Pattern) -> type:
+def _fused_class(cls: type, pattern: Pattern | InputPattern) -> type:
     """cls with the fused forward; its instances are pickled as cls and pattern."""
     def forward(self, *args, **kwargs):
+        if torch.compiler.is_compiling() or torch_compat.dispatch_is_watched():
+            return cls.forward(self, *args, **kwargs)
+        if isinstance(pattern, InputPattern):
+            with pattern.shared(self):
+                return cls.forward(self, *args, **kwargs)
         x, *rest = *args, *kwargs.values()
         if rest:
             raise TypeError(f"{cls.__name__} was fused as {pattern.formula}, of one argument; got {1 + len(rest)}")
@@ -179,7 +315,9 @@ def _fused_class(cls: type, pattern: Pattern) -> type:
         _, _, *state = cls.__reduce_ex__(self, protocol)
         return _blank, (cls, pattern), *state
 
-    return type(f"Fused{cls.__name__}", (cls,), {"forward": forward, "__reduce_ex__": reduce, "__module__": cls.__module__})
+    return type(f"Fused{cls.__name__}", (cls,), {
+        "forward": forward, "__reduce_ex__": reduce, "__module__": cls.__module__, "fused_as": pattern,
+    })
 
 
 def _blank(cls: type, pattern: Pattern) -> nn.Module:

@@ -25,7 +25,7 @@ from ..tensor.torch_compat import local_of
 from ..tensor.weight_shard import WeightShard, as_shard
 from ..tensor.weight_state import WeightState
 from .guard import guard_of
-from .linear_op import Handed, LinearCall, linear, slot_ids, takes_source, weight_state
+from .linear_op import Handed, HandedByInput, LinearCall, linear, slot_ids, takes_source, weight_state
 from .plan import PRODUCTS, GemmPlan, build_plan, plan_of_recipe
 from .quantize import BoundaryIds, boundary
 from .traced_linear import NO_HISTORIES, GraphTensors, traced_linear
@@ -63,6 +63,8 @@ class Linear(HasWeight, nn.Linear):
     parallel = None  # `parallel.TensorParallel`: how ranks share the layer, where its weight is no DTensor that tells
     _guard: Tensor | None = None
     _backward_guard: Tensor | None = None
+    # In the forward of a module whose layers read one tensor (`fuse.InputPattern`).
+    _handed_by_input: HandedByInput | None = None
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, device=None, dtype=None,
@@ -89,6 +91,8 @@ class Linear(HasWeight, nn.Linear):
         weight, plan = self.weight, self._plan
         if self.parallel is not None or isinstance(weight, DTensor):
             return finished(self.parallel_forward(x), residual, scale)
+        if handed is None and self._handed_by_input is not None:
+            handed = self._handed_by_input.of(x)
         x = self.checked(x)
         override = current_autocast()
         if override is not None:
@@ -405,15 +409,24 @@ def _tensor_group(state: WeightState, weight: DTensor, mesh: DeviceMesh) -> dist
 
 
 def _plain_in_state_dict(module: nn.Module, state_dict: dict, prefix: str, local_metadata) -> None:
-    """Checkpoints hold the plain weight: a view of the registered parameter, with its version counter."""
-    weight, key = module.weight, f"{prefix}weight"
+    """Checkpoints hold the plain weight."""
+    key = f"{prefix}weight"
+    if key in state_dict:
+        state_dict[key] = saved_plain(module.weight, state_dict[key])
+
+
+def saved_plain(weight: Tensor, saved: Tensor) -> Tensor:
+    """What a state dict holds of a weight: a plain view of it, with its version counter.
+
+    saved:  what torch put there; a Parameter is replaced by one.
+    """
     local = local_of(weight)
-    if key not in state_dict or not isinstance(local, FSDPHooks):
-        return
+    if not isinstance(local, FSDPHooks):
+        return saved
     plain = local.inner.detach()
     if isinstance(weight, DTensor):
         plain = torch_compat.dtensor_like(weight, plain)
-    state_dict[key] = plain if not isinstance(state_dict[key], nn.Parameter) else nn.Parameter(plain, weight.requires_grad)
+    return nn.Parameter(plain, weight.requires_grad) if isinstance(saved, nn.Parameter) else plain
 
 
 def _after_load(module: nn.Module, incompatible_keys) -> None:

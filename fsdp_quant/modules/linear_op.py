@@ -75,6 +75,20 @@ class Handed:
     grad_amaxes: Tensor | None = None
 
 
+class HandedByInput:
+    """`Handed` of a tensor that several layers of one module read, for the time of that module's forward."""
+
+    def __init__(self):
+        self._x: Tensor | None = None
+        self._version, self._handed = 0, Handed()
+
+    def of(self, x: Tensor) -> Handed:
+        version = 0 if x.is_inference() else x._version
+        if self._x is not x or self._version != version:
+            self._x, self._version, self._handed = x, version, Handed()
+        return self._handed
+
+
 class LinearCall(NamedTuple):
     """What a call of a layer has besides its tensors: values, and memory in which amaxes are recorded.
 

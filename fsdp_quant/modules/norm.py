@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +13,10 @@ from ..ops.norm import NormSpec
 from .norm_op import normalize
 
 
-def takes(x: Tensor, parameters: Iterable[Tensor | None]) -> bool:
-    """The kernel norms x with these: of its width and dtype, outside torch.autocast."""
-    mine = all(p is None or (p.dtype is x.dtype and p.shape == x.shape[-1:] and not isinstance(p, DTensor)) for p in parameters)
+def takes(x: Tensor, parameters: Sequence[Tensor | None]) -> bool:
+    """The kernel norms x with these: plain tensors, of its width and dtype, outside torch.autocast."""
+    plain = not any(isinstance(t, DTensor) for t in (x, *parameters))
+    mine = plain and all(p is None or (p.dtype is x.dtype and p.shape == x.shape[-1:]) for p in parameters)
     return mine and not torch.is_autocast_enabled(x.device.type)
 
 

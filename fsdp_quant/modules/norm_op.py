@@ -18,6 +18,7 @@ import contextlib
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..ops import native, norm, opaque
 from ..ops.norm import NormSpec
@@ -39,11 +40,16 @@ class _Normalize(torch.autograd.Function):
         return y, x, amax
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dy, residual, _):
         if dy is None:
             return residual, None, None, None
         x, weight, bias, rstd, mean = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a derivative of this is wanted: that of the definition
+            y, needs = norm.reference_norm(x, weight, bias, ctx.spec)[0], ctx.needs_input_grad[:3]
+            wanted = [t for t, needed in zip((x, weight, bias), needs) if needed]
+            made = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
+            dx, dweight, dbias = (next(made) if needed else None for needed in needs)
+            return dx if residual is None else residual + dx, dweight, dbias, None
         with _tracing():
             dx, dweight, dbias, _ = norm.norm_backward(dy, x, weight, bias, residual, rstd, mean, ctx.spec)
         return dx, dweight, dbias, None
@@ -84,6 +90,8 @@ def activate(
     """
     if torch.compiler.is_compiling():
         return _traced_activation(g, u, kind), None
+    if isinstance(g, DTensor):  # torch's operators know its placements
+        return norm.reference_activation(g, u, kind), None
     if not torch_compat.dispatch_is_watched() and norm.runs_whole(g, u):
         return native.activate(g, u, kind, grad_amaxes)
     return _Activate.apply(g, u, kind, grad_amaxes), None
@@ -103,9 +111,9 @@ def _tracing():
 
 @torch.compiler.allow_in_graph
 def _traced_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, zero_centered: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, zero_centered: bool, rounds_first: bool
 ) -> Tensor:
-    return _Normalize.apply(x, weight, bias, NormSpec(eps, centred, zero_centered))[0]
+    return _Normalize.apply(x, weight, bias, NormSpec(eps, centred, zero_centered, rounds_first))[0]
 
 
 @torch.compiler.allow_in_graph

@@ -49,7 +49,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..context import STEP
-from ..formats import COLUMNWISE, ROWWISE, Direction
+from ..formats import COLUMNWISE, ROWWISE, Direction, Format
 from ..gemm import gemm
 from ..ops import dispatch, opaque
 from ..ops.dispatch import Statistics
@@ -142,21 +142,32 @@ class Beside(NamedTuple):
 def whole_amaxes(
     hybrid: HybridQuantizer, x: Tensor, dtype: torch.dtype | None = None, delayed: bool = False
 ) -> dict[Direction, Statistics]:
-    """Amaxes of all of x [rows, cols], by encoded direction that is scaled by them, in torch operators: a compiler takes them where x
-    is written.
+    """Amaxes of all of x [rows, cols], by encoded direction that is scaled by them.
+
+    They are torch operators, which a compiler fuses with what writes x: by rows first, since inductor
+    splits a reduction of all values where it likes, and fuses it with no loop over rows and columns.
 
     dtype:    that encoders see; None: x's.
     delayed:  also of directions that histories scale, whose encoders take them else.
     """
-    spans = {d: e.fmt for d, e in hybrid.encodings.items() if e.fmt.spans_tensor and not e.fmt.rotated}
-    spans = {d: fmt for d, fmt in spans.items() if delayed or not hybrid.side(d).is_delayed}
+    spans = _whole_formats(hybrid, delayed)
     if not spans or x.numel() == 0:
         return {}
-    amax = (x if dtype is None else x.to(dtype)).abs().amax().reshape(1)
+    amax = (x if dtype is None else x.to(dtype)).abs().amax(-1).amax().reshape(1)
     if amax.dtype is torch.bfloat16:  # through its bits: a compiler that took the amax of unrounded values must round now
         amax = (amax.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
-    amax = amax.float()
-    return {d: Statistics(None, amax) if fmt.tensor_scale else Statistics(amax.view(1, 1), None) for d, fmt in spans.items()}
+    return _of_whole(spans, amax.float())
+
+
+def _whole_formats(hybrid: HybridQuantizer, delayed: bool = False) -> dict[Direction, Format]:
+    """Encoded directions that are scaled by the amax of all values. delayed: also those that histories scale."""
+    spans = {d: e.fmt for d, e in hybrid.encodings.items() if e.fmt.spans_tensor and not e.fmt.rotated}
+    return {d: fmt for d, fmt in spans.items() if delayed or not hybrid.side(d).is_delayed}
+
+
+def _of_whole(spans: dict[Direction, Format], amax: Tensor) -> dict[Direction, Statistics]:
+    two_level, one = Statistics(None, amax.view(1)), Statistics(amax.view(1, 1), None)
+    return {d: two_level if fmt.tensor_scale else one for d, fmt in spans.items()}
 
 
 def _shared_amaxes(
@@ -228,7 +239,10 @@ def _weight_storage(
     plan: GemmPlan, weight: Tensor, direction: Direction, dtype: torch.dtype, statistics: dict[Direction, Statistics],
     factors: list[Tensor],
 ) -> tuple[Storage, dict[Direction, Tensor]]:
-    """The weight as a product reads it, and the amaxes of its delayed side: of a gathered weight its codes."""
+    """The weight as a product reads it, and the amaxes of its delayed side: of a gathered weight its codes.
+
+    statistics:  known ones; takes those of the whole weight, for its other direction.
+    """
     hybrid, wanted = plan.weight, plan.resolved(dtype, weight.device).layouts["weight"][direction]
     if isinstance(weight, QuantizedTensor):
         return weight.operand_in_graph(direction, wanted, hybrid), {}
@@ -246,6 +260,8 @@ def _weight_storage(
         values, [encoding], [statistics.get(source)] if source in statistics else None, encs=[factor], dtype=seen,
         layouts=[wanted if wanted == NATIVE and not hybrid.is_derived else COMPACT],
     )
+    if source in (spans := _whole_formats(hybrid)) and source not in statistics:
+        statistics |= _of_whole(spans, encoded.tensor_amax if encoding.fmt.tensor_scale else encoded.amax)
     storage = Storage.of(encoded, encoding, weight.shape, dtype)
     amaxes = {source: encoded.amax} if factor is not None else {}
     if storage.direction is not direction:
@@ -362,7 +378,7 @@ class _TracedLinear(torch.autograd.Function):
                 )
             ctx.of_input, operands = read[plan.input, save]
             ctx.of_weight = {}
-            if not isinstance(weight, QuantizedTensor):
+            if group_of_weight is not None and not isinstance(weight, QuantizedTensor):
                 ctx.of_weight = _shared_amaxes(
                     plan.weight, values_of(weight), Direction, group_of_weight, dtype=plan.compute_dtype
                 )
@@ -423,8 +439,10 @@ def _gradients(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | 
     if need_w and ctx.cut is not None:
         x = _saved_input(ctx, dy)
     if need_x:
-        w, _ = _weight_storage(plan, weight, COLUMNWISE, dy.dtype, ctx.of_weight, beside.factors[1])
-        dx = gemm(operands.take(ROWWISE), w, out_dtype=dy.dtype, domain=resolved.domains[1]).view(ctx.shape)
+        d = operands.take(ROWWISE)
+        with torch_compat.kept_in_backward(isinstance(weight, QuantizedTensor)):  # FSDP2 fills its codes then
+            w, _ = _weight_storage(plan, weight, COLUMNWISE, dy.dtype, ctx.of_weight, beside.factors[1])
+            dx = gemm(d, w, out_dtype=dy.dtype, domain=resolved.domains[1]).view(ctx.shape)
         if axis is not None and axis.column and axis.sequence_dim is None and axis.reduces:
             dx = axis.sum(dx)
     if need_w:

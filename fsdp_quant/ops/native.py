@@ -779,20 +779,23 @@ def activation_backward(
 
 
 def norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, zero_centered: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, zero_centered: bool, rounds_first: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y, rstd, mean, amax."""
-    y, amax, rstd, mean = _ops.norm(_aligned(x.contiguous()), _line(weight), _line(bias), eps, centred, zero_centered)
+    given = _aligned(x.contiguous()), _line(weight), _line(bias)
+    y, amax, rstd, mean = _ops.norm(*given, eps, centred, zero_centered, rounds_first)
     return y, rstd, mean, amax
 
 
 def norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, residual: Tensor | None, rstd: Tensor, mean: Tensor, zero_centered: bool,
-    has_bias: bool,
+    rounds_first: bool, has_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """dx, dweight, dbias, amax of dx."""
     dy, values, residual = (t if t is None else _aligned(t.contiguous()) for t in (dy, x, residual))
-    dx, amax, dweight, dbias = _ops.norm_backward(dy, values, _line(weight), residual, rstd, mean, zero_centered, has_bias)
+    dx, amax, dweight, dbias = _ops.norm_backward(
+        dy, values, _line(weight), residual, rstd, mean, zero_centered, rounds_first, has_bias
+    )
     return dx, dweight, dbias if has_bias else None, amax
 
 
@@ -1071,10 +1074,10 @@ FAKES = {
     "activation": lambda g, u, kind: (g.new_empty(g.shape), _amaxes(g, 1)),
     "activation_backward": lambda dh, g, u, kind: (
         g.new_empty(g.shape), g.new_empty(0 if u is None else g.shape), _amaxes(g, 1 + (u is not None))),
-    "norm": lambda x, weight, bias, eps, centred, zero_centered: (
+    "norm": lambda x, weight, bias, eps, centred, *rest: (
         x.new_empty(x.shape), _floats(x, 1), _floats(x, x.numel() // x.shape[-1]),
         _floats(x, x.numel() // x.shape[-1] if centred else 0)),
-    "norm_backward": lambda dy, x, weight, residual, rstd, mean, zero_centered, has_bias: (
+    "norm_backward": lambda dy, x, weight, residual, rstd, mean, zero_centered, rounds_first, has_bias: (
         x.new_empty(x.shape), _floats(x, 1), x.new_empty(x.shape[-1]), x.new_empty(x.shape[-1] if has_bias else 0)),
     "adam": lambda *args: None,
     "adam_group": lambda *args: None,

@@ -25,11 +25,16 @@ _aten = torch.ops.aten
 
 
 class NormSpec(NamedTuple):
-    """centred: LayerNorm, else RMSNorm. zero_centered: gamma is 1 + weight."""
+    """centred: LayerNorm, else RMSNorm. zero_centered: gamma is 1 + weight.
+
+    rounds_first: the normalized x is rounded to the dtype of x before gamma multiplies it, as transformers' Llama does; of
+                  an RMSNorm whose gamma is the weight.
+    """
 
     eps: float
     centred: bool
     zero_centered: bool
+    rounds_first: bool = False
 
 
 class Activation(NamedTuple):
@@ -147,7 +152,8 @@ def reference_norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpe
         return y.to(x.dtype), rstd.float().flatten(), mean.float().flatten()
     values = x.float()
     rstd = torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + spec.eps)
-    y = (values * rstd * _gamma(weight, spec)).to(x.dtype)
+    normal = values * rstd
+    y = weight * normal.to(x.dtype) if spec.rounds_first else (normal * _gamma(weight, spec)).to(x.dtype)
     return y, rstd.flatten(), rstd.new_empty(0)
 
 
@@ -166,7 +172,7 @@ def norm_backward(
 ) -> NormGradients:
     """residual: a gradient of x that is added to dx, after rounding, as autograd adds two."""
     if _runs(x, weight, bias, dy, residual, widest=native.WIDEST_NORM):
-        return NormGradients(*native.norm_backward(dy, x, weight, residual, rstd, mean, spec.zero_centered, bias is not None))
+        return NormGradients(*native.norm_backward(dy, x, weight, residual, rstd, mean, *spec[2:], bias is not None))
     if opaque.is_tracing():
         dx, dweight, *dbias = _norm_backward_op(dy, x, weight, bias, residual, rstd, mean, *spec)
         return NormGradients(dx, dweight, dbias[0] if dbias else None, None)
@@ -187,9 +193,10 @@ def reference_norm_backward(
             [True, True, bias is not None],
         )
     else:  # the derivative of x * rsqrt(mean(x^2) + eps) * gamma, step by step
-        values, d, r = x.float(), dy.float(), rstd.view(rows)
-        dweight = (d * (values * r)).reshape(-1, x.shape[-1]).sum(0)
-        d = d * _gamma(weight, spec)
+        values, d, r = x.float(), dy if spec.rounds_first else dy.float(), rstd.view(rows)
+        normal = values * r
+        dweight = (d * (normal.to(x.dtype) if spec.rounds_first else normal)).reshape(-1, x.shape[-1]).sum(0)
+        d = (d * weight).float() if spec.rounds_first else d * _gamma(weight, spec)
         dr = (d * values).sum(-1, keepdim=True)
         dx = d * r
         if residual is not None and x.dtype is torch.float32:  # nothing rounds in between: autograd adds three terms
@@ -215,7 +222,7 @@ def _made(tensors) -> list[Tensor]:
     return [t.contiguous() for t in tensors if t is not None]
 
 
-def _fake_norm(x, weight, bias, eps, centred, zero_centered):
+def _fake_norm(x, weight, bias, eps, centred, *rest):
     rows = x.numel() // x.shape[-1]
     return _like(x), *(x.new_empty(n, dtype=torch.float32) for n in (rows, rows if centred else 0))
 
@@ -230,12 +237,13 @@ _activation_backward_op = opaque.define(
     lambda dh, g, u, kind: [_like(t) for t in (g, u) if t is not None],
 )
 _norm_op = opaque.define(
-    "reference_norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool centred, bool zero_centered) -> "
-    "(Tensor, Tensor, Tensor)", lambda x, weight, bias, *spec: tuple(reference_norm(x, weight, bias, NormSpec(*spec))), _fake_norm,
+    "reference_norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool centred, bool zero_centered, "
+    "bool rounds_first) -> (Tensor, Tensor, Tensor)",
+    lambda x, weight, bias, *spec: tuple(reference_norm(x, weight, bias, NormSpec(*spec))), _fake_norm,
 )
 _norm_backward_op = opaque.define(
     "reference_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor rstd, Tensor mean, "
-    "float eps, bool centred, bool zero_centered) -> Tensor[]",
+    "float eps, bool centred, bool zero_centered, bool rounds_first) -> Tensor[]",
     lambda *given: _made(reference_norm_backward(*given[:7], NormSpec(*given[7:]))),
     lambda dy, x, weight, bias, *rest: [_like(t) for t in (x, weight, bias) if t is not None],
 )

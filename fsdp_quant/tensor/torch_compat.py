@@ -22,9 +22,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental import proxy_tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-__all__ = ["alloc_storage", "foreach_add_", "foreach_copy_", "foreach_zero_", "free_storage", "tree_map_only"]
+__all__ = [
+    "alloc_storage", "foreach_add_", "foreach_copy_", "foreach_zero_", "free_storage", "tree_flatten", "tree_map_only",
+    "tree_unflatten",
+]
 
 foreach_add_ = torch._foreach_add_
 _proxies_of = getattr(proxy_tensor, "_get_proxies", lambda tensor: ())

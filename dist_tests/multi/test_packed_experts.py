@@ -1,0 +1,121 @@
+"""Packed experts of transformers, which `fq.convert(grouped="experts")` takes over: one process, and `fully_shard`."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import parametrize
+
+import fsdp_quant as fq
+from dist_tests.laws import assert_same_bytes
+from dist_tests.multi import nets
+from dist_tests.multi.harness import run_ranks
+from dist_tests.single.test_fuse import tiny
+
+FAMILIES = ("mixtral", "qwen3_moe")
+IDS = torch.arange(32, device="cpu").view(1, 32) % 64
+
+
+def converted(family: str, recipe: fq.Recipe) -> nn.Module:
+    return fq.convert(tiny(family), recipe, skip="lm_head", grouped="experts")
+
+
+def step(net: nn.Module) -> dict[str, Tensor]:
+    """Loss and gradients."""
+    net.zero_grad()
+    loss = net(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
+
+
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], what: str) -> None:
+    assert list(got) == list(want)
+    for name, one in want.items():
+        assert_same_bytes(got[name], one, f"{what}: {name}")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_taken_over_experts_are_the_modules_own(family: str):
+    """If false, experts are routed, gated or summed otherwise, or a checkpoint, a copy or a move to a device breaks their tie."""
+    plain, net = tiny(family), converted(family, fq.recipes.identity())
+    want = step(plain)
+    assert_same(step(net), want, family)
+    assert list(net.state_dict()) == list(plain.state_dict())
+    memory = io.BytesIO()
+    torch.save(net, memory)
+    memory.seek(0)
+    with torch.device("meta"):
+        empty = converted(family, fq.recipes.identity())
+    empty = empty.to_empty(device="cpu")
+    empty.model.rotary_emb = copy.deepcopy(net.model.rotary_emb)  # whose buffers no checkpoint has
+    for what, other in {
+        "copied": copy.deepcopy(net), "pickled": torch.load(memory, weights_only=False), "made on meta": empty,
+    }.items():
+        other.load_state_dict(net.state_dict())
+        experts = other.model.layers[0].mlp.experts
+        assert experts.down_proj is experts.down_proj_product.weight, what
+        assert_same(step(other), want, what)
+    notes = fq.plan(converted(family, fq.recipes.mxfp8())).notes
+    assert sum("4 experts, " in note for note in notes) == 4, "two layers of two weights"
+    assert not any("Experts" in note for note in notes), "nothing of experts is in high precision"
+
+
+def test_experts_that_cannot_be_taken_over_are_refused():
+    """If false, experts multiply weights that nobody gathers, or those of other ranks."""
+    experts = converted("mixtral", fq.recipes.mxfp8()).model.layers[0].mlp.experts
+    experts._is_expert_parallel = True
+    with pytest.raises(NotImplementedError, match="spreads over ranks"):
+        experts(torch.zeros(4, 32, dtype=torch.bfloat16), torch.zeros(4, 2, dtype=torch.long), torch.ones(4, 2))
+    run_ranks(2, _sharded_first)
+    experts = converted("mixtral", fq.recipes.mxfp8()).model.layers[0].mlp.experts
+    parametrize.register_parametrization(experts, "down_proj", nn.Identity())
+    with pytest.raises(NotImplementedError, match="down_proj of these experts is another tensor than what is multiplied"):
+        experts(torch.zeros(4, 32, dtype=torch.bfloat16), torch.zeros(4, 2, dtype=torch.long), torch.ones(4, 2))
+
+
+def _sharded_first(rank: int, world: int) -> None:
+    net = tiny("mixtral")
+    for layer in net.model.layers:
+        fully_shard(layer)
+    with pytest.raises(ValueError, match=r"layers.0.mlp.experts: call fq.convert before fully_shard"):
+        fq.convert(net, fq.recipes.mxfp8(), skip="lm_head", grouped="experts")
+
+
+def train(net: nn.Module) -> list[Tensor]:
+    optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.5), []
+    for _ in range(3):
+        losses.append(step(net)["loss"])
+        optimizer.step()
+    return losses
+
+
+def _trained(rank: int, world: int, recipe: fq.Recipe) -> None:
+    alone = converted("mixtral", recipe)
+    want = train(alone)
+    net = converted("mixtral", recipe)
+    for module in (*net.model.layers, net):
+        fully_shard(module)
+    got = train(net)
+    for i, (a, b) in enumerate(zip(got, want)):
+        assert_same_bytes(a, b, f"{recipe.name}: loss {i}")
+    assert list(get_model_state_dict(net)) == list(alone.state_dict())
+    assert_same(nets.full_state(net), alone.state_dict(), recipe.name)
+    planned = fq.plan(net).weight_bytes
+    of_experts = {name: sizes for name, sizes in planned.items() if "experts" in name}
+    elements = {"gate_up_proj": 4 * 128 * 32, "down_proj": 4 * 32 * 64}
+    assert len(of_experts) == 4, planned.keys()
+    for name, (forward, _) in of_experts.items():
+        numel = next(n for part, n in elements.items() if part in name)
+        assert numel <= forward <= 1.2 * numel, f"{name}: {forward} bytes of {numel} codes"
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_current"])
+def test_sharded_experts_train_as_in_one_process_and_travel_as_codes(name: str):
+    """If false, fully_shard gathers experts in high precision, or trains others."""
+    run_ranks(2, _trained, fq.recipes.by_name(name))

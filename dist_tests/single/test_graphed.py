@@ -1,0 +1,133 @@
+"""`fq.graphed` where nothing can be captured; `kernels/test_cuda_graphs.py` has the graphs."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_quant as fq
+from dist_tests.laws import assert_same_bytes, values
+from fsdp_quant.modules import graphed
+from fsdp_quant.tensor import torch_compat
+
+
+def train(wrap: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    net = fq.convert(nn.Sequential(nn.Linear(32, 32), nn.ReLU()), fq.recipes.fp8_current())
+    optimizer = torch.optim.AdamW(net.parameters())
+
+    def step(x, *, scale):
+        y = net(x).square().mean() * scale
+        y.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"loss": y.detach()}
+
+    step = fq.graphed(step, net, optimizer) if wrap else step
+    made = [step(values(8, 32, seed=i, dtype=torch.float32), scale=2.0)["loss"] for i in range(5)]
+    assert not wrap or "cpu" in step.why_eager
+    return [*made, *(p.detach() for p in net.parameters())]
+
+
+def test_steps_run_eagerly_where_there_is_no_gpu_and_say_so_once():
+    """If false, a script with fq.graphed trains another model without a GPU, or fails, or is slow unsaid."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        got = train(True)
+    assert [str(w.message) for w in said if "fq.graphed" in str(w.message)] == [
+        "fq.graphed: steps run eagerly: the model is on cpu, and CUDA graphs run on GPUs"
+    ]
+    for a, b in zip(got, train(False)):
+        assert_same_bytes(a, b, "graphed")
+
+
+def test_a_capture_without_warm_up_is_refused():
+    """If false, lazily made optimizer state is captured, and every replay begins with it again."""
+    with pytest.raises(ValueError, match="warmup is 0; a capture needs at least one eager step"):
+        fq.graphed(print, nn.Linear(2, 2), warmup=0)
+
+
+# Graphs, with a CPU in the place of the GPU #
+
+class Recorder:
+    """What `torch.cuda` is to `graphed`: a captured step leaves no trace, and a replay runs it again."""
+
+    def __init__(self, monkeypatch):
+        self.captures, self.replays, self.step, self.kept = 0, 0, None, []
+        stream = SimpleNamespace(wait_stream=lambda other: None)
+        for name, stand_in in {
+            "Stream": lambda: stream, "current_stream": lambda: stream, "stream": contextlib.nullcontext,
+            "CUDAGraph": lambda: SimpleNamespace(replay=self.replay), "graph": self.capture,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+        monkeypatch.setattr(graphed.GraphedStep, "_refusal", lambda step: None)
+
+    @contextlib.contextmanager
+    def capture(self, graph, stream, capture_error_mode):
+        before, captures, self.captures = [(t, t.clone()) for t in self.kept], self.captures, None
+        try:
+            yield
+        finally:
+            self.captures = captures + 1
+            for t, value in before:
+                t.data.copy_(value)
+
+    def replay(self) -> None:
+        self.replays += 1
+        args, kwargs = torch_compat.tree_unflatten(self.step._inputs, self.step._given[0])
+        for target, value in zip(self.step._outputs.values(), self.step._step(*args, **kwargs).values()):
+            target.copy_(value)
+
+
+def trained(wrap: bool, recorder: Recorder | None = None, waits: bool = False) -> list[torch.Tensor]:
+    """Eight steps: the sixth of another shape, another recipe before the seventh, and a rate that falls."""
+    torch.manual_seed(0)
+    net = fq.convert(nn.Sequential(nn.Linear(32, 32), nn.ReLU()), fq.recipes.fp8_current())
+    optimizer = torch.optim.SGD(net.parameters(), lr=torch.tensor(0.5))
+
+    def step(x):
+        y = net(x).square().mean()
+        y.backward()
+        if waits and wrap and recorder.captures is None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"loss": y.detach()}
+
+    run = fq.graphed(step, net, optimizer) if wrap else step
+    if wrap:
+        recorder.step, recorder.kept = run, list(net.parameters())
+    seen = []
+    for i in range(8):
+        optimizer.param_groups[0]["lr"].fill_(0.5 / (1 + i))
+        if i == 6:
+            fq.set_recipe(net, fq.recipes.mxfp8())
+        seen.append(run(values(4 if i == 5 else 8, 32, seed=i, dtype=torch.float32))["loss"])
+    return [*seen, *(p.detach() for p in net.parameters())]
+
+
+def test_a_step_is_warmed_up_captured_and_replayed(monkeypatch):
+    """If false, a step is made twice or never, reads another batch, returns memory that the next one writes, or outlives its
+    recipe."""
+    want, recorder = trained(False), Recorder(monkeypatch)
+    with pytest.warns(UserWarning, match="a step runs eagerly: its arguments are other than those of the capture"):
+        got = trained(True, recorder)
+    for i, (a, b) in enumerate(zip(got, want)):
+        assert_same_bytes(a, b, f"{i}")
+    # Three to warm up; the fourth and fifth are replays, as is the eighth, of a graph with the new recipe.
+    assert (recorder.captures, recorder.replays) == (2, 3)
+
+
+def test_a_capture_that_fails_costs_no_step(monkeypatch):
+    """If false, a step that cannot be captured stops training, or its gradients are left in memory that nothing wrote."""
+    want, recorder = trained(False), Recorder(monkeypatch)
+    with pytest.warns(UserWarning, match="steps run eagerly: its capture failed: operation not permitted"):
+        got = trained(True, recorder, waits=True)
+    for i, (a, b) in enumerate(zip(got, want)):
+        assert_same_bytes(a, b, f"{i}")
+    assert recorder.replays == 0
