@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import itertools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -27,15 +31,18 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Below those that the system hands out: tests beside this one take many of them before the agents listen."""
+    for port in itertools.count(20000 + os.getpid() % 9000):
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def script(name: str, *arguments: str, **changes: str) -> subprocess.Popen:
     command = ["bash", str(ROOT / "launch" / name), *arguments]
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment(**changes), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=ROOT, env=environment(**changes), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
     )
 
 
@@ -50,11 +57,10 @@ def test_two_agents_train_and_save_with_copies_across_them(tmp_path):
     arguments = [*TINY, "--data", str(text), "--save", str(tmp_path / "run"), "--plot", str(tmp_path / "plot.png")]
     where = {"NNODES": "2", "NPROC": each, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     agents = [script("multinode.sh", *arguments, **where) for _ in range(2)]
-    try:
-        outputs = [agent.communicate(timeout=240)[0] for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
+    stopped = threading.Timer(240, lambda: [os.killpg(agent.pid, signal.SIGKILL) for agent in agents])  # with their workers
+    stopped.start()
+    outputs = [agent.communicate()[0] for agent in agents]
+    stopped.cancel()
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(outputs)
     assert sum(f"{2 * int(each)} x cpu, 2 copies" in output for output in outputs) == 1, "\n".join(outputs)
     facts = json.loads((tmp_path / "run" / "step_00000002" / "run.json").read_text())
