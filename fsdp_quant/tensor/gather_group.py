@@ -92,7 +92,7 @@ class GatherPlan:
     """
 
     def __init__(self, members: Sequence[GatheredWeight], operands: _Operands, needs: tuple[frozenset[Direction], ...]):
-        self.members, self._needs = members, needs
+        self.members = members
         self._chosen = [member.passes[n] for member, n in zip(members, needs)]
         self.outputs = [chosen.outputs for chosen in self._chosen]
         self.inner = [
@@ -103,6 +103,9 @@ class GatherPlan:
             for direction, fmt, size in chosen.sizes:
                 self.sizes[direction, fmt] += size
         self._relayouts = operands.relayouts(needs)
+        self._derived = [(m, n) for m, n in zip(members, needs) if m.derived is not None]
+        # Codes of a backward all of whose GEMMs read copies in another layout.
+        self._unread = [t for t, n in zip(operands.unread, needs) if t is not None and n == {COLUMNWISE}]
         self._unpacked = [
             i for i, (m, c) in enumerate(zip(members, self._chosen))
             if m.managed.world_size == 1 or any(m.buffers[d].filled for d in c.directions)
@@ -112,8 +115,8 @@ class GatherPlan:
 
     def send(self, local: Sequence[Tensor]) -> None:
         """Encode the shards, and leave each weight's all-gather inputs in its `outgoing`."""
-        key = [fact for member, chosen, shard in zip(self.members, self._chosen, local) for fact in _facts(member, chosen, shard)]
-        if self._recorded is None or self._recorded.key != key:
+        key = list(map(_facts, self.members, self._chosen, local))
+        if self._recorded is None or not self._recorded.is_of(key):
             self._recorded = self._record(local, key)
         else:
             self._recorded.repeat([values_of(shard) for shard in local])
@@ -181,43 +184,30 @@ class GatherPlan:
     @torch.no_grad()
     def receive(self) -> None:
         """Fill what NCCL did not, and bring codes into the layouts of their GEMMs, for all weights at once."""
-        torch_compat.copy_all(
-            [copy for i in self._unpacked for copy in self.members[i].unpack(self._chosen[i], self._metadata[i])]
-        )
-        self._metadata = [{} for _ in self.members]
+        if self._unpacked:
+            torch_compat.copy_all(
+                [copy for i in self._unpacked for copy in self.members[i].unpack(self._chosen[i], self._metadata[i])]
+            )
+            self._metadata = [{} for _ in self.members]
         if self._recorded is not None:
             self._recorded.free()
-        for member, needs in zip(self.members, self._needs):
+        for member, needs in self._derived:
             member.derive(needs)
         for relayout in self._relayouts:
             relayout()
-        for member, needs in zip(self.members, self._needs):
-            if needs == {COLUMNWISE}:
-                member.free_unread()
+        for codes in self._unread:
+            torch_compat.free_storage(codes)
 
 
-def _facts(member: GatheredWeight, chosen: Pass, shard: Tensor) -> Iterator[object]:
-    """What the launches of a weight's gather follow from beside its values."""
-    state = member.state
-    yield from (shard.shape, shard.dtype, shard.device, member.records, state.held is None)
+def _facts(member: GatheredWeight, chosen: Pass, shard: Tensor) -> tuple[tuple, tuple[Tensor | None, ...]]:
+    """What the launches of a weight's gather follow from beside its values: equal ones, and the same ones."""
+    state, same, delayed = member.state, (), () if member.state.parts else member.state.quantizer.delayed_directions
     for d in chosen.directions:
-        statistics = (state.statistics or {}).get((state.name, d))
-        yield from (() if statistics is None else map(_Same, statistics))
-        if not state.parts and d in state.quantizer.delayed_directions:
+        same += (state.statistics or {}).get((state.name, d)) or ()
+        if d in delayed:
             history = state.delayed_history(d, member.managed.device)
-            yield from (_Same(history.enc), _Same(history.amaxes))
-
-
-class _Same:
-    """Equal where it is the same object, which it keeps."""
-
-    __slots__ = ("of",)
-
-    def __init__(self, of: object):
-        self.of = of
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.of is other.of
+            same += history.enc, history.amaxes
+    return (shard.shape, shard.dtype, shard.device, delayed and member.records, state.held is None), same
 
 
 class _Sent(NamedTuple):
@@ -231,13 +221,18 @@ class _Sent(NamedTuple):
     is_repeatable: all of it is in memory of the launches.
     """
 
-    key: list
+    key: list[tuple[tuple, tuple[Tensor | None, ...]]]
     launches: list[tuple[GroupEncoding, list[int]]]
     names: list[tuple[str, str]]
     inputs: list[tuple[Tensor, ...]]
     metadata: list[dict[tuple[Direction, str], Tensor]]
     copies: list[tuple[list[Tensor], list[Tensor]]]
     is_repeatable: bool
+
+    def is_of(self, key: list) -> bool:
+        return all(
+            a == b and len(x) == len(y) and all(map(operator.is_, x, y)) for (a, x), (b, y) in zip(self.key, key)
+        )
 
     def repeat(self, values: Sequence[Tensor]) -> None:
         for launch, members in self.launches:
@@ -256,7 +251,8 @@ def _is_view(rows: Tensor, buffer: Tensor) -> bool:
 class _Operands:
     """Storages of gathered weights in the layouts in which GEMMs read them; allocated once, freed and refilled by FSDP2.
 
-    own:  per weight and direction, the buffers that are not views of the gathered codes: FSDP2's inner tensors.
+    own:     per weight and direction, the buffers that are not views of the gathered codes: FSDP2's inner tensors.
+    unread:  per weight, the columnwise codes as they are gathered, where all GEMMs read copies of them; else None.
     """
 
     def __init__(self, members: Sequence[GatheredWeight]):
@@ -277,9 +273,14 @@ class _Operands:
             for packed, of in alike.items():
                 made = laid_out([(slots.get(d), layout) for _, slots, layout in of], packed is not None, self._calls[d])
                 for (i, slots, layout), storage in zip(of, made):
-                    slots.laid_out[d, layout] = storage
+                    slots.keep(d, layout, storage)
                     self._made.append((i, d, slots, layout, storage))
                     self.own[i][d] += _own_buffers(storage, slots.get(d))
+        self.unread = []
+        for i, member in enumerate(members):
+            read = {id(s.data) for j, d, *_, s in self._made if j == i and d is COLUMNWISE}
+            copied = len(read) == len(member.slots_of) and read <= {id(t) for t in self.own[i][COLUMNWISE]}
+            self.unread.append(member.slots_of[0].columnwise.data if copied else None)
         for d in Direction:
             written = {id(t) for call in self._calls[d] for t in call.out}
             self._is_recorded[d] = all(id(t) in written for of in self.own for t in of[d])

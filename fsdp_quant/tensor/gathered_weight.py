@@ -165,7 +165,7 @@ class GatheredWeight:
                     storage = self.derived.storages[i]
                 else:
                     storage = self.buffers[ROWWISE].storages[i].as_direction(direction)
-                setattr(slots, direction.value, storage)
+                slots.put(direction, storage)
         for matrix in state.parts:
             matrix.managed, matrix.gathered = managed, self
         self.slots = Slots(owner=state, parts=self.slots_of) if state.parts else self.slots_of[0]
@@ -291,13 +291,6 @@ class GatheredWeight:
                 torch_compat.alloc_storage(buffers.outputs[0])
                 copies.append((buffers.outputs[0], filled[direction, "data"].view(-1)))
         return copies
-
-    def free_unread(self) -> None:
-        """Free the codes of a backward all of whose GEMMs read copies in another layout."""
-        operands = [s for slots in self.slots_of for (d, _), s in slots.laid_out.items() if d is COLUMNWISE]
-        data = self.slots_of[0].columnwise.data
-        if len(operands) == len(self.slots_of) and all(s.data.data_ptr() != data.data_ptr() for s in operands):
-            torch_compat.free_storage(data)
 
     def derive(self, needs: frozenset[Direction]) -> None:
         """Make the columnwise storage from the rowwise one that arrived, where the quantizer says so."""

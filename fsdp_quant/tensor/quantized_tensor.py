@@ -38,7 +38,7 @@ class Slots:
     laid_out: storages in the layouts in which GEMMs read them, kept by whoever writes the codes.
     parts:    of the matrices of a packed tensor [matrices, N, K], or of groups of rows [M, K] that are each quantized by
               themselves (tokens by expert): it has no storages of its own.
-    shown:    see `QuantizedTensor._shown_buffers`.
+    shown:    buffers of `QuantizedTensor._operands` by name, until a storage is replaced.
     """
 
     rowwise: Storage | None = None
@@ -46,7 +46,21 @@ class Slots:
     owner: object = None
     laid_out: dict[tuple[Direction, str], Storage] = field(default_factory=dict)
     parts: list[Slots] = field(default_factory=list)
-    shown: tuple[tuple, dict[str, Tensor]] = ((), {})
+    shown: dict[str, Tensor] | None = None
+
+    def put(self, direction: Direction, storage: Storage) -> None:
+        """Replace a storage; what was laid out of others is not its."""
+        setattr(self, direction.value, storage)
+        self.drop_laid_out()
+
+    def keep(self, direction: Direction, layout: str, storage: Storage) -> None:
+        """Keep a storage of the codes in a layout."""
+        self.laid_out[direction, layout] = storage
+        self.shown = None
+
+    def drop_laid_out(self) -> None:
+        self.laid_out.clear()
+        self.shown = None
 
     def get(self, direction: Direction) -> Storage | None:
         return self.rowwise if direction is ROWWISE else self.columnwise
@@ -173,14 +187,9 @@ class QuantizedTensor(Tensor):
         return shown
 
     def _shown_buffers(self) -> dict[str, Tensor]:
-        """The buffers of `_operands` by name. Key: the storages. Owner: the slots. It ends as one of the storages is replaced."""
-        slots = self._slots
-        key = slots.rowwise, slots.columnwise, *slots.laid_out.values()
-        seen, shown = slots.shown
-        if len(seen) != len(key) or any(a is not b for a, b in zip(seen, key)):
-            shown = {f"{name}_{b}": t for name, s in self._operands().items() for b, t in s.buffers().items()}
-            slots.shown = key, shown
-        return shown
+        if self._slots.shown is None:
+            self._slots.shown = {f"{name}_{b}": t for name, s in self._operands().items() for b, t in s.buffers().items()}
+        return self._slots.shown
 
     def __tensor_flatten__(self):
         """The buffers that GEMMs read of both directions; FSDP2 fills and frees each as passes need it."""
@@ -205,7 +214,7 @@ class QuantizedTensor(Tensor):
         if slots.columnwise is not None and slots.rowwise is not None and slots.columnwise.data is slots.rowwise.data:
             made.columnwise = made.rowwise.as_direction(COLUMNWISE)
         for d, layout in slots.laid_out:
-            made.laid_out[d, layout] = rebuilt[_shown_as(d, layout)]
+            made.keep(d, layout, rebuilt[_shown_as(d, layout)])
         return QuantizedTensor(slots=made, shape=outer_size)
 
     def __reduce_ex__(self, protocol):
@@ -245,7 +254,7 @@ def _shown_as(direction: Direction, layout: str = COMPACT) -> str:
 
 
 def _buffer_property(name: str) -> property:
-    return property(lambda self: self._shown_buffers()[name])
+    return property(lambda self: (self._slots.shown or self._shown_buffers())[name])
 
 
 for _direction in Direction:

@@ -209,9 +209,9 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
             side = quantizer.side(direction)
             if side is not None and not (quantizer.one_storage and direction is COLUMNWISE):
                 made = Storage.zeros(side.fmt, direction, tuple(self.shape), self.dtype, self.device)
-                setattr(content.slots, direction.value, made)
+                content.slots.put(direction, made)
         if quantizer.one_storage:
-            content.slots.columnwise = content.slots.rowwise.as_direction(COLUMNWISE)
+            content.slots.put(COLUMNWISE, content.slots.rowwise.as_direction(COLUMNWISE))
         self.state.publisher = sync
         return values
 
@@ -223,10 +223,10 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         slots, storage = self._slots, self._slots.get(direction)
         data = storage.data  # shares no version counter: a gather of others is no write of these
         data = data.new_empty(0).set_(memory.untyped_storage(), place // data.itemsize, data.shape, data.stride())
-        setattr(slots, direction.value, replace(storage, data=data))
+        slots.put(direction, replace(storage, data=data))
         self._content.borrowed.add(direction)
         if self.state.quantizer.one_storage:
-            slots.columnwise = slots.rowwise.as_direction(COLUMNWISE)
+            slots.put(COLUMNWISE, slots.rowwise.as_direction(COLUMNWISE))
             self._content.borrowed.add(COLUMNWISE)
 
     def _own_buffers(self, direction: Direction) -> list[Tensor]:
@@ -237,7 +237,7 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         """The storage of one direction, for its publisher to write; what was laid out of it is dropped."""
         for into in self._own_buffers(direction):
             torch_compat.alloc_storage(into)
-        self._slots.laid_out.clear()
+        self._slots.drop_laid_out()
         return self._slots.get(direction)
 
     def free(self, directions: Iterable[Direction]) -> None:
@@ -245,7 +245,7 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         for direction in directions:
             for buffer in self._own_buffers(direction):
                 torch_compat.free_storage(buffer)
-        self._slots.laid_out.clear()
+        self._slots.drop_laid_out()
 
     def has_master_in(self, tensors: Iterable) -> bool:
         """Its master is one of these: what an optimizer keeps of it."""
@@ -290,13 +290,13 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         else:
             made = Storage.of(encoded, encoding, tuple(self.shape), self.dtype, row0).map(self._here)
             stored = _written_over(old, made)
-            setattr(slots, direction.value, stored)
+            slots.put(direction, stored)
             if quantizer.one_storage:
-                slots.columnwise = stored.as_direction(COLUMNWISE)
+                slots.put(COLUMNWISE, stored.as_direction(COLUMNWISE))
         content.versions[direction] = version
         if quantizer.one_storage:
             content.versions[COLUMNWISE] = version
-        slots.laid_out.clear()
+        slots.drop_laid_out()
 
     def _here(self, buffer: Tensor) -> Tensor:
         return buffer.to(self.device)
@@ -335,7 +335,7 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         """Kept until the codes are written again."""
         slots, made = self._current(), super().operand_for(direction, layout)
         if layout != COMPACT and made.fmt.is_quantized:
-            slots.laid_out[direction, layout] = made
+            slots.keep(direction, layout, made)
         return made
 
     # Being a tensor #

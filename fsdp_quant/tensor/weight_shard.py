@@ -17,7 +17,6 @@ from . import torch_compat
 from .aten_table import aten
 from .fsdp_hooks import FSDPHooks
 from .quantized_tensor import QuantizedTensor
-from .torch_compat import tree_map_only
 from .traced import Unguarded, stable_text
 from .weight_state import WeightState
 
@@ -101,7 +100,8 @@ class WeightShard(FSDPHooks, Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        plain_args, plain_kwargs = tree_map_only(WeightShard, _inner, (args, kwargs or {}))
+        plain_args = [_mapped(WeightShard, _inner, a) for a in args]
+        plain_kwargs = {name: _mapped(WeightShard, _inner, a) for name, a in kwargs.items()} if kwargs else {}
         if func in _KEEPS_CLASS and torch.is_inference_mode_enabled():  # FSDP2 pads shards inside a first forward
             with torch.inference_mode(False):
                 result = func(*plain_args, **plain_kwargs)
@@ -111,8 +111,15 @@ class WeightShard(FSDPHooks, Tensor):
             return _written(func, args, kwargs or {}, result)
         if func in _KEEPS_CLASS:
             state = next(a for a in args if isinstance(a, WeightShard))._state
-            return tree_map_only(Tensor, lambda values: WeightShard(values, state), result)
+            return _mapped(Tensor, lambda values: WeightShard(values, state), result)
         return result
+
+
+def _mapped(kind: type, fn: Callable[[Tensor], object], value: object) -> object:
+    """fn of what is of this kind, in an argument or a result of an operator: a tensor, or a list of them."""
+    if isinstance(value, kind):
+        return fn(value)
+    return [fn(one) if isinstance(one, kind) else one for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def _inner(shard: WeightShard) -> Tensor:
@@ -130,7 +137,7 @@ def _written(func, args, kwargs, result):
     """Count the write, which went to the shard's memory through another tensor, and return the shard that was given."""
     written: list[WeightShard] = []
     for i, name in _arguments_written(func):
-        tree_map_only(WeightShard, written.append, args[i] if i < len(args) else kwargs.get(name))
+        _mapped(WeightShard, written.append, args[i] if i < len(args) else kwargs.get(name))
     counted = [s for s in written if "_traced" not in s.__dict__ and not s.is_inference()]
     if counted:
         torch.autograd.graph.increment_version(counted)
