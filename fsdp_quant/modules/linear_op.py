@@ -399,11 +399,15 @@ def storage_over(
 
 def saved_columnwise(plan: GemmPlan, saved: list[Tensor], shape, dy: Tensor, step, ids, guard, factors) -> Storage:
     """The columnwise storage of the input [M, K], from what the plan saved."""
-    hybrid, dtype = plan.input, dy.dtype
     if plan.saves == "input":
         x = saved[0].reshape(shape)
         return quantize_slot(plan, "input", x, [COLUMNWISE], step, ids, guard, factors)[0][COLUMNWISE]
-    resolved = plan.resolved(dtype, dy.device)
+    return columnwise_of_saved(plan, saved, shape, dy, lambda: slot_key(plan, "input", step, ids, shape[0]))
+
+
+def columnwise_of_saved(plan: GemmPlan, saved: list[Tensor], shape, dy: Tensor, key: Callable[[], Tensor | None]) -> Storage:
+    """The columnwise storage of the input [M, K], from the codes that the plan saved. key: of the input's rows."""
+    hybrid, dtype, resolved = plan.input, dy.dtype, plan.resolved(dy.dtype, dy.device)
     direction = resolved.saved
     fmt, laid_out = hybrid.side(direction).fmt, resolved.layouts["input"][direction]
     storage = storage_over(saved, fmt, direction, shape, dtype, laid_out if shape[0] else COMPACT)
@@ -412,7 +416,7 @@ def saved_columnwise(plan: GemmPlan, saved: list[Tensor], shape, dy: Tensor, ste
     storage = storage.in_layout(COMPACT)
     if hybrid.one_storage:
         return storage.as_direction(COLUMNWISE)
-    return hybrid.derive_columnwise(storage, key=slot_key(plan, "input", step, ids, shape[0]))
+    return hybrid.derive_columnwise(storage, key=key())
 
 
 def bias_gradient(plan: GemmPlan, dy: Tensor, directions: list[Direction]) -> Tensor:

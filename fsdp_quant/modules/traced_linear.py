@@ -3,9 +3,8 @@
 dynamo calls `traced_linear` without tracing into it (`allow_in_graph`). AOTAutograd traces it: it runs
 this Python with fake tensors and records the functional operators that `quantize` and `gemm` call:
 
-    forward    amax(x), quantize(x, rowwise), quantize(w, rowwise), gemm
-    backward   amax(dy), quantize(dy, both), quantize(w, columnwise, amax), gemm,
-               quantize(x, columnwise, amax), gemm
+    forward    amax(x), quantize(x, both), quantize(w, rowwise), gemm
+    backward   amax(dy), quantize(dy, both), quantize(w, columnwise, amax), gemm, gemm
 
 Nothing of ours runs when the graph runs. State comes in as tensors (`Beside`); amax histories and counts
 of the guard are written by functionalized in-place operators.
@@ -29,13 +28,10 @@ are their own (delayed scaling) scatter alone in eager mode, so sums over ranks 
 the bits of eager mode.
 
 [Note: what the backward saves]
-The backward saves x and w, not their codes, and the amaxes of whole tensors. w is a parameter. x is often
-recomputed for free: from gate and up (saved by silu's backward), or from the input of a norm. Saving
-codes would add one byte per element. `x.clone()` in the backward tells the min-cut partitioner that x is
-read by a fusible operator; without it, the partitioner never recomputes x. inductor removes the clone
-where x is in memory. If x cannot be recomputed, the partitioner quantizes it columnwise in the forward
-and saves the codes, since that is the smaller cut. Layers that share x (q, k, v; gate, up) quantize it
-once: the calls are equal, and fx_graph_cse merges them.
+The codes of x that wgrad reads, made with those of the forward in one read of x: one byte an element, as in eager mode. A
+partitioner that may choose makes them in the forward too, by a second read of x. And w, which is a parameter: its
+other codes are made in the backward. Layers that share x (q, k, v; gate, up) quantize it once: the calls are equal, and
+fx_graph_cse merges them. Where ranks share x, the backward gathers what it quantizes of the x that was saved.
 """
 
 from __future__ import annotations
@@ -63,7 +59,7 @@ from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import values_of
 from .exchange import Gather, Scattering, SequenceCut, TensorParallel, shared_statistics
 from .guard import backward_guard_of, guard_of
-from .linear_op import SLOTS, bias_gradient, slot_key, slot_storages, storage_over
+from .linear_op import SLOTS, bias_gradient, buffers_of, columnwise_of_saved, slot_key, slot_storages, storage_over
 from .plan import GemmPlan, plan_of
 
 
@@ -269,27 +265,30 @@ def _weight_storage(
     return storage.in_layout(wanted), amaxes
 
 
-def _keeps_codes(plan: GemmPlan, cut: SequenceCut | None) -> bool:
-    """The backward derives the columnwise codes of the input from the rowwise ones."""
-    derived = plan.saves == "rowwise" and not plan.input.one_storage
-    return derived and (cut is None or cut.all_travel(plan.input, [ROWWISE]))
+def _saved_codes(plan: GemmPlan, saved: Direction, cut: SequenceCut | None) -> Direction | None:
+    """Codes of the input that are saved; None: x is. Of a cut one only those that the backward derives others from, and
+    gathers these. saved: `Resolved.saved`."""
+    if plan.saves == "input" or cut is None:
+        return None if plan.saves == "input" else saved
+    derives = plan.saves == "rowwise" and not plan.input.one_storage
+    return ROWWISE if derives and cut.all_travel(plan.input, [ROWWISE]) else None
 
 
 def _saved_input(ctx, dy: Tensor) -> Callable[[], Storage]:
-    """What gives the columnwise storage of the input [M, K], whose gather starts now."""
-    plan, shape, cut, saved, dtype = ctx.plan, ctx.rows, ctx.cut, list(ctx.saved_tensors), dy.dtype
+    """What gives the columnwise storage of the input [M, K], whose gather, of a cut one, starts now."""
+    plan, shape, cut, saved = ctx.plan, ctx.rows, ctx.cut, list(ctx.saved_tensors)
+    key = saved.pop() if ctx.keeps_key else None
+    if ctx.saved_codes is not None and cut is None:
+        return lambda: columnwise_of_saved(plan, saved, shape, dy, lambda: key)
     gathered, made = {} if ctx.shared is None else ctx.shared.backward, None
     if (alike := _shares_codes(plan)) and (made := gathered.get((plan.input, plan.saves))) is not None:
         return lambda: made.take(COLUMNWISE)
-    key = saved[-1] if plan.input.is_stochastic else None
-    if not _keeps_codes(plan, cut):
-        x = saved[0].reshape(shape).clone()
+    if ctx.saved_codes is None:
+        x = saved[0].reshape(shape)
     else:
-        x = storage_over(saved, plan.input.rowwise.fmt, ROWWISE, shape, dtype, COMPACT)
-        if cut is None:
-            return lambda: plan.input.derive_columnwise(x, key=key)
+        x = storage_over(saved, plan.input.rowwise.fmt, ROWWISE, shape, dy.dtype, COMPACT)
     made = _Operands(
-        plan, "input", x, [COLUMNWISE], key, ctx.beside, ctx.beside.backward_guard, ctx.of_input, cut, dtype, dy.device
+        plan, "input", x, [COLUMNWISE], key, ctx.beside, ctx.beside.backward_guard, ctx.of_input, cut, dy.dtype, dy.device
     )
     if alike:
         gathered[plan.input, plan.saves] = made
@@ -369,12 +368,14 @@ class _TracedLinear(torch.autograd.Function):
                 if torch_compat.is_recomputed_in_graph():
                     RECOMPUTED_IN_GRAPHS.add(plan.weight)
             key = beside.key(plan, "input", rows.shape[0] if cut is None else cut.rows * cut.ranks)
+            saved = _saved_codes(plan, resolved.saved, cut) if save else None
             read = shared.forward if shared is not None and _shares_codes(plan) else {}
             if (plan.input, save) not in read:
                 passes = [[ROWWISE], [COLUMNWISE]] if save else [[ROWWISE]]
                 found = _slot_statistics(plan, "input", rows, passes, axis, cut)
+                directions = [ROWWISE, COLUMNWISE] if saved is COLUMNWISE else [ROWWISE]
                 read[plan.input, save] = found, _Operands(
-                    plan, "input", rows, [ROWWISE], key, beside, beside.guard, found, cut, x.dtype, x.device, "forward"
+                    plan, "input", rows, directions, key, beside, beside.guard, found, cut, x.dtype, x.device, "forward"
                 )
             ctx.of_input, operands = read[plan.input, save]
             ctx.of_weight = {}
@@ -389,15 +390,18 @@ class _TracedLinear(torch.autograd.Function):
                 domain=resolved.domains[0],
             )
             amaxes = operands.amaxes
-            if COLUMNWISE in plan.input.delayed_directions and save and plan.saves == "columnwise":
+            if COLUMNWISE in plan.input.delayed_directions and save and plan.saves == "columnwise" and cut is not None:
                 known = ctx.of_input.get(COLUMNWISE)
                 amaxes = amaxes | {COLUMNWISE: rows.abs().amax() if known is None else known.amax}
             if training:
                 _record(beside.histories[0], plan.input, amaxes)
                 _record(beside.histories[1], plan.weight, of_weight)
             if save:
-                kept = list(operands.own_rowwise.buffers().values()) if _keeps_codes(plan, cut) else [x]
-                ctx.save_for_backward(*kept, *([] if key is None else [key]))
+                ctx.saved_codes, ctx.keeps_key = saved, key is not None and saved is not COLUMNWISE
+                kept = [x]
+                if saved is not None:
+                    kept = buffers_of(operands.own_rowwise if saved is ROWWISE else operands.take(COLUMNWISE))
+                ctx.save_for_backward(*kept, *([key] if ctx.keeps_key else []))
             y = y.view(*ctx.shape[:-1], y.shape[-1])
             y = _summed_output(y, axis) if adds_bias else y
             return y + bias.to(y.dtype) if adds_bias and bias is not None else y
