@@ -18,6 +18,7 @@
 
 #include "api/checks.h"
 #include "api/optim.h"
+#include "layout/scalars.h"
 
 namespace fsdp_quant {
 
@@ -383,18 +384,33 @@ at::Tensor column_sums(const at::Tensor& x) {
 
 namespace {
 
+// The amax of a side with one scale, of those of parts of x [parts, 1]; of other sides as it is.
+MaybeTensor of_all_parts(const at::Tensor& x, const Side& side, const MaybeTensor& amax) {
+  if (!amax.has_value() || !side.whole_tensor() || amax->numel() <= 1) return amax;
+  check_buffer(*amax, "amax", x, at::kFloat, amax->numel());
+  const c10::cuda::CUDAGuard guard(x.device());
+  const at::Tensor most = new_empty(x, {1, 1}, at::kFloat);
+  check_launch(launch_largest(amax->const_data_ptr<float>(), amax->numel(), most.mutable_data_ptr<float>(),
+                              c10::cuda::getCurrentCUDAStream()), "largest");
+  return most;
+}
+
 // data, scale of each side, its tensor amax (two-level formats) and amax (scales that span the contraction) unless they
-// were given.
+// were given. An amax of one scale may be those of parts of x.
 std::vector<at::Tensor> quantize(
     const at::Tensor& x, int64_t row, int64_t col, double row_eps, double col_eps, int64_t row0, bool through_bf16,
     const MaybeTensor& row_amax, const MaybeTensor& row_tensor_amax, const MaybeTensor& row_enc,
     const MaybeTensor& row_key, const MaybeTensor& col_amax, const MaybeTensor& col_tensor_amax,
     const MaybeTensor& col_enc, const MaybeTensor& col_key) {
-  const Known known[2] = {{row_amax, row_tensor_amax, row_enc, row_key}, {col_amax, col_tensor_amax, col_enc, col_key}};
+  const Side sides[2] = {unpack_encoding(row, row_eps, "row"), unpack_encoding(col, col_eps, "col")};
+  const MaybeTensor row_most = of_all_parts(x, sides[0], row_amax);
+  const bool is_same = row_amax.has_value() && col_amax.has_value() && sides[0].whole_tensor() && sides[1].whole_tensor() &&
+                       row_amax->is_same(*col_amax);
+  const MaybeTensor col_most = is_same ? row_most : of_all_parts(x, sides[1], col_amax);
+  const Known known[2] = {{row_most, row_tensor_amax, row_enc, row_key}, {col_most, col_tensor_amax, col_enc, col_key}};
   std::vector<at::Tensor> result;
   result.reserve(8);
-  for (Encoded& one : encode(x, unpack_encoding(row, row_eps, "row"), unpack_encoding(col, col_eps, "col"), known, row0,
-                             through_bf16, true, nullptr))
+  for (Encoded& one : encode(x, sides[0], sides[1], known, row0, through_bf16, true, nullptr))
     for (at::Tensor* t : {&one.data, &one.scale, &one.tensor_amax, &one.amax})
       if (t->defined()) result.push_back(std::move(*t));
   return result;

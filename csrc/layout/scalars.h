@@ -1,4 +1,4 @@
-// Kernels of one thread, for what a step needs between its launches and the host must not read.
+// Kernels of one thread, or of one block, for what a step needs between its launches and the host must not read.
 #pragma once
 
 #include <cstdint>
@@ -27,6 +27,8 @@ cudaError_t launch_random_keys(
     const int64_t* step, const Apart<int64_t>& ids, const int32_t* offsets, int64_t* keys, cudaStream_t stream);
 // The decode scales of two-level formats of `count` tensor amaxes.
 cudaError_t launch_decode_scales(const float* amax, int32_t count, float* out, cudaStream_t stream);
+// *out = the largest of |amaxes|; NaN if one is.
+cudaError_t launch_largest(const float* amaxes, int64_t count, float* out, cudaStream_t stream);
 // *newest = max(*newest, amax), unless amax is not finite.
 cudaError_t launch_record_amax(float* newest, const float* amax, cudaStream_t stream);
 

@@ -176,6 +176,20 @@ def test_codes_from_given_statistics_are_the_references(name: str):
                     expected.assert_encoded(g, want[j], encodings[j], what)
 
 
+@pytest.mark.parametrize("rows", [1, 33, 1024, 5000])
+def test_amaxes_of_rows_serve_a_scale_of_the_whole(rows: int):
+    """If false, a compiled graph scales by another amax than the largest, or hides a NaN."""
+    encodings = expected.both("fp8_tensor")
+    for kind in ("gauss", "nan", "outliers"):
+        x = inputs(rows, 48, kind, BF16, seed=rows)
+        of_rows = dispatch.Statistics(x.abs().amax(1, keepdim=True).float(), None)
+        alike = of_rows, dispatch.Statistics(of_rows.amax.clone(), None)
+        for stats in ([of_rows, of_rows], alike):  # one tensor, or two
+            for e, g in zip(encodings, encode(x, encodings, stats=stats)):
+                got = g._replace(amax=reference.of_all_parts(g.amax, e.fmt))
+                expected.assert_encoded(got, encoded(x, e), e, f"{kind} [{rows}, 48] {e.direction}")
+
+
 def shard_statistics(whole: dispatch.Statistics, e: Encoding, start: int, stop: int) -> dispatch.Statistics:
     """The amaxes of the blocks that rows [start, stop) overlap."""
     b0 = e.fmt.dims(e.direction)[0]

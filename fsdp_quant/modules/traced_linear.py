@@ -136,20 +136,23 @@ class Beside(NamedTuple):
 # Values and codes #
 
 def whole_amaxes(
-    hybrid: HybridQuantizer, x: Tensor, dtype: torch.dtype | None = None, delayed: bool = False
+    hybrid: HybridQuantizer, x: Tensor, dtype: torch.dtype | None = None, shared: bool = False
 ) -> dict[Direction, Statistics]:
     """Amaxes of all of x [rows, cols], by encoded direction that is scaled by them.
 
-    They are torch operators, which a compiler fuses with what writes x: by rows first, since inductor
-    splits a reduction of all values where it likes, and fuses it with no loop over rows and columns.
+    They are torch operators, which a compiler fuses with what writes x: by rows, since inductor splits a reduction of all
+    values where it likes, and fuses it with no loop over rows and columns. `quantize` takes the largest: a kernel of
+    inductor's costs the host five times as much.
 
-    dtype:    that encoders see; None: x's.
-    delayed:  also of directions that histories scale, whose encoders take them else.
+    dtype:   that encoders see; None: x's.
+    shared:  with other ranks: one amax, and also of directions that histories scale, whose encoders take them else.
     """
-    spans = _whole_formats(hybrid, delayed)
+    spans = _whole_formats(hybrid, shared)
     if not spans or x.numel() == 0:
         return {}
-    amax = (x if dtype is None else x.to(dtype)).abs().amax(-1).amax().reshape(1)
+    amax = (x if dtype is None else x.to(dtype)).abs().amax(-1, keepdim=True)
+    if shared or any(fmt.tensor_scale for fmt in spans.values()):
+        amax = amax.amax().view(1, 1)
     if amax.dtype is torch.bfloat16:  # through its bits: a compiler that took the amax of unrounded values must round now
         amax = (amax.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
     return _of_whole(spans, amax.float())
@@ -162,8 +165,7 @@ def _whole_formats(hybrid: HybridQuantizer, delayed: bool = False) -> dict[Direc
 
 
 def _of_whole(spans: dict[Direction, Format], amax: Tensor) -> dict[Direction, Statistics]:
-    two_level, one = Statistics(None, amax.view(1)), Statistics(amax.view(1, 1), None)
-    return {d: two_level if fmt.tensor_scale else one for d, fmt in spans.items()}
+    return {d: Statistics(None, amax.view(1)) if fmt.tensor_scale else Statistics(amax, None) for d, fmt in spans.items()}
 
 
 def _shared_amaxes(
@@ -172,7 +174,7 @@ def _shared_amaxes(
 ) -> dict[Direction, Statistics]:
     """`whole_amaxes`, and those that span the ranks of `group`; None: x is whole."""
     shares = group is not None and group.size() > 1
-    own = whole_amaxes(hybrid, x, dtype, delayed=shares)
+    own = whole_amaxes(hybrid, x, dtype, shares)
     if not shares or x.numel() == 0:
         return own
     return own | shared_statistics(x, hybrid, directions, group, rows_are_cut, dtype=dtype, known=own)

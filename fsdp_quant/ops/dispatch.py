@@ -20,7 +20,10 @@ from .layout import ANCHOR_RUNS, ANCHORED, COMPACT, NATIVE
 
 
 class Statistics(NamedTuple):
-    """amax: fp32 [block rows, block cols] or None; tensor_amax: fp32 [1] or None."""
+    """amax: fp32 [block rows, block cols] or None; tensor_amax: fp32 [1] or None.
+
+    In graphs amax of one scale may be those of parts of the tensor, [parts, 1], whose largest counts.
+    """
 
     amax: Tensor | None
     tensor_amax: Tensor | None

@@ -93,6 +93,7 @@ def define(schema: str, run: Callable, fake: Callable) -> Callable:
 def _encode(x, amax, tensor_amax, key, enc, encoding, row0):
     e = encoding_from(encoding)
     x, made = reference.prepared(x, e), []
+    amax = reference.of_all_parts(amax, e.fmt)
     if amax is None or (e.fmt.tensor_scale and tensor_amax is None):
         found, of_tensor = reference.statistics(x, e, row0)
         if e.fmt.tensor_scale and tensor_amax is None:

@@ -102,6 +102,11 @@ def prepared(x: Tensor, encoding: Encoding) -> Tensor:
     return rotate(x, encoding.direction) if encoding.fmt.rotated else x
 
 
+def of_all_parts(amax: Tensor | None, fmt: Format) -> Tensor | None:
+    """The amax of a tensor with one scale, [1, 1], of those of its parts, [parts, 1]; of other formats amax as it is."""
+    return amax.amax().view(1, 1) if amax is not None and fmt.block == (None, None) else amax
+
+
 def statistics(x: Tensor, encoding: Encoding, row0: int = 0) -> tuple[Tensor | None, Tensor | None]:
     """Largest magnitude of every block and, for two-level formats, of the tensor.
 
