@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..context import STEP, current_autocast
+from ..context import current_autocast
 from ..counters import counters
 from ..formats import Direction
 from ..ops import native
@@ -24,7 +24,6 @@ from ..tensor.quantized_tensor import QuantizedTensor
 from .grouped_op import Beside, ExpertWeights, GroupedLinearCall, told_wrong, why_not
 from .linear import HasWeight, Linear, _plain_in_state_dict, apply_recipe, place, register_weight, whole_shape
 from .plan import PRODUCTS, GemmPlan
-from .traced_linear import NO_HISTORIES, traced_linear
 
 
 class _Expert(Linear):
@@ -165,11 +164,7 @@ class GroupedLinear(HasWeight):
         made = []
         for part, weight, bias, layer in zip(parts, held.unbind(), biases, self._linears):
             def product(x, weight=weight, bias=bias, layer=layer):
-                given, key = layer._graph, layer.plan.key
-                return traced_linear(
-                    x, weight, bias, key, save, self.training, STEP.in_graph(given.ids.device), given.ids, given.guards,
-                    *given.delayed.get(key, NO_HISTORIES),
-                )
+                return layer.traced(x, weight, bias, layer.plan, save, training=self.training)
 
             made.append(product(part) if layer.plan.boundary is None else layer.bounded(product, part, layer.plan))
         return made

@@ -123,14 +123,17 @@ class Linear(HasWeight, nn.Linear):
         return linear(x, weight, self.bias, self.call(x, weight, plan, save, grad), handed)
 
     def traced(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, save: bool, ranks: tuple | None = None
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, save: bool, ranks: tuple | None = None,
+        training: bool | None = None,
     ) -> Tensor:
-        """`traced_linear` with what graphs of this layer are given."""
-        given = self._graph
-        return traced_linear(
-            x, weight, bias, plan.key, save, self.training, STEP.in_graph(given.ids.device), given.ids, given.guards,
-            *given.delayed.get(plan.key, NO_HISTORIES), given.rank, ranks,
-        )
+        """`traced_linear` with what graphs of this layer are given, which are guarded one by one; training: None: the layer's."""
+        given, step, ids, guards, histories = self._graph, None, None, [], NO_HISTORIES
+        if plan.needs_steps:
+            step, ids, guards = STEP.in_graph(given.ids.device), given.ids, given.guards
+            histories = given.delayed.get(plan.key, NO_HISTORIES)
+        training = self.training if training is None else training
+        rank = None if ranks is None else given.rank
+        return traced_linear(x, weight, bias, plan.key, save, training, step, ids, guards, *histories, rank, ranks)
 
     def bounded(
         self, product: Callable[[Tensor], Tensor], x: Tensor, plan: GemmPlan, residual: Tensor | None = None, scale: float = 1.0

@@ -82,6 +82,7 @@ class GemmPlan:
     def __post_init__(self):
         key = canonical_text(self)
         object.__setattr__(self, "key", key)  # the text that stands for this plan in an operator's arguments
+        object.__setattr__(self, "needs_steps", self._needs_steps())
         _PLANS.setdefault(key, self)
 
     def __setstate__(self, state: dict) -> None:
@@ -93,8 +94,7 @@ class GemmPlan:
         """Some side of an activation or gradient is encoded with delayed scaling."""
         return bool(self.input.delayed_directions or self.grad_output.delayed_directions)
 
-    @cached_property
-    def needs_steps(self) -> bool:
+    def _needs_steps(self) -> bool:
         """Its bytes depend on the step, by random bits or histories, or the guard watches it on some device."""
         delayed = any(self.hybrid(slot).delayed_directions for slot in QUANTIZED_TYPES)
         rounded = any(side is not None and side.rowwise.is_stochastic for side in self._boundary_sides)

@@ -108,15 +108,15 @@ NO_HISTORIES: tuple[list[Tensor], list[Tensor]] = [], []
 class Beside(NamedTuple):
     """What a layer's products read and write beside their operands, on their device. The same tensors in every step.
 
-    step:       int64 [5] (`context.STEP_FIELDS`); ids: int64 [3] (`slot_ids`).
+    step:       int64 [5] (`context.STEP_FIELDS`); ids: int64 [3] (`slot_ids`); None: no byte depends on them.
     rank:       int64 [2] (`GraphTensors`); None: ranks do not share the layer.
     guard, backward_guard:  int64 [3, 2, 2], what quantizers of the forward and of the backward count; None: nothing is anchored.
     factors:    of input, weight and grad_output, fp32 [1] of the history of each delayed side; [] without delayed scaling.
     histories:  likewise, where their amaxes go.
     """
 
-    step: Tensor
-    ids: Tensor
+    step: Tensor | None
+    ids: Tensor | None
     rank: Tensor | None
     guard: Tensor | None
     backward_guard: Tensor | None
@@ -129,6 +129,8 @@ class Beside(NamedTuple):
 
     def key(self, plan: GemmPlan, slot: str, rows: int, after: Tensor | None = None) -> Tensor | None:
         """`slot_key` of this call."""
+        if not plan.hybrid(slot).is_stochastic:
+            return None
         step = self.step if self.rank is None else torch.cat((self.step[:-1], self.rank[:1]))
         return slot_key(plan, slot, step, self.ids, rows, after)
 
@@ -477,8 +479,8 @@ class Ranks(NamedTuple):
 
 @torch.compiler.allow_in_graph
 def traced_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, plan: str, save: bool, training: bool, step: Tensor, ids: Tensor,
-    guards: list[Tensor], factors: list[Tensor], histories: list[Tensor], rank: Tensor | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: str, save: bool, training: bool, step: Tensor | None,
+    ids: Tensor | None, guards: list[Tensor], factors: list[Tensor], histories: list[Tensor], rank: Tensor | None = None,
     ranks: tuple | None = None,
 ) -> Tensor:
     """y [.., N] of x [.., K], in a graph that is being traced.
@@ -509,7 +511,7 @@ def traced_linear(
         x = (x.to_local() if isinstance(x, DTensor) else x).to(of_layer.dtype)
         if axis.gathered_slot == "input":
             shared = _shared_input(owner, x, axis)
-    step, ids = step.to(x.device), ids.to(x.device)
+    step, ids = (None if t is None else t.to(x.device) for t in (step, ids))
     beside = Beside(step, ids, rank, *(guards or (None, None)), *of)
     gradient = None if shared is None else shared.gradient
     return _TracedLinear.apply(x, gradient, weight, bias, plan, save, training, beside, axis, shared, group_of_weight)
