@@ -46,7 +46,7 @@ def graphed(
     needs `reset()`. Where nothing can be captured all steps run eagerly: one warning says why, and
     `why_eager` keeps it.
 
-    Raises ValueError for a negative warmup.
+    Raises ValueError for a warmup below 1.
     """
     if warmup < 1:
         raise ValueError(f"warmup is {warmup}; a capture needs at least one eager step before it")
