@@ -31,6 +31,7 @@ import resource
 import sys
 import sysconfig
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -333,21 +334,34 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
     return args.lr * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
-def train_step(model: nn.Module, optimizer, text: Text, step: int, args) -> float:
+def micro_step(model: nn.Module, optimizer, args) -> Callable[[Tensor, bool], Tensor]:
+    """What a micro-batch runs: forward, backward, and behind the last one the update.  Its loss."""
+
+    def learn(tokens: Tensor, is_last: bool) -> Tensor:
+        model.set_requires_gradient_sync(is_last)
+        loss = batch_loss(model, tokens) / args.grad_accum
+        loss.backward()
+        if is_last:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    return fq.graphed(learn, model, optimizer) if args.graphed else learn
+
+
+def train_step(learn: Callable, optimizer, text: Text, step: int, args) -> float:
     """One optimizer step over grad_accum micro-batches; returns their mean loss over all ranks."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # that a CUDA graph reads
+            group["lr"].fill_(learning_rate(step, args))
+        else:
+            group["lr"] = learning_rate(step, args)
     loss_sum = torch.zeros((), device=args.device)
     for micro in range(args.grad_accum):
         fq.begin_step(step, micro_batch=micro, seed=args.seed)
-        model.set_requires_gradient_sync(micro == args.grad_accum - 1)
         tokens = text.batch(args.batch, step, micro, data_rank(args)).to(args.device)
-        loss = batch_loss(model, tokens) / args.grad_accum
-        loss.backward()
-        loss_sum += loss.detach()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate(step, args)
-    optimizer.step()
-    optimizer.zero_grad()
+        loss_sum += learn(tokens, micro == args.grad_accum - 1)
     return mean_over_ranks(loss_sum)
 
 
@@ -368,6 +382,7 @@ def train(label: str, recipe: fq.Recipe, config: ModelConfig, text: Text, args) 
     model = build_model(config, recipe, args)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     first = load_checkpoint(args.resume, model, optimizer) if args.resume else 0
+    learn = micro_step(model, optimizer, args)
     linears = [m for m in model.modules() if isinstance(m, fq.Linear)]
     elements = sum(m.weight.numel() for m in linears) / args.tp  # that a rank gathers
     readers = dist.get_world_size() // args.tp
@@ -377,7 +392,7 @@ def train(label: str, recipe: fq.Recipe, config: ModelConfig, text: Text, args) 
     with Progress(label, first, args.steps) as progress:
         for step in range(first, args.steps):
             started, gathered_before = time.perf_counter(), fq.receipt().gathered_bytes
-            losses[step] = train_step(model, optimizer, text, step, args)
+            losses[step] = train_step(learn, optimizer, text, step, args)
             gathered = fq.receipt().gathered_bytes - gathered_before
             seconds.append(time.perf_counter() - started)
             progress.show(step, losses[step], step_tokens / seconds[-1], gathered)
@@ -594,6 +609,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--warmup", type=int, default=20, help="steps of rising learning rate, default 20")
     add("--seed", type=int, default=0)
     add("--checkpoint", action="store_true", help="recompute the activations of each block")
+    add("--graphed", action="store_true", help="each step as one CUDA graph (fq.graphed)")
     yes_no = argparse.BooleanOptionalAction
     add("--reshard", action=yes_no, default=True, help="free gathered weights after the forward")
     add("--dtype", choices=["auto", "fp32", "bf16"], default="auto", help="of the computation")
@@ -625,6 +641,8 @@ def prepare(args: argparse.Namespace) -> tuple[dict[str, fq.Recipe], ModelConfig
     config = ModelConfig(**{field.name: getattr(args, field.name) for field in fields(ModelConfig)})
     if args.recipe and (args.forward or args.backward):
         raise ValueError("--recipe names both directions; drop it, or --forward and --backward")
+    if args.graphed and args.grad_accum > 1:
+        raise ValueError("--graphed makes one graph of a step; drop it, or --grad-accum")
     if args.compare and args.resume:
         raise ValueError("--compare starts both arms at step 0; drop it, or --resume")
     arms = {}

@@ -93,11 +93,15 @@ def test_slurm_starts_one_agent_a_node_at_the_first(tmp_path):
     assert facts == f"2 node7 23456 123456 {sys.executable}"
 
 
-def test_copies_that_do_not_divide_the_world_are_refused(monkeypatch, tmp_path):
-    """If false, the mesh fails on some ranks after others have begun to wait."""
+@pytest.mark.parametrize("arguments, why", [
+    (["--replicate", "3"], "--replicate 3 does not divide the 4 processes"),
+    (["--graphed", "--grad-accum", "2"], "--graphed makes one graph of a step"),
+])
+def test_arguments_that_mean_nothing_are_refused(monkeypatch, arguments: list[str], why: str):
+    """If false, the mesh fails on some ranks after others have begun to wait, or half of a step is captured."""
     spec = importlib.util.spec_from_file_location("train_lm", ROOT / "examples" / "train_lm.py")
     train_lm = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(train_lm)
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ValueError, match="--replicate 3 does not divide the 4 processes"):
-        train_lm.prepare(train_lm.parse(["--replicate", "3"]))
+    with pytest.raises(ValueError, match=why):
+        train_lm.prepare(train_lm.parse(arguments))

@@ -538,12 +538,12 @@ def test_tensor_parallel_under_fsdp_equals_one_process():
 
 # The example #
 
-def example_losses(rank: int, world: int, tp: int, data: str) -> list[float]:
+def example_losses(rank: int, world: int, tp: int, data: str, *more: str) -> list[float]:
     spec = importlib.util.spec_from_file_location("train_lm", Path(__file__).parents[2] / "examples" / "train_lm.py")
     train_lm = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(train_lm)
     sizes = "--dim 64 --layers 2 --ffn 128 --seq 64 --batch 2 --steps 3 --warmup 1 --dtype fp32 --recipe mxfp8".split()
-    args = train_lm.parse([*sizes, "--tp", str(tp), "--data", data])
+    args = train_lm.parse([*sizes, "--tp", str(tp), "--data", data, *more])
     arms, config, text = train_lm.prepare(args)
     ((label, recipe),) = arms.items()
     outcome = train_lm.train(label, recipe, config, text, args)
@@ -563,6 +563,8 @@ def test_example_trains_alike_on_two_axes(tmp_path):
     text.write_bytes(Path(__file__).read_bytes() * 2)
     alone, both = (run_ranks(world, example_losses, tp, str(text))[0] for world, tp in ((2, 1), (4, 2)))
     assert max(abs(a - b) for a, b in zip(alone, both)) < 1.5e-3, (alone, both)
+    with_graphs = run_ranks(2, example_losses, 1, str(text), "--graphed")[0]  # on a CPU eager steps, and a warning
+    assert with_graphs == alone
 
 
 class _MLP(nn.Module):
