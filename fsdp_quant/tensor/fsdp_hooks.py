@@ -77,8 +77,8 @@ def _send(weight: FSDPHooks) -> GatheredWeight:
     if managed.in_forward and not torch_compat.backward_is_running():
         group.is_checkpointed = torch_compat.checkpoint_hook() is not None
     recomputed = group.recomputed
-    needs = tuple(directions_needed(managed, one) for one in recomputed)
-    group.send(local, params, needs, managed.phase)
+    needed = {one: directions_needed(managed, one) for one in set(recomputed)}
+    group.send(local, params, tuple(needed[one] for one in recomputed), managed.phase)
     return first
 
 

@@ -67,8 +67,12 @@ class GatherGroup:
     @property
     def recomputed(self) -> list[bool]:
         """Of each weight: the backward recomputes the forward of its module."""
-        in_graphs = [not RECOMPUTED_IN_GRAPHS.isdisjoint(m.quantizer for m in member.matrices) for member in self.members]
-        return [self.is_checkpointed or one or m.state.is_recomputed for one, m in zip(in_graphs, self.members)]
+        if self.is_checkpointed:
+            return [True] * len(self.members)
+        in_graphs = RECOMPUTED_IN_GRAPHS
+        return [
+            m.state.is_recomputed or bool(in_graphs and not in_graphs.isdisjoint(one.quantizer for one in m.matrices)) for m in self.members
+        ]
 
     def send(self, local: Sequence[Tensor], params: Sequence, needs: tuple[frozenset[Direction], ...], phase: str) -> None:
         """Make the all-gather inputs of the directions that each weight `needs`.

@@ -211,9 +211,13 @@ def preserved_versions(tensors: Sequence[Tensor]) -> contextlib.AbstractContextM
     return torch.autograd._unsafe_preserve_version_counter(counted) if counted else contextlib.nullcontext()
 
 
-@contextlib.contextmanager
-def outside_inference_mode() -> Iterator[None]:
+def outside_inference_mode() -> contextlib.AbstractContextManager:
     """Tensors made inside have version counters, as views of parameters need; gradients are recorded as outside."""
+    return _out_of_inference_mode() if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _out_of_inference_mode() -> Iterator[None]:
     grad = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
         yield
