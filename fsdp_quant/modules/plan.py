@@ -82,11 +82,15 @@ class GemmPlan:
     def __post_init__(self):
         key = canonical_text(self)
         object.__setattr__(self, "key", key)  # the text that stands for this plan in an operator's arguments
-        object.__setattr__(self, "needs_steps", self._needs_steps())
-        _PLANS.setdefault(key, self)
+        self._register()
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
+        self._register()
+
+    def _register(self) -> None:
+        # An attribute: dynamo calls no property of a plan that it takes for a constant. Pickles may be older than it.
+        object.__setattr__(self, "needs_steps", self._needs_steps())
         _PLANS.setdefault(self.key, self)
 
     @cached_property
