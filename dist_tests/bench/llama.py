@@ -92,7 +92,7 @@ WIDTHS = (
 )
 SIZE = dict(zip(WIDTHS, (4096, 14336, 32, 8, 32000)))
 TINY = dict(zip(WIDTHS, (64, 128, 4, 2, 256)))
-# What a family is beside its widths; the experts are Qwen3-30B-A3B's and, at Llama's width, Mixtral's.
+# What a family has other than those widths; the experts are Qwen3-30B-A3B's and, at Llama's width, Mixtral's.
 MODELS = {
     "llama": ("llama", {}),
     "qwen3": ("qwen3", {"head_dim": 128}),

@@ -31,7 +31,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Below those that the system hands out: tests beside this one take many of them before the agents listen."""
+    """Below those that the system hands out: other tests take many of them before the agents listen."""
     for port in itertools.count(20000 + os.getpid() % 9000):
         with socket.socket() as s, contextlib.suppress(OSError):
             s.bind(("127.0.0.1", port))

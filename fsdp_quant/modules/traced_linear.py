@@ -143,8 +143,8 @@ def whole_amaxes(
     """Amaxes of all of x [rows, cols], by encoded direction that is scaled by them.
 
     They are torch operators, which a compiler fuses with what writes x: by rows, since inductor splits a reduction of all
-    values where it likes, and fuses it with no loop over rows and columns. `quantize` takes the largest: a kernel of
-    inductor's costs the host five times as much.
+    values where it likes, and fuses it with no loop over rows and columns. `quantize` takes the largest: a launch from C++,
+    where a kernel of inductor's is one from Python.
 
     dtype:   that encoders see; None: x's.
     shared:  with other ranks: one amax, and also of directions that histories scale, whose encoders take them else.
@@ -272,8 +272,10 @@ def _weight_storage(
 def _saved_codes(plan: GemmPlan, saved: Direction, cut: SequenceCut | None) -> Direction | None:
     """Codes of the input that are saved; None: x is. Of a cut one only those that the backward derives others from, and
     gathers these. saved: `Resolved.saved`."""
-    if plan.saves == "input" or cut is None:
-        return None if plan.saves == "input" else saved
+    if plan.saves == "input":
+        return None
+    if cut is None:
+        return saved
     derives = plan.saves == "rowwise" and not plan.input.one_storage
     return ROWWISE if derives and cut.all_travel(plan.input, [ROWWISE]) else None
 

@@ -67,11 +67,9 @@ class GatherGroup:
     @property
     def recomputed(self) -> list[bool]:
         """Of each weight: the backward recomputes the forward of its module."""
-        if self.is_checkpointed:
-            return [True] * len(self.members)
-        in_graphs = RECOMPUTED_IN_GRAPHS
         return [
-            m.state.is_recomputed or bool(in_graphs and not in_graphs.isdisjoint(one.quantizer for one in m.matrices)) for m in self.members
+            self.is_checkpointed or m.state.is_recomputed or any(one.quantizer in RECOMPUTED_IN_GRAPHS for one in m.matrices)
+            for m in self.members
         ]
 
     def send(self, local: Sequence[Tensor], params: Sequence, needs: tuple[frozenset[Direction], ...], phase: str) -> None:
@@ -107,7 +105,7 @@ class GatherPlan:
             for direction, fmt, size in chosen.sizes:
                 self.sizes[direction, fmt] += size
         self._relayouts = operands.relayouts(needs)
-        self._derived = [(m, n) for m, n in zip(members, needs) if m.derived is not None]
+        self._deriving = [m for m, n in zip(members, needs) if m.derived is not None and COLUMNWISE in n]
         # Codes of a backward all of whose GEMMs read copies in another layout.
         self._unread = [t for t, n in zip(operands.unread, needs) if t is not None and n == {COLUMNWISE}]
         self._unpacked = [
@@ -195,8 +193,8 @@ class GatherPlan:
             self._metadata = [{} for _ in self.members]
         if self._recorded is not None:
             self._recorded.free()
-        for member, needs in self._derived:
-            member.derive(needs)
+        for member in self._deriving:
+            member.derive()
         for relayout in self._relayouts:
             relayout()
         for codes in self._unread:
@@ -204,7 +202,7 @@ class GatherPlan:
 
 
 def _facts(member: GatheredWeight, chosen: Pass, shard: Tensor) -> tuple[tuple, tuple[Tensor | None, ...]]:
-    """What the launches of a weight's gather follow from beside its values: equal ones, and the same ones."""
+    """What the launches of a weight's gather follow from, less its values: equal ones, and the same ones."""
     state, same, delayed = member.state, (), () if member.state.parts else member.state.quantizer.delayed_directions
     for d in chosen.directions:
         same += (state.statistics or {}).get((state.name, d)) or ()

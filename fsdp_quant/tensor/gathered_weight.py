@@ -292,13 +292,12 @@ class GatheredWeight:
                 copies.append((buffers.outputs[0], filled[direction, "data"].view(-1)))
         return copies
 
-    def derive(self, needs: frozenset[Direction]) -> None:
-        """Make the columnwise storage from the rowwise one that arrived, where the quantizer says so."""
-        if self.derived is not None and COLUMNWISE in needs:
-            for slots in self.slots_of:
-                fresh = self.quantizer.derive_columnwise(slots.rowwise, self.state.compute_dtype)
-                for name, target in slots.columnwise.buffers().items():
-                    target.copy_(getattr(fresh, name))
+    def derive(self) -> None:
+        """Make the columnwise storage from the rowwise one that arrived, as the quantizer says."""
+        for slots in self.slots_of:
+            fresh = self.quantizer.derive_columnwise(slots.rowwise, self.state.compute_dtype)
+            for name, target in slots.columnwise.buffers().items():
+                target.copy_(getattr(fresh, name))
 
 
 def cuts_of(managed: ManagedParam) -> RowCuts:

@@ -49,7 +49,7 @@ class Slots:
     shown: dict[str, Tensor] | None = None
 
     def put(self, direction: Direction, storage: Storage) -> None:
-        """Replace a storage; what was laid out of others is not its."""
+        """Replace a storage, and drop what was laid out of the one before."""
         setattr(self, direction.value, storage)
         self.drop_laid_out()
 
@@ -212,7 +212,7 @@ class QuantizedTensor(Tensor):
         }
         made = Slots(rebuilt.get("rowwise", slots.rowwise), rebuilt.get("columnwise", slots.columnwise), slots.owner)
         if slots.columnwise is not None and slots.rowwise is not None and slots.columnwise.data is slots.rowwise.data:
-            made.columnwise = made.rowwise.as_direction(COLUMNWISE)
+            made.put(COLUMNWISE, made.rowwise.as_direction(COLUMNWISE))
         for d, layout in slots.laid_out:
             made.keep(d, layout, rebuilt[_shown_as(d, layout)])
         return QuantizedTensor(slots=made, shape=outer_size)

@@ -285,6 +285,7 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         slots, encoding = content.slots, quantizer.side(direction).encoding(direction)
         old = slots.get(direction)
         if old is not None and encoded.data is old.data and encoded.scale is old.scale:  # written in place
+            slots.drop_laid_out()
             if encoded.tensor_amax is not None:
                 old.tensor_amax.copy_(encoded.tensor_amax)
         else:
@@ -296,7 +297,6 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         content.versions[direction] = version
         if quantizer.one_storage:
             content.versions[COLUMNWISE] = version
-        slots.drop_laid_out()
 
     def _here(self, buffer: Tensor) -> Tensor:
         return buffer.to(self.device)

@@ -100,15 +100,16 @@ class WeightShard(FSDPHooks, Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         plain_args = [_mapped(WeightShard, _inner, a) for a in args]
-        plain_kwargs = {name: _mapped(WeightShard, _inner, a) for name, a in kwargs.items()} if kwargs else {}
+        plain_kwargs = {name: _mapped(WeightShard, _inner, a) for name, a in kwargs.items()}
         if func in _KEEPS_CLASS and torch.is_inference_mode_enabled():  # FSDP2 pads shards inside a first forward
             with torch.inference_mode(False):
                 result = func(*plain_args, **plain_kwargs)
         else:
             result = func(*plain_args, **plain_kwargs)
         if func._schema.is_mutable:
-            return _written(func, args, kwargs or {}, result)
+            return _written(func, args, kwargs, result)
         if func in _KEEPS_CLASS:
             state = next(a for a in args if isinstance(a, WeightShard))._state
             return _mapped(Tensor, lambda values: WeightShard(values, state), result)
