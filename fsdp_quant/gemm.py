@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from .counters import counters
 from .formats import IDENTITY, ROWWISE, Direction, check_pair
@@ -231,3 +233,8 @@ _product_op = opaque.define(
     "reference_gemm(Tensor[] a, Tensor[] b, str a_is, str b_is, SymInt[] shapes, ScalarType a_dtype, ScalarType b_dtype, "
     "ScalarType out_dtype, Tensor? bias, Tensor? alpha, str domain) -> Tensor", _run, _fake,
 )
+
+
+@register_flop_formula(torch.ops.fsdp_quant.reference_gemm)
+def _flops(a, b, a_is, b_is, shapes, *rest, out_shape):
+    return 2 * prod(out_shape) * shapes[a_is.startswith(ROWWISE.value)]

@@ -8,8 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters as dynamo_counters
+from torch._functorch import config as functorch_config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -121,6 +125,32 @@ def _compiled_equals_eager(rank: int, world: int) -> None:
 def test_compiled_blocks_train_as_eager_ones(world):
     """If false, torch.compile changes the bits of sharded training, or gathers other bytes than eager blocks do."""
     run_ranks(world, _compiled_equals_eager)
+
+
+def _within_a_budget(rank: int, world: int) -> None:
+    cut_by_inductor = aot_autograd(
+        fw_compiler=lambda module, _: make_boxed_func(module.forward), partition_fn=min_cut_rematerialization_partition
+    )
+
+    def cut(block: nn.Module) -> nn.Module:
+        block.compile(fullgraph=True, backend=cut_by_inductor)
+        return block
+
+    for name in ("mxfp8", "delayed"):
+        want = trained(build(RECIPES[name]), rank)
+        for builtin in (False, True):
+            with functorch_config.patch(activation_memory_budget=0.3, is_non_builtin_to_include=builtin):
+                got = trained(build(RECIPES[name], cut), rank)
+            for i, (a, b) in enumerate(zip(got[0], want[0], strict=True)):
+                laws.assert_same_bytes(a, b, f"{name}: tensor {i}")
+            assert graphs_since() == 2
+            backward = {direction for phase, direction, _ in got[2] if phase == "backward"}
+            assert name == "delayed" or backward == {"rowwise", "columnwise"}, "one storage serves both, or both are gathered"
+
+
+def test_products_that_a_memory_budget_makes_again_find_their_weights():
+    """If false, a backward multiplies codes of the forward that FSDP2 has freed."""
+    run_ranks(2, _within_a_budget)
 
 
 def _ways_to_compile(rank: int, world: int) -> None:

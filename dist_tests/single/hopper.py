@@ -20,6 +20,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from fsdp_quant.formats import (
     COLUMNWISE, E2M1, E4M3, E5M2, ELEMENTS, ROWWISE, Direction, Encoding, Format, ceil_div, round_up,
@@ -1022,6 +1023,8 @@ def _registered(name: str) -> Callable:
 
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fsdp_quant_emulated::{name}", native.FAKES[name], lib=_library)
+    if name in native.FLOPS:
+        register_flop_formula(getattr(torch.ops.fsdp_quant_emulated, name))(native.FLOPS[name])
     return getattr(getattr(torch.ops.fsdp_quant_emulated, packet), overload or "default")
 
 

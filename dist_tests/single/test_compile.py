@@ -17,11 +17,13 @@ from functorch.compile import make_boxed_func
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters as dynamo_counters
+from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import fsdp_quant as fq
 from dist_tests import laws
@@ -32,6 +34,7 @@ from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
 from fsdp_quant.modules.linear import share_input
 from fsdp_quant.modules.traced_linear import traced_linear
+from fsdp_quant.ops import native
 from fsdp_quant.tensor.quantized_tensor import stable_text
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -517,6 +520,59 @@ def test_the_backward_keeps_codes_of_inputs_and_none_of_weights():
             kept = [n.meta["val"] for n in tree_leaves(next(n for n in forward.nodes if n.op == "output").args[0])[1:]]
             codes = [t.numel() for t in kept if t.dtype is torch.uint8 and t.numel() > 1024]  # of weights at least 1536
             assert codes == [size * rows for size in sizes], (name, [tuple(t.shape) for t in kept])
+
+
+def size_of_saved(forward: torch.fx.Graph) -> int:
+    kept = [n.meta["val"] for n in tree_leaves(next(n for n in forward.nodes if n.op == "output").args[0])[1:]]
+    given = {n.meta["val"] for n in forward.nodes if n.op == "placeholder"}
+    return sum(t.nbytes for t in kept if isinstance(t, Tensor) and t not in given)
+
+
+@pytest.mark.parametrize("on_hopper", [False, True])
+def test_a_memory_budget_gives_up_codes_before_products(on_hopper: bool):
+    """If false, torch's activation_memory_budget takes our products for free: it makes them again where codes would do."""
+    sizes = []
+    for budget in (1.0, 0.95, 0.4):
+        around = functorch_config.patch(activation_memory_budget=budget, is_non_builtin_to_include=True)
+        with hopper.emulated() if on_hopper else contextlib.nullcontext(), around:
+            model = net(RECIPES["fp8_current"], dtype=BF16, d=48, hidden=64, bias=False)
+            forward, backward = captured(model, values(256, 48, dtype=BF16).requires_grad_())
+        torch._dynamo.reset()
+        again = sum("gemm" in name for name in own(backward)) - 6
+        assert (again > 0) == (budget == 0.4), (budget, again)
+        sizes.append(size_of_saved(forward))
+    assert sizes[0] > sizes[1] > sizes[2], sizes
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_a_memory_budget_makes_again_has_the_bits_of_the_forward(name: str):
+    """If false, less memory is another training: with other random bits, or amaxes that are recorded twice."""
+    want = train(net(RECIPES[name], 2, dtype=BF16))
+    for builtin in (True, False):
+        with functorch_config.patch(activation_memory_budget=0.4, is_non_builtin_to_include=builtin):
+            assert_same(train(compiled(net(RECIPES[name], 2, dtype=BF16), "aot_eager_decomp_partition")), want, name)
+        torch._dynamo.reset()
+
+
+def test_a_converted_model_has_the_flops_of_the_plain_one():
+    """If false, torch's FlopCounterMode, and whoever takes a step's FLOP/s from it, sees another model."""
+    def counted(run: Callable) -> int:
+        with FlopCounterMode(display=False) as counter:
+            run()
+        return counter.get_total_flops()
+
+    x, plain = values(24, 40, dtype=FP32), nn.Sequential(Block())
+    want = counted(lambda: plain(x).sum().backward())
+    assert want == 2 * 24 * 40 * 56 * 3 * 3 - 2 * 2 * 24 * 40 * 56  # x needs no gradient
+    for name in ("fp8_current", "mxfp8"):
+        model = net(RECIPES[name])
+        assert counted(lambda: model(x).sum().backward()) == want, name
+    rows, e2m1 = (32, 64), native.ELEMENTS["e2m1"]
+    assert native.FLOPS["gemm"](rows, (48, 64), None, None, 1, 1, BF16, out_shape=None) == 2 * 32 * 48 * 64
+    assert native.FLOPS["gemm"](rows, (48, 64), None, None, e2m1, e2m1, BF16, out_shape=None) == 2 * 32 * 48 * 128
+    assert native.FLOPS["grouped_gemm"]((32, 48), rows, (8, 48, 64)) == 2 * 32 * 48 * 64
+    assert native.FLOPS["grouped_gemm_wgrad"]((8, 32, 48), (32, 512), (48, 512)) == 2 * 32 * 48 * 512
+    assert native.FLOPS["gemm_gathered"]((32, 48), rows, (4, 48, 16)) == 2 * 32 * 48 * 64
 
 
 def test_transformers_llama_compiles_whole_and_layer_by_layer():

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from ..formats import ROWWISE, SCALE_DTYPE, Direction, Encoding, Format, ceil_div, round_up
 from . import extension, opaque
@@ -1089,6 +1090,24 @@ FAKES = {
     "grouped_gemm_wgrad": lambda *args, **options: None,
     "gemm_gathered": lambda *args, **options: None,
 }
+
+
+# Twice the multiply-adds, as `torch.utils.flop_counter` counts: users ask, and partitioners that choose what to recompute #
+
+def _flops(a: Sequence[int], b: Sequence[int], kind: int = 0) -> int:
+    """Of rows a [M, K] by all of b's; kind: of 4-bit codes, K is twice the bytes."""
+    return 2 * a[0] * prod(b) * (2 if kind & 7 == ELEMENTS["e2m1"] else 1)
+
+
+FLOPS = {
+    "gemm": lambda a, b, a_scale, b_scale, kind, *rest, **options: _flops(a, b, kind),
+    "gemm_out": lambda out, a, b, a_scale, b_scale, kind, *rest, **options: _flops(a, b, kind),
+    "gemm_gathered": lambda out, a, b, *rest, **options: _flops(a, b),
+    "grouped_gemm": lambda out, a, b, *rest, **options: _flops(a, b[1:]),  # a row by the weight of its group
+    "grouped_gemm_wgrad": lambda out, a, b, *rest, **options: _flops(a, b),
+}
 if extension.is_loaded():
     for _name, _fake in FAKES.items():
         torch.library.register_fake(f"fsdp_quant::{_name}", _fake)
+    for _name, _flops in FLOPS.items():
+        register_flop_formula(getattr(_ops, _name))(_flops)

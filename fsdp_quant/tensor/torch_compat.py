@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch._functorch import pyfunctorch
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
@@ -416,7 +417,10 @@ def keeps_its_address(tensors: Sequence[Tensor]) -> None:
 
 
 def is_recomputed_in_graph() -> bool:
-    """What is being traced is inside torch.utils.checkpoint: the backward of the graph will run it again."""
+    """The backward of the graph that is being traced may run this again: inside torch.utils.checkpoint, and where the partitioner
+    has a budget of memory."""
+    if functorch_config.activation_memory_budget < 1:
+        return True
     return fx_traceback.has_preserved_node_meta() and fx_traceback.get_current_meta().get("recompute") is not None
 
 
