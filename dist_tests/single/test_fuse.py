@@ -370,6 +370,56 @@ def test_a_family_of_transformers_trains_to_the_same_bits(family: str):
         assert f"in high precision: {of_experts}, {share:.1%} of" in "\n".join(fq.plan(net).notes)
 
 
+def saved_bytes(net: nn.Module) -> int:
+    """Of a forward, beside parameters."""
+    seen, own = {}, {p.data_ptr() for p in net.parameters()}
+
+    def pack(t: Tensor) -> Tensor:
+        if t.data_ptr() not in own:
+            seen[t.data_ptr()] = t.nbytes
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = net(values(2, 16, D, seed=4, dtype=BF16).requires_grad_())
+    return sum(seen.values()) * bool(y.requires_grad)
+
+
+@pytest.mark.parametrize("name", ("identity", "fp8_current", "fp8_delayed", "nvfp4"))
+def test_recomputed_mlps_keep_less_and_train_to_the_same_bits(name: str):
+    """If false, recompute="gate_up" keeps what it is to give up, or rounds or records a second time."""
+    nets = [
+        fq.convert(model(), getattr(recipes, name)(), fuse=fuse, recompute=recompute)
+        for fuse, recompute in ((BOTH, None), (BOTH, "gate_up"), ([p._replace(recompute="gate_up") for p in BOTH], None))
+    ]
+    outcomes = [[step(net), step(net)] for net in nets]
+    for outcome in outcomes[1:]:
+        for got, want in zip(outcome, outcomes[0]):
+            assert_same(got, want)
+    # Two of gate, up and their product, [32, 64] in bf16, of the first; one of two of the second.
+    assert saved_bytes(nets[0]) - saved_bytes(nets[1]) >= 3 * 32 * HIDDEN * 2
+    assert "made again in the backward" in str(fq.plan(nets[1])) and "made again" not in str(fq.plan(nets[0]))
+    torch._dynamo.reset()
+    eager = [step(net[0]) for net in nets[:2]]
+    for net, want in zip(nets, eager):
+        assert_same(step(torch.compile(net[0], fullgraph=True, backend="aot_eager")), prefixed(want))
+
+
+def prefixed(outcome: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With the names of a compiled module."""
+    return {k if k in ("y", "dx") else f"_orig_mod.{k}": v for k, v in outcome.items()}
+
+
+def test_recomputation_of_what_is_not_fused_is_refused():
+    """If false, a user believes that memory is saved."""
+    with pytest.raises(ValueError, match="recompute must be None or 'gate_up', got 'all'"):
+        fq.convert(model(), recipes.mxfp8(), recompute="all")
+    for fuse in (False, True):
+        with pytest.raises(ValueError, match="recompute='gate_up' is of fused MLPs, and Sequential has none"):
+            fq.convert(nn.Sequential(nn.Linear(D, D)), recipes.mxfp8(), fuse=fuse, recompute="gate_up")
+    with pytest.raises(ValueError, match="recompute must be"):
+        fq.convert(model(), recipes.mxfp8(), fuse=fq.MLPPattern("0", recompute="up"))
+
+
 def test_projections_of_one_input_share_its_codes_while_it_is_that():
     """If false, attention quantizes its input three times, or multiplies codes of before a write, or of another module's run."""
     def reads(operators, run) -> int:

@@ -19,8 +19,9 @@ from ..recipe import PerLayer, Recipe, Schedule, matches
 from ..tensor.agreement import check_agreement
 from ..tensor.fsdp_hooks import all_managed_weights
 from ..tensor.torch_compat import ManagedParam, all_managed_params
-from .fuse import InputPattern, Pattern, fuse_forward, fused_modules, recognized
+from .fuse import InputPattern, MLPPattern, Pattern, fuse_forward, fused_modules, recognized
 from .grouped_linear import GroupedLinear, adopt_packed
+from .layernorm_mlp import check_recompute
 from .linear import Linear, adopt, apply_recipe
 from .packed_experts import is_packed_experts, products_of, take_over
 from .plan import build_plan
@@ -29,7 +30,7 @@ from .steps import converted_modules, count_steps  # noqa: F401  (the former for
 
 def convert(
     model: nn.Module, recipe: Recipe | PerLayer | Schedule, skip: Iterable[str] = (), grouped: Iterable[str] = (),
-    fuse: bool | Pattern | Iterable[Pattern] = True,
+    fuse: bool | Pattern | Iterable[Pattern] = True, recompute: str | None = None,
 ) -> nn.Module:
     """Give every nn.Linear of `model` quantized products, in place; returns `model`.
 
@@ -42,6 +43,7 @@ def convert(
     fuse:     True: MLPs and norms that are recognized run as fused kernels in eager mode, each proven exact first, and
               projections of one attention quantize their input once; or which MLPs and norms do, by `fq.MLPPattern` and
               `fq.NormPattern`. `fq.plan` says which were taken, and why others were not.
+    recompute:  "gate_up": the backward of every fused MLP makes gate(x) and up(x) again from x, in eager mode and in graphs.
 
     Parameters stay high precision and keep their names, so optimizers, clipping and checkpoints see what they saw.
     A layer whose weight is an nn.Embedding's too (a tied lm_head) stays as it is: `fq.plan` lists it with all else that is
@@ -58,7 +60,7 @@ def convert(
     experts = {n: products_of(m, n) for n, m in targets.items() if is_packed_experts(m)}
     targets = {k: v for n, m in targets.items() for k, v in experts.get(n, {n: m}).items()}
     _check_shared(model, targets, [model.get_submodule(n) for n in experts])
-    fused = _fused(model, fuse, targets)
+    fused = _fused(model, fuse, targets, recompute)
     if isinstance(recipe, Schedule) and (before := converted_units(model)):
         raise ValueError(
             f"{_some(before)} were converted before, and a schedule is of all layers; convert the others with one recipe, then "
@@ -89,13 +91,20 @@ def convert(
 
 
 def _fused(
-    model: nn.Module, fuse: bool | Pattern | Iterable[Pattern], targets: dict[str, nn.Module]
+    model: nn.Module, fuse: bool | Pattern | Iterable[Pattern], targets: dict[str, nn.Module], recompute: str | None
 ) -> dict[str, Pattern | InputPattern]:
     """The pattern of each module that is fused. Of recognized ones all linear layers are converted."""
-    if not isinstance(fuse, bool):
-        return fused_modules(model, [fuse] if isinstance(fuse, Pattern) else fuse)
-    found = recognized(model)[0] if fuse else {}
-    return {n: p for n, p in found.items() if all(f"{n}.{part}".lstrip(".") in targets for part in p.parts)}
+    check_recompute(recompute)
+    if isinstance(fuse, bool):
+        found = recognized(model)[0] if fuse else {}
+        found = {n: p for n, p in found.items() if all(f"{n}.{part}".lstrip(".") in targets for part in p.parts)}
+    else:
+        found = fused_modules(model, [fuse] if isinstance(fuse, Pattern) else fuse)
+    if recompute is None:
+        return found
+    if not any(isinstance(p, MLPPattern) for p in found.values()):
+        raise ValueError(f"recompute={recompute!r} is of fused MLPs, and {type(model).__name__} has none; name them in fuse")
+    return {n: p._replace(recompute=recompute) if isinstance(p, MLPPattern) else p for n, p in found.items()}
 
 
 def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule) -> None:

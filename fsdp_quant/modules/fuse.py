@@ -30,7 +30,7 @@ from ..ops.norm import ACTIVATIONS, GATED, NormSpec
 from ..recipe import matches
 from ..tensor import torch_compat
 from .norm import takes
-from .layernorm_mlp import mlp_hidden
+from .layernorm_mlp import check_recompute, mlp_hidden, recomputed
 from .linear import Linear, handed_to
 from .linear_op import Handed, HandedByInput
 from .norm_op import normalize
@@ -42,6 +42,8 @@ class MLPPattern(NamedTuple):
     modules:     qualified names, last components ("mlp") or a glob ("layers.*.mlp").
     activation:  as of `LayerNormMLP`: "swiglu", "geglu", "geglu_tanh", "reglu"; without gate "gelu", "gelu_tanh", ...
     gate, up, down:  attributes that hold the linear layers.
+    recompute:   "gate_up": the backward makes gate(x) and up(x) again from x (in a compiled graph the operand of down's wgrad
+                 too), as `LayerNormMLP`.
     """
 
     modules: str
@@ -49,6 +51,7 @@ class MLPPattern(NamedTuple):
     gate: str | None = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    recompute: str | None = None
 
     @property
     def parts(self) -> list[str]:
@@ -56,12 +59,14 @@ class MLPPattern(NamedTuple):
 
     @property
     def formula(self) -> str:
+        again = ", made again in the backward up to there" * bool(self.recompute)
         if self.gate is None:
-            return f"{self.down}({self.activation}({self.up}(x)))"
-        return f"{self.down}({GATED[self.activation]}({self.gate}(x)) * {self.up}(x))"
+            return f"{self.down}({self.activation}({self.up}(x)){again})"
+        return f"{self.down}({GATED[self.activation]}({self.gate}(x)) * {self.up}(x){again})"
 
     def check(self) -> None:
         """Raise ValueError for a pattern that means nothing."""
+        check_recompute(self.recompute)
         if self.activation not in ACTIVATIONS or ACTIVATIONS[self.activation].gated != (self.gate is not None):
             kinds = [name for name, kind in ACTIVATIONS.items() if kind.gated == (self.gate is not None)]
             raise ValueError(f"{self}: activation must be one of {', '.join(kinds)}")
@@ -69,7 +74,11 @@ class MLPPattern(NamedTuple):
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
         gate = None if self.gate is None else getattr(module, self.gate)
         up, down = getattr(module, self.up), getattr(module, self.down)
-        h, handed = mlp_hidden(x, gate, up, down, ACTIVATIONS[self.activation].kind, Handed())
+
+        def hidden(x: Tensor) -> tuple[Tensor, Handed]:
+            return mlp_hidden(x, gate, up, down, ACTIVATIONS[self.activation].kind, Handed())
+
+        h, handed = recomputed(hidden, x) if self.recompute else hidden(x)
         return down(h, **handed_to(down, handed))
 
     def takes(self, module: nn.Module, x: Tensor) -> bool:
@@ -300,8 +309,12 @@ def fused_notes(model: nn.Module) -> list[str]:
 @functools.cache
 def _fused_class(cls: type, pattern: Pattern | InputPattern) -> type:
     """cls with the fused forward; its instances are pickled as cls and pattern."""
+    recomputes = getattr(pattern, "recompute", None) is not None
+
     def forward(self, *args, **kwargs):
         if torch.compiler.is_compiling() or torch_compat.dispatch_is_watched():
+            if recomputes:
+                return recomputed(functools.partial(cls.forward, self), *args, *kwargs.values())
             return cls.forward(self, *args, **kwargs)
         if isinstance(pattern, InputPattern):
             with pattern.shared(self):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -44,8 +45,7 @@ class LayerNormMLP(nn.Module):
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-        if recompute not in (None, "gate_up"):
-            raise ValueError(f"recompute must be None or 'gate_up', got {recompute!r}")
+        check_recompute(recompute)
         self.activation, self.residual, self.return_layernorm_output = activation, residual, return_layernorm_output
         self.recompute = recompute
 
@@ -73,10 +73,7 @@ class LayerNormMLP(nn.Module):
         self._share()
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        if self.recompute and torch.is_grad_enabled():
-            h, handed, normal, x = checkpoint(self._hidden, x, use_reentrant=False, preserve_rng_state=False)
-        else:
-            h, handed, normal, x = self._hidden(x)
+        h, handed, normal, x = recomputed(self._hidden, x) if self.recompute else self._hidden(x)
         y = self.down_proj(h, **handed_to(self.down_proj, handed))
         if self.residual:
             y = x + y
@@ -91,6 +88,16 @@ class LayerNormMLP(nn.Module):
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}" + (", residual=True" if self.residual else "")
+
+
+def check_recompute(recompute: str | None) -> None:
+    if recompute not in (None, "gate_up"):
+        raise ValueError(f"recompute must be None or 'gate_up', got {recompute!r}")
+
+
+def recomputed(run: Callable, x: Tensor):
+    """run(x), of which the backward keeps x and runs the rest again."""
+    return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False) if torch.is_grad_enabled() else run(x)
 
 
 def mlp_hidden(
