@@ -8,12 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters as dynamo_counters
 from torch._functorch import config as functorch_config
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -22,6 +19,7 @@ from dist_tests import laws
 from dist_tests.multi import nets
 from dist_tests.multi.harness import on_cpu, run_ranks
 from dist_tests.single import hopper
+from dist_tests.single.test_compile import cut_by_inductor
 from fsdp_quant.counters import counters
 
 RECIPES = {
@@ -128,12 +126,8 @@ def test_compiled_blocks_train_as_eager_ones(world):
 
 
 def _within_a_budget(rank: int, world: int) -> None:
-    cut_by_inductor = aot_autograd(
-        fw_compiler=lambda module, _: make_boxed_func(module.forward), partition_fn=min_cut_rematerialization_partition
-    )
-
     def cut(block: nn.Module) -> nn.Module:
-        block.compile(fullgraph=True, backend=cut_by_inductor)
+        block.compile(fullgraph=True, backend=cut_by_inductor())
         return block
 
     for name in ("mxfp8", "delayed"):

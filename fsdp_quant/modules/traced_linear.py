@@ -369,6 +369,7 @@ class _TracedLinear(torch.autograd.Function):
             ctx.rows, ctx.shape = tuple(rows.shape), tuple(x.shape) if cut is None else cut.whole_shape
             ctx.bias_dtype = None if bias is None else bias.dtype
             torch_compat.save_by_reference(beside.tensors())
+            torch_compat.save_what_is_made([t for t in (beside.step, *(f for of in beside.factors for f in of)) if t is not None])
             if isinstance(weight, QuantizedTensor):
                 torch_compat.save_by_reference([weight])
                 if torch_compat.is_recomputed_in_graph():

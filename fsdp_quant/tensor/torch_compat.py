@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import operator
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch._functorch import pyfunctorch
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import AllgatherOptions
@@ -24,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental import proxy_tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "alloc_storage", "foreach_add_", "foreach_copy_", "foreach_zero_", "free_storage", "tree_flatten", "tree_map_only",
@@ -407,6 +410,24 @@ def save_by_reference(tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         for proxy in _proxies_of(tensor):
             proxy.node.meta["saved_tensor_with_no_vc_check"] = True
+
+
+def save_what_is_made(tensors: Sequence[Tensor]) -> None:
+    """Of inputs of a graph that is being traced, which it writes at its end: what it has made of them up to here is saved for its
+    backward, and never made again of the input."""
+    for tensor in tensors:
+        if isinstance(tensor, FunctionalTensor):
+            torch._sync(tensor)
+        for proxy in _proxies_of(tensor):
+            node = proxy.node
+            while (source := _COPIED.get(node.target)) is not None:  # compilers drop copies, and save no item of a tuple
+                node = node.args[source]
+            if node.op != "placeholder":
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+# Operators whose result is as one of their arguments, and which.
+_COPIED = {torch.ops.aten.copy.default: 1, torch.ops.aten.unbind.int: 0, operator.getitem: 0}
 
 
 def keeps_its_address(tensors: Sequence[Tensor]) -> None:
