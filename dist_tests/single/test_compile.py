@@ -269,6 +269,28 @@ def test_copies_are_layers_of_their_own():
         assert_same(histories(original), kept, f"{what}: the original")
 
 
+class InPlace(Block):
+    """Writes outputs of its layers in place."""
+
+    def mlp(self, x: Tensor) -> Tensor:
+        y = self.down(F.relu(self.gate(x).mul_(2), inplace=True) * self.up(x))
+        y += x
+        return y.view(-1).add_(1).view_as(x)
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (2, 12, 40)])
+def test_outputs_take_operations_in_place(shape: tuple[int, ...]):
+    """If false, a compiled Llama 4, whose experts are added to its shared one in place, does not compile."""
+    results = []
+    for prepare in (lambda m: m, compiled):
+        torch.manual_seed(0)
+        model, x = prepare(fq.convert(nn.Sequential(InPlace()), RECIPES["mxfp8"])), values(*shape, dtype=FP32).requires_grad_()
+        y = model(x)
+        y.square().mean().backward()
+        results.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
+    assert_same(results[1], results[0], "in place")
+
+
 def test_frozen_weights_keep_their_histories():
     """If false, the histories of layers that no optimizer holds never advance under torch.compile."""
 

@@ -409,7 +409,7 @@ class _TracedLinear(torch.autograd.Function):
                 if saved is not None:
                     kept = buffers_of(operands.own_rowwise if saved is ROWWISE else operands.take(COLUMNWISE))
                 ctx.save_for_backward(*kept, *([key] if ctx.keeps_key else []))
-            y = y.view(*ctx.shape[:-1], y.shape[-1])
+            y = torch_compat.reshaped(y, (*ctx.shape[:-1], y.shape[-1]))
             y = _summed_output(y, axis) if adds_bias else y
             return y + bias.to(y.dtype) if adds_bias and bias is not None else y
 
@@ -426,7 +426,7 @@ def _summed_output(y: Tensor, axis: TensorParallel) -> Tensor:
     if axis.sequence_dim is None:
         return axis.sum(y) if axis.reduces else y
     cut = SequenceCut.of_whole(tuple(y.shape), axis.sequence_dim, axis.group)
-    return Scattering(y.reshape(-1, y.shape[-1]), cut).wait().view(cut.shape)
+    return torch_compat.reshaped(Scattering(y.reshape(-1, y.shape[-1]), cut).wait(), cut.shape)
 
 
 def _gradients(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -288,7 +288,7 @@ class _Linear(torch.autograd.Function):
             codes = rowwise.in_layout(call.layout("input", ROWWISE, x))
             y = gemm(codes, w[ROWWISE], out_dtype=x.dtype, bias=own_bias, domain=plan.resolved(x.dtype, x.device).domains[0])
         shape = (*(ctx.x_shape if cut is None else cut.shape)[:-1], y.shape[-1])
-        y = y if y.shape == shape else y.new_empty(0).set_(y.untyped_storage(), 0, shape)
+        y = torch_compat.reshaped(y, shape)
         kept = [x] if call.save and shared is None and plan.saves == "input" else saved
         ctx.count = len(kept)
         if keeps:

@@ -17,6 +17,7 @@ from ..formats import COLUMNWISE, ROWWISE, SCALE_BYTES, Direction, Encoding
 from ..modules.exchange import Arriving, Gather, Scattering, SequenceCut
 from ..quantizer import as_rows, hybrid_of
 from ..storage import Placement, Storage, scale_placement
+from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 
 
@@ -91,7 +92,7 @@ class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, cut):
         ctx.cut = cut
-        return Scattering(y.reshape(-1, y.shape[-1]).contiguous(), cut).wait().view(cut.shape)
+        return torch_compat.reshaped(Scattering(y.reshape(-1, y.shape[-1]).contiguous(), cut).wait(), cut.shape)
 
     @staticmethod
     def backward(ctx, dy):

@@ -573,5 +573,10 @@ def kept_in_backward(backward: bool = True) -> Iterator[None]:
         meta[key] = before
 
 
+def reshaped(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """x in another shape, and no view of it: what a Function returns is written in place by users."""
+    return torch.ops.aten._unsafe_view(x, list(shape))
+
+
 def wait(x: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(x)
