@@ -235,3 +235,37 @@ def test_a_graph_follows_what_changes_around_it():
     assert step.why_eager is None and step._graph is not None
     for i, (a, b) in enumerate(zip(got, want)):
         assert_same(a, b, f"{i}")
+
+
+def test_compiled_layers_of_transformers_are_captured():
+    """If false, a capture gives the layers a mask that no step before it gave, and fails as they are compiled again."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, vocab_size=256, use_cache=False,
+    )
+
+    def run(wrap: bool):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            net = transformers.LlamaForCausalLM(config).to(BF16)
+        fq.convert(net, RECIPES["fp8_current"](), exclude="lm_head")
+        for layer in net.model.layers:
+            layer.compile()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=torch.tensor(1e-3, device="cuda"), fused=True, capturable=True)
+
+        def step(ids):
+            loss = net(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        step = fq.graphed(step, net, optimizer) if wrap else step
+        losses = [step(values(2, 64, seed=i).to("cuda").mul(64).long() % 256) for i in range(6)]
+        return {"loss": torch.stack(losses), **net.state_dict()}, step
+
+    want, _ = run(False)
+    got, step = run(True)
+    assert step.why_eager is None and step._graph is not None
+    assert_same(got, want, "transformers")

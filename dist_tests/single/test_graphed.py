@@ -131,3 +131,28 @@ def test_a_capture_that_fails_costs_no_step(monkeypatch):
     for i, (a, b) in enumerate(zip(got, want)):
         assert_same_bytes(a, b, f"{i}")
     assert recorder.replays == 0
+
+
+# transformers #
+
+def test_masks_are_the_same_in_warm_up_and_capture(monkeypatch):
+    """If false, a capture of a transformers model compiles its layers inside, or its attention reads a mask that says nothing."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, vocab_size=64, use_cache=False
+    )
+    net, ids, masks = transformers.LlamaForCausalLM(config), torch.ones(2, 16, dtype=torch.long), []
+    net.model.layers[0].register_forward_pre_hook(
+        lambda module, args, kwargs: masks.append(kwargs["attention_mask"] is not None), with_kwargs=True
+    )
+    inputs = {}, {"attention_mask": torch.ones_like(ids)}, {"position_ids": torch.arange(16).expand(2, -1)}
+    for which, want in zip(inputs, (False, True, True)):
+        recorder = Recorder(monkeypatch)
+        recorder.step = step = graphed.graphed(lambda: {"y": net(input_ids=ids, **which).logits.detach()}, net, warmup=2)
+        for _ in range(3):
+            step()
+        assert recorder.captures == 1 and masks[:3] == [want] * 3, (which, masks)
+        masks.clear()
+        net(input_ids=ids, **which)
+        assert masks == [False], "transformers decides by itself again"
+        masks.clear()

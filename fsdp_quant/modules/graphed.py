@@ -15,6 +15,7 @@ from ..tensor import torch_compat
 from . import guard
 from .convert import schedules_of
 from .steps import converted_modules
+from .transformers_masks import masks_of_captures
 
 WARMUP = 3
 
@@ -98,7 +99,8 @@ class GraphedStep:
             return self._step(*args, **kwargs)
         if self._graph is None:
             self._left -= 1
-            return self._eager(*args, **kwargs)
+            with masks_of_captures(self._model):
+                return self._eager(*args, **kwargs)
         if (spec, *map(_kind, given)) != self._given:
             self._warn("a step runs eagerly: its arguments are other than those of the capture")
             return self._eager(*args, **kwargs)
@@ -125,14 +127,17 @@ class GraphedStep:
         self._layers, self._counts = list(converted_modules(self._model).values()), steps_of(self._model)
         graph, grads = torch.cuda.CUDAGraph(), [(p, p.grad) for p in self._model.parameters()]
         try:
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            with (
+                masks_of_captures(self._model),
+                torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
+            ):
                 self._outputs = self._step(*args, **kwargs)
         except Exception as error:  # whatever the step, or CUDA, says
             for p, grad in grads:
                 p.grad = grad  # not memory that nothing was written to
             for generator in torch.cuda.default_generators:  # they stay in that capture; copies of their states do not
                 generator.graphsafe_set_state(generator.clone_state())
-            self.why_eager = f"its capture failed: {str(error.__context__ or error).splitlines()[0]}"
+            self.why_eager = f"its capture failed: {' '.join(str(error.__context__ or error).splitlines()[:2])}"
             return
         self._graph, self._captured = graph, self._facts()
 

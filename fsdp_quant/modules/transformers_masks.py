@@ -1,0 +1,48 @@
+"""Masks of transformers' models in CUDA graphs; transformers itself is not imported here."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator
+
+from torch import nn
+
+
+@contextlib.contextmanager
+def masks_of_captures(model: nn.Module) -> Iterator[None]:
+    """transformers decides about masks as it must in a capture, where no tensor can be read, during the steps before it too.
+
+    Otherwise the capture gives its layers other arguments than the steps before it did, and compiled ones are compiled
+    inside of it. A model that makes its positions itself packs no sequences: it gets no mask for that, and keeps the
+    kernels of attention that take none. For `position_ids` and an `attention_mask` from outside, masks are always made.
+
+    model: may hold models of transformers, or be one; without any, nothing changes.
+    """
+    utils, masking = (sys.modules.get(f"transformers.{name}") for name in ("utils.import_utils", "masking_utils"))
+    packed = getattr(masking, "find_packed_sequence_indices", None)
+    if not hasattr(utils, "is_cuda_stream_capturing") or packed is None:
+        yield
+        return
+    own_positions: list[bool] = []  # of the calls of models that are running, the innermost last
+
+    def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+        own_positions.append(given.get("position_ids") is None)
+
+    def leave(*_) -> None:
+        own_positions.pop()
+
+    models = [m for m in model.modules() if isinstance(m, sys.modules["transformers.modeling_utils"].PreTrainedModel)]
+    hooks = [m.register_forward_pre_hook(enter, with_kwargs=True) for m in models]
+    hooks += [m.register_forward_hook(leave, always_call=True) for m in models]
+    capturing = utils.is_cuda_stream_capturing
+    utils.is_cuda_stream_capturing = lambda: True
+    masking.find_packed_sequence_indices = lambda ids: None if own_positions and own_positions[-1] else packed(ids)
+    try:
+        yield
+    finally:
+        utils.is_cuda_stream_capturing, masking.find_packed_sequence_indices = capturing, packed
+        for hook in hooks:
+            hook.remove()
