@@ -249,7 +249,7 @@ def test_compiled_layers_of_transformers_are_captured():
         torch.manual_seed(0)
         with torch.device("cuda"):
             net = transformers.LlamaForCausalLM(config).to(BF16)
-        fq.convert(net, RECIPES["fp8_current"](), exclude="lm_head")
+        fq.convert(net, RECIPES["fp8_current"](), "lm_head")
         for layer in net.model.layers:
             layer.compile()
         optimizer = torch.optim.AdamW(net.parameters(), lr=torch.tensor(1e-3, device="cuda"), fused=True, capturable=True)

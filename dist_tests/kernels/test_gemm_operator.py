@@ -613,3 +613,13 @@ def test_a_tensor_scale_of_no_alignment_goes_with_row_scales():
         a, b = operand(m, 144, "e4m3", TENSOR, seed=1), operand(272, 144, "e4m3", ROW, seed=2)
         for offset in (1, 2, 3):
             check(shifted(a, offset), b, CODES, f"{m} rows, scale from element {offset}")
+
+
+def test_products_have_their_flops():
+    """If false, torch's memory budget makes products again before codes, or no graph compiles under one."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    a, b = operand(64, 128), operand(48, 128)
+    with FlopCounterMode(display=False) as counter:
+        _gemm(*args(a, b), BF16)
+    assert counter.get_total_flops() == 2 * 64 * 48 * 128

@@ -6,6 +6,7 @@ that want more ranks than there are GPUs are skipped.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import pickle
@@ -34,6 +35,7 @@ _PRELOAD = [
 def _entry(rank: int, world: int, port: int, fn, args, folder: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world),
                    "LOCAL_RANK": str(rank)}
+    faulthandler.enable()  # a rank that dies of a signal says where
     torch.set_num_threads(1)
     gc.freeze()  # modules are no garbage: a collection reads what the law made
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -94,6 +96,7 @@ def run_ranks(world: int, fn, *args) -> list:
             results = _results(folder, [r for r, p in enumerate(ranks) if not p.is_alive()])
             if any(kind == "error" for kind, _ in results.values()):
                 end = min(end, time.monotonic() + GRACE)
+        died = [f"rank {r} of signal {-p.exitcode}" for r, p in enumerate(ranks) if (p.exitcode or 0) < 0]
         for process in ranks:
             process.kill()
             process.join()
@@ -102,6 +105,6 @@ def run_ranks(world: int, fn, *args) -> list:
     missing = [r for r in range(world) if r not in results]
     if errors:  # the rank that failed of itself, not one whose peer went away
         rank = min(errors, key=lambda r: ("gloo" in errors[r] or "NCCL" in errors[r], r))
-        raise AssertionError(f"rank {rank} of {world} failed:\n{errors[rank]}")
-    assert not missing, f"ranks {missing} of {world} ended without a result"
+        raise AssertionError("\n".join([f"{who} died" for who in died] + [f"rank {rank} of {world} failed:", errors[rank]]))
+    assert not missing, f"ranks {missing} of {world} ended without a result; {died}"
     return [results[r][1] for r in range(world)]

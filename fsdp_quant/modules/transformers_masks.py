@@ -20,9 +20,9 @@ def masks_of_captures(model: nn.Module) -> Iterator[None]:
 
     model: may hold models of transformers, or be one; without any, nothing changes.
     """
-    utils, masking = (sys.modules.get(f"transformers.{name}") for name in ("utils.import_utils", "masking_utils"))
-    packed = getattr(masking, "find_packed_sequence_indices", None)
-    if not hasattr(utils, "is_cuda_stream_capturing") or packed is None:
+    masking = sys.modules.get("transformers.masking_utils")
+    packed, reads = (getattr(masking, name, None) for name in ("find_packed_sequence_indices", "is_tracing"))
+    if packed is None or reads is None:
         yield
         return
     own_positions: list[bool] = []  # of the calls of models that are running, the innermost last
@@ -37,12 +37,11 @@ def masks_of_captures(model: nn.Module) -> Iterator[None]:
     models = [m for m in model.modules() if isinstance(m, sys.modules["transformers.modeling_utils"].PreTrainedModel)]
     hooks = [m.register_forward_pre_hook(enter, with_kwargs=True) for m in models]
     hooks += [m.register_forward_hook(leave, always_call=True) for m in models]
-    capturing = utils.is_cuda_stream_capturing
-    utils.is_cuda_stream_capturing = lambda: True
+    masking.is_tracing = lambda tensor=None: tensor is not None
     masking.find_packed_sequence_indices = lambda ids: None if own_positions and own_positions[-1] else packed(ids)
     try:
         yield
     finally:
-        utils.is_cuda_stream_capturing, masking.find_packed_sequence_indices = capturing, packed
+        masking.is_tracing, masking.find_packed_sequence_indices = reads, packed
         for hook in hooks:
             hook.remove()

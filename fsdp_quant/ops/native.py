@@ -1109,5 +1109,5 @@ FLOPS = {
 if extension.is_loaded():
     for _name, _fake in FAKES.items():
         torch.library.register_fake(f"fsdp_quant::{_name}", _fake)
-    for _name, _flops in FLOPS.items():
-        register_flop_formula(getattr(_ops, _name))(_flops)
+    for _name, _formula in FLOPS.items():
+        register_flop_formula(getattr(_ops, _name))(_formula)
