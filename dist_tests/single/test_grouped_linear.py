@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import re
@@ -556,19 +557,68 @@ def test_compiled_experts_equal_eager_ones(packed: bool):
                 p.mul_(1.5)
 
 
-def test_splits_of_a_tensor_run_between_compiled_graphs():
-    """If false, a compiled router's splits fail in the middle of a trace, or wait for the device."""
-    with hopper.emulated() as gpu:
-        module = grouped(recipes.mxfp8(), True, dtype=torch.bfloat16, sizes=(64, 48))
-        x, ends = values(64, 64), torch.tensor([16, 16, 48, 64])
+IN_GRAPHS = {"identity", "fp8_current", "fp8_row", "fp8_block", "mxfp8", "high_precision"}
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("on_hopper", [False, True], ids=["cpu", "hopper"])
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_splits_of_a_tensor_are_in_compiled_graphs(name: str, on_hopper: bool, bias: bool):
+    """If false, a compiled mixture of experts breaks its graphs, waits for the device, or trains another model."""
+    with hopper.emulated() if on_hopper else contextlib.nullcontext() as gpu:
+        module = grouped(RECIPES[name], True, bias, dtype=torch.bfloat16, sizes=(64, 48))
+        ends = torch.tensor([16, 16, 48, 64])
 
         def block(a: Tensor) -> Tensor:
             return module(2 * a, ends) + 1
 
-        want = block(x)
-        before = gpu.count("grouped_gemm")
-        assert_same_bytes(torch.compile(block, backend="eager")(x), want, "between graphs")
-        assert gpu.count("grouped_gemm") == before + 1, "in one product"
-        torch.compiler.reset()
-        with pytest.raises(Exception, match="takes token splits that are a tensor outside graphs; give counts"):
-            torch.compile(block, backend="eager", fullgraph=True)(x)
+        fits = module._goes_into_graphs
+        assert fits == (name in IN_GRAPHS) or name == "high_precision"
+        compiled, ran = torch.compile(block, fullgraph=fits, backend="aot_eager"), []
+        for call in (block, compiled, compiled):
+            module.zero_grad()
+            restart()
+            x = values(64, 64).requires_grad_()
+            before = gpu.count("grouped_gemm") + gpu.count("_grouped_mm") if on_hopper else 0
+            y = call(x)
+            y.backward(values(64, 48, seed=9))
+            ran.append({"y": y.detach(), "dx": x.grad} | {n: p.grad for n, p in module.named_parameters()})
+            if on_hopper:
+                products = gpu.count("grouped_gemm") + gpu.count("_grouped_mm") - before
+                assert products == ran[0].setdefault("products", products), "as many products as in eager mode"
+        ran[0].pop("products", None)
+        for of in ran[1:]:
+            assert_same(of, ran[0], name)
+        with torch.no_grad():
+            assert_same_bytes(compiled(values(64, 64)), block(values(64, 64)), "evaluation")
+    torch.compiler.reset()
+
+
+def test_what_graphs_of_experts_count_and_find_wrong():
+    """If false, the guard does not see products of compiled experts, or wrong splits train in silence."""
+    with hopper.emulated():
+        module = grouped(recipes.mxfp8(), True, False, dtype=torch.bfloat16, sizes=(64, 48))
+        first, counts = module._linears[0], []
+        for call in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
+            x = values(64, 64) * torch.where(torch.arange(64) < 32, 1.0, 1e-6).bfloat16()
+            call(x.requires_grad_(), torch.tensor([16, 16, 48, 64])).sum().backward()
+            guards = [g for g in (first._guard, first._backward_guard) if g is not None]
+            counts.append(sum(g.clone() for g in guards))
+            for g in guards:
+                g.zero_()
+        assert counts[0].any() and torch.equal(*counts)
+        torch.compile(module, backend="aot_eager")(values(64, 64), torch.tensor([16, 16, 48, 60]))
+        with pytest.raises(ValueError, match="experts of a compiled graph.*did not end at its 64 rows"):
+            module(values(64, 64), [16, 16, 16, 16])
+    torch.compiler.reset()
+
+
+def test_a_changed_recipe_leaves_the_graphs_of_experts():
+    """If false, compiled experts multiply formats of before, or scale by histories that no one rolls."""
+    module = grouped(recipes.mxfp8(), True, dtype=torch.bfloat16, sizes=(64, 48))
+    x, ends, model = values(64, 64), torch.tensor([16, 16, 48, 64]), nn.ModuleList([module])
+    compiled = torch.compile(module, backend="aot_eager")
+    for name in ("mxfp8", "fp8_row", "nvfp4", "mxfp8"):
+        fq.set_recipe(model, RECIPES[name])
+        assert_same_bytes(compiled(x, ends), module(x, ends), name)
+    torch.compiler.reset()

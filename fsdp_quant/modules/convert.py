@@ -143,6 +143,9 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule) -> None:
             managed[id(state)].reset_gather_buffers()
     for module, _ in modules:
         module._graph.prepare(module)
+    for module in model.modules():
+        if isinstance(module, GroupedLinear):
+            module.prepare()
     follow(model, recipe)
     count_steps(model, isinstance(recipe, Schedule))
 

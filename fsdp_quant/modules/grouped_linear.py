@@ -24,6 +24,7 @@ from ..tensor.quantized_tensor import QuantizedTensor
 from .grouped_op import Beside, ExpertWeights, GroupedLinearCall, told_wrong, why_not
 from .linear import HasWeight, Linear, _plain_in_state_dict, apply_recipe, place, register_weight, whole_shape
 from .plan import PRODUCTS, GemmPlan
+from .traced_experts import runs_in_graphs, traced_experts
 
 
 class _Expert(Linear):
@@ -121,15 +122,18 @@ class GroupedLinear(HasWeight):
 
         x:       or a `QuantizedTensor` of the codes that each expert would make of its tokens (`parallel.dispatch_tokens`).
         splits:  number of rows of each expert, on the host; or int tensor [E], the row behind each expert's last (the
-                 `offs` of `torch._grouped_mm`), which is not read where one product serves all experts. With a tensor the layer
-                 runs between compiled graphs, and `fullgraph=True` is refused.
+                 `offs` of `torch._grouped_mm`), which is not read where one product serves all experts. Given a tensor, packed
+                 experts are in compiled graphs, but those of `traced_experts.runs_in_graphs`; they and experts in a list
+                 run between graphs, and `fullgraph=True` is refused.
 
         Raises ValueError for splits that are not of E experts or do not add up to the rows: now where they are on the host,
         else before an optimizer step or in a call that follows, when the device has said so.
         """
         compiling = torch.compiler.is_compiling()
         if compiling and isinstance(splits, Tensor):
-            return self._outside_graphs(x, splits)
+            whole = not isinstance(self.weight, (DTensor, QuantizedTensor)) if self._goes_into_graphs else False
+            whole = whole and not isinstance(x, QuantizedTensor) and current_autocast() is None
+            return self._in_graph(x, splits) if whole else self._outside_graphs(x, splits)
         if not compiling:
             raise_wrong_splits()
         plan, reason = None if compiling else self.common_plan, "experts differ, or it is compiled, overridden or of no tokens"
@@ -152,7 +156,15 @@ class GroupedLinear(HasWeight):
             y = torch.cat(self._traced(parts) if compiling and self.packed else [f(part) for f, part in zip(layers, parts)])
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
-    @torch.compiler.disable(reason="fq.GroupedLinear takes token splits that are a tensor outside graphs; give counts, a list")
+    def _in_graph(self, x: Tensor, ends: Tensor) -> Tensor:
+        first = self._linears[0]
+        rows = first.checked(x, self.weight).reshape(-1, first.in_features)
+        save, guards = torch.is_grad_enabled() and self.weight.requires_grad, first._graph.guards
+        ends = ends if ends.device == rows.device else ends.to(rows.device)
+        y = traced_experts(rows, ends, self.weight, self.bias, first._plan.key, save, guards)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+    @torch.compiler.disable(reason="experts of these formats, or in shards, take token splits that are a tensor outside graphs; give counts, a list")
     def _outside_graphs(self, x: Tensor, splits: Tensor) -> Tensor:
         return self.forward(x, splits)
 
@@ -239,10 +251,12 @@ class GroupedLinear(HasWeight):
 
     def _apply(self, fn, recurse: bool = True) -> GroupedLinear:
         applied = super()._apply(fn, recurse)
-        self._prepare()
+        self.prepare()
         return applied
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
+        """What graphs are given, made where plans or the device change."""
+        self._goes_into_graphs = "weight" in self._parameters and runs_in_graphs(self.common_plan)
         for layer in self._linears if self.packed else ():
             layer._graph.prepare(layer, self.weight.device)
 
@@ -252,7 +266,7 @@ class GroupedLinear(HasWeight):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         _tell(self)
-        self._prepare()
+        self.prepare()
 
     def extra_repr(self) -> str:
         first = self._linears[0]
@@ -304,6 +318,7 @@ def expert(weight: Tensor, recipe: Recipe, name: str) -> _Expert:
 def finish_experts(module: GroupedLinear, name: str) -> None:
     """What a `GroupedLinear` has beside its experts."""
     module._name, module._reasons, module._planned = name, {}, (None, None)
+    module._goes_into_graphs = "weight" in module._parameters and runs_in_graphs(module.common_plan)
     _tell(module)
 
 
@@ -329,7 +344,7 @@ def raise_wrong_splits(*_) -> None:
     if told is None:
         return
     tag, rows = told
-    name = _TAGGED[tag]._name if tag in _TAGGED else "a module that is gone"
+    name = _TAGGED[tag]._name if tag in _TAGGED else "experts of a compiled graph, or of a module that is gone"
     raise ValueError(
         f"{name}: the token splits of an earlier call decreased or did not end at its {rows} rows; its result is wrong, and "
         "the optimizer has not stepped since the device said so"

@@ -59,7 +59,7 @@ def why_not(
         if hybrid.is_derived or any(s.is_stochastic and not s.fmt.tensor_scale for s in map(hybrid.side, Direction)):
             return f"{slot} is {hybrid}"
         for direction in Direction:
-            side, fmt = plan.operand(slot, direction), _read_as(plan, slot, direction, resolved.layouts)
+            side, fmt = plan.operand(slot, direction), read_as(plan, slot, direction, resolved.layouts)
             if not side.is_quantized or (side.tensor_scale and side.block[0] == 1):
                 continue
             of_group = side.scale_leaves_contraction  # its amax is taken, and its scale read, a group
@@ -72,7 +72,7 @@ def _is_coded(plan: GemmPlan, product: Product) -> bool:
     return all(f.is_quantized for f in plan.pair(product))
 
 
-def _read_as(plan: GemmPlan, slot: str, direction: Direction, layouts: dict) -> Format:
+def read_as(plan: GemmPlan, slot: str, direction: Direction, layouts: dict) -> Format:
     return operand_format(plan.operand(slot, direction), layouts[slot][direction])
 
 
@@ -190,8 +190,13 @@ def _of_packed(
             scale = scale.view(-1, width // fmt.block[1])
             made[d] = _Codes(data, scale, next(buffers), fmt, ((experts, *shape), (*strides, 1)))
         else:
-            made[d] = Operand(data, scale.flatten(), _read_as(plan, "weight", d, resolved.layouts))
+            made[d] = Operand(data, scale.flatten(), read_as(plan, "weight", d, resolved.layouts))
     return made
+
+
+def packed_operand(values: Tensor, direction: Direction, plan: GemmPlan, dtype: torch.dtype) -> Operand:
+    """What products of groups read of weights [E, N, K] without histories."""
+    return _values(_of_packed(values, [], [direction], plan, dtype, False)[direction])
 
 
 # Tokens that came as codes #
@@ -242,7 +247,7 @@ def _decoded(storages: Sequence[Storage], groups: TokenGroups) -> Operand:
     cols = first.padded_shape[1]
     values = native.dequantize(data, scale, None, first.fmt, first.direction, cols, 0, torch.bfloat16)
     if first.direction is COLUMNWISE:
-        group = _group_of(groups, values)
+        group = group_of(groups, values)
         places = torch.arange(len(values), device=values.device) + (groups.padded - groups.offsets)[group]
         values = values.new_zeros(len(groups.sources) * native.TILE, cols).index_copy_(0, places, values).t().contiguous()
     return Operand(values, factors, IDENTITY)
@@ -280,7 +285,7 @@ def _backward_of_codes(
                 shape = (len(data), 2 * data.shape[1])
                 b = _Codes(data, scale.view(len(data), -1), amaxes, of_x, (shape, (shape[1], 1))).values()
             else:
-                b = Operand(*saved, _read_as(plan, "input", COLUMNWISE, resolved.layouts))
+                b = Operand(*saved, read_as(plan, "input", COLUMNWISE, resolved.layouts))
             dw = native.grouped_gemm_wgrad(a, b, groups.padded, out_dtype=dy.dtype)
         _count(plan, "wgrad", dy, groups)
     if weight is not None:
@@ -358,7 +363,7 @@ class GroupedLinearCall(torch.autograd.Function):
             )
         if biases:
             table = biases[0] if biases[0].dim() == 2 else torch.stack(biases)
-            y = y.add_(table.float().index_select(0, _group_of(ctx.groups, x))).to(x.dtype)
+            y = y.add_(table.float().index_select(0, group_of(ctx.groups, x))).to(x.dtype)
         ctx.weights, ctx.plan, ctx.guard, ctx.call, ctx.beside = weights, plan, guard, call, beside
         ctx.dtypes, ctx.count = [p.dtype for p in parameters], count
         kept = [x] if save and plan.saves == "input" else list(saved)
@@ -385,8 +390,7 @@ class GroupedLinearCall(torch.autograd.Function):
                 factors, _, *rest = ctx.beside
                 dx, dw = native.grouped_step_backward(dy, groups, weight, saved, ctx.call, ctx.guard, factors, *rest)
         if need_b:
-            experts = torch.arange(groups.groups, device=dy.device)
-            db = (_group_of(groups, dy) == experts[:, None]).to(dy.dtype) @ dy
+            db = bias_gradients(groups, dy)
         is_packed = ctx.weights.tensors[0].dim() == 3
         whole = [(g,) if is_packed else g for g in (dw, db) if g is not None and len(g)]
         made = iter([g for of in whole for g in of])
@@ -405,10 +409,16 @@ def _columnwise_of(ctx, own: Sequence[Tensor], dtype: torch.dtype) -> Operand | 
     return kind(*(next(tensors) if field is None else field[0] for field in fields))
 
 
-def _group_of(groups: TokenGroups, x: Tensor) -> Tensor:
+def group_of(groups: TokenGroups, x: Tensor) -> Tensor:
     """int64 [tokens]: the group of each token of x."""
     tokens = torch.arange(len(x), device=x.device, dtype=torch.int32)
     return torch.searchsorted(groups.offsets[1:], tokens, right=True)
+
+
+def bias_gradients(groups: TokenGroups, dy: Tensor) -> Tensor:
+    """[E, N]: the sum of dy [tokens, N] over the tokens of each group."""
+    experts = torch.arange(groups.groups, device=dy.device)
+    return (group_of(groups, dy) == experts[:, None]).to(dy.dtype) @ dy
 
 
 _WRONG: list[tuple[Tensor, ctypes.c_int64]] = []  # one memory, twice; made for the first device

@@ -174,6 +174,11 @@ class GemmPlan:
     def _resolved(self) -> dict:
         return {}
 
+    @cached_property
+    def one_product(self) -> dict:
+        """Whether one product serves all experts, by what that depends on (`traced_experts`)."""
+        return {}
+
     def _layout(self, slot: str, direction: Direction, dtype: torch.dtype, arch: str) -> str:
         product = next(p for p in PRODUCTS if (slot, direction) in (p.a, p.b))
         other = product.b if product.a == (slot, direction) else product.a

@@ -1,0 +1,198 @@
+"""`traced_experts`: the products of a list of experts in compiled graphs, as two operators that a compiler does not look into.
+
+Each runs what eager mode runs, in Python: one product for all where a kernel makes it (`grouped_op`), else a loop that reads
+the splits on the host. So graphs have the bits of eager mode. The backward makes the other codes of the weights of their values,
+which no one writes until then. As in eager mode, the codes of x that wgrad reads are saved.
+
+Not in graphs, but between them (`runs_in_graphs`): formats that histories or random bits go into, one of each an expert, and
+weights that `fully_shard` gathers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ..context import STEP
+from ..formats import COLUMNWISE, ROWWISE, Direction
+from ..ops import native, opaque
+from ..ops.capability import arch_of
+from ..ops.native import TokenGroups
+from ..recipe import QUANTIZED_TYPES as SLOTS
+from .grouped_op import bias_gradients, group_of, packed_operand, read_as, why_not, wrong_splits
+from .linear_op import LinearCall, buffers_of, multiply, multiply_backward, slot_ids
+from .plan import GemmPlan, plan_of
+
+_NO_MODULE = 0  # the tag of wrong splits: one graph serves several layers
+
+
+def runs_in_graphs(plan: GemmPlan | None) -> bool:
+    """Experts that all have this plan are multiplied inside a graph."""
+    if plan is None or plan.boundary is not None:
+        return False
+    sides = [plan.hybrid(slot).side(d) for slot in SLOTS for d in Direction]
+    random = plan.input.is_stochastic or plan.grad_output.is_stochastic or plan.input.is_derived
+    return not random and not any(s.is_delayed or s.fmt.tensor_scale for s in sides)
+
+
+@torch.compiler.allow_in_graph
+def traced_experts(
+    x: Tensor, ends: Tensor, weight: Tensor, bias: Tensor | None, plan: str, save: bool, guards: list[Tensor]
+) -> Tensor:
+    """y [tokens, N] of x [tokens, K], whose rows of expert e end at ends[e], weights [E, N, K] and biases [E, N].
+
+    plan:    key of the plan of all experts. save: the backward needs x.
+    guards:  what quantizers of the forward and of the backward count is added to these; []: nothing is anchored.
+    """
+    return _TracedExperts.apply(x, ends, weight, bias, plan, save, guards)
+
+
+class _TracedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, ends, weight, bias, plan, save, guards):
+        y, *made = _experts(x, ends, weight, bias, plan, save, bool(guards))
+        if guards:
+            guards[0].add_(made.pop())
+        ctx.plan, ctx.guards = plan, guards
+        groups, *codes = made or [ends]
+        ctx.save_for_backward(weight, groups, *((codes or [x]) if save else []))
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        weight, groups, *saved = ctx.saved_tensors
+        need_x, _, need_w, need_b, *_ = ctx.needs_input_grad
+        made = iter(_experts_backward(dy, groups, weight, saved, ctx.plan, need_x, need_w, need_b, bool(ctx.guards)))
+        dx = next(made) if need_x else None
+        dw = next(made).to(weight.dtype) if need_w else None
+        db = next(made).to(ctx.bias_dtype) if need_b else None
+        if ctx.guards:
+            ctx.guards[1].add_(next(made))
+        return dx, None, dw, db, None, None, None
+
+
+# One product for all #
+
+def _in_one(x: Tensor, weight: Tensor, bias: bool, plan: GemmPlan) -> bool:
+    """plan: of groups."""
+    key = x.dtype, x.device, tuple(weight.shape), bias
+    if key not in plan.one_product:
+        plan.one_product[key] = why_not(plan, *key[:2], *weight.shape, bias) is None
+    return plan.one_product[key] and x.shape[0] > 0
+
+
+def _kept_shapes(plan: GemmPlan, x: Tensor, experts: int) -> tuple[tuple, tuple, torch.dtype]:
+    """(codes, scales, their dtype) that the backward reads of x: of groups that begin at multiples of 128."""
+    resolved, encoding = plan.resolved(x.dtype, x.device), plan.input.side(COLUMNWISE).encoding(COLUMNWISE)
+    layout = resolved.layouts["input"][COLUMNWISE]
+    reading = native.reading_of(encoding, layout, resolved.domains[2], arch_of(x.device), False, None)
+    run = reading.run if reading.run >= 0 else None
+    of = native.encoding_shapes(reading.side, True, (native.TILE * _tiles(x.shape[0], experts), x.shape[1]), run=run)
+    if run is not None:
+        return of.data, of.scale, torch.float32
+    if read_as(plan, "input", COLUMNWISE, resolved.layouts).block[1] is None:  # a set of scales a group
+        return of.data, (experts * of.scale[0], *of.scale[1:]), of.scale_dtype
+    return of.data, of.scale, of.scale_dtype
+
+
+def _counts(x: Tensor, wanted: bool) -> list[Tensor]:
+    """What quantizers count, as the guard of a layer has it."""
+    return [x.new_zeros((3, 2, 2), dtype=torch.int64)] if wanted else []
+
+
+def _tiles(tokens: int, experts: int) -> int:
+    """`native.token_groups` makes tables of so many tiles, however many tokens the groups have."""
+    return (tokens + 127 * min(experts, tokens)) // native.TILE
+
+
+def _run_forward(x, ends, weight, bias, plan, save, counts):
+    plan, seen = plan_of(plan), _counts(x, counts)
+    if not _in_one(x, weight, bias is not None, plan.of_groups):
+        call, biases = _call(plan, x.device, save, seen), [None] * len(weight) if bias is None else bias
+        parts = zip(_parts(x, ends), weight, biases)
+        return [torch.cat([multiply(part, w, b, call, False)[0] for part, w, b in parts]), *seen]
+    plan = plan.of_groups
+    call, dtype = plan.resolved(x.dtype, x.device).call, x.dtype if bias is None else torch.float32
+    operand = packed_operand(weight, ROWWISE, plan, x.dtype)
+    y, groups, kept = native.grouped_step(x, ends, operand, call, save, *(seen or [None]), dtype, wrong_splits(), _NO_MODULE)
+    if bias is not None:
+        y = y.add_(bias.float().index_select(0, group_of(groups, x))).to(x.dtype)
+    if kept:
+        data, scale, _ = _kept_shapes(plan, x, len(weight))
+        kept = [kept[0].view(data), kept[1].view(scale)]
+    return [y, groups.tables, *kept, *seen]
+
+
+def _fake_forward(x, ends, weight, bias, plan, save, counts):
+    experts, n, _ = weight.shape
+    made, plan = [x.new_empty(x.shape[0], n)], plan_of(plan).of_groups
+    if _in_one(x, weight, bias is not None, plan):
+        made.append(ends.new_empty(4 * _tiles(x.shape[0], experts) + 2 * (experts + 1), dtype=torch.int32))
+        if save and plan.saves != "input":
+            data, scale, dtype = _kept_shapes(plan, x, experts)
+            made += [x.new_empty(data, dtype=torch.uint8), x.new_empty(scale, dtype=dtype)]
+    return made + ([x.new_empty((3, 2, 2), dtype=torch.int64)] if counts else [])
+
+
+def _run_backward(dy, groups, weight, saved, plan, need_x, need_w, need_b, counts):
+    plan, seen, dy = plan_of(plan), _counts(dy, counts), dy.contiguous()
+    if not _in_one(dy, weight, need_b, plan.of_groups):
+        call = _call(plan, dy.device, need_w, seen)
+        inputs = _parts(saved[0], groups) if need_w else weight
+        needs = need_x, need_w, need_b
+        made = [
+            multiply_backward(part, w, None, _saved(call, x) if need_w else [], call, needs)
+            for part, w, x in zip(_parts(dy, groups), weight, inputs)
+        ]
+        dx, dw, db = zip(*made)
+        return [make(of) for make, of, need in ((torch.cat, dx, need_x), (torch.stack, dw, need_w), (torch.stack, db, need_b)) if need] + seen
+    plan, groups, made = plan.of_groups, TokenGroups(groups, len(weight)), []
+    if need_x or need_w:
+        operand = packed_operand(weight, COLUMNWISE, plan, dy.dtype) if need_x else None
+        call = plan.resolved(dy.dtype, dy.device).call
+        dx, dw = native.grouped_step_backward(dy, groups, operand, saved if need_w else [], call, *(seen or [None]))
+        made = [dx] * need_x + [dw] * need_w
+    return [*made, *([bias_gradients(groups, dy)] if need_b else []), *seen]
+
+
+def _fake_backward(dy, groups, weight, saved, plan, need_x, need_w, need_b, counts):
+    experts, n, k = weight.shape
+    shapes = [(dy.shape[0], k)] * need_x + [(experts, n, k)] * need_w + [(experts, n)] * need_b
+    return [dy.new_empty(s) for s in shapes] + ([dy.new_empty((3, 2, 2), dtype=torch.int64)] if counts else [])
+
+
+# One after the other #
+
+def _parts(x: Tensor, ends: Tensor) -> Sequence[Tensor]:
+    of = [0, *ends.tolist()]
+    return x.split([end - start for start, end in zip(of, of[1:])])
+
+
+def _call(plan: GemmPlan, device: torch.device, save: bool, guard: list[Tensor]) -> LinearCall:
+    return LinearCall(plan, None, save, False, STEP.on(device), slot_ids("").to(device), *guard)
+
+
+def _saved(call: LinearCall, x: Tensor) -> list[Tensor]:
+    """What the backward of one expert reads of its input."""
+    if call.plan.saves == "input":
+        return [x]
+    saved = call.plan.resolved(x.dtype, x.device).saved
+    return buffers_of(call.quantize("input", x, [saved])[0][saved])
+
+
+_experts = opaque.define(
+    "experts(Tensor x, Tensor ends, Tensor weight, Tensor? bias, str plan, bool save, bool counts) -> Tensor[]",
+    _run_forward, _fake_forward,
+)
+_experts_backward = opaque.define(
+    "experts_backward(Tensor dy, Tensor groups, Tensor weight, Tensor[] saved, str plan, bool need_x, bool need_w, "
+    "bool need_b, bool counts) -> Tensor[]", _run_backward, _fake_backward,
+)
+register_flop_formula(torch.ops.fsdp_quant.experts)(lambda x, ends, weight, *rest, **options: 2 * x[0] * weight[1] * weight[2])
+register_flop_formula(torch.ops.fsdp_quant.experts_backward)(
+    lambda dy, groups, weight, saved, plan, need_x, need_w, *rest, **options: 2 * dy[0] * weight[1] * weight[2] * (need_x + need_w)
+)
