@@ -61,7 +61,6 @@ import fsdp_quant as fq
 from dist_tests.bench import ranks
 from dist_tests.bench.clock import first_line
 from dist_tests.bench.linear import RECIPES
-from fsdp_quant.modules.packed_experts import is_packed_experts
 from fsdp_quant.ops import extension
 
 try:
@@ -170,8 +169,7 @@ def convert(net: nn.Module, arm: Arm) -> None:
         return
     recipe = RECIPES[arm.recipe]()
     with fq.quantized_model_init(recipe) if arm.quantized else contextlib.nullcontext():
-        experts = any(is_packed_experts(module) for module in net.modules())
-        fq.convert(net, recipe, KEPT_BF16, "experts" if experts else (), fuse=arm.fuse)
+        fq.convert(net, recipe, KEPT_BF16, fuse=arm.fuse)
 
 
 def build(arm: Arm, args, device: torch.device):

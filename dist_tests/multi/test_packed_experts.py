@@ -1,4 +1,4 @@
-"""Packed experts of transformers, which `fq.convert(grouped="experts")` takes over: one process, and `fully_shard`."""
+"""Packed experts of transformers, which `fq.convert` takes over: one process, compiled, LoRA, and `fully_shard`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IDS = torch.arange(32, device="cpu").view(1, 32) % 64
 
 
 def converted(family: str, recipe: fq.Recipe) -> nn.Module:
-    return fq.convert(tiny(family), recipe, skip="lm_head", grouped="experts")
+    return fq.convert(tiny(family), recipe, skip="lm_head")
 
 
 def step(net: nn.Module) -> dict[str, Tensor]:
@@ -73,10 +73,48 @@ def test_experts_that_cannot_be_taken_over_are_refused():
     with pytest.raises(NotImplementedError, match="spreads over ranks"):
         experts(torch.zeros(4, 32, dtype=torch.bfloat16), torch.zeros(4, 2, dtype=torch.long), torch.ones(4, 2))
     run_ranks(2, _sharded_first)
-    experts = converted("mixtral", fq.recipes.mxfp8()).model.layers[0].mlp.experts
-    parametrize.register_parametrization(experts, "down_proj", nn.Identity())
-    with pytest.raises(NotImplementedError, match="down_proj of these experts is another tensor than what is multiplied"):
-        experts(torch.zeros(4, 32, dtype=torch.bfloat16), torch.zeros(4, 2, dtype=torch.long), torch.ones(4, 2))
+
+
+class _Added(nn.Module):
+    """As an adapter of rank 1."""
+
+    def __init__(self, weight: Tensor):
+        super().__init__()
+        self.a, self.b = nn.Parameter(weight[:, :1].detach().clone()), nn.Parameter(weight[:, :, :1].detach().clone())
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.b @ self.a
+
+
+@pytest.mark.parametrize("name", ["identity", "mxfp8"])
+def test_parametrized_experts_multiply_what_the_module_has(name: str):
+    """If false, LoRA on experts trains nothing, or the base, in silence."""
+    results = []
+    for make in (lambda: converted("mixtral", fq.recipes.by_name(name)), lambda: tiny("mixtral")):
+        net = make().requires_grad_(False)
+        experts = net.model.layers[0].mlp.experts
+        parametrize.register_parametrization(experts, "down_proj", _Added(experts.down_proj))
+        results.append(step(net))
+    got, want = results
+    assert set(got) == set(want) and len(got) == 3, "of the adapter alone"
+    if name == "identity":
+        assert_same(got, want, "values")
+    else:
+        sizes = [(got[k] - want[k]).norm() / want[k].norm() for k in want]
+        assert 0 < max(sizes) < 0.2, sizes
+
+
+@pytest.mark.parametrize("name", ["identity", "fp8_current", "mxfp8", "fp8_delayed"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_experts_train_to_eager_bits(family: str, name: str):
+    """If false, a compiled mixture of experts breaks its graphs at every layer, or trains another model."""
+    torch.compiler.reset()
+    recipe = fq.recipes.by_name(name)
+    eager, net = converted(family, recipe), converted(family, recipe)
+    for layer in net.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=name != "fp8_delayed")
+    for _ in range(2):
+        assert_same(step(net), step(eager), f"{family} {name}")
 
 
 def _sharded_first(rank: int, world: int) -> None:
@@ -85,6 +123,8 @@ def _sharded_first(rank: int, world: int) -> None:
         fully_shard(layer)
     with pytest.raises(ValueError, match=r"layers.0.mlp.experts: call fq.convert before fully_shard"):
         fq.convert(net, fq.recipes.mxfp8(), skip="lm_head", grouped="experts")
+    notes = fq.plan(fq.convert(net, fq.recipes.mxfp8(), skip="lm_head")).notes
+    assert any("MixtralExperts, which fq.convert quantizes before fully_shard" in note for note in notes), notes
 
 
 def train(net: nn.Module) -> list[Tensor]:

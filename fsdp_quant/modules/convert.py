@@ -23,7 +23,7 @@ from .fuse import InputPattern, MLPPattern, Pattern, fuse_forward, fused_modules
 from .grouped_linear import GroupedLinear, adopt_packed
 from .layernorm_mlp import check_recompute
 from .linear import Linear, adopt, apply_recipe
-from .packed_experts import is_packed_experts, products_of, take_over
+from .packed_experts import are_sharded, is_packed_experts, products_of, take_over
 from .plan import build_plan
 from .steps import converted_modules, count_steps  # noqa: F401  (the former for who asks here)
 
@@ -37,15 +37,15 @@ def convert(
     recipe:   of all layers; `fq.recipes.per_layer(...)`; or `fq.recipes.schedule(...)`, which this model then follows.
     skip:     modules that stay as they are: qualified names, last components ("lm_head") or globs ("*.gate").
     grouped:  modules with packed experts, named likewise: a parameter `weight` [E, N, K], a `bias` [E, N] or none, called
-              with (tokens sorted by expert, splits), as around `torch._grouped_mm`: it becomes `fq.GroupedLinear`. Or experts
-              of transformers with `gate_up_proj` and `down_proj` ("experts" of Mixtral, Qwen 3 MoE, DeepSeek): each weight has an
-              `fq.GroupedLinear` then. They run between compiled graphs; convert them before `fully_shard`.
+              with (tokens sorted by expert, splits), as around `torch._grouped_mm`: it becomes `fq.GroupedLinear`.
     fuse:     True: MLPs and norms that are recognized run as fused kernels in eager mode, each proven exact first, and
               projections of one attention quantize their input once; or which MLPs and norms do, by `fq.MLPPattern` and
               `fq.NormPattern`. `fq.plan` says which were taken, and why others were not.
     recompute:  "gate_up": the backward of every fused MLP makes gate(x) and up(x) again from x, in eager mode and in graphs.
 
     Parameters stay high precision and keep their names, so optimizers, clipping and checkpoints see what they saw.
+    Packed experts of transformers ("experts" of Mixtral, Qwen 3 MoE, DeepSeek: `gate_up_proj` and `down_proj`) are
+    converted, each weight an `fq.GroupedLinear`, unless `fully_shard` has them: named in `grouped`, they are refused then.
     A layer whose weight is an nn.Embedding's too (a tied lm_head) stays as it is: `fq.plan` lists it with all else that is
     multiplied in high precision.
     Works before and after `fully_shard` (while sharded). Subclasses of nn.Linear keep what they add, and stay instances of their
@@ -239,10 +239,11 @@ def converted_units(model: nn.Module) -> dict[str, Sequence[Linear]]:
 def _targets(model: nn.Module, skip: list[str], grouped: list[str]) -> dict[str, nn.Module]:
     linears = {name: m for name, m in model.named_modules() if _is_plain_linear(m)}
     packed = {name: m for name, m in model.named_modules() if _is_packed(m)}
-    skipped, chosen = _matched("skip", skip, linears, "nn.Linear"), _matched("grouped", grouped, packed, "3-D weight")
-    embeddings = ids_of_embeddings(model)
-    wanted = {n for n, m in linears.items() if n not in skipped and id(m.weight) not in embeddings}
-    targets = {n: m for n, m in model.named_modules() if n in wanted or n in chosen}
+    experts = {name: m for name, m in packed.items() if is_packed_experts(m)}
+    skipped = _matched("skip", skip, linears | experts, "nn.Linear")
+    chosen, embeddings = _matched("grouped", grouped, packed, "3-D weight"), ids_of_embeddings(model)
+    found = {n for n, m in linears.items() if id(m.weight) not in embeddings} | {n for n, m in experts.items() if not are_sharded(m)}
+    targets = {n: m for n, m in model.named_modules() if n in chosen or (n in found and n not in skipped)}
     if not targets:
         raise ValueError(f"{type(model).__name__} has no nn.Linear to convert ({len(skipped)} skipped)")
     return targets

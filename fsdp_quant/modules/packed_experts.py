@@ -38,12 +38,20 @@ class ExpertProduct(GroupedLinear):
 
 
 def is_packed_experts(module: nn.Module) -> bool:
-    """Its two weights are [E, N, K], with a gate between them and neither biases nor a norm; not taken over yet."""
+    """Its two weights are [E, N, K], with a gate between them and neither biases nor a norm; not taken over yet.
+
+    What is computed is transformers' contract with classes under `use_experts_implementation`: whatever has these flags may
+    be multiplied by any of its implementations.
+    """
     own = module._parameters
     packed = set(own) == set(PARTS) and all(w is not None and w.dim() == 3 for w in own.values())
-    packed = packed and not hasattr(type(module), "converted_from")
-    wanted = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_expert_norm": False}
-    return packed and hasattr(module, "_apply_gate") and all(getattr(module, k, None) is v for k, v in wanted.items())
+    packed = packed and hasattr(module, "_apply_gate") and not hasattr(type(module), "converted_from")
+    unlike = ("has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
+    return packed and getattr(module, "has_gate", False) and not any(getattr(module, k, False) for k in unlike)
+
+
+def are_sharded(module: nn.Module) -> bool:
+    return any(isinstance(w, DTensor) for w in module._parameters.values())
 
 
 def products_of(module: nn.Module, name: str) -> dict[str, ExpertProduct]:
@@ -51,7 +59,7 @@ def products_of(module: nn.Module, name: str) -> dict[str, ExpertProduct]:
 
     Raises ValueError for weights that are sharded already: nobody would tell the products when they are gathered.
     """
-    if any(isinstance(w, DTensor) for w in module._parameters.values()):
+    if are_sharded(module):
         raise ValueError(
             f"{name}: call fq.convert before fully_shard, which must know both owners of the experts' weights"
         )
@@ -91,24 +99,24 @@ def _blank(cls: type) -> nn.Module:
 
 
 def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    if self._is_expert_parallel:
-        raise NotImplementedError(
-            "experts that transformers spreads over ranks are not multiplied here; leave them out of grouped="
-        )
-    for part in PARTS:
-        if self._parameters.get(part) is not getattr(self, f"{part}_product")._parameters["weight"]:
-            raise NotImplementedError(
-                f"{part} of these experts is another tensor than what is multiplied: it was replaced, or is "
-                "parametrized, as LoRA on experts does; leave them out of grouped="
-            )
+    if getattr(self, "_is_expert_parallel", False):
+        raise NotImplementedError("experts that transformers spreads over ranks are not multiplied here; pass skip='experts'")
     tokens, experts = hidden_states.shape[0], self.gate_up_proj_product.weight.shape[0]
     chosen, order = top_k_index.reshape(-1).sort(stable=True)
     ends = torch.searchsorted(chosen, torch.arange(experts, device=chosen.device), right=True).int()
     rows = hidden_states.index_select(0, order // top_k_index.shape[-1])
-    y = self.down_proj_product(self._apply_gate(self.gate_up_proj_product(rows, ends)), ends)
+    y = _product(self, "down_proj", self._apply_gate(_product(self, "gate_up_proj", rows, ends)), ends)
     y = y * top_k_weights.reshape(-1).index_select(0, order)[:, None]
     placed = torch.empty_like(y).index_copy(0, order, y)
     return placed.view(tokens, -1, y.shape[-1]).sum(1).to(hidden_states.dtype)
+
+
+def _product(module: nn.Module, part: str, rows: Tensor, ends: Tensor) -> Tensor:
+    """Of the weight that the module has now: parametrized, as LoRA on experts does, it is another than the product's."""
+    product = getattr(module, f"{part}_product")
+    if module._parameters.get(part) is product._parameters["weight"]:
+        return product(rows, ends)
+    return torch.func.functional_call(product, {"weight": getattr(module, part)}, (rows, ends))
 
 
 def _plain_parts(module: nn.Module, state_dict: dict, prefix: str, local_metadata) -> None:
