@@ -18,6 +18,7 @@ from dist_tests.single.hopper import Operators
 from fsdp_quant import recipes
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import COLUMNWISE, IDENTITY, ROWWISE, round_up
+from fsdp_quant.modules import traced_experts
 from fsdp_quant.modules.linear_op import quantize_slot
 from fsdp_quant.ops import native
 from fsdp_quant.ops.layout import repack_nibbles
@@ -364,6 +365,33 @@ def test_one_product_waits_for_nothing(name: str):
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     assert not counters.of("departure")
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("name", [*ONE_PRODUCT, *VALUES, *ONE_BY_ONE])
+def test_experts_in_a_graph_are_those_of_eager_mode(name: str, backend: str):
+    """If false, graphs know other shapes than kernels write, or train other experts."""
+    torch.compiler.reset()
+    recipe = (ONE_PRODUCT | VALUES | ONE_BY_ONE)[name]()
+    module = grouped(recipe, True, False)
+    compiled = torch.compile(lambda a, ends: module(2 * a, ends) + 1, fullgraph=True, backend=backend)
+    for splits in SPLITS[:2] + SPLITS[-1:]:
+        x, ran = laws.values(sum(splits), K).cuda(), []
+        ends = torch.tensor(splits, device="cuda").cumsum(0).int()
+        for call in (lambda a, ends: module(2 * a, ends) + 1, compiled):
+            module.zero_grad()
+            a = x.clone().requires_grad_()
+            y = call(a, ends)
+            y.backward(laws.values(*y.shape, seed=1).cuda())
+            ran.append((y.detach(), a.grad, module.weight.grad))
+        for got, want, what in zip(*reversed(ran), ("y", "dx", "dw")):
+            laws.assert_same_bytes(got, want, f"{name} {splits}: {what}")
+    plan, ends = module.first._plan.key, ends.new_tensor([256, 512, 512, 1024])
+    x = laws.values(1024, K).cuda()
+    real = traced_experts._experts(x, ends, module.weight.detach(), None, plan, True, True)
+    fake = traced_experts._fake_forward(x, ends, module.weight.detach(), None, plan, True, True)
+    described = [[(t.shape, t.dtype, t.stride()) for t in of] for of in (real, fake)]
+    assert described[0] == described[1]
 
 
 def test_wrong_splits_of_a_device_stop_the_next_step():

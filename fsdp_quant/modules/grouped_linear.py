@@ -213,11 +213,12 @@ class GroupedLinear(HasWeight):
         """One product for all experts."""
         device, grad = rows.device, torch.is_grad_enabled()
         held = [self._operand(owner) for owner in self.owners]
-        weights = [weight for weight, _ in held]
-        calls = [
-            layer.call(rows, weight, plan, grad, grad)
-            for layer, weight in zip(self._linears, weights * len(self._linears) if self.packed else weights)
-        ]
+        weights, layers = [weight for weight, _ in held], self._linears
+        if self.packed:  # all calls say the same where no expert has histories or random bits of its own
+            layers = layers if plan.needs_steps or plan.is_delayed else layers[:1]
+            calls = [layer.call(rows, weights[0], plan, grad, grad) for layer in layers]
+        else:
+            calls = [layer.call(rows, weight, plan, grad, grad) for layer, weight in zip(layers, weights)]
         ends = torch.tensor(sizes, device="cpu").cumsum(0) if sizes is not None else splits
         ends = ends if ends.dtype in (torch.int32, torch.int64) else ends.int()
         ends = ends if ends.device == device else ends.to(device, non_blocking=True)
@@ -299,6 +300,7 @@ def take_packed(module: GroupedLinear, recipes: Sequence[Recipe], name: str) -> 
     module._linears = [expert(module.weight.detach(), recipes[e], f"{name}.{e}") for e in ours]
     for layer in module._linears:
         layer._weight_state.histories = state.histories
+        layer.__dict__["counts_with"] = module._linears[0]  # no submodule
         layer._graph.prepare(layer)
         state.parts.append(layer._weight_state)
 

@@ -40,7 +40,11 @@ _UNDERWAY: list[_Counted] = []
 
 
 def guard_of(module: nn.Module, device: torch.device) -> Tensor:
-    """int64 [slots, directions, 2] on `device`: what the module's quantizers count since the last judgement."""
+    """int64 [slots, directions, 2] on `device`: what the module's quantizers count since the last judgement.
+
+    Experts of packed weights, which are moved together, count together (`counts_with`).
+    """
+    module = module.counts_with or module
     if module._guard is None or module._guard.device != device:
         with torch.inference_mode(False):
             module._guard = torch.zeros(len(SLOTS), len(Direction), 2, dtype=torch.int64, device=device)
@@ -50,6 +54,7 @@ def guard_of(module: nn.Module, device: torch.device) -> Tensor:
 
 def backward_guard_of(module: nn.Module, device: torch.device) -> Tensor:
     """`guard_of` of what a compiled backward counts: a graph's forward and backward write tensors of their own."""
+    module = module.counts_with or module
     if module._backward_guard is None or module._backward_guard.device != device:
         with torch.inference_mode(False):
             module._backward_guard = torch.zeros_like(guard_of(module, device))
@@ -68,8 +73,8 @@ def judge(*_) -> None:
     modules = [m for m in _GUARDED if m._guard is not None]
     if modules and not _UNDERWAY:
         guards, of_graphs = [m._guard for m in modules], [m._backward_guard for m in modules]
-        device = guards[0].device
-        counts = torch.stack([g.to(device) if b is None else (g + b).to(device) for g, b in zip(guards, of_graphs)])
+        device, none = guards[0].device, torch.zeros_like(guards[0])
+        counts = sum(torch.stack([none if g is None else g.to(device) for g in of]) for of in (guards, of_graphs))
         counts = counts.to("cpu", non_blocking=True)
         torch_compat.foreach_zero_([g for g in (*guards, *of_graphs) if g is not None])
         arrived = torch.cuda.Event()

@@ -63,6 +63,7 @@ class Linear(HasWeight, nn.Linear):
     parallel = None  # `parallel.TensorParallel`: how ranks share the layer, where its weight is no DTensor that tells
     _guard: Tensor | None = None
     _backward_guard: Tensor | None = None
+    counts_with: Linear | None = None
     # In the forward of a module whose layers read one tensor (`fuse.InputPattern`).
     _handed_by_input: HandedByInput | None = None
 

@@ -101,14 +101,29 @@ def _blank(cls: type) -> nn.Module:
 def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     if getattr(self, "_is_expert_parallel", False):
         raise NotImplementedError("experts that transformers spreads over ranks are not multiplied here; pass skip='experts'")
-    tokens, experts = hidden_states.shape[0], self.gate_up_proj_product.weight.shape[0]
+    experts, copies = self.gate_up_proj_product.weight.shape[0], top_k_index.shape[-1]
     chosen, order = top_k_index.reshape(-1).sort(stable=True)
     ends = torch.searchsorted(chosen, torch.arange(experts, device=chosen.device), right=True).int()
-    rows = hidden_states.index_select(0, order // top_k_index.shape[-1])
+    back = torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=order.device))
+    rows = _Routed.apply(hidden_states, order, back, copies)
     y = _product(self, "down_proj", self._apply_gate(_product(self, "gate_up_proj", rows, ends)), ends)
-    y = y * top_k_weights.reshape(-1).index_select(0, order)[:, None]
-    placed = torch.empty_like(y).index_copy(0, order, y)
-    return placed.view(tokens, -1, y.shape[-1]).sum(1).to(hidden_states.dtype)
+    y = _Routed.apply(y, back, order, 1).view(-1, copies, y.shape[-1])
+    return (y * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+
+
+class _Routed(torch.autograd.Function):
+    """Rows of `copies` copies of each row of x, in `order`, which `back` undoes: the gradient is gathered too, not scattered."""
+
+    @staticmethod
+    def forward(ctx, x, order, back, copies):
+        ctx.save_for_backward(back)
+        ctx.copies = copies
+        return x.index_select(0, order // copies)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (back,) = ctx.saved_tensors
+        return dy.index_select(0, back).view(-1, ctx.copies, dy.shape[-1]).sum(1), None, None, None
 
 
 def _product(module: nn.Module, part: str, rows: Tensor, ends: Tensor) -> Tensor:
