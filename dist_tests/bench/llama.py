@@ -20,7 +20,8 @@ then --arms:
 
 Columns, of medians; "x bf16" is over the base:
     ms        of a step, by device events, steps back to back; base / arm, more is faster
-    peak      GiB allocated at most in a step, optimizer included; arm / base, less is better
+    peak      GiB allocated at most in a step, optimizer included; arm / base, less is better. "-" of
+              graphed arms: the allocator does not tell what a CUDA graph's own pool holds
     resident  GiB allocated between steps beyond parameters, buffers and optimizer state (the
               bytes of those are own_bytes in the JSON)
     host      ms until the Python call of a step returns on an idle device; arm / base. Long steps
@@ -301,7 +302,7 @@ def measure(
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
     loss = float(step())  # waits for the step
-    peak = torch.cuda.max_memory_allocated() - before if CUDA else 0
+    peak = torch.cuda.max_memory_allocated() - before if CUDA and not arm.graphed else 0
     states = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
     own = [t for t in (*net.parameters(), *net.buffers(), *states) if t.device.type == device.type]
     own_bytes = held_bytes(own)

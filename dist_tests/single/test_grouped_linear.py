@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import pickle
 import re
 
 import pytest
@@ -263,6 +264,54 @@ def test_packed_experts_are_converted_on_request():
     kept = fq.convert(Routed(), recipes.mxfp8(tail=0.5), grouped="experts")  # of two layers, whatever the experts
     assert {m.recipe.name for m in kept.experts.layers} == {"mxfp8"}
     assert kept.out.recipe == recipes.identity()
+
+
+class OfTorchtitan(nn.Module):
+    """Routed experts as torchtitan's models hold them."""
+
+    gate = staticmethod(torch.nn.functional.silu)
+
+    def __init__(self, suffixed: bool = False, dtype: torch.dtype = torch.bfloat16):
+        super().__init__()
+        torch.manual_seed(0)
+        names = ("w1_EFD", "w2_EDF", "w3_EFD") if suffixed else ("w1", "w2", "w3")
+        for name, shape in zip(names, ((EXPERTS, 32, K), (EXPERTS, K, 32), (EXPERTS, 32, K))):
+            self.register_parameter(name, nn.Parameter((torch.randn(shape) / 4).to(dtype)))
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        ends = counts.cumsum(0).tolist()
+        w1, w2, w3 = (p.bfloat16() for p in self._parameters.values())
+        made = []
+        for e, part in enumerate(rows.bfloat16().tensor_split(ends[:-1])):
+            hidden = self.gate(part @ w1[e].mT) * (part @ w3[e].mT)
+            made.append(hidden @ w2[e].mT)
+        return torch.cat(made).type_as(rows)
+
+
+class OfAnother(OfTorchtitan):
+    gate = staticmethod(torch.tanh)
+
+
+@pytest.mark.parametrize("suffixed", [False, True], ids=["", "suffixed"])
+def test_experts_of_torchtitan_are_converted_and_proven(suffixed: bool):
+    """If false, torchtitan's experts stay in high precision, or experts with another gate get its."""
+    results, counts = [], torch.tensor([3, 0, 4, 5])
+    for name in (None, "identity", "mxfp8"):
+        model = nn.Sequential(OfTorchtitan(suffixed), nn.Linear(K, 8))
+        if name is not None:
+            model = pickle.loads(pickle.dumps(fq.convert(model, RECIPES[name])))
+        x = values(12, K).float().requires_grad_()
+        y = model[0](x, counts)
+        y.sum().backward()
+        assert list(model[0].state_dict()) == list(OfTorchtitan(suffixed).state_dict())
+        results.append({"y": y.detach(), "dx": x.grad} | {n: p.grad for n, p in model[0].named_parameters()})
+    assert results[0].keys() == results[1].keys() and y.dtype is torch.float32
+    for got, most in zip(results[1:], (0.0, 0.2)):
+        for what, want in results[0].items():
+            assert (got[what] - want).norm() <= most * want.norm(), what
+    assert any("0.w1" in note and "4 experts" in note for note in fq.plan(model).notes)
+    model = fq.convert(nn.Sequential(OfAnother(suffixed), nn.Linear(K, 8)), recipes.mxfp8())
+    assert type(model[0]) is OfAnother, "another gate"
 
 
 def test_set_recipe_changes_every_expert():

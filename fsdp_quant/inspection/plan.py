@@ -14,7 +14,7 @@ from ..modules.convert import converted_modules, ids_of_embeddings
 from ..modules.fuse import fused_notes
 from ..modules.grouped_linear import GroupedLinear
 from ..modules.linear import Linear
-from ..modules.packed_experts import are_sharded, is_packed_experts
+from ..modules.packed_experts import are_sharded, parts_of
 from ..modules.plan import PRODUCTS
 from ..ops.capability import arch_of
 from ..parallel.experts import describe_experts
@@ -170,7 +170,7 @@ def _other_notes(model: nn.Module) -> list[str]:
             total += work
             if id(p) not in ours:
                 tied = ", tied to an embedding" * (id(p) in embeddings)
-                hint = ", which fq.convert quantizes before fully_shard" * (is_packed_experts(module) and are_sharded(module))
+                hint = ", which fq.convert quantizes before fully_shard" * bool(parts_of(module) and are_sharded(module))
                 others[type(module).__name__ + tied + hint, name.rpartition(".")[2], which] += work
     return [
         f"in high precision: {f'{name}.{which}'.lstrip('.')} of {kind}, {work / total:.1%} of a token's multiply-adds"

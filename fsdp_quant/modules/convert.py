@@ -23,7 +23,7 @@ from .fuse import InputPattern, MLPPattern, Pattern, fuse_forward, fused_modules
 from .grouped_linear import GroupedLinear, adopt_packed
 from .layernorm_mlp import check_recompute
 from .linear import Linear, adopt, apply_recipe
-from .packed_experts import are_sharded, is_packed_experts, products_of, take_over
+from .packed_experts import are_sharded, parts_of, products_of, take_over
 from .plan import build_plan
 from .steps import converted_modules, count_steps  # noqa: F401  (the former for who asks here)
 
@@ -44,8 +44,9 @@ def convert(
     recompute:  "gate_up": the backward of every fused MLP makes gate(x) and up(x) again from x, in eager mode and in graphs.
 
     Parameters stay high precision and keep their names, so optimizers, clipping and checkpoints see what they saw.
-    Packed experts of transformers ("experts" of Mixtral, Qwen 3 MoE, DeepSeek: `gate_up_proj` and `down_proj`) are
-    converted, each weight an `fq.GroupedLinear`, unless `fully_shard` has them: named in `grouped`, they are refused then.
+    Packed experts of transformers ("experts" of Mixtral, Qwen 3 MoE, DeepSeek: `gate_up_proj` and `down_proj`) and of
+    torchtitan (`w1`, `w2`, `w3`) are converted, each weight an `fq.GroupedLinear`, unless `fully_shard` has them: named in
+    `grouped`, they are refused then.
     A layer whose weight is an nn.Embedding's too (a tied lm_head) stays as it is: `fq.plan` lists it with all else that is
     multiplied in high precision.
     Works before and after `fully_shard` (while sharded). Subclasses of nn.Linear keep what they add, and stay instances of their
@@ -57,7 +58,7 @@ def convert(
     """
     grouped = [grouped] if isinstance(grouped, str) else list(grouped)
     targets = _targets(model, [skip] if isinstance(skip, str) else list(skip), grouped)
-    experts = {n: products_of(m, n) for n, m in targets.items() if is_packed_experts(m)}
+    experts = {n: products_of(m, n) for n, m in targets.items() if parts_of(m)}
     targets = {k: v for n, m in targets.items() for k, v in experts.get(n, {n: m}).items()}
     _check_shared(model, targets, [model.get_submodule(n) for n in experts])
     fused = _fused(model, fuse, targets, recompute)
@@ -239,7 +240,7 @@ def converted_units(model: nn.Module) -> dict[str, Sequence[Linear]]:
 def _targets(model: nn.Module, skip: list[str], grouped: list[str]) -> dict[str, nn.Module]:
     linears = {name: m for name, m in model.named_modules() if _is_plain_linear(m)}
     packed = {name: m for name, m in model.named_modules() if _is_packed(m)}
-    experts = {name: m for name, m in packed.items() if is_packed_experts(m)}
+    experts = {name: m for name, m in packed.items() if parts_of(m)}
     skipped = _matched("skip", skip, linears | experts, "nn.Linear")
     chosen, embeddings = _matched("grouped", grouped, packed, "3-D weight"), ids_of_embeddings(model)
     found = {n for n, m in linears.items() if id(m.weight) not in embeddings} | {n for n, m in experts.items() if not are_sharded(m)}
@@ -265,9 +266,9 @@ def _matched(option: str, patterns: list[str], among: dict[str, nn.Module], what
 
 
 def _is_packed(module: nn.Module) -> bool:
-    """Experts [E, N, K], with a bias [E, N] or none, and nothing else; or two such weights of transformers."""
+    """Experts [E, N, K], with a bias [E, N] or none, and nothing else; or such weights of transformers or torchtitan."""
     own = module._parameters
-    if is_packed_experts(module):
+    if parts_of(module):
         return True
     weight, bias = own.get("weight"), own.get("bias")
     return (

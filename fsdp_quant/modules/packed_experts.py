@@ -1,12 +1,18 @@
-"""Packed experts of transformers on `GroupedLinear`: modules that hold `gate_up_proj` and `down_proj`.
+"""Packed experts of transformers and of torchtitan on `GroupedLinear`.
+
+transformers: a module with `gate_up_proj` [E, 2 * ffn, hidden] and `down_proj` [E, hidden, ffn], given x [tokens, hidden] and
+the experts of each token
 
     rows   = x[tokens sorted by expert]
     y      = down(gate(gate_up(rows)))       gate: the module's own (`_apply_gate`)
     result = sum over a token's experts of its routing weight * y
 
-x [tokens, hidden], gate_up_proj [E, 2 * ffn, hidden], down_proj [E, hidden, ffn]. The module keeps its parameters and their
-names. Each is also the weight of a `GroupedLinear` of its own, which quantizes, plans, counts and gathers it: the tie is of
-one Parameter, which `fully_shard` puts into both modules.
+torchtitan: `w1`, `w3` [E, ffn, hidden] and `w2` [E, hidden, ffn] (or `w1_EFD` and so on), given rows and their numbers
+
+    y      = w2(silu(w1(rows)) * w3(rows))
+
+The module keeps its parameters and their names. Each is also the weight of a `GroupedLinear` of its own, which quantizes, plans,
+counts and gathers it: the tie is of one Parameter, which `fully_shard` puts into both modules.
 """
 
 from __future__ import annotations
@@ -19,9 +25,6 @@ from torch.distributed.tensor import DTensor
 
 from .grouped_linear import GroupedLinear
 from .linear import saved_plain
-
-PARTS = ("gate_up_proj", "down_proj")
-
 
 class ExpertProduct(GroupedLinear):
     """The product of one packed weight, which the module around it has under its own name, in state dicts too."""
@@ -37,17 +40,47 @@ class ExpertProduct(GroupedLinear):
         pass
 
 
-def is_packed_experts(module: nn.Module) -> bool:
-    """Its two weights are [E, N, K], with a gate between them and neither biases nor a norm; not taken over yet.
+def parts_of(module: nn.Module) -> tuple[str, ...]:
+    """The weights of packed experts that are not taken over yet, in the order of their products; () of other modules."""
+    own = module._parameters
+    if hasattr(type(module), "converted_from") or not all(w is not None and w.dim() == 3 for w in own.values()):
+        return ()
+    if set(own) == {"gate_up_proj", "down_proj"}:
+        return ("gate_up_proj", "down_proj") if _is_of_transformers(module) else ()
+    named = {part.partition("_")[0]: part for part in own}
+    parts = tuple(named.get(which, "") for which in ("w1", "w3", "w2"))
+    return parts if set(own) == set(parts) and _is_of_torchtitan(module, parts) else ()
+
+
+def _is_of_transformers(module: nn.Module) -> bool:
+    """With a gate, and neither biases nor a norm.
 
     What is computed is transformers' contract with classes under `use_experts_implementation`: whatever has these flags may
     be multiplied by any of its implementations.
     """
-    own = module._parameters
-    packed = set(own) == set(PARTS) and all(w is not None and w.dim() == 3 for w in own.values())
-    packed = packed and hasattr(module, "_apply_gate") and not hasattr(type(module), "converted_from")
     unlike = ("has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
-    return packed and getattr(module, "has_gate", False) and not any(getattr(module, k, False) for k in unlike)
+    gated = hasattr(module, "_apply_gate") and getattr(module, "has_gate", False)
+    return gated and not any(getattr(module, k, False) for k in unlike)
+
+
+def _is_of_torchtitan(module: nn.Module, parts: tuple[str, ...]) -> bool:
+    """Its forward gives silu(w1 x) * w3 x, times w2, of random data, but for what bf16 rounds."""
+    experts, width, count = module._parameters[parts[0]].shape[0], 16, 3
+    random = torch.Generator().manual_seed(0)
+    with torch.device("cpu"), torch.no_grad():
+        w1, w3, w2 = (torch.randn(experts, width, width, generator=random).bfloat16() for _ in parts)
+        x = torch.randn(experts * count, width, generator=random).bfloat16() / 4
+        probe = object.__new__(type(module))
+        weights = dict(zip(parts, (w1, w3, w2)))
+        probe.__dict__ = module.__dict__ | {"_parameters": {part: nn.Parameter(weights[part]) for part in module._parameters}}
+        try:
+            y = type(module).forward(probe, x, torch.full((experts,), count))
+        except Exception:  # of any kind: it is not what was thought
+            return False
+        rows = x.float().view(experts, count, width)
+        a, b = (rows @ w.float().mT for w in (w1, w3))
+        want = ((torch.nn.functional.silu(a) * b) @ w2.float().mT).view(-1, width)
+    return isinstance(y, Tensor) and y.shape == want.shape and bool((y.float() - want).norm() < 0.02 * want.norm())
 
 
 def are_sharded(module: nn.Module) -> bool:
@@ -63,39 +96,40 @@ def products_of(module: nn.Module, name: str) -> dict[str, ExpertProduct]:
         raise ValueError(
             f"{name}: call fq.convert before fully_shard, which must know both owners of the experts' weights"
         )
-    return {f"{name}.{part}_product": ExpertProduct(module._parameters[part]) for part in PARTS}
+    return {f"{name}.{part}_product": ExpertProduct(module._parameters[part]) for part in parts_of(module)}
 
 
 def take_over(module: nn.Module, products: list[ExpertProduct]) -> None:
     """Let the module multiply by its products, which were converted."""
-    for part, product in zip(PARTS, products):
+    parts = parts_of(module)
+    for part, product in zip(parts, products):
         module.add_module(f"{part}_product", product)
-    module.__class__ = _class_of(type(module))
+    module.__class__ = _class_of(type(module), parts)
     module.register_state_dict_post_hook(_plain_parts)
 
 
 @functools.cache
-def _class_of(cls: type) -> type:
-    """cls with grouped products; its instances are pickled as cls."""
+def _class_of(cls: type, parts: tuple[str, ...]) -> type:
+    """cls with grouped products of `parts_of` it; its instances are pickled as cls."""
     def _apply(self, fn, recurse: bool = True):
         applied = cls._apply(self, fn, recurse)
-        for part in PARTS:  # one that was replaced, as by to_empty, is tied again
+        for part in parts:  # one that was replaced, as by to_empty, is tied again
             getattr(self, f"{part}_product")._parameters["weight"] = self._parameters[part]
         return applied
 
     return type(f"Quantized{cls.__name__}", (cls,), {
-        "forward": _forward, "_apply": _apply, "__reduce_ex__": _reduce, "__module__": cls.__module__,
-        "converted_from": cls,
+        "forward": _forward if len(parts) == 2 else _forward_of_rows, "_apply": _apply, "__reduce_ex__": _reduce,
+        "__module__": cls.__module__, "converted_from": cls, "packed_parts": parts,
     })
 
 
 def _reduce(module: nn.Module, protocol: int) -> tuple:
     _, _, *state = module.converted_from.__reduce_ex__(module, protocol)
-    return _blank, (module.converted_from,), *state
+    return _blank, (module.converted_from, module.packed_parts), *state
 
 
-def _blank(cls: type) -> nn.Module:
-    return cls.__new__(_class_of(cls))
+def _blank(cls: type, parts: tuple[str, ...]) -> nn.Module:
+    return cls.__new__(_class_of(cls, parts))
 
 
 def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -109,6 +143,12 @@ def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Te
     y = _product(self, "down_proj", self._apply_gate(_product(self, "gate_up_proj", rows, ends)), ends)
     y = _Routed.apply(y, back, order, 1).view(-1, copies, y.shape[-1])
     return (y * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+
+
+def _forward_of_rows(self, x: Tensor, counts: Tensor) -> Tensor:
+    rows, ends = x.bfloat16(), counts.cumsum(0, dtype=torch.int32)
+    a, b = (_product(self, part, rows, ends) for part in self.packed_parts[:2])
+    return _product(self, self.packed_parts[2], torch.nn.functional.silu(a) * b, ends).type_as(x)
 
 
 class _Routed(torch.autograd.Function):
@@ -131,12 +171,17 @@ def _product(module: nn.Module, part: str, rows: Tensor, ends: Tensor) -> Tensor
     product = getattr(module, f"{part}_product")
     if module._parameters.get(part) is product._parameters["weight"]:
         return product(rows, ends)
-    return torch.func.functional_call(product, {"weight": getattr(module, part)}, (rows, ends))
+    weight = getattr(module, part)
+    if isinstance(weight, DTensor):
+        raise NotImplementedError(
+            f"{part} was sharded after fq.convert by something else than fully_shard; pass skip= to keep these experts as they are"
+        )
+    return torch.func.functional_call(product, {"weight": weight}, (rows, ends))
 
 
 def _plain_parts(module: nn.Module, state_dict: dict, prefix: str, local_metadata) -> None:
     """Checkpoints hold plain weights, under the module's names."""
-    for part in PARTS:
+    for part in module.packed_parts:
         key = f"{prefix}{part}"
         if key in state_dict:
             state_dict[key] = saved_plain(getattr(module, part), state_dict[key])
