@@ -425,6 +425,8 @@ def full_state(model: nn.Module, optimizer, world: int) -> dict:
     each rank's own, so a rank takes those of its number modulo the world that saved.
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
+    for group in optimizer_state["param_groups"]:
+        group["lr"] = float(group["lr"])  # a tensor where a CUDA graph reads it
     own = {f"rank_{dist.get_rank() % world}": fq.state_dict(model)}
     return {"model": model_state, "optimizer": optimizer_state, "fsdp_quant": own}
 

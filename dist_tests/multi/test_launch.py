@@ -15,8 +15,11 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
+import fsdp_quant as fq
 from dist_tests import laws
+from dist_tests.multi.harness import run_ranks
 
 ROOT = Path(__file__).parents[2]
 TINY = (
@@ -93,15 +96,44 @@ def test_slurm_starts_one_agent_a_node_at_the_first(tmp_path):
     assert facts == f"2 node7 23456 123456 {sys.executable}"
 
 
+def example():
+    spec = importlib.util.spec_from_file_location("train_lm", ROOT / "examples" / "train_lm.py")
+    train_lm = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(train_lm)
+    return train_lm
+
+
+def _resumed(rank: int, world: int, folder: Path) -> None:
+    train_lm = example()
+    args = train_lm.parse([*TINY, "--replicate", "1", "--data", str(ROOT / "README.md"), "--save", str(folder)])
+    _, config, _ = train_lm.prepare(args)
+    rates, steps = [], []
+    for rate in (torch.tensor(0.25), 0.5):  # as of `fq.graphed`, and a new optimizer's
+        model = train_lm.build_model(config, fq.recipes.mxfp8(), args)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+        if isinstance(rate, torch.Tensor):
+            model(torch.zeros(1, 16, dtype=torch.long)).sum().backward()
+            optimizer.step()
+            train_lm.save_checkpoint(folder, 1, model, optimizer, {})
+        else:
+            assert train_lm.load_checkpoint(folder / "step_00000001", model, optimizer) == 1
+        rates.append(optimizer.param_groups[0]["lr"])
+        steps.append(next(iter(optimizer.state.values()))["step"])
+    assert rates == [0.25, 0.25] and steps == [1, 1]
+
+
+def test_a_checkpoint_of_graphed_steps_resumes_in_any_run(tmp_path):
+    """If false, what `--graphed --save` wrote is lost: a rate that is a tensor loads into no new optimizer."""
+    run_ranks(1, _resumed, tmp_path)
+
+
 @pytest.mark.parametrize("arguments, why", [
     (["--replicate", "3"], "--replicate 3 does not divide the 4 processes"),
     (["--graphed", "--grad-accum", "2"], "--graphed makes one graph of a step"),
 ])
 def test_arguments_that_mean_nothing_are_refused(monkeypatch, arguments: list[str], why: str):
     """If false, the mesh fails on some ranks after others have begun to wait, or half of a step is captured."""
-    spec = importlib.util.spec_from_file_location("train_lm", ROOT / "examples" / "train_lm.py")
-    train_lm = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(train_lm)
+    train_lm = example()
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ValueError, match=why):
         train_lm.prepare(train_lm.parse(arguments))

@@ -38,7 +38,8 @@ def graphed(
 
     step:       reads what changes from its arguments alone, tensors of the same shapes in every call, and
                 never waits for the device (no `.item()`); it returns tensors, alone or in containers.
-    optimizer:  whose steps are inside: it becomes capturable, and its rate a tensor, which schedulers fill.
+    optimizer:  whose steps are inside: it becomes capturable, and its rate a tensor, which schedulers fill. In a checkpoint of
+                torch.distributed it is a tensor then too, which loads into a tensor: call this before a load.
     warmup:     eager steps before the capture. They train: no step is made twice or undone.
 
     The bits are those of the eager step. Steps, random keys and histories go on in replays, also after

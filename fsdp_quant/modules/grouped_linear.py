@@ -259,7 +259,7 @@ class GroupedLinear(HasWeight):
         """What graphs are given, made where plans or the device change."""
         self._goes_into_graphs = "weight" in self._parameters and runs_in_graphs(self.common_plan)
         for layer in self._linears if self.packed else ():
-            layer._graph.prepare(layer, self.weight.device)
+            layer._graph.prepare(layer, next(self.parameters()).device)
 
     def __getstate__(self) -> dict:
         return super().__getstate__() | {"_reasons": {}, "_planned": (None, None), "_tag": 0}
