@@ -446,12 +446,14 @@ def histories_of(layers: Iterable[nn.Module]) -> list[AmaxHistory]:
 
     Those of quantized parameters and of published weights roll where their codes are made, after an optimizer's step.
     """
-    found = {}
+    found, seen = {}, set()
     for layer in layers:
         state = layer._weight_state
         made_after_steps = isinstance(state, QuantizedWeightState) or state.publisher is not None
-        of_weight = {id(h): h for (_, slot, *_), h in state.histories.items() if slot == "weight"}
-        found |= {id(h): h for h in state.histories.values() if not (made_after_steps and id(h) in of_weight)}
+        if (id(state.histories), made_after_steps) not in seen:
+            seen.add((id(state.histories), made_after_steps))
+            of_weight = {id(h): h for (_, slot, *_), h in state.histories.items() if slot == "weight"}
+            found |= {id(h): h for h in state.histories.values() if not (made_after_steps and id(h) in of_weight)}
         if (lead := layer.__dict__.get("_input_of")) is not None and (first := lead()) is not None:
             kept = first._weight_state.histories
             found |= {id(h): h for (_, slot, *_), h in kept.items() if slot == "input"}

@@ -563,6 +563,7 @@ def test_what_the_guard_moves_for_one_expert_is_moved_for_all():
             optimizer.step()
         module(x, [64, 64, 64, 64])
         assert {layer.plan.moved for layer in module.layers} == {("fprop",)}
+        assert [layer._guard is not None for layer in module.layers] == [True, False, False, False], "one count for all"
         ran = gpu.count("grouped_gemm")
         module(x, [64, 64, 64, 64])
         assert gpu.count("grouped_gemm") == ran

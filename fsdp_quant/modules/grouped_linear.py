@@ -215,7 +215,8 @@ class GroupedLinear(HasWeight):
         held = [self._operand(owner) for owner in self.owners]
         weights, layers = [weight for weight, _ in held], self._linears
         if self.packed:  # all calls say the same where no expert has histories or random bits of its own
-            layers = layers if plan.needs_steps or plan.is_delayed else layers[:1]
+            own = plan.is_delayed or plan.input.is_stochastic or plan.grad_output.is_stochastic
+            layers = layers if own else layers[:1]
             calls = [layer.call(rows, weights[0], plan, grad, grad) for layer in layers]
         else:
             calls = [layer.call(rows, weight, plan, grad, grad) for layer, weight in zip(layers, weights)]
@@ -297,19 +298,24 @@ def take_packed(module: GroupedLinear, recipes: Sequence[Recipe], name: str) -> 
     register_weight(module)
     module.first_expert = first = 0 if state.tensor_group is None else state.tensor_group.rank() * shape[0]
     ours = range(first, first + shape[0])
-    module._linears = [expert(module.weight.detach(), recipes[e], f"{name}.{e}") for e in ours]
+    module._linears = []
+    for e in ours:
+        module._linears.append(expert(module.weight.detach(), recipes[e], f"{name}.{e}", next(iter(module._linears), None)))
     for layer in module._linears:
         layer._weight_state.histories = state.histories
-        layer.__dict__["counts_with"] = module._linears[0]  # no submodule
         layer._graph.prepare(layer)
         state.parts.append(layer._weight_state)
 
 
-def expert(weight: Tensor, recipe: Recipe, name: str) -> _Expert:
-    """The layer of an expert that is no module of the tree; whoever calls it renews weight and bias (now maybe packed)."""
+def expert(weight: Tensor, recipe: Recipe, name: str, first: _Expert | None = None) -> _Expert:
+    """The layer of an expert that is no module of the tree; whoever calls it renews weight and bias (now maybe packed).
+
+    first:  the expert whose guard counts for this one.
+    """
     out_features, in_features = weight.shape[-2:]
     layer = _Expert(in_features, out_features)
     layer._name, layer.weight = name, weight
+    layer.__dict__["counts_with"] = first  # no submodule
     apply_recipe(layer, recipe)
     layer._weight_state = WeightState(f"{name}.weight", layer.plan.weight, (out_features, in_features), recipe.compute_dtype)
     layer._weight_state.plan = layer.plan
