@@ -237,18 +237,23 @@ def test_a_graph_follows_what_changes_around_it():
         assert_same(a, b, f"{i}")
 
 
-def test_compiled_layers_of_transformers_are_captured():
-    """If false, a capture gives the layers a mask that no step before it gave, and fails as they are compiled again."""
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_compiled_layers_of_transformers_are_captured(family: str):
+    """If false, a capture gives the layers a mask that no step before it gave, and fails as they are compiled again; or a
+    backward meets nodes of passes on another stream.
+    """
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, vocab_size=256, use_cache=False,
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128} if family == "qwen3_moe" else {}
+    config = transformers.CONFIG_MAPPING[family](
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=64,
+        vocab_size=256, use_cache=False, **experts,
     )
 
     def run(wrap: bool):
         torch._dynamo.reset()
         torch.manual_seed(0)
         with torch.device("cuda"):
-            net = transformers.LlamaForCausalLM(config).to(BF16)
+            net = transformers.AutoModelForCausalLM.from_config(config).to(BF16)
         fq.convert(net, RECIPES["fp8_current"](), "lm_head")
         for layer in net.model.layers:
             layer.compile()
@@ -261,8 +266,9 @@ def test_compiled_layers_of_transformers_are_captured():
             optimizer.zero_grad()
             return loss.detach()
 
+        losses = [step(values(2, 64, seed=6).to("cuda").mul(64).long() % 256)]
         step = fq.graphed(step, net, optimizer) if wrap else step
-        losses = [step(values(2, 64, seed=i).to("cuda").mul(64).long() % 256) for i in range(6)]
+        losses += [step(values(2, 64, seed=i).to("cuda").mul(64).long() % 256) for i in range(6)]
         return {"loss": torch.stack(losses), **net.state_dict()}, step
 
     want, _ = run(False)

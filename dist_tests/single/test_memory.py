@@ -90,6 +90,28 @@ def test_recomputation_replays_codes_scales_histories_and_random_bits(name: str,
         assert_same_bytes(got, wanted, f"{name}, {mode}: {i}")
 
 
+# Graphs of autograd #
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "mxfp8", "nvfp4"])
+def test_no_gradient_accumulator_outlives_its_step(name: str, packed: bool):
+    """A CUDA graph cannot be captured where a backward meets the accumulator of a pass on another stream."""
+    recipe = recipes.by_name(name)
+    model = Mixed(recipe, lambda module, *args: module(*args))
+    model.experts = fq.GroupedLinear(2, 32, 32, dtype=torch.bfloat16, packed=packed, recipe=recipe, name="experts")
+    y = model(values(32, 32))
+    for p in model.parameters():
+        _accumulator(p).metadata["outlives"] = True
+    y.sum().backward()
+    del y
+    assert not [name for name, p in model.named_parameters() if "outlives" in _accumulator(p).metadata]
+
+
+def _accumulator(p: Tensor):
+    """The node that the next pass uses: a new one, if nothing keeps that of the last."""
+    return p.view_as(p).grad_fn.next_functions[0][0]
+
+
 # Offload #
 
 def test_tensors_of_the_host_stay():

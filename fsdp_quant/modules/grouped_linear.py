@@ -96,8 +96,14 @@ class GroupedLinear(HasWeight):
 
     @property
     def layers(self) -> Sequence[Linear]:
-        """The `fq.Linear` of each expert, over what it multiplies now; while the weight is sharded, over none of its own."""
-        if self.packed:
+        """The `fq.Linear` of each expert, over its values now; while the weight is sharded, over none of its own."""
+        with torch.no_grad():
+            return self._layers_over_views()
+
+    def _layers_over_views(self) -> Sequence[Linear]:
+        """The same, over views that gradients go through; whoever asks lets go of them: they hold the weight's AccumulateGrad,
+        which belongs to the stream of the pass that made it."""
+        if self.owners[0] is self:
             none = [None] * len(self._linears)
             with torch_compat.outside_inference_mode():
                 weight, bias = self.held
@@ -148,13 +154,19 @@ class GroupedLinear(HasWeight):
         if reason is None:
             y = self._in_one(plan, rows, splits, sizes)
         else:
-            layers = self._linears if compiling else self.layers
             if sizes is None:
                 counters.add("departure", (self._name, f"waits for the device to tell the token splits: {reason}"))
                 sizes = self._checked(_sizes_of(splits.tolist()), len(rows))
             parts = rows.split(sizes)
-            y = torch.cat(self._traced(parts) if compiling and self.packed else [f(part) for f, part in zip(layers, parts)])
+            y = torch.cat(self._traced(parts) if compiling and self.packed else self._one_by_one(parts))
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+    def _one_by_one(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        try:
+            return [layer(part) for layer, part in zip(self._layers_over_views(), parts)]
+        finally:
+            for layer in self._linears if self.owners[0] is self else ():
+                layer.weight = layer.bias = None
 
     def _in_graph(self, x: Tensor, ends: Tensor) -> Tensor:
         first = self._linears[0]
