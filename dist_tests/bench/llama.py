@@ -14,7 +14,8 @@ then --arms:
     bf16             eager                       torchao   its float8, tensorwise, compiled
     compiled, eager  each recipe                 gather    the same with fp8 all-gathers (--fsdp)
     unfused          eager, fuse=False           again     the base once more, to see the drift
-    quantized        quantized parameters and fq.optim.FusedAdam, compiled
+    quantized        quantized parameters and fq.optim.FusedAdam, compiled; moments in bf16, as the
+                     base's, and masters in fp32
     graphed          compiled, and the step as one CUDA graph by fq.graphed
     quantized-eager, quantized-graphed, graphed-eager      as their names say
 
@@ -185,7 +186,7 @@ def build(arm: Arm, args, device: torch.device):
         for module in (*layers, net):
             fully_shard(module)
     if arm.quantized:
-        return net, fq.optim.FusedAdam(net.parameters(), lr=args.lr)
+        return net, fq.optim.FusedAdam(net.parameters(), lr=args.lr, moment_dtype=torch.bfloat16)
     return net, torch.optim.AdamW(net.parameters(), lr=args.lr, fused=True)
 
 
