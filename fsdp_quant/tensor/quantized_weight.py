@@ -263,6 +263,10 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         content = self._content
         return content.quantizer == self._quantizer and content.versions.get(direction) == (version or self.version)
 
+    def _is_current(self) -> bool:
+        content, version = self._content, self.version
+        return content.quantizer == self._quantizer and all(content.versions.get(d) == version for d in (ROWWISE, COLUMNWISE))
+
     @property
     def _quantizer(self) -> tuple:
         return self.state.quantizer, self.state.compute_dtype, self.state.stale_codes
@@ -304,7 +308,7 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
     def _current(self) -> Slots:
         """The codes for whoever reads a whole weight, made again if its values changed; a shard's are those of the last event."""
         whole = self.dim() == 2 and self.shape[0] == self.state.shape[0] and self.device.type != "meta"
-        if not whole or self.state.publisher is not None or all(map(self.is_current, Direction)):
+        if not whole or self.state.publisher is not None or self._is_current():
             return self._slots
         with torch_compat.outside_inference_mode(), torch.no_grad():
             if self.state.pending and self.state.spans_parts:
@@ -355,10 +359,11 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         return QuantizedWeight(self._content, self.shape if shape is None else shape, self.dtype, self.device)
 
     def __tensor_flatten__(self):
-        layouts = self.state.layouts(self.dtype, self.device)
-        if self._current().rowwise is not None and layouts is not None and self.state.publisher is None:
+        layouts, slots = self.state.layouts(self.dtype, self.device), self._current()
+        if slots.rowwise is not None and layouts is not None and self.state.publisher is None:
             for direction, layout in layouts.items():  # a graph sees the same buffers in every step
-                self.operand_for(direction, layout)
+                if layout != COMPACT and (direction, layout) not in slots.laid_out:
+                    self.operand_for(direction, layout)
         return super().__tensor_flatten__()[0], Unguarded(self._content)
 
     @staticmethod
