@@ -572,6 +572,7 @@ class Operators:
 
     def linear_weight(self, weight, plan, row, col, through_bf16, factors, histories):
         if weight.dim() == 3:
+            refuse(weight.stride(2) != 1, f"weight has strides {weight.stride()}")
             n, readings = len(weight), self.plans[plan].slots[1]
             four = [self._decodes(readings[0]), self._decodes(readings[0] if readings[1].same else readings[1])]
             if (row and four[0]) or (col and four[1]):
@@ -593,6 +594,7 @@ class Operators:
         readings = self.plans[plan].slots[1]
         wanted, result, recorded = self._wanted(readings, row, col), [], set()
         self.calls.append(Call("linear_weight", weight.data_ptr(), *wanted))
+        weight = _matrix(weight)
         for d, reading, there in zip(Direction, readings, wanted):
             if not there:
                 continue

@@ -16,6 +16,7 @@ from ..modules.grouped_linear import GroupedLinear
 from ..modules.linear import Linear
 from ..modules.packed_experts import are_sharded, parts_of
 from ..modules.plan import PRODUCTS
+from ..modules.transposed_linear import TransposedLinear
 from ..ops.capability import arch_of
 from ..parallel.experts import describe_experts
 from ..parallel.linear import describe
@@ -157,7 +158,7 @@ def _other_notes(model: nn.Module) -> list[str]:
     """What is multiplied in high precision: alike modules, and their share of a token's multiply-adds."""
     routed = next((m.top_k for m in model.modules() if isinstance(getattr(m, "top_k", None), int)), None)
     embeddings = ids_of_embeddings(model)
-    ours = {id(m._parameters.get("weight")) for m in model.modules() if isinstance(m, (Linear, GroupedLinear))}
+    ours = {id(m._parameters.get("weight")) for m in model.modules() if isinstance(m, (Linear, GroupedLinear, TransposedLinear))}
     others, total, seen = Counter(), 0.0, set()
     for name, module in model.named_modules():
         for which, p in module._parameters.items():

@@ -26,6 +26,7 @@ from .linear import Linear, adopt, apply_recipe
 from .packed_experts import are_sharded, parts_of, products_of, take_over
 from .plan import build_plan
 from .steps import converted_modules, count_steps  # noqa: F401  (the former for who asks here)
+from .transposed_linear import TransposedLinear, adopt_transposed, is_transposed
 
 
 def convert(
@@ -47,6 +48,8 @@ def convert(
     Packed experts of transformers ("experts" of Mixtral, Qwen 3 MoE, DeepSeek: `gate_up_proj` and `down_proj`) and of
     torchtitan (`w1`, `w2`, `w3`) are converted, each weight an `fq.GroupedLinear`, unless `fully_shard` has them: named in
     `grouped`, they are refused then.
+    transformers' Conv1D (GPT-2) keeps its weight [in, out], which products read transposed and `fully_shard` gathers in high
+    precision; it stays high precision under `fq.quantized_model_init` and `fq.freeze`.
     A layer whose weight is an nn.Embedding's too (a tied lm_head) stays as it is: `fq.plan` lists it with all else that is
     multiplied in high precision.
     Works before and after `fully_shard` (while sharded). Subclasses of nn.Linear keep what they add, and stay instances of their
@@ -80,8 +83,9 @@ def convert(
                 module.__class__ = _converted_class(type(module), GroupedLinear)
             adopt_packed(module, [recipes[name]] * len(names[name]), name)
         else:
-            module.__class__ = _converted_class(type(module), Linear)
-            adopt(module, recipes[name], name)
+            made, take = (TransposedLinear, adopt_transposed) if is_transposed(_own_class(type(module))) else (Linear, adopt)
+            module.__class__ = _converted_class(type(module), made)
+            take(module, recipes[name], name)
     for name, products in experts.items():
         take_over(model.get_submodule(name), list(products.values()))
     for name, pattern in fused.items():
@@ -234,11 +238,13 @@ def converted_units(model: nn.Module) -> dict[str, Sequence[Linear]]:
             inside.update(map(id, module.layers))
         elif isinstance(module, Linear) and id(module) not in inside:
             units[name] = [module]
+        elif isinstance(module, TransposedLinear):
+            units[name] = [module.layer]
     return units
 
 
 def _targets(model: nn.Module, skip: list[str], grouped: list[str]) -> dict[str, nn.Module]:
-    linears = {name: m for name, m in model.named_modules() if _is_plain_linear(m)}
+    linears = {n: m for n, m in model.named_modules() if _is_plain_linear(m) or is_transposed(_own_class(type(m)))}
     packed = {name: m for name, m in model.named_modules() if _is_packed(m)}
     experts = {name: m for name, m in packed.items() if parts_of(m)}
     skipped = _matched("skip", skip, linears | experts, "nn.Linear")
@@ -294,18 +300,18 @@ def _own_class(cls: type) -> type:
 def _converted_class(cls: type, made: type[nn.Module]) -> type:
     """`made`, with what the class of a user adds to nn.Linear, or the class that `fully_shard` would have made of it."""
     own = _own_class(cls)
-    if made is Linear and own is not nn.Linear:
-        made = _linear_and(own)
+    if made is TransposedLinear or (made is Linear and own is not nn.Linear):
+        made = _with(own, made)
     if not issubclass(cls, FSDPModule):
         return made
     return type(f"FSDP{made.__name__}", (FSDPModule, made), {"__deepcopy__": cls.__dict__["__deepcopy__"]})
 
 
 @functools.cache
-def _linear_and(own: type) -> type:
-    """A class of both: `fq.Linear`'s forward, and whatever else the user's subclass of nn.Linear has."""
+def _with(own: type, made: type[nn.Module]) -> type:
+    """A class of both: `made`'s forward, and whatever else the user's class has."""
     members = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__reduce_ex__": _reduce, "converted_from": own}
-    return type(own)(own.__name__, (Linear, own), members)
+    return type(own)(own.__name__, (made, own), members)
 
 
 def _reduce(module: nn.Module, protocol: int) -> tuple:
@@ -314,7 +320,7 @@ def _reduce(module: nn.Module, protocol: int) -> tuple:
 
 
 def _rebuilt(own: type) -> nn.Module:
-    made = _linear_and(own)
+    made = _with(own, TransposedLinear if is_transposed(own) else Linear)
     return made.__new__(made)
 
 

@@ -54,13 +54,14 @@ def freeze(module: nn.Module) -> int:
     """Turn the weights of `module` that do not train into their codes, for good; returns how many.
 
     For the base under LoRA: a frozen `fq.Linear` holds a `QuantizedTensor` of both directions in place of its high-precision
-    weight, as its GEMMs read it. Bits of outputs and of gradients are those before. `weight.dequantize()` gives the values
+    weight, as its GEMMs read it. Packed experts and transposed weights stay as they are. Bits of outputs and of gradients are those before. `weight.dequantize()` gives the values
     that the codes have; the values that they were made from are gone, from the state dict too.
 
     Raises ValueError, before anything is changed, for a module without frozen `fq.Linear` weights, and for a weight that is
     sharded, that is a quantized parameter, or that keeps amax histories, naming it.
     """
-    frozen = {name: layer for name, layer in converted_modules(module).items() if not layer.weight.requires_grad}
+    own = {n: m for n, m in converted_modules(module).items() if m._parameters.get("weight") is not None}
+    frozen = {name: layer for name, layer in own.items() if not layer.weight.requires_grad}
     layers = {name: layer for name, layer in frozen.items() if type(layer.weight) is not QuantizedTensor}
     if not layers:
         raise ValueError("fq.freeze found no frozen fq.Linear; set requires_grad_(False) on the weights that do not train")

@@ -89,18 +89,24 @@ class Linear(HasWeight, nn.Linear):
 
         handed:  what the module that computed x hands over with it.
         """
-        weight, plan = self.weight, self._plan
+        weight = self.weight
         if self.parallel is not None or isinstance(weight, DTensor):
             return finished(self.parallel_forward(x), residual, scale)
         if handed is None and self._handed_by_input is not None:
             handed = self._handed_by_input.of(x)
-        x = self.checked(x)
-        override = current_autocast()
+        return self.times(x, weight, self.bias, handed, residual, scale)
+
+    def times(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, handed: Handed | None = None, residual: Tensor | None = None,
+        scale: float = 1.0,
+    ) -> Tensor:
+        """`forward` of a weight [out_features, in_features] that no ranks share, and a bias: the module's, or given ones."""
+        x, plan, override = self.checked(x, weight), self._plan, current_autocast()
         if override is not None:
             plan = self._overriding_plan(override)
         if plan.boundary is not None:
-            return self.bounded(lambda x: self._product(x, weight, plan, None), x, plan, residual, scale)
-        return finished(self._product(x, weight, plan, handed), residual, scale)
+            return self.bounded(lambda x: self._product(x, weight, bias, plan, None), x, plan, residual, scale)
+        return finished(self._product(x, weight, bias, plan, handed), residual, scale)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register as nn.Module does. torch's styles register parts of weights so, and graphs need the group beforehand."""
@@ -116,12 +122,12 @@ class Linear(HasWeight, nn.Linear):
             "fsdp_quant.parallel to it"
         )
 
-    def _product(self, x: Tensor, weight: Tensor, plan: GemmPlan, handed: Handed | None) -> Tensor:
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, handed: Handed | None) -> Tensor:
         grad = torch.is_grad_enabled()
         save = weight.requires_grad and grad
         if torch.compiler.is_compiling():
-            return self.traced(x, weight, self.bias, plan, save)
-        return linear(x, weight, self.bias, self.call(x, weight, plan, save, grad), handed)
+            return self.traced(x, weight, bias, plan, save)
+        return linear(x, weight, bias, self.call(x, weight, plan, save, grad), handed)
 
     def traced(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, save: bool, ranks: tuple | None = None,

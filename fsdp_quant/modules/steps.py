@@ -18,14 +18,17 @@ from ..scaling import AmaxHistory
 from ..tensor import torch_compat
 from .grouped_linear import GroupedLinear
 from .linear import Linear
+from .transposed_linear import TransposedLinear
 
 
 def converted_modules(model: nn.Module) -> dict[str, Linear]:
-    """The fq.Linear modules of a model by qualified name, experts of packed weights among them."""
+    """The fq.Linear modules of a model by qualified name, with those of packed experts and of transposed weights."""
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             found[name] = module
+        elif isinstance(module, TransposedLinear):
+            found[name] = module.layer
         elif isinstance(module, GroupedLinear) and module.packed:
             found |= {f"{name}.{e}".lstrip("."): layer for e, layer in enumerate(module.layers, module.first_expert)}
     return found

@@ -1,0 +1,49 @@
+"""`TransposedLinear`: linear layers whose weight lies [in, out], as `Conv1D` of transformers' GPT-2.
+
+The module keeps its class, its parameters and their names. Products multiply the transposed view of the weight as `fq.Linear`
+multiplies its own, by a layer that is no module of the tree. `fully_shard` cuts such a weight along the contraction, and
+gathers it in high precision.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..recipe import Recipe
+from .grouped_linear import expert
+from .linear import Linear
+
+TRANSPOSED = ("transformers.pytorch_utils.Conv1D",)
+
+
+def is_transposed(cls: type) -> bool:
+    """Modules of this class compute x W + b of `weight` [in, out] and `bias` [out], and were not converted."""
+    return f"{cls.__module__}.{cls.__qualname__}" in TRANSPOSED and not issubclass(cls, TransposedLinear)
+
+
+class TransposedLinear(nn.Module):
+    """y = x W + b of `weight` [in, out] and `bias` [out], each product in the formats that a recipe gives."""
+
+    @property
+    def layer(self) -> Linear:
+        """The `fq.Linear` of it, over the values of now."""
+        layer = self._layer
+        layer.weight, layer.training = self.weight.detach().t(), self.training
+        return layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer = self._layer
+        if not torch.compiler.is_compiling():
+            layer.training = self.training
+        return layer.times(x, self.weight.t(), self.bias)
+
+    def _apply(self, fn, recurse: bool = True) -> TransposedLinear:
+        applied = super()._apply(fn, recurse)
+        self._layer._graph.prepare(self.layer)
+        return applied
+
+
+def adopt_transposed(module: TransposedLinear, recipe: Recipe, name: str) -> None:
+    """Give a module of class `TransposedLinear` its layer."""
+    module.__dict__["_layer"] = expert(module.weight.detach().t(), recipe, name)
