@@ -105,7 +105,7 @@ def prepared(model: nn.Module) -> list[LocalWeight]:
     found: dict[WeightState, tuple[str, Sharded]] = {}
     for prefix, module in model.named_modules():
         state, parameter = module.__dict__.get("_weight_state"), module._parameters.get("weight")
-        if state is None or parameter is None:
+        if state is None or parameter is None or getattr(module, "transposed", False):
             continue
         m = managed.get((module, "weight"))
         local = torch_compat.local_of(parameter) if m is None else m.local

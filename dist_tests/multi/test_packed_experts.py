@@ -18,7 +18,7 @@ from dist_tests.multi import nets
 from dist_tests.multi.harness import run_ranks
 from dist_tests.single.test_fuse import tiny
 
-FAMILIES = ("mixtral", "qwen3_moe")
+FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "llama4_text")
 IDS = torch.arange(32, device="cpu").view(1, 32) % 64
 
 
@@ -34,18 +34,22 @@ def step(net: nn.Module) -> dict[str, Tensor]:
     return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
 
 
-def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], what: str) -> None:
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], what: str, rounding: float = 0.0) -> None:
+    """Bit for bit; or but for so much of a tensor's norm, where values are rounded at other places."""
     assert list(got) == list(want)
     for name, one in want.items():
-        assert_same_bytes(got[name], one, f"{what}: {name}")
+        if rounding:
+            assert (got[name] - one).norm() <= rounding * one.norm(), f"{what}: {name}"
+        else:
+            assert_same_bytes(got[name], one, f"{what}: {name}")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_taken_over_experts_are_the_modules_own(family: str):
     """If false, experts are routed, gated or summed otherwise, or a checkpoint, a copy or a move to a device breaks their tie."""
     plain, net = tiny(family), converted(family, fq.recipes.identity())
-    want = step(plain)
-    assert_same(step(net), want, family)
+    want, rounding = step(plain), 2e-2 if family == "gpt_oss" else 0.0  # which rounds a product before it adds its bias
+    assert_same(step(net), want, family, rounding)
     assert list(net.state_dict()) == list(plain.state_dict())
     memory = io.BytesIO()
     torch.save(net, memory)
@@ -58,9 +62,9 @@ def test_taken_over_experts_are_the_modules_own(family: str):
         "copied": copy.deepcopy(net), "pickled": torch.load(memory, weights_only=False), "made on meta": empty,
     }.items():
         other.load_state_dict(net.state_dict())
-        experts = other.model.layers[0].mlp.experts
+        (experts, *_) = (m for m in other.modules() if hasattr(m, "down_proj_product"))
         assert experts.down_proj is experts.down_proj_product.weight, what
-        assert_same(step(other), want, what)
+        assert_same(step(other), want, what, rounding)
     notes = fq.plan(converted(family, fq.recipes.mxfp8())).notes
     assert sum("4 experts, " in note for note in notes) == 4, "two layers of two weights"
     assert not any("Experts" in note for note in notes), "nothing of experts is in high precision"
@@ -110,11 +114,13 @@ def test_compiled_experts_train_to_eager_bits(family: str, name: str):
     """If false, a compiled mixture of experts breaks its graphs at every layer, or trains another model."""
     torch.compiler.reset()
     recipe = fq.recipes.by_name(name)
-    eager, net = converted(family, recipe), converted(family, recipe)
+    # Cut into graphs, dx of Llama 4's experts, its shared expert and its router are added in another order.
+    dtype, rounding = (torch.float32, 1e-6) if (family, name) == ("llama4_text", "fp8_delayed") else (torch.bfloat16, 0.0)
+    eager, net = (fq.convert(tiny(family).to(dtype), recipe, skip="lm_head") for _ in range(2))
     for layer in net.model.layers:
         layer.compile(backend="aot_eager", fullgraph=name != "fp8_delayed")
     for _ in range(2):
-        assert_same(step(net), step(eager), f"{family} {name}")
+        assert_same(step(net), step(eager), f"{family} {name}", rounding)
 
 
 def _sharded_first(rank: int, world: int) -> None:

@@ -326,19 +326,28 @@ def test_recognized_norms_have_what_torch_gives_them():
 
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma", "gemma2", "gemma3_text", "phi3", "gpt_neox", "olmo2",
+    "llama4_text", "gpt_oss", "deepseek_v3", "gpt2",
 )
+WITH_EXPERTS = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "llama4_text": {"num_local_experts": 4, "interleave_moe_layer_step": 1, "intermediate_size_mlp": 64},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1, "n_group": 1,
+        "first_k_dense_replace": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,
+    },
+}
 
 
 def tiny(family: str) -> nn.Module:
     transformers = pytest.importorskip("transformers")
-    options = {
-        "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-        "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    }.get(family, {})
-    config = transformers.CONFIG_MAPPING[family](
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        vocab_size=64, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, **options,
-    )
+    config = transformers.CONFIG_MAPPING[family](**{
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 8, "vocab_size": 64, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        **WITH_EXPERTS.get(family, {}), **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0),
+    })
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(BF16)
 
@@ -355,7 +364,9 @@ def test_a_family_of_transformers_trains_to_the_same_bits(family: str):
     assert_same(*results)
     notes = [note for note in fq.plan(net).notes if "used: " in note]
     experts = ["q_proj, k_proj", "RMSNorm"]
-    wanted = {"gpt_neox": ["dense_4h_to_h"], "phi3": ["RMSNorm"], "mixtral": experts, "qwen3_moe": experts}
+    wanted = dict.fromkeys(("mixtral", "qwen3_moe", "gpt_oss"), experts) | {
+        "gpt_neox": ["dense_4h_to_h"], "phi3": ["RMSNorm"], "deepseek_v3": ["down_proj", "RMSNorm"], "gpt2": [],
+    }
     for what in wanted.get(family, ["down_proj", *experts]):
         assert any(note.startswith("fused: ") and what in note for note in notes), notes
     assert not any(note.startswith("not fused") for note in notes), notes

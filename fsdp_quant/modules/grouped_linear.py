@@ -55,6 +55,7 @@ class GroupedLinear(HasWeight):
     """
 
     first_expert = 0
+    transposed = False  # the packed weight lies [E, K, N]: `fully_shard` gathers its values
 
     def __init__(
         self, num_experts: int, in_features: int, out_features: int, bias: bool = True, device=None, dtype=None,
@@ -81,10 +82,18 @@ class GroupedLinear(HasWeight):
                 parameter.uniform_(-bound, bound)
         adopt_packed(self, [recipe] * num_experts, name)
 
+    def __setattr__(self, name: str, value: object) -> None:
+        nn.Module.__setattr__(self, name, value) if self.transposed else super().__setattr__(name, value)
+
+    @property
+    def matrices(self) -> Tensor:
+        """The packed weight as products multiply it, [E, N, K]."""
+        return self.weight.mT if self.transposed else self.weight
+
     @property
     def held(self) -> tuple[Tensor, Tensor | None]:
         """Packed weight and bias of this rank's experts; DTensors while `fully_shard` has them in shards."""
-        weight, bias = self.weight, self.bias
+        weight, bias = self.matrices, self.bias
         if not isinstance(weight, DTensor) or self._weight_state.tensor_group is None or weight.device_mesh.ndim > 1:
             return weight, bias
         return weight.to_local(), None if bias is None else bias.to_local()
@@ -169,11 +178,11 @@ class GroupedLinear(HasWeight):
                 layer.weight = layer.bias = None
 
     def _in_graph(self, x: Tensor, ends: Tensor) -> Tensor:
-        first = self._linears[0]
-        rows = first.checked(x, self.weight).reshape(-1, first.in_features)
-        save, guards = torch.is_grad_enabled() and self.weight.requires_grad, first._graph.guards
+        first, weight = self._linears[0], self.matrices
+        rows = first.checked(x, weight).reshape(-1, first.in_features)
+        save, guards = torch.is_grad_enabled() and weight.requires_grad, first._graph.guards
         ends = ends if ends.device == rows.device else ends.to(rows.device)
-        y = traced_experts(rows, ends, self.weight, self.bias, first._plan.key, save, guards)
+        y = traced_experts(rows, ends, weight, self.bias, first._plan.key, save, guards)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
     @torch.compiler.disable(reason="experts of these formats, or in shards, take token splits that are a tensor outside graphs; give counts, a list")
@@ -305,14 +314,15 @@ def take_packed(module: GroupedLinear, recipes: Sequence[Recipe], name: str) -> 
 
     recipes:  of all experts.
     """
-    shape = tuple(whole_shape(module.weight))
+    weight = module.matrices.detach()
+    shape = tuple(weight.shape if module.transposed else whole_shape(module.weight))
     module._weight_state = state = WeightState(f"{name}.weight", None, shape, recipes[0].compute_dtype)
     register_weight(module)
     module.first_expert = first = 0 if state.tensor_group is None else state.tensor_group.rank() * shape[0]
     ours = range(first, first + shape[0])
     module._linears = []
     for e in ours:
-        module._linears.append(expert(module.weight.detach(), recipes[e], f"{name}.{e}", next(iter(module._linears), None)))
+        module._linears.append(expert(weight, recipes[e], f"{name}.{e}", next(iter(module._linears), None)))
     for layer in module._linears:
         layer._weight_state.histories = state.histories
         layer._graph.prepare(layer)

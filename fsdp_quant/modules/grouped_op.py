@@ -164,7 +164,7 @@ def _of_packed(
     values: Tensor, parts: Sequence[WeightState], directions: list[Direction], plan: GemmPlan, dtype: torch.dtype, records: bool
 ) -> dict[Direction, Operand | _Codes]:
     """Codes of [E, N, K] that no one shards, in one call."""
-    resolved = plan.resolved(dtype, values.device)
+    resolved, values = plan.resolved(dtype, values.device), native.rows_of(values)
     coded = [d for d in directions if plan.operand("weight", d).is_quantized]
     made = {} if len(coded) == len(directions) else dict.fromkeys(directions, Operand(values.to(dtype), None, IDENTITY))
     if not coded:

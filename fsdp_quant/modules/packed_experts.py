@@ -7,6 +7,11 @@ the experts of each token
     y      = down(gate(gate_up(rows)))       gate: the module's own (`_apply_gate`)
     result = sum over a token's experts of its routing weight * y
 
+or `up_proj` and its activation; with biases [E, ffn] and [E, hidden], named `..._bias`; or with weights that lie transposed, as
+gpt-oss has them. Llama 4 multiplies every token by every expert:
+
+    y      = down(act(gate) * up), of rows [E * tokens, hidden]
+
 torchtitan: `w1`, `w3` [E, ffn, hidden] and `w2` [E, hidden, ffn] (or `w1_EFD` and so on), given rows and their numbers
 
     y      = w2(silu(w1(rows)) * w3(rows))
@@ -18,6 +23,8 @@ counts and gathers it: the tie is of one Parameter, which `fully_shard` puts int
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +33,15 @@ from torch.distributed.tensor import DTensor
 from .grouped_linear import GroupedLinear
 from .linear import saved_plain
 
+
 class ExpertProduct(GroupedLinear):
     """The product of one packed weight, which the module around it has under its own name, in state dicts too."""
 
-    def __init__(self, weight: nn.Parameter):
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool):
         nn.Module.__init__(self)
         self.weight = weight
+        self.register_parameter("bias", bias)
+        self.__dict__["transposed"] = transposed
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         pass
@@ -40,27 +50,45 @@ class ExpertProduct(GroupedLinear):
         pass
 
 
-def parts_of(module: nn.Module) -> tuple[str, ...]:
-    """The weights of packed experts that are not taken over yet, in the order of their products; () of other modules."""
-    own = module._parameters
-    if hasattr(type(module), "converted_from") or not all(w is not None and w.dim() == 3 for w in own.values()):
-        return ()
-    if set(own) == {"gate_up_proj", "down_proj"}:
-        return ("gate_up_proj", "down_proj") if _is_of_transformers(module) else ()
+class Kind(NamedTuple):
+    """What packed experts are.
+
+    parts:       their weights, in the order of their products. forward: of a module whose products they are.
+    transposed:  the weights lie [E, K, N].
+    """
+
+    parts: tuple[str, ...]
+    forward: Callable
+    transposed: bool = False
+
+
+def kind_of(module: nn.Module) -> Kind | None:
+    """Of packed experts that are not taken over yet; None of other modules."""
+    cls, own = type(module), {name: p for name, p in module._parameters.items() if p is not None}
+    weights = {name for name in own if not name.endswith("_bias")}
+    if hasattr(cls, "converted_from") or not weights or any(own[name].dim() != 3 for name in weights):
+        return None
+    if "down_proj" in weights:
+        if cls.__name__ == "Llama4TextExperts":
+            return Kind(("gate_up_proj", "down_proj"), _forward_of_all, True)
+        parts = ("gate_up_proj" if getattr(module, "has_gate", False) else "up_proj", "down_proj")
+        return Kind(parts, _forward, module.is_transposed) if weights == set(parts) and _is_of_transformers(module) else None
     named = {part.partition("_")[0]: part for part in own}
     parts = tuple(named.get(which, "") for which in ("w1", "w3", "w2"))
-    return parts if set(own) == set(parts) and _is_of_torchtitan(module, parts) else ()
+    return Kind(parts, _forward_of_rows) if set(own) == set(parts) and _is_of_torchtitan(module, parts) else None
+
+
+def parts_of(module: nn.Module) -> tuple[str, ...]:
+    """The weights of packed experts that are not taken over yet; () of other modules."""
+    kind = kind_of(module)
+    return () if kind is None else kind.parts
 
 
 def _is_of_transformers(module: nn.Module) -> bool:
-    """With a gate, and neither biases nor a norm.
-
-    What is computed is transformers' contract with classes under `use_experts_implementation`: whatever has these flags may
-    be multiplied by any of its implementations.
-    """
-    unlike = ("has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
-    gated = hasattr(module, "_apply_gate") and getattr(module, "has_gate", False)
-    return gated and not any(getattr(module, k, False) for k in unlike)
+    """Of a class under its `use_experts_implementation`, whose flags are a contract: any of its implementations may multiply it."""
+    flags = all(hasattr(module, flag) for flag in ("has_gate", "has_bias", "is_transposed"))
+    unlike = ("has_post_expert_norm", "_is_expert_parallel")
+    return flags and not any(getattr(module, k, False) for k in unlike) and hasattr(module, "_apply_gate" if module.has_gate else "act_fn")
 
 
 def _is_of_torchtitan(module: nn.Module, parts: tuple[str, ...]) -> bool:
@@ -96,51 +124,56 @@ def products_of(module: nn.Module, name: str) -> dict[str, ExpertProduct]:
         raise ValueError(
             f"{name}: call fq.convert before fully_shard, which must know both owners of the experts' weights"
         )
-    return {f"{name}.{part}_product": ExpertProduct(module._parameters[part]) for part in parts_of(module)}
+    kind, own = kind_of(module), module._parameters
+    return {
+        f"{name}.{part}_product": ExpertProduct(own[part], own.get(f"{part}_bias"), kind.transposed) for part in kind.parts
+    }
 
 
 def take_over(module: nn.Module, products: list[ExpertProduct]) -> None:
     """Let the module multiply by its products, which were converted."""
-    parts = parts_of(module)
-    for part, product in zip(parts, products):
+    kind = kind_of(module)
+    for part, product in zip(kind.parts, products):
         module.add_module(f"{part}_product", product)
-    module.__class__ = _class_of(type(module), parts)
+    module.__class__ = _class_of(type(module), kind.parts, kind.forward)
     module.register_state_dict_post_hook(_plain_parts)
 
 
 @functools.cache
-def _class_of(cls: type, parts: tuple[str, ...]) -> type:
-    """cls with grouped products of `parts_of` it; its instances are pickled as cls."""
+def _class_of(cls: type, parts: tuple[str, ...], forward: Callable) -> type:
+    """cls with grouped products of `parts`; its instances are pickled as cls."""
     def _apply(self, fn, recurse: bool = True):
         applied = cls._apply(self, fn, recurse)
         for part in parts:  # one that was replaced, as by to_empty, is tied again
-            getattr(self, f"{part}_product")._parameters["weight"] = self._parameters[part]
+            own = getattr(self, f"{part}_product")._parameters
+            own["weight"], own["bias"] = self._parameters[part], self._parameters.get(f"{part}_bias")
         return applied
 
     return type(f"Quantized{cls.__name__}", (cls,), {
-        "forward": _forward if len(parts) == 2 else _forward_of_rows, "_apply": _apply, "__reduce_ex__": _reduce,
-        "__module__": cls.__module__, "converted_from": cls, "packed_parts": parts,
+        "forward": forward, "_apply": _apply, "__reduce_ex__": _reduce, "__module__": cls.__module__, "converted_from": cls,
+        "packed_parts": parts,
     })
 
 
 def _reduce(module: nn.Module, protocol: int) -> tuple:
     _, _, *state = module.converted_from.__reduce_ex__(module, protocol)
-    return _blank, (module.converted_from, module.packed_parts), *state
+    return _blank, (module.converted_from, module.packed_parts, type(module).forward), *state
 
 
-def _blank(cls: type, parts: tuple[str, ...]) -> nn.Module:
-    return cls.__new__(_class_of(cls, parts))
+def _blank(cls: type, parts: tuple[str, ...], forward: Callable) -> nn.Module:
+    return cls.__new__(_class_of(cls, parts, forward))
 
 
 def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     if getattr(self, "_is_expert_parallel", False):
         raise NotImplementedError("experts that transformers spreads over ranks are not multiplied here; pass skip='experts'")
-    experts, copies = self.gate_up_proj_product.weight.shape[0], top_k_index.shape[-1]
+    (first, last), copies = self.packed_parts, top_k_index.shape[-1]
+    experts, gate = len(getattr(self, f"{first}_product").weight), self._apply_gate if self.has_gate else self.act_fn
     chosen, order = top_k_index.reshape(-1).sort(stable=True)
     ends = torch.searchsorted(chosen, torch.arange(experts, device=chosen.device), right=True).int()
     back = torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=order.device))
     rows = _Routed.apply(hidden_states, order, back, copies)
-    y = _product(self, "down_proj", self._apply_gate(_product(self, "gate_up_proj", rows, ends)), ends)
+    y = _product(self, last, gate(_product(self, first, rows, ends)), ends)
     y = _Routed.apply(y, back, order, 1).view(-1, copies, y.shape[-1])
     return (y * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
 
@@ -149,6 +182,13 @@ def _forward_of_rows(self, x: Tensor, counts: Tensor) -> Tensor:
     rows, ends = x.bfloat16(), counts.cumsum(0, dtype=torch.int32)
     a, b = (_product(self, part, rows, ends) for part in self.packed_parts[:2])
     return _product(self, self.packed_parts[2], torch.nn.functional.silu(a) * b, ends).type_as(x)
+
+
+def _forward_of_all(self, hidden_states: Tensor) -> Tensor:
+    rows, experts = hidden_states.reshape(-1, hidden_states.shape[-1]), len(self.gate_up_proj_product.weight)
+    ends = torch.arange(1, experts + 1, dtype=torch.int32, device=rows.device) * (len(rows) // experts)
+    gate, up = _product(self, "gate_up_proj", rows, ends).chunk(2, -1)
+    return _product(self, "down_proj", up * self.act_fn(gate), ends)
 
 
 class _Routed(torch.autograd.Function):

@@ -151,7 +151,8 @@ def scale_layout(x: Tensor) -> int:
 
 # Quantize #
 
-def _rows(x: Tensor) -> Tensor:
+def rows_of(x: Tensor) -> Tensor:
+    """x, or a copy where its last dim does not lie contiguously."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
@@ -182,7 +183,7 @@ def _call_of(
 def statistics(x: Tensor, encodings: Sequence[Encoding], row0: int, through_bf16: bool) -> list[tuple]:
     """(amax, tensor_amax or None) of each encoding (one a direction), in one read of x."""
     call = _call_of(tuple(encodings))
-    made = iter(_ops.statistics(_rows(x), call.row, call.col, row0, through_bf16))
+    made = iter(_ops.statistics(rows_of(x), call.row, call.col, row0, through_bf16))
     results = [None] * len(encodings)
     for i in call.places:
         if i is not None:
@@ -192,7 +193,7 @@ def statistics(x: Tensor, encodings: Sequence[Encoding], row0: int, through_bf16
 
 def column_sums(x: Tensor) -> Tensor:
     """Sums over the rows of x [rows, cols], bf16, [cols]."""
-    return _ops.column_sums(_rows(x))
+    return _ops.column_sums(rows_of(x))
 
 
 def quantize(
@@ -215,7 +216,7 @@ def quantize(
             known[4 * d : 4 * d + 4] = (
                 *(stats[i] if stats else (None, None)), encs[i] if encs else None, keys[i] if keys else None
             )
-    made = iter(_ops.quantize(_rows(x), *call[:4], row0, through_bf16, *known))
+    made = iter(_ops.quantize(rows_of(x), *call[:4], row0, through_bf16, *known))
     results = [None] * len(encodings)
     for i in call.places:
         if i is not None:
@@ -237,7 +238,7 @@ def takes_group(encoding: Encoding, dtype: torch.dtype, through_bf16: bool) -> b
 
 def statistics_group(x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], through_bf16: bool) -> list[tuple]:
     """(amax, tensor_amax or None) of each tensor, in one launch."""
-    rows = [_rows(one) for one in x]
+    rows = [rows_of(one) for one in x]
     made = iter(_ops.statistics_group(rows, pack_encoding(encoding), encoding.direction is not ROWWISE, row0, through_bf16))
     return [(next(made), next(made) if encoding.fmt.tensor_scale else None) for _ in x]
 
@@ -289,7 +290,7 @@ class GroupEncoding:
         storage = self._staging.untyped_storage()
         if storage.size() != self._size:
             storage.resize_(self._size)
-        _ops.quantize_group([_rows(one) for one in x], *self._first, *self._last)
+        _ops.quantize_group([rows_of(one) for one in x], *self._first, *self._last)
 
     def free(self) -> None:
         """Give the buffer back, until it is written again."""
@@ -324,7 +325,7 @@ def quantize_group(
     """
     if into is not None:
         arguments, known = _group_arguments(x, encoding, row0, stats, encs, records)
-        _ops.quantize_group_out([_rows(one) for one in x], *arguments, *map(list, zip(*into)), through_bf16)
+        _ops.quantize_group_out([rows_of(one) for one in x], *arguments, *map(list, zip(*into)), through_bf16)
         return [(*one, *of) for one, of in zip(into, known)]
     call = GroupEncoding(x, encoding, row0, through_bf16, stats, encs, records)
     if calls is not None:
@@ -373,7 +374,7 @@ def quantize_anchored(
     """
     call = _call_of(tuple(encodings), tuple(transposed) if transposed else None)
     runs = [0 if i is None else anchor_blocks[i] or 0 for i in call.places]
-    args = (_rows(x), call.row, call.col, *runs, None, None, through_bf16)
+    args = (rows_of(x), call.row, call.col, *runs, None, None, through_bf16)
     if counts is None:
         *made, counts = _ops.quantize_anchored.default(*args)
     else:
@@ -643,7 +644,7 @@ def linear_tokens(
     are one set a group, [E, lines] or [E], not set where it has no tokens. Two-level codes have tensor amaxes [E] too, and
     columnwise are [cols, tokens / 2], with scales [cols, tokens / 16]. The rest: as of `grouped_step`.
     """
-    return _ops.linear_tokens(_rows(x), plan, slot, row, col, guard, *groups, factors, step, ids)
+    return _ops.linear_tokens(rows_of(x), plan, slot, row, col, guard, *groups, factors, step, ids)
 
 
 def grouped_step(
@@ -659,7 +660,7 @@ def grouped_step(
     """
     ends = ends if ends.is_contiguous() else ends.contiguous()
     y, tables, *kept = _ops.grouped_step(
-        _rows(x), ends, weight.data, weight.scale, plan, save, guard, out_dtype, wrong, tag, factors, histories,
+        rows_of(x), ends, weight.data, weight.scale, plan, save, guard, out_dtype, wrong, tag, factors, histories,
         step, ids,
     )
     return y, TokenGroups(tables, len(ends)), kept
@@ -676,7 +677,7 @@ def grouped_step_backward(
     """
     data, scale = (None, None) if weight is None else weight[:2]
     return _ops.grouped_step_backward(
-        _rows(dy), *groups, data, scale, saved, plan, guard, factors, grad_factors, grad_histories, step, ids
+        rows_of(dy), *groups, data, scale, saved, plan, guard, factors, grad_factors, grad_histories, step, ids
     )
 
 
@@ -846,7 +847,7 @@ def linear_weight(
 ) -> list[Tensor]:
     """Buffers (`BUFFERS` that exist) of the operands of a weight [N, K] that are wanted, in one read of it; of matrices
     [E, N, K] those of each, stacked; of 4 bits as csrc/api/linear.cpp says (`stacked_runs`)."""
-    return _ops.linear_weight(_rows(weight), plan, row, col, through_bf16, factors, amaxes)
+    return _ops.linear_weight(rows_of(weight), plan, row, col, through_bf16, factors, amaxes)
 
 
 def linear_step(*args) -> list[Tensor]:
