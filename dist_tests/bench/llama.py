@@ -2,12 +2,13 @@
 
     python -m dist_tests.bench.llama [--layers 6] [--tokens 8192,2048] [--arms bf16,compiled,...]
         [--recipes fp8_current,mxfp8] [--compile layers|whole] [--profile] [--json out.json]
-        [--model llama|llama_110m|qwen3|gemma3|mixtral|qwen3_moe]
+        [--model llama|llama_110m|qwen3|gemma3|mixtral|qwen3_moe|gpt_oss|gpt2]
     torchrun --nproc-per-node 2 -m dist_tests.bench.llama --fsdp --layers 8
     python -m dist_tests.bench.llama --tiny --backend aot_eager     # a smoke test, on a CPU too
 
 LlamaForCausalLM, or another family, is built from a config (the widths of Llama 3 8B) with random
-bf16 weights, sdpa and its own loss. A step is forward, backward, fused AdamW and zero_grad: weights
+bf16 weights, sdpa (gpt-oss, which has sinks, its eager attention) and its own loss, or with --loss liger
+the fused head and loss of Liger-Kernel, in all arms. A step is forward, backward, fused AdamW and zero_grad: weights
 change in every step. lm_head stays bf16 in all arms. The base, "bf16 compiled", is measured first;
 then --arms:
 
@@ -75,6 +76,12 @@ try:
 except Exception as error:  # of any kind: a peer is an option
     NO_TORCHAO = first_line(error)
 
+try:
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    NO_LIGER = None
+except Exception as error:
+    NO_LIGER = first_line(error)
+
 CUDA = torch.cuda.is_available()
 BASE = "bf16 compiled"
 OURS = {
@@ -93,13 +100,20 @@ WIDTHS = (
 )
 SIZE = dict(zip(WIDTHS, (4096, 14336, 32, 8, 32000)))
 TINY = dict(zip(WIDTHS, (64, 128, 4, 2, 256)))
-# What a family has other than those widths; the experts are Qwen3-30B-A3B's and, at Llama's width, Mixtral's.
+# What a family has other than those widths; the experts are Qwen3-30B-A3B's, gpt-oss-20b's and, at Llama's width, Mixtral's.
 MODELS = {
     "llama": ("llama", {}),
     "llama_110m": ("llama", dict(zip(WIDTHS, (768, 2048, 12, 12, 32000)))),  # with --layers 12
     "qwen3": ("qwen3", {"head_dim": 128}),
     "gemma3": ("gemma3_text", {"head_dim": 128}),
     "mixtral": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    "gpt_oss": ("gpt_oss", {
+        "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+        "num_local_experts": 32, "num_experts_per_tok": 4,
+    }),
+    "gpt2": ("gpt2", {
+        "hidden_size": 1600, "num_attention_heads": 25, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0,
+    }),
     "qwen3_moe": ("qwen3_moe", {
         "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 64,
         "num_experts_per_tok": 8, "head_dim": 128,
@@ -147,7 +161,7 @@ def chosen_arms(args, say: Callable[[str], None]) -> list[Arm]:
 def model(args, device: torch.device) -> nn.Module:
     """Build the model; its weights are the same in each call and on every rank."""
     family, own = MODELS[args.model]
-    tiny = {k: v for k, v in TINY_EXPERTS.items() if args.tiny and k in own}
+    tiny = {k: v for k, v in (TINY | TINY_EXPERTS).items() if args.tiny and k in own}
     config = CONFIG_MAPPING[family](
         **args.size | own | tiny, num_hidden_layers=args.layers, use_cache=False,
         max_position_embeddings=max(args.tokens), tie_word_embeddings=False,
@@ -156,7 +170,7 @@ def model(args, device: torch.device) -> nn.Module:
     torch.manual_seed(0)
     with device:
         return AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation="sdpa"
+            config, dtype=torch.bfloat16, attn_implementation="eager" if family == "gpt_oss" else "sdpa"
         ).train()
 
 
@@ -177,8 +191,11 @@ def convert(net: nn.Module, arm: Arm) -> None:
 def build(arm: Arm, args, device: torch.device):
     """(model, optimizer): the model is converted, then compiled, then sharded."""
     net = model(args, device)
+    if args.loss == "liger":
+        of_model = {"rope": False, "rms_norm": False, "swiglu": False, "cross_entropy": False}
+        _apply_liger_kernel_to_instance(net, **of_model, fused_linear_cross_entropy=True)
     convert(net, arm)
-    layers = list(net.model.layers)
+    layers = list(net.transformer.h if args.model == "gpt2" else net.model.layers)
     if arm.compiled:
         for module in [net] if args.compile == "whole" else layers:
             module.compile(backend=args.backend)
@@ -390,6 +407,7 @@ def parser() -> argparse.ArgumentParser:
     add("--layers", type=int, help="default 6, with --tiny 2")
     add("--steps", type=int, help="timed steps; default 12, with --tiny 3")
     add("--lr", type=float, default=1e-4)
+    add("--loss", choices=("own", "liger"), default="own")
     add("--compile", choices=("layers", "whole"), default="layers")
     add("--backend", default="inductor", help="of torch.compile")
     add("--fsdp", action="store_true", help="fully_shard layers and root, under torchrun")
@@ -407,6 +425,8 @@ def main() -> None:
     args.steps = args.steps or (3 if args.tiny else 12)
     if not (CUDA or args.tiny):
         raise SystemExit("error: there is no GPU; the times of this bench are a GPU's")
+    if args.loss == "liger" and NO_LIGER:
+        raise SystemExit(f"error: Liger-Kernel does not import: {NO_LIGER}")
     device, say = torch.device("cpu"), functools.partial(print, flush=True)
     if args.fsdp:
         device, say = ranks.start("nccl" if CUDA else "gloo")

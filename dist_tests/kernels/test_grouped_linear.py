@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import fsdp_quant as fq
 from dist_tests import laws
@@ -19,7 +19,9 @@ from fsdp_quant import recipes
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import COLUMNWISE, IDENTITY, ROWWISE, round_up
 from fsdp_quant.modules import traced_experts
+from fsdp_quant.modules.grouped_linear import adopt_packed
 from fsdp_quant.modules.linear_op import quantize_slot
+from fsdp_quant.modules.packed_experts import ExpertProduct
 from fsdp_quant.ops import native
 from fsdp_quant.ops.layout import repack_nibbles
 from fsdp_quant.recipe import QUANTIZED_TYPES
@@ -392,6 +394,35 @@ def test_experts_in_a_graph_are_those_of_eager_mode(name: str, backend: str):
     fake = traced_experts._fake_forward(x, ends, module.weight.detach(), None, plan, True, True)
     described = [[(t.shape, t.dtype, t.stride()) for t in of] for of in (real, fake)]
     assert described[0] == described[1]
+
+
+@pytest.mark.parametrize("backend", [None, "inductor"])
+@pytest.mark.parametrize("name", [*ONE_PRODUCT, *VALUES, *ONE_BY_ONE])
+def test_weights_that_lie_transposed_are_multiplied_as_others(name: str, backend: str | None):
+    """If false, experts of gpt-oss or a Conv1D are quantized along the other dim, or their strides reach a kernel."""
+    torch.compiler.reset()
+    conv1d = pytest.importorskip("transformers").pytorch_utils.Conv1D
+    recipe, splits = (ONE_PRODUCT | VALUES | ONE_BY_ONE)[name](), SPLITS[0]
+    packed = grouped(recipe, True, True)
+    turned = ExpertProduct(nn.Parameter(packed.weight.detach().mT.contiguous()), nn.Parameter(packed.bias.detach().clone()), True)
+    adopt_packed(turned, [recipe] * len(splits), packed._name)
+    linear, conv = nn.Linear(K, N).to("cuda", BF16), conv1d(N, K).to("cuda", BF16)
+    with torch.no_grad():
+        conv.weight.copy_(linear.weight.t())
+        conv.bias.copy_(linear.bias)
+    linear, conv = (fq.convert(nn.Sequential(m), recipe)[0] for m in (linear, conv))
+    x, ends = laws.values(sum(splits), K).cuda(), torch.tensor(splits, device="cuda").cumsum(0).int()
+    for modules, of in (((packed, turned), (ends,)), ((linear, conv), ())):
+        ran = []
+        for module in modules:
+            a = x.clone().requires_grad_()
+            call = module if backend is None else torch.compile(lambda a, *of, m=module: m(2 * a, *of) + 1, backend=backend)
+            y = call(a, *of)
+            y.backward(laws.values(*y.shape, seed=1).cuda())
+            dw = module.weight.grad
+            ran.append((y.detach(), a.grad, dw if module in (packed, linear) else dw.mT, module.bias.grad))
+        for got, want, what in zip(*reversed(ran), ("y", "dx", "dw", "db")):
+            laws.assert_same_bytes(got, want, f"{name} {type(module).__name__}: {what}")
 
 
 def test_wrong_splits_of_a_device_stop_the_next_step():
