@@ -804,10 +804,11 @@ std::vector<at::Tensor> grouped_step(
 
 // dx [tokens, K] and dw [E, N, K] of dy [tokens, N]; empty where they are not needed. weight: the stacked columnwise
 // operand (values: [E, N, K]), where dx is needed; saved: codes and scales of x, or x, where dw is. factors: of x.
+// turned: dw is [E, K, N].
 std::tuple<at::Tensor, at::Tensor> grouped_step_backward(
     const at::Tensor& dy, const at::Tensor& tables, int64_t groups, const MaybeTensor& weight, const MaybeTensor& weight_scale,
     at::TensorList saved, int64_t plan, const MaybeTensor& guard, at::TensorList factors, at::TensorList grad_factors,
-    at::TensorList grad_histories, const MaybeTensor& step, at::TensorList ids) {
+    at::TensorList grad_histories, const MaybeTensor& step, at::TensorList ids, bool turned) {
   check_cuda(dy, "dy");
   const auto call = call_of_groups(plan, true, step, ids, guard, factors, grad_factors, {}, grad_histories);
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
@@ -829,9 +830,11 @@ std::tuple<at::Tensor, at::Tensor> grouped_step_backward(
     const Encoded& d = made[kColumnwise];
     if (!r[kGradOutput][kColumnwise].is_quantized()) {  // values
       TORCH_CHECK_NOT_IMPLEMENTED(!x.data.defined(), "values are multiplied by values");
-      dw = at::_grouped_mm(of_values(rows).t(), of_values(matrix(saved[0])), ends_of(tables, groups));
+      const at::Tensor a = turned ? matrix(saved[0]) : rows, b = turned ? rows : matrix(saved[0]);
+      dw = at::_grouped_mm(of_values(a).t(), of_values(b), ends_of(tables, groups));
     } else {
-      const Multiplied a = multiplied(r[kGradOutput][kColumnwise], d), b = multiplied(r[kInput][kColumnwise], x);
+      Multiplied a = multiplied(r[kGradOutput][kColumnwise], d), b = multiplied(r[kInput][kColumnwise], x);
+      if (turned) std::swap(a, b);
       dw = new_empty(dy, {groups, a.data.size(0), b.data.size(0)}, dy.scalar_type());
       multiply_depth(dw, {a.data, a.scale, a.kind}, {b.data, b.scale, b.kind}, at.padded, groups, false, nullptr, 0);
     }
@@ -905,8 +908,8 @@ void register_linear(torch::Library& m) {
       torch::dispatch(c10::DispatchKey::CUDA, grouped_step));
   m.def(
       "grouped_step_backward(Tensor dy, Tensor tables, int groups, Tensor? weight, Tensor? weight_scale, Tensor[] saved, "
-      "int plan, Tensor? guard, Tensor[] factors, Tensor[] grad_factors, Tensor[] grad_histories, Tensor? step, Tensor[] ids) "
-      "-> (Tensor, Tensor)",
+      "int plan, Tensor? guard, Tensor[] factors, Tensor[] grad_factors, Tensor[] grad_histories, Tensor? step, Tensor[] ids, "
+      "bool turned) -> (Tensor, Tensor)",
       torch::dispatch(c10::DispatchKey::CUDA, grouped_step_backward));
   m.def("random_key(Tensor step, Tensor ids, int slot, SymInt rows) -> Tensor",
         torch::dispatch(c10::DispatchKey::CUDA, random_key), compliant());

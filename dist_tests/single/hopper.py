@@ -481,7 +481,8 @@ class Operators:
         return out
 
     def grouped_step_backward(
-        self, dy, tables, groups, weight, weight_scale, saved, plan, guard, factors, grad_factors, grad_histories, step, ids
+        self, dy, tables, groups, weight, weight_scale, saved, plan, guard, factors, grad_factors, grad_histories, step, ids,
+        turned,
     ):
         readings, at = self.plans[plan].slots, native.TokenGroups(tables, groups)
         dx = dw = dy.new_empty(0)
@@ -494,12 +495,14 @@ class Operators:
             if of_cols:
                 a = self._multiplied(readings[2][1], made[-self._fields(readings[2][1]) :])
                 b = self._multiplied(readings[0][1], x)
+                a, b = (b, a) if turned else (a, b)
                 dw = dy.new_empty(groups, len(a[0]), len(b[0]))
                 self.grouped_gemm_wgrad(dw, a[0], b[0], a[1], b[1], at.padded, a[2], b[2])
             else:
                 self.calls.append(Call("_grouped_mm", dy.data_ptr()))
                 parts = itertools.pairwise(at.offsets.tolist())
-                dw = torch.stack([torch.nn.functional.linear(dy[i:j].t(), x[0][i:j].t()) for i, j in parts])
+                a, b = (x[0], dy) if turned else (dy, x[0])
+                dw = torch.stack([torch.nn.functional.linear(a[i:j].t(), b[i:j].t()) for i, j in parts])
             self.counts[plan][8] += groups
         if weight is not None:
             a = self._multiplied(readings[2][0], made[: self._fields(readings[2][0])] or [dy])

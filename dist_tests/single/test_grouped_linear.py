@@ -20,6 +20,8 @@ from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
 from fsdp_quant.modules import grouped_op
+from fsdp_quant.modules.grouped_linear import adopt_packed
+from fsdp_quant.modules.packed_experts import ExpertProduct
 from fsdp_quant.modules.plan import PRODUCTS
 from fsdp_quant.formats import round_up
 from fsdp_quant.ops import native
@@ -641,6 +643,31 @@ def test_splits_of_a_tensor_are_in_compiled_graphs(name: str, on_hopper: bool, b
             assert_same(of, ran[0], name)
         with torch.no_grad():
             assert_same_bytes(compiled(values(64, 64)), block(values(64, 64)), "evaluation")
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("on_hopper", [False, True], ids=["cpu", "hopper"])
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_weights_that_lie_transposed_are_multiplied_as_others(name: str, on_hopper: bool, compiled: bool):
+    """If false, their codes are made along the other dim, of copies, or counted as the other direction's."""
+    recipe, ends = RECIPES[name], torch.tensor([128, 128, 192, 256])
+    with hopper.emulated() if on_hopper else contextlib.nullcontext():
+        packed, ran = grouped(recipe, True, True, dtype=torch.bfloat16, sizes=(128, 256)), []
+        turned = ExpertProduct(nn.Parameter(packed.weight.detach().mT.contiguous()), nn.Parameter(packed.bias.detach().clone()), True)
+        adopt_packed(turned, [recipe] * EXPERTS, "moe")
+        for module in (packed, turned):
+            restart()
+            counters.reset()
+            x = values(256, 128).requires_grad_()
+            y = (torch.compile(module, backend="aot_eager") if compiled else module)(x, ends)
+            y.backward(values(*y.shape, seed=9))
+            dw = module.weight.grad
+            assert dw.stride() == module.weight.stride()
+            ran.append({"y": y.detach(), "dx": x.grad, "dw": dw if module is packed else dw.mT, "db": module.bias.grad})
+            ran[-1] |= {"counts": [counters.of(what) for what in ("quantize", "gemm")]}
+    assert ran[0].pop("counts") == ran[1].pop("counts")
+    assert_same(*ran, name)
     torch.compiler.reset()
 
 

@@ -178,11 +178,11 @@ class GroupedLinear(HasWeight):
                 layer.weight = layer.bias = None
 
     def _in_graph(self, x: Tensor, ends: Tensor) -> Tensor:
-        first, weight = self._linears[0], self.matrices
+        first, weight = self._linears[0], self.weight
         rows = first.checked(x, weight).reshape(-1, first.in_features)
         save, guards = torch.is_grad_enabled() and weight.requires_grad, first._graph.guards
         ends = ends if ends.device == rows.device else ends.to(rows.device)
-        y = traced_experts(rows, ends, weight, self.bias, first._plan.key, save, guards)
+        y = traced_experts(rows, ends, weight, self.bias, first._plan.key, save, self.transposed, guards)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
     @torch.compiler.disable(reason="experts of these formats, or in shards, take token splits that are a tensor outside graphs; give counts, a list")

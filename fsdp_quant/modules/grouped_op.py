@@ -30,7 +30,9 @@ from ..storage import Storage
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import WeightState, values_of
-from .linear_op import LinearCall, given_storage, refuse_codes, refuse_second_derivative, weight_storages
+from .linear_op import (
+    LinearCall, codes_of_transposed, given_storage, lies_transposed, refuse_codes, refuse_second_derivative, weight_storages,
+)
 from .plan import PRODUCTS, GemmPlan, Product
 
 
@@ -164,8 +166,10 @@ def _of_packed(
     values: Tensor, parts: Sequence[WeightState], directions: list[Direction], plan: GemmPlan, dtype: torch.dtype, records: bool
 ) -> dict[Direction, Operand | _Codes]:
     """Codes of [E, N, K] that no one shards, in one call."""
-    resolved, values = plan.resolved(dtype, values.device), native.rows_of(values)
+    resolved = plan.resolved(dtype, values.device)
     coded = [d for d in directions if plan.operand("weight", d).is_quantized]
+    lies = lies_transposed(values)
+    values, turned = (values, plan.turned(dtype, values.device)) if lies else (native.rows_of(values), None)
     made = {} if len(coded) == len(directions) else dict.fromkeys(directions, Operand(values.to(dtype), None, IDENTITY))
     if not coded:
         return made
@@ -174,10 +178,15 @@ def _of_packed(
     if any(plan.operand("weight", d).tensor_scale for d in coded):
         through_bf16 = False
     histories = [part.delayed_history(d, values.device, plan.weight) for d in plan.weight.delayed_directions for part in parts]
-    buffers = iter(native.linear_weight(
-        values if through_bf16 else values.to(seen), resolved.call, ROWWISE in coded, COLUMNWISE in coded,
-        through_bf16, [h.enc for h in histories], [h.amaxes for h in histories] if records else [],
-    ))
+    given = values if through_bf16 else values.to(seen)
+    if turned is None:
+        buffers = iter(native.linear_weight(
+            given, resolved.call, ROWWISE in coded, COLUMNWISE in coded, through_bf16, [h.enc for h in histories],
+            [h.amaxes for h in histories] if records else [],
+        ))
+    else:
+        by_direction = codes_of_transposed(given, turned, coded, through_bf16)
+        buffers = (buffer for d in coded for buffer in by_direction[d])
     for part in parts:
         for d in coded:
             counters.add("weight encode", (part.name, d.value))
@@ -388,7 +397,9 @@ class GroupedLinearCall(torch.autograd.Function):
                 dx, dw = _backward_of_codes(dy, groups, weight, saved, ctx.plan, ctx.guard, ctx.beside)
             else:
                 factors, _, *rest = ctx.beside
-                dx, dw = native.grouped_step_backward(dy, groups, weight, saved, ctx.call, ctx.guard, factors, *rest)
+                turned = lies_transposed(ctx.weights.tensors[0])
+                dx, dw = native.grouped_step_backward(dy, groups, weight, saved, ctx.call, ctx.guard, factors, *rest, turned)
+                dw = dw.mT if turned and need_w else dw
         if need_b:
             db = bias_gradients(groups, dy)
         is_packed = ctx.weights.tensors[0].dim() == 3

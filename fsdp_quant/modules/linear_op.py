@@ -297,13 +297,32 @@ def _operands(weight: Tensor, call: LinearCall, resolved: Resolved, dtype: torch
     seen = plan.compute_dtype or values.dtype
     round_to_bf16 = values.dtype is torch.float32 and seen is torch.bfloat16
     histories = [state.delayed_history(d, values.device, plan.weight) for d in plan.weight.delayed_directions]
-    for d in (ROWWISE, COLUMNWISE) if backward else (ROWWISE,):
-        if d in plan.weight.encodings and plan.weight.side(d).fmt.is_quantized:
+    coded = [d for d in ((ROWWISE, COLUMNWISE) if backward else (ROWWISE,)) if plan.operand("weight", d).is_quantized]
+    for d in coded:
+        if d in plan.weight.encodings:
             counters.add("weight encode", (state.name, d.value))
+    turned = plan.turned(dtype, values.device) if coded and lies_transposed(values) else None
+    if turned is not None:
+        made = codes_of_transposed(values if round_to_bf16 else values.to(seen), turned, coded, round_to_bf16)
+        return _Operands(None, rowwise=made.get(ROWWISE, [values]), columnwise=made.get(COLUMNWISE, [values]) if backward else ())
     return _Operands(
         values if round_to_bf16 else values.to(seen), round_to_bf16, [h.enc for h in histories],
         [h.amaxes for h in histories] if call.records else [],
     )
+
+
+def lies_transposed(weight: Tensor) -> bool:
+    """It is a transposed view of matrices that lie contiguously."""
+    return weight.stride(-1) != 1 and weight.mT.is_contiguous()
+
+
+def codes_of_transposed(
+    weight: Tensor, call: int, directions: Sequence[Direction], round_to_bf16: bool
+) -> dict[Direction, list[Tensor]]:
+    """(data, scale) per direction of a weight that `lies_transposed`, as `native.linear_weight` makes them; call: `GemmPlan.turned`."""
+    made = native.linear_weight(weight.mT, call, COLUMNWISE in directions, ROWWISE in directions, round_to_bf16, [], [])
+    of = {COLUMNWISE: made[:2], ROWWISE: made[-2:]}
+    return {d: of[d] for d in directions}
 
 
 def _columnwise_buffers(weight: QuantizedTensor, plan: GemmPlan, layout: str) -> list[Tensor] | None:

@@ -23,7 +23,8 @@ from ..recipe import QUANTIZED_TYPES, Recipe, Role, recipe_of
 from .quantize import Boundary, boundaries
 
 _PLANS: dict[str, GemmPlan] = {}
-_CALLS: dict[int, tuple[GemmPlan, tuple[str, str, str]]] = {}  # compiled step, by its number -> its plan and domains
+# Compiled step, by its number -> its plan, domains, and whether it makes the codes of transposed weights.
+_CALLS: dict[int, tuple[GemmPlan, tuple[str, str, str], bool]] = {}
 
 
 class Product(NamedTuple):
@@ -141,11 +142,32 @@ class GemmPlan:
             call = shared = None
             if readings is not None:
                 call = native.linear_plan(readings, self.saves == "input", self.key)
-                _CALLS[call] = self, domains
+                _CALLS[call] = self, domains, False
                 shared = None if self.input.is_stochastic else tuple(readings[:2])
             saved = COLUMNWISE if self.saves == "columnwise" or laid_out else ROWWISE
             self._resolved[key] = Resolved(domains, layouts, saved, call, shared)
         return self._resolved[key]
+
+    def turned(self, dtype: torch.dtype, device: torch.device) -> int | None:
+        """The compiled step to which weights are given transposed: it makes the codes of each direction as the other one.
+
+        None where codes of a weight and of its transpose differ, or it has histories.
+        """
+        key = (dtype, device)
+        if key not in self._turned:
+            resolved, arch, made = self.resolved(dtype, device), arch_of(device), None
+            two_level = any(self.operand("weight", d).tensor_scale for d in Direction)
+            layouts = resolved.layouts["weight"]
+            if resolved.call is not None and not two_level and not self.weight.delayed_directions and COMPACT not in layouts.values():
+                readings = self._readings(resolved.layouts, resolved.domains, dtype, arch)
+                readings[2:4] = [
+                    native.reading_of(self.weight.side(of).encoding(d), layouts[of], resolved.domains[product], arch, False, None)
+                    for d, of, product in ((ROWWISE, COLUMNWISE, 1), (COLUMNWISE, ROWWISE, 0))
+                ]
+                made = native.linear_plan(readings, self.saves == "input", self.key)
+                _CALLS[made] = self, resolved.domains, True
+            self._turned[key] = made
+        return self._turned[key]
 
     def _readings(
         self, layouts: dict[str, dict[Direction, str]], domains: tuple[str, ...], dtype: torch.dtype, arch: str
@@ -175,6 +197,10 @@ class GemmPlan:
         return {}
 
     @cached_property
+    def _turned(self) -> dict:
+        return {}
+
+    @cached_property
     def one_product(self) -> dict:
         """Whether one product serves all experts, by what that depends on (`traced_experts`)."""
         return {}
@@ -201,8 +227,9 @@ def plan_of(key: str) -> GemmPlan:
 def _called() -> Iterator[tuple[str, object, int]]:
     """What compiled steps did since this was asked last, as `counters` say it."""
     made = [(slot, d) for slot in QUANTIZED_TYPES for d in Direction]
-    for (plan, domains), counts in zip(_CALLS.values(), native.linear_counts() if _CALLS else ()):
+    for (plan, domains, turned), counts in zip(_CALLS.values(), native.linear_counts() if _CALLS else ()):
         for (slot, d), n in zip(made, counts):
+            d = d if not turned else COLUMNWISE if d is ROWWISE else ROWWISE
             yield "quantize", (plan.operand(slot, d).name, d.value, "native"), n
         for product, domain, n in zip(PRODUCTS, domains, counts[len(made):]):
             yield "gemm", (domain, *map(repr, plan.pair(product))), n

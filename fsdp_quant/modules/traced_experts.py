@@ -40,23 +40,23 @@ def runs_in_graphs(plan: GemmPlan | None) -> bool:
 
 @torch.compiler.allow_in_graph
 def traced_experts(
-    x: Tensor, ends: Tensor, weight: Tensor, bias: Tensor | None, plan: str, save: bool, guards: list[Tensor]
+    x: Tensor, ends: Tensor, weight: Tensor, bias: Tensor | None, plan: str, save: bool, turned: bool, guards: list[Tensor]
 ) -> Tensor:
     """y [tokens, N] of x [tokens, K], whose rows of expert e end at ends[e], weights [E, N, K] and biases [E, N].
 
-    plan:    key of the plan of all experts. save: the backward needs x.
+    plan:    key of the plan of all experts. save: the backward needs x. turned: the weights are [E, K, N].
     guards:  what quantizers of the forward and of the backward count is added to these; []: nothing is anchored.
     """
-    return _TracedExperts.apply(x, ends, weight, bias, plan, save, guards)
+    return _TracedExperts.apply(x, ends, weight, bias, plan, save, turned, guards)
 
 
 class _TracedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, ends, weight, bias, plan, save, guards):
-        y, *made = _experts(x, ends, weight, bias, plan, save, bool(guards))
+    def forward(ctx, x, ends, weight, bias, plan, save, turned, guards):
+        y, *made = _experts(x, ends, weight, bias, plan, save, turned, bool(guards))
         if guards:
             guards[0].add_(made.pop())
-        ctx.plan, ctx.guards = plan, guards
+        ctx.plan, ctx.turned, ctx.guards = plan, turned, guards
         groups, *codes = made or [ends]
         ctx.save_for_backward(weight, groups, *((codes or [x]) if save else []))
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -66,13 +66,14 @@ class _TracedExperts(torch.autograd.Function):
     def backward(ctx, dy):
         weight, groups, *saved = ctx.saved_tensors
         need_x, _, need_w, need_b, *_ = ctx.needs_input_grad
-        made = iter(_experts_backward(dy, groups, weight, saved, ctx.plan, need_x, need_w, need_b, bool(ctx.guards)))
+        needs = need_x, need_w, need_b
+        made = iter(_experts_backward(dy, groups, weight, saved, ctx.plan, *needs, ctx.turned, bool(ctx.guards)))
         dx = next(made) if need_x else None
         dw = next(made).to(weight.dtype) if need_w else None
         db = next(made).to(ctx.bias_dtype) if need_b else None
         if ctx.guards:
             ctx.guards[1].add_(next(made))
-        return dx, None, dw, db, None, None, None
+        return dx, None, dw, db, *[None] * 4
 
 
 # One product for all #
@@ -109,8 +110,8 @@ def _tiles(tokens: int, experts: int) -> int:
     return (tokens + 127 * min(experts, tokens)) // native.TILE
 
 
-def _run_forward(x, ends, weight, bias, plan, save, counts):
-    plan, seen = plan_of(plan), _counts(x, counts)
+def _run_forward(x, ends, weight, bias, plan, save, turned, counts):
+    plan, seen, weight = plan_of(plan), _counts(x, counts), weight.mT if turned else weight
     if not _in_one(x, weight, bias is not None, plan.of_groups):
         call, biases = _call(plan, x.device, save, seen), [None] * len(weight) if bias is None else bias
         parts = zip(_parts(x, ends), weight, biases)
@@ -127,7 +128,8 @@ def _run_forward(x, ends, weight, bias, plan, save, counts):
     return [y, groups.tables, *kept, *seen]
 
 
-def _fake_forward(x, ends, weight, bias, plan, save, counts):
+def _fake_forward(x, ends, weight, bias, plan, save, turned, counts):
+    weight = weight.mT if turned else weight
     experts, n, _ = weight.shape
     made, plan = [x.new_empty(x.shape[0], n)], plan_of(plan).of_groups
     if _in_one(x, weight, bias is not None, plan):
@@ -138,8 +140,8 @@ def _fake_forward(x, ends, weight, bias, plan, save, counts):
     return made + ([x.new_empty((3, 2, 2), dtype=torch.int64)] if counts else [])
 
 
-def _run_backward(dy, groups, weight, saved, plan, need_x, need_w, need_b, counts):
-    plan, seen, dy = plan_of(plan), _counts(dy, counts), dy.contiguous()
+def _run_backward(dy, groups, weight, saved, plan, need_x, need_w, need_b, turned, counts):
+    plan, seen, dy, weight = plan_of(plan), _counts(dy, counts), dy.contiguous(), weight.mT if turned else weight
     if not _in_one(dy, weight, need_b, plan.of_groups):
         call = _call(plan, dy.device, need_w, seen)
         inputs = _parts(saved[0], groups) if need_w else weight
@@ -149,19 +151,22 @@ def _run_backward(dy, groups, weight, saved, plan, need_x, need_w, need_b, count
             for part, w, x in zip(_parts(dy, groups), weight, inputs)
         ]
         dx, dw, db = zip(*made)
+        dw = [w.t() for w in dw] if turned and need_w else dw
         return [make(of) for make, of, need in ((torch.cat, dx, need_x), (torch.stack, dw, need_w), (torch.stack, db, need_b)) if need] + seen
     plan, groups, made = plan.of_groups, TokenGroups(groups, len(weight)), []
     if need_x or need_w:
         operand = packed_operand(weight, COLUMNWISE, plan, dy.dtype) if need_x else None
         call = plan.resolved(dy.dtype, dy.device).call
-        dx, dw = native.grouped_step_backward(dy, groups, operand, saved if need_w else [], call, *(seen or [None]))
+        dx, dw = native.grouped_step_backward(
+            dy, groups, operand, saved if need_w else [], call, *(seen or [None]), turned=turned
+        )
         made = [dx] * need_x + [dw] * need_w
     return [*made, *([bias_gradients(groups, dy)] if need_b else []), *seen]
 
 
-def _fake_backward(dy, groups, weight, saved, plan, need_x, need_w, need_b, counts):
-    experts, n, k = weight.shape
-    shapes = [(dy.shape[0], k)] * need_x + [(experts, n, k)] * need_w + [(experts, n)] * need_b
+def _fake_backward(dy, groups, weight, saved, plan, need_x, need_w, need_b, turned, counts):
+    experts, n, k = (weight.mT if turned else weight).shape
+    shapes = [(dy.shape[0], k)] * need_x + [weight.shape] * need_w + [(experts, n)] * need_b
     return [dy.new_empty(s) for s in shapes] + ([dy.new_empty((3, 2, 2), dtype=torch.int64)] if counts else [])
 
 
@@ -185,12 +190,12 @@ def _saved(call: LinearCall, x: Tensor) -> list[Tensor]:
 
 
 _experts = opaque.define(
-    "experts(Tensor x, Tensor ends, Tensor weight, Tensor? bias, str plan, bool save, bool counts) -> Tensor[]",
+    "experts(Tensor x, Tensor ends, Tensor weight, Tensor? bias, str plan, bool save, bool turned, bool counts) -> Tensor[]",
     _run_forward, _fake_forward,
 )
 _experts_backward = opaque.define(
     "experts_backward(Tensor dy, Tensor groups, Tensor weight, Tensor[] saved, str plan, bool need_x, bool need_w, "
-    "bool need_b, bool counts) -> Tensor[]", _run_backward, _fake_backward,
+    "bool need_b, bool turned, bool counts) -> Tensor[]", _run_backward, _fake_backward,
 )
 register_flop_formula(torch.ops.fsdp_quant.experts)(lambda x, ends, weight, *rest, **options: 2 * x[0] * weight[1] * weight[2])
 register_flop_formula(torch.ops.fsdp_quant.experts_backward)(

@@ -669,15 +669,17 @@ def grouped_step(
 def grouped_step_backward(
     dy: Tensor, groups: TokenGroups, weight: Operand | None, saved: Sequence[Tensor], plan: int, guard: Tensor | None,
     factors: Sequence[Tensor] = (), grad_factors: Sequence[Tensor] = (), grad_histories: Sequence[Tensor] = (),
-    step: Tensor | None = None, ids: Sequence[Tensor] = (),
+    step: Tensor | None = None, ids: Sequence[Tensor] = (), turned: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """dx [tokens, K] of the columnwise operand of the weights, dw [E, N, K] of what was saved of x; empty without those.
+
+    turned:   dw is [E, K, N].
 
     factors:  of x, where x was saved; grad_factors, grad_histories: of dy.
     """
     data, scale = (None, None) if weight is None else weight[:2]
     return _ops.grouped_step_backward(
-        rows_of(dy), *groups, data, scale, saved, plan, guard, factors, grad_factors, grad_histories, step, ids
+        rows_of(dy), *groups, data, scale, saved, plan, guard, factors, grad_factors, grad_histories, step, ids, turned
     )
 
 
