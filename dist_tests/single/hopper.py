@@ -352,6 +352,7 @@ class Operators:
         self.calls.append(Call("grouped_gemm_wgrad", a.data_ptr()))
         refuse(offsets.dtype is not torch.int32 or any(o % 128 for o in offsets.tolist()), "offsets: multiples of 128")
         refuse(out.shape != (len(offsets) - 1, len(a), len(b)), "out")
+        refuse(_ELEMENTS.get(b_kind & 7) == E5M2, "b is e5m2, and groups are cut", NotImplementedError)
         given = (a, a_scale, a_kind, "a"), (b, b_scale, b_kind, "b")
         whole = [None if _is_each(scale, kind, len(codes)) else _operand(codes, scale, kind, name)
                  for codes, scale, kind, name in given]

@@ -648,10 +648,10 @@ def test_splits_of_a_tensor_are_in_compiled_graphs(name: str, on_hopper: bool, b
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("on_hopper", [False, True], ids=["cpu", "hopper"])
-@pytest.mark.parametrize("name", sorted(RECIPES))
+@pytest.mark.parametrize("name", [*sorted(RECIPES), "e5m2"])
 def test_weights_that_lie_transposed_are_multiplied_as_others(name: str, on_hopper: bool, compiled: bool):
     """If false, their codes are made along the other dim, of copies, or counted as the other direction's."""
-    recipe, ends = RECIPES[name], torch.tensor([128, 128, 192, 256])
+    recipe, ends = (RECIPES | {"e5m2": recipes.fp8_current(grad_element="e5m2")})[name], torch.tensor([128, 128, 192, 256])
     with hopper.emulated() if on_hopper else contextlib.nullcontext():
         packed, ran = grouped(recipe, True, True, dtype=torch.bfloat16, sizes=(128, 256)), []
         turned = ExpertProduct(nn.Parameter(packed.weight.detach().mT.contiguous()), nn.Parameter(packed.bias.detach().clone()), True)

@@ -397,7 +397,7 @@ class GroupedLinearCall(torch.autograd.Function):
                 dx, dw = _backward_of_codes(dy, groups, weight, saved, ctx.plan, ctx.guard, ctx.beside)
             else:
                 factors, _, *rest = ctx.beside
-                turned = lies_transposed(ctx.weights.tensors[0])
+                turned = ctx.plan.turns_wgrad and lies_transposed(ctx.weights.tensors[0])
                 dx, dw = native.grouped_step_backward(dy, groups, weight, saved, ctx.call, ctx.guard, factors, *rest, turned)
                 dw = dw.mT if turned and need_w else dw
         if need_b:

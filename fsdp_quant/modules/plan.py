@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ..counters import counters
-from ..formats import COLUMNWISE, ROWWISE, Direction, Format, canonical_text, check_pair, value_class
+from ..formats import COLUMNWISE, E5M2, ROWWISE, Direction, Format, canonical_text, check_pair, value_class
 from ..ops import native
 from ..ops.capability import arch_of, gemm_domain, may_be_anchored, operand_layout
 from ..ops.layout import ANCHORED, ANCHORED_128, COMPACT, OVER_TOKENS
@@ -168,6 +168,11 @@ class GemmPlan:
                 _CALLS[made] = self, resolved.domains, True
             self._turned[key] = made
         return self._turned[key]
+
+    @cached_property
+    def turns_wgrad(self) -> bool:
+        """Grouped products make dw transposed: kernels take no e5m2 as the second operand of groups that cut the contraction."""
+        return self.operand("grad_output", COLUMNWISE).element != E5M2
 
     def _readings(
         self, layouts: dict[str, dict[Direction, str]], domains: tuple[str, ...], dtype: torch.dtype, arch: str

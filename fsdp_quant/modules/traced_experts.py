@@ -158,8 +158,9 @@ def _run_backward(dy, groups, weight, saved, plan, need_x, need_w, need_b, turne
         operand = packed_operand(weight, COLUMNWISE, plan, dy.dtype) if need_x else None
         call = plan.resolved(dy.dtype, dy.device).call
         dx, dw = native.grouped_step_backward(
-            dy, groups, operand, saved if need_w else [], call, *(seen or [None]), turned=turned
+            dy, groups, operand, saved if need_w else [], call, *(seen or [None]), turned=turned and plan.turns_wgrad
         )
+        dw = dw.mT.contiguous() if turned and need_w and not plan.turns_wgrad else dw
         made = [dx] * need_x + [dw] * need_w
     return [*made, *([bias_gradients(groups, dy)] if need_b else []), *seen]
 
