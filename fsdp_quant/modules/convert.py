@@ -45,8 +45,8 @@ def convert(
     recompute:  "gate_up": the backward of every fused MLP makes gate(x) and up(x) again from x, in eager mode and in graphs.
 
     Parameters stay high precision and keep their names, so optimizers, clipping and checkpoints see what they saw.
-    Packed experts of transformers ("experts" of Mixtral, Qwen 3 MoE, DeepSeek: `gate_up_proj` and `down_proj`) and of
-    torchtitan (`w1`, `w2`, `w3`) are converted, each weight an `fq.GroupedLinear`, unless `fully_shard` has them: named in
+    Packed experts of transformers ("experts" of Mixtral, Qwen 3 MoE, DeepSeek, gpt-oss, Llama 4: `gate_up_proj` and `down_proj`)
+    and of torchtitan (`w1`, `w2`, `w3`) are converted, each weight an `fq.GroupedLinear`, unless `fully_shard` has them: named in
     `grouped`, they are refused then.
     transformers' Conv1D (GPT-2) keeps its weight [in, out], which products read transposed and `fully_shard` gathers in high
     precision; it stays high precision under `fq.quantized_model_init` and `fq.freeze`.
