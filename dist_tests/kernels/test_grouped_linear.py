@@ -390,8 +390,8 @@ def test_experts_in_a_graph_are_those_of_eager_mode(name: str, backend: str):
             laws.assert_same_bytes(got, want, f"{name} {splits}: {what}")
     plan, ends = module.first._plan.key, ends.new_tensor([256, 512, 512, 1024])
     x = laws.values(1024, K).cuda()
-    real = traced_experts._experts(x, ends, module.weight.detach(), None, plan, True, False, True)
-    fake = traced_experts._fake_forward(x, ends, module.weight.detach(), None, plan, True, False, True)
+    real = traced_experts._experts(x, ends, module.weight.detach(), [], [4, N, K], None, plan, True, False, True)
+    fake = traced_experts._fake_forward(x, ends, module.weight.detach(), [], [4, N, K], None, plan, True, False, True)
     described = [[(t.shape, t.dtype, t.stride()) for t in of] for of in (real, fake)]
     assert described[0] == described[1]
 

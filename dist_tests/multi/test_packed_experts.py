@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 
@@ -16,6 +17,7 @@ import fsdp_quant as fq
 from dist_tests.laws import assert_same_bytes
 from dist_tests.multi import nets
 from dist_tests.multi.harness import run_ranks
+from dist_tests.single import hopper
 from dist_tests.single.test_fuse import tiny
 
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "llama4_text")
@@ -141,10 +143,18 @@ def train(net: nn.Module) -> list[Tensor]:
     return losses
 
 
-def _trained(rank: int, world: int, recipe: fq.Recipe) -> None:
+def _trained(rank: int, world: int, recipe: fq.Recipe, compiled: bool, on_hopper: bool = False) -> None:
+    with hopper.emulated() if on_hopper else contextlib.nullcontext() as gpu:
+        _train_and_compare(recipe, compiled)
+        assert not on_hopper or gpu.count("grouped_gemm"), "one product for all"
+
+
+def _train_and_compare(recipe: fq.Recipe, compiled: bool) -> None:
     alone = converted("mixtral", recipe)
     want = train(alone)
     net = converted("mixtral", recipe)
+    for layer in net.model.layers if compiled else ():
+        layer.compile(backend="aot_eager", fullgraph=True)
     for module in (*net.model.layers, net):
         fully_shard(module)
     got = train(net)
@@ -161,7 +171,15 @@ def _trained(rank: int, world: int, recipe: fq.Recipe) -> None:
         assert numel <= forward <= 1.2 * numel, f"{name}: {forward} bytes of {numel} codes"
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "fp8_current"])
-def test_sharded_experts_train_as_in_one_process_and_travel_as_codes(name: str):
-    """If false, fully_shard gathers experts in high precision, or trains others."""
-    run_ranks(2, _trained, fq.recipes.by_name(name))
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_current", "fp8_block", "fp8_row"])
+def test_sharded_experts_train_as_in_one_process_and_travel_as_codes(name: str, compiled: bool):
+    """If false, fully_shard gathers experts in high precision, trains others, or they break the graphs of their layer."""
+    run_ranks(2, _trained, fq.recipes.by_name(name), compiled)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_block", "fp8_row"])
+def test_sharded_experts_of_an_emulated_gpu_train_as_in_one_process(name: str, compiled: bool):
+    """If false, one product for all reads codes of another direction, expert or layout than FSDP2 gathered."""
+    run_ranks(2, _trained, fq.recipes.by_name(name), compiled, True)

@@ -146,7 +146,7 @@ class GroupedLinear(HasWeight):
         """
         compiling = torch.compiler.is_compiling()
         if compiling and isinstance(splits, Tensor):
-            whole = not isinstance(self.weight, (DTensor, QuantizedTensor)) if self._goes_into_graphs else False
+            whole = self._goes_into_graphs and not isinstance(self.weight, DTensor)
             whole = whole and not isinstance(x, QuantizedTensor) and current_autocast() is None
             return self._in_graph(x, splits) if whole else self._outside_graphs(x, splits)
         if not compiling:

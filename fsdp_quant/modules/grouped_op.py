@@ -24,14 +24,15 @@ from ..counters import counters
 from ..formats import COLUMNWISE, IDENTITY, ROWWISE, Direction, Format, round_up
 from ..ops import native
 from ..ops.capability import arch_of
-from ..ops.layout import operand_format, pad_to
+from ..ops.layout import COMPACT, operand_format, pad_to
 from ..ops.native import Operand, TokenGroups
-from ..storage import Storage
+from ..storage import Storage, laid_out
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import WeightState, values_of
 from .linear_op import (
-    LinearCall, codes_of_transposed, given_storage, lies_transposed, refuse_codes, refuse_second_derivative, weight_storages,
+    LinearCall, codes_of_transposed, gathered_storage, given_storage, lies_transposed, refuse_codes, refuse_second_derivative,
+    weight_storages,
 )
 from .plan import PRODUCTS, GemmPlan, Product
 
@@ -115,6 +116,12 @@ class ExpertWeights(NamedTuple):
         if first.dim() == 3 and not self.are_gathered and self._is_one_call(plan):
             return _of_packed(values_of(first).detach(), self.states, list(directions), plan, dtype, self.records)
         parts = first.unbind() if first.dim() == 3 else self.tensors
+        if first.dim() == 3 and self.are_gathered:
+            layouts = plan.resolved(dtype, first.device).layouts["weight"]
+            return {
+                d: _stacked_operand(laid_out([(gathered_storage(part, d, plan, COMPACT), layouts[d]) for part in parts], True))
+                for d in directions
+            }
         of = [weight_storages(w, directions, plan, state, dtype, self.records) for w, state in zip(parts, self.states)]
         return {d: _stacked_operand([storages[d] for storages in of]) for d in directions}
 
@@ -132,7 +139,7 @@ def _stacked_operand(storages: Sequence[Storage]) -> Operand | _Codes:
     return Operand(stacked([s.data for s in storages]), scale, storages[0].operand_format)
 
 
-def _values(operand: Operand | _Codes) -> Operand:
+def read_values(operand: Operand | _Codes) -> Operand:
     """What a grouped GEMM reads: two-level codes are decoded to values, with the tensors' decode scales [E]."""
     return operand if isinstance(operand, Operand) else operand.values()
 
@@ -205,7 +212,7 @@ def _of_packed(
 
 def packed_operand(values: Tensor, direction: Direction, plan: GemmPlan, dtype: torch.dtype) -> Operand:
     """What products of groups read of weights [E, N, K] without histories."""
-    return _values(_of_packed(values, [], [direction], plan, dtype, False)[direction])
+    return read_values(_of_packed(values, [], [direction], plan, dtype, False)[direction])
 
 
 # Tokens that came as codes #
@@ -361,7 +368,7 @@ class GroupedLinearCall(torch.autograd.Function):
         biases = parameters[count:]
         keeps = ctx.needs_input_grad[0] and not weights.are_gathered
         made = weights.operands([ROWWISE, *([COLUMNWISE] if keeps else [])], plan, x.dtype)
-        weight, columnwise = _values(made.pop(ROWWISE)), made.get(COLUMNWISE)
+        weight, columnwise = read_values(made.pop(ROWWISE)), made.get(COLUMNWISE)
         call, out_dtype = plan.resolved(x.dtype, x.device).call, torch.float32 if biases else x.dtype
         if isinstance(x, QuantizedTensor):
             y, ctx.groups, saved = _forward_of_codes(x, ends, weight, plan, save, out_dtype, tag)
@@ -391,7 +398,7 @@ class GroupedLinearCall(torch.autograd.Function):
         need_x, need_w, need_b = needs[0], any(needs[first : first + ctx.count]), any(needs[first + ctx.count :])
         dx, dw, db = None, (), ()
         if need_x or need_w:
-            weight = _values(_columnwise_of(ctx, tensors[ctx.kept :], dy.dtype)) if need_x else None
+            weight = read_values(_columnwise_of(ctx, tensors[ctx.kept :], dy.dtype)) if need_x else None
             saved = tensors[: ctx.kept] if need_w else ()
             if isinstance(dy, QuantizedTensor):
                 dx, dw = _backward_of_codes(dy, groups, weight, saved, ctx.plan, ctx.guard, ctx.beside)

@@ -2,10 +2,10 @@
 
 Each runs what eager mode runs, in Python: one product for all where a kernel makes it (`grouped_op`), else a loop that reads
 the splits on the host. So graphs have the bits of eager mode. The backward makes the other codes of the weights of their values,
-which no one writes until then. As in eager mode, the codes of x that wgrad reads are saved.
+which no one writes until then; of weights that `fully_shard` gathers both read the buffers that it fills. As in eager mode, the
+codes of x that wgrad reads are saved.
 
-Not in graphs, but between them (`runs_in_graphs`): formats that histories or random bits go into, one of each an expert, and
-weights that `fully_shard` gathers.
+Not in graphs, but between them (`runs_in_graphs`): formats that histories or random bits go into, one of each an expert.
 """
 
 from __future__ import annotations
@@ -20,10 +20,15 @@ from ..context import STEP
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..ops import native, opaque
 from ..ops.capability import arch_of
-from ..ops.native import TokenGroups
+from ..ops.native import Operand, TokenGroups
+from ..ops.layout import COMPACT
 from ..recipe import QUANTIZED_TYPES as SLOTS
-from .grouped_op import bias_gradients, group_of, packed_operand, read_as, why_not, wrong_splits
-from .linear_op import LinearCall, buffers_of, multiply, multiply_backward, slot_ids
+from ..storage import BUFFERS
+from ..tensor import torch_compat
+from ..tensor.gather_group import RECOMPUTED_IN_GRAPHS
+from ..tensor.quantized_tensor import QuantizedTensor, Slots
+from .grouped_op import ExpertWeights, bias_gradients, group_of, packed_operand, read_as, read_values, why_not, wrong_splits
+from .linear_op import LinearCall, buffers_of, multiply, multiply_backward, slot_ids, storage_over
 from .plan import GemmPlan, plan_of
 
 _NO_MODULE = 0  # the tag of wrong splits: one graph serves several layers
@@ -34,15 +39,15 @@ def runs_in_graphs(plan: GemmPlan | None) -> bool:
     if plan is None or plan.boundary is not None:
         return False
     sides = [plan.hybrid(slot).side(d) for slot in SLOTS for d in Direction]
-    random = plan.input.is_stochastic or plan.grad_output.is_stochastic or plan.input.is_derived
-    return not random and not any(s.is_delayed or s.fmt.tensor_scale for s in sides)
+    apart = plan.input.is_stochastic or plan.grad_output.is_stochastic or plan.input.is_derived or plan.weight.is_derived
+    return not apart and not any(s.is_delayed or s.fmt.tensor_scale for s in sides)
 
 
 @torch.compiler.allow_in_graph
 def traced_experts(
     x: Tensor, ends: Tensor, weight: Tensor, bias: Tensor | None, plan: str, save: bool, turned: bool, guards: list[Tensor]
 ) -> Tensor:
-    """y [tokens, N] of x [tokens, K], whose rows of expert e end at ends[e], weights [E, N, K] and biases [E, N].
+    """y [tokens, N] of x [tokens, K], whose rows of expert e end at ends[e], weights [E, N, K], maybe gathered, and biases [E, N].
 
     plan:    key of the plan of all experts. save: the backward needs x. turned: the weights are [E, K, N].
     guards:  what quantizers of the forward and of the backward count is added to these; []: nothing is anchored.
@@ -53,12 +58,19 @@ def traced_experts(
 class _TracedExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, ends, weight, bias, plan, save, turned, guards):
-        y, *made = _experts(x, ends, weight, bias, plan, save, turned, bool(guards))
+        shape = list((weight.mT if turned else weight).shape)
+        values = None if isinstance(weight, QuantizedTensor) else weight
+        if values is None:
+            torch_compat.save_by_reference([weight])
+            if torch_compat.is_recomputed_in_graph():
+                RECOMPUTED_IN_GRAPHS.add(plan_of(plan).weight)
+        y, *made = _experts(x, ends, values, _codes_in(weight, ROWWISE), shape, bias, plan, save, turned, bool(guards))
         if guards:
             guards[0].add_(made.pop())
-        ctx.plan, ctx.turned, ctx.guards = plan, turned, guards
+        ctx.plan, ctx.turned, ctx.guards, ctx.shape, ctx.dtype = plan, turned, guards, shape, weight.dtype
+        ctx.gathered = weight if values is None else None
         groups, *codes = made or [ends]
-        ctx.save_for_backward(weight, groups, *((codes or [x]) if save else []))
+        ctx.save_for_backward(values, groups, *((codes or [x]) if save else []))
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
@@ -67,22 +79,57 @@ class _TracedExperts(torch.autograd.Function):
         weight, groups, *saved = ctx.saved_tensors
         need_x, _, need_w, need_b, *_ = ctx.needs_input_grad
         needs = need_x, need_w, need_b
-        made = iter(_experts_backward(dy, groups, weight, saved, ctx.plan, *needs, ctx.turned, bool(ctx.guards)))
+        made = iter(_experts_backward(
+            dy, groups, weight, _codes_in(ctx.gathered, COLUMNWISE), ctx.shape, saved, ctx.plan, *needs, ctx.turned, bool(ctx.guards)
+        ))
         dx = next(made) if need_x else None
-        dw = next(made).to(weight.dtype) if need_w else None
+        dw = next(made).to(ctx.dtype) if need_w else None
         db = next(made).to(ctx.bias_dtype) if need_b else None
         if ctx.guards:
             ctx.guards[1].add_(next(made))
         return dx, None, dw, db, *[None] * 4
 
 
+# Weights that were gathered #
+
+def _codes_in(weight: Tensor | None, direction: Direction) -> list[Tensor]:
+    """The buffers of a gathered weight that hold the codes of one direction; [] of another weight."""
+    if not isinstance(weight, QuantizedTensor):
+        return []
+    shown = weight._slots.shown
+    source = direction if f"{direction.value}_data" in shown else ROWWISE
+    return [shown[name] for name in (f"{source.value}_{field}" for field in BUFFERS) if name in shown]
+
+
+def _weight_of(
+    values: Tensor | None, turned: bool, codes: list[Tensor], shape: list[int], plan: GemmPlan, direction: Direction,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The weight [E, N, K] of values, or of codes of one direction (`_codes_in`)."""
+    if values is not None:
+        return values.mT if turned else values
+    experts, *matrix = shape
+    source = direction if direction in plan.weight.encodings else ROWWISE
+    fmt = plan.weight.side(source).fmt
+    fields = [t.unflatten(0, (experts, -1)) for t in codes]
+    storages = [storage_over([t[e] for t in fields], fmt, source, tuple(matrix), dtype, COMPACT) for e in range(experts)]
+    parts = [Slots(**{direction.value: s if source is direction else s.as_direction(direction)}) for s in storages]
+    return QuantizedTensor(slots=Slots(parts=parts), shape=tuple(shape))
+
+
+def _operand(weight: Tensor, direction: Direction, plan: GemmPlan, dtype: torch.dtype) -> Operand:
+    if not isinstance(weight, QuantizedTensor):
+        return packed_operand(weight, direction, plan, dtype)
+    return read_values(ExpertWeights([weight], [None] * len(weight)).operands([direction], plan, dtype)[direction])
+
+
 # One product for all #
 
-def _in_one(x: Tensor, weight: Tensor, bias: bool, plan: GemmPlan) -> bool:
+def _in_one(x: Tensor, shape: list[int], bias: bool, plan: GemmPlan) -> bool:
     """plan: of groups."""
-    key = x.dtype, x.device, tuple(weight.shape), bias
+    key = x.dtype, x.device, tuple(shape), bias
     if key not in plan.one_product:
-        plan.one_product[key] = why_not(plan, *key[:2], *weight.shape, bias) is None
+        plan.one_product[key] = why_not(plan, *key[:2], *shape, bias) is None
     return plan.one_product[key] and x.shape[0] > 0
 
 
@@ -110,29 +157,29 @@ def _tiles(tokens: int, experts: int) -> int:
     return (tokens + 127 * min(experts, tokens)) // native.TILE
 
 
-def _run_forward(x, ends, weight, bias, plan, save, turned, counts):
-    plan, seen, weight = plan_of(plan), _counts(x, counts), weight.mT if turned else weight
-    if not _in_one(x, weight, bias is not None, plan.of_groups):
+def _run_forward(x, ends, values, codes, shape, bias, plan, save, turned, counts):
+    plan, seen = plan_of(plan), _counts(x, counts)
+    weight = _weight_of(values, turned, codes, shape, plan, ROWWISE, x.dtype)
+    if not _in_one(x, shape, bias is not None, plan.of_groups):
         call, biases = _call(plan, x.device, save, seen), [None] * len(weight) if bias is None else bias
-        parts = zip(_parts(x, ends), weight, biases)
+        parts = zip(_parts(x, ends), weight.unbind(), biases)
         return [torch.cat([multiply(part, w, b, call, False)[0] for part, w, b in parts]), *seen]
     plan = plan.of_groups
     call, dtype = plan.resolved(x.dtype, x.device).call, x.dtype if bias is None else torch.float32
-    operand = packed_operand(weight, ROWWISE, plan, x.dtype)
+    operand = _operand(weight, ROWWISE, plan, x.dtype)
     y, groups, kept = native.grouped_step(x, ends, operand, call, save, *(seen or [None]), dtype, wrong_splits(), _NO_MODULE)
     if bias is not None:
         y = y.add_(bias.float().index_select(0, group_of(groups, x))).to(x.dtype)
     if kept:
-        data, scale, _ = _kept_shapes(plan, x, len(weight))
+        data, scale, _ = _kept_shapes(plan, x, shape[0])
         kept = [kept[0].view(data), kept[1].view(scale)]
     return [y, groups.tables, *kept, *seen]
 
 
-def _fake_forward(x, ends, weight, bias, plan, save, turned, counts):
-    weight = weight.mT if turned else weight
-    experts, n, _ = weight.shape
+def _fake_forward(x, ends, values, codes, shape, bias, plan, save, turned, counts):
+    experts, n, _ = shape
     made, plan = [x.new_empty(x.shape[0], n)], plan_of(plan).of_groups
-    if _in_one(x, weight, bias is not None, plan):
+    if _in_one(x, shape, bias is not None, plan):
         made.append(ends.new_empty(4 * _tiles(x.shape[0], experts) + 2 * (experts + 1), dtype=torch.int32))
         if save and plan.saves != "input":
             data, scale, dtype = _kept_shapes(plan, x, experts)
@@ -140,22 +187,23 @@ def _fake_forward(x, ends, weight, bias, plan, save, turned, counts):
     return made + ([x.new_empty((3, 2, 2), dtype=torch.int64)] if counts else [])
 
 
-def _run_backward(dy, groups, weight, saved, plan, need_x, need_w, need_b, turned, counts):
-    plan, seen, dy, weight = plan_of(plan), _counts(dy, counts), dy.contiguous(), weight.mT if turned else weight
-    if not _in_one(dy, weight, need_b, plan.of_groups):
+def _run_backward(dy, groups, values, codes, shape, saved, plan, need_x, need_w, need_b, turned, counts):
+    plan, seen, dy = plan_of(plan), _counts(dy, counts), dy.contiguous()
+    weight = _weight_of(values, turned, codes, shape, plan, COLUMNWISE, dy.dtype)
+    if not _in_one(dy, shape, need_b, plan.of_groups):
         call = _call(plan, dy.device, need_w, seen)
-        inputs = _parts(saved[0], groups) if need_w else weight
+        inputs = _parts(saved[0], groups) if need_w else [None] * shape[0]
         needs = need_x, need_w, need_b
         made = [
             multiply_backward(part, w, None, _saved(call, x) if need_w else [], call, needs)
-            for part, w, x in zip(_parts(dy, groups), weight, inputs)
+            for part, w, x in zip(_parts(dy, groups), weight.unbind(), inputs)
         ]
         dx, dw, db = zip(*made)
         dw = [w.t() for w in dw] if turned and need_w else dw
         return [make(of) for make, of, need in ((torch.cat, dx, need_x), (torch.stack, dw, need_w), (torch.stack, db, need_b)) if need] + seen
-    plan, groups, made = plan.of_groups, TokenGroups(groups, len(weight)), []
+    plan, groups, made = plan.of_groups, TokenGroups(groups, shape[0]), []
     if need_x or need_w:
-        operand = packed_operand(weight, COLUMNWISE, plan, dy.dtype) if need_x else None
+        operand = _operand(weight, COLUMNWISE, plan, dy.dtype) if need_x else None
         call = plan.resolved(dy.dtype, dy.device).call
         dx, dw = native.grouped_step_backward(
             dy, groups, operand, saved if need_w else [], call, *(seen or [None]), turned=turned and plan.turns_wgrad
@@ -165,9 +213,9 @@ def _run_backward(dy, groups, weight, saved, plan, need_x, need_w, need_b, turne
     return [*made, *([bias_gradients(groups, dy)] if need_b else []), *seen]
 
 
-def _fake_backward(dy, groups, weight, saved, plan, need_x, need_w, need_b, turned, counts):
-    experts, n, k = (weight.mT if turned else weight).shape
-    shapes = [(dy.shape[0], k)] * need_x + [weight.shape] * need_w + [(experts, n)] * need_b
+def _fake_backward(dy, groups, values, codes, shape, saved, plan, need_x, need_w, need_b, turned, counts):
+    experts, n, k = shape
+    shapes = [(dy.shape[0], k)] * need_x + [(experts, k, n) if turned else (experts, n, k)] * need_w + [(experts, n)] * need_b
     return [dy.new_empty(s) for s in shapes] + ([dy.new_empty((3, 2, 2), dtype=torch.int64)] if counts else [])
 
 
@@ -191,14 +239,18 @@ def _saved(call: LinearCall, x: Tensor) -> list[Tensor]:
 
 
 _experts = opaque.define(
-    "experts(Tensor x, Tensor ends, Tensor weight, Tensor? bias, str plan, bool save, bool turned, bool counts) -> Tensor[]",
+    "experts(Tensor x, Tensor ends, Tensor? values, Tensor[] codes, int[] shape, Tensor? bias, str plan, bool save, bool turned, "
+    "bool counts) -> Tensor[]",
     _run_forward, _fake_forward,
 )
 _experts_backward = opaque.define(
-    "experts_backward(Tensor dy, Tensor groups, Tensor weight, Tensor[] saved, str plan, bool need_x, bool need_w, "
-    "bool need_b, bool turned, bool counts) -> Tensor[]", _run_backward, _fake_backward,
+    "experts_backward(Tensor dy, Tensor groups, Tensor? values, Tensor[] codes, int[] shape, Tensor[] saved, str plan, "
+    "bool need_x, bool need_w, bool need_b, bool turned, bool counts) -> Tensor[]", _run_backward, _fake_backward,
 )
-register_flop_formula(torch.ops.fsdp_quant.experts)(lambda x, ends, weight, *rest, **options: 2 * x[0] * weight[1] * weight[2])
+register_flop_formula(torch.ops.fsdp_quant.experts)(
+    lambda x, ends, values, codes, shape, *rest, **options: 2 * x[0] * shape[1] * shape[2]
+)
 register_flop_formula(torch.ops.fsdp_quant.experts_backward)(
-    lambda dy, groups, weight, saved, plan, need_x, need_w, *rest, **options: 2 * dy[0] * weight[1] * weight[2] * (need_x + need_w)
+    lambda dy, groups, values, codes, shape, saved, plan, need_x, need_w, *rest, **options:
+    2 * dy[0] * shape[1] * shape[2] * (need_x + need_w)
 )

@@ -252,6 +252,7 @@ def _is_view(rows: Tensor, buffer: Tensor) -> bool:
 
 class _Operands:
     """Storages of gathered weights in the layouts in which GEMMs read them; allocated once, freed and refilled by FSDP2.
+    Packed weights have none: their products lay out the codes of all matrices in one call (`grouped_op.ExpertWeights`).
 
     own:     per weight and direction, the buffers that are not views of the gathered codes: FSDP2's inner tensors.
     unread:  per weight, the columnwise codes as they are gathered, where all GEMMs read copies of them; else None.
@@ -266,23 +267,24 @@ class _Operands:
         for b in buffers:
             b.alloc()
         for d in Direction:
-            alike: dict[int | None, list[tuple[int, Slots, str]]] = {}  # matrices of one weight stay together, for grouped GEMMs
+            of: list[tuple[int, Slots, str]] = []
             for i, member in enumerate(members):
-                for matrix, slots in zip(member.matrices, member.slots_of):
-                    layout, storage = (matrix.layouts(member.dtype, member.managed.device) or {}).get(d, COMPACT), slots.get(d)
-                    if layout != COMPACT and storage is not None and storage.fmt.is_quantized:
-                        alike.setdefault(i if member.state.parts else None, []).append((i, slots, layout))
-            for packed, of in alike.items():
-                made = laid_out([(slots.get(d), layout) for _, slots, layout in of], packed is not None, self._calls[d])
-                for (i, slots, layout), storage in zip(of, made):
-                    slots.keep(d, layout, storage)
-                    self._made.append((i, d, slots, layout, storage))
-                    self.own[i][d] += _own_buffers(storage, slots.get(d))
+                if member.state.parts:
+                    continue
+                slots = member.slots
+                layout, storage = (member.state.layouts(member.dtype, member.managed.device) or {}).get(d, COMPACT), slots.get(d)
+                if layout != COMPACT and storage is not None and storage.fmt.is_quantized:
+                    of.append((i, slots, layout))
+            made = laid_out([(slots.get(d), layout) for _, slots, layout in of], calls=self._calls[d])
+            for (i, slots, layout), storage in zip(of, made):
+                slots.keep(d, layout, storage)
+                self._made.append((i, d, slots, layout, storage))
+                self.own[i][d] += _own_buffers(storage, slots.get(d))
         self.unread = []
         for i, member in enumerate(members):
             read = {id(s.data) for j, d, *_, s in self._made if j == i and d is COLUMNWISE}
-            copied = len(read) == len(member.slots_of) and read <= {id(t) for t in self.own[i][COLUMNWISE]}
-            self.unread.append(member.slots_of[0].columnwise.data if copied else None)
+            copied = bool(read) and read <= {id(t) for t in self.own[i][COLUMNWISE]}
+            self.unread.append(member.slots.columnwise.data if copied else None)
         for d in Direction:
             written = {id(t) for call in self._calls[d] for t in call.out}
             self._is_recorded[d] = all(id(t) in written for of in self.own for t in of[d])

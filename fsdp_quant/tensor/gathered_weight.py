@@ -92,6 +92,7 @@ class DirectionBuffers:
                 before the stream of post has come so far; small, and never freed.
     halo:       those that post re-indexes: (gathered rows, index of each logical row), the index never freed.
     storages:   of each matrix, viewing all.
+    whole:      what they view, by field of `Storage`: of all matrices, one behind the other.
     """
 
     outputs: list[Tensor]
@@ -99,6 +100,7 @@ class DirectionBuffers:
     replicated: dict[str, Tensor]
     halo: dict[str, tuple[Tensor, Tensor]]
     storages: list[Storage]
+    whole: dict[str, Tensor]
 
     def alloc(self) -> None:
         for tensor in (*self.outputs, *self.filled.values()):
@@ -168,7 +170,8 @@ class GatheredWeight:
                 slots.put(direction, storage)
         for matrix in state.parts:
             matrix.managed, matrix.gathered = managed, self
-        self.slots = Slots(owner=state, parts=self.slots_of) if state.parts else self.slots_of[0]
+        shown = {f"{d.value}_{name}": t for d, of in self.buffers.items() for name, t in of.whole.items()}
+        self.slots = Slots(owner=state, parts=self.slots_of, shown=shown) if state.parts else self.slots_of[0]
 
     # Buffers #
 
@@ -201,7 +204,7 @@ class GatheredWeight:
                 name: t if t is None or matrices == 1 else t.unflatten(0, (matrices, -1))[i] for name, t in whole.items()
             }) for i in range(matrices)
         ]
-        buffers = DirectionBuffers(outputs, filled, replicated, halo, storages)
+        buffers = DirectionBuffers(outputs, filled, replicated, halo, storages, {n: t for n, t in whole.items() if t is not None})
         buffers.free()
         return buffers
 
@@ -220,7 +223,7 @@ class GatheredWeight:
             like = torch.zeros(len(self.matrices), self.rows, self.cols, dtype=self.dtype, device=self.managed.device)
             storages = [self.quantizer.columnwise.storage(one.clone(), COLUMNWISE) for one in like]  # identity keeps it
         filled = {f"{name} {i}": t for i, s in enumerate(storages) for name, t in s.buffers().items()}
-        buffers = DirectionBuffers([], filled, {}, {}, storages)
+        buffers = DirectionBuffers([], filled, {}, {}, storages, {})
         buffers.free()
         return buffers
 

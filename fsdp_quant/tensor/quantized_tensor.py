@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
@@ -38,7 +38,8 @@ class Slots:
     laid_out: storages in the layouts in which GEMMs read them, kept by whoever writes the codes.
     parts:    of the matrices of a packed tensor [matrices, N, K], or of groups of rows [M, K] that are each quantized by
               themselves (tokens by expert): it has no storages of its own.
-    shown:    buffers of `QuantizedTensor._operands` by name, until a storage is replaced.
+    shown:    buffers of `QuantizedTensor._operands` by name, until a storage is replaced; of a packed weight that FSDP2 gathers,
+              the codes of all parts, one behind the other.
     """
 
     rowwise: Storage | None = None
@@ -193,10 +194,10 @@ class QuantizedTensor(Tensor):
 
     def __tensor_flatten__(self):
         """The buffers that GEMMs read of both directions; FSDP2 fills and frees each as passes need it."""
-        if self._slots.parts:
+        if self._slots.parts and self._slots.shown is None:
             raise NotImplementedError(
-                f"{self!r} is of packed experts that FSDP2 gathered, which torch.compile does not take apart; leave "
-                "fq.GroupedLinear out of the compiled region, or build it with packed=False"
+                f"{self!r} is of groups that are each quantized by themselves, which torch.compile does not take apart; give a "
+                "compiled region their values"
             )
         return list(self._shown_buffers()), Unguarded(self._slots)
 
@@ -206,6 +207,8 @@ class QuantizedTensor(Tensor):
     def __tensor_unflatten__(inner: dict[str, Tensor], context, outer_size, outer_stride) -> QuantizedTensor:
         """The tensor over other buffers. Codes whose operands are shown instead keep theirs: GEMMs do not read them."""
         slots = context.value
+        if slots.parts:
+            return QuantizedTensor(slots=replace(slots, shown=dict(inner)), shape=outer_size)
         rebuilt = {
             name: s.with_buffers({b: inner[f"{name}_{b}"] for b in s.buffers() if f"{name}_{b}" in inner})
             for name, s in QuantizedTensor(slots=slots, shape=outer_size)._operands().items()
