@@ -112,7 +112,8 @@ def _gathers_whole_experts(rank: int, world: int) -> int:
         sharded.unshard()
         for e, matrix in enumerate(sharded.weight.unbind()):
             state = matrix._slots.owner
-            alone = fq.GroupedLinear(1, K, N, packed=True, recipe=recipe, name="experts").layers[0]
+            module = fq.GroupedLinear(1, K, N, packed=True, recipe=recipe, name="experts")
+            (alone,) = module.layers
             with torch.no_grad():
                 alone.weight.copy_(whole.weight[e])
             for direction in Direction:

@@ -7,7 +7,9 @@ import copy
 import io
 import pickle
 import re
+import weakref
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -249,6 +251,20 @@ class Routed(nn.Module):
 
     def forward(self, x: Tensor, sizes: list[int]) -> Tensor:
         return self.out(self.experts(x, sizes))
+
+
+def test_layers_of_experts_hold_no_memory():
+    """If false, the whole weight stays in memory beside the shard that fully_shard puts in its place."""
+    memory = numpy.zeros((EXPERTS, N, K), dtype=numpy.float32)
+    lives, experts = weakref.ref(memory), nn.Module()
+    experts.weight = nn.Parameter(torch.from_numpy(memory))
+    del memory
+    model = fq.convert(nn.ModuleDict({"moe": experts}), recipes.mxfp8(), grouped="moe")
+    model.moe(values(4, K, dtype=torch.float32), [4, 0, 0, 0]).sum().backward()
+    fq.plan(model)
+    model.moe.weight = nn.Parameter(torch.ones(EXPERTS, N, K))
+    assert lives() is None
+    assert [layer.weight.mean().item() for layer in model.moe.layers] == [1.0] * EXPERTS
 
 
 def test_packed_experts_are_converted_on_request():

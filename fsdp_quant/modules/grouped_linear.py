@@ -28,16 +28,36 @@ from .traced_experts import runs_in_graphs, traced_experts
 
 
 class _Expert(Linear):
-    """One expert of packed weights: no module of the tree; its weight and bias are views that `layers` renews."""
+    """One expert of packed weights: no module of the tree, and without memory of its own.
 
-    weight = bias = None  # until `layers` has been asked
+    Its weight and bias are those that its module's forward gives it, in it, and else views of the module's values of now.
+    """
 
     def __init__(self, in_features: int, out_features: int):
         nn.Module.__init__(self)
         self.in_features, self.out_features = in_features, out_features
 
+    def part_of(self, module: nn.Module, index: int) -> None:
+        """module: has `values_of(index)`, weight and bias."""
+        self.__dict__["_part_of"] = weakref.ref(module), index
+        self.give(None, None)
+
+    def give(self, weight: Tensor | None, bias: Tensor | None) -> None:
+        """Multiply these from now on; None: the module's."""
+        vars(self).update(weight=weight, bias=bias)
+
+    def _now(self, which: int) -> Tensor | None:
+        given, of = vars(self).get("weight"), vars(self).get("_part_of")
+        if given is not None:
+            return (given, vars(self).get("bias"))[which]
+        module = None if of is None else of[0]()
+        return None if module is None else module.values_of(of[1])[which]
+
+    weight = property(lambda self: self._now(0))
+    bias = property(lambda self: self._now(1))
+
     def __getstate__(self) -> dict:
-        return {k: v for k, v in super().__getstate__().items() if k not in ("weight", "bias")}
+        return {k: v for k, v in super().__getstate__().items() if k not in ("weight", "bias", "_part_of")}
 
 
 class GroupedLinear(HasWeight):
@@ -106,22 +126,17 @@ class GroupedLinear(HasWeight):
     @property
     def layers(self) -> Sequence[Linear]:
         """The `fq.Linear` of each expert, over its values now; while the weight is sharded, over none of its own."""
-        with torch.no_grad():
-            return self._layers_over_views()
-
-    def _layers_over_views(self) -> Sequence[Linear]:
-        """The same, over views that gradients go through; whoever asks lets go of them: they hold the weight's AccumulateGrad,
-        which belongs to the stream of the pass that made it."""
-        if self.owners[0] is self:
-            none = [None] * len(self._linears)
-            with torch_compat.outside_inference_mode():
-                weight, bias = self.held
-                is_sharded = isinstance(weight, DTensor)
-                weights = [weight.detach()] * len(none) if is_sharded else weight.unbind()
-            biases = none if is_sharded or bias is None else bias.unbind()
-            for layer, weight, bias in zip(self._linears, weights, biases):
-                layer.weight, layer.bias, layer.training = weight, bias, self.training
+        for layer in self._linears if self.packed else ():
+            layer.training = self.training
         return self._linears
+
+    def values_of(self, expert: int) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of one, without gradients; of a sharded weight the shard."""
+        with torch.no_grad():
+            weight, bias = self.held
+            if isinstance(weight, DTensor):
+                return weight.detach(), None
+            return weight[expert], None if bias is None else bias[expert]
 
     @property
     def owners(self) -> Sequence[nn.Module]:
@@ -171,11 +186,18 @@ class GroupedLinear(HasWeight):
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
     def _one_by_one(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        try:
-            return [layer(part) for layer, part in zip(self._layers_over_views(), parts)]
-        finally:
-            for layer in self._linears if self.owners[0] is self else ():
-                layer.weight = layer.bias = None
+        """Whose views hold the weight's AccumulateGrad, of the stream of this pass: they are let go of."""
+        if self.owners[0] is not self:
+            return [layer(part) for layer, part in zip(self._linears, parts)]
+        weight, bias = self.held
+        biases, made = [None] * len(parts) if bias is None else bias.unbind(), []
+        for layer, part, *own in zip(self.layers, parts, weight.unbind(), biases):
+            layer.give(*own)
+            try:
+                made.append(layer(part))
+            finally:
+                layer.give(None, None)
+        return made
 
     def _in_graph(self, x: Tensor, ends: Tensor) -> Tensor:
         first, weight = self._linears[0], self.weight
@@ -288,6 +310,7 @@ class GroupedLinear(HasWeight):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
+        _take_parts(self)
         _tell(self)
         self.prepare()
 
@@ -327,6 +350,13 @@ def take_packed(module: GroupedLinear, recipes: Sequence[Recipe], name: str) -> 
         layer._weight_state.histories = state.histories
         layer._graph.prepare(layer)
         state.parts.append(layer._weight_state)
+    _take_parts(module)
+
+
+def _take_parts(module: GroupedLinear) -> None:
+    """Let the layers of a packed weight find it."""
+    for e, layer in enumerate(module._linears if "weight" in module._parameters else ()):
+        layer.part_of(module, e)
 
 
 def expert(weight: Tensor, recipe: Recipe, name: str, first: _Expert | None = None) -> _Expert:
@@ -336,7 +366,8 @@ def expert(weight: Tensor, recipe: Recipe, name: str, first: _Expert | None = No
     """
     out_features, in_features = weight.shape[-2:]
     layer = _Expert(in_features, out_features)
-    layer._name, layer.weight = name, weight
+    layer._name = name
+    layer.give(weight, None)
     layer.__dict__["counts_with"] = first  # no submodule
     apply_recipe(layer, recipe)
     layer._weight_state = WeightState(f"{name}.weight", layer.plan.weight, (out_features, in_features), recipe.compute_dtype)

@@ -28,9 +28,12 @@ class TransposedLinear(nn.Module):
     @property
     def layer(self) -> Linear:
         """The `fq.Linear` of it, over the values of now."""
-        layer = self._layer
-        layer.weight, layer.training = self.weight.detach().t(), self.training
-        return layer
+        self._layer.training = self.training
+        return self._layer
+
+    def values_of(self, index: int) -> tuple[Tensor, None]:
+        """The weight [out, in], without gradients."""
+        return self.weight.detach().t(), None
 
     def forward(self, x: Tensor) -> Tensor:
         layer = self._layer
@@ -40,10 +43,15 @@ class TransposedLinear(nn.Module):
 
     def _apply(self, fn, recurse: bool = True) -> TransposedLinear:
         applied = super()._apply(fn, recurse)
-        self._layer._graph.prepare(self.layer)
+        self._layer._graph.prepare(self._layer)
         return applied
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._layer.part_of(self, 0)
 
 
 def adopt_transposed(module: TransposedLinear, recipe: Recipe, name: str) -> None:
     """Give a module of class `TransposedLinear` its layer."""
     module.__dict__["_layer"] = expert(module.weight.detach().t(), recipe, name)
+    module._layer.part_of(module, 0)
