@@ -19,13 +19,14 @@ from dist_tests.multi import nets
 from dist_tests.multi.harness import run_ranks
 from dist_tests.single import hopper
 from dist_tests.single.test_fuse import tiny
+from fsdp_quant.tensor import gather_group
 
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "llama4_text")
 IDS = torch.arange(32, device="cpu").view(1, 32) % 64
 
 
-def converted(family: str, recipe: fq.Recipe) -> nn.Module:
-    return fq.convert(tiny(family), recipe, skip="lm_head")
+def converted(family: str, recipe: fq.Recipe, skip: tuple[str, ...] = ()) -> nn.Module:
+    return fq.convert(tiny(family), recipe, skip=("lm_head", *skip))
 
 
 def step(net: nn.Module) -> dict[str, Tensor]:
@@ -144,15 +145,17 @@ def train(net: nn.Module) -> list[Tensor]:
 
 
 def _trained(rank: int, world: int, recipe: fq.Recipe, compiled: bool, on_hopper: bool = False) -> None:
-    with hopper.emulated() if on_hopper else contextlib.nullcontext() as gpu:
-        _train_and_compare(recipe, compiled)
+    again, repeat = [], gather_group._Sent.repeat
+    with pytest.MonkeyPatch.context() as patched, hopper.emulated() if on_hopper else contextlib.nullcontext() as gpu:
+        patched.setattr(gather_group._Sent, "repeat", lambda *args: again.append(args) or repeat(*args))
+        _train_and_compare(recipe, compiled, ("q_proj", "k_proj", "v_proj", "o_proj") if on_hopper else ())
         assert not on_hopper or gpu.count("grouped_gemm"), "one product for all"
+    assert len(again) == 8 * on_hopper, f"{len(again)} gathers of 3 steps of two layers were launches of before"
 
 
-def _train_and_compare(recipe: fq.Recipe, compiled: bool) -> None:
-    alone = converted("mixtral", recipe)
+def _train_and_compare(recipe: fq.Recipe, compiled: bool, skip: tuple[str, ...]) -> None:
+    alone, net = (converted("mixtral", recipe, skip) for _ in range(2))
     want = train(alone)
-    net = converted("mixtral", recipe)
     for layer in net.model.layers if compiled else ():
         layer.compile(backend="aot_eager", fullgraph=True)
     for module in (*net.model.layers, net):
@@ -179,7 +182,7 @@ def test_sharded_experts_train_as_in_one_process_and_travel_as_codes(name: str, 
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", ["mxfp8", "fp8_block", "fp8_row"])
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_block", "fp8_row", "fp8_current"])
 def test_sharded_experts_of_an_emulated_gpu_train_as_in_one_process(name: str, compiled: bool):
     """If false, one product for all reads codes of another direction, expert or layout than FSDP2 gathered."""
     run_ranks(2, _trained, fq.recipes.by_name(name), compiled, True)

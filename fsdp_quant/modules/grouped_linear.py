@@ -207,7 +207,7 @@ class GroupedLinear(HasWeight):
         y = traced_experts(rows, ends, weight, self.bias, first._plan.key, save, self.transposed, guards)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
-    @torch.compiler.disable(reason="experts of these formats, or in shards, take token splits that are a tensor outside graphs; give counts, a list")
+    @torch.compiler.disable(reason="experts of these formats take token splits that are a tensor outside graphs; give counts, a list")
     def _outside_graphs(self, x: Tensor, splits: Tensor) -> Tensor:
         return self.forward(x, splits)
 

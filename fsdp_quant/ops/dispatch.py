@@ -234,7 +234,9 @@ def encode_group(
         return made
     if encoding.fmt.scale_leaves_contraction or encoding.fmt.tensor_scale:
         missing = [i for i, s in enumerate(stats) if s is None]
-        if missing:
+        if len(missing) == len(x) and not encoding.fmt.tensor_scale and not any(enc is not None for enc in encs):
+            stats = None  # taken again whenever the launch is made again
+        elif missing:
             stats = list(stats)
             found = native.statistics_group([x[i] for i in missing], encoding, [row0[i] for i in missing], through_bf16)
             for i, s in zip(missing, found):

@@ -245,17 +245,20 @@ def statistics_group(x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int
 
 @functools.lru_cache(maxsize=1024)
 def _staged(encoding: Encoding, shapes: tuple[tuple[int, int], ...], row0: tuple[int, ...]) -> tuple:
-    """(bytes, where data and scales of each tensor begin, ((shape, strides, offset) of its data, of its scales))."""
+    """(bytes, where data and scales of each tensor begin, ((shape, strides, offset) of its data, of its scales)).
+
+    Data of all tensors, then scales of all: those of the matrices of a packed weight lie one behind the other.
+    """
     side, columnwise = pack_encoding(encoding), encoding.direction is not ROWWISE
-    places, views, at = ([], []), [], 0
-    for shape, start in zip(shapes, row0):
-        view, of = [], encoding_shapes(side, columnwise, shape, start)
-        for place, size, item in zip(places, of, (1, of.scale_dtype.itemsize)):
+    of = [encoding_shapes(side, columnwise, shape, start) for shape, start in zip(shapes, row0)]
+    places, views, at = ([], []), ([], []), 0
+    for which, (place, view) in enumerate(zip(places, views)):
+        for one in of:
+            size, item = one[which], (1, one.scale_dtype.itemsize)[which]
             place.append(at)
             view.append((size, (size[1], 1), at // item))
             at += round_up(prod(size) * item, 16)
-        views.append(view)
-    return at, places, views
+    return at, places, list(zip(*views))
 
 
 class GroupEncoding:
@@ -263,13 +266,16 @@ class GroupEncoding:
 
     made:     (data, scale, tensor_amax, amax) of each: views of the buffer, and what of `stats` went into them.
 
-    Arguments as of `quantize_group`.
+    Arguments as of `quantize_group`. stats: None: taken of the values, in each call.
     """
 
     def __init__(
-        self, x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], through_bf16: bool, stats: Sequence[tuple | None],
-        encs: Sequence[Tensor | None] = (), records: Sequence[Tensor | None] = (),
+        self, x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], through_bf16: bool,
+        stats: Sequence[tuple | None] | None, encs: Sequence[Tensor | None] = (), records: Sequence[Tensor | None] = (),
     ):
+        self._measured = None if stats is not None else (encoding, row0, through_bf16)
+        if stats is None:
+            stats = statistics_group(x, encoding, row0, through_bf16)
         self.encoding, self.dtype, self.device = encoding, x[0].dtype, x[0].device
         scale_dtype = SCALE_DTYPE[encoding.fmt.scale]
         size, places, views = _staged(encoding, tuple(one.shape for one in x), tuple(row0))
@@ -280,13 +286,19 @@ class GroupEncoding:
         self.made = [
             (self._staging.as_strided(*data), of_scales.as_strided(*scale), *of) for (data, scale), of in zip(views, known)
         ]
-        self(x)
+        self._write(x)
 
     def takes(self, x: Sequence[Tensor]) -> bool:
         """x are tensors as those before, of which they have the shapes."""
         return all([one.dtype is self.dtype and one.device == self.device for one in x])
 
     def __call__(self, x: Sequence[Tensor]) -> None:
+        if self._measured is not None:
+            encoding, row0, _ = self._measured
+            self._first, _ = _group_arguments(x, encoding, row0, statistics_group(x, *self._measured), (), ())
+        self._write(x)
+
+    def _write(self, x: Sequence[Tensor]) -> None:
         storage = self._staging.untyped_storage()
         if storage.size() != self._size:
             storage.resize_(self._size)
@@ -312,18 +324,19 @@ def _group_arguments(
 
 
 def quantize_group(
-    x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], through_bf16: bool, stats: Sequence[tuple | None],
+    x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], through_bf16: bool, stats: Sequence[tuple | None] | None,
     into: Sequence[tuple[Tensor, Tensor]] | None = None, encs: Sequence[Tensor | None] = (),
     records: Sequence[Tensor | None] = (), calls: list[GroupEncoding] | None = None,
 ) -> list[tuple]:
     """`quantize` of each tensor, in one launch, into slices of one buffer.
 
-    stats:  (amax, tensor_amax) a tensor; where some scale spans more than a tile, None of them is None.
+    stats:  (amax, tensor_amax) a tensor; where some scale spans more than a tile, None of them is None. None: see `GroupEncoding`.
     into:   (data, scale) of each, to be written instead.
     encs, records:  see `dispatch.encode_group`.
     calls:  takes the launch, where there is a buffer.
     """
     if into is not None:
+        stats = statistics_group(x, encoding, row0, through_bf16) if stats is None else stats
         arguments, known = _group_arguments(x, encoding, row0, stats, encs, records)
         _ops.quantize_group_out([rows_of(one) for one in x], *arguments, *map(list, zip(*into)), through_bf16)
         return [(*one, *of) for one, of in zip(into, known)]

@@ -149,9 +149,14 @@ class GatherPlan:
                 own = [e for piece, e in of if piece.values.shape[0] or not member.state.parts]
                 copies += member.replicated(d, own)
                 rows_sent = member.rows_sent(d, own)
-                is_repeatable &= not member.state.parts and all(
-                    _is_view(rows, getattr(e, buffer.name)) for e in own for rows, buffer in zip(rows_sent, member.wire[d])
-                )
+                is_repeatable &= len(of) == (len(local[i]) if member.state.parts else 1)
+                for buffer, rows in zip(member.wire[d], rows_sent):
+                    fields = [getattr(e, buffer.name) for e in own]
+                    if not all(_is_view(rows, field) for field in fields):
+                        pairs = member.copies_of_rows(buffer, fields, rows)
+                        copies += pairs
+                        sources_stay = all(_is_view(source, field) for (_, source), field in zip(pairs, fields))
+                        is_repeatable &= sources_stay and buffer.name != "data"  # which would stay in memory
                 for n, (buffer, rows) in enumerate(zip(member.wire[d], rows_sent)):
                     if member.managed.world_size == 1 and (n > 0 or own_inputs):  # FSDP2 gathers the first input only
                         own_metadata[d, buffer.name] = rows
@@ -159,7 +164,15 @@ class GatherPlan:
                         own_inputs.append(rows)
             inputs.append(tuple(own_inputs))
             metadata.append(own_metadata)
-        places = [(launch, [asked[n][0] for n in at]) for launch, at in launches]
+        counts: Counter[tuple[int, Direction]] = Counter()
+        matrices = []
+        for i, d, _ in asked:
+            matrices.append(counts[i, d])
+            counts[i, d] += 1
+        places = [
+            (launch, [(asked[n][0], matrices[n] if self.members[asked[n][0]].state.parts else None) for n in at])
+            for launch, at in launches
+        ]
         names = [(s.piece.state.name, d.value) for _, d, s in asked]
         return _Sent(key, places, names, inputs, metadata, torch_compat.by_dtype(copies), is_repeatable)
 
@@ -217,14 +230,14 @@ class _Sent(NamedTuple):
 
     Key: `_facts` of all weights. Owner: the plan. It ends when they differ; its memory is freed when the gather has arrived.
 
-    launches:      (launch, members that it encodes).
+    launches:      (launch, (member, matrix of a packed one) of each that it encodes).
     inputs:        all-gather inputs of each weight; metadata: what FSDP2 does not gather in a world of one.
     copies:        ([buffer], [what it is to hold]) of all that every rank makes whole.
     is_repeatable: all of it is in memory of the launches.
     """
 
     key: list[tuple[tuple, tuple[Tensor | None, ...]]]
-    launches: list[tuple[GroupEncoding, list[int]]]
+    launches: list[tuple[GroupEncoding, list[tuple[int, int | None]]]]
     names: list[tuple[str, str]]
     inputs: list[tuple[Tensor, ...]]
     metadata: list[dict[tuple[Direction, str], Tensor]]
@@ -237,8 +250,9 @@ class _Sent(NamedTuple):
         )
 
     def repeat(self, values: Sequence[Tensor]) -> None:
-        for launch, members in self.launches:
-            encode_again(launch, [values[i].to(launch.device) for i in members])
+        of = [v.unbind() if v.dim() == 3 else v for v in values]
+        for launch, places in self.launches:
+            encode_again(launch, [(of[i] if e is None else of[i][e]).to(launch.device) for i, e in places])
         counters.add_each("weight encode", self.names)
 
     def free(self) -> None:

@@ -272,6 +272,12 @@ class GatheredWeight:
         device = self.managed.device
         return [_as_bytes([getattr(e, b.name) for e in made], b, device) for b in self.wire[direction]]
 
+    def copies_of_rows(self, buffer: WireBuffer, fields: list[Tensor], rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """(part of `rows`, what it is to hold) of each matrix; rows: of `rows_sent`, where they are copies of the fields."""
+        of = WireBuffer(buffer.name, 0, buffer.row_bytes)
+        each = [_as_bytes([field], of, self.managed.device) for field in fields]
+        return list(zip(rows[: sum(map(len, each))].split(list(map(len, each))), each))
+
     def replicated(self, direction: Direction, made: Sequence[Encoded]) -> list[tuple[Tensor, Tensor]]:
         """(buffer, what it is to hold) of all that every rank makes whole."""
         buffers = self.buffers[direction].replicated.items()
@@ -312,9 +318,22 @@ def _seen_as(target: Tensor, source: Tensor) -> Tensor:
     return source.view(target.dtype).view(target.shape) if source.dtype is torch.uint8 else source
 
 
+def _together(tensors: list[Tensor]) -> Tensor | None:
+    """Matrices of one memory that lie one behind the other, as one [rows, cols]; None for others."""
+    first, at = tensors[0], tensors[0].storage_offset()
+    memory = first.untyped_storage().data_ptr()
+    for t in tensors:
+        if t.dim() != 2 or not t.is_contiguous() or t.storage_offset() != at or t.untyped_storage().data_ptr() != memory:
+            return None
+        at += t.numel()
+    return first.as_strided((sum(len(t) for t in tensors), first.shape[1]), first.stride())
+
+
 def _as_bytes(tensors: list[Tensor], buffer: WireBuffer, device: torch.device) -> Tensor:
     """A rank's rows of each matrix as uint8 [buffer.rows, buffer.row_bytes], zero rows behind them."""
-    if len(tensors) != 1:
+    if len(tensors) > 1 and (whole := _together(tensors)) is not None:
+        rows = whole.view(torch.uint8).view(-1, buffer.row_bytes)
+    elif len(tensors) != 1:
         each = [_as_bytes([t], WireBuffer(buffer.name, 0, buffer.row_bytes), device) for t in tensors]
         rows = torch.cat([torch.empty(0, buffer.row_bytes, dtype=torch.uint8, device=device), *each])
     elif (rows := tensors[0]).dtype is not torch.uint8 or rows.dim() != 2 or not rows.is_contiguous():
