@@ -20,8 +20,8 @@ from ..context import STEP
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..ops import native, opaque
 from ..ops.capability import arch_of
-from ..ops.native import Operand, TokenGroups
 from ..ops.layout import COMPACT
+from ..ops.native import Operand, TokenGroups
 from ..recipe import QUANTIZED_TYPES as SLOTS
 from ..storage import BUFFERS
 from ..tensor import torch_compat
