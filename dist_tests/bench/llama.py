@@ -7,10 +7,10 @@
     python -m dist_tests.bench.llama --tiny --backend aot_eager     # a smoke test, on a CPU too
 
 LlamaForCausalLM, or another family, is built from a config (the widths of Llama 3 8B) with random
-bf16 weights, sdpa (gpt-oss, which has sinks, its eager attention) and its own loss, or with --loss liger
-the fused head and loss of Liger-Kernel, in all arms. A step is forward, backward, fused AdamW and zero_grad: weights
-change in every step. lm_head stays bf16 in all arms. The base, "bf16 compiled", is measured first;
-then --arms:
+bf16 weights, sdpa (gpt-oss, which has sinks: eager attention) and its own loss, or with --loss
+liger the fused head and loss of Liger-Kernel, in all arms. A step is forward, backward, fused AdamW
+and zero_grad: weights change in every step. lm_head stays bf16 in all arms. The base, "bf16
+compiled", is measured first; then --arms:
 
     bf16             eager                       torchao   its float8, tensorwise, compiled
     compiled, eager  each recipe                 gather    the same with fp8 all-gathers (--fsdp)
@@ -100,7 +100,8 @@ WIDTHS = (
 )
 SIZE = dict(zip(WIDTHS, (4096, 14336, 32, 8, 32000)))
 TINY = dict(zip(WIDTHS, (64, 128, 4, 2, 256)))
-# What a family has other than those widths; the experts are Qwen3-30B-A3B's, gpt-oss-20b's and, at Llama's width, Mixtral's.
+# What a family has other than those widths; the experts are Qwen3-30B-A3B's, gpt-oss-20b's and, at
+# Llama's width, Mixtral's.
 MODELS = {
     "llama": ("llama", {}),
     "llama_110m": ("llama", dict(zip(WIDTHS, (768, 2048, 12, 12, 32000)))),  # with --layers 12
@@ -108,11 +109,12 @@ MODELS = {
     "gemma3": ("gemma3_text", {"head_dim": 128}),
     "mixtral": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}),
     "gpt_oss": ("gpt_oss", {
-        "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
-        "num_local_experts": 32, "num_experts_per_tok": 4,
+        "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4,
     }),
     "gpt2": ("gpt2", {
-        "hidden_size": 1600, "num_attention_heads": 25, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0,
+        "hidden_size": 1600, "num_attention_heads": 25,
+        "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0,
     }),
     "qwen3_moe": ("qwen3_moe", {
         "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 64,
@@ -170,7 +172,8 @@ def model(args, device: torch.device) -> nn.Module:
     torch.manual_seed(0)
     with device:
         return AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation="eager" if family == "gpt_oss" else "sdpa"
+            config, dtype=torch.bfloat16,
+            attn_implementation="eager" if family == "gpt_oss" else "sdpa",
         ).train()
 
 

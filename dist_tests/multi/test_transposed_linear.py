@@ -1,4 +1,4 @@
-"""Weights that lie [in, out], as of transformers' Conv1D: `fq.Linear` of the transposed weight, in GPT-2 and under `fully_shard`."""
+"""Weights [in, out], as of transformers' Conv1D: `fq.Linear` of the transposed weight, in GPT-2 and under `fully_shard`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from dist_tests.laws import assert_same_bytes, kept_step, values
 from dist_tests.multi.harness import run_ranks
 from dist_tests.multi.test_packed_experts import assert_same, step, train
 from dist_tests.single import hopper
+from dist_tests.single.test_fuse import tiny
 from fsdp_quant import recipes
 
 transformers = pytest.importorskip("transformers")
@@ -54,14 +55,8 @@ def test_products_are_those_of_a_linear_layer(name: str, on_hopper: bool, compil
         assert_same_bytes(a, b, what)
 
 
-def gpt2(recipe: fq.Recipe | None, **options) -> nn.Module:
-    config = transformers.GPT2Config(
-        n_embd=64, n_layer=2, n_head=2, vocab_size=64, n_positions=64, bos_token_id=0, eos_token_id=0, use_cache=False,
-        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-    )
-    torch.manual_seed(0)
-    net = transformers.GPT2LMHeadModel(config).bfloat16()
-    return net if recipe is None else fq.convert(net, recipe, "lm_head", **options)
+def gpt2(recipe: fq.Recipe | None) -> nn.Module:
+    return tiny("gpt2") if recipe is None else fq.convert(tiny("gpt2"), recipe, "lm_head")
 
 
 def test_gpt2_keeps_what_is_seen_of_it():

@@ -75,7 +75,6 @@ class GroupedLinear(HasWeight):
     """
 
     first_expert = 0
-    transposed = False  # the packed weight lies [E, K, N]: `fully_shard` gathers its values
 
     def __init__(
         self, num_experts: int, in_features: int, out_features: int, bias: bool = True, device=None, dtype=None,
@@ -101,9 +100,6 @@ class GroupedLinear(HasWeight):
             for parameter in self.parameters():
                 parameter.uniform_(-bound, bound)
         adopt_packed(self, [recipe] * num_experts, name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        nn.Module.__setattr__(self, name, value) if self.transposed else super().__setattr__(name, value)
 
     @property
     def matrices(self) -> Tensor:
@@ -186,7 +182,7 @@ class GroupedLinear(HasWeight):
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
     def _one_by_one(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Whose views hold the weight's AccumulateGrad, of the stream of this pass: they are let go of."""
+        """y of each part. Drops the views of the weight afterwards: they hold its AccumulateGrad node, of this pass's stream."""
         if self.owners[0] is not self:
             return [layer(part) for layer, part in zip(self._linears, parts)]
         weight, bias = self.held
@@ -200,11 +196,11 @@ class GroupedLinear(HasWeight):
         return made
 
     def _in_graph(self, x: Tensor, ends: Tensor) -> Tensor:
-        first, weight = self._linears[0], self.weight
-        rows = first.checked(x, weight).reshape(-1, first.in_features)
-        save, guards = torch.is_grad_enabled() and weight.requires_grad, first._graph.guards
+        first = self._linears[0]
+        rows = first.checked(x, self.weight).reshape(-1, first.in_features)
+        save, guards = torch.is_grad_enabled() and self.weight.requires_grad, first._graph.guards
         ends = ends if ends.device == rows.device else ends.to(rows.device)
-        y = traced_experts(rows, ends, weight, self.bias, first._plan.key, save, self.transposed, guards)
+        y = traced_experts(rows, ends, self.weight, self.bias, first._plan.key, save, self.transposed, guards)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
     @torch.compiler.disable(reason="experts of these formats take token splits that are a tensor outside graphs; give counts, a list")

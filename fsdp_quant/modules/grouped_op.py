@@ -24,7 +24,7 @@ from ..counters import counters
 from ..formats import COLUMNWISE, IDENTITY, ROWWISE, Direction, Format, round_up
 from ..ops import native
 from ..ops.capability import arch_of
-from ..ops.layout import COMPACT, operand_format, pad_to
+from ..ops.layout import COMPACT, adjoining, operand_format, pad_to
 from ..ops.native import Operand, TokenGroups
 from ..storage import Storage, laid_out
 from ..tensor import torch_compat
@@ -139,7 +139,7 @@ def _stacked_operand(storages: Sequence[Storage]) -> Operand | _Codes:
     return Operand(stacked([s.data for s in storages]), scale, storages[0].operand_format)
 
 
-def read_values(operand: Operand | _Codes) -> Operand:
+def _values(operand: Operand | _Codes) -> Operand:
     """What a grouped GEMM reads: two-level codes are decoded to values, with the tensors' decode scales [E]."""
     return operand if isinstance(operand, Operand) else operand.values()
 
@@ -210,9 +210,9 @@ def _of_packed(
     return made
 
 
-def packed_operand(values: Tensor, direction: Direction, plan: GemmPlan, dtype: torch.dtype) -> Operand:
-    """What products of groups read of weights [E, N, K] without histories."""
-    return read_values(_of_packed(values, [], [direction], plan, dtype, False)[direction])
+def packed_operand(weight: Tensor, direction: Direction, plan: GemmPlan, dtype: torch.dtype) -> Operand:
+    """What products of groups read of a weight [E, N, K] without histories: of its values, or gathered."""
+    return _values(ExpertWeights([weight], [], False).operands([direction], plan, dtype)[direction])
 
 
 # Tokens that came as codes #
@@ -221,14 +221,10 @@ def packed_operand(values: Tensor, direction: Direction, plan: GemmPlan, dtype: 
 def behind(tensors: Sequence[Tensor]) -> Tensor:
     """torch.cat, aligned to 16 bytes; a view, where tensors of one memory lie so, one behind the other."""
     there = [t for t in tensors if t.numel()]
-    at, memory = there[0].storage_offset(), there[0].untyped_storage().data_ptr()
-    together = there[0].data_ptr() % 16 == 0
-    for t in there:
-        together &= t.is_contiguous() and t.storage_offset() == at and t.untyped_storage().data_ptr() == memory
-        at += t.numel()
-    if not together:
-        return torch.cat(there) if len(there) > 1 else there[0].clone()
-    return there[0].as_strided((sum(len(t) for t in there), *there[0].shape[1:]), there[0].stride())
+    whole = adjoining(there)
+    if whole is not None and whole.data_ptr() % 16 == 0:
+        return whole
+    return torch.cat(there) if len(there) > 1 else there[0].clone()
 
 
 def given_operand(plan: GemmPlan, slot: str, x: QuantizedTensor, direction: Direction, groups: TokenGroups) -> Operand:
@@ -368,7 +364,7 @@ class GroupedLinearCall(torch.autograd.Function):
         biases = parameters[count:]
         keeps = ctx.needs_input_grad[0] and not weights.are_gathered
         made = weights.operands([ROWWISE, *([COLUMNWISE] if keeps else [])], plan, x.dtype)
-        weight, columnwise = read_values(made.pop(ROWWISE)), made.get(COLUMNWISE)
+        weight, columnwise = _values(made.pop(ROWWISE)), made.get(COLUMNWISE)
         call, out_dtype = plan.resolved(x.dtype, x.device).call, torch.float32 if biases else x.dtype
         if isinstance(x, QuantizedTensor):
             y, ctx.groups, saved = _forward_of_codes(x, ends, weight, plan, save, out_dtype, tag)
@@ -398,7 +394,7 @@ class GroupedLinearCall(torch.autograd.Function):
         need_x, need_w, need_b = needs[0], any(needs[first : first + ctx.count]), any(needs[first + ctx.count :])
         dx, dw, db = None, (), ()
         if need_x or need_w:
-            weight = read_values(_columnwise_of(ctx, tensors[ctx.kept :], dy.dtype)) if need_x else None
+            weight = _values(_columnwise_of(ctx, tensors[ctx.kept :], dy.dtype)) if need_x else None
             saved = tensors[: ctx.kept] if need_w else ()
             if isinstance(dy, QuantizedTensor):
                 dx, dw = _backward_of_codes(dy, groups, weight, saved, ctx.plan, ctx.guard, ctx.beside)

@@ -54,8 +54,9 @@ def freeze(module: nn.Module) -> int:
     """Turn the weights of `module` that do not train into their codes, for good; returns how many.
 
     For the base under LoRA: a frozen `fq.Linear` holds a `QuantizedTensor` of both directions in place of its high-precision
-    weight, as its GEMMs read it. Packed experts and transposed weights stay as they are. Bits of outputs and of gradients are those before. `weight.dequantize()` gives the values
-    that the codes have; the values that they were made from are gone, from the state dict too.
+    weight, as its GEMMs read it. Bits of outputs and of gradients are those before. `weight.dequantize()` gives the values
+    that the codes have; the values that they were made from are gone, from the state dict too. Packed experts and transposed
+    weights stay as they are.
 
     Raises ValueError, before anything is changed, for a module without frozen `fq.Linear` weights, and for a weight that is
     sharded, that is a quantized parameter, or that keeps amax histories, naming it.

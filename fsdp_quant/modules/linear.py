@@ -35,14 +35,18 @@ class HasWeight(nn.Module):
     """A module whose `weight` FSDP2 gathers as codes: its shard gets the hooks when FSDP2 registers it.
 
     FSDP2 registers a parameter by `setattr` when it shards it, and each time that it gathers or reshards it.
+
+    transposed:  the weight is [.., K, N], of which FSDP2 gathers the values.
     """
+
+    transposed = False
 
     def __setattr__(self, name: str, value: object) -> None:
         registered = self.__dict__.get("_parameters")
         if registered is None or registered.get(name) is None or not isinstance(value, nn.Parameter):
             super().__setattr__(name, value)
             return
-        if name == "weight" and isinstance(value, DTensor) and "_weight_state" in self.__dict__:
+        if name == "weight" and isinstance(value, DTensor) and "_weight_state" in self.__dict__ and not self.transposed:
             self.__dict__["_weight_state"] = as_shard(value, self._weight_state)
         registered[name] = value
 

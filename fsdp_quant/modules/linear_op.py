@@ -319,7 +319,10 @@ def lies_transposed(weight: Tensor) -> bool:
 def codes_of_transposed(
     weight: Tensor, call: int, directions: Sequence[Direction], round_to_bf16: bool
 ) -> dict[Direction, list[Tensor]]:
-    """(data, scale) per direction of a weight that `lies_transposed`, as `native.linear_weight` makes them; call: `GemmPlan.turned`."""
+    """(data, scale) per direction of a weight that `lies_transposed`, as `native.linear_weight` makes them.
+
+    call:  `GemmPlan.turned`.
+    """
     made = native.linear_weight(weight.mT, call, COLUMNWISE in directions, ROWWISE in directions, round_to_bf16, [], [])
     of = {COLUMNWISE: made[:2], ROWWISE: made[-2:]}
     return {d: of[d] for d in directions}

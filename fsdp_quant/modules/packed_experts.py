@@ -85,10 +85,12 @@ def parts_of(module: nn.Module) -> tuple[str, ...]:
 
 
 def _is_of_transformers(module: nn.Module) -> bool:
-    """Of a class under its `use_experts_implementation`, whose flags are a contract: any of its implementations may multiply it."""
-    flags = all(hasattr(module, flag) for flag in ("has_gate", "has_bias", "is_transposed"))
-    unlike = ("has_post_expert_norm", "_is_expert_parallel")
-    return flags and not any(getattr(module, k, False) for k in unlike) and hasattr(module, "_apply_gate" if module.has_gate else "act_fn")
+    """Of a class under its `use_experts_implementation`: any implementation that its flags describe may multiply it."""
+    if not all(hasattr(module, flag) for flag in ("has_gate", "has_bias", "is_transposed")):
+        return False
+    if any(getattr(module, flag, False) for flag in ("has_post_expert_norm", "_is_expert_parallel")):
+        return False
+    return hasattr(module, "_apply_gate" if module.has_gate else "act_fn")
 
 
 def _is_of_torchtitan(module: nn.Module, parts: tuple[str, ...]) -> bool:

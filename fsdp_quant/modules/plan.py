@@ -156,9 +156,9 @@ class GemmPlan:
         key = (dtype, device)
         if key not in self._turned:
             resolved, arch, made = self.resolved(dtype, device), arch_of(device), None
-            two_level = any(self.operand("weight", d).tensor_scale for d in Direction)
             layouts = resolved.layouts["weight"]
-            if resolved.call is not None and not two_level and not self.weight.delayed_directions and COMPACT not in layouts.values():
+            differ = any(self.operand("weight", d).tensor_scale for d in Direction) or COMPACT in layouts.values()
+            if resolved.call is not None and not differ and not self.weight.delayed_directions:
                 readings = self._readings(resolved.layouts, resolved.domains, dtype, arch)
                 readings[2:4] = [
                     native.reading_of(self.weight.side(of).encoding(d), layouts[of], resolved.domains[product], arch, False, None)

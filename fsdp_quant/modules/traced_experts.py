@@ -21,13 +21,13 @@ from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..ops import native, opaque
 from ..ops.capability import arch_of
 from ..ops.layout import COMPACT
-from ..ops.native import Operand, TokenGroups
+from ..ops.native import TokenGroups
 from ..recipe import QUANTIZED_TYPES as SLOTS
 from ..storage import BUFFERS
 from ..tensor import torch_compat
 from ..tensor.gather_group import RECOMPUTED_IN_GRAPHS
 from ..tensor.quantized_tensor import QuantizedTensor, Slots
-from .grouped_op import ExpertWeights, bias_gradients, group_of, packed_operand, read_as, read_values, why_not, wrong_splits
+from .grouped_op import bias_gradients, group_of, packed_operand, read_as, why_not, wrong_splits
 from .linear_op import LinearCall, buffers_of, multiply, multiply_backward, slot_ids, storage_over
 from .plan import GemmPlan, plan_of
 
@@ -47,8 +47,9 @@ def runs_in_graphs(plan: GemmPlan | None) -> bool:
 def traced_experts(
     x: Tensor, ends: Tensor, weight: Tensor, bias: Tensor | None, plan: str, save: bool, turned: bool, guards: list[Tensor]
 ) -> Tensor:
-    """y [tokens, N] of x [tokens, K], whose rows of expert e end at ends[e], weights [E, N, K], maybe gathered, and biases [E, N].
+    """y [tokens, N] of x [tokens, K], whose rows of expert e end at ends[e], weights [E, N, K] and biases [E, N].
 
+    weight:  values, or what `fully_shard` gathered.
     plan:    key of the plan of all experts. save: the backward needs x. turned: the weights are [E, K, N].
     guards:  what quantizers of the forward and of the backward count is added to these; []: nothing is anchored.
     """
@@ -117,12 +118,6 @@ def _weight_of(
     return QuantizedTensor(slots=Slots(parts=parts), shape=tuple(shape))
 
 
-def _operand(weight: Tensor, direction: Direction, plan: GemmPlan, dtype: torch.dtype) -> Operand:
-    if not isinstance(weight, QuantizedTensor):
-        return packed_operand(weight, direction, plan, dtype)
-    return read_values(ExpertWeights([weight], [None] * len(weight)).operands([direction], plan, dtype)[direction])
-
-
 # One product for all #
 
 def _in_one(x: Tensor, shape: list[int], bias: bool, plan: GemmPlan) -> bool:
@@ -166,7 +161,7 @@ def _run_forward(x, ends, values, codes, shape, bias, plan, save, turned, counts
         return [torch.cat([multiply(part, w, b, call, False)[0] for part, w, b in parts]), *seen]
     plan = plan.of_groups
     call, dtype = plan.resolved(x.dtype, x.device).call, x.dtype if bias is None else torch.float32
-    operand = _operand(weight, ROWWISE, plan, x.dtype)
+    operand = packed_operand(weight, ROWWISE, plan, x.dtype)
     y, groups, kept = native.grouped_step(x, ends, operand, call, save, *(seen or [None]), dtype, wrong_splits(), _NO_MODULE)
     if bias is not None:
         y = y.add_(bias.float().index_select(0, group_of(groups, x))).to(x.dtype)
@@ -203,7 +198,7 @@ def _run_backward(dy, groups, values, codes, shape, saved, plan, need_x, need_w,
         return [make(of) for make, of, need in ((torch.cat, dx, need_x), (torch.stack, dw, need_w), (torch.stack, db, need_b)) if need] + seen
     plan, groups, made = plan.of_groups, TokenGroups(groups, shape[0]), []
     if need_x or need_w:
-        operand = _operand(weight, COLUMNWISE, plan, dy.dtype) if need_x else None
+        operand = packed_operand(weight, COLUMNWISE, plan, dy.dtype) if need_x else None
         call = plan.resolved(dy.dtype, dy.device).call
         dx, dw = native.grouped_step_backward(
             dy, groups, operand, saved if need_w else [], call, *(seen or [None]), turned=turned and plan.turns_wgrad

@@ -7,6 +7,8 @@ Sources: cuBLAS 13 documentation, "Narrow precision data types usage" (128x4 sca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,6 +31,17 @@ OVER_TOKENS = ANCHORED_512
 def operand_format(fmt: Format, layout: str) -> Format:
     """What codes and scales of `fmt` mean as the operand of a product: anchored ones have scales of lines."""
     return anchored_format(fmt, ANCHOR_RUNS[layout]) if layout in ANCHOR_RUNS else fmt
+
+
+def adjoining(tensors: Sequence[Tensor]) -> Tensor | None:
+    """torch.cat of tensors [n, ..] as a view of their memory, where each begins at the end of the one before; else None."""
+    first, at = tensors[0], tensors[0].storage_offset()
+    memory = first.untyped_storage().data_ptr()
+    for t in tensors:
+        if not t.is_contiguous() or t.storage_offset() != at or t.untyped_storage().data_ptr() != memory:
+            return None
+        at += t.numel()
+    return first.as_strided((sum(len(t) for t in tensors), *first.shape[1:]), first.stride())
 
 
 def pad_to(x: Tensor, rows: int, cols: int) -> Tensor:

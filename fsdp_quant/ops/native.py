@@ -687,7 +687,6 @@ def grouped_step_backward(
     """dx [tokens, K] of the columnwise operand of the weights, dw [E, N, K] of what was saved of x; empty without those.
 
     turned:   dw is [E, K, N].
-
     factors:  of x, where x was saved; grad_factors, grad_histories: of dy.
     """
     data, scale = (None, None) if weight is None else weight[:2]

@@ -132,10 +132,12 @@ class GatherPlan:
             self._recorded = None
 
     def _record(self, local: Sequence[Tensor], key: list) -> _Sent:
-        asked = [
-            (i, d, s) for i, (member, shard, chosen) in enumerate(zip(self.members, local, self._chosen))
-            for d in chosen.directions for s in member.shards(shard, d)
-        ]
+        asked, whose = [], []
+        for i, (member, shard, chosen) in enumerate(zip(self.members, local, self._chosen)):
+            for d in chosen.directions:
+                for matrix, s in enumerate(member.shards(shard, d)):
+                    asked.append((i, d, s))
+                    whose.append((i, matrix if member.state.parts else None))
         launches: list[tuple[GroupEncoding, list[int]]] = []
         made: dict[tuple[int, Direction], list[tuple[Piece, Encoded]]] = {}
         for (i, d, shard), encoded in zip(asked, self._encoded(local, asked, launches)):
@@ -164,15 +166,7 @@ class GatherPlan:
                         own_inputs.append(rows)
             inputs.append(tuple(own_inputs))
             metadata.append(own_metadata)
-        counts: Counter[tuple[int, Direction]] = Counter()
-        matrices = []
-        for i, d, _ in asked:
-            matrices.append(counts[i, d])
-            counts[i, d] += 1
-        places = [
-            (launch, [(asked[n][0], matrices[n] if self.members[asked[n][0]].state.parts else None) for n in at])
-            for launch, at in launches
-        ]
+        places = [(launch, [whose[n] for n in at]) for launch, at in launches]
         names = [(s.piece.state.name, d.value) for _, d, s in asked]
         return _Sent(key, places, names, inputs, metadata, torch_compat.by_dtype(copies), is_repeatable)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..formats import COLUMNWISE, ROWWISE, SCALE_BYTES, SCALE_DTYPE, Direction, Encoding
 from ..ops.dispatch import Encoded
+from ..ops.layout import adjoining
 from ..scaling import RowCuts
 from ..storage import Placement, Storage, scale_placement
 from . import torch_compat
@@ -318,20 +319,9 @@ def _seen_as(target: Tensor, source: Tensor) -> Tensor:
     return source.view(target.dtype).view(target.shape) if source.dtype is torch.uint8 else source
 
 
-def _together(tensors: list[Tensor]) -> Tensor | None:
-    """Matrices of one memory that lie one behind the other, as one [rows, cols]; None for others."""
-    first, at = tensors[0], tensors[0].storage_offset()
-    memory = first.untyped_storage().data_ptr()
-    for t in tensors:
-        if t.dim() != 2 or not t.is_contiguous() or t.storage_offset() != at or t.untyped_storage().data_ptr() != memory:
-            return None
-        at += t.numel()
-    return first.as_strided((sum(len(t) for t in tensors), first.shape[1]), first.stride())
-
-
 def _as_bytes(tensors: list[Tensor], buffer: WireBuffer, device: torch.device) -> Tensor:
     """A rank's rows of each matrix as uint8 [buffer.rows, buffer.row_bytes], zero rows behind them."""
-    if len(tensors) > 1 and (whole := _together(tensors)) is not None:
+    if len(tensors) > 1 and tensors[0].dim() == 2 and (whole := adjoining(tensors)) is not None:
         rows = whole.view(torch.uint8).view(-1, buffer.row_bytes)
     elif len(tensors) != 1:
         each = [_as_bytes([t], WireBuffer(buffer.name, 0, buffer.row_bytes), device) for t in tensors]

@@ -263,10 +263,6 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         content = self._content
         return content.quantizer == self._quantizer and content.versions.get(direction) == (version or self.version)
 
-    def _is_current(self) -> bool:
-        content, version = self._content, self.version
-        return content.quantizer == self._quantizer and all(content.versions.get(d) == version for d in (ROWWISE, COLUMNWISE))
-
     @property
     def _quantizer(self) -> tuple:
         return self.state.quantizer, self.state.compute_dtype, self.state.stale_codes
@@ -308,7 +304,10 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
     def _current(self) -> Slots:
         """The codes for whoever reads a whole weight, made again if its values changed; a shard's are those of the last event."""
         whole = self.dim() == 2 and self.shape[0] == self.state.shape[0] and self.device.type != "meta"
-        if not whole or self.state.publisher is not None or self._is_current():
+        if not whole or self.state.publisher is not None:
+            return self._slots
+        version = self.version
+        if self.is_current(ROWWISE, version) and self.is_current(COLUMNWISE, version):
             return self._slots
         with torch_compat.outside_inference_mode(), torch.no_grad():
             if self.state.pending and self.state.spans_parts:
