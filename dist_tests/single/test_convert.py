@@ -166,6 +166,29 @@ def test_subclasses_with_the_forward_of_linear_keep_what_they_add(name: str):
         fq.convert(m, recipe)
 
 
+def test_falcons_layers_are_taken_by_name():
+    """Otherwise Falcon has no layer to convert, or a class of its name or a subclass with another forward is taken too."""
+    falcon = pytest.importorskip("transformers.models.falcon.modeling_falcon").FalconLinear
+    results = []
+    for cls in (nn.Linear, falcon):
+        torch.manual_seed(0)
+        m = fq.convert(nn.Sequential(cls(32, 48), cls(48, 32, bias=False)), recipes.mxfp8())
+        file = io.BytesIO()
+        torch.save(m, file)
+        file.seek(0)
+        for made in (m, copy.deepcopy(m), torch.load(file, weights_only=False)):
+            assert all(isinstance(layer, fq.Linear) and isinstance(layer, cls) for layer in made)
+            y = made(values(8, 32, dtype=torch.float32))
+            y.sum().backward()
+            results.append([y.detach(), *(p.grad for p in made.parameters())])
+    for got in results[1:]:
+        for a, b in zip(got, results[0]):
+            assert_same_bytes(a, b)
+    other = type("FalconLinear", (falcon,), {"forward": lambda self, x: 2 * falcon.forward(self, x)})
+    with pytest.raises(ValueError, match="no nn.Linear to convert"):
+        fq.convert(nn.Sequential(other(8, 8)), recipes.mxfp8())
+
+
 def test_subclasses_with_another_forward_are_left_alone():
     """Otherwise a class that overrides forward loses its own arithmetic."""
     class Scaled(nn.Linear):

@@ -53,7 +53,7 @@ def convert(
     A layer whose weight is an nn.Embedding's too (a tied lm_head) stays as it is: `fq.plan` lists it with all else that is
     multiplied in high precision.
     Works before and after `fully_shard` (while sharded). Subclasses of nn.Linear keep what they add, and stay instances of their
-    class; those with another forward are left alone.
+    class; those with another forward are left alone, but for Falcon's.
 
     Raises ValueError, before anything is changed, for a pattern that matches nothing, a model without linear layers, a
     weight that is shared with a module that is not linear (naming both), a recipe that cannot be planned for a module,
@@ -283,11 +283,17 @@ def _is_packed(module: nn.Module) -> bool:
     )
 
 
+# Subclasses of nn.Linear whose own forward is the product of nn.Linear, and then the bias. Known by their code: data cannot
+# prove that a forward adds nothing, as a LoRA layer does not before it is trained.
+_PLAIN = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
+
+
 def _is_plain_linear(module: nn.Module) -> bool:
-    """A linear layer that multiplies as nn.Linear does: of its class, or of one that has its forward."""
+    """A linear layer that multiplies as nn.Linear does: of its class, of one that has its forward, or of `_PLAIN`."""
     cls = _own_class(type(module))
     return (
-        issubclass(cls, nn.Linear) and cls.forward is nn.Linear.forward and not is_lazy(module.weight)
+        issubclass(cls, nn.Linear) and not is_lazy(module.weight)
+        and (cls.forward is nn.Linear.forward or f"{cls.__module__}.{cls.__qualname__}" in _PLAIN)
         and not issubclass(cls, (Linear, NonDynamicallyQuantizableLinear))  # nn.MultiheadAttention reads it without a call
     )
 
