@@ -121,6 +121,17 @@ def test_fused_modules_call_the_activations_kernel():
         assert [operators.count(k) - n for k, n in zip(kernels, before)] == [1, 1, 2]  # the gated one as it is quantized
 
 
+@pytest.mark.parametrize("hidden", (24, 20))
+def test_widths_that_no_kernel_takes_train_to_the_same_bits(hidden: int):
+    """If false, the backward of a fused MLP of another width fails where kernels run, or reads amaxes that nobody wrote."""
+    outcomes = []
+    with hopper.emulated():
+        for fuse in (True, False):
+            torch.manual_seed(0)
+            outcomes.append(step(fq.convert(nn.Sequential(MLP(hidden=hidden)), recipes.fp8_current(), fuse=fuse)))
+    assert_same(*outcomes)
+
+
 @pytest.mark.parametrize("kind", (Swapped, Detached, InFloat, Dropped, Several))
 def test_another_function_is_refused_by_name(kind: type):
     """If false, fuse= silently replaces a forward that computes something else, or has another gradient."""

@@ -69,7 +69,7 @@ class _Activate(torch.autograd.Function):
     def backward(ctx, dh):
         with _tracing():
             dg, du, amaxes = norm.activation_backward(dh, *ctx.saved_tensors, ctx.kind)
-        if ctx.grad_amaxes is not None:
+        if ctx.grad_amaxes is not None and amaxes is not None:  # else no layer reads them either: see `activate`
             ctx.grad_amaxes.copy_(torch.stack(amaxes))
         return dg, du, None, None
 
@@ -86,7 +86,8 @@ def activate(
 ) -> tuple[Tensor, Tensor | None]:
     """(act(g), or act(g) * u; its amaxes, or None where no kernel makes it).
 
-    grad_amaxes:  fp32 [1 or 2, n] (`native.new_amaxes`): the backward writes the amaxes of the gradients of g and u there.
+    grad_amaxes:  fp32 [1 or 2, n] (`native.new_amaxes`): the backward writes the amaxes of the gradients of g and u there; not
+                  where g is no product of a compiled call: then its layer reads none.
     """
     if torch.compiler.is_compiling():
         return _traced_activation(g, u, kind), None
