@@ -58,7 +58,7 @@ ActivationArgs activation_args(const at::Tensor& g, const MaybeTensor& u, const 
   const at::Tensor rows = rows_of(g, "g", g);
   constexpr int64_t kMost = 65535 * 128, kLargest = std::numeric_limits<int32_t>::max() - 1024;
   ActivationArgs a = {};
-  a.rows = rows.size(0), a.cols = rows.size(1);
+  a.rows = rows.size(0), a.cols = a.out_stride = rows.size(1);
   TORCH_CHECK_VALUE(a.rows <= kMost && a.cols <= kLargest, "g has shape ", g.sizes(), "; wanted at most [", kMost, ", ",
                     kLargest, "]");
   a.g = g.const_data_ptr(), a.g_stride = rows.stride(0);
@@ -67,10 +67,10 @@ ActivationArgs activation_args(const at::Tensor& g, const MaybeTensor& u, const 
   return a;
 }
 
-// Amaxes of results like g: [count, AmaxesOf].
+// Amaxes of results as the kernel writes them: [count, AmaxesOf].
 // given: memory of the caller's.
 at::Tensor new_lines(const at::Tensor& g, const ActivationArgs& args, int64_t count, const MaybeTensor& given = std::nullopt) {
-  const AmaxesOf layout = {args.rows, args.cols};
+  const AmaxesOf layout = {args.rows, args.out_stride};
   if (given.has_value()) check_buffer(*given, "grad_amaxes", g, at::kFloat, count * layout.size());
   at::Tensor amaxes = given.has_value() ? *given : new_empty(g, {count, layout.size()}, at::kFloat);
   C10_CUDA_CHECK(cudaMemsetAsync(amaxes.mutable_data_ptr(), 0, amaxes.nbytes(), c10::cuda::getCurrentCUDAStream()));
@@ -97,17 +97,28 @@ std::tuple<at::Tensor, at::Tensor> activation(const at::Tensor& g, const MaybeTe
 
 namespace {
 
+// Gate and up: as they are given, or the halves of g's rows.
+std::pair<at::Tensor, MaybeTensor> operands_of(const at::Tensor& g, const MaybeTensor& u, bool packed) {
+  if (!packed) return {g, u};
+  TORCH_CHECK_VALUE(!u.has_value() && g.dim() > 0 && g.size(-1) % 2 == 0, "g is packed and has shape ", g.sizes(),
+                    "; wanted gate and up as its halves, and no u");
+  const int64_t cols = g.size(-1) / 2;
+  return {g.narrow(-1, 0, cols), g.narrow(-1, cols, cols)};
+}
+
 // dg, du (empty without u), and their amaxes [2 (1), AmaxesOf]; written to `of_g` and `of_u`, which may be g and u.
+// halves: those are the halves of one contiguous tensor, whose amaxes [1, AmaxesOf] are returned.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> backward_into(
     const at::Tensor& of_g, const at::Tensor& of_u, const MaybeTensor& of_amaxes, const at::Tensor& dh, const at::Tensor& g,
-    const MaybeTensor& u, int64_t kind) {
+    const MaybeTensor& u, int64_t kind, bool halves = false) {
   ActivationArgs args = activation_args(g, u, &dh);
+  if (halves) args.out_stride = 2 * args.cols;
   const c10::cuda::CUDAGuard guard(g.device());
   const auto made = [&](const at::Tensor& given, at::IntArrayRef sizes) {
     return given.defined() ? given : new_empty(g, sizes, g.scalar_type());
   };
   const at::Tensor dg = made(of_g, g.sizes()), du = made(of_u, u.has_value() ? g.sizes() : at::IntArrayRef{0});
-  const at::Tensor amaxes = new_lines(g, args, 1 + u.has_value(), of_amaxes);
+  const at::Tensor amaxes = new_lines(g, args, u.has_value() && !halves ? 2 : 1, of_amaxes);
   args.out = dg.mutable_data_ptr(), args.du = du.mutable_data_ptr(), args.amaxes = amaxes.mutable_data_ptr<float>();
   launch(args, g, kind, true);
   return {dg, du, amaxes};
@@ -120,10 +131,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> activation_backward(
 
 // act(g) (* u), and its amaxes; deferred: its shape, with one element of memory, and no amaxes.
 std::tuple<at::Tensor, at::Tensor> activate(
-    const at::Tensor& g, const MaybeTensor& u, int64_t kind, const MaybeTensor&, bool deferred) {
+    const at::Tensor& g, const MaybeTensor& u, int64_t kind, const MaybeTensor&, bool deferred, bool packed) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
-  if (deferred) return {new_empty(g, {}, g.scalar_type()).expand(g.sizes()), new_empty(g, {0}, at::kFloat)};
-  const auto [h, amaxes] = activation(g, u, kind);
+  const auto [gate, up] = operands_of(g, u, packed);
+  if (deferred) return {new_empty(g, {}, g.scalar_type()).expand(gate.sizes()), new_empty(g, {0}, at::kFloat)};
+  const auto [h, amaxes] = activation(gate, up, kind);
   return {h, amaxes[0]};
 }
 
@@ -132,24 +144,24 @@ struct Operands : torch::CustomClassHolder {
   MaybeTensor grad_amaxes;  // where those of the gradients go
 };
 
-// Keeps g and u, and writes their gradients over them where nobody else has them.
+// Keeps g and u, and writes their gradients over them where nobody else has them. packed: g holds both, as does its gradient.
 struct Activate : torch::autograd::Function<Activate> {
   static torch::autograd::variable_list forward(
       torch::autograd::AutogradContext* ctx, const at::Tensor& g, const MaybeTensor& u, int64_t kind,
-      const MaybeTensor& grad_amaxes, bool deferred) {
+      const MaybeTensor& grad_amaxes, bool deferred, bool packed) {
     const auto operands = c10::make_intrusive<Operands>();
     operands->kept.keep(u.has_value() ? std::vector<at::Tensor>{g, *u} : std::vector<at::Tensor>{g});
     operands->grad_amaxes = grad_amaxes;
     ctx->saved_data["operands"] = c10::IValue::make_capsule(operands);
-    ctx->saved_data["kind"] = kind;
-    const auto [h, amaxes] = activate(g, u, kind, grad_amaxes, deferred);
+    ctx->saved_data["kind"] = kind, ctx->saved_data["packed"] = packed;
+    const auto [h, amaxes] = activate(g, u, kind, grad_amaxes, deferred, packed);
     ctx->mark_non_differentiable({amaxes});
     return {h, amaxes};
   }
 
   static torch::autograd::variable_list backward(
       torch::autograd::AutogradContext* ctx, torch::autograd::variable_list& gradients) {
-    torch::autograd::variable_list result(5);
+    torch::autograd::variable_list result(6);
     at::Tensor dh = std::move(gradients[0]);
     if (!dh.defined()) return result;
     if (dh.key_set().has(c10::DispatchKey::Python)) dh = dh.clone();  // of a collective that is under way: waits
@@ -166,11 +178,19 @@ struct Activate : torch::autograd::Function<Activate> {
       const at::AutoDispatchBelowADInplaceOrView no_autograd;
       dh = dh.contiguous();
       if (!is_aligned(dh.const_data_ptr(), 16)) dh = dh.clone();
-      const MaybeTensor u = values[1].defined() ? MaybeTensor(values[1]) : std::nullopt;
-      const auto [dg, du, amaxes] =
-          backward_into(written[0], written[1], operands->grad_amaxes, dh, values[0], u, ctx->saved_data["kind"].toInt());
-      result[0] = dg;
-      if (u.has_value()) result[1] = du;
+      const int64_t kind = ctx->saved_data["kind"].toInt();
+      const bool packed = ctx->saved_data["packed"].toBool();
+      if (packed) {
+        result[0] = written[0].defined() ? written[0] : new_empty(values[0], values[0].sizes(), values[0].scalar_type());
+        const auto [g, u] = operands_of(values[0], std::nullopt, true);
+        const auto [dg, du] = operands_of(result[0], std::nullopt, true);
+        backward_into(dg, *du, operands->grad_amaxes, dh, g, u, kind, true);
+      } else {
+        const MaybeTensor u = values[1].defined() ? MaybeTensor(values[1]) : std::nullopt;
+        const auto [dg, du, amaxes] = backward_into(written[0], written[1], operands->grad_amaxes, dh, values[0], u, kind);
+        result[0] = dg;
+        if (u.has_value()) result[1] = du;
+      }
     }
     refuse_second_derivatives(result);
     return result;
@@ -178,8 +198,8 @@ struct Activate : torch::autograd::Function<Activate> {
 };
 
 std::tuple<at::Tensor, at::Tensor> activate_autograd(
-    const at::Tensor& g, const MaybeTensor& u, int64_t kind, const MaybeTensor& grad_amaxes, bool deferred) {
-  const torch::autograd::variable_list made = Activate::apply(g, u, kind, grad_amaxes, deferred);
+    const at::Tensor& g, const MaybeTensor& u, int64_t kind, const MaybeTensor& grad_amaxes, bool deferred, bool packed) {
+  const torch::autograd::variable_list made = Activate::apply(g, u, kind, grad_amaxes, deferred, packed);
   return {made[0], made[1]};
 }
 
@@ -253,7 +273,7 @@ void register_norm(torch::Library& m) {
   m.def("activation_backward(Tensor dh, Tensor g, Tensor? u, int kind) -> (Tensor, Tensor, Tensor)",
         torch::dispatch(c10::DispatchKey::CUDA, activation_backward), compliant());
   // Eager mode alone: the backward writes `grad_amaxes`.
-  m.def("activate(Tensor g, Tensor? u, int kind, Tensor? grad_amaxes, bool deferred) -> (Tensor, Tensor)",
+  m.def("activate(Tensor g, Tensor? u, int kind, Tensor? grad_amaxes, bool deferred, bool packed) -> (Tensor, Tensor)",
         torch::dispatch(c10::DispatchKey::CUDA, activate));
   m.impl("activate", torch::dispatch(c10::DispatchKey::AutogradCUDA, activate_autograd));
   m.def("norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool centred, bool zero_centered, "

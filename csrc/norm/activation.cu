@@ -58,10 +58,11 @@ __global__ void __launch_bounds__(kBlock, Eight<T>::kWide ? 3 : 4) activation_ke
   const T* const g = static_cast<const T*>(args.g) + first * args.g_stride + col;
   const T* const u = static_cast<const T*>(args.u) + first * args.u_stride + col;
   const T* const dh = static_cast<const T*>(args.dh) + first * args.dh_stride + col;
-  T* const out = static_cast<T*>(args.out) + first * args.cols + col;
-  T* const du = static_cast<T*>(args.du) + first * args.cols + col;
-  const AmaxesOf layout = {args.rows, args.cols};
-  float* const of_du_amaxes = args.amaxes + layout.size();
+  T* const out = static_cast<T*>(args.out) + first * args.out_stride + col;
+  T* const du = static_cast<T*>(args.du) + first * args.out_stride + col;
+  const AmaxesOf layout = {args.rows, args.out_stride};
+  const bool halves = args.out_stride != args.cols;
+  float* const of_du_amaxes = args.amaxes + (halves ? 0 : layout.size());
   auto* const out_rows = reinterpret_cast<uint32_t*>(args.amaxes + layout.at_rows() + first);
   auto* const du_rows = reinterpret_cast<uint32_t*>(of_du_amaxes + layout.at_rows() + first);
   Collected<T> of_out, of_du;
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(kBlock, Eight<T>::kWide ? 3 : 4) activation_ke
     for (int k = 0; k < kUnroll; ++k) {
       const int32_t row = first_row + k * kWarps;
       if (row >= rows) break;  // of the whole warp
-      const int64_t at = row * args.cols;
+      const int64_t at = row * args.out_stride;
       float x[8], up[8], a[8], slope[8];
       gs[k].widen(x);
       if constexpr (Gated) us[k].widen(up);
@@ -114,10 +115,10 @@ __global__ void __launch_bounds__(kBlock, Eight<T>::kWide ? 3 : 4) activation_ke
       }
     }
   }
-  const int64_t of_run = layout.at_runs() + first / kAmaxRun * args.cols + left;
+  const int64_t of_run = layout.at_runs() + first / kAmaxRun * args.out_stride + left;
   const int32_t cols = static_cast<int32_t>(args.cols - left);
   of_out.store(args.amaxes, args.amaxes + of_run, cols, smem[0]);
-  if constexpr (Backward && Gated) of_du.store(of_du_amaxes, of_du_amaxes + of_run, cols, smem[1]);
+  if constexpr (Backward && Gated) of_du.store(of_du_amaxes, of_du_amaxes + of_run + (halves ? args.cols : 0), cols, smem[1]);
 }
 
 template <class T, Activation A>

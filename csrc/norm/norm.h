@@ -13,12 +13,14 @@ enum class Activation : int32_t { kGelu = 0, kGeluTanh = 1, kSilu = 2, kRelu = 3
 constexpr int kLargestWidth = 16384;  // columns of a norm: a block holds a row in registers
 constexpr int kNormBlocks = 264;      // of a norm's backward at most, and partial sums of gamma's gradient
 
-// [rows, cols] values, 16-byte rows; each of g, u and dh with its own distance between rows. Outputs are contiguous.
+// [rows, cols] values, 16-byte rows; each of g, u and dh with its own distance between rows. Outputs are contiguous, or dg and du
+// are the halves of the rows of one tensor.
 struct ActivationArgs {
   const void *g, *u, *dh;  // u: null where nothing is gated; dh: of the backward
   int64_t g_stride, u_stride, dh_stride;
+  int64_t out_stride;      // of out and du: cols; 2 cols where they are halves of one tensor
   void *out, *du;          // h; or dg and du
-  float *amaxes;           // of out, then of du, each as AmaxesOf
+  float *amaxes;           // of out, then of du, each as AmaxesOf; or of both in one
   int64_t rows, cols;      // cols a multiple of 8
 };
 

@@ -12,6 +12,7 @@ from dist_tests.kernels import expected
 from dist_tests.kernels.expected import BF16
 from dist_tests.kernels.test_gemm import RECIPES
 from dist_tests.laws import assert_same_bytes
+from dist_tests.single.test_fuse import Packed
 from fsdp_quant.context import STEP
 from fsdp_quant.formats import round_up
 from fsdp_quant.modules import norm_op
@@ -77,6 +78,28 @@ def test_activation_is_the_references(name: str, dtype: torch.dtype):
             assert_amax(amax, h, "h"), assert_amax(amaxes[0], dg, "dg")
             if gated:
                 assert_close(du, wanted[1], exact[0].abs().max(), "du"), assert_amax(amaxes[1], du, "du")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_halves_of_one_tensor_have_the_bytes_of_two(dtype: torch.dtype):
+    """If false, an MLP whose gate and up are one product trains to other weights, or its gradient is scaled by another's amaxes."""
+    kind = ACTIVATIONS["swiglu"].kind
+    for rows, cols in SHAPES:
+        wide, dh = on_gpu(rows, 2 * cols, seed=1, dtype=dtype) * 3, on_gpu(rows, cols, seed=3, dtype=dtype)
+        g, u = (t.contiguous() for t in wide.chunk(2, -1))
+        want, want_amax = norm.activation(g, u, kind)
+        gradient = torch.cat(norm.activation_backward(dh, g, u, kind)[:2], -1)
+        for is_kept in (True, False):  # the gradient has memory of its own, or that of what nobody else has
+            leaf = wide.clone().requires_grad_()
+            packed, amaxes = leaf * 1, native.new_amaxes(leaf, rows, 2 * cols, 1).fill_(float("nan"))
+            kept = packed if is_kept else None
+            h, amax = native.activate(packed, None, kind, amaxes, packed=True)
+            packed = None
+            assert_same_bytes(h, want, "h"), assert_same_bytes(amax, want_amax, "amaxes of h")
+            h.backward(dh)
+            assert_same_bytes(leaf.grad, gradient, "gradient")
+            assert_amax(amaxes[0], gradient, "gradient")
+            assert kept is None or torch.equal(kept, wide)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -196,6 +219,26 @@ def test_an_activation_quantized_as_it_is_made_changes_no_bit(name: str, monkeyp
         for i, (one, other) in enumerate(zip(*results)):
             for what, want in other.items():
                 assert_same_bytes(one[what], want, f"{activation}, step {i}: {what}")
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_a_packed_mlp_changes_no_bit(name: str, monkeypatch):
+    """If false, a model whose gate and up are one layer depends on who wrote its activation, or who took the amaxes."""
+    x, dy = on_gpu(2, 136, 256, seed=4), on_gpu(2, 136, 256, seed=5)
+    step, results = native.linear_step, []
+    for case in ("fused", "written", "no amaxes"):
+        monkeypatch.undo()
+        if case == "written":
+            monkeypatch.setattr(fq.Linear, "takes_source", lambda self, x: False)
+        elif case == "no amaxes":
+            monkeypatch.setattr(native, "linear_step", lambda *args: step(*args[:-2], None, None))
+        torch.manual_seed(0)
+        module = fq.convert(torch.nn.Sequential(Packed(256, 512)).to("cuda"), RECIPES[name]())
+        assert hasattr(type(module[0]), "fused_as")
+        results.append(run(module, x, dy))
+    for made in results[1:]:
+        for what, want in results[0].items():
+            assert_same_bytes(made[what], want, what)
 
 
 @pytest.mark.parametrize("name", ("fp8_block", "fp8_delayed"))

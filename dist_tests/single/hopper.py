@@ -661,8 +661,9 @@ class Operators:
         dg, du = norm.reference_activation_backward(dh, g, u, kind)
         return dg, dg.new_empty(0) if du is None else du, torch.stack([_amaxes(t) for t in (dg, du) if t is not None])
 
-    def activate(self, g, u, kind, grad_amaxes, deferred):
-        return _Activate.apply(g, u, kind, grad_amaxes, deferred, self)
+    def activate(self, g, u, kind, grad_amaxes, deferred, packed):
+        refuse(packed and u is not None, "packed, and u")
+        return _Activate.apply(g, u, kind, grad_amaxes, deferred, packed, self)
 
     def norm(self, x, weight, bias, *spec):
         self._rows("norm", x, contiguous=True)
@@ -855,9 +856,10 @@ class _Activate(torch.autograd.Function):
     """The node of the compiled `activate`; gradients have memory of their own here."""
 
     @staticmethod
-    def forward(ctx, g, u, kind, grad_amaxes, deferred, operators):
+    def forward(ctx, g, u, kind, grad_amaxes, deferred, packed, operators):
         ctx.save_for_backward(g, u)
-        ctx.kind, ctx.operators, ctx.grad_amaxes = kind, operators, grad_amaxes
+        ctx.kind, ctx.operators, ctx.grad_amaxes, ctx.packed = kind, operators, grad_amaxes, packed
+        g, u = g.chunk(2, -1) if packed else (g, u)
         if deferred:
             return g.new_empty(()).expand(g.shape), g.new_empty(0)
         h, amaxes = operators.activation(g, u, kind)
@@ -867,11 +869,14 @@ class _Activate(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dh, _):
-        g, u = ctx.saved_tensors
+        g, u = ctx.saved_tensors[0].chunk(2, -1) if ctx.packed else ctx.saved_tensors
         dg, du, amaxes = ctx.operators.activation_backward(dh.contiguous(), g, u, ctx.kind)
+        if ctx.packed:  # one tensor, and its amaxes
+            dg, du = torch.cat([dg, du], -1), None
+            amaxes = _amaxes(dg)[None]
         if ctx.grad_amaxes is not None:
             ctx.grad_amaxes.copy_(amaxes)
-        return dg, None if u is None else du, None, None, None, None
+        return dg, None if u is None else du, *[None] * 5
 
 
 def _matrix(x: Tensor) -> Tensor:

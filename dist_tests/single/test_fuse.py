@@ -44,6 +44,25 @@ class Gelu(nn.Module):
         return self.proj(F.gelu(self.fc(x), approximate="tanh"))
 
 
+class Packed(nn.Module):
+    """As transformers writes Phi 3 and GLM-4: one layer for gate and up."""
+
+    def __init__(self, d: int = D, hidden: int = HIDDEN):
+        super().__init__()
+        self.gate_up_proj = nn.Linear(d, 2 * hidden, bias=False, dtype=BF16)
+        self.down_proj = nn.Linear(hidden, d, bias=False, dtype=BF16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(up * F.silu(gate))
+
+
+class UpFirst(Packed):
+    def forward(self, x: Tensor) -> Tensor:
+        up, gate = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(up * F.silu(gate))
+
+
 class Swapped(MLP):
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.gate_proj(x) * F.silu(self.up_proj(x)))
@@ -70,12 +89,13 @@ class Several(MLP):
 
 
 GELU = fq.MLPPattern("1", "gelu_tanh", gate=None, up="fc", down="proj")
-BOTH = (fq.MLPPattern("0"), GELU)
+PACKED = fq.MLPPattern("2", gate=None, up="gate_up_proj")
+ALL = (fq.MLPPattern("0"), GELU, PACKED)
 
 
 def model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(MLP(), Gelu())
+    return nn.Sequential(MLP(), Gelu(), Packed())
 
 
 def step(net: nn.Module) -> dict[str, Tensor]:
@@ -100,7 +120,7 @@ def test_fusing_changes_no_bit(name: str):
     """If false, a model that asks for fused kernels trains to other weights; parameters and names stay as they were."""
     plain, net = (model() for _ in range(2))
     before = dict(net.named_parameters())
-    fq.convert(net, getattr(recipes, name)(), fuse=BOTH)
+    fq.convert(net, getattr(recipes, name)(), fuse=ALL)
     fq.convert(plain, getattr(recipes, name)())
     assert all(net.get_parameter(n) is p for n, p in before.items()) and list(net.state_dict()) == list(before)
     assert_same(step(net), step(plain))
@@ -114,11 +134,12 @@ def test_fusing_changes_no_bit(name: str):
 def test_fused_modules_call_the_activations_kernel():
     """If false, fuse= is honoured in name alone."""
     with hopper.emulated() as operators:
-        net = fq.convert(model(), recipes.fp8_current(), fuse=BOTH)
-        kernels = ("activation", "linear_gated", "activation_backward")
+        net = fq.convert(model(), recipes.fp8_current(), fuse=ALL)
+        kernels = ("activation", "linear_gated", "activation_backward", "amaxes")
         before = [operators.count(k) for k in kernels]  # of the proof, which here looks as if it were on a GPU
         step(net)
-        assert [operators.count(k) - n for k, n in zip(kernels, before)] == [1, 1, 2]  # the gated one as it is quantized
+        assert [operators.count(k) - n for k, n in zip(kernels, before)] == [1, 2, 3, 5]  # gated ones as they are quantized;
+        # amaxes, which were compared, of h without a gate, and of the gradients of its up, of gate, of up, and of both in one
 
 
 @pytest.mark.parametrize("hidden", (24, 20))
@@ -128,7 +149,7 @@ def test_widths_that_no_kernel_takes_train_to_the_same_bits(hidden: int):
     with hopper.emulated():
         for fuse in (True, False):
             torch.manual_seed(0)
-            outcomes.append(step(fq.convert(nn.Sequential(MLP(hidden=hidden)), recipes.fp8_current(), fuse=fuse)))
+            outcomes.append(step(fq.convert(nn.Sequential(MLP(hidden=hidden), Packed(hidden=hidden)), recipes.fp8_current(), fuse=fuse)))
     assert_same(*outcomes)
 
 
@@ -147,6 +168,9 @@ def test_patterns_that_cannot_be_honoured_are_refused():
     for pattern, message in (
         (fq.MLPPattern("mlp"), "'mlp' matches no module of Sequential"),
         (fq.MLPPattern("1"), "1.gate_proj is NoneType"),
+        (PACKED._replace(modules="0", up="up_proj"), "0: MLP.forward fails on a small"),
+        (PACKED._replace(activation="gelu"), r"2: Packed.forward fails on a small"),
+        (PACKED._replace(activation="sin"), "activation must be one of gelu, gelu_tanh, .*, swiglu"),
         (fq.MLPPattern("0", "gelu"), "activation must be one of geglu, geglu_tanh, swiglu, reglu"),
         (fq.MLPPattern("0", "geglu"), "0: MLP.forward gives other bits than down_proj"),
         (GELU._replace(activation="gelu"), "1: Gelu.forward gives other bits than proj"),
@@ -159,7 +183,7 @@ def test_patterns_that_cannot_be_honoured_are_refused():
 
 def test_fused_modules_are_copied_pickled_and_compiled():
     """If false, a fused model cannot be deep-copied for an EMA, saved whole, or compiled."""
-    net = fq.convert(model(), recipes.mxfp8(), fuse=BOTH)
+    net = fq.convert(model(), recipes.mxfp8(), fuse=ALL)
     want = step(net)
     memory = io.BytesIO()
     torch.save(net, memory)
@@ -188,8 +212,8 @@ def test_hooks_of_an_activation_are_called():
 def test_modules_on_meta_are_proven_too():
     """If false, models that are made before their memory cannot be fused."""
     with torch.device("meta"):
-        net = nn.Sequential(MLP(), Gelu())
-    assert type(fq.convert(net, recipes.mxfp8(), fuse=BOTH)[0]).__name__ == "FusedMLP"
+        net = nn.Sequential(MLP(), Gelu(), Packed())
+    assert type(fq.convert(net, recipes.mxfp8(), fuse=ALL)[0]).__name__ == "FusedMLP"
 
 
 # Norms #
@@ -306,13 +330,16 @@ class LlamaNorm(nn.Module):
 def test_blocks_are_recognized_and_change_no_bit():
     """If false, fq.convert makes another model of what people have, or leaves its norms and MLPs to slow kernels unsaid."""
     torch.manual_seed(0)
-    parts = [LlamaNorm(), Titan(), nn.LayerNorm(D), Vision(), Clamped()]
+    parts = [LlamaNorm(), Titan(), nn.LayerNorm(D), Vision(), Clamped(), Packed(), UpFirst()]
     plain, net = (fq.convert(nn.Sequential(*copy.deepcopy(parts)).to(BF16), recipes.mxfp8(), fuse=fuse) for fuse in (False, True))
     assert_same(step(net), step(plain))
-    assert [type(m).__name__.startswith("Fused") for m in net] == [True, True, False, True, False]
+    assert [type(m).__name__.startswith("Fused") for m in net] == [True, True, False, True, False, True, False]
     assert not any(type(m).__name__.startswith("Fused") for m in plain)
     notes = "\n".join(fq.plan(net).notes)
-    for line in ("fused: w2(silu(w1(x)) * w3(x))", "fused: fc2(gelu(fc1(x)))", "fused: RMSNorm, rounded first", "not fused: 4: Clamped"):
+    for line in (
+        "fused: w2(silu(w1(x)) * w3(x))", "fused: fc2(gelu(fc1(x)))", "fused: RMSNorm, rounded first", "not fused: 4: Clamped",
+        "fused: down_proj(silu(g) * u), g and u of gate_up_proj(x)", "not fused: 6: UpFirst.forward gives other bits",
+    ):
         assert line in notes, notes
     skipped = fq.convert(nn.Sequential(*copy.deepcopy(parts)).to(BF16), recipes.mxfp8(), skip="w2")
     assert type(skipped[1]) is Titan  # its products are not ours alone
@@ -337,8 +364,8 @@ def test_recognized_norms_have_what_torch_gives_them():
 
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma", "gemma2", "gemma3_text", "phi3", "gpt_neox", "olmo2",
-    "llama4_text", "gpt_oss", "deepseek_v3", "gpt2",
-)
+    "llama4_text", "gpt_oss", "deepseek_v3", "gpt2", "glm", "glm4", "falcon", "vit",
+)  # Qwen 2.5 has the classes of Qwen 2
 WITH_EXPERTS = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -354,35 +381,55 @@ WITH_EXPERTS = {
 
 def tiny(family: str) -> nn.Module:
     transformers = pytest.importorskip("transformers")
-    config = transformers.CONFIG_MAPPING[family](**{
+    options = {
         "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 8, "vocab_size": 64, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
         **WITH_EXPERTS.get(family, {}), **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0),
-    })
+    }
+    if family in ("falcon", "vit"):
+        del options["head_dim"]  # the others' follows from the widths
+    config = transformers.CONFIG_MAPPING[family](**options, **({"image_size": 8, "patch_size": 2} if family == "vit" else {}))
+    auto = transformers.AutoModelForImageClassification if family == "vit" else transformers.AutoModelForCausalLM
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(BF16)
+    return auto.from_config(config, attn_implementation="eager").to(BF16)
+
+
+Q_K_V, NORMED = "q_proj, k_proj, v_proj read codes of one input", "RMSNorm, rounded first with gamma = weight"
+GATED_BY = "down_proj({}(gate_proj(x)) * up_proj(x))"
+OF_HALVES = "down_proj(silu(g) * u), g and u of gate_up_proj(x)"
+PLAINLY_NORMED, NORMED_FROM_1 = "RMSNorm with gamma = weight", "RMSNorm with gamma = 1 + weight"
+OF_LLAMA, OF_GEMMA = {Q_K_V, NORMED, GATED_BY.format("silu")}, {Q_K_V, NORMED_FROM_1, GATED_BY.format("gelu_tanh")}
+TAKEN = {  # of others than Llama
+    **dict.fromkeys(("qwen3_moe", "mixtral"), {Q_K_V, NORMED}), **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), OF_GEMMA),
+    **dict.fromkeys(("glm", "glm4"), {Q_K_V, NORMED, OF_HALVES}), "phi3": {NORMED, OF_HALVES},
+    **dict.fromkeys(("gpt_neox", "falcon"), {"dense_4h_to_h(gelu(dense_h_to_4h(x)))"}),
+    "olmo2": {Q_K_V, PLAINLY_NORMED, GATED_BY.format("silu")}, "gpt_oss": {Q_K_V, PLAINLY_NORMED}, "gpt2": set(),
+    "deepseek_v3": {NORMED, GATED_BY.format("silu")},
+    "vit": {Q_K_V, "fc2(gelu(fc1(x)))"},
+}
+ROUTERS = {**dict.fromkeys(("qwen3_moe", "mixtral", "deepseek_v3"), "gate"), **dict.fromkeys(("llama4_text", "gpt_oss"), "router")}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_of_transformers_trains_to_the_same_bits(family: str):
     """If false, a model of this family is not taken, or is another one when it is."""
     ids, results = torch.arange(16).view(1, 16) % 64, []
+    head = "classifier" if family == "vit" else "lm_head"
+    given = {"pixel_values": values(1, 3, 8, 8, dtype=BF16), "labels": ids[0, :1]} if family == "vit" else {"input_ids": ids, "labels": ids}
     for fuse in (False, True):
-        net = fq.convert(tiny(family), recipes.fp8_current(), skip="lm_head", fuse=fuse)
-        loss = net(input_ids=ids, labels=ids).loss
+        net = fq.convert(tiny(family), recipes.fp8_current(), skip=head, fuse=fuse)
+        loss = net(**given).loss
         loss.backward()
         results.append({"loss": loss.detach()} | {n: p.grad for n, p in net.named_parameters() if p.grad is not None})
     assert_same(*results)
-    notes = [note for note in fq.plan(net).notes if "used: " in note]
-    experts = ["q_proj, k_proj", "RMSNorm"]
-    wanted = dict.fromkeys(("mixtral", "qwen3_moe", "gpt_oss"), experts) | {
-        "gpt_neox": ["dense_4h_to_h"], "phi3": ["RMSNorm"], "deepseek_v3": ["down_proj", "RMSNorm"], "gpt2": [],
-    }
-    for what in wanted.get(family, ["down_proj", *experts]):
-        assert any(note.startswith("fused: ") and what in note for note in notes), notes
-    assert not any(note.startswith("not fused") for note in notes), notes
+    notes = fq.plan(net).notes
+    taken = [note.removeprefix("fused: ").split("  [")[0] for note in notes if "used: " in note]
+    assert sorted(taken) == sorted(TAKEN.get(family, OF_LLAMA))
     classes = {type(m) for m in net.modules() if hasattr(type(m), "fused_as")}
-    assert len(classes) == len(notes), "equal blocks have one class, and so one compiled graph"
+    assert len(classes) == len(taken), "equal blocks have one class, and so one compiled graph"
+    left = {n.rpartition(".")[2] for n, m in net.named_modules() if isinstance(m, nn.Linear) and not isinstance(m, fq.Linear)}
+    rest = {note.removeprefix("in high precision: ").split(".weight")[0] for note in notes if note.startswith("in high")}
+    assert rest == {head, *filter(None, [ROUTERS.get(family)])} and head in left <= rest, notes
     if family in ("mixtral", "qwen3_moe"):  # two of four experts multiply a token
         (experts,) = (m for n, m in net.named_modules() if n == "model.layers.0.mlp.experts")
         total = sum(m.weight.numel() for m in net.modules() if isinstance(m, nn.Linear) or "Router" in type(m).__name__)
@@ -413,14 +460,14 @@ def test_recomputed_mlps_keep_less_and_train_to_the_same_bits(name: str):
     """If false, recompute="gate_up" keeps what it is to give up, or rounds or records a second time."""
     nets = [
         fq.convert(model(), getattr(recipes, name)(), fuse=fuse, recompute=recompute)
-        for fuse, recompute in ((BOTH, None), (BOTH, "gate_up"), ([p._replace(recompute="gate_up") for p in BOTH], None))
+        for fuse, recompute in ((ALL, None), (ALL, "gate_up"), ([p._replace(recompute="gate_up") for p in ALL], None))
     ]
     outcomes = [[step(net), step(net)] for net in nets]
     for outcome in outcomes[1:]:
         for got, want in zip(outcome, outcomes[0]):
             assert_same(got, want)
-    # Two of gate, up and their product, [32, 64] in bf16, of the first; one of two of the second.
-    assert saved_bytes(nets[0]) - saved_bytes(nets[1]) >= 3 * 32 * HIDDEN * 2
+    # Two of gate, up and their product, [32, 64] in bf16, of the first and the third; one of two of the second.
+    assert saved_bytes(nets[0]) - saved_bytes(nets[1]) >= 5 * 32 * HIDDEN * 2
     assert "made again in the backward" in str(fq.plan(nets[1])) and "made again" not in str(fq.plan(nets[0]))
     torch._dynamo.reset()
     eager = [step(net[0]) for net in nets[:2]]

@@ -37,10 +37,11 @@ from .norm_op import normalize
 
 
 class MLPPattern(NamedTuple):
-    """Modules that compute down(act(gate(x)) * up(x)), or down(act(up(x))) where gate is None.
+    """Modules that compute down(act(gate(x)) * up(x)), or down(act(up(x))) where gate is None, or down(act(g) * u) of the halves
+    g, u = up(x).chunk(2, -1) where the activation is gated all the same.
 
     modules:     qualified names, last components ("mlp") or a glob ("layers.*.mlp").
-    activation:  as of `LayerNormMLP`: "swiglu", "geglu", "geglu_tanh", "reglu"; without gate "gelu", "gelu_tanh", ...
+    activation:  as of `LayerNormMLP`: "swiglu", "geglu", "geglu_tanh", "reglu"; without gate "gelu", "gelu_tanh", ... too.
     gate, up, down:  attributes that hold the linear layers.
     recompute:   "gate_up": the backward makes gate(x) and up(x) again from x (in a compiled graph the operand of down's wgrad
                  too), as `LayerNormMLP`.
@@ -58,8 +59,14 @@ class MLPPattern(NamedTuple):
         return [part for part in (self.gate, self.up, self.down) if part is not None]
 
     @property
+    def is_packed(self) -> bool:
+        return self.gate is None and self.activation in GATED
+
+    @property
     def formula(self) -> str:
         again = ", made again in the backward up to there" * bool(self.recompute)
+        if self.is_packed:
+            return f"{self.down}({GATED[self.activation]}(g) * u{again}), g and u of {self.up}(x)"
         if self.gate is None:
             return f"{self.down}({self.activation}({self.up}(x)){again})"
         return f"{self.down}({GATED[self.activation]}({self.gate}(x)) * {self.up}(x){again})"
@@ -67,8 +74,8 @@ class MLPPattern(NamedTuple):
     def check(self) -> None:
         """Raise ValueError for a pattern that means nothing."""
         check_recompute(self.recompute)
-        if self.activation not in ACTIVATIONS or ACTIVATIONS[self.activation].gated != (self.gate is not None):
-            kinds = [name for name, kind in ACTIVATIONS.items() if kind.gated == (self.gate is not None)]
+        kinds = ACTIVATIONS if self.gate is None else GATED
+        if self.activation not in kinds:
             raise ValueError(f"{self}: activation must be one of {', '.join(kinds)}")
 
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
@@ -76,7 +83,7 @@ class MLPPattern(NamedTuple):
         up, down = getattr(module, self.up), getattr(module, self.down)
 
         def hidden(x: Tensor) -> tuple[Tensor, Handed]:
-            return mlp_hidden(x, gate, up, down, ACTIVATIONS[self.activation].kind, Handed())
+            return mlp_hidden(x, gate, up, down, ACTIVATIONS[self.activation], Handed())
 
         h, handed = recomputed(hidden, x) if self.recompute else hidden(x)
         return down(h, **handed_to(down, handed))
@@ -91,7 +98,7 @@ class MLPPattern(NamedTuple):
         for part, layer in zip(self.parts, layers):
             if not isinstance(layer, nn.Linear):
                 raise ValueError(f"{name}.{part} is {type(layer).__name__}; {self} wants an nn.Linear there")
-        shapes = [(_WIDTH, _HIDDEN)] * (len(layers) - 1) + [(_HIDDEN, _WIDTH)]
+        shapes = [(_WIDTH, _HIDDEN * (1 + self.is_packed))] * (len(layers) - 1) + [(_HIDDEN, _WIDTH)]
         small = [nn.Linear(*shape, layer.bias is not None, dtype=dtype) for shape, layer in zip(shapes, layers)]
         probe = copy.copy(module)
         probe.__dict__["_modules"] = module._modules | dict(zip(self.parts, small))
@@ -223,10 +230,11 @@ def fuse_forward(module: nn.Module, pattern: Pattern | InputPattern) -> None:
 
 # Blocks that are recognized #
 
-# (gate, up, down). By rows: Llama, Mistral, Qwen, Gemma, OLMo 2 and DeepSeek; torchtitan; ours; ViT and timm; GPT-NeoX.
+# (gate, up, down). By rows: Llama, Mistral, Qwen, Gemma, OLMo 2 and DeepSeek; torchtitan; ours; ViT and timm; GPT-NeoX and
+# Falcon; Phi 3 and GLM-4.
 _MLPS = (
     ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("gate", "up", "down"), (None, "fc1", "fc2"),
-    (None, "dense_h_to_4h", "dense_4h_to_h"),
+    (None, "dense_h_to_4h", "dense_4h_to_h"), (None, "gate_up_proj", "down_proj"),
 )
 # Llama, Mistral, Qwen, Phi 3 and DeepSeek; OLMo 2; Gemma.
 _NORMS = ({"rounds_first": True}, {}, {"zero_centered_gamma": True})
@@ -278,8 +286,9 @@ def _candidates(name: str, module: nn.Module) -> Iterator[Pattern]:
     for gate, up, down in _MLPS:
         parts = [getattr(module, part, None) for part in (gate, up, down) if part is not None]
         if all(isinstance(part, nn.Linear) for part in parts):
+            gated = gate is not None or parts[0].out_features == 2 * parts[1].in_features
             for activation, kind in ACTIVATIONS.items():
-                if kind.gated == (gate is not None):
+                if kind.gated == gated:
                     yield MLPPattern(name, activation, gate, up, down)
             return
     weight, eps = own.get("weight"), next((e for e in _EPS if isinstance(getattr(module, e, None), float)), None)

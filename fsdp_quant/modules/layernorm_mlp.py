@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..ops import native, norm
-from ..ops.norm import ACTIVATIONS
+from ..ops.norm import ACTIVATIONS, Activation
 from ..ops.rng import own_name
 from ..recipe import Recipe
 from .linear import Linear, handed_to, share_input
@@ -82,8 +82,8 @@ class LayerNormMLP(nn.Module):
     def _hidden(self, x: Tensor) -> tuple[Tensor, Handed, Tensor | None, Tensor]:
         """(what down multiplies, what is handed to down with it, n if it is returned, x)."""
         normal, x, amax = self.norm.forward_with_input(x)
-        layers, kind = (self.gate_proj, self.up_proj, self.down_proj), ACTIVATIONS[self.activation].kind
-        h, handed = mlp_hidden(normal, *layers, kind, Handed(amax))
+        layers = self.gate_proj, self.up_proj, self.down_proj
+        h, handed = mlp_hidden(normal, *layers, ACTIVATIONS[self.activation], Handed(amax))
         return h, handed, normal if self.return_layernorm_output else None, x
 
     def extra_repr(self) -> str:
@@ -101,9 +101,10 @@ def recomputed(run: Callable, x: Tensor):
 
 
 def mlp_hidden(
-    x: Tensor, gate: nn.Module | None, up: nn.Module, down: nn.Module, kind: int, handed: Handed
+    x: Tensor, gate: nn.Module | None, up: nn.Module, down: nn.Module, activation: Activation, handed: Handed
 ) -> tuple[Tensor, Handed]:
-    """(act(gate(x)) * up(x), or act(up(x)); what is handed to down with it).
+    """(act(gate(x)) * up(x), or act(up(x)); what is handed to down with it). Where a gated activation has no gate, the product
+    of up is both, gate(x) beside up(x).
 
     Gate and up share the codes of x. The activation's backward writes the amaxes of their gradients into memory that it and
     their nodes hold.
@@ -119,8 +120,9 @@ def mlp_hidden(
         own = replace(handed, grad_amaxes=None if grads is None else grads[i])
         made.append(layer(x, **handed_to(layer, own)))
     g, u = (made[0], None) if gate is None else made
-    takes = u is not None and isinstance(down, Linear) and down.takes_source(g) and norm.runs_whole(g, u)
-    if takes:
-        return deferred(g, u, kind, grads), Handed(source=Source(g, u, kind))
-    h, amaxes = activate(g, u, kind, grads)
+    packed, kind = activation.gated and u is None, activation.kind
+    source = Source(*(g.detach().chunk(2, -1) if packed else (g, u)), kind)
+    if activation.gated and isinstance(down, Linear) and down.takes_source(source.gate) and norm.runs_whole(g, u):
+        return deferred(g, u, kind, grads, packed), Handed(source=source)
+    h, amaxes = activate(g, u, kind, grads, packed)
     return h, Handed(amaxes)

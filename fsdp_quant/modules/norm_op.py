@@ -1,7 +1,7 @@
 """Norms and activations with their autograd: what stands between the linear operators of a fused module.
 
     normalize   y = norm(x) * gamma + beta      saves x, gamma, rstd (and mean)
-    activate    h = act(g), or act(g) * u       saves g and u; act(g) and h are made again
+    activate    h = act(g), or act(g) * u       saves g and u, or the tensor whose halves they are; act(g) and h are made again
     deferred    the same, without values: whoever reads h makes them
 
 Where kernels run, `native.activate` is the node of both: its backward writes the gradients of g and u over them, where the
@@ -82,26 +82,31 @@ def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) ->
 
 
 def activate(
-    g: Tensor, u: Tensor | None, kind: int, grad_amaxes: Tensor | None = None
+    g: Tensor, u: Tensor | None, kind: int, grad_amaxes: Tensor | None = None, packed: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """(act(g), or act(g) * u; its amaxes, or None where no kernel makes it).
 
     grad_amaxes:  fp32 [1 or 2, n] (`native.new_amaxes`): the backward writes the amaxes of the gradients of g and u there; not
                   where g is no product of a compiled call: then its layer reads none.
+    packed:       g [.., 2 F] is g beside u, which is None; its gradient is one tensor, of which the kernel writes both halves.
     """
+    if packed and (g.shape[-1] % 16 or torch_compat.dispatch_is_watched() or not norm.runs_whole(g)):
+        return activate(*g.chunk(2, -1), kind)
     if torch.compiler.is_compiling():
         return _traced_activation(g, u, kind), None
     if isinstance(g, DTensor):  # torch's operators know its placements
         return norm.reference_activation(g, u, kind), None
     if not torch_compat.dispatch_is_watched() and norm.runs_whole(g, u):
-        return native.activate(g, u, kind, grad_amaxes)
+        return native.activate(g, u, kind, grad_amaxes, packed=packed)
     return _Activate.apply(g, u, kind, grad_amaxes), None
 
 
-def deferred(g: Tensor, u: Tensor, kind: int, grad_amaxes: Tensor | None = None) -> Tensor:
+def deferred(
+    g: Tensor, u: Tensor | None, kind: int, grad_amaxes: Tensor | None = None, packed: bool = False
+) -> Tensor:
     """`activate` of which only the shape and the gradient are wanted (`norm.runs_whole`): the values are made where they are
     quantized."""
-    return native.activate(g, u, kind, grad_amaxes, deferred=True)[0]
+    return native.activate(g, u, kind, grad_amaxes, deferred=True, packed=packed)[0]
 
 
 # What graphs hold: the operators that these call while they are traced #

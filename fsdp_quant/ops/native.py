@@ -775,14 +775,15 @@ def activation(g: Tensor, u: Tensor | None, kind: int) -> tuple[Tensor, Tensor]:
 
 
 def activate(
-    g: Tensor, u: Tensor | None, kind: int, grad_amaxes: Tensor | None = None, deferred: bool = False
+    g: Tensor, u: Tensor | None, kind: int, grad_amaxes: Tensor | None = None, deferred: bool = False, packed: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Eager mode alone: h with its node of autograd, and its amaxes (`_amaxes`, of one tensor).
 
     grad_amaxes:  where the backward writes those of the gradients.
     deferred:     h has a shape, and no values, nor amaxes.
+    packed:       g [.., 2 F] holds g and u, and its gradient theirs; u is None.
     """
-    h, amaxes = _ops.activate(g, u, kind, grad_amaxes, deferred)
+    h, amaxes = _ops.activate(g, u, kind, grad_amaxes, deferred, packed)
     return h, None if deferred else amaxes
 
 
