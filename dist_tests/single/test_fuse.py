@@ -404,7 +404,7 @@ TAKEN = {  # of others than Llama
     **dict.fromkeys(("glm", "glm4"), {Q_K_V, NORMED, OF_HALVES}), "phi3": {NORMED, OF_HALVES},
     **dict.fromkeys(("gpt_neox", "falcon"), {"dense_4h_to_h(gelu(dense_h_to_4h(x)))"}),
     "olmo2": {Q_K_V, PLAINLY_NORMED, GATED_BY.format("silu")}, "gpt_oss": {Q_K_V, PLAINLY_NORMED}, "gpt2": set(),
-    "deepseek_v3": {NORMED, GATED_BY.format("silu")},
+    "deepseek_v3": {"q_a_proj, kv_a_proj_with_mqa read codes of one input", NORMED, GATED_BY.format("silu")},
     "vit": {Q_K_V, "fc2(gelu(fc1(x)))"},
 }
 ROUTERS = {**dict.fromkeys(("qwen3_moe", "mixtral", "deepseek_v3"), "gate"), **dict.fromkeys(("llama4_text", "gpt_oss"), "router")}

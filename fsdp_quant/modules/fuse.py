@@ -239,8 +239,12 @@ _MLPS = (
 # Llama, Mistral, Qwen, Phi 3 and DeepSeek; OLMo 2; Gemma.
 _NORMS = ({"rounds_first": True}, {}, {"zero_centered_gamma": True})
 _EPS = "variance_epsilon", "eps"
-# Attention of transformers and torchtitan, whose code is known: nothing writes an input between its projections.
-_ATTENTION, _KNOWN = (("q_proj", "k_proj", "v_proj"), ("wq", "wk", "wv")), ("transformers.", "torchtitan.")
+# Attention of transformers and torchtitan, whose code is known: nothing writes an input between its projections. The last two
+# rows are DeepSeek's.
+_ATTENTION = (
+    ("q_proj", "k_proj", "v_proj"), ("wq", "wk", "wv"), ("q_a_proj", "kv_a_proj_with_mqa"), ("q_proj", "kv_a_proj_with_mqa"),
+)
+_KNOWN = "transformers.", "torchtitan."
 
 
 def recognized(model: nn.Module) -> tuple[dict[str, Pattern | InputPattern], dict[str, str]]:
