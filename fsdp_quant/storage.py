@@ -390,11 +390,10 @@ def rebuild_storage(facts: dict, buffers: dict[str, Tensor], row0: int = 0, layo
 
 
 def laid_out(
-    wanted: Sequence[tuple[Storage, str]], stacked: bool = False, calls: list[GroupCall] | None = None
+    wanted: Sequence[tuple[Storage, str]], calls: list[GroupCall] | None = None
 ) -> list[Storage]:
     """`in_layout` of each (storage, layout); codes of a format that are transposed, or anchored, are so in one call.
 
-    stacked:  storages are of one shape, and what is transposed goes into slices of one buffer where a kernel does so.
     calls:    takes what wrote the buffers of the results, as far as that may be done again.
     """
     alike: dict[tuple, list[int]] = {}
@@ -409,7 +408,7 @@ def laid_out(
         storages = [wanted[i][0] for i in places]
         data = [s.data for s in storages]
         if kind == NATIVE:
-            turned.update(zip(places, dispatch.transpose_group(data, [s.padded_shape for s in storages], fmt, stacked, calls)))
+            turned.update(zip(places, dispatch.transpose_group(data, [s.padded_shape for s in storages], fmt, calls)))
         else:
             anchored.update(zip(places, dispatch.anchor_group(data, [s.scale for s in storages], fmt, kind, calls)))
     made = [storage.in_layout(layout_, turned.get(i), anchored.get(i)) for i, (storage, layout_) in enumerate(wanted)]

@@ -2,7 +2,7 @@
 
     python -m dist_tests.bench.llama [--layers 6] [--tokens 8192,2048] [--arms bf16,compiled,...]
         [--recipes fp8_current,mxfp8] [--compile layers|whole] [--profile] [--json out.json]
-        [--model llama|llama_110m|qwen3|gemma3|mixtral|qwen3_moe|gpt_oss|gpt2]
+        [--model llama|llama_110m|qwen3|phi3|gemma3|mixtral|qwen3_moe|gpt_oss|gpt2]
     torchrun --nproc-per-node 2 -m dist_tests.bench.llama --fsdp --layers 8
     python -m dist_tests.bench.llama --tiny --backend aot_eager     # a smoke test, on a CPU too
 
@@ -106,6 +106,7 @@ MODELS = {
     "llama": ("llama", {}),
     "llama_110m": ("llama", dict(zip(WIDTHS, (768, 2048, 12, 12, 32000)))),  # with --layers 12
     "qwen3": ("qwen3", {"head_dim": 128}),
+    "phi3": ("phi3", {}),
     "gemma3": ("gemma3_text", {"head_dim": 128}),
     "mixtral": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}),
     "gpt_oss": ("gpt_oss", {

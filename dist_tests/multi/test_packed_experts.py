@@ -145,10 +145,12 @@ def train(net: nn.Module) -> list[Tensor]:
 
 
 def _trained(rank: int, world: int, recipe: fq.Recipe, compiled: bool, on_hopper: bool = False) -> None:
+    cuts_blocks = recipe.name in ("mxfp8", "fp8_block")  # ranks do, of weights as small as these: such gathers are made anew
     again, repeat = [], gather_group._Sent.repeat
     with pytest.MonkeyPatch.context() as patched, hopper.emulated() if on_hopper else contextlib.nullcontext() as gpu:
         patched.setattr(gather_group._Sent, "repeat", lambda *args: again.append(args) or repeat(*args))
-        _train_and_compare(recipe, compiled, ("q_proj", "k_proj", "v_proj", "o_proj") if on_hopper else ())
+        skip = ("q_proj", "k_proj", "v_proj", "o_proj") if on_hopper and cuts_blocks else ()
+        _train_and_compare(recipe, compiled, skip)
         assert not on_hopper or gpu.count("grouped_gemm"), "one product for all"
     assert len(again) == 8 * on_hopper, f"{len(again)} gathers of 3 steps of two layers were launches of before"
 

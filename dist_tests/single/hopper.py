@@ -309,6 +309,9 @@ class Operators:
         return layout.swizzle_128x4(rows)
 
     def anchor_codes(self, data, scale, packed, columnwise, transposed):
+        if data.dim() == 3:
+            made = [self.anchor_codes(*one, packed, columnwise, transposed) for one in zip(data, scale)]
+            return tuple(torch.stack(of) for of in zip(*made))
         self.calls.append(Call("anchor_codes", data.data_ptr()))
         direction = COLUMNWISE if columnwise else ROWWISE
         fmt = unpack(packed, direction).encoding.fmt

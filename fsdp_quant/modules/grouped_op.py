@@ -18,16 +18,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..counters import counters
 from ..formats import COLUMNWISE, IDENTITY, ROWWISE, Direction, Format, round_up
 from ..ops import native
 from ..ops.capability import arch_of
-from ..ops.layout import COMPACT, adjoining, operand_format, pad_to
+from ..ops.layout import ANCHORED, COMPACT, adjoining, operand_format, pad_to
 from ..ops.native import Operand, TokenGroups
-from ..storage import Storage, laid_out
-from ..tensor import torch_compat
+from ..storage import BUFFERS, Storage, laid_out
+from ..tensor import code_check, torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import WeightState, values_of
 from .linear_op import (
@@ -115,13 +116,9 @@ class ExpertWeights(NamedTuple):
         first = self.tensors[0]
         if first.dim() == 3 and not self.are_gathered and self._is_one_call(plan):
             return _of_packed(values_of(first).detach(), self.states, list(directions), plan, dtype, self.records)
-        parts = first.unbind() if first.dim() == 3 else self.tensors
         if first.dim() == 3 and self.are_gathered:
-            layouts = plan.resolved(dtype, first.device).layouts["weight"]
-            return {
-                d: _stacked_operand(laid_out([(gathered_storage(part, d, plan, COMPACT), layouts[d]) for part in parts], True))
-                for d in directions
-            }
+            return {d: _of_gathered(first, d, plan, dtype) for d in directions}
+        parts = first.unbind() if first.dim() == 3 else self.tensors
         of = [weight_storages(w, directions, plan, state, dtype, self.records) for w, state in zip(parts, self.states)]
         return {d: _stacked_operand([storages[d] for storages in of]) for d in directions}
 
@@ -210,8 +207,47 @@ def _of_packed(
     return made
 
 
+def _of_gathered(weight: QuantizedTensor, direction: Direction, plan: GemmPlan, dtype: torch.dtype) -> Operand | _Codes:
+    """Of a weight [E, N, K] that `fully_shard` gathered."""
+    slots, layout = weight._slots, plan.resolved(dtype, weight.device).layouts["weight"][direction]
+    in_one = not (slots.shown is None or plan.operand("weight", direction).tensor_scale or plan.weight.is_derived)
+    in_one = in_one and not code_check.checking
+    parts = [QuantizedTensor(slots=part) for part in slots.parts[: 1 if in_one else None]]
+    compact = [gathered_storage(part, direction, plan, COMPACT) for part in parts]  # refuses freed codes and other formats
+    if in_one:
+        return operand_of_codes(shown_codes(weight, direction), direction, weight.shape, plan, dtype)
+    return _stacked_operand(laid_out([(storage, layout) for storage in compact]))
+
+
+def shown_codes(weight: QuantizedTensor, direction: Direction) -> list[Tensor]:
+    """The buffers of a gathered weight [E, N, K] that hold the codes of a direction, each of all matrices."""
+    shown = weight._slots.shown
+    source = direction if f"{direction.value}_data" in shown else ROWWISE
+    return [shown[name] for name in (f"{source.value}_{field}" for field in BUFFERS) if name in shown]
+
+
+def operand_of_codes(
+    codes: Sequence[Tensor], direction: Direction, shape: Sequence[int], plan: GemmPlan, dtype: torch.dtype
+) -> Operand:
+    """What products of groups read of a weight [E, N, K] that came as `shown_codes`, with one level of scales."""
+    fmt = plan.operand("weight", direction)
+    layout = plan.resolved(dtype, codes[0].device).layouts["weight"][direction]
+    data, *scales = (t.unflatten(0, (shape[0], -1)) for t in codes)
+    turned = direction is COLUMNWISE
+    if layout == ANCHORED:
+        data, scale = native.anchor_codes(data, scales[0], fmt, direction, turned)
+        return Operand(data, scale.flatten(), operand_format(fmt, layout))
+    if not fmt.is_quantized:
+        return Operand(data, None, fmt)
+    scale = scales[0]
+    if not fmt.scale_leaves_contraction:  # blocks of 1 x 128 in columns, of 128 x 128 in rows of a multiple of 4
+        scale = scale.mT if turned != (fmt.block[0] == 1) else scale
+        scale = F.pad(scale, (0, -scale.shape[-1] % 4))
+    return Operand(native.transpose_stack(data) if turned else data, scale.flatten(), fmt)
+
+
 def packed_operand(weight: Tensor, direction: Direction, plan: GemmPlan, dtype: torch.dtype) -> Operand:
-    """What products of groups read of a weight [E, N, K] without histories: of its values, or gathered."""
+    """What products of groups read of the values of a weight [E, N, K] without histories."""
     return _values(ExpertWeights([weight], [], False).operands([direction], plan, dtype)[direction])
 
 

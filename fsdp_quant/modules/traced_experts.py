@@ -21,13 +21,14 @@ from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..ops import native, opaque
 from ..ops.capability import arch_of
 from ..ops.layout import COMPACT
-from ..ops.native import TokenGroups
+from ..ops.native import Operand, TokenGroups
 from ..recipe import QUANTIZED_TYPES as SLOTS
-from ..storage import BUFFERS
 from ..tensor import torch_compat
 from ..tensor.gather_group import RECOMPUTED_IN_GRAPHS
 from ..tensor.quantized_tensor import QuantizedTensor, Slots
-from .grouped_op import bias_gradients, group_of, packed_operand, read_as, why_not, wrong_splits
+from .grouped_op import (
+    bias_gradients, group_of, operand_of_codes, packed_operand, read_as, shown_codes, why_not, wrong_splits,
+)
 from .linear_op import LinearCall, buffers_of, multiply, multiply_backward, slot_ids, storage_over
 from .plan import GemmPlan, plan_of
 
@@ -65,7 +66,7 @@ class _TracedExperts(torch.autograd.Function):
             torch_compat.save_by_reference([weight])
             if torch_compat.is_recomputed_in_graph():
                 RECOMPUTED_IN_GRAPHS.add(plan_of(plan).weight)
-        y, *made = _experts(x, ends, values, _codes_in(weight, ROWWISE), shape, bias, plan, save, turned, bool(guards))
+        y, *made = _experts(x, ends, values, _codes_in(None if weight is values else weight, ROWWISE), shape, bias, plan, save, turned, bool(guards))
         if guards:
             guards[0].add_(made.pop())
         ctx.plan, ctx.turned, ctx.guards, ctx.shape, ctx.dtype = plan, turned, guards, shape, weight.dtype
@@ -93,13 +94,8 @@ class _TracedExperts(torch.autograd.Function):
 
 # Weights that were gathered #
 
-def _codes_in(weight: Tensor | None, direction: Direction) -> list[Tensor]:
-    """The buffers of a gathered weight that hold the codes of one direction; [] of another weight."""
-    if not isinstance(weight, QuantizedTensor):
-        return []
-    shown = weight._slots.shown
-    source = direction if f"{direction.value}_data" in shown else ROWWISE
-    return [shown[name] for name in (f"{source.value}_{field}" for field in BUFFERS) if name in shown]
+def _codes_in(weight: QuantizedTensor | None, direction: Direction) -> list[Tensor]:
+    return [] if weight is None else shown_codes(weight, direction)
 
 
 def _weight_of(
@@ -116,6 +112,16 @@ def _weight_of(
     storages = [storage_over([t[e] for t in fields], fmt, source, tuple(matrix), dtype, COMPACT) for e in range(experts)]
     parts = [Slots(**{direction.value: s if source is direction else s.as_direction(direction)}) for s in storages]
     return QuantizedTensor(slots=Slots(parts=parts), shape=tuple(shape))
+
+
+def _operand_of(
+    values: Tensor | None, turned: bool, codes: list[Tensor], shape: list[int], plan: GemmPlan, direction: Direction,
+    dtype: torch.dtype,
+) -> Operand:
+    """`_weight_of` as products of groups read it."""
+    if values is None:
+        return operand_of_codes(codes, direction, shape, plan, dtype)
+    return packed_operand(values.mT if turned else values, direction, plan, dtype)
 
 
 # One product for all #
@@ -154,14 +160,14 @@ def _tiles(tokens: int, experts: int) -> int:
 
 def _run_forward(x, ends, values, codes, shape, bias, plan, save, turned, counts):
     plan, seen = plan_of(plan), _counts(x, counts)
-    weight = _weight_of(values, turned, codes, shape, plan, ROWWISE, x.dtype)
     if not _in_one(x, shape, bias is not None, plan.of_groups):
+        weight = _weight_of(values, turned, codes, shape, plan, ROWWISE, x.dtype)
         call, biases = _call(plan, x.device, save, seen), [None] * len(weight) if bias is None else bias
         parts = zip(_parts(x, ends), weight.unbind(), biases)
         return [torch.cat([multiply(part, w, b, call, False)[0] for part, w, b in parts]), *seen]
     plan = plan.of_groups
     call, dtype = plan.resolved(x.dtype, x.device).call, x.dtype if bias is None else torch.float32
-    operand = packed_operand(weight, ROWWISE, plan, x.dtype)
+    operand = _operand_of(values, turned, codes, shape, plan, ROWWISE, x.dtype)
     y, groups, kept = native.grouped_step(x, ends, operand, call, save, *(seen or [None]), dtype, wrong_splits(), _NO_MODULE)
     if bias is not None:
         y = y.add_(bias.float().index_select(0, group_of(groups, x))).to(x.dtype)
@@ -184,8 +190,8 @@ def _fake_forward(x, ends, values, codes, shape, bias, plan, save, turned, count
 
 def _run_backward(dy, groups, values, codes, shape, saved, plan, need_x, need_w, need_b, turned, counts):
     plan, seen, dy = plan_of(plan), _counts(dy, counts), dy.contiguous()
-    weight = _weight_of(values, turned, codes, shape, plan, COLUMNWISE, dy.dtype)
     if not _in_one(dy, shape, need_b, plan.of_groups):
+        weight = _weight_of(values, turned, codes, shape, plan, COLUMNWISE, dy.dtype)
         call = _call(plan, dy.device, need_w, seen)
         inputs = _parts(saved[0], groups) if need_w else [None] * shape[0]
         needs = need_x, need_w, need_b
@@ -198,7 +204,7 @@ def _run_backward(dy, groups, values, codes, shape, saved, plan, need_x, need_w,
         return [make(of) for make, of, need in ((torch.cat, dx, need_x), (torch.stack, dw, need_w), (torch.stack, db, need_b)) if need] + seen
     plan, groups, made = plan.of_groups, TokenGroups(groups, shape[0]), []
     if need_x or need_w:
-        operand = packed_operand(weight, COLUMNWISE, plan, dy.dtype) if need_x else None
+        operand = _operand_of(values, turned, codes, shape, plan, COLUMNWISE, dy.dtype) if need_x else None
         call = plan.resolved(dy.dtype, dy.device).call
         dx, dw = native.grouped_step_backward(
             dy, groups, operand, saved if need_w else [], call, *(seen or [None]), turned=turned and plan.turns_wgrad

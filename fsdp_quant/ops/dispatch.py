@@ -329,12 +329,11 @@ def transpose_codes(data: Tensor, rows: int, cols: int, fmt: Format) -> Tensor:
 
 
 def transpose_group(
-    data: Sequence[Tensor], shapes: Sequence[tuple[int, int]], fmt: Format, stacked: bool = False,
-    calls: list[native.GroupCall] | None = None,
+    data: Sequence[Tensor], shapes: Sequence[tuple[int, int]], fmt: Format, calls: list[native.GroupCall] | None = None
 ) -> list[Tensor]:
-    """`transpose_codes` of each; stacked: of one shape, by a kernel into slices of one buffer; calls: takes the launch."""
+    """`transpose_codes` of each; calls: takes the launch."""
     if len(data) > 1 and fmt.is_quantized and all(map(native.runs, data)):
-        return native.transpose_group(data, shapes, fmt.element.bits, stacked, calls)
+        return native.transpose_group(data, shapes, fmt.element.bits, calls=calls)
     return [transpose_codes(one, *shape, fmt) for one, shape in zip(data, shapes)]
 
 

@@ -452,6 +452,16 @@ def transpose_group(
     return _called(GroupCall(_ops.relayout_group, (data, out, [kind] * n, rows, cols, [0] * n, [1] * n), out), calls)
 
 
+def transpose_stack(data: Tensor) -> Tensor:
+    """8-bit codes [E, rows, cols] as [E, cols, rows]."""
+    n, rows, cols = data.shape
+    out = data.new_empty(n, cols, rows)
+    _ops.relayout_group(
+        list(data.unbind()), list(out.unbind()), [TRANSPOSE_BYTES] * n, [rows] * n, [cols] * n, [0] * n, [1] * n
+    )
+    return out
+
+
 def transpose_tokens(data: Tensor, groups: TokenGroups) -> Tensor:
     """Codes [tokens, cols] of 8 bits as [cols, rows of `groups.padded`]: zeros behind the tokens of a group; not set beyond."""
     return _ops.transpose_tokens(data, *groups)
@@ -464,7 +474,7 @@ def swizzle_scales(scale: Tensor, outer: int, outer_block: int, transposed: bool
 def anchor_codes(
     data: Tensor, scale: Tensor, fmt: Format, direction: Direction, transposed: bool
 ) -> tuple[Tensor, Tensor]:
-    """`reference.anchored_codes`; transposed: the codes as [cols, rows]."""
+    """`reference.anchored_codes`; transposed: the codes as [cols, rows]. Also of matrices [E, rows, cols]."""
     return _ops.anchor_codes(data, scale, pack_encoding(Encoding(fmt, direction)), direction is not ROWWISE, transposed)
 
 

@@ -173,7 +173,7 @@ class Collective:
 
     def take_again(self, weights: Sequence[Sharded]) -> bool:
         """Take those of the same weights as they are now; False, before any collective, where more than values differs."""
-        if self._key != _key(weights) or any(weight.state.parts for weight in weights):
+        if self._key != _key(weights) or any(state.parts for state, _ in self._of):
             return False
         by_state = {id(weight.state): weight for weight in weights}
         for fragment, (state, _) in zip(self._crossing, self._of):

@@ -215,11 +215,11 @@ def encode_shards(
     """
     results: list[Encoded | None] = [None] * len(shards)
     alike: dict[tuple, list[int]] = {}
-    for i, (piece, direction, high_precision, *_) in enumerate(shards):
+    for i, (piece, direction, high_precision, statistics, *_) in enumerate(shards):
         encoding = piece.state.quantizer.encodings[direction]
         dtype = piece.state.encoded_dtype(encoding, high_precision)
-        alike.setdefault((encoding, dtype, piece.values.dtype), []).append(i)
-    for (encoding, dtype, _), places in alike.items():
+        alike.setdefault((encoding, dtype, piece.values.dtype, statistics is None), []).append(i)
+    for (encoding, dtype, *_), places in alike.items():
         of, repeatable = [shards[i] for i in places], None if launches is None else []
         histories = [s.piece.state.delayed_history(s.direction, device) for s in of]
         made = dispatch.encode_group(
