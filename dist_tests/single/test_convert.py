@@ -195,11 +195,10 @@ def test_subclasses_with_another_forward_are_left_alone():
         def forward(self, x):
             return 2 * super().forward(x)
 
-    m = nn.ModuleDict({"scaled": Scaled(8, 8), "plain": nn.Linear(8, 8), "attention": nn.MultiheadAttention(8, 2)})
+    m = nn.ModuleDict({"scaled": Scaled(8, 8), "plain": nn.Linear(8, 8)})
     fq.convert(m, recipes.mxfp8())
     assert type(m["scaled"]) is Scaled
     assert type(m["plain"]) is fq.Linear
-    assert type(m["attention"].out_proj) is nn.modules.linear.NonDynamicallyQuantizableLinear
     with pytest.raises(ValueError, match="no nn.Linear to convert"):
         fq.convert(nn.Sequential(Scaled(8, 8)), recipes.mxfp8())
 
@@ -602,12 +601,9 @@ def test_fast_paths_of_stock_modules_do_not_bypass_the_recipe():
     x = values(1, 4, 32, dtype=torch.float32)
     want = m.eval()(x)
     counters.reset()
-    try:
-        with torch.no_grad():
-            got = m(x)
-    except NotImplementedError:
-        return
-    assert counters.total("gemm") == 2
+    with torch.no_grad():
+        got = m(x)
+    assert counters.total("gemm") == 4
     torch.testing.assert_close(got, want.detach())
 
 

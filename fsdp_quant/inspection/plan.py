@@ -14,6 +14,7 @@ from ..modules.convert import converted_modules, ids_of_embeddings
 from ..modules.fuse import fused_notes
 from ..modules.grouped_linear import GroupedLinear
 from ..modules.linear import Linear
+from ..modules.multihead_attention import MultiheadAttention
 from ..modules.packed_experts import are_sharded, parts_of
 from ..modules.plan import PRODUCTS
 from ..modules.transposed_linear import TransposedLinear
@@ -110,7 +111,7 @@ def plan(model: nn.Module, dtype: torch.dtype | None = None) -> ModelPlan:
             result.gemms.append(GemmRow(name, product.name, operands, domain, reason))
     layers = modules.values()
     shared = Counter(filter(None, map(describe, layers)))
-    result.notes = [*_override_notes(layers), *_boundary_notes(layers), *_expert_notes(model, dtype, by_state)]
+    result.notes = [*_override_notes(layers), *_boundary_notes(layers), *_module_notes(model, dtype, by_state)]
     result.notes += [*fused_notes(model), *_other_notes(model)]
     result.notes += [f"{what}  [{count} modules]" for what, count in shared.items()]
     roots = {id(m.state) for m in managed[:1] if m.state._is_root is None}
@@ -139,8 +140,12 @@ def _boundary_notes(modules: Iterable[Linear]) -> list[str]:
     return [f"output {sides.output}, grad_input {sides.grad_input}: {n} modules" for sides, n in counts.items()]
 
 
-def _expert_notes(model: nn.Module, dtype: torch.dtype | None, by_state: dict[int, ManagedParam]) -> list[str]:
-    notes = []
+def _module_notes(model: nn.Module, dtype: torch.dtype | None, by_state: dict[int, ManagedParam]) -> list[str]:
+    attention = [name or type(m).__name__ for name, m in model.named_modules() if isinstance(m, MultiheadAttention)]
+    notes = [
+        f"[{len(attention)} x {name}]: q, k and v of one tensor are one product, of several they are in high precision"
+        for name in attention[:1]
+    ]
     for name, module in model.named_modules():
         if isinstance(module, GroupedLinear):
             first = module.layers[0]
@@ -158,7 +163,8 @@ def _other_notes(model: nn.Module) -> list[str]:
     """What is multiplied in high precision: alike modules, and their share of a token's multiply-adds."""
     routed = next((m.top_k for m in model.modules() if isinstance(getattr(m, "top_k", None), int)), None)
     embeddings = ids_of_embeddings(model)
-    ours = {id(m._parameters.get("weight")) for m in model.modules() if isinstance(m, (Linear, GroupedLinear, TransposedLinear))}
+    ours = {id(m._parameters.get("weight")) for m in model.modules() if isinstance(m, (Linear, GroupedLinear))}
+    ours |= {id(m._parameters[m.source]) for m in model.modules() if isinstance(m, TransposedLinear)}
     others, total, seen = Counter(), 0.0, set()
     for name, module in model.named_modules():
         for which, p in module._parameters.items():

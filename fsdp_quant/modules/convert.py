@@ -23,10 +23,14 @@ from .fuse import InputPattern, MLPPattern, Pattern, fuse_forward, fused_modules
 from .grouped_linear import GroupedLinear, adopt_packed
 from .layernorm_mlp import check_recompute
 from .linear import Linear, adopt, apply_recipe
+from .multihead_attention import MultiheadAttention, is_attention
 from .packed_experts import are_sharded, parts_of, products_of, take_over
 from .plan import build_plan
 from .steps import converted_modules, count_steps  # noqa: F401  (the former for who asks here)
 from .transposed_linear import TransposedLinear, adopt_transposed, is_transposed
+
+
+OURS = (Linear, GroupedLinear, TransposedLinear)
 
 
 def convert(
@@ -49,7 +53,8 @@ def convert(
     and of torchtitan (`w1`, `w2`, `w3`) are converted, each weight an `fq.GroupedLinear`, unless `fully_shard` has them: named in
     `grouped`, they are refused then.
     transformers' Conv1D (GPT-2) keeps its weight [in, out], which products read transposed and `fully_shard` gathers in high
-    precision; it stays high precision under `fq.quantized_model_init` and `fq.freeze`.
+    precision; it stays high precision under `fq.quantized_model_init` and `fq.freeze`. So does nn.MultiheadAttention, in which
+    q, k and v of one tensor are one product; attention to other tensors multiplies parts of its packed weight in high precision.
     A layer whose weight is an nn.Embedding's too (a tied lm_head) stays as it is: `fq.plan` lists it with all else that is
     multiplied in high precision.
     Works before and after `fully_shard` (while sharded). Subclasses of nn.Linear keep what they add, and stay instances of their
@@ -63,6 +68,7 @@ def convert(
     targets = _targets(model, [skip] if isinstance(skip, str) else list(skip), grouped)
     experts = {n: products_of(m, n) for n, m in targets.items() if parts_of(m)}
     targets = {k: v for n, m in targets.items() for k, v in experts.get(n, {n: m}).items()}
+    read = {n: _weight_of(m) for n, m in targets.items()}
     _check_shared(model, targets, [model.get_submodule(n) for n in experts])
     fused = _fused(model, fuse, targets, recompute)
     if isinstance(recipe, Schedule) and (before := converted_units(model)):
@@ -70,22 +76,25 @@ def convert(
             f"{_some(before)} were converted before, and a schedule is of all layers; convert the others with one recipe, then "
             "fq.set_recipe(model, schedule)"
         )
-    for name, module in targets.items():
-        if module.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"{name}.weight is {module.weight.dtype}; fq.convert takes fp32, bf16 and fp16 weights")
-    names = {n: [f"{n}.{e}" for e in range(len(m.weight))] if m.weight.dim() == 3 else [n] for n, m in targets.items()}
-    recipes = _planned(recipe, {n: [(name, targets[n].weight.device) for name in of] for n, of in names.items()}, steps_of(model).number)
-    weights = {id(module.weight) for module in targets.values()}
+    for name, weight in read.items():
+        if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"{name}.weight is {weight.dtype}; fq.convert takes fp32, bf16 and fp16 weights")
+    names = {n: [f"{n}.{e}" for e in range(len(w))] if w.dim() == 3 else [n] for n, w in read.items()}
+    recipes = _planned(recipe, {n: [(name, read[n].device) for name in of] for n, of in names.items()}, steps_of(model).number)
+    weights = set(map(id, read.values()))
     _agree(recipe, [m for m in all_managed_params() if id(m.registered) in weights])
     for name, module in targets.items():
-        if module.weight.dim() == 3:
+        if read[name].dim() == 3:
             if not isinstance(module, GroupedLinear):
                 module.__class__ = _converted_class(type(module), GroupedLinear)
             adopt_packed(module, [recipes[name]] * len(names[name]), name)
         else:
-            made, take = (TransposedLinear, adopt_transposed) if is_transposed(_own_class(type(module))) else (Linear, adopt)
+            made = _made_of(_own_class(type(module)))
             module.__class__ = _converted_class(type(module), made)
-            take(module, recipes[name], name)
+            (adopt if made is Linear else adopt_transposed)(module, recipes[name], name)
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, OURS) for m in module.modules()):
+            module.activation_relu_or_gelu = 0  # else its inference reads weights without a call of their layers
     for name, products in experts.items():
         take_over(model.get_submodule(name), list(products.values()))
     for name, pattern in fused.items():
@@ -244,12 +253,19 @@ def converted_units(model: nn.Module) -> dict[str, Sequence[Linear]]:
 
 
 def _targets(model: nn.Module, skip: list[str], grouped: list[str]) -> dict[str, nn.Module]:
-    linears = {n: m for n, m in model.named_modules() if _is_plain_linear(m) or is_transposed(_own_class(type(m)))}
+    linears = {
+        n: m for n, m in model.named_modules()
+        if _is_plain_linear(m) or is_transposed(_own_class(type(m))) or is_attention(m)
+    }
+    inside = {f"{n}.out_proj".lstrip("."): m.out_proj for n, m in linears.items() if is_attention(m)}
+    linears |= {n: m for n, m in inside.items() if _is_plain_linear(m, called=False)}
     packed = {name: m for name, m in model.named_modules() if _is_packed(m)}
     experts = {name: m for name, m in packed.items() if parts_of(m)}
     skipped = _matched("skip", skip, linears | experts, "nn.Linear")
     chosen, embeddings = _matched("grouped", grouped, packed, "3-D weight"), ids_of_embeddings(model)
-    found = {n for n, m in linears.items() if id(m.weight) not in embeddings} | {n for n, m in experts.items() if not are_sharded(m)}
+    found = {n for n, m in linears.items() if id(_weight_of(m)) not in embeddings}
+    found |= {n for n, m in experts.items() if not are_sharded(m)}
+    skipped |= {n for n in inside if n.rpartition(".")[0] in skipped}
     targets = {n: m for n, m in model.named_modules() if n in chosen or (n in found and n not in skipped)}
     if not targets:
         raise ValueError(f"{type(model).__name__} has no nn.Linear to convert ({len(skipped)} skipped)")
@@ -288,13 +304,14 @@ def _is_packed(module: nn.Module) -> bool:
 _PLAIN = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
 
 
-def _is_plain_linear(module: nn.Module) -> bool:
-    """A linear layer that multiplies as nn.Linear does: of its class, of one that has its forward, or of `_PLAIN`."""
+def _is_plain_linear(module: nn.Module, called: bool = True) -> bool:
+    """A linear layer that multiplies as nn.Linear does: of its class, of one that has its forward, or of `_PLAIN`. not called:
+    of nn.MultiheadAttention, which reads its weight."""
     cls = _own_class(type(module))
     return (
         issubclass(cls, nn.Linear) and not is_lazy(module.weight)
         and (cls.forward is nn.Linear.forward or f"{cls.__module__}.{cls.__qualname__}" in _PLAIN)
-        and not issubclass(cls, (Linear, NonDynamicallyQuantizableLinear))  # nn.MultiheadAttention reads it without a call
+        and not issubclass(cls, Linear) and not (called and issubclass(cls, NonDynamicallyQuantizableLinear))
     )
 
 
@@ -306,7 +323,7 @@ def _own_class(cls: type) -> type:
 def _converted_class(cls: type, made: type[nn.Module]) -> type:
     """`made`, with what the class of a user adds to nn.Linear, or the class that `fully_shard` would have made of it."""
     own = _own_class(cls)
-    if made is TransposedLinear or (made is Linear and own is not nn.Linear):
+    if issubclass(made, TransposedLinear) or (made is Linear and own is not nn.Linear):
         made = _with(own, made)
     if not issubclass(cls, FSDPModule):
         return made
@@ -326,13 +343,24 @@ def _reduce(module: nn.Module, protocol: int) -> tuple:
 
 
 def _rebuilt(own: type) -> nn.Module:
-    made = _with(own, TransposedLinear if is_transposed(own) else Linear)
+    made = _with(own, _made_of(own))
     return made.__new__(made)
+
+
+def _made_of(own: type) -> type[nn.Module]:
+    """What a linear layer, or torch's attention, of a user's class becomes."""
+    if issubclass(own, nn.MultiheadAttention):
+        return MultiheadAttention
+    return TransposedLinear if is_transposed(own) else Linear
+
+
+def _weight_of(module: nn.Module) -> nn.Parameter:
+    return module.in_proj_weight if isinstance(module, nn.MultiheadAttention) else module.weight
 
 
 def _check_shared(model: nn.Module, targets: dict[str, nn.Module], experts: Sequence[nn.Module]) -> None:
     """experts: modules whose weights are those of targets."""
-    weights = {id(m.weight): name for name, m in targets.items()}
+    weights = {id(_weight_of(m)): name for name, m in targets.items()}
     for name, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
             if id(parameter) in weights and module not in targets.values() and module not in experts:

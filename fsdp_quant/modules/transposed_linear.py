@@ -25,21 +25,30 @@ def is_transposed(cls: type) -> bool:
 class TransposedLinear(nn.Module):
     """y = x W + b of `weight` [in, out] and `bias` [out], each product in the formats that a recipe gives."""
 
+    source = "weight"  # the parameter that products read
+
     @property
     def layer(self) -> Linear:
         """The `fq.Linear` of it, over the values of now."""
         self._layer.training = self.training
         return self._layer
 
+    def read(self) -> Tensor:
+        """The weight [out, in] that products multiply."""
+        return self.weight.t()
+
     def values_of(self, index: int) -> tuple[Tensor, None]:
         """The weight [out, in], without gradients."""
-        return self.weight.detach().t(), None
+        return self.read().detach(), None
+
+    def train_as_this(self) -> Linear:
+        """The layer, in the mode of this module."""
+        if not torch.compiler.is_compiling():
+            self._layer.training = self.training
+        return self._layer
 
     def forward(self, x: Tensor) -> Tensor:
-        layer = self._layer
-        if not torch.compiler.is_compiling():
-            layer.training = self.training
-        return layer.times(x, self.weight.t(), self.bias)
+        return self.train_as_this().times(x, self.read(), self.bias)
 
     def _apply(self, fn, recurse: bool = True) -> TransposedLinear:
         applied = super()._apply(fn, recurse)
@@ -53,5 +62,5 @@ class TransposedLinear(nn.Module):
 
 def adopt_transposed(module: TransposedLinear, recipe: Recipe, name: str) -> None:
     """Give a module of class `TransposedLinear` its layer."""
-    module.__dict__["_layer"] = expert(module.weight.detach().t(), recipe, name)
+    module.__dict__["_layer"] = expert(module.read().detach(), recipe, name)
     module._layer.part_of(module, 0)

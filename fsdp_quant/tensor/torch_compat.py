@@ -6,11 +6,13 @@ import contextlib
 import ctypes
 import operator
 import sys
+import types
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch._functorch import pyfunctorch
@@ -464,6 +466,17 @@ def has_hooks(module: nn.Module) -> bool:
         or every._global_forward_hooks or every._global_forward_pre_hooks or every._global_backward_hooks
         or every._global_backward_pre_hooks
     )
+
+
+def multi_head_attention_over(linear: Callable[..., Tensor]) -> Callable:
+    """torch.nn.functional.multi_head_attention_forward, whose projections are products by `linear(x, weight, bias)`."""
+    own, names = {k: v for k, v in vars(F).items() if k != "__name__"} | {"linear": linear}, ("_in_projection_packed",)
+    for name in (*names, "multi_head_attention_forward"):
+        function = getattr(F, name)
+        made = types.FunctionType(function.__code__, own, name, function.__defaults__, function.__closure__)
+        made.__kwdefaults__ = function.__kwdefaults__
+        own[name] = made
+    return made
 
 
 def checkpoint_hook() -> object | None:

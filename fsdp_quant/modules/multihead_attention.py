@@ -1,0 +1,76 @@
+"""`MultiheadAttention`: torch's attention, whose projections are products of a recipe.
+
+q, k and v of self-attention are one product with `in_proj_weight` [3 E, E], by a layer that is no module of the tree; the
+module keeps its class, its parameters and their names. Attention of a query to other keys and values multiplies parts of
+that weight, in high precision. `out_proj` is an `fq.Linear`. `fully_shard` gathers `in_proj_weight` in high precision.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..tensor import torch_compat
+from .linear import Linear
+from .transposed_linear import TransposedLinear
+
+
+class _Projection:
+    """A weight that a layer multiplies, or whose parts are multiplied in high precision."""
+
+    def __init__(self, layer: Linear, weight: Tensor):
+        self.layer, self.weight = layer, weight
+
+    def split(self, sizes: list[int]) -> tuple[Tensor, ...]:
+        return self.weight.split(sizes)
+
+    def chunk(self, count: int) -> tuple[Tensor, ...]:
+        return self.weight.chunk(count)
+
+
+def _project(x: Tensor, weight: Tensor | _Projection, bias: Tensor | None = None) -> Tensor:
+    return weight.layer.times(x, weight.weight, bias) if isinstance(weight, _Projection) else F.linear(x, weight, bias)
+
+
+_attend = torch_compat.multi_head_attention_over(_project)
+
+
+class MultiheadAttention(TransposedLinear):
+    """nn.MultiheadAttention over `in_proj_weight` [3 E, E], which lies as that of an nn.Linear."""
+
+    source = "in_proj_weight"
+
+    def read(self) -> Tensor:
+        return self.in_proj_weight.view_as(self.in_proj_weight)  # no parameter of `fully_shard`, which gathers those as codes
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None, need_weights: bool = True,
+        attn_mask: Tensor | None = None, average_attn_weights: bool = True, is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As of nn.MultiheadAttention; nested tensors, which only its inference has, are refused by torch."""
+        is_batched, given = query.dim() == 3, (query, key, value)
+        made = {}  # one tensor stays one
+        for x in given:
+            if id(x) not in made:
+                made[id(x)] = x.unsqueeze(1) if not is_batched else x.transpose(0, 1) if self.batch_first else x
+        if not is_batched and key_padding_mask is not None:
+            key_padding_mask = key_padding_mask.unsqueeze(0)
+        out = self.out_proj
+        y, weights = _attend(
+            *(made[id(x)] for x in given), self.embed_dim, self.num_heads, _Projection(self.train_as_this(), self.read()),
+            self.in_proj_bias, self.bias_k, self.bias_v, self.add_zero_attn, self.dropout,
+            _Projection(out, out.weight) if isinstance(out, Linear) else out.weight, out.bias, training=self.training,
+            key_padding_mask=key_padding_mask, need_weights=need_weights, attn_mask=attn_mask,
+            average_attn_weights=average_attn_weights, is_causal=is_causal,
+        )
+        if not is_batched:
+            return y.squeeze(1), None if weights is None else weights.squeeze(0)
+        return (y.transpose(0, 1) if self.batch_first else y), weights
+
+
+def is_attention(module: nn.Module) -> bool:
+    """torch's attention with one packed weight, which was not converted."""
+    return (
+        isinstance(module, nn.MultiheadAttention) and type(module).forward is nn.MultiheadAttention.forward
+        and module.in_proj_weight is not None
+    )
