@@ -118,6 +118,15 @@ def test_it_attends_as_torchs(of: str, options: dict, masks: dict):
     assert_same(*results, of)
 
 
+def test_a_graph_serves_every_step():
+    """If false, a compiled model is traced again for each batch, as where a guard holds the tensor itself."""
+    torch._dynamo.reset()
+    net = torch.compile(fq.convert(stack("encoder"), recipes.mxfp8()).layers[0], backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for i in range(3):
+            net(values(2, TOKENS, WIDTH, seed=i)).float().sum().backward()
+
+
 def test_shapes_of_a_call():
     """If false, an unbatched call or one of sequences first differs from torch's."""
     for options, shape in (({}, (TOKENS, WIDTH)), ({}, (TOKENS, 2, WIDTH)), ({"batch_first": True}, (2, TOKENS, WIDTH))):

@@ -48,16 +48,19 @@ class MultiheadAttention(TransposedLinear):
         attn_mask: Tensor | None = None, average_attn_weights: bool = True, is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """As of nn.MultiheadAttention; nested tensors, which only its inference has, are refused by torch."""
-        is_batched, given = query.dim() == 3, (query, key, value)
-        made = {}  # one tensor stays one
-        for x in given:
-            if id(x) not in made:
-                made[id(x)] = x.unsqueeze(1) if not is_batched else x.transpose(0, 1) if self.batch_first else x
+        is_batched = query.dim() == 3
+
+        def turned(x: Tensor) -> Tensor:
+            return x.unsqueeze(1) if not is_batched else x.transpose(0, 1) if self.batch_first else x
+
+        q = turned(query)  # one tensor stays one
+        k = q if key is query else turned(key)
+        v = q if value is query else k if value is key else turned(value)
         if not is_batched and key_padding_mask is not None:
             key_padding_mask = key_padding_mask.unsqueeze(0)
         out = self.out_proj
         y, weights = _attend(
-            *(made[id(x)] for x in given), self.embed_dim, self.num_heads, _Projection(self.train_as_this(), self.read()),
+            q, k, v, self.embed_dim, self.num_heads, _Projection(self.train_as_this(), self.read()),
             self.in_proj_bias, self.bias_k, self.bias_v, self.add_zero_attn, self.dropout,
             _Projection(out, out.weight) if isinstance(out, Linear) else out.weight, out.bias, training=self.training,
             key_padding_mask=key_padding_mask, need_weights=need_weights, attn_mask=attn_mask,
