@@ -54,11 +54,11 @@ def attention(**options) -> nn.MultiheadAttention:
     return made
 
 
-def gradients(net: nn.Module, *given: Tensor, **options) -> dict[str, Tensor]:
+def gradients(net: nn.Module, *given: Tensor) -> dict[str, Tensor]:
     """Output and gradients."""
     net.zero_grad()
     given = [x.detach().requires_grad_() for x in given]
-    y = net(*given, **options)
+    y = net(*given)
     y = y[0] if isinstance(y, tuple) else y
     y.float().square().mean().mul(1e3).backward()
     found = {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}

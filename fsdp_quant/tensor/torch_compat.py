@@ -470,8 +470,8 @@ def has_hooks(module: nn.Module) -> bool:
 
 def multi_head_attention_over(linear: Callable[..., Tensor]) -> Callable:
     """torch.nn.functional.multi_head_attention_forward, whose projections are products by `linear(x, weight, bias)`."""
-    own, names = {k: v for k, v in vars(F).items() if k != "__name__"} | {"linear": linear}, ("_in_projection_packed",)
-    for name in (*names, "multi_head_attention_forward"):
+    own = {k: v for k, v in vars(F).items() if k != "__name__"} | {"linear": linear}
+    for name in ("_in_projection_packed", "multi_head_attention_forward"):
         function = getattr(F, name)
         made = types.FunctionType(function.__code__, own, name, function.__defaults__, function.__closure__)
         made.__kwdefaults__ = function.__kwdefaults__
