@@ -58,7 +58,8 @@ def _print_operations(reasons: dict[str, dict[str, str | None]], device: torch.d
 def plan(name: str, forward: str | None, backward: str | None) -> None:
     """The three products of a linear layer under a recipe, with their domains on this machine."""
     recipe = recipes.hybrid(forward, backward) if name == "hybrid" else recipes.by_name(name)
-    built, arch = build_plan(recipe, "linear"), arch_of(_device())
+    device = _device()
+    built, arch = build_plan(recipe, "linear").on(torch.bfloat16, device), arch_of(device)
     print(f"{recipe} on {arch}, bf16 activations; the backward keeps {built.saves} of the input")
     for product in PRODUCTS:
         (slot_a, side_a), (slot_b, side_b) = product.a, product.b

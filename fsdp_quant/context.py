@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .recipe import Recipe, identity
+from .ops.reference import PROBED_STEPS
 from .scaling import AmaxHistory
 from .tensor import torch_compat
 from .tensor.fsdp_hooks import FSDPHooks
@@ -120,6 +121,11 @@ class StepState:
         """What runs without a model begins with this step."""
         self._step, self.ahead = step, False
         _ALONE.restart(step)
+
+    @property
+    def is_probed(self) -> bool:
+        """What products lose to anchors may be counted in the step that runs (`modules.guard`); the device knows for sure."""
+        return self.ahead or self._step % PROBED_STEPS == 0 or self.is_captured
 
     @property
     def token_offset(self) -> int:

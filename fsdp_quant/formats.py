@@ -284,9 +284,9 @@ def format_of(name: str | Format, **changes) -> Format:
 
 
 @functools.cache
-def anchored_format(fmt: Format, run: int | None) -> Format:
-    """What codes of `fmt` mean once one fp32 power of two serves `run` elements of the contraction (None: all)."""
-    return Format(f"{fmt.name} anchored", fmt.element, (1, run), "fp32", pow2=True)
+def anchored_format(fmt: Format, run: int | None, whole: bool = False) -> Format:
+    """What codes of `fmt` mean once one fp32 power of two serves `run` elements of the contraction (None: all), or the tensor."""
+    return Format(f"{fmt.name} anchored", fmt.element, (None if whole else 1, run), "fp32", pow2=True)
 
 
 @dataclass(frozen=True)

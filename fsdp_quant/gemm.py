@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +22,21 @@ from .counters import counters
 from .formats import IDENTITY, ROWWISE, Direction, check_pair
 from .ops import dispatch, native, opaque
 from .ops.capability import DOMAINS, arch_of, gemm_domain, operand_layout
-from .ops.layout import ANCHOR_RUNS, ANCHORED
+from .ops.layout import ANCHORED, ANCHORS
 from .ops.reference import bf16_product
 from .storage import Storage
+
+
+class Watch(NamedTuple):
+    """Where a product adds what it lost to its anchors: fp32 guard[product], of [3, 2] (`native.product_error`).
+
+    counted:  of a, of b. step: int64 [5] (`context.STEP_FIELDS`).
+    """
+
+    counted: tuple[bool, bool]
+    step: Tensor
+    guard: Tensor
+    product: int
 
 
 class StaleWeightError(RuntimeError):
@@ -41,6 +54,7 @@ def gemm(
     alpha: Tensor | None = None,
     out_amax: Tensor | None = None,
     domain: str | None = None,
+    watch: Watch | None = None,
 ) -> Tensor:
     """alpha * a b^T + bias, with a [outer_a, contraction] and b [outer_b, contraction].
 
@@ -51,6 +65,7 @@ def gemm(
     alpha:       fp32 scalar tensor.
     out_amax:    fp32 [1]: raised to the largest magnitude of the result.
     domain:      "native", "anchored", "bf16" or "reference" (default: the fastest that computes this pair here).
+    watch:       of a product of codes, `Watch`; None: nobody asks what it lost.
     returns:     [outer_a, outer_b].
 
     Raises ValueError for contractions that differ, a rotation on one operand only, an unknown domain, or a
@@ -79,12 +94,12 @@ def gemm(
     codes = domain in ("native", "anchored") and (a.fmt.is_quantized or b.fmt.is_quantized)
     if codes:
         _check_compiled(a, b, domain)
-    anchored = next((s.layout for s in (a, b) if ANCHOR_RUNS.get(s.layout)), ANCHORED)
+    anchored = next((s.layout for s in (a, b) if s.layout in ANCHORS), ANCHORED)
     a, b = (
         s.in_layout(operand_layout(s.fmt, other.fmt, domain, anchored)) for s, other in ((a, b), (b, a))
     )
     if codes and m * n * k_a > 0:
-        result = _multiply(a, b, out_dtype, out, accumulate, bias, alpha)
+        result = _multiply(a, b, out_dtype, out, accumulate, bias, alpha, watch)
     else:
         if tracing and not native.runs(a.data):
             result = _recorded(a, b, out_dtype, bias, alpha, domain)
@@ -120,12 +135,14 @@ def _check_compiled(a: Storage, b: Storage, domain: str) -> None:
 
 def _multiply(
     a: Storage, b: Storage, out_dtype: torch.dtype, out: Tensor | None, accumulate: bool, bias: Tensor | None,
-    alpha: Tensor | None,
+    alpha: Tensor | None, watch: Watch | None,
 ) -> Tensor:
     """Codes in the layout of their domain, by the tensor cores: partial sums in fp32."""
     for scale in (dispatch.tensor_decode_scale(s.tensor_amax) for s in (a, b) if s.tensor_amax is not None):
         alpha = scale if alpha is None else alpha * scale
-    operands = (native.Operand(s.data, s.scale, s.operand_format) for s in (a, b))
+    operands = [native.Operand(s.data, s.scale, s.operand_format) for s in (a, b)]
+    if watch is not None and any(watch.counted):
+        native.product_error(*operands, *watch)
     return native.gemm(*operands, out_dtype, out, accumulate, bias, alpha)
 
 

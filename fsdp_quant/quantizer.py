@@ -182,14 +182,13 @@ class HybridQuantizer:
     def storages(
         self, x: Tensor, directions=tuple(Direction), *, key: Tensor | None = None,
         factors: dict[Direction, Tensor] | None = None, layouts: dict[Direction, str] | None = None,
-        guard: Tensor | None = None, statistics: dict[Direction, dispatch.Statistics] | None = None,
+        statistics: dict[Direction, dispatch.Statistics] | None = None,
     ) -> tuple[dict[Direction, Storage], dict[Direction, Tensor]]:
         """Storages of x [rows, cols] for these directions, in one operation over x, and the amaxes seen.
 
         key:      int64 [5] (`ops.rng.KEY_FIELDS`), for stochastic rounding.
         factors:  fp32 [1] a direction from the history of a delayed side (0: no history yet).
         layouts:  of the results, by direction (`ops.layout`); None: compact.
-        guard:    int64 [2, 2]: what anchored results count is added.
         statistics:  of the tensor that x is a part of, by encoded direction, where they differ from x's.
         returns:  (direction -> Storage, direction of a delayed side -> fp32 [1, 1] amax).
         """
@@ -205,7 +204,7 @@ class HybridQuantizer:
             x, list(encodings.values()), [statistics.get(source[d]) for d in encodings] if statistics else None,
             keys=[key] * len(encodings),
             encs=[factors.get(source[d]) for d in encodings] if factors else None,
-            layouts=[layouts.get(d, COMPACT) for d in encodings] if layouts and not self.is_derived else None, guard=guard,
+            layouts=[layouts.get(d, COMPACT) for d in encodings] if layouts and not self.is_derived else None,
         )
         made = {d: Storage.of(r, e, x.shape, x.dtype) for (d, e), r in zip(encodings.items(), encoded)}
         amaxes = {source[d]: r.amax for d, r in zip(encodings, encoded) if self.side(d).is_delayed}

@@ -81,8 +81,8 @@ class Recipe:
                           multiplies what the forward decoded. grad_output is not quantized in either. A recipe that
                           does not say takes `default_override()`.
     accuracy:             "fast", or "exact": only domains that decode exactly.
-    anchor_tolerance:     share of an operand's nonzero blocks that may lie more than 2^9 below their line's exponent
-                          before its product leaves the anchored domain, in all layers alike, as a step begins.
+    anchor_tolerance:     error that anchors may add to a product, over that of its formats, before it goes a rung further
+                          down (`modules.plan.LADDER`), in all layers alike, as a step begins.
     save_original_input:  None: what the plan says; True: the input is saved and quantized again in the backward.
     strict:               what runs is what the plan says, or it raises; False warns once and counts.
     require_native:       refuse products that no tensor core computes, when the recipe is applied.
@@ -97,7 +97,7 @@ class Recipe:
     arguments: tuple[tuple[str, object], ...] = ()
     backward_override: str | None = "environment"
     accuracy: str = "fast"
-    anchor_tolerance: float = 0.01
+    anchor_tolerance: float = 0.03
     save_original_input: bool | None = None
     strict: bool = True
     require_native: bool = False

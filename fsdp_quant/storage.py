@@ -20,7 +20,7 @@ from torch import Tensor
 from .formats import ROWWISE, SCALE_DTYPE, Direction, Encoding, Format, format_of, round_up
 from .ops import dispatch, layout, reference
 from .ops.capability import arch_of
-from .ops.layout import ANCHOR_RUNS, ANCHORED, COMPACT, NATIVE
+from .ops.layout import ANCHOR_RUNS, ANCHORED, ANCHORED_TENSOR, ANCHORS, COMPACT, NATIVE
 from .ops.native import GroupCall
 
 
@@ -179,7 +179,7 @@ class Storage:
 
         A rotated storage stays rotated.
         """
-        if self.layout in ANCHOR_RUNS:
+        if self.layout in ANCHORS:
             values = replace(self, fmt=self.operand_format, direction=ROWWISE, shape=tuple(self.data.shape), layout=COMPACT,
                              scale=self._anchored_scales(), row0=0).decode(dtype)
             return values if self.direction is ROWWISE else values.t()
@@ -227,7 +227,7 @@ class Storage:
         """The same storage with its buffers as `wanted` (`ops.layout`) says; itself where they lie so, or are not quantized.
 
         turned:    the transposed codes, where a columnwise storage's are made already.
-        anchored:  codes and scales of lines, where they are.
+        anchored:  codes and scales of lines or the tensor, where they are.
         Anchors of lines and runs that are made of codes round subnormals a second time. Raises ValueError for a layout that the
         buffers cannot be brought into.
         """
@@ -237,13 +237,14 @@ class Storage:
             operand = GemmOperand(self.data, self.scale, None)
             compact = replace(self.from_gemm_layout(operand, arch_of(self.data.device)), layout=COMPACT)
             return compact.in_layout(wanted)
-        if self.layout != COMPACT or wanted not in (NATIVE, *ANCHOR_RUNS):
+        if self.layout != COMPACT or wanted not in (NATIVE, *ANCHORS):
             raise ValueError(f"{self.describe()} in {self.layout} layout has no {wanted} layout; quantize it so")
         self._check_whole()
         if wanted == NATIVE:
             data, scale, _ = self.to_gemm_layout(arch_of(self.data.device), turned)
-        elif wanted == ANCHORED:
-            data, scale = anchored or dispatch.anchor_codes(self.data, self.scale, self.fmt, self.direction)
+        elif wanted in (ANCHORED_TENSOR, ANCHORED):
+            whole = wanted == ANCHORED_TENSOR
+            data, scale = anchored or dispatch.anchor_codes(self.data, self.scale, self.fmt, self.direction, whole)
         else:
             data, scale = self._anchored_in_runs(ANCHOR_RUNS[wanted], turned)
         of = self.fmt, self.direction, self.shape
@@ -275,7 +276,7 @@ class Storage:
     def _anchored_scales(self) -> Tensor:
         """fp32 scales of an anchored operand as those of a rowwise storage [outer, contraction]."""
         lines = self.data.shape[0]
-        if self.layout == ANCHORED:
+        if self.layout in (ANCHORED_TENSOR, ANCHORED):
             return self.scale.view(-1, 1)
         return self.scale.view(-1, round_up(lines, 4))[:, :lines].t().contiguous()
 
@@ -400,8 +401,8 @@ def laid_out(
     for i, (storage, layout_) in enumerate(wanted):
         if storage.turns(layout_):
             alike.setdefault((storage.fmt, NATIVE), []).append(i)
-        elif layout_ == ANCHORED and storage.layout == COMPACT and storage.row0 == 0:
-            alike.setdefault((storage.fmt, storage.direction), []).append(i)
+        elif layout_ in (ANCHORED_TENSOR, ANCHORED) and storage.layout == COMPACT and storage.row0 == 0:
+            alike.setdefault((storage.fmt, (storage.direction, layout_ == ANCHORED_TENSOR)), []).append(i)
     turned: dict[int, Tensor] = {}
     anchored: dict[int, tuple[Tensor, Tensor]] = {}
     for (fmt, kind), places in alike.items():
@@ -410,7 +411,7 @@ def laid_out(
         if kind == NATIVE:
             turned.update(zip(places, dispatch.transpose_group(data, [s.padded_shape for s in storages], fmt, calls)))
         else:
-            anchored.update(zip(places, dispatch.anchor_group(data, [s.scale for s in storages], fmt, kind, calls)))
+            anchored.update(zip(places, dispatch.anchor_group(data, [s.scale for s in storages], fmt, *kind, calls)))
     made = [storage.in_layout(layout_, turned.get(i), anchored.get(i)) for i, (storage, layout_) in enumerate(wanted)]
     if calls is not None:
         for (storage, _), one in zip(wanted, made):

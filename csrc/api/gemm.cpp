@@ -14,6 +14,7 @@
 #include "api/operands.h"
 #include "gemm/choice.h"
 #include "gemm/cublaslt.h"
+#include "layout/product_error.h"
 
 namespace fsdp_quant {
 
@@ -205,9 +206,48 @@ std::string gemm_choice(
   return std::string(name) + ": " + choice.reason;
 }
 
+CountedOperand counted_operand(
+    const at::Tensor& x, const MaybeTensor& scale, int64_t kind, bool counted, const char* name) {
+  const at::Tensor rows = x.dim() == 3 ? x.flatten(0, 1) : x;
+  const Operand o = operand_of(rows, kind, name);
+  TORCH_CHECK_VALUE(is_fp8(o.type), name, " is of kind ", kind, "; wanted codes of 8 bits");
+  CountedOperand c = {static_cast<const uint8_t*>(o.data), nullptr, rows.size(0), o.ld, 0, 0, o.type == CUDA_R_8F_E5M2, counted};
+  TORCH_CHECK_VALUE(o.scaling <= Scaling::kRow || o.scaling == Scaling::k1x128 || o.scaling == Scaling::k1x512, name,
+                    " is of kind ", kind, "; wanted scales of a tensor, of lines or of runs");
+  if (o.scaling <= Scaling::kRow) return c;
+  const int64_t numel = scale_numel(o.scaling, rows.size(0), rows.size(1));
+  TORCH_CHECK_VALUE(scale.has_value() && scale->scalar_type() == at::kFloat && scale->numel() == numel, name,
+                    ": wanted ", numel, " scales");
+  c.scale = scale->const_data_ptr<float>(), c.scale_ld = scale_ld(o.scaling, rows.size(0), rows.size(1));
+  c.run_log2 = o.scaling == Scaling::k1x128 ? 7 : 9;
+  return c;
+}
+
 }  // namespace
 
+void product_error(
+    const at::Tensor& a, const at::Tensor& b, const MaybeTensor& a_scale, const MaybeTensor& b_scale, int64_t a_kind,
+    int64_t b_kind, int64_t counted, const at::Tensor& step, const at::Tensor& guard, int64_t product) {
+  check_cuda(a, "a");
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  check_buffer(step, "step", a, at::kLong, 5);
+  check_buffer(guard, "guard", a, at::kFloat, 6);
+  TORCH_CHECK_VALUE(product >= 0 && product < 3, "product is ", product, "; wanted 0 to 2");
+  if (a.numel() == 0 || b.numel() == 0) return;
+  const c10::cuda::CUDAGuard device(a.device());
+  ProductError p = {};
+  p.operand[0] = counted_operand(a, a_scale, a_kind, counted & 1, "a");
+  p.operand[1] = counted_operand(b, b_scale, b_kind, counted & 2, "b");
+  TORCH_CHECK_VALUE(a.size(-1) == b.size(-1), "a is ", a.sizes(), " and b ", b.sizes(), "; wanted the same K");
+  p.k = a.size(-1), p.step = step.const_data_ptr<int64_t>() + 1, p.sums = guard.mutable_data_ptr<float>() + 2 * product;
+  check_launch(launch_product_error(p, c10::cuda::getCurrentCUDAStream()), "product_error");
+}
+
 void register_gemm(torch::Library& m) {
+  m.def(
+      "product_error(Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, int a_kind, int b_kind, int counted, Tensor step, "
+      "Tensor(a!) guard, int product) -> ()",
+      torch::dispatch(c10::DispatchKey::CUDA, product_error), compliant());
   m.def(
       "gemm_choice(int m, int n, int k, int a_kind, int b_kind, ScalarType out_dtype, bool accumulate=False, "
       "int sm_count=132, int algorithm=0) -> str",

@@ -82,30 +82,36 @@ AnchorShape anchor_shape(const at::Tensor& data, bool columnwise, bool transpose
 
 // What anchors the codes of data; without elements nothing does.
 std::optional<AnchorCodes> anchor_of(
-    const at::Tensor& data, const at::Tensor& scale, int64_t spec, bool columnwise, bool transposed, const at::Tensor& out,
-    const at::Tensor& line_scale) {
+    const at::Tensor& data, const at::Tensor& scale, int64_t spec, bool columnwise, bool transposed, bool whole,
+    const at::Tensor& out, const at::Tensor& line_scale, std::vector<at::Tensor>& kept) {
   const AnchorShape shape = anchor_shape(data, columnwise, transposed);
   const Side side = unpack_encoding(spec, 0.0, "side");
   const bool e8m0 = side.scale == ScaleKind::kE8M0Up || side.scale == ScaleKind::kE8M0Floor;
-  TORCH_CHECK_VALUE(side.present() && e8m0 && side.contraction == 32, "side is ", spec,
-                    "; wanted e8m0 scales of (1, 32) or (32, 32) blocks");
+  const bool powers = side.scale == ScaleKind::kFp32Pow2 && side.outer == kTile && whole;
+  TORCH_CHECK_VALUE(side.present() && (powers || (e8m0 && side.contraction == 32)), "side is ", spec,
+                    "; wanted e8m0 scales of (1, 32) or (32, 32) blocks, or for a tensor powers of two of (128, 128)");
   const int64_t elements = shape.matrices * shape.rows * shape.cols;
   const EncodingSizes<int64_t> of = encoding_sizes<int64_t>(side, columnwise, shape.rows, shape.cols, 0);
   check_buffer(data, "data", data, at::kByte, elements);
-  check_buffer(scale, "scale", data, at::kByte, shape.matrices * of.scale_rows * of.scale_cols);
+  check_buffer(scale, "scale", data, powers ? at::kFloat : at::kByte, shape.matrices * of.scale_rows * of.scale_cols);
   check_buffer(out, "out", data, at::kByte, elements);
-  check_buffer(line_scale, "line_scale", data, at::kFloat, shape.matrices * shape.lines);
+  check_buffer(line_scale, "line_scale", data, at::kFloat, shape.matrices * (whole ? 1 : shape.lines));
   if (elements == 0) {
     line_scale.fill_(0x1p-127);
     return std::nullopt;
   }
   AnchorCodes a = {};
-  a.data = data.const_data_ptr<uint8_t>(), a.scale = scale.const_data_ptr<uint8_t>();
+  if (powers) {
+    TORCH_CHECK_VALUE(shape.matrices == 1, "one matrix of (128, 128) blocks at a time is anchored");
+    kept.push_back(new_empty(data, {scale.numel()}, at::kByte));
+    a.powers = scale.const_data_ptr<float>(), a.exponents = kept.back().mutable_data_ptr<uint8_t>();
+  }
+  a.data = data.const_data_ptr<uint8_t>(), a.scale = powers ? a.exponents : scale.const_data_ptr<uint8_t>();
   a.out = out.mutable_data_ptr<uint8_t>(), a.line_scale = line_scale.mutable_data_ptr<float>();
   a.matrices = static_cast<int32_t>(shape.matrices);
   a.rows = static_cast<int32_t>(shape.rows), a.cols = static_cast<int32_t>(shape.cols);
-  a.outer_log2 = side.outer_log2, a.element = side.element;
-  a.columnwise = columnwise, a.transposed = transposed;
+  a.outer_log2 = side.outer_log2, a.contraction_log2 = side.contraction_log2, a.element = side.element;
+  a.columnwise = columnwise, a.transposed = transposed, a.whole = whole;
   a.vector_load = is_aligned(a.data, 8) && shape.cols % 8 == 0;
   a.vector_scales = is_aligned(a.scale, 8) && of.scale_cols % 8 == 0;  // so are those of every matrix
   a.vector_store = is_aligned(a.out, 16) && shape.out_cols % (transposed ? 16 : 8) == 0;
@@ -113,21 +119,23 @@ std::optional<AnchorCodes> anchor_of(
 }
 
 void anchor_group(
-    at::TensorList data, at::TensorList scale, int64_t side, bool columnwise, bool transposed, at::TensorList out,
+    at::TensorList data, at::TensorList scale, int64_t side, bool columnwise, bool transposed, bool whole, at::TensorList out,
     at::TensorList line_scale) {
   const size_t n = data.size();
   TORCH_CHECK_VALUE(n > 0 && scale.size() == n && out.size() == n && line_scale.size() == n,
                     "anchor_group: lists of different lengths");
   check_cuda(data[0], "data");
   const c10::cuda::CUDAGuard guard(data[0].device());
+  if (whole) at::_foreach_zero_(line_scale);
   AnchorGroup group = {};
+  std::vector<at::Tensor> kept;
   auto flush = [&] {
     if (group.count > 0) check_launch(launch_anchor_group(group, c10::cuda::getCurrentCUDAStream()), "anchor_group");
     group.count = 0;
   };
   for (size_t i = 0; i < n; ++i) {
     TORCH_CHECK_VALUE(data[i].dim() == 2, "data has shape ", data[i].sizes(), "; wanted [rows, cols]");
-    const auto one = anchor_of(data[i], scale[i], side, columnwise, transposed, out[i], line_scale[i]);
+    const auto one = anchor_of(data[i], scale[i], side, columnwise, transposed, whole, out[i], line_scale[i], kept);
     if (!one.has_value()) continue;
     if (group.count == kAnchorCapacity) flush();
     group.items[group.count++] = *one;
@@ -138,14 +146,17 @@ void anchor_group(
 }  // namespace
 
 std::tuple<at::Tensor, at::Tensor> anchor_codes(
-    const at::Tensor& data, const at::Tensor& scale, int64_t side, bool columnwise, bool transposed) {
+    const at::Tensor& data, const at::Tensor& scale, int64_t side, bool columnwise, bool transposed, bool whole) {
   const AnchorShape shape = anchor_shape(data, columnwise, transposed);
   const c10::cuda::CUDAGuard guard(data.device());
   const bool stacked = data.dim() == 3;
-  const int64_t sizes[] = {shape.matrices, shape.out_rows, shape.out_cols}, lines[] = {shape.matrices, shape.lines};
+  const int64_t sizes[] = {shape.matrices, shape.out_rows, shape.out_cols}, lines[] = {shape.matrices, whole ? 1 : shape.lines};
   const at::Tensor out = new_empty(data, at::IntArrayRef(sizes + !stacked, sizes + 3), at::kByte);
   const at::Tensor line_scale = new_empty(data, at::IntArrayRef(lines + !stacked, lines + 2), at::kFloat);
-  const auto a = anchor_of(data, scale, side, columnwise, transposed, out, line_scale);
+  if (whole)
+    C10_CUDA_CHECK(cudaMemsetAsync(line_scale.mutable_data_ptr(), 0, line_scale.nbytes(), c10::cuda::getCurrentCUDAStream()));
+  std::vector<at::Tensor> kept;
+  const auto a = anchor_of(data, scale, side, columnwise, transposed, whole, out, line_scale, kept);
   if (a.has_value()) check_launch(launch_anchor_codes(*a, c10::cuda::getCurrentCUDAStream()), "anchor_codes");
   return {out, line_scale};
 }
@@ -299,14 +310,11 @@ void register_layout(torch::Library& m) {
       "dequantize(Tensor data, Tensor? scale, Tensor? tensor_amax, int side, bool columnwise, SymInt cols, SymInt row0, "
       "ScalarType dtype) -> Tensor",
       torch::dispatch(c10::DispatchKey::CUDA, dequantize), compliant());
-  m.def("anchor_codes(Tensor data, Tensor scale, int side, bool columnwise, bool transposed) -> "
+  m.def("anchor_codes(Tensor data, Tensor scale, int side, bool columnwise, bool transposed, bool whole) -> "
         "(Tensor codes, Tensor scale)",
-        torch::dispatch(c10::DispatchKey::CUDA, [](const at::Tensor& data, const at::Tensor& scale, int64_t side,
-                                                   bool columnwise, bool transposed) {
-          return anchor_codes(data, scale, side, columnwise, transposed);
-        }), compliant());
+        torch::dispatch(c10::DispatchKey::CUDA, anchor_codes), compliant());
   m.def(
-      "anchor_group(Tensor[] data, Tensor[] scale, int side, bool columnwise, bool transposed, Tensor(a!)[] out, "
+      "anchor_group(Tensor[] data, Tensor[] scale, int side, bool columnwise, bool transposed, bool whole, Tensor(a!)[] out, "
       "Tensor(b!)[] line_scale) -> ()",
       torch::dispatch(c10::DispatchKey::CUDA, anchor_group), compliant());
   m.def("tensor_decode_scale(Tensor tensor_amax) -> Tensor",

@@ -25,9 +25,9 @@ at::Tensor decode(
 // The decode scales of a two-level format's tensors [count], from their amaxes.
 at::Tensor tensor_decode_scale(const at::Tensor& tensor_amax);
 
-// Codes of MXFP8 blocks [rows, cols] against one exponent a line, and 2^(E - 127) of each; of a line without blocks E is 0.
-// Of matrices [count, rows, cols], each by itself, stacked.
+// Codes of blocks [rows, cols] whose scales are powers of two against one exponent a line, or of the tensor (whole), and
+// 2^(E - 127) of each; of a line without blocks E is 0. Of matrices [count, rows, cols], each by itself, stacked.
 std::tuple<at::Tensor, at::Tensor> anchor_codes(
-    const at::Tensor& data, const at::Tensor& scale, int64_t side, bool columnwise, bool transposed);
+    const at::Tensor& data, const at::Tensor& scale, int64_t side, bool columnwise, bool transposed, bool whole);
 
 }  // namespace fsdp_quant

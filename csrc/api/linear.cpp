@@ -42,26 +42,31 @@ enum Direction { kRowwise, kColumnwise, kDirections };
 // What the backward keeps of the input.
 enum class Saves : int64_t { kCodes = 0, kInput = 1 };
 
+constexpr int64_t kOfBlocks = -1, kOfTensor = -2;
+
 // How one direction of a slot is quantized, and how its product reads it.
 struct Reading {
   int64_t packed;  // side (api/quantize.h); 0: the values themselves
   Side side;
-  int64_t run;     // of its anchors, -1: scales of blocks
+  int64_t run;     // of its anchors, 0 the whole contraction; kOfTensor, kOfBlocks: none, but scales of blocks
   int64_t kind;    // of the operand (`gemm`); 0: 16-bit values, to which codes are decoded
   bool same;       // columnwise: the rowwise codes
   int64_t factor;  // index of its history among the slot's; -1: no delayed scaling
 
   bool is_quantized() const { return packed != 0; }
+  bool is_anchored() const { return run != kOfBlocks; }
   bool decodes() const { return is_quantized() && kind == 0; }
 };
 
 constexpr int kReadingFields = 5;
 constexpr int64_t kScaledValues = 1 << 3;  // kind of 16-bit values with one scale a tensor
-constexpr int kCounts = kSlots * kDirections + 3;  // quantizations, products
+enum { kFprop, kDgrad, kWgrad, kProducts };
+constexpr int kCounts = kSlots * kDirections + kProducts;  // quantizations, products
 
 struct Plan {
   Reading readings[kSlots][kDirections];
   Saves saves;
+  int64_t watched[kProducts];  // which operands `product_error` counts
   std::string key;  // of the plan, for Python
 };
 
@@ -277,12 +282,9 @@ Encodings quantize_slot(const Call& call, Slot slot, at::Tensor x, bool row, boo
   if (is_anchored) {
     const MaybeTensor none;
     if (anchors[1] == 0) beside.tokens = nullptr;
-    at::Tensor counts;
-    if (call.guard.has_value()) counts = call.guard->select(0, slot);
     auto sides = anchored(x, anchors[0], anchors[1], std::max<int64_t>(r[0].run, 0), std::max<int64_t>(r[1].run, 0),
                           anchors[0] != 0 && r[0].run == 0 ? known.rows : none,
-                          anchors[1] != 0 && r[1].run == kAmaxRun ? known.runs : none, false, counts.defined() ? &counts : nullptr,
-                          beside);
+                          anchors[1] != 0 && r[1].run == kAmaxRun ? known.runs : none, false, beside);
     auto next = sides.begin();
     for (int d = 0; d < kDirections; ++d)
       if (anchors[d] != 0) made[d].data = std::move(*next++), made[d].scale = std::move(*next++);
@@ -324,6 +326,19 @@ Operand operand_of(const Reading& r, Direction d, const Encoded& e, const Operan
                   &alpha);
   if (d == kColumnwise) o.data = o.data.t();
   return o;
+}
+
+// Adds what the product of these operands lost to its anchors to the guard, where it is watched.
+void watch(
+    const Call& call, int product, const at::Tensor& a, const MaybeTensor& a_scale, int64_t a_kind, const at::Tensor& b,
+    const MaybeTensor& b_scale, int64_t b_kind) {
+  const int64_t counted = call.plan->watched[product];
+  if (!call.guard.has_value() || counted == 0) return;
+  product_error(a, b, a_scale, b_scale, a_kind, b_kind, counted, call.step, *call.guard, product);
+}
+
+void watch(const Call& call, int product, const Operand& a, const Operand& b) {
+  watch(call, product, a.data, a.scale, a.kind, b.data, b.scale, b.kind);
 }
 
 at::Tensor multiply(const Operand& a, const Operand& b, at::ScalarType dtype, const MaybeTensor& bias) {
@@ -427,8 +442,10 @@ std::vector<at::Tensor> forward(
   size_t at = 0;
   const Reading& w = plan.readings[kWeight][kRowwise];
   const std::vector<at::Tensor> operand = take_weight(call, weight, dgrad);
-  const at::Tensor y = multiply(a, operand_of(w, kRowwise, take(operand, at, w), &a), x.scalar_type(), bias);
-  count(call.handle, kSlots * kDirections);
+  const Operand b = operand_of(w, kRowwise, take(operand, at, w), &a);
+  const at::Tensor y = multiply(a, b, x.scalar_type(), bias);
+  watch(call, kFprop, a, b);
+  count(call.handle, kSlots * kDirections + kFprop);
   std::vector<int64_t> sizes = x.sizes().vec();
   sizes.back() = y.size(1);
   std::vector<at::Tensor> result = {of_shape(y, sizes)};
@@ -482,16 +499,20 @@ std::array<at::Tensor, 3> backward(
         kept = again[x.same ? kRowwise : kColumnwise];
       }
     }
-    result[1] = multiply(a, operand_of(x, kColumnwise, kept, &a), dtype, std::nullopt);
-    count(call.handle, kSlots * kDirections + 2);
+    const Operand b = operand_of(x, kColumnwise, kept, &a);
+    result[1] = multiply(a, b, dtype, std::nullopt);
+    watch(call, kWgrad, a, b);
+    count(call.handle, kSlots * kDirections + kWgrad);
   }
   saved.clear(), made[kColumnwise] = {};
   if (needs_x) {
     const Operand a = operand_of(r[kRowwise], kRowwise, made[kRowwise]);
     const Reading& w = plan.readings[kWeight][kColumnwise];
     size_t at = 0;
-    result[0] = multiply(a, operand_of(w, kColumnwise, take(call.columnwise, at, w), &a), dtype, std::nullopt);
-    count(call.handle, kSlots * kDirections + 1);
+    const Operand b = operand_of(w, kColumnwise, take(call.columnwise, at, w), &a);
+    result[0] = multiply(a, b, dtype, std::nullopt);
+    watch(call, kDgrad, a, b);
+    count(call.handle, kSlots * kDirections + kDgrad);
   }
   return result;
 }
@@ -689,7 +710,7 @@ std::vector<at::Tensor> linear_weight(
   for (const Direction d : {kRowwise, kColumnwise}) {
     if (!wants(p, kWeight, d, row, col)) continue;
     sides[d] = r[d].side;
-    if (r[d].run >= 0) sides[d].transposed = false;  // compact, as `anchor_codes` reads them
+    if (r[d].is_anchored()) sides[d].transposed = false;  // compact, as `anchor_codes` reads them
     TORCH_CHECK_NOT_IMPLEMENTED(!stacked || (!sides[d].two_level() && r[d].kind != 0),
                                 "matrices are stacked as products of groups read them");
   }
@@ -702,7 +723,10 @@ std::vector<at::Tensor> linear_weight(
     if (!sides[d].present()) continue;
     count(plan, kWeight * kDirections + d, matrices);
     const bool turned = d == kColumnwise;
-    if (r[d].run >= 0) std::tie(made[d].data, made[d].scale) = anchor_codes(made[d].data, made[d].scale, r[d].packed, turned, turned);
+    if (r[d].is_anchored()) {
+      std::tie(made[d].data, made[d].scale) =
+          anchor_codes(made[d].data, made[d].scale, r[d].packed, turned, turned, r[d].run == kOfTensor);
+    }
     append(result, made[d]);
   }
   return result;
@@ -794,9 +818,10 @@ std::vector<at::Tensor> grouped_step(
   const Encodings made = quantize_slot(*call, kInput, rows, true, keeps, {}, {nullptr, &tokens});
   const Reading &of_x = call->plan->readings[kInput][kRowwise], &of_weight = call->plan->readings[kWeight][kRowwise];
   const Multiplied a = of_x.is_quantized() ? multiplied(of_x, made[kRowwise]) : Multiplied{rows, {}, 0};
-  const at::Tensor y = rows_product({a.data, a.scale, a.kind}, {weight, weight_scale, of_weight.decodes() ? kScaledValues : of_weight.kind},
-                                    tables, at, out_dtype);
-  count(plan, kSlots * kDirections, at.groups);
+  const int64_t kind = of_weight.decodes() ? kScaledValues : of_weight.kind;
+  const at::Tensor y = rows_product({a.data, a.scale, a.kind}, {weight, weight_scale, kind}, tables, at, out_dtype);
+  watch(*call, kFprop, a.data, a.scale, a.kind, weight, weight_scale, kind);
+  count(plan, kSlots * kDirections + kFprop, at.groups);
   std::vector<at::Tensor> result = {y, tables};
   if (keeps) append(result, made[kColumnwise]);
   return result;
@@ -837,8 +862,9 @@ std::tuple<at::Tensor, at::Tensor> grouped_step_backward(
       if (turned) std::swap(a, b);
       dw = new_empty(dy, {groups, a.data.size(0), b.data.size(0)}, dy.scalar_type());
       multiply_depth(dw, {a.data, a.scale, a.kind}, {b.data, b.scale, b.kind}, at.padded, groups, false, nullptr, 0);
+      watch(*call, kWgrad, a.data, a.scale, a.kind, b.data, b.scale, b.kind);
     }
-    count(plan, kSlots * kDirections + 2, groups);
+    count(plan, kSlots * kDirections + kWgrad, groups);
   }
   made[kColumnwise] = {};
   if (weight.has_value()) {
@@ -847,26 +873,29 @@ std::tuple<at::Tensor, at::Tensor> grouped_step_backward(
     const bool coded = of_dy.is_quantized();
     const at::Tensor operand = coded ? *weight : weight->transpose(1, 2);
     const Multiplied a = coded ? multiplied(of_dy, d) : Multiplied{rows, {}, 0};
-    dx = rows_product({a.data, a.scale, a.kind}, {operand, weight_scale, of_weight.decodes() ? kScaledValues : of_weight.kind}, tables,
-                      at, dy.scalar_type());
-    count(plan, kSlots * kDirections + 1, groups);
+    const int64_t kind = of_weight.decodes() ? kScaledValues : of_weight.kind;
+    dx = rows_product({a.data, a.scale, a.kind}, {operand, weight_scale, kind}, tables, at, dy.scalar_type());
+    watch(*call, kDgrad, a.data, a.scale, a.kind, operand, weight_scale, kind);
+    count(plan, kSlots * kDirections + kDgrad, groups);
   }
   return {dx, dw};
 }
 
 // A plan's number. fields: side, run, kind, same, factor of the input, weight and gradient, rowwise and columnwise of each;
-// then what the backward saves.
+// then what the backward saves, and what is watched of each product.
 int64_t linear_plan(at::IntArrayRef fields, at::ArrayRef<double> eps, c10::string_view key) {
   constexpr size_t kReadings = kSlots * kDirections;
-  TORCH_CHECK_VALUE(fields.size() == kReadings * kReadingFields + 1 && eps.size() == kReadings, "a linear plan has ",
-                    kReadings * kReadingFields + 1, " fields and ", kReadings, " eps; got ", fields.size(), " and ",
+  constexpr size_t kFields = kReadings * kReadingFields + 1 + kProducts;
+  TORCH_CHECK_VALUE(fields.size() == kFields && eps.size() == kReadings, "a linear plan has ",
+                    kFields, " fields and ", kReadings, " eps; got ", fields.size(), " and ",
                     eps.size());
   Plan plan;
   for (size_t i = 0; i < kReadings; ++i) {
     const int64_t* f = fields.data() + i * kReadingFields;
     plan.readings[i / kDirections][i % kDirections] = {f[0], unpack_encoding(f[0], eps[i], "side"), f[1], f[2], f[3] != 0, f[4]};
   }
-  plan.saves = static_cast<Saves>(fields.back()), plan.key = std::string(key);
+  plan.saves = static_cast<Saves>(fields[kReadings * kReadingFields]), plan.key = std::string(key);
+  std::copy(fields.end() - kProducts, fields.end(), plan.watched);
   Registry& r = registry();
   const std::lock_guard<std::mutex> lock(r.mutex);
   r.plans.push_back(std::move(plan)), r.counts.push_back({});

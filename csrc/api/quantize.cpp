@@ -445,15 +445,10 @@ void quantize_out(
 
 std::vector<at::Tensor> anchored(
     const at::Tensor& x, int64_t row, int64_t col, int64_t row_run, int64_t col_run, const MaybeTensor& row_anchor,
-    const MaybeTensor& col_anchor, bool through_bf16, const at::Tensor* counts, const Beside& beside) {
+    const MaybeTensor& col_anchor, bool through_bf16, const Beside& beside) {
   const Tokens* const tokens = beside.tokens;
   check_input(x);
   TORCH_CHECK_VALUE(tokens == nullptr || col_run > 0, "an anchor of the whole contraction serves several groups of tokens");
-  if (counts != nullptr) {
-    check_buffer(*counts, "counts", x, at::kLong, 4);
-    TORCH_CHECK_VALUE(counts->dim() == 2 && counts->size(0) == 2, "counts has shape ", counts->sizes(),
-                      "; wanted [2, 2]");
-  }
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const int64_t runs[2] = {row_run, col_run};
   const MaybeTensor* const given[2] = {&row_anchor, &col_anchor};
@@ -468,7 +463,6 @@ std::vector<at::Tensor> anchored(
   const int64_t rows[2] = {t.rows, set_tokens(launch, tokens)};
   Launch<1> statistics = launch;
   Zeroed zeroed;
-  const int64_t counts_at = counts == nullptr ? zeroed.reserve(8) : -1;
   int64_t anchor_at[2] = {-1, -1};
   Geometry g[2], anchor[2];
   for (int d = 0; d < 2; ++d) {
@@ -493,8 +487,6 @@ std::vector<at::Tensor> anchored(
   }
   zeroed.allocate(x, stream);
   std::vector<at::Tensor> result;
-  const at::Tensor guard_counts =
-      counts == nullptr ? zeroed.slice(counts_at, {8}).view(at::kLong).view({2, 2}) : *counts;
   for (int d = 0; d < 2; ++d) {
     if (!launch.side[d].present()) continue;
     SideBuffers& b = t.side[d];
@@ -505,10 +497,8 @@ std::vector<at::Tensor> anchored(
     set_geometry(b, g[d], d);
     b.stored = b.anchors = anchor[d].compact;
     b.vector_store = stores_vectors(launch.side[d], b.data, g[d]);
-    b.guard = guard_counts.mutable_data_ptr<int64_t>() + 2 * d;
     if (anchor_at[d] >= 0) b.anchor = statistics.tensors[0].side[d].amax = zeroed.at(anchor_at[d]);
   }
-  if (counts == nullptr) result.push_back(guard_counts);
   check_tokens(launch);
   const bool needs = anchor_at[0] >= 0 || anchor_at[1] >= 0;
   const ColumnSums sums(x, needs ? statistics : launch, beside.column_sums);
@@ -528,20 +518,7 @@ namespace {
 std::vector<at::Tensor> quantize_anchored(
     const at::Tensor& x, int64_t row, int64_t col, int64_t row_run, int64_t col_run, const MaybeTensor& row_anchor,
     const MaybeTensor& col_anchor, bool through_bf16) {
-  return anchored(x, row, col, row_run, col_run, row_anchor, col_anchor, through_bf16, nullptr);
-}
-
-// The same, adding to `counts`; data and scale of a side that is not made are empty. torch.compile takes an operator
-// that writes to an argument only where it returns a fixed number of tensors.
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> quantize_anchored_counted(
-    const at::Tensor& x, int64_t row, int64_t col, int64_t row_run, int64_t col_run, const MaybeTensor& row_anchor,
-    const MaybeTensor& col_anchor, bool through_bf16, const at::Tensor& counts) {
-  auto made = anchored(x, row, col, row_run, col_run, row_anchor, col_anchor, through_bf16, &counts);
-  const at::Tensor none[2] = {
-      new_empty(x, {0}, at::kByte), new_empty(x, {0}, at::kFloat)};
-  if (row == 0) made.insert(made.begin(), none, none + 2);
-  if (col == 0) made.insert(made.end(), none, none + 2);
-  return {made[0], made[1], made[2], made[3]};
+  return anchored(x, row, col, row_run, col_run, row_anchor, col_anchor, through_bf16);
 }
 
 // Block amaxes of each side, and tensor amaxes of two-level formats.
@@ -908,11 +885,6 @@ void register_quantize(torch::Library& m) {
       "quantize_anchored(Tensor x, int row, int col, int row_run, int col_run, Tensor? row_anchor, Tensor? col_anchor, "
       "bool through_bf16) -> Tensor[]",
       torch::dispatch(c10::DispatchKey::CUDA, quantize_anchored), compliant());
-  m.def(
-      "quantize_anchored.counted(Tensor x, int row, int col, int row_run, int col_run, Tensor? row_anchor, "
-      "Tensor? col_anchor, bool through_bf16, Tensor(a!) counts) -> (Tensor row_data, Tensor row_scale, "
-      "Tensor col_data, Tensor col_scale)",
-      torch::dispatch(c10::DispatchKey::CUDA, quantize_anchored_counted), compliant());
   m.def(
       "statistics(Tensor x, int row, int col, SymInt row0, bool through_bf16) -> Tensor[]",
       torch::dispatch(c10::DispatchKey::CUDA, statistics), compliant());

@@ -73,11 +73,10 @@ bool encodes_gated(
     const at::Tensor& x, const Side& row, const Side& col, const MaybeTensor (&enc)[2], const Gated& gated);
 
 // MXFP8 whose blocks share the scale of their run of the contraction: 8-bit operands with fp32 scales that leave the main
-// loop. Returns data, scale of each side and, unless `counts` are given to add to, int64 [2, 2]: blocks far below their
-// anchor, nonzero. beside: not gated; with tokens, the columnwise run is not the whole contraction.
+// loop. Returns data and scale of each side. beside: not gated; with tokens, the columnwise run is not the whole contraction.
 std::vector<at::Tensor> anchored(
     const at::Tensor& x, int64_t row, int64_t col, int64_t row_run, int64_t col_run, const MaybeTensor& row_anchor,
-    const MaybeTensor& col_anchor, bool through_bf16, const at::Tensor* counts, const Beside& beside = {});
+    const MaybeTensor& col_anchor, bool through_bf16, const Beside& beside = {});
 
 // Sums over the rows of x [rows, cols], bf16: added up in fp32 in tiles of 128 rows, rounded once. [cols].
 at::Tensor column_sums(const at::Tensor& x);

@@ -1,5 +1,6 @@
-// MXFP8 codes against one exponent for each line of the whole contraction: q' = element(q * 2^(e - E)), E = max(e) over
-// the line. One launch writes 2^(E - 127), one moves the codes in 128 x 128 tiles, 8 x 8 a thread. y of a grid: the matrix; blocks behind the last of theirs do nothing.
+// Codes against one exponent for each line of the whole contraction, or for the tensor: q' = element(q * 2^(e - E)), E =
+// max(e) over the line or the tensor. One launch writes 2^(E - 127), one moves the codes in 128 x 128 tiles, 8 x 8 a thread. y
+// of a grid: the matrix; blocks behind the last of theirs do nothing.
 #include "device/patch.cuh"
 #include "layout/layout.h"
 
@@ -7,18 +8,19 @@ namespace fsdp_quant {
 
 namespace {
 
-constexpr int kBlockLog2 = 5;  // contraction elements of a scale
+__device__ __forceinline__ int32_t scale_rows(const AnchorCodes& a) {
+  return ((a.rows - 1) >> (a.columnwise ? a.contraction_log2 : a.outer_log2)) + 1;
+}
 
 __device__ __forceinline__ int32_t scale_cols(const AnchorCodes& a) {
-  return ((a.cols - 1) >> (a.columnwise ? a.outer_log2 : kBlockLog2)) + 1;
+  return ((a.cols - 1) >> (a.columnwise ? a.outer_log2 : a.contraction_log2)) + 1;
 }
 
 // The matrix of this block, of those that lie one behind the other, or of a group.
 __device__ __forceinline__ AnchorCodes matrix_of(AnchorCodes a) {
   const int64_t i = blockIdx.y, codes = static_cast<int64_t>(a.rows) * a.cols;
-  const int64_t scale_rows = ((a.rows - 1) >> (a.columnwise ? kBlockLog2 : a.outer_log2)) + 1;
-  a.data += i * codes, a.out += i * codes, a.scale += i * scale_rows * scale_cols(a);
-  a.line_scale += i * (a.columnwise ? a.cols : a.rows);
+  a.data += i * codes, a.out += i * codes, a.scale += i * scale_rows(a) * scale_cols(a);
+  a.line_scale += i * (a.whole ? 1 : a.columnwise ? a.cols : a.rows);
   return a;
 }
 
@@ -38,6 +40,8 @@ __device__ __forceinline__ uint2 load8(const uint8_t* p, int32_t count, bool vec
 __device__ __forceinline__ uint32_t byte_of(uint2 v, int e) { return ((e < 4 ? v.x : v.y) >> (8 * (e & 3))) & 0xFF; }
 
 __device__ __forceinline__ uint2 larger(uint2 a, uint2 b) { return make_uint2(__vmaxu4(a.x, b.x), __vmaxu4(a.y, b.y)); }
+
+__device__ __forceinline__ bool is_aligned(const void* p, int bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
 
 // Of the lane whose number differs in this bit.
 __device__ __forceinline__ uint2 from_lane(uint2 v, int bit) {
@@ -77,7 +81,7 @@ __global__ void __launch_bounds__(kColumnThreads) col_exponents_kernel(const __g
   const AnchorCodes a = matrix_of(of_all);
   __shared__ uint2 parts[kWarps * kGroups];
   __shared__ uint8_t tops[kTile];
-  const int32_t lines = scale_cols(a), blocks = ((a.rows - 1) >> kBlockLog2) + 1;
+  const int32_t lines = scale_cols(a), blocks = scale_rows(a);
   const int32_t line = blockIdx.x * kTile + threadIdx.x % kGroups * 8;
   uint2 top = make_uint2(0, 0);
 #pragma unroll 4
@@ -99,6 +103,51 @@ __global__ void __launch_bounds__(kColumnThreads) col_exponents_kernel(const __g
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kTile << a.outer_log2;
   for (int32_t i = threadIdx.x; i < kTile << a.outer_log2 && first + i < a.cols; i += kColumnThreads)
     a.line_scale[first + i] = power_of_two(tops[i >> a.outer_log2]);
+}
+
+// Raises the scale of a tensor to 2^(exponent - 127): positive floats are in the order of their bits, NaN last.
+__device__ __forceinline__ void raise(float* scale, uint32_t exponent) {
+  atomicMax(reinterpret_cast<uint32_t*>(scale), __float_as_uint(power_of_two(exponent)));
+}
+
+// The largest exponent of a tensor.
+template <typename Of>
+__global__ void __launch_bounds__(kThreads) tensor_exponent_kernel(const __grid_constant__ Of of_all) {
+  const AnchorCodes a = matrix_of(of_all);
+  const int64_t count = static_cast<int64_t>(scale_rows(a)) * scale_cols(a);
+  const int64_t first = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * 8;
+  if (first - threadIdx.x % 32 * 8 >= count) return;  // a warp as one
+  uint2 top = make_uint2(0, 0);
+  if (first < count)
+    top = load8(a.scale + first, count - first < 8 ? static_cast<int32_t>(count - first) : 8, is_aligned(a.scale + first, 8));
+  uint32_t exponent = 0;
+#pragma unroll
+  for (int e = 0; e < 8; ++e) exponent = max(exponent, byte_of(top, e));
+  exponent = __reduce_max_sync(~0u, exponent);
+  if (threadIdx.x % 32 == 0) raise(a.line_scale, exponent);
+}
+
+// The exponents of fp32 scales, and the largest: a block of threads each. A block of zeros has the scale 1, which is not its
+// largest magnitude's, and counts as the least exponent.
+template <typename Of>
+__global__ void __launch_bounds__(kThreads) block_exponents_kernel(const __grid_constant__ Of of_all) {
+  const AnchorCodes a = matrix_of(of_all);
+  const int32_t blocks = scale_cols(a), row0 = blockIdx.x / blocks * kTile, col0 = blockIdx.x % blocks * kTile;
+  if (row0 >= a.rows) return;
+  const float scale = a.powers[blockIdx.x];
+  bool is_zero = scale == 1.0f;
+  if (is_zero) {
+    uint32_t any = 0;
+    for (int32_t i = threadIdx.x; i < kTile * kTile; i += kThreads) {
+      const int32_t row = row0 + i / kTile, col = col0 + i % kTile;
+      if (row < a.rows && col < a.cols) any |= a.data[static_cast<int64_t>(row) * a.cols + col] & 0x7Fu;
+    }
+    is_zero = !__syncthreads_or(any);
+  }
+  if (threadIdx.x != 0) return;
+  const uint32_t exponent = is_zero ? 0 : __float_as_uint(scale) >> 23 & 0xFF;
+  a.exponents[blockIdx.x] = static_cast<uint8_t>(exponent);
+  raise(a.line_scale, exponent);
 }
 
 // fp16 bits of 2^d, d from 0 to -24: subnormal below -14.
@@ -137,6 +186,12 @@ template <bool Columnwise>
 __device__ __forceinline__ void read_line_exponents(int32_t (&out)[8], const AnchorCodes& a, int32_t line) {
   const int32_t lines = Columnwise ? a.cols : a.rows;
   const auto* at = reinterpret_cast<const uint32_t*>(a.line_scale) + line;
+  if (a.whole) {
+    const uint32_t e = __ldg(at - line) >> 23;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) out[k] = e;
+    return;
+  }
   if (line + 8 <= lines) {
     const uint4 lo = __ldg(reinterpret_cast<const uint4*>(at)), hi = __ldg(reinterpret_cast<const uint4*>(at) + 1);
     const uint32_t bits[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
@@ -152,7 +207,7 @@ __device__ __forceinline__ void read_line_exponents(int32_t (&out)[8], const Anc
 template <bool Columnwise>
 __device__ __forceinline__ void read_exponents(int32_t (&out)[8], const AnchorCodes& a, int32_t row, int32_t col) {
   const int32_t lines = Columnwise ? a.cols : a.rows, line = Columnwise ? col : row;
-  const int32_t line_blocks = ((lines - 1) >> a.outer_log2) + 1, block = (Columnwise ? row : col) >> kBlockLog2;
+  const int32_t line_blocks = ((lines - 1) >> a.outer_log2) + 1, block = (Columnwise ? row : col) >> a.contraction_log2;
   const int64_t width = scale_cols(a);
   if (a.outer_log2 > 0) {  // one block has all 8
     const int32_t which = line >> a.outer_log2;
@@ -231,14 +286,21 @@ struct Blocks {
 Blocks blocks_of(const AnchorCodes& a) {
   const int64_t line_blocks = (((a.columnwise ? a.cols : a.rows) - 1) >> a.outer_log2) + 1;
   const int64_t each = a.columnwise ? kTile : kThreads / kLanes;
-  return {(line_blocks + each - 1) / each, static_cast<int64_t>((a.rows - 1) / kTile + 1) * ((a.cols - 1) / kTile + 1)};
+  const int64_t tiles = static_cast<int64_t>((a.rows - 1) / kTile + 1) * ((a.cols - 1) / kTile + 1);
+  if (!a.whole) return {(line_blocks + each - 1) / each, tiles};
+  const int64_t blocks = line_blocks * ((((a.columnwise ? a.rows : a.cols) - 1) >> a.contraction_log2) + 1);
+  return {a.powers != nullptr ? tiles : (blocks + kThreads * 8 - 1) / (kThreads * 8), tiles};
 }
 
 template <typename Of>
 cudaError_t launch(const Of& of_all, const AnchorCodes& first, Blocks most, int32_t matrices, cudaStream_t stream) {
   if (most.tiles > 0x7FFFFFFF) return cudaErrorInvalidConfiguration;
   const dim3 blocks(static_cast<unsigned>(most.exponents), matrices), tiles(static_cast<unsigned>(most.tiles), matrices);
-  if (first.columnwise) {
+  if (first.powers != nullptr) {
+    block_exponents_kernel<<<blocks, kThreads, 0, stream>>>(of_all);
+  } else if (first.whole) {
+    tensor_exponent_kernel<<<blocks, kThreads, 0, stream>>>(of_all);
+  } else if (first.columnwise) {
     col_exponents_kernel<<<blocks, kColumnThreads, 0, stream>>>(of_all);
   } else {
     row_exponents_kernel<<<blocks, kThreads, 0, stream>>>(of_all);

@@ -60,18 +60,21 @@ struct RelayoutLaunch {
   RelayoutItem items[Capacity];
 };
 
-// Codes of e8m0 blocks [rows, cols] against one exponent a line of the contraction, the largest of its blocks'; of some
-// matrices one behind the other.
+// Codes of blocks [rows, cols] whose scales are powers of two against one exponent a line of the contraction, the largest
+// of its blocks', or one of the tensor; of some matrices one behind the other.
 struct AnchorCodes {
   const uint8_t* data;
-  const uint8_t* scale;       // e8m0 of (outer, 32) blocks, compact
+  const uint8_t* scale;       // biased exponents of (outer, contraction) blocks, compact
+  const float* powers;        // null; else fp32 scales of (128, 128) blocks of one matrix, whose exponents go to `exponents`
+  uint8_t* exponents;         // what scale points to, where powers does
   uint8_t* out;               // [rows, cols], or [cols, rows] when transposed
-  float* line_scale;          // aligned to 16
+  float* line_scale;          // [lines], aligned to 16; whole: [1], which is 0 before the launch
   int32_t matrices;           // 1 to 65535
   int32_t rows, cols;         // not 0, below 2^31 - kTile
-  int32_t outer_log2;         // 0 or 5
+  int32_t outer_log2;         // 0, 5 or 7
+  int32_t contraction_log2;   // 5 or 7
   Element element;            // of 8 bits
-  bool columnwise, transposed;
+  bool columnwise, transposed, whole;
   bool vector_load, vector_scales, vector_store;  // rows are aligned for 8 bytes; of transposed codes, for 16
 };
 

@@ -65,7 +65,6 @@ struct SideBuffers {
   float* record;        // [1], with enc: the largest finite amax so far
   const int64_t* key;   // [5] (of tokens: [groups, 5]), stochastic rounding
   const float* anchor;  // largest amax of each run of a line, whose scale takes the place of the block's
-  int64_t* guard;       // [2]: nonzero blocks far below their anchor, nonzero blocks
   int32_t lines, length;            // of the codes; rotation fills the contraction
   Grid compact;                     // of amax
   Grid stored;                      // of scale, but for kBlackwell; its extents may exceed compact's, by zeros

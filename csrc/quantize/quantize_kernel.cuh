@@ -137,7 +137,6 @@ struct TileSmem {
   uint8_t scales[2][kTile][8];
   uint32_t lines[2][kTile];   // magnitudes that atomic maxima collect, by direction
   float factors[2][128];      // two_level_factor of every code, by direction
-  uint32_t guard[2];          // nonzero blocks << 16 | blocks far below their anchor
 };
 
 struct Smem : TileSmem {
@@ -590,12 +589,16 @@ __device__ __forceinline__ void find_factors(
   const bool delayed = P::kFull && P::kTakes8 && b.enc != nullptr;
 
   const int32_t inside = max(min(place.along + 7, b.length - 1), 0);  // in the block, if the thread is
-  float anchors[8];
-  if constexpr (P::kAnchored) {  // early: they take a while
+  if constexpr (P::kAnchored) {  // the scale of the run takes the place of the block's
     const float* from = b.anchor + index_of(b.anchors, 0, place.block(s.anchor_log2, inside));
+    uint32_t stored[8];
 #pragma unroll
-    for (int k = 0; k < 8; ++k)
-      anchors[k] = __ldg(from + static_cast<int64_t>(min(place.line + k, b.lines - 1)) * b.anchors.line_stride);
+    for (int k = 0; k < 8; ++k) {
+      const float amax = __ldg(from + static_cast<int64_t>(min(place.line + k, b.lines - 1)) * b.anchors.line_stride);
+      const BlockScale anchor = e8m0_scale(amax, s);
+      f.enc[k] = anchor.enc, stored[k] = bits_of(power_of_two(anchor.stored));
+    }
+    return store_scales<Columnwise, P>(stored, s, b, tile, smem, at);
   }
 
   float amax[8];
@@ -664,20 +667,6 @@ __device__ __forceinline__ void find_factors(
     }
   }
 
-  if constexpr (P::kAnchored) {  // the scale of the run takes the place of the block's
-    uint32_t nonzero = 0, far = 0;
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const BlockScale anchor = e8m0_scale(anchors[k], s);
-      const bool counts = amax[k] > 0.0f && place.line + k < b.lines && place.along < b.length;
-      nonzero += counts, far += counts && anchor.stored > stored[k] + 9;
-      f.enc[k] = anchor.enc, stored[k] = bits_of(power_of_two(anchor.stored));
-    }
-    // At most 512 blocks a tile: both counts fit one word until the tile's sum goes to memory.
-    const bool leads = leads_block<Columnwise>(P::contraction(s), at);
-    const uint32_t counts = __reduce_add_sync(0xFFFFFFFFu, leads ? nonzero << 16 | far : 0);
-    if ((threadIdx.x & 31) == 0 && counts != 0) atomicAdd(&smem.guard[Columnwise], counts);
-  }
   if constexpr (P::kFull && P::kTakes8) {
     if (delayed) {
       const float factor = delayed_scale(s, b).enc;
@@ -928,23 +917,14 @@ __global__ void __launch_bounds__(kThreads, MinBlocks) quantize_kernel(
     if constexpr (Row::kFull || Col::kFull) {
       if (launch.barrier != nullptr) grid_barrier(launch.barrier, gridDim.x);
     }
-    constexpr bool kGuards = Row::kAnchored || Col::kAnchored, kFactors = Row::kTakes4 || Col::kTakes4;
-    if constexpr (kGuards) {
-      if (threadIdx.x < 2) smem.guard[threadIdx.x] = 0;
+    if constexpr (Row::kTakes4 || Col::kTakes4) {
+      fill_factors(launch.side, t.side[0], t.side[1], smem.factors);
+      __syncthreads();
     }
-    if constexpr (kFactors) fill_factors(launch.side, t.side[0], t.side[1], smem.factors);
-    if constexpr (kGuards || kFactors) __syncthreads();
     run_side<false, Row>(false, p, row, row_buffers, row_tile, &col, &col_buffers, smem, at);
     run_side<true, Col>(false, p, col, col_buffers, tile, nullptr, nullptr, smem, at);
     __syncthreads();
     if constexpr (Row::kDelayed) finish_tile_delayed(launch.side, t.side, row_buffers, smem);
-    if constexpr (kGuards) {
-      if (threadIdx.x < 2 && t.side[threadIdx.x].guard != nullptr && smem.guard[threadIdx.x] != 0) {
-        auto* guard = reinterpret_cast<unsigned long long*>(t.side[threadIdx.x].guard);
-        atomicAdd(guard, smem.guard[threadIdx.x] & 0xFFFFu);
-        atomicAdd(guard + 1, smem.guard[threadIdx.x] >> 16);
-      }
-    }
     if constexpr (Row::kEncodes && !Row::kAnchored) {
       if (row.present() && Row::byte_scales(row)) flush_scales<false, Row>(row, t.side[0], tile, smem.scales[0]);
     }

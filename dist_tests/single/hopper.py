@@ -112,7 +112,6 @@ class Operators:
         self.calls: list[Call] = []
         self.plans: list[SimpleNamespace] = []
         self.counts: list[list[int]] = []
-        self.quantize_anchored = Overloads(default=self._anchored_alone, counted=self._anchored_counted)
         self.random_key = Overloads(default=self._random_key, after=lambda *args: self._random_key(*args[:-1]))
 
     def count(self, name: str) -> int:
@@ -244,10 +243,9 @@ class Operators:
         self.calls.append(Call("quantize_group", x[0].data_ptr()))
         return made
 
-    def _anchored(self, x, row, col, row_run, col_run, row_anchor, col_anchor, through_bf16, counts):
+    def quantize_anchored(self, x, row, col, row_run, col_run, row_anchor, col_anchor, through_bf16):
         self._input("quantize_anchored", x, row, col)
         refuse(row_anchor is not None or col_anchor is not None, "anchors are taken from x here")
-        refuse(counts is not None and (tuple(counts.shape) != (2, 2) or counts.dtype is not torch.int64), "counts")
         refuse(
             not (x.dtype is torch.bfloat16 or (through_bf16 and x.dtype is torch.float32)),
             f"x is {x.dtype}; anchored codes are made of bfloat16 (or float32 through bfloat16)",
@@ -260,20 +258,9 @@ class Operators:
             refuse(e.fmt.block != (1, 32), f"anchors are of (1, 32) blocks; got {e.fmt.block}")
             run = row_run if e.direction is ROWWISE else col_run
             refuse(run < 0 or run % 128 or run & (run - 1), f"anchor run is {run}")
-            codes, scale, seen = reference.anchored(x, e, run or None)
+            codes, scale = reference.anchored(x, e, run or None)
             made += [_turned(codes, e.fmt, x.shape, e.direction) if side.transposed else codes, scale]
-            if counts is not None:
-                counts[int(e.direction is not ROWWISE)] += seen
         return made
-
-    def _anchored_alone(self, x, *args):
-        counts = torch.zeros(2, 2, dtype=torch.int64)
-        return [*self._anchored(x, *args, counts), counts]
-
-    def _anchored_counted(self, x, row, col, *args):
-        none = [x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)]
-        made = self._anchored(x, row, col, *args)
-        return (*([] if row else none), *made, *([] if col else none))
 
     # Layouts #
 
@@ -308,24 +295,40 @@ class Operators:
         rows = (scale.t() if transposed else scale).repeat_interleave(outer_block, 0)[:outer]
         return layout.swizzle_128x4(rows)
 
-    def anchor_codes(self, data, scale, packed, columnwise, transposed):
+    def anchor_codes(self, data, scale, packed, columnwise, transposed, whole):
         if data.dim() == 3:
-            made = [self.anchor_codes(*one, packed, columnwise, transposed) for one in zip(data, scale)]
+            made = [self.anchor_codes(*one, packed, columnwise, transposed, whole) for one in zip(data, scale)]
             return tuple(torch.stack(of) for of in zip(*made))
         self.calls.append(Call("anchor_codes", data.data_ptr()))
         direction = COLUMNWISE if columnwise else ROWWISE
         fmt = unpack(packed, direction).encoding.fmt
-        refuse(fmt.scale != "e8m0" or fmt.block[1] != 32, "wanted e8m0 scales of (1, 32) or (32, 32) blocks")
+        powers = whole and fmt.pow2 and fmt.block == (128, 128)
+        refuse(not powers and (fmt.scale != "e8m0" or fmt.block[1] != 32), "wanted e8m0 scales of (1, 32) or (32, 32) blocks")
         refuse(not (data.is_contiguous() and scale.is_contiguous()), "data or scale is not contiguous")
         grid = fmt.scale_shape(tuple(data.shape), direction)
         refuse(scale.numel() != grid[0] * grid[1], f"scale has {scale.numel()} elements; wanted {grid}")
-        codes, lines = reference.anchored_codes(data, scale.view(grid), fmt, direction)
+        codes, lines = reference.anchored_codes(data, scale.view(grid), fmt, direction, whole)
         return (codes.t().contiguous() if transposed else codes), lines
 
-    def anchor_group(self, data, scale, packed, columnwise, transposed, out, line_scale):
+    def anchor_group(self, data, scale, packed, columnwise, transposed, whole, out, line_scale):
         for one, of, *into in zip(data, scale, out, line_scale):
-            for target, made in zip(into, self.anchor_codes(one, of, packed, columnwise, transposed)):
+            for target, made in zip(into, self.anchor_codes(one, of, packed, columnwise, transposed, whole)):
                 target.copy_(made)
+
+    def product_error(self, a, b, a_scale, b_scale, a_kind, b_kind, counted, step, guard, product):
+        refuse(tuple(guard.shape) != (3, 2) or guard.dtype is not torch.float32, "guard")
+        refuse(a.shape[-1] != b.shape[-1], "wanted the same K")
+        if step[1] % reference.PROBED_STEPS:
+            return
+        self.calls.append(Call("product_error", a.data_ptr()))
+        operands = []
+        for data, scale, kind in ((a, a_scale, a_kind), (b, b_scale, b_kind)):
+            block = {1: (None, None), 2: (1, None), 3: (1, 128), 7: (1, 512)}[kind >> 3]
+            element = next(e for e in ELEMENTS.values() if native.ELEMENTS.get(e.name) == kind & 7)
+            runs = None if block[1] is None else scale.view(ceil_div(data.shape[-1], block[1]), -1)
+            operands.append((data.flatten(0, -2), runs, Format("operand", element, block, "fp32")))
+        flags = bool(counted & 1), bool(counted & 2)
+        guard[product] += reference.product_error(*operands, flags, int(step[1]) // reference.PROBED_STEPS)
 
     # Products #
 
@@ -418,9 +421,10 @@ class Operators:
     # A layer's step #
 
     def linear_plan(self, fields, eps, key):
-        refuse(len(fields) != 31 or len(eps) != 6, f"a linear plan has 31 fields and 6 eps; got {len(fields)}, {len(eps)}")
+        refuse(len(fields) != 34 or len(eps) != 6, f"a linear plan has 34 fields and 6 eps; got {len(fields)}, {len(eps)}")
         readings = [native.Reading(*fields[5 * i : 5 * i + 5], e) for i, e in enumerate(eps)]
-        self.plans.append(SimpleNamespace(slots=[readings[:2], readings[2:4], readings[4:]], saves_input=fields[30], key=key))
+        self.plans.append(SimpleNamespace(
+            slots=[readings[:2], readings[2:4], readings[4:]], saves_input=fields[30], watched=fields[31:], key=key))
         self.counts.append([0] * 9)
         return len(self.plans) - 1
 
@@ -452,8 +456,14 @@ class Operators:
         a = self._multiplied(readings[0][0], made[:fields] or [x])
         kind = 8 if self._decodes(readings[1][0]) else readings[1][0].kind
         y = self._rows_product(*a, weight, weight_scale, kind, tables, out_dtype)
+        self._watch(plan, 0, guard, step, a, (weight, weight_scale, kind))
         self.counts[plan][6] += len(ends)
         return [y, tables, *made[fields:]]
+
+    def _watch(self, plan, product, guard, step, a, b) -> None:
+        counted = self.plans[plan].watched[product]
+        if guard is not None and counted:
+            self.product_error(a[0], b[0], a[1], b[1], a[2], b[2], counted, step, guard, product)
 
     def _decodes(self, reading) -> bool:
         return bool(reading.side) and reading.kind == 0
@@ -502,6 +512,7 @@ class Operators:
                 a, b = (b, a) if turned else (a, b)
                 dw = dy.new_empty(groups, len(a[0]), len(b[0]))
                 self.grouped_gemm_wgrad(dw, a[0], b[0], a[1], b[1], at.padded, a[2], b[2])
+                self._watch(plan, 2, guard, step, a, b)
             else:
                 self.calls.append(Call("_grouped_mm", dy.data_ptr()))
                 parts = itertools.pairwise(at.offsets.tolist())
@@ -513,6 +524,7 @@ class Operators:
             weight = weight if of_rows else weight.transpose(1, 2)
             kind = 8 if self._decodes(readings[1][1]) else readings[1][1].kind
             dx = self._rows_product(*a, weight, weight_scale, kind, tables, dy.dtype)
+            self._watch(plan, 1, guard, step, a, (weight, weight_scale, kind))
             self.counts[plan][7] += groups
         return dx, dw
 
@@ -610,15 +622,15 @@ class Operators:
             enc = None if reading.factor < 0 else factors[reading.factor]
             known = [None] * 8
             known[2 + 4 * (d is COLUMNWISE)] = enc
-            compact = side if reading.run < 0 else side._replace(transposed=False)
+            compact = side if reading.run == -1 else side._replace(transposed=False)
             made = self._quantized(weight, [compact], 0, through_bf16, known)
             if side.encoding.fmt.block[1] is None:
                 amax = made.pop()
                 if enc is not None and reading.factor < len(histories) and reading.factor not in recorded:
                     recorded.add(reading.factor)
                     self.record_amax(histories[reading.factor], amax)
-            if reading.run >= 0:
-                made = self.anchor_codes(*made, reading.side, d is COLUMNWISE, d is COLUMNWISE)
+            if reading.run != -1:
+                made = self.anchor_codes(*made, reading.side, d is COLUMNWISE, d is COLUMNWISE, reading.run == -2)
             result += made
         return result
 
@@ -745,9 +757,8 @@ class Operators:
             self.counts[call.number][2 * slot + (d is COLUMNWISE)] += 1
             sides = (reading.side, 0) if d is ROWWISE else (0, reading.side)
             if reading.run >= 0:
-                counts = None if call.guard is None else call.guard[slot]
                 runs = (reading.run, 0) if d is ROWWISE else (0, reading.run)
-                made[d] = self._anchored(x, *sides, *runs, None, None, False, counts)
+                made[d] = self.quantize_anchored(x, *sides, *runs, None, None, False)
                 self.calls.pop()
                 continue
             enc = None if reading.factor < 0 else call.factors[group][reading.factor]
@@ -785,6 +796,7 @@ class Operators:
         if not (factors or a[2] or b[2]):
             return torch.nn.functional.linear(a[0], b[0], bias)
         alpha = None if not factors else functools.reduce(torch.mul, factors)
+        self._watch(call.number, product, call.guard, call.step, a, b)
         y = _product(a[0], b[0], a[1], b[1], a[2], b[2], torch.bfloat16, bias, alpha)
         return y.to(torch.bfloat16)
 

@@ -23,8 +23,9 @@ from fsdp_quant.gemm import gemm
 from fsdp_quant.modules import guard, linear_op
 from fsdp_quant.modules import plan as plans
 from fsdp_quant.modules.linear import share_input
-from fsdp_quant.modules.plan import PRODUCTS
+from fsdp_quant.modules.plan import EXACT, LADDER, PRODUCTS, Product, ladder_of
 from fsdp_quant.ops import layout, native
+from fsdp_quant.ops.reference import PROBED_STEPS
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
 from fsdp_quant.storage import Storage
 
@@ -67,10 +68,17 @@ def gpu():
         yield operators
 
 
-def linear(recipe: fq.Recipe, shape=SHAPES[0], bias: bool = True, dtype=BF16, name: str = "fc") -> fq.Linear:
+def linear(recipe: fq.Recipe, shape=SHAPES[0], bias: bool = True, dtype=BF16, name: str = "fc", **rungs: str) -> fq.Linear:
+    """rungs: of its products; others on the first."""
     torch.manual_seed(0)
     plain = nn.Linear(shape[2], shape[1], bias=bias, dtype=dtype)
-    return fq.convert(nn.ModuleDict({name: plain}), recipe)[name]
+    module = fq.convert(nn.ModuleDict({name: plain}), recipe)[name]
+    on_rungs(module, **rungs)
+    return module
+
+
+def on_rungs(module: fq.Linear, **rungs: str) -> None:
+    module._plan = module._weight_state.plan = module.plan.moved_to(rungs)
 
 
 def inputs(shape=SHAPES[0], dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
@@ -101,8 +109,9 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], what: str = "")
 def planned(module: fq.Linear, dtype: torch.dtype) -> dict:
     """The products of one step, as they count."""
     counted: dict = {}
+    plan = module.plan_on(dtype, module.weight.device)
     for product in PRODUCTS:
-        key = (module.plan.domain(product, dtype, hopper.ARCH)[0], *map(repr, module.plan.pair(product)))
+        key = (plan.domain(product, dtype, hopper.ARCH)[0], *map(repr, plan.pair(product)))
         counted[key] = counted.get(key, 0) + 1
     return counted
 
@@ -114,14 +123,14 @@ def domains() -> set[str]:
 # One step #
 
 
-def check_step(name: str, dtype: torch.dtype, bias: bool, shapes=SHAPES, **options) -> None:
+def check_step(name: str, dtype: torch.dtype, bias: bool, shapes=SHAPES, rungs=(), **options) -> None:
     for shape in shapes:
         x, dy = inputs(shape, dtype)
         restart()
         want = step(linear(RECIPES[name](**options), shape, bias, dtype), x, dy)
         restart()
         with hopper.emulated():
-            module = linear(RECIPES[name](**options), shape, bias, dtype)
+            module = linear(RECIPES[name](**options), shape, bias, dtype, **dict(rungs))
             counters.reset()
             got = step(module, x, dy)
             assert counters.of("gemm") == planned(module, dtype), shape
@@ -141,7 +150,17 @@ def test_a_step_is_that_of_the_cpu(name: str, bias: bool):
 
 def test_a_step_over_runs_of_tokens_is_that_of_the_cpu():
     """If false, tokens behind the first run of anchors meet its scales."""
-    check_step("mxfp8", BF16, False, ((1040, 48, 32), (519, 40, 20)))
+    for rung in (layout.ANCHORED_512, layout.ANCHORED_128):
+        check_step("mxfp8", BF16, False, ((1040, 48, 32), (519, 40, 20)), {"wgrad": rung})
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_block", "mxfp8/nvfp4"])
+def test_a_step_on_every_rung_is_that_of_the_cpu(name: str):
+    """If false, a product that its guard moved is another one."""
+    for shape in ((1040, 48, 32), (40, 528, 1056)):
+        for rung in LADDER:
+            rungs = {p.name: rung for p in PRODUCTS if rung in ladder_of(p)}
+            check_step(name, BF16, True, (shape,), rungs)
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
@@ -310,8 +329,8 @@ def test_one_call_counts_and_records_what_its_parts_do(gpu, monkeypatch):
         assert seen[0]["quantize"].pop((fmt, "columnwise", "native")) - names == (
             seen[1]["quantize"].pop((fmt, "columnwise", "native"), 0))
     assert seen[0] == seen[1]
-    far, nonzero = seen[0]["mxfp8"][0][0]
-    assert 0 < far < nonzero
+    extra, own = seen[0]["mxfp8"][0]
+    assert 0 < extra and 0 < own
     assert len(seen[0]["fp8_delayed histories"]) == 3
 
 
@@ -602,105 +621,149 @@ def test_products_of_storages_are_those_of_their_operands(gpu, pair: tuple[str, 
 # The guard #
 
 
-def sent(module: fq.Linear, far: dict[tuple[str, Direction], float]) -> None:
-    """Judge counts that say this share of the blocks of these operands lies far below."""
-    counts = guard.guard_of(module, module.weight.device)
-    counts[..., 1] = 1000
-    for (slot, direction), share in far.items():
-        counts[linear_op.SLOTS.index(slot), list(Direction).index(direction), 0] = int(1000 * share)
+def sent(module: fq.Linear, ratios: dict[Product, float]) -> None:
+    """Judge sums that say anchors add these shares of the formats' error."""
+    sums = guard.guard_of(module, module.weight.device)
+    sums[:, 1] = 1.0
+    for product, ratio in ratios.items():
+        sums[PRODUCTS.index(product), 0] = ratio**2
     guard.judge()
-    assert counts.count_nonzero() == 0, "the counts go on from zero"
+    assert sums.count_nonzero() == 0, "the sums go on from zero"
     guard.judge()
+
+
+FPROP, DGRAD, WGRAD = PRODUCTS
 
 
 @pytest.mark.parametrize("product", PRODUCTS, ids=lambda p: p.name)
-def test_the_guard_moves_the_product_that_reads_the_operand(gpu, product):
+def test_the_guard_moves_the_product_down_its_ladder(gpu, product):
     """If false, a layer goes on losing bits, or loses speed where nothing was wrong."""
     module, (x, dy) = linear(recipes.mxfp8()), inputs()
     before = step(module, x, dy)
-    assert domains() == {"anchored"} and module.plan.moved == ()
-    sent(module, {product.a: 0.05})
-    assert module.plan.moved == (product.name,)
-    ((name, moved, why),) = counters.of("moved")
-    assert (name, moved) == ("fc", product.name) and why == f"{product.a[0]}.{product.a[1].value}: 5.0% of the blocks"
+    assert domains() == {"anchored", "native"} and module.plan.moved == {}
+    for rung in ladder_of(product)[1:]:
+        counters.reset()
+        sent(module, {product: 0.05})
+        assert module.plan.moved == {product.name: rung}
+        ((name, moved, why),) = counters.of("moved")
+        assert (name, moved) == ("fc", product.name) and why == f"to {rung}: its anchors add 5% of its formats' error"
+        counters.reset()
+        after = step(module, x, dy)
+        assert counters.of("gemm") == planned(module, BF16)
+        result = {"fprop": "y", "dgrad": "dx", "wgrad": "weight"}[product.name]
+        for key in before:
+            if key == result:
+                assert error(after[key], before[key]) <= 1e-2, key
+            else:
+                assert_same_bytes(after[key], before[key], key)
+    assert "bf16" in domains()
     counters.reset()
-    after = step(module, x, dy)
-    assert counters.of("gemm") == planned(module, BF16) and domains() == {"anchored", "bf16"}
-    result = {"fprop": "y", "dgrad": "dx", "wgrad": "weight"}[product.name]
-    for key in before:
-        if key == result:
-            assert error(after[key], before[key]) <= 1e-2, key
-        else:
-            assert_same_bytes(after[key], before[key], key)
-    sent(module, {product.a: 0.05})
-    assert module.plan.moved == (product.name,) and counters.of("moved") == {}
+    sent(module, {product: 0.05})
+    assert module.plan.moved == {product.name: EXACT} and counters.of("moved") == {}
 
 
-def test_the_guard_counts_what_is_anchored(gpu):
+def test_formats_with_fewer_rungs_go_to_their_own_product(gpu):
+    """If false, fp8 blocks are anchored to runs that no kernel makes of them."""
+    module = linear(recipes.fp8_block(), SHAPES[2])
+    step(module, *inputs(SHAPES[2]))
+    sent(module, dict.fromkeys(PRODUCTS, 0.05))
+    assert module.plan.moved == dict.fromkeys(("fprop", "dgrad", "wgrad"), EXACT)
+    counters.reset()
+    step(module, *inputs(SHAPES[2]))
+    assert domains() == {"native"} and counters.of("gemm") == planned(module, BF16)
+
+
+def test_the_guard_sees_what_products_lose(gpu):
     """If false, a layer is judged by something else than its operands, or only on one path."""
     for shape in (SHAPES[2], (40, 48, 160)):  # one call, and parts
         model = nn.Sequential(linear(recipes.mxfp8(), shape))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         x, dy = inputs(shape)
         x[:, :32] *= 1e5  # the other blocks of every row lie far below its exponent
-        for _ in range(2):
-            assert model[0].plan.moved == ()
+        with torch.no_grad():
+            model[0].weight[:, :32] /= 1e5  # and count as much
+        for _ in range(5 * PROBED_STEPS):
             step(model, x, dy)
             optimizer.step()
-        step(model, x, dy)
-        assert model[0].plan.moved == ("fprop",), shape
+        wanted = {"fprop": EXACT, "dgrad": layout.ANCHORED, "wgrad": layout.ANCHORED_512}
+        assert model[0].plan.moved == wanted, shape
 
 
-def test_the_guard_counts_a_shared_input_for_every_layer(gpu):
-    """If false, up goes on losing the bits that gate, which quantized their input, is spared."""
+def test_the_guard_moves_nothing_that_loses_nothing(gpu):
+    """If false, products go to bf16 whose operands only have wide ranges."""
+    for shape in (SHAPES[2], (40, 48, 160)):
+        model = nn.Sequential(linear(recipes.mxfp8(), shape))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        x, dy = inputs(shape)
+        for _ in range(3):
+            step(model, x, dy)
+            optimizer.step()
+        assert model[0].plan.moved == {} and model[0]._guard is not None, shape
+
+
+def test_the_guard_sees_the_layers_of_a_shared_input_apart(gpu):
+    """If false, up goes on losing the bits that gate, whose weights do not ask for them, need not have."""
     gate, up = linear(recipes.mxfp8(), SHAPES[2], bias=False), linear(recipes.mxfp8(), SHAPES[2], name="up")
     share_input(gate, up)
     x, dy = inputs(SHAPES[2])
     with torch.no_grad():
         x[:, :32] *= 1e5
+        up.weight[:, :32] /= 1e5
     x = x.requires_grad_() * 1
     sum(shared(gate, up, x)).backward(dy)
     assert [c[2:] for c in gpu.steps()][:2] == [(True, True), (False, False)]
     guard.judge()
     guard.judge()
-    assert "fprop" in gate.plan.moved and gate.plan.moved == up.plan.moved
+    assert "fprop" not in gate.plan.moved and "fprop" in up.plan.moved
 
 
 def test_the_guard_decides_once_for_layers_alike(gpu):
-    """If false, each layer of a compiled model is traced anew as its own counts arrive, up to the recompile limit."""
+    """If false, each layer of a compiled model is traced anew as its own sums arrive, up to the recompile limit."""
     model = nn.Sequential(*(nn.Linear(64, 64, dtype=BF16) for _ in range(4)))
     fq.convert(model, recipes.per_layer(recipes.mxfp8(), {"3": recipes.mxfp8(anchor_tolerance=0.5)}))
     other = fq.convert(nn.Sequential(nn.Linear(64, 64, dtype=BF16)), recipes.mxfp8())
     for m in (model, other):
         m(values(64, 64)).sum().backward()
-    sent(model[1], {("input", ROWWISE): 0.05})
-    assert [layer.plan.moved for layer in (*model, *other)] == [("fprop",)] * 3 + [(), ()]
+    sent(model[1], {FPROP: 0.05})
+    assert [set(layer.plan.moved) for layer in (*model, *other)] == [{"fprop"}] * 3 + [set(), set()]
     assert len({layer.plan.key for layer in model}) == 2
     assert {(name, why) for name, _, why in counters.of("moved")} == {
-        ("1", "input.rowwise: 5.0% of the blocks"), ("0", "as for 1"), ("2", "as for 1")}
+        ("1", "to anchored: its anchors add 5% of its formats' error"), ("0", "as for 1"), ("2", "as for 1")}
 
 
 def test_the_guard_keeps_to_the_recipes_tolerance(gpu):
     """If false, anchor_tolerance means nothing."""
-    for tolerance, moved in ((0.01, ("fprop",)), (0.04, ("fprop",)), (0.06, ()), (1.0, ())):
+    for tolerance, moved in ((0.01, {"fprop"}), (0.04, {"fprop"}), (0.06, set()), (1.0, set())):
         module = linear(recipes.mxfp8(anchor_tolerance=tolerance))
         step(module, *inputs())
-        sent(module, {("input", ROWWISE): 0.05})
-        assert module.plan.moved == moved, tolerance
+        sent(module, {FPROP: 0.05})
+        assert set(module.plan.moved) == moved, tolerance
+
+
+def test_the_guard_looks_at_one_of_its_steps(gpu):
+    """If false, every step pays for what one in 16 tells."""
+    model = nn.Sequential(linear(recipes.mxfp8(), SHAPES[2]))
+    x, dy = inputs(SHAPES[2])
+    looked = []
+    for _ in range(PROBED_STEPS + 1):
+        before = gpu.count("product_error")
+        step(model, x, dy)
+        looked.append(gpu.count("product_error") - before)
+    assert looked == [3, *[0] * (PROBED_STEPS - 1), 3]
 
 
 def test_the_guard_waits_for_no_device(gpu, monkeypatch):
-    """If false, an optimizer step waits for the counts of the last one, or judges them before they have arrived."""
+    """If false, an optimizer step waits for the sums of the last one, or judges them before they have arrived."""
     module = linear(recipes.mxfp8())
-    counts = guard.guard_of(module, module.weight.device)
-    counts[0, 0] = torch.tensor([500, 1000])
+    sums = guard.guard_of(module, module.weight.device)
+    sums[0] = torch.tensor([1.0, 1.0])
     with monkeypatch.context() as patch:
         patch.setattr(hopper.Arrived, "query", lambda self: False)
         for _ in range(3):
             guard.judge()
-        assert module.plan.moved == () and len(guard._UNDERWAY) == 1
+        assert module.plan.moved == {} and len(guard._UNDERWAY) == 1
     guard.judge()
-    assert module.plan.moved == ("fprop",)
+    assert set(module.plan.moved) == {"fprop"}
 
 
 def test_exact_recipes_never_anchor(gpu):
@@ -729,13 +792,9 @@ def test_the_backward_keeps_the_codes_of_its_product(gpu, name: str, monkeypatch
         assert [type(t) for t in saved] == [Tensor, Tensor]
         data, scale = saved
         assert data.dtype is torch.uint8 and data.shape == (k, m) and data.is_contiguous()
-        numel = {"fp8_current": 1, "fp8_delayed": 1, "fp8_row": k}.get(name, 2 * k)  # two runs of up to 128 tokens
-        if name == "mxfp8":
-            numel = -(-m // layout.ANCHOR_RUNS[layout.OVER_TOKENS]) * k
-        assert scale.dtype is FP32 and scale.numel() == numel
+        assert scale.dtype is FP32 and scale.numel() == (k if name == "fp8_row" else 1)
         assert sum(t.numel() * t.element_size() for t in saved) <= 1.06 * x.numel()
-        wanted = layout.OVER_TOKENS if name == "mxfp8" else layout.NATIVE
-        made, _ = module.plan.input.storages(x, layouts=dict.fromkeys(Direction, wanted))
+        made, _ = module.plan_on(BF16, x.device).input.storages(x, layouts=dict.fromkeys(Direction, layout.NATIVE))
         assert_same_bytes(data, made[COLUMNWISE].data, "codes")
         assert_same_bytes(scale.flatten(), made[COLUMNWISE].scale.flatten(), "scales")
         gpu.calls.clear()
@@ -785,7 +844,7 @@ def test_autocast_is_that_of_the_cpu(name: str):
             module = linear(RECIPES[name](), shape, dtype=FP32)
             counters.reset()
             got = step(module, x, dy, dtype=BF16)
-            assert counters.of("gemm") == planned(module, BF16)
+            assert counters.of("gemm") == planned(module, BF16), shape
             restart()
             with torch.autocast("cpu", BF16):  # the backward too
                 inside = step(module, x, dy)

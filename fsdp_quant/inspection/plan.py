@@ -105,9 +105,10 @@ def plan(model: nn.Module, dtype: torch.dtype | None = None) -> ModelPlan:
         m = by_state.get(id(module._weight_state))
         activations = dtype or (m.param_dtype if m else module.weight.dtype)
         arch = arch_of(module.weight.device)
+        planned = module.plan_on(activations, module.weight.device)
         for product in PRODUCTS:
-            domain, reason = module.plan.domain(product, activations, arch)
-            operands = tuple(repr(module.plan.hybrid(slot).side(d)) for slot, d in (product.a, product.b))
+            domain, reason = planned.domain(product, activations, arch)
+            operands = tuple(repr(planned.hybrid(slot).side(d)) for slot, d in (product.a, product.b))
             result.gemms.append(GemmRow(name, product.name, operands, domain, reason))
     layers = modules.values()
     shared = Counter(filter(None, map(describe, layers)))

@@ -18,7 +18,7 @@ class Receipt:
     sequence:    (pass, direction, format) -> bytes of activations and gradients gathered along the sequence.
     dispatch:    (pass, direction, format) -> bytes that this rank's tokens took to their experts and back ("sum").
     departures:  what ran although the plan did not print it (strict=False), by kind.
-    moved:       products that the anchoring guard moved to the bf16 domain: (module, product, what was counted).
+    moved:       products that the anchoring guard moved: (module, product, from where to where and why).
     """
 
     gemms: dict
@@ -60,7 +60,7 @@ class Receipt:
         lines += [f"sequence {n:>12,} B  {phase} {d} {fmt}" for (phase, d, fmt), n in sorted(self.sequence.items())]
         lines += [f"dispatch {n:>12,} B  {phase} {d} {fmt}" for (phase, d, fmt), n in sorted(self.dispatch.items())]
         lines += [f"departure {n:>11,}  {what}" for what, n in sorted(self.departures.items())]
-        lines += [f"moved from anchored to bf16: {module} {product}, {why}" for module, product, why in sorted(self.moved)]
+        lines += [f"moved: {module} {product}, {why}" for module, product, why in sorted(self.moved)]
         return "\n".join(lines) or "nothing ran"
 
 

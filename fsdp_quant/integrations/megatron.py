@@ -310,7 +310,7 @@ class _ParallelLinear(Linear):
         plan = self._plan if override is None else self._overriding_plan(override)
         if plan.boundary is not None:
             raise NotImplementedError(f"{self._name}: Megatron's layers have no boundary slots; put fq.Quantize between modules")
-        grad = torch.is_grad_enabled()
+        grad, plan = torch.is_grad_enabled(), plan.on(x.dtype, x.device)
         return linear(x, weight, bias, self.call(x, weight, plan, weight.requires_grad and grad, grad))
 
     def _result(self, y: Tensor) -> tuple[Tensor, Tensor | None]:

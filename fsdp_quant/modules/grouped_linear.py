@@ -23,7 +23,7 @@ from ..tensor.weight_state import WeightState
 from ..tensor.quantized_tensor import QuantizedTensor
 from .grouped_op import Beside, ExpertWeights, GroupedLinearCall, told_wrong, why_not
 from .linear import HasWeight, Linear, _plain_in_state_dict, apply_recipe, place, register_weight, whole_shape
-from .plan import PRODUCTS, GemmPlan
+from .plan import PRODUCTS, GemmPlan, ladder_of
 from .traced_experts import runs_in_graphs, traced_experts
 
 
@@ -228,9 +228,11 @@ class GroupedLinear(HasWeight):
             return self._planned[1]
         plans = {plan.key: plan for plan in planned}
         if len(plans) > 1 and any(plan.moved for plan in plans.values()):
-            moved = tuple(p.name for p in PRODUCTS if any(p.name in plan.moved for plan in plans.values()))
+            furthest = {
+                p.name: max((plan.rung(p) for plan in plans.values()), key=ladder_of(p).index) for p in PRODUCTS
+            }
             for layer in self._linears:
-                layer._plan = replace(layer.plan, moved=moved)
+                layer._plan = layer.plan.moved_to(furthest)
             plans = {layer.plan.key: layer.plan for layer in self._linears}
         self._planned = planned, next(iter(plans.values())).of_groups if len(plans) == 1 else None
         return self._planned[1]
@@ -367,7 +369,7 @@ def expert(weight: Tensor, recipe: Recipe, name: str, first: _Expert | None = No
     layer.__dict__["counts_with"] = first  # no submodule
     apply_recipe(layer, recipe)
     layer._weight_state = WeightState(f"{name}.weight", layer.plan.weight, (out_features, in_features), recipe.compute_dtype)
-    layer._weight_state.plan = layer.plan
+    layer._weight_state.plan, layer._weight_state.of_group = layer.plan, True
     place(layer)
     return layer
 
@@ -376,6 +378,8 @@ def finish_experts(module: GroupedLinear, name: str) -> None:
     """What a `GroupedLinear` has beside its experts."""
     module._name, module._reasons, module._planned = name, {}, (None, None)
     module._goes_into_graphs = "weight" in module._parameters and runs_in_graphs(module.common_plan)
+    for layer in module._linears:
+        layer._weight_state.of_group = True
     _tell(module)
 
 

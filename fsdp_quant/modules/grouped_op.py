@@ -379,9 +379,8 @@ class Beside(NamedTuple):
             (c.factors, c.histories, c.grad_factors, c.grad_histories) for c in calls
         )))
         first = calls[0]
-        if not (first.plan.input.is_stochastic or first.plan.grad_output.is_stochastic):
-            return Beside(*sides)
-        return Beside(*sides, first.step, [call.ids for call in calls])
+        keyed = first.plan.input.is_stochastic or first.plan.grad_output.is_stochastic
+        return Beside(*sides, first.step, [call.ids for call in calls] if keyed else [])
 
 
 class GroupedLinearCall(torch.autograd.Function):

@@ -82,7 +82,7 @@ def freeze(module: nn.Module) -> int:
             raise ValueError(f"{name}.weight is on the meta device; initialize it before fq.freeze")
     for layer in layers.values():
         weight = layer.weight
-        made = weight_storages(weight, list(Direction), layer.plan, layer._weight_state, weight.dtype)
+        made = weight_storages(weight, list(Direction), layer.plan.on(weight.dtype, weight.device), layer._weight_state, weight.dtype)
         codes = QuantizedTensor(*(made[d] for d in Direction), shape=tuple(weight.shape))
         layer.weight = nn.Parameter(codes, requires_grad=False)
     return len(layers)

@@ -86,6 +86,15 @@ class Linear(HasWeight, nn.Linear):
     def plan(self) -> GemmPlan:
         return self._plan
 
+    @property
+    def is_shared(self) -> bool:
+        """Ranks or groups of tokens share tensors of its products."""
+        return self._weight_state.of_group or self._weight_state.part[1] > 1
+
+    def plan_on(self, dtype: torch.dtype, device: torch.device) -> GemmPlan:
+        """The plan as its products of `dtype` activations run on `device` (`GemmPlan.on`)."""
+        return self._plan if self.is_shared else self._plan.on(dtype, device)
+
     def forward(
         self, x: Tensor, handed: Handed | None = None, *, residual: Tensor | None = None, scale: float = 1.0
     ) -> Tensor:
@@ -131,6 +140,8 @@ class Linear(HasWeight, nn.Linear):
         save = weight.requires_grad and grad
         if torch.compiler.is_compiling():
             return self.traced(x, weight, bias, plan, save)
+        if not isinstance(x, QuantizedTensor):
+            plan = plan.on(x.dtype, x.device)
         return linear(x, weight, bias, self.call(x, weight, plan, save, grad), handed)
 
     def traced(
@@ -160,7 +171,7 @@ class Linear(HasWeight, nn.Linear):
         overridden = "forward" in self.__dict__ or current_autocast() is not None or torch.is_autocast_enabled(x.device.type)
         overridden = overridden or self._plan.boundary is not None
         shared = self.parallel is not None or isinstance(self.weight, DTensor)
-        return not (overridden or shared) and takes_source(x, self.weight, self.bias, self._plan)
+        return not (overridden or shared) and takes_source(x, self.weight, self.bias, self._plan.on(x.dtype, x.device))
 
     def checked(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """x in the dtype of its products. Raises for what no product takes, naming the module.
@@ -197,7 +208,8 @@ class Linear(HasWeight, nn.Linear):
         records, of_input, of_grad = self.training and not replay, (), ()
         if plan.is_delayed:
             of_input, of_grad = (self.histories(plan, slot, device) for slot in ("input", "grad_output"))
-        guard = guard_of(self, device) if "anchored" in plan.resolved(x.dtype, device).domains else None
+        watched = plan.resolved(x.dtype, device).is_watched and STEP.is_probed
+        guard = guard_of(self, device) if watched else None
         return LinearCall(
             plan, state, save, records, STEP.on(device), self.ids_on(device), guard,
             [h.enc for h in of_input], [h.enc for h in of_grad], [h.amaxes for h in of_input] if records else (),

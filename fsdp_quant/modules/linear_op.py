@@ -25,7 +25,7 @@ from torch.nn import Parameter
 
 from ..counters import counters
 from ..formats import COLUMNWISE, ROWWISE, Direction, Format
-from ..gemm import StaleWeightError, gemm
+from ..gemm import StaleWeightError, Watch, gemm
 from ..ops import dispatch, native
 from ..ops.layout import COMPACT
 from ..ops.rng import tensor_id
@@ -96,7 +96,7 @@ class LinearCall(NamedTuple):
     save:             the backward needs x.
     records:          amaxes are recorded: in training, and not in a recomputation.
     step, ids:        int64 [5] (`context.STEP_FIELDS`) and [3] (`slot_ids`), which key random bits.
-    guard:            int64 [3, 2, 2], to which quantizers add what anchoring underflows; None: not counted.
+    guard:            fp32 [3, 2], to which products add what they lost to anchors (`modules.guard`); None: nobody asks.
     factors, grad_factors:      encode factors fp32 [1] of the delayed sides of the input, and of the gradient.
     histories, grad_histories:  where their amaxes are recorded; empty: nowhere.
     """
@@ -116,7 +116,10 @@ class LinearCall(NamedTuple):
     def quantize(self, slot: str, x: Tensor, directions, statistics=None) -> tuple[dict[Direction, Storage], list[Tensor]]:
         """`quantize_slot` with this call's values."""
         factors = self.factors if slot == "input" else self.grad_factors
-        return quantize_slot(self.plan, slot, x, list(directions), self.step, self.ids, self.guard, factors, statistics)
+        return quantize_slot(self.plan, slot, x, list(directions), self.step, self.ids, factors, statistics)
+
+    def watch(self, resolved: Resolved, product: int) -> Watch | None:
+        return None if self.guard is None else Watch(resolved.watched[product], self.step, self.guard, product)
 
 
 def record(histories: Sequence[Tensor], amaxes: Sequence[Tensor]) -> None:
@@ -141,8 +144,7 @@ def slot_key(
 
 
 def slot_storages(
-    plan: GemmPlan, slot: str, x: Tensor, directions: list[Direction], key: Tensor | None, guard: Tensor | None,
-    factors: Sequence[Tensor], statistics: dict[Direction, dispatch.Statistics] | None = None,
+    plan: GemmPlan, slot: str, x: Tensor, directions: list[Direction], key: Tensor | None, factors: Sequence[Tensor], statistics: dict[Direction, dispatch.Statistics] | None = None,
 ) -> tuple[dict[Direction, Storage], dict[Direction, Tensor]]:
     """Storages of an activation or gradient [rows, cols] as its products read them, and the amaxes of its delayed sides.
 
@@ -154,19 +156,19 @@ def slot_storages(
     layouts = plan.resolved(x.dtype, x.device).layouts[slot] if x.numel() else None
     return hybrid.storages(
         x, directions, key=key, factors=dict(zip(hybrid.delayed_directions, factors)), layouts=layouts,
-        guard=None if guard is None else guard[SLOTS.index(slot)], statistics=statistics,
+        statistics=statistics,
     )
 
 
 def quantize_slot(
-    plan: GemmPlan, slot: str, x: Tensor, directions: list[Direction], step: Tensor, ids: Tensor, guard: Tensor | None,
+    plan: GemmPlan, slot: str, x: Tensor, directions: list[Direction], step: Tensor, ids: Tensor,
     factors: list[Tensor], statistics: dict[Direction, dispatch.Statistics] | None = None,
 ) -> tuple[dict[Direction, Storage], list[Tensor]]:
     """`slot_storages` with a key of these rows, or of a tensor that came as codes; the amaxes as `record` takes them."""
     if isinstance(x, QuantizedTensor):
         return _given(plan, slot, x, directions), []
     key = slot_key(plan, slot, step, ids, x.shape[0])
-    made, amaxes = slot_storages(plan, slot, x, directions, key, guard, factors, statistics)
+    made, amaxes = slot_storages(plan, slot, x, directions, key, factors, statistics)
     return made, recorded_amaxes(plan.hybrid(slot), amaxes, x)
 
 
@@ -394,7 +396,7 @@ def multiply(
     both = backward and not isinstance(weight, QuantizedTensor)
     w = weight_storages(weight, [ROWWISE, *([COLUMNWISE] if both else [])], plan, call.state, x.dtype, call.records)
     y = x.new_empty(*x.shape[:-1], weight.shape[0])
-    gemm(made[ROWWISE], w[ROWWISE], out=y.view(-1, y.shape[-1]), bias=bias, domain=resolved.domains[0])
+    gemm(made[ROWWISE], w[ROWWISE], out=y.view(-1, y.shape[-1]), bias=bias, domain=resolved.domains[0], watch=call.watch(resolved, 0))
     record(call.histories, amaxes)  # nothing can be refused any more
     return y, [] if saved is None else buffers_of(made[saved]), w.get(COLUMNWISE)
 
@@ -419,11 +421,11 @@ def storage_over(
     return Storage(fmt, direction, shape, **fields, dtype=dtype, layout=layout)
 
 
-def saved_columnwise(plan: GemmPlan, saved: list[Tensor], shape, dy: Tensor, step, ids, guard, factors) -> Storage:
+def saved_columnwise(plan: GemmPlan, saved: list[Tensor], shape, dy: Tensor, step, ids, factors) -> Storage:
     """The columnwise storage of the input [M, K], from what the plan saved."""
     if plan.saves == "input":
         x = saved[0].reshape(shape)
-        return quantize_slot(plan, "input", x, [COLUMNWISE], step, ids, guard, factors)[0][COLUMNWISE]
+        return quantize_slot(plan, "input", x, [COLUMNWISE], step, ids, factors)[0][COLUMNWISE]
     return columnwise_of_saved(plan, saved, shape, dy, lambda: slot_key(plan, "input", step, ids, shape[0]))
 
 
@@ -458,16 +460,16 @@ def multiply_backward(
     (need_x, need_w, need_b), (n, k) = needs, weight.shape
     dx = dw = None
     directions = [d for d, needed in ((ROWWISE, need_x), (COLUMNWISE, need_w)) if needed]
-    domains = plan.resolved(dy.dtype, dy.device).domains
+    resolved = plan.resolved(dy.dtype, dy.device)
     db = bias_gradient(plan, dy2, directions) if need_b else None
     made, amaxes = call.quantize("grad_output", dy2, directions) if directions else ({}, [])
     if need_x:
         w = columnwise or weight_storages(weight, [COLUMNWISE], plan, call.state, dy.dtype)[COLUMNWISE]
         dx = dy.new_empty(*dy.shape[:-1], k)
-        gemm(made[ROWWISE], w, out=dx.view(-1, k), domain=domains[1])
+        gemm(made[ROWWISE], w, out=dx.view(-1, k), domain=resolved.domains[1], watch=call.watch(resolved, 1))
     if need_w:
-        x = saved_columnwise(plan, saved, (dy2.shape[0], k), dy, call.step, call.ids, call.guard, call.factors)
-        dw = gemm(made[COLUMNWISE], x, out_dtype=dy.dtype, domain=domains[2])
+        x = saved_columnwise(plan, saved, (dy2.shape[0], k), dy, call.step, call.ids, call.factors)
+        dw = gemm(made[COLUMNWISE], x, out_dtype=dy.dtype, domain=resolved.domains[2], watch=call.watch(resolved, 2))
     record(call.grad_histories, amaxes)
     return dx, dw, db
 

@@ -6,7 +6,7 @@ takes no Python objects and a compiled graph must be the same for equal layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -14,11 +14,13 @@ from typing import NamedTuple
 import torch
 
 from ..counters import counters
-from ..formats import COLUMNWISE, E5M2, ROWWISE, Direction, Format, canonical_text, check_pair, value_class
+from ..formats import (
+    COLUMNWISE, E5M2, ROWWISE, Direction, Format, anchored_format, canonical_text, check_pair, value_class,
+)
 from ..ops import native
-from ..ops.capability import arch_of, gemm_domain, may_be_anchored, operand_layout
-from ..ops.layout import ANCHORED, ANCHORED_128, COMPACT, OVER_TOKENS
-from ..quantizer import HybridQuantizer
+from ..ops.capability import anchors, anchors_tensor, arch_of, gemm_domain, may_be_anchored, operand_layout, scales_tensor
+from ..ops.layout import ANCHORED, ANCHORED_128, ANCHORED_512, ANCHORED_TENSOR, ANCHORS, COMPACT, OVER_TOKENS
+from ..quantizer import HybridQuantizer, Quantizer
 from ..recipe import QUANTIZED_TYPES, Recipe, Role, recipe_of
 from .quantize import Boundary, boundaries
 
@@ -42,6 +44,17 @@ PRODUCTS = (
 )
 
 
+# What block scales of a product's operands are anchored to, fastest first; exact: to nothing. `modules.guard` moves a product
+# down as its operands ask. Over tokens, runs begin where an exponent of the tensor does not serve (`ops.layout.OVER_TOKENS`).
+EXACT = "exact"
+LADDER = (ANCHORED_TENSOR, ANCHORED, ANCHORED_512, ANCHORED_128, EXACT)
+LADDER_OVER_TOKENS = (ANCHORED_TENSOR, ANCHORED_512, ANCHORED_128, EXACT)
+
+
+def ladder_of(product: Product) -> tuple[str, ...]:
+    return LADDER_OVER_TOKENS if product.name == "wgrad" else LADDER
+
+
 class Resolved(NamedTuple):
     """A plan on one device and for one dtype.
 
@@ -50,6 +63,7 @@ class Resolved(NamedTuple):
     saved:    which storage of the input the backward keeps, where it keeps one.
     call:     number of the compiled step (`native.linear_plan`), or None where there is none.
     shared:   what decides the codes of the input, beside histories; None where they are this layer's alone.
+    watched:  of fprop, dgrad and wgrad, which operands may lose bits to their anchors, (of a, of b).
     """
 
     domains: tuple[str, str, str]
@@ -57,6 +71,11 @@ class Resolved(NamedTuple):
     saved: Direction
     call: int | None
     shared: tuple | None
+    watched: tuple[tuple[bool, bool], ...]
+
+    @property
+    def is_watched(self) -> bool:
+        return any(a or b for a, b in self.watched)
 
 
 @value_class
@@ -65,8 +84,9 @@ class GemmPlan:
 
     saves:  "input": the original tensor (identity backward, or re-quantized from it); "columnwise" or "rowwise":
             that storage only.
-    moved:  products that the anchoring guard moved to a domain that decodes exactly.
-    over_tokens:  what e8m0 operands of wgrad are anchored to.
+    rungs:  of fprop, dgrad and wgrad, of its ladder (`ladder_of`).
+    over_tokens:  what e8m0 operands of wgrad are anchored to, where no scale is of the whole tensor.
+    watched:      as in `Resolved`, of a plan `on` a device whose operands are anchored already; None: by the formats.
     boundary:     of the layer, or None.
     """
 
@@ -76,9 +96,10 @@ class GemmPlan:
     saves: str
     compute_dtype: torch.dtype | None
     accuracy: str = "fast"
-    moved: tuple[str, ...] = ()
+    rungs: tuple[str, str, str] = (ANCHORED_TENSOR,) * 3
     over_tokens: str = OVER_TOKENS
     boundary: Boundary | None = None
+    watched: tuple[tuple[bool, bool], ...] | None = None
 
     def __post_init__(self):
         key = canonical_text(self)
@@ -104,7 +125,8 @@ class GemmPlan:
         delayed = any(self.hybrid(slot).delayed_directions for slot in QUANTIZED_TYPES)
         rounded = any(side is not None and side.rowwise.is_stochastic for side in self._boundary_sides)
         rounded = rounded or self.input.is_stochastic or self.grad_output.is_stochastic
-        return delayed or rounded or any(may_be_anchored(*self.pair(p)) for p in PRODUCTS)
+        anchored = self.watched is not None or any(may_be_anchored(*self.pair(p)) for p in PRODUCTS)
+        return delayed or rounded or anchored or self._with_tensor_scales is not self
 
     @property
     def _boundary_sides(self) -> tuple:
@@ -114,6 +136,53 @@ class GemmPlan:
     def of_groups(self) -> GemmPlan:
         """This plan where groups of tokens begin at multiples of 128, as runs of anchors then do."""
         return replace(self, over_tokens=ANCHORED_128)
+
+    def on(self, dtype: torch.dtype, device: torch.device) -> GemmPlan:
+        """This plan as `device` multiplies `dtype` activations that neither ranks nor groups of tokens share.
+
+        Where its tensor cores take no block scales, or take them slower, activations and gradients that are scaled by powers of
+        two a block have one a tensor instead: the same numbers, but for those far below the largest. Of products on the
+        first rung only. The layer's own plan says what travels and what is saved in files.
+        """
+        plain = dtype is not torch.bfloat16 or not native.runs_on(device) or arch_of(device) != "sm_90a"
+        return self if plain else self._with_tensor_scales
+
+    @cached_property
+    def _with_tensor_scales(self) -> GemmPlan:
+        made: dict[tuple[str, Direction], Quantizer] = {}
+        watched = []
+        for product, rung in zip(PRODUCTS, self.rungs):
+            operands = product.a, product.b
+            sides = {of: self._tensor_scaled(*of) for of in operands}
+            a, b = ((sides[of] or self.hybrid(of[0]).side(of[1])).fmt for of in operands)
+            one_exponent = any(sides.values()) and all(scales_tensor(f) or anchors_tensor(f) for f in (a, b))
+            domain = gemm_domain(a, b, torch.bfloat16, "sm_90a", compiled=True)[0] if one_exponent else None
+            if domain not in ("native", "anchored") or rung != ANCHORED_TENSOR or self.accuracy == EXACT:
+                watched.append(self._watched(product, self.domain(product, torch.bfloat16, "sm_90a")[0]))
+                continue
+            made |= {of: side for of, side in sides.items() if side is not None}
+            watched.append(tuple(anchors_tensor(self.operand(*of)) for of in operands))
+        if not made:
+            return self
+        slots = {
+            slot: HybridQuantizer(*(made.get((slot, d)) or self.hybrid(slot).side(d) for d in Direction))
+            for slot in {slot for slot, _ in made}
+        }
+        one, saves = slots.get("input", self.input).one_storage, self.saves
+        saves = saves if saves == "input" else "rowwise" if one else "columnwise" if "input" in slots else saves
+        return replace(self, **slots, saves=saves, watched=tuple(watched))
+
+    def _tensor_scaled(self, slot: str, direction: Direction) -> Quantizer | None:
+        """What makes one scale of a tensor, a power of two, take the place of those of a side; None where none can."""
+        hybrid = self.hybrid(slot)
+        side, fmt = hybrid.side(direction), hybrid.side(direction).fmt
+        if slot == "weight" or hybrid.is_derived or side.is_stochastic or side.eps or fmt.block[0] != 1 or not anchors_tensor(fmt):
+            return None
+        return Quantizer(anchored_format(fmt, None, whole=True))
+
+    def _watched(self, product: Product, domain: str) -> tuple[bool, bool]:
+        a, b = (domain == "anchored" and anchors_tensor(f) for f in self.pair(product))
+        return a, b
 
     def hybrid(self, slot: str) -> HybridQuantizer:
         return getattr(self, slot)
@@ -127,8 +196,36 @@ class GemmPlan:
 
     def domain(self, product: Product, dtype: torch.dtype, arch: str) -> tuple[str, str]:
         """(domain, reason) of one product of `dtype` activations on `arch`."""
-        exact = self.accuracy == "exact" or product.name in self.moved
+        exact = self.accuracy == EXACT or self.rung(product) == EXACT
         return gemm_domain(*self.pair(product), dtype, arch, exact)
+
+    def rung(self, product: Product) -> str:
+        return self.rungs[PRODUCTS.index(product)]
+
+    @property
+    def moved(self) -> dict[str, str]:
+        """Product -> rung, of those that the guard moved from the first."""
+        return {p.name: rung for p, rung in zip(PRODUCTS, self.rungs) if rung != ANCHORED_TENSOR}
+
+    def moved_to(self, rungs: Mapping[str, str]) -> GemmPlan:
+        """This plan with products on these rungs; others on the first."""
+        return replace(self, rungs=tuple(rungs.get(p.name, ANCHORED_TENSOR) for p in PRODUCTS))
+
+    def next_rung(self, product: Product, is_shared: bool) -> str | None:
+        """Where a product goes whose operands its rung does not serve; None: nowhere.
+
+        is_shared:  ranks or groups share tensors of the layer: no scale is of a whole one.
+        """
+        pair, rung = self.pair(product), self.rung(product)
+        if all(map(anchors, pair)):
+            ladder = ladder_of(product)
+        elif any(map(anchors, pair)) and all(anchors(f) or f.block[1] is None for f in pair):
+            ladder = (ANCHORED_TENSOR, ANCHORED, EXACT)
+        else:
+            ladder = (ANCHORED_TENSOR, EXACT)
+        if is_shared and rung == ANCHORED_TENSOR:
+            rung = self.over_tokens if product.name == "wgrad" else ANCHORED
+        return next(iter(ladder[ladder.index(rung) + 1:]), None) if rung in ladder else EXACT
 
     def resolved(self, dtype: torch.dtype, device: torch.device) -> Resolved:
         """What products of `dtype` activations on `device` need to know, made once."""
@@ -140,12 +237,13 @@ class GemmPlan:
             domains = tuple(self.domain(p, dtype, arch)[0] for p in PRODUCTS)
             readings = self._readings(layouts, domains, dtype, arch) if native.runs_on(device) else None
             call = shared = None
+            watched = self.watched or tuple(self._watched(p, domain) for p, domain in zip(PRODUCTS, domains))
             if readings is not None:
-                call = native.linear_plan(readings, self.saves == "input", self.key)
+                call = native.linear_plan(readings, self.saves == "input", watched, self.key)
                 _CALLS[call] = self, domains, False
                 shared = None if self.input.is_stochastic else tuple(readings[:2])
             saved = COLUMNWISE if self.saves == "columnwise" or laid_out else ROWWISE
-            self._resolved[key] = Resolved(domains, layouts, saved, call, shared)
+            self._resolved[key] = Resolved(domains, layouts, saved, call, shared, watched)
         return self._resolved[key]
 
     def turned(self, dtype: torch.dtype, device: torch.device) -> int | None:
@@ -164,7 +262,7 @@ class GemmPlan:
                     native.reading_of(self.weight.side(of).encoding(d), layouts[of], resolved.domains[product], arch, False, None)
                     for d, of, product in ((ROWWISE, COLUMNWISE, 1), (COLUMNWISE, ROWWISE, 0))
                 ]
-                made = native.linear_plan(readings, self.saves == "input", self.key)
+                made = native.linear_plan(readings, self.saves == "input", resolved.watched, self.key)
                 _CALLS[made] = self, resolved.domains, True
             self._turned[key] = made
         return self._turned[key]
@@ -185,6 +283,9 @@ class GemmPlan:
             hybrid = self.hybrid(slot)
             lie = set(layouts[slot].values())
             if hybrid.is_derived or (hybrid.one_storage and COMPACT in lie and len(lie) > 1):
+                return None
+            in_runs = layouts[slot].values() if slot == "weight" else [layouts[slot][ROWWISE]]
+            if {ANCHORED_512, ANCHORED_128} & set(in_runs):  # the step makes runs of tokens
                 return None
             for d in Direction:
                 product = next(i for i, p in enumerate(PRODUCTS) if (slot, d) in (p.a, p.b))
@@ -215,11 +316,14 @@ class GemmPlan:
         other = product.b if product.a == (slot, direction) else product.a
         if self.hybrid(slot).is_derived and direction is ROWWISE:
             return COMPACT  # what the columnwise storage is made from
+        pair = self.operand(slot, direction), self.operand(*other)
+        rung, domain = self.rung(product), self.domain(product, dtype, arch)[0]
+        if rung == ANCHORED_TENSOR and all(map(anchors, pair)):
+            rung = self.over_tokens if product.name == "wgrad" else ANCHORED  # of tensors that others share
         rounded = any(self.hybrid(s).side(d).is_stochastic for s, d in (product.a, product.b))
-        # Anchors of runs are made of bf16 values, rounded to nearest; those of lines of codes that are there.
-        in_runs = product.name == "wgrad" and dtype is torch.bfloat16 and not rounded
-        domain = self.domain(product, dtype, arch)[0]
-        return operand_layout(self.operand(slot, direction), self.operand(*other), domain, self.over_tokens if in_runs else ANCHORED)
+        if rung in (ANCHORED_512, ANCHORED_128) and (dtype is not torch.bfloat16 or rounded):
+            rung = ANCHORED  # those of runs are made of bf16 values, rounded to nearest; those of lines of codes that are there
+        return operand_layout(*pair, domain, rung if rung in ANCHORS else ANCHORED)
 
 
 def plan_of(key: str) -> GemmPlan:

@@ -52,7 +52,7 @@ def traced_experts(
 
     weight:  values, or what `fully_shard` gathered.
     plan:    key of the plan of all experts. save: the backward needs x. turned: the weights are [E, K, N].
-    guards:  what quantizers of the forward and of the backward count is added to these; []: nothing is anchored.
+    guards:  what products of the forward and of the backward lose is added to these (`guard`); []: nothing is watched.
     """
     return _TracedExperts.apply(x, ends, weight, bias, plan, save, turned, guards)
 
@@ -149,8 +149,12 @@ def _kept_shapes(plan: GemmPlan, x: Tensor, experts: int) -> tuple[tuple, tuple,
 
 
 def _counts(x: Tensor, wanted: bool) -> list[Tensor]:
-    """What quantizers count, as the guard of a layer has it."""
-    return [x.new_zeros((3, 2, 2), dtype=torch.int64)] if wanted else []
+    """What products lose, as the guard of a layer has it."""
+    return [x.new_zeros((3, 2), dtype=torch.float32)] if wanted else []
+
+
+def _step(x: Tensor, wanted: list[Tensor]) -> Tensor | None:
+    return STEP.on(x.device) if wanted else None
 
 
 def _tiles(tokens: int, experts: int) -> int:
@@ -168,7 +172,9 @@ def _run_forward(x, ends, values, codes, shape, bias, plan, save, turned, counts
     plan = plan.of_groups
     call, dtype = plan.resolved(x.dtype, x.device).call, x.dtype if bias is None else torch.float32
     operand = _operand_of(values, turned, codes, shape, plan, ROWWISE, x.dtype)
-    y, groups, kept = native.grouped_step(x, ends, operand, call, save, *(seen or [None]), dtype, wrong_splits(), _NO_MODULE)
+    y, groups, kept = native.grouped_step(
+        x, ends, operand, call, save, *(seen or [None]), dtype, wrong_splits(), _NO_MODULE, step=_step(x, seen)
+    )
     if bias is not None:
         y = y.add_(bias.float().index_select(0, group_of(groups, x))).to(x.dtype)
     if kept:
@@ -185,7 +191,7 @@ def _fake_forward(x, ends, values, codes, shape, bias, plan, save, turned, count
         if save and plan.saves != "input":
             data, scale, dtype = _kept_shapes(plan, x, experts)
             made += [x.new_empty(data, dtype=torch.uint8), x.new_empty(scale, dtype=dtype)]
-    return made + ([x.new_empty((3, 2, 2), dtype=torch.int64)] if counts else [])
+    return made + ([x.new_empty((3, 2), dtype=torch.float32)] if counts else [])
 
 
 def _run_backward(dy, groups, values, codes, shape, saved, plan, need_x, need_w, need_b, turned, counts):
@@ -207,7 +213,8 @@ def _run_backward(dy, groups, values, codes, shape, saved, plan, need_x, need_w,
         operand = _operand_of(values, turned, codes, shape, plan, COLUMNWISE, dy.dtype) if need_x else None
         call = plan.resolved(dy.dtype, dy.device).call
         dx, dw = native.grouped_step_backward(
-            dy, groups, operand, saved if need_w else [], call, *(seen or [None]), turned=turned and plan.turns_wgrad
+            dy, groups, operand, saved if need_w else [], call, *(seen or [None]), step=_step(dy, seen),
+            turned=turned and plan.turns_wgrad,
         )
         dw = dw.mT.contiguous() if turned and need_w and not plan.turns_wgrad else dw
         made = [dx] * need_x + [dw] * need_w
@@ -217,7 +224,7 @@ def _run_backward(dy, groups, values, codes, shape, saved, plan, need_x, need_w,
 def _fake_backward(dy, groups, values, codes, shape, saved, plan, need_x, need_w, need_b, turned, counts):
     experts, n, k = shape
     shapes = [(dy.shape[0], k)] * need_x + [(experts, k, n) if turned else (experts, n, k)] * need_w + [(experts, n)] * need_b
-    return [dy.new_empty(s) for s in shapes] + ([dy.new_empty((3, 2, 2), dtype=torch.int64)] if counts else [])
+    return [dy.new_empty(s) for s in shapes] + ([dy.new_empty((3, 2), dtype=torch.float32)] if counts else [])
 
 
 # One after the other #

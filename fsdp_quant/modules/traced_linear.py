@@ -46,7 +46,7 @@ from torch.distributed.tensor import DTensor
 
 from ..context import STEP
 from ..formats import COLUMNWISE, ROWWISE, Direction, Format
-from ..gemm import gemm
+from ..gemm import Watch, gemm
 from ..ops import dispatch, opaque
 from ..ops.dispatch import Statistics
 from ..ops.layout import COMPACT, NATIVE
@@ -60,7 +60,7 @@ from ..tensor.weight_state import values_of
 from .exchange import Gather, Scattering, SequenceCut, TensorParallel, shared_statistics
 from .guard import backward_guard_of, guard_of
 from .linear_op import SLOTS, bias_gradient, buffers_of, columnwise_of_saved, slot_key, slot_storages, storage_over
-from .plan import GemmPlan, plan_of
+from .plan import GemmPlan, Resolved, plan_of
 
 
 class GraphTensors:
@@ -69,7 +69,7 @@ class GraphTensors:
 
     ids:      int64 [3] (`slot_ids`); of a layer that ranks share, those of this rank's part.
     rank:     int64 [2] of a layer that ranks share: its data-parallel rank, this rank's place in the group; else None.
-    guards:   [forward's, backward's] counts of anchored quantizers; [] where nothing is anchored.
+    guards:   [forward's, backward's] guard (`modules.guard`); [] where nothing is watched.
     delayed:  by the key of a plan, the encode factors and the amax histories of its delayed sides, of all slots.
     """
 
@@ -91,8 +91,9 @@ class GraphTensors:
             self.ids = axis.slot_ids(layer._name, state.shape, device)
             with torch.inference_mode(False):
                 self.rank = torch.tensor([axis.data_parallel_rank, group.rank()], device=device)
-        domains = [plan.resolved(dtype, device).domains for dtype in FLOATING]  # which asks C++, now and not in a trace
-        if any("anchored" in of for of in domains):
+        executed = {of for dtype in FLOATING for of in (plan, plan.on(dtype, device))}
+        resolved = [of.resolved(dtype, device) for of in executed for dtype in FLOATING]  # which asks C++, now and not in a trace
+        if any(of.is_watched for of in resolved):
             self.guards = [guard_of(layer, device), backward_guard_of(layer, device)]
         found = [h for slot in SLOTS for h in layer.histories(plan, slot, device)]
         self.delayed[plan.key] = [h.enc for h in found], [h.amaxes for h in found]
@@ -110,7 +111,7 @@ class Beside(NamedTuple):
 
     step:       int64 [5] (`context.STEP_FIELDS`); ids: int64 [3] (`slot_ids`); None: no byte depends on them.
     rank:       int64 [2] (`GraphTensors`); None: ranks do not share the layer.
-    guard, backward_guard:  int64 [3, 2, 2], what quantizers of the forward and of the backward count; None: nothing is anchored.
+    guard, backward_guard:  fp32 [3, 2], what products of the forward and of the backward lost; None: nothing is watched.
     factors:    of input, weight and grad_output, fp32 [1] of the history of each delayed side; [] without delayed scaling.
     histories:  likewise, where their amaxes go.
     """
@@ -126,6 +127,10 @@ class Beside(NamedTuple):
     def tensors(self) -> list[Tensor]:
         flat = [t for of in (*self.factors, *self.histories) for t in of]
         return [t for t in (*self[:5], *flat) if t is not None]
+
+    def watch(self, resolved: Resolved, product: int) -> Watch | None:
+        guard = self.backward_guard if product else self.guard
+        return None if guard is None else Watch(resolved.watched[product], self.step, guard, product)
 
     def key(self, plan: GemmPlan, slot: str, rows: int, after: Tensor | None = None) -> Tensor | None:
         """`slot_key` of this call."""
@@ -202,20 +207,20 @@ class _Operands:
     """What products read of an activation or gradient [rows, cols]: quantized here, or of every rank's rows, whose gathers
     start when this is made and are waited for a direction at a time.
 
-    beside:  `Beside`; guard: its guard of this pass.
+    beside:  `Beside`.
     phase:   "forward" or "backward".
     amaxes:  of delayed sides; known once an operand was taken.
     """
 
     def __init__(
         self, plan: GemmPlan, slot: str, x: Tensor | Storage, directions: list[Direction], key: Tensor | None,
-        beside: Beside, guard: Tensor | None, statistics: dict[Direction, Statistics], cut: SequenceCut | None,
+        beside: Beside, statistics: dict[Direction, Statistics], cut: SequenceCut | None,
         dtype: torch.dtype, device: torch.device, phase: str = "backward",
     ):
         hybrid, factors, self._gather = plan.hybrid(slot), beside.factors[SLOTS.index(slot)], None
         self._layouts = plan.resolved(dtype, device).layouts[slot]
         if cut is None:
-            self._made, self.amaxes = slot_storages(plan, slot, x, directions, key, guard, factors, statistics)
+            self._made, self.amaxes = slot_storages(plan, slot, x, directions, key, factors, statistics)
             return
         self._gather = Gather(
             x, hybrid, directions, cut, phase, key=key, factors=dict(zip(hybrid.delayed_directions, factors)),
@@ -294,7 +299,7 @@ def _saved_input(ctx, dy: Tensor) -> Callable[[], Storage]:
     else:
         x = storage_over(saved, plan.input.rowwise.fmt, ROWWISE, shape, dy.dtype, COMPACT)
     made = _Operands(
-        plan, "input", x, [COLUMNWISE], key, ctx.beside, ctx.beside.backward_guard, ctx.of_input, cut, dy.dtype, dy.device
+        plan, "input", x, [COLUMNWISE], key, ctx.beside, ctx.of_input, cut, dy.dtype, dy.device
     )
     if alike:
         gathered[plan.input, plan.saves] = made
@@ -382,7 +387,7 @@ class _TracedLinear(torch.autograd.Function):
                 found = _slot_statistics(plan, "input", rows, passes, axis, cut)
                 directions = [ROWWISE, COLUMNWISE] if saved is COLUMNWISE else [ROWWISE]
                 read[plan.input, save] = found, _Operands(
-                    plan, "input", rows, directions, key, beside, beside.guard, found, cut, x.dtype, x.device, "forward"
+                    plan, "input", rows, directions, key, beside, found, cut, x.dtype, x.device, "forward"
                 )
             ctx.of_input, operands = read[plan.input, save]
             ctx.of_weight = {}
@@ -394,7 +399,7 @@ class _TracedLinear(torch.autograd.Function):
             adds_bias = axis is not None and not axis.column  # to the sum over ranks
             y = gemm(
                 operands.take(ROWWISE), w, out_dtype=x.dtype, bias=None if adds_bias else bias,
-                domain=resolved.domains[0],
+                domain=resolved.domains[0], watch=beside.watch(resolved, 0),
             )
             amaxes = operands.amaxes
             if COLUMNWISE in plan.input.delayed_directions and save and plan.saves == "columnwise" and cut is not None:
@@ -445,7 +450,7 @@ def _gradients(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | 
     key = beside.key(plan, "grad_output", rows.shape[0] if cut is None else cut.rows * cut.ranks, dy)
     statistics = _slot_statistics(plan, "grad_output", rows, [directions], axis, cut)
     operands = _Operands(
-        plan, "grad_output", rows, directions, key, beside, beside.backward_guard, statistics, cut, dy.dtype, dy.device
+        plan, "grad_output", rows, directions, key, beside, statistics, cut, dy.dtype, dy.device
     )
     if need_w and ctx.cut is not None:
         x = _saved_input(ctx, dy)
@@ -453,13 +458,14 @@ def _gradients(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | 
         d = operands.take(ROWWISE)
         with torch_compat.kept_in_backward(isinstance(weight, QuantizedTensor)):  # FSDP2 fills its codes then
             w, _ = _weight_storage(plan, weight, COLUMNWISE, dy.dtype, ctx.of_weight, beside.factors[1])
-            dx = gemm(d, w, out_dtype=dy.dtype, domain=resolved.domains[1]).view(ctx.shape)
+            dx = gemm(d, w, out_dtype=dy.dtype, domain=resolved.domains[1], watch=beside.watch(resolved, 1)).view(ctx.shape)
         if axis is not None and axis.column and axis.sequence_dim is None and axis.reduces:
             dx = axis.sum(dx)
     if need_w:
         if ctx.cut is None:
             x = _saved_input(ctx, dy)
-        dw = gemm(operands.take(COLUMNWISE), x(), out_dtype=dy.dtype, domain=resolved.domains[2]).to(weight.dtype)
+        watch = beside.watch(resolved, 2)
+        dw = gemm(operands.take(COLUMNWISE), x(), out_dtype=dy.dtype, domain=resolved.domains[2], watch=watch).to(weight.dtype)
     if ctx.training:
         _record(beside.histories[2], plan.grad_output, operands.amaxes)
     return dx, dw, db
@@ -494,7 +500,7 @@ def traced_linear(
     rank:       of `Beside`.
     ranks:      `Ranks`, where ranks share the layer; x may then be a DTensor that is cut along the sequence.
     """
-    plan = plan_of(plan)
+    plan = plan_of(plan) if ranks is not None else plan_of(plan).on(x.dtype, x.device)
     counts = [len(plan.hybrid(slot).delayed_directions) for slot in SLOTS]
     of = ([], [], []), ([], [], [])
     for flat, by_slot in zip((list(factors), list(histories)), of):

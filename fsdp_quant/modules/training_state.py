@@ -6,7 +6,6 @@ import hashlib
 import json
 import weakref
 from collections.abc import Collection, MutableMapping
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from ..tensor import torch_compat
 from .convert import converted_units, schedules_of, switch
 from .grouped_linear import GroupedLinear
 from .linear import Linear
+from .plan import EXACT
 from .steps import begins_first, converted_modules, histories_by_side
 
 
@@ -118,7 +118,7 @@ def _schedule_text(model: nn.Module) -> str | None:
 
 
 def _moved(model: nn.Module) -> str:
-    """JSON of module name -> products that the anchoring guard moved: one leaf, so that DCP loads what was saved."""
+    """JSON of module name -> product -> rung, of products that the guard moved: one leaf, so that DCP loads what was saved."""
     return json.dumps({name: m.plan.moved for name, m in converted_modules(model).items() if m.plan.moved})
 
 
@@ -188,7 +188,9 @@ def load_state_dict(model: nn.Module, state: dict, allow_recipe_change: bool = F
             module._weight_state.drop_codes()
     moved = json.loads(state.get("moved", "{}"))
     for name, module in modules.items():
-        module._plan = replace(module.plan, moved=tuple(moved.get(name, ())))
+        of = moved.get(name, {})
+        of = dict.fromkeys(of, EXACT) if isinstance(of, list) else of  # of a file from before there were rungs
+        module._plan = module.plan.moved_to(of)
 
 
 def _is_of_codes(module: Linear, history: AmaxHistory) -> bool:

@@ -8,10 +8,10 @@ import torch
 
 from ..formats import Format
 from . import extension
-from .layout import ANCHORED, COMPACT, NATIVE
+from .layout import ANCHORED, ANCHORED_TENSOR, COMPACT, NATIVE
 
-# Fastest first. native: the tensor cores multiply the pair as it is. anchored: e8m0 blocks are re-expressed against one
-# exponent a line, and multiplied as 8-bit operands with scales of lines. bf16: both operands decode exactly to bf16 and
+# Fastest first. native: the tensor cores multiply the pair as it is. anchored: blocks scaled by powers of two are re-expressed
+# against one exponent a tensor, a line or a run, and multiplied as 8-bit operands with scales of these. bf16: both operands decode exactly to bf16 and
 # a bf16 GEMM multiplies them. reference: decoded to fp32, the definition.
 DOMAINS = ("native", "anchored", "bf16", "reference")
 
@@ -49,15 +49,27 @@ def _multiplies(a: Format, b: Format, arch: str) -> bool:
     return a.scale == b.scale and {a.block[1], b.block[1]} == {32 if a.scale == "e8m0" else 16}
 
 
-def _anchors(fmt: Format) -> bool:
-    """One exponent a line can take the place of this format's block scales."""
+def anchors(fmt: Format) -> bool:
+    """One exponent a line, or a tensor, can take the place of this format's block scales."""
     return fmt.scale == "e8m0" and fmt.block[1] == 32 and fmt.scale_rounding == "up"
 
 
+def anchors_tensor(fmt: Format) -> bool:
+    """One exponent a tensor can."""
+    return anchors(fmt) or (fmt.pow2 and fmt.block in (_1X128, _128X128))
+
+
+def scales_tensor(fmt: Format) -> bool:
+    """One fp32 scale serves a tensor."""
+    return fmt.scale == "fp32" and fmt.block == _TENSOR
+
+
 def _is_anchored(a: Format, b: Format, arch: str) -> bool:
-    lines = [_anchors(f) or (f.scale == "fp32" and f.block in (_TENSOR, _LINE)) for f in (a, b)]
-    e5m2 = a.element.name == b.element.name == "e5m2"
-    return arch == "sm_90a" and all(lines) and (_anchors(a) or _anchors(b)) and not e5m2
+    if arch != "sm_90a" or a.element.name == b.element.name == "e5m2":
+        return False
+    lines = [anchors(f) or (f.scale == "fp32" and f.block in (_TENSOR, _LINE)) for f in (a, b)]
+    of_tensors = any(scales_tensor(f) and anchors_tensor(other) for f, other in ((a, b), (b, a)))
+    return of_tensors or (all(lines) and (anchors(a) or anchors(b)))
 
 
 def may_be_anchored(a: Format, b: Format) -> bool:
@@ -79,7 +91,7 @@ def gemm_domain(
         if _multiplies(a, b, arch):
             return "native", f"{arch} multiplies them, accumulated in fp32"
         if _is_anchored(a, b, arch) and not exact:
-            return "anchored", f"one exponent a line: 8-bit operands on {arch}"
+            return "anchored", f"one exponent a tensor, a line or a run: 8-bit operands on {arch}"
     for fmt in (a, b):
         if fmt.is_quantized and not fmt.decodes_exactly_to_bf16:
             return "reference", f"{fmt} does not decode exactly to bf16"
@@ -96,10 +108,12 @@ def gemm_domain(
 def operand_layout(a: Format, b: Format, domain: str, anchored: str = ANCHORED) -> str:
     """The layout (`ops.layout`) in which a product of this domain reads its operand a, for the pair (a, b).
 
-    anchored:  what a pair of e8m0 formats is anchored to; any other pair to lines.
+    anchored:  what a pair of e8m0 formats is anchored to; beside other scales there are anchors of tensors and of lines.
     """
     if not a.is_quantized or domain not in ("native", "anchored"):
         return COMPACT
-    if domain == "native" or not _anchors(a):
+    if domain == "native" or not anchors_tensor(a):
         return NATIVE
-    return anchored if _anchors(b) else ANCHORED
+    if not anchors(a):
+        return ANCHORED_TENSOR
+    return anchored if anchors(b) or anchored == ANCHORED_TENSOR else ANCHORED

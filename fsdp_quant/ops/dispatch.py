@@ -135,7 +135,6 @@ def encode(
     encs: Sequence[Tensor | None] | None = None,
     dtype: torch.dtype | None = None,
     layouts: Sequence[str] | None = None,
-    guard: Tensor | None = None,
 ) -> list[Encoded]:
     """Codes and scales of x [rows, cols]; one result an encoding.
 
@@ -143,7 +142,6 @@ def encode(
     keys:     int64 [5] an encoding (`rng.KEY_FIELDS`), for stochastic rounding.
     encs:     fp32 [1] an encoding, for delayed scaling: the factor of a history, 0 while there is none.
     layouts:  how each result is wanted (`ops.layout`); where no kernel makes it so, it is compact, and says so.
-    guard:    int64 [2, 2], rowwise and columnwise: what anchored results count is added (`reference.anchored`).
     """
     encodings = tuple(encodings)
     (taken, rest), values, through_bf16 = _split(x, encodings, dtype, row0)
@@ -153,14 +151,11 @@ def encode(
         wanted = tuple(layouts) if layouts else None
         calls = _laid_of(encodings, taken, wanted, can_anchor, row0 == 0, native.scale_layout(values) if wanted else 0)
         if calls.anchored:
-            traced = guard is not None and opaque.is_tracing()  # a count of its own, so that equal calls are one
-            made, counted = native.quantize_anchored(
-                values, calls.anchored_encodings, calls.anchor_runs, through_bf16, calls.anchored_turned,
-                None if traced else guard,
+            made = native.quantize_anchored(
+                values, calls.anchored_encodings, calls.anchor_runs, through_bf16, calls.anchored_turned
             )
-            if traced:
-                guard.add_(counted)
             for i, (data, scale) in zip(calls.anchored, made):
+                scale = scale if calls.anchored_turned[calls.anchored.index(i)] else scale.t()
                 results[i] = Encoded(data, _anchored_scale(scale, layouts[i]), None, None, layouts[i])
         if calls.plain:
             known = None if stats is None else [s or Statistics(None, None) for s in stats]
@@ -262,8 +257,8 @@ def scales(stats: Statistics, encoding: Encoding, enc: Tensor | None = None) -> 
 
 
 def _anchored_scale(scale: Tensor, wanted: str) -> Tensor:
-    """fp32 scales of runs as a product reads them: [lines], or [runs, lines rounded up to 4] of the columnwise runs."""
-    return scale.flatten() if wanted == ANCHORED else layout.pad_to(scale, 1, 4)
+    """fp32 scales [runs, lines] as a product reads them: [lines], or [runs, lines rounded up to 4]."""
+    return scale.flatten() if wanted == ANCHORED else layout.pad_to(scale, 1, 4).contiguous()
 
 
 def decode(
@@ -337,23 +332,25 @@ def transpose_group(
     return [transpose_codes(one, *shape, fmt) for one, shape in zip(data, shapes)]
 
 
-def anchor_codes(data: Tensor, scale: Tensor, fmt: Format, direction: Direction) -> tuple[Tensor, Tensor]:
-    """Compact e8m0 codes as an operand [outer, contraction] with one fp32 scale a line (`reference.anchored_codes`)."""
+def anchor_codes(
+    data: Tensor, scale: Tensor, fmt: Format, direction: Direction, whole: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Compact codes as an operand [outer, contraction] with one fp32 scale a line, or a tensor (`reference.anchored_codes`)."""
     turned = direction is not ROWWISE
     if native.runs(data):
-        return native.anchor_codes(data, scale, fmt, direction, turned)
-    codes, line_scale = reference.anchored_codes(data, scale, fmt, direction)
+        return native.anchor_codes(data, scale, fmt, direction, turned, whole)
+    codes, line_scale = reference.anchored_codes(data, scale, fmt, direction, whole)
     return (codes.t().contiguous() if turned else codes), line_scale
 
 
 def anchor_group(
-    data: Sequence[Tensor], scale: Sequence[Tensor], fmt: Format, direction: Direction,
+    data: Sequence[Tensor], scale: Sequence[Tensor], fmt: Format, direction: Direction, whole: bool = False,
     calls: list[native.GroupCall] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """`anchor_codes` of each; calls: takes what made them, if that may be made again."""
     if all(map(native.runs, data)):
-        return native.anchor_group(data, scale, fmt, direction, direction is not ROWWISE, calls)
-    return [anchor_codes(*one, fmt, direction) for one in zip(data, scale)]
+        return native.anchor_group(data, scale, fmt, direction, direction is not ROWWISE, whole, calls)
+    return [anchor_codes(*one, fmt, direction, whole) for one in zip(data, scale)]
 
 
 def swizzle_scales(scale: Tensor, outer: int, outer_block: int, transposed: bool) -> Tensor:

@@ -18,18 +18,24 @@ from ..formats import Format, anchored_format, ceil_div
 TILE_ROWS, TILE_COLS = 128, 4
 
 # How the buffers of a storage lie. compact: see `Storage`. The others are operands [outer, contraction] as tensor cores
-# read them: native with the format's own scales; anchored (e8m0 formats) with one fp32 scale a line, [outer], or one for
-# each run of its elements, [contraction / run, outer].
-COMPACT, NATIVE, ANCHORED, ANCHORED_128, ANCHORED_512 = "compact", "native", "anchored", "anchored 128", "anchored 512"
-ANCHOR_RUNS = {ANCHORED: None, ANCHORED_128: 128, ANCHORED_512: 512}  # elements that share a scale; None: a line's
+# read them: native with the format's own scales; anchored (block scales that are powers of two) with one fp32 scale for the
+# tensor, [1], for a line, [outer], or for each run of its elements, [contraction / run, outer].
+COMPACT, NATIVE, ANCHORED_TENSOR, ANCHORED, ANCHORED_512, ANCHORED_128 = (
+    "compact", "native", "anchored tensor", "anchored", "anchored 512", "anchored 128"
+)
+ANCHOR_RUNS = {ANCHORED: None, ANCHORED_512: 512, ANCHORED_128: 128}  # elements that share a scale; None: a line's
+ANCHORS = (ANCHORED_TENSOR, *ANCHOR_RUNS)  # coarsest first, which are multiplied fastest
 
-# Of products that contract tokens: over all of them, one token that is far larger than the others would cost them their
-# last bits. 512 is multiplied faster than 128 (H200, geometric means over bf16: 1.34 and 1.21, fp32 += 1.28 and 1.14).
+# Where ranks or groups share the tokens that a product contracts, and no scale is of all of them: one token that is far larger
+# than the others would cost them their last bits. 512 is multiplied faster than 128 (H200, geometric means over bf16: 1.34 and
+# 1.21, fp32 += 1.28 and 1.14).
 OVER_TOKENS = ANCHORED_512
 
 
 def operand_format(fmt: Format, layout: str) -> Format:
-    """What codes and scales of `fmt` mean as the operand of a product: anchored ones have scales of lines."""
+    """What codes and scales of `fmt` mean as the operand of a product: anchored ones have scales of tensors, lines or runs."""
+    if layout == ANCHORED_TENSOR:
+        return anchored_format(fmt, None, whole=True)
     return anchored_format(fmt, ANCHOR_RUNS[layout]) if layout in ANCHOR_RUNS else fmt
 
 

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ..formats import ROWWISE, SCALE_DTYPE, Direction, Encoding, Format, ceil_div, round_up
 from . import extension, opaque
 from .capability import arch_of
-from .layout import ANCHOR_RUNS, NATIVE, operand_format
+from .layout import ANCHOR_RUNS, ANCHORED_TENSOR, ANCHORS, NATIVE, operand_format
 from .layout import COMPACT as COMPACT_LAYOUT
 
 ELEMENTS = {"e4m3": 1, "e5m2": 2, "e2m1": 3}
@@ -378,24 +378,17 @@ def cast_scales(runs: Tensor, chunks: Tensor, encodings: Sequence[Encoding], ski
 
 def quantize_anchored(
     x: Tensor, encodings: Sequence[Encoding], anchor_blocks: Sequence[int | None], through_bf16: bool = False,
-    transposed: Sequence[bool] | None = None, counts: Tensor | None = None,
-) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """(codes, fp32 scales) of each e8m0 encoding, and the guard's counts int64 [2, 2]; see `reference.anchored`.
+    transposed: Sequence[bool] | None = None,
+) -> list[tuple[Tensor, Tensor]]:
+    """(codes, fp32 scales) of each e8m0 encoding; see `reference.anchored`.
 
     transposed:  codes of a columnwise side as [cols, rows].
-    counts:      int64 [2, 2] that the guard adds to, and that is returned; None: new ones.
     """
     call = _call_of(tuple(encodings), tuple(transposed) if transposed else None)
     runs = [0 if i is None else anchor_blocks[i] or 0 for i in call.places]
-    args = (rows_of(x), call.row, call.col, *runs, None, None, through_bf16)
-    if counts is None:
-        *made, counts = _ops.quantize_anchored.default(*args)
-    else:
-        sides = _ops.quantize_anchored.counted(*args, counts)
-        made = [t for d, i in enumerate(call.places) if i is not None for t in sides[2 * d : 2 * d + 2]]
-    order = [i for i in call.places if i is not None]
-    results = {i: (made[2 * n], made[2 * n + 1]) for n, i in enumerate(order)}
-    return [results[i] for i in range(len(encodings))], counts
+    made = iter(_ops.quantize_anchored(rows_of(x), call.row, call.col, *runs, None, None, through_bf16))
+    results = {i: (next(made), next(made)) for i in call.places if i is not None}
+    return [results[i] for i in range(len(encodings))]
 
 
 def dequantize(
@@ -472,21 +465,21 @@ def swizzle_scales(scale: Tensor, outer: int, outer_block: int, transposed: bool
 
 
 def anchor_codes(
-    data: Tensor, scale: Tensor, fmt: Format, direction: Direction, transposed: bool
+    data: Tensor, scale: Tensor, fmt: Format, direction: Direction, transposed: bool, whole: bool = False
 ) -> tuple[Tensor, Tensor]:
     """`reference.anchored_codes`; transposed: the codes as [cols, rows]. Also of matrices [E, rows, cols]."""
-    return _ops.anchor_codes(data, scale, pack_encoding(Encoding(fmt, direction)), direction is not ROWWISE, transposed)
+    return _ops.anchor_codes(data, scale, pack_encoding(Encoding(fmt, direction)), direction is not ROWWISE, transposed, whole)
 
 
 def anchor_group(
-    data: Sequence[Tensor], scale: Sequence[Tensor], fmt: Format, direction: Direction, transposed: bool,
+    data: Sequence[Tensor], scale: Sequence[Tensor], fmt: Format, direction: Direction, transposed: bool, whole: bool = False,
     calls: list[GroupCall] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """`anchor_codes` of each, in one call, which `calls` takes: it may be made again."""
     columnwise = direction is not ROWWISE
     codes = [d.new_empty(d.shape[::-1] if transposed else d.shape) for d in data]
-    lines = [d.new_empty(d.shape[int(columnwise)], dtype=torch.float32) for d in data]
-    arguments = data, scale, pack_encoding(Encoding(fmt, direction)), columnwise, transposed, codes, lines
+    lines = [d.new_empty(1 if whole else d.shape[int(columnwise)], dtype=torch.float32) for d in data]
+    arguments = data, scale, pack_encoding(Encoding(fmt, direction)), columnwise, transposed, whole, codes, lines
     _called(GroupCall(_ops.anchor_group, arguments, codes + lines), calls)
     return list(zip(codes, lines))
 
@@ -533,6 +526,16 @@ def _fitting(o: Operand, outer_multiple: int) -> Operand:
     if scale is not None and scale.storage_offset() * scale.element_size() % 16:
         scale = scale.clone()
     return Operand(data, scale, o.fmt)
+
+
+def product_error(a: Operand, b: Operand, counted: tuple[bool, bool], step: Tensor, guard: Tensor, product: int) -> None:
+    """Adds to guard[product], of fp32 [3, 2], the estimate of `reference.product_error`, in one of `PROBED_STEPS`.
+
+    a, b:     codes of 8 bits, with fp32 scales of a tensor, of lines or of runs. counted: of which of them.
+    step:     int64 [5] (`context.STEP_FIELDS`).
+    """
+    codes = operand_code(a.fmt), operand_code(b.fmt)
+    _ops.product_error(a.data, b.data, a.scale, b.scale, *codes, counted[0] + 2 * counted[1], step, guard, product)
 
 
 def gemm(
@@ -828,6 +831,9 @@ def norm_backward(
 
 # A linear layer's step #
 
+_OF_TENSOR = -2  # the run of a reading whose anchor is of the tensor
+
+
 class Reading(NamedTuple):
     """How one direction of a slot is quantized, and how its product reads it: see csrc/api/linear.cpp."""
 
@@ -851,20 +857,24 @@ def reading_of(encoding: Encoding, layout: str, domain: str, arch: str, same: bo
         return Reading()
     laid_out = layout == NATIVE
     factored = fmt.scale_leaves_contraction and fmt.block != (None, None)  # a scale a line, after the product
-    rounded_to_anchors = encoding.stochastic and layout in ANCHOR_RUNS  # codes first, anchored after
+    rounded_to_anchors = encoding.stochastic and layout in ANCHORS  # codes first, anchored after
     if domain == "reference" or unsupported_reason(fmt) or (layout == COMPACT_LAYOUT and factored) or rounded_to_anchors:
         return None
     return Reading(
         pack_encoding(encoding, turned and layout != COMPACT_LAYOUT, SCALE_LAYOUTS.get(arch, COMPACT) if laid_out else COMPACT),
-        (ANCHOR_RUNS[layout] or 0) if layout in ANCHOR_RUNS else -1,
+        _OF_TENSOR if layout == ANCHORED_TENSOR else (ANCHOR_RUNS[layout] or 0) if layout in ANCHOR_RUNS else -1,
         operand_code(operand_format(fmt, layout)) if layout != COMPACT_LAYOUT else 0,
         same, -1 if factor is None else factor, encoding.eps,
     )
 
 
-def linear_plan(readings: Sequence[Reading], saves_input: bool, key: str) -> int:
-    """The number of a plan: rowwise and columnwise readings of the input, the weight and the gradient of the output."""
-    return _ops.linear_plan([f for r in readings for f in r[:5]] + [saves_input], [r.eps for r in readings], key)
+def linear_plan(readings: Sequence[Reading], saves_input: bool, watched: Sequence[tuple[bool, bool]], key: str) -> int:
+    """The number of a plan: rowwise and columnwise readings of the input, the weight and the gradient of the output.
+
+    watched:  of fprop, dgrad and wgrad, which operands `product_error` counts.
+    """
+    fields = [f for r in readings for f in r[:5]] + [saves_input] + [a + 2 * b for a, b in watched]
+    return _ops.linear_plan(fields, [r.eps for r in readings], key)
 
 
 def linear_weight(
@@ -1043,13 +1053,7 @@ def _fake_anchored(x, row, col, row_run, col_run, row_anchor, col_anchor, throug
         if side:
             of = encoding_shapes(side, columnwise, x.shape, run=run)
             made += [x.new_empty(of.data, dtype=torch.uint8), _floats(x, of.scale)]
-    return [*made, x.new_empty((2, 2), dtype=torch.int64)]
-
-
-def _fake_counted(x, row, col, *args):
-    *made, _ = _fake_anchored(x, row, col, *args[:-1])
-    none = [x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)]
-    return (*([] if row else none), *made, *([] if col else none))
+    return made
 
 
 def _fake_statistics(x, row, col, row0, through_bf16):
@@ -1065,10 +1069,10 @@ def _fake_statistics_group(x, side, columnwise, row0, through_bf16):
     return [t for one, start in zip(x, row0) for t in _fake_statistics(one, *sides, start, through_bf16)]
 
 
-def _fake_anchor_codes(data, scale, side, columnwise, transposed):
+def _fake_anchor_codes(data, scale, side, columnwise, transposed, whole):
     *matrices, rows, cols = data.shape
     sizes = (cols, rows) if transposed else (rows, cols)
-    return data.new_empty((*matrices, *sizes)), _floats(data, (*matrices, cols if columnwise else rows))
+    return data.new_empty((*matrices, *sizes)), _floats(data, (*matrices, 1 if whole else cols if columnwise else rows))
 
 
 def _fake_swizzle(scale, outer, outer_block, transposed):
@@ -1079,7 +1083,6 @@ FAKES = {
     "quantize": _fake_quantize,
     "quantize_out": lambda *args: None,
     "quantize_anchored": _fake_anchored,
-    "quantize_anchored.counted": _fake_counted,
     "statistics": _fake_statistics,
     "column_sums": lambda x: x.new_empty(x.shape[1]),
     "quantize_group": lambda *args: None,
@@ -1112,6 +1115,7 @@ FAKES = {
     "gemm": lambda a, b, a_scale, b_scale, a_kind, b_kind, out_dtype, *rest, **options: a.new_empty(
         (a.shape[0], b.shape[0]), dtype=out_dtype),
     "gemm_out": lambda *args, **options: None,
+    "product_error": lambda *args: None,
     "grouped_gemm": lambda *args, **options: None,
     "grouped_gemm_wgrad": lambda *args, **options: None,
     "gemm_gathered": lambda *args, **options: None,

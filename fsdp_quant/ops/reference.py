@@ -313,15 +313,12 @@ def bf16_product(a: Tensor, b: Tensor) -> Tensor:
 
 # Anchored operands #
 
-def anchored(
-    x: Tensor, encoding: Encoding, anchor_block: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of e8m0 blocks that share the scale of their run of the contraction, and what the guard counts.
+def anchored(x: Tensor, encoding: Encoding, anchor_block: int | None) -> tuple[Tensor, Tensor]:
+    """Codes of e8m0 blocks that share the scale of their run of the contraction.
 
     x:             [rows, cols], floating; scales rounded up.
     anchor_block:  contraction elements of a run; None: all of them.
-    returns:       (codes uint8 [rows, cols], fp32 scales of (1, anchor_block) blocks, int64 [2]: nonzero blocks whose
-                   own scale is more than 2^9 below their anchor, nonzero blocks).
+    returns:       (codes uint8 [rows, cols], fp32 scales of (1, anchor_block) blocks).
 
     e8m0 scales are powers of two and elements are floating point, so with E = max(e) over the run an element is the
     same number against 2^E as against 2^e, but for those that become subnormal, 2^-14 below the run's largest
@@ -331,33 +328,81 @@ def anchored(
     run = Format(fmt.name, fmt.element, (1, anchor_block), fmt.scale)
     anchor = e8m0_code(statistics(x, Encoding(run, encoding.direction))[0], run)
     codes = _cast(_scaled(x, power_of_two(_inverse(anchor)), run, encoding.direction, 0), fmt.element)
-    amax, _ = statistics(x, encoding)
-    dim = encoding.direction.contraction_dim
-    blocks = anchor_block // fmt.block[1] if anchor_block else amax.shape[dim]
-    highest = anchor.repeat_interleave(blocks, dim).narrow(dim, 0, amax.shape[dim])
-    below = highest.to(torch.int32) - e8m0_code(amax, fmt).to(torch.int32)
-    nonzero = amax > 0
-    return codes.contiguous(), power_of_two(anchor), torch.stack(((nonzero & (below > 9)).sum(), nonzero.sum()))
+    return codes.contiguous(), power_of_two(anchor)
 
 
-def anchored_codes(data: Tensor, scale: Tensor, fmt: Format, direction: Direction) -> tuple[Tensor, Tensor]:
-    """Codes of e8m0 blocks that exist, re-expressed against one exponent for each line of the whole contraction.
+def anchored_codes(
+    data: Tensor, scale: Tensor, fmt: Format, direction: Direction, whole: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Codes of blocks that exist, re-expressed against one exponent for each line of the whole contraction, or for the tensor.
 
     data:     uint8 [rows, cols], elements of 8 bits.
-    scale:    e8m0, compact.
-    returns:  (codes uint8 [rows, cols], fp32 scales [lines]).
+    scale:    compact, powers of two: e8m0, or for whole tensors also fp32.
+    whole:    one exponent for the tensor.
+    returns:  (codes uint8 [rows, cols], fp32 scales [lines]; whole: [1]).
 
-    An element q of a block with exponent e becomes q * 2^(e - E), E = max(e) over its line: rounded a second time where
-    that is subnormal, else the same number. A NaN block makes its line NaN; a line without blocks has E = 0.
+    An element q of a block with exponent e becomes q * 2^(e - E), E = max(e) over its line or tensor: rounded a second time
+    where that is subnormal, else the same number. A NaN block makes all of that NaN; without blocks E = 0. The fp32 scale of
+    a block of zeros is 1 (`encode_factor`) and says nothing: it counts as e = 0.
     """
     dim = direction.contraction_dim
-    exponents = F.pad(scale, (0, 1) if dim else (0, 0, 0, 1))  # E of no blocks is 0
-    highest = exponents.amax(dim, keepdim=True)
+    values = decode_codes(data, fmt, data.shape[1])
+    if fmt.scale == "fp32":
+        exponents = (scale.view(torch.int32) >> 23).clamp(max=255)
+        is_zero = _blocked(values, fmt, direction, 0).abs().sum((1, 3)) == 0
+        scale = torch.where((scale == 1) & is_zero, 0, exponents).to(torch.uint8)
+    if whole:
+        highest = scale.max().view(1, 1) if scale.numel() else scale.new_zeros(1, 1)
+    else:
+        highest = F.pad(scale, (0, 1) if dim else (0, 0, 0, 1)).amax(dim, keepdim=True)  # E of no blocks is 0
     below = scale.to(torch.int32) - highest.to(torch.int32)
     factor = power_of_two((127 + below).clamp(min=0))  # every element times 2^-127 is zero
-    codes = _cast(_scaled(decode_codes(data, fmt, data.shape[1]), factor, fmt, direction, 0), fmt.element)
-    lines = power_of_two(highest.flatten()).repeat_interleave(fmt.block[0])[: data.shape[1 - dim]]
-    return codes.contiguous(), lines
+    codes = _cast(_scaled(values, factor, fmt, direction, 0), fmt.element)
+    lines = power_of_two(highest.flatten())
+    return codes.contiguous(), lines if whole else lines.repeat_interleave(fmt.block[0])[: data.shape[1 - dim]]
+
+
+# One of so many steps is looked at by the guard.
+PROBED_STEPS = 16
+# Mean square of an element's relative error under a scale of its own block: of e4m3, whose steps are a quarter of e5m2's.
+_OWN_ERROR = {"e4m3": 7.04e-4, "e5m2": 4 * 7.04e-4}
+_LEAST_STEP = {"e4m3": 2.0**-9, "e5m2": 2.0**-16}
+_PROBED_LINES = 64
+
+
+def product_error(
+    a: tuple[Tensor, Tensor | None, Format], b: tuple[Tensor, Tensor | None, Format], counted: tuple[bool, bool], probe: int = 0
+) -> Tensor:
+    """What a product of anchored operands loses beside its formats' own errors: fp32 [2], both as mean squares.
+
+    a, b:     (codes uint8 [outer, contraction], their scales where these are of runs [runs, outer rounded up to 4], format of
+              the operand).
+    counted:  whose codes are anchored; others have scales of their own.
+    probe:    which lines are looked at, 64 of each.
+
+    A code without an exponent lies on a grid of the least step s, so that it may have lost s^2 / 12. Along the contraction that
+    meets the energy of the other operand there: sum over k of lost_a[k] all_b[k] + all_a[k] lost_b[k], each the mean over
+    lines, every line against its own energy. The formats' own errors are a constant share of all_a[k] all_b[k].
+    """
+    lost, all_, own = [], [], 0.0
+    for (data, scale, fmt), counts in zip((a, b), counted):
+        count = min(len(data), _PROBED_LINES)
+        stride = len(data) // count
+        lines = torch.arange(count, device=data.device) * stride + probe * 7919 % stride
+        values = decode_codes(data[lines], fmt, data.shape[1])
+        step = torch.full_like(values, _LEAST_STEP[fmt.element.name])
+        if fmt.block[1] is not None:
+            along = scale[:, lines].t().repeat_interleave(fmt.block[1], 1)[:, : data.shape[1]]
+            values, step = values * along, step * along
+        weight = (values**2).sum(1, keepdim=True)
+        weight = torch.where(weight > 0, 1 / weight, 0)
+        mantissa = (1 << fmt.element.mantissa) - 1
+        on_grid = (data[lines] & (0x7F - mantissa) == 0) & counts
+        lost.append((on_grid * step**2 / 12 * weight).sum(0).double())
+        all_.append((values**2 * weight).sum(0).double())
+        own += _OWN_ERROR[fmt.element.name]
+    extra = (lost[0] * all_[1] + all_[0] * lost[1]).sum()
+    return torch.stack((extra, own * (all_[0] * all_[1]).sum())).float()
 
 
 def _inverse(code: Tensor) -> Tensor:

@@ -286,7 +286,9 @@ class _Linear(torch.autograd.Function):
         else:
             shared.is_read(ctx.needs_input_grad[1], ctx.needs_input_grad[0])
             codes = rowwise.in_layout(call.layout("input", ROWWISE, x))
-            y = gemm(codes, w[ROWWISE], out_dtype=x.dtype, bias=own_bias, domain=plan.resolved(x.dtype, x.device).domains[0])
+            resolved = plan.resolved(x.dtype, x.device)
+            watch = call.linear.watch(resolved, 0)
+            y = gemm(codes, w[ROWWISE], out_dtype=x.dtype, bias=own_bias, domain=resolved.domains[0], watch=watch)
         shape = (*(ctx.x_shape if cut is None else cut.shape)[:-1], y.shape[-1])
         y = torch_compat.reshaped(y, shape)
         kept = [x] if call.save and shared is None and plan.saves == "input" else saved
@@ -315,7 +317,9 @@ def _multiply_own(
     keeps = resolved.saved if call.save and plan.saves != "input" else None
     made, amaxes = call.quantize_own("input", x.reshape(-1, x.shape[-1]), [ROWWISE, *([keeps] if keeps is COLUMNWISE else [])])
     record(call.linear.histories, amaxes)
-    multiply = functools.partial(gemm, b=w, out_dtype=x.dtype, bias=bias, domain=resolved.domains[0])
+    multiply = functools.partial(
+        gemm, b=w, out_dtype=x.dtype, bias=bias, domain=resolved.domains[0], watch=call.linear.watch(resolved, 0)
+    )
     pieces = 1 if cut is None else _pieces(cut, w.shape)
     y = multiply(made[ROWWISE]) if cut is None else scattered_product(multiply, made[ROWWISE], cut, pieces)
     return y, [] if keeps is None else buffers_of(made[keeps])
@@ -338,7 +342,8 @@ def _backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | N
     need_x, need_w, need_b = ctx.needs_input_grad[:3]
     n, k = weight.shape
     dy2 = dy.reshape(-1, n)
-    domains = plan.resolved(dy.dtype, dy.device).domains
+    resolved = plan.resolved(dy.dtype, dy.device)
+    domains, watches = resolved.domains, [call.linear.watch(resolved, product) for product in range(3)]
     directions = [d for d, needed in ((ROWWISE, need_x), (COLUMNWISE, need_w)) if needed]
     dx = dw = db = bias_sum = None
     cut_dy = not axis.column and axis.sequence_dim is not None
@@ -361,7 +366,7 @@ def _backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | N
             w = weight_storages(weight, [COLUMNWISE], plan, call.linear.state, dy.dtype)[COLUMNWISE]
         else:
             w = storage_over(saved[ctx.count :], plan.operand("weight", COLUMNWISE), COLUMNWISE, (n, k), dy.dtype, ctx.layout)
-        multiply = functools.partial(gemm, take(ROWWISE), w, out_dtype=dy.dtype, domain=domains[1])
+        multiply = functools.partial(gemm, take(ROWWISE), w, out_dtype=dy.dtype, domain=domains[1], watch=watches[1])
         if shared is not None:
             shared.add(multiply)
         else:
@@ -370,7 +375,7 @@ def _backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | N
                 dx = axis.sum(dx)
     if need_w:
         x = shared.columnwise(call.layout("input", COLUMNWISE, dy)) if shared is not None else _own_columnwise(ctx, saved[: ctx.count], dy)
-        dw = gemm(take(COLUMNWISE), x, out_dtype=dy.dtype, domain=domains[2]).to(weight.dtype)
+        dw = gemm(take(COLUMNWISE), x, out_dtype=dy.dtype, domain=domains[2], watch=watches[2]).to(weight.dtype)
     if cut_dy and directions:
         amaxes = recorded_amaxes(plan.grad_output, gather.amaxes, dy)
     if directions:
@@ -387,7 +392,7 @@ def _own_columnwise(ctx, saved: list[Tensor], dy: Tensor) -> Storage:
     if call.plan.saves == "input":
         return call.quantize_own("input", saved[0].reshape(x_shape), [COLUMNWISE])[0][COLUMNWISE]
     of = call.linear
-    return saved_columnwise(call.plan, saved, x_shape, dy, of.step, of.ids, of.guard, of.factors)
+    return saved_columnwise(call.plan, saved, x_shape, dy, of.step, of.ids, of.factors)
 
 
 # The plan #

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..gemm import StaleWeightError
-from ..ops.layout import ANCHOR_RUNS, COMPACT, NATIVE
+from ..ops.layout import ANCHORS, COMPACT, NATIVE
 from ..storage import BUFFERS, Storage
 from .aten_table import AtenTable, aten
 from .traced import Unguarded, stable_text
@@ -261,7 +261,7 @@ def _buffer_property(name: str) -> property:
 
 
 for _direction in Direction:
-    for _layout in (COMPACT, NATIVE, *ANCHOR_RUNS):
+    for _layout in (COMPACT, NATIVE, *ANCHORS):
         for _name in BUFFERS:
             _shown = f"{_shown_as(_direction, _layout)}_{_name}"
             setattr(QuantizedTensor, _shown, _buffer_property(_shown))
