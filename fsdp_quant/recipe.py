@@ -97,7 +97,7 @@ class Recipe:
     arguments: tuple[tuple[str, object], ...] = ()
     backward_override: str | None = "environment"
     accuracy: str = "fast"
-    anchor_tolerance: float = 0.03
+    anchor_tolerance: float = 0.02
     save_original_input: bool | None = None
     strict: bool = True
     require_native: bool = False

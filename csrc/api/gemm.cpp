@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <torch/library.h>
@@ -208,10 +209,15 @@ std::string gemm_choice(
 
 CountedOperand counted_operand(
     const at::Tensor& x, const MaybeTensor& scale, int64_t kind, bool counted, const char* name) {
+  TORCH_CHECK_VALUE(x.scalar_type() == at::kByte && x.stride(-1) == 1 && (x.dim() == 2 || (x.dim() == 3 && x.is_contiguous())),
+                    name, " is ", x.scalar_type(), " ", x.sizes(), " of strides ", x.strides(), "; wanted codes [outer, k]");
   const at::Tensor rows = x.dim() == 3 ? x.flatten(0, 1) : x;
-  const Operand o = operand_of(rows, kind, name);
+  const Operand o = operand_of_kind(kind, name);
   TORCH_CHECK_VALUE(is_fp8(o.type), name, " is of kind ", kind, "; wanted codes of 8 bits");
-  CountedOperand c = {static_cast<const uint8_t*>(o.data), nullptr, rows.size(0), o.ld, 0, 0, o.type == CUDA_R_8F_E5M2, counted};
+  CountedOperand c = {};
+  c.data = rows.const_data_ptr<uint8_t>(), c.outer = rows.size(0), c.ld = rows.stride(0);
+  c.vectors = is_aligned(c.data, 4) && c.ld % 4 == 0;
+  c.e5m2 = o.type == CUDA_R_8F_E5M2, c.counted = counted;
   TORCH_CHECK_VALUE(o.scaling <= Scaling::kRow || o.scaling == Scaling::k1x128 || o.scaling == Scaling::k1x512, name,
                     " is of kind ", kind, "; wanted scales of a tensor, of lines or of runs");
   if (o.scaling <= Scaling::kRow) return c;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/_foreach_zero.h>
 #include <ATen/ops/full.h>
 #include <torch/library.h>
 

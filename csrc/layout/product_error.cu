@@ -14,11 +14,11 @@ constexpr int kBlocks = 8, kErrorThreads = 512, kWarps = kErrorThreads / 32, kCo
 constexpr int64_t kSpan = static_cast<int64_t>(kBlocks) * kErrorThreads * kCodes;  // of the contraction, at a time
 
 struct Shared {
-  float parts[2][kLines][kWarps];  // of each line's energy
-  float energy[2][kLines];         // in this block's part of the contraction
-  float weight[2][kLines];         // 1 / the energy of the line
+  double parts[kLines][kWarps];  // of the sum of each line
+  double sums[kLines];           // in this block's part of the contraction
+  float weight[2][kLines];       // 1 / the sum of the line, by operand
   double warp[kWarps][2];
-  double sums[2];
+  double result[2];
 };
 
 // Which 64 lines are looked at: others in every probe.
@@ -32,7 +32,13 @@ struct Lines {
 };
 
 __device__ __forceinline__ uint32_t codes_of(const CountedOperand& o, int64_t line, int64_t at, int64_t k) {
-  return at < k ? __ldg(reinterpret_cast<const uint32_t*>(o.data + line * o.ld + at)) : 0;
+  const uint8_t* p = o.data + line * o.ld + at;
+  if (o.vectors && at + kCodes <= k) return __ldg(reinterpret_cast<const uint32_t*>(p));
+  uint32_t codes = 0;
+#pragma unroll
+  for (int e = 0; e < kCodes; ++e)
+    if (at + e < k) codes |= static_cast<uint32_t>(__ldg(p + e)) << 8 * e;
+  return codes;
 }
 
 __device__ __forceinline__ float2 values_of(uint32_t pair, bool e5m2) {
@@ -44,25 +50,33 @@ __device__ __forceinline__ float run_scale(const CountedOperand& o, int64_t line
   return o.run_log2 == 0 || at >= k ? 1.0f : __ldg(o.scale + (at >> o.run_log2) * o.scale_ld + line);
 }
 
-// Of four elements of the contraction, over the lines: their energy, and the square of what they may have lost, both against
-// the energy of the line. A code without an exponent lies on a grid, of steps of the least: step^2 / 12.
+struct Codes {
+  float all[kCodes], lost[kCodes];  // squares of the values, mean squares of what they may have lost
+
+  // A code without an exponent lies on a grid, of steps of the least: step^2 / 12.
+  __device__ Codes(const CountedOperand& o, int64_t line, int64_t at, int64_t k) {
+    const uint32_t codes = codes_of(o, line, at, k), exponent = o.e5m2 ? 0x7C : 0x78;
+    const float scale = run_scale(o, line, at, k), each = (o.e5m2 ? 0x1p-32f : 0x1p-18f) / 12 * scale * scale;
+    const float2 lo = values_of(codes & 0xFFFF, o.e5m2), hi = values_of(codes >> 16, o.e5m2);
+    const float v[kCodes] = {lo.x * scale, lo.y * scale, hi.x * scale, hi.y * scale};
+#pragma unroll
+    for (int e = 0; e < kCodes; ++e) {
+      all[e] = v[e] * v[e];
+      lost[e] = o.counted && (codes >> 8 * e & exponent) == 0 && at + e < k ? each : 0.0f;
+    }
+  }
+};
+
+// Of four elements of the contraction, over the lines, each by its weight.
 struct Energies {
   float all[kCodes] = {}, lost[kCodes] = {};
 
   __device__ Energies(const CountedOperand& o, const Lines& lines, const float* weight, int64_t at, int64_t k) {
-    const float lost_each = (o.e5m2 ? 0x1p-32f : 0x1p-18f) / 12;
-    const uint32_t exponent = o.e5m2 ? 0x7C : 0x78;
 #pragma unroll 4
     for (int l = 0; l < lines.count; ++l) {
-      const uint32_t codes = codes_of(o, lines[l], at, k);
-      const float scale = run_scale(o, lines[l], at, k), w = weight[l] * scale * scale;
-      const float2 lo = values_of(codes & 0xFFFF, o.e5m2), hi = values_of(codes >> 16, o.e5m2);
-      const float v[kCodes] = {lo.x, lo.y, hi.x, hi.y};
+      const Codes c(o, lines[l], at, k);
 #pragma unroll
-      for (int e = 0; e < kCodes; ++e) {
-        all[e] += v[e] * v[e] * w;
-        if (o.counted && (codes >> 8 * e & exponent) == 0 && at < k) lost[e] += lost_each * w;
-      }
+      for (int e = 0; e < kCodes; ++e) all[e] += c.all[e] * weight[l], lost[e] += c.lost[e] * weight[l];
     }
   }
 };
@@ -73,10 +87,63 @@ __device__ __forceinline__ double warp_sum(double v) {
   return v;
 }
 
-__device__ __forceinline__ float warp_sum(float v) {
+// weight[line] = 1 / the sum of `terms` over the contraction, in one order: the same in every run.
+// terms: (line, start of the span) -> the sum of this thread's elements.
+template <typename Terms>
+__device__ void weigh(float* weight, const Lines& lines, int64_t k, Shared& s, const cg::cluster_group& cluster, Terms terms) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int i = threadIdx.x; i < kLines * kWarps; i += kErrorThreads) (&s.parts[0][0])[i] = 0.0;
+  __syncthreads();
+  for (int64_t start = 0; start < k; start += kSpan) {
+    terms(start, [&](int line, float sum) {
+      const double all = warp_sum(static_cast<double>(sum));
+      if (lane == 0) s.parts[line][warp] += all;
+    });
+  }
+  __syncthreads();
+  const int line = threadIdx.x;
+  if (line < kLines) {
+    double sum = 0.0;
+    for (int w = 0; w < kWarps; ++w) sum += s.parts[line][w];
+    s.sums[line] = sum;
+  }
+  cluster.sync();
+  if (line < kLines) {
+    double sum = 0.0;
+    for (int r = 0; r < kBlocks; ++r) sum += *cluster.map_shared_rank(&s.sums[line], r);
+    weight[line] = static_cast<float>(sum) > 0.0f ? 1.0f / static_cast<float>(sum) : 0.0f;
+  }
+  cluster.sync();  // sums are read until here
+}
+
+// Adds what lines of a lost, and the sum of all, each against its own product.
+__device__ void add_lines(
+    double& extra, double& product, const CountedOperand& a, const CountedOperand& b, int64_t probe, int64_t k, int64_t first,
+    Shared& s, const cg::cluster_group& cluster) {
+  const Lines of_a(a, probe), of_b(b, probe);
+  weigh(s.weight[1], of_b, k, s, cluster, [&](int64_t start, auto add) {
+#pragma unroll 4
+    for (int l = 0; l < of_b.count; ++l) {
+      const Codes c(b, of_b[l], start + first, k);
+      add(l, c.all[0] + c.all[1] + c.all[2] + c.all[3]);
+    }
+  });
+  weigh(s.weight[0], of_a, k, s, cluster, [&](int64_t start, auto add) {
+    const Energies along(b, of_b, s.weight[1], start + first, k);
+#pragma unroll 4
+    for (int l = 0; l < of_a.count; ++l) {
+      const Codes c(a, of_a[l], start + first, k);
+      add(l, c.all[0] * along.all[0] + c.all[1] * along.all[1] + c.all[2] * along.all[2] + c.all[3] * along.all[3]);
+    }
+  });
+  for (int64_t start = 0; start < k; start += kSpan) {
+    const Energies along_a(a, of_a, s.weight[0], start + first, k), along_b(b, of_b, s.weight[1], start + first, k);
 #pragma unroll
-  for (int bit = 16; bit > 0; bit /= 2) v += __shfl_xor_sync(~0u, v, bit);
-  return v;
+    for (int e = 0; e < kCodes; ++e) {
+      extra += static_cast<double>(along_a.lost[e]) * along_b.all[e] + static_cast<double>(along_a.all[e]) * along_b.lost[e];
+      product += static_cast<double>(along_a.all[e]) * along_b.all[e];
+    }
+  }
 }
 
 __global__ void __cluster_dims__(kBlocks) __launch_bounds__(kErrorThreads)
@@ -85,62 +152,25 @@ __global__ void __cluster_dims__(kBlocks) __launch_bounds__(kErrorThreads)
   if (step % kProbedSteps != 0) return;
   __shared__ Shared s;
   const auto cluster = cg::this_cluster();
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Lines lines[2] = {{p.operand[0], step / kProbedSteps}, {p.operand[1], step / kProbedSteps}};
+  const CountedOperand &a = p.operand[0], &b = p.operand[1];
   const int64_t first = (static_cast<int64_t>(cluster.block_rank()) * kErrorThreads + threadIdx.x) * kCodes;
-  for (int i = threadIdx.x; i < 2 * kLines * kWarps; i += kErrorThreads) (&s.parts[0][0][0])[i] = 0.0f;
-  __syncthreads();
-  for (int64_t start = 0; start < p.k; start += kSpan) {
-    const int64_t at = start + first;
-    for (int which = 0; which < 2; ++which) {
-      const CountedOperand& o = p.operand[which];
-#pragma unroll 4
-      for (int l = 0; l < lines[which].count; ++l) {
-        const uint32_t codes = codes_of(o, lines[which][l], at, p.k);
-        const float2 lo = values_of(codes & 0xFFFF, o.e5m2), hi = values_of(codes >> 16, o.e5m2);
-        const float scale = run_scale(o, lines[which][l], at, p.k);
-        const float energy = warp_sum((lo.x * lo.x + lo.y * lo.y + hi.x * hi.x + hi.y * hi.y) * scale * scale);
-        if (lane == 0) s.parts[which][l][warp] += energy;
-      }
-    }
-  }
-  __syncthreads();
-  const int which = threadIdx.x / kLines, line = threadIdx.x % kLines;
-  if (which < 2) {
-    float energy = 0.0f;
-    for (int w = 0; w < kWarps; ++w) energy += s.parts[which][line][w];
-    s.energy[which][line] = energy;
-  }
-  cluster.sync();
-  if (which < 2) {
-    float energy = 0.0f;
-    for (int r = 0; r < kBlocks; ++r) energy += *cluster.map_shared_rank(&s.energy[which][line], r);
-    s.weight[which][line] = energy == 0.0f ? 0.0f : 1.0f / energy;
-  }
-  __syncthreads();
   double extra = 0.0, product = 0.0;
-  for (int64_t start = 0; start < p.k; start += kSpan) {
-    const Energies a(p.operand[0], lines[0], s.weight[0], start + first, p.k);
-    const Energies b(p.operand[1], lines[1], s.weight[1], start + first, p.k);
-#pragma unroll
-    for (int e = 0; e < kCodes; ++e) {
-      extra += static_cast<double>(a.lost[e]) * b.all[e] + static_cast<double>(a.all[e]) * b.lost[e];
-      product += static_cast<double>(a.all[e]) * b.all[e];
-    }
-  }
+#pragma unroll 1
+  for (int turn = 0; turn < 2; ++turn)
+    add_lines(extra, product, p.operand[turn], p.operand[1 - turn], step / kProbedSteps, p.k, first, s, cluster);
   extra = warp_sum(extra), product = warp_sum(product);
-  if (lane == 0) s.warp[warp][0] = extra, s.warp[warp][1] = product;
+  if (threadIdx.x % 32 == 0) s.warp[threadIdx.x / 32][0] = extra, s.warp[threadIdx.x / 32][1] = product;
   __syncthreads();
   if (threadIdx.x == 0) {
-    s.sums[0] = s.sums[1] = 0.0;
-    for (int w = 0; w < kWarps; ++w) s.sums[0] += s.warp[w][0], s.sums[1] += s.warp[w][1];
+    s.result[0] = s.result[1] = 0.0;
+    for (int w = 0; w < kWarps; ++w) s.result[0] += s.warp[w][0], s.result[1] += s.warp[w][1];
   }
   cluster.sync();
-  if (cluster.block_rank() == 0 && threadIdx.x == 0) {  // in one order: the same sums in every run
+  if (cluster.block_rank() == 0 && threadIdx.x == 0) {
     double all[2] = {};
     for (int r = 0; r < kBlocks; ++r)
-      for (int i = 0; i < 2; ++i) all[i] += *cluster.map_shared_rank(&s.sums[i], r);
-    const double own = all[1] * ((p.operand[0].e5m2 ? kOwnE5M2 : kOwnE4M3) + (p.operand[1].e5m2 ? kOwnE5M2 : kOwnE4M3));
+      for (int i = 0; i < 2; ++i) all[i] += *cluster.map_shared_rank(&s.result[i], r);
+    const double own = all[1] * ((a.e5m2 ? kOwnE5M2 : kOwnE4M3) + (b.e5m2 ? kOwnE5M2 : kOwnE4M3));
     if (isfinite(all[0]) && isfinite(own)) p.sums[0] += static_cast<float>(all[0]), p.sums[1] += static_cast<float>(own);
   }
   cluster.sync();  // their shared memory is read until here

@@ -13,17 +13,19 @@ constexpr double kOwnE4M3 = 7.04e-4, kOwnE5M2 = 4 * kOwnE4M3;
 
 // Codes [outer, k] of 8 bits.
 struct CountedOperand {
-  const uint8_t* data;   // aligned to 4, as are rows
+  const uint8_t* data;
   const float* scale;    // of runs along k, [runs, scale_ld]; else not read
   int64_t outer, ld, scale_ld;
   int32_t run_log2;      // 0: a scale of lines or of the tensor
+  bool vectors;          // rows are aligned to 4
   bool e5m2, counted;    // counted: what is lost to its anchors; else it has its own scales
 };
 
-// sums[0] += sum over k of (lost_a all_b + all_a lost_b), sums[1] += that of the formats' own errors; in one of kProbedSteps.
+// sums[0] += mean squares of what lines of the product lost, sums[1] += those of their formats' own errors, each against the
+// product of its line: see `reference.product_error`. In one of kProbedSteps.
 struct ProductError {
   CountedOperand operand[2];
-  int64_t k;             // a multiple of 4
+  int64_t k;
   const int64_t* step;   // that runs
   float* sums;
 };

@@ -26,7 +26,7 @@ from dist_tests.kernels import expected
 from dist_tests.kernels.expected import BF16, FP16, FP32, MADE, encoded
 from dist_tests.single.hopper import Operators
 from fsdp_quant import recipes
-from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction, Encoding, ceil_div, format_of
+from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction, Encoding, Format, ceil_div, format_of
 from fsdp_quant.modules.plan import GemmPlan, build_plan
 from fsdp_quant.ops import layout, native, norm, reference
 from fsdp_quant.ops.capability import arch_of
@@ -109,19 +109,33 @@ def scale_of(e: Encoding, scale: Tensor, shape: tuple[int, int], scale_layout: i
 def anchored(name: str, directions: tuple[Direction, ...], runs: tuple[int | None, ...], dtype=BF16) -> None:
     for shape in SHAPES:
         x, encodings = values(shape, dtype), [MADE[name].encoding(d) for d in directions]
-        made, counts = native.quantize_anchored(on_device(x), encodings, runs, dtype is FP32)
-        given = on_device(torch.ones(2, 2, dtype=torch.int64))
-        native.quantize_anchored(on_device(x), encodings, runs, dtype is FP32, None, given)
+        made = native.quantize_anchored(on_device(x), encodings, runs, dtype is FP32)
 
         def want(x=x, encodings=encodings) -> list[Tensor]:
-            wanted, counted = [], torch.zeros(2, 2, dtype=torch.int64)
-            for e, length in zip(encodings, runs):
-                codes, scale, counted[int(e.direction is COLUMNWISE)] = reference.anchored(x.to(BF16), e, length)
-                wanted += [codes, scale]
-            return [*wanted, counted, counted + 1]
+            return [t for e, length in zip(encodings, runs) for t in reference.anchored(x.to(BF16), e, length)]
 
         text = f"quantize_anchored {name} {directions} {runs} {list(shape)} {dtype}"
-        run(text, [*(t for m in made for t in m), counts, given], want)
+        run(text, [t for m in made for t in m], want)
+
+
+def product_error() -> None:
+    """Of operands of every kind of scale, in a step that is looked at."""
+    fmt, step = MADE["mxfp8"].fmt, on_device(torch.tensor([0, reference.PROBED_STEPS, 0, -1, 0]))
+    for (m, n, k), blocks in (((64, 48, 128), (None, 1)), ((200, 70, 1040), (128, 512))):
+        operands = []
+        for lines, block in zip((m, n), blocks):
+            data = torch.randint(0, 120, (lines, k), dtype=torch.uint8)
+            shape = (1,) if block is None else (lines,) if block == 1 else (-(-k // block), -(-lines // 4) * 4)
+            block = (None, None) if block is None else (1, None) if block == 1 else (1, block)
+            operands.append((data, torch.rand(shape), Format("operand", fmt.element, block, "fp32", pow2=True)))
+        guard = on_device(torch.zeros(3, 2))
+        made = [native.Operand(on_device(data), on_device(scale), fmt) for data, scale, fmt in operands]
+        native.product_error(*made, (True, True), step, guard, 1)
+
+        def want(operands=operands) -> list[Tensor]:
+            return [torch.stack((torch.zeros(2), reference.product_error(*operands, (True, True), 1), torch.zeros(2)))]
+
+        run(f"product_error {m} {n} {k} {blocks}", [guard], want, 1e-5)
 
 
 def anchor_codes(name: str) -> None:
@@ -129,17 +143,19 @@ def anchor_codes(name: str) -> None:
         for direction in Direction:
             e, x = MADE[name].encoding(direction), values(shape)
             w = encoded(x * torch.linspace(0, 1, shape[1], dtype=BF16) ** 9, e)
-            for transposed in (False, True):
-                made = native.anchor_codes(on_device(w.data), on_device(w.scale), e.fmt, direction, transposed)
+            for transposed, whole in itertools.product((False, True), (True,) if e.fmt.pow2 else (False, True)):
+                how = e.fmt, direction, transposed, whole
+                made = native.anchor_codes(on_device(w.data), on_device(w.scale), *how)
 
-                def want(e=e, w=w, transposed=transposed) -> list[Tensor]:
-                    codes, lines = reference.anchored_codes(w.data, w.scale, e.fmt, e.direction)
+                def want(e=e, w=w, transposed=transposed, whole=whole) -> list[Tensor]:
+                    codes, lines = reference.anchored_codes(w.data, w.scale, e.fmt, e.direction, whole)
                     return [codes.t() if transposed else codes, lines]
 
-                run(f"anchor_codes {name} {direction} {list(shape)}, transposed {transposed}", made, want)
+                what = f"{name} {direction} {list(shape)}, transposed {transposed}, whole {whole}"
+                run(f"anchor_codes {what}", made, want)
                 of = [on_device(w.data)] * 2, [on_device(w.scale)] * 2
-                for made in native.anchor_group(*of, e.fmt, direction, transposed):
-                    run(f"anchor_group {name} {direction} {list(shape)}, transposed {transposed}", made, want)
+                for made in native.anchor_group(*of, *how):
+                    run(f"anchor_group {what}", made, want)
 
 
 def statistics(names: tuple[str, str], dtype=BF16, row0=0) -> None:
@@ -513,8 +529,9 @@ def every_instance() -> None:
     for directions, runs in (((ROWWISE,), (None,)), ((COLUMNWISE,), (128,)), ((ROWWISE, COLUMNWISE), (None, 128))):
         anchored("mxfp8", directions, runs)
     anchored("mxfp8_e5m2", (ROWWISE, COLUMNWISE), (128, None), FP32)
-    for name in ("mxfp8", "mxfp8_e5m2", "mxfp8_32x32"):
+    for name in ("mxfp8", "mxfp8_e5m2", "mxfp8_32x32", "fp8_128x128"):
         anchor_codes(name)
+    product_error()
     for names in (("fp8_row", "nvfp4"), ("fp8_128x128", "mxfp8"), ("nvfp4_rht", "nvfp4_rht"), ("fp8_tensor", "nvfp4_16x16")):
         statistics(names)
         statistics(names, FP32)

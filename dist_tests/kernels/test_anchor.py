@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from fsdp_quant.formats import (
     Format,
     format_of,
 )
+from fsdp_quant.formats import ELEMENTS as ELEMENT_OF
 from fsdp_quant.ops import native, reference
 
 pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
@@ -30,10 +33,10 @@ FORMATS = [pytest.param(format_of(n, element=e), id=f"{n} {e}") for n in NAMES f
 
 def assert_anchors(data: Tensor, scale: Tensor, fmt: Format, direction: Direction, what: str) -> None:
     """Codes and scales of both orders are the reference's; the bits of a NaN too."""
-    want, want_scale = reference.anchored_codes(data, scale, fmt, direction)
-    for transposed in (False, True):
-        codes, lines = native.anchor_codes(data, scale, fmt, direction, transposed)
-        text = f"{what}, {direction} {fmt}, transposed {transposed}"
+    for transposed, whole in itertools.product((False, True), (True,) if fmt.pow2 else (False, True)):
+        want, want_scale = reference.anchored_codes(data, scale, fmt, direction, whole)
+        codes, lines = native.anchor_codes(data, scale, fmt, direction, transposed, whole)
+        text = f"{what}, {direction} {fmt}, transposed {transposed}, whole {whole}"
         expected.assert_same(lines, want_scale, f"{text}: scale")
         expected.assert_same(codes, want.t().contiguous() if transposed else want, f"{text}: codes")
 
@@ -41,9 +44,9 @@ def assert_anchors(data: Tensor, scale: Tensor, fmt: Format, direction: Directio
 def assert_group_anchors(of: list[tuple[Tensor, Tensor]], fmt: Format, direction: Direction) -> None:
     """One call for all gives what a call each gives, also when it is made again of other codes."""
     data, scale = map(list, zip(*of))
-    for transposed in (False, True):
+    for transposed, whole in itertools.product((False, True), (True,) if fmt.pow2 else (False, True)):
         calls: list[native.GroupCall] = []
-        made = native.anchor_group(data, scale, fmt, direction, transposed, calls)
+        made = native.anchor_group(data, scale, fmt, direction, transposed, whole, calls)
         for again in (False, True):
             if again:
                 for t in data:
@@ -52,7 +55,7 @@ def assert_group_anchors(of: list[tuple[Tensor, Tensor]], fmt: Format, direction
                     t.fill_(7)
                 calls[0]()
             for (codes, lines), one in zip(made, zip(data, scale)):
-                want, want_lines = native.anchor_codes(*one, fmt, direction, transposed)
+                want, want_lines = native.anchor_codes(*one, fmt, direction, transposed, whole)
                 text = f"{direction} {fmt}, transposed {transposed}, again {again}"
                 expected.assert_same(codes, want, f"{text}: codes")
                 expected.assert_same(lines, want_lines, f"{text}: scale")
@@ -79,6 +82,52 @@ def test_anchored_codes_are_the_references(fmt: Format, direction: Direction, ki
     for shape in SHAPES:
         w = encoded(inputs(*shape, kind, seed=shape[0]), Encoding(fmt, direction))
         assert_anchors(w.data, w.scale, fmt, direction, f"{kind} {shape}")
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_codes_of_fp32_powers_are_the_references(direction: Direction):
+    """If false, a block of zeros, whose scale is 1, takes the bits of a weight."""
+    fmt = format_of("fp8_128x128")
+    for shape in ((1, 32), (128, 128), (300, 520), (1030, 257)):
+        for kind in KINDS:
+            x = inputs(*shape, kind, seed=shape[0]) * 1e-3
+            x[:130] = 0
+            w = encoded(x, Encoding(fmt, direction))
+            assert_anchors(w.data, w.scale, fmt, direction, f"{kind} {shape}")
+            assert_anchors(w.data, torch.ones_like(w.scale), fmt, direction, f"{kind} {shape} of scale 1")
+            assert_group_anchors([(w.data, w.scale), (w.data.flip(0), w.scale.flip(0))], fmt, direction)
+
+
+def test_what_products_lose_is_the_references():
+    """If false, the guard moves other products on a GPU, or none."""
+    def operand(lines: int, k: int, block: tuple, element: str, seed: int) -> tuple[Tensor, Tensor, Format]:
+        g = torch.Generator().manual_seed(seed)
+        data = torch.randint(0, 120, (lines, k), generator=g, dtype=torch.uint8)
+        data[: lines // 2] %= 12  # mostly without an exponent
+        data[:3] = 0
+        scales = 1 if block[0] is None else lines if block[1] is None else -(-k // block[1]) * -(-lines // 4) * 4
+        scale = torch.exp2(torch.randint(-6, 7, (scales,), generator=g).float())
+        fmt = Format("operand", ELEMENT_OF[element], block, "fp32", pow2=True)
+        shape = (-1, -(-lines // 4) * 4) if block[1] is not None else (-1,)
+        return data.to(expected.DEVICE), scale.view(shape).to(expected.DEVICE), fmt
+
+    blocks = (None, None), (1, None), (1, 512), (1, 128)
+    for i, (m, n, k) in enumerate(((1, 1, 16), (33, 47, 144), (64, 500, 1040), (1000, 129, 4096), (300, 300, 17040), (70, 90, 40000))):
+        for of_a, of_b in itertools.product(blocks, blocks):
+            for elements in (("e4m3", "e4m3"), ("e5m2", "e4m3")):
+                a, b = (operand(lines, k, block, element, seed=i) for lines, block, element in zip((m, n), (of_a, of_b), elements))
+                for counted, probe in (((True, True), 0), ((True, False), 1), ((False, True), 5)):
+                    step = torch.tensor([3, probe * reference.PROBED_STEPS, 0, -1, 0], device=expected.DEVICE)
+                    guard = torch.ones(3, 2, device=expected.DEVICE)
+                    native.product_error(native.Operand(*a), native.Operand(*b), counted, step, guard, 1)
+                    want = reference.product_error(a, b, counted, probe)
+                    what = f"{m} {n} {k} {of_a} {of_b} {elements} {counted} {probe}"
+                    torch.testing.assert_close(guard[1] - 1, want, rtol=1e-4, atol=1e-6, msg=lambda m, what=what: f"{what}: {m}")
+                    assert guard[0].tolist() == guard[2].tolist() == [1, 1], what
+                    step[1] += 1
+                    before = guard.clone()
+                    native.product_error(native.Operand(*a), native.Operand(*b), counted, step, guard, 1)
+                    assert torch.equal(guard, before), "a step that is not looked at"
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -170,9 +219,9 @@ def test_errors_say_what_was_got_and_wanted():
     group = torch.ops.fsdp_quant.anchor_group
     side, codes, lines = native.pack_encoding(Encoding(mx, ROWWISE)), torch.empty_like(data), torch.empty(64, device=data.device)
     refused |= {
-        "lists of different lengths": lambda: group([data], [scale, scale], side, False, False, [codes], [lines]),
-        r"out is contiguous Byte \[32, 96\].*wanted 6144 ": lambda: group([data], [scale], side, False, False, [codes[:32]], [lines]),
-        r"line_scale is contiguous Float \[63\].*wanted 64 ": lambda: group([data], [scale], side, False, False, [codes], [lines[1:]]),
+        "lists of different lengths": lambda: group([data], [scale, scale], side, False, False, False, [codes], [lines]),
+        r"out is contiguous Byte \[32, 96\].*wanted 6144 ": lambda: group([data], [scale], side, False, False, False, [codes[:32]], [lines]),
+        r"line_scale is contiguous Float \[63\].*wanted 64 ": lambda: group([data], [scale], side, False, False, False, [codes], [lines[1:]]),
     }
     for text, call in refused.items():
         with pytest.raises(ValueError, match=text):
@@ -189,63 +238,22 @@ def test_codes_of_another_device_are_refused():
         native.anchor_codes(data, scale.cpu(), fmt, ROWWISE, False)
 
 
-# Counts #
+# What products lose #
 
-CALLS = ([ROWWISE], [COLUMNWISE], [ROWWISE, COLUMNWISE], [COLUMNWISE, ROWWISE])
-
-
-@pytest.mark.parametrize("directions", CALLS)
-@pytest.mark.parametrize("transposed", [False, True])
-def test_counts_that_are_given_accumulate(directions: list, transposed: bool):
-    """If false, the guard of a step counts the last of its tensors alone, or codes depend on who counts."""
-    encodings = [MADE["mxfp8"].encoding(d) for d in directions]
-    runs, turned = [None] * len(encodings), [transposed and d is COLUMNWISE for d in directions]
-    counts = torch.full((2, 2), 1000, dtype=torch.int64, device=expected.DEVICE)
-    wanted = counts.tolist()
-    for shape in ((129, 257), (512, 640)):
-        x = inputs(*shape, "wide range")
-        made, returned = native.quantize_anchored(x, encodings, runs, transposed=turned, counts=counts)
-        assert returned is counts
-        fresh, own = native.quantize_anchored(x, encodings, runs, transposed=turned)
-        for e, t, mine, other in zip(encodings, turned, made, fresh):
-            codes, scale, counted = reference.anchored(x, e, None)
-            for data, lines in (mine, other):
-                expected.assert_same(data, codes.t().contiguous() if t else codes, f"{shape} {e.direction}: codes")
-                expected.assert_same(lines, scale, f"{shape} {e.direction}: scale")
-            side = int(e.direction is COLUMNWISE)
-            wanted[side] = [before + more for before, more in zip(wanted[side], counted.tolist())]
-            assert own[side].tolist() == counted.tolist(), f"{shape} {e.direction}: new counts"
-    assert counts.tolist() == wanted
-
-
-def test_counts_of_another_kind_are_refused():
+def test_a_guard_of_another_kind_is_refused():
     """If false, the guard writes beyond a buffer that is too small."""
-    x, encodings = inputs(64, 96), [MADE["mxfp8"].encoding(ROWWISE)]
-    good = torch.zeros(2, 2, dtype=torch.int64, device=expected.DEVICE)
+    data, scale = random_bytes((64, 96)), torch.ones(64, device=expected.DEVICE)
+    a = native.Operand(data, scale, Format("operand", ELEMENT_OF["e4m3"], (1, None), "fp32"))
+    step, guard = torch.zeros(5, dtype=torch.int64, device=expected.DEVICE), torch.zeros(3, 2, device=expected.DEVICE)
     refused = {
-        r"counts is contiguous Int \[2, 2\]": good.int(),
-        r"counts is contiguous Long \[1, 2\].*wanted 4 ": good[:1],
-        r"counts is not contiguous": good.t(),
-        r"counts has shape \[4\]; wanted \[2, 2\]": good.flatten(),
+        r"guard is contiguous Int \[3, 2\]": (a, a, (True, True), step, guard.int(), 0),
+        r"guard is contiguous Float \[2, 2\].*wanted 6 ": (a, a, (True, True), step, guard[:2], 0),
+        r"product is 3; wanted 0 to 2": (a, a, (True, True), step, guard, 3),
+        r"step is contiguous Int \[5\]": (a, a, (True, True), step.int(), guard, 0),
+        r"wanted the same K": (a, a._replace(data=data[:, :64]), (True, True), step, guard, 0),
+        r"b is Byte .* of strides .*wanted codes": (a, a._replace(data=data.t()), (True, True), step, guard, 0),
     }
-    for text, counts in refused.items():
+    for text, arguments in refused.items():
         with pytest.raises(ValueError, match=text):
-            native.quantize_anchored(x, encodings, [None], counts=counts)
-    assert good.tolist() == [[0, 0], [0, 0]]
-
-
-def test_compiled_calls_count_and_anchor():
-    """If false, torch.compile cannot take a layer whose guard counts, or counts a step twice."""
-    e, x = MADE["mxfp8"].encoding(ROWWISE), inputs(129, 257, "wide range", BF16)
-    counts = torch.zeros(2, 2, dtype=torch.int64, device=expected.DEVICE)
-    sides = expected.packed(e), 0
-
-    def step(x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        made = torch.ops.fsdp_quant.quantize_anchored.counted(x, *sides, 0, 0, None, None, False, counts)
-        return *made[:2], torch.ops.fsdp_quant.quantize_anchored(x, *sides, 0, 0, None, None, False)[-1]
-
-    codes, scale, own = torch.compile(step, backend="aot_eager", fullgraph=True)(x, counts)
-    want = reference.anchored(x, e, None)
-    expected.assert_same(codes, want[0], "codes")
-    expected.assert_same(scale, want[1], "scale")
-    assert counts[0].tolist() == own[0].tolist() == want[2].tolist()
+            native.product_error(*arguments)
+    assert guard.count_nonzero() == 0

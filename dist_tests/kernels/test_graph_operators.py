@@ -29,7 +29,7 @@ SHAPES = ((1, 1), (7, 15), (33, 47), (128, 256), (129, 257), (200, 1000))
 # What operators write, by the names of their arguments; all others write nothing.
 WRITES = {
     "quantize_out": {"out"},
-    "quantize_anchored.counted": {"counts"},
+    "product_error": {"guard"},
     "quantize_group": {"record", "staging"},
     "quantize_group_out": {"record", "data", "scale"},
     "gemm_out": {"out"},
@@ -193,7 +193,7 @@ def calls() -> dict:
         ),
         "anchor_codes": (
             [empty(64, 256, **u8), empty(64, 8, **u8)],
-            lambda x, s: ops.anchor_codes(x, s, mx[0], False, False),
+            lambda x, s: ops.anchor_codes(x, s, mx[0], False, False, False),
         ),
         "gemm": (
             [empty(64, 256), empty(32, 256)],
@@ -307,22 +307,21 @@ def test_dynamo_packs_encodings_as_it_traces():
 
 
 def test_functionalization_keeps_writes():
-    """If false, an amax is never recorded in a compiled step, or counts stay zero."""
-    mx = sides("mxfp8")
+    """If false, an amax is never recorded in a compiled step, or the guard sees nothing."""
 
-    def run(amaxes: Tensor, amax: Tensor, counts: Tensor, x: Tensor) -> tuple:
+    def run(amaxes: Tensor, amax: Tensor, guard: Tensor, codes: Tensor, scale: Tensor, step: Tensor) -> Tensor:
         torch.ops.fsdp_quant.record_amax(amaxes, amax)
-        made = torch.ops.fsdp_quant.quantize_anchored.counted(
-            x, *mx, 128, 512, None, None, False, counts
-        )
-        return made[0], amaxes + 1
+        torch.ops.fsdp_quant.product_error(codes, codes, scale, scale, 9, 9, 3, step, guard, 1)
+        return amaxes + 1
 
     def make() -> list:
         return [
             empty(4, dtype=FP32),
             empty(1, dtype=FP32),
-            empty(2, 2, dtype=torch.int64),
-            empty(64, 256),
+            empty(3, 2, dtype=FP32),
+            empty(64, 256, dtype=U8),
+            empty(1, dtype=FP32),
+            empty(5, dtype=torch.int64),
         ]
 
     program, _ = exported(run, make, False)
@@ -330,6 +329,6 @@ def test_functionalization_keeps_writes():
     written = [n.args[0] for n in program.graph.nodes if "auto_functionalized" in str(n.target)]
     assert written == [
         torch.ops.fsdp_quant.record_amax.default,
-        torch.ops.fsdp_quant.quantize_anchored.counted,
+        torch.ops.fsdp_quant.product_error.default,
     ]
     assert set(program.graph_signature.user_inputs_to_mutate.values()) == {"inputs_0", "inputs_2"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -66,6 +67,7 @@ def loop(module: fq.GroupedLinear, recipe: fq.Recipe) -> list[fq.Linear]:
     for e, layer in enumerate(module.layers):
         name = layer._name
         made.append(fq.Linear(K, N, layer.bias is not None, device="cuda", dtype=BF16, recipe=recipe, name=name))
+        made[e]._plan = replace(made[e].plan, alone=False)  # exponents of lines, as where tokens of others are beside
         with torch.no_grad():
             made[e].weight.copy_(layer.weight)
             if layer.bias is not None:

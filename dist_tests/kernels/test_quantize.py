@@ -424,15 +424,12 @@ RUNS = ([None, None], [128, None], [None, 512], [1024, 128])  # of the rowwise a
 
 
 def assert_anchored(x: Tensor, encodings: list[Encoding], runs: list[int | None], what: str, through_bf16: bool = False) -> None:
-    """Codes, scales and counts of every side are the reference's."""
-    made, counts = native.quantize_anchored(x, encodings, runs, through_bf16)
-    wanted = torch.zeros(2, 2, dtype=torch.int64)
+    """Codes and scales of every side are the reference's."""
+    made = native.quantize_anchored(x, encodings, runs, through_bf16)
     for e, run_length, (codes, scale) in zip(encodings, runs, made):
         want = reference.anchored(x.to(BF16) if through_bf16 else x, e, run_length)
         expected.assert_same(scale, want[1], f"{what}, {e.direction} runs of {run_length}: scale")
         expected.assert_same(codes, want[0], f"{what}, {e.direction} runs of {run_length}: codes")
-        wanted[int(e.direction is COLUMNWISE)] = want[2].cpu()
-    assert counts.tolist() == wanted.tolist(), f"{what}, runs {runs}: counted {counts.tolist()}, want {wanted.tolist()}"
 
 
 @pytest.mark.parametrize("name", ANCHORED)
@@ -477,8 +474,8 @@ def test_anchors_that_are_given_take_the_place_of_the_tensors_own():
         amax, _ = reference.statistics(x, line)
         given = [amax * 4 if e.direction is d else None for d in Direction]
         sides = [expected.packed(e if e.direction is d else None) for d in Direction]
-        codes, scale, _ = torch.ops.fsdp_quant.quantize_anchored(x, *sides, run_length, run_length, *given, False)
-        own, own_scale, _ = reference.anchored(x * 4, e, run_length)  # of values four times as large
+        codes, scale = torch.ops.fsdp_quant.quantize_anchored(x, *sides, run_length, run_length, *given, False)
+        own, own_scale = reference.anchored(x * 4, e, run_length)  # of values four times as large
         expected.assert_same(scale, own_scale, f"{e.direction}: scale")
         quarter = reference.decode_codes(codes, e.fmt, 600)
         want = reference.decode_codes(own, e.fmt, 600) / 4

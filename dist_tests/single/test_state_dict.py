@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from dataclasses import replace
 
 import pytest
 import torch
@@ -127,11 +126,13 @@ def test_another_recipe_is_loaded_only_on_request():
 def test_products_that_the_guard_moved_stay_moved():
     """Otherwise a resumed run multiplies in the anchored domain what the guard had moved out of it."""
     m = net(recipes.mxfp8())
-    m[2]._plan = replace(m[2].plan, moved=("wgrad",))
+    m[2]._plan = m[2].plan.moved_to({"wgrad": "anchored 512"})
     state = fq.state_dict(m)
     other = net(recipes.mxfp8())
     fq.load_state_dict(other, state)
-    assert (other[0].plan.moved, other[2].plan.moved) == ((), ("wgrad",))
+    assert (other[0].plan.moved, other[2].plan.moved) == ({}, {"wgrad": "anchored 512"})
+    fq.load_state_dict(other, state | {"moved": '{"0": ["fprop"]}'})  # of a version that knew one rung
+    assert (other[0].plan.moved, other[2].plan.moved) == ({"fprop": "exact"}, {})
 
 
 def test_a_state_dict_takes_no_part_in_training():

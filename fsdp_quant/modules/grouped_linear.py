@@ -369,7 +369,7 @@ def expert(weight: Tensor, recipe: Recipe, name: str, first: _Expert | None = No
     layer.__dict__["counts_with"] = first  # no submodule
     apply_recipe(layer, recipe)
     layer._weight_state = WeightState(f"{name}.weight", layer.plan.weight, (out_features, in_features), recipe.compute_dtype)
-    layer._weight_state.plan, layer._weight_state.of_group = layer.plan, True
+    layer._weight_state.plan = layer.plan
     place(layer)
     return layer
 
@@ -377,9 +377,9 @@ def expert(weight: Tensor, recipe: Recipe, name: str, first: _Expert | None = No
 def finish_experts(module: GroupedLinear, name: str) -> None:
     """What a `GroupedLinear` has beside its experts."""
     module._name, module._reasons, module._planned = name, {}, (None, None)
-    module._goes_into_graphs = "weight" in module._parameters and runs_in_graphs(module.common_plan)
     for layer in module._linears:
-        layer._weight_state.of_group = True
+        layer._plan = layer._weight_state.plan = replace(layer.plan, alone=False)
+    module._goes_into_graphs = "weight" in module._parameters and runs_in_graphs(module.common_plan)
     _tell(module)
 
 

@@ -96,7 +96,7 @@ def _move(module: nn.Module, sums: list) -> None:
     sums: [product] -> (extra, formats' own), mean squares.
     """
     tolerance, plan = module.recipe.anchor_tolerance, module.plan
-    plan = plan.of_groups if module._weight_state.of_group else plan
+    plan = plan if plan.alone else plan.of_groups
     rungs = plan.moved
     moved: dict[str, str] = {}
     for product, (extra, own) in zip(PRODUCTS, sums):

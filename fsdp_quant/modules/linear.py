@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -89,7 +90,7 @@ class Linear(HasWeight, nn.Linear):
     @property
     def is_shared(self) -> bool:
         """Ranks or groups of tokens share tensors of its products."""
-        return self._weight_state.of_group or self._weight_state.part[1] > 1
+        return not self._plan.alone or self._weight_state.part[1] > 1
 
     def plan_on(self, dtype: torch.dtype, device: torch.device) -> GemmPlan:
         """The plan as its products of `dtype` activations run on `device` (`GemmPlan.on`)."""
@@ -372,7 +373,8 @@ def place(module: Linear) -> None:
 
 
 def apply_recipe(module: Linear, recipe: Recipe) -> None:
-    module._recipe, module._plan = recipe, build_plan(recipe, module._name, arch_of(module.weight.device))
+    before, plan = module.__dict__.get("_plan"), build_plan(recipe, module._name, arch_of(module.weight.device))
+    module._recipe, module._plan = recipe, replace(plan, alone=before is None or before.alone)
     if "_weight_state" in module.__dict__:
         module._weight_state.plan = module._plan
 

@@ -85,6 +85,7 @@ class GemmPlan:
     saves:  "input": the original tensor (identity backward, or re-quantized from it); "columnwise" or "rowwise":
             that storage only.
     rungs:  of fprop, dgrad and wgrad, of its ladder (`ladder_of`).
+    alone:  no groups of tokens share tensors of the layer, so that one exponent may serve a tensor.
     over_tokens:  what e8m0 operands of wgrad are anchored to, where no scale is of the whole tensor.
     watched:      as in `Resolved`, of a plan `on` a device whose operands are anchored already; None: by the formats.
     boundary:     of the layer, or None.
@@ -99,6 +100,7 @@ class GemmPlan:
     rungs: tuple[str, str, str] = (ANCHORED_TENSOR,) * 3
     over_tokens: str = OVER_TOKENS
     boundary: Boundary | None = None
+    alone: bool = True
     watched: tuple[tuple[bool, bool], ...] | None = None
 
     def __post_init__(self):
@@ -126,7 +128,7 @@ class GemmPlan:
         rounded = any(side is not None and side.rowwise.is_stochastic for side in self._boundary_sides)
         rounded = rounded or self.input.is_stochastic or self.grad_output.is_stochastic
         anchored = self.watched is not None or any(may_be_anchored(*self.pair(p)) for p in PRODUCTS)
-        return delayed or rounded or anchored or self._with_tensor_scales is not self
+        return delayed or rounded or anchored or self._with_tensor_scales != self
 
     @property
     def _boundary_sides(self) -> tuple:
@@ -144,7 +146,7 @@ class GemmPlan:
         two a block have one a tensor instead: the same numbers, but for those far below the largest. Of products on the
         first rung only. The layer's own plan says what travels and what is saved in files.
         """
-        plain = dtype is not torch.bfloat16 or not native.runs_on(device) or arch_of(device) != "sm_90a"
+        plain = not self.alone or dtype is not torch.bfloat16 or not native.runs_on(device) or arch_of(device) != "sm_90a"
         return self if plain else self._with_tensor_scales
 
     @cached_property
@@ -161,7 +163,7 @@ class GemmPlan:
                 watched.append(self._watched(product, self.domain(product, torch.bfloat16, "sm_90a")[0]))
                 continue
             made |= {of: side for of, side in sides.items() if side is not None}
-            watched.append(tuple(anchors_tensor(self.operand(*of)) for of in operands))
+            watched.append(tuple(sides[of] is not None or anchors_tensor(self.operand(*of)) for of in operands))
         if not made:
             return self
         slots = {
@@ -176,7 +178,8 @@ class GemmPlan:
         """What makes one scale of a tensor, a power of two, take the place of those of a side; None where none can."""
         hybrid = self.hybrid(slot)
         side, fmt = hybrid.side(direction), hybrid.side(direction).fmt
-        if slot == "weight" or hybrid.is_derived or side.is_stochastic or side.eps or fmt.block[0] != 1 or not anchors_tensor(fmt):
+        in_rows = fmt.block[0] == 1 and (anchors(fmt) or (fmt.pow2 and fmt.block[1] is not None))
+        if slot == "weight" or hybrid.is_derived or side.is_stochastic or side.eps or not in_rows:
             return None
         return Quantizer(anchored_format(fmt, None, whole=True))
 
@@ -217,7 +220,7 @@ class GemmPlan:
         is_shared:  ranks or groups share tensors of the layer: no scale is of a whole one.
         """
         pair, rung = self.pair(product), self.rung(product)
-        if all(map(anchors, pair)):
+        if all(map(anchors, pair)) and (self.alone or product.name == "wgrad"):
             ladder = ladder_of(product)
         elif any(map(anchors, pair)) and all(anchors(f) or f.block[1] is None for f in pair):
             ladder = (ANCHORED_TENSOR, ANCHORED, EXACT)
@@ -318,8 +321,8 @@ class GemmPlan:
             return COMPACT  # what the columnwise storage is made from
         pair = self.operand(slot, direction), self.operand(*other)
         rung, domain = self.rung(product), self.domain(product, dtype, arch)[0]
-        if rung == ANCHORED_TENSOR and all(map(anchors, pair)):
-            rung = self.over_tokens if product.name == "wgrad" else ANCHORED  # of tensors that others share
+        if rung == ANCHORED_TENSOR and not (slot == "weight" and scales_tensor(pair[1])):
+            rung = self.over_tokens if product.name == "wgrad" else ANCHORED  # of activations that others share
         rounded = any(self.hybrid(s).side(d).is_stochastic for s, d in (product.a, product.b))
         if rung in (ANCHORED_512, ANCHORED_128) and (dtype is not torch.bfloat16 or rounded):
             rung = ANCHORED  # those of runs are made of bf16 values, rounded to nearest; those of lines of codes that are there

@@ -55,8 +55,8 @@ def anchors(fmt: Format) -> bool:
 
 
 def anchors_tensor(fmt: Format) -> bool:
-    """One exponent a tensor can."""
-    return anchors(fmt) or (fmt.pow2 and fmt.block in (_1X128, _128X128))
+    """One exponent a tensor can, of codes that are there."""
+    return anchors(fmt) or (fmt.pow2 and fmt.block == _128X128)
 
 
 def scales_tensor(fmt: Format) -> bool:

@@ -381,28 +381,39 @@ def product_error(
     probe:    which lines are looked at, 64 of each.
 
     A code without an exponent lies on a grid of the least step s, so that it may have lost s^2 / 12. Along the contraction that
-    meets the energy of the other operand there: sum over k of lost_a[k] all_b[k] + all_a[k] lost_b[k], each the mean over
-    lines, every line against its own energy. The formats' own errors are a constant share of all_a[k] all_b[k].
+    meets the energy of the other operand there: of a line of a, the sum over k of lost_a[k] all_b[k] + all_a[k] lost_b[k],
+    where those of b are means over its lines, each against its own energy. The formats' own errors are a constant share of
+    all_a[k] all_b[k]. Lines of a count alike, each against its own product; and then those of b.
     """
-    lost, all_, own = [], [], 0.0
-    for (data, scale, fmt), counts in zip((a, b), counted):
-        count = min(len(data), _PROBED_LINES)
-        stride = len(data) // count
-        lines = torch.arange(count, device=data.device) * stride + probe * 7919 % stride
-        values = decode_codes(data[lines], fmt, data.shape[1])
-        step = torch.full_like(values, _LEAST_STEP[fmt.element.name])
-        if fmt.block[1] is not None:
-            along = scale[:, lines].t().repeat_interleave(fmt.block[1], 1)[:, : data.shape[1]]
-            values, step = values * along, step * along
-        weight = (values**2).sum(1, keepdim=True)
-        weight = torch.where(weight > 0, 1 / weight, 0)
-        mantissa = (1 << fmt.element.mantissa) - 1
-        on_grid = (data[lines] & (0x7F - mantissa) == 0) & counts
-        lost.append((on_grid * step**2 / 12 * weight).sum(0).double())
-        all_.append((values**2 * weight).sum(0).double())
-        own += _OWN_ERROR[fmt.element.name]
-    extra = (lost[0] * all_[1] + all_[0] * lost[1]).sum()
-    return torch.stack((extra, own * (all_[0] * all_[1]).sum())).float()
+    energies = [_energies(*of, counts, probe) for of, counts in zip((a, b), counted)]
+    own = _OWN_ERROR[a[2].element.name] + _OWN_ERROR[b[2].element.name]
+
+    def weighed(of: Tensor, by: Tensor) -> Tensor:
+        """of [lines, k], every line over its sum of `by` [lines], or left out."""
+        return (of * torch.where(by > 0, 1 / by, 0).unsqueeze(1)).sum(0).double()
+
+    def of_lines(all_a: Tensor, lost_a: Tensor, all_b: Tensor, lost_b: Tensor) -> Tensor:
+        energy = all_b.sum(1)
+        all_b, lost_b = weighed(all_b, energy), weighed(lost_b, energy)
+        product = (all_a.double() * all_b).sum(1).float()
+        all_a, lost_a = weighed(all_a, product), weighed(lost_a, product)
+        return torch.stack(((lost_a * all_b + all_a * lost_b).sum(), own * (all_a * all_b).sum()))
+
+    return (of_lines(*energies[0], *energies[1]) + of_lines(*energies[1], *energies[0])).float()
+
+
+def _energies(data: Tensor, scale: Tensor | None, fmt: Format, counts: bool, probe: int) -> tuple[Tensor, Tensor]:
+    """(squares of the values, mean squares of what they may have lost) of the lines that a probe looks at."""
+    count = min(len(data), _PROBED_LINES)
+    stride = len(data) // count
+    lines = torch.arange(count, device=data.device) * stride + probe * 7919 % stride
+    values = decode_codes(data[lines], fmt, data.shape[1])
+    step = torch.full_like(values, _LEAST_STEP[fmt.element.name])
+    if fmt.block[1] is not None:
+        along = scale[:, lines].t().repeat_interleave(fmt.block[1], 1)[:, : data.shape[1]]
+        values, step = values * along, step * along
+    exponent = 0x80 - (1 << fmt.element.mantissa)
+    return values**2, ((data[lines] & exponent == 0) & counts) * step**2 / 12
 
 
 def _inverse(code: Tensor) -> Tensor:

@@ -37,7 +37,6 @@ class WeightState:
     parts:         states of the matrices of a packed weight.
     compute_dtype: dtype that quantized formats see (None: the weight's own).
     plan:          of the layer (`modules.plan.GemmPlan`): the layouts in which its GEMMs read gathered codes. None: compact.
-    of_group:      its products are those of a group of tokens, among others' (`modules.grouped_linear`).
     recomputes:    the backward recomputes the forward of the layer, so it reads rowwise codes too.
     publisher:     the `fq.hooks` sync that writes the codes of a published weight, or None.
     tensor_group:  ranks whose weights of this name are parts of one (tensor parallelism); amaxes of a whole tensor are
@@ -52,7 +51,7 @@ class WeightState:
 
     def __init__(self, name: str, quantizer, shape: tuple[int, ...], compute_dtype: torch.dtype | None):
         self.name, self.quantizer, self.shape, self.compute_dtype = name, quantizer, tuple(shape), compute_dtype
-        self.plan, self.of_group, self.recomputes = None, False, False
+        self.plan, self.recomputes = None, False
         self.parts: list[WeightState] = []
         self.tensor_group, self.tensor_dim = None, 0
         self.histories: dict[tuple, AmaxHistory] = {}
@@ -127,7 +126,7 @@ class WeightState:
         """How the layer's GEMMs of `dtype` activations read both directions; None: compact."""
         if self.plan is None:
             return None
-        plan = self.plan if self.of_group or self.part[1] > 1 else self.plan.on(dtype, device)
+        plan = self.plan if self.part[1] > 1 else self.plan.on(dtype, device)
         return plan.resolved(dtype, device).layouts["weight"]
 
     # Shards #
