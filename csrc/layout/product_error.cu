@@ -16,7 +16,8 @@ constexpr int64_t kSpan = static_cast<int64_t>(kBlocks) * kErrorThreads * kCodes
 struct Shared {
   double parts[kLines][kWarps];  // of the sum of each line
   double sums[kLines];           // in this block's part of the contraction
-  float weight[2][kLines];       // 1 / the sum of the line, by operand
+  float energy[2][kLines];       // 1 / the energy of the line, by operand; 0 of zeros
+  float weight[kLines];          // 1 / the sum of the line
   double warp[kWarps][2];
   double result[2];
 };
@@ -116,28 +117,24 @@ __device__ void weigh(float* weight, const Lines& lines, int64_t k, Shared& s, c
   cluster.sync();  // sums are read until here
 }
 
-// Adds what lines of a lost, and the sum of all, each against its own product.
+// Adds what lines of a lost, and their formats' own errors, each against the sum of both. energy_a, energy_b: of Shared.
 __device__ void add_lines(
-    double& extra, double& product, const CountedOperand& a, const CountedOperand& b, int64_t probe, int64_t k, int64_t first,
-    Shared& s, const cg::cluster_group& cluster) {
+    double& extra, double& product, float own, const CountedOperand& a, const CountedOperand& b, const float* energy_a,
+    const float* energy_b, int64_t probe, int64_t k, int64_t first, Shared& s, const cg::cluster_group& cluster) {
   const Lines of_a(a, probe), of_b(b, probe);
-  weigh(s.weight[1], of_b, k, s, cluster, [&](int64_t start, auto add) {
-#pragma unroll 4
-    for (int l = 0; l < of_b.count; ++l) {
-      const Codes c(b, of_b[l], start + first, k);
-      add(l, c.all[0] + c.all[1] + c.all[2] + c.all[3]);
-    }
-  });
-  weigh(s.weight[0], of_a, k, s, cluster, [&](int64_t start, auto add) {
-    const Energies along(b, of_b, s.weight[1], start + first, k);
+  weigh(s.weight, of_a, k, s, cluster, [&](int64_t start, auto add) {
+    const Energies along(b, of_b, energy_b, start + first, k);
 #pragma unroll 4
     for (int l = 0; l < of_a.count; ++l) {
       const Codes c(a, of_a[l], start + first, k);
-      add(l, c.all[0] * along.all[0] + c.all[1] * along.all[1] + c.all[2] * along.all[2] + c.all[3] * along.all[3]);
+      float sum = 0.0f;
+#pragma unroll
+      for (int e = 0; e < kCodes; ++e) sum += c.all[e] * (own * along.all[e] + along.lost[e]) + c.lost[e] * along.all[e];
+      add(l, energy_a[l] > 0.0f ? sum : 0.0f);
     }
   });
   for (int64_t start = 0; start < k; start += kSpan) {
-    const Energies along_a(a, of_a, s.weight[0], start + first, k), along_b(b, of_b, s.weight[1], start + first, k);
+    const Energies along_a(a, of_a, s.weight, start + first, k), along_b(b, of_b, energy_b, start + first, k);
 #pragma unroll
     for (int e = 0; e < kCodes; ++e) {
       extra += static_cast<double>(along_a.lost[e]) * along_b.all[e] + static_cast<double>(along_a.all[e]) * along_b.lost[e];
@@ -152,12 +149,25 @@ __global__ void __cluster_dims__(kBlocks) __launch_bounds__(kErrorThreads)
   if (step % kProbedSteps != 0) return;
   __shared__ Shared s;
   const auto cluster = cg::this_cluster();
-  const CountedOperand &a = p.operand[0], &b = p.operand[1];
   const int64_t first = (static_cast<int64_t>(cluster.block_rank()) * kErrorThreads + threadIdx.x) * kCodes;
+  const int64_t probe = step / kProbedSteps;
+#pragma unroll 1
+  for (int i = 0; i < 2; ++i) {
+    const Lines lines(p.operand[i], probe);
+    weigh(s.energy[i], lines, p.k, s, cluster, [&](int64_t start, auto add) {
+#pragma unroll 4
+      for (int l = 0; l < lines.count; ++l) {
+        const Codes c(p.operand[i], lines[l], start + first, p.k);
+        add(l, c.all[0] + c.all[1] + c.all[2] + c.all[3]);
+      }
+    });
+  }
+  const double own = (p.operand[0].e5m2 ? kOwnE5M2 : kOwnE4M3) + (p.operand[1].e5m2 ? kOwnE5M2 : kOwnE4M3);
   double extra = 0.0, product = 0.0;
 #pragma unroll 1
-  for (int turn = 0; turn < 2; ++turn)
-    add_lines(extra, product, p.operand[turn], p.operand[1 - turn], step / kProbedSteps, p.k, first, s, cluster);
+  for (int i = 0; i < 2; ++i)
+    add_lines(extra, product, static_cast<float>(own), p.operand[i], p.operand[1 - i], s.energy[i], s.energy[1 - i], probe, p.k,
+              first, s, cluster);
   extra = warp_sum(extra), product = warp_sum(product);
   if (threadIdx.x % 32 == 0) s.warp[threadIdx.x / 32][0] = extra, s.warp[threadIdx.x / 32][1] = product;
   __syncthreads();
@@ -170,8 +180,7 @@ __global__ void __cluster_dims__(kBlocks) __launch_bounds__(kErrorThreads)
     double all[2] = {};
     for (int r = 0; r < kBlocks; ++r)
       for (int i = 0; i < 2; ++i) all[i] += *cluster.map_shared_rank(&s.result[i], r);
-    const double own = all[1] * ((a.e5m2 ? kOwnE5M2 : kOwnE4M3) + (b.e5m2 ? kOwnE5M2 : kOwnE4M3));
-    if (isfinite(all[0]) && isfinite(own)) p.sums[0] += static_cast<float>(all[0]), p.sums[1] += static_cast<float>(own);
+    if (isfinite(all[0]) && isfinite(all[1])) p.sums[0] += static_cast<float>(all[0]), p.sums[1] += static_cast<float>(own * all[1]);
   }
   cluster.sync();  // their shared memory is read until here
 }

@@ -22,7 +22,7 @@ struct CountedOperand {
 };
 
 // sums[0] += mean squares of what lines of the product lost, sums[1] += those of their formats' own errors, each against the
-// product of its line: see `reference.product_error`. In one of kProbedSteps.
+// sum of both: see `reference.product_error`. In one of kProbedSteps.
 struct ProductError {
   CountedOperand operand[2];
   int64_t k;

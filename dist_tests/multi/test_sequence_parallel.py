@@ -19,6 +19,7 @@ from dist_tests.multi import harness
 from dist_tests.multi.harness import run_ranks
 from dist_tests.single import hopper
 from fsdp_quant.formats import ROWWISE
+from fsdp_quant.modules.plan import EXACT
 from fsdp_quant.parallel import linear as parallel_linear
 from fsdp_quant.tensor.weight_state import values_of as inner_of
 from fsdp_quant.tensor.torch_compat import local_of
@@ -122,7 +123,7 @@ def moved(mesh, rank: int, x: torch.Tensor, dy: torch.Tensor) -> list[dict[str, 
     nets = [build(mesh, fq.recipes.mxfp8(), x.dtype) for _ in range(2)]
     if rank == 0:
         for layer, products in ((nets[1].gate, ("fprop", "wgrad")), (nets[1].down, ("dgrad",))):
-            layer._plan = replace(layer._plan, moved=products)
+            layer._plan = layer._plan.moved_to(dict.fromkeys(products, EXACT))
     results, gathered = [], []
     for net in nets:
         fq.reset_receipt()

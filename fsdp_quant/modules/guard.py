@@ -101,7 +101,7 @@ def _move(module: nn.Module, sums: list) -> None:
     moved: dict[str, str] = {}
     for product, (extra, own) in zip(PRODUCTS, sums):
         if extra > tolerance**2 * own and (rung := plan.next_rung(product, module.is_shared)) is not None:
-            moved[product.name] = f"to {rung}: its anchors add {math.sqrt(extra / own):.0%} of its formats' error"
+            moved[product.name] = f"to {rung}: its anchors add {_share(extra, own)} of its formats' error"
             rungs[product.name] = rung
     if not moved:
         return
@@ -110,6 +110,10 @@ def _move(module: nn.Module, sums: list) -> None:
         for product, why in moved.items():
             counters.add("moved", (other._name, product, why if other is module else f"as for {module._name}"))
         other._plan = plan
+
+
+def _share(extra: float, own: float) -> str:
+    return f"{math.sqrt(extra / own):.0%}" if extra < 100 * own else "ten times"
 
 
 def _alike(module: nn.Module) -> list[nn.Module]:

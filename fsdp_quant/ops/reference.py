@@ -383,7 +383,7 @@ def product_error(
     A code without an exponent lies on a grid of the least step s, so that it may have lost s^2 / 12. Along the contraction that
     meets the energy of the other operand there: of a line of a, the sum over k of lost_a[k] all_b[k] + all_a[k] lost_b[k],
     where those of b are means over its lines, each against its own energy. The formats' own errors are a constant share of
-    all_a[k] all_b[k]. Lines of a count alike, each against its own product; and then those of b.
+    all_a[k] all_b[k]. Lines of a that are not all zeros count alike, each against the sum of both; and then those of b.
     """
     energies = [_energies(*of, counts, probe) for of, counts in zip((a, b), counted)]
     own = _OWN_ERROR[a[2].element.name] + _OWN_ERROR[b[2].element.name]
@@ -395,8 +395,8 @@ def product_error(
     def of_lines(all_a: Tensor, lost_a: Tensor, all_b: Tensor, lost_b: Tensor) -> Tensor:
         energy = all_b.sum(1)
         all_b, lost_b = weighed(all_b, energy), weighed(lost_b, energy)
-        product = (all_a.double() * all_b).sum(1).float()
-        all_a, lost_a = weighed(all_a, product), weighed(lost_a, product)
+        both = (own * all_a * all_b + lost_a * all_b + all_a * lost_b).sum(1).float() * (all_a.sum(1) > 0)
+        all_a, lost_a = weighed(all_a, both), weighed(lost_a, both)
         return torch.stack(((lost_a * all_b + all_a * lost_b).sum(), own * (all_a * all_b).sum()))
 
     return (of_lines(*energies[0], *energies[1]) + of_lines(*energies[1], *energies[0])).float()
