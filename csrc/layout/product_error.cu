@@ -16,20 +16,22 @@ constexpr int64_t kSpan = static_cast<int64_t>(kBlocks) * kErrorThreads * kCodes
 struct Shared {
   double parts[kLines][kWarps];  // of the sum of each line
   double sums[kLines];           // in this block's part of the contraction
+  double all[kLines];
   float energy[2][kLines];       // 1 / the energy of the line, by operand; 0 of zeros
   float weight[kLines];          // 1 / the sum of the line
   double warp[kWarps][2];
   double result[2];
 };
 
-// Which 64 lines are looked at: others in every probe.
-struct Lines {
-  int64_t count, stride, offset;
+constexpr float kLeastLine = 0x1p-14f;  // of the mean: a smaller line counts as part of one
 
-  __device__ Lines(const CountedOperand& o, int64_t probe) {
-    count = o.outer < kLines ? o.outer : kLines, stride = o.outer / count, offset = probe * 7919 % stride;
-  }
-  __device__ int64_t operator[](int i) const { return i * stride + offset; }
+// Which lines are looked at: others in every probe, spread as the fractions of multiples of the golden ratio, since tokens
+// repeat themselves at powers of two.
+struct Lines {
+  uint64_t outer, first;
+
+  __device__ Lines(const CountedOperand& o, int64_t probe) : outer(o.outer), first(probe * kLines + 1) {}
+  __device__ int64_t operator[](int i) const { return __umul64hi((first + i) * 0x9E3779B97F4A7C15ull, outer); }
 };
 
 __device__ __forceinline__ uint32_t codes_of(const CountedOperand& o, int64_t line, int64_t at, int64_t k) {
@@ -74,7 +76,7 @@ struct Energies {
 
   __device__ Energies(const CountedOperand& o, const Lines& lines, const float* weight, int64_t at, int64_t k) {
 #pragma unroll 4
-    for (int l = 0; l < lines.count; ++l) {
+    for (int l = 0; l < kLines; ++l) {
       const Codes c(o, lines[l], at, k);
 #pragma unroll
       for (int e = 0; e < kCodes; ++e) all[e] += c.all[e] * weight[l], lost[e] += c.lost[e] * weight[l];
@@ -112,9 +114,16 @@ __device__ void weigh(float* weight, const Lines& lines, int64_t k, Shared& s, c
   if (line < kLines) {
     double sum = 0.0;
     for (int r = 0; r < kBlocks; ++r) sum += *cluster.map_shared_rank(&s.sums[line], r);
-    weight[line] = static_cast<float>(sum) > 0.0f ? 1.0f / static_cast<float>(sum) : 0.0f;
+    s.all[line] = sum;
   }
   cluster.sync();  // sums are read until here
+  if (line < kLines) {
+    double mean = 0.0;
+    for (int l = 0; l < kLines; ++l) mean += s.all[l] / kLines;
+    const float sum = static_cast<float>(s.all[line]);
+    weight[line] = sum > 0.0f ? 1.0f / fmaxf(sum, static_cast<float>(mean) * kLeastLine) : 0.0f;
+  }
+  __syncthreads();
 }
 
 // Adds what lines of a lost, and their formats' own errors, each against the sum of both. energy_a, energy_b: of Shared.
@@ -125,7 +134,7 @@ __device__ void add_lines(
   weigh(s.weight, of_a, k, s, cluster, [&](int64_t start, auto add) {
     const Energies along(b, of_b, energy_b, start + first, k);
 #pragma unroll 4
-    for (int l = 0; l < of_a.count; ++l) {
+    for (int l = 0; l < kLines; ++l) {
       const Codes c(a, of_a[l], start + first, k);
       float sum = 0.0f;
 #pragma unroll
@@ -156,7 +165,7 @@ __global__ void __cluster_dims__(kBlocks) __launch_bounds__(kErrorThreads)
     const Lines lines(p.operand[i], probe);
     weigh(s.energy[i], lines, p.k, s, cluster, [&](int64_t start, auto add) {
 #pragma unroll 4
-      for (int l = 0; l < lines.count; ++l) {
+      for (int l = 0; l < kLines; ++l) {
         const Codes c(p.operand[i], lines[l], start + first, p.k);
         add(l, c.all[0] + c.all[1] + c.all[2] + c.all[3]);
       }

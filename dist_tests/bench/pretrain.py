@@ -138,7 +138,7 @@ def trained(arm: str, size: str, steps: int, sequences: int, data: tuple[Tensor,
         "arm": arm, "size": size, "steps": steps, "tokens": steps * sequences * SEQUENCE, "curve": curve, "loss": curve[-1][1],
         "ms": (time.time() - began) / steps * 1e3, "products": 3 * len(modules),
         "moved": sum(len(m.plan.moved) for m in modules.values()),
-        "rungs": {n: m.plan.moved for n, m in modules.items() if m.plan.moved},
+        "why": [f"{module} {product} {why}" for module, product, why in counters.of("moved") if not why.startswith("as for")],
         "peak": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
     }

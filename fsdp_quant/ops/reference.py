@@ -368,6 +368,8 @@ PROBED_STEPS = 16
 _OWN_ERROR = {"e4m3": 7.04e-4, "e5m2": 4 * 7.04e-4}
 _LEAST_STEP = {"e4m3": 2.0**-9, "e5m2": 2.0**-16}
 _PROBED_LINES = 64
+_LEAST_LINE = 2.0**-14  # of the mean: a smaller line counts as part of one
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 
 
 def product_error(
@@ -378,19 +380,21 @@ def product_error(
     a, b:     (codes uint8 [outer, contraction], their scales where these are of runs [runs, outer rounded up to 4], format of
               the operand).
     counted:  whose codes are anchored; others have scales of their own.
-    probe:    which lines are looked at, 64 of each.
+    probe:    which lines are looked at, 64 of each, spread as the fractions of multiples of the golden ratio.
 
     A code without an exponent lies on a grid of the least step s, so that it may have lost s^2 / 12. Along the contraction that
     meets the energy of the other operand there: of a line of a, the sum over k of lost_a[k] all_b[k] + all_a[k] lost_b[k],
     where those of b are means over its lines, each against its own energy. The formats' own errors are a constant share of
-    all_a[k] all_b[k]. Lines of a that are not all zeros count alike, each against the sum of both; and then those of b.
+    all_a[k] all_b[k]. Lines of a that are not all zeros count alike, each against the sum of both, but those far below the mean
+    line less: tokens without a gradient have its noise. And then those of b.
     """
     energies = [_energies(*of, counts, probe) for of, counts in zip((a, b), counted)]
     own = _OWN_ERROR[a[2].element.name] + _OWN_ERROR[b[2].element.name]
 
     def weighed(of: Tensor, by: Tensor) -> Tensor:
         """of [lines, k], every line over its sum of `by` [lines], or left out."""
-        return (of * torch.where(by > 0, 1 / by, 0).unsqueeze(1)).sum(0).double()
+        least = by.double().mean().float() * _LEAST_LINE
+        return (of * torch.where(by > 0, 1 / by.maximum(least), 0).unsqueeze(1)).sum(0).double()
 
     def of_lines(all_a: Tensor, lost_a: Tensor, all_b: Tensor, lost_b: Tensor) -> Tensor:
         energy = all_b.sum(1)
@@ -404,9 +408,8 @@ def product_error(
 
 def _energies(data: Tensor, scale: Tensor | None, fmt: Format, counts: bool, probe: int) -> tuple[Tensor, Tensor]:
     """(squares of the values, mean squares of what they may have lost) of the lines that a probe looks at."""
-    count = min(len(data), _PROBED_LINES)
-    stride = len(data) // count
-    lines = torch.arange(count, device=data.device) * stride + probe * 7919 % stride
+    numbers = range(probe * _PROBED_LINES + 1, probe * _PROBED_LINES + _PROBED_LINES + 1)
+    lines = torch.tensor([(i * _GOLDEN % 2**64) * len(data) >> 64 for i in numbers], device=data.device)
     values = decode_codes(data[lines], fmt, data.shape[1])
     step = torch.full_like(values, _LEAST_STEP[fmt.element.name])
     if fmt.block[1] is not None:
