@@ -23,7 +23,7 @@ struct Shared {
   double result[2];
 };
 
-constexpr float kLeastLine = 0x1p-14f;  // of the mean: a smaller line counts as part of one
+constexpr float kLeastToken = 0x1p-14f;  // of the mean energy: a smaller token counts as part of one
 
 // Which lines are looked at: others in every probe, spread as the fractions of multiples of the golden ratio, since tokens
 // repeat themselves at powers of two.
@@ -93,7 +93,7 @@ __device__ __forceinline__ double warp_sum(double v) {
 // weight[line] = 1 / the sum of `terms` over the contraction, in one order: the same in every run.
 // terms: (line, start of the span) -> the sum of this thread's elements.
 template <typename Terms>
-__device__ void weigh(float* weight, const Lines& lines, int64_t k, Shared& s, const cg::cluster_group& cluster, Terms terms) {
+__device__ void weigh(float* weight, bool of_tokens, int64_t k, Shared& s, const cg::cluster_group& cluster, Terms terms) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int i = threadIdx.x; i < kLines * kWarps; i += kErrorThreads) (&s.parts[0][0])[i] = 0.0;
   __syncthreads();
@@ -121,7 +121,7 @@ __device__ void weigh(float* weight, const Lines& lines, int64_t k, Shared& s, c
     double mean = 0.0;
     for (int l = 0; l < kLines; ++l) mean += s.all[l] / kLines;
     const float sum = static_cast<float>(s.all[line]);
-    weight[line] = sum > 0.0f ? 1.0f / fmaxf(sum, static_cast<float>(mean) * kLeastLine) : 0.0f;
+    weight[line] = sum > 0.0f ? 1.0f / fmaxf(sum, of_tokens ? static_cast<float>(mean) * kLeastToken : 0.0f) : 0.0f;
   }
   __syncthreads();
 }
@@ -131,7 +131,7 @@ __device__ void add_lines(
     double& extra, double& product, float own, const CountedOperand& a, const CountedOperand& b, const float* energy_a,
     const float* energy_b, int64_t probe, int64_t k, int64_t first, Shared& s, const cg::cluster_group& cluster) {
   const Lines of_a(a, probe), of_b(b, probe);
-  weigh(s.weight, of_a, k, s, cluster, [&](int64_t start, auto add) {
+  weigh(s.weight, a.of_tokens, k, s, cluster, [&](int64_t start, auto add) {
     const Energies along(b, of_b, energy_b, start + first, k);
 #pragma unroll 4
     for (int l = 0; l < kLines; ++l) {
@@ -163,7 +163,7 @@ __global__ void __cluster_dims__(kBlocks) __launch_bounds__(kErrorThreads)
 #pragma unroll 1
   for (int i = 0; i < 2; ++i) {
     const Lines lines(p.operand[i], probe);
-    weigh(s.energy[i], lines, p.k, s, cluster, [&](int64_t start, auto add) {
+    weigh(s.energy[i], p.operand[i].of_tokens, p.k, s, cluster, [&](int64_t start, auto add) {
 #pragma unroll 4
       for (int l = 0; l < kLines; ++l) {
         const Codes c(p.operand[i], lines[l], start + first, p.k);

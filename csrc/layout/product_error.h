@@ -19,6 +19,7 @@ struct CountedOperand {
   int32_t run_log2;      // 0: a scale of lines or of the tensor
   bool vectors;          // rows are aligned to 4
   bool e5m2, counted;    // counted: what is lost to its anchors; else it has its own scales
+  bool of_tokens;        // its lines are; else channels
 };
 
 // sums[0] += mean squares of what lines of the product lost, sums[1] += those of their formats' own errors, each against the

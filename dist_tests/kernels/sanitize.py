@@ -133,7 +133,7 @@ def product_error() -> None:
         native.product_error(*made, (True, True), step, guard, 1)
 
         def want(operands=operands) -> list[Tensor]:
-            return [torch.stack((torch.zeros(2), reference.product_error(*operands, (True, True), 1), torch.zeros(2)))]
+            return [torch.stack((torch.zeros(2), reference.product_error(*operands, (True, True), 1, True), torch.zeros(2)))]
 
         run(f"product_error {m} {n} {k} {blocks}", [guard], want, 1e-5)
 

@@ -116,17 +116,17 @@ def test_what_products_lose_is_the_references():
         for of_a, of_b in itertools.product(blocks, blocks):
             for elements in (("e4m3", "e4m3"), ("e5m2", "e4m3")):
                 a, b = (operand(lines, k, block, element, seed=i) for lines, block, element in zip((m, n), (of_a, of_b), elements))
-                for counted, probe in (((True, True), 0), ((True, False), 1), ((False, True), 5)):
+                for counted, probe, product in (((True, True), 0, 1), ((True, False), 1, 1), ((False, True), 5, 2)):
                     step = torch.tensor([3, probe * reference.PROBED_STEPS, 0, -1, 0], device=expected.DEVICE)
                     guard = torch.ones(3, 2, device=expected.DEVICE)
-                    native.product_error(native.Operand(*a), native.Operand(*b), counted, step, guard, 1)
-                    want = reference.product_error(a, b, counted, probe)
+                    native.product_error(native.Operand(*a), native.Operand(*b), counted, step, guard, product)
+                    want = reference.product_error(a, b, counted, probe, product < 2)
                     what = f"{m} {n} {k} {of_a} {of_b} {elements} {counted} {probe}"
-                    torch.testing.assert_close(guard[1] - 1, want, rtol=1e-4, atol=1e-6, msg=lambda m, what=what: f"{what}: {m}")
-                    assert guard[0].tolist() == guard[2].tolist() == [1, 1], what
+                    torch.testing.assert_close(guard[product] - 1, want, rtol=1e-4, atol=1e-6, msg=lambda m, what=what: f"{what}: {m}")
+                    assert guard[0].tolist() == guard[3 - product].tolist() == [1, 1], what
                     step[1] += 1
                     before = guard.clone()
-                    native.product_error(native.Operand(*a), native.Operand(*b), counted, step, guard, 1)
+                    native.product_error(native.Operand(*a), native.Operand(*b), counted, step, guard, product)
                     assert torch.equal(guard, before), "a step that is not looked at"
 
 

@@ -328,7 +328,7 @@ class Operators:
             runs = None if block[1] is None else scale.view(ceil_div(data.shape[-1], block[1]), -1)
             operands.append((data.flatten(0, -2), runs, Format("operand", element, block, "fp32")))
         flags = bool(counted & 1), bool(counted & 2)
-        guard[product] += reference.product_error(*operands, flags, int(step[1]) // reference.PROBED_STEPS)
+        guard[product] += reference.product_error(*operands, flags, int(step[1]) // reference.PROBED_STEPS, product < 2)
 
     # Products #
 

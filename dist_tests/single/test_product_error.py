@@ -47,7 +47,7 @@ def measured(a: Tensor, b: Tensor, rung: str, fmt: Format, is_weight: bool = Tru
     want, formats, lost = (x @ w.t() for x, w in ((a.double(), b.double()), own, made))
     rows, cols = (((lost - formats).norm(dim=d) / (formats - want).norm(dim=d)).max().item() for d in (1, 0))
     runs = [None if s.operand_format.block[1] is None else s.scale for s in of]
-    extra, own_error = product_error(*((s.data, r, s.operand_format) for s, r in zip(of, runs)), (True, True)).tolist()
+    extra, own_error = product_error(*((s.data, r, s.operand_format) for s, r in zip(of, runs)), (True, True), of_tokens=is_weight).tolist()
     return rows, cols, math.sqrt(extra / own_error)
 
 

@@ -368,42 +368,45 @@ PROBED_STEPS = 16
 _OWN_ERROR = {"e4m3": 7.04e-4, "e5m2": 4 * 7.04e-4}
 _LEAST_STEP = {"e4m3": 2.0**-9, "e5m2": 2.0**-16}
 _PROBED_LINES = 64
-_LEAST_LINE = 2.0**-14  # of the mean: a smaller line counts as part of one
+_LEAST_TOKEN = 2.0**-14  # of the mean energy: a smaller token counts as part of one
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 
 
 def product_error(
-    a: tuple[Tensor, Tensor | None, Format], b: tuple[Tensor, Tensor | None, Format], counted: tuple[bool, bool], probe: int = 0
+    a: tuple[Tensor, Tensor | None, Format], b: tuple[Tensor, Tensor | None, Format], counted: tuple[bool, bool], probe: int = 0,
+    of_tokens: bool = False,
 ) -> Tensor:
     """What a product of anchored operands loses beside its formats' own errors: fp32 [2], both as mean squares.
 
     a, b:     (codes uint8 [outer, contraction], their scales where these are of runs [runs, outer rounded up to 4], format of
               the operand).
     counted:  whose codes are anchored; others have scales of their own.
+    of_tokens:  lines of a are those of tokens; else of channels, as are those of b.
     probe:    which lines are looked at, 64 of each, spread as the fractions of multiples of the golden ratio.
 
     A code without an exponent lies on a grid of the least step s, so that it may have lost s^2 / 12. Along the contraction that
     meets the energy of the other operand there: of a line of a, the sum over k of lost_a[k] all_b[k] + all_a[k] lost_b[k],
     where those of b are means over its lines, each against its own energy. The formats' own errors are a constant share of
-    all_a[k] all_b[k]. Lines of a that are not all zeros count alike, each against the sum of both, but those far below the mean
-    line less: tokens without a gradient have its noise. And then those of b.
+    all_a[k] all_b[k]. Lines of a that are not all zeros count alike, each against the sum of both, and then those of b; tokens far
+    below the mean one less, since those without a gradient have its noise.
     """
     energies = [_energies(*of, counts, probe) for of, counts in zip((a, b), counted)]
     own = _OWN_ERROR[a[2].element.name] + _OWN_ERROR[b[2].element.name]
 
-    def weighed(of: Tensor, by: Tensor) -> Tensor:
+    def weighed(of: Tensor, by: Tensor, of_tokens: bool) -> Tensor:
         """of [lines, k], every line over its sum of `by` [lines], or left out."""
-        least = by.double().mean().float() * _LEAST_LINE
+        least = by.double().mean().float() * (_LEAST_TOKEN if of_tokens else 0.0)
         return (of * torch.where(by > 0, 1 / by.maximum(least), 0).unsqueeze(1)).sum(0).double()
 
-    def of_lines(all_a: Tensor, lost_a: Tensor, all_b: Tensor, lost_b: Tensor) -> Tensor:
+    def of_lines(tokens: tuple[bool, bool], all_a: Tensor, lost_a: Tensor, all_b: Tensor, lost_b: Tensor) -> Tensor:
         energy = all_b.sum(1)
-        all_b, lost_b = weighed(all_b, energy), weighed(lost_b, energy)
+        all_b, lost_b = (weighed(t, energy, tokens[1]) for t in (all_b, lost_b))
         both = (own * all_a * all_b + lost_a * all_b + all_a * lost_b).sum(1).float() * (all_a.sum(1) > 0)
-        all_a, lost_a = weighed(all_a, both), weighed(lost_a, both)
+        all_a, lost_a = (weighed(t, both, tokens[0]) for t in (all_a, lost_a))
         return torch.stack(((lost_a * all_b + all_a * lost_b).sum(), own * (all_a * all_b).sum()))
 
-    return (of_lines(*energies[0], *energies[1]) + of_lines(*energies[1], *energies[0])).float()
+    of_a, of_b = energies
+    return (of_lines((of_tokens, False), *of_a, *of_b) + of_lines((False, of_tokens), *of_b, *of_a)).float()
 
 
 def _energies(data: Tensor, scale: Tensor | None, fmt: Format, counts: bool, probe: int) -> tuple[Tensor, Tensor]:
