@@ -724,11 +724,12 @@ def test_the_guard_decides_once_for_layers_alike(gpu):
     other = fq.convert(nn.Sequential(nn.Linear(64, 64, dtype=BF16)), recipes.mxfp8())
     for m in (model, other):
         m(values(64, 64)).sum().backward()
+    guard.guard_of(model[2], model[2].weight.device)[0] = torch.tensor([1.0, 1.0])  # which asks for the same
     sent(model[1], {FPROP: 0.05})
-    assert [set(layer.plan.moved) for layer in (*model, *other)] == [{"fprop"}] * 3 + [set(), set()]
+    assert [layer.plan.moved for layer in (*model, *other)] == [{"fprop": layout.ANCHORED}] * 3 + [{}, {}]
     assert len({layer.plan.key for layer in model}) == 2
-    assert {(name, why) for name, _, why in counters.of("moved")} == {
-        ("1", "to anchored: its anchors add 5% of its formats' error"), ("0", "as for 1"), ("2", "as for 1")}
+    asked = {name for name, _, why in counters.of("moved") if why.startswith("to anchored")}
+    assert len(counters.of("moved")) == 3 and len(asked) == 1 and asked <= {"1", "2"}
 
 
 def test_the_guard_keeps_to_the_recipes_tolerance(gpu):

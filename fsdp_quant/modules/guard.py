@@ -22,15 +22,16 @@ from ..context import STEP
 from ..counters import counters
 from ..ops.reference import PROBED_STEPS
 from ..tensor import torch_compat
-from .plan import PRODUCTS
+from .plan import PRODUCTS, GemmPlan
 
 _GUARDED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class _Summed(NamedTuple):
-    """Sums on their way to the host: fp32 [modules, products, (extra, formats' own)]."""
+    """Sums on their way to the host: fp32 [modules, products, (extra, formats' own)], of the plans that modules had."""
 
     modules: list[weakref.ref]
+    plans: list[GemmPlan]
     sums: Tensor
     arrived: torch.cuda.Event
 
@@ -69,8 +70,8 @@ def judge(*_) -> None:
         return
     while _UNDERWAY and _UNDERWAY[0].arrived.query():
         done = _UNDERWAY.pop(0)
-        for ref, sums in zip(done.modules, done.sums.tolist()):
-            if (module := ref()) is not None:
+        for ref, plan, sums in zip(done.modules, done.plans, done.sums.tolist()):
+            if (module := ref()) is not None and module.plan.key == plan.key:  # one rung at a time, whoever asks for it
                 _move(module, sums)
     modules = [m for m in _GUARDED if m._guard is not None]
     _since += bool(modules)
@@ -87,7 +88,7 @@ def _send(modules: list[nn.Module]) -> None:
     torch_compat.foreach_zero_([g for g in (*guards, *of_graphs) if g is not None])
     arrived = torch.cuda.Event()
     arrived.record(torch.cuda.current_stream(device))
-    _UNDERWAY.append(_Summed([weakref.ref(m) for m in modules], sums, arrived))
+    _UNDERWAY.append(_Summed([weakref.ref(m) for m in modules], [m.plan for m in modules], sums, arrived))
 
 
 def _move(module: nn.Module, sums: list) -> None:
@@ -110,6 +111,7 @@ def _move(module: nn.Module, sums: list) -> None:
         for product, why in moved.items():
             counters.add("moved", (other._name, product, why if other is module else f"as for {module._name}"))
         other._plan = plan
+    torch_compat.foreach_zero_([g for m in alike for g in (m._guard, m._backward_guard) if g is not None])  # of the rung before
 
 
 def _share(extra: float, own: float) -> str:
