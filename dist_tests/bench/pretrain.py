@@ -11,7 +11,8 @@ for validation. Arms: bf16, the recipes of `bench.linear`, "tail" (nvfp4 whose l
 with ":1", another seed of initial values and of the order of the data.
 
 Columns: the loss of the validation set (nats a byte), its gap to bf16 of that seed, in nats and as a share, and the law: at most
-LIMITS, or the difference of bf16's two seeds. ms of a step (median), peak GiB, and the products that the guard moved, of all.
+LIMITS, or the difference of bf16's two seeds. ms of a step (mean, compilation and validation included), peak GiB, and the
+products that the guard moved, of all.
 The table is of the arms that ran; with --json they are kept, and read again by --table.
 
 Exit status 1: an arm failed, or is beyond its law.
@@ -71,7 +72,8 @@ def text(pattern: str | None, device: torch.device, most: int = 2**28) -> tuple[
         if len(parts[0]) >= most:
             break
     if min(map(len, parts)) <= SEQUENCE:
-        raise ValueError(f"{pattern} has {len(parts[0])} bytes to train on and {len(parts[1])} to validate with; give another --data")
+        sizes = " and ".join(str(len(part)) for part in parts)
+        raise ValueError(f"{pattern} has {sizes} bytes to train on and to validate with; give another --data")
     return tuple(torch.frombuffer(part, dtype=torch.uint8).to(device) for part in parts)
 
 
@@ -114,25 +116,23 @@ def trained(arm: str, size: str, steps: int, sequences: int, data: tuple[Tensor,
     for layer in model.model.layers:
         layer.compile(backend="inductor" if device.type == "cuda" else "aot_eager")
     optimizer = torch.optim.AdamW(model.parameters(), RATE, (0.9, 0.95), weight_decay=DECAY, fused=device.type == "cuda")
-    g, curve, times, began = torch.Generator().manual_seed(seed), [], [], time.time()
+    g, curve, began = torch.Generator().manual_seed(seed), [], time.time()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for step in range(steps):
         rate = RATE * min(1, (step + 1) / WARMUP, 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps)))
         for group in optimizer.param_groups:
             group["lr"] = rate
-        rows, start = batch(data[0], sequences, g), time.perf_counter()
-        loss = loss_of(model, rows)
+        loss = loss_of(model, batch(data[0], sequences, g))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
         if step % 10 == 9:  # the host runs ahead of nine
-            trained_loss = loss.item()
-            times.append((time.perf_counter() - start, step))
+            loss.item()
         if step % 100 == 99 or step == steps - 1:
             curve.append((step + 1, validated(model, data[1], sequences)))
-            say(f"{arm}: step {step + 1} of {steps}, loss {trained_loss if step > 8 else loss.item():.4f}, validation {curve[-1][1]:.4f}")
+            say(f"{arm}: step {step + 1} of {steps}, loss {loss.item():.4f}, validation {curve[-1][1]:.4f}")
     modules = converted_modules(model) if recipe is not None else {}
     return {
         "arm": arm, "size": size, "steps": steps, "tokens": steps * sequences * SEQUENCE, "curve": curve, "loss": curve[-1][1],
@@ -197,7 +197,9 @@ def plot(runs: Sequence[dict], path: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m dist_tests.bench.pretrain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m dist_tests.bench.pretrain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=SIZES, default="110m")
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--steps", type=int, default=1250)
