@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dist_tests.kernels import expected
-from dist_tests.kernels.expected import BF16, MADE, encoded, inputs
+from dist_tests.kernels.expected import MADE, encoded, inputs
 from fsdp_quant.formats import (
     COLUMNWISE,
     ROWWISE,

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import register_flop_formula
 from fsdp_quant.formats import (
     COLUMNWISE, E2M1, E4M3, E5M2, ELEMENTS, ROWWISE, Direction, Encoding, Format, ceil_div, round_up,
 )
-from fsdp_quant.modules import guard, linear_op, plan
+from fsdp_quant.modules import guard, plan
 from fsdp_quant.ops import capability, dispatch, layout, native, norm, opaque, reference
 from fsdp_quant.optim import fused_adam
 from fsdp_quant.optim.fused_adam import adam_update

@@ -632,7 +632,7 @@ def sent(module: fq.Linear, ratios: dict[Product, float]) -> None:
     guard.judge()
 
 
-FPROP, DGRAD, WGRAD = PRODUCTS
+FPROP = PRODUCTS[0]
 
 
 @pytest.mark.parametrize("product", PRODUCTS, ids=lambda p: p.name)

@@ -15,7 +15,7 @@ and the functional operators of a traced graph (`traced_linear`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -457,7 +457,7 @@ def multiply_backward(
     columnwise:  codes of the weight; None: it is gathered.
     """
     plan, dy2 = call.plan, dy.reshape(-1, dy.shape[-1])
-    (need_x, need_w, need_b), (n, k) = needs, weight.shape
+    (need_x, need_w, need_b), k = needs, weight.shape[1]
     dx = dw = None
     directions = [d for d, needed in ((ROWWISE, need_x), (COLUMNWISE, need_w)) if needed]
     resolved = plan.resolved(dy.dtype, dy.device)

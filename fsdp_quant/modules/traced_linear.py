@@ -436,7 +436,7 @@ def _summed_output(y: Tensor, axis: TensorParallel) -> Tensor:
 
 def _gradients(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     plan, weight, beside, axis = ctx.plan, ctx.weight, ctx.beside, ctx.axis
-    (to_x, to_shared, need_w, need_b), (n, k) = ctx.needs_input_grad[:4], weight.shape
+    (to_x, to_shared, need_w, need_b), n = ctx.needs_input_grad[:4], weight.shape[0]
     need_x = to_x or to_shared
     rows, cut = dy.reshape(-1, n), None if axis is None else axis.cut_of("grad_output", dy)
     resolved = plan.resolved(dy.dtype, dy.device)
