@@ -85,13 +85,11 @@ class _Laid(NamedTuple):
 
 @functools.cache
 def _laid_of(
-    encodings: tuple[Encoding, ...], taken: tuple[int, ...], layouts: tuple[str, ...] | None,
-    can_anchor: bool | tuple[bool, ...], whole: bool, native_scales: int,
+    encodings: tuple[Encoding, ...], taken: tuple[int, ...], layouts: tuple[str, ...] | None, can_anchor: tuple[bool, ...],
+    whole: bool, native_scales: int,
 ) -> _Laid:
-    """can_anchor: all of them, none, or which."""
     layouts = layouts or (COMPACT,) * len(encodings)
-    able = can_anchor if isinstance(can_anchor, tuple) else (can_anchor,) * len(encodings)
-    anchored = tuple(i for i in taken if able[i] and layouts[i] in ANCHOR_RUNS and not encodings[i].stochastic)
+    anchored = tuple(i for i in taken if can_anchor[i] and layouts[i] in ANCHOR_RUNS and not encodings[i].stochastic)
     plain = tuple(i for i in taken if i not in anchored)
     laid = [whole and layouts[i] == NATIVE for i in plain]
 
@@ -149,8 +147,8 @@ def encode(
     (taken, rest), values, through_bf16 = _split(x, encodings, dtype, row0)
     results: dict[int, Encoded] = {}
     if taken:
-        own = stats is None or tuple(s is None for s in stats)  # whose amaxes are taken from x
-        can_anchor = row0 == 0 and (through_bf16 or values.dtype is torch.bfloat16) and own
+        whole_bf16 = row0 == 0 and (through_bf16 or values.dtype is torch.bfloat16)
+        can_anchor = tuple(whole_bf16 and (stats is None or stats[i] is None) for i in range(len(encodings)))
         wanted = tuple(layouts) if layouts else None
         calls = _laid_of(encodings, taken, wanted, can_anchor, row0 == 0, native.scale_layout(values) if wanted else 0)
         if calls.anchored:
