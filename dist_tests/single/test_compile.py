@@ -370,7 +370,7 @@ def test_fake_results_have_the_shapes_of_real_ones(on_hopper: bool):
                 x = values(*shape, dtype=dtype).requires_grad_()
                 traced_linear(
                     x, layer.weight, layer.bias, layer.plan.key, True, True, STEP.in_graph(given.ids.device), given.ids, given.guards,
-                    *given.delayed[layer.plan.key],
+                    *given.delayed[layer.plan.histories_key],
                 ).sum().backward()
     expected = {"quantize", "gemm", "anchor_codes", "product_error"} if on_hopper else {"reference_encode", "reference_gemm"}
     assert expected <= compared.seen, compared.seen

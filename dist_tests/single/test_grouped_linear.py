@@ -593,6 +593,15 @@ def test_what_the_guard_moves_for_one_expert_is_moved_for_all():
         assert "one after the other (fprop runs in the bf16 domain)" in str(fq.plan(module))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_graphs_of_experts_find_their_histories(packed: bool):
+    """If false, compiled experts with delayed scaling are refused, or moving a product loses its amaxes."""
+    module = fq.GroupedLinear(2, 32, 32, packed=packed, recipe=recipes.fp8_delayed(length=3))
+    for layer in module._linears:
+        for plan in (layer.plan, layer.plan.moved_to({"wgrad": "exact"})):
+            assert len(layer._graph.delayed[plan.histories_key][0]) == 3
+
+
 def test_one_product_keeps_what_the_plan_names():
     """If false, memory holds both the input and its codes, or operands of frozen experts."""
     with hopper.emulated():

@@ -153,7 +153,7 @@ class Linear(HasWeight, nn.Linear):
         given, step, ids, guards, histories = self._graph, None, None, [], NO_HISTORIES
         if plan.needs_steps:
             step, ids, guards = STEP.in_graph(given.ids.device), given.ids, given.guards
-            histories = given.delayed.get(plan.key, NO_HISTORIES)
+            histories = given.delayed.get(plan.histories_key, NO_HISTORIES)
         training = self.training if training is None else training
         rank = None if ranks is None else given.rank
         return traced_linear(x, weight, bias, plan.key, save, training, step, ids, guards, *histories, rank, ranks)

@@ -115,6 +115,7 @@ class GemmPlan:
     def _register(self) -> None:
         # An attribute: dynamo calls no property of a plan that it takes for a constant. Pickles may be older than it.
         object.__setattr__(self, "needs_steps", self._needs_steps())
+        object.__setattr__(self, "histories_key", canonical_text((self.input, self.weight, self.grad_output)))  # rungs change none
         _PLANS.setdefault(self.key, self)
 
     @cached_property

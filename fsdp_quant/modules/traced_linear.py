@@ -70,7 +70,7 @@ class GraphTensors:
     ids:      int64 [3] (`slot_ids`); of a layer that ranks share, those of this rank's part.
     rank:     int64 [2] of a layer that ranks share: its data-parallel rank, this rank's place in the group; else None.
     guards:   [forward's, backward's] guard (`modules.guard`); [] where nothing is watched.
-    delayed:  by the key of a plan, the encode factors and the amax histories of its delayed sides, of all slots.
+    delayed:  by the `histories_key` of a plan, the encode factors and the amax histories of its delayed sides, of all slots.
     """
 
     def __init__(self, layer):
@@ -96,10 +96,10 @@ class GraphTensors:
         if any(of.is_watched for of in resolved):
             self.guards = [guard_of(layer, device), backward_guard_of(layer, device)]
         found = [h for slot in SLOTS for h in layer.histories(plan, slot, device)]
-        self.delayed[plan.key] = [h.enc for h in found], [h.amaxes for h in found]
+        self.delayed[plan.histories_key] = [h.enc for h in found], [h.amaxes for h in found]
         if (steps := layer.__dict__.get("_training_steps")) is not None and steps.is_counting:
             steps.counts_on(device)
-        kept = [step, self.ids, *self.guards, *(t for of in self.delayed[plan.key] for t in of)]
+        kept = [step, self.ids, *self.guards, *(t for of in self.delayed[plan.histories_key] for t in of)]
         torch_compat.keeps_its_address(kept if self.rank is None else [*kept, self.rank])
 
 
