@@ -60,6 +60,8 @@ def quantizers() -> dict[str, Quantizer]:
     made["fp8_128x128_fp32"] = Quantizer(format_of("fp8_128x128", pow2=False))
     made["mxfp8_e5m2"] = Quantizer(format_of("mxfp8", element="e5m2"))
     made["mxfp8_floor"] = Quantizer(format_of("mxfp8", scale_rounding="floor"))
+    for name in ("nvfp4", "nvfp4_16x16"):
+        made[f"{name}_exact"] = Quantizer(format_of(name, scale_rule="fp8_exact"))
     return made
 
 

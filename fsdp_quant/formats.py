@@ -109,6 +109,15 @@ SCALE_DTYPE = {"fp32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.uint8}
 
 ROTATION_BLOCK = 16
 
+# How e4m3 scales of e2m1 blocks follow from their target, the scale that takes the block's amax to 6.
+# fp8_exact: from a significand of the target (in [1, 2)) that reaches the first number on, the second times its power of two.
+# The largest is 1.5 * 2^8. The bounds minimize the mean square error of gaussian, Laplace, t3 and silu(a) * b blocks.
+SCALE_RULES = ("nearest", "fp8_exact")
+FP8_EXACT_SCALES = ((1.0, 1.0), (1.15, 1.25), (1.4, 1.5), (1.8, 2.0))
+FP8_EXACT_LARGEST = 384.0
+# 6 * 384 * 2^-3 is in e4m3's range: codes are multiplied as element * scale * 2^-3.
+FP8_EXACT_OPERAND = 0.125
+
 
 @value_class
 class Format:
@@ -120,6 +129,8 @@ class Format:
     pow2:            an fp32 scale restricted to powers of two.
     scale_rounding:  e8m0 only: "up" (a finite block never saturates) or "floor" (the OCP rule).
     tensor_scale:    a second-level fp32 scale, derived from the amax of the whole tensor.
+    scale_rule:      e4m3 only: "nearest" e4m3, or "fp8_exact": a power of two times 1, 1.25 or 1.5, so that
+                     an e2m1 element times its scale is an e4m3 number (`FP8_EXACT_SCALES`).
     rotated:         the values were turned by a 16-wide random Hadamard matrix along the contraction.
     """
 
@@ -131,6 +142,7 @@ class Format:
     scale_rounding: str = "up"
     tensor_scale: bool = False
     rotated: bool = False
+    scale_rule: str = "nearest"
 
     def __post_init__(self):
         if self.scale not in SCALE_BYTES:
@@ -139,6 +151,13 @@ class Format:
             raise ValueError(f"scale_rounding must be 'up' or 'floor', got {self.scale_rounding!r}")
         if self.scale_rounding == "floor" and self.scale != "e8m0":
             raise ValueError(f"scale_rounding='floor' is defined for e8m0 scales; {self.name} has {self.scale}")
+        if self.scale_rule not in SCALE_RULES:
+            raise ValueError(f"scale_rule must be one of {', '.join(SCALE_RULES)}, got {self.scale_rule!r}")
+        if self.scale_rule != "nearest" and not (self.tensor_scale and self.element == E2M1):
+            raise ValueError(
+                f"scale_rule={self.scale_rule!r} is defined for e2m1 with e4m3 scales and a tensor scale; {self.name} is "
+                f"{self.element.name} with {self.scale} scales"
+            )
         if self.pow2 and self.scale != "fp32":
             raise ValueError(f"pow2 is defined for fp32 scales; {self.name} has {self.scale}")
 
@@ -158,6 +177,16 @@ class Format:
         if not self.is_quantized:
             return False  # depends on the tensor's dtype: see Storage.decodes_exactly_to_bf16
         return self.scale != "fp32" or self.pow2 or self.scale_leaves_contraction
+
+    @property
+    def decodes_exactly_to_e4m3(self) -> bool:
+        """Element times block scale is an e4m3 number of one exponent per tensor, down to 2^-11 of the largest block."""
+        return self.scale_rule == "fp8_exact"
+
+    @property
+    def largest_scaled(self) -> float:
+        """Largest element times largest block scale of a two-level format: what the tensor's amax is encoded to."""
+        return self.element.max * (FP8_EXACT_LARGEST if self.scale_rule == "fp8_exact" else E4M3.max)
 
     @property
     def scale_leaves_contraction(self) -> bool:
@@ -219,6 +248,7 @@ class Format:
         marks = [self.element.name] if self.name.startswith("fp8") or self.element == E5M2 else []
         marks += ["pow2"] if self.pow2 else []
         marks += ["floor"] if self.scale_rounding == "floor" else []
+        marks += [self.scale_rule] if self.scale_rule != "nearest" else []
         marks += ["RHT"] if self.rotated else []
         return self.name + (f"({', '.join(marks)})" if marks else "")
 
@@ -285,7 +315,12 @@ def format_of(name: str | Format, **changes) -> Format:
 
 @functools.cache
 def anchored_format(fmt: Format, run: int | None, whole: bool = False) -> Format:
-    """What codes of `fmt` mean once one fp32 power of two serves `run` elements of the contraction (None: all), or the tensor."""
+    """What codes of `fmt` mean once one fp32 scale serves `run` elements of the contraction (None: all), or the tensor.
+
+    The scale is a power of two where the format's are.
+    """
+    if fmt.decodes_exactly_to_e4m3:
+        return Format(f"{fmt.name} anchored", E4M3, (None, None), "fp32")
     return Format(f"{fmt.name} anchored", fmt.element, (None if whole else 1, run), "fp32", pow2=True)
 
 

@@ -24,16 +24,16 @@ from .ops import dispatch, native, opaque
 from .ops.capability import DOMAINS, arch_of, gemm_domain, operand_layout
 from .ops.layout import ANCHORED, ANCHORS
 from .ops.reference import bf16_product
-from .storage import Storage
+from .storage import Storage, has_tensor_amax
 
 
 class Watch(NamedTuple):
     """Where a product adds what it lost to its anchors: fp32 guard[product], of [3, 2] (`native.product_error`).
 
-    counted:  of a, of b. step: int64 [5] (`context.STEP_FIELDS`).
+    counted:  of a, of b, as `reference.product_error` has it. step: int64 [5] (`context.STEP_FIELDS`).
     """
 
-    counted: tuple[bool, bool]
+    counted: tuple[int, int]
     step: Tensor
     guard: Tensor
     product: int
@@ -138,7 +138,7 @@ def _multiply(
     alpha: Tensor | None, watch: Watch | None,
 ) -> Tensor:
     """Codes in the layout of their domain, by the tensor cores: partial sums in fp32."""
-    for scale in (dispatch.tensor_decode_scale(s.tensor_amax) for s in (a, b) if s.tensor_amax is not None):
+    for scale in (dispatch.tensor_decode_scale(s.tensor_amax, s.fmt) for s in (a, b) if s.tensor_amax is not None):
         alpha = scale if alpha is None else alpha * scale
     operands = [native.Operand(s.data, s.scale, s.operand_format) for s in (a, b)]
     if watch is not None and any(watch.counted):
@@ -229,7 +229,7 @@ def _operand(buffers: Sequence[Tensor], what: str, shape: Sequence[int], dtype: 
     direction, layout, fmt = what.split("|", 2)
     fmt = opaque.format_from(fmt)
     data, *rest = buffers
-    tensor_amax = rest.pop() if fmt.tensor_scale else None
+    tensor_amax = rest.pop() if has_tensor_amax(fmt, layout) else None
     return Storage(fmt, Direction(direction), tuple(shape), data, rest[0] if rest else None, tensor_amax, dtype, 0, layout)
 
 

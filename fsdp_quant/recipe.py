@@ -345,7 +345,7 @@ def _check_recipe(what: str, value, *others: type) -> None:
 
 def by_families(
     role: Role, forward: str, backward: str, grad_element: str | None = None, pow2: bool | None = None,
-    scale_rounding: str | None = None, delayed: DelayedScaling | None = None,
+    scale_rounding: str | None = None, delayed: DelayedScaling | None = None, scale_rule: str | None = None,
 ) -> HybridQuantizer | None:
     """The slots of every named recipe: one family for the forward, one for the backward."""
     if role.tensor_type not in QUANTIZED_TYPES:
@@ -353,10 +353,10 @@ def by_families(
     f, b = family_of(forward), family_of(backward)
     if role.tensor_type == "weight":
         pair = (f.weight, b.weight) if f == b else (f.vector, b.vector)
-        return HybridQuantizer(*(_quantizer(fmt, pow2, scale_rounding, delayed) for fmt in pair))
+        return HybridQuantizer(*(_quantizer(fmt, pow2, scale_rounding, delayed, scale_rule) for fmt in pair))
     row, column = (b, b) if role.tensor_type == "grad_output" else (f, b)
     element = grad_element if role.tensor_type == "grad_output" else None
-    rowwise, columnwise = (_quantizer(fam.vector, pow2, scale_rounding, delayed, element) for fam in (row, column))
+    rowwise, columnwise = (_quantizer(fam.vector, pow2, scale_rounding, delayed, scale_rule, element) for fam in (row, column))
     if b.vector.tensor_scale:  # the two-level 4-bit family trains with rotated wgrad operands and rounded gradients
         columnwise = replace(columnwise, rotation=True)
         if role.tensor_type == "grad_output":
@@ -364,12 +364,14 @@ def by_families(
     return HybridQuantizer(rowwise, columnwise)
 
 
-def _quantizer(fmt, pow2, scale_rounding, delayed, element=None) -> Quantizer:
+def _quantizer(fmt, pow2, scale_rounding, delayed, scale_rule, element=None) -> Quantizer:
     changes = {}
     if pow2 is not None and fmt.scale == "fp32":
         changes["pow2"] = pow2
     if scale_rounding is not None and fmt.scale == "e8m0":
         changes["scale_rounding"] = scale_rounding
+    if scale_rule is not None and fmt.tensor_scale:
+        changes["scale_rule"] = scale_rule
     if element is not None and fmt.is_quantized:
         changes["element"] = element
     return Quantizer(format_of(fmt, **changes), scaling=delayed or "current")
@@ -419,14 +421,18 @@ def mxfp8(scale_rounding: str | None = None, **options) -> Recipe:
     return _named("mxfp8", "mxfp8", "mxfp8", options, scale_rounding=scale_rounding)
 
 
-def nvfp4(tail: float = 0.0, **options) -> Recipe:
-    """NVFP4 with square weight blocks, stochastic rounding of gradients, rotated wgrad operands."""
-    return _named("nvfp4", "nvfp4", "nvfp4", {"tail": tail, **options})
+def nvfp4(tail: float = 0.0, scale_rule: str | None = None, **options) -> Recipe:
+    """NVFP4 with square weight blocks, stochastic rounding of gradients, rotated wgrad operands.
+
+    scale_rule:  None: block scales are the nearest e4m3. "fp8_exact": 1, 1.25 or 1.5 times a power of two, also legal NVFP4,
+                 which Hopper multiplies exactly and at the rate of fp8.
+    """
+    return _named("nvfp4", "nvfp4", "nvfp4", {"tail": tail, **options}, scale_rule=scale_rule)
 
 
-def hybrid(forward: str, backward: str, **options) -> Recipe:
-    """One family for the forward, another for the backward; hybrid(F, F) is F."""
-    return _named("hybrid", forward, backward, options)
+def hybrid(forward: str, backward: str, scale_rule: str | None = None, **options) -> Recipe:
+    """One family for the forward, another for the backward; hybrid(F, F) is F. scale_rule: of `nvfp4`, in either."""
+    return _named("hybrid", forward, backward, options, scale_rule=scale_rule)
 
 
 def custom(qfactory: Callable, **options) -> Recipe:

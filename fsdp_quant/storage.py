@@ -76,8 +76,9 @@ class Storage:
     @classmethod
     def of(cls, encoded: dispatch.Encoded, encoding: Encoding, shape, dtype: torch.dtype, row0: int = 0) -> Storage:
         """The storage over freshly encoded buffers."""
+        tensor_amax = encoded.tensor_amax if has_tensor_amax(encoding.fmt, encoded.layout) else None
         return cls(
-            encoding.fmt, encoding.direction, tuple(shape), encoded.data, encoded.scale, encoded.tensor_amax, dtype, row0,
+            encoding.fmt, encoding.direction, tuple(shape), encoded.data, encoded.scale, tensor_amax, dtype, row0,
             encoded.layout,
         )
 
@@ -213,7 +214,7 @@ class Storage:
         if self.fmt.scale_leaves_contraction:
             scale, outside = None, self.scale.flatten()
         elif self.tensor_amax is not None:
-            outside = dispatch.tensor_decode_scale(self.tensor_amax)
+            outside = dispatch.tensor_decode_scale(self.tensor_amax, self.fmt)
         values = dispatch.decode(
             self.data, scale, None, self.fmt, self.direction, self.padded_shape[1], self.row0, torch.bfloat16
         )
@@ -244,11 +245,14 @@ class Storage:
             data, scale, _ = self.to_gemm_layout(arch_of(self.data.device), turned)
         elif wanted in (ANCHORED_TENSOR, ANCHORED):
             whole = wanted == ANCHORED_TENSOR
-            data, scale = anchored or dispatch.anchor_codes(self.data, self.scale, self.fmt, self.direction, whole)
+            data, scale = anchored or dispatch.anchor_codes(
+                self.data, self.scale, self.tensor_amax, self.padded_shape[1], self.fmt, self.direction, whole
+            )
         else:
             data, scale = self._anchored_in_runs(ANCHOR_RUNS[wanted], turned)
+        tensor_amax = self.tensor_amax if has_tensor_amax(self.fmt, wanted) else None
         of = self.fmt, self.direction, self.shape
-        return Storage(*of, data, scale, self.tensor_amax, self.dtype, self.row0, wanted)  # replace() takes three times as long
+        return Storage(*of, data, scale, tensor_amax, self.dtype, self.row0, wanted)  # replace() takes three times as long
 
     def _anchored_in_runs(self, run: int, turned: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(codes [outer, contraction], fp32 scales [runs, outer rounded up to 4]): each run is a line of its own."""
@@ -260,7 +264,7 @@ class Storage:
         scale = (self.scale.t() if along_rows else self.scale).repeat_interleave(outer_block, 0)[:outer]
         data, scale = (layout.pad_to(t, 1, n) for t, n in ((data, run), (scale, run // block)))
         lines, fmt = data.reshape(-1, run), replace(self.fmt, block=(1, block))
-        codes, scales = dispatch.anchor_codes(lines, scale.reshape(-1, run // block), fmt, ROWWISE)
+        codes, scales = dispatch.anchor_codes(lines, scale.reshape(-1, run // block), None, run, fmt, ROWWISE)
         codes = codes.view(outer, -1)[:, :contraction].contiguous()
         return codes, layout.pad_to(scales.view(outer, -1).t(), 1, 4).contiguous()
 
@@ -298,7 +302,7 @@ class Storage:
             data = dispatch.transpose_codes(data, *self.padded_shape, self.fmt) if turned is None else turned
         if scale is not None:
             scale = self._scale_to_gemm_layout(scale, arch)
-        decode = None if self.tensor_amax is None else dispatch.tensor_decode_scale(self.tensor_amax)
+        decode = None if self.tensor_amax is None else dispatch.tensor_decode_scale(self.tensor_amax, self.fmt)
         return GemmOperand(data, scale, decode)
 
     def _check_whole(self) -> None:
@@ -411,12 +415,18 @@ def laid_out(
         if kind == NATIVE:
             turned.update(zip(places, dispatch.transpose_group(data, [s.padded_shape for s in storages], fmt, calls)))
         else:
-            anchored.update(zip(places, dispatch.anchor_group(data, [s.scale for s in storages], fmt, *kind, calls)))
+            scales, amaxes, cols = zip(*((s.scale, s.tensor_amax, s.padded_shape[1]) for s in storages))
+            anchored.update(zip(places, dispatch.anchor_group(data, scales, amaxes, cols, fmt, *kind, calls)))
     made = [storage.in_layout(layout_, turned.get(i), anchored.get(i)) for i, (storage, layout_) in enumerate(wanted)]
     if calls is not None:
         for (storage, _), one in zip(wanted, made):
             calls += storage.scale_copies(one)
     return made
+
+
+def has_tensor_amax(fmt: Format, layout: str) -> bool:
+    """A storage of this format in this layout has a tensor amax; the scale of an anchored tensor contains it."""
+    return fmt.tensor_scale and layout != ANCHORED_TENSOR
 
 
 def scale_placement(fmt: Format, direction: Direction, chunk: int | None) -> Placement:

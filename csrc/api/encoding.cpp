@@ -42,10 +42,12 @@ Element element_of(c10::string_view name) {
   TORCH_CHECK_VALUE(false, "element is ", name, "; wanted e4m3, e5m2 or e2m1");
 }
 
-ScaleKind scale_kind_of(c10::string_view name, bool pow2, c10::string_view rounding) {
+ScaleKind scale_kind_of(c10::string_view name, bool pow2, c10::string_view rounding, c10::string_view rule) {
   if (name == "fp32") return pow2 ? ScaleKind::kFp32Pow2 : ScaleKind::kFp32;
   if (name == "e8m0") return rounding == "floor" ? ScaleKind::kE8M0Floor : ScaleKind::kE8M0Up;
-  if (name == "e4m3") return ScaleKind::kE4M3;
+  TORCH_CHECK_VALUE(rule == "nearest" || rule == "fp8_exact", "scale rule is ", rule,
+                    "; wanted nearest or fp8_exact");
+  if (name == "e4m3") return rule == "nearest" ? ScaleKind::kE4M3 : ScaleKind::kE4M3Exact;
   TORCH_CHECK_VALUE(false, "scale is ", name, "; wanted fp32, e8m0 or e4m3");
 }
 
@@ -92,10 +94,11 @@ std::tuple<Symbols, Symbols, Symbols, bool, bool, bool> encoding_shapes(
 }  // namespace
 
 int64_t pack_encoding(c10::string_view element, c10::string_view scale, bool pow2,
-                      c10::string_view scale_rounding, int64_t outer, int64_t contraction,
-                      bool stochastic, bool rotated, bool transposed, int64_t scale_layout) {
+                      c10::string_view scale_rounding, c10::string_view scale_rule, int64_t outer,
+                      int64_t contraction, bool stochastic, bool rotated, bool transposed,
+                      int64_t scale_layout) {
   return kElement.holding(static_cast<int64_t>(element_of(element))) |
-         kScale.holding(static_cast<int64_t>(scale_kind_of(scale, pow2, scale_rounding))) |
+         kScale.holding(static_cast<int64_t>(scale_kind_of(scale, pow2, scale_rounding, scale_rule))) |
          kOuter.holding(outer) | kContraction.holding(contraction) |
          kStochastic.holding(stochastic) | kRotated.holding(rotated) |
          kTransposed.holding(transposed) | kScaleLayout.holding(scale_layout);
@@ -107,7 +110,7 @@ Side unpack_encoding(int64_t packed, double eps, const char* name) {
   const int32_t element = kElement.of(packed), scale = kScale.of(packed),
                 layout = kScaleLayout.of(packed);
   TORCH_CHECK_VALUE(packed > 0 && packed >> kBits == 0 && element >= 1 && element <= 3 &&
-                        scale <= 4 && layout <= 2,
+                        scale <= 5,
                     name, " is ", packed, ": no encoding (see pack_encoding)");
   s.element = static_cast<Element>(element), s.scale = static_cast<ScaleKind>(scale);
   s.outer = kOuter.of(packed), s.contraction = kContraction.of(packed);
@@ -115,16 +118,20 @@ Side unpack_encoding(int64_t packed, double eps, const char* name) {
   s.transposed = kTransposed.of(packed);
   s.scale_layout = static_cast<ScaleLayout>(layout);
   const int32_t c = s.contraction;
-  const bool known = s.byte_scales() ? c == 16 || c == 32 : c == 0 || c == 128;
+  const bool in_bytes = s.scale >= ScaleKind::kE8M0Up;
+  const bool known = in_bytes ? c == 16 || c == 32 : c == 0 || c == 128;
   TORCH_CHECK_VALUE(known && (s.outer == 1 || s.outer == c), name, " has blocks of (", s.outer,
                     ", ", c, ") with scale kind ", scale, ": no kernel");
   TORCH_CHECK_VALUE(s.four_bit() == s.two_level(), name,
                     ": 4-bit elements go with two-level scales");
+  TORCH_CHECK_VALUE(!s.operand() || (s.exact() && c == 16), name, ": operands are made of e2m1 in ",
+                    "blocks of 16 whose scales are fp8_exact");
   TORCH_CHECK_VALUE(!s.rotated || (s.four_bit() && s.outer == 1), name,
                     ": rotation is for 4-bit blocks of one line");
   s.eps = static_cast<float>(eps);
   s.max = s.element == Element::kE4M3 ? 448.0f : s.element == Element::kE5M2 ? 57344.0f : 6.0f;
   s.inverse_max = 1.0f / s.max;
+  s.tensor_max = s.two_level() ? s.max * (s.exact() ? 384.0f : 448.0f) : 0.0f;
   s.outer_log2 = log2_of(s.outer), s.contraction_log2 = log2_of(s.contraction);
   return s;
 }
@@ -150,7 +157,7 @@ EncodingSizes<Int> encoding_sizes(const Side& s, bool columnwise, const Int& row
   const auto filled = [&](const Int& n) { return s.rotated ? padded(n, kRotationBlock) : n; };
   g.rows = columnwise ? filled(rows) : rows, g.cols = columnwise ? cols : filled(cols);
   g.data_rows = s.transposed ? g.cols : g.rows;
-  g.data_cols = blocks_of(s.transposed ? g.rows : g.cols, s.four_bit() ? 2 : 1);
+  g.data_cols = blocks_of(s.transposed ? g.rows : g.cols, s.four_bit() && !s.operand() ? 2 : 1);
   const int64_t row_block = columnwise ? s.contraction : s.outer,
                 col_block = columnwise ? s.outer : s.contraction;
   g.scale_rows = row_block ? blocks_of(Int(row0 % row_block + g.rows), row_block) : Int(1);
@@ -159,6 +166,10 @@ EncodingSizes<Int> encoding_sizes(const Side& s, bool columnwise, const Int& row
   g.stored_blocks = columnwise ? g.scale_rows : g.scale_cols;
   g.scale_numel = g.stored_lines * g.stored_blocks;
   if (s.scale_layout == ScaleLayout::kCompact || s.whole()) return g;
+  if (s.operand()) {
+    g.scale_numel = 1;
+    return g;
+  }
   if (s.byte_scales()) {
     const Int lines = columnwise ? g.cols : g.rows;
     if (s.scale_layout == ScaleLayout::kBlackwell)
@@ -178,8 +189,8 @@ template EncodingSizes<c10::SymInt> encoding_sizes(const Side&, bool, const c10:
 
 void register_encoding(torch::Library& m) {
   m.def(
-      "pack_encoding(str element, str scale, bool pow2, str scale_rounding, int outer, int "
-      "contraction, bool stochastic, "
+      "pack_encoding(str element, str scale, bool pow2, str scale_rounding, str scale_rule, int outer, "
+      "int contraction, bool stochastic, "
       "bool rotated, bool transposed, int scale_layout) -> int",
       pack_encoding, compliant());
   m.def(

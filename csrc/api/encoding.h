@@ -12,11 +12,12 @@ namespace fsdp_quant {
 
 // A format and a direction's options in one integer, which nobody but `unpack_encoding` reads. 0
 // stands for a direction that is not quantized. outer, contraction: extents of a block, 0 for the
-// whole. pow2, scale_rounding: of fp32 and of e8m0 scales (formats.py). The blocks that kernels
+// whole. pow2, scale_rounding, scale_rule: of fp32, e8m0 and e4m3 scales (formats.py). The blocks that kernels
 // exist for are checked when the integer is unpacked.
 int64_t pack_encoding(c10::string_view element, c10::string_view scale, bool pow2,
-                      c10::string_view scale_rounding, int64_t outer, int64_t contraction,
-                      bool stochastic, bool rotated, bool transposed, int64_t scale_layout);
+                      c10::string_view scale_rounding, c10::string_view scale_rule, int64_t outer,
+                      int64_t contraction, bool stochastic, bool rotated, bool transposed,
+                      int64_t scale_layout);
 
 // What kernels are told of it; kNone of 0. name: of the argument, for errors.
 Side unpack_encoding(int64_t packed, double eps, const char* name);

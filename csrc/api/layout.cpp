@@ -41,7 +41,7 @@ at::Tensor decode(
   a.row_log2 = columnwise ? side.contraction_log2 : side.outer_log2;
   a.col_log2 = columnwise ? side.outer_log2 : side.contraction_log2;
   a.shift = row_block ? static_cast<int32_t>(row0 % row_block) : 0;
-  a.element = side.element, a.scale_kind = side.scale;
+  a.element = side.element, a.scale_kind = side.two_level() ? ScaleKind::kE4M3 : side.scale;
   a.output = dtype == at::kFloat ? Output::kF32 : dtype == at::kHalf ? Output::kF16 : Output::kBF16;
   a.vectors = is_aligned(a.data, 16) && cols % 8 == 0;
   a.threads = cols <= 64 * 8 ? 64 : 256;
@@ -55,7 +55,7 @@ at::Tensor decode(
   }
   if (tensor_amax.has_value()) {
     check_buffer(*tensor_amax, "tensor_amax", data, at::kFloat, 1);
-    a.tensor_amax = tensor_amax->const_data_ptr<float>();
+    a.tensor_amax = tensor_amax->const_data_ptr<float>(), a.tensor_max = side.tensor_max;
   }
   if (alpha != nullptr) a.alpha = alpha->out, a.factors[0] = alpha->factors[0], a.factors[1] = alpha->factors[1];
   check_launch(launch_dequantize(a, c10::cuda::getCurrentCUDAStream()), "dequantize");
@@ -68,11 +68,11 @@ struct AnchorShape {
   int64_t matrices, rows, cols, lines, out_rows, out_cols;
 };
 
-AnchorShape anchor_shape(const at::Tensor& data, bool columnwise, bool transposed) {
+AnchorShape anchor_shape(const at::Tensor& data, int64_t cols, bool columnwise, bool transposed) {
   check_cuda(data, "data");
   const bool stacked = data.dim() == 3;
-  TORCH_CHECK_VALUE(stacked || data.dim() == 2, "data has shape ", data.sizes(), "; wanted [rows, cols], or matrices of that");
-  const int64_t rows = data.size(-2), cols = data.size(-1), matrices = stacked ? data.size(0) : 1;
+  TORCH_CHECK_VALUE(stacked || data.dim() == 2, "data has shape ", data.sizes(), "; wanted [rows, row bytes], or matrices of that");
+  const int64_t rows = data.size(-2), matrices = stacked ? data.size(0) : 1;
   TORCH_CHECK_VALUE(matrices > 0 && matrices < 1 << 16, "there are ", matrices, " matrices; wanted 1 to 65535");
   constexpr int64_t kLargest = std::numeric_limits<int32_t>::max() - kTile;
   TORCH_CHECK_VALUE(rows < kLargest && cols < kLargest, "[", rows, ", ", cols, "] is too large");
@@ -83,17 +83,20 @@ AnchorShape anchor_shape(const at::Tensor& data, bool columnwise, bool transpose
 
 // What anchors the codes of data; without elements nothing does.
 std::optional<AnchorCodes> anchor_of(
-    const at::Tensor& data, const at::Tensor& scale, int64_t spec, bool columnwise, bool transposed, bool whole,
-    const at::Tensor& out, const at::Tensor& line_scale, std::vector<at::Tensor>& kept) {
-  const AnchorShape shape = anchor_shape(data, columnwise, transposed);
+    const at::Tensor& data, const at::Tensor& scale, const MaybeTensor& tensor_amax, int64_t spec, bool columnwise,
+    bool transposed, bool whole, int64_t cols, const at::Tensor& out, const at::Tensor& line_scale,
+    std::vector<at::Tensor>& kept) {
+  const AnchorShape shape = anchor_shape(data, cols, columnwise, transposed);
   const Side side = unpack_encoding(spec, 0.0, "side");
   const bool e8m0 = side.scale == ScaleKind::kE8M0Up || side.scale == ScaleKind::kE8M0Floor;
   const bool powers = side.scale == ScaleKind::kFp32Pow2 && side.outer == kTile && whole;
-  TORCH_CHECK_VALUE(side.present() && (powers || (e8m0 && side.contraction == 32)), "side is ", spec,
-                    "; wanted e8m0 scales of (1, 32) or (32, 32) blocks, or for a tensor powers of two of (128, 128)");
+  const bool exact = side.exact() && whole && shape.matrices == 1 && tensor_amax.has_value();
+  TORCH_CHECK_VALUE(side.present() && (powers || exact || (e8m0 && side.contraction == 32)), "side is ", spec,
+                    "; wanted e8m0 scales of (1, 32) or (32, 32) blocks, or for a tensor powers of two of (128, 128), or 4-bit codes "
+                    "of one matrix with fp8_exact scales and a tensor amax");
   const int64_t elements = shape.matrices * shape.rows * shape.cols;
   const EncodingSizes<int64_t> of = encoding_sizes<int64_t>(side, columnwise, shape.rows, shape.cols, 0);
-  check_buffer(data, "data", data, at::kByte, elements);
+  check_buffer(data, "data", data, at::kByte, shape.matrices * shape.rows * of.data_cols);
   check_buffer(scale, "scale", data, powers ? at::kFloat : at::kByte, shape.matrices * of.scale_rows * of.scale_cols);
   check_buffer(out, "out", data, at::kByte, elements);
   check_buffer(line_scale, "line_scale", data, at::kFloat, shape.matrices * (whole ? 1 : shape.lines));
@@ -102,6 +105,10 @@ std::optional<AnchorCodes> anchor_of(
     return std::nullopt;
   }
   AnchorCodes a = {};
+  if (exact) {
+    check_buffer(*tensor_amax, "tensor_amax", data, at::kFloat, 1);
+    a.tensor_amax = tensor_amax->const_data_ptr<float>(), a.tensor_max = side.tensor_max;
+  }
   if (powers) {
     TORCH_CHECK_VALUE(shape.matrices == 1, "one matrix of (128, 128) blocks at a time is anchored");
     kept.push_back(new_empty(data, {scale.numel()}, at::kByte));
@@ -113,17 +120,18 @@ std::optional<AnchorCodes> anchor_of(
   a.rows = static_cast<int32_t>(shape.rows), a.cols = static_cast<int32_t>(shape.cols);
   a.outer_log2 = side.outer_log2, a.contraction_log2 = side.contraction_log2, a.element = side.element;
   a.columnwise = columnwise, a.transposed = transposed, a.whole = whole;
-  a.vector_load = is_aligned(a.data, 8) && shape.cols % 8 == 0;
+  a.vector_load = is_aligned(a.data, exact ? 4 : 8) && shape.cols % 8 == 0;
   a.vector_scales = is_aligned(a.scale, 8) && of.scale_cols % 8 == 0;  // so are those of every matrix
   a.vector_store = is_aligned(a.out, 16) && shape.out_cols % (transposed ? 16 : 8) == 0;
   return a;
 }
 
 void anchor_group(
-    at::TensorList data, at::TensorList scale, int64_t side, bool columnwise, bool transposed, bool whole, at::TensorList out,
-    at::TensorList line_scale) {
+    at::TensorList data, at::TensorList scale, at::TensorList tensor_amax, int64_t side, bool columnwise, bool transposed,
+    bool whole, at::IntArrayRef cols, at::TensorList out, at::TensorList line_scale) {
   const size_t n = data.size();
-  TORCH_CHECK_VALUE(n > 0 && scale.size() == n && out.size() == n && line_scale.size() == n,
+  TORCH_CHECK_VALUE(n > 0 && scale.size() == n && cols.size() == n && out.size() == n && line_scale.size() == n &&
+                        (tensor_amax.empty() || tensor_amax.size() == n),
                     "anchor_group: lists of different lengths");
   check_cuda(data[0], "data");
   const c10::cuda::CUDAGuard guard(data[0].device());
@@ -135,8 +143,10 @@ void anchor_group(
     group.count = 0;
   };
   for (size_t i = 0; i < n; ++i) {
-    TORCH_CHECK_VALUE(data[i].dim() == 2, "data has shape ", data[i].sizes(), "; wanted [rows, cols]");
-    const auto one = anchor_of(data[i], scale[i], side, columnwise, transposed, whole, out[i], line_scale[i], kept);
+    TORCH_CHECK_VALUE(data[i].dim() == 2, "data has shape ", data[i].sizes(), "; wanted [rows, row bytes]");
+    const MaybeTensor amax = tensor_amax.empty() ? MaybeTensor() : MaybeTensor(tensor_amax[i]);
+    const auto one =
+        anchor_of(data[i], scale[i], amax, side, columnwise, transposed, whole, cols[i], out[i], line_scale[i], kept);
     if (!one.has_value()) continue;
     if (group.count == kAnchorCapacity) flush();
     group.items[group.count++] = *one;
@@ -147,8 +157,9 @@ void anchor_group(
 }  // namespace
 
 std::tuple<at::Tensor, at::Tensor> anchor_codes(
-    const at::Tensor& data, const at::Tensor& scale, int64_t side, bool columnwise, bool transposed, bool whole) {
-  const AnchorShape shape = anchor_shape(data, columnwise, transposed);
+    const at::Tensor& data, const at::Tensor& scale, const MaybeTensor& tensor_amax, int64_t side, bool columnwise,
+    bool transposed, bool whole, int64_t cols) {
+  const AnchorShape shape = anchor_shape(data, cols, columnwise, transposed);
   const c10::cuda::CUDAGuard guard(data.device());
   const bool stacked = data.dim() == 3;
   const int64_t sizes[] = {shape.matrices, shape.out_rows, shape.out_cols}, lines[] = {shape.matrices, whole ? 1 : shape.lines};
@@ -157,7 +168,7 @@ std::tuple<at::Tensor, at::Tensor> anchor_codes(
   if (whole)
     C10_CUDA_CHECK(cudaMemsetAsync(line_scale.mutable_data_ptr(), 0, line_scale.nbytes(), c10::cuda::getCurrentCUDAStream()));
   std::vector<at::Tensor> kept;
-  const auto a = anchor_of(data, scale, side, columnwise, transposed, whole, out, line_scale, kept);
+  const auto a = anchor_of(data, scale, tensor_amax, side, columnwise, transposed, whole, cols, out, line_scale, kept);
   if (a.has_value()) check_launch(launch_anchor_codes(*a, c10::cuda::getCurrentCUDAStream()), "anchor_codes");
   return {out, line_scale};
 }
@@ -172,7 +183,7 @@ at::Tensor dequantize(
 
 }  // namespace
 
-at::Tensor tensor_decode_scale(const at::Tensor& tensor_amax) {
+at::Tensor tensor_decode_scale(const at::Tensor& tensor_amax, int64_t side) {
   check_cuda(tensor_amax, "tensor_amax");
   const int64_t count = tensor_amax.numel();
   check_buffer(tensor_amax, "tensor_amax", tensor_amax, at::kFloat, count);
@@ -180,8 +191,10 @@ at::Tensor tensor_decode_scale(const at::Tensor& tensor_amax) {
                     "; wanted one or more");
   const c10::cuda::CUDAGuard guard(tensor_amax.device());
   const at::Tensor out = new_empty(tensor_amax, {count}, at::kFloat);
-  check_launch(launch_decode_scales(tensor_amax.const_data_ptr<float>(), static_cast<int32_t>(count), out.mutable_data_ptr<float>(),
-                                    c10::cuda::getCurrentCUDAStream()), "tensor_decode_scale");
+  const Side of = unpack_encoding(side, 0.0, "side");
+  TORCH_CHECK_VALUE(of.two_level(), "side is ", side, "; wanted two levels of scales");
+  check_launch(launch_decode_scales(tensor_amax.const_data_ptr<float>(), of.tensor_max, static_cast<int32_t>(count),
+                                    out.mutable_data_ptr<float>(), c10::cuda::getCurrentCUDAStream()), "tensor_decode_scale");
   return out;
 }
 
@@ -311,14 +324,14 @@ void register_layout(torch::Library& m) {
       "dequantize(Tensor data, Tensor? scale, Tensor? tensor_amax, int side, bool columnwise, SymInt cols, SymInt row0, "
       "ScalarType dtype) -> Tensor",
       torch::dispatch(c10::DispatchKey::CUDA, dequantize), compliant());
-  m.def("anchor_codes(Tensor data, Tensor scale, int side, bool columnwise, bool transposed, bool whole) -> "
-        "(Tensor codes, Tensor scale)",
+  m.def("anchor_codes(Tensor data, Tensor scale, Tensor? tensor_amax, int side, bool columnwise, bool transposed, bool whole, "
+        "SymInt cols) -> (Tensor codes, Tensor scale)",
         torch::dispatch(c10::DispatchKey::CUDA, anchor_codes), compliant());
   m.def(
-      "anchor_group(Tensor[] data, Tensor[] scale, int side, bool columnwise, bool transposed, bool whole, Tensor(a!)[] out, "
-      "Tensor(b!)[] line_scale) -> ()",
+      "anchor_group(Tensor[] data, Tensor[] scale, Tensor[] tensor_amax, int side, bool columnwise, bool transposed, bool whole, "
+      "int[] cols, Tensor(a!)[] out, Tensor(b!)[] line_scale) -> ()",
       torch::dispatch(c10::DispatchKey::CUDA, anchor_group), compliant());
-  m.def("tensor_decode_scale(Tensor tensor_amax) -> Tensor",
+  m.def("tensor_decode_scale(Tensor tensor_amax, int side) -> Tensor",
         torch::dispatch(c10::DispatchKey::CUDA, tensor_decode_scale), compliant());
   m.def("transpose_tokens(Tensor data, Tensor tables, int groups) -> Tensor",
         torch::dispatch(c10::DispatchKey::CUDA, transpose_tokens));

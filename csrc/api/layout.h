@@ -23,11 +23,14 @@ at::Tensor decode(
     int64_t cols, int64_t row0, at::ScalarType dtype, const Alpha* alpha);
 
 // The decode scales of a two-level format's tensors [count], from their amaxes.
-at::Tensor tensor_decode_scale(const at::Tensor& tensor_amax);
+// side: of the encoding that the amaxes are of.
+at::Tensor tensor_decode_scale(const at::Tensor& tensor_amax, int64_t side);
 
 // Codes of blocks [rows, cols] whose scales are powers of two against one exponent a line, or of the tensor (whole), and
-// 2^(E - 127) of each; of a line without blocks E is 0. Of matrices [count, rows, cols], each by itself, stacked.
+// 2^(E - 127) of each; of a line without blocks E is 0. Of matrices [count, rows, cols], each by itself, stacked. Two-level codes
+// as ScaleLayout::kOperand has them, of one matrix.
 std::tuple<at::Tensor, at::Tensor> anchor_codes(
-    const at::Tensor& data, const at::Tensor& scale, int64_t side, bool columnwise, bool transposed, bool whole);
+    const at::Tensor& data, const at::Tensor& scale, const MaybeTensor& tensor_amax, int64_t side, bool columnwise,
+    bool transposed, bool whole, int64_t cols);
 
 }  // namespace fsdp_quant

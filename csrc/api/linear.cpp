@@ -56,6 +56,7 @@ struct Reading {
   bool is_quantized() const { return packed != 0; }
   bool is_anchored() const { return run != kOfBlocks; }
   bool decodes() const { return is_quantized() && kind == 0; }
+  bool has_tensor_amax() const { return side.two_level() && !side.operand(); }  // beside data and scale
 };
 
 constexpr int kReadingFields = 5;
@@ -242,7 +243,8 @@ Encodings encode_sides(
 
 // A columnwise side of codes that are decoded for a product of groups, whose operands are K-major.
 Side turned(Side side) {
-  side.transposed = true, side.scale_layout = ScaleLayout::kHopper;
+  side.transposed = true;
+  if (!side.operand()) side.scale_layout = ScaleLayout::kHopper;
   return side;
 }
 
@@ -309,8 +311,8 @@ Operand operand_of(const Reading& r, Direction d, const Encoded& e, const Operan
   const auto pointer = [](const at::Tensor& t) { return t.const_data_ptr<float>(); };
   const bool outside = r.decodes() && r.side.whole();  // the scale of the whole tensor
   Operand o;
-  if (outside) o.factor = {pointer(e.scale), false};
-  if (e.tensor_amax.defined()) o.factor = {pointer(e.tensor_amax), true};
+  if (outside) o.factor = {pointer(e.scale), 0.0f};
+  if (e.tensor_amax.defined() && r.has_tensor_amax()) o.factor = {pointer(e.tensor_amax), r.side.tensor_max};
   if (!r.decodes()) {
     o.data = e.data, o.scale = e.scale, o.kind = r.kind;
     return o;
@@ -356,14 +358,14 @@ at::Tensor multiply(const Operand& a, const Operand& b, at::ScalarType dtype, co
 }
 
 // Codes as one list: data, scale and tensor amax of each side that is there.
-void append(std::vector<at::Tensor>& list, const Encoded& e) {
-  for (const at::Tensor& t : {e.data, e.scale, e.tensor_amax})
-    if (t.defined()) list.push_back(t);
+void append(std::vector<at::Tensor>& list, const Reading& r, const Encoded& e) {
+  for (const at::Tensor* t : {&e.data, &e.scale, &e.tensor_amax})
+    if (t->defined() && (t != &e.tensor_amax || r.has_tensor_amax())) list.push_back(*t);
 }
 
 Encoded take(const std::vector<at::Tensor>& list, size_t& at, const Reading& r) {
   Encoded e;
-  const size_t fields = r.is_quantized() ? 2 + r.side.two_level() : 1;
+  const size_t fields = r.is_quantized() ? 2 + r.has_tensor_amax() : 1;
   TORCH_CHECK_VALUE(at + fields <= list.size(), "got ", list.size(), " buffers of codes; more are wanted");
   e.data = list[at];
   if (fields > 1) e.scale = list[at + 1];
@@ -412,7 +414,7 @@ std::vector<at::Tensor> take_weight(Call& call, const Weight& weight, bool dgrad
     } else if (d == kColumnwise && r[d].same) {
       operands[d] = operands[kRowwise];
     } else {
-      append(operands[d], take(made, at, r[d]));
+      append(operands[d], r[d], take(made, at, r[d]));
     }
   }
   call.columnwise = std::move(operands[kColumnwise]);
@@ -449,7 +451,7 @@ std::vector<at::Tensor> forward(
   std::vector<int64_t> sizes = x.sizes().vec();
   sizes.back() = y.size(1);
   std::vector<at::Tensor> result = {of_shape(y, sizes)};
-  for (const Encoded& e : made) append(result, e);
+  for (const Direction d : {kRowwise, kColumnwise}) append(result, r[d], made[d]);
   return result;
 }
 
@@ -464,7 +466,7 @@ std::vector<at::Tensor> saved_of(const Call& call, const at::Tensor& x, const st
   for (const Direction d : {kRowwise, kColumnwise})
     if (wants(plan, kInput, d, true, true)) kept = take(result, at, r[d]);  // the last is columnwise, or serves it
   std::vector<at::Tensor> saved;
-  append(saved, kept);
+  append(saved, r[kColumnwise].same ? r[kRowwise] : r[kColumnwise], kept);
   return saved;
 }
 
@@ -624,7 +626,8 @@ std::vector<at::Tensor> linear_gated(
   const c10::cuda::CUDAGuard device(gate.device());
   const Gated gated = {matrix(up), static_cast<Activation>(activation)};
   std::vector<at::Tensor> codes;
-  for (const Encoded& e : quantize_slot(*call, kInput, matrix(gate), true, save, {}, {&gated})) append(codes, e);
+  const Encodings made = quantize_slot(*call, kInput, matrix(gate), true, save, {}, {&gated});
+  for (const Direction d : {kRowwise, kColumnwise}) append(codes, call->plan->readings[kInput][d], made[d]);
   return codes;
 }
 
@@ -658,6 +661,7 @@ std::vector<at::Tensor> linear_step(
 
 // The same as `linear_weight` of matrices [E, N, K] in 4 bits, as groups of tokens: compact rowwise codes [E * N, K / 2] and scales,
 // columnwise ones [K, E * n / 2], where n is N rounded up to 128 and scales are [K or its blocks, E * n / 16], and tensor amaxes [E].
+// Operands (ScaleLayout) have a byte per code, and scales [E].
 std::vector<at::Tensor> stacked_runs(const at::Tensor& weight, int64_t plan, bool row, bool col) {
   const Reading(&r)[kDirections] = plan_of(plan).readings[kWeight];
   check_cuda(weight, "weight");
@@ -665,7 +669,9 @@ std::vector<at::Tensor> stacked_runs(const at::Tensor& weight, int64_t plan, boo
   const int64_t matrices = weight.size(0), rows = weight.size(1);
   TORCH_CHECK_VALUE(weight.is_contiguous() && rows % kRotationBlock == 0, "weight has shape ", weight.sizes(), " and strides ",
                     weight.strides(), "; wanted contiguous matrices, of multiples of ", kRotationBlock, " rows");
-  const Side none = {}, of_col = (r[kColumnwise].same ? r[kRowwise] : r[kColumnwise]).side, of_row = row ? r[kRowwise].side : of_col;
+  const Side none = {}, of_col = (r[kColumnwise].same ? r[kRowwise] : r[kColumnwise]).side;
+  Side of_row = row ? r[kRowwise].side : of_col;
+  of_row.transposed = false;
   const bool both = (col ? of_col : of_row).outer != 1;  // a square block serves both
   const Side side[kDirections] = {row || both ? of_row : none, col || both ? turned(col ? of_col : of_row) : none};
   const at::Tensor ends = at::arange(rows, (matrices + 1) * rows, rows, weight.options().dtype(at::kInt));
@@ -680,7 +686,7 @@ std::vector<at::Tensor> stacked_runs(const at::Tensor& weight, int64_t plan, boo
   for (const Direction d : {kRowwise, kColumnwise}) {
     if (!(d == kRowwise ? row : col)) continue;
     count(plan, kWeight * kDirections + (r[d].same ? kRowwise : d), matrices);
-    append(result, made[d]);
+    append(result, r[d], made[d]);
   }
   return result;
 }
@@ -725,9 +731,10 @@ std::vector<at::Tensor> linear_weight(
     const bool turned = d == kColumnwise;
     if (r[d].is_anchored()) {
       std::tie(made[d].data, made[d].scale) =
-          anchor_codes(made[d].data, made[d].scale, r[d].packed, turned, turned, r[d].run == kOfTensor);
+          anchor_codes(made[d].data, made[d].scale, std::nullopt, r[d].packed, turned, turned, r[d].run == kOfTensor,
+                       weight.size(-1));
     }
-    append(result, made[d]);
+    append(result, r[d], made[d]);
   }
   return result;
 }
@@ -753,8 +760,8 @@ Multiplied multiplied(const Reading& r, const Encoded& e) {
   const MaybeTensor none;
   const int64_t cols = e.data.size(1) * (r.side.four_bit() ? 2 : 1);
   // Of a columnwise side too: its codes are turned.
-  return {decode(e.data, e.scale, none, r.packed, false, cols, 0, at::kBFloat16, nullptr), tensor_decode_scale(e.tensor_amax),
-          kScaledValues};
+  return {decode(e.data, e.scale, none, r.packed, false, cols, 0, at::kBFloat16, nullptr),
+          tensor_decode_scale(e.tensor_amax, r.packed), kScaledValues};
 }
 
 // Codes of x [tokens, cols], of the input or of the gradient, as `append` lists them: of groups of tokens (see encode).
@@ -770,8 +777,8 @@ std::vector<at::Tensor> linear_tokens(
   const TokenTables at = tables_of(tables, groups, x);
   const Tokens tokens = {at.sources, at.offsets, at.tiles, groups};
   std::vector<at::Tensor> result;
-  for (const Encoded& e : quantize_slot(*call, static_cast<Slot>(slot), matrix(x), row, col, {}, {nullptr, &tokens}))
-    append(result, e);
+  const Encodings made = quantize_slot(*call, static_cast<Slot>(slot), matrix(x), row, col, {}, {nullptr, &tokens});
+  for (const Direction d : {kRowwise, kColumnwise}) append(result, call->plan->readings[slot][d], made[d]);
   return result;
 }
 
@@ -823,7 +830,7 @@ std::vector<at::Tensor> grouped_step(
   watch(*call, kFprop, a.data, a.scale, a.kind, weight, weight_scale, kind);
   count(plan, kSlots * kDirections + kFprop, at.groups);
   std::vector<at::Tensor> result = {y, tables};
-  if (keeps) append(result, made[kColumnwise]);
+  if (keeps) append(result, call->plan->readings[kInput][kColumnwise], made[kColumnwise]);
   return result;
 }
 

@@ -90,7 +90,7 @@ void check_tokens(const Launch<1>& launch) {
 }
 
 bool stores_vectors(const Side& s, const void* data, const Geometry& g) {
-  const int64_t width = s.transposed ? 16 : s.four_bit() ? 4 : 8;
+  const int64_t width = s.transposed || s.operand() ? 16 : s.four_bit() ? 4 : 8;
   return is_aligned(data, width) && g.data_cols % width == 0;
 }
 
@@ -188,9 +188,10 @@ void run(Launch<1>& launch, const c10::cuda::CUDAStream& stream, const char* nam
   const bool delayed = has(0, true) || has(1, true), all_delayed = !has(0, false) && !has(1, false);
   const bool mixed = launch.side[0].present() && launch.side[1].present() &&
                      launch.side[0].four_bit() != launch.side[1].four_bit();
+  const bool operands = launch.side[0].operand() || launch.side[1].operand();
   int processors = 0;
   C10_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, stream.device_index()));
-  if (needs && both && !mixed && !delayed && launch.sources == nullptr && launch.tiles <= processors && !is_capturing(stream)) {
+  if (needs && both && !mixed && !delayed && !operands && launch.sources == nullptr && launch.tiles <= processors && !is_capturing(stream)) {
     launch.phases = kStatistics | kEncode;
     launch.barrier = barrier_of(stream);
     check_launch(launch_quantize(launch, stream), name);
@@ -208,6 +209,12 @@ void run(Launch<1>& launch, const c10::cuda::CUDAStream& stream, const char* nam
     launch.reversed = !all_delayed;  // the tiles read last are still in L2
   }
   launch.phases = kEncode;
+  if (operands && launch.sums != nullptr) {  // the kernel of operands sums no columns
+    Launch<1> sums = launch;
+    sums.phases = kStatistics, sums.side[0].element = sums.side[1].element = Element::kNone;
+    check_launch(launch_quantize(sums, stream), name);
+    launch.sums = nullptr;
+  }
   if (both) {
     check_launch(launch_quantize(launch, stream), name);
   } else {
@@ -299,6 +306,9 @@ Encodings encode(
   for (int d = 0; d < 2; ++d) {
     const Side& s = launch.side[d];
     if (!s.present()) continue;
+    TORCH_CHECK_VALUE(!s.operand() || (s.transposed == (d == 1) && (launch.input == Input::kBF16 || launch.input == Input::kF32AsBF16) &&
+                                       !known[d].amax.has_value()),
+                      "operands are made of bfloat16 (or float32 through bfloat16) of which no amax is known, along the contraction");
     g[d] = geometry_of(s, d, rows[d], t.cols, row0);
     SideBuffers& b = t.side[d];
     set_geometry(b, g[d], d);
@@ -344,7 +354,8 @@ Encodings encode(
         made[d].data, given ? &given->data : nullptr, {g[d].data_rows, g[d].data_cols}, at::kByte, "out data"));
     const auto scale_dtype = s.byte_scales() ? at::kByte : at::kFloat;
     const at::Tensor* scale = given ? &given->scale : nullptr;
-    b.scale = s.scale_layout == ScaleLayout::kCompact
+    b.scale = s.operand() ? take(made[d].scale, scale, {tokens != nullptr ? tokens->groups : 1}, at::kFloat, "out scale")
+              : s.scale_layout == ScaleLayout::kCompact
                   ? take(made[d].scale, scale, {g[d].scale_rows, g[d].scale_cols}, scale_dtype, "out scale")
                   : take(made[d].scale, scale, {g[d].scale_numel}, scale_dtype, "out scale");
     b.vector_store = stores_vectors(s, b.data, g[d]);
@@ -355,6 +366,14 @@ Encodings encode(
     if (amax_at[d] >= 0) b.amax = zeroed.at(amax_at[d]);
     if (made[d].amax.defined()) b.amax = made[d].amax.mutable_data_ptr<float>();
     if (wants_amax && made[d].tensor_amax.defined()) b.tensor_amax = made[d].tensor_amax.mutable_data_ptr<float>();
+  }
+  for (int d = 0; d < 2; ++d) {  // the other side of a square block is made for the kernel alone
+    if (!launch.side[d].operand() || launch.side[d].outer == 1 || launch.side[1 - d].present()) continue;
+    Side& other = launch.side[1 - d] = launch.side[d];
+    other.transposed = d == 0;
+    SideBuffers& b = t.side[1 - d];
+    set_geometry(b, geometry_of(other, 1 - d, rows[1 - d], t.cols, row0), 1 - d);
+    b.tensor_amax = t.side[d].tensor_amax, b.tensor_amax_given = t.side[d].tensor_amax_given;
   }
   // The kernels of delayed scaling take the amax of both sides once, where the first one's lies.
   const bool shares_amax = t.side[1].enc != nullptr && made[1].amax.defined() && are_twins(launch.side, t.side);

@@ -43,9 +43,9 @@ __device__ __forceinline__ uint32_t e8m0_code(float amax, const Side& side) {
   return v > 0x400000u ? up : 0;
 }
 
-// S of a two-level format: 2688 /rn tensor amax; 1 where it is 0 or not finite; FLT_MAX at most.
-__device__ __forceinline__ float tensor_encode_factor(float tensor_amax) {
-  return encode_factor(tensor_amax, 2688.0f, 0.0f, false);
+// S of a two-level format: tensor_max (Side) /rn tensor amax; 1 where it is 0 or not finite; FLT_MAX at most.
+__device__ __forceinline__ float tensor_encode_factor(float tensor_amax, float tensor_max) {
+  return encode_factor(tensor_amax, tensor_max, 0.0f, false);
 }
 
 __device__ __forceinline__ float e4m3_value(uint32_t code) {
@@ -53,8 +53,8 @@ __device__ __forceinline__ float e4m3_value(uint32_t code) {
 }
 
 // D: NaN where the tensor's amax is not finite.
-__device__ __forceinline__ float tensor_decode_scale(float tensor_amax) {
-  return is_finite(tensor_amax) ? __fdiv_rn(1.0f, tensor_encode_factor(tensor_amax)) : quiet_nan();
+__device__ __forceinline__ float tensor_decode_scale(float tensor_amax, float tensor_max) {
+  return is_finite(tensor_amax) ? __fdiv_rn(1.0f, tensor_encode_factor(tensor_amax, tensor_max)) : quiet_nan();
 }
 
 // The encode factor of one block, and its stored scale (fp32 bits, or a code).
@@ -92,23 +92,38 @@ __device__ __forceinline__ bool has_easy_power(float least, float largest, const
 }
 
 // Two-level scales are e4m3 codes, so there are 128 encode factors for a tensor: enc = 1 /rn fl(code * fl(1 / S)).
-__device__ __forceinline__ float two_level_factor(uint32_t code, float tensor_amax) {
-  const float enc = __fdiv_rn(1.0f, __fmul_rn(e4m3_value(code), __fdiv_rn(1.0f, tensor_encode_factor(tensor_amax))));
+__device__ __forceinline__ float two_level_factor(uint32_t code, float tensor_amax, const Side& side) {
+  const float factor = tensor_encode_factor(tensor_amax, side.tensor_max);
+  const float enc = __fdiv_rn(1.0f, __fmul_rn(e4m3_value(code), __fdiv_rn(1.0f, factor)));
   return enc > kFltMax ? kFltMax : enc;
 }
 
-// target_factor: S * fl(1 / 6).
-__device__ __forceinline__ uint32_t two_level_code(float amax, float target_factor, bool round_up) {
-  const float target = fminf(__fmul_rn(amax, target_factor), 448.0f);
-  uint32_t code = ptx::cvt_e4m3x2(0.0f, target) & 0xFF;
+// What takes a block's amax to the target of its scale: fl(S * fl(1 / 6)).
+__device__ __forceinline__ float two_level_target(float tensor_amax, const Side& side) {
+  return __fmul_rn(tensor_encode_factor(tensor_amax, side.tensor_max), 1.0f / 6.0f);
+}
+
+// 1, 1.25, 1.5 or 2 times the target's power of two: the significands 1.15, 1.4 and 1.8 begin the next; round_up: not below it.
+__device__ __forceinline__ float exact_target(float target, bool round_up) {
+  const uint32_t bits = bits_of(target), significand = bits & 0x7FFFFFu;
+  const uint32_t reached = (significand >= (round_up ? 0x000001u : bits_of(1.15f) & 0x7FFFFFu)) +
+                           (significand >= (round_up ? 0x200001u : bits_of(1.4f) & 0x7FFFFFu)) +
+                           (significand >= (round_up ? 0x400001u : bits_of(1.8f) & 0x7FFFFFu));
+  return __uint_as_float((bits & 0x7F800000u) + (reached == 3 ? 0x800000u : reached << 21));
+}
+
+// target_factor: two_level_target.
+__device__ __forceinline__ uint32_t two_level_code(float amax, float target_factor, bool round_up, bool exact) {
+  const float target = fminf(__fmul_rn(amax, target_factor), exact ? 384.0f : 448.0f);
+  uint32_t code = ptx::cvt_e4m3x2(0.0f, exact ? exact_target(target, round_up) : target) & 0xFF;
   if (round_up) code += e4m3_value(code) < target;
   return amax != amax ? 0x7F : code;
 }
 
 // factors: two_level_factor of every code.
 __device__ __forceinline__ BlockScale two_level_scale(
-    float amax, float target_factor, bool round_up, const float (&factors)[128]) {
-  const uint32_t code = two_level_code(amax, target_factor, round_up);
+    float amax, float target_factor, bool round_up, bool exact, const float (&factors)[128]) {
+  const uint32_t code = two_level_code(amax, target_factor, round_up, exact);
   return {factors[code], code};
 }
 

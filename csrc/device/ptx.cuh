@@ -78,6 +78,13 @@ __device__ __forceinline__ void copy_async_16(void* to, const void* from) {
 
 __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// Four bytes of (b, a); a selector of 8 and more repeats the sign of its byte, where __byte_perm ignores that bit.
+__device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t selectors) {
+  uint32_t out;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(selectors));
+  return out;
+}
+
 __device__ __forceinline__ uint32_t thread_z() {
   uint32_t z;
   asm("mov.u32 %0, %%tid.z;" : "=r"(z));

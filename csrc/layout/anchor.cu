@@ -1,6 +1,7 @@
 // Codes against one exponent for each line of the whole contraction, or for the tensor: q' = element(q * 2^(e - E)), E =
 // max(e) over the line or the tensor. One launch writes 2^(E - 127), one moves the codes in 128 x 128 tiles, 8 x 8 a thread. y
 // of a grid: the matrix; blocks behind the last of theirs do nothing.
+// Two-level codes whose scales are kE4M3Exact: q' = e4m3(q * s / 8), and 8 D for the tensor; the second launch does both.
 #include "device/patch.cuh"
 #include "layout/layout.h"
 
@@ -157,21 +158,21 @@ __device__ __forceinline__ uint32_t half_power(int32_t d) { return d >= -14 ? (1
 // product is exact down to 2^-21, and smaller ones, rounded or not, are far below half the least e4m3 (2^-10) and e5m2
 // (2^-17). 448 * 2^-24 is below that too, and so is 57344 * 2^-40; the latter's factor takes two products.
 template <Element E>
-struct Factor {
+struct CodeFactor {
   static constexpr int32_t kLeast = E == Element::kE5M2 ? -40 : -24;
   uint32_t first, second;
-  Factor() = default;
-  __device__ explicit Factor(int32_t d) {
+  CodeFactor() = default;
+  __device__ explicit CodeFactor(int32_t d) {
     d = max(d, kLeast);
     first = half_power(E == Element::kE5M2 ? d / 2 : d), second = half_power(d - d / 2);
   }
   // Of two neighbours.
-  __device__ Factor(const Factor& lo, const Factor& hi)
+  __device__ CodeFactor(const CodeFactor& lo, const CodeFactor& hi)
       : first(lo.first | hi.first << 16), second(lo.second | hi.second << 16) {}
 };
 
 template <Element E>
-__device__ __forceinline__ uint32_t scaled_pair(uint32_t codes, const Factor<E>& factor) {
+__device__ __forceinline__ uint32_t scaled_pair(uint32_t codes, const CodeFactor<E>& factor) {
   if constexpr (E == Element::kE5M2) {
     const __half2 once = __hmul2(ptx::cvt_f16x2_e5m2x2(codes), *reinterpret_cast<const __half2*>(&factor.first));
     return ptx::cvt_e5m2x2_f16x2(__hmul2(once, *reinterpret_cast<const __half2*>(&factor.second)));
@@ -179,6 +180,36 @@ __device__ __forceinline__ uint32_t scaled_pair(uint32_t codes, const Factor<E>&
     const __half2 v = ptx::cvt_f16x2_e4m3x2(codes);
     return ptx::cvt_e4m3x2_f16x2(__hmul2(v, *reinterpret_cast<const __half2*>(&factor.first)));
   }
+}
+
+// Factors of two-level codes: a scale over 8. Products have at most 4 significant bits, and are 2^-13 or more: exact in fp16.
+template <>
+struct CodeFactor<Element::kE2M1> {
+  uint32_t first;
+  CodeFactor() = default;
+  __device__ explicit CodeFactor(int32_t scale) {
+    const __half s = __low2half(ptx::cvt_f16x2_e4m3x2(static_cast<uint32_t>(scale))) * __float2half(0.125f);
+    first = __half_as_ushort(s);
+  }
+  __device__ CodeFactor(const CodeFactor& lo, const CodeFactor& hi) : first(lo.first | hi.first << 16) {}
+};
+
+// e4m3 codes of a word of 8 nibbles. factor(k): of elements 2 k and 2 k + 1.
+template <typename Of>
+__device__ __forceinline__ uint2 scaled_nibbles(uint32_t word, Of factor) {
+  uint32_t out[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const uint32_t four = word >> (16 * h);
+    // The high bytes of 0, .5, 1, 1.5, 2, 3, 4, 6 in fp16 are a table of 8 bytes; the sign goes on top.
+    const uint32_t high = __byte_perm(0x3E3C3800u, 0x46444240u, four & 0x7777u);
+    const uint32_t lo = __byte_perm(high, 0, 0x1404) | (four & 0x8) << 12 | (four & 0x80) << 24;
+    const uint32_t hi = __byte_perm(high, 0, 0x3424) | (four & 0x800) << 4 | (four & 0x8000) << 16;
+    const uint32_t f = factor(2 * h), g = factor(2 * h + 1);
+    const auto half2 = [](const uint32_t& bits) { return *reinterpret_cast<const __half2*>(&bits); };
+    out[h] = ptx::cvt_e4m3x2_f16x2(__hmul2(half2(lo), half2(f))) | ptx::cvt_e4m3x2_f16x2(__hmul2(half2(hi), half2(g))) << 16;
+  }
+  return {out[0], out[1]};
 }
 
 // The exponents of 8 lines, by the exponent field of their fp32 scales: it is E for the subnormal 2^-127 and NaN too.
@@ -233,26 +264,40 @@ __global__ void __launch_bounds__(kThreads, 4) codes_kernel(const __grid_constan
   const int32_t row0 = blockIdx.x / tile_cols * kTile, col0 = blockIdx.x % tile_cols * kTile;
   if (row0 >= a.rows) return;
   const int32_t row = row0 + at.row(), col = col0 + at.col();
+  constexpr bool kFourBit = E == Element::kE2M1;
+  if (kFourBit && blockIdx.x + threadIdx.x == 0)
+    *a.line_scale = __fmul_rn(8.0f, tensor_decode_scale(__ldg(a.tensor_amax), a.tensor_max));
   uint2 v[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const uint8_t* p = a.data + static_cast<int64_t>(row + i) * a.cols + col;
-    v[i] = row + i < a.rows ? load8(p, a.cols - col, a.vector_load) : make_uint2(0, 0);
+    const int64_t row_bytes = kFourBit ? (a.cols + 1) >> 1 : a.cols;
+    const uint8_t* p = a.data + (row + i) * row_bytes + (kFourBit ? col >> 1 : col);
+    v[i] = make_uint2(0, 0);
+    if (row + i >= a.rows || col >= a.cols) continue;
+    if (kFourBit && a.vector_load) {
+      v[i].x = __ldg(reinterpret_cast<const uint32_t*>(p));
+    } else {
+      v[i] = load8(p, kFourBit ? min(4, (a.cols - col + 1) >> 1) : a.cols - col, !kFourBit && a.vector_load);
+    }
   }
   if (row < a.rows && col < a.cols) {
     int32_t own[8], line[8];
     read_exponents<Columnwise>(own, a, row, col);
-    read_line_exponents<Columnwise>(line, a, Columnwise ? col : row);
-    Factor<E> factor[8];  // rowwise: of a row, twice; columnwise: four, of two columns each
+    if constexpr (!kFourBit) read_line_exponents<Columnwise>(line, a, Columnwise ? col : row);
+    CodeFactor<E> factor[8];  // rowwise: of a row, twice; columnwise: four, of two columns each
 #pragma unroll
-    for (int k = 0; k < 8; ++k) factor[k] = Factor<E>(own[k] - line[k]);
+    for (int k = 0; k < 8; ++k) factor[k] = CodeFactor<E>(kFourBit ? own[k] : own[k] - line[k]);
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
-      if (!Columnwise) factor[k] = Factor<E>(factor[k], factor[k]);
-      if (Columnwise && k < 4) factor[k] = Factor<E>(factor[2 * k], factor[2 * k + 1]);
+      if (!Columnwise) factor[k] = CodeFactor<E>(factor[k], factor[k]);
+      if (Columnwise && k < 4) factor[k] = CodeFactor<E>(factor[2 * k], factor[2 * k + 1]);
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
+      if constexpr (kFourBit) {
+        v[i] = scaled_nibbles(v[i].x, [&](int k) { return factor[Columnwise ? k : i].first; });
+        continue;
+      }
 #pragma unroll
       for (int w = 0; w < 2; ++w) {
         uint32_t& word = w ? v[i].y : v[i].x;
@@ -296,6 +341,11 @@ template <typename Of>
 cudaError_t launch(const Of& of_all, const AnchorCodes& first, Blocks most, int32_t matrices, cudaStream_t stream) {
   if (most.tiles > 0x7FFFFFFF) return cudaErrorInvalidConfiguration;
   const dim3 blocks(static_cast<unsigned>(most.exponents), matrices), tiles(static_cast<unsigned>(most.tiles), matrices);
+  if (first.element == Element::kE2M1) {
+    const auto codes = first.columnwise ? codes_kernel<Element::kE2M1, true, Of> : codes_kernel<Element::kE2M1, false, Of>;
+    codes<<<tiles, kThreads, 0, stream>>>(of_all);
+    return cudaGetLastError();
+  }
   if (first.powers != nullptr) {
     block_exponents_kernel<<<blocks, kThreads, 0, stream>>>(of_all);
   } else if (first.whole) {

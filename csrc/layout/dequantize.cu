@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(256) dequantize_kernel(const Dequantize a) {
   const bool whole = a.vectors && count == kCols;
   const int64_t row_bytes = E == Element::kE2M1 ? (a.cols + 1) >> 1 : a.cols;
   const int32_t block_cols = ((a.cols - 1) >> a.col_log2) + 1;
-  const float tensor_scale = a.tensor_amax ? tensor_decode_scale(__ldg(a.tensor_amax)) : 1.0f;
+  const float tensor_scale = a.tensor_amax ? tensor_decode_scale(__ldg(a.tensor_amax), a.tensor_max) : 1.0f;
   uint32_t words[kRows][kBytes / 4];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {

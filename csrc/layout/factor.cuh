@@ -8,7 +8,7 @@ namespace fsdp_quant {
 
 __device__ __forceinline__ float value_of(const Factor& f) {
   if (f.value == nullptr) return 1.0f;
-  return f.is_amax ? tensor_decode_scale(*f.value) : *f.value;
+  return f.tensor_max != 0.0f ? tensor_decode_scale(*f.value, f.tensor_max) : *f.value;
 }
 
 }  // namespace fsdp_quant

@@ -14,7 +14,7 @@ enum class Output : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
 // A factor of a product: a decode scale, or the amax that a second-level scale comes from. Null: 1.
 struct Factor {
   const float* value;
-  bool is_amax;
+  float tensor_max;  // of the amax's side; 0: a decode scale
 };
 
 // Codes [rows, row bytes] to [rows, cols] of `output`; a null scale or tensor amax leaves that factor out.
@@ -22,6 +22,7 @@ struct Dequantize {
   const uint8_t* data;
   const void* scale;
   const float* tensor_amax;
+  float tensor_max;            // of its side
   void* out;
   int32_t rows, cols;
   int32_t row_log2, col_log2;  // of the block of one scale; 31 is the whole extent
@@ -61,19 +62,22 @@ struct RelayoutLaunch {
 };
 
 // Codes of blocks [rows, cols] whose scales are powers of two against one exponent a line of the contraction, the largest
-// of its blocks', or one of the tensor; of some matrices one behind the other.
+// of its blocks', or one of the tensor; of some matrices one behind the other. Or two-level codes of scales that are kE4M3Exact, as
+// ScaleLayout::kOperand has them.
 struct AnchorCodes {
   const uint8_t* data;
-  const uint8_t* scale;       // biased exponents of (outer, contraction) blocks, compact
+  const uint8_t* scale;       // biased exponents (two-level: e4m3 codes) of (outer, contraction) blocks, compact
+  const float* tensor_amax;   // two-level: [1]
+  float tensor_max;           // of its side
   const float* powers;        // null; else fp32 scales of (128, 128) blocks of one matrix, whose exponents go to `exponents`
   uint8_t* exponents;         // what scale points to, where powers does
   uint8_t* out;               // [rows, cols], or [cols, rows] when transposed
   float* line_scale;          // [lines], aligned to 16; whole: [1], which is 0 before the launch
   int32_t matrices;           // 1 to 65535
   int32_t rows, cols;         // not 0, below 2^31 - kTile
-  int32_t outer_log2;         // 0, 5 or 7
-  int32_t contraction_log2;   // 5 or 7
-  Element element;            // of 8 bits
+  int32_t outer_log2;         // 0, 5 or 7; two-level: 0 or 4
+  int32_t contraction_log2;   // 5 or 7; two-level: 4
+  Element element;
   bool columnwise, transposed, whole;
   bool vector_load, vector_scales, vector_store;  // rows are aligned for 8 bytes; of transposed codes, for 16
 };

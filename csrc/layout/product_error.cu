@@ -35,7 +35,8 @@ struct Lines {
 };
 
 __device__ __forceinline__ uint32_t codes_of(const CountedOperand& o, int64_t line, int64_t at, int64_t k) {
-  const uint8_t* p = o.data + line * o.ld + at;
+  const int64_t matrix = line < o.plane_lines ? 0 : static_cast<uint32_t>(line) / static_cast<uint32_t>(o.plane_lines);
+  const uint8_t* p = o.data + matrix * o.plane + (line - matrix * o.plane_lines) * o.ld + at;
   if (o.vectors && at + kCodes <= k) return __ldg(reinterpret_cast<const uint32_t*>(p));
   uint32_t codes = 0;
 #pragma unroll
@@ -171,7 +172,8 @@ __global__ void __cluster_dims__(kBlocks) __launch_bounds__(kErrorThreads)
       }
     });
   }
-  const double own = (p.operand[0].e5m2 ? kOwnE5M2 : kOwnE4M3) + (p.operand[1].e5m2 ? kOwnE5M2 : kOwnE4M3);
+  const auto own_of = [](const CountedOperand& o) { return o.of_e2m1 ? kOwnE2M1 : o.e5m2 ? kOwnE5M2 : kOwnE4M3; };
+  const double own = own_of(p.operand[0]) + own_of(p.operand[1]);
   double extra = 0.0, product = 0.0;
 #pragma unroll 1
   for (int i = 0; i < 2; ++i)

@@ -9,16 +9,18 @@ namespace fsdp_quant {
 
 constexpr int64_t kProbedSteps = 16;  // one of so many steps is looked at
 // Mean square of an element's relative error under scales of its own block.
-constexpr double kOwnE4M3 = 7.04e-4, kOwnE5M2 = 4 * kOwnE4M3;
+constexpr double kOwnE4M3 = 7.04e-4, kOwnE5M2 = 4 * kOwnE4M3, kOwnE2M1 = 9.1e-3;
 
 // Codes [outer, k] of 8 bits.
 struct CountedOperand {
   const uint8_t* data;
   const float* scale;    // of runs along k, [runs, scale_ld]; else not read
   int64_t outer, ld, scale_ld;
+  int64_t plane, plane_lines;  // of matrices: bytes from one to the next, lines of each
   int32_t run_log2;      // 0: a scale of lines or of the tensor
   bool vectors;          // rows are aligned to 4
   bool e5m2, counted;    // counted: what is lost to its anchors; else it has its own scales
+  bool of_e2m1;          // its format's elements are e2m1
   bool of_tokens;        // its lines are; else channels
 };
 

@@ -24,9 +24,9 @@ __global__ void random_keys_kernel(
   if (e < ids.count) make_key(step, ids.at[e], offsets[e + 1] - offsets[e], keys + 5 * e);
 }
 
-__global__ void decode_scales_kernel(const float* amax, int32_t count, float* out) {
+__global__ void decode_scales_kernel(const float* amax, float tensor_max, int32_t count, float* out) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < count) out[i] = tensor_decode_scale(amax[i]);
+  if (i < count) out[i] = tensor_decode_scale(amax[i], tensor_max);
 }
 
 __global__ void record_amax_kernel(float* newest, const float* amax) {
@@ -79,8 +79,8 @@ cudaError_t launch_random_keys(
   return cudaGetLastError();
 }
 
-cudaError_t launch_decode_scales(const float* amax, int32_t count, float* out, cudaStream_t stream) {
-  decode_scales_kernel<<<blocks_of(count), kBlock, 0, stream>>>(amax, count, out);
+cudaError_t launch_decode_scales(const float* amax, float tensor_max, int32_t count, float* out, cudaStream_t stream) {
+  decode_scales_kernel<<<blocks_of(count), kBlock, 0, stream>>>(amax, tensor_max, count, out);
   return cudaGetLastError();
 }
 

@@ -25,8 +25,8 @@ cudaError_t launch_collect(const Apart<float>& scalars, float* out, cudaStream_t
 // keys[groups, 5] of groups whose rows are from offsets[e] to offsets[e + 1]: that of a tensor of those rows.
 cudaError_t launch_random_keys(
     const int64_t* step, const Apart<int64_t>& ids, const int32_t* offsets, int64_t* keys, cudaStream_t stream);
-// The decode scales of two-level formats of `count` tensor amaxes.
-cudaError_t launch_decode_scales(const float* amax, int32_t count, float* out, cudaStream_t stream);
+// The decode scales of a two-level side (tensor_max) of `count` tensor amaxes.
+cudaError_t launch_decode_scales(const float* amax, float tensor_max, int32_t count, float* out, cudaStream_t stream);
 // *out = the largest of |amaxes|; NaN if one is.
 cudaError_t launch_largest(const float* amaxes, int64_t count, float* out, cudaStream_t stream);
 // *newest = max(*newest, amax), unless amax is not finite.

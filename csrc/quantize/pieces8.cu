@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreads) cast_scales_kernel(const __grid_cons
   }
   const Side& s = launch.side[max(run.side, 0)];
   const bool is_values = run.side < 0;
-  const float target = !is_values && s.two_level() ? __fmul_rn(tensor_encode_factor(*run.tensor_amax), 1.0f / 6.0f) : 0.0f;
+  const float target = !is_values && s.two_level() ? two_level_target(*run.tensor_amax, s) : 0.0f;
 #pragma unroll
   for (int k = 0; k < kScaleChunk / kThreads; ++k) {
     const int64_t i = first + k * kThreads;
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads) cast_scales_kernel(const __grid_cons
       if (run.out != nullptr) static_cast<uint32_t*>(run.out)[i] = delayed_scale(s, b).stored;
       if (run.record != nullptr && is_finite(v[k])) *run.record = fmaxf(*run.record, v[k]);
     } else if (s.two_level()) {
-      static_cast<uint8_t*>(run.out)[i] = static_cast<uint8_t>(two_level_code(v[k], target, false));
+      static_cast<uint8_t*>(run.out)[i] = static_cast<uint8_t>(two_level_code(v[k], target, false, s.exact()));
     } else if (s.byte_scales()) {
       static_cast<uint8_t*>(run.out)[i] = static_cast<uint8_t>(e8m0_scale(v[k], s).stored);
     } else {

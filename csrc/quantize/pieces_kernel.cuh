@@ -265,7 +265,7 @@ constexpr int kRowPitch = kTile * 4 + 16;  // bytes of a row of values, at most
 
 struct PiecesSmem : TileSmem {
   uint32_t largest[kThreads / 32];
-  float target[2];  // see two_level_scale
+  float target[2];  // two_level_target
   Piece piece;
 };
 
@@ -349,8 +349,8 @@ __device__ __forceinline__ void fill_factors(const Side (&side)[2], const Tile& 
     smem.lines[d][i] = bits_of(d ? line_factor<true>(s, b, tile.col0 + i) : line_factor<false>(s, b, tile.row0 + i));
   } else if (FourBit && s.present() && s.four_bit()) {
     const float amax = __ldcg(b.tensor_amax);
-    smem.factors[d][i] = two_level_factor(i, amax);
-    if (i == 0) smem.target[d] = __fmul_rn(tensor_encode_factor(amax), 1.0f / 6.0f);
+    smem.factors[d][i] = two_level_factor(i, amax, s);
+    if (i == 0) smem.target[d] = two_level_target(amax, s);
   }
   __syncthreads();
 }

@@ -11,12 +11,14 @@
 namespace fsdp_quant {
 
 enum class Element : int32_t { kNone = 0, kE4M3 = 1, kE5M2 = 2, kE2M1 = 3 };
-enum class ScaleKind : int32_t { kFp32 = 0, kFp32Pow2 = 1, kE8M0Up = 2, kE8M0Floor = 3, kE4M3 = 4 };
+// kE4M3, kE4M3Exact: two-level; the nearest e4m3, or 1, 1.25 or 1.5 times a power of two (formats.py, FP8_EXACT_SCALES).
+enum class ScaleKind : int32_t { kFp32 = 0, kFp32Pow2 = 1, kE8M0Up = 2, kE8M0Floor = 3, kE4M3 = 4, kE4M3Exact = 5 };
 // kCompact: [block rows, block cols]. The others are what the tensor cores read, of outer x contraction blocks:
 // whole-contraction scales [outer]; fp32 (1, 128) [contraction, outer rounded up to 4]; fp32 (128, 128)
 // [outer, contraction rounded up to 4]; one-byte scales [outer, contraction] (kHopper), or one a row of the operand in
-// 128 x 4 tiles of 512 bytes, zero-padded (kBlackwell).
-enum class ScaleLayout : int32_t { kCompact = 0, kHopper = 1, kBlackwell = 2 };
+// 128 x 4 tiles of 512 bytes, zero-padded (kBlackwell). kOperand, of kE4M3Exact: codes are e4m3(element * scale / 8), a byte
+// each, and the scale is 8 D, fp32 [1] (of tokens: [groups]).
+enum class ScaleLayout : int32_t { kCompact = 0, kHopper = 1, kBlackwell = 2, kOperand = 3 };
 enum class Input : int32_t { kBF16 = 0, kF16 = 1, kF32 = 2, kF32AsBF16 = 3 };
 
 constexpr int kTile = 128;
@@ -36,6 +38,7 @@ struct Side {
   int32_t anchor_log2;  // of the run that shares an anchor (SideBuffers::anchor)
   float max;            // largest finite element
   float inverse_max;
+  float tensor_max;     // two-level: what the amax of the tensor is encoded to
   float eps;            // fp32 scales: smaller amaxes count as eps
   bool stochastic;
   bool rotated;
@@ -43,10 +46,12 @@ struct Side {
 
   __host__ __device__ bool present() const { return element != Element::kNone; }
   __host__ __device__ bool four_bit() const { return element == Element::kE2M1; }
-  __host__ __device__ bool two_level() const { return scale == ScaleKind::kE4M3; }
+  __host__ __device__ bool two_level() const { return scale >= ScaleKind::kE4M3; }
+  __host__ __device__ bool exact() const { return scale == ScaleKind::kE4M3Exact; }
+  __host__ __device__ bool operand() const { return scale_layout == ScaleLayout::kOperand; }
   __host__ __device__ bool whole() const { return contraction == 0; }
   __host__ __device__ bool whole_tensor() const { return contraction == 0 && outer == 0; }
-  __host__ __device__ bool byte_scales() const { return scale >= ScaleKind::kE8M0Up; }
+  __host__ __device__ bool byte_scales() const { return scale >= ScaleKind::kE8M0Up && !operand(); }
 };
 
 // An array over (line block, block), with strides in elements.
@@ -149,6 +154,7 @@ inline bool is_full(const Side& s, const SideBuffers& b) { return s.stochastic |
 // Both sides in one launch; the caller makes two launches of what does not fuse.
 inline bool fuses(const Side (&side)[2], const SideBuffers (&b)[2], Input input) {
   if (!side[0].present() || !side[1].present() || side[0].four_bit() == side[1].four_bit()) return true;
+  if (side[0].operand() || side[1].operand()) return false;  // runs_kernel.cuh alone writes operands
   return input != Input::kF16 && input != Input::kF32 && side[1].four_bit() && !is_full(side[0], b[0]);
 }
 

@@ -637,10 +637,10 @@ __device__ __forceinline__ void find_factors(
     if constexpr (kIsPiece<Buffers>) {
       target = smem.target[Columnwise];
     } else {
-      target = __fmul_rn(tensor_encode_factor(__ldcg(b.tensor_amax)), 1.0f / 6.0f);
+      target = two_level_target(__ldcg(b.tensor_amax), s);
     }
     const bool round_up = P::kFull && s.stochastic;
-    scales([&](float a) { return two_level_scale(a, target, round_up, smem.factors[Columnwise]); });
+    scales([&](float a) { return two_level_scale(a, target, round_up, s.exact(), smem.factors[Columnwise]); });
   } else {
     float least = amax[0], largest = amax[0];
 #pragma unroll
@@ -796,7 +796,7 @@ __device__ __forceinline__ void fill_factors(
     const Side (&side)[2], const SideBuffers& row, const SideBuffers& col, float (&factors)[2][128]) {
   const int d = threadIdx.x / 128, code = threadIdx.x % 128;
   const float* const amax = d ? col.tensor_amax : row.tensor_amax;
-  if (side[d].present() && side[d].four_bit()) factors[d][code] = two_level_factor(code, __ldcg(amax));
+  if (side[d].present() && side[d].four_bit()) factors[d][code] = two_level_factor(code, __ldcg(amax), side[d]);
 }
 
 __device__ __forceinline__ void grid_barrier(uint32_t* barrier, uint32_t blocks) {
@@ -821,6 +821,7 @@ __device__ __forceinline__ void grid_barrier(uint32_t* barrier, uint32_t blocks)
 template <bool Columnwise>
 __device__ __forceinline__ void take_group(SideBuffers& b, const Side& s, int32_t group) {
   if (s.two_level()) b.tensor_amax += group;
+  if (s.operand()) b.scale = static_cast<float*>(b.scale) + group;
   if (b.key != nullptr) b.key += 5 * group;
   if (Columnwise ? !s.whole() : !s.whole_tensor()) return;
   const int64_t at = static_cast<int64_t>(group) * b.compact.lines;

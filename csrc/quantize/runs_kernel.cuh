@@ -4,7 +4,8 @@
 //
 // Block: 256 threads, a tile of 128 x 128 bf16 values in shared memory. Warp w holds rows 16 w to 16 w + 15, which no
 // other warp reads. Rowwise lane l takes the runs of 16 columns from 16 (l % 8) of the four rows from 4 (l / 8);
-// columnwise it takes the runs of 16 rows of the four columns from 4 l.
+// columnwise it takes the runs of 16 rows of the four columns from 4 l. A side that is an operand (ScaleLayout::kOperand) has
+// e4m3 codes: bytes permuted out of a table of the 8 magnitudes under each scale.
 #pragma once
 
 #include "quantize/quantize_kernel.cuh"
@@ -13,16 +14,21 @@ namespace fsdp_quant {
 
 constexpr int kRun = 16;
 constexpr int kPitch = kTile * 2 + 16;  // bytes of a row of values: rows start four banks apart
-constexpr int kCodePitch = 72;          // bytes of a row of codes, which a warp transposes
+constexpr int kCodePitch = 72;          // bytes of a row of codes, which a warp transposes; of an operand twice as many
 
+// Operands: some side is one.
+template <bool Operands>
 struct RunsSmem {
   // Square blocks: a warp's part holds its codes once its values are encoded.
   alignas(16) uint8_t values[kTile * kPitch];
-  uint4 codes[kTile * 4];          // see flush_transposed
+  uint4 codes[kTile * (Operands ? 8 : 4)];  // see flush_transposed
   uint8_t scales[2][kTile][8];
   float factors[2][128];
-  float target[2];  // see two_level_scale
+  float target[2];                 // two_level_target
+  uint2 magnitudes[Operands ? 128 : 1];  // of every scale, the e4m3 codes of 0, .5, 1, 1.5, 2, 3, 4, 6 times it, over 8
 };
+constexpr int kRunsBlocks = 4;  // share a multiprocessor
+static_assert(kRunsBlocks * (sizeof(RunsSmem<true>) + 1024) <= 228 * 1024, "too large for as many blocks");
 
 // 16 values along the contraction, two a word.
 struct Run {
@@ -129,6 +135,34 @@ __device__ __forceinline__ uint2 run_codes(const Run& r, float enc, const uint4&
           half_codes<Stochastic, Regular>(r.w, 1, enc, random.z, random.w)};
 }
 
+__device__ __forceinline__ uint2 magnitudes_of(uint32_t scale) {
+  const float s = scale == 0x7F ? quiet_nan() : e4m3_value(scale) * 0.125f;
+  return {ptx::cvt_e4m3x2(0.5f * s, 0.0f * s) | ptx::cvt_e4m3x2(1.5f * s, s) << 16,
+          ptx::cvt_e4m3x2(3.0f * s, 2.0f * s) | ptx::cvt_e4m3x2(6.0f * s, 4.0f * s) << 16};
+}
+
+// A byte for each nibble of `codes`. A selector whose fourth bit is set repeats the sign of the byte that it selects.
+__device__ __forceinline__ uint4 bytes_of_run(uint2 codes, uint2 magnitudes) {
+  uint32_t w[4];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const uint32_t c = h ? codes.y : codes.x, low_signs = c << 4, which = c & 0x77777777u;
+    w[2 * h] = __byte_perm(magnitudes.x, magnitudes.y, which) | (ptx::prmt(c, low_signs, 0x9D8C) & 0x80808080u);
+    w[2 * h + 1] = __byte_perm(magnitudes.x, magnitudes.y, which >> 16) | (ptx::prmt(c, low_signs, 0xBFAE) & 0x80808080u);
+  }
+  return {w[0], w[1], w[2], w[3]};
+}
+
+// The bytes of 16 in whatever order a row of 16 may be stored in.
+__device__ __forceinline__ void store_run(uint8_t* at, const uint4& v, bool vector, int32_t bytes) {
+  if (vector) {
+    *reinterpret_cast<uint4*>(at) = v;
+  } else {
+    store_bytes(at, v.x, v.y, bytes);
+    store_bytes(at + 8, v.z, v.w, bytes - 8);
+  }
+}
+
 // Codes of the first `left` elements of a run.
 __device__ __forceinline__ uint2 mask_of(int32_t left) {
   const uint64_t mask = left >= kRun ? ~0ull : left > 0 ? (1ull << (4 * left)) - 1 : 0;
@@ -149,15 +183,18 @@ __device__ __forceinline__ uint2 codes_of(
   return {codes.x & mask.x, codes.y & mask.y};
 }
 
-// Rows of this warp, from shared memory. Square: blocks are (16, 16), and the codes go to shared memory too.
-template <bool Square>
-__device__ __forceinline__ void encode_rows(const Side& s, const SideBuffers& b, const Tile& tile, RunsSmem& smem) {
+// Rows of this warp, from shared memory. Square: blocks are (16, 16), and the codes go to shared memory too, for `col`; a side
+// without data is not stored.
+template <bool Square, bool Operands>
+__device__ __forceinline__ void encode_rows(
+    const Side& s, const SideBuffers& b, const Side& col_side, const Tile& tile, RunsSmem<Operands>& smem) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = lane & 7, local = warp * kRun + (lane >> 3) * 4;
   const int32_t row = tile.row0 + local, col = tile.col0 + group * kRun;
-  const int32_t row_bytes = (b.length + 1) >> 1;
+  const bool operand = Operands && s.operand();
+  const int32_t row_bytes = operand ? b.length : (b.length + 1) >> 1;
   const bool vector = b.vector_store && (row_bytes & 7) == 0 && row + 4 <= b.lines && col + kRun <= b.length;
   const uint2 mask = mask_of(b.length - col);
-  uint8_t* address = b.data + static_cast<int64_t>(row) * row_bytes + (col >> 1);
+  uint8_t* address = b.data + static_cast<int64_t>(row) * row_bytes + (operand ? col : col >> 1);
   const uint8_t* values = smem.values + local * kPitch + group * kRun * 2;
   auto load = [&](int k) {
     Run run;
@@ -165,8 +202,12 @@ __device__ __forceinline__ void encode_rows(const Side& s, const SideBuffers& b,
     *reinterpret_cast<uint4*>(run.w + 4) = *reinterpret_cast<const uint4*>(values + k * kPitch + 16);
     return run;
   };
-  auto put = [&](int k, uint2 codes) {
-    if (vector) {
+  auto put = [&](int k, uint2 codes, uint32_t scale) {
+    if (Square && b.data == nullptr) return;
+    if (operand) {
+      if (row + k < b.lines)
+        store_run(address + k * row_bytes, bytes_of_run(codes, smem.magnitudes[scale]), vector, row_bytes - col);
+    } else if (vector) {
       *reinterpret_cast<uint2*>(address + k * row_bytes) = codes;
     } else if (row + k < b.lines) {
       store_bytes(address + k * row_bytes, codes.x, codes.y, min(row_bytes - (col >> 1), 8));
@@ -184,18 +225,31 @@ __device__ __forceinline__ void encode_rows(const Side& s, const SideBuffers& b,
     m = max(m, __shfl_xor_sync(0xFFFFFFFFu, m, 8));
     m = max(m, __shfl_xor_sync(0xFFFFFFFFu, m, 16));
     const float amax = __uint_as_float(m);
-    const BlockScale scale = two_level_scale(amax, smem.target[0], false, smem.factors[0]);
+    const BlockScale scale = two_level_scale(amax, smem.target[0], false, s.exact(), smem.factors[0]);
     uint2 codes[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       codes[k] = codes_of(run[k], amax, scale.enc, false, uint4{}, mask);
       if (row + k >= b.lines) codes[k] = {};
-      put(k, codes[k]);
+      put(k, codes[k], scale.stored);
       smem.scales[0][local + k][group] = smem.scales[1][group * kRun + (lane >> 3) * 4 + k][warp] =
           static_cast<uint8_t>(scale.stored);
     }
     __syncwarp();  // the warp's values are all in registers
     uint8_t* own = smem.values + warp * kRun * kPitch;
+    if (Operands && col_side.operand()) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        *reinterpret_cast<uint4*>(own + ((lane >> 3) * 4 + k) * 2 * kCodePitch + group * 16) =
+            bytes_of_run(codes[k], smem.magnitudes[scale.stored]);
+      __syncwarp();
+      const Position at;
+      uint2 v[8];
+#pragma unroll
+      for (int k = 0; k < 8; ++k)
+        v[k] = *reinterpret_cast<const uint2*>(own + (at.half * 8 + k) * 2 * kCodePitch + at.group * 8);
+      return stage_transposed<false>(v, smem.codes, at);
+    }
 #pragma unroll
     for (int k = 0; k < 4; ++k)
       *reinterpret_cast<uint2*>(own + ((lane >> 3) * 4 + k) * kCodePitch + group * 8) = codes[k];
@@ -218,17 +272,18 @@ __device__ __forceinline__ void encode_rows(const Side& s, const SideBuffers& b,
         Run run = load(k + n);
         if (s.rotated) run = rotated([&](int e) { return run[e]; });
         const float amax = run.amax();
-        const BlockScale scale = two_level_scale(amax, smem.target[0], s.stochastic, smem.factors[0]);
+        const BlockScale scale = two_level_scale(amax, smem.target[0], s.stochastic, s.exact(), smem.factors[0]);
         smem.scales[0][local + k + n][group] = static_cast<uint8_t>(scale.stored);
-        put(k + n, codes_of(run, amax, scale.enc, s.stochastic, random[n], mask));
+        put(k + n, codes_of(run, amax, scale.enc, s.stochastic, random[n], mask), scale.stored);
       }
     }
   }
 }
 
 // Runs down the columns of this warp's rows, from shared memory.
+template <bool Operands>
 __device__ __forceinline__ void encode_columns(
-    const Side& s, const SideBuffers& b, const Tile& tile, int32_t cols, RunsSmem& smem) {
+    const Side& s, const SideBuffers& b, const Tile& tile, int32_t cols, RunsSmem<Operands>& smem) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int32_t row = tile.row0 + warp * kRun, col = tile.col0 + lane * 4;
   RandomRuns source = {};
@@ -244,6 +299,7 @@ __device__ __forceinline__ void encode_columns(
     uint4 random[2] = {};
     if (s.stochastic) source.draw(random, j);
     uint2 codes[2];
+    uint32_t stored[2];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       Run run;
@@ -254,12 +310,19 @@ __device__ __forceinline__ void encode_columns(
         for (int k = 0; k < 8; ++k) run.w[k] = __byte_perm(w[2 * k], w[2 * k + 1], n ? 0x7632 : 0x5410);
       }
       const float amax = run.amax();
-      const BlockScale scale = two_level_scale(amax, smem.target[1], s.stochastic, smem.factors[1]);
+      const BlockScale scale = two_level_scale(amax, smem.target[1], s.stochastic, s.exact(), smem.factors[1]);
+      stored[n] = scale.stored;
       smem.scales[1][lane * 4 + j + n][warp] = static_cast<uint8_t>(scale.stored);
       codes[n] = codes_of(run, amax, scale.enc, s.stochastic, random[n], mask);
     }
-    if (s.transposed) {  // a column is 16 words of which `group`, of 8 columns, permutes the order: see flush_transposed
-      const int group = lane >> 1;
+    const int group = lane >> 1;
+    if (Operands && s.operand()) {  // a column is 16 chunks of 8, permuted by `group`: see flush_transposed
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const uint4 v = bytes_of_run(codes[n], smem.magnitudes[stored[n]]);
+        smem.codes[(lane * 4 + j + n) * 8 + (warp ^ (group >> 1))] = group & 1 ? make_uint4(v.z, v.w, v.x, v.y) : v;
+      }
+    } else if (s.transposed) {  // a column is 16 words of which `group`, of 8 columns, permutes the order: see flush_transposed
 #pragma unroll
       for (int n = 0; n < 2; ++n)
         reinterpret_cast<uint2*>(smem.codes)[(lane * 4 + j + n) * 8 + (warp ^ (group >> 1))] =
@@ -276,9 +339,9 @@ __device__ __forceinline__ void encode_columns(
 }
 
 // The warp's 16 rows of the tile to shared memory, asynchronously; elements beyond the tensor, or row `rows`, are zero.
-template <bool Tokens>
+template <bool Tokens, class Smem>
 __device__ __forceinline__ void load_values(
-    const TensorArgs& t, Input input, const Tile& tile, int32_t rows, RunsSmem& smem) {
+    const TensorArgs& t, Input input, const Tile& tile, int32_t rows, Smem& smem) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int32_t row = tile.row0 + warp * kRun, col = tile.col0;
   if (input == Input::kBF16 && t.vector_load && row + kRun <= rows && col + kTile <= t.cols) {
@@ -304,10 +367,17 @@ __device__ __forceinline__ void load_values(
   }
 }
 
+// The scale of an operand: one thread of the first tile that it serves.
+__device__ __forceinline__ void store_operand_scale(const Side& s, const SideBuffers& b, const Tile& tile, int32_t row0) {
+  if (s.present() && s.operand() && b.scale != nullptr && tile.row0 == row0 && tile.col0 == 0 && threadIdx.x == 0)
+    *static_cast<float*>(b.scale) = __fmul_rn(8.0f, tensor_decode_scale(__ldcg(b.tensor_amax), s.tensor_max));
+}
+
 // Square: one (16, 16) block serves both directions. Tokens: rows of tiles, and their groups, are as `sources` of the launch says.
-template <bool Square, bool Tokens>
-__global__ void __launch_bounds__(kThreads, 4) quantize_runs_kernel(const __grid_constant__ Launch<1> launch) {
-  __shared__ RunsSmem smem;
+template <bool Square, bool Tokens, bool Operands>
+__global__ void __launch_bounds__(kThreads, kRunsBlocks) quantize_runs_kernel(const __grid_constant__ Launch<1> launch) {
+  extern __shared__ uint4 shared[];
+  auto& smem = *reinterpret_cast<RunsSmem<Operands>*>(shared);
   const Side& row = launch.side[0];
   const Side& col = launch.side[1];
   const TensorArgs& t = launch.tensors[0];
@@ -327,20 +397,28 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_runs_kernel(const __grid
   fill_factors(launch.side, row_buffers, col_buffers, smem.factors);
   if (threadIdx.x < 2 && launch.side[threadIdx.x].present()) {
     const float* const amax = threadIdx.x ? col_buffers.tensor_amax : row_buffers.tensor_amax;
-    smem.target[threadIdx.x] = __fmul_rn(tensor_encode_factor(__ldcg(amax)), 1.0f / 6.0f);
+    smem.target[threadIdx.x] = two_level_target(__ldcg(amax), launch.side[threadIdx.x]);
   }
+  if (Operands && threadIdx.x < 128) smem.magnitudes[threadIdx.x] = magnitudes_of(threadIdx.x);
   __syncthreads();
   ptx::copy_async_wait();
   __syncwarp();
-  if (Square || row.present()) encode_rows<Square>(row, row_buffers, row_tile, smem);
+  if (Square || row.present()) encode_rows<Square>(row, row_buffers, col, row_tile, smem);
   if (!Square && col.present()) encode_columns(col, col_buffers, tile, t.cols, smem);
   __syncthreads();
+  if constexpr (Operands) {
+    store_operand_scale(row, row_buffers, row_tile, row_tile.start), store_operand_scale(col, col_buffers, tile, tile.start);
+  }
   using P = std::conditional_t<Square, Path<Work::kTwin, 4>, Path<Work::kPlain, 4, kRun>>;
-  if (Square || row.present()) flush_scales<false, P>(row, row_buffers, row_tile, smem.scales[0]);
-  if (Square || col.present()) flush_scales<true, P>(col, col_buffers, tile, smem.scales[1]);
-  if (Square || (col.present() && col.transposed))
-    flush_transposed<true>(
-        t.side[1].data, t.side[1].vector_store, tile.row0, tile.col0, t.side[1].length, t.cols, smem.codes);
+  if ((Square || row.present()) && !(Operands && row.operand())) flush_scales<false, P>(row, row_buffers, row_tile, smem.scales[0]);
+  if ((Square || col.present()) && !(Operands && col.operand())) flush_scales<true, P>(col, col_buffers, tile, smem.scales[1]);
+  const SideBuffers& turned = t.side[1];
+  if (Operands && col.present() && col.operand()) {
+    if (turned.data != nullptr)
+      flush_transposed<false>(turned.data, turned.vector_store, tile.row0, tile.col0, turned.length, t.cols, smem.codes);
+  } else if (Square || (col.present() && col.transposed)) {
+    flush_transposed<true>(turned.data, turned.vector_store, tile.row0, tile.col0, turned.length, t.cols, smem.codes);
+  }
 }
 
 }  // namespace fsdp_quant

@@ -15,10 +15,11 @@ from torch import Tensor
 
 import fsdp_quant as fq
 from dist_tests.bench.clock import DeviceClock, measurable
+from dist_tests.bench.linear import RECIPES as OF_LINEAR
 from fsdp_quant import recipes
 
 N, K, TOKENS = 4096, 2048, 1024
-RECIPES = ("fp8_block", "mxfp8", "fp8_row", "fp8_current", "fp8_delayed", "nvfp4", "identity")
+RECIPES = OF_LINEAR | {"identity": recipes.identity}
 
 
 def bf16(x: Tensor, w: Tensor, ends: Tensor, dy: Tensor):
@@ -56,7 +57,7 @@ def main() -> int:
         base = clock.sustained([bf16(x, w, ends, dy)]).us
         print(f"{experts} experts: bf16 torch._grouped_mm {base:.0f} us")
         for name in args.recipes:
-            recipe = getattr(recipes, name)
+            recipe = RECIPES[name]
             module = fq.GroupedLinear(experts, K, N, False, device, torch.bfloat16, packed=True, recipe=recipe())
             sizes = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
             for what, splits in (("device splits", ends), ("host splits", sizes)):

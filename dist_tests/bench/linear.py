@@ -66,6 +66,8 @@ RECIPES: dict[str, Callable[[], fq.Recipe]] = {
     "mxfp8": fq.recipes.mxfp8,
     "nvfp4": fq.recipes.nvfp4,
     "hybrid": functools.partial(fq.recipes.hybrid, "mxfp8", "nvfp4"),
+    "nvfp4_exact": functools.partial(fq.recipes.nvfp4, scale_rule="fp8_exact"),
+    "hybrid_exact": functools.partial(fq.recipes.hybrid, "mxfp8", "nvfp4", scale_rule="fp8_exact"),
 }
 # Of the eager mlp in fused modules.
 FLOORS = {"fp8_delayed": 1.5, "fp8_current": 1.5, "fp8_block": 1.35, "mxfp8": 1.3}

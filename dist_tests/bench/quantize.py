@@ -52,6 +52,7 @@ from fsdp_quant.formats import (
     SCALE_BYTES,
     Direction,
     Encoding,
+    Format,
     ceil_div,
     format_of,
     round_up,
@@ -90,11 +91,11 @@ class Row:
     work: Callable[[object], Work]
 
 
-def encoding(name: str, direction: Direction, stochastic: bool = False, rotated: bool = False) -> Encoding:
+def encoding(name: str | Format, direction: Direction, stochastic: bool = False, rotated: bool = False) -> Encoding:
     return Encoding(format_of(name, rotated=True) if rotated else format_of(name), direction, stochastic)
 
 
-def both(name: str) -> tuple[Encoding, Encoding]:
+def both(name: str | Format) -> tuple[Encoding, Encoding]:
     return encoding(name, ROWWISE), encoding(name, COLUMNWISE)
 
 
@@ -117,8 +118,17 @@ def _reference_encode(
     return [codes, scale.t().contiguous()]
 
 
+def _reference_operand(x: Tensor, e: Encoding) -> list[Tensor]:
+    values = reference.prepared(x, e)
+    amax, tensor_amax = reference.statistics(values, e)
+    codes, scale = reference.encode(values, amax, tensor_amax, e, 0, _key(x) if e.stochastic else None)
+    codes, scale = reference.e4m3_operand(codes, scale, tensor_amax, e.fmt, e.direction, values.shape[1])
+    return [codes.t().contiguous() if e.direction is COLUMNWISE else codes, scale]
+
+
 def quantizes(
-    *encodings: Encoding, known: bool = False, transposed: bool = False, masters: bool = False, delayed: bool = False
+    *encodings: Encoding, known: bool = False, transposed: bool = False, masters: bool = False, delayed: bool = False,
+    operands: bool = False,
 ) -> Callable[[Tensor], Work]:
     """native.quantize of a bf16 x.
 
@@ -126,9 +136,10 @@ def quantizes(
     transposed:  the columnwise side as [cols, rows], scales as a Hopper GEMM reads them.
     masters:     x as fp32, rounded to bf16 by the kernel.
     delayed:     the encode factor comes from a history.
+    operands:    e4m3 codes of 4-bit ones.
     """
-    flags = [transposed and e.direction is COLUMNWISE for e in encodings]
-    scale_layout = native.HOPPER if transposed else native.COMPACT
+    flags = [(transposed or operands) and e.direction is COLUMNWISE for e in encodings]
+    scale_layout = native.OPERAND if operands else native.HOPPER if transposed else native.COMPACT
 
     def work(x: Tensor) -> Work:
         values = x.float() if masters else x
@@ -147,8 +158,10 @@ def quantizes(
             return [buffer for data, scale, *_ in made for buffer in (data, scale)]
 
         def plain() -> list:
-            return [_reference_encode(values.to(torch.bfloat16), e, stats and stats[i], encs and encs[i], flags[i])
-                    for i, e in enumerate(encodings)]
+            x = values.to(torch.bfloat16)
+            if operands:
+                return [_reference_operand(x, e) for e in encodings]
+            return [_reference_encode(x, e, stats and stats[i], encs and encs[i], flags[i]) for i, e in enumerate(encodings)]
 
         return Work(call, [values], plain)
 
@@ -245,6 +258,10 @@ MX_ROW, MX_COL = both(MX)
 NV_ROW, NV_ROW_SR = encoding(NV, ROWWISE), encoding(NV, ROWWISE, stochastic=True)
 NV_COL_RHT = encoding(NV, COLUMNWISE, rotated=True)
 NV_COL_RHT_SR = encoding(NV, COLUMNWISE, stochastic=True, rotated=True)
+EXACT, EX_16X16 = format_of(NV, scale_rule="fp8_exact"), both(format_of("nvfp4_16x16", scale_rule="fp8_exact"))
+EX_ROW, EX_ROW_SR = encoding(EXACT, ROWWISE), encoding(EXACT, ROWWISE, stochastic=True)
+EX_COL_RHT = encoding(EXACT, COLUMNWISE, rotated=True)
+EX_COL_RHT_SR = encoding(EXACT, COLUMNWISE, stochastic=True, rotated=True)
 
 ROWS = (
     Row("amax", .85, .95, collects(encoding(TENSOR, ROWWISE))),
@@ -270,6 +287,10 @@ ROWS = (
     Row("nvfp4 row, current", None, None, quantizes(NV_ROW)),
     Row("nvfp4 row SR + column RHT SR, known", .35, .60, quantizes(NV_ROW_SR, NV_COL_RHT_SR, known=True)),
     Row("nvfp4 row SR + column RHT SR, current", None, None, quantizes(NV_ROW_SR, NV_COL_RHT_SR)),
+    Row("nvfp4 exact row + column RHT, operands, known", None, None, quantizes(EX_ROW, EX_COL_RHT, known=True, operands=True)),
+    Row("nvfp4 exact row SR + column RHT SR, operands, known", .36, .45,
+        quantizes(EX_ROW_SR, EX_COL_RHT_SR, known=True, operands=True)),
+    Row("nvfp4_16x16 exact, operands, known", None, None, quantizes(*EX_16X16, known=True, operands=True)),
     Row("nvfp4_16x16 row + transposed, known", .60, .85, quantizes(*both("nvfp4_16x16"), known=True, transposed=True)),
     Row("mxfp8 row + nvfp4 column RHT, known", None, None, quantizes(MX_ROW, NV_COL_RHT, known=True)),
     Row("transpose bytes", None, .85, transposes(encoding(TENSOR, ROWWISE))),

@@ -39,6 +39,7 @@ class Spec:
     pow2: bool = False
     floor: bool = False
     rotated: bool = False
+    exact: bool = False
     stochastic: bool = False
     eps: float = 0.0
 
@@ -61,6 +62,7 @@ SPECS = {
     "nvfp4_16x16": Spec("e2m1", (16, 16), "e4m3"),
 }
 SPECS["nvfp4_rht"] = replace(SPECS["nvfp4"], rotated=True)
+SPECS |= {f"{name}_exact": replace(SPECS[name], exact=True) for name in ("nvfp4", "nvfp4_16x16", "nvfp4_rht")}
 
 
 def fl(value):
@@ -228,23 +230,42 @@ def power_of_two(code: int) -> float:
     return math.nan if code == 255 else 2.0 ** (code - 127)
 
 
-def tensor_factor(tensor_amax: float) -> float:
+def tensor_factor(tensor_amax: float, spec: Spec) -> float:
     if tensor_amax == 0 or not math.isfinite(tensor_amax):
         return 1.0
-    return min(float(fl(2688.0 / tensor_amax)), FLT_MAX)
+    return min(float(fl((2304.0 if spec.exact else 2688.0) / tensor_amax)), FLT_MAX)
 
 
-def tensor_scale(tensor_amax: float) -> float:
+def tensor_scale(tensor_amax: float, spec: Spec) -> float:
     """D: what decoding multiplies by."""
-    return float(fl(1.0 / tensor_factor(tensor_amax))) if math.isfinite(tensor_amax) else math.nan
+    return float(fl(1.0 / tensor_factor(tensor_amax, spec))) if math.isfinite(tensor_amax) else math.nan
 
 
-def two_level_scale(amax: float, factor: float, stochastic: bool) -> tuple[int, float]:
+@functools.cache
+def exact_scales() -> list[tuple[float, int]]:
+    """(value, e4m3 code) of the scales under which every e2m1 number is an e4m3 one, over some power of two."""
+    return [(v, code) for code, v in enumerate(grid("e4m3")) if v and 16 * v / 2 ** math.floor(math.log2(v)) in (16, 20, 24)]
+
+
+def exact_code(target: float, stochastic: bool) -> int:
+    """Of the exact scales the least that is not below; or by the target's place between two powers of two."""
+    if stochastic:
+        return next(code for value, code in [(0.0, 0), *exact_scales()] if value >= target)
+    if target == 0:
+        return 0
+    power = 2.0 ** (math.frexp(target)[1] - 1)
+    chosen = next(s for s, bound in ((2.0, 1.8), (1.5, 1.4), (1.25, 1.15), (1.0, 1.0)) if target / power >= float(fl(bound)))
+    return int(cast(np.array(chosen * power), "e4m3"))
+
+
+def two_level_scale(amax: float, factor: float, spec: Spec) -> tuple[int, float]:
     """(e4m3 code, encode factor)."""
     if math.isnan(amax):
         return 0x7F, math.nan
-    target = min(float(fl(amax * float(fl(factor * float(fl(1 / 6)))))), 448.0)
-    if stochastic:
+    target = min(float(fl(amax * float(fl(factor * float(fl(1 / 6)))))), 384.0 if spec.exact else 448.0)
+    if spec.exact:
+        code = exact_code(target, spec.stochastic)
+    elif spec.stochastic:
         code = int(np.searchsorted(grid("e4m3"), target, side="left"))
     else:
         code = int(cast(np.array(target), "e4m3"))
@@ -314,7 +335,7 @@ def quantize(x: np.ndarray, spec: Spec, columnwise: bool, key: dict[str, int] | 
                 stored = e8m0_code(amax, spec)
                 enc, decode = 1.0 / power_of_two(stored), power_of_two(stored)
             else:
-                stored, enc = two_level_scale(amax, tensor_factor(tensor_amax), spec.stochastic)
+                stored, enc = two_level_scale(amax, tensor_factor(tensor_amax, spec), spec)
                 decode = math.nan if stored == 0x7F else grid("e4m3")[stored]
             scale[i, j] = stored
             with np.errstate(invalid="ignore"):
@@ -323,7 +344,7 @@ def quantize(x: np.ndarray, spec: Spec, columnwise: bool, key: dict[str, int] | 
             with np.errstate(invalid="ignore"):
                 decoded[rows, cols] = fl(value_of(codes[rows, cols], spec.element) * decode)
     if tensor_amax is not None:
-        decoded = fl(decoded * tensor_scale(tensor_amax))
+        decoded = fl(decoded * tensor_scale(tensor_amax, spec))
     if columnwise:
         codes, scale, decoded = codes.T, scale.T, decoded.T
     data = pack(codes) if spec.element == "e2m1" else codes

@@ -18,6 +18,7 @@ from fsdp_quant.storage import Storage
 
 QUANTIZED = {name: q for name, q in QUANTIZERS.items() if q.fmt.is_quantized}
 QUANTIZED["nvfp4_rht"] = Quantizer("nvfp4", rotation=True)
+QUANTIZED["nvfp4_rht_exact"] = Quantizer(format_of("nvfp4", scale_rule="fp8_exact"), rotation=True)
 KEY = {"seed": (0x12345678 << 32) + 0x9ABCDEF0, "step": 3, "tensor_id": 0xDEADBEEF, "micro_batch": 2, "row0": 5}
 SHAPES = [
     (1, 1), (1, 96), (7, 33), (15, 17), (17, 15), (31, 7), (33, 31), (33, 1), (96, 1), (96, 96), (7, 130), (160, 48),
@@ -61,8 +62,9 @@ def test_oracle_covers_every_quantizer():
     assert set(oracle.SPECS) == set(QUANTIZED)
     for name, spec in oracle.SPECS.items():
         fmt = QUANTIZED[name].fmt
-        assert (spec.element, spec.block, spec.scale, spec.pow2, spec.floor, spec.rotated) == (
-            fmt.element.name, fmt.block, fmt.scale, fmt.pow2, fmt.scale_rounding == "floor", fmt.rotated
+        assert (spec.element, spec.block, spec.scale, spec.pow2, spec.floor, spec.rotated, spec.exact) == (
+            fmt.element.name, fmt.block, fmt.scale, fmt.pow2, fmt.scale_rounding == "floor", fmt.rotated,
+            fmt.scale_rule == "fp8_exact",
         ), name
 
 
@@ -402,7 +404,7 @@ def test_non_finite_values_equal_the_oracle(name: str, direction: Direction, bad
     assert_storage_equals(got, oracle_of(x, name, direction, stochastic=True), f"{name} stochastic {bad} at {place}")
 
 
-@pytest.mark.parametrize("name", sorted(set(QUANTIZED) - {"nvfp4", "nvfp4_16x16", "nvfp4_rht"}))
+@pytest.mark.parametrize("name", sorted(n for n, q in QUANTIZED.items() if not q.fmt.tensor_scale))
 @each_direction
 def test_non_finite_values_stay_in_their_block(name: str, direction: Direction):
     """Otherwise one bad token spoils values that share no scale with it; the documented outcome is NaN in its block
@@ -427,7 +429,7 @@ def test_non_finite_values_stay_in_their_block(name: str, direction: Direction):
                 assert got[place] == value and not got.isnan().any(), f"{name} {bad} at {place}"
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_16x16"])
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_16x16", "nvfp4_exact", "nvfp4_16x16_exact"])
 @each_direction
 def test_non_finite_values_make_a_two_level_tensor_nan(name: str, direction: Direction):
     """The tensor's scale comes from every value: an overflow anywhere is visible everywhere, never a number."""
@@ -439,7 +441,8 @@ def test_non_finite_values_make_a_two_level_tensor_nan(name: str, direction: Dir
             assert got.decode().isnan().all(), f"{name} {bad} at {place}"
             b0, b1 = got.fmt.dims(direction)
             block = got.scale[place[0] // b0, place[1] // b1]
-            assert block == (0x7F if bad == "nan" else 0x7E), f"{name} {bad} at {place}"
+            largest = 0x7C if got.fmt.scale_rule == "fp8_exact" else 0x7E  # 384, 448
+            assert block == (0x7F if bad == "nan" else largest), f"{name} {bad} at {place}"
 
 
 def test_nan_codes_are_canonical():

@@ -38,6 +38,10 @@ def quantizers() -> dict[str, Quantizer]:
     made |= {f"{name}_sr": Quantizer(name, rounding="stochastic") for name in QUANTIZED}
     made["nvfp4_rht"] = Quantizer("nvfp4", rotation=True)
     made["nvfp4_rht_sr"] = Quantizer("nvfp4", rotation=True, rounding="stochastic")
+    exact = format_of("nvfp4", scale_rule="fp8_exact")
+    made["nvfp4_exact_sr"] = Quantizer(exact, rounding="stochastic")
+    made["nvfp4_exact_rht"] = Quantizer(exact, rotation=True)
+    made["nvfp4_exact_rht_sr"] = Quantizer(exact, rotation=True, rounding="stochastic")
     made["fp8_tensor_eps"] = Quantizer("fp8_tensor", eps=0.5)
     made["fp8_row_eps"] = Quantizer("fp8_row", eps=2.0)
     made["fp8_1x128_eps"] = Quantizer("fp8_1x128", eps=2.0)

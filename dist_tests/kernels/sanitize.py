@@ -144,16 +144,22 @@ def anchor_codes(name: str) -> None:
             e, x = MADE[name].encoding(direction), values(shape)
             w = encoded(x * torch.linspace(0, 1, shape[1], dtype=BF16) ** 9, e)
             for transposed, whole in itertools.product((False, True), (True,) if e.fmt.pow2 else (False, True)):
-                how = e.fmt, direction, transposed, whole
-                made = native.anchor_codes(on_device(w.data), on_device(w.scale), *how)
+                exact = e.fmt.decodes_exactly_to_e4m3
+                if exact and not whole:
+                    continue
+                how, amax = (e.fmt, direction, transposed, whole), on_device(w.tensor_amax) if exact else None
+                made = native.anchor_codes(on_device(w.data), on_device(w.scale), amax, shape[1], *how)
 
-                def want(e=e, w=w, transposed=transposed, whole=whole) -> list[Tensor]:
-                    codes, lines = reference.anchored_codes(w.data, w.scale, e.fmt, e.direction, whole)
+                def want(e=e, w=w, transposed=transposed, whole=whole, exact=exact, cols=shape[1]) -> list[Tensor]:
+                    if exact:
+                        codes, lines = reference.e4m3_operand(w.data, w.scale, w.tensor_amax, e.fmt, e.direction, cols)
+                    else:
+                        codes, lines = reference.anchored_codes(w.data, w.scale, e.fmt, e.direction, whole)
                     return [codes.t() if transposed else codes, lines]
 
                 what = f"{name} {direction} {list(shape)}, transposed {transposed}, whole {whole}"
                 run(f"anchor_codes {what}", made, want)
-                of = [on_device(w.data)] * 2, [on_device(w.scale)] * 2
+                of = [on_device(w.data)] * 2, [on_device(w.scale)] * 2, [amax] * 2, [shape[1]] * 2
                 for made in native.anchor_group(*of, *how):
                     run(f"anchor_group {what}", made, want)
 
@@ -345,7 +351,8 @@ def scalars(emulation: Operators) -> None:
         emulation.record_amax(history, torch.tensor([amax]))
         run(f"record_amax {amax}", [given], lambda history=history: [history])
     amax = torch.tensor([3.0])
-    run("tensor_decode_scale", [native.tensor_decode_scale(on_device(amax))], lambda: [reference.tensor_decode_scale(amax)])
+    fmt = MADE["nvfp4"].fmt
+    run("tensor_decode_scale", [native.tensor_decode_scale(on_device(amax), fmt)], lambda: [reference.tensor_decode_scale(amax, fmt)])
     for ends in ([300, 300, 429, 1024], [0, 0, 0, 1024], list(range(8, 1025, 8))):
         ends = torch.tensor(ends, dtype=torch.int32)
         wrong = on_device(torch.zeros(1, dtype=torch.int64))

@@ -35,7 +35,7 @@ def assert_anchors(data: Tensor, scale: Tensor, fmt: Format, direction: Directio
     """Codes and scales of both orders are the reference's; the bits of a NaN too."""
     for transposed, whole in itertools.product((False, True), (True,) if fmt.pow2 else (False, True)):
         want, want_scale = reference.anchored_codes(data, scale, fmt, direction, whole)
-        codes, lines = native.anchor_codes(data, scale, fmt, direction, transposed, whole)
+        codes, lines = native.anchor_codes(data, scale, None, data.shape[1], fmt, direction, transposed, whole)
         text = f"{what}, {direction} {fmt}, transposed {transposed}, whole {whole}"
         expected.assert_same(lines, want_scale, f"{text}: scale")
         expected.assert_same(codes, want.t().contiguous() if transposed else want, f"{text}: codes")
@@ -44,9 +44,10 @@ def assert_anchors(data: Tensor, scale: Tensor, fmt: Format, direction: Directio
 def assert_group_anchors(of: list[tuple[Tensor, Tensor]], fmt: Format, direction: Direction) -> None:
     """One call for all gives what a call each gives, also when it is made again of other codes."""
     data, scale = map(list, zip(*of))
+    rest = [None] * len(data), [d.shape[1] for d in data]
     for transposed, whole in itertools.product((False, True), (True,) if fmt.pow2 else (False, True)):
         calls: list[native.GroupCall] = []
-        made = native.anchor_group(data, scale, fmt, direction, transposed, whole, calls)
+        made = native.anchor_group(data, scale, *rest, fmt, direction, transposed, whole, calls)
         for again in (False, True):
             if again:
                 for t in data:
@@ -55,7 +56,7 @@ def assert_group_anchors(of: list[tuple[Tensor, Tensor]], fmt: Format, direction
                     t.fill_(7)
                 calls[0]()
             for (codes, lines), one in zip(made, zip(data, scale)):
-                want, want_lines = native.anchor_codes(*one, fmt, direction, transposed, whole)
+                want, want_lines = native.anchor_codes(*one, None, one[0].shape[1], fmt, direction, transposed, whole)
                 text = f"{direction} {fmt}, transposed {transposed}, again {again}"
                 expected.assert_same(codes, want, f"{text}: codes")
                 expected.assert_same(lines, want_lines, f"{text}: scale")
@@ -193,7 +194,7 @@ def test_the_current_stream_anchors():
         late = torch.zeros_like(data)
         torch.cuda._sleep(2_000_000)  # the codes are written late
         late.copy_(data)
-        codes, _ = native.anchor_codes(late, scale, fmt, ROWWISE, False)
+        codes, _ = native.anchor_codes(late, scale, None, 640, fmt, ROWWISE, False)
     torch.cuda.synchronize()
     expected.assert_same(codes, want, "on a stream of its own")
 
@@ -204,12 +205,12 @@ def test_errors_say_what_was_got_and_wanted():
     data, scale = random_bytes((64, 96)), random_bytes((64, 3))
 
     def anchor(data=data, scale=scale, fmt=mx, direction=ROWWISE):
-        return lambda: native.anchor_codes(data, scale, fmt, direction, False)
+        return lambda: native.anchor_codes(data, scale, None, 96, fmt, direction, False)
 
     refused = {
         r"wanted e8m0 scales of \(1, 32\) or \(32, 32\) blocks": anchor(fmt=fp8),
         r"side is \d+; wanted e8m0 scales": anchor(fmt=nvfp4),
-        r"data has shape \[6144\]; wanted \[rows, cols\]": anchor(data.flatten()),
+        r"data has shape \[6144\]; wanted \[rows, row bytes\]": anchor(data.flatten()),
         r"data is contiguous Char": anchor(data.view(torch.int8)),
         r"data is not contiguous": anchor(data.t()),
         r"scale is contiguous Byte \[64, 2\].*wanted 192 ": anchor(scale=scale[:, :2].contiguous()),
@@ -219,13 +220,59 @@ def test_errors_say_what_was_got_and_wanted():
     group = torch.ops.fsdp_quant.anchor_group
     side, codes, lines = native.pack_encoding(Encoding(mx, ROWWISE)), torch.empty_like(data), torch.empty(64, device=data.device)
     refused |= {
-        "lists of different lengths": lambda: group([data], [scale, scale], side, False, False, False, [codes], [lines]),
-        r"out is contiguous Byte \[32, 96\].*wanted 6144 ": lambda: group([data], [scale], side, False, False, False, [codes[:32]], [lines]),
-        r"line_scale is contiguous Float \[63\].*wanted 64 ": lambda: group([data], [scale], side, False, False, False, [codes], [lines[1:]]),
+        "lists of different lengths": lambda: group([data], [scale, scale], [], side, False, False, False, [96], [codes], [lines]),
+        r"out is contiguous Byte \[32, 96\].*wanted 6144 ": lambda: group([data], [scale], [], side, False, False, False, [96], [codes[:32]], [lines]),
+        r"line_scale is contiguous Float \[63\].*wanted 64 ": lambda: group([data], [scale], [], side, False, False, False, [96], [codes], [lines[1:]]),
     }
     for text, call in refused.items():
         with pytest.raises(ValueError, match=text):
             call()
+
+
+# Operands of 4-bit codes #
+
+EXACT = [name for name, q in MADE.items() if q.fmt.decodes_exactly_to_e4m3 and not q.is_stochastic]
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("direction", Direction)
+def test_operands_of_exact_codes_are_the_references(name: str, direction: Direction):
+    """If false, the product of a gathered 4-bit weight is that of another weight."""
+    fmt, of = MADE[name].fmt, []
+    for shape in (*SHAPES, (1, 1), (7, 15), (1030, 257)):
+        for kind in KINDS:
+            x = inputs(*shape, kind, seed=shape[0])
+            w, cols = encoded(x, MADE[name].encoding(direction)), fmt.padded_shape(shape, direction)[1]
+            of.append((w.data, w.scale, w.tensor_amax, cols))
+            want, want_scale = reference.e4m3_operand(*of[-1][:3], fmt, direction, cols)
+            for transposed in (False, True):
+                codes, scale = native.anchor_codes(*of[-1], fmt, direction, transposed, True)
+                what = f"{name} {direction} {shape} {kind}, transposed {transposed}"
+                expected.assert_same_values(scale, want_scale, f"{what}: scale")
+                expected.assert_same(codes, want.t().contiguous() if transposed else want, f"{what}: codes")
+    for transposed in (False, True):
+        calls: list[native.GroupCall] = []
+        made = native.anchor_group(*map(list, zip(*of)), fmt, direction, transposed, True, calls)
+        for t in calls[0].out:
+            t.fill_(7)
+        calls[0]()
+        for got, one in zip(made, of):
+            for t, want in zip(got, native.anchor_codes(*one, fmt, direction, transposed, True)):
+                expected.assert_same(t.nan_to_num() if t.is_floating_point() else t, want.nan_to_num() if t.is_floating_point() else want, name)
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_every_code_under_every_scale_is_the_references(direction: Direction):
+    """If false, a table of magnitudes has a wrong byte."""
+    for name in ("nvfp4_exact", "nvfp4_16x16_exact"):
+        fmt, shape = MADE[name].fmt, (256, 512)
+        data, amax = random_bytes((256, 256)), torch.full((1,), 3.0, device=expected.DEVICE)
+        grid = fmt.scale_shape(shape, direction)
+        scale = (torch.arange(grid[0] * grid[1], device=expected.DEVICE) % 128).to(torch.uint8).view(grid)
+        want, _ = reference.e4m3_operand(data, scale, amax, fmt, direction, shape[1])
+        codes, _ = native.anchor_codes(data, scale, amax, shape[1], fmt, direction, False, True)
+        is_nan = want & 0x7F == 0x7F  # of scales that are no quantizer's
+        expected.assert_same(codes & 0x7F | (codes & 0x80).masked_fill(is_nan, 0), want.masked_fill(is_nan, 0x7F), name)
 
 
 @on_cuda
@@ -233,9 +280,9 @@ def test_codes_of_another_device_are_refused():
     """If false, a kernel reads an address of the CPU."""
     fmt, data, scale = MADE["mxfp8"].fmt, random_bytes((64, 96)), random_bytes((64, 3))
     with pytest.raises(NotImplementedError, match="CPU"):
-        native.anchor_codes(data.cpu(), scale.cpu(), fmt, ROWWISE, False)
+        native.anchor_codes(data.cpu(), scale.cpu(), None, 96, fmt, ROWWISE, False)
     with pytest.raises(ValueError, match="scale is contiguous Byte .* on cpu; wanted .* on cuda"):
-        native.anchor_codes(data, scale.cpu(), fmt, ROWWISE, False)
+        native.anchor_codes(data, scale.cpu(), None, 96, fmt, ROWWISE, False)
 
 
 # What products lose #

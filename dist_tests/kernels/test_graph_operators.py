@@ -193,7 +193,7 @@ def calls() -> dict:
         ),
         "anchor_codes": (
             [empty(64, 256, **u8), empty(64, 8, **u8)],
-            lambda x, s: ops.anchor_codes(x, s, mx[0], False, False, False),
+            lambda x, s: ops.anchor_codes(x, s, None, mx[0], False, False, False, 256),
         ),
         "gemm": (
             [empty(64, 256), empty(32, 256)],
@@ -224,7 +224,7 @@ def calls() -> dict:
             [empty(5, dtype=torch.int64), empty(3, dtype=torch.int64), empty(64, 256)],
             lambda step, ids, x: ops.random_key(step, ids, 0, x.shape[0]),
         ),
-        "tensor_decode_scale": ([empty(1, dtype=FP32)], lambda amax: ops.tensor_decode_scale(amax)),
+        "tensor_decode_scale": ([empty(1, dtype=FP32)], lambda amax: ops.tensor_decode_scale(amax, two[0])),
     }
 
 

@@ -42,7 +42,11 @@ ONE_PRODUCT = {
 DELAYED = {"fp8_delayed": recipes.fp8_delayed, "row_delayed": lambda: recipes.custom(rows_and_histories)}
 VALUES = {"bf16": recipes.identity, "fp8_row/bf16": lambda: recipes.fp8_row(backward_override="high_precision")}
 TWO_LEVEL = {"nvfp4": recipes.nvfp4, "mxfp8/nvfp4": lambda: recipes.hybrid("mxfp8", "nvfp4")}
-ALSO = DELAYED | VALUES | TWO_LEVEL
+EXACT = {
+    "nvfp4 exact": lambda: recipes.nvfp4(scale_rule="fp8_exact"),
+    "mxfp8/nvfp4 exact": lambda: recipes.hybrid("mxfp8", "nvfp4", scale_rule="fp8_exact"),
+}
+ALSO = DELAYED | VALUES | TWO_LEVEL | EXACT
 ONE_BY_ONE = {"mxfp8 exact": lambda: recipes.mxfp8(accuracy="exact")}
 
 
@@ -233,6 +237,47 @@ def test_two_level_tokens_have_amaxes_and_random_bits_of_their_expert(name: str)
                         of_scales = want.scale.t()
                     expected.assert_same(got[0].contiguous(), of_codes, f"{what}: codes")
                     expected.assert_same(got[1].contiguous(), of_scales.contiguous(), f"{what}: scales")
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_operands_of_tokens_and_matrices_are_those_of_their_expert(name: str):
+    """If false, an expert's 4-bit operand depends on its neighbours, or lies where its product does not read it."""
+    module = grouped(EXACT[name](), True, False)
+    plan, device = module.common_plan, next(module.parameters()).device
+    call, step = plan.resolved(BF16, device).call, torch.tensor([3, 5, 0, -1, 0], device="cuda")
+    ids = [layer.ids_on(device) for layer in module._linears]
+    for sizes in ([300, 0, 129, 595], [1, 15, 128, 880], [1, 2, 0, 0]):
+        tokens, ends = sum(sizes), torch.tensor(sizes).cumsum(0).int().cuda()
+        groups = native.token_groups(ends, tokens)
+        for slot, cols in (("input", K), ("grad_output", N)):
+            x, number = laws.values(tokens, cols, seed=7, dtype=BF16).cuda(), QUANTIZED_TYPES.index(slot)
+            x[::5] *= 2.0**12
+            for d in (d for d in Direction if plan.operand(slot, d).tensor_scale):
+                data, scale = native.linear_tokens(x, call, number, d is ROWWISE, d is COLUMNWISE, None, groups, (), step, ids)
+                for e, part in enumerate(x.split(sizes)):
+                    if not len(part):
+                        continue
+                    key, what = native.random_key(step, ids[e], number, len(part)), f"{name} {sizes} {slot} {d.value} {e}"
+                    want = plan.hybrid(slot).storages(part, [d], key=key)[0][d].in_layout("anchored tensor")
+                    start = int((groups.padded if d is COLUMNWISE else groups.offsets)[e])
+                    got = data[:, start:][:, : want.data.shape[1]] if d is COLUMNWISE else data[start : start + len(part)]
+                    expected.assert_same(got.contiguous(), want.data, f"{what}: codes")
+                    expected.assert_same(scale[e : e + 1], want.scale, f"{what}: scale")
+    for n, (row, col) in itertools.product((N, 80), ((True, True), (True, False), (False, True))):
+        weight = laws.values(4, n, K, seed=n, dtype=BF16).cuda()
+        buffers = iter(native.linear_weight(weight, call, row, col, False, [], []))
+        for d, wanted in ((ROWWISE, row), (COLUMNWISE, col)):
+            if not wanted:
+                continue
+            data, scale = next(buffers), next(buffers)
+            if not plan.operand("weight", d).tensor_scale:
+                continue
+            for e, one in enumerate(weight):
+                what, start = f"{name} {n} {row} {col} {e} {d.value}", e * round_up(n, 128)
+                want = plan.weight.storages(one, [d])[0][d].in_layout("anchored tensor")
+                got = data[e * n : (e + 1) * n] if d is ROWWISE else data[:, start : start + n]
+                expected.assert_same(got.contiguous(), want.data, f"{what}: codes")
+                expected.assert_same(scale[e : e + 1], want.scale, f"{what}: scale")
 
 
 @pytest.mark.parametrize("name", TWO_LEVEL)

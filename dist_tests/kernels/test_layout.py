@@ -142,7 +142,10 @@ def test_tensor_scales_are_the_references():
     """If false, a two-level format decodes to values that differ by a factor, or hides an overflow."""
     for amax in (0.0, 1e-38, 1e-36, 0.3, 448.0, 2688.0, 2e35, 3.4e38, float("inf"), float("nan")):
         value = torch.tensor([amax], device=expected.DEVICE)
-        expected.assert_same_values(native.tensor_decode_scale(value), reference.tensor_decode_scale(value), f"amax {amax}")
+        for name in ("nvfp4", "nvfp4_exact"):
+            fmt = MADE[name].fmt
+            want = reference.tensor_decode_scale(value, fmt)
+            expected.assert_same_values(native.tensor_decode_scale(value, fmt), want, f"{name}, amax {amax}")
 
 
 # Transposes #

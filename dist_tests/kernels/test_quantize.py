@@ -481,3 +481,59 @@ def test_anchors_that_are_given_take_the_place_of_the_tensors_own():
         want = reference.decode_codes(own, e.fmt, 600) / 4
         normal = want.abs() >= 2.0**-6
         assert torch.equal(quarter[normal], want[normal]), f"{e.direction}: codes"
+
+
+# Operands of 4-bit codes #
+
+EXACT_PAIRS = (
+    ("nvfp4_exact", None), (None, "nvfp4_exact"), ("nvfp4_exact", "nvfp4_exact"), ("nvfp4_exact", "nvfp4_exact_rht"),
+    ("nvfp4_exact_sr", "nvfp4_exact_rht_sr"), (None, "nvfp4_exact_rht"), ("nvfp4_16x16_exact", None), (None, "nvfp4_16x16_exact"),
+    ("nvfp4_16x16_exact", "nvfp4_16x16_exact"), ("mxfp8", "nvfp4_exact_rht"), ("nvfp4_exact", "fp8_tensor"), ("nvfp4_exact", "nvfp4"),
+)
+
+
+@pytest.mark.parametrize("pair", EXACT_PAIRS, ids=lambda p: "/".join(map(str, p)))
+def test_operands_are_those_of_compact_codes(pair: tuple[str | None, str | None]):
+    """If false, an activation that is quantized into its operand is multiplied as another one."""
+    encodings = [MADE[n].encoding(d) for n, d in zip(pair, Direction) if n is not None]
+    shapes = (*LAYOUT_SHAPES, (7, 15), (129, 257), (512, 640), (2048, 4096))
+    for i, shape in enumerate(shapes):
+        for kind in ("gauss", "wide range", "nan", "inf", "signed zeros", "outliers")[: 2 if i == len(shapes) - 1 else 6]:
+            for dtype, through_bf16 in ((BF16, False), (FP32, True)):
+                x, key = inputs(*shape, kind, dtype, seed=i), key_of()
+                for given in (None, torch.full((1,), 3.5, device=expected.DEVICE)):
+                    operands = [e.fmt.decodes_exactly_to_e4m3 for e in encodings]
+                    stats = [(None, given if e.fmt.tensor_scale else None) for e in encodings]
+                    made = native.quantize(
+                        x, encodings, 0, through_bf16, stats, [key] * len(encodings), None,
+                        [o and e.direction is COLUMNWISE for o, e in zip(operands, encodings)],
+                        [native.OPERAND if o else native.COMPACT for o in operands],
+                    )
+                    for e, o, got in zip(encodings, operands, made):
+                        what = f"{pair} {e.direction} {shape} {kind} {dtype} {given is not None}"
+                        of = expected.statistics(x, e, dtype=BF16)
+                        want = encoded(x, e, stats=(of.amax, of.tensor_amax if given is None else given) if e.fmt.tensor_scale else None,
+                                       key=key, dtype=BF16)
+                        if not o:
+                            expected.assert_same(got[0], want[0], f"{what}: data")
+                            expected.assert_same(got[1], want[1], f"{what}: scale")
+                            continue
+                        cols = e.fmt.padded_shape(shape, e.direction)[1]
+                        codes, scale = reference.e4m3_operand(*want[:3], e.fmt, e.direction, cols)
+                        expected.assert_same(got[0], codes.t().contiguous() if e.direction is COLUMNWISE else codes, f"{what}: codes")
+                        expected.assert_same_values(got[1], scale, f"{what}: scale")
+
+
+def test_operands_that_nothing_writes_are_refused():
+    """If false, an operand of fp16 values, or of given amaxes, is memory that nothing wrote."""
+    e, x = MADE["nvfp4_exact"].encoding(ROWWISE), inputs(64, 64)
+    amax = expected.statistics(x, e).amax
+    for call in (
+        lambda: native.quantize(x.half(), [e], 0, False, None, None, None, None, native.OPERAND),
+        lambda: native.quantize(x.float(), [e], 0, False, None, None, None, None, native.OPERAND),
+        lambda: native.quantize(x, [e], 0, False, [(amax, None)], None, None, None, native.OPERAND),
+    ):
+        with pytest.raises(ValueError, match="operands are made of bfloat16"):
+            call()
+    with pytest.raises(ValueError, match="fp8_exact"):
+        native.quantize(x, [MADE["nvfp4"].encoding(ROWWISE)], 0, False, None, None, None, None, native.OPERAND)

@@ -128,12 +128,13 @@ class Operators:
     # Encodings #
 
     def pack_encoding(
-        self, element, scale, pow2, scale_rounding, outer, contraction, stochastic, rotated, transposed, scale_layout
+        self, element, scale, pow2, scale_rounding, scale_rule, outer, contraction, stochastic, rotated, transposed, scale_layout
     ):
         fmt = Format(
             "emulated", ELEMENTS[element], (outer or None, contraction or None), scale, pow2, scale_rounding,
-            tensor_scale=scale == "e4m3", rotated=rotated,
+            tensor_scale=scale == "e4m3", rotated=rotated, scale_rule=scale_rule,
         )
+        refuse(scale_layout == native.OPERAND and scale_rule != "fp8_exact", "operands are made of fp8_exact scales")
         return pack(Spec(fmt, stochastic, transposed, scale_layout))
 
     def encoding_shapes(self, packed, columnwise, rows, cols, row0=0, run=None):
@@ -144,7 +145,7 @@ class Operators:
         padded = fmt.padded_shape((rows, cols), direction)
         first = row0 % row_block if row_block else 0
         data = padded[::-1] if transposed else padded
-        data = data[0], fmt.row_bytes(data[1], torch.uint8)
+        data = data if scale_layout == native.OPERAND else (data[0], fmt.row_bytes(data[1], torch.uint8))
         grid = fmt.scale_shape((rows, cols), direction)
         if first:
             grid = ceil_div(first + padded[0], row_block), grid[1]
@@ -154,6 +155,8 @@ class Operators:
             scale = (runs, lines) if columnwise else (lines, runs)
             return data, scale, scale, False, False, False
         scale = grid
+        if scale_layout == native.OPERAND:
+            return data, (1,), grid, False, True, False
         if scale_layout:
             refuse(scale_layout != native.HOPPER, "scales are those of Hopper")
             lines, blocks = grid[::-1] if columnwise else grid
@@ -203,6 +206,13 @@ class Operators:
             factor = None if enc is None else reference.delayed_factor(enc, amax, e)
             data, scale = reference.encode(values, amax, tensor_amax, e, row0, key, factor)
             refuse(row0 and side.layout, "operands are of whole tensors")
+            if side.layout == native.OPERAND:
+                refuse(given_amax is not None or x.dtype is not torch.bfloat16, "operands are made of bfloat16, of unknown amaxes")
+                refuse(side.transposed != (e.direction is COLUMNWISE), "operands lie along the contraction")
+                cols = e.fmt.padded_shape(x.shape, e.direction)[1]
+                made += _operand_of_codes(data, scale, tensor_amax, e.fmt, e.direction, cols)
+                made += [tensor_amax] if given_tensor_amax is None else []
+                continue
             made.append(_turned(data, e.fmt, x.shape, e.direction) if side.transposed else data)
             made.append(_scale_as_read(scale, e.fmt, e.direction) if side.layout == native.HOPPER else scale)
             made += [tensor_amax] if e.fmt.tensor_scale and given_tensor_amax is None else []
@@ -272,8 +282,8 @@ class Operators:
         refuse(scale is not None and not scale.is_contiguous(), "scale is not contiguous")
         return reference.decode(data, scale, tensor_amax, fmt, direction, cols, row0).to(dtype).contiguous()
 
-    def tensor_decode_scale(self, tensor_amax):
-        return reference.tensor_decode_scale(tensor_amax)
+    def tensor_decode_scale(self, tensor_amax, packed):
+        return reference.tensor_decode_scale(tensor_amax, unpack(packed, ROWWISE).encoding.fmt)
 
     def transpose_codes(self, data, rows, cols, bits):
         self.calls.append(Call("transpose_codes", data.data_ptr()))
@@ -295,24 +305,29 @@ class Operators:
         rows = (scale.t() if transposed else scale).repeat_interleave(outer_block, 0)[:outer]
         return layout.swizzle_128x4(rows)
 
-    def anchor_codes(self, data, scale, packed, columnwise, transposed, whole):
+    def anchor_codes(self, data, scale, tensor_amax, packed, columnwise, transposed, whole, cols):
         if data.dim() == 3:
-            made = [self.anchor_codes(*one, packed, columnwise, transposed, whole) for one in zip(data, scale)]
+            made = [self.anchor_codes(*one, None, packed, columnwise, transposed, whole, cols) for one in zip(data, scale)]
             return tuple(torch.stack(of) for of in zip(*made))
         self.calls.append(Call("anchor_codes", data.data_ptr()))
         direction = COLUMNWISE if columnwise else ROWWISE
         fmt = unpack(packed, direction).encoding.fmt
         powers = whole and fmt.pow2 and fmt.block == (128, 128)
+        if whole and fmt.decodes_exactly_to_e4m3:
+            refuse(not (data.is_contiguous() and scale.is_contiguous()) or tensor_amax is None, "data, scale or tensor amax")
+            codes, made = reference.e4m3_operand(data, scale, tensor_amax, fmt, direction, cols)
+            return (codes.t().contiguous() if transposed else codes), made
         refuse(not powers and (fmt.scale != "e8m0" or fmt.block[1] != 32), "wanted e8m0 scales of (1, 32) or (32, 32) blocks")
         refuse(not (data.is_contiguous() and scale.is_contiguous()), "data or scale is not contiguous")
+        refuse(cols != data.shape[1], f"data of {cols} columns")
         grid = fmt.scale_shape(tuple(data.shape), direction)
         refuse(scale.numel() != grid[0] * grid[1], f"scale has {scale.numel()} elements; wanted {grid}")
         codes, lines = reference.anchored_codes(data, scale.view(grid), fmt, direction, whole)
         return (codes.t().contiguous() if transposed else codes), lines
 
-    def anchor_group(self, data, scale, packed, columnwise, transposed, whole, out, line_scale):
-        for one, of, *into in zip(data, scale, out, line_scale):
-            for target, made in zip(into, self.anchor_codes(one, of, packed, columnwise, transposed, whole)):
+    def anchor_group(self, data, scale, tensor_amax, packed, columnwise, transposed, whole, cols, out, line_scale):
+        for one, of, amax, n, *into in zip(data, scale, tensor_amax or [None] * len(data), cols, out, line_scale):
+            for target, made in zip(into, self.anchor_codes(one, of, amax, packed, columnwise, transposed, whole, n)):
                 target.copy_(made)
 
     def product_error(self, a, b, a_scale, b_scale, a_kind, b_kind, counted, step, guard, product):
@@ -327,8 +342,7 @@ class Operators:
             element = next(e for e in ELEMENTS.values() if native.ELEMENTS.get(e.name) == kind & 7)
             runs = None if block[1] is None else scale.view(ceil_div(data.shape[-1], block[1]), -1)
             operands.append((data.flatten(0, -2), runs, Format("operand", element, block, "fp32")))
-        flags = bool(counted & 1), bool(counted & 2)
-        guard[product] += reference.product_error(*operands, flags, int(step[1]) // reference.PROBED_STEPS, product < 2)
+        guard[product] += reference.product_error(*operands, (counted & 3, counted >> 2), int(step[1]) // reference.PROBED_STEPS, product < 2)
 
     # Products #
 
@@ -471,6 +485,14 @@ class Operators:
     def _fields(self, reading) -> int:
         return 0 if not reading.side else 3 if self._decodes(reading) else 2
 
+    def _is_four_bit(self, reading) -> bool:
+        return bool(reading.side) and unpack(reading.side, ROWWISE).encoding.fmt.tensor_scale
+
+    def _buffers(self, packed: int, direction: Direction) -> int:
+        """How many buffers the codes of a side are."""
+        side = unpack(packed, direction)
+        return 2 + (side.encoding.fmt.tensor_scale and side.layout != native.OPERAND)
+
     def _multiplied(self, reading, buffers) -> tuple:
         """(data, scale, kind): values of codes that are decoded, which lie along the contraction."""
         if not reading.side:
@@ -480,7 +502,7 @@ class Operators:
         data, scale, tensor_amax = buffers
         scale, cols = scale.view(len(data), -1), 2 * data.shape[1]
         values = self.dequantize(data, scale, None, reading.side, False, cols, 0, torch.bfloat16)
-        return values, self.tensor_decode_scale(tensor_amax), 8
+        return values, self.tensor_decode_scale(tensor_amax, reading.side), 8
 
     def _rows_product(self, a, a_scale, a_kind, b, b_scale, b_kind, tables, dtype):
         offsets = native.TokenGroups(tables, len(b)).offsets
@@ -558,13 +580,14 @@ class Operators:
 
         Two-level columnwise codes lie along the tokens, as do their scales; and there are tensor amaxes [groups].
         """
-        fmt = unpack(call.slots[slot][d is COLUMNWISE].side, d).encoding.fmt
-        per = 2 if fmt.tensor_scale else 1
+        side = unpack(call.slots[slot][d is COLUMNWISE].side, d)
+        decodes = side.encoding.fmt.tensor_scale and side.layout != native.OPERAND
+        per = 2 if decodes else 1
         rows, cols = (x.shape[1], 128 * len(sources)) if d is COLUMNWISE else x.shape
         codes = x.new_zeros(rows, cols // per, dtype=torch.uint8)
         blocks = x.new_zeros(rows, cols // 16, dtype=torch.uint8)
         scale, counted = None, list(self.counts[call.number])
-        if fmt.tensor_scale:
+        if decodes:
             scale = x.new_zeros(groups, dtype=torch.float32)
         for e in range(groups):
             tiles = [(first, count, start) for first, count, group, start in sources if group == e and count]
@@ -574,7 +597,7 @@ class Operators:
             self.counts[call.number] = list(counted)  # once for all
             histories = {name: [list(of)[e::groups] for of in getattr(call, name)] for name in ("factors", "histories")}
             of_one = SimpleNamespace(**vars(call) | histories | {"ids": call.ids[e] if call.ids else None})
-            if fmt.tensor_scale:
+            if decodes:
                 data, of_block, scale[e] = self._step_quantize(of_one, slot, x[first:end], d is ROWWISE, d is COLUMNWISE)[d]
                 if d is COLUMNWISE:
                     data, of_block = layout.repack_nibbles(data, len(data), x.shape[1]), of_block.t()
@@ -584,16 +607,16 @@ class Operators:
                 blocks[lines, start // 16 * (d is COLUMNWISE) :][:, : of_block.shape[1]] = of_block
                 continue
             data, of_group = self._step_quantize(of_one, slot, x[first:end], d is ROWWISE, d is COLUMNWISE)[d][:2]
-            (codes[:, start : start + end - first] if d is COLUMNWISE else codes[first:end]).copy_(data)
+            (codes[:, start : start + data.shape[1]] if d is COLUMNWISE else codes[first:end]).copy_(data)
             scale = of_group.new_full((groups, of_group.numel()), torch.nan) if scale is None else scale
             scale[e] = of_group.flatten()
-        return [codes, blocks.flatten() if d is COLUMNWISE else blocks, scale] if fmt.tensor_scale else [codes, scale.flatten()]
+        return [codes, blocks.flatten() if d is COLUMNWISE else blocks, scale] if decodes else [codes, scale.flatten()]
 
     def linear_weight(self, weight, plan, row, col, through_bf16, factors, histories):
         if weight.dim() == 3:
             refuse(weight.stride(2) != 1, f"weight has strides {weight.stride()}")
             n, readings = len(weight), self.plans[plan].slots[1]
-            four = [self._decodes(readings[0]), self._decodes(readings[0] if readings[1].same else readings[1])]
+            four = [self._is_four_bit(readings[0]), self._is_four_bit(readings[0] if readings[1].same else readings[1])]
             if (row and four[0]) or (col and four[1]):
                 refuse(weight.dtype is not torch.bfloat16 or not weight.is_contiguous(), f"weight is {weight.dtype}")
                 args = through_bf16, factors, histories
@@ -629,13 +652,20 @@ class Operators:
                 if enc is not None and reading.factor < len(histories) and reading.factor not in recorded:
                     recorded.add(reading.factor)
                     self.record_amax(histories[reading.factor], amax)
+            del made[self._buffers(reading.side, d) :]
             if reading.run != -1:
-                made = self.anchor_codes(*made, reading.side, d is COLUMNWISE, d is COLUMNWISE, reading.run == -2)
+                turned = d is COLUMNWISE
+                made = self.anchor_codes(*made, None, reading.side, turned, turned, reading.run == -2, weight.shape[1])
             result += made
         return result
 
     def _stacked_runs(self, weight, reading, d):
-        e = unpack(reading.side, d, reading.eps).encoding
+        e, _, scale_layout = unpack(reading.side, d, reading.eps)
+        if scale_layout == native.OPERAND:
+            made = [self._quantized(w, [Side(e, d is COLUMNWISE, scale_layout)], 0, False, [None] * 8) for w in weight]
+            codes, scales, _ = zip(*made)
+            pad = -weight.shape[1] % 128 if d is COLUMNWISE else 0
+            return [torch.cat([layout.pad_to(c, 1, c.shape[1] + pad) for c in codes], int(d is COLUMNWISE)), torch.cat(scales)]
         made = [self._quantized(w, [Side(e, False, native.COMPACT)], 0, False, [None] * 8) for w in weight]
         codes, scales, amaxes = zip(*made)
         if d is COLUMNWISE:  # side by side, each from a multiple of 128 on
@@ -725,7 +755,7 @@ class Operators:
             return list(rowwise)
         one, other = call.slots[1]
         made = self.linear_weight(values, call.number, True, dgrad, round_to_bf16, factors, histories)
-        fields = 0 if not one.side else 2 + unpack(one.side, ROWWISE).encoding.fmt.tensor_scale
+        fields = 0 if not one.side else self._buffers(one.side, ROWWISE)
         row = made[:fields] if one.side else [values]
         if dgrad:
             call.columnwise = [values] if not other.side else row if other.same else made[fields:]
@@ -767,6 +797,7 @@ class Operators:
             known = [None] * 8
             known[2 + 4 * (d is COLUMNWISE)], known[3 + 4 * (d is COLUMNWISE)] = enc, key
             made[d] = self._quantized(x, [side], 0, False, known)
+            del made[d][2 + (side.layout != native.OPERAND) :]  # the tensor amax is in the scale of an operand
             if side.encoding.fmt.block[1] is None:
                 amax = made[d].pop()
                 if enc is not None and reading.factor < len(call.histories[group]) and reading.factor not in recorded:
@@ -779,7 +810,7 @@ class Operators:
         data, scale, tensor_amax = (*buffers, None, None)[:3]
         if not reading.side:
             return (data if d is ROWWISE else data.t()), None, 0, None
-        factor = None if tensor_amax is None else reference.tensor_decode_scale(tensor_amax)
+        factor = None if tensor_amax is None else self.tensor_decode_scale(tensor_amax, reading.side)
         if reading.kind:
             return data, scale, reading.kind, factor
         side = unpack(reading.side, d)
@@ -809,7 +840,7 @@ class Operators:
             rest, made = list(codes), {}
             for d, reading, there in zip(Direction, readings, wanted):
                 if there:
-                    fields = 2 + unpack(reading.side, d).encoding.fmt.tensor_scale
+                    fields = self._buffers(reading.side, d)
                     made[d], rest = rest[:fields], rest[fields:]
         else:
             made = self._step_quantize(call, 0, rows, True, col)
@@ -892,6 +923,11 @@ class _Activate(torch.autograd.Function):
         if ctx.grad_amaxes is not None:
             ctx.grad_amaxes.copy_(amaxes)
         return dg, None if u is None else du, *[None] * 5
+
+
+def _operand_of_codes(data, scale, tensor_amax, fmt: Format, direction: Direction, cols: int) -> tuple[Tensor, Tensor]:
+    codes, made = reference.e4m3_operand(data, scale, tensor_amax, fmt, direction, cols)
+    return (codes.t().contiguous() if direction is COLUMNWISE else codes), made
 
 
 def _matrix(x: Tensor) -> Tensor:

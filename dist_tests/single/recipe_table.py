@@ -66,7 +66,11 @@ HYBRIDS: dict[str, Callable[..., fq.Recipe]] = {
     for f in FAMILIES for b in FAMILIES if f != b
 }
 CUSTOM: dict[str, Callable[..., fq.Recipe]] = {"CustomRecipe": lambda **options: fq.CustomRecipe(any_quantizers, **options)}
-RECIPES = NAMED | HYBRIDS | CUSTOM
+EXACT: dict[str, Callable[..., fq.Recipe]] = {
+    "nvfp4(fp8_exact)": lambda **options: recipes.nvfp4(scale_rule="fp8_exact", **options),
+    "hybrid(mxfp8, nvfp4)(fp8_exact)": lambda **options: recipes.hybrid("mxfp8", "nvfp4", scale_rule="fp8_exact", **options),
+}
+RECIPES = NAMED | HYBRIDS | CUSTOM | EXACT
 
 
 class Module(NamedTuple):

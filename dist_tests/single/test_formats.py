@@ -190,8 +190,8 @@ def expected_power(spec: oracle.Spec, amax: float, count: int, density, tensor_a
         decode = oracle.power_of_two(oracle.e8m0_code(amax, spec))
         enc = 1 / decode
     else:
-        code, enc = oracle.two_level_scale(amax, oracle.tensor_factor(tensor_amax), spec.stochastic)
-        decode = oracle.grid("e4m3")[code] * oracle.tensor_scale(tensor_amax)
+        code, enc = oracle.two_level_scale(amax, oracle.tensor_factor(tensor_amax, spec), spec)
+        decode = oracle.grid("e4m3")[code] * oracle.tensor_scale(tensor_amax, spec)
     x = np.append((np.arange(8192) + 0.5) / 8192 * amax, amax)
     error = oracle.value_of(oracle.cast(x * enc, spec.element), spec.element) * decode - x
     weight = density(x[:-1])

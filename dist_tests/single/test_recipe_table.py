@@ -14,7 +14,9 @@ from torch import Tensor
 import fsdp_quant as fq
 from dist_tests.laws import assert_same_bytes, recorded_saves, sample, values
 from dist_tests.single import hopper
-from dist_tests.single.recipe_table import CPU, CUSTOM, GPU, HYBRIDS, MODES, MODULES, NAMED, Module, check_cell, table, take
+from dist_tests.single.recipe_table import (
+    CPU, CUSTOM, EXACT, GPU, HYBRIDS, MODES, MODULES, NAMED, Module, check_cell, table, take,
+)
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
@@ -23,17 +25,18 @@ from fsdp_quant.modules.convert import converted_modules
 from fsdp_quant.modules.linear_op import weight_storages
 
 CELLS = list(itertools.product([*NAMED, *CUSTOM], MODULES, MODES))
+OF_RULES = list(itertools.product(EXACT, MODULES, MODES))
 OF_PAIRS = list(itertools.product(HYBRIDS, MODULES, MODES))
 ON_HOPPER = list(itertools.product(CUSTOM, MODULES, MODES)) + list(itertools.product([*NAMED, *HYBRIDS], MODULES, MODES))
 
 
-@pytest.mark.parametrize("recipe, module, mode", CELLS + sample(OF_PAIRS, 11))
+@pytest.mark.parametrize("recipe, module, mode", CELLS + sample(OF_RULES, 5) + sample(OF_PAIRS, 11))
 def test_a_cell_is_its_definition(recipe: str, module: str, mode: str | None):
     """If false, a module multiplies, keeps or quantizes something else than its recipe and backward mode say."""
     check_cell(recipe, module, mode)
 
 
-@pytest.mark.parametrize("recipe, module, mode", sample(ON_HOPPER, 23))
+@pytest.mark.parametrize("recipe, module, mode", OF_RULES + sample(ON_HOPPER, 23))
 def test_a_cell_is_its_definition_in_compiled_steps(recipe: str, module: str, mode: str | None):
     """If false, a recipe is another one on a GPU alone: rounded, anchored or decoded otherwise."""
     with hopper.emulated():

@@ -296,9 +296,9 @@ def test_gemm_layout_block_scales_on_hopper(direction: Direction):
 @each_arch
 def test_gemm_layout_carries_the_tensor_scale(arch: str):
     """The second-level scale multiplies the product as 1 / S, not as an amax."""
-    for name in ("nvfp4", "nvfp4_16x16", "nvfp4_rht"):
+    for name in ("nvfp4", "nvfp4_16x16", "nvfp4_rht", "nvfp4_exact"):
         storage = WITH_RHT[name].storage(values(33, 48), ROWWISE)
-        want = torch.tensor([oracle.tensor_scale(storage.tensor_amax.item())], dtype=torch.float32)
+        want = torch.tensor([oracle.tensor_scale(storage.tensor_amax.item(), oracle.SPECS[name])], dtype=torch.float32)
         assert_same_bytes(storage.to_gemm_layout(arch).tensor_scale, want, name)
     assert WITH_RHT["mxfp8"].storage(values(33, 48), ROWWISE).to_gemm_layout(arch).tensor_scale is None
 

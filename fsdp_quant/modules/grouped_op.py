@@ -22,12 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..counters import counters
-from ..formats import COLUMNWISE, IDENTITY, ROWWISE, Direction, Format, round_up
+from ..formats import COLUMNWISE, FP8_EXACT_OPERAND, IDENTITY, ROWWISE, Direction, Format, round_up
 from ..ops import native
 from ..ops.capability import arch_of
 from ..ops.layout import ANCHORED, COMPACT, adjoining, operand_format, pad_to
 from ..ops.native import Operand, TokenGroups
-from ..storage import BUFFERS, Storage, laid_out
+from ..storage import BUFFERS, Storage, has_tensor_amax, laid_out
 from ..tensor import code_check, torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import WeightState, values_of
@@ -94,7 +94,7 @@ class _Codes(NamedTuple):
 
     def values(self) -> Operand:
         values = native.dequantize(self.data, self.scale, None, self.fmt, ROWWISE, 2 * self.data.shape[1], 0, torch.bfloat16)
-        return Operand(values.as_strided(*self.view), native.tensor_decode_scale(self.tensor_amax), IDENTITY)
+        return Operand(values.as_strided(*self.view), native.tensor_decode_scale(self.tensor_amax, self.fmt), IDENTITY)
 
 
 class ExpertWeights(NamedTuple):
@@ -130,7 +130,7 @@ class ExpertWeights(NamedTuple):
 
 
 def _stacked_operand(storages: Sequence[Storage]) -> Operand | _Codes:
-    if storages[0].fmt.tensor_scale:
+    if storages[0].tensor_amax is not None:
         return _decodable(storages)
     scale = None if storages[0].scale is None else torch.cat([s.scale.reshape(-1) for s in storages])
     return Operand(stacked([s.data for s in storages]), scale, storages[0].operand_format)
@@ -197,12 +197,15 @@ def _of_packed(
     experts, n, k = values.shape
     for d in coded:
         data, scale, fmt = next(buffers), next(buffers), plan.operand("weight", d)
-        if fmt.tensor_scale:
-            width = 2 * data.shape[1]  # columnwise: all matrices side by side, each from a multiple of 128
+        is_decoded = has_tensor_amax(fmt, resolved.layouts["weight"][d])
+        if fmt.tensor_scale:  # columnwise: all matrices side by side, each from a multiple of 128
+            width = data.shape[1] * (2 if is_decoded else 1)
             shape, strides = ((n, k), (n * k, k)) if d is ROWWISE else ((k, n), (round_up(n, native.TILE), width))
-            scale = scale.view(-1, width // fmt.block[1])
-            made[d] = _Codes(data, scale, next(buffers), fmt, ((experts, *shape), (*strides, 1)))
+            view = (experts, *shape), (*strides, 1)
+        if is_decoded:
+            made[d] = _Codes(data, scale.view(-1, width // fmt.block[1]), next(buffers), fmt, view)
         else:
+            data = data.as_strided(*view) if fmt.tensor_scale else data
             made[d] = Operand(data, scale.flatten(), read_as(plan, "weight", d, resolved.layouts))
     return made
 
@@ -235,7 +238,7 @@ def operand_of_codes(
     data, *scales = (t.unflatten(0, (shape[0], -1)) for t in codes)
     turned = direction is COLUMNWISE
     if layout == ANCHORED:
-        data, scale = native.anchor_codes(data, scales[0], fmt, direction, turned)
+        data, scale = native.anchor_codes(data, scales[0], None, data.shape[-1], fmt, direction, turned)
         return Operand(data, scale.flatten(), operand_format(fmt, layout))
     if not fmt.is_quantized:
         return Operand(data, None, fmt)
@@ -266,10 +269,10 @@ def behind(tensors: Sequence[Tensor]) -> Tensor:
 def given_operand(plan: GemmPlan, slot: str, x: QuantizedTensor, direction: Direction, groups: TokenGroups) -> Operand:
     """Codes of x, a storage a group, as a product of groups reads them: what each group's own operand holds."""
     storages = [given_storage(plan, slot, QuantizedTensor(slots=part), direction) for part in x._slots.parts]
-    if storages[0].fmt.tensor_scale:
-        return _decoded(storages, groups)
-    data, first, turned = behind([s.data for s in storages]), storages[0], None
     layout = plan.resolved(x.dtype, x.device).layouts[slot][direction]
+    if storages[0].fmt.tensor_scale:
+        return _decoded(storages, groups, layout)
+    data, first, turned = behind([s.data for s in storages]), storages[0], None
     if first.fmt.is_quantized and direction is COLUMNWISE:
         turned = native.transpose_tokens(data, groups)
     if first.fmt.scale_leaves_contraction and (direction is COLUMNWISE or first.fmt.block[0] is None):  # one set a group
@@ -288,17 +291,21 @@ def given_operand(plan: GemmPlan, slot: str, x: QuantizedTensor, direction: Dire
     return Operand(whole.data, whole.scale, whole.operand_format)
 
 
-def _decoded(storages: Sequence[Storage], groups: TokenGroups) -> Operand:
-    """Values of two-level codes, with the scale of each group's tensor."""
-    first, factors = storages[0], native.tensor_decode_scale(torch.cat([s.tensor_amax for s in storages]))
+def _decoded(storages: Sequence[Storage], groups: TokenGroups, layout: str) -> Operand:
+    """Values of two-level codes, or their e4m3 codes, with the scale of each group's tensor."""
+    first, amaxes = storages[0], torch.cat([s.tensor_amax for s in storages])
     data, scale = behind([s.data for s in storages]), behind([s.scale for s in storages])
-    cols = first.padded_shape[1]
-    values = native.dequantize(data, scale, None, first.fmt, first.direction, cols, 0, torch.bfloat16)
+    cols, factors = first.padded_shape[1], native.tensor_decode_scale(amaxes, first.fmt)
+    if layout == COMPACT:
+        values, fmt = native.dequantize(data, scale, None, first.fmt, first.direction, cols, 0, torch.bfloat16), IDENTITY
+    else:
+        values, _ = native.anchor_codes(data, scale, amaxes[:1], cols, first.fmt, first.direction, False, True)
+        factors, fmt = factors / FP8_EXACT_OPERAND, operand_format(first.fmt, layout)
     if first.direction is COLUMNWISE:
         group = group_of(groups, values)
         places = torch.arange(len(values), device=values.device) + (groups.padded - groups.offsets)[group]
         values = values.new_zeros(len(groups.sources) * native.TILE, cols).index_copy_(0, places, values).t().contiguous()
-    return Operand(values, factors, IDENTITY)
+    return Operand(values, factors, fmt)
 
 
 def _forward_of_codes(
@@ -328,7 +335,7 @@ def _backward_of_codes(
             if plan.saves == "input":
                 given = beside.factors, beside.step, beside.ids
                 saved = native.linear_tokens(saved[0], resolved.call, 0, False, True, guard, groups, *given)
-            if of_x.tensor_scale:
+            if has_tensor_amax(of_x, resolved.layouts["input"][COLUMNWISE]):
                 data, scale, amaxes = saved
                 shape = (len(data), 2 * data.shape[1])
                 b = _Codes(data, scale.view(len(data), -1), amaxes, of_x, (shape, (shape[1], 1))).values()

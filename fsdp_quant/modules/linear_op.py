@@ -32,7 +32,7 @@ from ..ops.rng import tensor_id
 from ..quantizer import HybridQuantizer
 from ..recipe import QUANTIZED_TYPES
 from ..scaling import AmaxHistory, RowCuts
-from ..storage import BUFFERS, Storage
+from ..storage import BUFFERS, Storage, has_tensor_amax
 from ..tensor import code_check, torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantized_weight import QuantizedWeight
@@ -407,9 +407,9 @@ def refuse_codes(x: Tensor, plan: GemmPlan, save: bool) -> None:
         raise ValueError("the backward reads the input in high precision, and it came as codes; give it in high precision")
 
 
-def buffer_names(fmt: Format) -> list[str]:
-    """The buffers of a storage of this format."""
-    has = {"data": True, "scale": fmt.scale != "none", "tensor_amax": fmt.tensor_scale}
+def buffer_names(fmt: Format, layout: str = COMPACT) -> list[str]:
+    """The buffers of a storage of this format in this layout."""
+    has = {"data": True, "scale": fmt.scale != "none", "tensor_amax": has_tensor_amax(fmt, layout)}
     return [b for b in BUFFERS if has[b]]
 
 
@@ -417,7 +417,7 @@ def storage_over(
     buffers: Sequence[Tensor], fmt: Format, direction: Direction, shape: tuple[int, int], dtype: torch.dtype, layout: str
 ) -> Storage:
     """The storage whose `buffers_of` these are."""
-    fields = dict.fromkeys(BUFFERS) | dict(zip(buffer_names(fmt), buffers))
+    fields = dict.fromkeys(BUFFERS) | dict(zip(buffer_names(fmt, layout), buffers))
     return Storage(fmt, direction, shape, **fields, dtype=dtype, layout=layout)
 
 

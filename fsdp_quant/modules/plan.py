@@ -20,6 +20,7 @@ from ..formats import (
 from ..ops import native
 from ..ops.capability import anchors, anchors_tensor, arch_of, gemm_domain, may_be_anchored, operand_layout, scales_tensor
 from ..ops.layout import ANCHORED, ANCHORED_128, ANCHORED_512, ANCHORED_TENSOR, ANCHORS, COMPACT, OVER_TOKENS
+from ..ops.reference import COUNTED, COUNTED_E2M1, NOT_COUNTED
 from ..quantizer import HybridQuantizer, Quantizer
 from ..recipe import QUANTIZED_TYPES, Recipe, Role, recipe_of
 from .quantize import Boundary, boundaries
@@ -63,7 +64,7 @@ class Resolved(NamedTuple):
     saved:    which storage of the input the backward keeps, where it keeps one.
     call:     number of the compiled step (`native.linear_plan`), or None where there is none.
     shared:   what decides the codes of the input, beside histories; None where they are this layer's alone.
-    watched:  of fprop, dgrad and wgrad, which operands may lose bits to their anchors, (of a, of b).
+    watched:  of fprop, dgrad and wgrad, which operands may lose bits to their anchors, (of a, of b), as `product_error` counts.
     """
 
     domains: tuple[str, str, str]
@@ -71,7 +72,7 @@ class Resolved(NamedTuple):
     saved: Direction
     call: int | None
     shared: tuple | None
-    watched: tuple[tuple[bool, bool], ...]
+    watched: tuple[tuple[int, int], ...]
 
     @property
     def is_watched(self) -> bool:
@@ -101,7 +102,7 @@ class GemmPlan:
     over_tokens: str = OVER_TOKENS
     boundary: Boundary | None = None
     alone: bool = True
-    watched: tuple[tuple[bool, bool], ...] | None = None
+    watched: tuple[tuple[int, int], ...] | None = None
 
     def __post_init__(self):
         key = canonical_text(self)
@@ -164,7 +165,7 @@ class GemmPlan:
                 watched.append(self._watched(product, self.domain(product, torch.bfloat16, "sm_90a")[0]))
                 continue
             made |= {of: side for of, side in sides.items() if side is not None}
-            watched.append(tuple(sides[of] is not None or anchors_tensor(self.operand(*of)) for of in operands))
+            watched.append(tuple(_counted(sides[of] is not None, self.operand(*of)) for of in operands))
         if not made:
             return self
         slots = {
@@ -184,8 +185,8 @@ class GemmPlan:
             return None
         return Quantizer(anchored_format(fmt, None, whole=True))
 
-    def _watched(self, product: Product, domain: str) -> tuple[bool, bool]:
-        a, b = (domain == "anchored" and anchors_tensor(f) for f in self.pair(product))
+    def _watched(self, product: Product, domain: str) -> tuple[int, int]:
+        a, b = (_counted(False, f) if domain == "anchored" else NOT_COUNTED for f in self.pair(product))
         return a, b
 
     def hybrid(self, slot: str) -> HybridQuantizer:
@@ -328,6 +329,13 @@ class GemmPlan:
         if rung in (ANCHORED_512, ANCHORED_128) and (dtype is not torch.bfloat16 or rounded):
             rung = ANCHORED  # those of runs are made of bf16 values, rounded to nearest; those of lines of codes that are there
         return operand_layout(*pair, domain, rung if rung in ANCHORS else ANCHORED)
+
+
+def _counted(is_rescaled: bool, fmt: Format) -> int:
+    """How `product_error` counts an operand of an anchored product. is_rescaled: made with one scale per tensor."""
+    if fmt.decodes_exactly_to_e4m3:
+        return COUNTED_E2M1
+    return COUNTED if is_rescaled or anchors_tensor(fmt) else NOT_COUNTED
 
 
 def plan_of(key: str) -> GemmPlan:

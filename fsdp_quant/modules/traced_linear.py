@@ -49,7 +49,7 @@ from ..formats import COLUMNWISE, ROWWISE, Direction, Format
 from ..gemm import Watch, gemm
 from ..ops import dispatch, opaque
 from ..ops.dispatch import Statistics
-from ..ops.layout import COMPACT, NATIVE
+from ..ops.layout import COMPACT, is_encoded_as
 from ..quantizer import FLOATING, HybridQuantizer
 from ..scaling import AmaxHistory
 from ..storage import Storage
@@ -257,13 +257,13 @@ def _weight_storage(
     source = direction if direction in hybrid.encodings else ROWWISE
     encoding = hybrid.encodings[source]
     if hybrid.one_storage and direction is COLUMNWISE:
-        encoding = hybrid.columnwise.encoding(COLUMNWISE) if wanted == NATIVE else encoding
+        encoding = hybrid.columnwise.encoding(COLUMNWISE) if wanted != COMPACT and is_encoded_as(encoding.fmt, wanted) else encoding
     seen = plan.compute_dtype if encoding.fmt.is_quantized else dtype
     delayed = hybrid.delayed_directions
     factor = factors[delayed.index(source)] if source in delayed else None
     (encoded,) = dispatch.encode(
         values, [encoding], [statistics.get(source)] if source in statistics else None, encs=[factor], dtype=seen,
-        layouts=[wanted if wanted == NATIVE and not hybrid.is_derived else COMPACT],
+        layouts=[wanted if is_encoded_as(encoding.fmt, wanted) and not hybrid.is_derived else COMPACT],
     )
     if source in (spans := _whole_formats(hybrid)) and source not in statistics:
         statistics |= _of_whole(spans, encoded.tensor_amax if encoding.fmt.tensor_scale else encoded.amax)

@@ -56,7 +56,7 @@ def anchors(fmt: Format) -> bool:
 
 def anchors_tensor(fmt: Format) -> bool:
     """One exponent a tensor can, of codes that are there."""
-    return anchors(fmt) or (fmt.pow2 and fmt.block == _128X128)
+    return anchors(fmt) or (fmt.pow2 and fmt.block == _128X128) or fmt.decodes_exactly_to_e4m3
 
 
 def scales_tensor(fmt: Format) -> bool:
@@ -67,9 +67,10 @@ def scales_tensor(fmt: Format) -> bool:
 def _is_anchored(a: Format, b: Format, arch: str) -> bool:
     if arch != "sm_90a" or a.element.name == b.element.name == "e5m2":
         return False
-    lines = [anchors(f) or (f.scale == "fp32" and f.block in (_TENSOR, _LINE)) for f in (a, b)]
+    in_blocks = [anchors(f) or f.decodes_exactly_to_e4m3 for f in (a, b)]
+    lines = [block or (f.scale == "fp32" and f.block in (_TENSOR, _LINE)) for f, block in zip((a, b), in_blocks)]
     of_tensors = any(scales_tensor(f) and anchors_tensor(other) for f, other in ((a, b), (b, a)))
-    return of_tensors or (all(lines) and (anchors(a) or anchors(b)))
+    return of_tensors or (all(lines) and any(in_blocks))
 
 
 def may_be_anchored(a: Format, b: Format) -> bool:

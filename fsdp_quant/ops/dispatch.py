@@ -16,7 +16,7 @@ from torch import Tensor
 from ..counters import counters
 from ..formats import ROWWISE, Direction, Encoding, Format
 from . import layout, native, opaque, reference
-from .layout import ANCHOR_RUNS, ANCHORED, COMPACT, NATIVE
+from .layout import ANCHOR_RUNS, ANCHORED, ANCHORED_TENSOR, COMPACT, NATIVE
 
 
 class Statistics(NamedTuple):
@@ -91,7 +91,8 @@ def _laid_of(
     layouts = layouts or (COMPACT,) * len(encodings)
     anchored = tuple(i for i in taken if can_anchor[i] and layouts[i] in ANCHOR_RUNS and not encodings[i].stochastic)
     plain = tuple(i for i in taken if i not in anchored)
-    laid = [whole and layouts[i] == NATIVE for i in plain]
+    operands = [can_anchor[i] and layouts[i] == ANCHORED_TENSOR and encodings[i].fmt.decodes_exactly_to_e4m3 for i in plain]
+    laid = [operand or (whole and layouts[i] == NATIVE) for i, operand in zip(plain, operands)]
 
     def turns(i: int) -> bool:
         return encodings[i].direction is not ROWWISE
@@ -99,8 +100,9 @@ def _laid_of(
     return _Laid(
         anchored, tuple(encodings[i] for i in anchored), tuple(ANCHOR_RUNS[layouts[i]] for i in anchored),
         tuple(map(turns, anchored)), plain, tuple(encodings[i] for i in plain),
-        tuple(n and turns(i) for i, n in zip(plain, laid)), tuple(native_scales if n else native.COMPACT for n in laid),
-        tuple(NATIVE if n else COMPACT for n in laid),
+        tuple(n and turns(i) for i, n in zip(plain, laid)),
+        tuple(native.OPERAND if o else native_scales if n else native.COMPACT for n, o in zip(laid, operands)),
+        tuple(layouts[i] if n else COMPACT for i, n in zip(plain, laid)),
     )
 
 
@@ -148,7 +150,7 @@ def encode(
     results: dict[int, Encoded] = {}
     if taken:
         whole_bf16 = row0 == 0 and (through_bf16 or values.dtype is torch.bfloat16)
-        can_anchor = tuple(whole_bf16 and (stats is None or stats[i] is None) for i in range(len(encodings)))
+        can_anchor = tuple(whole_bf16 and (stats is None or stats[i] is None or stats[i].amax is None) for i in range(len(encodings)))
         wanted = tuple(layouts) if layouts else None
         calls = _laid_of(encodings, taken, wanted, can_anchor, row0 == 0, native.scale_layout(values) if wanted else 0)
         if calls.anchored:
@@ -277,9 +279,9 @@ def decode(
     return _as(reference.decode(data, scale, tensor_amax, fmt, direction, cols, row0), dtype)
 
 
-def tensor_decode_scale(tensor_amax: Tensor) -> Tensor:
+def tensor_decode_scale(tensor_amax: Tensor, fmt: Format) -> Tensor:
     """fp32 [1]: the second-level decode scale of a two-level format (`reference.tensor_decode_scale`)."""
-    return native.tensor_decode_scale(tensor_amax) if native.runs(tensor_amax) else reference.tensor_decode_scale(tensor_amax)
+    return (native if native.runs(tensor_amax) else reference).tensor_decode_scale(tensor_amax, fmt)
 
 
 def column_sums(x: Tensor) -> Tensor:
@@ -334,24 +336,30 @@ def transpose_group(
 
 
 def anchor_codes(
-    data: Tensor, scale: Tensor, fmt: Format, direction: Direction, whole: bool = False
+    data: Tensor, scale: Tensor, tensor_amax: Tensor | None, cols: int, fmt: Format, direction: Direction, whole: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Compact codes as an operand [outer, contraction] with one fp32 scale a line, or a tensor (`reference.anchored_codes`)."""
+    """Compact codes of cols columns as an operand [outer, contraction] with one fp32 scale per line, or per tensor.
+
+    `reference.anchored_codes`, and `reference.e4m3_operand` of what decodes exactly to e4m3.
+    """
     turned = direction is not ROWWISE
     if native.runs(data):
-        return native.anchor_codes(data, scale, fmt, direction, turned, whole)
-    codes, line_scale = reference.anchored_codes(data, scale, fmt, direction, whole)
-    return (codes.t().contiguous() if turned else codes), line_scale
+        return native.anchor_codes(data, scale, tensor_amax, cols, fmt, direction, turned, whole)
+    if fmt.decodes_exactly_to_e4m3:
+        codes, made = reference.e4m3_operand(data, scale, tensor_amax, fmt, direction, cols)
+    else:
+        codes, made = reference.anchored_codes(data, scale, fmt, direction, whole)
+    return (codes.t().contiguous() if turned else codes), made
 
 
 def anchor_group(
-    data: Sequence[Tensor], scale: Sequence[Tensor], fmt: Format, direction: Direction, whole: bool = False,
-    calls: list[native.GroupCall] | None = None,
+    data: Sequence[Tensor], scale: Sequence[Tensor], tensor_amax: Sequence[Tensor | None], cols: Sequence[int], fmt: Format,
+    direction: Direction, whole: bool = False, calls: list[native.GroupCall] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """`anchor_codes` of each; calls: takes what made them, if that may be made again."""
     if all(map(native.runs, data)):
-        return native.anchor_group(data, scale, fmt, direction, direction is not ROWWISE, whole, calls)
-    return [anchor_codes(*one, fmt, direction, whole) for one in zip(data, scale)]
+        return native.anchor_group(data, scale, tensor_amax, cols, fmt, direction, direction is not ROWWISE, whole, calls)
+    return [anchor_codes(*one, fmt, direction, whole) for one in zip(data, scale, tensor_amax, cols)]
 
 
 def swizzle_scales(scale: Tensor, outer: int, outer_block: int, transposed: bool) -> Tensor:

@@ -32,6 +32,11 @@ ANCHORS = (ANCHORED_TENSOR, *ANCHOR_RUNS)  # coarsest first, which are multiplie
 OVER_TOKENS = ANCHORED_512
 
 
+def is_encoded_as(fmt: Format, layout: str) -> bool:
+    """Quantizers write codes of this format in this layout, and compact ones that are brought into it are the same."""
+    return layout in (COMPACT, NATIVE) or (layout == ANCHORED_TENSOR and fmt.decodes_exactly_to_e4m3)
+
+
 def operand_format(fmt: Format, layout: str) -> Format:
     """What codes and scales of `fmt` mean as the operand of a product: anchored ones have scales of tensors, lines or runs."""
     if layout == ANCHORED_TENSOR:

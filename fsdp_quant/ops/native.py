@@ -24,7 +24,7 @@ from .layout import ANCHOR_RUNS, ANCHORED_TENSOR, ANCHORS, NATIVE, operand_forma
 from .layout import COMPACT as COMPACT_LAYOUT
 
 ELEMENTS = {"e4m3": 1, "e5m2": 2, "e2m1": 3}
-COMPACT, HOPPER, BLACKWELL = 0, 1, 2
+COMPACT, HOPPER, BLACKWELL, OPERAND = range(4)
 SCALE_LAYOUTS = {"sm_90a": HOPPER, "sm_100a": BLACKWELL}
 TRANSPOSE_BYTES, TRANSPOSE_NIBBLES, SWIZZLE, SWIZZLE_TRANSPOSED = range(4)
 TILE = 128
@@ -56,13 +56,14 @@ def pack_encoding(encoding: Encoding, transposed: bool = False, layout: int = CO
     """An encoding as operators take it: an integer whose bits csrc/api/encoding.cpp alone writes and reads.
 
     transposed:  codes of a columnwise side as [cols, rows].
-    layout:      of the scales: COMPACT, HOPPER or BLACKWELL.
+    layout:      of the scales: COMPACT, HOPPER or BLACKWELL. OPERAND: e4m3 codes with one fp32 scale per tensor, of what
+                 `decodes_exactly_to_e4m3`.
     """
     fmt = encoding.fmt
     outer, contraction = fmt.block
     return _pack(
-        fmt.element.name, fmt.scale, fmt.pow2, fmt.scale_rounding, outer or 0, contraction or 0, encoding.stochastic,
-        fmt.rotated, transposed, layout,
+        fmt.element.name, fmt.scale, fmt.pow2, fmt.scale_rounding, fmt.scale_rule, outer or 0, contraction or 0,
+        encoding.stochastic, fmt.rotated, transposed, layout,
     )
 
 
@@ -206,7 +207,7 @@ def quantize(
     stats:       (amax, tensor_amax) an encoding, or None: taken from x.
     encs:        fp32 [1], delayed scaling; 0 where there is no history yet.
     transposed:  codes of a columnwise side as [cols, rows], what a Hopper tensor core reads.
-    layout:      of the scales: COMPACT, HOPPER or BLACKWELL; one for all, or one an encoding.
+    layout:      as of `pack_encoding`; one for all, or one an encoding.
     """
     layouts = (layout,) * len(encodings) if isinstance(layout, int) else tuple(layout)
     call = _call_of(tuple(encodings), tuple(transposed) if transposed else None, layouts)
@@ -400,8 +401,8 @@ def dequantize(
     return _ops.dequantize(data, scale, tensor_amax, side, direction is not ROWWISE, cols, row0, dtype)
 
 
-def tensor_decode_scale(tensor_amax: Tensor) -> Tensor:
-    return _ops.tensor_decode_scale(tensor_amax)
+def tensor_decode_scale(tensor_amax: Tensor, fmt: Format) -> Tensor:
+    return _ops.tensor_decode_scale(tensor_amax, pack_encoding(Encoding(fmt, ROWWISE)))
 
 
 def transpose_codes(data: Tensor, rows: int, cols: int, bits: int) -> Tensor:
@@ -465,21 +466,26 @@ def swizzle_scales(scale: Tensor, outer: int, outer_block: int, transposed: bool
 
 
 def anchor_codes(
-    data: Tensor, scale: Tensor, fmt: Format, direction: Direction, transposed: bool, whole: bool = False
+    data: Tensor, scale: Tensor, tensor_amax: Tensor | None, cols: int, fmt: Format, direction: Direction, transposed: bool,
+    whole: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`reference.anchored_codes`; transposed: the codes as [cols, rows]. Also of matrices [E, rows, cols]."""
-    return _ops.anchor_codes(data, scale, pack_encoding(Encoding(fmt, direction)), direction is not ROWWISE, transposed, whole)
+    """`dispatch.anchor_codes`; transposed: the codes as [cols, rows]. Of 8 bits also of matrices [E, rows, cols]."""
+    packed = pack_encoding(Encoding(fmt, direction))
+    return _ops.anchor_codes(data, scale, tensor_amax, packed, direction is not ROWWISE, transposed, whole, cols)
 
 
 def anchor_group(
-    data: Sequence[Tensor], scale: Sequence[Tensor], fmt: Format, direction: Direction, transposed: bool, whole: bool = False,
-    calls: list[GroupCall] | None = None,
+    data: Sequence[Tensor], scale: Sequence[Tensor], tensor_amax: Sequence[Tensor | None], cols: Sequence[int], fmt: Format,
+    direction: Direction, transposed: bool, whole: bool = False, calls: list[GroupCall] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """`anchor_codes` of each, in one call, which `calls` takes: it may be made again."""
     columnwise = direction is not ROWWISE
-    codes = [d.new_empty(d.shape[::-1] if transposed else d.shape) for d in data]
-    lines = [d.new_empty(1 if whole else d.shape[int(columnwise)], dtype=torch.float32) for d in data]
-    arguments = data, scale, pack_encoding(Encoding(fmt, direction)), columnwise, transposed, whole, codes, lines
+    shapes = [(len(d), c) for d, c in zip(data, cols)]
+    codes = [d.new_empty(shape[::-1] if transposed else shape) for d, shape in zip(data, shapes)]
+    lines = [d.new_empty(1 if whole else shape[int(columnwise)], dtype=torch.float32) for d, shape in zip(data, shapes)]
+    amaxes = [] if tensor_amax[0] is None else list(tensor_amax)
+    packed = pack_encoding(Encoding(fmt, direction))
+    arguments = list(data), list(scale), amaxes, packed, columnwise, transposed, whole, list(cols), codes, lines
     _called(GroupCall(_ops.anchor_group, arguments, codes + lines), calls)
     return list(zip(codes, lines))
 
@@ -528,14 +534,19 @@ def _fitting(o: Operand, outer_multiple: int) -> Operand:
     return Operand(data, scale, o.fmt)
 
 
-def product_error(a: Operand, b: Operand, counted: tuple[bool, bool], step: Tensor, guard: Tensor, product: int) -> None:
+def product_error(a: Operand, b: Operand, counted: tuple[int, int], step: Tensor, guard: Tensor, product: int) -> None:
     """Adds to guard[product], of fp32 [3, 2], the estimate of `reference.product_error`, in one of `PROBED_STEPS`.
 
-    a, b:     codes of 8 bits, with fp32 scales of a tensor, of lines or of runs. counted: of which of them.
+    a, b:     codes of 8 bits, with fp32 scales of a tensor, of lines or of runs. counted: as of the reference.
     step:     int64 [5] (`context.STEP_FIELDS`).
     """
     codes = operand_code(a.fmt), operand_code(b.fmt)
-    _ops.product_error(a.data, b.data, a.scale, b.scale, *codes, counted[0] + 2 * counted[1], step, guard, product)
+    _ops.product_error(a.data, b.data, a.scale, b.scale, *codes, packed_counts(counted), step, guard, product)
+
+
+def packed_counts(counted: tuple[int, int]) -> int:
+    """How `product_error` counts both operands, as operators take it."""
+    return int(counted[0]) | int(counted[1]) << 2
 
 
 def gemm(
@@ -857,23 +868,25 @@ def reading_of(encoding: Encoding, layout: str, domain: str, arch: str, same: bo
         return Reading()
     laid_out = layout == NATIVE
     factored = fmt.scale_leaves_contraction and fmt.block != (None, None)  # a scale a line, after the product
-    rounded_to_anchors = encoding.stochastic and layout in ANCHORS  # codes first, anchored after
+    operand = layout == ANCHORED_TENSOR and fmt.decodes_exactly_to_e4m3
+    rounded_to_anchors = encoding.stochastic and layout in ANCHORS and not operand  # codes first, anchored after
     if domain == "reference" or unsupported_reason(fmt) or (layout == COMPACT_LAYOUT and factored) or rounded_to_anchors:
         return None
+    scales = OPERAND if operand else SCALE_LAYOUTS.get(arch, COMPACT) if laid_out else COMPACT
     return Reading(
-        pack_encoding(encoding, turned and layout != COMPACT_LAYOUT, SCALE_LAYOUTS.get(arch, COMPACT) if laid_out else COMPACT),
-        _OF_TENSOR if layout == ANCHORED_TENSOR else (ANCHOR_RUNS[layout] or 0) if layout in ANCHOR_RUNS else -1,
+        pack_encoding(encoding, turned and layout != COMPACT_LAYOUT, scales),
+        -1 if operand else _OF_TENSOR if layout == ANCHORED_TENSOR else (ANCHOR_RUNS[layout] or 0) if layout in ANCHOR_RUNS else -1,
         operand_code(operand_format(fmt, layout)) if layout != COMPACT_LAYOUT else 0,
         same, -1 if factor is None else factor, encoding.eps,
     )
 
 
-def linear_plan(readings: Sequence[Reading], saves_input: bool, watched: Sequence[tuple[bool, bool]], key: str) -> int:
+def linear_plan(readings: Sequence[Reading], saves_input: bool, watched: Sequence[tuple[int, int]], key: str) -> int:
     """The number of a plan: rowwise and columnwise readings of the input, the weight and the gradient of the output.
 
-    watched:  of fprop, dgrad and wgrad, which operands `product_error` counts.
+    watched:  of fprop, dgrad and wgrad, how `product_error` counts the operands.
     """
-    fields = [f for r in readings for f in r[:5]] + [saves_input] + [a + 2 * b for a, b in watched]
+    fields = [f for r in readings for f in r[:5]] + [saves_input, *map(packed_counts, watched)]
     return _ops.linear_plan(fields, [r.eps for r in readings], key)
 
 
@@ -1069,8 +1082,8 @@ def _fake_statistics_group(x, side, columnwise, row0, through_bf16):
     return [t for one, start in zip(x, row0) for t in _fake_statistics(one, *sides, start, through_bf16)]
 
 
-def _fake_anchor_codes(data, scale, side, columnwise, transposed, whole):
-    *matrices, rows, cols = data.shape
+def _fake_anchor_codes(data, scale, tensor_amax, side, columnwise, transposed, whole, cols):
+    *matrices, rows, _ = data.shape
     sizes = (cols, rows) if transposed else (rows, cols)
     return data.new_empty((*matrices, *sizes)), _floats(data, (*matrices, 1 if whole else cols if columnwise else rows))
 
@@ -1095,7 +1108,7 @@ FAKES = {
     "random_key": lambda step, ids, slot, rows: step.new_empty(5),
     "random_key.after": lambda step, ids, slot, rows, after: step.new_empty(5),
     "record_amax": lambda amaxes, amax: None,
-    "tensor_decode_scale": lambda tensor_amax: _floats(tensor_amax, tensor_amax.numel()),
+    "tensor_decode_scale": lambda tensor_amax, side: _floats(tensor_amax, tensor_amax.numel()),
     "transpose_codes": lambda data, rows, cols, bits: data.new_empty((cols, ceil_div(rows, 2) if bits == 4 else rows)),
     "swizzle_scales": _fake_swizzle,
     "anchor_group": lambda *args: None,

@@ -11,6 +11,7 @@ with, for the fp32 operations fl() and the IEEE division /rn (no fast-math anywh
     fp32 scales   enc = max /rn amax, mantissa cleared for pow2;  scale = 1 /rn enc
     e8m0          scale = 2^(e - 127), e from v = fl(amax * fl(1 / max)), rounded up (or the OCP floor rule)
     e4m3          scale = e4m3(min(t, 448)), t = fl(amax * fl(S * fl(1 / 6))), S = 2688 /rn tensor_amax
+      fp8_exact   scale = e4m3(r(min(t, 384))), S = 2304 /rn tensor_amax; r: to 1, 1.25 or 1.5 times a power of two
     code = saturating round-to-nearest-even of fl(x * enc)
 
 Blocks lie on the grid of the *global* tensor: `row0` is the global index of the first row of x, and a block
@@ -25,6 +26,7 @@ Sources: OCP Microscaling Formats v1.0, sections 5 and 6; OCP 8-bit Floating Poi
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -35,6 +37,8 @@ from ..formats import (
     E2M1,
     E4M3,
     FLT_MAX,
+    FP8_EXACT_OPERAND,
+    FP8_EXACT_SCALES,
     ROTATION_BLOCK,
     Direction,
     Element,
@@ -171,29 +175,40 @@ def power_of_two(exponent: Tensor) -> Tensor:
     return torch.where(exponent == 255, 0x7FC00000, bits).to(torch.int32).view(torch.float32)
 
 
-def tensor_encode_factor(tensor_amax: Tensor) -> Tensor:
-    """S of a two-level format: 2688 /rn tensor_amax; 1 where it is 0 or not finite; FLT_MAX at most."""
+def tensor_encode_factor(tensor_amax: Tensor, fmt: Format) -> Tensor:
+    """S of a two-level format: 2688 (fp8_exact: 2304) /rn tensor_amax; 1 where it is 0 or not finite; FLT_MAX at most."""
     ones = torch.ones_like(tensor_amax)
-    factor = divide(E2M1.max * E4M3.max, tensor_amax)
+    factor = divide(fmt.largest_scaled, tensor_amax)
     return torch.where((tensor_amax == 0) | ~tensor_amax.isfinite(), ones, factor.clamp(max=FLT_MAX))
 
 
-def tensor_decode_scale(tensor_amax: Tensor) -> Tensor:
+def tensor_decode_scale(tensor_amax: Tensor, fmt: Format) -> Tensor:
     """D = 1 /rn S, NaN where the tensor's amax is not finite: an overflow decodes to NaN, never to a number."""
-    scale = divide(1.0, tensor_encode_factor(tensor_amax))
+    scale = divide(1.0, tensor_encode_factor(tensor_amax, fmt))
     return torch.where(tensor_amax.isfinite(), scale, torch.full_like(scale, math.nan))
 
 
-def _two_level_scale(amax: Tensor, tensor_amax: Tensor, round_up: bool) -> tuple[Tensor, Tensor]:
+def _exact_target(target: Tensor, round_up: bool) -> Tensor:
+    """The target of a block scale as 1, 1.25, 1.5 or 2 times its power of two (`FP8_EXACT_SCALES`); round_up: not below it."""
+    bits = target.view(torch.int32)
+    significand = (bits & 0x7FFFFF | 0x3F800000).view(torch.float32)
+    chosen = torch.ones_like(target)
+    for (_, below), (bound, scale) in itertools.pairwise(FP8_EXACT_SCALES):
+        chosen = torch.where(significand > below if round_up else significand >= bound, scale, chosen)
+    return torch.where(target.isfinite(), chosen * (bits & 0x7F800000).view(torch.float32), target)
+
+
+def _two_level_scale(amax: Tensor, tensor_amax: Tensor, fmt: Format, round_up: bool) -> tuple[Tensor, Tensor]:
     """(e4m3 codes uint8, enc fp32) of the blocks of a two-level format.
 
-    round_up gives the smallest e4m3 not below the target: under stochastic rounding a scale rounded down would
-    saturate the block's largest elements and bias their mean.
+    round_up gives the smallest scale of the format's rule not below the target: under stochastic rounding a scale rounded
+    down would saturate the block's largest elements and bias their mean.
     """
-    factor = tensor_encode_factor(tensor_amax)
+    factor = tensor_encode_factor(tensor_amax, fmt)
     target = amax * (factor * torch.tensor(1.0 / E2M1.max, dtype=torch.float32, device=amax.device))
-    target = target.clamp(max=E4M3.max)
-    code = target.to(E4M3.dtype).view(torch.uint8)
+    target = target.clamp(max=fmt.largest_scaled / E2M1.max)
+    chosen = _exact_target(target, round_up) if fmt.scale_rule == "fp8_exact" else target
+    code = chosen.to(E4M3.dtype).view(torch.uint8)
     if round_up:
         code = code + (code.view(E4M3.dtype).float() < target)
     code = torch.where(amax.isnan(), 0x7F, code.to(torch.int32)).to(torch.uint8)
@@ -210,7 +225,7 @@ def scales(
         scale = e8m0_code(amax, fmt)
         return scale, power_of_two(_inverse(scale))
     if fmt.tensor_scale:
-        return _two_level_scale(amax, tensor_amax, round_up=encoding.stochastic)
+        return _two_level_scale(amax, tensor_amax, fmt, round_up=encoding.stochastic)
     factor = encode_factor(amax, fmt, encoding.eps) if enc is None else enc.expand_as(amax)
     return torch.where(amax.isfinite(), divide(1.0, factor), torch.full_like(amax, math.nan)), factor
 
@@ -298,7 +313,7 @@ def decode(
     values = decode_codes(data, fmt, cols)
     if scale is not None:
         values = _scaled(values, decode_scale(scale, fmt), fmt, direction, row0)
-    return values if tensor_amax is None else values * tensor_decode_scale(tensor_amax)
+    return values if tensor_amax is None else values * tensor_decode_scale(tensor_amax, fmt)
 
 
 def bf16_product(a: Tensor, b: Tensor) -> Tensor:
@@ -312,6 +327,21 @@ def bf16_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 # Anchored operands #
+
+def e4m3_operand(
+    data: Tensor, scale: Tensor, tensor_amax: Tensor, fmt: Format, direction: Direction, cols: int
+) -> tuple[Tensor, Tensor]:
+    """Codes of a format that `decodes_exactly_to_e4m3`, as e4m3 codes with one scale per tensor.
+
+    data:     compact codes [rows, row bytes] of cols columns. scale: uint8 [block rows, block cols].
+    returns:  (uint8 [rows, cols], fp32 [1]).
+
+    A code is e4m3(element * scale * 2^-3), its scale 8 D. Blocks whose scale is 2^-3 or more lose nothing; smaller ones
+    lose what lies below 2^-9.
+    """
+    codes = _cast(decode(data, scale, None, fmt, direction, cols) * FP8_EXACT_OPERAND, E4M3)
+    return codes.contiguous(), tensor_decode_scale(tensor_amax, fmt) / FP8_EXACT_OPERAND
+
 
 def anchored(x: Tensor, encoding: Encoding, anchor_block: int | None) -> tuple[Tensor, Tensor]:
     """Codes of e8m0 blocks that share the scale of their run of the contraction.
@@ -364,23 +394,25 @@ def anchored_codes(
 
 # One of so many steps is looked at by the guard.
 PROBED_STEPS = 16
-# Mean square of an element's relative error under a scale of its own block: of e4m3, whose steps are a quarter of e5m2's.
-_OWN_ERROR = {"e4m3": 7.04e-4, "e5m2": 4 * 7.04e-4}
+# Mean square of an element's relative error under a scale of its own block: of e4m3, whose steps are a quarter of e5m2's; of
+# e2m1, gaussian.
+_OWN_ERROR = {"e4m3": 7.04e-4, "e5m2": 4 * 7.04e-4, "e2m1": 9.1e-3}
 _LEAST_STEP = {"e4m3": 2.0**-9, "e5m2": 2.0**-16}
 _PROBED_LINES = 64
+NOT_COUNTED, COUNTED, COUNTED_E2M1 = range(3)  # operands of `product_error`
 _LEAST_TOKEN = 2.0**-14  # of the mean energy: a smaller token counts as part of one
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 
 
 def product_error(
-    a: tuple[Tensor, Tensor | None, Format], b: tuple[Tensor, Tensor | None, Format], counted: tuple[bool, bool], probe: int = 0,
+    a: tuple[Tensor, Tensor | None, Format], b: tuple[Tensor, Tensor | None, Format], counted: tuple[int, int], probe: int = 0,
     of_tokens: bool = False,
 ) -> Tensor:
     """What a product of anchored operands loses beside its formats' own errors: fp32 [2], both as mean squares.
 
     a, b:     (codes uint8 [outer, contraction], their scales where these are of runs [runs, outer rounded up to 4], format of
               the operand).
-    counted:  whose codes are anchored; others have scales of their own.
+    counted:  NOT_COUNTED: an operand with scales of its own; COUNTED: its codes are anchored; COUNTED_E2M1: those of e2m1.
     of_tokens:  lines of a are those of tokens; else of channels, as are those of b.
     probe:    which lines are looked at, 64 of each, spread as the fractions of multiples of the golden ratio.
 
@@ -391,7 +423,7 @@ def product_error(
     below the mean one less, since those without a gradient have its noise.
     """
     energies = [_energies(*of, counts, probe) for of, counts in zip((a, b), counted)]
-    own = _OWN_ERROR[a[2].element.name] + _OWN_ERROR[b[2].element.name]
+    own = sum(_OWN_ERROR["e2m1" if how == COUNTED_E2M1 else of[2].element.name] for of, how in zip((a, b), counted))
 
     def weighed(of: Tensor, by: Tensor, of_tokens: bool) -> Tensor:
         """of [lines, k], every line over its sum of `by` [lines], or left out."""
@@ -409,7 +441,7 @@ def product_error(
     return (of_lines((of_tokens, False), *of_a, *of_b) + of_lines((False, of_tokens), *of_b, *of_a)).float()
 
 
-def _energies(data: Tensor, scale: Tensor | None, fmt: Format, counts: bool, probe: int) -> tuple[Tensor, Tensor]:
+def _energies(data: Tensor, scale: Tensor | None, fmt: Format, counts: int, probe: int) -> tuple[Tensor, Tensor]:
     """(squares of the values, mean squares of what they may have lost) of the lines that a probe looks at."""
     numbers = range(probe * _PROBED_LINES + 1, probe * _PROBED_LINES + _PROBED_LINES + 1)
     lines = torch.tensor([(i * _GOLDEN % 2**64) * len(data) >> 64 for i in numbers], device=data.device)
@@ -419,7 +451,7 @@ def _energies(data: Tensor, scale: Tensor | None, fmt: Format, counts: bool, pro
         along = scale[:, lines].t().repeat_interleave(fmt.block[1], 1)[:, : data.shape[1]]
         values, step = values * along, step * along
     exponent = 0x80 - (1 << fmt.element.mantissa)
-    return values**2, ((data[lines] & exponent == 0) & counts) * step**2 / 12
+    return values**2, ((data[lines] & exponent == 0) & (counts != NOT_COUNTED)) * step**2 / 12
 
 
 def _inverse(code: Tensor) -> Tensor:
