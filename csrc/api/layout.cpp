@@ -96,7 +96,7 @@ std::optional<AnchorCodes> anchor_of(
                     "of one matrix with fp8_exact scales and a tensor amax");
   const int64_t elements = shape.matrices * shape.rows * shape.cols;
   const EncodingSizes<int64_t> of = encoding_sizes<int64_t>(side, columnwise, shape.rows, shape.cols, 0);
-  check_buffer(data, "data", data, at::kByte, shape.matrices * shape.rows * of.data_cols);
+  check_buffer(data, "data", data, at::kByte, shape.matrices * shape.rows * (side.four_bit() ? ceil_div(cols, 2) : cols));
   check_buffer(scale, "scale", data, powers ? at::kFloat : at::kByte, shape.matrices * of.scale_rows * of.scale_cols);
   check_buffer(out, "out", data, at::kByte, elements);
   check_buffer(line_scale, "line_scale", data, at::kFloat, shape.matrices * (whole ? 1 : shape.lines));

@@ -152,6 +152,8 @@ ARMS = {
     "fp8_block": recipes.fp8_block(), "mxfp8": recipes.mxfp8(), "nvfp4": recipes.nvfp4(),
     "nvfp4 backward": recipes.hybrid("identity", "nvfp4"), "nvfp4 forward": fq.CustomRecipe(nvfp4_forward),
     "mxfp8/nvfp4": recipes.hybrid("mxfp8", "nvfp4"),
+    "nvfp4 fp8_exact": recipes.nvfp4(scale_rule="fp8_exact"),
+    "mxfp8/nvfp4 fp8_exact": recipes.hybrid("mxfp8", "nvfp4", scale_rule="fp8_exact"),
     "broken: a scale a tensor": fq.CustomRecipe(tensor_scaled_e2m1),
     "broken: a scale a row": fq.CustomRecipe(row_scaled_e2m1),
     "broken: inputs rounded": fq.CustomRecipe(nvfp4_rounded_inputs),

@@ -18,7 +18,7 @@ from dist_tests.kernels.test_hopper_gemm import WHY_NOT
 from dist_tests.single.hopper import Operators
 from fsdp_quant import recipes
 from fsdp_quant.counters import counters
-from fsdp_quant.formats import COLUMNWISE, IDENTITY, ROWWISE, round_up
+from fsdp_quant.formats import COLUMNWISE, IDENTITY, ROWWISE, Direction, round_up
 from fsdp_quant.modules import traced_experts
 from fsdp_quant.modules.grouped_linear import adopt_packed
 from fsdp_quant.modules.linear_op import quantize_slot

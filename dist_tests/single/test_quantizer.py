@@ -487,7 +487,7 @@ def test_stochastic_rounding_is_unbiased(name: str, direction: Direction):
 
 def nvfp4_draw(x: Tensor, scale: Tensor, up_always: bool) -> Callable[[int], np.ndarray]:
     """nvfp4 rows of x, rounded on the same bits under block scales of our choice."""
-    d = oracle.tensor_scale(float(x.abs().max()))
+    d = oracle.tensor_scale(float(x.abs().max()), oracle.SPECS["nvfp4"])
     decode = oracle.fl(np.repeat(oracle.value_of(scale.numpy(), "e4m3"), 16, axis=1) * d)
     enc = oracle.fl(1 / decode)
     scaled = oracle.fl(x.double().numpy() * enc)
@@ -601,7 +601,7 @@ def test_block_ratio_above_448_by_an_ulp():
     amaxes = torch.rand(2000, generator=torch.Generator().manual_seed(0)) + 0.5
     above = 0
     for amax in amaxes.tolist():
-        t = float(oracle.fl(amax * float(oracle.fl(oracle.tensor_factor(amax) * float(oracle.fl(1 / 6))))))
+        t = float(oracle.fl(amax * float(oracle.fl(oracle.tensor_factor(amax, oracle.SPECS["nvfp4"]) * float(oracle.fl(1 / 6))))))
         assert t < 448 * (1 + 2**-21)  # three roundings
         if t > 448 and above < 100:
             above += 1
