@@ -23,6 +23,7 @@ struct Shared {
   double result[2];
 };
 
+constexpr uint32_t kLeastExactBlock = 28;  // 6 * 2^-3 * 2^-3 as e4m3: the largest of a block of e2m1 whose scale is 2^-3
 constexpr float kLeastToken = 0x1p-14f;  // of the mean energy: a smaller token counts as part of one
 
 // Which lines are looked at: others in every probe, spread as the fractions of multiples of the golden ratio, since tokens
@@ -57,16 +58,24 @@ __device__ __forceinline__ float run_scale(const CountedOperand& o, int64_t line
 struct Codes {
   float all[kCodes], lost[kCodes];  // squares of the values, mean squares of what they may have lost
 
-  // A code without an exponent lies on a grid, of steps of the least: step^2 / 12.
+  // A code without an exponent lies on a grid, of steps of the least: step^2 / 12. Of e2m1 where the scale of its block, of 16
+  // elements, which four threads hold, is below 2^-3.
   __device__ Codes(const CountedOperand& o, int64_t line, int64_t at, int64_t k) {
     const uint32_t codes = codes_of(o, line, at, k), exponent = o.e5m2 ? 0x7C : 0x78;
+    bool counts = o.counted;
+    if (o.of_e2m1) {
+      uint32_t largest = codes & 0x7F7F7F7Fu;
+      largest = __vmaxu4(largest, __shfl_xor_sync(~0u, largest, 1));
+      largest = __vmaxu4(largest, __shfl_xor_sync(~0u, largest, 2));
+      counts = __vcmpgeu4(largest, kLeastExactBlock * 0x01010101u) == 0;
+    }
     const float scale = run_scale(o, line, at, k), each = (o.e5m2 ? 0x1p-32f : 0x1p-18f) / 12 * scale * scale;
     const float2 lo = values_of(codes & 0xFFFF, o.e5m2), hi = values_of(codes >> 16, o.e5m2);
     const float v[kCodes] = {lo.x * scale, lo.y * scale, hi.x * scale, hi.y * scale};
 #pragma unroll
     for (int e = 0; e < kCodes; ++e) {
       all[e] = v[e] * v[e];
-      lost[e] = o.counted && (codes >> 8 * e & exponent) == 0 && at + e < k ? each : 0.0f;
+      lost[e] = counts && (codes >> 8 * e & exponent) == 0 && at + e < k ? each : 0.0f;
     }
   }
 };

@@ -117,7 +117,7 @@ def test_what_products_lose_is_the_references():
         for of_a, of_b in itertools.product(blocks, blocks):
             for elements in (("e4m3", "e4m3"), ("e5m2", "e4m3")):
                 a, b = (operand(lines, k, block, element, seed=i) for lines, block, element in zip((m, n), (of_a, of_b), elements))
-                for counted, probe, product in (((True, True), 0, 1), ((True, False), 1, 1), ((False, True), 5, 2)):
+                for counted, probe, product in (((1, 1), 0, 1), ((1, 0), 1, 1), ((0, 1), 5, 2), ((2, 2), 0, 1), ((1, 2), 3, 2)):
                     step = torch.tensor([3, probe * reference.PROBED_STEPS, 0, -1, 0], device=expected.DEVICE)
                     guard = torch.ones(3, 2, device=expected.DEVICE)
                     native.product_error(native.Operand(*a), native.Operand(*b), counted, step, guard, product)

@@ -24,7 +24,7 @@ from fsdp_quant.counters import counters
 
 RECIPES = {
     "delayed": fq.recipes.fp8_delayed(length=2), "mxfp8": fq.recipes.mxfp8(), "nvfp4": fq.recipes.nvfp4(),
-    "mxfp8/nvfp4": fq.recipes.hybrid("mxfp8", "nvfp4"),
+    "mxfp8/nvfp4": fq.recipes.hybrid("mxfp8", "nvfp4"), "nvfp4 exact": fq.recipes.nvfp4(scale_rule="fp8_exact"),
 }
 # (world, recipe) -> the kinds of recomputation that CI takes.
 SAMPLE = {

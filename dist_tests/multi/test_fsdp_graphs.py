@@ -20,6 +20,7 @@ K, STEPS = 128, 3
 RECIPES = {
     "fp8_current": fq.recipes.fp8_current, "fp8_delayed": fq.recipes.fp8_delayed, "fp8_block": fq.recipes.fp8_block,
     "mxfp8": fq.recipes.mxfp8, "nvfp4": fq.recipes.nvfp4, "mxfp8/nvfp4": lambda: fq.recipes.hybrid("mxfp8", "nvfp4"),
+    "mxfp8/nvfp4 exact": lambda: fq.recipes.hybrid("mxfp8", "nvfp4", scale_rule="fp8_exact"),
 }
 
 

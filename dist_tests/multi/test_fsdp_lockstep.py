@@ -49,6 +49,7 @@ RECIPES = {
     "mxfp8": recipes.mxfp8(),
     "fp8_block": recipes.fp8_block(),
     "nvfp4": recipes.nvfp4(),
+    "nvfp4 exact": recipes.nvfp4(scale_rule="fp8_exact"),
     "identity": recipes.identity(),
 }
 FEW = ["mxfp8/nvfp4", "fp8_current", "fp8_block"]

@@ -32,12 +32,13 @@ from fsdp_quant.tensor.weight_shard import WeightShard
 RECIPES = {
     "mxfp8/nvfp4": fq.recipes.hybrid("mxfp8", "nvfp4"),
     "nvfp4": fq.recipes.nvfp4(),
+    "mxfp8/nvfp4 exact": fq.recipes.hybrid("mxfp8", "nvfp4", scale_rule="fp8_exact"),
     "fp8_block": fq.recipes.fp8_block(),
     "fp8_current/fp8_row": fq.recipes.hybrid("fp8_current", "fp8_row"),
     "mxfp8, dequantized": fq.recipes.mxfp8(backward_override="dequantized"),
     "nvfp4, high precision": fq.recipes.nvfp4(backward_override="high_precision"),
 }
-FEW = RECIPES if laws.EVERYTHING else {k: RECIPES[k] for k in ("mxfp8/nvfp4", "fp8_block", "fp8_current/fp8_row")}
+FEW = RECIPES if laws.EVERYTHING else {k: RECIPES[k] for k in ("mxfp8/nvfp4", "mxfp8/nvfp4 exact", "fp8_block", "fp8_current/fp8_row")}
 
 
 def _sample(shift: int) -> dict[str, fq.Recipe]:
@@ -515,7 +516,8 @@ def test_gathered_bytes_are_freed_and_nothing_grows():
 
 
 def _laid_out(rank: int, world: int) -> None:
-    for name, recipe in {"fp8_block": fq.recipes.fp8_block(), "mxfp8": fq.recipes.mxfp8()}.items():
+    exact = fq.recipes.nvfp4(scale_rule="fp8_exact")
+    for name, recipe in {"fp8_block": fq.recipes.fp8_block(), "mxfp8": fq.recipes.mxfp8(), "nvfp4 exact": exact}.items():
         results = []
         for reshard in (True, False):
             with hopper.emulated() as gpu:

@@ -399,6 +399,7 @@ PROBED_STEPS = 16
 _OWN_ERROR = {"e4m3": 7.04e-4, "e5m2": 4 * 7.04e-4, "e2m1": 9.1e-3}
 _LEAST_STEP = {"e4m3": 2.0**-9, "e5m2": 2.0**-16}
 _PROBED_LINES = 64
+_LEAST_EXACT_BLOCK = 28  # 6 * 2^-3 * 2^-3 as e4m3: the largest of a block of e2m1 whose scale is 2^-3
 NOT_COUNTED, COUNTED, COUNTED_E2M1 = range(3)  # operands of `product_error`
 _LEAST_TOKEN = 2.0**-14  # of the mean energy: a smaller token counts as part of one
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
@@ -416,7 +417,8 @@ def product_error(
     of_tokens:  lines of a are those of tokens; else of channels, as are those of b.
     probe:    which lines are looked at, 64 of each, spread as the fractions of multiples of the golden ratio.
 
-    A code without an exponent lies on a grid of the least step s, so that it may have lost s^2 / 12. Along the contraction that
+    A code without an exponent lies on a grid of the least step s, so that it may have lost s^2 / 12; one of e2m1 has lost
+    nothing where its block's scale is 2^-3 or more, as the block's largest code tells (`e4m3_operand`). Along the contraction that
     meets the energy of the other operand there: of a line of a, the sum over k of lost_a[k] all_b[k] + all_a[k] lost_b[k],
     where those of b are means over its lines, each against its own energy. The formats' own errors are a constant share of
     all_a[k] all_b[k]. Lines of a that are not all zeros count alike, each against the sum of both, and then those of b; tokens far
@@ -451,7 +453,11 @@ def _energies(data: Tensor, scale: Tensor | None, fmt: Format, counts: int, prob
         along = scale[:, lines].t().repeat_interleave(fmt.block[1], 1)[:, : data.shape[1]]
         values, step = values * along, step * along
     exponent = 0x80 - (1 << fmt.element.mantissa)
-    return values**2, ((data[lines] & exponent == 0) & (counts != NOT_COUNTED)) * step**2 / 12
+    lost = (data[lines] & exponent == 0) & (counts != NOT_COUNTED)
+    if counts == COUNTED_E2M1:
+        largest = F.pad(data[lines] & 0x7F, (0, -data.shape[1] % 16)).unflatten(1, (-1, 16)).amax(2)
+        lost &= (largest < _LEAST_EXACT_BLOCK).repeat_interleave(16, 1)[:, : data.shape[1]]
+    return values**2, lost * step**2 / 12
 
 
 def _inverse(code: Tensor) -> Tensor:

@@ -328,4 +328,4 @@ class _Rewrite:
 def _own_buffers(operand: Storage, codes: Storage) -> list[Tensor]:
     """Buffers of `operand` that are not the memory of `codes`."""
     pairs = (operand.data, codes.data), (operand.scale, codes.scale), (operand.tensor_amax, codes.tensor_amax)
-    return [t for t, of in pairs if t is not of and t.data_ptr() != of.data_ptr()]
+    return [t for t, of in pairs if t is not None and t is not of and t.data_ptr() != of.data_ptr()]
