@@ -182,16 +182,23 @@ def plot(runs: Sequence[dict], path: str) -> None:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
-    for run in runs:
+    colors, late = pyplot.get_cmap("tab20").colors, []
+    for i, run in enumerate(runs):
         tokens = [step * run["tokens"] / run["steps"] / 1e6 for step, _ in run["curve"]]
-        left.plot(tokens, [loss for _, loss in run["curve"]], label=run["arm"])
+        as_arm = {"label": run["arm"], "color": colors[i % len(colors)]}
+        left.plot(tokens, [loss for _, loss in run["curve"]], **as_arm)
         seed = run["arm"].partition(":")[2]
         base = next((r for r in runs if r["arm"] == "bf16" + ":" * bool(seed) + seed and same(r, run)), None)
         if base is not None and base is not run:
-            right.plot(tokens, [loss - of for (_, loss), (_, of) in zip(run["curve"], base["curve"])], label=run["arm"])
+            gaps = [loss - of for (_, loss), (_, of) in zip(run["curve"], base["curve"])]
+            late += gaps[len(gaps) // 3:]
+            right.plot(tokens, gaps, **as_arm)
     left.set(xlabel="million tokens", ylabel="validation loss, nats a byte")
     right.set(xlabel="million tokens", ylabel="gap to bf16")
     right.axhline(0, color="black", linewidth=0.5)
+    if late:  # early gaps are noise, and far larger
+        room = 0.1 * (max(late) - min(late)) + 1e-4
+        right.set_ylim(min(late) - room, max(late) + room)
     left.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
