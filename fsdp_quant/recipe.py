@@ -30,7 +30,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from .formats import IDENTITY, canonical_text, family_of, format_of
+from .formats import IDENTITY, SCALE_RULES, canonical_text, family_of, format_of
 from .quantizer import HybridQuantizer, Quantizer, hybrid_of
 from .scaling import DelayedScaling
 
@@ -378,7 +378,12 @@ def _quantizer(fmt, pow2, scale_rounding, delayed, scale_rule, element=None) -> 
 
 
 def _named(name: str, forward: str, backward: str, options: dict, **arguments) -> Recipe:
-    family_of(forward), family_of(backward)  # unknown names are refused here
+    families = family_of(forward), family_of(backward)  # unknown names are refused here
+    rule = arguments.get("scale_rule")
+    if rule is not None and rule not in SCALE_RULES:
+        raise ValueError(f"{name}: scale_rule must be one of {', '.join(SCALE_RULES)}, got {rule!r}")
+    if rule is not None and not any(family.vector.tensor_scale for family in families):
+        raise ValueError(f"{name}({forward!r}, {backward!r}) has no 4-bit format, whose scales scale_rule={rule!r} would choose")
     if options.get("boundary_slots"):
         raise ValueError(f"{name} has no output and no grad_input; boundary_slots=True is for an fq.CustomRecipe that has")
     given = {"forward": forward, "backward": backward, **{k: v for k, v in arguments.items() if v is not None}}

@@ -16,19 +16,23 @@ constexpr int kRun = 16;
 constexpr int kPitch = kTile * 2 + 16;  // bytes of a row of values: rows start four banks apart
 constexpr int kCodePitch = 72;          // bytes of a row of codes, which a warp transposes; of an operand twice as many
 
-// Operands: some side is one.
-template <bool Operands>
+// What the sides of a launch are: all with the nearest scales; or some with exact ones; or also some operand.
+enum class Runs { kNearest, kExact, kOperands };
+
+template <Runs R>
 struct RunsSmem {
+  static constexpr bool kOperands = R == Runs::kOperands;
+
   // Square blocks: a warp's part holds its codes once its values are encoded.
   alignas(16) uint8_t values[kTile * kPitch];
-  uint4 codes[kTile * (Operands ? 8 : 4)];  // see flush_transposed
+  uint4 codes[kTile * (kOperands ? 8 : 4)];  // see flush_transposed
   uint8_t scales[2][kTile][8];
   float factors[2][128];
   float target[2];                 // two_level_target
-  uint2 magnitudes[Operands ? 128 : 1];  // of every scale, the e4m3 codes of 0, .5, 1, 1.5, 2, 3, 4, 6 times it, over 8
+  uint2 magnitudes[kOperands ? 128 : 1];  // of every scale, the e4m3 codes of 0, .5, 1, 1.5, 2, 3, 4, 6 times it, over 8
 };
 constexpr int kRunsBlocks = 4;  // share a multiprocessor
-static_assert(kRunsBlocks * (sizeof(RunsSmem<true>) + 1024) <= 228 * 1024, "too large for as many blocks");
+static_assert(kRunsBlocks * (sizeof(RunsSmem<Runs::kOperands>) + 1024) <= 228 * 1024, "too large for as many blocks");
 
 // 16 values along the contraction, two a word.
 struct Run {
@@ -185,12 +189,12 @@ __device__ __forceinline__ uint2 codes_of(
 
 // Rows of this warp, from shared memory. Square: blocks are (16, 16), and the codes go to shared memory too, for `col`; a side
 // without data is not stored.
-template <bool Square, bool Operands>
+template <bool Square, Runs R>
 __device__ __forceinline__ void encode_rows(
-    const Side& s, const SideBuffers& b, const Side& col_side, const Tile& tile, RunsSmem<Operands>& smem) {
+    const Side& s, const SideBuffers& b, const Side& col_side, const Tile& tile, RunsSmem<R>& smem) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = lane & 7, local = warp * kRun + (lane >> 3) * 4;
   const int32_t row = tile.row0 + local, col = tile.col0 + group * kRun;
-  const bool operand = Operands && s.operand();
+  const bool operand = R == Runs::kOperands && s.operand();
   const int32_t row_bytes = operand ? b.length : (b.length + 1) >> 1;
   const bool vector = b.vector_store && (row_bytes & 7) == 0 && row + 4 <= b.lines && col + kRun <= b.length;
   const uint2 mask = mask_of(b.length - col);
@@ -225,7 +229,7 @@ __device__ __forceinline__ void encode_rows(
     m = max(m, __shfl_xor_sync(0xFFFFFFFFu, m, 8));
     m = max(m, __shfl_xor_sync(0xFFFFFFFFu, m, 16));
     const float amax = __uint_as_float(m);
-    const BlockScale scale = two_level_scale(amax, smem.target[0], false, s.exact(), smem.factors[0]);
+    const BlockScale scale = two_level_scale(amax, smem.target[0], false, R != Runs::kNearest && s.exact(), smem.factors[0]);
     uint2 codes[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -237,7 +241,7 @@ __device__ __forceinline__ void encode_rows(
     }
     __syncwarp();  // the warp's values are all in registers
     uint8_t* own = smem.values + warp * kRun * kPitch;
-    if (Operands && col_side.operand()) {
+    if (R == Runs::kOperands && col_side.operand()) {
 #pragma unroll
       for (int k = 0; k < 4; ++k)
         *reinterpret_cast<uint4*>(own + ((lane >> 3) * 4 + k) * 2 * kCodePitch + group * 16) =
@@ -272,7 +276,7 @@ __device__ __forceinline__ void encode_rows(
         Run run = load(k + n);
         if (s.rotated) run = rotated([&](int e) { return run[e]; });
         const float amax = run.amax();
-        const BlockScale scale = two_level_scale(amax, smem.target[0], s.stochastic, s.exact(), smem.factors[0]);
+        const BlockScale scale = two_level_scale(amax, smem.target[0], s.stochastic, R != Runs::kNearest && s.exact(), smem.factors[0]);
         smem.scales[0][local + k + n][group] = static_cast<uint8_t>(scale.stored);
         put(k + n, codes_of(run, amax, scale.enc, s.stochastic, random[n], mask), scale.stored);
       }
@@ -281,9 +285,9 @@ __device__ __forceinline__ void encode_rows(
 }
 
 // Runs down the columns of this warp's rows, from shared memory.
-template <bool Operands>
+template <Runs R>
 __device__ __forceinline__ void encode_columns(
-    const Side& s, const SideBuffers& b, const Tile& tile, int32_t cols, RunsSmem<Operands>& smem) {
+    const Side& s, const SideBuffers& b, const Tile& tile, int32_t cols, RunsSmem<R>& smem) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int32_t row = tile.row0 + warp * kRun, col = tile.col0 + lane * 4;
   RandomRuns source = {};
@@ -310,13 +314,13 @@ __device__ __forceinline__ void encode_columns(
         for (int k = 0; k < 8; ++k) run.w[k] = __byte_perm(w[2 * k], w[2 * k + 1], n ? 0x7632 : 0x5410);
       }
       const float amax = run.amax();
-      const BlockScale scale = two_level_scale(amax, smem.target[1], s.stochastic, s.exact(), smem.factors[1]);
+      const BlockScale scale = two_level_scale(amax, smem.target[1], s.stochastic, R != Runs::kNearest && s.exact(), smem.factors[1]);
       stored[n] = scale.stored;
       smem.scales[1][lane * 4 + j + n][warp] = static_cast<uint8_t>(scale.stored);
       codes[n] = codes_of(run, amax, scale.enc, s.stochastic, random[n], mask);
     }
     const int group = lane >> 1;
-    if (Operands && s.operand()) {  // a column is 16 chunks of 8, permuted by `group`: see flush_transposed
+    if (R == Runs::kOperands && s.operand()) {  // a column is 16 chunks of 8, permuted by `group`: see flush_transposed
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         const uint4 v = bytes_of_run(codes[n], smem.magnitudes[stored[n]]);
@@ -374,10 +378,11 @@ __device__ __forceinline__ void store_operand_scale(const Side& s, const SideBuf
 }
 
 // Square: one (16, 16) block serves both directions. Tokens: rows of tiles, and their groups, are as `sources` of the launch says.
-template <bool Square, bool Tokens, bool Operands>
+template <bool Square, bool Tokens, Runs R>
 __global__ void __launch_bounds__(kThreads, kRunsBlocks) quantize_runs_kernel(const __grid_constant__ Launch<1> launch) {
   extern __shared__ uint4 shared[];
-  auto& smem = *reinterpret_cast<RunsSmem<Operands>*>(shared);
+  constexpr bool kOperands = R == Runs::kOperands;
+  auto& smem = *reinterpret_cast<RunsSmem<R>*>(shared);
   const Side& row = launch.side[0];
   const Side& col = launch.side[1];
   const TensorArgs& t = launch.tensors[0];
@@ -399,21 +404,21 @@ __global__ void __launch_bounds__(kThreads, kRunsBlocks) quantize_runs_kernel(co
     const float* const amax = threadIdx.x ? col_buffers.tensor_amax : row_buffers.tensor_amax;
     smem.target[threadIdx.x] = two_level_target(__ldcg(amax), launch.side[threadIdx.x]);
   }
-  if (Operands && threadIdx.x < 128) smem.magnitudes[threadIdx.x] = magnitudes_of(threadIdx.x);
+  if (kOperands && threadIdx.x < 128) smem.magnitudes[threadIdx.x] = magnitudes_of(threadIdx.x);
   __syncthreads();
   ptx::copy_async_wait();
   __syncwarp();
   if (Square || row.present()) encode_rows<Square>(row, row_buffers, col, row_tile, smem);
   if (!Square && col.present()) encode_columns(col, col_buffers, tile, t.cols, smem);
   __syncthreads();
-  if constexpr (Operands) {
+  if constexpr (kOperands) {
     store_operand_scale(row, row_buffers, row_tile, row_tile.start), store_operand_scale(col, col_buffers, tile, tile.start);
   }
   using P = std::conditional_t<Square, Path<Work::kTwin, 4>, Path<Work::kPlain, 4, kRun>>;
-  if ((Square || row.present()) && !(Operands && row.operand())) flush_scales<false, P>(row, row_buffers, row_tile, smem.scales[0]);
-  if ((Square || col.present()) && !(Operands && col.operand())) flush_scales<true, P>(col, col_buffers, tile, smem.scales[1]);
+  if ((Square || row.present()) && !(kOperands && row.operand())) flush_scales<false, P>(row, row_buffers, row_tile, smem.scales[0]);
+  if ((Square || col.present()) && !(kOperands && col.operand())) flush_scales<true, P>(col, col_buffers, tile, smem.scales[1]);
   const SideBuffers& turned = t.side[1];
-  if (Operands && col.present() && col.operand()) {
+  if (kOperands && col.present() && col.operand()) {
     if (turned.data != nullptr)
       flush_transposed<false>(turned.data, turned.vector_store, tile.row0, tile.col0, turned.length, t.cols, smem.codes);
   } else if (Square || (col.present() && col.transposed)) {

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import fsdp_quant as fq
 from dist_tests.laws import assert_same_bytes, values
 from dist_tests.single import hopper
 from fsdp_quant import recipes
@@ -115,8 +114,10 @@ def test_every_product_of_a_recipe_runs_in_8_bits_on_hopper():
             assert resolved.call is not None, recipe
             assert set(resolved.domains) <= {"native", "anchored"}, (recipe, resolved.domains)
             assert "bf16" in build_plan(recipes.nvfp4(), "m").resolved(BF16, torch.device("cpu")).domains
-    with pytest.raises(ValueError, match="scale_rule must be one of nearest, fp8_exact"):
-        recipes.nvfp4(scale_rule="fp8").hybrid(fq.Role("linear", "input"))
+    with pytest.raises(ValueError, match="nvfp4: scale_rule must be one of nearest, fp8_exact, got 'fp8'"):
+        recipes.nvfp4(scale_rule="fp8")
+    with pytest.raises(ValueError, match="'mxfp8', 'fp8_row'.* has no 4-bit format"):
+        recipes.hybrid("mxfp8", "fp8_row", scale_rule="fp8_exact")
     with pytest.raises(ValueError, match="scale_rule='fp8_exact' is defined for e2m1"):
         format_of("mxfp8", scale_rule="fp8_exact")
 

@@ -407,17 +407,12 @@ def refuse_codes(x: Tensor, plan: GemmPlan, save: bool) -> None:
         raise ValueError("the backward reads the input in high precision, and it came as codes; give it in high precision")
 
 
-def buffer_names(fmt: Format, layout: str = COMPACT) -> list[str]:
-    """The buffers of a storage of this format in this layout."""
-    has = {"data": True, "scale": fmt.scale != "none", "tensor_amax": has_tensor_amax(fmt, layout)}
-    return [b for b in BUFFERS if has[b]]
-
-
 def storage_over(
     buffers: Sequence[Tensor], fmt: Format, direction: Direction, shape: tuple[int, int], dtype: torch.dtype, layout: str
 ) -> Storage:
     """The storage whose `buffers_of` these are."""
-    fields = dict.fromkeys(BUFFERS) | dict(zip(buffer_names(fmt, layout), buffers))
+    has = {"data": True, "scale": fmt.scale != "none", "tensor_amax": has_tensor_amax(fmt, layout)}
+    fields = dict.fromkeys(BUFFERS) | dict(zip([name for name in BUFFERS if has[name]], buffers))
     return Storage(fmt, direction, shape, **fields, dtype=dtype, layout=layout)
 
 

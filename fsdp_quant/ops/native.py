@@ -20,7 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ..formats import ROWWISE, SCALE_DTYPE, Direction, Encoding, Format, ceil_div, round_up
 from . import extension, opaque
 from .capability import arch_of
-from .layout import ANCHOR_RUNS, ANCHORED_TENSOR, ANCHORS, NATIVE, operand_format
+from .layout import ANCHOR_RUNS, ANCHORED_TENSOR, ANCHORS, NATIVE, is_encoded_as, operand_format
 from .layout import COMPACT as COMPACT_LAYOUT
 
 ELEMENTS = {"e4m3": 1, "e5m2": 2, "e2m1": 3}
@@ -868,7 +868,7 @@ def reading_of(encoding: Encoding, layout: str, domain: str, arch: str, same: bo
         return Reading()
     laid_out = layout == NATIVE
     factored = fmt.scale_leaves_contraction and fmt.block != (None, None)  # a scale a line, after the product
-    operand = layout == ANCHORED_TENSOR and fmt.decodes_exactly_to_e4m3
+    operand = layout in ANCHORS and is_encoded_as(fmt, layout)
     rounded_to_anchors = encoding.stochastic and layout in ANCHORS and not operand  # codes first, anchored after
     if domain == "reference" or unsupported_reason(fmt) or (layout == COMPACT_LAYOUT and factored) or rounded_to_anchors:
         return None
