@@ -142,6 +142,13 @@ __device__ __forceinline__ uint32_t e2m1_magnitude(float a) {
   return static_cast<uint32_t>(__vimin3_s32(first, second, third));
 }
 
+// The fp16 values of four 4-bit codes, two a word: their high bytes are a table of 8, and the sign goes on top.
+__device__ __forceinline__ uint2 halves_of_e2m1x4(uint32_t four) {
+  const uint32_t high = __byte_perm(0x3E3C3800u, 0x46444240u, four & 0x7777u);  // 0, .5, 1, 1.5, 2, 3, 4, 6
+  return {__byte_perm(high, 0, 0x1404) | (four & 0x8) << 12 | (four & 0x80) << 24,
+          __byte_perm(high, 0, 0x3424) | (four & 0x800) << 4 | (four & 0x8000) << 16};
+}
+
 // Code of v rounded to one of its two neighbours, up iff (random + 0.5) / 256 < fraction: 8-bit elements.
 __device__ __forceinline__ uint32_t stochastic_code(float v, uint32_t random, const Side& side) {
   if (v != v) return 0x7Fu;

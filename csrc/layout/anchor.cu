@@ -200,14 +200,12 @@ __device__ __forceinline__ uint2 scaled_nibbles(uint32_t word, Of factor) {
   uint32_t out[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const uint32_t four = word >> (16 * h);
-    // The high bytes of 0, .5, 1, 1.5, 2, 3, 4, 6 in fp16 are a table of 8 bytes; the sign goes on top.
-    const uint32_t high = __byte_perm(0x3E3C3800u, 0x46444240u, four & 0x7777u);
-    const uint32_t lo = __byte_perm(high, 0, 0x1404) | (four & 0x8) << 12 | (four & 0x80) << 24;
-    const uint32_t hi = __byte_perm(high, 0, 0x3424) | (four & 0x800) << 4 | (four & 0x8000) << 16;
     const uint32_t f = factor(2 * h), g = factor(2 * h + 1);
-    const auto half2 = [](const uint32_t& bits) { return *reinterpret_cast<const __half2*>(&bits); };
-    out[h] = ptx::cvt_e4m3x2_f16x2(__hmul2(half2(lo), half2(f))) | ptx::cvt_e4m3x2_f16x2(__hmul2(half2(hi), half2(g))) << 16;
+    const uint2 four = halves_of_e2m1x4(word >> (16 * h));
+    const auto times = [](const uint32_t& a, const uint32_t& b) {
+      return ptx::cvt_e4m3x2_f16x2(__hmul2(*reinterpret_cast<const __half2*>(&a), *reinterpret_cast<const __half2*>(&b)));
+    };
+    out[h] = times(four.x, f) | times(four.y, g) << 16;
   }
   return {out[0], out[1]};
 }
@@ -296,13 +294,13 @@ __global__ void __launch_bounds__(kThreads, 4) codes_kernel(const __grid_constan
     for (int i = 0; i < 8; ++i) {
       if constexpr (kFourBit) {
         v[i] = scaled_nibbles(v[i].x, [&](int k) { return factor[Columnwise ? k : i].first; });
-        continue;
-      }
+      } else {
 #pragma unroll
-      for (int w = 0; w < 2; ++w) {
-        uint32_t& word = w ? v[i].y : v[i].x;
-        word = scaled_pair<E>(word & 0xFFFF, factor[Columnwise ? 2 * w : i]) |
-               scaled_pair<E>(word >> 16, factor[Columnwise ? 2 * w + 1 : i]) << 16;
+        for (int w = 0; w < 2; ++w) {
+          uint32_t& word = w ? v[i].y : v[i].x;
+          word = scaled_pair<E>(word & 0xFFFF, factor[Columnwise ? 2 * w : i]) |
+                 scaled_pair<E>(word >> 16, factor[Columnwise ? 2 * w + 1 : i]) << 16;
+        }
       }
     }
   }

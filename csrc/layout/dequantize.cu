@@ -40,14 +40,10 @@ __device__ __forceinline__ void read_scales(float (&out)[kCols], const void* sca
 template <Element E>
 __device__ __forceinline__ void decode_word(uint32_t word, float* out) {
   if constexpr (E == Element::kE2M1) {
-    // The high bytes of 0, .5, 1, 1.5, 2, 3, 4, 6 in fp16 are a table of 8 bytes; the sign goes on top.
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const uint32_t four = word >> (16 * h);
-      const uint32_t high = __byte_perm(0x3E3C3800u, 0x46444240u, four & 0x7777u);
-      const uint32_t lo = __byte_perm(high, 0, 0x1404) | (four & 0x8) << 12 | (four & 0x80) << 24;
-      const uint32_t hi = __byte_perm(high, 0, 0x3424) | (four & 0x800) << 4 | (four & 0x8000) << 16;
-      const __half2 a = *reinterpret_cast<const __half2*>(&lo), b = *reinterpret_cast<const __half2*>(&hi);
+      const uint2 four = halves_of_e2m1x4(word >> (16 * h));
+      const __half2 a = *reinterpret_cast<const __half2*>(&four.x), b = *reinterpret_cast<const __half2*>(&four.y);
       out[4 * h] = __low2float(a), out[4 * h + 1] = __high2float(a);
       out[4 * h + 2] = __low2float(b), out[4 * h + 3] = __high2float(b);
     }

@@ -18,7 +18,7 @@ from dist_tests.kernels.test_hopper_gemm import WHY_NOT
 from dist_tests.single.hopper import Operators
 from fsdp_quant import recipes
 from fsdp_quant.counters import counters
-from fsdp_quant.formats import COLUMNWISE, IDENTITY, ROWWISE, Direction, round_up
+from fsdp_quant.formats import COLUMNWISE, IDENTITY, ROWWISE, round_up
 from fsdp_quant.modules import traced_experts
 from fsdp_quant.modules.grouped_linear import adopt_packed
 from fsdp_quant.modules.linear_op import quantize_slot
@@ -202,67 +202,70 @@ def test_tokens_are_scaled_by_the_history_of_their_expert(name: str):
             expected.assert_same(kept[key].enc, history.enc, f"{key} factor")
 
 
+def tokens_of_experts(name: str, module, step: torch.Tensor):
+    """Of uneven groups, by their sizes and by slot: the directions of two levels; together(*directions), the buffers that one
+    call makes; and alone(direction), of each expert with tokens, a label, its number, its first token in the buffers and the
+    storage of its tokens alone."""
+    plan, device = module.common_plan, next(module.parameters()).device
+    call, ids = plan.resolved(BF16, device).call, [layer.ids_on(device) for layer in module._linears]
+    for sizes, (slot, cols) in itertools.product(
+        ([300, 0, 129, 595], [1, 15, 128, 880], [1, 2, 0, 0]), (("input", K), ("grad_output", N))
+    ):
+        groups = native.token_groups(torch.tensor(sizes).cumsum(0).int().cuda(), sum(sizes))
+        x, number = laws.values(sum(sizes), cols, seed=7, dtype=BF16).cuda(), QUANTIZED_TYPES.index(slot)
+        x[::5] *= 2.0**12
+
+        def together(*directions):
+            return native.linear_tokens(
+                x, call, number, ROWWISE in directions, COLUMNWISE in directions, None, groups, (), step, ids)
+
+        def alone(direction):
+            starts = groups.padded if direction is COLUMNWISE else groups.offsets
+            for e, part in enumerate(x.split(sizes)):
+                if len(part):
+                    key = native.random_key(step, ids[e], number, len(part))
+                    storages, _ = plan.hybrid(slot).storages(part, [direction], key=key)
+                    yield f"{name} {sizes} {slot} {direction.value} {e}", e, int(starts[e]), storages[direction]
+
+        yield [d for d in (ROWWISE, COLUMNWISE) if plan.operand(slot, d).tensor_scale], together, alone
+
+
 @pytest.mark.parametrize("name", TWO_LEVEL)
 def test_two_level_tokens_have_amaxes_and_random_bits_of_their_expert(name: str):
     """If false, an expert's codes depend on its neighbours, or two experts round alike."""
-    module = grouped(TWO_LEVEL[name](), True, False)
-    plan, device = module.common_plan, next(module.parameters()).device
-    call, step = plan.resolved(BF16, device).call, torch.tensor([3, 5, 0, -1, 0], device="cuda")
-    ids = [layer.ids_on(device) for layer in module._linears]
-    for sizes in ([300, 0, 129, 595], [1, 15, 128, 880], [1, 2, 0, 0]):
-        tokens, ends = sum(sizes), torch.tensor(sizes).cumsum(0).int().cuda()
-        groups = native.token_groups(ends, tokens)
-        for slot, cols in (("input", K), ("grad_output", N)):
-            x, number = laws.values(tokens, cols, seed=7, dtype=BF16).cuda(), QUANTIZED_TYPES.index(slot)
-            x[::5] *= 2.0**12
-            two_level = [d for d in (ROWWISE, COLUMNWISE) if plan.operand(slot, d).tensor_scale]
-            made = native.linear_tokens(
-                x, call, number, ROWWISE in two_level, COLUMNWISE in two_level, None, groups, (), step, ids)
-            for i, d in enumerate(two_level):
-                data, scale, amaxes = made[3 * i : 3 * i + 3]
-                scale = scale.view(len(data), -1)
-                for e, part in enumerate(x.split(sizes)):
-                    if not len(part):
-                        continue
-                    key, what = native.random_key(step, ids[e], number, len(part)), f"{name} {sizes} {slot} {d.value} {e}"
-                    want = plan.hybrid(slot).storages(part, [d], key=key)[0][d]
-                    expected.assert_same(amaxes[e : e + 1], want.tensor_amax, f"{what}: amax")
-                    start = int((groups.padded if d is COLUMNWISE else groups.offsets)[e])
-                    if d is ROWWISE:
-                        got = data[start : start + len(part)], scale[start : start + len(part)]
-                        of_codes, of_scales = want.data, want.scale
-                    else:
-                        of_codes = repack_nibbles(want.data, *want.padded_shape)
-                        got = data[:, start // 2 :][:, : of_codes.shape[1]], scale[:, start // 16 :][:, : len(want.scale)]
-                        of_scales = want.scale.t()
-                    expected.assert_same(got[0].contiguous(), of_codes, f"{what}: codes")
-                    expected.assert_same(got[1].contiguous(), of_scales.contiguous(), f"{what}: scales")
+    step = torch.tensor([3, 5, 0, -1, 0], device="cuda")
+    for two_level, together, alone in tokens_of_experts(name, grouped(TWO_LEVEL[name](), True, False), step):
+        made = together(*two_level)
+        for i, d in enumerate(two_level):
+            data, scale, amaxes = made[3 * i : 3 * i + 3]
+            scale = scale.view(len(data), -1)
+            for what, e, start, want in alone(d):
+                expected.assert_same(amaxes[e : e + 1], want.tensor_amax, f"{what}: amax")
+                if d is ROWWISE:
+                    rows = slice(start, start + want.shape[0])
+                    got, of_codes, of_scales = (data[rows], scale[rows]), want.data, want.scale
+                else:
+                    of_codes = repack_nibbles(want.data, *want.padded_shape)
+                    got = data[:, start // 2 :][:, : of_codes.shape[1]], scale[:, start // 16 :][:, : len(want.scale)]
+                    of_scales = want.scale.t()
+                expected.assert_same(got[0].contiguous(), of_codes, f"{what}: codes")
+                expected.assert_same(got[1].contiguous(), of_scales.contiguous(), f"{what}: scales")
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_operands_of_tokens_and_matrices_are_those_of_their_expert(name: str):
-    """If false, an expert's 4-bit operand depends on its neighbours, or lies where its product does not read it."""
-    module = grouped(EXACT[name](), True, False)
-    plan, device = module.common_plan, next(module.parameters()).device
-    call, step = plan.resolved(BF16, device).call, torch.tensor([3, 5, 0, -1, 0], device="cuda")
-    ids = [layer.ids_on(device) for layer in module._linears]
-    for sizes in ([300, 0, 129, 595], [1, 15, 128, 880], [1, 2, 0, 0]):
-        tokens, ends = sum(sizes), torch.tensor(sizes).cumsum(0).int().cuda()
-        groups = native.token_groups(ends, tokens)
-        for slot, cols in (("input", K), ("grad_output", N)):
-            x, number = laws.values(tokens, cols, seed=7, dtype=BF16).cuda(), QUANTIZED_TYPES.index(slot)
-            x[::5] *= 2.0**12
-            for d in (d for d in Direction if plan.operand(slot, d).tensor_scale):
-                data, scale = native.linear_tokens(x, call, number, d is ROWWISE, d is COLUMNWISE, None, groups, (), step, ids)
-                for e, part in enumerate(x.split(sizes)):
-                    if not len(part):
-                        continue
-                    key, what = native.random_key(step, ids[e], number, len(part)), f"{name} {sizes} {slot} {d.value} {e}"
-                    want = plan.hybrid(slot).storages(part, [d], key=key)[0][d].in_layout("anchored tensor")
-                    start = int((groups.padded if d is COLUMNWISE else groups.offsets)[e])
-                    got = data[:, start:][:, : want.data.shape[1]] if d is COLUMNWISE else data[start : start + len(part)]
-                    expected.assert_same(got.contiguous(), want.data, f"{what}: codes")
-                    expected.assert_same(scale[e : e + 1], want.scale, f"{what}: scale")
+    """If false, an expert's 4-bit operand depends on its neighbours, or is not where its product reads it."""
+    module, step = grouped(EXACT[name](), True, False), torch.tensor([3, 5, 0, -1, 0], device="cuda")
+    plan = module.common_plan
+    call = plan.resolved(BF16, next(module.parameters()).device).call
+    for two_level, together, alone in tokens_of_experts(name, module, step):
+        for d in two_level:
+            data, scale = together(d)
+            for what, e, start, compact in alone(d):
+                want = compact.in_layout("anchored tensor")
+                got = data[:, start:][:, : want.data.shape[1]] if d is COLUMNWISE else data[start : start + want.shape[0]]
+                expected.assert_same(got.contiguous(), want.data, f"{what}: codes")
+                expected.assert_same(scale[e : e + 1], want.scale, f"{what}: scale")
     for n, (row, col) in itertools.product((N, 80), ((True, True), (True, False), (False, True))):
         weight = laws.values(4, n, K, seed=n, dtype=BF16).cuda()
         buffers = iter(native.linear_weight(weight, call, row, col, False, [], []))
