@@ -81,6 +81,10 @@ def quantize(
             w = encoded(seen, e, row0=row0, stats=stats and stats[i], key=KEY, enc=enc)
             turned = transposed and e.direction is COLUMNWISE
             rows, cols = e.fmt.padded_shape(shape, e.direction)
+            if scale_layout == native.OPERAND:
+                codes, scale = reference.e4m3_operand(w.data, w.scale, w.tensor_amax, e.fmt, e.direction, cols)
+                wanted += [(codes.t() if turned else codes).contiguous(), scale, w.tensor_amax]
+                continue
             bits = e.fmt.element.bits
             data = w.data if not turned else layout.repack_nibbles(w.data, rows, cols) if bits == 4 else w.data.t()
             wanted.append(data.contiguous())
@@ -517,7 +521,11 @@ def every_instance() -> None:
         for names in (("nvfp4", "nvfp4"), ("nvfp4_sr", "nvfp4_rht_sr"), ("nvfp4_rht", None), ("nvfp4_16x16", "nvfp4_16x16")):
             for transposed in (False, True):  # runs of 16
                 quantize(names, shape, transposed=transposed, tensor_given=True)
-        for names in (("mxfp8", "nvfp4_rht_sr"), ("mxfp8_sr", "nvfp4"), ("nvfp4_sr", "fp8_row")):
+        for names in (("nvfp4_exact", "nvfp4_exact"), ("nvfp4_exact_sr", "nvfp4_exact_rht_sr"), ("nvfp4_16x16_exact", "nvfp4_16x16_exact")):
+            quantize(names, shape, tensor_given=True)
+            for of in (names, (names[0], None), (None, names[1])):
+                quantize(of, shape, transposed=True, scale_layout=native.OPERAND)
+        for names in (("mxfp8", "nvfp4_rht_sr"), ("mxfp8_sr", "nvfp4"), ("nvfp4_sr", "fp8_row"), ("nvfp4_exact_sr", "fp8_row")):
             quantize(names, shape)
         for factor in (0.0, 0.5):
             quantize(("fp8_tensor", "fp8_tensor"), shape, factor=factor)
@@ -536,7 +544,7 @@ def every_instance() -> None:
     for directions, runs in (((ROWWISE,), (None,)), ((COLUMNWISE,), (128,)), ((ROWWISE, COLUMNWISE), (None, 128))):
         anchored("mxfp8", directions, runs)
     anchored("mxfp8_e5m2", (ROWWISE, COLUMNWISE), (128, None), FP32)
-    for name in ("mxfp8", "mxfp8_e5m2", "mxfp8_32x32", "fp8_128x128"):
+    for name in ("mxfp8", "mxfp8_e5m2", "mxfp8_32x32", "fp8_128x128", "nvfp4_exact", "nvfp4_16x16_exact"):
         anchor_codes(name)
     product_error()
     for names in (("fp8_row", "nvfp4"), ("fp8_128x128", "mxfp8"), ("nvfp4_rht", "nvfp4_rht"), ("fp8_tensor", "nvfp4_16x16")):
@@ -559,7 +567,7 @@ def every_instance() -> None:
     for pair in (
         ("fp8_tensor", "fp8_tensor"), ("fp8_row", "fp8_row"), ("fp8_1x128", "fp8_128x128"), ("mxfp8", "mxfp8"),
         ("nvfp4_16x16", "nvfp4_16x16"), ("nvfp4", "nvfp4"), ("mxfp8", "nvfp4"), ("nvfp4", "mxfp8"), ("identity", "mxfp8"),
-        ("identity", "nvfp4"),
+        ("identity", "nvfp4"), (format_of("nvfp4_16x16", scale_rule="fp8_exact"),) * 2,
     ):
         for cuts, stats in (((5001, 40003), "halo"), ((5000, 40000), "dense"), ((), "dense")):
             pieces_of(pair, cuts, stats)
