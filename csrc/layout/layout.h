@@ -62,7 +62,7 @@ struct RelayoutLaunch {
 };
 
 // Codes of blocks [rows, cols] whose scales are powers of two against one exponent a line of the contraction, the largest
-// of its blocks', or one of the tensor; of some matrices one behind the other. Or two-level codes of scales that are kE4M3Exact, as
+// of its blocks', or one of the tensor; matrices are stacked along the rows. Or two-level codes of scales that are kE4M3Exact, as
 // ScaleLayout::kOperand has them.
 struct AnchorCodes {
   const uint8_t* data;

@@ -208,7 +208,7 @@ class Operators:
             refuse(row0 and side.layout, "operands are of whole tensors")
             if side.layout == native.OPERAND:
                 refuse(given_amax is not None or x.dtype is not torch.bfloat16, "operands are made of bfloat16, of unknown amaxes")
-                refuse(side.transposed != (e.direction is COLUMNWISE), "operands lie along the contraction")
+                refuse(side.transposed != (e.direction is COLUMNWISE), "operands are K-major")
                 cols = e.fmt.padded_shape(x.shape, e.direction)[1]
                 made += _operand_of_codes(data, scale, tensor_amax, e.fmt, e.direction, cols)
                 made += [tensor_amax] if given_tensor_amax is None else []

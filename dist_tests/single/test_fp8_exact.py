@@ -71,9 +71,9 @@ def test_an_operand_is_the_decoded_codes(name: str, direction: Direction):
             assert_same_bytes((codes * operand.scale.double()).float(), made.decode(), f"{name} {shape} {rotation}")
 
 
-def test_small_blocks_lose_what_lies_below_the_grid():
+def test_small_blocks_lose_what_is_below_the_grid():
     """If false, exactness is promised where e4m3 has no exponents left."""
-    x = values(2, 512).float().repeat_interleave(1, 0)
+    x = values(2, 512).float()
     for power in range(0, -16, -1):
         y = torch.cat([x, x * 2.0**power])
         made = quantizer().storage(y, ROWWISE)
