@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fsdp_quant.context import STEP
 from fsdp_quant.ops import rng
-from fsdp_quant.formats import FORMATS, format_of
+from fsdp_quant.formats import E2M1, E2M3, E3M2, E4M3, FORMATS, Format, format_of
+from fsdp_quant.ops.capability import unsupported_reason
 from fsdp_quant.quantizer import Quantizer
 from fsdp_quant.storage import Storage
 
@@ -60,6 +61,9 @@ def quantizers() -> dict[str, Quantizer]:
     made["fp8_128x128_fp32"] = Quantizer(format_of("fp8_128x128", pow2=False))
     made["mxfp8_e5m2"] = Quantizer(format_of("mxfp8", element="e5m2"))
     made["mxfp8_floor"] = Quantizer(format_of("mxfp8", scale_rounding="floor"))
+    made["mxfp6_e3m2"] = Quantizer(format_of("mxfp6", element="e3m2"))
+    for name in ("mxfp6", "mxfp4"):
+        made[f"{name}_floor"] = Quantizer(format_of(name, scale_rounding="floor"))
     for name in ("nvfp4", "nvfp4_16x16"):
         made[f"{name}_exact"] = Quantizer(format_of(name, scale_rule="fp8_exact"))
     return made
@@ -68,6 +72,18 @@ def quantizers() -> dict[str, Quantizer]:
 QUANTIZERS = quantizers()
 FORMAT_NAMES = tuple(FORMATS)
 PAIRS = [(row, col) for row in FORMAT_NAMES for col in FORMAT_NAMES]
+# Rows that are in no table: other blocks, elements and scales of the same kinds.
+OTHER = {
+    fmt.name: Quantizer(fmt)
+    for fmt in (
+        Format("mxfp8_1x64", E4M3, (1, 64), "e8m0"), Format("mxfp6_16x16", E3M2, (16, 16), "e8m0"),
+        Format("nvfp4_1x32", E2M1, (1, 32), "e4m3", tensor_scale=True), Format("fp6_row", E2M3, (1, None), "fp32"),
+        Format("fp4_1x128", E2M1, (1, 128), "fp32", pow2=True),
+    )
+}
+# Of these kernels encode every format that is quantized.
+KERNEL_QUANTIZERS = {name: q for name, q in QUANTIZERS.items() if unsupported_reason(q.fmt) is None}
+KERNEL_PAIRS = [pair for pair in PAIRS if all(name == "identity" or name in KERNEL_QUANTIZERS for name in pair)]
 
 
 EVERYTHING = os.environ.get("FSDP_QUANT_ALL_PAIRS") == "1"  # whole laws, not the samples of CI

@@ -15,7 +15,7 @@ from dist_tests.virtual import LoneRank, alone
 from fsdp_quant.formats import SCALE_DTYPE, Encoding, ceil_div
 from fsdp_quant.hooks import ShardMap, SyncItem, WeightSync, plan_weight_sync
 from fsdp_quant.ops import native, reference
-from fsdp_quant.ops.layout import unpack_nibbles
+from fsdp_quant.ops.layout import unpack
 from fsdp_quant.quantizer import HybridQuantizer
 from fsdp_quant.tensor.quantized_weight import QuantizedWeightState
 
@@ -116,7 +116,7 @@ def _encode(x: Tensor, rows: slice, cols: slice, side: PieceSide, encoding: Enco
         at = made[side.first : side.last]
         into[at] = data.view(torch.uint8).flatten()[side.first : side.last][at]
     else:
-        codes = torch.where(made, unpack_nibbles(data)[:, : x.shape[1]].flatten(), 0).view(-1, 2)
+        codes = torch.where(made, unpack(data, 4)[:, : x.shape[1]].flatten(), 0).view(-1, 2)
         first, end = side.first // 2, ceil_div(side.last, 2)
         at = made.view(-1, 2).any(1)[first:end]
         memory(side.data + first, end - first, torch.uint8)[at] = (codes[:, 0] | codes[:, 1] << 4)[first:end][at]

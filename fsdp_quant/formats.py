@@ -80,28 +80,49 @@ ROWWISE, COLUMNWISE = Direction.ROWWISE, Direction.COLUMNWISE
 class Element:
     """One code's encoding.
 
-    bits:        bits a code takes; 16 stands for "the tensor's own floating dtype" (identity).
+    bits:        bits per code, packed as `packing` says; 16 stands for "the tensor's own floating dtype" (identity).
     max:         largest finite magnitude; inf for the identity element.
     mantissa:    explicit mantissa bits.
-    dtype:       the torch dtype that decodes the code, or None (e2m1 packs two a byte; identity).
+    emin:        exponent of the smallest normal number.
+    dtype:       the torch dtype that decodes the code, or None (identity, and fewer than 8 bits: a sign, an exponent and a
+                 mantissa, without infinity or NaN).
+
+    Raises ValueError for a width that no container holds.
     """
 
     name: str
     bits: int
     max: float
     mantissa: int
+    emin: int
     dtype: torch.dtype | None
+
+    def __post_init__(self):
+        if self.bits not in PACKINGS:
+            raise ValueError(f"{self.name} has codes of {self.bits} bits; widths that are packed: {', '.join(map(str, PACKINGS))}")
+        if self.bits == 8 and self.dtype is None:
+            raise ValueError(f"{self.name} has codes of 8 bits, and no torch dtype that decodes them")
 
     @property
     def is_quantized(self) -> bool:
         return self.bits < 16
 
+    @property
+    def packing(self) -> tuple[int, int]:
+        """(codes, bytes) of one container."""
+        return PACKINGS[self.bits]
 
-E4M3 = Element("e4m3", 8, 448.0, 3, torch.float8_e4m3fn)
-E5M2 = Element("e5m2", 8, 57344.0, 2, torch.float8_e5m2)
-E2M1 = Element("e2m1", 4, 6.0, 1, None)
-OWN_DTYPE = Element("own dtype", 16, math.inf, 0, None)
-ELEMENTS = {e.name: e for e in (E4M3, E5M2, E2M1, OWN_DTYPE)}
+
+# (codes, bytes) of a container, by bits per code: the fewest whole bytes that whole codes fill, the first in the lowest bits.
+PACKINGS = {4: (2, 1), 6: (4, 3), 8: (1, 1), 16: (1, 2)}
+
+E4M3 = Element("e4m3", 8, 448.0, 3, -6, torch.float8_e4m3fn)
+E5M2 = Element("e5m2", 8, 57344.0, 2, -14, torch.float8_e5m2)
+E3M2 = Element("e3m2", 6, 28.0, 2, -2, None)
+E2M3 = Element("e2m3", 6, 7.5, 3, 0, None)
+E2M1 = Element("e2m1", 4, 6.0, 1, 0, None)
+OWN_DTYPE = Element("own dtype", 16, math.inf, 0, 0, None)
+ELEMENTS = {e.name: e for e in (E4M3, E5M2, E3M2, E2M3, E2M1, OWN_DTYPE)}
 
 # Bytes of one scale, by kind. "none" is for the identity element.
 SCALE_BYTES = {"none": 0, "fp32": 4, "e8m0": 1, "e4m3": 1}
@@ -221,7 +242,8 @@ class Format:
         """Bytes of one compact row of `cols` codes; `dtype` is read by the identity element only."""
         if not self.is_quantized:
             return cols * dtype.itemsize
-        return ceil_div(cols * self.element.bits, 8)
+        codes, size = self.element.packing
+        return ceil_div(cols, codes) * size
 
     def scale_shape(self, shape: tuple[int, int], direction: Direction) -> tuple[int, int] | None:
         """[block rows, block cols] of the scales of a [rows, cols] tensor, or None without scales."""
@@ -245,7 +267,7 @@ class Format:
 
     @functools.cached_property
     def _text(self) -> str:
-        marks = [self.element.name] if self.name.startswith("fp8") or self.element == E5M2 else []
+        marks = [self.element.name] if self.name.startswith("fp8") or self.element in (E5M2, E3M2) else []
         marks += ["pow2"] if self.pow2 else []
         marks += ["floor"] if self.scale_rounding == "floor" else []
         marks += [self.scale_rule] if self.scale_rule != "nearest" else []
@@ -285,6 +307,8 @@ FORMATS: dict[str, Format] = {
         Format("fp8_128x128", E4M3, (128, 128), "fp32", pow2=True),
         Format("mxfp8", E4M3, (1, 32), "e8m0"),
         Format("mxfp8_32x32", E4M3, (32, 32), "e8m0"),
+        Format("mxfp6", E2M3, (1, 32), "e8m0"),
+        Format("mxfp4", E2M1, (1, 32), "e8m0"),
         Format("nvfp4", E2M1, (1, 16), "e4m3", tensor_scale=True),
         Format("nvfp4_16x16", E2M1, (16, 16), "e4m3", tensor_scale=True),
     )
@@ -335,6 +359,11 @@ class Family:
     vector: Format
     weight: Format
 
+    @property
+    def rotates(self) -> bool:
+        """Training in this backward rotates the operands of wgrad, and rounds gradients stochastically."""
+        return self.vector.element.bits == 4
+
 
 FAMILIES: dict[str, Family] = {
     name: Family(FORMATS[vector], FORMATS[weight])
@@ -344,6 +373,8 @@ FAMILIES: dict[str, Family] = {
         ("fp8_row", "fp8_row", "fp8_row"),
         ("fp8_block", "fp8_1x128", "fp8_128x128"),
         ("mxfp8", "mxfp8", "mxfp8"),
+        ("mxfp6", "mxfp6", "mxfp6"),
+        ("mxfp4", "mxfp4", "mxfp4"),
         ("nvfp4", "nvfp4", "nvfp4_16x16"),
     )
 }

@@ -13,7 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from .formats import COLUMNWISE, E2M1, ROWWISE, Direction, Encoding, Format, format_of, value_class
+from .formats import COLUMNWISE, ROWWISE, Direction, Encoding, Format, format_of, value_class
 from .ops import dispatch
 from .ops.layout import COMPACT
 from .scaling import DelayedScaling
@@ -62,7 +62,7 @@ class Quantizer:
         if self.eps and fmt.scale != "fp32":
             raise ValueError(f"eps bounds fp32 scales; {fmt} has {fmt.scale} scales")
         if self.rotation or fmt.rotated:
-            if fmt.element != E2M1:
+            if fmt.element.bits != 4:
                 raise ValueError(f"rotation is defined for 4-bit formats; got {fmt}")
             if fmt.block[0] != 1:
                 raise ValueError(f"rotation along the contraction needs blocks of one row; {fmt} has {fmt.block}")

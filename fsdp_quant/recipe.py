@@ -13,6 +13,8 @@ The three products of y = x W^T read six storages; a recipe names the quantizer 
     fp8_row()        fp8_row          fp8_row                fp8_row
     fp8_block()      fp8_1x128        fp8_128x128            fp8_1x128
     mxfp8()          mxfp8            mxfp8                  mxfp8
+    mxfp6()          mxfp6            mxfp6                  mxfp6 (grad_element="e3m2" optional)
+    mxfp4()          mxfp4 / +RHT     mxfp4                  mxfp4+SR / +SR+RHT
     nvfp4()          nvfp4 / +RHT     nvfp4_16x16            nvfp4+SR / +SR+RHT
     hybrid(F, B)     F / B            F / B                  B / B
 
@@ -357,7 +359,7 @@ def by_families(
     row, column = (b, b) if role.tensor_type == "grad_output" else (f, b)
     element = grad_element if role.tensor_type == "grad_output" else None
     rowwise, columnwise = (_quantizer(fam.vector, pow2, scale_rounding, delayed, scale_rule, element) for fam in (row, column))
-    if b.vector.tensor_scale:  # the two-level 4-bit family trains with rotated wgrad operands and rounded gradients
+    if b.rotates:
         columnwise = replace(columnwise, rotation=True)
         if role.tensor_type == "grad_output":
             rowwise, columnwise = (replace(q, rounding="stochastic") for q in (rowwise, columnwise))
@@ -424,6 +426,19 @@ def fp8_block(pow2: bool | None = None, **options) -> Recipe:
 def mxfp8(scale_rounding: str | None = None, **options) -> Recipe:
     """OCP MXFP8: blocks of 32, e8m0 scales."""
     return _named("mxfp8", "mxfp8", "mxfp8", options, scale_rounding=scale_rounding)
+
+
+def mxfp6(scale_rounding: str | None = None, grad_element: str | None = None, **options) -> Recipe:
+    """OCP MXFP6: blocks of 32, e8m0 scales, e2m3 elements (grad_element="e3m2" for gradients). No kernel encodes it."""
+    return _named("mxfp6", "mxfp6", "mxfp6", options, scale_rounding=scale_rounding, grad_element=grad_element)
+
+
+def mxfp4(scale_rounding: str | None = None, **options) -> Recipe:
+    """OCP MXFP4: blocks of 32, e8m0 scales, stochastic rounding of gradients, rotated wgrad operands. No kernel encodes it.
+
+    Source: Tseng et al., Training LLMs with MXFP4, 2025.
+    """
+    return _named("mxfp4", "mxfp4", "mxfp4", options, scale_rounding=scale_rounding)
 
 
 def nvfp4(tail: float = 0.0, scale_rule: str | None = None, **options) -> Recipe:

@@ -134,6 +134,10 @@ def tensor_scaled_e2m1(role):
     return format_of("fp8_tensor", element="e2m1")
 
 
+def mxfp6_e3m2(role):
+    return format_of("mxfp6", element="e3m2")
+
+
 def nvfp4_forward(role):
     """The forward of nvfp4, a bf16 backward."""
     return recipes.hybrid("nvfp4", "identity").hybrid(role)
@@ -149,7 +153,8 @@ def nvfp4_rounded_inputs(role):
 
 ARMS = {
     "fp8_current": recipes.fp8_current(), "fp8_delayed": recipes.fp8_delayed(), "fp8_row": recipes.fp8_row(),
-    "fp8_block": recipes.fp8_block(), "mxfp8": recipes.mxfp8(), "nvfp4": recipes.nvfp4(),
+    "fp8_block": recipes.fp8_block(), "mxfp8": recipes.mxfp8(), "mxfp6": recipes.mxfp6(),
+    "mxfp6 e3m2": fq.CustomRecipe(mxfp6_e3m2), "mxfp4": recipes.mxfp4(), "nvfp4": recipes.nvfp4(),
     "nvfp4 backward": recipes.hybrid("identity", "nvfp4"), "nvfp4 forward": fq.CustomRecipe(nvfp4_forward),
     "mxfp8/nvfp4": recipes.hybrid("mxfp8", "nvfp4"),
     "nvfp4 fp8_exact": recipes.nvfp4(scale_rule="fp8_exact"),

@@ -114,7 +114,7 @@ def _reference_encode(
     codes, scale = reference.encode(values, amax, tensor_amax, e, row0, _key(x) if e.stochastic else None, enc)
     if not transposed:
         return [codes, scale]
-    codes = layout.repack_nibbles(codes, *values.shape) if e.fmt.element.bits == 4 else codes.t().contiguous()
+    codes = layout.repack(codes, e.fmt.element.bits, *values.shape)
     return [codes, scale.t().contiguous()]
 
 
@@ -196,7 +196,7 @@ def transposes(e: Encoding) -> Callable[[Tensor], Work]:
         rows, cols, bits = *x.shape, e.fmt.element.bits
         return Work(
             lambda: [native.transpose_codes(data, rows, cols, bits)], [data],
-            lambda: layout.repack_nibbles(data, rows, cols) if bits == 4 else data.t().contiguous(),
+            lambda: layout.repack(data, bits, rows, cols),
         )
 
     return work

@@ -24,8 +24,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 FLT_MAX = float(np.finfo(np.float32).max)
-MAX = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
-FLOOR_EXPONENT = {"e4m3": 8, "e5m2": 15}  # of the largest value: 448 = 1.75 * 2^8, 57344 = 1.75 * 2^15
+MAX = {"e4m3": 448.0, "e5m2": 57344.0, "e3m2": 28.0, "e2m3": 7.5, "e2m1": 6.0}
+BITS = {"e4m3": 8, "e5m2": 8, "e3m2": 6, "e2m3": 6, "e2m1": 4}
+FLOOR_EXPONENT = {"e4m3": 8, "e5m2": 15, "e3m2": 4, "e2m3": 2, "e2m1": 2}  # of the largest value: 448 = 1.75 * 2^8
 SIGNS = "+++-+------+-+--"
 
 
@@ -58,10 +59,16 @@ SPECS = {
     "mxfp8_e5m2": Spec("e5m2", (1, 32), "e8m0"),
     "mxfp8_floor": Spec("e4m3", (1, 32), "e8m0", floor=True),
     "mxfp8_32x32": Spec("e4m3", (32, 32), "e8m0"),
+    "mxfp6": Spec("e2m3", (1, 32), "e8m0"),
+    "mxfp6_e3m2": Spec("e3m2", (1, 32), "e8m0"),
+    "mxfp6_floor": Spec("e2m3", (1, 32), "e8m0", floor=True),
+    "mxfp4": Spec("e2m1", (1, 32), "e8m0"),
+    "mxfp4_floor": Spec("e2m1", (1, 32), "e8m0", floor=True),
     "nvfp4": Spec("e2m1", (1, 16), "e4m3"),
     "nvfp4_16x16": Spec("e2m1", (16, 16), "e4m3"),
 }
 SPECS["nvfp4_rht"] = replace(SPECS["nvfp4"], rotated=True)
+SPECS["mxfp4_rht"] = replace(SPECS["mxfp4"], rotated=True)
 SPECS |= {f"{name}_exact": replace(SPECS[name], exact=True) for name in ("nvfp4", "nvfp4_16x16", "nvfp4_rht")}
 
 
@@ -76,7 +83,7 @@ def fl(value):
 @functools.cache
 def grid(element: str) -> np.ndarray:
     """Non-negative finite values in the order of their codes."""
-    exponent_bits, mantissa_bits = {"e4m3": (4, 3), "e5m2": (5, 2), "e2m1": (2, 1)}[element]
+    exponent_bits, mantissa_bits = map(int, (element[1], element[3]))
     bias = 2 ** (exponent_bits - 1) - 1
     values = []
     for exponent in range(2**exponent_bits):
@@ -105,14 +112,14 @@ def cast(values: np.ndarray, element: str, random: np.ndarray | None = None) -> 
     else:
         gap = points[high] - points[low]
         up = (random + 0.5) / 256 * gap < below
-    sign_bit = 8 if element == "e2m1" else 128
+    sign_bit = 2 ** (BITS[element] - 1)
     codes = np.where(up, high, low) + np.where(np.signbit(values), sign_bit, 0)
-    return np.where(nan, 7 if element == "e2m1" else 0x7F, codes).astype(np.uint8)
+    return np.where(nan, sign_bit - 1, codes).astype(np.uint8)  # 8 bits: NaN; fewer: the largest value
 
 
 def value_of(codes: np.ndarray, element: str) -> np.ndarray:
     """The numbers that codes stand for."""
-    sign_bit = 8 if element == "e2m1" else 128
+    sign_bit = 2 ** (BITS[element] - 1)
     points = grid(element)
     table = np.full(sign_bit, np.nan)
     table[: len(points)] = points
@@ -294,13 +301,26 @@ def spans(extent: int, block: int | None) -> list[slice]:
     return [slice(start, min(start + block, extent)) for start in range(0, extent, block)]
 
 
-def pack(codes: np.ndarray) -> np.ndarray:
-    """Two 4-bit codes a byte along a row, the first in the low nibble, a row ends on a whole byte."""
+def pack(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Codes along a row, the first in the lowest bits of the first byte; a row ends where a code ends with a byte."""
     rows, cols = codes.shape
-    packed = np.zeros((rows, (cols + 1) // 2), np.uint8)
-    for j in range(cols):
-        packed[:, j // 2] |= codes[:, j] << (4 * (j % 2))
+    cols += -cols % (8 // math.gcd(8, bits))
+    packed = np.zeros((rows, cols * bits // 8), np.uint8)
+    for j in range(codes.shape[1]):
+        for bit in range(bits):
+            at = j * bits + bit
+            packed[:, at // 8] |= (codes[:, j] >> bit & 1) << at % 8
     return packed
+
+
+def unpack(packed: np.ndarray, bits: int, cols: int) -> np.ndarray:
+    """The codes that `pack` packed."""
+    codes = np.zeros((packed.shape[0], cols), np.uint8)
+    for j in range(cols):
+        for bit in range(bits):
+            at = j * bits + bit
+            codes[:, j] |= (packed[:, at // 8] >> at % 8 & 1) << bit
+    return codes
 
 
 def quantize(x: np.ndarray, spec: Spec, columnwise: bool, key: dict[str, int] | None = None) -> Made:
@@ -347,5 +367,5 @@ def quantize(x: np.ndarray, spec: Spec, columnwise: bool, key: dict[str, int] | 
         decoded = fl(decoded * tensor_scale(tensor_amax, spec))
     if columnwise:
         codes, scale, decoded = codes.T, scale.T, decoded.T
-    data = pack(codes) if spec.element == "e2m1" else codes
+    data = pack(codes, BITS[spec.element])
     return Made(np.ascontiguousarray(data), np.ascontiguousarray(scale), tensor_amax, decoded.astype(np.float32))

@@ -29,12 +29,12 @@ LARGE = (2048, 4096)  # 512 tiles, more than a GPU has multiprocessors: statisti
 KINDS = ("gauss", "outliers", "tiny", "heavy")
 SPECIALS = ("zeros", "signed zeros", "subnormals", "inf", "-inf", "nan", "both", "huge", "nan row", "wide range")
 
-QUANTIZED = tuple(name for name, fmt in FORMATS.items() if fmt.is_quantized)
+QUANTIZED = tuple(name for name in FORMATS if name in laws.KERNEL_QUANTIZERS)
 
 
 def quantizers() -> dict[str, Quantizer]:
     """Every quantized row of the format table, the options that change bytes, and their pairs that share a kernel."""
-    made = {name: q for name, q in laws.QUANTIZERS.items() if q.fmt.is_quantized}
+    made = dict(laws.KERNEL_QUANTIZERS)
     made |= {f"{name}_sr": Quantizer(name, rounding="stochastic") for name in QUANTIZED}
     made["nvfp4_rht"] = Quantizer("nvfp4", rotation=True)
     made["nvfp4_rht_sr"] = Quantizer("nvfp4", rotation=True, rounding="stochastic")

@@ -86,7 +86,7 @@ def quantize(
                 wanted += [(codes.t() if turned else codes).contiguous(), scale, w.tensor_amax]
                 continue
             bits = e.fmt.element.bits
-            data = w.data if not turned else layout.repack_nibbles(w.data, rows, cols) if bits == 4 else w.data.t()
+            data = w.data if not turned else layout.repack(w.data, bits, rows, cols)
             wanted.append(data.contiguous())
             wanted.append(w.scale if scale_layout == native.COMPACT else scale_of(e, w.scale, (rows, cols), scale_layout))
             wanted += [w.tensor_amax] if e.fmt.tensor_scale else []
@@ -229,7 +229,7 @@ def transposes_and_swizzles() -> None:
         nibbles = data[:, : ceil_div(cols, 2)].contiguous()
         if cols % 2:
             nibbles[:, -1] &= 0xF
-        turned, turned_nibbles = data.t().contiguous(), layout.repack_nibbles(nibbles, rows, cols)
+        turned, turned_nibbles = data.t().contiguous(), layout.repack(nibbles, 4, rows, cols)
         run(f"transpose bytes [{rows}, {cols}]", [native.transpose_codes(on_device(data), rows, cols, 8)], lambda t=turned: [t])
         run(f"transpose nibbles [{rows}, {cols}]", [native.transpose_codes(on_device(nibbles), rows, cols, 4)],
             lambda t=turned_nibbles: [t])

@@ -23,7 +23,7 @@ from fsdp_quant.quantizer import Quantizer
 pytestmark = pytest.mark.skipif(not extension.is_loaded(), reason="needs the compiled operators")
 
 BF16, U8, FP32 = torch.bfloat16, torch.uint8, torch.float32
-QUANTIZERS = {name: q for name, q in laws.QUANTIZERS.items() if q.fmt.is_quantized}
+QUANTIZERS = laws.KERNEL_QUANTIZERS
 SHAPES = ((1, 1), (7, 15), (33, 47), (128, 256), (129, 257), (200, 1000))
 
 # What operators write, by the names of their arguments; all others write nothing.

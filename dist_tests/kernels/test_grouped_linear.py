@@ -24,7 +24,7 @@ from fsdp_quant.modules.grouped_linear import adopt_packed
 from fsdp_quant.modules.linear_op import quantize_slot
 from fsdp_quant.modules.packed_experts import ExpertProduct
 from fsdp_quant.ops import native
-from fsdp_quant.ops.layout import repack_nibbles
+from fsdp_quant.ops.layout import repack
 from fsdp_quant.recipe import QUANTIZED_TYPES
 from fsdp_quant.scaling import DelayedScaling
 from fsdp_quant.tensor.quantized_tensor import QuantizedTensor, Slots
@@ -245,7 +245,7 @@ def test_two_level_tokens_have_amaxes_and_random_bits_of_their_expert(name: str)
                     rows = slice(start, start + want.shape[0])
                     got, of_codes, of_scales = (data[rows], scale[rows]), want.data, want.scale
                 else:
-                    of_codes = repack_nibbles(want.data, *want.padded_shape)
+                    of_codes = repack(want.data, 4, *want.padded_shape)
                     got = data[:, start // 2 :][:, : of_codes.shape[1]], scale[:, start // 16 :][:, : len(want.scale)]
                     of_scales = want.scale.t()
                 expected.assert_same(got[0].contiguous(), of_codes, f"{what}: codes")
@@ -306,7 +306,7 @@ def test_two_level_matrices_of_a_packed_weight_are_quantized_alone(name: str):
                 if d is ROWWISE:
                     got = data[e * n : (e + 1) * n], scale.view(4, *of_scales.shape)[e]
                 else:
-                    of_codes, of_scales = repack_nibbles(of_codes, n, K), of_scales.t()
+                    of_codes, of_scales = repack(of_codes, 4, n, K), of_scales.t()
                     codes, scales = data[:, e * of_expert // 2 :], scale.view(len(of_scales), -1)[:, e * of_expert // 16 :]
                     got = codes[:, : n // 2], scales[:, : n // 16]
                 expected.assert_same(got[0].contiguous(), of_codes, f"{what}: codes")

@@ -160,7 +160,7 @@ def test_transposed_codes_are_those_of_the_transpose(bits: int):
         data = random_bytes(rows, ceil_div(cols * bits, 8), seed=rows + cols)
         if bits == 4 and cols % 2:
             data[:, -1] &= 0xF
-        want = layout.repack_nibbles(data, rows, cols) if bits == 4 else data.t().contiguous()
+        want = layout.repack(data, bits, rows, cols)
         got = native.transpose_codes(data, rows, cols, bits)
         expected.assert_same(got, want, f"{bits} bits [{rows}, {cols}]")
         expected.assert_same(native.transpose_codes(got, cols, rows, bits), data, f"{bits} bits [{rows}, {cols}], back")
@@ -171,7 +171,7 @@ def test_transposed_nibbles_of_an_odd_row_ignore_what_pads_it():
     data = random_bytes(33, 24)
     got = native.transpose_codes(data, 33, 47, 4)
     data[:, -1] &= 0xF
-    expected.assert_same(got, layout.repack_nibbles(data, 33, 47), "47 columns")
+    expected.assert_same(got, layout.repack(data, 4, 33, 47), "47 columns")
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -184,7 +184,7 @@ def test_codes_in_no_alignment_are_transposed(bits: int):
             if bits == 4 and cols % 2:
                 data = data.clone()
                 data[:, -1] &= 0xF
-            want = layout.repack_nibbles(data, rows, cols) if bits == 4 else data.t().contiguous()
+            want = layout.repack(data, bits, rows, cols)
             expected.assert_same(native.transpose_codes(data, rows, cols, bits), want, f"[{rows}, {cols}] at {offset}")
 
 
@@ -243,7 +243,7 @@ def relayouts(count: int) -> list[tuple[int, Tensor, int, int, int, int, Tensor]
             source = random_bytes(rows, ceil_div(cols, 2), seed=i)
             if cols % 2:
                 source[:, -1] &= 0xF
-            made.append((kind, source, rows, cols, 0, 1, layout.repack_nibbles(source, rows, cols)))
+            made.append((kind, source, rows, cols, 0, 1, layout.repack(source, 4, rows, cols)))
         else:
             turned = kind == native.SWIZZLE_TRANSPOSED
             source, lines = random_bytes(rows, cols, seed=i), cols if turned else rows

@@ -88,7 +88,7 @@ def _scale_as_read(scale: Tensor, fmt: Format, direction: Direction) -> Tensor:
 
 def _turned(data: Tensor, fmt: Format, shape: tuple[int, int], direction: Direction) -> Tensor:
     rows, cols = fmt.padded_shape(shape, direction)
-    return layout.repack_nibbles(data, rows, cols) if fmt.element.bits == 4 else data.t().contiguous()
+    return layout.repack(data, fmt.element.bits, rows, cols)
 
 
 class Call(NamedTuple):
@@ -288,7 +288,7 @@ class Operators:
     def transpose_codes(self, data, rows, cols, bits):
         self.calls.append(Call("transpose_codes", data.data_ptr()))
         refuse(not data.is_contiguous() or data.numel() != rows * (ceil_div(cols, 2) if bits == 4 else cols), "source")
-        return layout.repack_nibbles(data, rows, cols) if bits == 4 else data.view(rows, cols).t().contiguous()
+        return layout.repack(data.view(rows, -1), bits, rows, cols)
 
     def transpose_tokens(self, data, tables, groups):
         self.calls.append(Call("transpose_tokens", data.data_ptr()))
@@ -600,7 +600,7 @@ class Operators:
             if decodes:
                 data, of_block, scale[e] = self._step_quantize(of_one, slot, x[first:end], d is ROWWISE, d is COLUMNWISE)[d]
                 if d is COLUMNWISE:
-                    data, of_block = layout.repack_nibbles(data, len(data), x.shape[1]), of_block.t()
+                    data, of_block = layout.repack(data, 4, len(data), x.shape[1]), of_block.t()
                 at = slice(start // 2, start // 2 + data.shape[1]) if d is COLUMNWISE else slice(None)
                 lines = slice(None) if d is COLUMNWISE else slice(first, end)
                 codes[lines, at] = data
@@ -670,7 +670,7 @@ class Operators:
         codes, scales, amaxes = zip(*made)
         if d is COLUMNWISE:  # side by side, each from a multiple of 128 on
             pad = -weight.shape[1] % 128
-            codes = [layout.pad_to(layout.repack_nibbles(c, *weight.shape[1:]), 1, (weight.shape[1] + pad) // 2) for c in codes]
+            codes = [layout.pad_to(layout.repack(c, 4, *weight.shape[1:]), 1, (weight.shape[1] + pad) // 2) for c in codes]
             scales = [layout.pad_to(s.t(), 1, (weight.shape[1] + pad) // 16) for s in scales]
         dim = int(d is COLUMNWISE)
         return [torch.cat(list(codes), dim), torch.cat(list(scales), dim).contiguous(), torch.cat(amaxes)]

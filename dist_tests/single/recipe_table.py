@@ -59,7 +59,7 @@ def any_quantizers(role: fq.Role):
 
 NAMED: dict[str, Callable[..., fq.Recipe]] = {
     name: getattr(recipes, name)
-    for name in ("identity", "fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8", "nvfp4")
+    for name in ("identity", "fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8", "mxfp6", "mxfp4", "nvfp4")
 }
 HYBRIDS: dict[str, Callable[..., fq.Recipe]] = {
     f"hybrid({f}, {b})": lambda f=f, b=b, **options: recipes.hybrid(f, b, **options)

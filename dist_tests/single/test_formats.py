@@ -22,6 +22,7 @@ from fsdp_quant.formats import (
     FORMATS,
     ROWWISE,
     Direction,
+    Element,
     Format,
     check_pair,
     family_of,
@@ -57,7 +58,7 @@ def test_bytes_per_element():
     """Otherwise planned memory and traffic are wrong; the numbers are those of the published layouts."""
     want = {
         "identity": 2, "fp8_tensor": 1, "fp8_row": 1, "fp8_1x128": 1 + 4 / 128, "fp8_128x128": 1 + 4 / 128**2,
-        "mxfp8": 1 + 1 / 32, "mxfp8_32x32": 1 + 1 / 1024, "nvfp4": 0.5 + 1 / 16, "nvfp4_16x16": 0.5 + 1 / 256,
+        "mxfp8": 1 + 1 / 32, "mxfp8_32x32": 1 + 1 / 1024, "mxfp6": 0.75 + 1 / 32, "mxfp4": 0.5 + 1 / 32, "nvfp4": 0.5 + 1 / 16, "nvfp4_16x16": 0.5 + 1 / 256,
     }
     assert {name: fmt.bytes_per_element() for name, fmt in FORMATS.items()} == want
     assert FORMATS["identity"].bytes_per_element(torch.float32) == 4
@@ -66,6 +67,14 @@ def test_bytes_per_element():
         per_line = 0 if fmt.scale == "none" or fmt.block[1] is not None else made.scale.numel() * 4
         whole = 4 if fmt.tensor_scale else 0
         assert made.nbytes == fmt.bytes_per_element() * 256 * 384 + per_line + whole, name
+
+
+def test_a_width_that_nothing_packs_is_refused():
+    """If false, codes of 5 bits are stored as some other width."""
+    with pytest.raises(ValueError, match="e2m2 has codes of 5 bits; widths that are packed: 4, 6, 8, 16"):
+        Element("e2m2", 5, 7.0, 2, 0, None)
+    with pytest.raises(ValueError, match="e3m4 has codes of 8 bits, and no torch dtype"):
+        Element("e3m4", 8, 15.5, 4, -2, None)
 
 
 def test_formats_are_values():

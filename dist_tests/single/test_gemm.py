@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -9,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dist_tests.laws import FORMAT_NAMES, PAIRS, QUANTIZERS, assert_same_bytes, values
+from dist_tests.laws import FORMAT_NAMES, OTHER, PAIRS, QUANTIZERS, assert_same_bytes, values
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import COLUMNWISE, FORMATS, ROWWISE, Direction, format_of
 from fsdp_quant.gemm import StaleWeightError, gemm
 from fsdp_quant.ops import reference
-from fsdp_quant.ops.capability import DOMAINS, arch_of, gemm_domain
+from fsdp_quant.ops.capability import DOMAINS, arch_of, gemm_domain, may_be_anchored, unsupported_reason
 from fsdp_quant.quantizer import Quantizer
 from fsdp_quant.storage import Storage
 
@@ -160,6 +161,29 @@ def test_tensor_cores_multiply_the_pairs_that_they_can():
     assert gemm_domain(e5m2, e5m2, torch.bfloat16, "sm_90a", compiled=True)[0] == "bf16"
     floor = format_of("mxfp8", scale_rounding="floor")
     assert gemm_domain(floor, floor, torch.bfloat16, "sm_90a", compiled=True)[0] == "bf16"
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+def test_formats_that_no_kernel_encodes_are_planned_without_one(arch: str):
+    """If false, `require_native` accepts a product that dies of its shapes in step 1."""
+    fmts = [q.fmt for q in (QUANTIZERS | OTHER).values() if q.fmt.is_quantized]
+    without = [fmt for fmt in fmts if unsupported_reason(fmt)]
+    assert {"mxfp4", "mxfp6", "mxfp8_1x64", "fp4_1x128"} <= {fmt.name for fmt in without}
+    for a, b in itertools.product(without, fmts):
+        for pair in ((a, b), (b, a)):
+            domain, reason = gemm_domain(*pair, torch.bfloat16, arch, compiled=True)
+            exact = all(fmt.decodes_exactly_to_bf16 for fmt in pair)
+            assert domain == ("bf16" if exact else "reference") and reason, (pair, domain)
+            assert not may_be_anchored(*pair)
+
+
+def test_rows_that_are_in_no_table_multiply():
+    """If false, a format needs a product of its own."""
+    x, w = values(33, 130, kind="heavy"), values(48, 130, seed=1)
+    for a, b in itertools.product(OTHER.values(), [*OTHER.values(), QUANTIZERS["mxfp8"], QUANTIZERS["nvfp4"]]):
+        left, right = a.storage(x, ROWWISE), b.storage(w, ROWWISE)
+        want = left.decode().double() @ right.decode().double().t()
+        torch.testing.assert_close(gemm(left, right, out_dtype=torch.float32).double(), want, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])

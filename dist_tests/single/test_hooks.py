@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 import fsdp_quant as fq
-from dist_tests.laws import PAIRS, QUANTIZERS, as_bytes, assert_same_bytes, assert_same_storage, sample, values
+from dist_tests.laws import OTHER, PAIRS, QUANTIZERS, as_bytes, assert_same_bytes, assert_same_storage, sample, values
 from dist_tests.virtual import VirtualRanks
 from examples.mini_megatron.ranks import Ranks, Sizes, on_virtual_ranks
 from fsdp_quant.context import STEP
@@ -129,10 +129,10 @@ def test_transports_and_statistics_give_the_same_bytes(pair):
         assert_published(weights, "w", hybrid, master.to(torch.bfloat16), f"{transport} {stats}")
 
 
-@pytest.mark.parametrize("name", sorted(QUANTIZERS))
+@pytest.mark.parametrize("name", sorted(QUANTIZERS | OTHER))
 def test_options_of_formats_survive_any_cut(name: str):
     """Otherwise an option (powers of two, e5m2, the floor rule) is lost on the way, or rare values depend on the cut."""
-    hybrid = HybridQuantizer(QUANTIZERS[name], QUANTIZERS[name])
+    hybrid = HybridQuantizer(*[(QUANTIZERS | OTHER)[name]] * 2)
     draw = random.Random(name)
     for kind, bad in (("tiny", None), ("gauss", 0.0), ("gauss", math.nan), ("heavy", -math.inf), ("gauss", 2.0**-133)):
         master = values(35, 33, kind=kind, dtype=torch.float32)
@@ -224,11 +224,11 @@ def test_a_negative_control_sees_a_cut():
 
 
 def test_runs_of_codes_put_together_are_the_tensor():
-    """Otherwise an odd cut drops a nibble, or carries one of another rank's."""
+    """Otherwise a cut inside a byte drops a code, or carries one of another rank."""
     draw = random.Random(3)
-    for rows, cols, bits in itertools.product((1, 3, 6), (1, 2, 5, 8), (4, 8)):
-        nibbles = torch.randint(0, 2**bits, (rows, cols), dtype=torch.uint8)
-        whole = runs.pack_nibbles(nibbles) if bits == 4 else nibbles
+    for rows, cols, bits in itertools.product((1, 3, 6), (1, 2, 5, 8), (4, 6, 8)):
+        codes = torch.randint(0, 2**bits, (rows, cols), dtype=torch.uint8)
+        whole = runs.pack(codes, bits)
         flat = torch.zeros(math.ceil(rows * cols * bits / 8), dtype=torch.uint8)
         cuts = random_cuts(draw, rows * cols, 4, "random")
         for rank in range(4):

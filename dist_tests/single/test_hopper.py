@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_quant as fq
-from dist_tests.laws import QUANTIZERS, assert_same_bytes, assert_same_storage, kept_step, recorded_saves, values
+from dist_tests.laws import KERNEL_QUANTIZERS, QUANTIZERS, assert_same_bytes, assert_same_storage, kept_step, recorded_saves, values
 from dist_tests.single import hopper
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
@@ -41,8 +41,8 @@ ONE_CALL = tuple(RECIPES)
 SHAPES = ((64, 48, 32), (33, 40, 100), (144, 48, 160))  # M, N, K; the second takes the path of parts
 # Relative Frobenius error against the CPU, which multiplies in fp32; an anchored product of fp32 values is within 1e-3.
 BOUNDS = {BF16: 1e-2, FP16: 2e-3, FP32: 1e-5}
-E8M0 = [name for name, q in QUANTIZERS.items() if q.fmt.scale == "e8m0"]
-QUANTIZED = [name for name, q in QUANTIZERS.items() if q.fmt.is_quantized]
+QUANTIZED = list(KERNEL_QUANTIZERS)
+E8M0 = [name for name in QUANTIZED if QUANTIZERS[name].fmt.scale == "e8m0"]
 
 
 @pytest.fixture(autouse=True)

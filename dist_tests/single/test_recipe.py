@@ -22,7 +22,7 @@ from fsdp_quant.quantizer import HybridQuantizer, Quantizer
 from fsdp_quant.scaling import DelayedScaling
 
 SLOTS = ("input", "weight", "grad_output")
-FAMILIES = ("identity", "fp8_tensor", "fp8_row", "fp8_block", "mxfp8", "nvfp4")
+FAMILIES = ("identity", "fp8_tensor", "fp8_row", "fp8_block", "mxfp8", "mxfp6", "mxfp4", "nvfp4")
 
 
 def role(slot: str, name: str = "layers.0.fc") -> fq.Role:
@@ -149,10 +149,10 @@ def test_every_hybrid_plans_and_its_rotations_cancel(forward: str, backward: str
     plan = build_plan(recipes.hybrid(forward, backward), "fc")
     for product in PRODUCTS:
         a, b = plan.pair(product)
-        assert a.rotated == b.rotated == (backward == "nvfp4" and product.name == "wgrad")
+        assert a.rotated == b.rotated == (backward in ("nvfp4", "mxfp4") and product.name == "wgrad")
     assert plan.input.rowwise.fmt == plan.operand("input", ROWWISE)
     for slot in SLOTS:
-        stochastic = backward == "nvfp4" and slot == "grad_output"
+        stochastic = backward in ("nvfp4", "mxfp4") and slot == "grad_output"
         assert plan.hybrid(slot).columnwise.is_stochastic == stochastic
         assert plan.hybrid(slot).rowwise.is_stochastic == stochastic
     square = forward == backward and forward in ("fp8_block", "nvfp4")
@@ -333,10 +333,10 @@ def test_functions_that_do_not_pickle_are_refused_by_name():
 
 def test_unknown_names_list_the_known_ones():
     """Otherwise a misspelled recipe, family, element or slot is a KeyError, or is ignored."""
-    with pytest.raises(ValueError, match="unknown recipe 'mxfp6'; known recipes: bf16, fp8_block, .*mxfp8, nvfp4"):
-        recipes.by_name("mxfp6")
-    with pytest.raises(ValueError, match="unknown format family 'mxfp6'; known families: .*fp8_block.*mxfp8"):
-        recipes.hybrid("mxfp8", "mxfp6")
+    with pytest.raises(ValueError, match="unknown recipe 'mxfp5'; known recipes: bf16, fp8_block, .*mxfp8, nvfp4"):
+        recipes.by_name("mxfp5")
+    with pytest.raises(ValueError, match="unknown format family 'mxfp5'; known families: .*fp8_block.*mxfp8"):
+        recipes.hybrid("mxfp8", "mxfp5")
     with pytest.raises(ValueError, match="unknown element 'e3m4'"):
         fq.convert(nn.Sequential(nn.Linear(4, 4)), recipes.fp8_current(grad_element="e3m4"))
     with pytest.raises(ValueError, match="scale_rounding must be 'up' or 'floor', got 'down'"):

@@ -23,6 +23,25 @@ _HOPPER_PAIRS = {
 }
 
 
+ELEMENTS = {"e4m3": 1, "e5m2": 2, "e2m1": 3}  # of kernels, as operators number them
+
+
+@functools.cache
+def unsupported_reason(fmt: Format) -> str | None:
+    """Why no kernel encodes this format, in one clause; None when one does."""
+    if not fmt.is_quantized:
+        return "not quantized"
+    blocks = (None, 128) if fmt.scale == "fp32" else (16, 32)
+    outer, contraction = fmt.block
+    if contraction not in blocks or outer not in (1, contraction):
+        return f"no kernel for {fmt.scale} scales of {fmt.block} blocks"
+    if fmt.element.name not in ELEMENTS or (fmt.element.bits == 4) != fmt.tensor_scale:
+        return f"no kernel for {fmt.element.name} with {fmt.scale} scales"
+    if fmt.decodes_exactly_to_e4m3 and contraction != 16:
+        return f"no kernel for {fmt.scale_rule} scales of {fmt.block} blocks"
+    return None
+
+
 @functools.cache
 def _cuda_arch(index: int) -> str:
     major, minor = torch.cuda.get_device_capability(index)
@@ -36,9 +55,15 @@ def arch_of(device: torch.device) -> str:
     return _cuda_arch(device.index if device.index is not None else torch.cuda.current_device())
 
 
+def _are_encoded(a: Format, b: Format) -> bool:
+    return unsupported_reason(a) is None and unsupported_reason(b) is None
+
+
 def _multiplies(a: Format, b: Format, arch: str) -> bool:
     """The tensor cores of `arch` multiply the two as they are."""
     if a.rotated != b.rotated or a.element.bits != b.element.bits or a.element.name == b.element.name == "e5m2":
+        return False
+    if not _are_encoded(a, b):
         return False
     if arch == "sm_90a":
         return a.scale == b.scale == "fp32" and frozenset({a.block, b.block}) in _HOPPER_PAIRS
@@ -51,7 +76,7 @@ def _multiplies(a: Format, b: Format, arch: str) -> bool:
 
 def anchors(fmt: Format) -> bool:
     """One exponent a line, or a tensor, can take the place of this format's block scales."""
-    return fmt.scale == "e8m0" and fmt.block[1] == 32 and fmt.scale_rounding == "up"
+    return fmt.scale == "e8m0" and fmt.block[1] == 32 and fmt.scale_rounding == "up" and unsupported_reason(fmt) is None
 
 
 def anchors_tensor(fmt: Format) -> bool:
@@ -65,7 +90,7 @@ def scales_tensor(fmt: Format) -> bool:
 
 
 def _is_anchored(a: Format, b: Format, arch: str) -> bool:
-    if arch != "sm_90a" or a.element.name == b.element.name == "e5m2":
+    if arch != "sm_90a" or a.element.name == b.element.name == "e5m2" or not _are_encoded(a, b):
         return False
     in_blocks = [anchors(f) or f.decodes_exactly_to_e4m3 for f in (a, b)]
     lines = [block or (f.scale == "fp32" and f.block in (_TENSOR, _LINE)) for f, block in zip((a, b), in_blocks)]
@@ -75,7 +100,7 @@ def _is_anchored(a: Format, b: Format, arch: str) -> bool:
 
 def may_be_anchored(a: Format, b: Format) -> bool:
     """Some device multiplies the pair in the anchored domain."""
-    return a.is_quantized and b.is_quantized and _is_anchored(a, b, "sm_90a")
+    return _is_anchored(a, b, "sm_90a")
 
 
 @functools.cache

@@ -7,13 +7,14 @@ Sources: cuBLAS 13 documentation, "Narrow precision data types usage" (128x4 sca
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..formats import Format, anchored_format, ceil_div
+from ..formats import PACKINGS, Format, anchored_format, ceil_div
 
 TILE_ROWS, TILE_COLS = 128, 4
 
@@ -77,17 +78,29 @@ def unswizzle_128x4(flat: Tensor, outer: int, blocks: int) -> Tensor:
     return tiles.permute(0, 3, 2, 1, 4).flatten(3).flatten(0, 2)[:outer, :blocks]
 
 
-def pack_nibbles(codes: Tensor) -> Tensor:
-    """4-bit codes, one a byte, as two a byte along the last dim, the first in the low nibble; it ends on a whole byte."""
-    codes = F.pad(codes, (0, codes.shape[-1] % 2))
-    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes, one per byte, packed along the last dim into whole containers (`formats.PACKINGS`), the first in the lowest bits."""
+    count, size = PACKINGS[bits]
+    if count == 1:
+        return codes
+    codes = F.pad(codes, (0, -codes.shape[-1] % count)).unflatten(-1, (-1, count))
+    codes = codes.unbind(-1) if size == 1 else codes.int().unbind(-1)
+    word = functools.reduce(torch.bitwise_or, (code << (bits * i) for i, code in enumerate(codes)))
+    return word if size == 1 else torch.stack([word >> (8 * i) & 0xFF for i in range(size)], -1).flatten(-2).to(torch.uint8)
 
 
-def unpack_nibbles(data: Tensor) -> Tensor:
-    """The codes of `pack_nibbles`, those of the padding too."""
-    return torch.stack((data & 0xF, data >> 4), dim=-1).flatten(-2)
+def unpack(data: Tensor, bits: int) -> Tensor:
+    """The codes of `pack`, uint8, those of the padding too."""
+    count, size = PACKINGS[bits]
+    if count == 1:
+        return data
+    parts = (data if size == 1 else data.int()).unflatten(-1, (-1, size)).unbind(-1)
+    word = functools.reduce(torch.bitwise_or, (part << (8 * i) for i, part in enumerate(parts)))
+    return torch.stack([word >> (bits * i) & ((1 << bits) - 1) for i in range(count)], -1).flatten(-2).to(torch.uint8)
 
 
-def repack_nibbles(data: Tensor, rows: int, cols: int) -> Tensor:
-    """4-bit codes packed along dim 1 of [rows, cols], as codes packed along dim 1 of the transpose."""
-    return pack_nibbles(unpack_nibbles(data)[:, :cols].t()).contiguous()
+def repack(data: Tensor, bits: int, rows: int, cols: int) -> Tensor:
+    """Codes packed along dim 1 of [rows, cols], as codes packed along dim 1 of the transpose; of whole values the transpose."""
+    if bits >= 8:
+        return data.t().contiguous()
+    return pack(unpack(data, bits)[:, :cols].t(), bits).contiguous()

@@ -19,14 +19,14 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..formats import ROWWISE, SCALE_DTYPE, Direction, Encoding, Format, ceil_div, round_up
 from . import extension, opaque
-from .capability import arch_of
+from .capability import ELEMENTS, arch_of, unsupported_reason
 from .layout import ANCHOR_RUNS, ANCHORED_TENSOR, ANCHORS, NATIVE, is_encoded_as, operand_format
 from .layout import COMPACT as COMPACT_LAYOUT
 
-ELEMENTS = {"e4m3": 1, "e5m2": 2, "e2m1": 3}
 COMPACT, HOPPER, BLACKWELL, OPERAND = range(4)
 SCALE_LAYOUTS = {"sm_90a": HOPPER, "sm_100a": BLACKWELL}
 TRANSPOSE_BYTES, TRANSPOSE_NIBBLES, SWIZZLE, SWIZZLE_TRANSPOSED = range(4)
+TRANSPOSED_BITS = (4, 8)  # codes that a kernel transposes
 TILE = 128
 FLOATING = (torch.bfloat16, torch.float16, torch.float32)
 SCALE_SIDES = 8  # encodings of one cast_scales
@@ -36,20 +36,6 @@ _ops = torch.ops.fsdp_quant
 
 
 # What there is a kernel for #
-
-@functools.cache
-def unsupported_reason(fmt: Format) -> str | None:
-    """Why no kernel encodes this format, in one clause; None when one does."""
-    if not fmt.is_quantized:
-        return "not quantized"
-    blocks = (None, 128) if fmt.scale == "fp32" else (16, 32)
-    outer, contraction = fmt.block
-    if contraction not in blocks or outer not in (1, contraction):
-        return f"no kernel for {fmt.scale} scales of {fmt.block} blocks"
-    if (fmt.element.bits == 4) != fmt.tensor_scale:
-        return f"no kernel for {fmt.element.name} with {fmt.scale} scales"
-    return None
-
 
 @functools.cache
 def pack_encoding(encoding: Encoding, transposed: bool = False, layout: int = COMPACT) -> int:

@@ -26,6 +26,7 @@ Sources: OCP Microscaling Formats v1.0, sections 5 and 6; OCP 8-bit Floating Poi
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
@@ -45,12 +46,10 @@ from ..formats import (
     Encoding,
     Format,
 )
-from .layout import pack_nibbles, unpack_nibbles
+from .layout import pack, unpack
 from .rng import random_bytes
 
 RHT_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-_MIN_NORMAL_EXPONENT = {"e4m3": -6, "e5m2": -14, "e2m1": 0}
-_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 # Geometry #
@@ -232,26 +231,29 @@ def scales(
 
 # Elements #
 
+def _in_steps(magnitude: Tensor, element: Element) -> tuple[Tensor, Tensor, Tensor]:
+    """(magnitudes over the step between the numbers of their binade, that step, binades above the least): the first is exact."""
+    exponent = (magnitude.view(torch.int32) & 0x7F800000).clamp(min=(element.emin + 127) << 23)
+    step = (exponent - (element.mantissa << 23)).view(torch.float32)
+    return magnitude / step, step, (exponent >> 23) - (element.emin + 127)
+
+
 def round_stochastically(v: Tensor, element: Element, bits: Tensor) -> Tensor:
     """v, within the element's range, rounded to one of its two neighbours: up iff (bits + 0.5) / 256 < fraction."""
-    magnitude = v.abs()
-    exponent = (magnitude.view(torch.int32) & 0x7F800000).clamp(min=(_MIN_NORMAL_EXPONENT[element.name] + 127) << 23)
-    step = (exponent - (element.mantissa << 23)).view(torch.float32)
-    ratio = magnitude / step  # exact: step is a power of two
+    ratio, step, _ = _in_steps(v.abs(), element)
     low = ratio.floor()
     up = bits + 0.5 < (ratio - low) * 256
     return torch.copysign((low + up) * step, v)
 
 
 def _cast(v: Tensor, element: Element) -> Tensor:
-    """Saturating round-to-nearest-even codes, one a byte (uint8); a NaN stays NaN (e2m1: +6)."""
-    if element != E2M1:
+    """Saturating round-to-nearest-even codes, one a byte (uint8); a NaN stays NaN (without one in the element: +max)."""
+    if element.dtype is not None:
         codes = v.clamp(-element.max, element.max).to(element.dtype).view(torch.uint8)
         return codes.masked_fill_(v.isnan(), 0x7F)
-    a = v.abs().clamp(max=element.max)
-    code = torch.minimum(torch.minimum((2 * a).round(), a.round() + 2), (a / 2).round() + 4)
-    code = code.nan_to_num(nan=7.0).to(torch.uint8)
-    return code | ((v.signbit() & ~v.isnan()).to(torch.uint8) << 3)
+    ratio, _, binades = _in_steps(v.abs().nan_to_num(nan=element.max).clamp(max=element.max), element)
+    code = ratio.round().to(torch.int32) + (binades << element.mantissa)  # a carry is the next binade's first code
+    return (code | (v.signbit() & ~v.isnan()).to(torch.int32) << (element.bits - 1)).to(torch.uint8)
 
 
 # Encode and decode #
@@ -285,17 +287,29 @@ def encode(
         limit = fmt.element.max
         values = round_stochastically(values.clamp(-limit, limit), fmt.element, random_bytes(x.shape, direction, key))
     codes = _cast(values, fmt.element)
-    return (pack_nibbles(codes) if fmt.element.bits == 4 else codes.contiguous()), scale
+    return pack(codes, fmt.element.bits).contiguous(), scale
 
 
 def decode_codes(data: Tensor, fmt: Format, cols: int) -> Tensor:
     """The elements alone, without any scale: fp32 [rows, cols] (identity: its own dtype)."""
     if not fmt.is_quantized:
         return data
-    if fmt.element != E2M1:
-        return data.view(fmt.element.dtype).float()
-    table = torch.tensor(_E2M1_VALUES + tuple(-v for v in _E2M1_VALUES), device=data.device)
-    return table[unpack_nibbles(data)[:, :cols].int()]
+    element = fmt.element
+    if element.dtype is not None:
+        return data.view(element.dtype).float()
+    table = torch.tensor(_values(element), device=data.device)
+    return table[unpack(data, element.bits)[:, :cols].int()]
+
+
+@functools.cache
+def _values(element: Element) -> tuple[float, ...]:
+    """The numbers of an element's codes, in order; of those without infinity and NaN."""
+    of = [divmod(code, 1 << element.mantissa) for code in range(1 << (element.bits - 1))]
+    positive = [
+        (fraction + (exponent > 0) * 2.0**element.mantissa) * 2.0 ** (max(exponent - 1, 0) + element.emin - element.mantissa)
+        for exponent, fraction in of
+    ]
+    return (*positive, *(-v for v in positive))
 
 
 def decode_scale(scale: Tensor, fmt: Format) -> Tensor:

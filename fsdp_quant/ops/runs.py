@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..formats import ceil_div
-from .layout import pack_nibbles, unpack_nibbles
+from ..formats import PACKINGS, ceil_div
+from .layout import pack, unpack
 
 
 def covering_rows(values: Tensor, col0: int, cols: int) -> Tensor:
@@ -31,26 +31,21 @@ def codes_of_run(data: Tensor, bits: int, start: int, numel: int, cols: int) -> 
 
     data:     compact codes [rows, row bytes] (identity: [rows, cols] in its dtype).
     start:    index of the run's first element in the whole tensor.
-    returns:  uint8. 4-bit codes lie two a byte by the element's index in the tensor, whatever its columns; nibbles of the
-              elements before and after the run are zero.
+    returns:  uint8. Codes of less than a byte are packed by the element's index in the tensor, whatever its columns; bits
+              of the elements before and after the run are zero.
     """
     if not numel:
         return data.new_empty(0, dtype=torch.uint8)
     col0 = start % cols
-    if bits != 4:
+    if bits >= 8:
         return data.reshape(-1)[col0 : col0 + numel].contiguous().view(torch.uint8)
-    if cols % 2:
-        return pack_nibbles(F.pad(unpack_nibbles(data)[:, :cols].reshape(-1)[col0 : col0 + numel], (start % 2, 0)))
-    run = data.reshape(-1)[col0 // 2 : ceil_div(col0 + numel, 2)].clone()
-    if start % 2:
-        run[0] &= 0xF0
-    if (start + numel) % 2:
-        run[-1] &= 0x0F
-    return run
+    codes, before = unpack(data, bits)[:, :cols].reshape(-1)[col0 : col0 + numel], start % PACKINGS[bits][0]
+    return pack(F.pad(codes, (before, 0)), bits)[before * bits // 8 : ceil_div((before + numel) * bits, 8)]
 
 
 def rows_of_codes(run: Tensor, bits: int, rows: int, cols: int) -> Tensor:
     """Compact codes uint8 [rows, row bytes] of the bytes of the run of all elements."""
-    if bits == 4 and cols % 2:
-        return pack_nibbles(unpack_nibbles(run)[: rows * cols].view(rows, cols))
-    return run.view(rows, -1)
+    count, size = PACKINGS[bits]
+    if cols % count == 0:
+        return run.view(rows, -1)
+    return pack(unpack(F.pad(run, (0, -len(run) % size)), bits)[: rows * cols].view(rows, cols), bits)

@@ -158,8 +158,8 @@ class PublishedWeight:
             side, codes = self.sides[source], pieces.get((source, "codes"))
             if codes is None:
                 pass  # they were gathered where they are read
-            elif fmt.element.bits == 4 and self.shape[1] % 2:  # rows begin in the middle of bytes of the wire
-                made.append((room["data"], runs.rows_of_codes(codes.joined(), 4, *self.shape)))
+            elif self.shape[1] % fmt.element.packing[0]:  # rows begin in the middle of containers of the wire
+                made.append((room["data"], runs.rows_of_codes(codes.joined(), fmt.element.bits, *self.shape)))
             else:
                 made += codes.writes(room["data"])
             for name, staged in (("scale", side.scale), ("tensor_amax", side.tensor_amax)):

@@ -5,7 +5,7 @@ What a weight publishes are planes: its codes, or its values in high precision, 
 whatever its direction, because a piece of a flat buffer is contiguous in no other order. Who publishes what follows from
 the cuts of the elements alone: codes are published by the owner of their element, a scale by the owner of its block's first
 one. So every plane is a run a rank, in rank order, and its bytes are derived from elements, never cut or padded on
-their own. Two ranks share a byte only where a cut divides a pair of 4-bit codes: each leaves the other's nibble zero.
+their own. Two ranks share a byte only where a cut divides a container of codes: each leaves the other's bits zero.
 
 A rank sends its runs of all planes one behind the other, as one segment of a size that all ranks share.
 """
