@@ -25,6 +25,10 @@
 #include "device/wgmma.cuh"
 #include "gemm/hopper_arguments.h"
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#error "products on Hopper use instructions of sm_90a alone: compile for sm_90a instead of sm_90"
+#endif
+
 namespace fsdp_quant::hopper {
 
 enum class Grain { kOuter, kVector, kBlock, kRun, kValues };
@@ -672,6 +676,8 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Ar
   }
   // No block leaves while a peer may still arrive at its barriers.
   if constexpr (S::kCluster > 1) ptx::cluster_arrive(), ptx::cluster_wait();
+#else
+  __trap();  // of another architecture, where no host launches it
 #endif
 }
 

@@ -232,6 +232,21 @@ def test_setup_drops_architectures_that_nvcc_does_not_know(checkout: Path):
     assert done.returncode != 0 and "holds 'sm_100a', wanted architectures like 9.0a;10.0a" in done.stderr
 
 
+def test_products_of_hopper_are_built_with_its_own_instructions(checkout: Path, tmp_path: Path):
+    """If false, a library for sm_90 has empty products, whose results are memory that nothing wrote."""
+    done = setup(checkout, CUDA_HOME=toolkit(checkout, "13.0"), FSDP_QUANT_CUDA_ARCHS="9.0")
+    assert "sm_90 is built as sm_90a" in done.stdout, done.stderr
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        return
+    source = tmp_path / "product.cu"
+    source.write_text('#include "gemm/hopper_kernel.cuh"\n')
+    for arch, message in (("sm_90", "compile for sm_90a instead of sm_90"), ("sm_90a", ""), ("sm_80", "")):
+        what = [nvcc, "-std=c++17", "-ptx", f"-arch={arch}", f"-I{ROOT / 'csrc'}", str(source), "-o", str(tmp_path / "product.ptx")]
+        done = subprocess.run(what, capture_output=True, text=True)
+        assert message in done.stderr and (done.returncode == 0) == (not message), (arch, done.stderr)
+
+
 def test_a_source_distribution_compiles(tmp_path: Path):
     """Otherwise what is installed from it has no operators, or fails at the first header that is missing."""
     pytest.importorskip("setuptools", minversion="77")
