@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ import torch
 import fsdp_quant
 from fsdp_quant import __main__ as command
 from fsdp_quant.formats import FORMATS
-from fsdp_quant.ops import extension
+from fsdp_quant.ops import extension, native
 
 ROOT = Path(fsdp_quant.__file__).parents[1]
 OPERATIONS = ("quantize", "statistics", "dequantize", "transpose", "swizzle")
@@ -115,6 +117,19 @@ def test_runs_on_says_what_stands_against_a_device(monkeypatch):
     assert not extension.is_loaded()
 
 
+def test_work_of_the_reference_on_a_gpu_is_said_once(monkeypatch):
+    """If false, a GPU trains at the reference's speed without a word; or a choice is complained of in each step."""
+    x = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
+    for reason, want in (("not built; with a CUDA build of torch and nvcc: pip", 1), (extension.TURNED_OFF, 0)):
+        monkeypatch.setattr(extension, "STATUS", extension.Status(None, reason, None))
+        extension._warn_once.cache_clear()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            extension.runs_on(x.device)  # a question, not work
+            assert not seen and not native.runs(x) and not native.runs(x)
+        assert len(seen) == want and all(reason in str(w.message) and "doctor" in str(w.message) for w in seen)
+
+
 @pytest.mark.parametrize("architectures, runs", [
     (("sm_90a", "sm_100a"), {(9, 0), (10, 0)}),
     (("sm_90",), {(9, 0)}),
@@ -131,7 +146,7 @@ def test_runs_on_compares_the_architectures(monkeypatch, architectures, runs):
         if (major, minor) in runs:
             assert reason is None, reason
         else:
-            assert reason == f"the library was built without sm_{major}{minor}: it has {', '.join(architectures)}"
+            assert f"the library was built without sm_{major}{minor}: it has {', '.join(architectures)}; set " in reason
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: pytest.fail("asked the driver twice"))
     extension.runs_on(torch.device("cuda", 0))
     extension._missing_code_for.cache_clear()

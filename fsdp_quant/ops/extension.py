@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -24,6 +25,7 @@ from pathlib import Path
 import torch
 
 PACKAGE = Path(__file__).resolve().parent.parent
+TURNED_OFF = "FSDP_QUANT_NATIVE=0 in the environment"
 REBUILD = "pip install --no-build-isolation -e ."
 
 
@@ -65,7 +67,7 @@ def release(version: str, cuda: str | None) -> str:
 def load(environ: Mapping[str, str] = os.environ) -> Status:
     """Load the library unless something speaks against it. Never raises."""
     if environ.get("FSDP_QUANT_NATIVE") == "0":
-        return Status(None, "FSDP_QUANT_NATIVE=0 in the environment", None)
+        return Status(None, TURNED_OFF, None)
     chosen = environ.get("FSDP_QUANT_NATIVE_LIBRARY")
     found = [Path(chosen)] if chosen else sorted(PACKAGE.glob("_native*.so"))
     if not found:
@@ -94,13 +96,28 @@ def is_loaded() -> bool:
     return STATUS.library is not None
 
 
-def runs_on(device: torch.device) -> str | None:
-    """None where the compiled operators run on `device`, else the reason in one clause."""
+def runs_on(device: torch.device, warn: bool = False) -> str | None:
+    """None where the compiled operators run on `device`, else the reason in one clause.
+
+    warn:  work is about to begin there: warn of a reason, once, unless it was asked for.
+    """
     if device.type != "cuda":
         return f"the device is {device.type}, not CUDA"
     if not is_loaded():
-        return f"the compiled operators are off: {STATUS.reason}"
-    return _missing_code_for(device.index if device.index is not None else torch.cuda.current_device())
+        reason = f"the compiled operators are off: {STATUS.reason}"
+    else:
+        reason = _missing_code_for(device.index if device.index is not None else torch.cuda.current_device())
+    if warn and reason is not None and STATUS.reason != TURNED_OFF and not torch.compiler.is_compiling():
+        _warn_once(reason)
+    return reason
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(
+        f"fsdp_quant: the PyTorch reference quantizes on this GPU, which is slow, because {reason}. "
+        "`python -m fsdp_quant doctor` says more; FSDP_QUANT_NATIVE=0 accepts it", stacklevel=4,
+    )
 
 
 @functools.cache
@@ -114,4 +131,5 @@ def _missing_code_for(index: int) -> str | None:
         built = int(digits[:-1]), int(digits[-1])
         if built == (major, minor) or (built[0] == major and built[1] < minor and not arch.endswith("a")):
             return None
-    return f"the library was built without sm_{major}{minor}: it has {', '.join(STATUS.build.architectures)}"
+    built = ", ".join(STATUS.build.architectures)
+    return f"the library was built without sm_{major}{minor}: it has {built}; set FSDP_QUANT_CUDA_ARCHS and rebuild with {REBUILD}"

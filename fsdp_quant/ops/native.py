@@ -108,8 +108,8 @@ def runs_on(device: torch.device) -> bool:
 
 
 def runs(x: Tensor) -> bool:
-    """Kernels run where this tensor is."""
-    return x.is_cuda and extension.runs_on(x.device) is None
+    """Kernels run where this tensor is; where they are off, a warning says so once."""
+    return x.is_cuda and extension.runs_on(x.device, warn=True) is None
 
 
 def encodes(encoding: Encoding, dtype: torch.dtype, whole_tiles: bool = True) -> bool:
