@@ -103,12 +103,12 @@ def architectures(nvcc: Path) -> list[str]:
     known = re.findall(r"sm_(\d+)", output_of(nvcc, "--list-gpu-code"))
     targets, dropped = [], []
     for arch in filter(None, re.split(r"[;,\s]+", asked)):
+        if arch == "9.0":
+            say("sm_90 is built as sm_90a, whose instructions the products of Hopper use")
+            arch = "9.0a"
         parts = re.fullmatch(r"(\d+)\.(\d)(a?)", arch)
         if not parts:
             fail(f"FSDP_QUANT_CUDA_ARCHS holds {arch!r}, wanted architectures like 9.0a;10.0a; got {asked!r}")
-        if arch == "9.0":
-            say("sm_90 is built as sm_90a, whose instructions the products of Hopper use")
-            parts = re.fullmatch(r"(\d+)\.(\d)(a?)", "9.0a")
         base = parts[1] + parts[2]  # nvcc lists the base of an "a" target only
         (targets if base in known else dropped).append(base + parts[3])
     if dropped:

@@ -20,6 +20,11 @@ constexpr int kCodePitch = 72;          // bytes of a row of codes, which a warp
 enum class Runs { kNearest, kExact, kOperands };
 
 template <Runs R>
+__device__ __forceinline__ bool is_exact(const Side& s) {
+  return R != Runs::kNearest && s.exact();
+}
+
+template <Runs R>
 struct RunsSmem {
   static constexpr bool kOperands = R == Runs::kOperands;
 
@@ -229,7 +234,7 @@ __device__ __forceinline__ void encode_rows(
     m = max(m, __shfl_xor_sync(0xFFFFFFFFu, m, 8));
     m = max(m, __shfl_xor_sync(0xFFFFFFFFu, m, 16));
     const float amax = __uint_as_float(m);
-    const BlockScale scale = two_level_scale(amax, smem.target[0], false, R != Runs::kNearest && s.exact(), smem.factors[0]);
+    const BlockScale scale = two_level_scale(amax, smem.target[0], false, is_exact<R>(s), smem.factors[0]);
     uint2 codes[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -276,7 +281,7 @@ __device__ __forceinline__ void encode_rows(
         Run run = load(k + n);
         if (s.rotated) run = rotated([&](int e) { return run[e]; });
         const float amax = run.amax();
-        const BlockScale scale = two_level_scale(amax, smem.target[0], s.stochastic, R != Runs::kNearest && s.exact(), smem.factors[0]);
+        const BlockScale scale = two_level_scale(amax, smem.target[0], s.stochastic, is_exact<R>(s), smem.factors[0]);
         smem.scales[0][local + k + n][group] = static_cast<uint8_t>(scale.stored);
         put(k + n, codes_of(run, amax, scale.enc, s.stochastic, random[n], mask), scale.stored);
       }
@@ -314,7 +319,7 @@ __device__ __forceinline__ void encode_columns(
         for (int k = 0; k < 8; ++k) run.w[k] = __byte_perm(w[2 * k], w[2 * k + 1], n ? 0x7632 : 0x5410);
       }
       const float amax = run.amax();
-      const BlockScale scale = two_level_scale(amax, smem.target[1], s.stochastic, R != Runs::kNearest && s.exact(), smem.factors[1]);
+      const BlockScale scale = two_level_scale(amax, smem.target[1], s.stochastic, is_exact<R>(s), smem.factors[1]);
       stored[n] = scale.stored;
       smem.scales[1][lane * 4 + j + n][warp] = static_cast<uint8_t>(scale.stored);
       codes[n] = codes_of(run, amax, scale.enc, s.stochastic, random[n], mask);

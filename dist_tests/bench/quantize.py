@@ -104,7 +104,7 @@ def _key(x: Tensor) -> Tensor:
 
 
 def _reference_encode(
-    x: Tensor, e: Encoding, stats: tuple | None, enc: Tensor | None, transposed: bool, row0: int = 0
+    x: Tensor, e: Encoding, stats: tuple | None, enc: Tensor | None, transposed: bool, row0: int = 0, operand: bool = False
 ) -> list[Tensor]:
     values = reference.prepared(x, e)
     amax, tensor_amax = stats or (None, None)
@@ -112,18 +112,13 @@ def _reference_encode(
         amax, own = reference.statistics(values, e, row0)
         tensor_amax = own if tensor_amax is None else tensor_amax
     codes, scale = reference.encode(values, amax, tensor_amax, e, row0, _key(x) if e.stochastic else None, enc)
+    if operand:
+        codes, scale = reference.e4m3_operand(codes, scale, tensor_amax, e.fmt, e.direction, values.shape[1])
+        return [codes.t().contiguous() if transposed else codes, scale]
     if not transposed:
         return [codes, scale]
     codes = layout.repack(codes, e.fmt.element.bits, *values.shape)
     return [codes, scale.t().contiguous()]
-
-
-def _reference_operand(x: Tensor, e: Encoding) -> list[Tensor]:
-    values = reference.prepared(x, e)
-    amax, tensor_amax = reference.statistics(values, e)
-    codes, scale = reference.encode(values, amax, tensor_amax, e, 0, _key(x) if e.stochastic else None)
-    codes, scale = reference.e4m3_operand(codes, scale, tensor_amax, e.fmt, e.direction, values.shape[1])
-    return [codes.t().contiguous() if e.direction is COLUMNWISE else codes, scale]
 
 
 def quantizes(
@@ -159,9 +154,8 @@ def quantizes(
 
         def plain() -> list:
             x = values.to(torch.bfloat16)
-            if operands:
-                return [_reference_operand(x, e) for e in encodings]
-            return [_reference_encode(x, e, stats and stats[i], encs and encs[i], flags[i]) for i, e in enumerate(encodings)]
+            return [_reference_encode(x, e, stats and stats[i], encs and encs[i], flags[i], operand=operands)
+                    for i, e in enumerate(encodings)]
 
         return Work(call, [values], plain)
 

@@ -27,6 +27,7 @@ from fsdp_quant.ops import native
 from fsdp_quant.ops.layout import repack
 from fsdp_quant.recipe import QUANTIZED_TYPES
 from fsdp_quant.scaling import DelayedScaling
+from fsdp_quant.storage import has_tensor_amax
 from fsdp_quant.tensor.quantized_tensor import QuantizedTensor, Slots
 
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
@@ -252,12 +253,26 @@ def test_two_level_tokens_have_amaxes_and_random_bits_of_their_expert(name: str)
                 expected.assert_same(got[1].contiguous(), of_scales.contiguous(), f"{what}: scales")
 
 
+def matrices_of_experts(name: str, module):
+    """Of a packed weight, quantized at once in either direction or both: of each matrix of two levels a label, its number, its
+    direction, the buffers of all and the storage of it alone."""
+    plan, device = module.common_plan, next(module.parameters()).device
+    resolved = plan.resolved(BF16, device)
+    for n, (row, col) in itertools.product((N, 80), ((True, True), (True, False), (False, True))):
+        weight = laws.values(4, n, K, seed=n, dtype=BF16).cuda()
+        buffers = iter(native.linear_weight(weight, resolved.call, row, col, False, [], []))
+        for d in [d for d, wanted in ((ROWWISE, row), (COLUMNWISE, col)) if wanted]:
+            fmt = plan.operand("weight", d)
+            made = [next(buffers) for _ in range(2 + has_tensor_amax(fmt, resolved.layouts["weight"][d]))]
+            for e, one in enumerate(weight if fmt.tensor_scale else ()):
+                storages, _ = plan.weight.storages(one, [d])
+                yield f"{name} {n} {row} {col} {e} {d.value}", e, d, made, storages[d]
+
+
 @pytest.mark.parametrize("name", EXACT)
 def test_operands_of_tokens_and_matrices_are_those_of_their_expert(name: str):
     """If false, an expert's 4-bit operand depends on its neighbours, or is not where its product reads it."""
     module, step = grouped(EXACT[name](), True, False), torch.tensor([3, 5, 0, -1, 0], device="cuda")
-    plan = module.common_plan
-    call = plan.resolved(BF16, next(module.parameters()).device).call
     for two_level, together, alone in tokens_of_experts(name, module, step):
         for d in two_level:
             data, scale = together(d)
@@ -266,51 +281,27 @@ def test_operands_of_tokens_and_matrices_are_those_of_their_expert(name: str):
                 got = data[:, start:][:, : want.data.shape[1]] if d is COLUMNWISE else data[start : start + want.shape[0]]
                 expected.assert_same(got.contiguous(), want.data, f"{what}: codes")
                 expected.assert_same(scale[e : e + 1], want.scale, f"{what}: scale")
-    for n, (row, col) in itertools.product((N, 80), ((True, True), (True, False), (False, True))):
-        weight = laws.values(4, n, K, seed=n, dtype=BF16).cuda()
-        buffers = iter(native.linear_weight(weight, call, row, col, False, [], []))
-        for d, wanted in ((ROWWISE, row), (COLUMNWISE, col)):
-            if not wanted:
-                continue
-            data, scale = next(buffers), next(buffers)
-            if not plan.operand("weight", d).tensor_scale:
-                continue
-            for e, one in enumerate(weight):
-                what, start = f"{name} {n} {row} {col} {e} {d.value}", e * round_up(n, 128)
-                want = plan.weight.storages(one, [d])[0][d].in_layout("anchored tensor")
-                got = data[e * n : (e + 1) * n] if d is ROWWISE else data[:, start : start + n]
-                expected.assert_same(got.contiguous(), want.data, f"{what}: codes")
-                expected.assert_same(scale[e : e + 1], want.scale, f"{what}: scale")
+    for what, e, d, (data, scale), compact in matrices_of_experts(name, module):
+        n, want = compact.shape[0], compact.in_layout("anchored tensor")
+        got = data[e * n : (e + 1) * n] if d is ROWWISE else data[:, e * round_up(n, 128) :][:, :n]
+        expected.assert_same(got.contiguous(), want.data, f"{what}: codes")
+        expected.assert_same(scale[e : e + 1], want.scale, f"{what}: scale")
 
 
 @pytest.mark.parametrize("name", TWO_LEVEL)
 def test_two_level_matrices_of_a_packed_weight_are_quantized_alone(name: str):
     """If false, an expert's codes depend on its neighbours."""
-    module = grouped(TWO_LEVEL[name](), True, False)
-    plan = module.common_plan
-    call = plan.resolved(BF16, next(module.parameters()).device).call
-    for n, (row, col) in itertools.product((N, 80), ((True, True), (True, False), (False, True))):
-        weight = laws.values(4, n, K, seed=n, dtype=BF16).cuda()
-        buffers = iter(native.linear_weight(weight, call, row, col, False, [], []))
-        for d, wanted in ((ROWWISE, row), (COLUMNWISE, col)):
-            if not wanted:
-                continue
-            data, scale, of_expert = next(buffers), next(buffers), round_up(n, 128)
-            if not plan.operand("weight", d).tensor_scale:
-                continue
-            amaxes = next(buffers)
-            for e, one in enumerate(weight):
-                what, want = f"{name} {n} {row} {col} {e} {d.value}", plan.weight.storages(one, [d])[0][d]
-                expected.assert_same(amaxes[e : e + 1], want.tensor_amax, f"{what}: amax")
-                of_codes, of_scales = want.data, want.scale
-                if d is ROWWISE:
-                    got = data[e * n : (e + 1) * n], scale.view(4, *of_scales.shape)[e]
-                else:
-                    of_codes, of_scales = repack(of_codes, 4, n, K), of_scales.t()
-                    codes, scales = data[:, e * of_expert // 2 :], scale.view(len(of_scales), -1)[:, e * of_expert // 16 :]
-                    got = codes[:, : n // 2], scales[:, : n // 16]
-                expected.assert_same(got[0].contiguous(), of_codes, f"{what}: codes")
-                expected.assert_same(got[1].contiguous(), of_scales.contiguous(), f"{what}: scales")
+    for what, e, d, (data, scale, amaxes), want in matrices_of_experts(name, grouped(TWO_LEVEL[name](), True, False)):
+        n, of_codes, of_scales = want.shape[0], want.data, want.scale
+        expected.assert_same(amaxes[e : e + 1], want.tensor_amax, f"{what}: amax")
+        if d is ROWWISE:
+            got = data[e * n : (e + 1) * n], scale.view(4, *of_scales.shape)[e]
+        else:
+            of_codes, of_scales, of_expert = repack(of_codes, 4, n, K), of_scales.t(), round_up(n, 128)
+            codes, scales = data[:, e * of_expert // 2 :], scale.view(len(of_scales), -1)[:, e * of_expert // 16 :]
+            got = codes[:, : n // 2], scales[:, : n // 16]
+        expected.assert_same(got[0].contiguous(), of_codes, f"{what}: codes")
+        expected.assert_same(got[1].contiguous(), of_scales.contiguous(), f"{what}: scales")
 
 
 def test_values_of_groups_are_multiplied_in_fp32():

@@ -210,7 +210,7 @@ class Operators:
                 refuse(given_amax is not None or x.dtype is not torch.bfloat16, "operands are made of bfloat16, of unknown amaxes")
                 refuse(side.transposed != (e.direction is COLUMNWISE), "operands are K-major")
                 cols = e.fmt.padded_shape(x.shape, e.direction)[1]
-                made += _operand_of_codes(data, scale, tensor_amax, e.fmt, e.direction, cols)
+                made += _operand_of_codes(data, scale, tensor_amax, e.fmt, e.direction, cols, side.transposed)
                 made += [tensor_amax] if given_tensor_amax is None else []
                 continue
             made.append(_turned(data, e.fmt, x.shape, e.direction) if side.transposed else data)
@@ -315,8 +315,7 @@ class Operators:
         powers = whole and fmt.pow2 and fmt.block == (128, 128)
         if whole and fmt.decodes_exactly_to_e4m3:
             refuse(not (data.is_contiguous() and scale.is_contiguous()) or tensor_amax is None, "data, scale or tensor amax")
-            codes, made = reference.e4m3_operand(data, scale, tensor_amax, fmt, direction, cols)
-            return (codes.t().contiguous() if transposed else codes), made
+            return _operand_of_codes(data, scale, tensor_amax, fmt, direction, cols, transposed)
         refuse(not powers and (fmt.scale != "e8m0" or fmt.block[1] != 32), "wanted e8m0 scales of (1, 32) or (32, 32) blocks")
         refuse(not (data.is_contiguous() and scale.is_contiguous()), "data or scale is not contiguous")
         refuse(cols != data.shape[1], f"data of {cols} columns")
@@ -489,7 +488,7 @@ class Operators:
         return bool(reading.side) and unpack(reading.side, ROWWISE).encoding.fmt.tensor_scale
 
     def _buffers(self, packed: int, direction: Direction) -> int:
-        """How many buffers the codes of a side are."""
+        """How many buffers the codes of a side are: the scale of an operand contains the tensor amax."""
         side = unpack(packed, direction)
         return 2 + (side.encoding.fmt.tensor_scale and side.layout != native.OPERAND)
 
@@ -580,8 +579,7 @@ class Operators:
 
         Two-level columnwise codes lie along the tokens, as do their scales; and there are tensor amaxes [groups].
         """
-        side = unpack(call.slots[slot][d is COLUMNWISE].side, d)
-        decodes = side.encoding.fmt.tensor_scale and side.layout != native.OPERAND
+        decodes = self._buffers(call.slots[slot][d is COLUMNWISE].side, d) == 3
         per = 2 if decodes else 1
         rows, cols = (x.shape[1], 128 * len(sources)) if d is COLUMNWISE else x.shape
         codes = x.new_zeros(rows, cols // per, dtype=torch.uint8)
@@ -925,9 +923,11 @@ class _Activate(torch.autograd.Function):
         return dg, None if u is None else du, *[None] * 5
 
 
-def _operand_of_codes(data, scale, tensor_amax, fmt: Format, direction: Direction, cols: int) -> tuple[Tensor, Tensor]:
+def _operand_of_codes(
+    data, scale, tensor_amax, fmt: Format, direction: Direction, cols: int, transposed: bool
+) -> tuple[Tensor, Tensor]:
     codes, made = reference.e4m3_operand(data, scale, tensor_amax, fmt, direction, cols)
-    return (codes.t().contiguous() if direction is COLUMNWISE else codes), made
+    return (codes.t().contiguous() if transposed else codes), made
 
 
 def _matrix(x: Tensor) -> Tensor:

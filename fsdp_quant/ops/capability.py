@@ -63,12 +63,10 @@ def _multiplies(a: Format, b: Format, arch: str) -> bool:
     """The tensor cores of `arch` multiply the two as they are."""
     if a.rotated != b.rotated or a.element.bits != b.element.bits or a.element.name == b.element.name == "e5m2":
         return False
-    if not _are_encoded(a, b):
+    if arch not in ("sm_90a", "sm_100a") or not _are_encoded(a, b):
         return False
     if arch == "sm_90a":
         return a.scale == b.scale == "fp32" and frozenset({a.block, b.block}) in _HOPPER_PAIRS
-    if arch != "sm_100a":
-        return False
     if a.scale == b.scale == "fp32":
         return a.block == b.block == _TENSOR
     return a.scale == b.scale and {a.block[1], b.block[1]} == {32 if a.scale == "e8m0" else 16}

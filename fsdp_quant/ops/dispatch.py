@@ -16,7 +16,7 @@ from torch import Tensor
 from ..counters import counters
 from ..formats import ROWWISE, Direction, Encoding, Format
 from . import layout, native, opaque, reference
-from .layout import ANCHOR_RUNS, ANCHORED, ANCHORS, COMPACT, NATIVE, is_encoded_as
+from .layout import ANCHOR_RUNS, ANCHORED, COMPACT, NATIVE, is_exact_operand
 
 
 class Statistics(NamedTuple):
@@ -91,7 +91,7 @@ def _laid_of(
     layouts = layouts or (COMPACT,) * len(encodings)
     anchored = tuple(i for i in taken if can_anchor[i] and layouts[i] in ANCHOR_RUNS and not encodings[i].stochastic)
     plain = tuple(i for i in taken if i not in anchored)
-    operands = [can_anchor[i] and layouts[i] in ANCHORS and is_encoded_as(encodings[i].fmt, layouts[i]) for i in plain]
+    operands = [can_anchor[i] and is_exact_operand(encodings[i].fmt, layouts[i]) for i in plain]
     laid = [operand or (whole and layouts[i] == NATIVE) for i, operand in zip(plain, operands)]
 
     def turns(i: int) -> bool:

@@ -33,9 +33,14 @@ ANCHORS = (ANCHORED_TENSOR, *ANCHOR_RUNS)  # coarsest first, which are multiplie
 OVER_TOKENS = ANCHORED_512
 
 
+def is_exact_operand(fmt: Format, layout: str) -> bool:
+    """Codes of this format lose no bits in this layout, an operand of one scale per tensor, and quantizers write it."""
+    return layout == ANCHORED_TENSOR and fmt.decodes_exactly_to_e4m3
+
+
 def is_encoded_as(fmt: Format, layout: str) -> bool:
     """Quantizers write codes of this format in this layout, and compact ones that are brought into it are the same."""
-    return layout in (COMPACT, NATIVE) or (layout == ANCHORED_TENSOR and fmt.decodes_exactly_to_e4m3)
+    return layout in (COMPACT, NATIVE) or is_exact_operand(fmt, layout)
 
 
 def operand_format(fmt: Format, layout: str) -> Format:

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ..formats import ROWWISE, SCALE_DTYPE, Direction, Encoding, Format, ceil_div, round_up
 from . import extension, opaque
 from .capability import ELEMENTS, arch_of, unsupported_reason
-from .layout import ANCHOR_RUNS, ANCHORED_TENSOR, ANCHORS, NATIVE, is_encoded_as, operand_format
+from .layout import ANCHOR_RUNS, ANCHORED_TENSOR, ANCHORS, NATIVE, is_exact_operand, operand_format
 from .layout import COMPACT as COMPACT_LAYOUT
 
 COMPACT, HOPPER, BLACKWELL, OPERAND = range(4)
@@ -532,7 +532,7 @@ def product_error(a: Operand, b: Operand, counted: tuple[int, int], step: Tensor
 
 def packed_counts(counted: tuple[int, int]) -> int:
     """How `product_error` counts both operands, as operators take it."""
-    return int(counted[0]) | int(counted[1]) << 2
+    return counted[0] | counted[1] << 2
 
 
 def gemm(
@@ -854,7 +854,7 @@ def reading_of(encoding: Encoding, layout: str, domain: str, arch: str, same: bo
         return Reading()
     laid_out = layout == NATIVE
     factored = fmt.scale_leaves_contraction and fmt.block != (None, None)  # a scale a line, after the product
-    operand = layout in ANCHORS and is_encoded_as(fmt, layout)
+    operand = is_exact_operand(fmt, layout)
     rounded_to_anchors = encoding.stochastic and layout in ANCHORS and not operand  # codes first, anchored after
     if domain == "reference" or unsupported_reason(fmt) or (layout == COMPACT_LAYOUT and factored) or rounded_to_anchors:
         return None

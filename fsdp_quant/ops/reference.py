@@ -351,7 +351,7 @@ def e4m3_operand(
     returns:  (uint8 [rows, cols], fp32 [1]).
 
     A code is e4m3(element * scale * 2^-3), its scale 8 D. Blocks whose scale is 2^-3 or more lose nothing; smaller ones
-    lose what lies below 2^-9.
+    lose what is below 2^-9.
     """
     codes = _cast(decode(data, scale, None, fmt, direction, cols) * FP8_EXACT_OPERAND, E4M3)
     return codes.contiguous(), tensor_decode_scale(tensor_amax, fmt) / FP8_EXACT_OPERAND
