@@ -137,9 +137,14 @@ Side unpack_encoding(int64_t packed, double eps, const char* name) {
 }
 
 Side runs_of(const Side& side, int64_t run) {
-  TORCH_CHECK_VALUE(run >= 0 && run % kTile == 0 && (run & (run - 1)) == 0, "anchor run is ", run,
-                    "; wanted 0 (the whole contraction) or a power of two of ", kTile, " or more");
+  TORCH_CHECK_VALUE(run == kOfTensor || (run >= 0 && run % kTile == 0 && (run & (run - 1)) == 0), "anchor run is ", run,
+                    "; wanted 0 (the whole contraction), a power of two of ", kTile, " or more, or ", kOfTensor,
+                    " (the tensor)");
   Side line = side;
+  if (run == kOfTensor) {
+    line.outer = line.contraction = 0, line.outer_log2 = line.contraction_log2 = log2_of(0);
+    return line;
+  }
   line.outer = 1, line.outer_log2 = 0;
   line.contraction = static_cast<int32_t>(run), line.contraction_log2 = log2_of(run);
   return line;

@@ -22,7 +22,10 @@ int64_t pack_encoding(c10::string_view element, c10::string_view scale, bool pow
 // What kernels are told of it; kNone of 0. name: of the argument, for errors.
 Side unpack_encoding(int64_t packed, double eps, const char* name);
 
-// The side whose blocks are the runs that share an anchor: of one line, 0 is the whole contraction.
+// What shares an anchor: a run of so many elements of one line, 0 is its whole contraction; or the tensor.
+constexpr int64_t kOfTensor = -2;
+
+// The side whose blocks share an anchor each.
 Side runs_of(const Side& side, int64_t run);
 
 // Sizes of the buffers of one direction of a tensor [rows, cols]. Int: int64_t, or c10::SymInt

@@ -42,7 +42,7 @@ enum Direction { kRowwise, kColumnwise, kDirections };
 // What the backward keeps of the input.
 enum class Saves : int64_t { kCodes = 0, kInput = 1 };
 
-constexpr int64_t kOfBlocks = -1, kOfTensor = -2;
+constexpr int64_t kOfBlocks = -1;
 
 // How one direction of a slot is quantized, and how its product reads it.
 struct Reading {
@@ -691,8 +691,8 @@ std::vector<at::Tensor> stacked_runs(const at::Tensor& weight, int64_t plan, boo
   return result;
 }
 
-// The weight's operands, as `append` lists them; of matrices [E, N, K] those of each, stacked. Anchors come from the codes,
-// as they do in a gather.
+// The weight's operands, as `append` lists them; of matrices [E, N, K] those of each, stacked. Anchored codes are those of
+// compact codes, as they are in a gather; one kernel makes both where it can.
 std::vector<at::Tensor> linear_weight(
     const at::Tensor& weight, int64_t plan, bool row, bool col, bool through_bf16, at::TensorList factors,
     at::TensorList histories) {
@@ -713,23 +713,37 @@ std::vector<at::Tensor> linear_weight(
   const int64_t matrices = stacked ? weight.size(0) : 1;
   TORCH_CHECK_VALUE(!stacked || matrices > 0, "weight has shape ", weight.sizes(), "; wanted one matrix or more");
   Side sides[kDirections] = {};
+  int64_t at_once[kDirections] = {};
   for (const Direction d : {kRowwise, kColumnwise}) {
     if (!wants(p, kWeight, d, row, col)) continue;
+    if (!stacked && r[d].run == kOfTensor && anchors_codes(weight, r[d].side, through_bf16)) {
+      at_once[d] = r[d].packed;
+      continue;
+    }
     sides[d] = r[d].side;
     if (r[d].is_anchored()) sides[d].transposed = false;  // compact, as `anchor_codes` reads them
     TORCH_CHECK_NOT_IMPLEMENTED(!stacked || (!sides[d].two_level() && r[d].kind != 0),
                                 "matrices are stacked as products of groups read them");
   }
   const Delayed by = delayed_of(r, sides, {scales_by, recorded}, matrices);
-  Encodings made =
-      stacked ? encode_stacked(weight, sides[0], sides[1], through_bf16, {{by.factors[0], by.records[0]}, {by.factors[1], by.records[1]}})
-              : encode_sides(sides, matrix(weight), by, std::nullopt, through_bf16, std::nullopt);
+  Encodings made;
+  if (stacked) {
+    made = encode_stacked(weight, sides[0], sides[1], through_bf16, {{by.factors[0], by.records[0]}, {by.factors[1], by.records[1]}});
+  } else if (sides[0].present() || sides[1].present()) {
+    made = encode_sides(sides, matrix(weight), by, std::nullopt, through_bf16, std::nullopt);
+  }
+  std::vector<at::Tensor> anchors;
+  if (at_once[0] != 0 || at_once[1] != 0)
+    anchors = anchored(matrix(weight), at_once[0], at_once[1], kOfTensor, kOfTensor, std::nullopt, std::nullopt, through_bf16);
   std::vector<at::Tensor> result;
+  auto next = anchors.begin();
   for (const Direction d : {kRowwise, kColumnwise}) {
-    if (!sides[d].present()) continue;
+    if (!sides[d].present() && at_once[d] == 0) continue;
     count(plan, kWeight * kDirections + d, matrices);
     const bool turned = d == kColumnwise;
-    if (r[d].is_anchored()) {
+    if (at_once[d] != 0) {
+      made[d].data = *next++, made[d].scale = next++->view({1});
+    } else if (r[d].is_anchored()) {
       std::tie(made[d].data, made[d].scale) =
           anchor_codes(made[d].data, made[d].scale, std::nullopt, r[d].packed, turned, turned, r[d].run == kOfTensor,
                        weight.size(-1));

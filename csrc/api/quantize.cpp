@@ -462,12 +462,17 @@ void quantize_out(
 
 }  // namespace
 
+bool anchors_codes(const at::Tensor& x, const Side& side, bool through_bf16) {
+  return side.element == Element::kE4M3 && side.scale == ScaleKind::kE8M0Up && side.outer == 1 && side.contraction == 32 &&
+         !side.stochastic && (x.scalar_type() == at::kBFloat16 || (through_bf16 && x.scalar_type() == at::kFloat));
+}
+
 std::vector<at::Tensor> anchored(
     const at::Tensor& x, int64_t row, int64_t col, int64_t row_run, int64_t col_run, const MaybeTensor& row_anchor,
     const MaybeTensor& col_anchor, bool through_bf16, const Beside& beside) {
   const Tokens* const tokens = beside.tokens;
   check_input(x);
-  TORCH_CHECK_VALUE(tokens == nullptr || col_run > 0, "an anchor of the whole contraction serves several groups of tokens");
+  TORCH_CHECK_VALUE(tokens == nullptr || (row_run >= 0 && col_run > 0), "an anchor of the whole contraction serves several groups of tokens");
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const int64_t runs[2] = {row_run, col_run};
   const MaybeTensor* const given[2] = {&row_anchor, &col_anchor};
@@ -480,6 +485,11 @@ std::vector<at::Tensor> anchored(
   TensorArgs& t = launch.tensors[0] = tensor_args(x, 0);
   launch.tiles = tiles_of(t);
   const int64_t rows[2] = {t.rows, set_tokens(launch, tokens)};
+  bool whole[2];
+  for (int d = 0; d < 2; ++d) whole[d] = launch.side[d].present() && runs[d] == kOfTensor;
+  launch.of_codes = whole[0] || whole[1];
+  TORCH_CHECK_VALUE(whole[0] == whole[1] || !launch.side[0].present() || !launch.side[1].present(),
+                    "one side is anchored by the tensor, and the other by its lines; make them in two calls");
   Launch<1> statistics = launch;
   Zeroed zeroed;
   int64_t anchor_at[2] = {-1, -1};
@@ -493,13 +503,18 @@ std::vector<at::Tensor> anchored(
                       "; anchored codes are made of bfloat16 (or float32 through bfloat16)");
     TORCH_CHECK_VALUE(s.outer == 1 && s.contraction == 32, "anchors are of (1, 32) blocks; got (", s.outer, ", ",
                       s.contraction, ")");
-    const Side line = runs_of(s, runs[d]);  // an anchor is the amax of a run of one line
+    TORCH_CHECK_VALUE(!whole[d] || s.element == Element::kE4M3, "anchors of tensors are of e4m3");
+    const Side line = runs_of(s, runs[d]);  // an anchor is the amax of a run of one line, or of the tensor
     s.anchor_log2 = line.contraction_log2;
     g[d] = geometry_of(s, d, rows[d], t.cols, 0);
     anchor[d] = geometry_of(line, d, rows[d], t.cols, 0);
     const int64_t numel = anchor[d].scale_rows * anchor[d].scale_cols;
     t.side[d].anchor = optional_buffer<float>(*given[d], "anchor", x, numel);
     if (t.side[d].anchor != nullptr) continue;
+    if (d == 1 && whole[0]) {  // one for both
+      anchor_at[1] = anchor_at[0], t.side[1].anchor = t.side[0].anchor;
+      continue;
+    }
     anchor_at[d] = zeroed.reserve(numel);
     statistics.side[d] = line;
     set_geometry(statistics.tensors[0].side[d], anchor[d], d);
@@ -515,6 +530,7 @@ std::vector<at::Tensor> anchored(
     b.scale = result.back().mutable_data_ptr();
     set_geometry(b, g[d], d);
     b.stored = b.anchors = anchor[d].compact;
+    if (whole[d]) b.anchors.line_stride = 0;
     b.vector_store = stores_vectors(launch.side[d], b.data, g[d]);
     if (anchor_at[d] >= 0) b.anchor = statistics.tensors[0].side[d].amax = zeroed.at(anchor_at[d]);
   }

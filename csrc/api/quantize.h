@@ -72,8 +72,12 @@ Encodings encode_stacked(
 bool encodes_gated(
     const at::Tensor& x, const Side& row, const Side& col, const MaybeTensor (&enc)[2], const Gated& gated);
 
+// Anchors of tensors are made of these values as `anchor_codes` makes them of their codes.
+bool anchors_codes(const at::Tensor& x, const Side& side, bool through_bf16);
+
 // MXFP8 whose blocks share the scale of their run of the contraction: 8-bit operands with fp32 scales that leave the main
-// loop. Returns data and scale of each side. beside: not gated; with tokens, the columnwise run is not the whole contraction.
+// loop. Returns data and scale of each side. A run of kOfTensor: what `anchor_codes` makes of the sides' codes, of both or of
+// neither. beside: not gated; with tokens, the columnwise run is not the whole contraction.
 std::vector<at::Tensor> anchored(
     const at::Tensor& x, int64_t row, int64_t col, int64_t row_run, int64_t col_run, const MaybeTensor& row_anchor,
     const MaybeTensor& col_anchor, bool through_bf16, const Beside& beside = {});

@@ -119,6 +119,7 @@ struct Launch {
   int32_t count;         // tensors
   bool twins;            // the columnwise side is the rowwise encoding, transposed
   bool reversed;         // tiles from the last to the first: what an earlier pass read last is still in L2
+  bool of_codes;         // anchored codes are those of the blocks, rounded again where the anchor makes them subnormal
   int32_t tiles;
   uint32_t* barrier;     // [2], of a cooperative launch
   const void* up;        // the values are act(x) * up; null: x

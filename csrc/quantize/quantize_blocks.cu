@@ -8,7 +8,7 @@ namespace {
 
 template <class P>
 cudaError_t launch_sides(const Launch<1>& launch, cudaStream_t stream) {
-  if constexpr (!std::is_same_v<P, Plain8x32>) {
+  if constexpr (!std::is_same_v<P, Plain8x32> && !P::kOfCodes) {
     if (launch.sources != nullptr)
       return launch.side[0].present() ? launch_instance<LoadTokens, P, P, 1, 3>(launch, stream)
                                       : launch_instance<LoadTokens, Absent, P, 1, 3>(launch, stream);
@@ -24,6 +24,8 @@ cudaError_t launch_blocks(const Launch<1>& launch, cudaStream_t stream) {
   return known_block(launch) == 32 ? launch_sides<Plain8x32>(launch, stream) : launch_sides<Plain8x128>(launch, stream);
 }
 
-cudaError_t launch_anchored(const Launch<1>& launch, cudaStream_t stream) { return launch_sides<Anchored8>(launch, stream); }
+cudaError_t launch_anchored(const Launch<1>& launch, cudaStream_t stream) {
+  return launch.of_codes ? launch_sides<OfCodes8>(launch, stream) : launch_sides<Anchored8>(launch, stream);
+}
 
 }  // namespace fsdp_quant

@@ -16,6 +16,7 @@
 
 #include "device/patch.cuh"
 #include "device/philox.cuh"
+#include "device/rescale.cuh"
 #include "norm/activate.cuh"
 #include "quantize/pieces.h"
 
@@ -31,8 +32,9 @@ namespace fsdp_quant {
 //   kTwin              plain, and the columnwise side is the same encoding, transposed
 //   kDelayed           the factor from a history; the columnwise side, if any, as in kTwin
 //   kAnchored          plain, but the scale is that of a longer run
+//   kOfCodes           anchored, of e4m3 codes that are first those of their blocks (Launch::of_codes)
 //   kFull              plain, and also stochastic rounding, rotation (4 bits) and delayed scaling (8 bits)
-enum class Work { kAbsent, kStatistics, kRotated, kPlain, kTwin, kDelayed, kAnchored, kFull };
+enum class Work { kAbsent, kStatistics, kRotated, kPlain, kTwin, kDelayed, kAnchored, kOfCodes, kFull };
 
 // Block: the contraction block where it is known when the kernel is compiled, for blocks of one line whose amax is not
 // given: 16 (two-level; see runs_kernel.cuh), 32 (e8m0) or 128 (fp32); 0 reads all of that from the side.
@@ -42,7 +44,8 @@ struct Path {
   static constexpr int kBlock = Block;
   static constexpr bool kEncodes = W >= Work::kPlain;
   static constexpr bool kTwin = W == Work::kTwin || W == Work::kDelayed, kDelayed = W == Work::kDelayed;
-  static constexpr bool kAnchored = W == Work::kAnchored, kFull = W == Work::kFull;
+  static constexpr bool kAnchored = W == Work::kAnchored || W == Work::kOfCodes, kOfCodes = W == Work::kOfCodes;
+  static constexpr bool kFull = W == Work::kFull;
   static constexpr bool kTakes4 = Bits == 4, kTakes8 = Bits == 8;
 
   __device__ static int contraction(const Side& s) { return Block ? Block : s.contraction; }
@@ -65,6 +68,7 @@ using Delayed8 = Path<Work::kDelayed, 8>;
 using Plain8x32 = Path<Work::kPlain, 8, 32>;
 using Plain8x128 = Path<Work::kPlain, 8, 128>;
 using Anchored8 = Path<Work::kAnchored, 8, 32>;
+using OfCodes8 = Path<Work::kOfCodes, 8, 32>;
 
 template <auto Value>
 struct Constant {
@@ -418,13 +422,14 @@ template <bool Columnwise>
 __device__ __forceinline__ void store_fp32_scales(
     const uint32_t (&stored)[8], const Side& s, const PieceSide& b, const Place& place);
 
-// What turns the values of a patch into codes: encode factors of its 8 outer lines.
+// What turns the values of a patch into codes: encode factors of its 8 outer lines, and those of their codes (kOfCodes).
 struct LineFactors {
   float enc[8];
+  CodeFactor<Element::kE4M3> of_codes[8];
 };
 
 // How codes are rounded: the parts of a side that the inner loop is compiled for.
-enum class Rounding { kE4M3, kE5M2, kE2M1, kStochastic8, kStochastic4 };
+enum class Rounding { kE4M3, kE4M3Twice, kE5M2, kE2M1, kStochastic8, kStochastic4 };
 
 template <Rounding R>
 constexpr bool kIsFourBit = R == Rounding::kE2M1 || R == Rounding::kStochastic4;
@@ -453,6 +458,9 @@ __device__ __forceinline__ void emit_codes(
       return stochastic_code(value(i0, j0), random_byte(i0, j0), s) | stochastic_code(value(i1, j1), random_byte(i1, j1), s) << 8;
     } else if constexpr (R == Rounding::kE5M2) {
       return ptx::cvt_e5m2x2(value(i1, j1), value(i0, j0));
+    } else if constexpr (R == Rounding::kE4M3Twice) {
+      const CodeFactor<Element::kE4M3> factor(f.of_codes[Columnwise ? j0 : i0], f.of_codes[Columnwise ? j1 : i1]);
+      return scaled_pair(ptx::cvt_e4m3x2(value(i1, j1), value(i0, j0)), factor);
     } else {
       return ptx::cvt_e4m3x2(value(i1, j1), value(i0, j0));
     }
@@ -592,11 +600,18 @@ __device__ __forceinline__ void find_factors(
   if constexpr (P::kAnchored) {  // the scale of the run takes the place of the block's
     const float* from = b.anchor + index_of(b.anchors, 0, place.block(s.anchor_log2, inside));
     uint32_t stored[8];
+    Maxima<V> own;
+    if constexpr (P::kOfCodes) own = block_maxima<Columnwise>(p, P::outer(s), P::contraction(s), smem, at);
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
       const float amax = __ldg(from + static_cast<int64_t>(min(place.line + k, b.lines - 1)) * b.anchors.line_stride);
       const BlockScale anchor = e8m0_scale(amax, s);
       f.enc[k] = anchor.enc, stored[k] = bits_of(power_of_two(anchor.stored));
+      if constexpr (P::kOfCodes) {
+        const BlockScale of_block = e8m0_scale(own[k], s);
+        f.enc[k] = of_block.enc;
+        f.of_codes[k] = CodeFactor<Element::kE4M3>(static_cast<int32_t>(of_block.stored) - static_cast<int32_t>(anchor.stored));
+      }
     }
     return store_scales<Columnwise, P>(stored, s, b, tile, smem, at);
   }
@@ -704,6 +719,8 @@ __device__ __forceinline__ void encode(
     }
     if constexpr (P::kTakes4) {
       run(Constant<Rounding::kE2M1>());
+    } else if constexpr (P::kOfCodes) {
+      run(Constant<Rounding::kE4M3Twice>());
     } else {
       s.element == Element::kE5M2 ? run(Constant<Rounding::kE5M2>()) : run(Constant<Rounding::kE4M3>());
     }

@@ -110,13 +110,21 @@ def scale_of(e: Encoding, scale: Tensor, shape: tuple[int, int], scale_layout: i
     return layout.swizzle_128x4(turned.repeat_interleave(e.fmt.block[0], 0)[:lines])
 
 
+def of_run(x: Tensor, e: Encoding, length: int | None) -> tuple[Tensor, Tensor]:
+    if length != native.OF_TENSOR:
+        return reference.anchored(x, e, length)
+    made = reference.encode(x, reference.statistics(x, e)[0], None, e)
+    codes, scale = reference.anchored_codes(*made, e.fmt, e.direction, whole=True)
+    return codes, scale.view(1, 1)
+
+
 def anchored(name: str, directions: tuple[Direction, ...], runs: tuple[int | None, ...], dtype=BF16) -> None:
     for shape in SHAPES:
         x, encodings = values(shape, dtype), [MADE[name].encoding(d) for d in directions]
         made = native.quantize_anchored(on_device(x), encodings, runs, dtype is FP32)
 
         def want(x=x, encodings=encodings) -> list[Tensor]:
-            return [t for e, length in zip(encodings, runs) for t in reference.anchored(x.to(BF16), e, length)]
+            return [t for e, length in zip(encodings, runs) for t in of_run(x.to(BF16), e, length)]
 
         text = f"quantize_anchored {name} {directions} {runs} {list(shape)} {dtype}"
         run(text, [t for m in made for t in m], want)
@@ -541,7 +549,9 @@ def every_instance() -> None:
             quantize((name, name), shape, row0=33, given=True)
     for names in (("mxfp8", "mxfp8"), ("fp8_tensor", "fp8_row"), ("nvfp4_rht_sr", "nvfp4_rht_sr"), ("nvfp4_16x16", "nvfp4_16x16")):
         quantize(names, MANY)
-    for directions, runs in (((ROWWISE,), (None,)), ((COLUMNWISE,), (128,)), ((ROWWISE, COLUMNWISE), (None, 128))):
+    for directions, runs in (
+        ((ROWWISE,), (None,)), ((COLUMNWISE,), (128,)), ((ROWWISE, COLUMNWISE), (None, 128)), ((ROWWISE, COLUMNWISE), (native.OF_TENSOR,) * 2),
+    ):
         anchored("mxfp8", directions, runs)
     anchored("mxfp8_e5m2", (ROWWISE, COLUMNWISE), (128, None), FP32)
     for name in ("mxfp8", "mxfp8_e5m2", "mxfp8_32x32", "fp8_128x128", "nvfp4_exact", "nvfp4_16x16_exact"):

@@ -92,6 +92,7 @@ def test_shapes_are_those_that_formats_state(name: str):
             fmt.scale,
             fmt.pow2,
             fmt.scale_rounding,
+            fmt.scale_rule,
             *(b or 0 for b in fmt.block),
             e.stochastic,
             fmt.rotated,
@@ -108,7 +109,7 @@ def test_shapes_are_those_that_formats_state(name: str):
         if not (row0 or scale_layout):
             assert got.scale == got.amax == fmt.scale_shape(shape, d)
         if (name.startswith("mxfp8") and fmt.block == (1, 32)) and not (row0 or scale_layout):
-            for run in (0, 128, 512):
+            for run in (native.OF_TENSOR, 0, 128, 512):
                 got = native.encoding_shapes(packed, d is COLUMNWISE, shape, run=run)
                 assert got == emulated.encoding_shapes(alike, d is COLUMNWISE, *shape, run=run)
 
@@ -130,8 +131,8 @@ def test_blackwell_scales_fill_tiles(name: str):
 def test_integers_that_are_no_encoding_are_refused():
     """If false, an operator takes a number of another meaning for an encoding."""
     pack, shapes = torch.ops.fsdp_quant.pack_encoding, torch.ops.fsdp_quant.encoding_shapes
-    good = ("e4m3", "fp32", False, "up", 1, 128, False, False, False, 0)
-    unknown_block = pack(*good[:5], 64, *good[6:])
+    good = ("e4m3", "fp32", False, "up", "nearest", 1, 128, False, False, False, 0)
+    unknown_block = pack(*good[:6], 64, *good[7:])
     for packed, text in (
         (-1, "no encoding"),
         (7, "no encoding"),
@@ -145,8 +146,8 @@ def test_integers_that_are_no_encoding_are_refused():
     for place, value, text in (
         (0, "e3m2", "element is e3m2"),
         (1, "e5m3", "scale is e5m3"),
-        (4, -1, "outer -1; wanted 0 to 1023"),
-        (5, 1 << 10, "contraction 1024; wanted 0 to 1023"),
+        (5, -1, "outer -1; wanted 0 to 1023"),
+        (6, 1 << 10, "contraction 1024; wanted 0 to 1023"),
     ):
         with pytest.raises(ValueError, match=text):
             pack(*good[:place], value, *good[place + 1 :])

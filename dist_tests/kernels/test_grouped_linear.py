@@ -145,7 +145,7 @@ def test_tokens_are_gathered_into_groups_as_they_are_quantized(name: str):
                 for e, part in enumerate(x.split(sizes)):
                     at = slice(int(groups.offsets[e]), int(groups.offsets[e + 1]))
                     if part.numel():
-                        want = quantize_slot(plan, slot, part, [ROWWISE], None, None, None, [])[0][ROWWISE]
+                        want = quantize_slot(plan, slot, part, [ROWWISE], None, None, [])[0][ROWWISE]
                         got = scale[e] if scale.numel() == len(sizes) else _lines(scale, tokens)[:, at]
                         expected.assert_same(data[at], want.data, f"{name} {sizes} {slot} {e} {what}: codes")
                         want = want.scale if scale.numel() == len(sizes) else _lines(want.scale, len(part))
@@ -155,7 +155,7 @@ def test_tokens_are_gathered_into_groups_as_they_are_quantized(name: str):
                 for e, part in enumerate(x.split(sizes)):
                     at = slice(int(groups.padded[e]), int(groups.padded[e + 1]))
                     if part.numel():
-                        want = quantize_slot(plan, slot, part, [COLUMNWISE], None, None, None, [])[0][COLUMNWISE]
+                        want = quantize_slot(plan, slot, part, [COLUMNWISE], None, None, [])[0][COLUMNWISE]
                         filled = F.pad(want.data, (0, at.stop - at.start - len(part)))
                         sets = scale.view(len(sizes) if of_group else len(groups.sources), -1)
                         got = sets[e] if of_group else sets[at.start // 128 : at.stop // 128]

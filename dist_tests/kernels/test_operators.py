@@ -280,7 +280,9 @@ def test_errors_of_statistics_and_of_anchors_say_what_was_got():
         r"anchors are of \(1, 32\) blocks; got \(32, 32\)": lambda: native.quantize_anchored(
             x, [encoding_of("mxfp8_32x32")], [None]),
         r"is 100; wanted 0 \(the whole contraction\)": lambda: native.quantize_anchored(x, [row], [100]),
-        r"is 384; wanted 0 \(the whole contraction\) or a power of two": lambda: native.quantize_anchored(x, [row], [384]),
+        r"make them in two calls": lambda: native.quantize_anchored(
+            x, expected.both("mxfp8"), [native.OF_TENSOR, None]),
+        r"is 384; wanted 0 \(the whole contraction\), a power of two": lambda: native.quantize_anchored(x, [row], [384]),
     }
     for text, call in refused.items():
         with pytest.raises(ValueError, match=text):
@@ -441,6 +443,7 @@ def test_fake_results_of_the_other_operators_have_the_shapes_of_real_ones():
     for runs in ((0, 0), (128, 512)):
         check_fake(ops.quantize_anchored.default, (x, *sides, *runs, None, None, False))
     check_fake(ops.quantize_anchored.default, (x, sides[0], 0, 128, 0, None, None, False))
+    check_fake(ops.quantize_anchored.default, (x, *sides, native.OF_TENSOR, native.OF_TENSOR, None, None, False))
     check_fake(ops.column_sums.default, (x,))
     made = [encoded(x, row), encoded(x, col)]
     out = [torch.empty_like(t) for m in made for t in (m.data, m.scale)]

@@ -483,6 +483,32 @@ def test_anchors_that_are_given_take_the_place_of_the_tensors_own():
         assert torch.equal(quarter[normal], want[normal]), f"{e.direction}: codes"
 
 
+def assert_anchored_by_tensor(x: Tensor, what: str, through_bf16: bool = False) -> None:
+    """Each direction, and both at once, are what `anchored_codes` makes of the codes of blocks."""
+    seen = x.to(BF16)
+    encodings, want = expected.both("mxfp8"), {}
+    amax = seen.abs().amax().float().view(1)
+    for e in encodings:
+        made = reference.encode(seen, reference.statistics(seen, e)[0], None, e)
+        codes, scale = reference.anchored_codes(*made, e.fmt, e.direction, whole=True)
+        want[e] = codes.t().contiguous() if e.direction is COLUMNWISE else codes, scale
+    for sides in ([encodings[0]], [encodings[1]], encodings):
+        for known in (None, [amax] * len(sides)):
+            turned = [e.direction is COLUMNWISE for e in sides]
+            runs = [native.OF_TENSOR] * len(sides)
+            for e, (codes, scale) in zip(sides, native.quantize_anchored(x, sides, runs, through_bf16, turned, known)):
+                expected.assert_same(scale.view(1), want[e][1], f"{what} {e.direction} of {len(sides)}: scale")
+                expected.assert_same(codes, want[e][0], f"{what} {e.direction} of {len(sides)}: codes")
+
+
+def test_tensors_are_anchored_as_their_codes_are():
+    """If false, a weight that one process quantizes differs from one that ranks gather as codes."""
+    for i, shape in enumerate(((1, 1), (33, 47), (129, 257), (512, 1100), (1300, 200), (1, 130), (130, 1), (256, 4096))):
+        for kind in ("gauss", "outliers", "heavy", "wide range", "zeros", "subnormals", "inf", "nan", "both", "huge"):
+            assert_anchored_by_tensor(inputs(*shape, kind, seed=i), f"{shape} {kind}")
+            assert_anchored_by_tensor(inputs(*shape, kind, FP32, seed=i), f"{shape} {kind} fp32 as bf16", True)
+
+
 # Operands of 4-bit codes #
 
 EXACT_PAIRS = (

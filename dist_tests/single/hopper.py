@@ -152,7 +152,7 @@ class Operators:
         if run is not None:
             length, lines = (rows, cols) if columnwise else (cols, rows)
             runs = ceil_div(length, run) if run else 1
-            scale = (runs, lines) if columnwise else (lines, runs)
+            scale = (1, 1) if run == native.OF_TENSOR else (runs, lines) if columnwise else (lines, runs)
             return data, scale, scale, False, False, False
         scale = grid
         if scale_layout == native.OPERAND:
@@ -255,7 +255,6 @@ class Operators:
 
     def quantize_anchored(self, x, row, col, row_run, col_run, row_anchor, col_anchor, through_bf16):
         self._input("quantize_anchored", x, row, col)
-        refuse(row_anchor is not None or col_anchor is not None, "anchors are taken from x here")
         refuse(
             not (x.dtype is torch.bfloat16 or (through_bf16 and x.dtype is torch.float32)),
             f"x is {x.dtype}; anchored codes are made of bfloat16 (or float32 through bfloat16)",
@@ -266,9 +265,18 @@ class Operators:
             is_up = e.fmt.scale == "e8m0" and e.fmt.scale_rounding == "up"
             refuse(not is_up, "anchors take the place of e8m0 scales that are rounded up")
             refuse(e.fmt.block != (1, 32), f"anchors are of (1, 32) blocks; got {e.fmt.block}")
-            run = row_run if e.direction is ROWWISE else col_run
-            refuse(run < 0 or run % 128 or run & (run - 1), f"anchor run is {run}")
-            codes, scale = reference.anchored(x, e, run or None)
+            run, given = (row_run, row_anchor) if e.direction is ROWWISE else (col_run, col_anchor)
+            if run == native.OF_TENSOR:
+                refuse(e.fmt.element.name != "e4m3", "anchors of tensors are of e4m3")
+                refuse(given is not None and not torch.equal(given, x.abs().amax().view(1).float()), "an amax of other values")
+                amax, _ = reference.statistics(x, e)
+                compact = reference.encode(x, amax, None, e)
+                codes, scale = reference.anchored_codes(*compact, e.fmt, e.direction, whole=True)
+                scale = scale.view(1, 1)
+            else:
+                refuse(given is not None, "anchors are taken from x here")
+                refuse(run < 0 or run % 128 or run & (run - 1), f"anchor run is {run}")
+                codes, scale = reference.anchored(x, e, run or None)
             made += [_turned(codes, e.fmt, x.shape, e.direction) if side.transposed else codes, scale]
         return made
 
@@ -653,7 +661,7 @@ class Operators:
             del made[self._buffers(reading.side, d) :]
             if reading.run != -1:
                 turned = d is COLUMNWISE
-                made = self.anchor_codes(*made, None, reading.side, turned, turned, reading.run == -2, weight.shape[1])
+                made = self.anchor_codes(*made, None, reading.side, turned, turned, reading.run == native.OF_TENSOR, weight.shape[1])
             result += made
         return result
 

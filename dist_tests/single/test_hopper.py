@@ -229,10 +229,12 @@ def test_fakes_have_the_shapes_of_what_is_made(gpu, name: str):
             calls[f"quantize {some}"] = (*some, 0.0, 0.0, row0, *through, None, None, None, key, None, None, None, key)
         if q.fmt.scale == "e8m0" and q.fmt.scale_rounding == "up" and q.fmt.block[0] == 1 and not row0:
             calls["quantize_anchored"] = (*sides, 0, 128, None, None, *through)
+            if q.fmt.element.name == "e4m3":
+                calls["quantize_anchored by tensor"] = (*sides, native.OF_TENSOR, native.OF_TENSOR, None, None, *through)
         for call, arguments in calls.items():
             operator = getattr(gpu, call.split()[0])
             made = getattr(operator, "default", operator)(x, *arguments)
-            for symbolic in (False, True) if call == "quantize_anchored" or arguments[:2] == sides else (False,):
+            for symbolic in (False, True) if call.startswith("quantize_anchored") or arguments[:2] == sides else (False,):
                 with FakeTensorMode(shape_env=ShapeEnv()) as mode:
                     fakes = native.FAKES[call.split()[0]](mode.from_tensor(x, static_shapes=not symbolic), *arguments)
                     if symbolic and call.startswith("q"):

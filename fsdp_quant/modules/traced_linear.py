@@ -45,11 +45,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..context import STEP
-from ..formats import COLUMNWISE, ROWWISE, Direction, Format
+from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding, Format
 from ..gemm import Watch, gemm
-from ..ops import dispatch, opaque
+from ..ops import dispatch, native, opaque
 from ..ops.dispatch import Statistics
-from ..ops.layout import COMPACT, is_encoded_as
+from ..ops.layout import COMPACT, is_anchored_as_encoded, is_encoded_as, operand_format
 from ..quantizer import FLOATING, HybridQuantizer
 from ..scaling import AmaxHistory
 from ..storage import Storage
@@ -261,9 +261,16 @@ def _weight_storage(
     seen = plan.compute_dtype if encoding.fmt.is_quantized else dtype
     delayed = hybrid.delayed_directions
     factor = factors[delayed.index(source)] if source in delayed else None
+    laid_out = wanted if is_encoded_as(encoding.fmt, wanted) and not hybrid.is_derived else COMPACT
+    if source not in statistics and is_anchored_as_encoded(encoding.fmt, laid_out) and native.runs(values):
+        whole = Encoding(operand_format(encoding.fmt, laid_out), source)
+        (found,) = dispatch.statistics(values, [whole], dtype=seen)
+        layouts = plan.resolved(dtype, weight.device).layouts["weight"]
+        alike = [d for d, e in hybrid.encodings.items() if is_anchored_as_encoded(e.fmt, layouts[d])]
+        statistics |= dict.fromkeys(alike, Statistics(None, found.amax.view(1)))
     (encoded,) = dispatch.encode(
         values, [encoding], [statistics.get(source)] if source in statistics else None, encs=[factor], dtype=seen,
-        layouts=[wanted if is_encoded_as(encoding.fmt, wanted) and not hybrid.is_derived else COMPACT],
+        layouts=[laid_out],
     )
     if source in (spans := _whole_formats(hybrid)) and source not in statistics:
         statistics |= _of_whole(spans, encoded.tensor_amax if encoding.fmt.tensor_scale else encoded.amax)

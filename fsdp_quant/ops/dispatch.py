@@ -16,7 +16,7 @@ from torch import Tensor
 from ..counters import counters
 from ..formats import ROWWISE, Direction, Encoding, Format
 from . import layout, native, opaque, reference
-from .layout import ANCHOR_RUNS, ANCHORED, COMPACT, NATIVE, is_exact_operand
+from .layout import ANCHOR_RUNS, ANCHORED, ANCHORED_TENSOR, COMPACT, NATIVE, is_anchored_as_encoded, is_exact_operand
 
 
 class Statistics(NamedTuple):
@@ -89,7 +89,12 @@ def _laid_of(
     whole: bool, native_scales: int,
 ) -> _Laid:
     layouts = layouts or (COMPACT,) * len(encodings)
-    anchored = tuple(i for i in taken if can_anchor[i] and layouts[i] in ANCHOR_RUNS and not encodings[i].stochastic)
+
+    def anchors(i: int) -> bool:
+        fits = layouts[i] in ANCHOR_RUNS or is_anchored_as_encoded(encodings[i].fmt, layouts[i])
+        return can_anchor[i] and fits and not encodings[i].stochastic
+
+    anchored = tuple(filter(anchors, taken))
     plain = tuple(i for i in taken if i not in anchored)
     operands = [can_anchor[i] and is_exact_operand(encodings[i].fmt, layouts[i]) for i in plain]
     laid = [operand or (whole and layouts[i] == NATIVE) for i, operand in zip(plain, operands)]
@@ -98,7 +103,8 @@ def _laid_of(
         return encodings[i].direction is not ROWWISE
 
     return _Laid(
-        anchored, tuple(encodings[i] for i in anchored), tuple(ANCHOR_RUNS[layouts[i]] for i in anchored),
+        anchored, tuple(encodings[i] for i in anchored),
+        tuple(native.OF_TENSOR if layouts[i] == ANCHORED_TENSOR else ANCHOR_RUNS[layouts[i]] for i in anchored),
         tuple(map(turns, anchored)), plain, tuple(encodings[i] for i in plain),
         tuple(n and turns(i) for i, n in zip(plain, laid)),
         tuple(native.OPERAND if o else native_scales if n else native.COMPACT for n, o in zip(laid, operands)),
@@ -140,7 +146,8 @@ def encode(
 ) -> list[Encoded]:
     """Codes and scales of x [rows, cols]; one result an encoding.
 
-    stats:    shared by every rank that holds a part of the tensor; None: taken from x.
+    stats:    shared by every rank that holds a part of the tensor; None: taken from x. Of a layout that is anchored by the
+              tensor, its amax.
     keys:     int64 [5] an encoding (`rng.KEY_FIELDS`), for stochastic rounding.
     encs:     fp32 [1] an encoding, for delayed scaling: the factor of a history, 0 while there is none.
     layouts:  how each result is wanted (`ops.layout`); where no kernel makes it so, it is compact, and says so.
@@ -155,7 +162,8 @@ def encode(
         calls = _laid_of(encodings, taken, wanted, can_anchor, row0 == 0, native.scale_layout(values) if wanted else 0)
         if calls.anchored:
             made = native.quantize_anchored(
-                values, calls.anchored_encodings, calls.anchor_runs, through_bf16, calls.anchored_turned
+                values, calls.anchored_encodings, calls.anchor_runs, through_bf16, calls.anchored_turned,
+                [stats[i] and stats[i].tensor_amax for i in calls.anchored] if stats is not None else None,
             )
             for i, (data, scale) in zip(calls.anchored, made):
                 scale = scale if calls.anchored_turned[calls.anchored.index(i)] else scale.t()
@@ -260,8 +268,8 @@ def scales(stats: Statistics, encoding: Encoding, enc: Tensor | None = None) -> 
 
 
 def _anchored_scale(scale: Tensor, wanted: str) -> Tensor:
-    """fp32 scales [runs, lines] as a product reads them: [lines], or [runs, lines rounded up to 4]."""
-    return scale.flatten() if wanted == ANCHORED else layout.pad_to(scale, 1, 4).contiguous()
+    """fp32 scales [runs, lines] as a product reads them: [lines], or [runs, lines rounded up to 4]; of a tensor [1]."""
+    return scale.flatten() if wanted in (ANCHORED_TENSOR, ANCHORED) else layout.pad_to(scale, 1, 4).contiguous()
 
 
 def decode(

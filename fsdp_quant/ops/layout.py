@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..formats import PACKINGS, Format, anchored_format, ceil_div
+from ..formats import E4M3, PACKINGS, Format, anchored_format, ceil_div
 
 TILE_ROWS, TILE_COLS = 128, 4
 
@@ -38,9 +38,14 @@ def is_exact_operand(fmt: Format, layout: str) -> bool:
     return layout == ANCHORED_TENSOR and fmt.decodes_exactly_to_e4m3
 
 
+def is_anchored_as_encoded(fmt: Format, layout: str) -> bool:
+    """A kernel quantizes values into this layout as if it brought their compact codes into it: e4m3, in blocks of (1, 32)."""
+    return layout == ANCHORED_TENSOR and (fmt.element, fmt.block, fmt.scale, fmt.scale_rounding) == (E4M3, (1, 32), "e8m0", "up")
+
+
 def is_encoded_as(fmt: Format, layout: str) -> bool:
     """Quantizers write codes of this format in this layout, and compact ones that are brought into it are the same."""
-    return layout in (COMPACT, NATIVE) or is_exact_operand(fmt, layout)
+    return layout in (COMPACT, NATIVE) or is_exact_operand(fmt, layout) or is_anchored_as_encoded(fmt, layout)
 
 
 def operand_format(fmt: Format, layout: str) -> Format:

@@ -365,15 +365,17 @@ def cast_scales(runs: Tensor, chunks: Tensor, encodings: Sequence[Encoding], ski
 
 def quantize_anchored(
     x: Tensor, encodings: Sequence[Encoding], anchor_blocks: Sequence[int | None], through_bf16: bool = False,
-    transposed: Sequence[bool] | None = None,
+    transposed: Sequence[bool] | None = None, amaxes: Sequence[Tensor | None] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """(codes, fp32 scales) of each e8m0 encoding; see `reference.anchored`.
+    """(codes, fp32 scales) of each e8m0 encoding; see `reference.anchored`, and of OF_TENSOR `reference.anchored_codes`.
 
     transposed:  codes of a columnwise side as [cols, rows].
+    amaxes:      fp32, of the runs of each encoding, that other ranks or another direction have; None: of x.
     """
     call = _call_of(tuple(encodings), tuple(transposed) if transposed else None)
     runs = [0 if i is None else anchor_blocks[i] or 0 for i in call.places]
-    made = iter(_ops.quantize_anchored(rows_of(x), call.row, call.col, *runs, None, None, through_bf16))
+    known = [None if i is None or amaxes is None else amaxes[i] for i in call.places]
+    made = iter(_ops.quantize_anchored(rows_of(x), call.row, call.col, *runs, *known, through_bf16))
     results = {i: (next(made), next(made)) for i in call.places if i is not None}
     return [results[i] for i in range(len(encodings))]
 
@@ -828,7 +830,7 @@ def norm_backward(
 
 # A linear layer's step #
 
-_OF_TENSOR = -2  # the run of a reading whose anchor is of the tensor
+OF_TENSOR = -2  # the run of anchors of tensors
 
 
 class Reading(NamedTuple):
@@ -861,7 +863,7 @@ def reading_of(encoding: Encoding, layout: str, domain: str, arch: str, same: bo
     scales = OPERAND if operand else SCALE_LAYOUTS.get(arch, COMPACT) if laid_out else COMPACT
     return Reading(
         pack_encoding(encoding, turned and layout != COMPACT_LAYOUT, scales),
-        -1 if operand else _OF_TENSOR if layout == ANCHORED_TENSOR else (ANCHOR_RUNS[layout] or 0) if layout in ANCHOR_RUNS else -1,
+        -1 if operand else OF_TENSOR if layout == ANCHORED_TENSOR else (ANCHOR_RUNS[layout] or 0) if layout in ANCHOR_RUNS else -1,
         operand_code(operand_format(fmt, layout)) if layout != COMPACT_LAYOUT else 0,
         same, -1 if factor is None else factor, encoding.eps,
     )
