@@ -1,53 +1,55 @@
 """Build script: pure Python everywhere, plus the compiled operators where CUDA can be compiled.
 
-Two files, neither of which needs a GPU to be built:
-
-    fsdp_quant/_native*.so      the operators, from csrc/bindings.cpp, csrc/{api,gemm}/*.cpp and csrc/**/*.cu. A plain
-                                library for torch.ops.load_library; it links no Python, so that any Python loads it
-    fsdp_quant/_build_info*.so  what they were built from, from csrc/build_info.cpp
-
-They are built when torch imports and is a CUDA build, and an nvcc of torch's CUDA major version and cuBLASLt (that of
-torch's own nvidia packages, or of the toolkit) are here. A missing condition is printed and leaves a pure Python
-install, in which the PyTorch reference runs every format. Environment:
+fsdp_quant/ops/build.py says which files there are and compiles them; none needs a GPU. They are built when torch imports and is a
+CUDA build, and an nvcc of torch's CUDA major version and cuBLASLt (that of torch's own nvidia packages, or of the toolkit) are
+here. A missing condition is printed, kept in the package, and leaves a pure Python install, in which the PyTorch reference runs
+every format. Environment:
 
     FSDP_QUANT_NATIVE=0|1       0: pure Python, whatever is here; 1: a missing condition is an error
-    FSDP_QUANT_CUDA_ARCHS       architectures, "9.0a;10.0a" unless told; those that nvcc does not know are dropped
+    FSDP_QUANT_CUDA_ARCHS       architectures, "8.9;9.0a;10.0f;12.0f" unless told; those that nvcc does not know are dropped
+    FSDP_QUANT_LINE_TABLES=1    keeps what profilers show source lines by
     CUDA_HOME                   the CUDA toolkit; that of the nvcc on PATH unless told
+    CXX                         the C++ compiler
     MAX_JOBS                    sources compiled at once
+    FSDP_QUANT_GLUE_FOR         Pythons with other releases of torch, for which glue is compiled too (launch/wheel.sh)
 
 A build in isolation does not see the installed torch: use
     pip install --no-build-isolation -e .
+launch/wheel.sh makes wheels, which need no compiler where they are installed.
 """
 
+import importlib.util
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import setuptools
+from setuptools.command.build_ext import build_ext
 from setuptools.command.sdist import sdist
 
-ROOT = Path(__file__).resolve().parent
-CSRC = ROOT / "csrc"
-INSTALL = "pip install --no-build-isolation -e ."
-SETUPTOOLS = 77  # pyproject.toml states the license as an expression
-CUBLAS = (12, 9)  # multiplies 8-bit operands with scales of rows and blocks
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:  # setuptools before 70.1
+    from wheel.bdist_wheel import bdist_wheel
 
-# No fast-math anywhere: the kernels are bit-exact with the reference. .ci/run compiles with the same flags.
-CXX_FLAGS = ["-O3", "-std=c++17"]
-NVCC_FLAGS = [
-    "-O3",
-    "-std=c++17",
-    "--threads=2",
-    "-lineinfo",
-    # torch takes the arithmetic operators of __half and __nv_bfloat16 away; kernels are plain CUDA.
-    "-U__CUDA_NO_HALF_OPERATORS__",
-    "-U__CUDA_NO_HALF_CONVERSIONS__",
-    "-U__CUDA_NO_HALF2_OPERATORS__",
-    "-U__CUDA_NO_BFLOAT16_CONVERSIONS__",
-]
+ROOT = Path(__file__).resolve().parent
+CSRC, PACKAGE = ROOT / "csrc", ROOT / "fsdp_quant"
+INSTALL = "pip install --no-build-isolation -e ."
+SETUPTOOLS = 64  # editable installs of pyproject.toml
+CUBLAS = (12, 9)  # multiplies 8-bit operands with scales of rows and blocks
+TARGETS = "8.9;9.0a;10.0f;12.0f"
+
+
+def _load_build():
+    spec = importlib.util.spec_from_file_location("fsdp_quant_build", PACKAGE / "ops" / "build.py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+build = _load_build()
 
 
 class Missing(Exception):
@@ -62,35 +64,22 @@ def fail(text: str) -> None:
     sys.exit(f"error: fsdp_quant: {text}")
 
 
-def output_of(*command: str | Path) -> str:
-    """What a command prints, both streams."""
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
-    return done.stdout + done.stderr
-
-
-def toolkit_of(nvcc: str) -> Path:
-    """The toolkit of the nvcc on PATH, which may be a link or a wrapper script: the compiler says where it lies."""
-    top = re.search(r"^#\$ TOP=(.+)$", output_of(nvcc, "--dryrun", "-E", "-x", "cu", os.devnull), re.MULTILINE)
-    return Path(top[1] if top else Path(nvcc).resolve().parent.parent).resolve()
-
-
 def cuda_toolkit() -> Path:
-    """The folder with nvcc and the runtime's headers: CUDA_HOME when it is set, else nvcc's own, else the usual."""
-    nvcc = shutil.which("nvcc")
-    told = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    homes = [Path(told)] if told else [*([toolkit_of(nvcc)] if nvcc else []), Path("/usr/local/cuda")]
-    for home in homes:
-        if (home / "bin" / "nvcc").exists() and (home / "include" / "cuda_runtime.h").exists():
-            return home
-    raise Missing(
-        f"there is no CUDA toolkit (bin/nvcc and include/cuda_runtime.h) in {' or '.join(map(str, homes))}; "
-        "install one of torch's CUDA major version, or point CUDA_HOME at it"
+    """The folder with nvcc and the runtime's headers."""
+    home, homes = build.find_toolkit(
+        lambda home: (home / "bin" / "nvcc").exists() and (home / "include" / "cuda_runtime.h").exists()
     )
+    if home is None:
+        raise Missing(
+            f"there is no CUDA toolkit (bin/nvcc and include/cuda_runtime.h) in {' or '.join(map(str, homes))}; "
+            "install one of torch's CUDA major version, or point CUDA_HOME at it"
+        )
+    return home
 
 
 def nvcc_version(nvcc: Path) -> str:
     """major.minor.build as the compiler reports it."""
-    text = output_of(nvcc, "--version")
+    text = build.output_of(nvcc, "--version")
     found = re.search(r"\bV(\d+\.\d+\.\d+)", text) or re.search(r"release (\d+\.\d+)", text)
     if not found:
         raise Missing(f"{nvcc} does not tell its version: {text.strip()[:200]!r}")
@@ -99,17 +88,17 @@ def nvcc_version(nvcc: Path) -> str:
 
 def architectures(nvcc: Path) -> list[str]:
     """FSDP_QUANT_CUDA_ARCHS as nvcc spells them ("90a"), less those that this nvcc does not know."""
-    asked = os.environ.get("FSDP_QUANT_CUDA_ARCHS") or "9.0a;10.0a"
-    known = re.findall(r"sm_(\d+)", output_of(nvcc, "--list-gpu-code"))
+    asked = os.environ.get("FSDP_QUANT_CUDA_ARCHS") or TARGETS
+    known = re.findall(r"sm_(\d+)", build.output_of(nvcc, "--list-gpu-code"))
     targets, dropped = [], []
     for arch in filter(None, re.split(r"[;,\s]+", asked)):
         if arch == "9.0":
             say("sm_90 is built as sm_90a, whose instructions the products of Hopper use")
             arch = "9.0a"
-        parts = re.fullmatch(r"(\d+)\.(\d)(a?)", arch)
+        parts = re.fullmatch(r"(\d+)\.(\d)([af]?)", arch)
         if not parts:
-            fail(f"FSDP_QUANT_CUDA_ARCHS holds {arch!r}, wanted architectures like 9.0a;10.0a; got {asked!r}")
-        base = parts[1] + parts[2]  # nvcc lists the base of an "a" target only
+            fail(f"FSDP_QUANT_CUDA_ARCHS holds {arch!r}, wanted architectures like 9.0a;10.0f; got {asked!r}")
+        base = parts[1] + parts[2]  # nvcc lists the base of an "a" or "f" target only
         (targets if base in known else dropped).append(base + parts[3])
     if dropped:
         say(f"nvcc {nvcc_version(nvcc)} does not know sm_{', sm_'.join(dropped)}: dropped")
@@ -142,79 +131,96 @@ def cublaslt(packages: Path, major: str, toolkit: Path) -> tuple[Path, Path]:
     return include, library
 
 
-def native_extensions() -> dict:
-    """The setup() arguments that build both files. Raises Missing where they cannot be built."""
-    if not (CSRC / "bindings.cpp").exists():
-        raise Missing("csrc/bindings.cpp does not exist; use a complete checkout")
-    try:
-        import torch
-    except ImportError as error:
-        raise Missing(f"torch does not import ({error}); install it first, then {INSTALL}") from None
-    if torch.version.cuda is None:
-        raise Missing(f"torch {torch.__version__} is not a CUDA build; install one that is")
-    toolkit = cuda_toolkit()
-    nvcc = toolkit / "bin" / "nvcc"
-    version = nvcc_version(nvcc)
-    got, wanted = version.split(".")[0], torch.version.cuda.split(".")[0]
-    if got != wanted:
-        raise Missing(
-            f"{nvcc} is release {version} and torch {torch.__version__} was built with CUDA {torch.version.cuda}, "
-            f"wanted the same major version; point CUDA_HOME at a CUDA {wanted} toolkit, or install a torch for "
-            f"CUDA {got}"
+class Native:
+    """The operators of this machine's torch and toolkit. Raises Missing where they cannot be built."""
+
+    def __init__(self):
+        if not (CSRC / "bindings.cpp").exists():
+            raise Missing("csrc/bindings.cpp does not exist; use a complete checkout")
+        try:
+            import torch
+        except ImportError as error:
+            raise Missing(f"torch does not import ({error}); install it first, then {INSTALL}") from None
+        if torch.version.cuda is None:
+            raise Missing(f"torch {torch.__version__} is not a CUDA build; install one that is")
+        self.torch, self.version, self.cuda = Path(torch.__file__).parent, torch.__version__, torch.version.cuda
+        self.toolkit = cuda_toolkit()
+        self.nvcc = self.toolkit / "bin" / "nvcc"
+        self.nvcc_version = nvcc_version(self.nvcc)
+        got, wanted = self.nvcc_version.split(".")[0], self.cuda.split(".")[0]
+        if got != wanted:
+            raise Missing(
+                f"{self.nvcc} is release {self.nvcc_version} and torch {self.version} was built with CUDA {self.cuda}, "
+                f"wanted the same major version; point CUDA_HOME at a CUDA {wanted} toolkit, or install a torch for "
+                f"CUDA {got}"
+            )
+        self.targets = architectures(self.nvcc)
+        self.cublaslt = cublaslt(self.torch.parent, wanted, self.toolkit)
+
+    def build(self, folder: Path) -> list[Path]:
+        """The files, in folder. Raises build.Failed."""
+        names = tuple(f"sm_{arch}" for arch in self.targets)
+        say(f"building for torch {self.version} with nvcc {self.nvcc_version}, {', '.join(names)}")
+        folder.mkdir(parents=True, exist_ok=True)
+        temp = ROOT / "build" / f"native-cu{self.cuda}"  # kept: a second build compiles what changed
+        kernels = build.build_kernels(
+            CSRC, folder, self.cuda, self.nvcc, self.targets, self.cublaslt, temp, os.environ.get("FSDP_QUANT_LINE_TABLES") == "1"
         )
-    targets = architectures(nvcc)
-    cublaslt_include, cublaslt_library = cublaslt(Path(torch.__file__).parent.parent, wanted, toolkit)
+        pythons = os.environ.get("FSDP_QUANT_GLUE_FOR", "").split()
+        glue = []
+        for python, (torch, version) in zip([sys.executable, *pythons], [(self.torch, self.version), *map(self._torch_of, pythons)]):
+            glue.append(build.build_glue(CSRC, folder, kernels, torch, version, self.cuda, self.toolkit, temp))
+            build.check(python, kernels, glue[-1])
+        build.Record(self.nvcc_version, names).write(folder)
+        return [kernels, *glue, folder / build.RECORD]
 
-    os.environ["CUDA_HOME"] = str(toolkit)  # read when the next module is imported
-    from torch.utils.cpp_extension import BuildExtension, CUDAExtension
+    def _torch_of(self, python: str) -> tuple[Path, str]:
+        """(folder, version) of the torch of another Python."""
+        said = build.output_of(python, "-c", "import torch; print(torch.__file__, torch.__version__, torch.version.cuda)").split()
+        if len(said) < 3 or said[-1].split(".")[0] != self.cuda.split(".")[0]:
+            fail(f"{python} says of its torch {' '.join(said)!r}, wanted one for CUDA {self.cuda.split('.')[0]}")
+        return Path(said[-3]).parent, said[-2]
 
-    class BuildNative(BuildExtension):
-        """Keeps the objects, so that a second build compiles what changed; replaces both files, so that they match."""
 
-        def run(self):
-            # An editable install would build in a folder that it throws away.
-            self.build_temp = f"build/{sys.implementation.cache_tag}-torch-{torch.__version__}"
-            if self.inplace or self.editable_mode:
-                for pattern in ("_native*.so", "_build_info*.so"):
-                    for stale in (ROOT / "fsdp_quant").glob(pattern):
-                        stale.unlink()
-            super().run()
+class BuildNative(build_ext):
+    """Builds the operators, or writes why there are none."""
 
-    kernels = sorted(CSRC.rglob("*.cu"))
-    sources = [CSRC / "bindings.cpp", *sorted(CSRC.glob("api/*.cpp")), *sorted(CSRC.glob("gemm/*.cpp")), *kernels]
-    names = ", ".join(f"sm_{arch}" for arch in targets)
-    say(f"building {len(sources)} sources with nvcc {version} for torch {torch.__version__}, {names}")
-    native = CUDAExtension(
-        name="fsdp_quant._native",
-        sources=[str(path.relative_to(ROOT)) for path in sources],
-        include_dirs=[str(CSRC)],
-        py_limited_api=True,  # leaves libtorch_python out; there is no Python code in it
-        extra_compile_args={
-            # Last: the runtime's headers, which lie in the same folder, are the toolkit's.
-            "cxx": [*CXX_FLAGS, "-idirafter", str(cublaslt_include)],
-            "nvcc": [*NVCC_FLAGS, *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in targets)],
-        },
-        extra_link_args=[str(cublaslt_library)],  # recorded by its soname alone, which torch has loaded
-    )
-    facts = {
-        "TORCH": torch.__version__,
-        "CUDA": torch.version.cuda,
-        "NVCC": version,
-        "ARCHITECTURES": ";".join(f"sm_{arch}" for arch in targets),
-        "NVCC_FLAGS": " ".join(NVCC_FLAGS),
-    }
-    build_info = setuptools.Extension(
-        name="fsdp_quant._build_info",
-        sources=["csrc/build_info.cpp"],
-        include_dirs=[str(Path(torch.__file__).parent / "include")],  # for pybind11
-        define_macros=[(f"FSDP_QUANT_BUILT_{name}", f'"{value}"') for name, value in facts.items()],
-        extra_compile_args=["-O2", "-g0", "-std=c++17", "-fvisibility=hidden"],
-        language="c++",
-    )
-    return {
-        "ext_modules": [native, build_info],
-        "cmdclass": {"build_ext": BuildNative.with_options(use_ninja=True)},
-    }
+    native, reason = None, None
+
+    def run(self):
+        in_place = self.inplace or getattr(self, "editable_mode", False)
+        folder = PACKAGE if in_place else Path(self.build_lib) / "fsdp_quant"
+        for stale in [p for pattern in ("_kernels*.so", "_glue*.so", build.RECORD) for p in folder.glob(pattern)]:
+            stale.unlink()
+        if self.native is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            build.Record(reason=self.reason).write(folder)
+            self.made = [folder / build.RECORD]
+            return
+        try:
+            self.made = self.native.build(folder)
+        except build.Failed as error:
+            fail(str(error))
+        if not in_place:  # what compiles glue for another torch
+            headers = [p for p in CSRC.rglob("*.h")] + [CSRC / "bindings.cpp", *CSRC.glob("api/*.cpp")]
+            for source in headers:
+                to = folder / "_csrc" / source.relative_to(CSRC)
+                to.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source, to)
+
+    def get_outputs(self):
+        return [str(path) for path in getattr(self, "made", [])]
+
+    def get_output_mapping(self):
+        return {}
+
+
+class Wheel(bdist_wheel):
+    """The libraries hold no Python, so that one wheel serves every version of it."""
+
+    def get_tag(self):
+        python, abi, platform = super().get_tag()
+        return ("py3", "none", platform) if BuildNative.native is not None else (python, abi, platform)
 
 
 class SourceDistribution(sdist):
@@ -226,21 +232,20 @@ class SourceDistribution(sdist):
         super().make_distribution()
 
 
-def arguments() -> dict:
-    """The arguments of setup() that build, under FSDP_QUANT_NATIVE."""
+def choose() -> tuple[Native | None, str | None]:
+    """(what builds the operators, why nothing does), under FSDP_QUANT_NATIVE."""
     wish = os.environ.get("FSDP_QUANT_NATIVE") or "auto"
     if wish not in ("0", "1", "auto"):
         fail(f"FSDP_QUANT_NATIVE must be 0, 1 or unset, got {wish!r}")
-    if wish == "0":
-        say("pure Python install, because FSDP_QUANT_NATIVE=0")
-        return {}
     try:
-        return native_extensions()
+        if wish == "0":
+            raise Missing("FSDP_QUANT_NATIVE=0 when it was installed")
+        return Native(), None
     except Missing as missing:
         if wish == "1":
             fail(f"FSDP_QUANT_NATIVE=1 asks for the compiled operators, and {missing}")
         say(f"pure Python install, because {missing}")
-        return {}
+        return None, str(missing)
 
 
 if int(setuptools.__version__.split(".")[0]) < SETUPTOOLS:
@@ -248,5 +253,8 @@ if int(setuptools.__version__.split(".")[0]) < SETUPTOOLS:
         f"setuptools is {setuptools.__version__}, wanted {SETUPTOOLS} or newer; "
         f"pip install 'setuptools>={SETUPTOOLS}' and try again"
     )
-built = arguments()
-setuptools.setup(**built | {"cmdclass": {"sdist": SourceDistribution} | built.get("cmdclass", {})})
+BuildNative.native, BuildNative.reason = choose()
+setuptools.setup(
+    ext_modules=[setuptools.Extension("fsdp_quant._native", [])],  # setuptools runs build_ext where there is one
+    cmdclass={"build_ext": BuildNative, "bdist_wheel": Wheel, "sdist": SourceDistribution},
+)

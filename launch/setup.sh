@@ -123,7 +123,7 @@ prepare_environment() {
     extras="$(IFS=,; echo "$*")"
     note "installing fsdp_quant [$extras] with torch $torch"
     # torch is named in both calls so that pip keeps it, and takes the build tools that it allows.
-    "${pip[@]}" "torch==$torch" "setuptools>=77" wheel ninja ||
+    "${pip[@]}" "torch==$torch" "setuptools>=64" wheel ||
         fail "the build tools could not be installed"
     # Without isolation setup.py sees the same torch.
     "${pip[@]}" "torch==$torch" --no-build-isolation --editable "${ROOT}[$extras]" ||

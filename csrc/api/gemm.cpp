@@ -15,7 +15,7 @@
 #include "api/operands.h"
 #include "gemm/choice.h"
 #include "gemm/cublaslt.h"
-#include "layout/product_error.h"
+#include "gemm/product_error.h"
 
 namespace fsdp_quant {
 

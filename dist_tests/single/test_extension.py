@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ import torch
 import fsdp_quant
 from fsdp_quant import __main__ as command
 from fsdp_quant.formats import FORMATS
-from fsdp_quant.ops import extension, native
+from fsdp_quant.ops import build, extension, native
 
 ROOT = Path(fsdp_quant.__file__).parents[1]
 OPERATIONS = ("quantize", "statistics", "dequantize", "transpose", "swizzle")
@@ -30,27 +31,27 @@ def run(*arguments: str, cwd: Path = ROOT, **environ: str) -> subprocess.Complet
     return subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, env=env)
 
 
-@pytest.fixture
-def garbage(tmp_path: Path) -> Path:
-    """A file with the library's name that is no library."""
-    path = tmp_path / "_native.abi3.so"
-    path.write_bytes(b"not a library\n" * 100)
-    return path
+def library(folder: Path, cuda: str = "13.0", **record) -> Path:
+    """A folder with a record, and files with the names of the kernels and of this torch's glue that are no libraries."""
+    for name in (build.kernels_name(cuda), build.glue_name(torch.__version__, cuda)):
+        (folder / name).write_bytes(b"not a library\n" * 100)
+    build.Record("13.0.88", ("sm_90a",), **record).write(folder)
+    return folder
 
 
 def loaded(monkeypatch: pytest.MonkeyPatch, *architectures: str) -> None:
     """Makes the module believe that it loaded a library with code for these."""
-    build = extension.BuildInfo("2.11.0+cu130", "13.0", "13.0.88", architectures)
-    monkeypatch.setattr(extension, "STATUS", extension.Status("_native.abi3.so", None, build))
+    monkeypatch.setattr(extension, "STATUS", extension.Status("_glue.so", None, build.Record("13.0.88", architectures)))
     extension._missing_code_for.cache_clear()
 
 
 # Loading #
 
-def test_import_works_without_the_library(garbage: Path):
+def test_import_works_without_the_library(tmp_path: Path):
     """Otherwise a variable, or a file that a broken build left, takes the whole package away."""
     program = (
         "import os, torch\n"
+        "torch.version.cuda = '13.0'\n"
         "for native in '01':\n"
         "    os.environ['FSDP_QUANT_NATIVE'] = native\n"
         "    if child := os.fork():  # torch is imported once\n"
@@ -62,49 +63,139 @@ def test_import_works_without_the_library(garbage: Path):
         "    print(extension.is_loaded(), extension.STATUS.library, extension.STATUS.reason, sep='|', flush=True)\n"
         "    os._exit(0)\n"
     )
-    done = run("-c", program, FSDP_QUANT_NATIVE_LIBRARY=str(garbage))
+    done = run("-c", program, FSDP_QUANT_NATIVE_FOLDER=str(library(tmp_path)))
     assert done.returncode == 0, done.stderr
     off, broken = (line.split("|") for line in done.stdout.strip().splitlines())
     assert off == ["False", "None", "FSDP_QUANT_NATIVE=0 in the environment"]
     assert broken[:2] == ["False", "None"]
-    assert broken[2].startswith("_native.abi3.so does not load (") and "rebuild with pip install" in broken[2]
+    assert broken[2].startswith(f"the operators in {tmp_path} do not load (") and "rebuild with pip install" in broken[2]
 
 
-@pytest.mark.parametrize("built", [("2.0.1", "11.8", "2.0.1+cu118"), (torch.__version__.split("+")[0], "1.0", None)])
-def test_a_library_for_another_torch_is_not_loaded(monkeypatch, garbage: Path, built: tuple):
-    """Otherwise C++ of one torch release runs in another, and crashes or computes nonsense."""
-    version, cuda, name = built
-    info = extension.BuildInfo(version, cuda, "11.8.89", ("sm_90a",))
-    monkeypatch.setattr(extension, "build_info_beside", lambda library: info)
-    monkeypatch.setattr(torch.ops, "load_library", lambda path: pytest.fail("a library for another torch was loaded"))
-    status = extension.load({"FSDP_QUANT_NATIVE_LIBRARY": str(garbage)})
-    here = extension.release(torch.__version__, torch.version.cuda)
-    assert status.library is None and status.build is info
-    assert f"built for torch {name or version + '+cu10'}, this is torch {here}; rebuild with" in status.reason
-
-
-def test_a_library_for_this_torch_is_loaded(monkeypatch, garbage: Path):
-    """Otherwise the kernels that were built never run."""
-    paths = []
-    info = extension.BuildInfo(torch.__version__, torch.version.cuda, "13.0.88", ("sm_90a",))
-    monkeypatch.setattr(extension, "build_info_beside", lambda library: info)
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that would be loaded, under a torch for CUDA 13.0."""
+    paths: list[str] = []
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.ops, "load_library", paths.append)
-    assert extension.load({"FSDP_QUANT_NATIVE_LIBRARY": str(garbage)}) == extension.Status(str(garbage), None, info)
-    monkeypatch.setattr(extension, "PACKAGE", garbage.parent)
-    assert extension.load({}) == extension.Status(str(garbage), None, info)
-    assert paths == [str(garbage)] * 2
+    monkeypatch.setattr(extension.ctypes, "CDLL", lambda path, mode: paths.append(path))
+    return paths
 
 
-def test_an_installed_library_needs_its_build_info(monkeypatch, garbage: Path):
-    """Otherwise a library that another Python built goes unchecked; one that a developer names may have none."""
-    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
-    monkeypatch.setattr(extension, "PACKAGE", garbage.parent)
-    assert "no build info for this Python" in extension.load({}).reason
-    assert extension.load({"FSDP_QUANT_NATIVE_LIBRARY": str(garbage)}).reason is None
-    garbage.with_name(f"_build_info{extension.EXTENSION_SUFFIXES[0]}").write_bytes(b"no library either")
-    assert "does not load" in extension.load({}).reason
-    monkeypatch.setattr(extension, "PACKAGE", garbage.parent / "nothing here")
-    assert extension.load({}).reason.startswith("not built")
+def load(folder: Path, **environ: str) -> extension.Status:
+    return extension.load({"FSDP_QUANT_NATIVE_FOLDER": str(folder), "FSDP_QUANT_CACHE": str(folder / "cache")} | environ)
+
+
+def test_kernels_are_loaded_with_the_glue_of_the_release(monkeypatch, opened, tmp_path: Path):
+    """If false, a fix release of torch, whose C++ is that of the release, takes the kernels away; or they never run."""
+    release = build.release_of(torch.__version__)
+    for version in (f"{release}.0+cu130", f"{release}.7", f"{release}.1.dev20260101+cu130"):
+        monkeypatch.setattr(torch, "__version__", version)
+        status = load(library(tmp_path))
+        assert status.reason is None and status.library == str(tmp_path / f"_glue_torch{release}_cu13.so"), version
+        assert status.build == build.Record("13.0.88", ("sm_90a",))
+        assert opened[-2:] == [str(tmp_path / "_kernels_cu13.so"), status.library]
+    monkeypatch.setattr(extension, "PACKAGE", tmp_path)
+    assert extension.load({}).library == status.library
+
+
+def test_glue_of_another_release_is_not_loaded(monkeypatch, opened, tmp_path: Path):
+    """If false, C++ of one torch release runs in another, and crashes or computes nonsense."""
+    library(tmp_path)
+    monkeypatch.setattr(torch, "__version__", "2.98.0")
+    monkeypatch.setenv("CXX", "")
+    monkeypatch.setenv("PATH", "")
+    status = load(tmp_path)
+    assert status.library is None and "there is no _glue_torch2.98_cu13.so, but _glue_torch" in status.reason, status
+    assert "no C++ compiler to compile it" in status.reason and "rebuild with pip" in status.reason
+    monkeypatch.setattr(torch.version, "cuda", "14.1")
+    assert "there is no _kernels_cu14.so for CUDA 14.1, but _kernels_cu13.so; rebuild with" in load(tmp_path).reason
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "torch 2.98.0 is not a CUDA build" in load(tmp_path).reason
+    assert not opened
+
+
+def test_glue_for_an_unknown_release_is_compiled_once(monkeypatch, opened, tmp_path: Path):
+    """If false, a new release of torch trains at the reference's speed; or every start, and every rank, compiles for a minute."""
+    library(tmp_path)
+    monkeypatch.setattr(torch, "__version__", "2.98.0")
+    monkeypatch.setenv("CXX", "a-compiler -static-libstdc++")
+    made, fails = [], []
+
+    def compiled(csrc, folder, kernels, torch_folder, version, cuda, toolkit, temp):
+        made.append(csrc)
+        if fails:
+            raise build.Failed("a-compiler says no")
+        (folder / build.glue_name(version, cuda)).touch()
+        return folder / build.glue_name(version, cuda)
+
+    monkeypatch.setattr(build, "build_glue", compiled)
+    monkeypatch.setattr(build, "check", lambda python, kernels, glue: None)
+    first, second = load(tmp_path), load(tmp_path)
+    assert first == second and first.library.startswith(str(tmp_path / "cache" / "2.98.0-")) and made == [ROOT / "csrc"]
+    fails.append(True)
+    for _ in range(2):  # what failed is not tried again
+        reason = load(tmp_path, FSDP_QUANT_CACHE=str(tmp_path / "other")).reason
+        assert "do not load (" in reason and len(made) == 2, reason
+    (log,) = (tmp_path / "other").rglob("failed.txt")
+    assert str(log) in reason and log.read_text() == "a-compiler says no"
+
+
+def test_the_reason_of_a_build_without_kernels_is_kept(opened, tmp_path: Path):
+    """If false, a user who lacks a compiler is told to look for a library that was never built."""
+    assert load(tmp_path).reason.startswith("not built; with a CUDA build of torch")
+    library(tmp_path, reason="there is no CUDA toolkit (bin/nvcc) in /usr/local/cuda")
+    status = load(tmp_path)
+    assert status.reason.startswith("not built, because there is no CUDA toolkit (bin/nvcc) in /usr/local/cuda; with a CUDA build")
+    (tmp_path / build.RECORD).write_text("{")
+    assert "do not load" in load(tmp_path).reason and not opened
+
+
+def test_wrong_errors_fail_a_build(tmp_path: Path):
+    """If false, a toolchain that mixes two C++ libraries makes operators whose first error is a crash."""
+    done = library(tmp_path)
+    with pytest.raises(build.Failed, match="the compiled operators do not work: exit status 1"):
+        build.check(sys.executable, done / "_kernels_cu13.so", done / build.glue_name(torch.__version__, "13"))
+
+
+def test_sources_are_compiled_again_when_they_or_a_header_change(monkeypatch, tmp_path: Path):
+    """If false, a developer runs old code, or waits for what did not change."""
+    csrc, temp = tmp_path / "csrc", tmp_path / "objects"
+    (csrc / "api").mkdir(parents=True)
+    (csrc / "api/a.cpp").write_text('#include "api/a.h"\n')
+    (csrc / "api/a.h").write_text("int a();\n")
+    ran, run_it = [], build._run
+    monkeypatch.setattr(build, "_run", lambda command: ran.append(command) or run_it(command))
+
+    def runs(*more: str) -> int:
+        build.compile_sources(csrc, [csrc / "api/a.cpp"], [*build.cxx(), f"-I{csrc}", *more], temp, 1)
+        return len(ran)
+
+    def dated(path: Path, seconds: float) -> None:
+        os.utime(path, (time.time() + seconds,) * 2)
+
+    for path in csrc.rglob("a.*"):
+        dated(path, -20)
+    assert runs() == runs() == 1
+    dated(temp / "api/a.o", -10)
+    assert runs() == 1
+    dated(csrc / "api/a.h", -5)
+    assert runs() == runs() == 2
+    assert runs("-O1") == runs("-O1") == 3
+    (csrc / "api/a.cpp").write_text("no C++")
+    dated(csrc / "api/a.cpp", 5)
+    with pytest.raises(build.Failed, match="a.cpp"):
+        runs("-O1")
+
+
+def test_products_of_hopper_are_compiled_for_hopper_alone():
+    """If false, a library holds kernels that trap, or misses some."""
+    (products, hopper), (others, targets) = build.kernel_sources(ROOT / "csrc", ["89", "90a", "100f"])
+    assert hopper == ["90a"] and targets == ["89", "90a", "100f"]
+    every = {p for suffix in ("cu", "cpp") for p in (ROOT / "csrc").rglob(f"*.{suffix}")}
+    glue = {ROOT / "csrc/bindings.cpp", *(ROOT / "csrc/api").glob("*.cpp")}
+    assert set(products) | set(others) == every - glue and not set(products) & set(others)
+    own = re.compile(r"hopper_kernel\.cuh|hopper_instances\.cuh|cluster_group|this_cluster")
+    assert {p for p in every if p.suffix == ".cu" and own.search(p.read_text())} == set(products)
 
 
 # Where it runs #
@@ -134,6 +225,7 @@ def test_work_of_the_reference_on_a_gpu_is_said_once(monkeypatch):
     (("sm_90a", "sm_100a"), {(9, 0), (10, 0)}),
     (("sm_90",), {(9, 0)}),
     (("sm_100",), {(10, 0), (10, 3)}),
+    (("sm_100f", "sm_120f"), {(10, 0), (10, 3), (12, 0)}),
     (("sm_80",), {(8, 0), (8, 9)}),
 ])
 def test_runs_on_compares_the_architectures(monkeypatch, architectures, runs):
@@ -183,8 +275,10 @@ def test_doctor_prints_a_line_per_format(monkeypatch, capsys):
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """setup.py with an empty csrc/bindings.cpp, a torch for CUDA 13.0 in front of the real one, and no toolkit."""
-    pytest.importorskip("setuptools", minversion="77")
+    pytest.importorskip("setuptools", minversion="64")
     shutil.copy(ROOT / "setup.py", tmp_path)
+    (tmp_path / "fsdp_quant/ops").mkdir(parents=True)
+    shutil.copy(ROOT / "fsdp_quant/ops/build.py", tmp_path / "fsdp_quant/ops")
     (tmp_path / "csrc").mkdir()
     (tmp_path / "csrc" / "bindings.cpp").touch()
     (tmp_path / "torch.py").write_text("class version:\n    cuda = '13.0'\n__version__ = '2.99.0+cu130'\n")
@@ -244,7 +338,7 @@ def test_setup_drops_architectures_that_nvcc_does_not_know(checkout: Path):
     assert done.returncode != 0 and "does not know sm_100a, sm_120: dropped" in done.stdout
     assert "knows none of 10.0a 12.0" in done.stderr
     done = setup(checkout, CUDA_HOME=home, FSDP_QUANT_CUDA_ARCHS="9.0a;sm_100a")
-    assert done.returncode != 0 and "holds 'sm_100a', wanted architectures like 9.0a;10.0a" in done.stderr
+    assert done.returncode != 0 and "holds 'sm_100a', wanted architectures like 9.0a;10.0f" in done.stderr
 
 
 def test_products_of_hopper_are_built_with_its_own_instructions(checkout: Path, tmp_path: Path):
@@ -257,25 +351,27 @@ def test_products_of_hopper_are_built_with_its_own_instructions(checkout: Path, 
     source = tmp_path / "product.cu"
     source.write_text('#include "gemm/hopper_kernel.cuh"\n')
     for arch, message in (("sm_90", "compile for sm_90a instead of sm_90"), ("sm_90a", ""), ("sm_80", "")):
-        what = [nvcc, "-std=c++17", "-ptx", f"-arch={arch}", f"-I{ROOT / 'csrc'}", str(source), "-o", str(tmp_path / "product.ptx")]
+        what = [nvcc, "-ptx", f"-arch={arch}", f"-I{ROOT / 'csrc'}", str(source), "-o", str(tmp_path / "product.ptx")]
         done = subprocess.run(what, capture_output=True, text=True)
         assert message in done.stderr and (done.returncode == 0) == (not message), (arch, done.stderr)
 
 
 def test_a_source_distribution_compiles(tmp_path: Path):
     """Otherwise what is installed from it has no operators, or fails at the first header that is missing."""
-    pytest.importorskip("setuptools", minversion="77")
+    pytest.importorskip("setuptools", minversion="64")
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
-    (tmp_path / "fsdp_quant").mkdir()
-    (tmp_path / "fsdp_quant" / "__init__.py").touch()
+    (tmp_path / "fsdp_quant/ops").mkdir(parents=True)
+    for folder in ("fsdp_quant", "fsdp_quant/ops"):
+        (tmp_path / folder / "__init__.py").touch()
+    shutil.copy(ROOT / "fsdp_quant/ops/build.py", tmp_path / "fsdp_quant/ops")
     done = run("setup.py", "-q", "sdist", "--formats=tar", cwd=tmp_path, FSDP_QUANT_NATIVE="0")
     assert done.returncode == 0, done.stderr
     (made,) = (tmp_path / "dist").iterdir()
     with tarfile.open(made) as archive:
         names = [member.name.partition("/")[2] for member in archive if member.isfile()]
-    assert len(names) == len(set(names)) and {"setup.py", "pyproject.toml", "fsdp_quant/__init__.py"} <= set(names)
+    assert len(names) == len(set(names)) and {"setup.py", "pyproject.toml", "fsdp_quant/ops/build.py"} <= set(names)
     sources = [path for path in (ROOT / "csrc").rglob("*") if path.is_file()]
     included = {f"csrc/{name}" for path in sources for name in re.findall(r'#include "(.+?)"', path.read_text())}
     compiled = {str(path.relative_to(ROOT)) for path in sources if path.suffix in (".cpp", ".cu")}

@@ -1,28 +1,32 @@
 """Loads the compiled operators, once, and says where they run.
 
 [Note: the library]
-setup.py builds two files beside this package: `_native*.so`, the operators, a library without any Python in it, and
-`_build_info*.so`, what they were built from. The library's C++ is bound to one torch release, so it is loaded only
-under the release it was built for. Importing this module never fails: where the library is off `STATUS.reason` says
+`ops/build.py` says which files there are. The kernels fit every torch of their CUDA major version; the glue is bound to one
+torch release, so that only the glue of this release is loaded. Where it is missing and there are a C++ compiler and the sources,
+it is compiled once, into a cache. Importing this module never fails: where the operators are off `STATUS.reason` says
 why in one clause, and the reference runs everything. Environment, read once:
 
-- FSDP_QUANT_NATIVE=0 leaves the library off.
-- FSDP_QUANT_NATIVE_LIBRARY=path loads that file instead (for development). Its build info is looked for beside it;
-  without one, its torch release and architectures are not checked.
+- FSDP_QUANT_NATIVE=0 leaves the operators off.
+- FSDP_QUANT_NATIVE_FOLDER=path takes the files of that folder instead (for development).
+- FSDP_QUANT_CACHE=path holds glue that was compiled here; ~/.cache/fsdp_quant unless told.
 """
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import functools
+import hashlib
 import os
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.machinery import EXTENSION_SUFFIXES
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import torch
+
+from . import build as builder
 
 PACKAGE = Path(__file__).resolve().parent.parent
 TURNED_OFF = "FSDP_QUANT_NATIVE=0 in the environment"
@@ -30,62 +34,74 @@ REBUILD = "pip install --no-build-isolation -e ."
 
 
 @dataclass(frozen=True)
-class BuildInfo:
-    """What a library was built from: "2.11.0+cu130", "13.0", "13.0.88", ("sm_90a", "sm_100a")."""
-
-    torch: str
-    cuda: str
-    nvcc: str
-    architectures: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Status:
-    """The library that was loaded, or why none was; `build` wherever build info was found."""
+    """The glue that was loaded, or why none was; `build` wherever there is a record of the kernels."""
 
     library: str | None
     reason: str | None
-    build: BuildInfo | None
-
-
-def build_info_beside(library: Path) -> BuildInfo | None:
-    """The build info in a library's folder that this Python can import; None without one."""
-    for path in (library.parent / f"_build_info{suffix}" for suffix in EXTENSION_SUFFIXES):
-        if path.exists():
-            spec = spec_from_file_location("fsdp_quant._build_info", path)
-            module = module_from_spec(spec)
-            spec.loader.exec_module(module)
-            return BuildInfo(module.torch, module.cuda, module.nvcc, tuple(module.architectures))
-    return None
-
-
-def release(version: str, cuda: str | None) -> str:
-    """A torch release and its CUDA, whether or not the version tells: 2.11.0+cu130, 2.13.0+cpu."""
-    return f"{version.split('+')[0]}+{'cu' + cuda.replace('.', '') if cuda else 'cpu'}"
+    build: builder.Record | None
 
 
 def load(environ: Mapping[str, str] = os.environ) -> Status:
-    """Load the library unless something speaks against it. Never raises."""
+    """Load the operators unless something speaks against it. Never raises."""
     if environ.get("FSDP_QUANT_NATIVE") == "0":
         return Status(None, TURNED_OFF, None)
-    chosen = environ.get("FSDP_QUANT_NATIVE_LIBRARY")
-    found = [Path(chosen)] if chosen else sorted(PACKAGE.glob("_native*.so"))
-    if not found:
-        return Status(None, f"not built; with a CUDA build of torch and nvcc: {REBUILD}", None)
-    library, build = found[0], None
+    folder, record = Path(environ.get("FSDP_QUANT_NATIVE_FOLDER") or PACKAGE), None
     try:
-        build = build_info_beside(library)
-        if build is None and not chosen:
-            return Status(None, f"{library.name} has no build info for this Python; rebuild with {REBUILD}", None)
-        here = release(torch.__version__, torch.version.cuda)
-        if build is not None and release(build.torch, build.cuda) != here:
-            built = release(build.torch, build.cuda)
-            return Status(None, f"built for torch {built}, this is torch {here}; rebuild with {REBUILD}", build)
-        torch.ops.load_library(str(library.absolute()))
-    except Exception as error:  # of any kind: the library is an option, and importing the package is not
+        record = builder.Record.of(folder)
+        if record is None or record.reason is not None:
+            why = "not built" if record is None else f"not built, because {record.reason}"
+            return Status(None, f"{why}; with a CUDA build of torch and nvcc: {REBUILD}", None)
+        if torch.version.cuda is None:
+            return Status(None, f"torch {torch.__version__} is not a CUDA build", record)
+        kernels = folder / builder.kernels_name(torch.version.cuda)
+        if not kernels.exists():
+            found = ", ".join(sorted(p.name for p in folder.glob("_kernels*.so"))) or "none"
+            return Status(None, f"there is no {kernels.name} for CUDA {torch.version.cuda}, but {found}; rebuild with {REBUILD}", record)
+        glue = folder / builder.glue_name(torch.__version__, torch.version.cuda)
+        if not glue.exists():
+            glue = _compiled_glue(folder, kernels, environ)
+        ctypes.CDLL(str(kernels.absolute()), ctypes.RTLD_GLOBAL)
+        torch.ops.load_library(str(glue.absolute()))
+    except Exception as error:  # of any kind: the operators are an option, and importing the package is not
         cause = next(iter(str(error).splitlines()), type(error).__name__)
-        return Status(None, f"{library.name} does not load ({cause}); rebuild with {REBUILD}", build)
-    return Status(str(library), None, build)
+        return Status(None, f"the operators in {folder} do not load ({cause}); rebuild with {REBUILD}", record)
+    return Status(str(glue), None, record)
+
+
+def _compiled_glue(folder: Path, kernels: Path, environ: Mapping[str, str]) -> Path:
+    """The glue for this torch, which no file of the folder is for; compiled where no process has done so yet.
+
+    Raises builder.Failed, also where it failed before.
+    """
+    csrc = next((p for p in (folder / "_csrc", PACKAGE / "_csrc", PACKAGE.parent / "csrc") if (p / "bindings.cpp").exists()), None)
+    name = builder.glue_name(torch.__version__, torch.version.cuda)
+    have = ", ".join(sorted(p.name for p in folder.glob("_glue*.so"))) or "none"
+    if csrc is None or not builder.cxx():
+        missing = "no sources" if csrc is None else "no C++ compiler"
+        raise builder.Failed(f"there is no {name}, but {have}, and {missing} to compile it")
+    digest = hashlib.sha256(kernels.stat().st_mtime_ns.to_bytes(8, "little"))
+    for source in sorted(p for p in csrc.rglob("*") if p.suffix in (".h", ".cpp")):
+        digest.update(source.read_bytes())
+    cache = Path(environ.get("FSDP_QUANT_CACHE") or Path.home() / ".cache" / "fsdp_quant") / f"{torch.__version__}-{digest.hexdigest()[:16]}"
+    cache.mkdir(parents=True, exist_ok=True)
+    failed = cache / "failed.txt"
+    with open(cache / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of the ranks of a machine one compiles, and the others wait
+        if failed.exists():
+            raise builder.Failed(f"the glue for torch {torch.__version__} did not compile, see {failed}")
+        if not (cache / name).exists():
+            print(f"fsdp_quant: compiling glue for torch {torch.__version__}, once, about a minute", file=sys.stderr, flush=True)
+            root = Path(torch.__file__).parent
+            try:
+                toolkit, _ = builder.find_toolkit(lambda home: (home / "include" / "cuda_runtime_api.h").exists())
+                glue = builder.build_glue(csrc, cache, kernels, root, torch.__version__, torch.version.cuda, toolkit, cache / "objects")
+                builder.check(sys.executable, kernels, glue)
+            except builder.Failed as error:
+                (cache / name).unlink(missing_ok=True)
+                failed.write_text(str(error))
+                raise
+    return cache / name
 
 
 STATUS = load()
@@ -122,14 +138,21 @@ def _warn_once(reason: str) -> None:
 
 @functools.cache
 def _missing_code_for(index: int) -> str | None:
-    """Why the library has no code for a GPU. An "a" target runs on its capability alone, another on later minors."""
+    """Why the kernels have no code for a GPU (`runs_code`)."""
     if STATUS.build is None:
         return None
-    major, minor = torch.cuda.get_device_capability(index)
-    for arch in STATUS.build.architectures:
-        digits = arch.removeprefix("sm_").removesuffix("a")
-        built = int(digits[:-1]), int(digits[-1])
-        if built == (major, minor) or (built[0] == major and built[1] < minor and not arch.endswith("a")):
-            return None
+    capability = torch.cuda.get_device_capability(index)
+    if any(runs_code(arch, capability) for arch in STATUS.build.architectures):
+        return None
     built = ", ".join(STATUS.build.architectures)
-    return f"the library was built without sm_{major}{minor}: it has {built}; set FSDP_QUANT_CUDA_ARCHS and rebuild with {REBUILD}"
+    name = "sm_{}{}".format(*capability)
+    return f"the library was built without {name}: it has {built}; set FSDP_QUANT_CUDA_ARCHS and rebuild with {REBUILD}"
+
+
+def runs_code(arch: str, capability: tuple[int, int]) -> bool:
+    """A GPU runs code of its major version and of no later minor one; of "sm_90a" its own capability alone."""
+    digits = arch.removeprefix("sm_").rstrip("af")
+    major, minor = int(digits[:-1]), int(digits[-1])
+    if arch.endswith("a"):
+        return (major, minor) == capability
+    return major == capability[0] and minor <= capability[1]

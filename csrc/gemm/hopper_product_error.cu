@@ -1,4 +1,4 @@
-#include "layout/product_error.h"
+#include "gemm/product_error.h"
 
 #include <cooperative_groups.h>
 
