@@ -6,7 +6,7 @@ here. A missing condition is printed, kept in the package, and leaves a pure Pyt
 every format. Environment:
 
     FSDP_QUANT_NATIVE=0|1       0: pure Python, whatever is here; 1: a missing condition is an error
-    FSDP_QUANT_CUDA_ARCHS       architectures, "8.9;9.0a;10.0f;12.0f" unless told; those that nvcc does not know are dropped
+    FSDP_QUANT_CUDA_ARCHS       architectures, "9.0a;10.0f;12.0f" unless told; those that nvcc does not know are dropped
     FSDP_QUANT_LINE_TABLES=1    keeps what profilers show source lines by
     CUDA_HOME                   the CUDA toolkit; that of the nvcc on PATH unless told
     CXX                         the C++ compiler
@@ -39,7 +39,7 @@ CSRC, PACKAGE = ROOT / "csrc", ROOT / "fsdp_quant"
 INSTALL = "pip install --no-build-isolation -e ."
 SETUPTOOLS = 64  # editable installs of pyproject.toml
 CUBLAS = (12, 9)  # multiplies 8-bit operands with scales of rows and blocks
-TARGETS = "8.9;9.0a;10.0f;12.0f"
+TARGETS = "9.0a;10.0f;12.0f"
 
 
 def _load_build():
@@ -189,7 +189,7 @@ class BuildNative(build_ext):
 
     def run(self):
         in_place = self.inplace or getattr(self, "editable_mode", False)
-        folder = PACKAGE if in_place else Path(self.build_lib) / "fsdp_quant"
+        folder = PACKAGE if in_place else Path(self.build_lib).resolve() / "fsdp_quant"
         for stale in [p for pattern in ("_kernels*.so", "_glue*.so", build.RECORD) for p in folder.glob(pattern)]:
             stale.unlink()
         if self.native is None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .formats import ROWWISE, SCALE_DTYPE, Direction, Encoding, Format, format_of, round_up
 from .ops import dispatch, layout, reference
-from .ops.capability import arch_of
+from .ops.capability import ARCHITECTURES, BLACKWELL, arch_of
 from .ops.layout import ANCHOR_RUNS, ANCHORED, ANCHORED_TENSOR, ANCHORS, COMPACT, NATIVE
 from .ops.native import GroupCall
 
@@ -290,12 +290,12 @@ class Storage:
         sm_90a:   data [outer, contraction], both operands K-major (a columnwise storage is transposed); 1x128
                   scales [contraction blocks, outer rounded up to 4]; 128x128 scales [outer blocks, contraction
                   blocks rounded up to 4]; whole-contraction scales [outer]; e8m0 and e4m3 scales [outer, blocks].
-        sm_100a:  the same data (4-bit codes packed along the contraction); e8m0 and e4m3 scales one a row of
+        sm_100f, sm_120f:  the same data (4-bit codes packed along the contraction); e8m0 and e4m3 scales one a row of
                   the operand (square blocks expanded), in swizzled 128x4 tiles. fp32 scales as on sm_90a.
         Raises NotImplementedError for another arch, ValueError for a shard (gather it first).
         """
-        if arch not in ("sm_90a", "sm_100a"):
-            raise NotImplementedError(f"no GEMM layout for {arch!r}; layouts exist for sm_90a and sm_100a")
+        if arch not in ARCHITECTURES:
+            raise NotImplementedError(f"no GEMM layout for {arch!r}; layouts exist for {', '.join(ARCHITECTURES)}")
         self._check_whole()
         data, scale = self.data, self.scale
         if self.direction is not ROWWISE:
@@ -304,6 +304,9 @@ class Storage:
             scale = self._scale_to_gemm_layout(scale, arch)
         decode = None if self.tensor_amax is None else dispatch.tensor_decode_scale(self.tensor_amax, self.fmt)
         return GemmOperand(data, scale, decode)
+
+    def _is_swizzled(self, arch: str) -> bool:
+        return self.fmt.scale != "fp32" and ARCHITECTURES[arch].scale_layout == BLACKWELL
 
     def _check_whole(self) -> None:
         if self.row0:
@@ -314,7 +317,7 @@ class Storage:
         along_rows = self.direction is not ROWWISE
         if self.fmt.scale_leaves_contraction:
             return scale.reshape(-1).contiguous()
-        if self.fmt.scale != "fp32" and arch == "sm_100a":
+        if self._is_swizzled(arch):
             outer = self.padded_shape[1 - self.direction.contraction_dim]
             return dispatch.swizzle_scales(scale, outer, self.fmt.block[0], along_rows)
         scale = self._scale_as_read(scale)
@@ -352,14 +355,14 @@ class Storage:
                 scale = scale[:, None]
             elif self.fmt.scale == "fp32":
                 scale = scale[:, :outer].t() if b0 == 1 else scale[:, :blocks]
-            elif arch == "sm_100a":
+            elif self._is_swizzled(arch):
                 scale = layout.unswizzle_128x4(scale, outer, blocks)[::b0]
             scale = scale[:outer_blocks]
             scale = (scale if self.direction is ROWWISE else scale.t()).clone(memory_format=torch.contiguous_format)
         return self.with_buffers({"data": data, **({} if scale is None else {"scale": scale})})
 
     def _gemm_scale_shape(self, outer: int, outer_blocks: int, blocks: int, arch: str) -> tuple[int, ...]:
-        if self.fmt.scale_leaves_contraction or (self.fmt.scale != "fp32" and arch == "sm_100a"):
+        if self.fmt.scale_leaves_contraction or self._is_swizzled(arch):
             return (-1,)
         if self.fmt.scale == "fp32":
             return (blocks, round_up(outer, 4)) if self.fmt.block[0] == 1 else (outer_blocks, round_up(blocks, 4))

@@ -33,12 +33,11 @@ struct Arguments {
 
 // Which pairs cuBLASLt multiplies, and the last our kernels:
 //   bfloat16 x bfloat16, float16 x float16   no scales
-//   e4m3 x e4m3, e4m3 x e5m2, e5m2 x e4m3    tensor or none on each side; sm_90: row x row or tensor, 1x128 x 1x128 or
-//                                            128x128, and the other way round; sm_100: e8m0 x e8m0
-//   e2m1 x e2m1                              e4m3 x e4m3: sm_100
-//   8-bit pairs as above                     1x512 x 1x512: sm_90
-void check_pair(const Product& p, const Arguments& given, int device) {
-  const Operand &a = p.a, &b = p.b;
+//   e4m3 x e4m3, e4m3 x e5m2, e5m2 x e4m3    tensor or none on each side; 9.0: row x row or tensor, 1x128 x 1x128 or
+//                                            128x128, and the other way round; 10.x, 12.x: e8m0 x e8m0
+//   e2m1 x e2m1                              e4m3 x e4m3: 10.x, 12.x
+//   8-bit pairs as above                     1x512 x 1x512: 9.0
+bool takes_pair(const Operand& a, const Operand& b) {
   const bool fp8 = is_fp8(a.type) && is_fp8(b.type) && !(a.type == CUDA_R_8F_E5M2 && b.type == CUDA_R_8F_E5M2);
   const auto [least, most] = std::minmax(a.scaling, b.scaling);
   bool taken = a.type == b.type && least == most && most == (is_half(a.type) ? Scaling::kNone : Scaling::kE4M3);
@@ -47,15 +46,33 @@ void check_pair(const Product& p, const Arguments& given, int device) {
             (least == Scaling::k1x128 && most <= Scaling::k128x128) ||
             (least == most && (most == Scaling::kE8M0 || most == Scaling::k1x512));
   }
+  return taken;
+}
+
+// fsdp_quant/ops/capability.py has the same table.
+bool takes_scales(const Operand& a, const Operand& b, int major, int minor) {
+  const Scaling most = std::max(a.scaling, b.scaling);
+  if (most <= Scaling::kTensor) return true;
+  return has_byte_scales(most) ? major == 10 || major == 12 : major == 9 && minor == 0;
+}
+
+void check_pair(const Product& p, const Arguments& given, int device) {
+  const Operand &a = p.a, &b = p.b;
   TORCH_CHECK_NOT_IMPLEMENTED(
-      taken, "a is ", given.a.scalar_type(), " of kind ", given.a_kind, " and b ", given.b.scalar_type(), " of kind ",
+      takes_pair(a, b), "a is ", given.a.scalar_type(), " of kind ", given.a_kind, " and b ", given.b.scalar_type(), " of kind ",
       given.b_kind, " (element | scaling << 3); nothing multiplies this pair");
+  const Scaling most = std::max(a.scaling, b.scaling);
   if (most <= Scaling::kTensor) return;
-  int major = 0;
+  int major = 0, minor = 0;
   C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  const bool bytes = has_byte_scales(most);
-  TORCH_CHECK_NOT_IMPLEMENTED(bytes ? major >= 10 : major == 9, "scaling ", static_cast<int>(most), " needs ",
-                              bytes ? "sm_100" : "sm_90", "; the device is sm_", major, "x");
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+  TORCH_CHECK_NOT_IMPLEMENTED(takes_scales(a, b, major, minor), "scaling ", static_cast<int>(most), " needs ",
+                              has_byte_scales(most) ? "sm_100 or sm_120" : "sm_90", "; the device is sm_", major, minor);
+}
+
+bool gemm_takes(int64_t a_kind, int64_t b_kind, int64_t major, int64_t minor) {
+  const Operand a = operand_of_kind(a_kind, "a"), b = operand_of_kind(b_kind, "b");
+  return takes_pair(a, b) && takes_scales(a, b, static_cast<int>(major), static_cast<int>(minor));
 }
 
 // The bias that cuBLASLt adds: of out's dtype, and none to a float32 product of codes.
@@ -257,6 +274,7 @@ void register_gemm(torch::Library& m) {
       "product_error(Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, int a_kind, int b_kind, int counted, Tensor step, "
       "Tensor(a!) guard, int product) -> ()",
       torch::dispatch(c10::DispatchKey::CUDA, product_error), compliant());
+  m.def("gemm_takes(int a_kind, int b_kind, int major, int minor) -> bool", gemm_takes);
   m.def(
       "gemm_choice(int m, int n, int k, int a_kind, int b_kind, ScalarType out_dtype, bool accumulate=False, "
       "int sm_count=132, int algorithm=0) -> str",

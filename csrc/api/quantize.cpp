@@ -5,8 +5,6 @@
 #include <functional>
 #include <iterator>
 #include <limits>
-#include <map>
-#include <mutex>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -100,19 +98,6 @@ void set_geometry(SideBuffers& b, const Geometry& g, bool columnwise) {
   b.compact = g.compact, b.stored = g.stored;
 }
 
-// Two words of device memory for the grid barrier of a stream, zeroed once; the barrier leaves them ready.
-uint32_t* barrier_of(const c10::cuda::CUDAStream& stream) {
-  static std::mutex mutex;
-  static std::map<std::pair<int, cudaStream_t>, uint32_t*> barriers;
-  const std::lock_guard<std::mutex> lock(mutex);
-  uint32_t*& barrier = barriers[{stream.device_index(), stream.stream()}];
-  if (barrier == nullptr) {
-    C10_CUDA_CHECK(cudaMalloc(&barrier, 2 * sizeof(uint32_t)));
-    C10_CUDA_CHECK(cudaMemsetAsync(barrier, 0, 2 * sizeof(uint32_t), stream));
-  }
-  return barrier;
-}
-
 bool is_capturing(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
@@ -178,7 +163,7 @@ class ColumnSums {
   at::Tensor partial_;
 };
 
-// Statistics in their own launch, or in the encoding one; then codes. The first launch sums columns.
+// Statistics in their own launch, or in the encoding one where it has a barrier; then codes. The first launch sums columns.
 void run(Launch<1>& launch, const c10::cuda::CUDAStream& stream, const char* name) {
   SideBuffers(&b)[2] = launch.tensors[0].side;
   const bool both = fuses(launch.side, b, launch.input);
@@ -191,12 +176,13 @@ void run(Launch<1>& launch, const c10::cuda::CUDAStream& stream, const char* nam
   const bool operands = launch.side[0].operand() || launch.side[1].operand();
   int processors = 0;
   C10_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, stream.device_index()));
-  if (needs && both && !mixed && !delayed && !operands && launch.sources == nullptr && launch.tiles <= processors && !is_capturing(stream)) {
+  const bool fits = launch.barrier != nullptr && launch.tiles <= processors && !is_capturing(stream);
+  if (needs && both && !mixed && !delayed && !operands && launch.sources == nullptr && fits) {
     launch.phases = kStatistics | kEncode;
-    launch.barrier = barrier_of(stream);
     check_launch(launch_quantize(launch, stream), name);
     return;
   }
+  launch.barrier = nullptr;
   if (needs) {
     launch.phases = kStatistics;
     Launch<1> statistics = launch;
@@ -337,7 +323,10 @@ Encodings encode(
     if (s.whole() && !b.amax_given) amax_at[d] = is_shared ? amax_at[0] : zeroed.reserve(g[d].scale_rows * g[d].scale_cols);
     if (s.two_level() && !b.tensor_amax_given) tensor_at[d] = zeroed.reserve(groups);
   }
+  const auto crosses = [](const Side& s) { return s.present() && (s.whole() || s.two_level()); };
+  const int64_t barrier_at = crosses(row) || crosses(col) ? zeroed.reserve(2) : -1;
   zeroed.allocate(x, stream);
+  if (barrier_at >= 0) launch.barrier = reinterpret_cast<uint32_t*>(zeroed.at(barrier_at));
   check_tokens(launch);
 
   auto take = [&](at::Tensor& to, const at::Tensor* given, at::IntArrayRef sizes, at::ScalarType dtype, const char* name) {

@@ -10,6 +10,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include <cublasLt.h>
+
 #include "gemm/beta.h"
 
 #if CUBLAS_VERSION < 120900
@@ -128,23 +130,38 @@ class Relaxed {
 
 }  // namespace
 
+struct Plan::State {
+  cublasLtHandle_t handle;
+  cublasLtMatmulDescOpaque_t operation;
+  cublasLtMatrixLayoutOpaque_t left, right, out;
+  cublasLtMatmulAlgo_t algorithm;
+  size_t workspace;
+  const float* beta;
+};
+
+Plan::~Plan() = default;
+
+size_t Plan::workspace() const { return state_->workspace; }
+
 void Plan::set_addresses(const Product& p) {
+  State& own = *state_;
   const auto set = [&](cublasLtMatmulDescAttributes_t attribute, const void* address) {
     if (address != nullptr)
-      check(cublasLtMatmulDescSetAttribute(&operation_, attribute, &address, sizeof(address)), p);
+      check(cublasLtMatmulDescSetAttribute(&own.operation, attribute, &address, sizeof(address)), p);
   };
   set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.b.scale);
   set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.a.scale);
   set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
 }
 
-Plan::Plan(const Product& p, int device) {
+Plan::Plan(const Product& p, int device) : state_(std::make_unique<State>()) {
+  State& own = *state_;
   const Relaxed relaxed;
-  handle_ = handle_of(p, device);
+  own.handle = handle_of(p, device);
 
-  check(cublasLtMatmulDescInit(&operation_, CUBLAS_COMPUTE_32F, CUDA_R_32F), p);
+  check(cublasLtMatmulDescInit(&own.operation, CUBLAS_COMPUTE_32F, CUDA_R_32F), p);
   const auto set = [&](cublasLtMatmulDescAttributes_t attribute, auto value) {
-    check(cublasLtMatmulDescSetAttribute(&operation_, attribute, &value, sizeof(value)), p);
+    check(cublasLtMatmulDescSetAttribute(&own.operation, attribute, &value, sizeof(value)), p);
   };
   set(CUBLASLT_MATMUL_DESC_TRANSA, p.b.k_major ? CUBLAS_OP_T : CUBLAS_OP_N);
   set(CUBLASLT_MATMUL_DESC_TRANSB, p.a.k_major ? CUBLAS_OP_N : CUBLAS_OP_T);
@@ -158,10 +175,10 @@ Plan::Plan(const Product& p, int device) {
     set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
     set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, p.bias_type);
   }
-  beta_ = &kFactors[p.accumulate];
+  own.beta = &kFactors[p.accumulate];
   if (p.alpha != nullptr) {
     set(CUBLASLT_MATMUL_DESC_POINTER_MODE, CUBLASLT_POINTER_MODE_DEVICE);
-    if (const cudaError_t error = device_beta(p.accumulate, &beta_); error != cudaSuccess)
+    if (const cudaError_t error = device_beta(p.accumulate, &own.beta); error != cudaSuccess)
       throw std::runtime_error(std::string("beta: ") + cudaGetErrorString(error) + ", of " + describe(p));
   }
   set_addresses(p);  // the heuristic reads their alignment
@@ -169,9 +186,9 @@ Plan::Plan(const Product& p, int device) {
   const auto layout = [&](cublasLtMatrixLayoutOpaque_t& made, const Operand& o, int64_t outer) {
     check(cublasLtMatrixLayoutInit(&made, o.type, o.k_major ? p.k : outer, o.k_major ? outer : p.k, o.ld), p);
   };
-  layout(left_, p.b, p.n);
-  layout(right_, p.a, p.m);
-  check(cublasLtMatrixLayoutInit(&out_, p.out_type, p.n, p.m, p.out_ld), p);
+  layout(own.left, p.b, p.n);
+  layout(own.right, p.a, p.m);
+  check(cublasLtMatrixLayoutInit(&own.out, p.out_type, p.n, p.m, p.out_ld), p);
 
   cublasLtMatmulPreferenceOpaque_t preference;
   check(cublasLtMatmulPreferenceInit(&preference), p);
@@ -189,21 +206,23 @@ Plan::Plan(const Product& p, int device) {
   std::vector<cublasLtMatmulHeuristicResult_t> results(p.algorithm + 1);
   int found = 0;
   const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
-      handle_, &operation_, &left_, &right_, &out_, &out_, &preference, p.algorithm + 1, results.data(), &found);
+      own.handle, &own.operation, &own.left, &own.right, &own.out, &own.out, &preference, p.algorithm + 1,
+      results.data(), &found);
   if (status != CUBLAS_STATUS_NOT_SUPPORTED) check(status, p);
   const cublasLtMatmulHeuristicResult_t& result = results.back();
   if (status != CUBLAS_STATUS_SUCCESS || found <= p.algorithm || result.state != CUBLAS_STATUS_SUCCESS)
     throw Unsupported("cuBLASLt has no algorithm of rank " + std::to_string(p.algorithm) + " (it lists " +
                       std::to_string(found) + ") for " + describe(p));
-  algorithm_ = result.algo;
-  workspace_ = result.workspaceSize;
+  own.algorithm = result.algo;
+  own.workspace = result.workspaceSize;
 }
 
 void Plan::launch(const Product& p, void* workspace, cudaStream_t stream) {
+  State& own = *state_;
   set_addresses(p);
   const float* alpha = p.alpha != nullptr ? p.alpha : &kFactors[1];
-  check(cublasLtMatmul(handle_, &operation_, alpha, p.b.data, &left_, p.a.data, &right_, beta_, p.out, &out_, p.out,
-                       &out_, &algorithm_, workspace, workspace_, stream), p);
+  check(cublasLtMatmul(own.handle, &own.operation, alpha, p.b.data, &own.left, p.a.data, &own.right, own.beta, p.out, &own.out,
+                       p.out, &own.out, &own.algorithm, workspace, own.workspace, stream), p);
 }
 
 Plan& plan_of(const Product& p, int device) {

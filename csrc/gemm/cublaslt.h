@@ -3,9 +3,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
 
-#include <cublasLt.h>
 #include <cuda_runtime_api.h>
 
 #include "gemm/product.h"
@@ -17,22 +17,17 @@ namespace fsdp_quant {
 class Plan {
  public:
   Plan(const Product& p, int device);
-  Plan(const Plan&) = delete;
-  Plan& operator=(const Plan&) = delete;
+  ~Plan();
 
-  size_t workspace() const { return workspace_; }  // bytes
+  size_t workspace() const;  // bytes
   // `workspace`: that many bytes, aligned to 256.
   void launch(const Product& p, void* workspace, cudaStream_t stream);
 
  private:
+  struct State;  // cuBLASLt's
   void set_addresses(const Product& p);
 
-  cublasLtHandle_t handle_;
-  cublasLtMatmulDescOpaque_t operation_;
-  cublasLtMatrixLayoutOpaque_t left_, right_, out_;
-  cublasLtMatmulAlgo_t algorithm_;
-  size_t workspace_;
-  const float* beta_;
+  const std::unique_ptr<State> state_;
 };
 
 // cuBLASLt has no algorithm for a product, or none of its rank.

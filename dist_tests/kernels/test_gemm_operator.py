@@ -549,8 +549,8 @@ def refusals() -> dict[str, tuple[type[Exception], tuple, dict]]:
     if MAJOR == 9:
         made |= {
             "a has 17 rows (M); 1x128": (value, *call(operand(17, 144, "e4m3", BY_128), block)),
-            "scaling 5 needs sm_100; the device is sm_9x": (gap, *call(mx, mx)),
-            "scaling 6 needs sm_100; the device is sm_9x": (gap, *call(fp4, fp4)),
+            "scaling 5 needs sm_100 or sm_120; the device is sm_90": (gap, *call(mx, mx)),
+            "scaling 6 needs sm_100 or sm_120; the device is sm_90": (gap, *call(fp4, fp4)),
         }
     else:
         made |= {

@@ -19,7 +19,7 @@ from fsdp_quant.ops import dispatch, native, reference
 pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
 
 ON_CUDA = expected.DEVICE.type == "cuda"
-ARCHS = {"sm_90a": native.HOPPER, "sm_100a": native.BLACKWELL}
+ARCHS = {"sm_90a": native.HOPPER, "sm_100f": native.BLACKWELL}
 
 
 def assert_encodes(x: Tensor, encodings: list[Encoding], what: str, **options) -> None:

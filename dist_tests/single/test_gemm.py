@@ -15,7 +15,7 @@ from fsdp_quant.counters import counters
 from fsdp_quant.formats import COLUMNWISE, FORMATS, ROWWISE, Direction, format_of
 from fsdp_quant.gemm import StaleWeightError, gemm
 from fsdp_quant.ops import reference
-from fsdp_quant.ops.capability import DOMAINS, arch_of, gemm_domain, may_be_anchored, unsupported_reason
+from fsdp_quant.ops.capability import DOMAINS, arch_of, arch_of_capability, gemm_domain, may_be_anchored, unsupported_reason
 from fsdp_quant.quantizer import Quantizer
 from fsdp_quant.storage import Storage
 
@@ -143,7 +143,7 @@ def test_tensor_cores_multiply_the_pairs_that_they_can():
             "bf16": [("fp8_128x128", "fp8_128x128"), ("mxfp8", "fp8_1x128"), ("nvfp4", "nvfp4_16x16"), ("mxfp8", "nvfp4"),
                      ("fp8_row", "identity")],
         },
-        "sm_100a": {
+        "sm_100f": {
             "native": [("fp8_tensor", "fp8_tensor"), ("mxfp8", "mxfp8"), ("mxfp8", "mxfp8_32x32"), ("nvfp4", "nvfp4_16x16")],
             "bf16": [("fp8_row", "fp8_row"), ("mxfp8", "nvfp4"), ("fp8_1x128", "fp8_1x128")],
         },
@@ -163,7 +163,17 @@ def test_tensor_cores_multiply_the_pairs_that_they_can():
     assert gemm_domain(floor, floor, torch.bfloat16, "sm_90a", compiled=True)[0] == "bf16"
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+def test_every_gpu_of_a_family_is_planned_alike():
+    """If false, a B300 or an RTX 5090 trains in pure Python while its neighbour multiplies codes."""
+    rows = {(8, 0): "sm_80", (8, 9): "sm_89", (9, 0): "sm_90a", (10, 0): "sm_100f", (10, 3): "sm_100f", (12, 0): "sm_120f", (12, 1): "sm_120f"}
+    assert {c: arch_of_capability(c) for c in rows} == rows
+    for arch in ("sm_100f", "sm_120f"):
+        for fmt in ("mxfp8", "nvfp4", "fp8_tensor"):
+            assert gemm_domain(FORMATS[fmt], FORMATS[fmt], torch.bfloat16, arch, compiled=True)[0] == "native", (arch, fmt)
+    assert gemm_domain(FORMATS["mxfp8"], FORMATS["mxfp8"], torch.bfloat16, "sm_89", compiled=True)[0] == "bf16"
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100f"])
 def test_formats_that_no_kernel_encodes_are_planned_without_one(arch: str):
     """If false, `require_native` accepts a product that dies of its shapes in step 1."""
     fmts = [q.fmt for q in (QUANTIZERS | OTHER).values() if q.fmt.is_quantized]

@@ -13,12 +13,12 @@ from dist_tests.laws import QUANTIZERS, assert_same_bytes, assert_same_storage, 
 from fsdp_quant import storage as storage_module
 from fsdp_quant.formats import COLUMNWISE, FORMATS, ROWWISE, Direction
 from fsdp_quant.ops import layout
-from fsdp_quant.ops.capability import unsupported_reason
+from fsdp_quant.ops.capability import ARCHITECTURES, unsupported_reason
 from fsdp_quant.quantizer import Quantizer
 from fsdp_quant.storage import Placement, Storage, laid_out
 
 WITH_RHT = {**QUANTIZERS, "nvfp4_rht": Quantizer("nvfp4", rotation=True)}
-ARCHS = ("sm_90a", "sm_100a")
+ARCHS = tuple(ARCHITECTURES)
 
 each_quantizer = pytest.mark.parametrize("name", sorted(WITH_RHT))
 each_direction = pytest.mark.parametrize("direction", list(Direction), ids=lambda d: d.value)
@@ -248,7 +248,7 @@ def test_gemm_layout_scales_are_in_128x4_tiles(name: str, direction: Direction):
     bytes are padding, which must be zero. A square block's scale is repeated for each of its rows."""
     for shape in SHAPES:
         storage = WITH_RHT[name].storage(values(*shape, kind="outliers"), direction)
-        flat = storage.to_gemm_layout("sm_100a").scale
+        flat = storage.to_gemm_layout("sm_100f").scale
         scale = storage.scale if direction is ROWWISE else storage.scale.t()
         outer = codes_of(storage).shape[0]
         blocks = scale.shape[1]
@@ -304,7 +304,7 @@ def test_gemm_layout_carries_the_tensor_scale(arch: str):
 def test_gemm_layout_refuses_what_it_cannot_lay_out():
     """Otherwise a shard's half blocks, or another arch's layout, reach a tensor core."""
     storage = Quantizer("mxfp8").storage(values(96, 64), COLUMNWISE)
-    with pytest.raises(NotImplementedError, match="sm_80.*sm_90a and sm_100a"):
+    with pytest.raises(NotImplementedError, match="sm_80.*sm_90a, sm_100f, sm_120f"):
         storage.to_gemm_layout("sm_80")
     with pytest.raises(ValueError, match="shard from row 16"):
         storage.narrow(16, 32).to_gemm_layout("sm_90a")
@@ -318,7 +318,7 @@ def test_scales_are_laid_out_again(name: str, direction: Direction, arch: str, m
     monkeypatch.setattr(storage_module, "arch_of", lambda device: arch)
     storage, calls = WITH_RHT[name].storage(values(256, 640), direction), []
     (made,) = laid_out([(storage, layout.NATIVE)], calls=calls)
-    fmt, in_tiles = storage.fmt, storage.fmt.scale != "fp32" and arch == "sm_100a"
+    fmt, in_tiles = storage.fmt, storage.fmt.scale != "fp32" and arch == "sm_100f"
     if in_tiles or not fmt.is_quantized or fmt.scale_leaves_contraction:
         assert not calls, "there is no copy"
     if fmt.name == "fp8_128x128":

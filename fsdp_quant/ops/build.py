@@ -34,7 +34,7 @@ TORCH_LIBRARIES = ("c10", "torch", "torch_cpu", "c10_cuda", "torch_cuda")
 
 
 class Failed(Exception):
-    """A compiler failed: its command, and what it printed."""
+    """A compiler failed: its first error, its command, and what it printed."""
 
 
 class Record(NamedTuple):
@@ -81,7 +81,9 @@ def cxx() -> list[str]:
 def _run(command: Sequence[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise Failed(f"{shlex.join(command)}\n{done.stdout}{done.stderr}")
+        printed = done.stdout + done.stderr
+        first = next((line for line in printed.splitlines() if "error" in line or "undefined" in line), f"{command[0]} failed")
+        raise Failed(f"{first}\n{shlex.join(command)}\n{printed}")
 
 
 def _is_fresh(output: Path, command: str) -> bool:
@@ -177,6 +179,8 @@ def build_glue(csrc: Path, folder: Path, kernels: Path, torch: Path, version: st
         raise Failed("there is no C++ compiler (CXX, c++ or g++)")
     includes, libraries = runtime_folders(torch.parent, cuda, toolkit)
     includes = [torch / "include", torch / "include/torch/csrc/api/include", *includes]
+    if not any((path / "crt/host_defines.h").exists() for path in includes):
+        includes.insert(0, csrc / "api/no_toolkit")
     compiler = [*cxx(), *CXX_FLAGS, f"-I{csrc}", *(word for path in includes for word in ("-isystem", str(path)))]
     sources = [csrc / "bindings.cpp", *sorted(csrc.glob("api/*.cpp"))]
     objects = compile_sources(csrc, sources, compiler, temp / f"glue-{release_of(version)}", jobs())

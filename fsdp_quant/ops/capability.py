@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -15,12 +16,50 @@ from .layout import ANCHORED, ANCHORED_TENSOR, COMPACT, NATIVE
 # a bf16 GEMM multiplies them. reference: decoded to fp32, the definition.
 DOMAINS = ("native", "anchored", "bf16", "reference")
 
-# What one exponent serves, by the operand's scale. Pairs of fp32 scales that sm_90a multiplies: cuBLASLt, "narrow
-# precision data types".
+# Blocks of fp32 scales.
 _TENSOR, _LINE, _1X128, _128X128 = (None, None), (1, None), (1, 128), (128, 128)
-_HOPPER_PAIRS = {
-    frozenset({_TENSOR}), frozenset({_LINE}), frozenset({_TENSOR, _LINE}), frozenset({_1X128}), frozenset({_1X128, _128X128}),
+
+
+class Architecture(NamedTuple):
+    """A kind of GPU with tensor cores for codes. C++ has the same products: `gemm_takes`, csrc/api/gemm.cpp.
+
+    name:          of the code that it runs: "a" of this capability alone, "f" of its family.
+    least, most:   its capabilities.
+    scale_layout:  in which products read scales of blocks (`ops.native`, csrc/quantize/quantize.h).
+    fp32_pairs:    pairs of blocks whose fp32 scales it multiplies: cuBLASLt, "narrow precision data types".
+    byte_scales:   it multiplies blocks with scales of one byte.
+    anchors:       8-bit products with one exponent a tensor, a line or a run take the place of those.
+    """
+
+    name: str
+    least: tuple[int, int]
+    most: tuple[int, int]
+    scale_layout: int
+    fp32_pairs: frozenset[frozenset]
+    byte_scales: bool = False
+    anchors: bool = False
+
+
+HOPPER, BLACKWELL = 1, 2
+_OF_TENSORS = frozenset({frozenset({_TENSOR})})
+ARCHITECTURES = {
+    row.name: row
+    for row in (
+        Architecture(
+            "sm_90a", (9, 0), (9, 0), HOPPER, anchors=True, fp32_pairs=_OF_TENSORS | {
+                frozenset({_LINE}), frozenset({_TENSOR, _LINE}), frozenset({_1X128}), frozenset({_1X128, _128X128}),
+            },
+        ),
+        Architecture("sm_100f", (10, 0), (10, 9), BLACKWELL, _OF_TENSORS, byte_scales=True),
+        Architecture("sm_120f", (12, 0), (12, 9), BLACKWELL, _OF_TENSORS, byte_scales=True),
+    )
 }
+
+
+def arch_of_capability(capability: tuple[int, int]) -> str:
+    """The name of its row; without one "sm_80", whose products are in bf16."""
+    row = next((a for a in ARCHITECTURES.values() if a.least <= capability <= a.most), None)
+    return row.name if row is not None else "sm_{}{}".format(*capability)
 
 
 ELEMENTS = {"e4m3": 1, "e5m2": 2, "e2m1": 3}  # of kernels, as operators number them
@@ -44,12 +83,11 @@ def unsupported_reason(fmt: Format) -> str | None:
 
 @functools.cache
 def _cuda_arch(index: int) -> str:
-    major, minor = torch.cuda.get_device_capability(index)
-    return {(9, 0): "sm_90a", (10, 0): "sm_100a"}.get((major, minor), f"sm_{major}{minor}")
+    return arch_of_capability(torch.cuda.get_device_capability(index))
 
 
 def arch_of(device: torch.device) -> str:
-    """"cpu", "sm_90a", "sm_100a" or another CUDA architecture name."""
+    """"cpu", or the name of a row of ARCHITECTURES, or another CUDA architecture name."""
     if device.type != "cuda":
         return "cpu"
     return _cuda_arch(device.index if device.index is not None else torch.cuda.current_device())
@@ -63,13 +101,12 @@ def _multiplies(a: Format, b: Format, arch: str) -> bool:
     """The tensor cores of `arch` multiply the two as they are."""
     if a.rotated != b.rotated or a.element.bits != b.element.bits or a.element.name == b.element.name == "e5m2":
         return False
-    if arch not in ("sm_90a", "sm_100a") or not _are_encoded(a, b):
+    row = ARCHITECTURES.get(arch)
+    if row is None or a.scale != b.scale or not _are_encoded(a, b):
         return False
-    if arch == "sm_90a":
-        return a.scale == b.scale == "fp32" and frozenset({a.block, b.block}) in _HOPPER_PAIRS
-    if a.scale == b.scale == "fp32":
-        return a.block == b.block == _TENSOR
-    return a.scale == b.scale and {a.block[1], b.block[1]} == {32 if a.scale == "e8m0" else 16}
+    if a.scale == "fp32":
+        return frozenset({a.block, b.block}) in row.fp32_pairs
+    return row.byte_scales and {a.block[1], b.block[1]} == {32 if a.scale == "e8m0" else 16}
 
 
 def anchors(fmt: Format) -> bool:
@@ -88,7 +125,8 @@ def scales_tensor(fmt: Format) -> bool:
 
 
 def _is_anchored(a: Format, b: Format, arch: str) -> bool:
-    if arch != "sm_90a" or a.element.name == b.element.name == "e5m2" or not _are_encoded(a, b):
+    anchors_here = arch in ARCHITECTURES and ARCHITECTURES[arch].anchors
+    if not anchors_here or a.element.name == b.element.name == "e5m2" or not _are_encoded(a, b):
         return False
     in_blocks = [anchors(f) or f.decodes_exactly_to_e4m3 for f in (a, b)]
     lines = [block or (f.scale == "fp32" and f.block in (_TENSOR, _LINE)) for f, block in zip((a, b), in_blocks)]
@@ -98,7 +136,7 @@ def _is_anchored(a: Format, b: Format, arch: str) -> bool:
 
 def may_be_anchored(a: Format, b: Format) -> bool:
     """Some device multiplies the pair in the anchored domain."""
-    return _is_anchored(a, b, "sm_90a")
+    return any(_is_anchored(a, b, arch) for arch in ARCHITECTURES)
 
 
 @functools.cache

@@ -19,12 +19,11 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..formats import ROWWISE, SCALE_DTYPE, Direction, Encoding, Format, ceil_div, round_up
 from . import extension, opaque
-from .capability import ELEMENTS, arch_of, unsupported_reason
+from .capability import ARCHITECTURES, BLACKWELL, ELEMENTS, HOPPER, arch_of, unsupported_reason
 from .layout import ANCHOR_RUNS, ANCHORED_TENSOR, ANCHORS, NATIVE, is_exact_operand, operand_format
 from .layout import COMPACT as COMPACT_LAYOUT
 
-COMPACT, HOPPER, BLACKWELL, OPERAND = range(4)
-SCALE_LAYOUTS = {"sm_90a": HOPPER, "sm_100a": BLACKWELL}
+COMPACT, OPERAND = 0, 3  # as HOPPER and BLACKWELL: of csrc/quantize/quantize.h
 TRANSPOSE_BYTES, TRANSPOSE_NIBBLES, SWIZZLE, SWIZZLE_TRANSPOSED = range(4)
 TRANSPOSED_BITS = (4, 8)  # codes that a kernel transposes
 TILE = 128
@@ -133,7 +132,11 @@ def supported(fmt: Format, device: torch.device) -> dict[str, str | None]:
 
 def scale_layout(x: Tensor) -> int:
     """How the tensor cores where x is read scales."""
-    return SCALE_LAYOUTS.get(arch_of(x.device), COMPACT)
+    return scale_layout_of(arch_of(x.device))
+
+
+def scale_layout_of(arch: str) -> int:
+    return ARCHITECTURES[arch].scale_layout if arch in ARCHITECTURES else COMPACT
 
 
 # Quantize #
@@ -860,7 +863,7 @@ def reading_of(encoding: Encoding, layout: str, domain: str, arch: str, same: bo
     rounded_to_anchors = encoding.stochastic and layout in ANCHORS and not operand  # codes first, anchored after
     if domain == "reference" or unsupported_reason(fmt) or (layout == COMPACT_LAYOUT and factored) or rounded_to_anchors:
         return None
-    scales = OPERAND if operand else SCALE_LAYOUTS.get(arch, COMPACT) if laid_out else COMPACT
+    scales = OPERAND if operand else scale_layout_of(arch) if laid_out else COMPACT
     return Reading(
         pack_encoding(encoding, turned and layout != COMPACT_LAYOUT, scales),
         -1 if operand else OF_TENSOR if layout == ANCHORED_TENSOR else (ANCHOR_RUNS[layout] or 0) if layout in ANCHOR_RUNS else -1,
