@@ -122,8 +122,9 @@ Side unpack_encoding(int64_t packed, double eps, const char* name) {
   const bool known = in_bytes ? c == 16 || c == 32 : c == 0 || c == 128;
   TORCH_CHECK_VALUE(known && (s.outer == 1 || s.outer == c), name, " has blocks of (", s.outer,
                     ", ", c, ") with scale kind ", scale, ": no kernel");
-  TORCH_CHECK_VALUE(s.four_bit() == s.two_level(), name,
-                    ": 4-bit elements go with two-level scales");
+  const bool of_32 = s.scale == ScaleKind::kE8M0Up && s.outer == 1 && c == 32;
+  TORCH_CHECK_VALUE(s.four_bit() ? s.two_level() || of_32 : !s.two_level(), name,
+                    ": 4-bit elements go with two-level scales, or with e8m0 scales of (1, 32) blocks");
   TORCH_CHECK_VALUE(!s.operand() || (s.exact() && c == 16), name, ": operands are made of e2m1 in ",
                     "blocks of 16 whose scales are fp8_exact");
   TORCH_CHECK_VALUE(!s.rotated || (s.four_bit() && s.outer == 1), name,

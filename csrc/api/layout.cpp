@@ -91,8 +91,8 @@ std::optional<AnchorCodes> anchor_of(
   const bool e8m0 = side.scale == ScaleKind::kE8M0Up || side.scale == ScaleKind::kE8M0Floor;
   const bool powers = side.scale == ScaleKind::kFp32Pow2 && side.outer == kTile && whole;
   const bool exact = side.exact() && whole && shape.matrices == 1 && tensor_amax.has_value();
-  TORCH_CHECK_VALUE(side.present() && (powers || exact || (e8m0 && side.contraction == 32)), "side is ", spec,
-                    "; wanted e8m0 scales of (1, 32) or (32, 32) blocks, or for a tensor powers of two of (128, 128), or 4-bit codes "
+  TORCH_CHECK_VALUE(side.present() && (powers || exact || (e8m0 && side.contraction == 32 && !side.four_bit())), "side is ", spec,
+                    "; wanted e8m0 scales of (1, 32) or (32, 32) blocks of 8 bits, or for a tensor powers of two of (128, 128), or 4-bit codes "
                     "of one matrix with fp8_exact scales and a tensor amax");
   const int64_t elements = shape.matrices * shape.rows * shape.cols;
   const EncodingSizes<int64_t> of = encoding_sizes<int64_t>(side, columnwise, shape.rows, shape.cols, 0);

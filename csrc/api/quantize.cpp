@@ -490,6 +490,7 @@ std::vector<at::Tensor> anchored(
     TORCH_CHECK_VALUE(s.scale == ScaleKind::kE8M0Up, "anchors take the place of e8m0 scales that are rounded up");
     TORCH_CHECK_VALUE(launch.input == Input::kBF16 || launch.input == Input::kF32AsBF16, "x is ", x.scalar_type(),
                       "; anchored codes are made of bfloat16 (or float32 through bfloat16)");
+    TORCH_CHECK_VALUE(!s.four_bit(), "anchors are of codes of 8 bits");
     TORCH_CHECK_VALUE(s.outer == 1 && s.contraction == 32, "anchors are of (1, 32) blocks; got (", s.outer, ", ",
                       s.contraction, ")");
     TORCH_CHECK_VALUE(!whole[d] || s.element == Element::kE4M3, "anchors of tensors are of e4m3");
@@ -751,7 +752,7 @@ void adam_group(
   size_t wanted = 0;
   for (const Side& s : side) {
     if (!s.present()) continue;
-    TORCH_CHECK_VALUE(!s.stochastic && !s.rotated && !s.transposed && (statistics || (!s.whole() && !s.two_level())),
+    TORCH_CHECK_VALUE(!s.stochastic && !s.rotated && !s.transposed && (statistics || (!s.whole() && !s.four_bit())),
                       "Adam's kernel makes compact 8-bit codes, rounded to nearest, of scales that need no pass over the "
                       "tensor before, or statistics that are not of rotated values");
     wanted += statistics ? 1 + s.two_level() : 2;

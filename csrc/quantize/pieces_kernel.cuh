@@ -347,7 +347,7 @@ __device__ __forceinline__ void fill_factors(const Side (&side)[2], const Tile& 
   if (!FourBit && !spans(side[0]) && !spans(side[1])) return;
   if (spans(s)) {
     smem.lines[d][i] = bits_of(d ? line_factor<true>(s, b, tile.col0 + i) : line_factor<false>(s, b, tile.row0 + i));
-  } else if (FourBit && s.present() && s.four_bit()) {
+  } else if (FourBit && s.present() && s.two_level()) {
     const float amax = __ldcg(b.tensor_amax);
     smem.factors[d][i] = two_level_factor(i, amax, s);
     if (i == 0) smem.target[d] = two_level_target(amax, s);

@@ -647,15 +647,17 @@ __device__ __forceinline__ void find_factors(
       f.enc[k] = scale.enc, stored[k] = scale.stored;
     }
   };
-  if constexpr (P::kTakes4) {
-    float target;
-    if constexpr (kIsPiece<Buffers>) {
-      target = smem.target[Columnwise];
-    } else {
-      target = two_level_target(__ldcg(b.tensor_amax), s);
+  if (P::kTakes4 && s.two_level()) {
+    if constexpr (P::kTakes4) {
+      float target;
+      if constexpr (kIsPiece<Buffers>) {
+        target = smem.target[Columnwise];
+      } else {
+        target = two_level_target(__ldcg(b.tensor_amax), s);
+      }
+      const bool round_up = P::kFull && s.stochastic;
+      scales([&](float a) { return two_level_scale(a, target, round_up, s.exact(), smem.factors[Columnwise]); });
     }
-    const bool round_up = P::kFull && s.stochastic;
-    scales([&](float a) { return two_level_scale(a, target, round_up, s.exact(), smem.factors[Columnwise]); });
   } else {
     float least = amax[0], largest = amax[0];
 #pragma unroll
@@ -813,7 +815,7 @@ __device__ __forceinline__ void fill_factors(
     const Side (&side)[2], const SideBuffers& row, const SideBuffers& col, float (&factors)[2][128]) {
   const int d = threadIdx.x / 128, code = threadIdx.x % 128;
   const float* const amax = d ? col.tensor_amax : row.tensor_amax;
-  if (side[d].present() && side[d].four_bit()) factors[d][code] = two_level_factor(code, __ldcg(amax), side[d]);
+  if (side[d].present() && side[d].two_level()) factors[d][code] = two_level_factor(code, __ldcg(amax), side[d]);
 }
 
 __device__ __forceinline__ void grid_barrier(uint32_t* barrier, uint32_t blocks) {

@@ -265,6 +265,7 @@ class Operators:
             is_up = e.fmt.scale == "e8m0" and e.fmt.scale_rounding == "up"
             refuse(not is_up, "anchors take the place of e8m0 scales that are rounded up")
             refuse(e.fmt.block != (1, 32), f"anchors are of (1, 32) blocks; got {e.fmt.block}")
+            refuse(e.fmt.element.bits != 8, "anchors are of codes of 8 bits")
             run, given = (row_run, row_anchor) if e.direction is ROWWISE else (col_run, col_anchor)
             if run == native.OF_TENSOR:
                 refuse(e.fmt.element.name != "e4m3", "anchors of tensors are of e4m3")
@@ -324,7 +325,8 @@ class Operators:
         if whole and fmt.decodes_exactly_to_e4m3:
             refuse(not (data.is_contiguous() and scale.is_contiguous()) or tensor_amax is None, "data, scale or tensor amax")
             return _operand_of_codes(data, scale, tensor_amax, fmt, direction, cols, transposed)
-        refuse(not powers and (fmt.scale != "e8m0" or fmt.block[1] != 32), "wanted e8m0 scales of (1, 32) or (32, 32) blocks")
+        of_8_bits = fmt.scale == "e8m0" and fmt.block[1] == 32 and fmt.element.bits == 8
+        refuse(not powers and not of_8_bits, "wanted e8m0 scales of (1, 32) or (32, 32) blocks")
         refuse(not (data.is_contiguous() and scale.is_contiguous()), "data or scale is not contiguous")
         refuse(cols != data.shape[1], f"data of {cols} columns")
         grid = fmt.scale_shape(tuple(data.shape), direction)
@@ -417,7 +419,7 @@ class Operators:
             x = p.to(torch.bfloat16)
             for side in _present(row_side, col_side, row_eps, col_eps):
                 e = side.encoding
-                leaves_tile = e.fmt.block[1] is None or e.fmt.tensor_scale
+                leaves_tile = e.fmt.block[1] is None or e.fmt.element.bits == 4
                 refuse(e.stochastic or e.fmt.rotated or (leaves_tile and not statistics), "Adam's kernel makes plain codes")
                 amax, tensor_amax = reference.statistics(x, e, start)
                 if statistics:
@@ -490,7 +492,7 @@ class Operators:
         return bool(reading.side) and reading.kind == 0
 
     def _fields(self, reading) -> int:
-        return 0 if not reading.side else 3 if self._decodes(reading) else 2
+        return self._buffers(reading.side, ROWWISE) if reading.side else 0
 
     def _is_four_bit(self, reading) -> bool:
         return bool(reading.side) and unpack(reading.side, ROWWISE).encoding.fmt.tensor_scale

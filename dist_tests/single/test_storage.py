@@ -13,7 +13,7 @@ from dist_tests.laws import QUANTIZERS, assert_same_bytes, assert_same_storage, 
 from fsdp_quant import storage as storage_module
 from fsdp_quant.formats import COLUMNWISE, FORMATS, ROWWISE, Direction
 from fsdp_quant.ops import layout
-from fsdp_quant.ops.capability import ARCHITECTURES, unsupported_reason
+from fsdp_quant.ops.capability import ARCHITECTURES, anchors
 from fsdp_quant.quantizer import Quantizer
 from fsdp_quant.storage import Placement, Storage, laid_out
 
@@ -37,7 +37,7 @@ def test_rows_of_an_operand_are_the_operand_of_the_rows(name: str, wanted: str, 
     """Otherwise a product that is made a few rows at a time is another one."""
     whole = WITH_RHT[name].storage(values(256, 512, kind="heavy"), ROWWISE)
     monkeypatch.setattr(storage_module, "arch_of", lambda device: "sm_90a")
-    if wanted == layout.ANCHORED and (whole.fmt.scale != "e8m0" or unsupported_reason(whole.fmt)):
+    if wanted == layout.ANCHORED and not anchors(whole.fmt):
         return
     one, rows = whole.in_layout(wanted), whole.narrow(128, 64)
     part = one.operand_rows(128, 64)

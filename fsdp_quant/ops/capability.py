@@ -74,7 +74,8 @@ def unsupported_reason(fmt: Format) -> str | None:
     outer, contraction = fmt.block
     if contraction not in blocks or outer not in (1, contraction):
         return f"no kernel for {fmt.scale} scales of {fmt.block} blocks"
-    if fmt.element.name not in ELEMENTS or (fmt.element.bits == 4) != fmt.tensor_scale:
+    of_4_bits = fmt.tensor_scale or (fmt.scale == "e8m0" and fmt.block == (1, 32) and fmt.scale_rounding == "up")
+    if fmt.element.name not in ELEMENTS or (not of_4_bits if fmt.element.bits == 4 else fmt.tensor_scale):
         return f"no kernel for {fmt.element.name} with {fmt.scale} scales"
     if fmt.decodes_exactly_to_e4m3 and contraction != 16:
         return f"no kernel for {fmt.scale_rule} scales of {fmt.block} blocks"
@@ -106,12 +107,14 @@ def _multiplies(a: Format, b: Format, arch: str) -> bool:
         return False
     if a.scale == "fp32":
         return frozenset({a.block, b.block}) in row.fp32_pairs
-    return row.byte_scales and {a.block[1], b.block[1]} == {32 if a.scale == "e8m0" else 16}
+    block, bits = (32, 8) if a.scale == "e8m0" else (16, 4)
+    return row.byte_scales and {a.block[1], b.block[1]} == {block} and a.element.bits == bits
 
 
 def anchors(fmt: Format) -> bool:
     """One exponent a line, or a tensor, can take the place of this format's block scales."""
-    return fmt.scale == "e8m0" and fmt.block[1] == 32 and fmt.scale_rounding == "up" and unsupported_reason(fmt) is None
+    of_blocks = fmt.scale == "e8m0" and fmt.block[1] == 32 and fmt.scale_rounding == "up" and fmt.element.bits == 8
+    return of_blocks and unsupported_reason(fmt) is None
 
 
 def anchors_tensor(fmt: Format) -> bool:

@@ -621,14 +621,14 @@ def fused_outputs(weight: QuantizedWeight) -> FusedOutputs | None:
     if state.compute_dtype is not torch.bfloat16 or weight.dim() != 2:
         return None
     cuts, rank = (RowCuts((0, weight.shape[0])), 0) if managed is None else (cuts_of(managed), managed.rank)
-    taken = {
-        d: e for d, e in state.quantizer.encodings.items()
-        if e.fmt.is_quantized and native.takes_group(e, torch.float32, True)
-    }
 
     def crosses(e: Encoding) -> bool:
         return e.fmt.scale_leaves_contraction or e.fmt.tensor_scale or cuts.shares_statistics(e)
 
+    taken = {
+        d: e for d, e in state.quantizer.encodings.items()
+        if e.fmt.is_quantized and native.takes_group(e, torch.float32, True) and (e.fmt.element.bits == 8 or crosses(e))
+    }
     later = {d: e for d, e in taken.items() if crosses(e)}
     chosen = later or taken
     of = tuple(chosen.values())
