@@ -13,8 +13,8 @@
 
 #include "api/checks.h"
 #include "api/operands.h"
-#include "gemm/choice.h"
 #include "gemm/cublaslt.h"
+#include "gemm/hopper.h"
 #include "gemm/product_error.h"
 
 namespace fsdp_quant {
@@ -27,8 +27,6 @@ struct Arguments {
   int64_t a_kind, b_kind;
   const MaybeTensor &bias, &alpha;
   int64_t sm_count;
-  bool fast_accumulation;
-  int64_t algorithm;
 };
 
 // Which pairs cuBLASLt multiplies, and the last our kernels:
@@ -117,11 +115,7 @@ Product product_of(const Arguments& given, at::ScalarType out_dtype, int device)
   }
   TORCH_CHECK_VALUE(given.sm_count >= 0 && given.sm_count < 1 << 16, "sm_count is ", given.sm_count,
                     "; wanted 0 (all) or a number of multiprocessors");
-  TORCH_CHECK_VALUE(given.algorithm >= 0 && given.algorithm < 1 << 8, "algorithm is ", given.algorithm,
-                    "; wanted a rank from 0 to 255");
-  p.sm_count = static_cast<int32_t>(given.sm_count), p.algorithm = static_cast<int32_t>(given.algorithm);
-  // Other products promote as they go.
-  p.fast_accumulation = given.fast_accumulation && is_fp8(p.a.type) && p.a.scaling <= Scaling::kRow;
+  p.sm_count = static_cast<int32_t>(given.sm_count);
   return p;
 }
 
@@ -135,13 +129,12 @@ void multiply(Product& p, const at::Tensor& out, const Arguments& given) {
   p.out = out.mutable_data_ptr();
   p.out_ld = p.m > 1 ? out.stride(0) : p.n;
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
-  if (has_fp32_blocks(p.a.scaling)) {  // of an sm_90, as the pair was checked
-    const Choice choice = choice_of(p, processors_of(stream.device_index()));
-    if (choice.own) {
-      check_launch(hopper::launch(p, nullptr, {}, choice.schedule, stream), "gemm");
-      return;
-    }
-    TORCH_CHECK_NOT_IMPLEMENTED(p.a.scaling != Scaling::k1x512, "operands have 1x512 scales, and ", choice.reason);
+  if (p.a.scaling == Scaling::k1x512) {  // of an sm_90, as the pair was checked; cuBLASLt does not take them
+    const char* const reason = hopper::why_not(p);
+    TORCH_CHECK_NOT_IMPLEMENTED(reason == nullptr, "operands have 1x512 scales, and ", reason);
+    const int32_t all = processors_of(stream.device_index());
+    const hopper::Schedule schedule = hopper::schedule_of(p, p.sm_count > 0 ? std::min(p.sm_count, all) : all);
+    return check_launch(hopper::launch(p, {}, schedule, stream), "gemm");
   }
   at::Tensor row_scale;
   if ((p.a.scaling == Scaling::kRow) != (p.b.scaling == Scaling::kRow)) {  // the other is of the whole operand
@@ -166,11 +159,10 @@ void multiply(Product& p, const at::Tensor& out, const Arguments& given) {
 
 at::Tensor gemm(
     const at::Tensor& a, const at::Tensor& b, const MaybeTensor& a_scale, const MaybeTensor& b_scale, int64_t a_kind,
-    int64_t b_kind, at::ScalarType out_dtype, const MaybeTensor& bias, const MaybeTensor& alpha, int64_t sm_count,
-    bool fast_accumulation, int64_t algorithm) {
+    int64_t b_kind, at::ScalarType out_dtype, const MaybeTensor& bias, const MaybeTensor& alpha, int64_t sm_count) {
   check_cuda(a, "a");
   const c10::cuda::CUDAGuard guard(a.device());
-  const Arguments given = {a, b, a_scale, b_scale, a_kind, b_kind, bias, alpha, sm_count, fast_accumulation, algorithm};
+  const Arguments given = {a, b, a_scale, b_scale, a_kind, b_kind, bias, alpha, sm_count};
   Product p = product_of(given, out_dtype, a.get_device());
   at::Tensor out = new_empty(a, {p.m, p.n}, out_dtype);
   multiply(p, out, given);
@@ -182,10 +174,10 @@ namespace {
 void gemm_out(
     const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const MaybeTensor& a_scale,
     const MaybeTensor& b_scale, int64_t a_kind, int64_t b_kind, bool accumulate, const MaybeTensor& bias,
-    const MaybeTensor& alpha, int64_t sm_count, bool fast_accumulation, int64_t algorithm) {
+    const MaybeTensor& alpha, int64_t sm_count) {
   check_cuda(a, "a");
   const c10::cuda::CUDAGuard guard(a.device());
-  const Arguments given = {a, b, a_scale, b_scale, a_kind, b_kind, bias, alpha, sm_count, fast_accumulation, algorithm};
+  const Arguments given = {a, b, a_scale, b_scale, a_kind, b_kind, bias, alpha, sm_count};
   Product p = product_of(given, out.scalar_type(), a.get_device());
   p.accumulate = accumulate;
   TORCH_CHECK_VALUE(out.device() == a.device() && out.dim() == 2 && out.size(0) == p.m && out.size(1) == p.n, "out is ",
@@ -203,26 +195,6 @@ void gemm_out(
 }  // namespace
 
 namespace {
-
-// "cuBLASLt: why", "256x128: why" or "nothing: why": what makes a product of aligned operands on an sm_90.
-std::string gemm_choice(
-    int64_t m, int64_t n, int64_t k, int64_t a_kind, int64_t b_kind, at::ScalarType out_dtype, bool accumulate,
-    int64_t sm_count, int64_t algorithm) {
-  TORCH_CHECK_VALUE(sm_count > 0 && sm_count < 1 << 16, "sm_count is ", sm_count, "; wanted a number of multiprocessors");
-  Product p = {};
-  p.a = operand_of_kind(a_kind, "a"), p.b = operand_of_kind(b_kind, "b");
-  alignas(16) static const float somewhere[4] = {};
-  for (Operand* o : {&p.a, &p.b}) {
-    o->data = somewhere, o->ld = round_up(k, 16), o->k_major = true;
-    if (o->scaling != Scaling::kNone) o->scale = somewhere;
-  }
-  p.m = m, p.n = n, p.k = k, p.out_ld = round_up(n, 8), p.out_type = type_of(out_dtype, "out");
-  p.accumulate = accumulate, p.algorithm = static_cast<int32_t>(algorithm);
-  const Choice choice = choice_of(p, static_cast<int32_t>(sm_count));
-  const char* const name = !choice.own ? p.a.scaling == Scaling::k1x512 ? "nothing" : "cuBLASLt"
-                           : choice.schedule.tile == hopper::Tile::k256x128x2 ? "256x128" : "128x128";
-  return std::string(name) + ": " + choice.reason;
-}
 
 CountedOperand counted_operand(
     const at::Tensor& x, const MaybeTensor& scale, int64_t kind, int64_t counted, const char* name) {
@@ -276,17 +248,12 @@ void register_gemm(torch::Library& m) {
       torch::dispatch(c10::DispatchKey::CUDA, product_error), compliant());
   m.def("gemm_takes(int a_kind, int b_kind, int major, int minor) -> bool", gemm_takes);
   m.def(
-      "gemm_choice(int m, int n, int k, int a_kind, int b_kind, ScalarType out_dtype, bool accumulate=False, "
-      "int sm_count=132, int algorithm=0) -> str",
-      gemm_choice);
-  m.def(
       "gemm(Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, int a_kind, int b_kind, ScalarType out_dtype, "
-      "Tensor? bias=None, Tensor? alpha=None, int sm_count=0, bool fast_accumulation=False, int algorithm=0) -> Tensor",
+      "Tensor? bias=None, Tensor? alpha=None, int sm_count=0) -> Tensor",
       torch::dispatch(c10::DispatchKey::CUDA, gemm), compliant());
   m.def(
       "gemm_out(Tensor(a!) out, Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, int a_kind, int b_kind, "
-      "bool accumulate=False, Tensor? bias=None, Tensor? alpha=None, int sm_count=0, bool fast_accumulation=False, "
-      "int algorithm=0) -> ()",
+      "bool accumulate=False, Tensor? bias=None, Tensor? alpha=None, int sm_count=0) -> ()",
       torch::dispatch(c10::DispatchKey::CUDA, gemm_out), compliant());
 }
 

@@ -1,5 +1,4 @@
-// Host side of products whose parts lie apart: groups, and an operand in the planes of an all-gather. Nothing here reads
-// the device.
+// Host side of products of groups. Nothing here reads the device.
 #include "api/parts.h"
 
 #include <algorithm>
@@ -68,14 +67,14 @@ void launch(Product& p, const Parts& parts, int64_t sm_count, const at::Tensor& 
   C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, stream.device_index()));
   TORCH_CHECK_NOT_IMPLEMENTED(major == 9, name, " needs sm_90; the device is sm_", major, "x");
   const auto kind = [](const Operand& o) { return static_cast<int>(o.scaling); };
-  const char* const reason = hopper::why_not(p, nullptr, parts);
+  const char* const reason = hopper::why_not(p, parts);
   TORCH_CHECK_NOT_IMPLEMENTED(reason == nullptr, name, " of a ", a.sizes(), " with scaling ", kind(p.a), " and b ", b.sizes(),
                               " with scaling ", kind(p.b), ": ", reason);
   TORCH_CHECK_VALUE(sm_count >= 0 && sm_count < 1 << 16, "sm_count is ", sm_count,
                     "; wanted 0 (all) or a number of multiprocessors");
   int32_t processors = processors_of(stream.device_index());
   if (sm_count > 0) processors = std::min(processors, static_cast<int32_t>(sm_count));
-  check_launch(hopper::launch(p, nullptr, parts, hopper::schedule_of(p, processors, parts), stream), name);
+  check_launch(hopper::launch(p, parts, hopper::schedule_of(p, processors, parts), stream), name);
 }
 
 int32_t* flag_of(const MaybeTensor& flag, const at::Tensor& like) {
@@ -211,44 +210,6 @@ void grouped_gemm_wgrad(
                  flag_of(flag, a), sm_count);
 }
 
-// out (+)= alpha * a b^T (+ bias), where b is [ranks, N, K / ranks].
-void gemm_gathered(
-    const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const MaybeTensor& a_scale,
-    const MaybeTensor& b_scale, int64_t a_kind, int64_t b_kind, bool accumulate, const MaybeTensor& bias,
-    const MaybeTensor& alpha, int64_t sm_count) {
-  check_cuda(a, "a");
-  const c10::cuda::CUDAGuard guard(a.device());
-  Product p = {};
-  Parts parts;
-  p.a = codes_of(a, a_kind, "a"), p.b = stacked_of(b, b_kind, "b", &parts.b_plane);
-  const int64_t ranks = b.size(0), of_rank = b.size(2);
-  p.m = a.size(0), p.n = b.size(1), p.k = a.size(1), p.accumulate = accumulate;
-  TORCH_CHECK_VALUE(ranks * of_rank == p.k && p.k > 0 && ranks <= 1 << 16, "a is ", a.sizes(), " and b ", b.sizes(),
-                    "; wanted [M, K] and [ranks, N, K / ranks], of one K that is not 0, and at most 65536 ranks");
-  parts.planes = static_cast<int32_t>(ranks);
-  check_sizes(p, a, b);
-  set_scale(p.a, a_scale, a, p.m, p.k, "a_scale");
-  if (p.b.scaling == Scaling::k128x128) {  // those of every rank, stacked
-    const bool stacked = set_scale(p.b, b_scale, b, p.n, of_rank, "b_scale", ranks);
-    TORCH_CHECK_VALUE(stacked || ranks == 1, "b_scale has the scales of one rank; wanted ", ranks, " times as many");
-  } else {
-    set_scale(p.b, b_scale, b, p.n, p.k, "b_scale");
-  }
-  set_out(p, out, a, {p.m, p.n});
-  TORCH_CHECK_VALUE(!accumulate || p.out_type == CUDA_R_32F, "out is ", out.scalar_type(),
-                    "; these products accumulate in float32");
-  if (bias.has_value()) {
-    check_buffer(*bias, "bias", a, bias->scalar_type(), p.n);
-    p.bias = bias->const_data_ptr(), p.bias_type = type_of(bias->scalar_type(), "bias");
-  }
-  if (alpha.has_value()) {
-    check_buffer(*alpha, "alpha", a, at::kFloat, 1);
-    p.alpha = alpha->const_data_ptr<float>();
-  }
-  if (out.numel() == 0) return;
-  launch(p, parts, sm_count, a, b, "gemm_gathered");
-}
-
 }  // namespace
 
 void register_parts(torch::Library& m) {
@@ -262,10 +223,6 @@ void register_parts(torch::Library& m) {
       "grouped_gemm_wgrad(Tensor(a!) out, Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor offsets, "
       "int a_kind, int b_kind, bool accumulate=False, Tensor(b!)? flag=None, int sm_count=0) -> ()",
       torch::dispatch(c10::DispatchKey::CUDA, grouped_gemm_wgrad), compliant());
-  m.def(
-      "gemm_gathered(Tensor(a!) out, Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, int a_kind, int b_kind, "
-      "bool accumulate=False, Tensor? bias=None, Tensor? alpha=None, int sm_count=0) -> ()",
-      torch::dispatch(c10::DispatchKey::CUDA, gemm_gathered), compliant());
 }
 
 }  // namespace fsdp_quant

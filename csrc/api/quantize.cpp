@@ -424,31 +424,6 @@ std::vector<at::Tensor> quantize(
   return result;
 }
 
-// Into `out`: data and scale of each side, and the tensor amax of two-level formats.
-void quantize_out(
-    const at::Tensor& x, int64_t row, int64_t col, double row_eps, double col_eps, const MaybeTensor& row_key,
-    const MaybeTensor& col_key, at::TensorList out) {
-  const Side side[2] = {unpack_encoding(row, row_eps, "row"), unpack_encoding(col, col_eps, "col")};
-  Encodings buffers;
-  size_t at = 0;
-  for (int d = 0; d < 2; ++d) {
-    if (!side[d].present()) continue;
-    const size_t wanted = 2 + side[d].two_level();
-    TORCH_CHECK_VALUE(at + wanted <= out.size(), "out has ", out.size(), " buffers; more are wanted");
-    buffers[d].data = out[at], buffers[d].scale = out[at + 1];
-    if (side[d].two_level()) {
-      check_buffer(out[at + 2], "out tensor_amax", x, at::kFloat, 1);
-      buffers[d].tensor_amax = out[at + 2];
-    }
-    at += wanted;
-  }
-  const MaybeTensor none;
-  const Known known[2] = {{none, none, none, row_key}, {none, none, none, col_key}};
-  const Encodings made = encode(x, side[0], side[1], known, 0, false, false, &buffers);
-  for (int d = 0; d < 2; ++d)
-    if (made[d].tensor_amax.defined()) buffers[d].tensor_amax.copy_(made[d].tensor_amax, /*non_blocking=*/true);
-}
-
 }  // namespace
 
 bool anchors_codes(const at::Tensor& x, const Side& side, bool through_bf16) {
@@ -902,10 +877,6 @@ void register_quantize(torch::Library& m) {
       "Tensor? row_amax=None, Tensor? row_tensor_amax=None, Tensor? row_enc=None, Tensor? row_key=None, "
       "Tensor? col_amax=None, Tensor? col_tensor_amax=None, Tensor? col_enc=None, Tensor? col_key=None) -> Tensor[]",
       torch::dispatch(c10::DispatchKey::CUDA, quantize), compliant());
-  m.def(
-      "quantize_out(Tensor x, int row, int col, float row_eps, float col_eps, Tensor? row_key, Tensor? col_key, "
-      "Tensor(a!)[] out) -> ()",
-      torch::dispatch(c10::DispatchKey::CUDA, quantize_out), compliant());
   m.def(
       "quantize_anchored(Tensor x, int row, int col, int row_run, int col_run, Tensor? row_anchor, Tensor? col_anchor, "
       "bool through_bf16) -> Tensor[]",

@@ -53,7 +53,7 @@ std::string describe(const Product& p) {
   operand("b", p.b, p.n);
   text << "out " << name_of(p.out_type) << ", ld " << p.out_ld << (p.accumulate ? ", accumulated" : "");
   if (p.bias != nullptr) text << ", bias " << name_of(p.bias_type);
-  text << (p.alpha != nullptr ? ", alpha" : "") << (p.fast_accumulation ? ", fast accumulation" : "");
+  text << (p.alpha != nullptr ? ", alpha" : "");
   if (p.sm_count != 0) text << ", for " << p.sm_count << " multiprocessors";
   return text.str();
 }
@@ -88,9 +88,9 @@ Key key_of(const Product& p, int device) {
     add(places, 4, alignment_log2(o->data)), add(places, 4, alignment_log2(o->scale));
   }
   add(traits, 8, p.out_type), add(traits, 8, p.bias != nullptr ? p.bias_type : 0), add(traits, 1, p.bias != nullptr);
-  add(traits, 1, p.alpha != nullptr), add(traits, 1, p.accumulate), add(traits, 1, p.fast_accumulation);
+  add(traits, 1, p.alpha != nullptr), add(traits, 1, p.accumulate);
   add(places, 4, alignment_log2(p.out)), add(places, 4, alignment_log2(p.bias));
-  add(places, 8, device), add(places, 8, p.algorithm), add(places, 16, p.sm_count);
+  add(places, 8, device), add(places, 16, p.sm_count);
   const auto word = [](int64_t value) { return static_cast<uint64_t>(value); };
   return {word(p.m), word(p.n), word(p.k), word(p.a.ld), word(p.b.ld), word(p.out_ld), traits, places};
 }
@@ -169,7 +169,6 @@ Plan::Plan(const Product& p, int device) : state_(std::make_unique<State>()) {
     set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, scale_mode(p.b.scaling));
     set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, scale_mode(p.a.scaling));
   }
-  if (p.fast_accumulation) set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t{1});
   if (p.sm_count > 0) set(CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, p.sm_count);
   if (p.bias != nullptr) {
     set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
@@ -203,16 +202,13 @@ Plan::Plan(const Product& p, int device) : state_(std::make_unique<State>()) {
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, 1u << alignment_log2(p.out));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, 1u << alignment_log2(p.out));
 
-  std::vector<cublasLtMatmulHeuristicResult_t> results(p.algorithm + 1);
+  cublasLtMatmulHeuristicResult_t result = {};
   int found = 0;
   const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
-      own.handle, &own.operation, &own.left, &own.right, &own.out, &own.out, &preference, p.algorithm + 1,
-      results.data(), &found);
+      own.handle, &own.operation, &own.left, &own.right, &own.out, &own.out, &preference, 1, &result, &found);
   if (status != CUBLAS_STATUS_NOT_SUPPORTED) check(status, p);
-  const cublasLtMatmulHeuristicResult_t& result = results.back();
-  if (status != CUBLAS_STATUS_SUCCESS || found <= p.algorithm || result.state != CUBLAS_STATUS_SUCCESS)
-    throw Unsupported("cuBLASLt has no algorithm of rank " + std::to_string(p.algorithm) + " (it lists " +
-                      std::to_string(found) + ") for " + describe(p));
+  if (status != CUBLAS_STATUS_SUCCESS || found < 1 || result.state != CUBLAS_STATUS_SUCCESS)
+    throw Unsupported("cuBLASLt has no algorithm for " + describe(p));
   own.algorithm = result.algo;
   own.workspace = result.workspaceSize;
 }

@@ -30,7 +30,7 @@ class Plan {
   const std::unique_ptr<State> state_;
 };
 
-// cuBLASLt has no algorithm for a product, or none of its rank.
+// cuBLASLt has no algorithm for a product.
 struct Unsupported : std::runtime_error {
   using std::runtime_error::runtime_error;
 };

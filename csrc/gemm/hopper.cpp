@@ -30,18 +30,12 @@ const char* why_not(const Operand& o, int64_t k) {
   return nullptr;
 }
 
-const char* why_not(const Product& p, const Parts& parts) {
-  if (parts.planes < 1 || parts.planes > 1 << 16 || p.k % parts.planes != 0) return "planes do not cut K evenly";
-  const int64_t k = p.k / parts.planes;
-  if (parts.planes > 1 && k % kBlockK != 0) return "planes do not cut K at multiples of 128";
-  if (parts.planes > 1 && parts.cut != Cut::kNone) return "b is in planes, and groups are cut";
-  if ((parts.planes > 1 || parts.cut == Cut::kRows) && (parts.b_plane % 16 != 0 || parts.b_plane < k))
-    return "parts of b are not aligned to 16 bytes";
+const char* why_not_cut(const Product& p, const Parts& parts) {
   if (parts.cut == Cut::kNone) return nullptr;
+  if (parts.cut == Cut::kRows && (parts.b_plane % 16 != 0 || parts.b_plane < p.k)) return "parts of b are not aligned to 16 bytes";
   if (parts.groups < 1 || parts.groups > kMostGroups) return "there are not 1 to 1024 groups";
   if (parts.offsets == nullptr || !is_aligned(parts.offsets, 4)) return "offsets are missing or not aligned to 4 bytes";
   if (p.bias != nullptr) return "groups have no bias";
-  if (p.a.scaling == Scaling::k128x128) return "a has 128x128 scales, and groups are cut";
   if (is_e5m2(p.b)) return "b is e5m2, and groups are cut";
   if (parts.cut == Cut::kDepth && parts.out_plane % (p.out_type == CUDA_R_16BF ? 8 : 4) != 0)
     return "the outs of groups are not aligned to 16 bytes";
@@ -62,8 +56,8 @@ struct Cost {
 
 constexpr Cost kCosts[kTiles] = {{{1150, 1180, 1650}, 2000}, {{650, 665, 950}, 850}};
 
-// Operand [planes, outer, k] in boxes of `rows`.
-bool encode(CUtensorMap* map, const Operand& o, int64_t outer, int64_t k, int32_t rows, int64_t planes, int64_t plane) {
+// Operand [groups, outer, k], of 0 groups [outer, k], in boxes of `rows`.
+bool encode(CUtensorMap* map, const Operand& o, int64_t outer, int64_t k, int32_t rows, int64_t groups, int64_t plane) {
   static const auto encode_tiled = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;
@@ -74,38 +68,37 @@ bool encode(CUtensorMap* map, const Operand& o, int64_t outer, int64_t k, int32_
   }();
   if (encode_tiled == nullptr) return false;
   const auto size = [](int64_t n) { return static_cast<cuuint64_t>(n); };
-  const cuuint64_t extents[] = {size(k * bytes_of(o)), size(outer), size(planes)};
-  const cuuint64_t strides[] = {size(o.ld * bytes_of(o)), size((planes > 1 ? plane : o.ld * outer) * bytes_of(o))};
+  const cuuint64_t extents[] = {size(k * bytes_of(o)), size(outer), size(groups)};
+  const cuuint64_t strides[] = {size(o.ld * bytes_of(o)), size((groups > 1 ? plane : o.ld * outer) * bytes_of(o))};
   const cuuint32_t box[] = {static_cast<cuuint32_t>(kBlockK), static_cast<cuuint32_t>(rows), 1}, steps[] = {1, 1, 1};
-  return encode_tiled(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, planes > 0 ? 3 : 2, const_cast<void*>(o.data), extents,
+  return encode_tiled(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, groups > 0 ? 3 : 2, const_cast<void*>(o.data), extents,
                       strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 }  // namespace
 
-const char* why_not(const Product& p, const float* amax, const Parts& parts) {
+const char* why_not(const Product& p, const Parts& parts) {
   constexpr int64_t kLargest = (int64_t{1} << 31) - 4096;  // a tile beyond the edge is still an int32
   if (p.m < 1 || p.n < 1 || p.k < 1) return "the product is empty";
   if (std::max({p.m, p.n, p.k}) > kLargest) return "an extent is near 2^31";
   if (p.k % 16 != 0) return "K is no multiple of 16";
   if (p.n % 8 != 0) return "N is no multiple of 8";
-  if (const char* reason = why_not(p, parts)) return reason;
+  if (const char* reason = why_not_cut(p, parts)) return reason;
   if (const char* reason = why_not(p.a, p.k)) return reason;
-  if (const char* reason = why_not(p.b, p.k / parts.planes)) return reason;
+  if (const char* reason = why_not(p.b, p.k)) return reason;
   if (is_e5m2(p.a) && is_e5m2(p.b)) return "both operands are e5m2";
   if (is_values(p.a) != is_values(p.b)) return "one operand is of codes, and the other of values";
-  if (is_values(p.a) && (parts.cut == Cut::kNone || !is_outer(p.a.scaling) || !is_outer(p.b.scaling)))
-    return "values are multiplied in groups, with scales of tensors and rows";
+  if (is_values(p.a) && (!is_outer(p.a.scaling) || !is_outer(p.b.scaling)))
+    return "values are multiplied with scales of tensors and rows";
   const Scaling a = p.a.scaling, b = p.b.scaling;
   if (is_outer(a) != is_outer(b)) return "one operand has scales along K, and the other has not";
-  if (a == Scaling::k128x128 && b == Scaling::k128x128) return "both operands have 128x128 scales";
+  if (a == Scaling::k128x128) return "a has 128x128 scales";
   if ((a == Scaling::k1x512) != (b == Scaling::k1x512)) return "one operand has 1x512 scales, and the other has not";
-  if (a == Scaling::k1x512 && (parts.planes > 1 || parts.cut != Cut::kNone)) return "of 1x512 scales products are whole";
+  if ((a == Scaling::k1x512) != (parts.cut == Cut::kNone)) return "products of 1x512 scales are whole, others in groups";
   const bool bf16 = p.out_type == CUDA_R_16BF;
   if (!bf16 && p.out_type != CUDA_R_32F) return "out is neither bfloat16 nor float32";
   if (p.accumulate && bf16) return "accumulation is into float32";
-  if (p.accumulate && amax != nullptr) return "an accumulated out has no amax";
   if (!is_aligned(p.out, 16) || p.out_ld % (bf16 ? 8 : 4) != 0 || p.out_ld < p.n)
     return "rows of out are not aligned to 16 bytes";
   if (p.bias != nullptr && p.bias_type != CUDA_R_16BF && p.bias_type != CUDA_R_32F)
@@ -136,27 +129,29 @@ Schedule schedule_of(const Product& p, int32_t sm_count, const Parts& parts) {
   return best;
 }
 
+namespace {
+
 Kernel kernel_of(const Product& p, Tile tile, Cut cut) {
   const bool a = is_e5m2(p.a), b = is_e5m2(p.b);
   if (is_values(p.a)) return values_kernel(cut, tile);
   if (is_outer(p.a.scaling)) return outer_kernel(cut, tile, a, b);
-  if (p.a.scaling == Scaling::k128x128) return cut == Cut::kNone ? mirror_kernel(tile, a, b) : Kernel{};
-  if (p.a.scaling == Scaling::k1x512) return cut == Cut::kNone ? run_kernel(tile, a, b) : Kernel{};
+  if (p.a.scaling == Scaling::k1x512) return run_kernel(tile, a, b);
   return p.b.scaling == Scaling::k128x128 ? block_kernel(cut, tile, a, b) : vector_kernel(cut, tile, a, b);
 }
 
-cudaError_t launch(
-    const Product& p, float* amax, const Parts& parts, const Schedule& s, const Kernel& kernel, cudaStream_t stream) {
-  if (kernel.function == nullptr || why_not(p, amax, parts) != nullptr) return cudaErrorInvalidValue;
+}  // namespace
+
+cudaError_t launch(const Product& p, const Parts& parts, const Schedule& s, cudaStream_t stream) {
+  if (why_not(p, parts) != nullptr) return cudaErrorInvalidValue;
+  const Kernel kernel = kernel_of(p, s.tile, parts.cut);
+  if (kernel.function == nullptr) return cudaErrorInvalidValue;
   const bool rows = parts.cut == Cut::kRows, depth = parts.cut == Cut::kDepth;
-  const int64_t plane_k = p.k / parts.planes, stacked = rows ? parts.groups : parts.planes;
   Arguments arguments = {};
   if (!encode(&arguments.a, p.a, p.m, p.k, kernel.block_m / kernel.cluster, 0, 0) ||
-      !encode(&arguments.b, p.b, p.n, plane_k, kernel.block_n, stacked, parts.b_plane))
+      !encode(&arguments.b, p.b, p.n, p.k, kernel.block_n, rows ? parts.groups : 1, parts.b_plane))
     return cudaErrorInvalidValue;
   arguments.a_scale = static_cast<const float*>(p.a.scale), arguments.b_scale = static_cast<const float*>(p.b.scale);
   arguments.out = p.out, arguments.bias = p.bias, arguments.alpha = p.alpha;
-  arguments.amax = reinterpret_cast<uint32_t*>(amax);
   arguments.offsets = parts.offsets, arguments.flag = parts.flag, arguments.groups = parts.groups;
   arguments.out_ld = p.out_ld, arguments.out_plane = depth ? parts.out_plane : 0;
   const auto int32 = [](int64_t n) { return static_cast<int32_t>(n); };
@@ -164,11 +159,10 @@ cudaError_t launch(
   // Of rows that are cut, a's scales of lines are those of all rows.
   if (parts.a_scale_each) arguments.a_scale_plane = rows && p.a.scaling == Scaling::kRow ? 0 : each(p.a, p.m, p.k);
   if (parts.b_scale_each || (rows && !is_outer(p.b.scaling))) arguments.b_scale_plane = each(p.b, p.n, p.k);
-  arguments.b_scale_rank = each(p.b, p.n, plane_k);
   arguments.m = int32(p.m), arguments.n = int32(p.n), arguments.k = int32(p.k);
-  arguments.k_blocks = int32(ceil_div(p.k, block_k(p.a))), arguments.plane_blocks = int32(ceil_div(plane_k, block_k(p.b)));
+  arguments.k_blocks = int32(ceil_div(p.k, block_k(p.a)));
   arguments.a_scale_ld = int32(scale_ld(p.a.scaling, p.m, p.k));
-  arguments.b_scale_ld = int32(scale_ld(p.b.scaling, p.n, p.b.scaling == Scaling::k128x128 ? plane_k : p.k));
+  arguments.b_scale_ld = int32(scale_ld(p.b.scaling, p.n, p.k));
   arguments.a_scale_step = p.a.scaling == Scaling::kRow, arguments.b_scale_step = p.b.scaling == Scaling::kRow;
   arguments.m_tiles = int32(ceil_div(p.m, kernel.block_m));
   arguments.n_tiles = int32(ceil_div(p.n, kernel.block_n * kernel.cluster));

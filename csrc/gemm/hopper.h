@@ -1,15 +1,13 @@
 // Products of 8-bit operands, and of groups of bf16 values, by our own kernels for sm_90. Plain data: needs no CUDA compiler, no torch, no cuBLASLt.
 //
 //   a x b                      when scales are applied                          what for
+//   1x512 x 1x512, 2^n         a's every 128 of K, b's every 512                wgrad of anchored e8m0; the others: groups
 //   tensor, row or none, both  to the finished sum                              current, delayed and row scaling
 //   1x128 x 128x128            every 128 of K                                   fprop and dgrad of block scaling
-//   128x128 x 1x128            every 128 of K, at the rate of the next          the mirror image
 //   1x128 x 1x128              every 128 of K                                   wgrad of block scaling
-//   1x512 x 1x512, 2^n         a's every 128 of K, b's every 512                wgrad of anchored e8m0
+//   values x values            tensor, row or none: to the finished sum         what has no product of codes
 //
-//   values x values            tensor, row or none: to the finished sum         groups of what has no product of codes
-//
-// Partial sums of codes are promoted to fp32 every 128 of K, whatever fast_accumulation says. out is bf16 or fp32, and fp32 may
+// Partial sums of codes are promoted to fp32 every 128 of K. out is bf16 or fp32, and fp32 may
 // be accumulated in place; every element gets one addition, so that two runs give the same bits.
 #pragma once
 
@@ -30,14 +28,12 @@ constexpr int kTiles = 2;
 //             Scales of b, and of a where they are `each`, are stacked: [groups, ...].
 //   kDepth    out[e] = a[:, depth of e] b[:, depth of e]^T; a [M, K], b [N, K], out [groups, M, N]. Offsets are
 //             multiples of 128, or K. A group of nothing makes zeros, or leaves out alone that is accumulated.
-// Planes: b is [planes, N, K / planes], the parts of the contraction apart, as an all-gather leaves them; K / planes is
-// a multiple of 128. 128x128 scales are [planes, ceil(N / 128), K / planes / 128 rounded up to 4], others as ever.
 struct Parts {
   Cut cut = Cut::kNone;
-  int32_t groups = 1, planes = 1;
+  int32_t groups = 1;
   const int32_t* offsets = nullptr;
   int32_t* flag = nullptr;             // null: none
-  int64_t b_plane = 0, out_plane = 0;  // elements from a group's or plane's to the next
+  int64_t b_plane = 0, out_plane = 0;  // elements from a group's to the next
   bool a_scale_each = false, b_scale_each = false;  // scales of tensors and rows: each group has its own
 };
 
@@ -46,30 +42,19 @@ struct Schedule {
   int32_t blocks;  // of the launch, a multiple of the cluster
 };
 
-// Why the kernels do not take a product, or null. Reads sizes, types, addresses. `amax`: null, or an fp32 [1] that
-// becomes the larger of itself and the largest magnitude stored; NaN is above all.
-const char* why_not(const Product& p, const float* amax = nullptr, const Parts& parts = {});
+// Why the kernels do not take a product, or null. Reads sizes, types, addresses.
+const char* why_not(const Product& p, const Parts& parts = {});
 
 // The fastest known way, of a product that is taken. Depends on sizes, scalings and types alone.
 Schedule schedule_of(const Product& p, int32_t sm_count, const Parts& parts = {});
 
-Kernel kernel_of(const Product& p, Tile tile, Cut cut = Cut::kNone);
-
 // Nothing here reads the device, allocates, or waits.
-cudaError_t launch(
-    const Product& p, float* amax, const Parts& parts, const Schedule& schedule, const Kernel& kernel,
-    cudaStream_t stream);
+cudaError_t launch(const Product& p, const Parts& parts, const Schedule& schedule, cudaStream_t stream);
 
-inline cudaError_t launch(
-    const Product& p, float* amax, const Parts& parts, const Schedule& schedule, cudaStream_t stream) {
-  return launch(p, amax, parts, schedule, kernel_of(p, schedule.tile, parts.cut), stream);
-}
-
-// Kernel instances by the file that compiles them; `e5m2` of a and b, not both; where groups are cut, not of b.
+// Kernel instances by the file that compiles them, of groups but for runs; `e5m2` of a and b, not both; of groups not of b.
 Kernel outer_kernel(Cut cut, Tile tile, bool a_e5m2, bool b_e5m2);
 Kernel block_kernel(Cut cut, Tile tile, bool a_e5m2, bool b_e5m2);   // 1x128 x 128x128
 Kernel vector_kernel(Cut cut, Tile tile, bool a_e5m2, bool b_e5m2);  // 1x128 x 1x128
-Kernel mirror_kernel(Tile tile, bool a_e5m2, bool b_e5m2);           // 128x128 x 1x128, not cut
 Kernel run_kernel(Tile tile, bool a_e5m2, bool b_e5m2);              // 1x512 x 1x512, not cut
 Kernel values_kernel(Cut cut, Tile tile);                            // bf16 values, cut
 

@@ -14,20 +14,17 @@ enum class Cut : int32_t { kNone = 0, kRows = 1, kDepth = 2 };
 constexpr int32_t kMostGroups = 1024;
 
 struct Arguments {
-  CUtensorMap a, b;        // codes, in boxes of 128 bytes of K and the rows that one block loads; b in planes
+  CUtensorMap a, b;        // codes, in boxes of 128 bytes of K and the rows that one block loads; b of each group
   const float* a_scale;    // null: none
   const float* b_scale;
   void* out;
   const void* bias;        // null: none
   const float* alpha;      // null: 1
-  uint32_t* amax;          // null: none; bits of an fp32
   const int32_t* offsets;  // [groups + 1]
   int32_t* flag;           // null: none; becomes 1 where offsets are out of order or range
   int64_t out_ld, out_plane;  // elements from a row to the next, from a group to the next
   int64_t a_scale_plane, b_scale_plane;  // elements from a group to the next
-  int64_t b_scale_rank;    // blocks: elements from a plane of b to the next
   int32_t m, n, k, k_blocks;
-  int32_t plane_blocks;    // of K, in a plane of b
   int32_t groups;
   int32_t a_scale_ld, b_scale_ld;  // blocks: elements from a line of scales to the next
   int32_t a_scale_step, b_scale_step;  // outer scales: 0 one for all, 1 one a row

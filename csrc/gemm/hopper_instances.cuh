@@ -24,11 +24,9 @@ Kernel of_tile(Tile tile, bool a_e5m2, bool b_e5m2) {
 
 template <class Large, Grain kA, Grain kB>
 Kernel of_cut(Cut cut, Tile tile, bool a_e5m2, bool b_e5m2) {
-  switch (cut) {
-    case Cut::kRows: return of_tile<Large, kA, kB, Cut::kRows>(tile, a_e5m2, b_e5m2);
-    case Cut::kDepth: return of_tile<Large, kA, kB, Cut::kDepth>(tile, a_e5m2, b_e5m2);
-    default: return of_tile<Large, kA, kB, Cut::kNone>(tile, a_e5m2, b_e5m2);
-  }
+  if (cut == Cut::kNone) return {};
+  return cut == Cut::kRows ? of_tile<Large, kA, kB, Cut::kRows>(tile, a_e5m2, b_e5m2)
+                           : of_tile<Large, kA, kB, Cut::kDepth>(tile, a_e5m2, b_e5m2);
 }
 
 // Wide staging and 3 stages, or narrow and 4: the faster one, by mode.

@@ -3,7 +3,7 @@
 // The tensor core sums 8-bit products in about 13 bits, so 128 of K are one partial sum, which the threads add in fp32:
 //   kOuter    sum += part                     scales of rows or tensors are factors of the finished sum
 //   kVector   sum += part * scale[row]        of 1 x 128, on either side
-//   kBlock    sum += part * scale             of 128 x 128
+//   kBlock    sum += part * scale             of 128 x 128, of b
 //   kValues   sum                             bf16 values, which it sums in fp32; scales as of kOuter. A 128 of K is 64 of them
 //   kRun      sum += part * scale[row]        of 1 x 512 on both sides, powers of two; those of columns are units of
 //                                             the sums, changed every 512 of K: one operation an element, as kBlock
@@ -77,13 +77,8 @@ struct Shape {
 };
 
 __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
-#ifdef HOPPER_DEBUG
-  for (uint32_t tries = 0; !ptx::mbarrier_try_wait(barrier, parity);)
-    if (++tries == 1 << 22) __trap();  // seconds
-#else
   while (!ptx::mbarrier_try_wait(barrier, parity)) {
   }
-#endif
 }
 
 template <class S>
@@ -197,21 +192,13 @@ __device__ __forceinline__ Place place_of(const Arguments& p, const Shared<S>& s
 // Scales of one 128-line block for the 128s of K of a tile, 32 at a time, one a lane.
 struct BlockScales {
   const float* line;
-  int64_t rank_step;  // less the scales of a plane
-  int plane_blocks, first, count;
+  int count;
   float now, next;
 
-  // `line`: of the first plane. `first`: of K; where K is in planes, 0.
-  __device__ __forceinline__ BlockScales(
-      const float* line, int64_t rank, int plane_blocks, int first, int count, int lane)
-      : line(line), rank_step(rank - plane_blocks), plane_blocks(plane_blocks), first(first + lane) {
-    this->count = count - lane, now = 0, next = load(0);
-  }
-  __device__ __forceinline__ float load(int kb) const {
-    if (kb >= count) return 0.0f;
-    const int at = first + kb;
-    return __ldg(line + at + at / plane_blocks * rank_step);
-  }
+  // `line`: at the tile's first 128 of K.
+  __device__ __forceinline__ BlockScales(const float* line, int count, int lane)
+      : line(line + lane), count(count - lane), now(0), next(load(0)) {}
+  __device__ __forceinline__ float load(int kb) const { return kb < count ? __ldg(line + kb) : 0.0f; }
   __device__ __forceinline__ float at(int kb) {
     if (kb % 32 == 0) now = next, next = load(kb + 32);
     return __shfl_sync(0xFFFFFFFF, now, kb % 32);
@@ -236,7 +223,7 @@ __device__ __forceinline__ void load(const Arguments& p, const Shared<S>& shared
     const uint32_t a_bytes = kA == Grain::kVector || kA == Grain::kRun ? 4 * min(kAScales, a_lines - a_line) : 0;
     const uint32_t b_bytes = kB == Grain::kVector ? 4 * max(min(kBlockN, b_lines - at.n0), 0) : 0;
     const float* const b_scale = p.b_scale + (kCut == Cut::kRows ? at.group * p.b_scale_plane : 0) + at.n0;
-    int plane = kCut == Cut::kRows ? at.group : 0, x = at.k0;  // of b
+    const int plane = kCut == Cut::kRows ? at.group : 0;  // of b
     for (int kb = at.k0; kb < at.k0 + at.k_blocks; ++kb) {
       const int stage = ring.stage;
       const uint32_t full = shared.full(stage), a = shared.a(stage) + rank * kShare * kBlockK;
@@ -246,8 +233,7 @@ __device__ __forceinline__ void load(const Arguments& p, const Shared<S>& shared
         ptx::copy_tile_multicast(a, &p.a, kb * kBlockK, at.m0 + rank * kShare, full, (1 << S::kCluster) - 1);
       else
         ptx::copy_tile(a, &p.a, kb * kBlockK, at.m0, full);
-      ptx::copy_tile(shared.b(stage), &p.b, x * kBlockK, at.n0, plane, full);
-      if (++x == p.plane_blocks) x = 0, ++plane;
+      ptx::copy_tile(shared.b(stage), &p.b, kb * kBlockK, at.n0, plane, full);
       if constexpr (kA == Grain::kVector || kA == Grain::kRun) {
         const int line = kA == Grain::kRun ? kb / kRunBlocks : kb;
         ptx::copy_bytes(shared.a_scale(stage), p.a_scale + int64_t{line} * p.a_scale_ld + a_line, a_bytes, full);
@@ -402,27 +388,16 @@ __device__ __forceinline__ void finish(const Arguments& p, const Place& at, floa
   }
 }
 
-__device__ __forceinline__ uint32_t magnitude_bits(float x) { return __float_as_uint(x) & 0x7FFFFFFF; }
-
-// One wave of a warp, 16 rows from `row0`, rounded and stored; rows and columns beyond the edge are not. Returns the
-// bits of the largest magnitude stored (NaN above all).
+// One wave of a warp, 16 rows from `row0`, rounded and stored; rows and columns beyond the edge are not.
 template <class S>
-__device__ __forceinline__ uint32_t store_bf16(
+__device__ __forceinline__ void store_bf16(
     const Arguments& p, const Place& at, const float (&sum)[64], uint32_t staging, int row0, int lane) {
   const int r = lane / 4, q = lane % 4;
-  uint32_t packed[32], amax = 0;
+  uint32_t packed[32];
 #pragma unroll
   for (int i = 0; i < 32; ++i) {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(sum[2 * i], sum[2 * i + 1]);
     packed[i] = reinterpret_cast<const uint32_t&>(pair);
-  }
-  if (p.amax != nullptr) {
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      const bool inside = row0 + r + i % 2 * 8 < at.m && at.n0 + i / 2 * 8 + 2 * q < p.n;
-      const uint32_t bits = max(packed[i] << 16 & 0x7FFFFFFF, packed[i] & 0x7FFF0000);
-      amax = max(amax, inside ? bits : 0);
-    }
   }
   constexpr int kPieces = kBlockN / S::kCols16, kJ = S::kCols16 / 8;
   constexpr int kLanes = S::kCols16 / 8, kRows = 32 / kLanes;  // of 16-byte accesses
@@ -447,23 +422,14 @@ __device__ __forceinline__ uint32_t store_bf16(
       if (i * kRows < rows) *reinterpret_cast<uint4*>(out + c * S::kCols16 + i * kRows * p.out_ld) = v;
     }
   }
-  return amax;
 }
 
 // L2 adds 16 bytes at a time (red): an element gets one addition, so that the sum is the same every run; subnormals are
 // flushed. Threads that read and write took 10 % longer over whole products (H100, 6 shapes).
 template <class S>
-__device__ __forceinline__ uint32_t store_fp32(
+__device__ __forceinline__ void store_fp32(
     const Arguments& p, const Place& at, const float (&sum)[64], uint32_t staging, int row0, int lane) {
   const int r = lane / 4, q = lane % 4;
-  uint32_t amax = 0;
-  if (p.amax != nullptr) {
-#pragma unroll
-    for (int i = 0; i < 64; ++i) {
-      const bool inside = row0 + r + i / 2 % 2 * 8 < at.m && at.n0 + i / 4 * 8 + 2 * q < p.n;
-      amax = max(amax, inside ? magnitude_bits(sum[i]) : 0);
-    }
-  }
   constexpr int kPieces = kBlockN / S::kCols32, kJ = S::kCols32 / 8;
   constexpr int kLanes = S::kCols32 / 4, kRows = 32 / kLanes;  // of 16-byte accesses, in batches that hide latency
   constexpr int kSteps = 16 / kRows, kBatch = kSteps < 8 ? kSteps : 8;
@@ -501,7 +467,6 @@ __device__ __forceinline__ uint32_t store_fp32(
       }
     }
   }
-  return amax;
 }
 
 template <class S, Grain kA, Grain kB, bool kE5M2A, bool kE5M2B, Cut kCut>
@@ -521,26 +486,16 @@ __device__ __forceinline__ void multiply(
   };
 
   const int tiles = tiles_of<S, kCut>(p, shared);
-  uint32_t amax = 0;
   Ring<S::kStages> ring;
   for (int t = cluster; t < tiles; t += clusters) {
     const Place at = place_of<S, kCut, kElements<kA>>(p, shared, t, rank);
     if (kCut == Cut::kDepth && at.k_blocks == 0 && p.accumulate) continue;
     constexpr bool kRuns = kA == Grain::kRun;
     static_assert(kRuns == (kB == Grain::kRun), "runs of 512 are multiplied by runs of 512");
-    constexpr bool kHasBlock = kA == Grain::kBlock || kB == Grain::kBlock;
-    static_assert(!kHasBlock || kA != kB, "nothing multiplies 128 x 128 scales by 128 x 128");
-    static_assert(kA != Grain::kBlock || (S::kWaves * kWaveRows <= 128 && kCut == Cut::kNone),
-                  "a group's rows have one scale");
-    const auto block_scales = [&] {
-      constexpr bool kOfA = kA == Grain::kBlock;
-      const int outer0 = kOfA ? min(at.m0 + group_row, p.m - 1) : min(at.n0, p.n - 1);
-      const float* const line = (kOfA ? p.a_scale : p.b_scale + (kCut == Cut::kRows ? at.group * p.b_scale_plane : 0)) +
-                                int64_t{outer0 / 128} * (kOfA ? p.a_scale_ld : p.b_scale_ld);
-      const int plane_blocks = kOfA ? INT32_MAX : p.plane_blocks;
-      return BlockScales(line, p.b_scale_rank, plane_blocks, at.k0, kHasBlock ? at.k_blocks : 0, lane);
-    };
-    BlockScales block = block_scales();
+    constexpr bool kHasBlock = kB == Grain::kBlock;
+    static_assert(kA != Grain::kBlock, "nothing here has 128 x 128 scales of a");
+    const float* const of_group = p.b_scale + (kCut == Cut::kRows ? at.group * p.b_scale_plane : 0);
+    BlockScales block(of_group + int64_t{min(at.n0, p.n - 1) / 128} * p.b_scale_ld + at.k0, kHasBlock ? at.k_blocks : 0, lane);
     const uint32_t a_scale_at = (warp_row + lane / 4 + (kCut == Cut::kRows ? at.m0 & 3 : 0)) * 4;
     float sum[S::kWaves][64];
 #pragma unroll
@@ -628,15 +583,9 @@ __device__ __forceinline__ void multiply(
       const int row0 = at.m0 + warp_row + w * kWaveRows;
       if (kCut != Cut::kDepth || at.k_blocks > 0)  // a scale of nothing need not be finite
         finish<kA, kB>(p, at, sum[w], row0 + lane / 4, at.n0 + lane % 4 * 2);
-      const uint32_t bits = p.bf16_out ? store_bf16<S>(p, at, sum[w], staging, row0, lane)
-                                       : store_fp32<S>(p, at, sum[w], staging, row0, lane);
-      amax = max(amax, bits);
+      p.bf16_out ? store_bf16<S>(p, at, sum[w], staging, row0, lane) : store_fp32<S>(p, at, sum[w], staging, row0, lane);
     }
     __syncwarp();
-  }
-  if (p.amax != nullptr) {
-    amax = __reduce_max_sync(0xFFFFFFFF, amax);
-    if (lane == 0) atomicMax(p.amax, amax);
   }
 }
 

@@ -56,9 +56,7 @@ struct Product {
   int64_t m, n, k, out_ld;
   cudaDataType_t out_type, bias_type;
   int32_t sm_count;    // multiprocessors to plan for; 0: all
-  int32_t algorithm;   // rank in the heuristic's list
   bool accumulate;
-  bool fast_accumulation;  // 8-bit operands: partial sums are not promoted
 };
 
 }  // namespace fsdp_quant

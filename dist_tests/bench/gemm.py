@@ -102,20 +102,6 @@ def product(
     return work
 
 
-def ours(a: str, b: str, direction: fq.Direction = fq.ROWWISE, into_fp32: bool = False) -> Callable[[Tensor, Tensor], Call]:
-    """`product`, of the native domain, by our kernels whatever `gemm` chooses: of an operand that one rank gathered."""
-    def work(x: Tensor, w: Tensor) -> Call:
-        made = operand(a, x, NATIVE, direction), operand(b, w, NATIVE, direction)
-        first, second = (native.Operand(s.data, s.scale, s.fmt) for s in made)
-        second = second._replace(data=second.data[None])
-        if not into_fp32:
-            return lambda: native.gemm_gathered(first, second)
-        out = x.new_zeros(x.shape[0], w.shape[0], dtype=torch.float32)
-        return lambda: native.gemm_gathered(first, second, out=out, accumulate=True)
-
-    return work
-
-
 TENSOR, LINE, VECTOR, TILE, MX, NV = "fp8_tensor", "fp8_row", "fp8_1x128", "fp8_128x128", "mxfp8", "nvfp4"
 EXACT_FLOOR, EXACT_AIM = {SQUARE: .80, LARGE: .90}, {SQUARE: .88, LARGE: .94}
 WGRAD = fq.COLUMNWISE
@@ -125,10 +111,7 @@ ROWS = (
     Row("fp8 row", by_shape(1.57, 1.51, 1.45, 1.65, 1.47), 1.70, product(LINE, LINE, "native", NATIVE)),
     Row("fp8 1x128 x 128x128", by_shape(1.20, 1.60, 1.60, 1.60, 1.60), by_shape(1.50, 1.74, 1.73, 1.75, 1.79),
         product(VECTOR, TILE, "native", NATIVE)),
-    Row("ours: fp8 1x128 x 128x128", None, None, ours(VECTOR, TILE)),
     Row("fp8 1x128 x 1x128, fp32 +=", None, None, product(VECTOR, VECTOR, "native", NATIVE, WGRAD, True), (1.15, 1.35)),
-    Row("ours: fp8 1x128 x 1x128, fp32 +=", None, None, ours(VECTOR, VECTOR, WGRAD, True)),
-    Row("ours: fp8 row", None, None, ours(LINE, LINE)),
     Row("mxfp8 anchored", 1.45, 1.65, product(MX, MX, "anchored", ANCHORED)),
     Row("mxfp8 anchored, anchoring included", 1.35, 1.50, product(MX, MX, "anchored", COMPACT)),
     Row("mxfp8 anchored by 128 tokens (wgrad)", None, None, product(MX, MX, "anchored", ANCHORED_128, WGRAD)),

@@ -213,20 +213,6 @@ def packed(encoding: Encoding | None, transposed: bool = False, layout: int = na
     return 0 if encoding is None else native.pack_encoding(encoding, transposed, layout)
 
 
-def quantize_out(
-    out: Sequence[Tensor], x: Tensor, encodings: Sequence[Encoding], key: Tensor | None, transposed: bool = False,
-    layout: int = native.COMPACT,
-) -> None:
-    """The operator that writes given buffers: data, scale and, for two-level formats, tensor amax of each side.
-
-    transposed:  the codes of the columnwise side.
-    """
-    row, col = (next((e for e in encodings if e.direction is d), None) for d in (ROWWISE, COLUMNWISE))
-    eps = [0.0 if e is None else e.eps for e in (row, col)]
-    sides = packed(row, False, layout), packed(col, transposed, layout)
-    torch.ops.fsdp_quant.quantize_out(x, *sides, *eps, key, key, list(out))
-
-
 def encodable(e: Encoding, row0: int) -> bool:
     """A rotation along the rows is of whole tiles."""
     return not (e.fmt.rotated and e.direction is COLUMNWISE and row0 % native.TILE)

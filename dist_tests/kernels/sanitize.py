@@ -258,15 +258,6 @@ def transposes_and_swizzles() -> None:
     run("relayout_group", out, lambda: wanted)
 
 
-def given_buffers() -> None:
-    x, row, col = values(SHAPES[0]), MADE["mxfp8"].encoding(ROWWISE), MADE["nvfp4"].encoding(COLUMNWISE)
-    want = [encoded(x, e) for e in (row, col)]
-    buffers = [want[0].data, want[0].scale, want[1].data, want[1].scale, want[1].tensor_amax]
-    out = [on_device(torch.zeros_like(b)) for b in buffers]
-    expected.quantize_out(out, on_device(x), [row, col], None)
-    run("quantize_out mxfp8 / nvfp4", out, lambda: buffers)
-
-
 def adam(grad: torch.dtype, moments: torch.dtype, rounded: bool) -> None:
     row = torch.tensor([0.999, 0.0, 0.1, 0.999, 1e-3, 0.5, -1e-2, 1e-8])
     for size in (1, 4097, 8190):
@@ -475,23 +466,6 @@ def bias_gradient(recipe: fq.Recipe, tokens: int) -> None:
     run(f"bias gradient {recipe} of {tokens} tokens", [layer.bias.grad], lambda: [dy.float().sum(0).to(BF16)])
 
 
-def gathered(a: str, b: str, ranks: int, dtype: torch.dtype) -> None:
-    """Our own product of an operand that an all-gather left in parts."""
-    sides = []
-    for name, rows, seed in ((a, 200, 1), (b, 384, 2)):
-        fmt, x = format_of(name), on_device(laws.values(rows, 512, seed=seed))
-        compact = fq.Quantizer(fmt).storage(x, ROWWISE)
-        laid_out = compact.in_layout(layout.NATIVE)
-        sides.append((compact.decode(FP32).cpu().double(), native.Operand(laid_out.data, laid_out.scale, fmt)))
-    (x, one), (w, other) = sides
-    parts = other.data.view(384, ranks, -1).transpose(0, 1).contiguous()
-    scale = other.scale
-    if other.fmt.block == (128, 128):
-        scale = torch.stack([layout.pad_to(s.contiguous(), 1, 4) for s in scale.view(3, 4).chunk(ranks, 1)])
-    made = native.gemm_gathered(one, other._replace(data=parts, scale=scale), dtype)
-    run(f"gemm_gathered {a} {b} of {ranks} {dtype}", [made], lambda: [(x @ w.t()).to(dtype)], 2**-7)
-
-
 def every_step() -> None:
     cuda = {"device": expected.DEVICE, "dtype": BF16}
     for name in ("fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8", "nvfp4"):
@@ -504,10 +478,6 @@ def every_step() -> None:
         for splits in ([100, 0, 129, 27], on_device(torch.tensor([100, 100, 229, 256]))):
             make = functools.partial(fq.GroupedLinear, 4, 256, 384, recipe=recipe, packed=True, **cuda)
             module_step(f"GroupedLinear {name}", make, splits)
-    for a, b in (("fp8_1x128", "fp8_128x128"), ("fp8_1x128", "fp8_1x128"), ("fp8_128x128", "fp8_1x128"), ("fp8_row", "fp8_row")):
-        for ranks in (1, 2):
-            gathered(a, b, ranks, BF16)
-    gathered("fp8_1x128", "fp8_1x128", 2, FP32)
 
 
 def every_instance() -> None:

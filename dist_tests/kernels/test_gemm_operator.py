@@ -31,7 +31,7 @@ FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 ROUNDING = {FP32: 0.0, BF16: 2.0**-8, FP16: 2.0**-11}
-CODES, HALVES, FAST = 2e-4, 1e-5, 1e-2
+CODES, HALVES = 2e-4, 1e-5
 SHAPES = tuple(itertools.product((1, 17, 200), (16, 48, 272), (16, 144, 4112)))
 BLOCK_SHAPES = tuple(itertools.product((8, 40, 200), (16, 48, 272), (16, 144, 4112)))  # M % 4 == 0
 
@@ -179,7 +179,7 @@ def test_block_scales_of_few_rows_are_right_or_refused(right: int):
         try:
             check(a, b, CODES, "1x128")
         except NotImplementedError as error:
-            assert "no algorithm of rank 0" in str(error), error
+            assert "no algorithm for" in str(error), error
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -339,40 +339,12 @@ def test_nothing_is_summed_where_an_extent_is_zero(which: tuple):
 # Choices #
 
 @pytest.mark.parametrize("which", PLAIN)
-def test_every_algorithm_makes_the_product(which: tuple):
-    """If false, tuning finds an algorithm that is fast and wrong, or does not end."""
-    a, b, bound = pair(which, k=4112)
-    made = 0
-    for rank in range(8):
-        out = poisoned(200, 272)
-        try:
-            _gemm_out(out, *args(a, b), algorithm=rank)
-        except NotImplementedError as error:
-            assert f"no algorithm of rank {rank} (it lists {rank})" in str(error), error
-            break
-        assert_close(out, product(a, b), bound, f"{which}, algorithm {rank}")
-        made += 1
-    assert made > 0
-    with pytest.raises(NotImplementedError, match=r"rank 255 \(it lists \d+\) for a \[200, 4112\] .*; b \[272, 4112\]"):
-        _gemm(*args(a, b), FP32, algorithm=255)
-
-
-@pytest.mark.parametrize("which", PLAIN)
 def test_fewer_multiprocessors_make_the_product(which: tuple):
     """If false, a product that leaves room for a collective is another one."""
     for shape in ((200, 272, 4112), (1024, 2048, 512)):
         a, b, bound = pair(which, *shape)
         for count in (1, 16, 100, 131):
             check(a, b, bound, f"{which} on {count}", (FP32,), sm_count=count)
-
-
-@pytest.mark.parametrize("which", PLAIN)
-def test_fast_accumulation_is_a_choice_of_its_own(which: tuple):
-    """If false, sums are not promoted although nobody asked for that."""
-    a, b, bound = pair(which, k=4112)
-    want = product(a, b)
-    assert_close(_gemm(*args(a, b), FP32, fast_accumulation=True), want, FAST, f"{which}, fast")
-    assert_close(_gemm(*args(a, b), FP32), want, bound, f"{which}, promoted")
 
 
 # Streams, graphs, threads, repeated runs #
@@ -528,8 +500,6 @@ def refusals() -> dict[str, tuple[type[Exception], tuple, dict]]:
         "alpha is contiguous Float [2]": (value, *call(alpha=torch.zeros(2, device=DEVICE))),
         "alpha is contiguous Double [1]": (value, *call(alpha=torch.zeros(1, dtype=torch.float64, device=DEVICE))),
         "sm_count is -1; wanted 0 (all)": (value, *call(sm_count=-1)),
-        "algorithm is -1; wanted a rank": (value, *call(algorithm=-1)),
-        "algorithm is 256; wanted a rank": (value, *call(algorithm=256)),
     }
     row, block, square = (operand(272, 144, "e4m3", s) for s in (ROW, BY_128, BY_128X128))
     mx = operand(272, 144, "e4m3", E8M0)

@@ -29,12 +29,10 @@ SHAPES = ((1, 1), (7, 15), (33, 47), (128, 256), (129, 257), (200, 1000))
 
 # What operators write, by the names of their arguments; all others write nothing.
 WRITES = {
-    "quantize_out": {"out"},
     "product_error": {"guard"},
     "quantize_group": {"record", "staging"},
     "quantize_group_out": {"record", "data", "scale"},
     "gemm_out": {"out"},
-    "gemm_gathered": {"out"},
     "grouped_gemm": {"out", "flag"},
     "grouped_gemm_wgrad": {"out", "flag"},
     "anchor_group": {"out", "line_scale"},

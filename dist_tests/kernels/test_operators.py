@@ -19,53 +19,6 @@ pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WH
 
 ON_CUDA = expected.DEVICE.type == "cuda"
 
-# Given buffers #
-
-@pytest.mark.parametrize("name", list(MADE))
-def test_buffers_that_are_given_are_written(name: str):
-    """If false, a quantized parameter that is updated in place keeps bytes of the step before."""
-    row, col = expected.both(name)
-    for shape in ((1, 1), (33, 47), (200, 328), LARGE):
-        x = inputs(*shape, "heavy", seed=shape[0])
-        for some in ([row], [col], [row, col]):
-            want = []
-            for e in some:
-                w = encoded(x, e, key=key_of())
-                want += [w.data, w.scale] + ([w.tensor_amax] if e.fmt.tensor_scale else [])
-            gap = 64  # bytes of poison before, between and after the buffers
-            sizes = [-(-w.numel() * w.element_size() // 16) * 16 for w in want]
-            flat = torch.full((gap + sum(s + gap for s in sizes),), 0xA5, dtype=torch.uint8, device=expected.DEVICE)
-            whole, out, at = flat.clone(), [], gap
-            for w, size in zip(want, sizes):
-                of_bytes = w.contiguous().reshape(-1).view(torch.uint8)
-                out.append(flat[at : at + of_bytes.numel()].view(w.dtype).view(w.shape))
-                whole[at : at + of_bytes.numel()] = of_bytes
-                at += size + gap
-            expected.quantize_out(out, x, some, key_of())
-            for i, (o, w) in enumerate(zip(out, want)):
-                expected.assert_same(o, w, f"{name} {shape} {[e.direction for e in some]}: buffer {i}")
-            expected.assert_same(flat, whole, f"{name} {shape}: bytes beside the buffers")
-
-
-def test_buffers_in_no_alignment_are_written():
-    """If false, codes that lie at an odd address of a larger buffer are torn."""
-    for name in ("fp8_tensor", "fp8_row", "fp8_1x128", "nvfp4_16x16"):
-        for shape in ((33, 47), (128, 256), (200, 328)):
-            x = inputs(*shape)
-            row, col = expected.both(name)
-            for e, transposed in ((row, False), (col, False), (col, True)):
-                w = encoded(x, e)
-                data = dispatch.transpose_codes(w.data.cpu(), *shape, e.fmt).to(w.data.device) if transposed else w.data
-                for offset in (1, 4, 8):
-                    flat = torch.full((data.numel() + 32,), 0xA5, dtype=torch.uint8, device=expected.DEVICE)
-                    want = flat.clone()
-                    want[offset : offset + data.numel()] = data.reshape(-1)
-                    out = [flat[offset : offset + data.numel()].view(data.shape), torch.empty_like(w.scale)]
-                    out += [torch.empty_like(w.tensor_amax)] if e.fmt.tensor_scale else []
-                    expected.quantize_out(out, x, [e], None, transposed)
-                    expected.assert_same(flat, want, f"{name} {e.direction} {shape} at {offset}, transposed {transposed}")
-
-
 # Strides and sizes #
 
 def views(rows: int, cols: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -289,23 +242,6 @@ def test_errors_of_statistics_and_of_anchors_say_what_was_got():
             call()
 
 
-def test_errors_of_given_buffers_say_what_was_got():
-    """If false, quantizing in place writes beyond a buffer."""
-    x, row = inputs(64, 96), encoding_of("mxfp8")
-    data, scale = (torch.zeros(n, dtype=torch.uint8, device=expected.DEVICE) for n in (64 * 96, 64 * 3))
-    refused = {
-        r"out has 1 buffers; more are wanted": [data],
-        r"out data is contiguous Byte \[6143\].*wanted 6144": [data[1:], scale],
-        r"out scale is contiguous Byte \[191\].*wanted 192": [data, scale[1:]],
-        r"out scale is contiguous Char": [data, scale.view(torch.int8)],
-        r"out data is not contiguous": [torch.zeros(96, 64, dtype=torch.uint8, device=expected.DEVICE).t(), scale],
-    }
-    for text, out in refused.items():
-        with pytest.raises(ValueError, match=text):
-            expected.quantize_out(out, x, [row], None)
-    assert int(data.sum()) == 0 and int(scale.sum()) == 0, "a refused call wrote"
-
-
 # Streams, graphs, tracing #
 
 CAPTURED = ("mxfp8", "fp8_tensor", "fp8_row", "nvfp4", "nvfp4_rht_sr", "fp8_tensor_sr")
@@ -445,9 +381,6 @@ def test_fake_results_of_the_other_operators_have_the_shapes_of_real_ones():
     check_fake(ops.quantize_anchored.default, (x, sides[0], 0, 128, 0, None, None, False))
     check_fake(ops.quantize_anchored.default, (x, *sides, native.OF_TENSOR, native.OF_TENSOR, None, None, False))
     check_fake(ops.column_sums.default, (x,))
-    made = [encoded(x, row), encoded(x, col)]
-    out = [torch.empty_like(t) for m in made for t in (m.data, m.scale)]
-    check_fake(ops.quantize_out.default, (x, *sides, 0.0, 0.0, None, None, out))
 
 
 def test_opcheck_finds_nothing_where_results_share_no_memory():

@@ -340,25 +340,6 @@ def test_gemm_layouts_are_those_of_the_storage(name: str, arch: str):
                 expected.assert_same(data.cpu(), want[e].data, f"{what}: data")
 
 
-@pytest.mark.parametrize("name", ["fp8_1x128", "fp8_128x128", "mxfp8", "mxfp8_32x32", "nvfp4", "nvfp4_16x16", "nvfp4_rht"])
-def test_padding_of_gemm_layouts_is_written(name: str):
-    """If false, the padding that a tensor core reads is whatever lay in memory."""
-    for arch, layout in ARCHS.items():
-        for shape in ((33, 47), (129, 257), (200, 328)):
-            x = inputs(*shape)
-            row, col = expected.both(name)
-            want, out = [], []
-            for e in (row, col):
-                operand = expected.gemm_operand(x, e, arch, None)
-                want += [operand.data.flatten(), operand.scale.flatten()]
-                want += [expected.statistics(x, e).tensor_amax.cpu()] if e.fmt.tensor_scale else []
-            for w in want:
-                out.append(torch.full((w.numel() * w.element_size(),), 0xA5, dtype=torch.uint8, device=expected.DEVICE).view(w.dtype))
-            expected.quantize_out(out, x, [row, col], None, transposed=True, layout=layout)
-            for i, (got, w) in enumerate(zip(out, want)):
-                expected.assert_same(got.cpu(), w, f"{name} {shape} {arch}: buffer {i}")
-
-
 @pytest.mark.parametrize("name", [n for n, q in MADE.items() if q.fmt.serves_both_directions])
 def test_square_blocks_in_both_directions_read_given_statistics(name: str):
     """If false, a weight whose two directions are one encoding is scaled by its own amaxes instead of the shared ones."""

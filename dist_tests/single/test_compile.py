@@ -622,7 +622,6 @@ def test_a_converted_model_has_the_flops_of_the_plain_one():
     assert native.FLOPS["gemm"](rows, (48, 64), None, None, e2m1, e2m1, BF16, out_shape=None) == 2 * 32 * 48 * 128
     assert native.FLOPS["grouped_gemm"]((32, 48), rows, (8, 48, 64)) == 2 * 32 * 48 * 64
     assert native.FLOPS["grouped_gemm_wgrad"]((8, 32, 48), (32, 512), (48, 512)) == 2 * 32 * 48 * 512
-    assert native.FLOPS["gemm_gathered"]((32, 48), rows, (4, 48, 16)) == 2 * 32 * 48 * 64
 
 
 def test_transformers_llama_compiles_whole_and_layer_by_layer():

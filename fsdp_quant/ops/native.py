@@ -572,13 +572,6 @@ def gemm(
     return out.add_(y) if accumulate else out.copy_(y)
 
 
-def gemm_choice(
-    m: int, n: int, k: int, a: Format, b: Format, out_dtype: torch.dtype, accumulate: bool = False, sm_count: int = 132
-) -> str:
-    """Who multiplies [m, k] by [n, k] on an sm_90, and why: "cuBLASLt: ...", or our tile, "256x128: ..."."""
-    return _ops.gemm_choice(m, n, k, operand_code(a), operand_code(b), out_dtype, accumulate, sm_count)
-
-
 def _grouped_operand_code(o: Operand) -> int:
     return operand_code(o.fmt) or (_SCALINGS["fp32", (None, None)] << 3 if o.scale is not None else 0)
 
@@ -708,41 +701,6 @@ def grouped_step_backward(
     return _ops.grouped_step_backward(
         rows_of(dy), *groups, data, scale, saved, plan, guard, factors, grad_factors, grad_histories, step, ids, turned
     )
-
-
-def gathered_unsupported_reason(k: int, ranks: int) -> str | None:
-    """Why no product reads an operand [ranks, N, k / ranks] where it lies, in one clause; None when one does."""
-    if k % ranks or k // ranks % TILE:
-        return f"{ranks} ranks do not cut {k} at multiples of {TILE}"
-    return None
-
-
-def gemm_gathered(
-    a: Operand, b: Operand, out_dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None,
-    accumulate: bool = False, bias: Tensor | None = None, alpha: Tensor | None = None,
-) -> Tensor:
-    """alpha * a b^T + bias, or that added to an fp32 `out`, of a b that an all-gather left in parts of K.
-
-    a:  [M, K] codes.
-    b:  [ranks, N, K / ranks] codes, each part contiguous along K. Scales of the tensor, of rows [N], of 1x128
-        [K / 128, N rounded up to 4], or of 128x128 [ranks, ceil(N / 128), K / ranks / 128 rounded up to 4].
-
-    Read where it lies where `gathered_unsupported_reason` has nothing against it; else laid out anew, and multiplied by `gemm`.
-    sm_90. Raises NotImplementedError for parts that cut a block of 128, as for pairs that no kernel multiplies.
-    """
-    ranks, n, _ = b.data.shape
-    k = a.data.shape[1]
-    reason = gathered_unsupported_reason(k, ranks)
-    if reason is not None:
-        if b.fmt.block[1] is not None:
-            raise NotImplementedError(f"gemm_gathered of b {list(b.data.shape)} ({b.fmt}): {reason}; gather whole blocks")
-        whole = Operand(b.data.transpose(0, 1).reshape(n, -1), b.scale, b.fmt)
-        return gemm(a, whole, out_dtype, out, accumulate, bias, alpha)
-    if out is None:
-        out = a.data.new_empty((a.data.shape[0], n), dtype=out_dtype)
-    args = (a.data, b.data, a.scale, b.scale, operand_code(a.fmt), operand_code(b.fmt))
-    _ops.gemm_gathered(out, *args, accumulate, bias, alpha)
-    return out
 
 
 # Norms and activations (`ops.norm`) #
@@ -1085,7 +1043,6 @@ def _fake_swizzle(scale, outer, outer_block, transposed):
 
 FAKES = {
     "quantize": _fake_quantize,
-    "quantize_out": lambda *args: None,
     "quantize_anchored": _fake_anchored,
     "statistics": _fake_statistics,
     "column_sums": lambda x: x.new_empty(x.shape[1]),
@@ -1122,7 +1079,6 @@ FAKES = {
     "product_error": lambda *args: None,
     "grouped_gemm": lambda *args, **options: None,
     "grouped_gemm_wgrad": lambda *args, **options: None,
-    "gemm_gathered": lambda *args, **options: None,
 }
 
 
@@ -1136,7 +1092,6 @@ def _flops(a: Sequence[int], b: Sequence[int], kind: int = 0) -> int:
 FLOPS = {
     "gemm": lambda a, b, a_scale, b_scale, kind, *rest, **options: _flops(a, b, kind),
     "gemm_out": lambda out, a, b, a_scale, b_scale, kind, *rest, **options: _flops(a, b, kind),
-    "gemm_gathered": lambda out, a, b, *rest, **options: _flops(a, b),
     "grouped_gemm": lambda out, a, b, *rest, **options: _flops(a, b[1:]),  # a row by the weight of its group
     "grouped_gemm_wgrad": lambda out, a, b, *rest, **options: _flops(a, b),
 }

@@ -1,9 +1,0 @@
-#include "gemm/hopper_instances.cuh"
-
-namespace fsdp_quant::hopper {
-
-Kernel mirror_kernel(Tile tile, bool a_e5m2, bool b_e5m2) {
-  return of_tile<Deep, Grain::kBlock, Grain::kVector, Cut::kNone>(tile, a_e5m2, b_e5m2);
-}
-
-}  // namespace fsdp_quant::hopper
