@@ -1,16 +1,18 @@
-"""python -m fsdp_quant doctor | plan RECIPE: what this machine can do, and what a recipe runs on it."""
+"""python -m fsdp_quant doctor | selftest | plan RECIPE: what this machine can do, whether it does so, what a recipe runs on it."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections import Counter
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from . import recipe as recipes
 from .formats import FORMATS
+from .inspection import selftest
 from .modules.plan import PRODUCTS, build_plan
 from .ops import extension, native
 from .ops.capability import arch_of
@@ -72,12 +74,16 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fsdp_quant", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="versions, devices, which operations run compiled")
+    tester = commands.add_parser("selftest", help="kernels beside the reference, products beside fp64, rates: a report to send")
+    tester.add_argument("--report", type=Path, default=Path("fsdp_quant-selftest.json"))
     planner = commands.add_parser("plan", help="the products of a recipe")
     planner.add_argument("recipe", help=f"hybrid, or {', '.join(recipes.names())}")
     planner.add_argument("--forward", default="mxfp8")
     planner.add_argument("--backward", default="nvfp4")
     args = parser.parse_args(argv)
     try:
+        if args.command == "selftest":
+            return int(bool(selftest.run(_device(), args.report).failures))
         doctor() if args.command == "doctor" else plan(args.recipe, args.forward, args.backward)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,0 +1,188 @@
+"""`python -m fsdp_quant selftest`: what this GPU makes, beside the definition, and how fast; a report to send.
+
+    codes      of every format, direction and option that kernels encode, with tails and extreme values: equal bytes
+    decode     those codes: equal values
+    products   every pair of formats in its domain, into fp32: relative error (Frobenius) to fp64 of the decoded operands
+    rates      of quantizers, GB/s read and written; of products, TFLOP/s, of one large shape; on a GPU alone
+
+A CPU compares the definition with itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..formats import E4M3, FORMATS, ROWWISE, Direction, format_of
+from ..gemm import gemm
+from ..ops import extension, reference
+from ..ops.capability import arch_of, gemm_domain, unsupported_reason
+from ..ops.dispatch import Encoded
+from ..quantizer import HybridQuantizer, Quantizer
+from ..storage import Storage
+
+SHAPES = ((1, 1), (33, 47), (128, 256), (200, 328), (129, 1100))
+PRODUCT = (200, 272, 1024)  # m, n, k
+LARGE = (8192, 8192)
+# Tensor cores sum 8-bit products in about 13 bits: 2e-4 on gaussian data; anchors lose less than that of it.
+BOUND = 1e-3
+RUNS = 10
+
+
+@dataclass
+class Report:
+    """failures: what differed, in words. compared: by kind, how many. rates: by what was timed."""
+
+    device: str
+    arch: str
+    torch: str
+    kernels: str
+    failures: list[str] = field(default_factory=list)
+    compared: dict[str, int] = field(default_factory=dict)
+    rates: dict[str, float] = field(default_factory=dict)
+
+    def add(self, kind: str, what: str, difference: str | None) -> None:
+        self.compared[kind] = self.compared.get(kind, 0) + 1
+        if difference is not None:
+            self.failures.append(f"{kind}: {what}: {difference}")
+
+
+def quantizers() -> dict[str, Quantizer]:
+    """Every row of the table of formats that kernels encode, and what changes its bytes."""
+    made = []
+    for fmt in FORMATS.values():
+        if not fmt.is_quantized or unsupported_reason(fmt) is not None:
+            continue
+        made.append(Quantizer(fmt))
+        if fmt.element == E4M3:
+            made.append(Quantizer(format_of(fmt, element="e5m2")))
+        if fmt.element.bits == 4 and fmt.block[0] == 1:
+            made.append(Quantizer(fmt, rounding="stochastic", rotation=True))
+        if fmt.tensor_scale:
+            made.append(Quantizer(format_of(fmt, scale_rule="fp8_exact")))
+    return {repr(q): q for q in made}
+
+
+def inputs(shape: tuple[int, int]) -> Iterable[tuple[str, Tensor]]:
+    """(kind, bf16 values on the CPU)."""
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(shape[1]), device="cpu")
+    special = x.clone()
+    special.view(-1)[:: max(x.numel() // 7, 1)] = torch.tensor(float("inf"))
+    special.view(-1)[-1] = float("nan")
+    powers = torch.linspace(-120, 120, x.numel()).view(shape).exp2()
+    for kind, made in (("gauss", x), ("zeros", torch.zeros_like(x)), ("inf and nan", special), ("wide", x * powers)):
+        yield kind, made.to(torch.bfloat16)
+
+
+def _defined(q: Quantizer, x: Tensor, direction: Direction, key: Tensor) -> Storage:
+    """`Quantizer.storage` by the definition, whatever kernels run here."""
+    e = q.encoding(direction)
+    prepared = reference.prepared(x, e)
+    amax, tensor_amax = reference.statistics(prepared, e)
+    made = reference.encode(prepared, amax, tensor_amax, e, 0, key if e.stochastic else None)
+    return Storage.of(Encoded(*made, tensor_amax, amax), e, x.shape, x.dtype)
+
+
+def _difference(got: Storage, want: Storage) -> str | None:
+    for name, expected in want.buffers().items():
+        made = got.buffers()[name].cpu()
+        of_bytes = [t.contiguous().reshape(-1).view(torch.uint8) for t in (made, expected)]
+        if of_bytes[0].shape != of_bytes[1].shape:
+            return f"{name} is {list(made.shape)}, wanted {list(expected.shape)}"
+        if count := int((of_bytes[0] != of_bytes[1]).sum()):
+            return f"{count} of {of_bytes[0].numel()} bytes of {name}"
+    return None
+
+
+def compare_codes(report: Report, device: torch.device) -> None:
+    key = torch.tensor([7, 1, 99, 0, 0])
+    for (name, q), direction, shape in itertools.product(quantizers().items(), Direction, SHAPES):
+        for kind, x in inputs(shape):
+            what = f"{name} {direction.value} {list(shape)} {kind}"
+            want = _defined(q, x, direction, key)
+            got = q.storage(x.to(device), direction, key.to(device) if q.is_stochastic else None)
+            difference = _difference(got, want)
+            report.add("codes", what, difference)
+            if difference is None:
+                values = got.decode().cpu()
+                expected = reference.decode(want.data, want.scale, want.tensor_amax, want.fmt, direction, want.padded_shape[1], 0)
+                same = (values == expected) | (values.isnan() & expected.isnan())
+                report.add("decode", what, None if bool(same.all()) else f"{int((~same).sum())} values")
+
+
+def compare_products(report: Report, device: torch.device) -> None:
+    m, n, k = PRODUCT
+    a, b = (torch.randn(rows, k, generator=torch.Generator().manual_seed(rows)).to(torch.bfloat16) for rows in (m, n))
+    made = [q for q in quantizers().values() if not (q.is_stochastic or q.fmt.rotated)]
+    for of_a, of_b in itertools.product(made, made):
+        left, right = of_a.storage(a.to(device), ROWWISE), of_b.storage(b.to(device), ROWWISE)
+        domain, _ = gemm_domain(of_a.fmt, of_b.fmt, torch.bfloat16, report.arch)
+        want = left.decode().double() @ right.decode().double().t()
+        try:
+            off = float((gemm(left, right, out_dtype=torch.float32).double() - want).norm() / want.norm())
+            difference = None if off <= BOUND else f"error {off:.1e}, wanted {BOUND} at most"
+        except Exception as error:  # of any kind: it is what the report is for
+            difference = f"{type(error).__name__}: {error}".splitlines()[0]
+        report.add("products", f"{of_a} x {of_b} ({domain})", difference)
+
+
+def _milliseconds(work: Callable[[], object]) -> float:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(RUNS + 1)]
+    for _ in range(3):
+        work()
+    events[0].record()
+    for event in events[1:]:
+        work()
+        event.record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events))
+
+
+def measure(report: Report, device: torch.device) -> None:
+    m, k = LARGE
+    x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+    ms = _milliseconds(lambda: x.clone())
+    report.rates["copy GB/s"] = 4 * x.numel() / ms / 1e6
+    ms = _milliseconds(lambda: x @ x.t())
+    report.rates["bf16 TFLOP/s"] = 2 * m * m * k / ms / 1e9
+    for q in quantizers().values():
+        if q.is_stochastic or q.fmt.rotated:
+            continue
+        both = HybridQuantizer(q, q)
+        ms = _milliseconds(lambda both=both: both.storages(x))
+        made = both.storages(x)[0]
+        size = sum(t.numel() * t.element_size() for s in made.values() for t in s.buffers().values())
+        report.rates[f"{q} both directions GB/s"] = (2 * x.numel() + size) / ms / 1e6
+        operand = made[ROWWISE]
+        ms = _milliseconds(lambda operand=operand: gemm(operand, operand))
+        report.rates[f"{q} TFLOP/s, layouts included"] = 2 * m * m * k / ms / 1e9
+        del made, operand
+
+
+def run(device: torch.device, path: Path, say: Callable[[str], None] = print) -> Report:
+    """Compare and measure; the report is written to path as JSON."""
+    on_gpu = device.type == "cuda"
+    report = Report(
+        torch.cuda.get_device_name(device) if on_gpu else "CPU", arch_of(device), torch.__version__,
+        extension.runs_on(device) or ", ".join(extension.STATUS.build.architectures if extension.STATUS.build else ()),
+    )
+    say(f"{report.device} ({report.arch}), torch {report.torch}; kernels: {report.kernels}")
+    for part in (compare_codes, compare_products, *([measure] if on_gpu else [])):
+        part(report, device)
+    for kind, count in report.compared.items():
+        failed = sum(f.startswith(f"{kind}:") for f in report.failures)
+        say(f"{kind:10}{count:6} compared, {failed} differ")
+    for what, rate in report.rates.items():
+        say(f"{what:50}{rate:10.0f}")
+    for failure in report.failures[:20]:
+        say(failure)
+    path.write_text(json.dumps(asdict(report), indent=1) + "\n")
+    say(f"written to {path}")
+    return report
