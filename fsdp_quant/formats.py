@@ -187,6 +187,26 @@ class Format:
         return self.element.is_quantized
 
     @property
+    def bits(self) -> int:
+        return self.element.bits
+
+    @property
+    def has_scales(self) -> bool:
+        return self.scale != "none"
+
+    @property
+    def has_fp32_scales(self) -> bool:
+        return self.scale == "fp32"
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        return SCALE_DTYPE[self.scale]
+
+    @property
+    def scale_bytes(self) -> int:
+        return SCALE_BYTES[self.scale]
+
+    @property
     def serves_both_directions(self) -> bool:
         """One storage is both the rowwise and the columnwise operand (a byte transpose apart)."""
         return self.block[0] == self.block[1] and not self.rotated

@@ -55,14 +55,14 @@ class Quantizer:
             raise ValueError(f"rounding must be 'nearest' or 'stochastic', got {self.rounding!r}")
         if self.scaling != "current" and not isinstance(self.scaling, DelayedScaling):
             raise ValueError(f"scaling must be 'current' or DelayedScaling(...), got {self.scaling!r}")
-        if self.is_delayed and (fmt.scale != "fp32" or fmt.block != (None, None)):
+        if self.is_delayed and (not fmt.has_fp32_scales or fmt.block != (None, None)):
             raise ValueError(f"delayed scaling keeps one scale a tensor; {fmt} has blocks of {fmt.block}")
         if self.rounding == "stochastic" and not fmt.is_quantized:
             raise ValueError(f"{fmt} is not rounded; rounding='stochastic' needs a quantized format")
-        if self.eps and fmt.scale != "fp32":
+        if self.eps and not fmt.has_fp32_scales:
             raise ValueError(f"eps bounds fp32 scales; {fmt} has {fmt.scale} scales")
         if self.rotation or fmt.rotated:
-            if fmt.element.bits != 4:
+            if fmt.bits != 4:
                 raise ValueError(f"rotation is defined for 4-bit formats; got {fmt}")
             if fmt.block[0] != 1:
                 raise ValueError(f"rotation along the contraction needs blocks of one row; {fmt} has {fmt.block}")

@@ -368,7 +368,7 @@ def by_families(
 
 def _quantizer(fmt, pow2, scale_rounding, delayed, scale_rule, element=None) -> Quantizer:
     changes = {}
-    if pow2 is not None and fmt.scale == "fp32":
+    if pow2 is not None and fmt.has_fp32_scales:
         changes["pow2"] = pow2
     if scale_rounding is not None and fmt.scale == "e8m0":
         changes["scale_rounding"] = scale_rounding

@@ -79,7 +79,7 @@ class Cuts:
     def cut_block_rows(self, encoding: Encoding) -> tuple[int, ...]:
         """Block rows whose amaxes more than one rank wants: those a cut divides, or the one of the whole extent."""
         b0 = encoding.fmt.dims(encoding.direction)[0]
-        if encoding.fmt.scale == "none" or not self.is_sharded:
+        if not encoding.fmt.has_scales or not self.is_sharded:
             return ()
         units = (b0 or 0) * self.row_units
         return (0,) if b0 is None else tuple(sorted({b // units for b in self.bounds if b % units and b < self.bounds[-1]}))
@@ -199,7 +199,7 @@ class SharedStatistics:
         self.results: list[list[Statistics | None]] = [[None] * len(f.encodings) for f in fragments]
         for f, fragment in enumerate(fragments):
             for e, encoding in enumerate(fragment.encodings):
-                if fragment.shares_statistics(encoding) or (whole and encoding.fmt.scale != "none"):
+                if fragment.shares_statistics(encoding) or (whole and encoding.fmt.has_scales):
                     self._places.append((f, e))
         self._alike: dict[tuple, list[tuple[int, int]]] = {}
         for f, e in self._places:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .formats import ROWWISE, SCALE_DTYPE, Direction, Encoding, Format, format_of, round_up
+from .formats import ROWWISE, Direction, Encoding, Format, format_of, round_up
 from .ops import dispatch, layout, reference
 from .ops.capability import ARCHITECTURES, BLACKWELL, arch_of
 from .ops.layout import ANCHOR_RUNS, ANCHORED, ANCHORED_TENSOR, ANCHORS, COMPACT, NATIVE
@@ -88,7 +88,7 @@ class Storage:
         rows, cols = fmt.padded_shape(shape, direction)
         data = torch.zeros(rows, fmt.row_bytes(cols, dtype), dtype=torch.uint8, device=device)
         scale_shape = fmt.scale_shape(shape, direction)
-        scale = None if scale_shape is None else torch.zeros(scale_shape, dtype=SCALE_DTYPE[fmt.scale], device=device)
+        scale = None if scale_shape is None else torch.zeros(scale_shape, dtype=fmt.scale_dtype, device=device)
         tensor_amax = torch.zeros(1, device=device) if fmt.tensor_scale else None
         return cls(fmt, direction, tuple(shape), data if fmt.is_quantized else data.view(dtype), scale, tensor_amax, dtype)
 
@@ -149,7 +149,7 @@ class Storage:
         if self.direction is not ROWWISE or (self.fmt.block[0] or 1) > 1:
             return None
         if self.layout == NATIVE and self.fmt.is_quantized and not self.fmt.scale_leaves_contraction:
-            if self.fmt.scale != "fp32" or length % 4:
+            if not self.fmt.has_fp32_scales or length % 4:
                 return None
             scale, dim = scale.view(-1, round_up(self.shape[0], 4)), 1
         if scale is not None and scale.numel() > 1:
@@ -306,7 +306,7 @@ class Storage:
         return GemmOperand(data, scale, decode)
 
     def _is_swizzled(self, arch: str) -> bool:
-        return self.fmt.scale != "fp32" and ARCHITECTURES[arch].scale_layout == BLACKWELL
+        return not self.fmt.has_fp32_scales and ARCHITECTURES[arch].scale_layout == BLACKWELL
 
     def _check_whole(self) -> None:
         if self.row0:
@@ -321,7 +321,7 @@ class Storage:
             outer = self.padded_shape[1 - self.direction.contraction_dim]
             return dispatch.swizzle_scales(scale, outer, self.fmt.block[0], along_rows)
         scale = self._scale_as_read(scale)
-        return (layout.pad_to(scale, 1, 4) if self.fmt.scale == "fp32" else scale).contiguous()
+        return (layout.pad_to(scale, 1, 4) if self.fmt.has_fp32_scales else scale).contiguous()
 
     def scale_copies(self, made: Storage) -> list[GroupCall]:
         """What writes the scales of this storage as they are in `made`, where those are a copy in another order, zeros behind it."""
@@ -336,7 +336,7 @@ class Storage:
 
     def _scale_as_read(self, scale: Tensor) -> Tensor:
         """A view: [outer blocks, contraction blocks]; fp32 scales of runs [contraction blocks, outer]."""
-        turned = (self.direction is not ROWWISE) != (self.fmt.scale == "fp32" and self.fmt.block[0] == 1)
+        turned = (self.direction is not ROWWISE) != (self.fmt.has_fp32_scales and self.fmt.block[0] == 1)
         return scale.t() if turned else scale
 
     def from_gemm_layout(self, operand: GemmOperand, arch: str) -> Storage:
@@ -353,7 +353,7 @@ class Storage:
             scale = scale.reshape(self._gemm_scale_shape(outer, outer_blocks, blocks, arch))
             if self.fmt.scale_leaves_contraction:
                 scale = scale[:, None]
-            elif self.fmt.scale == "fp32":
+            elif self.fmt.has_fp32_scales:
                 scale = scale[:, :outer].t() if b0 == 1 else scale[:, :blocks]
             elif self._is_swizzled(arch):
                 scale = layout.unswizzle_128x4(scale, outer, blocks)[::b0]
@@ -364,7 +364,7 @@ class Storage:
     def _gemm_scale_shape(self, outer: int, outer_blocks: int, blocks: int, arch: str) -> tuple[int, ...]:
         if self.fmt.scale_leaves_contraction or self._is_swizzled(arch):
             return (-1,)
-        if self.fmt.scale == "fp32":
+        if self.fmt.has_fp32_scales:
             return (blocks, round_up(outer, 4)) if self.fmt.block[0] == 1 else (outer_blocks, round_up(blocks, 4))
         return (outer_blocks, blocks)
 

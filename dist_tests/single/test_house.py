@@ -147,6 +147,22 @@ def test_no_branch_on_the_kind_of_a_format(source: str):
             assert not named, f"fsdp_quant/{source}:{node.lineno} compares the name of a format: {ast.unparse(node)}"
 
 
+def kind_questions() -> list[str]:
+    """Where code outside formats.py and ops/ reads what a format is made of, instead of a property that says what it does."""
+    fields = {"tensor_scale", "pow2", "block", "scale_rounding", "scale_rule", "element", "scale"}
+    return [
+        f"{source}:{node.lineno}: {ast.unparse(node)}" for source in SOURCES
+        if source != "formats.py" and not source.startswith("ops/") for node in ast.walk(TREES[source])
+        if isinstance(node, ast.Attribute) and node.attr in fields and names_a_format(node.value)
+    ]
+
+
+def test_what_a_format_is_made_of_is_read_in_few_places():
+    """If false, a format that is a new row needs code far from its row. The number may fall."""
+    found = kind_questions()
+    assert 20 <= len(found) <= 55, "\n".join(found)
+
+
 def test_the_rule_on_format_names_finds_them():
     """Otherwise the test above passes because it looks for nothing."""
     for text in ("self.fmt", "fmt", "storage.fmt", "quantizer.fmt.element", "format_of(x)", "a_fmt"):

@@ -63,7 +63,7 @@ def quantizers() -> dict[str, Quantizer]:
         made.append(Quantizer(fmt))
         if fmt.element == E4M3:
             made.append(Quantizer(format_of(fmt, element="e5m2")))
-        if fmt.element.bits == 4 and fmt.block[0] == 1:
+        if fmt.bits == 4 and fmt.block[0] == 1:
             made.append(Quantizer(fmt, rounding="stochastic", rotation=True))
         if fmt.tensor_scale:
             made.append(Quantizer(format_of(fmt, scale_rule="fp8_exact")))

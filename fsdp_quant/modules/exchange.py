@@ -185,7 +185,7 @@ def shared_statistics(
     crossing = {}
     for d in gathered_directions(hybrid, frozenset(directions)) if group.size() > 1 else ():
         encoding = hybrid.encodings[d]
-        spans_rows = encoding.fmt.scale != "none" and encoding.fmt.dims(d)[0] is None
+        spans_rows = encoding.fmt.has_scales and encoding.fmt.dims(d)[0] is None
         if encoding.fmt.spans_tensor or (rows_are_cut and spans_rows):
             crossing[d] = encoding
     if not crossing:

@@ -147,7 +147,7 @@ def _decodable(storages: Sequence[Storage]) -> _Codes:
     rows, cols = first.shape
     data, scale = [s.data for s in storages], [s.scale for s in storages]
     if first.direction is COLUMNWISE:
-        data = native.transpose_group(data, [first.shape] * experts, first.fmt.element.bits, stacked=True)
+        data = native.transpose_group(data, [first.shape] * experts, first.fmt.bits, stacked=True)
         scale, rows, cols = [s.t() for s in scale], cols, rows
     data, scale = stacked(data).view(-1, data[0].shape[1]), torch.stack(scale).view(-1, scale[0].shape[1])
     amaxes = torch.cat([s.tensor_amax for s in storages])

@@ -411,7 +411,7 @@ def storage_over(
     buffers: Sequence[Tensor], fmt: Format, direction: Direction, shape: tuple[int, int], dtype: torch.dtype, layout: str
 ) -> Storage:
     """The storage whose `buffers_of` these are."""
-    has = {"data": True, "scale": fmt.scale != "none", "tensor_amax": has_tensor_amax(fmt, layout)}
+    has = {"data": True, "scale": fmt.has_scales, "tensor_amax": has_tensor_amax(fmt, layout)}
     fields = dict.fromkeys(BUFFERS) | dict(zip([name for name in BUFFERS if has[name]], buffers))
     return Storage(fmt, direction, shape, **fields, dtype=dtype, layout=layout)
 

@@ -70,12 +70,12 @@ def unsupported_reason(fmt: Format) -> str | None:
     """Why no kernel encodes this format, in one clause; None when one does."""
     if not fmt.is_quantized:
         return "not quantized"
-    blocks = (None, 128) if fmt.scale == "fp32" else (16, 32)
+    blocks = (None, 128) if fmt.has_fp32_scales else (16, 32)
     outer, contraction = fmt.block
     if contraction not in blocks or outer not in (1, contraction):
         return f"no kernel for {fmt.scale} scales of {fmt.block} blocks"
     of_4_bits = fmt.tensor_scale or (fmt.scale == "e8m0" and fmt.block == (1, 32) and fmt.scale_rounding == "up")
-    if fmt.element.name not in ELEMENTS or (not of_4_bits if fmt.element.bits == 4 else fmt.tensor_scale):
+    if fmt.element.name not in ELEMENTS or (not of_4_bits if fmt.bits == 4 else fmt.tensor_scale):
         return f"no kernel for {fmt.element.name} with {fmt.scale} scales"
     if fmt.decodes_exactly_to_e4m3 and contraction != 16:
         return f"no kernel for {fmt.scale_rule} scales of {fmt.block} blocks"
@@ -113,7 +113,7 @@ def _multiplies(a: Format, b: Format, arch: str) -> bool:
 
 def anchors(fmt: Format) -> bool:
     """One exponent a line, or a tensor, can take the place of this format's block scales."""
-    of_blocks = fmt.scale == "e8m0" and fmt.block[1] == 32 and fmt.scale_rounding == "up" and fmt.element.bits == 8
+    of_blocks = fmt.scale == "e8m0" and fmt.block[1] == 32 and fmt.scale_rounding == "up" and fmt.bits == 8
     return of_blocks and unsupported_reason(fmt) is None
 
 
@@ -124,7 +124,7 @@ def anchors_tensor(fmt: Format) -> bool:
 
 def scales_tensor(fmt: Format) -> bool:
     """One fp32 scale serves a tensor."""
-    return fmt.scale == "fp32" and fmt.block == _TENSOR
+    return fmt.has_fp32_scales and fmt.block == _TENSOR
 
 
 def _is_anchored(a: Format, b: Format, arch: str) -> bool:

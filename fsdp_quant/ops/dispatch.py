@@ -329,17 +329,17 @@ def record_amax(amaxes: Tensor, amax: Tensor) -> None:
 
 def transpose_codes(data: Tensor, rows: int, cols: int, fmt: Format) -> Tensor:
     """Codes of [rows, cols] as those of its transpose, packed along dim 1 again; contiguous."""
-    if fmt.element.bits in native.TRANSPOSED_BITS and native.runs(data):
-        return native.transpose_codes(data, rows, cols, fmt.element.bits)
-    return layout.repack(data, fmt.element.bits, rows, cols)
+    if fmt.bits in native.TRANSPOSED_BITS and native.runs(data):
+        return native.transpose_codes(data, rows, cols, fmt.bits)
+    return layout.repack(data, fmt.bits, rows, cols)
 
 
 def transpose_group(
     data: Sequence[Tensor], shapes: Sequence[tuple[int, int]], fmt: Format, calls: list[native.GroupCall] | None = None
 ) -> list[Tensor]:
     """`transpose_codes` of each; calls: takes the launch."""
-    if len(data) > 1 and fmt.element.bits in native.TRANSPOSED_BITS and all(map(native.runs, data)):
-        return native.transpose_group(data, shapes, fmt.element.bits, calls=calls)
+    if len(data) > 1 and fmt.bits in native.TRANSPOSED_BITS and all(map(native.runs, data)):
+        return native.transpose_group(data, shapes, fmt.bits, calls=calls)
     return [transpose_codes(one, *shape, fmt) for one, shape in zip(data, shapes)]
 
 

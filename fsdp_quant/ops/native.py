@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..formats import ROWWISE, SCALE_DTYPE, Direction, Encoding, Format, ceil_div, round_up
+from ..formats import ROWWISE, Direction, Encoding, Format, ceil_div, round_up
 from . import extension, opaque
 from .capability import ARCHITECTURES, BLACKWELL, ELEMENTS, HOPPER, arch_of, unsupported_reason
 from .layout import ANCHOR_RUNS, ANCHORED_TENSOR, ANCHORS, NATIVE, is_exact_operand, operand_format
@@ -267,7 +267,7 @@ class GroupEncoding:
         if stats is None:
             stats = statistics_group(x, encoding, row0, through_bf16)
         self.encoding, self.dtype, self.device = encoding, x[0].dtype, x[0].device
-        scale_dtype = SCALE_DTYPE[encoding.fmt.scale]
+        scale_dtype = encoding.fmt.scale_dtype
         size, places, views = _staged(encoding, tuple(one.shape for one in x), tuple(row0))
         self._staging, self._size = x[0].new_empty(size, dtype=torch.uint8), size
         self._first, known = _group_arguments(x, encoding, row0, stats, encs, records)
@@ -344,7 +344,7 @@ def why_not_pieces(encoding: Encoding, dtype: torch.dtype | None, cols: int) -> 
         return None if dtype in PIECE_VALUES else f"values travel in {dtype}"
     if encoding.stochastic or encoding.fmt.rotated:
         return "rounded stochastically, or rotated"
-    if encoding.fmt.element.bits == 4 and cols % 2:
+    if encoding.fmt.bits == 4 and cols % 2:
         return f"4-bit codes of {cols} columns share bytes between rows"
     return unsupported_reason(encoding.fmt)
 
@@ -515,7 +515,7 @@ def _fitting(o: Operand, outer_multiple: int) -> Operand:
         data = F.pad(data, (0, pad_width, 0, pad_outer))
     elif data.stride(0) % 16 or data.storage_offset() % 16:
         data = data.clone(memory_format=torch.contiguous_format)
-    if pad_outer and o.fmt.scale == "fp32" and o.fmt.block[0] == 1:
+    if pad_outer and o.fmt.has_fp32_scales and o.fmt.block[0] == 1:
         if o.fmt.block[1] is None:
             scale = F.pad(scale, (0, pad_outer))
         else:

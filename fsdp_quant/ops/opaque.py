@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..counters import counters
-from ..formats import SCALE_DTYPE, Direction, Encoding, Format, ceil_div, format_of
+from ..formats import Direction, Encoding, Format, ceil_div, format_of
 from . import reference, rng
 
 _THREAD = threading.local()
@@ -121,7 +121,7 @@ def _fake_encode(x, amax, tensor_amax, key, enc, encoding, row0):
     rows, cols = e.fmt.padded_shape(x.shape, e.direction)
     grid = _grid(x, e, row0)
     made = [x.new_empty((rows, e.fmt.row_bytes(cols, x.dtype)), dtype=torch.uint8)]
-    made.append(x.new_empty(grid, dtype=SCALE_DTYPE[e.fmt.scale]))
+    made.append(x.new_empty(grid, dtype=e.fmt.scale_dtype))
     if e.fmt.tensor_scale and tensor_amax is None:
         made.append(x.new_empty(1, dtype=torch.float32))
     if e.fmt.scale_leaves_contraction and amax is None:

@@ -119,7 +119,7 @@ def statistics(x: Tensor, encoding: Encoding, row0: int = 0) -> tuple[Tensor | N
     A block that the edge of x cuts counts only the elements that exist.
     """
     fmt = encoding.fmt
-    if fmt.scale == "none":
+    if not fmt.has_scales:
         return None, None
     magnitude = x.abs()
     x4 = _blocked(magnitude, fmt, encoding.direction, row0)
@@ -287,7 +287,7 @@ def encode(
         limit = fmt.element.max
         values = round_stochastically(values.clamp(-limit, limit), fmt.element, random_bytes(x.shape, direction, key))
     codes = _cast(values, fmt.element)
-    return pack(codes, fmt.element.bits).contiguous(), scale
+    return pack(codes, fmt.bits).contiguous(), scale
 
 
 def decode_codes(data: Tensor, fmt: Format, cols: int) -> Tensor:
@@ -391,7 +391,7 @@ def anchored_codes(
     """
     dim = direction.contraction_dim
     values = decode_codes(data, fmt, data.shape[1])
-    if fmt.scale == "fp32":
+    if fmt.has_fp32_scales:
         exponents = (scale.view(torch.int32) >> 23).clamp(max=255)
         is_zero = _blocked(values, fmt, direction, 0).abs().sum((1, 3)) == 0
         scale = torch.where((scale == 1) & is_zero, 0, exponents).to(torch.uint8)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..counters import counters
-from ..formats import ROWWISE, SCALE_BYTES, Direction, Encoding, ceil_div
+from ..formats import ROWWISE, Direction, Encoding, ceil_div
 from ..ops import native
 from .published_weight import PublishedWeight
 
@@ -270,14 +270,14 @@ class CastPlan:
         if self._dense:
             return weight.sides[direction].scale.data_ptr(), (0, side.block_rows * side.across)
         first, end = weight.planes[direction, "scale"][1].map.run(self._rank)
-        size = SCALE_BYTES[side.encoding.fmt.scale]
+        size = side.encoding.fmt.scale_bytes
         return self._address(weight.name, direction, "scale") - first * size, (first, end)
 
     def _side_row(self, side: _Side | None) -> list[int]:
         if side is None:
             return [0] * 16
         weight, e = side.weight, side.encoding
-        data, bits = 0, e.fmt.element.bits
+        data, bits = 0, e.fmt.bits
         if not weight.gathers_values:
             data = self._address(weight.name, e.direction, "codes") - side.start * bits // 8
         scale = 0 if side.spans or side.all_shared else self._scale_base(side)[0]
@@ -326,7 +326,7 @@ class CastPlan:
         delayed = {} if history is None else {"enc": history.enc.data_ptr(), "record": history.amaxes.data_ptr()}
         made = side.scale_runs(published)
         for at, first, count in made:
-            out = base + first * SCALE_BYTES[fmt.scale]
+            out = base + first * fmt.scale_bytes
             runs.add(self._at(at), out, count, side.encoding, self._at(side.tensor_amax), **delayed)
         if delayed and not made:  # another rank publishes the scale; every rank has the history
             runs.add(self._at(side.amaxes), 0, 1, side.encoding, **delayed)

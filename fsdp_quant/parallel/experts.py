@@ -264,7 +264,7 @@ def _encoded(x: Tensor, route: TokenRoute, hybrid: HybridQuantizer, directions) 
     encodings = {d: hybrid.encodings[d] for d in directions}
     spanning = {
         d: e for d, e in encodings.items()
-        if e.fmt.tensor_scale or (e.fmt.scale != "none" and e.fmt.dims(d)[0] is None)
+        if e.fmt.tensor_scale or (e.fmt.has_scales and e.fmt.dims(d)[0] is None)
     }
     rest = [d for d in directions if d not in spanning]
     made = {d: [storage] for d, storage in hybrid.storages(x, rest)[0].items()} if rest else {}

@@ -64,7 +64,7 @@ def cast_master_weights(
         encoded = dispatch.encode_group([f.rows for f in of], encoding, stats, [f.row0 for f in of], encs, dtype)
         for (f, e), fragment, enc, one in zip(at, of, encs, encoded):
             codes = runs.codes_of_run(
-                one.data, encoding.fmt.element.bits, fragment.start, fragment.values.numel(), fragment.rows.shape[1]
+                one.data, encoding.fmt.bits, fragment.start, fragment.values.numel(), fragment.rows.shape[1]
             )
             stats = shared[f][e]
             scale = dispatch.scales(stats, encoding, enc) if whole_scales and stats is not None else one.scale

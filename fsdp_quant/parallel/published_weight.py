@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..formats import COLUMNWISE, ROWWISE, SCALE_BYTES, SCALE_DTYPE, Direction, Encoding
+from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding
 from ..ops import dispatch, runs
 from ..scaling import AmaxHistory, Cuts, Fragment, with_amax
 from ..tensor import torch_compat
@@ -34,7 +34,7 @@ class SyncItem(NamedTuple):
 
 
 def bits_of(encoding: Encoding, dtype: torch.dtype) -> int:
-    return encoding.fmt.element.bits if encoding.fmt.is_quantized else 8 * dtype.itemsize
+    return encoding.fmt.bits if encoding.fmt.is_quantized else 8 * dtype.itemsize
 
 
 class Side:
@@ -47,9 +47,9 @@ class Side:
     def __init__(self, encoding: Encoding, shape: tuple[int, int], device: torch.device, dense: bool):
         fmt, self.encoding = encoding.fmt, encoding
         self.scale = self.tensor_amax = None
-        if dense and fmt.scale != "none":
+        if dense and fmt.has_scales:
             scale_shape = fmt.scale_shape(shape, encoding.direction)
-            self.scale = torch.zeros(scale_shape, dtype=SCALE_DTYPE[fmt.scale], device=device)
+            self.scale = torch.zeros(scale_shape, dtype=fmt.scale_dtype, device=device)
         if fmt.tensor_scale:
             self.tensor_amax = torch.zeros(1, device=device)
 
@@ -104,9 +104,9 @@ class PublishedWeight:
         for d, encoding in self.quantizer.encodings.items():
             name = f"{self.name}.{d.value}"
             planes[d, "codes"] = self.serves(d), Plane(f"{name}.codes", bits_of(encoding, self.weight.dtype), self.shards)
-            if not self.dense and encoding.fmt.scale != "none":
+            if not self.dense and encoding.fmt.has_scales:
                 owners = self.shards.of_scales(encoding, self.shape)
-                planes[d, "scale"] = self.serves(d), Plane(f"{name}.scale", 8 * SCALE_BYTES[encoding.fmt.scale], owners)
+                planes[d, "scale"] = self.serves(d), Plane(f"{name}.scale", 8 * encoding.fmt.scale_bytes, owners)
         return planes
 
     def _values_are_fewer(self) -> bool:
@@ -159,7 +159,7 @@ class PublishedWeight:
             if codes is None:
                 pass  # they were gathered where they are read
             elif self.shape[1] % fmt.element.packing[0]:  # rows begin in the middle of containers of the wire
-                made.append((room["data"], runs.rows_of_codes(codes.joined(), fmt.element.bits, *self.shape)))
+                made.append((room["data"], runs.rows_of_codes(codes.joined(), fmt.bits, *self.shape)))
             else:
                 made += codes.writes(room["data"])
             for name, staged in (("scale", side.scale), ("tensor_amax", side.tensor_amax)):

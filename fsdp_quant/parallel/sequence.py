@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..counters import counters
-from ..formats import COLUMNWISE, ROWWISE, SCALE_BYTES, Direction, Encoding
+from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding
 from ..modules.exchange import Arriving, Gather, Scattering, SequenceCut
 from ..quantizer import as_rows, hybrid_of
 from ..storage import Placement, Storage, scale_placement
@@ -25,8 +25,8 @@ def travelling_bytes(encoding: Encoding, rows: int, cols: int, dtype: torch.dtyp
     """Bytes of the buffers of [rows, cols] that travel, where pieces have multiples of `chunk` rows."""
     fmt, d = encoding.fmt, encoding.direction
     size = rows * fmt.row_bytes(cols, dtype)
-    if fmt.scale != "none" and scale_placement(fmt, d, chunk) is Placement.SHARD:
-        size += prod(fmt.scale_shape((rows, cols), d)) * SCALE_BYTES[fmt.scale]
+    if fmt.has_scales and scale_placement(fmt, d, chunk) is Placement.SHARD:
+        size += prod(fmt.scale_shape((rows, cols), d)) * fmt.scale_bytes
     return size
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..formats import COLUMNWISE, ROWWISE, SCALE_BYTES, SCALE_DTYPE, Direction, Encoding
+from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding
 from ..ops.dispatch import Encoded
 from ..ops.layout import adjoining
 from ..scaling import RowCuts
@@ -54,7 +54,7 @@ def wire_buffers(
     chunk = cuts.bounds[1] if len(cuts.bounds) > 2 else None
     padded_cols = fmt.padded_shape((cuts.rows, cols), direction)[1]
     buffers = [WireBuffer("data", cuts.bounds[1], fmt.row_bytes(padded_cols, high_precision))]
-    placement = None if fmt.scale == "none" else scale_placement(fmt, direction, chunk)
+    placement = None if not fmt.has_scales else scale_placement(fmt, direction, chunk)
     if placement in (Placement.SHARD, Placement.HALO):
         b0 = fmt.dims(direction)[0]
         spans = [(a // b0, -(-b // b0) if b > a else a // b0) for a, b in zip(cuts.bounds, cuts.bounds[1:])]
@@ -66,7 +66,7 @@ def wire_buffers(
                 for block in range(first, last):
                     owner.setdefault(block, rank * rows + block - first)
             index = tuple(owner[block] for block in sorted(owner))
-        row_bytes = fmt.scale_shape((cuts.rows, cols), direction)[1] * SCALE_BYTES[fmt.scale]
+        row_bytes = fmt.scale_shape((cuts.rows, cols), direction)[1] * fmt.scale_bytes
         buffers.append(WireBuffer("scale", rows, row_bytes, index))
     return buffers
 
@@ -76,9 +76,9 @@ def _matrix_buffers(encoding: Encoding, shape: tuple[int, int], high_precision: 
     fmt, direction = encoding.fmt, encoding.direction
     rows, cols = fmt.padded_shape(shape, direction)
     yield "data", rows, fmt.row_bytes(cols, high_precision)
-    if fmt.scale != "none":
+    if fmt.has_scales:
         rows, cols = fmt.scale_shape(shape, direction)
-        yield "scale", rows, cols * SCALE_BYTES[fmt.scale]
+        yield "scale", rows, cols * fmt.scale_bytes
     if fmt.tensor_scale:
         yield "tensor_amax", 1, 4
 
@@ -184,7 +184,7 @@ class GatheredWeight:
         scale_shape = fmt.scale_shape(shape, direction)
         if scale_shape is not None:
             rows, cols = scale_shape
-            replicated["scale"] = torch.empty(matrices * rows, cols, dtype=SCALE_DTYPE[fmt.scale], device=device)
+            replicated["scale"] = torch.empty(matrices * rows, cols, dtype=fmt.scale_dtype, device=device)
         if fmt.tensor_scale:
             replicated["tensor_amax"] = torch.empty(matrices, dtype=torch.float32, device=device)
         for i, buffer in enumerate(self.wire[direction]):
@@ -217,7 +217,7 @@ class GatheredWeight:
             return (rows if fmt.is_quantized else rows.view(self.dtype))[: matrices * count]
         if buffer.name == "tensor_amax":
             return rows.view(torch.float32).flatten()[:matrices]
-        return rows.view(SCALE_DTYPE[fmt.scale])[: matrices * fmt.scale_shape(shape, direction)[0]]
+        return rows.view(fmt.scale_dtype)[: matrices * fmt.scale_shape(shape, direction)[0]]
 
     def _allocate_derived(self) -> DirectionBuffers:
         with torch.no_grad():

@@ -627,7 +627,7 @@ def fused_outputs(weight: QuantizedWeight) -> FusedOutputs | None:
 
     taken = {
         d: e for d, e in state.quantizer.encodings.items()
-        if e.fmt.is_quantized and native.takes_group(e, torch.float32, True) and (e.fmt.element.bits == 8 or crosses(e))
+        if e.fmt.is_quantized and native.takes_group(e, torch.float32, True) and (e.fmt.bits == 8 or crosses(e))
     }
     later = {d: e for d, e in taken.items() if crosses(e)}
     chosen = later or taken
