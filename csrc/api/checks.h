@@ -32,8 +32,11 @@ inline void check_buffer(
       "; wanted ", numel, " contiguous elements of ", dtype, " on ", like.device());
 }
 
+// An error of a launch is told here, and is not left as the thread's last error for whoever asks next.
 inline void check_launch(cudaError_t error, const char* name) {
-  TORCH_CHECK(error == cudaSuccess, "fsdp_quant::", name, ": ", cudaGetErrorString(error));
+  if (error == cudaSuccess) return;
+  cudaGetLastError();
+  TORCH_CHECK(false, "fsdp_quant::", name, ": ", cudaGetErrorString(error));
 }
 
 // On the device of `like`, without the dispatcher: half of the microseconds of at::empty.

@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads) cast_scales_kernel(const __grid_cons
       PieceSide b = {};
       b.amax = const_cast<float*>(static_cast<const float*>(run.from)) + i, b.enc = run.enc;
       if (run.out != nullptr) static_cast<uint32_t*>(run.out)[i] = delayed_scale(s, b).stored;
-      if (run.record != nullptr && is_finite(v[k])) *run.record = fmaxf(*run.record, v[k]);
+      if (run.record != nullptr && is_finite(v[k])) atomic_max(run.record, v[k]);
     } else if (s.two_level()) {
       static_cast<uint8_t*>(run.out)[i] = static_cast<uint8_t>(two_level_code(v[k], target, false, s.exact()));
     } else if (s.byte_scales()) {

@@ -247,7 +247,7 @@ __device__ __forceinline__ void finish_delayed(const Side& s, const SideBuffers&
   if (!s.present() || b.enc == nullptr) return;
   *static_cast<uint32_t*>(b.scale) = delayed_scale(s, b).stored;
   const float amax = __ldcg(b.amax);
-  if (b.record != nullptr && is_finite(amax)) *b.record = fmaxf(*b.record, amax);
+  if (b.record != nullptr && is_finite(amax)) atomic_max(b.record, amax);
 }
 
 // A block of one line that goes on in other tiles.
