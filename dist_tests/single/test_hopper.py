@@ -502,6 +502,20 @@ def test_storages_return_from_their_layouts(gpu, name: str, direction: Direction
         assert_same_bytes(made.scale.flatten(), laid.scale.flatten(), f"{shape} made so: scale")
 
 
+def test_values_are_anchored_as_their_codes_in_any_mix_of_layouts(gpu):
+    """If false, a weight that one process quantizes differs from one that ranks gather as codes, or its two layouts are refused."""
+    x, q = values(96, 160, kind="heavy"), QUANTIZERS["mxfp8"]
+    kinds = (layout.COMPACT, layout.ANCHORED_TENSOR, layout.ANCHORED)
+    for row, col in itertools.product(kinds, kinds):
+        wanted = {ROWWISE: row, COLUMNWISE: col}
+        made = HybridQuantizer(q, q).storages(x, layouts=wanted)[0]
+        for d, storage in made.items():
+            assert storage.layout == wanted[d]
+            if wanted[d] != layout.ANCHORED:  # which are rounded once
+                assert_same_storage(storage, q.storage(x, d).in_layout(wanted[d]), f"{row} {col} {d}")
+    assert gpu.count("quantize_anchored") == 8  # of all but two compact ones
+
+
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("name", E8M0)
 def test_anchored_storages_decode_to_nearly_the_same(gpu, name: str, direction: Direction):

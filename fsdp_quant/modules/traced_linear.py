@@ -248,7 +248,8 @@ def _weight_storage(
 
     statistics:  known ones; takes those of the whole weight, for its other direction.
     """
-    hybrid, wanted = plan.weight, plan.resolved(dtype, weight.device).layouts["weight"][direction]
+    hybrid, layouts = plan.weight, plan.resolved(dtype, weight.device).layouts["weight"]
+    wanted = layouts[direction]
     if isinstance(weight, QuantizedTensor):
         return weight.operand_in_graph(direction, wanted, hybrid), {}
     values = values_of(weight)
@@ -265,7 +266,6 @@ def _weight_storage(
     if source not in statistics and is_anchored_as_encoded(encoding.fmt, laid_out) and native.runs(values):
         whole = Encoding(operand_format(encoding.fmt, laid_out), source)
         (found,) = dispatch.statistics(values, [whole], dtype=seen)
-        layouts = plan.resolved(dtype, weight.device).layouts["weight"]
         alike = [d for d, e in hybrid.encodings.items() if is_anchored_as_encoded(e.fmt, layouts[d])]
         statistics |= dict.fromkeys(alike, Statistics(None, found.amax.view(1)))
     (encoded,) = dispatch.encode(
