@@ -132,8 +132,7 @@ void multiply(Product& p, const at::Tensor& out, const Arguments& given) {
   if (p.a.scaling == Scaling::k1x512) {  // of an sm_90, as the pair was checked; cuBLASLt does not take them
     const char* const reason = hopper::why_not(p);
     TORCH_CHECK_NOT_IMPLEMENTED(reason == nullptr, "operands have 1x512 scales, and ", reason);
-    const int32_t all = processors_of(stream.device_index());
-    const hopper::Schedule schedule = hopper::schedule_of(p, p.sm_count > 0 ? std::min(p.sm_count, all) : all);
+    const hopper::Schedule schedule = hopper::schedule_of(p, processors_of(stream.device_index(), p.sm_count));
     return check_launch(hopper::launch(p, {}, schedule, stream), "gemm");
   }
   at::Tensor row_scale;

@@ -4,10 +4,10 @@
 
 namespace fsdp_quant {
 
-int32_t processors_of(int device) {
+int32_t processors_of(int device, int64_t most) {
   int count = 0;
   C10_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-  return count;
+  return most > 0 && most < count ? static_cast<int32_t>(most) : count;
 }
 
 cudaDataType_t type_of(at::ScalarType dtype, const char* name) {

@@ -15,8 +15,8 @@ inline int64_t round_up(int64_t n, int64_t multiple) { return ceil_div(n, multip
 inline bool is_half(cudaDataType_t type) { return type == CUDA_R_16BF || type == CUDA_R_16F; }
 inline bool is_fp8(cudaDataType_t type) { return type == CUDA_R_8F_E4M3 || type == CUDA_R_8F_E5M2; }
 
-// Multiprocessors of a device.
-int32_t processors_of(int device);
+// Multiprocessors of a device, `most` at most; 0: all.
+int32_t processors_of(int device, int64_t most);
 
 cudaDataType_t type_of(at::ScalarType dtype, const char* name);
 

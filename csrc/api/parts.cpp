@@ -72,8 +72,7 @@ void launch(Product& p, const Parts& parts, int64_t sm_count, const at::Tensor& 
                               " with scaling ", kind(p.b), ": ", reason);
   TORCH_CHECK_VALUE(sm_count >= 0 && sm_count < 1 << 16, "sm_count is ", sm_count,
                     "; wanted 0 (all) or a number of multiprocessors");
-  int32_t processors = processors_of(stream.device_index());
-  if (sm_count > 0) processors = std::min(processors, static_cast<int32_t>(sm_count));
+  const int32_t processors = processors_of(stream.device_index(), sm_count);
   check_launch(hopper::launch(p, parts, hopper::schedule_of(p, processors, parts), stream), name);
 }
 

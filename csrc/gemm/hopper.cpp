@@ -101,8 +101,7 @@ const char* why_not(const Product& p, const Parts& parts) {
   if (p.accumulate && bf16) return "accumulation is into float32";
   if (!is_aligned(p.out, 16) || p.out_ld % (bf16 ? 8 : 4) != 0 || p.out_ld < p.n)
     return "rows of out are not aligned to 16 bytes";
-  if (p.bias != nullptr && p.bias_type != CUDA_R_16BF && p.bias_type != CUDA_R_32F)
-    return "bias is neither bfloat16 nor float32";
+  if (p.bias != nullptr && p.bias_type != CUDA_R_16BF) return "bias is not bfloat16";
   if (!is_aligned(p.bias, 16)) return "bias is not aligned to 16 bytes";
   return nullptr;
 }
@@ -171,7 +170,7 @@ cudaError_t launch(const Product& p, const Parts& parts, const Schedule& s, cuda
   if (tiles > INT32_MAX / 2) return cudaErrorInvalidValue;
   arguments.tiles = int32(tiles);
   arguments.band = kBandRows / kernel.block_m;
-  arguments.bf16_out = p.out_type == CUDA_R_16BF, arguments.bf16_bias = p.bias_type == CUDA_R_16BF;
+  arguments.bf16_out = p.out_type == CUDA_R_16BF;
   arguments.accumulate = p.accumulate;
 
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // the first use of a kernel loads it

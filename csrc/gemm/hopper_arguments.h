@@ -18,7 +18,7 @@ struct Arguments {
   const float* a_scale;    // null: none
   const float* b_scale;
   void* out;
-  const void* bias;        // null: none
+  const void* bias;        // bf16; null: none
   const float* alpha;      // null: 1
   const int32_t* offsets;  // [groups + 1]
   int32_t* flag;           // null: none; becomes 1 where offsets are out of order or range
@@ -30,7 +30,7 @@ struct Arguments {
   int32_t a_scale_step, b_scale_step;  // outer scales: 0 one for all, 1 one a row
   int32_t m_tiles, n_tiles, tiles;     // of a cluster; of a group that cuts the contraction; not where rows are cut
   int32_t band;            // m_tiles that are walked together
-  bool bf16_out, bf16_bias;
+  bool bf16_out;
   bool accumulate;
 };
 

@@ -147,8 +147,9 @@ def build_kernels(
     cublaslt:     (folder of cublasLt.h, the library), recorded by its soname, which torch has loaded.
     line_tables:  for profilers, which show source lines; they double the size.
     """
+    size = ["-lineinfo"] if line_tables else ["--compress-mode=size"] if "--compress-mode" in output_of(nvcc, "--help") else []
+
     def compiler(targets: Sequence[str]) -> list[str]:
-        size = ["-lineinfo"] if line_tables else ["--compress-mode=size"] if supports(nvcc, "--compress-mode") else []
         codes = [f"-gencode=arch=compute_{target},code=sm_{target}" for target in targets]
         # Last: the runtime's headers, which lie in the same folder, are the toolkit's.
         return [str(nvcc), *NVCC_FLAGS, *size, *codes, f"-I{csrc}", f"-Xcompiler=-idirafter,{cublaslt[0]}"]
@@ -167,10 +168,6 @@ def kernel_sources(csrc: Path, targets: Sequence[str]) -> list[tuple[list[Path],
     every = sorted(p for p in csrc.rglob("*.c[pu]*") if p.suffix in (".cpp", ".cu") and p.relative_to(csrc).parts[0] not in GLUE)
     products = [p for p in every if p.suffix == ".cu" and p.name.startswith("hopper")]
     return [(products, hopper), ([p for p in every if p not in products], targets)]
-
-
-def supports(nvcc: Path, option: str) -> bool:
-    return option in subprocess.run([str(nvcc), "--help"], capture_output=True, text=True).stdout
 
 
 def build_glue(csrc: Path, folder: Path, kernels: Path, torch: Path, version: str, cuda: str, toolkit: Path | None, temp: Path) -> Path:
