@@ -202,7 +202,7 @@ class BuildNative(build_ext):
         except build.Failed as error:
             fail(str(error))
         if not in_place:  # what compiles glue for another torch
-            headers = [p for p in CSRC.rglob("*.h")] + [CSRC / "bindings.cpp", *CSRC.glob("api/*.cpp")]
+            headers = [p for p in CSRC.rglob("*.h")] + [CSRC / "bindings.cpp", *CSRC.glob("api/*.cpp"), *CSRC.glob("step/*.cpp")]
             for source in headers:
                 to = folder / "_csrc" / source.relative_to(CSRC)
                 to.parent.mkdir(parents=True, exist_ok=True)

@@ -4,23 +4,29 @@
 namespace fsdp_quant {
 void register_encoding(torch::Library& m);
 void register_quantize(torch::Library& m);
+void register_anchored(torch::Library& m);
+void register_quantize_group(torch::Library& m);
 void register_layout(torch::Library& m);
 void register_gemm(torch::Library& m);
 void register_parts(torch::Library& m);
-void register_linear(torch::Library& m);
 void register_norm(torch::Library& m);
 void register_optim(torch::Library& m);
 void register_pieces(torch::Library& m);
+namespace step {
+void register_plan(torch::Library& m);
+void register_slots(torch::Library& m);
+void register_weight(torch::Library& m);
+void register_linear(torch::Library& m);
+void register_grouped(torch::Library& m);
+void register_activate(torch::Library& m);
+}  // namespace step
 }  // namespace fsdp_quant
 
 TORCH_LIBRARY_FRAGMENT(fsdp_quant, m) {
-  fsdp_quant::register_encoding(m);
-  fsdp_quant::register_quantize(m);
-  fsdp_quant::register_layout(m);
-  fsdp_quant::register_gemm(m);
-  fsdp_quant::register_parts(m);
-  fsdp_quant::register_linear(m);
-  fsdp_quant::register_norm(m);
-  fsdp_quant::register_optim(m);
-  fsdp_quant::register_pieces(m);
+  using namespace fsdp_quant;
+  for (const auto add : {register_encoding, register_quantize, register_anchored, register_quantize_group, register_layout,
+                         register_gemm, register_parts, register_norm, register_optim, register_pieces, step::register_plan,
+                         step::register_slots, step::register_weight, step::register_linear, step::register_grouped,
+                         step::register_activate})
+    add(m);
 }

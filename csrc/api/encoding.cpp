@@ -39,7 +39,9 @@ Element element_of(c10::string_view name) {
   if (name == "e4m3") return Element::kE4M3;
   if (name == "e5m2") return Element::kE5M2;
   if (name == "e2m1") return Element::kE2M1;
-  TORCH_CHECK_VALUE(false, "element is ", name, "; wanted e4m3, e5m2 or e2m1");
+  if (name == "e2m3") return Element::kE2M3;
+  if (name == "e3m2") return Element::kE3M2;
+  TORCH_CHECK_VALUE(false, "element is ", name, "; wanted e4m3, e5m2, e3m2, e2m3 or e2m1");
 }
 
 ScaleKind scale_kind_of(c10::string_view name, bool pow2, c10::string_view rounding, c10::string_view rule) {
@@ -109,7 +111,7 @@ Side unpack_encoding(int64_t packed, double eps, const char* name) {
   if (packed == 0) return s;
   const int32_t element = kElement.of(packed), scale = kScale.of(packed),
                 layout = kScaleLayout.of(packed);
-  TORCH_CHECK_VALUE(packed > 0 && packed >> kBits == 0 && element >= 1 && element <= 3 &&
+  TORCH_CHECK_VALUE(packed > 0 && packed >> kBits == 0 && element >= 1 && element <= 5 &&
                         scale <= 5,
                     name, " is ", packed, ": no encoding (see pack_encoding)");
   s.element = static_cast<Element>(element), s.scale = static_cast<ScaleKind>(scale);
@@ -125,12 +127,15 @@ Side unpack_encoding(int64_t packed, double eps, const char* name) {
   const bool of_32 = s.scale == ScaleKind::kE8M0Up && s.outer == 1 && c == 32;
   TORCH_CHECK_VALUE(s.four_bit() ? s.two_level() || of_32 : !s.two_level(), name,
                     ": 4-bit elements go with two-level scales, or with e8m0 scales of (1, 32) blocks");
+  TORCH_CHECK_VALUE(!s.six_bit() || (of_32 && !s.transposed && s.scale_layout == ScaleLayout::kCompact), name,
+                    ": 6-bit elements go with e8m0 scales of (1, 32) blocks, as compact codes");
   TORCH_CHECK_VALUE(!s.operand() || (s.exact() && c == 16), name, ": operands are made of e2m1 in ",
                     "blocks of 16 whose scales are fp8_exact");
   TORCH_CHECK_VALUE(!s.rotated || (s.four_bit() && s.outer == 1), name,
                     ": rotation is for 4-bit blocks of one line");
   s.eps = static_cast<float>(eps);
-  s.max = s.element == Element::kE4M3 ? 448.0f : s.element == Element::kE5M2 ? 57344.0f : 6.0f;
+  constexpr float kLargest[] = {448.0f, 57344.0f, 6.0f, 7.5f, 28.0f};
+  s.max = kLargest[element - 1];
   s.inverse_max = 1.0f / s.max;
   s.tensor_max = s.two_level() ? s.max * (s.exact() ? 384.0f : 448.0f) : 0.0f;
   s.outer_log2 = log2_of(s.outer), s.contraction_log2 = log2_of(s.contraction);
@@ -163,7 +168,7 @@ EncodingSizes<Int> encoding_sizes(const Side& s, bool columnwise, const Int& row
   const auto filled = [&](const Int& n) { return s.rotated ? padded(n, kRotationBlock) : n; };
   g.rows = columnwise ? filled(rows) : rows, g.cols = columnwise ? cols : filled(cols);
   g.data_rows = s.transposed ? g.cols : g.rows;
-  g.data_cols = blocks_of(s.transposed ? g.rows : g.cols, s.four_bit() && !s.operand() ? 2 : 1);
+  g.data_cols = bytes_of(s, s.transposed ? g.rows : g.cols);
   const int64_t row_block = columnwise ? s.contraction : s.outer,
                 col_block = columnwise ? s.outer : s.contraction;
   g.scale_rows = row_block ? blocks_of(Int(row0 % row_block + g.rows), row_block) : Int(1);

@@ -22,6 +22,18 @@ int64_t pack_encoding(c10::string_view element, c10::string_view scale, bool pow
 // What kernels are told of it; kNone of 0. name: of the argument, for errors.
 Side unpack_encoding(int64_t packed, double eps, const char* name);
 
+// Bytes of a row of so many codes, packed as `PACKINGS` of formats.py says; of operands a byte each.
+template <class Int>
+Int bytes_of(const Side& side, const Int& codes) {
+  if (side.six_bit()) return (codes + 3) / 4 * 3;
+  return side.four_bit() && !side.operand() ? (codes + 1) / 2 : codes;
+}
+
+// Codes that so many bytes hold.
+inline int64_t codes_of(const Side& side, int64_t bytes) {
+  return side.six_bit() ? bytes / 3 * 4 : side.four_bit() && !side.operand() ? bytes * 2 : bytes;
+}
+
 // What shares an anchor: a run of so many elements of one line, 0 is its whole contraction; or the tensor.
 constexpr int64_t kOfTensor = -2;
 

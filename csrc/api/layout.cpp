@@ -27,7 +27,7 @@ at::Tensor decode(
   TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf, "dtype is ", dtype,
                     "; wanted float32, bfloat16 or float16");
   TORCH_CHECK_VALUE(data.dim() == 2, "data has shape ", data.sizes(), "; wanted [rows, row bytes]");
-  const int64_t rows = data.size(0), row_bytes = side.four_bit() ? ceil_div(cols, 2) : cols;
+  const int64_t rows = data.size(0), row_bytes = bytes_of(side, cols);
   check_buffer(data, "data", data, at::kByte, rows * row_bytes);
   const c10::cuda::CUDAGuard guard(data.device());
   const at::Tensor out = new_empty(data, {rows, cols}, dtype);
@@ -91,12 +91,12 @@ std::optional<AnchorCodes> anchor_of(
   const bool e8m0 = side.scale == ScaleKind::kE8M0Up || side.scale == ScaleKind::kE8M0Floor;
   const bool powers = side.scale == ScaleKind::kFp32Pow2 && side.outer == kTile && whole;
   const bool exact = side.exact() && whole && shape.matrices == 1 && tensor_amax.has_value();
-  TORCH_CHECK_VALUE(side.present() && (powers || exact || (e8m0 && side.contraction == 32 && !side.four_bit())), "side is ", spec,
+  TORCH_CHECK_VALUE(side.present() && (powers || exact || (e8m0 && side.contraction == 32 && side.bits() == 8)), "side is ", spec,
                     "; wanted e8m0 scales of (1, 32) or (32, 32) blocks of 8 bits, or for a tensor powers of two of (128, 128), or 4-bit codes "
                     "of one matrix with fp8_exact scales and a tensor amax");
   const int64_t elements = shape.matrices * shape.rows * shape.cols;
   const EncodingSizes<int64_t> of = encoding_sizes<int64_t>(side, columnwise, shape.rows, shape.cols, 0);
-  check_buffer(data, "data", data, at::kByte, shape.matrices * shape.rows * (side.four_bit() ? ceil_div(cols, 2) : cols));
+  check_buffer(data, "data", data, at::kByte, shape.matrices * shape.rows * bytes_of(side, cols));
   check_buffer(scale, "scale", data, powers ? at::kFloat : at::kByte, shape.matrices * of.scale_rows * of.scale_cols);
   check_buffer(out, "out", data, at::kByte, elements);
   check_buffer(line_scale, "line_scale", data, at::kFloat, shape.matrices * (whole ? 1 : shape.lines));

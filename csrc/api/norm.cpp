@@ -7,7 +7,6 @@
 
 #include <torch/library.h>
 
-#include "api/saved.h"
 #include "norm/norm.h"
 
 namespace fsdp_quant {
@@ -95,9 +94,6 @@ std::tuple<at::Tensor, at::Tensor> activation(const at::Tensor& g, const MaybeTe
   return {h, amaxes};
 }
 
-namespace {
-
-// Gate and up: as they are given, or the halves of g's rows.
 std::pair<at::Tensor, MaybeTensor> operands_of(const at::Tensor& g, const MaybeTensor& u, bool packed) {
   if (!packed) return {g, u};
   TORCH_CHECK_VALUE(!u.has_value() && g.dim() > 0 && g.size(-1) % 2 == 0, "g is packed and has shape ", g.sizes(),
@@ -106,11 +102,9 @@ std::pair<at::Tensor, MaybeTensor> operands_of(const at::Tensor& g, const MaybeT
   return {g.narrow(-1, 0, cols), g.narrow(-1, cols, cols)};
 }
 
-// dg, du (empty without u), and their amaxes [2 (1), AmaxesOf]; written to `of_g` and `of_u`, which may be g and u.
-// halves: those are the halves of one contiguous tensor, whose amaxes [1, AmaxesOf] are returned.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> backward_into(
     const at::Tensor& of_g, const at::Tensor& of_u, const MaybeTensor& of_amaxes, const at::Tensor& dh, const at::Tensor& g,
-    const MaybeTensor& u, int64_t kind, bool halves = false) {
+    const MaybeTensor& u, int64_t kind, bool halves) {
   ActivationArgs args = activation_args(g, u, &dh);
   if (halves) args.out_stride = 2 * args.cols;
   const c10::cuda::CUDAGuard guard(g.device());
@@ -124,83 +118,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward_into(
   return {dg, du, amaxes};
 }
 
+namespace {
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor> activation_backward(
     const at::Tensor& dh, const at::Tensor& g, const MaybeTensor& u, int64_t kind) {
   return backward_into({}, {}, std::nullopt, dh, g, u, kind);
-}
-
-// act(g) (* u), and its amaxes; deferred: its shape, with one element of memory, and no amaxes.
-std::tuple<at::Tensor, at::Tensor> activate(
-    const at::Tensor& g, const MaybeTensor& u, int64_t kind, const MaybeTensor&, bool deferred, bool packed) {
-  const at::AutoDispatchBelowADInplaceOrView no_autograd;
-  const auto [gate, up] = operands_of(g, u, packed);
-  if (deferred) return {new_empty(g, {}, g.scalar_type()).expand(gate.sizes()), new_empty(g, {0}, at::kFloat)};
-  const auto [h, amaxes] = activation(gate, up, kind);
-  return {h, amaxes[0]};
-}
-
-struct Operands : torch::CustomClassHolder {
-  Saved kept;
-  MaybeTensor grad_amaxes;  // where those of the gradients go
-};
-
-// Keeps g and u, and writes their gradients over them where nobody else has them. packed: g holds both, as does its gradient.
-struct Activate : torch::autograd::Function<Activate> {
-  static torch::autograd::variable_list forward(
-      torch::autograd::AutogradContext* ctx, const at::Tensor& g, const MaybeTensor& u, int64_t kind,
-      const MaybeTensor& grad_amaxes, bool deferred, bool packed) {
-    const auto operands = c10::make_intrusive<Operands>();
-    operands->kept.keep(u.has_value() ? std::vector<at::Tensor>{g, *u} : std::vector<at::Tensor>{g});
-    operands->grad_amaxes = grad_amaxes;
-    ctx->saved_data["operands"] = c10::IValue::make_capsule(operands);
-    ctx->saved_data["kind"] = kind, ctx->saved_data["packed"] = packed;
-    const auto [h, amaxes] = activate(g, u, kind, grad_amaxes, deferred, packed);
-    ctx->mark_non_differentiable({amaxes});
-    return {h, amaxes};
-  }
-
-  static torch::autograd::variable_list backward(
-      torch::autograd::AutogradContext* ctx, torch::autograd::variable_list& gradients) {
-    torch::autograd::variable_list result(6);
-    at::Tensor dh = std::move(gradients[0]);
-    if (!dh.defined()) return result;
-    if (dh.key_set().has(c10::DispatchKey::Python)) dh = dh.clone();  // of a collective that is under way: waits
-    const auto operands = c10::static_intrusive_pointer_cast<Operands>(ctx->saved_data["operands"].toCapsule());
-    std::vector<at::Tensor> taken = operands->kept.take();
-    const bool frees = !Saved::graph_is_kept();
-    std::array<at::Tensor, 2> values, written;
-    for (size_t i = 0; i < taken.size(); ++i) {
-      values[i] = take_values(taken[i]);
-      if (frees && is_sole(values[i]) && values[i].is_contiguous()) written[i] = values[i];
-    }
-    {
-      const at::AutoGradMode no_graph(false);
-      const at::AutoDispatchBelowADInplaceOrView no_autograd;
-      dh = dh.contiguous();
-      if (!is_aligned(dh.const_data_ptr(), 16)) dh = dh.clone();
-      const int64_t kind = ctx->saved_data["kind"].toInt();
-      const bool packed = ctx->saved_data["packed"].toBool();
-      if (packed) {
-        result[0] = written[0].defined() ? written[0] : new_empty(values[0], values[0].sizes(), values[0].scalar_type());
-        const auto [g, u] = operands_of(values[0], std::nullopt, true);
-        const auto [dg, du] = operands_of(result[0], std::nullopt, true);
-        backward_into(dg, *du, operands->grad_amaxes, dh, g, u, kind, true);
-      } else {
-        const MaybeTensor u = values[1].defined() ? MaybeTensor(values[1]) : std::nullopt;
-        const auto [dg, du, amaxes] = backward_into(written[0], written[1], operands->grad_amaxes, dh, values[0], u, kind);
-        result[0] = dg;
-        if (u.has_value()) result[1] = du;
-      }
-    }
-    refuse_second_derivatives(result);
-    return result;
-  }
-};
-
-std::tuple<at::Tensor, at::Tensor> activate_autograd(
-    const at::Tensor& g, const MaybeTensor& u, int64_t kind, const MaybeTensor& grad_amaxes, bool deferred, bool packed) {
-  const torch::autograd::variable_list made = Activate::apply(g, u, kind, grad_amaxes, deferred, packed);
-  return {made[0], made[1]};
 }
 
 NormArgs norm_args(const at::Tensor& x, const at::Tensor& weight, bool centred, bool zero_centered, bool rounds_first) {
@@ -272,10 +194,6 @@ void register_norm(torch::Library& m) {
         torch::dispatch(c10::DispatchKey::CUDA, activation), compliant());
   m.def("activation_backward(Tensor dh, Tensor g, Tensor? u, int kind) -> (Tensor, Tensor, Tensor)",
         torch::dispatch(c10::DispatchKey::CUDA, activation_backward), compliant());
-  // Eager mode alone: the backward writes `grad_amaxes`.
-  m.def("activate(Tensor g, Tensor? u, int kind, Tensor? grad_amaxes, bool deferred, bool packed) -> (Tensor, Tensor)",
-        torch::dispatch(c10::DispatchKey::CUDA, activate));
-  m.impl("activate", torch::dispatch(c10::DispatchKey::AutogradCUDA, activate_autograd));
   m.def("norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool centred, bool zero_centered, "
         "bool rounds_first) -> (Tensor, Tensor, Tensor, Tensor)", torch::dispatch(c10::DispatchKey::CUDA, norm), compliant());
   m.def("norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor? residual, Tensor rstd, Tensor mean, bool zero_centered, "

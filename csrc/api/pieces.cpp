@@ -36,8 +36,8 @@ void cast_pieces(
   bool four_bit = false;
   for (int d = 0; d < 2; ++d) {
     const Side& s = launch.side[d];
-    TORCH_CHECK_VALUE(!s.stochastic && !s.rotated && !s.transposed && s.scale_layout == ScaleLayout::kCompact,
-                      "pieces are rounded to nearest, not rotated, and compact");
+    TORCH_CHECK_VALUE(!s.stochastic && !s.rotated && !s.transposed && s.scale_layout == ScaleLayout::kCompact && !s.six_bit(),
+                      "pieces are of 8 or 4 bits, rounded to nearest, not rotated, and compact");
     four_bit |= launch.encodes(d) && s.four_bit();
   }
   TORCH_CHECK_VALUE(launch.side[0].present() || launch.side[1].present(), "there is no direction to make");

@@ -149,17 +149,37 @@ __device__ __forceinline__ uint2 halves_of_e2m1x4(uint32_t four) {
           __byte_perm(high, 0, 0x3424) | (four & 0x800) << 4 | (four & 0x8000) << 16};
 }
 
-// Code of v rounded to one of its two neighbours, up iff (random + 0.5) / 256 < fraction: 8-bit elements.
-__device__ __forceinline__ uint32_t stochastic_code(float v, uint32_t random, const Side& side) {
-  if (v != v) return 0x7Fu;
-  const bool e5m2 = side.element == Element::kE5M2;
-  const uint32_t mantissa = e5m2 ? 2 : 3, smallest = e5m2 ? 127 - 14 : 127 - 6;
+// A magnitude in steps between the numbers of its binade, and the code of the binade's first number less those steps.
+struct InSteps {
+  float ratio;
+  uint32_t base;
+};
+
+// Of elements of 8 or 6 bits; v is no NaN.
+template <int Bits>
+__device__ __forceinline__ InSteps in_steps(float v, const Side& side) {
+  const bool two = side.element == (Bits == 8 ? Element::kE5M2 : Element::kE3M2);  // bits of the mantissa; else three
+  const uint32_t mantissa = two ? 2 : 3, smallest = Bits == 8 ? (two ? 127 - 14 : 127 - 6) : (two ? 127 - 2 : 127);
   const float magnitude = fminf(fabsf(v), side.max);
   const uint32_t exponent = max(bits_of(magnitude) >> 23, smallest);
-  const float ratio = __fmul_rn(magnitude, __uint_as_float((254 - exponent + mantissa) << 23));
-  const uint32_t low = static_cast<uint32_t>(ratio);
-  const bool up = static_cast<float>(random) + 0.5f < __fmul_rn(__fsub_rn(ratio, static_cast<float>(low)), 256.0f);
-  return (low + up + ((exponent - smallest) << mantissa)) | ((bits_of(v) >> 31) << 7);
+  return {__fmul_rn(magnitude, __uint_as_float((254 - exponent + mantissa) << 23)), (exponent - smallest) << mantissa};
+}
+
+// Code of v rounded to one of its two neighbours, up iff (random + 0.5) / 256 < fraction: elements of 8 or 6 bits.
+template <int Bits>
+__device__ __forceinline__ uint32_t stochastic_code(float v, uint32_t random, const Side& side) {
+  if (v != v) return (1u << (Bits - 1)) - 1;  // NaN; without one in the element its largest number
+  const InSteps s = in_steps<Bits>(v, side);
+  const uint32_t low = static_cast<uint32_t>(s.ratio);
+  const bool up = static_cast<float>(random) + 0.5f < __fmul_rn(__fsub_rn(s.ratio, static_cast<float>(low)), 256.0f);
+  return (low + up + s.base) | ((bits_of(v) >> 31) << (Bits - 1));
+}
+
+// Code of v rounded to nearest even, saturating: elements of 6 bits.
+__device__ __forceinline__ uint32_t nearest_code6(float v, const Side& side) {
+  if (v != v) return 0x1Fu;
+  const InSteps s = in_steps<6>(v, side);
+  return (__float2uint_rn(s.ratio) + s.base) | ((bits_of(v) >> 31) << 5);
 }
 
 // The same for a 4-bit magnitude, in the high byte; NaN gives 6. From 1 up a float's bits from the 22nd are the code (and

@@ -57,6 +57,19 @@ __device__ __forceinline__ void decode_word(uint32_t word, float* out) {
   }
 }
 
+// 8 elements of 6 bits: their exponent and mantissa are those of an fp16 number, but for the exponent's bias.
+template <Element E>
+__device__ __forceinline__ void decode_six(const uint32_t (&words)[2], float (&out)[kCols]) {
+  constexpr int kMantissa = E == Element::kE3M2 ? 2 : 3, kBias = E == Element::kE3M2 ? 3 : 1;
+  const uint64_t codes = static_cast<uint64_t>(words[1]) << 32 | words[0];
+#pragma unroll
+  for (int e = 0; e < kCols; ++e) {
+    const uint32_t code = static_cast<uint32_t>(codes >> (6 * e));
+    const __half_raw half = {static_cast<unsigned short>((code & 0x20u) << 10 | (code & 0x1Fu) << (10 - kMantissa))};
+    out[e] = __fmul_rn(__half2float(half), static_cast<float>(1 << (15 - kBias)));
+  }
+}
+
 template <Output O>
 __device__ __forceinline__ void store8(void* out, int64_t at, const float* v, int count, bool vectors) {
   if constexpr (O == Output::kF32) {
@@ -96,7 +109,9 @@ __device__ __forceinline__ void store8(void* out, int64_t at, const float* v, in
 
 template <Element E, ScaleKind Kind, Output O>
 __global__ void __launch_bounds__(256) dequantize_kernel(const Dequantize a) {
-  constexpr int kBytes = E == Element::kE2M1 ? 4 : 8;  // codes of 8 columns
+  constexpr bool kSix = E == Element::kE2M3 || E == Element::kE3M2;
+  constexpr int kBytes = E == Element::kE2M1 ? 4 : kSix ? 6 : 8;  // codes of 8 columns: as many as a code has bits
+  constexpr int kWords = (kBytes + 3) / 4;
   const int32_t row_of_blocks = blockIdx.x / a.blocks_per_row;
   const int32_t col = ((blockIdx.x - row_of_blocks * a.blocks_per_row) * blockDim.x + threadIdx.x) * kCols;
   const int32_t row0 = row_of_blocks * kRows;
@@ -104,10 +119,10 @@ __global__ void __launch_bounds__(256) dequantize_kernel(const Dequantize a) {
   if (col >= a.cols) return;
   const int32_t count = min(kCols, a.cols - col);
   const bool whole = a.vectors && count == kCols;
-  const int64_t row_bytes = E == Element::kE2M1 ? (a.cols + 1) >> 1 : a.cols;
+  const int64_t row_bytes = E == Element::kE2M1 ? (a.cols + 1) >> 1 : kSix ? ((a.cols + 3) >> 2) * 3 : a.cols;
   const int32_t block_cols = ((a.cols - 1) >> a.col_log2) + 1;
   const float tensor_scale = a.tensor_amax ? tensor_decode_scale(__ldg(a.tensor_amax), a.tensor_max) : 1.0f;
-  uint32_t words[kRows][kBytes / 4];
+  uint32_t words[kRows][kWords];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     const uint8_t* at = a.data + (row0 + i) * row_bytes + col * kBytes / kCols;
@@ -115,13 +130,16 @@ __global__ void __launch_bounds__(256) dequantize_kernel(const Dequantize a) {
       if constexpr (kBytes == 8) {
         const uint2 v = __ldg(reinterpret_cast<const uint2*>(at));
         words[i][0] = v.x, words[i][1] = v.y;
+      } else if constexpr (kSix) {
+        const auto* const halves = reinterpret_cast<const uint16_t*>(at);
+        words[i][0] = __ldg(halves) | static_cast<uint32_t>(__ldg(halves + 1)) << 16, words[i][1] = __ldg(halves + 2);
       } else {
         words[i][0] = __ldg(reinterpret_cast<const uint32_t*>(at));
       }
     } else {
 #pragma unroll
-      for (int w = 0; w < kBytes / 4; ++w) words[i][w] = 0;
-      const int bytes = E == Element::kE2M1 ? (count + 1) / 2 : count;
+      for (int w = 0; w < kWords; ++w) words[i][w] = 0;
+      const int bytes = E == Element::kE2M1 ? (count + 1) / 2 : kSix ? (count + 3) / 4 * 3 : count;
 #pragma unroll
       for (int e = 0; e < kBytes; ++e) {
         if (row0 + i < a.rows && e < bytes) words[i][e / 4] |= static_cast<uint32_t>(at[e]) << (8 * (e % 4));
@@ -143,8 +161,12 @@ __global__ void __launch_bounds__(256) dequantize_kernel(const Dequantize a) {
     const int32_t row = row0 + i;
     if (row >= a.rows) continue;
     float v[kCols];
+    if constexpr (kSix) {
+      decode_six<E>(words[i], v);
+    } else {
 #pragma unroll
-    for (int w = 0; w < kBytes / 4; ++w) decode_word<E>(words[i][w], v + w * (kCols * 4 / kBytes));
+      for (int w = 0; w < kWords; ++w) decode_word<E>(words[i][w], v + w * (kCols * 4 / kBytes));
+    }
     if (a.scale != nullptr) {
       const int32_t block_row = ((row + a.shift) >> a.row_log2) - (a.shift >> a.row_log2);
       const int64_t base = static_cast<int64_t>(block_row) * block_cols;
@@ -198,6 +220,10 @@ cudaError_t launch_dequantize(const Dequantize& a, cudaStream_t stream) {
       return choose_scale<Element::kE2M1>(a, stream);
     case Element::kE5M2:
       return choose_scale<Element::kE5M2>(a, stream);
+    case Element::kE2M3:
+      return choose_output<Element::kE2M3, ScaleKind::kE8M0Up>(a, stream);
+    case Element::kE3M2:
+      return choose_output<Element::kE3M2, ScaleKind::kE8M0Up>(a, stream);
     default:
       return choose_scale<Element::kE4M3>(a, stream);
   }

@@ -12,6 +12,7 @@ cudaError_t launch_runs(const Launch<1>& launch, cudaStream_t stream);      // 4
 cudaError_t launch_anchored(const Launch<1>& launch, cudaStream_t stream);
 cudaError_t launch_full8(const Launch<1>& launch, cudaStream_t stream);
 cudaError_t launch_full4(const Launch<1>& launch, cudaStream_t stream);
+cudaError_t launch_six(const Launch<1>& launch, cudaStream_t stream);       // 6 bits, values of any width
 cudaError_t launch_delayed(const Launch<1>& launch, cudaStream_t stream);  // see takes_delayed
 cudaError_t launch_gated(const Launch<1>& launch, cudaStream_t stream);    // see takes_gated
 cudaError_t launch_wide(const Launch<1>& launch, cudaStream_t stream);      // fp32 values

@@ -10,7 +10,7 @@
 
 namespace fsdp_quant {
 
-enum class Element : int32_t { kNone = 0, kE4M3 = 1, kE5M2 = 2, kE2M1 = 3 };
+enum class Element : int32_t { kNone = 0, kE4M3 = 1, kE5M2 = 2, kE2M1 = 3, kE2M3 = 4, kE3M2 = 5 };
 // kE4M3, kE4M3Exact: two-level; the nearest e4m3, or 1, 1.25 or 1.5 times a power of two (formats.py, FP8_EXACT_SCALES).
 enum class ScaleKind : int32_t { kFp32 = 0, kFp32Pow2 = 1, kE8M0Up = 2, kE8M0Floor = 3, kE4M3 = 4, kE4M3Exact = 5 };
 // kCompact: [block rows, block cols]. The others are what the tensor cores read, of outer x contraction blocks:
@@ -46,6 +46,8 @@ struct Side {
 
   __host__ __device__ bool present() const { return element != Element::kNone; }
   __host__ __device__ bool four_bit() const { return element == Element::kE2M1; }
+  __host__ __device__ bool six_bit() const { return element >= Element::kE2M3; }
+  __host__ __device__ int bits() const { return four_bit() ? 4 : six_bit() ? 6 : 8; }
   __host__ __device__ bool two_level() const { return scale >= ScaleKind::kE4M3; }
   __host__ __device__ bool exact() const { return scale == ScaleKind::kE4M3Exact; }
   __host__ __device__ bool operand() const { return scale_layout == ScaleLayout::kOperand; }
@@ -154,7 +156,8 @@ inline bool is_full(const Side& s, const SideBuffers& b) { return s.stochastic |
 
 // Both sides in one launch; the caller makes two launches of what does not fuse.
 inline bool fuses(const Side (&side)[2], const SideBuffers (&b)[2], Input input) {
-  if (!side[0].present() || !side[1].present() || side[0].four_bit() == side[1].four_bit()) return true;
+  if (!side[0].present() || !side[1].present() || side[0].bits() == side[1].bits()) return true;
+  if (side[0].six_bit() || side[1].six_bit()) return false;
   if (side[0].operand() || side[1].operand()) return false;  // runs_kernel.cuh alone writes operands
   return input != Input::kF16 && input != Input::kF32 && side[1].four_bit() && !is_full(side[0], b[0]);
 }
@@ -185,7 +188,7 @@ inline int known_block(const Launch<1>& launch) {
     const Side& s = launch.side[d];
     if (!s.present()) continue;
     const int usual = s.byte_scales() ? 32 : kTile;
-    const bool known = !s.four_bit() && s.outer == 1 && s.contraction == usual && !launch.tensors[0].side[d].amax_given &&
+    const bool known = s.bits() == 8 && s.outer == 1 && s.contraction == usual && !launch.tensors[0].side[d].amax_given &&
                        !is_full(s, launch.tensors[0].side[d]);
     if (!known || (block != 0 && block != s.contraction)) return 0;
     block = s.contraction;

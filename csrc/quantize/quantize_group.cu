@@ -9,6 +9,7 @@ cudaError_t launch_quantize_group(const Launch<kGroupCapacity>& launch, cudaStre
   const Side& col = launch.side[1];
   constexpr int kMany = kGroupCapacity;
   if (launch.phases == kStatistics) return launch_instance<LoadBF16, Statistics, Statistics, kMany, 4>(launch, stream);
+  if (row.six_bit() || col.six_bit()) return launch_instance<LoadBF16, Plain6, Plain6, kMany, 2>(launch, stream);
   if (row.present() && col.present())  // 8 bits
     return launch.twins ? launch_instance<LoadBF16, Twin8, Absent, kMany, 3>(launch, stream)
                         : launch_instance<LoadBF16, Plain8, Plain8, kMany, 3>(launch, stream);

@@ -28,7 +28,7 @@ namespace fsdp_quant {
 // What a kernel instance may be asked for in one direction; each adds to the one before it, and needs more registers.
 //   kStatistics        amaxes only
 //   kRotated           amaxes only, also of rotated values
-//   kPlain             scales from this tile or given (also by a history, with the amax), rounding to nearest; 8 or 4 bits by kBits
+//   kPlain             scales from this tile or given (also by a history, with the amax), rounding to nearest; 8, 6 or 4 bits by kBits
 //   kTwin              plain, and the columnwise side is the same encoding, transposed
 //   kDelayed           the factor from a history; the columnwise side, if any, as in kTwin
 //   kAnchored          plain, but the scale is that of a longer run
@@ -46,13 +46,13 @@ struct Path {
   static constexpr bool kTwin = W == Work::kTwin || W == Work::kDelayed, kDelayed = W == Work::kDelayed;
   static constexpr bool kAnchored = W == Work::kAnchored || W == Work::kOfCodes, kOfCodes = W == Work::kOfCodes;
   static constexpr bool kFull = W == Work::kFull;
-  static constexpr bool kTakes4 = Bits == 4, kTakes8 = Bits == 8;
+  static constexpr bool kTakes4 = Bits == 4, kTakes6 = Bits == 6, kTakes8 = Bits == 8;
 
   __device__ static int contraction(const Side& s) { return Block ? Block : s.contraction; }
   __device__ static int log2(const Side& s) { return Block == 16 ? 4 : Block == 32 ? 5 : Block ? 7 : s.contraction_log2; }
   __device__ static int outer(const Side& s) { return Block ? 1 : s.outer; }
   __device__ static int outer_log2(const Side& s) { return Block ? 0 : s.outer_log2; }
-  __device__ static bool byte_scales(const Side& s) { return kTakes4 || (Block ? Block == 32 : s.byte_scales()); }
+  __device__ static bool byte_scales(const Side& s) { return kTakes4 || kTakes6 || (Block ? Block == 32 : s.byte_scales()); }
   template <class Buffers>
   __device__ static bool reads_amax(const Side& s, const Buffers& b) { return !Block && (b.amax_given || s.whole()); }
 };
@@ -63,6 +63,8 @@ using Plain8 = Path<Work::kPlain, 8>;
 using Plain4 = Path<Work::kPlain, 4>;
 using Full8 = Path<Work::kFull, 8>;
 using Full4 = Path<Work::kFull, 4>;
+using Plain6 = Path<Work::kPlain, 6>;
+using Full6 = Path<Work::kFull, 6>;
 using Twin8 = Path<Work::kTwin, 8>;
 using Delayed8 = Path<Work::kDelayed, 8>;
 using Plain8x32 = Path<Work::kPlain, 8, 32>;
@@ -429,18 +431,21 @@ struct LineFactors {
 };
 
 // How codes are rounded: the parts of a side that the inner loop is compiled for.
-enum class Rounding { kE4M3, kE4M3Twice, kE5M2, kE2M1, kStochastic8, kStochastic4 };
+enum class Rounding { kE4M3, kE4M3Twice, kE5M2, kE2M1, kNearest6, kStochastic8, kStochastic6, kStochastic4 };
 
+// Bits of a code: bytes of eight of them.
 template <Rounding R>
-constexpr bool kIsFourBit = R == Rounding::kE2M1 || R == Rounding::kStochastic4;
+constexpr int kBitsOf = R == Rounding::kE2M1 || R == Rounding::kStochastic4      ? 4
+                        : R == Rounding::kNearest6 || R == Rounding::kStochastic6 ? 6
+                                                                                  : 8;
 
 // Codes of 8 x 8 values, 8 elements a line: rows to memory, transposed columns to shared memory.
 template <bool Columnwise, bool Transposed, bool Twin, Rounding R, class V, class Buffers, class Shared>
 __device__ __forceinline__ void emit_codes(
     const Patch<V>& p, const LineFactors& f, const Side& s, const Buffers& b, const Tile& tile, Shared& smem,
     const Position& at) {
-  constexpr bool kFourBit = kIsFourBit<R>;
-  constexpr int kBytes = kFourBit ? 4 : 8;  // of 8 codes
+  constexpr bool kFourBit = kBitsOf<R> == 4, kSixBit = kBitsOf<R> == 6;
+  constexpr int kBytes = kBitsOf<R>;  // of 8 codes
   const int32_t rows_end = Columnwise ? b.length : b.lines, cols_end = Columnwise ? b.lines : b.length;
   const int32_t row = tile.row0 + at.row(), col = tile.col0 + at.col();
   auto value = [&](int i, int j) { return __fmul_rn(p(i, j), f.enc[Columnwise ? j : i]); };
@@ -455,7 +460,11 @@ __device__ __forceinline__ void emit_codes(
   auto two = [&](int k, int e) -> uint32_t {
     const int i0 = row_of(k, e), j0 = col_of(k, e), i1 = row_of(k, e + 1), j1 = col_of(k, e + 1);
     if constexpr (R == Rounding::kStochastic8) {
-      return stochastic_code(value(i0, j0), random_byte(i0, j0), s) | stochastic_code(value(i1, j1), random_byte(i1, j1), s) << 8;
+      return stochastic_code<8>(value(i0, j0), random_byte(i0, j0), s) | stochastic_code<8>(value(i1, j1), random_byte(i1, j1), s) << 8;
+    } else if constexpr (R == Rounding::kStochastic6) {
+      return stochastic_code<6>(value(i0, j0), random_byte(i0, j0), s) | stochastic_code<6>(value(i1, j1), random_byte(i1, j1), s) << 6;
+    } else if constexpr (R == Rounding::kNearest6) {
+      return nearest_code6(value(i0, j0), s) | nearest_code6(value(i1, j1), s) << 6;
     } else if constexpr (R == Rounding::kE5M2) {
       return ptx::cvt_e5m2x2(value(i1, j1), value(i0, j0));
     } else if constexpr (R == Rounding::kE4M3Twice) {
@@ -482,7 +491,7 @@ __device__ __forceinline__ void emit_codes(
       }
     }
   }
-  // 8 codes of line k: one word of nibbles, or two of bytes.
+  // 8 codes of line k: one word of nibbles, 48 bits, or two words of bytes.
   auto line = [&](int k) {
     uint32_t lo = 0, hi = 0;
     if constexpr (kFourBit) {
@@ -508,6 +517,14 @@ __device__ __forceinline__ void emit_codes(
            (bytes_of(sign[1], sign[3], sign[5], sign[7], odd) & high_signs[n]);
       const int32_t left = Transposed ? rows_end - row : cols_end - col;
       if (left < 8) lo &= left > 0 ? (1u << (4 * left)) - 1 : 0;  // the nibble that fills the last byte is zero
+    } else if constexpr (kSixBit) {
+      const uint32_t middle = two(k, 4);
+      lo = two(k, 0) | two(k, 2) << 12 | middle << 24, hi = middle >> 8 | two(k, 6) << 4;
+      const int32_t left = cols_end - col;  // codes that fill the last container are zero
+      if (left < 8) {
+        const uint64_t kept = left > 0 ? (uint64_t{1} << (6 * left)) - 1 : 0;
+        lo &= static_cast<uint32_t>(kept), hi &= static_cast<uint32_t>(kept >> 32);
+      }
     } else {
       lo = two(k, 0) | two(k, 2) << 16;
       hi = two(k, 4) | two(k, 6) << 16;
@@ -517,12 +534,15 @@ __device__ __forceinline__ void emit_codes(
   auto store = [](void* address, uint2 v) {
     if constexpr (kFourBit) {
       *static_cast<uint32_t*>(address) = v.x;
+    } else if constexpr (kSixBit) {
+      auto* const halves = static_cast<uint16_t*>(address);
+      halves[0] = static_cast<uint16_t>(v.x), halves[1] = static_cast<uint16_t>(v.x >> 16), halves[2] = static_cast<uint16_t>(v.y);
     } else {
       *static_cast<uint2*>(address) = v;
     }
   };
   // Lines in the order in which their random bytes are drawn, fn(k).
-  constexpr bool kRandom = R == Rounding::kStochastic8 || R == Rounding::kStochastic4;
+  constexpr bool kRandom = R == Rounding::kStochastic8 || R == Rounding::kStochastic6 || R == Rounding::kStochastic4;
   auto each_line = [&](auto fn) {
     if constexpr (kRandom) {
       const RandomLines<Columnwise> lines(b.key, tile, at);
@@ -542,7 +562,8 @@ __device__ __forceinline__ void emit_codes(
     uint8_t* staged = reinterpret_cast<uint8_t*>(smem.codes) + (at.col() * 16 + ((at.warp * 2 + at.half) ^ at.group)) * kBytes;
     each_line([&](int k) { store(staged + k * 16 * kBytes, line(k)); });
   } else {
-    const int32_t row_bytes = kFourBit ? (cols_end + 1) >> 1 : cols_end, offset = kFourBit ? col >> 1 : col;
+    const int32_t row_bytes = kFourBit ? (cols_end + 1) >> 1 : kSixBit ? ((cols_end + 3) >> 2) * 3 : cols_end;
+    const int32_t offset = (col >> 3) * kBytes;
     uint8_t* address = b.data + static_cast<int64_t>(row) * row_bytes + offset;
     if constexpr (std::is_same_v<Buffers, InnerSide>) {  // a line is stored as it is made: eight would be spilled
       each_line([&](int k) { store(address, line(k)), address += row_bytes; });
@@ -716,18 +737,20 @@ __device__ __forceinline__ void encode(
     };
     if constexpr (P::kFull) {
       if (s.stochastic) {
-        return run(Constant<P::kTakes4 ? Rounding::kStochastic4 : Rounding::kStochastic8>());
+        return run(Constant<P::kTakes4 ? Rounding::kStochastic4 : P::kTakes6 ? Rounding::kStochastic6 : Rounding::kStochastic8>());
       }
     }
     if constexpr (P::kTakes4) {
       run(Constant<Rounding::kE2M1>());
+    } else if constexpr (P::kTakes6) {
+      run(Constant<Rounding::kNearest6>());
     } else if constexpr (P::kOfCodes) {
       run(Constant<Rounding::kE4M3Twice>());
     } else {
       s.element == Element::kE5M2 ? run(Constant<Rounding::kE5M2>()) : run(Constant<Rounding::kE4M3>());
     }
   };
-  if constexpr (Columnwise && !kIsPiece<Buffers>) {
+  if constexpr (Columnwise && !kIsPiece<Buffers> && !P::kTakes6) {
     if (s.transposed) return emit(Constant<true>());
   }
   emit(Constant<false>());

@@ -20,6 +20,7 @@ cudaError_t launch_quantize(const Launch<1>& launch, cudaStream_t stream) {
   const SideBuffers(&buffers)[2] = launch.tensors[0].side;
   if (buffers[0].anchor != nullptr || buffers[1].anchor != nullptr) return launch_anchored(launch, stream);
   if (takes_runs(launch)) return launch_runs(launch, stream);
+  if (row.six_bit() || col.six_bit()) return launch_six(launch, stream);
   if (is_wide(launch.input)) return launch_wide(launch, stream);
   if (launch.up != nullptr) return launch_gated(launch, stream);
   if (takes_delayed(launch)) return launch_delayed(launch, stream);

@@ -287,7 +287,7 @@ class Operators:
         side = unpack(packed, COLUMNWISE if columnwise else ROWWISE)
         fmt, direction = side.encoding.fmt, side.encoding.direction
         refuse(data.dtype is not torch.uint8 or not data.is_contiguous(), "data is not contiguous uint8")
-        refuse(data.shape[1] != (ceil_div(cols, 2) if fmt.element.bits == 4 else cols), f"data of {cols} columns")
+        refuse(data.shape[1] != (ceil_div(cols, fmt.element.packing[0]) * fmt.element.packing[1]), f"data of {cols} columns")
         refuse(scale is not None and not scale.is_contiguous(), "scale is not contiguous")
         return reference.decode(data, scale, tensor_amax, fmt, direction, cols, row0).to(dtype).contiguous()
 
@@ -419,7 +419,7 @@ class Operators:
             x = p.to(torch.bfloat16)
             for side in _present(row_side, col_side, row_eps, col_eps):
                 e = side.encoding
-                leaves_tile = e.fmt.block[1] is None or e.fmt.element.bits == 4
+                leaves_tile = e.fmt.block[1] is None or e.fmt.element.bits != 8
                 refuse(e.stochastic or e.fmt.rotated or (leaves_tile and not statistics), "Adam's kernel makes plain codes")
                 amax, tensor_amax = reference.statistics(x, e, start)
                 if statistics:
@@ -734,7 +734,7 @@ class Operators:
         self, x, edge, bias, values, rowwise, columnwise, plan, round_to_bf16, save, step, ids, guard, factors, grad_factors,
         weight_factors, histories, grad_histories, weight_histories, codes, amaxes, grad_amaxes,
     ):
-        """Checked as csrc/api/linear.cpp does; the node of autograd is a Python one."""
+        """Checked as csrc/step/linear.cpp does; the node of autograd is a Python one."""
         call = SimpleNamespace(
             number=plan, save=save, step=step, ids=ids, guard=guard, factors=(factors, grad_factors),
             histories=(histories, grad_histories), columnwise=list(columnwise), grad_amaxes=grad_amaxes, **vars(self.plans[plan]),
@@ -825,7 +825,8 @@ class Operators:
         if side.encoding.fmt.scale_leaves_contraction:
             refuse(scale.numel() != 1, "a factor of a product is one float32")
             factor, scale = scale.flatten(), None
-        cols = data.shape[1] * (2 if side.encoding.fmt.element.bits == 4 else 1)
+        codes, size = side.encoding.fmt.element.packing
+        cols = data.shape[1] // size * codes
         values = self.dequantize(data, scale, None, reading.side, d is COLUMNWISE, cols, 0, torch.bfloat16)
         return (values if d is ROWWISE else values.t()), None, 0, factor
 

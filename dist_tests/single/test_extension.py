@@ -192,7 +192,7 @@ def test_products_of_hopper_are_compiled_for_hopper_alone():
     (products, hopper), (others, targets) = build.kernel_sources(ROOT / "csrc", ["89", "90a", "100f"])
     assert hopper == ["90a"] and targets == ["89", "90a", "100f"]
     every = {p for suffix in ("cu", "cpp") for p in (ROOT / "csrc").rglob(f"*.{suffix}")}
-    glue = {ROOT / "csrc/bindings.cpp", *(ROOT / "csrc/api").glob("*.cpp")}
+    glue = {ROOT / "csrc/bindings.cpp", *(p for folder in ("api", "step") for p in (ROOT / "csrc" / folder).glob("*.cpp"))}
     assert set(products) | set(others) == every - glue and not set(products) & set(others)
     own = re.compile(r"hopper_kernel\.cuh|hopper_instances\.cuh|cluster_group|this_cluster")
     assert {p for p in every if p.suffix == ".cu" and own.search(p.read_text())} == set(products)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 RECORD = "_build.json"
-GLUE = ("api", "bindings.cpp")
+GLUE = ("api", "step", "bindings.cpp")
 # No fast-math anywhere: the kernels are bit-exact with the reference. .ci/run compiles with the same flags.
 NVCC_FLAGS = ("-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC")
 CXX_FLAGS = ("-O3", "-fPIC", "-DNDEBUG")
@@ -179,7 +179,7 @@ def build_glue(csrc: Path, folder: Path, kernels: Path, torch: Path, version: st
     if not any((path / "crt/host_defines.h").exists() for path in includes):
         includes.insert(0, csrc / "api/no_toolkit")
     compiler = [*cxx(), *CXX_FLAGS, f"-I{csrc}", *(word for path in includes for word in ("-isystem", str(path)))]
-    sources = [csrc / "bindings.cpp", *sorted(csrc.glob("api/*.cpp"))]
+    sources = [csrc / "bindings.cpp", *sorted(p for folder in GLUE for p in csrc.glob(f"{folder}/*.cpp"))]
     objects = compile_sources(csrc, sources, compiler, temp / f"glue-{release_of(version)}", jobs())
     output = folder / glue_name(version, cuda)
     runtime = next((str(found) for at in libraries for found in sorted(at.glob("libcudart.so*"))), "-lcudart")

@@ -62,7 +62,7 @@ def arch_of_capability(capability: tuple[int, int]) -> str:
     return row.name if row is not None else "sm_{}{}".format(*capability)
 
 
-ELEMENTS = {"e4m3": 1, "e5m2": 2, "e2m1": 3}  # of kernels, as operators number them
+ELEMENTS = {"e4m3": 1, "e5m2": 2, "e2m1": 3, "e2m3": 4, "e3m2": 5}  # of kernels, as operators number them
 
 
 @functools.cache
@@ -74,8 +74,9 @@ def unsupported_reason(fmt: Format) -> str | None:
     outer, contraction = fmt.block
     if contraction not in blocks or outer not in (1, contraction):
         return f"no kernel for {fmt.scale} scales of {fmt.block} blocks"
-    of_4_bits = fmt.tensor_scale or (fmt.scale == "e8m0" and fmt.block == (1, 32) and fmt.scale_rounding == "up")
-    if fmt.element.name not in ELEMENTS or (not of_4_bits if fmt.bits == 4 else fmt.tensor_scale):
+    is_mx = fmt.scale == "e8m0" and fmt.block == (1, 32) and fmt.scale_rounding == "up"
+    takes = {4: fmt.tensor_scale or is_mx, 6: is_mx, 8: not fmt.tensor_scale}
+    if fmt.element.name not in ELEMENTS or not takes[fmt.bits]:
         return f"no kernel for {fmt.element.name} with {fmt.scale} scales"
     if fmt.decodes_exactly_to_e4m3 and contraction != 16:
         return f"no kernel for {fmt.scale_rule} scales of {fmt.block} blocks"

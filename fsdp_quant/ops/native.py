@@ -344,6 +344,8 @@ def why_not_pieces(encoding: Encoding, dtype: torch.dtype | None, cols: int) -> 
         return None if dtype in PIECE_VALUES else f"values travel in {dtype}"
     if encoding.stochastic or encoding.fmt.rotated:
         return "rounded stochastically, or rotated"
+    if encoding.fmt.bits == 6:
+        return "6-bit codes share containers between pieces"
     if encoding.fmt.bits == 4 and cols % 2:
         return f"4-bit codes of {cols} columns share bytes between rows"
     return unsupported_reason(encoding.fmt)
@@ -673,7 +675,7 @@ def grouped_step(
     wrong: Tensor | None, tag: int, factors: Sequence[Tensor] = (), histories: Sequence[Tensor] = (),
     step: Tensor | None = None, ids: Sequence[Tensor] = (),
 ) -> tuple[Tensor, TokenGroups, list[Tensor]]:
-    """y of x [tokens, K], its groups (`token_groups`), and the codes that the backward keeps: see csrc/api/linear.cpp.
+    """y of x [tokens, K], its groups (`token_groups`), and the codes that the backward keeps: see csrc/step/grouped.cpp.
 
     weight:              as a product of groups reads it; values of codes that are decoded, with one fp32 scale a group.
     factors, histories:  of the delayed sides: those of all groups for the first side, then for the next.
@@ -795,7 +797,7 @@ OF_TENSOR = -2  # the run of anchors of tensors
 
 
 class Reading(NamedTuple):
-    """How one direction of a slot is quantized, and how its product reads it: see csrc/api/linear.cpp."""
+    """How one direction of a slot is quantized, and how its product reads it: see csrc/step/plan.h."""
 
     side: int = 0
     run: int = -1
@@ -843,12 +845,12 @@ def linear_weight(
     weight: Tensor, plan: int, row: bool, col: bool, through_bf16: bool, factors: list[Tensor], amaxes: list[Tensor]
 ) -> list[Tensor]:
     """Buffers (`BUFFERS` that exist) of the operands of a weight [N, K] that are wanted, in one read of it; of matrices
-    [E, N, K] those of each, stacked; of 4 bits as csrc/api/linear.cpp says (`stacked_runs`)."""
+    [E, N, K] those of each, stacked; of 4 bits as csrc/step/weight.cpp says (`stacked_runs`)."""
     return _ops.linear_weight(rows_of(weight), plan, row, col, through_bf16, factors, amaxes)
 
 
 def linear_step(*args) -> list[Tensor]:
-    """y, and the codes of x: see csrc/api/linear.cpp. With gradients enabled, y has the node that makes them."""
+    """y, and the codes of x: see csrc/step/linear.cpp. With gradients enabled, y has the node that makes them."""
     return _ops.linear_step(*args)
 
 

@@ -1,0 +1,102 @@
+#include "step/plan.h"
+
+#include <deque>
+#include <mutex>
+#include <optional>
+
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+namespace fsdp_quant::step {
+
+namespace {
+
+// What was built and what ran; nothing is ever removed.
+struct Registry {
+  std::mutex mutex;
+  std::deque<Plan> plans;
+  std::deque<std::array<int64_t, kCounts>> counts;
+};
+
+Registry& registry() {
+  static auto* const made = new Registry;  // backward threads may outlive static destructors
+  return *made;
+}
+
+}  // namespace
+
+const Plan& plan_of(int64_t handle) {
+  Registry& r = registry();
+  const std::lock_guard<std::mutex> lock(r.mutex);
+  TORCH_CHECK_VALUE(handle >= 0 && handle < static_cast<int64_t>(r.plans.size()), "there is no linear plan ", handle);
+  return r.plans[handle];
+}
+
+void count(int64_t handle, int what, int64_t times) {
+  Registry& r = registry();
+  const std::lock_guard<std::mutex> lock(r.mutex);
+  r.counts[handle][what] += times;
+}
+
+c10::intrusive_ptr<Call> call_of(
+    int64_t plan, bool save, const at::Tensor& step, const at::Tensor& ids, const MaybeTensor& guard,
+    at::TensorList factors, at::TensorList grad_factors, at::TensorList histories, at::TensorList grad_histories) {
+  auto call = c10::make_intrusive<Call>();
+  call->handle = plan, call->plan = &plan_of(plan), call->saves = save;
+  call->step = step, call->ids = ids, call->guard = guard;
+  call->factors = factors.vec(), call->grad_factors = grad_factors.vec();
+  call->histories = histories.vec(), call->grad_histories = grad_histories.vec();
+  return call;
+}
+
+bool wants(const Plan& plan, Slot slot, Direction d, bool row, bool col) {
+  const Reading(&r)[kDirections] = plan.readings[slot];
+  if (d == kColumnwise) return col && r[d].is_quantized() && !r[d].same;
+  return r[d].is_quantized() && (row || (col && r[kColumnwise].same));
+}
+
+namespace {
+
+// A plan's number. fields: side, run, kind, same, factor of the input, weight and gradient, rowwise and columnwise of each;
+// then what the backward saves, and what is watched of each product.
+int64_t linear_plan(at::IntArrayRef fields, at::ArrayRef<double> eps, c10::string_view key) {
+  constexpr size_t kReadings = kSlots * kDirections;
+  constexpr size_t kFields = kReadings * kReadingFields + 1 + kProducts;
+  TORCH_CHECK_VALUE(fields.size() == kFields && eps.size() == kReadings, "a linear plan has ",
+                    kFields, " fields and ", kReadings, " eps; got ", fields.size(), " and ",
+                    eps.size());
+  Plan plan;
+  for (size_t i = 0; i < kReadings; ++i) {
+    const int64_t* f = fields.data() + i * kReadingFields;
+    plan.readings[i / kDirections][i % kDirections] = {f[0], unpack_encoding(f[0], eps[i], "side"), f[1], f[2], f[3] != 0, f[4]};
+  }
+  plan.saves = static_cast<Saves>(fields[kReadings * kReadingFields]), plan.key = std::string(key);
+  std::copy(fields.end() - kProducts, fields.end(), plan.watched);
+  Registry& r = registry();
+  const std::lock_guard<std::mutex> lock(r.mutex);
+  r.plans.push_back(std::move(plan)), r.counts.push_back({});
+  return static_cast<int64_t>(r.plans.size()) - 1;
+}
+
+// What ran since the last call, int64 [plans, 9]: quantizations of the input, the weight and the gradient (rowwise,
+// columnwise each), products (fprop, dgrad, wgrad).
+at::Tensor linear_counts() {
+  Registry& r = registry();
+  const std::lock_guard<std::mutex> lock(r.mutex);
+  const at::Tensor counts = at::zeros({static_cast<int64_t>(r.counts.size()), kCounts}, at::kLong);
+  int64_t* out = counts.mutable_data_ptr<int64_t>();
+  for (auto& of_plan : r.counts) {
+    out = std::copy(of_plan.begin(), of_plan.end(), out);
+    of_plan.fill(0);
+  }
+  return counts;
+}
+
+}  // namespace
+
+void register_plan(torch::Library& m) {
+  m.def("linear_plan(int[] fields, float[] eps, str key) -> int", linear_plan);
+  m.def("linear_counts() -> Tensor", linear_counts);
+}
+
+}  // namespace fsdp_quant::step

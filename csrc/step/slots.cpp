@@ -1,0 +1,245 @@
+#include "step/slots.h"
+
+#include <optional>
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/linear.h>
+#include <torch/library.h>
+
+#include "api/norm.h"
+#include "layout/scalars.h"
+
+namespace fsdp_quant::step {
+
+at::Tensor random_key(const at::Tensor& step, const at::Tensor& ids, int64_t slot, int64_t rows) {
+  check_buffer(step, "step", step, at::kLong, 5);
+  check_buffer(ids, "ids", step, at::kLong, kSlots);
+  TORCH_CHECK_VALUE(slot >= 0 && slot < kSlots, "slot is ", slot, "; wanted 0 to ", kSlots - 1);
+  check_cuda(step, "step");
+  const c10::cuda::CUDAGuard guard(step.device());
+  const at::Tensor key = new_empty(step, {5}, at::kLong);
+  check_launch(launch_random_key(step.const_data_ptr<int64_t>(), ids.const_data_ptr<int64_t>() + slot, rows,
+                                 key.mutable_data_ptr<int64_t>(), c10::cuda::getCurrentCUDAStream()), "random_key");
+  return key;
+}
+
+namespace {
+
+// The largest finite amax so far, in place.
+void record_amax(const at::Tensor& amaxes, const at::Tensor& amax) {
+  check_cuda(amaxes, "amaxes");
+  check_buffer(amaxes, "amaxes", amaxes, at::kFloat, amaxes.numel());
+  check_buffer(amax, "amax", amaxes, at::kFloat, 1);
+  const c10::cuda::CUDAGuard guard(amaxes.device());
+  check_launch(launch_record_amax(amaxes.mutable_data_ptr<float>(), amax.const_data_ptr<float>(),
+                                  c10::cuda::getCurrentCUDAStream()), "record_amax");
+}
+
+}  // namespace
+
+Delayed delayed_of(const Reading (&r)[kDirections], const Side (&sides)[kDirections], const History& history, int64_t tensors) {
+  Delayed by;
+  for (int d = 0; d < kDirections; ++d) {
+    const int64_t i = r[d].factor;
+    if (!sides[d].present() || i < 0) continue;
+    const auto of_side = [&](const std::vector<at::Tensor>& list) { return at::TensorList(list).slice(i * tensors, tensors); };
+    TORCH_CHECK_VALUE((i + 1) * tensors <= static_cast<int64_t>(history.factors.size()), "the plan scales by history ", i, " of ",
+                      tensors, " tensors; got ", history.factors.size());
+    by.factors[d] = of_side(history.factors);
+    const bool recorded = d == 1 && !by.records[0].empty() && r[0].factor == i;  // sides of one storage share a history
+    if ((i + 1) * tensors <= static_cast<int64_t>(history.amaxes.size()) && !recorded) by.records[d] = of_side(history.amaxes);
+  }
+  return by;
+}
+
+namespace {
+
+template <class T>
+Apart<T> apart(at::TensorList tensors, const char* name, int64_t numel) {
+  Apart<T> made = {};
+  TORCH_CHECK_VALUE(tensors.size() <= std::size(made.at), "there are ", tensors.size(), " groups; wanted at most ",
+                    std::size(made.at));
+  made.count = static_cast<int32_t>(tensors.size());
+  for (size_t e = 0; e < tensors.size(); ++e) {
+    check_buffer(tensors[e], name, tensors[0], c10::CppTypeToScalarType<T>::value, numel);
+    made.at[e] = tensors[e].const_data_ptr<T>();
+  }
+  return made;
+}
+
+// Factors of groups in one buffer.
+at::Tensor collected(at::TensorList factors) {
+  const Apart<float> scalars = apart<float>(factors, "enc", 1);
+  at::Tensor made = new_empty(factors[0], {scalars.count}, at::kFloat);
+  check_launch(launch_collect(scalars, made.mutable_data_ptr<float>(), c10::cuda::getCurrentCUDAStream()), "linear_tokens");
+  return made;
+}
+
+// The random keys of groups of tokens, [groups, 5].
+at::Tensor random_keys(const Call& call, Slot slot, const Tokens& tokens) {
+  check_buffer(call.step, "step", call.step, at::kLong, 5);
+  TORCH_CHECK_VALUE(static_cast<int64_t>(call.group_ids.size()) == tokens.groups, "got the ids of ", call.group_ids.size(),
+                    " groups; wanted ", tokens.groups);
+  Apart<int64_t> ids = apart<int64_t>(call.group_ids, "ids", kSlots);
+  for (int32_t e = 0; e < ids.count; ++e) ids.at[e] += slot;
+  at::Tensor keys = new_empty(call.step, {tokens.groups, 5}, at::kLong);
+  check_launch(launch_random_keys(call.step.const_data_ptr<int64_t>(), ids, tokens.offsets, keys.mutable_data_ptr<int64_t>(),
+                                  c10::cuda::getCurrentCUDAStream()), "linear_tokens");
+  return keys;
+}
+
+}  // namespace
+
+Encodings encode_sides(
+    const Side (&sides)[kDirections], const at::Tensor& x, const Delayed& by, const MaybeTensor& key, bool through_bf16,
+    const MaybeTensor& amax, const Beside& beside) {
+  const MaybeTensor none;
+  const auto given = [&](int d) -> const MaybeTensor& { return sides[d].whole_tensor() ? amax : none; };
+  MaybeTensor enc[kDirections];
+  for (int d = 0; d < kDirections; ++d) {
+    if (by.factors[d].empty()) continue;
+    const bool is_shared = d == 1 && by.factors[0].data() == by.factors[1].data();
+    enc[d] = is_shared ? enc[0] : beside.tokens != nullptr ? collected(by.factors[d]) : by.factors[d][0];
+  }
+  const auto known_of = [&](int d) -> Known {
+    if (beside.tokens != nullptr || by.records[d].empty()) return {given(d), none, enc[d], key, nullptr, by.records[d]};
+    return {given(d), none, enc[d], key, &by.records[d][0]};
+  };
+  const Known known[2] = {known_of(0), known_of(1)};
+  return encode(x, sides[0], sides[1], known, 0, through_bf16, false, nullptr, beside);
+}
+
+Side turned(Side side) {
+  side.transposed = true;
+  if (!side.operand()) side.scale_layout = ScaleLayout::kHopper;
+  return side;
+}
+
+Encodings quantize_slot(const Call& call, Slot slot, at::Tensor x, bool row, bool col, Amaxes known, Beside beside) {
+  const Tokens* const tokens = beside.tokens;
+  const Reading(&r)[kDirections] = call.plan->readings[slot];
+  const History history = slot == kInput ? History{call.factors, call.histories}
+                                         : History{call.grad_factors, call.grad_histories};
+  Side plain[kDirections] = {};
+  int64_t anchors[kDirections] = {};
+  MaybeTensor key;
+  for (const Direction d : {kRowwise, kColumnwise}) {
+    if (!wants(*call.plan, slot, d, row, col)) continue;
+    count(call.handle, slot * kDirections + d);
+    if (r[d].run >= 0) {
+      anchors[d] = r[d].packed;
+    } else {
+      plain[d] = tokens != nullptr && d == kColumnwise && r[d].decodes() ? turned(r[d].side) : r[d].side;
+      if (r[d].side.stochastic && !key.has_value())
+        key = tokens != nullptr ? random_keys(call, slot, *tokens) : random_key(call.step, call.ids, slot, x.size(0));
+    }
+  }
+  const Delayed by = delayed_of(r, plain, history, tokens != nullptr ? tokens->groups : 1);
+  const bool is_anchored = anchors[0] != 0 || anchors[1] != 0;
+  const auto enc_of = [&](int d) { return by.factors[d].empty() ? MaybeTensor() : MaybeTensor(by.factors[d][0]); };
+  const MaybeTensor encs[kDirections] = {enc_of(0), enc_of(1)};  // of one tensor
+  if (beside.gated != nullptr && (is_anchored || !encodes_gated(x, plain[0], plain[1], encs, *beside.gated))) {
+    const auto [h, amaxes] = activation(x, beside.gated->up, static_cast<int64_t>(beside.gated->kind));
+    x = h, known = Amaxes::of(amaxes, x.size(0), x.size(1)), beside.gated = nullptr;
+  }
+  Encodings made;
+  if (plain[0].present() || plain[1].present()) {
+    made = encode_sides(plain, x, by, key, false, beside.tokens == nullptr ? known.whole : std::nullopt, beside);
+    beside.column_sums = nullptr;
+  }
+  if (is_anchored) {
+    const MaybeTensor none;
+    if (anchors[1] == 0) beside.tokens = nullptr;
+    auto sides = anchored(x, anchors[0], anchors[1], std::max<int64_t>(r[0].run, 0), std::max<int64_t>(r[1].run, 0),
+                          anchors[0] != 0 && r[0].run == 0 ? known.rows : none,
+                          anchors[1] != 0 && r[1].run == kAmaxRun ? known.runs : none, false, beside);
+    auto next = sides.begin();
+    for (int d = 0; d < kDirections; ++d)
+      if (anchors[d] != 0) made[d].data = std::move(*next++), made[d].scale = std::move(*next++);
+  }
+  return made;
+}
+
+Operand operand_of(const Reading& r, Direction d, const Encoded& e, const Operand* other) {
+  if (!r.is_quantized()) return {d == kColumnwise ? e.data.t() : e.data};
+  const auto pointer = [](const at::Tensor& t) { return t.const_data_ptr<float>(); };
+  const bool outside = r.decodes() && r.side.whole();  // the scale of the whole tensor
+  Operand o;
+  if (outside) o.factor = {pointer(e.scale), 0.0f};
+  if (e.tensor_amax.defined() && r.has_tensor_amax()) o.factor = {pointer(e.tensor_amax), r.side.tensor_max};
+  if (!r.decodes()) {
+    o.data = e.data, o.scale = e.scale, o.kind = r.kind;
+    return o;
+  }
+  Alpha alpha = {{other != nullptr ? other->factor : Factor{}, o.factor}, nullptr};
+  if (other != nullptr && (alpha.factors[0].value != nullptr || alpha.factors[1].value != nullptr)) {
+    o.alpha = new_empty(e.data, {1}, at::kFloat);
+    alpha.out = o.alpha.mutable_data_ptr<float>();
+  }
+  const int64_t cols = codes_of(r.side, e.data.size(1));
+  const MaybeTensor none;
+  o.data = decode(e.data, outside ? none : MaybeTensor(e.scale), none, r.packed, d == kColumnwise, cols, 0, at::kBFloat16,
+                  &alpha);
+  if (d == kColumnwise) o.data = o.data.t();
+  return o;
+}
+
+void watch(
+    const Call& call, int product, const at::Tensor& a, const MaybeTensor& a_scale, int64_t a_kind, const at::Tensor& b,
+    const MaybeTensor& b_scale, int64_t b_kind) {
+  const int64_t counted = call.plan->watched[product];
+  if (!call.guard.has_value() || counted == 0) return;
+  product_error(a, b, a_scale, b_scale, a_kind, b_kind, counted, call.step, *call.guard, product);
+}
+
+void watch(const Call& call, int product, const Operand& a, const Operand& b) {
+  watch(call, product, a.data, a.scale, a.kind, b.data, b.scale, b.kind);
+}
+
+at::Tensor multiply(const Operand& a, const Operand& b, at::ScalarType dtype, const MaybeTensor& bias) {
+  MaybeTensor alpha;
+  if (b.alpha.defined()) {
+    alpha = b.alpha;
+  } else if (a.factor.value != nullptr || b.factor.value != nullptr) {
+    alpha = new_empty(a.data, {1}, at::kFloat);
+    check_launch(launch_alpha(a.factor, b.factor, alpha->mutable_data_ptr<float>(), c10::cuda::getCurrentCUDAStream()),
+                 "linear_step");
+  } else if (a.kind == 0 && b.kind == 0) {
+    return at::linear(a.data, b.data, bias);  // exactly torch's
+  }
+  return gemm(a.data, b.data, a.scale, b.scale, a.kind, b.kind, dtype, bias, alpha);
+}
+
+void append(std::vector<at::Tensor>& list, const Reading& r, const Encoded& e) {
+  for (const at::Tensor* t : {&e.data, &e.scale, &e.tensor_amax})
+    if (t->defined() && (t != &e.tensor_amax || r.has_tensor_amax())) list.push_back(*t);
+}
+
+Encoded take(const std::vector<at::Tensor>& list, size_t& at, const Reading& r) {
+  Encoded e;
+  const size_t fields = r.is_quantized() ? 2 + r.has_tensor_amax() : 1;
+  TORCH_CHECK_VALUE(at + fields <= list.size(), "got ", list.size(), " buffers of codes; more are wanted");
+  e.data = list[at];
+  if (fields > 1) e.scale = list[at + 1];
+  if (fields > 2) e.tensor_amax = list[at + 2];
+  at += fields;
+  return e;
+}
+
+at::Tensor matrix(const at::Tensor& x) {
+  at::Tensor rows = x.dim() == 2 ? x : x.reshape({-1, x.size(-1)});
+  return rows.stride(1) == 1 || rows.size(1) == 1 ? rows : rows.contiguous();
+}
+
+void register_slots(torch::Library& m) {
+  m.def("random_key(Tensor step, Tensor ids, int slot, SymInt rows) -> Tensor",
+        torch::dispatch(c10::DispatchKey::CUDA, random_key), compliant());
+  // after: a gradient, behind which a graph reads the step.
+  m.def("random_key.after(Tensor step, Tensor ids, int slot, SymInt rows, Tensor after) -> Tensor",
+        torch::dispatch(c10::DispatchKey::CUDA, [](const at::Tensor& step, const at::Tensor& ids, int64_t slot, int64_t rows,
+                                                   const at::Tensor&) { return random_key(step, ids, slot, rows); }),
+        compliant());
+  m.def("record_amax(Tensor(a!) amaxes, Tensor amax) -> ()", torch::dispatch(c10::DispatchKey::CUDA, record_amax), compliant());
+}
+
+}  // namespace fsdp_quant::step
