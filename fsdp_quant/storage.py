@@ -117,6 +117,11 @@ class Storage:
         return sum(t.numel() * t.element_size() for t in self.buffers().values())
 
     @property
+    def geometry(self) -> tuple:
+        """What must be equal where buffers of one storage take the place of another's."""
+        return self.fmt, self.direction, self.shape, self.row0, self.layout, self.dtype
+
+    @property
     def is_freed(self) -> bool:
         """The codes were given back to the allocator (FSDP resharded) and must not be read."""
         return self.data.untyped_storage().size() == 0 and self.data.numel() > 0

@@ -396,3 +396,29 @@ def test_pinning_is_asked_of_every_buffer():
     """If false, FSDP2 cannot offload a quantized parameter to pinned memory."""
     hybrid = HybridQuantizer(Quantizer("mxfp8"), Quantizer("nvfp4"))
     assert hybrid.quantize(torch.ones(32, 64)).is_pinned() is False
+
+
+@each_tensor
+def test_copy_moves_the_bytes_of_equal_storages(name: str):
+    """If false, a buffer of codes cannot be filled in place, or a copy changes or mixes codes and scales."""
+    target, source = TENSORS[name](), TENSORS[name]()
+    for storage in filter(None, (source.rowwise, source.columnwise)):
+        storage.data.copy_(storage.data.flip(0))
+    before, version = pointers(target), target._version
+    assert target.copy_(source) is target
+    assert_same_tensor(target, source)
+    assert pointers(target) == before and target._version > version
+
+
+def test_copy_of_other_storages_is_refused_and_says_what_to_do():
+    """If false, codes of one format are read as those of another, or half a tensor is written."""
+    target = TENSORS["both"]()
+    before = [b.clone() for s in (target.rowwise, target.columnwise) for b in s.buffers().values()]
+    for other in (hybrid_of("mxfp8").quantize(values(33, 48, seed=3)), HybridQuantizer("mxfp8", None).quantize(values(33, 48)),
+                  HybridQuantizer("mxfp8", "nvfp4").quantize(values(66, 48))):
+        with pytest.raises((ValueError, RuntimeError), match="HybridQuantizer.update|must match"):
+            target.copy_(other)
+    with pytest.raises(NotImplementedError, match="holds codes and no quantizer.*HybridQuantizer.update"):
+        target.copy_(values(33, 48))
+    for buffer, want in zip([b for s in (target.rowwise, target.columnwise) for b in s.buffers().values()], before):
+        assert_same_bytes(buffer, want, "after refused copies")

@@ -381,11 +381,39 @@ def _plain_like(func, args, kwargs):
 
 @_TABLE.implements([aten.copy_.default])
 def _copy_(func, args, kwargs):
-    """FSDP2 copies the shard of a parameter on every rank that has rows of it."""
-    raise NotImplementedError(
-        f"{args[1]!r} cannot be copied into another tensor without decoding it: call dequantize(); where fully_shard does so, of a "
-        "weight that fq.freeze made, pass ignored_params={it, ..} to every fully_shard, so that each rank keeps its codes whole"
-    )
+    """The bytes of another tensor of the same storages. FSDP2 copies the shard of a parameter into a plain tensor."""
+    target, source = args[:2]
+    if not isinstance(target, QuantizedTensor):
+        raise NotImplementedError(
+            f"{source!r} cannot be copied into another tensor without decoding it: call dequantize(); where fully_shard does so, of "
+            "a weight that fq.freeze made, pass ignored_params={it, ..} to every fully_shard, so that each rank keeps its codes whole"
+        )
+    if not isinstance(source, QuantizedTensor):
+        raise NotImplementedError(
+            f"{target!r} holds codes and no quantizer, so it cannot encode a {source.dtype} tensor; call "
+            "HybridQuantizer.update(tensor, values) with the quantizer that made it, or write to what dequantize() returns"
+        )
+    for into, of in _buffer_pairs(target, source):
+        into.copy_(of, **kwargs)
+    target._slots.drop_laid_out()
+    return target
+
+
+def _buffer_pairs(target: QuantizedTensor, source: QuantizedTensor) -> list[tuple[Tensor, Tensor]]:
+    """Each buffer of `target` with that of `source`. Raises ValueError for tensors of other shapes, parts, formats or layouts."""
+    pairs, sides = [], [[one._slots, *one._slots.parts] for one in (target, source)]
+    same = target.shape == source.shape and len(sides[0]) == len(sides[1]) and target._slots.owner is None
+    for into, of in zip(*sides) if same else ():
+        for direction in Direction:
+            a, b = into.get(direction), of.get(direction)
+            same &= (a is None and b is None) or None not in (a, b) and a.geometry == b.geometry
+            pairs += zip(a.buffers().values(), b.buffers().values()) if same and a is not None else ()
+    if not same:
+        raise ValueError(
+            f"copy_ moves the bytes of equal storages, got {target!r} from {source!r}; quantize into it with "
+            "HybridQuantizer.update(tensor, source.dequantize())"
+        )
+    return pairs
 
 
 def _buffers(tensor: QuantizedTensor) -> Iterator[Tensor]:
