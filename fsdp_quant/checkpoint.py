@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from .counters import counters
 from .formats import ROWWISE, Direction
+from .ops.layout import COMPACT
 from .scaling import RowCuts
 from .storage import Placement, Storage, rebuild_storage
 from .tensor import torch_compat
@@ -53,7 +54,8 @@ class LocalWeight:
     managed:  by `fully_shard`, or None: the weight is whole.
     statistics:  that ranks share, by matrix and direction.
     experts:  (ranks that hold other matrices of the packed weight, how many each), or None.
-    published:  the codes themselves, of a weight whose masters a trainer has (`fq.hooks`).
+    codes:      of a weight without high-precision values here: its optimizer is gone, a trainer has its masters (`fq.hooks`), or
+                `fq.freeze` dropped them.
     """
 
     name: str
@@ -61,7 +63,7 @@ class LocalWeight:
     managed: ManagedParam | None
     statistics: dict
     experts: tuple[dist.ProcessGroup, int] | None = None
-    published: QuantizedTensor | None = None
+    codes: QuantizedTensor | None = None
 
     @property
     def rows(self) -> int:
@@ -85,8 +87,8 @@ class LocalWeight:
 
     def storage(self, direction: Direction) -> Storage:
         """The codes of these rows as a gather would send them, made now. `prepared` must have run on every rank."""
-        if self.published is not None:
-            return self.published.storage_for(direction)
+        if self.codes is not None:
+            return self.codes.storage_for(direction).in_layout(COMPACT)
         state, device = self.piece.state, self.piece.values.device if self.managed is None else self.managed.device
         dtype, encoding = state.compute_dtype or self.piece.values.dtype, state.quantizer.encodings[direction]
         shard = Shard(self.piece, direction, dtype, self.statistics.get((state.name, direction)), records=False)
@@ -95,8 +97,9 @@ class LocalWeight:
         return Storage.of(encoded, encoding, self.piece.values.shape, dtype, self.piece.row0)
 
     def storages(self) -> list[Storage]:
-        """One a direction that is encoded from the master."""
-        return [self.storage(d) for d in self.piece.state.quantizer.encodings]
+        """One a direction that is encoded from the master, and was not dropped."""
+        encoded = self.piece.state.quantizer.encodings
+        return [self.storage(d) for d in encoded if self.codes is None or getattr(self.codes, d.value) is not None]
 
 
 def prepared(model: nn.Module) -> list[LocalWeight]:
@@ -110,20 +113,26 @@ def prepared(model: nn.Module) -> list[LocalWeight]:
         m = managed.get((module, "weight"))
         local = torch_compat.local_of(parameter) if m is None else m.local
         found.setdefault(state, (f"{prefix}.weight" if prefix else "weight", Sharded(local, state, m)))
-    take([of for _, of in found.values() if of.managed is not None or of.state.spans_parts], {})
+    shared = [of for _, of in found.values() if of.managed is not None or of.state.spans_parts]
+    take([of for of in shared if not _is_codes(of.local)], {})
     weights = []
     for state, (name, (local, _, m, _)) in found.items():
         rows, world, rank = (local.shape[0], 1, 0) if m is None else (m.global_shape[0], m.world_size, m.rank)
         group = state.tensor_group if state.parts else None
         experts, first = (None, 0) if group is None else ((group, rows), group.rank() * rows)
-        published = None if state.publisher is None else local
-        values = values_of(local) if published is None else local.dequantize()
+        codes = local if _is_codes(local) else None
+        values = values_of(local) if codes is None else local.dequantize()
         pieces = state.pieces(values, RowCuts.chunked(rows, world), rank, every=True)
         weights += [
-            LocalWeight(f"{name}.{e}" if state.parts else name, piece, m, state.statistics or {}, experts, published)
+            LocalWeight(f"{name}.{e}" if state.parts else name, piece, m, state.statistics or {}, experts, codes)
             for e, piece in enumerate(pieces, first)
         ]
     return weights
+
+
+def _is_codes(local: Tensor) -> bool:
+    """There are no high-precision values here of which codes could be made."""
+    return isinstance(local, QuantizedTensor) and not getattr(local, "has_values", False)
 
 
 # Fingerprints #

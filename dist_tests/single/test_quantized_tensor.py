@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from dist_tests.laws import FORMAT_NAMES, QUANTIZERS, assert_same_bytes, assert_same_storage, values
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction
@@ -422,3 +423,25 @@ def test_copy_of_other_storages_is_refused_and_says_what_to_do():
         target.copy_(values(33, 48))
     for buffer, want in zip([b for s in (target.rowwise, target.columnwise) for b in s.buffers().values()], before):
         assert_same_bytes(buffer, want, "after refused copies")
+
+
+@each_tensor
+def test_memory_of_codes_is_shared_between_processes(name: str):
+    """If false, share_memory_() reads a storage that is not there, and the process dies."""
+    tensor = TENSORS[name]()
+    want = tensor.dequantize()
+    assert not tensor.is_shared() and tensor.share_memory_() is tensor and tensor.is_shared()
+    assert_same_bytes(tensor.dequantize(), want, "shared")
+    module = nn.Module()
+    module.weight = nn.Parameter(TENSORS[name](), requires_grad=False)
+    module.share_memory()
+    assert module.weight.is_shared()
+
+
+@each_tensor
+def test_codes_have_no_address_of_values(name: str):
+    """If false, who matches parameters by address matches all with all, and who writes there writes nowhere."""
+    with pytest.raises(ValueError, match=r"no address of torch.bfloat16 values.*rowwise\.data\.data_ptr\(\)"):
+        TENSORS[name]().data_ptr()
+    with pytest.raises(ValueError, match="no address"):  # its copy would be uninitialized memory
+        StateDictStager().stage({"weight": TENSORS[name]()})

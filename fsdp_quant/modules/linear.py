@@ -453,7 +453,7 @@ def saved_plain(weight: Tensor, saved: Tensor) -> Tensor:
     local = local_of(weight)
     if not isinstance(local, FSDPHooks):
         return saved
-    plain = local.inner.detach()
+    plain = local.saved.detach()
     if isinstance(weight, DTensor):
         plain = torch_compat.dtensor_like(weight, plain)
     return nn.Parameter(plain, weight.requires_grad) if isinstance(saved, nn.Parameter) else plain

@@ -85,6 +85,7 @@ class QuantizedTensor(Tensor):
     """
 
     _slots: Slots
+    _decoded_by = "dequantize()"
 
     @staticmethod
     def __new__(
@@ -159,6 +160,26 @@ class QuantizedTensor(Tensor):
             if storage is not None and not storage.is_freed:
                 return storage.dequantize(dtype).reshape(self.shape)
         raise StaleWeightError(f"nothing to decode: every storage of {self!r} was freed when FSDP resharded")
+
+    def data_ptr(self) -> int:
+        """Raise ValueError: the memory holds codes, which whoever reads or writes an address of `dtype` values does not know."""
+        raise ValueError(
+            f"{self!r} has no address of {self.dtype} values, because its memory holds codes and scales; use "
+            ".rowwise.data.data_ptr() for the codes, dequantize() for values, and `is` to compare tensors"
+        )
+
+    def share_memory_(self) -> QuantizedTensor:
+        """Move every buffer to shared memory, in place."""
+        for buffer in self._memory():
+            buffer.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return all(buffer.is_shared() for buffer in self._memory())
+
+    def _memory(self) -> list[Tensor]:
+        """All that processes share of it."""
+        return [*_buffers(self)]
 
     def with_storages(self, fn: Callable[[Storage], Storage], shape=None) -> QuantizedTensor:
         """A tensor over fn(storage) of each direction."""
@@ -245,8 +266,8 @@ class QuantizedTensor(Tensor):
         handler = _TABLE.get(func)
         if handler is None:
             raise NotImplementedError(
-                f"{func} is not defined on a QuantizedTensor and will not decode it silently; "
-                "call dequantize() first if high-precision values are what you want"
+                f"{func} is not defined on a QuantizedTensor and will not decode it silently; call {cls._decoded_by} first if "
+                "high-precision values are what you want"
             )
         return handler(func, args, kwargs)
 
@@ -417,9 +438,10 @@ def _buffer_pairs(target: QuantizedTensor, source: QuantizedTensor) -> list[tupl
 
 
 def _buffers(tensor: QuantizedTensor) -> Iterator[Tensor]:
-    for direction in Direction:
-        if (storage := tensor._slots.get(direction)) is not None:
-            yield from storage.buffers().values()
+    for slots in (tensor._slots, *tensor._slots.parts):
+        for direction in Direction:
+            if (storage := slots.get(direction)) is not None:
+                yield from storage.buffers().values()
 
 
 @_TABLE.implements([aten.record_stream.default])
