@@ -18,7 +18,7 @@ from ..ops.capability import arch_of
 from ..recipe import PerLayer, Recipe, Schedule, matches
 from ..tensor.agreement import check_agreement
 from ..tensor.fsdp_hooks import all_managed_weights
-from ..tensor.torch_compat import ManagedParam, all_managed_params
+from ..tensor.torch_compat import ManagedParam, all_managed_params, unwrapped_names
 from .fuse import InputPattern, MLPPattern, Pattern, fuse_forward, fused_modules, recognized
 from .grouped_linear import EXPERT, GroupedLinear, adopt_packed
 from .layernorm_mlp import check_recompute
@@ -48,7 +48,8 @@ def convert(
               `fq.NormPattern`. `fq.plan` says which were taken, and why others were not.
     recompute:  "gate_up": the backward of every fused MLP makes gate(x) and up(x) again from x, in eager mode and in graphs.
 
-    Parameters stay high precision and keep their names, so optimizers, clipping and checkpoints see what they saw.
+    Parameters stay high precision and keep their names, so optimizers, clipping and checkpoints see what they saw. Random bits
+    are keyed by names without wrappers (torch.compile, checkpoint_wrapper, DDP, PEFT), before or after the model is converted.
     Packed experts of transformers ("experts" of Mixtral, Qwen 3 MoE, DeepSeek, gpt-oss, Llama 4: `gate_up_proj` and `down_proj`)
     and of torchtitan (`w1`, `w2`, `w3`) are converted, each weight an `fq.GroupedLinear`, unless `fully_shard` has them: named in
     `grouped`, they are refused then.
@@ -79,7 +80,8 @@ def convert(
     for name, weight in read.items():
         if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"{name}.weight is {weight.dtype}; fq.convert takes fp32, bf16 and fp16 weights")
-    names = {n: [f"{n}.{e}" for e in range(len(w))] if w.dim() == 3 else [n] for n, w in read.items()}
+    plain = unwrapped_names(read)
+    names = {n: [f"{plain[n]}.{e}" for e in range(len(w))] if w.dim() == 3 else [plain[n]] for n, w in read.items()}
     kinds = {n: EXPERT if w.dim() == 3 else Linear.module_type for n, w in read.items()}
     units = {n: [(name, kinds[n], read[n].device) for name in of] for n, of in names.items()}
     recipes = _planned(recipe, units, steps_of(model).number)
@@ -89,11 +91,11 @@ def convert(
         if read[name].dim() == 3:
             if not isinstance(module, GroupedLinear):
                 module.__class__ = _converted_class(type(module), GroupedLinear)
-            adopt_packed(module, [recipes[name]] * len(names[name]), name)
+            adopt_packed(module, [recipes[name]] * len(names[name]), plain[name])
         else:
             made = _made_of(_own_class(type(module)))
             module.__class__ = _converted_class(type(module), made)
-            (adopt if made is Linear else adopt_transposed)(module, recipes[name], name)
+            (adopt if made is Linear else adopt_transposed)(module, recipes[name], plain[name])
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, OURS) for m in module.modules()):
             module.activation_relu_or_gelu = 0  # else its inference reads weights without a call of their layers

@@ -293,8 +293,11 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
 
     def is_current(self, direction: Direction, version: object = None) -> bool:
         """The codes of this direction are of the values, and of the quantizer, as they are now; version: of the values."""
-        content = self._content
-        return content.quantizer == self._quantizer and content.versions.get(direction) == (version or self.version)
+        content, now = self._content, self._quantizer
+        made = content.quantizer
+        if not self.has_values and made is not None:  # nothing could make them again
+            made, now = made[:2], now[:2]
+        return made == now and content.versions.get(direction) == (version or self.version)
 
     @property
     def _quantizer(self) -> tuple:
@@ -586,7 +589,7 @@ def refresh_codes(weights: Sequence[QuantizedWeight]) -> None:
     Called after each step of their optimizer, and at the first gather after another event. Every rank that takes part in the
     event must call it with the same weights.
     """
-    weights = [w for w in weights if w.state.publisher is None]
+    weights = [w for w in weights if w.has_values]
     managed = {id(w.state): managed_of(w.state) for w in weights}
     crossing = [w for w in weights if managed[id(w.state)] is not None or w.state.spans_parts]
     if crossing:
