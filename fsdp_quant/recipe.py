@@ -462,6 +462,8 @@ def custom(qfactory: Callable, **options) -> Recipe:
     return Recipe(name, qfactory, **options)
 
 
+# Functions whose recipes are `by_families` of their arguments.
+NAMED = ("identity", "fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8", "mxfp6", "mxfp4", "nvfp4", "hybrid")
 _BY_NAME = {
     f.__name__: f for f in (identity, fp8_current, fp8_delayed, fp8_row, fp8_block, mxfp8, nvfp4)
 } | {"bf16": identity}

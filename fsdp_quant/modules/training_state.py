@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..checkpoint import fingerprints
+from ..checkpoint import SAVED_BY, fingerprints
 from ..context import STEP, restart_steps, steps_of
 from ..formats import Direction
 from ..ops.capability import arch_of
@@ -123,14 +123,10 @@ def _schedule_text(model: nn.Module) -> str | None:
     return " | ".join(sorted(s.fingerprint() for s in schedules_of(model).values())) or None
 
 
-# In `state["moved"]` beside the modules: that DCP loads older files, a state has no leaf that they have not.
-_SAVED_BY = "saved by"
-
-
 def _moved(modules: Mapping[str, Linear]) -> str:
     """JSON of module name -> product -> rung, of products that the guard moved; and which rank of how many saved it."""
     moved = {name: m.plan.moved for name, m in modules.items() if m.plan.moved}
-    return json.dumps(moved | {_SAVED_BY: _rank()})
+    return json.dumps(moved | {SAVED_BY: _rank()})
 
 
 def _rank() -> list[int]:
@@ -263,7 +259,7 @@ def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Checked
         raise ValueError(
             f"rank {rank} is given the state of rank {saved_by[0]}, and amax histories of activations are each rank's own: save "
             'fq.state_dict under a key per rank ({f"rank_{rank}": fq.state_dict(model)}), since under one key the last to write '
-            f"it wins; to go on with the histories of another rank, take {_SAVED_BY!r} out of the JSON of state['moved']"
+            f"it wins; to go on with the histories of another rank, take {SAVED_BY!r} out of the JSON of state['moved']"
         )
     return _Checked(step, seed, modules, names, histories, codes, moved)
 
@@ -300,7 +296,7 @@ def _read_moved(text: object, modules: Mapping[str, Linear]) -> tuple[dict[str, 
     except (ValueError, RecursionError):
         found = None
     ladders = {product.name: ladder_of(product) for product in PRODUCTS}
-    saved_by = found.pop(_SAVED_BY, None) if isinstance(found, dict) else None
+    saved_by = found.pop(SAVED_BY, None) if isinstance(found, dict) else None
     moved = {}
     for name, of in found.items() if isinstance(found, dict) else ():
         moved[name] = dict.fromkeys(of, EXACT) if isinstance(of, list) else of  # of a file from before there were rungs

@@ -295,6 +295,11 @@ def _as_parameter(tensor: QuantizedTensor, is_parameter: bool, requires_grad: bo
 def _rebuild(
     rowwise: Storage | None, columnwise: Storage | None, shape, requires_grad: bool, is_parameter: bool = False
 ) -> QuantizedTensor:
+    """Raises ValueError for what no QuantizedTensor wrote to a file."""
+    if not all(side is None or (isinstance(side, Storage) and side.direction is d) for d, side in zip(Direction, (rowwise, columnwise))):
+        raise ValueError(f"the storages of a QuantizedTensor are Storage or None by direction, got {rowwise!r} and {columnwise!r}")
+    if not isinstance(shape, tuple) or not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"the shape of a QuantizedTensor is of sizes, got {shape!r}")
     return _as_parameter(QuantizedTensor(rowwise, columnwise, shape=shape), is_parameter, requires_grad)
 
 
