@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -11,6 +14,7 @@ import fsdp_quant as fq
 from dist_tests.laws import assert_same_bytes, values
 from dist_tests.multi.harness import run_ranks
 from dist_tests.single.test_hold import held_bytes
+from fsdp_quant import checkpoint
 from fsdp_quant.tensor.torch_compat import local_of
 
 
@@ -101,3 +105,57 @@ def _plans(rank: int, world: int) -> None:
 def test_layers_of_equal_names_are_planned_each():
     """If false, fq.plan counts the bytes of one of them for all."""
     run_ranks(2, _plans)
+
+
+def _shared_key(rank: int, world: int, folder: Path) -> list[str]:
+    """Under one key DCP keeps what one rank wrote; under a key per rank all of it."""
+    said = []
+    for recipe in (fq.recipes.fp8_delayed(length=2), fq.recipes.mxfp8()):
+        for sharded in (True, False):
+            model = fq.convert(nn.Sequential(nn.Linear(64, 64)), recipe)
+            model = fully_shard(model) if sharded else model
+            model(values(4, 64, seed=rank, dtype=torch.float32) * (1 + rank)).sum().backward()
+            own, shared = {f"rank_{rank}": fq.state_dict(model)}, {"fq": fq.state_dict(model)}
+            path = folder / f"{recipe.name}-{sharded}"
+            dcp.save({**own, **shared}, checkpoint_id=path)
+            dcp.load({**own, **shared}, checkpoint_id=path)
+            fq.load_state_dict(model, own[f"rank_{rank}"])
+            before = {k: v["amaxes"].clone() for k, v in fq.state_dict(model)["histories"].items()}
+            try:
+                fq.load_state_dict(model, shared["fq"])
+                said.append("loaded")
+            except ValueError as error:
+                said.append(str(error))
+            for key, history in fq.state_dict(model)["histories"].items():
+                assert_same_bytes(history["amaxes"], before[key], f"{key} after a refused load")
+    verified = checkpoint.verify(folder / "fp8_delayed-True")
+    assert not verified.problems, str(verified)
+    return said
+
+
+def test_histories_that_ranks_saved_under_one_key_are_missed(tmp_path):
+    """If false, every rank but one resumes with scales of another rank's activations, and nobody is told."""
+    first, second = run_ranks(2, _shared_key, tmp_path)
+    assert "rank_{rank}" in first[0] + second[0] and "another rank refused" in first[0] + second[0]
+    assert sorted(["loaded" == first[1], "loaded" == second[1]]) == [False, True], "of DDP the rank that was saved goes on"
+    assert first[2:] == second[2:] == ["loaded", "loaded"], "what all ranks share may lie under one key"
+
+
+def _damaged(rank: int, world: int) -> str:
+    """One rank's file is damaged."""
+    model = fully_shard(fq.convert(nn.Sequential(nn.Linear(64, 64)), fq.recipes.fp8_delayed(length=2)))
+    model(values(4, 64, dtype=torch.float32)).sum().backward()
+    state = fq.state_dict(model)
+    state["step"], before = (state["step"] + 5 if rank else -1), fq.state_dict(model)["step"]
+    try:
+        fq.load_state_dict(model, state)
+    except ValueError as error:
+        assert fq.state_dict(model)["step"] == before
+        return str(error)
+    return "loaded"
+
+
+def test_a_state_that_one_rank_refuses_is_refused_by_all():
+    """If false, one rank raises while the others wait for its fingerprints, or go on from another step."""
+    mine, other = run_ranks(2, _damaged)
+    assert "step of the saved state is -1" in mine and "another rank refused its state" in other

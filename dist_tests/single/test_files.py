@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import fsdp_quant as fq
 from dist_tests.laws import QUANTIZERS, assert_same_bytes, assert_same_storage, values
+from dist_tests.multi.test_launch import example
 from dist_tests.single import hopper
 from dist_tests.single.test_state_dict import net, step
 from fsdp_quant import checkpoint, recipes
@@ -274,23 +275,28 @@ def content(number: int) -> dict[str, Tensor]:
     return {name: torch.full((256, 256), float(number + i)) for i, name in enumerate("abcd")}
 
 
+def trained(number: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model all of whose values are `number`."""
+    model = fq.convert(nn.Sequential(nn.Linear(256, 256, bias=False)), recipes.mxfp8())
+    with torch.no_grad():
+        model[0].weight.fill_(float(number))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def write_for_ever(kind: str, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    model = fq.convert(nn.Sequential(nn.Linear(256, 256, bias=False)), recipes.mxfp8())
+    train_lm = example()
     for number in range(1, 10_000):
         path = folder / f"step_{number:08d}"
         part = folder / f".{path.name}.part"
         if kind == "export":
-            with torch.no_grad():
-                model[0].weight.fill_(float(number))
-            checkpoint.export_safetensors(model, folder / "export", codes=True)
-            continue
-        if kind == "save":
-            dcp.save(content(number), checkpoint_id=part)
+            checkpoint.export_safetensors(trained(number)[0], folder / "export", codes=True)
+        elif kind == "save":
+            train_lm.save_checkpoint(folder, number, *trained(number), {})
         else:
             dcp.async_save(content(number), checkpoint_id=part).result()
-        checkpoint.publish(part, path)
+            checkpoint.publish(part, path)
 
 
 def last_whole(kind: str, folder: Path) -> int:
@@ -305,6 +311,13 @@ def last_whole(kind: str, folder: Path) -> int:
     found = sorted(folder.glob("step_*"))
     if not found:
         return 0
+    if kind == "save":
+        train_lm, (model, optimizer) = example(), trained(0)
+        with alone():
+            number = train_lm.load_checkpoint(found[-1], model, optimizer)
+        assert max(train_lm.checkpoints(folder)) == number and not checkpoint.verify(found[-1]).problems
+        assert_same_bytes(model[0].weight, trained(number)[0][0].weight, f"step {number}")
+        return number
     number, state = int(found[-1].name.removeprefix("step_")), {k: torch.empty_like(v) for k, v in content(0).items()}
     dcp.load(state, checkpoint_id=found[-1], no_dist=True)
     for name, value in content(number).items():
