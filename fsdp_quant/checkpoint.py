@@ -404,7 +404,7 @@ def _states_by_name(model: nn.Module) -> dict[str, int]:
 def load_safetensors(path: str | PathLike, device: str | torch.device = "cpu") -> dict[str, Tensor]:
     """State dict name -> tensor, or `QuantizedTensor` with the rowwise codes, of a file of `export_safetensors`.
 
-    Nothing in a file runs. Metadata of others is ignored; files without digests (of versions before 0.2) are read too.
+    Nothing in a file runs. Metadata of others is ignored; files without digests, of earlier versions, are read too.
 
     Raises ValueError, naming the tensor, for bytes that are not those that were written, for buffers that are missing, or that
     the facts of their weight do not describe. Raises ImportError without safetensors.
@@ -528,6 +528,8 @@ def _verify_folder(path: Path, found: Verified) -> None:
                 read = lambda key=key, of=of: _read_one(path, key, of)  # noqa: E731
             values[tuple(map(str, place))] = read
     except (Exception, CheckpointException) as error:  # readers of damaged bytes raise anything
+        if isinstance(error, CheckpointException):
+            error = next(iter(error.failures.values()))[0]
         found.problems.append(f"it cannot be read: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
         return
     ranks: dict[int, set[int]] = {}
@@ -537,7 +539,7 @@ def _verify_folder(path: Path, found: Verified) -> None:
             try:
                 rank, world = _verify_state(".".join(place[:-1]) or "state", state, values, found)
                 ranks.setdefault(world, set()).add(rank)
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
                 found.problems.append(f"{'.'.join(place[:-1])} is no state of fq.state_dict: {error}")
     for world, saved in ranks.items():
         if world and len(saved) < world and any("histories" in place for place in values):
@@ -589,9 +591,10 @@ def _is_made_by(
 ) -> bool | None:
     """Some recipe makes codes of this fingerprint of the values of a weight in a checkpoint; None: they are not in it."""
     stem, _, expert = (weight, "", "") if weight.rpartition(".")[2] == "weight" else weight.rpartition(".")
-    place = next((p for p, value in values.items() if callable(value) and f".{'.'.join(p)}".endswith(f".{stem}")), None)
-    if place is None:
+    places = [p for p, value in values.items() if callable(value) and f".{'.'.join(p)}".endswith(f".{stem}")]
+    if not places:
         return None
+    place = min(places, key=lambda p: len(".".join(p)))  # others are of layers inside other modules
     master = values[place]()[int(expert)] if expert else values[place]()
     for recipe in made:
         hybrid = recipe.hybrid(recipes.Role("linear", "weight", stem.removesuffix(".weight")))

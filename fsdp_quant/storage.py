@@ -407,7 +407,7 @@ class Storage:
         if self.layout in ANCHORS:
             run = ANCHOR_RUNS.get(self.layout)
             return {(1,) if self.layout == ANCHORED_TENSOR else (rows,) if run is None else (-(-cols // run) * round_up(rows, 4),)}
-        b0, b1 = self.fmt.block
+        b0, b1 = self.fmt.dims(ROWWISE)
         outer, blocks = 1 if b0 is None else -(-rows // b0), 1 if b1 is None else -(-cols // b1)
         if self.fmt.scale_leaves_contraction:
             return {(outer,)}

@@ -352,3 +352,18 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(kind: str, tmp_path):
 def last_of(folder: Path) -> int:
     """How much is there, from names alone."""
     return 2 * (folder / "export").exists() or len(list(folder.glob("step_*")))
+
+
+# The page #
+
+
+def test_the_page_runs_as_written(tmp_path, monkeypatch):
+    """If false, docs/checkpoints.md loses histories, or does not run."""
+    page = (Path(fq.__file__).parents[1] / "docs" / "checkpoints.md").read_text()
+    (block,) = [part.split("```")[0] for part in page.split("```python\n")[1:]]
+    monkeypatch.chdir(tmp_path)
+    try:
+        exec(compile(block, "docs/checkpoints.md", "exec"), {"__name__": "page"})
+    finally:
+        dist.destroy_process_group()
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["codes.safetensors", "step_1"]

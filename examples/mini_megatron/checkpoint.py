@@ -1,6 +1,7 @@
 """Checkpoints: a file a rank, of pieces of masters and moments by their place in the whole tensor; any grid loads them.
 
-A rank keeps its file of the step before, so that a save that is killed leaves one checkpoint whole. Codes are made anew, and compared where the same grid loads. Histories of delayed scaling are each rank's own.
+A rank keeps its file of the step before, so that a save that is killed leaves one checkpoint whole. Codes are made anew, and
+compared where the same grid loads. Histories of delayed scaling are each rank's own.
 """
 
 from __future__ import annotations

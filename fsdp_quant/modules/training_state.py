@@ -147,7 +147,7 @@ def _codes(model: nn.Module, names: Mapping[str, str]) -> dict[str, int]:
 def state_dict(model: nn.Module, old_names: bool = False) -> dict:
     """What a run needs to go on beside parameters and optimizer. Every rank must call it, and save under a key of its own.
 
-    old_names:    names hold wrappers (torch.compile, checkpoint_wrapper, DDP, ..), as in files of versions before 0.2: what
+    old_names:    names hold wrappers (torch.compile, checkpoint_wrapper, DDP, ..), as in files of earlier versions: what
                   `dcp.load` of such a file of a wrapped model is given.
 
     step, seed:   of the random bits.
@@ -311,7 +311,7 @@ def _read_moved(text: object, modules: Mapping[str, Linear]) -> tuple[dict[str, 
 
 
 def _sides_at(model: nn.Module, modules: Mapping[str, Linear], step: int) -> Iterator[tuple[str, str, AmaxHistory]]:
-    """(module name, "slot.direction", its history or one like it) of each delayed side, as of that step of schedules."""
+    """(module name, "slot.direction", a history of its length) of each delayed side, as of that step of schedules."""
     plans = {id(m): m.plan for m in modules.values()}
     for scheduled, schedule in schedules_of(model).items():
         units = converted_units(scheduled)
@@ -321,8 +321,7 @@ def _sides_at(model: nn.Module, modules: Mapping[str, Linear], step: int) -> Ite
         for slot in QUANTIZED_TYPES:
             hybrid = plans[id(module)].hybrid(slot)
             for d in hybrid.delayed_directions:
-                side = hybrid.side(d)
-                yield name, f"{slot}.{d.value}", AmaxHistory(side.scaling, side.fmt.element.max, slot == "weight")
+                yield name, f"{slot}.{d.value}", AmaxHistory(hybrid.side(d).scaling, 1.0, slot == "weight")
 
 
 def _groups(model: nn.Module) -> list[dist.ProcessGroup]:
