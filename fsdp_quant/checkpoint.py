@@ -457,7 +457,9 @@ def _rebuilt(tensors: dict[str, Tensor], metadata: dict[str, str], path) -> dict
     for name in {**buffers, **dict.fromkeys(sorted(described))}:
         of = facts.get(name)
         if name not in described or list(buffers.get(name, ())) != [of["direction"]] or name in loaded:
-            raise ValueError(f"{path}: the codes of {name} or their facts are missing or of another direction; export the model again")
+            raise ValueError(
+                f"{path}: the codes of {name} or their facts are missing or of another direction; export the model again"
+            )
         try:
             loaded[name] = QuantizedTensor(rebuild_storage(of, buffers[name][of["direction"]]))
         except ValueError as error:

@@ -297,6 +297,17 @@ def test_a_refused_state_changes_nothing(attack: str, scheduled: bool):
         assert_same_bytes(other.state_dict()[key], value, f"{attack}: {key} a step after")
 
 
+def test_a_model_that_never_ran_refuses_whole():
+    """If false, histories that a refused load has made stay behind with the values of another model."""
+    m, other = net(recipes.fp8_delayed(length=3)), net(recipes.fp8_delayed(length=3))
+    for _ in range(2):
+        step(m)
+    with pytest.raises(ValueError, match="codes of"):
+        fq.load_state_dict(other, fq.state_dict(m))
+    for key, history in fq.state_dict(other)["histories"].items():
+        assert not history["amaxes"].any() and not history["enc"].any(), key
+
+
 # Names #
 
 

@@ -255,7 +255,8 @@ def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Checked
         slot.check_state(f"{name}.{side}", histories[f"{name}.{side}"])
         own |= not slot.stays
     rank, world = _rank()
-    if saved_by is not None and saved_by[1] == world and saved_by[0] != rank and (own or moved) and model not in _SHARED:
+    lost = saved_by is not None and saved_by[1] == world and saved_by[0] != rank and (own or moved)
+    if lost and not any(module in _SHARED for module in model.modules()):
         raise ValueError(
             f"rank {rank} is given the state of rank {saved_by[0]}, and amax histories of activations are each rank's own: save "
             'fq.state_dict under a key per rank ({f"rank_{rank}": fq.state_dict(model)}), since under one key the last to write '
@@ -348,6 +349,8 @@ def _restore(model: nn.Module, checked: _Checked) -> None:
     """Histories and rungs, and the recipe of the step, which codes of weights depend on. Raises ValueError for codes that were not
     saved; then all is as it was."""
     modules, step = list(checked.modules.values()), steps_of(model).number
+    for module in modules:
+        histories_by_side(module)  # makes those that no forward has made yet
     kept = {id(m._weight_state.histories): m._weight_state.histories for m in modules}  # experts of one weight share theirs
     before = [(of, key, history, history.state_dict()) for of in kept.values() for key, history in of.items()]
     plans = [(m._plan, m._weight_state.plan) for m in modules]
@@ -362,8 +365,8 @@ def _restore(model: nn.Module, checked: _Checked) -> None:
             module._plan = module.plan.moved_to(checked.moved.get(name, {}))
         return
     _follow(model, step)
-    for module, (module._plan, module._weight_state.plan) in zip(modules, plans):
-        pass
+    for module, (plan, of_weight) in zip(modules, plans):
+        module._plan, module._weight_state.plan = plan, of_weight
     for of, key, history, values in before:
         of.setdefault(key, history).load_state_dict(values)
     _drop_codes(modules)

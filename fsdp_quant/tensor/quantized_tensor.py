@@ -296,7 +296,8 @@ def _rebuild(
     rowwise: Storage | None, columnwise: Storage | None, shape, requires_grad: bool, is_parameter: bool = False
 ) -> QuantizedTensor:
     """Raises ValueError for what no QuantizedTensor wrote to a file."""
-    if not all(side is None or (isinstance(side, Storage) and side.direction is d) for d, side in zip(Direction, (rowwise, columnwise))):
+    sides = zip(Direction, (rowwise, columnwise))
+    if not all(side is None or (isinstance(side, Storage) and side.direction is d) for d, side in sides):
         raise ValueError(f"the storages of a QuantizedTensor are Storage or None by direction, got {rowwise!r} and {columnwise!r}")
     if not isinstance(shape, tuple) or not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"the shape of a QuantizedTensor is of sizes, got {shape!r}")
