@@ -28,6 +28,7 @@ import math
 import os
 import random
 import resource
+import shutil
 import sys
 import sysconfig
 import time
@@ -432,16 +433,18 @@ def full_state(model: nn.Module, optimizer, world: int) -> dict:
 
 
 def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer, facts: dict) -> None:
-    """Write folder/step_N. Every rank calls it; run.json comes last and marks it complete."""
+    """Write folder/step_N, which has that name once it is whole. Every rank calls it."""
     path = folder / f"step_{step:08d}"
-    mark = path / "run.json"
+    part = folder / f".{path.name}.part"
     if dist.get_rank() == 0:
-        mark.unlink(missing_ok=True)
+        shutil.rmtree(part, ignore_errors=True)  # of a run that was killed
     dist.barrier()
     world = dist.get_world_size()
-    dcp.save(full_state(model, optimizer, world), checkpoint_id=path)
+    dcp.save(full_state(model, optimizer, world), checkpoint_id=part)  # syncs its files
     if dist.get_rank() == 0:
-        mark.write_text(json.dumps({"step": step, "world": world, **facts}, indent=1))
+        with fq.checkpoint.replacing(part / "run.json") as mark:
+            mark.write_text(json.dumps({"step": step, "world": world, **facts}, indent=1))
+        fq.checkpoint.publish(part, path)
     dist.barrier()
 
 

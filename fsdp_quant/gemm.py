@@ -147,10 +147,12 @@ def _multiply(
 
 
 def _native(a: Storage, b: Storage, out_dtype: torch.dtype, bias: Tensor | None, alpha: Tensor | None) -> Tensor:
-    """Both operands in their own dtype: exactly torch's linear; or an empty product."""
+    """Both operands in their own dtype: exactly torch's linear; or an empty product. A wider result is rounded once, to it."""
     if a.fmt.is_quantized or b.fmt.is_quantized:
         return _reference(a, b, out_dtype, bias, alpha)
     x, w = a.operand(), b.operand()
+    if out_dtype is torch.float32 and x.dtype is w.dtype is not out_dtype:
+        return (_bf16 if x.dtype is torch.bfloat16 else _reference)(a, b, out_dtype, bias, alpha)
     if x.dtype != w.dtype:
         raise ValueError(
             f"gemm of {x.dtype} by {w.dtype}, both in high precision: torch multiplies equal dtypes only; cast one, or set "

@@ -416,12 +416,16 @@ class WeightSync:
 
         Raises ValueError, and changes nothing, where other weights, formats or rounding were saved.
         """
-        if state["fingerprint"] != self.fingerprint:
+        fingerprint, applied = state.get("fingerprint"), state.get("applied")
+        if fingerprint != self.fingerprint:
             raise ValueError(
-                f"the checkpoint is of other weights, formats or rounding (fingerprint {state['fingerprint']}, here "
+                f"the checkpoint is of other weights, formats or rounding (fingerprint {fingerprint}, here "
                 f"{self.fingerprint}); plan the sync with the recipe that was saved, or leave this state out to change it"
             )
-        self.applied.copy_(state["applied"])
+        whole = isinstance(applied, Tensor) and applied.dtype is torch.int64 and applied.dim() == 0 and int(applied) >= 0
+        if not whole:
+            raise ValueError(f"applied of the saved state is {applied!r}, wanted a number of steps, int64 []; give what state_dict gave")
+        self.applied.copy_(applied)
 
     def describe(self) -> str:
         """The plan as text: what is gathered, a line a channel, and bytes of a whole sync on every rank."""

@@ -56,9 +56,9 @@ def default_override() -> str | None:
 class Role:
     """What a quantizer is asked for.
 
-    module_type:  "linear", or "quantize" of `fq.Quantize`.
+    module_type:  "linear"; "grouped_linear" of an expert of `fq.GroupedLinear`; "quantize" of `fq.Quantize`.
     tensor_type:  "input", "weight", "grad_output", or a boundary slot: "output", "grad_input". A module asks for the
-                  slots it has: `fq.Linear` the first three, and the other two of a recipe with boundary_slots=True;
+                  slots it has: `fq.Linear` and experts the first three, and the other two of a recipe with boundary_slots=True;
                   `fq.Quantize` the other two.
     name:         the module's qualified name.
     """
@@ -80,12 +80,13 @@ class Recipe:
                           or None (boundary slots).
     arguments:            its keyword arguments, sorted (name, value) pairs.
     backward_override:    None; "high_precision": the backward multiplies the original values; "dequantized": it
-                          multiplies what the forward decoded. grad_output is not quantized in either. A recipe that
-                          does not say takes `default_override()`.
+                          multiplies what the forward decoded. grad_output and grad_input are not quantized in either. A
+                          recipe that does not say takes `default_override()`.
     accuracy:             "fast", or "exact": only domains that decode exactly.
     anchor_tolerance:     error that anchors may add to a product, over that of its formats, before it goes a rung further
                           down (`modules.plan.LADDER`), in all layers alike, as a step begins.
-    save_original_input:  None: what the plan says; True: the input is saved and quantized again in the backward.
+    save_original_input:  None: what the plan says; True: the input is saved and quantized again in the backward. Under
+                          backward_override="dequantized" never: the backward multiplies the saved codes of the forward.
     strict:               what runs is what the plan says, or it raises; False warns once and counts.
     require_native:       refuse products that no tensor core computes, when the recipe is applied.
     compute_dtype:        dtype that the weight's quantizer sees (None: the master's own).
@@ -188,7 +189,7 @@ def _overridden(hybrid: HybridQuantizer, tensor_type: str, override: str | None)
     """`backward_override` as a rewrite of one slot: the same for every recipe and module."""
     if override is None:
         return hybrid
-    if tensor_type == "grad_output":
+    if tensor_type in ("grad_output", "grad_input"):
         return hybrid_of(IDENTITY)
     if tensor_type not in ("input", "weight"):
         return hybrid
@@ -461,6 +462,8 @@ def custom(qfactory: Callable, **options) -> Recipe:
     return Recipe(name, qfactory, **options)
 
 
+# Functions whose recipes are `by_families` of their arguments.
+NAMED = ("identity", "fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8", "mxfp6", "mxfp4", "nvfp4", "hybrid")
 _BY_NAME = {
     f.__name__: f for f in (identity, fp8_current, fp8_delayed, fp8_row, fp8_block, mxfp8, nvfp4)
 } | {"bf16": identity}

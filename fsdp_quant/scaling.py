@@ -415,11 +415,24 @@ class AmaxHistory:
     def state_dict(self) -> dict[str, Tensor]:
         return {"amaxes": self.amaxes.clone(), "enc": self.enc.clone()}
 
+    def check_state(self, name: str, state: object) -> None:
+        """Raise ValueError unless `state` is what `state_dict` of such a history returns."""
+        for part, own in (("amaxes", self.amaxes), ("enc", self.enc)):
+            saved = state.get(part) if isinstance(state, dict) else None
+            if not isinstance(saved, Tensor) or saved.dtype is not torch.float32 or saved.shape != own.shape:
+                got = f"{saved.dtype} {list(saved.shape)}" if isinstance(saved, Tensor) else type(saved).__name__
+                raise ValueError(
+                    f"{part} of the amax history of {name} is {got} in the saved state; wanted float32 {list(own.shape)}, of the "
+                    "DelayedScaling(length=) of this recipe"
+                )
+            if not (saved.isfinite() & (saved >= 0)).all():
+                raise ValueError(
+                    f"{part} of the amax history of {name} holds values that are negative or not finite in the saved state, which "
+                    "no step writes: the file is damaged; load another checkpoint"
+                )
+
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        if state["amaxes"].shape != self.amaxes.shape:
-            raise ValueError(
-                f"the saved amax history holds {len(state['amaxes'])} steps and this one {len(self.amaxes)}; "
-                "load it with the DelayedScaling(length=) it was saved with"
-            )
+        """Raises ValueError, and changes nothing, for what no such history wrote (`check_state`)."""
+        self.check_state("this slot", state)
         self.amaxes.copy_(state["amaxes"])
         self.enc.copy_(state["enc"])

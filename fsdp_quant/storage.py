@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -115,6 +116,11 @@ class Storage:
     @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.buffers().values())
+
+    @property
+    def geometry(self) -> tuple:
+        """What must be equal where buffers of one storage take the place of another's."""
+        return self.fmt, self.direction, self.shape, self.row0, self.layout, self.dtype
 
     @property
     def is_freed(self) -> bool:
@@ -368,6 +374,47 @@ class Storage:
             return (blocks, round_up(outer, 4)) if self.fmt.block[0] == 1 else (outer_blocks, round_up(blocks, 4))
         return (outer_blocks, blocks)
 
+    def check(self) -> None:
+        """Raise ValueError unless its buffers are those that its format, shape and layout ask for."""
+        fmt, anchored = self.fmt, self.layout in ANCHORS
+        rows, cols = self.padded_shape
+        if self.layout != COMPACT and self.direction is not ROWWISE:
+            rows, cols = cols, rows
+        stored = self.operand_format if anchored else fmt
+        data = (rows, stored.row_bytes(cols, self.dtype)) if fmt.is_quantized else tuple(self.shape)
+        wanted: dict[str, tuple[set, set]] = {"data": ({torch.uint8} if fmt.is_quantized else set(_DTYPES.values()), {data})}
+        if stored.has_scales:
+            wanted["scale"] = {stored.scale_dtype}, self._scale_shapes(rows, cols)
+        if has_tensor_amax(fmt, self.layout):
+            wanted["tensor_amax"] = {torch.float32}, {(1,)}
+        found = self.buffers()
+        for name in {**wanted, **found}:
+            dtypes, shapes = wanted.get(name, ((), ()))
+            buffer = found.get(name)
+            shape = None if buffer is None else tuple(buffer.shape)
+            flat = shape is not None and name == "scale" and self.layout != COMPACT  # of as many elements, in any shape
+            if buffer is None or buffer.dtype not in dtypes or ((prod(shape),) if flat else shape) not in shapes:
+                got = "missing" if buffer is None else f"{buffer.dtype} {list(shape)}"
+                want = " or ".join(f"{d} {list(s)}" for d in dtypes for s in shapes) or "none"
+                raise ValueError(f"{name} of {self.describe()} is {got}, wanted {want}: the file is damaged, or of other facts")
+
+    def _scale_shapes(self, rows: int, cols: int) -> set[tuple[int, ...]]:
+        """Shapes that its scales may have; of GEMM layouts the number of their elements. rows, cols: of `data`."""
+        if self.layout == COMPACT:
+            blocks, b0 = self.fmt.scale_shape(self.shape, self.direction), self.fmt.dims(self.direction)[0]
+            first = self.row0 % b0 if b0 else 0
+            return {(-(-(first + self.shape[0]) // b0) if b0 and self.shape[0] else blocks[0] if not b0 else 0, blocks[1])}
+        if self.layout in ANCHORS:
+            run = ANCHOR_RUNS.get(self.layout)
+            return {(1,) if self.layout == ANCHORED_TENSOR else (rows,) if run is None else (-(-cols // run) * round_up(rows, 4),)}
+        b0, b1 = self.fmt.dims(ROWWISE)
+        outer, blocks = 1 if b0 is None else -(-rows // b0), 1 if b1 is None else -(-cols // b1)
+        if self.fmt.scale_leaves_contraction:
+            return {(outer,)}
+        if self.fmt.has_fp32_scales:
+            return {(blocks * round_up(rows, 4) if b0 == 1 else outer * round_up(blocks, 4),)}
+        return {(outer * blocks,), (round_up(rows, layout.TILE_ROWS) * round_up(blocks, layout.TILE_COLS),)}
+
     # Text and pickling #
 
     def describe(self) -> str:
@@ -388,13 +435,46 @@ class Storage:
         return rebuild_storage, (self.facts(), self.buffers(), self.row0, self.layout)
 
 
+# No tensor in a file is larger: sizes beyond are damage, and arithmetic on them would overflow.
+_MOST_ELEMENTS = 1 << 48
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
+
+
 def rebuild_storage(facts: dict, buffers: dict[str, Tensor], row0: int = 0, layout: str = COMPACT) -> Storage:
-    """The storage that `Storage.facts` describes, over `buffers` by field name."""
-    fields = dict(facts)
-    direction, shape, dtype = (fields.pop(f) for f in ("direction", "shape", "dtype"))
-    fmt = format_of(fields.pop("format"), **fields | {"block": tuple(fields["block"])})
+    """The storage that `Storage.facts` describes, over `buffers` by field name.
+
+    Raises ValueError for facts that no storage has, and for buffers that are missing, too many, or of another dtype or shape than
+    these facts give them. Files come from anywhere.
+    """
+    try:
+        storage = _described(dict(facts), dict(buffers), row0, layout)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"no storage has these facts: {str(facts)[:200]} ({type(error).__name__}: {error})") from None
+    storage.check()
+    return storage
+
+
+def _described(fields: dict, buffers: dict, row0: int, layout: str) -> Storage:
+    direction, shape, dtype = Direction(fields.pop("direction")), tuple(fields.pop("shape")), _DTYPES[fields.pop("dtype")]
+    block = tuple(fields.pop("block"))
+    if len(block) != 2 or any(b is not None and not _is_size(b, 1) for b in block):
+        raise ValueError(f"block is {block}")
+    for name in ("pow2", "tensor_scale", "rotated"):
+        if not isinstance(fields.get(name, False), bool):
+            raise TypeError(f"{name} is {fields[name]!r}")
+    fmt = format_of(fields.pop("format"), **fields, block=block)
+    if len(shape) != 2 or not all(map(_is_size, shape)) or prod(shape) > _MOST_ELEMENTS or not _is_size(row0):
+        raise ValueError(f"shape is {shape}, from row {row0}")
+    if layout not in (COMPACT, NATIVE, *ANCHORS) or (layout != COMPACT and row0):
+        raise ValueError(f"layout is {layout!r}, from row {row0}")
+    if not all(isinstance(buffer, Tensor) for buffer in buffers.values()):
+        raise TypeError("a buffer is no tensor")
     whole = dict.fromkeys(BUFFERS) | buffers
-    return Storage(fmt, Direction(direction), tuple(shape), **whole, dtype=getattr(torch, dtype), row0=row0, layout=layout)
+    return Storage(fmt, direction, shape, **whole, dtype=dtype, row0=row0, layout=layout)
+
+
+def _is_size(value: object, least: int = 0) -> bool:
+    return type(value) is int and least <= value < 1 << 40
 
 
 def laid_out(

@@ -368,7 +368,7 @@ def refusals(
 
     refused(other_format, gathers=True)  # FSDP2's, before the module is called
     state = copy.deepcopy(fq.state_dict(net)) | {"fingerprint": "of another", "recipe": "of another"}
-    refused(lambda: fq.load_state_dict(net, state))
+    refused(lambda: fq.load_state_dict(net, state), gathers=True)  # one bit: does a rank refuse its file?
     for call in others(net):
         refused(call)
     for step in range(1, 3):

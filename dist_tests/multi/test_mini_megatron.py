@@ -199,7 +199,7 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(ValueError, match="histories of delayed scaling of .*data=2.* and this run has .*data=1"):
         on_virtual_ranks(Sizes(), lambda ranks: Trainer(ranks, config, resume=tmp_path))
     on_virtual_ranks(Sizes(data=2), lambda ranks: train(ranks, config, 2).save(tmp_path / str(ranks.rank)))
-    (tmp_path / "1" / "1.pt").rename(tmp_path / "1.pt")
+    (tmp_path / "1" / "2.1.pt").rename(tmp_path / "1.1.pt")
     with pytest.raises(ValueError, match="files of several checkpoints"):
         on_virtual_ranks(Sizes(data=2), lambda ranks: Trainer(ranks, config, resume=tmp_path))
 

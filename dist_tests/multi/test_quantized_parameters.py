@@ -214,7 +214,9 @@ def _refused(rank: int, world: int) -> list[str]:
     del optimizer
     gc.collect()
     laws.assert_same_bytes(net(nets.batch()), want[1], "codes of a model whose masters are gone")
-    for use in (net.state_dict, lambda: _adam(net)):
+    saved = net.state_dict()["head.weight"].full_tensor()
+    laws.assert_same_bytes(saved, net.head.weight.full_tensor(), "a parameter that is saved without its master")
+    for use in (lambda: torch.nn.init.zeros_(net.head.weight), lambda: _adam(net)):
         try:
             use()
         except (StaleWeightError, ValueError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 import pickle
 import shutil
 from collections.abc import Callable
@@ -620,6 +621,19 @@ def test_a_converted_model_has_the_flops_of_the_plain_one():
     for name in ("fp8_current", "mxfp8"):
         model = net(RECIPES[name])
         assert counted(lambda: model(x).sum().backward()) == want, name
+        compiled = torch.compile(model, backend="aot_eager")
+        assert counted(lambda: compiled(x).sum().backward()) == want, f"{name}, compiled"
+    tokens, sizes = values(24, 40, dtype=FP32).requires_grad_(), [10, 14]
+    for packed, kind in itertools.product((False, True), ("mxfp8", "fp8_current")):
+        experts = fq.GroupedLinear(2, 40, 56, packed=packed, recipe=RECIPES[kind])
+        for module, splits in itertools.product(
+            (experts, torch.compile(experts, backend="aot_eager")), (sizes, torch.tensor([10, 24])),
+        ):
+            assert counted(lambda: module(tokens, splits).sum().backward()) == 3 * 2 * 24 * 40 * 56, (packed, kind)
+    with hopper.emulated():
+        for module in (fq.Linear(64, 32, recipe=RECIPES["fp8_current"]), fq.Linear(64, 32, recipe=RECIPES["mxfp8"])):
+            module, y = module.bfloat16(), values(16, 64).requires_grad_()
+            assert counted(lambda: module(y).sum().backward()) == 3 * 2 * 16 * 64 * 32, "kernels"
     rows, e2m1 = (32, 64), native.ELEMENTS["e2m1"]
     assert native.FLOPS["gemm"](rows, (48, 64), None, None, 1, 1, BF16, out_shape=None) == 2 * 32 * 48 * 64
     assert native.FLOPS["gemm"](rows, (48, 64), None, None, e2m1, e2m1, BF16, out_shape=None) == 2 * 32 * 48 * 128

@@ -262,12 +262,25 @@ def test_initial_values_go_to_the_optimizer():
     with pytest.raises(ValueError, match="another optimizer holds the master"):
         fq.optim.FusedAdam([weight])
     x = laws.values(16, 40, dtype=torch.float32)
-    want = net(x)
+    want, want_codes = net(x), fq.state_dict(net)["codes"]
     del optimizer
     gc.collect()
     laws.assert_same_bytes(net(x), want, "output of the codes alone")
-    with pytest.raises(StaleWeightError, match="keep the fq.optim optimizer"):
-        net.state_dict()
+    saved, codes = net.state_dict(), fq.state_dict(net)["codes"]
+    laws.assert_same_bytes(saved["0.weight"], weight.dequantize(), "saved without values")
+    assert type(saved["0.weight"]) is torch.Tensor and codes == want_codes
+    with pytest.raises(StaleWeightError, match="keep the fq.optim optimizer"), torch.no_grad():
+        weight.zero_()
+
+
+def test_memory_of_a_quantized_parameter_is_shared():
+    """If false, model.share_memory() kills the process, or leaves values or codes behind."""
+    _, net = models("mxfp8/nvfp4")
+    want = net(x := laws.values(16, 40, dtype=torch.float32))
+    assert net.share_memory()[0].weight.is_shared() and net[0].weight.inner.is_shared()
+    laws.assert_same_bytes(net(x), want, "shared")
+    with pytest.raises(ValueError, match="no address of torch.float32 values"):
+        net[0].weight.data_ptr()
 
 
 def cloned(net: nn.Module) -> nn.Module:

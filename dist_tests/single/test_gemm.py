@@ -48,6 +48,19 @@ def exact_product(a: Storage, b: Storage) -> tuple[Tensor, Tensor]:
 
 # Domains #
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_identity_product_in_fp32_is_rounded_once(dtype: torch.dtype):
+    """If false, fp32 gradients of high-precision products hold 8 bits: they were rounded to the operands' dtype on the way."""
+    q = Quantizer("identity")
+    x, w = (q.storage(values(*shape, seed=i, dtype=dtype), ROWWISE) for i, shape in enumerate([(33, 48), (17, 48)]))
+    (want, size), got, bias = exact_product(x, w), gemm(x, w, out_dtype=torch.float32), values(17, dtype=torch.float32)
+    assert ((got - want).abs() <= 49 * ULP * size).all()
+    assert_same_bytes(gemm(x, w, out=torch.ones(33, 17), accumulate=True), 1 + got, "added to fp32")
+    got = gemm(x, w, out_dtype=torch.float32, bias=bias)
+    assert ((got - want - bias).abs() <= 50 * ULP * (size + bias.abs())).all()
+
+
+
 @each_product
 def test_reference_domain_is_the_product_of_decoded_values(product: str):
     """The definition, for every pair of formats: fp32 accumulation of k terms errs by at most (k + 1) ulp of

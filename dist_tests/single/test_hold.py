@@ -100,10 +100,59 @@ def test_freeze_refuses_what_it_cannot_hold():
     delayed = net(recipes.fp8_delayed()).requires_grad_(False)
     with pytest.raises(ValueError, match="0.weight is scaled by a history"):
         fq.freeze(delayed)
+
+
+def held_bytes(tensor: QuantizedTensor) -> int:
+    """Of all memory behind a weight, each storage once."""
+    content = getattr(tensor, "_content", None)
+    slots = tensor._slots
+    held = [b for d in (slots.rowwise, slots.columnwise) if d is not None for b in d.buffers().values()]
+    held += [b for s in slots.laid_out.values() for b in s.buffers().values()]
+    held += [content.values] if content is not None and content.values is not None else []
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
+
+
+@pytest.mark.parametrize("override", [None, "dequantized"])
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_block", "hybrid"])
+def test_frozen_quantized_parameters_hold_the_codes_that_are_read(name: str, override: str | None):
+    """If false, a base of codes holds high-precision values, or codes of a backward that nobody runs."""
+    families = {"mxfp8": ("mxfp8",) * 2, "fp8_block": ("fp8_block",) * 2, "hybrid": ("mxfp8", "nvfp4")}[name]
+    recipe = recipes.hybrid(*families, backward_override=override)
+    torch.manual_seed(0)
+    with fq.quantized_model_init(recipe):
+        model = fq.convert(nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32, bias=False)).bfloat16(), recipe)
+    model.requires_grad_(False)
+    x = batch(0).bfloat16().requires_grad_()
+    fq.begin_step(0)
+    want = model(x)
+    (gradient,) = torch.autograd.grad(want.float().square().mean(), [x])
+    forward = model[0].weight.rowwise.nbytes
+    inference = copy.deepcopy(model)
+    assert fq.freeze(model) == fq.freeze(inference, backward=False) == 2
+    got = model(x)
+    assert_same_bytes(got, want, "output")
+    assert_same_bytes(torch.autograd.grad(got.float().square().mean(), [x])[0], gradient, "gradient")
+    assert_same_bytes(inference(x), want, "output of inference")
+    assert held_bytes(inference[0].weight) == forward
+    both = {"mxfp8": 2 * forward, "fp8_block": forward, "hybrid": forward + 96 * 64 // 2 + 64 * 6 + 4}[name]
+    assert held_bytes(model[0].weight) == (forward if override else both)
+    fq.state_dict(model), fq.state_dict(inference)
+    if override is None and name != "fp8_block":
+        with pytest.raises(ValueError, match="no columnwise storage"):
+            inference(x).sum().backward()
+
+
+def test_a_load_into_frozen_codes_is_refused():
+    """If false, a frozen layer is wrapped anew around codes, or silently keeps the old ones."""
     with fq.quantized_model_init(recipes.mxfp8()):
-        codes = fq.convert(nn.Sequential(nn.Linear(64, 64)), recipes.mxfp8()).requires_grad_(False)
-    with pytest.raises(ValueError, match="quantized parameter"):
-        fq.freeze(codes)
+        model = fq.convert(nn.Sequential(nn.Linear(64, 64)), recipes.mxfp8()).requires_grad_(False)
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    fq.freeze(model)
+    before = model[0].weight.dequantize()
+    with pytest.raises(RuntimeError, match="holds codes and no quantizer"):
+        model.load_state_dict(state)
+    assert type(model[0].weight) is QuantizedTensor
+    assert_same_bytes(model[0].weight.dequantize(), before, "codes")
 
 
 def test_frozen_weights_are_left_out_of_fully_shard():

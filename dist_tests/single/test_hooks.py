@@ -718,6 +718,10 @@ def test_checkpoints_of_other_weights_are_refused():
         assert int(again.applied) == 1
 
     VirtualRanks(2).run(on_rank)
+    for applied in (None, 1, torch.tensor(-1), torch.zeros(2, dtype=torch.int64), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match="applied of the saved state is"):
+            sync.load_state_dict(state | {"applied": applied})
+    assert int(sync.applied) == 1
     for changed in ({"hybrid": HybridQuantizer("mxfp8", "mxfp8")}, {"compute_dtype": None}):
         with pytest.raises(ValueError, match="other weights, formats or rounding"):
             plan(None, (0, 256), **changed).load_state_dict(state)

@@ -497,10 +497,10 @@ def test_saving_the_original_input_gives_the_same_gradients(name: str):
         assert_same(a, b, f"step {i}")
 
 
-def test_saving_the_original_input_cannot_be_combined_with_decoded_operands():
-    """Otherwise the backward silently multiplies other values than the forward did."""
-    with pytest.raises(ValueError, match="save_original_input"):
-        linear(recipes.mxfp8(backward_override="dequantized", save_original_input=True))
+def test_saving_the_original_input_is_never_of_decoded_operands():
+    """Otherwise the backward multiplies other values than the forward did, or recipes that both options share are refused."""
+    asked, plain = (linear(recipes.mxfp8(backward_override="dequantized", save_original_input=s)) for s in (True, None))
+    assert asked.plan == plain.plan and asked.plan.saves == "rowwise"
 
 
 # Frozen weights and inputs without gradients #

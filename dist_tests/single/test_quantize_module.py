@@ -31,6 +31,10 @@ def linear_boundaries(role):
     return {"output": "fp8_1x128", "grad_input": "fp8_row"}.get(role.tensor_type, "mxfp8")
 
 
+def linear_output(role):
+    return None if role.tensor_type == "grad_input" else linear_boundaries(role)
+
+
 def output_only(role):
     return "fp8_1x128" if role.tensor_type == "output" else None
 
@@ -63,6 +67,17 @@ def test_boundaries_take_the_values_of_their_slots(dtype: torch.dtype):
     x, dy, y, dx = run(fq.Quantize(fq.CustomRecipe(output_only)), dtype=dtype)
     assert_same_bytes(y, Quantizer("fp8_1x128").quantize(x).dequantize(), "output")
     assert_same_bytes(dx, dy, "the gradient of a slot that is empty")
+
+
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+def test_a_boundary_leaves_the_gradient_of_an_overridden_backward(override: str):
+    """If false, a backward that was asked for in high precision rounds gradients at boundaries."""
+    x, dy, y, dx = run(fq.Quantize(fq.CustomRecipe(both_boundaries, backward_override=override)))
+    assert_same_bytes(y, Quantizer("mxfp8").quantize(x).dequantize(), "output")
+    assert_same_bytes(dx, dy, "grad_input")
+    of_layer = [run(layer(fq.CustomRecipe(f, backward_override=override, boundary_slots=True)))[3]
+                for f in (linear_boundaries, linear_output)]
+    assert_same_bytes(*of_layer, "grad_input of a linear layer")
 
 
 def test_random_bits_of_a_boundary_are_those_of_step_and_name():

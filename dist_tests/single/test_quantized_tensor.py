@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from dist_tests.laws import FORMAT_NAMES, QUANTIZERS, assert_same_bytes, assert_same_storage, values
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction
@@ -396,3 +397,51 @@ def test_pinning_is_asked_of_every_buffer():
     """If false, FSDP2 cannot offload a quantized parameter to pinned memory."""
     hybrid = HybridQuantizer(Quantizer("mxfp8"), Quantizer("nvfp4"))
     assert hybrid.quantize(torch.ones(32, 64)).is_pinned() is False
+
+
+@each_tensor
+def test_copy_moves_the_bytes_of_equal_storages(name: str):
+    """If false, a buffer of codes cannot be filled in place, or a copy changes or mixes codes and scales."""
+    target, source = TENSORS[name](), TENSORS[name]()
+    for storage in filter(None, (source.rowwise, source.columnwise)):
+        storage.data.copy_(storage.data.flip(0))
+    before, version = pointers(target), target._version
+    assert target.copy_(source) is target
+    assert_same_tensor(target, source)
+    assert pointers(target) == before and target._version > version
+
+
+def test_copy_of_other_storages_is_refused_and_says_what_to_do():
+    """If false, codes of one format are read as those of another, or half a tensor is written."""
+    target = TENSORS["both"]()
+    before = [b.clone() for s in (target.rowwise, target.columnwise) for b in s.buffers().values()]
+    for other in (hybrid_of("mxfp8").quantize(values(33, 48, seed=3)), HybridQuantizer("mxfp8", None).quantize(values(33, 48)),
+                  HybridQuantizer("mxfp8", "nvfp4").quantize(values(66, 48))):
+        with pytest.raises((ValueError, RuntimeError), match="HybridQuantizer.update|must match"):
+            target.copy_(other)
+    with pytest.raises(NotImplementedError, match="holds codes and no quantizer.*HybridQuantizer.update"):
+        target.copy_(values(33, 48))
+    for buffer, want in zip([b for s in (target.rowwise, target.columnwise) for b in s.buffers().values()], before):
+        assert_same_bytes(buffer, want, "after refused copies")
+
+
+@each_tensor
+def test_memory_of_codes_is_shared_between_processes(name: str):
+    """If false, share_memory_() reads a storage that is not there, and the process dies."""
+    tensor = TENSORS[name]()
+    want = tensor.dequantize()
+    assert not tensor.is_shared() and tensor.share_memory_() is tensor and tensor.is_shared()
+    assert_same_bytes(tensor.dequantize(), want, "shared")
+    module = nn.Module()
+    module.weight = nn.Parameter(TENSORS[name](), requires_grad=False)
+    module.share_memory()
+    assert module.weight.is_shared()
+
+
+@each_tensor
+def test_codes_have_no_address_of_values(name: str):
+    """If false, who matches parameters by address matches all with all, and who writes there writes nowhere."""
+    with pytest.raises(ValueError, match=r"no address of torch.bfloat16 values.*rowwise\.data\.data_ptr\(\)"):
+        TENSORS[name]().data_ptr()
+    with pytest.raises(ValueError, match="no address"):  # its copy would be uninitialized memory
+        StateDictStager().stage({"weight": TENSORS[name]()})

@@ -16,6 +16,7 @@ from torch import nn
 
 import fsdp_quant as fq
 from fsdp_quant import recipes
+from fsdp_quant.context import current_autocast
 from fsdp_quant.formats import COLUMNWISE, IDENTITY, ROWWISE, Format, canonical_text, format_of
 from fsdp_quant.modules.plan import PRODUCTS, build_plan
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
@@ -425,3 +426,38 @@ def test_require_native_refuses_by_module_slot_and_formats(forward: str, backwar
 
 def _text(fmt: Format) -> str:
     return repr(fmt).replace("(", r"\(").replace(")", r"\)")
+
+
+# Kinds of modules #
+
+
+def experts_in_blocks(role):
+    """Another format for experts than for all other layers."""
+    return "fp8_1x128" if role.module_type == "grouped_linear" else "mxfp8"
+
+
+class Packed(nn.Module):
+    """What fq.convert(grouped=) takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 16, 16))
+
+
+def test_experts_ask_a_recipe_as_grouped_linear():
+    """If false, a recipe cannot tell experts from the layers around them."""
+    recipe = fq.CustomRecipe(experts_in_blocks)
+    model = nn.ModuleDict({"fc": nn.Linear(16, 16), "packed": Packed()})
+    fq.convert(model, recipe, grouped=["packed"])
+    experts = [*model["packed"].layers]
+    for packed in (False, True):
+        experts += fq.GroupedLinear(2, 16, 16, packed=packed, recipe=recipe).layers
+    blocks = Quantizer("fp8_1x128").fmt
+    assert len(experts) == 6 and {e.plan.input.rowwise.fmt for e in experts} == {blocks}
+    assert model["fc"].plan.input.rowwise.fmt != blocks
+    fq.set_recipe(model, recipes.mxfp8())
+    fq.set_recipe(model, recipe)
+    assert model["packed"].layers[0].plan.input.rowwise.fmt == blocks
+    listed = fq.GroupedLinear(2, 16, 16)
+    with fq.autocast(recipe):
+        assert listed.layers[0]._overriding_plan(current_autocast()).input.rowwise.fmt == blocks

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import io
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fsdp_quant as fq
 from dist_tests.laws import QUANTIZERS, assert_same_bytes, assert_same_storage, values
@@ -204,3 +207,173 @@ def test_export_without_safetensors_says_what_is_missing(monkeypatch, tmp_path):
         checkpoint.export_safetensors(net(recipes.mxfp8()), tmp_path / "x")
     with pytest.raises(ImportError, match="pip install safetensors"):
         checkpoint.load_safetensors(tmp_path / "x")
+
+
+# States that nobody saved #
+
+
+def whole(m: nn.Module, objects: bool) -> tuple:
+    """All that `fq.load_state_dict` may write, and the objects that graphs hold, where no recipe is switched."""
+    state = fq.state_dict(m)
+    histories = {k: [t.tolist() for t in h.values()] for k, h in state["histories"].items()}
+    held = [id(h) for i in (0, 2) for h in m[i]._weight_state.histories.values()] if objects else []
+    return histories, state["step"], state["seed"], state["moved"], STEP.step, m[0].recipe, [m[i].plan for i in (0, 2)], held
+
+
+def of_history(part: str, value) -> Callable[[dict], object]:
+    """Write to a part of the last history: those before it are whole."""
+    def change(state: dict) -> None:
+        saved = state["histories"][list(state["histories"])[-1]]
+        saved[part] = value(saved[part]) if callable(value) else value
+    return change
+
+
+def without(key: str) -> Callable[[dict], object]:
+    return lambda state: state.pop(key)
+
+
+def having(key: str, value) -> Callable[[dict], object]:
+    return lambda state: state.__setitem__(key, value)
+
+
+NAN, INF = float("nan"), float("inf")
+REFUSED = {
+    **{f"no {key}": (without(key), f"{key} of the saved state") for key in ("step", "seed", "fingerprint", "histories")},
+    **{f"step {v}": (having("step", v), "step of the saved state is") for v in (None, -5, 2.5, 2**70, True)},
+    **{f"seed {v}": (having("seed", v), "seed of the saved state is") for v in ("x", 2**70)},
+    **{f"moved {v}": (having("moved", v), "moved of the saved state is not what")
+       for v in ("not json", "[1]", "[" * 5000, '{"0": ["nonsense"]}', '{"0": {"wgrad": "somewhere"}}', 3)},
+    **{f"amaxes {v}": (of_history("amaxes", lambda t, v=v: t.fill_(v)), "amaxes of .* negative or not finite")
+       for v in (NAN, INF, -1.0)},
+    **{f"enc {v}": (of_history("enc", lambda t, v=v: t.fill_(v)), "enc of .* negative or not finite") for v in (NAN, INF, -1.0)},
+    "enc of another shape": (of_history("enc", torch.ones(5)), r"enc of .* is torch.float32 \[5\].*wanted float32 \[1\]"),
+    "amaxes of another length": (of_history("amaxes", torch.ones(9)), r"is torch.float32 \[9\].*wanted float32 \[3\]"),
+    "amaxes of integers": (of_history("amaxes", lambda t: t.long()), "is torch.int64"),
+    "amaxes of nothing": (of_history("amaxes", None), "is NoneType"),
+    "a history missing": (lambda s: s["histories"].pop(list(s["histories"])[-1]), "has no amax history of 2.grad_output.rowwise"),
+    "a history that is a list": (lambda s: s["histories"].__setitem__("0.input.rowwise", [1.0]), "is NoneType"),
+    "codes of text": (having("codes", {"0.weight": "x"}), "codes are no integers"),
+    "other codes": (lambda s: s["codes"].__setitem__("2.weight", 5), r"codes of 2\.weight are not those"),
+    "codes missing": (lambda s: s["codes"].pop("0.weight"), r"codes of 0\.weight are not those"),
+    "a list": (lambda s: [s], "takes what fq.state_dict returned, got list"),
+}
+HARMLESS = {
+    "nothing": lambda s: None, "no codes": without("codes"), "no recipe": without("recipe"), "no moved": without("moved"),
+    "another key": having("other", 1), "another history": lambda s: s["histories"].__setitem__("9.input.rowwise", 1),
+    "codes of another weight": lambda s: s["codes"].__setitem__("9.weight", 5),
+}
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("attack", [*REFUSED, *HARMLESS])
+def test_a_refused_state_changes_nothing(attack: str, scheduled: bool):
+    """If false, a damaged checkpoint leaves a model that is half of it, or trains on scales that no step wrote."""
+    recipe = recipes.fp8_delayed(length=3)
+    if scheduled:  # the step that is restored is of another recipe
+        recipe = recipes.schedule(recipes.fp8_delayed(length=2), (2, None, recipe))
+    m = net(recipe)
+    for _ in range(3):
+        step(m)
+    saved, parameters = fq.state_dict(m), copy.deepcopy(m.state_dict())
+    other = net(recipe)
+    other.load_state_dict(parameters)
+    step(other) if scheduled else None
+    other.load_state_dict(parameters)
+    before, good = whole(other, not scheduled), copy.deepcopy(saved)
+    change, message = REFUSED.get(attack, (HARMLESS.get(attack), None))
+    changed = change(saved)
+    state = changed if isinstance(changed, list) else saved
+    if message is None:
+        fq.load_state_dict(other, state)
+    else:
+        with pytest.raises(ValueError, match=message) as refused:
+            fq.load_state_dict(other, state)
+        assert whole(other, not scheduled) == before and "\n" not in str(refused.value)
+        fq.load_state_dict(other, good)
+    for of in (m, other):
+        STEP.step = good["step"]
+        step(of)
+    for key, value in m.state_dict().items():
+        assert_same_bytes(other.state_dict()[key], value, f"{attack}: {key} a step after")
+
+
+def test_a_model_that_never_ran_refuses_whole():
+    """If false, histories that a refused load has made stay behind with the values of another model."""
+    m, other = net(recipes.fp8_delayed(length=3)), net(recipes.fp8_delayed(length=3))
+    for _ in range(2):
+        step(m)
+    with pytest.raises(ValueError, match="codes of"):
+        fq.load_state_dict(other, fq.state_dict(m))
+    for key, history in fq.state_dict(other)["histories"].items():
+        assert not history["amaxes"].any() and not history["enc"].any(), key
+
+
+# Names #
+
+
+class Around(nn.Module):
+    """A module around a model, as of a trainer."""
+
+    def __init__(self, inside: nn.Module):
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, x):
+        return self.inside(x)
+
+
+def in_checkpoints(m: nn.Module) -> nn.Module:
+    m[0] = checkpoint_wrapper(m[0])
+    return m
+
+
+def in_parts(m: nn.Module) -> nn.Module:
+    m[2] = torch.compile(m[2], backend="eager")
+    return m
+
+
+WRAPPERS = {
+    "torch.compile": lambda m: torch.compile(m, backend="eager"), "compiled parts": in_parts, "checkpoint_wrapper": in_checkpoints,
+    "module around": Around, "DataParallel": lambda m: nn.DataParallel(m), "both": lambda m: Around(in_checkpoints(in_parts(m))),
+}
+
+
+@pytest.mark.parametrize("name", ["fp8_delayed", "nvfp4"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_states_and_random_bits_do_not_know_wrappers(wrapper: str, name: str):
+    """If false, a resume of the same model is refused, or rounds by other random bits, because someone wrapped it."""
+    recipe, wrap, x = recipes.by_name(name), WRAPPERS[wrapper], values(16, 40, dtype=torch.float32)
+    m = net(recipe)
+    step(m)
+    saved = fq.state_dict(m)
+    wrapped = wrap(copy.deepcopy(m))
+    assert fq.state_dict(wrapped)["fingerprint"] == saved["fingerprint"]
+    assert fq.state_dict(wrapped)["codes"] == saved["codes"] and fq.state_dict(wrapped)["histories"].keys() == saved["histories"].keys()
+    fq.load_state_dict(wrapped, saved)
+    fq.load_state_dict(m, fq.state_dict(wrapped))
+    old = fq.state_dict(wrapped, old_names=True)
+    assert (old["fingerprint"] != saved["fingerprint"]) == (wrapper != "nothing")
+    fq.load_state_dict(wrapped, old)  # of a version that did not clean names
+    if wrapper in ("module around", "both"):
+        return  # a module that no one knows is a part of the model that is converted
+    plain = nn.Sequential(nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 40))
+    after = fq.convert(wrap(copy.deepcopy(plain)), recipe)
+    before = fq.convert(plain, recipe)
+    gradients = []
+    for of in (before, after):
+        fq.begin_step(3)
+        of.zero_grad()
+        of(x).square().mean().backward()
+        gradients.append([p.grad for p in of.parameters()])
+    for got, want in zip(*gradients):
+        assert_same_bytes(got, want, "gradient of a model that was converted inside its wrapper")
+    fq.load_state_dict(after, fq.state_dict(before))
+    STEP.counted_by_hand = False
+
+
+def test_other_layers_of_the_same_recipe_are_named():
+    """If false, a model with other layers is said to have another recipe."""
+    saved = fq.state_dict(net(recipes.mxfp8()))
+    other = fq.convert(nn.Sequential(nn.Linear(40, 40), nn.ReLU(), nn.ReLU(), nn.Linear(40, 40)), recipes.mxfp8())
+    with pytest.raises(ValueError, match=r"has this recipe.*2\.weight the saved one has alone; 3\.weight the model has alone"):
+        fq.load_state_dict(other, saved)

@@ -1,6 +1,7 @@
 """Checkpoints: a file a rank, of pieces of masters and moments by their place in the whole tensor; any grid loads them.
 
-Codes are made anew, and compared where the same grid loads. Histories of delayed scaling are each rank's own.
+A rank keeps its file of the step before, so that a save that is killed leaves one checkpoint whole. Codes are made anew, and
+compared where the same grid loads. Histories of delayed scaling are each rank's own.
 """
 
 from __future__ import annotations
@@ -37,7 +38,26 @@ def save(folder: Path, stage: Stage, optimizer: ChainedAdam, ranks: Ranks) -> No
         "sizes": asdict(ranks.sizes), "pieces": pieces, "syncs": syncs, "model": fq.state_dict(stage),
         "scale": (optimizer.loss_scale, optimizer.good_steps),
     }
-    torch.save(file, folder / f"{ranks.rank}.pt")
+    step = int(syncs["replicated"]["applied"])
+    before = sorted((path for path in folder.glob(f"*.{ranks.rank}.pt") if _step_of(path) < step), key=_step_of)
+    with fq.checkpoint.replacing(folder / f"{step}.{ranks.rank}.pt") as part:
+        torch.save(file, part)
+    for path in before[:-1]:
+        path.unlink()
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.split(".")[0])
+
+
+def _newest(folder: Path) -> list[dict]:
+    """The files of all ranks of the last checkpoint that is whole."""
+    for first in sorted(folder.glob("*.0.pt"), key=_step_of, reverse=True):
+        files, step = [torch.load(first, weights_only=True)], _step_of(first)
+        rest = [folder / f"{step}.{rank}.pt" for rank in range(1, Sizes(**files[0]["sizes"]).world)]
+        if all(path.exists() for path in rest):
+            return files + [torch.load(path, weights_only=True) for path in rest]
+    raise ValueError(f"{folder} holds no checkpoint of all ranks; give what --save was given")
 
 
 def _whole(files: list[dict], name: str, key: str) -> tuple[Tensor, int | None]:
@@ -56,9 +76,8 @@ def load(folder: Path, stage: Stage, optimizer: ChainedAdam, ranks: Ranks) -> No
     Raises ValueError for files of several checkpoints, for histories of delayed scaling of other sizes, and for codes that are
     not those that were saved.
     """
-    files = [torch.load(folder / "0.pt", weights_only=True)]
+    files = _newest(folder)
     saved = Sizes(**files[0]["sizes"])
-    files += [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(1, saved.world)]
     steps = [(file["sizes"], int(file["syncs"]["replicated"]["applied"])) for file in files]
     if any(step != steps[0] for step in steps):
         raise ValueError(f"{folder} holds files of several checkpoints, (sizes, step) by rank: {steps}")

@@ -116,11 +116,13 @@ def plan(model: nn.Module, dtype: torch.dtype | None = None) -> ModelPlan:
     result.notes += [*fused_notes(model), *_other_notes(model)]
     result.notes += [f"{what}  [{count} modules]" for what, count in shared.items()]
     roots = {id(m.state) for m in managed[:1] if m.state._is_root is None}
+    names = {module: name for name, module in model.named_modules()}
     for m in managed:
         once = m.stays_unsharded_after_forward or (id(m.state) in roots and m.reshards_by_default)
         if isinstance(m.local, FSDPHooks):
             pair = weight_bytes(m, once)
-            result.weight_bytes[m.local.state.name] = pair
+            owner, attribute = m.owners[0]
+            result.weight_bytes[f"{names[owner]}.{attribute}".lstrip(".")] = pair
             result.weight_elements += m.global_shape.numel()
         else:
             numel = -(-m.global_shape[0] // m.world_size) * m.global_shape[1:].numel() * m.world_size

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from .. import recipe as recipes
 from ..context import current_autocast
-from ..modules.grouped_linear import GroupedLinear, expert, finish_experts
+from ..modules.grouped_linear import EXPERT, GroupedLinear, expert, finish_experts
 from ..modules.linear import Linear, apply_recipe, place
 from ..modules.linear_op import linear
 from ..parallel.linear import TensorParallel, multiply_shared
@@ -476,7 +476,7 @@ class _GroupedLinear(GroupedLinear):
             if bias:
                 self.register_parameter(f"bias{e}", _zeros(config, weight.shape[0]))
                 _mark(getattr(self, f"bias{e}"), None if self._dim else 0, 1, expert_groups)
-            layer = expert(weight.detach(), recipe, f"{name}.{e}")
+            layer = expert(weight.detach(), recipe, f"{name}.{e}", EXPERT)
             self._linears.append(layer)
             self._stand_ins.append(StandIn(layer._weight_state))
         self.in_features, self.out_features = self._linears[0].in_features, self._linears[0].out_features

@@ -18,9 +18,9 @@ from ..ops.capability import arch_of
 from ..recipe import PerLayer, Recipe, Schedule, matches
 from ..tensor.agreement import check_agreement
 from ..tensor.fsdp_hooks import all_managed_weights
-from ..tensor.torch_compat import ManagedParam, all_managed_params
+from ..tensor.torch_compat import ManagedParam, all_managed_params, unwrapped_names
 from .fuse import InputPattern, MLPPattern, Pattern, fuse_forward, fused_modules, recognized
-from .grouped_linear import GroupedLinear, adopt_packed
+from .grouped_linear import EXPERT, GroupedLinear, adopt_packed
 from .layernorm_mlp import check_recompute
 from .linear import Linear, adopt, apply_recipe
 from .multihead_attention import MultiheadAttention, is_attention
@@ -48,7 +48,8 @@ def convert(
               `fq.NormPattern`. `fq.plan` says which were taken, and why others were not.
     recompute:  "gate_up": the backward of every fused MLP makes gate(x) and up(x) again from x, in eager mode and in graphs.
 
-    Parameters stay high precision and keep their names, so optimizers, clipping and checkpoints see what they saw.
+    Parameters stay high precision and keep their names, so optimizers, clipping and checkpoints see what they saw. Random bits
+    are keyed by names without wrappers (torch.compile, checkpoint_wrapper, DDP, PEFT), before or after the model is converted.
     Packed experts of transformers ("experts" of Mixtral, Qwen 3 MoE, DeepSeek, gpt-oss, Llama 4: `gate_up_proj` and `down_proj`)
     and of torchtitan (`w1`, `w2`, `w3`) are converted, each weight an `fq.GroupedLinear`, unless `fully_shard` has them: named in
     `grouped`, they are refused then.
@@ -79,19 +80,22 @@ def convert(
     for name, weight in read.items():
         if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"{name}.weight is {weight.dtype}; fq.convert takes fp32, bf16 and fp16 weights")
-    names = {n: [f"{n}.{e}" for e in range(len(w))] if w.dim() == 3 else [n] for n, w in read.items()}
-    recipes = _planned(recipe, {n: [(name, read[n].device) for name in of] for n, of in names.items()}, steps_of(model).number)
+    plain = unwrapped_names(read)
+    names = {n: [f"{plain[n]}.{e}" for e in range(len(w))] if w.dim() == 3 else [plain[n]] for n, w in read.items()}
+    kinds = {n: EXPERT if w.dim() == 3 else Linear.module_type for n, w in read.items()}
+    units = {n: [(name, kinds[n], read[n].device) for name in of] for n, of in names.items()}
+    recipes = _planned(recipe, units, steps_of(model).number)
     weights = set(map(id, read.values()))
     _agree(recipe, [m for m in all_managed_params() if id(m.registered) in weights])
     for name, module in targets.items():
         if read[name].dim() == 3:
             if not isinstance(module, GroupedLinear):
                 module.__class__ = _converted_class(type(module), GroupedLinear)
-            adopt_packed(module, [recipes[name]] * len(names[name]), name)
+            adopt_packed(module, [recipes[name]] * len(names[name]), plain[name])
         else:
             made = _made_of(_own_class(type(module)))
             module.__class__ = _converted_class(type(module), made)
-            (adopt if made is Linear else adopt_transposed)(module, recipes[name], name)
+            (adopt if made is Linear else adopt_transposed)(module, recipes[name], plain[name])
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, OURS) for m in module.modules()):
             module.activation_relu_or_gelu = 0  # else its inference reads weights without a call of their layers
@@ -132,7 +136,8 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule) -> None:
     units = converted_units(model)
     if not units:
         raise ValueError("set_recipe found no fq.Linear; call fq.convert(model, recipe) first")
-    recipes = _planned(recipe, {n: [(m._name, m.weight.device) for m in of] for n, of in units.items()}, steps_of(model).number)
+    asked = {n: [(m._name, m.module_type, m.weight.device) for m in of] for n, of in units.items()}
+    recipes = _planned(recipe, asked, steps_of(model).number)
     managed = {id(s): m for m in all_managed_weights() for s in m.local.state.matrices}
     modules = [(module, recipes[name]) for name, of in units.items() for module in of]
     for module, _ in modules:
@@ -177,7 +182,8 @@ def _check_published(recipe: Recipe | PerLayer | Schedule, units: dict[str, Sequ
         for its, of in zip(phase.for_layers(list(units)), units.values()):
             for module in of:
                 state = module._weight_state
-                wanted = build_plan(its, module._name, arch_of(module.weight.device)).weight, its.compute_dtype
+                plan = build_plan(its, module._name, arch_of(module.weight.device), module.module_type)
+                wanted = plan.weight, its.compute_dtype
                 if state.publisher is not None and wanted != (planned := (state.quantizer, state.compute_dtype)):
                     raise ValueError(
                         f"{module._name}.weight is published by a weight sync that was planned for {planned[0]} of "
@@ -186,15 +192,15 @@ def _check_published(recipe: Recipe | PerLayer | Schedule, units: dict[str, Sequ
                     )
 
 
-def _planned(recipe, units: dict[str, list[tuple[str, torch.device]]], step: int) -> dict[str, Recipe]:
-    """The recipe of each layer in this step. Every phase is planned for every (module, device) of it: errors are of now."""
+def _planned(recipe, units: dict[str, list[tuple[str, str, torch.device]]], step: int) -> dict[str, Recipe]:
+    """The recipe of each layer in this step. Every phase is planned for every (module, its type, device): errors are of now."""
     if not isinstance(recipe, (Recipe, PerLayer, Schedule)):
         raise ValueError(f"a recipe is made by fq.recipes or fq.CustomRecipe, got {recipe!r}")
     names = list(units)
     for phase in recipe.phases:
         for name, its in zip(names, phase.for_layers(names)):
-            for module, device in units[name]:
-                build_plan(its, module, arch_of(device))
+            for module, module_type, device in units[name]:
+                build_plan(its, module, arch_of(device), module_type)
     return dict(zip(names, recipe.at(step).for_layers(names)))
 
 

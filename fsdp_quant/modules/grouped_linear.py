@@ -27,6 +27,9 @@ from .plan import PRODUCTS, GemmPlan, ladder_of
 from .traced_experts import runs_in_graphs, traced_experts
 
 
+EXPERT = "grouped_linear"  # `Role.module_type`
+
+
 class _Expert(Linear):
     """One expert of packed weights: no module of the tree, and without memory of its own.
 
@@ -60,6 +63,12 @@ class _Expert(Linear):
         return {k: v for k, v in super().__getstate__().items() if k not in ("weight", "bias", "_part_of")}
 
 
+class ListedExpert(Linear):
+    """One expert of a list: a layer that asks its recipe as an expert does."""
+
+    module_type = EXPERT
+
+
 class GroupedLinear(HasWeight):
     """y[rows of e] = x[rows of e] W[e]^T + b[e] for experts e, each product in the formats that a recipe gives.
 
@@ -87,7 +96,7 @@ class GroupedLinear(HasWeight):
         recipe, options = recipe or identity(), {"device": device, "dtype": dtype}
         if not packed:
             self.experts = nn.ModuleList(
-                Linear(in_features, out_features, bias, **options, recipe=recipe, name=f"{name}.experts.{e}")
+                ListedExpert(in_features, out_features, bias, **options, recipe=recipe, name=f"{name}.experts.{e}")
                 for e in range(num_experts)
             )
             self._linears, self.packed = list(self.experts), False
@@ -343,7 +352,7 @@ def take_packed(module: GroupedLinear, recipes: Sequence[Recipe], name: str) -> 
     ours = range(first, first + shape[0])
     module._linears = []
     for e in ours:
-        module._linears.append(expert(weight, recipes[e], f"{name}.{e}", next(iter(module._linears), None)))
+        module._linears.append(expert(weight, recipes[e], f"{name}.{e}", EXPERT, next(iter(module._linears), None)))
     for layer in module._linears:
         layer._weight_state.histories = state.histories
         layer._graph.prepare(layer)
@@ -357,14 +366,15 @@ def _take_parts(module: GroupedLinear) -> None:
         layer.part_of(module, e)
 
 
-def expert(weight: Tensor, recipe: Recipe, name: str, first: _Expert | None = None) -> _Expert:
+def expert(weight: Tensor, recipe: Recipe, name: str, module_type: str, first: _Expert | None = None) -> _Expert:
     """The layer of an expert that is no module of the tree; whoever calls it renews weight and bias (now maybe packed).
 
+    module_type:  of its roles.
     first:  the expert whose guard counts for this one.
     """
     out_features, in_features = weight.shape[-2:]
     layer = _Expert(in_features, out_features)
-    layer._name = name
+    layer._name, layer.module_type = name, module_type
     layer.give(weight, None)
     layer.__dict__["counts_with"] = first  # no submodule
     apply_recipe(layer, recipe)

@@ -6,13 +6,18 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ..formats import Direction
+from ..formats import COLUMNWISE, ROWWISE
+from ..tensor.fsdp_hooks import managed_of
 from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.quantized_weight import refresh_codes
+from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import WeightState
 from .convert import converted_modules
+from .linear import Linear
 from .linear_op import weight_storages
 
 
@@ -50,28 +55,34 @@ def _states_of(model: nn.Module) -> list[WeightState]:
 
 
 @torch.no_grad()
-def freeze(module: nn.Module) -> int:
-    """Turn the weights of `module` that do not train into their codes, for good; returns how many.
+def freeze(module: nn.Module, backward: bool = True) -> int:
+    """Turn the weights of `module` that do not train into their codes, for good; returns of how many layers.
 
-    For the base under LoRA: a frozen `fq.Linear` holds a `QuantizedTensor` of both directions in place of its high-precision
-    weight, as its GEMMs read it. Bits of outputs and of gradients are those before. `weight.dequantize()` gives the values
-    that the codes have; the values that they were made from are gone, from the state dict too. Packed experts and transposed
-    weights stay as they are.
+    backward:  False: codes of the forward alone, for inference; a backward through them raises.
 
-    Raises ValueError, before anything is changed, for a module without frozen `fq.Linear` weights, and for a weight that is
-    sharded, that is a quantized parameter, or that keeps amax histories, naming it.
+    For the base under LoRA: a frozen `fq.Linear` holds a `QuantizedTensor` in place of its high-precision weight, or of a quantized
+    parameter with its values: the codes that its GEMMs read, as they read them. Bits of outputs and of gradients are those
+    before. `weight.dequantize()` gives the values that the codes have; the values that they were made from are gone, from the
+    state dict too. A quantized parameter under `fully_shard` stays sharded and drops its values: every rank must call it.
+    Packed experts and transposed weights stay as they are.
+
+    Raises ValueError, before anything is changed, for a module without frozen `fq.Linear` weights, and for a high-precision weight
+    that is sharded, or a weight that keeps amax histories, naming it.
     """
+    for m in module.modules():
+        if isinstance(m, FSDPModule):
+            m.reshard()  # an evaluation leaves the root gathered
     own = {n: m for n, m in converted_modules(module).items() if m._parameters.get("weight") is not None}
     frozen = {name: layer for name, layer in own.items() if not layer.weight.requires_grad}
     layers = {name: layer for name, layer in frozen.items() if type(layer.weight) is not QuantizedTensor}
     if not layers:
         raise ValueError("fq.freeze found no frozen fq.Linear; set requires_grad_(False) on the weights that do not train")
     for name, layer in layers.items():
-        if isinstance(layer.weight, QuantizedTensor):
-            raise ValueError(f"{name}.weight is a quantized parameter: it holds codes already, and its optimizer writes them")
-        if isinstance(layer.weight, DTensor):
+        state = layer._weight_state
+        if isinstance(layer.weight, DTensor) and not (state.holds_codes and managed_of(state) is not None):
             raise ValueError(
-                f"{name}.weight is sharded, and fq.freeze takes whole weights; leave it out of fully_shard with ignored_params="
+                f"{name}.weight is sharded, and fq.freeze takes whole weights, and quantized parameters of fully_shard; leave it "
+                "out of fully_shard with ignored_params="
             )
         if layer.plan.weight.delayed_directions:
             raise ValueError(
@@ -80,9 +91,25 @@ def freeze(module: nn.Module) -> int:
             )
         if layer.weight.device.type == "meta":
             raise ValueError(f"{name}.weight is on the meta device; initialize it before fq.freeze")
-    for layer in layers.values():
-        weight = layer.weight
-        made = weight_storages(weight, list(Direction), layer.plan.on(weight.dtype, weight.device), layer._weight_state, weight.dtype)
-        codes = QuantizedTensor(*(made[d] for d in Direction), shape=tuple(weight.shape))
-        layer.weight = nn.Parameter(codes, requires_grad=False)
+    sharded = {layer: local_of(layer.weight) for layer in layers.values() if isinstance(layer.weight, DTensor)}
+    refresh_codes(list(dict.fromkeys(sharded.values())))
+    for weight in sharded.values():
+        weight.drop_values()
+    made: dict[int, nn.Parameter] = {}
+    for layer in [layer for layer in layers.values() if layer not in sharded]:
+        weight, state = layer.weight, layer._weight_state
+        if id(weight) not in made:
+            made[id(weight)] = nn.Parameter(_codes_of(layer, weight, backward), requires_grad=False)
+        if state.holds_codes:
+            layer._weight_state = WeightState(state.name, state.quantizer, state.shape, state.compute_dtype)
+            layer._weight_state.plan = layer.plan
+        layer.weight = made[id(weight)]
     return len(layers)
+
+
+def _codes_of(layer: Linear, weight: Tensor, backward: bool) -> QuantizedTensor:
+    """What products read of a weight; of the backward, what does not follow from the codes of the forward."""
+    plan = layer.plan.on(weight.dtype, weight.device)
+    wanted = [ROWWISE, *([COLUMNWISE] if backward and not plan.weight.is_derived else [])]
+    codes = weight_storages(weight, wanted, plan, layer._weight_state, weight.dtype)
+    return QuantizedTensor(codes[ROWWISE], codes.get(COLUMNWISE), shape=tuple(weight.shape))

@@ -64,6 +64,7 @@ class Linear(HasWeight, nn.Linear):
     Input [.., in_features] and output [.., out_features] are in the input's dtype, or torch.autocast's.
     """
 
+    module_type = "linear"  # of its roles (`Role.module_type`)
     recomputes_forward: bool | None = None
     parallel = None  # `parallel.TensorParallel`: how ranks share the layer, where its weight is no DTensor that tells
     _guard: Tensor | None = None
@@ -246,7 +247,7 @@ class Linear(HasWeight, nn.Linear):
                 f"{self._name}: fq.autocast({recipe}) cannot keep the last layers in high precision, because a module does "
                 "not know which are last: tail is honoured by fq.convert and fq.set_recipe"
             )
-        plan = plan_of_recipe(recipe.key, self._name, arch_of(self.weight.device))
+        plan = plan_of_recipe(recipe.key, self._name, arch_of(self.weight.device), self.module_type)
         if isinstance(self.weight, QuantizedTensor) and plan.weight != self._plan.weight:
             raise ValueError(
                 f"{self._name}: fq.autocast would change the weight from {self._plan.weight} to {plan.weight}, but "
@@ -373,7 +374,8 @@ def place(module: Linear) -> None:
 
 
 def apply_recipe(module: Linear, recipe: Recipe) -> None:
-    before, plan = module.__dict__.get("_plan"), build_plan(recipe, module._name, arch_of(module.weight.device))
+    before = module.__dict__.get("_plan")
+    plan = build_plan(recipe, module._name, arch_of(module.weight.device), module.module_type)
     module._recipe, module._plan = recipe, replace(plan, alone=before is None or before.alone)
     if "_weight_state" in module.__dict__:
         module._weight_state.plan = module._plan
@@ -451,7 +453,7 @@ def saved_plain(weight: Tensor, saved: Tensor) -> Tensor:
     local = local_of(weight)
     if not isinstance(local, FSDPHooks):
         return saved
-    plain = local.inner.detach()
+    plain = local.saved.detach()
     if isinstance(weight, DTensor):
         plain = torch_compat.dtensor_like(weight, plain)
     return nn.Parameter(plain, weight.requires_grad) if isinstance(saved, nn.Parameter) else plain

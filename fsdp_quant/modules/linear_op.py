@@ -208,6 +208,9 @@ def gathered_storage(weight: QuantizedTensor, direction: Direction, plan: GemmPl
             f"the gathered weight is {storage.fmt} {direction.value} and the plan multiplies "
             f"{plan.weight.side(direction).fmt}; change formats with fq.set_recipe, at a step boundary"
         )
+    if storage is None and plan.weight.is_derived and type(weight) is QuantizedTensor:  # frozen: rowwise codes are all it holds
+        rowwise = weight.storage_for(ROWWISE).in_layout(COMPACT)
+        return plan.weight.derive_columnwise(rowwise, plan.compute_dtype).in_layout(layout)
     operand = weight.operand_for(direction, layout)
     if code_check.checking:
         code_check.check_gathered(weight, direction)

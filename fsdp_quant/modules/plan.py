@@ -378,7 +378,7 @@ def build_plan(recipe: Recipe, name: str, arch: str | None = None, module_type: 
                 "(grad_output) stochastically instead"
             )
     plan = GemmPlan(
-        **slots, saves=_saved(name, slots["input"], recipe.save_original_input), compute_dtype=recipe.compute_dtype,
+        **slots, saves=_saved(slots["input"], recipe.save_original_input), compute_dtype=recipe.compute_dtype,
         accuracy=recipe.accuracy, boundary=boundaries(recipe, name, module_type) if recipe.boundary_slots else None,
     )
     for product in PRODUCTS:
@@ -389,9 +389,9 @@ def build_plan(recipe: Recipe, name: str, arch: str | None = None, module_type: 
 
 
 @torch.compiler.assume_constant_result
-def plan_of_recipe(key: str, name: str, arch: str) -> GemmPlan:
+def plan_of_recipe(key: str, name: str, arch: str, module_type: str) -> GemmPlan:
     """`build_plan` of a recipe by its key. Runs while a graph is traced, which could not register a plan."""
-    return build_plan(recipe_of(key), name, arch)
+    return build_plan(recipe_of(key), name, arch, module_type)
 
 
 def _check_native(plan: GemmPlan, name: str, arch: str) -> None:
@@ -411,10 +411,8 @@ def _label(operand: tuple[str, Direction]) -> str:
     return f"{operand[0]}.{operand[1].value}"
 
 
-def _saved(name: str, hybrid: HybridQuantizer, save_original_input: bool | None) -> str:
-    if hybrid.is_derived:
-        if save_original_input:
-            raise ValueError(f"{name}: save_original_input=True cannot keep the forward's decoded operands; leave it None")
+def _saved(hybrid: HybridQuantizer, save_original_input: bool | None) -> str:
+    if hybrid.is_derived:  # of the original no pass could make what the forward decoded
         return "rowwise"
     if save_original_input or not hybrid.columnwise.fmt.is_quantized:
         return "input"

@@ -8,6 +8,7 @@ steps have the hook (`GemmPlan.needs_steps`, and schedules).
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -21,17 +22,43 @@ from .linear import Linear
 from .transposed_linear import TransposedLinear
 
 
-def converted_modules(model: nn.Module) -> dict[str, Linear]:
-    """The fq.Linear modules of a model by qualified name, with those of packed experts and of transposed weights."""
+def converted_modules(model: nn.Module, names: Mapping[str, str] | None = None) -> dict[str, Linear]:
+    """The fq.Linear modules of a model by qualified name, with those of packed experts and of transposed weights.
+
+    names:  qualified name of a module -> what to call it (`layer_names`).
+    """
     found = {}
-    for name, module in model.named_modules():
+    for name, module in _owners(model).items():
+        called = name if names is None else names[name]
         if isinstance(module, Linear):
-            found[name] = module
+            found[called] = module
         elif isinstance(module, TransposedLinear):
-            found[name] = module.layer
-        elif isinstance(module, GroupedLinear) and module.packed:
-            found |= {f"{name}.{e}".lstrip("."): layer for e, layer in enumerate(module.layers, module.first_expert)}
+            found[called] = module.layer
+        else:
+            found |= {f"{called}.{e}".lstrip("."): layer for e, layer in enumerate(module.layers, module.first_expert)}
     return found
+
+
+def _owners(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of the tree that have the layers."""
+    found = model.named_modules()
+    return {
+        n: m for n, m in found if isinstance(m, (Linear, TransposedLinear)) or (isinstance(m, GroupedLinear) and m.packed)
+    }
+
+
+def layer_names(model: nn.Module) -> list[dict[str, str]]:
+    """Qualified name -> name in a state, of each module that has layers; the naming of new states, then those of older ones.
+
+    A new state has the names that layers were converted with, or built with, where those are their places in the model as far as
+    they go: what was wrapped around the model or its parts since is not in them. Else it has places without known wrappers.
+    """
+    owners = _owners(model)
+    own = {n: (m.layer if isinstance(m, TransposedLinear) else m)._name for n, m in owners.items()}
+    plain = torch_compat.unwrapped_names(owners)
+    placed = all(f".{plain[n]}".endswith(f".{name}") for n, name in own.items())
+    found = [plain, {n: n for n in owners}]
+    return [own, *found] if placed and len(set(own.values())) == len(own) else found
 
 
 def histories_by_side(module: Linear) -> dict[str, AmaxHistory]:

@@ -5,23 +5,27 @@ from __future__ import annotations
 import hashlib
 import json
 import weakref
-from collections.abc import Collection, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..checkpoint import fingerprints
+from ..checkpoint import SAVED_BY, fingerprints
 from ..context import STEP, restart_steps, steps_of
 from ..formats import Direction
+from ..ops.capability import arch_of
+from ..recipe import QUANTIZED_TYPES
 from ..scaling import AmaxHistory, reduce_amaxes
 from ..tensor import torch_compat
+from ..tensor.agreement import refused_together
 from .convert import converted_units, schedules_of, switch
 from .grouped_linear import GroupedLinear
 from .linear import Linear
-from .plan import EXACT
-from .steps import begins_first, converted_modules, histories_by_side
+from .plan import EXACT, PRODUCTS, build_plan, ladder_of
+from .steps import begins_first, converted_modules, histories_by_side, layer_names
 
 
 # Group, and names of the layers of all its ranks (None: to be agreed, when there is one).
@@ -93,12 +97,14 @@ def _recipe_text(model: nn.Module) -> str:
     return " | ".join(recipes[key] for key in sorted(recipes))
 
 
-def fingerprint(model: nn.Module, step: int | None = None) -> str:
+def fingerprint(model: nn.Module, step: int | None = None, names: Mapping[str, str] | None = None) -> str:
     """Hex digest of the recipe of every converted module: equal models and recipes have equal ones.
 
-    step:  as it will be in that step of the schedules that the model follows.
+    step:   as it will be in that step of the schedules that the model follows.
+    names:  of the modules, one of `layer_names`; default: those of new states.
     """
-    modules = converted_modules(model)
+    names = names or layer_names(model)[0]
+    modules = converted_modules(model, names)
     recipes = {id(m): m.recipe for m in modules.values()}
     for scheduled, schedule in schedules_of(model).items() if step is not None else ():
         units = converted_units(scheduled)
@@ -108,7 +114,7 @@ def fingerprint(model: nn.Module, step: int | None = None) -> str:
     for name, module in model.named_modules():
         if isinstance(module, GroupedLinear) and isinstance(getattr(module, "weight", None), DTensor):  # other ranks may hold other experts
             its = recipes[id(module.layers[0])].fingerprint()
-            texts |= {f"{name}.{e}".lstrip("."): its for e in range(module.weight.shape[0])}
+            texts |= {f"{names[name]}.{e}".lstrip("."): its for e in range(module.weight.shape[0])}
     lines = [f"{name}: {text}" for name, text in sorted(texts.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
@@ -117,80 +123,213 @@ def _schedule_text(model: nn.Module) -> str | None:
     return " | ".join(sorted(s.fingerprint() for s in schedules_of(model).values())) or None
 
 
-def _moved(model: nn.Module) -> str:
-    """JSON of module name -> product -> rung, of products that the guard moved: one leaf, so that DCP loads what was saved."""
-    return json.dumps({name: m.plan.moved for name, m in converted_modules(model).items() if m.plan.moved})
+def _moved(modules: Mapping[str, Linear]) -> str:
+    """JSON of module name -> product -> rung, of products that the guard moved; and which rank of how many saved it."""
+    moved = {name: m.plan.moved for name, m in modules.items() if m.plan.moved}
+    return json.dumps(moved | {SAVED_BY: _rank()})
 
 
-def state_dict(model: nn.Module) -> dict:
-    """What a run needs to go on beside parameters and optimizer. Every rank must call it.
+def _rank() -> list[int]:
+    """[rank, world size]."""
+    return [dist.get_rank(), dist.get_world_size()] if dist.is_available() and dist.is_initialized() else [0, 1]
+
+
+def _codes(model: nn.Module, names: Mapping[str, str]) -> dict[str, int]:
+    """`checkpoint.fingerprints` by these names of the modules."""
+    weights = {f"{n}.weight".lstrip("."): f"{called}.weight".lstrip(".") for n, called in names.items()}
+    found = {}
+    for name, value in fingerprints(model).items():
+        owner, _, expert = (name, "", "") if name in weights else name.rpartition(".")
+        found[f"{weights[owner]}.{expert}" if expert else weights[owner]] = value
+    return found
+
+
+def state_dict(model: nn.Module, old_names: bool = False) -> dict:
+    """What a run needs to go on beside parameters and optimizer. Every rank must call it, and save under a key of its own.
+
+    old_names:    names hold wrappers (torch.compile, checkpoint_wrapper, DDP, ..), as in files of earlier versions: what
+                  `dcp.load` of such a file of a wrapped model is given.
 
     step, seed:   of the random bits.
     schedule:     text of the schedules of recipes; None: there is none.
     recipe:       text, and `fingerprint`, a digest of every module's recipe.
     codes:        weight name -> hash of its codes, the same for every world size (`checkpoint.fingerprints`).
     histories:    of delayed scaling; those of activations and gradients are each rank's own.
-    moved:        products that the anchoring guard moved; each rank's own.
+    moved:        products that the anchoring guard moved, and the rank; each rank's own.
     """
+    recipe, names = _recipe_text(model), layer_names(model)[-1 if old_names else 0]
+    modules = converted_modules(model, names)
     histories = {
         f"{name}.{side}": _saved_history(module, history)
-        for name, module in converted_modules(model).items() for side, history in histories_by_side(module).items()
+        for name, module in modules.items() for side, history in histories_by_side(module).items()
     }
     return {
-        "step": steps_of(model).number, "seed": STEP.seed, "schedule": _schedule_text(model), "recipe": _recipe_text(model),
-        "fingerprint": fingerprint(model), "codes": fingerprints(model), "histories": histories, "moved": _moved(model),
+        "step": steps_of(model).number, "seed": STEP.seed, "schedule": _schedule_text(model), "recipe": recipe,
+        "fingerprint": fingerprint(model, names=names), "codes": _codes(model, names), "histories": histories,
+        "moved": _moved(modules),
     }
+
+
+# Loading #
+
+class _Checked(NamedTuple):
+    """A state that is what a model takes.
+
+    modules:   by the names that the state has; None: it is of another recipe, and step and seed are taken alone.
+    names:     that are these.
+    codes:     weight name -> fingerprint, or None.
+    moved:     module name -> product -> rung.
+    """
+
+    step: int
+    seed: int
+    modules: dict[str, Linear] | None = None
+    names: Mapping[str, str] | None = None
+    histories: dict[str, dict] | None = None
+    codes: dict[str, int] | None = None
+    moved: dict[str, dict[str, str]] | None = None
 
 
 def load_state_dict(model: nn.Module, state: dict, allow_recipe_change: bool = False) -> None:
     """Restore what `state_dict(model)` returned, after the parameters. Every rank must call it.
 
-    A model that follows a schedule has the recipe of the restored step.
+    A model that follows a schedule has the recipe of the restored step. Wrappers around the model or its parts may be others.
 
-    Raises ValueError, and leaves everything as it was, for a state of another recipe, schedule or other modules, unless
-    allow_recipe_change=True (histories and codes of another recipe are then left out); for weights whose codes are not
+    Raises ValueError, on every rank that shares weights, and leaves everything as it was, for what no `state_dict` returned; for a
+    state of another recipe, schedule or other modules, unless allow_recipe_change=True (histories and codes of another recipe are
+    then left out); for one of another rank of as many, whose histories are not this rank's; for weights whose codes are not
     those that were saved, naming them (drop state["codes"] to go on with other weights).
     """
-    same = state["fingerprint"] == fingerprint(model, state["step"])
-    if not allow_recipe_change and same and state.get("schedule") != _schedule_text(model):
-        raise ValueError(
-            f"the saved state follows the schedule {state.get('schedule')}, this model {_schedule_text(model)}; give it the "
-            "saved one (fq.set_recipe), or pass allow_recipe_change=True"
-        )
-    if not same and not allow_recipe_change:
-        raise ValueError(
-            f"the saved state is of recipe {state['recipe']} (fingerprint {state['fingerprint']}), this model's is "
-            f"{_recipe_text(model)} ({fingerprint(model)}); convert the model with the saved recipe, or pass "
-            "allow_recipe_change=True"
-        )
-    step, STEP.seed, seed = steps_of(model).number, state["seed"], STEP.seed
-    _go_to(model, state["step"])
-    if not same:
-        return
-    modules = converted_modules(model)
-    histories = {f"{n}.{side}": h for n, m in modules.items() for side, h in histories_by_side(m).items()}
-    before = {key: history.state_dict() for key, history in histories.items()}
-    _restore(modules, histories, state["histories"])
-    wrong = _wrong_codes(model, state.get("codes"))
-    if wrong:
-        _restore(modules, histories, before)
-        STEP.seed = seed
-        _go_to(model, step)
-        raise ValueError(
-            f"the codes of {', '.join(wrong)} are not those that were saved: load the parameters of the same checkpoint "
-            "before fq.load_state_dict, in the dtype they were saved from"
-        )
-    for module in modules.values():
+    checked = error = None
+    try:
+        checked = _check(model, state, allow_recipe_change)
+    except ValueError as caught:
+        error = caught
+    if (error := refused_together(error, _groups(model))) is not None:
+        raise error
+    if checked.modules is not None:
+        _restore(model, checked)
+    STEP.seed = checked.seed
+    _go_to(model, checked.step)
+    for module in (checked.modules or {}).values():
         for history in histories_by_side(module).values():
             if _is_of_codes(module, history):
                 history.roll()  # saved with high-precision parameters, the step that ran is open
         if module._weight_state.holds_codes:
             module._weight_state.drop_codes()
-    moved = json.loads(state.get("moved", "{}"))
+
+
+def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Checked:
+    """Read a state, and change nothing. Raises ValueError for what `load_state_dict` does not take, but for other codes."""
+    if not isinstance(state, dict):
+        raise ValueError(f"fq.load_state_dict takes what fq.state_dict returned, got {type(state).__name__}")
+    step, seed = _integer(state, "step", range(2**62)), _integer(state, "seed", range(-(2**63), 2**63))
+    digest, recipe = _part(state, "fingerprint", str), _recipe_text(model)
+    names = next((n for n in layer_names(model) if fingerprint(model, step, n) == digest), None)
+    if names is None:
+        if allow_recipe_change:
+            return _Checked(step, seed)
+        why = f"is of recipe {state.get('recipe')} (fingerprint {digest}), this model's is {recipe} ({fingerprint(model, step)})"
+        if state.get("recipe") == recipe:
+            why = f"has this recipe, {recipe}, for other layers: {_difference(state, model)}"
+        raise ValueError(
+            f"the saved state {why}; convert the model with the saved recipe and skip=, or pass allow_recipe_change=True"
+        )
+    if not allow_recipe_change and state.get("schedule") != _schedule_text(model):
+        raise ValueError(
+            f"the saved state follows the schedule {state.get('schedule')}, this model {_schedule_text(model)}; give it the "
+            "saved one (fq.set_recipe), or pass allow_recipe_change=True"
+        )
+    modules = converted_modules(model, names)
+    codes = None if state.get("codes") is None else _part(state, "codes", dict)
+    if codes is not None and not all(isinstance(value, int) for value in codes.values()):
+        raise ValueError("the saved state's codes are no integers: it is damaged; load another checkpoint")
+    moved, saved_by = _read_moved(state.get("moved", "{}"), modules)
+    histories, own = _part(state, "histories", dict), False
+    for name, side, slot in _sides_at(model, modules, step):
+        if f"{name}.{side}" not in histories:
+            raise ValueError(
+                f"the saved state has no amax history of {name}.{side}: it is of another rank, or damaged; load what fq.state_dict "
+                "returned on this rank"
+            )
+        slot.check_state(f"{name}.{side}", histories[f"{name}.{side}"])
+        own |= not slot.stays
+    rank, world = _rank()
+    lost = saved_by is not None and saved_by[1] == world and saved_by[0] != rank and (own or moved)
+    if lost and not any(module in _SHARED for module in model.modules()):
+        raise ValueError(
+            f"rank {rank} is given the state of rank {saved_by[0]}, and amax histories of activations are each rank's own: save "
+            'fq.state_dict under a key per rank ({f"rank_{rank}": fq.state_dict(model)}), since under one key the last to write '
+            f"it wins; to go on with the histories of another rank, take {SAVED_BY!r} out of the JSON of state['moved']"
+        )
+    return _Checked(step, seed, modules, names, histories, codes, moved)
+
+
+def _part(state: dict, key: str, kind: type):
+    if not isinstance(state.get(key), kind):
+        got = type(state[key]).__name__ if key in state else "nothing"
+        raise ValueError(f"{key} of the saved state is {got}, wanted {kind.__name__}; give what fq.state_dict returned")
+    return state[key]
+
+
+def _integer(state: dict, key: str, among: range) -> int:
+    value = state.get(key)
+    if type(value) is not int or value not in among:
+        raise ValueError(
+            f"{key} of the saved state is {value!r}, wanted an integer in [{among.start}, {among.stop}); give what fq.state_dict "
+            "returned"
+        )
+    return value
+
+
+def _difference(state: dict, model: nn.Module) -> str:
+    """Names of weights that the state, or the model, has alone."""
+    saved, here = set(state.get("codes") or ()), {f"{n}.weight".lstrip(".") for n in layer_names(model)[0].values()}
+    alone = [f"{', '.join(sorted(names)[:3])} {where} alone" for names, where in
+             ((saved - here, "the saved one has"), (here - saved, "the model has")) if names]
+    return "; ".join(alone) or "their recipes are exchanged, or experts others"
+
+
+def _read_moved(text: object, modules: Mapping[str, Linear]) -> tuple[dict[str, dict[str, str]], list[int] | None]:
+    """(module name -> product -> rung, [rank, world size] that saved it or None) of `state["moved"]`. Raises ValueError."""
+    try:
+        found = json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        found = None
+    ladders = {product.name: ladder_of(product) for product in PRODUCTS}
+    saved_by = found.pop(SAVED_BY, None) if isinstance(found, dict) else None
+    moved = {}
+    for name, of in found.items() if isinstance(found, dict) else ():
+        moved[name] = dict.fromkeys(of, EXACT) if isinstance(of, list) else of  # of a file from before there were rungs
+    whole = isinstance(found, dict) and all(
+        isinstance(of, dict) and all(product in ladders and rung in ladders[product] for product, rung in of.items())
+        for of in moved.values()
+    )
+    whole &= saved_by is None or (isinstance(saved_by, list) and list(map(type, saved_by)) == [int, int])
+    if not whole:
+        raise ValueError(f"moved of the saved state is not what fq.state_dict writes: {str(text)[:80]!r}; load another checkpoint")
+    return {name: of for name, of in moved.items() if name in modules}, saved_by
+
+
+def _sides_at(model: nn.Module, modules: Mapping[str, Linear], step: int) -> Iterator[tuple[str, str, AmaxHistory]]:
+    """(module name, "slot.direction", a history of its length) of each delayed side, as of that step of schedules."""
+    plans = {id(m): m.plan for m in modules.values()}
+    for scheduled, schedule in schedules_of(model).items():
+        units = converted_units(scheduled)
+        for layers, recipe in zip(units.values(), schedule.at(step).for_layers(list(units))):
+            plans |= {id(m): build_plan(recipe, m._name, arch_of(m.weight.device), m.module_type) for m in layers}
     for name, module in modules.items():
-        of = moved.get(name, {})
-        of = dict.fromkeys(of, EXACT) if isinstance(of, list) else of  # of a file from before there were rungs
-        module._plan = module.plan.moved_to(of)
+        for slot in QUANTIZED_TYPES:
+            hybrid = plans[id(module)].hybrid(slot)
+            for d in hybrid.delayed_directions:
+                yield name, f"{slot}.{d.value}", AmaxHistory(hybrid.side(d).scaling, 1.0, slot == "weight")
+
+
+def _groups(model: nn.Module) -> list[dist.ProcessGroup]:
+    """Of ranks that share weights of the model, in one order on each of them."""
+    groups = [m.process_group for m in torch_compat.managed_params_of(model)]
+    states = [m.__dict__["_weight_state"] for m in model.modules() if "_weight_state" in m.__dict__]
+    return list(dict.fromkeys([*groups, *(s.tensor_group for s in states if s.tensor_group is not None)]))
 
 
 def _is_of_codes(module: Linear, history: AmaxHistory) -> bool:
@@ -206,27 +345,62 @@ def _saved_history(module: Linear, history: AmaxHistory) -> dict[str, torch.Tens
     return saved
 
 
+def _restore(model: nn.Module, checked: _Checked) -> None:
+    """Histories and rungs, and the recipe of the step, which codes of weights depend on. Raises ValueError for codes that were not
+    saved; then all is as it was."""
+    modules, step = list(checked.modules.values()), steps_of(model).number
+    for module in modules:
+        histories_by_side(module)  # makes those that no forward has made yet
+    kept = {id(m._weight_state.histories): m._weight_state.histories for m in modules}  # experts of one weight share theirs
+    before = [(of, key, history, history.state_dict()) for of in kept.values() for key, history in of.items()]
+    plans = [(m._plan, m._weight_state.plan) for m in modules]
+    _follow(model, checked.step)
+    for name, module in checked.modules.items():
+        for side, history in histories_by_side(module).items():
+            history.load_state_dict(checked.histories[f"{name}.{side}"])
+    _drop_codes(modules)
+    wrong = _wrong_codes(model, checked)
+    if not wrong:
+        for name, module in checked.modules.items():
+            module._plan = module.plan.moved_to(checked.moved.get(name, {}))
+        return
+    _follow(model, step)
+    for module, (plan, of_weight) in zip(modules, plans):
+        module._plan, module._weight_state.plan = plan, of_weight
+    for of, key, history, values in before:
+        of.setdefault(key, history).load_state_dict(values)
+    _drop_codes(modules)
+    raise ValueError(
+        f"the codes of {', '.join(wrong)} are not those that were saved: load the parameters of the same checkpoint before "
+        "fq.load_state_dict, in the dtype they were saved from"
+    )
+
+
+def _follow(model: nn.Module, step: int) -> None:
+    """Give the model the recipe that its schedules have in a step."""
+    for scheduled, schedule in schedules_of(model).items():
+        switch(scheduled, schedule, step)
+
+
 def _go_to(model: nn.Module, step: int) -> None:
     """The next step of the model is `step`, and its schedules follow."""
     restart_steps(model, step)
-    for scheduled, schedule in schedules_of(model).items():
-        switch(scheduled, schedule, step)
+    _follow(model, step)
     for module in model.modules():
         begins_first(module)
 
 
-def _restore(modules: dict[str, Linear], histories: dict[str, AmaxHistory], saved: dict[str, dict]) -> None:
-    for key, history in histories.items():
-        history.load_state_dict(saved[key])
-    for module in modules.values():
+def _drop_codes(modules: Iterable[Linear]) -> None:
+    """Of quantized parameters, whose delayed scale is another now."""
+    for module in modules:
         if module._weight_state.holds_codes:
-            module._weight_state.drop_codes()  # a delayed scale is another now
+            module._weight_state.drop_codes()
 
 
-def _wrong_codes(model: nn.Module, saved: dict[str, int] | None) -> list[str]:
+def _wrong_codes(model: nn.Module, checked: _Checked) -> list[str]:
     """Weights whose codes have another fingerprint than the saved one: the same list on every rank."""
-    if saved is None:
+    if checked.codes is None:
         return []
-    found = fingerprints(model)
-    names = [name for name in found if saved.get(name) != found[name]]
+    found = _codes(model, checked.names)
+    names = [name for name in found if checked.codes.get(name) != found[name]]
     return names if len(names) <= 5 else [*names[:5], f"{len(names) - 5} more"]

@@ -62,5 +62,5 @@ class TransposedLinear(nn.Module):
 
 def adopt_transposed(module: TransposedLinear, recipe: Recipe, name: str) -> None:
     """Give a module of class `TransposedLinear` its layer."""
-    module.__dict__["_layer"] = expert(module.read().detach(), recipe, name)
+    module.__dict__["_layer"] = expert(module.read().detach(), recipe, name, "linear")
     module._layer.part_of(module, 0)

@@ -33,7 +33,7 @@ from ..context import current_autocast
 from ..counters import counters
 from ..formats import ROWWISE, Direction
 from ..modules.exchange import codes_travel
-from ..modules.grouped_linear import GroupedLinear, take_packed
+from ..modules.grouped_linear import EXPERT, GroupedLinear, take_packed
 from ..modules.plan import GemmPlan, build_plan
 from ..ops import dispatch
 from ..quantizer import HybridQuantizer, as_rows, hybrid_of
@@ -501,7 +501,7 @@ class ExpertDispatch:
 @functools.cache
 def _plans(recipe: Recipe, name: str, experts: int) -> tuple[GemmPlan, ...]:
     """The plans that experts have, each once."""
-    return tuple(dict.fromkeys(build_plan(recipe, f"{name}.{e}") for e in range(experts)))
+    return tuple(dict.fromkeys(build_plan(recipe, f"{name}.{e}", module_type=EXPERT) for e in range(experts)))
 
 
 class ExpertParallel(ParallelStyle):

@@ -25,6 +25,19 @@ def agreement_slots(text: str) -> list[int]:
     return [*parts, *(_INT31 - part for part in parts)]
 
 
+def refused_together(error: Exception | None, groups: Iterable[dist.ProcessGroup]) -> Exception | None:
+    """What this rank raises where one of the ranks of its groups has an error: its own, or that another one has.
+
+    Every rank of the groups must call it with the same groups in the same order.
+    """
+    for group in groups:
+        failed = torch.tensor([error is not None], dtype=torch.int32, device=torch_compat.device_of(group))
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
+        if failed.item() and error is None:
+            error = ValueError("another rank refused its state, and says why; every rank keeps what it had")
+    return error
+
+
 def check_agreement(text: str, said: str, group: dist.ProcessGroup, reduced: Tensor | None = None) -> None:
     """Raise ValueError, on every rank of `group`, where ranks have other texts. Every rank must call it; it waits for the device.
 

@@ -85,6 +85,7 @@ class QuantizedTensor(Tensor):
     """
 
     _slots: Slots
+    _decoded_by = "dequantize()"
 
     @staticmethod
     def __new__(
@@ -159,6 +160,26 @@ class QuantizedTensor(Tensor):
             if storage is not None and not storage.is_freed:
                 return storage.dequantize(dtype).reshape(self.shape)
         raise StaleWeightError(f"nothing to decode: every storage of {self!r} was freed when FSDP resharded")
+
+    def data_ptr(self) -> int:
+        """Raise ValueError: the memory holds codes, which whoever reads or writes an address of `dtype` values does not know."""
+        raise ValueError(
+            f"{self!r} has no address of {self.dtype} values, because its memory holds codes and scales; use "
+            ".rowwise.data.data_ptr() for the codes, dequantize() for values, and `is` to compare tensors"
+        )
+
+    def share_memory_(self) -> QuantizedTensor:
+        """Move every buffer to shared memory, in place."""
+        for buffer in self._memory():
+            buffer.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return all(buffer.is_shared() for buffer in self._memory())
+
+    def _memory(self) -> list[Tensor]:
+        """All that processes share of it."""
+        return [*_buffers(self)]
 
     def with_storages(self, fn: Callable[[Storage], Storage], shape=None) -> QuantizedTensor:
         """A tensor over fn(storage) of each direction."""
@@ -245,8 +266,8 @@ class QuantizedTensor(Tensor):
         handler = _TABLE.get(func)
         if handler is None:
             raise NotImplementedError(
-                f"{func} is not defined on a QuantizedTensor and will not decode it silently; "
-                "call dequantize() first if high-precision values are what you want"
+                f"{func} is not defined on a QuantizedTensor and will not decode it silently; call {cls._decoded_by} first if "
+                "high-precision values are what you want"
             )
         return handler(func, args, kwargs)
 
@@ -274,6 +295,12 @@ def _as_parameter(tensor: QuantizedTensor, is_parameter: bool, requires_grad: bo
 def _rebuild(
     rowwise: Storage | None, columnwise: Storage | None, shape, requires_grad: bool, is_parameter: bool = False
 ) -> QuantizedTensor:
+    """Raises ValueError for what no QuantizedTensor wrote to a file."""
+    sides = zip(Direction, (rowwise, columnwise))
+    if not all(side is None or (isinstance(side, Storage) and side.direction is d) for d, side in sides):
+        raise ValueError(f"the storages of a QuantizedTensor are Storage or None by direction, got {rowwise!r} and {columnwise!r}")
+    if not isinstance(shape, tuple) or not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"the shape of a QuantizedTensor is of sizes, got {shape!r}")
     return _as_parameter(QuantizedTensor(rowwise, columnwise, shape=shape), is_parameter, requires_grad)
 
 
@@ -381,17 +408,46 @@ def _plain_like(func, args, kwargs):
 
 @_TABLE.implements([aten.copy_.default])
 def _copy_(func, args, kwargs):
-    """FSDP2 copies the shard of a parameter on every rank that has rows of it."""
-    raise NotImplementedError(
-        f"{args[1]!r} cannot be copied into another tensor without decoding it: call dequantize(); where fully_shard does so, of a "
-        "weight that fq.freeze made, pass ignored_params={it, ..} to every fully_shard, so that each rank keeps its codes whole"
-    )
+    """The bytes of another tensor of the same storages. FSDP2 copies the shard of a parameter into a plain tensor."""
+    target, source = args[:2]
+    if not isinstance(target, QuantizedTensor):
+        raise NotImplementedError(
+            f"{source!r} cannot be copied into another tensor without decoding it: call dequantize(); where fully_shard does so, of "
+            "a weight that fq.freeze made, pass ignored_params={it, ..} to every fully_shard, so that each rank keeps its codes whole"
+        )
+    if not isinstance(source, QuantizedTensor):
+        raise NotImplementedError(
+            f"{target!r} holds codes and no quantizer, so it cannot encode a {source.dtype} tensor; call "
+            "HybridQuantizer.update(tensor, values) with the quantizer that made it, or write to what dequantize() returns"
+        )
+    for into, of in _buffer_pairs(target, source):
+        into.copy_(of, **kwargs)
+    target._slots.drop_laid_out()
+    return target
+
+
+def _buffer_pairs(target: QuantizedTensor, source: QuantizedTensor) -> list[tuple[Tensor, Tensor]]:
+    """Each buffer of `target` with that of `source`. Raises ValueError for tensors of other shapes, parts, formats or layouts."""
+    pairs, sides = [], [[one._slots, *one._slots.parts] for one in (target, source)]
+    same = target.shape == source.shape and len(sides[0]) == len(sides[1]) and target._slots.owner is None
+    for into, of in zip(*sides) if same else ():
+        for direction in Direction:
+            a, b = into.get(direction), of.get(direction)
+            same &= (a is None and b is None) or None not in (a, b) and a.geometry == b.geometry
+            pairs += zip(a.buffers().values(), b.buffers().values()) if same and a is not None else ()
+    if not same:
+        raise ValueError(
+            f"copy_ moves the bytes of equal storages, got {target!r} from {source!r}; quantize into it with "
+            "HybridQuantizer.update(tensor, source.dequantize())"
+        )
+    return pairs
 
 
 def _buffers(tensor: QuantizedTensor) -> Iterator[Tensor]:
-    for direction in Direction:
-        if (storage := tensor._slots.get(direction)) is not None:
-            yield from storage.buffers().values()
+    for slots in (tensor._slots, *tensor._slots.parts):
+        for direction in Direction:
+            if (storage := slots.get(direction)) is not None:
+                yield from storage.buffers().values()
 
 
 @_TABLE.implements([aten.record_stream.default])

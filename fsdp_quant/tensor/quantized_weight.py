@@ -115,11 +115,19 @@ class _Content:
         self.__dict__.update(other.__dict__, is_padding=False)
 
 
+def _no_values() -> None:
+    """In place of a reference to a master."""
+
+
 class QuantizedWeight(FSDPHooks, QuantizedTensor):
     """A weight, or a dim-0 shard of one, as its codes of both directions; see the module's note.
 
     shape:  of the shard. dtype: of the initial values, of gradients, and what `dequantize()` gives.
+
+    Norms, and collectives (`DTensor.full_tensor()`), read its values in that dtype: the master's, or decoded codes without one.
     """
+
+    _decoded_by = "dequantize(), or of a sharded parameter full_tensor() or to_local().dequantize(),"
 
     @staticmethod
     def __new__(cls, content: _Content, shape, dtype: torch.dtype, device: torch.device) -> QuantizedWeight:
@@ -154,10 +162,32 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         master = content.master()
         if master is None:
             raise StaleWeightError(
-                f"{self.state.name} is a quantized parameter, and the optimizer that held its fp32 master is gone: its codes "
-                "can be multiplied, but neither changed nor saved in high precision; keep the fq.optim optimizer"
+                f"{self.state.name} is a quantized parameter without values: it is frozen, or the optimizer that held its fp32 "
+                "master is gone; its codes can be multiplied and saved decoded, but not changed: keep the fq.optim optimizer"
             )
         return master
+
+    @property
+    def has_values(self) -> bool:
+        """High-precision values of it exist: it is not published or frozen, and the optimizer that took them is there."""
+        master = self._content.master
+        return self.state.publisher is None and (master is None or master() is not None)
+
+    @property
+    def saved(self) -> Tensor:
+        """What a state dict holds: the values `inner`, or where they are gone what the codes decode to, in the weight's dtype."""
+        if self.has_values or self.state.publisher is not None or self._slots.rowwise is None:
+            return self.inner
+        return self.dequantize()
+
+    def read(self) -> Tensor:
+        """The values that it stands for, in its dtype."""
+        values = self.saved if self.state.publisher is None else self.dequantize()
+        return values.detach().to(self.dtype)
+
+    def drop_values(self) -> None:
+        """Be codes alone, for good. The codes must be those of the values (`refresh_codes`)."""
+        self._content.values, self._content.master = None, _no_values
 
     @property
     def version(self) -> object:
@@ -165,7 +195,7 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         content = self._content
         if self.state.publisher is not None:
             return self.state.publisher.generation
-        if content.master is not None and content.master() is None:
+        if not self.has_values:
             return content.versions.get(ROWWISE)
         inner = self.inner
         own = (*content.writes, 0 if inner.is_inference() else inner._version)
@@ -247,6 +277,9 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
                 torch_compat.free_storage(buffer)
         self._slots.drop_laid_out()
 
+    def _memory(self) -> list[Tensor]:
+        return [*super()._memory(), *([self.inner] if self.has_values else [])]
+
     def has_master_in(self, tensors: Iterable) -> bool:
         """Its master is one of these: what an optimizer keeps of it."""
         master = None if self._content.master is None else self._content.master()
@@ -260,8 +293,11 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
 
     def is_current(self, direction: Direction, version: object = None) -> bool:
         """The codes of this direction are of the values, and of the quantizer, as they are now; version: of the values."""
-        content = self._content
-        return content.quantizer == self._quantizer and content.versions.get(direction) == (version or self.version)
+        content, now = self._content, self._quantizer
+        made = content.quantizer
+        if not self.has_values and made is not None:  # nothing could make them again
+            made, now = made[:2], now[:2]
+        return made == now and content.versions.get(direction) == (version or self.version)
 
     @property
     def _quantizer(self) -> tuple:
@@ -395,6 +431,8 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
             return handler(func, args, kwargs)
         if func._schema.is_mutable and func.namespace == "aten" and func is not aten.record_stream.default:
             return _through_masters(func, args, kwargs)
+        if func.namespace == "_c10d_functional":
+            return _of_values(func, args, kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -427,6 +465,15 @@ def _through_masters(func, args, kwargs):
     args, kwargs = tree_map_only(QuantizedWeight, master_of, (args, kwargs))
     result = func(*args, **kwargs)
     return tree_map_only(WeightShard, lambda m: weights[id(m)][0] if id(m) in weights else m, result)
+
+
+@_TABLE.implements([
+    aten.linalg_vector_norm.default, aten._foreach_norm.Scalar, aten.norm.Scalar, aten.norm.ScalarOpt_dim,
+    aten.constant_pad_nd.default,  # as DTensor gathers uneven shards
+])
+def _of_values(func, args, kwargs):
+    """Run an operator that reads whole weights on their high-precision values."""
+    return func(*tree_map_only(QuantizedWeight, lambda w: w.read(), args), **kwargs)
 
 
 @_TABLE.implements([aten.copy_.default])
@@ -542,7 +589,7 @@ def refresh_codes(weights: Sequence[QuantizedWeight]) -> None:
     Called after each step of their optimizer, and at the first gather after another event. Every rank that takes part in the
     event must call it with the same weights.
     """
-    weights = [w for w in weights if w.state.publisher is None]
+    weights = [w for w in weights if w.has_values]
     managed = {id(w.state): managed_of(w.state) for w in weights}
     crossing = [w for w in weights if managed[id(w.state)] is not None or w.state.spans_parts]
     if crossing:

@@ -8,7 +8,7 @@ import operator
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -255,6 +255,27 @@ def numbered(device: torch.device | str) -> torch.device:
     """The device that a tensor is on that was made on `device`: "cuda" is one of several."""
     device = torch.device(device)
     return device if device.type in ("cpu", "meta") or device.index is not None else torch.empty(0, device=device).device
+
+
+# What torch.compile, checkpoint_wrapper, FSDP1 and PEFT put into the path of a module that they wrap.
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_AROUND = (("module",), ("base_model", "model"))  # DDP, PEFT: before the path
+
+
+def in_state_dict(name: str) -> str:
+    """The name that `get_model_state_dict` gives what is called `name` inside wrappers."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def unwrapped_names(names: Iterable[str]) -> dict[str, str]:
+    """Each name -> the module's in the model without wrappers around it or its parts; itself, where two would be one."""
+    names, found = list(names), {}
+    for name in names:
+        parts = [part for part in in_state_dict(name).split(".") if part != "base_layer"]
+        while around := next((a for a in _AROUND if tuple(parts[: len(a)]) == a), None):
+            parts = parts[len(around):]
+        found[name] = ".".join(parts)
+    return found if len(set(found.values())) == len(names) else {name: name for name in names}
 
 
 def device_of(group: dist.ProcessGroup | None) -> torch.device:

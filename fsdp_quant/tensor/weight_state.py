@@ -173,6 +173,11 @@ class WeightTensor:
     state: WeightState
     inner: Tensor
 
+    @property
+    def saved(self) -> Tensor:
+        """What a state dict holds of it."""
+        return self.inner
+
 
 def values_of(tensor: Tensor) -> Tensor:
     """The plain tensor of high-precision values behind a local parameter."""

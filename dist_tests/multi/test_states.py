@@ -1,0 +1,161 @@
+"""What is read, planned and saved of sharded models: values of quantized parameters, plans, states of ranks and of wrappers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import fsdp_quant as fq
+from dist_tests.laws import assert_same_bytes, values
+from dist_tests.multi.harness import run_ranks
+from dist_tests.single.test_hold import held_bytes
+from fsdp_quant import checkpoint
+from fsdp_quant.tensor.torch_compat import local_of
+
+
+def _quantized(rows: int = 64, k: int = 64, recipe: fq.Recipe | None = None, dtype=torch.bfloat16) -> nn.Module:
+    recipe = recipe or fq.recipes.mxfp8()
+    with fq.quantized_model_init(recipe):
+        torch.manual_seed(0)
+        return fq.convert(nn.Sequential(nn.Linear(k, rows, bias=False)).to(dtype), recipe)
+
+
+def _reads(rank: int, world: int) -> None:
+    for rows in (64, 33, 1):  # 33: uneven shards; 1: a rank without rows
+        for state in ("values", "master", "codes"):
+            model = _quantized(rows)
+            want = model[0].weight.inner.detach().clone()
+            decoded = model[0].weight.dequantize()
+            weight = fully_shard(model)[0].weight
+            optimizer = None if state == "values" else fq.optim.FusedAdam(model.parameters())
+            model(values(4, 64))  # makes codes
+            del optimizer
+            what = f"{rows} rows, {state}"
+            want = decoded if state != "values" else want
+            full = weight.full_tensor()
+            assert type(full) is torch.Tensor
+            assert_same_bytes(full, want, what)
+            assert_same_bytes(torch.cat(_gathered(weight.to_local().dequantize(), rows, world)), decoded, f"{what}: decoded")
+            norm = want.float().norm()
+            for got in (weight.norm(), torch.linalg.vector_norm(weight), torch.nn.utils.get_total_norm([weight]),
+                        torch._foreach_norm([weight])[0]):
+                torch.testing.assert_close(got.full_tensor().float(), norm, rtol=1e-2, atol=0.0)
+            saved = model.state_dict()["0.weight"].full_tensor()
+            assert_same_bytes(saved.bfloat16(), want, f"{what}: saved")
+            assert fq.state_dict(model)["codes"].keys() == {"0.weight"}
+            try:
+                weight * 2
+            except NotImplementedError as error:
+                assert "full_tensor() or to_local().dequantize()" in str(error)
+            else:
+                raise AssertionError("a product decoded silently")
+
+
+def _gathered(local: torch.Tensor, rows: int, world: int) -> list[torch.Tensor]:
+    chunk = -(-rows // world)
+    padded = torch.cat([local, local.new_zeros(chunk - len(local), local.shape[1])])
+    parts = [torch.empty_like(padded) for _ in range(world)]
+    dist.all_gather(parts, padded)
+    return [part[: max(0, min(chunk, rows - r * chunk))] for r, part in enumerate(parts)]
+
+
+def test_sharded_quantized_parameters_are_read_as_values():
+    """If false, whoever logs, gathers, clips by or saves a parameter meets an operator that codes refuse."""
+    run_ranks(2, _reads)
+
+
+def _frozen(rank: int, world: int) -> None:
+    for recipe in (fq.recipes.mxfp8(), fq.recipes.fp8_current()):
+        model = fully_shard(_quantized(96, recipe=recipe)).requires_grad_(False)
+        x = values(8, 64).requires_grad_()
+        want = model(x)
+        (gradient,) = torch.autograd.grad(want.float().sum(), [x])
+        codes = fq.state_dict(model)["codes"]
+        assert fq.freeze(model) == 1
+        assert held_bytes(local_of(model[0].weight)) < 2.1 * 96 * 64 / world, "values are held beside codes"
+        for _ in range(2):
+            got = model(x)
+            assert_same_bytes(got, want, "output")
+            assert_same_bytes(torch.autograd.grad(got.float().sum(), [x])[0], gradient, "gradient")
+        assert fq.state_dict(model)["codes"] == codes
+
+
+def test_frozen_sharded_parameters_hold_codes_alone():
+    """If false, a frozen base under fully_shard costs values and codes of it, or gathers others."""
+    run_ranks(2, _frozen)
+
+
+def _plans(rank: int, world: int) -> None:
+    """Blocks that were converted one by one have layers of equal names."""
+    blocks = [fq.convert(nn.Sequential(nn.Linear(64, 64, bias=False)), fq.recipes.mxfp8()) for _ in range(4)]
+    model = fully_shard(nn.Sequential(*blocks))
+    planned = fq.plan(model)
+    one = 64 * 64 + 128  # of codes and scales; a root keeps both directions
+    assert planned.weight_bytes == {f"{i}.0.weight": (2 * one, 0) for i in range(4)}, planned.weight_bytes
+    fq.reset_receipt()
+    model(torch.randn(8, 64)).sum().backward()
+    assert planned.bytes_per_step() == fq.receipt().gathered_bytes == 4 * 2 * one
+
+
+def test_layers_of_equal_names_are_planned_each():
+    """If false, fq.plan counts the bytes of one of them for all."""
+    run_ranks(2, _plans)
+
+
+def _shared_key(rank: int, world: int, folder: Path) -> list[str]:
+    """Under one key DCP keeps what one rank wrote; under a key per rank all of it."""
+    said = []
+    for recipe in (fq.recipes.fp8_delayed(length=2), fq.recipes.mxfp8()):
+        for sharded in (True, False):
+            model = fq.convert(nn.Sequential(nn.Linear(64, 64)), recipe)
+            model = fully_shard(model) if sharded else model
+            model(values(4, 64, seed=rank, dtype=torch.float32) * (1 + rank)).sum().backward()
+            own, shared = {f"rank_{rank}": fq.state_dict(model)}, {"fq": fq.state_dict(model)}
+            path = folder / f"{recipe.name}-{sharded}"
+            dcp.save({**own, **shared}, checkpoint_id=path)
+            dcp.load({**own, **shared}, checkpoint_id=path)
+            fq.load_state_dict(model, own[f"rank_{rank}"])
+            before = {k: v["amaxes"].clone() for k, v in fq.state_dict(model)["histories"].items()}
+            try:
+                fq.load_state_dict(model, shared["fq"])
+                said.append("loaded")
+            except ValueError as error:
+                said.append(str(error))
+            for key, history in fq.state_dict(model)["histories"].items():
+                assert_same_bytes(history["amaxes"], before[key], f"{key} after a refused load")
+    verified = checkpoint.verify(folder / "fp8_delayed-True")
+    assert not verified.problems, str(verified)
+    return said
+
+
+def test_histories_that_ranks_saved_under_one_key_are_missed(tmp_path):
+    """If false, every rank but one resumes with scales of another rank's activations, and nobody is told."""
+    first, second = run_ranks(2, _shared_key, tmp_path)
+    assert "rank_{rank}" in first[0] + second[0] and "another rank refused" in first[0] + second[0]
+    assert sorted(["loaded" == first[1], "loaded" == second[1]]) == [False, True], "of DDP the rank that was saved goes on"
+    assert first[2:] == second[2:] == ["loaded", "loaded"], "what all ranks share may lie under one key"
+
+
+def _damaged(rank: int, world: int) -> str:
+    """One rank's file is damaged."""
+    model = fully_shard(fq.convert(nn.Sequential(nn.Linear(64, 64)), fq.recipes.fp8_delayed(length=2)))
+    model(values(4, 64, dtype=torch.float32)).sum().backward()
+    state = fq.state_dict(model)
+    state["step"], before = (state["step"] + 5 if rank else -1), fq.state_dict(model)["step"]
+    try:
+        fq.load_state_dict(model, state)
+    except ValueError as error:
+        assert fq.state_dict(model)["step"] == before
+        return str(error)
+    return "loaded"
+
+
+def test_a_state_that_one_rank_refuses_is_refused_by_all():
+    """If false, one rank raises while the others wait for its fingerprints, or go on from another step."""
+    mine, other = run_ranks(2, _damaged)
+    assert "step of the saved state is -1" in mine and "another rank refused its state" in other
