@@ -178,8 +178,9 @@ def _other_notes(model: nn.Module) -> list[str]:
             total += work
             if id(p) not in ours:
                 tied = ", tied to an embedding" * (id(p) in embeddings)
+                left_out = f", skip='auto': {reason}" if (reason := module.__dict__.get("_left_out")) else ""
                 hint = ", which fq.convert quantizes before fully_shard" * bool(parts_of(module) and are_sharded(module))
-                others[type(module).__name__ + tied + hint, name.rpartition(".")[2], which] += work
+                others[type(module).__name__ + tied + left_out + hint, name.rpartition(".")[2], which] += work
     return [
         f"in high precision: {f'{name}.{which}'.lstrip('.')} of {kind}, {work / total:.1%} of a token's multiply-adds"
         for (kind, name, which), work in others.most_common()

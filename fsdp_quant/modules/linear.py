@@ -17,7 +17,7 @@ from ..context import STEP, Autocast, current_autocast, new_weight_state, note_f
 from ..counters import counters
 from ..ops.capability import DOMAINS, arch_of
 from ..ops.rng import own_name
-from ..recipe import Recipe, identity
+from ..recipe import Recipe, as_recipe, identity
 from ..tensor import torch_compat
 from ..scaling import AmaxHistory
 from ..tensor.fsdp_hooks import FSDPHooks
@@ -57,7 +57,7 @@ class Linear(HasWeight, nn.Linear):
 
     weight:  [out_features, in_features], the plain nn.Parameter of nn.Linear; under `fq.quantized_model_init` a
              `QuantizedTensor`. `fully_shard` makes of it what it makes of any parameter, and gathers it as codes.
-    recipe:  `Recipe`; change it with `fq.set_recipe`.
+    recipe:  `Recipe` or its name; change it with `fq.set_recipe`.
     recomputes_forward:  None: found out as the layer runs; True where the backward recomputes the forward unseen
              (torch.utils.checkpoint inside a compiled block), so that FSDP2 gathers both directions in the backward.
 
@@ -74,7 +74,7 @@ class Linear(HasWeight, nn.Linear):
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, device=None, dtype=None,
-        *, recipe: Recipe | None = None, name: str | None = None,
+        *, recipe: Recipe | str | None = None, name: str | None = None,
     ):
         super().__init__(in_features, out_features, bias, device, dtype)
         adopt(self, recipe or quantized_init_recipe() or identity(), own_name(name, "linear"))
@@ -313,7 +313,7 @@ def finished(y: Tensor, residual: Tensor | None, scale: float) -> Tensor:
     return torch.add(residual, y, alpha=scale)
 
 
-def adopt(module: nn.Linear, recipe: Recipe, name: str) -> None:
+def adopt(module: nn.Linear, recipe: Recipe | str, name: str) -> None:
     """Give a module of class `Linear` its plan and the state of its weight."""
     module._name = name
     apply_recipe(module, recipe)
@@ -372,7 +372,8 @@ def place(module: Linear) -> None:
     module._boundary_ids = BoundaryIds(module._name)
 
 
-def apply_recipe(module: Linear, recipe: Recipe) -> None:
+def apply_recipe(module: Linear, recipe: Recipe | str) -> None:
+    recipe = as_recipe(recipe, module._name, Recipe)
     before, plan = module.__dict__.get("_plan"), build_plan(recipe, module._name, arch_of(module.weight.device))
     module._recipe, module._plan = recipe, replace(plan, alone=before is None or before.alone)
     if "_weight_state" in module.__dict__:

@@ -1,0 +1,119 @@
+"""Names in place of recipes, `skip="auto"`, progress bars, saved plans, what `doctor` advises, and what an import costs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp_quant as fq
+from dist_tests.laws import assert_same_bytes, values
+from fsdp_quant import recipes
+
+# Names #
+
+NAMES = {
+    "mxfp8": recipes.mxfp8(), "nvfp4": recipes.nvfp4(), "bf16": recipes.identity(), "mxfp6": recipes.mxfp6(),
+    "mxfp8/nvfp4": recipes.hybrid("mxfp8", "nvfp4"), "fp8_block / mxfp4": recipes.hybrid("fp8_block", "mxfp4"),
+}
+MX, NV = recipes.mxfp8(), recipes.nvfp4()
+
+
+def net(width: int = 32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+
+
+@pytest.mark.parametrize("name, recipe", NAMES.items())
+def test_a_name_is_the_recipe_that_it_names(name: str, recipe: fq.Recipe):
+    """If false, a text converts to other formats than the call that it stands for."""
+    assert fq.convert(net(), name)[0].recipe == recipe
+    m = fq.convert(net(), NV)
+    fq.set_recipe(m, name)
+    assert m[1].recipe == recipe
+    assert fq.Linear(16, 16, recipe=name).recipe == recipe
+    assert fq.GroupedLinear(2, 16, 16, packed=True, recipe=name).first.recipe == recipe
+    assert fq.GroupedLinear(2, 16, 16, recipe=name).first.recipe == recipe
+    assert fq.LayerNormLinear(16, 16, recipe=name).linear.recipe == recipe
+    assert fq.LayerNormMLP(16, 16, recipe=name).down_proj.recipe == recipe
+    assert recipes.per_layer(name, {"a": name}, first=(1, name)) == recipes.per_layer(recipe, {"a": recipe}, first=(1, recipe))
+    assert recipes.schedule(MX, (3, None, name)) == recipes.schedule(MX, (3, None, recipe))
+    assert fq.hooks.token_alignment(name, "x") == fq.hooks.token_alignment(recipe, "x")
+    with fq.quantized_model_init(name):
+        assert fq.Linear(16, 16).recipe == recipe
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_takes_a_name(compiled: bool):
+    """If false, fq.autocast("nvfp4") breaks, or breaks a graph."""
+    m, x = fq.convert(net(), MX), values(32, 32, seed=1)
+
+    def run(x: Tensor) -> Tensor:
+        with fq.autocast("nvfp4"):
+            return m(x)
+
+    got = torch.compile(run, fullgraph=True, backend="eager")(x) if compiled else run(x)
+    with fq.autocast(NV):
+        assert_same_bytes(got, m(x), "by name")
+
+
+@pytest.mark.parametrize("wrong, message", [
+    ("mxfp5", "unknown recipe 'mxfp5'; known recipes: bf16, .*mxfp4.*nvfp4, or forward/backward of the families .*fp8_block"),
+    ("mxfp8/mxfp5", "unknown format family 'mxfp5'; known families: .*mxfp8"),
+    ("mxfp8/nvfp4/x", "unknown recipe 'mxfp8/nvfp4/x'"),
+    (recipes.mxfp8, r"got the function fq.recipes.mxfp8, which makes a recipe; call it: fq.recipes.mxfp8\(\)"),
+    (None, "fq.convert wants a recipe, got None; pass fq.recipes.mxfp8"),
+    ({}, "fq.convert wants a recipe, got {}"),
+])
+def test_what_is_no_recipe_is_refused(wrong, message: str):
+    """If false, a misspelled name is a KeyError far away, or another recipe."""
+    with pytest.raises(ValueError, match=message):
+        fq.convert(net(), wrong)
+
+
+# Skip #
+
+class MoE(nn.Module):
+    def __init__(self, d: int):
+        super().__init__()
+        self.gate = nn.Linear(d, 128, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(d, d) for _ in range(2))
+
+
+class Net(nn.Module):
+    """Names as in language models: a block with attention that has a gate of its own, experts with a router, and heads."""
+
+    def __init__(self, d: int = 128, vocab: int = 384):
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(vocab, d), nn.Embedding(d, d)
+        block = nn.ModuleDict({"q": nn.Linear(d, d), "gate": nn.Linear(d, d), "output": nn.Linear(d, d), "small": nn.Linear(d, 8)})
+        self.layers = nn.ModuleList([block])
+        self.moe, self.router = nn.ModuleList([MoE(d)]), nn.Sequential(nn.Linear(d, d))
+        self.odd, self.up = nn.Linear(d, 136), nn.Linear(d, 2 * d)
+        self.vocabulary, self.tied, self.score = nn.Linear(d, vocab), nn.Linear(d, vocab, bias=False), nn.Linear(d, d)
+        self.tied.weight = self.embed.weight
+
+
+def test_auto_skips_what_gains_nothing_and_says_so():
+    """If false, a head, a router or a sliver is quantized unasked, or a layer that gains stays slow, or nobody knows which."""
+    m = Net()
+    with pytest.warns(UserWarning, match="skip='auto' leaves 7 layers in high precision") as told:
+        fq.convert(m, "mxfp8", skip=["auto", "*.q"])
+    skipped = {
+        "vocabulary": "output head", "score": "output head", "moe.0.gate": "router", "router.0": "router",
+        "tied": "tied", "layers.0.small": "too small, [8, 128]", "odd": "too small, [136, 128]",
+    }
+    converted = {n for n, x in m.named_modules() if isinstance(x, fq.Linear)}
+    assert converted == {"layers.0.gate", "layers.0.output", "moe.0.experts.0", "moe.0.experts.1", "up"}
+    (message,) = [str(w.message) for w in told]
+    for name, reason in skipped.items():
+        assert f"{name} ({reason})" in message, name
+    assert "skip='auto': router" in str(fq.plan(m))
+
+
+def test_auto_skips_an_attention_output_in_no_block():
+    """If false, only models with numbered blocks can be converted."""
+    m = nn.ModuleDict({"q": nn.Linear(128, 128), "output_proj": nn.Linear(128, 128)})
+    with pytest.warns(UserWarning, match="leaves 0 layers in high precision: none"):
+        fq.convert(m, "mxfp8", skip="auto")
+    assert {type(x) for x in m.values()} == {fq.Linear}
