@@ -7,6 +7,7 @@ from .formats import COLUMNWISE, FORMATS, ROWWISE, Direction, Format, format_of
 from .gemm import StaleWeightError, gemm
 from .inspection.plan import plan
 from .inspection.receipt import receipt, reset_receipt
+from .inspection.recorder import inspect
 from .modules.convert import convert, set_recipe
 from .modules.fuse import MLPPattern, NormPattern
 from .modules.graphed import graphed

@@ -117,3 +117,34 @@ def test_auto_skips_an_attention_output_in_no_block():
     with pytest.warns(UserWarning, match="leaves 0 layers in high precision: none"):
         fq.convert(m, "mxfp8", skip="auto")
     assert {type(x) for x in m.values()} == {fq.Linear}
+
+
+# Plans #
+
+def test_a_saved_plan_is_the_plan(tmp_path):
+    """If false, a file says other formats, domains or bytes than the model that wrote it."""
+    made = fq.plan(fq.convert(net(), "mxfp8/nvfp4"))
+    made.weight_bytes, made.weight_elements, made.other_bytes = {"0.weight": (10, 20)}, 7, (1, 2)
+    made.save(tmp_path / "plan.json")
+    loaded = fq.inspection.plan.load(tmp_path / "plan.json")
+    assert loaded == made and str(loaded) == str(made)
+    for text in ("{}", "[1]", "no json"):
+        (tmp_path / "plan.json").write_text(text)
+        with pytest.raises(ValueError, match="is no plan that fq.plan"):
+            fq.inspection.plan.load(tmp_path / "plan.json")
+
+
+def test_a_diff_of_plans_says_what_changed_and_where():
+    """If false, two runs are compared that run other formats."""
+    m = fq.convert(net(), "mxfp8")
+    old = fq.plan(m)
+    assert fq.inspection.plan.diff(old, fq.plan(m)) == []
+    fq.set_recipe(m, recipes.per_layer(MX, {"1": "mxfp8/nvfp4"}))
+    new = fq.plan(m)
+    new.weight_bytes, new.notes = {"0.weight": (10, 20)}, ["a note"]
+    told = fq.inspection.plan.diff(old, new)
+    assert told[0].startswith("dgrad: mxfp8 x mxfp8 reference (") and " -> nvfp4+SR x nvfp4 reference (" in told[0]
+    assert told[0].endswith("[1]") and told[1].startswith("wgrad: ") and len(told) == 4
+    assert told[2:] == ["gathers a step: 0 B forward + 0 B backward -> 10 B + 20 B", "now: a note"]
+    (gone,) = {line for line in fq.inspection.plan.diff(old, fq.inspection.plan.ModelPlan()) if line.startswith("fprop")}
+    assert gone.endswith("-> none  [2 x 0]")
