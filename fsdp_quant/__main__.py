@@ -1,4 +1,5 @@
-"""python -m fsdp_quant doctor | selftest | plan RECIPE: what this machine can do, whether it does so, what a recipe runs on it."""
+"""python -m fsdp_quant doctor | selftest | plan RECIPE | report RUN.jsonl: what this machine can do, whether it does so, what a
+recipe runs on it, what a run did."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from . import recipe as recipes
 from .formats import FORMATS
-from .inspection import selftest
+from .inspection import report, selftest
 from .modules.plan import PRODUCTS, build_plan
 from .ops import extension, native
 from .ops.capability import arch_of
@@ -80,12 +81,21 @@ def main(argv: list[str] | None = None) -> int:
     planner.add_argument("recipe", help=f"hybrid, or {', '.join(recipes.names())}")
     planner.add_argument("--forward", default="mxfp8")
     planner.add_argument("--backward", default="nvfp4")
+    reporter = commands.add_parser("report", help="what fq.inspect(path=) wrote, as one HTML file")
+    reporter.add_argument("runs", nargs="+", type=Path, metavar="RUN.jsonl")
+    reporter.add_argument("-o", "--out", type=Path, default=Path("report.html"))
     args = parser.parse_args(argv)
     try:
         if args.command == "selftest":
             return int(bool(selftest.run(_device(), args.report).failures))
-        doctor() if args.command == "doctor" else plan(args.recipe, args.forward, args.backward)
-    except ValueError as error:
+        if args.command == "report":
+            report.write(args.runs, args.out)
+            print(f"written to {args.out}")
+        elif args.command == "doctor":
+            doctor()
+        else:
+            plan(args.recipe, args.forward, args.backward)
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
