@@ -484,6 +484,8 @@ def begin_step(step: int | None = None, micro_batch: int = 0, seed: int | None =
     counted by hand amax histories roll in the first training forward of another step. A graph that torch.compile or a
     captured CUDA graph holds counts on the device. Schedules of a model that is compiled as a whole need this call.
     """
+    if step is not None and (not hasattr(step, "__index__") or step < 0):
+        raise ValueError(f"fq.begin_step: step is {step!r}; wanted the number of the optimizer step that begins, an int from 0")
     STEP.check_writable()
     STEP.counted_by_hand = STEP.counted_by_hand or step is not None
     STEP.seed = STEP.seed if seed is None else seed

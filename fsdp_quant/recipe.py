@@ -408,6 +408,9 @@ def _quantizer(fmt, pow2, scale_rounding, delayed, scale_rule, element=None) -> 
 
 def _named(name: str, forward: str, backward: str, options: dict, **arguments) -> Recipe:
     families = family_of(forward), family_of(backward)  # unknown names are refused here
+    known = [f.name for f in fields(Recipe)[3:]]
+    if unknown := options.keys() - set(known):
+        raise ValueError(f"{name} has no option {', '.join(sorted(unknown))}; options of all recipes: {', '.join(known)}")
     rule = arguments.get("scale_rule")
     if rule is not None and rule not in SCALE_RULES:
         raise ValueError(f"{name}: scale_rule must be one of {', '.join(SCALE_RULES)}, got {rule!r}")

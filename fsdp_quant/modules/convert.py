@@ -69,6 +69,8 @@ def convert(
     weight that is shared with a module that is not linear (naming both), a recipe that cannot be planned for a module,
     now or in a later step of its schedule, or a module that does not compute what its pattern says.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"fq.convert(model, recipe): the model is {model!r}; wanted a torch.nn.Module")
     recipe = as_recipe(recipe, "fq.convert")
     grouped = [grouped] if isinstance(grouped, str) else list(grouped)
     targets = _targets(model, [skip] if isinstance(skip, str) else list(skip), grouped)
@@ -83,8 +85,12 @@ def convert(
             "fq.set_recipe(model, schedule)"
         )
     for name, weight in read.items():
+        _check_shape(name, targets[name], weight)
         if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"{name}.weight is {weight.dtype}; fq.convert takes fp32, bf16 and fp16 weights")
+            raise ValueError(
+                f"{name}.weight is {weight.dtype}; fq.convert takes fp32, bf16 and fp16 weights: cast the model (model.float()), "
+                "or name the layer in skip="
+            )
     names = {n: [f"{n}.{e}" for e in range(len(w))] if w.dim() == 3 else [n] for n, w in read.items()}
     recipes = _planned(recipe, {n: [(name, read[n].device) for name in of] for n, of in names.items()}, steps_of(model).number)
     weights = set(map(id, read.values()))
@@ -272,8 +278,33 @@ def _targets(model: nn.Module, skip: list[str], grouped: list[str]) -> dict[str,
     skipped |= {n for n in inside if n.rpartition(".")[0] in skipped}
     targets = {n: m for n, m in model.named_modules() if n in chosen or (n in found and n not in skipped)}
     if not targets:
-        raise ValueError(f"{type(model).__name__} has no nn.Linear to convert ({len(skipped)} skipped)")
+        raise ValueError(_nothing_to_convert(model, len(skipped), len(linears.keys() - found - skipped)))
     return targets
+
+
+def _nothing_to_convert(model: nn.Module, skipped: int, tied: int) -> str:
+    kinds = dict.fromkeys(type(m).__name__ for m in model.modules() if m._parameters)
+    said = f"{type(model).__name__} has no nn.Linear to convert ({skipped} skipped, {tied} tied to an embedding)"
+    if before := converted_units(model):
+        return f"{said}: {_some(before)} were converted before; change their recipe with fq.set_recipe(model, recipe)"
+    return (
+        f"{said}; its parameters are in {_some(kinds) or 'no module'}, and fq.convert takes nn.Linear, nn.MultiheadAttention, "
+        "transformers' Conv1D and packed experts (docstring of fq.convert)"
+    )
+
+
+def _check_shape(name: str, module: nn.Module, weight: nn.Parameter) -> None:
+    """Raise ValueError for an nn.Linear whose parameters are not [out, in] and [out]: it was given others."""
+    if not isinstance(module, nn.Linear):
+        return
+    bias = module.bias
+    if weight.dim() != 2 or weight.shape[1] != module.in_features:
+        raise ValueError(
+            f"{name}.weight is {list(weight.shape)}; an nn.Linear of {module.in_features} input features multiplies "
+            f"[out, {module.in_features}]. Experts [E, out, in] are a module of their own, named in grouped="
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{name}.bias is {list(bias.shape)}; the weight {list(weight.shape)} wants [{weight.shape[0]}]")
 
 
 def _skipped(model: nn.Module, patterns: list[str], among: dict[str, nn.Module]) -> set[str]:
@@ -303,7 +334,7 @@ def _matched_packed(patterns: list[str], among: dict[str, nn.Module]) -> set[str
     for pattern in patterns:
         names = {n for n in among if matches(pattern, n)}
         if not names:
-            raise ValueError(f"grouped={pattern!r} matches no 3-D weight; the model has {_some(among)}")
+            raise ValueError(f"grouped={pattern!r} matches no 3-D weight; the model has {_some(among) or 'none'}")
         found |= names
     return found
 

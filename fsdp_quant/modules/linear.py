@@ -17,6 +17,7 @@ from ..context import STEP, Autocast, current_autocast, new_weight_state, note_f
 from ..counters import counters
 from ..ops.capability import DOMAINS, arch_of
 from ..ops.rng import own_name
+from ..quantizer import FLOATING
 from ..recipe import Recipe, as_recipe, identity
 from ..tensor import torch_compat
 from ..scaling import AmaxHistory
@@ -76,6 +77,8 @@ class Linear(HasWeight, nn.Linear):
         self, in_features: int, out_features: int, bias: bool = True, device=None, dtype=None,
         *, recipe: Recipe | str | None = None, name: str | None = None,
     ):
+        if not isinstance(bias, bool):
+            raise ValueError(f"fq.Linear: bias is {bias!r}; wanted True or False, and a recipe by its name: recipe={bias!r}")
         super().__init__(in_features, out_features, bias, device, dtype)
         adopt(self, recipe or quantized_init_recipe() or identity(), own_name(name, "linear"))
 
@@ -180,14 +183,19 @@ class Linear(HasWeight, nn.Linear):
         weight:  that is multiplied; default: the module's.
         """
         device, weight = x.device, self.weight if weight is None else weight
-        if not x.dtype.is_floating_point:
-            raise ValueError(f"{self._name}: input is {x.dtype}; a linear layer multiplies floating tensors")
+        if x.dtype not in FLOATING:
+            raise ValueError(f"{self._name}: input is {x.dtype}; a linear layer multiplies bf16, fp16 and fp32: cast it first")
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"{self._name}: input is {list(x.shape)}, its last dim must be {self.in_features}")
         if isinstance(weight, DTensor):
             raise NotImplementedError(
                 f"{self._name}: the weight is a DTensor {weight.placements} that FSDP2 did not gather; tensor-parallel "
                 "weights are not supported here: use fully_shard, or leave the module out of fq.convert"
+            )
+        if weight.device != device:
+            raise ValueError(
+                f"{self._name}: input is on {device} and the weight on {weight.device}; move one of them (a model made on meta: "
+                "model.to_empty(device=...), then initialize or load it)"
             )
         return x.to(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else x
 

@@ -154,6 +154,11 @@ class _ParallelLinear(Linear):
         device=None, dtype=None, *, recipe: Recipe | str | None = None, name: str | None = None,
     ):
         name = own_name(name, "linear")
+        if not isinstance(group, dist.ProcessGroup):
+            raise ValueError(
+                f"{name}: group is {group!r}; wanted the process group of tensor parallelism: call "
+                "torch.distributed.init_process_group, and pass mesh.get_group()"
+            )
         cut, ranks = ("out_features", out_features) if self._column else ("in_features", in_features), group.size()
         if cut[1] % ranks:
             raise ValueError(
