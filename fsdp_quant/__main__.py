@@ -14,6 +14,7 @@ import torch.distributed as dist
 from . import recipe as recipes
 from .formats import FORMATS
 from .inspection import report, selftest
+from .inspection.remedies import Machine, remedies
 from .modules.plan import PRODUCTS, build_plan
 from .ops import extension, native
 from .ops.capability import arch_of
@@ -24,7 +25,7 @@ def _device() -> torch.device:
 
 
 def doctor() -> None:
-    """Versions, GPUs, collectives, and which operation runs compiled for which format, a line each."""
+    """Versions, GPUs, collectives, and which operation runs compiled for which format, a line each; then what to do."""
     device, status = _device(), extension.STATUS
     cuda = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     gpus, built = Counter(f"{torch.cuda.get_device_name(d)} ({arch_of(d)})" for d in cuda), status.build
@@ -41,6 +42,7 @@ def doctor() -> None:
     for name, fact in facts.items():
         print(f"{name:14}{fact}")
     _print_operations({fmt.name: native.supported(fmt, device) for fmt in FORMATS.values()}, device)
+    print("\n" + "\n".join([f"to do: {line}" for line in remedies(Machine.this())] or ["nothing is off"]))
 
 
 def _print_operations(reasons: dict[str, dict[str, str | None]], device: torch.device) -> None:

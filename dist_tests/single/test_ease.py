@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +15,11 @@ from torch import Tensor, nn
 import fsdp_quant as fq
 from dist_tests.laws import assert_same_bytes, values
 from fsdp_quant import recipes
+from fsdp_quant.__main__ import main
+from fsdp_quant.inspection.remedies import Machine, remedies
+from fsdp_quant.ops import extension
+
+ROOT = Path(fq.__file__).parent.parent
 
 # Names #
 
@@ -148,3 +159,89 @@ def test_a_diff_of_plans_says_what_changed_and_where():
     assert told[2:] == ["gathers a step: 0 B forward + 0 B backward -> 10 B + 20 B", "now: a note"]
     (gone,) = {line for line in fq.inspection.plan.diff(old, fq.inspection.plan.ModelPlan()) if line.startswith("fprop")}
     assert gone.endswith("-> none  [2 x 0]")
+
+
+# The doctor #
+
+H100, H200, A100 = (("NVIDIA " + name, capability, None) for name, capability in (("H100", (9, 0)), ("H200", (9, 0)), ("A100", (8, 0))))
+WELL = Machine("13.0", True, (H100, H100), None, True)
+
+
+@pytest.mark.parametrize("changes, says", [
+    ({}, []),
+    ({"gpus": (), "cuda": None, "has_driver": False}, ["there is no GPU: the PyTorch reference"]),
+    ({"gpus": (), "cuda": None}, ["torch is a CPU build: install a CUDA build"]),
+    ({"gpus": ()}, ["sees no GPU: see whether nvidia-smi"]),
+    ({"gpus": (), "environ": {"CUDA_VISIBLE_DEVICES": ""}}, ["CUDA_VISIBLE_DEVICES hides all GPUs: unset it"]),
+    ({"operators": extension.TURNED_OFF}, ["turned off: unset FSDP_QUANT_NATIVE"]),
+    ({"operators": "not built; with a CUDA build of torch and nvcc: build"}, ["operators are off: not built; with a CUDA build"]),
+    ({"gpus": (("B200", (10, 0), "the library was built without sm_100: rebuild"),)},
+     ["B200: the library was built without sm_100: rebuild", "were not run there: run python -m fsdp_quant selftest"]),
+    ({"gpus": (A100, A100)}, ["A100 has no fp8 tensor cores: .* use an H100"]),
+    ({"gpus": (A100, H100)}, ["no fp8 tensor cores", "of different kinds.*CUDA_VISIBLE_DEVICES"]),
+    ({"has_nccl": False}, ["without NCCL.*: install a release"]),
+    ({"has_nccl": False, "gpus": (H200,)}, []),
+    ({"environ": {"FSDP_QUANT_CHECK": "1", "FSDP_QUANT_BACKWARD_OVERRIDE": "dequantized"}},
+     ["FSDP_QUANT_CHECK compares codes.*unset it", "FSDP_QUANT_BACKWARD_OVERRIDE=dequantized is the backward.*unset it"]),
+])
+def test_the_doctor_says_what_to_do(changes: dict, says: list[str]):
+    """If false, a machine that could be fast is left slow, or a well one is called ill."""
+    told = remedies(replace(WELL, **changes))
+    assert len(told) == len(says), told
+    for line, pattern in zip(told, says):
+        assert re.search(pattern, line) and "\n" not in line, line
+
+
+def test_the_doctor_reads_this_machine(capsys: pytest.CaptureFixture):
+    """If false, the command prints facts and no advice."""
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    told = remedies(Machine.this())
+    assert printed[-max(len(told), 1):] == ([f"to do: {line}" for line in told] or ["nothing is off"])
+
+
+# What an import costs #
+
+_IMPORT = """
+import sys, time, torch
+before, began = set(sys.modules), time.perf_counter()
+import fsdp_quant
+seconds = time.perf_counter() - began
+print(seconds, *{name for name in set(sys.modules) - before})
+"""
+
+
+def in_another_process(code: str) -> list[str]:
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    return made.stdout.split()
+
+
+def test_the_import_is_cheap():
+    """If false, every script and worker of a data loader waits a second for what it does not use. It takes .05 s; the bound is
+    for busy machines."""
+    seconds, names = [], set()
+    for _ in range(2):
+        taken, *names = in_another_process(_IMPORT)
+        seconds.append(float(taken))
+    heavy = {"torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.export", "sympy", "transformers", "numpy.ma", "peft"}
+    assert not heavy & set(names), heavy & set(names)
+    assert min(seconds) < 0.4
+
+
+@pytest.mark.parametrize("code", [
+    "import fsdp_quant as fq; print(fq.convert.__name__, fq.hooks.__name__, fq.gemm.__name__, fq.plan.__name__)",
+    "from fsdp_quant.modules.linear import Linear\n"
+    "import fsdp_quant as fq; print(fq.convert.__name__, fq.hooks.__name__, fq.gemm.__name__, fq.plan.__name__)",
+    "from fsdp_quant import *; print(convert.__name__, hooks.__name__, gemm.__name__, plan.__name__)",
+    "from fsdp_quant import convert, hooks, gemm, plan; print(convert.__name__, hooks.__name__, gemm.__name__, plan.__name__)",
+])
+def test_public_names_are_there_however_they_are_asked_for(code: str):
+    """If false, a name depends on what was imported before: fsdp_quant.gemm is a function, and a module too."""
+    assert in_another_process(code) == ["convert", "fsdp_quant.hooks", "gemm", "plan"]
+
+
+def test_names_that_are_not_there_raise():
+    """If false, a misspelled name is None, or imports for ever."""
+    with pytest.raises(AttributeError, match="module 'fsdp_quant' has no attribute 'convrt'"):
+        fq.convrt
+    assert {"convert", "Linear", "inspect", "recipes", "__version__"} <= set(dir(fq))
