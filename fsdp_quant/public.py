@@ -13,6 +13,7 @@ import fsdp_quant.recipe as recipes
 from .context import autocast, begin_step, quantized_model_init, skip_step, sync, token_offset
 from .formats import COLUMNWISE, FORMATS, ROWWISE, Direction, Format, format_of
 from .gemm import StaleWeightError, gemm
+from .inspection.advise import advise
 from .inspection.plan import plan
 from .inspection.receipt import receipt, reset_receipt
 from .inspection.recorder import inspect

@@ -17,6 +17,7 @@ from dist_tests.laws import assert_same_bytes, values
 from fsdp_quant import recipes
 from fsdp_quant.__main__ import main
 from fsdp_quant.inspection.remedies import Machine, remedies
+from fsdp_quant.modules import progress
 from fsdp_quant.ops import extension
 
 ROOT = Path(fq.__file__).parent.parent
@@ -245,3 +246,53 @@ def test_names_that_are_not_there_raise():
     with pytest.raises(AttributeError, match="module 'fsdp_quant' has no attribute 'convrt'"):
         fq.convrt
     assert {"convert", "Linear", "inspect", "recipes", "__version__"} <= set(dir(fq))
+
+
+# Progress #
+
+class Bar:
+    made: list[Bar] = []
+
+    def __init__(self, **options):
+        self.updates, self.running = [], False
+        Bar.made.append(self)
+
+    def add_task(self, what: str, total: int) -> int:
+        self.what, self.total = what, total
+        return 0
+
+    def start(self) -> None:
+        self.running = True
+
+    def stop(self) -> None:
+        self.running = False
+
+    def update(self, task: int, completed: int) -> None:
+        self.updates.append(completed)
+
+
+@pytest.mark.parametrize("terminal, seconds, has_rich, shows", [
+    (True, 6.0, True, True), (True, 0.1, True, False), (False, 6.0, True, False), (True, 6.0, False, False),
+])
+def test_long_loops_show_a_bar_where_somebody_sees_it(monkeypatch, terminal: bool, seconds: float, has_rich: bool, shows: bool):
+    """If false, a conversion of minutes says nothing, or a log fills with bars."""
+    clock = iter(seconds * i for i in range(100))
+    Bar.made.clear()
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr(progress, "Progress", Bar if has_rich else None)
+    assert list(progress.progress(["a", "b", "c"], "it")) == ["a", "b", "c"]
+    assert bool(Bar.made) == shows
+    for bar in Bar.made:
+        assert (bar.what, bar.total, bar.updates, bar.running) == ("it", 3, [0, 1, 2], False)
+
+
+def test_a_bar_ends_where_the_loop_raises(monkeypatch):
+    """If false, an error message is overwritten by a bar."""
+    monkeypatch.setattr(progress, "PATIENCE", -1.0)
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(progress, "Progress", Bar)
+    Bar.made.clear()
+    with pytest.raises(ValueError, match="0: fprop multiplies"):
+        fq.convert(net(), recipes.mxfp8(require_native=True))
+    assert len(Bar.made) == 1 and not Bar.made[0].running

@@ -27,6 +27,7 @@ from .linear import Linear, adopt, apply_recipe
 from .multihead_attention import MultiheadAttention, is_attention
 from .packed_experts import are_sharded, parts_of, products_of, take_over
 from .plan import build_plan
+from .progress import progress
 from .skip import AUTO, auto_skips
 from .steps import converted_modules, count_steps  # noqa: F401  (the former for who asks here)
 from .transposed_linear import TransposedLinear, adopt_transposed, is_transposed
@@ -95,7 +96,7 @@ def convert(
     recipes = _planned(recipe, {n: [(name, read[n].device) for name in of] for n, of in names.items()}, steps_of(model).number)
     weights = set(map(id, read.values()))
     _agree(recipe, [m for m in all_managed_params() if id(m.registered) in weights])
-    for name, module in targets.items():
+    for name, module in progress(targets.items(), "fq.convert"):
         if read[name].dim() == 3:
             if not isinstance(module, GroupedLinear):
                 module.__class__ = _converted_class(type(module), GroupedLinear)
@@ -202,7 +203,7 @@ def _planned(recipe, units: dict[str, list[tuple[str, torch.device]]], step: int
     """The recipe of each layer in this step. Every phase is planned for every (module, device) of it: errors are of now."""
     names = list(units)
     for phase in recipe.phases:
-        for name, its in zip(names, phase.for_layers(names)):
+        for name, its in progress(list(zip(names, phase.for_layers(names))), "planning"):
             for module, device in units[name]:
                 build_plan(its, module, arch_of(device))
     return dict(zip(names, recipe.at(step).for_layers(names)))
