@@ -1,28 +1,30 @@
-"""Low-precision training for stock PyTorch FSDP2, one format a direction. See README.md."""
+"""Low-precision training for stock PyTorch FSDP2, one format a direction. See README.md.
 
-from . import checkpoint, hooks, memory, optim, parallel
-from . import recipe as recipes
-from .context import autocast, begin_step, quantized_model_init, skip_step, sync, token_offset
-from .formats import COLUMNWISE, FORMATS, ROWWISE, Direction, Format, format_of
-from .gemm import StaleWeightError, gemm
-from .inspection.plan import plan
-from .inspection.receipt import receipt, reset_receipt
-from .modules.convert import convert, set_recipe
-from .modules.fuse import MLPPattern, NormPattern
-from .modules.graphed import graphed
-from .modules.grouped_linear import GroupedLinear
-from .modules.hold import freeze, hold
-from .modules.layernorm_linear import LayerNormLinear
-from .modules.layernorm_mlp import LayerNormMLP
-from .modules.linear import Linear
-from .modules.norm import Norm
-from .modules.quantize import Quantize
-from .modules.training_state import load_state_dict, share_amaxes, state_dict
-from .quantizer import HybridQuantizer, Quantizer
-from .recipe import Recipe, Role
-from .recipe import custom as CustomRecipe
-from .scaling import DelayedScaling
-from .storage import Storage
-from .tensor.quantized_tensor import QuantizedTensor
+`import fsdp_quant` imports the operators. The rest needs torch.distributed.tensor and torch._dynamo, which take a second: it is
+imported at the first use of a public name (`fsdp_quant/public.py`).
+"""
+
+from typing import TYPE_CHECKING
+
+from .gemm import StaleWeightError, gemm  # a submodule has the name of the function: it is bound before others import it
+
+if TYPE_CHECKING:
+    from .public import *  # noqa: F403
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    if not name.startswith("__") or name == "__all__":
+        from .public import NAMES
+
+        globals().update(NAMES, __all__=list(NAMES))
+        if name in globals():
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    from .public import NAMES
+
+    return sorted({*globals(), *NAMES})

@@ -1,8 +1,10 @@
-"""python -m fsdp_quant doctor | selftest | plan RECIPE: what this machine can do, whether it does so, what a recipe runs on it."""
+"""python -m fsdp_quant doctor | selftest | plan RECIPE | report RUN.jsonl | advise FILE.py: what this machine can do, whether it
+does so, what a recipe runs on it, what a run did, which formats its layers bear."""
 
 from __future__ import annotations
 
 import argparse
+import runpy
 import sys
 from collections import Counter
 from pathlib import Path
@@ -12,7 +14,8 @@ import torch.distributed as dist
 
 from . import recipe as recipes
 from .formats import FORMATS
-from .inspection import selftest
+from .inspection import advise, report, selftest
+from .inspection.remedies import Machine, remedies
 from .modules.plan import PRODUCTS, build_plan
 from .ops import extension, native
 from .ops.capability import arch_of
@@ -23,7 +26,7 @@ def _device() -> torch.device:
 
 
 def doctor() -> None:
-    """Versions, GPUs, collectives, and which operation runs compiled for which format, a line each."""
+    """Versions, GPUs, collectives, and which operation runs compiled for which format, a line each; then what to do."""
     device, status = _device(), extension.STATUS
     cuda = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     gpus, built = Counter(f"{torch.cuda.get_device_name(d)} ({arch_of(d)})" for d in cuda), status.build
@@ -40,6 +43,7 @@ def doctor() -> None:
     for name, fact in facts.items():
         print(f"{name:14}{fact}")
     _print_operations({fmt.name: native.supported(fmt, device) for fmt in FORMATS.values()}, device)
+    print("\n" + "\n".join([f"to do: {line}" for line in remedies(Machine.this())] or ["nothing is off"]))
 
 
 def _print_operations(reasons: dict[str, dict[str, str | None]], device: torch.device) -> None:
@@ -70,6 +74,19 @@ def plan(name: str, forward: str | None, backward: str | None) -> None:
         print(f"{product.name:6} {slot_a}.{side_a.value} ({a}) x {slot_b}.{side_b.value} ({b}): {domain} ({reason})")
 
 
+def _set_up(place: str) -> tuple:
+    """What FILE.py:FUNCTION returns. Raises ValueError for a function that is not there, or returns something else."""
+    path, _, name = place.partition(":")
+    name = name or "setup"
+    made = runpy.run_path(path).get(name)
+    if not callable(made):
+        raise ValueError(f"{path} has no function {name!r}; write one that returns (model, batches) or (model, batches, loss)")
+    made = made()
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise ValueError(f"{place} returned {type(made).__name__}; wanted (model, batches) or (model, batches, loss)")
+    return made
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fsdp_quant", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -80,12 +97,31 @@ def main(argv: list[str] | None = None) -> int:
     planner.add_argument("recipe", help=f"hybrid, or {', '.join(recipes.names())}")
     planner.add_argument("--forward", default="mxfp8")
     planner.add_argument("--backward", default="nvfp4")
+    reporter = commands.add_parser("report", help="what fq.inspect(path=) wrote, as one HTML file")
+    reporter.add_argument("runs", nargs="+", type=Path, metavar="RUN.jsonl")
+    reporter.add_argument("-o", "--out", type=Path, default=Path("report.html"))
+    adviser = commands.add_parser("advise", help="the cheapest formats of each layer within a budget of the loss")
+    adviser.add_argument("setup", metavar="FILE.py[:FUNCTION]", help="returns (model, batches) or (model, batches, loss)")
+    adviser.add_argument("--budget", type=float, default=0.01, help="of the loss, in its units")
+    adviser.add_argument("--gradient-error", type=float, default=0.3, help="relative, of the gradient")
+    adviser.add_argument("--candidates", default=",".join(advise.CANDIDATES), help="families of formats")
+    adviser.add_argument("--skip", action="append", default=[], help="as of fq.convert; may be repeated")
     args = parser.parse_args(argv)
     try:
         if args.command == "selftest":
             return int(bool(selftest.run(_device(), args.report).failures))
-        doctor() if args.command == "doctor" else plan(args.recipe, args.forward, args.backward)
-    except ValueError as error:
+        if args.command == "report":
+            report.write(args.runs, args.out)
+            print(f"written to {args.out}")
+        elif args.command == "doctor":
+            doctor()
+        elif args.command == "advise":
+            model, batches, *loss = _set_up(args.setup)
+            candidates = args.candidates.split(",")
+            advise.advise(model, batches, args.budget, candidates, *(loss or [None]), args.gradient_error, args.skip)
+        else:
+            plan(args.recipe, args.forward, args.backward)
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

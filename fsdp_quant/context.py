@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .recipe import Recipe, identity
+from .recipe import Recipe, as_recipe, identity
 from .ops.reference import PROBED_STEPS
 from .scaling import AmaxHistory
 from .tensor import torch_compat
@@ -484,6 +484,8 @@ def begin_step(step: int | None = None, micro_batch: int = 0, seed: int | None =
     counted by hand amax histories roll in the first training forward of another step. A graph that torch.compile or a
     captured CUDA graph holds counts on the device. Schedules of a model that is compiled as a whole need this call.
     """
+    if step is not None and (not hasattr(step, "__index__") or step < 0):
+        raise ValueError(f"fq.begin_step: step is {step!r}; wanted the number of the optimizer step that begins, an int from 0")
     STEP.check_writable()
     STEP.counted_by_hand = STEP.counted_by_hand or step is not None
     STEP.seed = STEP.seed if seed is None else seed
@@ -570,7 +572,7 @@ def sync(model: nn.Module) -> None:
 
 # Quantized parameters #
 
-def quantized_model_init(recipe: Recipe) -> contextlib.AbstractContextManager[None]:
+def quantized_model_init(recipe: Recipe | str) -> contextlib.AbstractContextManager[None]:
     """Weights of `fq.Linear` modules made or converted inside are `QuantizedTensor` parameters: codes of both directions.
 
     recipe:  of an `fq.Linear` that is given none; `fq.convert` brings its own.
@@ -579,7 +581,7 @@ def quantized_model_init(recipe: Recipe) -> contextlib.AbstractContextManager[No
     refused at their step. Make the optimizer after `fully_shard` and initialization. A state dict holds the values of the
     master, by the names of `nn.Linear`. Of the thread that enters it.
     """
-    return _inside(quantized_init=recipe)
+    return _inside(quantized_init=as_recipe(recipe, "fq.quantized_model_init", Recipe))
 
 
 def quantized_init_recipe() -> Recipe | None:
@@ -599,15 +601,15 @@ _HIGH_PRECISION = identity(backward_override=None)  # made here: a recipe is no 
 
 
 @contextlib.contextmanager
-def autocast(recipe: Recipe | None = None, enabled: bool = True) -> Iterator[None]:
+def autocast(recipe: Recipe | str | None = None, enabled: bool = True) -> Iterator[None]:
     """Override the recipe of the modules inside; enabled=False multiplies in high precision.
 
     Of the thread that enters it, as torch.autocast. For weights that FSDP2 does not manage. Under `fully_shard` gathers are
     prefetched outside any context, so a change of a weight's format goes through `set_recipe`, and a module whose weight would
     change raises ValueError.
     """
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise ValueError(f"fq.autocast takes one recipe for all modules inside, got {recipe!r}; use fq.set_recipe")
+    if recipe is not None:
+        recipe = as_recipe(recipe, "fq.autocast", Recipe)
     checkpoint = None if torch.compiler.is_compiling() else torch_compat.checkpoint_hook()
     override = Autocast(recipe if enabled else _HIGH_PRECISION, checkpoint)
     with _inside(autocast=override):

@@ -199,6 +199,11 @@ class Format:
         return self.scale == "fp32"
 
     @property
+    def overflow(self) -> float:
+        """Magnitude, over its scale, from which a value would round to a number above the largest element, had it one."""
+        return self.element.max + 2.0 ** (math.floor(math.log2(self.element.max)) - self.element.mantissa - 1)
+
+    @property
     def scale_dtype(self) -> torch.dtype:
         return SCALE_DTYPE[self.scale]
 

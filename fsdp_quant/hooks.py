@@ -39,7 +39,7 @@ from .parallel.cast_plan import CastPlan
 from .parallel.master_weights import cast_master_weights
 from .parallel.published_weight import BOTH, Channel, PublishedWeight, SyncItem, bits_of
 from .parallel.shard_map import ALIGNMENT, Segments, ShardMap
-from .recipe import Recipe, Role
+from .recipe import Recipe, Role, as_recipe
 from .scaling import AmaxHistory
 from .tensor import torch_compat
 from .tensor.quantized_weight import QuantizedWeight
@@ -79,12 +79,13 @@ def describe(param: Tensor) -> WeightFacts:
     return WeightFacts(True, tuple(weight.shape), formats, bits)
 
 
-def token_alignment(recipe: Recipe, role: Role | str) -> int:
+def token_alignment(recipe: Recipe | str, role: Role | str) -> int:
     """Tokens of which a group (an expert's, a sequence shard's) must be a multiple, so that no block of an activation or
     a gradient crosses into the next group: the least common multiple over both tensors and directions.
 
     role:  of any tensor of the module, or the module's name.
     """
+    recipe = as_recipe(recipe, "token_alignment", Recipe)
     kind, name = (role.module_type, role.name) if isinstance(role, Role) else ("linear", role)
     sizes = [1]
     for tensor_type in ("input", "grad_output"):

@@ -32,7 +32,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from .formats import IDENTITY, SCALE_RULES, canonical_text, family_of, format_of
+from .formats import FAMILIES, IDENTITY, SCALE_RULES, canonical_text, family_of, format_of
 from .quantizer import HybridQuantizer, Quantizer, hybrid_of
 from .scaling import DelayedScaling
 
@@ -264,14 +264,16 @@ class PerLayer:
 
 
 def per_layer(
-    default: Recipe, named: Mapping[str, Recipe] | None = None, first: tuple[int, Recipe] | None = None,
-    last: tuple[int, Recipe] | None = None,
+    default: Recipe | str, named: Mapping[str, Recipe | str] | None = None, first: tuple[int, Recipe | str] | None = None,
+    last: tuple[int, Recipe | str] | None = None,
 ) -> PerLayer:
     """`default`, but others by name pattern (as `fq.convert(skip=)` takes them), for the first and the last layers.
 
     Layers are counted in the order of `named_modules`, a `GroupedLinear` as one.
     """
-    return PerLayer(default, tuple((named or {}).items()), first, last)
+    ends = [None if rule is None else (rule[0], as_recipe(rule[1], "per_layer", Recipe)) for rule in (first, last)]
+    rules = tuple((pattern, as_recipe(recipe, f"per_layer({pattern!r})", Recipe)) for pattern, recipe in (named or {}).items())
+    return PerLayer(as_recipe(default, "per_layer(default)", Recipe), rules, *ends)
 
 
 @dataclass(frozen=True)
@@ -315,7 +317,7 @@ class Schedule:
         return f"schedule({self.base}, {', '.join(f'({a}, {b}, {r})' for a, b, r in self.switches)})"
 
 
-def schedule(base: Recipe | PerLayer, *switches: tuple, total_steps: int | None = None) -> Schedule:
+def schedule(base: Recipe | PerLayer | str, *switches: tuple, total_steps: int | None = None) -> Schedule:
     """`base`, but other recipes in ranges of steps: (first, behind the last or None for the end, recipe).
 
     first, behind the last:  steps (int), or fractions of `total_steps` (float; 1.0 is the end, and stays).
@@ -333,15 +335,40 @@ def schedule(base: Recipe | PerLayer, *switches: tuple, total_steps: int | None 
             raise ValueError(f"schedule: {at} is a fraction of the steps; give total_steps=, and fractions from 0.0 to 1.0")
         return math.ceil(at * total_steps - 1e-9)
 
-    made = [(step_of(start), step_of(stop), recipe) for start, stop, recipe in switches]
+    kinds = Recipe, PerLayer
+    made = [(step_of(start), step_of(stop), as_recipe(recipe, "schedule", *kinds)) for start, stop, recipe in switches]
     if any(start is None for start, *_ in made):
         raise ValueError("schedule: a range needs a first step; the end has none")
-    return Schedule(base, tuple(sorted(made, key=lambda s: s[0])))
+    return Schedule(as_recipe(base, "schedule", *kinds), tuple(sorted(made, key=lambda s: s[0])))
 
 
 def _check_recipe(what: str, value, *others: type) -> None:
     if not isinstance(value, (Recipe, *others)):
         raise ValueError(f"{what} wants a recipe (fq.recipes.*), got {value!r}")
+
+
+def as_recipe(value, what: str = "recipe", *kinds: type) -> Recipe | PerLayer | Schedule:
+    """A recipe that is given, or that a text names (`by_name`).
+
+    what:   who asks, for errors.
+    kinds:  classes that it takes (default: `Recipe`, `PerLayer` and `Schedule`).
+
+    Raises ValueError for unknown names and for everything else.
+    """
+    kinds = kinds or (Recipe, PerLayer, Schedule)
+    if isinstance(value, str):
+        return _by_text(value)
+    if isinstance(value, kinds):
+        return value
+    if any(value is made for made in _RECIPE_FUNCTIONS):
+        name = value.__name__
+        raise ValueError(f"{what}: got the function fq.recipes.{name}, which makes a recipe; call it: fq.recipes.{name}()")
+    if isinstance(value, (PerLayer, Schedule)):
+        raise ValueError(f"{what} wants {' or '.join(k.__name__ for k in kinds)}, got {value!r}; give fq.convert that one")
+    raise ValueError(
+        f"{what} wants a recipe, got {value!r}; pass fq.recipes.mxfp8() or the like, a fq.CustomRecipe, or a name such as "
+        "'mxfp8' or 'mxfp8/nvfp4'"
+    )
 
 
 # Named recipes #
@@ -382,6 +409,9 @@ def _quantizer(fmt, pow2, scale_rounding, delayed, scale_rule, element=None) -> 
 
 def _named(name: str, forward: str, backward: str, options: dict, **arguments) -> Recipe:
     families = family_of(forward), family_of(backward)  # unknown names are refused here
+    known = [f.name for f in fields(Recipe)[3:]]
+    if unknown := options.keys() - set(known):
+        raise ValueError(f"{name} has no option {', '.join(sorted(unknown))}; options of all recipes: {', '.join(known)}")
     rule = arguments.get("scale_rule")
     if rule is not None and rule not in SCALE_RULES:
         raise ValueError(f"{name}: scale_rule must be one of {', '.join(SCALE_RULES)}, got {rule!r}")
@@ -467,15 +497,30 @@ NAMED = ("identity", "fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "mxfp
 _BY_NAME = {
     f.__name__: f for f in (identity, fp8_current, fp8_delayed, fp8_row, fp8_block, mxfp8, nvfp4)
 } | {"bf16": identity}
+_ENCODED_BY_THE_REFERENCE = {f.__name__: f for f in (mxfp6, mxfp4)}
+_RECIPE_FUNCTIONS = (*_BY_NAME.values(), *_ENCODED_BY_THE_REFERENCE.values(), hybrid)
 
 
 def names() -> list[str]:
-    """Names that `by_name` takes."""
+    """Names that `by_name` takes, of recipes whose formats kernels encode."""
     return sorted(_BY_NAME)
 
 
 def by_name(name: str, **options) -> Recipe:
-    """The named recipe, for command lines. Raises ValueError with the list of known names."""
-    if name not in _BY_NAME:
-        raise ValueError(f"unknown recipe {name!r}; known recipes: {', '.join(names())}")
-    return _BY_NAME[name](**options)
+    """The recipe that a text names: "mxfp8", or rowwise and columnwise families, "mxfp8/nvfp4" (`hybrid`).
+
+    Raises ValueError with the list of known names.
+    """
+    made = _BY_NAME.get(name) or _ENCODED_BY_THE_REFERENCE.get(name)
+    if made is not None:
+        return made(**options)
+    sides = [side.strip() for side in name.split("/")]
+    if len(sides) == 2:
+        return hybrid(*sides, **options)
+    known = ", ".join(sorted([*_BY_NAME, *_ENCODED_BY_THE_REFERENCE]))
+    raise ValueError(
+        f"unknown recipe {name!r}; known recipes: {known}, or forward/backward of the families {', '.join(FAMILIES)}"
+    )
+
+
+_by_text = torch.compiler.assume_constant_result(by_name)  # a recipe is no object yet while a graph is traced

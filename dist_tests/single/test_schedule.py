@@ -83,14 +83,14 @@ def test_rules_that_take_nothing_or_too_much_are_refused():
             fq.convert(m, rules)
         assert named(m) == {}
     for call, message in (
-        (lambda: recipes.per_layer(MX, {"up": "nvfp4"}), "wants a recipe"),
+        (lambda: recipes.per_layer(MX, {"up": 4}), r"per_layer\('up'\) wants a recipe, got 4"),
         (lambda: recipes.per_layer(MX, first=(0, NV)), "positive, got 0"),
         (lambda: recipes.per_layer(MX, {"up": recipes.nvfp4(tail=0.5)}), "tail belongs to the default"),
-        (lambda: fq.convert(model(), "mxfp8"), "made by fq.recipes or fq.CustomRecipe, got 'mxfp8'"),
+        (lambda: fq.convert(model(), 8), "fq.convert wants a recipe, got 8; pass fq.recipes.mxfp8"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
-    with pytest.raises(ValueError, match="takes one recipe"), fq.autocast(recipes.per_layer(MX)):
+    with pytest.raises(ValueError, match="fq.autocast wants Recipe, got per_layer"), fq.autocast(recipes.per_layer(MX)):
         pass
 
 
@@ -135,7 +135,7 @@ def test_fractions_and_steps_say_when():
     (((0.5, 1.0, NV),), None, "fraction of the steps; give total_steps"),
     (((1.5, None, NV),), 100, "fractions from 0.0 to 1.0"),
     (((1.0, None, NV),), 100, "needs a first step"),
-    (((3, 4, "nvfp4"),), None, "wants a recipe"),
+    (((3, 4, 8),), None, "schedule wants a recipe, got 8"),
 ])
 def test_schedules_that_mean_nothing_are_refused(switches, total, message: str):
     """If false, a step has two recipes, or a phase never runs."""

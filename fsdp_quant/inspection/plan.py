@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -87,6 +89,54 @@ class ModelPlan:
                 f"{self.other_bytes[0]:,} B + {self.other_bytes[1]:,} B"
             )
         return "\n".join(lines + self.notes)
+
+    def facts(self) -> dict:
+        """The plan in JSON's types; `ModelPlan.of_facts` reads it."""
+        return json.loads(json.dumps(asdict(self)))
+
+    @classmethod
+    def of_facts(cls, facts: dict) -> ModelPlan:
+        """Raises ValueError for what is no plan."""
+        try:
+            gemms = [GemmRow(**row | {"operands": tuple(row["operands"])}) for row in facts["gemms"]]
+            weights = {name: tuple(pair) for name, pair in facts["weight_bytes"].items()}
+            other, elements, notes = tuple(facts["other_bytes"]), facts["weight_elements"], list(facts["notes"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"this is no plan that fq.plan(model).save wrote: {error!r}") from error
+        return cls(gemms, weights, other, elements, notes)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, for `fq.inspection.plan.load`."""
+        Path(path).write_text(json.dumps(self.facts(), indent=1) + "\n")
+
+
+def load(path: str | Path) -> ModelPlan:
+    """The plan that `ModelPlan.save` wrote. Raises ValueError for another file."""
+    try:
+        facts = json.loads(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no plan that fq.plan(model).save wrote: {error}") from error
+    return ModelPlan.of_facts(facts)
+
+
+def diff(old: ModelPlan, new: ModelPlan) -> list[str]:
+    """A sentence per difference from `old` to `new`; modules that change alike are one. Empty: the plans are equal."""
+    before, after = ({(row.module, row.product): row for row in of.gemms} for of in (old, new))
+    changes: dict[str, list[str]] = {}
+    for module, product in dict.fromkeys([*before, *after]):
+        was, now = (_described(of.get((module, product))) for of in (before, after))
+        if was != now:
+            changes.setdefault(f"{product}: {was} -> {now}", []).append(module)
+    lines = [f"{change}  [{len(of)} x {of[0]}]" if len(of) > 1 else f"{change}  [{of[0]}]" for change, of in changes.items()]
+    (f0, b0), (f1, b1) = ((of.bytes_per_step(backward=False), of.bytes_per_step(forward=False)) for of in (old, new))
+    if (f0, b0) != (f1, b1):
+        lines.append(f"gathers a step: {f0:,} B forward + {b0:,} B backward -> {f1:,} B + {b1:,} B")
+    lines += [f"no longer: {note}" for note in old.notes if note not in new.notes]
+    return lines + [f"now: {note}" for note in new.notes if note not in old.notes]
+
+
+def _described(row: GemmRow | None) -> str:
+    return "none" if row is None else f"{row.operands[0]} x {row.operands[1]} {row.domain} ({row.reason})"
 
 
 def plan(model: nn.Module, dtype: torch.dtype | None = None) -> ModelPlan:
@@ -180,8 +230,9 @@ def _other_notes(model: nn.Module) -> list[str]:
             total += work
             if id(p) not in ours:
                 tied = ", tied to an embedding" * (id(p) in embeddings)
+                left_out = f", skip='auto': {reason}" if (reason := module.__dict__.get("_left_out")) else ""
                 hint = ", which fq.convert quantizes before fully_shard" * bool(parts_of(module) and are_sharded(module))
-                others[type(module).__name__ + tied + hint, name.rpartition(".")[2], which] += work
+                others[type(module).__name__ + tied + left_out + hint, name.rpartition(".")[2], which] += work
     return [
         f"in high precision: {f'{name}.{which}'.lstrip('.')} of {kind}, {work / total:.1%} of a token's multiply-adds"
         for (kind, name, which), work in others.most_common()

@@ -35,7 +35,7 @@ from ..modules.grouped_linear import EXPERT, GroupedLinear, expert, finish_exper
 from ..modules.linear import Linear, apply_recipe, place
 from ..modules.linear_op import linear
 from ..parallel.linear import TensorParallel, multiply_shared
-from ..recipe import Recipe, identity
+from ..recipe import Recipe, as_recipe, identity
 from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import WeightState
@@ -228,8 +228,8 @@ def _mark(parameter: nn.Parameter, dim: int | None, stride: int, expert_groups: 
     parameter.allreduce = not expert_groups
 
 
-def _own_recipe(name: str, recipe: Recipe | None, of_class: Recipe | None) -> Recipe:
-    recipe = recipe or of_class or identity()
+def _own_recipe(name: str, recipe: Recipe | str | None, of_class: Recipe | None) -> Recipe:
+    recipe = as_recipe(recipe or of_class or identity(), name, Recipe)
     if recipe.tail:
         raise ValueError(
             f"{name}: a layer does not know whether it is one of the last, which {recipe!r} keeps in high precision; build the "
@@ -557,9 +557,10 @@ class SpecProvider(BackendSpecProvider):
     fallback:  the other backend (default: Megatron's `LocalSpecProvider`).
     """
 
-    def __init__(self, recipe: Recipe, fallback: BackendSpecProvider | None = None):
+    def __init__(self, recipe: Recipe | str, fallback: BackendSpecProvider | None = None):
         _need("SpecProvider")
-        self.recipe, self.fallback = recipe, LocalSpecProvider() if fallback is None else fallback
+        self.recipe = as_recipe(recipe, "SpecProvider", Recipe)
+        self.fallback = LocalSpecProvider() if fallback is None else fallback
 
     def _class(self, cls: type) -> type:
         """A class, as specs want, whose layers have the recipe."""
@@ -604,7 +605,7 @@ class SpecProvider(BackendSpecProvider):
 
 
 def gpt_layer_spec(
-    recipe: Recipe, *, rms_norm: bool = True, qk_layernorm: bool = False, num_experts: int | None = None,
+    recipe: Recipe | str, *, rms_norm: bool = True, qk_layernorm: bool = False, num_experts: int | None = None,
     moe_grouped_gemm: bool = False, fallback=None,
 ):
     """The `ModuleSpec` of a GPT layer whose linear layers are ours: qkv, projection, and the MLP or its experts; for `--spec`.
@@ -639,12 +640,13 @@ def gpt_layer_spec(
 _OPTION = "--fsdp-quant-recipe"
 
 
-def arguments(recipe: Recipe, *, gathers_codes: bool = False) -> list[str]:
+def arguments(recipe: Recipe | str, *, gathers_codes: bool = False) -> list[str]:
     """What Megatron's command line says for layers of this recipe: its own flags, and the recipe (`add_arguments`).
 
     gathers_codes:  for `megatron_gather.gather_codes` too.
     Raises ValueError for a recipe that is not written with names and numbers; give that to `gpt_layer_spec` in Python.
     """
+    recipe = as_recipe(recipe, "arguments", Recipe)
     own = ["--transformer-impl", "local", "--bf16", "--no-gradient-accumulation-fusion"]
     own += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"] if gathers_codes else []
     given = dict(recipe.arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Iterable, MutableMapping, Sequence
 
@@ -15,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from ..context import STEP, steps_of
 from ..ops.capability import arch_of
-from ..recipe import PerLayer, Recipe, Schedule, matches
+from ..recipe import PerLayer, Recipe, Schedule, as_recipe, matches
 from ..tensor.agreement import check_agreement
 from ..tensor.fsdp_hooks import all_managed_weights
 from ..tensor.torch_compat import ManagedParam, all_managed_params, unwrapped_names
@@ -26,6 +27,8 @@ from .linear import Linear, adopt, apply_recipe
 from .multihead_attention import MultiheadAttention, is_attention
 from .packed_experts import are_sharded, parts_of, products_of, take_over
 from .plan import build_plan
+from .progress import progress
+from .skip import AUTO, auto_skips
 from .steps import converted_modules, count_steps  # noqa: F401  (the former for who asks here)
 from .transposed_linear import TransposedLinear, adopt_transposed, is_transposed
 
@@ -34,13 +37,15 @@ OURS = (Linear, GroupedLinear, TransposedLinear)
 
 
 def convert(
-    model: nn.Module, recipe: Recipe | PerLayer | Schedule, skip: Iterable[str] = (), grouped: Iterable[str] = (),
+    model: nn.Module, recipe: Recipe | PerLayer | Schedule | str, skip: Iterable[str] = (), grouped: Iterable[str] = (),
     fuse: bool | Pattern | Iterable[Pattern] = True, recompute: str | None = None,
 ) -> nn.Module:
     """Give every nn.Linear of `model` quantized products, in place; returns `model`.
 
-    recipe:   of all layers; `fq.recipes.per_layer(...)`; or `fq.recipes.schedule(...)`, which this model then follows.
-    skip:     modules that stay as they are: qualified names, last components ("lm_head") or globs ("*.gate").
+    recipe:   of all layers, or its name ("mxfp8", "mxfp8/nvfp4"); `fq.recipes.per_layer(...)`; or `fq.recipes.schedule(...)`, which this model then follows.
+    skip:     modules that stay as they are: qualified names, last components ("lm_head") or globs ("*.gate"); "auto", by itself
+              or among them, adds output heads, routers, tied layers and layers too small to gain (`modules.skip` says the
+              rules), and warns which.
     grouped:  modules with packed experts, named likewise: a parameter `weight` [E, N, K], a `bias` [E, N] or none, called
               with (tokens sorted by expert, splits), as around `torch._grouped_mm`: it becomes `fq.GroupedLinear`.
     fuse:     True: MLPs and norms that are recognized run as fused kernels in eager mode, each proven exact first, and
@@ -61,10 +66,14 @@ def convert(
     Works before and after `fully_shard` (while sharded). Subclasses of nn.Linear keep what they add, and stay instances of their
     class; those with another forward are left alone, but for Falcon's.
 
-    Raises ValueError, before anything is changed, for a pattern that matches nothing, a model without linear layers, a
+    Warns of a `skip` pattern that matches nothing.
+    Raises ValueError, before anything is changed, for a `grouped` pattern that matches nothing, a model without linear layers, a
     weight that is shared with a module that is not linear (naming both), a recipe that cannot be planned for a module,
     now or in a later step of its schedule, or a module that does not compute what its pattern says.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"fq.convert(model, recipe): the model is {model!r}; wanted a torch.nn.Module")
+    recipe = as_recipe(recipe, "fq.convert")
     grouped = [grouped] if isinstance(grouped, str) else list(grouped)
     targets = _targets(model, [skip] if isinstance(skip, str) else list(skip), grouped)
     experts = {n: products_of(m, n) for n, m in targets.items() if parts_of(m)}
@@ -78,8 +87,12 @@ def convert(
             "fq.set_recipe(model, schedule)"
         )
     for name, weight in read.items():
+        _check_shape(name, targets[name], weight)
         if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"{name}.weight is {weight.dtype}; fq.convert takes fp32, bf16 and fp16 weights")
+            raise ValueError(
+                f"{name}.weight is {weight.dtype}; fq.convert takes fp32, bf16 and fp16 weights: cast the model (model.float()), "
+                "or name the layer in skip="
+            )
     plain = unwrapped_names(read)
     names = {n: [f"{plain[n]}.{e}" for e in range(len(w))] if w.dim() == 3 else [plain[n]] for n, w in read.items()}
     kinds = {n: EXPERT if w.dim() == 3 else Linear.module_type for n, w in read.items()}
@@ -87,7 +100,7 @@ def convert(
     recipes = _planned(recipe, units, steps_of(model).number)
     weights = set(map(id, read.values()))
     _agree(recipe, [m for m in all_managed_params() if id(m.registered) in weights])
-    for name, module in targets.items():
+    for name, module in progress(targets.items(), "fq.convert"):
         if read[name].dim() == 3:
             if not isinstance(module, GroupedLinear):
                 module.__class__ = _converted_class(type(module), GroupedLinear)
@@ -125,7 +138,7 @@ def _fused(
     return {n: p._replace(recompute=recompute) if isinstance(p, MLPPattern) else p for n, p in found.items()}
 
 
-def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule) -> None:
+def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> None:
     """Change the recipe of every converted module of `model`, at a step boundary. Every rank must call it.
 
     A schedule that the model followed ends.
@@ -133,7 +146,7 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule) -> None:
     Raises ValueError, before anything is changed, for a recipe that cannot be planned, or that is not the one that other ranks
     of a `fully_shard` are given (on all of them), a model without converted modules, a weight that is gathered now, or one of other formats that a weight sync publishes.
     """
-    units = converted_units(model)
+    recipe, units = as_recipe(recipe, "fq.set_recipe"), converted_units(model)
     if not units:
         raise ValueError("set_recipe found no fq.Linear; call fq.convert(model, recipe) first")
     asked = {n: [(m._name, m.module_type, m.weight.device) for m in of] for n, of in units.items()}
@@ -194,11 +207,9 @@ def _check_published(recipe: Recipe | PerLayer | Schedule, units: dict[str, Sequ
 
 def _planned(recipe, units: dict[str, list[tuple[str, str, torch.device]]], step: int) -> dict[str, Recipe]:
     """The recipe of each layer in this step. Every phase is planned for every (module, its type, device): errors are of now."""
-    if not isinstance(recipe, (Recipe, PerLayer, Schedule)):
-        raise ValueError(f"a recipe is made by fq.recipes or fq.CustomRecipe, got {recipe!r}")
     names = list(units)
     for phase in recipe.phases:
-        for name, its in zip(names, phase.for_layers(names)):
+        for name, its in progress(list(zip(names, phase.for_layers(names))), "planning"):
             for module, module_type, device in units[name]:
                 build_plan(its, module, arch_of(device), module_type)
     return dict(zip(names, recipe.at(step).for_layers(names)))
@@ -267,15 +278,57 @@ def _targets(model: nn.Module, skip: list[str], grouped: list[str]) -> dict[str,
     linears |= {n: m for n, m in inside.items() if _is_plain_linear(m, called=False)}
     packed = {name: m for name, m in model.named_modules() if _is_packed(m)}
     experts = {name: m for name, m in packed.items() if parts_of(m)}
-    skipped = _matched("skip", skip, linears | experts, "nn.Linear")
-    chosen, embeddings = _matched("grouped", grouped, packed, "3-D weight"), ids_of_embeddings(model)
+    skipped = _skipped(model, skip, linears | experts)
+    chosen, embeddings = _matched_packed(grouped, packed), ids_of_embeddings(model)
     found = {n for n, m in linears.items() if id(_weight_of(m)) not in embeddings}
     found |= {n for n, m in experts.items() if not are_sharded(m)}
     skipped |= {n for n in inside if n.rpartition(".")[0] in skipped}
     targets = {n: m for n, m in model.named_modules() if n in chosen or (n in found and n not in skipped)}
     if not targets:
-        raise ValueError(f"{type(model).__name__} has no nn.Linear to convert ({len(skipped)} skipped)")
+        raise ValueError(_nothing_to_convert(model, len(skipped), len(linears.keys() - found - skipped)))
     return targets
+
+
+def _nothing_to_convert(model: nn.Module, skipped: int, tied: int) -> str:
+    kinds = dict.fromkeys(type(m).__name__ for m in model.modules() if m._parameters)
+    said = f"{type(model).__name__} has no nn.Linear to convert ({skipped} skipped, {tied} tied to an embedding)"
+    if before := converted_units(model):
+        return f"{said}: {_some(before)} were converted before; change their recipe with fq.set_recipe(model, recipe)"
+    return (
+        f"{said}; its parameters are in {_some(kinds) or 'no module'}, and fq.convert takes nn.Linear, nn.MultiheadAttention, "
+        "transformers' Conv1D and packed experts (docstring of fq.convert)"
+    )
+
+
+def _check_shape(name: str, module: nn.Module, weight: nn.Parameter) -> None:
+    """Raise ValueError for an nn.Linear whose parameters are not [out, in] and [out]: it was given others."""
+    if not isinstance(module, nn.Linear):
+        return
+    bias = module.bias
+    if weight.dim() != 2 or weight.shape[1] != module.in_features:
+        raise ValueError(
+            f"{name}.weight is {list(weight.shape)}; an nn.Linear of {module.in_features} input features multiplies "
+            f"[out, {module.in_features}]. Experts [E, out, in] are a module of their own, named in grouped="
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{name}.bias is {list(bias.shape)}; the weight {list(weight.shape)} wants [{weight.shape[0]}]")
+
+
+def _skipped(model: nn.Module, patterns: list[str], among: dict[str, nn.Module]) -> set[str]:
+    """Names of layers that stay as they are. Warns of a pattern that matches none, and of what "auto" leaves out."""
+    found = set()
+    for pattern in patterns:
+        if pattern == AUTO:
+            reasons = auto_skips(model, {n: m for n, m in among.items() if isinstance(m, nn.Linear)})
+            for name, reason in reasons.items():
+                among[name].__dict__["_left_out"] = reason
+            said = ", ".join(f"{name} ({reason})" for name, reason in reasons.items()) or "none"
+            warnings.warn(f"skip='auto' leaves {len(reasons)} layers in high precision: {said}", stacklevel=4)
+            names = set(reasons)
+        elif not (names := {n for n in among if matches(pattern, n)}):
+            warnings.warn(f"skip={pattern!r} matches no nn.Linear; the model has {_some(among)}", stacklevel=4)
+        found |= names
+    return found
 
 
 def ids_of_embeddings(model: nn.Module) -> set[int]:
@@ -283,12 +336,12 @@ def ids_of_embeddings(model: nn.Module) -> set[int]:
     return {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
 
 
-def _matched(option: str, patterns: list[str], among: dict[str, nn.Module], what: str) -> set[str]:
+def _matched_packed(patterns: list[str], among: dict[str, nn.Module]) -> set[str]:
     found = set()
     for pattern in patterns:
         names = {n for n in among if matches(pattern, n)}
         if not names:
-            raise ValueError(f"{option}={pattern!r} matches no {what}; the model has {_some(among)}")
+            raise ValueError(f"grouped={pattern!r} matches no 3-D weight; the model has {_some(among) or 'none'}")
         found |= names
     return found
 

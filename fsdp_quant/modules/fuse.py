@@ -215,7 +215,7 @@ def fused_modules(model: nn.Module, patterns: Iterable[Pattern]) -> dict[str, Pa
         pattern.check()
         names = [n for n in modules if matches(pattern.modules, n)]
         if not names:
-            raise ValueError(f"fuse: {pattern.modules!r} matches no module of {type(model).__name__}")
+            raise ValueError(f"fuse: {pattern.modules!r} matches no module of {type(model).__name__}; name one of its modules, or pass fuse=True")
         for name in names:
             if name in found:
                 raise ValueError(f"{name or 'the model'}: {found[name]} and {pattern} both name it")

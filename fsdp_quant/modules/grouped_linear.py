@@ -17,7 +17,7 @@ from ..counters import counters
 from ..formats import Direction
 from ..ops import native
 from ..ops.rng import own_name
-from ..recipe import Recipe, identity
+from ..recipe import Recipe, as_recipe, identity
 from ..tensor import torch_compat
 from ..tensor.weight_state import WeightState
 from ..tensor.quantized_tensor import QuantizedTensor
@@ -87,13 +87,13 @@ class GroupedLinear(HasWeight):
 
     def __init__(
         self, num_experts: int, in_features: int, out_features: int, bias: bool = True, device=None, dtype=None,
-        *, packed: bool = False, recipe: Recipe | None = None, name: str | None = None,
+        *, packed: bool = False, recipe: Recipe | str | None = None, name: str | None = None,
     ):
         name = own_name(name, "grouped_linear")
         super().__init__()
         if num_experts < 1:
             raise ValueError(f"{name}: num_experts must be at least 1, got {num_experts}")
-        recipe, options = recipe or identity(), {"device": device, "dtype": dtype}
+        recipe, options = as_recipe(recipe or identity(), name, Recipe), {"device": device, "dtype": dtype}
         if not packed:
             self.experts = nn.ModuleList(
                 ListedExpert(in_features, out_features, bias, **options, recipe=recipe, name=f"{name}.experts.{e}")

@@ -23,7 +23,7 @@ class LayerNormLinear(nn.Module):
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, normalization: str = "LayerNorm", eps: float = 1e-5,
         zero_centered_gamma: bool = False, return_layernorm_output: bool = False, device=None, dtype=None, *,
-        recipe: Recipe | None = None, name: str | None = None,
+        recipe: Recipe | str | None = None, name: str | None = None,
     ):
         name = own_name(name, "layernorm_linear")
         super().__init__()

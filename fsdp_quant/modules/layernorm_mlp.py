@@ -39,7 +39,7 @@ class LayerNormMLP(nn.Module):
     def __init__(
         self, hidden_size: int, ffn_size: int, activation: str = "swiglu", bias: bool = False, normalization: str = "RMSNorm",
         eps: float = 1e-5, zero_centered_gamma: bool = False, residual: bool = False, return_layernorm_output: bool = False,
-        recompute: str | None = None, device=None, dtype=None, *, recipe: Recipe | None = None, name: str | None = None,
+        recompute: str | None = None, device=None, dtype=None, *, recipe: Recipe | str | None = None, name: str | None = None,
     ):
         name = own_name(name, "layernorm_mlp")
         super().__init__()

@@ -17,7 +17,8 @@ from ..context import STEP, Autocast, current_autocast, new_weight_state, note_f
 from ..counters import counters
 from ..ops.capability import DOMAINS, arch_of
 from ..ops.rng import own_name
-from ..recipe import Recipe, identity
+from ..quantizer import FLOATING
+from ..recipe import Recipe, as_recipe, identity
 from ..tensor import torch_compat
 from ..scaling import AmaxHistory
 from ..tensor.fsdp_hooks import FSDPHooks
@@ -57,7 +58,7 @@ class Linear(HasWeight, nn.Linear):
 
     weight:  [out_features, in_features], the plain nn.Parameter of nn.Linear; under `fq.quantized_model_init` a
              `QuantizedTensor`. `fully_shard` makes of it what it makes of any parameter, and gathers it as codes.
-    recipe:  `Recipe`; change it with `fq.set_recipe`.
+    recipe:  `Recipe` or its name; change it with `fq.set_recipe`.
     recomputes_forward:  None: found out as the layer runs; True where the backward recomputes the forward unseen
              (torch.utils.checkpoint inside a compiled block), so that FSDP2 gathers both directions in the backward.
 
@@ -75,8 +76,10 @@ class Linear(HasWeight, nn.Linear):
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, device=None, dtype=None,
-        *, recipe: Recipe | None = None, name: str | None = None,
+        *, recipe: Recipe | str | None = None, name: str | None = None,
     ):
+        if not isinstance(bias, bool):
+            raise ValueError(f"fq.Linear: bias is {bias!r}; wanted True or False, and a recipe by its name: recipe={bias!r}")
         super().__init__(in_features, out_features, bias, device, dtype)
         adopt(self, recipe or quantized_init_recipe() or identity(), own_name(name, "linear"))
 
@@ -181,14 +184,19 @@ class Linear(HasWeight, nn.Linear):
         weight:  that is multiplied; default: the module's.
         """
         device, weight = x.device, self.weight if weight is None else weight
-        if not x.dtype.is_floating_point:
-            raise ValueError(f"{self._name}: input is {x.dtype}; a linear layer multiplies floating tensors")
+        if x.dtype not in FLOATING:
+            raise ValueError(f"{self._name}: input is {x.dtype}; a linear layer multiplies bf16, fp16 and fp32: cast it first")
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"{self._name}: input is {list(x.shape)}, its last dim must be {self.in_features}")
         if isinstance(weight, DTensor):
             raise NotImplementedError(
                 f"{self._name}: the weight is a DTensor {weight.placements} that FSDP2 did not gather; tensor-parallel "
                 "weights are not supported here: use fully_shard, or leave the module out of fq.convert"
+            )
+        if weight.device != device:
+            raise ValueError(
+                f"{self._name}: input is on {device} and the weight on {weight.device}; move one of them (a model made on meta: "
+                "model.to_empty(device=...), then initialize or load it)"
             )
         return x.to(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else x
 
@@ -314,7 +322,7 @@ def finished(y: Tensor, residual: Tensor | None, scale: float) -> Tensor:
     return torch.add(residual, y, alpha=scale)
 
 
-def adopt(module: nn.Linear, recipe: Recipe, name: str) -> None:
+def adopt(module: nn.Linear, recipe: Recipe | str, name: str) -> None:
     """Give a module of class `Linear` its plan and the state of its weight."""
     module._name = name
     apply_recipe(module, recipe)
@@ -373,7 +381,8 @@ def place(module: Linear) -> None:
     module._boundary_ids = BoundaryIds(module._name)
 
 
-def apply_recipe(module: Linear, recipe: Recipe) -> None:
+def apply_recipe(module: Linear, recipe: Recipe | str) -> None:
+    recipe = as_recipe(recipe, module._name, Recipe)
     before = module.__dict__.get("_plan")
     plan = build_plan(recipe, module._name, arch_of(module.weight.device), module.module_type)
     module._recipe, module._plan = recipe, replace(plan, alone=before is None or before.alone)

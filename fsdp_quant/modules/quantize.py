@@ -12,7 +12,7 @@ from ..formats import ROWWISE, canonical_text, value_class
 from ..ops import dispatch, opaque
 from ..ops.rng import own_name, tensor_id
 from ..quantizer import HybridQuantizer, as_rows
-from ..recipe import BOUNDARY_TYPES, Recipe, Role
+from ..recipe import BOUNDARY_TYPES, Recipe, Role, as_recipe
 from ..tensor import torch_compat
 
 _BOUNDARIES: dict[str, Boundary] = {}  # by the text that stands for one in an operator's arguments
@@ -120,14 +120,14 @@ class Quantize(nn.Module):
     rotation, which only a product turns back.
     """
 
-    def __init__(self, recipe: Recipe, name: str | None = None):
+    def __init__(self, recipe: Recipe | str, name: str | None = None):
         name = own_name(name, "quantize")
         super().__init__()
-        self._recipe, self._name = recipe, name
-        self._sides = boundaries(recipe, name, "quantize")
+        self._recipe, self._name = as_recipe(recipe, name, Recipe), name
+        self._sides = boundaries(self._recipe, name, "quantize")
         if self._sides is None:
             raise ValueError(
-                f"{name}: {recipe} has neither an output nor a grad_input; give fq.Quantize a fq.CustomRecipe that answers them"
+                f"{name}: {self._recipe} has neither an output nor a grad_input; give fq.Quantize a fq.CustomRecipe that answers them"
             )
         self._ids = BoundaryIds(name)
 

@@ -319,6 +319,15 @@ def decode_scale(scale: Tensor, fmt: Format) -> Tensor:
     return scale.view(E4M3.dtype).float() if fmt.scale == "e4m3" else scale
 
 
+def scale_of_each(
+    scale: Tensor, tensor_amax: Tensor | None, fmt: Format, direction: Direction, shape: tuple[int, int], row0: int = 0
+) -> Tensor:
+    """All that each element's code is multiplied by, fp32 [rows, cols]."""
+    factor = decode_scale(scale, fmt)
+    factor = factor if tensor_amax is None else factor * tensor_decode_scale(tensor_amax, fmt)
+    return _scaled(torch.ones(shape, device=scale.device), factor, fmt, direction, row0)
+
+
 def decode(
     data: Tensor, scale: Tensor | None, tensor_amax: Tensor | None, fmt: Format, direction: Direction,
     cols: int, row0: int = 0,

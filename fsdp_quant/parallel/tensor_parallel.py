@@ -19,7 +19,7 @@ from ..context import quantized_init_recipe
 from ..counters import counters
 from ..modules.linear import Linear, adopt, attach_state
 from ..ops.rng import own_name
-from ..recipe import Recipe, identity
+from ..recipe import Recipe, as_recipe, identity
 from ..tensor import torch_compat
 from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.weight_state import values_of
@@ -35,9 +35,9 @@ class _Style:
     recipe:  of an nn.Linear that is to become an `fq.Linear` here; an `fq.Linear` has its own, and one may be converted later.
     """
 
-    def __init__(self, *, recipe: Recipe | None = None, **layouts):
+    def __init__(self, *, recipe: Recipe | str | None = None, **layouts):
         super().__init__(**layouts)
-        self.recipe = recipe
+        self.recipe = None if recipe is None else as_recipe(recipe, type(self).__name__, Recipe)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         style, name = type(self).__name__, getattr(module, "_name", type(module).__name__)
@@ -151,9 +151,14 @@ class _ParallelLinear(Linear):
 
     def __init__(
         self, in_features: int, out_features: int, group: dist.ProcessGroup, bias: bool = True, sequence_dim: int | None = None,
-        device=None, dtype=None, *, recipe: Recipe | None = None, name: str | None = None,
+        device=None, dtype=None, *, recipe: Recipe | str | None = None, name: str | None = None,
     ):
         name = own_name(name, "linear")
+        if not isinstance(group, dist.ProcessGroup):
+            raise ValueError(
+                f"{name}: group is {group!r}; wanted the process group of tensor parallelism: call "
+                "torch.distributed.init_process_group, and pass mesh.get_group()"
+            )
         cut, ranks = ("out_features", out_features) if self._column else ("in_features", in_features), group.size()
         if cut[1] % ranks:
             raise ValueError(

@@ -20,9 +20,12 @@ from .quantized_tensor import QuantizedTensor
 from .weight_state import encode_shards
 
 
+CHECK_VARIABLE = "FSDP_QUANT_CHECK"
+
+
 def read_setting(environ: Mapping[str, str] = os.environ) -> bool:
     """FSDP_QUANT_CHECK as a truth value. Raises ValueError unless it is "1", "0" or not set."""
-    value = environ.get("FSDP_QUANT_CHECK", "0")
+    value = environ.get(CHECK_VARIABLE, "0")
     if value not in ("0", "1"):
         raise ValueError(f"FSDP_QUANT_CHECK is {value!r}; give 1 (check gathered codes before each product) or 0")
     return value == "1"

@@ -489,6 +489,29 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
+def around_calls(module: nn.Module, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
+    """Call `before` and `after` around each call of a module, outside of what `module.compile()` made of it. Returns what ends that.
+
+    `after` runs also where the call raises.
+    """
+    if (compiled := module._compiled_call_impl) is None:
+        handles = [
+            module.register_forward_pre_hook(lambda *_: before()),
+            module.register_forward_hook(lambda *_: after(), always_call=True),
+        ]
+        return lambda: [handle.remove() for handle in handles]
+
+    def call(*args, **kwargs):
+        before()
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            after()
+
+    module._compiled_call_impl = call
+    return lambda: setattr(module, "_compiled_call_impl", compiled)
+
+
 def multi_head_attention_over(linear: Callable[..., Tensor]) -> Callable:
     """torch.nn.functional.multi_head_attention_forward, whose projections are products by `linear(x, weight, bias)`."""
     own = {k: v for k, v in vars(F).items() if k != "__name__"} | {"linear": linear}

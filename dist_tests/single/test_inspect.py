@@ -1,0 +1,408 @@
+"""`fq.inspect`: numbers that an independent implementation agrees with, and a run that does not notice."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import fsdp_quant as fq
+from dist_tests.golden import oracle
+from dist_tests.laws import assert_same_bytes, kept_step, values
+from fsdp_quant import recipes
+from fsdp_quant.context import STEP
+from fsdp_quant.formats import COLUMNWISE, ROWWISE
+from fsdp_quant.inspection import numbers
+from fsdp_quant.modules.steps import converted_modules, histories_by_side
+from fsdp_quant.quantizer import HybridQuantizer
+
+FLOOR = recipes.mxfp8(scale_rounding="floor")
+
+
+@pytest.fixture(autouse=True)
+def _own_step() -> Iterator[None]:
+    with kept_step():
+        STEP.counted_by_hand = False
+        yield
+
+
+# Numbers #
+
+def expected(x: np.ndarray, spec: oracle.Spec, columnwise: bool) -> dict[str, float]:
+    """The quantities of a direction, from the oracle's codes."""
+    made = oracle.quantize(x, spec, columnwise)
+    v = (x.T if columnwise else x).astype(np.float64)
+    v = oracle.rotate(v) if spec.rotated else v
+    d, stored = (t.T if columnwise else t for t in (made.decoded.astype(np.float64), made.scale))
+    if spec.scale == "e4m3":
+        scale = oracle.grid("e4m3")[stored] * oracle.tensor_scale(made.tensor_amax, spec)
+    else:
+        scale = np.vectorize(oracle.power_of_two)(stored) if spec.scale == "e8m0" else stored.astype(np.float64)
+    for axis, block in enumerate(spec.block):
+        scale = np.repeat(scale, block or v.shape[axis], axis)
+    scale, points = scale[: v.shape[0], : v.shape[1]], oracle.grid(spec.element)
+    some = v != 0
+    return {
+        "underflow": (some & (d == 0)).sum() / some.sum(),
+        "saturation": (some & (np.abs(v) >= scale * (points[-1] + (points[-1] - points[-2]) / 2))).mean(),
+        "sqnr_db": 10 * math.log10((v**2).sum() / ((d - v) ** 2).sum()),
+        "scale_min": scale[some].min(), "scale_max": scale[some].max(),
+    }
+
+
+FORMATS = ("fp8_tensor", "fp8_row", "fp8_1x128", "fp8_128x128", "mxfp8", "mxfp8_floor", "mxfp6_floor", "nvfp4", "nvfp4_16x16", "nvfp4_rht")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("kind", ["gauss", "outliers", "heavy"])
+def test_numbers_are_those_of_an_independent_implementation(name: str, kind: str):
+    """If false, a report blames a layer that is well, or clears one that is not."""
+    options = {"scale_rounding": "floor"} if name.endswith("_floor") else {}
+    fmt = fq.format_of(name.removesuffix("_floor").removesuffix("_rht"), **options)
+    quantizer = fq.Quantizer(fmt, rotation=name.endswith("_rht"))
+    x = values(64, 96, seed=3, kind=kind)
+    x[:, 7], x[5] = 0.0, 0.0
+    hybrid = HybridQuantizer(quantizer, quantizer)
+    (got,) = numbers.on_host([numbers.measure(x, hybrid.storages(x)[0], hybrid)])
+    found = numbers.quantities("x", *got)
+    assert found["x/amax"] == x.abs().max().item()
+    assert found["x/norm"] == pytest.approx(x.double().norm().item(), rel=1e-12)
+    exact = {"rel": 1e-6, "abs": 1e-12}
+    bounds = {"sqnr_db": {"abs": 0.1}} if name.endswith("_rht") else {}  # against x, which rotation rounds once more
+    for direction in (ROWWISE, COLUMNWISE):
+        want = expected(x.double().numpy(), oracle.SPECS[name], direction is COLUMNWISE)
+        for key, value in want.items():
+            assert found[f"x.{direction.value}/{key}"] == pytest.approx(value, **bounds.get(key, exact)), (direction, key)
+    assert ("floor" not in name) == (found["x.rowwise/saturation"] == 0)
+
+
+def test_large_tensors_are_measured_on_some_rows(monkeypatch: pytest.MonkeyPatch):
+    """If false, a sampled step of a large model takes as long as ten."""
+    x, q = values(512, 64, seed=1), fq.Quantizer("nvfp4")
+    hybrid = HybridQuantizer(q, q)
+    whole = numbers.on_host([numbers.measure(x, hybrid.storages(x)[0], hybrid)])[0]
+    monkeypatch.setattr(numbers, "MOST_ELEMENTS", 128 * 64)
+    some = numbers.on_host([numbers.measure(x, hybrid.storages(x)[0], hybrid)])[0]
+    assert some[0] == whole[0] and some[1][ROWWISE][6:] == whole[1][ROWWISE][6:]
+    assert some[1][ROWWISE][4] == 128 * 64
+    a, b = (numbers.quantities("x", *of)["x.rowwise/sqnr_db"] for of in (some, whole))
+    assert a == pytest.approx(b, abs=0.2) and a != b
+
+
+def test_what_means_nothing_is_left_out():
+    """If false, an empty or broken tensor ends the run, or fills the log with numbers of nothing."""
+    q = HybridQuantizer(fq.Quantizer("mxfp8"), fq.Quantizer("identity"))
+    for x in (torch.zeros(32, 32), torch.zeros(0, 32), torch.full((32, 32), math.nan)):
+        found = numbers.quantities("x", *numbers.on_host([numbers.measure(x, q.storages(x)[0], q)])[0])
+        assert not any("sqnr" in key or "columnwise" in key for key in found)
+    x = values(32, 32, seed=1)
+    x[3, 3] = math.inf
+    found = numbers.quantities("x", *numbers.on_host([numbers.measure(x, q.storages(x)[0], q)])[0])
+    assert found["x/amax"] == math.inf
+
+
+# A run does not notice #
+
+class Net(nn.Module):
+    """Every module that has converted layers; `recompute`: checkpoints it, non-reentrant or (None) reentrant."""
+
+    def __init__(self, recipe, recompute: bool | None = False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.recompute = recompute
+        self.first = nn.Linear(32, 64)
+        self.attend = nn.MultiheadAttention(64, 2, batch_first=True)
+        self.mlp = fq.LayerNormMLP(64, 32, recipe=recipe, residual=True, name="mlp")
+        self.norm = fq.LayerNormLinear(64, 64, recipe=recipe, name="norm")
+        self.packed = fq.GroupedLinear(3, 64, 64, packed=True, recipe=recipe, name="packed")
+        self.listed = fq.GroupedLinear(3, 64, 32, recipe=recipe, name="listed")
+        fq.convert(self, recipe)
+
+    def inner(self, x: Tensor) -> Tensor:
+        x = self.norm(self.mlp(self.attend(x, x, x, need_weights=False)[0])).flatten(0, 1)
+        sizes = [len(x) // 2, 0, len(x) - len(x) // 2]
+        x = self.packed(x, sizes)
+        return self.listed(x, torch.tensor(sizes).cumsum(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.inner(x) if self.recompute is False else checkpoint(self.inner, x, use_reentrant=self.recompute is None)
+
+
+def batches(count: int) -> list[Tensor]:
+    return [values(4, 16, 32, seed=s, dtype=torch.float32) for s in range(count)]
+
+
+def train(m: nn.Module, steps: int = 5, micro: int = 1, log: fq.inspection.recorder.Inspection | None = None) -> list[Tensor]:
+    """Everything that a run leaves: losses, parameters, histories, generators."""
+    optimizer, losses = torch.optim.AdamW(m.parameters(), lr=1e-2), []
+    torch.manual_seed(5)
+    for x in batches(steps):
+        for part in x.chunk(micro):
+            loss = m(part).float().square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        if log is not None:
+            log.scalars(loss=losses[-1].item())
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            m.eval()
+            losses.append(m(x).float().mean())
+            m.train()
+    histories = [t for layer in converted_modules(m).values() for h in histories_by_side(layer).values() for t in (h.amaxes, h.enc)]
+    return [*losses, *m.parameters(), *histories, torch.get_rng_state(), torch.rand(4)]
+
+
+RUNS = {
+    "delayed": (recipes.fp8_delayed(length=3), False), "nvfp4": (recipes.nvfp4(), False), "mxfp8/nvfp4": ("mxfp8/nvfp4", True),
+    "reentrant": (recipes.fp8_delayed(length=3), None), "bf16": ("bf16", False),
+    "dequantized": (recipes.mxfp8(backward_override="dequantized"), False),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_with_it_equals_one_without(name: str):
+    """If false, looking at a run changes it: a generator, a history or a step is consumed."""
+    recipe, recompute = RUNS[name]
+    results, receipts = [], []
+    for looks in (False, True):
+        with kept_step():
+            m = Net(recipe, recompute)
+            fq.reset_receipt()
+            if looks:
+                with fq.inspect(m, every=2) as log:
+                    results.append(train(m))
+            else:
+                results.append(train(m))
+            receipts.append(fq.receipt())
+    for i, (got, want) in enumerate(zip(*reversed(results), strict=True)):
+        assert_same_bytes(got, want, f"{name} {i}")
+    assert receipts[0] == receipts[1]
+    assert [step for step, _ in log.records] == [0, 2, 4]
+    assert not m._forward_hooks and not m.first._forward_hooks and not m.first.weight._post_accumulate_grad_hooks
+    names = {"first", "attend", "attend.out_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "norm.linear", "packed", "listed"}
+    for slot in ("weight", "input", "grad_output"):
+        seen = {key.split("/")[0] for key in log.latest[1] if key.split("/")[1] == slot}
+        # torch's attention multiplies by both of its weights without a call of a layer for each.
+        unseen = {"weight": set(), "input": {"attend.out_proj"}, "grad_output": {"attend.out_proj", "attend"}}[slot]
+        assert seen == names - unseen
+    assert any(key.endswith("rowwise/sqnr_db") for key in log.latest[1]) == (name != "bf16")
+
+
+def test_codes_are_those_that_the_step_multiplies(monkeypatch: pytest.MonkeyPatch):
+    """If false, delayed scales or random bits of the numbers are others than those of training."""
+    m, made = fq.convert(nn.Sequential(nn.Linear(32, 32)), recipes.nvfp4()), []
+    storages = HybridQuantizer.storages
+
+    def recorded(self, x, *args, **kwargs):
+        result = storages(self, x, *args, **kwargs)
+        made.append({d: s.in_layout("compact").data.clone() for d, s in result[0].items()})
+        return result
+
+    monkeypatch.setattr(HybridQuantizer, "storages", recorded)
+    with fq.inspect(m, every=1):
+        m(values(32, 32, seed=0, dtype=torch.float32).requires_grad_()).square().sum().backward()
+    x, x_again, dy_again, dy = made  # the hook on the output runs before the node
+    assert_same_bytes(x_again[COLUMNWISE], x[COLUMNWISE], "x")
+    for d in (ROWWISE, COLUMNWISE):
+        assert_same_bytes(dy_again[d], dy[d], "dy")
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_unsampled_steps_launch_nothing():
+    """If false, inspecting costs in every step, or waits for the device."""
+    def launched(m: nn.Module) -> int:
+        with Counting() as counting:
+            m(values(32, 32, seed=0, dtype=torch.float32)).square().sum().backward()
+        return counting.count
+
+    m = fq.convert(nn.Sequential(nn.Linear(32, 32)), "mxfp8")
+    alone = launched(m)
+    with fq.inspect(m, every=3):
+        first, second, third = (launched(m) for _ in range(3))
+    assert first > alone and second - alone <= 40 and third == alone  # the second one brings the sums of the first to the host
+
+
+def test_a_sampled_step_costs_at_most_two_more():
+    """If false, sampling one step in 100 takes more than 2 % of a run."""
+    m = fq.convert(nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))), "mxfp8")
+    x = values(512, 256, seed=0, dtype=torch.float32)
+
+    def seconds(every: int) -> float:
+        best = math.inf
+        for _ in range(4):
+            with fq.inspect(m, every=every) as log:
+                m(x)  # step 0 is sampled
+                began = time.perf_counter()
+                m(x).square().sum().backward()
+                log._finish()
+                best = min(best, time.perf_counter() - began)
+        return best
+
+    assert seconds(1) < 4 * seconds(1000)  # 3, and room for a busy machine
+
+
+# Modules, steps and files #
+
+def test_experts_of_one_module_are_one_layer():
+    """If false, experts are measured across their borders, or one of them stands for all."""
+    with kept_step():
+        listed = fq.GroupedLinear(2, 32, 32, recipe=recipes.fp8_current(), name="g")
+        with fq.inspect(nn.Sequential(listed), every=1) as log:
+            log._before()
+            x = torch.cat([values(16, 32, seed=1), 100 * values(32, 32, seed=2)]).float()
+            listed(x, [16, 32]).sum().backward()
+            log._after()
+    numbers_of = log.latest[1]
+    q = fq.Quantizer("fp8_tensor")
+    parts = [oracle.quantize(p.double().numpy(), oracle.SPECS["fp8_tensor"], False).decoded for p in x.split([16, 32])]
+    noise = sum(((d - p.numpy()) ** 2).sum() for d, p in zip(parts, x.double().split([16, 32])))
+    assert numbers_of["0/input.rowwise/sqnr_db"] == pytest.approx(10 * math.log10((x.double().numpy() ** 2).sum() / noise), rel=1e-6)
+    scales = [q.quantize(p).rowwise.scale.item() for p in x.split([16, 32])]
+    assert (numbers_of["0/input.rowwise/scale_min"], numbers_of["0/input.rowwise/scale_max"]) == (min(scales), max(scales))
+    grads = [e.weight.grad.double().norm().item() for e in listed.experts]
+    assert numbers_of["0/weight/grad_norm"] == pytest.approx(math.hypot(*grads))
+
+
+def test_a_gradient_that_vanishes_and_a_scale_that_lags_are_seen():
+    """If false, the two failures that people look for leave no trace: underflowing gradients, and delayed scales that saturate."""
+    m = fq.convert(nn.Sequential(nn.Linear(32, 32)), recipes.fp8_delayed(length=2))
+    with fq.inspect(m, every=1) as log:
+        for factor in (1.0, 1.0, 64.0):
+            y = m(factor * values(32, 32, seed=0, dtype=torch.float32))
+            (y * torch.cat([torch.ones(16), torch.full((16,), 1e-11)])[:, None]).sum().backward()
+    (_, first), _, (_, last) = log.records
+    assert first["0/input.rowwise/saturation"] == 0 and last["0/input.rowwise/saturation"] > 0.3
+    assert first["0/grad_output.rowwise/underflow"] == 0.5
+
+
+def test_steps_by_hand_sample_their_first_micro_batch():
+    """If false, gradient accumulation samples other steps than those that the log says."""
+    m = fq.convert(nn.Sequential(nn.Linear(32, 32)), "mxfp8")
+    with fq.inspect(m, every=2) as log:
+        for step in range(10, 14):
+            fq.begin_step(step)
+            for _ in range(3):
+                m(values(32, 32, seed=0, dtype=torch.float32)).sum().backward()
+    assert [step for step, _ in log.records] == [10, 12]
+    log = fq.inspect(m, every=5, first_step=9)
+    STEP.counted_by_hand = False
+    log.start()
+    for _ in range(3):
+        m(values(32, 32, seed=0, dtype=torch.float32)).sum().backward()
+    log.stop()
+    assert log.latest[0] == 10
+
+
+def test_the_file_holds_what_was_handed_out(tmp_path):
+    """If false, a report shows other numbers than the run logged, or JSON that only Python reads."""
+    m, told = Net("mxfp8/nvfp4"), []
+    path = tmp_path / "run.jsonl"
+    with fq.inspect(m, every=2, path=path, on_record=lambda step, of: told.append((step, of))) as log:
+        train(m, 3, log=log)
+
+    def refuse(text: str) -> float:
+        raise AssertionError(f"{text} is no JSON")
+
+    lines = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["plan", "scalars", "numbers", "scalars", "scalars", "numbers", "receipt"]
+    assert [(line["step"], line["values"]) for line in lines if line["kind"] == "numbers"] == told and len(told) == 2
+    assert {line["step"] for line in lines if line["kind"] == "scalars"} == {0, 1, 2}
+    assert fq.inspection.plan.ModelPlan.of_facts(lines[0]) == fq.plan(m)
+    assert sum(lines[-1]["gemms"].values()) > 0
+
+
+def test_quantized_parameters_have_the_range_of_their_scales():
+    """If false, a model whose parameters are codes cannot be inspected."""
+    with fq.quantized_model_init("mxfp8"):
+        m = nn.Sequential(fq.Linear(32, 32))
+    with fq.inspect(m, every=1) as log:
+        m(values(32, 32, seed=0, dtype=torch.float32)).sum().backward()
+    found = {key: v for key, v in log.latest[1].items() if "weight" in key}
+    assert found["0/weight/amax"] == m[0].weight.dequantize().abs().max().item()
+    assert found["0/weight.rowwise/scale_max"] > 0 and "0/weight.rowwise/sqnr_db" not in found
+
+
+@pytest.mark.parametrize("call, message", [
+    (lambda: fq.inspect(nn.Linear(4, 4)), "inspect found no fq.Linear; call fq.convert"),
+    (lambda: fq.inspect(fq.Linear(16, 16), every=0), "every is a number of steps, got 0"),
+    (lambda: fq.inspect(fq.Linear(16, 16)).start().start(), "was started before"),
+])
+def test_what_it_cannot_do_is_refused(call: Callable, message: str):
+    """If false, a run is believed to be inspected."""
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_run_that_it_does_not_see_warns():
+    """If false, the log of a model that runs by other means is empty, without a word."""
+    with pytest.warns(UserWarning, match="saw no training forward of Linear"), fq.inspect(fq.Linear(16, 16)):
+        pass
+
+
+# Compiled models #
+
+def compiled(how: str) -> tuple[nn.Module, nn.Module]:
+    """(what is called, what is inspected), with a backend that shows how many graphs there are."""
+    torch.manual_seed(0)
+    m = fq.convert(nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(2))), recipes.fp8_delayed(length=3))
+    if how == "blocks":
+        for block in m:
+            block.compile(backend="aot_eager")
+    elif how == "in place":
+        m.compile(backend="aot_eager")
+    elif how == "wrapped":
+        wrapped = torch.compile(m, backend="aot_eager")
+        return wrapped, wrapped
+    return m, m
+
+
+@pytest.mark.parametrize("how", ["blocks", "in place", "wrapped"])
+def test_compiled_models_run_sampled_steps_eagerly(how: str):
+    """If false, a compiled model shows nothing, is traced once more, or loses count of its steps."""
+    torch.compiler.reset()
+    results = {}
+    for kind in ("eager", how):
+        with kept_step():
+            called, seen = compiled(kind)
+            log = fq.inspect(seen, every=2)
+            losses = []
+            for i, x in enumerate(batches(6)):
+                loss = called(x).square().mean()
+                loss.backward()
+                losses.append(loss.item())
+                if i == 1:
+                    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+                    log.start()  # a model that has run
+            log.stop()
+            if kind != "eager":
+                assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs > 0
+            histories = [h.amaxes for layer in converted_modules(seen).values() for h in histories_by_side(layer).values()]
+            results[kind] = losses, log.records, histories
+    (want, records, histories), (got, seen_records, seen_histories) = results["eager"], results[how]
+    assert got == pytest.approx(want, rel=1e-6)
+    assert [step for step, _ in seen_records] == [step for step, _ in records] == [0, 2]
+    for (_, a), (_, b) in zip(records, seen_records):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert b[key] == pytest.approx(a[key], rel=1e-4), key
+    for a, b in zip(histories, seen_histories):
+        assert torch.allclose(a, b, rtol=1e-5)

@@ -1,0 +1,232 @@
+"""What a user does wrong, and what the library says: what, got, wanted, what to do. And what looks wrong, and works."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp_quant as fq
+from dist_tests.laws import values
+from fsdp_quant import recipes
+from fsdp_quant.parallel import ColumnParallelLinear
+
+
+def net(k: int = 64, n: int = 64, **options) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(k, n, **options))
+
+
+def with_parameter(name: str, *shape: int) -> nn.Sequential:
+    m = net()
+    setattr(m[0], name, nn.Parameter(torch.zeros(shape)))
+    return m
+
+
+def on_meta() -> nn.Sequential:
+    with torch.device("meta"):
+        return net()
+
+
+def tied() -> nn.Module:
+    m = nn.ModuleDict({"embed": nn.Embedding(64, 64), "lm_head": nn.Linear(64, 64, bias=False)})
+    m["lm_head"].weight = m["embed"].weight
+    return m
+
+
+def stepped_by_another() -> None:
+    m = net()
+    optimizer = torch.optim.SGD(m.parameters(), 0.1)
+    with fq.quantized_model_init("mxfp8"):
+        fq.convert(m, "mxfp8")
+    m(x()).sum().backward()
+    optimizer.step()
+
+
+def written_in_between() -> None:
+    with fq.quantized_model_init("mxfp8"):
+        m = fq.convert(net(), "mxfp8")
+    optimizer = fq.optim.FusedAdam(m.parameters())
+    losses = []
+    for _ in range(2):
+        losses.append(m(x().requires_grad_()).sum())
+        if len(losses) == 1:
+            m(x()).sum().backward()
+            optimizer.step()
+    losses[0].backward()
+
+
+def under_hold() -> None:
+    m = fq.convert(net(), "mxfp8")
+    with fq.hold(m):
+        m(x())
+        with torch.no_grad():
+            m[0].weight.add_(1)
+        m(x())
+
+
+def x(dtype: torch.dtype = torch.float32, k: int = 64) -> Tensor:
+    return values(32, k, seed=1, dtype=dtype)
+
+
+def mixed_dtypes() -> Tensor:
+    m = fq.convert(net(dtype=torch.bfloat16), "mxfp8")
+    m[0].bias = nn.Parameter(m[0].bias.float())
+    return m(x())
+
+
+def local_factory() -> Callable:
+    return lambda role: "mxfp8"
+
+
+def to_nothing(role: fq.Role) -> None:
+    return None
+
+
+class Mistake(NamedTuple):
+    do: Callable[[], object]
+    says: str
+
+
+MISTAKES = {
+    "converted twice": Mistake(
+        lambda: fq.convert(fq.convert(net(), "mxfp8"), "nvfp4"),
+        r"no nn.Linear to convert \(0 skipped, 0 tied to an embedding\): 0 were converted before; change their recipe with "
+        r"fq.set_recipe\(model, recipe\)"),
+    "fp64 weights": Mistake(
+        lambda: fq.convert(net(dtype=torch.float64), "mxfp8"),
+        r"0.weight is torch.float64; fq.convert takes fp32, bf16 and fp16 weights: cast the model \(model.float\(\)\), or name"),
+    "fp64 input": Mistake(
+        lambda: fq.convert(net(), "mxfp8")(x(torch.float64)),
+        "0: input is torch.float64; a linear layer multiplies bf16, fp16 and fp32: cast it first"),
+    "integers in": Mistake(
+        lambda: fq.convert(net(), "mxfp8")(torch.zeros(2, 64, dtype=torch.int64)), "0: input is torch.int64; .*cast it first"),
+    "model on meta": Mistake(
+        lambda: fq.convert(on_meta(), "mxfp8")(x()),
+        r"0: input is on cpu and the weight on meta; move one of them \(a model made on meta: model.to_empty"),
+    "input of another size": Mistake(
+        lambda: fq.convert(net(), "mxfp8")(x(k=63)), r"0: input is \[32, 63\], its last dim must be 64"),
+    "no process group": Mistake(
+        lambda: ColumnParallelLinear(64, 64, None),
+        "linear: group is None; wanted the process group of tensor parallelism: call torch.distributed.init_process_group"),
+    "optimizer of plain weights over codes": Mistake(
+        stepped_by_another, "0.weight is a quantized parameter, and this SGD holds no fp32 master of it; step it with fq.optim.FusedAdam"),
+    "stepped between forward and backward": Mistake(
+        written_in_between, "0.weight, a quantized parameter, was written between the forward and the backward.*; step the optimizer"),
+    "written inside fq.hold": Mistake(under_hold, "0.weight was written inside fq.hold.*; leave the context before the weights change"),
+    "grouped matches nothing": Mistake(
+        lambda: fq.convert(net(), "mxfp8", grouped="experts"), "grouped='experts' matches no 3-D weight; the model has none"),
+    "fuse matches nothing": Mistake(
+        lambda: fq.convert(net(), "mxfp8", fuse=fq.MLPPattern("mlp")),
+        "fuse: 'mlp' matches no module of Sequential; name one of its modules, or pass fuse=True"),
+    "per_layer matches nothing": Mistake(
+        lambda: fq.convert(net(), recipes.per_layer("mxfp8", {"up": "nvfp4"})), "'up' matches no layer; the model has 0"),
+    "recipe of a wrong type": Mistake(
+        lambda: fq.convert(net(), torch.bfloat16), r"fq.convert wants a recipe, got torch.bfloat16; pass fq.recipes.mxfp8\(\)"),
+    "recipe not called": Mistake(lambda: fq.set_recipe(net(), recipes.mxfp8), "makes a recipe; call it: fq.recipes.mxfp8"),
+    "recipe name unknown": Mistake(lambda: fq.convert(net(), "mxpf8"), "unknown recipe 'mxpf8'; known recipes: bf16, fp8_block"),
+    "recipe in place of bias": Mistake(
+        lambda: fq.Linear(64, 64, "mxfp8"), "bias is 'mxfp8'; wanted True or False, and a recipe by its name: recipe='mxfp8'"),
+    "recipe of layers for one layer": Mistake(
+        lambda: fq.Linear(64, 64, recipe=recipes.per_layer("mxfp8")), "wants Recipe, got per_layer.*; give fq.convert that one"),
+    "recipe with a lambda": Mistake(lambda: fq.CustomRecipe(local_factory()), "must be a module-level function"),
+    "recipe that answers None": Mistake(
+        lambda: fq.convert(net(), fq.CustomRecipe(to_nothing)), "returned None for Role.*; return 'identity' for a tensor that is not"),
+    "option unknown": Mistake(
+        lambda: recipes.mxfp8(grad_element="e5m2"), "mxfp8 has no option grad_element; options of all recipes: backward_override"),
+    "arguments swapped": Mistake(
+        lambda: fq.convert("mxfp8", net()), r"fq.convert\(model, recipe\): the model is 'mxfp8'; wanted a torch.nn.Module"),
+    "bias of another size": Mistake(
+        lambda: fq.convert(with_parameter("bias", 3), "mxfp8"), r"0.bias is \[3\]; the weight \[64, 64\] wants \[64\]"),
+    "3-D weight": Mistake(
+        lambda: fq.convert(with_parameter("weight", 2, 64, 64), "mxfp8"),
+        r"0.weight is \[2, 64, 64\]; an nn.Linear of 64 input features multiplies \[out, 64\]. Experts \[E, out, in\] .* grouped="),
+    "unsupported module": Mistake(
+        lambda: fq.convert(nn.Sequential(nn.Conv2d(3, 3, 3), nn.LSTM(8, 8)), "mxfp8"),
+        r"Sequential has no nn.Linear to convert \(0 skipped, .*\); its parameters are in Conv2d, LSTM, and fq.convert takes nn.Linear"),
+    "only a tied head": Mistake(lambda: fq.convert(tied(), "mxfp8"), r"no nn.Linear to convert \(0 skipped, 1 tied to an embedding\)"),
+    "not converted: set_recipe": Mistake(lambda: fq.set_recipe(net(), "mxfp8"), r"found no fq.Linear; call fq.convert\(model, recipe\) first"),
+    "not converted: plan": Mistake(lambda: fq.plan(net()), r"found no fq.Linear; call fq.convert\(model, recipe\) first"),
+    "no tensor core does it": Mistake(
+        lambda: fq.convert(net(), recipes.mxfp8(require_native=True)), "0: fprop multiplies .* require_native=True; choose a pair"),
+    "fp16 where bf16 was planned": Mistake(
+        lambda: fq.convert(net(dtype=torch.float16), recipes.nvfp4(require_native=True)), "0: fprop multiplies .* require_native=True"),
+    "splits of another batch": Mistake(
+        lambda: fq.GroupedLinear(2, 64, 64, recipe="mxfp8", name="moe")(x(), [1, 2]),
+        r"moe: splits give \[1, 2\] rows to 2 experts, 3 in all; wanted 2 counts, none negative, that add up to the input's 32 rows"),
+    "step that is no number": Mistake(lambda: fq.begin_step("3"), "fq.begin_step: step is '3'; wanted the number of the optimizer step"),
+    "step below 0": Mistake(lambda: fq.begin_step(-1), "fq.begin_step: step is -1; wanted"),
+    "inspect before convert": Mistake(lambda: fq.inspect(net()), r"inspect found no fq.Linear; call fq.convert\(model, recipe\) first"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_told_with_what_to_do(mistake: Mistake):
+    """If false, a user reads a traceback of ours, or trains something else than was asked for."""
+    with pytest.raises((ValueError, fq.StaleWeightError), match=mistake.says):
+        mistake.do()
+
+
+def test_a_refused_model_is_left_as_it_was():
+    """If false, a mistake that is mended in place meets a model that is half converted."""
+    for m in (net(dtype=torch.float64), with_parameter("bias", 3), with_parameter("weight", 2, 64, 64)):
+        with pytest.raises(ValueError):
+            fq.convert(m, "mxfp8")
+        assert type(m[0]) is nn.Linear
+
+
+# What works #
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8_block"])
+def test_sizes_that_fill_no_block_work(name: str):
+    """If false, K of 30 is refused or multiplied wrongly."""
+    m = net(30, 30)
+    want = m(x(k=30))
+    got = fq.convert(m, name)(x(k=30))
+    got.sum().backward()
+    assert (got - want).norm() < 0.25 * want.norm() and m[0].weight.grad.shape == (30, 30)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8_delayed"])
+def test_fp16_models_work(name: str):
+    """If false, a format without an fp16 kernel is refused, where the reference has one."""
+    m = fq.convert(net(dtype=torch.float16), name)
+    m(x(torch.float16)).sum().backward()
+    assert m[0].weight.grad.dtype is torch.float16 and m[0].weight.grad.isfinite().all()
+
+
+def test_dtypes_that_differ_work_as_documented():
+    """If false, an fp32 bias or input of a bf16 layer ends the run: the output has the input's dtype."""
+    y = mixed_dtypes()
+    assert y.dtype is torch.float32
+    y.sum().backward()
+
+
+def test_an_optimizer_made_before_convert_trains():
+    """If false, an optimizer holds parameters that the model no longer has, and nothing is trained."""
+    m = net()
+    optimizer = torch.optim.SGD(m.parameters(), 0.1)
+    parameters = list(m.parameters())
+    fq.convert(m, "mxfp8")
+    before = copy.deepcopy(m.state_dict())
+    m(x()).sum().backward()
+    optimizer.step()
+    assert all(a is b for a, b in zip(parameters, m.parameters(), strict=True))
+    assert all(not torch.equal(before[key], value) for key, value in m.state_dict().items())
+
+
+def test_a_transposed_weight_trains():
+    """If false, a weight that is not contiguous multiplies as another one."""
+    m = net()
+    m[0].weight = nn.Parameter(m[0].weight.detach().clone().t().contiguous().t())
+    assert not m[0].weight.is_contiguous()
+    want = copy.deepcopy(m)
+    want[0].weight = nn.Parameter(want[0].weight.detach().contiguous())
+    results = [fq.convert(model, "mxfp8")(x()) for model in (m, want)]
+    assert torch.equal(*results)
+    results[0].sum().backward()
+    assert m[0].weight.grad.shape == (64, 64)

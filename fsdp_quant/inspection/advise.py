@@ -1,0 +1,258 @@
+"""`advise`: which layers bear which formats, measured on a few batches, and the cheapest recipe within a budget.
+
+One layer at a time is given one candidate in one direction, all else stays in high precision:
+
+    forward    gap(layer, F)    = mean over the batches of loss(hybrid(F, identity)) - loss(identity), its magnitude
+    backward   error(layer, B)  = |g(hybrid(identity, B)) - g| / |g|, g the gradient of all parameters
+
+Each direction is chosen by itself. It begins with the cheapest candidate everywhere; the layer whose next choice takes most
+away per byte goes there, until the sum of gaps is within `budget`, and the root of the sum of squared errors within
+`gradient_error`. Then the whole recipe is measured; where its gap or error is over the budget, what was left of the prediction
+is cut by as much, and it is chosen again.
+
+cost: bytes per operand element of the three products, over those of bf16: (F + 2 B) / 6.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..counters import counters
+from ..formats import IDENTITY, family_of
+from ..modules.convert import convert, converted_units, set_recipe
+from ..modules.progress import progress
+from ..recipe import PerLayer, identity, matches, names, per_layer
+from ..tensor import torch_compat
+
+HIGH = IDENTITY.name
+CANDIDATES = ("nvfp4", "mxfp8")
+ROUNDS = 8  # times that a recipe is chosen again
+
+Loss = Callable[[nn.Module, object], Tensor]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One layer. gaps, errors: of each candidate."""
+
+    layer: str
+    elements: int
+    gaps: dict[str, float]
+    errors: dict[str, float]
+    forward: str
+    backward: str
+
+    @property
+    def cost(self) -> float:
+        return (_bytes(self.forward) + 2 * _bytes(self.backward)) / 6
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A recipe, and what it was chosen by.
+
+    recipe:  for `fq.convert` and `fq.set_recipe`; code: how it is written.
+    predicted, measured:  (loss gap, relative error of the gradient) of the whole recipe on the batches.
+    loss:    of high precision.
+    cost:    bytes over those of bf16, by elements of the weights.
+    """
+
+    recipe: PerLayer
+    code: str
+    choices: tuple[Choice, ...]
+    loss: float
+    predicted: tuple[float, float]
+    measured: tuple[float, float]
+    budget: tuple[float, float]
+
+    @property
+    def cost(self) -> float:
+        return sum(c.cost * c.elements for c in self.choices) / sum(c.elements for c in self.choices)
+
+    def __str__(self) -> str:
+        candidates = list(self.choices[0].gaps)
+        width = max(len(c.layer) for c in self.choices)
+        columns = [*(f"gap {f}" for f in candidates), *(f"error {f}" for f in candidates)]
+        lines = [f"{'layer':{width}}  {'forward/backward':20}{'cost':>6}  " + "  ".join(f"{c:>14}" for c in columns)]
+        for c in self.choices:
+            numbers = [*(c.gaps[f] for f in candidates), *(c.errors[f] for f in candidates)]
+            chosen = f"{c.forward}/{c.backward}"
+            lines.append(f"{c.layer:{width}}  {chosen:20}{c.cost:6.2f}  " + "  ".join(f"{n:14.2e}" for n in numbers))
+        for what, i, unit in (("loss gap", 0, f" over {self.loss:.6g}"), ("gradient error", 1, "")):
+            lines.append(
+                f"{what}{unit}: {self.measured[i]:.3g} measured, {self.predicted[i]:.3g} predicted, budget {self.budget[i]:.3g}"
+            )
+        return "\n".join([*lines, f"operands: {self.cost:.2f} of bf16's bytes", self.code])
+
+
+def advise(
+    model: nn.Module, batches: Iterable, budget: float = 0.01, candidates: Sequence[str] = CANDIDATES,
+    loss: Loss | None = None, gradient_error: float = 0.3, skip: Iterable[str] = (), say: Callable[[str], object] = print,
+) -> PerLayer:
+    """The cheapest `per_layer` recipe of `candidates` whose loss stays within `budget` of high precision; says the trade as a table.
+
+    model:           before or after `fq.convert`, in one process; it is copied, and stays as it is.
+    batches:         a few; each is measured 1 + 2 x layers x candidates times.
+    budget:          of the loss on the batches, in its units.
+    candidates:      families of formats ("mxfp8", "nvfp4", "fp8_block", ...); high precision is always one.
+    loss:            (model, batch) -> scalar. Default: `.loss` of what the model returns for the batch.
+    gradient_error:  budget of the gradient's relative error.
+    skip:            as of `fq.convert`.
+
+    Runs in evaluation mode, without dropout. `study` returns the numbers too.
+    Raises ValueError for a model under `fully_shard`, no batches, unknown candidates, and a loss that is no finite number.
+    """
+    advice = study(model, batches, budget, candidates, loss, gradient_error, skip)
+    say(str(advice))
+    return advice.recipe
+
+
+def study(
+    model: nn.Module, batches: Iterable, budget: float = 0.01, candidates: Sequence[str] = CANDIDATES,
+    loss: Loss | None = None, gradient_error: float = 0.3, skip: Iterable[str] = (),
+) -> Advice:
+    """What `advise` returns, with all that it was chosen by."""
+    batches, candidates = list(batches), [c for c in dict.fromkeys(candidates) if c != HIGH]
+    for family in candidates:
+        family_of(family)
+    if not batches or not candidates:
+        raise ValueError(f"advise got {len(batches)} batches and the candidates {candidates}; wanted at least one of each")
+    if budget < 0 or gradient_error < 0:
+        raise ValueError(f"advise: budgets are not negative, got budget={budget}, gradient_error={gradient_error}")
+    if torch_compat.managed_params_of(model):
+        raise ValueError("advise copies the model, and fully_shard has it: call it in one process, before fully_shard")
+    probe = copy.deepcopy(model).eval()
+    with counters.kept():
+        convert(probe, identity(), skip) if not converted_units(probe) else set_recipe(probe, identity())
+        return _Study(probe, batches, loss or _own_loss, candidates).advice(budget, gradient_error)
+
+
+class _Study:
+    def __init__(self, probe: nn.Module, batches: list, loss: Loss, candidates: list[str]):
+        self.probe, self.batches, self.loss = probe, batches, loss
+        self.parameters = [p for p in probe.parameters() if p.requires_grad]
+        self.elements = {name: sum(layer.weight.numel() for layer in of) for name, of in converted_units(probe).items()}
+        self.candidates = sorted([*candidates, HIGH], key=_bytes)  # the cheapest first
+        self.losses = [self._loss(batch) for batch in batches]
+        self.base = sum(self.losses) / len(batches)
+        if not math.isfinite(self.base):
+            raise ValueError(f"advise: the loss in high precision is {self.base}; start from weights and batches whose loss is finite")
+
+    def advice(self, budget: float, gradient_error: float) -> Advice:
+        gaps, errors = ({name: {HIGH: 0.0} for name in self.elements} for _ in range(2))
+        tried = [(name, family) for name in self.elements for family in self.candidates if family != HIGH]
+        for name, family in progress(tried, "fq.advise: forward"):
+            gaps[name][family] = abs(self._gap({name: (family, HIGH)}))
+        for (name, family), error in zip(tried, self._errors([{name: (HIGH, family)} for name, family in tried])):
+            errors[name][family] = error
+        within_gap, within_error = budget, gradient_error
+        for _ in range(ROUNDS):
+            forward = self._chosen(gaps, within_gap, sum)
+            backward = self._chosen(errors, within_error, lambda of: math.hypot(*of))
+            chosen = {name: (forward[name], backward[name]) for name in self.elements}
+            measured = abs(self._gap(chosen)), self._errors([{n: (HIGH, b) for n, (_, b) in chosen.items()}])[0]
+            if measured[0] <= budget and measured[1] <= gradient_error:
+                break
+            if measured[0] > budget:
+                within_gap = 0.9 * sum(gaps[n][f] for n, f in forward.items()) * budget / measured[0]
+            if measured[1] > gradient_error:
+                total = math.hypot(*(errors[n][b] for n, b in backward.items()))
+                within_error = 0.9 * total * gradient_error / measured[1]
+        else:
+            forward = backward = dict.fromkeys(self.elements, HIGH)
+            chosen, measured = dict.fromkeys(self.elements, (HIGH, HIGH)), (0.0, 0.0)
+        predicted = sum(gaps[n][f] for n, f in forward.items()), math.hypot(*(errors[n][b] for n, b in backward.items()))
+        recipe, code = _recipe(chosen)
+        choices = tuple(Choice(n, self.elements[n], gaps[n], errors[n], *of) for n, of in chosen.items())
+        return Advice(recipe, code, choices, self.base, predicted, measured, (budget, gradient_error))
+
+    def _chosen(self, harms: dict[str, dict[str, float]], budget: float, total: Callable) -> dict[str, str]:
+        """The family of each layer: of the cheapest ones, those that harm most per byte are moved first."""
+        chosen = dict.fromkeys(harms, self.candidates[0])
+        while total([harms[n][f] for n, f in chosen.items()]) > budget:
+            moves = []
+            for name, family in chosen.items():
+                for better in self.candidates[self.candidates.index(family) + 1 :]:
+                    gain = harms[name][family] - harms[name][better]
+                    paid = self.elements[name] * (_bytes(better) - _bytes(family))
+                    if gain > 0:
+                        moves.append((gain / max(paid, 1e-9), name, better))
+            if not moves:
+                break  # what is left harms no more than high precision
+            _, name, better = max(moves)
+            chosen[name] = better
+        return chosen
+
+    def _apply(self, formats: Mapping[str, tuple[str, str]]) -> None:
+        set_recipe(self.probe, _recipe({name: formats.get(name, (HIGH, HIGH)) for name in self.elements})[0])
+
+    def _gap(self, formats: Mapping[str, tuple[str, str]]) -> float:
+        self._apply(formats)
+        made = [self._loss(batch) for batch in self.batches]
+        gap = sum(made) / len(made) - self.base
+        return gap if math.isfinite(gap) else math.inf
+
+    def _errors(self, tried: Sequence[Mapping[str, tuple[str, str]]]) -> list[float]:
+        """Relative errors of the gradient of all parameters, over all batches."""
+        noise, signal = [0.0] * len(tried), 0.0
+        for batch in self.batches:
+            want = self._gradient({}, batch)
+            signal += sum(float(g.double().square().sum()) for g in want)
+            for i, formats in enumerate(progress(tried, "fq.advise: backward")):
+                pairs = zip(self._gradient(formats, batch), want)
+                noise[i] += sum(float((got - g).double().square().sum()) for got, g in pairs)
+        errors = [math.sqrt(of / signal) if signal else 0.0 for of in noise]
+        return [error if math.isfinite(error) else math.inf for error in errors]
+
+    def _gradient(self, formats: Mapping[str, tuple[str, str]], batch: object) -> list[Tensor]:
+        self._apply(formats)
+        found = torch.autograd.grad(self._scalar(batch), self.parameters, allow_unused=True)
+        return [g for g in found if g is not None]
+
+    def _loss(self, batch: object) -> float:
+        with torch.no_grad():
+            return float(self._scalar(batch))
+
+    def _scalar(self, batch: object) -> Tensor:
+        made = self.loss(self.probe, batch)
+        if not isinstance(made, Tensor) or made.numel() != 1:
+            raise ValueError(f"advise: loss(model, batch) returned {type(made).__name__}; wanted a tensor of one number")
+        return made.reshape(())
+
+
+def _own_loss(model: nn.Module, batch: object) -> Tensor:
+    made = model(**batch) if isinstance(batch, Mapping) else model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    if getattr(made, "loss", None) is None:
+        raise ValueError(f"advise: the model returned {type(made).__name__} without a loss; pass loss=lambda model, batch: ...")
+    return made.loss
+
+
+def _bytes(family: str) -> float:
+    return family_of(family).vector.bytes_per_element()
+
+
+def _name(forward: str, backward: str) -> str:
+    """How `fq.convert` is told of two families."""
+    return forward if forward == backward and forward in names() else f"{forward}/{backward}"
+
+
+def _recipe(chosen: Mapping[str, tuple[str, str]]) -> tuple[PerLayer, str]:
+    """The recipe of these layers, and how it is written: what most have is the default."""
+    texts = {layer: _name(*of) for layer, of in chosen.items()}
+    ((default, _),) = Counter(texts.values()).most_common(1)
+    named = {_pattern(layer, chosen): text for layer, text in texts.items() if text != default}
+    code = f"fq.recipes.per_layer({default!r}" + (f", {named!r})" if named else ")")
+    return per_layer(default, named), code
+
+
+def _pattern(layer: str, layers: Iterable[str]) -> str:
+    """A pattern that matches this layer alone: a name without dots is the last component of others too."""
+    alone = [other for other in layers if matches(layer, other)] == [layer]
+    return layer if alone else f"[{layer[0]}]{layer[1:]}"

@@ -1,0 +1,331 @@
+"""`inspect(model)`: what the formats do to the values of a run, by layer and slot, every so many steps.
+
+[Note: what is measured, and when]
+A sampled step runs as it would, with hooks on its layers. A hook quantizes the tensor that it sees once more, with the layer's own
+quantizers, factors of delayed scaling and random key: the codes are those that the step multiplies. Nothing of it is kept or
+written, no generator is advanced and no history is recorded, so the training bits are those of a run that nobody inspects.
+
+    input        after the layer's forward (not when a backward recomputes it)
+    grad_output  a hook on the layer's output
+    weight       after the model's forward: of each rank's shard under `fully_shard`, with the statistics that ranks share
+    grad_norm    as the gradient of the weight is accumulated: of the shard, before it is clipped
+
+Sums stay on the device until the next training forward begins; unsampled steps do nothing but count. Each rank measures what it
+multiplies: of a layer that tensor parallelism cuts, its part by itself.
+
+torch.compile: a sampled step runs eagerly (`torch.compiler.set_stance("force_eager")`), so no graph is traced again. Its bits are
+those of eager mode, which differ from a graph's by what inductor fuses. A replayed CUDA graph (`fq.graphed`) runs no hooks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..context import STEP
+from ..counters import counters
+from ..formats import Direction
+from ..modules.grouped_linear import GroupedLinear
+from ..modules.linear import Linear
+from ..modules.linear_op import slot_key
+from ..modules.steps import converted_modules
+from ..modules.transposed_linear import TransposedLinear
+from ..scaling import RowCuts
+from ..storage import Storage
+from ..tensor import torch_compat
+from ..tensor.fsdp_hooks import FSDPHooks
+from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.torch_compat import local_of
+from ..tensor.weight_state import Piece, Shard, encode_shards, storage_of, values_of
+from .numbers import Measured, combined, measure, measure_codes, on_host, quantities
+from .plan import plan
+from .receipt import receipt
+
+Numbers = dict[str, float]
+
+
+class Inspection:
+    """Numbers of a model's layers, every `every` steps. Made by `inspect`.
+
+    latest:   (step, numbers) of the last sampled step whose backward is done; None before one.
+    records:  all of them, where they are written to no file.
+    """
+
+    def __init__(
+        self, model: nn.Module, every: int, path: str | Path | None, on_record: Callable[[int, Numbers], None] | None,
+        first_step: int,
+    ):
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(f"inspect: every is a number of steps, got {every!r}; wanted a positive int")
+        if not converted_modules(model):
+            raise ValueError("inspect found no fq.Linear; call fq.convert(model, recipe) first")
+        self.model, self.every, self.on_record = model, every, on_record
+        self.latest: tuple[int, Numbers] | None = None
+        self.records: list[tuple[int, Numbers]] = []
+        self._path = None if path is None else _of_rank(Path(path))
+        self._next, self._step, self._sampled = first_step, first_step, None
+        self._seen = 0  # training forwards
+        self.in_forward = False  # of a sampled step
+        self._undo: list[Callable[[], object]] = []  # of start
+        self._hooks: list[Callable[[], object]] = []  # of the sampled step
+        self._stance = None
+        self._measured: dict[tuple[str, str], list[Measured]] = {}
+        self._squares: dict[str, list[Tensor]] = {}  # of gradients of weights
+
+    def start(self) -> Inspection:
+        """Begin to count training forwards. The file, if there is one, is begun anew."""
+        if self._undo:
+            raise ValueError("inspect was started before, and not stopped; call stop() first")
+        if self._path is not None:
+            self._path.write_text("")
+            self._write("plan", plan(self.model).facts())
+        self._undo.append(torch_compat.around_calls(self.model, self._before, self._after))
+        return self
+
+    def stop(self) -> None:
+        """End it: what was measured since is written, and what ran (`fq.receipt`)."""
+        if not self._undo:
+            return
+        self._undo.pop()()
+        self._leave_eager()
+        self._finish()
+        if self._path is not None:
+            self._write("receipt", _in_json(asdict(receipt())))
+        if not self._seen:
+            warnings.warn(
+                f"inspect saw no training forward of {type(self.model).__name__}: call the model that was inspected, in training "
+                "mode and with gradients; a replayed CUDA graph runs no hooks", stacklevel=2,
+            )
+
+    def __enter__(self) -> Inspection:
+        return self.start()
+
+    def __exit__(self, *_) -> None:
+        self.stop()
+
+    def scalars(self, step: int | None = None, **values: float) -> None:
+        """Write numbers of your own beside: `log.scalars(loss=loss.item())`. step: default, the one that runs."""
+        self._write("scalars", {"values": _in_json(values)}, self._step if step is None else step)
+
+    # Steps #
+
+    def _before(self) -> None:
+        if torch.compiler.is_compiling() or not (self.model.training and torch.is_grad_enabled()):
+            return
+        if torch_compat.backward_is_running() or torch_compat.is_fake() or STEP.is_captured:
+            return
+        self._finish()
+        self._seen += 1
+        self._step = STEP.step if STEP.counted_by_hand else self._next
+        self._next += 1
+        if self._step % self.every == 0 and self._sampled != self._step:
+            self._sampled = self._step
+            if "torch._dynamo" in sys.modules:  # else nothing is compiled
+                self._stance = torch.compiler.set_stance("force_eager")
+            self._attach()
+
+    def _after(self) -> None:
+        self._leave_eager()
+        if self.in_forward:
+            self.in_forward = False
+            with torch.no_grad(), counters.kept():
+                self._measure_weights()
+
+    def _leave_eager(self) -> None:
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)
+            self._stance = None
+
+    def _finish(self) -> None:
+        """Bring the sums of the sampled step to the host, and hand out its numbers."""
+        for undo in self._hooks:
+            undo()
+        self._hooks = []
+        if not self._measured:
+            return
+        numbers: Numbers = {}
+        for (name, slot), sums in zip(self._measured, on_host([combined(parts) for parts in self._measured.values()])):
+            numbers |= {f"{name}/{key}": value for key, value in quantities(slot, *sums).items()}
+        squares = {name: torch.stack(of).sum() for name, of in self._squares.items() if of}
+        for name, square in zip(squares, torch.stack(list(squares.values())).tolist() if squares else ()):
+            numbers[f"{name}/weight/grad_norm"] = math.sqrt(square)
+        self._measured, self._squares = {}, {}
+        self.latest = self._sampled, numbers
+        if self._path is None:
+            self.records.append(self.latest)
+        self._write("numbers", {"values": _in_json(numbers)}, self._sampled)
+        if self.on_record is not None:
+            self.on_record(*self.latest)
+
+    # Hooks #
+
+    def _attach(self) -> None:
+        self.in_forward = True
+        managed = torch_compat.managed_params_of(self.model)
+        sharded = {(id(owner), name): m.registered for m in managed for owner, name in m.owners}
+        for name, module, layers in _units(self.model):
+            self._hooks.append(module.register_forward_hook(_Hook(self, name, layers), with_kwargs=True).remove)
+            weight_name = getattr(module, "source", "weight")
+            for owner in dict.fromkeys((module, *layers)):
+                weight = sharded.get((id(owner), weight_name), owner._parameters.get(weight_name))
+                if weight is not None and weight.requires_grad:
+                    squares = self._squares.setdefault(name, [])
+                    self._hooks.append(weight.register_post_accumulate_grad_hook(_of_gradient(squares)).remove)
+
+    def add(self, name: str, slot: str, layers: list[Linear], x: Tensor, sizes: list[int] | None) -> None:
+        """Measure an activation or gradient [.., cols] of a module; sizes: rows of each expert, None: of its one layer."""
+        if isinstance(x, QuantizedTensor):
+            return  # dispatched tokens came as codes
+        with torch.no_grad(), counters.kept():
+            rows = local_of(x).detach().reshape(-1, x.shape[-1])
+            for layer, part in zip(layers, [rows] if sizes is None else rows.split(sizes)):
+                if len(part):
+                    self._measured.setdefault((name, slot), []).append(_of_slot(layer, slot, part))
+
+    def _measure_weights(self) -> None:
+        sharded = [m for m in torch_compat.managed_params_of(self.model) if isinstance(m.local, FSDPHooks)]
+        pieces: dict[int, list[Piece]] = {id(s): [] for m in sharded for s in m.local.state.matrices}
+        codes = {id(m.local.state): m.local for m in sharded if m.local.state.holds_codes}
+        for m in sharded:
+            if id(m.local.state) not in codes:
+                cuts = RowCuts.chunked(m.global_shape[0], m.world_size)
+                for piece in m.local.state.pieces(values_of(m.local).detach(), cuts, m.rank):
+                    pieces[id(piece.state)].append(piece)
+        for name, _, layers in _units(self.model):
+            for state, layer in [(layer._weight_state, layer) for layer in layers]:
+                if state.holds_codes:
+                    made = _of_codes(codes.get(id(state), layer.weight))
+                elif id(state) in pieces:
+                    made = [_of_piece(p) for p in pieces[id(state)] if p.values.numel()]
+                else:
+                    values = values_of(local_of(layer.weight)).detach()
+                    made = [_of_piece(Piece(state, values, RowCuts((0, len(values))), 0))]
+                if made:
+                    self._measured.setdefault((name, "weight"), []).extend(made)
+
+    def _write(self, kind: str, facts: dict, step: int | None = None) -> None:
+        if self._path is not None:
+            line = {"kind": kind} | ({} if step is None else {"step": step}) | facts
+            with self._path.open("a") as file:
+                file.write(json.dumps(line, allow_nan=False) + "\n")
+
+
+def inspect(
+    model: nn.Module, every: int = 100, path: str | Path | None = None,
+    on_record: Callable[[int, Numbers], None] | None = None, first_step: int = 0,
+) -> Inspection:
+    """Measure what the formats do to the model's tensors: `with fq.inspect(model, every=100) as log:`, or start() and stop().
+
+    every:       steps from one sample to the next; the step is `fq.begin_step`'s, else the number of training forwards.
+    path:        JSON lines for `python -m fsdp_quant report`; rank r > 0 writes NAME.rank{r}.jsonl.
+    on_record:   called with (step, numbers) of each sample, such as `lambda step, numbers: wandb.log(numbers, step=step)`.
+    first_step:  of the first training forward, where nobody calls `fq.begin_step` (a resumed run).
+
+    numbers:  "layer/slot/amax", "/norm", "layer/weight/grad_norm", and of each direction that is quantized
+              "layer/slot.rowwise/underflow", "/saturation", "/sqnr_db", "/scale_min" and "/scale_max" (`inspection.numbers`).
+              Experts of one module are one layer.
+
+    Training bits are those of a run without it; `inspection.recorder` says when what is measured, and what it does to compiled
+    models.
+    Raises ValueError for a model without converted layers, and for an `every` that is no positive int.
+    """
+    return Inspection(model, every, path, on_record, first_step)
+
+
+class _Hook:
+    """The forward hook of a module in a sampled step."""
+
+    def __init__(self, log: Inspection, name: str, layers: list[Linear]):
+        self._log, self._name, self._layers = log, name, layers
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output) -> None:
+        x, *rest = args or (kwargs.get("x", kwargs.get("input")),)
+        sizes = _sizes(module, rest[0] if rest else kwargs.get("splits")) if isinstance(module, GroupedLinear) else None
+        recomputes = torch_compat.backward_is_running()
+        if not recomputes and not self._log.in_forward:
+            return  # an evaluation before the next step
+        if not recomputes:
+            if torch.is_autocast_enabled(x.device.type):
+                x = x.to(torch.get_autocast_dtype(x.device.type))
+            self._log.add(self._name, "input", self._layers, x, sizes)
+        if isinstance(output, Tensor) and output.requires_grad:
+            scale = kwargs.get("scale", 1.0)
+            output.register_hook(
+                lambda dy: self._log.add(self._name, "grad_output", self._layers, dy if scale == 1.0 else dy * scale, sizes)
+            )
+
+
+def _units(model: nn.Module) -> Iterable[tuple[str, nn.Module, list[Linear]]]:
+    """(name, module that is called, its layers) of what converted layers are in; experts of one module are one."""
+    inside = set()
+    for name, module in model.named_modules():
+        name = name.replace("_orig_mod.", "")
+        if isinstance(module, GroupedLinear):
+            inside.update(map(id, module.layers))
+            yield name, module, list(module.layers)
+        elif isinstance(module, TransposedLinear):
+            yield name, module, [module.layer]
+        elif isinstance(module, Linear) and id(module) not in inside:
+            yield name, module, [module]
+
+
+def _sizes(module: GroupedLinear, splits) -> list[int]:
+    """Rows of each expert; of splits on a device waits for it."""
+    if not isinstance(splits, Tensor):
+        return list(splits)
+    ends = splits.tolist()
+    return [end - start for start, end in zip([0, *ends], ends)]
+
+
+def _of_slot(layer: Linear, slot: str, x: Tensor) -> Measured:
+    """x [rows, cols] in the formats of a slot, with the factors and random bits that the layer's products have."""
+    layer_plan, hybrid = layer.plan, layer.plan.hybrid(slot)
+    factors = [h.enc for h in layer.histories(layer_plan, slot, x.device)]
+    key = slot_key(layer_plan, slot, STEP.on(x.device), layer.ids_on(x.device), len(x))
+    made, _ = hybrid.storages(x, key=key, factors=dict(zip(hybrid.delayed_directions, factors)))
+    return measure(x, made, hybrid)
+
+
+def _of_codes(weight: QuantizedTensor) -> list[Measured]:
+    storages = {d: s for d in Direction if (s := getattr(weight, d.value)) is not None}
+    return [measure_codes(storages)] if storages else []
+
+
+def _of_piece(piece: Piece) -> Measured:
+    state, values = piece.state, piece.values
+    seen = values.to(state.compute_dtype or values.dtype)
+
+    def encode(direction: Direction) -> Storage:
+        shared = (state.statistics or {}).get((state.name, direction))
+        (made,) = encode_shards([Shard(piece, direction, values.dtype, shared, None, False)], values.device)
+        return Storage.of(made, state.quantizer.encodings[direction], values.shape, seen.dtype, piece.row0)
+
+    made = {d: storage_of(state.quantizer, d, state.compute_dtype, encode) for d in Direction}
+    return measure(seen, made, state.quantizer)
+
+
+def _of_gradient(squares: list[Tensor]) -> Callable[[Tensor], None]:
+    def hook(weight: Tensor) -> None:
+        squares.append(torch.linalg.vector_norm(local_of(weight.grad).detach(), dtype=torch.float64).square())
+    return hook
+
+
+def _of_rank(path: Path) -> Path:
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return path.with_suffix(f".rank{rank}{path.suffix}") if rank else path
+
+
+def _in_json(value):
+    """Keys as texts, and None for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {" | ".join(map(str, k)) if isinstance(k, tuple) else str(k): _in_json(v) for k, v in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

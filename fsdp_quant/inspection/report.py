@@ -1,0 +1,282 @@
+"""`python -m fsdp_quant report run.jsonl -o report.html`: what `fq.inspect(path=)` wrote, as one file that needs no network.
+
+    loss      curves of all scalars that the run logged (`log.scalars`); where one is no number, a line says so
+    heat map  layer x step of one quantity, drawn from the numbers that the page holds
+    worst     layers and operands by how far their noise, underflow or saturation is from the median of that operand
+    ran       products as planned, and what the counters of the run say
+    bytes     that FSDP2 gathers per step, as planned
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+
+from .plan import ModelPlan
+
+WORST = 30
+COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf", "#7f7f7f")
+
+
+@dataclass
+class Run:
+    """One file of JSON lines.
+
+    steps:    of its samples.
+    numbers:  "slot/quantity" -> layer -> value per step, or None where there is none.
+    scalars:  name -> (step, value or None).
+    plan, receipt:  as they were logged; None where they were not.
+    """
+
+    name: str
+    steps: list[int] = field(default_factory=list)
+    numbers: dict[str, dict[str, list[float | None]]] = field(default_factory=dict)
+    scalars: dict[str, list[tuple[int, float | None]]] = field(default_factory=dict)
+    plan: ModelPlan | None = None
+    receipt: dict | None = None
+
+
+def read(path: str | Path) -> Run:
+    """The run that a file holds. Raises ValueError, naming the line, for one that `fq.inspect` did not write."""
+    run, samples = Run(Path(path).name), []
+    for number, text in enumerate(Path(path).read_text().splitlines(), 1):
+        try:
+            line = json.loads(text)
+            if line["kind"] == "plan":
+                run.plan = ModelPlan.of_facts(line)
+            elif line["kind"] == "receipt":
+                run.receipt = {kind: counts for kind, counts in line.items() if kind != "kind"}
+            elif line["kind"] == "scalars":
+                for name, value in line["values"].items():
+                    run.scalars.setdefault(name, []).append((line["step"], value))
+            elif line["kind"] == "numbers":
+                samples.append((line["step"], line["values"]))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}, line {number}: wanted a line that fq.inspect(path=) writes, got {text[:80]!r}") from error
+    run.steps = [step for step, _ in samples]
+    for at, (_, values) in enumerate(samples):
+        for key, value in values.items():
+            layer, slot, quantity = key.rsplit("/", 2)
+            of = run.numbers.setdefault(f"{slot}/{quantity}", {})
+            of.setdefault(layer, [None] * len(samples))[at] = value
+    return run
+
+
+# Quantity -> (which of the samples is the worst, how far from the median is a point). Outliers that dominate the energy of a
+# tensor leave its SQNR as it is; what they cost the rest is its underflow.
+POINTS = {"sqnr_db": (min, -3.0), "underflow": (max, 0.1), "saturation": (max, 0.01)}
+
+
+@dataclass(frozen=True)
+class Suffering:
+    """One operand of one layer.
+
+    worst:   quantity -> (its worst sample, step, the median of that over all layers).
+    points:  of the quantity that has most: 3 dB, 10 % of underflow or 1 % of saturation from the median are one each.
+    """
+
+    layer: str
+    operand: str
+    worst: dict[str, tuple[float, int, float]]
+    points: float
+
+
+def worst(run: Run) -> list[Suffering]:
+    """Operands of layers, those with most points first."""
+    found: dict[tuple[str, str], dict[str, tuple[float, int, float]]] = defaultdict(dict)
+    for key, layers in run.numbers.items():
+        operand, quantity = key.split("/")
+        if quantity in POINTS:
+            pick = POINTS[quantity][0]
+            samples = {n: [(v, run.steps[i]) for i, v in enumerate(of) if v is not None] for n, of in layers.items()}
+            picked = {layer: pick(of, key=lambda s: s[0]) for layer, of in samples.items() if of}
+            middle = statistics.median(value for value, _ in picked.values()) if picked else 0.0
+            for layer, (value, step) in picked.items():
+                found[layer, operand][quantity] = value, step, middle
+    made = [
+        Suffering(*place, of, max((value - middle) / POINTS[quantity][1] for quantity, (value, _, middle) in of.items()))
+        for place, of in found.items()
+    ]
+    return sorted(made, key=lambda s: -s.points)
+
+
+def write(paths: Sequence[str | Path], out: str | Path) -> None:
+    """Write the report of one or several runs, or ranks, to `out`."""
+    runs = [read(path) for path in paths]
+    if not any(run.steps or run.scalars for run in runs):
+        raise ValueError(f"{', '.join(map(str, paths))}: no samples and no scalars; train inside fq.inspect(model, path=)")
+    data = [{"name": r.name, "steps": r.steps, "numbers": r.numbers} for r in runs]
+    text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    parts = [
+        _section("loss", "Loss", _curves(runs)), _section("heat", "Layers by step", _HEAT),
+        _section("worst", "Layers that suffer most", _worst_tables(runs)),
+        _section("ran", "What ran where", "".join(map(_ran, runs))), _section("bytes", "Bytes", "".join(map(_bytes, runs))),
+    ]
+    title = escape(", ".join(r.name for r in runs))
+    Path(out).write_text(
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{_CSS}</style></head>\n'
+        f"<body><h1>{title}</h1>\n{''.join(parts)}"
+        f'<script type="application/json" id="data">{text}</script>\n<script>{_JS}</script></body></html>\n'
+    )
+
+
+def _section(name: str, title: str, content: str) -> str:
+    return f'<section id="{name}"><h2>{title}</h2>\n{content}</section>\n'
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    body = "".join(f"<tr>{''.join(f'<td>{escape(str(c))}</td>' for c in row)}</tr>\n" for row in rows)
+    return f"<table><thead><tr>{''.join(f'<th>{escape(c)}</th>' for c in head)}</tr></thead>\n<tbody>{body}</tbody></table>\n"
+
+
+def _curves(runs: Sequence[Run]) -> str:
+    groups: dict[str, list[tuple[str, list]]] = defaultdict(list)
+    for run in runs:
+        for name, points in run.scalars.items():
+            groups[name].append((run.name, points))
+    made = "".join(_curve(name, series) for name, series in groups.items())
+    return made or "<p>The run logged no scalars; call log.scalars(loss=loss.item()) in the loop.</p>\n"
+
+
+def _curve(name: str, series: Sequence[tuple[str, list]], width: int = 860, height: int = 240) -> str:
+    """An SVG of (run, points) over one pair of axes."""
+    finite = [(s, v) for _, points in series for s, v in points if v is not None]
+    broken = [(run, s) for run, points in series for s, v in points if v is None]
+    x0, x1 = min((s for s, _ in finite), default=0), max((s for s, _ in finite), default=1)
+    y0, y1 = min((v for _, v in finite), default=0), max((v for _, v in finite), default=1)
+    left, bottom = 70, 30
+
+    def at(step: float, value: float) -> str:
+        x = left + (step - x0) / ((x1 - x0) or 1) * (width - left - 10)
+        return f"{x:.1f},{10 + (y1 - value) / ((y1 - y0) or 1) * (height - bottom - 10):.1f}"
+
+    lines = []
+    for i, (run, points) in enumerate(series):
+        pieces: list[list[str]] = [[]]
+        for step, value in points:
+            pieces[-1].append(at(step, value)) if value is not None else pieces.append([])
+        color = COLORS[i % len(COLORS)]
+        lines += [f'<polyline fill="none" stroke="{color}" points="{" ".join(piece)}"/>' for piece in pieces if piece]
+        lines.append(f'<text x="{left + 10 + 200 * i}" y="{height - 2}" fill="{color}">{escape(run)}</text>')
+    axis = f'<text x="4" y="16">{y1:.4g}</text><text x="4" y="{height - bottom}">{y0:.4g}</text>'
+    axis += f'<text x="{left}" y="{height - 14}">step {x0}</text><text x="{width - 70}" y="{height - 14}">{x1}</text>'
+    said = f"<p class='bad'>{escape(name)} is no finite number from step {broken[0][1]} on ({escape(broken[0][0])})</p>" if broken else ""
+    return (
+        f'<h3>{escape(name)}</h3>{said}<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
+        f'aria-label="{escape(name)} by step">{axis}{"".join(lines)}</svg>\n'
+    )
+
+
+def _worst_tables(runs: Sequence[Run]) -> str:
+    head = ("layer", "operand", "points", *(f"{quantity} (median), step" for quantity in POINTS))
+    made = []
+    for run in runs:
+        rows = [(s.layer, s.operand, f"{s.points:.2f}", *(_worst_cell(s, q) for q in POINTS)) for s in worst(run)[:WORST]]
+        made.append(f"<h3>{escape(run.name)}</h3>{_table(head, rows)}" if rows else "")
+    said = "<p>A point: 3 dB, 10 % of underflow or 1 % of saturation from the median of that operand over all layers.</p>\n"
+    return said + "".join(made) if any(made) else "<p>No samples.</p>\n"
+
+
+def _worst_cell(of: Suffering, quantity: str) -> str:
+    if quantity not in of.worst:
+        return "none"
+    value, step, middle = of.worst[quantity]
+    shown = (f"{value:.2f}", f"{middle:.2f}") if quantity == "sqnr_db" else (f"{value:.2%}", f"{middle:.2%}")
+    return f"{shown[0]} ({shown[1]}), {step}"
+
+
+def _ran(run: Run) -> str:
+    made = f"<h3>{escape(run.name)}</h3>\n"
+    if run.plan is not None:
+        groups: dict[tuple, list[str]] = defaultdict(list)
+        for row in run.plan.gemms:
+            groups[row.product, *row.operands, row.domain, row.reason].append(row.module)
+        rows = [(*key, len(of), of[0]) for key, of in groups.items()]
+        made += _table(("product", "a", "b", "domain", "because", "layers", "first of them"), rows)
+        made += "".join(f"<p>{escape(note)}</p>\n" for note in run.plan.notes)
+    counts = [(kind, what, n) for kind, of in (run.receipt or {}).items() for what, n in of.items()]
+    return made + (_table(("counted", "what", "how many"), counts) if counts else "<p>No receipt was logged.</p>\n")
+
+
+def _bytes(run: Run) -> str:
+    if run.plan is None or not run.plan.weight_bytes:
+        return f"<p>{escape(run.name)}: FSDP2 gathers nothing.</p>\n"
+    forward, backward = (sum(pair[i] for pair in run.plan.weight_bytes.values()) for i in (0, 1))
+    rows = [("quantized weights", f"{forward:,}", f"{backward:,}"), ("other parameters", *(f"{n:,}" for n in run.plan.other_bytes))]
+    rows += [(name, f"{f:,}", f"{b:,}") for name, (f, b) in run.plan.weight_bytes.items()]
+    return f"<h3>{escape(run.name)}</h3>{_table(('gathered per step and rank', 'forward, B', 'backward, B'), rows)}"
+
+
+_HEAT = """<p><select id="run"></select> <select id="quantity"></select> <span id="range"></span></p>
+<canvas id="map" width="860" height="10"></canvas><p id="value">Point at a cell.</p>
+"""
+
+_CSS = """body{font:14px sans-serif;margin:24px;max-width:1100px;color:#222}svg,canvas{border:1px solid #ddd;font-size:11px}
+table{border-collapse:collapse;margin:8px 0;font-size:13px}td,th{border:1px solid #ddd;padding:2px 8px;text-align:left}
+th{background:#f4f4f4}.bad{color:#d62728}"""
+
+_JS = r"""
+const runs = JSON.parse(document.getElementById("data").textContent), byId = id => document.getElementById(id);
+const canvas = byId("map"), left = 300, row = 16, top0 = 4;
+const low = q => q.endsWith("sqnr_db"), logs = q => /(amax|norm|scale_min|scale_max)$/.test(q);
+function options(select, names) {
+  select.replaceChildren(...names.map((name, i) => new Option(name, i)));
+}
+function quantities() { return Object.keys(runs[byId("run").value].numbers); }
+function current() {
+  const run = runs[byId("run").value], quantity = quantities()[byId("quantity").value];
+  return {run, quantity, layers: Object.entries(run.numbers[quantity] || {})};
+}
+function color(t) { return `hsl(${240 - 240 * t}, 80%, ${60 - 12 * t}%)`; }
+function draw() {
+  const {run, quantity, layers} = current(), context = canvas.getContext("2d");
+  canvas.height = Math.max(layers.length * row + 26, 30);
+  context.clearRect(0, 0, canvas.width, canvas.height);
+  context.font = "11px sans-serif";
+  if (!quantity) { byId("range").textContent = "no samples"; return; }
+  const seen = layers.flatMap(([, of]) => of).filter(v => v !== null && (!logs(quantity) || v > 0));
+  const scale = v => logs(quantity) ? Math.log10(v) : v, found = seen.map(scale);
+  // Colors span at least a decade, 10 dB or 1 %, so that noise looks like noise.
+  const span = logs(quantity) ? 1 : low(quantity) ? 10 : 0.01, smallest = Math.min(...found), largest = Math.max(...found);
+  const least = low(quantity) ? Math.min(smallest, largest - span) : smallest, most = Math.max(largest, least + span);
+  const width = (canvas.width - left) / Math.max(run.steps.length, 1);
+  layers.forEach(([layer, of], y) => {
+    context.fillStyle = "#222";
+    context.fillText(layer.length > 48 ? "..." + layer.slice(-45) : layer, 4, top0 + y * row + 11);
+    of.forEach((v, x) => {
+      const t = v === null ? null : (scale(v) - least) / ((most - least) || 1);
+      context.fillStyle = v === null || !Number.isFinite(t) ? "#eee" : color(low(quantity) ? 1 - t : t);
+      context.fillRect(left + x * width, top0 + y * row, Math.ceil(width), row - 1);
+    });
+  });
+  context.fillStyle = "#222";
+  const bottom = top0 + layers.length * row + 14;
+  context.fillText("step " + run.steps[0], left, bottom);
+  context.fillText(String(run.steps.at(-1)), canvas.width - 50, bottom);
+  const shown = v => Number(logs(quantity) ? 10 ** v : v).toPrecision(4);
+  byId("range").textContent = seen.length ? `${shown(smallest)} to ${shown(largest)}; red is worse or larger` : "no values";
+}
+function point(event) {
+  const {run, quantity, layers} = current(), box = canvas.getBoundingClientRect();
+  const x = Math.floor((event.clientX - box.left - left) / ((canvas.width - left) / run.steps.length));
+  const y = Math.floor((event.clientY - box.top - top0) / row);
+  if (x < 0 || !layers[y] || x >= run.steps.length) return;
+  byId("value").textContent = `${layers[y][0]}, step ${run.steps[x]}: ${quantity} = ${layers[y][1][x] ?? "none"}`;
+}
+function change() {
+  const names = quantities(), first = names.findIndex(name => name.endsWith("sqnr_db"));
+  options(byId("quantity"), names);
+  if (first > 0) byId("quantity").value = first;
+  draw();
+}
+options(byId("run"), runs.map(run => run.name));
+byId("run").addEventListener("change", change);
+byId("quantity").addEventListener("change", draw);
+canvas.addEventListener("mousemove", point);
+change();
+"""

@@ -1,0 +1,38 @@
+"""A progress bar for loops over layers that turn out to be long; none without `rich`, or where nobody sees it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Collection, Iterator
+from typing import TypeVar
+
+import torch.distributed as dist
+
+try:
+    from rich.console import Console
+    from rich.progress import Progress
+except ImportError:
+    Progress = None
+
+Item = TypeVar("Item")
+PATIENCE = 5.0  # seconds without a bar
+
+
+def progress(items: Collection[Item], what: str) -> Iterator[Item]:
+    """Iterate over items, on rank 0 with a bar on stderr once that has taken `PATIENCE`, if stderr is a terminal."""
+    began, bar = time.monotonic(), None
+    is_first = not (dist.is_available() and dist.is_initialized() and dist.get_rank())
+    try:
+        for done, item in enumerate(items):
+            late = time.monotonic() - began > PATIENCE
+            if bar is None and late and Progress is not None and is_first and sys.stderr.isatty():
+                bar = Progress(console=Console(stderr=True), transient=True)
+                task = bar.add_task(what, total=len(items))
+                bar.start()
+            if bar is not None:
+                bar.update(task, completed=done)
+            yield item
+    finally:
+        if bar is not None:
+            bar.stop()
