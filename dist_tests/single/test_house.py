@@ -27,7 +27,7 @@ FLOORS = (
     ("context", "optim"),
     ("modules", "memory"),
     ("parallel/sequence", "parallel/linear", "parallel/tensor_parallel", "parallel/experts", "parallel/__init__"),
-    ("inspection", "integrations", "hooks"),
+    ("inspection", "integrations", "hooks", "serving"),
     ("__init__", "__main__"),
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
