@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -230,6 +231,28 @@ def test_quantized_parameters_take_loaded_values(tmp_path):
     fq.from_pretrained_quantized(net, tmp_path)
     want = codes(converted("mxfp8").up.weight, "mxfp8").dequantize(torch.bfloat16)
     laws.assert_same_bytes(net.up.weight.rowwise.data, codes(want, "mxfp8").data, "codes")
+    with pytest.raises(ValueError, match="up.weight is a quantized parameter"):
+        fq.from_pretrained_quantized(net, tmp_path, frozen=True)
+
+
+def test_adapters_are_not_left_out_in_silence(tmp_path):
+    """If false, a server loads a base without what was trained."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(converted("mxfp8"), peft.LoraConfig(target_modules=["up"]))
+    for part in (model, model.get_base_model()):
+        with pytest.raises(ValueError, match="the model has adapters"):
+            fq.export(part, tmp_path)
+
+
+def test_the_page_runs_as_written(tmp_path, monkeypatch):
+    """If false, docs/export.md shows calls that fail."""
+    page = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    scope: dict = {}
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) >= 2
+    for block in blocks:
+        exec(block, scope)
 
 
 def test_a_second_level_keeps_its_decode_scale():

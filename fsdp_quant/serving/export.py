@@ -16,8 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from ..formats import ROWWISE
 from ..ops import dispatch
 from ..storage import Storage
+from ..tensor.agreement import agreement_slots
 from ..tensor.quantized_tensor import QuantizedTensor
-from ..tensor.torch_compat import local_of
+from ..tensor.torch_compat import device_of, local_of
 from . import layouts
 from .layouts import Kind, Scheme
 from .weights import Slice, Source, codes_of, encoded, master_of, matrix_of, plain_name, sources_of
@@ -69,10 +70,13 @@ def export(
     one, as "experts.E.NAME.weight".
 
     Raises ValueError, on every rank and before anything is written, for a weight that the format does not hold, for a model
-    without quantized layers, and for a folder that holds a checkpoint; NotImplementedError for experts that lie spread over ranks.
+    without quantized layers, for a folder that holds a checkpoint, and where ranks hold other weights; NotImplementedError for
+    experts, and for parts of weights without DTensor, that lie spread over ranks.
     """
     if format not in layouts.TARGETS:
         raise ValueError(f"format must be one of {', '.join(layouts.TARGETS)}, got {format!r}")
+    if hasattr(model, "peft_config"):
+        raise ValueError("the model has adapters, which these formats do not hold; merge them first (merge_and_unload)")
     max_bytes, given = size_of(max_shard_size), dict(input_amax or {})
     sources = sources_of(model, names)
     parts = {source: _parts(source, format, dtype, given) for source in sources}
@@ -83,8 +87,9 @@ def export(
     if unknown := given.keys() - schemes.keys():
         raise ValueError(f"input_amax names {', '.join(sorted(unknown))}; quantized layers: {', '.join(list(schemes)[:4])}, ...")
     config = _config(model, format, schemes, _ignored(model, sources, parts, names), dtype)
-    shared = _shared_amaxes(every, share_scales)
     planned = {part: _planned(source, part, format) for source, part in every}
+    _check_ranks(planned)
+    shared = _shared_amaxes(every, share_scales)
     files = in_files([planned[part] for _, part in every], max_bytes)
     writer = _on_first_rank(lambda: Writer(Path(path), files, config))
     failure = None
@@ -102,6 +107,20 @@ def export(
         if writer is not None:
             writer.abort()
         raise
+
+
+def _check_ranks(planned: dict[_Part, list[Planned]]) -> None:
+    """Raise ValueError, on every rank, where ranks hold other tensors: they would wait for each other's gathers."""
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    own = agreement_slots(repr(list(planned.values())))
+    largest = torch.tensor(own, dtype=torch.int32, device=device_of(dist.group.WORLD))
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    if largest.tolist() != own:
+        raise ValueError(
+            f"rank {dist.get_rank()} would write other tensors than another rank; give every rank one model and the same options "
+            "(a pipeline's stages are exported from a model of all)"
+        )
 
 
 def _on_first_rank(run: Callable[[], object]) -> object:
@@ -129,6 +148,11 @@ def _finish(writer: Writer, failure: Exception | None) -> None:
 # What is written #
 
 def _parts(source: Source, format: str, dtype: torch.dtype | None, input_amax: dict[str, float]) -> list[_Part]:
+    if any(getattr(layer.parallel, "group", None) is not None for layer in source.layers):
+        raise NotImplementedError(
+            f"{source.name}: its parts lie with the ranks of a process group, and no DTensor says how; export from a model that "
+            "fq.parallel's styles, or nothing, cut"
+        )
     own = source.tensor.dtype
     high = dtype if dtype is not None and source.is_parameter and own.is_floating_point else own
     if source.layers and source.tensor.dim() == 3 and len(source.layers) != source.tensor.shape[0]:

@@ -284,8 +284,9 @@ def read_storage(
     elif packed:
         kind, scale = "nvfp4", scale.to(torch.float8_e4m3fn).view(torch.uint8)
     else:
-        of_rows = scale.shape in ((shape[0],), (shape[0], 1))
-        kind, scale = "tensor" if scale.numel() == 1 else "channel" if of_rows else "block", scale.float()
+        of_rows, wanted = scale.shape in ((shape[0],), (shape[0], 1)), None if fmt is None else _KINDS.get(fmt.decoding)
+        fits = ["tensor"] * (scale.numel() == 1) + ["channel"] * of_rows + ["block"]  # of a small weight several, which decode alike
+        kind, scale = wanted.name if wanted is not None and wanted.name in fits else fits[0], scale.float()
     read = _READ[kind]
     blocks = read.scale_shape(shape, ROWWISE)
     if scale.numel() != blocks[0] * blocks[1]:

@@ -119,6 +119,8 @@ def _check(
             raise ValueError(f"{source.name} is high precision in the files; load it with frozen=False, then call fq.freeze")
         if isinstance(source.tensor, DTensor):
             raise ValueError(f"{source.name} is sharded, and frozen weights are whole; leave it out of fully_shard by ignored_params=")
+        if isinstance(source.tensor, QuantizedTensor):
+            raise ValueError(f"{source.name} is a quantized parameter, whose optimizer writes its codes; load with frozen=False")
         if source.layers[0].plan.weight.delayed_directions:
             raise ValueError(f"{source.name} is scaled by a history of amaxes; give weights current scaling before frozen=True")
 
