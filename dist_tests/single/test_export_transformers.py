@@ -20,14 +20,23 @@ from fsdp_quant.serving.layouts import read_storage
 transformers = pytest.importorskip("transformers")
 TOKENS = torch.arange(12)[None]
 RECIPES = {
-    "fp8_current": fq.recipes.fp8_current(), "fp8_row": fq.recipes.fp8_row(), "fp8_block": fq.recipes.fp8_block(),
-    "mxfp8": fq.recipes.mxfp8(), "mxfp4": fq.recipes.mxfp4(), "nvfp4": fq.recipes.nvfp4(),
+    "fp8_current": fq.recipes.fp8_current(),
+    "fp8_row": fq.recipes.fp8_row(),
+    "fp8_block": fq.recipes.fp8_block(),
+    "mxfp8": fq.recipes.mxfp8(),
+    "mxfp4": fq.recipes.mxfp4(),
+    "nvfp4": fq.recipes.nvfp4(),
 }
 
 
 def llama(seed: int = 0) -> nn.Module:
     config = transformers.LlamaConfig(
-        hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=64,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
         tie_word_embeddings=seed == 2,
     )
     torch.manual_seed(seed)
@@ -41,13 +50,17 @@ def decoded(model: nn.Module) -> nn.Module:
     for name, layer in model.named_modules():
         if isinstance(layer, fq.Linear):
             fmt = layer.plan.weight.rowwise
-            state[f"{name}.weight"] = fmt.storage(layer.weight.detach(), ROWWISE).dequantize(torch.bfloat16)
+            state[f"{name}.weight"] = fmt.storage(layer.weight.detach(), ROWWISE).dequantize(
+                torch.bfloat16
+            )
     plain.load_state_dict(state)
     return plain
 
 
 def loaded(folder: Path, **options) -> nn.Module:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, **options
+    )
 
 
 def with_scales_of_powers_of_two(model: nn.Module) -> nn.Module:
@@ -68,12 +81,28 @@ def test_transformers_computes_our_logits(name, tmp_path):
         if target == "fp8" and name not in ("fp8_block", "mxfp8"):
             continue
         fq.export(model, tmp_path / target, target)
-        got = loaded(tmp_path / target, **({"quantization_config": dequantize} if target == "compressed-tensors" else {}))
+        got = loaded(
+            tmp_path / target,
+            **({"quantization_config": dequantize} if target == "compressed-tensors" else {}),
+        )
         for weight, tensor in want.state_dict().items():
             laws.assert_same_bytes(got.state_dict()[weight], tensor, f"{target}: {weight}")
         with torch.no_grad():
             laws.assert_same_bytes(got(TOKENS).logits, want(TOKENS).logits, target)
         assert got.config.architectures == ["LlamaForCausalLM"] and got.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_compressed_models_quantize_inputs_as_training_does(name, tmp_path):
+    """If false, the scheme of a file quantizes inputs in other blocks, or not at all."""
+    model = llama()
+    with torch.no_grad():
+        exact = model(TOKENS).logits
+        fq.convert(model, RECIPES[name], skip=["lm_head"])
+        fq.export(model, tmp_path, share_scales=True)
+        errors = [(m(TOKENS).logits - exact).norm() / exact.norm() for m in (model, loaded(tmp_path))]
+    low, high = (0.6, 0.95) if name == "nvfp4" else (0.85, 1.15)  # nvfp4: without an input_amax
+    assert low < errors[1] / errors[0] < high, errors
 
 
 def test_transformers_keeps_compressed_weights(tmp_path):
@@ -88,11 +117,21 @@ def test_transformers_keeps_compressed_weights(tmp_path):
     assert got.lm_head.weight is got.model.embed_tokens.weight
 
 
-@pytest.mark.parametrize("recipe, target", [("fp8_row", "compressed-tensors"), ("fp8_block", "fp8"), ("mxfp8", "fp8")])
+@pytest.mark.parametrize(
+    "recipe, target", [("fp8_row", "compressed-tensors"), ("fp8_block", "fp8"), ("mxfp8", "fp8")]
+)
 def test_experts_have_the_names_that_transformers_merges(recipe, target, tmp_path):
     """If false, gate and up of an expert are exchanged, or a server finds no experts."""
-    sizes = dict(hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
-    config = transformers.MixtralConfig(**sizes, vocab_size=64, num_local_experts=3, num_experts_per_tok=2)
+    sizes = dict(
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    config = transformers.MixtralConfig(
+        **sizes, vocab_size=64, num_local_experts=3, num_experts_per_tok=2
+    )
     torch.manual_seed(0)
     model = transformers.MixtralForCausalLM(config).bfloat16()
     fq.convert(model, RECIPES[recipe], skip=["lm_head"])
@@ -100,13 +139,19 @@ def test_experts_have_the_names_that_transformers_merges(recipe, target, tmp_pat
     tensors, experts = load_file(tmp_path / "model.safetensors"), model.model.layers[0].mlp.experts
     scale = "weight_scale" if target == "compressed-tensors" else "weight_scale_inv"
     for e in range(3):
-        whole = experts.gate_up_proj_product.layers[e].plan.weight.rowwise.storage(experts.gate_up_proj[e].detach(), ROWWISE)
+        whole = experts.gate_up_proj_product.layers[e].plan.weight.rowwise.storage(
+            experts.gate_up_proj[e].detach(), ROWWISE
+        )
         for part, rows in (("w1", slice(0, 128)), ("w3", slice(128, 256))):
             name = f"model.layers.0.block_sparse_moe.experts.{e}.{part}."
             storage = whole.narrow(rows.start, 128)
             laws.assert_same_bytes(tensors[f"{name}weight"].view(torch.uint8), storage.data, name)
             laws.assert_same_bytes(tensors[f"{name}{scale}"], storage.scale, f"{name}{scale}")
-    options = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)} if target != "fp8" else {}
+    options = (
+        {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
+        if target != "fp8"
+        else {}
+    )
     got, read = loaded(tmp_path, **options), transformers.MixtralForCausalLM(config).bfloat16()
     fq.from_pretrained_quantized(read, tmp_path)
     for name, tensor in got.state_dict().items():
@@ -115,10 +160,15 @@ def test_experts_have_the_names_that_transformers_merges(recipe, target, tmp_pat
 
 # Reading #
 
+
 @pytest.mark.parametrize("target", ["compressed-tensors", "modelopt", "fp8"])
-@pytest.mark.parametrize("fmt", ["fp8_tensor", "fp8_row", "fp8_128x128", "mxfp8_32x32", "mxfp4", "nvfp4", "nvfp4_16x16"])
+@pytest.mark.parametrize(
+    "fmt", ["fp8_tensor", "fp8_row", "fp8_128x128", "mxfp8_32x32", "mxfp4", "nvfp4", "nvfp4_16x16"]
+)
 def test_frozen_codes_are_those_that_were_exported(fmt, target, tmp_path):
-    """If false, a base under LoRA, or a rollout, multiplies other codes than the server that has the same file."""
+    """If false, a base under LoRA, or a rollout, multiplies other codes than the server that has
+    the same file.
+    """
     first = converted(fmt, Net(rows=128))
     with torch.no_grad():
         first.up.weight.mul_(0.37)
@@ -147,16 +197,26 @@ def test_frozen_codes_are_those_that_were_exported(fmt, target, tmp_path):
     assert leaf.grad.isfinite().all() and leaf.grad.any()
     fq.export(second, tmp_path / "again", target)
     for name, tensor in load_file(tmp_path / "model.safetensors").items():
-        laws.assert_same_bytes(load_file(tmp_path / "again" / "model.safetensors")[name], tensor, name)
+        laws.assert_same_bytes(
+            load_file(tmp_path / "again" / "model.safetensors")[name], tensor, name
+        )
 
 
 def test_deepseeks_checkpoints_are_read(tmp_path):
-    """If false, scales that are no powers of two, as DeepSeek-V3 has them, are lost, or taken for a row's."""
+    """If false, scales that are no powers of two, as DeepSeek-V3 has them, are lost, or taken for a
+    row's.
+    """
     element = laws.values(200, K, dtype=torch.float32).to(torch.float8_e4m3fn)
     scale = torch.rand(2, 2) + 0.5
-    save_file({
-        "up.weight": element, "up.weight_scale_inv": scale, "up.bias": torch.ones(200), "head.weight": torch.ones(8, 200),
-    }, tmp_path / "model.safetensors")
+    save_file(
+        {
+            "up.weight": element,
+            "up.weight_scale_inv": scale,
+            "up.bias": torch.ones(200),
+            "head.weight": torch.ones(8, 200),
+        },
+        tmp_path / "model.safetensors",
+    )
     net = fq.from_pretrained_quantized(Net(rows=200, dtype=torch.float32), tmp_path)
     want = element.float() * scale.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)
     laws.assert_same_bytes(net.up.weight.detach(), want, "weight")
@@ -165,12 +225,21 @@ def test_deepseeks_checkpoints_are_read(tmp_path):
 
 
 def test_gpt_oss_checkpoints_are_read(tmp_path):
-    """If false, experts of gpt-oss are transposed, or their nibbles exchanged; compared with transformers' own conversion."""
+    """If false, experts of gpt-oss are transposed, or their nibbles exchanged; compared with
+    transformers' own conversion.
+    """
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     config = transformers.GptOssConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=64,
-        head_dim=16, num_local_experts=3, num_experts_per_tok=2,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        head_dim=16,
+        num_local_experts=3,
+        num_experts_per_tok=2,
     )
     model = transformers.GptOssForCausalLM(config).bfloat16()
     state, want = dict(model.state_dict()), {}
@@ -180,7 +249,9 @@ def test_gpt_oss_checkpoints_are_read(tmp_path):
         state[f"{name}_blocks"] = torch.randint(0, 256, (3, rows, groups, 16), dtype=torch.uint8)
         state[f"{name}_scales"] = torch.randint(115, 130, (3, rows, groups), dtype=torch.uint8)
         want[name] = convert_moe_packed_tensors(state[f"{name}_blocks"], state[f"{name}_scales"])
-    save_file({n: t.detach().contiguous() for n, t in state.items()}, tmp_path / "model.safetensors")
+    save_file(
+        {n: t.detach().contiguous() for n, t in state.items()}, tmp_path / "model.safetensors"
+    )
     fq.from_pretrained_quantized(model, tmp_path)
     for name, tensor in want.items():
         laws.assert_same_bytes(model.state_dict()[name], tensor.contiguous(), name)
@@ -193,17 +264,45 @@ def test_a_checkpoint_that_does_not_fit_is_refused_whole(tmp_path):
 
     def stored(name: str, changed: dict[str, Tensor | None]) -> Path:
         (tmp_path / name).mkdir()
-        save_file({n: t for n, t in (tensors | changed).items() if t is not None}, tmp_path / name / "model.safetensors")
+        save_file(
+            {n: t for n, t in (tensors | changed).items() if t is not None},
+            tmp_path / name / "model.safetensors",
+        )
         return tmp_path / name
 
     fresh = Net()
     before = {n: t.clone() for n, t in fresh.state_dict().items()}
     refusals = [
-        (fresh, stored("missing", {"head.weight": None}), {}, "1 are not in the files, such as head.weight"),
-        (fresh, stored("extra", {"tail.weight": torch.ones(1)}), {}, "1 are of no parameter, such as tail.weight"),
-        (converted("nvfp4"), tmp_path / "good", {"frozen": True}, r"up.weight is mxfp8 in the file and nvfp4 in the recipe"),
-        (fq.convert(Net(), fq.recipes.mxfp8()), tmp_path / "good", {"frozen": True}, "head.weight is high precision in the files"),
-        (converted("mxfp8_32x32"), tmp_path / "good", {"frozen": True}, "a scale per row in the file"),
+        (
+            fresh,
+            stored("missing", {"head.weight": None}),
+            {},
+            "1 are not in the files, such as head.weight",
+        ),
+        (
+            fresh,
+            stored("extra", {"tail.weight": torch.ones(1)}),
+            {},
+            "1 are of no parameter, such as tail.weight",
+        ),
+        (
+            converted("nvfp4"),
+            tmp_path / "good",
+            {"frozen": True},
+            r"up.weight is mxfp8 in the file and nvfp4 in the recipe",
+        ),
+        (
+            fq.convert(Net(), fq.recipes.mxfp8()),
+            tmp_path / "good",
+            {"frozen": True},
+            "head.weight is high precision in the files",
+        ),
+        (
+            converted("mxfp8_32x32"),
+            tmp_path / "good",
+            {"frozen": True},
+            "a scale per row in the file",
+        ),
         (fresh, tmp_path, {}, "has neither model.safetensors nor"),
     ]
     for model, path, options, message in refusals:
@@ -212,9 +311,15 @@ def test_a_checkpoint_that_does_not_fit_is_refused_whole(tmp_path):
     for name, tensor in before.items():
         laws.assert_same_bytes(fresh.state_dict()[name], tensor, name)
     fq.from_pretrained_quantized(fresh, tmp_path / "extra", strict=False)
-    laws.assert_same_bytes(fresh.up.weight.detach(), codes(converted("mxfp8").up.weight, "mxfp8").dequantize(torch.bfloat16), "up")
+    laws.assert_same_bytes(
+        fresh.up.weight.detach(),
+        codes(converted("mxfp8").up.weight, "mxfp8").dequantize(torch.bfloat16),
+        "up",
+    )
     alone = stored("alone", {"up.weight_scale": None})
-    with pytest.raises(ValueError, match="up.weight is torch.float8_e4m3fn in the file, without scales"):
+    with pytest.raises(
+        ValueError, match="up.weight is torch.float8_e4m3fn in the file, without scales"
+    ):
         fq.from_pretrained_quantized(Net(), alone)
     integers = stored("integers", {"up.weight": torch.zeros(N, K // 8, dtype=torch.int32)})
     with pytest.raises(ValueError, match="no format that this reads"):
@@ -256,15 +361,20 @@ def test_the_page_runs_as_written(tmp_path, monkeypatch):
 
 
 def test_a_second_level_keeps_its_decode_scale():
-    """If false, nvfp4 values drift by an ulp with each round trip through files that hold the inverse of the amax."""
+    """If false, nvfp4 values drift by an ulp with each round trip through files that hold the
+    inverse of the amax.
+    """
     for amax in (laws.values(64, 1, dtype=torch.float32).abs().flatten() + 1e-3).tolist():
         for fmt in (fq.format_of("nvfp4"), fq.format_of("nvfp4", scale_rule="fp8_exact")):
             S = reference.tensor_encode_factor(torch.tensor([amax]), fmt)
             tensors = {
-                "weight_packed": torch.zeros(2, 8, dtype=torch.uint8), "weight_scale": torch.ones(2, 1).to(torch.float8_e4m3fn),
+                "weight_packed": torch.zeros(2, 8, dtype=torch.uint8),
+                "weight_scale": torch.ones(2, 1).to(torch.float8_e4m3fn),
                 "weight_global_scale": S,
             }
             read = read_storage("w", tensors, torch.float32, "cpu", fmt)
             laws.assert_same_bytes(
-                reference.tensor_decode_scale(read.tensor_amax, fmt), reference.tensor_decode_scale(torch.tensor([amax]), fmt), "D"
+                reference.tensor_decode_scale(read.tensor_amax, fmt),
+                reference.tensor_decode_scale(torch.tensor([amax]), fmt),
+                "D",
             )

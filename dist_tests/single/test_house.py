@@ -312,6 +312,7 @@ def test_the_public_names_exist():
         "autocast", "begin_step", "skip_step", "sync", "token_offset", "convert", "set_recipe", "Linear", "Quantizer",
         "HybridQuantizer", "Recipe", "Role", "CustomRecipe", "recipes", "Format", "format_of", "gemm", "Storage",
         "QuantizedTensor", "StaleWeightError", "state_dict", "load_state_dict", "checkpoint", "plan", "receipt",
-        "quantized_model_init", "optim", "GroupedLinear", "Quantize", "hooks",
+        "quantized_model_init", "optim", "GroupedLinear", "Quantize", "hooks", "export",
+        "from_pretrained_quantized",
     ):
         assert hasattr(fsdp_quant, name), name

@@ -1,1 +1,1 @@
-"""Checkpoints that inference servers read: `export`, and `from_pretrained_quantized`, which reads them."""
+"""Checkpoints of inference servers: `export` writes them, `from_pretrained_quantized` reads."""

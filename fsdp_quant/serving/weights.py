@@ -1,15 +1,15 @@
-"""What of a model becomes which tensor of a checkpoint, and its values: gathered one weight at a time.
+"""Which tensors of a checkpoint a model becomes, and their values, gathered one weight at a time.
 
 [Note: where codes come from]
-Codes that rest (quantized parameters, frozen and published weights) are taken as they are. Those of a master are made here of
-the whole master, which has the bytes that its shards have: sharded equals unsharded. Only what tensor parallelism quantizes
-by parts (rows of `fp8_row` that a cut divides, blocks that it divides) has one scale here where training has several.
+Codes that rest (quantized parameters, frozen and published weights) are taken as they are. Those of
+a master are made here of the whole master, which has the bytes that its shards have: sharded equals
+unsharded. Only what tensor parallelism quantizes by parts (rows of `fp8_row` that a cut divides,
+blocks that it divides) has one scale here where training has several.
 """
 
 from __future__ import annotations
 
 import bisect
-import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from ..checkpoint import storage_tensors
 from ..counters import counters
-from ..formats import ROWWISE, Format
+from ..formats import ROWWISE
 from ..modules.grouped_linear import GroupedLinear
 from ..modules.linear import Linear, saved_plain
 from ..modules.transposed_linear import TransposedLinear
@@ -77,11 +77,6 @@ class Source:
     def tensor(self) -> Tensor:
         return getattr(self.owner, self.attribute)
 
-    @property
-    def fmt(self) -> Format | None:
-        """What the forward multiplies, where it is quantized."""
-        return self.layers[0].plan.weight.rowwise.fmt if self.layers else None
-
     def shape_of(self, piece: Slice) -> tuple[int, ...]:
         shape = tuple(self.tensor.shape)
         if piece.rows is None:
@@ -98,9 +93,9 @@ def plain_name(name: str) -> str:
 
 
 def sources_of(model: nn.Module, rename: Callable[[str], str] | None = None) -> list[Source]:
-    """Every parameter and persistent buffer once, in the order of the model, with the names that a checkpoint has.
+    """Every parameter and persistent buffer once, in the order of the model.
 
-    rename:  of tensors' names in the checkpoint.
+    rename:  names in the checkpoint, from those that it would have.
 
     Raises ValueError for what transformers stores in another form than rows of the parameter.
     """
@@ -110,16 +105,17 @@ def sources_of(model: nn.Module, rename: Callable[[str], str] | None = None) -> 
     layers = {id(p): of for p, *of in _quantized(model)}
     found, seen = [], set()
     for prefix, module in model.named_modules():
-        buffers = ((n, b) for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set)
-        for attribute, tensor in itertools.chain(module._parameters.items(), buffers):
-            if tensor is None or id(tensor) in seen:
+        own, skipped = module._parameters | module._buffers, module._non_persistent_buffers_set
+        for attribute, tensor in own.items():
+            if tensor is None or attribute in skipped or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            name = plain_name(f"{prefix}.{attribute}".lstrip("."))
-            found.append(Source(name, module, attribute, attribute in module._parameters, *layers.get(id(tensor), ())))
+            name, is_parameter = f"{prefix}.{attribute}".lstrip("."), attribute in module._parameters
+            of = layers.get(id(tensor), ())
+            found.append(Source(plain_name(name), module, attribute, is_parameter, *of))
     _name_slices(model, found)
-    for source in found:
-        source.slices = [s._replace(name=rename(s.name) if rename else s.name) for s in source.slices]
+    for source in found if rename else ():
+        source.slices = [s._replace(name=rename(s.name)) for s in source.slices]
     return found
 
 
@@ -140,27 +136,36 @@ def _quantized(model: nn.Module) -> Iterator[tuple[Tensor, list[Linear], bool]]:
 
 # Names #
 
+
 def _name_slices(model: nn.Module, sources: list[Source]) -> None:
-    """The slices of each source: as transformers saves the model; packed matrices of other models one by one."""
-    revert = getattr(sys.modules.get("transformers.core_model_loading"), "revert_weight_conversion", None)
-    of_transformers = revert is not None and hasattr(model, "config") and hasattr(model, "save_pretrained")
-    named = _as_transformers_saves(model, sources, revert) if of_transformers else {}
+    """The slices of each source: as transformers saves its models, which import it themselves.
+
+    Packed matrices of other models are written one by one.
+    """
+    loading = sys.modules.get("transformers.core_model_loading")
+    revert = getattr(loading, "revert_weight_conversion", None)
+    is_own = revert is not None and hasattr(model, "config") and hasattr(model, "save_pretrained")
+    named = _as_transformers_saves(model, sources, revert) if is_own else {}
     for source in sources:
         source.slices = named.get(source) or [Slice(source.name)]
-        if len(source.slices) == 1 and source.layers and source.tensor.dim() == 3 and not source.transposed:
+        packed = source.layers and source.tensor.dim() == 3 and not source.transposed
+        if packed and len(source.slices) == 1:
             parent, _, part = source.slices[0].name.rpartition(".")
-            part = f"{part}.weight" if part != "weight" else part
-            source.slices = [Slice(f"{parent}.{e}.{part}", e) for e in range(source.tensor.shape[0])]
+            part, count = part if part == "weight" else f"{part}.weight", source.tensor.shape[0]
+            source.slices = [Slice(f"{parent}.{e}.{part}".lstrip("."), e) for e in range(count)]
 
 
-def _as_transformers_saves(model: nn.Module, sources: list[Source], revert: Callable) -> dict[Source, list[Slice]]:
-    """Which rows get which name, found by reverting the conversion of tensors that hold the numbers of their rows."""
+def _as_transformers_saves(
+    model: nn.Module, sources: list[Source], revert: Callable
+) -> dict[Source, list[Slice]]:
+    """Which rows get which name: the conversion is reverted for tensors of their rows' numbers."""
     first, numbered = [0], {}
     for source in sources:
         shape = source.tensor.shape
         rows = shape[: 2 if len(shape) == 3 else 1]
         end = first[-1] + rows.numel()
-        numbered[source.name] = torch.arange(first[-1], end).view(*rows, *[1] * (len(shape) - len(rows)))
+        numbers = torch.arange(first[-1], end)
+        numbered[source.name] = numbers.view(*rows, *[1] * (len(shape) - len(rows)))
         first.append(end)
     found: dict[Source, list[Slice]] = {}
     for name, numbers in revert(model, numbered).items():
@@ -170,7 +175,10 @@ def _as_transformers_saves(model: nn.Module, sources: list[Source], revert: Call
         source, start = sources[i], start - first[i]
         whole, shape = numbered[source.name], source.tensor.shape
         if not torch.equal(flat, whole.flatten()[start : start + count]):
-            raise ValueError(f"transformers saves {name} in another form than rows of {source.name}; export it by its own means")
+            raise ValueError(
+                f"transformers saves {name} in another form than rows of {source.name}; export it "
+                "by its own means"
+            )
         if numbers.shape == whole.shape:
             one = Slice(name)
         elif len(shape) == 3 and numbers.shape[1:] == (1,):
@@ -183,6 +191,7 @@ def _as_transformers_saves(model: nn.Module, sources: list[Source], revert: Call
 
 
 # Values #
+
 
 def master_of(source: Source) -> Tensor:
     """The whole high-precision tensor. Every rank must call it: it gathers a sharded one.
@@ -199,7 +208,10 @@ def master_of(source: Source) -> Tensor:
 
 
 def codes_of(source: Source) -> Storage | None:
-    """The whole rowwise codes of a weight that is its codes; None: they follow from its master. Every rank must call it."""
+    """The whole rowwise codes of a weight that is its codes; None: they follow from its master.
+
+    Every rank must call it: it gathers a sharded one.
+    """
     weight = local_of(source.tensor)
     if not isinstance(weight, QuantizedTensor):
         return None
@@ -211,15 +223,23 @@ def codes_of(source: Source) -> Storage | None:
     if managed is None or state.tensor_group is not None:
         return None
     weight.refresh_shard(managed)
-    storage, rows = weight.rowwise, state.shape[0]
-    buffers = {n: t.full_tensor() for n, t in storage_tensors(storage, managed.registered, rows).items()}
-    return storage.with_buffers(buffers, shape=tuple(state.shape), row0=0)
+    sharded = storage_tensors(weight.rowwise, managed.registered, state.shape[0])
+    whole = {name: tensor.full_tensor() for name, tensor in sharded.items()}
+    return weight.rowwise.with_buffers(whole, shape=tuple(state.shape), row0=0)
 
 
 def matrix_of(source: Source, whole: Tensor, matrix: int | None) -> Tensor:
     """One matrix [N, K] of a weight as products multiply it."""
     values = whole if matrix is None else whole[matrix]
     return values.t() if source.transposed else values
+
+
+def statistics_of(values: Tensor, layer: Linear) -> Statistics:
+    """Of a whole weight [N, K], for its rowwise codes."""
+    state = layer._weight_state
+    encoding = state.quantizer.encodings[ROWWISE]
+    dtype = state.encoded_dtype(encoding, values.dtype)
+    return dispatch.statistics(values, [encoding], dtype=dtype)[0]
 
 
 @torch.no_grad()
@@ -231,8 +251,7 @@ def encoded(values: Tensor, layer: Linear, tensor_amax: Tensor | None = None) ->
     state, device = layer._weight_state, values.device
     encoding, found = state.quantizer.encodings[ROWWISE], None
     if tensor_amax is not None:
-        (own,) = dispatch.statistics(values, [encoding], dtype=state.encoded_dtype(encoding, values.dtype))
-        found = Statistics(own.amax, tensor_amax.to(device))
+        found = Statistics(statistics_of(values, layer).amax, tensor_amax.to(device))
     piece = Piece(state, values, RowCuts((0, values.shape[0])), 0)
     with counters.kept():
         (made,) = encode_shards([Shard(piece, ROWWISE, values.dtype, found, records=False)], device)
