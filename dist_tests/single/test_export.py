@@ -19,6 +19,7 @@ from fsdp_quant.formats import ROWWISE
 from fsdp_quant.quantizer import Quantizer
 from fsdp_quant.storage import Storage
 
+pytest.importorskip("compressed_tensors")
 N, K = 144, 256
 HELD = [
     "fp8_tensor",

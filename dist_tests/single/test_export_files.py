@@ -272,6 +272,9 @@ def test_what_a_server_does_not_hold_is_refused_before_anything_is_written(tmp_p
         with pytest.raises(ValueError, match=message):
             fq.export(model, out, **options)
         assert not out.exists(), message
+    out.mkdir()
+    (out / ".model.safetensors.partial").touch()  # of a process that was killed
     fq.export(net, out)
+    assert sorted(p.name for p in out.iterdir()) == ["config.json", "model.safetensors"]
     with pytest.raises(ValueError, match="holds model.safetensors"):
         fq.export(net, out)

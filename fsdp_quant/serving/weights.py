@@ -110,9 +110,9 @@ def sources_of(model: nn.Module, rename: Callable[[str], str] | None = None) -> 
             if tensor is None or attribute in skipped or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            name, is_parameter = f"{prefix}.{attribute}".lstrip("."), attribute in module._parameters
+            name = plain_name(f"{prefix}.{attribute}".lstrip("."))
             of = layers.get(id(tensor), ())
-            found.append(Source(plain_name(name), module, attribute, is_parameter, *of))
+            found.append(Source(name, module, attribute, attribute in module._parameters, *of))
     _name_slices(model, found)
     for source in found if rename else ():
         source.slices = [s._replace(name=rename(s.name)) for s in source.slices]

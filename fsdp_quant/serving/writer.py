@@ -82,118 +82,107 @@ class Writer:
     def __init__(self, folder: Path, files: Sequence[Sequence[Planned]], beside: dict[str, dict]):
         """beside: JSON files by name, which readers see before the index.
 
-        Raises ValueError for a folder that holds a checkpoint already, and for two tensors of one
-        name.
+        Raises ValueError for a folder that holds a checkpoint already, for two tensors of one name,
+        and for a dtype that safetensors does not have.
         """
-        taken = sorted(p.name for p in folder.glob("*.safetensors*")) if folder.exists() else []
+        found = folder.glob("*.safetensors*") if folder.exists() else ()
+        taken = sorted(p.name for p in found if not p.name.startswith("."))
         if taken:
             raise ValueError(
                 f"{folder} holds {taken[0]}; export to a folder without a checkpoint, or delete "
                 "the old one"
             )
-        every = [t.name for of in files for t in of]
-        if len(set(every)) < len(every):
-            double = next(n for n in every if every.count(n) > 1)
-            raise ValueError(
-                f"two weights are named {double} in the checkpoint; check what names= returns"
-            )
+        seen: set[str] = set()
+        for tensor in (t for of in files for t in of):
+            if tensor.name in seen:
+                raise ValueError(
+                    f"two weights are named {tensor.name} in the checkpoint; check what names= "
+                    "returns"
+                )
+            if tensor.dtype not in _DTYPES:
+                raise ValueError(f"{tensor.name} is {tensor.dtype}: safetensors has no such dtype")
+            seen.add(tensor.name)
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self._partial, self._places = folder, [], {}
+        # Names of files, in the order in which they appear.
+        self._folder, self._names = folder, []
+        # By tensor: as planned, its file, and its first byte there.
+        self._places: dict[str, tuple[Planned, Path, int]] = {}
         count = len(files)
-        names = (
-            [SINGLE]
-            if count == 1
-            else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-        )
+        names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+        names = names if count > 1 else [SINGLE]
+        index = {
+            "metadata": {"total_size": sum(t.nbytes for of in files for t in of)},
+            "weight_map": {t.name: name for name, of in zip(names, files) for t in of},
+        }
         try:
-            self._open = [self._begin(name, of) for name, of in zip(names, files)]
             for name, content in beside.items():
                 self._json(name, content)
+            for name, of in zip(names, files):
+                self._begin(name, of)
             if count > 1:
-                total = sum(t.nbytes for of in files for t in of)
-                weight_map = {t.name: name for name, of in zip(names, files) for t in of}
-                self._json(
-                    INDEX,
-                    {
-                        "metadata": {"total_size": total},
-                        "weight_map": dict(sorted(weight_map.items())),
-                    },
-                )
+                self._json(INDEX, index)
         except BaseException:
             self.abort()
             raise
 
-    def _path(self, name: str) -> Path:
-        self._partial.append(name)
+    def _partial(self, name: str) -> Path:
         return self._folder / f".{name}.partial"
 
     def _json(self, name: str, content: dict) -> None:
-        with open(self._path(name), "w", encoding="utf-8") as file:
-            file.write(json.dumps(content, indent=2) + "\n")
-            _to_disk(file)
+        self._names.append(name)
+        self._partial(name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
-    def _begin(self, name: str, tensors: Sequence[Planned]):
+    def _begin(self, name: str, tensors: Sequence[Planned]) -> None:
         """A file with its header. Wide dtypes come first, so that every tensor is aligned."""
-        header, end = {"__metadata__": {"format": "pt"}}, 0
-        for tensor in sorted(tensors, key=lambda t: -t.dtype.itemsize):
+        header, ends = {"__metadata__": {"format": "pt"}}, [0]
+        of = sorted(tensors, key=lambda t: -t.dtype.itemsize)
+        for tensor in of:
+            ends.append(ends[-1] + tensor.nbytes)
             header[tensor.name] = {
-                "dtype": _DTYPES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [end, end + tensor.nbytes],
+                "dtype": _DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": ends[-2:],
             }
-            end += tensor.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        file = open(self._path(name), "wb")
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
-        for tensor in tensors:
-            self._places[tensor.name] = (
-                tensor,
-                file,
-                8 + len(text) + header[tensor.name]["data_offsets"][0],
-            )
-        return file
+        text = len(text).to_bytes(8, "little") + text
+        self._names.append(name)
+        with open(self._partial(name), "wb") as file:
+            file.write(text)
+            file.truncate(len(text) + ends[-1])
+        for tensor, start in zip(of, ends):
+            self._places[tensor.name] = tensor, self._partial(name), len(text) + start
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Raises ValueError for a tensor that was not planned so, or was written already."""
-        planned, file, place = self._places.pop(name, (None, None, 0))
-        if (
-            planned is None
-            or planned.dtype is not tensor.dtype
-            or planned.shape != tuple(tensor.shape)
-        ):
+        planned, path, start = self._places.pop(name, (None, None, 0))
+        if planned != Planned(name, tensor.dtype, tuple(tensor.shape)):
             raise ValueError(
                 f"{name} is {list(tensor.shape)} {tensor.dtype}; the header of its file says "
                 f"{planned}"
             )
-        file.seek(place)
-        file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        with open(path, "r+b") as file:
+            file.seek(start)
+            file.write(data.numpy().data)
 
     def finish(self) -> None:
         """Let readers see the files. Raises ValueError where a tensor was not written."""
         if self._places:
             raise ValueError(f"{next(iter(self._places))} was planned and not written")
-        for file in self._open:
-            _to_disk(file)
-            file.close()
-        last = self._partial[-1:] if self._partial[-1] == INDEX else self._partial[:1]
-        for name in [*(n for n in self._partial if n not in last), *last]:
-            os.replace(self._folder / f".{name}.partial", self._folder / name)
-        folder = os.open(self._folder, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        for name in self._names:
+            _to_disk(self._partial(name))
+        for name in self._names:
+            os.replace(self._partial(name), self._folder / name)
+        _to_disk(self._folder)
 
     def abort(self) -> None:
         """Remove what readers do not see yet."""
-        for file in getattr(self, "_open", ()):
-            file.close()
-        for name in self._partial:
-            (self._folder / f".{name}.partial").unlink(missing_ok=True)
+        for name in self._names:
+            self._partial(name).unlink(missing_ok=True)
 
 
-def _to_disk(file) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
