@@ -187,6 +187,11 @@ class Format:
         return self.element.is_quantized
 
     @property
+    def decoding(self) -> tuple:
+        """What a reader of the bytes must know; how scales were chosen (pow2, scale_rounding, scale_rule) is left out."""
+        return self.element, self.block, self.scale, self.tensor_scale, self.rotated
+
+    @property
     def bits(self) -> int:
         return self.element.bits
 

@@ -32,6 +32,8 @@ from .quantizer import HybridQuantizer, Quantizer
 from .recipe import Recipe, Role
 from .recipe import custom as CustomRecipe
 from .scaling import DelayedScaling
+from .serving.export import export
+from .serving.load import from_pretrained_quantized
 from .storage import Storage
 from .tensor.quantized_tensor import QuantizedTensor
 

@@ -27,7 +27,7 @@ FLOORS = (
     ("context", "optim"),
     ("modules", "memory"),
     ("parallel/sequence", "parallel/linear", "parallel/tensor_parallel", "parallel/experts", "parallel/__init__"),
-    ("inspection", "integrations", "hooks"),
+    ("inspection", "integrations", "hooks", "serving"),
     ("public", "__init__", "__main__"),
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
@@ -319,6 +319,7 @@ def test_the_public_names_exist():
         "autocast", "begin_step", "skip_step", "sync", "token_offset", "convert", "set_recipe", "Linear", "Quantizer",
         "HybridQuantizer", "Recipe", "Role", "CustomRecipe", "recipes", "Format", "format_of", "gemm", "Storage",
         "QuantizedTensor", "StaleWeightError", "state_dict", "load_state_dict", "checkpoint", "plan", "receipt",
-        "quantized_model_init", "optim", "GroupedLinear", "Quantize", "hooks",
+        "quantized_model_init", "optim", "GroupedLinear", "Quantize", "hooks", "export",
+        "from_pretrained_quantized",
     ):
         assert hasattr(fsdp_quant, name), name

@@ -339,6 +339,16 @@ def decode(
     return values if tensor_amax is None else values * tensor_decode_scale(tensor_amax, fmt)
 
 
+def has_scales_of(scale: Tensor, fmt: Format) -> bool:
+    """Every stored scale is one that the options of `fmt` allow: a power of two (`pow2`), one of `FP8_EXACT_SCALES`."""
+    allowed = (1.0,) if fmt.pow2 else tuple(s for _, s in FP8_EXACT_SCALES) if fmt.decodes_exactly_to_e4m3 else None
+    if allowed is None:
+        return True
+    values = decode_scale(scale, fmt)
+    significand = torch.frexp(values).mantissa * 2.0
+    return bool(torch.isin(significand[values != 0], torch.tensor(allowed, device=scale.device)).all())
+
+
 def bf16_product(a: Tensor, b: Tensor) -> Tensor:
     """a b^T of bf16 operands [m, k] and [n, k], accumulated in fp32 and returned in fp32.
 

@@ -1,0 +1,1 @@
+"""Checkpoints of inference servers: `export` writes them, `from_pretrained_quantized` reads."""

@@ -1,0 +1,388 @@
+"""`export`: a folder that inference servers load, of the codes that the forward multiplies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from ..formats import ROWWISE
+from ..storage import Storage
+from ..tensor.agreement import agreement_slots
+from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.torch_compat import device_of, local_of
+from . import configs, layouts
+from .configs import Scheme
+from .layouts import Kind
+from .weights import (
+    Slice, Source, codes_of, encoded, master_of, matrix_of, plain_name, sources_of, statistics_of,
+)
+from .writer import Planned, Writer, in_files, size_of
+
+# Layers of one input that servers multiply as one: of transformers (the last are DeepSeek's), of
+# Llama's own names and of ours.
+_MERGED = (
+    ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("wq", "wk", "wv"), ("w1", "w3"),
+    ("q", "k", "v"), ("gate", "up"), ("q_a_proj", "kv_a_proj_with_mqa"),
+)
+
+
+class _Part(NamedTuple):
+    """A slice of a weight in the checkpoint. kind: None where it is written in high precision."""
+
+    slice: Slice
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: Kind | None = None
+    input_amax: float | None = None
+
+    @property
+    def layer(self) -> str:
+        return self.slice.name.removesuffix(".weight")
+
+
+def export(
+    model: nn.Module,
+    path: str | PathLike,
+    format: str = "compressed-tensors",
+    *,
+    dtype: torch.dtype | None = torch.bfloat16,
+    max_shard_size: int | str = "5GB",
+    input_amax: Mapping[str, float] | None = None,
+    share_scales: bool | None = None,
+    names: Callable[[str], str] | None = None,
+) -> None:
+    """Write `config.json` and safetensors files of `model` to a folder, for inference servers.
+
+    path:    of the folder; made if it is not there, without a checkpoint if it is.
+    format:  "compressed-tensors", "modelopt", "fp8" (DeepSeek's layout; transformers' "mxfp8"):
+             quantized layers as the rowwise codes that the forward multiplies; "dequantized": as
+             the values of these codes. docs/export.md says which server reads which.
+    dtype:   of parameters that are not quantized, and of dequantized ones; None: each its own.
+             Buffers keep theirs.
+    max_shard_size:  bytes of a file, or a text such as "5GB". More than one file gets an index.
+    input_amax:  largest magnitude of a layer's input, by the layer's name in the checkpoint:
+             servers then scale inputs statically, as NVFP4 inputs must be; without it they are
+             scaled dynamically, and those of nvfp4 stay high precision.
+    share_scales:  servers multiply q, k and v (gate and up) as one layer, with one second-level
+             scale of nvfp4. True: such layers are quantized again, with the largest scale among
+             them. False: written as they are trained, for readers that keep layers apart. None:
+             refused where their scales differ.
+    names:   names in the checkpoint from names in the model; default: as transformers saves its
+             models, else the same names.
+
+    Every rank must call it. Sharded weights (`fully_shard`, tensor parallelism) are gathered one at
+    a time, and rank 0 writes; the bytes are those of one process. Files appear under their names
+    when all are whole. Packed experts are written one by one, as "experts.E.NAME.weight".
+
+    Raises ValueError, on every rank and before anything is written, for a weight that the format
+    does not hold, for a model without quantized layers, for a folder that holds a checkpoint, and
+    where ranks hold other weights; NotImplementedError for experts, and for parts of weights
+    without DTensor, that lie spread over ranks.
+    """
+    if format not in layouts.TARGETS:
+        raise ValueError(f"format must be one of {', '.join(layouts.TARGETS)}, got {format!r}")
+    if hasattr(model, "peft_config"):
+        raise ValueError(
+            "the model has adapters, which these formats do not hold; merge them first "
+            "(merge_and_unload)"
+        )
+    max_bytes, given = size_of(max_shard_size), dict(input_amax or {})
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    sources = sources_of(model, names)
+    parts = {source: _parts(source, format, dtype, given) for source in sources}
+    every = [(source, part) for source, of in parts.items() for part in of]
+    schemes = {part.layer: _scheme(source, part) for source, part in every if part.kind is not None}
+    if not any(source.layers for source in sources):
+        raise ValueError(
+            "fq.export found no quantized layer; call fq.convert(model, recipe) first, or "
+            "save_pretrained"
+        )
+    if unknown := given.keys() - schemes.keys():
+        raise ValueError(
+            f"input_amax names {', '.join(sorted(unknown))}; quantized layers: "
+            f"{', '.join(list(schemes)[:4])}, ..."
+        )
+    config = _config(model, format, schemes, _ignored(model, sources, parts, names), dtype)
+    planned = {part: _planned(source, part, format) for source, part in every}
+    _check_ranks(planned)
+    shared = _shared_amaxes(every, share_scales)
+    files = in_files([planned[part] for _, part in every], max_bytes)
+    writer = _on_first_rank(lambda: Writer(Path(path), files, config))
+    failure = None
+    try:
+        for source, of in parts.items():
+            whole = _gathered(source, shared)
+            try:
+                if writer is not None and failure is None:
+                    _write(writer, source, of, whole, format, shared)
+            except Exception as error:  # the others are about to gather the next weight
+                failure = error
+            del whole
+        _on_first_rank(lambda: _finish(writer, failure))
+    except BaseException:
+        if writer is not None:
+            writer.abort()
+        raise
+
+
+def _check_ranks(planned: dict[_Part, list[Planned]]) -> None:
+    """Raise ValueError, on every rank, where ranks hold other tensors, whose gathers would hang."""
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    own = agreement_slots(repr(list(planned.values())))
+    largest = torch.tensor(own, dtype=torch.int32, device=device_of(dist.group.WORLD))
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    if largest.tolist() != own:
+        raise ValueError(
+            "ranks would write other tensors than rank 0; give every rank one model and the same "
+            "options (stages of a pipeline are exported from a model of all)"
+        )
+
+
+def _on_first_rank(run: Callable[[], object]) -> object:
+    """What `run` returns on rank 0, None on others. What it raises is raised on every rank."""
+    distributed = dist.is_available() and dist.is_initialized()
+    result, raised = None, [None]
+    if not distributed or dist.get_rank() == 0:
+        try:
+            result = run()
+        except Exception as error:
+            raised = [error]
+    if distributed:
+        dist.broadcast_object_list(raised, src=0)
+    if raised[0] is not None:
+        raise raised[0]
+    return result
+
+
+def _finish(writer: Writer, failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
+    writer.finish()
+
+
+# What is written #
+
+
+def _parts(
+    source: Source, format: str, dtype: torch.dtype | None, input_amax: dict[str, float]
+) -> list[_Part]:
+    if any(getattr(layer.parallel, "group", None) is not None for layer in source.layers):
+        raise NotImplementedError(
+            f"{source.name}: its parts lie with the ranks of a process group, and no DTensor says "
+            "how; export from a model that fq.parallel's styles, or nothing, cut"
+        )
+    own = source.tensor.dtype
+    high = dtype if dtype is not None and source.is_parameter and own.is_floating_point else own
+    if source.layers and source.tensor.dim() == 3 and len(source.layers) != source.tensor.shape[0]:
+        raise NotImplementedError(
+            f"{source.name}: its {source.tensor.shape[0]} experts lie spread over ranks, "
+            f"{len(source.layers)} on each; export from a model without expert parallelism"
+        )
+    if not source.layers or format == "dequantized":
+        return [_Part(s, source.shape_of(s), high) for s in source.slices]
+    made = []
+    for s in source.slices:
+        shape, fmt = source.shape_of(s), source.layers[s.matrix or 0].plan.weight.rowwise.fmt
+        if source.transposed or len(shape) != 2 or not s.name.endswith(".weight"):
+            raise ValueError(
+                f"{source.name} is saved as {s.name} {list(shape)}"
+                f"{', transposed' * source.transposed}; servers read codes of weights [out, in] "
+                "named '.weight': leave the layer out by skip=, or export format='dequantized'"
+            )
+        if s.rows is not None and any(row % fmt.row_alignment(ROWWISE) for row in s.rows):
+            raise ValueError(
+                f"{s.name} is rows {list(s.rows)} of {source.name}, which divide blocks of {fmt}; "
+                "export format='dequantized'"
+            )
+        part = _Part(s, shape, own, layouts.kind_of(fmt, format, s.name, shape))
+        amax = input_amax.get(part.layer)
+        takes = layouts.takes_input_amax(part.kind)
+        if amax is not None and not (takes and 0 < amax < float("inf")):
+            raise ValueError(
+                f"input_amax of {part.layer} is {amax}; it must be positive, and {fmt} must scale "
+                "a whole tensor of inputs"
+            )
+        made.append(part._replace(input_amax=amax))
+    return made
+
+
+def _scheme(source: Source, part: _Part) -> Scheme:
+    inputs = source.layers[part.slice.matrix or 0].plan.hybrid("input").rowwise
+    return configs.scheme_of(part.kind, inputs.fmt.is_quantized, part.input_amax)
+
+
+def _planned(source: Source, part: _Part, format: str) -> list[Planned]:
+    if part.kind is None:
+        return [Planned(part.slice.name, part.dtype, part.shape)]
+    fmt = source.layers[part.slice.matrix or 0].plan.weight.rowwise.fmt
+    like = Storage.zeros(fmt, ROWWISE, part.shape, torch.float32, "meta")
+    tensors = layouts.tensors_of(like, part.kind, format, part.input_amax)
+    return [Planned(f"{part.layer}.{name}", t.dtype, tuple(t.shape)) for name, t in tensors.items()]
+
+
+def _ignored(
+    model: nn.Module,
+    sources: list[Source],
+    parts: dict[Source, list[_Part]],
+    names: Callable[[str], str] | None,
+) -> list[str]:
+    """Layers of the checkpoint that hold a matrix in high precision; of tied ones every layer."""
+    quantized = {part.layer for of in parts.values() for part in of if part.kind is not None}
+    found = [
+        part.layer
+        for source in sources
+        if not isinstance(source.owner, nn.Embedding)
+        for part in parts[source]
+        if part.kind is None and len(part.shape) == 2 and part.slice.name.endswith(".weight")
+    ]
+    owners = {id(source.owner) for source in sources if source.attribute == "weight"}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and id(module) not in owners:  # tied to another's weight
+            whole = f"{plain_name(name)}.weight"
+            found.append((names(whole) if names else whole).removesuffix(".weight"))
+    return [name for name in dict.fromkeys(found) if name not in quantized]
+
+
+# Second-level scales of layers that servers merge #
+
+
+def _shared_amaxes(
+    every: list[tuple[Source, _Part]], share: bool | None
+) -> dict[tuple[Source, int | None], Tensor]:
+    """The tensor amax of each matrix that is to be quantized with one of others."""
+    by_layer = {
+        part.layer: (source, part.slice.matrix)
+        for source, part in every
+        if part.kind and layouts.has_merged_scale(part.kind)
+    }
+    shared: dict[tuple[Source, int | None], Tensor] = {}
+    for layer in by_layer if share is not False else ():
+        parent, _, own = layer.rpartition(".")
+        for merged in (of for of in _MERGED if of[0] == own):
+            layers = [
+                name for part in merged if (name := f"{parent}.{part}".lstrip(".")) in by_layer
+            ]
+            keys = list(dict.fromkeys(by_layer[name] for name in layers))
+            amaxes = torch.cat([_tensor_amax(*key).reshape(1).cpu() for key in keys])
+            if torch.equal(amaxes, amaxes[:1].expand_as(amaxes)):
+                continue
+            if share is None:
+                raise ValueError(
+                    f"{', '.join(layers)} have tensor scales of their own, and servers multiply "
+                    "them as one layer with one; pass share_scales=True to quantize them again "
+                    "with the largest, or False for a reader that keeps them apart"
+                )
+            for key in keys:
+                if _has_codes_alone(key[0]):
+                    raise ValueError(
+                        f"{key[0].name} holds codes alone, which cannot be given the scale of "
+                        "other layers"
+                    )
+                shared[key] = amaxes.amax().reshape(1)
+    return shared
+
+
+def _has_codes_alone(source: Source) -> bool:
+    weight = local_of(source.tensor)
+    return type(weight) is QuantizedTensor or (
+        isinstance(weight, QuantizedTensor) and weight.state.publisher is not None
+    )
+
+
+def _tensor_amax(source: Source, matrix: int | None) -> Tensor:
+    """Every rank must call it: it gathers the weight."""
+    storage = codes_of(source)
+    if storage is not None:
+        return storage.tensor_amax
+    values = matrix_of(source, master_of(source), matrix)
+    return statistics_of(values, source.layers[matrix or 0]).tensor_amax
+
+
+# Writing #
+
+
+def _gathered(source: Source, shared: dict) -> Tensor | Storage:
+    """The whole weight: its codes where they are at rest. Every rank must call it."""
+    codes = codes_of(source) if source.layers and (source, None) not in shared else None
+    return master_of(source) if codes is None else codes
+
+
+def _write(
+    writer: Writer,
+    source: Source,
+    parts: list[_Part],
+    whole: Tensor | Storage,
+    format: str,
+    shared: dict,
+) -> None:
+    made: dict[int | None, Storage] = {}
+    for part in parts:
+        matrix, rows = part.slice.matrix, part.slice.rows
+        if not source.layers:
+            writer.write(part.slice.name, source.slice_of(whole, part.slice).to(part.dtype))
+            continue
+        if isinstance(whole, Tensor) and matrix is None and whole.dim() == 3:
+            writer.write(part.slice.name, _decoded_in_one(source, whole, part.dtype))
+            continue
+        if matrix not in made:
+            made = {matrix: _codes(source, whole, matrix, shared)}
+        storage = made[matrix]
+        if part.kind is None:
+            values = storage.dequantize(part.dtype)
+            values = values.t() if source.transposed else values
+            writer.write(part.slice.name, values if rows is None else values[slice(*rows)])
+            continue
+        storage = storage if rows is None else storage.narrow(rows[0], rows[1] - rows[0])
+        for name, tensor in layouts.tensors_of(storage, part.kind, format, part.input_amax).items():
+            writer.write(f"{part.layer}.{name}", tensor)
+
+
+def _codes(source: Source, whole: Tensor | Storage, matrix: int | None, shared: dict) -> Storage:
+    if isinstance(whole, Storage):
+        return whole
+    layer = source.layers[matrix or 0]
+    return encoded(matrix_of(source, whole, matrix), layer, shared.get((source, matrix)))
+
+
+def _decoded_in_one(source: Source, whole: Tensor, dtype: torch.dtype) -> Tensor:
+    """Packed matrices that the checkpoint has under one name, as values of their codes."""
+    made = (encoded(matrix_of(source, whole, e), layer) for e, layer in enumerate(source.layers))
+    values = [storage.dequantize(dtype) for storage in made]
+    return torch.stack([v.t() if source.transposed else v for v in values])
+
+
+def _config(
+    model: nn.Module,
+    format: str,
+    schemes: dict[str, Scheme],
+    ignored: list[str],
+    dtype: torch.dtype | None,
+) -> dict[str, dict]:
+    """JSON files by name: the model's own configuration, if it has one, and how it is quantized."""
+    own = getattr(model, "config", None)
+    config = json.loads(own.to_json_string()) if hasattr(own, "to_json_string") else {}
+    config.pop("quantization_config", None)
+    if config and not config.get("architectures"):
+        made_here = (c for c in type(model).__mro__ if issubclass(c, FSDPModule))
+        made_here = {*made_here, *(c for c in type(model).__mro__ if hasattr(c, "fused_as"))}
+        own_class = next(c for c in type(model).__mro__ if c not in made_here)
+        config["architectures"] = [own_class.__name__]
+    if config and dtype is not None:
+        key = "torch_dtype" if "torch_dtype" in config else "dtype"
+        config[key] = str(dtype).removeprefix("torch.")
+    if format == "dequantized":
+        return {"config.json": config} if config else {}
+    made = configs.quantization_config(format, schemes, ignored)
+    files = {"config.json": config | {"quantization_config": made}}
+    if format == "modelopt":
+        files["hf_quant_config.json"] = configs.hf_quant_config(made)
+    return files

@@ -1,0 +1,262 @@
+"""How servers lay out the rowwise codes of a weight [N, K]: names, shapes and conventions, as data.
+
+[Note: scale conventions]
+`Storage.scale` is a decode scale: value = element * scale (* D for a second level, D = 1 / S).
+Servers differ:
+
+    weight_scale, weight_scale_inv             decode, whatever the name says
+    weight_scale_2 (modelopt)                  decode: D
+    weight_global_scale (compressed-tensors)   encode: S; they divide weight_scale by it
+    input_scale                                decode: amax / 448, of nvfp4 amax / 2688
+    input_global_scale                         encode: 2688 / amax
+
+4-bit codes lie two per byte, the first one in the low bits, everywhere. Square blocks of 16 or 32
+rows have one scale per row here.
+
+Sources: compressed-tensors 0.20, compressors and quantization/quant_scheme; vLLM, quantization/
+modelopt.py, fp8.py and compressed_tensors/schemes; transformers 5.24, quantizer_finegrained_fp8.py;
+Model Optimizer, export/quant_utils.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..formats import E2M1, E4M3, FORMATS, ROWWISE, Format, format_of
+from ..ops import reference
+from ..storage import Storage
+
+TARGETS = ("compressed-tensors", "modelopt", "fp8", "dequantized")
+
+
+class Kind(NamedTuple):
+    """What servers call a format.
+
+    name:      key of the tables below.
+    rows:      that share a scale in the format, where servers want a scale per row.
+    multiples: of N and K that servers read.
+    """
+
+    name: str
+    rows: int = 1
+    multiples: tuple[int, int] = (1, 1)
+
+
+_KINDS = {
+    FORMATS[fmt].decoding: kind
+    for fmt, kind in (
+        ("fp8_tensor", Kind("tensor")),
+        ("fp8_row", Kind("channel")),
+        ("fp8_128x128", Kind("block", multiples=(1, 128))),
+        ("mxfp8", Kind("mxfp8", multiples=(1, 32))),
+        ("mxfp8_32x32", Kind("mxfp8", 32, (1, 32))),
+        ("mxfp4", Kind("mxfp4", multiples=(1, 32))),
+        ("nvfp4", Kind("nvfp4", multiples=(1, 16))),
+        ("nvfp4_16x16", Kind("nvfp4", 16, (1, 16))),
+    )
+}
+_HELD = {
+    "compressed-tensors": {"tensor", "channel", "block", "mxfp8", "mxfp4", "nvfp4"},
+    "modelopt": {"tensor", "channel", "block", "mxfp8", "nvfp4"},
+    # Not "tensor": vLLM reads its scale as `weight_scale`, transformers as `weight_scale_inv`.
+    "fp8": {"block", "mxfp8"},
+}
+# As read from a file: scales are any numbers.
+_READ = {
+    "tensor": FORMATS["fp8_tensor"],
+    "channel": FORMATS["fp8_row"],
+    "block": format_of("fp8_128x128", pow2=False),
+    "mxfp8": FORMATS["mxfp8"],
+    "mxfp4": FORMATS["mxfp4"],
+    "nvfp4": FORMATS["nvfp4"],
+}
+
+
+def kind_of(fmt: Format, target: str, name: str, shape: tuple[int, int]) -> Kind:
+    """How `target` holds a weight of this format.
+
+    Raises ValueError, naming the weight, where it does not.
+    """
+    kind = _KINDS.get(fmt.decoding)
+    if kind is None or kind.name not in _HELD[target]:
+        kinds = {n: _KINDS.get(f.decoding) for n, f in FORMATS.items()}
+        held = [n for n, k in kinds.items() if k is not None and k.name in _HELD[target]]
+        raise ValueError(
+            f"{name} is {fmt} in the forward, which format={target!r} does not hold; it holds "
+            f"{', '.join(held)}: give the layer one of them by fq.set_recipe, or export "
+            "format='dequantized'"
+        )
+    rows, cols = kind.multiples
+    if (target, kind.name) == ("modelopt", "block"):
+        rows = 128
+    if shape[0] % rows or shape[1] % cols:
+        raise ValueError(
+            f"{name} is {list(shape)}, and servers read {fmt} of multiples of {[rows, cols]}; "
+            "leave the layer out of fq.convert by skip=, or export format='dequantized'"
+        )
+    return kind
+
+
+def has_merged_scale(kind: Kind) -> bool:
+    """Servers multiply merged layers (q, k and v) with the second-level scale of one of them."""
+    return kind.name == "nvfp4"
+
+
+def takes_input_amax(kind: Kind) -> bool:
+    """A server may quantize inputs by an amax of the checkpoint; other kinds scale blocks."""
+    return kind.name in ("tensor", "nvfp4")
+
+
+def tensors_of(
+    storage: Storage, kind: Kind, target: str, input_amax: float | None = None
+) -> dict[str, Tensor]:
+    """The tensors that a server reads for a weight, by the last part of their names.
+
+    storage:     compact rowwise codes [N, K]; on the meta device, tensors without values.
+    input_amax:  largest magnitude of the layer's input, for a static scale of it; None: inputs are
+                 scaled dynamically.
+    """
+    data, scale = storage.data, storage.scale
+    if kind.rows > 1:
+        scale = scale.repeat_interleave(kind.rows, 0)[: storage.shape[0]]
+    name, packed = kind.name, storage.fmt.bits == 4
+    data = data if packed else data.view(torch.float8_e4m3fn)
+    scale = scale.view(torch.float8_e4m3fn) if name == "nvfp4" else scale
+    found = {"weight_packed" if packed and target == "compressed-tensors" else "weight": data}
+    if target == "compressed-tensors":
+        found["weight_scale"] = scale.reshape(1) if name == "tensor" else scale
+    elif target == "fp8":
+        found["weight_scale_inv"] = scale
+    else:
+        if name == "tensor":
+            scale = scale.reshape(()) if input_amax else scale.reshape(1).expand(storage.shape[0])
+        elif name == "channel":
+            scale = scale[:, 0]
+        found["weight_scale"] = scale[:, None, :, None] if name == "block" else scale
+    encodes = (name, target) == ("nvfp4", "compressed-tensors")
+    if encodes:
+        S = reference.tensor_encode_factor(storage.tensor_amax, storage.fmt)
+        found["weight_global_scale"] = S
+    elif name == "nvfp4":
+        D = reference.tensor_decode_scale(storage.tensor_amax, storage.fmt)
+        found["weight_scale_2"] = D.reshape(())
+    if input_amax:
+        largest = E2M1.max * E4M3.max if name == "nvfp4" else E4M3.max
+        factor = largest / input_amax if encodes else input_amax / largest
+        shape = (1,) if target == "compressed-tensors" else ()
+        given = torch.full(shape, factor, dtype=torch.float32, device=data.device)
+        found["input_global_scale" if encodes else "input_scale"] = given
+    return found
+
+
+# Reading #
+
+# Names of a weight's tensors, by the last part: of which one holds codes, and the others scales.
+CODES = ("weight_packed", "weight")
+SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale")
+
+
+def read_storage(
+    name: str,
+    tensors: dict[str, Tensor],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    fmt: Format | None = None,
+) -> Storage:
+    """The rowwise codes of a weight [N, K] from the tensors that `tensors_of` makes for a server.
+
+    tensors:  by the last part of their names, at least codes and a scale.
+    dtype:    that the storage decodes to.
+    fmt:      of a recipe, whose options (powers of two, square blocks) the codes must keep; None:
+              as the file has them.
+
+    A second level that no tensor amax encodes to exactly is off by an ulp of fp32.
+    Raises ValueError, naming the weight, for tensors of another format.
+    """
+    codes = tensors.get("weight_packed", tensors.get("weight"))
+    scale = tensors.get("weight_scale_inv", tensors.get("weight_scale"))
+    packed = codes is not None and codes.dtype in (torch.uint8, torch.int8)
+    known = codes is not None and (packed or codes.dtype is torch.float8_e4m3fn)
+    if not known or scale is None or codes.dim() != 2:
+        got = ", ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in tensors.items())
+        raise ValueError(
+            f"{name}: no format that this reads has {got}; it reads fp8 (e4m3), mxfp8, mxfp4 and "
+            "nvfp4"
+        )
+    shape = codes.shape[0], codes.shape[1] * (2 if packed else 1)
+    if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        kind, scale = "mxfp4" if packed else "mxfp8", scale.view(torch.uint8)
+    elif packed:
+        kind, scale = "nvfp4", scale.to(torch.float8_e4m3fn).view(torch.uint8)
+    else:
+        # Of a small weight several, which decode alike.
+        fits = ["tensor"] if scale.numel() == 1 else []
+        fits += ["channel"] if scale.shape in ((shape[0],), (shape[0], 1)) else []
+        fits += ["block"]
+        wanted = None if fmt is None else _KINDS.get(fmt.decoding)
+        kind = wanted.name if wanted is not None and wanted.name in fits else fits[0]
+        scale = scale.float()
+    read = _READ[kind]
+    blocks = read.scale_shape(shape, ROWWISE)
+    if scale.numel() != blocks[0] * blocks[1]:
+        raise ValueError(
+            f"{name} is {list(shape)}: {kind} has scales {list(blocks)}, the file has "
+            f"{list(scale.shape)}"
+        )
+    scale = scale.reshape(blocks)
+    if fmt is not None:
+        read, scale = fmt, _scale_as(fmt, scale, kind, shape[0], name)
+    amax = None
+    if kind == "nvfp4":
+        second, inverse = (tensors.get(n) for n in ("weight_scale_2", "weight_global_scale"))
+        if (second is None) == (inverse is None):
+            raise ValueError(
+                f"{name}: nvfp4 has one of weight_scale_2 and weight_global_scale, got "
+                f"{', '.join(tensors)}"
+            )
+        decode = reference.divide(1.0, inverse.float()) if second is None else second.float()
+        amax = _amax_of(decode.reshape(1), read)
+    data = codes.view(torch.uint8)
+    buffers = (None if t is None else t.to(device).contiguous() for t in (data, scale, amax))
+    return Storage(read, ROWWISE, shape, *buffers, dtype)
+
+
+def _amax_of(decode: Tensor, fmt: Format) -> Tensor:
+    """fp32 [1]: a tensor amax whose decode scale this is, or is nearest to."""
+    ulps = torch.arange(-4, 5, dtype=torch.int32, device=decode.device)
+    bits = (decode * fmt.largest_scaled).view(torch.int32) + ulps
+    near = bits.clamp(min=0).view(torch.float32)
+    distance = (reference.tensor_decode_scale(near, fmt) - decode).abs()
+    return near[distance.nan_to_num(nan=torch.inf).argmin()].reshape(1)
+
+
+def _scale_as(fmt: Format, scale: Tensor, kind: str, rows: int, name: str) -> Tensor:
+    """Scales of a file as those of a recipe's format.
+
+    Raises ValueError, naming the weight, where the format has no such scales.
+    """
+    own = _KINDS.get(fmt.decoding) or Kind("another")
+    repeats = torch.equal(scale, scale[:1].expand_as(scale))
+    if (own.name, kind) == ("tensor", "channel") and repeats:  # as modelopt's files have it
+        kind, scale = "tensor", scale[:1]
+    if own.name != kind:
+        raise ValueError(
+            f"{name} is {_READ[kind]} in the file and {fmt} in the recipe; give the layer the "
+            "file's format"
+        )
+    if own.rows > 1:
+        whole, scale = scale, scale[:: own.rows]
+        if not torch.equal(scale.repeat_interleave(own.rows, 0)[:rows], whole):
+            raise ValueError(
+                f"{name} has a scale per row in the file, and {fmt} of the recipe one per "
+                f"{own.rows} rows"
+            )
+    if not reference.has_scales_of(scale, fmt):
+        raise ValueError(
+            f"{name} has scales in the file that {fmt} of the recipe excludes; use the format "
+            "without that option"
+        )
+    return scale

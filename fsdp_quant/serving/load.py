@@ -1,0 +1,238 @@
+"""`from_pretrained_quantized`: quantized checkpoints, read into masters or kept as codes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from ..checkpoint import safetensors
+from ..formats import FORMATS, ROWWISE, Direction
+from ..modules.linear import Linear
+from ..modules.linear_op import weight_storages
+from ..storage import Storage
+from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.torch_compat import local_of
+from . import layouts
+from .layouts import read_storage
+from .weights import Slice, Source, plain_name, sources_of
+from .writer import INDEX, SINGLE
+
+# Of layers, but of no weight that a model here has: scales of inputs and of caches.
+_UNREAD = (
+    "input_scale",
+    "input_global_scale",
+    "activation_scale",
+    "k_scale",
+    "v_scale",
+    "q_scale",
+    "weight_shape",
+)
+
+
+class Files:
+    """The tensors of a checkpoint's safetensors files, by name."""
+
+    def __init__(self, path: Path):
+        """Raises ImportError without safetensors, ValueError for a folder without a checkpoint."""
+        if safetensors is None:
+            raise ImportError("safetensors is not installed; pip install safetensors")
+        if (path / INDEX).exists():
+            index = json.loads((path / INDEX).read_text(encoding="utf-8"))
+            files = sorted(set(index["weight_map"].values()))
+        elif (path / SINGLE).exists():
+            files = [SINGLE]
+        else:
+            raise ValueError(f"{path} has neither {SINGLE} nor {INDEX}")
+        opened = [safetensors.safe_open(path / name, "pt") for name in files]
+        self._file = {name: file for file in opened for name in file.keys()}
+        self.names = set(self._file)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file
+
+    def of(self, named: dict[str, str]) -> dict[str, Tensor]:
+        """The tensors of these names, by the same keys."""
+        return {key: self._file[name].get_tensor(name) for key, name in named.items()}
+
+
+# What the files have of each slice: names of tensors by role.
+Found = dict[Source, list[tuple[Slice, dict[str, str]]]]
+
+
+def from_pretrained_quantized(
+    model: nn.Module,
+    path: str | PathLike,
+    *,
+    frozen: bool = False,
+    strict: bool = True,
+    names: Callable[[str], str] | None = None,
+) -> nn.Module:
+    """Load a checkpoint of quantized weights, of `fq.export` or others, into `model`; returns it.
+
+    model:   made and initialized (not on the meta device), converted or not, sharded by
+             `fully_shard` or not.
+    path:    folder with model.safetensors, or with several files and their index. Weights as
+             compressed-tensors (fp8 per tensor, channel and 128x128, mxfp8, mxfp4, nvfp4),
+             modelopt, DeepSeek's `weight_scale_inv` and gpt-oss's `_blocks` and `_scales` have
+             them; each says by its tensors which it is.
+    frozen:  False: every weight is decoded, rounded to the parameter's dtype, and trains from
+             there. True: quantized `fq.Linear` layers keep the codes of the file, as after
+             `fq.freeze`: their recipe's forward must have the file's format; codes of the backward
+             are made of the decoded values. Packed experts are decoded.
+    strict:  every parameter must be in the files, and every tensor of the files in the model.
+    names:   names in the checkpoint from names in the model, as of `fq.export`.
+
+    Every rank must call it alike, and reads the files itself.
+
+    Raises ValueError, naming the tensors: before anything is changed for what is missing or
+    unexpected, and for frozen layers that are sharded or that keep histories; as it is read for a
+    weight of another format.
+    """
+    files = Files(Path(path))
+    sources = sources_of(getattr(model, "_orig_mod", model), names)  # of torch.compile
+    where: Found = {}
+    for source in sources:
+        of = ((s, _tensors_of(s, files)) for s in source.slices)
+        where[source] = [(s, tensors) for s, tensors in of if tensors]
+    keeps = {s for s in sources if frozen and s.layers and isinstance(s.owner, Linear)}
+    _check_names(model, files, where, strict)
+    for source in sources:
+        _check_weight(source, where[source], source in keeps)
+    with torch.no_grad():
+        for source, found in where.items():
+            if source in keeps:
+                _freeze(source, *found[0], files)
+            elif len(found) == len(source.slices):
+                _put(source, _values(source, found, files))
+    return model
+
+
+def _tensors_of(piece: Slice, files: Files) -> dict[str, str]:
+    """Names in the files by role: "weight" alone, or a quantized one's tensors; {}: not there."""
+    name, layer = piece.name, piece.name.removesuffix(".weight")
+    if f"{name}_blocks" in files and f"{name}_scales" in files:
+        return {"blocks": f"{name}_blocks", "scales": f"{name}_scales"}
+    if layer == name:
+        return {"weight": name} if name in files else {}
+    named = {part: f"{layer}.{part}" for part in (*layouts.CODES, *layouts.SCALES)}
+    found = {part: name for part, name in named.items() if name in files}
+    return found if found.keys() & set(layouts.CODES) else {}
+
+
+def _check_names(model: nn.Module, files: Files, where: Found, strict: bool) -> None:
+    missing = [source.name for source, found in where.items() if len(found) < len(source.slices)]
+    used = {name for of in where.values() for _, found in of for name in found.values()}
+    every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+    tied = {plain_name(name) for name, _ in every}
+    unread = sorted(n for n in files.names - used - tied if n.rpartition(".")[2] not in _UNREAD)
+    for names, why in ((missing, "are not in the files"), (unread, "are of no parameter")):
+        if strict and names:
+            raise ValueError(
+                f"the checkpoint does not fit the model: {len(names)} {why}, such as {names[0]}; "
+                "pass names=, or strict=False"
+            )
+
+
+def _check_weight(source: Source, found: list[tuple[Slice, dict[str, str]]], keeps: bool) -> None:
+    """keeps: its codes are to stay."""
+    tensor, name = source.tensor, source.name
+    if tensor.is_meta:
+        raise ValueError(f"{name} is on the meta device; call to_empty() and initialize the model")
+    if type(local_of(tensor)) is QuantizedTensor:
+        raise ValueError(f"{name} holds codes for good (fq.freeze); load into a model before that")
+    if not keeps:
+        return
+    if not found or found[0][1].keys() == {"weight"}:
+        raise ValueError(
+            f"{name} is high precision in the files; load it with frozen=False, then call fq.freeze"
+        )
+    if isinstance(tensor, DTensor):
+        raise ValueError(
+            f"{name} is sharded, and frozen weights are whole; leave it out of fully_shard by "
+            "ignored_params="
+        )
+    if isinstance(tensor, QuantizedTensor):
+        raise ValueError(
+            f"{name} is a quantized parameter, whose optimizer writes its codes; load with "
+            "frozen=False"
+        )
+    if source.layers[0].plan.weight.delayed_directions:
+        raise ValueError(
+            f"{name} is scaled by a history of amaxes; give weights current scaling before "
+            "frozen=True"
+        )
+
+
+def _values(source: Source, found: list[tuple[Slice, dict[str, str]]], files: Files) -> Tensor:
+    """The whole tensor, of all its slices."""
+    like, whole = source.tensor, None
+    for piece, tensors in found:
+        if "blocks" in tensors:
+            values = _of_gpt_oss(**files.of(tensors), dtype=like.dtype)
+        elif len(tensors) == 1:
+            (values,) = files.of(tensors).values()
+        else:
+            values = read_storage(piece.name, files.of(tensors), like.dtype, "cpu").dequantize()
+        if tuple(values.shape) != source.shape_of(piece):
+            raise ValueError(
+                f"{piece.name} is {list(values.shape)} in the file and "
+                f"{list(source.shape_of(piece))} in the model"
+            )
+        if values.element_size() == 1 and like.is_floating_point():
+            raise ValueError(
+                f"{piece.name} is {values.dtype} in the file, without scales that this reads: "
+                f"{', '.join(tensors)}"
+            )
+        if (piece.matrix, piece.rows) == (None, None):
+            return values.to(like.dtype)
+        whole = torch.empty(like.shape, dtype=like.dtype) if whole is None else whole
+        source.slice_of(whole, piece).copy_(values)
+    return whole
+
+
+def _of_gpt_oss(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """[E, K, N] of mxfp4 blocks [E, N, K / 32, 16] and scales [E, N, K / 32]."""
+    experts, rows, groups, size = blocks.shape
+    data, scale = blocks.reshape(experts * rows, -1), scales.reshape(experts * rows, -1)
+    shape = experts * rows, groups * size * 2
+    storage = Storage(FORMATS["mxfp4"], ROWWISE, shape, data, scale, None, dtype)
+    return storage.dequantize().view(experts, rows, -1).mT.contiguous()
+
+
+def _put(source: Source, values: Tensor) -> None:
+    """Write a parameter or buffer as load_state_dict does, of a sharded one this rank's part."""
+    like = source.tensor
+    if isinstance(like, DTensor):
+        if any(type(p) not in (Shard, Replicate) for p in like.placements):
+            raise NotImplementedError(
+                f"{source.name} is sharded as {like.placements}, which are cut twice; load before "
+                "fully_shard, or parallelize_module"
+            )
+        values = distribute_tensor(
+            values.to(like.device), like.device_mesh, like.placements, src_data_rank=None
+        )
+    source.owner.load_state_dict({source.attribute: values}, strict=False)
+
+
+def _freeze(source: Source, piece: Slice, found: dict[str, str], files: Files) -> None:
+    """Let the layer multiply the codes of the file."""
+    layer, weight = source.layers[0], source.tensor
+    plan, quantizer = layer.plan.on(weight.dtype, weight.device), layer._weight_state.quantizer
+    fmt, tensors = quantizer.rowwise.fmt, files.of(found)
+    rowwise = read_storage(piece.name, tensors, weight.dtype, weight.device, fmt)
+    if rowwise.shape != tuple(weight.shape):
+        raise ValueError(
+            f"{piece.name} is {list(rowwise.shape)} in the file and {list(weight.shape)} in the "
+            "model"
+        )
+    columnwise = quantizer.columnwise_of(rowwise)
+    codes = QuantizedTensor(rowwise, columnwise, shape=rowwise.shape)
+    laid = weight_storages(codes, list(Direction), plan, layer._weight_state, weight.dtype)
+    laid = QuantizedTensor(*(laid[d] for d in Direction), shape=rowwise.shape)
+    layer.weight = nn.Parameter(laid, requires_grad=False)

@@ -1,0 +1,258 @@
+"""Which tensors of a checkpoint a model becomes, and their values, gathered one weight at a time.
+
+[Note: where codes come from]
+Codes that rest (quantized parameters, frozen and published weights) are taken as they are. Those of
+a master are made here of the whole master, which has the bytes that its shards have: sharded equals
+unsharded. Only what tensor parallelism quantizes by parts (rows of `fp8_row` that a cut divides,
+blocks that it divides) has one scale here where training has several.
+"""
+
+from __future__ import annotations
+
+import bisect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from ..checkpoint import storage_tensors
+from ..counters import counters
+from ..formats import ROWWISE
+from ..modules.grouped_linear import GroupedLinear
+from ..modules.linear import Linear, saved_plain
+from ..modules.transposed_linear import TransposedLinear
+from ..ops import dispatch
+from ..ops.dispatch import Statistics
+from ..ops.layout import COMPACT
+from ..scaling import RowCuts
+from ..storage import Storage
+from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.quantized_weight import QuantizedWeight
+from ..tensor.fsdp_hooks import managed_of
+from ..tensor.torch_compat import local_of
+from ..tensor.weight_state import Piece, Shard, encode_shards
+
+# Wrappers that put a word into names: torch.compile, and checkpoint_wrapper.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+class Slice(NamedTuple):
+    """Rows of a weight that a checkpoint has under a name of their own.
+
+    name:   of the tensor in the checkpoint.
+    matrix: of packed matrices [E, N, K] which one; None: rows are dim 0 of the weight.
+    rows:   (first, end) of the matrix; None: the whole weight.
+    """
+
+    name: str
+    matrix: int | None = None
+    rows: tuple[int, int] | None = None
+
+
+@dataclass(eq=False)
+class Source:
+    """A parameter or buffer of the model.
+
+    name:    in the model, without wrappers.
+    owner:   the module whose attribute `attribute` it is.
+    layers:  quantized layers over its matrices; (): it is high precision.
+    transposed:  its matrices are [K, N].
+    slices:  of the checkpoint, which together are the tensor.
+    """
+
+    name: str
+    owner: nn.Module
+    attribute: str
+    is_parameter: bool
+    layers: list[Linear] = field(default_factory=list)
+    transposed: bool = False
+    slices: list[Slice] = field(default_factory=list)
+
+    @property
+    def tensor(self) -> Tensor:
+        return getattr(self.owner, self.attribute)
+
+    def shape_of(self, piece: Slice) -> tuple[int, ...]:
+        shape = tuple(self.tensor.shape)
+        if piece.rows is None:
+            return shape if piece.matrix is None else shape[1:]
+        return (piece.rows[1] - piece.rows[0], *shape[1 if piece.matrix is None else 2 :])
+
+    def slice_of(self, whole: Tensor, piece: Slice) -> Tensor:
+        whole = whole if piece.matrix is None else whole[piece.matrix]
+        return whole if piece.rows is None else whole[slice(*piece.rows)]
+
+
+def plain_name(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def sources_of(model: nn.Module, rename: Callable[[str], str] | None = None) -> list[Source]:
+    """Every parameter and persistent buffer once, in the order of the model.
+
+    rename:  names in the checkpoint, from those that it would have.
+
+    Raises ValueError for what transformers stores in another form than rows of the parameter.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    layers = {id(p): of for p, *of in _quantized(model)}
+    found, seen = [], set()
+    for prefix, module in model.named_modules():
+        own, skipped = module._parameters | module._buffers, module._non_persistent_buffers_set
+        for attribute, tensor in own.items():
+            if tensor is None or attribute in skipped or id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            name = plain_name(f"{prefix}.{attribute}".lstrip("."))
+            of = layers.get(id(tensor), ())
+            found.append(Source(name, module, attribute, attribute in module._parameters, *of))
+    _name_slices(model, found)
+    for source in found if rename else ():
+        source.slices = [s._replace(name=rename(s.name)) for s in source.slices]
+    return found
+
+
+def _quantized(model: nn.Module) -> Iterator[tuple[Tensor, list[Linear], bool]]:
+    """(parameter, layers over its matrices, transposed) of those whose forward multiplies codes."""
+    for module in model.modules():
+        if isinstance(module, Linear):
+            of = module.weight, [module], False
+        elif isinstance(module, GroupedLinear) and module.packed:
+            of = module.weight, list(module.layers), module.transposed
+        elif isinstance(module, TransposedLinear):
+            of = getattr(module, module.source), [module.layer], module.source == "weight"
+        else:
+            continue
+        if of[1][0].plan.weight.rowwise.fmt.is_quantized:
+            yield of
+
+
+# Names #
+
+
+def _name_slices(model: nn.Module, sources: list[Source]) -> None:
+    """The slices of each source: as transformers saves its models, which import it themselves.
+
+    Packed matrices of other models are written one by one.
+    """
+    loading = sys.modules.get("transformers.core_model_loading")
+    revert = getattr(loading, "revert_weight_conversion", None)
+    is_own = revert is not None and hasattr(model, "config") and hasattr(model, "save_pretrained")
+    named = _as_transformers_saves(model, sources, revert) if is_own else {}
+    for source in sources:
+        source.slices = named.get(source) or [Slice(source.name)]
+        packed = source.layers and source.tensor.dim() == 3 and not source.transposed
+        if packed and len(source.slices) == 1:
+            parent, _, part = source.slices[0].name.rpartition(".")
+            part, count = part if part == "weight" else f"{part}.weight", source.tensor.shape[0]
+            source.slices = [Slice(f"{parent}.{e}.{part}".lstrip("."), e) for e in range(count)]
+
+
+def _as_transformers_saves(
+    model: nn.Module, sources: list[Source], revert: Callable
+) -> dict[Source, list[Slice]]:
+    """Which rows get which name: the conversion is reverted for tensors of their rows' numbers."""
+    first, numbered = [0], {}
+    for source in sources:
+        shape = source.tensor.shape
+        rows = shape[: 2 if len(shape) == 3 else 1]
+        end = first[-1] + rows.numel()
+        numbers = torch.arange(first[-1], end)
+        numbered[source.name] = numbers.view(*rows, *[1] * (len(shape) - len(rows)))
+        first.append(end)
+    found: dict[Source, list[Slice]] = {}
+    for name, numbers in revert(model, numbered).items():
+        flat = numbers.flatten()
+        start, count = int(flat[0]) if len(flat) else 0, len(flat)
+        i = bisect.bisect_right(first, start) - 1
+        source, start = sources[i], start - first[i]
+        whole, shape = numbered[source.name], source.tensor.shape
+        if not torch.equal(flat, whole.flatten()[start : start + count]):
+            raise ValueError(
+                f"transformers saves {name} in another form than rows of {source.name}; export it "
+                "by its own means"
+            )
+        if numbers.shape == whole.shape:
+            one = Slice(name)
+        elif len(shape) == 3 and numbers.shape[1:] == (1,):
+            matrix, row = divmod(start, shape[1])
+            one = Slice(name, matrix, None if count == shape[1] else (row, row + count))
+        else:
+            one = Slice(name, None, (start, start + count))
+        found.setdefault(source, []).append(one)
+    return found
+
+
+# Values #
+
+
+def master_of(source: Source) -> Tensor:
+    """The whole high-precision tensor. Every rank must call it: it gathers a sharded one.
+
+    Raises StaleWeightError for a weight of which codes alone are left.
+    """
+    tensor = source.tensor
+    plain = saved_plain(tensor, tensor.detach()).detach()
+    if isinstance(plain, DTensor):
+        if local_of(plain).device.type != plain.device_mesh.device_type:  # offloaded
+            plain = plain.to(plain.device_mesh.device_type)
+        plain = plain.full_tensor()
+    return plain
+
+
+def codes_of(source: Source) -> Storage | None:
+    """The whole rowwise codes of a weight that is its codes; None: they follow from its master.
+
+    Every rank must call it: it gathers a sharded one.
+    """
+    weight = local_of(source.tensor)
+    if not isinstance(weight, QuantizedTensor):
+        return None
+    if not isinstance(weight, QuantizedWeight) or weight.state.publisher is not None:
+        return weight.storage_for(ROWWISE).in_layout(COMPACT)
+    state, managed = weight.state, managed_of(weight.state)
+    if managed is None and not isinstance(source.tensor, DTensor):
+        return weight.storage_for(ROWWISE)
+    if managed is None or state.tensor_group is not None:
+        return None
+    weight.refresh_shard(managed)
+    sharded = storage_tensors(weight.rowwise, managed.registered, state.shape[0])
+    whole = {name: tensor.full_tensor() for name, tensor in sharded.items()}
+    return weight.rowwise.with_buffers(whole, shape=tuple(state.shape), row0=0)
+
+
+def matrix_of(source: Source, whole: Tensor, matrix: int | None) -> Tensor:
+    """One matrix [N, K] of a weight as products multiply it."""
+    values = whole if matrix is None else whole[matrix]
+    return values.t() if source.transposed else values
+
+
+def statistics_of(values: Tensor, layer: Linear) -> Statistics:
+    """Of a whole weight [N, K], for its rowwise codes."""
+    state = layer._weight_state
+    encoding = state.quantizer.encodings[ROWWISE]
+    dtype = state.encoded_dtype(encoding, values.dtype)
+    return dispatch.statistics(values, [encoding], dtype=dtype)[0]
+
+
+@torch.no_grad()
+def encoded(values: Tensor, layer: Linear, tensor_amax: Tensor | None = None) -> Storage:
+    """The rowwise codes of a whole weight [N, K], as a forward would make them now.
+
+    tensor_amax:  fp32 [1], in place of that of the values.
+    """
+    state, device = layer._weight_state, values.device
+    encoding, found = state.quantizer.encodings[ROWWISE], None
+    if tensor_amax is not None:
+        found = Statistics(statistics_of(values, layer).amax, tensor_amax.to(device))
+    piece = Piece(state, values, RowCuts((0, values.shape[0])), 0)
+    with counters.kept():
+        (made,) = encode_shards([Shard(piece, ROWWISE, values.dtype, found, records=False)], device)
+    return Storage.of(made, encoding, values.shape, values.dtype)

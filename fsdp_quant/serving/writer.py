@@ -1,0 +1,188 @@
+"""Safetensors files written a tensor at a time: headers first, from shapes, names last.
+
+[Note: what a failure leaves]
+Every file is written as ".NAME.partial", flushed to the disk, and renamed when all of them are
+whole; the index of several files, without which no reader opens them, is renamed last. A failure
+removes the partial files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Names of the format (safetensors).
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL",
+}
+_UNITS = {
+    f"{prefix}{unit}": base**power
+    for unit, base in (("B", 1000), ("IB", 1024)) for power, prefix in enumerate("KMGT", 1)
+}
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class Planned(NamedTuple):
+    """A tensor of a file before its values are there."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def size_of(text: int | str) -> int:
+    """Bytes of "5GB", "500MiB" or a number. Raises ValueError for any other text."""
+    number, unit = str(text).strip(), ""
+    while number and not number[-1].isdigit():
+        number, unit = number[:-1], number[-1] + unit
+    factor = _UNITS.get(unit.strip().upper()) if unit else 1
+    if factor is None or not number.replace(".", "", 1).isdigit() or float(number) * factor < 1:
+        raise ValueError(
+            "max_shard_size must be a number of bytes, or a text such as '5GB' or '500MiB'; got "
+            f"{text!r}"
+        )
+    return int(float(number) * factor)
+
+
+def in_files(groups: Sequence[Sequence[Planned]], max_bytes: int) -> list[list[Planned]]:
+    """The tensors of each file.
+
+    A group, the tensors of one weight, stays together; a larger one has a file of its own.
+    """
+    files, free = [], 0
+    for group in groups:
+        needed = sum(t.nbytes for t in group)
+        if not files or needed > free:
+            files.append([])
+            free = max_bytes
+        files[-1].extend(group)
+        free -= needed
+    return files or [[]]
+
+
+class Writer:
+    """Files of a checkpoint in a folder.
+
+    `write` each planned tensor once, in any order, then `finish`; `abort` on a failure.
+    """
+
+    def __init__(self, folder: Path, files: Sequence[Sequence[Planned]], beside: dict[str, dict]):
+        """beside: JSON files by name, which readers see before the index.
+
+        Raises ValueError for a folder that holds a checkpoint already, for two tensors of one name,
+        and for a dtype that safetensors does not have.
+        """
+        found = folder.glob("*.safetensors*") if folder.exists() else ()
+        taken = sorted(p.name for p in found if not p.name.startswith("."))
+        if taken:
+            raise ValueError(
+                f"{folder} holds {taken[0]}; export to a folder without a checkpoint, or delete "
+                "the old one"
+            )
+        seen: set[str] = set()
+        for tensor in (t for of in files for t in of):
+            if tensor.name in seen:
+                raise ValueError(
+                    f"two weights are named {tensor.name} in the checkpoint; check what names= "
+                    "returns"
+                )
+            if tensor.dtype not in _DTYPES:
+                raise ValueError(f"{tensor.name} is {tensor.dtype}: safetensors has no such dtype")
+            seen.add(tensor.name)
+        folder.mkdir(parents=True, exist_ok=True)
+        # Names of files, in the order in which they appear.
+        self._folder, self._names = folder, []
+        # By tensor: as planned, its file, and its first byte there.
+        self._places: dict[str, tuple[Planned, Path, int]] = {}
+        count = len(files)
+        names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+        names = names if count > 1 else [SINGLE]
+        index = {
+            "metadata": {"total_size": sum(t.nbytes for of in files for t in of)},
+            "weight_map": {t.name: name for name, of in zip(names, files) for t in of},
+        }
+        try:
+            for name, content in beside.items():
+                self._json(name, content)
+            for name, of in zip(names, files):
+                self._begin(name, of)
+            if count > 1:
+                self._json(INDEX, index)
+        except BaseException:
+            self.abort()
+            raise
+
+    def _partial(self, name: str) -> Path:
+        return self._folder / f".{name}.partial"
+
+    def _json(self, name: str, content: dict) -> None:
+        self._names.append(name)
+        self._partial(name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+    def _begin(self, name: str, tensors: Sequence[Planned]) -> None:
+        """A file with its header. Wide dtypes come first, so that every tensor is aligned."""
+        header, ends = {"__metadata__": {"format": "pt"}}, [0]
+        of = sorted(tensors, key=lambda t: -t.dtype.itemsize)
+        for tensor in of:
+            ends.append(ends[-1] + tensor.nbytes)
+            header[tensor.name] = {
+                "dtype": _DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": ends[-2:],
+            }
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        text = len(text).to_bytes(8, "little") + text
+        self._names.append(name)
+        with open(self._partial(name), "wb") as file:
+            file.write(text)
+            file.truncate(len(text) + ends[-1])
+        for tensor, start in zip(of, ends):
+            self._places[tensor.name] = tensor, self._partial(name), len(text) + start
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Raises ValueError for a tensor that was not planned so, or was written already."""
+        planned, path, start = self._places.pop(name, (None, None, 0))
+        if planned != Planned(name, tensor.dtype, tuple(tensor.shape)):
+            raise ValueError(
+                f"{name} is {list(tensor.shape)} {tensor.dtype}; the header of its file says "
+                f"{planned}"
+            )
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        with open(path, "r+b") as file:
+            file.seek(start)
+            file.write(data.numpy().data)
+
+    def finish(self) -> None:
+        """Let readers see the files. Raises ValueError where a tensor was not written."""
+        if self._places:
+            raise ValueError(f"{next(iter(self._places))} was planned and not written")
+        for name in self._names:
+            _to_disk(self._partial(name))
+        for name in self._names:
+            os.replace(self._partial(name), self._folder / name)
+        _to_disk(self._folder)
+
+    def abort(self) -> None:
+        """Remove what readers do not see yet."""
+        for name in self._names:
+            self._partial(name).unlink(missing_ok=True)
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
