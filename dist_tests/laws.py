@@ -83,7 +83,9 @@ OTHER = {
 }
 # Of these kernels encode every format that is quantized.
 KERNEL_QUANTIZERS = {name: q for name, q in QUANTIZERS.items() if unsupported_reason(q.fmt) is None}
-KERNEL_PAIRS = [pair for pair in PAIRS if all(name == "identity" or name in KERNEL_QUANTIZERS for name in pair)]
+# And of these they cast pieces of flat buffers.
+PIECE_QUANTIZERS = {name: q for name, q in KERNEL_QUANTIZERS.items() if q.fmt.bits != 6}
+PIECE_PAIRS = [pair for pair in PAIRS if all(name == "identity" or name in PIECE_QUANTIZERS for name in pair)]
 
 
 EVERYTHING = os.environ.get("FSDP_QUANT_ALL_PAIRS") == "1"  # whole laws, not the samples of CI

@@ -36,7 +36,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate
 
-from . import recipe as recipes
+import fsdp_quant.recipe as recipes
+
 from .counters import counters
 from .formats import ROWWISE, Direction
 from .ops.layout import COMPACT

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dist_tests.kernels import expected
-from dist_tests.laws import EVERYTHING, KERNEL_PAIRS, values
+from dist_tests.laws import EVERYTHING, PIECE_PAIRS, values
 from dist_tests.single import test_cast_plan, test_hooks
 from dist_tests.single.test_cast_plan import assert_plans_cast_as_rows_do, random_plan
 from dist_tests.single.test_hooks import WAYS
@@ -26,7 +26,7 @@ def test_kernels_cast_pieces_as_rows(seed: int):
     assert_plans_cast_as_rows_do(*random_plan(seed, SHAPES), device="cuda")
 
 
-@pytest.mark.parametrize("pair", KERNEL_PAIRS, ids="-".join)
+@pytest.mark.parametrize("pair", PIECE_PAIRS, ids="-".join)
 def test_kernels_cast_every_pair(pair):
     """Otherwise a pair of formats works on the CPU alone; aligned rows, rows that begin anywhere, and whole tensors."""
     master = values(260, 392, kind="heavy", dtype=torch.float32)

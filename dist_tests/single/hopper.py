@@ -1072,7 +1072,7 @@ def sums_in_units(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Ten
 
 def _schemas() -> dict[str, str]:
     """The operators as csrc declares them, by name."""
-    text = "".join(path.read_text() for path in sorted((Path(__file__).parents[2] / "csrc" / "api").glob("*.cpp")))
+    text = "".join(path.read_text() for path in sorted((Path(__file__).parents[2] / "csrc").glob("*/*.cpp")))
     declared = re.findall(r'm\.def\(\s*((?:"[^"]*"\s*)+)', text)
     schemas = ("".join(re.findall(r'"([^"]*)"', of)) for of in declared)
     return {schema.split("(")[0]: schema for schema in schemas}

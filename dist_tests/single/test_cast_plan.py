@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dist_tests import pieces
-from dist_tests.laws import EVERYTHING, KERNEL_PAIRS, KERNEL_QUANTIZERS, assert_same_bytes, values
+from dist_tests.laws import EVERYTHING, PIECE_PAIRS, PIECE_QUANTIZERS, assert_same_bytes, values
 from dist_tests.single import test_hooks
 from dist_tests.single.test_hooks import DELAYED, IN_PLACE, POLICIES, WAYS, codes_in_place, piece, quantized, random_cuts
 from dist_tests.virtual import VirtualRanks
@@ -61,7 +61,7 @@ def random_plan(seed: int, shapes: list[tuple[int, int]]) -> tuple:
     world = draw.randint(1, 6)
     masters, hybrids, shards = {}, {}, {}
     for i in range(draw.randint(1, 3)):
-        name, (row, col) = f"w{i}", draw.choice(KERNEL_PAIRS)
+        name, (row, col) = f"w{i}", draw.choice(PIECE_PAIRS)
         rows, cols = draw.choice(shapes)
         masters[name] = values(rows, cols, seed=draw.randint(0, 99), kind=draw.choice(["gauss", "heavy"]), dtype=torch.float32)
         hybrids[name] = HybridQuantizer(row, col, draw.choice(["original", "rowwise_dequantized"]))
@@ -112,7 +112,7 @@ def test_tables_point_at_codes_that_are_read_where_they_are_gathered(pair):
 def test_values_that_are_not_finite_and_options_of_formats_pass_the_tables(device: str = "cpu"):
     """Otherwise a NaN, an option or a dtype of a parameter is lost between two launches."""
     draw = random.Random(0)
-    for i, (name, quantizer) in enumerate(sorted(KERNEL_QUANTIZERS.items())):
+    for i, (name, quantizer) in enumerate(sorted(PIECE_QUANTIZERS.items())):
         master = values(35, 34, kind="heavy", dtype=torch.float32)
         master[3:20, 5:29:3] = (float("nan"), float("-inf"), 0.0, 2.0**-133)[i % 4]
         shards = {"w": random_cuts(draw, master.numel(), 3, "odd")}
