@@ -87,11 +87,11 @@ std::vector<at::Tensor> anchored(
   const ColumnSums sums(x, needs ? statistics : launch, beside.column_sums);
   if (needs) {
     statistics.phases = kStatistics;
-    check_launch(launch_quantize(statistics, stream), "quantize_anchored");
+    check_launch(launch_quantize(statistics, stream), "quantize_anchored", x.sizes());
     launch.reversed = true;
   }
   launch.phases = kEncode;
-  check_launch(launch_quantize(launch, stream), "quantize_anchored");
+  check_launch(launch_quantize(launch, stream), "quantize_anchored", x.sizes());
   sums.finish(stream);
   return result;
 }

@@ -32,11 +32,13 @@ inline void check_buffer(
       "; wanted ", numel, " contiguous elements of ", dtype, " on ", like.device());
 }
 
-// An error of a launch is told here, and is not left as the thread's last error for whoever asks next.
-inline void check_launch(cudaError_t error, const char* name) {
+// Raise an error of a launch, and leave none as the thread's last error for whoever asks next. of: shapes and what else was
+// launched, for the message.
+template <class... Of>
+void check_launch(cudaError_t error, const char* name, const Of&... of) {
   if (error == cudaSuccess) return;
   cudaGetLastError();
-  TORCH_CHECK(false, "fsdp_quant::", name, ": ", cudaGetErrorString(error));
+  TORCH_CHECK(false, "fsdp_quant::", name, ": ", cudaGetErrorString(error), sizeof...(of) > 0 ? ", of " : "", of...);
 }
 
 // On the device of `like`, without the dispatcher: half of the microseconds of at::empty.

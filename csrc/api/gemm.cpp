@@ -133,7 +133,7 @@ void multiply(Product& p, const at::Tensor& out, const Arguments& given) {
     const char* const reason = hopper::why_not(p);
     TORCH_CHECK_NOT_IMPLEMENTED(reason == nullptr, "operands have 1x512 scales, and ", reason);
     const hopper::Schedule schedule = hopper::schedule_of(p, processors_of(stream.device_index(), p.sm_count));
-    return check_launch(hopper::launch(p, {}, schedule, stream), "gemm");
+    return check_launch(hopper::launch(p, {}, schedule, stream), "gemm", "[", p.m, ", ", p.n, "] over K ", p.k);
   }
   at::Tensor row_scale;
   if ((p.a.scaling == Scaling::kRow) != (p.b.scaling == Scaling::kRow)) {  // the other is of the whole operand

@@ -168,7 +168,7 @@ class GroupLaunch {
     return launch_.count++;
   }
   void flush() {
-    if (launch_.count > 0) check_launch(run_(launch_), "quantize_group");
+    if (launch_.count > 0) check_launch(run_(launch_), "quantize_group", launch_.count, " tensors, ", launch_.tiles, " tiles");
     launch_.count = 0, launch_.tiles = 0;
   }
 

@@ -58,7 +58,7 @@ at::Tensor decode(
     a.tensor_amax = tensor_amax->const_data_ptr<float>(), a.tensor_max = side.tensor_max;
   }
   if (alpha != nullptr) a.alpha = alpha->out, a.factors[0] = alpha->factors[0], a.factors[1] = alpha->factors[1];
-  check_launch(launch_dequantize(a, c10::cuda::getCurrentCUDAStream()), "dequantize");
+  check_launch(launch_dequantize(a, c10::cuda::getCurrentCUDAStream()), "dequantize", out.sizes());
   return out;
 }
 
@@ -169,7 +169,7 @@ std::tuple<at::Tensor, at::Tensor> anchor_codes(
     C10_CUDA_CHECK(cudaMemsetAsync(line_scale.mutable_data_ptr(), 0, line_scale.nbytes(), c10::cuda::getCurrentCUDAStream()));
   std::vector<at::Tensor> kept;
   const auto a = anchor_of(data, scale, tensor_amax, side, columnwise, transposed, whole, cols, out, line_scale, kept);
-  if (a.has_value()) check_launch(launch_anchor_codes(*a, c10::cuda::getCurrentCUDAStream()), "anchor_codes");
+  if (a.has_value()) check_launch(launch_anchor_codes(*a, c10::cuda::getCurrentCUDAStream()), "anchor_codes", data.sizes(), " bytes");
   return {out, line_scale};
 }
 

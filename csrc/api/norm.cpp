@@ -79,7 +79,7 @@ at::Tensor new_lines(const at::Tensor& g, const ActivationArgs& args, int64_t co
 void launch(const ActivationArgs& args, const at::Tensor& g, int64_t kind, bool backward) {
   TORCH_CHECK_VALUE(kind >= 0 && kind <= static_cast<int64_t>(Activation::kReluSquared), "there is no activation ", kind);
   check_launch(launch_activation(args, values_of(g, "g"), static_cast<Activation>(kind), backward,
-                                 c10::cuda::getCurrentCUDAStream()), backward ? "activation_backward" : "activation");
+                                 c10::cuda::getCurrentCUDAStream()), backward ? "activation_backward" : "activation", g.sizes());
 }
 
 }  // namespace
@@ -153,7 +153,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm(
   args.eps = static_cast<float>(eps);
   args.y = y.mutable_data_ptr(), args.amax = amax.mutable_data_ptr<float>(), args.rstd = rstd.mutable_data_ptr<float>();
   args.mean = centred ? mean.mutable_data_ptr<float>() : nullptr;
-  check_launch(launch_norm(args, values_of(x, "x"), stream), "norm");
+  check_launch(launch_norm(args, values_of(x, "x"), stream), "norm", x.sizes());
   return {y, amax, rstd, mean};
 }
 
@@ -183,7 +183,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_backward(
   args.mean = centred ? const_cast<float*>(mean.const_data_ptr<float>()) : nullptr;
   args.dweight = dweight.mutable_data_ptr(), args.dbias = has_bias ? dbias.mutable_data_ptr() : nullptr;
   args.partial = partial.mutable_data_ptr<float>();
-  check_launch(launch_norm_backward(args, values_of(x, "x"), stream), "norm_backward");
+  check_launch(launch_norm_backward(args, values_of(x, "x"), stream), "norm_backward", x.sizes());
   return {dx, amax, dweight, dbias};
 }
 

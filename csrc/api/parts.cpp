@@ -73,7 +73,7 @@ void launch(Product& p, const Parts& parts, int64_t sm_count, const at::Tensor& 
   TORCH_CHECK_VALUE(sm_count >= 0 && sm_count < 1 << 16, "sm_count is ", sm_count,
                     "; wanted 0 (all) or a number of multiprocessors");
   const int32_t processors = processors_of(stream.device_index(), sm_count);
-  check_launch(hopper::launch(p, parts, hopper::schedule_of(p, processors, parts), stream), name);
+  check_launch(hopper::launch(p, parts, hopper::schedule_of(p, processors, parts), stream), name, "a ", a.sizes(), " and b ", b.sizes());
 }
 
 int32_t* flag_of(const MaybeTensor& flag, const at::Tensor& like) {

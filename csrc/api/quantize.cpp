@@ -24,6 +24,7 @@ bool collects(const Side& s, const SideBuffers& b) {
 
 // Statistics in their own launch, or in the encoding one where it has a barrier; then codes. The first launch sums columns.
 void run(Launch<1>& launch, const c10::cuda::CUDAStream& stream, const char* name) {
+  const TensorArgs& t = launch.tensors[0];
   SideBuffers(&b)[2] = launch.tensors[0].side;
   const bool both = fuses(launch.side, b, launch.input);
   launch.twins = are_twins(launch.side, b);
@@ -38,7 +39,7 @@ void run(Launch<1>& launch, const c10::cuda::CUDAStream& stream, const char* nam
   const bool fits = launch.barrier != nullptr && launch.tiles <= processors && !is_capturing(stream);
   if (needs && both && !mixed && !delayed && !operands && launch.sources == nullptr && fits) {
     launch.phases = kStatistics | kEncode;
-    check_launch(launch_quantize(launch, stream), name);
+    check_launch(launch_quantize(launch, stream), name, t.rows, " x ", t.cols);
     return;
   }
   launch.barrier = nullptr;
@@ -49,7 +50,7 @@ void run(Launch<1>& launch, const c10::cuda::CUDAStream& stream, const char* nam
     const bool of_groups = launch.sources != nullptr;
     if (of_groups && !takes_delayed(launch))  // their codes are made without amaxes on the way
       for (SideBuffers& one : statistics.tensors[0].side) one.enc = nullptr;
-    check_launch(all_delayed && !of_groups ? launch_first_amax(launch, processors, stream) : launch_quantize(statistics, stream), name);
+    check_launch(all_delayed && !of_groups ? launch_first_amax(launch, processors, stream) : launch_quantize(statistics, stream), name, t.rows, " x ", t.cols);
     if (!all_delayed) launch.sums = nullptr;
     launch.reversed = !all_delayed;  // the tiles read last are still in L2
   }
@@ -57,21 +58,21 @@ void run(Launch<1>& launch, const c10::cuda::CUDAStream& stream, const char* nam
   if (operands && launch.sums != nullptr) {  // the kernel of operands sums no columns
     Launch<1> sums = launch;
     sums.phases = kStatistics, sums.side[0].element = sums.side[1].element = Element::kNone;
-    check_launch(launch_quantize(sums, stream), name);
+    check_launch(launch_quantize(sums, stream), name, t.rows, " x ", t.cols);
     launch.sums = nullptr;
   }
   if (both) {
-    check_launch(launch_quantize(launch, stream), name);
+    check_launch(launch_quantize(launch, stream), name, t.rows, " x ", t.cols);
   } else {
     for (int d = 0; d < 2; ++d) {
       Launch<1> one = launch;
       one.side[1 - d].element = Element::kNone;
-      check_launch(launch_quantize(one, stream), name);
+      check_launch(launch_quantize(one, stream), name, t.rows, " x ", t.cols);
       launch.sums = nullptr;
     }
   }
   if (delayed && launch.sources == nullptr && !(takes_delayed(launch) && b[0].amax_given))
-    check_launch(launch_delayed_scales(launch, stream), name);
+    check_launch(launch_delayed_scales(launch, stream), name, t.rows, " x ", t.cols);
 }
 
 void finish_groups(const Launch<1>& launch, const Known (&known)[2], int64_t groups, cudaStream_t stream) {
@@ -237,7 +238,7 @@ at::Tensor column_sums(const at::Tensor& x) {
   launch.tiles = tiles_of(launch.tensors[0]);
   at::Tensor made;
   const ColumnSums sums(x, launch, &made);
-  check_launch(launch_quantize(launch, stream), "column_sums");
+  check_launch(launch_quantize(launch, stream), "column_sums", x.sizes());
   sums.finish(stream);
   return made;
 }
@@ -301,7 +302,7 @@ std::vector<at::Tensor> statistics(
     result.push_back(new_zeros(x, {1}, stream));
     t.side[d].tensor_amax = result.back().mutable_data_ptr<float>();
   }
-  check_launch(launch_quantize(launch, stream), "statistics");
+  check_launch(launch_quantize(launch, stream), "statistics", x.sizes());
   return result;
 }
 

@@ -8,6 +8,7 @@ bf16, 2^-8 more. One wrong element of a million is 1e-3.
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Sequence
 
@@ -67,7 +68,8 @@ def stacked(count: int, outer: int, k: int, element, scaling: int, seed: int) ->
 
 
 def same_bits(call, what: str, runs: int = 20) -> Tensor:
-    """The result of each of several runs, which is one."""
+    """The result of each of several runs, which is one; FSDP_QUANT_RUNS=2000 with a build of FSDP_QUANT_RANDOM_SLEEPS=1 looks for races."""
+    runs = int(os.environ.get("FSDP_QUANT_RUNS", runs))
     want = call()
     for i in range(runs - 1):
         torch.full((1 << 24,), 0xFF, dtype=torch.uint8, device=DEVICE)

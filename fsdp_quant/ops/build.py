@@ -139,20 +139,22 @@ def runtime_folders(packages: Path, cuda: str, toolkit: Path | None) -> tuple[li
 
 def build_kernels(
     csrc: Path, folder: Path, cuda: str, nvcc: Path, targets: Sequence[str], cublaslt: tuple[Path, Path], temp: Path,
-    line_tables: bool = False,
+    line_tables: bool = False, random_sleeps: bool = False,
 ) -> Path:
     """The kernels of csrc, in folder.
 
     targets:      "90a", "100f". Products of Hopper are compiled for 90a alone.
     cublaslt:     (folder of cublasLt.h, the library), recorded by its soname, which torch has loaded.
     line_tables:  for profilers, which show source lines; they double the size.
+    random_sleeps:  products on Hopper wait at random at their barriers, so that tests find a race.
     """
+    defines = ["-DFSDP_QUANT_RANDOM_SLEEPS"] if random_sleeps else []
     size = ["-lineinfo"] if line_tables else ["--compress-mode=size"] if "--compress-mode" in output_of(nvcc, "--help") else []
 
     def compiler(targets: Sequence[str]) -> list[str]:
         codes = [f"-gencode=arch=compute_{target},code=sm_{target}" for target in targets]
         # Last: the runtime's headers, which lie in the same folder, are the toolkit's.
-        return [str(nvcc), *NVCC_FLAGS, *size, *codes, f"-I{csrc}", f"-Xcompiler=-idirafter,{cublaslt[0]}"]
+        return [str(nvcc), *NVCC_FLAGS, *size, *defines, *codes, f"-I{csrc}", f"-Xcompiler=-idirafter,{cublaslt[0]}"]
 
     objects = []
     for sources, of in kernel_sources(csrc, targets):

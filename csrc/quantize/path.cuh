@@ -1,0 +1,124 @@
+// What an instance of the quantize kernel is compiled for: its work in each direction, and how it loads values.
+#pragma once
+
+#include <type_traits>
+
+#include "device/patch.cuh"
+#include "norm/activate.cuh"
+
+namespace fsdp_quant {
+
+// What a kernel instance may be asked for in one direction; each adds to the one before it, and needs more registers.
+//   kStatistics        amaxes only
+//   kRotated           amaxes only, also of rotated values
+//   kPlain             scales from this tile or given (also by a history, with the amax), rounding to nearest; 8, 6 or 4 bits by kBits
+//   kTwin              plain, and the columnwise side is the same encoding, transposed
+//   kDelayed           the factor from a history; the columnwise side, if any, as in kTwin
+//   kAnchored          plain, but the scale is that of a longer run
+//   kOfCodes           anchored, of e4m3 codes that are first those of their blocks (Launch::of_codes)
+//   kFull              plain, and also stochastic rounding, rotation (4 bits) and delayed scaling (8 bits)
+enum class Work { kAbsent, kStatistics, kRotated, kPlain, kTwin, kDelayed, kAnchored, kOfCodes, kFull };
+
+// Block: the contraction block where it is known when the kernel is compiled, for blocks of one line whose amax is not
+// given: 16 (two-level; see runs_kernel.cuh), 32 (e8m0) or 128 (fp32); 0 reads all of that from the side.
+template <Work W, int Bits = 0, int Block = 0>
+struct Path {
+  static constexpr Work kWork = W;
+  static constexpr int kBlock = Block;
+  static constexpr bool kEncodes = W >= Work::kPlain;
+  static constexpr bool kTwin = W == Work::kTwin || W == Work::kDelayed, kDelayed = W == Work::kDelayed;
+  static constexpr bool kAnchored = W == Work::kAnchored || W == Work::kOfCodes, kOfCodes = W == Work::kOfCodes;
+  static constexpr bool kFull = W == Work::kFull;
+  static constexpr bool kTakes4 = Bits == 4, kTakes6 = Bits == 6, kTakes8 = Bits == 8;
+
+  __device__ static int contraction(const Side& s) { return Block ? Block : s.contraction; }
+  __device__ static int log2(const Side& s) { return Block == 16 ? 4 : Block == 32 ? 5 : Block ? 7 : s.contraction_log2; }
+  __device__ static int outer(const Side& s) { return Block ? 1 : s.outer; }
+  __device__ static int outer_log2(const Side& s) { return Block ? 0 : s.outer_log2; }
+  __device__ static bool byte_scales(const Side& s) { return kTakes4 || kTakes6 || (Block ? Block == 32 : s.byte_scales()); }
+  template <class Buffers>
+  __device__ static bool reads_amax(const Side& s, const Buffers& b) { return !Block && (b.amax_given || s.whole()); }
+};
+using Absent = Path<Work::kAbsent>;
+using Statistics = Path<Work::kStatistics>;
+using RotatedStatistics = Path<Work::kRotated>;
+using Plain8 = Path<Work::kPlain, 8>;
+using Plain4 = Path<Work::kPlain, 4>;
+using Full8 = Path<Work::kFull, 8>;
+using Full4 = Path<Work::kFull, 4>;
+using Plain6 = Path<Work::kPlain, 6>;
+using Full6 = Path<Work::kFull, 6>;
+using Twin8 = Path<Work::kTwin, 8>;
+using Delayed8 = Path<Work::kDelayed, 8>;
+using Plain8x32 = Path<Work::kPlain, 8, 32>;
+using Plain8x128 = Path<Work::kPlain, 8, 128>;
+using Anchored8 = Path<Work::kAnchored, 8, 32>;
+using OfCodes8 = Path<Work::kOfCodes, 8, 32>;
+
+template <auto Value>
+struct Constant {
+  static constexpr auto value = Value;
+};
+
+// act(x) * up, rounded where the separate operations round: bf16, columns in eights, rows of 16 bytes.
+template <Activation A>
+struct LoadGated {
+  using Value = BF16;
+  static constexpr Activation kActivation = A;
+};
+template <class In>
+constexpr bool kIsGated = false;
+template <Activation A>
+constexpr bool kIsGated<LoadGated<A>> = true;
+
+// bf16, the rows of tiles and their groups as `sources` of the launch says.
+struct LoadTokens : LoadBF16 {};
+
+// What a kernel instance is told: more than a `Launch` where its values are made (see quantize_adam.cu).
+template <class In, int Capacity>
+struct LaunchOf {
+  using type = Launch<Capacity>;
+  static constexpr bool kLoads = false;
+};
+
+template <class In, class L>
+__device__ __forceinline__ void load_values(
+    Patch<typename In::Value>& p, const L& launch, int which, int32_t row0, int32_t col0, int32_t rows = 0) {
+  const TensorArgs& t = launch.tensors[which];
+  if constexpr (LaunchOf<In, 1>::kLoads) {
+    In::load(p, launch, which, row0, col0);
+  } else if constexpr (std::is_same_v<In, LoadTokens>) {
+    load_rows<In, true>(p, t, row0, col0, rows);
+  } else if constexpr (kIsGated<In>) {
+    using Values = Eight<__nv_bfloat16>;
+    const auto* g = static_cast<const __nv_bfloat16*>(t.x) + row0 * t.row_stride + col0;
+    const auto* u = static_cast<const __nv_bfloat16*>(launch.up) + row0 * launch.up_stride + col0;
+#pragma unroll
+    for (int first = 0; first < 8; first += 4) {  // all at once would take too many registers
+      Values gs[4] = {}, us[4] = {};
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        if (row0 + first + k >= t.rows || col0 >= t.cols) continue;
+        gs[k] = Values::load(g + (first + k) * t.row_stride);
+        us[k] = Values::load(u + (first + k) * launch.up_stride);
+      }
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        float a[8], up[8], slope;
+        gs[k].widen(a), us[k].widen(up);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) activate<__nv_bfloat16, In::kActivation>(a[i], a[i], slope);
+        round_all<__nv_bfloat16>(a);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) a[i] *= up[i];
+        const Values h = Values::round(a);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) p.w[first + k][i] = h.w[i];
+      }
+    }
+  } else {
+    load_patch<In>(p, t, launch.input, row0, col0);
+  }
+}
+
+}  // namespace fsdp_quant
