@@ -323,7 +323,7 @@ LAYOUT_SHAPES = ((128, 128), (200, 136), (96, 96), (33, 47), (1, 130), (130, 1),
 
 
 @pytest.mark.parametrize("arch", list(ARCHS))
-@pytest.mark.parametrize("name", list(MADE))
+@pytest.mark.parametrize("name", [name for name in MADE if expected.both(name)[0].fmt.bits != 6])
 def test_gemm_layouts_are_those_of_the_storage(name: str, arch: str):
     """If false, a tensor core multiplies by another block's scale, or reads padding that is not zero."""
     row, col = expected.both(name)
