@@ -1,12 +1,16 @@
 """Low-precision training for stock PyTorch FSDP2, one format a direction. See README.md.
 
-`import fsdp_quant` imports the operators. The rest needs torch.distributed.tensor and torch._dynamo, which take a second: it is
-imported at the first use of a public name (`fsdp_quant/public.py`).
+`import fsdp_quant` imports the operators. The rest needs torch.distributed.tensor and
+torch._dynamo, which take a second: it is imported at the first use of a public name
+(`fsdp_quant/public.py`).
 """
 
 from typing import TYPE_CHECKING
 
-from .gemm import StaleWeightError, gemm  # a submodule has the name of the function: it is bound before others import it
+from .gemm import (
+    StaleWeightError,
+    gemm,
+)  # a submodule has the name of the function: it is bound before others import it
 
 if TYPE_CHECKING:
     from .public import *  # noqa: F403

@@ -1,4 +1,5 @@
-"""The public names of the package, which `fsdp_quant/__init__.py` imports at the first use of one."""
+"""The public names of the package, which `fsdp_quant/__init__.py` imports at the first use of
+one."""
 
 # ruff: noqa: F401
 

@@ -1,4 +1,5 @@
-"""`fq.inspect` under `fully_shard`: bits of training, shards that add up to the weight, a file per rank."""
+"""`fq.inspect` under `fully_shard`: bits of training, shards that add up to the weight, a file per
+rank."""
 
 from __future__ import annotations
 
@@ -40,14 +41,27 @@ def _trained(recipe: fq.Recipe, rank: int, path: str | None, sharded: bool):
         optimizer, losses, grads = torch.optim.SGD(net.parameters(), lr=0.1), [], {}
         log = None if path is None else fq.inspect(net, every=2, path=Path(path)).start()
         for step in range(3):
-            loss = net(values(16, nets.K, seed=step + (10 * rank if sharded else 0), dtype=torch.float32)).square().mean()
+            loss = (
+                net(
+                    values(
+                        16, nets.K, seed=step + (10 * rank if sharded else 0), dtype=torch.float32
+                    )
+                )
+                .square()
+                .mean()
+            )
             loss.backward()
             losses.append(loss.detach())
             if step == 2:
-                grads = {n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for n, p in net.named_parameters()}
+                grads = {
+                    n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+                    for n, p in net.named_parameters()
+                }
             optimizer.step()
             optimizer.zero_grad()
-        whole = [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in net.parameters()]
+        whole = [
+            p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in net.parameters()
+        ]
         if log is None:
             return losses, whole, None, grads
         log.stop()
@@ -56,28 +70,46 @@ def _trained(recipe: fq.Recipe, rank: int, path: str | None, sharded: bool):
 
 def _inspected(rank: int, world: int, recipe: fq.Recipe, folder: str):
     plain, looked = (_trained(recipe, rank, path, True) for path in (None, f"{folder}/run.jsonl"))
-    for i, (got, want) in enumerate(zip([*looked[0], *looked[1]], [*plain[0], *plain[1]], strict=True)):
+    for i, (got, want) in enumerate(
+        zip([*looked[0], *looked[1]], [*plain[0], *plain[1]], strict=True)
+    ):
         assert_same_bytes(got, want, f"tensor {i}")
     grads = {n: g.double().norm().item() for n, g in looked[3].items()}
     return looked[2], grads
 
 
-@pytest.mark.parametrize("recipe", [recipes.fp8_delayed(length=3), recipes.nvfp4(), recipes.hybrid("fp8_block", "mxfp8")], ids=str)
+@pytest.mark.parametrize(
+    "recipe",
+    [recipes.fp8_delayed(length=3), recipes.nvfp4(), recipes.hybrid("fp8_block", "mxfp8")],
+    ids=str,
+)
 def test_ranks_measure_their_shards_and_train_as_before(recipe: fq.Recipe, tmp_path):
-    """If false, inspecting a sharded run changes it, hangs it, or measures blocks that no gather sends."""
+    """If false, inspecting a sharded run changes it, hangs it, or measures blocks that no gather
+    sends."""
     first, second = run_ranks(WORLD, _inspected, recipe, str(tmp_path))
     grads, of_ranks = first[1], [first[0], second[0]]
     alone = _trained(recipe, 0, str(tmp_path / "alone.jsonl"), False)[2]
     names = {key.split("/")[0] for key in alone}
-    assert names == {"blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down", "head", "experts"}
+    assert names == {
+        "blocks.0.up",
+        "blocks.0.down",
+        "blocks.1.up",
+        "blocks.1.down",
+        "head",
+        "experts",
+    }
     for name in names:
         found = [of for of in of_ranks if f"{name}/weight/norm" in of]
         norm = math.hypot(*(of[f"{name}/weight/norm"] for of in found))
         assert norm == pytest.approx(alone[f"{name}/weight/norm"], rel=0.1)  # after other data
-        norm = math.hypot(*(of[f"{name}/weight/grad_norm"] for of in of_ranks if f"{name}/weight/grad_norm" in of))
+        norm = math.hypot(
+            *(of[f"{name}/weight/grad_norm"] for of in of_ranks if f"{name}/weight/grad_norm" in of)
+        )
         assert norm == pytest.approx(grads[f"{name}.weight"], rel=1e-6)
         assert of_ranks[0][f"{name}/input/norm"] != of_ranks[1][f"{name}/input/norm"]
-        assert {k for of in of_ranks for k in of if k.startswith(name)} == {k for k in alone if k.startswith(name)}
+        assert {k for of in of_ranks for k in of if k.startswith(name)} == {
+            k for k in alone if k.startswith(name)
+        }
     files = [tmp_path / "run.jsonl", tmp_path / "run.rank1.jsonl"]
     for path, of in zip(files, of_ranks):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -94,9 +126,12 @@ def _weights(rank: int, world: int, recipe: fq.Recipe) -> dict[str, float]:
         return log.latest[1]
 
 
-@pytest.mark.parametrize("recipe", [recipes.fp8_current(), recipes.nvfp4(), recipes.fp8_block()], ids=str)
+@pytest.mark.parametrize(
+    "recipe", [recipes.fp8_current(), recipes.nvfp4(), recipes.fp8_block()], ids=str
+)
 def test_shards_have_the_scales_of_the_whole_weight(recipe: fq.Recipe):
-    """If false, a scale that spans ranks, or a block that a cut divides, is measured as another than the one that is gathered."""
+    """If false, a scale that spans ranks, or a block that a cut divides, is measured as another
+    than the one that is gathered."""
     of_ranks = run_ranks(WORLD, _weights, recipe)
     with kept_step():
         net = fq.convert(nets.build(), recipe)
@@ -106,6 +141,11 @@ def test_shards_have_the_scales_of_the_whole_weight(recipe: fq.Recipe):
         if "/weight" not in key or "grad_norm" in key:
             continue
         got = [of[key] for of in of_ranks if key in of]
-        how = {"amax": max, "scale_max": max, "scale_min": min, "norm": lambda of: math.hypot(*of)}.get(key.rpartition("/")[2])
+        how = {
+            "amax": max,
+            "scale_max": max,
+            "scale_min": min,
+            "norm": lambda of: math.hypot(*of),
+        }.get(key.rpartition("/")[2])
         if how is not None:
             assert how(got) == pytest.approx(want, rel=1e-7), key

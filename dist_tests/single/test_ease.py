@@ -1,4 +1,5 @@
-"""Names in place of recipes, `skip="auto"`, progress bars, saved plans, what `doctor` advises, and what an import costs."""
+"""Names in place of recipes, `skip="auto"`, progress bars, saved plans, what `doctor` advises, and
+what an import costs."""
 
 from __future__ import annotations
 
@@ -25,8 +26,12 @@ ROOT = Path(fq.__file__).parent.parent
 # Names #
 
 NAMES = {
-    "mxfp8": recipes.mxfp8(), "nvfp4": recipes.nvfp4(), "bf16": recipes.identity(), "mxfp6": recipes.mxfp6(),
-    "mxfp8/nvfp4": recipes.hybrid("mxfp8", "nvfp4"), "fp8_block / mxfp4": recipes.hybrid("fp8_block", "mxfp4"),
+    "mxfp8": recipes.mxfp8(),
+    "nvfp4": recipes.nvfp4(),
+    "bf16": recipes.identity(),
+    "mxfp6": recipes.mxfp6(),
+    "mxfp8/nvfp4": recipes.hybrid("mxfp8", "nvfp4"),
+    "fp8_block / mxfp4": recipes.hybrid("fp8_block", "mxfp4"),
 }
 MX, NV = recipes.mxfp8(), recipes.nvfp4()
 
@@ -48,7 +53,9 @@ def test_a_name_is_the_recipe_that_it_names(name: str, recipe: fq.Recipe):
     assert fq.GroupedLinear(2, 16, 16, recipe=name).first.recipe == recipe
     assert fq.LayerNormLinear(16, 16, recipe=name).linear.recipe == recipe
     assert fq.LayerNormMLP(16, 16, recipe=name).down_proj.recipe == recipe
-    assert recipes.per_layer(name, {"a": name}, first=(1, name)) == recipes.per_layer(recipe, {"a": recipe}, first=(1, recipe))
+    assert recipes.per_layer(name, {"a": name}, first=(1, name)) == recipes.per_layer(
+        recipe, {"a": recipe}, first=(1, recipe)
+    )
     assert recipes.schedule(MX, (3, None, name)) == recipes.schedule(MX, (3, None, recipe))
     assert fq.hooks.token_alignment(name, "x") == fq.hooks.token_alignment(recipe, "x")
     with fq.quantized_model_init(name):
@@ -69,14 +76,25 @@ def test_autocast_takes_a_name(compiled: bool):
         assert_same_bytes(got, m(x), "by name")
 
 
-@pytest.mark.parametrize("wrong, message", [
-    ("mxfp5", "unknown recipe 'mxfp5'; known recipes: bf16, .*mxfp4.*nvfp4, or forward/backward of the families .*fp8_block"),
-    ("mxfp8/mxfp5", "unknown format family 'mxfp5'; known families: .*mxfp8"),
-    ("mxfp8/nvfp4/x", "unknown recipe 'mxfp8/nvfp4/x'"),
-    (recipes.mxfp8, r"got the function fq.recipes.mxfp8, which makes a recipe; call it: fq.recipes.mxfp8\(\)"),
-    (None, "fq.convert wants a recipe, got None; pass fq.recipes.mxfp8"),
-    ({}, "fq.convert wants a recipe, got {}"),
-])
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (
+            "mxfp5",
+            "unknown recipe 'mxfp5'; known recipes: bf16, .*mxfp4.*nvfp4, or forward/backward of "
+            "the families .*fp8_block",
+        ),
+        ("mxfp8/mxfp5", "unknown format family 'mxfp5'; known families: .*mxfp8"),
+        ("mxfp8/nvfp4/x", "unknown recipe 'mxfp8/nvfp4/x'"),
+        (
+            recipes.mxfp8,
+            r"got the function fq.recipes.mxfp8, which makes a recipe; call it: "
+            r"fq.recipes.mxfp8\(\)",
+        ),
+        (None, "fq.convert wants a recipe, got None; pass fq.recipes.mxfp8"),
+        ({}, "fq.convert wants a recipe, got {}"),
+    ],
+)
 def test_what_is_no_recipe_is_refused(wrong, message: str):
     """If false, a misspelled name is a KeyError far away, or another recipe."""
     with pytest.raises(ValueError, match=message):
@@ -84,6 +102,7 @@ def test_what_is_no_recipe_is_refused(wrong, message: str):
 
 
 # Skip #
+
 
 class MoE(nn.Module):
     def __init__(self, d: int):
@@ -93,30 +112,54 @@ class MoE(nn.Module):
 
 
 class Net(nn.Module):
-    """Names as in language models: a block with attention that has a gate of its own, experts with a router, and heads."""
+    """Names as in language models: a block with attention that has a gate of its own, experts with
+    a router, and heads."""
 
     def __init__(self, d: int = 128, vocab: int = 384):
         super().__init__()
         self.embed, self.positions = nn.Embedding(vocab, d), nn.Embedding(d, d)
-        block = nn.ModuleDict({"q": nn.Linear(d, d), "gate": nn.Linear(d, d), "output": nn.Linear(d, d), "small": nn.Linear(d, 8)})
+        block = nn.ModuleDict(
+            {
+                "q": nn.Linear(d, d),
+                "gate": nn.Linear(d, d),
+                "output": nn.Linear(d, d),
+                "small": nn.Linear(d, 8),
+            }
+        )
         self.layers = nn.ModuleList([block])
         self.moe, self.router = nn.ModuleList([MoE(d)]), nn.Sequential(nn.Linear(d, d))
         self.odd, self.up = nn.Linear(d, 136), nn.Linear(d, 2 * d)
-        self.vocabulary, self.tied, self.score = nn.Linear(d, vocab), nn.Linear(d, vocab, bias=False), nn.Linear(d, d)
+        self.vocabulary, self.tied, self.score = (
+            nn.Linear(d, vocab),
+            nn.Linear(d, vocab, bias=False),
+            nn.Linear(d, d),
+        )
         self.tied.weight = self.embed.weight
 
 
 def test_auto_skips_what_gains_nothing_and_says_so():
-    """If false, a head, a router or a sliver is quantized unasked, or a layer that gains stays slow, or nobody knows which."""
+    """If false, a head, a router or a sliver is quantized unasked, or a layer that gains stays
+    slow, or nobody knows which."""
     m = Net()
     with pytest.warns(UserWarning, match="skip='auto' leaves 7 layers in high precision") as told:
         fq.convert(m, "mxfp8", skip=["auto", "*.q"])
     skipped = {
-        "vocabulary": "output head", "score": "output head", "moe.0.gate": "router", "router.0": "router",
-        "tied": "tied", "layers.0.small": "too small, [8, 128]", "odd": "too small, [136, 128]",
+        "vocabulary": "output head",
+        "score": "output head",
+        "moe.0.gate": "router",
+        "router.0": "router",
+        "tied": "tied",
+        "layers.0.small": "too small, [8, 128]",
+        "odd": "too small, [136, 128]",
     }
     converted = {n for n, x in m.named_modules() if isinstance(x, fq.Linear)}
-    assert converted == {"layers.0.gate", "layers.0.output", "moe.0.experts.0", "moe.0.experts.1", "up"}
+    assert converted == {
+        "layers.0.gate",
+        "layers.0.output",
+        "moe.0.experts.0",
+        "moe.0.experts.1",
+        "up",
+    }
     (message,) = [str(w.message) for w in told]
     for name, reason in skipped.items():
         assert f"{name} ({reason})" in message, name
@@ -132,6 +175,7 @@ def test_auto_skips_an_attention_output_in_no_block():
 
 
 # Plans #
+
 
 def test_a_saved_plan_is_the_plan(tmp_path):
     """If false, a file says other formats, domains or bytes than the model that wrote it."""
@@ -155,36 +199,71 @@ def test_a_diff_of_plans_says_what_changed_and_where():
     new = fq.plan(m)
     new.weight_bytes, new.notes = {"0.weight": (10, 20)}, ["a note"]
     told = fq.inspection.plan.diff(old, new)
-    assert told[0].startswith("dgrad: mxfp8 x mxfp8 reference (") and " -> nvfp4+SR x nvfp4 reference (" in told[0]
+    assert (
+        told[0].startswith("dgrad: mxfp8 x mxfp8 reference (")
+        and " -> nvfp4+SR x nvfp4 reference (" in told[0]
+    )
     assert told[0].endswith("[1]") and told[1].startswith("wgrad: ") and len(told) == 4
     assert told[2:] == ["gathers a step: 0 B forward + 0 B backward -> 10 B + 20 B", "now: a note"]
-    (gone,) = {line for line in fq.inspection.plan.diff(old, fq.inspection.plan.ModelPlan()) if line.startswith("fprop")}
+    (gone,) = {
+        line
+        for line in fq.inspection.plan.diff(old, fq.inspection.plan.ModelPlan())
+        if line.startswith("fprop")
+    }
     assert gone.endswith("-> none  [2 x 0]")
 
 
 # The doctor #
 
-H100, H200, A100 = (("NVIDIA " + name, capability, None) for name, capability in (("H100", (9, 0)), ("H200", (9, 0)), ("A100", (8, 0))))
+H100, H200, A100 = (
+    ("NVIDIA " + name, capability, None)
+    for name, capability in (("H100", (9, 0)), ("H200", (9, 0)), ("A100", (8, 0)))
+)
 WELL = Machine("13.0", True, (H100, H100), None, True)
 
 
-@pytest.mark.parametrize("changes, says", [
-    ({}, []),
-    ({"gpus": (), "cuda": None, "has_driver": False}, ["there is no GPU: the PyTorch reference"]),
-    ({"gpus": (), "cuda": None}, ["torch is a CPU build: install a CUDA build"]),
-    ({"gpus": ()}, ["sees no GPU: see whether nvidia-smi"]),
-    ({"gpus": (), "environ": {"CUDA_VISIBLE_DEVICES": ""}}, ["CUDA_VISIBLE_DEVICES hides all GPUs: unset it"]),
-    ({"operators": extension.TURNED_OFF}, ["turned off: unset FSDP_QUANT_NATIVE"]),
-    ({"operators": "not built; with a CUDA build of torch and nvcc: build"}, ["operators are off: not built; with a CUDA build"]),
-    ({"gpus": (("B200", (10, 0), "the library was built without sm_100: rebuild"),)},
-     ["B200: the library was built without sm_100: rebuild", "were not run there: run python -m fsdp_quant selftest"]),
-    ({"gpus": (A100, A100)}, ["A100 has no fp8 tensor cores: .* use an H100"]),
-    ({"gpus": (A100, H100)}, ["no fp8 tensor cores", "of different kinds.*CUDA_VISIBLE_DEVICES"]),
-    ({"has_nccl": False}, ["without NCCL.*: install a release"]),
-    ({"has_nccl": False, "gpus": (H200,)}, []),
-    ({"environ": {"FSDP_QUANT_CHECK": "1", "FSDP_QUANT_BACKWARD_OVERRIDE": "dequantized"}},
-     ["FSDP_QUANT_CHECK compares codes.*unset it", "FSDP_QUANT_BACKWARD_OVERRIDE=dequantized is the backward.*unset it"]),
-])
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({}, []),
+        (
+            {"gpus": (), "cuda": None, "has_driver": False},
+            ["there is no GPU: the PyTorch reference"],
+        ),
+        ({"gpus": (), "cuda": None}, ["torch is a CPU build: install a CUDA build"]),
+        ({"gpus": ()}, ["sees no GPU: see whether nvidia-smi"]),
+        (
+            {"gpus": (), "environ": {"CUDA_VISIBLE_DEVICES": ""}},
+            ["CUDA_VISIBLE_DEVICES hides all GPUs: unset it"],
+        ),
+        ({"operators": extension.TURNED_OFF}, ["turned off: unset FSDP_QUANT_NATIVE"]),
+        (
+            {"operators": "not built; with a CUDA build of torch and nvcc: build"},
+            ["operators are off: not built; with a CUDA build"],
+        ),
+        (
+            {"gpus": (("B200", (10, 0), "the library was built without sm_100: rebuild"),)},
+            [
+                "B200: the library was built without sm_100: rebuild",
+                "were not run there: run python -m fsdp_quant selftest",
+            ],
+        ),
+        ({"gpus": (A100, A100)}, ["A100 has no fp8 tensor cores: .* use an H100"]),
+        (
+            {"gpus": (A100, H100)},
+            ["no fp8 tensor cores", "of different kinds.*CUDA_VISIBLE_DEVICES"],
+        ),
+        ({"has_nccl": False}, ["without NCCL.*: install a release"]),
+        ({"has_nccl": False, "gpus": (H200,)}, []),
+        (
+            {"environ": {"FSDP_QUANT_CHECK": "1", "FSDP_QUANT_BACKWARD_OVERRIDE": "dequantized"}},
+            [
+                "FSDP_QUANT_CHECK compares codes.*unset it",
+                "FSDP_QUANT_BACKWARD_OVERRIDE=dequantized is the backward.*unset it",
+            ],
+        ),
+    ],
+)
 def test_the_doctor_says_what_to_do(changes: dict, says: list[str]):
     """If false, a machine that could be fast is left slow, or a well one is called ill."""
     told = remedies(replace(WELL, **changes))
@@ -198,7 +277,9 @@ def test_the_doctor_reads_this_machine(capsys: pytest.CaptureFixture):
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out.splitlines()
     told = remedies(Machine.this())
-    assert printed[-max(len(told), 1):] == ([f"to do: {line}" for line in told] or ["nothing is off"])
+    assert printed[-max(len(told), 1) :] == (
+        [f"to do: {line}" for line in told] or ["nothing is off"]
+    )
 
 
 # What an import costs #
@@ -213,31 +294,51 @@ print(seconds, *{name for name in set(sys.modules) - before})
 
 
 def in_another_process(code: str) -> list[str]:
-    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    made = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     return made.stdout.split()
 
 
 def test_the_import_is_cheap():
-    """If false, every script and worker of a data loader waits a second for what it does not use. It takes .05 s; the bound is
+    """If false, every script and worker of a data loader waits a second for what it does not use.
+    It takes .05 s; the bound is
     for busy machines."""
     seconds, names = [], set()
     for _ in range(2):
         taken, *names = in_another_process(_IMPORT)
         seconds.append(float(taken))
-    heavy = {"torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.export", "sympy", "transformers", "numpy.ma", "peft"}
+    heavy = {
+        "torch._dynamo",
+        "torch._inductor",
+        "torch.distributed.tensor",
+        "torch.export",
+        "sympy",
+        "transformers",
+        "numpy.ma",
+        "peft",
+    }
     assert not heavy & set(names), heavy & set(names)
     assert min(seconds) < 0.4
 
 
-@pytest.mark.parametrize("code", [
-    "import fsdp_quant as fq; print(fq.convert.__name__, fq.hooks.__name__, fq.gemm.__name__, fq.plan.__name__)",
-    "from fsdp_quant.modules.linear import Linear\n"
-    "import fsdp_quant as fq; print(fq.convert.__name__, fq.hooks.__name__, fq.gemm.__name__, fq.plan.__name__)",
-    "from fsdp_quant import *; print(convert.__name__, hooks.__name__, gemm.__name__, plan.__name__)",
-    "from fsdp_quant import convert, hooks, gemm, plan; print(convert.__name__, hooks.__name__, gemm.__name__, plan.__name__)",
-])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import fsdp_quant as fq; print(fq.convert.__name__, fq.hooks.__name__, fq.gemm.__name__, "
+        "fq.plan.__name__)",
+        "from fsdp_quant.modules.linear import Linear\n"
+        "import fsdp_quant as fq; print(fq.convert.__name__, fq.hooks.__name__, fq.gemm.__name__, "
+        "fq.plan.__name__)",
+        "from fsdp_quant import *; print(convert.__name__, hooks.__name__, gemm.__name__, "
+        "plan.__name__)",
+        "from fsdp_quant import convert, hooks, gemm, plan; print(convert.__name__, "
+        "hooks.__name__, gemm.__name__, plan.__name__)",
+    ],
+)
 def test_public_names_are_there_however_they_are_asked_for(code: str):
-    """If false, a name depends on what was imported before: fsdp_quant.gemm is a function, and a module too."""
+    """If false, a name depends on what was imported before: fsdp_quant.gemm is a function, and a
+    module too."""
     assert in_another_process(code) == ["convert", "fsdp_quant.hooks", "gemm", "plan"]
 
 
@@ -249,6 +350,7 @@ def test_names_that_are_not_there_raise():
 
 
 # Progress #
+
 
 class Bar:
     made: list[Bar] = []
@@ -271,10 +373,18 @@ class Bar:
         self.updates.append(completed)
 
 
-@pytest.mark.parametrize("terminal, seconds, has_rich, shows", [
-    (True, 6.0, True, True), (True, 0.1, True, False), (False, 6.0, True, False), (True, 6.0, False, False),
-])
-def test_long_loops_show_a_bar_where_somebody_sees_it(monkeypatch, terminal: bool, seconds: float, has_rich: bool, shows: bool):
+@pytest.mark.parametrize(
+    "terminal, seconds, has_rich, shows",
+    [
+        (True, 6.0, True, True),
+        (True, 0.1, True, False),
+        (False, 6.0, True, False),
+        (True, 6.0, False, False),
+    ],
+)
+def test_long_loops_show_a_bar_where_somebody_sees_it(
+    monkeypatch, terminal: bool, seconds: float, has_rich: bool, shows: bool
+):
     """If false, a conversion of minutes says nothing, or a log fills with bars."""
     clock = iter(seconds * i for i in range(100))
     Bar.made.clear()

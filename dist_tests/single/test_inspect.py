@@ -1,4 +1,5 @@
-"""`fq.inspect`: numbers that an independent implementation agrees with, and a run that does not notice."""
+"""`fq.inspect`: numbers that an independent implementation agrees with, and a run that does not
+notice."""
 
 from __future__ import annotations
 
@@ -36,6 +37,7 @@ def _own_step() -> Iterator[None]:
 
 # Numbers #
 
+
 def expected(x: np.ndarray, spec: oracle.Spec, columnwise: bool) -> dict[str, float]:
     """The quantities of a direction, from the oracle's codes."""
     made = oracle.quantize(x, spec, columnwise)
@@ -45,20 +47,38 @@ def expected(x: np.ndarray, spec: oracle.Spec, columnwise: bool) -> dict[str, fl
     if spec.scale == "e4m3":
         scale = oracle.grid("e4m3")[stored] * oracle.tensor_scale(made.tensor_amax, spec)
     else:
-        scale = np.vectorize(oracle.power_of_two)(stored) if spec.scale == "e8m0" else stored.astype(np.float64)
+        scale = (
+            np.vectorize(oracle.power_of_two)(stored)
+            if spec.scale == "e8m0"
+            else stored.astype(np.float64)
+        )
     for axis, block in enumerate(spec.block):
         scale = np.repeat(scale, block or v.shape[axis], axis)
     scale, points = scale[: v.shape[0], : v.shape[1]], oracle.grid(spec.element)
     some = v != 0
     return {
         "underflow": (some & (d == 0)).sum() / some.sum(),
-        "saturation": (some & (np.abs(v) >= scale * (points[-1] + (points[-1] - points[-2]) / 2))).mean(),
+        "saturation": (
+            some & (np.abs(v) >= scale * (points[-1] + (points[-1] - points[-2]) / 2))
+        ).mean(),
         "sqnr_db": 10 * math.log10((v**2).sum() / ((d - v) ** 2).sum()),
-        "scale_min": scale[some].min(), "scale_max": scale[some].max(),
+        "scale_min": scale[some].min(),
+        "scale_max": scale[some].max(),
     }
 
 
-FORMATS = ("fp8_tensor", "fp8_row", "fp8_1x128", "fp8_128x128", "mxfp8", "mxfp8_floor", "mxfp6_floor", "nvfp4", "nvfp4_16x16", "nvfp4_rht")
+FORMATS = (
+    "fp8_tensor",
+    "fp8_row",
+    "fp8_1x128",
+    "fp8_128x128",
+    "mxfp8",
+    "mxfp8_floor",
+    "mxfp6_floor",
+    "nvfp4",
+    "nvfp4_16x16",
+    "nvfp4_rht",
+)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -76,11 +96,15 @@ def test_numbers_are_those_of_an_independent_implementation(name: str, kind: str
     assert found["x/amax"] == x.abs().max().item()
     assert found["x/norm"] == pytest.approx(x.double().norm().item(), rel=1e-12)
     exact = {"rel": 1e-6, "abs": 1e-12}
-    bounds = {"sqnr_db": {"abs": 0.1}} if name.endswith("_rht") else {}  # against x, which rotation rounds once more
+    bounds = (
+        {"sqnr_db": {"abs": 0.1}} if name.endswith("_rht") else {}
+    )  # against x, which rotation rounds once more
     for direction in (ROWWISE, COLUMNWISE):
         want = expected(x.double().numpy(), oracle.SPECS[name], direction is COLUMNWISE)
         for key, value in want.items():
-            assert found[f"x.{direction.value}/{key}"] == pytest.approx(value, **bounds.get(key, exact)), (direction, key)
+            assert found[f"x.{direction.value}/{key}"] == pytest.approx(
+                value, **bounds.get(key, exact)
+            ), (direction, key)
     assert ("floor" not in name) == (found["x.rowwise/saturation"] == 0)
 
 
@@ -98,10 +122,13 @@ def test_large_tensors_are_measured_on_some_rows(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_means_nothing_is_left_out():
-    """If false, an empty or broken tensor ends the run, or fills the log with numbers of nothing."""
+    """If false, an empty or broken tensor ends the run, or fills the log with numbers of
+    nothing."""
     q = HybridQuantizer(fq.Quantizer("mxfp8"), fq.Quantizer("identity"))
     for x in (torch.zeros(32, 32), torch.zeros(0, 32), torch.full((32, 32), math.nan)):
-        found = numbers.quantities("x", *numbers.on_host([numbers.measure(x, q.storages(x)[0], q)])[0])
+        found = numbers.quantities(
+            "x", *numbers.on_host([numbers.measure(x, q.storages(x)[0], q)])[0]
+        )
         assert not any("sqnr" in key or "columnwise" in key for key in found)
     x = values(32, 32, seed=1)
     x[3, 3] = math.inf
@@ -111,8 +138,10 @@ def test_what_means_nothing_is_left_out():
 
 # A run does not notice #
 
+
 class Net(nn.Module):
-    """Every module that has converted layers; `recompute`: checkpoints it, non-reentrant or (None) reentrant."""
+    """Every module that has converted layers; `recompute`: checkpoints it, non-reentrant or (None)
+    reentrant."""
 
     def __init__(self, recipe, recompute: bool | None = False):
         super().__init__()
@@ -134,14 +163,23 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        return self.inner(x) if self.recompute is False else checkpoint(self.inner, x, use_reentrant=self.recompute is None)
+        return (
+            self.inner(x)
+            if self.recompute is False
+            else checkpoint(self.inner, x, use_reentrant=self.recompute is None)
+        )
 
 
 def batches(count: int) -> list[Tensor]:
     return [values(4, 16, 32, seed=s, dtype=torch.float32) for s in range(count)]
 
 
-def train(m: nn.Module, steps: int = 5, micro: int = 1, log: fq.inspection.recorder.Inspection | None = None) -> list[Tensor]:
+def train(
+    m: nn.Module,
+    steps: int = 5,
+    micro: int = 1,
+    log: fq.inspection.recorder.Inspection | None = None,
+) -> list[Tensor]:
     """Everything that a run leaves: losses, parameters, histories, generators."""
     optimizer, losses = torch.optim.AdamW(m.parameters(), lr=1e-2), []
     torch.manual_seed(5)
@@ -158,13 +196,21 @@ def train(m: nn.Module, steps: int = 5, micro: int = 1, log: fq.inspection.recor
             m.eval()
             losses.append(m(x).float().mean())
             m.train()
-    histories = [t for layer in converted_modules(m).values() for h in histories_by_side(layer).values() for t in (h.amaxes, h.enc)]
+    histories = [
+        t
+        for layer in converted_modules(m).values()
+        for h in histories_by_side(layer).values()
+        for t in (h.amaxes, h.enc)
+    ]
     return [*losses, *m.parameters(), *histories, torch.get_rng_state(), torch.rand(4)]
 
 
 RUNS = {
-    "delayed": (recipes.fp8_delayed(length=3), False), "nvfp4": (recipes.nvfp4(), False), "mxfp8/nvfp4": ("mxfp8/nvfp4", True),
-    "reentrant": (recipes.fp8_delayed(length=3), None), "bf16": ("bf16", False),
+    "delayed": (recipes.fp8_delayed(length=3), False),
+    "nvfp4": (recipes.nvfp4(), False),
+    "mxfp8/nvfp4": ("mxfp8/nvfp4", True),
+    "reentrant": (recipes.fp8_delayed(length=3), None),
+    "bf16": ("bf16", False),
     "dequantized": (recipes.mxfp8(backward_override="dequantized"), False),
 }
 
@@ -188,12 +234,30 @@ def test_a_run_with_it_equals_one_without(name: str):
         assert_same_bytes(got, want, f"{name} {i}")
     assert receipts[0] == receipts[1]
     assert [step for step, _ in log.records] == [0, 2, 4]
-    assert not m._forward_hooks and not m.first._forward_hooks and not m.first.weight._post_accumulate_grad_hooks
-    names = {"first", "attend", "attend.out_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "norm.linear", "packed", "listed"}
+    assert (
+        not m._forward_hooks
+        and not m.first._forward_hooks
+        and not m.first.weight._post_accumulate_grad_hooks
+    )
+    names = {
+        "first",
+        "attend",
+        "attend.out_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+        "norm.linear",
+        "packed",
+        "listed",
+    }
     for slot in ("weight", "input", "grad_output"):
         seen = {key.split("/")[0] for key in log.latest[1] if key.split("/")[1] == slot}
         # torch's attention multiplies by both of its weights without a call of a layer for each.
-        unseen = {"weight": set(), "input": {"attend.out_proj"}, "grad_output": {"attend.out_proj", "attend"}}[slot]
+        unseen = {
+            "weight": set(),
+            "input": {"attend.out_proj"},
+            "grad_output": {"attend.out_proj", "attend"},
+        }[slot]
         assert seen == names - unseen
     assert any(key.endswith("rowwise/sqnr_db") for key in log.latest[1]) == (name != "bf16")
 
@@ -229,6 +293,7 @@ class Counting(TorchDispatchMode):
 
 def test_unsampled_steps_launch_nothing():
     """If false, inspecting costs in every step, or waits for the device."""
+
     def launched(m: nn.Module) -> int:
         with Counting() as counting:
             m(values(32, 32, seed=0, dtype=torch.float32)).square().sum().backward()
@@ -238,7 +303,9 @@ def test_unsampled_steps_launch_nothing():
     alone = launched(m)
     with fq.inspect(m, every=3):
         first, second, third = (launched(m) for _ in range(3))
-    assert first > alone and second - alone <= 40 and third == alone  # the second one brings the sums of the first to the host
+    assert (
+        first > alone and second - alone <= 40 and third == alone
+    )  # the second one brings the sums of the first to the host
 
 
 def test_a_sampled_step_costs_at_most_two_more():
@@ -262,6 +329,7 @@ def test_a_sampled_step_costs_at_most_two_more():
 
 # Modules, steps and files #
 
+
 def test_experts_of_one_module_are_one_layer():
     """If false, experts are measured across their borders, or one of them stands for all."""
     with kept_step():
@@ -273,17 +341,26 @@ def test_experts_of_one_module_are_one_layer():
             log._after()
     numbers_of = log.latest[1]
     q = fq.Quantizer("fp8_tensor")
-    parts = [oracle.quantize(p.double().numpy(), oracle.SPECS["fp8_tensor"], False).decoded for p in x.split([16, 32])]
+    parts = [
+        oracle.quantize(p.double().numpy(), oracle.SPECS["fp8_tensor"], False).decoded
+        for p in x.split([16, 32])
+    ]
     noise = sum(((d - p.numpy()) ** 2).sum() for d, p in zip(parts, x.double().split([16, 32])))
-    assert numbers_of["0/input.rowwise/sqnr_db"] == pytest.approx(10 * math.log10((x.double().numpy() ** 2).sum() / noise), rel=1e-6)
+    assert numbers_of["0/input.rowwise/sqnr_db"] == pytest.approx(
+        10 * math.log10((x.double().numpy() ** 2).sum() / noise), rel=1e-6
+    )
     scales = [q.quantize(p).rowwise.scale.item() for p in x.split([16, 32])]
-    assert (numbers_of["0/input.rowwise/scale_min"], numbers_of["0/input.rowwise/scale_max"]) == (min(scales), max(scales))
+    assert (numbers_of["0/input.rowwise/scale_min"], numbers_of["0/input.rowwise/scale_max"]) == (
+        min(scales),
+        max(scales),
+    )
     grads = [e.weight.grad.double().norm().item() for e in listed.experts]
     assert numbers_of["0/weight/grad_norm"] == pytest.approx(math.hypot(*grads))
 
 
 def test_a_gradient_that_vanishes_and_a_scale_that_lags_are_seen():
-    """If false, the two failures that people look for leave no trace: underflowing gradients, and delayed scales that saturate."""
+    """If false, the two failures that people look for leave no trace: underflowing gradients, and
+    delayed scales that saturate."""
     m = fq.convert(nn.Sequential(nn.Linear(32, 32)), recipes.fp8_delayed(length=2))
     with fq.inspect(m, every=1) as log:
         for factor in (1.0, 1.0, 64.0):
@@ -313,18 +390,31 @@ def test_steps_by_hand_sample_their_first_micro_batch():
 
 
 def test_the_file_holds_what_was_handed_out(tmp_path):
-    """If false, a report shows other numbers than the run logged, or JSON that only Python reads."""
+    """If false, a report shows other numbers than the run logged, or JSON that only Python
+    reads."""
     m, told = Net("mxfp8/nvfp4"), []
     path = tmp_path / "run.jsonl"
-    with fq.inspect(m, every=2, path=path, on_record=lambda step, of: told.append((step, of))) as log:
+    with fq.inspect(
+        m, every=2, path=path, on_record=lambda step, of: told.append((step, of))
+    ) as log:
         train(m, 3, log=log)
 
     def refuse(text: str) -> float:
         raise AssertionError(f"{text} is no JSON")
 
     lines = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
-    assert [line["kind"] for line in lines] == ["plan", "scalars", "numbers", "scalars", "scalars", "numbers", "receipt"]
-    assert [(line["step"], line["values"]) for line in lines if line["kind"] == "numbers"] == told and len(told) == 2
+    assert [line["kind"] for line in lines] == [
+        "plan",
+        "scalars",
+        "numbers",
+        "scalars",
+        "scalars",
+        "numbers",
+        "receipt",
+    ]
+    assert [
+        (line["step"], line["values"]) for line in lines if line["kind"] == "numbers"
+    ] == told and len(told) == 2
     assert {line["step"] for line in lines if line["kind"] == "scalars"} == {0, 1, 2}
     assert fq.inspection.plan.ModelPlan.of_facts(lines[0]) == fq.plan(m)
     assert sum(lines[-1]["gemms"].values()) > 0
@@ -341,11 +431,14 @@ def test_quantized_parameters_have_the_range_of_their_scales():
     assert found["0/weight.rowwise/scale_max"] > 0 and "0/weight.rowwise/sqnr_db" not in found
 
 
-@pytest.mark.parametrize("call, message", [
-    (lambda: fq.inspect(nn.Linear(4, 4)), "inspect found no fq.Linear; call fq.convert"),
-    (lambda: fq.inspect(fq.Linear(16, 16), every=0), "every is a number of steps, got 0"),
-    (lambda: fq.inspect(fq.Linear(16, 16)).start().start(), "was started before"),
-])
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: fq.inspect(nn.Linear(4, 4)), "inspect found no fq.Linear; call fq.convert"),
+        (lambda: fq.inspect(fq.Linear(16, 16), every=0), "every is a number of steps, got 0"),
+        (lambda: fq.inspect(fq.Linear(16, 16)).start().start(), "was started before"),
+    ],
+)
 def test_what_it_cannot_do_is_refused(call: Callable, message: str):
     """If false, a run is believed to be inspected."""
     with pytest.raises(ValueError, match=message):
@@ -354,16 +447,23 @@ def test_what_it_cannot_do_is_refused(call: Callable, message: str):
 
 def test_a_run_that_it_does_not_see_warns():
     """If false, the log of a model that runs by other means is empty, without a word."""
-    with pytest.warns(UserWarning, match="saw no training forward of Linear"), fq.inspect(fq.Linear(16, 16)):
+    with (
+        pytest.warns(UserWarning, match="saw no training forward of Linear"),
+        fq.inspect(fq.Linear(16, 16)),
+    ):
         pass
 
 
 # Compiled models #
 
+
 def compiled(how: str) -> tuple[nn.Module, nn.Module]:
     """(what is called, what is inspected), with a backend that shows how many graphs there are."""
     torch.manual_seed(0)
-    m = fq.convert(nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(2))), recipes.fp8_delayed(length=3))
+    m = fq.convert(
+        nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(2))),
+        recipes.fp8_delayed(length=3),
+    )
     if how == "blocks":
         for block in m:
             block.compile(backend="aot_eager")
@@ -377,7 +477,8 @@ def compiled(how: str) -> tuple[nn.Module, nn.Module]:
 
 @pytest.mark.parametrize("how", ["blocks", "in place", "wrapped"])
 def test_compiled_models_run_sampled_steps_eagerly(how: str):
-    """If false, a compiled model shows nothing, is traced once more, or loses count of its steps."""
+    """If false, a compiled model shows nothing, is traced once more, or loses count of its
+    steps."""
     torch.compiler.reset()
     results = {}
     for kind in ("eager", how):
@@ -395,7 +496,11 @@ def test_compiled_models_run_sampled_steps_eagerly(how: str):
             log.stop()
             if kind != "eager":
                 assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs > 0
-            histories = [h.amaxes for layer in converted_modules(seen).values() for h in histories_by_side(layer).values()]
+            histories = [
+                h.amaxes
+                for layer in converted_modules(seen).values()
+                for h in histories_by_side(layer).values()
+            ]
             results[kind] = losses, log.records, histories
     (want, records, histories), (got, seen_records, seen_histories) = results["eager"], results[how]
     assert got == pytest.approx(want, rel=1e-6)

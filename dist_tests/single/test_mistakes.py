@@ -1,4 +1,5 @@
-"""What a user does wrong, and what the library says: what, got, wanted, what to do. And what looks wrong, and works."""
+"""What a user does wrong, and what the library says: what, got, wanted, what to do. And what looks
+wrong, and works."""
 
 from __future__ import annotations
 
@@ -95,72 +96,143 @@ class Mistake(NamedTuple):
 MISTAKES = {
     "converted twice": Mistake(
         lambda: fq.convert(fq.convert(net(), "mxfp8"), "nvfp4"),
-        r"no nn.Linear to convert \(0 skipped, 0 tied to an embedding\): 0 were converted before; change their recipe with "
-        r"fq.set_recipe\(model, recipe\)"),
+        r"no nn.Linear to convert \(0 skipped, 0 tied to an embedding\): 0 were converted before; "
+        r"change their recipe with "
+        r"fq.set_recipe\(model, recipe\)",
+    ),
     "fp64 weights": Mistake(
         lambda: fq.convert(net(dtype=torch.float64), "mxfp8"),
-        r"0.weight is torch.float64; fq.convert takes fp32, bf16 and fp16 weights: cast the model \(model.float\(\)\), or name"),
+        r"0.weight is torch.float64; fq.convert takes fp32, bf16 and fp16 weights: cast the model "
+        r"\(model.float\(\)\), or name",
+    ),
     "fp64 input": Mistake(
         lambda: fq.convert(net(), "mxfp8")(x(torch.float64)),
-        "0: input is torch.float64; a linear layer multiplies bf16, fp16 and fp32: cast it first"),
+        "0: input is torch.float64; a linear layer multiplies bf16, fp16 and fp32: cast it first",
+    ),
     "integers in": Mistake(
-        lambda: fq.convert(net(), "mxfp8")(torch.zeros(2, 64, dtype=torch.int64)), "0: input is torch.int64; .*cast it first"),
+        lambda: fq.convert(net(), "mxfp8")(torch.zeros(2, 64, dtype=torch.int64)),
+        "0: input is torch.int64; .*cast it first",
+    ),
     "model on meta": Mistake(
         lambda: fq.convert(on_meta(), "mxfp8")(x()),
-        r"0: input is on cpu and the weight on meta; move one of them \(a model made on meta: model.to_empty"),
+        r"0: input is on cpu and the weight on meta; move one of them \(a model made on meta: "
+        r"model.to_empty",
+    ),
     "input of another size": Mistake(
-        lambda: fq.convert(net(), "mxfp8")(x(k=63)), r"0: input is \[32, 63\], its last dim must be 64"),
+        lambda: fq.convert(net(), "mxfp8")(x(k=63)),
+        r"0: input is \[32, 63\], its last dim must be 64",
+    ),
     "no process group": Mistake(
         lambda: ColumnParallelLinear(64, 64, None),
-        "linear: group is None; wanted the process group of tensor parallelism: call torch.distributed.init_process_group"),
+        "linear: group is None; wanted the process group of tensor parallelism: call "
+        "torch.distributed.init_process_group",
+    ),
     "optimizer of plain weights over codes": Mistake(
-        stepped_by_another, "0.weight is a quantized parameter, and this SGD holds no fp32 master of it; step it with fq.optim.FusedAdam"),
+        stepped_by_another,
+        "0.weight is a quantized parameter, and this SGD holds no fp32 master of it; step it with "
+        "fq.optim.FusedAdam",
+    ),
     "stepped between forward and backward": Mistake(
-        written_in_between, "0.weight, a quantized parameter, was written between the forward and the backward.*; step the optimizer"),
-    "written inside fq.hold": Mistake(under_hold, "0.weight was written inside fq.hold.*; leave the context before the weights change"),
+        written_in_between,
+        "0.weight, a quantized parameter, was written between the forward and the backward.*; step "
+        "the optimizer",
+    ),
+    "written inside fq.hold": Mistake(
+        under_hold,
+        "0.weight was written inside fq.hold.*; leave the context before the weights change",
+    ),
     "grouped matches nothing": Mistake(
-        lambda: fq.convert(net(), "mxfp8", grouped="experts"), "grouped='experts' matches no 3-D weight; the model has none"),
+        lambda: fq.convert(net(), "mxfp8", grouped="experts"),
+        "grouped='experts' matches no 3-D weight; the model has none",
+    ),
     "fuse matches nothing": Mistake(
         lambda: fq.convert(net(), "mxfp8", fuse=fq.MLPPattern("mlp")),
-        "fuse: 'mlp' matches no module of Sequential; name one of its modules, or pass fuse=True"),
+        "fuse: 'mlp' matches no module of Sequential; name one of its modules, or pass fuse=True",
+    ),
     "per_layer matches nothing": Mistake(
-        lambda: fq.convert(net(), recipes.per_layer("mxfp8", {"up": "nvfp4"})), "'up' matches no layer; the model has 0"),
+        lambda: fq.convert(net(), recipes.per_layer("mxfp8", {"up": "nvfp4"})),
+        "'up' matches no layer; the model has 0",
+    ),
     "recipe of a wrong type": Mistake(
-        lambda: fq.convert(net(), torch.bfloat16), r"fq.convert wants a recipe, got torch.bfloat16; pass fq.recipes.mxfp8\(\)"),
-    "recipe not called": Mistake(lambda: fq.set_recipe(net(), recipes.mxfp8), "makes a recipe; call it: fq.recipes.mxfp8"),
-    "recipe name unknown": Mistake(lambda: fq.convert(net(), "mxpf8"), "unknown recipe 'mxpf8'; known recipes: bf16, fp8_block"),
+        lambda: fq.convert(net(), torch.bfloat16),
+        r"fq.convert wants a recipe, got torch.bfloat16; pass fq.recipes.mxfp8\(\)",
+    ),
+    "recipe not called": Mistake(
+        lambda: fq.set_recipe(net(), recipes.mxfp8), "makes a recipe; call it: fq.recipes.mxfp8"
+    ),
+    "recipe name unknown": Mistake(
+        lambda: fq.convert(net(), "mxpf8"), "unknown recipe 'mxpf8'; known recipes: bf16, fp8_block"
+    ),
     "recipe in place of bias": Mistake(
-        lambda: fq.Linear(64, 64, "mxfp8"), "bias is 'mxfp8'; wanted True or False, and a recipe by its name: recipe='mxfp8'"),
+        lambda: fq.Linear(64, 64, "mxfp8"),
+        "bias is 'mxfp8'; wanted True or False, and a recipe by its name: recipe='mxfp8'",
+    ),
     "recipe of layers for one layer": Mistake(
-        lambda: fq.Linear(64, 64, recipe=recipes.per_layer("mxfp8")), "wants Recipe, got per_layer.*; give fq.convert that one"),
-    "recipe with a lambda": Mistake(lambda: fq.CustomRecipe(local_factory()), "must be a module-level function"),
+        lambda: fq.Linear(64, 64, recipe=recipes.per_layer("mxfp8")),
+        "wants Recipe, got per_layer.*; give fq.convert that one",
+    ),
+    "recipe with a lambda": Mistake(
+        lambda: fq.CustomRecipe(local_factory()), "must be a module-level function"
+    ),
     "recipe that answers None": Mistake(
-        lambda: fq.convert(net(), fq.CustomRecipe(to_nothing)), "returned None for Role.*; return 'identity' for a tensor that is not"),
+        lambda: fq.convert(net(), fq.CustomRecipe(to_nothing)),
+        "returned None for Role.*; return 'identity' for a tensor that is not",
+    ),
     "option unknown": Mistake(
-        lambda: recipes.mxfp8(grad_element="e5m2"), "mxfp8 has no option grad_element; options of all recipes: backward_override"),
+        lambda: recipes.mxfp8(grad_element="e5m2"),
+        "mxfp8 has no option grad_element; options of all recipes: backward_override",
+    ),
     "arguments swapped": Mistake(
-        lambda: fq.convert("mxfp8", net()), r"fq.convert\(model, recipe\): the model is 'mxfp8'; wanted a torch.nn.Module"),
+        lambda: fq.convert("mxfp8", net()),
+        r"fq.convert\(model, recipe\): the model is 'mxfp8'; wanted a torch.nn.Module",
+    ),
     "bias of another size": Mistake(
-        lambda: fq.convert(with_parameter("bias", 3), "mxfp8"), r"0.bias is \[3\]; the weight \[64, 64\] wants \[64\]"),
+        lambda: fq.convert(with_parameter("bias", 3), "mxfp8"),
+        r"0.bias is \[3\]; the weight \[64, 64\] wants \[64\]",
+    ),
     "3-D weight": Mistake(
         lambda: fq.convert(with_parameter("weight", 2, 64, 64), "mxfp8"),
-        r"0.weight is \[2, 64, 64\]; an nn.Linear of 64 input features multiplies \[out, 64\]. Experts \[E, out, in\] .* grouped="),
+        r"0.weight is \[2, 64, 64\]; an nn.Linear of 64 input features multiplies \[out, 64\]. "
+        r"Experts \[E, out, in\] .* grouped=",
+    ),
     "unsupported module": Mistake(
         lambda: fq.convert(nn.Sequential(nn.Conv2d(3, 3, 3), nn.LSTM(8, 8)), "mxfp8"),
-        r"Sequential has no nn.Linear to convert \(0 skipped, .*\); its parameters are in Conv2d, LSTM, and fq.convert takes nn.Linear"),
-    "only a tied head": Mistake(lambda: fq.convert(tied(), "mxfp8"), r"no nn.Linear to convert \(0 skipped, 1 tied to an embedding\)"),
-    "not converted: set_recipe": Mistake(lambda: fq.set_recipe(net(), "mxfp8"), r"found no fq.Linear; call fq.convert\(model, recipe\) first"),
-    "not converted: plan": Mistake(lambda: fq.plan(net()), r"found no fq.Linear; call fq.convert\(model, recipe\) first"),
+        r"Sequential has no nn.Linear to convert \(0 skipped, .*\); its parameters are in Conv2d, "
+        r"LSTM, and fq.convert takes nn.Linear",
+    ),
+    "only a tied head": Mistake(
+        lambda: fq.convert(tied(), "mxfp8"),
+        r"no nn.Linear to convert \(0 skipped, 1 tied to an embedding\)",
+    ),
+    "not converted: set_recipe": Mistake(
+        lambda: fq.set_recipe(net(), "mxfp8"),
+        r"found no fq.Linear; call fq.convert\(model, recipe\) first",
+    ),
+    "not converted: plan": Mistake(
+        lambda: fq.plan(net()), r"found no fq.Linear; call fq.convert\(model, recipe\) first"
+    ),
     "no tensor core does it": Mistake(
-        lambda: fq.convert(net(), recipes.mxfp8(require_native=True)), "0: fprop multiplies .* require_native=True; choose a pair"),
+        lambda: fq.convert(net(), recipes.mxfp8(require_native=True)),
+        "0: fprop multiplies .* require_native=True; choose a pair",
+    ),
     "fp16 where bf16 was planned": Mistake(
-        lambda: fq.convert(net(dtype=torch.float16), recipes.nvfp4(require_native=True)), "0: fprop multiplies .* require_native=True"),
+        lambda: fq.convert(net(dtype=torch.float16), recipes.nvfp4(require_native=True)),
+        "0: fprop multiplies .* require_native=True",
+    ),
     "splits of another batch": Mistake(
         lambda: fq.GroupedLinear(2, 64, 64, recipe="mxfp8", name="moe")(x(), [1, 2]),
-        r"moe: splits give \[1, 2\] rows to 2 experts, 3 in all; wanted 2 counts, none negative, that add up to the input's 32 rows"),
-    "step that is no number": Mistake(lambda: fq.begin_step("3"), "fq.begin_step: step is '3'; wanted the number of the optimizer step"),
+        r"moe: splits give \[1, 2\] rows to 2 experts, 3 in all; wanted 2 counts, none negative, "
+        r"that add up to the input's 32 rows",
+    ),
+    "step that is no number": Mistake(
+        lambda: fq.begin_step("3"),
+        "fq.begin_step: step is '3'; wanted the number of the optimizer step",
+    ),
     "step below 0": Mistake(lambda: fq.begin_step(-1), "fq.begin_step: step is -1; wanted"),
-    "inspect before convert": Mistake(lambda: fq.inspect(net()), r"inspect found no fq.Linear; call fq.convert\(model, recipe\) first"),
+    "inspect before convert": Mistake(
+        lambda: fq.inspect(net()),
+        r"inspect found no fq.Linear; call fq.convert\(model, recipe\) first",
+    ),
 }
 
 
@@ -173,13 +245,18 @@ def test_a_mistake_is_told_with_what_to_do(mistake: Mistake):
 
 def test_a_refused_model_is_left_as_it_was():
     """If false, a mistake that is mended in place meets a model that is half converted."""
-    for m in (net(dtype=torch.float64), with_parameter("bias", 3), with_parameter("weight", 2, 64, 64)):
+    for m in (
+        net(dtype=torch.float64),
+        with_parameter("bias", 3),
+        with_parameter("weight", 2, 64, 64),
+    ):
         with pytest.raises(ValueError):
             fq.convert(m, "mxfp8")
         assert type(m[0]) is nn.Linear
 
 
 # What works #
+
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8_block"])
 def test_sizes_that_fill_no_block_work(name: str):
@@ -200,14 +277,16 @@ def test_fp16_models_work(name: str):
 
 
 def test_dtypes_that_differ_work_as_documented():
-    """If false, an fp32 bias or input of a bf16 layer ends the run: the output has the input's dtype."""
+    """If false, an fp32 bias or input of a bf16 layer ends the run: the output has the input's
+    dtype."""
     y = mixed_dtypes()
     assert y.dtype is torch.float32
     y.sum().backward()
 
 
 def test_an_optimizer_made_before_convert_trains():
-    """If false, an optimizer holds parameters that the model no longer has, and nothing is trained."""
+    """If false, an optimizer holds parameters that the model no longer has, and nothing is
+    trained."""
     m = net()
     optimizer = torch.optim.SGD(m.parameters(), 0.1)
     parameters = list(m.parameters())

@@ -67,7 +67,8 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose first weight has a column that its tensor's scale does not serve, and whose loss ends as NaN."""
+    """A run whose first weight has a column that its tensor's scale does not serve, and whose loss
+    ends as NaN."""
     path = tmp_path_factory.mktemp("report") / "run.jsonl"
     with kept_step():
         net = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
@@ -86,7 +87,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lines_of(path: Path, kind: str) -> list[dict]:
-    return [line for text in path.read_text().splitlines() if (line := json.loads(text))["kind"] == kind]
+    return [
+        line for text in path.read_text().splitlines() if (line := json.loads(text))["kind"] == kind
+    ]
 
 
 def page_of(*runs: Path) -> tuple[Page, str]:
@@ -103,20 +106,29 @@ def test_the_page_holds_every_number_of_the_log(run: Path):
     numbers = lines_of(run, "numbers")
     assert shown["steps"] == [line["step"] for line in numbers] == [0, 2, 4]
     found = {
-        (f"{layer}/{key}", step): value for key, layers in shown["numbers"].items() for layer, of in layers.items()
-        for step, value in zip(shown["steps"], of) if value is not None
+        (f"{layer}/{key}", step): value
+        for key, layers in shown["numbers"].items()
+        for layer, of in layers.items()
+        for step, value in zip(shown["steps"], of)
+        if value is not None
     }
-    logged = {(key, line["step"]): value for line in numbers for key, value in line["values"].items() if value is not None}
+    logged = {
+        (key, line["step"]): value
+        for line in numbers
+        for key, value in line["values"].items()
+        if value is not None
+    }
     assert found == logged and len(found) > 100
 
 
 def test_the_page_needs_no_network_and_escapes_names(run: Path):
-    """If false, the file opens nothing on a machine without network, or a layer's name runs as code."""
+    """If false, the file opens nothing on a machine without network, or a layer's name runs as
+    code."""
     page, text = page_of(run)
     assert page.loads == [] and not re.search(r"https?://|@import|url\(", text)
     assert set(page.sections) == {"worst", "ran"} and len(page.scripts) == 2
     assert any(row and row[0] == NAME for row in page.sections["worst"])
-    assert "<script>\" &" not in text
+    assert '<script>" &' not in text
 
 
 def test_curves_go_through_the_logged_losses(run: Path):
@@ -137,8 +149,14 @@ def test_the_layer_that_suffers_is_first(run: Path):
     """If false, people look at the wrong layer."""
     page, _ = page_of(run)
     _, first, second, *rest = page.sections["worst"]
-    assert {tuple(row[:2]) for row in (first, second)} == {("0", "weight.rowwise"), ("0", "weight.columnwise")}
-    lost = [[line["values"][f"{layer}/weight.rowwise/underflow"] for line in lines_of(run, "numbers")] for layer in ("0", "1", "2", NAME)]
+    assert {tuple(row[:2]) for row in (first, second)} == {
+        ("0", "weight.rowwise"),
+        ("0", "weight.columnwise"),
+    }
+    lost = [
+        [line["values"][f"{layer}/weight.rowwise/underflow"] for line in lines_of(run, "numbers")]
+        for layer in ("0", "1", "2", NAME)
+    ]
     worst = [max(of) for of in lost]
     middle = statistics.median(worst)
     assert worst[0] > 0.9 and float(first[2]) == pytest.approx((worst[0] - middle) / 0.1, abs=0.01)
@@ -151,7 +169,9 @@ def test_products_counts_and_bytes_are_those_that_were_logged(run: Path, tmp_pat
     """If false, the page says that something else ran."""
     page, text = page_of(run)
     (receipt,), (plan,) = lines_of(run, "receipt"), lines_of(run, "plan")
-    counted = {(kind, what): n for kind, of in receipt.items() if kind != "kind" for what, n in of.items()}
+    counted = {
+        (kind, what): n for kind, of in receipt.items() if kind != "kind" for what, n in of.items()
+    }
     shown = [row for row in page.sections["ran"] if row]
     assert {(row[0], row[1]): int(row[2]) for row in shown if len(row) == 3} == counted and counted
     assert sum(int(row[5]) for row in shown if len(row) == 7) == len(plan["gemms"]) == 12
@@ -160,20 +180,30 @@ def test_products_counts_and_bytes_are_those_that_were_logged(run: Path, tmp_pat
     other = tmp_path / "other.jsonl"
     other.write_text("\n".join(map(json.dumps, [plan, *lines_of(run, "scalars")])))
     page, text = page_of(run, other)
-    assert ["quantized weights", "1,000", "2,000"] in page.sections["bytes"] and len(page.lines["loss"]) == 4
+    assert ["quantized weights", "1,000", "2,000"] in page.sections["bytes"] and len(
+        page.lines["loss"]
+    ) == 4
 
 
 def test_files_of_others_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture):
     """If false, a wrong path gives an empty report, or a traceback."""
     path = tmp_path / "x.jsonl"
-    for text, message in (("", "no samples and no scalars"), ("{}", "x.jsonl, line 1: wanted a line that fq.inspect"), ("4", "line 1")):
+    for text, message in (
+        ("", "no samples and no scalars"),
+        ("{}", "x.jsonl, line 1: wanted a line that fq.inspect"),
+        ("4", "line 1"),
+    ):
         path.write_text(text)
         assert main(["report", str(path)]) == 2
         assert message in capsys.readouterr().err
     assert main(["report", str(tmp_path / "none.jsonl")]) == 2
 
 
-BROWSER = os.environ.get("FSDP_QUANT_TEST_BROWSER") or shutil.which("chromium") or shutil.which("google-chrome")
+BROWSER = (
+    os.environ.get("FSDP_QUANT_TEST_BROWSER")
+    or shutil.which("chromium")
+    or shutil.which("google-chrome")
+)
 
 
 @pytest.mark.skipif(not BROWSER, reason="no chromium (FSDP_QUANT_TEST_BROWSER)")
@@ -181,9 +211,27 @@ def test_a_browser_draws_it(run: Path):
     """If false, the scripts of the page do not run."""
     page_of(run)
     shown = subprocess.run(
-        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom",
-         run.with_suffix(".html").as_uri()], capture_output=True, text=True, timeout=60, check=True,
+        [
+            BROWSER,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--virtual-time-budget=3000",
+            "--dump-dom",
+            run.with_suffix(".html").as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     ).stdout
     values_shown = re.search(r'<span id="range">(\S+) to (\S+); red', shown)
-    logged = [v for line in lines_of(run, "numbers") for key, v in line["values"].items() if key.endswith("input.rowwise/sqnr_db")]
-    assert float(values_shown[1]) == float(f"{min(logged):.4g}") and float(values_shown[2]) == float(f"{max(logged):.4g}")
+    logged = [
+        v
+        for line in lines_of(run, "numbers")
+        for key, v in line["values"].items()
+        if key.endswith("input.rowwise/sqnr_db")
+    ]
+    assert float(values_shown[1]) == float(f"{min(logged):.4g}") and float(
+        values_shown[2]
+    ) == float(f"{max(logged):.4g}")

@@ -1,14 +1,15 @@
-"""`advise`: which layers bear which formats, measured on a few batches, and the cheapest recipe within a budget.
+"""`advise`: the cheapest recipe within a budget, by what each layer bears on a few batches.
 
 One layer at a time is given one candidate in one direction, all else stays in high precision:
 
-    forward    gap(layer, F)    = mean over the batches of loss(hybrid(F, identity)) - loss(identity), its magnitude
-    backward   error(layer, B)  = |g(hybrid(identity, B)) - g| / |g|, g the gradient of all parameters
+    forward    gap(layer, F)   = |mean over the batches of loss(hybrid(F, identity)) - loss(identity)|
+    backward   error(layer, B) = |g(hybrid(identity, B)) - g| / |g|, g the gradient of all parameters
 
-Each direction is chosen by itself. It begins with the cheapest candidate everywhere; the layer whose next choice takes most
-away per byte goes there, until the sum of gaps is within `budget`, and the root of the sum of squared errors within
-`gradient_error`. Then the whole recipe is measured; where its gap or error is over the budget, what was left of the prediction
-is cut by as much, and it is chosen again.
+Each direction is chosen by itself. It begins with the cheapest candidate everywhere; the layer
+whose next choice takes most away per byte goes there, until the sum of gaps is within `budget`, and
+the root of the sum of squared errors within `gradient_error`. Then the whole recipe is measured;
+where its gap or error is over the budget, what was left of the prediction is cut by as much, and it
+is chosen again.
 
 cost: bytes per operand element of the three products, over those of bf16: (F + 2 B) / 6.
 """
@@ -59,7 +60,8 @@ class Advice:
     """A recipe, and what it was chosen by.
 
     recipe:  for `fq.convert` and `fq.set_recipe`; code: how it is written.
-    predicted, measured:  (loss gap, relative error of the gradient) of the whole recipe on the batches.
+    predicted, measured:  (loss gap, relative error of the gradient) of the whole recipe on the
+                          batches.
     loss:    of high precision.
     cost:    bytes over those of bf16, by elements of the weights.
     """
@@ -74,40 +76,58 @@ class Advice:
 
     @property
     def cost(self) -> float:
-        return sum(c.cost * c.elements for c in self.choices) / sum(c.elements for c in self.choices)
+        return sum(c.cost * c.elements for c in self.choices) / sum(
+            c.elements for c in self.choices
+        )
 
     def __str__(self) -> str:
         candidates = list(self.choices[0].gaps)
         width = max(len(c.layer) for c in self.choices)
         columns = [*(f"gap {f}" for f in candidates), *(f"error {f}" for f in candidates)]
-        lines = [f"{'layer':{width}}  {'forward/backward':20}{'cost':>6}  " + "  ".join(f"{c:>14}" for c in columns)]
+        lines = [
+            f"{'layer':{width}}  {'forward/backward':20}{'cost':>6}  "
+            + "  ".join(f"{c:>14}" for c in columns)
+        ]
         for c in self.choices:
             numbers = [*(c.gaps[f] for f in candidates), *(c.errors[f] for f in candidates)]
             chosen = f"{c.forward}/{c.backward}"
-            lines.append(f"{c.layer:{width}}  {chosen:20}{c.cost:6.2f}  " + "  ".join(f"{n:14.2e}" for n in numbers))
+            lines.append(
+                f"{c.layer:{width}}  {chosen:20}{c.cost:6.2f}  "
+                + "  ".join(f"{n:14.2e}" for n in numbers)
+            )
         for what, i, unit in (("loss gap", 0, f" over {self.loss:.6g}"), ("gradient error", 1, "")):
             lines.append(
-                f"{what}{unit}: {self.measured[i]:.3g} measured, {self.predicted[i]:.3g} predicted, budget {self.budget[i]:.3g}"
+                f"{what}{unit}: {self.measured[i]:.3g} measured, {self.predicted[i]:.3g} "
+                f"predicted, budget {self.budget[i]:.3g}"
             )
         return "\n".join([*lines, f"operands: {self.cost:.2f} of bf16's bytes", self.code])
 
 
 def advise(
-    model: nn.Module, batches: Iterable, budget: float = 0.01, candidates: Sequence[str] = CANDIDATES,
-    loss: Loss | None = None, gradient_error: float = 0.3, skip: Iterable[str] = (), say: Callable[[str], object] = print,
+    model: nn.Module,
+    batches: Iterable,
+    budget: float = 0.01,
+    candidates: Sequence[str] = CANDIDATES,
+    loss: Loss | None = None,
+    gradient_error: float = 0.3,
+    skip: Iterable[str] = (),
+    say: Callable[[str], object] = print,
 ) -> PerLayer:
-    """The cheapest `per_layer` recipe of `candidates` whose loss stays within `budget` of high precision; says the trade as a table.
+    """The cheapest `per_layer` recipe within `budget` of high precision's loss; says the trade.
 
     model:           before or after `fq.convert`, in one process; it is copied, and stays as it is.
     batches:         a few; each is measured 1 + 2 x layers x candidates times.
     budget:          of the loss on the batches, in its units.
-    candidates:      families of formats ("mxfp8", "nvfp4", "fp8_block", ...); high precision is always one.
-    loss:            (model, batch) -> scalar. Default: `.loss` of what the model returns for the batch.
+    candidates:      families of formats ("mxfp8", "nvfp4", "fp8_block", ...); high precision is
+                     always one.
+    loss:            (model, batch) -> scalar. Default: `.loss` of what the model returns for the
+                     batch.
     gradient_error:  budget of the gradient's relative error.
     skip:            as of `fq.convert`.
 
     Runs in evaluation mode, without dropout. `study` returns the numbers too.
-    Raises ValueError for a model under `fully_shard`, no batches, unknown candidates, and a loss that is no finite number.
+    Raises ValueError for a model under `fully_shard`, no batches, unknown candidates, and a loss
+    that is no finite number.
     """
     advice = study(model, batches, budget, candidates, loss, gradient_error, skip)
     say(str(advice))
@@ -115,22 +135,38 @@ def advise(
 
 
 def study(
-    model: nn.Module, batches: Iterable, budget: float = 0.01, candidates: Sequence[str] = CANDIDATES,
-    loss: Loss | None = None, gradient_error: float = 0.3, skip: Iterable[str] = (),
+    model: nn.Module,
+    batches: Iterable,
+    budget: float = 0.01,
+    candidates: Sequence[str] = CANDIDATES,
+    loss: Loss | None = None,
+    gradient_error: float = 0.3,
+    skip: Iterable[str] = (),
 ) -> Advice:
     """What `advise` returns, with all that it was chosen by."""
     batches, candidates = list(batches), [c for c in dict.fromkeys(candidates) if c != HIGH]
     for family in candidates:
         family_of(family)
     if not batches or not candidates:
-        raise ValueError(f"advise got {len(batches)} batches and the candidates {candidates}; wanted at least one of each")
+        raise ValueError(
+            f"advise got {len(batches)} batches and the candidates {candidates}; wanted at least "
+            f"one of each"
+        )
     if budget < 0 or gradient_error < 0:
-        raise ValueError(f"advise: budgets are not negative, got budget={budget}, gradient_error={gradient_error}")
+        raise ValueError(
+            f"advise: budgets are not negative, got budget={budget}, "
+            f"gradient_error={gradient_error}"
+        )
     if torch_compat.managed_params_of(model):
-        raise ValueError("advise copies the model, and fully_shard has it: call it in one process, before fully_shard")
+        raise ValueError(
+            "advise copies the model, and fully_shard has it: call it in one process, before "
+            "fully_shard"
+        )
     probe = copy.deepcopy(model).eval()
     with counters.kept():
-        convert(probe, identity(), skip) if not converted_units(probe) else set_recipe(probe, identity())
+        convert(probe, identity(), skip) if not converted_units(probe) else set_recipe(
+            probe, identity()
+        )
         return _Study(probe, batches, loss or _own_loss, candidates).advice(budget, gradient_error)
 
 
@@ -138,43 +174,68 @@ class _Study:
     def __init__(self, probe: nn.Module, batches: list, loss: Loss, candidates: list[str]):
         self.probe, self.batches, self.loss = probe, batches, loss
         self.parameters = [p for p in probe.parameters() if p.requires_grad]
-        self.elements = {name: sum(layer.weight.numel() for layer in of) for name, of in converted_units(probe).items()}
+        self.elements = {
+            name: sum(layer.weight.numel() for layer in of)
+            for name, of in converted_units(probe).items()
+        }
         self.candidates = sorted([*candidates, HIGH], key=_bytes)  # the cheapest first
         self.losses = [self._loss(batch) for batch in batches]
         self.base = sum(self.losses) / len(batches)
         if not math.isfinite(self.base):
-            raise ValueError(f"advise: the loss in high precision is {self.base}; start from weights and batches whose loss is finite")
+            raise ValueError(
+                f"advise: the loss in high precision is {self.base}; start from weights and "
+                f"batches whose loss is finite"
+            )
 
     def advice(self, budget: float, gradient_error: float) -> Advice:
         gaps, errors = ({name: {HIGH: 0.0} for name in self.elements} for _ in range(2))
-        tried = [(name, family) for name in self.elements for family in self.candidates if family != HIGH]
+        tried = [
+            (name, family) for name in self.elements for family in self.candidates if family != HIGH
+        ]
         for name, family in progress(tried, "fq.advise: forward"):
             gaps[name][family] = abs(self._gap({name: (family, HIGH)}))
-        for (name, family), error in zip(tried, self._errors([{name: (HIGH, family)} for name, family in tried])):
+        for (name, family), error in zip(
+            tried, self._errors([{name: (HIGH, family)} for name, family in tried])
+        ):
             errors[name][family] = error
         within_gap, within_error = budget, gradient_error
         for _ in range(ROUNDS):
             forward = self._chosen(gaps, within_gap, sum)
             backward = self._chosen(errors, within_error, lambda of: math.hypot(*of))
             chosen = {name: (forward[name], backward[name]) for name in self.elements}
-            measured = abs(self._gap(chosen)), self._errors([{n: (HIGH, b) for n, (_, b) in chosen.items()}])[0]
+            measured = (
+                abs(self._gap(chosen)),
+                self._errors([{n: (HIGH, b) for n, (_, b) in chosen.items()}])[0],
+            )
             if measured[0] <= budget and measured[1] <= gradient_error:
                 break
             if measured[0] > budget:
-                within_gap = 0.9 * sum(gaps[n][f] for n, f in forward.items()) * budget / measured[0]
+                within_gap = (
+                    0.9 * sum(gaps[n][f] for n, f in forward.items()) * budget / measured[0]
+                )
             if measured[1] > gradient_error:
                 total = math.hypot(*(errors[n][b] for n, b in backward.items()))
                 within_error = 0.9 * total * gradient_error / measured[1]
         else:
             forward = backward = dict.fromkeys(self.elements, HIGH)
             chosen, measured = dict.fromkeys(self.elements, (HIGH, HIGH)), (0.0, 0.0)
-        predicted = sum(gaps[n][f] for n, f in forward.items()), math.hypot(*(errors[n][b] for n, b in backward.items()))
+        predicted = (
+            sum(gaps[n][f] for n, f in forward.items()),
+            math.hypot(*(errors[n][b] for n, b in backward.items())),
+        )
         recipe, code = _recipe(chosen)
-        choices = tuple(Choice(n, self.elements[n], gaps[n], errors[n], *of) for n, of in chosen.items())
-        return Advice(recipe, code, choices, self.base, predicted, measured, (budget, gradient_error))
+        choices = tuple(
+            Choice(n, self.elements[n], gaps[n], errors[n], *of) for n, of in chosen.items()
+        )
+        return Advice(
+            recipe, code, choices, self.base, predicted, measured, (budget, gradient_error)
+        )
 
-    def _chosen(self, harms: dict[str, dict[str, float]], budget: float, total: Callable) -> dict[str, str]:
-        """The family of each layer: of the cheapest ones, those that harm most per byte are moved first."""
+    def _chosen(
+        self, harms: dict[str, dict[str, float]], budget: float, total: Callable
+    ) -> dict[str, str]:
+        """The family of each layer: of the cheapest ones, those that harm most per byte are moved
+        first."""
         chosen = dict.fromkeys(harms, self.candidates[0])
         while total([harms[n][f] for n, f in chosen.items()]) > budget:
             moves = []
@@ -191,7 +252,10 @@ class _Study:
         return chosen
 
     def _apply(self, formats: Mapping[str, tuple[str, str]]) -> None:
-        set_recipe(self.probe, _recipe({name: formats.get(name, (HIGH, HIGH)) for name in self.elements})[0])
+        set_recipe(
+            self.probe,
+            _recipe({name: formats.get(name, (HIGH, HIGH)) for name in self.elements})[0],
+        )
 
     def _gap(self, formats: Mapping[str, tuple[str, str]]) -> float:
         self._apply(formats)
@@ -223,14 +287,26 @@ class _Study:
     def _scalar(self, batch: object) -> Tensor:
         made = self.loss(self.probe, batch)
         if not isinstance(made, Tensor) or made.numel() != 1:
-            raise ValueError(f"advise: loss(model, batch) returned {type(made).__name__}; wanted a tensor of one number")
+            raise ValueError(
+                f"advise: loss(model, batch) returned {type(made).__name__}; wanted a tensor of "
+                f"one number"
+            )
         return made.reshape(())
 
 
 def _own_loss(model: nn.Module, batch: object) -> Tensor:
-    made = model(**batch) if isinstance(batch, Mapping) else model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    made = (
+        model(**batch)
+        if isinstance(batch, Mapping)
+        else model(*batch)
+        if isinstance(batch, (tuple, list))
+        else model(batch)
+    )
     if getattr(made, "loss", None) is None:
-        raise ValueError(f"advise: the model returned {type(made).__name__} without a loss; pass loss=lambda model, batch: ...")
+        raise ValueError(
+            f"advise: the model returned {type(made).__name__} without a loss; pass loss=lambda "
+            f"model, batch: ..."
+        )
     return made.loss
 
 
@@ -253,6 +329,7 @@ def _recipe(chosen: Mapping[str, tuple[str, str]]) -> tuple[PerLayer, str]:
 
 
 def _pattern(layer: str, layers: Iterable[str]) -> str:
-    """A pattern that matches this layer alone: a name without dots is the last component of others too."""
+    """A pattern that matches this layer alone: a name without dots is the last component of others
+    too."""
     alone = [other for other in layers if matches(layer, other)] == [layer]
     return layer if alone else f"[{layer[0]}]{layer[1:]}"

@@ -1,20 +1,24 @@
-"""`inspect(model)`: what the formats do to the values of a run, by layer and slot, every so many steps.
+"""`inspect(model)`: what the formats do to the values of a run, by layer and slot.
 
 [Note: what is measured, and when]
-A sampled step runs as it would, with hooks on its layers. A hook quantizes the tensor that it sees once more, with the layer's own
-quantizers, factors of delayed scaling and random key: the codes are those that the step multiplies. Nothing of it is kept or
-written, no generator is advanced and no history is recorded, so the training bits are those of a run that nobody inspects.
+A sampled step runs as it would, with hooks on its layers. A hook quantizes the tensor that it sees
+once more, with the layer's own quantizers, factors of delayed scaling and random key: the codes are
+those that the step multiplies. Nothing of it is kept or written, no generator is advanced and no
+history is recorded, so the training bits are those of a run that nobody inspects.
 
     input        after the layer's forward (not when a backward recomputes it)
     grad_output  a hook on the layer's output
-    weight       after the model's forward: of each rank's shard under `fully_shard`, with the statistics that ranks share
+    weight       after the model's forward: of each rank's shard under `fully_shard`, with the
+                 statistics that ranks share
     grad_norm    as the gradient of the weight is accumulated: of the shard, before it is clipped
 
-Sums stay on the device until the next training forward begins; unsampled steps do nothing but count. Each rank measures what it
-multiplies: of a layer that tensor parallelism cuts, its part by itself.
+Sums stay on the device until the next training forward begins; unsampled steps do nothing but
+count. Each rank measures what it multiplies: of a layer that tensor parallelism cuts, its part by
+itself.
 
-torch.compile: a sampled step runs eagerly (`torch.compiler.set_stance("force_eager")`), so no graph is traced again. Its bits are
-those of eager mode, which differ from a graph's by what inductor fuses. A replayed CUDA graph (`fq.graphed`) runs no hooks.
+torch.compile: a sampled step runs eagerly (`torch.compiler.set_stance("force_eager")`), so no graph
+is traced again. Its bits are those of eager mode, which differ from a graph's by what inductor
+fuses. A replayed CUDA graph (`fq.graphed`) runs no hooks.
 """
 
 from __future__ import annotations
@@ -61,11 +65,17 @@ class Inspection:
     """
 
     def __init__(
-        self, model: nn.Module, every: int, path: str | Path | None, on_record: Callable[[int, Numbers], None] | None,
+        self,
+        model: nn.Module,
+        every: int,
+        path: str | Path | None,
+        on_record: Callable[[int, Numbers], None] | None,
         first_step: int,
     ):
         if not isinstance(every, int) or every < 1:
-            raise ValueError(f"inspect: every is a number of steps, got {every!r}; wanted a positive int")
+            raise ValueError(
+                f"inspect: every is a number of steps, got {every!r}; wanted a positive int"
+            )
         if not converted_modules(model):
             raise ValueError("inspect found no fq.Linear; call fq.convert(model, recipe) first")
         self.model, self.every, self.on_record = model, every, on_record
@@ -102,8 +112,10 @@ class Inspection:
             self._write("receipt", _in_json(asdict(receipt())))
         if not self._seen:
             warnings.warn(
-                f"inspect saw no training forward of {type(self.model).__name__}: call the model that was inspected, in training "
-                "mode and with gradients; a replayed CUDA graph runs no hooks", stacklevel=2,
+                f"inspect saw no training forward of {type(self.model).__name__}: call the model "
+                f"that was inspected, in training "
+                "mode and with gradients; a replayed CUDA graph runs no hooks",
+                stacklevel=2,
             )
 
     def __enter__(self) -> Inspection:
@@ -113,7 +125,8 @@ class Inspection:
         self.stop()
 
     def scalars(self, step: int | None = None, **values: float) -> None:
-        """Write numbers of your own beside: `log.scalars(loss=loss.item())`. step: default, the one that runs."""
+        """Write numbers of your own beside: `log.scalars(loss=loss.item())`. step: default, the
+        one that runs."""
         self._write("scalars", {"values": _in_json(values)}, self._step if step is None else step)
 
     # Steps #
@@ -153,10 +166,14 @@ class Inspection:
         if not self._measured:
             return
         numbers: Numbers = {}
-        for (name, slot), sums in zip(self._measured, on_host([combined(parts) for parts in self._measured.values()])):
+        for (name, slot), sums in zip(
+            self._measured, on_host([combined(parts) for parts in self._measured.values()])
+        ):
             numbers |= {f"{name}/{key}": value for key, value in quantities(slot, *sums).items()}
         squares = {name: torch.stack(of).sum() for name, of in self._squares.items() if of}
-        for name, square in zip(squares, torch.stack(list(squares.values())).tolist() if squares else ()):
+        for name, square in zip(
+            squares, torch.stack(list(squares.values())).tolist() if squares else ()
+        ):
             numbers[f"{name}/weight/grad_norm"] = math.sqrt(square)
         self._measured, self._squares = {}, {}
         self.latest = self._sampled, numbers
@@ -173,16 +190,23 @@ class Inspection:
         managed = torch_compat.managed_params_of(self.model)
         sharded = {(id(owner), name): m.registered for m in managed for owner, name in m.owners}
         for name, module, layers in _units(self.model):
-            self._hooks.append(module.register_forward_hook(_Hook(self, name, layers), with_kwargs=True).remove)
+            self._hooks.append(
+                module.register_forward_hook(_Hook(self, name, layers), with_kwargs=True).remove
+            )
             weight_name = getattr(module, "source", "weight")
             for owner in dict.fromkeys((module, *layers)):
                 weight = sharded.get((id(owner), weight_name), owner._parameters.get(weight_name))
                 if weight is not None and weight.requires_grad:
                     squares = self._squares.setdefault(name, [])
-                    self._hooks.append(weight.register_post_accumulate_grad_hook(_of_gradient(squares)).remove)
+                    self._hooks.append(
+                        weight.register_post_accumulate_grad_hook(_of_gradient(squares)).remove
+                    )
 
-    def add(self, name: str, slot: str, layers: list[Linear], x: Tensor, sizes: list[int] | None) -> None:
-        """Measure an activation or gradient [.., cols] of a module; sizes: rows of each expert, None: of its one layer."""
+    def add(
+        self, name: str, slot: str, layers: list[Linear], x: Tensor, sizes: list[int] | None
+    ) -> None:
+        """Measure an activation or gradient [.., cols] of a module; sizes: rows of each expert,
+        None: of its one layer."""
         if isinstance(x, QuantizedTensor):
             return  # dispatched tokens came as codes
         with torch.no_grad(), counters.kept():
@@ -192,8 +216,12 @@ class Inspection:
                     self._measured.setdefault((name, slot), []).append(_of_slot(layer, slot, part))
 
     def _measure_weights(self) -> None:
-        sharded = [m for m in torch_compat.managed_params_of(self.model) if isinstance(m.local, FSDPHooks)]
-        pieces: dict[int, list[Piece]] = {id(s): [] for m in sharded for s in m.local.state.matrices}
+        sharded = [
+            m for m in torch_compat.managed_params_of(self.model) if isinstance(m.local, FSDPHooks)
+        ]
+        pieces: dict[int, list[Piece]] = {
+            id(s): [] for m in sharded for s in m.local.state.matrices
+        }
         codes = {id(m.local.state): m.local for m in sharded if m.local.state.holds_codes}
         for m in sharded:
             if id(m.local.state) not in codes:
@@ -220,23 +248,33 @@ class Inspection:
 
 
 def inspect(
-    model: nn.Module, every: int = 100, path: str | Path | None = None,
-    on_record: Callable[[int, Numbers], None] | None = None, first_step: int = 0,
+    model: nn.Module,
+    every: int = 100,
+    path: str | Path | None = None,
+    on_record: Callable[[int, Numbers], None] | None = None,
+    first_step: int = 0,
 ) -> Inspection:
-    """Measure what the formats do to the model's tensors: `with fq.inspect(model, every=100) as log:`, or start() and stop().
+    """Measure what the formats do to the model's tensors: `with fq.inspect(model, every=100) as
+    log:`, or start() and stop().
 
-    every:       steps from one sample to the next; the step is `fq.begin_step`'s, else the number of training forwards.
+    every:       steps from one sample to the next; the step is `fq.begin_step`'s, else the number
+                 of training forwards.
     path:        JSON lines for `python -m fsdp_quant report`; rank r > 0 writes NAME.rank{r}.jsonl.
-    on_record:   called with (step, numbers) of each sample, such as `lambda step, numbers: wandb.log(numbers, step=step)`.
+    on_record:   called with (step, numbers) of each sample, such as `lambda step, numbers:
+                 wandb.log(numbers, step=step)`.
     first_step:  of the first training forward, where nobody calls `fq.begin_step` (a resumed run).
 
-    numbers:  "layer/slot/amax", "/norm", "layer/weight/grad_norm", and of each direction that is quantized
-              "layer/slot.rowwise/underflow", "/saturation", "/sqnr_db", "/scale_min" and "/scale_max" (`inspection.numbers`).
+    numbers:  "layer/slot/amax", "/norm", "layer/weight/grad_norm", and of each direction that is
+              quantized
+              "layer/slot.rowwise/underflow", "/saturation", "/sqnr_db", "/scale_min" and
+              "/scale_max" (`inspection.numbers`).
               Experts of one module are one layer.
 
-    Training bits are those of a run without it; `inspection.recorder` says when what is measured, and what it does to compiled
+    Training bits are those of a run without it; `inspection.recorder` says when what is measured,
+    and what it does to compiled
     models.
-    Raises ValueError for a model without converted layers, and for an `every` that is no positive int.
+    Raises ValueError for a model without converted layers, and for an `every` that is no positive
+    int.
     """
     return Inspection(model, every, path, on_record, first_step)
 
@@ -249,7 +287,11 @@ class _Hook:
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output) -> None:
         x, *rest = args or (kwargs.get("x", kwargs.get("input")),)
-        sizes = _sizes(module, rest[0] if rest else kwargs.get("splits")) if isinstance(module, GroupedLinear) else None
+        sizes = (
+            _sizes(module, rest[0] if rest else kwargs.get("splits"))
+            if isinstance(module, GroupedLinear)
+            else None
+        )
         recomputes = torch_compat.backward_is_running()
         if not recomputes and not self._log.in_forward:
             return  # an evaluation before the next step
@@ -260,12 +302,19 @@ class _Hook:
         if isinstance(output, Tensor) and output.requires_grad:
             scale = kwargs.get("scale", 1.0)
             output.register_hook(
-                lambda dy: self._log.add(self._name, "grad_output", self._layers, dy if scale == 1.0 else dy * scale, sizes)
+                lambda dy: self._log.add(
+                    self._name,
+                    "grad_output",
+                    self._layers,
+                    dy if scale == 1.0 else dy * scale,
+                    sizes,
+                )
             )
 
 
 def _units(model: nn.Module) -> Iterable[tuple[str, nn.Module, list[Linear]]]:
-    """(name, module that is called, its layers) of what converted layers are in; experts of one module are one."""
+    """(name, module that is called, its layers) of what converted layers are in; experts of one
+    module are one."""
     inside = set()
     for name, module in model.named_modules():
         name = name.replace("_orig_mod.", "")
@@ -287,7 +336,8 @@ def _sizes(module: GroupedLinear, splits) -> list[int]:
 
 
 def _of_slot(layer: Linear, slot: str, x: Tensor) -> Measured:
-    """x [rows, cols] in the formats of a slot, with the factors and random bits that the layer's products have."""
+    """x [rows, cols] in the formats of a slot, with the factors and random bits that the layer's
+    products have."""
     layer_plan, hybrid = layer.plan, layer.plan.hybrid(slot)
     factors = [h.enc for h in layer.histories(layer_plan, slot, x.device)]
     key = slot_key(layer_plan, slot, STEP.on(x.device), layer.ids_on(x.device), len(x))
@@ -306,8 +356,12 @@ def _of_piece(piece: Piece) -> Measured:
 
     def encode(direction: Direction) -> Storage:
         shared = (state.statistics or {}).get((state.name, direction))
-        (made,) = encode_shards([Shard(piece, direction, values.dtype, shared, None, False)], values.device)
-        return Storage.of(made, state.quantizer.encodings[direction], values.shape, seen.dtype, piece.row0)
+        (made,) = encode_shards(
+            [Shard(piece, direction, values.dtype, shared, None, False)], values.device
+        )
+        return Storage.of(
+            made, state.quantizer.encodings[direction], values.shape, seen.dtype, piece.row0
+        )
 
     made = {d: storage_of(state.quantizer, d, state.compute_dtype, encode) for d in Direction}
     return measure(seen, made, state.quantizer)
@@ -315,7 +369,10 @@ def _of_piece(piece: Piece) -> Measured:
 
 def _of_gradient(squares: list[Tensor]) -> Callable[[Tensor], None]:
     def hook(weight: Tensor) -> None:
-        squares.append(torch.linalg.vector_norm(local_of(weight.grad).detach(), dtype=torch.float64).square())
+        squares.append(
+            torch.linalg.vector_norm(local_of(weight.grad).detach(), dtype=torch.float64).square()
+        )
+
     return hook
 
 
@@ -327,5 +384,8 @@ def _of_rank(path: Path) -> Path:
 def _in_json(value):
     """Keys as texts, and None for numbers that JSON does not have."""
     if isinstance(value, dict):
-        return {" | ".join(map(str, k)) if isinstance(k, tuple) else str(k): _in_json(v) for k, v in value.items()}
+        return {
+            " | ".join(map(str, k)) if isinstance(k, tuple) else str(k): _in_json(v)
+            for k, v in value.items()
+        }
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""What is off on a machine, and what to do about it: the last lines of `python -m fsdp_quant doctor`."""
+"""What is off on a machine, and what to do: the last lines of `python -m fsdp_quant doctor`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Machine:
 
     cuda:       of torch's build; None for a CPU build.
     has_driver: an NVIDIA driver is installed.
-    gpus:       (name, compute capability, why no operators run there or None), each that torch sees.
+    gpus:       (name, compute capability, why no operators run there or None), each that torch
+                sees.
     operators:  why the compiled operators are off; None where they are loaded.
     environ:    the environment.
     """
@@ -40,12 +41,20 @@ class Machine:
     def this(cls) -> Machine:
         devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
         gpus = tuple(
-            (torch.cuda.get_device_name(d), torch.cuda.get_device_capability(d), extension.runs_on(d))
+            (
+                torch.cuda.get_device_name(d),
+                torch.cuda.get_device_capability(d),
+                extension.runs_on(d),
+            )
             for d in devices
         )
         return cls(
-            torch.version.cuda, shutil.which("nvidia-smi") is not None, gpus, extension.STATUS.reason,
-            dist.is_available() and dist.is_nccl_available(), dict(os.environ),
+            torch.version.cuda,
+            shutil.which("nvidia-smi") is not None,
+            gpus,
+            extension.STATUS.reason,
+            dist.is_available() and dist.is_nccl_available(),
+            dict(os.environ),
         )
 
 
@@ -61,10 +70,13 @@ def remedies(machine: Machine) -> list[str]:
     else:
         found += dict.fromkeys(f"{name}: {why}" for name, _, why in machine.gpus if why is not None)
     capabilities = {capability for _, capability, _ in machine.gpus}
-    for name, capability in dict.fromkeys((name, capability) for name, capability, _ in machine.gpus):
+    for name, capability in dict.fromkeys(
+        (name, capability) for name, capability, _ in machine.gpus
+    ):
         if capability < FP8:
             found.append(
-                f"{name} has no fp8 tensor cores: products run in bf16, so memory and gathers shrink and "
+                f"{name} has no fp8 tensor cores: products run in bf16, so memory and gathers "
+                f"shrink and "
                 "time does not; use an H100 or later for speed"
             )
         elif capability > MEASURED:
@@ -73,16 +85,24 @@ def remedies(machine: Machine) -> list[str]:
                 "python -m fsdp_quant selftest first, and send us its report"
             )
     if len(capabilities) > 1:
-        found.append("the GPUs are of different kinds, and ranks would multiply in different domains: "
-                     "choose equal ones with CUDA_VISIBLE_DEVICES")
+        found.append(
+            "the GPUs are of different kinds, and ranks would multiply in different domains: "
+            "choose equal ones with CUDA_VISIBLE_DEVICES"
+        )
     if len(machine.gpus) > 1 and not machine.has_nccl:
-        found.append("torch was built without NCCL, so FSDP2 has no collectives for GPUs: install a "
-                     "release of torch for Linux with CUDA")
+        found.append(
+            "torch was built without NCCL, so FSDP2 has no collectives for GPUs: install a "
+            "release of torch for Linux with CUDA"
+        )
     if machine.environ.get(CHECK_VARIABLE, "0") != "0":
-        found.append(f"{CHECK_VARIABLE} compares codes before each GEMM, which is slow: unset it to train")
+        found.append(
+            f"{CHECK_VARIABLE} compares codes before each GEMM, which is slow: unset it to train"
+        )
     if override := machine.environ.get(OVERRIDE_VARIABLE):
-        found.append(f"{OVERRIDE_VARIABLE}={override} is the backward of every recipe that does not say "
-                     "one: unset it if you did not mean that")
+        found.append(
+            f"{OVERRIDE_VARIABLE}={override} is the backward of every recipe that does not say "
+            "one: unset it if you did not mean that"
+        )
     return found
 
 
@@ -92,5 +112,5 @@ def _no_gpu(machine: Machine) -> str:
     if machine.cuda is not None and machine.environ.get("CUDA_VISIBLE_DEVICES", None) in ("", "-1"):
         return "CUDA_VISIBLE_DEVICES hides all GPUs: unset it"
     if machine.cuda is not None:
-        return "torch is a CUDA build and sees no GPU: see whether nvidia-smi lists one, and update the driver"
+        return "torch sees no GPU: see whether nvidia-smi lists one, and update the driver"
     return "there is no GPU: the PyTorch reference runs everything, for tests and small models"

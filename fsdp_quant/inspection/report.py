@@ -1,10 +1,12 @@
-"""`python -m fsdp_quant report run.jsonl -o report.html`: what `fq.inspect(path=)` wrote, as one file that needs no network.
+"""`python -m fsdp_quant report`: what `fq.inspect(path=)` wrote, as one file without network.
 
-    loss      curves of all scalars that the run logged (`log.scalars`); where one is no number, a line says so
-    heat map  layer x step of one quantity, drawn from the numbers that the page holds
-    worst     layers and operands by how far their noise, underflow or saturation is from the median of that operand
-    ran       products as planned, and what the counters of the run say
-    bytes     that FSDP2 gathers per step, as planned
+loss      curves of all scalars that the run logged (`log.scalars`); where one is no number, a line
+          says so
+heat map  layer x step of one quantity, drawn from the numbers that the page holds
+worst     layers and operands by how far their noise, underflow or saturation is from the median of
+          that operand
+ran       products as planned, and what the counters of the run say
+bytes     that FSDP2 gathers per step, as planned
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Run:
 
 
 def read(path: str | Path) -> Run:
-    """The run that a file holds. Raises ValueError, naming the line, for one that `fq.inspect` did not write."""
+    """The run that a file holds. Raises ValueError, naming the line, for one that `fq.inspect` did
+    not write."""
     run, samples = Run(Path(path).name), []
     for number, text in enumerate(Path(path).read_text().splitlines(), 1):
         try:
@@ -57,7 +60,10 @@ def read(path: str | Path) -> Run:
             elif line["kind"] == "numbers":
                 samples.append((line["step"], line["values"]))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}, line {number}: wanted a line that fq.inspect(path=) writes, got {text[:80]!r}") from error
+            raise ValueError(
+                f"{path}, line {number}: wanted a line that fq.inspect(path=) writes, got "
+                f"{text[:80]!r}"
+            ) from error
     run.steps = [step for step, _ in samples]
     for at, (_, values) in enumerate(samples):
         for key, value in values.items():
@@ -67,8 +73,8 @@ def read(path: str | Path) -> Run:
     return run
 
 
-# Quantity -> (which of the samples is the worst, how far from the median is a point). Outliers that dominate the energy of a
-# tensor leave its SQNR as it is; what they cost the rest is its underflow.
+# Quantity -> (which of the samples is the worst, how far from the median is a point). Outliers that
+# dominate the energy of a tensor leave its SQNR as it is; what they cost the rest is its underflow.
 POINTS = {"sqnr_db": (min, -3.0), "underflow": (max, 0.1), "saturation": (max, 0.01)}
 
 
@@ -77,7 +83,8 @@ class Suffering:
     """One operand of one layer.
 
     worst:   quantity -> (its worst sample, step, the median of that over all layers).
-    points:  of the quantity that has most: 3 dB, 10 % of underflow or 1 % of saturation from the median are one each.
+    points:  of the quantity that has most: 3 dB, 10 % of underflow or 1 % of saturation from the
+             median are one each.
     """
 
     layer: str
@@ -93,13 +100,23 @@ def worst(run: Run) -> list[Suffering]:
         operand, quantity = key.split("/")
         if quantity in POINTS:
             pick = POINTS[quantity][0]
-            samples = {n: [(v, run.steps[i]) for i, v in enumerate(of) if v is not None] for n, of in layers.items()}
+            samples = {
+                n: [(v, run.steps[i]) for i, v in enumerate(of) if v is not None]
+                for n, of in layers.items()
+            }
             picked = {layer: pick(of, key=lambda s: s[0]) for layer, of in samples.items() if of}
             middle = statistics.median(value for value, _ in picked.values()) if picked else 0.0
             for layer, (value, step) in picked.items():
                 found[layer, operand][quantity] = value, step, middle
     made = [
-        Suffering(*place, of, max((value - middle) / POINTS[quantity][1] for quantity, (value, _, middle) in of.items()))
+        Suffering(
+            *place,
+            of,
+            max(
+                (value - middle) / POINTS[quantity][1]
+                for quantity, (value, _, middle) in of.items()
+            ),
+        )
         for place, of in found.items()
     ]
     return sorted(made, key=lambda s: -s.points)
@@ -109,19 +126,26 @@ def write(paths: Sequence[str | Path], out: str | Path) -> None:
     """Write the report of one or several runs, or ranks, to `out`."""
     runs = [read(path) for path in paths]
     if not any(run.steps or run.scalars for run in runs):
-        raise ValueError(f"{', '.join(map(str, paths))}: no samples and no scalars; train inside fq.inspect(model, path=)")
+        raise ValueError(
+            f"{', '.join(map(str, paths))}: no samples and no scalars; train inside "
+            f"fq.inspect(model, path=)"
+        )
     data = [{"name": r.name, "steps": r.steps, "numbers": r.numbers} for r in runs]
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     parts = [
-        _section("loss", "Loss", _curves(runs)), _section("heat", "Layers by step", _HEAT),
+        _section("loss", "Loss", _curves(runs)),
+        _section("heat", "Layers by step", _HEAT),
         _section("worst", "Layers that suffer most", _worst_tables(runs)),
-        _section("ran", "What ran where", "".join(map(_ran, runs))), _section("bytes", "Bytes", "".join(map(_bytes, runs))),
+        _section("ran", "What ran where", "".join(map(_ran, runs))),
+        _section("bytes", "Bytes", "".join(map(_bytes, runs))),
     ]
     title = escape(", ".join(r.name for r in runs))
     Path(out).write_text(
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{_CSS}</style></head>\n'
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta '
+        f'charset="utf-8"><title>{title}</title><style>{_CSS}</style></head>\n'
         f"<body><h1>{title}</h1>\n{''.join(parts)}"
-        f'<script type="application/json" id="data">{text}</script>\n<script>{_JS}</script></body></html>\n'
+        f'<script type="application/json" '
+        f'id="data">{text}</script>\n<script>{_JS}</script></body></html>\n'
     )
 
 
@@ -130,8 +154,11 @@ def _section(name: str, title: str, content: str) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    body = "".join(f"<tr>{''.join(f'<td>{escape(str(c))}</td>' for c in row)}</tr>\n" for row in rows)
-    return f"<table><thead><tr>{''.join(f'<th>{escape(c)}</th>' for c in head)}</tr></thead>\n<tbody>{body}</tbody></table>\n"
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(str(c))}</td>' for c in row)}</tr>\n" for row in rows
+    )
+    heads = "".join(f"<th>{escape(c)}</th>" for c in head)
+    return f"<table><thead><tr>{heads}</tr></thead>\n<tbody>{body}</tbody></table>\n"
 
 
 def _curves(runs: Sequence[Run]) -> str:
@@ -140,10 +167,15 @@ def _curves(runs: Sequence[Run]) -> str:
         for name, points in run.scalars.items():
             groups[name].append((run.name, points))
     made = "".join(_curve(name, series) for name, series in groups.items())
-    return made or "<p>The run logged no scalars; call log.scalars(loss=loss.item()) in the loop.</p>\n"
+    return (
+        made
+        or "<p>The run logged no scalars; call log.scalars(loss=loss.item()) in the loop.</p>\n"
+    )
 
 
-def _curve(name: str, series: Sequence[tuple[str, list]], width: int = 860, height: int = 240) -> str:
+def _curve(
+    name: str, series: Sequence[tuple[str, list]], width: int = 860, height: int = 240
+) -> str:
     """An SVG of (run, points) over one pair of axes."""
     finite = [(s, v) for _, points in series for s, v in points if v is not None]
     broken = [(run, s) for run, points in series for s, v in points if v is None]
@@ -161,13 +193,26 @@ def _curve(name: str, series: Sequence[tuple[str, list]], width: int = 860, heig
         for step, value in points:
             pieces[-1].append(at(step, value)) if value is not None else pieces.append([])
         color = COLORS[i % len(COLORS)]
-        lines += [f'<polyline fill="none" stroke="{color}" points="{" ".join(piece)}"/>' for piece in pieces if piece]
-        lines.append(f'<text x="{left + 10 + 200 * i}" y="{height - 2}" fill="{color}">{escape(run)}</text>')
+        lines += [
+            f'<polyline fill="none" stroke="{color}" points="{" ".join(piece)}"/>'
+            for piece in pieces
+            if piece
+        ]
+        lines.append(
+            f'<text x="{left + 10 + 200 * i}" y="{height - 2}" fill="{color}">{escape(run)}</text>'
+        )
     axis = f'<text x="4" y="16">{y1:.4g}</text><text x="4" y="{height - bottom}">{y0:.4g}</text>'
-    axis += f'<text x="{left}" y="{height - 14}">step {x0}</text><text x="{width - 70}" y="{height - 14}">{x1}</text>'
-    said = f"<p class='bad'>{escape(name)} is no finite number from step {broken[0][1]} on ({escape(broken[0][0])})</p>" if broken else ""
+    axis += f'<text x="{left}" y="{height - 14}">step {x0}</text>'
+    axis += f'<text x="{width - 70}" y="{height - 14}">{x1}</text>'
+    said = (
+        f"<p class='bad'>{escape(name)} is no finite number from step {broken[0][1]} on "
+        f"({escape(broken[0][0])})</p>"
+        if broken
+        else ""
+    )
     return (
-        f'<h3>{escape(name)}</h3>{said}<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
+        f'<h3>{escape(name)}</h3>{said}<svg viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" role="img" '
         f'aria-label="{escape(name)} by step">{axis}{"".join(lines)}</svg>\n'
     )
 
@@ -176,9 +221,15 @@ def _worst_tables(runs: Sequence[Run]) -> str:
     head = ("layer", "operand", "points", *(f"{quantity} (median), step" for quantity in POINTS))
     made = []
     for run in runs:
-        rows = [(s.layer, s.operand, f"{s.points:.2f}", *(_worst_cell(s, q) for q in POINTS)) for s in worst(run)[:WORST]]
+        rows = [
+            (s.layer, s.operand, f"{s.points:.2f}", *(_worst_cell(s, q) for q in POINTS))
+            for s in worst(run)[:WORST]
+        ]
         made.append(f"<h3>{escape(run.name)}</h3>{_table(head, rows)}" if rows else "")
-    said = "<p>A point: 3 dB, 10 % of underflow or 1 % of saturation from the median of that operand over all layers.</p>\n"
+    said = (
+        "<p>A point: 3 dB, 10 % of underflow or 1 % of saturation from the median of that operand "
+        "over all layers.</p>\n"
+    )
     return said + "".join(made) if any(made) else "<p>No samples.</p>\n"
 
 
@@ -186,7 +237,11 @@ def _worst_cell(of: Suffering, quantity: str) -> str:
     if quantity not in of.worst:
         return "none"
     value, step, middle = of.worst[quantity]
-    shown = (f"{value:.2f}", f"{middle:.2f}") if quantity == "sqnr_db" else (f"{value:.2%}", f"{middle:.2%}")
+    shown = (
+        (f"{value:.2f}", f"{middle:.2f}")
+        if quantity == "sqnr_db"
+        else (f"{value:.2%}", f"{middle:.2%}")
+    )
     return f"{shown[0]} ({shown[1]}), {step}"
 
 
@@ -200,28 +255,39 @@ def _ran(run: Run) -> str:
         made += _table(("product", "a", "b", "domain", "because", "layers", "first of them"), rows)
         made += "".join(f"<p>{escape(note)}</p>\n" for note in run.plan.notes)
     counts = [(kind, what, n) for kind, of in (run.receipt or {}).items() for what, n in of.items()]
-    return made + (_table(("counted", "what", "how many"), counts) if counts else "<p>No receipt was logged.</p>\n")
+    return made + (
+        _table(("counted", "what", "how many"), counts)
+        if counts
+        else "<p>No receipt was logged.</p>\n"
+    )
 
 
 def _bytes(run: Run) -> str:
     if run.plan is None or not run.plan.weight_bytes:
         return f"<p>{escape(run.name)}: FSDP2 gathers nothing.</p>\n"
     forward, backward = (sum(pair[i] for pair in run.plan.weight_bytes.values()) for i in (0, 1))
-    rows = [("quantized weights", f"{forward:,}", f"{backward:,}"), ("other parameters", *(f"{n:,}" for n in run.plan.other_bytes))]
+    rows = [
+        ("quantized weights", f"{forward:,}", f"{backward:,}"),
+        ("other parameters", *(f"{n:,}" for n in run.plan.other_bytes)),
+    ]
     rows += [(name, f"{f:,}", f"{b:,}") for name, (f, b) in run.plan.weight_bytes.items()]
-    return f"<h3>{escape(run.name)}</h3>{_table(('gathered per step and rank', 'forward, B', 'backward, B'), rows)}"
+    head = ("gathered per step and rank", "forward, B", "backward, B")
+    return f"<h3>{escape(run.name)}</h3>{_table(head, rows)}"
 
 
-_HEAT = """<p><select id="run"></select> <select id="quantity"></select> <span id="range"></span></p>
+_HEAT = """<p><select id="run"></select> <select id="quantity"></select>
+<span id="range"></span></p>
 <canvas id="map" width="860" height="10"></canvas><p id="value">Point at a cell.</p>
 """
 
-_CSS = """body{font:14px sans-serif;margin:24px;max-width:1100px;color:#222}svg,canvas{border:1px solid #ddd;font-size:11px}
-table{border-collapse:collapse;margin:8px 0;font-size:13px}td,th{border:1px solid #ddd;padding:2px 8px;text-align:left}
+_CSS = """body{font:14px sans-serif;margin:24px;max-width:1100px;color:#222}
+svg,canvas{border:1px solid #ddd;font-size:11px}
+table{border-collapse:collapse;margin:8px 0;font-size:13px}
+td,th{border:1px solid #ddd;padding:2px 8px;text-align:left}
 th{background:#f4f4f4}.bad{color:#d62728}"""
 
 _JS = r"""
-const runs = JSON.parse(document.getElementById("data").textContent), byId = id => document.getElementById(id);
+const byId = id => document.getElementById(id), runs = JSON.parse(byId("data").textContent);
 const canvas = byId("map"), left = 300, row = 16, top0 = 4;
 const low = q => q.endsWith("sqnr_db"), logs = q => /(amax|norm|scale_min|scale_max)$/.test(q);
 function options(select, names) {
@@ -242,15 +308,18 @@ function draw() {
   const seen = layers.flatMap(([, of]) => of).filter(v => v !== null && (!logs(quantity) || v > 0));
   const scale = v => logs(quantity) ? Math.log10(v) : v, found = seen.map(scale);
   // Colors span at least a decade, 10 dB or 1 %, so that noise looks like noise.
-  const span = logs(quantity) ? 1 : low(quantity) ? 10 : 0.01, smallest = Math.min(...found), largest = Math.max(...found);
-  const least = low(quantity) ? Math.min(smallest, largest - span) : smallest, most = Math.max(largest, least + span);
+  const span = logs(quantity) ? 1 : low(quantity) ? 10 : 0.01;
+  const smallest = Math.min(...found), largest = Math.max(...found);
+  const least = low(quantity) ? Math.min(smallest, largest - span) : smallest;
+  const most = Math.max(largest, least + span);
   const width = (canvas.width - left) / Math.max(run.steps.length, 1);
   layers.forEach(([layer, of], y) => {
     context.fillStyle = "#222";
     context.fillText(layer.length > 48 ? "..." + layer.slice(-45) : layer, 4, top0 + y * row + 11);
     of.forEach((v, x) => {
       const t = v === null ? null : (scale(v) - least) / ((most - least) || 1);
-      context.fillStyle = v === null || !Number.isFinite(t) ? "#eee" : color(low(quantity) ? 1 - t : t);
+      const shade = low(quantity) ? 1 - t : t;
+      context.fillStyle = v === null || !Number.isFinite(t) ? "#eee" : color(shade);
       context.fillRect(left + x * width, top0 + y * row, Math.ceil(width), row - 1);
     });
   });
@@ -259,14 +328,17 @@ function draw() {
   context.fillText("step " + run.steps[0], left, bottom);
   context.fillText(String(run.steps.at(-1)), canvas.width - 50, bottom);
   const shown = v => Number(logs(quantity) ? 10 ** v : v).toPrecision(4);
-  byId("range").textContent = seen.length ? `${shown(smallest)} to ${shown(largest)}; red is worse or larger` : "no values";
+  const said = `${shown(smallest)} to ${shown(largest)}; red is worse or larger`;
+  byId("range").textContent = seen.length ? said : "no values";
 }
 function point(event) {
   const {run, quantity, layers} = current(), box = canvas.getBoundingClientRect();
-  const x = Math.floor((event.clientX - box.left - left) / ((canvas.width - left) / run.steps.length));
+  const width = (canvas.width - left) / run.steps.length;
+  const x = Math.floor((event.clientX - box.left - left) / width);
   const y = Math.floor((event.clientY - box.top - top0) / row);
   if (x < 0 || !layers[y] || x >= run.steps.length) return;
-  byId("value").textContent = `${layers[y][0]}, step ${run.steps[x]}: ${quantity} = ${layers[y][1][x] ?? "none"}`;
+  const [layer, of] = layers[y];
+  byId("value").textContent = `${layer}, step ${run.steps[x]}: ${quantity} = ${of[x] ?? "none"}`;
 }
 function change() {
   const names = quantities(), first = names.findIndex(name => name.endsWith("sqnr_db"));

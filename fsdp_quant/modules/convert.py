@@ -42,7 +42,8 @@ def convert(
 ) -> nn.Module:
     """Give every nn.Linear of `model` quantized products, in place; returns `model`.
 
-    recipe:   of all layers, or its name ("mxfp8", "mxfp8/nvfp4"); `fq.recipes.per_layer(...)`; or `fq.recipes.schedule(...)`, which this model then follows.
+    recipe:   of all layers, or its name ("mxfp8", "mxfp8/nvfp4"); `fq.recipes.per_layer(...)`; or
+              `fq.recipes.schedule(...)`, which this model then follows.
     skip:     modules that stay as they are: qualified names, last components ("lm_head") or globs ("*.gate"); "auto", by itself
               or among them, adds output heads, routers, tied layers and layers too small to gain (`modules.skip` says the
               rules), and warns which.

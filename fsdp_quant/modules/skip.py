@@ -1,11 +1,13 @@
 """`skip="auto"` of `fq.convert`: layers that gain nothing from codes, or lose too much by them.
 
-    output head   its last rounding is the loss's; a module named as in `HEADS`, or of an embedding's size, outside of numbered
-                  blocks
-    router        a small error sends a token to another expert; "router" in its name, or a gate beside "experts"
+    output head   its last rounding is the loss's; a module named as in `HEADS`, or of an
+                  embedding's size, outside of numbered blocks
+    router        a small error sends a token to another expert; "router" in its name, or a gate
+                  beside "experts"
     tied          another module reads the weight in high precision
-    too small     fewer than `SMALLEST` features on a side, or no multiple of 16: kernels work on tiles of 128 x 128 and tensor
-                  cores on 16 values, so quantizing costs more than the product saves
+    too small     fewer than `SMALLEST` features on a side, or no multiple of 16: kernels work on
+                  tiles of 128 x 128 and tensor cores on 16 values, so quantizing costs more than
+                  the product saves
 
 The rules read names and shapes, never values, so that all ranks skip the same layers.
 """
@@ -17,16 +19,23 @@ from collections.abc import Mapping
 from torch import nn
 
 AUTO = "auto"
-HEADS = frozenset({"lm_head", "head", "output", "output_layer", "embed_out", "unembed", "classifier", "score"})
+HEADS = frozenset(
+    {"lm_head", "head", "output", "output_layer", "embed_out", "unembed", "classifier", "score"}
+)
 GATES = frozenset({"gate", "wg", "shared_expert_gate"})
 SMALLEST, MULTIPLE = 128, 16
 
 
 def auto_skips(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Name -> reason of each layer, among nn.Linear modules by qualified name, that stays in high precision."""
-    embeddings = {(e.num_embeddings, e.embedding_dim) for e in model.modules() if isinstance(e, nn.Embedding)}
+    """Name -> reason of each layer, among nn.Linear modules by qualified name, that stays in high
+    precision."""
+    embeddings = {
+        (e.num_embeddings, e.embedding_dim) for e in model.modules() if isinstance(e, nn.Embedding)
+    }
     ours = {id(m) for m in layers.values()}
-    elsewhere = {id(p) for m in model.modules() if id(m) not in ours for p in m._parameters.values()}
+    elsewhere = {
+        id(p) for m in model.modules() if id(m) not in ours for p in m._parameters.values()
+    }
     found = {}
     for name, layer in layers.items():
         parts, shape = name.split("."), (layer.out_features, layer.in_features)
