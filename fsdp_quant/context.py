@@ -246,6 +246,7 @@ class TrainingSteps:
         self.next, self.open, self.traced, self.ahead = 0, False, False, False
         self.is_counting, self.is_scheduled = False, False  # a model's hook calls `begin`; the model follows a schedule
         self.has_run = False  # `begin` was called
+        self.evaluated = False  # since the last training forward: `fully_shard` may have left codes of that gathered
         self.layers: list[weakref.ref] | None = None  # of the model, found as its first training forward begins
         self.alike: list[list[AmaxHistory]] = []  # what graphs roll
         self.at: int | None = None  # the step whose amaxes the histories collect

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -56,6 +57,40 @@ def test_hold_quantizes_once_with_the_same_bits(name: str):
     assert all(count == 1 for count in counters.of("weight encode").values())
     model(batch(0))
     assert model[0]._weight_state.held is None
+
+
+def delayed_both_ways(role: fq.Role) -> fq.HybridQuantizer:
+    sides = [fq.Quantizer(fq.format_of("fp8_tensor", element=e), scaling=fq.DelayedScaling(4)) for e in ("e4m3", "e5m2")]
+    return fq.HybridQuantizer(*sides)
+
+
+@pytest.mark.parametrize("sharded", [(), ("0", "2"), ("",)])
+def test_hold_records_amaxes_of_training_alone(sharded: tuple[str, ...]):
+    """If false, weights with delayed scales that generate first in a step are scaled by a step that never was."""
+
+    def trained(sharded: tuple[str, ...], context) -> nn.Module:
+        model = net(fq.CustomRecipe(delayed_both_ways))
+        for name in sharded:
+            fully_shard(model.get_submodule(name))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for step in range(3):
+            fq.begin_step(step)
+            with context(model):
+                with torch.no_grad():
+                    model.eval()(batch(9))
+                model.train()(batch(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    expected = dict(trained((), lambda model: contextlib.nullcontext()).named_parameters())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for context in (fq.hold, lambda model: contextlib.nullcontext()):
+            for name, value in trained(sharded, context).named_parameters():
+                assert_same_bytes(value.full_tensor() if sharded else value, expected[name], name)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_hold_refuses_writes_and_misuse():

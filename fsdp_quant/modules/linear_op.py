@@ -234,7 +234,7 @@ def weight_storages(
     with torch.no_grad():
         return {
             d: held(
-                state, ("whole", d, dtype, layouts[d]), values,
+                state, ("whole", d, dtype, layouts[d], records and bool(plan.weight.delayed_directions)), values,
                 lambda d=d: storage_of(plan.weight, d, plan.compute_dtype, encode).in_layout(layouts[d]),
             ) for d in directions
         }
