@@ -1,6 +1,6 @@
 """Low-precision training for stock PyTorch FSDP2, one format a direction. See README.md."""
 
-from . import checkpoint, hooks, memory, optim, parallel
+from . import checkpoint, hooks, integrations, memory, optim, parallel
 from . import recipe as recipes
 from .context import autocast, begin_step, quantized_model_init, skip_step, sync, token_offset
 from .formats import COLUMNWISE, FORMATS, ROWWISE, Direction, Format, format_of
