@@ -11,7 +11,7 @@ from .modules.convert import convert, set_recipe
 from .modules.fuse import MLPPattern, NormPattern
 from .modules.graphed import graphed
 from .modules.grouped_linear import GroupedLinear
-from .modules.hold import freeze, hold
+from .modules.hold import freeze, hold, unfreeze
 from .modules.layernorm_linear import LayerNormLinear
 from .modules.layernorm_mlp import LayerNormMLP
 from .modules.linear import Linear

@@ -56,7 +56,7 @@ def convert(
     precision; it stays high precision under `fq.quantized_model_init` and `fq.freeze`. So does nn.MultiheadAttention, in which
     q, k and v of one tensor are one product; attention to other tensors multiplies parts of its packed weight in high precision.
     A layer whose weight is an nn.Embedding's too (a tied lm_head) stays as it is: `fq.plan` lists it with all else that is
-    multiplied in high precision.
+    multiplied in high precision. So do PEFT's adapters beside a `base_layer`: convert before or after `get_peft_model`.
     Works before and after `fully_shard` (while sharded). Subclasses of nn.Linear keep what they add, and stay instances of their
     class; those with another forward are left alone, but for Falcon's.
 
@@ -265,11 +265,19 @@ def _targets(model: nn.Module, skip: list[str], grouped: list[str]) -> dict[str,
     chosen, embeddings = _matched("grouped", grouped, packed, "3-D weight"), ids_of_embeddings(model)
     found = {n for n, m in linears.items() if id(_weight_of(m)) not in embeddings}
     found |= {n for n, m in experts.items() if not are_sharded(m)}
-    skipped |= {n for n in inside if n.rpartition(".")[0] in skipped}
+    skipped |= {n for n in inside if n.rpartition(".")[0] in skipped} | _adapters(model)
     targets = {n: m for n, m in model.named_modules() if n in chosen or (n in found and n not in skipped)}
     if not targets:
         raise ValueError(f"{type(model).__name__} has no nn.Linear to convert ({len(skipped)} skipped)")
     return targets
+
+
+def _adapters(model: nn.Module) -> set[str]:
+    """Names of what stands beside a `base_layer`, as PEFT's adapters do: small factors of what trains."""
+    wrappers = [(f"{n}.".lstrip("."), m) for n, m in model.named_modules() if "base_layer" in m._modules]
+    return {
+        f"{prefix}{n}" for prefix, wrapper in wrappers for n, _ in wrapper.named_modules() if n.split(".")[0] != "base_layer"
+    }
 
 
 def ids_of_embeddings(model: nn.Module) -> set[int]:

@@ -1,4 +1,4 @@
-"""`hold` and `freeze`: codes of weights that outlive one forward, because a user asked for it."""
+"""`hold`, `freeze` and `unfreeze`: codes of weights that outlive one forward, because a user asked for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..formats import Direction
+from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import WeightState
 from .convert import converted_modules
@@ -53,10 +53,11 @@ def _states_of(model: nn.Module) -> list[WeightState]:
 def freeze(module: nn.Module) -> int:
     """Turn the weights of `module` that do not train into their codes, for good; returns how many.
 
-    For the base under LoRA: a frozen `fq.Linear` holds a `QuantizedTensor` of both directions in place of its high-precision
-    weight, as its GEMMs read it. Bits of outputs and of gradients are those before. `weight.dequantize()` gives the values
-    that the codes have; the values that they were made from are gone, from the state dict too. Packed experts and transposed
-    weights stay as they are.
+    For the base under LoRA: a frozen `fq.Linear` holds a `QuantizedTensor` in place of its high-precision weight, of both
+    directions, as its GEMMs read it; where the columnwise codes are derived from the rowwise ones (`backward_override=
+    "dequantized"`), of the rowwise ones alone, from which each backward derives the others. Bits of outputs and of gradients are
+    those before. `unfreeze` gives the values that the codes have; the values that they were made from are gone, from the state
+    dict too. Packed experts and transposed weights stay as they are.
 
     Raises ValueError, before anything is changed, for a module without frozen `fq.Linear` weights, and for a weight that is
     sharded, that is a quantized parameter, or that keeps amax histories, naming it.
@@ -81,8 +82,25 @@ def freeze(module: nn.Module) -> int:
         if layer.weight.device.type == "meta":
             raise ValueError(f"{name}.weight is on the meta device; initialize it before fq.freeze")
     for layer in layers.values():
-        weight = layer.weight
-        made = weight_storages(weight, list(Direction), layer.plan.on(weight.dtype, weight.device), layer._weight_state, weight.dtype)
-        codes = QuantizedTensor(*(made[d] for d in Direction), shape=tuple(weight.shape))
+        weight, plan = layer.weight, layer.plan.on(layer.weight.dtype, layer.weight.device)
+        directions = [ROWWISE] if plan.weight.is_derived else list(Direction)
+        made = weight_storages(weight, directions, plan, layer._weight_state, weight.dtype)
+        codes = QuantizedTensor(made[ROWWISE], made.get(COLUMNWISE), shape=tuple(weight.shape))
         layer.weight = nn.Parameter(codes, requires_grad=False)
+    return len(layers)
+
+
+@torch.no_grad()
+def unfreeze(module: nn.Module) -> int:
+    """Turn the codes that `freeze` made into a high-precision weight of their rowwise values, which does not train; returns how many.
+
+    For what writes weights or needs their values: merging LoRA into its base, `save_pretrained`.
+
+    Raises ValueError for a module without frozen codes.
+    """
+    layers = [m for m in converted_modules(module).values() if type(m._parameters.get("weight")) is QuantizedTensor]
+    if not layers:
+        raise ValueError("fq.unfreeze found no weight that fq.freeze made")
+    for layer in layers:
+        layer.weight = nn.Parameter(layer.weight.dequantize(), requires_grad=False)
     return len(layers)
