@@ -283,9 +283,9 @@ class TrainingSteps:
             counts[1].fill_(is_open)
 
     def restart(self, step: int) -> None:
-        """The next training forward begins `step`."""
+        """The next training forward begins `step`; counted by hand, `step` is the one that ran, the first one too."""
         self.at = None
-        self._publish(step, step > 0)
+        self._publish(step, step > 0 or STEP.counted_by_hand)
 
     def begin(self, histories: Callable[[], Collection[AmaxHistory]], model: nn.Module | None = None) -> None:
         """A training forward begins: the next step, or, counted by hand, maybe another micro-batch of its step."""
