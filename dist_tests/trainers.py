@@ -83,6 +83,9 @@ def loop(
 
 def whole(model: nn.Module, of: Callable[[str, Tensor], bool] = lambda name, parameter: True) -> dict[str, Tensor]:
     """Parameters by name, those that `of` says, gathered, copied. Every rank must call it."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # an evaluation leaves a root gathered
     values = {n: p.detach() for n, p in model.named_parameters() if of(n, p)}
     return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).clone() for n, p in values.items()}
 

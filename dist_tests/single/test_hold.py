@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 
 import pytest
 import torch
@@ -24,9 +25,13 @@ RECIPES = {
 }
 
 
-def net(recipe: fq.Recipe) -> nn.Module:
+def plain_net() -> nn.Module:
     torch.manual_seed(0)
-    return fq.convert(nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32, bias=False)), recipe)
+    return nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32, bias=False))
+
+
+def net(recipe: fq.Recipe) -> nn.Module:
+    return fq.convert(plain_net(), recipe)
 
 
 def batch(seed: int) -> torch.Tensor:
@@ -65,29 +70,38 @@ def delayed_both_ways(role: fq.Role) -> fq.HybridQuantizer:
 
 
 @pytest.mark.parametrize("sharded", [(), ("0", "2"), ("",)])
-def test_hold_records_amaxes_of_training_alone(sharded: tuple[str, ...]):
-    """If false, weights with delayed scales that generate first in a step are scaled by a step that never was."""
+@pytest.mark.parametrize("is_part", [False, True])
+def test_delayed_scales_of_weights_follow_training_alone(sharded: tuple[str, ...], is_part: bool):
+    """If false, weights with delayed scales that generate first in a step, or are gathered before their step begins, are scaled
+    by a step that never was.
 
-    def trained(sharded: tuple[str, ...], context) -> nn.Module:
-        model = net(fq.CustomRecipe(delayed_both_ways))
+    is_part:  of the model that was converted, which does not run itself, as a LightningModule does not.
+    """
+
+    def trained(sharded: tuple[str, ...], context, generates: bool) -> nn.Module:
+        model = plain_net()
+        whole = nn.ModuleDict({"part": model}) if is_part else model
+        fq.convert(whole, fq.CustomRecipe(delayed_both_ways))
         for name in sharded:
             fully_shard(model.get_submodule(name))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         for step in range(3):
             fq.begin_step(step)
             with context(model):
-                with torch.no_grad():
-                    model.eval()(batch(9))
-                model.train()(batch(step)).square().mean().backward()
+                if generates:
+                    with torch.no_grad():
+                        model.eval()(batch(9))
+                for micro in range(2):
+                    model.train()(batch(2 * step + micro)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         return model
 
-    expected = dict(trained((), lambda model: contextlib.nullcontext()).named_parameters())
+    expected = dict(trained((), lambda model: contextlib.nullcontext(), False).named_parameters())
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        for context in (fq.hold, lambda model: contextlib.nullcontext()):
-            for name, value in trained(sharded, context).named_parameters():
+        for context, generates in itertools.product((fq.hold, lambda model: contextlib.nullcontext()), (True, False)):
+            for name, value in trained(sharded, context, generates).named_parameters():
                 assert_same_bytes(value.full_tensor() if sharded else value, expected[name], name)
     finally:
         dist.destroy_process_group()

@@ -8,11 +8,9 @@ steps have the hook (`GemmPlan.needs_steps`, and schedules).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from ..context import STEP, TrainingSteps, continued, histories_of
 from ..recipe import QUANTIZED_TYPES
@@ -101,7 +99,6 @@ def _begin(model: nn.Module, args: tuple) -> None:
     if not tracing and next(iter(model._forward_pre_hooks.values())) is not _begin:
         begins_first(model)
     if not STEP.counted_by_hand and not (model.training and torch.is_grad_enabled()):
-        steps.evaluated = True
         return
     if tracing:
         steps.begin_in_graph(next(model.parameters()).device)
@@ -110,24 +107,7 @@ def _begin(model: nn.Module, args: tuple) -> None:
         return
     if steps.layers is None:
         steps.layers = [weakref.ref(layer) for layer in _layers_of(model, steps)]
-    before = steps.at
-    steps.begin(lambda: histories_of(_live(steps)), model)
-    if model.training and (steps.evaluated or steps.at != before):
-        _reshard_delayed(model, steps)
-    steps.evaluated = not model.training
-
-
-def _live(steps: TrainingSteps) -> Iterator[Linear]:
-    return (layer for ref in steps.layers or () if (layer := ref()) is not None)
-
-
-def _reshard_delayed(model: nn.Module, steps: TrainingSteps) -> None:
-    """Reshard weights with delayed scales that an evaluation left gathered: their amaxes were not recorded, and histories
-    have rolled since."""
-    if any(layer.plan.weight.delayed_directions for layer in _live(steps)):
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+    steps.begin(lambda: histories_of(layer for ref in steps.layers if (layer := ref()) is not None), model)
 
 
 def _layers_of(model: nn.Module, steps: TrainingSteps) -> list[Linear]:
