@@ -282,9 +282,9 @@ class TrainingSteps:
             counts[1].fill_(is_open)
 
     def restart(self, step: int) -> None:
-        """The next training forward begins `step`."""
+        """The next training forward begins `step`; counted by hand, `step` is the one that ran, the first one too."""
         self.at = None
-        self._publish(step, step > 0)
+        self._publish(step, step > 0 or STEP.counted_by_hand)
 
     def begin(self, histories: Callable[[], Collection[AmaxHistory]], model: nn.Module | None = None) -> None:
         """A training forward begins: the next step, or, counted by hand, maybe another micro-batch of its step."""
@@ -372,7 +372,7 @@ class _Alone(threading.local):
 
     def restart(self, step: int) -> None:
         self.steps.restart(step)
-        self._pass, self._restored = None, step > 0
+        self._pass, self._restored = None, self.steps.open
 
     def run(self, layer: nn.Module) -> None:
         joins, ran_in, its = layer not in self.layers, layer.__dict__.get("_ran_in"), self._pass
@@ -390,9 +390,12 @@ class _Alone(threading.local):
         layer.__dict__["_ran_in"] = self._pass
 
     def _rolls(self, layers: Collection[nn.Module]) -> list[AmaxHistory]:
-        """Histories of these layers; where one joins, those that did not roll yet: experts of one weight share theirs."""
-        found = histories_of(layers)
-        found = [h for h in found if id(h) not in self._rolled]
+        """Histories of these layers that did not roll in this step: `begin_step` may have rolled them, before `fully_shard`
+        gathered their weights; where a layer joins, experts of one weight share theirs."""
+        counts = {id(steps): steps for layer in layers if (steps := layer.__dict__.get("_training_steps")) is not None}
+        by_hand = [s for s in counts.values() if STEP.counted_by_hand and s.at == STEP.step]
+        self._rolled |= {id(h) for steps in by_hand for of in steps.alike for h in of}
+        found = [h for h in histories_of(layers) if id(h) not in self._rolled]
         self._rolled.update(map(id, found))
         return found
 

@@ -6,6 +6,7 @@ one."""
 import fsdp_quant.checkpoint as checkpoint
 import fsdp_quant.hooks as hooks
 import fsdp_quant.inspection as inspection
+import fsdp_quant.integrations as integrations
 import fsdp_quant.memory as memory
 import fsdp_quant.optim as optim
 import fsdp_quant.parallel as parallel
@@ -22,7 +23,7 @@ from .modules.convert import convert, set_recipe
 from .modules.fuse import MLPPattern, NormPattern
 from .modules.graphed import graphed
 from .modules.grouped_linear import GroupedLinear
-from .modules.hold import freeze, hold
+from .modules.hold import freeze, hold, unfreeze
 from .modules.layernorm_linear import LayerNormLinear
 from .modules.layernorm_mlp import LayerNormMLP
 from .modules.linear import Linear

@@ -1,64 +1,241 @@
-"""accelerate's FSDP2 path, which matches an optimizer's parameters by their memory before and after it shards them."""
+"""accelerate: its FSDP2 path, which matches an optimizer's parameters by their memory before and after it shards them, its
+checkpoints, its autocast and its launcher, held to loops that are written by hand."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 import fsdp_quant as fq
-from dist_tests.multi.harness import run_ranks
+from dist_tests.laws import assert_same_bytes
+from dist_tests.multi.harness import on_cpu, run_ranks
+from dist_tests.trainers import (
+    BATCH, MICRO_BATCHES, RECIPES, STEPS, TOKENS, batch, llama, loop, shard_by_hand, take_fsdp_path_on_cpu, whole,
+)
+from fsdp_quant.modules.steps import converted_modules
+from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
+pytestmark = on_cpu
+ROOT = Path(fq.__file__).parent.parent
 
 
-def _train(rank: int, world: int, recipe: str | None, mixed_precision: str) -> tuple[int, list[str], list[float]]:
-    """(distinct parameters of the optimizer, names that three steps did not change, losses)."""
+def _accelerator(world: int, mixed_precision: str = "no", fsdp: dict | None = None):
+    """fsdp: beside the defaults of its FSDP2 path; None: no FSDP."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DistributedType
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from accelerate.state import AcceleratorState, GradientState
 
-    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
-    plugin = FullyShardedDataParallelPlugin(
+    os.environ["LOCAL_WORLD_SIZE"] = str(world)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    defaults = dict(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         cpu_ram_efficient_loading=False, reshard_after_forward=True,
     )
-    accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision)
-    for state in (AcceleratorState, PartialState):  # accelerate takes this path for GPUs alone
-        state._shared_state["distributed_type"] = DistributedType.FSDP
-    if mixed_precision != "no":
-        plugin.set_mixed_precision(mixed_precision)
-    AcceleratorState._shared_state["fsdp_plugin"] = plugin
-    accelerator.scaler = None
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=64, use_cache=False,
-    ))
-    if recipe is not None:
-        fq.convert(model, getattr(fq.recipes, recipe)(), skip=["lm_head"])
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    ids, losses = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0)), []
-    for _ in range(3):
-        loss = model(input_ids=ids, labels=ids).loss
-        accelerator.backward(loss)
+    plugin = None if fsdp is None else FullyShardedDataParallelPlugin(**defaults | fsdp)
+    return Accelerator(cpu=True, mixed_precision=mixed_precision, fsdp_plugin=plugin)
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.0, fused=True)
+
+
+def _train(accelerator, model: nn.Module, optimizer, rank: int, world: int, steps: Iterable[int] = range(STEPS)) -> None:
+    """`trainers.loop`, as a user of accelerate writes it."""
+    num_items = torch.tensor(world * MICRO_BATCHES * BATCH * (TOKENS - 1))
+    model.train()
+    for step in steps:
+        for i in range(MICRO_BATCHES):
+            fq.begin_step(step, micro_batch=i)
+            is_last = i == MICRO_BATCHES - 1
+            ids = batch(step * MICRO_BATCHES + i, rank, world)
+            with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
+                accelerator.backward(model(input_ids=ids, labels=ids, num_items_in_batch=num_items).loss * world)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    after = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in model.state_dict().items()}
-    distinct = len({id(p) for group in optimizer.param_groups for p in group["params"]})
-    return distinct, [name for name, value in before.items() if torch.equal(after[name].float(), value.float())], losses
 
 
-@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
-def test_accelerate_trains_every_parameter(mixed_precision: str):
-    """If false, accelerate's optimizer steps parameters that the model does not have, and most weights never change."""
-    for distinct, unchanged, losses in run_ranks(2, _train, "mxfp8", mixed_precision):
-        assert distinct == 21 and unchanged == [], (distinct, unchanged)
-        assert losses[2] < losses[0]
+def _assert_same(model: nn.Module, reference: nn.Module) -> None:
+    for (name, got), wanted in zip(whole(model).items(), whole(reference).values(), strict=True):
+        assert_same_bytes(got, wanted, name)
+
+
+# recipe, is_tied, mixed precision, is_converted_before, the plugin's settings
+SHARDED = {
+    "mxfp8": ("mxfp8", False, "no", False, {}),
+    "of rank 0, tied": ("nvfp4", True, "no", False, dict(cpu_ram_efficient_loading=True)),
+    "of rank 0, delayed, checkpointed": (
+        "fp8_delayed", False, "no", True, dict(cpu_ram_efficient_loading=True, activation_checkpointing=True),
+    ),
+    "tied, delayed": ("fp8_delayed", True, "no", True, {}),
+    "bf16": ("mxfp8", False, "bf16", False, {}),
+}
+
+
+def _sharded(rank: int, world: int, folder: str) -> None:
+    take_fsdp_path_on_cpu()
+    for name, (recipe, is_tied, mixed_precision, converted_before, fsdp) in SHARDED.items():
+        skip = [] if is_tied else ["lm_head"]
+        of_rank_0 = "cpu_ram_efficient_loading" in fsdp
+
+        def prepared(seed: int):
+            accelerator = _accelerator(world, mixed_precision, fsdp)
+            model = llama(seed, tie_word_embeddings=is_tied)
+            optimizer, made = _adamw(model), RECIPES[recipe]()
+            if converted_before:
+                fq.convert(model, made, skip=skip)
+                return accelerator, *fq.integrations.accelerate.prepare(accelerator, model, optimizer)
+            return accelerator, *fq.integrations.accelerate.prepare(accelerator, model, optimizer, made, skip=skip)
+
+        accelerator, model, optimizer = prepared(seed=rank if of_rank_0 else 0)
+        reference = fq.convert(llama(tie_word_embeddings=is_tied), RECIPES[recipe](), skip=skip)
+        loop(shard_by_hand(reference, accelerator.state.fsdp_plugin.mixed_precision_policy), rank, world)
+        _train(accelerator, model, optimizer, rank, world, range(1))
+        accelerator.save_state(f"{folder}/{name}")
+        _train(accelerator, model, optimizer, rank, world, range(1, STEPS))
+        _assert_same(model, reference)
+
+        accelerator, model, optimizer = prepared(seed=5)
+        accelerator.load_state(f"{folder}/{name}")
+        _train(accelerator, model, optimizer, rank, world, range(1, STEPS))
+        _assert_same(model, reference)
+
+
+def test_accelerate_shards_and_resumes_as_a_loop(tmp_path: Path):
+    """If false, accelerate's optimizer steps parameters that the model does not have, other ranks' weights, or it resumes with
+    other scales."""
+    run_ranks(2, _sharded, str(tmp_path))
+
+
+def _with_adapters(rank: int, world: int) -> None:
+    """A base that is codes, whole on every rank, under LoRA that is sharded."""
+    peft = pytest.importorskip("peft")
+    take_fsdp_path_on_cpu()
+
+    def net() -> nn.Module:
+        torch.manual_seed(1)
+        model = fq.convert(llama(), fq.recipes.nvfp4(), skip=["lm_head"])
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+        fq.integrations.peft.freeze(model)
+        return model
+
+    model, reference = net(), net()
+    frozen = [m for m in converted_modules(model).values() if type(m.weight) is QuantizedTensor]
+    accelerator = _accelerator(world, fsdp=dict(ignored_modules=frozen))
+    model, optimizer = fq.integrations.accelerate.prepare(accelerator, model, _adamw(model))
+    _train(accelerator, model, optimizer, rank, world)
+    _train_by_hand(reference, rank, world)
+    got, wanted = (whole(m, lambda name, p: "lora_" in name) for m in (model, reference))
+    for name in wanted:
+        assert_same_bytes(got[name], wanted[name], name)
+
+
+def _train_by_hand(model: nn.Module, rank: int, world: int) -> None:
+    """`_train` with gradients that are averaged by hand, and a norm over whole gradients."""
+    optimizer, num_items = _adamw(model), torch.tensor(world * MICRO_BATCHES * BATCH * (TOKENS - 1))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    model.train()
+    for step in range(STEPS):
+        for i in range(MICRO_BATCHES):
+            fq.begin_step(step, micro_batch=i)
+            ids = batch(step * MICRO_BATCHES + i, rank, world)
+            (model(input_ids=ids, labels=ids, num_items_in_batch=num_items).loss * world).backward()
+        for p in trained:
+            dist.all_reduce(p.grad)
+            p.grad /= world
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_frozen_codes_train_under_accelerate():
+    """If false, accelerate shards or casts the codes of a frozen base."""
+    run_ranks(2, _with_adapters)
+
+
+def _replicated(rank: int, world: int, folder: str) -> None:
+    for mixed_precision in ("no", "bf16"):
+        accelerator, model = _accelerator(world, mixed_precision), llama()
+        optimizer = _adamw(model)
+        model, optimizer = fq.integrations.accelerate.prepare(
+            accelerator, model, optimizer, fq.recipes.fp8_delayed(), skip=["lm_head"]
+        )
+        reference = fq.convert(llama(), fq.recipes.fp8_delayed(), skip=["lm_head"])
+        if mixed_precision == "bf16":
+            reference.forward = torch.autocast("cpu", torch.bfloat16)(reference.forward)
+        _train_by_hand(reference, rank, world)
+        _train(accelerator, model, optimizer, rank, world, range(1))
+        accelerator.save_state(f"{folder}/{mixed_precision}")
+        _train(accelerator, model, optimizer, rank, world, range(1, STEPS))
+        _assert_same(model, reference)
+        accelerator.load_state(f"{folder}/{mixed_precision}")
+        _train(accelerator, model, optimizer, rank, world, range(1, STEPS))
+        _assert_same(model, reference)
+
+
+def test_accelerate_replicates_as_a_loop(tmp_path: Path):
+    """If false, DDP or autocast of accelerate change what a converted model multiplies, or histories are those of one rank."""
+    run_ranks(2, _replicated, str(tmp_path))
+
+
+def test_prepare_refuses_what_it_would_not_do():
+    """If false, a recipe or an option is dropped in silence."""
+    accelerator, model = _accelerator(1), nn.Sequential(nn.Linear(32, 32))
+    with pytest.raises(ValueError, match="give prepare the recipe"):
+        fq.integrations.accelerate.prepare(accelerator, model, _adamw(model))
+    converted = fq.convert(copy.deepcopy(model), fq.recipes.mxfp8())
+    with pytest.raises(ValueError, match="no nn.Linear"):
+        fq.integrations.accelerate.prepare(accelerator, converted, _adamw(converted), fq.recipes.mxfp8())
+
+
+_SCRIPT = """
+import torch
+import fsdp_quant as fq
+from accelerate import Accelerator
+from dist_tests.trainers import batch, llama, take_fsdp_path_on_cpu
+
+take_fsdp_path_on_cpu()
+accelerator, model = Accelerator(cpu=True), llama()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+model, optimizer = fq.integrations.accelerate.prepare(accelerator, model, optimizer, fq.recipes.mxfp8(), skip=["lm_head"])
+ids, losses = batch(0, accelerator.process_index, 2), []
+for step in range(3):
+    loss = model(input_ids=ids, labels=ids).loss
+    accelerator.backward(loss)
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(accelerator.reduce(loss.detach(), "mean").item())
+formats = set(fq.receipt().forward_gathers)
+accelerator.print(accelerator.is_fsdp2, accelerator.num_processes, losses[2] < losses[1] < losses[0], formats)
+accelerator.end_training()
+"""
+LAUNCH = [
+    "--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP",
+    "--fsdp_transformer_layer_cls_to_wrap", "LlamaDecoderLayer", "--fsdp_cpu_ram_efficient_loading", "false",
+    "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
+    "--main_process_port", "0",
+]
+
+
+def test_accelerate_launch_trains(tmp_path: Path):
+    """If false, a script that `accelerate launch` starts does not train converted layers under `fully_shard`."""
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    ran = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", *LAUNCH, str(script)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False,
+    )
+    assert "True 2 True {'mxfp8'}" in ran.stdout, f"{ran.stdout}\n{ran.stderr}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 
 import pytest
 import torch
@@ -23,9 +25,13 @@ RECIPES = {
 }
 
 
-def net(recipe: fq.Recipe) -> nn.Module:
+def plain_net() -> nn.Module:
     torch.manual_seed(0)
-    return fq.convert(nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32, bias=False)), recipe)
+    return nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32, bias=False))
+
+
+def net(recipe: fq.Recipe) -> nn.Module:
+    return fq.convert(plain_net(), recipe)
 
 
 def batch(seed: int) -> torch.Tensor:
@@ -56,6 +62,49 @@ def test_hold_quantizes_once_with_the_same_bits(name: str):
     assert all(count == 1 for count in counters.of("weight encode").values())
     model(batch(0))
     assert model[0]._weight_state.held is None
+
+
+def delayed_both_ways(role: fq.Role) -> fq.HybridQuantizer:
+    sides = [fq.Quantizer(fq.format_of("fp8_tensor", element=e), scaling=fq.DelayedScaling(4)) for e in ("e4m3", "e5m2")]
+    return fq.HybridQuantizer(*sides)
+
+
+@pytest.mark.parametrize("sharded", [(), ("0", "2"), ("",)])
+@pytest.mark.parametrize("is_part", [False, True])
+def test_delayed_scales_of_weights_follow_training_alone(sharded: tuple[str, ...], is_part: bool):
+    """If false, weights with delayed scales that generate first in a step, or are gathered before their step begins, are scaled
+    by a step that never was.
+
+    is_part:  of the model that was converted, which does not run itself, as a LightningModule does not.
+    """
+
+    def trained(sharded: tuple[str, ...], context, generates: bool) -> nn.Module:
+        model = plain_net()
+        whole = nn.ModuleDict({"part": model}) if is_part else model
+        fq.convert(whole, fq.CustomRecipe(delayed_both_ways))
+        for name in sharded:
+            fully_shard(model.get_submodule(name))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for step in range(3):
+            fq.begin_step(step)
+            with context(model):
+                if generates:
+                    with torch.no_grad():
+                        model.eval()(batch(9))
+                for micro in range(2):
+                    model.train()(batch(2 * step + micro)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    expected = dict(trained((), lambda model: contextlib.nullcontext(), False).named_parameters())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for context, generates in itertools.product((fq.hold, lambda model: contextlib.nullcontext()), (True, False)):
+            for name, value in trained(sharded, context, generates).named_parameters():
+                assert_same_bytes(value.full_tensor() if sharded else value, expected[name], name)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_hold_refuses_writes_and_misuse():

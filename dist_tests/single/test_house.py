@@ -187,6 +187,8 @@ def test_only_the_extension_module_loads_the_library(source: str):
     found = LOADS.search(SOURCES[source].read_text())
     if source == "ops/build.py":
         assert not found or "_CHECK" in SOURCES[source].read_text()  # in a process of its own
+    elif source == "integrations/__init__.py":
+        assert not re.search(r"load_library|\bCDLL\b", SOURCES[source].read_text())  # it imports tools by name
     elif source == "ops/extension.py":
         assert found, "fsdp_quant/ops/extension.py loads nothing, so the rule guards nothing"
     else:
@@ -203,14 +205,15 @@ def test_the_extension_module_needs_only_torch():
     assert not roots - sys.stdlib_module_names, "setup.py reads ops/build.py before torch is there"
 
 
-TRAINERS = {"megatron", "torchtitan", "accelerate", "transformers"}
+TRAINERS = {"megatron", "torchtitan", "accelerate", "transformers", "lightning", "peft", "trl"}
 
 
 def test_only_integrations_import_a_trainer():
     """Otherwise a trainer that is missing, or another version of it, breaks the library for everybody."""
     importers = {source for source in SOURCES for _, name in imports_of(source) if name.split(".")[0] in TRAINERS}
     assert importers and all(source.startswith("integrations/") for source in importers), importers
-    integrations = {source for source in SOURCES if source.startswith("integrations/")}
+    integrations = {source for source in SOURCES if source.startswith("integrations/")} - {"integrations/__init__.py"}
+    assert not own_imports("integrations/__init__.py")
     outside = {source for source in SOURCES if source not in integrations and own_imports(source) & integrations}
     assert not outside, f"{outside} would import a trainer with the library"
 

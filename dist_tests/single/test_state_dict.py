@@ -138,6 +138,29 @@ def test_products_that_the_guard_moved_stay_moved():
     assert (other[0].plan.moved, other[2].plan.moved) == ({"fprop": "exact"}, {})
 
 
+def test_a_model_that_has_run_goes_back_to_its_first_step():
+    """If false, a state that was saved after the first step, counted by hand, leaves that step's amaxes out of the scales."""
+    model = fq.convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), recipes.fp8_delayed())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def train(steps: range) -> list[torch.Tensor]:
+        for step in steps:
+            fq.begin_step(step)
+            model(values(32, 32) * 2**step).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    weights, state = train(range(1)), fq.state_dict(model)
+    expected = train(range(1, 3))
+    with torch.no_grad():
+        for p, saved in zip(model.parameters(), weights):
+            p.copy_(saved)
+    fq.load_state_dict(model, state)
+    for got, wanted in zip(train(range(1, 3)), expected):
+        assert_same_bytes(got, wanted)
+
+
 def test_a_state_dict_takes_no_part_in_training():
     """Otherwise saving records amaxes, keeps codes or counts work that no step did."""
     outcomes = []

@@ -1,1 +1,11 @@
-"""What trainers plug in; each module imports its trainer when it is imported itself."""
+"""What trainers plug in: `fq.integrations.<tool>` imports the tool at its first use, never with the library."""
+
+import importlib
+import pkgutil
+from types import ModuleType
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name not in {module.name for module in pkgutil.iter_modules(__path__)}:
+        raise AttributeError(f"fsdp_quant.integrations has no {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")

@@ -63,7 +63,7 @@ def convert(
     precision; it stays high precision under `fq.quantized_model_init` and `fq.freeze`. So does nn.MultiheadAttention, in which
     q, k and v of one tensor are one product; attention to other tensors multiplies parts of its packed weight in high precision.
     A layer whose weight is an nn.Embedding's too (a tied lm_head) stays as it is: `fq.plan` lists it with all else that is
-    multiplied in high precision.
+    multiplied in high precision. So do PEFT's adapters beside a `base_layer`: convert before or after `get_peft_model`.
     Works before and after `fully_shard` (while sharded). Subclasses of nn.Linear keep what they add, and stay instances of their
     class; those with another forward are left alone, but for Falcon's.
 
@@ -283,7 +283,7 @@ def _targets(model: nn.Module, skip: list[str], grouped: list[str]) -> dict[str,
     chosen, embeddings = _matched_packed(grouped, packed), ids_of_embeddings(model)
     found = {n for n, m in linears.items() if id(_weight_of(m)) not in embeddings}
     found |= {n for n, m in experts.items() if not are_sharded(m)}
-    skipped |= {n for n in inside if n.rpartition(".")[0] in skipped}
+    skipped |= {n for n in inside if n.rpartition(".")[0] in skipped} | _adapters(model)
     targets = {n: m for n, m in model.named_modules() if n in chosen or (n in found and n not in skipped)}
     if not targets:
         raise ValueError(_nothing_to_convert(model, len(skipped), len(linears.keys() - found - skipped)))
@@ -330,6 +330,14 @@ def _skipped(model: nn.Module, patterns: list[str], among: dict[str, nn.Module])
             warnings.warn(f"skip={pattern!r} matches no nn.Linear; the model has {_some(among)}", stacklevel=4)
         found |= names
     return found
+
+
+def _adapters(model: nn.Module) -> set[str]:
+    """Names of what stands beside a `base_layer`, as PEFT's adapters do: small factors of what trains."""
+    wrappers = [(f"{n}.".lstrip("."), m) for n, m in model.named_modules() if "base_layer" in m._modules]
+    return {
+        f"{prefix}{n}" for prefix, wrapper in wrappers for n, _ in wrapper.named_modules() if n.split(".")[0] != "base_layer"
+    }
 
 
 def ids_of_embeddings(model: nn.Module) -> set[int]:

@@ -1,4 +1,4 @@
-"""`hold` and `freeze`: codes of weights that outlive one forward, because a user asked for it."""
+"""`hold`, `freeze` and `unfreeze`: codes of weights that outlive one forward, because a user asked for it."""
 
 from __future__ import annotations
 
@@ -113,3 +113,19 @@ def _codes_of(layer: Linear, weight: Tensor, backward: bool) -> QuantizedTensor:
     wanted = [ROWWISE, *([COLUMNWISE] if backward and not plan.weight.is_derived else [])]
     codes = weight_storages(weight, wanted, plan, layer._weight_state, weight.dtype)
     return QuantizedTensor(codes[ROWWISE], codes.get(COLUMNWISE), shape=tuple(weight.shape))
+
+
+@torch.no_grad()
+def unfreeze(module: nn.Module) -> int:
+    """Turn the codes that `freeze` made into a high-precision weight of their rowwise values, which does not train; returns how many.
+
+    For what writes weights or needs their values: merging LoRA into its base, `save_pretrained`.
+
+    Raises ValueError for a module without frozen codes.
+    """
+    layers = [m for m in converted_modules(module).values() if type(m._parameters.get("weight")) is QuantizedTensor]
+    if not layers:
+        raise ValueError("fq.unfreeze found no weight that fq.freeze made")
+    for layer in layers:
+        layer.weight = nn.Parameter(layer.weight.dequantize(), requires_grad=False)
+    return len(layers)

@@ -201,8 +201,10 @@ def recorded_amaxes(hybrid: HybridQuantizer, amaxes: dict[Direction, Tensor], x:
 # The weight #
 
 def gathered_storage(weight: QuantizedTensor, direction: Direction, plan: GemmPlan, layout: str) -> Storage:
-    """The codes of a gathered weight, or of a quantized parameter, as a GEMM reads them."""
+    """The codes of a gathered or frozen weight, or of a quantized parameter, as a GEMM reads them."""
     storage = weight.rowwise if direction is ROWWISE else weight.columnwise
+    if storage is None and direction is COLUMNWISE and plan.weight.is_derived:  # frozen
+        return plan.weight.derive_columnwise(weight.storage_for(ROWWISE), plan.compute_dtype).in_layout(layout)
     if storage is not None and storage.fmt != plan.weight.side(direction).fmt:
         raise StaleWeightError(
             f"the gathered weight is {storage.fmt} {direction.value} and the plan multiplies "
@@ -237,7 +239,7 @@ def weight_storages(
     with torch.no_grad():
         return {
             d: held(
-                state, ("whole", d, dtype, layouts[d]), values,
+                state, ("whole", d, dtype, layouts[d], records and bool(plan.weight.delayed_directions)), values,
                 lambda d=d: storage_of(plan.weight, d, plan.compute_dtype, encode).in_layout(layouts[d]),
             ) for d in directions
         }

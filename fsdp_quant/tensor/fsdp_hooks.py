@@ -79,6 +79,8 @@ def _send(weight: FSDPHooks) -> GatheredWeight:
     recomputed = group.recomputed
     needed = {one: directions_needed(managed, one) for one in set(recomputed)}
     group.send(local, params, tuple(needed[one] for one in recomputed), managed.phase)
+    if managed.in_forward and managed.stays_unsharded_after_forward and any(m.leaves_amaxes_out for m in group.members):
+        managed.reshard_before_training()
     return first
 
 

@@ -182,7 +182,7 @@ class GatherPlan:
         else:
             made = [
                 held(
-                    self.members[asked[n][0]].state, ("shard", shard.direction, shard.piece.state.name), local[asked[n][0]],
+                    self.members[asked[n][0]].state, _held_key(shard), local[asked[n][0]],
                     lambda shard=shard: encode_shards([shard], device)[0],
                 ) for n, shard in zip(missing, shards)
             ]
@@ -206,6 +206,12 @@ class GatherPlan:
             relayout()
         for codes in self._unread:
             torch_compat.free_storage(codes)
+
+
+def _held_key(shard: Shard) -> tuple:
+    """What codes that `fq.hold` keeps follow from: those of an evaluation recorded no amax, so a training makes its own."""
+    state = shard.piece.state
+    return "shard", shard.direction, state.name, shard.records and bool(state.quantizer.delayed_directions)
 
 
 def _facts(member: GatheredWeight, chosen: Pass, shard: Tensor) -> tuple[tuple, tuple[Tensor | None, ...]]:

@@ -255,6 +255,11 @@ class GatheredWeight:
         """Amaxes are recorded in histories: in training."""
         return any(module.training for module, _ in self.managed.owners)
 
+    @property
+    def leaves_amaxes_out(self) -> bool:
+        """In evaluation, of delayed scales: a training forward records amaxes, and scales by what was recorded since."""
+        return not self.records and any(m.quantizer.delayed_directions for m in self.state.matrices)
+
     def pieces(self, values: Tensor) -> list[Piece]:
         """What this rank holds of each matrix of the weight."""
         return self.state.pieces(values, self.cuts, self.managed.rank)

@@ -180,6 +180,18 @@ class ManagedParam:
         """`reshard_after_forward=<int>`."""
         return self.group._use_post_forward_mesh
 
+    def reshard_before_training(self) -> None:
+        """Free what this forward leaves gathered, before the next forward of its FSDP module in training mode."""
+
+        @torch.compiler.disable
+        def reshard(module: nn.Module, args: tuple) -> None:
+            if module.training:
+                for handle in handles:
+                    handle.remove()
+                module.reshard()
+
+        handles = [module.register_forward_pre_hook(reshard, prepend=True) for module in self.group.modules]
+
     def gathered_together(self) -> tuple[list[FSDPParam], list[Tensor]]:
         """The parameters that are gathered together, in the order of their hooks, and their local tensors."""
         params = self.group.fsdp_params

@@ -1,0 +1,97 @@
+"""`Precision` for Lightning's Trainer, `FabricPrecision` for Fabric."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lightning.fabric import plugins as fabric
+from lightning.pytorch import plugins as trainer
+from torch import autocast, bfloat16, nn
+
+from ..context import begin_step
+from ..modules.convert import convert
+from ..modules.steps import converted_modules
+from ..recipe import PerLayer, Recipe, Schedule
+from .rank_states import gather_state, load_gathered_state
+
+
+class FabricPrecision(fabric.Precision):
+    """Train with `recipe`: `Fabric(plugins=[FabricPrecision(recipe)])`.
+
+    recipe:     of `fq.convert`, which `fabric.setup` calls before it shards. None: the model was converted before.
+    precision:  of everything else: "32-true", "bf16-true" or "bf16-mixed". Under `fully_shard`: "32-true", and its
+                `MixedPrecisionPolicy`.
+    convert_options:  `skip`, `grouped`, `fuse`, `recompute` of `fq.convert`.
+
+    `state_dict()` is `fq.state_dict` of all ranks: put it into what `fabric.save` is given, and give it to `load_state_dict`
+    after `fabric.load`, on every rank.
+
+    Raises ValueError for another `precision`, and where the recipe is given twice or never.
+    """
+
+    def __init__(
+        self, recipe: Recipe | PerLayer | Schedule | None = None, precision: str = "32-true", **convert_options
+    ):
+        if precision not in ("32-true", "bf16-true", "bf16-mixed"):
+            raise ValueError(f"precision must be 32-true, bf16-true or bf16-mixed, got {precision!r}")
+        self.recipe, self.precision, self.convert_options = recipe, precision, convert_options
+        self._rest = fabric.HalfPrecision("bf16-true") if precision == "bf16-true" else fabric.Precision()
+        self._model: Callable[[], nn.Module | None] = lambda: None  # a weak reference
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        module, before = self._rest.convert_module(module), self._model()
+        self._model = weakref.ref(module)
+        if module is before:  # the Trainer asks at each of fit, validate and test
+            return module
+        if (self.recipe is None) == (not converted_modules(module)):
+            raise ValueError(
+                "give the precision plugin the recipe of a plain model, or none where fq.convert(model, recipe) has converted it"
+            )
+        return module if self.recipe is None else convert(module, self.recipe, **self.convert_options)
+
+    def forward_context(self) -> contextlib.AbstractContextManager[None]:
+        if self.precision == "bf16-mixed":
+            return autocast(next(self._model().parameters()).device.type, bfloat16)
+        return self._rest.forward_context()
+
+    def tensor_init_context(self) -> contextlib.AbstractContextManager[None]:
+        return self._rest.tensor_init_context()
+
+    def module_init_context(self) -> contextlib.AbstractContextManager[None]:
+        return self._rest.module_init_context()
+
+    def convert_input(self, data: Any) -> Any:
+        return self._rest.convert_input(data)
+
+    def convert_output(self, data: Any) -> Any:
+        return self._rest.convert_output(data)
+
+    def state_dict(self) -> dict[str, Any]:
+        return gather_state(self._model())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        load_gathered_state(self._model(), state_dict)
+
+
+class Precision(trainer.Precision, FabricPrecision):
+    """`FabricPrecision` for the Trainer: `Trainer(plugins=[Precision(recipe)])`.
+
+    The model is converted after `configure_model`, which may have sharded it. Steps are the Trainer's optimizer steps, and its
+    checkpoints hold the state.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._step, self._micro_batch = -1, 0
+
+    @contextlib.contextmanager
+    def train_step_context(self) -> Iterator[None]:
+        step = self._model().trainer.global_step
+        self._micro_batch = self._micro_batch + 1 if step == self._step else 0
+        self._step = step
+        begin_step(step, micro_batch=self._micro_batch)
+        with self.forward_context():
+            yield

@@ -1,0 +1,52 @@
+"""PEFT: `freeze`, which makes a base of codes under LoRA and DoRA.
+
+Whether a model is converted before or after `get_peft_model`, the base is multiplied as codes and adapters in high precision.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.lora.variants import DoraLinearVariant
+from torch import Tensor, nn
+
+from ..modules import hold
+from ..tensor.quantized_tensor import QuantizedTensor
+
+
+class _Decoded:
+    """A LoRA layer whose base shows the values that its codes have, decoded when they are asked for."""
+
+    def __init__(self, layer: LoraLayer):
+        self._layer = layer
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._layer, name)
+
+    def get_base_layer(self) -> SimpleNamespace:
+        base = self._layer.get_base_layer()
+        return SimpleNamespace(weight=base.weight.dequantize(), bias=base.bias)
+
+
+class _DoraOverCodes(DoraLinearVariant):
+    """DoRA, whose norms need the values of the base."""
+
+    @staticmethod
+    def forward(module: LoraLayer, active_adapter: str, x: Tensor, result: Tensor, **kwargs) -> Tensor:
+        is_codes = isinstance(module.get_base_layer().weight, QuantizedTensor)
+        return DoraLinearVariant.forward(_Decoded(module) if is_codes else module, active_adapter, x, result, **kwargs)
+
+
+def freeze(model: nn.Module) -> int:
+    """`fq.freeze` of a model that has its adapters; with DoRA too, whose norms decode a layer's base in each forward.
+
+    Before `model.merge_and_unload()` call `fq.unfreeze(model)`. returns: how many weights are codes now.
+    """
+    count = hold.freeze(model)
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            for name, variant in layer.lora_variant.items():
+                if type(variant) is DoraLinearVariant:
+                    layer.lora_variant[name] = _DoraOverCodes()
+    return count
