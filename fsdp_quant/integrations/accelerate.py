@@ -9,6 +9,7 @@ from torch import nn
 from ..modules.convert import convert
 from ..modules.steps import converted_modules
 from ..recipe import PerLayer, Recipe, Schedule
+from ..tensor.quantized_tensor import addresses_are_names
 from .rank_states import gather_state, load_gathered_state
 
 
@@ -43,4 +44,5 @@ def prepare(
     elif convert_options or not converted_modules(model):
         raise ValueError("give prepare the recipe, or a model that fq.convert(model, recipe) has converted, and no options of it")
     accelerator.register_for_checkpointing(_State(model))
-    return accelerator.prepare(model, optimizer)
+    with addresses_are_names():  # accelerate finds parameters again by their addresses
+        return accelerator.prepare(model, optimizer)

@@ -10,6 +10,8 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -75,6 +77,19 @@ class Slots:
             return Slots(rowwise, rowwise.as_direction(COLUMNWISE), self.owner)
         columnwise = None if self.columnwise is None else fn(self.columnwise)
         return Slots(rowwise, columnwise, self.owner)
+
+
+_ADDRESSES_ARE_NAMES = contextvars.ContextVar("fsdp_quant_addresses_are_names", default=False)
+
+
+@contextlib.contextmanager
+def addresses_are_names() -> Iterator[None]:
+    """In this block `data_ptr()` of quantized tensors is the address of their codes: nobody reads or writes there."""
+    token = _ADDRESSES_ARE_NAMES.set(True)
+    try:
+        yield
+    finally:
+        _ADDRESSES_ARE_NAMES.reset(token)
 
 
 class QuantizedTensor(Tensor):
@@ -162,7 +177,12 @@ class QuantizedTensor(Tensor):
         raise StaleWeightError(f"nothing to decode: every storage of {self!r} was freed when FSDP resharded")
 
     def data_ptr(self) -> int:
-        """Raise ValueError: the memory holds codes, which whoever reads or writes an address of `dtype` values does not know."""
+        """Raise ValueError: the memory holds codes, which whoever reads or writes an address of `dtype` values does not know.
+
+        Return the address of the codes inside `addresses_are_names`, for who tells parameters apart by it.
+        """
+        if _ADDRESSES_ARE_NAMES.get():
+            return self._memory()[0].data_ptr()
         raise ValueError(
             f"{self!r} has no address of {self.dtype} values, because its memory holds codes and scales; use "
             ".rowwise.data.data_ptr() for the codes, dequantize() for values, and `is` to compare tensors"
