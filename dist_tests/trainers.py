@@ -47,11 +47,17 @@ def shard_by_hand(model: nn.Module, policy: MixedPrecisionPolicy | None = None) 
     return model
 
 
+def causal_loss(model: nn.Module, ids: Tensor, num_items: Tensor) -> Tensor:
+    return model(input_ids=ids, labels=ids, num_items_in_batch=num_items).loss
+
+
 def loop(
-    model: nn.Module, rank: int = 0, world: int = 1, scaler: torch.amp.GradScaler | None = None
+    model: nn.Module, rank: int = 0, world: int = 1, scaler: torch.amp.GradScaler | None = None,
+    loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor] = causal_loss,
 ) -> list[float]:
     """Train a converted causal model as transformers' Trainer does: mean loss over all tokens of a step, clipping, AdamW.
 
+    loss_of:  (model, tokens of a micro-batch, number of tokens of the step that have a loss) -> loss.
     returns: the loss of each step, of this rank alone.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
@@ -66,7 +72,7 @@ def loop(
             if isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(i == MICRO_BATCHES - 1)
             ids = batch(step * MICRO_BATCHES + i, rank, world)
-            loss = model(input_ids=ids, labels=ids, num_items_in_batch=num_items).loss * world
+            loss = loss_of(model, ids, num_items) * world
             scaler.scale(loss).backward()
             total += loss.detach()
         scaler.unscale_(optimizer)
