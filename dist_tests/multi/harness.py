@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 
 DEVICE = os.environ.get("FSDP_QUANT_TEST_DEVICE", "cpu")
 GRACE = 10.0  # seconds that ranks have to notice that another one failed; NCCL lets them wait for minutes
-on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="emulates a GPU on a CPU")
+on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="emulates a GPU on a CPU, or compares ranks with this process on a CPU")
 # What ranks would import one by one; torch._dynamo, by the first step of an optimizer, takes longer than most laws.
 _PRELOAD = [
     "numpy.random", "pytest", "torch._dynamo", "torch._inductor.pattern_matcher", "torch.distributed.checkpoint.state_dict",

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import fsdp_quant as fq
 from dist_tests import laws
-from dist_tests.multi.harness import DEVICE, run_ranks
+from dist_tests.multi.harness import DEVICE, on_cpu, run_ranks
 from fsdp_quant.serving import export as export_module
 from fsdp_quant.serving import writer
 
@@ -139,6 +139,7 @@ def _export(rank: int, world: int, folder: Path) -> None:
     fq.export(sharded(built("nvfp4")), folder / "plain", "dequantized", dtype=None)
 
 
+@on_cpu
 def test_sharded_exports_have_the_bytes_of_one_process(tmp_path):
     """If false, what is served depends on how many ranks trained it, or a rank holds more of the
     model than a weight.
@@ -189,6 +190,7 @@ def _export_parts(rank: int, world: int, folder: Path) -> None:
         )
 
 
+@on_cpu
 @pytest.mark.parametrize("world", [2, 4])
 def test_parts_of_tensor_parallelism_are_written_whole(world, tmp_path):
     """If false, a server loads a weight that is cut, also twice, or scales of one part."""

@@ -193,8 +193,8 @@ def _accumulation(rank: int, world: int) -> None:
             net = nn.Sequential(nn.Linear(nets.K, 48, bias=False), nn.Linear(48, 8, bias=False))
             with torch.no_grad():
                 for layer, seed in zip(net, (1, 2)):
-                    generator = torch.Generator().manual_seed(seed)
-                    layer.weight.copy_(torch.randint(-1, 2, layer.weight.shape, generator=generator))
+                    generator = torch.Generator("cpu").manual_seed(seed)
+                    layer.weight.copy_(torch.randint(-1, 2, layer.weight.shape, generator=generator, device="cpu"))
             fq.convert(net, recipe)
             for layer in net:
                 fully_shard(layer)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import fsdp_quant as fq
 from dist_tests.laws import assert_same_bytes, kept_step, values
 from dist_tests.multi import nets
-from dist_tests.multi.harness import run_ranks
+from dist_tests.multi.harness import on_cpu, run_ranks
 from fsdp_quant import recipes
 
 WORLD = 2
@@ -78,6 +78,7 @@ def _inspected(rank: int, world: int, recipe: fq.Recipe, folder: str):
     return looked[2], grads
 
 
+@on_cpu
 @pytest.mark.parametrize(
     "recipe",
     [recipes.fp8_delayed(length=3), recipes.nvfp4(), recipes.hybrid("fp8_block", "mxfp8")],
@@ -126,6 +127,7 @@ def _weights(rank: int, world: int, recipe: fq.Recipe) -> dict[str, float]:
         return log.latest[1]
 
 
+@on_cpu
 @pytest.mark.parametrize(
     "recipe", [recipes.fp8_current(), recipes.nvfp4(), recipes.fp8_block()], ids=str
 )
