@@ -58,12 +58,15 @@ def test_two_agents_train_and_save_with_copies_across_them(tmp_path):
     text = tmp_path / "text"
     text.write_text("to be or not to be, that is the question. " * 40)
     arguments = [*TINY, "--data", str(text), "--save", str(tmp_path / "run"), "--plot", str(tmp_path / "plot.png")]
-    where = {"NNODES": "2", "NPROC": each, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    agents = [script("multinode.sh", *arguments, **where) for _ in range(2)]
-    stopped = threading.Timer(240, lambda: [os.killpg(agent.pid, signal.SIGKILL) for agent in agents])  # with their workers
-    stopped.start()
-    outputs = [agent.communicate()[0] for agent in agents]
-    stopped.cancel()
+    for _ in range(2):  # once more where torchrun's agent lost its store, whose host may leave first
+        where = {"NNODES": "2", "NPROC": each, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        agents = [script("multinode.sh", *arguments, **where) for _ in range(2)]
+        stopped = threading.Timer(110, lambda agents=agents: [os.killpg(a.pid, signal.SIGKILL) for a in agents])  # with their workers
+        stopped.start()
+        outputs = [agent.communicate()[0] for agent in agents]
+        stopped.cancel()
+        if not any("DistNetworkError" in output for output in outputs):
+            break
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(outputs)
     assert sum(f"{2 * int(each)} x cpu, 2 copies" in output for output in outputs) == 1, "\n".join(outputs)
     facts = json.loads((tmp_path / "run" / "step_00000002" / "run.json").read_text())
