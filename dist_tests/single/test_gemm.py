@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import itertools
 import math
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dist_tests.laws import FORMAT_NAMES, OTHER, PAIRS, QUANTIZERS, assert_same_bytes, values
+import fsdp_quant
+from dist_tests.laws import (
+    CAPABILITIES, FORMAT_NAMES, OTHER, PAIRS, QUANTIZERS, assert_planned_as_taken, assert_same_bytes, values,
+)
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import COLUMNWISE, FORMATS, ROWWISE, Direction, format_of
 from fsdp_quant.gemm import StaleWeightError, gemm
-from fsdp_quant.ops import reference
+from fsdp_quant.ops import build, reference
 from fsdp_quant.ops.capability import DOMAINS, arch_of, arch_of_capability, gemm_domain, may_be_anchored, unsupported_reason
 from fsdp_quant.quantizer import Quantizer
 from fsdp_quant.storage import Storage
@@ -157,9 +162,15 @@ def test_tensor_cores_multiply_the_pairs_that_they_can():
                      ("fp8_row", "identity")],
         },
         "sm_100f": {
-            "native": [("fp8_tensor", "fp8_tensor"), ("mxfp8", "mxfp8"), ("mxfp8", "mxfp8_32x32"), ("nvfp4", "nvfp4_16x16")],
-            "bf16": [("fp8_row", "fp8_row"), ("mxfp8", "nvfp4"), ("fp8_1x128", "fp8_1x128")],
+            "native": [("fp8_tensor", "fp8_tensor"), ("mxfp8", "mxfp8"), ("mxfp8", "mxfp8_32x32"), ("nvfp4", "nvfp4_16x16"),
+                       ("fp8_1x128", "fp8_1x128"), ("fp8_1x128", "fp8_128x128"), ("mxfp8", "fp8_1x128")],
+            "bf16": [("fp8_row", "fp8_row"), ("mxfp8", "nvfp4"), ("fp8_1x128", "fp8_tensor")],
         },
+        "sm_89": {
+            "native": [("fp8_tensor", "fp8_tensor")],
+            "bf16": [("fp8_row", "fp8_row"), ("mxfp8", "mxfp8"), ("fp8_1x128", "fp8_128x128"), ("nvfp4", "nvfp4")],
+        },
+        "sm_80": {"bf16": [("fp8_tensor", "fp8_tensor"), ("fp8_row", "fp8_row"), ("mxfp8", "mxfp8"), ("fp8_1x128", "fp8_128x128")]},
     }
     for arch, domains in cases.items():
         for want, pairs in domains.items():
@@ -169,6 +180,8 @@ def test_tensor_cores_multiply_the_pairs_that_they_can():
                     assert gemm_domain(*formats, torch.bfloat16, arch, compiled=True)[0] == want, (arch, a, b)
                     exact = gemm_domain(*formats, torch.bfloat16, arch, exact=True, compiled=True)[0]
                     assert exact == ("bf16" if want == "anchored" else want), (arch, a, b)
+    of_any_scale = format_of("fp8_1x128", pow2=False)
+    assert gemm_domain(of_any_scale, of_any_scale, torch.bfloat16, "sm_100f", compiled=True)[0] == "reference"
     e5m2 = format_of("fp8_tensor", element="e5m2")
     assert gemm_domain(e5m2, FORMATS["fp8_tensor"], torch.bfloat16, "sm_90a", compiled=True)[0] == "native"
     assert gemm_domain(e5m2, e5m2, torch.bfloat16, "sm_90a", compiled=True)[0] == "bf16"
@@ -178,7 +191,8 @@ def test_tensor_cores_multiply_the_pairs_that_they_can():
 
 def test_every_gpu_of_a_family_is_planned_alike():
     """If false, a B300 or an RTX 5090 trains in pure Python while its neighbour multiplies codes."""
-    rows = {(8, 0): "sm_80", (8, 9): "sm_89", (9, 0): "sm_90a", (10, 0): "sm_100f", (10, 3): "sm_100f", (12, 0): "sm_120f", (12, 1): "sm_120f"}
+    rows = {(8, 0): "sm_80", (8, 6): "sm_80", (8, 9): "sm_89", (9, 0): "sm_90a", (10, 0): "sm_100f", (10, 3): "sm_100f", (12, 0): "sm_120f", (12, 1): "sm_120f",
+            (11, 0): "sm_110"}
     assert {c: arch_of_capability(c) for c in rows} == rows
     for arch in ("sm_100f", "sm_120f"):
         for fmt in ("mxfp8", "nvfp4", "fp8_tensor"):
@@ -186,7 +200,30 @@ def test_every_gpu_of_a_family_is_planned_alike():
     assert gemm_domain(FORMATS["mxfp8"], FORMATS["mxfp8"], torch.bfloat16, "sm_89", compiled=True)[0] == "bf16"
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100f"])
+def test_products_are_planned_where_cpp_takes_them(tmp_path: Path):
+    """If false, a product is planned that the first step refuses, or the tensor cores of a GPU idle. csrc/gemm/takes.h is what
+    operators ask."""
+    if not build.cxx():
+        pytest.skip("there is no C++ compiler")
+    source, binary = tmp_path / "takes.cpp", tmp_path / "takes"
+    source.write_text(
+        '#include <iostream>\n#include "gemm/takes.h"\nusing namespace fsdp_quant;\n'
+        "CodeKind of(int kind) { return {static_cast<Element>(kind & 7), static_cast<Scaling>(kind >> 3)}; }\n"
+        "int main() { for (int a, b, c; std::cin >> a >> b >> c;)\n"
+        "  std::cout << (takes_pair(of(a), of(b)) && takes_scales(of(a), of(b), c)); }\n"
+    )
+    csrc = Path(fsdp_quant.__file__).parent.parent / "csrc"
+    subprocess.run([*build.cxx(), "-std=c++17", f"-I{csrc}", str(source), "-o", str(binary)], check=True)
+    kinds = range(64)
+    asked = [(a, b, 10 * major + minor) for a in kinds for b in kinds for major, minor in CAPABILITIES]
+    text = "\n".join(" ".join(map(str, one)) for one in asked)
+    said = subprocess.run([str(binary)], input=text, capture_output=True, text=True, check=True).stdout
+    taken = dict(zip(asked, (c == "1" for c in said)))
+    assert len(taken) == len(said) and any(taken.values())
+    assert_planned_as_taken(lambda a, b, major, minor: taken[a, b, 10 * major + minor])
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100f"])
 def test_formats_that_no_kernel_encodes_are_planned_without_one(arch: str):
     """If false, `require_native` accepts a product that dies of its shapes in step 1."""
     fmts = [q.fmt for q in (QUANTIZERS | OTHER).values() if q.fmt.is_quantized]

@@ -328,7 +328,7 @@ class GemmPlan:
         rounded = any(self.hybrid(s).side(d).is_stochastic for s, d in (product.a, product.b))
         if rung in (ANCHORED_512, ANCHORED_128) and (dtype is not torch.bfloat16 or rounded):
             rung = ANCHORED  # those of runs are made of bf16 values, rounded to nearest; those of lines of codes that are there
-        return operand_layout(*pair, domain, rung if rung in ANCHORS else ANCHORED)
+        return operand_layout(*pair, domain, arch, rung if rung in ANCHORS else ANCHORED)
 
 
 def _counted(is_rescaled: bool, fmt: Format) -> int:
