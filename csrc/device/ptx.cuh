@@ -63,6 +63,41 @@ __device__ __forceinline__ __half2 cvt_f16x2_e4m3x2(uint32_t codes) { return hal
 __device__ __forceinline__ __half2 cvt_f16x2_e5m2x2(uint32_t codes) { return halves_of_fp8<2>(codes); }
 #endif
 
+// Casts that code for an architecture ("a") or a family ("f") of Blackwell has. -DFSDP_QUANT_SOFTWARE_CASTS does without:
+// `python -m fsdp_quant selftest` compares them with the definition, first of all.
+#if defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && !defined(FSDP_QUANT_SOFTWARE_CASTS)
+#if __CUDA_ARCH_FAMILY_SPECIFIC__ >= 1000
+#define FSDP_QUANT_HARDWARE_CASTS
+#endif
+#endif
+
+#ifdef FSDP_QUANT_HARDWARE_CASTS
+constexpr bool kHardwareCasts = true;
+
+// Eight fp32 values as 4-bit elements, saturating, to nearest even; the first in the lowest bits. NaN gives +6.
+__device__ __forceinline__ uint32_t cvt_e2m1x8(const float (&v)[8]) {
+  uint32_t r;
+  asm("{\n.reg .b8 b0, b1, b2, b3;\n"
+      "cvt.rn.satfinite.e2m1x2.f32 b0, %2, %1;\ncvt.rn.satfinite.e2m1x2.f32 b1, %4, %3;\n"
+      "cvt.rn.satfinite.e2m1x2.f32 b2, %6, %5;\ncvt.rn.satfinite.e2m1x2.f32 b3, %8, %7;\n"
+      "mov.b32 %0, {b0, b1, b2, b3};\n}"
+      : "=r"(r)
+      : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]));
+  return r;
+}
+
+// Biased exponent of a v that is not negative, rounded up; infinity gives 0xFE, NaN 0xFF.
+__device__ __forceinline__ uint32_t cvt_ue8m0(float v) {
+  uint16_t r;
+  asm("cvt.rp.satfinite.ue8m0x2.f32 %0, %1, %2;" : "=h"(r) : "f"(0.0f), "f"(v));
+  return r & 0xFF;
+}
+#else
+constexpr bool kHardwareCasts = false;
+__device__ uint32_t cvt_e2m1x8(const float (&v)[8]);  // not there, and not called
+__device__ uint32_t cvt_ue8m0(float v);
+#endif
+
 // Within 2^-22 of 2^x, and within 2^-23 of 1 / x: relative; subnormal results are 0.
 __device__ __forceinline__ float exp2_approx(float x) {
   float r;
