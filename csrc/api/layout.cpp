@@ -309,7 +309,7 @@ void relayout_group(
     launch.count = 0, launch.tiles = 0;
   };
   for (size_t i = 0; i < n; ++i) {
-    TORCH_CHECK_VALUE(kind[i] >= 0 && kind[i] <= 5, "kind is ", kind[i], "; wanted 0 to 5");
+    TORCH_CHECK_VALUE(kind[i] >= 0 && kind[i] <= 3, "kind is ", kind[i], "; wanted 0 to 3");
     if (rows[i] * cols[i] == 0) continue;
     if (launch.count == kRelayoutCapacity) flush();
     RelayoutItem& item = launch.items[launch.count++] =

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import fsdp_quant
-from dist_tests.laws import (
-    CAPABILITIES, FORMAT_NAMES, OTHER, PAIRS, QUANTIZERS, assert_planned_as_taken, assert_same_bytes, values,
-)
+from dist_tests.laws import FORMAT_NAMES, OTHER, PAIRS, QUANTIZERS, assert_same_bytes, values
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import COLUMNWISE, FORMATS, ROWWISE, Direction, format_of
 from fsdp_quant.gemm import StaleWeightError, gemm
-from fsdp_quant.ops import build, reference
+from fsdp_quant.ops import reference
 from fsdp_quant.ops.capability import DOMAINS, arch_of, arch_of_capability, gemm_domain, may_be_anchored, unsupported_reason
 from fsdp_quant.quantizer import Quantizer
 from fsdp_quant.storage import Storage
@@ -198,29 +193,6 @@ def test_every_gpu_of_a_family_is_planned_alike():
         for fmt in ("mxfp8", "nvfp4", "fp8_tensor"):
             assert gemm_domain(FORMATS[fmt], FORMATS[fmt], torch.bfloat16, arch, compiled=True)[0] == "native", (arch, fmt)
     assert gemm_domain(FORMATS["mxfp8"], FORMATS["mxfp8"], torch.bfloat16, "sm_89", compiled=True)[0] == "bf16"
-
-
-def test_products_are_planned_where_cpp_takes_them(tmp_path: Path):
-    """If false, a product is planned that the first step refuses, or the tensor cores of a GPU idle. csrc/gemm/takes.h is what
-    operators ask."""
-    if not build.cxx():
-        pytest.skip("there is no C++ compiler")
-    source, binary = tmp_path / "takes.cpp", tmp_path / "takes"
-    source.write_text(
-        '#include <iostream>\n#include "gemm/takes.h"\nusing namespace fsdp_quant;\n'
-        "CodeKind of(int kind) { return {static_cast<Element>(kind & 7), static_cast<Scaling>(kind >> 3)}; }\n"
-        "int main() { for (int a, b, c; std::cin >> a >> b >> c;)\n"
-        "  std::cout << (takes_pair(of(a), of(b)) && takes_scales(of(a), of(b), c)); }\n"
-    )
-    csrc = Path(fsdp_quant.__file__).parent.parent / "csrc"
-    subprocess.run([*build.cxx(), "-std=c++17", f"-I{csrc}", str(source), "-o", str(binary)], check=True)
-    kinds = range(64)
-    asked = [(a, b, 10 * major + minor) for a in kinds for b in kinds for major, minor in CAPABILITIES]
-    text = "\n".join(" ".join(map(str, one)) for one in asked)
-    said = subprocess.run([str(binary)], input=text, capture_output=True, text=True, check=True).stdout
-    taken = dict(zip(asked, (c == "1" for c in said)))
-    assert len(taken) == len(said) and any(taken.values())
-    assert_planned_as_taken(lambda a, b, major, minor: taken[a, b, 10 * major + minor])
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100f"])
