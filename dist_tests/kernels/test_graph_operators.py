@@ -18,6 +18,8 @@ from dist_tests import laws
 from dist_tests.single import hopper
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction
 from fsdp_quant.ops import extension, native
+from fsdp_quant.ops.capability import spreads
+from fsdp_quant.ops.layout import SPREAD_BLOCKS
 from fsdp_quant.quantizer import Quantizer
 
 pytestmark = pytest.mark.skipif(not extension.is_loaded(), reason="needs the compiled operators")
@@ -75,12 +77,13 @@ def test_operators_that_write_through_tables_are_not_compliant():
 @pytest.mark.parametrize("name", list(QUANTIZERS))
 def test_shapes_are_those_that_formats_state(name: str):
     """If false, the C++ that allocates, formats.py and the emulated GPU mean different buffers."""
-    emulated = hopper.Operators()
+    emulators = {"sm_90a": hopper.Operators(), "sm_100f": hopper.Operators("sm_100f")}
     options = itertools.product(
-        Direction, (False, True), (native.COMPACT, native.HOPPER), SHAPES, (0, 33)
+        Direction, (False, True), (native.COMPACT, native.HOPPER, native.BLACKWELL), SHAPES, (0, 33)
     )
     for d, transposed, scale_layout, shape, row0 in options:
         e = QUANTIZERS[name].encoding(d)
+        emulated = emulators["sm_100f" if scale_layout == native.BLACKWELL else "sm_90a"]
         if transposed and d is ROWWISE:
             continue
         packed = native.pack_encoding(e, transposed, scale_layout)
@@ -127,7 +130,8 @@ def test_blackwell_scales_fill_tiles(name: str):
             padded = e.fmt.padded_shape(shape, d)
             lines, length = padded[::-1] if d is COLUMNWISE else padded
             blocks = -(-length // e.fmt.block[1])
-            assert of.scale == (-(-lines // 128) * 128 * (-(-blocks // 4) * 4),)
+            blocks = SPREAD_BLOCKS * blocks if spreads(e.fmt) else -(-blocks // 4) * 4
+            assert of.scale == (-(-lines // 128) * 128 * blocks,)
 
 
 def test_products_are_planned_where_operators_take_them():
