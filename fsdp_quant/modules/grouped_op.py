@@ -14,6 +14,7 @@ codes are decoded, to values that lie along the contraction; each group's tensor
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ from ..ops.native import Operand, TokenGroups
 from ..storage import BUFFERS, Storage, has_tensor_amax, laid_out
 from ..tensor import code_check, torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
-from ..tensor.weight_state import WeightState, values_of
+from ..tensor.weight_state import WeightState, held, values_of
 from .linear_op import (
     LinearCall, codes_of_transposed, gathered_storage, given_storage, lies_transposed, refuse_codes, refuse_second_derivative,
     weight_storages,
@@ -115,7 +116,7 @@ class ExpertWeights(NamedTuple):
         ones, else made here of the values."""
         first = self.tensors[0]
         if first.dim() == 3 and not self.are_gathered and self._is_one_call(plan):
-            return _of_packed(values_of(first).detach(), self.states, list(directions), plan, dtype, self.records)
+            return self._packed(directions, plan, dtype)
         if first.dim() == 3 and self.are_gathered:
             return {d: _of_gathered(first, d, plan, dtype) for d in directions}
         parts = first.unbind() if first.dim() == 3 else self.tensors
@@ -123,10 +124,18 @@ class ExpertWeights(NamedTuple):
         return {d: _stacked_operand([storages[d] for storages in of]) for d in directions}
 
     def _is_one_call(self, plan: GemmPlan) -> bool:
-        """One call quantizes all matrices: two-level codes are made of bf16, and what `fq.hold` keeps is kept per matrix."""
+        """One call quantizes all matrices: two-level codes are made of bf16."""
         two_level = any(plan.operand("weight", d).tensor_scale for d in Direction)
-        seen = plan.compute_dtype or self.tensors[0].dtype
-        return (seen is torch.bfloat16 or not two_level) and all(state.held is None for state in self.states)
+        return not two_level or (plan.compute_dtype or self.tensors[0].dtype) is torch.bfloat16
+
+    def _packed(
+        self, directions: Sequence[Direction], plan: GemmPlan, dtype: torch.dtype
+    ) -> dict[Direction, Operand | _Codes]:
+        """Of [E, N, K] that no one shards, or those that `fq.hold` keeps."""
+        values, key = values_of(self.tensors[0]).detach(), (plan.key, dtype, self.records)
+        state = next(iter(self.states), None)  # a graph gives none, and nothing is held in it
+        made = functools.cache(lambda: _of_packed(values, self.states, list(directions), plan, dtype, self.records))
+        return {d: held(state, ("experts", d, *key), values, lambda d=d: made()[d]) for d in directions}
 
 
 def _stacked_operand(storages: Sequence[Storage]) -> Operand | _Codes:
