@@ -1070,7 +1070,7 @@ def sums_in_units(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Ten
     return total * unit
 
 
-def _schemas() -> dict[str, str]:
+def operator_schemas() -> dict[str, str]:
     """The operators as csrc declares them, by name."""
     text = "".join(path.read_text() for path in sorted((Path(__file__).parents[2] / "csrc").glob("*/*.cpp")))
     declared = re.findall(r'm\.def\(\s*((?:"[^"]*"\s*)+)', text)
@@ -1085,7 +1085,7 @@ _library = torch.library.Library("fsdp_quant_emulated", "DEF")
 @functools.cache
 def _registered(name: str) -> Callable:
     """An operator of the emulation that torch knows, with the schema of csrc: what graphs hold."""
-    schema = _schemas()[name]
+    schema = operator_schemas()[name]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     packet, _, overload = name.partition(".")
     arguments = torch._C.parse_schema(f"fsdp_quant_emulated::{schema}").arguments
