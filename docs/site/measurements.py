@@ -64,7 +64,7 @@ def page() -> str:
             facts = [f"Command: `{m['command']}`", f"Device: {m['device']}"]
             facts += [f"Software: {m['software']}"] if "software" in m else []
             facts += [f"Shape: {m['shape']}", f"Recorded: {m['date']}"]
-            parts.append(f"### {m['title']} {{#{name}}}\n")
+            parts.append(f'<a id="{name}"></a>\n\n### {m["title"]}\n')
             parts.append("\n".join(f"- {fact}" for fact in facts) + "\n")
             parts.append(table(m) + "\n")
             if m["notes"]:
