@@ -58,7 +58,11 @@ def value_class(cls: type) -> type:
 
 
 class Direction(enum.Enum):
-    """Which axis of a [rows, cols] tensor the GEMM contracts: cols (ROWWISE) or rows (COLUMNWISE)."""
+    """Which axis of a [rows, cols] tensor the GEMM contracts: cols (ROWWISE) or rows (COLUMNWISE).
+
+    >>> fq.format_of("mxfp8").scale_shape((64, 96), fq.COLUMNWISE)
+    (2, 96)
+    """
 
     ROWWISE = "rowwise"
     COLUMNWISE = "columnwise"
@@ -153,6 +157,9 @@ class Format:
     scale_rule:      e4m3 only: "nearest" e4m3, or "fp8_exact": a power of two times 1, 1.25 or 1.5, so that
                      an e2m1 element times its scale is an e4m3 number (`FP8_EXACT_SCALES`).
     rotated:         the values were turned by a 16-wide random Hadamard matrix along the contraction.
+
+    >>> fq.Format("mxfp8_1x64", fq.format_of("mxfp8").element, (1, 64), "e8m0").block
+    (1, 64)
     """
 
     name: str
@@ -356,6 +363,11 @@ def format_of(name: str | Format, **changes) -> Format:
     """The format of that name, with fields changed (`element="e5m2"`, `pow2=True`, ...).
 
     Raises ValueError with the list of known names.
+
+    >>> fq.format_of("fp8_1x128", pow2=False).pow2
+    False
+    >>> list(fq.FORMATS)[:3]
+    ['identity', 'fp8_tensor', 'fp8_row']
     """
     fmt = name if isinstance(name, Format) else FORMATS.get(ALIASES.get(name, name)) if isinstance(name, str) else None
     if fmt is None:
