@@ -110,4 +110,5 @@ def test_the_version_is_one():
     """If false, pip and fsdp_quant.__version__ tell different versions."""
     code = "import setuptools.config.pyprojecttoml as p; print(p.read_configuration('pyproject.toml')['project']['version'])"
     said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.split()
-    assert said[-1:] == [fq.__version__]
+    cited = re.search(r"^version: (.+)$", (DOCS / "CITATION.cff").read_text(), re.M)
+    assert said[-1:] == [fq.__version__] == [cited[1]]
