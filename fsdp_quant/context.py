@@ -326,6 +326,8 @@ class TrainingSteps:
         is_open.fill_(1)
         self.open = self.ahead = STEP.ahead = True
 
+    # The step's own tensor serves all models of the process, so it is no count: the graph of a
+    # model that is compiled as a whole shows the step to all layers and adds one.
     def counts_on(self, device: torch.device) -> Tensor:
         """int64 [2], `next` and `open` as graphs read and write them; made before a trace, which would hold their values."""
         if device not in self._counts:

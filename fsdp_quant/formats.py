@@ -137,6 +137,10 @@ ROTATION_BLOCK = 16
 # How e4m3 scales of e2m1 blocks follow from their target, the scale that takes the block's amax to 6.
 # fp8_exact: from a significand of the target (in [1, 2)) that reaches the first number on, the second times its power of two.
 # The largest is 1.5 * 2^8. The bounds minimize the mean square error of gaussian, Laplace, t3 and silu(a) * b blocks.
+# Choosing each scale among three by its block's mean square error took the noise of gaussian
+# vectors from .101 to .091 and of silu(a) * b from .104 to .097, and changed nothing in training
+# (`bench.learning`, gaps of two seeds .0393, .0365; by the amax .0391, .0393). So the amax alone
+# decides: one rule for activations, shards, pieces and blocks that a cut divides.
 SCALE_RULES = ("nearest", "fp8_exact")
 FP8_EXACT_SCALES = ((1.0, 1.0), (1.15, 1.25), (1.4, 1.5), (1.8, 2.0))
 FP8_EXACT_LARGEST = 384.0
