@@ -19,6 +19,9 @@ The three products of y = x W^T read six storages; a recipe names the quantizer 
     hybrid(F, B)     F / B            F / B                  B / B
 
 SR is stochastic rounding, RHT the random Hadamard transform of both operands of wgrad, where it cancels.
+
+>>> fq.recipes.hybrid("mxfp8", "nvfp4").hybrid(fq.Role("linear", "weight"))
+mxfp8 / nvfp4
 """
 
 from __future__ import annotations
@@ -61,6 +64,9 @@ class Role:
                   slots it has: `fq.Linear` and experts the first three, and the other two of a recipe with boundary_slots=True;
                   `fq.Quantize` the other two.
     name:         the module's qualified name.
+
+    >>> fq.Role("linear", "weight", "layers.0.up").name
+    'layers.0.up'
     """
 
     module_type: str
@@ -93,6 +99,11 @@ class Recipe:
     tail:                 share of the converted layers, the last ones, that stay in identity.
     boundary_slots:       linear layers ask for "output" and "grad_input" too, and hand on decoded values.
     key:                  a text that stands for the recipe while a graph is traced (`recipe_of`).
+
+    >>> fq.recipes.mxfp8() == fq.recipes.mxfp8(accuracy="fast")
+    True
+    >>> fq.recipes.nvfp4(tail=0.15, scale_rule="fp8_exact").tail
+    0.15
     """
 
     name: str
@@ -487,7 +498,12 @@ def hybrid(forward: str, backward: str, scale_rule: str | None = None, **options
 
 
 def custom(qfactory: Callable, **options) -> Recipe:
-    """A recipe of your own: qfactory(role) -> Format | Quantizer | HybridQuantizer (a module-level function)."""
+    """A recipe of your own: qfactory(role) -> Format | Quantizer | HybridQuantizer (a module-level function).
+
+    >>> def factory(role):
+    ...     return "mxfp8" if role.tensor_type == "weight" else "fp8_tensor"
+    >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), fq.CustomRecipe(factory))
+    """
     name = getattr(qfactory, "__qualname__", "custom")
     return Recipe(name, qfactory, **options)
 

@@ -6,6 +6,12 @@
 // other warp reads. Rowwise lane l takes the runs of 16 columns from 16 (l % 8) of the four rows from 4 (l / 8);
 // columnwise it takes the runs of 16 rows of the four columns from 4 l. A side that is an operand (ScaleLayout::kOperand) has
 // e4m3 codes: bytes permuted out of a table of the 8 magnitudes under each scale.
+//
+// Of the copy rate, 8192 x 8192: rows and square blocks .71 and .74, where the general kernel was
+// at .68 and .48 (H200). Operands: one permute per four codes, signs by a permute that repeats sign
+// bits; rows with stochastic rounding and rotated columns, both directions, .59 where compact codes
+// are at .49, square blocks .89 (H100). Long straight code starves on instruction fetch, hence one
+// short loop.
 #pragma once
 
 #include "quantize/quantize_kernel.cuh"

@@ -145,6 +145,8 @@ def _stacked_operand(storages: Sequence[Storage]) -> Operand | _Codes:
     return Operand(stacked([s.data for s in storages]), scale, storages[0].operand_format)
 
 
+# Two-level codes are decoded K-major and multiplied by our own kernel (`Grain::kValues`):
+# torch._grouped_mm writes bf16 alone, so a tensor's scale applied to its result would round twice.
 def _values(operand: Operand | _Codes) -> Operand:
     """What a grouped GEMM reads: two-level codes are decoded to values, with the tensors' decode scales [E]."""
     return operand if isinstance(operand, Operand) else operand.values()
@@ -498,6 +500,8 @@ def wrong_splits() -> Tensor:
     return _WRONG[0][0]
 
 
+# Wrong splits are reported in pinned memory: a copied flag and its event were calls in every
+# forward.
 def told_wrong() -> tuple[int, int] | None:
     """(tag, rows) of a call whose splits a device has found wrong, once."""
     said = _WRONG[0][1].value if _WRONG else 0

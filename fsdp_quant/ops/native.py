@@ -1000,6 +1000,7 @@ def _sides(row: int, col: int):
     return [(side, bool(d)) for d, side in enumerate((row, col)) if side]
 
 
+# The dispatcher leaves out arguments that equal their default: fakes take fewer.
 def _fake_quantize(x, row, col, row_eps, col_eps, row0, through_bf16, *known):
     made = []
     for side, columnwise in _sides(row, col):
@@ -1091,6 +1092,9 @@ def _flops(a: Sequence[int], b: Sequence[int], kind: int = 0) -> int:
     return 2 * a[0] * prod(b) * (2 if kind & 7 == ELEMENTS["e2m1"] else 1)
 
 
+# Under `activation_memory_budget` partitioners recompute operators of libraries too, by these
+# counts, where they are told to include them: a gathered weight's GEMM may run again, so the
+# backward then gathers both directions.
 FLOPS = {
     "gemm": lambda a, b, a_scale, b_scale, kind, *rest, **options: _flops(a, b, kind),
     "gemm_out": lambda out, a, b, a_scale, b_scale, kind, *rest, **options: _flops(a, b, kind),
