@@ -394,6 +394,11 @@ def anchored_format(fmt: Format, run: int | None, whole: bool = False) -> Format
     return Format(f"{fmt.name} anchored", fmt.element, (None if whole else 1, run), "fp32", pow2=True)
 
 
+def spread_format(fmt: Format) -> Format:
+    """What codes of `fmt` mean once each scale of 128 elements, a power of two, is written as four e8m0 scales of 32."""
+    return Format(f"{fmt.name} spread", fmt.element, (1, 32), "e8m0")
+
+
 @dataclass(frozen=True)
 class Family:
     """Formats that a recipe uses under one name.

@@ -211,7 +211,8 @@ Sizes sizes_of(Relayout kind, int64_t rows, int64_t cols, int64_t outer) {
     case Relayout::kTransposeNibbles:
       return {rows * ceil_div(cols, 2), cols * ceil_div(rows, 2)};
     default:
-      return {rows * cols, ceil_div(outer, 128) * ceil_div(kind == Relayout::kSwizzle ? cols : rows, 4) * 512};
+      const int64_t blocks = is_by_column(kind) ? rows : cols;
+      return {rows * cols * (is_spread(kind) ? 4 : 1), ceil_div(outer, 128) * (is_spread(kind) ? blocks : ceil_div(blocks, 4)) * 512};
   }
 }
 
@@ -220,27 +221,27 @@ RelayoutItem item_of(
     int64_t outer_block) {
   check_cuda(source, "source");
   const Sizes sizes = sizes_of(kind, rows, cols, outer);
-  check_buffer(source, "source", source, at::kByte, sizes.source);
+  check_buffer(source, "source", source, is_spread(kind) ? at::kFloat : at::kByte, is_spread(kind) ? rows * cols : sizes.source);
   check_buffer(out, "out", source, at::kByte, sizes.out);
-  const bool swizzles = kind >= Relayout::kSwizzle;
-  const int64_t lines = kind == Relayout::kSwizzle ? rows : cols;
+  const bool swizzles = is_swizzle(kind);
+  const int64_t lines = is_by_column(kind) ? cols : rows;
   TORCH_CHECK_VALUE(!swizzles || (outer_block > 0 && ceil_div(outer, outer_block) == lines), "scales of ", lines,
                     " lines, ", outer_block, " operand rows each, do not make ", outer, " rows");
   RelayoutItem m = {};
-  m.source = source.const_data_ptr<uint8_t>(), m.out = out.mutable_data_ptr<uint8_t>();
+  m.source = static_cast<const uint8_t*>(source.const_data_ptr()), m.out = out.mutable_data_ptr<uint8_t>();
   m.rows = rows, m.cols = cols, m.kind = kind;
   m.outer = outer, m.outer_block = static_cast<int32_t>(outer_block);
   const int64_t per = kind == Relayout::kTransposeNibbles ? 2 : 1;
   m.vector_load = is_aligned(m.source, 8) && ceil_div(cols, per) % (8 / per) == 0;
   m.vector_store = is_aligned(m.out, 16) && ceil_div(rows, per) % 16 == 0;
   const int64_t tile_rows = swizzles ? ceil_div(outer, kTile) : ceil_div(rows, kTile);
-  m.tile_cols = static_cast<int32_t>(ceil_div(kind == Relayout::kSwizzleTransposed ? rows : cols, kTile));
+  m.tile_cols = static_cast<int32_t>(ceil_div(is_by_column(kind) ? rows : cols, kTile));
   TORCH_CHECK_VALUE(tile_rows > 0 && m.tile_cols > 0, "nothing to relayout: [", rows, ", ", cols, "]");
   return m;
 }
 
 int64_t tiles_of(const RelayoutItem& m) {
-  const int64_t rows = m.kind >= Relayout::kSwizzle ? m.outer : m.rows;
+  const int64_t rows = is_swizzle(m.kind) ? m.outer : m.rows;
   return ceil_div(rows, kTile) * m.tile_cols;
 }
 
@@ -265,8 +266,10 @@ at::Tensor swizzle_scales(const at::Tensor& scale, int64_t outer, int64_t outer_
   check_cuda(scale, "scale");
   TORCH_CHECK_VALUE(scale.dim() == 2, "scale has shape ", scale.sizes(), "; wanted [block rows, block cols]");
   const c10::cuda::CUDAGuard guard(scale.device());
-  const Relayout kind = transposed ? Relayout::kSwizzleTransposed : Relayout::kSwizzle;
-  const at::Tensor out = new_empty(scale, {sizes_of(kind, scale.size(0), scale.size(1), outer).out}, scale.scalar_type());
+  const bool spread = scale.scalar_type() == at::kFloat;
+  const Relayout kind = transposed ? (spread ? Relayout::kSpreadTransposed : Relayout::kSwizzleTransposed)
+                                   : (spread ? Relayout::kSpread : Relayout::kSwizzle);
+  const at::Tensor out = new_empty(scale, {sizes_of(kind, scale.size(0), scale.size(1), outer).out}, at::kByte);
   if (out.numel() == 0) return out;
   const RelayoutItem item = item_of(scale, out, kind, scale.size(0), scale.size(1), outer, outer_block);
   return one(scale, out, item, "swizzle_scales");

@@ -36,11 +36,19 @@ struct Dequantize {
   Factor factors[2];
 };
 
-// One matrix of a relayout: bytes or nibbles to their transpose, or scales to padded 128 x 4 tiles.
-enum class Relayout : int32_t { kTransposeBytes = 0, kTransposeNibbles = 1, kSwizzle = 2, kSwizzleTransposed = 3 };
+// One matrix of a relayout: bytes or nibbles to their transpose, or scales to padded 128 x 4 tiles; spread: fp32 powers of two,
+// as four e8m0 scales each.
+enum class Relayout : int32_t {
+  kTransposeBytes = 0, kTransposeNibbles = 1, kSwizzle = 2, kSwizzleTransposed = 3, kSpread = 4, kSpreadTransposed = 5
+};
+
+inline bool is_swizzle(Relayout kind) { return kind >= Relayout::kSwizzle; }
+inline bool is_spread(Relayout kind) { return kind >= Relayout::kSpread; }
+// Of scales: their lines are the source's columns.
+inline bool is_by_column(Relayout kind) { return kind == Relayout::kSwizzleTransposed || kind == Relayout::kSpreadTransposed; }
 
 struct RelayoutItem {
-  const uint8_t* source;
+  const uint8_t* source;  // of kSpread fp32
   uint8_t* out;
   int64_t rows, cols;    // of the source, in elements
   int64_t first_tile;

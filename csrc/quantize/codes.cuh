@@ -152,7 +152,17 @@ __device__ __forceinline__ void emit_codes(
   // 8 codes of line k: one word of nibbles, 48 bits, or two words of bytes.
   auto line = [&](int k) {
     uint32_t lo = 0, hi = 0;
-    if constexpr (kFourBit) {
+    const auto end_of_row = [&] {
+      const int32_t left = Transposed ? rows_end - row : cols_end - col;
+      if (left < 8) lo &= left > 0 ? (1u << (4 * left)) - 1 : 0;  // the nibble that fills the last byte is zero
+    };
+    if constexpr (R == Rounding::kE2M1 && ptx::kHardwareCasts) {
+      float v[8];
+#pragma unroll
+      for (int e = 0; e < 8; ++e) v[e] = value(row_of(k, e), col_of(k, e));
+      lo = ptx::cvt_e2m1x8(v);
+      end_of_row();
+    } else if constexpr (kFourBit) {
       // A code and a sign are a byte each until 8 of them are packed: even elements low, odd ones high.
       uint32_t code[8], sign[8];
 #pragma unroll
@@ -173,8 +183,7 @@ __device__ __forceinline__ void emit_codes(
       const int n = kSigns == 8 ? k : 0;
       lo = low | high << 4 | (bytes_of(sign[0], sign[2], sign[4], sign[6], even) >> 4 & low_signs[n]) |
            (bytes_of(sign[1], sign[3], sign[5], sign[7], odd) & high_signs[n]);
-      const int32_t left = Transposed ? rows_end - row : cols_end - col;
-      if (left < 8) lo &= left > 0 ? (1u << (4 * left)) - 1 : 0;  // the nibble that fills the last byte is zero
+      end_of_row();
     } else if constexpr (kSixBit) {
       const uint32_t middle = two(k, 4);
       lo = two(k, 0) | two(k, 2) << 12 | middle << 24, hi = middle >> 8 | two(k, 6) << 4;

@@ -125,6 +125,12 @@ __device__ __forceinline__ RandomRuns random_runs(const int64_t* memory, bool co
 template <bool Stochastic, bool Regular>
 __device__ __forceinline__ uint32_t half_codes(
     const uint32_t (&w)[8], int half, float enc, uint32_t random0, uint32_t random1) {
+  if constexpr (ptx::kHardwareCasts && !Stochastic) {
+    float v[8];
+#pragma unroll
+    for (int e = 0; e < 8; ++e) v[e] = __fmul_rn(BF16::value(w, 8 * half + e), enc);
+    return ptx::cvt_e2m1x8(v);
+  }
   const uint32_t threshold = 0xFB008001u + ptx::thread_z();  // 0, but in a register: a permutation takes one immediate
   uint32_t code[8];
 #pragma unroll

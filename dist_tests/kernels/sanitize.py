@@ -29,7 +29,7 @@ from fsdp_quant import recipes
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction, Encoding, Format, ceil_div, format_of
 from fsdp_quant.modules.plan import GemmPlan, build_plan
 from fsdp_quant.ops import layout, native, norm, reference
-from fsdp_quant.ops.capability import arch_of
+from fsdp_quant.ops.capability import arch_of, spreads
 from fsdp_quant.ops.norm import ACTIVATIONS, NormSpec
 from fsdp_quant.optim.fused_adam import adam_update
 from fsdp_quant.quantizer import HybridQuantizer
@@ -102,6 +102,8 @@ def scale_of(e: Encoding, scale: Tensor, shape: tuple[int, int], scale_layout: i
     turned = scale.t() if e.direction is COLUMNWISE else scale  # [line blocks, blocks]
     if e.fmt.scale_leaves_contraction:
         return turned.flatten()
+    if e.fmt.scale == "fp32" and scale_layout == native.BLACKWELL and spreads(e.fmt):
+        return layout.swizzle_128x4(layout.spread_scales(turned, shape[1 - e.direction.contraction_dim], e.fmt.block[0]))
     if e.fmt.scale == "fp32":
         return layout.pad_to(turned.t() if e.fmt.block[0] == 1 else turned, 1, 4).flatten()
     if scale_layout == native.HOPPER:

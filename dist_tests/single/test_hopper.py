@@ -107,12 +107,12 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], what: str = "")
         assert_same_bytes(got[name], tensor, f"{what} {name}")
 
 
-def planned(module: fq.Linear, dtype: torch.dtype) -> dict:
+def planned(module: fq.Linear, dtype: torch.dtype, arch: str = hopper.ARCH) -> dict:
     """The products of one step, as they count."""
     counted: dict = {}
     plan = module.plan_on(dtype, module.weight.device)
     for product in PRODUCTS:
-        key = (plan.domain(product, dtype, hopper.ARCH)[0], *map(repr, plan.pair(product)))
+        key = (plan.domain(product, dtype, arch)[0], *map(repr, plan.pair(product)))
         counted[key] = counted.get(key, 0) + 1
     return counted
 
@@ -124,22 +124,26 @@ def domains() -> set[str]:
 # One step #
 
 
-def check_step(name: str, dtype: torch.dtype, bias: bool, shapes=SHAPES, rungs=(), **options) -> None:
+def check_step(
+    name: str, dtype: torch.dtype, bias: bool, shapes=SHAPES, rungs=(), arch: str = hopper.ARCH, **options
+) -> set[str]:
+    """The domains of its products."""
     for shape in shapes:
         x, dy = inputs(shape, dtype)
         restart()
         want = step(linear(RECIPES[name](**options), shape, bias, dtype), x, dy)
         restart()
-        with hopper.emulated():
+        with hopper.emulated(arch):
             module = linear(RECIPES[name](**options), shape, bias, dtype, **dict(rungs))
             counters.reset()
             got = step(module, x, dy)
-            assert counters.of("gemm") == planned(module, dtype), shape
+            assert counters.of("gemm") == planned(module, dtype, arch), shape
             ran = domains()
         for key, tensor in want.items():
             assert got[key].dtype is tensor.dtype, (shape, key)
             bound = max(BOUNDS[dtype], 1e-3 if "anchored" in ran else 0)
             assert error(got[key], tensor) <= bound, f"{shape} {key}: {error(got[key], tensor):.2g}, in {ran}"
+    return ran
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
@@ -147,6 +151,19 @@ def check_step(name: str, dtype: torch.dtype, bias: bool, shapes=SHAPES, rungs=(
 def test_a_step_is_that_of_the_cpu(name: str, bias: bool):
     """If false, a recipe is another one where tensor cores multiply, or runs in another domain than the plan says."""
     check_step(name, BF16, bias)
+
+
+# Of recipes whose tensors are all codes, where products are of codes: others decode to bf16.
+NATIVE_ON = {"sm_80": (), "sm_89": ("fp8_current", "fp8_delayed"), "sm_100f": ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")}
+
+
+@pytest.mark.parametrize("arch", NATIVE_ON)
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8", "nvfp4"])
+def test_a_step_on_other_architectures_is_that_of_the_cpu(name: str, arch: str):
+    """If false, a GPU that the kernels are compiled for, and were not run on, refuses its first step or reads scales of another
+    layout; or its tensor cores idle."""
+    ran = check_step(name, BF16, True, ((64, 48, 32), (33, 40, 300)), arch=arch)
+    assert ran == {"native" if name in NATIVE_ON[arch] else "bf16"}
 
 
 def test_a_step_over_runs_of_tokens_is_that_of_the_cpu():

@@ -65,6 +65,7 @@ class Resolved(NamedTuple):
     call:     number of the compiled step (`native.linear_plan`), or None where there is none.
     shared:   what decides the codes of the input, beside histories; None where they are this layer's alone.
     watched:  of fprop, dgrad and wgrad, which operands may lose bits to their anchors, (of a, of b), as `product_error` counts.
+    multiple: of which M, N and K are multiples in the compiled step: rows of codes are whole 16 bytes.
     """
 
     domains: tuple[str, str, str]
@@ -73,6 +74,7 @@ class Resolved(NamedTuple):
     call: int | None
     shared: tuple | None
     watched: tuple[tuple[int, int], ...]
+    multiple: int
 
     @property
     def is_watched(self) -> bool:
@@ -254,8 +256,9 @@ class GemmPlan:
                 call = native.linear_plan(readings, self.saves == "input", watched, self.key)
                 _CALLS[call] = self, domains, False
                 shared = None if self.input.is_stochastic else tuple(readings[:2])
+            in_4_bits = any(domain == "native" and self.pair(p)[0].bits == 4 for p, domain in zip(PRODUCTS, domains))
             saved = COLUMNWISE if self.saves == "columnwise" or laid_out else ROWWISE
-            self._resolved[key] = Resolved(domains, layouts, saved, call, shared, watched)
+            self._resolved[key] = Resolved(domains, layouts, saved, call, shared, watched, 32 if in_4_bits else 16)
         return self._resolved[key]
 
     def turned(self, dtype: torch.dtype, device: torch.device) -> int | None:
@@ -335,7 +338,7 @@ class GemmPlan:
         rounded = any(self.hybrid(s).side(d).is_stochastic for s, d in (product.a, product.b))
         if rung in (ANCHORED_512, ANCHORED_128) and (dtype is not torch.bfloat16 or rounded):
             rung = ANCHORED  # those of runs are made of bf16 values, rounded to nearest; those of lines of codes that are there
-        return operand_layout(*pair, domain, rung if rung in ANCHORS else ANCHORED)
+        return operand_layout(*pair, domain, arch, rung if rung in ANCHORS else ANCHORED)
 
 
 def _counted(is_rescaled: bool, fmt: Format) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..counters import counters
 from ..formats import ROWWISE, Direction, Encoding, Format
 from . import layout, native, opaque, reference
-from .layout import ANCHOR_RUNS, ANCHORED, ANCHORED_TENSOR, COMPACT, NATIVE, is_anchored_as_encoded, is_exact_operand
+from .layout import ANCHOR_RUNS, ANCHORED, ANCHORED_TENSOR, COMPACT, LAID_OUT, is_anchored_as_encoded, is_exact_operand
 
 
 class Statistics(NamedTuple):
@@ -99,7 +99,7 @@ def _laid_of(
         anchored = tuple(i for i in anchored if layouts[i] != ANCHORED_TENSOR)
     plain = tuple(i for i in taken if i not in anchored)
     operands = [can_anchor[i] and is_exact_operand(encodings[i].fmt, layouts[i]) for i in plain]
-    laid = [operand or (whole and layouts[i] == NATIVE) for i, operand in zip(plain, operands)]
+    laid = [operand or (whole and layouts[i] in LAID_OUT) for i, operand in zip(plain, operands)]
 
     def turns(i: int) -> bool:
         return encodings[i].direction is not ROWWISE
@@ -375,11 +375,14 @@ def anchor_group(
 def swizzle_scales(scale: Tensor, outer: int, outer_block: int, transposed: bool) -> Tensor:
     """One-byte block scales, one a row of the operand, in 128 x 4 tiles (`layout.swizzle_128x4`), padding zero.
 
-    scale:        uint8 [outer blocks, contraction blocks]; transposed: [contraction blocks, outer blocks].
+    scale:        uint8 [outer blocks, contraction blocks]; transposed: [contraction blocks, outer blocks]. Or fp32 powers of
+                  two, which become e8m0 scales of `layout.SPREAD_BLOCKS` blocks each.
     outer:        rows of the operand.
     outer_block:  rows that share a scale.
     """
     if native.runs(scale):
         return native.swizzle_scales(scale, outer, outer_block, transposed)
-    rows = (scale.t() if transposed else scale).repeat_interleave(outer_block, 0)[:outer]
-    return layout.swizzle_128x4(rows)
+    scale = scale.t() if transposed else scale
+    if scale.dtype is torch.float32:
+        return layout.swizzle_128x4(layout.spread_scales(scale, outer, outer_block))
+    return layout.swizzle_128x4(scale.repeat_interleave(outer_block, 0)[:outer])

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ..formats import ROWWISE, Direction, Encoding, Format, ceil_div, round_up
 from . import extension, opaque
 from .capability import ARCHITECTURES, BLACKWELL, ELEMENTS, HOPPER, arch_of, unsupported_reason
-from .layout import ANCHOR_RUNS, ANCHORED_TENSOR, ANCHORS, NATIVE, is_exact_operand, operand_format
+from .layout import ANCHOR_RUNS, ANCHORED_TENSOR, ANCHORS, LAID_OUT, SPREAD_BLOCKS, is_exact_operand, operand_format
 from .layout import COMPACT as COMPACT_LAYOUT
 
 COMPACT, OPERAND = 0, 3  # as HOPPER and BLACKWELL: of csrc/quantize/quantize.h
@@ -817,7 +817,7 @@ def reading_of(encoding: Encoding, layout: str, domain: str, arch: str, same: bo
     fmt, turned = encoding.fmt, encoding.direction is not ROWWISE
     if not fmt.is_quantized:
         return Reading()
-    laid_out = layout == NATIVE
+    laid_out = layout in LAID_OUT
     factored = fmt.scale_leaves_contraction and fmt.block != (None, None)  # a scale a line, after the product
     operand = is_exact_operand(fmt, layout)
     rounded_to_anchors = encoding.stochastic and layout in ANCHORS and not operand  # codes first, anchored after
@@ -1041,7 +1041,9 @@ def _fake_anchor_codes(data, scale, tensor_amax, side, columnwise, transposed, w
 
 
 def _fake_swizzle(scale, outer, outer_block, transposed):
-    return scale.new_empty(round_up(outer, TILE) * round_up(scale.shape[0 if transposed else 1], 4))
+    blocks = scale.shape[0 if transposed else 1]
+    of_32 = SPREAD_BLOCKS * blocks if scale.dtype is torch.float32 else round_up(blocks, 4)
+    return scale.new_empty(round_up(outer, TILE) * of_32, dtype=torch.uint8)
 
 
 FAKES = {
