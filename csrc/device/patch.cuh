@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "device/amax.cuh"
 #include "device/numeric.cuh"
 
 namespace fsdp_quant {
@@ -18,24 +19,20 @@ struct Position {
   __device__ int col() const { return group * 8; }
 };
 
-// Value types: what a patch holds. Magnitudes are compared as the integer bits of |v|, so that a NaN is largest.
-struct BF16 {
+// Value types: what a patch holds.
+struct BF16 : MagnitudeWord<false> {
   static constexpr int kWords = 4;  // of 8 values
   static constexpr int kPerWord = 2;
   __device__ static float value(const uint32_t* w, int j) {
     return __uint_as_float(j & 1 ? w[j >> 1] & 0xFFFF0000u : w[j >> 1] << 16);
   }
-  __device__ static uint32_t magnitude(uint32_t word) { return word & 0x7FFF7FFFu; }
-  __device__ static uint32_t larger(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
   __device__ static float widen(uint32_t bits) { return __uint_as_float(bits << 16); }
 };
 
-struct F32 {
+struct F32 : MagnitudeWord<true> {
   static constexpr int kWords = 8;
   static constexpr int kPerWord = 1;
   __device__ static float value(const uint32_t* w, int j) { return __uint_as_float(w[j]); }
-  __device__ static uint32_t magnitude(uint32_t word) { return word & 0x7FFFFFFFu; }
-  __device__ static uint32_t larger(uint32_t a, uint32_t b) { return max(a, b); }
   __device__ static float widen(uint32_t bits) { return __uint_as_float(bits); }
 };
 

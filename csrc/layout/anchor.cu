@@ -4,6 +4,7 @@
 // Two-level codes whose scales are kE4M3Exact: q' = e4m3(q * s / 8), and 8 D for the tensor; the second launch does both.
 #include "device/patch.cuh"
 #include "device/rescale.cuh"
+#include "layout/codes.cuh"
 #include "layout/layout.h"
 
 namespace fsdp_quant {
@@ -18,21 +19,16 @@ __device__ __forceinline__ int32_t scale_cols(const AnchorCodes& a) {
   return ((a.cols - 1) >> (a.columnwise ? a.outer_log2 : a.contraction_log2)) + 1;
 }
 
-__device__ __forceinline__ int64_t row_bytes(const AnchorCodes& a) {
-  if (a.element == Element::kE2M1) return (a.cols + 1) >> 1;
-  return a.element >= Element::kE2M3 ? (static_cast<int64_t>(a.cols) + 3) / 4 * 3 : a.cols;
-}
-
 // E of the largest exponent of blocks, NaN stays.
 __device__ __forceinline__ uint32_t below(uint32_t exponent, const AnchorCodes& a) {
   return exponent == 255 ? 255 : max(static_cast<int32_t>(exponent) - a.shift, 0);
 }
 
 // The blocks of the contraction, of so many, that are this block's run.
-struct Run {
+struct RunBlocks {
   int32_t first, end;
 
-  __device__ Run(const AnchorCodes& a, int32_t blocks) : first(0), end(blocks) {
+  __device__ RunBlocks(const AnchorCodes& a, int32_t blocks) : first(0), end(blocks) {
     if (a.run_log2 == 31) return;
     const int32_t log2 = a.run_log2 - a.contraction_log2;
     first = static_cast<int32_t>(blockIdx.z) << log2, end = min(blocks, first + (1 << log2));
@@ -43,23 +39,12 @@ struct Run {
 // The matrix of this block, of those that lie one behind the other, or of a group.
 __device__ __forceinline__ AnchorCodes matrix_of(AnchorCodes a) {
   const int64_t i = blockIdx.y;
-  a.data += i * a.rows * row_bytes(a), a.out += i * a.rows * a.cols, a.scale += i * scale_rows(a) * scale_cols(a);
+  a.data += i * a.rows * row_bytes(a.element, a.cols), a.out += i * a.rows * a.cols, a.scale += i * scale_rows(a) * scale_cols(a);
   a.line_scale += i * (a.whole ? 1 : a.columnwise ? a.cols : a.rows);
   return a;
 }
 
 __device__ __forceinline__ const AnchorCodes& matrix_of(const AnchorGroup& group) { return group.items[blockIdx.y]; }
-
-// 8 bytes of a row, those beyond its last `count` zero.
-__device__ __forceinline__ uint2 load8(const uint8_t* p, int32_t count, bool vectors) {
-  if (vectors && count >= 8) return __ldg(reinterpret_cast<const uint2*>(p));
-  uint2 v = make_uint2(0, 0);
-#pragma unroll
-  for (int e = 0; e < 8; ++e) {
-    if (e < count) (e < 4 ? v.x : v.y) |= static_cast<uint32_t>(__ldg(p + e)) << (8 * (e & 3));
-  }
-  return v;
-}
 
 __device__ __forceinline__ uint32_t byte_of(uint2 v, int e) { return ((e < 4 ? v.x : v.y) >> (8 * (e & 3))) & 0xFF; }
 
@@ -80,7 +65,7 @@ __global__ void __launch_bounds__(kThreads) row_exponents_kernel(const __grid_co
   const AnchorCodes a = matrix_of(of_all);
   const int32_t lane = threadIdx.x % kLanes, line = blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes;
   const int32_t lines = ((a.rows - 1) >> a.outer_log2) + 1, blocks = scale_cols(a);
-  const Run run(a, blocks);
+  const RunBlocks run(a, blocks);
   if (!run.exists()) return;
   uint2 top = make_uint2(0, 0);
   if (line < lines) {
@@ -109,7 +94,7 @@ __global__ void __launch_bounds__(kColumnThreads) col_exponents_kernel(const __g
   __shared__ uint2 parts[kWarps * kGroups];
   __shared__ uint8_t tops[kTile];
   const int32_t lines = scale_cols(a), blocks = scale_rows(a);
-  const Run run(a, blocks);
+  const RunBlocks run(a, blocks);
   if (!run.exists()) return;
   const int32_t line = blockIdx.x * kTile + threadIdx.x % kGroups * 8;
   uint2 top = make_uint2(0, 0);
@@ -180,53 +165,20 @@ __global__ void __launch_bounds__(kThreads) block_exponents_kernel(const __grid_
   raise(a.line_scale, exponent);
 }
 
-// What codes are read as. kTwoLevel: e2m1 under kE4M3Exact scales; the other small elements have e8m0 scales.
-enum class Source { kE4M3, kE5M2, kTwoLevel, kE2M1, kE2M3, kE3M2 };
+// What turns codes into those of an operand: a power of two, or of two-level codes (e2m1) the scale of their block.
+template <Element E, bool TwoLevel>
+using FactorOf = CodeFactor<E == Element::kE5M2 || TwoLevel ? E : Element::kE4M3>;
 
-template <Source S>
-constexpr int kBitsOf = S <= Source::kE5M2 ? 8 : S <= Source::kE2M1 ? 4 : 6;
-
-template <Source S>
-using FactorOf = CodeFactor<S == Source::kE5M2 ? Element::kE5M2 : S == Source::kTwoLevel ? Element::kE2M1 : Element::kE4M3>;
-
-// Element k of 8 of 6 bits as fp16, times 2^-(15 - bias): its exponent and mantissa are those of an fp16 number.
-template <Source S>
-__device__ __forceinline__ uint32_t half_of_six(uint64_t codes, int k) {
-  const uint32_t code = static_cast<uint32_t>(codes >> (6 * k));
-  return (code & 0x20u) << 10 | (code & 0x1Fu) << (S == Source::kE3M2 ? 8 : 7);
-}
-
-// Codes of a pair, k of four of a row: of 8 codes of 8 bits (two words), of 6 or of 4 bits (the first word).
-template <Source S>
-__device__ __forceinline__ uint32_t scaled_pair_of(uint2 v, int k, const FactorOf<S>& factor) {
-  if constexpr (S == Source::kE4M3) {
-    return scaled_pair<Element::kE4M3>((k < 2 ? v.x : v.y) >> (16 * (k & 1)) & 0xFFFF, factor);
-  } else if constexpr (S == Source::kE5M2) {
-    return scaled_pair<Element::kE5M2>((k < 2 ? v.x : v.y) >> (16 * (k & 1)) & 0xFFFF, factor);
+// Codes 2 k and 2 k + 1 of eight.
+template <Element E, class Factor>
+__device__ __forceinline__ uint32_t scaled_pair_of(uint2 v, int k, const Factor& factor) {
+  if constexpr (code_bits(E) == 8) {
+    return scaled_pair<E>((k < 2 ? v.x : v.y) >> (16 * (k & 1)) & 0xFFFF, factor);
   } else {
-    __half2 pair;
-    if constexpr (kBitsOf<S> == 6) {
-      const uint64_t codes = static_cast<uint64_t>(v.y) << 32 | v.x;
-      const uint32_t bits = half_of_six<S>(codes, 2 * k) | half_of_six<S>(codes, 2 * k + 1) << 16;
-      pair = __hmul2(*reinterpret_cast<const __half2*>(&bits), __float2half2_rn(S == Source::kE3M2 ? 0x1p12f : 0x1p14f));
-    } else {
-      const uint2 four = halves_of_e2m1x4(v.x >> (16 * (k >> 1)));
-      pair = *reinterpret_cast<const __half2*>(k & 1 ? &four.y : &four.x);
-    }
+    __half2 pair = halves_of<E>(v, k);
+    if constexpr (kHalfScale<E> != 1.0f) pair = __hmul2(pair, __float2half2_rn(kHalfScale<E>));
     return ptx::cvt_e4m3x2_f16x2(__hmul2(pair, *reinterpret_cast<const __half2*>(&factor.first)));
   }
-}
-
-// 8 codes of a row from column `col`, those beyond the last zero.
-template <Source S>
-__device__ __forceinline__ uint2 load_codes(const uint8_t* row, int32_t col, int64_t bytes, bool vectors) {
-  constexpr int kBytes = kBitsOf<S>;  // of 8 codes
-  const int32_t offset = (col >> 3) * kBytes, left = static_cast<int32_t>(min(bytes - offset, static_cast<int64_t>(kBytes)));
-  const uint8_t* p = row + offset;
-  if (kBytes == 8 || !vectors) return load8(p, left, vectors);
-  if constexpr (kBytes == 4) return make_uint2(__ldg(reinterpret_cast<const uint32_t*>(p)), 0);
-  const auto* const halves = reinterpret_cast<const uint16_t*>(p);
-  return make_uint2(__ldg(halves) | static_cast<uint32_t>(__ldg(halves + 1)) << 16, __ldg(halves + 2));
 }
 
 // The exponents of 8 lines, by the exponent field of their fp32 scales: it is E for the subnormal 2^-127 and NaN too.
@@ -273,7 +225,7 @@ __device__ __forceinline__ void read_exponents(int32_t (&out)[8], const AnchorCo
   }
 }
 
-template <Source S, bool Columnwise, typename Of>
+template <Element E, bool TwoLevel, bool Columnwise, typename Of>
 __global__ void __launch_bounds__(kThreads, 4) codes_kernel(const __grid_constant__ Of of_all) {
   const AnchorCodes a = matrix_of(of_all);
   __shared__ uint4 smem[kTile * 8];
@@ -282,32 +234,33 @@ __global__ void __launch_bounds__(kThreads, 4) codes_kernel(const __grid_constan
   const int32_t row0 = blockIdx.x / tile_cols * kTile, col0 = blockIdx.x % tile_cols * kTile;
   if (row0 >= a.rows) return;
   const int32_t row = row0 + at.row(), col = col0 + at.col();
-  if (S == Source::kTwoLevel && blockIdx.x + threadIdx.x == 0)
+  if (TwoLevel && blockIdx.x + threadIdx.x == 0)
     *a.line_scale = __fmul_rn(8.0f, tensor_decode_scale(__ldg(a.tensor_amax), a.tensor_max));
-  const int64_t bytes = row_bytes(a);
+  const int32_t bytes = row_bytes(E, a.cols);
   uint2 v[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     v[i] = make_uint2(0, 0);
-    if (row + i < a.rows && col < a.cols) v[i] = load_codes<S>(a.data + (row + i) * bytes, col, bytes, a.vector_load);
+    if (row + i < a.rows && col < a.cols) v[i] = load_codes<E>(a.data + static_cast<int64_t>(row + i) * bytes, col, bytes, a.vector_load);
   }
   if (row < a.rows && col < a.cols) {
     int32_t own[8], line[8];
     read_exponents<Columnwise>(own, a, row, col);
-    if constexpr (S != Source::kTwoLevel) read_line_exponents<Columnwise>(line, a, row, col);
-    FactorOf<S> factor[8];  // rowwise: of a row, twice; columnwise: four, of two columns each
+    if constexpr (!TwoLevel) read_line_exponents<Columnwise>(line, a, row, col);
+    using Factor = FactorOf<E, TwoLevel>;
+    Factor factor[8];  // rowwise: of a row, twice; columnwise: four, of two columns each
 #pragma unroll
-    for (int k = 0; k < 8; ++k) factor[k] = FactorOf<S>(S == Source::kTwoLevel ? own[k] : own[k] - line[k]);
+    for (int k = 0; k < 8; ++k) factor[k] = Factor(TwoLevel ? own[k] : own[k] - line[k]);
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
-      if (!Columnwise) factor[k] = FactorOf<S>(factor[k], factor[k]);
-      if (Columnwise && k < 4) factor[k] = FactorOf<S>(factor[2 * k], factor[2 * k + 1]);
+      if (!Columnwise) factor[k] = Factor(factor[k], factor[k]);
+      if (Columnwise && k < 4) factor[k] = Factor(factor[2 * k], factor[2 * k + 1]);
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       uint32_t pair[4];
 #pragma unroll
-      for (int k = 0; k < 4; ++k) pair[k] = scaled_pair_of<S>(v[i], k, factor[Columnwise ? k : i]);
+      for (int k = 0; k < 4; ++k) pair[k] = scaled_pair_of<E>(v[i], k, factor[Columnwise ? k : i]);
       v[i] = make_uint2(pair[0] | pair[1] << 16, pair[2] | pair[3] << 16);
     }
   }
@@ -343,9 +296,9 @@ Blocks blocks_of(const AnchorCodes& a) {
   return {a.powers != nullptr ? tiles : (blocks + kThreads * 8 - 1) / (kThreads * 8), tiles};
 }
 
-template <Source S, typename Of>
+template <Element E, bool TwoLevel = false, typename Of>
 cudaError_t launch_codes(const Of& of_all, const AnchorCodes& first, dim3 tiles, cudaStream_t stream) {
-  const auto kernel = first.columnwise ? codes_kernel<S, true, Of> : codes_kernel<S, false, Of>;
+  const auto kernel = first.columnwise ? codes_kernel<E, TwoLevel, true, Of> : codes_kernel<E, TwoLevel, false, Of>;
   kernel<<<tiles, kThreads, 0, stream>>>(of_all);
   return cudaGetLastError();
 }
@@ -355,7 +308,7 @@ cudaError_t launch(const Of& of_all, const AnchorCodes& first, Blocks most, int3
   if (most.tiles > 0x7FFFFFFF || most.runs > 0xFFFF) return cudaErrorInvalidConfiguration;
   const dim3 tiles(static_cast<unsigned>(most.tiles), matrices);
   const dim3 blocks(static_cast<unsigned>(most.exponents), matrices, static_cast<unsigned>(most.runs));
-  if (first.two_level) return launch_codes<Source::kTwoLevel>(of_all, first, tiles, stream);
+  if (first.two_level) return launch_codes<Element::kE2M1, true>(of_all, first, tiles, stream);
   if (first.powers != nullptr) {
     block_exponents_kernel<<<blocks, kThreads, 0, stream>>>(of_all);
   } else if (first.whole) {
@@ -368,15 +321,15 @@ cudaError_t launch(const Of& of_all, const AnchorCodes& first, Blocks most, int3
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   switch (first.element) {
     case Element::kE5M2:
-      return launch_codes<Source::kE5M2>(of_all, first, tiles, stream);
+      return launch_codes<Element::kE5M2>(of_all, first, tiles, stream);
     case Element::kE2M1:
-      return launch_codes<Source::kE2M1>(of_all, first, tiles, stream);
+      return launch_codes<Element::kE2M1>(of_all, first, tiles, stream);
     case Element::kE2M3:
-      return launch_codes<Source::kE2M3>(of_all, first, tiles, stream);
+      return launch_codes<Element::kE2M3>(of_all, first, tiles, stream);
     case Element::kE3M2:
-      return launch_codes<Source::kE3M2>(of_all, first, tiles, stream);
+      return launch_codes<Element::kE3M2>(of_all, first, tiles, stream);
     default:
-      return launch_codes<Source::kE4M3>(of_all, first, tiles, stream);
+      return launch_codes<Element::kE4M3>(of_all, first, tiles, stream);
   }
 }
 
