@@ -141,13 +141,14 @@ std::optional<AnchorCodes> anchor_of(
 
 void anchor_group(
     at::TensorList data, at::TensorList scale, at::TensorList tensor_amax, int64_t side, bool columnwise, bool transposed,
-    int64_t run, at::IntArrayRef cols, at::TensorList out, at::TensorList line_scale) {
+    bool whole, at::IntArrayRef cols, at::TensorList out, at::TensorList line_scale, int64_t run) {
   const size_t n = data.size();
   TORCH_CHECK_VALUE(n > 0 && scale.size() == n && cols.size() == n && out.size() == n && line_scale.size() == n &&
                         (tensor_amax.empty() || tensor_amax.size() == n),
                     "anchor_group: lists of different lengths");
   check_cuda(data[0], "data");
   const c10::cuda::CUDAGuard guard(data[0].device());
+  if (whole) run = kOfTensor;
   if (run != 0) at::_foreach_zero_(line_scale);
   AnchorGroup group = {};
   std::vector<at::Tensor> kept;
@@ -171,7 +172,8 @@ void anchor_group(
 
 std::tuple<at::Tensor, at::Tensor> anchor_codes(
     const at::Tensor& data, const at::Tensor& scale, const MaybeTensor& tensor_amax, int64_t side, bool columnwise,
-    bool transposed, int64_t run, int64_t cols) {
+    bool transposed, bool whole, int64_t cols, int64_t run) {
+  if (whole) run = kOfTensor;
   const AnchorShape shape = anchor_shape(data, cols, columnwise, transposed, run);
   const c10::cuda::CUDAGuard guard(data.device());
   const bool stacked = data.dim() == 3;
@@ -338,12 +340,12 @@ void register_layout(torch::Library& m) {
       "dequantize(Tensor data, Tensor? scale, Tensor? tensor_amax, int side, bool columnwise, SymInt cols, SymInt row0, "
       "ScalarType dtype) -> Tensor",
       torch::dispatch(c10::DispatchKey::CUDA, dequantize), compliant());
-  m.def("anchor_codes(Tensor data, Tensor scale, Tensor? tensor_amax, int side, bool columnwise, bool transposed, int run, "
-        "SymInt cols) -> (Tensor codes, Tensor scale)",
+  m.def("anchor_codes(Tensor data, Tensor scale, Tensor? tensor_amax, int side, bool columnwise, bool transposed, bool whole, "
+        "SymInt cols, int run=0) -> (Tensor codes, Tensor scale)",
         torch::dispatch(c10::DispatchKey::CUDA, anchor_codes), compliant());
   m.def(
-      "anchor_group(Tensor[] data, Tensor[] scale, Tensor[] tensor_amax, int side, bool columnwise, bool transposed, int run, "
-      "int[] cols, Tensor(a!)[] out, Tensor(b!)[] line_scale) -> ()",
+      "anchor_group(Tensor[] data, Tensor[] scale, Tensor[] tensor_amax, int side, bool columnwise, bool transposed, bool whole, "
+      "int[] cols, Tensor(a!)[] out, Tensor(b!)[] line_scale, int run=0) -> ()",
       torch::dispatch(c10::DispatchKey::CUDA, anchor_group), compliant());
   m.def("tensor_decode_scale(Tensor tensor_amax, int side) -> Tensor",
         torch::dispatch(c10::DispatchKey::CUDA, tensor_decode_scale), compliant());

@@ -1,5 +1,6 @@
 #include "step/slots.h"
 
+#include <algorithm>
 #include <optional>
 #include <tuple>
 
@@ -114,7 +115,8 @@ void anchor(Encoded& codes, const Reading& r, Direction d, int64_t rows, int64_t
   const bool turned = d == kColumnwise;
   const EncodingSizes<int64_t> sizes = encoding_sizes<int64_t>(r.side, turned, rows, cols, 0);  // rotation fills rows or columns
   std::tie(codes.data, codes.scale) =
-      anchor_codes(codes.data, codes.scale, std::nullopt, r.packed, turned, turned, r.run, sizes.cols);
+      anchor_codes(codes.data, codes.scale, std::nullopt, r.packed, turned, turned, r.run == kOfTensor, sizes.cols,
+                   std::max<int64_t>(r.run, 0));
 }
 
 Side turned(Side side) {

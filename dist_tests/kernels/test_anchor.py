@@ -254,9 +254,9 @@ def test_errors_say_what_was_got_and_wanted():
     group = torch.ops.fsdp_quant.anchor_group
     side, codes, lines = native.pack_encoding(Encoding(mx, ROWWISE)), torch.empty_like(data), torch.empty(64, device=data.device)
     refused |= {
-        "lists of different lengths": lambda: group([data], [scale, scale], [], side, False, False, 0, [96], [codes], [lines]),
-        r"out is contiguous Byte \[32, 96\].*wanted 6144 ": lambda: group([data], [scale], [], side, False, False, 0, [96], [codes[:32]], [lines]),
-        r"line_scale is contiguous Float \[63\].*wanted 64 ": lambda: group([data], [scale], [], side, False, False, 0, [96], [codes], [lines[1:]]),
+        "lists of different lengths": lambda: group([data], [scale, scale], [], side, False, False, False, [96], [codes], [lines]),
+        r"out is contiguous Byte \[32, 96\].*wanted 6144 ": lambda: group([data], [scale], [], side, False, False, False, [96], [codes[:32]], [lines]),
+        r"line_scale is contiguous Float \[63\].*wanted 64 ": lambda: group([data], [scale], [], side, False, False, False, [96], [codes], [lines[1:]]),
     }
     for text, call in refused.items():
         with pytest.raises(ValueError, match=text):

@@ -314,13 +314,12 @@ class Operators:
         rows = (scale.t() if transposed else scale).repeat_interleave(outer_block, 0)[:outer]
         return layout.swizzle_128x4(rows)
 
-    def anchor_codes(self, data, scale, tensor_amax, packed, columnwise, transposed, run, cols):
+    def anchor_codes(self, data, scale, tensor_amax, packed, columnwise, transposed, whole, cols, run=0):
         if data.dim() == 3:
             refuse(run > 0, "matrices are anchored by lines or tensors")
-            made = [self.anchor_codes(*one, None, packed, columnwise, transposed, run, cols) for one in zip(data, scale)]
+            made = [self.anchor_codes(*one, None, packed, columnwise, transposed, whole, cols, run) for one in zip(data, scale)]
             return tuple(torch.stack(of) for of in zip(*made))
-        whole = run == native.OF_TENSOR
-        refuse(not whole and (run < 0 or run % 128 or run & (run - 1)), f"anchor run is {run}")
+        refuse(run and (whole or run < 0 or run % 128 or run & (run - 1)), f"anchor run is {run}")
         self.calls.append(Call("anchor_codes", data.data_ptr()))
         direction = COLUMNWISE if columnwise else ROWWISE
         fmt = unpack(packed, direction).encoding.fmt
@@ -337,9 +336,9 @@ class Operators:
         codes, lines = reference.anchored_codes(data, scale.view(grid), fmt, direction, whole, cols, run if run > 0 else None)
         return (codes.t().contiguous() if transposed else codes), lines
 
-    def anchor_group(self, data, scale, tensor_amax, packed, columnwise, transposed, run, cols, out, line_scale):
+    def anchor_group(self, data, scale, tensor_amax, packed, columnwise, transposed, whole, cols, out, line_scale, run=0):
         for one, of, amax, n, *into in zip(data, scale, tensor_amax or [None] * len(data), cols, out, line_scale):
-            for target, made in zip(into, self.anchor_codes(one, of, amax, packed, columnwise, transposed, run, n)):
+            for target, made in zip(into, self.anchor_codes(one, of, amax, packed, columnwise, transposed, whole, n, run)):
                 target.copy_(made)
 
     def product_error(self, a, b, a_scale, b_scale, a_kind, b_kind, counted, step, guard, product):
@@ -822,7 +821,7 @@ class Operators:
     def _anchors_of(self, made, reading, d, shape) -> list[Tensor]:
         """Compact codes as an operand against anchors."""
         turned, cols = d is COLUMNWISE, unpack(reading.side, d).encoding.fmt.padded_shape(shape, d)[1]
-        return list(self.anchor_codes(*made, None, reading.side, turned, turned, reading.run, cols))
+        return list(self.anchor_codes(*made, None, reading.side, turned, turned, reading.run == native.OF_TENSOR, cols, max(reading.run, 0)))
 
     def _step_operand(self, reading, d: Direction, buffers: list[Tensor]) -> tuple[Tensor, Tensor | None, int, Tensor | None]:
         """(data, scale, kind, factor of the product)."""

@@ -480,7 +480,9 @@ def anchor_codes(
     """`dispatch.anchor_codes` of a run (`anchor_run`); transposed: the codes as [cols, rows]. Against anchors of lines and
     tensors also of e8m0 matrices [E, rows, row bytes]."""
     packed = pack_encoding(Encoding(fmt, direction))
-    return _ops.anchor_codes(data, scale, tensor_amax, packed, direction is not ROWWISE, transposed, run, cols)
+    return _ops.anchor_codes(
+        data, scale, tensor_amax, packed, direction is not ROWWISE, transposed, run == OF_TENSOR, cols, max(run, 0)
+    )
 
 
 def anchor_group(
@@ -494,7 +496,7 @@ def anchor_group(
     lines = [d.new_empty(_anchor_shape(*shape, columnwise, run), dtype=torch.float32) for d, shape in zip(data, shapes)]
     amaxes = [] if tensor_amax[0] is None else list(tensor_amax)
     packed = pack_encoding(Encoding(fmt, direction))
-    arguments = list(data), list(scale), amaxes, packed, columnwise, transposed, run, list(cols), codes, lines
+    arguments = list(data), list(scale), amaxes, packed, columnwise, transposed, run == OF_TENSOR, list(cols), codes, lines, max(run, 0)
     _called(GroupCall(_ops.anchor_group, arguments, codes + lines), calls)
     return list(zip(codes, lines))
 
@@ -1045,8 +1047,9 @@ def _fake_statistics_group(x, side, columnwise, row0, through_bf16):
     return [t for one, start in zip(x, row0) for t in _fake_statistics(one, *sides, start, through_bf16)]
 
 
-def _fake_anchor_codes(data, scale, tensor_amax, side, columnwise, transposed, run, cols):
+def _fake_anchor_codes(data, scale, tensor_amax, side, columnwise, transposed, whole, cols, run=0):
     *matrices, rows, _ = data.shape
+    run = OF_TENSOR if whole else run
     sizes = (cols, rows) if transposed else (rows, cols)
     return data.new_empty((*matrices, *sizes)), _floats(data, (*matrices, *_anchor_shape(rows, cols, columnwise, run)))
 
