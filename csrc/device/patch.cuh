@@ -51,6 +51,23 @@ __device__ __forceinline__ uint32_t bytes_of(uint32_t a, uint32_t b, uint32_t c,
   return __byte_perm(__byte_perm(a, b, pick), __byte_perm(c, d, pick), 0x5410);
 }
 
+// 4-bit codes of 8 magnitudes in the nibbles of a word, the first lowest, without their signs: magnitude(e) in units of the scale;
+// threshold(e) as of stochastic_e2m1, which else is not asked. Exceeds: NaNs, and rounded stochastically more than 6.
+template <bool Stochastic, bool Exceeds, class Magnitude, class Threshold>
+__device__ __forceinline__ uint32_t e2m1_nibbles(Magnitude magnitude, Threshold threshold) {
+  uint32_t code[8];
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    if constexpr (Stochastic) {
+      code[e] = stochastic_e2m1<Exceeds>(magnitude(e), threshold(e));
+    } else {
+      code[e] = e2m1_magnitude<Exceeds>(magnitude(e));
+    }
+  }
+  constexpr int kByte = Stochastic ? 3 : 0;
+  return bytes_of(code[0], code[2], code[4], code[6], kByte) | bytes_of(code[1], code[3], code[5], code[7], kByte) << 4;
+}
+
 // Magnitudes of 8 rows or 8 columns, two a word for 16-bit values.
 template <class V>
 struct Maxima {

@@ -13,6 +13,7 @@ from dist_tests.single import hopper
 from fsdp_quant import recipes
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction, Format, format_of
 from fsdp_quant.gemm import gemm
+from fsdp_quant.modules import grouped_op
 from fsdp_quant.modules.plan import LADDER, LADDER_OVER_TOKENS, PRODUCTS, GemmPlan, build_plan
 from fsdp_quant.ops import layout
 from fsdp_quant.ops.reference import NOT_COUNTED, counted_as, product_error
@@ -61,6 +62,15 @@ def test_products_go_down_the_ladder_to_bf16():
             want = list(LADDER_OVER_TOKENS if product.name == "wgrad" else LADDER)[1:-1]
             assert seen == [*want, layout.COMPACT], product
             assert on.resolved(BF16, CPU).domains[PRODUCTS.index(product)] == "bf16"
+
+
+def test_experts_are_multiplied_one_by_one():
+    """If false, codes of several experts meet one exponent, or a kernel that knows no tokens of them."""
+    with hopper.emulated():
+        for name in ("mxfp4", "mxfp6"):
+            plan = replace(build_plan(RECIPES[name], "m"), alone=False).of_groups
+            assert "is anchored after it was encoded" in grouped_op.why_not(plan, BF16, CPU, 4, 64, 64)
+        assert grouped_op.why_not(replace(build_plan(recipes.mxfp8(), "m"), alone=False).of_groups, BF16, CPU, 4, 64, 64) is None
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=repr)
