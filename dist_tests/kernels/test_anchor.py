@@ -244,8 +244,6 @@ def test_errors_say_what_was_got_and_wanted():
         r"scale is contiguous Byte \[64, 2\].*wanted 192 ": anchor(scale=scale[:, :2].contiguous()),
         r"scale is contiguous Byte \[63, 3\].*wanted 192 ": anchor(scale=scale[:63], direction=COLUMNWISE),
         r"scale is contiguous Float": anchor(scale=scale.float()),
-    }
-    refused |= {
         r"anchor run is 96; wanted 0": lambda: native.anchor_codes(data, scale, None, 96, mx, ROWWISE, False, 96),
         r"matrices are anchored by lines or tensors; got runs of 128": lambda: native.anchor_codes(
             data[None], scale[None], None, 96, mx, ROWWISE, False, 128),
