@@ -201,7 +201,7 @@ def calls() -> dict:
         ),
         "anchor_codes": (
             [empty(64, 256, **u8), empty(64, 8, **u8)],
-            lambda x, s: ops.anchor_codes(x, s, None, mx[0], False, False, False, 256),
+            lambda x, s: ops.anchor_codes(x, s, None, mx[0], False, False, False, 256, 512),
         ),
         "gemm": (
             [empty(64, 256), empty(32, 256)],

@@ -26,7 +26,7 @@ from ..counters import counters
 from ..formats import COLUMNWISE, FP8_EXACT_OPERAND, IDENTITY, ROWWISE, Direction, Format, round_up
 from ..ops import native
 from ..ops.capability import arch_of
-from ..ops.layout import ANCHORED, COMPACT, adjoining, operand_format, pad_to
+from ..ops.layout import ANCHORED, COMPACT, adjoining, is_anchored_of_codes, operand_format, pad_to
 from ..ops.native import Operand, TokenGroups
 from ..storage import BUFFERS, Storage, has_tensor_amax, laid_out
 from ..tensor import code_check, torch_compat
@@ -54,6 +54,11 @@ def why_not(
     if experts > native.MOST_GROUPS:
         return f"{experts} experts are more than {native.MOST_GROUPS}"
     resolved = plan.resolved(dtype, device)
+    for slot, layouts in resolved.layouts.items():
+        for direction, layout in layouts.items():
+            fmt = plan.operand(slot, direction)
+            if is_anchored_of_codes(fmt, layout) and not fmt.serves_both_directions:
+                return f"{slot}.{direction.value} ({fmt}) is anchored after it was encoded, a tensor at a time"
     for product, domain in zip(PRODUCTS, resolved.domains):
         if domain not in ("native", "anchored") and not (domain == "bf16" and all(f.tensor_scale for f in plan.pair(product))):
             return f"{product.name} runs in the {domain} domain"
@@ -310,7 +315,7 @@ def _decoded(storages: Sequence[Storage], groups: TokenGroups, layout: str) -> O
     if layout == COMPACT:
         values, fmt = native.dequantize(data, scale, None, first.fmt, first.direction, cols, 0, torch.bfloat16), IDENTITY
     else:
-        values, _ = native.anchor_codes(data, scale, amaxes[:1], cols, first.fmt, first.direction, False, True)
+        values, _ = native.anchor_codes(data, scale, amaxes[:1], cols, first.fmt, first.direction, False, native.OF_TENSOR)
         factors, fmt = factors / FP8_EXACT_OPERAND, operand_format(first.fmt, layout)
     if first.direction is COLUMNWISE:
         group = group_of(groups, values)

@@ -45,6 +45,12 @@ def is_exact_operand(fmt: Format, layout: str) -> bool:
     return layout == ANCHORED_TENSOR and fmt.decodes_exactly_to_e4m3
 
 
+def is_anchored_of_codes(fmt: Format, layout: str) -> bool:
+    """No kernel quantizes values into this layout of anchors: their compact codes are made first."""
+    by_kernel = fmt.block[0] == 1 and fmt.element.operand == fmt.element
+    return layout in ANCHORS and not by_kernel and not is_exact_operand(fmt, layout)
+
+
 def is_anchored_as_encoded(fmt: Format, layout: str) -> bool:
     """A kernel quantizes values into this layout as if it brought their compact codes into it: e4m3, in blocks of (1, 32)."""
     return layout == ANCHORED_TENSOR and (fmt.element, fmt.block, fmt.scale, fmt.scale_rounding) == (E4M3, (1, 32), "e8m0", "up")
