@@ -40,7 +40,16 @@ class Watch(NamedTuple):
 
 
 class StaleWeightError(RuntimeError):
-    """A GEMM would read codes that were freed, or made from a master that has changed since."""
+    """A GEMM would read codes that were freed, or made from a master that has changed since.
+
+    >>> model, x = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8"), torch.ones(2, 64)
+    >>> with fq.hold(model), torch.no_grad():
+    ...     y = model(x)
+    ...     model[0].weight.add_(1.0)
+    ...     y = model(x)
+    Traceback (most recent call last):
+    fsdp_quant.gemm.StaleWeightError: ...
+    """
 
 
 def gemm(
@@ -70,6 +79,11 @@ def gemm(
 
     Raises ValueError for contractions that differ, a rotation on one operand only, an unknown domain, or a
     domain that cannot compute the pair; StaleWeightError for freed codes.
+
+    >>> quantizer = fq.Quantizer("mxfp8")
+    >>> a, b = (quantizer.quantize(torch.randn(rows, 64)).rowwise for rows in (4, 8))
+    >>> fq.gemm(a, b).shape
+    torch.Size([4, 8])
     """
     check_pair("gemm", a.fmt, b.fmt, "a", "b")
     tracing = opaque.is_tracing()

@@ -62,6 +62,10 @@ class Storage:
     layout:       how the buffers lie (`ops.layout`): compact (see the note above), or as a product reads them.
 
     Invariant: a storage that travels or rests is compact, and nothing else is needed to decode.
+
+    >>> storage = fq.Quantizer("nvfp4").quantize(torch.randn(32, 64)).rowwise
+    >>> storage.data.shape, storage.scale.shape               # two codes per byte; a scale per 16 elements
+    (torch.Size([32, 32]), torch.Size([32, 4]))
     """
 
     fmt: Format
@@ -234,8 +238,8 @@ class Storage:
         """The same storage with its buffers as `wanted` (`ops.layout`) says; itself where they lie so, or are not quantized.
 
         turned:    the transposed codes, where a columnwise storage's are made already.
-        anchored:  codes and scales of lines or the tensor, where they are.
-        Anchors of lines and runs that are made of codes round subnormals a second time. Raises ValueError for a layout that the
+        anchored:  codes and scales against anchors, where they are.
+        Anchors that are made of codes round subnormals a second time. Raises ValueError for a layout that the
         buffers cannot be brought into.
         """
         if wanted == self.layout or not self.fmt.is_quantized:
@@ -251,30 +255,17 @@ class Storage:
             data, scale, _ = self.to_gemm_layout(arch_of(self.data.device), turned)
         elif wanted == SPREAD:
             data, scale = self._outer_major(turned), self._swizzled(self.scale)
-        elif wanted in (ANCHORED_TENSOR, ANCHORED):
-            whole = wanted == ANCHORED_TENSOR
-            data, scale = anchored or dispatch.anchor_codes(
-                self.data, self.scale, self.tensor_amax, self.padded_shape[1], self.fmt, self.direction, whole
-            )
+        elif anchored is not None:
+            data, scale = anchored
         else:
-            data, scale = self._anchored_in_runs(ANCHOR_RUNS[wanted], turned)
+            rows, cols = self.padded_shape
+            codes = (self.data, self.scale, self.tensor_amax, cols, self.fmt, self.direction)
+            if turned is not None:
+                codes = (turned, self.scale.t().contiguous(), self.tensor_amax, rows, self.fmt, ROWWISE)
+            data, scale = dispatch.anchor_codes(*codes, wanted)
         tensor_amax = self.tensor_amax if has_tensor_amax(self.fmt, wanted) else None
         of = self.fmt, self.direction, self.shape
         return Storage(*of, data, scale, tensor_amax, self.dtype, self.row0, wanted)  # replace() takes three times as long
-
-    def _anchored_in_runs(self, run: int, turned: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(codes [outer, contraction], fp32 scales [runs, outer rounded up to 4]): each run is a line of its own."""
-        along_rows, (outer_block, block) = self.direction is not ROWWISE, self.fmt.block
-        data = self.data if turned is None else turned
-        if along_rows and turned is None:
-            data = dispatch.transpose_codes(self.data, *self.padded_shape, self.fmt)
-        outer, contraction = data.shape
-        scale = (self.scale.t() if along_rows else self.scale).repeat_interleave(outer_block, 0)[:outer]
-        data, scale = (layout.pad_to(t, 1, n) for t, n in ((data, run), (scale, run // block)))
-        lines, fmt = data.reshape(-1, run), replace(self.fmt, block=(1, block))
-        codes, scales = dispatch.anchor_codes(lines, scale.reshape(-1, run // block), None, run, fmt, ROWWISE)
-        codes = codes.view(outer, -1)[:, :contraction].contiguous()
-        return codes, layout.pad_to(scales.view(outer, -1).t(), 1, 4).contiguous()
 
     def turns(self, wanted: str) -> bool:
         """`in_layout(wanted)` transposes compact codes."""
@@ -502,8 +493,8 @@ def laid_out(
     for i, (storage, layout_) in enumerate(wanted):
         if storage.turns(layout_):
             alike.setdefault((storage.fmt, NATIVE), []).append(i)
-        elif layout_ in (ANCHORED_TENSOR, ANCHORED) and storage.layout == COMPACT and storage.row0 == 0:
-            alike.setdefault((storage.fmt, (storage.direction, layout_ == ANCHORED_TENSOR)), []).append(i)
+        elif layout_ in ANCHORS and storage.layout == COMPACT and storage.row0 == 0:
+            alike.setdefault((storage.fmt, (storage.direction, layout_)), []).append(i)
     turned: dict[int, Tensor] = {}
     anchored: dict[int, tuple[Tensor, Tensor]] = {}
     for (fmt, kind), places in alike.items():

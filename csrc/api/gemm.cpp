@@ -179,7 +179,8 @@ CountedOperand counted_operand(
     const at::Tensor& x, const MaybeTensor& scale, int64_t kind, int64_t counted, const char* name) {
   TORCH_CHECK_VALUE(x.scalar_type() == at::kByte && x.stride(-1) == 1 && (x.dim() == 2 || x.dim() == 3), name, " is ",
                     x.scalar_type(), " ", x.sizes(), " of strides ", x.strides(), "; wanted codes [outer, k]");
-  TORCH_CHECK_VALUE(counted >= 0 && counted <= 2, name, " is counted as ", counted, "; wanted 0, 1 or 2 (COUNTED_E2M1)");
+  TORCH_CHECK_VALUE(counted >= 0 && counted <= kMostCounted, name, " is counted as ", counted, "; wanted 0 to ", kMostCounted,
+                    " (counted_as, ops/reference.py)");
   const int64_t outer = x.numel() / x.size(-1), k = x.size(-1);
   const Operand o = operand_of_kind(kind, name);
   TORCH_CHECK_VALUE(is_fp8(o.type), name, " is of kind ", kind, "; wanted codes of 8 bits");
@@ -187,7 +188,8 @@ CountedOperand counted_operand(
   c.data = x.const_data_ptr<uint8_t>(), c.outer = outer, c.ld = x.stride(-2);
   c.plane_lines = x.size(-2), c.plane = x.dim() == 3 ? x.stride(0) : 0;
   c.vectors = is_aligned(c.data, 4) && c.ld % 4 == 0 && c.plane % 4 == 0;
-  c.e5m2 = o.type == CUDA_R_8F_E5M2, c.counted = counted != 0, c.of_e2m1 = counted == 2;
+  c.e5m2 = o.type == CUDA_R_8F_E5M2, c.counted = counted != 0, c.of_blocks = counted >= kLeastOfBlocks;
+  if (c.of_blocks) c.exact = kExactBlocks[counted - kLeastOfBlocks];
   TORCH_CHECK_VALUE(o.scaling <= Scaling::kRow || o.scaling == Scaling::k1x128 || o.scaling == Scaling::k1x512, name,
                     " is of kind ", kind, "; wanted scales of a tensor, of lines or of runs");
   if (o.scaling <= Scaling::kRow) return c;
@@ -212,9 +214,9 @@ void product_error(
   if (a.numel() == 0 || b.numel() == 0) return;
   const c10::cuda::CUDAGuard device(a.device());
   ProductError p = {};
-  p.operand[0] = counted_operand(a, a_scale, a_kind, counted & 3, "a");
+  p.operand[0] = counted_operand(a, a_scale, a_kind, counted & 15, "a");
   p.operand[0].of_tokens = product < 2;  // fprop and dgrad: see PRODUCTS in modules/plan.py
-  p.operand[1] = counted_operand(b, b_scale, b_kind, counted >> 2, "b");
+  p.operand[1] = counted_operand(b, b_scale, b_kind, counted >> 4, "b");
   TORCH_CHECK_VALUE(a.size(-1) == b.size(-1), "a is ", a.sizes(), " and b ", b.sizes(), "; wanted the same K");
   p.k = a.size(-1), p.step = step.const_data_ptr<int64_t>() + 1, p.sums = guard.mutable_data_ptr<float>() + 2 * product;
   check_launch(launch_product_error(p, c10::cuda::getCurrentCUDAStream()), "product_error");

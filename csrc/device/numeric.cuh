@@ -1,5 +1,9 @@
 // Scales and elements, bit-exact with fsdp_quant/ops/reference.py. No fast-math: products that feed an addition are
 // written with intrinsics, so that no compiler fuses them.
+//
+// The pipe of integer minima and byte permutes has half the rate of fp32 sums: a saturating
+// multiply-add in place of a minimum, and a threshold in place of its complement, were worth 10 %.
+// A byte permute takes one immediate: keep the other operand in a register.
 #pragma once
 
 #include <cstdint>

@@ -286,6 +286,8 @@ __device__ __forceinline__ void flush_scales(
 }
 
 // Encode factors of every scale code, of the 4-bit directions.
+// A two-level scale is one of 128 codes: its encode factor is read from this table, not divided for
+// each block.
 __device__ __forceinline__ void fill_factors(
     const Side (&side)[2], const SideBuffers& row, const SideBuffers& col, float (&factors)[2][128]) {
   const int d = threadIdx.x / 128, code = threadIdx.x % 128;

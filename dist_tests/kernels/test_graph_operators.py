@@ -18,7 +18,6 @@ from dist_tests import laws
 from dist_tests.single import hopper
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction
 from fsdp_quant.ops import extension, native
-from fsdp_quant.ops.capability import spreads
 from fsdp_quant.ops.layout import SPREAD_BLOCKS
 from fsdp_quant.quantizer import Quantizer
 
@@ -129,9 +128,8 @@ def test_blackwell_scales_fill_tiles(name: str):
         if of.byte_scales:
             padded = e.fmt.padded_shape(shape, d)
             lines, length = padded[::-1] if d is COLUMNWISE else padded
-            blocks = -(-length // e.fmt.block[1])
-            blocks = SPREAD_BLOCKS * blocks if spreads(e.fmt) else -(-blocks // 4) * 4
-            assert of.scale == (-(-lines // 128) * 128 * blocks,)
+            blocks = -(-length // e.fmt.block[1]) * (SPREAD_BLOCKS if e.fmt.has_fp32_scales else 1)
+            assert of.scale == (-(-lines // 128) * 128 * (-(-blocks // 4) * 4),)
 
 
 def test_products_are_planned_where_operators_take_them():
@@ -205,7 +203,7 @@ def calls() -> dict:
         ),
         "anchor_codes": (
             [empty(64, 256, **u8), empty(64, 8, **u8)],
-            lambda x, s: ops.anchor_codes(x, s, None, mx[0], False, False, False, 256),
+            lambda x, s: ops.anchor_codes(x, s, None, mx[0], False, False, False, 256, 512),
         ),
         "gemm": (
             [empty(64, 256), empty(32, 256)],

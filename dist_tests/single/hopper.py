@@ -327,10 +327,12 @@ class Operators:
             return layout.swizzle_128x4(layout.spread_scales(scale, outer, outer_block))
         return layout.swizzle_128x4(scale.repeat_interleave(outer_block, 0)[:outer])
 
-    def anchor_codes(self, data, scale, tensor_amax, packed, columnwise, transposed, whole, cols):
+    def anchor_codes(self, data, scale, tensor_amax, packed, columnwise, transposed, whole, cols, run=0):
         if data.dim() == 3:
-            made = [self.anchor_codes(*one, None, packed, columnwise, transposed, whole, cols) for one in zip(data, scale)]
+            refuse(run > 0, "matrices are anchored by lines or tensors")
+            made = [self.anchor_codes(*one, None, packed, columnwise, transposed, whole, cols, run) for one in zip(data, scale)]
             return tuple(torch.stack(of) for of in zip(*made))
+        refuse(run and (whole or run < 0 or run % 128 or run & (run - 1)), f"anchor run is {run}")
         self.calls.append(Call("anchor_codes", data.data_ptr()))
         direction = COLUMNWISE if columnwise else ROWWISE
         fmt = unpack(packed, direction).encoding.fmt
@@ -338,18 +340,18 @@ class Operators:
         if whole and fmt.decodes_exactly_to_e4m3:
             refuse(not (data.is_contiguous() and scale.is_contiguous()) or tensor_amax is None, "data, scale or tensor amax")
             return _operand_of_codes(data, scale, tensor_amax, fmt, direction, cols, transposed)
-        of_8_bits = fmt.scale == "e8m0" and fmt.block[1] == 32 and fmt.element.bits == 8
-        refuse(not powers and not of_8_bits, "wanted e8m0 scales of (1, 32) or (32, 32) blocks")
+        of_blocks = fmt.scale == "e8m0" and fmt.block[1] == 32
+        refuse(not powers and not of_blocks, "wanted e8m0 scales of (1, 32) or (32, 32) blocks")
         refuse(not (data.is_contiguous() and scale.is_contiguous()), "data or scale is not contiguous")
-        refuse(cols != data.shape[1], f"data of {cols} columns")
-        grid = fmt.scale_shape(tuple(data.shape), direction)
+        refuse(fmt.row_bytes(cols, torch.uint8) != data.shape[1], f"data of {cols} columns")
+        grid = tuple(ceil_div(n, b) for n, b in zip((len(data), cols), fmt.dims(direction)))
         refuse(scale.numel() != grid[0] * grid[1], f"scale has {scale.numel()} elements; wanted {grid}")
-        codes, lines = reference.anchored_codes(data, scale.view(grid), fmt, direction, whole)
+        codes, lines = reference.anchored_codes(data, scale.view(grid), fmt, direction, whole, cols, run if run > 0 else None)
         return (codes.t().contiguous() if transposed else codes), lines
 
-    def anchor_group(self, data, scale, tensor_amax, packed, columnwise, transposed, whole, cols, out, line_scale):
+    def anchor_group(self, data, scale, tensor_amax, packed, columnwise, transposed, whole, cols, out, line_scale, run=0):
         for one, of, amax, n, *into in zip(data, scale, tensor_amax or [None] * len(data), cols, out, line_scale):
-            for target, made in zip(into, self.anchor_codes(one, of, amax, packed, columnwise, transposed, whole, n)):
+            for target, made in zip(into, self.anchor_codes(one, of, amax, packed, columnwise, transposed, whole, n, run)):
                 target.copy_(made)
 
     def product_error(self, a, b, a_scale, b_scale, a_kind, b_kind, counted, step, guard, product):
@@ -364,7 +366,7 @@ class Operators:
             element = next(e for e in ELEMENTS.values() if native.ELEMENTS.get(e.name) == kind & 7)
             runs = None if block[1] is None else scale.view(ceil_div(data.shape[-1], block[1]), -1)
             operands.append((data.flatten(0, -2), runs, Format("operand", element, block, "fp32")))
-        guard[product] += reference.product_error(*operands, (counted & 3, counted >> 2), int(step[1]) // reference.PROBED_STEPS, product < 2)
+        guard[product] += reference.product_error(*operands, (counted & 15, counted >> 4), int(step[1]) // reference.PROBED_STEPS, product < 2)
 
     # Products #
 
@@ -674,10 +676,7 @@ class Operators:
                     recorded.add(reading.factor)
                     self.record_amax(histories[reading.factor], amax)
             del made[self._buffers(reading.side, d) :]
-            if reading.run != -1:
-                turned = d is COLUMNWISE
-                made = self.anchor_codes(*made, None, reading.side, turned, turned, reading.run == native.OF_TENSOR, weight.shape[1])
-            result += made
+            result += made if reading.run == -1 else self._anchors_of(made, reading, d, weight.shape)
         return result
 
     def _stacked_runs(self, weight, reading, d):
@@ -807,13 +806,16 @@ class Operators:
                 continue
             self.counts[call.number][2 * slot + (d is COLUMNWISE)] += 1
             sides = (reading.side, 0) if d is ROWWISE else (0, reading.side)
-            if reading.run >= 0:
+            side = unpack(reading.side, d, reading.eps)
+            fmt = side.encoding.fmt
+            of_codes = reading.run != -1 and (reading.run < 0 or side.encoding.stochastic or fmt.bits < 8 or fmt.block[0] != 1)
+            if reading.run != -1 and not of_codes:
                 runs = (reading.run, 0) if d is ROWWISE else (0, reading.run)
                 made[d] = self.quantize_anchored(x, *sides, *runs, None, None, False)
                 self.calls.pop()
                 continue
             enc = None if reading.factor < 0 else call.factors[group][reading.factor]
-            side = unpack(reading.side, d, reading.eps)
+            side = side._replace(transposed=False) if of_codes else side
             key = self.random_key(call.step, call.ids, slot, x.shape[0]) if side.encoding.stochastic else None
             known = [None] * 8
             known[2 + 4 * (d is COLUMNWISE)], known[3 + 4 * (d is COLUMNWISE)] = enc, key
@@ -824,7 +826,15 @@ class Operators:
                 if enc is not None and reading.factor < len(call.histories[group]) and reading.factor not in recorded:
                     recorded.add(reading.factor)
                     self.record_amax(call.histories[group][reading.factor], amax)
+            if of_codes:
+                made[d] = self._anchors_of(made[d], reading, d, x.shape)
+                self.calls.pop()
         return made
+
+    def _anchors_of(self, made, reading, d, shape) -> list[Tensor]:
+        """Compact codes as an operand against anchors."""
+        turned, cols = d is COLUMNWISE, unpack(reading.side, d).encoding.fmt.padded_shape(shape, d)[1]
+        return list(self.anchor_codes(*made, None, reading.side, turned, turned, reading.run == native.OF_TENSOR, cols, max(reading.run, 0)))
 
     def _step_operand(self, reading, d: Direction, buffers: list[Tensor]) -> tuple[Tensor, Tensor | None, int, Tensor | None]:
         """(data, scale, kind, factor of the product)."""
@@ -1104,7 +1114,7 @@ def sums_in_units(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Ten
     return total * unit
 
 
-def _schemas() -> dict[str, str]:
+def operator_schemas() -> dict[str, str]:
     """The operators as csrc declares them, by name."""
     text = "".join(path.read_text() for path in sorted((Path(__file__).parents[2] / "csrc").glob("*/*.cpp")))
     declared = re.findall(r'm\.def\(\s*((?:"[^"]*"\s*)+)', text)
@@ -1119,7 +1129,7 @@ _library = torch.library.Library("fsdp_quant_emulated", "DEF")
 @functools.cache
 def _registered(name: str) -> Callable:
     """An operator of the emulation that torch knows, with the schema of csrc: what graphs hold."""
-    schema = _schemas()[name]
+    schema = operator_schemas()[name]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     packet, _, overload = name.partition(".")
     arguments = torch._C.parse_schema(f"fsdp_quant_emulated::{schema}").arguments

@@ -152,9 +152,10 @@ def test_tensor_cores_multiply_the_pairs_that_they_can():
         "sm_90a": {
             "native": [("fp8_tensor", "fp8_tensor"), ("fp8_row", "fp8_tensor"), ("fp8_row", "fp8_row"), ("fp8_1x128", "fp8_128x128"),
                        ("fp8_1x128", "fp8_1x128")],
-            "anchored": [("mxfp8", "mxfp8"), ("mxfp8", "mxfp8_32x32"), ("mxfp8", "fp8_row"), ("fp8_tensor", "mxfp8")],
+            "anchored": [("mxfp8", "mxfp8"), ("mxfp8", "mxfp8_32x32"), ("mxfp8", "fp8_row"), ("fp8_tensor", "mxfp8"),
+                         ("mxfp4", "mxfp4"), ("mxfp6", "mxfp6"), ("mxfp4", "mxfp8"), ("mxfp6", "fp8_tensor"), ("fp8_row", "mxfp4")],
             "bf16": [("fp8_128x128", "fp8_128x128"), ("mxfp8", "fp8_1x128"), ("nvfp4", "nvfp4_16x16"), ("mxfp8", "nvfp4"),
-                     ("fp8_row", "identity")],
+                     ("fp8_row", "identity"), ("mxfp4", "nvfp4"), ("mxfp6", "fp8_1x128")],
         },
         "sm_100f": {
             "native": [("fp8_tensor", "fp8_tensor"), ("mxfp8", "mxfp8"), ("mxfp8", "mxfp8_32x32"), ("nvfp4", "nvfp4_16x16"),

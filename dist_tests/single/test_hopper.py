@@ -37,6 +37,8 @@ RECIPES = {
     "mxfp8/nvfp4": lambda **o: recipes.hybrid("mxfp8", "nvfp4", **o),
     "nvfp4/mxfp8": lambda **o: recipes.hybrid("nvfp4", "mxfp8", **o),
     "fp8_tensor/identity": lambda **o: recipes.hybrid("fp8_tensor", "identity", **o),
+    "mxfp6": recipes.mxfp6, "mxfp6/e3m2": lambda **o: recipes.mxfp6(grad_element="e3m2", **o), "mxfp4": recipes.mxfp4,
+    "mxfp8/mxfp4": lambda **o: recipes.hybrid("mxfp8", "mxfp4", **o),
 }
 ONE_CALL = tuple(RECIPES)
 SHAPES = ((64, 48, 32), (33, 40, 100), (144, 48, 160))  # M, N, K; the second takes the path of parts
@@ -44,6 +46,7 @@ SHAPES = ((64, 48, 32), (33, 40, 100), (144, 48, 160))  # M, N, K; the second ta
 BOUNDS = {BF16: 1e-2, FP16: 2e-3, FP32: 1e-5}
 QUANTIZED = list(KERNEL_QUANTIZERS)
 E8M0 = [name for name in QUANTIZED if QUANTIZERS[name].fmt.scale == "e8m0" and QUANTIZERS[name].fmt.element.bits == 8]
+SMALL = ["mxfp4", "mxfp6", "mxfp6/e3m2"]  # recipes whose codes are multiplied as e4m3
 
 
 @pytest.fixture(autouse=True)
@@ -172,7 +175,7 @@ def test_a_step_over_runs_of_tokens_is_that_of_the_cpu():
         check_step("mxfp8", BF16, False, ((1040, 48, 32), (519, 40, 20)), {"wgrad": rung})
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "fp8_block", "mxfp8/nvfp4"])
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_block", "mxfp8/nvfp4", "mxfp4", "mxfp6/e3m2"])
 def test_a_step_on_every_rung_is_that_of_the_cpu(name: str):
     """If false, a product that its guard moved is another one."""
     for shape in ((1040, 48, 32), (40, 528, 1056)):
@@ -245,7 +248,7 @@ def test_fakes_have_the_shapes_of_what_is_made(gpu, name: str):
         calls = {"statistics": (*sides, row0, *through)}
         for some in (sides, (sides[0], 0), (0, sides[1])):
             calls[f"quantize {some}"] = (*some, 0.0, 0.0, row0, *through, None, None, None, key, None, None, None, key)
-        if anchors(q.fmt) and q.fmt.block[0] == 1 and not row0:
+        if anchors(q.fmt) and not layout.is_anchored_of_codes(q.fmt, layout.ANCHORED) and not row0:
             calls["quantize_anchored"] = (*sides, 0, 128, None, None, *through)
             if q.fmt.element.name == "e4m3":
                 calls["quantize_anchored by tensor"] = (*sides, native.OF_TENSOR, native.OF_TENSOR, None, None, *through)

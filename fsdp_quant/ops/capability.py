@@ -122,7 +122,7 @@ def spreads(fmt: Format) -> bool:
 
 def anchors(fmt: Format) -> bool:
     """One exponent a line, or a tensor, can take the place of this format's block scales."""
-    of_blocks = fmt.scale == "e8m0" and fmt.block[1] == 32 and fmt.scale_rounding == "up" and fmt.bits == 8
+    of_blocks = fmt.scale == "e8m0" and fmt.block[1] == 32 and fmt.scale_rounding == "up" and fmt.element.operand.bits == 8
     return of_blocks and unsupported_reason(fmt) is None
 
 

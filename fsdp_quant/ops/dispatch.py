@@ -16,7 +16,9 @@ from torch import Tensor
 from ..counters import counters
 from ..formats import ROWWISE, Direction, Encoding, Format
 from . import layout, native, opaque, reference
-from .layout import ANCHOR_RUNS, ANCHORED, ANCHORED_TENSOR, COMPACT, LAID_OUT, is_anchored_as_encoded, is_exact_operand
+from .layout import (
+    ANCHOR_RUNS, ANCHORED, ANCHORED_TENSOR, COMPACT, LAID_OUT, is_anchored_as_encoded, is_anchored_of_codes, is_exact_operand,
+)
 
 
 class Statistics(NamedTuple):
@@ -74,7 +76,7 @@ class _Laid(NamedTuple):
 
     anchored: tuple[int, ...]
     anchored_encodings: tuple[Encoding, ...]
-    anchor_runs: tuple[int | None, ...]
+    anchor_runs: tuple[int, ...]
     anchored_turned: tuple[bool, ...]
     plain: tuple[int, ...]
     plain_encodings: tuple[Encoding, ...]
@@ -91,7 +93,8 @@ def _laid_of(
     layouts = layouts or (COMPACT,) * len(encodings)
 
     def anchors(i: int) -> bool:
-        fits = layouts[i] in ANCHOR_RUNS or is_anchored_as_encoded(encodings[i].fmt, layouts[i])
+        fmt = encodings[i].fmt
+        fits = layouts[i] in ANCHOR_RUNS and not is_anchored_of_codes(fmt, layouts[i]) or is_anchored_as_encoded(fmt, layouts[i])
         return can_anchor[i] and fits and not encodings[i].stochastic
 
     anchored = tuple(filter(anchors, taken))
@@ -106,7 +109,7 @@ def _laid_of(
 
     return _Laid(
         anchored, tuple(encodings[i] for i in anchored),
-        tuple(native.OF_TENSOR if layouts[i] == ANCHORED_TENSOR else ANCHOR_RUNS[layouts[i]] for i in anchored),
+        tuple(native.anchor_run(layouts[i]) for i in anchored),
         tuple(map(turns, anchored)), plain, tuple(encodings[i] for i in plain),
         tuple(n and turns(i) for i, n in zip(plain, laid)),
         tuple(native.OPERAND if o else native_scales if n else native.COMPACT for n, o in zip(laid, operands)),
@@ -346,30 +349,32 @@ def transpose_group(
 
 
 def anchor_codes(
-    data: Tensor, scale: Tensor, tensor_amax: Tensor | None, cols: int, fmt: Format, direction: Direction, whole: bool = False
+    data: Tensor, scale: Tensor, tensor_amax: Tensor | None, cols: int, fmt: Format, direction: Direction, wanted: str
 ) -> tuple[Tensor, Tensor]:
-    """Compact codes of cols columns as an operand [outer, contraction] with one fp32 scale per line, or per tensor.
+    """Compact codes of cols columns as an operand [outer, contraction] in a layout of anchors, and its fp32 scales.
 
     `reference.anchored_codes`, and `reference.e4m3_operand` of what decodes exactly to e4m3.
     """
     turned = direction is not ROWWISE
     if native.runs(data):
-        return native.anchor_codes(data, scale, tensor_amax, cols, fmt, direction, turned, whole)
+        return native.anchor_codes(data, scale, tensor_amax, cols, fmt, direction, turned, native.anchor_run(wanted))
     if fmt.decodes_exactly_to_e4m3:
         codes, made = reference.e4m3_operand(data, scale, tensor_amax, fmt, direction, cols)
     else:
-        codes, made = reference.anchored_codes(data, scale, fmt, direction, whole)
+        whole, run = wanted == ANCHORED_TENSOR, ANCHOR_RUNS.get(wanted)
+        codes, made = reference.anchored_codes(data, scale, fmt, direction, whole, cols, run)
     return (codes.t().contiguous() if turned else codes), made
 
 
 def anchor_group(
     data: Sequence[Tensor], scale: Sequence[Tensor], tensor_amax: Sequence[Tensor | None], cols: Sequence[int], fmt: Format,
-    direction: Direction, whole: bool = False, calls: list[native.GroupCall] | None = None,
+    direction: Direction, wanted: str, calls: list[native.GroupCall] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """`anchor_codes` of each; calls: takes what made them, if that may be made again."""
     if all(map(native.runs, data)):
-        return native.anchor_group(data, scale, tensor_amax, cols, fmt, direction, direction is not ROWWISE, whole, calls)
-    return [anchor_codes(*one, fmt, direction, whole) for one in zip(data, scale, tensor_amax, cols)]
+        run = native.anchor_run(wanted)
+        return native.anchor_group(data, scale, tensor_amax, cols, fmt, direction, direction is not ROWWISE, run, calls)
+    return [anchor_codes(*one, fmt, direction, wanted) for one in zip(data, scale, tensor_amax, cols)]
 
 
 def swizzle_scales(scale: Tensor, outer: int, outer_block: int, transposed: bool) -> Tensor:

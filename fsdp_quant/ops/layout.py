@@ -34,12 +34,21 @@ LAYOUTS = (COMPACT, *LAID_OUT, *ANCHORS)
 # Where ranks or groups share the tokens that a product contracts, and no scale is of all of them: one token that is far larger
 # than the others would cost them their last bits. 512 is multiplied faster than 128 (H200, geometric means over bf16: 1.34 and
 # 1.21, fp32 += 1.28 and 1.14).
+# cuBLASLt has no such scales: these GEMMs are our own kernel's (kRun, csrc/gemm/hopper_kernel.cuh).
+# Codes that were rounded stochastically are anchored by line afterwards: kernels that anchor as
+# they quantize round to nearest.
 OVER_TOKENS = ANCHORED_512
 
 
 def is_exact_operand(fmt: Format, layout: str) -> bool:
     """Codes of this format lose no bits in this layout, an operand of one scale per tensor, and quantizers write it."""
     return layout == ANCHORED_TENSOR and fmt.decodes_exactly_to_e4m3
+
+
+def is_anchored_of_codes(fmt: Format, layout: str) -> bool:
+    """No kernel quantizes values into this layout of anchors: their compact codes are made first."""
+    by_kernel = fmt.block[0] == 1 and fmt.element.operand == fmt.element
+    return layout in ANCHORS and not by_kernel and not is_exact_operand(fmt, layout)
 
 
 def is_anchored_as_encoded(fmt: Format, layout: str) -> bool:

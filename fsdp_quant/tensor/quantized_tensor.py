@@ -97,6 +97,10 @@ class QuantizedTensor(Tensor):
 
     rowwise, columnwise:  `Storage` or None; at least one. Formats may differ.
     shape:                logical shape (default: the storages' [rows, cols]).
+
+    >>> t = fq.Quantizer("mxfp8").quantize(torch.ones(32, 64))
+    >>> t.shape, t.dequantize().sum().item()
+    (torch.Size([32, 64]), 2048.0)
     """
 
     _slots: Slots
