@@ -101,8 +101,10 @@ def test_links_of_readme_and_contributing_lead_somewhere():
     """If false, a link on the front page is dead: mkdocs checks those of docs/ alone."""
     dead = []
     for name in ("README.md", "CONTRIBUTING.md"):
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / name).read_text()):
-            dead += [] if (ROOT / target).exists() else [f"{name}: {target}"]
+        for target, anchor in re.findall(r"\]\(([^)#:]+)(?:#([^)]*))?\)", (ROOT / name).read_text()):
+            path = ROOT / target
+            if not path.exists() or (anchor and f'<a id="{anchor}"></a>' not in path.read_text()):
+                dead.append(f"{name}: {target}#{anchor}")
     assert dead == []
 
 
