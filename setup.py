@@ -6,7 +6,7 @@ here. A missing condition is printed, kept in the package, and leaves a pure Pyt
 every format. Environment:
 
     FSDP_QUANT_NATIVE=0|1       0: pure Python, whatever is here; 1: a missing condition is an error
-    FSDP_QUANT_CUDA_ARCHS       architectures, "9.0a;10.0f;12.0f" unless told; those that nvcc does not know are dropped
+    FSDP_QUANT_CUDA_ARCHS       architectures, "8.0;8.9;9.0a;10.0f;12.0f" unless told; those that nvcc does not know are dropped
     FSDP_QUANT_LINE_TABLES=1    keeps what profilers show source lines by
     FSDP_QUANT_RANDOM_SLEEPS=1  products on Hopper wait at random at their barriers: a build for tests alone
     CUDA_HOME                   the CUDA toolkit; that of the nvcc on PATH unless told
@@ -40,7 +40,7 @@ CSRC, PACKAGE = ROOT / "csrc", ROOT / "fsdp_quant"
 INSTALL = "pip install --no-build-isolation -e ."
 SETUPTOOLS = 64  # editable installs of pyproject.toml
 CUBLAS = (12, 9)  # multiplies 8-bit operands with scales of rows and blocks
-TARGETS = "9.0a;10.0f;12.0f"
+TARGETS = "8.0;8.9;9.0a;10.0f;12.0f"
 
 
 def _load_build():

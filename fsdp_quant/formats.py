@@ -116,6 +116,21 @@ class Element:
         """(codes, bytes) of one container."""
         return PACKINGS[self.bits]
 
+    @property
+    def operand(self) -> Element:
+        """The 8-bit element that products of anchored codes multiply: e4m3 has every number of a smaller one; else itself."""
+        return E4M3 if self.bits < 8 and self.mantissa <= E4M3.mantissa else self
+
+    @property
+    def operand_shift(self) -> int:
+        """Its numbers times 2^operand_shift are the largest that fit in `operand`: what is left for blocks below the largest."""
+        return 0 if self.operand is self else math.floor(math.log2(self.operand.max / self.max))
+
+    @property
+    def least_step(self) -> float:
+        """The distance between its smallest numbers."""
+        return 2.0 ** (self.emin - self.mantissa)
+
 
 # (codes, bytes) of a container, by bits per code: the fewest whole bytes that whole codes fill, the first in the lowest bits.
 PACKINGS = {4: (2, 1), 6: (4, 3), 8: (1, 1), 16: (1, 2)}
@@ -387,11 +402,16 @@ def format_of(name: str | Format, **changes) -> Format:
 def anchored_format(fmt: Format, run: int | None, whole: bool = False) -> Format:
     """What codes of `fmt` mean once one fp32 scale serves `run` elements of the contraction (None: all), or the tensor.
 
-    The scale is a power of two where the format's are.
+    The scale is a power of two where the format's are; codes smaller than 8 bits are those of `Element.operand`.
     """
     if fmt.decodes_exactly_to_e4m3:
         return Format(f"{fmt.name} anchored", E4M3, (None, None), "fp32")
-    return Format(f"{fmt.name} anchored", fmt.element, (None if whole else 1, run), "fp32", pow2=True)
+    return Format(f"{fmt.name} anchored", fmt.element.operand, (None if whole else 1, run), "fp32", pow2=True)
+
+
+def spread_format(fmt: Format) -> Format:
+    """What codes of `fmt` mean once each scale of 128 elements, a power of two, is written as four e8m0 scales of 32."""
+    return Format(f"{fmt.name} spread", fmt.element, (1, 32), "e8m0")
 
 
 @dataclass(frozen=True)

@@ -471,12 +471,12 @@ def mxfp8(scale_rounding: str | None = None, **options) -> Recipe:
 
 
 def mxfp6(scale_rounding: str | None = None, grad_element: str | None = None, **options) -> Recipe:
-    """OCP MXFP6: blocks of 32, e8m0 scales, e2m3 elements (grad_element="e3m2" for gradients). No kernel encodes it."""
+    """OCP MXFP6: blocks of 32, e8m0 scales, e2m3 elements (grad_element="e3m2" for gradients)."""
     return _named("mxfp6", "mxfp6", "mxfp6", options, scale_rounding=scale_rounding, grad_element=grad_element)
 
 
 def mxfp4(scale_rounding: str | None = None, **options) -> Recipe:
-    """OCP MXFP4: blocks of 32, e8m0 scales, stochastic rounding of gradients, rotated wgrad operands. No kernel encodes it.
+    """OCP MXFP4: blocks of 32, e8m0 scales, stochastic rounding of gradients, rotated wgrad operands.
 
     Source: Tseng et al., Training LLMs with MXFP4, 2025.
     """
@@ -513,12 +513,12 @@ NAMED = ("identity", "fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "mxfp
 _BY_NAME = {
     f.__name__: f for f in (identity, fp8_current, fp8_delayed, fp8_row, fp8_block, mxfp8, nvfp4)
 } | {"bf16": identity}
-_ENCODED_BY_THE_REFERENCE = {f.__name__: f for f in (mxfp6, mxfp4)}
-_RECIPE_FUNCTIONS = (*_BY_NAME.values(), *_ENCODED_BY_THE_REFERENCE.values(), hybrid)
+_WITHOUT_EXPERTS = {f.__name__: f for f in (mxfp6, mxfp4)}
+_RECIPE_FUNCTIONS = (*_BY_NAME.values(), *_WITHOUT_EXPERTS.values(), hybrid)
 
 
 def names() -> list[str]:
-    """Names that `by_name` takes, of recipes whose formats kernels encode."""
+    """Names that `by_name` takes, of recipes whose experts multiply in one product."""
     return sorted(_BY_NAME)
 
 
@@ -527,13 +527,13 @@ def by_name(name: str, **options) -> Recipe:
 
     Raises ValueError with the list of known names.
     """
-    made = _BY_NAME.get(name) or _ENCODED_BY_THE_REFERENCE.get(name)
+    made = _BY_NAME.get(name) or _WITHOUT_EXPERTS.get(name)
     if made is not None:
         return made(**options)
     sides = [side.strip() for side in name.split("/")]
     if len(sides) == 2:
         return hybrid(*sides, **options)
-    known = ", ".join(sorted([*_BY_NAME, *_ENCODED_BY_THE_REFERENCE]))
+    known = ", ".join(sorted([*_BY_NAME, *_WITHOUT_EXPERTS]))
     raise ValueError(
         f"unknown recipe {name!r}; known recipes: {known}, or forward/backward of the families {', '.join(FAMILIES)}"
     )

@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(Threads, kResident / Threads) norm_backward_ke
       }
 #pragma unroll
       for (int i = 0; i < Eight<T>::kWords; ++i)
-        largest = Magnitudes<T>::larger(largest, Magnitudes<T>::of_word(made.w[i]));
+        largest = Magnitudes<T>::larger(largest, Magnitudes<T>::magnitude(made.w[i]));
       made.store(static_cast<T*>(args.dx) + static_cast<int64_t>(row) * args.cols + first + k * 256);
     }
     if (kStages == 1 && following < rows) fetch(mine, following);

@@ -219,10 +219,19 @@ __device__ __forceinline__ void encode_piece(
 template <class Row, class Col>
 constexpr bool copies_tiles = Row::kEncodes && Col::kEncodes;
 
+// Of the code that is compiled: bulk copies came with sm_90.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+template <class Row, class Col>
+constexpr bool copies_here = copies_tiles<Row, Col>;
+#else
+template <class Row, class Col>
+constexpr bool copies_here = false;
+#endif
+
 template <class Row, class Col>
 __global__ void __launch_bounds__(kThreads, kPieceBlocks) quantize_pieces_kernel(const __grid_constant__ PiecesLaunch launch) {
   extern __shared__ __align__(128) uint8_t dynamic[];
-  constexpr bool kCopies = copies_tiles<Row, Col>;
+  constexpr bool kCopies = copies_here<Row, Col>;
   auto& smem = *reinterpret_cast<std::conditional_t<kCopies, CopySmem, PiecesSmem>*>(dynamic);
   if (launch.skip != nullptr && *launch.skip != 0) return;
   const int thread = threadIdx.x;
@@ -297,12 +306,18 @@ __global__ void __launch_bounds__(kThreads, kPieceBlocks) quantize_pieces_kernel
 template <class Row, class Col>
 cudaError_t launch_pieces(const PiecesLaunch& launch, cudaStream_t stream) {
   auto* kernel = quantize_pieces_kernel<Row, Col>;
-  constexpr int kBytes = copies_tiles<Row, Col> ? sizeof(CopySmem) : sizeof(PiecesSmem);
+  int bytes = sizeof(PiecesSmem);
   if constexpr (copies_tiles<Row, Col>) {
-    const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-    if (allowed != cudaSuccess) return allowed;
+    int device = 0, major = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (error == cudaSuccess && major >= 9) {
+      bytes = sizeof(CopySmem);
+      error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    }
+    if (error != cudaSuccess) return error;
   }
-  kernel<<<static_cast<unsigned>(launch.count), kThreads, kBytes, stream>>>(launch);
+  kernel<<<static_cast<unsigned>(launch.count), kThreads, bytes, stream>>>(launch);
   return cudaGetLastError();
 }
 

@@ -118,6 +118,8 @@ ROWS = (
     Row("mxfp8 anchored by 512 tokens (wgrad)", None, None, product(MX, MX, "anchored", ANCHORED_512, WGRAD)),
     Row("mxfp8 anchored by 128 tokens, fp32 +=", None, None, product(MX, MX, "anchored", ANCHORED_128, WGRAD, True)),
     Row("mxfp8 anchored by 512 tokens, fp32 +=", None, None, product(MX, MX, "anchored", ANCHORED_512, WGRAD, True)),
+    Row("mxfp6 anchored, anchoring included", None, None, product("mxfp6", "mxfp6", "anchored", COMPACT)),
+    Row("mxfp4 anchored, anchoring included", None, None, product("mxfp4", "mxfp4", "anchored", COMPACT)),
     Row("mxfp8 exact, decode included", EXACT_FLOOR, EXACT_AIM, product(MX, MX, "bf16", COMPACT)),
     Row("nvfp4 exact, decode included", EXACT_FLOOR, EXACT_AIM, product(NV, NV, "bf16", COMPACT)),
     Row("mxfp8 x nvfp4, decode included", EXACT_FLOOR, EXACT_AIM, product(MX, NV, "bf16", COMPACT)),

@@ -14,6 +14,7 @@ codes are decoded, to values that lie along the contraction; each group's tensor
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,12 +26,12 @@ from ..counters import counters
 from ..formats import COLUMNWISE, FP8_EXACT_OPERAND, IDENTITY, ROWWISE, Direction, Format, round_up
 from ..ops import native
 from ..ops.capability import arch_of
-from ..ops.layout import ANCHORED, COMPACT, adjoining, operand_format, pad_to
+from ..ops.layout import ANCHORED, COMPACT, adjoining, is_anchored_of_codes, operand_format, pad_to
 from ..ops.native import Operand, TokenGroups
 from ..storage import BUFFERS, Storage, has_tensor_amax, laid_out
 from ..tensor import code_check, torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
-from ..tensor.weight_state import WeightState, values_of
+from ..tensor.weight_state import WeightState, held, values_of
 from .linear_op import (
     LinearCall, codes_of_transposed, gathered_storage, given_storage, lies_transposed, refuse_codes, refuse_second_derivative,
     weight_storages,
@@ -53,6 +54,11 @@ def why_not(
     if experts > native.MOST_GROUPS:
         return f"{experts} experts are more than {native.MOST_GROUPS}"
     resolved = plan.resolved(dtype, device)
+    for slot, layouts in resolved.layouts.items():
+        for direction, layout in layouts.items():
+            fmt = plan.operand(slot, direction)
+            if is_anchored_of_codes(fmt, layout) and not fmt.serves_both_directions:
+                return f"{slot}.{direction.value} ({fmt}) is anchored after it was encoded, a tensor at a time"
     for product, domain in zip(PRODUCTS, resolved.domains):
         if domain not in ("native", "anchored") and not (domain == "bf16" and all(f.tensor_scale for f in plan.pair(product))):
             return f"{product.name} runs in the {domain} domain"
@@ -115,7 +121,7 @@ class ExpertWeights(NamedTuple):
         ones, else made here of the values."""
         first = self.tensors[0]
         if first.dim() == 3 and not self.are_gathered and self._is_one_call(plan):
-            return _of_packed(values_of(first).detach(), self.states, list(directions), plan, dtype, self.records)
+            return self._packed(directions, plan, dtype)
         if first.dim() == 3 and self.are_gathered:
             return {d: _of_gathered(first, d, plan, dtype) for d in directions}
         parts = first.unbind() if first.dim() == 3 else self.tensors
@@ -123,10 +129,18 @@ class ExpertWeights(NamedTuple):
         return {d: _stacked_operand([storages[d] for storages in of]) for d in directions}
 
     def _is_one_call(self, plan: GemmPlan) -> bool:
-        """One call quantizes all matrices: two-level codes are made of bf16, and what `fq.hold` keeps is kept per matrix."""
+        """One call quantizes all matrices: two-level codes are made of bf16."""
         two_level = any(plan.operand("weight", d).tensor_scale for d in Direction)
-        seen = plan.compute_dtype or self.tensors[0].dtype
-        return (seen is torch.bfloat16 or not two_level) and all(state.held is None for state in self.states)
+        return not two_level or (plan.compute_dtype or self.tensors[0].dtype) is torch.bfloat16
+
+    def _packed(
+        self, directions: Sequence[Direction], plan: GemmPlan, dtype: torch.dtype
+    ) -> dict[Direction, Operand | _Codes]:
+        """Of [E, N, K] that no one shards, or those that `fq.hold` keeps."""
+        values, key = values_of(self.tensors[0]).detach(), (plan.key, dtype, self.records)
+        state = next(iter(self.states), None)  # a graph gives none, and nothing is held in it
+        made = functools.cache(lambda: _of_packed(values, self.states, list(directions), plan, dtype, self.records))
+        return {d: held(state, ("experts", d, *key), values, lambda d=d: made()[d]) for d in directions}
 
 
 def _stacked_operand(storages: Sequence[Storage]) -> Operand | _Codes:
@@ -301,7 +315,7 @@ def _decoded(storages: Sequence[Storage], groups: TokenGroups, layout: str) -> O
     if layout == COMPACT:
         values, fmt = native.dequantize(data, scale, None, first.fmt, first.direction, cols, 0, torch.bfloat16), IDENTITY
     else:
-        values, _ = native.anchor_codes(data, scale, amaxes[:1], cols, first.fmt, first.direction, False, True)
+        values, _ = native.anchor_codes(data, scale, amaxes[:1], cols, first.fmt, first.direction, False, native.OF_TENSOR)
         factors, fmt = factors / FP8_EXACT_OPERAND, operand_format(first.fmt, layout)
     if first.direction is COLUMNWISE:
         group = group_of(groups, values)

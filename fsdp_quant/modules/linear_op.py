@@ -351,7 +351,7 @@ def _is_one_call(resolved: Resolved, x: Tensor, n: int, bias: Tensor | None = No
     if resolved.call is None or type(x) not in (Tensor, Parameter) or not (bias is None or bias.dtype is x.dtype):
         return False
     size, cols = x.numel(), x.shape[-1]
-    return size != 0 and not (cols % 16 or n % 16 or size // cols % 16)
+    return size != 0 and not any(length % resolved.multiple for length in (cols, n, size // cols))
 
 
 def takes_source(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan) -> bool:

@@ -20,7 +20,10 @@ from torch.utils.flop_counter import register_flop_formula
 from ..formats import ROWWISE, Direction, Encoding, Format, ceil_div, round_up
 from . import extension, opaque
 from .capability import ARCHITECTURES, BLACKWELL, ELEMENTS, HOPPER, arch_of, unsupported_reason
-from .layout import ANCHOR_RUNS, ANCHORED_TENSOR, ANCHORS, NATIVE, is_exact_operand, operand_format
+from .layout import (
+    ANCHOR_RUNS, ANCHORED_TENSOR, ANCHORS, LAID_OUT, SPREAD_BLOCKS, is_anchored_of_codes, is_exact_operand,
+    operand_format,
+)
 from .layout import COMPACT as COMPACT_LAYOUT
 
 COMPACT, OPERAND = 0, 3  # as HOPPER and BLACKWELL: of csrc/quantize/quantize.h
@@ -369,16 +372,17 @@ def cast_scales(runs: Tensor, chunks: Tensor, encodings: Sequence[Encoding], ski
 
 
 def quantize_anchored(
-    x: Tensor, encodings: Sequence[Encoding], anchor_blocks: Sequence[int | None], through_bf16: bool = False,
+    x: Tensor, encodings: Sequence[Encoding], anchor_runs: Sequence[int | None], through_bf16: bool = False,
     transposed: Sequence[bool] | None = None, amaxes: Sequence[Tensor | None] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """(codes, fp32 scales) of each e8m0 encoding; see `reference.anchored`, and of OF_TENSOR `reference.anchored_codes`.
 
+    anchor_runs: of each (`anchor_run`); None: 0.
     transposed:  codes of a columnwise side as [cols, rows].
     amaxes:      fp32, of the runs of each encoding, that other ranks or another direction have; None: of x.
     """
     call = _call_of(tuple(encodings), tuple(transposed) if transposed else None)
-    runs = [0 if i is None else anchor_blocks[i] or 0 for i in call.places]
+    runs = [0 if i is None else anchor_runs[i] or 0 for i in call.places]
     known = [None if i is None or amaxes is None else amaxes[i] for i in call.places]
     made = iter(_ops.quantize_anchored(rows_of(x), call.row, call.col, *runs, *known, through_bf16))
     results = {i: (next(made), next(made)) for i in call.places if i is not None}
@@ -458,27 +462,44 @@ def swizzle_scales(scale: Tensor, outer: int, outer_block: int, transposed: bool
     return _ops.swizzle_scales(scale, outer, outer_block, transposed)
 
 
+OF_TENSOR = -2  # the run of anchors of tensors
+
+
+def anchor_run(layout: str) -> int:
+    """What shares an anchor in this layout, as operators take it: elements of the contraction, 0 for all, or OF_TENSOR."""
+    return OF_TENSOR if layout == ANCHORED_TENSOR else ANCHOR_RUNS[layout] or 0
+
+
+def _anchor_shape(rows: int, cols: int, columnwise: bool, run: int) -> tuple[int, ...]:
+    """Of the scales of codes against anchors of a run."""
+    lines, length = (cols, rows) if columnwise else (rows, cols)
+    return (1,) if run == OF_TENSOR else (lines,) if run == 0 else (ceil_div(length, run), round_up(lines, 4))
+
+
 def anchor_codes(
     data: Tensor, scale: Tensor, tensor_amax: Tensor | None, cols: int, fmt: Format, direction: Direction, transposed: bool,
-    whole: bool = False,
+    run: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """`dispatch.anchor_codes`; transposed: the codes as [cols, rows]. Of 8 bits also of matrices [E, rows, cols]."""
+    """`dispatch.anchor_codes` of a run (`anchor_run`); transposed: the codes as [cols, rows]. Against anchors of lines and
+    tensors also of e8m0 matrices [E, rows, row bytes]."""
     packed = pack_encoding(Encoding(fmt, direction))
-    return _ops.anchor_codes(data, scale, tensor_amax, packed, direction is not ROWWISE, transposed, whole, cols)
+    return _ops.anchor_codes(
+        data, scale, tensor_amax, packed, direction is not ROWWISE, transposed, run == OF_TENSOR, cols, max(run, 0)
+    )
 
 
 def anchor_group(
     data: Sequence[Tensor], scale: Sequence[Tensor], tensor_amax: Sequence[Tensor | None], cols: Sequence[int], fmt: Format,
-    direction: Direction, transposed: bool, whole: bool = False, calls: list[GroupCall] | None = None,
+    direction: Direction, transposed: bool, run: int = 0, calls: list[GroupCall] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """`anchor_codes` of each, in one call, which `calls` takes: it may be made again."""
     columnwise = direction is not ROWWISE
     shapes = [(len(d), c) for d, c in zip(data, cols)]
     codes = [d.new_empty(shape[::-1] if transposed else shape) for d, shape in zip(data, shapes)]
-    lines = [d.new_empty(1 if whole else shape[int(columnwise)], dtype=torch.float32) for d, shape in zip(data, shapes)]
+    lines = [d.new_empty(_anchor_shape(*shape, columnwise, run), dtype=torch.float32) for d, shape in zip(data, shapes)]
     amaxes = [] if tensor_amax[0] is None else list(tensor_amax)
     packed = pack_encoding(Encoding(fmt, direction))
-    arguments = list(data), list(scale), amaxes, packed, columnwise, transposed, whole, list(cols), codes, lines
+    arguments = list(data), list(scale), amaxes, packed, columnwise, transposed, run == OF_TENSOR, list(cols), codes, lines, max(run, 0)
     _called(GroupCall(_ops.anchor_group, arguments, codes + lines), calls)
     return list(zip(codes, lines))
 
@@ -539,7 +560,7 @@ def product_error(a: Operand, b: Operand, counted: tuple[int, int], step: Tensor
 
 def packed_counts(counted: tuple[int, int]) -> int:
     """How `product_error` counts both operands, as operators take it."""
-    return counted[0] | counted[1] << 2
+    return counted[0] | counted[1] << 4
 
 
 def gemm(
@@ -793,9 +814,6 @@ def norm_backward(
 
 # A linear layer's step #
 
-OF_TENSOR = -2  # the run of anchors of tensors
-
-
 class Reading(NamedTuple):
     """How one direction of a slot is quantized, and how its product reads it: see csrc/step/plan.h."""
 
@@ -817,16 +835,15 @@ def reading_of(encoding: Encoding, layout: str, domain: str, arch: str, same: bo
     fmt, turned = encoding.fmt, encoding.direction is not ROWWISE
     if not fmt.is_quantized:
         return Reading()
-    laid_out = layout == NATIVE
+    laid_out = layout in LAID_OUT
     factored = fmt.scale_leaves_contraction and fmt.block != (None, None)  # a scale a line, after the product
     operand = is_exact_operand(fmt, layout)
-    rounded_to_anchors = encoding.stochastic and layout in ANCHORS and not operand  # codes first, anchored after
-    if domain == "reference" or unsupported_reason(fmt) or (layout == COMPACT_LAYOUT and factored) or rounded_to_anchors:
+    if domain == "reference" or unsupported_reason(fmt) or (layout == COMPACT_LAYOUT and factored):
         return None
     scales = OPERAND if operand else scale_layout_of(arch) if laid_out else COMPACT
     return Reading(
-        pack_encoding(encoding, turned and layout != COMPACT_LAYOUT, scales),
-        -1 if operand else OF_TENSOR if layout == ANCHORED_TENSOR else (ANCHOR_RUNS[layout] or 0) if layout in ANCHOR_RUNS else -1,
+        pack_encoding(encoding, turned and layout != COMPACT_LAYOUT and not is_anchored_of_codes(fmt, layout), scales),
+        anchor_run(layout) if layout in ANCHORS and not operand else -1,
         operand_code(operand_format(fmt, layout)) if layout != COMPACT_LAYOUT else 0,
         same, -1 if factor is None else factor, encoding.eps,
     )
@@ -1034,14 +1051,17 @@ def _fake_statistics_group(x, side, columnwise, row0, through_bf16):
     return [t for one, start in zip(x, row0) for t in _fake_statistics(one, *sides, start, through_bf16)]
 
 
-def _fake_anchor_codes(data, scale, tensor_amax, side, columnwise, transposed, whole, cols):
+def _fake_anchor_codes(data, scale, tensor_amax, side, columnwise, transposed, whole, cols, run=0):
     *matrices, rows, _ = data.shape
+    run = OF_TENSOR if whole else run
     sizes = (cols, rows) if transposed else (rows, cols)
-    return data.new_empty((*matrices, *sizes)), _floats(data, (*matrices, 1 if whole else cols if columnwise else rows))
+    return data.new_empty((*matrices, *sizes)), _floats(data, (*matrices, *_anchor_shape(rows, cols, columnwise, run)))
 
 
 def _fake_swizzle(scale, outer, outer_block, transposed):
-    return scale.new_empty(round_up(outer, TILE) * round_up(scale.shape[0 if transposed else 1], 4))
+    blocks = scale.shape[0 if transposed else 1]
+    of_32 = SPREAD_BLOCKS * blocks if scale.dtype is torch.float32 else round_up(blocks, 4)
+    return scale.new_empty(round_up(outer, TILE) * of_32, dtype=torch.uint8)
 
 
 FAKES = {
