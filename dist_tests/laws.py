@@ -98,9 +98,10 @@ def assert_planned_as_taken(takes: Callable[[int, int, int, int], bool]) -> None
     """Products of codes are planned on every capability exactly where `takes` (operand of a, of b, major, minor) says so."""
     fmts = {}
     for q in (KERNEL_QUANTIZERS | OTHER).values():
-        block_of_bytes = {"fp32": q.fmt.block[1], "e8m0": 32, "e4m3": 16}.get(q.fmt.scale)  # others have no operand
-        if unsupported_reason(q.fmt) is None and q.fmt.block[1] == block_of_bytes and q.fmt.bits != 6:
-            fmts[q.fmt] = (NATIVE, SPREAD) if spreads(q.fmt) else (NATIVE,)
+        if unsupported_reason(q.fmt) is None:
+            block_of_bytes = {"fp32": q.fmt.block[1], "e8m0": 32, "e4m3": 16}[q.fmt.scale]
+            none = q.fmt.bits == 6 or q.fmt.block[1] != block_of_bytes  # an operand only where it is anchored, if at all
+            fmts[q.fmt] = () if none else (NATIVE, SPREAD) if spreads(q.fmt) else (NATIVE,)
 
     def code(fmt: Format, layout: str) -> int:
         return native.operand_code(operand_format(fmt, layout))

@@ -365,14 +365,10 @@ class Storage:
         return self.with_buffers({"data": data, **({} if scale is None else {"scale": scale})})
 
     def _from_spread(self) -> Storage:
-        rows, cols = self.padded_shape
-        data, (outer_block, block), turned = self.data, self.fmt.block, self.direction is not ROWWISE
-        if turned:
-            data = dispatch.transpose_codes(data, cols, rows, self.fmt)
-        outer, contraction = (cols, rows) if turned else (rows, cols)
-        codes = layout.unswizzle_128x4(self.scale, outer, layout.SPREAD_BLOCKS * -(-contraction // block))
-        scale = reference.power_of_two(codes[::outer_block, :: layout.SPREAD_BLOCKS])
-        return self.with_buffers({"data": data, "scale": (scale.t() if turned else scale).contiguous()})
+        data, scale = self.data, reference.power_of_two(layout.scales_before_spread(self.scale, self.fmt, *self.data.shape))
+        if self.direction is not ROWWISE:
+            data, scale = dispatch.transpose_codes(data, *data.shape, self.fmt), scale.t()
+        return self.with_buffers({"data": data, "scale": scale.contiguous()})
 
     def _gemm_scale_shape(self, outer: int, outer_blocks: int, blocks: int, arch: str) -> tuple[int, ...]:
         if self.fmt.scale_leaves_contraction or self._is_swizzled(arch):

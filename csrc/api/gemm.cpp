@@ -37,16 +37,14 @@ void check_pair(const Product& p, const Arguments& given, int device) {
   const CodeKind left = code_kind_of(given.a_kind), right = code_kind_of(given.b_kind);
   const bool values = is_half(a.type) && a.type == b.type && a.scaling == b.scaling && a.scaling == Scaling::kNone;
   TORCH_CHECK_NOT_IMPLEMENTED(
-      values || takes_pair(left, right), "a is ", given.a.scalar_type(), " of kind ", given.a_kind, " and b ", given.b.scalar_type(), " of kind ",
-      given.b_kind, " (element | scaling << 3); nothing multiplies this pair");
+      values || takes_pair(left, right), "a is ", given.a.scalar_type(), " of kind ", given.a_kind, " and b ",
+      given.b.scalar_type(), " of kind ", given.b_kind, " (element | scaling << 3); nothing multiplies this pair");
   if (values) return;
-  int major = 0, minor = 0;
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+  const int capability = capability_of(device);
   const Scaling most = std::max(a.scaling, b.scaling);
   const char* const wanted = has_byte_scales(most) ? "sm_100 or sm_120" : most <= Scaling::kTensor ? "sm_89, 90, 100 or 120" : "sm_90";
-  TORCH_CHECK_NOT_IMPLEMENTED(takes_scales(left, right, 10 * major + minor), "scaling ", static_cast<int>(most), " needs ",
-                              wanted, "; the device is sm_", major, minor);
+  TORCH_CHECK_NOT_IMPLEMENTED(takes_scales(left, right, capability), "scaling ", static_cast<int>(most), " needs ", wanted,
+                              "; the device is sm_", capability);
 }
 
 bool gemm_takes(int64_t a_kind, int64_t b_kind, int64_t major, int64_t minor) {

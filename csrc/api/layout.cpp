@@ -217,7 +217,7 @@ at::Tensor tensor_decode_scale(const at::Tensor& tensor_amax, int64_t side) {
 namespace {
 
 struct Sizes {
-  int64_t source, out;  // bytes
+  int64_t source, out;  // bytes; of fp32 scales elements
 };
 
 Sizes sizes_of(Relayout kind, int64_t rows, int64_t cols, int64_t outer) {
@@ -228,7 +228,7 @@ Sizes sizes_of(Relayout kind, int64_t rows, int64_t cols, int64_t outer) {
       return {rows * ceil_div(cols, 2), cols * ceil_div(rows, 2)};
     default:
       const int64_t blocks = is_by_column(kind) ? rows : cols;
-      return {rows * cols * (is_spread(kind) ? 4 : 1), ceil_div(outer, 128) * (is_spread(kind) ? blocks : ceil_div(blocks, 4)) * 512};
+      return {rows * cols, ceil_div(outer, 128) * (is_spread(kind) ? blocks : ceil_div(blocks, 4)) * 512};
   }
 }
 
@@ -237,7 +237,7 @@ RelayoutItem item_of(
     int64_t outer_block) {
   check_cuda(source, "source");
   const Sizes sizes = sizes_of(kind, rows, cols, outer);
-  check_buffer(source, "source", source, is_spread(kind) ? at::kFloat : at::kByte, is_spread(kind) ? rows * cols : sizes.source);
+  check_buffer(source, "source", source, is_spread(kind) ? at::kFloat : at::kByte, sizes.source);
   check_buffer(out, "out", source, at::kByte, sizes.out);
   const bool swizzles = is_swizzle(kind);
   const int64_t lines = is_by_column(kind) ? cols : rows;

@@ -76,12 +76,13 @@ def test_operators_that_write_through_tables_are_not_compliant():
 @pytest.mark.parametrize("name", list(QUANTIZERS))
 def test_shapes_are_those_that_formats_state(name: str):
     """If false, the C++ that allocates, formats.py and the emulated GPU mean different buffers."""
-    emulated = hopper.Operators()
+    emulators = {"sm_90a": hopper.Operators(), "sm_100f": hopper.Operators("sm_100f")}
     options = itertools.product(
-        Direction, (False, True), (native.COMPACT, native.HOPPER), SHAPES, (0, 33)
+        Direction, (False, True), (native.COMPACT, native.HOPPER, native.BLACKWELL), SHAPES, (0, 33)
     )
     for d, transposed, scale_layout, shape, row0 in options:
         e = QUANTIZERS[name].encoding(d)
+        emulated = emulators["sm_100f" if scale_layout == native.BLACKWELL else "sm_90a"]
         if transposed and d is ROWWISE:
             continue
         packed = native.pack_encoding(e, transposed, scale_layout)

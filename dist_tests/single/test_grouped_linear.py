@@ -470,6 +470,26 @@ def products_of(module: fq.GroupedLinear, bias: bool) -> list[str]:
     return [] if bias and not of_codes["fprop"] else made
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_100f"])
+def test_experts_of_values_are_one_product_on_every_gpu(arch: str):
+    """If false, bf16 experts wait for the device to tell their splits, or codes meet kernels of another GPU."""
+    x, dy, splits = values(256, 64, seed=1), values(256, 48, seed=2), [0, 70, 129, 57]
+    with hopper.emulated(arch) as gpu:
+        for name, ran in (("identity", ["_grouped_mm"] * 3), ("fp8_current", [])):
+            made = []
+            for make, call in ((grouped, lambda m, a, s: m(a, torch.tensor(s).cumsum(0))), (loop, of_loop)):
+                module, a = make(scalings()[name], True, False, torch.bfloat16, (64, 48)), x.clone().requires_grad_()
+                gpu.calls.clear()
+                y = call(module, a, splits)
+                y.backward(dy)
+                made.append({"y": y.detach(), "dx": a.grad})
+                if make is grouped:
+                    assert [c.name for c in gpu.calls if "grouped" in c.name] == ran
+                    reason = module.why_one_by_one(torch.bfloat16, x.device)
+                    assert reason == (None if ran else f"no grouped kernel multiplies codes on {arch}")
+            assert_same(*made, f"{name} on {arch}")
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
 def test_one_product_scales_by_each_experts_history(packed: bool):
     """If false, an expert is scaled by the amaxes of another, or loses those of a step."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from ..counters import counters
 from ..formats import COLUMNWISE, FP8_EXACT_OPERAND, IDENTITY, ROWWISE, Direction, Format, round_up
 from ..ops import native
-from ..ops.capability import arch_of
+from ..ops.capability import ARCHITECTURES, arch_of
 from ..ops.layout import ANCHORED, COMPACT, adjoining, is_anchored_of_codes, operand_format, pad_to
 from ..ops.native import Operand, TokenGroups
 from ..storage import BUFFERS, Storage, has_tensor_amax, laid_out
@@ -43,8 +43,11 @@ def why_not(
     plan: GemmPlan, dtype: torch.dtype, device: torch.device, experts: int, n: int, k: int, bias: bool = False
 ) -> str | None:
     """Why no grouped kernel makes the products of this plan, in one clause; None where they do."""
-    if arch_of(device) != "sm_90a" or not native.runs_on(device):
-        return f"no grouped kernel on {arch_of(device)}"
+    arch = arch_of(device)
+    if arch not in ARCHITECTURES or not native.runs_on(device):
+        return f"no grouped kernel on {arch}"
+    if arch != "sm_90a" and any(f.is_quantized for p in PRODUCTS for f in plan.pair(p)):  # values are torch's
+        return f"no grouped kernel multiplies codes on {arch}"
     if dtype is not torch.bfloat16:
         return f"the activations are {dtype}"
     if n % 16 or k % 16:

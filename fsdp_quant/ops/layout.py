@@ -103,6 +103,12 @@ def spread_scales(scale: Tensor, outer: int, outer_block: int) -> Tensor:
     return codes.repeat_interleave(outer_block, 0)[:outer].repeat_interleave(SPREAD_BLOCKS, 1)
 
 
+def scales_before_spread(flat: Tensor, fmt: Format, outer: int, contraction: int) -> Tensor:
+    """Exponents, uint8 [outer blocks, contraction blocks], of the swizzled `spread_scales` of a format's codes [outer, contraction]."""
+    outer_block, block = fmt.block
+    return unswizzle_128x4(flat, outer, SPREAD_BLOCKS * ceil_div(contraction, block))[::outer_block, ::SPREAD_BLOCKS]
+
+
 def unswizzle_128x4(flat: Tensor, outer: int, blocks: int) -> Tensor:
     """The logical [outer, blocks] scales of `swizzle_128x4`'s result."""
     tiles = flat.reshape(ceil_div(outer, TILE_ROWS), ceil_div(blocks, TILE_COLS), 32, 4, 4)
