@@ -112,6 +112,11 @@ class FusedAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._update()
+        return loss
+
+    @torch.compiler.disable  # its bits are those of the definition
+    def _update(self) -> None:
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         updates = []
         for group in self.param_groups:
@@ -123,7 +128,6 @@ class FusedAdam(torch.optim.Optimizer):
             scalars = _scalars_on_device if group["capturable"] else _scalars_on_host
             rows, index = scalars(group, [h.step for h in held], found_inf)
             _update_all(held, grads, rows, index, grad_scale, found_inf)
-        return loss
 
     def _hold(self, p: Tensor, group: dict) -> _Held:
         """What an update of a parameter reads and writes; looked up anew where something took its place."""

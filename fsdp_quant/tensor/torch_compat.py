@@ -25,6 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, alloc_sto
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental import proxy_tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
@@ -562,8 +563,11 @@ def alias_with_own_storage(tensor: Tensor) -> Tensor:
 
 
 def dtensor_like(spec_of: DTensor, local: Tensor) -> DTensor:
-    """A DTensor with the mesh, placements and global shape of `spec_of` over another local tensor."""
-    return DTensor(local, spec_of._spec, requires_grad=False)
+    """A DTensor with the mesh, placements and global shape of `spec_of` over another local tensor, in the dtype of that."""
+    spec = spec_of._spec
+    if spec.tensor_meta.dtype is not local.dtype:
+        spec = DTensorSpec(spec.mesh, spec.placements, spec.tensor_meta._replace(dtype=local.dtype))
+    return DTensor(local, spec, requires_grad=False)
 
 
 def local_of(tensor: Tensor) -> Tensor:
