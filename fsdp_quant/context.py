@@ -531,8 +531,8 @@ def _before_optimizer_step(optimizer: torch.optim.Optimizer, args, kwargs) -> No
             if not local.has_master:
                 raise ValueError(
                     f"{local.state.name} is a quantized parameter, and this {type(optimizer).__name__} holds no fp32 master of "
-                    "it; step it with fq.optim.FusedAdam or an optimizer of fq.optim.wrap(..), made while it requires grad, or "
-                    "build the model without fq.quantized_model_init"
+                    "it; step it with fq.optim.FusedAdam or an optimizer of fq.optim.wrap(..), made while it requires grad on the "
+                    "rank that steps it (shard by fully_shard), or build the model without fq.quantized_model_init"
                 )
 
 
