@@ -1,8 +1,8 @@
 """`fq.optim.wrap`: quantized parameters under optimizers that know nothing of them, in one process.
 
 Law: a model of quantized parameters trains as one of plain parameters does, whose every product
-quantizes the weights anew. Outputs, masters and states are the same bytes in every step. The writers
-of test_lockstep.py are the same optimizers over plain parameters.
+quantizes the weights anew. Outputs, masters and states are the same bytes in every step. Over plain
+parameters the same optimizers are writers of test_lockstep.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 import fsdp_quant as fq
 from dist_tests import laws
 from dist_tests.lockstep import plain
-from dist_tests.optimizers import CASES, Case, Container, convert, step_once
+from dist_tests.optimizers import CASES, Container, convert, step_once
 from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
 
 K = 64  # 8-bit optimizers leave tensors below 4096 elements in fp32
@@ -97,7 +97,7 @@ def assert_same_states(ours, theirs, params: list[Tensor], others: list[Tensor])
     "name", [n for n, c in CASES.items() if laws.EVERYTHING or not c.compiles or n in IN_CI]
 )
 def test_a_wrapped_optimizer_trains_quantized_parameters_as_plain_ones(name: str) -> None:
-    """If false, an optimizer updates codes, loses updates, or a product reads codes of old masters."""
+    """If false, an optimizer updates codes, loses updates, or a product reads old codes."""
     case, recipes = CASES[name], list(RECIPES)
     at = list(CASES).index(name)
     for recipe in recipes if laws.EVERYTHING else [recipes[at % len(recipes)]]:
@@ -181,7 +181,7 @@ def _applied(cls: type, net: nn.Module) -> None:
 @pytest.mark.parametrize("attach", [_hooked, _applied])
 @pytest.mark.parametrize("cls", [torch.optim.SGD, fq.optim.FusedAdam])
 def test_optimizers_in_backward(cls: type, attach) -> None:
-    """If false, a step inside the backward writes what that backward still reads, or old codes stay."""
+    """If false, a step in the backward writes what it still reads, or old codes stay."""
     nets, results = [build("mxfp8/nvfp4", quantized) for quantized in (True, False)], []
     for net, quantized in zip(nets, (True, False)):
         attach(fq.optim.wrap(cls) if quantized else cls, net)
@@ -234,7 +234,7 @@ def test_groups_and_schedules_reach_the_optimizer_inside() -> None:
 
 
 def test_a_frozen_quantized_parameter_stays_as_it_is() -> None:
-    """If false, a model with a frozen part cannot be trained, or its states lie with other weights."""
+    """If false, a model with a frozen part cannot be trained, or states are of other weights."""
     nets, results = [build("mxfp8/nvfp4", quantized) for quantized in (True, False)], []
     for net, cls in zip(nets, (fq.optim.wrap(torch.optim.Adagrad), torch.optim.Adagrad)):
         net[0].weight.requires_grad_(False)
@@ -274,7 +274,7 @@ def test_a_grad_scaler_unscales_and_skips(name: str, recipe: str) -> None:
 
 
 def test_state_dicts_are_those_of_the_class() -> None:
-    """If false, a run cannot go on from a checkpoint of plain parameters, or with one of its own."""
+    """If false, a run cannot go on from a checkpoint, its own or one of plain parameters."""
     options = {"lr": 0.02, "foreach": True}
     saved, final = [], []
     for source in (True, False):

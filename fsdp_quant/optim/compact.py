@@ -1,20 +1,20 @@
 """States of Adam in fewer bytes: moments in 8 bits, and masters as remainders of bf16 parameters.
 
 [Note: 8-bit moments]
-A block is 256 consecutive elements of a row (what one index of dim 0 selects), or what is left of the
-row. Shards of dim 0 cut no block, so states do not depend on them. For a block x, in fp32:
+A block is 256 consecutive elements of a row (what one index of dim 0 selects), or what is left of
+the row. Shards of dim 0 cut no block, so states do not depend on them. For a block x, in fp32:
     scale = max |x| / 256                 the decode scale; 0 where it would be subnormal
     code  = e4m3(x * (1 / scale))         nearest, ties to even
-    x'    = code * scale                  max |x| is exact, and encoding x' again gives the same codes
-exp_avg is stored so. Of exp_avg_sq the root is, whose codes are at least the least one unless it is 0.
+    x'    = code * scale                  max |x| exactly; encoding x' again gives the same codes
+exp_avg is stored so. Of exp_avg_sq the root is, and a root that is not 0 has a code that is not 0.
 
 Block-wise 8-bit states are of Dettmers et al., 8-bit Optimizers via Block-wise Quantization
 (ICLR 2022), which maps values through tables; blocks of 256 are those of bitsandbytes and torchao.
-In place of a table stands e4m3, as in FP8-LM (Peng et al., 2023): one instruction encodes two elements
-on a GPU, where a table costs eight reads per element. e4m3 keeps 17 binades below the largest of a
-block. Of the root they are 34 binades of exp_avg_sq: a gradient 2^-17 of the block's largest is still
-told from 0, and none divides by 0. The scale is fp32 and not a power of two: an exp_avg_sq without
-gradients shrinks by beta2 per step, which codes alone would round away.
+In place of a table stands e4m3, as in FP8-LM (Peng et al., 2023): one instruction encodes two
+elements on a GPU, where a table costs eight reads per element. e4m3 has 17 binades below the
+largest of a block, and of the root they are 34 of exp_avg_sq: a gradient of 2^-17 of the block's
+largest is told from 0, and no update divides by 0. The scale is fp32 and not a power of two: an
+exp_avg_sq without gradients shrinks by beta2 per step, which codes alone would round away.
 
 [Note: remainders]
 The bits of a fp32 master are those of its bf16 parameter, then 16 more:
@@ -45,7 +45,7 @@ def scale_shape(shape: torch.Size) -> tuple[int, int]:
 
 
 def takes_codes(p: Tensor) -> bool:
-    """Its moments can be codes: it has two dims or more and 4096 elements, and no shard cuts a block.
+    """Its moments can be codes: it has two dims and 4096 elements or more, and no shard cuts a block.
 
     Follows from global facts: of a DTensor, its whole shape and its placements.
     """
@@ -65,7 +65,9 @@ def _blocks(x: Tensor) -> Tensor:
     """[rows, blocks, 256], zeros behind the end of a row."""
     rows, blocks = scale_shape(x.shape)
     flat = x.reshape(rows, x.shape[1:].numel())
-    return torch.nn.functional.pad(flat, (0, blocks * BLOCK - flat.shape[1])).view(rows, blocks, BLOCK)
+    return torch.nn.functional.pad(flat, (0, blocks * BLOCK - flat.shape[1])).view(
+        rows, blocks, BLOCK
+    )
 
 
 def _unblocked(blocks: Tensor, shape: torch.Size) -> Tensor:
@@ -87,7 +89,9 @@ def encode(x: Tensor, is_root: bool = False) -> tuple[Tensor, Tensor]:
     inverse = torch.where(scale == 0, torch.zeros_like(scale), scale.reciprocal())
     codes = (blocks * inverse).to(torch.float8_e4m3fn).view(torch.uint8)
     if is_root:
-        codes = torch.where((blocks > 0) & (scale != 0) & (codes == 0), torch.ones_like(codes), codes)
+        codes = torch.where(
+            (blocks > 0) & (scale != 0) & (codes == 0), torch.ones_like(codes), codes
+        )
     return _unblocked(codes, x.shape), scale.squeeze(-1)
 
 

@@ -37,10 +37,10 @@ def wrap(optimizer_cls: type[Optimizer]) -> type[Optimizer]:
 
         optimizer = fq.optim.wrap(torch.optim.SGD)(model.parameters(), lr=0.1, momentum=0.9)
 
-    Its optimizers take the arguments of `optimizer_cls`, and parameters of every kind. They take the
-    fp32 master of each quantized parameter that requires grad, and write its codes after each step.
-    Other parameters are given to `optimizer_cls` as they are. Make them after `fully_shard` and
-    initialization. Their state dict is that of `optimizer_cls`, with states of masters in fp32.
+    Its optimizers take the arguments of `optimizer_cls`, and parameters of every kind. They take
+    the fp32 master of each quantized parameter that requires grad, and write its codes after each
+    step. Other parameters are given to `optimizer_cls` as they are. Make them after `fully_shard`
+    and initialization. Their state dict is that of `optimizer_cls`, with states of masters in fp32.
     `optimizer.inner` is the optimizer of `optimizer_cls`; compile the update of masters by
     `optimizer.inner.step = torch.compile(optimizer.inner.step)`. After calling a method of it that
     writes parameters outside of a step, call `fq.sync(model)`.
@@ -50,8 +50,8 @@ def wrap(optimizer_cls: type[Optimizer]) -> type[Optimizer]:
     """
     if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
         raise ValueError(
-            f"fq.optim.wrap takes a subclass of torch.optim.Optimizer, got {optimizer_cls!r}; wrap the "
-            "class, and give its options to the class that wrap returns"
+            f"fq.optim.wrap takes a subclass of torch.optim.Optimizer, got {optimizer_cls!r}; wrap "
+            "the class, and give its options to the class that wrap returns"
         )
     if issubclass(optimizer_cls, (FusedAdam, WithMasters)):
         return optimizer_cls
@@ -65,8 +65,8 @@ class WithMasters(Optimizer):
     _masters:  quantized parameter -> (parameter of `inner`, the master's plain local tensor, which
                the quantized parameter refers to weakly).
 
-    Raises ValueError for a quantized parameter on the meta device, or whose master another optimizer
-    holds; and whatever `wraps` raises, after which all masters are the weights' own values again.
+    Raises ValueError for a quantized parameter on the meta device, or whose master another
+    optimizer holds; and what `wraps` raises, after which masters are the weights' own values again.
     """
 
     wraps: type[Optimizer]
@@ -84,14 +84,16 @@ class WithMasters(Optimizer):
         if "inner" not in self.__dict__:
             return
         try:
-            self._with_masters(self.param_groups[-1:], lambda inside: self.inner.add_param_group(*inside))
+            self._with_masters(
+                self.param_groups[-1:], lambda inside: self.inner.add_param_group(*inside)
+            )
         except BaseException:
             del self.param_groups[len(self.inner.param_groups) :]
             raise
         self._pull()
 
     def _with_masters(self, groups: list[dict], make: Callable[[list[dict]], object]) -> object:
-        """make(groups with masters in the places of quantized parameters); gives masters back if it fails."""
+        """`make` of groups with masters; gives the masters back if it raises."""
         before = set(self._masters)
         try:
             return make([{**g, "params": [self._inside(p) for p in g["params"]]} for g in groups])
@@ -120,7 +122,9 @@ class WithMasters(Optimizer):
         self._push()
         self._lend_gradients()
         try:
-            loss = self.inner.step() if closure is None else self.inner.step(self._evaluate(closure))
+            loss = (
+                self.inner.step() if closure is None else self.inner.step(self._evaluate(closure))
+            )
         finally:
             for master, _ in self._masters.values():
                 master.grad = None
@@ -164,7 +168,7 @@ class WithMasters(Optimizer):
     # One optimizer to those who look at it #
 
     def _push(self) -> None:
-        """Give the inner optimizer the settings that schedulers, users and a GradScaler wrote here."""
+        """Give the inner optimizer what schedulers, users and a GradScaler wrote here."""
         for group, inside in zip(self.param_groups, self.inner.param_groups):
             inside.update({k: v for k, v in group.items() if k != "params"})
         for name in _OF_GRAD_SCALER:
