@@ -529,16 +529,20 @@ def weights_of(tensors) -> Iterator[FSDPHooks]:
 
 
 def _before_optimizer_step(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
-    """Raise ValueError for quantized parameters in an optimizer that keeps no masters of them: updates would be lost."""
+    """Raise ValueError for quantized parameters whose masters no optimizer keeps: updates would be lost.
+
+    The optimizer may be a container of those that keep them.
+    """
     for group in optimizer.param_groups:
         for p in group["params"]:
             local = torch_compat.local_of(p)
             if not isinstance(local, QuantizedWeight) or not p.requires_grad:
                 continue
-            if not local.has_master_in(optimizer.state.get(p, {}).values()):
+            if not local.has_master:
                 raise ValueError(
                     f"{local.state.name} is a quantized parameter, and this {type(optimizer).__name__} holds no fp32 master of "
-                    "it; step it with fq.optim.FusedAdam, or build the model without fq.quantized_model_init"
+                    "it; step it with fq.optim.FusedAdam or an optimizer of fq.optim.wrap(..), made while it requires grad on the "
+                    "rank that steps it (shard by fully_shard), or build the model without fq.quantized_model_init"
                 )
 
 
@@ -547,12 +551,21 @@ def _after_optimizer_step(optimizer: torch.optim.Optimizer, args, kwargs) -> Non
     STEP.weight_events += 1
     weights = [w for group in optimizer.param_groups for w in weights_of(group["params"])]
     quantized = [w for w in weights if isinstance(w, QuantizedWeight)]
+    if quantized:
+        _encode_after_step(quantized, getattr(optimizer, "found_inf", None))
+
+
+@torch.compiler.disable
+def _encode_after_step(quantized: list[QuantizedWeight], skipped: Tensor | None) -> None:
+    """Make codes of the masters that an optimizer wrote.
+
+    skipped:  of a GradScaler, on the device: not 0 where the masters stayed as they were.
+    """
     for weight in quantized:
         weight.state.pending = True
     # Their codes are made here, with the scales of the step that follows; a second event for one step finds them made.
     behind = [w for w in quantized if not all(map(w.is_current, w.state.quantizer.encodings))]
     scales = {id(h): h for w in behind for (_, slot, *_), h in w.state.histories.items() if slot == "weight"}
-    skipped = getattr(optimizer, "found_inf", None)  # of a GradScaler, on the device: the masters stayed as they were
     if skipped is not None:
         skipped = torch_compat.local_of(skipped).detach().reshape(()) != 0
     torch_compat.copy_all(AmaxHistory.rolled(scales.values(), skipped))

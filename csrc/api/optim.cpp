@@ -26,11 +26,10 @@ AdamTensors::AdamTensors(
   TORCH_CHECK_VALUE(n > 0 && grad.size() == n && first.size() == n && second.size() == n && row.size() == n, "got ", n,
                     " masters, ", grad.size(), " gradients, ", first.size(), " and ", second.size(), " moments and ",
                     row.size(), " rows; wanted one of each for every master");
-  of_grad = grad[0].scalar_type(), of_moments = first[0].scalar_type();
-  for (const at::ScalarType type : {of_grad, of_moments}) {
-    TORCH_CHECK_VALUE(type == at::kFloat || type == at::kBFloat16, "gradients and moments are float32 or bfloat16, got ",
-                      type);
-  }
+  of_master = master[0].scalar_type(), of_grad = grad[0].scalar_type(), of_moments = first[0].scalar_type();
+  TORCH_CHECK_VALUE(of_grad == at::kFloat || of_grad == at::kBFloat16, "gradients are float32 or bfloat16, got ", of_grad);
+  TORCH_CHECK_VALUE(of_moments == at::kFloat || of_moments == at::kBFloat16 || of_moments == at::kByte,
+                    "moments are float32, bfloat16 or codes, got ", of_moments);
   check_cuda(master[0], "master");
   check_buffer(scalars, "scalars", master[0], at::kFloat, rows * kAdamScalars);
   step = {scalars.const_data_ptr<float>(), optional_scalar(grad_scale, "grad_scale", master[0]),
@@ -38,32 +37,43 @@ AdamTensors::AdamTensors(
 }
 
 AdamTensor AdamTensors::at(size_t i) const {
-  const int64_t numel = master[i].numel();
-  check_buffer(master[i], "master", master[0], at::kFloat, numel);
+  const int64_t numel = grad[i].numel();
+  const bool is_remainder = of_master == at::kByte;
+  check_buffer(master[i], "master", master[0], is_remainder ? at::kByte : at::kFloat, numel * (is_remainder ? 2 : 1));
+  TORCH_CHECK_VALUE(!is_remainder || is_aligned(master[i].const_data_ptr(), 2), "remainder ", i, " begins at an odd byte");
   check_buffer(grad[i], "grad", master[0], of_grad, numel);
   check_buffer(first[i], "first", master[0], of_moments, numel);
   check_buffer(second[i], "second", master[0], of_moments, numel);
   TORCH_CHECK_VALUE(row[i] >= 0 && row[i] < rows, "tensor ", i, " reads row ", row[i], " of ", rows, " rows of scalars");
   AdamTensor t = {};
-  t.master = master[i].mutable_data_ptr<float>();
+  t.master = master[i].mutable_data_ptr();
   t.grad = grad[i].const_data_ptr();
   t.first = first[i].mutable_data_ptr(), t.second = second[i].mutable_data_ptr();
   t.numel = numel, t.row = static_cast<int32_t>(row[i]);
-  const int64_t moment = of_moments == at::kFloat ? 16 : 8;
-  t.vectors = is_aligned(t.master, 16) && is_aligned(t.grad, of_grad == at::kFloat ? 16 : 8) &&
+  const int64_t moment = 4 * static_cast<int64_t>(first[i].element_size());
+  t.vectors = is_aligned(t.master, is_remainder ? 8 : 16) && is_aligned(t.grad, of_grad == at::kFloat ? 16 : 8) &&
               is_aligned(t.first, moment) && is_aligned(t.second, moment);
   return t;
 }
 
 namespace {
 
-// One step, in place; see optim/adam.cu. rounded: empty, or bf16 parameters that are their masters rounded.
+// One step, in place; see optim/adam.cu. rounded: empty, or bf16 parameters that are their masters rounded, or that masters
+// are remainders of. first_scale, second_scale: of moments that are codes, else empty.
 void adam(
     at::TensorList master, at::TensorList grad, at::TensorList first, at::TensorList second, at::TensorList rounded,
-    at::IntArrayRef row, const at::Tensor& scalars, const MaybeTensor& grad_scale, const MaybeTensor& found_inf) {
+    at::TensorList first_scale, at::TensorList second_scale, at::IntArrayRef row, const at::Tensor& scalars,
+    const MaybeTensor& grad_scale, const MaybeTensor& found_inf) {
   const AdamTensors tensors(master, grad, first, second, row, scalars, grad_scale, found_inf);
   TORCH_CHECK_VALUE(rounded.empty() || rounded.size() == master.size(), "got ", rounded.size(),
                     " rounded parameters; wanted one for each of ", master.size(), " masters, or none");
+  const bool is_remainder = tensors.of_master == at::kByte, codes = tensors.of_moments == at::kByte;
+  TORCH_CHECK_VALUE(!is_remainder || !rounded.empty(), "masters are remainders, and no parameter is given that has the rest");
+  const size_t scales = codes ? master.size() : 0;
+  TORCH_CHECK_VALUE(first_scale.size() == scales && second_scale.size() == scales, "got ", first_scale.size(), " and ",
+                    second_scale.size(), " scales of moments of ", tensors.of_moments, "; wanted ", scales, " of each");
+  const AdamMaster of_master = is_remainder ? kRemainder : rounded.empty() ? kAlone : kRounded;
+  const bool bf16_grad = tensors.of_grad == at::kBFloat16;
   const c10::cuda::CUDAGuard guard(master[0].device());
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
   AdamLaunch launch;
@@ -72,7 +82,8 @@ void adam(
   auto flush = [&] {
     if (launch.count == 0) return;
     check_launch(
-        launch_adam(launch, tensors.of_grad == at::kBFloat16, tensors.of_moments == at::kBFloat16, !rounded.empty(), stream),
+        codes ? launch_adam_codes(launch, bf16_grad, of_master, stream)
+              : launch_adam(launch, bf16_grad, tensors.of_moments == at::kBFloat16, of_master, stream),
         "adam");
     launch.count = launch.tiles = 0;
   };
@@ -83,7 +94,17 @@ void adam(
       t.rounded = rounded[i].mutable_data_ptr();
       t.vectors = t.vectors && is_aligned(t.rounded, 8);
     }
-    const int64_t tiles = ceil_div(t.numel, kAdamTile);
+    int64_t tiles = ceil_div(t.numel, kAdamTile);
+    if (codes && t.numel > 0) {
+      const int64_t rows = first[i].size(0), cols = t.numel / rows, blocks = rows * ceil_div(cols, kMomentBlock);
+      TORCH_CHECK_VALUE(cols <= std::numeric_limits<int32_t>::max() - kMomentBlock, "tensor ", i, " has rows of ", cols,
+                        " elements; too many");
+      check_buffer(first_scale[i], "first_scale", master[0], at::kFloat, blocks);
+      check_buffer(second_scale[i], "second_scale", master[0], at::kFloat, blocks);
+      t.first_scale = first_scale[i].mutable_data_ptr<float>(), t.second_scale = second_scale[i].mutable_data_ptr<float>();
+      t.cols = static_cast<int32_t>(cols), t.vectors = t.vectors && cols % 4 == 0;
+      tiles = ceil_div(blocks, kMomentBlocksOfTile);
+    }
     TORCH_CHECK_VALUE(tiles < std::numeric_limits<int32_t>::max() / 2, "tensor ", i, " has ", t.numel,
                       " elements; too many");
     if (t.numel == 0) continue;
@@ -125,8 +146,9 @@ at::Tensor adam_count(
 
 void register_optim(torch::Library& m) {
   m.def(
-      "adam(Tensor(a!)[] master, Tensor[] grad, Tensor(b!)[] first, Tensor(c!)[] second, Tensor(d!)[] rounded, int[] row, "
-      "Tensor scalars, Tensor? grad_scale, Tensor? found_inf) -> ()",
+      "adam(Tensor(a!)[] master, Tensor[] grad, Tensor(b!)[] first, Tensor(c!)[] second, Tensor(d!)[] rounded, "
+      "Tensor(e!)[] first_scale, Tensor(f!)[] second_scale, int[] row, Tensor scalars, Tensor? grad_scale, "
+      "Tensor? found_inf) -> ()",
       torch::dispatch(c10::DispatchKey::CUDA, adam), compliant());
   m.def(
       "adam_count(Tensor(a!)[] step, Tensor? found_inf, Tensor? lr, float learning_rate, float beta1, float beta2, "

@@ -8,7 +8,7 @@
 
 namespace fsdp_quant {
 
-// Lists of one entry a master; moments have one dtype, and gradients have.
+// Lists of one entry a master; masters have one dtype, and gradients and moments have.
 struct AdamTensors {
   AdamTensors(
       at::TensorList master, at::TensorList grad, at::TensorList first, at::TensorList second, at::IntArrayRef row,
@@ -18,7 +18,7 @@ struct AdamTensors {
   at::TensorList master, grad, first, second;
   at::IntArrayRef row;
   int64_t rows;  // of the scalars
-  at::ScalarType of_grad, of_moments;
+  at::ScalarType of_master, of_grad, of_moments;
   AdamStep step;
 };
 

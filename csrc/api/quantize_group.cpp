@@ -160,6 +160,7 @@ void adam_group(
     const at::Tensor& scalars, const MaybeTensor& grad_scale, const MaybeTensor& found_inf, int64_t row, int64_t col,
     double row_eps, double col_eps, at::IntArrayRef row0, bool statistics, at::TensorList out) {
   const AdamTensors tensors(master, grad, first, second, scalar_row, scalars, grad_scale, found_inf);
+  TORCH_CHECK_VALUE(tensors.of_moments != at::kByte, "moments are codes, of which adam makes no codes of masters on its way");
   check_group(master, row0, true);
   const Side side[2] = {unpack_encoding(row, row_eps, "row"), unpack_encoding(col, col_eps, "col")};
   size_t wanted = 0;

@@ -16,19 +16,27 @@ struct AdamStep {
   const float* found_inf;   // [1] or null: not 0 leaves everything as it is
 };
 
+// How a master is stored: fp32; fp32 beside a bf16 parameter that is it rounded; or the lower 16 bits, of which the bf16
+// parameter has the upper ones (see optim/update.cuh).
+enum AdamMaster { kAlone, kRounded, kRemainder };
+
 struct AdamTensor {
-  float* master;
+  void* master;                       // float, or int16_t
   const void* grad;
-  void *first, *second;  // moments
-  void* rounded;         // bf16 parameter that is the master rounded, or null
+  void *first, *second;               // moments: float, bf16, or e4m3 codes
+  void* rounded;                      // the bf16 parameter, or null
+  float *first_scale, *second_scale;  // [rows, blocks of a row] of codes, or null
   int64_t numel;
-  int32_t row;           // of the scalars
+  int32_t row;                        // of the scalars
   int32_t first_tile;
-  bool vectors;          // every pointer is aligned to four elements
+  int32_t cols;                       // elements of a row, of codes
+  bool vectors;                       // every pointer is aligned to four elements, and rows of codes are
 };
 
-constexpr int kAdamCapacity = 448;  // the table is a kernel parameter, of which there are 32 KiB
-constexpr int kAdamTile = 4096;     // elements a block
+constexpr int kAdamCapacity = 400;    // the table is a kernel parameter, of which there are 32 KiB
+constexpr int kAdamTile = 4096;       // elements a block
+constexpr int kMomentBlock = 256;     // elements that share a scale: a warp updates them
+constexpr int kMomentBlocksOfTile = 8;
 constexpr int kAdamSteps = 2048;    // counted by a launch
 
 struct AdamLaunch {
@@ -51,6 +59,8 @@ struct AdamCount {
 
 cudaError_t launch_adam_count(const AdamCount& count, cudaStream_t stream);
 cudaError_t launch_adam(
-    const AdamLaunch& launch, bool bf16_grad, bool bf16_moments, bool rounded, cudaStream_t stream);
+    const AdamLaunch& launch, bool bf16_grad, bool bf16_moments, AdamMaster master, cudaStream_t stream);
+// Moments are codes, and tiles are of kMomentBlocksOfTile blocks.
+cudaError_t launch_adam_codes(const AdamLaunch& launch, bool bf16_grad, AdamMaster master, cudaStream_t stream);
 
 }  // namespace fsdp_quant

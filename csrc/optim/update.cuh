@@ -5,9 +5,14 @@
 // Every operation rounds once, to nearest: the bits of optim/fused_adam.py on a CPU. Moments are stored rounded to their
 // type, and the update uses what was rounded. A low-precision parameter that is not its master rounded was written by
 // something else, and the master follows it.
+//
+// A remainder is the lower half of a master's bits as a signed integer, and the parameter what is left: nearest, ties away
+// from 0 (fsdp_quant/optim/compact.py).
 #pragma once
 
 #include "optim/adam.h"
+
+#include <type_traits>
 
 #include <cuda_bf16.h>
 
@@ -40,11 +45,30 @@ __device__ __forceinline__ bool is_skipped(const AdamStep& step) {
   return step.found_inf != nullptr && *step.found_inf != 0.0f;
 }
 
-template <typename Grad, typename Moment, bool kRounded>
+template <AdamMaster kMaster>
+using StoredMaster = std::conditional_t<kMaster == kRemainder, int16_t, float>;
+
+__device__ __forceinline__ float join(__nv_bfloat16 high, int16_t low) {
+  return __uint_as_float((static_cast<uint32_t>(__bfloat16_as_ushort(high)) << 16) + static_cast<uint32_t>(int32_t{low}));
+}
+
+__device__ __forceinline__ void split(float p, __nv_bfloat16& high, int16_t& low) {
+  const uint32_t bits = p == p ? __float_as_uint(p) : 0x7FC00000u;  // else a NaN's bits could carry into the sign
+  low = static_cast<int16_t>(bits);
+  high = __ushort_as_bfloat16(static_cast<uint16_t>((bits - static_cast<uint32_t>(int32_t{low})) >> 16));
+}
+
+template <typename Grad, typename Moment, AdamMaster kMaster>
 __device__ __forceinline__ void adam_update(
-    const AdamScalars& s, float& p, Grad grad, Moment& first, Moment& second, __nv_bfloat16& rounded) {
-  float g = to_float(grad), m = to_float(first), v = to_float(second);
-  if (kRounded) {
+    const AdamScalars& s, StoredMaster<kMaster>& stored, Grad grad, Moment& first, Moment& second,
+    __nv_bfloat16& rounded) {
+  float g = to_float(grad), m = to_float(first), v = to_float(second), p;
+  if constexpr (kMaster == kRemainder) {
+    p = join(rounded, stored);
+  } else {
+    p = stored;
+  }
+  if (kMaster == kRounded) {
     const float parameter = __bfloat162float(rounded);
     if (!(__bfloat162float(__float2bfloat16_rn(p)) == parameter)) p = parameter;
   }
@@ -58,7 +82,12 @@ __device__ __forceinline__ void adam_update(
   const float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), s.of[kRootCorrection]), s.of[kEps]);
   p = __fadd_rn(p, __fdiv_rn(__fmul_rn(m, s.of[kMinusStepSize]), denominator));
   round_to(first, m), round_to(second, v);
-  if (kRounded) rounded = __float2bfloat16_rn(p);
+  if constexpr (kMaster == kRemainder) {
+    split(p, rounded, stored);
+  } else {
+    stored = p;
+    if (kMaster == kRounded) rounded = __float2bfloat16_rn(p);
+  }
 }
 
 }  // namespace fsdp_quant

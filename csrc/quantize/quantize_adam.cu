@@ -68,7 +68,7 @@ struct LoadAdam {
           });
       auto update = [&](int k, int q, int j) {
         __nv_bfloat16 none;
-        adam_update<Grad, Moment, false>(s, ps[k][q].v[j], gs[k][q].v[j], ms[k][q].v[j], vs[k][q].v[j], none);
+        adam_update<Grad, Moment, kAlone>(s, ps[k][q].v[j], gs[k][q].v[j], ms[k][q].v[j], vs[k][q].v[j], none);
       };
       if (!skipped) {
         each(

@@ -13,7 +13,7 @@ Products are bound by power, so calls are made back to back, over three inputs i
 series of bf16's: the mean of their medians is what it is measured by. What a row's time holds:
 
     (nothing said)      operands lie as the product reads them; for "anchored", as the quantizer makes them
-    anchoring included  operands are compact mxfp8: both are anchored by a pass of their own
+    anchoring included  operands are compact: both are anchored by a pass of their own
     decode included     operands are compact: both are decoded to bf16, which cuBLAS multiplies
 
 Grouped products are those of experts with 1024 tokens each and weights [4096, 2048]: a table a number of experts.

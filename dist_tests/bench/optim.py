@@ -19,6 +19,7 @@ from torch import nn
 import fsdp_quant as fq
 from dist_tests.bench.clock import DeviceClock, count, extents, facts, finish, first_line, measurable, recover
 from fsdp_quant.ops import native
+from fsdp_quant.optim import compact
 
 BF16, FP32 = torch.bfloat16, torch.float32
 FLOOR = 0.80
@@ -56,6 +57,7 @@ class Bench:
             size = 8 + of_grad.itemsize + 4 * of_moments.itemsize + 4 * rounded
             step = native.AdamStep(masters, grads, first, second, [0] * len(masters), scalars, None, None)
             self.row(name, size, FLOOR, lambda step=step, low=low: native.adam(step, low))
+        self.compact(masters, scalars)
         params = [nn.Parameter(p) for p in masters]
         for p in params:
             p.grad = torch.randn_like(p)
@@ -67,6 +69,19 @@ class Bench:
         del params, peer, ours, masters, grads, first, second, low, step
         for name in WRITE_BACK:
             self.quantized(name)
+
+    def compact(self, masters: list[torch.Tensor], scalars: torch.Tensor) -> None:
+        """Moments in codes, and masters that are remainders of bf16 parameters."""
+        for remainder in (False, True):
+            grads = [torch.randn_like(p).to(BF16 if remainder else FP32) for p in masters]
+            (first, scale), (second, other) = (
+                map(list, zip(*(compact.encode(torch.rand_like(p), is_root) for p in masters))) for is_root in (False, True)
+            )
+            low, of = (map(list, zip(*map(compact.split, masters)))) if remainder else ((), masters)
+            step = native.AdamStep(of, grads, first, second, [0] * len(masters), scalars, None, None)
+            size = (2 * (2 + 2) + 2 if remainder else 2 * 4 + 4) + 2 * (2 + 8 / compact.BLOCK)
+            name = "adam, 8-bit moments" + (", bf16 parameters and remainders" if remainder else "")
+            self.row(name, size, FLOOR, lambda step=step, low=low: native.adam(step, low, scale, other))
 
     def quantized(self, recipe: str) -> None:
         """The whole step of quantized parameters: Adam, and the codes of both directions."""

@@ -31,7 +31,8 @@ from fsdp_quant.modules.plan import GemmPlan, build_plan
 from fsdp_quant.ops import layout, native, norm, reference
 from fsdp_quant.ops.capability import arch_of, spreads
 from fsdp_quant.ops.norm import ACTIVATIONS, NormSpec
-from fsdp_quant.optim.fused_adam import adam_update
+from fsdp_quant.optim import compact
+from fsdp_quant.optim.fused_adam import Stored, adam_update
 from fsdp_quant.quantizer import HybridQuantizer
 
 # Whole tiles and tails, rows that are aligned and rows that are not; and tiles for more than one round of the GPU.
@@ -271,6 +272,21 @@ def adam(grad: torch.dtype, moments: torch.dtype, rounded: bool) -> None:
         step = native.AdamStep(*([t] for t in made[:4]), [0], row[None], None, None)
         native.adam(step, [made[4]] if rounded else ())
         run(f"adam of {size}: {grad} {moments} rounded {rounded}", [made[0], *made[2:][: 2 + rounded]], lambda w=want: w)
+
+
+def adam_codes(grad: torch.dtype, remainder: bool) -> None:
+    """Moments in codes, and masters that are remainders."""
+    row = torch.tensor([0.999, 0.0, 0.1, 0.999, 1e-3, 0.5, -1e-2, 1e-8])
+    for shape in ((3, 256), (5, 301), (67, 130)):
+        p, g, m, v = (laws.values(*shape, seed=i, dtype=FP32) for i in range(4))
+        rounded, p = compact.split(p) if remainder else (None, p)
+        (m, first), (v, second) = compact.encode(m), compact.encode(v.abs(), is_root=True)
+        of = Stored(p, m, v, rounded, first, second)
+        made = Stored(*(None if t is None else on_device(t) for t in of))
+        step = native.AdamStep([made.master], [on_device(g.to(grad))], [made.first], [made.second], [0], row[None], None, None)
+        native.adam(step, [made.rounded] if remainder else (), [made.first_scale], [made.second_scale])
+        want = [t for t in of.updated(g.to(grad), row) if t is not None]
+        run(f"adam of codes {shape}: {grad} remainder {remainder}", [t for t in made if t is not None], lambda w=want: w)
 
 
 def adam_group(grad: torch.dtype, moments: torch.dtype, sides: tuple[str, str], statistics: bool) -> None:
@@ -545,6 +561,7 @@ def every_instance() -> None:
     given_buffers()
     for grad, moments, rounded in itertools.product((FP32, BF16), (FP32, BF16), (False, True)):
         adam(grad, moments, rounded)
+        adam_codes(grad, rounded)
         adam_group(grad, moments, ("nvfp4", "fp8_row") if rounded else ("mxfp8", "fp8_1x128"), rounded)
     for pair in (
         ("fp8_tensor", "fp8_tensor"), ("fp8_row", "fp8_row"), ("fp8_1x128", "fp8_128x128"), ("mxfp8", "mxfp8"),

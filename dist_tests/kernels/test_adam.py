@@ -14,7 +14,8 @@ from dist_tests.kernels import expected
 from dist_tests.kernels.expected import BF16, DEVICE, FP32
 from fsdp_quant.formats import Direction
 from fsdp_quant.ops import native, reference
-from fsdp_quant.optim.fused_adam import SCALARS, adam_update, scalars_on_device
+from fsdp_quant.optim import compact
+from fsdp_quant.optim.fused_adam import SCALARS, Stored, adam_update, scalars_on_device
 
 pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
 
@@ -65,6 +66,76 @@ def test_adam_equals_its_definition(grad, moments, rounded, by):
                 want = (*want, want[0].to(BF16))
             for name, a, b in zip(("master", "exp_avg", "exp_avg_sq", "rounded"), result, want):
                 laws.assert_same_bytes(a, b.to(a.dtype), f"{name} of {one[0].numel()}, {SCALARS} {ROWS[row].tolist()}")
+
+
+# Shapes of moments in codes: whole blocks, tails, rows that are no multiple of four elements, more than two dims.
+BLOCK_SHAPES = ((16, 256), (5, 1024), (3, 300), (70, 33), (1, 257), (9, 8, 40), (0, 64), (260, 1))
+
+
+def stored(shape, seed: int, grad: torch.dtype, moments: torch.dtype, master: str, kind: str) -> tuple[Tensor, Stored]:
+    """(grad, what is stored) on the host. moments: uint8 for codes; master: "alone", "rounded" or "remainder"."""
+    p, g, m, v = (laws.values(*shape, seed=seed + i, dtype=FP32, kind=kind) for i in range(4))
+    scales = ()
+    if moments is torch.uint8:
+        (m, first), (v, second) = compact.encode(m * 0.1), compact.encode((v * 0.1).abs(), is_root=True)
+        scales = first, second
+    else:
+        m, v = (m * 0.1).to(moments), (v * 0.1).square().to(moments)
+    rounded = None
+    if master == "rounded":
+        rounded = p.to(BF16)
+        rounded[::7] = rounded[::7] * 1.5
+    elif master == "remainder":
+        rounded, p = compact.split(p)
+    return g.to(grad), Stored(p, m, v, rounded, *scales)
+
+
+def moved(t: Tensor | None, by: int) -> Tensor | None:
+    """A copy on the device that begins `by` elements into its memory, or as many remainders."""
+    if t is None:
+        return None
+    flat = t.flatten()
+    return offset(flat, 2 * by if t.dtype is torch.uint8 and t.shape[-1] == 2 else by).view(t.shape)
+
+
+@pytest.mark.parametrize(("moments", "master"), [
+    (torch.uint8, "alone"), (torch.uint8, "rounded"), (torch.uint8, "remainder"), (FP32, "remainder"), (BF16, "remainder"),
+])
+@pytest.mark.parametrize("grad", [FP32, BF16])
+@pytest.mark.parametrize("by", [0, 1])
+def test_compact_states_equal_their_definition(grad, moments, master, by):
+    """If false, codes of moments or remainders of masters that a GPU writes are read as others."""
+    shapes = BLOCK_SHAPES if moments is torch.uint8 else [(n,) for n in SIZES]
+    made = [stored(s, i, grad, moments, master, ("gauss", "tiny", "heavy")[i % 3]) for i, s in enumerate(shapes * 3)]
+    made += [stored((4, 512), 99, grad, moments, master, "gauss")] * (moments is torch.uint8)
+    made[-1][0][0] = 0  # and a block without gradients
+    rows = [i % len(ROWS) for i in range(len(made))]
+    for scale, skip in ((None, None), (torch.tensor([512.0]), None), (None, torch.ones(1))):
+        on_device = [[moved(t, by) for t in (g, *of)] for g, of in made]
+        g, p, m, v, *rest = map(list, zip(*on_device))
+        native.adam(native.AdamStep(p, g, m, v, rows, ROWS, scale, skip), *([] if of[0] is None else of for of in rest))
+        for (grad_of, of), row, result in zip(made, rows, on_device):
+            want = of if skip is not None else of.updated(grad_of, ROWS[row], None if scale is None else scale[0])
+            for name, a, b in zip(Stored._fields, result[1:], want):
+                if b is not None:
+                    laws.assert_same_bytes(a.cpu(), b, f"{name} of {list(grad_of.shape)}, {ROWS[row].tolist()}, {scale}, {skip}")
+
+
+def test_a_nan_stays_one_in_compact_states():
+    """If false, an overflow is hidden by its codes, or the bits of a NaN carry into a parameter's sign."""
+    g, of = stored((4, 512), 0, FP32, torch.uint8, "remainder", "gauss")
+    g[0, 3], g[2, 300] = float("nan"), float("inf")
+    given = [t.clone().to(DEVICE) for t in of]
+    p, m, v, r, first, second = given
+    native.adam(native.AdamStep([p], [g.to(DEVICE)], [m], [v], [0], ROWS, None, None), [r], [first], [second])
+    want = of.updated(g, ROWS[0])
+    got = Stored(*(t.cpu() for t in given))
+    for name in ("rounded", "first_scale", "second_scale"):
+        a, b = (getattr(one, name).float() for one in (got, want))
+        assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.isinf(), b.isinf()), name
+    for codes, scale in (("first", "first_scale"), ("second", "second_scale")):
+        a, b = (compact.decode(getattr(one, codes), getattr(one, scale)) for one in (got, want))
+        assert torch.equal(a.isnan(), b.isnan()) and a.isnan().any(), codes
 
 
 def test_adam_of_more_tensors_than_a_launch_holds():
@@ -202,6 +273,38 @@ def test_captured_steps_equal_eager_ones(pair):
         results.append(masters + codes + [s["step"].clone() for s in optimizer.state.values()])
     for got, want in zip(results[1], results[0]):
         laws.assert_same_bytes(got, want, "captured against eager")
+
+
+@pytest.mark.parametrize("pair", [("mxfp8", "nvfp4"), ("fp8_tensor", "fp8_tensor")], ids="/".join)
+@pytest.mark.parametrize("kind", ["AdamW", "8-bit FusedAdam"])
+def test_captured_steps_of_masters_write_their_codes(pair, kind):
+    """If false, a graph of a wrapped optimizer, or of one with moments in codes, leaves codes of old masters."""
+    net, lr = _model(*pair), torch.tensor(1e-2, device=DEVICE)
+    if kind == "AdamW":
+        optimizer = fq.optim.wrap(torch.optim.AdamW)(net.parameters(), lr=lr, capturable=True)
+    else:
+        optimizer = fq.optim.FusedAdam(net.parameters(), lr=lr, capturable=True, moment_dtype=torch.float8_e4m3fn)
+    for i, p in enumerate(net.parameters()):
+        p.grad = laws.values(p.numel(), seed=i, dtype=FP32).view(p.shape).to(DEVICE)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            optimizer.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for _ in range(3):
+        before = net[0].weight.inner.clone()
+        graph.replay()
+        assert not torch.equal(before, net[0].weight.inner)
+        for i in (0, 2):
+            want = fq.HybridQuantizer(*pair).quantize(net[i].weight.inner.to(BF16))
+            for d in Direction:
+                for name, buffer in getattr(want, d.value).buffers().items():
+                    got = getattr(net[i].weight._slots, d.value).buffers()[name]
+                    laws.assert_same_bytes(got, buffer, f"{pair}: {d} {name}")
 
 
 def test_writes_are_seen():

@@ -411,15 +411,20 @@ class Operators:
 
     # Optimizers #
 
-    def adam(self, master, grad, first, second, rounded, row, scalars, grad_scale, found_inf):
+    def adam(
+        self, master, grad, first, second, rounded, first_scale, second_scale, row, scalars, grad_scale, found_inf
+    ):
         self.calls.append(Call("adam", master[0].data_ptr()))
-        refuse(any(len(of) != len(master) for of in (grad, first, second, row, rounded or master)), "lists of different lengths")
-        refuse(any(t.dtype is not of[0].dtype for of in (grad, first, second, rounded) for t in of), "dtypes differ in a list")
+        lists, none = [master, first, second, rounded, first_scale, second_scale], [None] * len(master)
+        refuse(any(len(of or master) != len(master) for of in (*lists, grad, row)), "lists of different lengths")
+        refuse(any(t.dtype is not of[0].dtype for of in (*lists, grad) for t in of), "dtypes differ in a list")
+        refuse((first[0].dtype is torch.uint8) != bool(first_scale), "codes have scales")
+        refuse(master[0].dtype is torch.uint8 and not rounded, "remainders have parameters")
         if found_inf is None or not found_inf.item():
-            for i, tensors in enumerate(zip(master, grad, first, second, rounded or [None] * len(master))):
-                p, _, m, v, low = tensors
-                new = adam_update(*tensors, scalars[row[i]], None if grad_scale is None else grad_scale.reshape(()))
-                for target, value in zip((p, m, v, low), (*new, new[0])):
+            scale = None if grad_scale is None else grad_scale.reshape(())
+            for i, tensors in enumerate(zip(*(of or none for of in lists))):
+                of = fused_adam.Stored(*tensors)
+                for target, value in zip(of, of.updated(grad[i], scalars[row[i]], scale)):
                     if target is not None:
                         target.data.copy_(value)  # as a kernel writes: no version is counted
 
@@ -427,7 +432,7 @@ class Operators:
         self, master, grad, first, second, row, scalars, grad_scale, found_inf, row_side, col_side, row_eps, col_eps, row0,
         statistics, out,
     ):
-        self.adam(master, grad, first, second, (), row, scalars, grad_scale, found_inf)
+        self.adam(master, grad, first, second, (), (), (), row, scalars, grad_scale, found_inf)
         self.calls[-1] = Call("adam_group", master[0].data_ptr(), bool(row_side), bool(col_side))
         out = iter(out)
         for p, start in zip(master, row0):

@@ -897,16 +897,15 @@ def record_amax(amaxes: Tensor, amax: Tensor) -> None:
 # Optimizers #
 
 def adam_takes(*tensors: Tensor | None) -> bool:
-    """`adam` can read and write these tensors of a parameter: fp32 and bf16 ones, contiguous, where kernels run."""
-    return all(
-        t is None or (runs(t) and t.is_contiguous() and t.dtype in (torch.float32, torch.bfloat16)) for t in tensors
-    )
+    """`adam` can read and write these tensors of a parameter: fp32, bf16 and uint8 ones, contiguous, where kernels run."""
+    kinds = torch.float32, torch.bfloat16, torch.uint8
+    return all(t is None or (runs(t) and t.is_contiguous() and t.dtype in kinds) for t in tensors)
 
 
 class AdamStep(NamedTuple):
     """A step of parameters of one device, and of one dtype of gradients and one of moments.
 
-    first, second:  moments. row: of `scalars`, fp32 [rows, 8], for each parameter.
+    master:         fp32, or remainders. first, second: moments, or their codes. row: of `scalars`, fp32 [rows, 8], for each parameter.
     grad_scale:     fp32 [1]; gradients are divided by it. found_inf: fp32 [1]; not 0: nothing is changed.
     """
 
@@ -926,14 +925,18 @@ class AdamStep(NamedTuple):
         return AdamStep(*self[:5], *read)
 
 
-def adam(step: AdamStep, rounded: Sequence[Tensor] = ()) -> None:
+def adam(
+    step: AdamStep, rounded: Sequence[Tensor] = (), first_scale: Sequence[Tensor] = (), second_scale: Sequence[Tensor] = (),
+) -> None:
     """One step of many parameters in place, in one launch (csrc/optim/adam.cu).
 
-    rounded:  bf16 parameters that are their masters rounded: of all, or of none.
+    rounded:  bf16 parameters that are their masters rounded, or that masters (uint8 [.., 2]) are remainders of: of all, or
+              of none.
+    first_scale, second_scale:  fp32 [rows, blocks], of moments that are codes (`compact.encode`): of all, or of none.
     """
     master, grad, first, second, row, *read = step.on_device()
-    _ops.adam(master, grad, first, second, rounded, row, *read)
-    torch.autograd.graph.increment_version([*master, *first, *second, *rounded])
+    _ops.adam(master, grad, first, second, rounded, first_scale, second_scale, row, *read)
+    torch.autograd.graph.increment_version([*master, *first, *second, *rounded, *first_scale, *second_scale])
 
 
 def _adam_group(

@@ -8,5 +8,6 @@
 """
 
 from .fused_adam import FusedAdam
+from .wrapped import wrap
 
-__all__ = ["FusedAdam"]
+__all__ = ["FusedAdam", "wrap"]

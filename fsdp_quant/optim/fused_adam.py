@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,9 +30,12 @@ from ..tensor import torch_compat
 from ..tensor.quantized_weight import FusedOutputs, QuantizedWeight, fused_outputs
 from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import values_of
+from . import compact
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-STATE = ("master", *MOMENTS, "step")
+CODES = tuple(f"{name}_{of}" for name in MOMENTS for of in ("codes", "scale"))  # of 8-bit moments
+MASTERS = ("master", "remainder")
+STATE = (*MASTERS, *MOMENTS, *CODES, "step")
 # Scalars of one update, fp32 [8]; `coupled` weights the decay of g, `keep` is the decoupled factor of p.
 SCALARS = ("keep", "coupled", "first", "beta2", "second", "root_correction", "minus_step_size", "eps")
 
@@ -42,8 +46,12 @@ class FusedAdam(torch.optim.Optimizer):
     params:        as of any optimizer: quantized parameters, plain tensors, DTensors of them.
     lr:            float, or a tensor on the device (capturable).
     weight_decay:  decoupled (AdamW); with decoupled_weight_decay=False it is added to the gradient (Adam).
-    moment_dtype:  torch.float32 or torch.bfloat16, rounded to nearest after the update.
+    moment_dtype:  torch.float32; torch.bfloat16, rounded to nearest after the update; or torch.float8_e4m3fn, which keeps
+                   moments of tensors of 4096 elements and two dims or more as codes, in 2 + 8 / 256 bytes per element, with
+                   fp32 scales per 256 elements of a row (the note of `optim/compact.py`), and others in fp32.
     capturable:    step and lr are read on the device, so that a CUDA graph may hold the step.
+    store_param_remainders:  of a bf16 parameter keep the master's lower 16 bits beside it in place of the whole master: 2
+                   bytes per element less. Masters are the same bits; parameters differ from rounded ones in ties alone.
 
     A parameter of fp32 is its own master; one of lower precision has its master in the state, and is that rounded, unless
     something else wrote it since: then the master follows it. Of a quantized parameter the state holds the only
@@ -59,20 +67,23 @@ class FusedAdam(torch.optim.Optimizer):
     def __init__(
         self, params, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 1e-2, *, decoupled_weight_decay: bool = True, moment_dtype: torch.dtype = torch.float32,
-        capturable: bool = False,
+        capturable: bool = False, store_param_remainders: bool = False,
     ):
         if not 0.0 <= float(lr) or not 0.0 <= eps or not 0.0 <= weight_decay or not all(0.0 <= b < 1.0 for b in betas):
             raise ValueError(
                 f"lr, eps and weight_decay must not be negative and betas lie in [0, 1), got lr={lr}, eps={eps}, "
                 f"weight_decay={weight_decay}, betas={betas}"
             )
-        if moment_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"moment_dtype must be torch.float32 or torch.bfloat16, got {moment_dtype}")
+        if moment_dtype not in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+            raise ValueError(
+                f"moment_dtype must be torch.float32, torch.bfloat16 or torch.float8_e4m3fn, got {moment_dtype}"
+            )
         if isinstance(lr, Tensor) and not capturable:
             raise ValueError("lr is a tensor, which is read on the device only with capturable=True; pass a float")
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "decoupled_weight_decay": decoupled_weight_decay, "moment_dtype": moment_dtype, "capturable": capturable,
+            "store_param_remainders": store_param_remainders,
         }
         self._held: dict[int, _Held] = {}
         super().__init__(params, defaults)
@@ -99,10 +110,22 @@ class FusedAdam(torch.optim.Optimizer):
         state["step"] = torch.zeros((), dtype=torch.float32, device=on_device)
         if isinstance(local, QuantizedWeight):
             state["master"] = _beside(p, local.take_master())
+        elif local.dtype is torch.bfloat16 and group["store_param_remainders"]:
+            remainder = torch.zeros((*local.shape, 2), dtype=torch.uint8, device=local.device)
+            state["remainder"] = _beside(p, remainder, (*p.shape, 2))
         elif local.dtype is not torch.float32:
             state["master"] = _beside(p, values_of(local).detach().float())
+        dtype = group["moment_dtype"]
+        in_codes = dtype is torch.float8_e4m3fn and compact.takes_codes(p)
         for name in MOMENTS:
-            state[name] = _beside(p, torch.zeros(local.shape, dtype=group["moment_dtype"], device=local.device))
+            if in_codes:
+                codes = torch.zeros(local.shape, dtype=torch.uint8, device=local.device)
+                scale = torch.zeros(compact.scale_shape(local.shape), device=local.device)
+                state[f"{name}_codes"] = _beside(p, codes)
+                state[f"{name}_scale"] = _beside(p, scale, compact.scale_shape(p.shape))
+            else:
+                kept = torch.float32 if dtype is torch.float8_e4m3fn else dtype
+                state[name] = _beside(p, torch.zeros(local.shape, dtype=kept, device=local.device))
         return state
 
     @torch.no_grad()
@@ -112,6 +135,11 @@ class FusedAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._update()
+        return loss
+
+    @torch.compiler.disable  # its bits are those of the definition
+    def _update(self) -> None:
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         updates = []
         for group in self.param_groups:
@@ -123,7 +151,6 @@ class FusedAdam(torch.optim.Optimizer):
             scalars = _scalars_on_device if group["capturable"] else _scalars_on_host
             rows, index = scalars(group, [h.step for h in held], found_inf)
             _update_all(held, grads, rows, index, grad_scale, found_inf)
-        return loss
 
     def _hold(self, p: Tensor, group: dict) -> _Held:
         """What an update of a parameter reads and writes; looked up anew where something took its place."""
@@ -149,39 +176,98 @@ class FusedAdam(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict) -> None:
         """Load into the tensors of the state as they lie: nothing is rounded to a parameter's dtype, or moved.
 
-        Raises ValueError, before anything is changed, for a state that lacks a moment, a step, or the master of a
-        low-precision parameter, naming it.
+        Moments that were saved as codes load into values, and values into codes. Raises ValueError, before anything is
+        changed, for a state that lacks a moment, a step, or the master or remainder of a low-precision parameter, naming it.
         """
         own = dict(self.state)
         params = list(chain.from_iterable(g["params"] for g in self.param_groups))
         ids = list(chain.from_iterable(g["params"] for g in state_dict["param_groups"]))
+        loaded = []
         for i, p in zip(ids, params):
-            saved = state_dict["state"].get(i)
-            needed = own.get(p, {}).keys() - ({"master"} if isinstance(local_of(p), QuantizedWeight) else set())
-            if saved is not None and not needed <= saved.keys():
+            saved, state = state_dict["state"].get(i), own.get(p, {})
+            if saved is None:
+                continue
+            saved = _as_kept(saved, state)
+            needed = state.keys() - ({"master"} if isinstance(local_of(p), QuantizedWeight) else set())
+            if not needed <= saved.keys():
                 raise ValueError(
                     f"the saved state of parameter {i} {list(p.shape)} has {sorted(saved)}, and FusedAdam needs "
                     f"{sorted(needed)}; save it with FusedAdam, or start without its state"
                 )
+            loaded.append((state, saved))
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self.state.update(own)
-        for i, p in zip(ids, params):
-            saved = state_dict["state"].get(i)
-            for name, tensor in (own.get(p, {}) if saved is not None else {}).items():
+        for state, saved in loaded:
+            for name, tensor in state.items():
                 if name in saved:
                     value = saved[name]
                     local_of(tensor).copy_(local_of(value) if isinstance(value, Tensor) else torch.tensor(value))
 
 
-def _beside(p: Tensor, local: Tensor) -> Tensor:
-    """A state tensor that is sharded as its parameter is."""
-    return torch_compat.dtensor_like(p, local) if isinstance(p, DTensor) else local
+def _as_kept(saved: dict, state: dict) -> dict:
+    """A saved state with its moments as `state` keeps them: in codes, or as values."""
+    saved = dict(saved)
+    for name in MOMENTS:
+        codes, scale, is_root = f"{name}_codes", f"{name}_scale", name == "exp_avg_sq"
+        if codes in state and name in saved:
+            value = local_of(saved.pop(name)).float()
+            saved[codes], saved[scale] = compact.encode(_root(value) if is_root else value, is_root)
+        elif name in state and {codes, scale} <= saved.keys():
+            value = compact.decode(local_of(saved.pop(codes)), local_of(saved.pop(scale)))
+            saved[name] = value.square() if is_root else value
+    return saved
+
+
+def _beside(p: Tensor, local: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+    """A state tensor that is sharded as its parameter is.
+
+    shape:  of all shards; None: the parameter's.
+    """
+    return torch_compat.dtensor_like(p, local, shape) if isinstance(p, DTensor) else local
+
+
+class Stored(NamedTuple):
+    """What an update reads and writes of one parameter, as it is stored.
+
+    master:   fp32; or uint8 [.., 2], the remainder of the master that `rounded` and it make up.
+    first, second:  moments in fp32 or bf16; or uint8 codes with scales (`compact.encode`, of the second its root).
+    rounded:  the low-precision parameter, or None.
+    """
+
+    master: Tensor
+    first: Tensor
+    second: Tensor
+    rounded: Tensor | None = None
+    first_scale: Tensor | None = None
+    second_scale: Tensor | None = None
+
+    def updated(self, grad: Tensor, scalars: Tensor, grad_scale: Tensor | None = None) -> Stored:
+        """After one update (`adam_update`), in the same dtypes."""
+        in_codes, joined = self.first_scale is not None, self.master.dtype is torch.uint8
+        first, second, master = self.first, self.second, self.master
+        if in_codes:
+            first = compact.decode(first, self.first_scale)
+            second = compact.decode(second, self.second_scale).square()
+        if joined:
+            master = compact.join(self.rounded, master)
+        p, m, v = adam_update(master, grad, first, second, None if joined else self.rounded, scalars, grad_scale)
+        scales = ()
+        if in_codes:
+            m, first_scale = compact.encode(m)
+            v, second_scale = compact.encode(_root(v), is_root=True)
+            scales = first_scale, second_scale
+        else:
+            m, v = m.to(first.dtype), v.to(second.dtype)
+        if joined:
+            rounded, p = compact.split(p)
+        else:
+            rounded = None if self.rounded is None else p.to(self.rounded.dtype)
+        return Stored(p, m, v, rounded, *scales)
 
 
 class _Held:
     """The plain local tensors of one parameter's update, but for its gradient.
 
-    rounded:   the low-precision parameter that is its master rounded, or None.
     weight:    the quantized parameter, or None.
     launches:  a kernel takes them.
     """
@@ -191,10 +277,15 @@ class _Held:
         self.local = local_of(p)
         self.values = None if isinstance(self.local, QuantizedWeight) else values_of(self.local)
         self.weight = self.local if self.values is None else None
-        master, self.first, self.second, self.step = (None if t is None else local_of(t) for t in self.tensors)
-        self.master = self.values if master is None else master
-        self.rounded = None if master is None else self.values
-        self.launches = native.adam_takes(self.master, self.first, self.second, self.rounded)
+        master, remainder, *moments, self.step = (None if t is None else local_of(t) for t in self.tensors)
+        first, second, first_codes, first_scale, second_codes, second_scale = moments
+        kept = next((t for t in (master, remainder) if t is not None), None)
+        in_codes = first is None
+        self.stored = Stored(
+            self.values if kept is None else kept, first_codes if in_codes else first,
+            second_codes if in_codes else second, None if kept is None else self.values, first_scale, second_scale,
+        )
+        self.launches = native.adam_takes(*self.stored)
         self._outputs: tuple[tuple, FusedOutputs | None] | None = None  # and what it follows from
 
     def is_current(self, p: Tensor) -> bool:
@@ -213,8 +304,8 @@ class _Held:
 
     @property
     def outputs(self) -> FusedOutputs | None:
-        """What the kernel makes of the new master on its way."""
-        if self.weight is None:
+        """What the kernel makes of the new master on its way; the one of 8-bit moments makes nothing."""
+        if self.weight is None or self.stored.first_scale is not None:
             return None
         state = self.weight.state
         of = state.quantizer, state.compute_dtype, state.managed
@@ -278,21 +369,20 @@ def _update_all(
     """A launch for all that is alike to the kernel; the rest one after another."""
     alike: dict[tuple, list[tuple[_Held, Tensor, int]]] = {}
     for h, grad, row in zip(held, grads, index):
-        if h.launches and native.adam_takes(grad) and (h.rounded is None or h.rounded.dtype is torch.bfloat16):
+        of = h.stored
+        if h.launches and native.adam_takes(grad) and (of.rounded is None or of.rounded.dtype is torch.bfloat16):
             found = h.outputs
             follows = None if found is None else (found.encodings, found.blocks is None)
-            key = h.master.device, grad.dtype, h.first.dtype, h.rounded is None, follows
+            key = of.master.device, of.master.dtype, grad.dtype, of.first.dtype, of.rounded is None, follows
             alike.setdefault(key, []).append((h, grad, row))
         else:
             _update_one(h, grad, scalars[row], grad_scale, found_inf)
-    for (*_, is_master, follows), of in alike.items():
+    for (*_, follows), of in alike.items():
         held, grads, rows = zip(*of)
-        step = native.AdamStep(
-            [h.master for h in held], grads, [h.first for h in held], [h.second for h in held], rows, scalars, grad_scale,
-            found_inf,
-        )
+        master, first, second, rounded, *scales = map(list, zip(*(h.stored for h in held)))
+        step = native.AdamStep(master, grads, first, second, rows, scalars, grad_scale, found_inf)
         if follows is None:
-            native.adam(step, () if is_master else [h.rounded for h in held])
+            native.adam(step, *([] if of[0] is None else of for of in (rounded, *scales)))
         else:
             _update_and_follow(step, held, *follows)
 
@@ -317,10 +407,9 @@ def _update_and_follow(step: native.AdamStep, held: list[_Held], encodings: tupl
 
 def _update_one(h: _Held, grad: Tensor, row: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     """What `native.adam` does, by the definition."""
-    device = h.master.device
+    device = h.stored.master.device
     scale, skip = (None if t is None else t.to(device).reshape(()) for t in (grad_scale, found_inf))
-    new = adam_update(h.master, grad, h.first, h.second, h.rounded, row.to(device), scale)
-    for target, value in zip((h.master, h.first, h.second, h.rounded), (*new, new[0])):
+    for target, value in zip(h.stored, h.stored.updated(grad, row.to(device), scale)):
         if target is not None:
             target.copy_(value if skip is None else torch.where(skip != 0, target, value))
 
@@ -345,5 +434,9 @@ def adam_update(
     change = g - m
     m = torch.where(weight < 0.5, m + change * weight, g - change * (1 - weight))
     v = v * beta2 + g * weight2 * g
-    deviation = v.double().sqrt().float()  # fp32 roots of a CPU's vector library are an ulp off
-    return p + (m * minus_step) / (deviation / root + eps), m, v
+    return p + (m * minus_step) / (_root(v) / root + eps), m, v
+
+
+def _root(v: Tensor) -> Tensor:
+    """fp32, rounded once: roots of a CPU's vector library are an ulp off."""
+    return v.double().sqrt().float()

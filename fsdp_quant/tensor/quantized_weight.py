@@ -217,6 +217,10 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         content.values, content.master, content.writes = None, weakref.ref(master), [object(), 0]
         return master
 
+    def return_master(self, master: Tensor) -> None:
+        """Be its own values again: what `take_master` gave."""
+        self._content.values, self._content.master = master, None
+
     def check_not_taken(self) -> None:
         """Raise ValueError unless the weight has its values: not on the meta device, nor with an optimizer or a publisher."""
         if self.device.type == "meta":
@@ -280,10 +284,10 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
     def _memory(self) -> list[Tensor]:
         return [*super()._memory(), *([self.inner] if self.has_values else [])]
 
-    def has_master_in(self, tensors: Iterable) -> bool:
-        """Its master is one of these: what an optimizer keeps of it."""
-        master = None if self._content.master is None else self._content.master()
-        return master is not None and any(local_of(t) is master for t in tensors if isinstance(t, Tensor))
+    @property
+    def has_master(self) -> bool:
+        """An optimizer holds its master."""
+        return self._content.master is not None and self._content.master() is not None
 
     # The codes #
 

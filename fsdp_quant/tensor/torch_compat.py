@@ -25,6 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, alloc_sto
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental import proxy_tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
@@ -563,9 +564,17 @@ def alias_with_own_storage(tensor: Tensor) -> Tensor:
         return alias.new_empty(0).set_(own, alias.storage_offset(), alias.shape, alias.stride())
 
 
-def dtensor_like(spec_of: DTensor, local: Tensor) -> DTensor:
-    """A DTensor with the mesh, placements and global shape of `spec_of` over another local tensor."""
-    return DTensor(local, spec_of._spec, requires_grad=False)
+def dtensor_like(spec_of: DTensor, local: Tensor, shape: Sequence[int] | None = None) -> DTensor:
+    """A DTensor with the mesh and placements of `spec_of` over another local tensor, in the dtype of that.
+
+    shape:  of the whole tensor; None: that of `spec_of`.
+    """
+    spec, meta = spec_of._spec, spec_of._spec.tensor_meta
+    if shape is not None:
+        meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), local.dtype)
+    if meta.dtype is not local.dtype or shape is not None:
+        spec = DTensorSpec(spec.mesh, spec.placements, meta._replace(dtype=local.dtype))
+    return DTensor(local, spec, requires_grad=False)
 
 
 def local_of(tensor: Tensor) -> Tensor:

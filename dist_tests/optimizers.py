@@ -1,0 +1,115 @@
+"""The optimizers of docs/optimizers.md, by name, for the laws of one process and of ranks."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp_quant as fq
+
+
+class Case(NamedTuple):
+    """An optimizer class, by path, and its options.
+
+    matrices:  it takes 2-D parameters alone.
+    closure:   it evaluates the loss several times per step.
+    compiles:  by inductor, which takes seconds.
+    """
+
+    path: str
+    options: dict
+    matrices: bool = False
+    closure: bool = False
+    compiles: bool = False
+
+    @property
+    def cls(self) -> type[torch.optim.Optimizer]:
+        """Skip the test where its library is missing."""
+        module, _, name = self.path.rpartition(".")
+        library = module.split(".")[0]
+        if library != "torch":
+            pytest.importorskip(library)
+        return getattr(importlib.import_module(module), name)
+
+    def parameters(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        return [p for p in parameters if p.dim() == 2 or not self.matrices]
+
+
+def _torch(name: str, **options) -> Case:
+    matrices, closure = options.pop("matrices", False), options.pop("closure", False)
+    return Case(f"torch.optim.{name}", {"lr": 0.02} | options, matrices, closure)
+
+
+def _bitsandbytes(name: str) -> Case:
+    return Case(f"bitsandbytes.optim.{name}", {"lr": 0.02, "min_8bit_size": 256})
+
+
+CASES = {
+    "sgd_loop": _torch("SGD", momentum=0.9, foreach=False),
+    "sgd_foreach": _torch("SGD", momentum=0.9, foreach=True),
+    "sgd_fused": _torch("SGD", momentum=0.9, fused=True),
+    "adam_loop": _torch("Adam", foreach=False, weight_decay=0.1),
+    "adamw_loop": _torch("AdamW", foreach=False),
+    "adamw_foreach": _torch("AdamW", foreach=True),
+    "adamw_fused": _torch("AdamW", fused=True),
+    "adagrad": _torch("Adagrad"),  # its state is made with it
+    "adafactor_loop": _torch("Adafactor", foreach=False),
+    "adafactor_foreach": _torch("Adafactor", foreach=True),
+    "muon": _torch("Muon", matrices=True),
+    "lbfgs": _torch("LBFGS", max_iter=3, closure=True),
+    "torchao_adamw8bit": Case("torchao.optim.AdamW8bit", {"lr": 0.02}, compiles=True),
+    "torchao_adamw4bit": Case("torchao.optim.AdamW4bit", {"lr": 0.02}, compiles=True),
+    "torchao_adamwfp8": Case("torchao.optim.AdamWFp8", {"lr": 0.02}, compiles=True),
+    "bitsandbytes_adamw8bit": _bitsandbytes("AdamW8bit"),
+    "bitsandbytes_lion8bit": _bitsandbytes("Lion8bit"),
+}
+
+
+class Container(torch.optim.Optimizer):
+    """Several optimizers as one, as torchtitan's: it steps them, and has no state of its own."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]):
+        self.optimizers = optimizers
+        params = [p for o in optimizers for g in o.param_groups for p in g["params"]]
+        super().__init__(params, {})
+
+    def step(self, closure: Callable | None = None) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+
+def convert(net: nn.Module, recipe: fq.Recipe, quantized: bool) -> nn.Module:
+    """A converted model, of quantized parameters or of plain ones."""
+    if not quantized:
+        return fq.convert(net, recipe)
+    with fq.quantized_model_init(recipe):
+        return fq.convert(net, recipe)
+
+
+def step_once(net: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, closure: bool) -> Tensor:
+    """The outputs of a step, one per evaluation of the loss."""
+    seen: list[Tensor] = []
+
+    def evaluate() -> Tensor:
+        optimizer.zero_grad()
+        seen.append(net(x))
+        loss = seen[-1].square().mean()
+        loss.backward()
+        return loss.detach()
+
+    if closure:
+        optimizer.step(evaluate)
+    else:
+        evaluate()
+        optimizer.step()
+    optimizer.zero_grad()
+    return torch.stack([y.detach() for y in seen])
