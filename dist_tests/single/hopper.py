@@ -1199,12 +1199,16 @@ def emulated(arch: str = ARCH) -> Iterator[Operators]:
                 for fact, value in facts.items():
                     if vars(module).get(fact) is originals[fact]:
                         patch.setattr(module, fact, value)
-        patch.setattr(native, "_ops", Traced(operators))
-        for name, cached in list(vars(native).items()):  # they remember integers of other operators
-            if hasattr(cached, "cache_clear"):
-                patch.setattr(native, name, functools.cache(cached.__wrapped__))
-        patch.setattr(native, "runs", lambda x: x.numel() > 0)
-        patch.setattr(native, "runs_on", lambda device: True)
+        replaced = {id(native.runs): lambda x: x.numel() > 0, id(native.runs_on): lambda device: True}
+        of_native = [m for name, m in sys.modules.items() if name.startswith(native.__name__)]
+        for value in {id(v): v for m in of_native for v in vars(m).values() if hasattr(v, "cache_clear")}.values():
+            replaced[id(value)] = functools.cache(value.__wrapped__)  # they remember integers of other operators
+        for module in of_native:
+            for name, value in list(vars(module).items()):
+                if id(value) in replaced:
+                    patch.setattr(module, name, replaced[id(value)])
+            if "_ops" in vars(module):
+                patch.setattr(module, "_ops", Traced(operators))
         patch.setattr(torch_compat, "stream_of", lambda device: (0, False))
         patch.setattr(plan, "_PLANS", {})  # plans keep what they resolved for (dtype, device)
         patch.setattr(plan, "_CALLS", {})

@@ -63,7 +63,7 @@ class Source(NamedTuple):
 class Handed:
     """What the module that computed an input hands over with it; it lives as long as that module's forward.
 
-    amaxes:  fp32, as the kernel that wrote x left them (`native._amaxes`); None: not known.
+    amaxes:  fp32, as the kernel that wrote x left them (`native.amaxes_like`); None: not known.
     grad_amaxes:  memory for the amaxes of the gradient of y, into which the node that makes that gradient writes them.
     source:  where x has a shape and an autograd node, but no values; see `takes_source`.
     codes:   key -> codes of x, made by the first layer that multiplies it, for the others.
