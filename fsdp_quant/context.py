@@ -613,8 +613,8 @@ def quantized_model_init(recipe: Recipe | str) -> contextlib.AbstractContextMana
 
     recipe:  of an `fq.Linear` that is given none; `fq.convert` brings its own.
 
-    Their fp32 masters live in `fq.optim.FusedAdam`, which takes the high-precision initial values; other optimizers are
-    refused at their step. Make the optimizer after `fully_shard` and initialization. A state dict holds the values of the
+    Their fp32 masters live in `fq.optim.FusedAdam`, or an optimizer of a class that `fq.optim.wrap` gives, which takes the
+    high-precision initial values; other optimizers are refused at their step. Make the optimizer after `fully_shard` and initialization. A state dict holds the values of the
     master, by the names of `nn.Linear`. Of the thread that enters it.
 
     >>> with fq.quantized_model_init("mxfp8"):

@@ -238,6 +238,8 @@ class Program:
         if EVENTS[name].compiles:
             # Inductor takes seconds for each.
             parameters = [p for p in parameters if p.dim() == 2][:1]
+        elif name == "muon":
+            parameters = [p for p in parameters if p.dim() == 2]
         held, _, step = self.optimizers.get(name, ((), None, None))
         if [(id(p), d) for p, d in held] != [(id(p), p.dtype) for p in parameters]:
             make, options, compiles = OPTIMIZERS[name]
@@ -264,7 +266,11 @@ OPTIMIZERS = {
     "adamw_fused": (torch.optim.AdamW, {"lr": 0.05, "fused": True}, False),
     "compiled_sgd": (torch.optim.SGD, {"lr": 0.05}, True),
     "compiled_adamw": (torch.optim.AdamW, {"lr": 0.05}, True),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.05}, False),
+    "muon": (torch.optim.Muon, {"lr": 0.05}, False),
     "torchao_adamw8bit": ("AdamW8bit", {"lr": 0.05}, False),
+    "torchao_adamw4bit": ("AdamW4bit", {"lr": 0.05}, False),
+    "torchao_adamwfp8": ("AdamWFp8", {"lr": 0.05}, False),
 }
 
 

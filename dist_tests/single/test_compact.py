@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 
 import pytest
@@ -10,6 +11,8 @@ from torch import nn
 
 import fsdp_quant as fq
 from dist_tests import laws
+from dist_tests.multi.harness import DEVICE
+from dist_tests.single import hopper
 from fsdp_quant.optim import compact
 from fsdp_quant.optim.fused_adam import _scalars, adam_update
 
@@ -88,7 +91,7 @@ def test_eight_bit_moments_train_as_the_update_says():
 
 
 def test_eight_bit_moments_are_near_fp32_ones():
-    """If false, 8-bit moments train another model: updates differ by more than a tenth of their size.
+    """If false, 8-bit moments train another model: updates differ by over a tenth of their size.
 
     exp_avg_sq without gradients shrinks by beta2 per step, which codes alone would round away.
     """
@@ -211,6 +214,22 @@ def test_compact_states_are_saved_and_loaded(options):
         for key, value in a.state[p].items():
             laws.assert_same_bytes(b.state[q][key], value, key)
         laws.assert_same_bytes(q.detach(), p.detach(), "parameter")
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="emulates a GPU on a CPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_is_given_compact_states_in_one_launch(dtype):
+    """If false, states in codes cost a launch per tensor, or the operator is told other tensors."""
+    results = []
+    for gpu in (True, False):
+        with hopper.emulated() if gpu else contextlib.nullcontext() as emulated:
+            params = matrices(dtype, SHAPES[:2])
+            optimizer = fq.optim.FusedAdam(params, store_param_remainders=True, **CODES)
+            run(optimizer, params, range(2))
+            assert emulated is None or emulated.count("adam") == 2
+        results.append([t for p in params for t in (p.detach(), *optimizer.state[p].values())])
+    for got, want in zip(*results, strict=True):
+        laws.assert_same_bytes(got, want, f"{dtype}")
 
 
 def test_small_tensors_keep_fp32_moments():

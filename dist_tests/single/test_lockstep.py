@@ -45,6 +45,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_quant as fq
 from dist_tests import laws, lockstep
 from dist_tests.multi.harness import DEVICE
+from dist_tests.optimizers import CASES
 from dist_tests.single import hopper
 from fsdp_quant import recipes
 
@@ -298,6 +299,19 @@ for _cls, _options in (
     _optimizer(f"compiled_{_cls.__name__.lower()}", _compiled(_cls, **_options), compiles=True)
 for _name in ("AdamW8bit", "AdamW4bit", "AdamWFp8"):
     _optimizer(f"torchao_{_name.lower()}", _torchao(_name), compiles=True)
+
+
+def _of_the_page(name: str) -> Callable:
+    """An optimizer of docs/optimizers.md."""
+    return lambda parameters: CASES[name].cls(
+        CASES[name].parameters(parameters), **CASES[name].options
+    ).step
+
+
+for _name in ("adam_loop", "adagrad", "adafactor_foreach", "muon"):
+    _optimizer(_name, _of_the_page(_name))
+for _name in ("bitsandbytes_adamw8bit", "bitsandbytes_lion8bit"):
+    _optimizer(_name, _of_the_page(_name), compiles=True)  # its library's operators
 
 
 @writer
@@ -634,7 +648,7 @@ def _own_step(monkeypatch) -> Iterator[None]:
 
 
 GPU = (False, True) if DEVICE == "cpu" else (False,)  # emulated, on a CPU
-IN_CI = ("torchao_adamw8bit",)  # of those that compile: inductor takes seconds
+IN_CI = ("torchao_adamw8bit", "bitsandbytes_adamw8bit")  # of those that compile: inductor takes seconds
 ON_GPU = {  # amaxes that norms hand over are read by scales of whole tensors
     "activation_data": "fp8_current",
     "activation_memmove": "fp8_current",

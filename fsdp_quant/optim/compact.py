@@ -45,7 +45,7 @@ def scale_shape(shape: torch.Size) -> tuple[int, int]:
 
 
 def takes_codes(p: Tensor) -> bool:
-    """Its moments can be codes: it has two dims and 4096 elements or more, and no shard cuts a block.
+    """Its moments can be codes: two dims and 4096 elements or more, and no shard cuts a block.
 
     Follows from global facts: of a DTensor, its whole shape and its placements.
     """
