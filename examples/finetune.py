@@ -1,8 +1,8 @@
 """Fine-tune a language model with transformers' Trainer, in low precision and in bf16 beside it.
 
-    python examples/finetune.py                   LoRA over a base of frozen mxfp8 codes
-    python examples/finetune.py --tune full       every weight trains
-    python examples/finetune.py --model FOLDER    a base and tokenizer that `save_pretrained` wrote
+    python examples/finetune.py                     LoRA over a base of frozen codes
+    python examples/finetune.py --tune full         every weight trains
+    python examples/finetune.py --recipe nvfp4 --model FOLDER    a base that `save_pretrained` wrote
 
 Without --model the base is a Llama whose tokens are bytes, which this script trains first, on
 sources of the standard library. What it is tuned on is prose: the Python reference, as `pydoc` has
@@ -20,7 +20,9 @@ import matplotlib.pyplot as plt
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PrinterCallback, Trainer, TrainingArguments,
+)
 
 import fsdp_quant as fq
 
@@ -47,6 +49,7 @@ def train(model: nn.Module, ids: Tensor, steps: int, lr: float, callbacks: list)
             model, TrainingArguments(folder, **options, **quiet), train_dataset=rows(ids[:cut], 8 * steps),
             eval_dataset=rows(ids[cut:], 32), callbacks=callbacks,
         )
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
         held_out = trainer.evaluate()["eval_loss"]
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -80,7 +83,7 @@ def held(weight: Tensor) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Fine-tune in low precision, and in bf16 beside it.")
     parser.add_argument("--tune", choices=["lora", "full"], default="lora")
-    parser.add_argument("--recipe", choices=fq.recipes.names(), default="mxfp8")
+    parser.add_argument("--recipe", choices=fq.recipes.names(), nargs="+", default=["mxfp8", "nvfp4"])
     parser.add_argument("--model", help="folder of a transformers model, with its tokenizer")
     parser.add_argument("--base-steps", type=int, default=300, help="of the base, without --model")
     parser.add_argument("--steps", type=int, default=150)
@@ -99,7 +102,7 @@ def main() -> None:
         train(base, torch.tensor(list(code[: 4 << 20])), args.base_steps, 3e-3, [])
         ids = torch.tensor(list(prose.encode()))
     print(f"{args.tune}, {args.steps} steps\n{'recipe':<12} {'held out':>9} {'bytes/weight':>13}")
-    for recipe in ("bf16", args.recipe):
+    for recipe in ("bf16", *args.recipe):
         run = tune(base, ids, args, recipe)
         print(f"{recipe:<12} {run['held out']:9.4f} {run['bytes']:13.3f}", flush=True)
         plt.plot(run["step"], run["loss"], label=recipe)

@@ -52,16 +52,26 @@ def quantized(
 
     filter_fqns:  modules that stay in high precision: `skip` of `fq.convert`.
 
-    Each stage of a pipeline is converted for itself, and counts its own last layers.
+    Each stage of a pipeline is converted for itself, and counts its own last layers. Ranks of
+    tensor parallelism gather inputs of layers as torchtitan does, in high precision.
+
+    Raises NotImplementedError, as a model is parallelized over several ranks, for another
+    `parallelism.spmd_backend` than "partial_dtensor".
     """
     recipe, skip = as_recipe(recipe, "quantized"), list(filter_fqns)
 
     def parallelize(model: nn.Module, **kwargs) -> nn.Module:
+        dims, backend = kwargs["parallel_dims"], kwargs["parallelism"].spmd_backend
+        if dims.world_size > 1 and backend != "partial_dtensor":
+            raise NotImplementedError(
+                f"parallelism.spmd_backend is {backend!r}; several ranks train quantized models "
+                "with 'partial_dtensor'"
+            )
         for module in model.modules():
             if isinstance(module, TitanModule):
                 module._cache_pos_arg_names()  # by which it shards inputs: those of its own forward
         convert(model, recipe, skip=skip, fuse=fuse)
-        if (dims := kwargs["parallel_dims"]).tp_enabled:
+        if dims.tp_enabled:
             _share_layers(model, dims)
         return spec.parallelize_fn(model, **kwargs)
 
