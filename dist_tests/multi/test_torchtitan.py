@@ -86,9 +86,9 @@ def _by_hand(rank: int, world: int, folder: str) -> None:
     from dist_tests import titan
 
     for recipe in ("mxfp8", "nvfp4"):
-        trainer, *_ = _train(recipe, folder, training__global_batch_size=8 * world)
+        trainer, *_ = _train(recipe, folder, section={"fuse": False}, training__global_batch_size=8 * world)
         by_hand = titan.config(folder=folder, training__global_batch_size=8 * world).build()
-        fq.convert(by_hand.model_parts[0], recipe, skip=["lm_head"])
+        fq.convert(by_hand.model_parts[0], recipe, skip=["lm_head"], fuse=False)
         body, count = by_hand.forward_backward_step, iter(range(100))
 
         def step(**kwargs):
