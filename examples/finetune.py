@@ -44,12 +44,14 @@ def train(model: nn.Module, ids: Tensor, steps: int, lr: float, *callbacks) -> d
         arguments = transformers.TrainingArguments(
             folder, max_steps=steps, learning_rate=lr, warmup_steps=steps // 10, bf16=True,
             per_device_train_batch_size=8, lr_scheduler_type="cosine", logging_steps=5,
-            save_strategy="no", report_to=[], use_cpu=not torch.cuda.is_available(),
+            save_strategy="no", report_to=[], disable_tqdm=True,
+            use_cpu=not torch.cuda.is_available(),
         )
         trainer = transformers.Trainer(
             model, arguments, train_dataset=rows(ids[:cut], 8 * steps),
             eval_dataset=rows(ids[cut:], 32), callbacks=list(callbacks),
         )
+        trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
         held_out = trainer.evaluate()["eval_loss"]
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]

@@ -132,7 +132,7 @@ def test_checkpoints_resume_bit_for_bit(recipe: str, settings: dict, tmp_path):
 def _experts(rank: int, world: int, folder: str) -> None:
     runs = {}
     for recipe in (None, "mxfp8"):
-        trainer, runs[recipe], _ = _train(recipe, folder, model="deepseek_v3", section={"filter_fqns": ["lm_head", "gate"]} if recipe else {})
+        trainer, runs[recipe], _ = _train(recipe, folder, model="deepseek_v3", section={"filter_fqns": ["lm_head", "*.router.gate"]} if recipe else {})
     grouped = [m for m in trainer.model_parts[0].modules() if isinstance(m, fq.GroupedLinear)]
     assert len(grouped) == 3 and all(m.layers[0].plan.weight.rowwise.fmt.is_quantized for m in grouped)
     torch.testing.assert_close(torch.tensor(runs["mxfp8"]), torch.tensor(runs[None]), rtol=1e-2, atol=0)

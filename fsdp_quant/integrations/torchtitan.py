@@ -1,4 +1,4 @@
-"""torchtitan: its `Trainer` with a section of ours in its configuration; `quantized` for other trainers.
+"""torchtitan: its `Trainer` with a section in its configuration; `quantized` for other trainers.
 
     torchrun -m torchtitan.train --module fsdp_quant.integrations.torchtitan \\
         --config llama3.llama3_debugmodel --fsdp_quant.recipe mxfp8
@@ -13,8 +13,8 @@ last layers, MLPs, packed experts), so the built model is converted, before torc
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
+import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -79,7 +79,7 @@ def quantized(
 
 
 def _share_layers(model: nn.Module, dims: ParallelDims) -> None:
-    """Tell layers that ranks of tensor parallelism will share what torchtitan wants of their output.
+    """Tell layers that ranks of tensor parallelism will share how torchtitan wants their output.
 
     A row-parallel `fq.Linear` sums over the ranks itself, where torchtitan expects partial sums.
     """
@@ -89,7 +89,8 @@ def _share_layers(model: nn.Module, dims: ParallelDims) -> None:
             continue
         out = shardings.out_dst_shardings or shardings.out_src_shardings
         mesh = dims.resolve_mesh(out.axes())
-        layer.parallel = Layouts(Replicate(), *resolve_placements(out, mesh), use_local_output=False)
+        (wanted,) = resolve_placements(out, mesh)
+        layer.parallel = Layouts(Replicate(), wanted, use_local_output=False)
         layer._sharding_config = replace(shardings, out_src_shardings=out)
 
 
@@ -109,9 +110,9 @@ class Section:
 class Trainer(titan.Trainer):
     """torchtitan's Trainer of a quantized model.
 
-    Steps are its optimizer steps: random bits and schedules follow them. Where several micro-batches
-    make up a step, and no CUDA graph is captured, codes of weights are made once per step
-    (`fq.hold`). Checkpoints hold `fq.state_dict` of all ranks.
+    Steps are its optimizer steps: random bits and schedules follow them. Where several
+    micro-batches make up a step, and no CUDA graph is captured, codes of weights are made once per
+    step (`fq.hold`). Checkpoints hold `fq.state_dict` of all ranks.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -204,9 +205,9 @@ def __getattr__(name: str) -> Callable[[], Trainer.Config]:
     """The function that makes the configuration MODULE.FUNCTION of torchtitan's models."""
     module, _, function = name.rpartition(".")
     try:
-        registry = importlib.import_module(f"torchtitan.models.{module}.config_registry")
-    except ImportError:
-        registry = None
-    if not module or not hasattr(registry, function):
-        raise AttributeError(f"torchtitan has no configuration {name!r}; wanted MODULE.FUNCTION")
-    return lambda: trainer_config(getattr(registry, function)())
+        made = pkgutil.resolve_name(f"torchtitan.models.{module}.config_registry:{function}")
+    except (ImportError, ValueError, AttributeError):
+        raise AttributeError(
+            f"torchtitan has no configuration {name!r}; wanted MODULE.FUNCTION"
+        ) from None
+    return lambda: trainer_config(made())

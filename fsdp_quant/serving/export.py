@@ -162,7 +162,7 @@ def exported(
     share_scales: bool | None,
     names: Callable[[str], str] | None,
 ) -> Exported:
-    """What `export` writes of a model; arguments and errors are its own. Every rank must call it."""
+    """What `export` writes; arguments and errors are its own. Every rank must call it."""
     if format not in layouts.TARGETS:
         raise ValueError(f"format must be one of {', '.join(layouts.TARGETS)}, got {format!r}")
     if hasattr(model, "peft_config"):

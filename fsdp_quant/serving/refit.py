@@ -1,4 +1,4 @@
-"""`refit`: the tensors of an export as a stream, for a rollout engine that runs beside the training."""
+"""`refit`: the tensors of an export as a stream, for a rollout engine beside the training."""
 
 from __future__ import annotations
 
