@@ -12,6 +12,7 @@ import fsdp_quant as fq
 from dist_tests.laws import assert_same_bytes
 from dist_tests.multi.harness import on_cpu, run_ranks
 from dist_tests.trainers import whole
+from fsdp_quant.counters import counters
 
 pytest.importorskip("torchtitan", reason="torchtitan needs later versions of datasets and torch than other tests have")
 pytest.importorskip("triton", reason="torchtitan imports triton, which torch has on GPUs")
@@ -86,7 +87,9 @@ def _by_hand(rank: int, world: int, folder: str) -> None:
     from dist_tests import titan
 
     for recipe in ("mxfp8", "nvfp4"):
+        counters.reset()
         trainer, *_ = _train(recipe, folder, section={"fuse": False}, training__global_batch_size=8 * world)
+        assert set(counters.of("weight encode").values()) == {3}, "of four micro-batches in each of three steps"
         by_hand = titan.config(folder=folder, training__global_batch_size=8 * world).build()
         fq.convert(by_hand.model_parts[0], recipe, skip=["lm_head"], fuse=False)
         body, count = by_hand.forward_backward_step, iter(range(100))
