@@ -14,8 +14,8 @@ from dist_tests.multi.harness import on_cpu, run_ranks
 from dist_tests.trainers import whole
 from fsdp_quant.counters import counters
 
-pytest.importorskip("torchtitan", reason="torchtitan needs later versions of datasets and torch than other tests have")
-pytest.importorskip("triton", reason="torchtitan imports triton, which torch has on GPUs")
+for _module in ("torchtitan", "triton"):
+    pytest.importorskip(_module, reason="no part of the test extra: docs/torchtitan.md says how to install it")
 
 pytestmark = on_cpu
 

@@ -111,3 +111,7 @@ class Precision(trainer.Precision, FabricPrecision):
             return loss
 
         return super().optimizer_step(optimizer, model, last_micro_batch, **kwargs)
+
+    def teardown(self) -> None:
+        self._held.close()
+        super().teardown()

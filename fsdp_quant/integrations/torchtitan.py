@@ -3,7 +3,8 @@
     torchrun -m torchtitan.train --module fsdp_quant.integrations.torchtitan \\
         --config llama3.llama3_debugmodel --fsdp_quant.recipe mxfp8
 
-`--config MODULE.FUNCTION` names what torchtitan has as `--module MODULE --config FUNCTION`.
+`--config MODULE.FUNCTION` names what torchtitan has as `--module MODULE --config FUNCTION`. Written
+for torchtitan 0.3.0.
 
 [Note: where a model is converted]
 torchtitan's own converters replace the configurations of single layers. A recipe is of a model (its
