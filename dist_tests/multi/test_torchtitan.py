@@ -58,10 +58,10 @@ def _layers(trainer) -> list[fq.Linear]:
 
 def _near(rank: int, world: int, folder: str, settings: dict) -> None:
     from dist_tests import titan  # noqa: F401  (before torchtitan)
-    from torchtitan.distributed.activation_checkpoint import FullAC
+    from torchtitan.distributed import activation_checkpoint
 
-    if settings.pop("checkpointed", False):
-        settings["activation_checkpoint"] = FullAC.Config()
+    if kind := settings.pop("checkpointed", None):
+        settings["activation_checkpoint"] = getattr(activation_checkpoint, kind).Config()
     runs = {}
     for recipe in (None, "bf16", "mxfp8"):
         trainer, runs[recipe], logged = _train(recipe, folder, **settings)
@@ -76,8 +76,13 @@ def _near(rank: int, world: int, folder: str, settings: dict) -> None:
 
 
 @pytest.mark.parametrize("world, settings", [
-    (1, {}), (2, {}), (2, TENSOR), (2, PIPELINE), (2, {"checkpointed": True}), (1, COMPILED), (2, COMPILED | {"checkpointed": True}),
-], ids=["alone", "fully_shard", "tensor", "pipeline", "checkpointed", "compiled", "compiled and checkpointed"])
+    (1, {}), (2, {}), (2, TENSOR), (2, PIPELINE), (2, {"checkpointed": "FullAC"}),
+    (2, {"checkpointed": "SelectiveAC"}), (1, COMPILED), (2, COMPILED | {"checkpointed": "FullAC"}),
+    (1, COMPILED | {"checkpointed": "SelectiveAC"}),
+], ids=[
+    "alone", "fully_shard", "tensor", "pipeline", "checkpointed", "selective", "compiled", "compiled and checkpointed",
+    "compiled and selective",
+])
 def test_trainer_trains_as_torchtitans(world: int, settings: dict, tmp_path):
     """If false, the integration changes what torchtitan computes besides formats, or does not quantize under one of its parallelisms."""
     run_ranks(world, _near, str(tmp_path), settings)
