@@ -36,6 +36,7 @@ from .recipe import custom as CustomRecipe
 from .scaling import DelayedScaling
 from .serving.export import export
 from .serving.load import from_pretrained_quantized
+from .serving.refit import refit
 from .storage import Storage
 from .tensor.quantized_tensor import QuantizedTensor
 

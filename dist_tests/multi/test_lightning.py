@@ -15,6 +15,7 @@ import fsdp_quant as fq
 from dist_tests.laws import assert_same_bytes
 from dist_tests.multi.harness import on_cpu, run_ranks
 from dist_tests.trainers import MICRO_BATCHES, RECIPES, STEPS, whole
+from fsdp_quant.counters import counters
 
 lightning = pytest.importorskip("lightning")
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel  # noqa: E402
@@ -99,13 +100,13 @@ class _Module(lightning.LightningModule):
         return _optimizer(self.net)
 
 
-def _fit(folder, recipe: str, steps: int, resume: str | None = None, precision: str = "32-true", module=None, **arguments):
+def _fit(folder, recipe: str | None, steps: int, resume: str | None = None, precision: str = "32-true", module=None, **arguments):
     module = module or _Module()
     trainer = lightning.Trainer(
         accelerator="cpu", max_steps=steps, accumulate_grad_batches=MICRO_BATCHES, logger=False, enable_progress_bar=False,
         enable_model_summary=False, enable_checkpointing=False, default_root_dir=str(folder), val_check_interval=MICRO_BATCHES,
         limit_val_batches=1, num_sanity_val_steps=0, **dict(devices=1) | arguments,
-        plugins=[fq.integrations.lightning.Precision(RECIPES[recipe](), precision)],
+        plugins=[fq.integrations.lightning.Precision(recipe and RECIPES[recipe](), precision)],
     )
     trainer.fit(module, DataLoader(_rows(), ROWS), DataLoader(_rows(), ROWS), ckpt_path=resume)
     return trainer, module
@@ -118,7 +119,9 @@ def test_trainer_is_a_loop(recipe: str, precision: str, tmp_path: Path):
     """If false, validation changes what Lightning trains, or a resumed run has other random bits or scales."""
     dtype = torch.bfloat16 if precision == "bf16-true" else None
     reference = _loop(_converted(recipe, dtype), dtype=dtype, mixed=precision == "bf16-mixed")
+    counters.reset()
     trainer, module = _fit(tmp_path, recipe, STEPS, precision=precision)
+    assert max(counters.of("weight encode").values()) <= 2 * STEPS  # of the micro-batches, and of the validation, per step
     _assert_same(module.net, reference)
     assert trainer.validate(module, DataLoader(_rows(), ROWS), verbose=False)[0]["loss"] > 0
 
@@ -126,6 +129,32 @@ def test_trainer_is_a_loop(recipe: str, precision: str, tmp_path: Path):
     trainer.save_checkpoint(tmp_path / "first")
     _, module = _fit(tmp_path, recipe, STEPS, str(tmp_path / "first"), precision)
     _assert_same(module.net, reference)
+
+
+def _over_codes(net: nn.Sequential) -> nn.Sequential:
+    """The first layer of a converted net trains, the others are their codes."""
+    fq.freeze(net[2:].requires_grad_(False))
+    return net
+
+
+def _frozen_module() -> _Module:
+    module = _Module()
+    module.net = _over_codes(_converted("nvfp4"))
+    return module
+
+
+def test_frozen_base_is_its_codes(tmp_path: Path):
+    """If false, Lightning casts, moves or saves the codes of a frozen base as something else, or its checkpoint loads other codes."""
+    reference = _loop(_over_codes(_converted("nvfp4")))
+    trainer, module = _fit(tmp_path, None, STEPS, module=_frozen_module())
+    assert type(module.net[2].weight) is fq.QuantizedTensor
+    for name in ("0.weight", "0.bias"):
+        assert_same_bytes(module.net.get_parameter(name), reference.get_parameter(name), name)
+    trainer, _ = _fit(tmp_path, None, 1, module=_frozen_module())
+    trainer.save_checkpoint(tmp_path / "first")
+    _, module = _fit(tmp_path, None, STEPS, str(tmp_path / "first"), module=_frozen_module())
+    for name in ("0.weight", "0.bias"):
+        assert_same_bytes(module.net.get_parameter(name), reference.get_parameter(name), name)
 
 
 class _Loop:

@@ -138,6 +138,10 @@ def test_experts_have_the_names_that_transformers_merges(recipe, target, tmp_pat
     fq.convert(model, RECIPES[recipe], skip=["lm_head"])
     fq.export(model, tmp_path, target)
     tensors, experts = load_file(tmp_path / "model.safetensors"), model.model.layers[0].mlp.experts
+    streamed = dict(tensor for bucket in fq.refit(model, target) for tensor in bucket)
+    assert streamed.keys() == tensors.keys()
+    for name, tensor in streamed.items():
+        laws.assert_same_bytes(tensor, tensors[name], name)
     scale = "weight_scale" if target == "compressed-tensors" else "weight_scale_inv"
     for e in range(3):
         whole = experts.gate_up_proj_product.layers[e].plan.weight.rowwise.storage(

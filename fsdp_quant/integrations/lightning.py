@@ -13,6 +13,7 @@ from torch import autocast, bfloat16, nn
 
 from ..context import begin_step
 from ..modules.convert import convert
+from ..modules.hold import hold
 from ..modules.steps import converted_modules
 from ..recipe import PerLayer, Recipe, Schedule
 from .rank_states import gather_state, load_gathered_state
@@ -79,19 +80,38 @@ class FabricPrecision(fabric.Precision):
 class Precision(trainer.Precision, FabricPrecision):
     """`FabricPrecision` for the Trainer: `Trainer(plugins=[Precision(recipe)])`.
 
+    hold:  codes of weights are made once per optimizer step (`fq.hold`). None: where several micro-batches make up a step.
+
     The model is converted after `configure_model`, which may have sharded it. Steps are the Trainer's optimizer steps, and its
     checkpoints hold the state.
     """
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args, hold: bool | None = None, **kwargs):
         super().__init__(*args, **kwargs)
-        self._step, self._micro_batch = -1, 0
+        self.hold, self._held, self._step, self._micro_batch = hold, contextlib.ExitStack(), -1, 0
 
     @contextlib.contextmanager
     def train_step_context(self) -> Iterator[None]:
-        step = self._model().trainer.global_step
+        model = self._model()
+        step, accumulates = model.trainer.global_step, model.trainer.accumulate_grad_batches > 1
         self._micro_batch = self._micro_batch + 1 if step == self._step else 0
         self._step = step
         begin_step(step, micro_batch=self._micro_batch)
+        if not self._micro_batch:
+            self._held.close()  # of a training that raised
+            if accumulates if self.hold is None else self.hold:
+                self._held.enter_context(hold(model))
         with self.forward_context():
             yield
+
+    def optimizer_step(self, optimizer, model, closure, **kwargs: Any) -> Any:
+        def last_micro_batch() -> Any:
+            loss = closure()
+            self._held.close()
+            return loss
+
+        return super().optimizer_step(optimizer, model, last_micro_batch, **kwargs)
+
+    def teardown(self) -> None:
+        self._held.close()
+        super().teardown()

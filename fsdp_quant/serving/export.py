@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
@@ -90,42 +91,17 @@ def export(
     >>> model = fq.convert(nn.Sequential(nn.Linear(128, 128, bias=False)), "fp8_block")
     >>> fq.export(model, "served")
     """
-    if format not in layouts.TARGETS:
-        raise ValueError(f"format must be one of {', '.join(layouts.TARGETS)}, got {format!r}")
-    if hasattr(model, "peft_config"):
-        raise ValueError(
-            "the model has adapters, which these formats do not hold; merge them first "
-            "(merge_and_unload)"
-        )
-    max_bytes, given = size_of(max_shard_size), dict(input_amax or {})
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
-    sources = sources_of(model, names)
-    parts = {source: _parts(source, format, dtype, given) for source in sources}
-    every = [(source, part) for source, of in parts.items() for part in of]
-    schemes = {part.layer: _scheme(source, part) for source, part in every if part.kind is not None}
-    if not any(source.layers for source in sources):
-        raise ValueError(
-            "fq.export found no quantized layer; call fq.convert(model, recipe) first, or "
-            "save_pretrained"
-        )
-    if unknown := given.keys() - schemes.keys():
-        raise ValueError(
-            f"input_amax names {', '.join(sorted(unknown))}; quantized layers: "
-            f"{', '.join(list(schemes)[:4])}, ..."
-        )
-    config = _config(model, format, schemes, _ignored(model, sources, parts, names), dtype)
-    planned = {part: _planned(source, part, format) for source, part in every}
-    _check_ranks(planned)
-    shared = _shared_amaxes(every, share_scales)
-    files = in_files([planned[part] for _, part in every], max_bytes)
-    writer = _on_first_rank(lambda: Writer(Path(path), files, config))
+    max_bytes = size_of(max_shard_size)
+    made = exported(model, format, dtype, input_amax, share_scales, names)
+    files = in_files(made.planned, max_bytes)
+    writer = _on_first_rank(lambda: Writer(Path(path), files, made.config))
     failure = None
     try:
-        for source, of in parts.items():
-            whole = _gathered(source, shared)
+        for source in made.parts:
+            whole = made.gathered(source)
             try:
                 if writer is not None and failure is None:
-                    _write(writer, source, of, whole, format, shared)
+                    writer.write_all(made.tensors(source, whole))
             except Exception as error:  # the others are about to gather the next weight
                 failure = error
             del whole
@@ -136,16 +112,99 @@ def export(
         raise
 
 
-def _check_ranks(planned: dict[_Part, list[Planned]]) -> None:
+@dataclass
+class Exported:
+    """The tensors that a model becomes, before any is gathered.
+
+    parts:    of each weight.
+    planned:  of each part its tensors, in that order.
+    shared:   tensor amaxes of matrices that are quantized with others' (`_shared_amaxes`).
+    config:   JSON files by name.
+    """
+
+    format: str
+    parts: dict[Source, list[_Part]]
+    planned: list[list[Planned]]
+    shared: dict[tuple[Source, int | None], Tensor]
+    config: dict[str, dict]
+
+    def gathered(self, source: Source) -> Tensor | Storage:
+        """The whole weight: its codes where they are at rest. Every rank must call it."""
+        codes = codes_of(source) if source.layers and (source, None) not in self.shared else None
+        return master_of(source) if codes is None else codes
+
+    def tensors(self, source: Source, whole: Tensor | Storage) -> Iterator[tuple[str, Tensor]]:
+        """(name in the checkpoint, values) of a weight that was gathered, as planned."""
+        made: dict[int | None, Storage] = {}
+        for part in self.parts[source]:
+            matrix, rows = part.slice.matrix, part.slice.rows
+            if not source.layers:
+                yield part.slice.name, source.slice_of(whole, part.slice).to(part.dtype)
+                continue
+            if isinstance(whole, Tensor) and matrix is None and whole.dim() == 3:
+                yield part.slice.name, _decoded_in_one(source, whole, part.dtype)
+                continue
+            if matrix not in made:
+                made = {matrix: _codes(source, whole, matrix, self.shared)}
+            storage = made[matrix]
+            if part.kind is None:
+                values = storage.dequantize(part.dtype)
+                values = values.t() if source.transposed else values
+                yield part.slice.name, values if rows is None else values[slice(*rows)]
+                continue
+            storage = storage if rows is None else storage.narrow(rows[0], rows[1] - rows[0])
+            of = layouts.tensors_of(storage, part.kind, self.format, part.input_amax)
+            yield from ((f"{part.layer}.{name}", tensor) for name, tensor in of.items())
+
+
+def exported(
+    model: nn.Module,
+    format: str,
+    dtype: torch.dtype | None,
+    input_amax: Mapping[str, float] | None,
+    share_scales: bool | None,
+    names: Callable[[str], str] | None,
+) -> Exported:
+    """What `export` writes; arguments and errors are its own. Every rank must call it."""
+    if format not in layouts.TARGETS:
+        raise ValueError(f"format must be one of {', '.join(layouts.TARGETS)}, got {format!r}")
+    if hasattr(model, "peft_config"):
+        raise ValueError(
+            "the model has adapters, which these formats do not hold; merge them first "
+            "(merge_and_unload)"
+        )
+    given = dict(input_amax or {})
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    sources = sources_of(model, names)
+    parts = {source: _parts(source, format, dtype, given) for source in sources}
+    every = [(source, part) for source, of in parts.items() for part in of]
+    schemes = {part.layer: _scheme(source, part) for source, part in every if part.kind is not None}
+    if not any(source.layers for source in sources):
+        raise ValueError(
+            "found no quantized layer to export; call fq.convert(model, recipe) first, or "
+            "save_pretrained"
+        )
+    if unknown := given.keys() - schemes.keys():
+        raise ValueError(
+            f"input_amax names {', '.join(sorted(unknown))}; quantized layers: "
+            f"{', '.join(list(schemes)[:4])}, ..."
+        )
+    config = _config(model, format, schemes, _ignored(model, sources, parts, names), dtype)
+    planned = [_planned(source, part, format) for source, part in every]
+    _check_ranks(planned)
+    return Exported(format, parts, planned, _shared_amaxes(every, share_scales), config)
+
+
+def _check_ranks(planned: list[list[Planned]]) -> None:
     """Raise ValueError, on every rank, where ranks hold other tensors, whose gathers would hang."""
     if not dist.is_available() or not dist.is_initialized():
         return
-    own = agreement_slots(repr(list(planned.values())))
+    own = agreement_slots(repr(planned))
     largest = torch.tensor(own, dtype=torch.int32, device=device_of(dist.group.WORLD))
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     if largest.tolist() != own:
         raise ValueError(
-            "ranks would write other tensors than rank 0; give every rank one model and the same "
+            "ranks hold other tensors than rank 0; give every rank one model and the same "
             "options (stages of a pipeline are exported from a model of all)"
         )
 
@@ -310,43 +369,7 @@ def _tensor_amax(source: Source, matrix: int | None) -> Tensor:
     return statistics_of(values, source.layers[matrix or 0]).tensor_amax
 
 
-# Writing #
-
-
-def _gathered(source: Source, shared: dict) -> Tensor | Storage:
-    """The whole weight: its codes where they are at rest. Every rank must call it."""
-    codes = codes_of(source) if source.layers and (source, None) not in shared else None
-    return master_of(source) if codes is None else codes
-
-
-def _write(
-    writer: Writer,
-    source: Source,
-    parts: list[_Part],
-    whole: Tensor | Storage,
-    format: str,
-    shared: dict,
-) -> None:
-    made: dict[int | None, Storage] = {}
-    for part in parts:
-        matrix, rows = part.slice.matrix, part.slice.rows
-        if not source.layers:
-            writer.write(part.slice.name, source.slice_of(whole, part.slice).to(part.dtype))
-            continue
-        if isinstance(whole, Tensor) and matrix is None and whole.dim() == 3:
-            writer.write(part.slice.name, _decoded_in_one(source, whole, part.dtype))
-            continue
-        if matrix not in made:
-            made = {matrix: _codes(source, whole, matrix, shared)}
-        storage = made[matrix]
-        if part.kind is None:
-            values = storage.dequantize(part.dtype)
-            values = values.t() if source.transposed else values
-            writer.write(part.slice.name, values if rows is None else values[slice(*rows)])
-            continue
-        storage = storage if rows is None else storage.narrow(rows[0], rows[1] - rows[0])
-        for name, tensor in layouts.tensors_of(storage, part.kind, format, part.input_amax).items():
-            writer.write(f"{part.layer}.{name}", tensor)
+# Codes #
 
 
 def _codes(source: Source, whole: Tensor | Storage, matrix: int | None, shared: dict) -> Storage:

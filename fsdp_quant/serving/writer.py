@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,16 +43,15 @@ class Planned(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def size_of(text: int | str) -> int:
-    """Bytes of "5GB", "500MiB" or a number. Raises ValueError for any other text."""
+def size_of(text: int | str, of: str = "max_shard_size") -> int:
+    """Bytes of "5GB", "500MiB" or a number. Raises ValueError, naming `of`, for any other text."""
     number, unit = str(text).strip(), ""
     while number and not number[-1].isdigit():
         number, unit = number[:-1], number[-1] + unit
     factor = _UNITS.get(unit.strip().upper()) if unit else 1
     if factor is None or not number.replace(".", "", 1).isdigit() or float(number) * factor < 1:
         raise ValueError(
-            "max_shard_size must be a number of bytes, or a text such as '5GB' or '500MiB'; got "
-            f"{text!r}"
+            f"{of} must be a number of bytes, or a text such as '5GB' or '500MiB'; got {text!r}"
         )
     return int(float(number) * factor)
 
@@ -163,6 +162,11 @@ class Writer:
         with open(path, "r+b") as file:
             file.seek(start)
             file.write(data.numpy().data)
+
+    def write_all(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """`write` each (name, tensor)."""
+        for name, tensor in tensors:
+            self.write(name, tensor)
 
     def finish(self) -> None:
         """Let readers see the files. Raises ValueError where a tensor was not written."""
