@@ -48,7 +48,7 @@ OF_SHARDS = (
 TARGETS = {
     "formats": ("formats.py", f"{SINGLE}formats.py"),
     "scaling": ("scaling.py", f"{SINGLE}scaling.py {SINGLE}state_dict.py"),
-    "storage": ("storage.py", f"{SINGLE}storage.py {SINGLE}files.py -k 'not kill'"),
+    "storage": ("storage.py", f"{SINGLE}storage.py {SINGLE}anchored_codes.py {SINGLE}files.py -k 'not kill'"),
     "weight_shard": ("tensor/weight_shard.py", OF_SHARDS),
     "fsdp_hooks": ("tensor/fsdp_hooks.py", OF_SHARDS),
     "gather_group": ("tensor/gather_group.py", OF_SHARDS),

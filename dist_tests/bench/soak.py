@@ -241,7 +241,7 @@ def trained(args: argparse.Namespace, device: torch.device, disturbed: bool, goe
         while goes_on(step):
             fq.set_recipe(training.model, recipe_at(step, args))
             for step in range(step, step + args.turn):
-                if disturbed:
+                if disturbed and step:  # torch steps an optimizer without state once as it is saved
                     training = disturb(training, step, args, run, path)
                 run.losses.append(training.step(step))
             step += 1

@@ -188,6 +188,8 @@ class ManagedParam:
             if module.training:
                 for handle in handles:
                     handle.remove()
+                # FSDP2 reshards no group that is in its forward, as one that ended with an exception is to it.
+                self.group._training_state = TrainingState.IDLE
                 module.reshard()
 
         handles = [module.register_forward_pre_hook(reshard, prepend=True) for module in self.group.modules]
