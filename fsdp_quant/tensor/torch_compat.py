@@ -103,6 +103,11 @@ class ManagedParam:
         return self.param.mesh_info.shard_mesh_rank
 
     @property
+    def copies(self) -> int:
+        """How many ranks hold the same shard (HSDP)."""
+        return getattr(self.param.mesh_info, "replicate_mesh_size", 1)
+
+    @property
     def process_group(self) -> dist.ProcessGroup:
         return self.param.mesh_info.shard_process_group
 
@@ -129,6 +134,11 @@ class ManagedParam:
     def param_dtype(self) -> torch.dtype:
         """Dtype that a plain gather would send."""
         return self.group.mp_policy.param_dtype or self.param.sharded_param.dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """Dtype in which FSDP2 reduces its gradient."""
+        return self.group.mp_policy.reduce_dtype or self.param_dtype
 
     @property
     def is_sharded(self) -> bool:
