@@ -55,6 +55,16 @@ def test_seconds_are_bytes_over_the_link(shards: int, copies: int):
     assert fq.plan(net).traffic is None and "ms forward" not in str(fq.plan(net))
 
 
+def test_a_root_without_parameters_leaves_its_blocks_to_be_gathered_twice():
+    """If false, a plan before the first forward takes the first block for the root, and promises a gather too few."""
+    net = on_paper(fq.recipes.bf16(), 2)
+    blocks = [block for block in net.blocks]
+    alone = torch.nn.Sequential(*blocks)
+    fully_shard(alone, mesh=init_device_mesh("cpu", (2,)))
+    planned = fq.plan(alone)
+    assert planned.bytes_per_step(backward=False) == planned.bytes_per_step(forward=False) > 0
+
+
 def _padded(p: torch.Tensor, shards: int) -> int:
     return math.ceil(p.shape[0] / shards) * shards * p.shape[1:].numel()
 

@@ -209,7 +209,7 @@ def plan(
     result.notes = [*_override_notes(layers), *_boundary_notes(layers), *_module_notes(model, dtype, by_state)]
     result.notes += [*fused_notes(model), *_other_notes(model)]
     result.notes += [f"{what}  [{count} modules]" for what, count in shared.items()]
-    roots = {id(m.state) for m in managed[:1] if m.state._is_root is None}
+    roots = {id(state) for state in torch_compat.outermost_states(model) if state._is_root is None}
     names = {module: name for name, module in model.named_modules()}
     if bandwidth is not None:
         result.traffic = _traffic(managed, roots, links, latency)

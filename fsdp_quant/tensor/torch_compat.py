@@ -391,6 +391,16 @@ def managed_params_of(model: nn.Module) -> list[ManagedParam]:
     return list(_params_of(dict.fromkeys(states)))
 
 
+def outermost_states(model: nn.Module) -> Iterator[FSDPState]:
+    """States of the `fully_shard` calls in `model` that no other one of `model` contains: FSDP2's roots, once a forward has run."""
+    state = next((ref() for m, ref in list(_module_state_mapping.items()) if m is model), None)
+    if isinstance(state, FSDPState):
+        yield state
+        return
+    for child in model.children():
+        yield from outermost_states(child)
+
+
 def backward_number() -> int:
     """Another one in each run of the autograd engine; -1 outside."""
     return torch._C._current_graph_task_id()
