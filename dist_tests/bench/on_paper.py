@@ -22,7 +22,7 @@ from dist_tests.bench import fsdp2
 from fsdp_quant.inspection.plan import ModelPlan
 
 MACHINE = 8
-ARMS = {"not quantized": fq.recipes.bf16, **fsdp2.RECIPES}
+ARMS = {fsdp2.BASE: fq.recipes.bf16, **fsdp2.RECIPES}
 
 
 def planned(arm: str, gpus: int, copies: int, links: tuple[float, float], args) -> ModelPlan:
