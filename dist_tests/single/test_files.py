@@ -241,8 +241,10 @@ def test_verify_reads_a_folder_without_a_model(name: str, tmp_path, capsys):
     """If false, nobody knows what a checkpoint holds, or that a disk changed it, before a run resumes."""
     recipe = recipes.hybrid("mxfp8", "nvfp4") if name == "hybrid" else recipes.by_name(name)
     model = net(recipe)
-    for _ in range(3):  # scales of the last one follow from histories
+    for _ in range(3):  # scales of the last one follow from histories, which know other weights
         step(model)
+        with torch.no_grad():
+            model[2].weight.mul_(0.7)
     with alone():
         state = {"model": dict(model.state_dict()), "fsdp_quant": {"rank_0": fq.state_dict(model)}}
         dcp.save(state, checkpoint_id=tmp_path / "good")
