@@ -223,6 +223,23 @@ def test_exports_of_wrapped_models_hold_codes_once(tmp_path):
     assert {k for k, v in got.items() if isinstance(v, fq.QuantizedTensor)} == {"0.weight", "2.weight"}
 
 
+@pytest.mark.parametrize("direction", Direction)
+def test_fingerprints_of_parts_are_that_of_the_whole(direction: Direction):
+    """If false, a checkpoint of tensor parallelism is refused at another number of ranks, or a swap of two parts is not seen."""
+    x, quantizer = values(64, 128, dtype=torch.float32), fq.Quantizer("mxfp8")
+    want = int(checkpoint.fingerprint(quantizer.storage(x, direction)))
+    for rows, cols in ((1, 2), (2, 1), (2, 2)):
+        tiles = [of.chunk(cols, 1) for of in x.chunk(rows)]
+
+        def total(*order: tuple[int, int]) -> int:
+            made = ((quantizer.storage(tiles[i][j], direction), at) for (i, j), at in zip(order, sorted(order)))
+            return sum(int(checkpoint.fingerprint(s, (rows, cols), at, 64 // rows)) for s, at in made) % 2**64
+
+        order = [(i, j) for i in range(rows) for j in range(cols)]
+        assert total(*order) == want % 2**64, (rows, cols)
+        assert total(*reversed(order)) != want % 2**64, (rows, cols)
+
+
 # Folders #
 
 
