@@ -308,7 +308,8 @@ def plot(facts: dict, path: str) -> None:
     for name in facts["memory"][0][1]:
         right.plot([step for step, _ in facts["memory"]], [of[name] / 2**20 for _, of in facts["memory"]], label=name)
     left.set(xlabel="step", ylabel="loss")
-    right.set(xlabel="step", ylabel="MiB, rank 0", ylim=(0, None))
+    most = max(max(of.values()) for _, of in facts["memory"]) / 2**20
+    right.set(xlabel="step", ylabel="MiB, rank 0", ylim=(0, 1.3 * most))
     for axes in (left, right):
         axes.legend()
     figure.tight_layout()

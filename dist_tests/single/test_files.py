@@ -240,6 +240,13 @@ def test_fingerprints_of_parts_are_that_of_the_whole(direction: Direction):
         assert total(*reversed(order)) != want % 2**64, (rows, cols)
 
 
+def test_fingerprints_stay_what_they_were():
+    """If false, checkpoints that earlier versions wrote are refused: their codes seem to be others."""
+    x = torch.arange(64 * 40, dtype=torch.float32).view(64, 40) / 64 - 20
+    found = {name: int(checkpoint.fingerprint(fq.Quantizer(name).storage(x, Direction.ROWWISE))) for name in ("fp8_tensor", "mxfp8", "nvfp4")}
+    assert found == {"fp8_tensor": -2113984449588819467, "mxfp8": 7087266080457221439, "nvfp4": 1740970733113023142}
+
+
 # Folders #
 
 
