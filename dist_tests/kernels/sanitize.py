@@ -1,11 +1,10 @@
 """Every kernel instance once, on small tensors, for the sanitizers; compared with the reference on the CPU afterwards.
 
-    compute-sanitizer --tool memcheck python -m dist_tests.kernels.sanitize
-    compute-sanitizer --tool racecheck python -m dist_tests.kernels.sanitize
-    compute-sanitizer --tool memcheck python -m dist_tests.kernels.sanitize --steps
+    python -m dist_tests.kernels.sanitizers                 all of it under all tools of compute-sanitizer
+    python -m dist_tests.kernels.sanitize [--steps]         the same calls without a tool
 
-The GPU runs nothing but the operators and copies; with --steps whole modules instead, and so every product, twice, to the same
-bits. Exits with 1, and names what differs, where bytes are not the reference's (norms and activations: values within 2^-6).
+The GPU runs nothing but the operators and copies; with --steps whole modules instead, twice, to the same bits. Exits
+with 1, and names what differs, where bytes are not the reference's (norms, activations and products: values within a bound).
 """
 
 from __future__ import annotations
@@ -16,13 +15,15 @@ import math
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import fsdp_quant as fq
 from dist_tests import laws, pieces
-from dist_tests.kernels import expected
+from dist_tests.kernels import expected, sanitize_products
+from dist_tests.kernels.entries import DONE, SHAPES, differences, on_device, run, values
 from dist_tests.kernels.expected import BF16, FP16, FP32, MADE, encoded
 from dist_tests.single.hopper import Operators
 from fsdp_quant import recipes
@@ -35,26 +36,11 @@ from fsdp_quant.optim import compact
 from fsdp_quant.optim.fused_adam import Stored, adam_update
 from fsdp_quant.quantizer import HybridQuantizer
 
-# Whole tiles and tails, rows that are aligned and rows that are not; and tiles for more than one round of the GPU.
-SHAPES = ((200, 328), (33, 47))
+# Tiles for more than one round of the GPU.
 MANY = (130, 26000)
 PIECE = (300, 136)
+RECIPES = ("fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8", "nvfp4")  # of modules
 KEY = torch.tensor([5, 3, 77, 1, 9])
-
-_DONE: list[tuple[str, list[Tensor], Callable[[], list[Tensor]], float]] = []
-
-
-def on_device(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.to(expected.DEVICE)
-
-
-def run(what: str, made, want: Callable[[], list[Tensor]], bound: float = 0.0) -> None:
-    """Keep the results of an operator, and how to make what they should be; bound: of the error's norm, or 0 for bytes."""
-    _DONE.append((what, [t for t in made if t is not None], want, bound))
-
-
-def values(shape: tuple[int, int], dtype: torch.dtype = BF16) -> Tensor:
-    return laws.values(*shape, dtype=dtype, kind="outliers", seed=shape[1])
 
 
 # The operators #
@@ -203,7 +189,7 @@ def group(name: str, direction: Direction, dtype=BF16) -> None:
     e, shapes, row0 = MADE[name].encoding(direction), (SHAPES[0], SHAPES[1], (129, 257)), [0, 33, 100]
     x = [values(shape, dtype) for shape in shapes]
     stats = [reference.statistics(one.to(BF16), e, start) for one, start in zip(x, row0)]
-    side, columnwise, ops, device_x = native.pack_encoding(e), direction is COLUMNWISE, torch.ops.fsdp_quant, [on_device(one) for one in x]
+    side, columnwise, ops, device_x = native.pack_encoding(e), direction is COLUMNWISE, native._ops, [on_device(one) for one in x]
     made = ops.statistics_group(device_x, side, columnwise, row0, dtype is FP32)
     run(f"statistics_group {name} {direction} {dtype}", made, lambda: [t for s in stats for t in s if t is not None])
     amax, tensor_amax = ([on_device(s[i]) for s in stats] for i in range(2))
@@ -257,7 +243,7 @@ def transposes_and_swizzles() -> None:
             kinds.append(kind)
             sizes.append((rows, cols, len(lines), outer_block))
     out = [on_device(torch.zeros_like(w)) for w in wanted]
-    torch.ops.fsdp_quant.relayout_group([on_device(s) for s in sources], out, kinds, *map(list, zip(*sizes)))
+    native._ops.relayout_group([on_device(s) for s in sources], out, kinds, *map(list, zip(*sizes)))
     run("relayout_group", out, lambda: wanted)
 
 
@@ -308,7 +294,7 @@ def adam_group(grad: torch.dtype, moments: torch.dtype, sides: tuple[str, str], 
 
 def pieces_of(pair: tuple[str, str], cuts: tuple[int, ...], stats: str, dtype=FP32) -> None:
     """A cast of the piece of a tensor that a rank has, without what others would reduce."""
-    made = pieces.cast_of_one_rank(pair, PIECE, (0, *cuts, PIECE[0] * PIECE[1]), stats, "cuda", dtype)
+    made = pieces.cast_of_one_rank(pair, PIECE, (0, *cuts, PIECE[0] * PIECE[1]), stats, expected.DEVICE.type, dtype)
 
     def want() -> list[Tensor]:
         with pieces.kernels():
@@ -394,9 +380,11 @@ def planned(emulation: Operators, plan: GemmPlan) -> tuple[int, SimpleNamespace]
     """(number of the compiled step of a plan, what the emulation is told of it)."""
     resolved = plan.resolved(BF16, expected.DEVICE)
     readings = plan._readings(resolved.layouts, resolved.domains, BF16, arch_of(expected.DEVICE))
-    number = emulation.linear_plan([f for r in readings for f in r[:5]] + [False], [r.eps for r in readings], plan.key)
+    arguments = readings, False, resolved.watched, plan.key
+    with mock.patch.object(native, "_ops", emulation):
+        number = native.linear_plan(*arguments)
     call = SimpleNamespace(number=number, step=STEP, ids=IDS, guard=None, **vars(emulation.plans[number]))
-    return native.linear_plan(readings, False, plan.key), call
+    return native.linear_plan(*arguments), call
 
 
 def gated(emulation: Operators, name: str, activation: str, enc: float | None = None) -> None:
@@ -457,22 +445,27 @@ def tokens(emulation: Operators, name: str, enc: float | None = None) -> None:
 
 # Of modules #
 
+def two_steps(make: Callable[[], nn.Module], *args) -> list[Tensor]:
+    fq.begin_step(0)
+    torch.manual_seed(0)
+    module, seen = make(), []
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(2):
+        x = on_device(laws.values(256, 256, seed=step)).requires_grad_()
+        y = module(x, *args)
+        y.backward(on_device(laws.values(*y.shape, seed=9)))
+        seen += [y.detach(), x.grad, *(p.grad for p in module.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
 def module_step(what: str, make: Callable[[], nn.Module], *args) -> None:
     """Two optimizer steps of a module, twice: the same bits, all finite."""
     results = []
     for _ in range(2):
-        fq.begin_step(0)
-        torch.manual_seed(0)
-        module, seen = make(), []
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        for step in range(2):
-            x = on_device(laws.values(256, 256, seed=step)).requires_grad_()
-            y = module(x, *args)
-            y.backward(on_device(laws.values(*y.shape, seed=9)))
-            seen += [y.detach(), x.grad, *(p.grad for p in module.parameters())]
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(seen)
+        with laws.kept_step():  # layers without names have the same random bits
+            results.append(two_steps(make, *args))
     run(what, results[0], lambda: [torch.where(t.isfinite(), t, 0).cpu() for t in results[1]])
 
 
@@ -486,7 +479,7 @@ def bias_gradient(recipe: fq.Recipe, tokens: int) -> None:
 
 def every_step() -> None:
     cuda = {"device": expected.DEVICE, "dtype": BF16}
-    for name in ("fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8", "nvfp4"):
+    for name in RECIPES:
         recipe = recipes.by_name(name)
         for options in ({}, {"activation": "gelu", "bias": True, "normalization": "LayerNorm"}, {"recompute": "gate_up"}):
             make = functools.partial(fq.LayerNormMLP, 256, 384, residual=True, recipe=recipe, **cuda, **options)
@@ -558,7 +551,6 @@ def every_instance() -> None:
         for direction, dtype in ((ROWWISE, BF16), (COLUMNWISE, FP32), (ROWWISE, FP16)):
             dequantize(name, direction, dtype)
     transposes_and_swizzles()
-    given_buffers()
     for grad, moments, rounded in itertools.product((FP32, BF16), (FP32, BF16), (False, True)):
         adam(grad, moments, rounded)
         adam_codes(grad, rounded)
@@ -576,6 +568,7 @@ def every_instance() -> None:
             activations(name, dtype)
         for centred in (False, True):
             norms(dtype, centred)
+    sanitize_products.every_product()
     emulation = Operators()
     scalars(emulation)
     for activation in ("swiglu", "geglu"):
@@ -590,27 +583,6 @@ def every_instance() -> None:
         tokens(emulation, name, enc)
 
 
-def differences() -> list[str]:
-    """What differs from the reference, a line each; NaN amaxes and values may differ in bits."""
-    found = []
-    for what, made, want, bound in _DONE:
-        wanted = want()
-        if len(made) != len(wanted):
-            found.append(f"{what}: {len(made)} results, want {len(wanted)}")
-            continue
-        for i, (got, w) in enumerate(zip(made, wanted)):
-            got, w = got.cpu(), w.contiguous()
-            if got.dtype.is_floating_point:
-                got, w = got.masked_fill(got.isnan(), math.nan), w.masked_fill(w.isnan(), math.nan)
-            if bound and got.shape == w.shape and (got.double() - w.double()).norm() <= bound * w.double().norm():
-                continue
-            try:
-                laws.assert_same_bytes(got, w, f"{what}: result {i}")
-            except AssertionError as error:
-                found.append(str(error))
-    return found
-
-
 def main() -> int:
     if expected.WHY_NOT is not None:
         print(f"nothing to do: {expected.WHY_NOT}")
@@ -618,7 +590,7 @@ def main() -> int:
     every_step() if "--steps" in sys.argv[1:] else every_instance()
     if expected.DEVICE.type == "cuda":
         torch.cuda.synchronize()
-    print(f"{len(_DONE)} calls ran", flush=True)
+    print(f"{len(DONE)} calls ran", flush=True)
     found = differences()
     print("\n".join(found) or "every byte is the reference's")
     return 1 if found else 0

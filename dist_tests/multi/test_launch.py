@@ -57,8 +57,9 @@ def test_two_agents_train_and_save_with_copies_across_them(tmp_path):
     each = "2" if laws.EVERYTHING else "1"
     text = tmp_path / "text"
     text.write_text("to be or not to be, that is the question. " * 40)
-    arguments = [*TINY, "--data", str(text), "--save", str(tmp_path / "run"), "--plot", str(tmp_path / "plot.png")]
-    for _ in range(2):  # once more where torchrun's agent lost its store, whose host may leave first
+    for attempt in range(2):  # once more where torchrun's agent lost its store, whose host may leave first
+        saved = tmp_path / f"run_{attempt}"  # a run that starts at step 0 refuses a folder with checkpoints
+        arguments = [*TINY, "--data", str(text), "--save", str(saved), "--plot", str(tmp_path / "plot.png")]
         where = {"NNODES": "2", "NPROC": each, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         agents = [script("multinode.sh", *arguments, **where) for _ in range(2)]
         stopped = threading.Timer(110, lambda agents=agents: [os.killpg(a.pid, signal.SIGKILL) for a in agents])  # with their workers
@@ -69,7 +70,7 @@ def test_two_agents_train_and_save_with_copies_across_them(tmp_path):
             break
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(outputs)
     assert sum(f"{2 * int(each)} x cpu, 2 copies" in output for output in outputs) == 1, "\n".join(outputs)
-    facts = json.loads((tmp_path / "run" / "step_00000002" / "run.json").read_text())
+    facts = json.loads((saved / "step_00000002" / "run.json").read_text())
     assert (facts["step"], facts["world"]) == (2, 2 * int(each))
 
 

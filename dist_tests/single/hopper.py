@@ -316,7 +316,10 @@ class Operators:
         return self._gathered(data, native.TokenGroups(tables, groups).sources).t().contiguous()
 
     def relayout_group(self, source, out, kind, rows, cols, outer, outer_block):
-        for one, to, what, r, c in zip(source, out, kind, rows, cols):
+        for one, to, what, r, c, lines, block in zip(source, out, kind, rows, cols, outer, outer_block):
+            if what in (native.SWIZZLE, native.SWIZZLE_TRANSPOSED):
+                to.copy_(self.swizzle_scales(one, lines, block, what == native.SWIZZLE_TRANSPOSED))
+                continue
             refuse(what not in (native.TRANSPOSE_BYTES, native.TRANSPOSE_NIBBLES), f"kind is {what}")
             to.copy_(self.transpose_codes(one, r, c, 4 if what == native.TRANSPOSE_NIBBLES else 8))
         self.calls.append(Call("relayout_group", source[0].data_ptr()))

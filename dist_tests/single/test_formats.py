@@ -20,10 +20,14 @@ from fsdp_quant.formats import (
     ELEMENTS,
     FAMILIES,
     FORMATS,
+    FP8_EXACT_LARGEST,
+    FP8_EXACT_OPERAND,
+    FP8_EXACT_SCALES,
     ROWWISE,
     Direction,
     Element,
     Format,
+    anchored_format,
     check_pair,
     family_of,
     format_of,
@@ -32,6 +36,50 @@ from fsdp_quant.formats import (
 from fsdp_quant.quantizer import Quantizer
 
 QUANTIZED = {name: q for name, q in QUANTIZERS.items() if q.fmt.is_quantized}
+
+
+# Elements #
+
+# Source: OCP Microscaling Formats v1.0, tables 3 and 5: the largest number, explicit mantissa bits, the smallest normal number.
+OF_THE_SPECIFICATION = {"e3m2": (28.0, 2, 0.25), "e2m3": (7.5, 3, 1.0), "e2m1": (6.0, 1, 1.0)}
+
+
+@pytest.mark.parametrize("element", [e for e in ELEMENTS.values() if e.is_quantized], ids=lambda e: e.name)
+def test_elements_are_those_of_their_specifications(element: Element):
+    """Otherwise a scale targets another largest number than the element has, or its error is taken for another."""
+    if element.dtype is None:
+        want = OF_THE_SPECIFICATION[element.name]
+    else:
+        facts = torch.finfo(element.dtype)
+        want = facts.max, round(-math.log2(facts.eps)), facts.smallest_normal
+    assert (element.max, element.mantissa, 2.0**element.emin) == want
+
+
+def test_the_largest_exact_scale_is_the_largest_of_its_rule():
+    """Otherwise an amax is divided by a scale that an e4m3 byte does not hold, or large blocks saturate."""
+    significands = {scale for _, scale in FP8_EXACT_SCALES}
+    held = [s * 2.0**e for s in significands for e in range(-9, 10) if s * 2.0**e <= E4M3.max]
+    assert max(held) == FP8_EXACT_LARGEST
+    assert ELEMENTS["e2m1"].max * FP8_EXACT_LARGEST * FP8_EXACT_OPERAND <= E4M3.max
+
+
+def test_facts_of_scales_are_values():
+    """Otherwise `if fmt.has_scales` is true of every format."""
+    for name, fmt in FORMATS.items():
+        assert fmt.has_scales is (fmt.scale != "none"), name
+        assert fmt.has_fp32_scales is (fmt.scale == "fp32"), name
+        assert not fmt.is_quantized or fmt.overflow > fmt.element.max, name
+    assert "floor" in repr(format_of("mxfp8", scale_rounding="floor")) and "floor" not in repr(FORMATS["mxfp8"])
+
+
+def test_anchored_formats_have_the_blocks_of_their_anchors():
+    """Otherwise a product reads one scale of a tensor as one per line, or the other way round."""
+    mxfp8, exact = FORMATS["mxfp8"], format_of("nvfp4", scale_rule="fp8_exact")
+    assert anchored_format(mxfp8, None).block == (1, None) and anchored_format(mxfp8, 512).block == (1, 512)
+    assert anchored_format(mxfp8, None, whole=True).block == (None, None)
+    assert anchored_format(exact, None).block == (None, None) and anchored_format(exact, None).element is E4M3
+    for fmt in (anchored_format(mxfp8, 512), anchored_format(mxfp8, None, whole=True)):
+        assert (fmt.element, fmt.scale, fmt.pow2) == (mxfp8.element, "fp32", True)
 
 
 # Geometry and sizes #

@@ -685,6 +685,8 @@ def test_a_trainers_buffers_and_its_own_gather():
         sync = plan_weight_sync([("w", weight, shards)], group, "codes", "halo")
         flat = [torch.full((want.nbytes + 64,), 0xA5, dtype=torch.uint8) for want in sync.buffers()]
         sync.bind([f[16:] for f in flat])
+        with pytest.raises(fq.StaleWeightError, match="without a cast"):
+            sync.gathered()
         memory[group.rank()] = flat
         sync.cast_([piece(master, shards, group.rank())])
         for want, f in zip(sync.buffers(), flat):

@@ -19,7 +19,7 @@ from dist_tests.golden import oracle
 from dist_tests.laws import QUANTIZERS, assert_same_bytes, assert_same_storage, every_second, values
 from fsdp_quant import scaling
 from fsdp_quant.formats import COLUMNWISE, FLT_MAX, ROWWISE, Direction, Encoding, format_of
-from fsdp_quant.ops import dispatch
+from fsdp_quant.ops import dispatch, reference
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
 from fsdp_quant.scaling import AmaxHistory, DelayedScaling, Fragment, RowCuts, reduce_amaxes, share_statistics
 from fsdp_quant.storage import Storage
@@ -234,6 +234,63 @@ def test_an_outlier_on_one_rank_moves_every_scale():
         assert not torch.equal(alone.dequantize(), made[0][0].dequantize()), name
 
 
+def statistics_of(x: Tensor, encoding: Encoding) -> dispatch.Statistics:
+    """Those of a whole tensor."""
+    return dispatch.Statistics(*reference.statistics(reference.prepared(x, encoding), encoding))
+
+
+@pytest.mark.parametrize("name", sorted(n for n, q in WITH_OPTIONS.items() if q.fmt.has_scales))
+def test_whole_statistics_are_every_block_on_every_rank(name: str):
+    """Otherwise a trainer that asks for all scales gets those of another tensor, or zeros of rows that others hold."""
+    tensors, encodings, cuts = [values(50, 40, seed=1), values(50, 72, seed=2)], encodings_of(name), RowCuts((0, 7, 7, 50))
+    group = VirtualGroup(3)
+
+    def on_rank(rank: int) -> list:
+        rows = slice(cuts.bounds[rank], cuts.bounds[rank + 1])
+        return share_statistics([Fragment(x[rows], encodings, cuts, rank) for x in tensors], group, whole=True)
+
+    for made in group.run(on_rank):
+        for x, of in zip(tensors, made):
+            for e, statistics in zip(encodings, of):
+                amax, tensor_amax = statistics_of(x, e)
+                assert_same_bytes(statistics.amax, amax, f"{name} {e.direction.value}")
+                if tensor_amax is not None:
+                    assert_same_bytes(statistics.tensor_amax.view(-1), tensor_amax.view(-1), f"{name} {e.direction.value}, of the tensor")
+    assert group.num_collectives == 1
+
+
+@pytest.mark.parametrize("name", ["fp8_tensor", "nvfp4", "nvfp4_16x16", "mxfp8_32x32", "fp8_128x128"])
+@pytest.mark.parametrize("together", [False, True])
+def test_parts_share_what_spans_them_and_nothing_else(name: str, together: bool):
+    """Otherwise ranks of tensor parallelism scale by their part alone, or a block takes the amax of another part's.
+
+    together: one group of the ranks of both parts, each part's rows cut inside a block; else of one rank per part.
+    """
+    parts, encodings = [values(64, 48, seed=3), values(64, 48, seed=4) * 8], encodings_of(name)
+    cuts = RowCuts((0, 20, 64) if together else (0, 64))
+    group = VirtualGroup(4 if together else 2)
+
+    def on_rank(rank: int) -> list:
+        part, piece = divmod(rank, 2) if together else (rank, 0)
+        fragment = Fragment(parts[part][cuts.bounds[piece] : cuts.bounds[piece + 1]], encodings, cuts, piece, part=(part, 2))
+        made = share_statistics([fragment], group) if together else share_statistics([fragment], None, parts=group)
+        return list(zip([fragment.block_rows(e) for e in encodings], made[0]))
+
+    for rank, made in enumerate(group.run(on_rank)):
+        for e, (blocks, statistics) in zip(encodings, made):
+            own = [statistics_of(x, e) for x in parts]
+            amax, tensor_amax = own[rank // 2 if together else rank]
+            if e.fmt.tensor_scale:
+                tensor_amax = torch.maximum(own[0].tensor_amax, own[1].tensor_amax)
+                assert_same_bytes(statistics.tensor_amax.view(-1), tensor_amax.view(-1), f"{name} {e.direction.value}, rank {rank}")
+            elif e.fmt.spans_tensor:
+                amax = torch.maximum(own[0].amax, own[1].amax)
+            if statistics is not None:  # what needs no other rank is not there
+                assert_same_bytes(statistics.amax, amax[blocks], f"{name} {e.direction.value} blocks, rank {rank}")
+            else:
+                assert not e.fmt.spans_tensor and not (together and 20 % (e.fmt.dims(e.direction)[0] or 64))
+
+
 def test_reduce_amaxes_keeps_nan_and_shapes():
     """Otherwise a NaN on one rank is dropped by a float maximum, or amaxes of two tensors are mixed."""
     per_rank = [
@@ -355,6 +412,38 @@ def test_history_of_zeros_stays_with_current_scaling():
     assert step(h, 0.0) == 0.0
     assert step(h, math.nan) == 0.0
     assert step(h, 7.0) == 64.0
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_histories_roll_together_as_each_alone(stays: bool):
+    """Otherwise a flag on the device skips a step that was good, keeps a bad one, or writes another layer's history."""
+    def two() -> list[AmaxHistory]:
+        made = []
+        for amaxes in ((4.0, 3.0, 8.0), (0.0, 5.0, 1.0)):  # in the second nothing was recorded
+            h = AmaxHistory(DelayedScaling(length=3), 448.0, stays)
+            h.load_state_dict({"amaxes": torch.tensor(amaxes), "enc": torch.tensor([7.0])})
+            made.append(h)
+        return made
+
+    def after(writes: list[tuple[Tensor, Tensor]], of: list[AmaxHistory]) -> list[list[float]]:
+        for target, value in writes:
+            target.copy_(value)
+        return [[*h.amaxes.tolist(), h.enc.item()] for h in of]
+
+    rolled, dropped, kept = two(), two(), two()
+    for h in rolled:
+        h.roll()
+    for h in dropped:
+        h.drop()
+    rolled, dropped, kept = (after([], of) for of in (rolled, dropped, kept))
+    assert rolled == [[0.0, 4.0, 3.0, 56.0], [0.0, 5.0, 1.0, 7.0]] and kept == [[4.0, 3.0, 8.0, 7.0], [0.0, 5.0, 1.0, 7.0]]
+    assert dropped == [[4.0 * stays, 3.0, 8.0, 7.0], [0.0, 5.0, 1.0, 7.0]]
+    for flag, want in ((False, rolled), (True, dropped)):
+        of = two()
+        assert after(AmaxHistory.rolled(of, torch.tensor(flag)), of) == want, f"skipped {flag}"
+    for flag, want in ((False, rolled), (True, kept)):
+        of = two()
+        assert after(AmaxHistory.rolled_alike(of, kept=torch.tensor(flag)), of) == want, f"kept {flag}"
 
 
 def test_skipped_step_leaves_no_trace():

@@ -51,6 +51,22 @@ def test_rows_of_an_operand_are_the_operand_of_the_rows(name: str, wanted: str, 
             assert_same_bytes(getattr(part, buffer), tensor, f"{whole.describe()} {wanted} {buffer}")
 
 
+@each_direction
+@pytest.mark.parametrize("name", sorted(n for n, q in QUANTIZERS.items() if anchors(q.fmt)))
+def test_anchored_operands_decode_to_the_values(name: str, direction: Direction):
+    """Otherwise a line or a run takes the scale of another, where lines are no multiple of 4, or a file of them is refused."""
+    g = torch.Generator().manual_seed(0)
+    x = (1 + torch.randint(0, 8, (50, 702), generator=g) / 8) * 2.0 ** torch.randint(-2, 3, (50, 702), generator=g)
+    compact = QUANTIZERS[name].storage(x, direction)
+    for wanted in layout.ANCHORS:
+        anchored = compact.in_layout(wanted)
+        assert_same_bytes(anchored.decode().contiguous(), compact.decode().contiguous(), anchored.describe())
+        anchored.check()
+        for scale in (anchored.scale.view(-1)[:-1], torch.cat([anchored.scale.view(-1)] * 2)):
+            with pytest.raises(ValueError, match="scale of .* is torch.float32"):
+                replace(anchored, scale=scale).check()
+
+
 @each_quantizer
 @each_direction
 def test_narrow_decodes_to_the_slice(name: str, direction: Direction):

@@ -78,6 +78,16 @@ def test_data_of_a_shard_takes_another_dtype(plain: Tensor):
     assert shard.numel() == 0
 
 
+def test_a_shard_follows_the_memory_that_data_gives_it(plain: Tensor):
+    """If false, a gather after `p.data = other` of the same shape sends the values before."""
+    shard = nn.Parameter(shard_of(plain.clone()))
+    for other in (plain + 1, (plain + 2).view(48, 32), (plain + 3).view(48, 32)):
+        assert shard.inner.data_ptr() == shard.data_ptr()  # an alias that is kept
+        shard.data = other
+        assert_same_bytes(shard.inner, other, "inner")
+        assert shard.inner.data_ptr() == other.data_ptr()
+
+
 def test_a_shard_is_shared_between_processes(plain: Tensor):
     """If false, Hogwild and data loaders that share a model end in an error."""
     shard = shard_of(plain)

@@ -45,6 +45,32 @@ class GemmRow:
     reason: str
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """Seconds that the collectives of one step take over a link, of each rank, while nothing else uses it.
+
+    A ring: a rank receives (W - 1) / W of what W ranks gather or scatter, and twice that of an all-reduce.
+
+    gather:     (forward, backward).
+    in_16_bit:  (forward, backward) of the same gathers without quantization, in the dtypes that FSDP2 would send.
+    reduce:     gradients, scattered over the shards and summed over the copies.
+    """
+
+    bandwidth: tuple[float, float]
+    latency: float
+    gather: tuple[float, float]
+    in_16_bit: tuple[float, float]
+    reduce: float
+
+    def __str__(self) -> str:
+        (forward, backward), (f, b), (inside, between) = self.gather, self.in_16_bit, self.bandwidth
+        at = f"{inside / 1e9:g} GB/s" + (f" in a copy and {between / 1e9:g} between copies" if between != inside else "")
+        return (
+            f"at {at}: gathers {forward * 1e3:.2f} ms forward + {backward * 1e3:.2f} ms backward a step (not quantized "
+            f"{f * 1e3:.2f} + {b * 1e3:.2f}), gradients {self.reduce * 1e3:.2f} ms"
+        )
+
+
 @dataclass
 class ModelPlan:
     """What `model` will run, and gather a step and rank: the sizes of the gathered outputs, in bytes.
@@ -54,6 +80,7 @@ class ModelPlan:
     other_bytes:      (forward, backward) bytes of all other parameters under FSDP2.
     weight_elements:  elements of the converted weights under FSDP2.
     notes:            of backward modes, experts, fused modules, and what is multiplied in high precision, a sentence each.
+    traffic:          what the collectives of FSDP2 take, where `bandwidth` was given.
     """
 
     gemms: list[GemmRow] = field(default_factory=list)
@@ -61,6 +88,7 @@ class ModelPlan:
     other_bytes: tuple[int, int] = (0, 0)
     weight_elements: int = 0
     notes: list[str] = field(default_factory=list)
+    traffic: Traffic | None = None
 
     def bytes_per_step(self, forward: bool = True, backward: bool = True) -> int:
         """Bytes of all gathers of one forward and backward, parameters that are not quantized included."""
@@ -88,6 +116,8 @@ class ModelPlan:
                 f"({self.gathered_bytes_per_element:.3f} B an element), other parameters "
                 f"{self.other_bytes[0]:,} B + {self.other_bytes[1]:,} B"
             )
+        if self.traffic is not None:
+            lines.append(str(self.traffic))
         return "\n".join(lines + self.notes)
 
     def facts(self) -> dict:
@@ -101,9 +131,12 @@ class ModelPlan:
             gemms = [GemmRow(**row | {"operands": tuple(row["operands"])}) for row in facts["gemms"]]
             weights = {name: tuple(pair) for name, pair in facts["weight_bytes"].items()}
             other, elements, notes = tuple(facts["other_bytes"]), facts["weight_elements"], list(facts["notes"])
+            traffic = facts.get("traffic") and Traffic(
+                **{name: tuple(of) if isinstance(of, list) else of for name, of in facts["traffic"].items()}
+            )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this is no plan that fq.plan(model).save wrote: {error!r}") from error
-        return cls(gemms, weights, other, elements, notes)
+        return cls(gemms, weights, other, elements, notes, traffic)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, for `fq.inspection.plan.load`."""
@@ -139,11 +172,16 @@ def _described(row: GemmRow | None) -> str:
     return "none" if row is None else f"{row.operands[0]} x {row.operands[1]} {row.domain} ({row.reason})"
 
 
-def plan(model: nn.Module, dtype: torch.dtype | None = None) -> ModelPlan:
+def plan(
+    model: nn.Module, dtype: torch.dtype | None = None, bandwidth: float | tuple[float, float] | None = None, latency: float = 0.0
+) -> ModelPlan:
     """The plan of every converted module of `model`; nothing is run.
 
-    dtype:  of activations (default: what FSDP2 gathers in, else the weight's own).
-    Raises ValueError for a model without converted modules.
+    dtype:      of activations (default: what FSDP2 gathers in, else the weight's own).
+    bandwidth:  bytes per second that each rank receives; of HSDP (inside a copy, between copies). The plan then says what
+                FSDP2's collectives take (`ModelPlan.traffic`).
+    latency:    seconds per collective, beside them.
+    Raises ValueError for a model without converted modules, and for a bandwidth that is not positive.
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8/nvfp4")
     >>> print(fq.plan(model))                                 # on a CPU
@@ -151,6 +189,12 @@ def plan(model: nn.Module, dtype: torch.dtype | None = None) -> ModelPlan:
     dgrad            nvfp4+SR x nvfp4              reference (the result is float32)  [0]
     wgrad       nvfp4(RHT)+SR x nvfp4(RHT)         reference (the result is float32)  [0]
     """
+    links = bandwidth if isinstance(bandwidth, tuple) else (bandwidth, bandwidth)
+    if bandwidth is not None and not (len(links) == 2 and min(links) > 0 and latency >= 0):
+        raise ValueError(
+            f"plan(bandwidth={bandwidth!r}, latency={latency!r}): give bytes per second, or a pair of them (inside a copy, between "
+            "copies), and seconds"
+        )
     modules = converted_modules(model)
     if not modules:
         raise ValueError("plan found no fq.Linear; call fq.convert(model, recipe) first")
@@ -171,21 +215,57 @@ def plan(model: nn.Module, dtype: torch.dtype | None = None) -> ModelPlan:
     result.notes = [*_override_notes(layers), *_boundary_notes(layers), *_module_notes(model, dtype, by_state)]
     result.notes += [*fused_notes(model), *_other_notes(model)]
     result.notes += [f"{what}  [{count} modules]" for what, count in shared.items()]
-    roots = {id(m.state) for m in managed[:1] if m.state._is_root is None}
+    roots = {id(state) for state in torch_compat.outermost_states(model) if state._is_root is None}
     names = {module: name for name, module in model.named_modules()}
+    if bandwidth is not None:
+        result.traffic = _traffic(managed, roots, links, latency)
     for m in managed:
-        once = m.stays_unsharded_after_forward or (id(m.state) in roots and m.reshards_by_default)
+        pair = gathered_bytes(m, _gathers_once(m, roots))
         if isinstance(m.local, FSDPHooks):
-            pair = weight_bytes(m, once)
             owner, attribute = m.owners[0]
             result.weight_bytes[f"{names[owner]}.{attribute}".lstrip(".")] = pair
             result.weight_elements += m.global_shape.numel()
         else:
-            numel = -(-m.global_shape[0] // m.world_size) * m.global_shape[1:].numel() * m.world_size
-            size = numel * m.param_dtype.itemsize
-            f, b = result.other_bytes
-            result.other_bytes = (f + size, b + (0 if once else size))
+            result.other_bytes = tuple(map(sum, zip(result.other_bytes, pair)))
     return result
+
+
+def _gathers_once(m: ManagedParam, roots: set[int]) -> bool:
+    return m.stays_unsharded_after_forward or (id(m.state) in roots and m.reshards_by_default)
+
+
+def gathered_bytes(m: ManagedParam, once: bool) -> tuple[int, int]:
+    """(forward, backward) bytes of the gathered output of one parameter; `once`: it stays unsharded in between."""
+    return weight_bytes(m, once) if isinstance(m.local, FSDPHooks) else _plain_bytes(m, once)
+
+
+def _plain_bytes(m: ManagedParam, once: bool) -> tuple[int, int]:
+    size = _padded_elements(m) * m.param_dtype.itemsize
+    return size, 0 if once else size
+
+
+def _padded_elements(m: ManagedParam) -> int:
+    return -(-m.global_shape[0] // m.world_size) * m.global_shape[1:].numel() * m.world_size
+
+
+def _traffic(managed: list[ManagedParam], roots: set[int], links: tuple[float, float], latency: float) -> Traffic:
+    inside, between = links
+    gather, in_16_bit, reduce = [0.0, 0.0], [0.0, 0.0], 0.0
+    groups: dict[int, tuple[bool, int]] = {}
+    for m in managed:
+        once, received = _gathers_once(m, roots), (m.world_size - 1) / m.world_size
+        groups[id(m.group)] = once, m.copies
+        for seconds, pair in ((gather, gathered_bytes(m, once)), (in_16_bit, _plain_bytes(m, once))):
+            for i in range(2):
+                seconds[i] += pair[i] * received / inside
+        size = _padded_elements(m) * m.reduce_dtype.itemsize
+        reduce += size * received / inside + 2 * size / m.world_size * (m.copies - 1) / m.copies / between
+    for once, copies in groups.values():
+        for seconds in (gather, in_16_bit):
+            seconds[0] += latency
+            seconds[1] += latency * (not once)
+        reduce += latency * (1 + (copies > 1))
+    return Traffic(links, latency, tuple(gather), tuple(in_16_bit), reduce)
 
 
 def _override_notes(modules: Iterable[Linear]) -> list[str]:

@@ -104,6 +104,11 @@ class ManagedParam:
         return self.param.mesh_info.shard_mesh_rank
 
     @property
+    def copies(self) -> int:
+        """How many ranks hold the same shard (HSDP)."""
+        return getattr(self.param.mesh_info, "replicate_mesh_size", 1)
+
+    @property
     def process_group(self) -> dist.ProcessGroup:
         return self.param.mesh_info.shard_process_group
 
@@ -130,6 +135,11 @@ class ManagedParam:
     def param_dtype(self) -> torch.dtype:
         """Dtype that a plain gather would send."""
         return self.group.mp_policy.param_dtype or self.param.sharded_param.dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """Dtype in which FSDP2 reduces its gradient."""
+        return self.group.mp_policy.reduce_dtype or self.param_dtype
 
     @property
     def is_sharded(self) -> bool:
@@ -189,6 +199,8 @@ class ManagedParam:
             if module.training:
                 for handle in handles:
                     handle.remove()
+                # FSDP2 reshards no group that is in its forward, as one that ended with an exception is to it.
+                self.group._training_state = TrainingState.IDLE
                 module.reshard()
 
         handles = [module.register_forward_pre_hook(reshard, prepend=True) for module in self.group.modules]
@@ -378,6 +390,16 @@ def managed_params_of(model: nn.Module) -> list[ManagedParam]:
     by_module = {m: ref() for m, ref in list(_module_state_mapping.items())}
     states = [s for m in model.modules() if isinstance(s := by_module.get(m), FSDPState)]
     return list(_params_of(dict.fromkeys(states)))
+
+
+def outermost_states(model: nn.Module) -> Iterator[FSDPState]:
+    """States of the `fully_shard` calls in `model` that no other one of `model` contains: FSDP2's roots, once a forward has run."""
+    state = next((ref() for m, ref in list(_module_state_mapping.items()) if m is model), None)
+    if isinstance(state, FSDPState):
+        yield state
+        return
+    for child in model.children():
+        yield from outermost_states(child)
 
 
 def backward_number() -> int:

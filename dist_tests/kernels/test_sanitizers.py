@@ -1,0 +1,19 @@
+"""Every kernel and product is clean under every tool of compute-sanitizer."""
+
+from __future__ import annotations
+
+import pytest
+
+from dist_tests.kernels import expected, sanitizers
+
+WHY_NOT = expected.WHY_NOT or (None if sanitizers.executable() else "there is no compute-sanitizer")
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", sanitizers.PARTS)
+@pytest.mark.parametrize("tool", sanitizers.TOOLS)
+def test_kernels_are_clean(tool: str, part: str):
+    """If false, a kernel reads or writes what is not its own, races, reads what nothing wrote, or misuses a barrier."""
+    errors, status, text = sanitizers.sanitize(tool, part)
+    assert (errors, status) == (0, 0), text[-4000:]
