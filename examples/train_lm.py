@@ -6,6 +6,8 @@
     python examples/train_lm.py --recipe nvfp4 --steps 50     one process
     bash launch/train.sh --tp 2                               tensor and sequence parallel inside pairs
     NNODES=2 MASTER_ADDR=host bash launch/multinode.sh --replicate 2      on each of two nodes
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/train_lm.py --save run --save-every 50
+                                                              goes on from run where a process dies
 
 The model is Llama-shaped: RMSNorm, rotary positions, grouped-query attention, SwiGLU. The text is
 any file or folder; by default the Python sources of the running interpreter's standard library.
@@ -665,6 +667,8 @@ def prepare(args: argparse.Namespace) -> tuple[dict[str, fq.Recipe], ModelConfig
     check_ranks(args, config, world)
     text = Text(read_text(args.data), config.seq, args.seed)
     first = 0
+    if args.save and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        args.resume = args.save if checkpoints(args.save) else args.resume  # a rank of this run died
     if args.resume:
         facts = run_facts(recipe, config, args)
         first, args.resume = find_checkpoint(args.resume, facts, args.steps)

@@ -42,7 +42,7 @@ from .parallel.shard_map import ALIGNMENT, Segments, ShardMap
 from .recipe import Recipe, Role, as_recipe
 from .scaling import AmaxHistory
 from .tensor import torch_compat
-from .tensor.agreement import agree, build
+from .tensor.agreement import agree
 from .tensor.quantized_weight import QuantizedWeight
 from .tensor.torch_compat import local_of
 
@@ -489,7 +489,7 @@ def plan_weight_sync(
     except (ValueError, TypeError) as caught:
         error = caught
     kernels = CastPlan.why_not(weights, device) or "with kernels"
-    same = {"the sync": f"from {compute_dtype}, {kernels}", "fsdp_quant": build()}
+    same = {"the sync": f"from {compute_dtype}, {kernels}"}
     of_parts = {w.name: f"{w.quantizer}, one of {w.part[1]} parts" for w in weights}
     own = {w.name: f"{list(w.shape)} of {w.quantizer}, cut at {w.shards.cuts}, {'values' if w.gathers_values else 'codes'} travel" for w in weights}
     for of, facts in ((group, own | {"transport": transport, "stats": stats}), (tensor_group, of_parts)):

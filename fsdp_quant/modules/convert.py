@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from ..context import STEP, steps_of
 from ..ops.capability import arch_of
 from ..recipe import PerLayer, Recipe, Schedule, as_recipe, matches
-from ..tensor.agreement import agree, axes_of, build, text_of
+from ..tensor.agreement import agree, axes_of, text_of
 from ..tensor.fsdp_hooks import all_managed_weights
 from ..tensor.torch_compat import unwrapped_names
 from .fuse import InputPattern, MLPPattern, Pattern, fuse_forward, fused_modules, recognized
@@ -182,7 +182,7 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> 
 
 def _agree(model: nn.Module, recipe: Recipe | PerLayer | Schedule, recipes: Mapping[str, Recipe]) -> None:
     """Raise ValueError, on every rank, where ranks that share weights of the model are given other recipes of any layer."""
-    facts = {name: text_of(its) for name, its in recipes.items()} | {"the recipe": text_of(recipe), "fsdp_quant": build()}
+    facts = {name: text_of(its) for name, its in recipes.items()} | {"the recipe": text_of(recipe)}
     for groups in axes_of(model):
         agree(facts, groups)
 

@@ -40,7 +40,7 @@ from ..quantizer import HybridQuantizer, as_rows, hybrid_of
 from ..recipe import Recipe
 from ..scaling import share_amaxes
 from ..storage import Placement, Storage
-from ..tensor.agreement import agree, build, recipe_text
+from ..tensor.agreement import agree, recipe_text
 from ..tensor.gathered_weight import gathered_directions
 from ..tensor.weight_state import values_of
 from ..tensor.quantized_tensor import QuantizedTensor, Slots
@@ -562,7 +562,7 @@ class ExpertParallel(ParallelStyle):
             error = caught
         facts = {f"{name}.{key}": f"{list(p.shape)} {p.dtype}" for key, p in parameters.items()}
         facts |= {f"{name}.{key}, its recipe": recipe_text(m) for key, m in module.named_modules() if isinstance(m, GroupedLinear)}
-        agree(facts | {"fsdp_quant": build()}, device_mesh.get_all_groups(), error)
+        agree(facts, device_mesh.get_all_groups(), error)
         module.expert_dispatch = ExpertDispatch(module, style, device_mesh.get_group(), experts, name)
         for child in module.modules():
             _cut(child, device_mesh)

@@ -42,7 +42,8 @@ def agree(
     facts: Mapping[str, str], groups: Sequence[dist.ProcessGroup], error: Exception | None = None, remedy: str = _REMEDY,
     what: str = "ranks disagree",
 ) -> None:
-    """Raise on every rank of the groups, in the same words, where one of them has an error or other facts. It waits for the device.
+    """Raise on every rank of the groups, in the same words, where one of them has an error, other facts or another build of this
+    library. It waits for the device.
 
     groups:  the axes of a mesh: every rank of one must call it, with its axes in the same order. None: one process.
     error:   why this rank cannot go on. Where all ranks have the same one, each raises its own.
@@ -53,6 +54,7 @@ def agree(
         if error is not None:
             raise error
         return
+    facts = {"fsdp_quant": build()} | facts
     own = [*_digest(facts), int(error is not None)]
     reduced = own
     for group in groups:
@@ -60,23 +62,24 @@ def agree(
     if reduced[-1]:
         raise _of_all(error, groups)
     if reduced != own:
-        raise _Shared(f"{what}: {_difference(facts, groups)}; {remedy}")
+        raise _shared(f"{what}: {_difference(facts, groups)}; {remedy}")
 
 
-class _Shared(ValueError):
-    """What ranks of another group have agreed to raise."""
+def _shared(text: str, cause: Exception | None = None) -> ValueError:
+    """What ranks have agreed to raise; those of another group are told the same words."""
+    error = ValueError(text)
+    error.is_shared, error.__cause__ = True, cause
+    return error
 
 
 def _of_all(error: Exception | None, groups: Sequence[dist.ProcessGroup]) -> Exception:
     """The error of the lowest rank that has one, unless all ranks have it."""
     text = None if error is None else str(error)
-    every = _gathered([_rank(groups), text, isinstance(error, _Shared)], groups)
+    every = _gathered([_rank(groups), text, hasattr(error, "is_shared")], groups)
     if all(other == text for _, other, _ in every):
         return error
     rank, text, is_shared = min((of for of in every if of[1] is not None), key=lambda of: of[0])
-    raised = _Shared(text if is_shared else f"rank {rank} cannot go on, so no rank does: {text}")
-    raised.__cause__ = error
-    return raised
+    return _shared(text if is_shared else f"rank {rank} cannot go on, so no rank does: {text}", error)
 
 
 def _difference(facts: Mapping[str, str], groups: Sequence[dist.ProcessGroup]) -> str:
@@ -164,7 +167,7 @@ def check_same_model(params: Iterable[ManagedParam]) -> None:
     """
     params = list(params)
     for mesh in dict.fromkeys(m.registered.device_mesh for m in params):
-        facts = {"fsdp_quant": build()}
+        facts: dict[str, str] = {}
         for m in params:
             recipes = dict.fromkeys(recipe_text(module) for module, _ in m.owners)
             shape = f"{list(m.registered.shape)} {m.registered.dtype} " if m.registered.device_mesh == mesh else ""
