@@ -60,12 +60,17 @@ def run(case: Case, plain: bool = False) -> list[Said]:
     return faults.run(world, faults.faulty, case.setup, case.place, case.fault, plain)
 
 
+def recovery(setup: str) -> list[list[str]]:
+    """What is wrong behind exceptions (`faults.recovers`), by rank."""
+    return [[one.text] if one.text else one.state for one in faults.run(WORLDS[setup], faults.recovers, setup)]
+
+
 def problem(case: Case, said: list[Said], of_plain: list[Said] | None = None) -> str | None:
     """What is wrong with what ranks said, or None."""
     others = said[:-1]
     if case.fault in KNOWN:
         same = len({one.text for one in said}) == 1 and said[0].text
-        named = "fsdp_quant is" if case.fault == "other build" else "weight is" if case.setup != "ep" else "up."
+        named = "fsdp_quant is" if case.fault == "other build" else "weight is" if case.setup != "ep" else "Experts.up"
         if not same or named not in said[0].text:
             return f"wanted one sentence that names the weight, got {[one.text for one in said]}"
         return None if max(one.seconds for one in said) < faults.TIMEOUT / 2 else f"it took {max(one.seconds for one in said):.1f} s"
@@ -107,7 +112,7 @@ def main() -> None:
             wrong.append(f"{case}: {why}")
     for setup in args.setups:
         if time.monotonic() < end and not args.faults:
-            [of] = {tuple(one.state or [one.text]) for one in faults.run(WORLDS[setup], faults.recovers, setup)} or [()]
+            of = list(dict.fromkeys(text for one in recovery(setup) for text in one))
             wrong += of
             print(f"{setup}: after exceptions of all ranks at each place the next steps have {'OTHER bits' if of else 'the same bits'}")
     if args.json:

@@ -561,7 +561,7 @@ class ExpertParallel(ParallelStyle):
         except (ValueError, AttributeError) as caught:
             error = caught
         facts = {f"{name}.{key}": f"{list(p.shape)} {p.dtype}" for key, p in parameters.items()}
-        facts |= {f"{name}.{key}, its recipe": recipe_text(m) for key, m in module.named_modules() if isinstance(m, GroupedLinear)}
+        facts |= {f"{name}.{key}, its recipe": recipe_text(m.layers[0]) for key, m in module.named_modules() if isinstance(m, GroupedLinear)}
         agree(facts, device_mesh.get_all_groups(), error)
         module.expert_dispatch = ExpertDispatch(module, style, device_mesh.get_group(), experts, name)
         for child in module.modules():
