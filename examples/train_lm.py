@@ -717,10 +717,13 @@ def start_processes(args: argparse.Namespace) -> None:
         cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
         torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
         group = dict(backend="gloo")
-    if "RANK" not in os.environ:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-        group.update(store=store, rank=0, world_size=1)
-    dist.init_process_group(**group)
+    if "RANK" in os.environ:
+        store, rank, world = next(dist.rendezvous("env://"))
+        # torchrun keeps its store over restarts, with the addresses of processes that are gone.
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    else:
+        store, rank, world = dist.TCPStore("127.0.0.1", 0, is_master=True), 0, 1
+    dist.init_process_group(store=store, rank=rank, world_size=world, **group)
 
 
 def main() -> None:
