@@ -6,6 +6,8 @@
     python examples/train_lm.py --recipe nvfp4 --steps 50     one process
     bash launch/train.sh --tp 2                               tensor and sequence parallel inside pairs
     NNODES=2 MASTER_ADDR=host bash launch/multinode.sh --replicate 2      on each of two nodes
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/train_lm.py --save run --save-every 50
+                                                              goes on from run where a process dies
 
 The model is Llama-shaped: RMSNorm, rotary positions, grouped-query attention, SwiGLU. The text is
 any file or folder; by default the Python sources of the running interpreter's standard library.
@@ -665,6 +667,8 @@ def prepare(args: argparse.Namespace) -> tuple[dict[str, fq.Recipe], ModelConfig
     check_ranks(args, config, world)
     text = Text(read_text(args.data), config.seq, args.seed)
     first = 0
+    if args.save and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        args.resume = args.save if checkpoints(args.save) else args.resume  # a rank of this run died
     if args.resume:
         facts = run_facts(recipe, config, args)
         first, args.resume = find_checkpoint(args.resume, facts, args.steps)
@@ -713,10 +717,13 @@ def start_processes(args: argparse.Namespace) -> None:
         cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
         torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
         group = dict(backend="gloo")
-    if "RANK" not in os.environ:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-        group.update(store=store, rank=0, world_size=1)
-    dist.init_process_group(**group)
+    if "RANK" in os.environ:
+        store, rank, world = next(dist.rendezvous("env://"))
+        # torchrun keeps its store over restarts, with the addresses of processes that are gone.
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    else:
+        store, rank, world = dist.TCPStore("127.0.0.1", 0, is_master=True), 0, 1
+    dist.init_process_group(store=store, rank=rank, world_size=world, **group)
 
 
 def main() -> None:

@@ -49,8 +49,8 @@ from .parallel.master_weights import cast_master_weights
 from .parallel.published_weight import BOTH, Channel, PublishedWeight, SyncItem, bits_of
 from .parallel.shard_map import ALIGNMENT, Segments, ShardMap
 from .recipe import Recipe, Role, as_recipe
-from .scaling import AmaxHistory
 from .tensor import torch_compat
+from .tensor.agreement import agree
 from .tensor.quantized_weight import QuantizedWeight
 from .tensor.torch_compat import local_of
 
@@ -466,6 +466,9 @@ class Work(NamedTuple):
 
 # The plan #
 
+_REMEDY = "give every rank of a group the same items, options and build of fsdp_quant"
+
+
 def plan_weight_sync(
     items: Sequence[SyncItem], group: dist.ProcessGroup | None, transport: str = "auto", stats: str = "dense",
     compute_dtype: torch.dtype | None = torch.bfloat16, tensor_group: dist.ProcessGroup | None = None,
@@ -493,11 +496,15 @@ def plan_weight_sync(
         weights = [PublishedWeight(item, transport, dense, part if item.is_part else (0, 1)) for item in planned]
     except (ValueError, TypeError) as caught:
         error = caught
-    why_no_kernels = CastPlan.why_not(weights, device)
-    of_parts = [(w.name, w.quantizer, w.part[1]) for w in weights], compute_dtype, why_no_kernels is None
-    own = [(w.shards.cuts, w.shape, w.gathers_values) for w in weights]
-    error = _disagreement(group, device, error, canonical_text((of_parts, own, transport, stats, why_no_kernels)))
-    error = _disagreement(tensor_group, device, error, canonical_text(of_parts))
+    kernels = CastPlan.why_not(weights, device) or "with kernels"
+    same = {"the sync": f"from {compute_dtype}, {kernels}"}
+    of_parts = {w.name: f"{w.quantizer}, one of {w.part[1]} parts" for w in weights}
+    own = {w.name: f"{list(w.shape)} of {w.quantizer}, cut at {w.shards.cuts}, {'values' if w.gathers_values else 'codes'} travel" for w in weights}
+    for of, facts in ((group, own | {"transport": transport, "stats": stats}), (tensor_group, of_parts)):
+        try:
+            agree(facts | same, [] if of is None else [of], error, _REMEDY, "ranks plan other weight syncs")
+        except (ValueError, TypeError) as caught:  # ranks of the other group wait to hear it
+            error = caught
     if error is not None:
         raise error
     return WeightSync(weights, group, device, dense, tensor_group)
@@ -549,19 +556,3 @@ def _check(
             raise ValueError(
                 f"{name}: its recipe quantizes from {state.compute_dtype}, and compute_dtype={compute_dtype}; wanted one dtype"
             )
-
-
-def _disagreement(group, device: torch.device, error: Exception | None, facts: str) -> Exception | None:
-    """What every rank of the group raises, if one of them cannot plan, or plans something else; None if they agree."""
-    if group is not None and group.size() > 1:
-        digest = zlib.crc32(facts.encode())
-        told = torch.tensor([digest, -digest, int(error is not None)], dtype=torch.int64, device=device)
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
-        highest, lowest, failed = told.tolist()
-        if error is None and failed:
-            error = ValueError("another rank of the group could not plan its weight sync, and says why; no rank has one")
-        elif error is None and highest != -lowest:
-            error = ValueError(
-                "ranks of the group plan other weights, cuts, formats, transports or kernels; give all the same items and build"
-            )
-    return error

@@ -1,37 +1,41 @@
-"""Ranks that gather each other's weights run one recipe, or every one of them says so."""
+"""Ranks that gather each other's weights hold one model in one recipe, or every one of them says so in the same words."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fsdp_quant as fq
-from dist_tests.multi.harness import run_ranks
-from fsdp_quant.tensor import torch_compat
-from fsdp_quant.tensor.agreement import check_same_recipes
+from dist_tests.multi.harness import DEVICE, run_ranks
+from fsdp_quant.tensor import agreement
 
 MX = fq.recipes.mxfp8()
 OTHERS = {
     "another format": fq.recipes.nvfp4(), "of the backward alone": fq.recipes.mxfp8(backward_override="dequantized"),
-    "by layer": fq.recipes.per_layer(MX, {"0": fq.recipes.fp8_row()}),
+    "by layer": fq.recipes.per_layer(MX, {"1": fq.recipes.fp8_row()}),
     "by step": fq.recipes.schedule(MX, (5, None, fq.recipes.fp8_row())),
 }
 
 
-def sharded(recipe, rows: int = 64) -> nn.Module:
+def built(recipe=MX, rows: int = 64, layers: int = 2, skip=(), mesh=None) -> nn.Module:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(64, rows, bias=False), nn.Linear(rows, 64, bias=False))
+    net = nn.Sequential(*(nn.Linear(64, rows, bias=False) if i == 0 else nn.Linear(rows, rows, bias=False) for i in range(layers)))
     if recipe is not None:
-        fq.convert(net, recipe)
+        fq.convert(net, recipe, skip=skip)
     for layer in net:
-        fully_shard(layer)
-    return fully_shard(net)
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
 
 
-def what_each_says(call) -> list[str | None]:
+def what_each_says(call: Callable) -> list[str | None]:
     try:
         call()
         said = None
@@ -43,29 +47,47 @@ def what_each_says(call) -> list[str | None]:
 
 
 def others_are_refused(rank: int, world: int) -> None:
-    net = sharded(MX)
+    net = built()
     for what, other in OTHERS.items():
         mine = other if rank == world - 1 else MX
         before = [layer.recipe for layer in net]
         for said in (
             what_each_says(lambda mine=mine: fq.set_recipe(net, mine)),
-            what_each_says(lambda mine=mine: fq.convert(sharded(None), mine)),
+            what_each_says(lambda mine=mine: fq.convert(built(None), mine)),
         ):
-            assert all(s is not None and "run different recipes" in s for s in said), what
-            assert "rank 0 has mxfp8(" in said[0] and said[0] != said[-1], said
+            name = {"by layer": "1", "by step": "the recipe"}.get(what, "0")
+            assert said[0].startswith(f"ranks disagree: {name} is mxfp8("), said
+            assert f" on rank {world - 1}; ranks that share" in said[0], said
+            assert said == [said[0]] * world, said
         assert [layer.recipe for layer in net] == before, "nothing changed"
     for recipe in OTHERS.values():
         assert what_each_says(lambda recipe=recipe: fq.set_recipe(net, recipe)) == [None] * world
 
 
-def gathers_compare(rank: int, world: int, rows: int) -> None:
-    for what, other in OTHERS.items():
-        for is_mixed in (False, True):
-            net = sharded(other if is_mixed and rank == 0 else MX, rows)
-            params = torch_compat.managed_params_of(net)
-            said = what_each_says(lambda params=params: check_same_recipes(params, params[0].process_group))
-            mixes = is_mixed and what != "by step"  # which runs the same now
-            assert all((s is not None) == mixes for s in said), (what, said)
+# What one rank has -> the fact that every rank is told.
+MODELS: dict[str, tuple[dict, str]] = {
+    "another format": ({"recipe": OTHERS["another format"]}, "0.weight is [{rows}, 64] torch.float32 of "),
+    "of the backward alone": ({"recipe": OTHERS["of the backward alone"]}, "backward_override='dequantized') ("),
+    "by layer": ({"recipe": OTHERS["by layer"]}, "1.weight is ["),
+    "the first layer is skipped": ({"skip": ["0"]}, "[{rows}, 64] torch.float32 of no recipe on rank"),
+    "rows": ({"rows": 96}, "[96, 64] torch.float32 of mxfp8("),
+    "a layer more": ({"layers": 3}, "2.weight, [{rows}, {rows}] torch.float32 of mxfp8("),
+    "another build": ({}, "of another day on rank"),
+    "by step": ({"recipe": OTHERS["by step"]}, ""),  # which runs the same now
+}
+
+
+def first_forwards_compare(rank: int, world: int, rows: int, axes: tuple[int, ...]) -> None:
+    mesh = init_device_mesh(DEVICE, axes, mesh_dim_names=("copies", "shards")[-len(axes):])
+    for what, (options, fact) in MODELS.items():
+        for odd in (0, world - 1):
+            other = mock.patch.object(agreement, "build", lambda: "of another day")
+            with other if what == "another build" and rank == odd else contextlib.nullcontext():
+                net = built(**{"rows": rows} | (options if rank == odd else {}), mesh=mesh)
+                said = what_each_says(lambda net=net: net(torch.ones(2, 64)))
+            assert (said[0] is None) == (not fact) and said == [said[0]] * world, (what, said)
+            if fact:
+                assert f"rank {odd}" in said[0] and fact.format(rows=rows) in said[0], (what, odd, said)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -74,7 +96,8 @@ def test_recipes_that_differ_are_refused_on_every_rank(world: int):
     run_ranks(world, others_are_refused)
 
 
-@pytest.mark.parametrize("world, rows", [(2, 64), (3, 2)], ids=["even", "empty shards"])
-def test_layers_of_a_gather_are_compared(world: int, rows: int):
-    """If false, a model that was converted before `fully_shard` with a recipe per node trains on."""
-    run_ranks(world, gathers_compare, rows)
+@pytest.mark.parametrize("rows, axes", [(64, (2,)), (2, (3,)), (64, (2, 2))], ids=["even", "empty shards", "copies"])
+def test_models_that_differ_are_refused_before_any_gather(rows: int, axes: tuple[int, ...]):
+    """If false, a rank with another model waits for gathers that no other rank makes, or trains on wrong weights; of copies, ranks
+    that agree among themselves wait for those that do not."""
+    run_ranks(torch.Size(axes).numel(), first_forwards_compare, rows, axes)

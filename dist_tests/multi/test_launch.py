@@ -7,19 +7,23 @@ import importlib.util
 import itertools
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import fsdp_quant as fq
 from dist_tests import laws
 from dist_tests.multi.harness import run_ranks
+from fsdp_quant import checkpoint
 
 ROOT = Path(__file__).parents[2]
 TINY = (
@@ -105,6 +109,52 @@ def example():
     train_lm = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(train_lm)
     return train_lm
+
+
+def elastic(folder: Path, *, kill_at: int | None, chance: random.Random) -> str:
+    """Train six steps under torchrun, which restarts what is killed behind the checkpoint of a step; returns what it printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
+    command += ["--monitor-interval", "0.1", str(ROOT / "examples" / "train_lm.py"), *TINY, "--replicate", "1", "--steps", "6"]
+    command += ["--data", str(ROOT / "LICENSE"), "--save", str(folder), "--save-every", "1", "--plot", str(folder.parent / "plot.png")]
+    agent = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )
+    stopped = threading.Timer(250, lambda: os.killpg(agent.pid, signal.SIGKILL))
+    stopped.start()
+    if kill_at is not None:
+        while not (folder / f"step_{kill_at:08d}").exists() and agent.poll() is None:
+            time.sleep(0.005)
+        time.sleep(chance.random() * 0.2)
+        children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+        workers = [pid for pid in map(int, children) if b"train_lm" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(chance.choice(workers), signal.SIGKILL)
+    output = agent.communicate()[0]
+    stopped.cancel()
+    assert agent.returncode == 0, output
+    return output
+
+
+def content_of(path: Path) -> dict[str, object]:
+    """Everything that a checkpoint holds, by name."""
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    return {key: checkpoint._read_one(path, key, of) for key, of in metadata.state_dict_metadata.items()}
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="finds torchrun's workers in /proc")
+def test_a_killed_rank_restarts_from_the_last_checkpoint(tmp_path):
+    """If false, a run of which a rank dies loses more than the steps since its last checkpoint, or goes on with other weights."""
+    chance = random.Random(os.getpid())
+    step = chance.randrange(1, 5)
+    elastic(tmp_path / "straight", kill_at=None, chance=chance)
+    output = elastic(tmp_path / "killed", kill_at=step, chance=chance)
+    assert "Signal 9 (SIGKILL)" in output or "exitcode: -9" in output, output
+    want, got = (content_of(tmp_path / run / "step_00000006") for run in ("straight", "killed"))
+    assert got.keys() == want.keys() and any(isinstance(value, torch.Tensor) for value in want.values())
+    for name, value in want.items():
+        if isinstance(value, torch.Tensor):
+            laws.assert_same_bytes(got[name], value, f"killed behind step {step}: {name}")
+        else:
+            assert got[name] == value, f"killed behind step {step}: {name}"
 
 
 def _resumed(rank: int, world: int, folder: Path) -> None:

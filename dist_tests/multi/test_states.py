@@ -137,7 +137,7 @@ def _shared_key(rank: int, world: int, folder: Path) -> list[str]:
 def test_histories_that_ranks_saved_under_one_key_are_missed(tmp_path):
     """If false, every rank but one resumes with scales of another rank's activations, and nobody is told."""
     first, second = run_ranks(2, _shared_key, tmp_path)
-    assert "rank_{rank}" in first[0] + second[0] and "another rank refused" in first[0] + second[0]
+    assert "rank_{rank}" in first[0] and second[0] == first[0]
     assert sorted(["loaded" == first[1], "loaded" == second[1]]) == [False, True], "of DDP the rank that was saved goes on"
     assert first[2:] == second[2:] == ["loaded", "loaded"], "what all ranks share may lie under one key"
 
@@ -159,4 +159,4 @@ def _damaged(rank: int, world: int) -> str:
 def test_a_state_that_one_rank_refuses_is_refused_by_all():
     """If false, one rank raises while the others wait for its fingerprints, or go on from another step."""
     mine, other = run_ranks(2, _damaged)
-    assert "step of the saved state is -1" in mine and "another rank refused its state" in other
+    assert "rank 0 cannot go on, so no rank does: step of the saved state is -1" in mine and other == mine

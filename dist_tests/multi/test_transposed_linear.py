@@ -8,7 +8,7 @@ import io
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import fsdp_quant as fq

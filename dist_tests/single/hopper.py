@@ -28,7 +28,6 @@ from fsdp_quant.formats import (
 from fsdp_quant.modules import guard, plan
 from fsdp_quant.ops import capability, dispatch, layout, native, norm, opaque, reference
 from fsdp_quant.optim import fused_adam
-from fsdp_quant.optim.fused_adam import adam_update
 from fsdp_quant.tensor import torch_compat
 
 ARCH = "sm_90a"

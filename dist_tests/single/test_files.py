@@ -25,6 +25,9 @@ from dist_tests.laws import QUANTIZERS, assert_same_bytes, assert_same_storage, 
 from dist_tests.multi.test_launch import example
 from dist_tests.single import hopper
 from dist_tests.single.test_state_dict import net, step
+from examples.mini_megatron.model import Config
+from examples.mini_megatron.ranks import Sizes, on_virtual_ranks
+from examples.mini_megatron.train import Trainer
 from fsdp_quant import checkpoint, recipes
 from fsdp_quant.formats import Direction
 from fsdp_quant.storage import Storage, rebuild_storage
@@ -310,9 +313,25 @@ def trained(number: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+GRID, CONFIG = Sizes(data=2), Config(recipes.mxfp8(), layers=1)
+
+
+def save_for_ever(trainer: Trainer, folder: Path) -> None:
+    """Checkpoints of masters all of which are the number of their step."""
+    for number in range(1, 10_000):
+        for shard in trainer.optimizer.shards.values():
+            shard.sync.applied.fill_(number)
+            for master in shard.masters.values():
+                master.detach().fill_(float(number))
+        trainer.optimizer.refresh()
+        trainer.save(folder)
+
+
 def write_for_ever(kind: str, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if kind == "mini_megatron":
+        on_virtual_ranks(GRID, lambda ranks: save_for_ever(Trainer(ranks, CONFIG), folder))
     train_lm = example()
     for number in range(1, 10_000):
         path = folder / f"step_{number:08d}"
@@ -335,6 +354,12 @@ def last_whole(kind: str, folder: Path) -> int:
         (weight,) = checkpoint.load_safetensors(folder / "export").values()
         (value,) = weight.dequantize().unique().tolist()
         return int(value)
+    if kind == "mini_megatron":
+        trainers = on_virtual_ranks(GRID, lambda ranks: Trainer(ranks, CONFIG, resume=folder))  # compares codes
+        masters = [m for trainer in trainers for shard in trainer.optimizer.shards.values() for m in shard.masters.values()]
+        (value,) = torch.cat([m.detach().flatten() for m in masters]).unique().tolist()
+        assert {trainer.applied for trainer in trainers} == {int(value)}
+        return int(value)
     found = sorted(folder.glob("step_*"))
     if not found:
         return 0
@@ -355,7 +380,7 @@ def last_whole(kind: str, folder: Path) -> int:
 KILLS = int(os.environ.get("FSDP_QUANT_KILLS", "6"))
 
 
-@pytest.mark.parametrize("kind", ["save", "async save", "export"])
+@pytest.mark.parametrize("kind", ["save", "async save", "export", "mini_megatron"])
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(kind: str, tmp_path):
     """If false, a run that is preempted while it saves has nothing to resume from. FSDP_QUANT_KILLS=50 for more."""
     context, chance = multiprocessing.get_context("forkserver"), random.Random(kind)
@@ -378,7 +403,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(kind: str, tmp_path):
 
 def last_of(folder: Path) -> int:
     """How much is there, from names alone."""
-    return 2 * (folder / "export").exists() or len(list(folder.glob("step_*")))
+    return 2 * (folder / "export").exists() or len([*folder.glob("step_*"), *folder.glob("*.1.pt")])
 
 
 # The page #

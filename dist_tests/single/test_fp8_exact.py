@@ -11,7 +11,7 @@ from torch import Tensor
 from dist_tests.laws import assert_same_bytes, values
 from dist_tests.single import hopper
 from fsdp_quant import recipes
-from fsdp_quant.formats import COLUMNWISE, E4M3, FP8_EXACT_OPERAND, FP8_EXACT_SCALES, ROWWISE, Direction, format_of
+from fsdp_quant.formats import E4M3, FP8_EXACT_OPERAND, FP8_EXACT_SCALES, ROWWISE, Direction, format_of
 from fsdp_quant.gemm import gemm
 from fsdp_quant.modules.plan import PRODUCTS, build_plan
 from fsdp_quant.ops.layout import ANCHORED_TENSOR

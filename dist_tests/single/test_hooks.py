@@ -768,7 +768,10 @@ def test_bad_plans_are_refused_and_change_no_weight():
 def test_a_bad_plan_on_one_rank_is_refused_on_every_rank():
     """Otherwise the other ranks wait in the first collective."""
     master, hybrid = values(8, 32, dtype=torch.float32), HybridQuantizer("mxfp8", "nvfp4")
-    for cuts, words in (((0, 3, 255), "another rank .* could not plan"), ((0, 5, 256), "plan other weights, cuts")):
+    for cuts, words in (
+        ((0, 3, 255), "rank 1 cannot go on.*: w: the shards are of 255 elements"),
+        ((0, 5, 256), r"w is .* cut at \(0, 3, 256\), values travel on rank 0 and .* cut at \(0, 5, 256\), values travel on rank 1"),
+    ):
         bad = ShardMap(cuts)
         told = [None] * 2
 
@@ -781,7 +784,7 @@ def test_a_bad_plan_on_one_rank_is_refused_on_every_rank():
             assert weight.state.publisher is None
 
         VirtualRanks(2).run(on_rank)
-        assert re.search(words, told[0]), told
+        assert re.search(words, told[0]) and told[1] == told[0], told
 
 
 def test_parts_are_planned_alike_or_by_none():
@@ -810,10 +813,10 @@ def test_parts_are_planned_alike_or_by_none():
         return told
 
     alone = "w is one of 2 parts of a weight.*rowwise fp8_tensor.*pass tensor_group=, the group of its layer"
-    another = "another rank of the group could not plan"
+    other_names = "ranks plan other weight syncs: rank 0 has w, .* where rank 1 has v, "
     for how, words in (
-        ("well", ["planned"] * 4), ("alone", [alone] * 4), ("is_part", [another, alone] * 2),
-        ("one fails", [another] * 3 + ["shards are of 255"]), ("other names", ["ranks of the group plan other weights"] * 4),
+        ("well", ["planned"] * 4), ("alone", [alone] * 4), ("is_part", [f"rank [01] cannot go on, so no rank does: {alone}"] * 4),
+        ("one fails", ["rank 1 cannot go on, so no rank does: w: the shards are of 255"] * 4), ("other names", [other_names] * 4),
     ):
         for got, want in zip(on_virtual_ranks(Sizes(data=2, tensor=2), lambda ranks, how=how: on_rank(ranks, how)), words):
             assert re.search(want, got), (how, got)

@@ -17,7 +17,6 @@ from torch import nn
 import fsdp_quant as fq
 from dist_tests.laws import kept_step, values
 from fsdp_quant.__main__ import main
-from fsdp_quant.inspection import report
 
 VOID = {"meta", "br", "input"}
 NAME = 'a "<script>" & b'

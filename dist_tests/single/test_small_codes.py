@@ -11,7 +11,7 @@ from torch import Tensor
 from dist_tests.laws import values
 from dist_tests.single import hopper
 from fsdp_quant import recipes
-from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction, Format, format_of
+from fsdp_quant.formats import ROWWISE, Direction, Format, format_of
 from fsdp_quant.gemm import gemm
 from fsdp_quant.modules import grouped_op
 from fsdp_quant.modules.plan import LADDER, LADDER_OVER_TOKENS, PRODUCTS, GemmPlan, build_plan

@@ -250,7 +250,7 @@ def _ran(run: Run) -> str:
     if run.plan is not None:
         groups: dict[tuple, list[str]] = defaultdict(list)
         for row in run.plan.gemms:
-            groups[row.product, *row.operands, row.domain, row.reason].append(row.module)
+            groups[(row.product, *row.operands, row.domain, row.reason)].append(row.module)
         rows = [(*key, len(of), of[0]) for key, of in groups.items()]
         made += _table(("product", "a", "b", "domain", "because", "layers", "first of them"), rows)
         made += "".join(f"<p>{escape(note)}</p>\n" for note in run.plan.notes)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -17,9 +16,9 @@ from torch.nn.parameter import is_lazy
 from ..context import STEP, steps_of
 from ..ops.capability import arch_of
 from ..recipe import PerLayer, Recipe, Schedule, as_recipe, matches
-from ..tensor.agreement import check_agreement
+from ..tensor.agreement import agree, axes_of, text_of
 from ..tensor.fsdp_hooks import all_managed_weights
-from ..tensor.torch_compat import ManagedParam, all_managed_params, unwrapped_names
+from ..tensor.torch_compat import unwrapped_names
 from .fuse import InputPattern, MLPPattern, Pattern, fuse_forward, fused_modules, recognized
 from .grouped_linear import EXPERT, GroupedLinear, adopt_packed
 from .layernorm_mlp import check_recompute
@@ -103,8 +102,7 @@ def convert(
     kinds = {n: EXPERT if w.dim() == 3 else Linear.module_type for n, w in read.items()}
     units = {n: [(name, kinds[n], read[n].device) for name in of] for n, of in names.items()}
     recipes = _planned(recipe, units, steps_of(model).number)
-    weights = set(map(id, read.values()))
-    _agree(recipe, [m for m in all_managed_params() if id(m.registered) in weights])
+    _agree(model, recipe, recipes)
     for name, module in progress(targets.items(), "fq.convert"):
         if read[name].dim() == 3:
             if not isinstance(module, GroupedLinear):
@@ -169,8 +167,7 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> 
                 "reshard() on its FSDP module first"
             )
     _check_published(recipe, units)
-    states = {id(module._weight_state) for module, _ in modules}
-    _agree(recipe, [m for state, m in managed.items() if state in states])
+    _agree(model, recipe, recipes)
     for module, its in modules:
         apply_recipe(module, its)
         state = module._weight_state
@@ -190,11 +187,11 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> 
     count_steps(model, isinstance(recipe, Schedule))
 
 
-def _agree(recipe: Recipe | PerLayer | Schedule, managed: Iterable[ManagedParam]) -> None:
-    """Raise ValueError, on every rank, where ranks that gather each other's weights are given other recipes."""
-    if dist.is_available() and dist.is_initialized():
-        for group in dict.fromkeys(m.process_group for m in managed):
-            check_agreement(recipe.fingerprint(), repr(recipe), group)
+def _agree(model: nn.Module, recipe: Recipe | PerLayer | Schedule, recipes: Mapping[str, Recipe]) -> None:
+    """Raise ValueError, on every rank, where ranks that share weights of the model are given other recipes of any layer."""
+    facts = {name: text_of(its) for name, its in recipes.items()} | {"the recipe": text_of(recipe)}
+    for groups in axes_of(model):
+        agree(facts, groups)
 
 
 def _check_published(recipe: Recipe | PerLayer | Schedule, units: dict[str, Sequence[Linear]]) -> None:

@@ -20,7 +20,7 @@ from ..ops.capability import arch_of
 from ..recipe import QUANTIZED_TYPES
 from ..scaling import AmaxHistory, reduce_amaxes
 from ..tensor import torch_compat
-from ..tensor.agreement import refused_together
+from ..tensor.agreement import agree, axes_of
 from .convert import converted_units, schedules_of, switch
 from .grouped_linear import GroupedLinear
 from .linear import Linear
@@ -217,8 +217,7 @@ def load_state_dict(model: nn.Module, state: dict, allow_recipe_change: bool = F
         checked = _check(model, state, allow_recipe_change)
     except ValueError as caught:
         error = caught
-    if (error := refused_together(error, _groups(model))) is not None:
-        raise error
+    agree({}, list(dict.fromkeys(group for groups in axes_of(model) for group in groups)), error)
     if checked.modules is not None:
         _restore(model, checked)
     STEP.seed = checked.seed
@@ -335,13 +334,6 @@ def _sides_at(model: nn.Module, modules: Mapping[str, Linear], step: int) -> Ite
             hybrid = plans[id(module)].hybrid(slot)
             for d in hybrid.delayed_directions:
                 yield name, f"{slot}.{d.value}", AmaxHistory(hybrid.side(d).scaling, 1.0, slot == "weight")
-
-
-def _groups(model: nn.Module) -> list[dist.ProcessGroup]:
-    """Of ranks that share weights of the model, in one order on each of them."""
-    groups = [m.process_group for m in torch_compat.managed_params_of(model)]
-    states = [m.__dict__["_weight_state"] for m in model.modules() if "_weight_state" in m.__dict__]
-    return list(dict.fromkeys([*groups, *(s.tensor_group for s in states if s.tensor_group is not None)]))
 
 
 def _is_of_codes(module: Linear, history: AmaxHistory) -> bool:

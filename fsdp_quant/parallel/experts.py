@@ -19,7 +19,7 @@ import functools
 import itertools
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -40,6 +40,7 @@ from ..quantizer import HybridQuantizer, as_rows, hybrid_of
 from ..recipe import Recipe
 from ..scaling import share_amaxes
 from ..storage import Placement, Storage
+from ..tensor.agreement import agree, recipe_text
 from ..tensor.gathered_weight import gathered_directions
 from ..tensor.weight_state import values_of
 from ..tensor.quantized_tensor import QuantizedTensor, Slots
@@ -162,7 +163,7 @@ def route_tokens(
         )
     counts = _counts_of(splits, experts).to(x.device, torch.int64)
     fine = (counts >= 0).all() & (counts.sum() == x.shape[0])
-    text = f"{experts} {x.shape[1]} {x.dtype} {alignment} {what}"
+    text = f"of {experts} experts, {x.shape[1]} columns, {x.dtype}, alignment {alignment} {what}".strip()
     facts = torch.stack([fine.long(), torch.full_like(fine, zlib.crc32(text.encode()), dtype=torch.int64)])
     told = torch.cat([counts.view(group.size(), -1), facts.expand(group.size(), 2)], 1)
     came = torch.empty_like(told)
@@ -173,19 +174,16 @@ def route_tokens(
     flat = torch.cat([counts, came.flatten()]).tolist()  # the one read
     counts, width = flat[:experts], came.shape[1]
     rows = [flat[i : i + width] for i in range(experts, len(flat), width)]
-    wrong = [r for r, of in enumerate(rows) if not of[-2]]
-    if wrong:
-        mine = f"; this rank's are {splits} of {x.shape[0]} rows" if group.rank() in wrong else ""
-        raise ValueError(
-            f"{name}: the token splits of ranks {wrong} are not of {experts} experts, or do not add up to their rows{mine}; give "
+    wrong, other = [not of[-2] for of in rows], [of[-1] != rows[0][-1] for of in rows]
+    if any(wrong):
+        why = ValueError(
+            f"{name}: the token splits {splits} of {x.shape[0]} rows are not of {experts} experts, or do not add up to its rows; give "
             "counts, none negative, that add up to the input's rows, or a tensor of the row behind each expert's last"
         )
-    other = [r for r, of in enumerate(rows) if of[-1] != rows[group.rank()][-1]]
-    if other:
-        raise ValueError(
-            f"{name}: ranks {other} send other things than rank {group.rank()} ({text}: experts, columns, dtype, alignment, "
-            "quantizer); call it with the same on every rank"
-        )
+        agree({}, [group], why if wrong[group.rank()] else None)
+    if any(other):
+        remedy = "call it with the same experts, columns, dtype, alignment and quantizer on every rank"
+        agree({name: text}, [group], None, remedy, "ranks would send each other different tokens")
     arriving = [[-(-n // alignment) * alignment for n in of[:-2]] for of in rows]
     return TokenRoute(group, alignment, counts, arriving)
 
@@ -552,27 +550,35 @@ class ExpertParallel(ParallelStyle):
                 f"{name}: ExpertParallel takes a mesh of one axis, got {device_mesh.ndim} ({device_mesh.mesh_dim_names}); pass "
                 'the axis of expert parallelism, such as mesh["ep"]'
             )
-        style = copy.copy(self)
+        style, parameters, error = copy.copy(self), dict(module.named_parameters()), None
         own = [""] if "weight" in module._parameters else []
         style.reads, style.writes = own if self.reads is None else self.reads, own if self.writes is None else self.writes
-        parameters = dict(module.named_parameters())
-        packed = [p for p in parameters.values() if p.dim() == 3]
-        experts = packed[0].shape[0] if packed else 0
-        for key, p in parameters.items():
-            is_packed = p.dim() == 3 or (p.dim() == 2 and key.rpartition(".")[2] == "bias")
-            if isinstance(p, DTensor) or not is_packed or p.shape[0] != experts or experts % device_mesh.size():
-                raise ValueError(
-                    f"{name}: ExpertParallel cuts packed parameters [experts, ..] between {experts} experts, over "
-                    f"{device_mesh.size()} ranks, and {key} is {'a DTensor' if isinstance(p, DTensor) else 'of shape'} "
-                    f"{list(p.shape)}; give it packed experts alone, whose number the ranks divide, before fully_shard"
-                )
-        for of in (style.reads, style.writes):
-            for one in of:
+        experts = next((p.shape[0] for p in parameters.values() if p.dim() == 3), 0)
+        try:
+            _check_experts(name, parameters, experts, device_mesh)
+            for one in (*style.reads, *style.writes):
                 module.get_submodule(one)
+        except (ValueError, AttributeError) as caught:
+            error = caught
+        facts = {f"{name}.{key}": f"{list(p.shape)} {p.dtype}" for key, p in parameters.items()}
+        facts |= {f"{name}.{key}, its recipe": recipe_text(m.layers[0]) for key, m in module.named_modules() if isinstance(m, GroupedLinear)}
+        agree(facts, device_mesh.get_all_groups(), error)
         module.expert_dispatch = ExpertDispatch(module, style, device_mesh.get_group(), experts, name)
         for child in module.modules():
             _cut(child, device_mesh)
         return module
+
+
+def _check_experts(name: str, parameters: Mapping[str, Tensor], experts: int, mesh: DeviceMesh) -> None:
+    """Raise ValueError for parameters that are not packed experts, or that the ranks do not divide."""
+    for key, p in parameters.items():
+        is_packed = p.dim() == 3 or (p.dim() == 2 and key.rpartition(".")[2] == "bias")
+        if isinstance(p, DTensor) or not is_packed or p.shape[0] != experts or experts % mesh.size():
+            raise ValueError(
+                f"{name}: ExpertParallel cuts packed parameters [experts, ..] between {experts} experts, over {mesh.size()} ranks, "
+                f"and {key} is {'a DTensor' if isinstance(p, DTensor) else 'of shape'} {list(p.shape)}; give it packed experts "
+                "alone, whose number the ranks divide, before fully_shard"
+            )
 
 
 def _cut(module: nn.Module, mesh: DeviceMesh) -> None:

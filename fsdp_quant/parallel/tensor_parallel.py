@@ -21,6 +21,7 @@ from ..modules.linear import Linear, adopt, attach_state
 from ..ops.rng import own_name
 from ..recipe import Recipe, as_recipe, identity
 from ..tensor import torch_compat
+from ..tensor.agreement import agree, recipe_text
 from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.weight_state import values_of
 from .linear import Layouts, TensorParallel
@@ -47,7 +48,13 @@ class _Style:
                 'axis of tensor parallelism, such as mesh["tp"]'
             )
         if isinstance(module, nn.Linear):
-            self._check(name, module, device_mesh)
+            error = None
+            try:
+                self._check(name, module, device_mesh)
+            except ValueError as caught:
+                error = caught
+            weight = f"{list(module.weight.shape)} {module.weight.dtype} of {recipe_text(module)}, {style}"
+            agree({f"{name}.weight": weight}, device_mesh.get_all_groups(), error)
             module.parallel = Layouts(self.input_layouts[0], self.output_layouts[0], self.use_local_output)
         made = super()._apply(module, device_mesh)
         if self.recipe is not None and type(module) is nn.Linear:

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..formats import ROWWISE
 from ..storage import Storage
-from ..tensor.agreement import agreement_slots
+from ..tensor.agreement import agree
 from ..tensor.quantized_tensor import QuantizedTensor
-from ..tensor.torch_compat import device_of, local_of
+from ..tensor.torch_compat import local_of
 from . import configs, layouts
 from .configs import Scheme
 from .layouts import Kind
@@ -199,14 +199,12 @@ def _check_ranks(planned: list[list[Planned]]) -> None:
     """Raise ValueError, on every rank, where ranks hold other tensors, whose gathers would hang."""
     if not dist.is_available() or not dist.is_initialized():
         return
-    own = agreement_slots(repr(planned))
-    largest = torch.tensor(own, dtype=torch.int32, device=device_of(dist.group.WORLD))
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    if largest.tolist() != own:
-        raise ValueError(
-            "ranks hold other tensors than rank 0; give every rank one model and the same "
-            "options (stages of a pipeline are exported from a model of all)"
-        )
+    facts = {of.name: f"{list(of.shape)} {of.dtype}" for some in planned for of in some}
+    remedy = (
+        "give every rank one model and the same options (stages of a pipeline are exported from a "
+        "model of all)"
+    )
+    agree(facts, [dist.group.WORLD], None, remedy, "ranks would write other tensors")
 
 
 def _on_first_rank(run: Callable[[], object]) -> object:

@@ -23,6 +23,9 @@ class FSDPHooks(WeightTensor):
 
     @property
     def fsdp_pre_all_gather(self) -> PreHook:
+        # FSDP2 looks for the hook of every weight as its root's first forward begins, before any rank gathers anything.
+        if self.state.gathered is None and root_statistics.is_new_root() and (managed := managed_of(self.state)) is not None:
+            root_statistics.check_model(managed)
         return PreHook(self)
 
     def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
@@ -50,7 +53,7 @@ class PreHook:
 
     def __call__(self, mesh):
         gathered = self.weight.state.gathered
-        if gathered is None or gathered.outgoing is None:  # the first of its group
+        if gathered is None or gathered.outgoing is None or gathered.is_first:  # of its group; a gather that failed may have left some
             with torch_compat.outside_inference_mode():
                 gathered = _send(self.weight)
         outgoing, gathered.outgoing = gathered.outgoing, None
@@ -61,7 +64,7 @@ class PreHook:
 def _send(weight: FSDPHooks) -> GatheredWeight:
     """Make the all-gather inputs of all weights of a group, when FSDP2 asks for those of the first."""
     if weight.state.gathered is None and (managed := managed_of(weight.state)) is not None:
-        root_statistics.check_recipes(managed)
+        root_statistics.check_model(managed)
     first = gathered_weight(weight)
     managed, group = first.managed, first.group
     params, registered = managed.gathered_together()

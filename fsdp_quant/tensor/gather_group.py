@@ -19,7 +19,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch

@@ -174,6 +174,11 @@ class GatheredWeight:
         shown = {f"{d.value}_{name}": t for d, of in self.buffers.items() for name, t in of.whole.items()}
         self.slots = Slots(owner=state, parts=self.slots_of, shown=shown) if state.parts else self.slots_of[0]
 
+    @property
+    def is_first(self) -> bool:
+        """FSDP2 asks for its all-gather inputs before those of the other weights that are gathered with it."""
+        return self.group is not None and self.group.members[0] is self
+
     # Buffers #
 
     def _allocate(self, direction: Direction) -> DirectionBuffers:

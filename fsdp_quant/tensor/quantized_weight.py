@@ -32,7 +32,7 @@ from .fsdp_hooks import FSDPHooks, managed_of
 from .gathered_weight import cuts_of
 from .quantized_tensor import QuantizedTensor, Slots
 from .root_statistics import Sharded, take
-from .torch_compat import ManagedParam, local_of, tree_map_only
+from .torch_compat import ManagedParam, tree_map_only
 from .traced import Unguarded
 from .weight_shard import WeightShard
 from .weight_state import Piece, Shard, WeightState, encode_shards

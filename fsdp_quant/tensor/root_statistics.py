@@ -26,7 +26,7 @@ from ..formats import Direction
 from ..ops.dispatch import Statistics
 from ..scaling import Fragment, RowCuts, SharedStatistics
 from . import torch_compat
-from .agreement import check_same_recipes
+from .agreement import check_same_model
 from .gathered_weight import GatheredWeight, cuts_of
 from .torch_compat import ManagedParam
 from .weight_state import Piece, WeightState, WeightTensor, values_of
@@ -72,23 +72,27 @@ class _Root:
     def _begin(self, module: nn.Module, args) -> None:
         if not torch_compat.backward_is_running():  # a checkpoint that recomputes all uses the statistics of its forward
             self.taken = False
+            torch_compat.end_failed_pass(module)
 
 
 _ROOTS: weakref.WeakKeyDictionary[object, _Root] = weakref.WeakKeyDictionary()  # per FSDP2 state context, dies with it
-_AGREED: weakref.WeakSet = weakref.WeakSet()  # contexts whose ranks have compared their recipes
+_AGREED: weakref.WeakSet = weakref.WeakSet()  # contexts whose ranks have compared their models
 
 
-def check_recipes(managed: ManagedParam) -> None:
-    """Compare the recipes of all ranks that hold these weights, at the first gather under a root. Every rank must call it.
+def check_model(managed: ManagedParam) -> None:
+    """Compare the model of all ranks that hold these weights, before the first gather under a root. Every rank must call it.
 
     Raises ValueError, on every rank, where they differ.
     """
     shared = torch_compat.root_of(managed)
-    if shared in _AGREED:
-        return
-    for group in managed.registered.device_mesh.get_all_groups():
-        check_same_recipes(torch_compat.managed_params_beside(managed), group)
-    _AGREED.add(shared)
+    if shared not in _AGREED:
+        check_same_model(torch_compat.managed_params_beside(managed))
+        _AGREED.add(shared)
+
+
+def is_new_root() -> bool:
+    """Some root has begun its first forward, and its model was not compared."""
+    return any(root not in _AGREED for root in torch_compat.roots())
 
 
 def before_gather(members: Sequence[GatheredWeight]) -> None:

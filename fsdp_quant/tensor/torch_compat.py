@@ -21,7 +21,7 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, alloc_storage, free_storage
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState, alloc_storage, free_storage
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
@@ -365,6 +365,48 @@ def root_module(managed: ManagedParam) -> nn.Module | None:
     """The module that `fully_shard` found to be the root; None before its first forward."""
     states = managed.state._state_ctx.all_states
     return states[0]._modules[0] if states else None
+
+
+def end_failed_pass(root: nn.Module) -> None:
+    """Make FSDP2 ready for another forward of `root` where a pass before it raised, and left it in the middle.
+
+    As `FSDPModule.reset_iter_state` (torch 2.13), but gradients of a failed backward that were not reduced are dropped, which
+    torch keeps and adds to the next ones, and those of the micro-batches before a failed forward stay.
+    """
+    state = root._get_fsdp_state()
+    shared, comm = state._state_ctx, state._comm_ctx
+    is_backward = shared.post_backward_final_callback_queued
+    if not is_backward and shared.iter_forward_root is None:
+        return
+    for one in shared.all_states:
+        one._training_state = TrainingState.IDLE
+        one._modules_to_run_forward.clear()
+        for group in param_groups(one):
+            group.finalize_backward()  # waits for what is under way
+            group._training_state = TrainingState.IDLE
+            for param in group.fsdp_params:
+                param.to_sharded()  # also where the group was about to be unsharded
+                if is_backward:
+                    param.unsharded_accumulated_grad = None
+                    if hasattr(param, "_unsharded_param"):
+                        param._unsharded_param.grad = None
+            group._sharded_state = ShardedState.SHARDED
+            if is_backward:
+                group._partial_reduce_output = None
+            if comm.all_gather_state is not None:
+                group._wait_all_gather_streams_on_event(comm.all_gather_state.event)
+                comm.all_gather_state = None
+    comm.post_forward_order.clear()
+    if hasattr(comm, "reduce_scatter_states"):
+        comm.reduce_scatter_states.clear()
+    else:  # torch 2.11
+        comm.reduce_scatter_state = None
+    shared.iter_forward_root, shared.post_backward_final_callback_queued = None, False
+
+
+def roots() -> Iterator[object]:
+    """`root_of` the parameters of every root that has begun its first forward."""
+    return (state._state_ctx for state in fsdp_states() if state._is_root)
 
 
 def managed_params_beside(managed: ManagedParam) -> list[ManagedParam]:
