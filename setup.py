@@ -6,9 +6,10 @@ here. A missing condition is printed, kept in the package, and leaves a pure Pyt
 every format. Environment:
 
     FSDP_QUANT_NATIVE=0|1       0: pure Python, whatever is here; 1: a missing condition is an error
-    FSDP_QUANT_CUDA_ARCHS       architectures, "9.0a;10.0f;12.0f" unless told; those that nvcc does not know are dropped
+    FSDP_QUANT_CUDA_ARCHS       architectures, "8.0;8.9;9.0a;10.0f;12.0f" unless told; those that nvcc does not know are dropped
     FSDP_QUANT_LINE_TABLES=1    keeps what profilers show source lines by
     FSDP_QUANT_RANDOM_SLEEPS=1  products on Hopper wait at random at their barriers: a build for tests alone
+    FSDP_QUANT_SOFTWARE_CASTS=1 casts to e2m1 and e8m0 on Blackwell without its instructions for them
     CUDA_HOME                   the CUDA toolkit; that of the nvcc on PATH unless told
     CXX                         the C++ compiler
     MAX_JOBS                    sources compiled at once
@@ -40,7 +41,7 @@ CSRC, PACKAGE = ROOT / "csrc", ROOT / "fsdp_quant"
 INSTALL = "pip install --no-build-isolation -e ."
 SETUPTOOLS = 64  # editable installs of pyproject.toml
 CUBLAS = (12, 9)  # multiplies 8-bit operands with scales of rows and blocks
-TARGETS = "9.0a;10.0f;12.0f"
+TARGETS = "8.0;8.9;9.0a;10.0f;12.0f"
 
 
 def _load_build():
@@ -166,7 +167,7 @@ class Native:
         temp = ROOT / "build" / f"native-cu{self.cuda}"  # kept: a second build compiles what changed
         kernels = build.build_kernels(
             CSRC, folder, self.cuda, self.nvcc, self.targets, self.cublaslt, temp,
-            *(os.environ.get(f"FSDP_QUANT_{option}") == "1" for option in ("LINE_TABLES", "RANDOM_SLEEPS")),
+            *(os.environ.get(f"FSDP_QUANT_{option}") == "1" for option in ("LINE_TABLES", "RANDOM_SLEEPS", "SOFTWARE_CASTS")),
         )
         pythons = os.environ.get("FSDP_QUANT_GLUE_FOR", "").split()
         glue = []

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from fsdp_quant.context import STEP
-from fsdp_quant.ops import rng
+from fsdp_quant.ops import native, rng
 from fsdp_quant.formats import E2M1, E2M3, E3M2, E4M3, FORMATS, Format, format_of
-from fsdp_quant.ops.capability import unsupported_reason
+from fsdp_quant.ops.capability import arch_of_capability, gemm_domain, operand_layout, spreads, unsupported_reason
+from fsdp_quant.ops.layout import ANCHORS, NATIVE, SPREAD, operand_format
 from fsdp_quant.quantizer import Quantizer
 from fsdp_quant.storage import Storage
 
@@ -86,6 +89,36 @@ KERNEL_QUANTIZERS = {name: q for name, q in QUANTIZERS.items() if unsupported_re
 # And of these they cast pieces of flat buffers.
 PIECE_QUANTIZERS = {name: q for name, q in KERNEL_QUANTIZERS.items() if q.fmt.bits != 6}
 PIECE_PAIRS = [pair for pair in PAIRS if all(name == "identity" or name in PIECE_QUANTIZERS for name in pair)]
+
+
+CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1))
+
+
+def assert_planned_as_taken(takes: Callable[[int, int, int, int], bool]) -> None:
+    """Products of codes are planned on every capability exactly where `takes` (operand of a, of b, major, minor) says so."""
+    fmts = {}
+    for q in (KERNEL_QUANTIZERS | OTHER).values():
+        if unsupported_reason(q.fmt) is None:
+            block_of_bytes = {"fp32": q.fmt.block[1], "e8m0": 32, "e4m3": 16}[q.fmt.scale]
+            none = q.fmt.bits == 6 or q.fmt.block[1] != block_of_bytes  # an operand only where it is anchored, if at all
+            fmts[q.fmt] = () if none else (NATIVE, SPREAD) if spreads(q.fmt) else (NATIVE,)
+
+    def code(fmt: Format, layout: str) -> int:
+        return native.operand_code(operand_format(fmt, layout))
+
+    for capability in CAPABILITIES:
+        arch = arch_of_capability(capability)
+        for (a, of_a), (b, of_b) in itertools.product(fmts.items(), fmts.items()):
+            domain, exact = (gemm_domain(a, b, torch.bfloat16, arch, exact, compiled=True)[0] for exact in (False, True))
+            taken = a.rotated == b.rotated and any(
+                takes(code(a, i), code(b, j), *capability) for i, j in itertools.product(of_a, of_b)
+            )
+            assert (exact == "native") == taken and (domain == "native") == taken, (capability, a, b, domain, exact)
+            if domain not in ("native", "anchored"):
+                continue
+            for anchored in ANCHORS:
+                layouts = operand_layout(a, b, domain, arch, anchored), operand_layout(b, a, domain, arch, anchored)
+                assert takes(code(a, layouts[0]), code(b, layouts[1]), *capability), (capability, a, b, layouts)
 
 
 EVERYTHING = os.environ.get("FSDP_QUANT_ALL_PAIRS") == "1"  # whole laws, not the samples of CI

@@ -9,6 +9,11 @@ whether they are the same. Codes themselves are written for inference, or to loo
     layers.0.up.weight.rowwise.tensor_amax  fp32 [1], two-level formats: the second-level scale follows from it
 A safetensors file says in its metadata, under the weight's name, JSON of the format's fields, direction, shape and dtype; under
 "fsdp_quant" digests of every tensor and of these texts, so that a load names the tensor of a flipped bit.
+
+>>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8")
+>>> fq.checkpoint.export_safetensors(model, "codes.safetensors", codes=True)
+>>> fq.checkpoint.load_safetensors("codes.safetensors")["0.weight"].rowwise.fmt.name
+'mxfp8'
 """
 
 from __future__ import annotations

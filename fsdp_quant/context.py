@@ -326,6 +326,8 @@ class TrainingSteps:
         is_open.fill_(1)
         self.open = self.ahead = STEP.ahead = True
 
+    # The step's own tensor serves all models of the process, so it is no count: the graph of a
+    # model that is compiled as a whole shows the step to all layers and adds one.
     def counts_on(self, device: torch.device) -> Tensor:
         """int64 [2], `next` and `open` as graphs read and write them; made before a trace, which would hold their values."""
         if device not in self._counts:
@@ -486,6 +488,10 @@ def begin_step(step: int | None = None, micro_batch: int = 0, seed: int | None =
     A training forward is one in training mode with gradients enabled; recomputations in a backward are none. With steps
     counted by hand amax histories roll in the first training forward of another step. A graph that torch.compile or a
     captured CUDA graph holds counts on the device. Schedules of a model that is compiled as a whole need this call.
+
+    >>> fq.begin_step(3, micro_batch=1)
+    >>> fq.state_dict(fq.convert(nn.Sequential(nn.Linear(64, 32)), "nvfp4"))["step"]
+    3
     """
     if step is not None and (not hasattr(step, "__index__") or step < 0):
         raise ValueError(f"fq.begin_step: step is {step!r}; wanted the number of the optimizer step that begins, an int from 0")
@@ -506,6 +512,10 @@ def token_offset(offset: int) -> contextlib.AbstractContextManager[None]:
 
     Random bits are keyed by the global token. Default: data-parallel rank * local rows. Of the thread that enters it; the
     backward of what ran inside has the same offset, wherever it runs. A captured CUDA graph keeps the offset of its capture.
+
+    >>> layer = fq.Linear(64, 32, recipe=fq.recipes.nvfp4())
+    >>> with fq.token_offset(1024):
+    ...     layer(torch.ones(2, 64)).sum().backward()
     """
     return _inside(token_offset=offset, steps=STEP.for_graphs(offset))
 
@@ -571,6 +581,10 @@ def skip_step() -> None:
 
     Those of weights stay: the weights are the same in the step that follows. Of several micro-batches only those that
     `fq.begin_step` says to be of one step are dropped together.
+
+    >>> layer = fq.Linear(64, 32, recipe=fq.recipes.fp8_delayed())
+    >>> layer(torch.ones(2, 64)).sum().backward()
+    >>> fq.skip_step()                                        # a GradScaler left the optimizer's step out
     """
     for history in AmaxHistory.live:
         history.drop()
@@ -579,7 +593,13 @@ def skip_step() -> None:
 
 
 def sync(model: nn.Module) -> None:
-    """Make codes of quantized parameters follow masters that were changed by hand. Every rank must call it."""
+    """Make codes of quantized parameters follow masters that were changed by hand. Every rank must call it.
+
+    >>> with fq.quantized_model_init("mxfp8"):
+    ...     model = nn.Sequential(fq.Linear(64, 32))
+    >>> optimizer = fq.optim.FusedAdam(model.parameters())
+    >>> fq.sync(model)
+    """
     weights = [w for w in weights_of(model.parameters()) if isinstance(w, QuantizedWeight)]
     for weight in weights:
         weight.state.mark_written()
@@ -596,6 +616,11 @@ def quantized_model_init(recipe: Recipe | str) -> contextlib.AbstractContextMana
     Their fp32 masters live in `fq.optim.FusedAdam`, or an optimizer of a class that `fq.optim.wrap` gives, which takes the
     high-precision initial values; other optimizers are refused at their step. Make the optimizer after `fully_shard` and initialization. A state dict holds the values of the
     master, by the names of `nn.Linear`. Of the thread that enters it.
+
+    >>> with fq.quantized_model_init("mxfp8"):
+    ...     layer = fq.Linear(64, 32)
+    >>> isinstance(layer.weight, fq.QuantizedTensor)
+    True
     """
     return _inside(quantized_init=as_recipe(recipe, "fq.quantized_model_init", Recipe))
 
@@ -623,6 +648,12 @@ def autocast(recipe: Recipe | str | None = None, enabled: bool = True) -> Iterat
     Of the thread that enters it, as torch.autocast. For weights that FSDP2 does not manage. Under `fully_shard` gathers are
     prefetched outside any context, so a change of a weight's format goes through `set_recipe`, and a module whose weight would
     change raises ValueError.
+
+    >>> layer, x = fq.Linear(64, 32, recipe=fq.recipes.mxfp8()), torch.ones(2, 64)
+    >>> with fq.autocast(enabled=False):
+    ...     y = layer(x)
+    >>> torch.equal(y, nn.functional.linear(x, layer.weight, layer.bias))
+    True
     """
     if recipe is not None:
         recipe = as_recipe(recipe, "fq.autocast", Recipe)

@@ -40,7 +40,16 @@ class Watch(NamedTuple):
 
 
 class StaleWeightError(RuntimeError):
-    """A GEMM would read codes that were freed, or made from a master that has changed since."""
+    """A GEMM would read codes that were freed, or made from a master that has changed since.
+
+    >>> model, x = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8"), torch.ones(2, 64)
+    >>> with fq.hold(model), torch.no_grad():
+    ...     y = model(x)
+    ...     model[0].weight.add_(1.0)
+    ...     y = model(x)
+    Traceback (most recent call last):
+    fsdp_quant.gemm.StaleWeightError: ...
+    """
 
 
 def gemm(
@@ -70,6 +79,11 @@ def gemm(
 
     Raises ValueError for contractions that differ, a rotation on one operand only, an unknown domain, or a
     domain that cannot compute the pair; StaleWeightError for freed codes.
+
+    >>> quantizer = fq.Quantizer("mxfp8")
+    >>> a, b = (quantizer.quantize(torch.randn(rows, 64)).rowwise for rows in (4, 8))
+    >>> fq.gemm(a, b).shape
+    torch.Size([4, 8])
     """
     check_pair("gemm", a.fmt, b.fmt, "a", "b")
     tracing = opaque.is_tracing()
@@ -84,9 +98,9 @@ def gemm(
         raise ValueError("gemm(accumulate=True) adds to `out`, got out=None")
     if out is not None and tuple(out.shape) != (m, n):
         raise ValueError(f"gemm writes [{m}, {n}] to `out`, got {list(out.shape)}")
-    out_dtype = out_dtype or (out.dtype if out is not None else a.dtype)
+    out_dtype, arch = out_dtype or (out.dtype if out is not None else a.dtype), arch_of(a.data.device)
     if domain is None:
-        domain = gemm_domain(a.fmt, b.fmt, a.dtype, arch_of(a.data.device))[0]
+        domain = gemm_domain(a.fmt, b.fmt, a.dtype, arch)[0]
         if domain in ("native", "anchored") and (a.row0 or b.row0):  # rows of a tensor have no layout of their own
             domain = "bf16" if a.decodes_exactly_to_bf16 and b.decodes_exactly_to_bf16 else "reference"
     if domain not in DOMAINS:
@@ -96,7 +110,7 @@ def gemm(
         _check_compiled(a, b, domain)
     anchored = next((s.layout for s in (a, b) if s.layout in ANCHORS), ANCHORED)
     a, b = (
-        s.in_layout(operand_layout(s.fmt, other.fmt, domain, anchored)) for s, other in ((a, b), (b, a))
+        s.in_layout(operand_layout(s.fmt, other.fmt, domain, arch, anchored)) for s, other in ((a, b), (b, a))
     )
     if codes and m * n * k_a > 0:
         result = _multiply(a, b, out_dtype, out, accumulate, bias, alpha, watch)

@@ -16,6 +16,15 @@ trainer's memory (`bind`) has received, are copied to memory of the weights.
 
 A weight that tensor parallelism cuts is a part of one. Blocks are its own, scales of a whole tensor those of all parts
 (`tensor_group`), as under fully_shard: then parts put together are the codes of the whole weight.
+
+>>> with fq.quantized_model_init("mxfp8"):
+...     layer = fq.Linear(64, 32, bias=False)
+>>> shards = fq.hooks.ShardMap((0, 64 * 32))              # one rank owns all elements
+>>> sync = fq.hooks.plan_weight_sync([("w", layer.weight, shards)], None)
+>>> masters = sync.init_masters()
+>>> sync.refresh(masters)
+>>> sync.generation
+1
 """
 
 from __future__ import annotations

@@ -41,6 +41,9 @@ class Quantizer:
     eps:       block amaxes below it count as eps (fp32 scales).
 
     Raises ValueError for combinations that mean nothing, naming the format.
+
+    >>> fq.Quantizer("fp8_row").quantize(torch.randn(32, 64)).rowwise.scale.shape
+    torch.Size([32, 1])
     """
 
     fmt: Format
@@ -111,6 +114,10 @@ class HybridQuantizer:
     columnwise_source:    "original": the columnwise storage is quantized from the same values as the rowwise one;
                           "rowwise_dequantized": from the decoded rowwise storage, so that the backward sees the
                           values that the forward multiplied.
+
+    >>> t = fq.HybridQuantizer("mxfp8", "nvfp4").quantize(torch.randn(32, 64))
+    >>> t.rowwise.fmt.name, t.columnwise.fmt.name
+    ('mxfp8', 'nvfp4')
     """
 
     rowwise: Quantizer | None

@@ -19,6 +19,9 @@ The three products of y = x W^T read six storages; a recipe names the quantizer 
     hybrid(F, B)     F / B            F / B                  B / B
 
 SR is stochastic rounding, RHT the random Hadamard transform of both operands of wgrad, where it cancels.
+
+>>> fq.recipes.hybrid("mxfp8", "nvfp4").hybrid(fq.Role("linear", "weight"))
+mxfp8 / nvfp4
 """
 
 from __future__ import annotations
@@ -61,6 +64,9 @@ class Role:
                   slots it has: `fq.Linear` and experts the first three, and the other two of a recipe with boundary_slots=True;
                   `fq.Quantize` the other two.
     name:         the module's qualified name.
+
+    >>> fq.Role("linear", "weight", "layers.0.up").name
+    'layers.0.up'
     """
 
     module_type: str
@@ -93,6 +99,11 @@ class Recipe:
     tail:                 share of the converted layers, the last ones, that stay in identity.
     boundary_slots:       linear layers ask for "output" and "grad_input" too, and hand on decoded values.
     key:                  a text that stands for the recipe while a graph is traced (`recipe_of`).
+
+    >>> fq.recipes.mxfp8() == fq.recipes.mxfp8(accuracy="fast")
+    True
+    >>> fq.recipes.nvfp4(tail=0.15, scale_rule="fp8_exact").tail
+    0.15
     """
 
     name: str
@@ -460,12 +471,12 @@ def mxfp8(scale_rounding: str | None = None, **options) -> Recipe:
 
 
 def mxfp6(scale_rounding: str | None = None, grad_element: str | None = None, **options) -> Recipe:
-    """OCP MXFP6: blocks of 32, e8m0 scales, e2m3 elements (grad_element="e3m2" for gradients). No kernel encodes it."""
+    """OCP MXFP6: blocks of 32, e8m0 scales, e2m3 elements (grad_element="e3m2" for gradients)."""
     return _named("mxfp6", "mxfp6", "mxfp6", options, scale_rounding=scale_rounding, grad_element=grad_element)
 
 
 def mxfp4(scale_rounding: str | None = None, **options) -> Recipe:
-    """OCP MXFP4: blocks of 32, e8m0 scales, stochastic rounding of gradients, rotated wgrad operands. No kernel encodes it.
+    """OCP MXFP4: blocks of 32, e8m0 scales, stochastic rounding of gradients, rotated wgrad operands.
 
     Source: Tseng et al., Training LLMs with MXFP4, 2025.
     """
@@ -487,7 +498,12 @@ def hybrid(forward: str, backward: str, scale_rule: str | None = None, **options
 
 
 def custom(qfactory: Callable, **options) -> Recipe:
-    """A recipe of your own: qfactory(role) -> Format | Quantizer | HybridQuantizer (a module-level function)."""
+    """A recipe of your own: qfactory(role) -> Format | Quantizer | HybridQuantizer (a module-level function).
+
+    >>> def factory(role):
+    ...     return "mxfp8" if role.tensor_type == "weight" else "fp8_tensor"
+    >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), fq.CustomRecipe(factory))
+    """
     name = getattr(qfactory, "__qualname__", "custom")
     return Recipe(name, qfactory, **options)
 
@@ -497,12 +513,12 @@ NAMED = ("identity", "fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "mxfp
 _BY_NAME = {
     f.__name__: f for f in (identity, fp8_current, fp8_delayed, fp8_row, fp8_block, mxfp8, nvfp4)
 } | {"bf16": identity}
-_ENCODED_BY_THE_REFERENCE = {f.__name__: f for f in (mxfp6, mxfp4)}
-_RECIPE_FUNCTIONS = (*_BY_NAME.values(), *_ENCODED_BY_THE_REFERENCE.values(), hybrid)
+_WITHOUT_EXPERTS = {f.__name__: f for f in (mxfp6, mxfp4)}
+_RECIPE_FUNCTIONS = (*_BY_NAME.values(), *_WITHOUT_EXPERTS.values(), hybrid)
 
 
 def names() -> list[str]:
-    """Names that `by_name` takes, of recipes whose formats kernels encode."""
+    """Names that `by_name` takes, of recipes whose experts multiply in one product."""
     return sorted(_BY_NAME)
 
 
@@ -511,13 +527,13 @@ def by_name(name: str, **options) -> Recipe:
 
     Raises ValueError with the list of known names.
     """
-    made = _BY_NAME.get(name) or _ENCODED_BY_THE_REFERENCE.get(name)
+    made = _BY_NAME.get(name) or _WITHOUT_EXPERTS.get(name)
     if made is not None:
         return made(**options)
     sides = [side.strip() for side in name.split("/")]
     if len(sides) == 2:
         return hybrid(*sides, **options)
-    known = ", ".join(sorted([*_BY_NAME, *_ENCODED_BY_THE_REFERENCE]))
+    known = ", ".join(sorted([*_BY_NAME, *_WITHOUT_EXPERTS]))
     raise ValueError(
         f"unknown recipe {name!r}; known recipes: {known}, or forward/backward of the families {', '.join(FAMILIES)}"
     )

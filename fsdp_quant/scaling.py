@@ -307,6 +307,9 @@ class DelayedScaling:
     length:    steps the history holds.
     margin:    the scale leaves 2^margin of headroom.
     use:       "max" of the history, or its "newest" amax.
+
+    >>> fq.recipes.fp8_delayed().hybrid(fq.Role("linear", "input")).rowwise.scaling
+    DelayedScaling(length=1024, margin=0, use='max')
     """
 
     length: int = 1024

@@ -21,7 +21,7 @@ from torch import Tensor
 from .formats import ROWWISE, Direction, Encoding, Format, format_of, round_up
 from .ops import dispatch, layout, reference
 from .ops.capability import ARCHITECTURES, BLACKWELL, arch_of
-from .ops.layout import ANCHOR_RUNS, ANCHORED, ANCHORED_TENSOR, ANCHORS, COMPACT, NATIVE
+from .ops.layout import ANCHOR_RUNS, ANCHORED, ANCHORED_TENSOR, ANCHORS, COMPACT, LAID_OUT, LAYOUTS, NATIVE, SPREAD
 from .ops.native import GroupCall
 
 
@@ -62,6 +62,10 @@ class Storage:
     layout:       how the buffers lie (`ops.layout`): compact (see the note above), or as a product reads them.
 
     Invariant: a storage that travels or rests is compact, and nothing else is needed to decode.
+
+    >>> storage = fq.Quantizer("nvfp4").quantize(torch.randn(32, 64)).rowwise
+    >>> storage.data.shape, storage.scale.shape               # two codes per byte; a scale per 16 elements
+    (torch.Size([32, 32]), torch.Size([32, 4]))
     """
 
     fmt: Format
@@ -154,8 +158,8 @@ class Storage:
         scale, dim = self.scale, 0
         if self.direction is not ROWWISE or (self.fmt.block[0] or 1) > 1:
             return None
-        if self.layout == NATIVE and self.fmt.is_quantized and not self.fmt.scale_leaves_contraction:
-            if not self.fmt.has_fp32_scales or length % 4:
+        if self.layout in LAID_OUT and self.fmt.is_quantized and not self.fmt.scale_leaves_contraction:
+            if self.layout == SPREAD or not self.fmt.has_fp32_scales or length % 4:
                 return None
             scale, dim = scale.view(-1, round_up(self.shape[0], 4)), 1
         if scale is not None and scale.numel() > 1:
@@ -234,49 +238,38 @@ class Storage:
         """The same storage with its buffers as `wanted` (`ops.layout`) says; itself where they lie so, or are not quantized.
 
         turned:    the transposed codes, where a columnwise storage's are made already.
-        anchored:  codes and scales of lines or the tensor, where they are.
-        Anchors of lines and runs that are made of codes round subnormals a second time. Raises ValueError for a layout that the
+        anchored:  codes and scales against anchors, where they are.
+        Anchors that are made of codes round subnormals a second time. Raises ValueError for a layout that the
         buffers cannot be brought into.
         """
         if wanted == self.layout or not self.fmt.is_quantized:
             return self
-        if self.layout == NATIVE:
-            operand = GemmOperand(self.data, self.scale, None)
-            compact = replace(self.from_gemm_layout(operand, arch_of(self.data.device)), layout=COMPACT)
-            return compact.in_layout(wanted)
-        if self.layout != COMPACT or wanted not in (NATIVE, *ANCHORS):
+        if self.layout in LAID_OUT:
+            operand, arch = GemmOperand(self.data, self.scale, None), arch_of(self.data.device)
+            compact = self.from_gemm_layout(operand, arch) if self.layout == NATIVE else self._from_spread()
+            return replace(compact, layout=COMPACT).in_layout(wanted)
+        if self.layout != COMPACT or wanted not in LAYOUTS:
             raise ValueError(f"{self.describe()} in {self.layout} layout has no {wanted} layout; quantize it so")
         self._check_whole()
         if wanted == NATIVE:
             data, scale, _ = self.to_gemm_layout(arch_of(self.data.device), turned)
-        elif wanted in (ANCHORED_TENSOR, ANCHORED):
-            whole = wanted == ANCHORED_TENSOR
-            data, scale = anchored or dispatch.anchor_codes(
-                self.data, self.scale, self.tensor_amax, self.padded_shape[1], self.fmt, self.direction, whole
-            )
+        elif wanted == SPREAD:
+            data, scale = self._outer_major(turned), self._swizzled(self.scale)
+        elif anchored is not None:
+            data, scale = anchored
         else:
-            data, scale = self._anchored_in_runs(ANCHOR_RUNS[wanted], turned)
+            rows, cols = self.padded_shape
+            codes = (self.data, self.scale, self.tensor_amax, cols, self.fmt, self.direction)
+            if turned is not None:
+                codes = (turned, self.scale.t().contiguous(), self.tensor_amax, rows, self.fmt, ROWWISE)
+            data, scale = dispatch.anchor_codes(*codes, wanted)
         tensor_amax = self.tensor_amax if has_tensor_amax(self.fmt, wanted) else None
         of = self.fmt, self.direction, self.shape
         return Storage(*of, data, scale, tensor_amax, self.dtype, self.row0, wanted)  # replace() takes three times as long
 
-    def _anchored_in_runs(self, run: int, turned: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(codes [outer, contraction], fp32 scales [runs, outer rounded up to 4]): each run is a line of its own."""
-        along_rows, (outer_block, block) = self.direction is not ROWWISE, self.fmt.block
-        data = self.data if turned is None else turned
-        if along_rows and turned is None:
-            data = dispatch.transpose_codes(self.data, *self.padded_shape, self.fmt)
-        outer, contraction = data.shape
-        scale = (self.scale.t() if along_rows else self.scale).repeat_interleave(outer_block, 0)[:outer]
-        data, scale = (layout.pad_to(t, 1, n) for t, n in ((data, run), (scale, run // block)))
-        lines, fmt = data.reshape(-1, run), replace(self.fmt, block=(1, block))
-        codes, scales = dispatch.anchor_codes(lines, scale.reshape(-1, run // block), None, run, fmt, ROWWISE)
-        codes = codes.view(outer, -1)[:, :contraction].contiguous()
-        return codes, layout.pad_to(scales.view(outer, -1).t(), 1, 4).contiguous()
-
     def turns(self, wanted: str) -> bool:
         """`in_layout(wanted)` transposes compact codes."""
-        return self.layout == COMPACT and wanted == NATIVE and self.direction is not ROWWISE and self.fmt.is_quantized
+        return self.layout == COMPACT and wanted in LAID_OUT and self.direction is not ROWWISE and self.fmt.is_quantized
 
     @property
     def operand_format(self) -> Format:
@@ -303,13 +296,19 @@ class Storage:
         if arch not in ARCHITECTURES:
             raise NotImplementedError(f"no GEMM layout for {arch!r}; layouts exist for {', '.join(ARCHITECTURES)}")
         self._check_whole()
-        data, scale = self.data, self.scale
-        if self.direction is not ROWWISE:
-            data = dispatch.transpose_codes(data, *self.padded_shape, self.fmt) if turned is None else turned
-        if scale is not None:
-            scale = self._scale_to_gemm_layout(scale, arch)
+        scale = None if self.scale is None else self._scale_to_gemm_layout(self.scale, arch)
         decode = None if self.tensor_amax is None else dispatch.tensor_decode_scale(self.tensor_amax, self.fmt)
-        return GemmOperand(data, scale, decode)
+        return GemmOperand(self._outer_major(turned), scale, decode)
+
+    def _outer_major(self, turned: Tensor | None) -> Tensor:
+        """Codes [outer, contraction] of compact ones; turned: where they are made already."""
+        if self.direction is ROWWISE:
+            return self.data
+        return dispatch.transpose_codes(self.data, *self.padded_shape, self.fmt) if turned is None else turned
+
+    def _swizzled(self, scale: Tensor) -> Tensor:
+        outer = self.padded_shape[1 - self.direction.contraction_dim]
+        return dispatch.swizzle_scales(scale, outer, self.fmt.block[0], self.direction is not ROWWISE)
 
     def _is_swizzled(self, arch: str) -> bool:
         return not self.fmt.has_fp32_scales and ARCHITECTURES[arch].scale_layout == BLACKWELL
@@ -320,12 +319,10 @@ class Storage:
 
     def _scale_to_gemm_layout(self, scale: Tensor, arch: str) -> Tensor:
         """scale: compact [block rows, block cols]."""
-        along_rows = self.direction is not ROWWISE
         if self.fmt.scale_leaves_contraction:
             return scale.reshape(-1).contiguous()
         if self._is_swizzled(arch):
-            outer = self.padded_shape[1 - self.direction.contraction_dim]
-            return dispatch.swizzle_scales(scale, outer, self.fmt.block[0], along_rows)
+            return self._swizzled(scale)
         scale = self._scale_as_read(scale)
         return (layout.pad_to(scale, 1, 4) if self.fmt.has_fp32_scales else scale).contiguous()
 
@@ -367,6 +364,12 @@ class Storage:
             scale = (scale if self.direction is ROWWISE else scale.t()).clone(memory_format=torch.contiguous_format)
         return self.with_buffers({"data": data, **({} if scale is None else {"scale": scale})})
 
+    def _from_spread(self) -> Storage:
+        data, scale = self.data, reference.power_of_two(layout.scales_before_spread(self.scale, self.fmt, *self.data.shape))
+        if self.direction is not ROWWISE:
+            data, scale = dispatch.transpose_codes(data, *data.shape, self.fmt), scale.t()
+        return self.with_buffers({"data": data, "scale": scale.contiguous()})
+
     def _gemm_scale_shape(self, outer: int, outer_blocks: int, blocks: int, arch: str) -> tuple[int, ...]:
         if self.fmt.scale_leaves_contraction or self._is_swizzled(arch):
             return (-1,)
@@ -376,11 +379,11 @@ class Storage:
 
     def check(self) -> None:
         """Raise ValueError unless its buffers are those that its format, shape and layout ask for."""
-        fmt, anchored = self.fmt, self.layout in ANCHORS
+        fmt, rescaled = self.fmt, self.layout in (SPREAD, *ANCHORS)
         rows, cols = self.padded_shape
         if self.layout != COMPACT and self.direction is not ROWWISE:
             rows, cols = cols, rows
-        stored = self.operand_format if anchored else fmt
+        stored = self.operand_format if rescaled else fmt
         data = (rows, stored.row_bytes(cols, self.dtype)) if fmt.is_quantized else tuple(self.shape)
         wanted: dict[str, tuple[set, set]] = {"data": ({torch.uint8} if fmt.is_quantized else set(_DTYPES.values()), {data})}
         if stored.has_scales:
@@ -411,6 +414,8 @@ class Storage:
         outer, blocks = 1 if b0 is None else -(-rows // b0), 1 if b1 is None else -(-cols // b1)
         if self.fmt.scale_leaves_contraction:
             return {(outer,)}
+        if self.layout == SPREAD:
+            return {(round_up(rows, layout.TILE_ROWS) * layout.SPREAD_BLOCKS * blocks,)}
         if self.fmt.has_fp32_scales:
             return {(blocks * round_up(rows, 4) if b0 == 1 else outer * round_up(blocks, 4),)}
         return {(outer * blocks,), (round_up(rows, layout.TILE_ROWS) * round_up(blocks, layout.TILE_COLS),)}
@@ -465,7 +470,7 @@ def _described(fields: dict, buffers: dict, row0: int, layout: str) -> Storage:
     fmt = format_of(fields.pop("format"), **fields, block=block)
     if len(shape) != 2 or not all(map(_is_size, shape)) or prod(shape) > _MOST_ELEMENTS or not _is_size(row0):
         raise ValueError(f"shape is {shape}, from row {row0}")
-    if layout not in (COMPACT, NATIVE, *ANCHORS) or (layout != COMPACT and row0):
+    if layout not in LAYOUTS or (layout != COMPACT and row0):
         raise ValueError(f"layout is {layout!r}, from row {row0}")
     if not all(isinstance(buffer, Tensor) for buffer in buffers.values()):
         raise TypeError("a buffer is no tensor")
@@ -488,8 +493,8 @@ def laid_out(
     for i, (storage, layout_) in enumerate(wanted):
         if storage.turns(layout_):
             alike.setdefault((storage.fmt, NATIVE), []).append(i)
-        elif layout_ in (ANCHORED_TENSOR, ANCHORED) and storage.layout == COMPACT and storage.row0 == 0:
-            alike.setdefault((storage.fmt, (storage.direction, layout_ == ANCHORED_TENSOR)), []).append(i)
+        elif layout_ in ANCHORS and storage.layout == COMPACT and storage.row0 == 0:
+            alike.setdefault((storage.fmt, (storage.direction, layout_)), []).append(i)
     turned: dict[int, Tensor] = {}
     anchored: dict[int, tuple[Tensor, Tensor]] = {}
     for (fmt, kind), places in alike.items():

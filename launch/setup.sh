@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Sourced by the other scripts: gives them ROOT and an environment that can run the project.
 #
-#   prepare_environment EXTRA [EXTRA ...]    extras of pyproject.toml: examples, test
+#   prepare_environment EXTRA [EXTRA ...]    extras of pyproject.toml: docs, examples, test
 #
 # Sets PYTHON and puts its folder first on PATH. FSDP_QUANT_PYTHON is used as it is, and nothing is installed
 # (nodes of a cluster that share an environment). Otherwise an active virtual environment is used as it is;
@@ -63,6 +63,7 @@ import os
 import sys
 
 MODULES = {
+    "docs": ["material"],
     "examples": ["matplotlib", "rich"],
     "test": ["accelerate", "hypothesis", "numpy", "pytest", "safetensors", "torchao", "transformers", "xdist"],
 }

@@ -90,7 +90,7 @@ std::tuple<Symbols, Symbols, Symbols, bool, bool, bool> encoding_shapes(
     return {data, scale, scale, false, false, false};
   }
   const Symbols scale = side.scale_layout == ScaleLayout::kCompact ? amax : Symbols{s.scale_numel};
-  return {data, scale, amax, side.byte_scales(), side.two_level(), side.whole()};
+  return {data, scale, amax, side.stored_in_bytes(), side.two_level(), side.whole()};
 }
 
 }  // namespace
@@ -181,10 +181,9 @@ EncodingSizes<Int> encoding_sizes(const Side& s, bool columnwise, const Int& row
     g.scale_numel = 1;
     return g;
   }
-  if (s.byte_scales()) {
-    const Int lines = columnwise ? g.cols : g.rows;
-    if (s.scale_layout == ScaleLayout::kBlackwell)
-      g.scale_numel = padded(lines, 128) * padded(g.stored_blocks, 4);
+  if (s.stored_in_bytes()) {
+    const Int lines = columnwise ? g.cols : g.rows, blocks = s.spread() ? g.stored_blocks * 4 : padded(g.stored_blocks, 4);
+    if (s.scale_layout == ScaleLayout::kBlackwell) g.scale_numel = padded(lines, 128) * blocks;
     return g;
   }
   Int& longer = s.outer == 1 ? g.stored_lines : g.stored_blocks;

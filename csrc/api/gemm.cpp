@@ -5,6 +5,7 @@
 #include <limits>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
@@ -29,48 +30,27 @@ struct Arguments {
   int64_t sm_count;
 };
 
-// Which pairs cuBLASLt multiplies, and the last our kernels:
-//   bfloat16 x bfloat16, float16 x float16   no scales
-//   e4m3 x e4m3, e4m3 x e5m2, e5m2 x e4m3    tensor or none on each side; 9.0: row x row or tensor, 1x128 x 1x128 or
-//                                            128x128, and the other way round; 10.x, 12.x: e8m0 x e8m0
-//   e2m1 x e2m1                              e4m3 x e4m3: 10.x, 12.x
-//   8-bit pairs as above                     1x512 x 1x512: 9.0
-bool takes_pair(const Operand& a, const Operand& b) {
-  const bool fp8 = is_fp8(a.type) && is_fp8(b.type) && !(a.type == CUDA_R_8F_E5M2 && b.type == CUDA_R_8F_E5M2);
-  const auto [least, most] = std::minmax(a.scaling, b.scaling);
-  bool taken = a.type == b.type && least == most && most == (is_half(a.type) ? Scaling::kNone : Scaling::kE4M3);
-  if (fp8) {
-    taken = most <= Scaling::kTensor || (least >= Scaling::kTensor && most == Scaling::kRow) ||
-            (least == Scaling::k1x128 && most <= Scaling::k128x128) ||
-            (least == most && (most == Scaling::kE8M0 || most == Scaling::k1x512));
-  }
-  return taken;
-}
-
-// fsdp_quant/ops/capability.py has the same table.
-bool takes_scales(const Operand& a, const Operand& b, int major, int minor) {
-  const Scaling most = std::max(a.scaling, b.scaling);
-  if (most <= Scaling::kTensor) return true;
-  return has_byte_scales(most) ? major == 10 || major == 12 : major == 9 && minor == 0;
-}
+CodeKind code_kind_of(int64_t kind) { return {static_cast<Element>(kind & 7), static_cast<Scaling>(kind >> 3)}; }
 
 void check_pair(const Product& p, const Arguments& given, int device) {
   const Operand &a = p.a, &b = p.b;
+  const CodeKind left = code_kind_of(given.a_kind), right = code_kind_of(given.b_kind);
+  const bool values = is_half(a.type) && a.type == b.type && a.scaling == b.scaling && a.scaling == Scaling::kNone;
   TORCH_CHECK_NOT_IMPLEMENTED(
-      takes_pair(a, b), "a is ", given.a.scalar_type(), " of kind ", given.a_kind, " and b ", given.b.scalar_type(), " of kind ",
-      given.b_kind, " (element | scaling << 3); nothing multiplies this pair");
+      values || takes_pair(left, right), "a is ", given.a.scalar_type(), " of kind ", given.a_kind, " and b ",
+      given.b.scalar_type(), " of kind ", given.b_kind, " (element | scaling << 3); nothing multiplies this pair");
+  if (values) return;
+  const int capability = capability_of(device);
   const Scaling most = std::max(a.scaling, b.scaling);
-  if (most <= Scaling::kTensor) return;
-  int major = 0, minor = 0;
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-  TORCH_CHECK_NOT_IMPLEMENTED(takes_scales(a, b, major, minor), "scaling ", static_cast<int>(most), " needs ",
-                              has_byte_scales(most) ? "sm_100 or sm_120" : "sm_90", "; the device is sm_", major, minor);
+  const char* const wanted = has_byte_scales(most) ? "sm_100 or sm_120" : most <= Scaling::kTensor ? "sm_89, 90, 100 or 120" : "sm_90";
+  TORCH_CHECK_NOT_IMPLEMENTED(takes_scales(left, right, capability), "scaling ", static_cast<int>(most), " needs ", wanted,
+                              "; the device is sm_", capability);
 }
 
 bool gemm_takes(int64_t a_kind, int64_t b_kind, int64_t major, int64_t minor) {
-  const Operand a = operand_of_kind(a_kind, "a"), b = operand_of_kind(b_kind, "b");
-  return takes_pair(a, b) && takes_scales(a, b, static_cast<int>(major), static_cast<int>(minor));
+  for (const auto& [kind, name] : {std::pair(a_kind, "a"), std::pair(b_kind, "b")}) operand_of_kind(kind, name);
+  const CodeKind a = code_kind_of(a_kind), b = code_kind_of(b_kind);
+  return takes_pair(a, b) && takes_scales(a, b, static_cast<int>(10 * major + minor));
 }
 
 // The bias that cuBLASLt adds: of out's dtype, and none to a float32 product of codes.
@@ -199,7 +179,8 @@ CountedOperand counted_operand(
     const at::Tensor& x, const MaybeTensor& scale, int64_t kind, int64_t counted, const char* name) {
   TORCH_CHECK_VALUE(x.scalar_type() == at::kByte && x.stride(-1) == 1 && (x.dim() == 2 || x.dim() == 3), name, " is ",
                     x.scalar_type(), " ", x.sizes(), " of strides ", x.strides(), "; wanted codes [outer, k]");
-  TORCH_CHECK_VALUE(counted >= 0 && counted <= 2, name, " is counted as ", counted, "; wanted 0, 1 or 2 (COUNTED_E2M1)");
+  TORCH_CHECK_VALUE(counted >= 0 && counted <= kMostCounted, name, " is counted as ", counted, "; wanted 0 to ", kMostCounted,
+                    " (counted_as, ops/reference.py)");
   const int64_t outer = x.numel() / x.size(-1), k = x.size(-1);
   const Operand o = operand_of_kind(kind, name);
   TORCH_CHECK_VALUE(is_fp8(o.type), name, " is of kind ", kind, "; wanted codes of 8 bits");
@@ -207,7 +188,8 @@ CountedOperand counted_operand(
   c.data = x.const_data_ptr<uint8_t>(), c.outer = outer, c.ld = x.stride(-2);
   c.plane_lines = x.size(-2), c.plane = x.dim() == 3 ? x.stride(0) : 0;
   c.vectors = is_aligned(c.data, 4) && c.ld % 4 == 0 && c.plane % 4 == 0;
-  c.e5m2 = o.type == CUDA_R_8F_E5M2, c.counted = counted != 0, c.of_e2m1 = counted == 2;
+  c.e5m2 = o.type == CUDA_R_8F_E5M2, c.counted = counted != 0, c.of_blocks = counted >= kLeastOfBlocks;
+  if (c.of_blocks) c.exact = kExactBlocks[counted - kLeastOfBlocks];
   TORCH_CHECK_VALUE(o.scaling <= Scaling::kRow || o.scaling == Scaling::k1x128 || o.scaling == Scaling::k1x512, name,
                     " is of kind ", kind, "; wanted scales of a tensor, of lines or of runs");
   if (o.scaling <= Scaling::kRow) return c;
@@ -232,9 +214,9 @@ void product_error(
   if (a.numel() == 0 || b.numel() == 0) return;
   const c10::cuda::CUDAGuard device(a.device());
   ProductError p = {};
-  p.operand[0] = counted_operand(a, a_scale, a_kind, counted & 3, "a");
+  p.operand[0] = counted_operand(a, a_scale, a_kind, counted & 15, "a");
   p.operand[0].of_tokens = product < 2;  // fprop and dgrad: see PRODUCTS in modules/plan.py
-  p.operand[1] = counted_operand(b, b_scale, b_kind, counted >> 2, "b");
+  p.operand[1] = counted_operand(b, b_scale, b_kind, counted >> 4, "b");
   TORCH_CHECK_VALUE(a.size(-1) == b.size(-1), "a is ", a.sizes(), " and b ", b.sizes(), "; wanted the same K");
   p.k = a.size(-1), p.step = step.const_data_ptr<int64_t>() + 1, p.sums = guard.mutable_data_ptr<float>() + 2 * product;
   check_launch(launch_product_error(p, c10::cuda::getCurrentCUDAStream()), "product_error");

@@ -13,7 +13,7 @@ at::Tensor gemm(
     int64_t b_kind, at::ScalarType out_dtype, const MaybeTensor& bias, const MaybeTensor& alpha, int64_t sm_count = 0);
 
 // Adds to guard[product], of [3, 2], what the product of these codes lost to the anchors of its operands, and its formats' own
-// errors, both as mean squares: see gemm/product_error.h. counted: 1 the codes of a, 2 those of b. Of matrices [E, outer, k]
+// errors, both as mean squares: see gemm/product_error.h. counted: how those of a are counted, those of b << 4. Of matrices [E, outer, k]
 // as of one.
 void product_error(
     const at::Tensor& a, const at::Tensor& b, const MaybeTensor& a_scale, const MaybeTensor& b_scale, int64_t a_kind,

@@ -1,6 +1,7 @@
 // Host side of dequantize, anchored codes, transposes and swizzles: check, allocate, launch.
 #include "api/layout.h"
 
+#include <cmath>
 #include <limits>
 #include <optional>
 #include <tuple>
@@ -66,9 +67,11 @@ namespace {
 
 struct AnchorShape {
   int64_t matrices, rows, cols, lines, out_rows, out_cols;
+  int64_t scale[2];  // of each matrix: runs and their lines, or [1, lines], or [1, 1]
 };
 
-AnchorShape anchor_shape(const at::Tensor& data, int64_t cols, bool columnwise, bool transposed) {
+// run: kOfTensor, 0 for a whole line, or elements of one.
+AnchorShape anchor_shape(const at::Tensor& data, int64_t cols, bool columnwise, bool transposed, int64_t run) {
   check_cuda(data, "data");
   const bool stacked = data.dim() == 3;
   TORCH_CHECK_VALUE(stacked || data.dim() == 2, "data has shape ", data.sizes(), "; wanted [rows, row bytes], or matrices of that");
@@ -78,28 +81,36 @@ AnchorShape anchor_shape(const at::Tensor& data, int64_t cols, bool columnwise, 
   TORCH_CHECK_VALUE(rows < kLargest && cols < kLargest, "[", rows, ", ", cols, "] is too large");
   const int64_t lines = columnwise ? cols : rows;
   TORCH_CHECK_VALUE(matrices == 1 || lines % 4 == 0, "matrices of ", lines, " lines; wanted multiples of 4");
-  return {matrices, rows, cols, lines, transposed ? cols : rows, transposed ? rows : cols};
+  TORCH_CHECK_VALUE(!stacked || run <= 0, "matrices are anchored by lines or tensors; got runs of ", run);
+  AnchorShape shape = {matrices, rows, cols, lines, transposed ? cols : rows, transposed ? rows : cols, {1, 1}};
+  if (run != kOfTensor) shape.scale[1] = lines;
+  if (run > 0) shape.scale[0] = ceil_div(columnwise ? rows : cols, run), shape.scale[1] = ceil_div(lines, 4) * 4;
+  return shape;
 }
+
+// `Element.operand_shift` of formats.py.
+int32_t operand_shift(const Side& side) { return side.bits() == 8 ? 0 : std::ilogb(448.0f / side.max); }
 
 // What anchors the codes of data; without elements nothing does.
 std::optional<AnchorCodes> anchor_of(
     const at::Tensor& data, const at::Tensor& scale, const MaybeTensor& tensor_amax, int64_t spec, bool columnwise,
-    bool transposed, bool whole, int64_t cols, const at::Tensor& out, const at::Tensor& line_scale,
+    bool transposed, int64_t run, int64_t cols, const at::Tensor& out, const at::Tensor& line_scale,
     std::vector<at::Tensor>& kept) {
-  const AnchorShape shape = anchor_shape(data, cols, columnwise, transposed);
+  const AnchorShape shape = anchor_shape(data, cols, columnwise, transposed, run);
   const Side side = unpack_encoding(spec, 0.0, "side");
+  const bool whole = run == kOfTensor;
   const bool e8m0 = side.scale == ScaleKind::kE8M0Up || side.scale == ScaleKind::kE8M0Floor;
   const bool powers = side.scale == ScaleKind::kFp32Pow2 && side.outer == kTile && whole;
   const bool exact = side.exact() && whole && shape.matrices == 1 && tensor_amax.has_value();
-  TORCH_CHECK_VALUE(side.present() && (powers || exact || (e8m0 && side.contraction == 32 && side.bits() == 8)), "side is ", spec,
-                    "; wanted e8m0 scales of (1, 32) or (32, 32) blocks of 8 bits, or for a tensor powers of two of (128, 128), or 4-bit codes "
+  TORCH_CHECK_VALUE(side.present() && (powers || exact || (e8m0 && side.contraction == 32)), "side is ", spec,
+                    "; wanted e8m0 scales of (1, 32) or (32, 32) blocks, or for a tensor powers of two of (128, 128), or 4-bit codes "
                     "of one matrix with fp8_exact scales and a tensor amax");
   const int64_t elements = shape.matrices * shape.rows * shape.cols;
   const EncodingSizes<int64_t> of = encoding_sizes<int64_t>(side, columnwise, shape.rows, shape.cols, 0);
   check_buffer(data, "data", data, at::kByte, shape.matrices * shape.rows * bytes_of(side, cols));
   check_buffer(scale, "scale", data, powers ? at::kFloat : at::kByte, shape.matrices * of.scale_rows * of.scale_cols);
   check_buffer(out, "out", data, at::kByte, elements);
-  check_buffer(line_scale, "line_scale", data, at::kFloat, shape.matrices * (whole ? 1 : shape.lines));
+  check_buffer(line_scale, "line_scale", data, at::kFloat, shape.matrices * shape.scale[0] * shape.scale[1]);
   if (elements == 0) {
     line_scale.fill_(0x1p-127);
     return std::nullopt;
@@ -119,8 +130,10 @@ std::optional<AnchorCodes> anchor_of(
   a.matrices = static_cast<int32_t>(shape.matrices);
   a.rows = static_cast<int32_t>(shape.rows), a.cols = static_cast<int32_t>(shape.cols);
   a.outer_log2 = side.outer_log2, a.contraction_log2 = side.contraction_log2, a.element = side.element;
+  a.run_log2 = runs_of(side, run).contraction_log2, a.scale_ld = run > 0 ? static_cast<int32_t>(shape.scale[1]) : 0;
+  a.two_level = exact, a.shift = exact ? 0 : operand_shift(side);
   a.columnwise = columnwise, a.transposed = transposed, a.whole = whole;
-  a.vector_load = is_aligned(a.data, exact ? 4 : 8) && shape.cols % 8 == 0;
+  a.vector_load = is_aligned(a.data, side.six_bit() ? 2 : side.bits()) && shape.cols % 8 == 0;
   a.vector_scales = is_aligned(a.scale, 8) && of.scale_cols % 8 == 0;  // so are those of every matrix
   a.vector_store = is_aligned(a.out, 16) && shape.out_cols % (transposed ? 16 : 8) == 0;
   return a;
@@ -128,14 +141,15 @@ std::optional<AnchorCodes> anchor_of(
 
 void anchor_group(
     at::TensorList data, at::TensorList scale, at::TensorList tensor_amax, int64_t side, bool columnwise, bool transposed,
-    bool whole, at::IntArrayRef cols, at::TensorList out, at::TensorList line_scale) {
+    bool whole, at::IntArrayRef cols, at::TensorList out, at::TensorList line_scale, int64_t run) {
   const size_t n = data.size();
   TORCH_CHECK_VALUE(n > 0 && scale.size() == n && cols.size() == n && out.size() == n && line_scale.size() == n &&
                         (tensor_amax.empty() || tensor_amax.size() == n),
                     "anchor_group: lists of different lengths");
   check_cuda(data[0], "data");
   const c10::cuda::CUDAGuard guard(data[0].device());
-  if (whole) at::_foreach_zero_(line_scale);
+  if (whole) run = kOfTensor;
+  if (run != 0) at::_foreach_zero_(line_scale);
   AnchorGroup group = {};
   std::vector<at::Tensor> kept;
   auto flush = [&] {
@@ -146,7 +160,7 @@ void anchor_group(
     TORCH_CHECK_VALUE(data[i].dim() == 2, "data has shape ", data[i].sizes(), "; wanted [rows, row bytes]");
     const MaybeTensor amax = tensor_amax.empty() ? MaybeTensor() : MaybeTensor(tensor_amax[i]);
     const auto one =
-        anchor_of(data[i], scale[i], amax, side, columnwise, transposed, whole, cols[i], out[i], line_scale[i], kept);
+        anchor_of(data[i], scale[i], amax, side, columnwise, transposed, run, cols[i], out[i], line_scale[i], kept);
     if (!one.has_value()) continue;
     if (group.count == kAnchorCapacity) flush();
     group.items[group.count++] = *one;
@@ -158,17 +172,19 @@ void anchor_group(
 
 std::tuple<at::Tensor, at::Tensor> anchor_codes(
     const at::Tensor& data, const at::Tensor& scale, const MaybeTensor& tensor_amax, int64_t side, bool columnwise,
-    bool transposed, bool whole, int64_t cols) {
-  const AnchorShape shape = anchor_shape(data, cols, columnwise, transposed);
+    bool transposed, bool whole, int64_t cols, int64_t run) {
+  if (whole) run = kOfTensor;
+  const AnchorShape shape = anchor_shape(data, cols, columnwise, transposed, run);
   const c10::cuda::CUDAGuard guard(data.device());
   const bool stacked = data.dim() == 3;
-  const int64_t sizes[] = {shape.matrices, shape.out_rows, shape.out_cols}, lines[] = {shape.matrices, whole ? 1 : shape.lines};
+  const int64_t sizes[] = {shape.matrices, shape.out_rows, shape.out_cols};
+  const int64_t lines[] = {run > 0 ? shape.scale[0] : shape.matrices, shape.scale[1]};
   const at::Tensor out = new_empty(data, at::IntArrayRef(sizes + !stacked, sizes + 3), at::kByte);
-  const at::Tensor line_scale = new_empty(data, at::IntArrayRef(lines + !stacked, lines + 2), at::kFloat);
-  if (whole)
+  const at::Tensor line_scale = new_empty(data, at::IntArrayRef(lines + !(stacked || run > 0), lines + 2), at::kFloat);
+  if (run != 0 && line_scale.numel() > 0)
     C10_CUDA_CHECK(cudaMemsetAsync(line_scale.mutable_data_ptr(), 0, line_scale.nbytes(), c10::cuda::getCurrentCUDAStream()));
   std::vector<at::Tensor> kept;
-  const auto a = anchor_of(data, scale, tensor_amax, side, columnwise, transposed, whole, cols, out, line_scale, kept);
+  const auto a = anchor_of(data, scale, tensor_amax, side, columnwise, transposed, run, cols, out, line_scale, kept);
   if (a.has_value()) check_launch(launch_anchor_codes(*a, c10::cuda::getCurrentCUDAStream()), "anchor_codes", data.sizes(), " bytes");
   return {out, line_scale};
 }
@@ -201,7 +217,7 @@ at::Tensor tensor_decode_scale(const at::Tensor& tensor_amax, int64_t side) {
 namespace {
 
 struct Sizes {
-  int64_t source, out;  // bytes
+  int64_t source, out;  // bytes; of fp32 scales elements
 };
 
 Sizes sizes_of(Relayout kind, int64_t rows, int64_t cols, int64_t outer) {
@@ -211,7 +227,8 @@ Sizes sizes_of(Relayout kind, int64_t rows, int64_t cols, int64_t outer) {
     case Relayout::kTransposeNibbles:
       return {rows * ceil_div(cols, 2), cols * ceil_div(rows, 2)};
     default:
-      return {rows * cols, ceil_div(outer, 128) * ceil_div(kind == Relayout::kSwizzle ? cols : rows, 4) * 512};
+      const int64_t blocks = is_by_column(kind) ? rows : cols;
+      return {rows * cols, ceil_div(outer, 128) * (is_spread(kind) ? blocks : ceil_div(blocks, 4)) * 512};
   }
 }
 
@@ -220,27 +237,27 @@ RelayoutItem item_of(
     int64_t outer_block) {
   check_cuda(source, "source");
   const Sizes sizes = sizes_of(kind, rows, cols, outer);
-  check_buffer(source, "source", source, at::kByte, sizes.source);
+  check_buffer(source, "source", source, is_spread(kind) ? at::kFloat : at::kByte, sizes.source);
   check_buffer(out, "out", source, at::kByte, sizes.out);
-  const bool swizzles = kind >= Relayout::kSwizzle;
-  const int64_t lines = kind == Relayout::kSwizzle ? rows : cols;
+  const bool swizzles = is_swizzle(kind);
+  const int64_t lines = is_by_column(kind) ? cols : rows;
   TORCH_CHECK_VALUE(!swizzles || (outer_block > 0 && ceil_div(outer, outer_block) == lines), "scales of ", lines,
                     " lines, ", outer_block, " operand rows each, do not make ", outer, " rows");
   RelayoutItem m = {};
-  m.source = source.const_data_ptr<uint8_t>(), m.out = out.mutable_data_ptr<uint8_t>();
+  m.source = static_cast<const uint8_t*>(source.const_data_ptr()), m.out = out.mutable_data_ptr<uint8_t>();
   m.rows = rows, m.cols = cols, m.kind = kind;
   m.outer = outer, m.outer_block = static_cast<int32_t>(outer_block);
   const int64_t per = kind == Relayout::kTransposeNibbles ? 2 : 1;
   m.vector_load = is_aligned(m.source, 8) && ceil_div(cols, per) % (8 / per) == 0;
   m.vector_store = is_aligned(m.out, 16) && ceil_div(rows, per) % 16 == 0;
   const int64_t tile_rows = swizzles ? ceil_div(outer, kTile) : ceil_div(rows, kTile);
-  m.tile_cols = static_cast<int32_t>(ceil_div(kind == Relayout::kSwizzleTransposed ? rows : cols, kTile));
+  m.tile_cols = static_cast<int32_t>(ceil_div(is_by_column(kind) ? rows : cols, kTile));
   TORCH_CHECK_VALUE(tile_rows > 0 && m.tile_cols > 0, "nothing to relayout: [", rows, ", ", cols, "]");
   return m;
 }
 
 int64_t tiles_of(const RelayoutItem& m) {
-  const int64_t rows = m.kind >= Relayout::kSwizzle ? m.outer : m.rows;
+  const int64_t rows = is_swizzle(m.kind) ? m.outer : m.rows;
   return ceil_div(rows, kTile) * m.tile_cols;
 }
 
@@ -265,8 +282,10 @@ at::Tensor swizzle_scales(const at::Tensor& scale, int64_t outer, int64_t outer_
   check_cuda(scale, "scale");
   TORCH_CHECK_VALUE(scale.dim() == 2, "scale has shape ", scale.sizes(), "; wanted [block rows, block cols]");
   const c10::cuda::CUDAGuard guard(scale.device());
-  const Relayout kind = transposed ? Relayout::kSwizzleTransposed : Relayout::kSwizzle;
-  const at::Tensor out = new_empty(scale, {sizes_of(kind, scale.size(0), scale.size(1), outer).out}, scale.scalar_type());
+  const bool spread = scale.scalar_type() == at::kFloat;
+  const Relayout kind = transposed ? (spread ? Relayout::kSpreadTransposed : Relayout::kSwizzleTransposed)
+                                   : (spread ? Relayout::kSpread : Relayout::kSwizzle);
+  const at::Tensor out = new_empty(scale, {sizes_of(kind, scale.size(0), scale.size(1), outer).out}, at::kByte);
   if (out.numel() == 0) return out;
   const RelayoutItem item = item_of(scale, out, kind, scale.size(0), scale.size(1), outer, outer_block);
   return one(scale, out, item, "swizzle_scales");
@@ -325,11 +344,11 @@ void register_layout(torch::Library& m) {
       "ScalarType dtype) -> Tensor",
       torch::dispatch(c10::DispatchKey::CUDA, dequantize), compliant());
   m.def("anchor_codes(Tensor data, Tensor scale, Tensor? tensor_amax, int side, bool columnwise, bool transposed, bool whole, "
-        "SymInt cols) -> (Tensor codes, Tensor scale)",
+        "SymInt cols, int run=0) -> (Tensor codes, Tensor scale)",
         torch::dispatch(c10::DispatchKey::CUDA, anchor_codes), compliant());
   m.def(
       "anchor_group(Tensor[] data, Tensor[] scale, Tensor[] tensor_amax, int side, bool columnwise, bool transposed, bool whole, "
-      "int[] cols, Tensor(a!)[] out, Tensor(b!)[] line_scale) -> ()",
+      "int[] cols, Tensor(a!)[] out, Tensor(b!)[] line_scale, int run=0) -> ()",
       torch::dispatch(c10::DispatchKey::CUDA, anchor_group), compliant());
   m.def("tensor_decode_scale(Tensor tensor_amax, int side) -> Tensor",
         torch::dispatch(c10::DispatchKey::CUDA, tensor_decode_scale), compliant());

@@ -26,11 +26,12 @@ at::Tensor decode(
 // side: of the encoding that the amaxes are of.
 at::Tensor tensor_decode_scale(const at::Tensor& tensor_amax, int64_t side);
 
-// Codes of blocks [rows, cols] whose scales are powers of two against one exponent a line, or of the tensor (whole), and
-// 2^(E - 127) of each; of a line without blocks E is 0. Of matrices [count, rows, cols], each by itself, stacked. Two-level codes
-// as ScaleLayout::kOperand has them, of one matrix.
+// Codes of blocks [rows, cols] whose scales are powers of two against one exponent per line (run 0), per so many elements of
+// one, or of the tensor (whole), as codes of a byte, and 2^(E - 127) of each: [lines], [runs, lines rounded up to 4] or [1];
+// of a line without blocks E is 0. Of matrices [count, rows, row bytes], each by itself, stacked, not of runs. Two-level codes as
+// ScaleLayout::kOperand has them, of one matrix.
 std::tuple<at::Tensor, at::Tensor> anchor_codes(
     const at::Tensor& data, const at::Tensor& scale, const MaybeTensor& tensor_amax, int64_t side, bool columnwise,
-    bool transposed, bool whole, int64_t cols);
+    bool transposed, bool whole, int64_t cols, int64_t run = 0);
 
 }  // namespace fsdp_quant

@@ -10,6 +10,17 @@ int32_t processors_of(int device, int64_t most) {
   return most > 0 && most < count ? static_cast<int32_t>(most) : count;
 }
 
+int capability_of(int device) {
+  thread_local int asked = -1, capability = 0;
+  if (asked != device) {
+    int major = 0, minor = 0;
+    C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    C10_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+    asked = device, capability = 10 * major + minor;
+  }
+  return capability;
+}
+
 cudaDataType_t type_of(at::ScalarType dtype, const char* name) {
   switch (dtype) {
     case at::kBFloat16:

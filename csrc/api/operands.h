@@ -18,6 +18,9 @@ inline bool is_fp8(cudaDataType_t type) { return type == CUDA_R_8F_E4M3 || type 
 // Multiprocessors of a device, `most` at most; 0: all.
 int32_t processors_of(int device, int64_t most);
 
+// 10 * major + minor. The driver is asked once for a device.
+int capability_of(int device);
+
 cudaDataType_t type_of(at::ScalarType dtype, const char* name);
 
 // Element and scaling of a kind, element | scaling << 3 in the numbers of the enums. No address, no order.

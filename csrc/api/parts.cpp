@@ -63,9 +63,8 @@ void set_out(Product& p, const at::Tensor& out, const at::Tensor& a, at::IntArra
 
 void launch(Product& p, const Parts& parts, int64_t sm_count, const at::Tensor& a, const at::Tensor& b, const char* name) {
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
-  int major = 0;
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, stream.device_index()));
-  TORCH_CHECK_NOT_IMPLEMENTED(major == 9, name, " needs sm_90; the device is sm_", major, "x");
+  const int capability = capability_of(stream.device_index());
+  TORCH_CHECK_NOT_IMPLEMENTED(capability == 90, name, " needs sm_90; the device is sm_", capability);
   const auto kind = [](const Operand& o) { return static_cast<int>(o.scaling); };
   const char* const reason = hopper::why_not(p, parts);
   TORCH_CHECK_NOT_IMPLEMENTED(reason == nullptr, name, " of a ", a.sizes(), " with scaling ", kind(p.a), " and b ", b.sizes(),

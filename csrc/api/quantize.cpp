@@ -194,7 +194,7 @@ Encodings encode(
     const Encoded* given = out != nullptr ? &(*out)[d] : nullptr;
     b.data = static_cast<uint8_t*>(take(
         made[d].data, given ? &given->data : nullptr, {g[d].data_rows, g[d].data_cols}, at::kByte, "out data"));
-    const auto scale_dtype = s.byte_scales() ? at::kByte : at::kFloat;
+    const auto scale_dtype = s.stored_in_bytes() ? at::kByte : at::kFloat;
     const at::Tensor* scale = given ? &given->scale : nullptr;
     b.scale = s.operand() ? take(made[d].scale, scale, {tokens != nullptr ? tokens->groups : 1}, at::kFloat, "out scale")
               : s.scale_layout == ScaleLayout::kCompact
@@ -316,7 +316,7 @@ Geometry geometry_of(const Side& s, bool columnwise, int64_t rows, int64_t cols,
   g.compact = columnwise ? Grid{line_blocks, blocks, 1, line_blocks} : Grid{line_blocks, blocks, blocks, 1};
   g.stored = g.compact;
   if (s.scale_layout == ScaleLayout::kCompact || s.whole()) return g;
-  const bool by_line = s.byte_scales() || s.outer != 1;  // blocks of a line lie side by side
+  const bool by_line = s.stored_in_bytes() || s.outer != 1;  // blocks of a line lie side by side
   g.stored = {at(g.stored_lines), at(g.stored_blocks), by_line ? at(g.stored_blocks) : 1, by_line ? 1 : at(g.stored_lines)};
   return g;
 }

@@ -201,7 +201,7 @@ void adam_group(
         if (s.two_level()) b.tensor_amax = static_cast<float*>(take("tensor_amax", at::kFloat, 1));
       } else {
         b.data = static_cast<uint8_t*>(take("data", at::kByte, g.data_rows * g.data_cols));
-        b.scale = take("scale", s.byte_scales() ? at::kByte : at::kFloat, scales);
+        b.scale = take("scale", s.stored_in_bytes() ? at::kByte : at::kFloat, scales);
         b.vector_store = stores_vectors(s, b.data, g);
       }
     }
@@ -234,7 +234,7 @@ Encodings encode_stacked(
     g[d] = geometry_of(s, d, x.size(1), x.size(2), 0);
     made[d].data = new_empty(x, {count, g[d].data_rows, g[d].data_cols}, at::kByte);
     const int64_t scales = s.scale_layout == ScaleLayout::kCompact ? g[d].scale_rows * g[d].scale_cols : g[d].scale_numel;
-    made[d].scale = new_empty(x, {count, scales}, s.byte_scales() ? at::kByte : at::kFloat);
+    made[d].scale = new_empty(x, {count, scales}, s.stored_in_bytes() ? at::kByte : at::kFloat);
   }
   bool delayed = false;
   for (const StackedHistories& of : histories) {

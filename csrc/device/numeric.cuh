@@ -1,5 +1,9 @@
 // Scales and elements, bit-exact with fsdp_quant/ops/reference.py. No fast-math: products that feed an addition are
 // written with intrinsics, so that no compiler fuses them.
+//
+// The pipe of integer minima and byte permutes has half the rate of fp32 sums: a saturating
+// multiply-add in place of a minimum, and a threshold in place of its complement, were worth 10 %.
+// A byte permute takes one immediate: keep the other operand in a register.
 #pragma once
 
 #include <cstdint>
@@ -37,6 +41,7 @@ __device__ __forceinline__ uint32_t e8m0_code(float amax, const Side& side) {
     const int code = static_cast<int>(bits >> 23) - static_cast<int>((bits_of(side.max) >> 23) - 127);
     return code > 0 ? code : 0;
   }
+  if constexpr (ptx::kHardwareCasts) return ptx::cvt_ue8m0(__fmul_rn(amax, side.inverse_max));
   // Adding all mantissa bits carries into the exponent unless they are zero; inf and NaN come out one too large.
   const uint32_t v = bits_of(__fmul_rn(amax, side.inverse_max));
   const uint32_t up = ((v + 0x7FFFFFu) >> 23) - (v >= 0x7F800000u);

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "device/amax.cuh"
 #include "device/numeric.cuh"
 
 namespace fsdp_quant {
@@ -18,24 +19,20 @@ struct Position {
   __device__ int col() const { return group * 8; }
 };
 
-// Value types: what a patch holds. Magnitudes are compared as the integer bits of |v|, so that a NaN is largest.
-struct BF16 {
+// Value types: what a patch holds.
+struct BF16 : MagnitudeWord<false> {
   static constexpr int kWords = 4;  // of 8 values
   static constexpr int kPerWord = 2;
   __device__ static float value(const uint32_t* w, int j) {
     return __uint_as_float(j & 1 ? w[j >> 1] & 0xFFFF0000u : w[j >> 1] << 16);
   }
-  __device__ static uint32_t magnitude(uint32_t word) { return word & 0x7FFF7FFFu; }
-  __device__ static uint32_t larger(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
   __device__ static float widen(uint32_t bits) { return __uint_as_float(bits << 16); }
 };
 
-struct F32 {
+struct F32 : MagnitudeWord<true> {
   static constexpr int kWords = 8;
   static constexpr int kPerWord = 1;
   __device__ static float value(const uint32_t* w, int j) { return __uint_as_float(w[j]); }
-  __device__ static uint32_t magnitude(uint32_t word) { return word & 0x7FFFFFFFu; }
-  __device__ static uint32_t larger(uint32_t a, uint32_t b) { return max(a, b); }
   __device__ static float widen(uint32_t bits) { return __uint_as_float(bits); }
 };
 
@@ -52,6 +49,23 @@ struct Patch {
 __device__ __forceinline__ uint32_t bytes_of(uint32_t a, uint32_t b, uint32_t c, uint32_t d, int byte) {
   const uint32_t pick = byte | (4 + byte) << 4;
   return __byte_perm(__byte_perm(a, b, pick), __byte_perm(c, d, pick), 0x5410);
+}
+
+// 4-bit codes of 8 magnitudes in the nibbles of a word, the first lowest, without their signs: magnitude(e) in units of the scale;
+// threshold(e) as of stochastic_e2m1, which else is not asked. Exceeds: NaNs, and rounded stochastically more than 6.
+template <bool Stochastic, bool Exceeds, class Magnitude, class Threshold>
+__device__ __forceinline__ uint32_t e2m1_nibbles(Magnitude magnitude, Threshold threshold) {
+  uint32_t code[8];
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    if constexpr (Stochastic) {
+      code[e] = stochastic_e2m1<Exceeds>(magnitude(e), threshold(e));
+    } else {
+      code[e] = e2m1_magnitude<Exceeds>(magnitude(e));
+    }
+  }
+  constexpr int kByte = Stochastic ? 3 : 0;
+  return bytes_of(code[0], code[2], code[4], code[6], kByte) | bytes_of(code[1], code[3], code[5], code[7], kByte) << 4;
 }
 
 // Magnitudes of 8 rows or 8 columns, two a word for 16-bit values.

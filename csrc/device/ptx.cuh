@@ -6,9 +6,12 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "device/fp8_bits.h"
+
 namespace fsdp_quant::ptx {
 
-// Two fp32 values as 8-bit elements, saturating, to nearest even; `lo` in the low byte. NaN gives 0x7F.
+// Two fp32 values as 8-bit elements, saturating, to nearest even; `lo` in the low byte. NaN gives 0x7F. Before sm_89 by fp8_bits.h.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
 __device__ __forceinline__ uint32_t cvt_e4m3x2(float hi, float lo) {
   uint16_t r;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(hi), "f"(lo));
@@ -45,6 +48,55 @@ __device__ __forceinline__ __half2 cvt_f16x2_e5m2x2(uint32_t codes) {
   asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(r) : "h"(static_cast<uint16_t>(codes)));
   return *reinterpret_cast<__half2*>(&r);
 }
+#else
+__device__ __forceinline__ uint32_t cvt_e4m3x2(float hi, float lo) { return fp8_code<3>(hi) << 8 | fp8_code<3>(lo); }
+__device__ __forceinline__ uint32_t cvt_e5m2x2(float hi, float lo) { return fp8_code<2>(hi) << 8 | fp8_code<2>(lo); }
+__device__ __forceinline__ uint32_t cvt_e4m3x2_f16x2(__half2 v) { return cvt_e4m3x2(__high2float(v), __low2float(v)); }
+__device__ __forceinline__ uint32_t cvt_e5m2x2_f16x2(__half2 v) { return cvt_e5m2x2(__high2float(v), __low2float(v)); }
+
+template <int Mantissa>
+__device__ __forceinline__ __half2 halves_of_fp8(uint32_t codes) {
+  const uint32_t r = half_of_fp8<Mantissa>(codes & 0xFF) | half_of_fp8<Mantissa>(codes >> 8 & 0xFF) << 16;
+  return *reinterpret_cast<const __half2*>(&r);
+}
+__device__ __forceinline__ __half2 cvt_f16x2_e4m3x2(uint32_t codes) { return halves_of_fp8<3>(codes); }
+__device__ __forceinline__ __half2 cvt_f16x2_e5m2x2(uint32_t codes) { return halves_of_fp8<2>(codes); }
+#endif
+
+// Casts that code for an architecture ("a") or a family ("f") of Blackwell has. -DFSDP_QUANT_SOFTWARE_CASTS does without:
+// `python -m fsdp_quant selftest` compares them with the definition, first of all.
+#if defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && !defined(FSDP_QUANT_SOFTWARE_CASTS)
+#if __CUDA_ARCH_FAMILY_SPECIFIC__ >= 1000
+#define FSDP_QUANT_HARDWARE_CASTS
+#endif
+#endif
+
+#ifdef FSDP_QUANT_HARDWARE_CASTS
+constexpr bool kHardwareCasts = true;
+
+// Eight fp32 values as 4-bit elements, saturating, to nearest even; the first in the lowest bits. NaN gives +6.
+__device__ __forceinline__ uint32_t cvt_e2m1x8(const float (&v)[8]) {
+  uint32_t r;
+  asm("{\n.reg .b8 b0, b1, b2, b3;\n"
+      "cvt.rn.satfinite.e2m1x2.f32 b0, %2, %1;\ncvt.rn.satfinite.e2m1x2.f32 b1, %4, %3;\n"
+      "cvt.rn.satfinite.e2m1x2.f32 b2, %6, %5;\ncvt.rn.satfinite.e2m1x2.f32 b3, %8, %7;\n"
+      "mov.b32 %0, {b0, b1, b2, b3};\n}"
+      : "=r"(r)
+      : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]));
+  return r;
+}
+
+// Biased exponent of a v that is not negative, rounded up; infinity gives 0xFE, NaN 0xFF.
+__device__ __forceinline__ uint32_t cvt_ue8m0(float v) {
+  uint16_t r;
+  asm("cvt.rp.satfinite.ue8m0x2.f32 %0, %1, %2;" : "=h"(r) : "f"(0.0f), "f"(v));
+  return r & 0xFF;
+}
+#else
+constexpr bool kHardwareCasts = false;
+__device__ uint32_t cvt_e2m1x8(const float (&v)[8]);  // not there, and not called
+__device__ uint32_t cvt_ue8m0(float v);
+#endif
 
 // Within 2^-22 of 2^x, and within 2^-23 of 1 / x: relative; subnormal results are 0.
 __device__ __forceinline__ float exp2_approx(float x) {

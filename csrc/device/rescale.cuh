@@ -1,4 +1,4 @@
-// Codes times a power of two that is 1 or less, as codes of the same element; 4-bit codes times a scale, as e4m3.
+// Codes times a power of two that is 1 or less, as codes of the same element; smaller codes times a power of two, or a scale, as e4m3.
 #pragma once
 
 #include "device/ptx.cuh"
@@ -6,12 +6,13 @@
 
 namespace fsdp_quant {
 
-// fp16 bits of 2^d, d from 0 to -24: subnormal below -14.
+// fp16 bits of 2^d, d from 15 to -24: subnormal below -14.
 __device__ __forceinline__ uint32_t half_power(int32_t d) { return d >= -14 ? (15 + d) << 10 : 1u << (24 + d); }
 
 // Factors in fp16 round nothing that the cast does not round to zero. An element has at most 4 significant bits, so its
 // product is exact down to 2^-21, and smaller ones, rounded or not, are far below half the least e4m3 (2^-10) and e5m2
-// (2^-17). 448 * 2^-24 is below that too, and so is 57344 * 2^-40; the latter's factor takes two products.
+// (2^-17). 448 * 2^-24 is below that too, and so is 57344 * 2^-40; the latter's factor takes two products. So it is with smaller
+// elements times the factors of e4m3.
 template <Element E>
 struct CodeFactor {
   static constexpr int32_t kLeast = E == Element::kE5M2 ? -40 : -24;

@@ -1,9 +1,10 @@
-// Eight values of a row: 16 (or 32) bytes in memory, fp32 in registers; and the largest magnitude of what was written.
+// Eight values of a row: 16 (or 32) bytes in memory, fp32 in registers; and the largest magnitudes of such.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
+#include "device/amax.cuh"
 #include "device/ptx.cuh"
 
 namespace fsdp_quant {
@@ -87,21 +88,21 @@ struct Eight {
   }
 };
 
-// Magnitudes, compared as integer bits, so that a NaN is largest; two a word of 16-bit values.
+// Of eights of values, each of its words by itself.
 template <class T>
-struct Magnitudes {
+struct Magnitudes : MagnitudeWord<Eight<T>::kWide> {
   static constexpr bool kWide = Eight<T>::kWide;
   static constexpr int kWords = Eight<T>::kWords;
   uint32_t w[kWords] = {};
 
-  __device__ __forceinline__ static uint32_t larger(uint32_t a, uint32_t b) { return kWide ? max(a, b) : __vmaxu2(a, b); }
-  __device__ __forceinline__ static uint32_t of_word(uint32_t word) { return word & (kWide ? 0x7FFFFFFFu : 0x7FFF7FFFu); }
-  // One value's magnitude as the bits of fp32; a NaN as the canonical one.
+  using MagnitudeWord<kWide>::larger, MagnitudeWord<kWide>::magnitude;
+
+  // One value's magnitude as the canonical bits of fp32.
   __device__ __forceinline__ static uint32_t widened(uint32_t one) {
     uint32_t bits = one;
     if constexpr (!kWide)
       bits = __float_as_uint(Pair<T>::widen(*reinterpret_cast<const typename Pair<T>::type*>(&one)).x);
-    return bits > 0x7F800000u ? 0x7FC00000u : bits;
+    return canonical(bits);
   }
   // The larger of what a word of magnitudes holds.
   __device__ __forceinline__ static uint32_t widened_word(uint32_t word) {
@@ -109,15 +110,15 @@ struct Magnitudes {
   }
   // The largest of these eight, not widened.
   __device__ __forceinline__ static uint32_t largest(const Eight<T>& e) {
-    uint32_t m = of_word(e.w[0]);
+    uint32_t m = magnitude(e.w[0]);
 #pragma unroll
-    for (int k = 1; k < kWords; ++k) m = larger(m, of_word(e.w[k]));
+    for (int k = 1; k < kWords; ++k) m = larger(m, magnitude(e.w[k]));
     return kWide ? m : max(m & 0xFFFFu, m >> 16);
   }
 
   __device__ __forceinline__ void take(const Eight<T>& e) {
 #pragma unroll
-    for (int k = 0; k < kWords; ++k) w[k] = larger(w[k], of_word(e.w[k]));
+    for (int k = 0; k < kWords; ++k) w[k] = larger(w[k], magnitude(e.w[k]));
   }
   // Of all that was taken.
   __device__ __forceinline__ uint32_t largest() const {
@@ -133,18 +134,5 @@ struct Magnitudes {
     if constexpr (!kWide) atomicMax(bits + 1, widened(word >> 16));
   }
 };
-
-// The block's largest magnitude into *amax, which starts at 0. Few atomics: most blocks find that it is large enough.
-// bits: widened. All threads of the block; `smem` has a word a warp, and is not in use.
-__device__ __forceinline__ void raise_amax(float* amax, uint32_t bits, uint32_t* smem) {
-  bits = __reduce_max_sync(0xFFFFFFFFu, bits);
-  const uint32_t thread = threadIdx.y * blockDim.x + threadIdx.x;
-  if ((thread & 31) == 0) smem[thread >> 5] = bits;
-  __syncthreads();
-  if (thread >= 32) return;
-  bits = __reduce_max_sync(0xFFFFFFFFu, thread < (blockDim.x * blockDim.y + 31) / 32 ? smem[thread] : 0u);
-  auto* word = reinterpret_cast<uint32_t*>(amax);
-  if (thread == 0 && bits > *reinterpret_cast<volatile uint32_t*>(word)) atomicMax(word, bits);
-}
 
 }  // namespace fsdp_quant

@@ -1,5 +1,9 @@
 // A product in the terms of cuBLASLt. Its matrices are column-major, so that a row-major [r, c] is its [c, r]: it makes
 // out^T[n, m] = op(b) op(a), and its left operand is b.
+//
+// It asks for K-major codes, rows of 16 bytes, N a multiple of 16, scales of lines and blocks
+// aligned to 16 bytes, and no bias for an fp32 product of codes; `native.gemm` pads or adds what
+// does not fit. The first algorithm of its list is the best of those that it lists.
 #include "gemm/cublaslt.h"
 
 #include <array>

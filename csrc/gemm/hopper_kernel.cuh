@@ -19,6 +19,15 @@
 //
 // Groups are tiled on the device. Cut along M, a group's tiles begin at its first row, and the rows of the next group
 // in its last tile are not stored; cut along K, every group has all tiles of an out of its own, and its 128s of K.
+//
+// Measured on an H200. 256 x 128 tiles in clusters of 2 won on every large shape. kVector is bound
+// by its two operations per element: four stages and narrow staging gained 7 %, two groups that
+// take turns to issue lost 6 %. Stores by the copy engine lost to coalesced stores. Additions to
+// fp32 that L2 makes (one per element, so that runs agree) gained 5 % over threads that read and
+// write. kRun is 8 to 12 % faster than anchors of 128 through 1 x 128 scales; one product per 512
+// tokens, row-scaled and added in fp32, ran at .45 of bf16. Whole products with 1 x 128 and 128 x
+// 128 scales ran at .79 to 1.007 of cuBLASLt 13.0; these, products of the planes of an all-gather,
+// and the amax of the result had no user, and went.
 #pragma once
 
 #include "gemm/hopper_sums.cuh"

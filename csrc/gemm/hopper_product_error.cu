@@ -23,7 +23,6 @@ struct Shared {
   double result[2];
 };
 
-constexpr uint32_t kLeastExactBlock = 28;  // 6 * 2^-3 * 2^-3 as e4m3: the largest of a block of e2m1 whose scale is 2^-3
 constexpr float kLeastToken = 0x1p-14f;  // of the mean energy: a smaller token counts as part of one
 
 // Which lines are looked at: others in every probe, spread as the fractions of multiples of the golden ratio, since tokens
@@ -58,16 +57,15 @@ __device__ __forceinline__ float run_scale(const CountedOperand& o, int64_t line
 struct Codes {
   float all[kCodes], lost[kCodes];  // squares of the values, mean squares of what they may have lost
 
-  // A code without an exponent lies on a grid, of steps of the least: step^2 / 12. Of e2m1 where the scale of its block, of 16
-  // elements, which four threads hold, is below 2^-3.
+  // A code without an exponent lies on a grid, of steps of the least: step^2 / 12. Of smaller elements in blocks that are not
+  // exact, of 16 or 32 elements, which four or eight threads hold.
   __device__ Codes(const CountedOperand& o, int64_t line, int64_t at, int64_t k) {
     const uint32_t codes = codes_of(o, line, at, k), exponent = o.e5m2 ? 0x7C : 0x78;
     bool counts = o.counted;
-    if (o.of_e2m1) {
+    if (o.of_blocks) {
       uint32_t largest = codes & 0x7F7F7F7Fu;
-      largest = __vmaxu4(largest, __shfl_xor_sync(~0u, largest, 1));
-      largest = __vmaxu4(largest, __shfl_xor_sync(~0u, largest, 2));
-      counts = __vcmpgeu4(largest, kLeastExactBlock * 0x01010101u) == 0;
+      for (int lane = 1; lane < 1 << o.exact.lanes_log2; lane *= 2) largest = __vmaxu4(largest, __shfl_xor_sync(~0u, largest, lane));
+      counts = __vcmpgeu4(largest, o.exact.least * 0x01010101u) == 0;
     }
     const float scale = run_scale(o, line, at, k), each = (o.e5m2 ? 0x1p-32f : 0x1p-18f) / 12 * scale * scale;
     const float2 lo = values_of(codes & 0xFFFF, o.e5m2), hi = values_of(codes >> 16, o.e5m2);
@@ -181,7 +179,7 @@ __global__ void __cluster_dims__(kBlocks) __launch_bounds__(kErrorThreads)
       }
     });
   }
-  const auto own_of = [](const CountedOperand& o) { return o.of_e2m1 ? kOwnE2M1 : o.e5m2 ? kOwnE5M2 : kOwnE4M3; };
+  const auto own_of = [](const CountedOperand& o) { return o.of_blocks ? o.exact.own_error : o.e5m2 ? kOwnE5M2 : kOwnE4M3; };
   const double own = own_of(p.operand[0]) + own_of(p.operand[1]);
   double extra = 0.0, product = 0.0;
 #pragma unroll 1

@@ -6,18 +6,9 @@
 #include <cuda_runtime_api.h>
 #include <library_types.h>
 
+#include "gemm/takes.h"
+
 namespace fsdp_quant {
-
-// Scales of an operand [outer, K]: none; fp32 [1]; fp32 [outer]; fp32 [ceil(K / 128), outer rounded up to 4]; fp32
-// [ceil(outer / 128), ceil(K / 128) rounded up to 4]; one byte for 32 (e8m0) or 16 (e4m3) elements along K, in 128 x 4
-// tiles of 512 bytes; fp32 [ceil(K / 512), outer rounded up to 4], powers of two. The numbers are Python's.
-enum class Scaling : int32_t {
-  kNone = 0, kTensor = 1, kRow = 2, k1x128 = 3, k128x128 = 4, kE8M0 = 5, kE4M3 = 6, k1x512 = 7
-};
-
-inline bool has_byte_scales(Scaling s) { return s == Scaling::kE8M0 || s == Scaling::kE4M3; }
-// fp32 scales along K: an sm_90 multiplies them.
-inline bool has_fp32_blocks(Scaling s) { return s >= Scaling::k1x128 && !has_byte_scales(s); }
 
 // From a line of fp32 scales of blocks to the next: a line is a 128 or 512 of K, and of 128x128 scales a 128 of outer.
 inline int64_t scale_ld(Scaling scaling, int64_t outer, int64_t k) {

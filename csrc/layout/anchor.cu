@@ -1,9 +1,10 @@
-// Codes against one exponent for each line of the whole contraction, or for the tensor: q' = element(q * 2^(e - E)), E =
-// max(e) over the line or the tensor. One launch writes 2^(E - 127), one moves the codes in 128 x 128 tiles, 8 x 8 a thread. y
-// of a grid: the matrix; blocks behind the last of theirs do nothing.
+// Codes against one exponent for each line of the contraction, each run of a line, or the tensor: q' = operand(q * 2^(e - E)),
+// E = max(0, max(e) - shift) over the line, run or tensor. One launch writes 2^(E - 127), one moves the codes in 128 x 128 tiles,
+// 8 x 8 a thread. y of a grid: the matrix, z: the run; blocks behind the last of theirs do nothing.
 // Two-level codes whose scales are kE4M3Exact: q' = e4m3(q * s / 8), and 8 D for the tensor; the second launch does both.
 #include "device/patch.cuh"
 #include "device/rescale.cuh"
+#include "layout/codes.cuh"
 #include "layout/layout.h"
 
 namespace fsdp_quant {
@@ -18,26 +19,32 @@ __device__ __forceinline__ int32_t scale_cols(const AnchorCodes& a) {
   return ((a.cols - 1) >> (a.columnwise ? a.outer_log2 : a.contraction_log2)) + 1;
 }
 
+// E of the largest exponent of blocks, NaN stays.
+__device__ __forceinline__ uint32_t below(uint32_t exponent, const AnchorCodes& a) {
+  return exponent == 255 ? 255 : max(static_cast<int32_t>(exponent) - a.shift, 0);
+}
+
+// The blocks of the contraction, of so many, that are this block's run.
+struct RunBlocks {
+  int32_t first, end;
+
+  __device__ RunBlocks(const AnchorCodes& a, int32_t blocks) : first(0), end(blocks) {
+    if (a.run_log2 == 31) return;
+    const int32_t log2 = a.run_log2 - a.contraction_log2;
+    first = static_cast<int32_t>(blockIdx.z) << log2, end = min(blocks, first + (1 << log2));
+  }
+  __device__ bool exists() const { return blockIdx.z == 0 || first < end; }
+};
+
 // The matrix of this block, of those that lie one behind the other, or of a group.
 __device__ __forceinline__ AnchorCodes matrix_of(AnchorCodes a) {
-  const int64_t i = blockIdx.y, codes = static_cast<int64_t>(a.rows) * a.cols;
-  a.data += i * codes, a.out += i * codes, a.scale += i * scale_rows(a) * scale_cols(a);
+  const int64_t i = blockIdx.y;
+  a.data += i * a.rows * row_bytes(a.element, a.cols), a.out += i * a.rows * a.cols, a.scale += i * scale_rows(a) * scale_cols(a);
   a.line_scale += i * (a.whole ? 1 : a.columnwise ? a.cols : a.rows);
   return a;
 }
 
 __device__ __forceinline__ const AnchorCodes& matrix_of(const AnchorGroup& group) { return group.items[blockIdx.y]; }
-
-// 8 bytes of a row, those beyond its last `count` zero.
-__device__ __forceinline__ uint2 load8(const uint8_t* p, int32_t count, bool vectors) {
-  if (vectors && count >= 8) return __ldg(reinterpret_cast<const uint2*>(p));
-  uint2 v = make_uint2(0, 0);
-#pragma unroll
-  for (int e = 0; e < 8; ++e) {
-    if (e < count) (e < 4 ? v.x : v.y) |= static_cast<uint32_t>(__ldg(p + e)) << (8 * (e & 3));
-  }
-  return v;
-}
 
 __device__ __forceinline__ uint32_t byte_of(uint2 v, int e) { return ((e < 4 ? v.x : v.y) >> (8 * (e & 3))) & 0xFF; }
 
@@ -58,12 +65,14 @@ __global__ void __launch_bounds__(kThreads) row_exponents_kernel(const __grid_co
   const AnchorCodes a = matrix_of(of_all);
   const int32_t lane = threadIdx.x % kLanes, line = blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes;
   const int32_t lines = ((a.rows - 1) >> a.outer_log2) + 1, blocks = scale_cols(a);
+  const RunBlocks run(a, blocks);
+  if (!run.exists()) return;
   uint2 top = make_uint2(0, 0);
   if (line < lines) {
     const uint8_t* row = a.scale + static_cast<int64_t>(line) * blocks;
 #pragma unroll 4
-    for (int32_t block = lane * 8; block < blocks; block += kLanes * 8)
-      top = larger(top, load8(row + block, blocks - block, a.vector_scales));
+    for (int32_t block = run.first + lane * 8; block < run.end; block += kLanes * 8)
+      top = larger(top, load8(row + block, run.end - block, a.vector_scales && (run.first & 7) == 0));
   }
 #pragma unroll
   for (int bit = 1; bit < kLanes; bit *= 2) top = larger(top, from_lane(top, bit));
@@ -72,7 +81,8 @@ __global__ void __launch_bounds__(kThreads) row_exponents_kernel(const __grid_co
   for (int e = 0; e < 8; ++e) exponent = max(exponent, byte_of(top, e));
   if (line >= lines) return;
   const int32_t outer = 1 << a.outer_log2, first = line << a.outer_log2;
-  for (int32_t i = lane; i < outer && first + i < a.rows; i += kLanes) a.line_scale[first + i] = power_of_two(exponent);
+  float* out = a.line_scale + static_cast<int64_t>(blockIdx.z) * a.scale_ld + first;
+  for (int32_t i = lane; i < outer && first + i < a.rows; i += kLanes) out[i] = power_of_two(below(exponent, a));
 }
 
 // Exponents of columns: a block reads 128 columns of scales, 8 bytes a thread, in 64 rows at a time.
@@ -84,10 +94,12 @@ __global__ void __launch_bounds__(kColumnThreads) col_exponents_kernel(const __g
   __shared__ uint2 parts[kWarps * kGroups];
   __shared__ uint8_t tops[kTile];
   const int32_t lines = scale_cols(a), blocks = scale_rows(a);
+  const RunBlocks run(a, blocks);
+  if (!run.exists()) return;
   const int32_t line = blockIdx.x * kTile + threadIdx.x % kGroups * 8;
   uint2 top = make_uint2(0, 0);
 #pragma unroll 4
-  for (int32_t block = threadIdx.x / kGroups; block < blocks; block += kColumnThreads / kGroups)
+  for (int32_t block = run.first + threadIdx.x / kGroups; block < run.end; block += kColumnThreads / kGroups)
     top = larger(top, load8(a.scale + static_cast<int64_t>(block) * lines + line, lines - line, a.vector_scales));
   top = larger(top, from_lane(top, 16));
   if (threadIdx.x % 32 < kGroups) parts[threadIdx.x / 32 * kGroups + threadIdx.x % 32] = top;
@@ -99,12 +111,13 @@ __global__ void __launch_bounds__(kColumnThreads) col_exponents_kernel(const __g
       const uint32_t part = reinterpret_cast<const uint8_t*>(parts)[warp * kTile + threadIdx.x];
       exponent = max(exponent, part);
     }
-    tops[threadIdx.x] = static_cast<uint8_t>(exponent);
+    tops[threadIdx.x] = static_cast<uint8_t>(below(exponent, a));
   }
   __syncthreads();
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kTile << a.outer_log2;
+  float* out = a.line_scale + static_cast<int64_t>(blockIdx.z) * a.scale_ld + first;
   for (int32_t i = threadIdx.x; i < kTile << a.outer_log2 && first + i < a.cols; i += kColumnThreads)
-    a.line_scale[first + i] = power_of_two(tops[i >> a.outer_log2]);
+    out[i] = power_of_two(tops[i >> a.outer_log2]);
 }
 
 // Raises the scale of a tensor to 2^(exponent - 127): positive floats are in the order of their bits, NaN last.
@@ -126,7 +139,7 @@ __global__ void __launch_bounds__(kThreads) tensor_exponent_kernel(const __grid_
 #pragma unroll
   for (int e = 0; e < 8; ++e) exponent = max(exponent, byte_of(top, e));
   exponent = __reduce_max_sync(~0u, exponent);
-  if (threadIdx.x % 32 == 0) raise(a.line_scale, exponent);
+  if (threadIdx.x % 32 == 0) raise(a.line_scale, below(exponent, a));
 }
 
 // The exponents of fp32 scales, and the largest: a block of threads each. A block of zeros has the scale 1, which is not its
@@ -152,27 +165,28 @@ __global__ void __launch_bounds__(kThreads) block_exponents_kernel(const __grid_
   raise(a.line_scale, exponent);
 }
 
-// e4m3 codes of a word of 8 nibbles. factor(k): of elements 2 k and 2 k + 1.
-template <typename Of>
-__device__ __forceinline__ uint2 scaled_nibbles(uint32_t word, Of factor) {
-  uint32_t out[2];
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const uint32_t f = factor(2 * h), g = factor(2 * h + 1);
-    const uint2 four = halves_of_e2m1x4(word >> (16 * h));
-    const auto times = [](const uint32_t& a, const uint32_t& b) {
-      return ptx::cvt_e4m3x2_f16x2(__hmul2(*reinterpret_cast<const __half2*>(&a), *reinterpret_cast<const __half2*>(&b)));
-    };
-    out[h] = times(four.x, f) | times(four.y, g) << 16;
+// What turns codes into those of an operand: a power of two, or of two-level codes (e2m1) the scale of their block.
+template <Element E, bool TwoLevel>
+using FactorOf = CodeFactor<E == Element::kE5M2 || TwoLevel ? E : Element::kE4M3>;
+
+// Codes 2 k and 2 k + 1 of eight.
+template <Element E, class Factor>
+__device__ __forceinline__ uint32_t scaled_pair_of(uint2 v, int k, const Factor& factor) {
+  if constexpr (code_bits(E) == 8) {
+    return scaled_pair<E>((k < 2 ? v.x : v.y) >> (16 * (k & 1)) & 0xFFFF, factor);
+  } else {
+    __half2 pair = halves_of<E>(v, k);
+    if constexpr (kHalfScale<E> != 1.0f) pair = __hmul2(pair, __float2half2_rn(kHalfScale<E>));
+    return ptx::cvt_e4m3x2_f16x2(__hmul2(pair, *reinterpret_cast<const __half2*>(&factor.first)));
   }
-  return {out[0], out[1]};
 }
 
 // The exponents of 8 lines, by the exponent field of their fp32 scales: it is E for the subnormal 2^-127 and NaN too.
 template <bool Columnwise>
-__device__ __forceinline__ void read_line_exponents(int32_t (&out)[8], const AnchorCodes& a, int32_t line) {
-  const int32_t lines = Columnwise ? a.cols : a.rows;
-  const auto* at = reinterpret_cast<const uint32_t*>(a.line_scale) + line;
+__device__ __forceinline__ void read_line_exponents(int32_t (&out)[8], const AnchorCodes& a, int32_t row, int32_t col) {
+  const int32_t lines = Columnwise ? a.cols : a.rows, line = Columnwise ? col : row;
+  const int64_t run = (Columnwise ? row : col) >> a.run_log2;
+  const auto* at = reinterpret_cast<const uint32_t*>(a.line_scale) + run * a.scale_ld + line;
   if (a.whole) {
     const uint32_t e = __ldg(at - line) >> 23;
 #pragma unroll
@@ -211,7 +225,7 @@ __device__ __forceinline__ void read_exponents(int32_t (&out)[8], const AnchorCo
   }
 }
 
-template <Element E, bool Columnwise, typename Of>
+template <Element E, bool TwoLevel, bool Columnwise, typename Of>
 __global__ void __launch_bounds__(kThreads, 4) codes_kernel(const __grid_constant__ Of of_all) {
   const AnchorCodes a = matrix_of(of_all);
   __shared__ uint4 smem[kTile * 8];
@@ -220,46 +234,34 @@ __global__ void __launch_bounds__(kThreads, 4) codes_kernel(const __grid_constan
   const int32_t row0 = blockIdx.x / tile_cols * kTile, col0 = blockIdx.x % tile_cols * kTile;
   if (row0 >= a.rows) return;
   const int32_t row = row0 + at.row(), col = col0 + at.col();
-  constexpr bool kFourBit = E == Element::kE2M1;
-  if (kFourBit && blockIdx.x + threadIdx.x == 0)
+  if (TwoLevel && blockIdx.x + threadIdx.x == 0)
     *a.line_scale = __fmul_rn(8.0f, tensor_decode_scale(__ldg(a.tensor_amax), a.tensor_max));
+  const int32_t bytes = row_bytes(E, a.cols);
   uint2 v[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const int64_t row_bytes = kFourBit ? (a.cols + 1) >> 1 : a.cols;
-    const uint8_t* p = a.data + (row + i) * row_bytes + (kFourBit ? col >> 1 : col);
     v[i] = make_uint2(0, 0);
-    if (row + i >= a.rows || col >= a.cols) continue;
-    if (kFourBit && a.vector_load) {
-      v[i].x = __ldg(reinterpret_cast<const uint32_t*>(p));
-    } else {
-      v[i] = load8(p, kFourBit ? min(4, (a.cols - col + 1) >> 1) : a.cols - col, !kFourBit && a.vector_load);
-    }
+    if (row + i < a.rows && col < a.cols) v[i] = load_codes<E>(a.data + static_cast<int64_t>(row + i) * bytes, col, bytes, a.vector_load);
   }
   if (row < a.rows && col < a.cols) {
     int32_t own[8], line[8];
     read_exponents<Columnwise>(own, a, row, col);
-    if constexpr (!kFourBit) read_line_exponents<Columnwise>(line, a, Columnwise ? col : row);
-    CodeFactor<E> factor[8];  // rowwise: of a row, twice; columnwise: four, of two columns each
+    if constexpr (!TwoLevel) read_line_exponents<Columnwise>(line, a, row, col);
+    using Factor = FactorOf<E, TwoLevel>;
+    Factor factor[8];  // rowwise: of a row, twice; columnwise: four, of two columns each
 #pragma unroll
-    for (int k = 0; k < 8; ++k) factor[k] = CodeFactor<E>(kFourBit ? own[k] : own[k] - line[k]);
+    for (int k = 0; k < 8; ++k) factor[k] = Factor(TwoLevel ? own[k] : own[k] - line[k]);
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
-      if (!Columnwise) factor[k] = CodeFactor<E>(factor[k], factor[k]);
-      if (Columnwise && k < 4) factor[k] = CodeFactor<E>(factor[2 * k], factor[2 * k + 1]);
+      if (!Columnwise) factor[k] = Factor(factor[k], factor[k]);
+      if (Columnwise && k < 4) factor[k] = Factor(factor[2 * k], factor[2 * k + 1]);
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      if constexpr (kFourBit) {
-        v[i] = scaled_nibbles(v[i].x, [&](int k) { return factor[Columnwise ? k : i].first; });
-      } else {
+      uint32_t pair[4];
 #pragma unroll
-        for (int w = 0; w < 2; ++w) {
-          uint32_t& word = w ? v[i].y : v[i].x;
-          word = scaled_pair<E>(word & 0xFFFF, factor[Columnwise ? 2 * w : i]) |
-                 scaled_pair<E>(word >> 16, factor[Columnwise ? 2 * w + 1 : i]) << 16;
-        }
-      }
+      for (int k = 0; k < 4; ++k) pair[k] = scaled_pair_of<E>(v[i], k, factor[Columnwise ? k : i]);
+      v[i] = make_uint2(pair[0] | pair[1] << 16, pair[2] | pair[3] << 16);
     }
   }
   if (a.transposed) {
@@ -279,29 +281,34 @@ __global__ void __launch_bounds__(kThreads, 4) codes_kernel(const __grid_constan
   }
 }
 
-// Blocks of a launch for each kernel.
+// Blocks of a launch for each kernel, and runs.
 struct Blocks {
-  int64_t exponents, tiles;
+  int64_t exponents, tiles, runs = 1;
 };
 
 Blocks blocks_of(const AnchorCodes& a) {
   const int64_t line_blocks = (((a.columnwise ? a.cols : a.rows) - 1) >> a.outer_log2) + 1;
   const int64_t each = a.columnwise ? kTile : kThreads / kLanes;
   const int64_t tiles = static_cast<int64_t>((a.rows - 1) / kTile + 1) * ((a.cols - 1) / kTile + 1);
-  if (!a.whole) return {(line_blocks + each - 1) / each, tiles};
-  const int64_t blocks = line_blocks * ((((a.columnwise ? a.rows : a.cols) - 1) >> a.contraction_log2) + 1);
+  const int64_t length = a.columnwise ? a.rows : a.cols;
+  if (!a.whole) return {(line_blocks + each - 1) / each, tiles, a.run_log2 == 31 ? 1 : ((length - 1) >> a.run_log2) + 1};
+  const int64_t blocks = line_blocks * (((length - 1) >> a.contraction_log2) + 1);
   return {a.powers != nullptr ? tiles : (blocks + kThreads * 8 - 1) / (kThreads * 8), tiles};
+}
+
+template <Element E, bool TwoLevel = false, typename Of>
+cudaError_t launch_codes(const Of& of_all, const AnchorCodes& first, dim3 tiles, cudaStream_t stream) {
+  const auto kernel = first.columnwise ? codes_kernel<E, TwoLevel, true, Of> : codes_kernel<E, TwoLevel, false, Of>;
+  kernel<<<tiles, kThreads, 0, stream>>>(of_all);
+  return cudaGetLastError();
 }
 
 template <typename Of>
 cudaError_t launch(const Of& of_all, const AnchorCodes& first, Blocks most, int32_t matrices, cudaStream_t stream) {
-  if (most.tiles > 0x7FFFFFFF) return cudaErrorInvalidConfiguration;
-  const dim3 blocks(static_cast<unsigned>(most.exponents), matrices), tiles(static_cast<unsigned>(most.tiles), matrices);
-  if (first.element == Element::kE2M1) {
-    const auto codes = first.columnwise ? codes_kernel<Element::kE2M1, true, Of> : codes_kernel<Element::kE2M1, false, Of>;
-    codes<<<tiles, kThreads, 0, stream>>>(of_all);
-    return cudaGetLastError();
-  }
+  if (most.tiles > 0x7FFFFFFF || most.runs > 0xFFFF) return cudaErrorInvalidConfiguration;
+  const dim3 tiles(static_cast<unsigned>(most.tiles), matrices);
+  const dim3 blocks(static_cast<unsigned>(most.exponents), matrices, static_cast<unsigned>(most.runs));
+  if (first.two_level) return launch_codes<Element::kE2M1, true>(of_all, first, tiles, stream);
   if (first.powers != nullptr) {
     block_exponents_kernel<<<blocks, kThreads, 0, stream>>>(of_all);
   } else if (first.whole) {
@@ -312,12 +319,18 @@ cudaError_t launch(const Of& of_all, const AnchorCodes& first, Blocks most, int3
     row_exponents_kernel<<<blocks, kThreads, 0, stream>>>(of_all);
   }
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-  const auto kernel =
-      first.element == Element::kE5M2
-          ? (first.columnwise ? codes_kernel<Element::kE5M2, true, Of> : codes_kernel<Element::kE5M2, false, Of>)
-          : (first.columnwise ? codes_kernel<Element::kE4M3, true, Of> : codes_kernel<Element::kE4M3, false, Of>);
-  kernel<<<tiles, kThreads, 0, stream>>>(of_all);
-  return cudaGetLastError();
+  switch (first.element) {
+    case Element::kE5M2:
+      return launch_codes<Element::kE5M2>(of_all, first, tiles, stream);
+    case Element::kE2M1:
+      return launch_codes<Element::kE2M1>(of_all, first, tiles, stream);
+    case Element::kE2M3:
+      return launch_codes<Element::kE2M3>(of_all, first, tiles, stream);
+    case Element::kE3M2:
+      return launch_codes<Element::kE3M2>(of_all, first, tiles, stream);
+    default:
+      return launch_codes<Element::kE4M3>(of_all, first, tiles, stream);
+  }
 }
 
 }  // namespace
@@ -332,6 +345,7 @@ cudaError_t launch_anchor_group(const AnchorGroup& group, cudaStream_t stream) {
     const Blocks own = blocks_of(group.items[i]);
     largest.exponents = own.exponents > largest.exponents ? own.exponents : largest.exponents;
     largest.tiles = own.tiles > largest.tiles ? own.tiles : largest.tiles;
+    largest.runs = own.runs > largest.runs ? own.runs : largest.runs;
   }
   return launch(group, group.items[0], largest, group.count, stream);
 }

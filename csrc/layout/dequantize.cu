@@ -2,6 +2,10 @@
 //
 // A thread decodes 8 columns of 8 rows: a warp reads 256 (128) and writes 512 contiguous bytes of each row. Rowwise scales
 // are one a row, columnwise ones 8 neighbours. Tails go one by one.
+#include <type_traits>
+
+#include "device/values.cuh"
+#include "layout/codes.cuh"
 #include "layout/factor.cuh"
 
 namespace fsdp_quant {
@@ -36,82 +40,36 @@ __device__ __forceinline__ void read_scales(float (&out)[kCols], const void* sca
   for (int e = 0; e < kCols; ++e) out[e] = e < count ? read_scale<Kind>(scale, index + e) : 0.0f;
 }
 
-// 4 (or 8) elements of a word.
 template <Element E>
-__device__ __forceinline__ void decode_word(uint32_t word, float* out) {
-  if constexpr (E == Element::kE2M1) {
+__device__ __forceinline__ void decode_codes(uint2 codes, float (&out)[kCols]) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const uint2 four = halves_of_e2m1x4(word >> (16 * h));
-      const __half2 a = *reinterpret_cast<const __half2*>(&four.x), b = *reinterpret_cast<const __half2*>(&four.y);
-      out[4 * h] = __low2float(a), out[4 * h + 1] = __high2float(a);
-      out[4 * h + 2] = __low2float(b), out[4 * h + 3] = __high2float(b);
-    }
-  } else {
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const uint32_t two = (word >> (16 * e)) & 0xFFFF;
-      const __half2 pair = E == Element::kE5M2 ? ptx::cvt_f16x2_e5m2x2(two) : ptx::cvt_f16x2_e4m3x2(two);
-      out[2 * e] = __low2float(pair), out[2 * e + 1] = __high2float(pair);
-    }
+  for (int k = 0; k < kCols / 2; ++k) {
+    const float2 pair = __half22float2(halves_of<E>(codes, k));
+    out[2 * k] = pair.x, out[2 * k + 1] = pair.y;
   }
-}
-
-// 8 elements of 6 bits: their exponent and mantissa are those of an fp16 number, but for the exponent's bias.
-template <Element E>
-__device__ __forceinline__ void decode_six(const uint32_t (&words)[2], float (&out)[kCols]) {
-  constexpr int kMantissa = E == Element::kE3M2 ? 2 : 3, kBias = E == Element::kE3M2 ? 3 : 1;
-  const uint64_t codes = static_cast<uint64_t>(words[1]) << 32 | words[0];
+  if constexpr (kHalfScale<E> != 1.0f) {
 #pragma unroll
-  for (int e = 0; e < kCols; ++e) {
-    const uint32_t code = static_cast<uint32_t>(codes >> (6 * e));
-    const __half_raw half = {static_cast<unsigned short>((code & 0x20u) << 10 | (code & 0x1Fu) << (10 - kMantissa))};
-    out[e] = __fmul_rn(__half2float(half), static_cast<float>(1 << (15 - kBias)));
+    for (int e = 0; e < kCols; ++e) out[e] = __fmul_rn(out[e], kHalfScale<E>);
   }
 }
 
 template <Output O>
-__device__ __forceinline__ void store8(void* out, int64_t at, const float* v, int count, bool vectors) {
-  if constexpr (O == Output::kF32) {
-    auto* p = static_cast<float*>(out) + at;
-    if (vectors) {
+using ValueOf = std::conditional_t<O == Output::kF32, float, std::conditional_t<O == Output::kF16, __half, __nv_bfloat16>>;
+
+template <class T>
+__device__ __forceinline__ void store8(T* to, const float (&v)[kCols], int count, bool vectors) {
+  const Eight<T> eight = Eight<T>::round(v);
+  if (vectors) return eight.store(to);
+  using Word = std::conditional_t<Eight<T>::kWide, uint32_t, uint16_t>;
 #pragma unroll
-      for (int e = 0; e < 2; ++e) reinterpret_cast<float4*>(p)[e] = make_float4(v[4 * e], v[4 * e + 1], v[4 * e + 2], v[4 * e + 3]);
-    } else {
-#pragma unroll
-      for (int e = 0; e < kCols; ++e) {
-        if (e < count) p[e] = v[e];
-      }
-    }
-  } else {
-    uint32_t words[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      if constexpr (O == Output::kBF16) {
-        const __nv_bfloat162 pair = __floats2bfloat162_rn(v[2 * e], v[2 * e + 1]);
-        words[e] = *reinterpret_cast<const uint32_t*>(&pair);
-      } else {
-        const __half2 pair = __floats2half2_rn(v[2 * e], v[2 * e + 1]);
-        words[e] = *reinterpret_cast<const uint32_t*>(&pair);
-      }
-    }
-    auto* p = static_cast<uint16_t*>(out) + at;
-    if (vectors) {
-      *reinterpret_cast<uint4*>(p) = make_uint4(words[0], words[1], words[2], words[3]);
-    } else {
-#pragma unroll
-      for (int e = 0; e < kCols; ++e) {
-        if (e < count) p[e] = static_cast<uint16_t>(words[e / 2] >> (16 * (e & 1)));
-      }
-    }
+  for (int e = 0; e < kCols; ++e) {
+    const uint32_t word = Eight<T>::kWide ? eight.w[e % Eight<T>::kWords] : eight.w[e / 2] >> (16 * (e & 1));
+    if (e < count) reinterpret_cast<Word*>(to)[e] = static_cast<Word>(word);
   }
 }
 
 template <Element E, ScaleKind Kind, Output O>
 __global__ void __launch_bounds__(256) dequantize_kernel(const Dequantize a) {
-  constexpr bool kSix = E == Element::kE2M3 || E == Element::kE3M2;
-  constexpr int kBytes = E == Element::kE2M1 ? 4 : kSix ? 6 : 8;  // codes of 8 columns: as many as a code has bits
-  constexpr int kWords = (kBytes + 3) / 4;
   const int32_t row_of_blocks = blockIdx.x / a.blocks_per_row;
   const int32_t col = ((blockIdx.x - row_of_blocks * a.blocks_per_row) * blockDim.x + threadIdx.x) * kCols;
   const int32_t row0 = row_of_blocks * kRows;
@@ -119,32 +77,14 @@ __global__ void __launch_bounds__(256) dequantize_kernel(const Dequantize a) {
   if (col >= a.cols) return;
   const int32_t count = min(kCols, a.cols - col);
   const bool whole = a.vectors && count == kCols;
-  const int64_t row_bytes = E == Element::kE2M1 ? (a.cols + 1) >> 1 : kSix ? ((a.cols + 3) >> 2) * 3 : a.cols;
+  const int32_t bytes = row_bytes(E, a.cols);
   const int32_t block_cols = ((a.cols - 1) >> a.col_log2) + 1;
   const float tensor_scale = a.tensor_amax ? tensor_decode_scale(__ldg(a.tensor_amax), a.tensor_max) : 1.0f;
-  uint32_t words[kRows][kWords];
+  uint2 codes[kRows];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    const uint8_t* at = a.data + (row0 + i) * row_bytes + col * kBytes / kCols;
-    if (whole && row0 + i < a.rows) {
-      if constexpr (kBytes == 8) {
-        const uint2 v = __ldg(reinterpret_cast<const uint2*>(at));
-        words[i][0] = v.x, words[i][1] = v.y;
-      } else if constexpr (kSix) {
-        const auto* const halves = reinterpret_cast<const uint16_t*>(at);
-        words[i][0] = __ldg(halves) | static_cast<uint32_t>(__ldg(halves + 1)) << 16, words[i][1] = __ldg(halves + 2);
-      } else {
-        words[i][0] = __ldg(reinterpret_cast<const uint32_t*>(at));
-      }
-    } else {
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) words[i][w] = 0;
-      const int bytes = E == Element::kE2M1 ? (count + 1) / 2 : kSix ? (count + 3) / 4 * 3 : count;
-#pragma unroll
-      for (int e = 0; e < kBytes; ++e) {
-        if (row0 + i < a.rows && e < bytes) words[i][e / 4] |= static_cast<uint32_t>(at[e]) << (8 * (e % 4));
-      }
-    }
+    codes[i] = make_uint2(0, 0);
+    if (row0 + i < a.rows) codes[i] = load_codes<E>(a.data + static_cast<int64_t>(row0 + i) * bytes, col, bytes, whole);
   }
   float row_scales[kRows], scales[kCols];
   int32_t known_row = -1;
@@ -161,12 +101,7 @@ __global__ void __launch_bounds__(256) dequantize_kernel(const Dequantize a) {
     const int32_t row = row0 + i;
     if (row >= a.rows) continue;
     float v[kCols];
-    if constexpr (kSix) {
-      decode_six<E>(words[i], v);
-    } else {
-#pragma unroll
-      for (int w = 0; w < kWords; ++w) decode_word<E>(words[i][w], v + w * (kCols * 4 / kBytes));
-    }
+    decode_codes<E>(codes[i], v);
     if (a.scale != nullptr) {
       const int32_t block_row = ((row + a.shift) >> a.row_log2) - (a.shift >> a.row_log2);
       const int64_t base = static_cast<int64_t>(block_row) * block_cols;
@@ -184,7 +119,7 @@ __global__ void __launch_bounds__(256) dequantize_kernel(const Dequantize a) {
 #pragma unroll
       for (int e = 0; e < kCols; ++e) v[e] = __fmul_rn(v[e], tensor_scale);
     }
-    store8<O>(a.out, static_cast<int64_t>(row) * a.cols + col, v, count, whole);
+    store8(static_cast<ValueOf<O>*>(a.out) + static_cast<int64_t>(row) * a.cols + col, v, count, whole);
   }
 }
 

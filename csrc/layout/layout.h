@@ -36,11 +36,19 @@ struct Dequantize {
   Factor factors[2];
 };
 
-// One matrix of a relayout: bytes or nibbles to their transpose, or scales to padded 128 x 4 tiles.
-enum class Relayout : int32_t { kTransposeBytes = 0, kTransposeNibbles = 1, kSwizzle = 2, kSwizzleTransposed = 3 };
+// One matrix of a relayout: bytes or nibbles to their transpose, or scales to padded 128 x 4 tiles; spread: fp32 powers of two,
+// as four e8m0 scales each.
+enum class Relayout : int32_t {
+  kTransposeBytes = 0, kTransposeNibbles = 1, kSwizzle = 2, kSwizzleTransposed = 3, kSpread = 4, kSpreadTransposed = 5
+};
+
+inline bool is_swizzle(Relayout kind) { return kind >= Relayout::kSwizzle; }
+inline bool is_spread(Relayout kind) { return kind >= Relayout::kSpread; }
+// Of scales: their lines are the source's columns.
+inline bool is_by_column(Relayout kind) { return kind == Relayout::kSwizzleTransposed || kind == Relayout::kSpreadTransposed; }
 
 struct RelayoutItem {
-  const uint8_t* source;
+  const uint8_t* source;  // of kSpread fp32
   uint8_t* out;
   int64_t rows, cols;    // of the source, in elements
   int64_t first_tile;
@@ -61,9 +69,10 @@ struct RelayoutLaunch {
   RelayoutItem items[Capacity];
 };
 
-// Codes of blocks [rows, cols] whose scales are powers of two against one exponent a line of the contraction, the largest
-// of its blocks', or one of the tensor; matrices are stacked along the rows. Or two-level codes of scales that are kE4M3Exact, as
-// ScaleLayout::kOperand has them.
+// Codes of blocks [rows, cols] whose scales are powers of two against one exponent per line of the contraction, per run of a
+// line, or per tensor: the largest of its blocks', less what the operand's range leaves (`shift`). Matrices are stacked along
+// the rows. Elements of fewer than 8 bits become e4m3. Or two-level codes of scales that are kE4M3Exact, as ScaleLayout::kOperand
+// has them.
 struct AnchorCodes {
   const uint8_t* data;
   const uint8_t* scale;       // biased exponents (two-level: e4m3 codes) of (outer, contraction) blocks, compact
@@ -72,14 +81,18 @@ struct AnchorCodes {
   const float* powers;        // null; else fp32 scales of (128, 128) blocks of one matrix, whose exponents go to `exponents`
   uint8_t* exponents;         // what scale points to, where powers does
   uint8_t* out;               // [rows, cols], or [cols, rows] when transposed
-  float* line_scale;          // [lines], aligned to 16; whole: [1], which is 0 before the launch
+  float* line_scale;          // [lines], aligned to 16; whole: [1], 0 before the launch; of runs [runs, scale_ld], likewise
   int32_t matrices;           // 1 to 65535
   int32_t rows, cols;         // not 0, below 2^31 - kTile
   int32_t outer_log2;         // 0, 5 or 7; two-level: 0 or 4
   int32_t contraction_log2;   // 5 or 7; two-level: 4
+  int32_t run_log2;           // 7 or more; 31: a line is one run
+  int32_t scale_ld;           // of runs: lines, rounded up to 4
+  int32_t shift;              // 2^shift of the element's largest number is in the range of its operand (Element.operand_shift)
   Element element;
+  bool two_level;
   bool columnwise, transposed, whole;
-  bool vector_load, vector_scales, vector_store;  // rows are aligned for 8 bytes; of transposed codes, for 16
+  bool vector_load, vector_scales, vector_store;  // rows are aligned for 8 codes and 8 bytes; of transposed codes, for 16
 };
 
 constexpr int kAnchorCapacity = 32;

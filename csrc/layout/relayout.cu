@@ -65,6 +65,20 @@ __device__ __forceinline__ void swizzle_tile(const RelayoutItem& m, int64_t row0
   }
 }
 
+// 128 operand rows by 128 scale columns, of which each is a word of a tile.
+__device__ __forceinline__ void spread_tile(const RelayoutItem& m, int64_t row0, int64_t col0) {
+  const bool transposed = m.kind == Relayout::kSpreadTransposed;
+  const int64_t blocks = transposed ? m.rows : m.cols;
+  for (int u = threadIdx.x; u < kTile * kTile; u += kThreads) {
+    const int64_t line = row0 + u % kTile, block = col0 + u / kTile, group = line / m.outer_block;
+    if (block >= blocks) break;
+    const int64_t at = transposed ? block * m.cols + group : group * m.cols + block;
+    const uint32_t bits = line < m.outer ? __ldg(reinterpret_cast<const uint32_t*>(m.source) + at) : 0;
+    const int64_t base = (row0 / kTile * blocks + block) * 512;
+    *reinterpret_cast<uint32_t*>(m.out + base + line % 32 * 16 + line % kTile / 32 * 4) = (bits >> 23 & 0xFF) * 0x01010101u;
+  }
+}
+
 template <int Capacity>
 __global__ void __launch_bounds__(kThreads) relayout_kernel(const __grid_constant__ RelayoutLaunch<Capacity> launch) {
   __shared__ uint4 smem[kTile * 8];
@@ -84,6 +98,9 @@ __global__ void __launch_bounds__(kThreads) relayout_kernel(const __grid_constan
       return transpose_tile<false>(m, row0, col0, smem);
     case Relayout::kTransposeNibbles:
       return transpose_tile<true>(m, row0, col0, smem);
+    case Relayout::kSpread:
+    case Relayout::kSpreadTransposed:
+      return spread_tile(m, row0, col0);
     default:
       return swizzle_tile(m, row0, col0);
   }

@@ -1,5 +1,6 @@
 #include "layout/scalars.h"
 
+#include "device/amax.cuh"
 #include "layout/factor.cuh"
 
 namespace fsdp_quant {
@@ -33,20 +34,14 @@ __global__ void record_amax_kernel(float* newest, const float* amax) {
   if (isfinite(*amax)) *newest = fmaxf(*newest, *amax);
 }
 
-constexpr int kBlock = 128, kWarp = 32, kMostThreads = 1024;
+constexpr int kBlock = 128, kMostThreads = 1024;
 
-// Floats without their sign are in the order of their bits, NaN last.
 __global__ void largest_kernel(const float* amaxes, int64_t count, float* out) {
-  __shared__ uint32_t of_warp[kMostThreads / kWarp];
+  __shared__ uint32_t of_warp[kMostThreads / 32];
   uint32_t most = 0;
 #pragma unroll 8
   for (int64_t i = threadIdx.x; i < count; i += kMostThreads) most = max(most, __float_as_uint(fabsf(amaxes[i])));
-  most = __reduce_max_sync(~0u, most);
-  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = most;
-  __syncthreads();
-  if (threadIdx.x >= kWarp) return;
-  most = __reduce_max_sync(~0u, of_warp[threadIdx.x]);
-  if (threadIdx.x == 0) *out = __uint_as_float(most);
+  block_max(most, of_warp, [&](uint32_t bits) { *out = __uint_as_float(bits); });
 }
 
 unsigned blocks_of(int32_t count) { return (count + kBlock - 1) / kBlock; }

@@ -8,6 +8,7 @@ namespace fsdp_quant {
 
 // The normal distribution, and its density but for a factor, e = exp(-x^2 / 2): within 2^-23 of the former.
 // Source: Abramowitz and Stegun, 7.1.26.
+// One reciprocal, one exponential, which the slope needs as well, and a polynomial.
 __device__ __forceinline__ float normal_cdf(float x, float& e) {
   e = ptx::exp2_approx(x * x * -0.72134752044448170368f);
   const float t = ptx::reciprocal_approx(fmaf(fabsf(x), 0.23164190f, 1.0f));

@@ -9,6 +9,7 @@
 // Block: 128 rows of 256 columns, every eighth row a warp's: a lane has 8 columns to itself. Amaxes of columns over runs, which
 // anchor an operand of wgrad, are collected through shared memory and by an atomic maximum each of every block; those of
 // rows by one a warp.
+// The tile is 256 columns and eight warps, so that narrow tensors fill the processors.
 #include "norm/activate.cuh"
 
 namespace fsdp_quant {

@@ -11,6 +11,12 @@
 // A row is computed by a team of threads that stays, and takes row after row: while one is computed the next is on its
 // way to shared memory, where a thread reads only what it copied itself. A team is a block; in the backward threadIdx.y
 // counts those of a block, so that partial sums are few.
+//
+// Of the copy rate, 8192 x 14336, H100: RMSNorm .86 (with the next row in registers .78), its
+// backward .93. The backward was bound by instructions (LayerNorm: 40 per value, 70 % of issue
+// slots); 31 now, as addresses differ by constants and dx is two multiply-adds of x and dy: 16384 x
+// 4096, H200, LayerNorm .68 -> .82, 2048 wide .51 -> .77. A kernel that names barriers takes all 16
+// of them, so few blocks are resident: narrow forwards ran at .53 instead of .80.
 #include <algorithm>
 
 #include "device/values.cuh"
@@ -273,7 +279,7 @@ __global__ void __launch_bounds__(Threads, kResident / Threads) norm_backward_ke
       }
 #pragma unroll
       for (int i = 0; i < Eight<T>::kWords; ++i)
-        largest = Magnitudes<T>::larger(largest, Magnitudes<T>::of_word(made.w[i]));
+        largest = Magnitudes<T>::larger(largest, Magnitudes<T>::magnitude(made.w[i]));
       made.store(static_cast<T*>(args.dx) + static_cast<int64_t>(row) * args.cols + first + k * 256);
     }
     if (kStages == 1 && following < rows) fetch(mine, following);

@@ -152,29 +152,35 @@ __device__ __forceinline__ void emit_codes(
   // 8 codes of line k: one word of nibbles, 48 bits, or two words of bytes.
   auto line = [&](int k) {
     uint32_t lo = 0, hi = 0;
-    if constexpr (kFourBit) {
-      // A code and a sign are a byte each until 8 of them are packed: even elements low, odd ones high.
-      uint32_t code[8], sign[8];
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        const int i = row_of(k, e), j = col_of(k, e), outer = Columnwise ? j : i, along = Columnwise ? i : j;
-        const float a = __fmul_rn(fabsf(p(i, j)), f.enc[outer]);
-        if constexpr (R == Rounding::kE2M1) {
-          code[e] = e2m1_magnitude<true>(a);
-        } else {
-          code[e] = stochastic_e2m1<true>(a, __byte_perm(random[outer][along >> 2], 0xFB008001u, 0x7054 | (along & 3) << 8));
-        }
-        sign[e] = p.word(i, j);
-      }
-      constexpr int kByte = R == Rounding::kE2M1 ? 0 : 3;
-      const int even = Patch<V>::sign_byte(col_of(k, 0)), odd = Patch<V>::sign_byte(col_of(k, 1));
-      const uint32_t low = bytes_of(code[0], code[2], code[4], code[6], kByte);
-      const uint32_t high = bytes_of(code[1], code[3], code[5], code[7], kByte);
-      const int n = kSigns == 8 ? k : 0;
-      lo = low | high << 4 | (bytes_of(sign[0], sign[2], sign[4], sign[6], even) >> 4 & low_signs[n]) |
-           (bytes_of(sign[1], sign[3], sign[5], sign[7], odd) & high_signs[n]);
+    const auto end_of_row = [&] {
       const int32_t left = Transposed ? rows_end - row : cols_end - col;
       if (left < 8) lo &= left > 0 ? (1u << (4 * left)) - 1 : 0;  // the nibble that fills the last byte is zero
+    };
+    if constexpr (R == Rounding::kE2M1 && ptx::kHardwareCasts) {
+      float v[8];
+#pragma unroll
+      for (int e = 0; e < 8; ++e) v[e] = value(row_of(k, e), col_of(k, e));
+      lo = ptx::cvt_e2m1x8(v);
+      end_of_row();
+    } else if constexpr (kFourBit) {
+      // A code and a sign are a byte each until 8 of them are packed: even elements low, odd ones high.
+      const auto magnitude = [&](int e) {
+        const int i = row_of(k, e), j = col_of(k, e);
+        return __fmul_rn(fabsf(p(i, j)), f.enc[Columnwise ? j : i]);
+      };
+      const auto threshold = [&](int e) {
+        const int i = row_of(k, e), j = col_of(k, e), outer = Columnwise ? j : i, along = Columnwise ? i : j;
+        return __byte_perm(random[outer][along >> 2], 0xFB008001u, 0x7054 | (along & 3) << 8);
+      };
+      uint32_t sign[8];
+#pragma unroll
+      for (int e = 0; e < 8; ++e) sign[e] = p.word(row_of(k, e), col_of(k, e));
+      const int even = Patch<V>::sign_byte(col_of(k, 0)), odd = Patch<V>::sign_byte(col_of(k, 1));
+      const int n = kSigns == 8 ? k : 0;
+      lo = e2m1_nibbles<R == Rounding::kStochastic4, true>(magnitude, threshold) |
+           (bytes_of(sign[0], sign[2], sign[4], sign[6], even) >> 4 & low_signs[n]) |
+           (bytes_of(sign[1], sign[3], sign[5], sign[7], odd) & high_signs[n]);
+      end_of_row();
     } else if constexpr (kSixBit) {
       const uint32_t middle = two(k, 4);
       lo = two(k, 0) | two(k, 2) << 12 | middle << 24, hi = middle >> 8 | two(k, 6) << 4;

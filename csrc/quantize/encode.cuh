@@ -5,10 +5,22 @@
 
 namespace fsdp_quant {
 
+// Powers of two of a tile as e8m0 scales (`Side::spread`): a thread along the contraction has 8 lines, of each a word of four.
+__device__ __forceinline__ void store_spread_scales(const uint32_t (&stored)[8], const SideBuffers& b, const Place& place) {
+  const int64_t tile = static_cast<int64_t>(place.line / kTile) * b.compact.blocks + place.along / kTile;
+  uint8_t* const out = static_cast<uint8_t*>(b.scale) + tile * 512;
+#pragma unroll
+  for (int k = 0; k < 8; ++k) {
+    const int32_t line = place.line + k, in_tile = line % kTile;
+    *reinterpret_cast<uint32_t*>(out + in_tile % 32 * 16 + in_tile / 32 * 4) = line < b.lines ? (stored[k] >> 23) * 0x01010101u : 0;
+  }
+}
+
 // fp32 scales of a tile: one thread along the contraction for each line, or one for the tile.
 template <bool Columnwise>
 __device__ __forceinline__ void store_fp32_scales(
     const uint32_t (&stored)[8], const Side& s, const SideBuffers& b, const Place& place, int32_t start, bool is_anchored) {
+  if (s.spread() && !is_anchored) return store_spread_scales(stored, b, place);
   const int32_t outer = is_anchored ? 1 : s.outer, log2 = is_anchored ? s.anchor_log2 : s.contraction_log2;
   const int32_t grid = place.along + place.along_shift;  // the tile's first, along the contraction
   if (log2 == 31 ? grid != (Columnwise ? start : 0) : grid & ((1 << log2) - 1)) return;  // an earlier tile of the block writes
@@ -274,6 +286,8 @@ __device__ __forceinline__ void flush_scales(
 }
 
 // Encode factors of every scale code, of the 4-bit directions.
+// A two-level scale is one of 128 codes: its encode factor is read from this table, not divided for
+// each block.
 __device__ __forceinline__ void fill_factors(
     const Side (&side)[2], const SideBuffers& row, const SideBuffers& col, float (&factors)[2][128]) {
   const int d = threadIdx.x / 128, code = threadIdx.x % 128;

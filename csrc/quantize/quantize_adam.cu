@@ -1,5 +1,10 @@
 // Adam of many masters, and their codes (or their statistics) in the same read: a tile is updated row by row as it is
 // loaded, and stays in registers as bf16.
+//
+// 16 x 4096^2, H200, over the copy of Adam's 28 bytes alone: codes of both directions .84 (mxfp8),
+// .90 (128x128); statistics cost nothing (.97 with and without), and with the encoding after them
+// .80 in all (fp8_tensor, nvfp4 16x16). Three blocks of one row each, with spills: .80 and .86;
+// blocks known at compile time: one to three points more, not taken.
 #include "optim/update.cuh"
 #include "quantize/quantize_kernel.cuh"
 

@@ -97,11 +97,6 @@ __device__ __forceinline__ bool leads_block(int contraction, const Position& at)
   return Columnwise ? at.half == 0 && (at.warp & (span / 2 - 1)) == 0 : (at.group & (span - 1)) == 0;
 }
 
-__device__ __forceinline__ void atomic_max(float* address, float v) {
-  const uint32_t bits = bits_of(v) > 0x7F800000u ? 0x7FC00000u : bits_of(v);
-  atomicMax(reinterpret_cast<uint32_t*>(address), bits);
-}
-
 // Encode factor and scale of a side with delayed scaling; the scale is right once the tensor's amax is known.
 template <class Buffers>
 __device__ __forceinline__ BlockScale delayed_scale(const Side& s, const Buffers& b) {

@@ -7,6 +7,12 @@
 //
 // x [.., K], w [N, K]. The weight comes as values, which the forward quantizes, in both directions where dgrad follows; or as the
 // buffers of its codes, of which the columnwise ones may be empty until the backward (FSDP2 gathers them again).
+//
+// Host time is Python, and the dispatcher's way through a custom operator's autograd. In its place
+// (H200) the host of an eager 1024 x 1024 layer rose from 2.0 to 5.4 times nn.Linear's (mxfp8: 4.0
+// to 7.4), four fused MLPs fell from 1.593 to 1.517 of compiled bf16, Llama at 2048 tokens from
+// .945 to .474. A microsecond each on a slow host: `at::empty` through the dispatcher, a view, a
+// name looked up in an nn.Module.
 #include <array>
 #include <optional>
 #include <vector>

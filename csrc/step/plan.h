@@ -32,6 +32,8 @@ struct Reading {
 
   bool is_quantized() const { return packed != 0; }
   bool is_anchored() const { return run != kOfBlocks; }
+  // A kernel makes values into codes against anchors of lines or runs; else compact codes are, after they were made.
+  bool anchors_values() const { return run >= 0 && side.bits() == 8 && side.outer == 1 && !side.stochastic; }
   bool decodes() const { return is_quantized() && kind == 0; }
   bool has_tensor_amax() const { return side.two_level() && !side.operand(); }  // beside data and scale
 };

@@ -31,6 +31,8 @@ class Saved {
   std::vector<torch::autograd::SavedVariable> kept_;
 };
 
+// Gradients of gate and up are written over them where the graph is not kept and their storage has
+// one holder. A Python wrapper counts as one until it is freed, so the values are taken out first.
 // t's values without t, which may have been the last to hold them: `is_sole` tells.
 inline at::Tensor take_values(at::Tensor& t) { return std::exchange(t, at::Tensor()).variable_data(); }
 

@@ -1,6 +1,8 @@
 #include "step/slots.h"
 
+#include <algorithm>
 #include <optional>
+#include <tuple>
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/linear.h>
@@ -109,6 +111,14 @@ Encodings encode_sides(
   return encode(x, sides[0], sides[1], known, 0, through_bf16, false, nullptr, beside);
 }
 
+void anchor(Encoded& codes, const Reading& r, Direction d, int64_t rows, int64_t cols) {
+  const bool turned = d == kColumnwise;
+  const EncodingSizes<int64_t> sizes = encoding_sizes<int64_t>(r.side, turned, rows, cols, 0);  // rotation fills rows or columns
+  std::tie(codes.data, codes.scale) =
+      anchor_codes(codes.data, codes.scale, std::nullopt, r.packed, turned, turned, r.run == kOfTensor, sizes.cols,
+                   std::max<int64_t>(r.run, 0));
+}
+
 Side turned(Side side) {
   side.transposed = true;
   if (!side.operand()) side.scale_layout = ScaleLayout::kHopper;
@@ -126,10 +136,12 @@ Encodings quantize_slot(const Call& call, Slot slot, at::Tensor x, bool row, boo
   for (const Direction d : {kRowwise, kColumnwise}) {
     if (!wants(*call.plan, slot, d, row, col)) continue;
     count(call.handle, slot * kDirections + d);
-    if (r[d].run >= 0) {
+    if (r[d].anchors_values()) {
       anchors[d] = r[d].packed;
     } else {
+      TORCH_CHECK_NOT_IMPLEMENTED(tokens == nullptr || !r[d].is_anchored(), "codes of groups of tokens are not anchored");
       plain[d] = tokens != nullptr && d == kColumnwise && r[d].decodes() ? turned(r[d].side) : r[d].side;
+      if (r[d].is_anchored()) plain[d].transposed = false;
       if (r[d].side.stochastic && !key.has_value())
         key = tokens != nullptr ? random_keys(call, slot, *tokens) : random_key(call.step, call.ids, slot, x.size(0));
     }
@@ -146,6 +158,8 @@ Encodings quantize_slot(const Call& call, Slot slot, at::Tensor x, bool row, boo
   if (plain[0].present() || plain[1].present()) {
     made = encode_sides(plain, x, by, key, false, beside.tokens == nullptr ? known.whole : std::nullopt, beside);
     beside.column_sums = nullptr;
+    for (const Direction d : {kRowwise, kColumnwise})
+      if (plain[d].present() && r[d].is_anchored()) anchor(made[d], r[d], d, x.size(0), x.size(1));
   }
   if (is_anchored) {
     const MaybeTensor none;

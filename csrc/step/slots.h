@@ -53,6 +53,9 @@ Encodings encode_sides(
     const Side (&sides)[kDirections], const at::Tensor& x, const Delayed& by, const MaybeTensor& key, bool through_bf16,
     const MaybeTensor& amax, const Beside& beside = {});
 
+// Compact codes of values [rows, cols] (or of matrices of that) become those against the anchors of a reading.
+void anchor(Encoded& codes, const Reading& r, Direction d, int64_t rows, int64_t cols);
+
 // A columnwise side of codes that are decoded for a product of groups, whose operands are K-major.
 Side turned(Side side);
 

@@ -1,7 +1,6 @@
 #include "step/weight.h"
 
 #include <optional>
-#include <tuple>
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/arange.h>
@@ -94,13 +93,10 @@ std::vector<at::Tensor> linear_weight(
   for (const Direction d : {kRowwise, kColumnwise}) {
     if (!sides[d].present() && at_once[d] == 0) continue;
     count(plan, kWeight * kDirections + d, matrices);
-    const bool turned = d == kColumnwise;
     if (at_once[d] != 0) {
       made[d].data = *next++, made[d].scale = next++->view({1});
     } else if (r[d].is_anchored()) {
-      std::tie(made[d].data, made[d].scale) =
-          anchor_codes(made[d].data, made[d].scale, std::nullopt, r[d].packed, turned, turned, r[d].run == kOfTensor,
-                       weight.size(-1));
+      anchor(made[d], r[d], d, weight.size(-2), weight.size(-1));
     }
     append(result, r[d], made[d]);
   }

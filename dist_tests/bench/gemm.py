@@ -13,7 +13,7 @@ Products are bound by power, so calls are made back to back, over three inputs i
 series of bf16's: the mean of their medians is what it is measured by. What a row's time holds:
 
     (nothing said)      operands lie as the product reads them; for "anchored", as the quantizer makes them
-    anchoring included  operands are compact mxfp8: both are anchored by a pass of their own
+    anchoring included  operands are compact: both are anchored by a pass of their own
     decode included     operands are compact: both are decoded to bf16, which cuBLAS multiplies
 
 Grouped products are those of experts with 1024 tokens each and weights [4096, 2048]: a table a number of experts.
@@ -118,6 +118,8 @@ ROWS = (
     Row("mxfp8 anchored by 512 tokens (wgrad)", None, None, product(MX, MX, "anchored", ANCHORED_512, WGRAD)),
     Row("mxfp8 anchored by 128 tokens, fp32 +=", None, None, product(MX, MX, "anchored", ANCHORED_128, WGRAD, True)),
     Row("mxfp8 anchored by 512 tokens, fp32 +=", None, None, product(MX, MX, "anchored", ANCHORED_512, WGRAD, True)),
+    Row("mxfp6 anchored, anchoring included", None, None, product("mxfp6", "mxfp6", "anchored", COMPACT)),
+    Row("mxfp4 anchored, anchoring included", None, None, product("mxfp4", "mxfp4", "anchored", COMPACT)),
     Row("mxfp8 exact, decode included", EXACT_FLOOR, EXACT_AIM, product(MX, MX, "bf16", COMPACT)),
     Row("nvfp4 exact, decode included", EXACT_FLOOR, EXACT_AIM, product(NV, NV, "bf16", COMPACT)),
     Row("mxfp8 x nvfp4, decode included", EXACT_FLOOR, EXACT_AIM, product(MX, NV, "bf16", COMPACT)),

@@ -29,7 +29,7 @@ from fsdp_quant import recipes
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction, Encoding, Format, ceil_div, format_of
 from fsdp_quant.modules.plan import GemmPlan, build_plan
 from fsdp_quant.ops import layout, native, norm, reference
-from fsdp_quant.ops.capability import arch_of
+from fsdp_quant.ops.capability import arch_of, spreads
 from fsdp_quant.ops.norm import ACTIVATIONS, NormSpec
 from fsdp_quant.optim import compact
 from fsdp_quant.optim.fused_adam import Stored, adam_update
@@ -103,6 +103,8 @@ def scale_of(e: Encoding, scale: Tensor, shape: tuple[int, int], scale_layout: i
     turned = scale.t() if e.direction is COLUMNWISE else scale  # [line blocks, blocks]
     if e.fmt.scale_leaves_contraction:
         return turned.flatten()
+    if e.fmt.scale == "fp32" and scale_layout == native.BLACKWELL and spreads(e.fmt):
+        return layout.swizzle_128x4(layout.spread_scales(turned, shape[1 - e.direction.contraction_dim], e.fmt.block[0]))
     if e.fmt.scale == "fp32":
         return layout.pad_to(turned.t() if e.fmt.block[0] == 1 else turned, 1, 4).flatten()
     if scale_layout == native.HOPPER:
@@ -156,21 +158,21 @@ def anchor_codes(name: str) -> None:
         for direction in Direction:
             e, x = MADE[name].encoding(direction), values(shape)
             w = encoded(x * torch.linspace(0, 1, shape[1], dtype=BF16) ** 9, e)
-            for transposed, whole in itertools.product((False, True), (True,) if e.fmt.pow2 else (False, True)):
-                exact = e.fmt.decodes_exactly_to_e4m3
-                if exact and not whole:
-                    continue
-                how, amax = (e.fmt, direction, transposed, whole), on_device(w.tensor_amax) if exact else None
+            exact = e.fmt.decodes_exactly_to_e4m3
+            runs = (native.OF_TENSOR,) if e.fmt.pow2 or exact else (native.OF_TENSOR, 0, 128)
+            for transposed, anchor_run in itertools.product((False, True), runs):
+                how, amax = (e.fmt, direction, transposed, anchor_run), on_device(w.tensor_amax) if exact else None
                 made = native.anchor_codes(on_device(w.data), on_device(w.scale), amax, shape[1], *how)
 
-                def want(e=e, w=w, transposed=transposed, whole=whole, exact=exact, cols=shape[1]) -> list[Tensor]:
+                def want(e=e, w=w, transposed=transposed, anchor_run=anchor_run, exact=exact, cols=shape[1]) -> list[Tensor]:
                     if exact:
                         codes, lines = reference.e4m3_operand(w.data, w.scale, w.tensor_amax, e.fmt, e.direction, cols)
                     else:
-                        codes, lines = reference.anchored_codes(w.data, w.scale, e.fmt, e.direction, whole)
+                        whole, along = anchor_run == native.OF_TENSOR, anchor_run if anchor_run > 0 else None
+                        codes, lines = reference.anchored_codes(w.data, w.scale, e.fmt, e.direction, whole, cols, along)
                     return [codes.t() if transposed else codes, lines]
 
-                what = f"{name} {direction} {list(shape)}, transposed {transposed}, whole {whole}"
+                what = f"{name} {direction} {list(shape)}, transposed {transposed}, run {anchor_run}"
                 run(f"anchor_codes {what}", made, want)
                 of = [on_device(w.data)] * 2, [on_device(w.scale)] * 2, [amax] * 2, [shape[1]] * 2
                 for made in native.anchor_group(*of, *how):
@@ -540,7 +542,7 @@ def every_instance() -> None:
     ):
         anchored("mxfp8", directions, runs)
     anchored("mxfp8_e5m2", (ROWWISE, COLUMNWISE), (128, None), FP32)
-    for name in ("mxfp8", "mxfp8_e5m2", "mxfp8_32x32", "fp8_128x128", "nvfp4_exact", "nvfp4_16x16_exact"):
+    for name in ("mxfp8", "mxfp8_e5m2", "mxfp8_32x32", "mxfp6", "mxfp4", "fp8_128x128", "nvfp4_exact", "nvfp4_16x16_exact"):
         anchor_codes(name)
     product_error()
     for names in (("fp8_row", "nvfp4"), ("fp8_128x128", "mxfp8"), ("nvfp4_rht", "nvfp4_rht"), ("fp8_tensor", "nvfp4_16x16")):

@@ -1,4 +1,4 @@
-"""MXFP8 codes against one exponent a line, and counts that are given, on the GPU: the bytes of the reference."""
+"""Codes against one exponent per line, run or tensor, and counts that are given, on the GPU: the bytes of the reference."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from fsdp_quant.formats import (
 )
 from fsdp_quant.formats import ELEMENTS as ELEMENT_OF
 from fsdp_quant.ops import native, reference
+from fsdp_quant.ops.layout import pack
 
 pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
 
@@ -28,26 +29,31 @@ SHAPES = ((1, 32), (33, 47), (128, 128), (200, 328), (129, 257), (512, 640))
 KINDS = ("gauss", "outliers", "wide range", "nan", "inf", "zeros")
 NAMES = ("mxfp8", "mxfp8_32x32")
 ELEMENTS = ("e4m3", "e5m2")
-FORMATS = [pytest.param(format_of(n, element=e), id=f"{n} {e}") for n in NAMES for e in ELEMENTS]
+SMALL = [pytest.param(format_of(n, element=e), id=f"{n} {e}") for n, e in (("mxfp4", "e2m1"), ("mxfp6", "e2m3"), ("mxfp6", "e3m2"))]
+FORMATS = [pytest.param(format_of(n, element=e), id=f"{n} {e}") for n in NAMES for e in ELEMENTS] + SMALL
 
 
-def assert_anchors(data: Tensor, scale: Tensor, fmt: Format, direction: Direction, what: str) -> None:
-    """Codes and scales of both orders are the reference's; the bits of a NaN too."""
-    for transposed, whole in itertools.product((False, True), (True,) if fmt.pow2 else (False, True)):
-        want, want_scale = reference.anchored_codes(data, scale, fmt, direction, whole)
-        codes, lines = native.anchor_codes(data, scale, None, data.shape[1], fmt, direction, transposed, whole)
-        text = f"{what}, {direction} {fmt}, transposed {transposed}, whole {whole}"
+def runs_of(fmt: Format) -> tuple[int, ...]:
+    return (native.OF_TENSOR,) if fmt.pow2 else (native.OF_TENSOR, 0, 128, 512)
+
+
+def assert_anchors(data: Tensor, scale: Tensor, fmt: Format, direction: Direction, what: str, cols: int | None = None) -> None:
+    """Codes and scales of both orders are the reference's; the bits of a NaN too. cols: None: as many as bytes in a row hold."""
+    cols = cols or data.shape[1] * 8 // fmt.bits
+    for transposed, run in itertools.product((False, True), runs_of(fmt)):
+        want, want_scale = reference.anchored_codes(data, scale, fmt, direction, run == native.OF_TENSOR, cols, run if run > 0 else None)
+        codes, lines = native.anchor_codes(data, scale, None, cols, fmt, direction, transposed, run)
+        text = f"{what}, {direction} {fmt}, transposed {transposed}, run {run}"
         expected.assert_same(lines, want_scale, f"{text}: scale")
         expected.assert_same(codes, want.t().contiguous() if transposed else want, f"{text}: codes")
 
 
-def assert_group_anchors(of: list[tuple[Tensor, Tensor]], fmt: Format, direction: Direction) -> None:
-    """One call for all gives what a call each gives, also when it is made again of other codes."""
-    data, scale = map(list, zip(*of))
-    rest = [None] * len(data), [d.shape[1] for d in data]
-    for transposed, whole in itertools.product((False, True), (True,) if fmt.pow2 else (False, True)):
+def assert_group_anchors(of: list[tuple[Tensor, Tensor, int]], fmt: Format, direction: Direction) -> None:
+    """One call for all gives what a call each gives, also when it is made again of other codes. of: codes, scales, columns."""
+    data, scale, cols = map(list, zip(*of))
+    for transposed, run in itertools.product((False, True), runs_of(fmt)):
         calls: list[native.GroupCall] = []
-        made = native.anchor_group(data, scale, *rest, fmt, direction, transposed, whole, calls)
+        made = native.anchor_group(data, scale, [None] * len(data), cols, fmt, direction, transposed, run, calls)
         for again in (False, True):
             if again:
                 for t in data:
@@ -55,8 +61,8 @@ def assert_group_anchors(of: list[tuple[Tensor, Tensor]], fmt: Format, direction
                 for t in calls[0].out:
                     t.fill_(7)
                 calls[0]()
-            for (codes, lines), one in zip(made, zip(data, scale)):
-                want, want_lines = native.anchor_codes(*one, None, one[0].shape[1], fmt, direction, transposed, whole)
+            for (codes, lines), one, n in zip(made, zip(data, scale), cols):
+                want, want_lines = native.anchor_codes(*one, None, n, fmt, direction, transposed, run)
                 text = f"{direction} {fmt}, transposed {transposed}, again {again}"
                 expected.assert_same(codes, want, f"{text}: codes")
                 expected.assert_same(lines, want_lines, f"{text}: scale")
@@ -65,6 +71,12 @@ def assert_group_anchors(of: list[tuple[Tensor, Tensor]], fmt: Format, direction
 def random_bytes(shape: tuple[int, int], low: int = 0, seed: int = 0) -> Tensor:
     g = torch.Generator().manual_seed(seed)
     return torch.randint(low, 256, shape, generator=g, dtype=torch.uint8).to(expected.DEVICE)
+
+
+def random_codes(fmt: Format, shape: tuple[int, int], seed: int = 0) -> Tensor:
+    """Packed; those that fill the last container are zero."""
+    codes = random_bytes(shape, seed=seed) >> (8 - fmt.bits)
+    return pack(codes, fmt.bits).contiguous()
 
 
 def shifted(t: Tensor, offset: int) -> Tensor:
@@ -82,7 +94,7 @@ def test_anchored_codes_are_the_references(fmt: Format, direction: Direction, ki
     """If false, the product of a stored weight is that of another weight."""
     for shape in SHAPES:
         w = encoded(inputs(*shape, kind, seed=shape[0]), Encoding(fmt, direction))
-        assert_anchors(w.data, w.scale, fmt, direction, f"{kind} {shape}")
+        assert_anchors(w.data, w.scale, fmt, direction, f"{kind} {shape}", shape[1])
 
 
 @pytest.mark.parametrize("direction", Direction)
@@ -96,7 +108,7 @@ def test_codes_of_fp32_powers_are_the_references(direction: Direction):
             w = encoded(x, Encoding(fmt, direction))
             assert_anchors(w.data, w.scale, fmt, direction, f"{kind} {shape}")
             assert_anchors(w.data, torch.ones_like(w.scale), fmt, direction, f"{kind} {shape} of scale 1")
-            assert_group_anchors([(w.data, w.scale), (w.data.flip(0), w.scale.flip(0))], fmt, direction)
+            assert_group_anchors([(w.data, w.scale, shape[1]), (w.data.flip(0), w.scale.flip(0), shape[1])], fmt, direction)
 
 
 def test_what_products_lose_is_the_references():
@@ -117,7 +129,7 @@ def test_what_products_lose_is_the_references():
         for of_a, of_b in itertools.product(blocks, blocks):
             for elements in (("e4m3", "e4m3"), ("e5m2", "e4m3")):
                 a, b = (operand(lines, k, block, element, seed=i) for lines, block, element in zip((m, n), (of_a, of_b), elements))
-                for counted, probe, product in (((1, 1), 0, 1), ((1, 0), 1, 1), ((0, 1), 5, 2), ((2, 2), 0, 1), ((1, 2), 3, 2)):
+                for counted, probe, product in (((1, 1), 0, 1), ((1, 0), 1, 1), ((0, 1), 5, 2), ((2, 2), 0, 1), ((1, 2), 3, 2), ((3, 4), 0, 1), ((5, 3), 2, 2)):
                     step = torch.tensor([3, probe * reference.PROBED_STEPS, 0, -1, 0], device=expected.DEVICE)
                     guard = torch.ones(3, 2, device=expected.DEVICE)
                     native.product_error(native.Operand(*a), native.Operand(*b), counted, step, guard, product)
@@ -139,10 +151,10 @@ def test_every_code_at_every_distance_is_the_references(fmt: Format, direction: 
         shape = (rows, cols) if direction is ROWWISE else (cols, rows)
         grid = fmt.scale_shape(shape, direction)
         for low in (0, 200, 250):  # of the exponents: up to 255, 55 and 5 apart
-            data, scale = random_bytes(shape, seed=low), random_bytes(grid, low, seed=rows)
-            assert_anchors(data, scale, fmt, direction, f"{shape} from {low}")
-            assert_anchors(data, scale.clamp(max=254), fmt, direction, f"{shape} from {low}, no NaN")
-            assert_anchors(data, scale - low, fmt, direction, f"{shape} up to {255 - low}")
+            data, scale = random_codes(fmt, shape, seed=low), random_bytes(grid, low, seed=rows)
+            assert_anchors(data, scale, fmt, direction, f"{shape} from {low}", shape[1])
+            assert_anchors(data, scale.clamp(max=254), fmt, direction, f"{shape} from {low}, no NaN", shape[1])
+            assert_anchors(data, scale - low, fmt, direction, f"{shape} up to {255 - low}", shape[1])
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -150,30 +162,46 @@ def test_every_code_at_every_distance_is_the_references(fmt: Format, direction: 
 def test_buffers_in_no_alignment_are_anchored_as_the_reference(fmt: Format, direction: Direction):
     """If false, a storage whose bytes lie at an odd address of a gather buffer is torn."""
     for shape in ((33, 47), (128, 256), (512, 640)):
-        data, scale = random_bytes(shape), random_bytes(fmt.scale_shape(shape, direction), 220)
-        for offset in (1, 4, 8):
+        data, scale = random_codes(fmt, shape), random_bytes(fmt.scale_shape(shape, direction), 220)
+        for offset in (1, 2, 4, 8):
             what = f"{shape} at {offset}"
-            assert_anchors(shifted(data, offset), scale, fmt, direction, f"data of {what}")
-            assert_anchors(data, shifted(scale, offset), fmt, direction, f"scale of {what}")
+            assert_anchors(shifted(data, offset), scale, fmt, direction, f"data of {what}", shape[1])
+            assert_anchors(data, shifted(scale, offset), fmt, direction, f"scale of {what}", shape[1])
 
 
-def test_long_and_narrow_tensors_are_anchored_as_the_reference():
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp6", "mxfp4"])
+def test_long_and_narrow_tensors_are_anchored_as_the_reference(name: str):
     """If false, a line's exponent misses some of its blocks, or a grid some of its lines."""
-    fmt = MADE["mxfp8"].fmt
+    fmt = MADE[name].fmt
     for shape in ((1, 70000), (70000, 1), (3, 40000), (40000, 9), (4096, 2048)):
         for direction in Direction:
-            data, scale = random_bytes(shape), random_bytes(fmt.scale_shape(shape, direction), 230)
-            assert_anchors(data, scale, fmt, direction, f"{shape}")
+            data, scale = random_codes(fmt, shape), random_bytes(fmt.scale_shape(shape, direction), 230)
+            assert_anchors(data, scale, fmt, direction, f"{shape}", shape[1])
 
 
-def test_empty_tensors_are_anchored_to_empty_ones():
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp6", "mxfp4"])
+def test_empty_tensors_are_anchored_to_empty_ones(name: str):
     """If false, a rank without rows of a parameter fails in a launch of no blocks."""
-    fmt = MADE["mxfp8"].fmt
+    fmt = MADE[name].fmt
     for shape in ((0, 64), (64, 0), (0, 0)):
         for direction in Direction:
-            data = torch.empty(shape, dtype=torch.uint8, device=expected.DEVICE)
+            data = random_codes(fmt, shape)
             scale = torch.empty(fmt.scale_shape(shape, direction), dtype=torch.uint8, device=expected.DEVICE)
-            assert_anchors(data, scale, fmt, direction, f"{shape}")
+            for transposed, run in itertools.product((False, True), runs_of(fmt)):
+                codes, lines = native.anchor_codes(data, scale, None, shape[1], fmt, direction, transposed, run)
+                assert codes.shape == (shape[::-1] if transposed else shape)
+                assert run > 0 or bool((lines == 2.0**-127).all()), "without blocks"
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_matrices_are_anchored_as_each_alone(fmt: Format):
+    """If false, an expert's weight is read from where another's lies."""
+    for direction, transposed, run in itertools.product(Direction, (False, True), (native.OF_TENSOR, 0)):
+        data, scale = random_codes(fmt, (3 * 128, 200)).view(3, 128, -1), random_bytes((3, *fmt.scale_shape((128, 200), direction)), 225)
+        made = native.anchor_codes(data, scale, None, 200, fmt, direction, transposed, run)
+        for i in range(3):
+            for got, want in zip(made, native.anchor_codes(data[i].clone(), scale[i].clone(), None, 200, fmt, direction, transposed, run)):
+                expected.assert_same(got[i], want, f"matrix {i}, {direction}, transposed {transposed}, run {run}")
 
 
 @on_cuda
@@ -182,7 +210,7 @@ def test_empty_tensors_are_anchored_to_empty_ones():
 def test_a_group_is_anchored_as_each_alone(fmt: Format, direction: Direction):
     """If false, weights that FSDP2 gathers together are multiplied as others than they are, in the first step or the next."""
     made = [encoded(inputs(*shape, "outliers", seed=shape[0]), Encoding(fmt, direction)) for shape in SHAPES]
-    assert_group_anchors([(w.data, w.scale) for w in made], fmt, direction)
+    assert_group_anchors([(w.data, w.scale, shape[1]) for w, shape in zip(made, SHAPES)], fmt, direction)
 
 
 def test_the_current_stream_anchors():
@@ -216,6 +244,10 @@ def test_errors_say_what_was_got_and_wanted():
         r"scale is contiguous Byte \[64, 2\].*wanted 192 ": anchor(scale=scale[:, :2].contiguous()),
         r"scale is contiguous Byte \[63, 3\].*wanted 192 ": anchor(scale=scale[:63], direction=COLUMNWISE),
         r"scale is contiguous Float": anchor(scale=scale.float()),
+        r"anchor run is 96; wanted 0": lambda: native.anchor_codes(data, scale, None, 96, mx, ROWWISE, False, 96),
+        r"matrices are anchored by lines or tensors; got runs of 128": lambda: native.anchor_codes(
+            data[None], scale[None], None, 96, mx, ROWWISE, False, 128),
+        r"data is contiguous Byte \[64, 96\].*wanted 3072 ": anchor(fmt=MADE["mxfp4"].fmt),
     }
     group = torch.ops.fsdp_quant.anchor_group
     side, codes, lines = native.pack_encoding(Encoding(mx, ROWWISE)), torch.empty_like(data), torch.empty(64, device=data.device)
@@ -246,18 +278,18 @@ def test_operands_of_exact_codes_are_the_references(name: str, direction: Direct
             of.append((w.data, w.scale, w.tensor_amax, cols))
             want, want_scale = reference.e4m3_operand(*of[-1][:3], fmt, direction, cols)
             for transposed in (False, True):
-                codes, scale = native.anchor_codes(*of[-1], fmt, direction, transposed, True)
+                codes, scale = native.anchor_codes(*of[-1], fmt, direction, transposed, native.OF_TENSOR)
                 what = f"{name} {direction} {shape} {kind}, transposed {transposed}"
                 expected.assert_same_values(scale, want_scale, f"{what}: scale")
                 expected.assert_same(codes, want.t().contiguous() if transposed else want, f"{what}: codes")
     for transposed in (False, True):
         calls: list[native.GroupCall] = []
-        made = native.anchor_group(*map(list, zip(*of)), fmt, direction, transposed, True, calls)
+        made = native.anchor_group(*map(list, zip(*of)), fmt, direction, transposed, native.OF_TENSOR, calls)
         for t in calls[0].out:
             t.fill_(7)
         calls[0]()
         for got, one in zip(made, of):
-            for t, want in zip(got, native.anchor_codes(*one, fmt, direction, transposed, True)):
+            for t, want in zip(got, native.anchor_codes(*one, fmt, direction, transposed, native.OF_TENSOR)):
                 expected.assert_same(t.nan_to_num() if t.is_floating_point() else t, want.nan_to_num() if t.is_floating_point() else want, name)
 
 
@@ -270,7 +302,7 @@ def test_every_code_under_every_scale_is_the_references(direction: Direction):
         grid = fmt.scale_shape(shape, direction)
         scale = (torch.arange(grid[0] * grid[1], device=expected.DEVICE) % 128).to(torch.uint8).view(grid)
         want, _ = reference.e4m3_operand(data, scale, amax, fmt, direction, shape[1])
-        codes, _ = native.anchor_codes(data, scale, amax, shape[1], fmt, direction, False, True)
+        codes, _ = native.anchor_codes(data, scale, amax, shape[1], fmt, direction, False, native.OF_TENSOR)
         is_nan = want & 0x7F == 0x7F  # of scales that are no quantizer's
         expected.assert_same(codes & 0x7F | (codes & 0x80).masked_fill(is_nan, 0), want.masked_fill(is_nan, 0x7F), name)
 

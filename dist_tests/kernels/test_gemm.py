@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -31,7 +32,10 @@ SHAPES = ((16, 16, 16), (200, 272, 144), (33, 40, 100), (1, 48, 136), (129, 257,
 # outliers. bf16: fp32 accumulation of at most 1024 terms.
 BOUNDS = {"native": 2e-4, "anchored": 4e-4, "bf16": 1e-5, "reference": 1e-5}
 PRODUCTS = {"fprop": (ROWWISE, ROWWISE), "dgrad": (ROWWISE, COLUMNWISE), "wgrad": (COLUMNWISE, COLUMNWISE)}
-NAMES = ("identity", "fp8_tensor", "fp8_row", "fp8_1x128", "fp8_128x128", "mxfp8", "mxfp8_32x32", "nvfp4", "nvfp4_16x16")
+NAMES = (
+    "identity", "fp8_tensor", "fp8_row", "fp8_1x128", "fp8_128x128", "mxfp8", "mxfp8_32x32", "mxfp6", "mxfp6_e3m2", "mxfp4",
+    "nvfp4", "nvfp4_16x16",
+)
 
 
 def quantizer(name: str) -> Quantizer:
@@ -81,6 +85,16 @@ def test_anchored_products_are_within_their_bound(kind: str):
         x, w = operands("mxfp8", "mxfp8", product, (256, 512, 4096), kind)
         assert error(gemm(x, w, out_dtype=FP32, domain="anchored"), exact(x, w)) <= 4e-4, product
         assert error(gemm(x, w, out_dtype=FP32, domain="bf16"), exact(x, w)) <= 2e-5, product
+
+
+@pytest.mark.parametrize("name", ["mxfp6", "mxfp6_e3m2", "mxfp4"])
+def test_small_codes_multiply_as_e4m3_on_every_rung(name: str):
+    """If false, a scale of a run, a line or a tensor is another one than its codes were divided by."""
+    for product, rung in itertools.product(PRODUCTS, layout.ANCHORS):
+        for shape in ((256, 512, 4096), (208, 272, 1040)):
+            x, w = operands(name, name, product, shape)
+            got = gemm(x.in_layout(rung), w.in_layout(rung), out_dtype=FP32, domain="anchored")
+            assert error(got, exact(x, w)) <= BOUNDS["anchored"], f"{product} {rung} {shape}"
 
 
 @pytest.mark.parametrize("pair", [("nvfp4", "nvfp4_16x16"), ("mxfp8", "nvfp4"), ("mxfp8", "identity"), ("fp8_128x128", "mxfp8")])
@@ -155,6 +169,8 @@ RECIPES = {
     "mxfp8/nvfp4": lambda **o: fq.recipes.hybrid("mxfp8", "nvfp4", **o),
     "nvfp4/mxfp8": lambda **o: fq.recipes.hybrid("nvfp4", "mxfp8", **o),
     "fp8_tensor/identity": lambda **o: fq.recipes.hybrid("fp8_tensor", "identity", **o),
+    "mxfp6": fq.recipes.mxfp6, "mxfp6/e3m2": lambda **o: fq.recipes.mxfp6(grad_element="e3m2", **o), "mxfp4": fq.recipes.mxfp4,
+    "mxfp8/mxfp4": lambda **o: fq.recipes.hybrid("mxfp8", "mxfp4", **o),
 }
 
 

@@ -17,8 +17,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from dist_tests import laws
 from dist_tests.single import hopper
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction
-from fsdp_quant.ops import capability, extension, native
-from fsdp_quant.ops.capability import gemm_domain
+from fsdp_quant.ops import extension, native
+from fsdp_quant.ops.layout import SPREAD_BLOCKS
 from fsdp_quant.quantizer import Quantizer
 
 pytestmark = pytest.mark.skipif(not extension.is_loaded(), reason="needs the compiled operators")
@@ -76,12 +76,13 @@ def test_operators_that_write_through_tables_are_not_compliant():
 @pytest.mark.parametrize("name", list(QUANTIZERS))
 def test_shapes_are_those_that_formats_state(name: str):
     """If false, the C++ that allocates, formats.py and the emulated GPU mean different buffers."""
-    emulated = hopper.Operators()
+    emulators = {"sm_90a": hopper.Operators(), "sm_100f": hopper.Operators("sm_100f")}
     options = itertools.product(
-        Direction, (False, True), (native.COMPACT, native.HOPPER), SHAPES, (0, 33)
+        Direction, (False, True), (native.COMPACT, native.HOPPER, native.BLACKWELL), SHAPES, (0, 33)
     )
     for d, transposed, scale_layout, shape, row0 in options:
         e = QUANTIZERS[name].encoding(d)
+        emulated = emulators["sm_100f" if scale_layout == native.BLACKWELL else "sm_90a"]
         if transposed and d is ROWWISE:
             continue
         packed = native.pack_encoding(e, transposed, scale_layout)
@@ -127,27 +128,13 @@ def test_blackwell_scales_fill_tiles(name: str):
         if of.byte_scales:
             padded = e.fmt.padded_shape(shape, d)
             lines, length = padded[::-1] if d is COLUMNWISE else padded
-            blocks = -(-length // e.fmt.block[1])
+            blocks = -(-length // e.fmt.block[1]) * (SPREAD_BLOCKS if e.fmt.has_fp32_scales else 1)
             assert of.scale == (-(-lines // 128) * 128 * (-(-blocks // 4) * 4),)
 
 
 def test_products_are_planned_where_operators_take_them():
     """If false, a product is planned that the first step refuses, or the tensor cores of a GPU idle."""
-    takes, kinds = torch.ops.fsdp_quant.gemm_takes, {}
-    for q in (QUANTIZERS | laws.OTHER).values():
-        block_of_bytes = {"fp32": q.fmt.block[1], "e8m0": 32, "e4m3": 16}.get(q.fmt.scale)  # others have no operand
-        has_operand = q.fmt.block[1] == block_of_bytes and q.fmt.bits != 6
-        if q.fmt.is_quantized and capability.unsupported_reason(q.fmt) is None and has_operand:
-            kinds[q.fmt] = native.operand_code(q.fmt)
-    for capability_ in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)):
-        arch = capability.arch_of_capability(capability_)
-        for a, b in itertools.product(kinds, kinds):
-            planned = gemm_domain(a, b, BF16, arch, exact=True, compiled=True)[0] == "native"
-            taken = a.rotated == b.rotated and takes(kinds[a], kinds[b], *capability_)
-            if arch not in capability.ARCHITECTURES:  # no kernel makes the operands there
-                assert not planned, (arch, a, b)
-            else:
-                assert planned == taken, (arch, a, b)
+    laws.assert_planned_as_taken(torch.ops.fsdp_quant.gemm_takes)
 
 
 def test_integers_that_are_no_encoding_are_refused():
@@ -216,7 +203,7 @@ def calls() -> dict:
         ),
         "anchor_codes": (
             [empty(64, 256, **u8), empty(64, 8, **u8)],
-            lambda x, s: ops.anchor_codes(x, s, None, mx[0], False, False, False, 256),
+            lambda x, s: ops.anchor_codes(x, s, None, mx[0], False, False, False, 256, 512),
         ),
         "gemm": (
             [empty(64, 256), empty(32, 256)],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -209,6 +211,19 @@ def test_swizzled_scales_are_those_of_the_layout(outer_block: int, transposed: b
             got = native.swizzle_scales(scale, outer, outer_block, transposed)
             expected.assert_same(got, layout.swizzle_128x4(rows), f"{outer} rows, {blocks} blocks")
             expected.assert_same(layout.unswizzle_128x4(got, outer, blocks), rows, f"{outer} rows, {blocks} blocks, back")
+
+
+@pytest.mark.parametrize("outer_block", [1, 128])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_spread_scales_are_those_of_the_layout(outer_block: int, transposed: bool):
+    """If false, a product of Blackwell multiplies 128 elements by another block's scale."""
+    for outer, blocks in itertools.product((1, 31, 128, 129, 300, 1000), (1, 3, 5, 130)):
+        lines = ceil_div(outer, outer_block)
+        scale = reference.power_of_two(random_bytes(lines, blocks, seed=outer + blocks))
+        given = scale.t().contiguous() if transposed else scale
+        got = native.swizzle_scales(given, outer, outer_block, transposed)
+        want = layout.swizzle_128x4(layout.spread_scales(scale, outer, outer_block))
+        expected.assert_same(got, want, f"{outer} rows, {blocks} blocks")
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp8_32x32", "nvfp4", "nvfp4_16x16"])

@@ -40,7 +40,7 @@ def gradients(kind: int, is_deferred: bool, x: Tensor, dh: Tensor, holder: str) 
 
     for i, t in enumerate((g, u)):
         t.register_hook(functools.partial(see, i))
-    outputs, of_outputs = [(deferred if is_deferred else activate)(g, u, kind)], [dh]
+    outputs, of_outputs = [deferred(g, u, kind) if is_deferred else activate(g, u, kind)[0]], [dh]
     kept = [g, u.detach()] if holder == "user" else []
     if holder == "graph":
         outputs, of_outputs = [*outputs, g.square(), u.square()], [dh, torch.zeros_like(dh), torch.zeros_like(dh)]

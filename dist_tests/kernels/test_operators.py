@@ -366,7 +366,8 @@ def test_fake_results_have_the_shapes_of_real_ones(name: str):
         if col_side is None or expected.encodable(col, 33):
             check_fake(ops.statistics.default, (x, *sides, 33, False))
             check_fake(ops.quantize.default, (x, *sides, 0.0, 0.0, 33, False), keys)
-    for layout in (native.HOPPER, native.BLACKWELL):
+    packed_in_six = 6 in (row.fmt.bits, col.fmt.bits)  # compact alone
+    for layout in () if packed_in_six else (native.HOPPER, native.BLACKWELL):
         for shape in ((33, 47), (129, 257)):
             sides = expected.packed(row, False, layout), expected.packed(col, True, layout)
             check_fake(ops.quantize.default, (inputs(*shape), *sides, 0.0, 0.0, 0, False), keys)

@@ -1,4 +1,4 @@
-"""Hopper on a CPU: the compiled operators emulated by the reference, and the facts that choose domains and layouts.
+"""Hopper, or another architecture, on a CPU: the compiled operators emulated by the reference, and the facts that choose domains and layouts.
 
 `emulated()` replaces what `native` calls, so that its own Python (packing, padding, bias) runs as it does on a GPU. The
 emulation refuses what the C++ of csrc/api refuses. Products are exact: fp64, rounded to fp32 and then to the result.
@@ -33,7 +33,7 @@ from fsdp_quant.tensor import torch_compat
 
 ARCH = "sm_90a"
 _ELEMENTS = {1: E4M3, 2: E5M2, 3: E2M1}
-_NONE, _TENSOR, _ROW, _1X128, _128X128, _1X512 = *range(5), 7
+_NONE, _TENSOR, _ROW, _1X128, _128X128, _E8M0, _E4M3, _1X512 = range(8)
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -78,9 +78,13 @@ def unpack(packed: int, direction: Direction, eps: float = 0.0) -> Side | None:
     return Side(Encoding(fmt, direction, stochastic, eps), transposed, scale_layout)
 
 
-def _scale_as_read(scale: Tensor, fmt: Format, direction: Direction) -> Tensor:
-    """Compact scales as Hopper's tensor cores read them, flat."""
+def _scale_as_read(scale: Tensor, fmt: Format, direction: Direction, lines: int, scale_layout: int) -> Tensor:
+    """Compact scales as tensor cores read them, flat. lines: of the operand."""
     scale = scale if direction is ROWWISE else scale.t()  # [outer blocks, contraction blocks]
+    if scale_layout == native.BLACKWELL and capability.spreads(fmt):
+        return layout.swizzle_128x4(layout.spread_scales(scale, lines, fmt.block[0]))
+    if scale_layout == native.BLACKWELL and fmt.scale != "fp32":
+        return layout.swizzle_128x4(scale.repeat_interleave(fmt.block[0], 0)[:lines])
     if fmt.scale == "fp32" and fmt.block[1] is not None:
         scale = layout.pad_to(scale.t() if fmt.block[0] == 1 else scale, 1, 4)
     return scale.contiguous().flatten()
@@ -108,7 +112,8 @@ class Overloads(SimpleNamespace):
 class Operators:
     """`torch.ops.fsdp_quant`, as far as one process calls it."""
 
-    def __init__(self):
+    def __init__(self, arch: str = ARCH):
+        self.arch = arch
         self.calls: list[Call] = []
         self.plans: list[SimpleNamespace] = []
         self.counts: list[list[int]] = []
@@ -158,8 +163,13 @@ class Operators:
         if scale_layout == native.OPERAND:
             return data, (1,), grid, False, True, False
         if scale_layout:
-            refuse(scale_layout != native.HOPPER, "scales are those of Hopper")
+            refuse(scale_layout != native.scale_layout_of(self.arch), f"scales are not those of {self.arch}")
             lines, blocks = grid[::-1] if columnwise else grid
+            spread = capability.spreads(fmt)
+            if scale_layout == native.BLACKWELL and (spread or fmt.scale != "fp32"):
+                of_32 = layout.SPREAD_BLOCKS * blocks if spread else round_up(blocks, 4)
+                of_operand = round_up(padded[columnwise], 128) * of_32
+                return data, (of_operand,), grid, True, fmt.tensor_scale, False
             is_fp32_block = fmt.scale == "fp32" and fmt.block[1] is not None
             if is_fp32_block and fmt.block[0] == 1:
                 lines = round_up(lines, 4)
@@ -214,7 +224,8 @@ class Operators:
                 made += [tensor_amax] if given_tensor_amax is None else []
                 continue
             made.append(_turned(data, e.fmt, x.shape, e.direction) if side.transposed else data)
-            made.append(_scale_as_read(scale, e.fmt, e.direction) if side.layout == native.HOPPER else scale)
+            lines = e.fmt.padded_shape(x.shape, e.direction)[e.direction is not ROWWISE]
+            made.append(_scale_as_read(scale, e.fmt, e.direction, lines, side.layout) if side.layout else scale)
             made += [tensor_amax] if e.fmt.tensor_scale and given_tensor_amax is None else []
             made += [amax] if e.fmt.block[1] is None and given_amax is None else []
         return made
@@ -311,13 +322,17 @@ class Operators:
         self.calls.append(Call("relayout_group", source[0].data_ptr()))
 
     def swizzle_scales(self, scale, outer, outer_block, transposed):
-        rows = (scale.t() if transposed else scale).repeat_interleave(outer_block, 0)[:outer]
-        return layout.swizzle_128x4(rows)
+        scale = scale.t() if transposed else scale
+        if scale.dtype is torch.float32:
+            return layout.swizzle_128x4(layout.spread_scales(scale, outer, outer_block))
+        return layout.swizzle_128x4(scale.repeat_interleave(outer_block, 0)[:outer])
 
-    def anchor_codes(self, data, scale, tensor_amax, packed, columnwise, transposed, whole, cols):
+    def anchor_codes(self, data, scale, tensor_amax, packed, columnwise, transposed, whole, cols, run=0):
         if data.dim() == 3:
-            made = [self.anchor_codes(*one, None, packed, columnwise, transposed, whole, cols) for one in zip(data, scale)]
+            refuse(run > 0, "matrices are anchored by lines or tensors")
+            made = [self.anchor_codes(*one, None, packed, columnwise, transposed, whole, cols, run) for one in zip(data, scale)]
             return tuple(torch.stack(of) for of in zip(*made))
+        refuse(run and (whole or run < 0 or run % 128 or run & (run - 1)), f"anchor run is {run}")
         self.calls.append(Call("anchor_codes", data.data_ptr()))
         direction = COLUMNWISE if columnwise else ROWWISE
         fmt = unpack(packed, direction).encoding.fmt
@@ -325,18 +340,18 @@ class Operators:
         if whole and fmt.decodes_exactly_to_e4m3:
             refuse(not (data.is_contiguous() and scale.is_contiguous()) or tensor_amax is None, "data, scale or tensor amax")
             return _operand_of_codes(data, scale, tensor_amax, fmt, direction, cols, transposed)
-        of_8_bits = fmt.scale == "e8m0" and fmt.block[1] == 32 and fmt.element.bits == 8
-        refuse(not powers and not of_8_bits, "wanted e8m0 scales of (1, 32) or (32, 32) blocks")
+        of_blocks = fmt.scale == "e8m0" and fmt.block[1] == 32
+        refuse(not powers and not of_blocks, "wanted e8m0 scales of (1, 32) or (32, 32) blocks")
         refuse(not (data.is_contiguous() and scale.is_contiguous()), "data or scale is not contiguous")
-        refuse(cols != data.shape[1], f"data of {cols} columns")
-        grid = fmt.scale_shape(tuple(data.shape), direction)
+        refuse(fmt.row_bytes(cols, torch.uint8) != data.shape[1], f"data of {cols} columns")
+        grid = tuple(ceil_div(n, b) for n, b in zip((len(data), cols), fmt.dims(direction)))
         refuse(scale.numel() != grid[0] * grid[1], f"scale has {scale.numel()} elements; wanted {grid}")
-        codes, lines = reference.anchored_codes(data, scale.view(grid), fmt, direction, whole)
+        codes, lines = reference.anchored_codes(data, scale.view(grid), fmt, direction, whole, cols, run if run > 0 else None)
         return (codes.t().contiguous() if transposed else codes), lines
 
-    def anchor_group(self, data, scale, tensor_amax, packed, columnwise, transposed, whole, cols, out, line_scale):
+    def anchor_group(self, data, scale, tensor_amax, packed, columnwise, transposed, whole, cols, out, line_scale, run=0):
         for one, of, amax, n, *into in zip(data, scale, tensor_amax or [None] * len(data), cols, out, line_scale):
-            for target, made in zip(into, self.anchor_codes(one, of, amax, packed, columnwise, transposed, whole, n)):
+            for target, made in zip(into, self.anchor_codes(one, of, amax, packed, columnwise, transposed, whole, n, run)):
                 target.copy_(made)
 
     def product_error(self, a, b, a_scale, b_scale, a_kind, b_kind, counted, step, guard, product):
@@ -351,7 +366,7 @@ class Operators:
             element = next(e for e in ELEMENTS.values() if native.ELEMENTS.get(e.name) == kind & 7)
             runs = None if block[1] is None else scale.view(ceil_div(data.shape[-1], block[1]), -1)
             operands.append((data.flatten(0, -2), runs, Format("operand", element, block, "fp32")))
-        guard[product] += reference.product_error(*operands, (counted & 3, counted >> 2), int(step[1]) // reference.PROBED_STEPS, product < 2)
+        guard[product] += reference.product_error(*operands, (counted & 15, counted >> 4), int(step[1]) // reference.PROBED_STEPS, product < 2)
 
     # Products #
 
@@ -666,10 +681,7 @@ class Operators:
                     recorded.add(reading.factor)
                     self.record_amax(histories[reading.factor], amax)
             del made[self._buffers(reading.side, d) :]
-            if reading.run != -1:
-                turned = d is COLUMNWISE
-                made = self.anchor_codes(*made, None, reading.side, turned, turned, reading.run == native.OF_TENSOR, weight.shape[1])
-            result += made
+            result += made if reading.run == -1 else self._anchors_of(made, reading, d, weight.shape)
         return result
 
     def _stacked_runs(self, weight, reading, d):
@@ -799,13 +811,16 @@ class Operators:
                 continue
             self.counts[call.number][2 * slot + (d is COLUMNWISE)] += 1
             sides = (reading.side, 0) if d is ROWWISE else (0, reading.side)
-            if reading.run >= 0:
+            side = unpack(reading.side, d, reading.eps)
+            fmt = side.encoding.fmt
+            of_codes = reading.run != -1 and (reading.run < 0 or side.encoding.stochastic or fmt.bits < 8 or fmt.block[0] != 1)
+            if reading.run != -1 and not of_codes:
                 runs = (reading.run, 0) if d is ROWWISE else (0, reading.run)
                 made[d] = self.quantize_anchored(x, *sides, *runs, None, None, False)
                 self.calls.pop()
                 continue
             enc = None if reading.factor < 0 else call.factors[group][reading.factor]
-            side = unpack(reading.side, d, reading.eps)
+            side = side._replace(transposed=False) if of_codes else side
             key = self.random_key(call.step, call.ids, slot, x.shape[0]) if side.encoding.stochastic else None
             known = [None] * 8
             known[2 + 4 * (d is COLUMNWISE)], known[3 + 4 * (d is COLUMNWISE)] = enc, key
@@ -816,7 +831,15 @@ class Operators:
                 if enc is not None and reading.factor < len(call.histories[group]) and reading.factor not in recorded:
                     recorded.add(reading.factor)
                     self.record_amax(call.histories[group][reading.factor], amax)
+            if of_codes:
+                made[d] = self._anchors_of(made[d], reading, d, x.shape)
+                self.calls.pop()
         return made
+
+    def _anchors_of(self, made, reading, d, shape) -> list[Tensor]:
+        """Compact codes as an operand against anchors."""
+        turned, cols = d is COLUMNWISE, unpack(reading.side, d).encoding.fmt.padded_shape(shape, d)[1]
+        return list(self.anchor_codes(*made, None, reading.side, turned, turned, reading.run == native.OF_TENSOR, cols, max(reading.run, 0)))
 
     def _step_operand(self, reading, d: Direction, buffers: list[Tensor]) -> tuple[Tensor, Tensor | None, int, Tensor | None]:
         """(data, scale, kind, factor of the product)."""
@@ -992,8 +1015,10 @@ def _operand(x: Tensor, scale: Tensor | None, kind: int, name: str) -> Tensor:
     refuse(x.dtype is not torch.uint8, f"{name} is {x.dtype}; codes are uint8")
     refuse(not k_major, f"{name} has strides {strides}; codes are K-major")
     refuse(k % 16 or (outer > 1 and strides[0] % 16) or x.data_ptr() % 16, f"{name}: rows of {k} bytes, not aligned")
-    refuse(element == 3, "4-bit codes are for sm_100", NotImplementedError)
-    refuse(_128X128 < scaling < _1X512, "one-byte scales are for sm_100", NotImplementedError)
+    if scaling in (_E8M0, _E4M3):
+        refuse(not capability.ARCHITECTURES[_CURRENT[-1].arch].byte_scales, "one-byte scales are for sm_100", NotImplementedError)
+        return _of_byte_scales(x, scale, element, scaling, name)
+    refuse(element == 3, "4-bit codes have one-byte scales", NotImplementedError)
     values = x.view(_ELEMENTS[element].dtype).double()
     if scaling == _NONE:
         return values
@@ -1017,6 +1042,19 @@ def _operand(x: Tensor, scale: Tensor | None, kind: int, name: str) -> Tensor:
     return values * scale
 
 
+def _of_byte_scales(x: Tensor, scale: Tensor, element: int, scaling: int, name: str) -> Tensor:
+    block = 32 if scaling == _E8M0 else 16
+    codes = layout.unpack(x, 4) if element == 3 else x
+    fmt = Format("operand", _ELEMENTS[element], (1, block), "e8m0" if scaling == _E8M0 else "e4m3", tensor_scale=scaling == _E4M3)
+    blocks = ceil_div(codes.shape[1], block)
+    wanted = round_up(len(x), 128) * round_up(blocks, 4)
+    refuse(scale.dtype is not torch.uint8 or scale.numel() != wanted or not scale.is_contiguous() or scale.data_ptr() % 16,
+           f"{name}_scale is {scale.dtype} {list(scale.shape)}; wanted {wanted} contiguous bytes")
+    of_blocks = layout.unswizzle_128x4(scale.flatten(), len(x), blocks).contiguous()
+    one = torch.full((1,), fmt.element.max * 448.0) if fmt.tensor_scale else None  # the tensor's scale is 1
+    return reference.decode(x, of_blocks, one, fmt, ROWWISE, codes.shape[1], 0).double()
+
+
 def _is_each(scale: Tensor, kind: int, lines: int) -> bool:
     """Scales of tensors or of lines are one set a group."""
     return _TENSOR <= kind >> 3 <= _ROW and scale.numel() > (1 if kind >> 3 == _TENSOR else lines)
@@ -1028,11 +1066,17 @@ def _product(a, b, a_scale, b_scale, a_kind, b_kind, out_dtype, bias, alpha) -> 
     refuse(x.shape[1] != w.shape[1], f"a is {list(a.shape)} and b {list(b.shape)}; wanted the same K")
     elements, scalings, codes = (a_kind & 7, b_kind & 7), tuple(sorted((a_kind >> 3, b_kind >> 3))), bool(a_kind & 7)
     least, most = scalings
-    if codes:
+    if codes and 3 in elements:
+        taken = elements == (3, 3) and scalings == (_E4M3, _E4M3)
+    elif codes:
+        row = capability.ARCHITECTURES[_CURRENT[-1].arch]
+        refuse(most <= _TENSOR and not row.fp32_pairs, f"{row.name} multiplies no codes", NotImplementedError)
+        refuse(_TENSOR < most and most not in (_E8M0, _E4M3) and len(row.fp32_pairs) == 1, f"fp32 scales on {row.name}", NotImplementedError)
         taken = all(elements) and elements != (2, 2) and (
             most <= _TENSOR or (least >= _TENSOR and most == _ROW) or (least == _1X128 and most <= _128X128)
-            or least == most == _1X512
+            or (least == most and most in (_E8M0, _1X512))
         )
+    if codes:
         refuse(b.shape[0] % 16, f"b has {b.shape[0]} rows (N); codes take multiples of 16")
         refuse(_1X128 <= most <= _128X128 and a.shape[0] % 4, f"a has {a.shape[0]} rows (M); 1x128 scales take multiples of 4")
         refuse(most == _1X512 and out_dtype is torch.float16, "1x512 scales: out is float16", NotImplementedError)
@@ -1075,7 +1119,7 @@ def sums_in_units(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Ten
     return total * unit
 
 
-def _schemas() -> dict[str, str]:
+def operator_schemas() -> dict[str, str]:
     """The operators as csrc declares them, by name."""
     text = "".join(path.read_text() for path in sorted((Path(__file__).parents[2] / "csrc").glob("*/*.cpp")))
     declared = re.findall(r'm\.def\(\s*((?:"[^"]*"\s*)+)', text)
@@ -1090,7 +1134,7 @@ _library = torch.library.Library("fsdp_quant_emulated", "DEF")
 @functools.cache
 def _registered(name: str) -> Callable:
     """An operator of the emulation that torch knows, with the schema of csrc: what graphs hold."""
-    schema = _schemas()[name]
+    schema = operator_schemas()[name]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     packet, _, overload = name.partition(".")
     arguments = torch._C.parse_schema(f"fsdp_quant_emulated::{schema}").arguments
@@ -1141,11 +1185,11 @@ class Arrived:
 
 
 @contextlib.contextmanager
-def emulated() -> Iterator[Operators]:
-    """CPU tensors as if on a Hopper GPU. Plans made inside stay inside; modules made inside must not leave."""
-    operators = Operators()
+def emulated(arch: str = ARCH) -> Iterator[Operators]:
+    """CPU tensors as if on a GPU of this architecture. Plans made inside stay inside; modules made inside must not leave."""
+    operators = Operators(arch)
     facts = {
-        "arch_of": lambda device: ARCH,
+        "arch_of": lambda device: arch,
         "gemm_domain": functools.partial(capability.gemm_domain, compiled=True),
     }
     originals = {name: getattr(capability, name) for name in facts}
@@ -1155,12 +1199,16 @@ def emulated() -> Iterator[Operators]:
                 for fact, value in facts.items():
                     if vars(module).get(fact) is originals[fact]:
                         patch.setattr(module, fact, value)
-        patch.setattr(native, "_ops", Traced(operators))
-        for name, cached in list(vars(native).items()):  # they remember integers of other operators
-            if hasattr(cached, "cache_clear"):
-                patch.setattr(native, name, functools.cache(cached.__wrapped__))
-        patch.setattr(native, "runs", lambda x: x.numel() > 0)
-        patch.setattr(native, "runs_on", lambda device: True)
+        replaced = {id(native.runs): lambda x: x.numel() > 0, id(native.runs_on): lambda device: True}
+        of_native = [m for name, m in sys.modules.items() if name.startswith(native.__name__)]
+        for value in {id(v): v for m in of_native for v in vars(m).values() if hasattr(v, "cache_clear")}.values():
+            replaced[id(value)] = functools.cache(value.__wrapped__)  # they remember integers of other operators
+        for module in of_native:
+            for name, value in list(vars(module).items()):
+                if id(value) in replaced:
+                    patch.setattr(module, name, replaced[id(value)])
+            if "_ops" in vars(module):
+                patch.setattr(module, "_ops", Traced(operators))
         patch.setattr(torch_compat, "stream_of", lambda device: (0, False))
         patch.setattr(plan, "_PLANS", {})  # plans keep what they resolved for (dtype, device)
         patch.setattr(plan, "_CALLS", {})

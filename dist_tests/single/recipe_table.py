@@ -1,4 +1,4 @@
-"""The recipe table of the README: recipe x module x backward mode, and what one cell of it must do.
+"""The table of docs/reference/recipes.md: recipe x module x backward mode, and what one cell of it must do.
 
 A cell runs two steps of a module. Every linear layer in it is held to the definition: decoded operands, multiplied in fp64 as
 the mode says, and kept for the backward as the plan says. All else (norms, activations, splits, residuals) is held bit for
@@ -149,7 +149,7 @@ MODULES = {
 
 
 def table() -> str:
-    """The README's table: in each cell the backward modes that a recipe has in a module."""
+    """The table of docs/reference/recipes.md: in each cell the backward modes that a recipe has in a module."""
     modes = ", ".join("none" if mode is None else mode for mode in MODES)
     names = [*(f"`{name}`" for name in NAMED), f"`hybrid(F, B)`, {len(HYBRIDS)} pairs", "`CustomRecipe`"]
     lines = [["recipe", *(f"`fq.{m}`" for m in MODULES)], ["---"] * (1 + len(MODULES))]

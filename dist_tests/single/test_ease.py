@@ -248,10 +248,13 @@ WELL = Machine("13.0", True, (H100, H100), None, True)
                 "were not run there: run python -m fsdp_quant selftest",
             ],
         ),
-        ({"gpus": (A100, A100)}, ["A100 has no fp8 tensor cores: .* use an H100"]),
+        (
+            {"gpus": (A100, A100)},
+            ["A100 has no fp8 tensor cores: .* use an H100", "A100: .* were not run there: run"],
+        ),
         (
             {"gpus": (A100, H100)},
-            ["no fp8 tensor cores", "of different kinds.*CUDA_VISIBLE_DEVICES"],
+            ["no fp8 tensor cores", "not run there", "of different kinds.*CUDA_VISIBLE_DEVICES"],
         ),
         ({"has_nccl": False}, ["without NCCL.*: install a release"]),
         ({"has_nccl": False, "gpus": (H200,)}, []),

@@ -226,12 +226,14 @@ def test_work_of_the_reference_on_a_gpu_is_said_once(monkeypatch):
     (("sm_90",), {(9, 0)}),
     (("sm_100",), {(10, 0), (10, 3)}),
     (("sm_100f", "sm_120f"), {(10, 0), (10, 3), (12, 0)}),
-    (("sm_80",), {(8, 0), (8, 9)}),
+    (("sm_80",), {(8, 0), (8, 6), (8, 9)}),
+    (("sm_80", "sm_89", "sm_90a"), {(8, 0), (8, 6), (8, 9), (9, 0)}),
+    (("sm_89",), {(8, 9)}),
 ])
 def test_runs_on_compares_the_architectures(monkeypatch, architectures, runs):
     """Otherwise code for an "a" target is launched on a neighbour that lacks its instructions."""
     loaded(monkeypatch, *architectures)
-    capabilities = [(8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)]
+    capabilities = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
     for index, (major, minor) in enumerate(capabilities):
         reason = extension.runs_on(torch.device("cuda", index))
@@ -363,9 +365,9 @@ def test_a_source_distribution_compiles(tmp_path: Path):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
     (tmp_path / "fsdp_quant/ops").mkdir(parents=True)
-    for folder in ("fsdp_quant", "fsdp_quant/ops"):
-        (tmp_path / folder / "__init__.py").touch()
-    shutil.copy(ROOT / "fsdp_quant/ops/build.py", tmp_path / "fsdp_quant/ops")
+    (tmp_path / "fsdp_quant/ops/__init__.py").touch()
+    for name in ("fsdp_quant/__init__.py", "fsdp_quant/ops/build.py"):  # the version, and what setup.py loads
+        shutil.copy(ROOT / name, tmp_path / name)
     done = run("setup.py", "-q", "sdist", "--formats=tar", cwd=tmp_path, FSDP_QUANT_NATIVE="0")
     assert done.returncode == 0, done.stderr
     (made,) = (tmp_path / "dist").iterdir()

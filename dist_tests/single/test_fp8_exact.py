@@ -93,7 +93,7 @@ def test_products_of_operands_are_exact():
 
 
 def test_noise_beside_the_nearest_scales():
-    """If false, the rule costs more than the README says: a tenth for vectors (1.05 to 1.2), nothing for square blocks."""
+    """If false, the rule costs more than docs/reference/recipes.md says: a tenth for vectors (1.05 to 1.2), nothing for square blocks."""
     g = torch.Generator().manual_seed(0)
     normal = torch.randn(3, 1024, 1024, generator=g)
     samples = {"gauss": normal[0], "gated": torch.nn.functional.silu(normal[1]) * normal[2], "heavy": values(1024, 1024, kind="heavy", dtype=torch.float32)}

@@ -152,14 +152,21 @@ def test_tensor_cores_multiply_the_pairs_that_they_can():
         "sm_90a": {
             "native": [("fp8_tensor", "fp8_tensor"), ("fp8_row", "fp8_tensor"), ("fp8_row", "fp8_row"), ("fp8_1x128", "fp8_128x128"),
                        ("fp8_1x128", "fp8_1x128")],
-            "anchored": [("mxfp8", "mxfp8"), ("mxfp8", "mxfp8_32x32"), ("mxfp8", "fp8_row"), ("fp8_tensor", "mxfp8")],
+            "anchored": [("mxfp8", "mxfp8"), ("mxfp8", "mxfp8_32x32"), ("mxfp8", "fp8_row"), ("fp8_tensor", "mxfp8"),
+                         ("mxfp4", "mxfp4"), ("mxfp6", "mxfp6"), ("mxfp4", "mxfp8"), ("mxfp6", "fp8_tensor"), ("fp8_row", "mxfp4")],
             "bf16": [("fp8_128x128", "fp8_128x128"), ("mxfp8", "fp8_1x128"), ("nvfp4", "nvfp4_16x16"), ("mxfp8", "nvfp4"),
-                     ("fp8_row", "identity")],
+                     ("fp8_row", "identity"), ("mxfp4", "nvfp4"), ("mxfp6", "fp8_1x128")],
         },
         "sm_100f": {
-            "native": [("fp8_tensor", "fp8_tensor"), ("mxfp8", "mxfp8"), ("mxfp8", "mxfp8_32x32"), ("nvfp4", "nvfp4_16x16")],
-            "bf16": [("fp8_row", "fp8_row"), ("mxfp8", "nvfp4"), ("fp8_1x128", "fp8_1x128")],
+            "native": [("fp8_tensor", "fp8_tensor"), ("mxfp8", "mxfp8"), ("mxfp8", "mxfp8_32x32"), ("nvfp4", "nvfp4_16x16"),
+                       ("fp8_1x128", "fp8_1x128"), ("fp8_1x128", "fp8_128x128"), ("mxfp8", "fp8_1x128")],
+            "bf16": [("fp8_row", "fp8_row"), ("mxfp8", "nvfp4"), ("fp8_1x128", "fp8_tensor")],
         },
+        "sm_89": {
+            "native": [("fp8_tensor", "fp8_tensor")],
+            "bf16": [("fp8_row", "fp8_row"), ("mxfp8", "mxfp8"), ("fp8_1x128", "fp8_128x128"), ("nvfp4", "nvfp4")],
+        },
+        "sm_80": {"bf16": [("fp8_tensor", "fp8_tensor"), ("fp8_row", "fp8_row"), ("mxfp8", "mxfp8"), ("fp8_1x128", "fp8_128x128")]},
     }
     for arch, domains in cases.items():
         for want, pairs in domains.items():
@@ -169,6 +176,8 @@ def test_tensor_cores_multiply_the_pairs_that_they_can():
                     assert gemm_domain(*formats, torch.bfloat16, arch, compiled=True)[0] == want, (arch, a, b)
                     exact = gemm_domain(*formats, torch.bfloat16, arch, exact=True, compiled=True)[0]
                     assert exact == ("bf16" if want == "anchored" else want), (arch, a, b)
+    of_any_scale = format_of("fp8_1x128", pow2=False)
+    assert gemm_domain(of_any_scale, of_any_scale, torch.bfloat16, "sm_100f", compiled=True)[0] == "reference"
     e5m2 = format_of("fp8_tensor", element="e5m2")
     assert gemm_domain(e5m2, FORMATS["fp8_tensor"], torch.bfloat16, "sm_90a", compiled=True)[0] == "native"
     assert gemm_domain(e5m2, e5m2, torch.bfloat16, "sm_90a", compiled=True)[0] == "bf16"
@@ -178,7 +187,8 @@ def test_tensor_cores_multiply_the_pairs_that_they_can():
 
 def test_every_gpu_of_a_family_is_planned_alike():
     """If false, a B300 or an RTX 5090 trains in pure Python while its neighbour multiplies codes."""
-    rows = {(8, 0): "sm_80", (8, 9): "sm_89", (9, 0): "sm_90a", (10, 0): "sm_100f", (10, 3): "sm_100f", (12, 0): "sm_120f", (12, 1): "sm_120f"}
+    rows = {(8, 0): "sm_80", (8, 6): "sm_80", (8, 9): "sm_89", (9, 0): "sm_90a", (10, 0): "sm_100f", (10, 3): "sm_100f", (12, 0): "sm_120f", (12, 1): "sm_120f",
+            (11, 0): "sm_110"}
     assert {c: arch_of_capability(c) for c in rows} == rows
     for arch in ("sm_100f", "sm_120f"):
         for fmt in ("mxfp8", "nvfp4", "fp8_tensor"):
@@ -186,7 +196,7 @@ def test_every_gpu_of_a_family_is_planned_alike():
     assert gemm_domain(FORMATS["mxfp8"], FORMATS["mxfp8"], torch.bfloat16, "sm_89", compiled=True)[0] == "bf16"
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100f"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100f"])
 def test_formats_that_no_kernel_encodes_are_planned_without_one(arch: str):
     """If false, `require_native` accepts a product that dies of its shapes in step 1."""
     fmts = [q.fmt for q in (QUANTIZERS | OTHER).values() if q.fmt.is_quantized]

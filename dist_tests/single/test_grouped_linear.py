@@ -9,6 +9,7 @@ import pickle
 import re
 import weakref
 from dataclasses import replace
+from unittest import mock
 
 import numpy
 import pytest
@@ -469,6 +470,26 @@ def products_of(module: fq.GroupedLinear, bias: bool) -> list[str]:
     return [] if bias and not of_codes["fprop"] else made
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_100f"])
+def test_experts_of_values_are_one_product_on_every_gpu(arch: str):
+    """If false, bf16 experts wait for the device to tell their splits, or codes meet kernels of another GPU."""
+    x, dy, splits = values(256, 64, seed=1), values(256, 48, seed=2), [0, 70, 129, 57]
+    with hopper.emulated(arch) as gpu:
+        for name, ran in (("identity", ["_grouped_mm"] * 3), ("fp8_current", [])):
+            made = []
+            for make, call in ((grouped, lambda m, a, s: m(a, torch.tensor(s).cumsum(0))), (loop, of_loop)):
+                module, a = make(scalings()[name], True, False, torch.bfloat16, (64, 48)), x.clone().requires_grad_()
+                gpu.calls.clear()
+                y = call(module, a, splits)
+                y.backward(dy)
+                made.append({"y": y.detach(), "dx": a.grad})
+                if make is grouped:
+                    assert [c.name for c in gpu.calls if "grouped" in c.name] == ran
+                    reason = module.why_one_by_one(torch.bfloat16, x.device)
+                    assert reason == (None if ran else f"no grouped kernel multiplies codes on {arch}")
+            assert_same(*made, f"{name} on {arch}")
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
 def test_one_product_scales_by_each_experts_history(packed: bool):
     """If false, an expert is scaled by the amaxes of another, or loses those of a step."""
@@ -616,6 +637,33 @@ def test_one_product_keeps_what_the_plan_names():
                 y = module(x.clone().requires_grad_(), [16, 16, 16, 16])
             assert y.requires_grad and not any(t.dtype is torch.bfloat16 for t in saved)
             assert sum(t.numel() for t in saved if t.dtype is torch.uint8) == module.weight.numel()  # what dgrad multiplies
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_current", "nvfp4"])
+def test_held_packed_experts_are_quantized_once_and_copied_never(name: str):
+    """If false, micro-batches inside fq.hold stack the codes of all experts again, or multiply other codes."""
+    with hopper.emulated() as gpu:
+        module, x = grouped(scalings()[name], True, dtype=torch.bfloat16, sizes=(64, 48)), values(64, 64)
+
+        def accumulated() -> list[Tensor]:
+            module.zero_grad()
+            fq.begin_step(0)
+            outputs = []
+            for _ in range(3):
+                outputs.append(module(x.clone().requires_grad_(), [16, 16, 16, 16]))
+                outputs[-1].backward(values(64, 48, seed=2))
+            return [*(y.detach() for y in outputs), module.weight.grad]
+
+        want, before = accumulated(), gpu.count("linear_weight")
+        with fq.hold(module), mock.patch.object(grouped_op, "_stacked_operand", side_effect=AssertionError("copied")):
+            got = accumulated()
+            assert gpu.count("linear_weight") == before + before // 3
+            with torch.no_grad():
+                module.weight.mul_(2)
+            with pytest.raises(fq.StaleWeightError, match="written inside fq.hold"):
+                module(x, [16, 16, 16, 16])
+    for a, b in zip(got, want):
+        assert_same_bytes(a, b, f"{name}: held")
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])

@@ -37,6 +37,8 @@ RECIPES = {
     "mxfp8/nvfp4": lambda **o: recipes.hybrid("mxfp8", "nvfp4", **o),
     "nvfp4/mxfp8": lambda **o: recipes.hybrid("nvfp4", "mxfp8", **o),
     "fp8_tensor/identity": lambda **o: recipes.hybrid("fp8_tensor", "identity", **o),
+    "mxfp6": recipes.mxfp6, "mxfp6/e3m2": lambda **o: recipes.mxfp6(grad_element="e3m2", **o), "mxfp4": recipes.mxfp4,
+    "mxfp8/mxfp4": lambda **o: recipes.hybrid("mxfp8", "mxfp4", **o),
 }
 ONE_CALL = tuple(RECIPES)
 SHAPES = ((64, 48, 32), (33, 40, 100), (144, 48, 160))  # M, N, K; the second takes the path of parts
@@ -44,6 +46,7 @@ SHAPES = ((64, 48, 32), (33, 40, 100), (144, 48, 160))  # M, N, K; the second ta
 BOUNDS = {BF16: 1e-2, FP16: 2e-3, FP32: 1e-5}
 QUANTIZED = list(KERNEL_QUANTIZERS)
 E8M0 = [name for name in QUANTIZED if QUANTIZERS[name].fmt.scale == "e8m0" and QUANTIZERS[name].fmt.element.bits == 8]
+SMALL = ["mxfp4", "mxfp6", "mxfp6/e3m2"]  # recipes whose codes are multiplied as e4m3
 
 
 @pytest.fixture(autouse=True)
@@ -107,12 +110,12 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], what: str = "")
         assert_same_bytes(got[name], tensor, f"{what} {name}")
 
 
-def planned(module: fq.Linear, dtype: torch.dtype) -> dict:
+def planned(module: fq.Linear, dtype: torch.dtype, arch: str = hopper.ARCH) -> dict:
     """The products of one step, as they count."""
     counted: dict = {}
     plan = module.plan_on(dtype, module.weight.device)
     for product in PRODUCTS:
-        key = (plan.domain(product, dtype, hopper.ARCH)[0], *map(repr, plan.pair(product)))
+        key = (plan.domain(product, dtype, arch)[0], *map(repr, plan.pair(product)))
         counted[key] = counted.get(key, 0) + 1
     return counted
 
@@ -124,22 +127,26 @@ def domains() -> set[str]:
 # One step #
 
 
-def check_step(name: str, dtype: torch.dtype, bias: bool, shapes=SHAPES, rungs=(), **options) -> None:
+def check_step(
+    name: str, dtype: torch.dtype, bias: bool, shapes=SHAPES, rungs=(), arch: str = hopper.ARCH, **options
+) -> set[str]:
+    """The domains of its products."""
     for shape in shapes:
         x, dy = inputs(shape, dtype)
         restart()
         want = step(linear(RECIPES[name](**options), shape, bias, dtype), x, dy)
         restart()
-        with hopper.emulated():
+        with hopper.emulated(arch):
             module = linear(RECIPES[name](**options), shape, bias, dtype, **dict(rungs))
             counters.reset()
             got = step(module, x, dy)
-            assert counters.of("gemm") == planned(module, dtype), shape
+            assert counters.of("gemm") == planned(module, dtype, arch), shape
             ran = domains()
         for key, tensor in want.items():
             assert got[key].dtype is tensor.dtype, (shape, key)
             bound = max(BOUNDS[dtype], 1e-3 if "anchored" in ran else 0)
             assert error(got[key], tensor) <= bound, f"{shape} {key}: {error(got[key], tensor):.2g}, in {ran}"
+    return ran
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
@@ -149,13 +156,26 @@ def test_a_step_is_that_of_the_cpu(name: str, bias: bool):
     check_step(name, BF16, bias)
 
 
+# Of recipes whose tensors are all codes, where products are of codes: others decode to bf16.
+NATIVE_ON = {"sm_80": (), "sm_89": ("fp8_current", "fp8_delayed"), "sm_100f": ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")}
+
+
+@pytest.mark.parametrize("arch", NATIVE_ON)
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8", "nvfp4"])
+def test_a_step_on_other_architectures_is_that_of_the_cpu(name: str, arch: str):
+    """If false, a GPU that the kernels are compiled for, and were not run on, refuses its first step or reads scales of another
+    layout; or its tensor cores idle."""
+    ran = check_step(name, BF16, True, ((64, 48, 32), (33, 40, 300)), arch=arch)
+    assert ran == {"native" if name in NATIVE_ON[arch] else "bf16"}
+
+
 def test_a_step_over_runs_of_tokens_is_that_of_the_cpu():
     """If false, tokens behind the first run of anchors meet its scales."""
     for rung in (layout.ANCHORED_512, layout.ANCHORED_128):
         check_step("mxfp8", BF16, False, ((1040, 48, 32), (519, 40, 20)), {"wgrad": rung})
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "fp8_block", "mxfp8/nvfp4"])
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_block", "mxfp8/nvfp4", "mxfp4", "mxfp6/e3m2"])
 def test_a_step_on_every_rung_is_that_of_the_cpu(name: str):
     """If false, a product that its guard moved is another one."""
     for shape in ((1040, 48, 32), (40, 528, 1056)):
@@ -228,7 +248,7 @@ def test_fakes_have_the_shapes_of_what_is_made(gpu, name: str):
         calls = {"statistics": (*sides, row0, *through)}
         for some in (sides, (sides[0], 0), (0, sides[1])):
             calls[f"quantize {some}"] = (*some, 0.0, 0.0, row0, *through, None, None, None, key, None, None, None, key)
-        if anchors(q.fmt) and q.fmt.block[0] == 1 and not row0:
+        if anchors(q.fmt) and not layout.is_anchored_of_codes(q.fmt, layout.ANCHORED) and not row0:
             calls["quantize_anchored"] = (*sides, 0, 128, None, None, *through)
             if q.fmt.element.name == "e4m3":
                 calls["quantize_anchored by tensor"] = (*sides, native.OF_TENSOR, native.OF_TENSOR, None, None, *through)

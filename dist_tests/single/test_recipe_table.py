@@ -1,4 +1,4 @@
-"""Recipe x module x backward mode: a test behind each cell of the README's table, on the CPU and as a Hopper GPU runs it."""
+"""Recipe x module x backward mode: a test behind each cell of docs/reference/recipes.md, on the CPU and as a Hopper GPU runs it."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def test_a_cell_is_its_definition_in_compiled_steps(recipe: str, module: str, mo
         check_cell(recipe, module, mode, GPU._replace(device="cpu"))
 
 
-def test_the_readme_has_the_table():
-    """If false, the README promises a cell that no test is behind, or hides one."""
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    assert table() in readme, f"README.md wants this table of recipes:\n{table()}"
+def test_the_reference_has_the_table():
+    """If false, docs/reference/recipes.md promises a cell that no test is behind, or hides one."""
+    page = (Path(__file__).parents[2] / "docs/reference/recipes.md").read_text()
+    assert table() in page, f"docs/reference/recipes.md wants this table of recipes:\n{table()}"
 
 def trained(kind: Module, recipe: fq.Recipe, quantized: bool, evaluates: bool, built_in: str = "train") -> list[Tensor]:
     """Output, input gradient and weights of every step; quantized: parameters that are codes."""

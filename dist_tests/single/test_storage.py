@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -301,11 +302,55 @@ def test_gemm_layout_carries_the_tensor_scale(arch: str):
     assert WITH_RHT["mxfp8"].storage(values(33, 48), ROWWISE).to_gemm_layout(arch).tensor_scale is None
 
 
+SPREAD_SHAPES = [(1, 1), (33, 47), (128, 128), (130, 300), (300, 512)]
+
+
+@pytest.mark.parametrize("name", ["fp8_1x128", "fp8_128x128"])
+@each_direction
+def test_spread_scales_are_those_of_mxfp8_and_the_same_numbers(name: str, direction: Direction, monkeypatch):
+    """If false, a product of Blackwell multiplies 32 elements by another block's scale, or by another number. cuBLASLt reads scale
+    (i, j) of 32 elements as in the test above; four of them are a block of 128, and 128 rows those of a square one."""
+    monkeypatch.setattr(storage_module, "arch_of", lambda device: "sm_100f")
+    for shape, kind in itertools.product(SPREAD_SHAPES, ("outliers", "tiny", "inf and zeros", "extreme")):
+        what, x = f"{name} {direction.value} {shape} {kind}", values(*shape, kind=kind)
+        if kind == "inf and zeros":
+            x[: shape[0] // 2], x[-1, -1] = 0, torch.inf
+        elif kind == "extreme":
+            x = x * torch.logspace(-126, 120, shape[1], base=2)  # scales of 2^-127, which are subnormal, to 2^119
+            x = x.bfloat16()
+        storage = WITH_RHT[name].storage(x, direction)
+        made = storage.in_layout(layout.SPREAD)
+        outer, contraction = codes_of(storage).shape
+        scale = (storage.scale if direction is ROWWISE else storage.scale.t()).contiguous()
+        assert_same_bytes(made.data, torch.from_numpy(codes_of(storage).copy()), what)
+        tiles = -(-contraction // 128)
+        want = torch.zeros(-(-outer // 128) * tiles * 512, dtype=torch.uint8)
+        exponents = (np.frexp(scale.numpy())[1] + 126).astype(np.int64)  # scale = 2^(e - 127)
+        exponents[~np.isfinite(scale.numpy())] = 255
+        for i, j in itertools.product(range(outer), range(4 * tiles)):
+            offset = (i // 128 * tiles + j // 4) * 512 + i % 32 * 16 + i % 128 // 32 * 4 + j % 4
+            want[offset] = int(exponents[i // storage.fmt.block[0], j // 4])
+        assert_same_bytes(made.scale, want, what)
+        made.check()
+        assert made.operand_format.block == (1, 32) and made.operand_format.scale == "e8m0"
+        back = made.in_layout(layout.COMPACT)
+        assert back.layout == layout.COMPACT and made.operand_rows(0, 1) is None
+        assert_same_bytes(back.scale, storage.scale, what)
+        assert_same_bytes(made.decode(), storage.decode(), what)
+        of_32 = layout.unswizzle_128x4(made.scale, outer, -(-contraction // 32))  # what a product reads, decoded as MXFP8
+        as_mx = Storage(made.operand_format, ROWWISE, (outer, contraction), made.data, of_32, None, storage.dtype).decode()
+        assert_same_bytes(as_mx if direction is ROWWISE else as_mx.t(), storage.decode(), what)
+        (grouped,) = laid_out([(storage, layout.SPREAD)], calls=[])
+        assert_same_bytes(grouped.data, made.data, what)
+        with pytest.raises(ValueError, match="scale of"):
+            replace(made, scale=made.scale[:-1]).check()
+
+
 def test_gemm_layout_refuses_what_it_cannot_lay_out():
     """Otherwise a shard's half blocks, or another arch's layout, reach a tensor core."""
     storage = Quantizer("mxfp8").storage(values(96, 64), COLUMNWISE)
-    with pytest.raises(NotImplementedError, match="sm_80.*sm_90a, sm_100f, sm_120f"):
-        storage.to_gemm_layout("sm_80")
+    with pytest.raises(NotImplementedError, match="sm_75.*sm_80, sm_89, sm_90a, sm_100f, sm_120f"):
+        storage.to_gemm_layout("sm_75")
     with pytest.raises(ValueError, match="shard from row 16"):
         storage.narrow(16, 32).to_gemm_layout("sm_90a")
 

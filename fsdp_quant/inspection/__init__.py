@@ -1,1 +1,6 @@
-"""Printing only: what a model will run (`plan`) and what really ran (`receipt`)."""
+"""Printing only: what a model will run (`plan`) and what really ran (`receipt`).
+
+>>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8")
+>>> isinstance(fq.plan(model), fq.inspection.plan.ModelPlan)
+True
+"""

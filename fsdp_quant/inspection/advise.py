@@ -128,6 +128,11 @@ def advise(
     Runs in evaluation mode, without dropout. `study` returns the numbers too.
     Raises ValueError for a model under `fully_shard`, no batches, unknown candidates, and a loss
     that is no finite number.
+
+    >>> model, batches = nn.Sequential(nn.Linear(64, 32)), [torch.randn(16, 64)]
+    >>> loss = lambda model, x: model(x).square().mean()
+    >>> recipe = fq.advise(model, batches, budget=1.0, candidates=["mxfp8"], loss=loss, say=lambda line: None)
+    >>> model = fq.convert(model, recipe)
     """
     advice = study(model, batches, budget, candidates, loss, gradient_error, skip)
     say(str(advice))

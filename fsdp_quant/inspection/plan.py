@@ -144,6 +144,12 @@ def plan(model: nn.Module, dtype: torch.dtype | None = None) -> ModelPlan:
 
     dtype:  of activations (default: what FSDP2 gathers in, else the weight's own).
     Raises ValueError for a model without converted modules.
+
+    >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8/nvfp4")
+    >>> print(fq.plan(model))                                 # on a CPU
+    fprop               mxfp8 x mxfp8              reference (the result is float32)  [0]
+    dgrad            nvfp4+SR x nvfp4              reference (the result is float32)  [0]
+    wgrad       nvfp4(RHT)+SR x nvfp4(RHT)         reference (the result is float32)  [0]
     """
     modules = converted_modules(model)
     if not modules:

@@ -275,6 +275,14 @@ def inspect(
     models.
     Raises ValueError for a model without converted layers, and for an `every` that is no positive
     int.
+
+    >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8")
+    >>> with fq.inspect(model, every=1) as log:
+    ...     for _ in range(2):
+    ...         model(torch.ones(2, 64)).sum().backward()
+    >>> step, numbers = log.latest
+    >>> numbers["0/input/amax"]
+    1.0
     """
     return Inspection(model, every, path, on_record, first_step)
 

@@ -79,7 +79,7 @@ def remedies(machine: Machine) -> list[str]:
                 f"shrink and "
                 "time does not; use an H100 or later for speed"
             )
-        elif capability > MEASURED:
+        if capability != MEASURED:
             found.append(
                 f"{name}: our kernels are compiled for it and were not run there: run "
                 "python -m fsdp_quant selftest first, and send us its report"

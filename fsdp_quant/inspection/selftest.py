@@ -1,5 +1,7 @@
 """`python -m fsdp_quant selftest`: what this GPU makes, beside the definition, and how fast; a report to send.
 
+    ties       e2m1 codes of every bf16 number, e8m0 scales of every amax and of fp32 ones around powers of two: equal bytes; where
+               a GPU has instructions for these casts, this is what says that they round as the definition
     codes      of every format, direction and option that kernels encode, with tails and extreme values: equal bytes
     decode     those codes: equal values
     products   every pair of formats in its domain, into fp32: relative error (Frobenius) to fp64 of the decoded operands
@@ -117,6 +119,32 @@ def compare_codes(report: Report, device: torch.device) -> None:
                 report.add("decode", what, None if bool(same.all()) else f"{int((~same).sum())} values")
 
 
+def ties() -> Iterable[tuple[str, str, Tensor]]:
+    """(what, format, values [rows, blocks of 32]). A block has the scale 1 where its e2m1 codes are what is asked about."""
+    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    small = numbers[numbers.abs() <= 6]
+    rows = torch.nn.functional.pad(small, (0, -len(small) % 31)).view(-1, 31)
+    of_32 = torch.nn.functional.pad(rows, (1, 0), value=6.0)
+    of_16 = torch.nn.functional.pad(torch.nn.functional.pad(small, (0, -len(small) % 15)).view(-1, 15), (1, 0), value=6.0)
+    largest = torch.full_like(of_16[:1], 6 * 448.0)  # so that the scale of the tensor is 1
+    yield "e2m1 of every bf16 up to 6", "mxfp4", of_32
+    yield "e2m1 of every bf16 up to 6", "nvfp4", torch.cat([largest, of_16])
+    amaxes = numbers[: 1 << 15]
+    powers = 448 * torch.arange(-140, 120).float().exp2()
+    around = torch.cat([powers, torch.nextafter(powers, powers * 2), torch.nextafter(powers, powers / 2)])
+    for what, values in (("every bf16 amax", amaxes), ("fp32 amaxes around powers of two", around)):
+        yield f"e8m0 of {what}", "mxfp8", torch.nn.functional.pad(values[:, None], (0, 31))
+
+
+def compare_ties(report: Report, device: torch.device) -> None:
+    for what, name, x in ties():
+        q = Quantizer(name)
+        for direction in Direction:
+            values = x if direction is ROWWISE else x.t().contiguous()
+            want = _defined(q, values, direction, torch.zeros(5, dtype=torch.int64))
+            report.add("ties", f"{what}, {name} {direction.value}", _difference(q.storage(values.to(device), direction), want))
+
+
 def compare_products(report: Report, device: torch.device) -> None:
     m, n, k = PRODUCT
     a, b = (torch.randn(rows, k, generator=torch.Generator().manual_seed(rows)).to(torch.bfloat16) for rows in (m, n))
@@ -174,7 +202,7 @@ def run(device: torch.device, path: Path, say: Callable[[str], None] = print) ->
         extension.runs_on(device) or ", ".join(extension.STATUS.build.architectures if extension.STATUS.build else ()),
     )
     say(f"{report.device} ({report.arch}), torch {report.torch}; kernels: {report.kernels}")
-    for part in (compare_codes, compare_products, *([measure] if on_gpu else [])):
+    for part in (compare_ties, compare_codes, compare_products, *([measure] if on_gpu else [])):
         part(report, device)
     for kind, count in report.compared.items():
         failed = sum(f.startswith(f"{kind}:") for f in report.failures)

@@ -1,4 +1,8 @@
-"""What trainers plug in: `fq.integrations.<tool>` imports the tool at its first use, never with the library."""
+"""What trainers plug in: `fq.integrations.<tool>` imports the tool at its first use, never with the library.
+
+>>> fq.integrations.transformers.Callback.__name__
+'Callback'
+"""
 
 import importlib
 import pkgutil

@@ -71,6 +71,10 @@ def convert(
     Raises ValueError, before anything is changed, for a `grouped` pattern that matches nothing, a model without linear layers, a
     weight that is shared with a module that is not linear (naming both), a recipe that cannot be planned for a module,
     now or in a later step of its schedule, or a module that does not compute what its pattern says.
+
+    >>> model = nn.ModuleDict({"body": nn.Linear(64, 64), "lm_head": nn.Linear(64, 8)})
+    >>> fq.convert(model, "mxfp8/nvfp4", skip=["lm_head"])["body"].__class__
+    <class 'fsdp_quant.modules.linear.Linear'>
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"fq.convert(model, recipe): the model is {model!r}; wanted a torch.nn.Module")
@@ -146,6 +150,9 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> 
 
     Raises ValueError, before anything is changed, for a recipe that cannot be planned, or that is not the one that other ranks
     of a `fully_shard` are given (on all of them), a model without converted modules, a weight that is gathered now, or one of other formats that a weight sync publishes.
+
+    >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8")
+    >>> fq.set_recipe(model, fq.recipes.identity())
     """
     recipe, units = as_recipe(recipe, "fq.set_recipe"), converted_units(model)
     if not units:

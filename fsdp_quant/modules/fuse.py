@@ -45,6 +45,8 @@ class MLPPattern(NamedTuple):
     gate, up, down:  attributes that hold the linear layers.
     recompute:   "gate_up": the backward makes gate(x) and up(x) again from x (in a compiled graph the operand of down's wgrad
                  too), as `LayerNormMLP`.
+
+    >>> pattern = fq.MLPPattern("*.feed_forward", up="w3", gate="w1", down="w2")
     """
 
     modules: str
@@ -117,6 +119,9 @@ class NormPattern(NamedTuple):
     rounds_first:         the normalized x is rounded to its dtype before gamma multiplies it: transformers' Llama, Qwen,
                           Mistral and Phi 3. Of RMSNorm without zero_centered_gamma.
     weight, bias, eps:    attributes that hold them; bias of LayerNorm only. eps may be a number.
+
+    >>> model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 32))
+    >>> model = fq.convert(model, "mxfp8", fuse=[fq.NormPattern("0", "LayerNorm")])
     """
 
     modules: str

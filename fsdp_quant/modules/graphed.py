@@ -49,6 +49,17 @@ def graphed(
     `why_eager` keeps it.
 
     Raises ValueError for a warmup below 1.
+
+    >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8")
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> def step(x):
+    ...     loss = model(x).square().mean()
+    ...     loss.backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    ...     return loss.detach()
+    >>> step = fq.graphed(step, model, optimizer)             # on a CPU its steps stay eager, with a warning
+    >>> loss = step(torch.ones(2, 64))
     """
     if warmup < 1:
         raise ValueError(f"warmup is {warmup}; a capture needs at least one eager step before it")

@@ -81,6 +81,10 @@ class GroupedLinear(HasWeight):
     serves all experts where no scale serves tokens of two (`grouped_op.why_not`, printed by `fq.plan`).
 
     first_expert:  this rank's first, where the packed weight is a DTensor whose ranks hold experts each.
+
+    >>> experts = fq.GroupedLinear(4, 64, 32, recipe=fq.recipes.mxfp8())
+    >>> experts(torch.ones(10, 64), [3, 0, 5, 2]).shape
+    torch.Size([10, 32])
     """
 
     first_expert = 0

@@ -14,6 +14,7 @@ codes are decoded, to values that lie along the contraction; each group's tensor
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,13 +25,13 @@ from torch import Tensor
 from ..counters import counters
 from ..formats import COLUMNWISE, FP8_EXACT_OPERAND, IDENTITY, ROWWISE, Direction, Format, round_up
 from ..ops import native
-from ..ops.capability import arch_of
-from ..ops.layout import ANCHORED, COMPACT, adjoining, operand_format, pad_to
+from ..ops.capability import ARCHITECTURES, arch_of
+from ..ops.layout import ANCHORED, COMPACT, adjoining, is_anchored_of_codes, operand_format, pad_to
 from ..ops.native import Operand, TokenGroups
 from ..storage import BUFFERS, Storage, has_tensor_amax, laid_out
 from ..tensor import code_check, torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
-from ..tensor.weight_state import WeightState, values_of
+from ..tensor.weight_state import WeightState, held, values_of
 from .linear_op import (
     LinearCall, codes_of_transposed, gathered_storage, given_storage, lies_transposed, refuse_codes, refuse_second_derivative,
     weight_storages,
@@ -42,8 +43,11 @@ def why_not(
     plan: GemmPlan, dtype: torch.dtype, device: torch.device, experts: int, n: int, k: int, bias: bool = False
 ) -> str | None:
     """Why no grouped kernel makes the products of this plan, in one clause; None where they do."""
-    if arch_of(device) != "sm_90a" or not native.runs_on(device):
-        return f"no grouped kernel on {arch_of(device)}"
+    arch = arch_of(device)
+    if arch not in ARCHITECTURES or not native.runs_on(device):
+        return f"no grouped kernel on {arch}"
+    if arch != "sm_90a" and any(f.is_quantized for p in PRODUCTS for f in plan.pair(p)):  # values are torch's
+        return f"no grouped kernel multiplies codes on {arch}"
     if dtype is not torch.bfloat16:
         return f"the activations are {dtype}"
     if n % 16 or k % 16:
@@ -53,6 +57,11 @@ def why_not(
     if experts > native.MOST_GROUPS:
         return f"{experts} experts are more than {native.MOST_GROUPS}"
     resolved = plan.resolved(dtype, device)
+    for slot, layouts in resolved.layouts.items():
+        for direction, layout in layouts.items():
+            fmt = plan.operand(slot, direction)
+            if is_anchored_of_codes(fmt, layout) and not fmt.serves_both_directions:
+                return f"{slot}.{direction.value} ({fmt}) is anchored after it was encoded, a tensor at a time"
     for product, domain in zip(PRODUCTS, resolved.domains):
         if domain not in ("native", "anchored") and not (domain == "bf16" and all(f.tensor_scale for f in plan.pair(product))):
             return f"{product.name} runs in the {domain} domain"
@@ -115,7 +124,7 @@ class ExpertWeights(NamedTuple):
         ones, else made here of the values."""
         first = self.tensors[0]
         if first.dim() == 3 and not self.are_gathered and self._is_one_call(plan):
-            return _of_packed(values_of(first).detach(), self.states, list(directions), plan, dtype, self.records)
+            return self._packed(directions, plan, dtype)
         if first.dim() == 3 and self.are_gathered:
             return {d: _of_gathered(first, d, plan, dtype) for d in directions}
         parts = first.unbind() if first.dim() == 3 else self.tensors
@@ -123,10 +132,18 @@ class ExpertWeights(NamedTuple):
         return {d: _stacked_operand([storages[d] for storages in of]) for d in directions}
 
     def _is_one_call(self, plan: GemmPlan) -> bool:
-        """One call quantizes all matrices: two-level codes are made of bf16, and what `fq.hold` keeps is kept per matrix."""
+        """One call quantizes all matrices: two-level codes are made of bf16."""
         two_level = any(plan.operand("weight", d).tensor_scale for d in Direction)
-        seen = plan.compute_dtype or self.tensors[0].dtype
-        return (seen is torch.bfloat16 or not two_level) and all(state.held is None for state in self.states)
+        return not two_level or (plan.compute_dtype or self.tensors[0].dtype) is torch.bfloat16
+
+    def _packed(
+        self, directions: Sequence[Direction], plan: GemmPlan, dtype: torch.dtype
+    ) -> dict[Direction, Operand | _Codes]:
+        """Of [E, N, K] that no one shards, or those that `fq.hold` keeps."""
+        values, key = values_of(self.tensors[0]).detach(), (plan.key, dtype, self.records)
+        state = next(iter(self.states), None)  # a graph gives none, and nothing is held in it
+        made = functools.cache(lambda: _of_packed(values, self.states, list(directions), plan, dtype, self.records))
+        return {d: held(state, ("experts", d, *key), values, lambda d=d: made()[d]) for d in directions}
 
 
 def _stacked_operand(storages: Sequence[Storage]) -> Operand | _Codes:
@@ -136,6 +153,8 @@ def _stacked_operand(storages: Sequence[Storage]) -> Operand | _Codes:
     return Operand(stacked([s.data for s in storages]), scale, storages[0].operand_format)
 
 
+# Two-level codes are decoded K-major and multiplied by our own kernel (`Grain::kValues`):
+# torch._grouped_mm writes bf16 alone, so a tensor's scale applied to its result would round twice.
 def _values(operand: Operand | _Codes) -> Operand:
     """What a grouped GEMM reads: two-level codes are decoded to values, with the tensors' decode scales [E]."""
     return operand if isinstance(operand, Operand) else operand.values()
@@ -299,7 +318,7 @@ def _decoded(storages: Sequence[Storage], groups: TokenGroups, layout: str) -> O
     if layout == COMPACT:
         values, fmt = native.dequantize(data, scale, None, first.fmt, first.direction, cols, 0, torch.bfloat16), IDENTITY
     else:
-        values, _ = native.anchor_codes(data, scale, amaxes[:1], cols, first.fmt, first.direction, False, True)
+        values, _ = native.anchor_codes(data, scale, amaxes[:1], cols, first.fmt, first.direction, False, native.OF_TENSOR)
         factors, fmt = factors / FP8_EXACT_OPERAND, operand_format(first.fmt, layout)
     if first.direction is COLUMNWISE:
         group = group_of(groups, values)
@@ -489,6 +508,8 @@ def wrong_splits() -> Tensor:
     return _WRONG[0][0]
 
 
+# Wrong splits are reported in pinned memory: a copied flag and its event were calls in every
+# forward.
 def told_wrong() -> tuple[int, int] | None:
     """(tag, rows) of a call whose splits a device has found wrong, once."""
     said = _WRONG[0][1].value if _WRONG else 0

@@ -33,6 +33,11 @@ def hold(model: nn.Module) -> Iterator[None]:
 
     Raises ValueError for a model without converted modules, or one that is held already; inside, StaleWeightError at the next
     use of a weight that was written, as far as torch counts writes.
+
+    >>> model, x = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8"), torch.ones(2, 64)
+    >>> with fq.hold(model):
+    ...     for _ in range(4):                                # micro-batches: the weight is quantized once
+    ...         model(x).sum().backward()
     """
     states = _states_of(model)
     if not states:
@@ -68,6 +73,12 @@ def freeze(module: nn.Module, backward: bool = True) -> int:
 
     Raises ValueError, before anything is changed, for a module without frozen `fq.Linear` weights, and for a high-precision weight
     that is sharded, or a weight that keeps amax histories, naming it.
+
+    >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8").requires_grad_(False)
+    >>> fq.freeze(model)
+    1
+    >>> isinstance(model[0].weight, fq.QuantizedTensor)
+    True
     """
     for m in module.modules():
         if isinstance(m, FSDPModule):
@@ -122,6 +133,10 @@ def unfreeze(module: nn.Module) -> int:
     For what writes weights or needs their values: merging LoRA into its base, `save_pretrained`.
 
     Raises ValueError for a module without frozen codes.
+
+    >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8").requires_grad_(False)
+    >>> fq.freeze(model), fq.unfreeze(model)
+    (1, 1)
     """
     layers = [m for m in converted_modules(module).values() if type(m._parameters.get("weight")) is QuantizedTensor]
     if not layers:

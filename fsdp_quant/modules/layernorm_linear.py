@@ -18,6 +18,9 @@ class LayerNormLinear(nn.Module):
     linear:  `fq.Linear`; the recipe is changed with `fq.set_recipe`.
 
     x [.., in_features], y [.., out_features]. state_dict keys: norm.weight (norm.bias), linear.weight, linear.bias.
+
+    >>> fq.LayerNormLinear(64, 32, recipe=fq.recipes.mxfp8())(torch.ones(2, 64)).shape
+    torch.Size([2, 32])
     """
 
     def __init__(

@@ -34,6 +34,9 @@ class LayerNormMLP(nn.Module):
     codes of n; what the backward keeps is x, those codes, gate(n), up(n), and what the plan says of the product of both.
 
     Raises ValueError for another activation, normalization or recompute.
+
+    >>> fq.LayerNormMLP(64, 128, recipe=fq.recipes.mxfp8())(torch.ones(2, 64)).shape
+    torch.Size([2, 64])
     """
 
     def __init__(

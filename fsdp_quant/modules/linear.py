@@ -63,6 +63,10 @@ class Linear(HasWeight, nn.Linear):
              (torch.utils.checkpoint inside a compiled block), so that FSDP2 gathers both directions in the backward.
 
     Input [.., in_features] and output [.., out_features] are in the input's dtype, or torch.autocast's.
+
+    >>> layer = fq.Linear(64, 32, recipe=fq.recipes.hybrid("mxfp8", "nvfp4"))
+    >>> layer(torch.ones(2, 64)).shape
+    torch.Size([2, 32])
     """
 
     module_type = "linear"  # of its roles (`Role.module_type`)

@@ -63,7 +63,7 @@ class Source(NamedTuple):
 class Handed:
     """What the module that computed an input hands over with it; it lives as long as that module's forward.
 
-    amaxes:  fp32, as the kernel that wrote x left them (`native._amaxes`); None: not known.
+    amaxes:  fp32, as the kernel that wrote x left them (`native.amaxes_like`); None: not known.
     grad_amaxes:  memory for the amaxes of the gradient of y, into which the node that makes that gradient writes them.
     source:  where x has a shape and an autograd node, but no values; see `takes_source`.
     codes:   key -> codes of x, made by the first layer that multiplies it, for the others.
@@ -351,7 +351,7 @@ def _is_one_call(resolved: Resolved, x: Tensor, n: int, bias: Tensor | None = No
     if resolved.call is None or type(x) not in (Tensor, Parameter) or not (bias is None or bias.dtype is x.dtype):
         return False
     size, cols = x.numel(), x.shape[-1]
-    return size != 0 and not (cols % 16 or n % 16 or size // cols % 16)
+    return size != 0 and not any(length % resolved.multiple for length in (cols, n, size // cols))
 
 
 def takes_source(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan) -> bool:

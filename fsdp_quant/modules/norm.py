@@ -29,6 +29,9 @@ class Norm(nn.Module):
     weight (and bias) [dim]; state_dict keys are those of torch's modules. x [.., dim], any floating dtype; under
     torch.autocast, and where x has another dtype than the weight, torch's own norm runs. Raises ValueError for another
     normalization, or an x of another width.
+
+    >>> fq.Norm(64)(torch.ones(2, 64)).shape
+    torch.Size([2, 64])
     """
 
     def __init__(

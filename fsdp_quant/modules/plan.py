@@ -19,8 +19,10 @@ from ..formats import (
 )
 from ..ops import native
 from ..ops.capability import anchors, anchors_tensor, arch_of, gemm_domain, may_be_anchored, operand_layout, scales_tensor
-from ..ops.layout import ANCHORED, ANCHORED_128, ANCHORED_512, ANCHORED_TENSOR, ANCHORS, COMPACT, OVER_TOKENS
-from ..ops.reference import COUNTED, COUNTED_E2M1, NOT_COUNTED
+from ..ops.layout import (
+    ANCHORED, ANCHORED_128, ANCHORED_512, ANCHORED_TENSOR, ANCHORS, COMPACT, OVER_TOKENS, is_anchored_of_codes,
+)
+from ..ops.reference import NOT_COUNTED, counted_as
 from ..quantizer import HybridQuantizer, Quantizer
 from ..recipe import QUANTIZED_TYPES, Recipe, Role, recipe_of
 from .quantize import Boundary, boundaries
@@ -65,6 +67,7 @@ class Resolved(NamedTuple):
     call:     number of the compiled step (`native.linear_plan`), or None where there is none.
     shared:   what decides the codes of the input, beside histories; None where they are this layer's alone.
     watched:  of fprop, dgrad and wgrad, which operands may lose bits to their anchors, (of a, of b), as `product_error` counts.
+    multiple: of which M, N and K are multiples in the compiled step: rows of codes are whole 16 bytes.
     """
 
     domains: tuple[str, str, str]
@@ -73,6 +76,7 @@ class Resolved(NamedTuple):
     call: int | None
     shared: tuple | None
     watched: tuple[tuple[int, int], ...]
+    multiple: int
 
     @property
     def is_watched(self) -> bool:
@@ -89,6 +93,7 @@ class GemmPlan:
     alone:  no groups of tokens share tensors of the layer, so that one exponent may serve a tensor.
     over_tokens:  what e8m0 operands of wgrad are anchored to, where no scale is of the whole tensor.
     watched:      as in `Resolved`, of a plan `on` a device whose operands are anchored already; None: by the formats.
+    by_tensor:    of fprop, dgrad and wgrad, of a plan `on` a device: codes of its operands have one exponent a tensor.
     boundary:     of the layer, or None.
     """
 
@@ -103,6 +108,7 @@ class GemmPlan:
     boundary: Boundary | None = None
     alone: bool = True
     watched: tuple[tuple[int, int], ...] | None = None
+    by_tensor: tuple[bool, bool, bool] = (False, False, False)
 
     def __post_init__(self):
         key = canonical_text(self)
@@ -141,12 +147,20 @@ class GemmPlan:
         """This plan where groups of tokens begin at multiples of 128, as runs of anchors then do."""
         return replace(self, over_tokens=ANCHORED_128)
 
+    # Anchors of weights come from codes (a second rounding of subnormals), so that a gathered
+    # weight multiplies as an unsharded one; activations are rounded once against the anchor. From
+    # values one kernel rounds twice (`Work::kOfCodes`) against the amax of the tensor: 3.4 ms of a
+    # step of 6 layers of Llama, where moving codes took 4.7 in a run whose clocks were a tenth
+    # lower (H200). Exponents of tensors for experts were tried and left: tokens that travel as
+    # codes are rounded a second time where those become subnormal, so a rank's gradients would not
+    # be the bits of one process.
     def on(self, dtype: torch.dtype, device: torch.device) -> GemmPlan:
         """This plan as `device` multiplies `dtype` activations that neither ranks nor groups of tokens share.
 
         Where its tensor cores take no block scales, or take them slower, activations and gradients that are scaled by powers of
-        two a block have one a tensor instead: the same numbers, but for those far below the largest. Of products on the
-        first rung only. The layer's own plan says what travels and what is saved in files.
+        two a block have one a tensor instead: the same numbers, but for those far below the largest. Those of fewer than 8 bits
+        are encoded in their blocks before. Of products on the first rung only. The layer's own plan says what travels and what
+        is saved in files.
         """
         plain = not self.alone or dtype is not torch.bfloat16 or not native.runs_on(device) or arch_of(device) != "sm_90a"
         return self if plain else self._with_tensor_scales
@@ -154,19 +168,21 @@ class GemmPlan:
     @cached_property
     def _with_tensor_scales(self) -> GemmPlan:
         made: dict[tuple[str, Direction], Quantizer] = {}
-        watched = []
+        watched, by_tensor = [], []
         for product, rung in zip(PRODUCTS, self.rungs):
             operands = product.a, product.b
             sides = {of: self._tensor_scaled(*of) for of in operands}
             a, b = ((sides[of] or self.hybrid(of[0]).side(of[1])).fmt for of in operands)
-            one_exponent = any(sides.values()) and all(scales_tensor(f) or anchors_tensor(f) for f in (a, b))
+            of_codes = any(is_anchored_of_codes(self.operand(*of), ANCHORED_TENSOR) and of[0] != "weight" for of in operands)
+            one_exponent = (any(sides.values()) or of_codes) and all(scales_tensor(f) or anchors_tensor(f) for f in (a, b))
             domain = gemm_domain(a, b, torch.bfloat16, "sm_90a", compiled=True)[0] if one_exponent else None
-            if domain not in ("native", "anchored") or rung != ANCHORED_TENSOR or self.accuracy == EXACT:
+            by_tensor.append(domain in ("native", "anchored") and rung == ANCHORED_TENSOR and self.accuracy != EXACT)
+            if not by_tensor[-1]:
                 watched.append(self._watched(product, self.domain(product, torch.bfloat16, "sm_90a")[0]))
                 continue
             made |= {of: side for of, side in sides.items() if side is not None}
             watched.append(tuple(_counted(sides[of] is not None, self.operand(*of)) for of in operands))
-        if not made:
+        if not any(by_tensor):
             return self
         slots = {
             slot: HybridQuantizer(*(made.get((slot, d)) or self.hybrid(slot).side(d) for d in Direction))
@@ -174,13 +190,14 @@ class GemmPlan:
         }
         one, saves = slots.get("input", self.input).one_storage, self.saves
         saves = saves if saves == "input" else "rowwise" if one else "columnwise" if "input" in slots else saves
-        return replace(self, **slots, saves=saves, watched=tuple(watched))
+        return replace(self, **slots, saves=saves, watched=tuple(watched), by_tensor=tuple(by_tensor))
 
     def _tensor_scaled(self, slot: str, direction: Direction) -> Quantizer | None:
         """What makes one scale of a tensor, a power of two, take the place of those of a side; None where none can."""
         hybrid = self.hybrid(slot)
         side, fmt = hybrid.side(direction), hybrid.side(direction).fmt
         in_rows = fmt.block[0] == 1 and (anchors(fmt) or (fmt.pow2 and fmt.block[1] is not None))
+        in_rows = in_rows and not is_anchored_of_codes(fmt, ANCHORED_TENSOR)
         if slot == "weight" or hybrid.is_derived or side.is_stochastic or side.eps or not in_rows:
             return None
         return Quantizer(anchored_format(fmt, None, whole=True))
@@ -247,8 +264,9 @@ class GemmPlan:
                 call = native.linear_plan(readings, self.saves == "input", watched, self.key)
                 _CALLS[call] = self, domains, False
                 shared = None if self.input.is_stochastic else tuple(readings[:2])
+            in_4_bits = any(domain == "native" and self.pair(p)[0].bits == 4 for p, domain in zip(PRODUCTS, domains))
             saved = COLUMNWISE if self.saves == "columnwise" or laid_out else ROWWISE
-            self._resolved[key] = Resolved(domains, layouts, saved, call, shared, watched)
+            self._resolved[key] = Resolved(domains, layouts, saved, call, shared, watched, 32 if in_4_bits else 16)
         return self._resolved[key]
 
     def turned(self, dtype: torch.dtype, device: torch.device) -> int | None:
@@ -323,19 +341,18 @@ class GemmPlan:
             return COMPACT  # what the columnwise storage is made from
         pair = self.operand(slot, direction), self.operand(*other)
         rung, domain = self.rung(product), self.domain(product, dtype, arch)[0]
-        if rung == ANCHORED_TENSOR and not (slot == "weight" and scales_tensor(pair[1])):
+        by_tensor = self.by_tensor[PRODUCTS.index(product)] or (slot == "weight" and scales_tensor(pair[1]))
+        if rung == ANCHORED_TENSOR and not by_tensor:
             rung = self.over_tokens if product.name == "wgrad" else ANCHORED  # of activations that others share
         rounded = any(self.hybrid(s).side(d).is_stochastic for s, d in (product.a, product.b))
         if rung in (ANCHORED_512, ANCHORED_128) and (dtype is not torch.bfloat16 or rounded):
             rung = ANCHORED  # those of runs are made of bf16 values, rounded to nearest; those of lines of codes that are there
-        return operand_layout(*pair, domain, rung if rung in ANCHORS else ANCHORED)
+        return operand_layout(*pair, domain, arch, rung if rung in ANCHORS else ANCHORED)
 
 
 def _counted(is_rescaled: bool, fmt: Format) -> int:
     """How `product_error` counts an operand of an anchored product. is_rescaled: made with one scale per tensor."""
-    if fmt.decodes_exactly_to_e4m3:
-        return COUNTED_E2M1
-    return COUNTED if is_rescaled or anchors_tensor(fmt) else NOT_COUNTED
+    return counted_as(fmt) if is_rescaled or anchors_tensor(fmt) else NOT_COUNTED
 
 
 def plan_of(key: str) -> GemmPlan:

@@ -118,6 +118,12 @@ class Quantize(nn.Module):
 
     Raises ValueError for a recipe without either slot, for delayed scaling, which keeps histories of layers only, and for a
     rotation, which only a product turns back.
+
+    >>> def quantized_output(role):
+    ...     return "mxfp8" if role.tensor_type == "output" else None
+    >>> boundary = fq.Quantize(fq.CustomRecipe(quantized_output))
+    >>> boundary(torch.tensor([[1.0, 300.1]]))                # decoded values of the codes
+    tensor([[  1., 288.]])
     """
 
     def __init__(self, recipe: Recipe | str, name: str | None = None):

@@ -63,6 +63,13 @@ from .linear_op import SLOTS, bias_gradient, buffers_of, columnwise_of_saved, sl
 from .plan import GemmPlan, Resolved, plan_of
 
 
+# A graph reads a module's tensors, never its name or number, so one graph serves equal layers.
+# dynamo guards every string that it formats: names of layers are formatted in errors alone. Each
+# input of a graph costs the host (dynamo guards it, AOTAutograd unwraps it): what no byte depends
+# on (`GemmPlan.needs_steps`) is not given. An input may be written in the forward and in the
+# backward only where no argument is a tensor subclass: so the guard has two tensors. Tracing
+# registers nothing: an object that a traced function puts into a dict of the process is there only
+# when the graph is done.
 class GraphTensors:
     """The tensors that graphs of a layer are given beside its operands. Tracing makes none, so they are made where the plan or
     the device of the layer changes, and kept by the layer: the same objects in every step. The step's tensor is `STEP.in_graph`.
@@ -339,6 +346,9 @@ class _SharedGradient(torch.autograd.Function):
             return Scattering(dx.reshape(-1, dx.shape[-1]), ctx.cut).wait().view(ctx.cut.shape), None
 
 
+# AOTAutograd calls `traced_linear` of layers that read one tensor with one object, so they find
+# what the first of them left with it. dynamo's variables would do too, but attributes set on an
+# input of a graph stay with the user's tensor.
 class _SharedInput:
     """What layers that are given one cut x share while they are traced: each of it is in the graph once.
 
@@ -368,6 +378,14 @@ def _shared_input(owner: Tensor, x: Tensor, axis: TensorParallel) -> _SharedInpu
     return shared
 
 
+# The partitioner (min-cut) never recomputes an operator that is not in its list, nor a value that
+# such an operator reads. Nodes that follow from inputs and that the forward does not need go where
+# the cut is least. inductor drops each copy of x that would tell the partitioner to recompute x,
+# before it cuts. Equal calls are one node (fx_graph_cse) if no argument is a NaN (it equals
+# nothing) and if no argument is a layer's own: so counts of the guard are results, added to the
+# guard outside. Statistics of a fused producer's unrounded values are rounded through their bits.
+# Results have the strides of their fakes: codes of padded rows decode to views of wider rows.
+# AOTAutograd's disk cache is bypassed by functions that it does not know; inductor's is not.
 class _TracedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gradient, weight, bias, plan, save, training, beside, axis, shared, group_of_weight):

@@ -43,6 +43,10 @@ def share_amaxes(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
     without it. A copy of the model shares nothing.
 
     Raises ValueError for a model without converted modules; at a step, for layers that were converted since.
+
+    >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "fp8_delayed")
+    >>> if torch.distributed.is_initialized():
+    ...     fq.share_amaxes(model)
     """
     if not converted_modules(model):
         raise ValueError("share_amaxes found no fq.Linear; call fq.convert(model, recipe) first")
@@ -156,6 +160,10 @@ def state_dict(model: nn.Module, old_names: bool = False) -> dict:
     codes:        weight name -> hash of its codes, the same for every world size (`checkpoint.fingerprints`).
     histories:    of delayed scaling; those of activations and gradients are each rank's own.
     moved:        products that the anchoring guard moved, and the rank; each rank's own.
+
+    >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "fp8_delayed")
+    >>> sorted(fq.state_dict(model))
+    ['codes', 'fingerprint', 'histories', 'moved', 'recipe', 'schedule', 'seed', 'step']
     """
     recipe, names = _recipe_text(model), layer_names(model)[-1 if old_names else 0]
     modules = converted_modules(model, names)
@@ -199,6 +207,10 @@ def load_state_dict(model: nn.Module, state: dict, allow_recipe_change: bool = F
     state of another recipe, schedule or other modules, unless allow_recipe_change=True (histories and codes of another recipe are
     then left out); for one of another rank of as many, whose histories are not this rank's; for weights whose codes are not
     those that were saved, naming them (drop state["codes"] to go on with other weights).
+
+    >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8")
+    >>> state = fq.state_dict(model)
+    >>> fq.load_state_dict(model, state)                      # after the weights: it compares their codes
     """
     checked = error = None
     try:

@@ -139,16 +139,18 @@ def runtime_folders(packages: Path, cuda: str, toolkit: Path | None) -> tuple[li
 
 def build_kernels(
     csrc: Path, folder: Path, cuda: str, nvcc: Path, targets: Sequence[str], cublaslt: tuple[Path, Path], temp: Path,
-    line_tables: bool = False, random_sleeps: bool = False,
+    line_tables: bool = False, random_sleeps: bool = False, software_casts: bool = False,
 ) -> Path:
     """The kernels of csrc, in folder.
 
     targets:      "90a", "100f". Products of Hopper are compiled for 90a alone.
     cublaslt:     (folder of cublasLt.h, the library), recorded by its soname, which torch has loaded.
     line_tables:  for profilers, which show source lines; they double the size.
+    software_casts:  no instructions of Blackwell for e2m1 and e8m0, should `selftest` find ties there.
     random_sleeps:  products on Hopper wait at random at their barriers, so that tests find a race.
     """
-    defines = ["-DFSDP_QUANT_RANDOM_SLEEPS"] if random_sleeps else []
+    options = {"RANDOM_SLEEPS": random_sleeps, "SOFTWARE_CASTS": software_casts}
+    defines = [f"-DFSDP_QUANT_{name}" for name, wanted in options.items() if wanted]
     size = ["-lineinfo"] if line_tables else ["--compress-mode=size"] if "--compress-mode" in output_of(nvcc, "--help") else []
 
     def compiler(targets: Sequence[str]) -> list[str]:

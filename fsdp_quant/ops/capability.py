@@ -9,7 +9,7 @@ import torch
 
 from ..formats import Format
 from . import extension
-from .layout import ANCHORED, ANCHORED_TENSOR, COMPACT, NATIVE
+from .layout import ANCHORED, ANCHORED_TENSOR, COMPACT, NATIVE, SPREAD
 
 # Fastest first. native: the tensor cores multiply the pair as it is. anchored: blocks scaled by powers of two are re-expressed
 # against one exponent a tensor, a line or a run, and multiplied as 8-bit operands with scales of these. bf16: both operands decode exactly to bf16 and
@@ -21,13 +21,13 @@ _TENSOR, _LINE, _1X128, _128X128 = (None, None), (1, None), (1, 128), (128, 128)
 
 
 class Architecture(NamedTuple):
-    """A kind of GPU with tensor cores for codes. C++ has the same products: `gemm_takes`, csrc/api/gemm.cpp.
+    """A kind of GPU that runs the kernels. C++ has the same products: `kArchitectures`, csrc/gemm/takes.h.
 
     name:          of the code that it runs: "a" of this capability alone, "f" of its family.
     least, most:   its capabilities.
     scale_layout:  in which products read scales of blocks (`ops.native`, csrc/quantize/quantize.h).
     fp32_pairs:    pairs of blocks whose fp32 scales it multiplies: cuBLASLt, "narrow precision data types".
-    byte_scales:   it multiplies blocks with scales of one byte.
+    byte_scales:   it multiplies blocks with scales of one byte; powers of two of 128 elements as such (`ops.layout.SPREAD`).
     anchors:       8-bit products with one exponent a tensor, a line or a run take the place of those.
     """
 
@@ -45,6 +45,8 @@ _OF_TENSORS = frozenset({frozenset({_TENSOR})})
 ARCHITECTURES = {
     row.name: row
     for row in (
+        Architecture("sm_80", (8, 0), (8, 8), HOPPER, frozenset()),
+        Architecture("sm_89", (8, 9), (8, 9), HOPPER, _OF_TENSORS),
         Architecture(
             "sm_90a", (9, 0), (9, 0), HOPPER, anchors=True, fp32_pairs=_OF_TENSORS | {
                 frozenset({_LINE}), frozenset({_TENSOR, _LINE}), frozenset({_1X128}), frozenset({_1X128, _128X128}),
@@ -57,7 +59,7 @@ ARCHITECTURES = {
 
 
 def arch_of_capability(capability: tuple[int, int]) -> str:
-    """The name of its row; without one "sm_80", whose products are in bf16."""
+    """The name of its row; without one "sm_110", whose products are in bf16."""
     row = next((a for a in ARCHITECTURES.values() if a.least <= capability <= a.most), None)
     return row.name if row is not None else "sm_{}{}".format(*capability)
 
@@ -104,17 +106,23 @@ def _multiplies(a: Format, b: Format, arch: str) -> bool:
     if a.rotated != b.rotated or a.element.bits != b.element.bits or a.element.name == b.element.name == "e5m2":
         return False
     row = ARCHITECTURES.get(arch)
-    if row is None or a.scale != b.scale or not _are_encoded(a, b):
+    if row is None or not _are_encoded(a, b):
         return False
-    if a.scale == "fp32":
-        return frozenset({a.block, b.block}) in row.fp32_pairs
-    block, bits = (32, 8) if a.scale == "e8m0" else (16, 4)
-    return row.byte_scales and {a.block[1], b.block[1]} == {block} and a.element.bits == bits
+    if a.scale == b.scale == "fp32" and frozenset({a.block, b.block}) in row.fp32_pairs:
+        return True
+    if a.bits == 4:
+        return row.byte_scales and a.scale == b.scale == "e4m3" and a.block[1] == b.block[1] == 16
+    return row.byte_scales and a.bits == 8 and all(spreads(f) or (f.scale == "e8m0" and f.block[1] == 32) for f in (a, b))
+
+
+def spreads(fmt: Format) -> bool:
+    """Its scales serve 128 elements and are powers of two: four e8m0 scales of 32 are the same (`ops.layout.SPREAD`)."""
+    return fmt.has_fp32_scales and fmt.pow2 and fmt.block[1] == 128 and fmt.bits == 8
 
 
 def anchors(fmt: Format) -> bool:
     """One exponent a line, or a tensor, can take the place of this format's block scales."""
-    of_blocks = fmt.scale == "e8m0" and fmt.block[1] == 32 and fmt.scale_rounding == "up" and fmt.bits == 8
+    of_blocks = fmt.scale == "e8m0" and fmt.block[1] == 32 and fmt.scale_rounding == "up" and fmt.element.operand.bits == 8
     return of_blocks and unsupported_reason(fmt) is None
 
 
@@ -171,7 +179,7 @@ def gemm_domain(
     return "bf16", f"no compiled kernel multiplies {a} by {b} on {arch}{missing}"
 
 
-def operand_layout(a: Format, b: Format, domain: str, anchored: str = ANCHORED) -> str:
+def operand_layout(a: Format, b: Format, domain: str, arch: str, anchored: str = ANCHORED) -> str:
     """The layout (`ops.layout`) in which a product of this domain reads its operand a, for the pair (a, b).
 
     anchored:  what a pair of e8m0 formats is anchored to; beside other scales there are anchors of tensors and of lines.
@@ -179,7 +187,7 @@ def operand_layout(a: Format, b: Format, domain: str, anchored: str = ANCHORED) 
     if not a.is_quantized or domain not in ("native", "anchored"):
         return COMPACT
     if domain == "native" or not anchors_tensor(a):
-        return NATIVE
+        return SPREAD if spreads(a) and ARCHITECTURES[arch].byte_scales else NATIVE
     if not anchors(a):
         return ANCHORED_TENSOR
     return anchored if anchors(b) or anchored == ANCHORED_TENSOR else ANCHORED

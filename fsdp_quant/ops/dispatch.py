@@ -16,7 +16,9 @@ from torch import Tensor
 from ..counters import counters
 from ..formats import ROWWISE, Direction, Encoding, Format
 from . import layout, native, opaque, reference
-from .layout import ANCHOR_RUNS, ANCHORED, ANCHORED_TENSOR, COMPACT, NATIVE, is_anchored_as_encoded, is_exact_operand
+from .layout import (
+    ANCHOR_RUNS, ANCHORED, ANCHORED_TENSOR, COMPACT, LAID_OUT, is_anchored_as_encoded, is_anchored_of_codes, is_exact_operand,
+)
 
 
 class Statistics(NamedTuple):
@@ -74,7 +76,7 @@ class _Laid(NamedTuple):
 
     anchored: tuple[int, ...]
     anchored_encodings: tuple[Encoding, ...]
-    anchor_runs: tuple[int | None, ...]
+    anchor_runs: tuple[int, ...]
     anchored_turned: tuple[bool, ...]
     plain: tuple[int, ...]
     plain_encodings: tuple[Encoding, ...]
@@ -91,7 +93,8 @@ def _laid_of(
     layouts = layouts or (COMPACT,) * len(encodings)
 
     def anchors(i: int) -> bool:
-        fits = layouts[i] in ANCHOR_RUNS or is_anchored_as_encoded(encodings[i].fmt, layouts[i])
+        fmt = encodings[i].fmt
+        fits = layouts[i] in ANCHOR_RUNS and not is_anchored_of_codes(fmt, layouts[i]) or is_anchored_as_encoded(fmt, layouts[i])
         return can_anchor[i] and fits and not encodings[i].stochastic
 
     anchored = tuple(filter(anchors, taken))
@@ -99,14 +102,14 @@ def _laid_of(
         anchored = tuple(i for i in anchored if layouts[i] != ANCHORED_TENSOR)
     plain = tuple(i for i in taken if i not in anchored)
     operands = [can_anchor[i] and is_exact_operand(encodings[i].fmt, layouts[i]) for i in plain]
-    laid = [operand or (whole and layouts[i] == NATIVE) for i, operand in zip(plain, operands)]
+    laid = [operand or (whole and layouts[i] in LAID_OUT) for i, operand in zip(plain, operands)]
 
     def turns(i: int) -> bool:
         return encodings[i].direction is not ROWWISE
 
     return _Laid(
         anchored, tuple(encodings[i] for i in anchored),
-        tuple(native.OF_TENSOR if layouts[i] == ANCHORED_TENSOR else ANCHOR_RUNS[layouts[i]] for i in anchored),
+        tuple(native.anchor_run(layouts[i]) for i in anchored),
         tuple(map(turns, anchored)), plain, tuple(encodings[i] for i in plain),
         tuple(n and turns(i) for i, n in zip(plain, laid)),
         tuple(native.OPERAND if o else native_scales if n else native.COMPACT for n, o in zip(laid, operands)),
@@ -346,40 +349,45 @@ def transpose_group(
 
 
 def anchor_codes(
-    data: Tensor, scale: Tensor, tensor_amax: Tensor | None, cols: int, fmt: Format, direction: Direction, whole: bool = False
+    data: Tensor, scale: Tensor, tensor_amax: Tensor | None, cols: int, fmt: Format, direction: Direction, wanted: str
 ) -> tuple[Tensor, Tensor]:
-    """Compact codes of cols columns as an operand [outer, contraction] with one fp32 scale per line, or per tensor.
+    """Compact codes of cols columns as an operand [outer, contraction] in a layout of anchors, and its fp32 scales.
 
     `reference.anchored_codes`, and `reference.e4m3_operand` of what decodes exactly to e4m3.
     """
     turned = direction is not ROWWISE
     if native.runs(data):
-        return native.anchor_codes(data, scale, tensor_amax, cols, fmt, direction, turned, whole)
+        return native.anchor_codes(data, scale, tensor_amax, cols, fmt, direction, turned, native.anchor_run(wanted))
     if fmt.decodes_exactly_to_e4m3:
         codes, made = reference.e4m3_operand(data, scale, tensor_amax, fmt, direction, cols)
     else:
-        codes, made = reference.anchored_codes(data, scale, fmt, direction, whole)
+        whole, run = wanted == ANCHORED_TENSOR, ANCHOR_RUNS.get(wanted)
+        codes, made = reference.anchored_codes(data, scale, fmt, direction, whole, cols, run)
     return (codes.t().contiguous() if turned else codes), made
 
 
 def anchor_group(
     data: Sequence[Tensor], scale: Sequence[Tensor], tensor_amax: Sequence[Tensor | None], cols: Sequence[int], fmt: Format,
-    direction: Direction, whole: bool = False, calls: list[native.GroupCall] | None = None,
+    direction: Direction, wanted: str, calls: list[native.GroupCall] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """`anchor_codes` of each; calls: takes what made them, if that may be made again."""
     if all(map(native.runs, data)):
-        return native.anchor_group(data, scale, tensor_amax, cols, fmt, direction, direction is not ROWWISE, whole, calls)
-    return [anchor_codes(*one, fmt, direction, whole) for one in zip(data, scale, tensor_amax, cols)]
+        run = native.anchor_run(wanted)
+        return native.anchor_group(data, scale, tensor_amax, cols, fmt, direction, direction is not ROWWISE, run, calls)
+    return [anchor_codes(*one, fmt, direction, wanted) for one in zip(data, scale, tensor_amax, cols)]
 
 
 def swizzle_scales(scale: Tensor, outer: int, outer_block: int, transposed: bool) -> Tensor:
     """One-byte block scales, one a row of the operand, in 128 x 4 tiles (`layout.swizzle_128x4`), padding zero.
 
-    scale:        uint8 [outer blocks, contraction blocks]; transposed: [contraction blocks, outer blocks].
+    scale:        uint8 [outer blocks, contraction blocks]; transposed: [contraction blocks, outer blocks]. Or fp32 powers of
+                  two, which become e8m0 scales of `layout.SPREAD_BLOCKS` blocks each.
     outer:        rows of the operand.
     outer_block:  rows that share a scale.
     """
     if native.runs(scale):
         return native.swizzle_scales(scale, outer, outer_block, transposed)
-    rows = (scale.t() if transposed else scale).repeat_interleave(outer_block, 0)[:outer]
-    return layout.swizzle_128x4(rows)
+    scale = scale.t() if transposed else scale
+    if scale.dtype is torch.float32:
+        return layout.swizzle_128x4(layout.spread_scales(scale, outer, outer_block))
+    return layout.swizzle_128x4(scale.repeat_interleave(outer_block, 0)[:outer])

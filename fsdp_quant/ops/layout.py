@@ -14,28 +14,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..formats import E4M3, PACKINGS, Format, anchored_format, ceil_div
+from ..formats import E4M3, PACKINGS, Format, anchored_format, ceil_div, spread_format
 
 TILE_ROWS, TILE_COLS = 128, 4
+SPREAD_BLOCKS = 4  # of 32 elements, in one of 128
 
 # How the buffers of a storage lie. compact: see `Storage`. The others are operands [outer, contraction] as tensor cores
-# read them: native with the format's own scales; anchored (block scales that are powers of two) with one fp32 scale for the
+# read them: native with the format's own scales; spread: fp32 scales of 128 that are powers of two as e8m0 scales of (1, 32),
+# each for four blocks (of 128 x 128 also for 128 rows), in tiles (`swizzle_128x4`); anchored (block scales that are powers of two) with one fp32 scale for the
 # tensor, [1], for a line, [outer], or for each run of its elements, [contraction / run, outer].
-COMPACT, NATIVE, ANCHORED_TENSOR, ANCHORED, ANCHORED_512, ANCHORED_128 = (
-    "compact", "native", "anchored tensor", "anchored", "anchored 512", "anchored 128"
+COMPACT, NATIVE, SPREAD, ANCHORED_TENSOR, ANCHORED, ANCHORED_512, ANCHORED_128 = (
+    "compact", "native", "spread", "anchored tensor", "anchored", "anchored 512", "anchored 128"
 )
 ANCHOR_RUNS = {ANCHORED: None, ANCHORED_512: 512, ANCHORED_128: 128}  # elements that share a scale; None: a line's
 ANCHORS = (ANCHORED_TENSOR, *ANCHOR_RUNS)  # coarsest first, which are multiplied fastest
+LAID_OUT = (NATIVE, SPREAD)  # the numbers of the compact storage, which can be had back
+LAYOUTS = (COMPACT, *LAID_OUT, *ANCHORS)
 
 # Where ranks or groups share the tokens that a product contracts, and no scale is of all of them: one token that is far larger
 # than the others would cost them their last bits. 512 is multiplied faster than 128 (H200, geometric means over bf16: 1.34 and
 # 1.21, fp32 += 1.28 and 1.14).
+# cuBLASLt has no such scales: these GEMMs are our own kernel's (kRun, csrc/gemm/hopper_kernel.cuh).
+# Codes that were rounded stochastically are anchored by line afterwards: kernels that anchor as
+# they quantize round to nearest.
 OVER_TOKENS = ANCHORED_512
 
 
 def is_exact_operand(fmt: Format, layout: str) -> bool:
     """Codes of this format lose no bits in this layout, an operand of one scale per tensor, and quantizers write it."""
     return layout == ANCHORED_TENSOR and fmt.decodes_exactly_to_e4m3
+
+
+def is_anchored_of_codes(fmt: Format, layout: str) -> bool:
+    """No kernel quantizes values into this layout of anchors: their compact codes are made first."""
+    by_kernel = fmt.block[0] == 1 and fmt.element.operand == fmt.element
+    return layout in ANCHORS and not by_kernel and not is_exact_operand(fmt, layout)
 
 
 def is_anchored_as_encoded(fmt: Format, layout: str) -> bool:
@@ -45,11 +58,13 @@ def is_anchored_as_encoded(fmt: Format, layout: str) -> bool:
 
 def is_encoded_as(fmt: Format, layout: str) -> bool:
     """Quantizers write codes of this format in this layout, and compact ones that are brought into it are the same."""
-    return layout in (COMPACT, NATIVE) or is_exact_operand(fmt, layout) or is_anchored_as_encoded(fmt, layout)
+    return layout in (COMPACT, *LAID_OUT) or is_exact_operand(fmt, layout) or is_anchored_as_encoded(fmt, layout)
 
 
 def operand_format(fmt: Format, layout: str) -> Format:
     """What codes and scales of `fmt` mean as the operand of a product: anchored ones have scales of tensors, lines or runs."""
+    if layout == SPREAD:
+        return spread_format(fmt)
     if layout == ANCHORED_TENSOR:
         return anchored_format(fmt, None, whole=True)
     return anchored_format(fmt, ANCHOR_RUNS[layout]) if layout in ANCHOR_RUNS else fmt
@@ -80,6 +95,18 @@ def swizzle_128x4(scale: Tensor) -> Tensor:
     padded = pad_to(scale, TILE_ROWS, TILE_COLS)
     tiles = padded.unflatten(0, (-1, 4, 32)).unflatten(-1, (-1, TILE_COLS))  # [R, 4, 32, C, 4]
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
+
+
+def spread_scales(scale: Tensor, outer: int, outer_block: int) -> Tensor:
+    """fp32 powers of two [outer blocks, contraction blocks] as e8m0 scales [outer, 4 * contraction blocks]."""
+    codes = (scale.contiguous().view(torch.int32) >> 23).bitwise_and_(0xFF).to(torch.uint8)  # 2^-127 is subnormal, and 0
+    return codes.repeat_interleave(outer_block, 0)[:outer].repeat_interleave(SPREAD_BLOCKS, 1)
+
+
+def scales_before_spread(flat: Tensor, fmt: Format, outer: int, contraction: int) -> Tensor:
+    """Exponents, uint8 [outer blocks, contraction blocks], of the swizzled `spread_scales` of a format's codes [outer, contraction]."""
+    outer_block, block = fmt.block
+    return unswizzle_128x4(flat, outer, SPREAD_BLOCKS * ceil_div(contraction, block))[::outer_block, ::SPREAD_BLOCKS]
 
 
 def unswizzle_128x4(flat: Tensor, outer: int, blocks: int) -> Tensor:

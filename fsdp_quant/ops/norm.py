@@ -6,7 +6,7 @@
 The math is fp32, and results round where the separate torch operations round: `act(g)` to the dtype before it is
 multiplied, and in the backward `dh * u` before it meets the slope. The reference equals torch's own autograd bit for bit;
 a kernel differs from it in the last bits of exp, erf and tanh, and in the order of sums over a row or over rows.
-Kernels also give the largest magnitudes of what they wrote: of all of it, and activations of lines (`native._amaxes`).
+Kernels also give the largest magnitudes of what they wrote: of all of it, and activations of lines (`native.amaxes_like`).
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,8 @@ from torch import Tensor
 
 from ..formats import (
     E2M1,
+    E2M3,
+    E3M2,
     E4M3,
     FLT_MAX,
     FP8_EXACT_OPERAND,
@@ -45,6 +48,7 @@ from ..formats import (
     Element,
     Encoding,
     Format,
+    ceil_div,
 )
 from .layout import pack, unpack
 from .rng import random_bytes
@@ -395,21 +399,26 @@ def anchored(x: Tensor, encoding: Encoding, anchor_block: int | None) -> tuple[T
 
 
 def anchored_codes(
-    data: Tensor, scale: Tensor, fmt: Format, direction: Direction, whole: bool = False
+    data: Tensor, scale: Tensor, fmt: Format, direction: Direction, whole: bool = False, cols: int | None = None,
+    run: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Codes of blocks that exist, re-expressed against one exponent for each line of the whole contraction, or for the tensor.
+    """Codes of blocks that exist, re-expressed against one exponent for each line, for each run of one, or for the tensor.
 
-    data:     uint8 [rows, cols], elements of 8 bits.
+    data:     uint8 [rows, row bytes], compact.
     scale:    compact, powers of two: e8m0, or for whole tensors also fp32.
     whole:    one exponent for the tensor.
-    returns:  (codes uint8 [rows, cols], fp32 scales [lines]; whole: [1]).
+    cols:     of codes in a row; None: a byte has one.
+    run:      elements of the contraction that share an exponent, a multiple of the block; None: all of a line.
+    returns:  (codes uint8 [rows, cols] of the format's `Element.operand`, fp32 scales [lines]; whole: [1]; of runs
+              [runs, lines rounded up to 4], zeros behind the lines).
 
-    An element q of a block with exponent e becomes q * 2^(e - E), E = max(e) over its line or tensor: rounded a second time
-    where that is subnormal, else the same number. A NaN block makes all of that NaN; without blocks E = 0. The fp32 scale of
-    a block of zeros is 1 (`encode_factor`) and says nothing: it counts as e = 0.
+    An element q of a block with exponent e becomes q * 2^(e - E), where 2^(E + n) is the largest block scale of its run,
+    line or tensor and 2^n what the operand's range leaves above the element's (`operand_shift`): rounded a second time
+    where that is subnormal, else the same number. A NaN block makes all of that NaN; E is 0 or more, and 0 without
+    blocks. The fp32 scale of a block of zeros is 1 (`encode_factor`) and says nothing: it counts as e = 0.
     """
     dim = direction.contraction_dim
-    values = decode_codes(data, fmt, data.shape[1])
+    values = decode_codes(data, fmt, data.shape[1] if cols is None else cols)
     if fmt.has_fp32_scales:
         exponents = (scale.view(torch.int32) >> 23).clamp(max=255)
         is_zero = _blocked(values, fmt, direction, 0).abs().sum((1, 3)) == 0
@@ -417,23 +426,62 @@ def anchored_codes(
     if whole:
         highest = scale.max().view(1, 1) if scale.numel() else scale.new_zeros(1, 1)
     else:
-        highest = F.pad(scale, (0, 1) if dim else (0, 0, 0, 1)).amax(dim, keepdim=True)  # E of no blocks is 0
-    below = scale.to(torch.int32) - highest.to(torch.int32)
-    factor = power_of_two((127 + below).clamp(min=0))  # every element times 2^-127 is zero
-    codes = _cast(_scaled(values, factor, fmt, direction, 0), fmt.element)
-    lines = power_of_two(highest.flatten())
-    return codes.contiguous(), lines if whole else lines.repeat_interleave(fmt.block[0])[: data.shape[1 - dim]]
+        blocks = max(scale.shape[dim], 1) if run is None else run // fmt.block[1]
+        runs = 1 if run is None else ceil_div(scale.shape[dim], blocks)
+        missing = runs * blocks - scale.shape[dim]  # E of no blocks is 0
+        highest = F.pad(scale, (0, missing) if dim else (0, 0, 0, missing)).unflatten(dim, (runs, blocks)).amax(dim + 1)
+    shift = fmt.element.operand_shift
+    exponent = torch.where(highest == 255, 255, (highest.to(torch.int32) - shift).clamp(min=0))
+    of_block = exponent if whole or run is None else exponent.repeat_interleave(blocks, dim).narrow(dim, 0, scale.shape[dim])
+    factor = power_of_two((127 + scale.to(torch.int32) - of_block).clamp(min=0))  # every element times 2^-127 is zero
+    codes = _cast(_scaled(values, factor, fmt, direction, 0), fmt.element.operand)
+    if whole:
+        return codes.contiguous(), power_of_two(exponent).flatten()
+    lines = power_of_two(exponent).movedim(dim, 0)  # [runs, line blocks]
+    lines = lines.repeat_interleave(fmt.block[0], 1)[:, : values.shape[1 - dim]]
+    return codes.contiguous(), lines.flatten() if run is None else F.pad(lines, (0, -lines.shape[1] % 4))
 
 
 # One of so many steps is looked at by the guard.
 PROBED_STEPS = 16
-# Mean square of an element's relative error under a scale of its own block: of e4m3, whose steps are a quarter of e5m2's; of
-# e2m1, gaussian.
-_OWN_ERROR = {"e4m3": 7.04e-4, "e5m2": 4 * 7.04e-4, "e2m1": 9.1e-3}
-_LEAST_STEP = {"e4m3": 2.0**-9, "e5m2": 2.0**-16}
+# Mean square of an element's relative error under a scale of its own block: of e4m3, whose steps are a quarter of e5m2's.
+_OWN_ERROR = {"e4m3": 7.04e-4, "e5m2": 4 * 7.04e-4}
 _PROBED_LINES = 64
-_LEAST_EXACT_BLOCK = 28  # 6 * 2^-3 * 2^-3 as e4m3: the largest of a block of e2m1 whose scale is 2^-3
-NOT_COUNTED, COUNTED, COUNTED_E2M1 = range(3)  # operands of `product_error`
+# Operands of `product_error`: with scales of their own, or anchored; the last four of e4m3 codes that were e2m1 with `fp8_exact`
+# scales, or elements of fewer than 8 bits in blocks of e8m0 scales.
+NOT_COUNTED, COUNTED, COUNTED_E2M1, COUNTED_MX_E2M1, COUNTED_MX_E2M3, COUNTED_MX_E3M2 = range(6)
+
+
+class _Exact(NamedTuple):
+    """What of such codes lost nothing: blocks, of so many, whose largest magnitude has this code or a larger one.
+
+    own_error:  as _OWN_ERROR, of gaussian values.
+    """
+
+    block: int
+    least: int
+    own_error: float
+
+
+def _exact_blocks(element: Element, own_error: float) -> _Exact:
+    """Of e8m0 blocks, which are on e4m3's grid while their least step is: the next ones below reach one code less at most."""
+    below = 2.0**-10 / element.least_step
+    return _Exact(32, int(_cast(torch.tensor(element.max * below), E4M3)) + 1, own_error)
+
+
+# 28: 6 * 2^-3 * 2^-3, the largest of a block of e2m1 whose e4m3 scale is 2^-3.
+_EXACT = {
+    COUNTED_E2M1: _Exact(16, 28, 9.1e-3), COUNTED_MX_E2M1: _exact_blocks(E2M1, 1.33e-2),
+    COUNTED_MX_E2M3: _exact_blocks(E2M3, 8.1e-4), COUNTED_MX_E3M2: _exact_blocks(E3M2, 2.8e-3),
+}
+_COUNTED_AS = {E2M1: COUNTED_MX_E2M1, E2M3: COUNTED_MX_E2M3, E3M2: COUNTED_MX_E3M2}
+
+
+def counted_as(fmt: Format) -> int:
+    """How `product_error` counts an operand of these codes where it is anchored."""
+    return COUNTED_E2M1 if fmt.decodes_exactly_to_e4m3 else _COUNTED_AS.get(fmt.element, COUNTED)
+
+
 _LEAST_TOKEN = 2.0**-14  # of the mean energy: a smaller token counts as part of one
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 
@@ -446,19 +494,19 @@ def product_error(
 
     a, b:     (codes uint8 [outer, contraction], their scales where these are of runs [runs, outer rounded up to 4], format of
               the operand).
-    counted:  NOT_COUNTED: an operand with scales of its own; COUNTED: its codes are anchored; COUNTED_E2M1: those of e2m1.
+    counted:  how each operand counts (`counted_as`), or NOT_COUNTED.
     of_tokens:  lines of a are those of tokens; else of channels, as are those of b.
     probe:    which lines are looked at, 64 of each, spread as the fractions of multiples of the golden ratio.
 
-    A code without an exponent lies on a grid of the least step s, so that it may have lost s^2 / 12; one of e2m1 has lost
-    nothing where its block's scale is 2^-3 or more, as the block's largest code tells (`e4m3_operand`). Along the contraction that
+    A code without an exponent lies on a grid of the least step s, so that it may have lost s^2 / 12; those of smaller elements
+    have lost nothing in blocks that are not far below the largest, as the block's largest code tells (`_EXACT`). Along the contraction that
     meets the energy of the other operand there: of a line of a, the sum over k of lost_a[k] all_b[k] + all_a[k] lost_b[k],
     where those of b are means over its lines, each against its own energy. The formats' own errors are a constant share of
     all_a[k] all_b[k]. Lines of a that are not all zeros count alike, each against the sum of both, and then those of b; tokens far
     below the mean one less, since those without a gradient have its noise.
     """
     energies = [_energies(*of, counts, probe) for of, counts in zip((a, b), counted)]
-    own = sum(_OWN_ERROR["e2m1" if how == COUNTED_E2M1 else of[2].element.name] for of, how in zip((a, b), counted))
+    own = sum(_EXACT[how].own_error if how in _EXACT else _OWN_ERROR[of[2].element.name] for of, how in zip((a, b), counted))
 
     def weighed(of: Tensor, by: Tensor, of_tokens: bool) -> Tensor:
         """of [lines, k], every line over its sum of `by` [lines], or left out."""
@@ -481,15 +529,16 @@ def _energies(data: Tensor, scale: Tensor | None, fmt: Format, counts: int, prob
     numbers = range(probe * _PROBED_LINES + 1, probe * _PROBED_LINES + _PROBED_LINES + 1)
     lines = torch.tensor([(i * _GOLDEN % 2**64) * len(data) >> 64 for i in numbers], device=data.device)
     values = decode_codes(data[lines], fmt, data.shape[1])
-    step = torch.full_like(values, _LEAST_STEP[fmt.element.name])
+    step = torch.full_like(values, fmt.element.least_step)
     if fmt.block[1] is not None:
         along = scale[:, lines].t().repeat_interleave(fmt.block[1], 1)[:, : data.shape[1]]
         values, step = values * along, step * along
     exponent = 0x80 - (1 << fmt.element.mantissa)
     lost = (data[lines] & exponent == 0) & (counts != NOT_COUNTED)
-    if counts == COUNTED_E2M1:
-        largest = F.pad(data[lines] & 0x7F, (0, -data.shape[1] % 16)).unflatten(1, (-1, 16)).amax(2)
-        lost &= (largest < _LEAST_EXACT_BLOCK).repeat_interleave(16, 1)[:, : data.shape[1]]
+    if counts in _EXACT:
+        block, least, _ = _EXACT[counts]
+        largest = F.pad(data[lines] & 0x7F, (0, -data.shape[1] % block)).unflatten(1, (-1, block)).amax(2)
+        lost &= (largest < least).repeat_interleave(block, 1)[:, : data.shape[1]]
     return values**2, lost * step**2 / 12
 
 

@@ -1,4 +1,9 @@
-"""Tensors that several ranks hold: gathers of activations, and the cast of masters that lie in pieces."""
+"""Tensors that several ranks hold: gathers of activations, and the cast of masters that lie in pieces.
+
+>>> plan = {"up": fq.parallel.ColwiseParallel(), "down": fq.parallel.RowwiseParallel()}
+
+`plan` goes to torch's `parallelize_module(block, mesh["tp"], plan)`.
+"""
 
 from .experts import ExpertParallel, TokenRoute, combine_tokens, dispatch_tokens, planned_dispatch
 from .linear import TensorParallel, planned_gathers

@@ -86,6 +86,9 @@ def export(
     does not hold, for a model without quantized layers, for a folder that holds a checkpoint, and
     where ranks hold other weights; NotImplementedError for experts, and for parts of weights
     without DTensor, that lie spread over ranks.
+
+    >>> model = fq.convert(nn.Sequential(nn.Linear(128, 128, bias=False)), "fp8_block")
+    >>> fq.export(model, "served")
     """
     if format not in layouts.TARGETS:
         raise ValueError(f"format must be one of {', '.join(layouts.TARGETS)}, got {format!r}")

@@ -93,6 +93,10 @@ def from_pretrained_quantized(
     Raises ValueError, naming the tensors: before anything is changed for what is missing or
     unexpected, and for frozen layers that are sharded or that keep histories; as it is read for a
     weight of another format.
+
+    >>> model = fq.convert(nn.Sequential(nn.Linear(128, 128, bias=False)), "fp8_block")
+    >>> fq.export(model, "codes")
+    >>> model = fq.from_pretrained_quantized(nn.Sequential(nn.Linear(128, 128, bias=False)), "codes")
     """
     files = Files(Path(path))
     sources = sources_of(getattr(model, "_orig_mod", model), names)  # of torch.compile

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..formats import COLUMNWISE, ROWWISE, Direction
 from ..gemm import StaleWeightError
-from ..ops.layout import ANCHORS, COMPACT, NATIVE
+from ..ops.layout import COMPACT, LAYOUTS
 from ..storage import BUFFERS, Storage
 from .aten_table import AtenTable, aten
 from .traced import Unguarded, stable_text
@@ -97,6 +97,10 @@ class QuantizedTensor(Tensor):
 
     rowwise, columnwise:  `Storage` or None; at least one. Formats may differ.
     shape:                logical shape (default: the storages' [rows, cols]).
+
+    >>> t = fq.Quantizer("mxfp8").quantize(torch.ones(32, 64))
+    >>> t.shape, t.dequantize().sum().item()
+    (torch.Size([32, 64]), 2048.0)
     """
 
     _slots: Slots
@@ -302,7 +306,7 @@ def _buffer_property(name: str) -> property:
 
 
 for _direction in Direction:
-    for _layout in (COMPACT, NATIVE, *ANCHORS):
+    for _layout in LAYOUTS:
         for _name in BUFFERS:
             _shown = f"{_shown_as(_direction, _layout)}_{_name}"
             setattr(QuantizedTensor, _shown, _buffer_property(_shown))

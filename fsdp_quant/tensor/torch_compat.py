@@ -448,6 +448,8 @@ def save_by_reference(tensors: Sequence[Tensor]) -> None:
             proxy.node.meta["saved_tensor_with_no_vc_check"] = True
 
 
+# Recomputed from the input (the step it counts, factors it rolls) it would be the value of the next
+# step. "recompute" in a node's meta is heeded for what is neither a view nor an item of a tuple.
 def save_what_is_made(tensors: Sequence[Tensor]) -> None:
     """Of inputs of a graph that is being traced, which it writes at its end: what it has made of them up to here is saved for its
     backward, and never made again of the input."""
@@ -637,6 +639,12 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", group.size(), group.group_name)
 
 
+# The partitioner never recomputes a collective that the forward needs, but it moves one of the
+# backward that depends on no gradient into the forward, saves what arrived, and cannot delete the
+# collective that it left behind, since `wait_tensor` has side effects: two gathers. A cat with an
+# empty slice of the gradient does not hold it, because inductor drops empty inputs. Where both
+# sides of the cut are alike it took a gathered weight's decode scale in the forward, before FSDP2
+# had gathered it.
 @contextlib.contextmanager
 def kept_in_backward(backward: bool = True) -> Iterator[None]:
     """Operators that are traced inside stay in the backward of the graph, also where they depend on no gradient."""

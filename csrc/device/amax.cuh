@@ -1,0 +1,47 @@
+// Largest magnitudes, compared as integer bits: those of positive floats are in their order, and a NaN is largest.
+#pragma once
+
+#include <cstdint>
+
+namespace fsdp_quant {
+
+// Of one fp32 value in a word, or of two of 16 bits.
+template <bool Wide>
+struct MagnitudeWord {
+  __device__ __forceinline__ static uint32_t magnitude(uint32_t word) { return word & (Wide ? 0x7FFFFFFFu : 0x7FFF7FFFu); }
+  __device__ __forceinline__ static uint32_t larger(uint32_t a, uint32_t b) {
+    if constexpr (Wide) return max(a, b);
+    return __vmaxu2(a, b);
+  }
+};
+
+// Bits of fp32, a NaN's the canonical ones: what memory keeps of an amax.
+__device__ __forceinline__ uint32_t canonical(uint32_t bits) { return bits > 0x7F800000u ? 0x7FC00000u : bits; }
+
+// *amax, which starts at 0, becomes v where that is larger.
+__device__ __forceinline__ void atomic_max(float* amax, float v) {
+  atomicMax(reinterpret_cast<uint32_t*>(amax), canonical(__float_as_uint(v)));
+}
+
+// The largest of all threads of the block, given to take(bits) in the first. `smem` has a word per warp, and is not in use.
+template <class Take>
+__device__ __forceinline__ void block_max(uint32_t bits, uint32_t* smem, Take take) {
+  bits = __reduce_max_sync(0xFFFFFFFFu, bits);
+  const uint32_t thread = threadIdx.y * blockDim.x + threadIdx.x;
+  if ((thread & 31) == 0) smem[thread >> 5] = bits;
+  __syncthreads();
+  if (thread >= 32) return;
+  bits = __reduce_max_sync(0xFFFFFFFFu, thread < (blockDim.x * blockDim.y + 31) / 32 ? smem[thread] : 0u);
+  if (thread == 0) take(bits);
+}
+
+// The block's largest magnitude into *amax, which starts at 0. Few atomics: most blocks find that it is large enough.
+// bits: canonical. All threads of the block; smem: as of block_max.
+__device__ __forceinline__ void raise_amax(float* amax, uint32_t bits, uint32_t* smem) {
+  block_max(bits, smem, [&](uint32_t most) {
+    auto* const word = reinterpret_cast<uint32_t*>(amax);
+    if (most > *reinterpret_cast<volatile uint32_t*>(word)) atomicMax(word, most);
+  });
+}
+
+}  // namespace fsdp_quant

@@ -1,0 +1,111 @@
+"""mxfp4 and mxfp6 on Hopper: codes of fewer than 8 bits that are multiplied as e4m3, by plans, steps and the guard."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from dist_tests.laws import values
+from dist_tests.single import hopper
+from fsdp_quant import recipes
+from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction, Format, format_of
+from fsdp_quant.gemm import gemm
+from fsdp_quant.modules import grouped_op
+from fsdp_quant.modules.plan import LADDER, LADDER_OVER_TOKENS, PRODUCTS, GemmPlan, build_plan
+from fsdp_quant.ops import layout
+from fsdp_quant.ops.reference import NOT_COUNTED, counted_as, product_error
+from fsdp_quant.quantizer import Quantizer
+
+BF16, CPU = torch.bfloat16, torch.device("cpu")
+RECIPES = {
+    "mxfp4": recipes.mxfp4(), "mxfp6": recipes.mxfp6(), "mxfp6/e3m2": recipes.mxfp6(grad_element="e3m2"),
+    "mxfp4/mxfp8": recipes.hybrid("mxfp4", "mxfp8"), "mxfp8/mxfp6": recipes.hybrid("mxfp8", "mxfp6"),
+}
+FORMATS = [format_of("mxfp4"), format_of("mxfp6"), format_of("mxfp6", element="e3m2")]
+# Blocks are exact so many binades below the largest: its numbers may be twice those of a block with the same largest code.
+BINADES = {"e2m1": 14, "e2m3": 11, "e3m2": 9}
+
+
+def layouts(plan: GemmPlan) -> set[str]:
+    return {of for slot in plan.resolved(BF16, CPU).layouts.values() for of in slot.values()}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_product_multiplies_8_bits_with_scales_of_tensors(name: str):
+    """If false, a product that could run at the fp8 rate decodes to bf16, or is a call per operator."""
+    plan = build_plan(RECIPES[name], "m")
+    with hopper.emulated():
+        on = plan.on(BF16, CPU)
+        resolved = on.resolved(BF16, CPU)
+        assert set(resolved.domains) <= {"native", "anchored"} and "anchored" in resolved.domains
+        assert resolved.call is not None and layouts(on) <= {layout.ANCHORED_TENSOR, layout.NATIVE}
+        assert all(NOT_COUNTED not in of for of in resolved.watched)
+        shared = plan.resolved(BF16, CPU)  # ranks or groups share tensors: none has a scale of its own
+        assert shared.call is not None and layouts(plan) <= {layout.ANCHORED, layout.ANCHORED_512, layout.NATIVE}
+        exact = build_plan(replace(RECIPES[name], accuracy="exact"), "m")
+        assert exact.on(BF16, CPU) == exact and set(exact.resolved(BF16, CPU).domains) <= {"native", "bf16"}
+
+
+def test_products_go_down_the_ladder_to_bf16():
+    """If false, rows that one exponent does not serve have none of their own to go to."""
+    plan = build_plan(recipes.mxfp6(), "m")
+    with hopper.emulated():
+        for product in PRODUCTS:
+            moved, seen = plan, []
+            while (rung := moved.next_rung(product, False)) is not None:
+                moved = moved.moved_to({product.name: rung})
+                on, (slot, direction) = moved.on(BF16, CPU), product.a
+                seen.append(on.resolved(BF16, CPU).layouts[slot][direction])
+            want = list(LADDER_OVER_TOKENS if product.name == "wgrad" else LADDER)[1:-1]
+            assert seen == [*want, layout.COMPACT], product
+            assert on.resolved(BF16, CPU).domains[PRODUCTS.index(product)] == "bf16"
+
+
+def test_experts_are_multiplied_one_by_one():
+    """If false, codes of several experts meet one exponent, or a kernel that knows no tokens of them."""
+    with hopper.emulated():
+        for name in ("mxfp4", "mxfp6"):
+            plan = replace(build_plan(RECIPES[name], "m"), alone=False).of_groups
+            assert "is anchored after it was encoded" in grouped_op.why_not(plan, BF16, CPU, 4, 64, 64)
+        assert grouped_op.why_not(replace(build_plan(recipes.mxfp8(), "m"), alone=False).of_groups, BF16, CPU, 4, 64, 64) is None
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=repr)
+def test_products_of_operands_are_exact(fmt: Format):
+    """If false, the rate of fp8 costs bits of the product, on some rung."""
+    x, w = values(64, 544, seed=3), values(48, 544, seed=1)
+    with hopper.emulated():
+        for direction in Direction:
+            a, b = (Quantizer(fmt).storage(t if direction is ROWWISE else t.t().contiguous(), direction) for t in (x, w))
+            want = (a.operand().double() @ b.operand().double().t()).float()
+            for rung in layout.ANCHORS:
+                of = [s.in_layout(rung) for s in (a, b)]
+                got = gemm(*of, out_dtype=torch.float32, domain="anchored")
+                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=repr)
+def test_the_guard_counts_rows_that_e4m3_does_not_hold(fmt: Format):
+    """If false, rows far below the tensor's largest lose their bits in silence, or rows that lose none are moved."""
+    x, w = values(256, 1024), values(256, 1024, seed=1)
+
+    def share(x: Tensor) -> tuple[float, float]:
+        """(what the worst row of the product lost over its formats' error, what is estimated)."""
+        of = [Quantizer(fmt).storage(t, ROWWISE) for t in (x, w)]
+        operands = [s.in_layout(layout.ANCHORED_TENSOR) for s in of]
+        counted = (counted_as(fmt),) * 2
+        extra, own = product_error(*((s.data, None, s.operand_format) for s in operands), counted).tolist()
+        want, formats, made = (a.double() @ b.double().t() for a, b in ((x, w), [s.decode() for s in of], [s.decode() for s in operands]))
+        return ((made - formats).norm(dim=1) / (formats - want).norm(dim=1)).max().item(), (extra / own) ** 0.5
+
+    judged = set()
+    for power in range(16):  # half of the rows so far below the others; some are zero beyond
+        lost, estimate = share(x * torch.where(torch.arange(256) < 128, 1.0, 2.0**-power)[:, None].to(BF16))
+        assert power >= BINADES[fmt.element.name] - 2 or (lost == 0 and estimate == 0), f"2^-{power} is exact"
+        assert estimate > 0.02 or lost <= 0.1, f"silent at {lost:.2g} ({estimate:.2g}), 2^-{power}"
+        assert estimate <= 0.02 or lost >= 0.01, f"fires at {lost:.2g} ({estimate:.2g}), 2^-{power}"
+        judged.add(estimate > 0.02)
+    assert judged == {False, True}

@@ -1,0 +1,81 @@
+"""A hook of mkdocs: the API page, from the docstrings of every public name."""
+
+from __future__ import annotations
+
+import inspect
+import types
+
+MARKER = "<!-- api -->"
+
+
+def on_page_markdown(markdown: str, page, **_) -> str:
+    """reference/api.md with the docstrings in place of its marker."""
+    return markdown.replace(MARKER, text()) if page.file.src_uri == "reference/api.md" else markdown
+
+
+def text() -> str:
+    """Markdown of everything in `fsdp_quant.__all__`: classes and functions, modules, values."""
+    import fsdp_quant as fq
+
+    public = {name: getattr(fq, name) for name in fq.__all__}
+    modules = {name: value for name, value in public.items() if isinstance(value, types.ModuleType)}
+    callables = {name: value for name, value in public.items() if inspect.isroutine(value) or inspect.isclass(value)}
+    values = [name for name in public if name not in modules and name not in callables]
+    parts = ["## Functions and classes\n"]
+    parts += [entry(name, callables[name]) for name in sorted(callables, key=str.lower)]
+    parts += ["## Modules\n", *(module_entry(name, modules[name]) for name in sorted(modules))]
+    parts += ["## Values\n", *(f"- `fq.{name}`: `{short(public[name])}`" for name in values)]
+    return "\n".join(parts)
+
+
+def entry(name: str, value: object, level: str = "###") -> str:
+    """A heading, the signature, the first sentence, and the rest of the docstring as it stands."""
+    first, _, rest = (inspect.getdoc(value) or "").partition("\n\n")
+    if value.__doc__ is None or first.startswith(f"{name}("):  # a dataclass without one shows its signature
+        first = ""
+    lines = [f"{level} `fq.{name}`\n", f"```python\n{signature(name, value)}\n```\n", f"{' '.join(first.split())}\n"]
+    return "\n".join([*lines, f"```text\n{rest}\n```\n"] if rest else lines)
+
+
+class _Annotation(str):
+    """Text of an annotation, which a signature shows without quotes."""
+
+    __repr__ = str.__str__
+
+
+def _plain(annotation: object) -> object:
+    return _Annotation(annotation) if isinstance(annotation, str) else annotation
+
+
+def signature(name: str, value: object) -> str:
+    """`fq.name(parameters)`, a line per parameter if it is long."""
+    try:
+        whole = inspect.signature(value)
+    except (TypeError, ValueError):
+        return f"fq.{name}"
+    parameters = [p.replace(annotation=_plain(p.annotation)) for p in whole.parameters.values()]
+    whole = whole.replace(parameters=parameters, return_annotation=_plain(whole.return_annotation))
+    if len(f"fq.{name}{whole}") <= 100:
+        return f"fq.{name}{whole}"
+    return f"fq.{name}(\n" + "".join(f"    {p},\n" for p in parameters) + ")"
+
+
+def module_entry(name: str, module: types.ModuleType) -> str:
+    """The docstring of a module, and a line for each public name that it defines."""
+    members = [
+        (member, value) for member, value in vars(module).items()
+        if not member.startswith("_") and getattr(value, "__module__", "").startswith("fsdp_quant")
+        and (inspect.isroutine(value) or inspect.isclass(value)) and value.__doc__
+        and (member in getattr(module, "__all__", ()) or value.__module__.startswith(module.__name__))
+    ]  # fmt: skip
+    lines = [f"### `fq.{name}`\n", f"```text\n{inspect.getdoc(module) or ''}\n```\n"]
+    for member, value in members:
+        sentence = " ".join(inspect.getdoc(value).partition("\n\n")[0].split()).replace("`", "")
+        lines.append(f"- `fq.{name}.{member}`: `{sentence}`")
+    return "\n".join(lines) + "\n"
+
+
+def short(value: object) -> str:
+    """A value on one line."""
+    said = ", ".join(value) if isinstance(value, dict) else repr(value)
+    return said if len(said) < 200 else said[:200] + " ..."

@@ -1,0 +1,99 @@
+# ruff: noqa: F401
+"""The compiled operators, as Python calls them; a file per domain, as csrc/api has them.
+
+Called by `dispatch` and the modules (and `supported` by `doctor`). `extension` loads the library. An `Encoding` is passed as one
+integer (`pack_encoding`), and the shapes of its buffers are asked for (`encoding_shapes`): csrc/api/encoding.cpp alone knows the
+integer's bits, and what operators allocate.
+"""
+
+from ..capability import BLACKWELL, ELEMENTS, HOPPER, unsupported_reason
+from .encoding import (
+    COMPACT,
+    FLOATING,
+    OPERAND,
+    PIECE_VALUES,
+    SCALE_SIDES,
+    SWIZZLE,
+    SWIZZLE_TRANSPOSED,
+    TILE,
+    TRANSPOSE_BYTES,
+    TRANSPOSE_NIBBLES,
+    TRANSPOSED_BITS,
+    EncodingShapes,
+    encodes,
+    encoding_shapes,
+    pack_encoding,
+    runs,
+    runs_on,
+    scale_layout,
+    scale_layout_of,
+    supported,
+)
+from .fakes import FAKES, FLOPS
+from .gemms import (
+    MOST_GROUPS,
+    Operand,
+    TokenGroups,
+    gemm,
+    grouped_gemm,
+    grouped_gemm_wgrad,
+    operand_code,
+    packed_counts,
+    product_error,
+    token_groups,
+)
+from .layouts import (
+    OF_TENSOR,
+    GroupCall,
+    anchor_codes,
+    anchor_group,
+    anchor_run,
+    anchor_shape,
+    dequantize,
+    swizzle_scales,
+    tensor_decode_scale,
+    transpose_codes,
+    transpose_group,
+    transpose_stack,
+    transpose_tokens,
+)
+from .norms import (
+    WIDEST_NORM,
+    activate,
+    activation,
+    activation_backward,
+    amaxes_like,
+    new_amaxes,
+    norm,
+    norm_backward,
+)
+from .optimizers import AdamStep, adam, adam_codes, adam_count, adam_statistics, adam_takes
+from .quantization import (
+    GroupEncoding,
+    call_of,
+    cast_pieces,
+    cast_scales,
+    column_sums,
+    quantize,
+    quantize_anchored,
+    quantize_group,
+    rows_of,
+    statistics,
+    statistics_group,
+    takes_group,
+    why_not_pieces,
+)
+from .steps import (
+    Reading,
+    grouped_step,
+    grouped_step_backward,
+    linear_counts,
+    linear_gated,
+    linear_plan,
+    linear_step,
+    linear_tokens,
+    linear_weight,
+    random_key,
+    reading_of,
+    record_amax,
+)

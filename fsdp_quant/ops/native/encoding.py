@@ -1,0 +1,125 @@
+"""What kernels take: encodings as integers, the shapes of their buffers, and which device runs them. Mirrors csrc/api/encoding.cpp."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...formats import ROWWISE, Encoding, Format
+from .. import extension
+from ..capability import ARCHITECTURES, arch_of, unsupported_reason
+
+COMPACT, OPERAND = 0, 3  # as HOPPER and BLACKWELL: of csrc/quantize/quantize.h
+TRANSPOSE_BYTES, TRANSPOSE_NIBBLES, SWIZZLE, SWIZZLE_TRANSPOSED = range(4)
+TRANSPOSED_BITS = (4, 8)  # codes that a kernel transposes
+TILE = 128
+FLOATING = (torch.bfloat16, torch.float16, torch.float32)
+SCALE_SIDES = 8  # encodings of one cast_scales
+PIECE_VALUES = (torch.float32, torch.bfloat16)  # dtypes of masters, and of values that travel
+_ops = torch.ops.fsdp_quant
+
+
+@functools.cache
+def pack_encoding(encoding: Encoding, transposed: bool = False, layout: int = COMPACT) -> int:
+    """An encoding as operators take it: an integer whose bits csrc/api/encoding.cpp alone writes and reads.
+
+    transposed:  codes of a columnwise side as [cols, rows].
+    layout:      of the scales: COMPACT, HOPPER or BLACKWELL. OPERAND: e4m3 codes with one fp32 scale per tensor, of what
+                 `decodes_exactly_to_e4m3`.
+    """
+    fmt = encoding.fmt
+    outer, contraction = fmt.block
+    return _pack(
+        fmt.element.name, fmt.scale, fmt.pow2, fmt.scale_rounding, fmt.scale_rule, outer or 0, contraction or 0,
+        encoding.stochastic, fmt.rotated, transposed, layout,
+    )
+
+
+def _pack(*fields: str | int | bool) -> int:
+    return _ops.pack_encoding(*fields)
+
+# Dynamo calls it as it traces, and keeps the number: what torch.compiler.assume_constant_result does, which imports dynamo.
+_pack._dynamo_marked_constant = True
+
+
+class EncodingShapes(NamedTuple):
+    """Buffers that `quantize` returns for one direction of a tensor.
+
+    data, scale:     sizes, for the integer's layouts. byte_scales: scales are uint8, else fp32.
+    amax:            [block rows, block cols], in every layout of the scales.
+    has_tensor_amax: there is an fp32 [1] of a two-level format. has_amax: amaxes are returned, of scales that span the
+                     contraction.
+    """
+
+    data: tuple[int, ...]
+    scale: tuple[int, ...]
+    amax: tuple[int, ...]
+    byte_scales: bool
+    has_tensor_amax: bool
+    has_amax: bool
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        return torch.uint8 if self.byte_scales else torch.float32
+
+
+def encoding_shapes(
+    packed: int, columnwise: bool, shape: Sequence[int], row0: int = 0, run: int | None = None
+) -> EncodingShapes:
+    """The buffers of one direction of a tensor [rows, cols], as the operators allocate them.
+
+    packed:  of `pack_encoding`.
+    shape:   lengths may be symbolic.
+    run:     of anchors, 0 is the whole contraction: the scales of `quantize_anchored`.
+    """
+    rows, cols = shape
+    known = isinstance(rows, int) and isinstance(cols, int) and isinstance(row0, int)  # a symbol belongs to one trace
+    return (_known_shapes if known else _known_shapes.__wrapped__)(packed, columnwise, rows, cols, row0, run)
+
+
+@functools.cache
+def _known_shapes(packed: int, columnwise: bool, rows: int, cols: int, row0: int, run: int | None) -> EncodingShapes:
+    *sizes, byte_scales, has_tensor_amax, has_amax = _ops.encoding_shapes(packed, columnwise, rows, cols, row0, run)
+    return EncodingShapes(*map(tuple, sizes), byte_scales, has_tensor_amax, has_amax)
+
+
+def runs_on(device: torch.device) -> bool:
+    """Kernels run on this device."""
+    return device.type == "cuda" and extension.runs_on(device) is None
+
+
+def runs(x: Tensor) -> bool:
+    """Kernels run where this tensor is; where they are off, a warning says so once."""
+    return x.is_cuda and extension.runs_on(x.device, warn=True) is None
+
+
+def encodes(encoding: Encoding, dtype: torch.dtype, whole_tiles: bool = True) -> bool:
+    """A kernel makes this encoding of values of a dtype, where kernels run; the reference makes what is left.
+
+    whole_tiles:  the first row begins a tile of the global tensor: rows that a rotation mixes are together.
+    """
+    if dtype not in FLOATING or unsupported_reason(encoding.fmt) is not None:
+        return False
+    return whole_tiles or not (encoding.fmt.rotated and encoding.direction is not ROWWISE)
+
+
+def supported(fmt: Format, device: torch.device) -> dict[str, str | None]:
+    """Operation -> why it does not run natively for this format on this device, None when it does."""
+    reason = extension.runs_on(device) or unsupported_reason(fmt)
+    blackwell = "swizzled scales are for one-byte scales" if fmt.scale not in ("e8m0", "e4m3") else None
+    return {
+        "quantize": reason, "statistics": reason, "dequantize": reason, "transpose": reason, "swizzle": reason or blackwell,
+    }
+
+
+def scale_layout(x: Tensor) -> int:
+    """How the tensor cores where x is read scales."""
+    return scale_layout_of(arch_of(x.device))
+
+
+def scale_layout_of(arch: str) -> int:
+    return ARCHITECTURES[arch].scale_layout if arch in ARCHITECTURES else COMPACT

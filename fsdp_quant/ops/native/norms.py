@@ -1,0 +1,95 @@
+"""Norms and activations (`ops.norm`). Mirrors csrc/api/norm.cpp."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...formats import ceil_div, round_up
+from .. import opaque
+
+_ops = torch.ops.fsdp_quant
+
+
+WIDEST_NORM = 16384
+
+
+def _begins_at(x: Tensor) -> int:
+    """The first byte; in a graph that is being traced, from that of its memory, which allocators align."""
+    return x.storage_offset() * x.element_size() if opaque.is_tracing() else x.data_ptr()
+
+
+def _aligned(x: Tensor | None) -> Tensor | None:
+    """x [.., cols], its rows at equal distances from multiples of 16 bytes: the operators' results are shaped like it, and
+    no views, which nobody could write in place."""
+    if x is None:
+        return None
+    rows = x.reshape(-1, x.shape[-1])
+    if rows.stride(-1) != 1 or rows.stride(0) * rows.element_size() % 16 or _begins_at(rows) % 16:
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    return rows if x.dim() == 2 else rows.view(x.shape)
+
+
+def _line(x: Tensor | None) -> Tensor | None:
+    """x [cols], which may be a piece of a larger buffer, from a multiple of 16 bytes."""
+    return x if x is None or (x.is_contiguous() and _begins_at(x) % 16 == 0) else x.clone(memory_format=torch.contiguous_format)
+
+
+def new_amaxes(like: Tensor, rows: int, cols: int, count: int) -> Tensor:
+    """fp32 [count, n], for `count` tensors [rows, cols]: the amax of all, of each row, and of each column over 512 rows.
+
+    They begin at 0, 4, and 4 + rows rounded up to 4 (`AmaxesOf` of csrc/norm/norm.h).
+    """
+    return like.new_empty((count, 4 + round_up(rows, 4) + ceil_div(rows, 512) * cols), dtype=torch.float32)
+
+
+def amaxes_like(x: Tensor, count: int) -> Tensor:
+    return new_amaxes(x, x.numel() // x.shape[-1], x.shape[-1], count)
+
+
+def activation(g: Tensor, u: Tensor | None, kind: int) -> tuple[Tensor, Tensor]:
+    """h, and its amaxes (`amaxes_like`)."""
+    h, amaxes = _ops.activation(_aligned(g), _aligned(u), kind)
+    return h, amaxes[0]
+
+
+def activate(
+    g: Tensor, u: Tensor | None, kind: int, grad_amaxes: Tensor | None = None, deferred: bool = False, packed: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Eager mode alone: h with its node of autograd, and its amaxes (`amaxes_like`, of one tensor).
+
+    grad_amaxes:  where the backward writes those of the gradients.
+    deferred:     h has a shape, and no values, nor amaxes.
+    packed:       g [.., 2 F] holds g and u, and its gradient theirs; u is None.
+    """
+    h, amaxes = _ops.activate(g, u, kind, grad_amaxes, deferred, packed)
+    return h, None if deferred else amaxes
+
+
+def activation_backward(
+    dh: Tensor, g: Tensor, u: Tensor | None, kind: int
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+    """dg, du, and the amaxes of each."""
+    dg, du, amaxes = _ops.activation_backward(_aligned(dh), _aligned(g), _aligned(u), kind)
+    return dg, None if u is None else du, amaxes.unbind()
+
+
+def norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, zero_centered: bool, rounds_first: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y, rstd, mean, amax."""
+    given = _aligned(x.contiguous()), _line(weight), _line(bias)
+    y, amax, rstd, mean = _ops.norm(*given, eps, centred, zero_centered, rounds_first)
+    return y, rstd, mean, amax
+
+
+def norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, residual: Tensor | None, rstd: Tensor, mean: Tensor, zero_centered: bool,
+    rounds_first: bool, has_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """dx, dweight, dbias, amax of dx."""
+    dy, values, residual = (t if t is None else _aligned(t.contiguous()) for t in (dy, x, residual))
+    dx, amax, dweight, dbias = _ops.norm_backward(
+        dy, values, _line(weight), residual, rstd, mean, zero_centered, rounds_first, has_bias
+    )
+    return dx, dweight, dbias if has_bias else None, amax

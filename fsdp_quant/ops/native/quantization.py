@@ -1,0 +1,262 @@
+"""Quantization of tensors, lists of tensors and pieces of flat buffers. Mirrors csrc/api/quantize*.cpp, pieces.cpp and anchored.cpp."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...formats import ROWWISE, Encoding, round_up
+from ..capability import unsupported_reason
+from .encoding import COMPACT, PIECE_VALUES, encodes, encoding_shapes, pack_encoding
+
+_ops = torch.ops.fsdp_quant
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """x, or a copy where its last dim does not lie contiguously."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+class _Call(NamedTuple):
+    """What a list of encodings, one a direction, is to the operators; made once for each list."""
+
+    row: int
+    col: int
+    row_eps: float
+    col_eps: float
+    places: tuple[int | None, int | None]  # index in the list of the rowwise and of the columnwise encoding
+
+
+@functools.cache
+def call_of(
+    encodings: tuple[Encoding, ...], transposed: tuple[bool, ...] | None = None, layouts: tuple[int, ...] | None = None
+) -> _Call:
+    row = col = 0
+    eps, places = [0.0, 0.0], [None, None]
+    for i, e in enumerate(encodings):
+        side = pack_encoding(e, transposed[i] if transposed else False, layouts[i] if layouts else COMPACT)
+        d = int(e.direction is not ROWWISE)
+        row, col = (side, col) if d == 0 else (row, side)
+        eps[d], places[d] = e.eps, i
+    return _Call(row, col, *eps, tuple(places))
+
+
+def statistics(x: Tensor, encodings: Sequence[Encoding], row0: int, through_bf16: bool) -> list[tuple]:
+    """(amax, tensor_amax or None) of each encoding (one a direction), in one read of x."""
+    call = call_of(tuple(encodings))
+    made = iter(_ops.statistics(rows_of(x), call.row, call.col, row0, through_bf16))
+    results = [None] * len(encodings)
+    for i in call.places:
+        if i is not None:
+            results[i] = (next(made), next(made) if encodings[i].fmt.tensor_scale else None)
+    return results
+
+
+def column_sums(x: Tensor) -> Tensor:
+    """Sums over the rows of x [rows, cols], bf16, [cols]."""
+    return _ops.column_sums(rows_of(x))
+
+
+def quantize(
+    x: Tensor, encodings: Sequence[Encoding], row0: int, through_bf16: bool,
+    stats: Sequence[tuple] | None, keys: Sequence[Tensor | None] | None, encs: Sequence[Tensor | None] | None,
+    transposed: Sequence[bool] | None = None, layout: int | Sequence[int] = COMPACT,
+) -> list[tuple]:
+    """(data, scale, tensor_amax or None, amax or None) of each encoding (one a direction), in one read of x.
+
+    stats:       (amax, tensor_amax) an encoding, or None: taken from x.
+    encs:        fp32 [1], delayed scaling; 0 where there is no history yet.
+    transposed:  codes of a columnwise side as [cols, rows], what a Hopper tensor core reads.
+    layout:      as of `pack_encoding`; one for all, or one an encoding.
+    """
+    layouts = (layout,) * len(encodings) if isinstance(layout, int) else tuple(layout)
+    call = call_of(tuple(encodings), tuple(transposed) if transposed else None, layouts)
+    known = [None] * 8
+    for d, i in enumerate(call.places):
+        if i is not None:
+            known[4 * d : 4 * d + 4] = (
+                *(stats[i] if stats else (None, None)), encs[i] if encs else None, keys[i] if keys else None
+            )
+    made = iter(_ops.quantize(rows_of(x), *call[:4], row0, through_bf16, *known))
+    results = [None] * len(encodings)
+    for i in call.places:
+        if i is not None:
+            fmt, (amax, tensor_amax) = encodings[i].fmt, stats[i] if stats else (None, None)
+            data, scale = next(made), next(made)
+            if fmt.tensor_scale and tensor_amax is None:
+                tensor_amax = next(made)
+            if fmt.scale_leaves_contraction and amax is None:
+                amax = next(made)
+            results[i] = (data, scale, tensor_amax, amax if fmt.scale_leaves_contraction else None)
+    return results
+
+
+def takes_group(encoding: Encoding, dtype: torch.dtype, through_bf16: bool) -> bool:
+    """One launch encodes a group of tensors of a dtype so."""
+    plain = not (encoding.stochastic or encoding.fmt.rotated)
+    return plain and (through_bf16 or dtype is torch.bfloat16) and encodes(encoding, dtype)
+
+
+def statistics_group(x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], through_bf16: bool) -> list[tuple]:
+    """(amax, tensor_amax or None) of each tensor, in one launch."""
+    rows = [rows_of(one) for one in x]
+    made = iter(_ops.statistics_group(rows, pack_encoding(encoding), encoding.direction is not ROWWISE, row0, through_bf16))
+    return [(next(made), next(made) if encoding.fmt.tensor_scale else None) for _ in x]
+
+
+@functools.lru_cache(maxsize=1024)
+def _staged(encoding: Encoding, shapes: tuple[tuple[int, int], ...], row0: tuple[int, ...]) -> tuple:
+    """(bytes, where data and scales of each tensor begin, ((shape, strides, offset) of its data, of its scales)).
+
+    Data of all tensors, then scales of all: those of the matrices of a packed weight lie one behind the other.
+    """
+    side, columnwise = pack_encoding(encoding), encoding.direction is not ROWWISE
+    of = [encoding_shapes(side, columnwise, shape, start) for shape, start in zip(shapes, row0)]
+    places, views, at = ([], []), ([], []), 0
+    for which, (place, view) in enumerate(zip(places, views)):
+        for one in of:
+            size, item = one[which], (1, one.scale_dtype.itemsize)[which]
+            place.append(at)
+            view.append((size, (size[1], 1), at // item))
+            at += round_up(prod(size) * item, 16)
+    return at, places, list(zip(*views))
+
+
+class GroupEncoding:
+    """One launch that encodes each of a list of tensors into slices of one buffer, and may be made again of other values.
+
+    made:     (data, scale, tensor_amax, amax) of each: views of the buffer, and what of `stats` went into them.
+
+    Arguments as of `quantize_group`. stats: None: taken of the values, in each call.
+    """
+
+    def __init__(
+        self, x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], through_bf16: bool,
+        stats: Sequence[tuple | None] | None, encs: Sequence[Tensor | None] = (), records: Sequence[Tensor | None] = (),
+    ):
+        self._measured = None if stats is not None else (encoding, row0, through_bf16)
+        if stats is None:
+            stats = statistics_group(x, encoding, row0, through_bf16)
+        self.encoding, self.dtype, self.device = encoding, x[0].dtype, x[0].device
+        scale_dtype = encoding.fmt.scale_dtype
+        size, places, views = _staged(encoding, tuple(one.shape for one in x), tuple(row0))
+        self._staging, self._size = x[0].new_empty(size, dtype=torch.uint8), size
+        self._first, known = _group_arguments(x, encoding, row0, stats, encs, records)
+        self._last = self._staging, *places, through_bf16
+        of_scales = self._staging.view(scale_dtype)
+        self.made = [
+            (self._staging.as_strided(*data), of_scales.as_strided(*scale), *of) for (data, scale), of in zip(views, known)
+        ]
+        self._write(x)
+
+    def takes(self, x: Sequence[Tensor]) -> bool:
+        """x are tensors as those before, of which they have the shapes."""
+        return all([one.dtype is self.dtype and one.device == self.device for one in x])
+
+    def __call__(self, x: Sequence[Tensor]) -> None:
+        if self._measured is not None:
+            encoding, row0, _ = self._measured
+            self._first, _ = _group_arguments(x, encoding, row0, statistics_group(x, *self._measured), (), ())
+        self._write(x)
+
+    def _write(self, x: Sequence[Tensor]) -> None:
+        storage = self._staging.untyped_storage()
+        if storage.size() != self._size:
+            storage.resize_(self._size)
+        _ops.quantize_group([rows_of(one) for one in x], *self._first, *self._last)
+
+    def free(self) -> None:
+        """Give the buffer back, until it is written again."""
+        self._staging.untyped_storage().resize_(0)
+
+
+def _group_arguments(
+    x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], stats: Sequence[tuple | None], encs: Sequence[Tensor | None],
+    records: Sequence[Tensor | None],
+) -> tuple[tuple, list[tuple]]:
+    """(arguments of the operators behind x, (tensor_amax, amax) of each as they are kept)."""
+    amaxes, tensor_amaxes = ([None if s is None else s[i] for s in stats] for i in range(2))
+    kept = amaxes if encoding.fmt.scale_leaves_contraction else [None] * len(amaxes)
+    histories = [], []
+    if any(enc is not None for enc in encs):
+        histories = encs, [x[0].new_empty(0, dtype=torch.float32) if r is None else r for r in records]
+    columnwise = encoding.direction is not ROWWISE
+    return (pack_encoding(encoding), columnwise, encoding.eps, row0, amaxes, tensor_amaxes, *histories), list(zip(tensor_amaxes, kept))
+
+
+def quantize_group(
+    x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], through_bf16: bool, stats: Sequence[tuple | None] | None,
+    into: Sequence[tuple[Tensor, Tensor]] | None = None, encs: Sequence[Tensor | None] = (),
+    records: Sequence[Tensor | None] = (), calls: list[GroupEncoding] | None = None,
+) -> list[tuple]:
+    """`quantize` of each tensor, in one launch, into slices of one buffer.
+
+    stats:  (amax, tensor_amax) a tensor; where some scale spans more than a tile, None of them is None. None: see `GroupEncoding`.
+    into:   (data, scale) of each, to be written instead.
+    encs, records:  see `dispatch.encode_group`.
+    calls:  takes the launch, where there is a buffer.
+    """
+    if into is not None:
+        stats = statistics_group(x, encoding, row0, through_bf16) if stats is None else stats
+        arguments, known = _group_arguments(x, encoding, row0, stats, encs, records)
+        _ops.quantize_group_out([rows_of(one) for one in x], *arguments, *map(list, zip(*into)), through_bf16)
+        return [(*one, *of) for one, of in zip(into, known)]
+    call = GroupEncoding(x, encoding, row0, through_bf16, stats, encs, records)
+    if calls is not None:
+        calls.append(call)
+    return call.made
+
+
+def why_not_pieces(encoding: Encoding, dtype: torch.dtype | None, cols: int) -> str | None:
+    """Why no kernel encodes pieces of a tensor of this many columns so, seen in a dtype; None when one does."""
+    if encoding.fmt.is_quantized and dtype is not torch.bfloat16:
+        return f"quantizers see {dtype or 'the dtype of the masters'}, not bfloat16"
+    if not encoding.fmt.is_quantized:
+        return None if dtype in PIECE_VALUES else f"values travel in {dtype}"
+    if encoding.stochastic or encoding.fmt.rotated:
+        return "rounded stochastically, or rotated"
+    if encoding.fmt.bits == 6:
+        return "6-bit codes share containers between pieces"
+    if encoding.fmt.bits == 4 and cols % 2:
+        return f"4-bit codes of {cols} columns share bytes between rows"
+    return unsupported_reason(encoding.fmt)
+
+
+def cast_pieces(
+    pieces: Tensor, tiles: Tensor, row: Encoding | None, col: Encoding | None, second: bool, skip: Tensor | None
+) -> None:
+    """Amaxes and codes of tiles of pieces; `parallel.cast_plan` makes the tables. skip: bool [1], read on the device."""
+    sides = [0 if e is None else pack_encoding(e) for e in (row, col)]
+    eps = [0.0 if e is None else e.eps for e in (row, col)]
+    _ops.cast_pieces(pieces, tiles, *sides, *eps, second, skip)
+
+
+def cast_scales(runs: Tensor, chunks: Tensor, encodings: Sequence[Encoding], skip: Tensor | None) -> None:
+    """Scales of collected amaxes, and values in another dtype, a run each; `parallel.cast_plan` makes the tables.
+
+    encodings:  that runs name by their index, SCALE_SIDES at most.
+    """
+    _ops.cast_scales(runs, chunks, [pack_encoding(e) for e in encodings], [e.eps for e in encodings], skip)
+
+
+def quantize_anchored(
+    x: Tensor, encodings: Sequence[Encoding], anchor_runs: Sequence[int | None], through_bf16: bool = False,
+    transposed: Sequence[bool] | None = None, amaxes: Sequence[Tensor | None] | None = None,
+) -> list[tuple[Tensor, Tensor]]:
+    """(codes, fp32 scales) of each e8m0 encoding; see `reference.anchored`, and of OF_TENSOR `reference.anchored_codes`.
+
+    anchor_runs: of each (`anchor_run`); None: 0.
+    transposed:  codes of a columnwise side as [cols, rows].
+    amaxes:      fp32, of the runs of each encoding, that other ranks or another direction have; None: of x.
+    """
+    call = call_of(tuple(encodings), tuple(transposed) if transposed else None)
+    runs = [0 if i is None else anchor_runs[i] or 0 for i in call.places]
+    known = [None if i is None or amaxes is None else amaxes[i] for i in call.places]
+    made = iter(_ops.quantize_anchored(rows_of(x), call.row, call.col, *runs, *known, through_bf16))
+    results = {i: (next(made), next(made)) for i in call.places if i is not None}
+    return [results[i] for i in range(len(encodings))]
