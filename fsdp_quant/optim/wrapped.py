@@ -15,6 +15,7 @@ of the weights.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..tensor import torch_compat
-from ..tensor.quantized_weight import QuantizedWeight, refresh_codes
+from ..tensor.quantized_weight import QuantizedWeight
 from ..tensor.torch_compat import local_of
 from .fused_adam import FusedAdam
 
@@ -134,14 +135,11 @@ class WithMasters(Optimizer):
 
     def _evaluate(self, closure: Callable) -> Callable:
         """The closure, for an inner optimizer that may write masters between two calls of it."""
-        calls = 0
+        calls = itertools.count()
 
         def evaluate():
-            nonlocal calls
-            if calls:
-                self._mark_written()
-                refresh_codes([local_of(p) for p in self._masters])
-            calls += 1
+            if next(calls):
+                self._mark_written()  # products inside make the codes again
             with torch.enable_grad():
                 loss = closure()
             self._lend_gradients()
