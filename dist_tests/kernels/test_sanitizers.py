@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from dist_tests.kernels import expected, sanitizers
 
 WHY_NOT = expected.WHY_NOT or (None if sanitizers.executable() else "there is no compute-sanitizer")
+if os.environ.get("FSDP_QUANT_SANITIZERS") != "1":
+    WHY_NOT = WHY_NOT or "takes many minutes; FSDP_QUANT_SANITIZERS=1 runs it"
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 
 
