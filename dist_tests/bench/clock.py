@@ -144,7 +144,7 @@ def facts(device: torch.device) -> dict:
     properties, build = torch.cuda.get_device_properties(device), extension.STATUS.build
     return {
         "device": properties.name, "processors": properties.multi_processor_count, "l2_bytes": properties.L2_cache_size,
-        "torch": torch.__version__, "library": vars(build) if build else None,
+        "torch": torch.__version__, "library": build,
     }
 
 

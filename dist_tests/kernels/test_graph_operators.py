@@ -38,7 +38,7 @@ WRITES = {
     "anchor_group": {"out", "line_scale"},
     "relayout_group": {"out"},
     "record_amax": {"amaxes"},
-    "adam": {"master", "first", "second", "rounded"},
+    "adam": {"master", "first", "second", "rounded", "first_scale", "second_scale"},
     "adam_group": {"master", "first", "second", "out"},
     "adam_count": {"step"},
 }
