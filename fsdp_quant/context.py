@@ -528,17 +528,26 @@ def weights_of(tensors) -> Iterator[FSDPHooks]:
             yield local
 
 
-def _before_optimizer_step(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
-    """Raise ValueError for quantized parameters whose masters no optimizer keeps: updates would be lost.
+def _parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizer, and of a container those in its attributes, or in lists, tuples and dicts there."""
+    parts = [optimizer]
+    for name, held in vars(optimizer).items():
+        held = held.values() if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else [held]
+        for one in held if name not in ("state", "param_groups") else ():
+            parts += _parts_of(one) if isinstance(one, torch.optim.Optimizer) else []
+    return parts
 
-    The optimizer may be a container of those that keep them.
-    """
+
+def _before_optimizer_step(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+    """Raise ValueError for quantized parameters whose masters the optimizer, or those it consists of, do not hold."""
+    parts = None
     for group in optimizer.param_groups:
         for p in group["params"]:
             local = torch_compat.local_of(p)
             if not isinstance(local, QuantizedWeight) or not p.requires_grad:
                 continue
-            if not local.has_master:
+            parts = parts or _parts_of(optimizer)
+            if not local.is_held_by(parts):
                 raise ValueError(
                     f"{local.state.name} is a quantized parameter, and this {type(optimizer).__name__} holds no fp32 master of "
                     "it; step it with fq.optim.FusedAdam or an optimizer of fq.optim.wrap(..), made while it requires grad on the "

@@ -91,7 +91,7 @@ class _Content:
     """What aliases of one shard share.
 
     values:     high-precision values, until an optimizer takes them; None before anything was written.
-    master:     weak reference to what took their place.
+    master:     weak reference to what took their place; owner: to the optimizer that holds it.
     writes:     (another object for other values, number of writes through the dispatcher).
     slots:      the codes, and `versions` of the values that each direction was made from.
     quantizer:  that made them, the dtype it saw, and `stale_codes` of then.
@@ -101,7 +101,7 @@ class _Content:
     """
 
     def __init__(self, state: QuantizedWeightState, values: Tensor | None = None):
-        self.state, self.values, self.master = state, values, None
+        self.state, self.values, self.master, self.owner = state, values, None, None
         self.writes = [object(), 0]
         self.slots = Slots(owner=state)
         self.versions: dict[Direction, object] = {}
@@ -202,8 +202,8 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         source, fresh = content.copied
         return source if own == fresh else own
 
-    def take_master(self) -> Tensor:
-        """The fp32 master [rows, cols], which the caller keeps from now on; the weight's own values are let go.
+    def take_master(self, owner: object = None) -> Tensor:
+        """The fp32 master [rows, cols], which `owner`, an optimizer, keeps from now on; the weight's own values are let go.
 
         Raises ValueError for a weight without values: one on the meta device, or whose master another optimizer has.
         """
@@ -215,6 +215,7 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
             master = master.clone()
         self.state.pending = True
         content.values, content.master, content.writes = None, weakref.ref(master), [object(), 0]
+        content.owner = None if owner is None else weakref.ref(owner)
         return master
 
     def return_master(self, master: Tensor) -> None:
@@ -284,10 +285,11 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
     def _memory(self) -> list[Tensor]:
         return [*super()._memory(), *([self.inner] if self.has_values else [])]
 
-    @property
-    def has_master(self) -> bool:
-        """An optimizer holds its master."""
-        return self._content.master is not None and self._content.master() is not None
+    def is_held_by(self, optimizers: Iterable) -> bool:
+        """One of these holds its master."""
+        master, owner = self._content.master, self._content.owner
+        held = None not in (master, owner) and master() is not None
+        return held and any(one is owner() for one in optimizers)
 
     # The codes #
 
