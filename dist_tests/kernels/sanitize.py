@@ -15,7 +15,6 @@ import math
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ from dist_tests import laws, pieces
 from dist_tests.kernels import expected, sanitize_products
 from dist_tests.kernels.entries import DONE, SHAPES, differences, on_device, run, values
 from dist_tests.kernels.expected import BF16, FP16, FP32, MADE, encoded
-from dist_tests.single.hopper import Operators
+from dist_tests.single.hopper import Operators, replaced_operators
 from fsdp_quant import recipes
 from fsdp_quant.formats import COLUMNWISE, ROWWISE, Direction, Encoding, Format, ceil_div, format_of
 from fsdp_quant.modules.plan import GemmPlan, build_plan
@@ -189,7 +188,7 @@ def group(name: str, direction: Direction, dtype=BF16) -> None:
     e, shapes, row0 = MADE[name].encoding(direction), (SHAPES[0], SHAPES[1], (129, 257)), [0, 33, 100]
     x = [values(shape, dtype) for shape in shapes]
     stats = [reference.statistics(one.to(BF16), e, start) for one, start in zip(x, row0)]
-    side, columnwise, ops, device_x = native.pack_encoding(e), direction is COLUMNWISE, native._ops, [on_device(one) for one in x]
+    side, columnwise, ops, device_x = native.pack_encoding(e), direction is COLUMNWISE, native.encoding._ops, [on_device(one) for one in x]
     made = ops.statistics_group(device_x, side, columnwise, row0, dtype is FP32)
     run(f"statistics_group {name} {direction} {dtype}", made, lambda: [t for s in stats for t in s if t is not None])
     amax, tensor_amax = ([on_device(s[i]) for s in stats] for i in range(2))
@@ -243,7 +242,7 @@ def transposes_and_swizzles() -> None:
             kinds.append(kind)
             sizes.append((rows, cols, len(lines), outer_block))
     out = [on_device(torch.zeros_like(w)) for w in wanted]
-    native._ops.relayout_group([on_device(s) for s in sources], out, kinds, *map(list, zip(*sizes)))
+    native.encoding._ops.relayout_group([on_device(s) for s in sources], out, kinds, *map(list, zip(*sizes)))
     run("relayout_group", out, lambda: wanted)
 
 
@@ -381,7 +380,7 @@ def planned(emulation: Operators, plan: GemmPlan) -> tuple[int, SimpleNamespace]
     resolved = plan.resolved(BF16, expected.DEVICE)
     readings = plan._readings(resolved.layouts, resolved.domains, BF16, arch_of(expected.DEVICE))
     arguments = readings, False, resolved.watched, plan.key
-    with mock.patch.object(native, "_ops", emulation):
+    with replaced_operators(emulation):
         number = native.linear_plan(*arguments)
     call = SimpleNamespace(number=number, step=STEP, ids=IDS, guard=None, **vars(emulation.plans[number]))
     return native.linear_plan(*arguments), call

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from dist_tests import laws
 from dist_tests.kernels.entries import on_device, run
 from dist_tests.kernels.expected import BF16, FP32, MADE, encoded
-from dist_tests.single.hopper import Operators
+from dist_tests.single.hopper import Operators, replaced_operators
 from fsdp_quant.formats import E4M3, E5M2, IDENTITY, Direction, Element, Format, ceil_div, round_up
 from fsdp_quant.ops import native, reference
 from fsdp_quant.optim import fused_adam
@@ -55,7 +54,7 @@ def product(what: str, a: native.Operand, b: native.Operand, emulation: Operator
     bias, alpha, before = laws.values(1, n)[0], torch.tensor([0.5]), laws.values(m, n, dtype=FP32)
 
     def want(dtype: torch.dtype, *more: Tensor) -> list[Tensor]:
-        with mock.patch.object(native, "_ops", emulation):
+        with replaced_operators(emulation):
             return [native.gemm(a, b, dtype, None, False, *(more or (None, None)))]
 
     for dtype in (BF16, FP32):
@@ -72,7 +71,7 @@ def grouped(blocks: tuple, element: Element, emulation: Operators) -> None:
     (_, n, k), groups = SIZES[0], len(ENDS) - 1
     tokens, what = int(ENDS[-1]), f"{blocks} {element.name}"
     a, b = operand(tokens, k, blocks[0], 1, element), operand(n, k, blocks[1], 2, groups=groups)
-    kinds = [native._grouped_operand_code(o) for o in (a, b)]
+    kinds = [native.gemms._grouped_operand_code(o) for o in (a, b)]
     made = native.grouped_gemm(moved(a), moved(b), on_device(ENDS))
 
     def rows() -> list[Tensor]:
@@ -82,7 +81,7 @@ def grouped(blocks: tuple, element: Element, emulation: Operators) -> None:
 
     run(f"grouped_gemm {what}", [made], rows, BOUND)
     x, w = operand(40, tokens, blocks[0], 3, element), operand(n, tokens, blocks[1], 4)
-    kinds_of_depth = [native._grouped_operand_code(o) for o in (x, w)]
+    kinds_of_depth = [native.gemms._grouped_operand_code(o) for o in (x, w)]
     before = laws.values(groups * 40, n, dtype=FP32).view(groups, 40, n)
     for accumulate in (False, True):
         out = on_device(before.clone())

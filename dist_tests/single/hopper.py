@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -1186,6 +1186,25 @@ class Arrived:
         return True
 
 
+def native_modules() -> list[ModuleType]:
+    return [module for name, module in sys.modules.items() if name.startswith(native.__name__)]
+
+
+def give_operators(patch: pytest.MonkeyPatch, operators: object) -> None:
+    """Let all of `native` call these."""
+    for module in native_modules():
+        if "_ops" in vars(module):
+            patch.setattr(module, "_ops", operators)
+
+
+@contextlib.contextmanager
+def replaced_operators(operators: object) -> Iterator[None]:
+    """`native` calls these inside."""
+    with pytest.MonkeyPatch.context() as patch:
+        give_operators(patch, operators)
+        yield
+
+
 @contextlib.contextmanager
 def emulated(arch: str = ARCH) -> Iterator[Operators]:
     """CPU tensors as if on a GPU of this architecture. Plans made inside stay inside; modules made inside must not leave."""
@@ -1202,15 +1221,14 @@ def emulated(arch: str = ARCH) -> Iterator[Operators]:
                     if vars(module).get(fact) is originals[fact]:
                         patch.setattr(module, fact, value)
         replaced = {id(native.runs): lambda x: x.numel() > 0, id(native.runs_on): lambda device: True}
-        of_native = [m for name, m in sys.modules.items() if name.startswith(native.__name__)]
+        of_native = native_modules()
         for value in {id(v): v for m in of_native for v in vars(m).values() if hasattr(v, "cache_clear")}.values():
             replaced[id(value)] = functools.cache(value.__wrapped__)  # they remember integers of other operators
         for module in of_native:
             for name, value in list(vars(module).items()):
                 if id(value) in replaced:
                     patch.setattr(module, name, replaced[id(value)])
-            if "_ops" in vars(module):
-                patch.setattr(module, "_ops", Traced(operators))
+        give_operators(patch, Traced(operators))
         patch.setattr(torch_compat, "stream_of", lambda device: (0, False))
         patch.setattr(plan, "_PLANS", {})  # plans keep what they resolved for (dtype, device)
         patch.setattr(plan, "_CALLS", {})

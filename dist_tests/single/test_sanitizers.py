@@ -25,6 +25,13 @@ class Recorded:
         return getattr(self._operators, name)
 
 
+def recorded_operators(monkeypatch) -> Recorded:
+    """Operators as all of `native` calls them from now on."""
+    recorded = Recorded(native.encoding._ops)
+    hopper.give_operators(monkeypatch, recorded)
+    return recorded
+
+
 def test_the_sanitizers_run_every_operator(monkeypatch):
     """If false, an operator's kernels were never run under a sanitizer, or its entry does not run at all."""
     monkeypatch.setattr(expected, "DEVICE", torch.device("cpu"))
@@ -32,8 +39,7 @@ def test_the_sanitizers_run_every_operator(monkeypatch):
     monkeypatch.setattr(sanitize, "SHAPES", ((24, 40), (33, 47)))
     monkeypatch.setattr(sanitize, "MANY", (8, 272))
     with hopper.emulated(), pieces.kernels():
-        recorded = Recorded(native._ops)
-        monkeypatch.setattr(native, "_ops", recorded)
+        recorded = recorded_operators(monkeypatch)
         for name in ("cast_pieces", "cast_scales"):  # which `pieces.kernels` stands in for
             def call(*args, name=name, run=getattr(native, name)):
                 recorded.names.add(name)
@@ -45,7 +51,7 @@ def test_the_sanitizers_run_every_operator(monkeypatch):
         for what, made, want, bound in products:
             for got, wanted in zip(made, want(), strict=True):
                 assert (got.double() - wanted.double()).norm() <= bound * wanted.double().norm(), what
-    names = {schema.split(".")[0] for schema in hopper._schemas()} - ON_THE_HOST
+    names = {schema.split(".")[0] for schema in hopper.operator_schemas()} - ON_THE_HOST
     of_modules = {"linear_step", "linear_weight", "activate", "grouped_step", "grouped_step_backward"}  # of `--steps`
     assert names - recorded.names == of_modules
     assert len(products) > 60
@@ -57,8 +63,7 @@ def test_every_module_runs_under_the_sanitizers(monkeypatch):
     monkeypatch.setattr(entries, "DONE", [])
     monkeypatch.setattr(sanitize, "RECIPES", ("fp8_delayed", "nvfp4"))
     with hopper.emulated():
-        recorded = Recorded(native._ops)
-        monkeypatch.setattr(native, "_ops", recorded)
+        recorded = recorded_operators(monkeypatch)
         sanitize.every_step()
         assert not entries.differences()
     assert {"linear_step", "linear_weight", "activate", "grouped_step", "grouped_step_backward"} <= recorded.names

@@ -173,7 +173,8 @@ class GemmPlan:
             operands = product.a, product.b
             sides = {of: self._tensor_scaled(*of) for of in operands}
             a, b = ((sides[of] or self.hybrid(of[0]).side(of[1])).fmt for of in operands)
-            of_codes = any(is_anchored_of_codes(self.operand(*of), ANCHORED_TENSOR) and of[0] != "weight" for of in operands)
+            fmts = [self.operand(*of) for of in operands if of[0] != "weight"]
+            of_codes = any(anchors(fmt) and is_anchored_of_codes(fmt, ANCHORED_TENSOR) for fmt in fmts)
             one_exponent = (any(sides.values()) or of_codes) and all(scales_tensor(f) or anchors_tensor(f) for f in (a, b))
             domain = gemm_domain(a, b, torch.bfloat16, "sm_90a", compiled=True)[0] if one_exponent else None
             by_tensor.append(domain in ("native", "anchored") and rung == ANCHORED_TENSOR and self.accuracy != EXACT)

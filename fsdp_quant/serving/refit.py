@@ -27,9 +27,6 @@ def refit(
 ) -> Iterator[Bucket]:
     """Stream what `fq.export` writes of `model`: buckets of (name, tensor), for an engine to load.
 
-        for bucket in fq.refit(model, "fp8"):
-            engine.load_weights(bucket)
-
     bucket_size:  bytes of a bucket, or a text such as "512MB". The tensors of one weight (codes and
                   scales) stay together; a larger weight has a bucket of its own.
     others:       as of `fq.export`, whose names, shapes, order and bytes the tensors have.
@@ -41,6 +38,13 @@ def refit(
 
     Raises what `fq.export` raises, on every rank and when it is called; ValueError for a
     `bucket_size` that is no size.
+
+    >>> model = fq.convert(nn.Sequential(nn.Linear(128, 128, bias=False)), "fp8_block")
+    >>> engine = {}
+    >>> for bucket in fq.refit(model, "fp8"):
+    ...     engine.update(bucket)                             # or engine.load_weights(bucket)
+    >>> sorted(engine)
+    ['0.weight', '0.weight_scale_inv']
     """
     max_bytes = size_of(bucket_size, "bucket_size")
     made = exported(model, format, dtype, input_amax, share_scales, names)
