@@ -48,7 +48,7 @@ def assert_same_storage(got: Storage | None, want: Storage | None, what: str = "
     assert (got.fmt, got.direction, tuple(got.shape)) == (want.fmt, want.direction, tuple(want.shape)), (
         f"{what}: got {got.describe()}, want {want.describe()}"
     )
-    want = want.in_layout(got.layout)
+    want = want.to_gemm_operand(got.layout)
     assert got.buffers().keys() == want.buffers().keys(), f"{what}: {got.buffers().keys()} {want.buffers().keys()}"
     for name, buffer in got.buffers().items():
         assert_same_bytes(buffer, want.buffers()[name], f"{what}.{name}")

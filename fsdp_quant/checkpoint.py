@@ -110,7 +110,7 @@ class LocalWeight:
     def storage(self, direction: Direction) -> Storage:
         """The codes of these rows as a gather would send them, made now. `prepared` must have run on every rank."""
         if self.codes is not None:
-            return self.codes.storage_for(direction).in_layout(COMPACT)
+            return self.codes.storage_for(direction).to_gemm_operand(COMPACT)
         state, device = self.piece.state, self.piece.values.device if self.managed is None else self.managed.device
         dtype, encoding = state.compute_dtype or self.piece.values.dtype, state.quantizer.encodings[direction]
         shard = Shard(self.piece, direction, dtype, self.statistics.get((state.name, direction)), records=False)

@@ -460,7 +460,7 @@ def histories_of(layers: Iterable[nn.Module]) -> list[AmaxHistory]:
     found, seen = {}, set()
     for layer in layers:
         state = layer._weight_state
-        made_after_steps = isinstance(state, QuantizedWeightState) or state.publisher is not None
+        made_after_steps = isinstance(state, QuantizedWeightState) or state.weight_sync is not None
         if (id(state.histories), made_after_steps) not in seen:
             seen.add((id(state.histories), made_after_steps))
             of_weight = {id(h): h for (_, slot, *_), h in state.histories.items() if slot == "weight"}

@@ -243,7 +243,7 @@ class Format:
         return SCALE_BYTES[self.scale]
 
     @property
-    def serves_both_directions(self) -> bool:
+    def shares_storage(self) -> bool:
         """One storage is both the rowwise and the columnwise operand (a byte transpose apart)."""
         return self.block[0] == self.block[1] and not self.rotated
 

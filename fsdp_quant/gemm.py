@@ -67,7 +67,7 @@ def gemm(
 ) -> Tensor:
     """alpha * a b^T + bias, with a [outer_a, contraction] and b [outer_b, contraction].
 
-    a, b:        in the layout of the domain (`Storage.in_layout`), or compact: brought into it.
+    a, b:        in the layout of the domain (`Storage.to_gemm_operand`), or compact: brought into it.
     out_dtype:   dtype of the result (default: that of `out`, else a's).
     out:         written instead of a new tensor; with accumulate=True added to, in out's dtype.
     bias:        [outer_b].
@@ -110,7 +110,7 @@ def gemm(
         _check_compiled(a, b, domain)
     anchored = next((s.layout for s in (a, b) if s.layout in ANCHORS), ANCHORED)
     a, b = (
-        s.in_layout(operand_layout(s.fmt, other.fmt, domain, arch, anchored)) for s, other in ((a, b), (b, a))
+        s.to_gemm_operand(operand_layout(s.fmt, other.fmt, domain, arch, anchored)) for s, other in ((a, b), (b, a))
     )
     if codes and m * n * k_a > 0:
         result = _multiply(a, b, out_dtype, out, accumulate, bias, alpha, watch)

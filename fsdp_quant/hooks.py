@@ -46,7 +46,7 @@ from .gemm import StaleWeightError
 from .ops import native
 from .parallel.cast_plan import CastPlan
 from .parallel.master_weights import cast_master_weights
-from .parallel.published_weight import BOTH, Channel, PublishedWeight, SyncItem, bits_of
+from .parallel.synced_weight import BOTH, GatherBuffer, SyncedWeight, SyncItem, bits_of
 from .parallel.shard_map import ALIGNMENT, Segments, ShardMap
 from .recipe import Recipe, Role, as_recipe
 from .tensor import torch_compat
@@ -80,7 +80,7 @@ def describe(param: Tensor) -> WeightFacts:
         return WeightFacts(False, tuple(param.shape), {}, {})
     quantizer = weight.state.quantizer
     formats = {d.value: repr(q.fmt) for d in Direction if (q := quantizer.side(d)) is not None}
-    if quantizer.one_storage:
+    if quantizer.shares_storage:
         formats[COLUMNWISE.value] += " (the rowwise storage)"
     elif quantizer.is_derived:
         formats[COLUMNWISE.value] += " (of the decoded rowwise storage)"
@@ -129,7 +129,7 @@ class WeightSync:
     """
 
     def __init__(
-        self, weights: list[PublishedWeight], group: dist.ProcessGroup | None, device: torch.device, dense: bool,
+        self, weights: list[SyncedWeight], group: dist.ProcessGroup | None, device: torch.device, dense: bool,
         tensor_group: dist.ProcessGroup | None,
     ):
         self.group, self.rank, self.world = group, 0 if group is None else group.rank(), 1 if group is None else group.size()
@@ -144,15 +144,15 @@ class WeightSync:
         for serves, found in by_serves.items():
             found.sort(key=lambda one: Segments.in_order(one[1]))
             segments = Segments(tuple(plane for _, plane in found), self.world)
-            segments.prove()
+            segments.validate()
             own = torch.zeros(segments.size, dtype=torch.uint8, device=device)
-            self._channels.append(Channel(serves, [key for key, _ in found], segments, own))
+            self._channels.append(GatherBuffer(serves, [key for key, _ in found], segments, own))
         self._places = {key: (c, p) for c in self._channels for p, key in enumerate(c.keys)}
-        self.why_no_kernels = CastPlan.why_not(weights, device)
+        self.unsupported_reason = CastPlan.unsupported_reason(weights, device)
         self._plan = None
-        if self.why_no_kernels is None:
+        if self.unsupported_reason is None:
             self._plan = CastPlan(weights, self.rank, dense, device, self._run_address, self._segment_addresses)
-        self._initial = [weight.weight.give_to(self) for weight in weights]
+        self._initial = [weight.weight.attach_sync(self) for weight in weights]
         for channel in self._channels:
             channel.hold({weight.name: weight.weight for weight in weights})
 
@@ -320,14 +320,14 @@ class WeightSync:
         for channel in self._channels:
             write(channel.own, self._packed(channel, pieces))
 
-    def _packed(self, channel: Channel, pieces: dict) -> Tensor:
+    def _packed(self, channel: GatherBuffer, pieces: dict) -> Tensor:
         offsets, parts, at = channel.segments.offsets[self.rank], [], 0
         for key, offset in zip(channel.keys, offsets):
             parts += [pieces[key].new_zeros(offset - at), pieces[key]]
             at = offset + pieces[key].numel()
         return torch.cat([*parts, channel.own.new_zeros(channel.segments.size - at)])
 
-    def _of(self, directions) -> list[Channel]:
+    def _of(self, directions) -> list[GatherBuffer]:
         wanted = frozenset(directions)
         if not wanted or not wanted <= BOTH:
             raise ValueError(f"directions are fq.ROWWISE and fq.COLUMNWISE, got {directions}")
@@ -378,7 +378,7 @@ class WeightSync:
             channel.wait()
         pieces: dict[str, dict] = {weight.name: {} for weight in self._weights}
         for channel in needed:
-            channel.make_room()
+            channel.allocate_codes()
             for p, (name, direction, part) in enumerate(channel.keys if not channel.is_in_place else ()):
                 pieces[name][direction, part] = channel.pieces(p)
         torch_compat.copy_all([pair for weight in self._weights for pair in weight.writes(late, pieces[weight.name])])
@@ -447,7 +447,7 @@ class WeightSync:
         reduced = len({d for w in self._weights for d in w.sides}) and ("every amax" if self._dense else "amaxes of cut blocks")
         if any(weight.spans_parts(e) for weight in self._weights for e in weight.quantizer.encodings.values()):
             reduced = f"{reduced or 'nothing'}; of whole tensors, over {self._tensor_group.size()} parts"
-        cast = "by kernels" if self.why_no_kernels is None else f"of covering rows, because {self.why_no_kernels}"
+        cast = "by kernels" if self.unsupported_reason is None else f"of covering rows, because {self.unsupported_reason}"
         return "\n".join([*lines, f"reduced at each cast: {reduced or 'nothing'}", f"cast {cast}"])
 
     def __repr__(self) -> str:
@@ -457,7 +457,7 @@ class WeightSync:
 class Work(NamedTuple):
     """All-gathers under way."""
 
-    channels: list[Channel]
+    channels: list[GatherBuffer]
 
     def wait(self) -> None:
         for channel in self.channels:
@@ -493,10 +493,10 @@ def plan_weight_sync(
     try:
         planned = [SyncItem(*item) for item in items]
         _check(planned, group, device, transport, stats, compute_dtype, part)
-        weights = [PublishedWeight(item, transport, dense, part if item.is_part else (0, 1)) for item in planned]
+        weights = [SyncedWeight(item, transport, dense, part if item.is_part else (0, 1)) for item in planned]
     except (ValueError, TypeError) as caught:
         error = caught
-    kernels = CastPlan.why_not(weights, device) or "with kernels"
+    kernels = CastPlan.unsupported_reason(weights, device) or "with kernels"
     same = {"the sync": f"from {compute_dtype}, {kernels}"}
     of_parts = {w.name: f"{w.quantizer}, one of {w.part[1]} parts" for w in weights}
     own = {w.name: f"{list(w.shape)} of {w.quantizer}, cut at {w.shards.cuts}, {'values' if w.gathers_values else 'codes'} travel" for w in weights}

@@ -149,20 +149,20 @@ class HybridQuantizer:
         return any(q is not None and q.is_stochastic for q in (self.rowwise, self.columnwise))
 
     @property
-    def one_storage(self) -> bool:
+    def shares_storage(self) -> bool:
         """The rowwise storage serves both directions."""
-        return self.rowwise == self.columnwise and self.rowwise.fmt.serves_both_directions
+        return self.rowwise == self.columnwise and self.rowwise.fmt.shares_storage
 
     @property
     def is_derived(self) -> bool:
         """The columnwise storage is made from the rowwise one, and differs from it."""
-        return self.columnwise_source != "original" and not self.one_storage
+        return self.columnwise_source != "original" and not self.shares_storage
 
     @cached_property
     def encodings(self) -> dict[Direction, Encoding]:
         """What is encoded from the original values, by direction."""
         sides = {d: q.encoding(d) for d in Direction if (q := self.side(d)) is not None}
-        if self.one_storage or self.is_derived:
+        if self.shares_storage or self.is_derived:
             del sides[COLUMNWISE]
         return sides
 
@@ -184,7 +184,7 @@ class HybridQuantizer:
 
     def columnwise_of(self, rowwise: Storage, key=None) -> Storage:
         """The columnwise storage, where it is not encoded from the values: the rowwise one itself, or derived from it."""
-        return rowwise.as_direction(COLUMNWISE) if self.one_storage else self.derive_columnwise(rowwise, key=key)
+        return rowwise.as_direction(COLUMNWISE) if self.shares_storage else self.derive_columnwise(rowwise, key=key)
 
     def storages(
         self, x: Tensor, directions=tuple(Direction), *, key: Tensor | None = None,
@@ -202,7 +202,7 @@ class HybridQuantizer:
         layouts = layouts or {}
         encodings = {d: e for d, e in self.encodings.items() if d in directions}
         if COLUMNWISE in directions and COLUMNWISE not in encodings and self.columnwise is not None:
-            if self.one_storage and layouts.get(COLUMNWISE, COMPACT) != COMPACT:
+            if self.shares_storage and layouts.get(COLUMNWISE, COMPACT) != COMPACT:
                 encodings[COLUMNWISE] = self.columnwise.encoding(COLUMNWISE)  # the same codes, laid out otherwise
             else:
                 encodings = {ROWWISE: self.encodings[ROWWISE], **encodings}
@@ -216,8 +216,8 @@ class HybridQuantizer:
         made = {d: Storage.of(r, e, x.shape, x.dtype) for (d, e), r in zip(encodings.items(), encoded)}
         amaxes = {source[d]: r.amax for d, r in zip(encodings, encoded) if self.side(d).is_delayed}
         if COLUMNWISE in directions and COLUMNWISE not in made and self.columnwise is not None:
-            made[COLUMNWISE] = self.columnwise_of(made[ROWWISE].in_layout(COMPACT), key)
-        return {d: s.in_layout(layouts.get(d, COMPACT)) for d, s in made.items() if d in directions}, amaxes
+            made[COLUMNWISE] = self.columnwise_of(made[ROWWISE].to_gemm_operand(COMPACT), key)
+        return {d: s.to_gemm_operand(layouts.get(d, COMPACT)) for d, s in made.items() if d in directions}, amaxes
 
     def quantize(self, x: Tensor, *, key: Tensor | None = None) -> QuantizedTensor:
         """Quantize a tensor that no other rank shares.
@@ -251,7 +251,7 @@ class HybridQuantizer:
                 raise ValueError(f"cannot update {out!r}: its {direction.value} storage was dropped")
             if storage.fmt != quantizer.fmt:
                 raise ValueError(f"cannot update {out!r} {direction.value} with {quantizer}: the formats differ")
-        if out.rowwise is not None and out.columnwise is not None and not self.one_storage:
+        if out.rowwise is not None and out.columnwise is not None and not self.shares_storage:
             if out.rowwise.data is out.columnwise.data:
                 raise ValueError(f"cannot update {out!r} with {self}: one storage serves both of its directions")
         fresh = self.quantize(x, key=key)

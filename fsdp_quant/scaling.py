@@ -135,7 +135,7 @@ class Fragment:
 
     @functools.cached_property
     def _covering_rows(self) -> Tensor:
-        return runs.covering_rows(self.values, self.start % self.cuts.row_units, self.cuts.row_units)
+        return runs.rows_covering(self.values, self.start % self.cuts.row_units, self.cuts.row_units)
 
     def block_rows(self, encoding: Encoding) -> slice:
         """Rows of the whole tensor's blocks that `rows` overlaps."""
@@ -186,7 +186,7 @@ def share_statistics(
 
 
 class SharedStatistics:
-    """What `share_statistics` gives; `take_again` writes the statistics of other values over it.
+    """What `share_statistics` gives; `replay` writes the statistics of other values over it.
 
     results:    for each fragment, for each encoding.
     own_slots:  tensors that are cut into parts have a slot for each part of them.
@@ -250,7 +250,7 @@ class SharedStatistics:
         for row, amax in self._rows:
             row.copy_(amax)
 
-    def take_again(self, fragments: Sequence[Fragment], copy_all: Callable[[list[tuple[Tensor, Tensor]]], None]) -> bool:
+    def replay(self, fragments: Sequence[Fragment], copy_all: Callable[[list[tuple[Tensor, Tensor]]], None]) -> bool:
         """Recompute in place for new values of the same fragments. Returns False, before any collective, if a different set of
         amaxes is already known; then build a new object. Every rank must call it.
 
@@ -276,7 +276,7 @@ class SharedStatistics:
             missing = [place for place in at if place not in made] if made else at
             if missing:
                 of = [fragments[f] for f, _ in missing]
-                found = dispatch.statistics_group([f.rows for f in of], encoding, [f.row0 for f in of], dtype)
+                found = dispatch.multi_tensor_amax([f.rows for f in of], encoding, [f.row0 for f in of], dtype)
                 made.update(zip(missing, found))
         return [made[place] for place in self._places]
 

@@ -22,7 +22,7 @@ from .formats import ROWWISE, Direction, Encoding, Format, format_of, round_up
 from .ops import dispatch, layout, reference
 from .ops.capability import ARCHITECTURES, BLACKWELL, arch_of
 from .ops.layout import ANCHOR_RUNS, ANCHORED, ANCHORED_TENSOR, ANCHORS, COMPACT, LAID_OUT, LAYOUTS, NATIVE, SPREAD
-from .ops.native import GroupCall
+from .ops.native import RecordedLaunch
 
 
 class Placement(enum.Enum):
@@ -175,7 +175,7 @@ class Storage:
 
         Raises ValueError for a format that quantizes the two directions differently.
         """
-        if not self.fmt.serves_both_directions:
+        if not self.fmt.shares_storage:
             raise ValueError(f"{self.describe()} cannot serve as {direction.value}: its blocks differ by direction")
         return replace(self, direction=direction)
 
@@ -195,7 +195,7 @@ class Storage:
                              scale=self._anchored_scales(), row0=0).decode(dtype)
             return values if self.direction is ROWWISE else values.t()
         if self.layout != COMPACT:
-            return self.in_layout(COMPACT).decode(dtype)
+            return self.to_gemm_operand(COMPACT).decode(dtype)
         return dispatch.decode(
             self.data, self.scale, self.tensor_amax, self.fmt, self.direction, self.padded_shape[1], self.row0, dtype
         )
@@ -232,7 +232,7 @@ class Storage:
 
     # GEMM layout #
 
-    def in_layout(
+    def to_gemm_operand(
         self, wanted: str, turned: Tensor | None = None, anchored: tuple[Tensor, Tensor] | None = None
     ) -> Storage:
         """The same storage with its buffers as `wanted` (`ops.layout`) says; itself where they lie so, or are not quantized.
@@ -247,7 +247,7 @@ class Storage:
         if self.layout in LAID_OUT:
             operand, arch = GemmOperand(self.data, self.scale, None), arch_of(self.data.device)
             compact = self.from_gemm_layout(operand, arch) if self.layout == NATIVE else self._from_spread()
-            return replace(compact, layout=COMPACT).in_layout(wanted)
+            return replace(compact, layout=COMPACT).to_gemm_operand(wanted)
         if self.layout != COMPACT or wanted not in LAYOUTS:
             raise ValueError(f"{self.describe()} in {self.layout} layout has no {wanted} layout; quantize it so")
         self._check_whole()
@@ -326,7 +326,7 @@ class Storage:
         scale = self._scale_as_read(scale)
         return (layout.pad_to(scale, 1, 4) if self.fmt.has_fp32_scales else scale).contiguous()
 
-    def scale_copies(self, made: Storage) -> list[GroupCall]:
+    def scale_copies(self, made: Storage) -> list[RecordedLaunch]:
         """What writes the scales of this storage as they are in `made`, where those are a copy in another order, zeros behind it."""
         if made.layout != NATIVE or made.scale is None or made.scale.dim() != 2:  # swizzled, or views of them
             return []
@@ -334,8 +334,8 @@ class Storage:
             return []
         read, zeros = self._scale_as_read(self.scale), []
         if read.shape != made.scale.shape:
-            zeros = [GroupCall(made.scale.zero_, (), [])]
-        return [*zeros, GroupCall(made.scale[:, : read.shape[1]].copy_, (read,), [made.scale])]
+            zeros = [RecordedLaunch(made.scale.zero_, (), [])]
+        return [*zeros, RecordedLaunch(made.scale[:, : read.shape[1]].copy_, (read,), [made.scale])]
 
     def _scale_as_read(self, scale: Tensor) -> Tensor:
         """A view: [outer blocks, contraction blocks]; fp32 scales of runs [contraction blocks, outer]."""
@@ -482,10 +482,10 @@ def _is_size(value: object, least: int = 0) -> bool:
     return type(value) is int and least <= value < 1 << 40
 
 
-def laid_out(
-    wanted: Sequence[tuple[Storage, str]], calls: list[GroupCall] | None = None
+def to_gemm_operands(
+    wanted: Sequence[tuple[Storage, str]], calls: list[RecordedLaunch] | None = None
 ) -> list[Storage]:
-    """`in_layout` of each (storage, layout); codes of a format that are transposed, or anchored, are so in one call.
+    """`to_gemm_operand` of each (storage, layout); codes of a format that are transposed, or anchored, are so in one call.
 
     calls:    takes what wrote the buffers of the results, as far as that may be done again.
     """
@@ -501,11 +501,11 @@ def laid_out(
         storages = [wanted[i][0] for i in places]
         data = [s.data for s in storages]
         if kind == NATIVE:
-            turned.update(zip(places, dispatch.transpose_group(data, [s.padded_shape for s in storages], fmt, calls)))
+            turned.update(zip(places, dispatch.multi_tensor_transpose(data, [s.padded_shape for s in storages], fmt, calls)))
         else:
             scales, amaxes, cols = zip(*((s.scale, s.tensor_amax, s.padded_shape[1]) for s in storages))
-            anchored.update(zip(places, dispatch.anchor_group(data, scales, amaxes, cols, fmt, *kind, calls)))
-    made = [storage.in_layout(layout_, turned.get(i), anchored.get(i)) for i, (storage, layout_) in enumerate(wanted)]
+            anchored.update(zip(places, dispatch.multi_tensor_anchor(data, scales, amaxes, cols, fmt, *kind, calls)))
+    made = [storage.to_gemm_operand(layout_, turned.get(i), anchored.get(i)) for i, (storage, layout_) in enumerate(wanted)]
     if calls is not None:
         for (storage, _), one in zip(wanted, made):
             calls += storage.scale_copies(one)

@@ -61,7 +61,7 @@ def main() -> int:
             module = fq.GroupedLinear(experts, K, N, False, device, torch.bfloat16, packed=True, recipe=recipe())
             sizes = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
             for what, splits in (("device splits", ends), ("host splits", sizes)):
-                if splits is ends and module.why_one_by_one(torch.bfloat16, device):
+                if splits is ends and module.unsupported_reason(torch.bfloat16, device):
                     continue  # it would wait for the device
                 times = []
                 for holds in (contextlib.nullcontext, lambda: fq.hold(module)):

@@ -141,7 +141,7 @@ def quantizes(
         stats = encs = None
         if known:
             seen = native.statistics(values, encodings, 0, masters)
-            if encodings[0].fmt.serves_both_directions:  # one scale for both, in one place
+            if encodings[0].fmt.shares_storage:  # one scale for both, in one place
                 seen = seen[:1] * len(encodings)
             stats = [(a if e.fmt.scale_leaves_contraction else None, t) for e, (a, t) in zip(encodings, seen)]
         if delayed:
@@ -362,7 +362,7 @@ def collects_group(e: Encoding) -> Callable[[Group], Work]:
     def work(g: Group) -> Work:
         side, columnwise = native.pack_encoding(e), e.direction is COLUMNWISE
         return Work(
-            lambda: torch.ops.fsdp_quant.statistics_group(g.tensors, side, columnwise, g.row0, False), g.tensors,
+            lambda: torch.ops.fsdp_quant.multi_tensor_amax(g.tensors, side, columnwise, g.row0, False), g.tensors,
             lambda: [reference.statistics(t, e, start) for t, start in zip(g.tensors, g.row0)],
         )
 
@@ -377,7 +377,7 @@ def transposes_group(g: Group) -> Work:
     kinds, zeros, ones = [native.TRANSPOSE_BYTES] * len(codes), [0] * len(codes), [1] * len(codes)
 
     def call() -> list[Tensor]:
-        torch.ops.fsdp_quant.relayout_group(codes, out, kinds, rows, cols, zeros, ones)
+        torch.ops.fsdp_quant.multi_tensor_relayout(codes, out, kinds, rows, cols, zeros, ones)
         return out
 
     return Work(call, codes, lambda: [t.t().contiguous() for t in codes])

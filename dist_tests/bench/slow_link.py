@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import fsdp_quant as fq
 from dist_tests.multi import nets
-from dist_tests.multi.nodes import Nodes, ip, why_not
+from dist_tests.multi.nodes import Nodes, ip, unsupported_reason
 
 ARMS = {
     "not quantized": fq.recipes.bf16(), "fp8_current": fq.recipes.fp8_current(), "mxfp8": fq.recipes.mxfp8(),
@@ -90,7 +90,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.rank is not None:
         rank(args.rank, args.steps)
-    if (reason := why_not()) is not None:
+    if (reason := unsupported_reason()) is not None:
         raise SystemExit(f"error: {reason}")
     fast, slow = measured(0, args.steps), measured(args.mbit, args.steps)
     received = next(iter(slow.values()))["rate"]

@@ -206,7 +206,7 @@ def check_model(experts_of: int | None) -> None:
                     state = {re.sub(r"local_experts\.(\d+)\.(\w+)\.weight", r"\2.weight\1", k): v for k, v in state.items()}
                     state = {k: v for k, v in state.items() if "local_experts" not in k}
                 model.load_state_dict(state)
-                assert len(ours.stand_ins(model)) == (4 if not experts_of else 2 + 2 * experts_of) * cfg.num_layers
+                assert len(ours.weight_proxies(model)) == (4 if not experts_of else 2 + 2 * experts_of) * cfg.num_layers
                 check_checkpoint(model, native)
             loss = loss_of(model)
             loss.backward()

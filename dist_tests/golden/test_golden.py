@@ -173,9 +173,9 @@ def test_square_blocks_decode_alike_in_both_directions():
     """Otherwise one storage cannot serve the forward and the backward."""
     for name, quantizer in QUANTIZED.items():
         if quantizer.fmt.block[0] != quantizer.fmt.block[1]:
-            assert not quantizer.fmt.serves_both_directions, name
+            assert not quantizer.fmt.shares_storage, name
             continue
-        assert quantizer.fmt.serves_both_directions, name
+        assert quantizer.fmt.shares_storage, name
         for shape in [(1, 1), (7, 33), (33, 31), (130, 160)]:
             x = values(*shape, kind="outliers")
             row, col = quantizer.storage(x, ROWWISE), quantizer.storage(x, COLUMNWISE)

@@ -208,7 +208,7 @@ def gemm_operand(x: Tensor, encoding: Encoding, arch: str, key: Tensor | None):
     """`Storage.to_gemm_layout` of the reference's storage, made on the CPU; where scales are spread, that layout."""
     on_cpu = dispatch.Encoded(*(None if t is None else t.cpu() for t in encoded(x, encoding, key=key)[:4]))
     storage = Storage.of(on_cpu, encoding, x.shape, x.dtype)
-    return storage.in_layout(SPREAD) if spreads(encoding.fmt) and ARCHITECTURES[arch].byte_scales else storage.to_gemm_layout(arch)
+    return storage.to_gemm_operand(SPREAD) if spreads(encoding.fmt) and ARCHITECTURES[arch].byte_scales else storage.to_gemm_layout(arch)
 
 
 def packed(encoding: Encoding | None, transposed: bool = False, layout: int = native.COMPACT):

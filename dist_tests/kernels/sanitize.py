@@ -45,19 +45,19 @@ KEY = torch.tensor([5, 3, 77, 1, 9])
 # The operators #
 
 def quantize(
-    names: tuple[str | None, str | None], shape=SHAPES[0], dtype=BF16, through_bf16=False, factor=None, transposed=False,
+    names: tuple[str | None, str | None], shape=SHAPES[0], dtype=BF16, round_to_bf16=False, factor=None, transposed=False,
     scale_layout=native.COMPACT, row0=0, given=False, tensor_given=False,
 ) -> None:
     """Codes and scales of one or both directions; factor: of a history; given: statistics that are the caller's, or the
     tensor's amax alone."""
     x = values(shape, dtype)
-    seen = x.to(BF16) if through_bf16 else x
+    seen = x.to(BF16) if round_to_bf16 else x
     encodings = [MADE[n].encoding(d) for n, d in zip(names, Direction) if n is not None]
     encs = [torch.tensor([factor]) if factor is not None and e.fmt.block == (None, None) else None for e in encodings]
     stats = [reference.statistics(reference.prepared(seen, e), e, row0) for e in encodings] if given or tensor_given else None
     passed = stats and [(on_device(None if tensor_given else amax), on_device(tensor_amax)) for amax, tensor_amax in stats]
     made = native.quantize(
-        on_device(x), encodings, row0, through_bf16, passed, [on_device(KEY)] * len(encodings), [on_device(enc) for enc in encs],
+        on_device(x), encodings, row0, round_to_bf16, passed, [on_device(KEY)] * len(encodings), [on_device(enc) for enc in encs],
         [transposed and e.direction is COLUMNWISE for e in encodings], scale_layout,
     )
 
@@ -79,7 +79,7 @@ def quantize(
             wanted += [w.amax] if e.fmt.scale_leaves_contraction else []
         return wanted
 
-    text = f"quantize {names} {list(shape)} {dtype}{' through bf16' if through_bf16 else ''}, factor {factor}, row0 {row0}"
+    text = f"quantize {names} {list(shape)} {dtype}{' through bf16' if round_to_bf16 else ''}, factor {factor}, row0 {row0}"
     run(f"{text}, transposed {transposed}, layout {scale_layout}, given {given} {tensor_given}", [t for m in made for t in m], want)
 
 
@@ -160,7 +160,7 @@ def anchor_codes(name: str) -> None:
                 what = f"{name} {direction} {list(shape)}, transposed {transposed}, run {anchor_run}"
                 run(f"anchor_codes {what}", made, want)
                 of = [on_device(w.data)] * 2, [on_device(w.scale)] * 2, [amax] * 2, [shape[1]] * 2
-                for made in native.anchor_group(*of, *how):
+                for made in native.multi_tensor_anchor(*of, *how):
                     run(f"anchor_group {what}", made, want)
 
 
@@ -378,8 +378,8 @@ def in_use(groups: native.TokenGroups) -> list[Tensor]:
 def planned(emulation: Operators, plan: GemmPlan) -> tuple[int, SimpleNamespace]:
     """(number of the compiled step of a plan, what the emulation is told of it)."""
     resolved = plan.resolved(BF16, expected.DEVICE)
-    readings = plan._readings(resolved.layouts, resolved.domains, BF16, arch_of(expected.DEVICE))
-    arguments = readings, False, resolved.watched, plan.key
+    operand_specs = plan._operand_specs(resolved.layouts, resolved.domains, BF16, arch_of(expected.DEVICE))
+    arguments = operand_specs, False, resolved.watched, plan.key
     with replaced_operators(emulation):
         number = native.linear_plan(*arguments)
     call = SimpleNamespace(number=number, step=STEP, ids=IDS, guard=None, **vars(emulation.plans[number]))
@@ -521,7 +521,7 @@ def every_instance() -> None:
         for dtype in (FP32, FP16):
             for names in (("mxfp8", "fp8_row"), ("nvfp4", "nvfp4_rht_sr"), ("fp8_128x128", "nvfp4_16x16"), ("fp8_tensor_sr", "mxfp8_sr")):
                 quantize(names, shape, dtype)
-        quantize(("mxfp8", "fp8_row"), shape, FP32, through_bf16=True)
+        quantize(("mxfp8", "fp8_row"), shape, FP32, round_to_bf16=True)
         for scale_layout in (native.HOPPER, native.BLACKWELL):
             for name in ("fp8_1x128", "fp8_128x128", "mxfp8", "mxfp8_32x32", "nvfp4", "nvfp4_16x16", "fp8_tensor", "fp8_row"):
                 quantize((name, name), shape, transposed=True, scale_layout=scale_layout)

@@ -111,7 +111,7 @@ def group_into_buffers(name: str) -> None:
         e, x = MADE[name].encoding(direction), [laws.values(rows, 256, seed=rows) for rows in (64, 129)]
         wanted = [encoded(one, e, stats=reference.statistics(one, e)) for one in x]
         into = [(torch.zeros_like(on_device(w.data)), torch.zeros_like(on_device(w.scale))) for w in wanted]
-        native.quantize_group([on_device(one) for one in x], e, [0, 0], False, None, into)
+        native.multi_tensor_quantize([on_device(one) for one in x], e, [0, 0], False, None, into)
         run(f"quantize_group_out {name} {direction}", [t for of in into for t in of], lambda of=wanted: [t for w in of for t in (w.data, w.scale)])
 
 

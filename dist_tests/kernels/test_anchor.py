@@ -52,8 +52,8 @@ def assert_group_anchors(of: list[tuple[Tensor, Tensor, int]], fmt: Format, dire
     """One call for all gives what a call each gives, also when it is made again of other codes. of: codes, scales, columns."""
     data, scale, cols = map(list, zip(*of))
     for transposed, run in itertools.product((False, True), runs_of(fmt)):
-        calls: list[native.GroupCall] = []
-        made = native.anchor_group(data, scale, [None] * len(data), cols, fmt, direction, transposed, run, calls)
+        calls: list[native.RecordedLaunch] = []
+        made = native.multi_tensor_anchor(data, scale, [None] * len(data), cols, fmt, direction, transposed, run, calls)
         for again in (False, True):
             if again:
                 for t in data:
@@ -249,7 +249,7 @@ def test_errors_say_what_was_got_and_wanted():
             data[None], scale[None], None, 96, mx, ROWWISE, False, 128),
         r"data is contiguous Byte \[64, 96\].*wanted 3072 ": anchor(fmt=MADE["mxfp4"].fmt),
     }
-    group = torch.ops.fsdp_quant.anchor_group
+    group = torch.ops.fsdp_quant.multi_tensor_anchor
     side, codes, lines = native.pack_encoding(Encoding(mx, ROWWISE)), torch.empty_like(data), torch.empty(64, device=data.device)
     refused |= {
         "lists of different lengths": lambda: group([data], [scale, scale], [], side, False, False, False, [96], [codes], [lines]),
@@ -283,8 +283,8 @@ def test_operands_of_exact_codes_are_the_references(name: str, direction: Direct
                 expected.assert_same_values(scale, want_scale, f"{what}: scale")
                 expected.assert_same(codes, want.t().contiguous() if transposed else want, f"{what}: codes")
     for transposed in (False, True):
-        calls: list[native.GroupCall] = []
-        made = native.anchor_group(*map(list, zip(*of)), fmt, direction, transposed, native.OF_TENSOR, calls)
+        calls: list[native.RecordedLaunch] = []
+        made = native.multi_tensor_anchor(*map(list, zip(*of)), fmt, direction, transposed, native.OF_TENSOR, calls)
         for t in calls[0].out:
             t.fill_(7)
         calls[0]()

@@ -93,7 +93,7 @@ def test_small_codes_multiply_as_e4m3_on_every_rung(name: str):
     for product, rung in itertools.product(PRODUCTS, layout.ANCHORS):
         for shape in ((256, 512, 4096), (208, 272, 1040)):
             x, w = operands(name, name, product, shape)
-            got = gemm(x.in_layout(rung), w.in_layout(rung), out_dtype=FP32, domain="anchored")
+            got = gemm(x.to_gemm_operand(rung), w.to_gemm_operand(rung), out_dtype=FP32, domain="anchored")
             assert error(got, exact(x, w)) <= BOUNDS["anchored"], f"{product} {rung} {shape}"
 
 
@@ -139,10 +139,10 @@ def test_storages_are_made_in_the_layout_of_their_product(name: str):
         direct, _ = HybridQuantizer(name, name).storages(x, layouts=wanted)
         for d in Direction:
             compact = Quantizer(name).storage(x, d)
-            laid = compact.in_layout(layout.NATIVE)
+            laid = compact.to_gemm_operand(layout.NATIVE)
             expected.assert_same(direct[d].data, laid.data, f"{name} {shape} {d}: data")
             expected.assert_same(direct[d].scale.flatten(), laid.scale.flatten(), f"{name} {shape} {d}: scale")
-            back = direct[d].in_layout(layout.COMPACT)
+            back = direct[d].to_gemm_operand(layout.COMPACT)
             expected.assert_same(back.data, compact.data, f"{name} {shape} {d}: back")
             expected.assert_same(back.scale, compact.scale, f"{name} {shape} {d}: scale back")
             expected.assert_same(direct[d].decode(), compact.decode(), f"{name} {shape} {d}: decoded")

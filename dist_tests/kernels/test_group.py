@@ -26,22 +26,22 @@ def shards(count: int, dtype: torch.dtype, kinds: tuple[str, ...] = ("gauss", "o
     return made, [ROW0[i % len(ROW0)] for i in range(count)]
 
 
-def statistics_group(x: list[Tensor], e: Encoding, row0: list[int], through_bf16: bool) -> list[dispatch.Statistics]:
+def multi_tensor_amax(x: list[Tensor], e: Encoding, row0: list[int], round_to_bf16: bool) -> list[dispatch.Statistics]:
     """The operator's results, an entry a tensor."""
-    made = iter(torch.ops.fsdp_quant.statistics_group(x, native.pack_encoding(e), e.direction is COLUMNWISE, row0, through_bf16))
+    made = iter(torch.ops.fsdp_quant.multi_tensor_amax(x, native.pack_encoding(e), e.direction is COLUMNWISE, row0, round_to_bf16))
     results = [dispatch.Statistics(next(made), next(made) if e.fmt.tensor_scale else None) for _ in x]
     assert next(made, None) is None, "statistics_group returned more than it was asked for"
     return results
 
 
-def quantize_group(
+def multi_tensor_quantize(
     x: list[Tensor], e: Encoding, row0: list[int], stats: list, staging: Tensor, data_at: list[int], scale_at: list[int],
-    through_bf16: bool, enc: list[Tensor] = (), record: list[Tensor] = (),
+    round_to_bf16: bool, enc: list[Tensor] = (), record: list[Tensor] = (),
 ) -> None:
     amax, tensor_amax = [s[0] for s in stats], [s[1] for s in stats]
-    torch.ops.fsdp_quant.quantize_group(
+    torch.ops.fsdp_quant.multi_tensor_quantize(
         x, native.pack_encoding(e), e.direction is COLUMNWISE, e.eps, row0, amax, tensor_amax, enc, record, staging, data_at,
-        scale_at, through_bf16,
+        scale_at, round_to_bf16,
     )
 
 
@@ -50,7 +50,7 @@ def flat_bytes(t: Tensor) -> Tensor:
 
 
 def assert_group(
-    x: list[Tensor], e: Encoding, row0: list[int], stats: list, through_bf16: bool, what: str, data_alignment: int = 16
+    x: list[Tensor], e: Encoding, row0: list[int], stats: list, round_to_bf16: bool, what: str, data_alignment: int = 16
 ) -> None:
     """Every slice of a poisoned staging buffer is the reference's, and every byte between them is still poison.
 
@@ -58,7 +58,7 @@ def assert_group(
 
     What becomes of the scale of an empty tensor is asked by a test of its own.
     """
-    seen = BF16 if through_bf16 else None
+    seen = BF16 if round_to_bf16 else None
     want = []
     for one, start, s in zip(x, row0, stats):
         known = expected.statistics(one, e, start, seen)
@@ -76,7 +76,7 @@ def assert_group(
     for w, d, s in zip(want, data_at, scale_at):
         whole[d : d + w.data.numel()] = flat_bytes(w.data)
         whole[s : s + w.scale.numel() * w.scale.element_size()] = flat_bytes(w.scale)
-    quantize_group(x, e, row0, stats, staging, data_at, scale_at, through_bf16)
+    multi_tensor_quantize(x, e, row0, stats, staging, data_at, scale_at, round_to_bf16)
     for i, (w, d, s) in enumerate(zip(want, data_at, scale_at)):
         text = f"{what}: tensor {i} {list(x[i].shape)} from row {row0[i]}"
         got = staging[s : s + w.scale.numel() * w.scale.element_size()]
@@ -99,7 +99,7 @@ def test_statistics_of_a_group_are_those_of_its_tensors(name: str, dtype: torch.
     """If false, the scales of one parameter are made from another's values."""
     x, row0 = shards(24, dtype, ("gauss", "both", "outliers"))
     for e in expected.both(name):
-        for i, got in enumerate(statistics_group(x, e, row0, dtype is FP32)):
+        for i, got in enumerate(multi_tensor_amax(x, e, row0, dtype is FP32)):
             want = expected.statistics(x[i], e, row0[i], BF16)
             expected.assert_statistics(got, want, f"{name} {e.direction} {dtype}: tensor {i} {list(x[i].shape)} from {row0[i]}")
 
@@ -110,7 +110,7 @@ def test_codes_of_a_group_are_those_of_its_tensors(name: str, dtype: torch.dtype
     """If false, the gathered weights of a layer are not what each of its shards holds."""
     x, row0 = shards(24, dtype, ("gauss", "nan", "outliers"))
     for e in expected.both(name):
-        stats = statistics_group(x, e, row0, dtype is FP32)
+        stats = multi_tensor_amax(x, e, row0, dtype is FP32)
         what = f"{name} {e.direction} {dtype}"
         assert_group(x, e, row0, stats, dtype is FP32, f"{what}, all statistics given")
         assert_group(x, e, row0, needed(e, stats), dtype is FP32, f"{what}, those given that leave a tile")
@@ -125,9 +125,9 @@ def test_codes_of_a_group_follow_their_histories(dtype: torch.dtype):
     factors = [None, 0.0, 3.5, 448.0]
     enc = [None if f is None else torch.tensor([f], device=expected.DEVICE) for f in (factors[i % 4] for i in range(len(x)))]
     for e in expected.both("fp8_tensor"):
-        stats = statistics_group(x, e, row0, dtype is FP32)
+        stats = multi_tensor_amax(x, e, row0, dtype is FP32)
         records = [torch.full((3 if i % 3 else 0,), 0.25, device=expected.DEVICE) for i in range(len(x))]
-        made = native.quantize_group(x, e, row0, dtype is FP32, stats, encs=enc, records=records)
+        made = native.multi_tensor_quantize(x, e, row0, dtype is FP32, stats, encs=enc, records=records)
         for i, (got, s) in enumerate(zip(made, stats)):
             if x[i].numel() == 0:
                 continue
@@ -145,7 +145,7 @@ def test_groups_of_any_number_of_tensors_are_quantized(name: str, count: int):
     """If false, the parameters beyond one launch's table are lost, or written over the first ones."""
     x, row0 = shards(count, FP32 if count % 2 else BF16)
     for e in expected.both(name):
-        stats = statistics_group(x, e, row0, True)
+        stats = multi_tensor_amax(x, e, row0, True)
         for i, got in enumerate(stats):
             expected.assert_statistics(got, expected.statistics(x[i], e, row0[i], BF16), f"{name} {e.direction}: {i} of {count}")
         assert_group(x, e, row0, needed(e, stats), True, f"{name} {e.direction}, {count} tensors")
@@ -156,7 +156,7 @@ def test_codes_of_a_group_may_lie_at_any_byte(name: str):
     """If false, codes that do not begin on a vector are torn."""
     x, row0 = shards(24, BF16)
     for e in expected.both(name):
-        stats = statistics_group(x, e, row0, False)
+        stats = multi_tensor_amax(x, e, row0, False)
         assert_group(x, e, row0, stats, False, f"{name} {e.direction}", data_alignment=1)
 
 
@@ -174,7 +174,7 @@ def test_shards_of_one_tensor_in_a_group_are_the_whole():
             width = want.data.shape[1]
             staging = torch.full((want.data.numel() + 65536,), POISON, dtype=torch.uint8, device=expected.DEVICE)
             scale_at = [want.data.numel() // 16 * 16 + 16 + 4096 * i for i in range(len(x))]
-            quantize_group(x, e, row0, given, staging, [a * width for a in row0], scale_at, True)
+            multi_tensor_quantize(x, e, row0, given, staging, [a * width for a in row0], scale_at, True)
             expected.assert_same(staging[: want.data.numel()].view(want.data.shape), want.data, f"{name} {e.direction}")
 
 
@@ -184,11 +184,11 @@ def test_a_group_of_empty_shards_is_no_error():
     for name in ("fp8_tensor", "fp8_row", "mxfp8", "fp8_128x128", "nvfp4"):
         for e in expected.both(name):
             for row0 in ([0, 0], [128, 33]):
-                stats = statistics_group(x, e, row0, False)
+                stats = multi_tensor_amax(x, e, row0, False)
                 for i, got in enumerate(stats):
                     expected.assert_statistics(got, expected.statistics(x[i], e, row0[i]), f"{name} {e.direction} {row0}: {i}")
                 staging = torch.full((8192,), POISON, dtype=torch.uint8, device=expected.DEVICE)
-                quantize_group(x, e, row0, stats, staging, [0, 16], [4096, 6144], False)
+                multi_tensor_quantize(x, e, row0, stats, staging, [0, 16], [4096, 6144], False)
                 assert bool((staging[:4096] == POISON).all()), f"{name} {e.direction} {row0}: codes were written"
 
 
@@ -199,7 +199,7 @@ def test_an_empty_shard_of_a_group_has_the_scale_of_the_whole_tensor():
         e = MADE[name].encoding(COLUMNWISE)  # one block of all rows: every rank holds its scale
         stats = [expected.statistics(x[0], e)] * 2
         staging = torch.full((8192,), POISON, dtype=torch.uint8, device=expected.DEVICE)
-        quantize_group(x, e, [0, 64], stats, staging, [0, 6144], [6144, 7168], False)
+        multi_tensor_quantize(x, e, [0, 64], stats, staging, [0, 6144], [6144, 7168], False)
         want = encoded(x[1], e, row0=64, stats=stats[1]).scale
         assert want.numel() == stats[1].amax.numel()
         expected.assert_same(staging[7168 : 7168 + 4 * want.numel()], flat_bytes(want), name)
@@ -214,9 +214,9 @@ def test_a_group_is_the_same_every_time():
             for _ in range(20):
                 poison = [torch.full((1 << bits,), 0xFF, dtype=torch.uint8, device=expected.DEVICE) for bits in (12, 16, 19)]
                 del poison
-                stats = statistics_group(x, e, row0, True)
+                stats = multi_tensor_amax(x, e, row0, True)
                 staging = torch.full((1 << 20,), POISON, dtype=torch.uint8, device=expected.DEVICE)
-                quantize_group(
+                multi_tensor_quantize(
                     x, e, row0, stats, staging, [i * 36864 for i in range(24)], [900000 // 16 * 16 + 4096 * i for i in range(24)],
                     True,
                 )
@@ -232,7 +232,7 @@ def test_errors_of_groups_say_what_was_got():
     staging = torch.full((8192,), POISON, dtype=torch.uint8, device=expected.DEVICE)
 
     def run(x=x, e=e, row0=(0, 0), stats=((None, None), (None, None)), staging=staging, data_at=(0, 6144), scale_at=(7712, 7904)):
-        quantize_group(list(x), e, list(row0), list(stats), staging, list(data_at), list(scale_at), False)
+        multi_tensor_quantize(list(x), e, list(row0), list(stats), staging, list(data_at), list(scale_at), False)
 
     refused = {
         r"the group has no tensor": lambda: run(x=()),
@@ -253,9 +253,9 @@ def test_errors_of_groups_say_what_was_got():
         r"amax is contiguous Float \[5\].*wanted 192 ": lambda: run(stats=((torch.ones(5, device=staging.device), None), (None, None))),
         r"tensor 0 has a scale that spans more than a tile; pass its amax": lambda: run(e=MADE["fp8_row"].encoding(ROWWISE)),
         r"tensor 0 has a scale that spans more": lambda: run(e=MADE["nvfp4"].encoding(ROWWISE)),
-        r"side has blocks of \(1, 64\)": lambda: torch.ops.fsdp_quant.statistics_group(
+        r"side has blocks of \(1, 64\)": lambda: torch.ops.fsdp_quant.multi_tensor_amax(
             x, native.pack_encoding(Encoding(expected.format_of("mxfp8", block=(1, 64)), ROWWISE)), False, [0, 0], False),
-        r"a group is not rotated": lambda: statistics_group(x, MADE["nvfp4_rht"].encoding(ROWWISE), [0, 0], False),
+        r"a group is not rotated": lambda: multi_tensor_amax(x, MADE["nvfp4_rht"].encoding(ROWWISE), [0, 0], False),
     }
     for text, call in refused.items():
         with pytest.raises(ValueError, match=text):
@@ -293,7 +293,7 @@ def test_groups_do_not_wait_for_the_device():
     try:
         for name in ("mxfp8", "fp8_row", "nvfp4"):
             for e in expected.both(name):
-                quantize_group(x, e, row0, statistics_group(x, e, row0, True), staging, *places, True)
+                multi_tensor_quantize(x, e, row0, multi_tensor_amax(x, e, row0, True), staging, *places, True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()

@@ -28,7 +28,7 @@ from fsdp_quant.ops.layout import repack
 from fsdp_quant.recipe import QUANTIZED_TYPES
 from fsdp_quant.scaling import DelayedScaling
 from fsdp_quant.storage import has_tensor_amax
-from fsdp_quant.tensor.quantized_tensor import QuantizedTensor, Slots
+from fsdp_quant.tensor.quantized_tensor import QuantizedTensor, StoragePair
 
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 
@@ -277,12 +277,12 @@ def test_operands_of_tokens_and_matrices_are_those_of_their_expert(name: str):
         for d in two_level:
             data, scale = together(d)
             for what, e, start, compact in alone(d):
-                want = compact.in_layout("anchored tensor")
+                want = compact.to_gemm_operand("anchored tensor")
                 got = data[:, start:][:, : want.data.shape[1]] if d is COLUMNWISE else data[start : start + want.shape[0]]
                 expected.assert_same(got.contiguous(), want.data, f"{what}: codes")
                 expected.assert_same(scale[e : e + 1], want.scale, f"{what}: scale")
     for what, e, d, (data, scale), compact in matrices_of_experts(name, module):
-        n, want = compact.shape[0], compact.in_layout("anchored tensor")
+        n, want = compact.shape[0], compact.to_gemm_operand("anchored tensor")
         got = data[e * n : (e + 1) * n] if d is ROWWISE else data[:, e * round_up(n, 128) :][:, :n]
         expected.assert_same(got.contiguous(), want.data, f"{what}: codes")
         expected.assert_same(scale[e : e + 1], want.scale, f"{what}: scale")
@@ -345,7 +345,7 @@ def test_codes_of_tokens_are_multiplied_as_their_values(name: str):
 
     def encode(slot: str, t: Tensor) -> QuantizedTensor:
         parts = [plan.hybrid(slot).quantize(part)._slots for part in t.split(sizes)]
-        return QuantizedTensor(slots=Slots(parts=parts), shape=t.shape)
+        return QuantizedTensor(slots=StoragePair(parts=parts), shape=t.shape)
 
     results = []
     for codes in (False, True):

@@ -15,7 +15,7 @@ from dist_tests.kernels.test_gemm import RECIPES
 from dist_tests.laws import assert_same_bytes, values
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
-from fsdp_quant.modules.norm_op import activate, deferred
+from fsdp_quant.modules.norm_op import activate, unmaterialized
 from fsdp_quant.ops import native
 from fsdp_quant.ops.norm import ACTIVATIONS
 
@@ -40,7 +40,7 @@ def gradients(kind: int, is_deferred: bool, x: Tensor, dh: Tensor, holder: str) 
 
     for i, t in enumerate((g, u)):
         t.register_hook(functools.partial(see, i))
-    outputs, of_outputs = [deferred(g, u, kind) if is_deferred else activate(g, u, kind)[0]], [dh]
+    outputs, of_outputs = [unmaterialized(g, u, kind) if is_deferred else activate(g, u, kind)[0]], [dh]
     kept = [g, u.detach()] if holder == "user" else []
     if holder == "graph":
         outputs, of_outputs = [*outputs, g.square(), u.square()], [dh, torch.zeros_like(dh), torch.zeros_like(dh)]

@@ -207,7 +207,7 @@ def test_an_activation_quantized_as_it_is_made_changes_no_bit(name: str, monkeyp
         for is_deferred in (True, False):
             monkeypatch.undo()
             if not is_deferred:
-                monkeypatch.setattr(fq.Linear, "takes_source", lambda self, x: False)
+                monkeypatch.setattr(fq.Linear, "can_fuse_activation", lambda self, x: False)
             module, seen = mlp(name, activation=activation), []
             optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
             for _ in range(2):  # the second with a history
@@ -229,7 +229,7 @@ def test_a_packed_mlp_changes_no_bit(name: str, monkeypatch):
     for case in ("fused", "written", "no amaxes"):
         monkeypatch.undo()
         if case == "written":
-            monkeypatch.setattr(fq.Linear, "takes_source", lambda self, x: False)
+            monkeypatch.setattr(fq.Linear, "can_fuse_activation", lambda self, x: False)
         elif case == "no amaxes":
             monkeypatch.setattr(native, "linear_step", lambda *args: step(*args[:-2], None, None))
         torch.manual_seed(0)

@@ -340,18 +340,18 @@ def test_gemm_layouts_are_those_of_the_storage(name: str, arch: str):
                 expected.assert_same(data.cpu(), want[e].data, f"{what}: data")
 
 
-@pytest.mark.parametrize("name", [n for n, q in MADE.items() if q.fmt.serves_both_directions])
+@pytest.mark.parametrize("name", [n for n, q in MADE.items() if q.fmt.shares_storage])
 def test_square_blocks_in_both_directions_read_given_statistics(name: str):
     """If false, a weight whose two directions are one encoding is scaled by its own amaxes instead of the shared ones."""
     row, col = expected.both(name)
     for shape in ((33, 47), (200, 328)):
-        for dtype, through_bf16 in ((BF16, False), (FP32, True), (FP32, False)):
-            x, values = (inputs(*shape, "heavy", dtype), inputs(*shape, "heavy", dtype).to(BF16 if through_bf16 else dtype))
+        for dtype, round_to_bf16 in ((BF16, False), (FP32, True), (FP32, False)):
+            x, values = (inputs(*shape, "heavy", dtype), inputs(*shape, "heavy", dtype).to(BF16 if round_to_bf16 else dtype))
             own = expected.statistics(values, row)
             shared = [dispatch.Statistics(own.amax * f, None if own.tensor_amax is None else own.tensor_amax * f) for f in (2, 5)]
             amax_alone = dispatch.Statistics(shared[0].amax, None)
             for some in ([shared[0]] * 2, shared, [shared[0], (None, None)], [amax_alone] * 2, [(None, None), shared[1]]):
-                made = native.quantize(x, [row, col], 0, through_bf16, some, [key_of()] * 2, None, [False, True])
+                made = native.quantize(x, [row, col], 0, round_to_bf16, some, [key_of()] * 2, None, [False, True])
                 for e, given, (data, scale, _, _) in zip((row, col), some, made):
                     full = [o if g is None else g for o, g in zip(own, given)]
                     want, what = encoded(values, e, stats=full, key=key_of()), f"{name} {e.direction} {shape} {dtype}"
@@ -368,14 +368,14 @@ def test_a_given_tensor_amax_leaves_the_blocks_their_own(name: str):
         for kind in ("outliers", "both", "subnormals", "nan row"):
             for factor, key in ((1.0, key_of(32)), (0.3, key_of(9)), (2.0, key_of())):
                 x = inputs(*shape, kind, (BF16, FP32)[i % 2], seed=i)
-                values, through_bf16 = x.to(BF16), x.dtype is FP32
+                values, round_to_bf16 = x.to(BF16), x.dtype is FP32
                 own = [expected.statistics(values, e) for e in expected.both(name)]
                 shared = (own[0].tensor_amax * factor, own[1].tensor_amax * factor)
-                if expected.both(name)[0].fmt.serves_both_directions:
+                if expected.both(name)[0].fmt.shares_storage:
                     shared = (shared[0], shared[0])
                 for turned in (False, True):
                     made = native.quantize(
-                        x, expected.both(name), 0, through_bf16, [(None, t) for t in shared], [key] * 2, None, [False, turned]
+                        x, expected.both(name), 0, round_to_bf16, [(None, t) for t in shared], [key] * 2, None, [False, turned]
                     )
                     for e, stats, t, (data, scale, _, _) in zip(expected.both(name), own, shared, made):
                         want = encoded(values, e, stats=(stats.amax, t), key=key)
@@ -404,11 +404,11 @@ ANCHORED = ("mxfp8", "mxfp8_e5m2")
 RUNS = ([None, None], [128, None], [None, 512], [1024, 128])  # of the rowwise and of the columnwise side
 
 
-def assert_anchored(x: Tensor, encodings: list[Encoding], runs: list[int | None], what: str, through_bf16: bool = False) -> None:
+def assert_anchored(x: Tensor, encodings: list[Encoding], runs: list[int | None], what: str, round_to_bf16: bool = False) -> None:
     """Codes and scales of every side are the reference's."""
-    made = native.quantize_anchored(x, encodings, runs, through_bf16)
+    made = native.quantize_anchored(x, encodings, runs, round_to_bf16)
     for e, run_length, (codes, scale) in zip(encodings, runs, made):
-        want = reference.anchored(x.to(BF16) if through_bf16 else x, e, run_length)
+        want = reference.anchored(x.to(BF16) if round_to_bf16 else x, e, run_length)
         expected.assert_same(scale, want[1], f"{what}, {e.direction} runs of {run_length}: scale")
         expected.assert_same(codes, want[0], f"{what}, {e.direction} runs of {run_length}: codes")
 
@@ -435,7 +435,7 @@ def test_anchored_operands_of_masters_are_those_of_bf16(name: str):
     for shape in ((33, 47), (200, 600), LARGE):
         for kind in ("outliers", "wide range", "huge"):
             x = inputs(*shape, kind, FP32)
-            assert_anchored(x, expected.both(name), [None, 512], f"{name} {shape} {kind} fp32 as bf16", through_bf16=True)
+            assert_anchored(x, expected.both(name), [None, 512], f"{name} {shape} {kind} fp32 as bf16", round_to_bf16=True)
 
 
 @pytest.mark.parametrize("kind", ["inf", "-inf", "nan", "both", "huge", "nan row"])
@@ -464,7 +464,7 @@ def test_anchors_that_are_given_take_the_place_of_the_tensors_own():
         assert torch.equal(quarter[normal], want[normal]), f"{e.direction}: codes"
 
 
-def assert_anchored_by_tensor(x: Tensor, what: str, through_bf16: bool = False) -> None:
+def assert_anchored_by_tensor(x: Tensor, what: str, round_to_bf16: bool = False) -> None:
     """Each direction, and both at once, are what `anchored_codes` makes of the codes of blocks."""
     seen = x.to(BF16)
     encodings, want = expected.both("mxfp8"), {}
@@ -477,7 +477,7 @@ def assert_anchored_by_tensor(x: Tensor, what: str, through_bf16: bool = False) 
         for known in (None, [amax] * len(sides)):
             turned = [e.direction is COLUMNWISE for e in sides]
             runs = [native.OF_TENSOR] * len(sides)
-            for e, (codes, scale) in zip(sides, native.quantize_anchored(x, sides, runs, through_bf16, turned, known)):
+            for e, (codes, scale) in zip(sides, native.quantize_anchored(x, sides, runs, round_to_bf16, turned, known)):
                 expected.assert_same(scale.view(1), want[e][1], f"{what} {e.direction} of {len(sides)}: scale")
                 expected.assert_same(codes, want[e][0], f"{what} {e.direction} of {len(sides)}: codes")
 
@@ -506,13 +506,13 @@ def test_operands_are_those_of_compact_codes(pair: tuple[str | None, str | None]
     shapes = (*LAYOUT_SHAPES, (7, 15), (129, 257), (512, 640), (2048, 4096))
     for i, shape in enumerate(shapes):
         for kind in ("gauss", "wide range", "nan", "inf", "signed zeros", "outliers")[: 2 if i == len(shapes) - 1 else 6]:
-            for dtype, through_bf16 in ((BF16, False), (FP32, True)):
+            for dtype, round_to_bf16 in ((BF16, False), (FP32, True)):
                 x, key = inputs(*shape, kind, dtype, seed=i), key_of()
                 for given in (None, torch.full((1,), 3.5, device=expected.DEVICE)):
                     operands = [e.fmt.decodes_exactly_to_e4m3 for e in encodings]
                     stats = [(None, given if e.fmt.tensor_scale else None) for e in encodings]
                     made = native.quantize(
-                        x, encodings, 0, through_bf16, stats, [key] * len(encodings), None,
+                        x, encodings, 0, round_to_bf16, stats, [key] * len(encodings), None,
                         [o and e.direction is COLUMNWISE for o, e in zip(operands, encodings)],
                         [native.OPERAND if o else native.COMPACT for o in operands],
                     )

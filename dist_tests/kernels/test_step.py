@@ -82,7 +82,7 @@ def test_a_step_is_that_of_its_parts(name: str, monkeypatch):
                 made = run(module, x, dy)
                 counted = {what: counters.of(what) for what in ("gemm", "quantize")}
                 layouts = module.plan_on(BF16, x.device).resolved(BF16, x.device).layouts["weight"]
-                if one_call and module.plan.weight.one_storage and set(layouts.values()) != {COMPACT}:
+                if one_call and module.plan.weight.shares_storage and set(layouts.values()) != {COMPACT}:
                     # One call quantizes both directions in one read; the parts lay one storage out twice.
                     of_weight = module.plan.operand("weight", COLUMNWISE).name, "columnwise", "native"
                     counted["quantize"][of_weight] -= 1

@@ -24,7 +24,7 @@ MTU = 9000
 HOSTS = Path("/etc/netns")  # `ip netns exec` shows files of NAME/ in here as those of /etc
 
 
-def why_not() -> str | None:
+def unsupported_reason() -> str | None:
     """None where nodes can be made; else the reason."""
     if os.geteuid() or not all(map(shutil.which, ("ip", "unshare", "hostname"))):
         return "network namespaces need root, and iproute2, unshare and hostname"

@@ -492,7 +492,7 @@ def _memory(rank: int, world: int) -> None:
     for step in range(12):
         nets.train_step(net, optimizer, step, rank)
         assert alive() == 0, f"{alive()} bytes of gathered codes outlive the step"
-        kept = [s.name for s in states if s.gathered.outgoing or s.held]
+        kept = [s.name for s in states if s.gathered.all_gather_inputs or s.held]
         assert not kept, f"shards' codes of {kept} outlive their gather"
         gc.collect()
         counts.append(sum(1 for o in gc.get_objects() if isinstance(o, torch.Tensor)))
@@ -600,7 +600,7 @@ def _eventful(label: str, rank: int, anew: bool) -> tuple[list[torch.Tensor], di
     recipe, quantized = AGAIN[label]
     again = collections.Counter()
     with pytest.MonkeyPatch.context() as patched:
-        for owner, name in ((root_statistics.Collective, "take_again"), (gather_group.GatherGroup, "is_of")):
+        for owner, name in ((root_statistics.Collective, "replay"), (gather_group.GatherGroup, "is_of")):
             def counted(self, *args, original=getattr(owner, name), name=name):
                 done = (not anew or name == "is_of") and original(self, *args)
                 again[name] += done
@@ -651,7 +651,7 @@ def _made_again(rank: int, world: int) -> None:
         for name, value in wanted.items():
             laws.assert_same_bytes(weights[name], value, f"{label}: {name}")
         shares = any(e.fmt.spans_tensor or e.fmt.dims(e.direction)[0] for e in _encodings(AGAIN[label][0]))
-        assert again["is_of"] >= 12 and (not shares or again["take_again"] >= 4), f"{label}: {again}"
+        assert again["is_of"] >= 12 and (not shares or again["replay"] >= 4), f"{label}: {again}"
 
 
 def _encodings(recipe: fq.Recipe):

@@ -17,7 +17,7 @@ from examples.mini_megatron.flat import FlatLayout
 from fsdp_quant.counters import counters
 from fsdp_quant.formats import Direction
 from fsdp_quant.gemm import StaleWeightError
-from fsdp_quant.integrations.megatron import ColumnParallelLinear, RowParallelLinear, stand_ins
+from fsdp_quant.integrations.megatron import ColumnParallelLinear, RowParallelLinear, weight_proxies
 from fsdp_quant.modules.linear_op import weight_storages
 from fsdp_quant.integrations.megatron_gather import gather_codes, shard_map
 
@@ -268,7 +268,7 @@ def gathered(rank: int, world: int, recipe: fq.Recipe, transport: str, in_parts:
         if value is not None:
             laws.assert_same_bytes(ddp.module.state_dict()[key], value, key)
     laws.assert_same_bytes(ddp.module(x), want[-1], "after a forced sync")
-    assert torch.equal(next(iter(stand_ins(ddp.module).values()))[1].published.state.publisher.applied, torch.tensor(5))
+    assert torch.equal(next(iter(weight_proxies(ddp.module).values()))[1].synced.state.weight_sync.applied, torch.tensor(5))
 
 
 def refused(rank: int, world: int) -> None:

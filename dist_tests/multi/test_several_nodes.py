@@ -15,10 +15,10 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from dist_tests import laws
-from dist_tests.multi.nodes import Nodes, why_not
+from dist_tests.multi.nodes import Nodes, unsupported_reason
 from dist_tests.multi.test_launch import ROOT, TINY, environment, script
 
-WHY_NOT = why_not()
+WHY_NOT = unsupported_reason()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 LIMIT = 240  # seconds of one job
 OUTAGE = 5.0

@@ -185,9 +185,9 @@ class Operators:
         refuse(x.stride(1) != 1 and x.shape[1] != 1, f"x has strides {x.stride()}; its rows must be contiguous")
         refuse(x.dtype not in (*_HALVES, torch.float32), f"x is {x.dtype}")
 
-    def statistics(self, x, row, col, row0, through_bf16):
+    def statistics(self, x, row, col, row0, round_to_bf16):
         self._input("statistics", x, row, col)
-        x, made = _seen(x, through_bf16), []
+        x, made = _seen(x, round_to_bf16), []
         for side in _present(row, col):
             made += [s for s in reference.statistics(reference.prepared(x, side.encoding), side.encoding, row0)
                      if s is not None]
@@ -198,12 +198,12 @@ class Operators:
         refuse(x.dtype is not torch.bfloat16, f"x is {x.dtype}")
         return x.sum(0)
 
-    def quantize(self, x, row, col, row_eps, col_eps, row0, through_bf16, *known):
+    def quantize(self, x, row, col, row_eps, col_eps, row0, round_to_bf16, *known):
         self._input("quantize", x, row, col)
-        return self._quantized(x, _present(row, col, row_eps, col_eps), row0, through_bf16, known)
+        return self._quantized(x, _present(row, col, row_eps, col_eps), row0, round_to_bf16, known)
 
-    def _quantized(self, x, sides, row0, through_bf16, known):
-        x, made = _seen(x, through_bf16), []
+    def _quantized(self, x, sides, row0, round_to_bf16, known):
+        x, made = _seen(x, round_to_bf16), []
         for side in sides:
             e = side.encoding
             at = 4 * (e.direction is not ROWWISE)
@@ -229,27 +229,27 @@ class Operators:
             made += [amax] if e.fmt.block[1] is None and given_amax is None else []
         return made
 
-    def statistics_group(self, x, packed, columnwise, row0, through_bf16):
+    def statistics_group(self, x, packed, columnwise, row0, round_to_bf16):
         sides = (0, packed) if columnwise else (packed, 0)
-        return [s for one, start in zip(x, row0) for s in self.statistics(one, *sides, start, through_bf16)]
+        return [s for one, start in zip(x, row0) for s in self.statistics(one, *sides, start, round_to_bf16)]
 
-    def quantize_group(self, x, packed, columnwise, eps, row0, amax, tensor_amax, enc, record, staging, data_at, scale_at, through_bf16):
+    def quantize_group(self, x, packed, columnwise, eps, row0, amax, tensor_amax, enc, record, staging, data_at, scale_at, round_to_bf16):
         refuse(staging.dtype is not torch.uint8, "staging is of bytes")
-        made = self._quantized_group(x, packed, columnwise, eps, row0, amax, tensor_amax, enc, record, through_bf16)
+        made = self._quantized_group(x, packed, columnwise, eps, row0, amax, tensor_amax, enc, record, round_to_bf16)
         for buffers, *at in zip(made, data_at, scale_at):
             refuse(at[1] % 4, f"scales at byte {at[1]}")
             for buffer, place in zip(buffers, at):
                 flat = buffer.contiguous().view(-1).view(torch.uint8)
                 staging[place : place + flat.numel()] = flat
 
-    def quantize_group_out(self, x, packed, columnwise, eps, row0, amax, tensor_amax, enc, record, data, scale, through_bf16):
-        made = self._quantized_group(x, packed, columnwise, eps, row0, amax, tensor_amax, enc, record, through_bf16)
+    def quantize_group_out(self, x, packed, columnwise, eps, row0, amax, tensor_amax, enc, record, data, scale, round_to_bf16):
+        made = self._quantized_group(x, packed, columnwise, eps, row0, amax, tensor_amax, enc, record, round_to_bf16)
         for buffers, *into in zip(made, data, scale):
             for buffer, target in zip(buffers, into):
                 refuse(target.dtype is not buffer.dtype or target.numel() != buffer.numel(), "data or scale")
                 target.copy_(buffer.view(target.shape))
 
-    def _quantized_group(self, x, packed, columnwise, eps, row0, amax, tensor_amax, enc, record, through_bf16):
+    def _quantized_group(self, x, packed, columnwise, eps, row0, amax, tensor_amax, enc, record, round_to_bf16):
         sides = (0, packed, 0.0, eps) if columnwise else (packed, 0, eps, 0.0)
         e, made = unpack(packed, COLUMNWISE if columnwise else ROWWISE, eps).encoding, []
         refuse(e.stochastic or e.fmt.rotated, "a group is rounded to nearest, not rotated")
@@ -257,19 +257,19 @@ class Operators:
         for one, start, *known, factor, history in zip(x, row0, amax, tensor_amax, enc or [None] * len(x), record or [None] * len(x)):
             refuse(e.fmt.block[1] is None and known[0] is None, "pass the amax of a scale that spans more than a tile")
             refuse(e.fmt.tensor_scale and known[1] is None, "pass the amax of a scale that spans more than a tile")
-            made.append(self.quantize(one, *sides, start, through_bf16, *([None] * (4 * columnwise)), *known, factor, *[None] * 5)[:2])
+            made.append(self.quantize(one, *sides, start, round_to_bf16, *([None] * (4 * columnwise)), *known, factor, *[None] * 5)[:2])
             if factor is not None and history.numel():
                 dispatch.record_amax(history, known[0])
         self.calls.append(Call("quantize_group", x[0].data_ptr()))
         return made
 
-    def quantize_anchored(self, x, row, col, row_run, col_run, row_anchor, col_anchor, through_bf16):
+    def quantize_anchored(self, x, row, col, row_run, col_run, row_anchor, col_anchor, round_to_bf16):
         self._input("quantize_anchored", x, row, col)
         refuse(
-            not (x.dtype is torch.bfloat16 or (through_bf16 and x.dtype is torch.float32)),
+            not (x.dtype is torch.bfloat16 or (round_to_bf16 and x.dtype is torch.float32)),
             f"x is {x.dtype}; anchored codes are made of bfloat16 (or float32 through bfloat16)",
         )
-        x, made = _seen(x, through_bf16), []
+        x, made = _seen(x, round_to_bf16), []
         for side in _present(row, col):
             e = side.encoding
             is_up = e.fmt.scale == "e8m0" and e.fmt.scale_rounding == "up"
@@ -467,9 +467,9 @@ class Operators:
 
     def linear_plan(self, fields, eps, key):
         refuse(len(fields) != 34 or len(eps) != 6, f"a linear plan has 34 fields and 6 eps; got {len(fields)}, {len(eps)}")
-        readings = [native.Reading(*fields[5 * i : 5 * i + 5], e) for i, e in enumerate(eps)]
+        operand_specs = [native.OperandSpec(*fields[5 * i : 5 * i + 5], e) for i, e in enumerate(eps)]
         self.plans.append(SimpleNamespace(
-            slots=[readings[:2], readings[2:4], readings[4:]], saves_input=fields[30], watched=fields[31:], key=key))
+            slots=[operand_specs[:2], operand_specs[2:4], operand_specs[4:]], saves_input=fields[30], watched=fields[31:], key=key))
         self.counts.append([0] * 9)
         return len(self.plans) - 1
 
@@ -494,12 +494,12 @@ class Operators:
     def grouped_step(
         self, x, ends, weight, weight_scale, plan, save, guard, out_dtype, wrong, tag, factors, histories, step, ids
     ):
-        tables, readings = self.token_groups(ends, len(x), wrong, tag), self.plans[plan].slots
+        tables, operand_specs = self.token_groups(ends, len(x), wrong, tag), self.plans[plan].slots
         keeps = save and not self.plans[plan].saves_input
         made = self.linear_tokens(x, plan, 0, True, keeps, guard, tables, len(ends), factors, step, ids, histories)
-        fields = self._fields(readings[0][0])
-        a = self._multiplied(readings[0][0], made[:fields] or [x])
-        kind = 8 if self._decodes(readings[1][0]) else readings[1][0].kind
+        fields = self._fields(operand_specs[0][0])
+        a = self._multiplied(operand_specs[0][0], made[:fields] or [x])
+        kind = 8 if self._decodes(operand_specs[1][0]) else operand_specs[1][0].kind
         y = self._rows_product(*a, weight, weight_scale, kind, tables, out_dtype)
         self._watch(plan, 0, guard, step, a, (weight, weight_scale, kind))
         self.counts[plan][6] += len(ends)
@@ -551,17 +551,17 @@ class Operators:
         self, dy, tables, groups, weight, weight_scale, saved, plan, guard, factors, grad_factors, grad_histories, step, ids,
         turned,
     ):
-        readings, at = self.plans[plan].slots, native.TokenGroups(tables, groups)
+        operand_specs, at = self.plans[plan].slots, native.TokenGroups(tables, groups)
         dx = dw = dy.new_empty(0)
-        of_rows, of_cols = bool(readings[2][0].side), bool(readings[2][1].side)
+        of_rows, of_cols = bool(operand_specs[2][0].side), bool(operand_specs[2][1].side)
         made = self.linear_tokens(
             dy, plan, 2, weight is not None, len(saved) > 0, guard, tables, groups, grad_factors, step, ids, grad_histories)
         if len(saved):
-            x = saved if not (self.plans[plan].saves_input and readings[0][1].side) else self.linear_tokens(
+            x = saved if not (self.plans[plan].saves_input and operand_specs[0][1].side) else self.linear_tokens(
                 saved[0], plan, 0, False, True, guard, tables, groups, factors, step, ids)
             if of_cols:
-                a = self._multiplied(readings[2][1], made[-self._fields(readings[2][1]) :])
-                b = self._multiplied(readings[0][1], x)
+                a = self._multiplied(operand_specs[2][1], made[-self._fields(operand_specs[2][1]) :])
+                b = self._multiplied(operand_specs[0][1], x)
                 a, b = (b, a) if turned else (a, b)
                 dw = dy.new_empty(groups, len(a[0]), len(b[0]))
                 self.grouped_gemm_wgrad(dw, a[0], b[0], a[1], b[1], at.padded, a[2], b[2])
@@ -573,9 +573,9 @@ class Operators:
                 dw = torch.stack([torch.nn.functional.linear(a[i:j].t(), b[i:j].t()) for i, j in parts])
             self.counts[plan][8] += groups
         if weight is not None:
-            a = self._multiplied(readings[2][0], made[: self._fields(readings[2][0])] or [dy])
+            a = self._multiplied(operand_specs[2][0], made[: self._fields(operand_specs[2][0])] or [dy])
             weight = weight if of_rows else weight.transpose(1, 2)
-            kind = 8 if self._decodes(readings[1][1]) else readings[1][1].kind
+            kind = 8 if self._decodes(operand_specs[1][1]) else operand_specs[1][1].kind
             dx = self._rows_product(*a, weight, weight_scale, kind, tables, dy.dtype)
             self._watch(plan, 1, guard, step, a, (weight, weight_scale, kind))
             self.counts[plan][7] += groups
@@ -642,32 +642,32 @@ class Operators:
             scale[e] = of_group.flatten()
         return [codes, blocks.flatten() if d is COLUMNWISE else blocks, scale] if decodes else [codes, scale.flatten()]
 
-    def linear_weight(self, weight, plan, row, col, through_bf16, factors, histories):
+    def linear_weight(self, weight, plan, row, col, round_to_bf16, factors, histories):
         if weight.dim() == 3:
             refuse(weight.stride(2) != 1, f"weight has strides {weight.stride()}")
-            n, readings = len(weight), self.plans[plan].slots[1]
-            four = [self._is_four_bit(readings[0]), self._is_four_bit(readings[0] if readings[1].same else readings[1])]
+            n, operand_specs = len(weight), self.plans[plan].slots[1]
+            four = [self._is_four_bit(operand_specs[0]), self._is_four_bit(operand_specs[0] if operand_specs[1].same else operand_specs[1])]
             if (row and four[0]) or (col and four[1]):
                 refuse(weight.dtype is not torch.bfloat16 or not weight.is_contiguous(), f"weight is {weight.dtype}")
-                args = through_bf16, factors, histories
+                args = round_to_bf16, factors, histories
                 rest = [[], []]
                 for d, wanted in enumerate((row, col)):
                     if wanted and not four[d]:
                         rest[d] = self.linear_weight(weight, plan, d == 0, d == 1, *args)
                     elif wanted:
-                        reading = readings[0] if readings[d].same else readings[d]
+                        reading = operand_specs[0] if operand_specs[d].same else operand_specs[d]
                         rest[d] = self._stacked_runs(weight, reading, COLUMNWISE if d else ROWWISE)
-                        self.counts[plan][2 + (d and not readings[d].same)] += n
+                        self.counts[plan][2 + (d and not operand_specs[d].same)] += n
                 return rest[0] + rest[1]
             each = [
-                self.linear_weight(w, plan, row, col, through_bf16, factors[e::n], histories[e::n])
+                self.linear_weight(w, plan, row, col, round_to_bf16, factors[e::n], histories[e::n])
                 for e, w in enumerate(weight)]
             return [torch.stack(list(buffers)) for buffers in zip(*each)]
-        readings = self.plans[plan].slots[1]
-        wanted, result, recorded = self._wanted(readings, row, col), [], set()
+        operand_specs = self.plans[plan].slots[1]
+        wanted, result, recorded = self._wanted(operand_specs, row, col), [], set()
         self.calls.append(Call("linear_weight", weight.data_ptr(), *wanted))
         weight = _matrix(weight)
-        for d, reading, there in zip(Direction, readings, wanted):
+        for d, reading, there in zip(Direction, operand_specs, wanted):
             if not there:
                 continue
             self.counts[plan][2 + (d is COLUMNWISE)] += 1
@@ -676,7 +676,7 @@ class Operators:
             known = [None] * 8
             known[2 + 4 * (d is COLUMNWISE)] = enc
             compact = side if reading.run == -1 else side._replace(transposed=False)
-            made = self._quantized(weight, [compact], 0, through_bf16, known)
+            made = self._quantized(weight, [compact], 0, round_to_bf16, known)
             if side.encoding.fmt.block[1] is None:
                 amax = made.pop()
                 if enc is not None and reading.factor < len(histories) and reading.factor not in recorded:
@@ -799,16 +799,16 @@ class Operators:
         self.calls.append(Call("linear_gated", gate.data_ptr(), *self._wanted(call.slots[0], True, save)))
         return [t for buffers in made.values() for t in buffers]
 
-    def _wanted(self, readings, row: bool, col: bool) -> tuple[bool, bool]:
-        one, other = readings
+    def _wanted(self, operand_specs, row: bool, col: bool) -> tuple[bool, bool]:
+        one, other = operand_specs
         return (
             bool(one.side) and (row or (col and other.same)), bool(other.side) and col and not other.same,
         )
 
     def _step_quantize(self, call, slot: int, x: Tensor, row: bool, col: bool) -> dict[Direction, list[Tensor]]:
-        readings, made, recorded = call.slots[slot], {}, set()
+        operand_specs, made, recorded = call.slots[slot], {}, set()
         group = slot // 2  # of the input, of the gradient
-        for d, reading, wanted in zip(Direction, readings, self._wanted(readings, row, col)):
+        for d, reading, wanted in zip(Direction, operand_specs, self._wanted(operand_specs, row, col)):
             if not wanted:
                 continue
             self.counts[call.number][2 * slot + (d is COLUMNWISE)] += 1
@@ -873,18 +873,18 @@ class Operators:
     def _step_forward(self, call, x, bias, weight, dgrad, codes) -> tuple[list[Tensor], list[Tensor]]:
         """([y, codes of x], what the backward keeps)."""
         rows = _matrix(x)
-        readings, col = call.slots[0], call.save and not call.saves_input
-        wanted = self._wanted(readings, True, col)
+        operand_specs, col = call.slots[0], call.save and not call.saves_input
+        wanted = self._wanted(operand_specs, True, col)
         if codes:
             rest, made = list(codes), {}
-            for d, reading, there in zip(Direction, readings, wanted):
+            for d, reading, there in zip(Direction, operand_specs, wanted):
                 if there:
                     fields = self._buffers(reading.side, d)
                     made[d], rest = rest[:fields], rest[fields:]
         else:
             made = self._step_quantize(call, 0, rows, True, col)
         self.calls.append(Call("linear_step", x.data_ptr(), *(w and not codes for w in wanted)))
-        a = self._step_operand(readings[0], ROWWISE, made.get(ROWWISE, [rows]))
+        a = self._step_operand(operand_specs[0], ROWWISE, made.get(ROWWISE, [rows]))
         w = self._step_operand(call.slots[1][0], ROWWISE, self._take_weight(call, weight, dgrad))
         y = self._step_product(call, 0, a, w, bias)
         y = y.new_empty(0).set_(y.untyped_storage(), y.storage_offset(), (*x.shape[:-1], y.shape[-1]))
@@ -892,15 +892,15 @@ class Operators:
         return [y, *(t for buffers in made.values() for t in buffers)], kept if call.save else []
 
     def _step_backward(self, call, dy, weight, saved, needs_x, needs_w):
-        readings, dx, dw = call.slots[2], None, None
+        operand_specs, dx, dw = call.slots[2], None, None
         made = self._step_quantize(call, 2, dy, needs_x, needs_w)
-        self.calls.append(Call("linear_step_backward", dy.data_ptr(), *self._wanted(readings, needs_x, needs_w)))
+        self.calls.append(Call("linear_step_backward", dy.data_ptr(), *self._wanted(operand_specs, needs_x, needs_w)))
         if needs_x:
-            a = self._step_operand(readings[0], ROWWISE, made.get(ROWWISE, [dy]))
+            a = self._step_operand(operand_specs[0], ROWWISE, made.get(ROWWISE, [dy]))
             dx = self._step_product(call, 1, a, self._step_operand(call.slots[1][1], COLUMNWISE, weight()))
         if needs_w:
-            of_x, source = call.slots[0][1], ROWWISE if readings[1].same else COLUMNWISE
-            a = self._step_operand(readings[1], COLUMNWISE, made.get(source, [dy]))
+            of_x, source = call.slots[0][1], ROWWISE if operand_specs[1].same else COLUMNWISE
+            a = self._step_operand(operand_specs[1], COLUMNWISE, made.get(source, [dy]))
             if call.saves_input:
                 rows = _matrix(saved[0])
                 again = self._step_quantize(call, 0, rows, False, True)
@@ -991,8 +991,8 @@ def _bits(amaxes: Tensor) -> Tensor:
     return amaxes.flatten().view(torch.int32)
 
 
-def _seen(x: Tensor, through_bf16: bool) -> Tensor:
-    return x.to(torch.bfloat16) if through_bf16 else x
+def _seen(x: Tensor, round_to_bf16: bool) -> Tensor:
+    return x.to(torch.bfloat16) if round_to_bf16 else x
 
 
 def _present(row: int, col: int, row_eps: float = 0.0, col_eps: float = 0.0) -> list[Side]:

@@ -245,7 +245,7 @@ class Definition:
         side = {None: COLUMNWISE, "high_precision": None, "dequantized": ROWWISE}[self.mode]
         if side is None or not hybrid.side(side).fmt.is_quantized:
             return [x]
-        return list(self.storages("input", x)[ROWWISE if hybrid.one_storage else side].buffers().values())
+        return list(self.storages("input", x)[ROWWISE if hybrid.shares_storage else side].buffers().values())
 
     def kept_weight(self, w: Tensor) -> list[Tensor]:
         """What dgrad multiplies."""
@@ -255,7 +255,7 @@ class Definition:
         made = self.storages("weight", w)
         if self.mode:
             return [made[ROWWISE].decode(w.dtype)]
-        return list(made[ROWWISE if hybrid.one_storage else COLUMNWISE].buffers().values())
+        return list(made[ROWWISE if hybrid.shares_storage else COLUMNWISE].buffers().values())
 
     def quantized(self) -> Counter:
         """What one step quantizes: nothing that no product reads."""

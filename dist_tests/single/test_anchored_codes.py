@@ -150,7 +150,7 @@ def test_runs_are_lines_of_their_own(fmt: Format, direction: Direction):
     x = wide(length, lines) if direction is COLUMNWISE else wide(lines, length)
     e = Encoding(fmt, direction)
     compact = Storage.of(dispatch.encode(x, [e], None)[0], e, x.shape, x.dtype)
-    made, dim = compact.in_layout(ANCHORED_512), direction.contraction_dim
+    made, dim = compact.to_gemm_operand(ANCHORED_512), direction.contraction_dim
     assert made.data.shape == (lines, length) and made.scale.shape == (3, lines) and made.layout == ANCHORED_512
     for i, start in enumerate(range(0, length, 512)):
         size, block = min(512, length - start), fmt.block[1]
@@ -180,7 +180,7 @@ def test_small_codes_are_anchored_without_a_loss(fmt: Format, wanted: str):
     for rotation in (False, True)[: 2 if fmt.bits == 4 else 1]:
         for direction in Direction:
             made = Quantizer(fmt, rotation=rotation).storage(laws.values(530, 70), direction)
-            operand = made.in_layout(wanted)
+            operand = made.to_gemm_operand(wanted)
             assert torch.equal(operand.decode(), made.decode()) and operand.operand_format.element == E4M3
             operand.check()
             if ANCHOR_RUNS.get(wanted):

@@ -108,7 +108,7 @@ def test_gathered_codes_that_were_written_are_found(name: str, direction, world_
     """Otherwise a stray write into gathered codes is multiplied in one of the passes."""
     m = net(RECIPES[name])
     fully_shard(m, mesh=world_of_one, reshard_after_forward=False)
-    of = ROWWISE if m[2].plan.weight.one_storage else direction
+    of = ROWWISE if m[2].plan.weight.shares_storage else direction
     if direction is ROWWISE:
         def stray(module, args):
             getattr(module.weight, of.value).data[3, 5] ^= 1

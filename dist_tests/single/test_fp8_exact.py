@@ -65,7 +65,7 @@ def test_an_operand_is_the_decoded_codes(name: str, direction: Direction):
     for seed, shape in enumerate([(64, 96), (33, 47), (128, 256), (1, 16)]):
         for rotation in (False, True)[: 2 if name == "nvfp4" else 1]:
             made = quantizer(name, rotation=rotation).storage(values(*shape, seed=seed), direction)
-            operand = made.in_layout(ANCHORED_TENSOR)
+            operand = made.to_gemm_operand(ANCHORED_TENSOR)
             assert operand.tensor_amax is None and operand.scale.numel() == 1
             codes = operand.data.view(E4M3.dtype).double() if direction is ROWWISE else operand.data.view(E4M3.dtype).double().t()
             assert_same_bytes((codes * operand.scale.double()).float(), made.decode(), f"{name} {shape} {rotation}")
@@ -77,7 +77,7 @@ def test_small_blocks_lose_what_is_below_the_grid():
     for power in range(0, -16, -1):
         y = torch.cat([x, x * 2.0**power])
         made = quantizer().storage(y, ROWWISE)
-        lost = (made.in_layout(ANCHORED_TENSOR).decode() - made.decode()).abs().max().item() / made.decode().abs().max().item()
+        lost = (made.to_gemm_operand(ANCHORED_TENSOR).decode() - made.decode()).abs().max().item() / made.decode().abs().max().item()
         assert (lost == 0) if power >= -9 else lost <= 2**-9 / 288 * 1.01, power
 
 
@@ -133,7 +133,7 @@ def test_the_guard_counts_rows_that_e4m3_does_not_hold():
     def share(x: Tensor) -> tuple[float, float]:
         """(what the worst row of the product lost over its formats' error, what is estimated)."""
         of = [quantizer().storage(t, ROWWISE) for t in (x, w)]
-        operands = [s.in_layout(ANCHORED_TENSOR) for s in of]
+        operands = [s.to_gemm_operand(ANCHORED_TENSOR) for s in of]
         extra, own = product_error(*((s.data, None, s.operand_format) for s in operands), (COUNTED_E2M1,) * 2).tolist()
         want, formats, made = (a.double() @ b.double().t() for a, b in ((x, w), [s.decode() for s in of], [s.decode() for s in operands]))
         return ((made - formats).norm(dim=1) / (formats - want).norm(dim=1)).max().item(), (extra / own) ** 0.5

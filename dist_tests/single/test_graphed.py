@@ -60,11 +60,11 @@ class Recorder:
     def __init__(self, monkeypatch):
         self.captures, self.replays, self.step, self.kept = 0, 0, None, []
         stream = SimpleNamespace(wait_stream=lambda other: None)
-        for name, stand_in in {
+        for name, weight_proxy in {
             "Stream": lambda: stream, "current_stream": lambda: stream, "stream": contextlib.nullcontext,
             "CUDAGraph": lambda: SimpleNamespace(replay=self.replay), "graph": self.capture,
         }.items():
-            monkeypatch.setattr(torch.cuda, name, stand_in)
+            monkeypatch.setattr(torch.cuda, name, weight_proxy)
         monkeypatch.setattr(graphed.GraphedStep, "_refusal", lambda step: None)
 
     @contextlib.contextmanager

@@ -32,7 +32,7 @@ from fsdp_quant.ops import native
 from fsdp_quant.ops.reference import PROBED_STEPS
 from fsdp_quant.quantizer import Quantizer
 from fsdp_quant.scaling import DelayedScaling
-from fsdp_quant.tensor.quantized_tensor import QuantizedTensor, Slots
+from fsdp_quant.tensor.quantized_tensor import QuantizedTensor, StoragePair
 
 EXPERTS, K, N = 4, 24, 40
 SPLITS = {
@@ -65,7 +65,7 @@ def _own_step():
         restart()
         counters.reset()
         yield
-    grouped_op.told_wrong()
+    grouped_op.poll_bad_splits()
 
 
 def restart() -> None:
@@ -485,7 +485,7 @@ def test_experts_of_values_are_one_product_on_every_gpu(arch: str):
                 made.append({"y": y.detach(), "dx": a.grad})
                 if make is grouped:
                     assert [c.name for c in gpu.calls if "grouped" in c.name] == ran
-                    reason = module.why_one_by_one(torch.bfloat16, x.device)
+                    reason = module.unsupported_reason(torch.bfloat16, x.device)
                     assert reason == (None if ran else f"no grouped kernel multiplies codes on {arch}")
             assert_same(*made, f"{name} on {arch}")
 
@@ -535,7 +535,7 @@ def test_codes_of_tokens_are_multiplied_in_one_product(name: str):
 
         def encode(slot: str, t: Tensor) -> QuantizedTensor:
             parts = [plan.hybrid(slot).quantize(part) for part in t.split(splits)]
-            return QuantizedTensor(slots=Slots(parts=[part._slots for part in parts]), shape=t.shape)
+            return QuantizedTensor(slots=StoragePair(parts=[part._slots for part in parts]), shape=t.shape)
 
         encoders = {slot: lambda t, slot=slot: encode(slot, t) for slot in ("input", "grad_output")}
         if name == "row_identity":  # the backward reads the input in high precision
@@ -588,7 +588,7 @@ def test_what_no_grouped_kernel_makes_runs_one_by_one(name: str, reason: str):
         restart()
         want = of_loop(loop(REFUSED[name], True, dtype=torch.bfloat16, sizes=(64, 48)), x, [16, 0, 32, 16])
         assert_same_bytes(got, want, name)
-        assert re.search(reason, module.why_one_by_one(torch.bfloat16, x.device))
+        assert re.search(reason, module.unsupported_reason(torch.bfloat16, x.device))
         assert re.search(reason, str(fq.plan(module)))
 
 

@@ -28,7 +28,7 @@ from fsdp_quant.formats import COLUMNWISE, ROWWISE, SCALE_BYTES, Direction
 from fsdp_quant.gemm import StaleWeightError
 from fsdp_quant.hooks import ShardMap, SyncItem, WeightSync, describe, plan_weight_sync, token_alignment
 from fsdp_quant.ops import runs
-from fsdp_quant.parallel.shard_map import Plane, Segments
+from fsdp_quant.parallel.shard_map import WireTensor, Segments
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
 from fsdp_quant.scaling import AmaxHistory, DelayedScaling
 from fsdp_quant.tensor.quantized_weight import QuantizedWeight, QuantizedWeightState
@@ -72,7 +72,7 @@ def random_cuts(draw: random.Random, numel: int, world: int, policy: str) -> Sha
 POLICIES = ("even", "random", "odd", "empty", "one element")
 
 
-def published(world: int, masters: dict[str, Tensor], hybrids: dict[str, HybridQuantizer], shards: dict[str, ShardMap],
+def synced(world: int, masters: dict[str, Tensor], hybrids: dict[str, HybridQuantizer], shards: dict[str, ShardMap],
               transport: str, stats: str, compute_dtype=torch.bfloat16, dtype=torch.bfloat16) -> list[list[QuantizedWeight]]:
     """The weights of every rank after a refresh."""
 
@@ -113,7 +113,7 @@ def test_pieces_give_the_bytes_of_the_whole(seed: int):
         hybrids[name] = HybridQuantizer(row, col, draw.choice(["original", "rowwise_dequantized"]))
         shards[name] = random_cuts(draw, rows * cols, world, draw.choice(POLICIES))
     transport, stats = draw.choice([*WAYS, ("auto", "dense")])
-    weights = published(world, masters, hybrids, shards, transport, stats)
+    weights = synced(world, masters, hybrids, shards, transport, stats)
     for name, master in masters.items():
         what = f"{hybrids[name]} {list(master.shape)} cut at {shards[name].cuts}, {transport}, {stats}"
         assert_published(weights, name, hybrids[name], master.to(torch.bfloat16), what)
@@ -125,7 +125,7 @@ def test_transports_and_statistics_give_the_same_bytes(pair):
     master, hybrid = values(50, 34, kind="outliers", dtype=torch.float32), HybridQuantizer(*pair)
     for transport, stats in WAYS:
         shards = {"w": ShardMap((0, 1, 35, 35, 833, 1700))}
-        weights = published(5, {"w": master}, {"w": hybrid}, shards, transport, stats)
+        weights = synced(5, {"w": master}, {"w": hybrid}, shards, transport, stats)
         assert_published(weights, "w", hybrid, master.to(torch.bfloat16), f"{transport} {stats}")
 
 
@@ -140,7 +140,7 @@ def test_options_of_formats_survive_any_cut(name: str):
             master[3:20, 5:29:3] = bad
         shards = {"w": random_cuts(draw, master.numel(), 4, "odd")}
         transport, stats = draw.choice(WAYS[:2])
-        weights = published(4, {"w": master}, {"w": hybrid}, shards, transport, stats)
+        weights = synced(4, {"w": master}, {"w": hybrid}, shards, transport, stats)
         assert_published(weights, "w", hybrid, master.to(torch.bfloat16), f"{name} {bad} {shards['w'].cuts} {stats}")
 
 
@@ -150,13 +150,13 @@ def test_rounding_is_the_recipes(transport: str, stats: str):
     master = values(40, 48, kind="heavy", dtype=torch.float32)
     shards = {"w": ShardMap((0, 333, 1920))}
     hybrid = HybridQuantizer("mxfp8", "nvfp4")
-    weights = published(2, {"w": master}, {"w": hybrid}, shards, transport, stats, compute_dtype=None)
+    weights = synced(2, {"w": master}, {"w": hybrid}, shards, transport, stats, compute_dtype=None)
     want, _ = hybrid.storages(master)
     for d in Direction:
         got = replace(weights[1][0].storage_for(d), dtype=torch.float32)
         assert_same_storage(got, want[d])
     mixed = HybridQuantizer("identity", "fp8_1x128")
-    (weight,) = published(2, {"w": master}, {"w": mixed}, shards, transport, stats, dtype=torch.float32)[0]
+    (weight,) = synced(2, {"w": master}, {"w": mixed}, shards, transport, stats, dtype=torch.float32)[0]
     assert_same_bytes(weight.rowwise.data, master)
     want, _ = mixed.storages(master.to(torch.bfloat16))
     assert_same_bytes(weight.columnwise.data, want[COLUMNWISE].data)
@@ -325,9 +325,9 @@ def test_every_element_is_published_once_by_its_owner():
             planes = []
             for i, (start, size) in enumerate(zip(starts, sizes)):
                 bounds = [min(max(r * shard - start, 0), size) for r in range(world + 1)]
-                planes.append(Plane(f"w{i}", (4, 8, 16)[i % 3], ShardMap(tuple(bounds))))
+                planes.append(WireTensor(f"w{i}", (4, 8, 16)[i % 3], ShardMap(tuple(bounds))))
             segments = Segments(tuple(planes), world)
-            segments.prove()
+            segments.validate()
             for plane in planes:
                 owners = [[] for _ in range(plane.map.numel)] if plane.map.numel < 5000 else None
                 covered = 0
@@ -344,15 +344,15 @@ def test_every_element_is_published_once_by_its_owner():
 def test_the_proof_finds_bytes_that_no_owner_publishes():
     """Negative control: shards of bytes that do not follow from those of elements, the defect this design excludes."""
 
-    class BytesOfTheirOwn(Plane):
+    class BytesOfTheirOwn(WireTensor):
         def span(self, rank: int) -> tuple[int, int]:
             size = -(-self.nbytes // (64 * self.map.ranks)) * 64
             return min(rank * size, self.nbytes), min((rank + 1) * size, self.nbytes)
 
     cuts = ShardMap((0, 1300, 2600, 3900))
-    Segments((Plane("w", 4, cuts),), 3).prove()
+    Segments((WireTensor("w", 4, cuts),), 3).validate()
     with pytest.raises(ValueError, match=r"w: rank 0 owns elements \[0, 1300\), and publishes others"):
-        Segments((BytesOfTheirOwn("w", 4, cuts),), 3).prove()
+        Segments((BytesOfTheirOwn("w", 4, cuts),), 3).validate()
 
 
 def test_scales_belong_to_the_owner_of_their_first_element():
@@ -733,10 +733,10 @@ def test_checkpoints_of_other_weights_are_refused():
 
 def refused(words: str, items, group=None, **options) -> None:
     weights = [w for _, w, _ in items if isinstance(w, QuantizedWeight)]
-    before = [w.inner.clone() for w in weights if w.state.publisher is None]
+    before = [w.inner.clone() for w in weights if w.state.weight_sync is None]
     with pytest.raises(ValueError, match=words):
         plan_weight_sync(items, group, **options)
-    assert all(torch.equal(w.inner, b) for w, b in zip((w for w in weights if w.state.publisher is None), before))
+    assert all(torch.equal(w.inner, b) for w, b in zip((w for w in weights if w.state.weight_sync is None), before))
 
 
 def test_bad_plans_are_refused_and_change_no_weight():
@@ -756,13 +756,13 @@ def test_bad_plans_are_refused_and_change_no_weight():
     stochastic = quantized("s", master, HybridQuantizer(Quantizer("nvfp4", rounding="stochastic"), "mxfp8"))
     refused("s.rowwise is .*, rounded stochastically", [("s", stochastic, whole)])
     taken = quantized("t", master, hybrid)
-    kept = taken.take_master()
+    kept = taken.detach_master()
     refused("another optimizer holds the master of t", [("t", taken, whole)])
-    assert kept is not None and good.state.publisher is None
+    assert kept is not None and good.state.weight_sync is None
     plan_weight_sync([("w", good, whole)], None)
     refused("another weight sync holds the master of w", [("w", good, whole)])
     with pytest.raises(ValueError, match="another weight sync"):
-        good.take_master()
+        good.detach_master()
 
 
 def test_a_bad_plan_on_one_rank_is_refused_on_every_rank():
@@ -781,7 +781,7 @@ def test_a_bad_plan_on_one_rank_is_refused_on_every_rank():
             with pytest.raises(ValueError) as caught:
                 plan_weight_sync([("w", weight, shards)], group)
             told[group.rank()] = str(caught.value)
-            assert weight.state.publisher is None
+            assert weight.state.weight_sync is None
 
         VirtualRanks(2).run(on_rank)
         assert re.search(words, told[0]) and told[1] == told[0], told
@@ -809,7 +809,7 @@ def test_parts_are_planned_alike_or_by_none():
             assert "of whole tensors, over 2 parts" in sync.describe()
         except ValueError as error:
             told = str(error)
-        assert (weight.state.publisher is None) == (told != "planned")
+        assert (weight.state.weight_sync is None) == (told != "planned")
         return told
 
     alone = "w is one of 2 parts of a weight.*rowwise fp8_tensor.*pass tensor_group=, the group of its layer"

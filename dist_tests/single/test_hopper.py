@@ -508,12 +508,12 @@ def test_storages_return_from_their_layouts(gpu, name: str, direction: Direction
     for shape in ((128, 256), (33, 47), (1, 130), (130, 1)):
         x = values(*shape)
         compact = QUANTIZERS[name].storage(x, direction)
-        assert compact.in_layout(layout.COMPACT) is compact
-        laid = compact.in_layout(layout.NATIVE)
-        assert laid.layout == layout.NATIVE and laid.in_layout(layout.NATIVE) is laid
+        assert compact.to_gemm_operand(layout.COMPACT) is compact
+        laid = compact.to_gemm_operand(layout.NATIVE)
+        assert laid.layout == layout.NATIVE and laid.to_gemm_operand(layout.NATIVE) is laid
         outer, contraction = shape if direction is ROWWISE else shape[::-1]
         assert laid.data.shape == (outer, laid.fmt.row_bytes(contraction, x.dtype)) and laid.data.is_contiguous()
-        assert_same_storage(laid.in_layout(layout.COMPACT), compact, f"{shape}")
+        assert_same_storage(laid.to_gemm_operand(layout.COMPACT), compact, f"{shape}")
         assert_same_bytes(laid.decode(), compact.decode(), f"{shape} decoded")
         both = HybridQuantizer(QUANTIZERS[name], QUANTIZERS[name])
         made = both.storages(x, layouts=dict.fromkeys(Direction, layout.NATIVE))[0][direction]
@@ -532,7 +532,7 @@ def test_values_are_anchored_as_their_codes_in_any_mix_of_layouts(gpu):
         for d, storage in made.items():
             assert storage.layout == wanted[d]
             if wanted[d] != layout.ANCHORED:  # which are rounded once
-                assert_same_storage(storage, q.storage(x, d).in_layout(wanted[d]), f"{row} {col} {d}")
+                assert_same_storage(storage, q.storage(x, d).to_gemm_operand(wanted[d]), f"{row} {col} {d}")
     assert gpu.count("quantize_anchored") == 8  # of all but two compact ones
 
 
@@ -542,7 +542,7 @@ def test_anchored_storages_decode_to_nearly_the_same(gpu, name: str, direction: 
     """If false, one exponent a line stands for other values than the blocks'."""
     for shape in ((128, 256), (33, 47), (200, 288), (600, 32)):
         compact = QUANTIZERS[name].storage(values(*shape), direction)
-        laid = compact.in_layout(layout.ANCHORED)
+        laid = compact.to_gemm_operand(layout.ANCHORED)
         outer, contraction = shape if direction is ROWWISE else shape[::-1]
         assert laid.data.shape == (outer, contraction) and laid.scale.shape == (outer,)
         assert laid.decode().shape == shape and error(laid.decode(), compact.decode()) <= 1e-3
@@ -575,7 +575,7 @@ def test_products_over_tokens_are_anchored_in_runs(gpu):
                 assert error(out, want + 1) <= near, f"{tokens} {wanted} {dtype} accumulated"
         arrived = exact.storage(x, COLUMNWISE)  # compact, as ranks send it: anchored to the runs of the other operand
         assert error(gemm(a, arrived, out_dtype=FP32), want) <= BOUNDS[FP32] + 4e-4
-        line = arrived.in_layout(layout.ANCHORED)
+        line = arrived.to_gemm_operand(layout.ANCHORED)
         with pytest.raises(ValueError, match="in anchored layout has no anchored 512 layout"):
             gemm(a, line)
 
@@ -613,11 +613,11 @@ def test_layouts_that_cannot_be_made_are_refused(gpu):
     compact = Quantizer("mxfp8").storage(x, COLUMNWISE)
     for wanted in (layout.COMPACT, layout.NATIVE, layout.ANCHORED_128):
         with pytest.raises(ValueError, match=f"in anchored layout has no {wanted} layout"):
-            compact.in_layout(layout.ANCHORED).in_layout(wanted)
+            compact.to_gemm_operand(layout.ANCHORED).to_gemm_operand(wanted)
     with pytest.raises(ValueError, match="is a shard from row 16"):
-        Quantizer("fp8_row").storage(x, ROWWISE).narrow(16, 48).in_layout(layout.NATIVE)
+        Quantizer("fp8_row").storage(x, ROWWISE).narrow(16, 48).to_gemm_operand(layout.NATIVE)
     identity = Quantizer("identity").storage(x, ROWWISE)
-    assert identity.in_layout(layout.NATIVE) is identity
+    assert identity.to_gemm_operand(layout.NATIVE) is identity
     with pytest.raises(ValueError, match="no compiled kernel multiplies"):
         gemm(compact, Quantizer("nvfp4").storage(x, COLUMNWISE), domain="anchored")
     with pytest.raises(ValueError, match="no compiled kernel multiplies"):
@@ -628,7 +628,7 @@ def test_anchoring_a_shard_is_refused(gpu):
     """If false, rows cut out of a columnwise MXFP8 storage are multiplied with the scales of other rows."""
     shard = Quantizer("mxfp8").storage(values(128, 64), COLUMNWISE).narrow(16, 48)
     with pytest.raises(ValueError, match="is a shard from row 16"):
-        shard.in_layout(layout.ANCHORED)
+        shard.to_gemm_operand(layout.ANCHORED)
 
 
 @pytest.mark.parametrize("pair", [

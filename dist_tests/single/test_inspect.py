@@ -269,7 +269,7 @@ def test_codes_are_those_that_the_step_multiplies(monkeypatch: pytest.MonkeyPatc
 
     def recorded(self, x, *args, **kwargs):
         result = storages(self, x, *args, **kwargs)
-        made.append({d: s.in_layout("compact").data.clone() for d, s in result[0].items()})
+        made.append({d: s.to_gemm_operand("compact").data.clone() for d, s in result[0].items()})
         return result
 
     monkeypatch.setattr(HybridQuantizer, "storages", recorded)

@@ -56,5 +56,5 @@ def test_a_weight_syncs_layers_equal_whole_ones(group):
             sync = fq.hooks.plan_weight_sync([("w", layer.weight, fq.hooks.ShardMap((0, 64 * 96)))], group)
             sync.refresh(sync.init_masters())
             outputs.append(layer(x).detach())
-            assert layer.weight.state.publisher is sync
+            assert layer.weight.state.weight_sync is sync
     assert torch.equal(*outputs)

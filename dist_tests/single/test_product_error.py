@@ -30,7 +30,7 @@ def exact(x: Tensor, fmt: Format) -> Storage:
 def anchored(x: Tensor, fmt: Format, rung: str, is_weight: bool) -> Storage:
     """As a product on this rung reads an activation, or a weight, whose codes are made first."""
     if is_weight:
-        return exact(x, fmt).in_layout(rung)
+        return exact(x, fmt).to_gemm_operand(rung)
     of = anchored_format(fmt, ANCHOR_RUNS.get(rung), whole=rung == ANCHORED_TENSOR)
     e = Encoding(of, ROWWISE)
     codes, scale = reference.encode(x, *reference.statistics(x, e), e)

@@ -150,7 +150,7 @@ def test_boundaries_of_experts_are_their_own():
     assert_same_bytes(module(x, sizes), want, "output")
     with hopper.emulated():
         module = fq.GroupedLinear(3, 64, 48, dtype=torch.bfloat16, recipe=ASKED)
-        assert module.why_one_by_one(torch.bfloat16, x.device) == "the recipe has boundary slots"
+        assert module.unsupported_reason(torch.bfloat16, x.device) == "the recipe has boundary slots"
 
 
 def test_boundaries_that_cannot_be_honoured_are_refused_by_name():

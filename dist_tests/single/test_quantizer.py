@@ -46,7 +46,7 @@ def test_hybrid_of_one_quantizer_is_that_quantizer(name: str):
     hybrid, alone = HybridQuantizer(q, q).quantize(x, key=key()), q.quantize(x, key=key())
     assert_same_storage(hybrid.rowwise, q.storage(x, ROWWISE, key()), "rowwise")
     columnwise = q.storage(x, COLUMNWISE, key())
-    if q.fmt.serves_both_directions:  # one storage: its random bits are those of the rows
+    if q.fmt.shares_storage:  # one storage: its random bits are those of the rows
         columnwise = hybrid.rowwise.as_direction(COLUMNWISE)
         assert hybrid.columnwise.data.data_ptr() == hybrid.rowwise.data.data_ptr()
     assert_same_storage(hybrid.columnwise, columnwise, "columnwise")
@@ -110,7 +110,7 @@ def test_derived_columns_are_made_from_the_decoded_rows(dtype: torch.dtype):
         assert_same_storage(got.rowwise, want_row, f"{row} / {col} rowwise")
         decoded = want_row.dequantize(torch.float32).to(x.dtype)
         want_col = Quantizer(col).storage(decoded, COLUMNWISE)
-        if row == col and FORMATS[row].serves_both_directions:
+        if row == col and FORMATS[row].shares_storage:
             want_col = want_row.as_direction(COLUMNWISE)
         assert_same_storage(got.columnwise, want_col, f"{row} / {col} columnwise")
         if row in ("fp8_tensor", "fp8_row", "nvfp4", "nvfp4_16x16") and col in ("identity", "mxfp8", "nvfp4"):

@@ -132,7 +132,7 @@ def test_named_recipe_slots_are_those_of_the_table(name: str):
 def test_one_storage_serves_both_directions_where_the_table_says_same(name: str, shared: str):
     """Otherwise a square block or a tensor scale is quantized, kept and gathered twice."""
     recipe = TABLE[name][0]
-    got = [short for short, slot in zip(("x", "w", "dy"), SLOTS) if recipe.hybrid(role(slot)).one_storage]
+    got = [short for short, slot in zip(("x", "w", "dy"), SLOTS) if recipe.hybrid(role(slot)).shares_storage]
     assert got == shared.split()
 
 

@@ -69,8 +69,8 @@ def test_experts_are_multiplied_one_by_one():
     with hopper.emulated():
         for name in ("mxfp4", "mxfp6"):
             plan = replace(build_plan(RECIPES[name], "m"), alone=False).of_groups
-            assert "is anchored after it was encoded" in grouped_op.why_not(plan, BF16, CPU, 4, 64, 64)
-        assert grouped_op.why_not(replace(build_plan(recipes.mxfp8(), "m"), alone=False).of_groups, BF16, CPU, 4, 64, 64) is None
+            assert "is anchored after it was encoded" in grouped_op.unsupported_reason(plan, BF16, CPU, 4, 64, 64)
+        assert grouped_op.unsupported_reason(replace(build_plan(recipes.mxfp8(), "m"), alone=False).of_groups, BF16, CPU, 4, 64, 64) is None
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=repr)
@@ -82,7 +82,7 @@ def test_products_of_operands_are_exact(fmt: Format):
             a, b = (Quantizer(fmt).storage(t if direction is ROWWISE else t.t().contiguous(), direction) for t in (x, w))
             want = (a.operand().double() @ b.operand().double().t()).float()
             for rung in layout.ANCHORS:
-                of = [s.in_layout(rung) for s in (a, b)]
+                of = [s.to_gemm_operand(rung) for s in (a, b)]
                 got = gemm(*of, out_dtype=torch.float32, domain="anchored")
                 torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
@@ -96,7 +96,7 @@ def test_the_guard_counts_rows_that_e4m3_does_not_hold(fmt: Format):
     def share(x: Tensor) -> tuple[float, float]:
         """(what the worst row of the product lost over its formats' error, what is estimated)."""
         of = [Quantizer(fmt).storage(x, ROWWISE), of_w]
-        operands = [s.in_layout(layout.ANCHORED_TENSOR) for s in of]
+        operands = [s.to_gemm_operand(layout.ANCHORED_TENSOR) for s in of]
         counted = (counted_as(fmt),) * 2
         extra, own = product_error(*((s.data, None, s.operand_format) for s in operands), counted).tolist()
         want, formats, made = (a.double() @ b.double().t() for a, b in ((x, w), [s.decode() for s in of], [s.decode() for s in operands]))

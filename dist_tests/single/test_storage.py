@@ -40,13 +40,13 @@ def test_rows_of_an_operand_are_the_operand_of_the_rows(name: str, wanted: str, 
     monkeypatch.setattr(storage_module, "arch_of", lambda device: "sm_90a")
     if wanted == layout.ANCHORED and not anchors(whole.fmt):
         return
-    one, rows = whole.in_layout(wanted), whole.narrow(128, 64)
+    one, rows = whole.to_gemm_operand(wanted), whole.narrow(128, 64)
     part = one.operand_rows(128, 64)
     serves_several = (whole.fmt.block[0] or 1) > 1
     no_line = wanted == layout.NATIVE and whole.fmt.scale in ("e8m0", "e4m3")  # and no product here reads them so
     assert (part is None) == (serves_several or no_line), whole.describe()
     if part is not None:
-        want = replace(rows, row0=0).in_layout(wanted)
+        want = replace(rows, row0=0).to_gemm_operand(wanted)
         for buffer, tensor in want.buffers().items():
             assert_same_bytes(getattr(part, buffer), tensor, f"{whole.describe()} {wanted} {buffer}")
 
@@ -59,7 +59,7 @@ def test_anchored_operands_decode_to_the_values(name: str, direction: Direction)
     x = (1 + torch.randint(0, 8, (50, 702), generator=g) / 8) * 2.0 ** torch.randint(-2, 3, (50, 702), generator=g)
     compact = QUANTIZERS[name].storage(x, direction)
     for wanted in layout.ANCHORS:
-        anchored = compact.in_layout(wanted)
+        anchored = compact.to_gemm_operand(wanted)
         assert_same_bytes(anchored.decode().contiguous(), compact.decode().contiguous(), anchored.describe())
         anchored.check()
         for scale in (anchored.scale.view(-1)[:-1], torch.cat([anchored.scale.view(-1)] * 2)):
@@ -181,7 +181,7 @@ def test_as_direction_is_for_square_blocks():
     """Otherwise rowwise blocks are read as columnwise ones."""
     for name, q in WITH_RHT.items():
         storage = q.storage(values(33, 48), ROWWISE)
-        if q.fmt.serves_both_directions:
+        if q.fmt.shares_storage:
             other = storage.as_direction(COLUMNWISE)
             assert_same_bytes(other.dequantize(), storage.dequantize(), name)
             assert_same_bytes(other.operand(), storage.operand().t(), name)
@@ -335,7 +335,7 @@ def test_spread_scales_are_those_of_mxfp8_and_the_same_numbers(name: str, direct
             x = x * torch.logspace(-126, 120, shape[1], base=2)  # scales of 2^-127, which are subnormal, to 2^119
             x = x.bfloat16()
         storage = WITH_RHT[name].storage(x, direction)
-        made = storage.in_layout(layout.SPREAD)
+        made = storage.to_gemm_operand(layout.SPREAD)
         outer, contraction = codes_of(storage).shape
         scale = (storage.scale if direction is ROWWISE else storage.scale.t()).contiguous()
         assert_same_bytes(made.data, torch.from_numpy(codes_of(storage).copy()), what)
@@ -349,7 +349,7 @@ def test_spread_scales_are_those_of_mxfp8_and_the_same_numbers(name: str, direct
         assert_same_bytes(made.scale, want, what)
         made.check()
         assert made.operand_format.block == (1, 32) and made.operand_format.scale == "e8m0"
-        back = made.in_layout(layout.COMPACT)
+        back = made.to_gemm_operand(layout.COMPACT)
         assert back.layout == layout.COMPACT and made.operand_rows(0, 1) is None
         assert_same_bytes(back.scale, storage.scale, what)
         assert_same_bytes(made.decode(), storage.decode(), what)
@@ -391,7 +391,7 @@ def test_scales_are_laid_out_again(name: str, direction: Direction, arch: str, m
     for call in calls:
         call()
     assert any(t is made.scale for call in calls for t in call.out)
-    assert_same_bytes(made.scale, storage.in_layout(layout.NATIVE).scale, f"{name} {direction} on {arch}")
+    assert_same_bytes(made.scale, storage.to_gemm_operand(layout.NATIVE).scale, f"{name} {direction} on {arch}")
 
 
 @pytest.mark.parametrize("outer", [1, 31, 32, 33, 127, 128, 129, 300])

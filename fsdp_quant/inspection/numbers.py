@@ -59,7 +59,7 @@ def measure(x: Tensor, storages: dict[Direction, Storage], hybrid: HybridQuantiz
     sides = {}
     for direction, storage in storages.items():
         if storage.fmt.is_quantized:
-            shared = direction is COLUMNWISE and hybrid.one_storage and ROWWISE in sides
+            shared = direction is COLUMNWISE and hybrid.shares_storage and ROWWISE in sides
             sides[direction] = (
                 sides[ROWWISE]
                 if shared

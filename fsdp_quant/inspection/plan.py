@@ -289,7 +289,7 @@ def _module_notes(model: nn.Module, dtype: torch.dtype | None, by_state: dict[in
         if isinstance(module, GroupedLinear):
             first = module.layers[0]
             m = by_state.get(id(first._weight_state))
-            why = module.why_one_by_one(dtype or (m.param_dtype if m else first.weight.dtype), first.weight.device)
+            why = module.unsupported_reason(dtype or (m.param_dtype if m else first.weight.dtype), first.weight.device)
             how = "all in one product" if why is None else f"one after the other ({why})"
             notes.append(f"{name or type(module).__name__}: {len(module.layers)} experts, {how}")
         exchanged = describe_experts(module, dtype or torch.bfloat16)

@@ -2,7 +2,7 @@
 
 [Note: who writes the weights]
 Parameters stay what they are to Megatron: plain tensors, which its DDP moves into flat buffers, and which optimizer and
-collectives write there. Each forward quantizes the values that it finds; where a weight sync gathers codes, a `StandIn` takes
+collectives write there. Each forward quantizes the values that it finds; where a weight sync gathers codes, a `WeightProxy` takes
 the parameter's place. Between an optimizer's step and the gather of parameters that follows it no layer runs: Megatron's hooks
 see to that.
 
@@ -113,19 +113,19 @@ def _check_arguments(name: str, wanted: dict[str, tuple[object, object, str]]) -
 
 # The weight that products read #
 
-class _Through(torch.autograd.Function):
+class _PassGradient(torch.autograd.Function):
     """The stand-in as a result of the parameter, which gets its gradient."""
 
     @staticmethod
-    def forward(ctx, parameter, stand_in):
-        return stand_in[0]
+    def forward(ctx, parameter, weight_proxy):
+        return weight_proxy[0]
 
     @staticmethod
     def backward(ctx, gradient):
         return gradient, None
 
 
-class StandIn:
+class WeightProxy:
     """What products read in place of a parameter (see the note).
 
     state:      of the weight.
@@ -133,22 +133,22 @@ class StandIn:
     """
 
     def __init__(self, state: WeightState):
-        self.state, self.published = state, None
+        self.state, self.synced = state, None
 
     def __getstate__(self) -> dict:
-        return {"state": self.state, "published": None}
+        return {"state": self.state, "synced": None}
 
     def of(self, parameter: Tensor) -> Tensor:
         """The stand-in, with the parameter's place in autograd."""
-        if self.published is None:
+        if self.synced is None:
             if isinstance(parameter, QuantizedTensor):
                 raise NotImplementedError(
                     f"{self.state.name} is gathered by fully_shard, with which Megatron's layers were not tested; leave "
                     "--use-torch-fsdp2 out, or build the model of fq.Linear"
                 )
             return parameter
-        made = self.published.detach()
-        return _Through.apply(parameter, [made]) if torch.is_grad_enabled() and parameter.requires_grad else made
+        made = self.synced.detach()
+        return _PassGradient.apply(parameter, [made]) if torch.is_grad_enabled() and parameter.requires_grad else made
 
 
 # Layers #
@@ -294,7 +294,7 @@ class _ParallelLinear(Linear):
         if _size(group) > 1 and not self.explicit_expert_comm:
             self.parallel = self._axis(group)
             self._weight_state.tensor_group, self._weight_state.tensor_dim = group, self._dim
-        self._stand_in = StandIn(self._weight_state)
+        self._weight_proxy = WeightProxy(self._weight_state)
         place(self)
         self.register_load_state_dict_pre_hook(_without_extra_state)
 
@@ -303,7 +303,7 @@ class _ParallelLinear(Linear):
 
     def _multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """y of x as it lies on this rank, bias included."""
-        weight = self._stand_in.of(self.weight)
+        weight = self._weight_proxy.of(self.weight)
         if self.parallel is not None:
             return multiply_shared(self, x, x, weight, bias, self.parallel)
         x, override = self.checked(x, weight), current_autocast()
@@ -468,7 +468,7 @@ class _GroupedLinear(GroupedLinear):
         _per_rank(name, *(("input_size", input_size) if self._dim else ("output_size", output_size)), _size(group))
         self.config, self.num_gemms, self.use_bias, self.skip_bias_add = config, num_gemms, bias, skip_bias_add
         self._groups, self.tp_group, expert_groups = pg_collection, group, _uses_expert_groups(config, True)
-        self._linears, self._stand_ins, self.packed = [], [], True
+        self._linears, self._weight_proxies, self.packed = [], [], True
         for e in range(num_gemms):
             weight = _weight(config, init_method, (output_size, input_size), self._dim, 1, group, True)
             _mark(weight, self._dim, 1, expert_groups)
@@ -478,7 +478,7 @@ class _GroupedLinear(GroupedLinear):
                 _mark(getattr(self, f"bias{e}"), None if self._dim else 0, 1, expert_groups)
             layer = expert(weight.detach(), recipe, f"{name}.{e}", EXPERT)
             self._linears.append(layer)
-            self._stand_ins.append(StandIn(layer._weight_state))
+            self._weight_proxies.append(WeightProxy(layer._weight_state))
         self.in_features, self.out_features = self._linears[0].in_features, self._linears[0].out_features
         finish_experts(self, name)
         self.register_load_state_dict_pre_hook(_without_extra_state)
@@ -495,7 +495,7 @@ class _GroupedLinear(GroupedLinear):
     def forward(self, x: Tensor, tokens_per_expert: Sequence[int] | Tensor) -> tuple[Tensor, list[Tensor] | None]:
         biases = [getattr(self, f"bias{e}") if self.use_bias else None for e in range(self.num_gemms)]
         for e, (layer, bias) in enumerate(zip(self._linears, biases)):
-            weight = self._stand_ins[e].of(getattr(self, f"weight{e}"))
+            weight = self._weight_proxies[e].of(getattr(self, f"weight{e}"))
             vars(layer).update(weight=weight, bias=None if self.skip_bias_add else bias, training=self.training)  # not registered
         splits = tokens_per_expert.tolist() if isinstance(tokens_per_expert, Tensor) else tokens_per_expert
         return super().forward(x, splits), biases if self.use_bias and self.skip_bias_add else None
@@ -537,14 +537,14 @@ class RowParallelGroupedLinear(_GroupedLinear):
     _dim = 1
 
 
-def stand_ins(model: nn.Module) -> dict[nn.Parameter, tuple[nn.Module, StandIn]]:
+def weight_proxies(model: nn.Module) -> dict[nn.Parameter, tuple[nn.Module, WeightProxy]]:
     """The weights of our layers in a model: parameter -> (its module, what products read in its place)."""
     found = {}
     for module in model.modules():
         if isinstance(module, _ParallelLinear):
-            found[module.weight] = module, module._stand_in
+            found[module.weight] = module, module._weight_proxy
         elif isinstance(module, _GroupedLinear):
-            found |= {getattr(module, f"weight{e}"): (module, s) for e, s in enumerate(module._stand_ins)}
+            found |= {getattr(module, f"weight{e}"): (module, s) for e, s in enumerate(module._weight_proxies)}
     return found
 
 

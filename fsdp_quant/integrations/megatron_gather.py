@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from ..context import STEP
 from ..gemm import StaleWeightError
 from ..hooks import SyncItem, WeightSync, plan_weight_sync
-from ..parallel.published_weight import BOTH, Channel
-from ..parallel.shard_map import Plane, Segments, ShardMap
+from ..parallel.synced_weight import BOTH, GatherBuffer
+from ..parallel.shard_map import WireTensor, Segments, ShardMap
 from ..tensor import torch_compat
 from ..tensor.quantized_weight import QuantizedWeight, QuantizedWeightState
-from .megatron import StandIn, stand_ins
+from .megatron import WeightProxy, weight_proxies
 
 _REFUSED_OF_DDP = {  # field -> the value that was tested
     "use_distributed_optimizer": True, "overlap_param_gather": True, "num_distributed_optimizer_instances": 1,
@@ -68,13 +68,13 @@ class _Values:
 
     def __init__(self, params: list[tuple[object, nn.Parameter]], group: dist.ProcessGroup):
         self._params, self._group = params, group
-        planes = tuple(Plane(f"value {i}", 8 * p.itemsize, shard_map(b, p, group.size())) for i, (b, p) in enumerate(params))
+        planes = tuple(WireTensor(f"value {i}", 8 * p.itemsize, shard_map(b, p, group.size())) for i, (b, p) in enumerate(params))
         segments = Segments(planes, group.size())
-        segments.prove()
+        segments.validate()
         own = torch.zeros(segments.size, dtype=torch.uint8, device=params[0][1].device)
-        self._channel = Channel(BOTH, list(range(len(params))), segments, own)
+        self._channel = GatherBuffer(BOTH, list(range(len(params))), segments, own)
 
-    def gather(self) -> Channel:
+    def gather(self) -> GatherBuffer:
         channel, rank = self._channel, self._group.rank()
         for (_, param), plane, offset in zip(self._params, channel.segments.planes, channel.segments.offsets[rank]):
             start, end = plane.map.run(rank)
@@ -93,29 +93,29 @@ class _Values:
 class GroupCodes:
     """The codes and values that a bucket group gathers.
 
-    params:  (bucket, parameter, its `StandIn`, or None: its values are gathered), in Megatron's order.
+    params:  (bucket, parameter, its `WeightProxy`, or None: its values are gathered), in Megatron's order.
     """
 
-    def __init__(self, params: Sequence[tuple[object, nn.Parameter, StandIn | None]], group: dist.ProcessGroup, **options):
+    def __init__(self, params: Sequence[tuple[object, nn.Parameter, WeightProxy | None]], group: dist.ProcessGroup, **options):
         self._rank = group.rank()
-        plain = [(bucket, param) for bucket, param, stand_in in params if stand_in is None]
+        plain = [(bucket, param) for bucket, param, weight_proxy in params if weight_proxy is None]
         self._values = _Values(plain, group) if plain else None
         self._weights, items, parts = [], [], None
-        for bucket, param, stand_in in params:
-            if stand_in is not None:
+        for bucket, param, weight_proxy in params:
+            if weight_proxy is not None:
                 shards = shard_map(bucket, param, group.size())
-                published = _published(param, stand_in)
-                own = stand_in.state.tensor_group
+                synced = _synced(param, weight_proxy)
+                own = weight_proxy.state.tensor_group
                 parts = own or parts  # one of a bucket group; Megatron's experts, if they are cut, have scales of their own
-                items.append(SyncItem(published.state.name, published, shards, own is not None))
-                self._weights.append((published.state.name, param, shards, stand_in, published))
+                items.append(SyncItem(synced.state.name, synced, shards, own is not None))
+                self._weights.append((synced.state.name, param, shards, weight_proxy, synced))
         self.sync: WeightSync = plan_weight_sync(items, group, tensor_group=parts, **options)
         self._begun, self._whole_at = False, STEP.weight_events
 
-    def stand_in(self) -> None:
+    def weight_proxy(self) -> None:
         """From now on products read what the sync writes."""
-        for *_, stand_in, published in self._weights:
-            stand_in.published, stand_in.state.publisher = published, self.sync
+        for *_, weight_proxy, synced in self._weights:
+            weight_proxy.synced, weight_proxy.state.weight_sync = synced, self.sync
 
     def _masters(self) -> list[Tensor]:
         """fp32 of the elements that this rank owns of each weight, as Megatron's optimizer keeps them."""
@@ -168,9 +168,9 @@ class GroupCodes:
             )
 
 
-def _published(param: nn.Parameter, stand_in: StandIn) -> QuantizedWeight:
+def _synced(param: nn.Parameter, weight_proxy: WeightProxy) -> QuantizedWeight:
     """A weight that is its codes, for the sync to write. Raises ValueError for one that has no fp32 master."""
-    state = stand_in.state
+    state = weight_proxy.state
     if not hasattr(param, "main_param"):
         raise ValueError(f"{state.name} has no main_param; make Megatron's distributed optimizer before gather_codes")
     if param.dtype is not torch.bfloat16:
@@ -223,13 +223,13 @@ def gather_codes(model_chunks: Sequence[nn.Module], optimizer, *, transport: str
                     raise ValueError(f"{what}.{field}={got!r} was not tested with gathers of codes; wanted {want!r}")
     planned = []
     for chunk in model_chunks:
-        found = stand_ins(chunk)
+        found = weight_proxies(chunk)
         for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
             params = [(bucket, p, found.get(p, (None, None))[1]) for bucket in group.buckets for p in bucket.params_list]
             for _, p, _ in params:
                 if getattr(p, "is_managed_by_layer_wise_optimizer", False):
                     raise ValueError("is_managed_by_layer_wise_optimizer of a parameter was not tested with gathers of codes")
-            if any(stand_in is not None for *_, stand_in in params):
+            if any(weight_proxy is not None for *_, weight_proxy in params):
                 planned.append((group, params, [found[p][0] for _, p, s in params if s is not None]))
     for module in (m for *_, modules in planned for m in modules):
         plans = [layer.plan for layer in getattr(module, "layers", [module])]
@@ -240,7 +240,7 @@ def gather_codes(model_chunks: Sequence[nn.Module], optimizer, *, transport: str
     options = {"transport": transport, "stats": stats}
     made = [GroupCodes(params, group.intra_distributed_optimizer_instance_group, **options) for group, params, _ in planned]
     for (group, _, modules), codes in zip(planned, made):
-        codes.stand_in()
+        codes.weight_proxy()
         group.__class__ = type(type(group).__name__, (GathersCodes, type(group)), {})
         group.fsdp_quant_codes = codes
         for module in dict.fromkeys(modules):

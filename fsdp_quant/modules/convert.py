@@ -22,7 +22,7 @@ from ..tensor.torch_compat import unwrapped_names
 from .fuse import InputPattern, MLPPattern, Pattern, fuse_forward, fused_modules, recognized
 from .grouped_linear import EXPERT, GroupedLinear, adopt_packed
 from .layernorm_mlp import check_recompute
-from .linear import Linear, adopt, apply_recipe
+from .linear import Linear, make_quantized, apply_recipe
 from .multihead_attention import MultiheadAttention, is_attention
 from .packed_experts import are_sharded, parts_of, products_of, take_over
 from .plan import build_plan
@@ -111,7 +111,7 @@ def convert(
         else:
             made = _made_of(_own_class(type(module)))
             module.__class__ = _converted_class(type(module), made)
-            (adopt if made is Linear else adopt_transposed)(module, recipes[name], plain[name])
+            (make_quantized if made is Linear else adopt_transposed)(module, recipes[name], plain[name])
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, OURS) for m in module.modules()):
             module.activation_relu_or_gelu = 0  # else its inference reads weights without a call of their layers
@@ -202,7 +202,7 @@ def _check_published(recipe: Recipe | PerLayer | Schedule, units: dict[str, Sequ
                 state = module._weight_state
                 plan = build_plan(its, module._name, arch_of(module.weight.device), module.module_type)
                 wanted = plan.weight, its.compute_dtype
-                if state.publisher is not None and wanted != (planned := (state.quantizer, state.compute_dtype)):
+                if state.weight_sync is not None and wanted != (planned := (state.quantizer, state.compute_dtype)):
                     raise ValueError(
                         f"{module._name}.weight is published by a weight sync that was planned for {planned[0]} of "
                         f"{planned[1]}, and {its} makes it {wanted[0]} of {wanted[1]}; change activations and gradients only, "

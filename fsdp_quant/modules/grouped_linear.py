@@ -21,8 +21,8 @@ from ..recipe import Recipe, as_recipe, identity
 from ..tensor import torch_compat
 from ..tensor.weight_state import WeightState
 from ..tensor.quantized_tensor import QuantizedTensor
-from .grouped_op import Beside, ExpertWeights, GroupedLinearCall, told_wrong, why_not
-from .linear import HasWeight, Linear, _plain_in_state_dict, apply_recipe, place, register_weight, whole_shape
+from .grouped_op import Beside, ExpertWeights, GroupedLinearCall, poll_bad_splits, unsupported_reason
+from .linear import HasWeight, Linear, _plain_in_state_dict, apply_recipe, attach_runtime, register_weight, whole_shape
 from .plan import PRODUCTS, GemmPlan, ladder_of
 from .traced_experts import runs_in_graphs, traced_experts
 
@@ -78,7 +78,7 @@ class GroupedLinear(HasWeight):
              or "name.e" of packed weights.
 
     Every expert quantizes its own tokens: a call gives what a loop over `fq.Linear` modules gives. On sm_90 one product
-    serves all experts where no scale serves tokens of two (`grouped_op.why_not`, printed by `fq.plan`).
+    serves all experts where no scale serves tokens of two (`grouped_op.unsupported_reason`, printed by `fq.plan`).
 
     first_expert:  this rank's first, where the packed weight is a DTensor whose ranks hold experts each.
 
@@ -174,13 +174,13 @@ class GroupedLinear(HasWeight):
             whole = whole and not isinstance(x, QuantizedTensor) and current_autocast() is None
             return self._in_graph(x, splits) if whole else self._outside_graphs(x, splits)
         if not compiling:
-            raise_wrong_splits()
+            raise_bad_splits()
         plan, reason = None if compiling else self.common_plan, "experts differ, or it is compiled, overridden or of no tokens"
         first = self._linears[0]
         rows = first.checked(x, self._operand(self.owners[0])[0]).reshape(-1, first.in_features)
         sizes = self._sizes(splits, rows)
         if plan is not None and not torch_compat.dispatch_is_watched() and current_autocast() is None and len(rows):
-            reason = self._why_one_by_one(plan, rows.dtype, x.device)
+            reason = self._unsupported_reason(plan, rows.dtype, x.device)
             two_level = any(plan.operand("input", d).tensor_scale for d in Direction)
             if reason is None and two_level and isinstance(x, QuantizedTensor):
                 reason = "the tokens came as two-level codes"
@@ -250,17 +250,17 @@ class GroupedLinear(HasWeight):
         self._planned = planned, next(iter(plans.values())).of_groups if len(plans) == 1 else None
         return self._planned[1]
 
-    def why_one_by_one(self, dtype: torch.dtype, device: torch.device) -> str | None:
+    def unsupported_reason(self, dtype: torch.dtype, device: torch.device) -> str | None:
         """Why experts are multiplied one after the other, in one clause; None where one product serves all."""
-        return self._why_one_by_one(self.common_plan, dtype, device)
+        return self._unsupported_reason(self.common_plan, dtype, device)
 
-    def _why_one_by_one(self, plan: GemmPlan | None, dtype: torch.dtype, device: torch.device) -> str | None:
+    def _unsupported_reason(self, plan: GemmPlan | None, dtype: torch.dtype, device: torch.device) -> str | None:
         if plan is None:
             return "experts have different plans"
         key, first = (plan.key, dtype, device), self._linears[0]
         if key not in self._reasons:
             bias = self._operand(self.owners[0])[1] is not None
-            self._reasons[key] = why_not(plan, dtype, device, len(self._linears), first.out_features, first.in_features, bias)
+            self._reasons[key] = unsupported_reason(plan, dtype, device, len(self._linears), first.out_features, first.in_features, bias)
         return self._reasons[key]
 
     def _in_one(self, plan: GemmPlan, rows: Tensor, splits, sizes: list[int] | None) -> Tensor:
@@ -322,7 +322,7 @@ class GroupedLinear(HasWeight):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         _take_parts(self)
-        _tell(self)
+        _register_tag(self)
         self.prepare()
 
     def extra_repr(self) -> str:
@@ -384,7 +384,7 @@ def expert(weight: Tensor, recipe: Recipe, name: str, module_type: str, first: _
     apply_recipe(layer, recipe)
     layer._weight_state = WeightState(f"{name}.weight", layer.plan.weight, (out_features, in_features), recipe.compute_dtype)
     layer._weight_state.plan = layer.plan
-    place(layer)
+    attach_runtime(layer)
     return layer
 
 
@@ -394,7 +394,7 @@ def finish_experts(module: GroupedLinear, name: str) -> None:
     for layer in module._linears:
         layer._plan = layer._weight_state.plan = replace(layer.plan, alone=False)
     module._goes_into_graphs = "weight" in module._parameters and runs_in_graphs(module.common_plan)
-    _tell(module)
+    _register_tag(module)
 
 
 def _sizes_of(ends: list[int]) -> list[int]:
@@ -407,15 +407,15 @@ _TAGS = itertools.count(1)
 _TAGGED: weakref.WeakValueDictionary[int, GroupedLinear] = weakref.WeakValueDictionary()
 
 
-def _tell(module: GroupedLinear) -> None:
+def _register_tag(module: GroupedLinear) -> None:
     """Give a module the number by which a device names it."""
     module._tag = next(_TAGS)
     _TAGGED[module._tag] = module
 
 
-def raise_wrong_splits(*_) -> None:
+def raise_bad_splits(*_) -> None:
     """Raise ValueError for splits that a device has found wrong; waits for nothing."""
-    told = told_wrong()
+    told = poll_bad_splits()
     if told is None:
         return
     tag, rows = told
@@ -426,4 +426,4 @@ def raise_wrong_splits(*_) -> None:
     )
 
 
-register_optimizer_step_pre_hook(raise_wrong_splits)
+register_optimizer_step_pre_hook(raise_bad_splits)

@@ -28,7 +28,7 @@ from ..ops import native
 from ..ops.capability import ARCHITECTURES, arch_of
 from ..ops.layout import ANCHORED, COMPACT, adjoining, is_anchored_of_codes, operand_format, pad_to
 from ..ops.native import Operand, TokenGroups
-from ..storage import BUFFERS, Storage, has_tensor_amax, laid_out
+from ..storage import BUFFERS, Storage, has_tensor_amax, to_gemm_operands
 from ..tensor import code_check, torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import WeightState, held, values_of
@@ -39,7 +39,7 @@ from .linear_op import (
 from .plan import PRODUCTS, GemmPlan, Product
 
 
-def why_not(
+def unsupported_reason(
     plan: GemmPlan, dtype: torch.dtype, device: torch.device, experts: int, n: int, k: int, bias: bool = False
 ) -> str | None:
     """Why no grouped kernel makes the products of this plan, in one clause; None where they do."""
@@ -60,7 +60,7 @@ def why_not(
     for slot, layouts in resolved.layouts.items():
         for direction, layout in layouts.items():
             fmt = plan.operand(slot, direction)
-            if is_anchored_of_codes(fmt, layout) and not fmt.serves_both_directions:
+            if is_anchored_of_codes(fmt, layout) and not fmt.shares_storage:
                 return f"{slot}.{direction.value} ({fmt}) is anchored after it was encoded, a tensor at a time"
     for product, domain in zip(PRODUCTS, resolved.domains):
         if domain not in ("native", "anchored") and not (domain == "bf16" and all(f.tensor_scale for f in plan.pair(product))):
@@ -166,7 +166,7 @@ def _decodable(storages: Sequence[Storage]) -> _Codes:
     rows, cols = first.shape
     data, scale = [s.data for s in storages], [s.scale for s in storages]
     if first.direction is COLUMNWISE:
-        data = native.transpose_group(data, [first.shape] * experts, first.fmt.bits, stacked=True)
+        data = native.multi_tensor_transpose(data, [first.shape] * experts, first.fmt.bits, stacked=True)
         scale, rows, cols = [s.t() for s in scale], cols, rows
     data, scale = stacked(data).view(-1, data[0].shape[1]), torch.stack(scale).view(-1, scale[0].shape[1])
     amaxes = torch.cat([s.tensor_amax for s in storages])
@@ -197,18 +197,18 @@ def _of_packed(
     if not coded:
         return made
     seen = plan.compute_dtype or values.dtype
-    through_bf16 = values.dtype is torch.float32 and seen is torch.bfloat16
+    round_to_bf16 = values.dtype is torch.float32 and seen is torch.bfloat16
     if any(plan.operand("weight", d).tensor_scale for d in coded):
-        through_bf16 = False
+        round_to_bf16 = False
     histories = [part.delayed_history(d, values.device, plan.weight) for d in plan.weight.delayed_directions for part in parts]
-    given = values if through_bf16 else values.to(seen)
+    given = values if round_to_bf16 else values.to(seen)
     if turned is None:
         buffers = iter(native.linear_weight(
-            given, resolved.call, ROWWISE in coded, COLUMNWISE in coded, through_bf16, [h.enc for h in histories],
+            given, resolved.call, ROWWISE in coded, COLUMNWISE in coded, round_to_bf16, [h.enc for h in histories],
             [h.amaxes for h in histories] if records else [],
         ))
     else:
-        by_direction = codes_of_transposed(given, turned, coded, through_bf16)
+        by_direction = codes_of_transposed(given, turned, coded, round_to_bf16)
         buffers = (buffer for d in coded for buffer in by_direction[d])
     for part in parts:
         for d in coded:
@@ -238,7 +238,7 @@ def _of_gathered(weight: QuantizedTensor, direction: Direction, plan: GemmPlan, 
     compact = [gathered_storage(part, direction, plan, COMPACT) for part in parts]  # refuses freed codes and other formats
     if in_one:
         return operand_of_codes(shown_codes(weight, direction), direction, weight.shape, plan, dtype)
-    return _stacked_operand(laid_out([(storage, layout) for storage in compact]))
+    return _stacked_operand(to_gemm_operands([(storage, layout) for storage in compact]))
 
 
 def shown_codes(weight: QuantizedTensor, direction: Direction) -> list[Tensor]:
@@ -306,7 +306,7 @@ def given_operand(plan: GemmPlan, slot: str, x: QuantizedTensor, direction: Dire
         whole = whole.with_buffers({"scale": filled}, shape=(turned.shape[1], x.shape[1]))
     elif first.scale is not None:
         whole = whole.with_buffers({"scale": behind([s.scale for s in storages])})
-    whole = whole.in_layout(layout, turned)
+    whole = whole.to_gemm_operand(layout, turned)
     return Operand(whole.data, whole.scale, whole.operand_format)
 
 
@@ -332,7 +332,7 @@ def _forward_of_codes(
 ) -> tuple[Tensor, TokenGroups, list[Tensor]]:
     """`native.grouped_step` of tokens that came as codes."""
     refuse_codes(x, plan, save)
-    groups = native.token_groups(ends, len(x), wrong_splits(), tag)
+    groups = native.token_groups(ends, len(x), bad_splits_flag(), tag)
     y = _product_of_rows(given_operand(plan, "input", x, ROWWISE, groups), weight, groups, out_dtype)
     kept = given_operand(plan, "input", x, COLUMNWISE, groups)[:2] if save else ()
     _count(plan, "fprop", x, groups)
@@ -414,7 +414,7 @@ class GroupedLinearCall(torch.autograd.Function):
 
     weights:     `ExpertWeights`.
     save:        the backward needs x.
-    tag:         what `wrong_splits` is told of wrong ends.
+    tag:         what `bad_splits_flag` is told of wrong ends.
     beside:      `Beside`.
     parameters:  the weights, and as many biases, [N] each or one [E, N], or none.
     """
@@ -431,7 +431,7 @@ class GroupedLinearCall(torch.autograd.Function):
             y, ctx.groups, saved = _forward_of_codes(x, ends, weight, plan, save, out_dtype, tag)
         else:
             y, ctx.groups, saved = native.grouped_step(
-                x, ends, weight, call, save, guard, out_dtype, wrong_splits(), tag, beside.factors, beside.amaxes, beside.step,
+                x, ends, weight, call, save, guard, out_dtype, bad_splits_flag(), tag, beside.factors, beside.amaxes, beside.step,
                 beside.ids,
             )
         if biases:
@@ -499,7 +499,7 @@ def bias_gradients(groups: TokenGroups, dy: Tensor) -> Tensor:
 _WRONG: list[tuple[Tensor, ctypes.c_int64]] = []  # one memory, twice; made for the first device
 
 
-def wrong_splits() -> Tensor:
+def bad_splits_flag() -> Tensor:
     """int64 [1] of the host that devices write: tag << 32 | rows of the last call whose splits were wrong."""
     if not _WRONG:
         with torch_compat.outside_inference_mode():
@@ -510,7 +510,7 @@ def wrong_splits() -> Tensor:
 
 # Wrong splits are reported in pinned memory: a copied flag and its event were calls in every
 # forward.
-def told_wrong() -> tuple[int, int] | None:
+def poll_bad_splits() -> tuple[int, int] | None:
     """(tag, rows) of a call whose splits a device has found wrong, once."""
     said = _WRONG[0][1].value if _WRONG else 0
     if not said:

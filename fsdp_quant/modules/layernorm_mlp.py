@@ -14,9 +14,9 @@ from ..ops.norm import ACTIVATIONS, Activation
 from ..ops.rng import own_name
 from ..recipe import Recipe
 from .linear import Linear, handed_to, share_input
-from .linear_op import Handed, Source
+from .linear_op import Handed, GatedInput
 from .norm import Norm
-from .norm_op import activate, deferred
+from .norm_op import activate, unmaterialized
 
 
 class LayerNormMLP(nn.Module):
@@ -124,8 +124,8 @@ def mlp_hidden(
         made.append(layer(x, **handed_to(layer, own)))
     g, u = (made[0], None) if gate is None else made
     packed, kind = activation.gated and u is None, activation.kind
-    source = Source(*(g.detach().chunk(2, -1) if packed else (g, u)), kind)
-    if activation.gated and isinstance(down, Linear) and down.takes_source(source.gate) and norm.runs_whole(g, u):
-        return deferred(g, u, kind, grads, packed), Handed(source=source)
+    source = GatedInput(*(g.detach().chunk(2, -1) if packed else (g, u)), kind)
+    if activation.gated and isinstance(down, Linear) and down.can_fuse_activation(source.gate) and norm.runs_whole(g, u):
+        return unmaterialized(g, u, kind, grads, packed), Handed(source=source)
     h, amaxes = activate(g, u, kind, grads, packed)
     return h, Handed(amaxes)

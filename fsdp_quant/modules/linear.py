@@ -27,7 +27,7 @@ from ..tensor.torch_compat import local_of
 from ..tensor.weight_shard import WeightShard, as_shard
 from ..tensor.weight_state import WeightState
 from .guard import guard_of
-from .linear_op import Handed, HandedByInput, LinearCall, linear, slot_ids, takes_source, weight_state
+from .linear_op import Handed, HandedByInput, LinearCall, linear, slot_ids, can_fuse_activation, weight_state
 from .plan import PRODUCTS, GemmPlan, build_plan, plan_of_recipe
 from .quantize import BoundaryIds, boundary
 from .traced_linear import NO_HISTORIES, GraphTensors, traced_linear
@@ -85,7 +85,7 @@ class Linear(HasWeight, nn.Linear):
         if not isinstance(bias, bool):
             raise ValueError(f"fq.Linear: bias is {bias!r}; wanted True or False, and a recipe by its name: recipe={bias!r}")
         super().__init__(in_features, out_features, bias, device, dtype)
-        adopt(self, recipe or quantized_init_recipe() or identity(), own_name(name, "linear"))
+        make_quantized(self, recipe or quantized_init_recipe() or identity(), own_name(name, "linear"))
 
     @property
     def recipe(self) -> Recipe:
@@ -173,14 +173,14 @@ class Linear(HasWeight, nn.Linear):
         y = product(boundary(x, plan.boundary, self._boundary_ids, output=False))
         return boundary(finished(y, residual, scale), plan.boundary, self._boundary_ids, grad_input=False)
 
-    def takes_source(self, x: Tensor) -> bool:
+    def can_fuse_activation(self, x: Tensor) -> bool:
         """An input like x may be made by the kernel that quantizes it: nothing else would see its values."""
         if torch.compiler.is_compiling() or torch_compat.has_hooks(self) or type(self) is not Linear:
             return False
         overridden = "forward" in self.__dict__ or current_autocast() is not None or torch.is_autocast_enabled(x.device.type)
         overridden = overridden or self._plan.boundary is not None
         shared = self.parallel is not None or isinstance(self.weight, DTensor)
-        return not (overridden or shared) and takes_source(x, self.weight, self.bias, self._plan.on(x.dtype, x.device))
+        return not (overridden or shared) and can_fuse_activation(x, self.weight, self.bias, self._plan.on(x.dtype, x.device))
 
     def checked(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """x in the dtype of its products. Raises for what no product takes, naming the module.
@@ -300,12 +300,12 @@ class Linear(HasWeight, nn.Linear):
         return applied
 
     def __getstate__(self) -> dict:
-        """Without what `place` makes."""
+        """Without what `attach_runtime` makes."""
         return {k: v for k, v in super().__getstate__().items() if k not in ("_graph", "_input_of", "_boundary_ids")}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        place(self)
+        attach_runtime(self)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self._recipe}"
@@ -326,7 +326,7 @@ def finished(y: Tensor, residual: Tensor | None, scale: float) -> Tensor:
     return torch.add(residual, y, alpha=scale)
 
 
-def adopt(module: nn.Linear, recipe: Recipe | str, name: str) -> None:
+def make_quantized(module: nn.Linear, recipe: Recipe | str, name: str) -> None:
     """Give a module of class `Linear` its plan and the state of its weight."""
     module._name = name
     apply_recipe(module, recipe)
@@ -346,7 +346,7 @@ def attach_state(module: Linear, kind: type[WeightState] | None = None) -> None:
         )
         register_weight(module)
     module._weight_state.plan = module._plan
-    place(module)
+    attach_runtime(module)
 
 
 # id of a plain weight -> the module that has its state, for layers that share one. A weak reference to the weight itself
@@ -378,7 +378,7 @@ def share_input(first: Linear, second: Linear) -> None:
     second._graph.prepare(second)
 
 
-def place(module: Linear) -> None:
+def attach_runtime(module: Linear) -> None:
     """Give the module its slot ids, and what graphs of it are given."""
     module._input_of, module._ids = None, slot_ids(module._name)
     module._graph = GraphTensors(module)

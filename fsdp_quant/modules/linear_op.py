@@ -51,7 +51,7 @@ from .plan import GemmPlan, Resolved
 SLOTS = QUANTIZED_TYPES
 
 
-class Source(NamedTuple):
+class GatedInput(NamedTuple):
     """What an input is made of: act(gate) * up; kind: `ops.norm.KINDS`."""
 
     gate: Tensor
@@ -65,12 +65,12 @@ class Handed:
 
     amaxes:  fp32, as the kernel that wrote x left them (`native.amaxes_like`); None: not known.
     grad_amaxes:  memory for the amaxes of the gradient of y, into which the node that makes that gradient writes them.
-    source:  where x has a shape and an autograd node, but no values; see `takes_source`.
+    source:  where x has a shape and an autograd node, but no values; see `can_fuse_activation`.
     codes:   key -> codes of x, made by the first layer that multiplies it, for the others.
     """
 
     amaxes: Tensor | None = None
-    source: Source | None = None
+    source: GatedInput | None = None
     codes: dict[tuple, list[Tensor]] = field(default_factory=dict)
     grad_amaxes: Tensor | None = None
 
@@ -176,7 +176,7 @@ def _given(plan: GemmPlan, slot: str, x: QuantizedTensor, directions: list[Direc
     """Storages of an activation or gradient that came as codes, as its products read them."""
     layouts = plan.resolved(x.dtype, x.device).layouts[slot]
     made = {d: given_storage(plan, slot, x, d) for d in directions}
-    return {d: s.in_layout(layouts[d]) if x.numel() else s for d, s in made.items()}
+    return {d: s.to_gemm_operand(layouts[d]) if x.numel() else s for d, s in made.items()}
 
 
 def given_storage(plan: GemmPlan, slot: str, x: QuantizedTensor, direction: Direction) -> Storage:
@@ -204,15 +204,15 @@ def gathered_storage(weight: QuantizedTensor, direction: Direction, plan: GemmPl
     """The codes of a gathered or frozen weight, or of a quantized parameter, as a GEMM reads them."""
     storage = weight.rowwise if direction is ROWWISE else weight.columnwise
     if storage is None and direction is COLUMNWISE and plan.weight.is_derived:  # frozen
-        return plan.weight.derive_columnwise(weight.storage_for(ROWWISE), plan.compute_dtype).in_layout(layout)
+        return plan.weight.derive_columnwise(weight.storage_for(ROWWISE), plan.compute_dtype).to_gemm_operand(layout)
     if storage is not None and storage.fmt != plan.weight.side(direction).fmt:
         raise StaleWeightError(
             f"the gathered weight is {storage.fmt} {direction.value} and the plan multiplies "
             f"{plan.weight.side(direction).fmt}; change formats with fq.set_recipe, at a step boundary"
         )
     if storage is None and plan.weight.is_derived and type(weight) is QuantizedTensor:  # frozen: rowwise codes are all it holds
-        rowwise = weight.storage_for(ROWWISE).in_layout(COMPACT)
-        return plan.weight.derive_columnwise(rowwise, plan.compute_dtype).in_layout(layout)
+        rowwise = weight.storage_for(ROWWISE).to_gemm_operand(COMPACT)
+        return plan.weight.derive_columnwise(rowwise, plan.compute_dtype).to_gemm_operand(layout)
     operand = weight.operand_for(direction, layout)
     if code_check.checking:
         code_check.check_gathered(weight, direction)
@@ -240,7 +240,7 @@ def weight_storages(
         return {
             d: held(
                 state, ("whole", d, dtype, layouts[d], records and bool(plan.weight.delayed_directions)), values,
-                lambda d=d: storage_of(plan.weight, d, plan.compute_dtype, encode).in_layout(layouts[d]),
+                lambda d=d: storage_of(plan.weight, d, plan.compute_dtype, encode).to_gemm_operand(layouts[d]),
             ) for d in directions
         }
 
@@ -354,7 +354,7 @@ def _is_one_call(resolved: Resolved, x: Tensor, n: int, bias: Tensor | None = No
     return size != 0 and not any(length % resolved.multiple for length in (cols, n, size // cols))
 
 
-def takes_source(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan) -> bool:
+def can_fuse_activation(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan) -> bool:
     """`linear` may be handed a source instead of x: it is one call, which neither multiplies nor keeps x itself."""
     return (
         not torch_compat.dispatch_is_watched() and plan.saves != "input" and plan.input.rowwise.fmt.is_quantized
@@ -437,8 +437,8 @@ def columnwise_of_saved(plan: GemmPlan, saved: list[Tensor], shape, dy: Tensor, 
     storage = storage_over(saved, fmt, direction, shape, dtype, laid_out if shape[0] else COMPACT)
     if direction is COLUMNWISE:
         return storage
-    storage = storage.in_layout(COMPACT)
-    if hybrid.one_storage:
+    storage = storage.to_gemm_operand(COMPACT)
+    if hybrid.shares_storage:
         return storage.as_direction(COLUMNWISE)
     return hybrid.derive_columnwise(storage, key=key())
 

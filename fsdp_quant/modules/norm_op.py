@@ -101,12 +101,12 @@ def activate(
     return _Activate.apply(g, u, kind, grad_amaxes), None
 
 
-def deferred(
+def unmaterialized(
     g: Tensor, u: Tensor | None, kind: int, grad_amaxes: Tensor | None = None, packed: bool = False
 ) -> Tensor:
     """`activate` of which only the shape and the gradient are wanted (`norm.runs_whole`): the values are made where they are
     quantized."""
-    return native.activate(g, u, kind, grad_amaxes, deferred=True, packed=packed)[0]
+    return native.activate(g, u, kind, grad_amaxes, unmaterialized=True, packed=packed)[0]
 
 
 # What graphs hold: the operators that these call while they are traced #

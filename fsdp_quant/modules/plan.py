@@ -25,7 +25,7 @@ from ..ops.layout import (
 from ..ops.reference import NOT_COUNTED, counted_as
 from ..quantizer import HybridQuantizer, Quantizer
 from ..recipe import QUANTIZED_TYPES, Recipe, Role, recipe_of
-from .quantize import Boundary, boundaries
+from .quantize import OutputQuantization, boundaries
 
 _PLANS: dict[str, GemmPlan] = {}
 # Compiled step, by its number -> its plan, domains, and whether it makes the codes of transposed weights.
@@ -105,7 +105,7 @@ class GemmPlan:
     accuracy: str = "fast"
     rungs: tuple[str, str, str] = (ANCHORED_TENSOR,) * 3
     over_tokens: str = OVER_TOKENS
-    boundary: Boundary | None = None
+    boundary: OutputQuantization | None = None
     alone: bool = True
     watched: tuple[tuple[int, int], ...] | None = None
     by_tensor: tuple[bool, bool, bool] = (False, False, False)
@@ -189,7 +189,7 @@ class GemmPlan:
             slot: HybridQuantizer(*(made.get((slot, d)) or self.hybrid(slot).side(d) for d in Direction))
             for slot in {slot for slot, _ in made}
         }
-        one, saves = slots.get("input", self.input).one_storage, self.saves
+        one, saves = slots.get("input", self.input).shares_storage, self.saves
         saves = saves if saves == "input" else "rowwise" if one else "columnwise" if "input" in slots else saves
         return replace(self, **slots, saves=saves, watched=tuple(watched), by_tensor=tuple(by_tensor))
 
@@ -256,15 +256,15 @@ class GemmPlan:
         if key not in self._resolved:
             arch = arch_of(device)
             layouts = {s: {d: self._layout(s, d, dtype, arch) for d in Direction} for s in QUANTIZED_TYPES}
-            laid_out = self.input.one_storage and layouts["input"][COLUMNWISE] != COMPACT
+            laid_out = self.input.shares_storage and layouts["input"][COLUMNWISE] != COMPACT
             domains = tuple(self.domain(p, dtype, arch)[0] for p in PRODUCTS)
-            readings = self._readings(layouts, domains, dtype, arch) if native.runs_on(device) else None
+            operand_specs = self._operand_specs(layouts, domains, dtype, arch) if native.runs_on(device) else None
             call = shared = None
             watched = self.watched or tuple(self._watched(p, domain) for p, domain in zip(PRODUCTS, domains))
-            if readings is not None:
-                call = native.linear_plan(readings, self.saves == "input", watched, self.key)
+            if operand_specs is not None:
+                call = native.linear_plan(operand_specs, self.saves == "input", watched, self.key)
                 _CALLS[call] = self, domains, False
-                shared = None if self.input.is_stochastic else tuple(readings[:2])
+                shared = None if self.input.is_stochastic else tuple(operand_specs[:2])
             in_4_bits = any(domain == "native" and self.pair(p)[0].bits == 4 for p, domain in zip(PRODUCTS, domains))
             saved = COLUMNWISE if self.saves == "columnwise" or laid_out else ROWWISE
             self._resolved[key] = Resolved(domains, layouts, saved, call, shared, watched, 32 if in_4_bits else 16)
@@ -281,12 +281,12 @@ class GemmPlan:
             layouts = resolved.layouts["weight"]
             differ = any(self.operand("weight", d).tensor_scale for d in Direction) or COMPACT in layouts.values()
             if resolved.call is not None and not differ and not self.weight.delayed_directions:
-                readings = self._readings(resolved.layouts, resolved.domains, dtype, arch)
-                readings[2:4] = [
-                    native.reading_of(self.weight.side(of).encoding(d), layouts[of], resolved.domains[product], arch, False, None)
+                operand_specs = self._operand_specs(resolved.layouts, resolved.domains, dtype, arch)
+                operand_specs[2:4] = [
+                    native.operand_spec_of(self.weight.side(of).encoding(d), layouts[of], resolved.domains[product], arch, False, None)
                     for d, of, product in ((ROWWISE, COLUMNWISE, 1), (COLUMNWISE, ROWWISE, 0))
                 ]
-                made = native.linear_plan(readings, self.saves == "input", resolved.watched, self.key)
+                made = native.linear_plan(operand_specs, self.saves == "input", resolved.watched, self.key)
                 _CALLS[made] = self, resolved.domains, True
             self._turned[key] = made
         return self._turned[key]
@@ -296,31 +296,31 @@ class GemmPlan:
         """Grouped products make dw transposed: kernels take no e5m2 as the second operand of groups that cut the contraction."""
         return self.operand("grad_output", COLUMNWISE).element != E5M2
 
-    def _readings(
+    def _operand_specs(
         self, layouts: dict[str, dict[Direction, str]], domains: tuple[str, ...], dtype: torch.dtype, arch: str
-    ) -> list[native.Reading] | None:
+    ) -> list[native.OperandSpec] | None:
         """Rowwise and columnwise readings of every slot in the compiled step, or None where it cannot do one of them."""
         if dtype is not torch.bfloat16:
             return None
-        readings = []
+        operand_specs = []
         for slot in QUANTIZED_TYPES:
             hybrid = self.hybrid(slot)
             lie = set(layouts[slot].values())
-            if hybrid.is_derived or (hybrid.one_storage and COMPACT in lie and len(lie) > 1):
+            if hybrid.is_derived or (hybrid.shares_storage and COMPACT in lie and len(lie) > 1):
                 return None
             in_runs = layouts[slot].values() if slot == "weight" else [layouts[slot][ROWWISE]]
             if {ANCHORED_512, ANCHORED_128} & set(in_runs):  # the step makes runs of tokens
                 return None
             for d in Direction:
                 product = next(i for i, p in enumerate(PRODUCTS) if (slot, d) in (p.a, p.b))
-                source = ROWWISE if hybrid.one_storage else d  # whose history scales it
+                source = ROWWISE if hybrid.shares_storage else d  # whose history scales it
                 delayed = hybrid.delayed_directions
-                readings.append(native.reading_of(
+                operand_specs.append(native.operand_spec_of(
                     hybrid.side(d).encoding(d), layouts[slot][d], domains[product], arch,
-                    d is COLUMNWISE and hybrid.one_storage and lie == {COMPACT},
+                    d is COLUMNWISE and hybrid.shares_storage and lie == {COMPACT},
                     delayed.index(source) if source in delayed else None,
                 ))
-        return None if None in readings else readings
+        return None if None in operand_specs else operand_specs
 
     @cached_property
     def _resolved(self) -> dict:
@@ -434,4 +434,4 @@ def _saved(hybrid: HybridQuantizer, save_original_input: bool | None) -> str:
         return "rowwise"
     if save_original_input or not hybrid.columnwise.fmt.is_quantized:
         return "input"
-    return "rowwise" if hybrid.one_storage else "columnwise"
+    return "rowwise" if hybrid.shares_storage else "columnwise"

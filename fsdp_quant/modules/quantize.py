@@ -15,11 +15,11 @@ from ..quantizer import HybridQuantizer, as_rows
 from ..recipe import BOUNDARY_TYPES, Recipe, Role, as_recipe
 from ..tensor import torch_compat
 
-_BOUNDARIES: dict[str, Boundary] = {}  # by the text that stands for one in an operator's arguments
+_BOUNDARIES: dict[str, OutputQuantization] = {}  # by the text that stands for one in an operator's arguments
 
 
 @value_class
-class Boundary:
+class OutputQuantization:
     """Quantizers of an output and of the gradient of an input; None leaves either as it is."""
 
     output: HybridQuantizer | None
@@ -50,7 +50,7 @@ class _Boundary(torch.autograd.Function):
         return dx, None, None, None, None, None
 
 
-def _through_codes(x: Tensor, sides: Boundary, slot: int, beside: tuple[Tensor, Tensor], tracing: bool) -> Tensor:
+def _through_codes(x: Tensor, sides: OutputQuantization, slot: int, beside: tuple[Tensor, Tensor], tracing: bool) -> Tensor:
     with opaque.tracing() if tracing else contextlib.nullcontext():
         side, rows, key = getattr(sides, BOUNDARY_TYPES[slot]).rowwise, as_rows(x), None
         if side.is_stochastic:
@@ -66,7 +66,7 @@ def _traced_boundary(x: Tensor, key: str, output: bool, grad_input: bool, step: 
     return _Boundary.apply(x, _BOUNDARIES[key], output, grad_input, (step, ids), True)
 
 
-def boundaries(recipe: Recipe, name: str, module_type: str) -> Boundary | None:
+def boundaries(recipe: Recipe, name: str, module_type: str) -> OutputQuantization | None:
     """The quantizers of a module's output and grad_input, or None where neither has one.
 
     Raises ValueError for what a boundary cannot honour, naming it.
@@ -76,10 +76,10 @@ def boundaries(recipe: Recipe, name: str, module_type: str) -> Boundary | None:
         side = None if hybrid is None else hybrid.rowwise
         if hybrid is not None and (side is None or side.is_delayed or side.fmt.rotated):
             raise ValueError(f"{name}: {slot} is {hybrid}; wanted rowwise current scaling without a rotation")
-    return None if sides == (None, None) else Boundary(*sides)
+    return None if sides == (None, None) else OutputQuantization(*sides)
 
 
-def boundary(x: Tensor, sides: Boundary, ids: BoundaryIds, output: bool = True, grad_input: bool = True) -> Tensor:
+def boundary(x: Tensor, sides: OutputQuantization, ids: BoundaryIds, output: bool = True, grad_input: bool = True) -> Tensor:
     """x decoded from codes of `sides.output`, its gradient from codes of `sides.grad_input`.
 
     output, grad_input:  False: that side is left out.

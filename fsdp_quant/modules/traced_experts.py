@@ -25,9 +25,9 @@ from ..ops.native import Operand, TokenGroups
 from ..recipe import QUANTIZED_TYPES as SLOTS
 from ..tensor import torch_compat
 from ..tensor.gather_group import RECOMPUTED_IN_GRAPHS
-from ..tensor.quantized_tensor import QuantizedTensor, Slots
+from ..tensor.quantized_tensor import QuantizedTensor, StoragePair
 from .grouped_op import (
-    bias_gradients, group_of, operand_of_codes, packed_operand, read_as, shown_codes, why_not, wrong_splits,
+    bias_gradients, group_of, operand_of_codes, packed_operand, read_as, shown_codes, unsupported_reason, bad_splits_flag,
 )
 from .linear_op import LinearCall, buffers_of, multiply, multiply_backward, slot_ids, storage_over
 from .plan import GemmPlan, plan_of
@@ -110,8 +110,8 @@ def _weight_of(
     fmt = plan.weight.side(source).fmt
     fields = [t.unflatten(0, (experts, -1)) for t in codes]
     storages = [storage_over([t[e] for t in fields], fmt, source, tuple(matrix), dtype, COMPACT) for e in range(experts)]
-    parts = [Slots(**{direction.value: s if source is direction else s.as_direction(direction)}) for s in storages]
-    return QuantizedTensor(slots=Slots(parts=parts), shape=tuple(shape))
+    parts = [StoragePair(**{direction.value: s if source is direction else s.as_direction(direction)}) for s in storages]
+    return QuantizedTensor(slots=StoragePair(parts=parts), shape=tuple(shape))
 
 
 def _operand_of(
@@ -130,7 +130,7 @@ def _in_one(x: Tensor, shape: list[int], bias: bool, plan: GemmPlan) -> bool:
     """plan: of groups."""
     key = x.dtype, x.device, tuple(shape), bias
     if key not in plan.one_product:
-        plan.one_product[key] = why_not(plan, *key[:2], *shape, bias) is None
+        plan.one_product[key] = unsupported_reason(plan, *key[:2], *shape, bias) is None
     return plan.one_product[key] and x.shape[0] > 0
 
 
@@ -138,7 +138,7 @@ def _kept_shapes(plan: GemmPlan, x: Tensor, experts: int) -> tuple[tuple, tuple,
     """(codes, scales, their dtype) that the backward reads of x: of groups that begin at multiples of 128."""
     resolved, encoding = plan.resolved(x.dtype, x.device), plan.input.side(COLUMNWISE).encoding(COLUMNWISE)
     layout = resolved.layouts["input"][COLUMNWISE]
-    reading = native.reading_of(encoding, layout, resolved.domains[2], arch_of(x.device), False, None)
+    reading = native.operand_spec_of(encoding, layout, resolved.domains[2], arch_of(x.device), False, None)
     run = reading.run if reading.run >= 0 else None
     of = native.encoding_shapes(reading.side, True, (native.TILE * _tiles(x.shape[0], experts), x.shape[1]), run=run)
     if run is not None:
@@ -173,7 +173,7 @@ def _run_forward(x, ends, values, codes, shape, bias, plan, save, turned, counts
     call, dtype = plan.resolved(x.dtype, x.device).call, x.dtype if bias is None else torch.float32
     operand = _operand_of(values, turned, codes, shape, plan, ROWWISE, x.dtype)
     y, groups, kept = native.grouped_step(
-        x, ends, operand, call, save, *(seen or [None]), dtype, wrong_splits(), _NO_MODULE, step=_step(x, seen)
+        x, ends, operand, call, save, *(seen or [None]), dtype, bad_splits_flag(), _NO_MODULE, step=_step(x, seen)
     )
     if bias is not None:
         y = y.add_(bias.float().index_select(0, group_of(groups, x))).to(x.dtype)

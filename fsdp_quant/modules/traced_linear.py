@@ -239,7 +239,7 @@ class _Operands:
             return self._made[direction]
         storage = self._gather.take(direction)
         self.amaxes = self._gather.amaxes
-        return storage.in_layout(self._layouts[direction]) if storage.data.numel() else storage
+        return storage.to_gemm_operand(self._layouts[direction]) if storage.data.numel() else storage
 
     @property
     def own_rowwise(self) -> Storage:
@@ -264,7 +264,7 @@ def _weight_storage(
         values = values.clone()
     source = direction if direction in hybrid.encodings else ROWWISE
     encoding = hybrid.encodings[source]
-    if hybrid.one_storage and direction is COLUMNWISE:
+    if hybrid.shares_storage and direction is COLUMNWISE:
         encoding = hybrid.columnwise.encoding(COLUMNWISE) if wanted != COMPACT and is_encoded_as(encoding.fmt, wanted) else encoding
     seen = plan.compute_dtype if encoding.fmt.is_quantized else dtype
     delayed = hybrid.delayed_directions
@@ -284,8 +284,8 @@ def _weight_storage(
     storage = Storage.of(encoded, encoding, weight.shape, dtype)
     amaxes = {source: encoded.amax} if factor is not None else {}
     if storage.direction is not direction:
-        storage = storage.as_direction(direction) if hybrid.one_storage else hybrid.derive_columnwise(storage, plan.compute_dtype)
-    return storage.in_layout(wanted), amaxes
+        storage = storage.as_direction(direction) if hybrid.shares_storage else hybrid.derive_columnwise(storage, plan.compute_dtype)
+    return storage.to_gemm_operand(wanted), amaxes
 
 
 def _saved_codes(plan: GemmPlan, saved: Direction, cut: SequenceCut | None) -> Direction | None:
@@ -295,7 +295,7 @@ def _saved_codes(plan: GemmPlan, saved: Direction, cut: SequenceCut | None) -> D
         return None
     if cut is None:
         return saved
-    derives = plan.saves == "rowwise" and not plan.input.one_storage
+    derives = plan.saves == "rowwise" and not plan.input.shares_storage
     return ROWWISE if derives and cut.all_travel(plan.input, [ROWWISE]) else None
 
 

@@ -65,10 +65,10 @@ def _split(
     x: Tensor, encodings: tuple[Encoding, ...], dtype: torch.dtype | None, row0: int
 ) -> tuple[_Route, Tensor, bool]:
     """(who makes what, x as the kernel reads it, rounded to bf16 there)."""
-    through_bf16 = x.dtype is torch.float32 and dtype is torch.bfloat16
-    values = x if through_bf16 else _as(x, dtype)
+    round_to_bf16 = x.dtype is torch.float32 and dtype is torch.bfloat16
+    values = x if round_to_bf16 else _as(x, dtype)
     runs = native.runs(values) and values.numel() > 0
-    return _route_of(encodings, values.dtype if runs else None, row0 % native.TILE == 0), values, through_bf16
+    return _route_of(encodings, values.dtype if runs else None, row0 % native.TILE == 0), values, round_to_bf16
 
 
 class _Laid(NamedTuple):
@@ -125,10 +125,10 @@ def statistics(
     x: Tensor, encodings: Sequence[Encoding], row0: int = 0, dtype: torch.dtype | None = None
 ) -> list[Statistics]:
     """Block and tensor amaxes of x [rows, cols] for each encoding; `row0` places x in the global tensor."""
-    (taken, rest), values, through_bf16 = _split(x, tuple(encodings), dtype, row0)
+    (taken, rest), values, round_to_bf16 = _split(x, tuple(encodings), dtype, row0)
     results: dict[int, Statistics] = {}
     if taken:
-        made = native.statistics(values, [encodings[i] for i in taken], row0, through_bf16)
+        made = native.statistics(values, [encodings[i] for i in taken], row0, round_to_bf16)
         results = {i: Statistics(*m) for i, m in zip(taken, made)}
     for i in rest:
         e = encodings[i]
@@ -158,16 +158,16 @@ def encode(
     layouts:  how each result is wanted (`ops.layout`); where no kernel makes it so, it is compact, and says so.
     """
     encodings = tuple(encodings)
-    (taken, rest), values, through_bf16 = _split(x, encodings, dtype, row0)
+    (taken, rest), values, round_to_bf16 = _split(x, encodings, dtype, row0)
     results: dict[int, Encoded] = {}
     if taken:
-        whole_bf16 = row0 == 0 and (through_bf16 or values.dtype is torch.bfloat16)
+        whole_bf16 = row0 == 0 and (round_to_bf16 or values.dtype is torch.bfloat16)
         can_anchor = tuple(whole_bf16 and (stats is None or stats[i] is None or stats[i].amax is None) for i in range(len(encodings)))
         wanted = tuple(layouts) if layouts else None
         calls = _laid_of(encodings, taken, wanted, can_anchor, row0 == 0, native.scale_layout(values) if wanted else 0)
         if calls.anchored:
             made = native.quantize_anchored(
-                values, calls.anchored_encodings, calls.anchor_runs, through_bf16, calls.anchored_turned,
+                values, calls.anchored_encodings, calls.anchor_runs, round_to_bf16, calls.anchored_turned,
                 [stats[i] and stats[i].tensor_amax for i in calls.anchored] if stats is not None else None,
             )
             for i, (data, scale) in zip(calls.anchored, made):
@@ -177,7 +177,7 @@ def encode(
             known = None if stats is None else [s or Statistics(None, None) for s in stats]
             chosen = [[of[i] for i in calls.plain] if of is not None else None for of in (known, keys, encs)]
             made = native.quantize(
-                values, calls.plain_encodings, row0, through_bf16, *chosen, calls.turned, calls.scale_layouts
+                values, calls.plain_encodings, row0, round_to_bf16, *chosen, calls.turned, calls.scale_layouts
             )
             for i, one, laid in zip(calls.plain, made, calls.layouts):
                 results[i] = Encoded(*one, laid)
@@ -204,35 +204,35 @@ def encode(
 def _takes_group(x: Sequence[Tensor], encoding: Encoding, dtype: torch.dtype | None) -> tuple[bool, bool]:
     """(one launch does all of x, rounded to bf16 there)."""
     first = x[0]
-    through_bf16 = first.dtype is torch.float32 and dtype is torch.bfloat16
-    as_they_are = through_bf16 or dtype in (None, first.dtype)
-    takes = len(x) > 1 and as_they_are and native.takes_group(encoding, first.dtype, through_bf16)
-    return takes and any(map(native.runs, x)) and all(one.dtype is first.dtype for one in x), through_bf16
+    round_to_bf16 = first.dtype is torch.float32 and dtype is torch.bfloat16
+    as_they_are = round_to_bf16 or dtype in (None, first.dtype)
+    takes = len(x) > 1 and as_they_are and native.takes_group(encoding, first.dtype, round_to_bf16)
+    return takes and any(map(native.runs, x)) and all(one.dtype is first.dtype for one in x), round_to_bf16
 
 
-def statistics_group(
+def multi_tensor_amax(
     x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], dtype: torch.dtype | None = None
 ) -> list[Statistics]:
     """`statistics` of one encoding of each tensor."""
-    takes, through_bf16 = _takes_group(x, encoding, dtype)
+    takes, round_to_bf16 = _takes_group(x, encoding, dtype)
     if takes:
-        return [Statistics(*s) for s in native.statistics_group(x, encoding, row0, through_bf16)]
+        return [Statistics(*s) for s in native.multi_tensor_amax(x, encoding, row0, round_to_bf16)]
     return [statistics(one, (encoding,), start, dtype)[0] for one, start in zip(x, row0)]
 
 
-def encode_group(
+def multi_tensor_encode(
     x: Sequence[Tensor], encoding: Encoding, stats: Sequence[Statistics | None], row0: Sequence[int],
     encs: Sequence[Tensor | None], dtype: torch.dtype | None = None,
     into: Sequence[tuple[Tensor, Tensor] | None] | None = None, records: Sequence[Tensor | None] | None = None,
-    calls: list[native.GroupEncoding] | None = None,
+    calls: list[native.RecordedEncode] | None = None,
 ) -> list[Encoded]:
     """`encode` of one encoding of each tensor: stats, row0 and encs have an entry for each.
 
     into:     (data, scale) of each, or None; written where one launch does all and all are given.
     records:  of each that enc scales, its history, in which the amax is recorded (`record_amax`); or None.
-    calls:    takes the launch that made all, if there was one, which may be made again (`encode_again`).
+    calls:    takes the launch that made all, if there was one, which may be made again (`replay_encode`).
     """
-    takes, through_bf16 = _takes_group(x, encoding, dtype)
+    takes, round_to_bf16 = _takes_group(x, encoding, dtype)
     records = records or [None] * len(x)
     if not takes:
         made = [
@@ -249,18 +249,18 @@ def encode_group(
             stats = None  # taken again whenever the launch is made again
         elif missing:
             stats = list(stats)
-            found = native.statistics_group([x[i] for i in missing], encoding, [row0[i] for i in missing], through_bf16)
+            found = native.multi_tensor_amax([x[i] for i in missing], encoding, [row0[i] for i in missing], round_to_bf16)
             for i, s in zip(missing, found):
                 stats[i] = s
             calls = None
     into = None if into is None or None in into else into
-    made = native.quantize_group(x, encoding, row0, through_bf16, stats, into, encs, records, calls)
+    made = native.multi_tensor_quantize(x, encoding, row0, round_to_bf16, stats, into, encs, records, calls)
     counters.add("quantize", (encoding.fmt.name, encoding.direction.value, "native"), len(x))
     return [Encoded(*one) for one in made]
 
 
-def encode_again(call: native.GroupEncoding, x: Sequence[Tensor]) -> None:
-    """What `encode_group` made, of other values."""
+def replay_encode(call: native.RecordedEncode, x: Sequence[Tensor]) -> None:
+    """What `multi_tensor_encode` made, of other values."""
     call(x)
     counters.add("quantize", (call.encoding.fmt.name, call.encoding.direction.value, "native"), len(x))
 
@@ -339,12 +339,12 @@ def transpose_codes(data: Tensor, rows: int, cols: int, fmt: Format) -> Tensor:
     return layout.repack(data, fmt.bits, rows, cols)
 
 
-def transpose_group(
-    data: Sequence[Tensor], shapes: Sequence[tuple[int, int]], fmt: Format, calls: list[native.GroupCall] | None = None
+def multi_tensor_transpose(
+    data: Sequence[Tensor], shapes: Sequence[tuple[int, int]], fmt: Format, calls: list[native.RecordedLaunch] | None = None
 ) -> list[Tensor]:
     """`transpose_codes` of each; calls: takes the launch."""
     if len(data) > 1 and fmt.bits in native.TRANSPOSED_BITS and all(map(native.runs, data)):
-        return native.transpose_group(data, shapes, fmt.bits, calls=calls)
+        return native.multi_tensor_transpose(data, shapes, fmt.bits, calls=calls)
     return [transpose_codes(one, *shape, fmt) for one, shape in zip(data, shapes)]
 
 
@@ -366,14 +366,14 @@ def anchor_codes(
     return (codes.t().contiguous() if turned else codes), made
 
 
-def anchor_group(
+def multi_tensor_anchor(
     data: Sequence[Tensor], scale: Sequence[Tensor], tensor_amax: Sequence[Tensor | None], cols: Sequence[int], fmt: Format,
-    direction: Direction, wanted: str, calls: list[native.GroupCall] | None = None,
+    direction: Direction, wanted: str, calls: list[native.RecordedLaunch] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """`anchor_codes` of each; calls: takes what made them, if that may be made again."""
     if all(map(native.runs, data)):
         run = native.anchor_run(wanted)
-        return native.anchor_group(data, scale, tensor_amax, cols, fmt, direction, direction is not ROWWISE, run, calls)
+        return native.multi_tensor_anchor(data, scale, tensor_amax, cols, fmt, direction, direction is not ROWWISE, run, calls)
     return [anchor_codes(*one, fmt, direction, wanted) for one in zip(data, scale, tensor_amax, cols)]
 
 

@@ -15,7 +15,7 @@ from ..formats import PACKINGS, ceil_div
 from .layout import pack, unpack
 
 
-def covering_rows(values: Tensor, col0: int, cols: int) -> Tensor:
+def rows_covering(values: Tensor, col0: int, cols: int) -> Tensor:
     """[rows, cols] of the elements from column col0 of a row on, zeros around them; of whole rows a view.
 
     values:  [elements].

@@ -109,7 +109,7 @@ class FusedAdam(torch.optim.Optimizer):
         on_device = local.device if group["capturable"] else "cpu"
         state["step"] = torch.zeros((), dtype=torch.float32, device=on_device)
         if isinstance(local, QuantizedWeight):
-            state["master"] = _beside(p, local.take_master(self))
+            state["master"] = _beside(p, local.detach_master(self))
         elif local.dtype is torch.bfloat16 and group["store_param_remainders"]:
             remainder = torch.zeros((*local.shape, 2), dtype=torch.uint8, device=local.device)
             state["remainder"] = _beside(p, remainder, (*p.shape, 2))

@@ -110,7 +110,7 @@ class WithMasters(Optimizer):
             return p
         if not p.requires_grad:  # codes that nobody updates; it keeps the number of those behind it
             return nn.Parameter(torch.empty(0, device=p.device), requires_grad=False)
-        master = local.take_master(self)
+        master = local.detach_master(self)
         of = torch_compat.dtensor_like(p, master) if isinstance(p, DTensor) else master
         self._masters[p] = nn.Parameter(of), master
         return self._masters[p][0]

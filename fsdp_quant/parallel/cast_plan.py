@@ -26,7 +26,7 @@ from torch import Tensor
 from ..counters import counters
 from ..formats import ROWWISE, Direction, Encoding, ceil_div
 from ..ops import native
-from .published_weight import PublishedWeight
+from .synced_weight import SyncedWeight
 
 TILE, CHUNK = native.TILE, 2048  # CHUNK: scales, or values, a block of threads
 COLLECT, ENCODE = 1, 2  # a tile's work; of the columnwise side, shifted by two
@@ -50,7 +50,7 @@ class _Side:
     tensor_amax:  of a two-level format; None.
     """
 
-    def __init__(self, weight: PublishedWeight, encoding: Encoding, rank: int, dense: bool):
+    def __init__(self, weight: SyncedWeight, encoding: Encoding, rank: int, dense: bool):
         fmt, direction = encoding.fmt, encoding.direction
         self.weight, self.encoding, self.cuts = weight, encoding, weight.cuts
         self.start, self.end = weight.shards.run(rank)
@@ -100,7 +100,7 @@ class _Side:
                 found.append(COLLECT * collects | ENCODE * encodes)
         return found
 
-    def scale_runs(self, published: tuple[int, int]) -> list[tuple[int, int, int]]:
+    def scale_runs(self, synced: tuple[int, int]) -> list[tuple[int, int, int]]:
         """(first element in the arena, first scale, scales) of those that are made of collected amaxes.
 
         published:  [first, end) of the scales that are wanted.
@@ -112,7 +112,7 @@ class _Side:
             if self.spans and self.amaxes is not None:
                 own = [ceil_div(row, self.height) * self.across for row in self.own]
                 found.append((self.amaxes + own[0], *own))
-        clipped = [(at, first, max(first, published[0]), min(end, published[1])) for at, first, end in found]
+        clipped = [(at, first, max(first, synced[0]), min(end, synced[1])) for at, first, end in found]
         return [(at + lo - first, lo, hi - lo) for at, first, lo, hi in clipped if lo < hi]
 
 
@@ -196,7 +196,7 @@ class CastPlan:
     """
 
     def __init__(
-        self, weights: Sequence[PublishedWeight], rank: int, dense: bool, device: torch.device,
+        self, weights: Sequence[SyncedWeight], rank: int, dense: bool, device: torch.device,
         address: Callable[[str, Direction | None, str], int], moved: Callable[[], object],
     ):
         self._weights, self._rank, self._device, self._dense = weights, rank, device, dense
@@ -237,7 +237,7 @@ class CastPlan:
         self._pointers: list[int] = []
 
     @staticmethod
-    def why_not(weights: Sequence[PublishedWeight], device: torch.device) -> str | None:
+    def unsupported_reason(weights: Sequence[SyncedWeight], device: torch.device) -> str | None:
         """Why kernels cannot cast these weights, in one clause, from what all ranks share; None when they can."""
         if not native.runs_on(device):
             return f"no kernels run on this {device.type}"
@@ -321,10 +321,10 @@ class CastPlan:
 
     def _lay_scales(self, side: _Side) -> None:
         weight, fmt, direction = side.weight, side.encoding.fmt, side.encoding.direction
-        history, (base, published) = weight.history(direction), self._scale_base(side)
+        history, (base, synced) = weight.history(direction), self._scale_base(side)
         runs = next(r for r in self._runs if side.encoding in r.encodings)
         delayed = {} if history is None else {"enc": history.enc.data_ptr(), "record": history.amaxes.data_ptr()}
-        made = side.scale_runs(published)
+        made = side.scale_runs(synced)
         for at, first, count in made:
             out = base + first * fmt.scale_bytes
             runs.add(self._at(at), out, count, side.encoding, self._at(side.tensor_amax), **delayed)

@@ -43,7 +43,7 @@ from ..storage import Placement, Storage
 from ..tensor.agreement import agree, recipe_text
 from ..tensor.gathered_weight import gathered_directions
 from ..tensor.weight_state import values_of
-from ..tensor.quantized_tensor import QuantizedTensor, Slots
+from ..tensor.quantized_tensor import QuantizedTensor, StoragePair
 from .sequence import travelling_bytes
 
 TRANSPORTS = ("auto", "codes", "high_precision")
@@ -252,9 +252,9 @@ def _dispatched(
         for d, storages in made.items():
             fields = {name: t[start // n : (start + rows) // n] for (of, name), t, n in came if of is d}
             part[d.value] = replace(storages[e % len(storages)], shape=(rows, x.shape[1]), **fields)
-        parts.append(Slots(**part))
+        parts.append(StoragePair(**part))
         start += rows
-    return QuantizedTensor(slots=Slots(parts=parts), shape=(start, x.shape[1]))
+    return QuantizedTensor(slots=StoragePair(parts=parts), shape=(start, x.shape[1]))
 
 
 def _encoded(x: Tensor, route: TokenRoute, hybrid: HybridQuantizer, directions) -> dict[Direction, list[Storage]]:
@@ -268,12 +268,12 @@ def _encoded(x: Tensor, route: TokenRoute, hybrid: HybridQuantizer, directions) 
     made = {d: [storage] for d, storage in hybrid.storages(x, rest)[0].items()} if rest else {}
     if spanning:
         pieces, zeros = x.split(route.sent), [0] * len(route.sent)
-        found = [(e, s) for e in spanning.values() for s in dispatch.statistics_group(pieces, e, zeros)]
+        found = [(e, s) for e in spanning.values() for s in dispatch.multi_tensor_amax(pieces, e, zeros)]
         counters.add("amax all-reduce", "activations")
         shared = share_amaxes(found, route.group)
         for i, (d, e) in enumerate(spanning.items()):
             stats = shared[i * len(pieces) : (i + 1) * len(pieces)]
-            encoded = dispatch.encode_group(pieces, e, stats, zeros, [None] * len(pieces))
+            encoded = dispatch.multi_tensor_encode(pieces, e, stats, zeros, [None] * len(pieces))
             made[d] = [Storage.of(one, e, piece.shape, x.dtype) for one, piece in zip(encoded, pieces)]
     return made
 
@@ -444,7 +444,7 @@ class ExpertDispatch:
             rule = functools.partial(why_high_precision, hybrid, directions, self.alignment, cols, dtype)
             forced = rule(transport="codes")
             reason = forced or rule(transport=transport)
-            if reason is None and transport == "auto" and layers[0].why_one_by_one(dtype, layers[0].weight.device) is None:
+            if reason is None and transport == "auto" and layers[0].unsupported_reason(dtype, layers[0].weight.device) is None:
                 reason = "one product serves all experts, and between GPUs of one machine making codes took longer than they save"
             if reason is None:
                 return _Operand(hybrid, directions, None)

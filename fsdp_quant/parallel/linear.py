@@ -133,9 +133,9 @@ class LaidOut:
     def __init__(self, compact: Storage):
         self.compact, self._made = compact, {}
 
-    def in_layout(self, layout: str) -> Storage:
+    def to_gemm_operand(self, layout: str) -> Storage:
         if layout not in self._made:
-            self._made[layout] = self.compact.in_layout(layout)
+            self._made[layout] = self.compact.to_gemm_operand(layout)
         return self._made[layout]
 
 
@@ -194,7 +194,7 @@ class SharedInput:
         self._read += 1
         if isinstance(self._columnwise, Gather):
             self._columnwise = LaidOut(self._columnwise.take(COLUMNWISE))
-        storage = self._columnwise.in_layout(layout)
+        storage = self._columnwise.to_gemm_operand(layout)
         if self._read >= self._readers:  # the last one
             self._columnwise, self._read = None, 0
         return storage
@@ -285,7 +285,7 @@ class _Linear(torch.autograd.Function):
             y, saved = _multiply_own(call, x, w[ROWWISE], own_bias, cut)
         else:
             shared.is_read(ctx.needs_input_grad[1], ctx.needs_input_grad[0])
-            codes = rowwise.in_layout(call.layout("input", ROWWISE, x))
+            codes = rowwise.to_gemm_operand(call.layout("input", ROWWISE, x))
             resolved = plan.resolved(x.dtype, x.device)
             watch = call.linear.watch(resolved, 0)
             y = gemm(codes, w[ROWWISE], out_dtype=x.dtype, bias=own_bias, domain=resolved.domains[0], watch=watch)

@@ -61,7 +61,7 @@ def cast_master_weights(
         of = [fragments[f] for f, _ in at]
         encs = [factors[f][e] for f, e in at]
         stats = [_of_rows(shared[f][e], fragments[f].block_rows(encoding), whole_scales) for f, e in at]
-        encoded = dispatch.encode_group([f.rows for f in of], encoding, stats, [f.row0 for f in of], encs, dtype)
+        encoded = dispatch.multi_tensor_encode([f.rows for f in of], encoding, stats, [f.row0 for f in of], encs, dtype)
         for (f, e), fragment, enc, one in zip(at, of, encs, encoded):
             codes = runs.codes_of_run(
                 one.data, encoding.fmt.bits, fragment.start, fragment.values.numel(), fragment.rows.shape[1]

@@ -86,7 +86,7 @@ class ShardMap:
 
 
 @dataclass(frozen=True)
-class Plane:
+class WireTensor:
     """A flat array of which every rank publishes its run.
 
     name:  for messages.
@@ -119,11 +119,11 @@ class Segments:
     Of planes of a flat buffer that ranks share evenly (`in_order`), all segments together may be the planes themselves.
     """
 
-    planes: tuple[Plane, ...]
+    planes: tuple[WireTensor, ...]
     ranks: int
 
     @staticmethod
-    def in_order(plane: Plane) -> list[float]:
+    def in_order(plane: WireTensor) -> list[float]:
         """Sorts planes as a flat buffer has them, from its first rank to its last."""
         return [-cut / plane.map.numel for cut in plane.map.cuts]
 
@@ -180,7 +180,7 @@ class Segments:
             made.append([*offsets, used])
         return made
 
-    def prove(self) -> None:
+    def validate(self) -> None:
         """Raise ValueError unless a receiver finds every element once, where its owner put it.
 
         Element by run, from the byte ranges alone: what a rank puts at them, and what a receiver takes from them.

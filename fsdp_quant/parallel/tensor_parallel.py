@@ -17,7 +17,7 @@ from torch.distributed.tensor import parallel as styles
 
 from ..context import quantized_init_recipe
 from ..counters import counters
-from ..modules.linear import Linear, adopt, attach_state
+from ..modules.linear import Linear, make_quantized, attach_state
 from ..ops.rng import own_name
 from ..recipe import Recipe, as_recipe, identity
 from ..tensor import torch_compat
@@ -59,7 +59,7 @@ class _Style:
         made = super()._apply(module, device_mesh)
         if self.recipe is not None and type(module) is nn.Linear:
             module.__class__ = Linear
-            adopt(module, self.recipe, f"parallel.{next(_SERIAL)}")
+            make_quantized(module, self.recipe, f"parallel.{next(_SERIAL)}")
         return made
 
     def _check(self, name: str, module: nn.Linear, mesh: DeviceMesh) -> None:
@@ -180,7 +180,7 @@ class _ParallelLinear(Linear):
                 self.bias = nn.Parameter(self.bias.chunk(ranks)[rank].clone())
         self.out_features, self.in_features = self.weight.shape
         self.parallel = TensorParallel(group, self._column, sequence_dim)
-        adopt(self, recipe or quantized_init_recipe() or identity(), name)
+        make_quantized(self, recipe or quantized_init_recipe() or identity(), name)
         self._weight_state.tensor_group, self._weight_state.tensor_dim = group, dim
         self._graph.prepare(self)
 

@@ -354,7 +354,7 @@ def _shared_amaxes(
 def _has_codes_alone(source: Source) -> bool:
     weight = local_of(source.tensor)
     return type(weight) is QuantizedTensor or (
-        isinstance(weight, QuantizedTensor) and weight.state.publisher is not None
+        isinstance(weight, QuantizedTensor) and weight.state.weight_sync is not None
     )
 
 

@@ -215,8 +215,8 @@ def codes_of(source: Source) -> Storage | None:
     weight = local_of(source.tensor)
     if not isinstance(weight, QuantizedTensor):
         return None
-    if not isinstance(weight, QuantizedWeight) or weight.state.publisher is not None:
-        return weight.storage_for(ROWWISE).in_layout(COMPACT)
+    if not isinstance(weight, QuantizedWeight) or weight.state.weight_sync is not None:
+        return weight.storage_for(ROWWISE).to_gemm_operand(COMPACT)
     state, managed = weight.state, managed_of(weight.state)
     if managed is None and not isinstance(source.tensor, DTensor):
         return weight.storage_for(ROWWISE)

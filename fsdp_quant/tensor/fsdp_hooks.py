@@ -53,11 +53,11 @@ class PreHook:
 
     def __call__(self, mesh):
         gathered = self.weight.state.gathered
-        if gathered is None or gathered.outgoing is None or gathered.is_first:  # of its group; a gather that failed may have left some
+        if gathered is None or gathered.all_gather_inputs is None or gathered.is_first:  # of its group; a gather that failed may have left some
             with torch_compat.outside_inference_mode():
                 gathered = _send(self.weight)
-        outgoing, gathered.outgoing = gathered.outgoing, None
-        return outgoing
+        all_gather_inputs, gathered.all_gather_inputs = gathered.all_gather_inputs, None
+        return all_gather_inputs
 
 
 @torch.no_grad()

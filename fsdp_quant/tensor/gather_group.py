@@ -27,13 +27,13 @@ from torch import Tensor
 
 from ..counters import counters
 from ..formats import COLUMNWISE, Direction
-from ..ops.dispatch import Encoded, encode_again
+from ..ops.dispatch import Encoded, replay_encode
 from ..ops.layout import COMPACT
-from ..ops.native import GroupCall, GroupEncoding
-from ..storage import Storage, laid_out
+from ..ops.native import RecordedLaunch, RecordedEncode
+from ..storage import Storage, to_gemm_operands
 from . import torch_compat
 from .gathered_weight import GatheredWeight, Pass
-from .quantized_tensor import Slots
+from .quantized_tensor import StoragePair
 from .weight_state import Piece, Shard, encode_shards, held, values_of
 
 
@@ -116,7 +116,7 @@ class GatherPlan:
         self._recorded: _Sent | None = None
 
     def send(self, local: Sequence[Tensor]) -> None:
-        """Encode the shards, and leave each weight's all-gather inputs in its `outgoing`."""
+        """Encode the shards, and leave each weight's all-gather inputs in its `all_gather_inputs`."""
         key = list(map(_facts, self.members, self._chosen, local))
         if self._recorded is None or not self._recorded.is_of(key):
             self._recorded = self._record(local, key)
@@ -124,7 +124,7 @@ class GatherPlan:
             self._recorded.repeat([values_of(shard) for shard in local])
         sent = self._recorded
         for member, inputs in zip(self.members, sent.inputs):
-            member.outgoing = inputs, self
+            member.all_gather_inputs = inputs, self
         self._metadata = sent.metadata
         for targets, sources in sent.copies:
             torch_compat.foreach_copy_(targets, sources)
@@ -138,7 +138,7 @@ class GatherPlan:
                 for matrix, s in enumerate(member.shards(shard, d)):
                     asked.append((i, d, s))
                     whose.append((i, matrix if member.state.parts else None))
-        launches: list[tuple[GroupEncoding, list[int]]] = []
+        launches: list[tuple[RecordedEncode, list[int]]] = []
         made: dict[tuple[int, Direction], list[tuple[Piece, Encoded]]] = {}
         for (i, d, shard), encoded in zip(asked, self._encoded(local, asked, launches)):
             made.setdefault((i, d), []).append((shard.piece, encoded))
@@ -237,7 +237,7 @@ class _Sent(NamedTuple):
     """
 
     key: list[tuple[tuple, tuple[Tensor | None, ...]]]
-    launches: list[tuple[GroupEncoding, list[tuple[int, int | None]]]]
+    launches: list[tuple[RecordedEncode, list[tuple[int, int | None]]]]
     names: list[tuple[str, str]]
     inputs: list[tuple[Tensor, ...]]
     metadata: list[dict[tuple[Direction, str], Tensor]]
@@ -252,7 +252,7 @@ class _Sent(NamedTuple):
     def repeat(self, values: Sequence[Tensor]) -> None:
         of = [v.unbind() if v.dim() == 3 else v for v in values]
         for launch, places in self.launches:
-            encode_again(launch, [(of[i] if e is None else of[i][e]).to(launch.device) for i, e in places])
+            replay_encode(launch, [(of[i] if e is None else of[i][e]).to(launch.device) for i, e in places])
         counters.add_each("weight encode", self.names)
 
     def free(self) -> None:
@@ -274,14 +274,14 @@ class _Operands:
 
     def __init__(self, members: Sequence[GatheredWeight]):
         self.members, self.own = members, [{d: [] for d in Direction} for _ in members]
-        self._calls: dict[Direction, list[GroupCall]] = {d: [] for d in Direction}
-        self._made: list[tuple[int, Direction, Slots, str, Storage]] = []
+        self._calls: dict[Direction, list[RecordedLaunch]] = {d: [] for d in Direction}
+        self._made: list[tuple[int, Direction, StoragePair, str, Storage]] = []
         self._is_recorded = {d: True for d in Direction}
         buffers = [b for m in members for b in m.all_buffers]
         for b in buffers:
             b.alloc()
         for d in Direction:
-            of: list[tuple[int, Slots, str]] = []
+            of: list[tuple[int, StoragePair, str]] = []
             for i, member in enumerate(members):
                 if member.state.parts:
                     continue
@@ -289,7 +289,7 @@ class _Operands:
                 layout, storage = (member.state.layouts(member.dtype, member.managed.device) or {}).get(d, COMPACT), slots.get(d)
                 if layout != COMPACT and storage is not None and storage.fmt.is_quantized:
                     of.append((i, slots, layout))
-            made = laid_out([(slots.get(d), layout) for _, slots, layout in of], calls=self._calls[d])
+            made = to_gemm_operands([(slots.get(d), layout) for _, slots, layout in of], calls=self._calls[d])
             for (i, slots, layout), storage in zip(of, made):
                 slots.keep(d, layout, storage)
                 self._made.append((i, d, slots, layout, storage))
@@ -327,7 +327,7 @@ class _Rewrite:
 
     def __call__(self) -> None:
         target = self._pairs
-        made = self._source.in_layout(target.layout).buffers()
+        made = self._source.to_gemm_operand(target.layout).buffers()
         torch_compat.copy_all([(t, made[n]) for n, t in target.buffers().items() if t.data_ptr() != made[n].data_ptr()])
 
 

@@ -16,7 +16,7 @@ from ..ops.layout import adjoining
 from ..scaling import RowCuts
 from ..storage import Placement, Storage, scale_placement
 from . import torch_compat
-from .quantized_tensor import Slots
+from .quantized_tensor import StoragePair
 from .torch_compat import ManagedParam
 from .weight_state import Piece, Shard, values_of
 
@@ -158,8 +158,8 @@ class GatheredWeight:
             self.derived = self._allocate_derived()
         self.passes = self._passes()
         self.group = None  # of the weights that are gathered together (gather_group.GatherGroup)
-        self.outgoing: tuple[tuple[Tensor, ...], object] | None = None  # all-gather inputs that FSDP2 has not asked for yet
-        self.slots_of = [Slots(owner=matrix) for matrix in self.matrices]
+        self.all_gather_inputs: tuple[tuple[Tensor, ...], object] | None = None  # all-gather inputs that FSDP2 has not asked for yet
+        self.slots_of = [StoragePair(owner=matrix) for matrix in self.matrices]
         for direction in Direction:
             for i, slots in enumerate(self.slots_of):
                 if direction in self.buffers:
@@ -172,7 +172,7 @@ class GatheredWeight:
         for matrix in state.parts:
             matrix.managed, matrix.gathered = managed, self
         shown = {f"{d.value}_{name}": t for d, of in self.buffers.items() for name, t in of.whole.items()}
-        self.slots = Slots(owner=state, parts=self.slots_of, shown=shown) if state.parts else self.slots_of[0]
+        self.slots = StoragePair(owner=state, parts=self.slots_of, shown=shown) if state.parts else self.slots_of[0]
 
     @property
     def is_first(self) -> bool:

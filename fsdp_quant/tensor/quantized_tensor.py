@@ -3,7 +3,7 @@
 Invariants
 - It holds at most one `Storage` a direction; an absent direction is None. The logical shape is that of the
   high-precision tensor it stands for, [.., cols], and its storages are [rows, cols] with the leading dims flattened.
-- State lives in the storages alone: aliases (detach, view, nn.Parameter) share one `Slots` object, so a refill of
+- State lives in the storages alone: aliases (detach, view, nn.Parameter) share one `StoragePair` object, so a refill of
   the buffers is seen by all of them.
 - No operator decodes silently. Those in the table below move or slice bytes; any other raises and names `dequantize()`.
 """
@@ -25,7 +25,7 @@ from ..gemm import StaleWeightError
 from ..ops.layout import COMPACT, LAYOUTS
 from ..storage import BUFFERS, Storage
 from .aten_table import AtenTable, aten
-from .traced import Unguarded, stable_text
+from .traced import NoDynamoGuard, stable_text
 
 _TABLE = AtenTable("QuantizedTensor")
 # Our own operators take the subclass as it is: op -> function(*args, **kwargs).
@@ -33,7 +33,7 @@ OPERATORS: dict[object, Callable] = {}
 
 
 @dataclass(eq=False)
-class Slots:
+class StoragePair:
     """The storages that aliases of one quantized tensor share.
 
     owner:    the `WeightState` of a weight; None for other tensors.
@@ -48,7 +48,7 @@ class Slots:
     columnwise: Storage | None = None
     owner: object = None
     laid_out: dict[tuple[Direction, str], Storage] = field(default_factory=dict)
-    parts: list[Slots] = field(default_factory=list)
+    parts: list[StoragePair] = field(default_factory=list)
     shown: dict[str, Tensor] | None = None
 
     def put(self, direction: Direction, storage: Storage) -> None:
@@ -68,15 +68,15 @@ class Slots:
     def get(self, direction: Direction) -> Storage | None:
         return self.rowwise if direction is ROWWISE else self.columnwise
 
-    def map(self, fn: Callable[[Storage], Storage]) -> Slots:
+    def map(self, fn: Callable[[Storage], Storage]) -> StoragePair:
         """Other storages of the same owner; one storage that serves both directions stays one."""
         if self.parts:
-            return Slots(owner=self.owner, parts=[part.map(fn) for part in self.parts])
+            return StoragePair(owner=self.owner, parts=[part.map(fn) for part in self.parts])
         rowwise = None if self.rowwise is None else fn(self.rowwise)
         if self.rowwise is not None and self.columnwise is not None and self.columnwise.data is self.rowwise.data:
-            return Slots(rowwise, rowwise.as_direction(COLUMNWISE), self.owner)
+            return StoragePair(rowwise, rowwise.as_direction(COLUMNWISE), self.owner)
         columnwise = None if self.columnwise is None else fn(self.columnwise)
-        return Slots(rowwise, columnwise, self.owner)
+        return StoragePair(rowwise, columnwise, self.owner)
 
 
 _ADDRESSES_ARE_NAMES = contextvars.ContextVar("fsdp_quant_addresses_are_names", default=False)
@@ -103,15 +103,15 @@ class QuantizedTensor(Tensor):
     (torch.Size([32, 64]), 2048.0)
     """
 
-    _slots: Slots
+    _slots: StoragePair
     _decoded_by = "dequantize()"
 
     @staticmethod
     def __new__(
         cls, rowwise: Storage | None = None, columnwise: Storage | None = None, *,
-        shape: tuple[int, ...] | None = None, slots: Slots | None = None,
+        shape: tuple[int, ...] | None = None, slots: StoragePair | None = None,
     ) -> QuantizedTensor:
-        slots = slots or Slots(rowwise, columnwise)
+        slots = slots or StoragePair(rowwise, columnwise)
         of = slots.parts or [slots]
         storages = [s for one in of[:1] for s in (one.rowwise, one.columnwise) if s is not None]
         if not storages:
@@ -151,8 +151,8 @@ class QuantizedTensor(Tensor):
 
     def _readable(self, storage: Storage) -> Storage:
         owner = self._slots.owner
-        if owner is not None and owner.publisher is not None:
-            owner.publisher.check_ready(owner.name, storage.direction)
+        if owner is not None and owner.weight_sync is not None:
+            owner.weight_sync.check_ready(owner.name, storage.direction)
         elif owner is not None and storage.is_freed:
             raise StaleWeightError(
                 f"{owner.name}: the {storage.direction.value} codes were freed: FSDP resharded the weight or gathered the "
@@ -164,7 +164,7 @@ class QuantizedTensor(Tensor):
     def operand_for(self, direction: Direction, layout: str) -> Storage:
         """`storage_for` in the layout (`ops.layout`) in which a GEMM reads it."""
         kept = self._slots.laid_out.get((direction, layout))
-        return self.storage_for(direction).in_layout(layout) if kept is None else self._readable(kept)
+        return self.storage_for(direction).to_gemm_operand(layout) if kept is None else self._readable(kept)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values in high precision, decoded from the rowwise storage if there is one that is not freed.
@@ -218,7 +218,7 @@ class QuantizedTensor(Tensor):
         kept, storage = slots.laid_out.get((direction, layout)), slots.get(direction)
         if kept is not None:
             return kept
-        return (hybrid.columnwise_of(slots.rowwise) if storage is None else storage).in_layout(layout)
+        return (hybrid.columnwise_of(slots.rowwise) if storage is None else storage).to_gemm_operand(layout)
 
     def _operands(self) -> dict[str, Storage]:
         """What a graph sees: per direction the operand that GEMMs read, else the codes; one storage's buffers once."""
@@ -244,7 +244,7 @@ class QuantizedTensor(Tensor):
                 f"{self!r} is of groups that are each quantized by themselves, which torch.compile does not take apart; give a "
                 "compiled region their values"
             )
-        return list(self._shown_buffers()), Unguarded(self._slots)
+        return list(self._shown_buffers()), NoDynamoGuard(self._slots)
 
     _stable_hash_for_caching = stable_text
 
@@ -258,7 +258,7 @@ class QuantizedTensor(Tensor):
             name: s.with_buffers({b: inner[f"{name}_{b}"] for b in s.buffers() if f"{name}_{b}" in inner})
             for name, s in QuantizedTensor(slots=slots, shape=outer_size)._operands().items()
         }
-        made = Slots(rebuilt.get("rowwise", slots.rowwise), rebuilt.get("columnwise", slots.columnwise), slots.owner)
+        made = StoragePair(rebuilt.get("rowwise", slots.rowwise), rebuilt.get("columnwise", slots.columnwise), slots.owner)
         if slots.columnwise is not None and slots.rowwise is not None and slots.columnwise.data is slots.rowwise.data:
             made.put(COLUMNWISE, made.rowwise.as_direction(COLUMNWISE))
         for d, layout in slots.laid_out:

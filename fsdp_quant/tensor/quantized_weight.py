@@ -2,7 +2,7 @@
 
 [Note: the master of a quantized parameter]
 Codes of a weight, or of a dim-0 shard of one, are made from high-precision values of the same rows. First those are the
-initial values, which the weight holds. An optimizer takes them as its fp32 master (`take_master`); from then on the weight
+initial values, which the weight holds. An optimizer takes them as its fp32 master (`detach_master`); from then on the weight
 holds codes, and refers to the master weakly. Whatever writes the weight (initialization, a load, a hand) writes these
 values. `refresh_codes` encodes them after a step of the optimizer, or at the first gather after a load, from statistics that
 ranks reduce there. So the bytes are those of a `WeightShard`'s gather; both directions are kept, and written over in place.
@@ -30,10 +30,10 @@ from . import torch_compat
 from .aten_table import AtenTable, aten
 from .fsdp_hooks import FSDPHooks, managed_of
 from .gathered_weight import cuts_of
-from .quantized_tensor import QuantizedTensor, Slots
+from .quantized_tensor import QuantizedTensor, StoragePair
 from .root_statistics import Sharded, take
 from .torch_compat import ManagedParam, tree_map_only
-from .traced import Unguarded
+from .traced import NoDynamoGuard
 from .weight_shard import WeightShard
 from .weight_state import Piece, Shard, WeightState, encode_shards
 
@@ -103,7 +103,7 @@ class _Content:
     def __init__(self, state: QuantizedWeightState, values: Tensor | None = None):
         self.state, self.values, self.master, self.owner = state, values, None, None
         self.writes = [object(), 0]
-        self.slots = Slots(owner=state)
+        self.slots = StoragePair(owner=state)
         self.versions: dict[Direction, object] = {}
         self.quantizer = None
         self.copied: tuple[object, object] = (None, None)
@@ -149,7 +149,7 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         Raises StaleWeightError where the optimizer that took them is gone.
         """
         content = self._content
-        if self.state.publisher is not None:
+        if self.state.weight_sync is not None:
             raise StaleWeightError(
                 f"{self.state.name} is published by a weight sync, and its masters lie with the trainer: its codes can be "
                 "multiplied, but neither changed nor saved in high precision; write or save the masters, and call refresh"
@@ -171,18 +171,18 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
     def has_values(self) -> bool:
         """High-precision values of it exist: it is not published or frozen, and the optimizer that took them is there."""
         master = self._content.master
-        return self.state.publisher is None and (master is None or master() is not None)
+        return self.state.weight_sync is None and (master is None or master() is not None)
 
     @property
     def saved(self) -> Tensor:
         """What a state dict holds: the values `inner`, or where they are gone what the codes decode to, in the weight's dtype."""
-        if self.has_values or self.state.publisher is not None or self._slots.rowwise is None:
+        if self.has_values or self.state.weight_sync is not None or self._slots.rowwise is None:
             return self.inner
         return self.dequantize()
 
     def read(self) -> Tensor:
         """The values that it stands for, in its dtype."""
-        values = self.saved if self.state.publisher is None else self.dequantize()
+        values = self.saved if self.state.weight_sync is None else self.dequantize()
         return values.detach().to(self.dtype)
 
     def drop_values(self) -> None:
@@ -193,8 +193,8 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
     def version(self) -> object:
         """Equal as long as the values are; that of the codes where no values are left."""
         content = self._content
-        if self.state.publisher is not None:
-            return self.state.publisher.generation
+        if self.state.weight_sync is not None:
+            return self.state.weight_sync.generation
         if not self.has_values:
             return content.versions.get(ROWWISE)
         inner = self.inner
@@ -202,7 +202,7 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         source, fresh = content.copied
         return source if own == fresh else own
 
-    def take_master(self, owner: object = None) -> Tensor:
+    def detach_master(self, owner: object = None) -> Tensor:
         """The fp32 master [rows, cols], which `owner`, an optimizer, keeps from now on; the weight's own values are let go.
 
         Raises ValueError for a weight without values: one on the meta device, or whose master another optimizer has.
@@ -219,7 +219,7 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         return master
 
     def return_master(self, master: Tensor) -> None:
-        """Be its own values again: what `take_master` gave."""
+        """Be its own values again: what `detach_master` gave."""
         self._content.values, self._content.master = master, None
 
     def check_not_taken(self) -> None:
@@ -228,29 +228,29 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
             raise ValueError(
                 f"{self.state.name} is on the meta device; call to_empty() and initialize the model before making its optimizer"
             )
-        if self._content.master is not None or self.state.publisher is not None:
-            who = "optimizer" if self.state.publisher is None else "weight sync"
+        if self._content.master is not None or self.state.weight_sync is not None:
+            who = "optimizer" if self.state.weight_sync is None else "weight sync"
             raise ValueError(f"another {who} holds the master of {self.state.name}; give each weight to one optimizer")
 
-    def give_to(self, sync) -> Tensor:
-        """The values [rows, cols]; from now on `sync` has them, and writes the codes (`make_room`).
+    def attach_sync(self, sync) -> Tensor:
+        """The values [rows, cols]; from now on `sync` has them, and writes the codes (`allocate_codes`).
 
         sync:  has `generation`, and `check_ready(name, direction)`, which products ask before they read.
         """
         content, quantizer = self._content, self.state.quantizer
         values = self.inner.detach()
-        content.values, content.slots, content.quantizer = None, Slots(owner=self.state), self._quantizer
+        content.values, content.slots, content.quantizer = None, StoragePair(owner=self.state), self._quantizer
         for direction in Direction:
             side = quantizer.side(direction)
-            if side is not None and not (quantizer.one_storage and direction is COLUMNWISE):
+            if side is not None and not (quantizer.shares_storage and direction is COLUMNWISE):
                 made = Storage.zeros(side.fmt, direction, tuple(self.shape), self.dtype, self.device)
                 content.slots.put(direction, made)
-        if quantizer.one_storage:
+        if quantizer.shares_storage:
             content.slots.put(COLUMNWISE, content.slots.rowwise.as_direction(COLUMNWISE))
-        self.state.publisher = sync
+        self.state.weight_sync = sync
         return values
 
-    def lie_in(self, memory: Tensor, place: int, direction: Direction) -> None:
+    def alias_codes_into(self, memory: Tensor, place: int, direction: Direction) -> None:
         """The codes of one direction, and of the other one that shares them, are those that their publisher's memory holds.
 
         memory:  uint8; place: their first byte.
@@ -260,7 +260,7 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         data = data.new_empty(0).set_(memory.untyped_storage(), place // data.itemsize, data.shape, data.stride())
         slots.put(direction, replace(storage, data=data))
         self._content.borrowed.add(direction)
-        if self.state.quantizer.one_storage:
+        if self.state.quantizer.shares_storage:
             slots.put(COLUMNWISE, slots.rowwise.as_direction(COLUMNWISE))
             self._content.borrowed.add(COLUMNWISE)
 
@@ -268,7 +268,7 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         buffers = self._slots.get(direction).buffers()
         return [b for name, b in buffers.items() if name != "data" or direction not in self._content.borrowed]
 
-    def make_room(self, direction: Direction) -> Storage:
+    def allocate_codes(self, direction: Direction) -> Storage:
         """The storage of one direction, for its publisher to write; what was laid out of it is dropped."""
         for into in self._own_buffers(direction):
             torch_compat.alloc_storage(into)
@@ -294,7 +294,7 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
     # The codes #
 
     @property
-    def _slots(self) -> Slots:
+    def _slots(self) -> StoragePair:
         return self._content.slots
 
     def is_current(self, direction: Direction, version: object = None) -> bool:
@@ -322,7 +322,7 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
         content, quantizer, version = self._content, self.state.quantizer, self.version
         if content.quantizer != self._quantizer:
             if content.quantizer is None or content.quantizer[:2] != self._quantizer[:2]:
-                content.slots = Slots(owner=self.state)
+                content.slots = StoragePair(owner=self.state)
             content.quantizer, content.versions = self._quantizer, {}
         slots, encoding = content.slots, quantizer.side(direction).encoding(direction)
         old = slots.get(direction)
@@ -334,19 +334,19 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
             made = Storage.of(encoded, encoding, tuple(self.shape), self.dtype, row0).map(self._here)
             stored = _written_over(old, made)
             slots.put(direction, stored)
-            if quantizer.one_storage:
+            if quantizer.shares_storage:
                 slots.put(COLUMNWISE, stored.as_direction(COLUMNWISE))
         content.versions[direction] = version
-        if quantizer.one_storage:
+        if quantizer.shares_storage:
             content.versions[COLUMNWISE] = version
 
     def _here(self, buffer: Tensor) -> Tensor:
         return buffer.to(self.device)
 
-    def _current(self) -> Slots:
+    def _current(self) -> StoragePair:
         """The codes for whoever reads a whole weight, made again if its values changed; a shard's are those of the last event."""
         whole = self.dim() == 2 and self.shape[0] == self.state.shape[0] and self.device.type != "meta"
-        if not whole or self.state.publisher is not None:
+        if not whole or self.state.weight_sync is not None:
             return self._slots
         version = self.version
         if self.is_current(ROWWISE, version) and self.is_current(COLUMNWISE, version):
@@ -401,18 +401,18 @@ class QuantizedWeight(FSDPHooks, QuantizedTensor):
 
     def __tensor_flatten__(self):
         layouts, slots = self.state.layouts(self.dtype, self.device), self._current()
-        if slots.rowwise is not None and layouts is not None and self.state.publisher is None:
+        if slots.rowwise is not None and layouts is not None and self.state.weight_sync is None:
             for direction, layout in layouts.items():  # a graph sees the same buffers in every step
                 if layout != COMPACT and (direction, layout) not in slots.laid_out:
                     self.operand_for(direction, layout)
-        return super().__tensor_flatten__()[0], Unguarded(self._content)
+        return super().__tensor_flatten__()[0], NoDynamoGuard(self._content)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context, outer_size, outer_stride) -> QuantizedWeight:
         """What a graph is traced with: these buffers, of the same weight."""
         content = _Content(context.value.state)
         content.adopt(context.value)
-        content.slots = QuantizedTensor.__tensor_unflatten__(inner, Unguarded(content.slots), outer_size, outer_stride)._slots
+        content.slots = QuantizedTensor.__tensor_unflatten__(inner, NoDynamoGuard(content.slots), outer_size, outer_stride)._slots
         like = content.slots.rowwise or content.slots.columnwise
         return QuantizedWeight(content, outer_size, like.dtype, like.data.device)
 
@@ -505,7 +505,7 @@ def _view(func, args, kwargs):
 def _narrow(weight: QuantizedWeight, start: int, length: int) -> QuantizedWeight | QuantizedTensor:
     """Rows of a weight: of its values, or where an optimizer holds those, of its codes."""
     content, shape = weight._content, (length, *weight.shape[1:])
-    if weight.state.publisher is not None:
+    if weight.state.weight_sync is not None:
         return weight.with_storages(lambda s: s.narrow(start, length), shape)
     if content.master is not None:
         whole = content.master() is not None and (start, length) == (0, content.master().shape[0])
@@ -536,7 +536,7 @@ def _narrow_rows(func, args, kwargs):
 @_TABLE.implements([aten.split.Tensor, aten.split_with_sizes.default])
 def _split(func, args, kwargs):
     weight, sizes, dim = (*args, 0)[:3]
-    if weight.state.publisher is not None:
+    if weight.state.weight_sync is not None:
         raise ValueError(
             f"{weight.state.name} is published by a weight sync, which writes all of it on every rank; fully_shard would cut it "
             "and never be told of new codes: give a weight to fully_shard or to a weight sync, not to both"
@@ -563,7 +563,7 @@ def _new(func, args, kwargs):
 def _copy(func, args, kwargs):
     """Codes and values on another device or in another dtype, of the same master; a clone has values of its own."""
     weight, kwargs = args[0], {**kwargs}
-    if weight.state.publisher is not None:
+    if weight.state.weight_sync is not None:
         raise NotImplementedError(
             f"{weight.state.name} is published by a weight sync, which would not write a copy of it; move or cast the model "
             "before plan_publisher, or copy what dequantize() gives"
@@ -583,7 +583,7 @@ def _copy(func, args, kwargs):
         if not shares:
             content.copied = (weight.version, copied.version)
     elif shares:
-        content.slots, content.quantizer = Slots(owner=weight.state), None
+        content.slots, content.quantizer = StoragePair(owner=weight.state), None
     return copied
 
 
@@ -639,7 +639,7 @@ def _encode(weights: Sequence[tuple[QuantizedWeight, ManagedParam | None]]) -> N
     found: dict[torch.device, list[tuple[QuantizedWeight, Shard]]] = {}
     changed = []
     for weight, managed in weights:
-        if weight.state.publisher is not None or all(map(weight.is_current, weight.state.quantizer.encodings)):
+        if weight.state.weight_sync is not None or all(map(weight.is_current, weight.state.quantizer.encodings)):
             continue
         changed.append((weight, managed))
         stale = [s for s in own_shards(weight, managed) if not weight.is_current(s.direction)]

@@ -133,7 +133,7 @@ def take(weights: Sequence[Sharded], kept: dict[tuple, Collective]) -> None:
         by_groups.setdefault(_groups(weight), []).append(weight)
     for groups, of in by_groups.items():
         last = kept.get(groups)
-        if last is None or not last.take_again(of):
+        if last is None or not last.replay(of):
             kept[groups] = Collective(of, groups)
 
 
@@ -175,7 +175,7 @@ class Collective:
             self._pass_on(self._shared[-1])
         self._hand_over(weights)
 
-    def take_again(self, weights: Sequence[Sharded]) -> bool:
+    def replay(self, weights: Sequence[Sharded]) -> bool:
         """Take those of the same weights as they are now; False, before any collective, where more than values differs."""
         if self._key != _key(weights) or any(state.parts for state, _ in self._of):
             return False
@@ -184,7 +184,7 @@ class Collective:
             weight = by_state[id(state)]
             fragment.values, fragment.found = values_of(weight.local).to(weight.device), _found(weight)
         for shared in self._shared:
-            if not shared.take_again(self._crossing, torch_compat.copy_all):
+            if not shared.replay(self._crossing, torch_compat.copy_all):
                 return False
             self._pass_on(shared)
         self._hand_over(weights)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 
-class Unguarded:
+class NoDynamoGuard:
     """A value that no graph depends on: the thing itself, in every copy, equal to any other.
 
     Operators take formats from a plan's text. A graph that is cached on disk keeps nothing of it.
@@ -14,16 +14,16 @@ class Unguarded:
     def __init__(self, value: object):
         self.value = value
 
-    def __deepcopy__(self, memo) -> Unguarded:
+    def __deepcopy__(self, memo) -> NoDynamoGuard:
         return self
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Unguarded)
+        return isinstance(other, NoDynamoGuard)
 
     __hash__ = None
 
     def __reduce__(self):
-        return Unguarded, (None,)
+        return NoDynamoGuard, (None,)
 
 
 def stable_text(tensor: Tensor) -> str:

@@ -17,7 +17,7 @@ from . import torch_compat
 from .aten_table import aten
 from .fsdp_hooks import FSDPHooks
 from .quantized_tensor import QuantizedTensor
-from .traced import Unguarded, stable_text
+from .traced import NoDynamoGuard, stable_text
 from .weight_state import WeightState
 
 # Views and copies of a shard that FSDP2, DTensor and nn.Module._apply keep as the shard. All else returns plain tensors, so
@@ -78,7 +78,7 @@ class WeightShard(FSDPHooks, Tensor):
         return self.inner.numpy(force=force)
 
     def __tensor_flatten__(self):
-        return ["_flat_inner"], Unguarded(self._state)
+        return ["_flat_inner"], NoDynamoGuard(self._state)
 
     @staticmethod
     def __tensor_unflatten__(inner, shared, outer_size, outer_stride) -> WeightShard:

@@ -21,7 +21,7 @@ from ..formats import COLUMNWISE, ROWWISE, Direction, Encoding
 from ..gemm import StaleWeightError
 from ..ops import dispatch
 from ..ops.dispatch import Encoded, Statistics
-from ..ops.native import GroupEncoding
+from ..ops.native import RecordedEncode
 from ..scaling import AmaxHistory, RowCuts, share_amaxes
 from ..storage import Storage
 
@@ -62,7 +62,7 @@ class WeightState:
         """Forget what belongs to this process: gathers, syncs, holds."""
         self.gathered = None  # gathered_weight.GatheredWeight
         self.managed = None  # torch_compat.ManagedParam
-        self.publisher = None
+        self.weight_sync = None
         self.held: dict | None = None
         self.statistics: dict[tuple[str, Direction], Statistics | None] | None = None
 
@@ -164,7 +164,7 @@ class WeightState:
 
 
 # Fields that neither copies nor files have.
-_OF_PROCESS = frozenset({"gathered", "managed", "publisher", "held", "statistics"})
+_OF_PROCESS = frozenset({"gathered", "managed", "weight_sync", "held", "statistics"})
 
 
 class WeightTensor:
@@ -215,7 +215,7 @@ class Shard(NamedTuple):
 
 
 def encode_shards(
-    shards: Sequence[Shard], device: torch.device, launches: list[tuple[GroupEncoding, list[int]]] | None = None
+    shards: Sequence[Shard], device: torch.device, launches: list[tuple[RecordedEncode, list[int]]] | None = None
 ) -> list[Encoded]:
     """Codes and scales of each shard on `device`; one launch for all that have equal encodings.
 
@@ -230,7 +230,7 @@ def encode_shards(
     for (encoding, dtype, *_), places in alike.items():
         of, repeatable = [shards[i] for i in places], None if launches is None else []
         histories = [s.piece.state.delayed_history(s.direction, device) for s in of]
-        made = dispatch.encode_group(
+        made = dispatch.multi_tensor_encode(
             [s.piece.values.to(device) for s in of], encoding,
             [None if s.statistics is None else s.statistics.to(device) for s in of], [s.piece.row0 for s in of],
             [None if h is None else h.enc for h in histories], dtype, [s.into for s in of],
@@ -250,7 +250,7 @@ def storage_of(quantizer, direction: Direction, compute_dtype: torch.dtype | Non
     if direction in quantizer.encodings:
         return encode(direction)
     rowwise = encode(ROWWISE)
-    return rowwise.as_direction(COLUMNWISE) if quantizer.one_storage else quantizer.derive_columnwise(rowwise, compute_dtype)
+    return rowwise.as_direction(COLUMNWISE) if quantizer.shares_storage else quantizer.derive_columnwise(rowwise, compute_dtype)
 
 
 def held(state: WeightState | None, key: tuple, values: Tensor, make):

@@ -44,16 +44,16 @@ from .gemms import (
 )
 from .layouts import (
     OF_TENSOR,
-    GroupCall,
+    RecordedLaunch,
     anchor_codes,
-    anchor_group,
+    multi_tensor_anchor,
     anchor_run,
     anchor_shape,
     dequantize,
     swizzle_scales,
     tensor_decode_scale,
     transpose_codes,
-    transpose_group,
+    multi_tensor_transpose,
     transpose_stack,
     transpose_tokens,
 )
@@ -69,22 +69,22 @@ from .norms import (
 )
 from .optimizers import AdamStep, adam, adam_codes, adam_count, adam_statistics, adam_takes
 from .quantization import (
-    GroupEncoding,
+    RecordedEncode,
     call_of,
     cast_pieces,
     cast_scales,
     column_sums,
     quantize,
     quantize_anchored,
-    quantize_group,
+    multi_tensor_quantize,
     rows_of,
     statistics,
-    statistics_group,
+    multi_tensor_amax,
     takes_group,
     why_not_pieces,
 )
 from .steps import (
-    Reading,
+    OperandSpec,
     grouped_step,
     grouped_step_backward,
     linear_counts,
@@ -94,6 +94,6 @@ from .steps import (
     linear_tokens,
     linear_weight,
     random_key,
-    reading_of,
+    operand_spec_of,
     record_amax,
 )

@@ -29,7 +29,7 @@ def _sides(row: int, col: int):
 
 
 # The dispatcher leaves out arguments that equal their default: fakes take fewer.
-def _fake_quantize(x, row, col, row_eps, col_eps, row0, through_bf16, *known):
+def _fake_quantize(x, row, col, row_eps, col_eps, row0, round_to_bf16, *known):
     made = []
     for side, columnwise in _sides(row, col):
         of = encoding_shapes(side, columnwise, x.shape, row0)
@@ -40,7 +40,7 @@ def _fake_quantize(x, row, col, row_eps, col_eps, row0, through_bf16, *known):
     return made
 
 
-def _fake_anchored(x, row, col, row_run, col_run, row_anchor, col_anchor, through_bf16):
+def _fake_anchored(x, row, col, row_run, col_run, row_anchor, col_anchor, round_to_bf16):
     made = []
     for (side, columnwise), run in zip(((row, False), (col, True)), (row_run, col_run)):
         if side:
@@ -49,7 +49,7 @@ def _fake_anchored(x, row, col, row_run, col_run, row_anchor, col_anchor, throug
     return made
 
 
-def _fake_statistics(x, row, col, row0, through_bf16):
+def _fake_statistics(x, row, col, row0, round_to_bf16):
     made = []
     for side, columnwise in _sides(row, col):
         of = encoding_shapes(side, columnwise, x.shape, row0)
@@ -57,9 +57,9 @@ def _fake_statistics(x, row, col, row0, through_bf16):
     return made
 
 
-def _fake_statistics_group(x, side, columnwise, row0, through_bf16):
+def _fake_statistics_group(x, side, columnwise, row0, round_to_bf16):
     sides = (0, side) if columnwise else (side, 0)
-    return [t for one, start in zip(x, row0) for t in _fake_statistics(one, *sides, start, through_bf16)]
+    return [t for one, start in zip(x, row0) for t in _fake_statistics(one, *sides, start, round_to_bf16)]
 
 
 def _fake_anchor_codes(data, scale, tensor_amax, side, columnwise, transposed, whole, cols, run=0):

@@ -33,7 +33,7 @@ def transpose_codes(data: Tensor, rows: int, cols: int, bits: int) -> Tensor:
     return _ops.transpose_codes(data, rows, cols, bits)
 
 
-class GroupCall(NamedTuple):
+class RecordedLaunch(NamedTuple):
     """A call of an operator that writes `out`, which may be made again."""
 
     operator: Callable[..., None]
@@ -44,7 +44,7 @@ class GroupCall(NamedTuple):
         self.operator(*self.arguments)
 
 
-def _called(call: GroupCall, calls: list[GroupCall] | None) -> list[Tensor]:
+def _called(call: RecordedLaunch, calls: list[RecordedLaunch] | None) -> list[Tensor]:
     """Make a call, which `calls` takes; what it has written."""
     call()
     if calls is not None:
@@ -52,9 +52,9 @@ def _called(call: GroupCall, calls: list[GroupCall] | None) -> list[Tensor]:
     return call.out
 
 
-def transpose_group(
+def multi_tensor_transpose(
     data: Sequence[Tensor], shapes: Sequence[tuple[int, int]], bits: int, stacked: bool = False,
-    calls: list[GroupCall] | None = None,
+    calls: list[RecordedLaunch] | None = None,
 ) -> list[Tensor]:
     """`transpose_codes` of each [rows, cols], in one launch; stacked: all of one shape, into slices of one buffer.
 
@@ -67,7 +67,7 @@ def transpose_group(
     else:
         out = [d.new_empty(size) for d, size in zip(data, sizes)]
     n, kind = len(data), TRANSPOSE_NIBBLES if bits == 4 else TRANSPOSE_BYTES
-    return _called(GroupCall(_ops.relayout_group, (data, out, [kind] * n, rows, cols, [0] * n, [1] * n), out), calls)
+    return _called(RecordedLaunch(_ops.relayout_group, (data, out, [kind] * n, rows, cols, [0] * n, [1] * n), out), calls)
 
 
 def transpose_stack(data: Tensor) -> Tensor:
@@ -114,9 +114,9 @@ def anchor_codes(
     )
 
 
-def anchor_group(
+def multi_tensor_anchor(
     data: Sequence[Tensor], scale: Sequence[Tensor], tensor_amax: Sequence[Tensor | None], cols: Sequence[int], fmt: Format,
-    direction: Direction, transposed: bool, run: int = 0, calls: list[GroupCall] | None = None,
+    direction: Direction, transposed: bool, run: int = 0, calls: list[RecordedLaunch] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """`anchor_codes` of each, in one call, which `calls` takes: it may be made again."""
     columnwise = direction is not ROWWISE
@@ -126,5 +126,5 @@ def anchor_group(
     amaxes = [] if tensor_amax[0] is None else list(tensor_amax)
     packed = pack_encoding(Encoding(fmt, direction))
     arguments = list(data), list(scale), amaxes, packed, columnwise, transposed, run == OF_TENSOR, list(cols), codes, lines, max(run, 0)
-    _called(GroupCall(_ops.anchor_group, arguments, codes + lines), calls)
+    _called(RecordedLaunch(_ops.anchor_group, arguments, codes + lines), calls)
     return list(zip(codes, lines))

@@ -54,7 +54,7 @@ def activation(g: Tensor, u: Tensor | None, kind: int) -> tuple[Tensor, Tensor]:
 
 
 def activate(
-    g: Tensor, u: Tensor | None, kind: int, grad_amaxes: Tensor | None = None, deferred: bool = False, packed: bool = False
+    g: Tensor, u: Tensor | None, kind: int, grad_amaxes: Tensor | None = None, unmaterialized: bool = False, packed: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Eager mode alone: h with its node of autograd, and its amaxes (`amaxes_like`, of one tensor).
 
@@ -62,8 +62,8 @@ def activate(
     deferred:     h has a shape, and no values, nor amaxes.
     packed:       g [.., 2 F] holds g and u, and its gradient theirs; u is None.
     """
-    h, amaxes = _ops.activate(g, u, kind, grad_amaxes, deferred, packed)
-    return h, None if deferred else amaxes
+    h, amaxes = _ops.activate(g, u, kind, grad_amaxes, unmaterialized, packed)
+    return h, None if unmaterialized else amaxes
 
 
 def activation_backward(

@@ -46,10 +46,10 @@ def call_of(
     return _Call(row, col, *eps, tuple(places))
 
 
-def statistics(x: Tensor, encodings: Sequence[Encoding], row0: int, through_bf16: bool) -> list[tuple]:
+def statistics(x: Tensor, encodings: Sequence[Encoding], row0: int, round_to_bf16: bool) -> list[tuple]:
     """(amax, tensor_amax or None) of each encoding (one a direction), in one read of x."""
     call = call_of(tuple(encodings))
-    made = iter(_ops.statistics(rows_of(x), call.row, call.col, row0, through_bf16))
+    made = iter(_ops.statistics(rows_of(x), call.row, call.col, row0, round_to_bf16))
     results = [None] * len(encodings)
     for i in call.places:
         if i is not None:
@@ -63,7 +63,7 @@ def column_sums(x: Tensor) -> Tensor:
 
 
 def quantize(
-    x: Tensor, encodings: Sequence[Encoding], row0: int, through_bf16: bool,
+    x: Tensor, encodings: Sequence[Encoding], row0: int, round_to_bf16: bool,
     stats: Sequence[tuple] | None, keys: Sequence[Tensor | None] | None, encs: Sequence[Tensor | None] | None,
     transposed: Sequence[bool] | None = None, layout: int | Sequence[int] = COMPACT,
 ) -> list[tuple]:
@@ -82,7 +82,7 @@ def quantize(
             known[4 * d : 4 * d + 4] = (
                 *(stats[i] if stats else (None, None)), encs[i] if encs else None, keys[i] if keys else None
             )
-    made = iter(_ops.quantize(rows_of(x), *call[:4], row0, through_bf16, *known))
+    made = iter(_ops.quantize(rows_of(x), *call[:4], row0, round_to_bf16, *known))
     results = [None] * len(encodings)
     for i in call.places:
         if i is not None:
@@ -96,16 +96,16 @@ def quantize(
     return results
 
 
-def takes_group(encoding: Encoding, dtype: torch.dtype, through_bf16: bool) -> bool:
+def takes_group(encoding: Encoding, dtype: torch.dtype, round_to_bf16: bool) -> bool:
     """One launch encodes a group of tensors of a dtype so."""
     plain = not (encoding.stochastic or encoding.fmt.rotated)
-    return plain and (through_bf16 or dtype is torch.bfloat16) and encodes(encoding, dtype)
+    return plain and (round_to_bf16 or dtype is torch.bfloat16) and encodes(encoding, dtype)
 
 
-def statistics_group(x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], through_bf16: bool) -> list[tuple]:
+def multi_tensor_amax(x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], round_to_bf16: bool) -> list[tuple]:
     """(amax, tensor_amax or None) of each tensor, in one launch."""
     rows = [rows_of(one) for one in x]
-    made = iter(_ops.statistics_group(rows, pack_encoding(encoding), encoding.direction is not ROWWISE, row0, through_bf16))
+    made = iter(_ops.statistics_group(rows, pack_encoding(encoding), encoding.direction is not ROWWISE, row0, round_to_bf16))
     return [(next(made), next(made) if encoding.fmt.tensor_scale else None) for _ in x]
 
 
@@ -127,27 +127,27 @@ def _staged(encoding: Encoding, shapes: tuple[tuple[int, int], ...], row0: tuple
     return at, places, list(zip(*views))
 
 
-class GroupEncoding:
+class RecordedEncode:
     """One launch that encodes each of a list of tensors into slices of one buffer, and may be made again of other values.
 
     made:     (data, scale, tensor_amax, amax) of each: views of the buffer, and what of `stats` went into them.
 
-    Arguments as of `quantize_group`. stats: None: taken of the values, in each call.
+    Arguments as of `multi_tensor_quantize`. stats: None: taken of the values, in each call.
     """
 
     def __init__(
-        self, x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], through_bf16: bool,
+        self, x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], round_to_bf16: bool,
         stats: Sequence[tuple | None] | None, encs: Sequence[Tensor | None] = (), records: Sequence[Tensor | None] = (),
     ):
-        self._measured = None if stats is not None else (encoding, row0, through_bf16)
+        self._measured = None if stats is not None else (encoding, row0, round_to_bf16)
         if stats is None:
-            stats = statistics_group(x, encoding, row0, through_bf16)
+            stats = multi_tensor_amax(x, encoding, row0, round_to_bf16)
         self.encoding, self.dtype, self.device = encoding, x[0].dtype, x[0].device
         scale_dtype = encoding.fmt.scale_dtype
         size, places, views = _staged(encoding, tuple(one.shape for one in x), tuple(row0))
         self._staging, self._size = x[0].new_empty(size, dtype=torch.uint8), size
         self._first, known = _group_arguments(x, encoding, row0, stats, encs, records)
-        self._last = self._staging, *places, through_bf16
+        self._last = self._staging, *places, round_to_bf16
         of_scales = self._staging.view(scale_dtype)
         self.made = [
             (self._staging.as_strided(*data), of_scales.as_strided(*scale), *of) for (data, scale), of in zip(views, known)
@@ -161,7 +161,7 @@ class GroupEncoding:
     def __call__(self, x: Sequence[Tensor]) -> None:
         if self._measured is not None:
             encoding, row0, _ = self._measured
-            self._first, _ = _group_arguments(x, encoding, row0, statistics_group(x, *self._measured), (), ())
+            self._first, _ = _group_arguments(x, encoding, row0, multi_tensor_amax(x, *self._measured), (), ())
         self._write(x)
 
     def _write(self, x: Sequence[Tensor]) -> None:
@@ -189,24 +189,24 @@ def _group_arguments(
     return (pack_encoding(encoding), columnwise, encoding.eps, row0, amaxes, tensor_amaxes, *histories), list(zip(tensor_amaxes, kept))
 
 
-def quantize_group(
-    x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], through_bf16: bool, stats: Sequence[tuple | None] | None,
+def multi_tensor_quantize(
+    x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], round_to_bf16: bool, stats: Sequence[tuple | None] | None,
     into: Sequence[tuple[Tensor, Tensor]] | None = None, encs: Sequence[Tensor | None] = (),
-    records: Sequence[Tensor | None] = (), calls: list[GroupEncoding] | None = None,
+    records: Sequence[Tensor | None] = (), calls: list[RecordedEncode] | None = None,
 ) -> list[tuple]:
     """`quantize` of each tensor, in one launch, into slices of one buffer.
 
-    stats:  (amax, tensor_amax) a tensor; where some scale spans more than a tile, None of them is None. None: see `GroupEncoding`.
+    stats:  (amax, tensor_amax) a tensor; where some scale spans more than a tile, None of them is None. None: see `RecordedEncode`.
     into:   (data, scale) of each, to be written instead.
-    encs, records:  see `dispatch.encode_group`.
+    encs, records:  see `dispatch.multi_tensor_encode`.
     calls:  takes the launch, where there is a buffer.
     """
     if into is not None:
-        stats = statistics_group(x, encoding, row0, through_bf16) if stats is None else stats
+        stats = multi_tensor_amax(x, encoding, row0, round_to_bf16) if stats is None else stats
         arguments, known = _group_arguments(x, encoding, row0, stats, encs, records)
-        _ops.quantize_group_out([rows_of(one) for one in x], *arguments, *map(list, zip(*into)), through_bf16)
+        _ops.quantize_group_out([rows_of(one) for one in x], *arguments, *map(list, zip(*into)), round_to_bf16)
         return [(*one, *of) for one, of in zip(into, known)]
-    call = GroupEncoding(x, encoding, row0, through_bf16, stats, encs, records)
+    call = RecordedEncode(x, encoding, row0, round_to_bf16, stats, encs, records)
     if calls is not None:
         calls.append(call)
     return call.made
@@ -245,7 +245,7 @@ def cast_scales(runs: Tensor, chunks: Tensor, encodings: Sequence[Encoding], ski
 
 
 def quantize_anchored(
-    x: Tensor, encodings: Sequence[Encoding], anchor_runs: Sequence[int | None], through_bf16: bool = False,
+    x: Tensor, encodings: Sequence[Encoding], anchor_runs: Sequence[int | None], round_to_bf16: bool = False,
     transposed: Sequence[bool] | None = None, amaxes: Sequence[Tensor | None] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """(codes, fp32 scales) of each e8m0 encoding; see `reference.anchored`, and of OF_TENSOR `reference.anchored_codes`.
@@ -257,6 +257,6 @@ def quantize_anchored(
     call = call_of(tuple(encodings), tuple(transposed) if transposed else None)
     runs = [0 if i is None else anchor_runs[i] or 0 for i in call.places]
     known = [None if i is None or amaxes is None else amaxes[i] for i in call.places]
-    made = iter(_ops.quantize_anchored(rows_of(x), call.row, call.col, *runs, *known, through_bf16))
+    made = iter(_ops.quantize_anchored(rows_of(x), call.row, call.col, *runs, *known, round_to_bf16))
     results = {i: (next(made), next(made)) for i in call.places if i is not None}
     return [results[i] for i in range(len(encodings))]

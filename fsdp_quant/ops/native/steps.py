@@ -68,7 +68,7 @@ def grouped_step_backward(
     )
 
 
-class Reading(NamedTuple):
+class OperandSpec(NamedTuple):
     """How one direction of a slot is quantized, and how its product reads it: see csrc/step/plan.h."""
 
     side: int = 0
@@ -79,7 +79,7 @@ class Reading(NamedTuple):
     eps: float = 0.0
 
 
-def reading_of(encoding: Encoding, layout: str, domain: str, arch: str, same: bool, factor: int | None) -> Reading | None:
+def operand_spec_of(encoding: Encoding, layout: str, domain: str, arch: str, same: bool, factor: int | None) -> OperandSpec | None:
     """None for what the compiled step does not do.
 
     domain:  of the product that reads it.
@@ -88,14 +88,14 @@ def reading_of(encoding: Encoding, layout: str, domain: str, arch: str, same: bo
     """
     fmt, turned = encoding.fmt, encoding.direction is not ROWWISE
     if not fmt.is_quantized:
-        return Reading()
+        return OperandSpec()
     laid_out = layout in LAID_OUT
     factored = fmt.scale_leaves_contraction and fmt.block != (None, None)  # a scale a line, after the product
     operand = is_exact_operand(fmt, layout)
     if domain == "reference" or unsupported_reason(fmt) or (layout == COMPACT_LAYOUT and factored):
         return None
     scales = OPERAND if operand else scale_layout_of(arch) if laid_out else COMPACT
-    return Reading(
+    return OperandSpec(
         pack_encoding(encoding, turned and layout != COMPACT_LAYOUT and not is_anchored_of_codes(fmt, layout), scales),
         anchor_run(layout) if layout in ANCHORS and not operand else -1,
         operand_code(operand_format(fmt, layout)) if layout != COMPACT_LAYOUT else 0,
@@ -103,21 +103,21 @@ def reading_of(encoding: Encoding, layout: str, domain: str, arch: str, same: bo
     )
 
 
-def linear_plan(readings: Sequence[Reading], saves_input: bool, watched: Sequence[tuple[int, int]], key: str) -> int:
+def linear_plan(operand_specs: Sequence[OperandSpec], saves_input: bool, watched: Sequence[tuple[int, int]], key: str) -> int:
     """The number of a plan: rowwise and columnwise readings of the input, the weight and the gradient of the output.
 
     watched:  of fprop, dgrad and wgrad, how `product_error` counts the operands.
     """
-    fields = [f for r in readings for f in r[:5]] + [saves_input, *map(packed_counts, watched)]
-    return _ops.linear_plan(fields, [r.eps for r in readings], key)
+    fields = [f for r in operand_specs for f in r[:5]] + [saves_input, *map(packed_counts, watched)]
+    return _ops.linear_plan(fields, [r.eps for r in operand_specs], key)
 
 
 def linear_weight(
-    weight: Tensor, plan: int, row: bool, col: bool, through_bf16: bool, factors: list[Tensor], amaxes: list[Tensor]
+    weight: Tensor, plan: int, row: bool, col: bool, round_to_bf16: bool, factors: list[Tensor], amaxes: list[Tensor]
 ) -> list[Tensor]:
     """Buffers (`BUFFERS` that exist) of the operands of a weight [N, K] that are wanted, in one read of it; of matrices
     [E, N, K] those of each, stacked; of 4 bits as csrc/step/weight.cpp says (`stacked_runs`)."""
-    return _ops.linear_weight(rows_of(weight), plan, row, col, through_bf16, factors, amaxes)
+    return _ops.linear_weight(rows_of(weight), plan, row, col, round_to_bf16, factors, amaxes)
 
 
 def linear_step(*args) -> list[Tensor]:

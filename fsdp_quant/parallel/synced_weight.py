@@ -14,7 +14,7 @@ from ..ops import dispatch, runs
 from ..scaling import AmaxHistory, Cuts, Fragment, with_amax
 from ..tensor import torch_compat
 from ..tensor.quantized_weight import QuantizedWeight
-from .shard_map import Plane, Segments, ShardMap, scale_count
+from .shard_map import WireTensor, Segments, ShardMap, scale_count
 
 BOTH = frozenset(Direction)
 # A ring sends every amax twice, in fp32.
@@ -54,7 +54,7 @@ class Side:
             self.tensor_amax = torch.zeros(1, device=device)
 
 
-class PublishedWeight:
+class SyncedWeight:
     """One weight of a sync: its planes, and how they become storages.
 
     part:     (which, of how many) parts of a weight that tensor parallelism cuts this is.
@@ -71,7 +71,7 @@ class PublishedWeight:
         self.wire_dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         self.planes = self._code_planes()
         if transport == "highprec" or (transport == "auto" and self._values_are_fewer()):
-            values = Plane(f"{self.name}.values", 8 * self.wire_dtype.itemsize, self.shards)
+            values = WireTensor(f"{self.name}.values", 8 * self.wire_dtype.itemsize, self.shards)
             self.planes = {(None, "values"): (BOTH, values)}
         self.sides = {d: Side(e, self.shape, self.device, dense) for d, e in self.encoded.items()}
         others = [(d, e.fmt) for d, e in self.quantizer.encodings.items() if self.gathers_values and self.spans_parts(e)]
@@ -96,17 +96,17 @@ class PublishedWeight:
 
     def shares(self, direction: Direction) -> frozenset[Direction]:
         """The directions that read the same storage."""
-        return BOTH if self.quantizer.one_storage else frozenset({direction})
+        return BOTH if self.quantizer.shares_storage else frozenset({direction})
 
-    def _code_planes(self) -> dict[tuple[Direction | None, str], tuple[frozenset[Direction], Plane]]:
+    def _code_planes(self) -> dict[tuple[Direction | None, str], tuple[frozenset[Direction], WireTensor]]:
         """(direction, part) -> (directions that it serves, plane)."""
         planes = {}
         for d, encoding in self.quantizer.encodings.items():
             name = f"{self.name}.{d.value}"
-            planes[d, "codes"] = self.serves(d), Plane(f"{name}.codes", bits_of(encoding, self.weight.dtype), self.shards)
+            planes[d, "codes"] = self.serves(d), WireTensor(f"{name}.codes", bits_of(encoding, self.weight.dtype), self.shards)
             if not self.dense and encoding.fmt.has_scales:
                 owners = self.shards.of_scales(encoding, self.shape)
-                planes[d, "scale"] = self.serves(d), Plane(f"{name}.scale", 8 * encoding.fmt.scale_bytes, owners)
+                planes[d, "scale"] = self.serves(d), WireTensor(f"{name}.scale", 8 * encoding.fmt.scale_bytes, owners)
         return planes
 
     def _values_are_fewer(self) -> bool:
@@ -145,7 +145,7 @@ class PublishedWeight:
         """(target, source) of what makes the storages of these directions from gathered planes; sources need no other order."""
         made, encodings = [], self.quantizer.encodings
         for source in dict.fromkeys(d if d in encodings else ROWWISE for d in directions):
-            room, fmt = self.weight.make_room(source).buffers(), encodings[source].fmt
+            room, fmt = self.weight.allocate_codes(source).buffers(), encodings[source].fmt
             if self.gathers_values:
                 values, encoding, seen = pieces[None, "values"].joined(), encodings[source], self.seen[source]
                 values, stats = values.view(self.wire_dtype).view(self.shape), None
@@ -172,13 +172,13 @@ class PublishedWeight:
     def derive(self, directions: list[Direction]) -> None:
         """What follows from storages that are written."""
         if self.quantizer.is_derived and COLUMNWISE in directions:
-            derived = self.quantizer.derive_columnwise(self.weight.make_room(ROWWISE), self.state.compute_dtype)
-            room = self.weight.make_room(COLUMNWISE)
+            derived = self.quantizer.derive_columnwise(self.weight.allocate_codes(ROWWISE), self.state.compute_dtype)
+            room = self.weight.allocate_codes(COLUMNWISE)
             torch_compat.copy_all([(into, derived.buffers()[name]) for name, into in room.buffers().items()])
 
 
 @dataclass(eq=False)
-class Channel:
+class GatherBuffer:
     """What is gathered together: the planes that serve the same directions, and their bytes.
 
     keys:      (weight's name, direction, part) of each plane.
@@ -219,18 +219,18 @@ class Channel:
         places, planes = self.segments.places, self.segments.planes
         if places is None or any(part != "codes" for *_, part in self.keys):
             return
-        if any(weights[n].make_room(d).data.nbytes != plane.nbytes for (n, d, _), plane in zip(self.keys, planes)):
+        if any(weights[n].allocate_codes(d).data.nbytes != plane.nbytes for (n, d, _), plane in zip(self.keys, planes)):
             return  # rows are padded
         self.codes = self.own.new_zeros(self.nbytes)
         for (name, direction, _), place in zip(self.keys, places):
-            weights[name].lie_in(self.codes, place, direction)
+            weights[name].alias_codes_into(self.codes, place, direction)
 
     @property
     def is_in_place(self) -> bool:
         """What was gathered is where products read it."""
         return self.codes is not None and self.buffer is self.codes
 
-    def make_room(self) -> None:
+    def allocate_codes(self) -> None:
         if self.codes is not None:
             torch_compat.alloc_storage(self.codes)
 
@@ -246,7 +246,7 @@ class Channel:
     def gather(self, group: dist.ProcessGroup | None) -> None:
         self.wait()
         if self.buffer is None and self.codes is not None:
-            self.make_room()
+            self.allocate_codes()
             self.buffer = self.codes
         elif self.buffer is None:
             self.buffer = self.own if self.segments.ranks == 1 else self.own.new_empty(self.nbytes)
