@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Build script: pure Python everywhere, plus the compiled operators where CUDA can be compiled.
 
 fsdp_quant/ops/build.py says which files there are and compiles them; none needs a GPU. They are built when torch imports and is a

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The operators of fsdp_quant, by domain. Python defines the namespace; this library adds to it.
 #include <torch/library.h>
 

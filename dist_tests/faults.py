@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults on one rank, by set-up and place: what each rank says, and after how many seconds, beside plain torch's.
 
     python -m dist_tests.faults                            all cases, half an hour of two cores

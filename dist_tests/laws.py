@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every test compares with: bytes, and the lists of formats that laws run over."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the lock-step laws share: plain values of parameters, the reference's bytes, and the control
 that keeps one code."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mutation testing: change one operator, number or decorator of a file, and see whether its tests fail.
 
     bash launch/mutants.sh [--files formats,storage,...] [--sample 40] [--seed 0] [--json out.json]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizers of docs/optimizers.md, by name, for the laws of one process and of ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The operators that cast pieces, in PyTorch on the CPU: what kernels do with the tables of `CastPlan`, through their pointers."""
 
 from __future__ import annotations

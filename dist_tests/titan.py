@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torchtitan 0.3.0 on CPUs, with the debug models and random tokens; to be imported before anything of torchtitan.
 
 torchtitan runs on GPUs and with a torch that is later than 2.13. What stands in for what is not there, none of it near a linear

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small models, data and hand-written loops that tests hold trainers of other libraries to, bit for bit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Virtual ranks (`examples.mini_megatron.ordered`) that record their collectives, for laws over many worlds and cuts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fine-tune a language model with transformers' Trainer, in low precision and in bf16 beside it.
 
     python examples/finetune.py                     LoRA over a base of frozen codes

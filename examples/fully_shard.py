@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train under stock FSDP2: torchrun --nproc-per-node 2 examples/fully_shard.py [--steps 20] [--forward F --backward B]
 
 Each rank holds a shard of every parameter in fp32. FSDP2 all-gathers codes and scales for the forward

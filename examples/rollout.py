@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reinforcement learning whose rollouts and training multiply the same codes.
 
     python examples/rollout.py [--recipe mxfp8] [--rounds 40]

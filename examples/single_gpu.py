@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train on one device, compiled: python examples/single_gpu.py [--recipe mxfp8] [--steps 100]
 
 The model is a stack of MLP blocks that learns a map between random vectors. On a GPU its blocks are

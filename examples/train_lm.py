@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a byte-level language model in low precision under stock FSDP2.
 
     bash launch/train.sh                                      MXFP8 forward, NVFP4 backward

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a transformers model: python examples/transformers_model.py [--recipe mxfp8] [--steps 20]
 
 A small Llama with random weights learns four sequences by heart; pass --model for a pretrained one.

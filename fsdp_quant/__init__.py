@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Low-precision training for stock PyTorch FSDP2, one format a direction. See README.md.
 
 `import fsdp_quant` imports the operators. The rest needs torch.distributed.tensor and

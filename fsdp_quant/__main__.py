@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """python -m fsdp_quant doctor | selftest | plan RECIPE | report RUN.jsonl | advise FILE.py: what this machine can do, whether it
 does so, what a recipe runs on it, what a run did, which formats its layers bear."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Codes in checkpoints: fingerprints of them, storages as DTensors, and files of exact codes.
 
 A checkpoint of training holds masters: codes are derived again, whatever the world size, and their fingerprint tells

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What changes between steps: the random key, the step, codes of quantized parameters, and `autocast`.
 
 Seed, step, micro-batch and token offset are read from an int64 tensor on the device, so that a compiled or captured step

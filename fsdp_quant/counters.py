@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What really ran, counted on the host: quantizations, GEMMs by domain, bytes by collective, fall-backs.
 
 Counting is a dictionary increment; `inspection/receipt.py` prints it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What quantized bytes mean: elements, formats, directions, block geometry.
 
 [Note: formats]

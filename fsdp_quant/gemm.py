@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`gemm`: the one place where storages are unpacked into a matrix product.
 
 Every product is NT in its storages' own axes: a storage presents [outer, contraction] whatever its direction, so

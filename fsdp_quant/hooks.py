@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fq.hooks`: for trainers that own flat buffers and cut them at any element; formats, statistics, codes and validity are ours.
 
 [Note: the life of a step]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The public names of the package, which `fsdp_quant/__init__.py` imports at the first use of
 one."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Quantizer` makes one storage, `HybridQuantizer` one a direction; both are immutable values.
 
 A quantizer holds no tensor and no state: histories of delayed scaling live with the weight, random keys with the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes: which quantizer each tensor of a linear layer gets.
 
 The three products of y = x W^T read six storages; a recipe names the quantizer of each:

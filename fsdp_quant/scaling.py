@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Statistics before scales: sharing amaxes between ranks, and histories of them for delayed scaling.
 
 [Note: sharded statistics]

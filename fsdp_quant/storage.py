@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Storage`: one direction's buffers of a quantized tensor, and the protocol that everything moves them by.
 
 [Note: compact and GEMM layout]

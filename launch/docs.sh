@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Build the documents as a site in build/docs: bash launch/docs.sh [arguments of mkdocs build]
 #
 # Strict: a broken link, a broken anchor, or a page outside the navigation fails.

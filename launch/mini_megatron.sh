@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Train the small GPT with flat buffers and a distributed optimizer: bash launch/mini_megatron.sh [arguments of its train.py]
 #
 # One process for every GPU, else two processes on the CPU; NPROC=n overrides. A grid of ranks, and the same on virtual ranks

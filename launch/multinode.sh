@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Train the example on several nodes. Run on each of them, with the same values:
 #
 #   NNODES=2 MASTER_ADDR=host bash launch/multinode.sh --replicate 2 [arguments of examples/train_lm.py]

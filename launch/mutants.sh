@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Mutation testing of the files that bytes and scales depend on: bash launch/mutants.sh [arguments of dist_tests/mutants.py]
 #
 # Hours for everything: --sample N and --files choose. What it found: docs/mutants.md.

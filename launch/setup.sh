@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # shellcheck shell=bash
 # Sourced by the other scripts: gives them ROOT and an environment that can run the project.
 #

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Soak: every recipe in turn, disturbed and not, to the same bits in flat memory: bash launch/soak.sh [--steps 2000 | --minutes 20]
 #
 # One process for every GPU, else two processes on the CPU; NPROC=n overrides. What it measured: docs/soak.md.

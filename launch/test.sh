@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Run the CPU suite: bash launch/test.sh [arguments of pytest]
 #
 # Paths among the arguments replace the default folders: bash launch/test.sh dist_tests/single -k storage

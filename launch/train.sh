@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Train the example language model: bash launch/train.sh [arguments of examples/train_lm.py]
 #
 # One process for every GPU, else two processes on the CPU; NPROC=n overrides.

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Make a wheel that needs no compiler where it is installed: bash launch/wheel.sh FOLDER PYTHON [PYTHON ...]
 #
 # Each PYTHON has a CUDA build of another release of torch, all of one CUDA major version; the wheel holds the kernels, and glue

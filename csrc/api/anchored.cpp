@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Host side of MXFP8 operands with one exponent per run, line or tensor.
 #include <optional>
 #include <vector>

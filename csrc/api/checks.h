@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Checks that every operator makes before it launches; each error says what was got and wanted.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The packed description of an encoding, and the sizes of the buffers of one: operators, their
 // fakes and Python ask here. Integers alone: nothing needs a device.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Host side of products: check, allocate, launch. Nothing here reads the device.
 #include "api/gemm.h"
 

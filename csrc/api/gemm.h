@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The operator `gemm`, for other operators.
 #pragma once
 

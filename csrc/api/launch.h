@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What launches of quantize kernels are filled with: checks, geometry, workspaces.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Host side of dequantize, anchored codes, transposes and swizzles: check, allocate, launch.
 #include "api/layout.h"
 

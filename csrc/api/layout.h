@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the operators `dequantize` and `anchor_codes` do, for other operators.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Activations, for operators that begin with one, and for nodes of autograd.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Operands of products, from tensors that are checked on the way.
 #pragma once
 

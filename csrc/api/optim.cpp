@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Optimizer steps of many tensors.
 #include <algorithm>
 #include <limits>

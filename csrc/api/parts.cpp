@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Host side of products of groups. Nothing here reads the device.
 #include "api/parts.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the operators on groups of tokens do, for other operators.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Casts of pieces of tensors, from tables in device memory.
 #include <torch/library.h>
 

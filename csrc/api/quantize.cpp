@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Host side of quantize and statistics: check, allocate, choose, launch. Nothing here reads the device.
 #include <optional>
 #include <utility>

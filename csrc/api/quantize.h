@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What operators are given of a direction, and the geometry of its buffers.
 #pragma once
 

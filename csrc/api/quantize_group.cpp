@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Host side of launches over tables of tensors: shards of a gather, masters of an optimizer, matrices of experts.
 #include <optional>
 #include <tuple>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Largest magnitudes, compared as integer bits: those of positive floats are in their order, and a NaN is largest.
 #pragma once
 

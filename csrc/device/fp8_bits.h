@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // 8-bit elements by integer arithmetic, with the bytes of the instructions that GPUs before sm_89
 // lack. Host code includes it too.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Scales and elements, bit-exact with fsdp_quant/ops/reference.py. No fast-math: products that feed an addition are
 // written with intrinsics, so that no compiler fuses them.
 //

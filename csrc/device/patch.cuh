@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // An 8 x 8 piece of a 128 x 128 tile in the registers of one thread, and largest magnitudes over it.
 //
 // 256 threads cover a tile: warp w holds rows 16 w to 16 w + 15, lane l the 8 rows from 8 (l / 16) and the 8 columns

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Random bits keyed by the global element: see fsdp_quant/ops/rng.py, which defines them.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One PTX instruction, or one memory access of a stated kind, a function.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Codes times a power of two that is 1 or less, as codes of the same element; smaller codes times a power of two, or a scale, as e4m3.
 #pragma once
 

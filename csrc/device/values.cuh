@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Eight values of a row: 16 (or 32) bytes in memory, fp32 in registers; and the largest magnitudes of such.
 #pragma once
 

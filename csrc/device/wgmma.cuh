@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Warp-group matrix products of sm_90a: one PTX instruction a function.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "gemm/beta.h"
 
 namespace fsdp_quant {

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // beta of a product whose alpha is in device memory: it has to be there too.
 #pragma once
 

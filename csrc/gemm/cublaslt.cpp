@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A product in the terms of cuBLASLt. Its matrices are column-major, so that a row-major [r, c] is its [c, r]: it makes
 // out^T[n, m] = op(b) op(a), and its left operand is b.
 //

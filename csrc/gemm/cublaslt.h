@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One product by cuBLASLt. Plain data: host code without torch includes it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Products of 8-bit operands, and of groups of bf16 values, by our own kernels for sm_90. Plain data: needs no CUDA compiler, no torch, no cuBLASLt.
 //
 //   a x b                      when scales are applied                          what for

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the fp8 kernels of sm_90a are told, and the kernels there are. Needs no CUDA compiler.
 #pragma once
 

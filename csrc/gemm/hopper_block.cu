@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "gemm/hopper_instances.cuh"
 
 namespace fsdp_quant::hopper {

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The tiles of one pair of scales, for each pair of elements and each cut.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // out[m, n] (+)= alpha * sum_k a[m, k] b[n, k] (+ bias[n]) of 8-bit operands, K-major, on sm_90a.
 //
 // The tensor core sums 8-bit products in about 13 bits, so 128 of K are one partial sum, which the threads add in fp32:

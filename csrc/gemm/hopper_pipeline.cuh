@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The pipeline of products on Hopper: shared memory, barriers, tiles of groups, and the warp that loads. See hopper_kernel.cuh.
 #pragma once
 

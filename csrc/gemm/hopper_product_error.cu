@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "gemm/product_error.h"
 
 #include <cooperative_groups.h>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sums of products on Hopper: scales while they grow and when they are finished, and their way to memory. See hopper_kernel.cuh.
 #pragma once
 

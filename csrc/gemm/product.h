@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A product of two operands, whatever multiplies them. Plain data: needs no CUDA compiler, no cuBLASLt.
 #pragma once
 

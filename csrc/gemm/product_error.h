@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a product of anchored operands loses beside the error of its formats: an estimate from both operands' codes.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which GPUs multiply which pairs of operands. Plain data: needs no CUDA header, so that
 // dist_tests/single/test_targets.py compares it with the table of fsdp_quant/ops/capability.py
 // wherever there is a C++ compiler.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Codes against one exponent for each line of the contraction, each run of a line, or the tensor: q' = operand(q * 2^(e - E)),
 // E = max(0, max(e) - shift) over the line, run or tensor. One launch writes 2^(E - 127), one moves the codes in 128 x 128 tiles,
 // 8 x 8 a thread. y of a grid: the matrix, z: the run; blocks behind the last of theirs do nothing.

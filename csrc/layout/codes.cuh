@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Eight codes of a row, of 8, 6 or 4 bits.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Codes to values: (element * scale) * tensor scale in fp32, rounded once to the result's type.
 //
 // A thread decodes 8 columns of 8 rows: a warp reads 256 (128) and writes 512 contiguous bytes of each row. Rowwise scales

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where the tokens of groups lie: what products of groups and their quantizers are told.
 #pragma once
 

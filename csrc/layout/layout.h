@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Operations on codes and scales that exist already. Plain data: host code without a CUDA compiler includes it.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Transposes of bytes and nibbles, and scales into padded 128 x 4 tiles: one matrix, or all of a parameter group, in
 // one launch. Transposes move a 128 x 128 tile through registers (8 x 8 a thread) and swizzled shared memory, so that
 // every access to memory is a whole segment.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Kernels of one thread, or of one block, for what a step needs between its launches and the host must not read.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Activations of fp32 values, for the kernels that write them and those that quantize them at once.
 #pragma once
 

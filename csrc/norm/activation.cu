@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // h = act(g), or act(g) * u, and its backward, in one pass each; the largest magnitude of what is written on the way.
 //
 //   forward    a = round(act(g))      h = round(a * u)

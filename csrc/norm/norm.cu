@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // RMSNorm and LayerNorm over rows, and their backward; the largest magnitude of what is written on the way.
 //
 //   forward    x^ = (x - mean) * rstd                     y  = round(x^ * gamma + beta)

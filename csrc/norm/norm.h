@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the kernels of norms and activations are told. Plain data: host code without a CUDA compiler includes it.
 #pragma once
 

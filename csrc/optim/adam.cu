@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Adam of many tensors in one launch; see optim/update.cuh.
 // Block: 256 threads, 4096 elements of one tensor; reads 8 to 18 bytes an element and writes as many, each once. Of moments
 // in 8 bits a warp takes a block of 256 elements, whose scales it makes in registers.

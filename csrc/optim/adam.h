@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a step of Adam is told. Plain data: host code without a CUDA compiler includes it.
 #pragma once
 

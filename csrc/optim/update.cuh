@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One step of AdamW (coupled == 0) or Adam (keep == 1), fp32 masters p:
 //   g = g / grad_scale;  g = fma(p, coupled, g)
 //   p = p * keep;  m = fma(first, g - m, m);  v = fma(g * second, g, v * beta2)

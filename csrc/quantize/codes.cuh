@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Values of a patch to codes of 8, 6 or 4 bits, rounded to nearest even or stochastically.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One direction of a tile: encode factors and scales of its blocks, then codes.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Kernel instances of one tensor a launch, by the file that compiles them.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What an instance of the quantize kernel is compiled for: its work in each direction, and how it loads values.
 #pragma once
 

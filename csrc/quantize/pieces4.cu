@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pieces of which a direction, or both, is in 4 bits.
 #include "quantize/pieces_kernel.cuh"
 

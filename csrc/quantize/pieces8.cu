@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Pieces in 8 bits, and scales of collected amaxes.
 #include "quantize/pieces_kernel.cuh"
 

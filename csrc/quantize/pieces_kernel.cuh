@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Quantize pieces of tensors that are cut at any element, as the whole tensors are: the tiles of quantize_kernel.cuh, on the
 // grid of the whole tensor, with zeros in place of what other ranks hold, whose codes are not written.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Blocks of a tile that pieces cut: their amaxes, scales and codes. See pieces_kernel.cuh.
 #pragma once
 

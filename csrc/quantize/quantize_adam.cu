@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Adam of many masters, and their codes (or their statistics) in the same read: a tile is updated row by row as it is
 // loaded, and stays in registers as bf16.
 //

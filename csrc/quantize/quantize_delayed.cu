@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Delayed scaling: bf16 values, codes of both sides by one factor, rounded to nearest, and the amax on the way.
 //
 // A tile's amax is an atomic maximum that nobody waits for; a kernel of one thread makes the scale

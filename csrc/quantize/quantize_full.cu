@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // bf16 values with everything a side can ask for.
 #include "quantize/instances.cuh"
 #include "quantize/quantize_kernel.cuh"

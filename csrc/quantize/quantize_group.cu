@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // All shards of a parameter group, or both sides of the experts' weights, in one launch: the same tiles, found in a table
 // of tensors. Weights are rounded to nearest and not rotated.
 #include "quantize/quantize_kernel.cuh"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Quantize [rows, cols] into one or both directions, each with its own format, in one read.
 //
 //   amax    = largest |x| of a block                     reduced in registers, then lanes, then warps; or given

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // bf16 values, scales from the tile or given, rounding to nearest: an instance for each pair of widths.
 #include "quantize/instances.cuh"
 #include "quantize/quantize_kernel.cuh"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // bf16 values to two-level 4-bit codes, or to operands made of them.
 #include "quantize/instances.cuh"
 #include "quantize/runs_kernel.cuh"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // 6 bits, in one instance for each width of the values: a side that is absent costs a branch.
 #include "quantize/instances.cuh"
 #include "quantize/quantize_kernel.cuh"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // fp32 and fp16 values that are quantized as they are.
 #include "quantize/instances.cuh"
 #include "quantize/quantize_kernel.cuh"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Quantize to two-level 4-bit formats in runs of 16: blocks of (1, 16) in either or both directions, and (16, 16) blocks
 // that serve both. The general kernel computes the same; here a thread holds whole runs, so that a block's amax, its
 // rotation and its 16 random bytes need no other thread, and one short loop encodes every run of both directions.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Statistics of one tensor, and the choice of an instance.
 #include "quantize/instances.cuh"
 #include "quantize/quantize_kernel.cuh"

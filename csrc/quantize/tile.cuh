@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A tile of 128 x 128 in the registers of a block: where it lies on the grid of blocks, and the amaxes of its blocks.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A gated activation in eager mode, with its autograd node.
 #include <array>
 #include <tuple>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Passes of a layer of experts in eager mode: tokens in groups, a matrix of the weight per group.
 #include <optional>
 #include <tuple>

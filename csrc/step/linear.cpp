@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A linear layer's step in eager mode: each of its passes is one call, which quantizes a tensor and multiplies its codes, so
 // that the host stays ahead of the device. Each part is an operator of its own too.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A linear layer's plan as its passes read it, and what is counted of it.
 #pragma once
 

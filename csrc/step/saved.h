@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What nodes of autograd keep for their backward. Users' saved-tensor hooks see it, as they see torch's own.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Codes of a slot of a linear layer, and operands of its products.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Operands of the weight of a linear layer, or of experts.
 #pragma once
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes that FSDP2 gathers per weight element and step (forward plus backward), recorded from the collectives.
 
     torchrun --nproc-per-node 2 -m dist_tests.bench.bench_gather

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a training step spends its time: encoding, decoding and products, gathers, the rest.
 
     torchrun --nproc-per-node 2 -m dist_tests.bench.bench_step [--forward mxfp8 --backward nvfp4 --dim 256]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cast of a 1 B-parameter model's masters: device time beside the bytes it must move at copy rate, and host time.
 
     python -m dist_tests.bench.cast [--json PATH] [NAME ...]

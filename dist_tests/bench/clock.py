@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the benches of compiled operators share: device time, going on after a row that failed, and their arguments."""
 
 from __future__ import annotations

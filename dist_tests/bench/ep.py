@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SwiGLU experts over the ranks of expert parallelism, over bf16 experts (`torch._grouped_mm`) under the same style.
 
     torchrun --nproc-per-node 2 -m dist_tests.bench.ep [--arms bf16 fp8_current ...] [--experts 32] [--json FILE]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP2 training steps of Llama-shaped layers over compiled bf16: time, tokens, bytes gathered, peak memory.
 
     torchrun --nproc-per-node 4 -m dist_tests.bench.fsdp2 [--layers 16 --tokens 8192 2048] [--arms bf16 fp8_current ...]

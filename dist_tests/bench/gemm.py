@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products of `fq.gemm` over torch.mm in bf16 (cuBLAS) of the same values, in the same run; grouped ones over
 torch._grouped_mm in bf16.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A step of `fq.GroupedLinear` over torch._grouped_mm in bf16: python -m dist_tests.bench.grouped [--experts 8 64].
 
 Forward and backward, 1024 tokens an expert in unequal groups, weights [N, K] = [4096, 2048]; weights are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the hooks of FSDP2 cost the host: microseconds a weight and pass.
 
     python -m dist_tests.bench.hooks [--arms fp8_current mxfp8 ...] [--layers 8] [--cpu]

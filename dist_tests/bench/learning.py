@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small language task that separates recipes: python -m dist_tests.bench.learning [--arms mxfp8 nvfp4] [--seeds 0 1] [--jobs 16].
 
 Two blocks of attention and SwiGLU learn a synthetic language: a hidden topic chooses one of several Zipf-distributed bigram

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training steps of linear layers, each recipe over bf16, on one GPU.
 
     python -m dist_tests.bench.linear [--what mlp linear host] [--recipes fp8_current mxfp8] [--compiled] [--torchao]

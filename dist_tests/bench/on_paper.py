@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What collectives of FSDP2 take on clusters that are not there: `fq.plan(bandwidth=...)` of a model without memory.
 
     python -m dist_tests.bench.on_paper [--gpus 64 256 1024] [--inside 333] [--between 50] [--layers 32 --dim 4096 --hidden 14336]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Device time of FusedAdam's kernel over a copy of the same bytes, and of the whole step of quantized parameters.
 
     python -m dist_tests.bench.optim [--tensors 32] [--shape 4096x4096] [--json out.json]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pretraining of a small Llama, each recipe beside bf16 of the same data and initial values.
 
     python -m dist_tests.bench.pretrain [--size 110m|350m] [--arms bf16,bf16:1,mxfp8,...] [--steps 1250] [--data 'DIR/**/*.py']

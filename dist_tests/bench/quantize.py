@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Device time of the compiled quantize operators, norms and activations, over a copy of the same tensor.
 
     python -m dist_tests.bench.quantize [--shapes 8192x8192 16384x4096] [--rows mxfp8 group] [--json out.json]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What benches of several GPUs share: their start, steps as CUDA graphs, a row that may fail on one rank, and their end."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps over a slow link against `fq.plan(bandwidth=...)`: two nodes as network namespaces of this machine, one rank each.
 
     python -m dist_tests.bench.slow_link [--mbit 100] [--steps 3]         as root; no GPU

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Soak: train with every recipe in turn, with and without disturbances. Losses are bit-equal, and memory stays flat.
 
     bash launch/soak.sh [--steps 2000 | --minutes 20] [--turn 20] [--seed 0] [--json out.json] [--plot out.png]

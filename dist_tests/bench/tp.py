@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One Llama-70B-shaped layer under tensor and sequence parallelism, over compiled bf16 with the same styles.
 
     torchrun --nproc-per-node 4 -m dist_tests.bench.tp [--arms bf16 fp8_current mxfp8 ...] [--json FILE] [--profile]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contract of `fsdp_quant.integrations.megatron` with a checkout of Megatron-LM, on the CPU, with two gloo ranks:
 
     FSDP_QUANT_MEGATRON=/path/of/Megatron-LM python -m dist_tests.contract.megatron

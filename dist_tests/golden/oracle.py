@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An independent definition of every format, in plain numpy, that the library must equal byte for byte.
 
 It shares no code and no structure with the library: a cast looks the value up in an enumerated grid, a block is a

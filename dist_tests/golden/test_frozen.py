@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What files and users of earlier versions hold does not change: names, texts, keys, schemas and bytes of `frozen.json`.
 
     python -m dist_tests.golden.test_frozen    writes frozen.json anew; its diff says what a version breaks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Codes and scales, byte for byte, against an independent oracle and against vectors derived by hand."""
 
 from __future__ import annotations

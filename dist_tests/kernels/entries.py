@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `sanitize` runs: calls of operators, kept with how to make what they should be."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the reference makes of a case, and how the results of the operators are held to it, byte for byte."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every kernel instance once, on small tensors, for the sanitizers; compared with the reference on the CPU afterwards.
 
     python -m dist_tests.kernels.sanitizers                 all of it under all tools of compute-sanitizer

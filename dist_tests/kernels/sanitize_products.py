@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every product, and what only products of groups and optimizers call, for the sanitizers."""
 
 from __future__ import annotations

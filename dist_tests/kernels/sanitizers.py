@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every kernel and product under the tools of compute-sanitizer, one line each.
 
     python -m dist_tests.kernels.sanitizers [--tools memcheck,racecheck,initcheck,synccheck] [--parts instances,steps] [--logs DIR]

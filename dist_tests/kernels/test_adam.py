@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adam's kernels against their definitions on a CPU, bit for bit, and the captured step of quantized parameters."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Codes against one exponent per line, run or tensor, and counts that are given, on the GPU: the bytes of the reference."""
 
 from __future__ import annotations

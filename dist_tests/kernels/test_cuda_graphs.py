@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training steps as CUDA graphs: a replay is the eager step, whatever the recipe keeps from step to step."""
 
 from __future__ import annotations

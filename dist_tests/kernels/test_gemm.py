@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products of storages on a GPU: exact within the bound of their domain, for every pair, layout and odd shape."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products by cuBLASLt are those of the decoded operands: every pair, order, dtype, epilogue and refusal.
 
 Bounds, as relative Frobenius errors against the product of the decoded operands in fp64:

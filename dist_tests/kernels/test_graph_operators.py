@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operators as compiled graphs hold them: schemas, tags, and fakes of fixed and symbolic lengths.
 
 Nothing is launched: the tests run wherever the library loads, with a GPU or without.

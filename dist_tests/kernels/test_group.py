@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One launch for all shards of a parameter group gives the bytes of one launch each, and writes nothing else."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fq.GroupedLinear` on a GPU: one product for all experts is the loop over them, and nothing waits for the device."""
 
 from __future__ import annotations

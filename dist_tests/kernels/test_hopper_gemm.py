@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products by our own kernels for sm_90 are those of the decoded operands: whole, in groups.
 
 Bounds, as relative Frobenius errors against the product of the decoded operands in fp64: CODES, as the tensor core sums

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoding, transposes and swizzles on the GPU give the bytes of the reference."""
 
 from __future__ import annotations

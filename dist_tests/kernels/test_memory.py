@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a training step holds on a GPU: tensors are let go when they have served, and only where nobody else has them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Norms and activations on a GPU: the reference's values within what fp32 allows, amaxes of the bytes they wrote."""
 
 from __future__ import annotations

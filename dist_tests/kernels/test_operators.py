@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The quantization operators as operators: given buffers, views, errors, streams, graphs, tracing, repeated runs."""
 
 from __future__ import annotations

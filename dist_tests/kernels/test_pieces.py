@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels that cast pieces give the bytes of the cast of covering rows, which other kernels make."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The quantization kernels give the bytes of the reference: codes, scales, statistics, layouts, anchored operands."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipe x module x backward mode on a GPU: every layer is its definition, whatever multiplies it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reference gives the same bytes on a GPU as on the CPU: what a kernel is held to does not depend on where it ran."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every kernel and product is clean under every tool of compute-sanitizer."""
 
 from __future__ import annotations

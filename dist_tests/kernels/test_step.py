@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The compiled step of a layer on a GPU: the bytes, counts and errors of its parts, with autograd's own rules."""
 
 from __future__ import annotations

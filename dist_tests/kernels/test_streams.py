@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gathers of FSDP2 on streams of their own: the stream that multiplies may come late, on one GPU with a stand-in for its peer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs of several ranks that fault at a place, and what each rank says then, after how many seconds.
 
 A program trains a few linear layers in one set-up, of this library or of plain torch:

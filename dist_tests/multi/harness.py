@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Spawn ranks on gloo, run a function on each, collect results or the first traceback.
 
 With FSDP_QUANT_TEST_DEVICE=cuda in the environment: on NCCL, a GPU a rank, on which tensors are then made by default; laws

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small models, recorders and oracles that the multi-rank laws share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nodes of a cluster as network namespaces of one machine, with a slow link between them that loses packets and may go down.
 
 Each node has a network, a host name and /etc/hosts of its own. A thread of this process carries frames between the nodes'

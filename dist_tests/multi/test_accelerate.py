@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """accelerate: its FSDP2 path, which matches an optimizer's parameters by their memory before and after it shards them, its
 checkpoints, its autocast and its launcher, held to loops that are written by hand."""
 

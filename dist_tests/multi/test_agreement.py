@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that gather each other's weights hold one model in one recipe, or every one of them says so in the same words."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Distributed checkpoints: resume, other world sizes, other recipes, plain models, in-place loads, exact codes."""
 
 from __future__ import annotations

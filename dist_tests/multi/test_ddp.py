@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DistributedDataParallel: converted models in buckets, with unused layers, static graphs and accumulation, as nn.Linear's."""
 
 from __future__ import annotations

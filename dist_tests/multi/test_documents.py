@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Documents about several ranks run as they are written."""
 
 from __future__ import annotations

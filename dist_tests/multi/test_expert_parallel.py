@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Expert parallelism: tokens that travel to their experts as codes are multiplied as if one process had them all."""
 
 from __future__ import annotations

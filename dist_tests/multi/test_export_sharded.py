@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exports of sharded models: the bytes of one process, one weight at a time, and one answer on
 every rank.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that fail, a sample of `python -m dist_tests.faults`: what the others say, how soon, and that a process goes on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Law 3: codes gathered by FSDP2 are the bytes of quantizing the whole weight, for every pair, cut and world."""
 
 from __future__ import annotations

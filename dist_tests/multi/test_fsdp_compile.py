@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiled blocks under `fully_shard`: the outputs, weights and collectives of eager blocks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What people do with `fully_shard`: each feature trains as plain FSDP2 whose ranks quantize the whole weight, bit for bit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training step of several ranks as one CUDA graph: a replay is the eager step. On NCCL only."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts, per-layer recipes and schedules under FSDP2 train as in one process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The law of "codes are values" under `fully_shard`: each gather sends codes of the shards as they
 are at that time.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Orders of passes that plain FSDP2 bears: prefetches, first forwards under inference_mode, several blocks in one checkpoint."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training under `fully_shard`: gradients, updates, directions, bytes, recomputation, events."""
 
 from __future__ import annotations

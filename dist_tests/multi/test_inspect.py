@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fq.inspect` under `fully_shard`: bits of training, shards that add up to the weight, a file per
 rank."""
 

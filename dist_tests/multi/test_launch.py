@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The launch scripts for several nodes: two torchrun agents on one machine, and Slurm's commands replaced by fakes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LayerNormMLP under `fully_shard`: another layout of the same training."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning's Trainer and Fabric with `fq.integrations.lightning.Precision`, held to loops that are written by hand."""
 
 from __future__ import annotations

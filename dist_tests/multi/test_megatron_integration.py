@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron-LM's layers and its gather of parameters among ranks, without Megatron: its protocol over our own flat buffers."""
 
 from __future__ import annotations

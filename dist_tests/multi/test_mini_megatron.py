@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The example trainer: processes against virtual ranks, these against one rank, what is published against its masters."""
 
 from __future__ import annotations

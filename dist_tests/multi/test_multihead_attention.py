@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """nn.MultiheadAttention: `fq.Linear` of its packed weight, in torch's encoder and decoder and under `fully_shard`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fq.optim.wrap` under `fully_shard`, and optimizers that shard by themselves.
 
 The law is that of single/test_optimizers.py, among ranks: sharded quantized parameters train as

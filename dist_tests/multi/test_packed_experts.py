@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packed experts of transformers, which `fq.convert` takes over: one process, compiled, LoRA, and `fully_shard`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PEFT: LoRA and DoRA over a converted base, and over one that is codes."""
 
 from __future__ import annotations

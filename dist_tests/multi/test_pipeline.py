@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pipeline parallelism: stages of torch.distributed.pipelining train as the whole model does in one process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantized parameters under `fully_shard`: bytes, updates and checkpoints of high-precision ones; masters in the optimizer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fq.refit` of sharded models: every rank is given the file of one process, and no rank holds the model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks exchange along the sequence depends on what all of them know, and on how it is moved nothing does."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs over several nodes, which are network namespaces of this machine: slow links, losses, an outage, a node that never comes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A short soak on two ranks, and the laws that it holds runs to."""
 
 from __future__ import annotations

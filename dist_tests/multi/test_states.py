@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is read, planned and saved of sharded models: values of quantized parameters, plans, states of ranks and of wrappers."""
 
 from __future__ import annotations

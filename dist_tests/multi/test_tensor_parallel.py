@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensor and sequence parallelism: what ranks hold together is what one process computes, and it crosses ranks as codes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.compile(fullgraph=True) of layers that ranks share: the bits of eager layers, one graph, each gather in it once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensor parallelism beside shards and copies of them: meshes of axes "replicate", "shard" and "tp", some of one rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torchtitan's Trainer with `fq.integrations.torchtitan`, on one and two ranks; docs/torchtitan.md says how to run these."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """transformers' Trainer with `fq.integrations.transformers.Callback`, held to loops that are written by hand."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights [in, out], as of transformers' Conv1D: `fq.Linear` of the transposed weight, in GPT-2 and under `fully_shard`."""
 
 from __future__ import annotations

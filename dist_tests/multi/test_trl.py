@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TRL's SFTTrainer and GRPOTrainer with `fq.integrations.transformers.Callback`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hopper, or another architecture, on a CPU: the compiled operators emulated by the reference, and the facts that choose domains and layouts.
 
 `emulated()` replaces what `native` calls, so that its own Python (packing, padding, bias) runs as it does on a GPU. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of docs/reference/recipes.md: recipe x module x backward mode, and what one cell of it must do.
 
 A cell runs two steps of a module. Every linear layer in it is held to the definition: decoded operands, multiplied in fp64 as

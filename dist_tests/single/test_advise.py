@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fq.advise`: layers that suffer stay precise, the rest becomes cheap, and the loss stays within
 its budget."""
 

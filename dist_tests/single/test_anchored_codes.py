@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Codes that exist, against one exponent for each line, run or tensor: what they change, and what they leave."""
 
 from __future__ import annotations

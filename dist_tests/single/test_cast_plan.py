@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tables by which kernels cast pieces: what they tell is the cast of covering rows, byte for byte, for every cut."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP_QUANT_CHECK=1: gathered codes that are not those of the shard are found; a clean run is what it was."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fq.optim.FusedAdam` with moments in 8 bits, and masters as remainders of bf16 parameters."""
 
 from __future__ import annotations

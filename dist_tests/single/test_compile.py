@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.compile(fullgraph=True) of converted layers: functional operators, eager mode's bits, one graph for equal blocks."""
 
 from __future__ import annotations

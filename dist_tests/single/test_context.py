@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What changes between steps: autocast, random keys, optimizer steps, amax histories, checkpoints of all that."""
 
 from __future__ import annotations

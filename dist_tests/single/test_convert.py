@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fq.convert` and `fq.set_recipe`: what becomes quantized, what stays as it was, and what is refused."""
 
 from __future__ import annotations

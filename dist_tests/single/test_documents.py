@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Documents: tutorials, examples and docstrings run as written; reference pages say what the sources say."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names in place of recipes, `skip="auto"`, progress bars, saved plans, what `doctor` advises, and
 what an import costs."""
 

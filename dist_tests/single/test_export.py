@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files for inference servers: every weight is decoded by the servers' own libraries, or by a
 formula written out here.
 """

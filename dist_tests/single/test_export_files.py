@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Folders for inference servers: names of layers, files, and what is refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`transformers` loads exported folders, and our reader loads them and those of other producers."""
 
 from __future__ import annotations

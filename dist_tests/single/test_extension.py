@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packaging: what setup.py builds or refuses, which library is loaded, where it runs, and what doctor says of it."""
 
 from __future__ import annotations

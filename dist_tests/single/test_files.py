@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files from strangers and broken disks: what is read is what was written, or is refused in one sentence; kills lose nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fine-tuning example runs, and prints and draws what docs/finetuning.md says."""
 
 from __future__ import annotations

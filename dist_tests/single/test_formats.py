@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The format table: geometry, sizes, exactness claims, errors, and quality computed from the element grids."""
 
 from __future__ import annotations

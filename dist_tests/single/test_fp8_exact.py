@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scale rule `fp8_exact`: legal 4-bit codes that are multiplied as e4m3 operands, without an error of their own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fq.convert(fuse=...)`: MLPs and norms of users' classes on fused kernels: the same bits, or refused by name."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fq.optim.FusedAdam` against torch's AdamW, and quantized parameters in one process."""
 
 from __future__ import annotations

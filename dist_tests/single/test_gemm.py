@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products of two storages: every pair and domain, the rotation that cancels, the error that operands predict."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fq.graphed` where nothing can be captured; `kernels/test_cuda_graphs.py` has the graphs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fq.GroupedLinear`: experts over sorted tokens, one after the other or in one product, packed or each with its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fq.hold` and `fq.freeze`: codes that outlive a forward only where a user asked for it, with the same bits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """fq.hooks: weights whose masters lie in pieces, cut at any element, over virtual ranks."""
 
 from __future__ import annotations

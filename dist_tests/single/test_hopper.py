@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Python chooses on a Hopper GPU, run on the CPU with the compiled operators emulated by the reference."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The house rules, read from the sources: who may import whom, and what may be said where."""
 
 from __future__ import annotations

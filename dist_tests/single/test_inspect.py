@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fq.inspect`: numbers that an independent implementation agrees with, and a run that does not
 notice."""
 

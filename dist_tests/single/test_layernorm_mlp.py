@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LayerNormLinear and LayerNormMLP: the bits of the separate modules, what they keep, and the operators beneath."""
 
 from __future__ import annotations

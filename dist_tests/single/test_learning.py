@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Four arms of a small language task: quantized recipes learn, and a broken one is caught.
 
 CI runs a task of 2 to 6 seconds an arm; with FSDP_QUANT_ALL_PAIRS=1 that of `dist_tests.bench.learning` at its full

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One `fq.Linear`: its three products, what its backward keeps, and what may change between its steps."""
 
 from __future__ import annotations

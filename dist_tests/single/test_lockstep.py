@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The law of "codes are values", in one process: whatever writes a weight, the next product
 multiplies what was written.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron-LM's layers, without Megatron: its constructors and what it reads of a layer; a small config stands for its own."""
 
 from __future__ import annotations

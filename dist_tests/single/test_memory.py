@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recomputation, and `fq.memory.offload` on a device that is none; kernels/test_memory.py has the copies of a GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a user does wrong, and what the library says: what, got, wanted, what to do. And what looks
 wrong, and works."""
 

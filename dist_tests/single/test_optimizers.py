@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fq.optim.wrap`: quantized parameters under optimizers that know nothing of them, in one process.
 
 Law: a model of quantized parameters trains as one of plain parameters does, whose every product

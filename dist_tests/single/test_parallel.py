@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers that ranks share, in a group of one, as a Hopper GPU runs them: operands come compact and are laid out."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bench of pretraining: its law, and that it runs, keeps what it measured and reads it again."""
 
 from __future__ import annotations

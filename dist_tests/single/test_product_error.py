@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What anchors add to a product's error, as the guard estimates it, against exact products of the same operands."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Boundary slots of a recipe, forward and backward: `fq.Quantize`, and linear layers that are asked for them."""
 
 from __future__ import annotations

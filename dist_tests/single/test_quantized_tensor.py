@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tensor subclass: it moves bytes, never decodes on its own, and survives copies, files and other processes."""
 
 from __future__ import annotations

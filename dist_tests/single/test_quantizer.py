@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One quantizer, two quantizers, derived columns, updates, shapes, and the statistics of random rounding."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes: values that name the quantizer of every slot, and plans that stand for them in operators."""
 
 from __future__ import annotations

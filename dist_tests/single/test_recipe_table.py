@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipe x module x backward mode: a test behind each cell of docs/reference/recipes.md, on the CPU and as a Hopper GPU runs it."""
 
 from __future__ import annotations

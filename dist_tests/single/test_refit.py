@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fq.refit` in one process: what a rollout engine is given is what the training forward multiplies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m fsdp_quant report`: one file that needs no network, and says what the log says."""
 
 from __future__ import annotations

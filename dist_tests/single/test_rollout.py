@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reinforcement-learning example: what acts and what learns multiply the same codes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the sanitizers run, on an emulated GPU: every operator of csrc; and how their reports are read."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Statistics shared between ranks, by virtual ranks, and amax histories."""
 
 from __future__ import annotations

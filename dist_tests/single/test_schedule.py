@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes by layer and by step: who gets which, when they switch, and what a checkpoint holds of it."""
 
 from __future__ import annotations

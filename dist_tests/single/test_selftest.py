@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m fsdp_quant selftest` finds what a kernel makes otherwise than the definition, and writes a report of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """mxfp4 and mxfp6 on Hopper: codes of fewer than 8 bits that are multiplied as e4m3, by plans, steps and the guard."""
 
 from __future__ import annotations

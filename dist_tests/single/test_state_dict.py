@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a checkpoint holds beside parameters: fingerprints of codes, refusals, files of exact codes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The buffer protocol: slices that decode as the whole does, placements, and GEMM layouts index by index."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Headers of csrc that need no CUDA, compiled here; held to Python's table and to torch's casts."""
 
 from __future__ import annotations

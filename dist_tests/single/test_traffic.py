@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fq.plan(bandwidth=...)`: what collectives take, of as many ranks as a group that talks to nobody has."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`WeightShard`: a sharded weight is a tensor over its own memory; the weight of `fq.Linear` is nn.Linear's Parameter."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A hook of mkdocs: the API page, from the docstrings of every public name."""
 
 from __future__ import annotations

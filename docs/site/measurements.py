@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write what follows from docs/measurements/*.json: the page of tables, and the picture of README.
 
     python docs/site/measurements.py            writes docs/reference/measurements.md and docs/comparison.svg

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints: a file a rank, of pieces of masters and moments by their place in the whole tensor; any grid loads them.
 
 A rank keeps its file of the step before, so that a save that is killed leaves one checkpoint whole. Codes are made anew, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flat buffers: where parameters lie, and which rank owns which elements.
 
 The rules are Megatron's: parameters in reverse order, each start a multiple of 64 elements, buckets whose end is padded to a

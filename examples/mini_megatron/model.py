@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stage of a small GPT, cut over ranks: quantized linear layers and experts; embeddings, norms, routers and head stay plain.
 
 A rank holds activations [tokens / tensor ranks, batch, dim]: its piece of every sequence, sequence first.

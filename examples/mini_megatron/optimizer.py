@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Distributed Adam: every rank holds fp32 masters and moments of the elements that it owns, of quantized weights and others.
 
 [Note: three shards of a model]

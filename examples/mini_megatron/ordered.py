@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Process groups whose sums are made in the order of ranks: of processes, and of ranks that are threads of one process.
 
 Any backend adds two summands alike; of more, the order and so the bits depend on backend, topology and size. With these

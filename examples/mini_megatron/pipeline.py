@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One forward, one backward (1F1B) between the stages of a pipeline: at most as many micro-batches alive as stages follow."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The grid of ranks: pipeline x data x tensor, of whose stages experts take their own cut.
 
     rank = (stage * data + d) * tensor + t          a stage: data * tensor ranks, with the same layers

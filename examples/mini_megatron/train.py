@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a small GPT on synthetic text with data, tensor, sequence, pipeline and expert parallelism.
 
     torchrun --nproc-per-node 4 -m examples.mini_megatron.train --pipeline 2 --tensor 2 --num-experts 4 --experts 2

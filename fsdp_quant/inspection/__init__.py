@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Printing only: what a model will run (`plan`) and what really ran (`receipt`).
 
 >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8")

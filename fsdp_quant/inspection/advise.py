@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`advise`: the cheapest recipe within a budget, by what each layer bears on a few batches.
 
 One layer at a time is given one candidate in one direction, all else stays in high precision:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a format does to one tensor: shares that underflow and saturate, noise, range of scales.
 
 With v the values that are encoded (rotated, where the format rotates), d what their codes decode

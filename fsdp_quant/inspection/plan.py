@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`plan(model)`: per GEMM the formats, the domain and why; per weight the bytes that FSDP2 gathers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`receipt()`: what really ran since the last `reset_receipt()`, from the host's counters."""
 
 from __future__ import annotations

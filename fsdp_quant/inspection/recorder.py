@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`inspect(model)`: what the formats do to the values of a run, by layer and slot.
 
 [Note: what is measured, and when]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is off on a machine, and what to do: the last lines of `python -m fsdp_quant doctor`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m fsdp_quant report`: what `fq.inspect(path=)` wrote, as one file without network.
 
 loss      curves of all scalars that the run logged (`log.scalars`); where one is no number, a line

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m fsdp_quant selftest`: what this GPU makes, beside the definition, and how fast; a report to send.
 
     ties       e2m1 codes of every bf16 number, e8m0 scales of every amax and of fp32 ones around powers of two: equal bytes; where

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What trainers plug in: `fq.integrations.<tool>` imports the tool at its first use, never with the library.
 
 >>> fq.integrations.transformers.Callback.__name__

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """accelerate: `prepare` a model that is converted, and its state in `accelerator.save_state`."""
 
 from __future__ import annotations

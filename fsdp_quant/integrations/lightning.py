@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Precision` for Lightning's Trainer, `FabricPrecision` for Fabric."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron-LM: the linear layers that its specs take, the backend that hands them out, and the arguments that fit them.
 
 [Note: who writes the weights]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron-LM's gather of parameters, as codes: its bucket groups cast the optimizer's masters, and gather what products read.
 
 [Note: what changes]

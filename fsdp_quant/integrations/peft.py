@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PEFT: `freeze`, which makes a base of codes under LoRA and DoRA.
 
 Whether a model is converted before or after `get_peft_model`, the base is multiplied as codes and adapters in high precision.

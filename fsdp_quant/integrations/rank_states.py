@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fq.state_dict` of all ranks as one object, for tools whose checkpoints are written by one rank."""
 
 from __future__ import annotations

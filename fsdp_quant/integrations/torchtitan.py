@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torchtitan: its `Trainer` with a section in its configuration; `quantized` for other trainers.
 
     torchrun -m torchtitan.train --module fsdp_quant.integrations.torchtitan \\

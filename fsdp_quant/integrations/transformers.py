@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Callback`: transformers' Trainer, and TRL's trainers, which are built on it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a step's memory goes. `offload`: to the host between forward and backward.
 
 >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8")

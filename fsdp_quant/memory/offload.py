@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`offload`: what autograd saves waits in pinned memory of the host between the forward and the backward.
 
     forward    a saved tensor is copied by a stream of its own, and let go as `in_flight` bytes more have been saved

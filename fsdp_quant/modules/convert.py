@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`convert`: nn.Linear -> fq.Linear in place, before or after `fully_shard`; `set_recipe`: another recipe later; schedules."""
 
 from __future__ import annotations

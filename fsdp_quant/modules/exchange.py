@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the ranks that share a linear layer exchange: statistics, rows and sums.
 
 The same code runs in eager mode and while a graph is traced (`traced_linear`). There the transport is functional

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`MLPPattern`, `NormPattern`: modules of a user's own classes on the fused kernels, proven exact first.
 
     MLPPattern    an activation and a product become one kernel

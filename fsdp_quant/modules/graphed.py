@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`graphed`: a training step as one CUDA graph, which the host replays in one call."""
 
 from __future__ import annotations

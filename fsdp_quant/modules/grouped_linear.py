@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fq.GroupedLinear`: a linear layer an expert, over tokens that lie sorted by expert."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One operator for a list of experts: y[rows of e] = x[rows of e] W[e]^T, and its backward, in one product each.
 
     forward   x.rowwise, x.columnwise = quantize(x)      y  = grouped(x.rowwise, w.rowwise)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The guard of anchored products: those whose operands one exponent does not serve go to finer ones, then to none.
 
 Where both operands of a product are codes, a kernel estimates in one of `PROBED_STEPS` what the product lost to its anchors,

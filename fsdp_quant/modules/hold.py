@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`hold`, `freeze` and `unfreeze`: codes of weights that outlive one forward, because a user asked for it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fq.LayerNormLinear`: a norm, and a linear layer that quantizes what the norm wrote."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fq.LayerNormMLP`: norm, gate and up, activation, down; each tensor between them is read as often as it must be."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fq.Linear`: nn.Linear with quantized products; parameters and state_dict keys are those of nn.Linear."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one operator behind every linear layer, with its autograd.
 
     forward   x.rowwise, x.columnwise = quantize(x)         y  = gemm(x.rowwise, w.rowwise) + bias

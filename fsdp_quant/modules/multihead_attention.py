@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`MultiheadAttention`: torch's attention, whose projections are products of a recipe.
 
 q, k and v of self-attention are one product with `in_proj_weight` [3 E, E], by a layer that is no module of the tree; the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fq.Norm`: RMSNorm or LayerNorm, one kernel a pass, with the option of a zero-centred gamma."""
 
 from __future__ import annotations

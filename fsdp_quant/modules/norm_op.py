@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Norms and activations with their autograd: what stands between the linear operators of a fused module.
 
     normalize   y = norm(x) * gamma + beta      saves x, gamma, rstd (and mean)

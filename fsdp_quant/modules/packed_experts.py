@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packed experts of transformers and of torchtitan on `GroupedLinear`.
 
 transformers: a module with `gate_up_proj` [E, 2 * ffn, hidden] and `down_proj` [E, hidden, ffn], given x [tokens, hidden] and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`GemmPlan`: the three products of a linear layer resolved from a recipe, checked when it is built.
 
 A plan is a value: layers with equal quantizers share one. Operators receive its key, a text, because an operator

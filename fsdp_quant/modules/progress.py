@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A progress bar for loops over layers that turn out to be long; none without `rich`, or where
 nobody sees it."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fq.Quantize`: a tensor at a boundary takes the values that a format has, forward, backward or both."""
 
 from __future__ import annotations

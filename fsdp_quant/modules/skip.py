@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`skip="auto"` of `fq.convert`: layers that gain nothing from codes, or lose too much by them.
 
     output head   its last rounding is the loss's; a module named as in `HEADS`, or of an

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who counts the steps of a model: a hook of its training forwards.
 
 A step begins with a training forward of the model that `fq.convert` or `fq.set_recipe` was given, never with an optimizer:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`traced_experts`: the products of a list of experts in compiled graphs, as two operators that a compiler does not look into.
 
 Each runs what eager mode runs, in Python: one product for all where a kernel makes it (`grouped_op`), else a loop that reads

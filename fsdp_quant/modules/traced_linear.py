@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`traced_linear`: the executor of linear layers in compiled graphs.
 
 dynamo calls `traced_linear` without tracing into it (`allow_in_graph`). AOTAutograd traces it: it runs

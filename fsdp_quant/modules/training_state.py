@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`state_dict(model)` / `load_state_dict`: what training needs to resume and is not a parameter."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masks of transformers' models in CUDA graphs; transformers itself is not imported here."""
 
 from __future__ import annotations

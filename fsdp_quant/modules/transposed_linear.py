@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`TransposedLinear`: linear layers whose weight lies [in, out], as `Conv1D` of transformers' GPT-2.
 
 The module keeps its class, its parameters and their names. Products multiply the transposed view of the weight as `fq.Linear`

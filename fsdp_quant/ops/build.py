@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles the operators. Standard library alone: setup.py reads this file by its path, since the package imports torch.
 
 [Note: the files]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a device multiplies: its architecture, and the GEMM domain of a pair of formats."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where an operation runs: the compiled kernel when there is one for the device and format, else the reference.
 
 Both give the same bytes. Callers pass every direction they want of one tensor together, so that a kernel

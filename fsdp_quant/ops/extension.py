@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads the compiled operators, once, and says where they run.
 
 [Note: the library]

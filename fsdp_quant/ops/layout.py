@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GEMM layouts: padding, swizzle and transposes that a tensor core asks for, derived from compact buffers.
 
 All functions are inverse pairs on plain tensors; padding is zero and never reaches a result.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RMSNorm, LayerNorm and activations: their definition in PyTorch, and the compiled kernels where they run.
 
     norm         y = (x - mean) * rstd * gamma + beta     gamma = weight, or 1 + weight; no mean in RMSNorm

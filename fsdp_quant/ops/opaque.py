@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reference code in graphs: operators that a compiler does not look into, so that a graph's bits are eager mode's.
 
 The reference is written in torch operators. A compiler would fuse them, and fused arithmetic differs in the last bits. While

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The definition of every format, in PyTorch: statistics, encode, decode. Every kernel equals it bit for bit.
 
 [Note: one encoder]

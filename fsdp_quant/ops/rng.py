@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random bits keyed by the global element and by the layer, so that no cut, world size or recomputation changes them.
 
 Philox4x32-10 with key = seed and counter = (contraction index // 16, outer index, step, stream); byte i of

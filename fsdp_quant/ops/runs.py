@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs: what a rank holds of a [rows, cols] tensor that is cut at any element, in row-major order.
 
 The reference, and kernels of whole tensors, read rows, so a run is encoded as the rows that cover it, with zeros in place of what

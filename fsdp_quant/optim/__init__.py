@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizers that keep fp32 masters of quantized parameters.
 
 >>> with fq.quantized_model_init("mxfp8"):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """States of Adam in fewer bytes: moments in 8 bits, and masters as remainders of bf16 parameters.
 
 [Note: 8-bit moments]

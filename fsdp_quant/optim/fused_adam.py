@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`FusedAdam`: AdamW or Adam with fp32 masters of quantized and of low-precision parameters.
 
 [Note: the update]

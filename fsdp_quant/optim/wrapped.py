@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`wrap`: any torch optimizer class, with fp32 masters of quantized parameters.
 
 [Note: the optimizer inside]

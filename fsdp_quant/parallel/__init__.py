@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors that several ranks hold: gathers of activations, and the cast of masters that lie in pieces.
 
 >>> plan = {"up": fq.parallel.ColwiseParallel(), "down": fq.parallel.RowwiseParallel()}

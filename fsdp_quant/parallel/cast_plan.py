@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`CastPlan`: the cast of a sync's masters by kernels, from tables that lie on the device.
 
 [Note: three launches]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Expert parallelism: tokens go to the ranks that hold their experts as codes, and come back in high precision.
 
 [Note: what travels]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The linear operator among ranks: a gather before it, a reduce-scatter behind it, or both in its backward.
 
 [Note: who holds what]

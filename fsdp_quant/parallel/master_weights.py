@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`cast_master_weights`: codes and scales of weights whose high-precision masters lie in pieces, cut at any element.
 
 [Note: one cast]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sequence parallelism as functions: activations gathered along the sequence as codes, partial sums scattered along it.
 
 The rule of what travels as codes: `modules.exchange`, note "one rule".

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who owns, and who publishes, which elements of a tensor whose masters lie in pieces: integers, no tensors.
 
 [Note: planes]

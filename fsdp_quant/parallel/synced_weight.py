@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A weight whose masters lie in pieces: the planes that it publishes, and the channels that planes travel in."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Styles for `parallelize_module`, and linear layers of trainers that have process groups in place of meshes.
 
 Styles come before `fully_shard`, and before or after `fq.convert`; parameters may be quantized ones. torch.compile takes

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of inference servers: `export` writes them, `from_pretrained_quantized` reads."""

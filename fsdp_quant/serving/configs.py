@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a checkpoint's JSON says that layers are quantized: `quantization_config` of each target."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`export`: a folder that inference servers load, of the codes that the forward multiplies."""
 
 from __future__ import annotations

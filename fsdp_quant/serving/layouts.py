@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How servers lay out the rowwise codes of a weight [N, K]: names, shapes and conventions, as data.
 
 [Note: scale conventions]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`from_pretrained_quantized`: quantized checkpoints, read into masters or kept as codes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`refit`: the tensors of an export as a stream, for a rollout engine beside the training."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tensors of a checkpoint a model becomes, and their values, gathered one weight at a time.
 
 [Note: where codes come from]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Safetensors files written a tensor at a time: headers first, from shapes, names last.
 
 [Note: what a failure leaves]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Do ranks hold the same model, and can all of them go on? One small collective says so, or every rank raises one sentence.
 
 [Note: one sentence]

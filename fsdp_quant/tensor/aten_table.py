@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A table from aten operators to handlers, filled by a decorator that refuses doubles."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP_QUANT_CHECK=1 in the environment: gathered codes are compared with those of the shard, before each GEMM that reads them.
 
 Finds codes that something wrote, and gathers that did not send what the shard is. It is slow and waits for the device.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP2's extension points on the local tensors of sharded weights, and which directions a gather moves."""
 
 from __future__ import annotations

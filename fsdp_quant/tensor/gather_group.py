@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One all-gather of FSDP2: codes of the shards of a parameter group, as they are now, and the tensors they become.
 
 [Note: one gather]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The unsharded side of a weight under FSDP2: which buffers travel, and where they lie when they have."""
 
 from __future__ import annotations

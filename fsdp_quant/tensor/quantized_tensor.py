@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`QuantizedTensor`: the one quantized tensor subclass, whatever its formats.
 
 Invariants

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`QuantizedWeight`: a parameter that is a `QuantizedTensor`; its fp32 master lives in the optimizer.
 
 [Note: the master of a quantized parameter]

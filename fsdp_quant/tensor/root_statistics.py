@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Statistics of sharded weights that cross ranks: one collective per shard group and forward of the root, unconditionally.
 
 [Note: which statistics a gather uses]

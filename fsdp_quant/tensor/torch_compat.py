@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every private torch name that the library uses, in one place, for torch 2.11 and later."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What torch.compile keeps of a tensor subclass beside its buffers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`WeightShard`: the local tensor of a parameter under `fully_shard`, with the hooks by which FSDP2 gathers it as codes.
 
 Without `fully_shard` a weight is the plain nn.Parameter that it was. FSDP2 registers each sharded parameter with its modules by

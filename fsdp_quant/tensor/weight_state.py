@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`WeightState`: what the library knows of one weight besides its values. It holds codes only inside `fq.hold`.
 
 [Note: codes are values]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: F401
 """The compiled operators, as Python calls them; a file per domain, as csrc/api has them.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What kernels take: encodings as integers, the shapes of their buffers, and which device runs them. Mirrors csrc/api/encoding.cpp."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shapes for torch.compile, and multiply-adds for `torch.utils.flop_counter`."""
 
 from __future__ import annotations

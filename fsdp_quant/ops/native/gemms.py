@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GEMMs, grouped GEMMs and what they lose to shared exponents. Mirrors csrc/api/gemm.cpp and parts.cpp."""
 
 from __future__ import annotations

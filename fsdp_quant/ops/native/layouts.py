@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoding, and codes brought into the layouts that GEMMs read. Mirrors csrc/api/layout.cpp and operands.cpp."""
 
 from __future__ import annotations

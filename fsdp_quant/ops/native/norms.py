@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Norms and activations (`ops.norm`). Mirrors csrc/api/norm.cpp."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adam over many tensors. Mirrors csrc/api/optim.cpp."""
 
 from __future__ import annotations

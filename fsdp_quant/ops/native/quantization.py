@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Quantization of tensors, lists of tensors and pieces of flat buffers. Mirrors csrc/api/quantize*.cpp, pieces.cpp and anchored.cpp."""
 
 from __future__ import annotations

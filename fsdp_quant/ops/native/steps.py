@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A linear layer's and an expert layer's passes in one call each. Mirrors csrc/step."""
 
 from __future__ import annotations

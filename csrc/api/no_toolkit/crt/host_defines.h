@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the headers of CUDA's runtime ask of crt/host_defines.h when a C++ compiler reads them. The packages beside torch hold those
 // headers and not this one, which comes with nvcc (ops/build.py takes this folder where there is none).
 #pragma once
