@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build script: pure Python everywhere, plus the compiled operators where CUDA can be compiled.
 
-fsdp_quant/ops/build.py says which files there are and compiles them; none needs a GPU. They are built when torch imports and is a
-CUDA build, and an nvcc of torch's CUDA major version and cuBLASLt (that of torch's own nvidia packages, or of the toolkit) are
-here. A missing condition is printed, kept in the package, and leaves a pure Python install, in which the PyTorch reference runs
-every format. Environment:
+fsdp_quant/ops/build.py says which files there are and compiles them; none needs a GPU. They are
+built when torch imports and is a CUDA build, and an nvcc of torch's CUDA major version and cuBLASLt
+(that of torch's own nvidia packages, or of the toolkit) are here. A missing condition is printed,
+kept in the package, and leaves a pure Python install, in which the PyTorch reference runs every
+format. Environment:
 
     FSDP_QUANT_NATIVE=0|1       0: pure Python, whatever is here; 1: a missing condition is an error
-    FSDP_QUANT_CUDA_ARCHS       architectures, "8.0;8.9;9.0a;10.0f;12.0f" unless told; those that nvcc does not know are dropped
+    FSDP_QUANT_CUDA_ARCHS       architectures, "8.0;8.9;9.0a;10.0f;12.0f" unless told; those that
+                                nvcc does not know are dropped
     FSDP_QUANT_LINE_TABLES=1    keeps what profilers show source lines by
-    FSDP_QUANT_RANDOM_SLEEPS=1  products on Hopper wait at random at their barriers: a build for tests alone
-    FSDP_QUANT_SOFTWARE_CASTS=1 casts to e2m1 and e8m0 on Blackwell without its instructions for them
+    FSDP_QUANT_RANDOM_SLEEPS=1  products on Hopper wait at random at their barriers: a build for
+                                tests alone
+    FSDP_QUANT_SOFTWARE_CASTS=1 casts to e2m1 and e8m0 on Blackwell without its instructions for
+    them
     CUDA_HOME                   the CUDA toolkit; that of the nvcc on PATH unless told
     CXX                         the C++ compiler
     MAX_JOBS                    sources compiled at once
-    FSDP_QUANT_GLUE_FOR         Pythons with other releases of torch, for which glue is compiled too (launch/wheel.sh)
+    FSDP_QUANT_GLUE_FOR         Pythons with other releases of torch, for which glue is compiled too
+                                (launch/wheel.sh)
 
 A build in isolation does not see the installed torch: use
     pip install --no-build-isolation -e .
@@ -70,12 +75,15 @@ def fail(text: str) -> None:
 def cuda_toolkit() -> Path:
     """The folder with nvcc and the runtime's headers."""
     home, homes = build.find_toolkit(
-        lambda home: (home / "bin" / "nvcc").exists() and (home / "include" / "cuda_runtime.h").exists()
+        lambda home: (
+            (home / "bin" / "nvcc").exists() and (home / "include" / "cuda_runtime.h").exists()
+        )
     )
     if home is None:
         raise Missing(
-            f"there is no CUDA toolkit (bin/nvcc and include/cuda_runtime.h) in {' or '.join(map(str, homes))}; "
-            "install one of torch's CUDA major version, or point CUDA_HOME at it"
+            "there is no CUDA toolkit (bin/nvcc and include/cuda_runtime.h) in "
+            f"{' or '.join(map(str, homes))}; install one of torch's CUDA major version, or point "
+            "CUDA_HOME at it"
         )
     return home
 
@@ -90,7 +98,8 @@ def nvcc_version(nvcc: Path) -> str:
 
 
 def architectures(nvcc: Path) -> list[str]:
-    """FSDP_QUANT_CUDA_ARCHS as nvcc spells them ("90a"), less those that this nvcc does not know."""
+    """FSDP_QUANT_CUDA_ARCHS as nvcc spells them ("90a"), less those that this nvcc does not
+    know."""
     asked = os.environ.get("FSDP_QUANT_CUDA_ARCHS") or TARGETS
     known = re.findall(r"sm_(\d+)", build.output_of(nvcc, "--list-gpu-code"))
     targets, dropped = [], []
@@ -100,20 +109,32 @@ def architectures(nvcc: Path) -> list[str]:
             arch = "9.0a"
         parts = re.fullmatch(r"(\d+)\.(\d)([af]?)", arch)
         if not parts:
-            fail(f"FSDP_QUANT_CUDA_ARCHS holds {arch!r}, wanted architectures like 9.0a;10.0f; got {asked!r}")
+            fail(
+                f"FSDP_QUANT_CUDA_ARCHS holds {arch!r}, wanted architectures like 9.0a;10.0f; got "
+                f"{asked!r}"
+            )
         base = parts[1] + parts[2]  # nvcc lists the base of an "a" or "f" target only
         (targets if base in known else dropped).append(base + parts[3])
     if dropped:
         say(f"nvcc {nvcc_version(nvcc)} does not know sm_{', sm_'.join(dropped)}: dropped")
     if not targets:
-        raise Missing(f"nvcc {nvcc_version(nvcc)} knows none of {asked}; set FSDP_QUANT_CUDA_ARCHS or use a newer CUDA")
+        raise Missing(
+            f"nvcc {nvcc_version(nvcc)} knows none of {asked}; set FSDP_QUANT_CUDA_ARCHS or use a "
+            "newer CUDA"
+        )
     return list(dict.fromkeys(targets))
 
 
 def cublaslt(packages: Path, major: str, toolkit: Path) -> tuple[Path, Path]:
-    """(folder of cublasLt.h, the library): of the nvidia packages beside torch, which loads it, else of the toolkit."""
+    """(folder of cublasLt.h, the library): of the nvidia packages beside torch, which loads it,
+    else of the toolkit."""
     nvidia, name = packages / "nvidia", f"libcublasLt.so.{major}"
-    places = ((nvidia / f"cu{major}", "lib"), (nvidia / "cublas", "lib"), (toolkit, "lib64"), (toolkit, "lib"))
+    places = (
+        (nvidia / f"cu{major}", "lib"),
+        (nvidia / "cublas", "lib"),
+        (toolkit, "lib64"),
+        (toolkit, "lib"),
+    )
     for home, folder in places:
         include, library = home / "include", home / folder / name
         if (include / "cublasLt.h").exists() and library.exists():
@@ -121,21 +142,24 @@ def cublaslt(packages: Path, major: str, toolkit: Path) -> tuple[Path, Path]:
     else:
         raise Missing(
             f"there is no cuBLASLt (include/cublasLt.h and {name}) in {nvidia}/cu{major}, "
-            f"{nvidia}/cublas or {toolkit}; install the nvidia-cublas package that torch names, or point CUDA_HOME at "
-            "a toolkit that has it"
+            f"{nvidia}/cublas or {toolkit}; install the nvidia-cublas package that torch names, or "
+            "point CUDA_HOME at a toolkit that has it"
         )
-    found = dict(re.findall(r"#define CUBLAS_VER_(M\w+) (\d+)", (include / "cublas_api.h").read_text()))
+    found = dict(
+        re.findall(r"#define CUBLAS_VER_(M\w+) (\d+)", (include / "cublas_api.h").read_text())
+    )
     version = int(found["MAJOR"]), int(found["MINOR"])
     if version < CUBLAS:
         raise Missing(
-            f"{include} holds cuBLAS {version[0]}.{version[1]}, wanted {CUBLAS[0]}.{CUBLAS[1]} or newer; install a "
-            "torch for a newer CUDA"
+            f"{include} holds cuBLAS {version[0]}.{version[1]}, wanted {CUBLAS[0]}.{CUBLAS[1]} or "
+            "newer; install a torch for a newer CUDA"
         )
     return include, library
 
 
 class Native:
-    """The operators of this machine's torch and toolkit. Raises Missing where they cannot be built."""
+    """The operators of this machine's torch and toolkit. Raises Missing where they cannot be
+    built."""
 
     def __init__(self):
         if not (CSRC / "bindings.cpp").exists():
@@ -143,19 +167,25 @@ class Native:
         try:
             import torch
         except ImportError as error:
-            raise Missing(f"torch does not import ({error}); install it first, then {INSTALL}") from None
+            raise Missing(
+                f"torch does not import ({error}); install it first, then {INSTALL}"
+            ) from None
         if torch.version.cuda is None:
             raise Missing(f"torch {torch.__version__} is not a CUDA build; install one that is")
-        self.torch, self.version, self.cuda = Path(torch.__file__).parent, torch.__version__, torch.version.cuda
+        self.torch, self.version, self.cuda = (
+            Path(torch.__file__).parent,
+            torch.__version__,
+            torch.version.cuda,
+        )
         self.toolkit = cuda_toolkit()
         self.nvcc = self.toolkit / "bin" / "nvcc"
         self.nvcc_version = nvcc_version(self.nvcc)
         got, wanted = self.nvcc_version.split(".")[0], self.cuda.split(".")[0]
         if got != wanted:
             raise Missing(
-                f"{self.nvcc} is release {self.nvcc_version} and torch {self.version} was built with CUDA {self.cuda}, "
-                f"wanted the same major version; point CUDA_HOME at a CUDA {wanted} toolkit, or install a torch for "
-                f"CUDA {got}"
+                f"{self.nvcc} is release {self.nvcc_version} and torch {self.version} was built "
+                f"with CUDA {self.cuda}, wanted the same major version; point CUDA_HOME at a CUDA "
+                f"{wanted} toolkit, or install a torch for CUDA {got}"
             )
         self.targets = architectures(self.nvcc)
         self.cublaslt = cublaslt(self.torch.parent, wanted, self.toolkit)
@@ -165,24 +195,48 @@ class Native:
         names = tuple(f"sm_{arch}" for arch in self.targets)
         say(f"building for torch {self.version} with nvcc {self.nvcc_version}, {', '.join(names)}")
         folder.mkdir(parents=True, exist_ok=True)
-        temp = ROOT / "build" / f"native-cu{self.cuda}"  # kept: a second build compiles what changed
+        temp = (
+            ROOT / "build" / f"native-cu{self.cuda}"
+        )  # kept: a second build compiles what changed
         kernels = build.build_kernels(
-            CSRC, folder, self.cuda, self.nvcc, self.targets, self.cublaslt, temp,
-            *(os.environ.get(f"FSDP_QUANT_{option}") == "1" for option in ("LINE_TABLES", "RANDOM_SLEEPS", "SOFTWARE_CASTS")),
+            CSRC,
+            folder,
+            self.cuda,
+            self.nvcc,
+            self.targets,
+            self.cublaslt,
+            temp,
+            *(
+                os.environ.get(f"FSDP_QUANT_{option}") == "1"
+                for option in ("LINE_TABLES", "RANDOM_SLEEPS", "SOFTWARE_CASTS")
+            ),
         )
         pythons = os.environ.get("FSDP_QUANT_GLUE_FOR", "").split()
         glue = []
-        for python, (torch, version) in zip([sys.executable, *pythons], [(self.torch, self.version), *map(self._torch_of, pythons)]):
-            glue.append(build.build_glue(CSRC, folder, kernels, torch, version, self.cuda, self.toolkit, temp))
+        for python, (torch, version) in zip(
+            [sys.executable, *pythons], [(self.torch, self.version), *map(self._torch_of, pythons)]
+        ):
+            glue.append(
+                build.build_glue(
+                    CSRC, folder, kernels, torch, version, self.cuda, self.toolkit, temp
+                )
+            )
             build.check(python, kernels, glue[-1])
         build.Record(self.nvcc_version, names).write(folder)
         return [kernels, *glue, folder / build.RECORD]
 
     def _torch_of(self, python: str) -> tuple[Path, str]:
         """(folder, version) of the torch of another Python."""
-        said = build.output_of(python, "-c", "import torch; print(torch.__file__, torch.__version__, torch.version.cuda)").split()
+        said = build.output_of(
+            python,
+            "-c",
+            "import torch; print(torch.__file__, torch.__version__, torch.version.cuda)",
+        ).split()
         if len(said) < 3 or said[-1].split(".")[0] != self.cuda.split(".")[0]:
-            fail(f"{python} says of its torch {' '.join(said)!r}, wanted one for CUDA {self.cuda.split('.')[0]}")
+            fail(
+                f"{python} says of its torch {' '.join(said)!r}, wanted one for CUDA "
+                f"{self.cuda.split('.')[0]}"
+            )
         return Path(said[-3]).parent, said[-2]
 
 
@@ -194,7 +248,11 @@ class BuildNative(build_ext):
     def run(self):
         in_place = self.inplace or getattr(self, "editable_mode", False)
         folder = PACKAGE if in_place else Path(self.build_lib).resolve() / "fsdp_quant"
-        for stale in [p for pattern in ("_kernels*.so", "_glue*.so", build.RECORD) for p in folder.glob(pattern)]:
+        for stale in [
+            p
+            for pattern in ("_kernels*.so", "_glue*.so", build.RECORD)
+            for p in folder.glob(pattern)
+        ]:
             stale.unlink()
         if self.native is None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -206,7 +264,11 @@ class BuildNative(build_ext):
         except build.Failed as error:
             fail(str(error))
         if not in_place:  # what compiles glue for another torch
-            headers = [p for p in CSRC.rglob("*.h")] + [CSRC / "bindings.cpp", *CSRC.glob("api/*.cpp"), *CSRC.glob("step/*.cpp")]
+            headers = [p for p in CSRC.rglob("*.h")] + [
+                CSRC / "bindings.cpp",
+                *CSRC.glob("api/*.cpp"),
+                *CSRC.glob("step/*.cpp"),
+            ]
             for source in headers:
                 to = folder / "_csrc" / source.relative_to(CSRC)
                 to.parent.mkdir(parents=True, exist_ok=True)
@@ -224,14 +286,18 @@ class Wheel(bdist_wheel):
 
     def get_tag(self):
         python, abi, platform = super().get_tag()
-        return ("py3", "none", platform) if BuildNative.native is not None else (python, abi, platform)
+        return (
+            ("py3", "none", platform) if BuildNative.native is not None else (python, abi, platform)
+        )
 
 
 class SourceDistribution(sdist):
     """Holds all of csrc/, headers too, whatever can be compiled where it is made."""
 
     def make_distribution(self):
-        sources = {str(path.relative_to(ROOT)) for path in CSRC.rglob("*.[ch]*")}  # .cpp, .cu, .cuh, .h
+        sources = {
+            str(path.relative_to(ROOT)) for path in CSRC.rglob("*.[ch]*")
+        }  # .cpp, .cu, .cuh, .h
         self.filelist.extend(sorted(sources - set(self.filelist.files)))
         super().make_distribution()
 
@@ -259,6 +325,8 @@ if int(setuptools.__version__.split(".")[0]) < SETUPTOOLS:
     )
 BuildNative.native, BuildNative.reason = choose()
 setuptools.setup(
-    ext_modules=[setuptools.Extension("fsdp_quant._native", [])],  # setuptools runs build_ext where there is one
+    ext_modules=[
+        setuptools.Extension("fsdp_quant._native", [])
+    ],  # setuptools runs build_ext where there is one
     cmdclass={"build_ext": BuildNative, "bdist_wheel": Wheel, "sdist": SourceDistribution},
 )

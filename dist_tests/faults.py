@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults on one rank, by set-up and place: what each rank says, and after how many seconds, beside plain torch's.
+"""Faults on one rank, by set-up and place: what each rank says, and after how many seconds, beside
+plain torch's.
 
     python -m dist_tests.faults                            all cases, half an hour of two cores
     python -m dist_tests.faults --setups fsdp2 --json out.json --minutes 10
 
-Ranks are processes on the CPU, with gloo, which lets a rank wait for 40 s. The last rank faults. See docs/faults.md.
+Ranks are processes on the CPU, with gloo, which lets a rank wait for 40 s. The last rank faults.
+See docs/faults.md.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ from typing import NamedTuple
 from dist_tests.multi import faults
 from dist_tests.multi.faults import PLACES, WORLDS, Said
 
-SLOWER = 5.0  # seconds that a rank may notice later than plain torch's, of a machine that does other things
+# seconds that a rank may notice later than plain torch's, of a machine that does other things
+SLOWER = 5.0
 
 
 class Case(NamedTuple):
-    """A fault of the last rank. place: "" for models that differ from the start; fault: else the options of its model."""
+    """A fault of the last rank. place: "" for models that differ from the start; fault: else the
+    options of its model."""
 
     setup: str
     place: str
@@ -35,19 +39,33 @@ class Case(NamedTuple):
     @property
     def has_plain(self) -> bool:
         """Plain torch has this place."""
-        return self.setup in ("fsdp2", "hsdp") or self.place in ("forward", "backward", "optimizer", "save")
+        return self.setup in ("fsdp2", "hsdp") or self.place in (
+            "forward",
+            "backward",
+            "optimizer",
+            "save",
+        )
 
 
 MISMATCHES = {
-    "other shape": {"rows": 96}, "other recipe": {"recipe": "mxfp8"}, "other build": {"build": True}, "no recipe": {"plain": True},
+    "other shape": {"rows": 96},
+    "other recipe": {"recipe": "mxfp8"},
+    "other build": {"build": True},
+    "no recipe": {"plain": True},
 }
-# Experts of this library and of plain torch have no collectives in common; groups of a mesh wait for torch's half an hour.
+# Experts of this library and of plain torch have no collectives in common; groups of a mesh wait
+# for torch's half an hour.
 LEFT_OUT = (("ep", "no recipe"), ("hsdp", "no recipe"))
 KNOWN = ("other shape", "other recipe", "other build")  # to all ranks, before anything travels
 
 
 def cases(setups) -> list[Case]:
-    found = [Case(setup, "", what) for setup in setups for what in MISMATCHES if (setup, what) not in LEFT_OUT]
+    found = [
+        Case(setup, "", what)
+        for setup in setups
+        for what in MISMATCHES
+        if (setup, what) not in LEFT_OUT
+    ]
     for setup in setups:
         found += [Case(setup, place, fault) for place in PLACES[setup] for fault in faults.FAULTS]
         found += [Case(setup, "forward", "stop 10"), Case(setup, "forward", "nan")]
@@ -63,7 +81,10 @@ def run(case: Case, plain: bool = False) -> list[Said]:
 
 def recovery(setup: str) -> list[list[str]]:
     """What is wrong behind exceptions (`faults.recovers`), by rank."""
-    return [[one.text] if one.text else one.state for one in faults.run(WORLDS[setup], faults.recovers, setup)]
+    return [
+        [one.text] if one.text else one.state
+        for one in faults.run(WORLDS[setup], faults.recovers, setup)
+    ]
 
 
 def problem(case: Case, said: list[Said], of_plain: list[Said] | None = None) -> str | None:
@@ -71,10 +92,20 @@ def problem(case: Case, said: list[Said], of_plain: list[Said] | None = None) ->
     others = said[:-1]
     if case.fault in KNOWN:
         same = len({one.text for one in said}) == 1 and said[0].text
-        named = "fsdp_quant is" if case.fault == "other build" else "weight is" if case.setup != "ep" else "Experts.up"
+        named = (
+            "fsdp_quant is"
+            if case.fault == "other build"
+            else "weight is"
+            if case.setup != "ep"
+            else "Experts.up"
+        )
         if not same or named not in said[0].text:
             return f"wanted one sentence that names the weight, got {[one.text for one in said]}"
-        return None if max(one.seconds for one in said) < faults.TIMEOUT / 2 else f"it took {max(one.seconds for one in said):.1f} s"
+        return (
+            None
+            if max(one.seconds for one in said) < faults.TIMEOUT / 2
+            else f"it took {max(one.seconds for one in said):.1f} s"
+        )
     if case.fault in ("nan", "no recipe") or case.fault.startswith("stop"):
         if any(one.text for one in said) and case.fault != "no recipe":
             return f"wanted ranks that go on, got {[one.text for one in said]}"
@@ -88,8 +119,13 @@ def problem(case: Case, said: list[Said], of_plain: list[Said] | None = None) ->
 
 def line(case: Case, said: list[Said], of_plain: list[Said] | None) -> str:
     texts = list(dict.fromkeys(one.text or "goes on" for one in said[:-1]))
-    seconds, plain = max(one.seconds for one in said[:-1]), "" if not of_plain else f"{max(one.seconds for one in of_plain[:-1]):.1f}"
-    what = " / ".join(text if len(text) < 150 else text[:147] + "..." for text in texts).replace("|", "/")
+    seconds, plain = (
+        max(one.seconds for one in said[:-1]),
+        "" if not of_plain else f"{max(one.seconds for one in of_plain[:-1]):.1f}",
+    )
+    what = " / ".join(text if len(text) < 150 else text[:147] + "..." for text in texts).replace(
+        "|", "/"
+    )
     return f"| {case.setup} | {case.place or 'set-up'} | {case.fault} | {what} | {said[-1].text[:60] or 'goes on'} | {seconds:.1f} | {plain} |"
 
 
@@ -101,7 +137,10 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no case after so many")
     args = parser.parse_args()
     end, wrong, found = time.monotonic() + 60 * args.minutes, [], []
-    print("| set-up | place | fault of the last rank | the others say | it says | after s | plain torch's after s |\n" + "|---" * 7 + "|")
+    print(
+        "| set-up | place | fault of the last rank | the others say | it says | after s | plain "
+        "torch's after s |\n" + "|---" * 7 + "|"
+    )
     for case in cases(args.setups):
         if time.monotonic() > end or (args.faults and case.fault not in args.faults):
             continue
@@ -115,7 +154,10 @@ def main() -> None:
         if time.monotonic() < end and not args.faults:
             of = list(dict.fromkeys(text for one in recovery(setup) for text in one))
             wrong += of
-            print(f"{setup}: after exceptions of all ranks at each place the next steps have {'OTHER bits' if of else 'the same bits'}")
+            print(
+                f"{setup}: after exceptions of all ranks at each place the next steps have "
+                f"{'OTHER bits' if of else 'the same bits'}"
+            )
     if args.json:
         args.json.write_text(json.dumps(found))
     print(*(wrong or ["every rank behaved as docs/faults.md says"]), sep="\n")

@@ -12,9 +12,15 @@ import torch
 from torch import Tensor
 
 from fsdp_quant.context import STEP
-from fsdp_quant.ops import native, rng
 from fsdp_quant.formats import E2M1, E2M3, E3M2, E4M3, FORMATS, Format, format_of
-from fsdp_quant.ops.capability import arch_of_capability, gemm_domain, operand_layout, spreads, unsupported_reason
+from fsdp_quant.ops import native, rng
+from fsdp_quant.ops.capability import (
+    arch_of_capability,
+    gemm_domain,
+    operand_layout,
+    spreads,
+    unsupported_reason,
+)
 from fsdp_quant.ops.layout import ANCHORS, NATIVE, SPREAD, operand_format
 from fsdp_quant.quantizer import Quantizer
 from fsdp_quant.storage import Storage
@@ -22,14 +28,18 @@ from fsdp_quant.storage import Storage
 
 def as_bytes(t: Tensor) -> Tensor:
     """The bytes of a tensor, uint8 [.., itemsize]."""
-    whole = t.detach().cpu().clone(memory_format=torch.contiguous_format)  # contiguous() keeps strides of dims of 1
+    whole = (
+        t.detach().cpu().clone(memory_format=torch.contiguous_format)
+    )  # contiguous() keeps strides of dims of 1
     return whole.reshape(*t.shape, 1).view(torch.uint8)
 
 
 def assert_same_bytes(got: Tensor, want: Tensor, what: str = "tensor") -> None:
     """Fail with the first coordinate that differs, and both values."""
     if got.shape != want.shape or got.dtype != want.dtype:
-        raise AssertionError(f"{what}: got {list(got.shape)} {got.dtype}, want {list(want.shape)} {want.dtype}")
+        raise AssertionError(
+            f"{what}: got {list(got.shape)} {got.dtype}, want {list(want.shape)} {want.dtype}"
+        )
     a, b = as_bytes(got), as_bytes(want)
     if torch.equal(a, b):
         return
@@ -42,15 +52,20 @@ def assert_same_bytes(got: Tensor, want: Tensor, what: str = "tensor") -> None:
 
 
 def assert_same_storage(got: Storage | None, want: Storage | None, what: str = "storage") -> None:
-    """Fail unless format, shape and every buffer agree bit for bit, `want` in the layout that `got` has."""
+    """Fail unless format, shape and every buffer agree bit for bit, `want` in the layout that `got`
+    has."""
     if got is None or want is None:
         assert got is want, f"{what}: got {got}, want {want}"
         return
-    assert (got.fmt, got.direction, tuple(got.shape)) == (want.fmt, want.direction, tuple(want.shape)), (
-        f"{what}: got {got.describe()}, want {want.describe()}"
-    )
+    assert (got.fmt, got.direction, tuple(got.shape)) == (
+        want.fmt,
+        want.direction,
+        tuple(want.shape),
+    ), f"{what}: got {got.describe()}, want {want.describe()}"
     want = want.to_gemm_operand(got.layout)
-    assert got.buffers().keys() == want.buffers().keys(), f"{what}: {got.buffers().keys()} {want.buffers().keys()}"
+    assert got.buffers().keys() == want.buffers().keys(), (
+        f"{what}: {got.buffers().keys()} {want.buffers().keys()}"
+    )
     for name, buffer in got.buffers().items():
         assert_same_bytes(buffer, want.buffers()[name], f"{what}.{name}")
 
@@ -80,8 +95,10 @@ PAIRS = [(row, col) for row in FORMAT_NAMES for col in FORMAT_NAMES]
 OTHER = {
     fmt.name: Quantizer(fmt)
     for fmt in (
-        Format("mxfp8_1x64", E4M3, (1, 64), "e8m0"), Format("mxfp6_16x16", E3M2, (16, 16), "e8m0"),
-        Format("nvfp4_1x32", E2M1, (1, 32), "e4m3", tensor_scale=True), Format("fp6_row", E2M3, (1, None), "fp32"),
+        Format("mxfp8_1x64", E4M3, (1, 64), "e8m0"),
+        Format("mxfp6_16x16", E3M2, (16, 16), "e8m0"),
+        Format("nvfp4_1x32", E2M1, (1, 32), "e4m3", tensor_scale=True),
+        Format("fp6_row", E2M3, (1, None), "fp32"),
         Format("fp4_1x128", E2M1, (1, 128), "fp32", pow2=True),
     )
 }
@@ -89,19 +106,24 @@ OTHER = {
 KERNEL_QUANTIZERS = {name: q for name, q in QUANTIZERS.items() if unsupported_reason(q.fmt) is None}
 # And of these they cast pieces of flat buffers.
 PIECE_QUANTIZERS = {name: q for name, q in KERNEL_QUANTIZERS.items() if q.fmt.bits != 6}
-PIECE_PAIRS = [pair for pair in PAIRS if all(name == "identity" or name in PIECE_QUANTIZERS for name in pair)]
+PIECE_PAIRS = [
+    pair for pair in PAIRS if all(name == "identity" or name in PIECE_QUANTIZERS for name in pair)
+]
 
 
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1))
 
 
 def assert_planned_as_taken(takes: Callable[[int, int, int, int], bool]) -> None:
-    """Products of codes are planned on every capability exactly where `takes` (operand of a, of b, major, minor) says so."""
+    """Products of codes are planned on every capability exactly where `takes` (operand of a, of b,
+    major, minor) says so."""
     fmts = {}
     for q in (KERNEL_QUANTIZERS | OTHER).values():
         if unsupported_reason(q.fmt) is None:
             block_of_bytes = {"fp32": q.fmt.block[1], "e8m0": 32, "e4m3": 16}[q.fmt.scale]
-            none = q.fmt.bits == 6 or q.fmt.block[1] != block_of_bytes  # an operand only where it is anchored, if at all
+            none = (
+                q.fmt.bits == 6 or q.fmt.block[1] != block_of_bytes
+            )  # an operand only where it is anchored, if at all
             fmts[q.fmt] = () if none else (NATIVE, SPREAD) if spreads(q.fmt) else (NATIVE,)
 
     def code(fmt: Format, layout: str) -> int:
@@ -110,16 +132,33 @@ def assert_planned_as_taken(takes: Callable[[int, int, int, int], bool]) -> None
     for capability in CAPABILITIES:
         arch = arch_of_capability(capability)
         for (a, of_a), (b, of_b) in itertools.product(fmts.items(), fmts.items()):
-            domain, exact = (gemm_domain(a, b, torch.bfloat16, arch, exact, compiled=True)[0] for exact in (False, True))
+            domain, exact = (
+                gemm_domain(a, b, torch.bfloat16, arch, exact, compiled=True)[0]
+                for exact in (False, True)
+            )
             taken = a.rotated == b.rotated and any(
                 takes(code(a, i), code(b, j), *capability) for i, j in itertools.product(of_a, of_b)
             )
-            assert (exact == "native") == taken and (domain == "native") == taken, (capability, a, b, domain, exact)
+            assert (exact == "native") == taken and (domain == "native") == taken, (
+                capability,
+                a,
+                b,
+                domain,
+                exact,
+            )
             if domain not in ("native", "anchored"):
                 continue
             for anchored in ANCHORS:
-                layouts = operand_layout(a, b, domain, arch, anchored), operand_layout(b, a, domain, arch, anchored)
-                assert takes(code(a, layouts[0]), code(b, layouts[1]), *capability), (capability, a, b, layouts)
+                layouts = (
+                    operand_layout(a, b, domain, arch, anchored),
+                    operand_layout(b, a, domain, arch, anchored),
+                )
+                assert takes(code(a, layouts[0]), code(b, layouts[1]), *capability), (
+                    capability,
+                    a,
+                    b,
+                    layouts,
+                )
 
 
 EVERYTHING = os.environ.get("FSDP_QUANT_ALL_PAIRS") == "1"  # whole laws, not the samples of CI
@@ -131,9 +170,14 @@ def sample(pairs: list, stride: int = 7) -> list:
 
 
 def diagonals(*shifts: int) -> list:
-    """The pairs (format i, format i + shift), or all: every format once a direction, other pairs for other shifts."""
+    """The pairs (format i, format i + shift), or all: every format once a direction, other pairs
+    for other shifts."""
     count = len(FORMAT_NAMES)
-    picked = [(FORMAT_NAMES[i], FORMAT_NAMES[(i + shift) % count]) for shift in shifts for i in range(count)]
+    picked = [
+        (FORMAT_NAMES[i], FORMAT_NAMES[(i + shift) % count])
+        for shift in shifts
+        for i in range(count)
+    ]
     return PAIRS if EVERYTHING else picked
 
 
@@ -142,9 +186,15 @@ def every_second(items: list, which: int) -> list:
     return items if EVERYTHING else items[which % 2 :: 2]
 
 
-def values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16, kind: str = "gauss") -> Tensor:
-    """Test inputs: "gauss", "outliers" (a few channels x1000), "tiny" (gradient-like), "heavy" (student t, 3)."""
-    random = {"generator": torch.Generator("cpu").manual_seed(seed), "device": "cpu"}  # the same on every device
+def values(
+    *shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16, kind: str = "gauss"
+) -> Tensor:
+    """Test inputs: "gauss", "outliers" (a few channels x1000), "tiny" (gradient-like), "heavy"
+    (student t, 3)."""
+    random = {
+        "generator": torch.Generator("cpu").manual_seed(seed),
+        "device": "cpu",
+    }  # the same on every device
     x = torch.randn(*shape, **random)
     if kind == "outliers":
         x = x * torch.where(torch.rand(shape[-1], **random) < 0.05, 1000.0, 1.0)
@@ -170,7 +220,8 @@ def recorded_saves():
 
 @contextlib.contextmanager
 def kept_step():
-    """Leave the step, and who counts it, as they are; layers without names are named as in a new process."""
+    """Leave the step, and who counts it, as they are; layers without names are named as in a new
+    process."""
     kept = {k: v for k, v in STEP.__dict__.items() if k not in ("_copies", "_kept", "followers")}
     offset, named = STEP.token_offset, dict(rng._MADE)
     rng._MADE.clear()

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutation testing: change one operator, number or decorator of a file, and see whether its tests fail.
+"""Mutation testing: change one operator, number or decorator of a file, and see whether its tests
+fail.
 
     bash launch/mutants.sh [--files formats,storage,...] [--sample 40] [--seed 0] [--json out.json]
-    bash launch/mutants.sh --again out.json [--json after.json]     the survivors of a run before, once more
+    bash launch/mutants.sh --again out.json [--json after.json]     the survivors of a run before,
+    once more
     bash launch/mutants.sh --table before.json after.json           the table of docs/mutants.md
 
-cosmic-ray finds the places and makes the mutants; each runs the tests of `TARGETS` in a copy of the checkout, until one fails,
-in a fork of this process: importing torch takes longer than most of them.
-A sample takes one mutant per place, and places at random. Left out, since no test can see them: annotations, which nothing
-evaluates, and caches of functions.
+cosmic-ray finds the places and makes the mutants; each runs the tests of `TARGETS` in a copy of the
+checkout, until one fails, in a fork of this process: importing torch takes longer than most of
+them. A sample takes one mutant per place, and places at random. Left out, since no test can see
+them: annotations, which nothing evaluates, and caches of functions.
 
-killed: a test failed, or the tests took four times as long as without a mutant. The score is the killed share.
+killed: a test failed, or the tests took four times as long as without a mutant. The score is the
+        killed share.
 """
 
 from __future__ import annotations
@@ -49,7 +52,10 @@ OF_SHARDS = (
 TARGETS = {
     "formats": ("formats.py", f"{SINGLE}formats.py"),
     "scaling": ("scaling.py", f"{SINGLE}scaling.py {SINGLE}state_dict.py"),
-    "storage": ("storage.py", f"{SINGLE}storage.py {SINGLE}anchored_codes.py {SINGLE}files.py -k 'not kill'"),
+    "storage": (
+        "storage.py",
+        f"{SINGLE}storage.py {SINGLE}anchored_codes.py {SINGLE}files.py -k 'not kill'",
+    ),
     "weight_shard": ("tensor/weight_shard.py", OF_SHARDS),
     "fsdp_hooks": ("tensor/fsdp_hooks.py", OF_SHARDS),
     "gather_group": ("tensor/gather_group.py", OF_SHARDS),
@@ -61,13 +67,18 @@ TARGETS = {
 
 def places(path: Path) -> list[list[MutationSpec]]:
     """The mutants of a file, those of one place and kind together."""
-    with tempfile.TemporaryDirectory() as folder, use_db(f"{folder}/mutants.sqlite", WorkDB.Mode.create) as db:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        use_db(f"{folder}/mutants.sqlite", WorkDB.Mode.create) as db,
+    ):
         init([path], db, {})
         mutants = [item.mutations[0] for item in db.work_items]
     unseen, found = list(without_effect(ast.parse(path.read_text()))), {}
     for mutant in sorted(mutants, key=lambda m: (m.start_pos, m.operator_name, m.occurrence)):
         if not any(first <= mutant.start_pos and mutant.end_pos <= last for first, last in unseen):
-            found.setdefault((mutant.start_pos, mutant.operator_name.split("_")[0]), []).append(mutant)
+            found.setdefault((mutant.start_pos, mutant.operator_name.split("_")[0]), []).append(
+                mutant
+            )
     return list(found.values())
 
 
@@ -81,7 +92,8 @@ def without_effect(tree: ast.AST) -> Iterator[tuple[tuple[int, int], tuple[int, 
 
 
 def passes(tests: str, limit: float) -> bool:
-    """Whether the tests pass within `limit` seconds: in a fork of this process, which has imported torch and not this project."""
+    """Whether the tests pass within `limit` seconds: in a fork of this process, which has imported
+    torch and not this project."""
     if (child := os.fork()) == 0:
         os.setsid()
         sys.path.insert(0, os.getcwd())  # the copy, which also has the package of this file
@@ -89,7 +101,11 @@ def passes(tests: str, limit: float) -> bool:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(1, 2)
         sys.dont_write_bytecode = limit < math.inf  # of a mutant
-        os._exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *shlex.split(tests)]))
+        os._exit(
+            pytest.main(
+                ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *shlex.split(tests)]
+            )
+        )
     end = time.monotonic() + limit
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -115,19 +131,30 @@ def run(name: str, mutants: list[MutationSpec]) -> Iterator[dict]:
             killed = not passes(tests, limit)
         lines = difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm="", n=0)
         yield {
-            "name": name, "operator": mutant.operator_name, "occurrence": mutant.occurrence, "line": mutant.start_pos[0],
-            "in": mutant.definition_name, "killed": killed, "diff": [line for line in lines if line[:3] not in ("---", "+++")],
+            "name": name,
+            "operator": mutant.operator_name,
+            "occurrence": mutant.occurrence,
+            "line": mutant.start_pos[0],
+            "in": mutant.definition_name,
+            "killed": killed,
+            "diff": [line for line in lines if line[:3] not in ("---", "+++")],
         }
 
 
 def chosen(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, list[MutationSpec]]]:
     again = None
     if args.again:
-        again = {(r["name"], r["operator"], r["occurrence"]) for r in read([args.again]) if not r["killed"]}
+        again = {
+            (r["name"], r["operator"], r["occurrence"])
+            for r in read([args.again])
+            if not r["killed"]
+        }
     for name in args.files.split(","):
         found = places(folder / "fsdp_quant" / TARGETS[name][0])
         if again is not None:
-            mutants = [m for of in found for m in of if (name, m.operator_name, m.occurrence) in again]
+            mutants = [
+                m for of in found for m in of if (name, m.operator_name, m.occurrence) in again
+            ]
         else:
             draw = random.Random(f"{args.seed}/{name}")
             mutants = [draw.choice(of) for of in draw.sample(found, min(args.sample, len(found)))]
@@ -140,20 +167,29 @@ def read(paths: list[str]) -> list[dict]:
 
 
 def table(paths: list[str]) -> str:
-    """A row per file: mutants of the first run, those killed in it, and after the others, which ran its survivors."""
-    runs = [{(r["name"], r["operator"], r["occurrence"]): r["killed"] for r in read([path])} for path in paths]
+    """A row per file: mutants of the first run, those killed in it, and after the others, which ran
+    its survivors."""
+    runs = [
+        {(r["name"], r["operator"], r["occurrence"]): r["killed"] for r in read([path])}
+        for path in paths
+    ]
     lines = ["| file | mutants | killed before | killed after |", "|---|---|---|---|"]
     for name in [n for n in TARGETS if any(key[0] == n for key in runs[0])] + ["all"]:
         first = {key: killed for key, killed in runs[0].items() if name in (key[0], "all")}
         last = {key: any(run.get(key, False) for run in runs) for key in first}
         shares = [f"{sum(of.values())} ({sum(of.values()) / len(of):.0%})" for of in (first, last)]
-        lines.append(f"| {f'`{TARGETS[name][0]}`' if name in TARGETS else name} | {len(first)} | {' | '.join(shares)} |")
+        lines.append(
+            f"| {f'`{TARGETS[name][0]}`' if name in TARGETS else name} | {len(first)} | "
+            f"{' | '.join(shares)} |"
+        )
     return "\n".join(lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="launch/mutants.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="launch/mutants.sh",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--files", default=",".join(TARGETS), help=f"of {', '.join(TARGETS)}")
     parser.add_argument("--sample", type=int, default=40, help="mutants per file, default 40")
@@ -178,7 +214,12 @@ def main() -> int:
             for outcome in run(name, mutants):
                 total, survivors = total + 1, survivors + (not outcome["killed"])
                 if not outcome["killed"]:
-                    print(f"survived, {name}:{outcome['line']} in {outcome['in']}", *outcome["diff"], sep="\n", flush=True)
+                    print(
+                        f"survived, {name}:{outcome['line']} in {outcome['in']}",
+                        *outcome["diff"],
+                        sep="\n",
+                        flush=True,
+                    )
                 if args.json:
                     with open(ROOT / args.json, "a") as file:
                         print(json.dumps(outcome), file=file)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators that cast pieces, in PyTorch on the CPU: what kernels do with the tables of `CastPlan`, through their pointers."""
+"""The operators that cast pieces, in PyTorch on the CPU: what kernels do with the tables of
+`CastPlan`, through their pointers."""
 
 from __future__ import annotations
 
@@ -26,7 +27,20 @@ _POINTER, _INT = ctypes.c_int64, ctypes.c_int32
 
 class PieceSide(ctypes.Structure):
     _fields_ = [
-        *((name, _POINTER) for name in ("data", "scale", "amax", "cut_amax0", "cut_amax1", "tensor_amax", "enc", "first", "last")),
+        *(
+            (name, _POINTER)
+            for name in (
+                "data",
+                "scale",
+                "amax",
+                "cut_amax0",
+                "cut_amax1",
+                "tensor_amax",
+                "enc",
+                "first",
+                "last",
+            )
+        ),
         *((name, _INT) for name in ("lines", "length", "across")),
         *((name, _INT * 2) for name in ("cut_row", "own", "early", "rows")),
         *((name, _INT) for name in ("all_amaxes", "vectors", "second")),
@@ -42,27 +56,39 @@ class PieceSide(ctypes.Structure):
 
 class Piece(ctypes.Structure):
     _fields_ = [
-        ("x", _POINTER), ("first", _POINTER), ("last", _POINTER), ("rows", _INT), ("cols", _INT), ("narrow", _INT),
-        ("vectors", _INT), ("side", PieceSide * 2),
+        ("x", _POINTER),
+        ("first", _POINTER),
+        ("last", _POINTER),
+        ("rows", _INT),
+        ("cols", _INT),
+        ("narrow", _INT),
+        ("vectors", _INT),
+        ("side", PieceSide * 2),
     ]
 
     def values(self) -> Tensor:
         """bf16 [rows, cols], zeros in place of what others hold."""
         dtype = torch.bfloat16 if self.narrow else torch.float32
         whole = torch.zeros(self.rows * self.cols, dtype=dtype)
-        whole[self.first : self.last] = memory(self.x + self.first * dtype.itemsize, self.last - self.first, dtype)
+        whole[self.first : self.last] = memory(
+            self.x + self.first * dtype.itemsize, self.last - self.first, dtype
+        )
         return whole.to(torch.bfloat16).view(self.rows, self.cols)
 
 
 class ScaleRun(ctypes.Structure):
     _fields_ = [
-        *((name, _POINTER) for name in ("source", "out", "tensor_amax", "enc", "record", "count")), ("narrow", _INT), ("side", _INT),
+        *((name, _POINTER) for name in ("source", "out", "tensor_amax", "enc", "record", "count")),
+        ("narrow", _INT),
+        ("side", _INT),
     ]
 
 
 def memory(address: int, count: int, dtype: torch.dtype) -> Tensor:
     assert count == 0 or address > 0, "a table points nowhere"
-    raw = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address) if count else bytearray()
+    raw = (
+        (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address) if count else bytearray()
+    )
     return torch.frombuffer(raw, dtype=dtype) if count else torch.empty(0, dtype=dtype)
 
 
@@ -77,7 +103,9 @@ def _larger(into: Tensor, values: Tensor) -> None:
 
 
 def _blocks(encoding: Encoding, shape: tuple[int, int]) -> tuple[int, int]:
-    return tuple(block or extent for block, extent in zip(encoding.fmt.dims(encoding.direction), shape))
+    return tuple(
+        block or extent for block, extent in zip(encoding.fmt.dims(encoding.direction), shape)
+    )
 
 
 def _collect(x: Tensor, rows: slice, cols: slice, side: PieceSide, encoding: Encoding) -> None:
@@ -96,14 +124,20 @@ def _collect(x: Tensor, rows: slice, cols: slice, side: PieceSide, encoding: Enc
         _larger(memory(side.tensor_amax, 1, torch.float32), tensor_amax)
 
 
-def _encode(x: Tensor, rows: slice, cols: slice, side: PieceSide, encoding: Encoding, second: bool) -> None:
+def _encode(
+    x: Tensor, rows: slice, cols: slice, side: PieceSide, encoding: Encoding, second: bool
+) -> None:
     fmt, (b0, b1) = encoding.fmt, _blocks(encoding, x.shape)
     amax, _ = reference.statistics(x, encoding, 0)
     for block_row in range(side.rows[0] // b0, ceil_div(side.rows[1], b0)):
         if fmt.scale_leaves_contraction or block_row in side.cut_row:
             amax[block_row] = side.amaxes(block_row, side.across)
     tensor_amax = memory(side.tensor_amax, 1, torch.float32) if fmt.tensor_scale else None
-    enc = reference.delayed_factor(memory(side.enc, 1, torch.float32), amax, encoding) if side.enc else None
+    enc = (
+        reference.delayed_factor(memory(side.enc, 1, torch.float32), amax, encoding)
+        if side.enc
+        else None
+    )
     data, scale = reference.encode(x, amax, tensor_amax, encoding, 0, None, enc)
     made = torch.zeros(x.shape, dtype=torch.bool)
     made[rows, cols] = True
@@ -120,7 +154,9 @@ def _encode(x: Tensor, rows: slice, cols: slice, side: PieceSide, encoding: Enco
         codes = torch.where(made, unpack(data, 4)[:, : x.shape[1]].flatten(), 0).view(-1, 2)
         first, end = side.first // 2, ceil_div(side.last, 2)
         at = made.view(-1, 2).any(1)[first:end]
-        memory(side.data + first, end - first, torch.uint8)[at] = (codes[:, 0] | codes[:, 1] << 4)[first:end][at]
+        memory(side.data + first, end - first, torch.uint8)[at] = (codes[:, 0] | codes[:, 1] << 4)[
+            first:end
+        ][at]
     for block_row in range(rows.start // b0, ceil_div(rows.stop, b0)) if side.scale else ():
         if side.own[0] <= block_row * b0 < side.own[1]:
             at = slice(cols.start // b1, ceil_div(cols.stop, b1))
@@ -137,9 +173,13 @@ def cast_pieces(pieces: Tensor, tiles: Tensor, row, col, second: bool, skip: Ten
         x = piece.values()
         rows = slice(tile_row * TILE, min((tile_row + 1) * TILE, piece.rows))
         cols = slice(tile_col * TILE, min((tile_col + 1) * TILE, piece.cols))
-        assert rows.start < rows.stop and cols.start < cols.stop, "a tile lies outside of its tensor"
+        assert rows.start < rows.stop and cols.start < cols.stop, (
+            "a tile lies outside of its tensor"
+        )
         for d, encoding in enumerate((row, col)):
-            assert encoding is not None or not work >> 2 * d & 3, "a launch has work of a side that it does not make"
+            assert encoding is not None or not work >> 2 * d & 3, (
+                "a launch has work of a side that it does not make"
+            )
             if work >> 2 * d & 1:
                 _collect(x, rows, cols, piece.side[d], encoding)
         for d, encoding in enumerate((row, col)):
@@ -147,7 +187,9 @@ def cast_pieces(pieces: Tensor, tiles: Tensor, row, col, second: bool, skip: Ten
                 _encode(x, rows, cols, piece.side[d], encoding, second)
 
 
-def cast_scales(runs: Tensor, chunks: Tensor, encodings: Sequence[Encoding], skip: Tensor | None) -> None:
+def cast_scales(
+    runs: Tensor, chunks: Tensor, encodings: Sequence[Encoding], skip: Tensor | None
+) -> None:
     """See `native.cast_scales`."""
     table = _rows(runs, ScaleRun)
     assert len(encodings) <= native.SCALE_SIDES
@@ -155,14 +197,20 @@ def cast_scales(runs: Tensor, chunks: Tensor, encodings: Sequence[Encoding], ski
         run = table[index]
         at = slice(chunk * CHUNK, min((chunk + 1) * CHUNK, run.count))
         assert at.start < at.stop
-        source = memory(run.source, run.count, torch.bfloat16 if run.narrow & 1 else torch.float32)[at]
+        source = memory(run.source, run.count, torch.bfloat16 if run.narrow & 1 else torch.float32)[
+            at
+        ]
         if run.side < 0:
-            memory(run.out, run.count, torch.bfloat16 if run.narrow & 2 else torch.float32)[at] = source
+            memory(run.out, run.count, torch.bfloat16 if run.narrow & 2 else torch.float32)[at] = (
+                source
+            )
             continue
         amax, enc, encoding = source.view(1, -1), None, encodings[run.side]
         if run.enc:
             enc = reference.delayed_factor(memory(run.enc, 1, torch.float32), amax, encoding)
-        tensor_amax = memory(run.tensor_amax, 1, torch.float32) if encoding.fmt.tensor_scale else None
+        tensor_amax = (
+            memory(run.tensor_amax, 1, torch.float32) if encoding.fmt.tensor_scale else None
+        )
         if run.out:
             made = reference.scales(amax, tensor_amax, encoding, enc)[0]
             memory(run.out, run.count, SCALE_DTYPE[encoding.fmt.scale])[at] = made.flatten()
@@ -174,14 +222,22 @@ def cast_scales(runs: Tensor, chunks: Tensor, encodings: Sequence[Encoding], ski
 @contextlib.contextmanager
 def kernels() -> Iterator[None]:
     """Casts of pieces take the kernels' way, on the CPU."""
-    with mock.patch.multiple(native, runs_on=lambda device: True, cast_pieces=cast_pieces, cast_scales=cast_scales):
+    with mock.patch.multiple(
+        native, runs_on=lambda device: True, cast_pieces=cast_pieces, cast_scales=cast_scales
+    ):
         yield
 
 
 def cast_of_one_rank(
-    pair: tuple, shape: tuple[int, int], cuts: tuple[int, ...], stats: str, device: str, dtype: torch.dtype = torch.float32
+    pair: tuple,
+    shape: tuple[int, int],
+    cuts: tuple[int, ...],
+    stats: str,
+    device: str,
+    dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
-    """What a cast writes on the second rank of those that the cuts make, from its own amaxes alone."""
+    """What a cast writes on the second rank of those that the cuts make, from its own amaxes
+    alone."""
     hybrid = HybridQuantizer(*pair)
     master = laws.values(*shape, dtype=torch.float32, kind="outliers").to(device, dtype)
     values = torch.zeros(shape, dtype=torch.bfloat16, device=device)
@@ -199,7 +255,10 @@ def left_by(sync: WeightSync) -> dict[str, Tensor]:
     found = {f"segment {c.served}": c.own for c in sync._channels}
     for w in sync._weights:
         for d, side in w.sides.items():
-            found |= {f"{w.name}.{d.value} scale": side.scale, f"{w.name}.{d.value} tensor_amax": side.tensor_amax}
+            found |= {
+                f"{w.name}.{d.value} scale": side.scale,
+                f"{w.name}.{d.value} tensor_amax": side.tensor_amax,
+            }
         for d in w.quantizer.delayed_directions:
             found[f"{w.name}.{d.value} history"] = w.history(d).amaxes
     return {name: t for name, t in found.items() if t is not None}

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torchtitan 0.3.0 on CPUs, with the debug models and random tokens; to be imported before anything of torchtitan.
+"""torchtitan 0.3.0 on CPUs, with the debug models and random tokens; to be imported before anything
+of torchtitan.
 
-torchtitan runs on GPUs and with a torch that is later than 2.13. What stands in for what is not there, none of it near a linear
-layer: the device module, attention (flex_attention has no backward on CPUs), averages of gloo, and two functions of later
+torchtitan runs on GPUs and with a torch that is later than 2.13. What stands in for what is not
+there, none of it near a linear
+layer: the device module, attention (flex_attention has no backward on CPUs), averages of gloo, and
+       two functions of later
 torches (`set_timeout`; `step` of a pipeline that is given micro-batches).
 """
 
@@ -18,9 +21,15 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torchtitan.tools import utils
 
 _CPU = SimpleNamespace(
-    get_device_name=lambda device=None: "CPU", current_device=lambda: 0, device_count=lambda: 1, set_device=lambda device: None,
-    get_device_properties=lambda device=None: SimpleNamespace(total_memory=1 << 34), memory_stats=lambda device=None: {},
-    reset_peak_memory_stats=lambda: None, empty_cache=lambda: None, synchronize=lambda: None,
+    get_device_name=lambda device=None: "CPU",
+    current_device=lambda: 0,
+    device_count=lambda: 1,
+    set_device=lambda device: None,
+    get_device_properties=lambda device=None: SimpleNamespace(total_memory=1 << 34),
+    memory_stats=lambda device=None: {},
+    reset_peak_memory_stats=lambda: None,
+    empty_cache=lambda: None,
+    synchronize=lambda: None,
 )
 utils.device_type, utils.device_module = "cpu", _CPU
 
@@ -35,7 +44,9 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: 
 
 
 def _attention(q, k, v, *, scale, enable_gqa, **_):
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa), None
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa
+    ), None
 
 
 def _undivided(model) -> None:
@@ -49,7 +60,9 @@ def _step(self, *, arg_mbs, kwarg_mbs, target_mbs, losses, loss_kwargs, return_o
     self._stage.has_backward = self._has_backward
     self._stage.clear_runtime_states()
     inputs = arg_mbs or [()] * self._n_microbatches
-    self._step_microbatches(inputs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs)
+    self._step_microbatches(
+        inputs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs
+    )
 
 
 FlexAttention.compiled_flex_attn = staticmethod(_attention)
@@ -84,7 +97,16 @@ class Tokens(BaseDataLoader):
     class Config(BaseDataLoader.Config):
         pass
 
-    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **_):
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dp_world_size: int,
+        dp_rank: int,
+        seq_len: int,
+        local_batch_size: int,
+        **_,
+    ):
         self.read, self.own = 0, (dp_rank, dp_world_size)
         self.size = local_batch_size, seq_len
 
@@ -92,9 +114,14 @@ class Tokens(BaseDataLoader):
         (rank, world), (rows, length) = self.own, self.size
         while True:
             generator = torch.Generator().manual_seed(self.read)
-            ids = torch.randint(256, (rows * world, length + 1), generator=generator)[rank * rows:][:rows]
+            ids = torch.randint(256, (rows * world, length + 1), generator=generator)[
+                rank * rows :
+            ][:rows]
             self.read += 1
-            yield {"input": ids[:, :-1], "positions": torch.arange(length).expand(rows, length)}, ids[:, 1:].contiguous()
+            yield (
+                {"input": ids[:, :-1], "positions": torch.arange(length).expand(rows, length)},
+                ids[:, 1:].contiguous(),
+            )
 
     def state_dict(self) -> dict[str, int]:
         return {"read": self.read}
@@ -116,8 +143,13 @@ def config(model: str = "llama3", folder: str = "outputs", **settings) -> titan.
     made.tokenizer, made.dataloader, made.dump_folder = Tokenizer.Config(), Tokens.Config(), folder
     made.activation_checkpoint = None
     settings = {
-        "training__local_batch_size": 2, "training__seq_len": 64, "training__steps": 3, "training__disable_cuda_graphs": True,
-        "parallelism__spmd_backend": "partial_dtensor", "debug__seed": 0, "debug__deterministic": True,
+        "training__local_batch_size": 2,
+        "training__seq_len": 64,
+        "training__steps": 3,
+        "training__disable_cuda_graphs": True,
+        "parallelism__spmd_backend": "partial_dtensor",
+        "debug__seed": 0,
+        "debug__deterministic": True,
     } | settings
     for name, value in settings.items():
         *path, last = name.split("__")

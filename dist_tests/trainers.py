@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models, data and hand-written loops that tests hold trainers of other libraries to, bit for bit."""
+"""Small models, data and hand-written loops that tests hold trainers of other libraries to, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ import fsdp_quant as fq
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 VOCABULARY, TOKENS, STEPS, MICRO_BATCHES, BATCH = 64, 16, 3, 2, 2
 RECIPES: dict[str, Callable[[], fq.Recipe]] = {
-    "mxfp8": fq.recipes.mxfp8, "nvfp4": fq.recipes.nvfp4, "fp8_delayed": fq.recipes.fp8_delayed,
+    "mxfp8": fq.recipes.mxfp8,
+    "nvfp4": fq.recipes.nvfp4,
+    "fp8_delayed": fq.recipes.fp8_delayed,
 }
 
 
@@ -24,10 +27,18 @@ def llama(seed: int = 0, **config) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, **config,
-    ))
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            **config,
+        )
+    )
 
 
 def examples(count: int = 64) -> list[dict[str, Tensor]]:
@@ -38,13 +49,17 @@ def examples(count: int = 64) -> list[dict[str, Tensor]]:
 
 def batch(index: int, rank: int = 0, world: int = 1) -> Tensor:
     """The tokens that a rank gets as its `index`-th micro-batch, in order, [BATCH, TOKENS]."""
-    rows = examples()[(index * world + rank) * BATCH:][:BATCH]
+    rows = examples()[(index * world + rank) * BATCH :][:BATCH]
     return torch.stack([row["input_ids"] for row in rows])
 
 
 def shard_by_hand(model: nn.Module, policy: MixedPrecisionPolicy | None = None) -> nn.Module:
     for part in (*model.model.layers, model):
-        fully_shard(part, mp_policy=policy or MixedPrecisionPolicy(), reshard_after_forward=part is not model)
+        fully_shard(
+            part,
+            mp_policy=policy or MixedPrecisionPolicy(),
+            reshard_after_forward=part is not model,
+        )
     return model
 
 
@@ -53,12 +68,17 @@ def causal_loss(model: nn.Module, ids: Tensor, num_items: Tensor) -> Tensor:
 
 
 def loop(
-    model: nn.Module, rank: int = 0, world: int = 1, scaler: torch.amp.GradScaler | None = None,
+    model: nn.Module,
+    rank: int = 0,
+    world: int = 1,
+    scaler: torch.amp.GradScaler | None = None,
     loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor] = causal_loss,
 ) -> list[float]:
-    """Train a converted causal model as transformers' Trainer does: mean loss over all tokens of a step, clipping, AdamW.
+    """Train a converted causal model as transformers' Trainer does: mean loss over all tokens of a
+    step, clipping, AdamW.
 
-    loss_of:  (model, tokens of a micro-batch, number of tokens of the step that have a loss) -> loss.
+    loss_of:  (model, tokens of a micro-batch, number of tokens of the step that have a loss) ->
+              loss.
     returns: the loss of each step, of this rank alone.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
@@ -88,17 +108,22 @@ def loop(
     return losses
 
 
-def whole(model: nn.Module, of: Callable[[str, Tensor], bool] = lambda name, parameter: True) -> dict[str, Tensor]:
+def whole(
+    model: nn.Module, of: Callable[[str, Tensor], bool] = lambda name, parameter: True
+) -> dict[str, Tensor]:
     """Parameters by name, those that `of` says, gathered, copied. Every rank must call it."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # an evaluation leaves a root gathered
     values = {n: p.detach() for n, p in model.named_parameters() if of(n, p)}
-    return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).clone() for n, p in values.items()}
+    return {
+        n: (p.full_tensor() if hasattr(p, "full_tensor") else p).clone() for n, p in values.items()
+    }
 
 
 def take_fsdp_path_on_cpu() -> None:
-    """Let accelerate shard on CPUs too: it takes its FSDP path for GPUs alone. Nothing of the path is changed."""
+    """Let accelerate shard on CPUs too: it takes its FSDP path for GPUs alone. Nothing of the path
+    is changed."""
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 

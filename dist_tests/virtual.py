@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Virtual ranks (`examples.mini_megatron.ordered`) that record their collectives, for laws over many worlds and cuts."""
+"""Virtual ranks (`examples.mini_megatron.ordered`) that record their collectives, for laws over
+many worlds and cuts."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ class VirtualGroup(ordered.VirtualGroup):
 
     def exchange(self, sent: Tensor) -> list[Tensor]:
         received = super().exchange(sent)
-        assert len({(t.shape, t.dtype) for t in received}) == 1, f"ranks made different collectives: {received}"
+        assert len({(t.shape, t.dtype) for t in received}) == 1, (
+            f"ranks made different collectives: {received}"
+        )
         return received
 
     def allreduce(self, tensors: list[Tensor], opts) -> ordered.Done:
@@ -42,7 +45,8 @@ class VirtualRanks(ordered.VirtualRanks):
 
 
 class LoneRank(NamedTuple):
-    """A rank of a group whose others are not there: under `alone()` an all-reduce leaves what it has."""
+    """A rank of a group whose others are not there: under `alone()` an all-reduce leaves what it
+    has."""
 
     index: int
     world: int

@@ -43,14 +43,25 @@ def train(model: nn.Module, ids: Tensor, steps: int, lr: float, *callbacks) -> d
     cut = len(ids) * 19 // 20
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
-            folder, max_steps=steps, learning_rate=lr, warmup_steps=steps // 10, bf16=True,
-            per_device_train_batch_size=8, lr_scheduler_type="cosine", logging_steps=5,
-            save_strategy="no", report_to=[], disable_tqdm=True,
+            folder,
+            max_steps=steps,
+            learning_rate=lr,
+            warmup_steps=steps // 10,
+            bf16=True,
+            per_device_train_batch_size=8,
+            lr_scheduler_type="cosine",
+            logging_steps=5,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
             use_cpu=not torch.cuda.is_available(),
         )
         trainer = transformers.Trainer(
-            model, arguments, train_dataset=rows(ids[:cut], 8 * steps),
-            eval_dataset=rows(ids[cut:], 32), callbacks=list(callbacks),
+            model,
+            arguments,
+            train_dataset=rows(ids[:cut], 8 * steps),
+            eval_dataset=rows(ids[cut:], 32),
+            callbacks=list(callbacks),
         )
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train under stock FSDP2: torchrun --nproc-per-node 2 examples/fully_shard.py [--steps 20] [--forward F --backward B]
+"""Train under stock FSDP2: torchrun --nproc-per-node 2 examples/fully_shard.py [--steps 20]
+[--forward F --backward B]
 
-Each rank holds a shard of every parameter in fp32. FSDP2 all-gathers codes and scales for the forward
-and for the backward, and reduces gradients in high precision. On CPUs it uses gloo, on GPUs NCCL.
+Each rank holds a shard of every parameter in fp32. FSDP2 all-gathers codes and scales for the
+forward and for the backward, and reduces gradients in high precision. On CPUs it uses gloo, on GPUs
+NCCL.
 """
 
 import argparse
@@ -29,7 +31,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
 
-    torch.manual_seed(0)                                               # the same values on every rank
+    torch.manual_seed(0)  # the same values on every rank
     layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).to(device)
     fq.convert(model, fq.recipes.hybrid(args.forward, args.backward))  # before or after fully_shard
@@ -38,7 +40,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    torch.manual_seed(dist.get_rank())                                 # other data on every rank
+    torch.manual_seed(dist.get_rank())  # other data on every rank
     x, losses = torch.randn(4, 16, 64, device=device), []
     for _ in range(args.steps):
         loss = nn.functional.mse_loss(model(x), x.roll(1, dims=1))

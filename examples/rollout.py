@@ -3,12 +3,14 @@
 
     python examples/rollout.py [--recipe mxfp8] [--rounds 40]
 
-A policy acts from exported codes, as an inference server would, and learns from what it did. With the recipe's
-backward_override="dequantized" the training forward multiplies the same codes as the rollout, so the two give the same
-probabilities bit for bit and the first update of a round is exactly on policy; and the backward multiplies what the forward
-decoded, so gradients are of the policy that acted.
+A policy acts from exported codes, as an inference server would, and learns from what it did. With
+the recipe's backward_override="dequantized" the training forward multiplies the same codes as the
+rollout, so the two give the same probabilities bit for bit and the first update of a round is
+exactly on policy; and the backward multiplies what the forward decoded, so gradients are of the
+policy that acted.
 
-    export(model)               codes of every weight, made from the masters as the training forward makes them
+    export(model)               codes of every weight, made from the masters as the training forward
+                                makes them
     Rollout(model, codes)       acts: quantize, multiply, nothing else
     fq.convert(model, recipe)   learns: the same codes, high-precision gradients
 """
@@ -42,7 +44,10 @@ def export(model: nn.Module) -> dict[str, fq.Storage]:
             weight = layer.state_dict()["weight"]
             quantized = layer.plan.weight.rowwise.fmt.is_quantized
             codes[name] = layer.plan.weight.rowwise.storage(
-                weight.to(layer.recipe.compute_dtype) if quantized and layer.recipe.compute_dtype else weight, fq.ROWWISE
+                weight.to(layer.recipe.compute_dtype)
+                if quantized and layer.recipe.compute_dtype
+                else weight,
+                fq.ROWWISE,
             )
     return codes
 
@@ -56,7 +61,9 @@ class Rollout:
         self.biases = {name: model.get_submodule(name).bias.detach().clone() for name in codes}
 
     def layer(self, name: str, x: Tensor) -> Tensor:
-        return fq.gemm(self.quantizers[name].storage(x, fq.ROWWISE), self.codes[name], bias=self.biases[name])
+        return fq.gemm(
+            self.quantizers[name].storage(x, fq.ROWWISE), self.codes[name], bias=self.biases[name]
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.layer("head", F.silu(self.layer("middle", F.silu(self.layer("up", x)))))
@@ -66,15 +73,20 @@ def log_probabilities(logits: Tensor, actions: Tensor) -> Tensor:
     return F.log_softmax(logits.float(), -1).gather(1, actions[:, None])[:, 0]
 
 
-def play(rollout: Rollout, states: Tensor, wanted: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+def play(
+    rollout: Rollout, states: Tensor, wanted: Tensor, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
     """(actions, their log probabilities, rewards) for a batch of states."""
     logits = rollout(states)
     actions = torch.multinomial(logits.float().softmax(-1), 1, generator=generator)[:, 0]
     return actions, log_probabilities(logits, actions), (actions == wanted).float()
 
 
-def train(recipe: fq.Recipe, rounds: int = 40, updates: int = 2, batch: int = 128, seed: int = 0) -> list[dict[str, float]]:
-    """Policy gradients with clipped ratios. Of each round: the mean reward, and the largest |log ratio| before an update."""
+def train(
+    recipe: fq.Recipe, rounds: int = 40, updates: int = 2, batch: int = 128, seed: int = 0
+) -> list[dict[str, float]]:
+    """Policy gradients with clipped ratios. Of each round: the mean reward, and the largest |log
+    ratio| before an update."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model = fq.convert(Policy(), recipe)
@@ -83,7 +95,9 @@ def train(recipe: fq.Recipe, rounds: int = 40, updates: int = 2, batch: int = 12
     told = []
     for _ in range(rounds):
         states = torch.randn(batch, 32, generator=generator)
-        actions, acted, rewards = play(Rollout(model, export(model)), states, (states @ rule).argmax(-1), generator)
+        actions, acted, rewards = play(
+            Rollout(model, export(model)), states, (states @ rule).argmax(-1), generator
+        )
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-3)
         for update in range(updates):
             log_ratio = log_probabilities(model(states), actions) - acted
@@ -98,13 +112,18 @@ def train(recipe: fq.Recipe, rounds: int = 40, updates: int = 2, batch: int = 12
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--recipe", choices=fq.recipes.names(), default="mxfp8")
     parser.add_argument("--rounds", type=int, default=40)
     args = parser.parse_args()
     told = train(fq.recipes.by_name(args.recipe, backward_override="dequantized"), args.rounds)
     for i in range(0, len(told), max(1, len(told) // 8)):
-        print(f"round {i:4}  reward {told[i]['reward']:.3f}  largest |log ratio| before the first update {told[i]['off']:.1e}")
+        print(
+            f"round {i:4}  reward {told[i]['reward']:.3f}  largest |log ratio| before the first "
+            f"update {told[i]['off']:.1e}"
+        )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,10 @@ class Block(nn.Module):
     def __init__(self, dim: int):
         super().__init__()
         self.norm = nn.RMSNorm(dim)
-        self.up, self.down = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(4 * dim, dim, bias=False)
+        self.up, self.down = (
+            nn.Linear(dim, 4 * dim, bias=False),
+            nn.Linear(4 * dim, dim, bias=False),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
@@ -50,7 +53,9 @@ def main(arguments: list[str] | None = None) -> list[float]:
         return loss.detach()
 
     step = fq.graphed(step, model, optimizer) if on_gpu else step
-    losses = [step(torch.randn(64, args.dim, device=device, dtype=dtype)) for _ in range(args.steps)]
+    losses = [
+        step(torch.randn(64, args.dim, device=device, dtype=dtype)) for _ in range(args.steps)
+    ]
     print(f"loss {losses[0].item():.4f} -> {losses[-1].item():.4f}")
     print(fq.receipt())
     return [loss.item() for loss in losses]

@@ -5,7 +5,8 @@
     bash launch/train.sh --compare bf16                       the same run in bf16 beside it
     bash launch/train.sh --forward fp8_block --backward bf16 --data ~/books
     python examples/train_lm.py --recipe nvfp4 --steps 50     one process
-    bash launch/train.sh --tp 2                               tensor and sequence parallel inside pairs
+    bash launch/train.sh --tp 2                               tensor and sequence parallel inside
+    pairs
     NNODES=2 MASTER_ADDR=host bash launch/multinode.sh --replicate 2      on each of two nodes
     torchrun --nproc-per-node 2 --max-restarts 3 examples/train_lm.py --save run --save-every 50
                                                               goes on from run where a process dies
@@ -612,7 +613,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         add(option(name), type=type(value), default=value, help=f"default here: {value}")
     add("--tie", action="store_true", help="the head shares the embedding's weight")
     add("--replicate", type=int, default=1, help="copies of the shards (HSDP), default 1")
-    add("--tp", type=int, default=1, help="ranks that share each layer (tensor parallel), default 1")
+    add(
+        "--tp", type=int, default=1, help="ranks that share each layer (tensor parallel), default 1"
+    )
     add("--grad-accum", type=int, default=1, help="micro-batches in a step, default 1")
     add("--warmup", type=int, default=20, help="steps of rising learning rate, default 20")
     add("--seed", type=int, default=0)
@@ -669,7 +672,9 @@ def prepare(args: argparse.Namespace) -> tuple[dict[str, fq.Recipe], ModelConfig
     text = Text(read_text(args.data), config.seq, args.seed)
     first = 0
     if args.save and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        args.resume = args.save if checkpoints(args.save) else args.resume  # a rank of this run died
+        args.resume = (
+            args.save if checkpoints(args.save) else args.resume
+        )  # a rank of this run died
     if args.resume:
         facts = run_facts(recipe, config, args)
         first, args.resume = find_checkpoint(args.resume, facts, args.steps)
@@ -687,7 +692,8 @@ def prepare(args: argparse.Namespace) -> tuple[dict[str, fq.Recipe], ModelConfig
 
 
 def check_ranks(args: argparse.Namespace, config: ModelConfig, world: int) -> None:
-    """Raise ValueError for copies and tensor parallelism that the processes or sizes do not allow."""
+    """Raise ValueError for copies and tensor parallelism that the processes or sizes do not
+    allow."""
     for name in ("tp", "replicate"):
         if world % getattr(args, name):
             raise ValueError(
@@ -695,7 +701,9 @@ def check_ranks(args: argparse.Namespace, config: ModelConfig, world: int) -> No
                 " divisor, such as the number of nodes"
             )
     if world % (args.replicate * args.tp):
-        raise ValueError(f"--replicate x --tp do not divide the {world} processes; give smaller ones")
+        raise ValueError(
+            f"--replicate x --tp do not divide the {world} processes; give smaller ones"
+        )
     for name in ("kv_heads", "ffn", "seq"):
         if getattr(config, name) % args.tp:
             raise ValueError(

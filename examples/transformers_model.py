@@ -23,13 +23,19 @@ def main(arguments: list[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser()
     parser.add_argument("--recipe", default="fp8_current")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--model", help="a name or folder of a pretrained model (default: a tiny random Llama)")
+    parser.add_argument(
+        "--model", help="a name or folder of a pretrained model (default: a tiny random Llama)"
+    )
     args = parser.parse_args(arguments)
 
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    made = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype) if args.model else AutoModelForCausalLM.from_config(TINY)
+    made = (
+        AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
+        if args.model
+        else AutoModelForCausalLM.from_config(TINY)
+    )
     model = fq.convert(made.to(device, dtype), args.recipe, skip=["lm_head"])
     print(fq.plan(model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3 if args.model is None else 1e-5)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m fsdp_quant doctor | selftest | plan RECIPE | report RUN.jsonl | advise FILE.py: what this machine can do, whether it
-does so, what a recipe runs on it, what a run did, which formats its layers bear."""
+"""python -m fsdp_quant doctor | selftest | plan RECIPE | report RUN.jsonl | advise FILE.py: what
+this machine can do, whether it does so, what a recipe runs on it, what a run did, which formats its
+layers bear."""
 
 from __future__ import annotations
 
@@ -27,34 +28,51 @@ def _device() -> torch.device:
 
 
 def doctor() -> None:
-    """Versions, GPUs, collectives, and which operation runs compiled for which format, a line each; then what to do."""
+    """Versions, GPUs, collectives, and which operation runs compiled for which format, a line each;
+    then what to do."""
     device, status = _device(), extension.STATUS
     cuda = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    gpus, built = Counter(f"{torch.cuda.get_device_name(d)} ({arch_of(d)})" for d in cuda), status.build
+    gpus, built = (
+        Counter(f"{torch.cuda.get_device_name(d)} ({arch_of(d)})" for d in cuda),
+        status.build,
+    )
     facts = {
         "torch": torch.__version__,
         "CUDA": torch.version.cuda or "none",
-        "nvcc": f"{built.nvcc} (when the operators were built)" if built else "none (no compiled operators)",
+        "nvcc": f"{built.nvcc} (when the operators were built)"
+        if built
+        else "none (no compiled operators)",
         "built for": ", ".join(built.architectures) if built else "none",
         "operators": status.library or f"PyTorch reference only: {status.reason}",
         "GPUs": ", ".join(f"{count} x {gpu}" for gpu, count in gpus.items()) or "none",
-        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_backend_available("nccl") else "none",
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version()))
+        if dist.is_backend_available("nccl")
+        else "none",
         "gloo": "available" if dist.is_backend_available("gloo") else "none",
     }
     for name, fact in facts.items():
         print(f"{name:14}{fact}")
     _print_operations({fmt.name: native.supported(fmt, device) for fmt in FORMATS.values()}, device)
-    print("\n" + "\n".join([f"to do: {line}" for line in remedies(Machine.this())] or ["nothing is off"]))
+    print(
+        "\n"
+        + "\n".join([f"to do: {line}" for line in remedies(Machine.this())] or ["nothing is off"])
+    )
 
 
 def _print_operations(reasons: dict[str, dict[str, str | None]], device: torch.device) -> None:
     """A line per format, a column per operation: native, or the number of the reason below."""
     operations = list(dict.fromkeys(name for row in reasons.values() for name in row))
-    notes = list(dict.fromkeys(reason for row in reasons.values() for reason in row.values() if reason is not None))
+    notes = list(
+        dict.fromkeys(
+            reason for row in reasons.values() for reason in row.values() if reason is not None
+        )
+    )
     width = max([len("native"), *map(len, operations)]) + 2
     table = {f"on {arch_of(device)}": operations}
     for fmt, row in reasons.items():
-        table[fmt] = ["native" if row[op] is None else f"[{notes.index(row[op]) + 1}]" for op in operations]
+        table[fmt] = [
+            "native" if row[op] is None else f"[{notes.index(row[op]) + 1}]" for op in operations
+        ]
     print()
     for name, cells in table.items():
         print(f"{name:14}" + "".join(f"{cell:{width}}" for cell in cells).rstrip())
@@ -72,19 +90,29 @@ def plan(name: str, forward: str | None, backward: str | None) -> None:
         (slot_a, side_a), (slot_b, side_b) = product.a, product.b
         a, b = built.hybrid(slot_a).side(side_a), built.hybrid(slot_b).side(side_b)
         domain, reason = built.domain(product, torch.bfloat16, arch)
-        print(f"{product.name:6} {slot_a}.{side_a.value} ({a}) x {slot_b}.{side_b.value} ({b}): {domain} ({reason})")
+        print(
+            f"{product.name:6} {slot_a}.{side_a.value} ({a}) x {slot_b}.{side_b.value} ({b}): "
+            f"{domain} ({reason})"
+        )
 
 
 def _set_up(place: str) -> tuple:
-    """What FILE.py:FUNCTION returns. Raises ValueError for a function that is not there, or returns something else."""
+    """What FILE.py:FUNCTION returns. Raises ValueError for a function that is not there, or returns
+    something else."""
     path, _, name = place.partition(":")
     name = name or "setup"
     made = runpy.run_path(path).get(name)
     if not callable(made):
-        raise ValueError(f"{path} has no function {name!r}; write one that returns (model, batches) or (model, batches, loss)")
+        raise ValueError(
+            f"{path} has no function {name!r}; write one that returns (model, batches) or (model, "
+            "batches, loss)"
+        )
     made = made()
     if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise ValueError(f"{place} returned {type(made).__name__}; wanted (model, batches) or (model, batches, loss)")
+        raise ValueError(
+            f"{place} returned {type(made).__name__}; wanted (model, batches) or (model, batches, "
+            "loss)"
+        )
     return made
 
 
@@ -92,7 +120,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fsdp_quant", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="versions, devices, which operations run compiled")
-    tester = commands.add_parser("selftest", help="kernels beside the reference, products beside fp64, rates: a report to send")
+    tester = commands.add_parser(
+        "selftest",
+        help="kernels beside the reference, products beside fp64, rates: a report to send",
+    )
     tester.add_argument("--report", type=Path, default=Path("fsdp_quant-selftest.json"))
     planner = commands.add_parser("plan", help="the products of a recipe")
     planner.add_argument("recipe", help=f"hybrid, or {', '.join(recipes.names())}")
@@ -101,12 +132,24 @@ def main(argv: list[str] | None = None) -> int:
     reporter = commands.add_parser("report", help="what fq.inspect(path=) wrote, as one HTML file")
     reporter.add_argument("runs", nargs="+", type=Path, metavar="RUN.jsonl")
     reporter.add_argument("-o", "--out", type=Path, default=Path("report.html"))
-    adviser = commands.add_parser("advise", help="the cheapest formats of each layer within a budget of the loss")
-    adviser.add_argument("setup", metavar="FILE.py[:FUNCTION]", help="returns (model, batches) or (model, batches, loss)")
+    adviser = commands.add_parser(
+        "advise", help="the cheapest formats of each layer within a budget of the loss"
+    )
+    adviser.add_argument(
+        "setup",
+        metavar="FILE.py[:FUNCTION]",
+        help="returns (model, batches) or (model, batches, loss)",
+    )
     adviser.add_argument("--budget", type=float, default=0.01, help="of the loss, in its units")
-    adviser.add_argument("--gradient-error", type=float, default=0.3, help="relative, of the gradient")
-    adviser.add_argument("--candidates", default=",".join(advise.CANDIDATES), help="families of formats")
-    adviser.add_argument("--skip", action="append", default=[], help="as of fq.convert; may be repeated")
+    adviser.add_argument(
+        "--gradient-error", type=float, default=0.3, help="relative, of the gradient"
+    )
+    adviser.add_argument(
+        "--candidates", default=",".join(advise.CANDIDATES), help="families of formats"
+    )
+    adviser.add_argument(
+        "--skip", action="append", default=[], help="as of fq.convert; may be repeated"
+    )
     args = parser.parse_args(argv)
     try:
         if args.command == "selftest":
@@ -119,7 +162,15 @@ def main(argv: list[str] | None = None) -> int:
         elif args.command == "advise":
             model, batches, *loss = _set_up(args.setup)
             candidates = args.candidates.split(",")
-            advise.advise(model, batches, args.budget, candidates, *(loss or [None]), args.gradient_error, args.skip)
+            advise.advise(
+                model,
+                batches,
+                args.budget,
+                candidates,
+                *(loss or [None]),
+                args.gradient_error,
+                args.skip,
+            )
         else:
             plan(args.recipe, args.forward, args.backward)
     except (ValueError, OSError) as error:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What really ran, counted on the host: quantizations, GEMMs by domain, bytes by collective, fall-backs.
+"""What really ran, counted on the host: quantizations, GEMMs by domain, bytes by collective,
+fall-backs.
 
 Counting is a dictionary increment; `inspection/receipt.py` prints it.
 """
@@ -14,8 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 class Counters:
     """Named counters; a key is (what, detail) with a hashable detail.
 
-    sources:  asked for (what, detail, amount) since they were asked last, before anything is read: compiled code counts
-              for itself.
+    sources:  asked for (what, detail, amount) since they were asked last, before anything is read:
+              compiled code counts for itself.
     """
 
     def __init__(self):

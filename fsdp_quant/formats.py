@@ -2,15 +2,16 @@
 """What quantized bytes mean: elements, formats, directions, block geometry.
 
 [Note: formats]
-A `Format` is a row of data, never a class of its own. It says which element the codes hold, how many
-elements share one scale, and what the scale is. Everything above `ops/` reads these fields; nothing
-compares names.
+A `Format` is a row of data, never a class of its own. It says which element the codes hold, how
+many elements share one scale, and what the scale is. Everything above `ops/` reads these fields;
+nothing compares names.
 
-- value = element * scale, or (element * scale) * tensor scale for a two-level format. `scale` always
-  means the decode scale.
-- A block is written (outer, contraction): along the axis the GEMM keeps, and along the axis it sums.
-  None is the whole extent. For a [rows, cols] tensor a rowwise storage contracts cols and a columnwise
-  storage contracts rows, so (1, 32) is 32 adjacent columns rowwise and 32 adjacent rows columnwise.
+- value = element * scale, or (element * scale) * tensor scale for a two-level format. `scale`
+  always means the decode scale.
+- A block is written (outer, contraction): along the axis the GEMM keeps, and along the axis it
+  sums. None is the whole extent. For a [rows, cols] tensor a rowwise storage contracts cols and a
+  columnwise storage contracts rows, so (1, 32) is 32 adjacent columns rowwise and 32 adjacent rows
+  columnwise.
 - A format whose block is the same both ways (128 x 128, a whole tensor, or no block) gives the same
   bytes in both directions: one storage serves both.
 
@@ -31,8 +32,8 @@ FLT_MAX = torch.finfo(torch.float32).max
 
 
 def value_class(cls: type) -> type:
-    """A frozen dataclass that computes its hash once, and its canonical text: values are the keys of caches that every
-    call reads.
+    """A frozen dataclass that computes its hash once, and its canonical text: values are the keys
+    of caches that every call reads.
 
     Neither is pickled: text hashes differently in another process.
     """
@@ -52,7 +53,11 @@ def value_class(cls: type) -> type:
         return kept
 
     def state(self) -> dict:
-        return {name: field for name, field in self.__dict__.items() if name not in ("_hash", "_canonical")}
+        return {
+            name: field
+            for name, field in self.__dict__.items()
+            if name not in ("_hash", "_canonical")
+        }
 
     cls.__hash__, cls._canonical_text, cls.__getstate__ = hash_once, text_once, state
     return cls
@@ -85,12 +90,13 @@ ROWWISE, COLUMNWISE = Direction.ROWWISE, Direction.COLUMNWISE
 class Element:
     """One code's encoding.
 
-    bits:        bits per code, packed as `packing` says; 16 stands for "the tensor's own floating dtype" (identity).
+    bits:        bits per code, packed as `packing` says; 16 stands for "the tensor's own floating
+                 dtype" (identity).
     max:         largest finite magnitude; inf for the identity element.
     mantissa:    explicit mantissa bits.
     emin:        exponent of the smallest normal number.
-    dtype:       the torch dtype that decodes the code, or None (identity, and fewer than 8 bits: a sign, an exponent and a
-                 mantissa, without infinity or NaN).
+    dtype:       the torch dtype that decodes the code, or None (identity, and fewer than 8 bits: a
+                 sign, an exponent and a mantissa, without infinity or NaN).
 
     Raises ValueError for a width that no container holds.
     """
@@ -104,9 +110,14 @@ class Element:
 
     def __post_init__(self):
         if self.bits not in PACKINGS:
-            raise ValueError(f"{self.name} has codes of {self.bits} bits; widths that are packed: {', '.join(map(str, PACKINGS))}")
+            raise ValueError(
+                f"{self.name} has codes of {self.bits} bits; widths that are packed: "
+                f"{', '.join(map(str, PACKINGS))}"
+            )
         if self.bits == 8 and self.dtype is None:
-            raise ValueError(f"{self.name} has codes of 8 bits, and no torch dtype that decodes them")
+            raise ValueError(
+                f"{self.name} has codes of 8 bits, and no torch dtype that decodes them"
+            )
 
     @property
     def is_quantized(self) -> bool:
@@ -119,12 +130,14 @@ class Element:
 
     @property
     def operand(self) -> Element:
-        """The 8-bit element that products of anchored codes multiply: e4m3 has every number of a smaller one; else itself."""
+        """The 8-bit element that products of anchored codes multiply: e4m3 has every number of a
+        smaller one; else itself."""
         return E4M3 if self.bits < 8 and self.mantissa <= E4M3.mantissa else self
 
     @property
     def operand_shift(self) -> int:
-        """Its numbers times 2^operand_shift are the largest that fit in `operand`: what is left for blocks below the largest."""
+        """Its numbers times 2^operand_shift are the largest that fit in `operand`: what is left for
+        blocks below the largest."""
         return 0 if self.operand is self else math.floor(math.log2(self.operand.max / self.max))
 
     @property
@@ -133,7 +146,8 @@ class Element:
         return 2.0 ** (self.emin - self.mantissa)
 
 
-# (codes, bytes) of a container, by bits per code: the fewest whole bytes that whole codes fill, the first in the lowest bits.
+# (codes, bytes) of a container, by bits per code: the fewest whole bytes that whole codes fill, the
+# first in the lowest bits.
 PACKINGS = {4: (2, 1), 6: (4, 3), 8: (1, 1), 16: (1, 2)}
 
 E4M3 = Element("e4m3", 8, 448.0, 3, -6, torch.float8_e4m3fn)
@@ -150,12 +164,15 @@ SCALE_DTYPE = {"fp32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.uint8}
 
 ROTATION_BLOCK = 16
 
-# How e4m3 scales of e2m1 blocks follow from their target, the scale that takes the block's amax to 6.
-# fp8_exact: from a significand of the target (in [1, 2)) that reaches the first number on, the second times its power of two.
-# The largest is 1.5 * 2^8. The bounds minimize the mean square error of gaussian, Laplace, t3 and silu(a) * b blocks.
-# Choosing each scale among three by its block's mean square error took the noise of gaussian
-# vectors from .101 to .091 and of silu(a) * b from .104 to .097, and changed nothing in training
-# (`bench.learning`, gaps of two seeds .0393, .0365; by the amax .0391, .0393). So the amax alone
+# How e4m3 scales of e2m1 blocks follow from their target, the scale that takes the block's amax to
+# 6.
+# fp8_exact: from a significand of the target (in [1, 2)) that reaches the first number on, the
+#            second times its power of two.
+# The largest is 1.5 * 2^8. The bounds minimize the mean square error of gaussian, Laplace, t3 and
+# silu(a) * b blocks. Choosing each scale among three by its block's mean square error took the
+# noise of gaussian vectors from .101 to .091 and of silu(a) * b from .104 to .097, and changed
+# nothing in training (`bench.learning`, gaps of two seeds .0393, .0365; by the amax .0391, .0393).
+# So the amax alone
 # decides: one rule for activations, shards, pieces and blocks that a cut divides.
 SCALE_RULES = ("nearest", "fp8_exact")
 FP8_EXACT_SCALES = ((1.0, 1.0), (1.15, 1.25), (1.4, 1.5), (1.8, 2.0))
@@ -174,9 +191,10 @@ class Format:
     pow2:            an fp32 scale restricted to powers of two.
     scale_rounding:  e8m0 only: "up" (a finite block never saturates) or "floor" (the OCP rule).
     tensor_scale:    a second-level fp32 scale, derived from the amax of the whole tensor.
-    scale_rule:      e4m3 only: "nearest" e4m3, or "fp8_exact": a power of two times 1, 1.25 or 1.5, so that
-                     an e2m1 element times its scale is an e4m3 number (`FP8_EXACT_SCALES`).
-    rotated:         the values were turned by a 16-wide random Hadamard matrix along the contraction.
+    scale_rule:      e4m3 only: "nearest" e4m3, or "fp8_exact": a power of two times 1, 1.25 or 1.5,
+                     so that an e2m1 element times its scale is an e4m3 number (`FP8_EXACT_SCALES`).
+    rotated:         the values were turned by a 16-wide random Hadamard matrix along the
+                     contraction.
 
     >>> fq.Format("mxfp8_1x64", fq.format_of("mxfp8").element, (1, 64), "e8m0").block
     (1, 64)
@@ -198,13 +216,17 @@ class Format:
         if self.scale_rounding not in ("up", "floor"):
             raise ValueError(f"scale_rounding must be 'up' or 'floor', got {self.scale_rounding!r}")
         if self.scale_rounding == "floor" and self.scale != "e8m0":
-            raise ValueError(f"scale_rounding='floor' is defined for e8m0 scales; {self.name} has {self.scale}")
+            raise ValueError(
+                f"scale_rounding='floor' is defined for e8m0 scales; {self.name} has {self.scale}"
+            )
         if self.scale_rule not in SCALE_RULES:
-            raise ValueError(f"scale_rule must be one of {', '.join(SCALE_RULES)}, got {self.scale_rule!r}")
+            raise ValueError(
+                f"scale_rule must be one of {', '.join(SCALE_RULES)}, got {self.scale_rule!r}"
+            )
         if self.scale_rule != "nearest" and not (self.tensor_scale and self.element == E2M1):
             raise ValueError(
-                f"scale_rule={self.scale_rule!r} is defined for e2m1 with e4m3 scales and a tensor scale; {self.name} is "
-                f"{self.element.name} with {self.scale} scales"
+                f"scale_rule={self.scale_rule!r} is defined for e2m1 with e4m3 scales and a tensor "
+                f"scale; {self.name} is {self.element.name} with {self.scale} scales"
             )
         if self.pow2 and self.scale != "fp32":
             raise ValueError(f"pow2 is defined for fp32 scales; {self.name} has {self.scale}")
@@ -215,7 +237,8 @@ class Format:
 
     @property
     def decoding(self) -> tuple:
-        """What a reader of the bytes must know; how scales were chosen (pow2, scale_rounding, scale_rule) is left out."""
+        """What a reader of the bytes must know; how scales were chosen (pow2, scale_rounding,
+        scale_rule) is left out."""
         return self.element, self.block, self.scale, self.tensor_scale, self.rotated
 
     @property
@@ -232,8 +255,11 @@ class Format:
 
     @property
     def overflow(self) -> float:
-        """Magnitude, over its scale, from which a value would round to a number above the largest element, had it one."""
-        return self.element.max + 2.0 ** (math.floor(math.log2(self.element.max)) - self.element.mantissa - 1)
+        """Magnitude, over its scale, from which a value would round to a number above the largest
+        element, had it one."""
+        return self.element.max + 2.0 ** (
+            math.floor(math.log2(self.element.max)) - self.element.mantissa - 1
+        )
 
     @property
     def scale_dtype(self) -> torch.dtype:
@@ -250,25 +276,30 @@ class Format:
 
     @property
     def decodes_exactly_to_bf16(self) -> bool:
-        """Code times in-block scale fits bf16's 8 significant bits; fp32 scales of a whole row or tensor,
-        and second-level scales, stay outside the product."""
+        """Code times in-block scale fits bf16's 8 significant bits; fp32 scales of a whole row or
+        tensor, and second-level scales, stay outside the product."""
         if not self.is_quantized:
             return False  # depends on the tensor's dtype: see Storage.decodes_exactly_to_bf16
         return self.scale != "fp32" or self.pow2 or self.scale_leaves_contraction
 
     @property
     def decodes_exactly_to_e4m3(self) -> bool:
-        """Element times block scale is an e4m3 number of one exponent per tensor, down to 2^-11 of the largest block."""
+        """Element times block scale is an e4m3 number of one exponent per tensor, down to 2^-11 of
+        the largest block."""
         return self.scale_rule == "fp8_exact"
 
     @property
     def largest_scaled(self) -> float:
-        """Largest element times largest block scale of a two-level format: what the tensor's amax is encoded to."""
-        return self.element.max * (FP8_EXACT_LARGEST if self.scale_rule == "fp8_exact" else E4M3.max)
+        """Largest element times largest block scale of a two-level format: what the tensor's amax
+        is encoded to."""
+        return self.element.max * (
+            FP8_EXACT_LARGEST if self.scale_rule == "fp8_exact" else E4M3.max
+        )
 
     @property
     def scale_leaves_contraction(self) -> bool:
-        """The scale spans the whole contraction, so it may multiply the product instead of the operand."""
+        """The scale spans the whole contraction, so it may multiply the product instead of the
+        operand."""
         return self.is_quantized and self.block[1] is None
 
     @property
@@ -277,7 +308,8 @@ class Format:
         return self.tensor_scale or (self.scale != "none" and self.block == (None, None))
 
     def row_alignment(self, direction: Direction) -> int:
-        """Where rows of a tensor are cut at multiples of this, no block of these codes and no rotation is divided."""
+        """Where rows of a tensor are cut at multiples of this, no block of these codes and no
+        rotation is divided."""
         rotation = ROTATION_BLOCK if self.rotated and direction is not Direction.ROWWISE else 1
         return math.lcm(self.dims(direction)[0] or 1, rotation)
 
@@ -287,7 +319,8 @@ class Format:
         return (outer, contraction) if direction is ROWWISE else (contraction, outer)
 
     def padded_shape(self, shape: tuple[int, int], direction: Direction) -> tuple[int, int]:
-        """[rows, cols] of the stored codes: rotation fills the contraction up to a multiple of 16."""
+        """[rows, cols] of the stored codes: rotation fills the contraction up to a multiple of
+        16."""
         if not self.rotated:
             return tuple(shape)
         padded = list(shape)
@@ -296,14 +329,16 @@ class Format:
         return tuple(padded)
 
     def row_bytes(self, cols: int, dtype: torch.dtype) -> int:
-        """Bytes of one compact row of `cols` codes; `dtype` is read by the identity element only."""
+        """Bytes of one compact row of `cols` codes; `dtype` is read by the identity element
+        only."""
         if not self.is_quantized:
             return cols * dtype.itemsize
         codes, size = self.element.packing
         return ceil_div(cols, codes) * size
 
     def scale_shape(self, shape: tuple[int, int], direction: Direction) -> tuple[int, int] | None:
-        """[block rows, block cols] of the scales of a [rows, cols] tensor, or None without scales."""
+        """[block rows, block cols] of the scales of a [rows, cols] tensor, or None without
+        scales."""
         if self.scale == "none":
             return None
         return tuple(
@@ -316,7 +351,11 @@ class Format:
         if not self.is_quantized:
             return float(dtype.itemsize)
         outer, contraction = self.block
-        shared = 0.0 if contraction is None else SCALE_BYTES[self.scale] / ((outer or math.inf) * contraction)
+        shared = (
+            0.0
+            if contraction is None
+            else SCALE_BYTES[self.scale] / ((outer or math.inf) * contraction)
+        )
         return self.element.bits / 8 + shared
 
     def __repr__(self) -> str:
@@ -324,7 +363,11 @@ class Format:
 
     @functools.cached_property
     def _text(self) -> str:
-        marks = [self.element.name] if self.name.startswith("fp8") or self.element in (E5M2, E3M2) else []
+        marks = (
+            [self.element.name]
+            if self.name.startswith("fp8") or self.element in (E5M2, E3M2)
+            else []
+        )
         marks += ["pow2"] if self.pow2 else []
         marks += ["floor"] if self.scale_rounding == "floor" else []
         marks += [self.scale_rule] if self.scale_rule != "nearest" else []
@@ -333,16 +376,21 @@ class Format:
 
 
 def canonical_text(value: object) -> str:
-    """A text that is equal for equal values and differs for different ones, in any process (dataclasses by field)."""
+    """A text that is equal for equal values and differs for different ones, in any process
+    (dataclasses by field)."""
     if is_dataclass(value):
-        return value._canonical_text() if hasattr(value, "_canonical_text") else _text_of_fields(value)
+        return (
+            value._canonical_text() if hasattr(value, "_canonical_text") else _text_of_fields(value)
+        )
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(canonical_text, value))})"
     return repr(value)
 
 
 def _text_of_fields(value: object) -> str:
-    fields = ", ".join(f"{f.name}={canonical_text(getattr(value, f.name))}" for f in fields_of(value))
+    fields = ", ".join(
+        f"{f.name}={canonical_text(getattr(value, f.name))}" for f in fields_of(value)
+    )
     return f"{type(value).__name__}({fields})"
 
 
@@ -389,29 +437,42 @@ def format_of(name: str | Format, **changes) -> Format:
     >>> list(fq.FORMATS)[:3]
     ['identity', 'fp8_tensor', 'fp8_row']
     """
-    fmt = name if isinstance(name, Format) else FORMATS.get(ALIASES.get(name, name)) if isinstance(name, str) else None
+    fmt = (
+        name
+        if isinstance(name, Format)
+        else FORMATS.get(ALIASES.get(name, name))
+        if isinstance(name, str)
+        else None
+    )
     if fmt is None:
         raise ValueError(f"unknown format {name!r}; known formats: {', '.join(known_formats())}")
     if isinstance(changes.get("element"), str):
         if changes["element"] not in ELEMENTS:
-            raise ValueError(f"unknown element {changes['element']!r}; known elements: {', '.join(ELEMENTS)}")
+            raise ValueError(
+                f"unknown element {changes['element']!r}; known elements: {', '.join(ELEMENTS)}"
+            )
         changes["element"] = ELEMENTS[changes["element"]]
     return replace(fmt, **changes) if changes else fmt
 
 
 @functools.cache
 def anchored_format(fmt: Format, run: int | None, whole: bool = False) -> Format:
-    """What codes of `fmt` mean once one fp32 scale serves `run` elements of the contraction (None: all), or the tensor.
+    """What codes of `fmt` mean once one fp32 scale serves `run` elements of the contraction (None:
+    all), or the tensor.
 
-    The scale is a power of two where the format's are; codes smaller than 8 bits are those of `Element.operand`.
+    The scale is a power of two where the format's are; codes smaller than 8 bits are those of
+    `Element.operand`.
     """
     if fmt.decodes_exactly_to_e4m3:
         return Format(f"{fmt.name} anchored", E4M3, (None, None), "fp32")
-    return Format(f"{fmt.name} anchored", fmt.element.operand, (None if whole else 1, run), "fp32", pow2=True)
+    return Format(
+        f"{fmt.name} anchored", fmt.element.operand, (None if whole else 1, run), "fp32", pow2=True
+    )
 
 
 def spread_format(fmt: Format) -> Format:
-    """What codes of `fmt` mean once each scale of 128 elements, a power of two, is written as four e8m0 scales of 32."""
+    """What codes of `fmt` mean once each scale of 128 elements, a power of two, is written as four
+    e8m0 scales of 32."""
     return Format(f"{fmt.name} spread", fmt.element, (1, 32), "e8m0")
 
 
@@ -428,7 +489,8 @@ class Family:
 
     @property
     def rotates(self) -> bool:
-        """Training in this backward rotates the operands of wgrad, and rounds gradients stochastically."""
+        """Training in this backward rotates the operands of wgrad, and rounds gradients
+        stochastically."""
         return self.vector.element.bits == 4
 
 
@@ -448,7 +510,8 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(name: str) -> Family:
-    """The family of that name (aliases: bf16, fp8, fp8_current). Raises ValueError with the known names."""
+    """The family of that name (aliases: bf16, fp8, fp8_current). Raises ValueError with the known
+    names."""
     found = FAMILIES.get(ALIASES.get(name, name))
     if found is None:
         known = ", ".join(sorted([*FAMILIES, *ALIASES]))
@@ -460,7 +523,8 @@ def family_of(name: str) -> Family:
 class Encoding:
     """How one direction's bytes are made from high-precision values.
 
-    stochastic:  round up with probability equal to the fraction, on bits keyed by the global element.
+    stochastic:  round up with probability equal to the fraction, on bits keyed by the global
+                 element.
     eps:         block amaxes below it count as eps (fp32 scales only).
     """
 
@@ -473,11 +537,12 @@ class Encoding:
 def check_pair(gemm: str, a: Format, b: Format, a_name: str, b_name: str) -> None:
     """Raise ValueError unless a product of these two storages is defined.
 
-    Every pair of scales and elements multiplies. A rotation must be on both operands, where it cancels.
+    Every pair of scales and elements multiplies. A rotation must be on both operands, where it
+    cancels.
     """
     if a.rotated != b.rotated:
-        turned, plain = ((a_name, b_name) if a.rotated else (b_name, a_name))
+        turned, plain = (a_name, b_name) if a.rotated else (b_name, a_name)
         raise ValueError(
-            f"{gemm} multiplies {a_name} ({a}) by {b_name} ({b}): {turned} is rotated and {plain} is not, so the "
-            "rotation does not cancel; rotate both or neither"
+            f"{gemm} multiplies {a_name} ({a}) by {b_name} ({b}): {turned} is rotated and {plain} "
+            "is not, so the rotation does not cancel; rotate both or neither"
         )

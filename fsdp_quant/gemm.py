@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`gemm`: the one place where storages are unpacked into a matrix product.
 
-Every product is NT in its storages' own axes: a storage presents [outer, contraction] whatever its direction, so
+Every product is NT in its storages' own axes: a storage presents [outer, contraction] whatever its
+direction, so
 
     y  = gemm(x.rowwise,     w.rowwise)       [M, K] x [N, K] -> [M, N]
     dx = gemm(dy.rowwise,    w.columnwise)    [M, N] x [K, N] -> [M, K]
@@ -29,9 +30,11 @@ from .storage import Storage, has_tensor_amax
 
 
 class Watch(NamedTuple):
-    """Where a product adds what it lost to its anchors: fp32 guard[product], of [3, 2] (`native.product_error`).
+    """Where a product adds what it lost to its anchors: fp32 guard[product], of [3, 2]
+    (`native.product_error`).
 
-    counted:  of a, of b, as `reference.product_error` has it. step: int64 [5] (`context.STEP_FIELDS`).
+    counted:  of a, of b, as `reference.product_error` has it. step: int64 [5]
+              (`context.STEP_FIELDS`).
     """
 
     counted: tuple[int, int]
@@ -68,18 +71,20 @@ def gemm(
 ) -> Tensor:
     """alpha * a b^T + bias, with a [outer_a, contraction] and b [outer_b, contraction].
 
-    a, b:        in the layout of the domain (`Storage.to_gemm_operand`), or compact: brought into it.
+    a, b:        in the layout of the domain (`Storage.to_gemm_operand`), or compact: brought into
+                 it.
     out_dtype:   dtype of the result (default: that of `out`, else a's).
     out:         written instead of a new tensor; with accumulate=True added to, in out's dtype.
     bias:        [outer_b].
     alpha:       fp32 scalar tensor.
     out_amax:    fp32 [1]: raised to the largest magnitude of the result.
-    domain:      "native", "anchored", "bf16" or "reference" (default: the fastest that computes this pair here).
+    domain:      "native", "anchored", "bf16" or "reference" (default: the fastest that computes
+                 this pair here).
     watch:       of a product of codes, `Watch`; None: nobody asks what it lost.
     returns:     [outer_a, outer_b].
 
-    Raises ValueError for contractions that differ, a rotation on one operand only, an unknown domain, or a
-    domain that cannot compute the pair; StaleWeightError for freed codes.
+    Raises ValueError for contractions that differ, a rotation on one operand only, an unknown
+    domain, or a domain that cannot compute the pair; StaleWeightError for freed codes.
 
     >>> quantizer = fq.Quantizer("mxfp8")
     >>> a, b = (quantizer.quantize(torch.randn(rows, 64)).rowwise for rows in (4, 8))
@@ -92,18 +97,29 @@ def gemm(
         _check_there(a, b)
     (m, k_a), (n, k_b) = (s.shape if s.direction is ROWWISE else s.shape[::-1] for s in (a, b))
     if k_a != k_b:
-        raise ValueError(f"gemm contracts {k_a} elements of a ({a.describe()}) with {k_b} of b ({b.describe()})")
+        raise ValueError(
+            f"gemm contracts {k_a} elements of a ({a.describe()}) with {k_b} of b ({b.describe()})"
+        )
     if a.data.device != b.data.device:
-        raise ValueError(f"gemm operand a is on {a.data.device} and b on {b.data.device}; wanted one device")
+        raise ValueError(
+            f"gemm operand a is on {a.data.device} and b on {b.data.device}; wanted one device"
+        )
     if accumulate and out is None:
         raise ValueError("gemm(accumulate=True) adds to `out`, got out=None")
     if out is not None and tuple(out.shape) != (m, n):
         raise ValueError(f"gemm writes [{m}, {n}] to `out`, got {list(out.shape)}")
-    out_dtype, arch = out_dtype or (out.dtype if out is not None else a.dtype), arch_of(a.data.device)
+    out_dtype, arch = (
+        out_dtype or (out.dtype if out is not None else a.dtype),
+        arch_of(a.data.device),
+    )
     if domain is None:
         domain = gemm_domain(a.fmt, b.fmt, a.dtype, arch)[0]
-        if domain in ("native", "anchored") and (a.row0 or b.row0):  # rows of a tensor have no layout of their own
-            domain = "bf16" if a.decodes_exactly_to_bf16 and b.decodes_exactly_to_bf16 else "reference"
+        if domain in ("native", "anchored") and (
+            a.row0 or b.row0
+        ):  # rows of a tensor have no layout of their own
+            domain = (
+                "bf16" if a.decodes_exactly_to_bf16 and b.decodes_exactly_to_bf16 else "reference"
+            )
     if domain not in DOMAINS:
         raise ValueError(f"unknown GEMM domain {domain!r}; known domains: {', '.join(DOMAINS)}")
     codes = domain in ("native", "anchored") and (a.fmt.is_quantized or b.fmt.is_quantized)
@@ -111,7 +127,8 @@ def gemm(
         _check_compiled(a, b, domain)
     anchored = next((s.layout for s in (a, b) if s.layout in ANCHORS), ANCHORED)
     a, b = (
-        s.to_gemm_operand(operand_layout(s.fmt, other.fmt, domain, arch, anchored)) for s, other in ((a, b), (b, a))
+        s.to_gemm_operand(operand_layout(s.fmt, other.fmt, domain, arch, anchored))
+        for s, other in ((a, b), (b, a))
     )
     if codes and m * n * k_a > 0:
         result = _multiply(a, b, out_dtype, out, accumulate, bias, alpha, watch)
@@ -133,9 +150,9 @@ def _check_there(*operands: Storage) -> None:
     for name, storage in zip("ab", operands):
         if storage.is_freed:
             raise StaleWeightError(
-                f"gemm operand {name} ({storage.describe()}) was freed: FSDP resharded it, or gathered the other "
-                "direction only; under activation checkpointing of a compiled block set recomputes_forward=True on "
-                "its fq.Linear modules"
+                f"gemm operand {name} ({storage.describe()}) was freed: FSDP resharded it, or "
+                "gathered the other direction only; under activation checkpointing of a compiled "
+                "block set recomputes_forward=True on its fq.Linear modules"
             )
 
 
@@ -143,17 +160,27 @@ def _check_compiled(a: Storage, b: Storage, domain: str) -> None:
     arch = arch_of(a.data.device)
     if gemm_domain(a.fmt, b.fmt, a.dtype, arch)[0] != domain:
         raise ValueError(
-            f"no compiled kernel multiplies {a.fmt} by {b.fmt} here in the {domain} domain ({arch}); use the bf16 or "
-            "reference domain"
+            f"no compiled kernel multiplies {a.fmt} by {b.fmt} here in the {domain} domain "
+            f"({arch}); use the bf16 or reference domain"
         )
 
 
 def _multiply(
-    a: Storage, b: Storage, out_dtype: torch.dtype, out: Tensor | None, accumulate: bool, bias: Tensor | None,
-    alpha: Tensor | None, watch: Watch | None,
+    a: Storage,
+    b: Storage,
+    out_dtype: torch.dtype,
+    out: Tensor | None,
+    accumulate: bool,
+    bias: Tensor | None,
+    alpha: Tensor | None,
+    watch: Watch | None,
 ) -> Tensor:
     """Codes in the layout of their domain, by the tensor cores: partial sums in fp32."""
-    for scale in (dispatch.tensor_decode_scale(s.tensor_amax, s.fmt) for s in (a, b) if s.tensor_amax is not None):
+    for scale in (
+        dispatch.tensor_decode_scale(s.tensor_amax, s.fmt)
+        for s in (a, b)
+        if s.tensor_amax is not None
+    ):
         alpha = scale if alpha is None else alpha * scale
     operands = [native.Operand(s.data, s.scale, s.operand_format) for s in (a, b)]
     if watch is not None and any(watch.counted):
@@ -161,8 +188,11 @@ def _multiply(
     return native.gemm(*operands, out_dtype, out, accumulate, bias, alpha)
 
 
-def _native(a: Storage, b: Storage, out_dtype: torch.dtype, bias: Tensor | None, alpha: Tensor | None) -> Tensor:
-    """Both operands in their own dtype: exactly torch's linear; or an empty product. A wider result is rounded once, to it."""
+def _native(
+    a: Storage, b: Storage, out_dtype: torch.dtype, bias: Tensor | None, alpha: Tensor | None
+) -> Tensor:
+    """Both operands in their own dtype: exactly torch's linear; or an empty product. A wider result
+    is rounded once, to it."""
     if a.fmt.is_quantized or b.fmt.is_quantized:
         return _reference(a, b, out_dtype, bias, alpha)
     x, w = a.operand(), b.operand()
@@ -170,49 +200,73 @@ def _native(a: Storage, b: Storage, out_dtype: torch.dtype, bias: Tensor | None,
         return (_bf16 if x.dtype is torch.bfloat16 else _reference)(a, b, out_dtype, bias, alpha)
     if x.dtype != w.dtype:
         raise ValueError(
-            f"gemm of {x.dtype} by {w.dtype}, both in high precision: torch multiplies equal dtypes only; cast one, or set "
-            "MixedPrecisionPolicy(param_dtype=) to the dtype of the activations"
+            f"gemm of {x.dtype} by {w.dtype}, both in high precision: torch multiplies equal "
+            "dtypes only; cast one, or set MixedPrecisionPolicy(param_dtype=) to the dtype of the "
+            "activations"
         )
     if bias is not None and alpha is None:
         return torch.nn.functional.linear(x, w, bias.to(x.dtype)).to(out_dtype)
     product = x.mm(w.t())
-    return _finish(product, out_dtype, bias, alpha) if bias is not None or alpha is not None else product.to(out_dtype)
+    return (
+        _finish(product, out_dtype, bias, alpha)
+        if bias is not None or alpha is not None
+        else product.to(out_dtype)
+    )
 
 
-def _bf16(a: Storage, b: Storage, out_dtype: torch.dtype, bias: Tensor | None, alpha: Tensor | None) -> Tensor:
-    """Both operands decoded exactly to bf16, fp32 accumulation; scales that span the contraction multiply after.
+def _bf16(
+    a: Storage, b: Storage, out_dtype: torch.dtype, bias: Tensor | None, alpha: Tensor | None
+) -> Tensor:
+    """Both operands decoded exactly to bf16, fp32 accumulation; scales that span the contraction
+    multiply after.
 
-    Without scales on a GPU: cuBLAS on the decoded operands, through torch. A tensor's scales go into its alpha.
+    Without scales on a GPU: cuBLAS on the decoded operands, through torch. A tensor's scales go
+    into its alpha.
     """
     for name, storage in (("a", a), ("b", b)):
         if not storage.decodes_exactly_to_bf16:
             raise ValueError(
-                f"operand {name} ({storage.describe()}, {storage.dtype}) does not decode exactly to bf16; "
-                "use the reference domain"
+                f"operand {name} ({storage.describe()}, {storage.dtype}) does not decode exactly "
+                "to bf16; use the reference domain"
             )
     (x, scale_x), (w, scale_w) = a.factored_operand(), b.factored_operand()
     factors = [f for f in (scale_x, scale_w, alpha) if f is not None]
     if native.runs(x) and all(f.numel() == 1 for f in factors) and x.numel() and w.numel():
-        if not factors and out_dtype is torch.bfloat16 and (bias is None or bias.dtype is out_dtype):
+        if (
+            not factors
+            and out_dtype is torch.bfloat16
+            and (bias is None or bias.dtype is out_dtype)
+        ):
             return torch.nn.functional.linear(x, w, bias)
         return native.gemm(
-            native.Operand(x, None, IDENTITY), native.Operand(w, None, IDENTITY),
-            torch.float32 if out_dtype is torch.float16 else out_dtype, None, False, bias,
+            native.Operand(x, None, IDENTITY),
+            native.Operand(w, None, IDENTITY),
+            torch.float32 if out_dtype is torch.float16 else out_dtype,
+            None,
+            False,
+            bias,
             functools.reduce(torch.mul, (f.float().view(1) for f in factors)) if factors else None,
         ).to(out_dtype)
     return _finish(bf16_product(x, w), out_dtype, bias, alpha, scale_x, scale_w)
 
 
-def _reference(a: Storage, b: Storage, out_dtype: torch.dtype, bias: Tensor | None, alpha: Tensor | None) -> Tensor:
+def _reference(
+    a: Storage, b: Storage, out_dtype: torch.dtype, bias: Tensor | None, alpha: Tensor | None
+) -> Tensor:
     """Both operands decoded to fp32 with all their scales, one fp32 product."""
     return _finish(a.operand().float().mm(b.operand().float().t()), out_dtype, bias, alpha)
 
 
 def _finish(
-    product: Tensor, out_dtype: torch.dtype, bias: Tensor | None, alpha: Tensor | None,
-    scale_a: Tensor | None = None, scale_b: Tensor | None = None,
+    product: Tensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    alpha: Tensor | None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
 ) -> Tensor:
-    """Epilogue in fp32: global scales (their product first when both are of a tensor), alpha, bias, one rounding."""
+    """Epilogue in fp32: global scales (their product first when both are of a tensor), alpha, bias,
+    one rounding."""
     y = product.float()
     if scale_a is not None and scale_b is not None and scale_a.numel() == scale_b.numel() == 1:
         scale_a, scale_b = scale_a * scale_b, None
@@ -232,22 +286,42 @@ _DOMAINS = {"native": _native, "anchored": _native, "bf16": _bf16, "reference": 
 
 # The reference in graphs #
 
+
 def _recorded(
-    a: Storage, b: Storage, out_dtype: torch.dtype, bias: Tensor | None, alpha: Tensor | None, domain: str
+    a: Storage,
+    b: Storage,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    alpha: Tensor | None,
+    domain: str,
 ) -> Tensor:
     """The product as one operator, which no compiler looks into (`ops.opaque`)."""
     buffers = (list(s.buffers().values()) for s in (a, b))
     what = (f"{s.direction.value}|{s.layout}|{opaque.format_text(s.fmt)}" for s in (a, b))
     dtypes = [a.dtype, b.dtype]
-    return _product_op(*buffers, *what, [*a.shape, *b.shape], *dtypes, out_dtype, bias, alpha, domain)
+    return _product_op(
+        *buffers, *what, [*a.shape, *b.shape], *dtypes, out_dtype, bias, alpha, domain
+    )
 
 
-def _operand(buffers: Sequence[Tensor], what: str, shape: Sequence[int], dtype: torch.dtype) -> Storage:
+def _operand(
+    buffers: Sequence[Tensor], what: str, shape: Sequence[int], dtype: torch.dtype
+) -> Storage:
     direction, layout, fmt = what.split("|", 2)
     fmt = opaque.format_from(fmt)
     data, *rest = buffers
     tensor_amax = rest.pop() if has_tensor_amax(fmt, layout) else None
-    return Storage(fmt, Direction(direction), tuple(shape), data, rest[0] if rest else None, tensor_amax, dtype, 0, layout)
+    return Storage(
+        fmt,
+        Direction(direction),
+        tuple(shape),
+        data,
+        rest[0] if rest else None,
+        tensor_amax,
+        dtype,
+        0,
+        layout,
+    )
 
 
 def _run(a, b, a_is, b_is, shapes, a_dtype, b_dtype, out_dtype, bias, alpha, domain):
@@ -259,13 +333,19 @@ def _run(a, b, a_is, b_is, shapes, a_dtype, b_dtype, out_dtype, bias, alpha, dom
 
 
 def _fake(a, b, a_is, b_is, shapes, a_dtype, b_dtype, out_dtype, bias, alpha, domain):
-    m, n = (s[0] if of.startswith(ROWWISE.value) else s[1] for s, of in ((shapes[:2], a_is), (shapes[2:], b_is)))
+    m, n = (
+        s[0] if of.startswith(ROWWISE.value) else s[1]
+        for s, of in ((shapes[:2], a_is), (shapes[2:], b_is))
+    )
     return a[0].new_empty((m, n), dtype=out_dtype)
 
 
 _product_op = opaque.define(
-    "reference_gemm(Tensor[] a, Tensor[] b, str a_is, str b_is, SymInt[] shapes, ScalarType a_dtype, ScalarType b_dtype, "
-    "ScalarType out_dtype, Tensor? bias, Tensor? alpha, str domain) -> Tensor", _run, _fake,
+    "reference_gemm(Tensor[] a, Tensor[] b, str a_is, str b_is, SymInt[] shapes, ScalarType "
+    "a_dtype, ScalarType b_dtype, ScalarType out_dtype, Tensor? bias, Tensor? alpha, str domain) "
+    "-> Tensor",
+    _run,
+    _fake,
 )
 
 

@@ -1,22 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fq.hooks`: for trainers that own flat buffers and cut them at any element; formats, statistics, codes and validity are ours.
+"""`fq.hooks`: for trainers that own flat buffers and cut them at any element; formats, statistics,
+codes and validity are ours.
 
 [Note: the life of a step]
-    masters of the pieces --cast_--> this rank's segments --gather--> segments of all ranks --finish--> the weights' storages
-    INIT                             CAST (generation)                GATHERED                          READY
+    masters of the pieces --cast_--> this rank's segments --gather--> segments of all ranks
+    --finish--> the weights' storages
+    INIT                             CAST (generation)                GATHERED
+    READY
 
-The trainer decides who owns which elements (`ShardMap`), where the bytes lie (`bind`) and when they move. A weight is a
-`QuantizedTensor` parameter of `fq.quantized_model_init`; a product that reads a direction which is not READY at the newest
-generation raises StaleWeightError.
+The trainer decides who owns which elements (`ShardMap`), where the bytes lie (`bind`) and when they
+move. A weight is a `QuantizedTensor` parameter of `fq.quantized_model_init`; a product that reads a
+direction which is not READY at the newest generation raises StaleWeightError.
 
-What travels is flat uint8, one buffer a channel: what serves the rowwise storages, the columnwise ones, or both. Two transports
-give the same bytes: "codes", and "highprec", which gathers rounded masters and quantizes whole weights on every rank. So do
-two kinds of statistics: "dense" reduces every amax and derives every scale on each rank; "halo" reduces the amaxes of blocks
-that a cut divides, and gathers scales. Codes that are whole in the gathered segments are read there; others, and what a
-trainer's memory (`bind`) has received, are copied to memory of the weights.
+What travels is flat uint8, one buffer a channel: what serves the rowwise storages, the columnwise
+ones, or both. Two transports give the same bytes: "codes", and "highprec", which gathers rounded
+masters and quantizes whole weights on every rank. So do two kinds of statistics: "dense" reduces
+every amax and derives every scale on each rank; "halo" reduces the amaxes of blocks that a cut
+divides, and gathers scales. Codes that are whole in the gathered segments are read there; others,
+and what a trainer's memory (`bind`) has received, are copied to memory of the weights.
 
-A weight that tensor parallelism cuts is a part of one. Blocks are its own, scales of a whole tensor those of all parts
-(`tensor_group`), as under fully_shard: then parts put together are the codes of the whole weight.
+A weight that tensor parallelism cuts is a part of one. Blocks are its own, scales of a whole tensor
+those of all parts (`tensor_group`), as under fully_shard: then parts put together are the codes of
+the whole weight.
 
 >>> with fq.quantized_model_init("mxfp8"):
 ...     layer = fq.Linear(64, 32, bias=False)
@@ -47,8 +52,8 @@ from .gemm import StaleWeightError
 from .ops import native
 from .parallel.cast_plan import CastPlan
 from .parallel.master_weights import cast_master_weights
-from .parallel.synced_weight import BOTH, GatherBuffer, SyncedWeight, SyncItem, bits_of
 from .parallel.shard_map import ALIGNMENT, Segments, ShardMap
+from .parallel.synced_weight import BOTH, GatherBuffer, SyncedWeight, SyncItem, bits_of
 from .recipe import Recipe, Role, as_recipe
 from .tensor import torch_compat
 from .tensor.agreement import agree
@@ -90,8 +95,9 @@ def describe(param: Tensor) -> WeightFacts:
 
 
 def token_alignment(recipe: Recipe | str, role: Role | str) -> int:
-    """Tokens of which a group (an expert's, a sequence shard's) must be a multiple, so that no block of an activation or
-    a gradient crosses into the next group: the least common multiple over both tensors and directions.
+    """Tokens of which a group (an expert's, a sequence shard's) must be a multiple, so that no
+    block of an activation or a gradient crosses into the next group: the least common multiple over
+    both tensors and directions.
 
     role:  of any tensor of the module, or the module's name.
     """
@@ -101,7 +107,9 @@ def token_alignment(recipe: Recipe | str, role: Role | str) -> int:
     for tensor_type in ("input", "grad_output"):
         hybrid = recipe.hybrid(Role(kind, tensor_type, name))
         sizes += [
-            size for d in Direction if (q := hybrid.side(d)) is not None
+            size
+            for d in Direction
+            if (q := hybrid.side(d)) is not None
             for size in (q.fmt.dims(d)[0] or 1, q.fmt.padded_shape((1, 1), d)[0])
         ]
     return math.lcm(*sizes)
@@ -109,8 +117,10 @@ def token_alignment(recipe: Recipe | str, role: Role | str) -> int:
 
 # The sync #
 
+
 class BufferRequest(NamedTuple):
-    """Memory that a channel's all-gather fills: uint8 [nbytes], aligned; of rank r from r * segment on."""
+    """Memory that a channel's all-gather fills: uint8 [nbytes], aligned; of rank r from r * segment
+    on."""
 
     directions: frozenset[Direction]
     nbytes: int
@@ -119,23 +129,40 @@ class BufferRequest(NamedTuple):
 
 
 class WeightSync:
-    """Casts, gathers and finishes the weights of one data-parallel group; `plan_weight_sync` makes it.
+    """Casts, gathers and finishes the weights of one data-parallel group; `plan_weight_sync` makes
+    it.
 
-    why_no_kernels: None where kernels cast the pieces (`parallel.cast_plan`); else why covering rows are cast, in one clause.
+    unsupported_reason: None where kernels cast the pieces (`parallel.cast_plan`); else why covering
+                    rows are cast, in one clause.
     generation:  casts that were attempted, on the host.
     applied:     int64 [] on the device: steps (`cast_`) that were not skipped.
-    fingerprint: of names, shapes, formats and rounding: equal for every world size, cut and transport.
+    fingerprint: of names, shapes, formats and rounding: equal for every world size, cut and
+                 transport.
 
-    Every rank of the group makes the same calls in the same order; their number and order follow from the plan alone.
+    Every rank of the group makes the same calls in the same order; their number and order follow
+    from the plan alone.
     """
 
     def __init__(
-        self, weights: list[SyncedWeight], group: dist.ProcessGroup | None, device: torch.device, dense: bool,
+        self,
+        weights: list[SyncedWeight],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        dense: bool,
         tensor_group: dist.ProcessGroup | None,
     ):
-        self.group, self.rank, self.world = group, 0 if group is None else group.rank(), 1 if group is None else group.size()
+        self.group, self.rank, self.world = (
+            group,
+            0 if group is None else group.rank(),
+            1 if group is None else group.size(),
+        )
         self.generation, self.applied = 0, torch.zeros((), dtype=torch.int64, device=device)
-        self._device, self._weights, self._dense, self._ready = device, weights, dense, dict.fromkeys(Direction, 0)
+        self._device, self._weights, self._dense, self._ready = (
+            device,
+            weights,
+            dense,
+            dict.fromkeys(Direction, 0),
+        )
         self._tensor_group = tensor_group
         by_serves: dict[frozenset[Direction], list] = {}
         for weight in weights:
@@ -152,7 +179,9 @@ class WeightSync:
         self.unsupported_reason = CastPlan.unsupported_reason(weights, device)
         self._plan = None
         if self.unsupported_reason is None:
-            self._plan = CastPlan(weights, self.rank, dense, device, self._run_address, self._segment_addresses)
+            self._plan = CastPlan(
+                weights, self.rank, dense, device, self._run_address, self._segment_addresses
+            )
         self._initial = [weight.weight.attach_sync(self) for weight in weights]
         for channel in self._channels:
             channel.hold({weight.name: weight.weight for weight in weights})
@@ -166,45 +195,70 @@ class WeightSync:
 
     @property
     def fingerprint(self) -> str:
-        facts = [(w.state.name, w.shape, w.quantizer, w.state.compute_dtype, w.weight.dtype) for w in self._weights]
+        facts = [
+            (w.state.name, w.shape, w.quantizer, w.state.compute_dtype, w.weight.dtype)
+            for w in self._weights
+        ]
         return f"{zlib.crc32(canonical_text(facts).encode()):08x}"
 
     # Memory #
 
     def buffers(self) -> list[BufferRequest]:
         """The memory that gathers fill, one request a channel."""
-        return [BufferRequest(c.serves, c.nbytes, c.segments.size, ALIGNMENT) for c in self._channels]
+        return [
+            BufferRequest(c.serves, c.nbytes, c.segments.size, ALIGNMENT) for c in self._channels
+        ]
 
     def bind(self, buffers: Sequence[Tensor]) -> None:
-        """Use the trainer's memory for `buffers()`, in that order; what a cast has written is taken along, to be gathered.
+        """Use the trainer's memory for `buffers()`, in that order; what a cast has written is taken
+        along, to be gathered.
 
-        Raises ValueError, and binds nothing, for memory that is too small, misaligned, shared or elsewhere.
+        Raises ValueError, and binds nothing, for memory that is too small, misaligned, shared or
+        elsewhere.
         """
         wanted = self.buffers()
         if len(buffers) != len(wanted):
-            raise ValueError(f"bind takes {len(wanted)} buffers, as buffers() says, got {len(buffers)}")
+            raise ValueError(
+                f"bind takes {len(wanted)} buffers, as buffers() says, got {len(buffers)}"
+            )
         for i, (buffer, want) in enumerate(zip(buffers, wanted)):
             got = f"buffer {i} is {buffer.dtype} {list(buffer.shape)} on {buffer.device}"
-            if buffer.dtype is not torch.uint8 or buffer.stride() != (1,) or buffer.device != self._device:
-                raise ValueError(f"{got}; wanted contiguous uint8 [{want.nbytes}] on {self._device}")
+            if (
+                buffer.dtype is not torch.uint8
+                or buffer.stride() != (1,)
+                or buffer.device != self._device
+            ):
+                raise ValueError(
+                    f"{got}; wanted contiguous uint8 [{want.nbytes}] on {self._device}"
+                )
             if buffer.numel() < want.nbytes:
                 raise ValueError(f"{got}, which is too small: wanted at least {want.nbytes} bytes")
             if buffer.data_ptr() % want.alignment:
-                raise ValueError(f"{got}, at an address that is no multiple of {want.alignment}; align it")
-        spans = sorted((b.data_ptr(), b.data_ptr() + want.nbytes) for b, want in zip(buffers, wanted))
+                raise ValueError(
+                    f"{got}, at an address that is no multiple of {want.alignment}; align it"
+                )
+        spans = sorted(
+            (b.data_ptr(), b.data_ptr() + want.nbytes) for b, want in zip(buffers, wanted)
+        )
         if any(end > start for (_, end), (start, _) in zip(spans, spans[1:])):
-            raise ValueError("buffers overlap: a gather of one direction would write the other's bytes")
+            raise ValueError(
+                "buffers overlap: a gather of one direction would write the other's bytes"
+            )
         for buffer, channel in zip(buffers, self._channels):
             channel.bind(buffer, self.rank)
 
     @torch.no_grad()
     def init_masters(self) -> list[Tensor]:
-        """fp32 [owned elements] of each weight's initial values, exact; then the initial values are freed.
+        """fp32 [owned elements] of each weight's initial values, exact; then the initial values are
+        freed.
 
         Raises RuntimeError when they were handed out, or cast over, before.
         """
         if self._initial is None:
-            raise RuntimeError("the initial values are gone: init_masters() hands them out once, before the first cast")
+            raise RuntimeError(
+                "the initial values are gone: init_masters() hands them out once, before the first "
+                "cast"
+            )
         masters = []
         for weight, values in zip(self._weights, self._initial):
             start, end = weight.shards.run(self.rank)
@@ -215,16 +269,22 @@ class WeightSync:
     # A step #
 
     def cast_(self, masters: Sequence[Tensor], *, skip: Tensor | bool | None = None) -> None:
-        """After an optimizer step: histories roll, amaxes are shared, this rank's elements are encoded into its segments.
+        """After an optimizer step: histories roll, amaxes are shared, this rank's elements are
+        encoded into its segments.
 
-        masters:  for each weight the fp32 (or compute dtype) values of the elements that this rank owns, in any shape.
-        skip:     not zero, alike on every rank: the step was not applied. No byte, scale or history changes, and amaxes of
-                  activations and gradients since the step before are dropped. It is read on the device.
+        masters:  for each weight the fp32 (or compute dtype) values of the elements that this rank
+                  owns, in any shape.
+        skip:     not zero, alike on every rank: the step was not applied. No byte, scale or history
+                  changes, and amaxes of activations and gradients since the step before are
+                  dropped. It is read on the device.
 
         Raises ValueError, and changes nothing, for masters that do not fit the plan.
         """
         if skip is not None and self.generation == 0:
-            raise ValueError("the first cast cannot be skipped, because there are no codes yet; call refresh(masters) first")
+            raise ValueError(
+                "the first cast cannot be skipped, because there are no codes yet; call "
+                "refresh(masters) first"
+            )
         masters = self._checked(masters)
         if skip is not None:
             flag = torch.as_tensor(skip, device=self._device)
@@ -235,7 +295,8 @@ class WeightSync:
 
     @torch.no_grad()
     def refresh(self, masters: Sequence[Tensor]) -> None:
-        """Codes of these masters in every direction, outside a step: at the start, after a load, for an evaluation."""
+        """Codes of these masters in every direction, outside a step: at the start, after a load,
+        for an evaluation."""
         self._cast(self._checked(masters), None)
         self.gather()
         self.finish()
@@ -244,30 +305,43 @@ class WeightSync:
         if self._plan is not None and self._plan.knows(masters):
             return masters
         if len(masters) != len(self._weights):
-            raise ValueError(f"wanted a master for each of {len(self._weights)} weights, got {len(masters)}")
+            raise ValueError(
+                f"wanted a master for each of {len(self._weights)} weights, got {len(masters)}"
+            )
         for weight, master in zip(self._weights, masters):
             start, end = weight.shards.run(self.rank)
             if master.numel() != end - start:
                 raise ValueError(
-                    f"{weight.name}: rank {self.rank} owns the {end - start} elements [{start}, {end}), got a master of "
-                    f"{master.numel()}; pass the owned elements only, without padding"
+                    f"{weight.name}: rank {self.rank} owns the {end - start} elements [{start}, "
+                    f"{end}), got a master of {master.numel()}; pass the owned elements only, "
+                    "without padding"
                 )
-            if not master.is_floating_point() or master.device != self._device or not master.is_contiguous():
+            if (
+                not master.is_floating_point()
+                or master.device != self._device
+                or not master.is_contiguous()
+            ):
                 raise ValueError(
-                    f"{weight.name}: the master is {master.dtype} on {master.device}, strides {master.stride()}; wanted "
-                    f"contiguous floating values on {self._device}"
+                    f"{weight.name}: the master is {master.dtype} on {master.device}, strides "
+                    f"{master.stride()}; wanted contiguous floating values on {self._device}"
                 )
             if self._plan is not None and master.dtype not in native.PIECE_VALUES:
-                raise ValueError(f"{weight.name}: kernels cast masters of {native.PIECE_VALUES}, got {master.dtype}")
+                raise ValueError(
+                    f"{weight.name}: kernels cast masters of {native.PIECE_VALUES}, got "
+                    f"{master.dtype}"
+                )
         if self._plan is not None:
             return masters
         return [master.detach().reshape(-1) for master in masters]
 
     @torch.no_grad()
     def _roll(self, skip: Tensor | None) -> None:
-        """End the step of every history of these weights' layers; a skipped one drops amaxes of activations and gradients."""
+        """End the step of every history of these weights' layers; a skipped one drops amaxes of
+        activations and gradients."""
         states = {w.state for w in self._weights}
-        histories = {id(h): h.to(self._device) for state in states for h in state.histories.values()}
+        histories = {
+            id(h): h.to(self._device) for state in states for h in state.histories.values()
+        }
         roll(histories.values(), skip)
 
     @torch.no_grad()
@@ -282,6 +356,7 @@ class WeightSync:
 
     def _cast_rows(self, masters: Sequence[Tensor], skip: Tensor | None) -> None:
         """Where no kernel begins at any element: pieces as the rows that cover them."""
+
         def write(target: Tensor, values: Tensor) -> None:
             target.copy_(values if skip is None else torch.where(skip, target, values))
 
@@ -290,7 +365,9 @@ class WeightSync:
             fragments += (of := weight.fragments(master, self.rank))
             owners += [weight] * len(of)
         factors = [[w.factor(e.direction) for e in f.encodings] for w, f in zip(owners, fragments)]
-        if self.world > 1 and any(self._dense or f.cuts.shares_statistics(e) for f in fragments for e in f.encodings):
+        if self.world > 1 and any(
+            self._dense or f.cuts.shares_statistics(e) for f in fragments for e in f.encodings
+        ):
             counters.add("amax all-reduce", "sync")
         if any(w.spans_parts(e) for w, f in zip(owners, fragments) for e in f.encodings):
             counters.add("amax all-reduce", "sync")
@@ -302,12 +379,20 @@ class WeightSync:
                 if (history := weight.history(direction)) is not None:
                     history.record(cast.amax if skip is None else torch.where(skip, 0.0, cast.amax))
                 if (whole := weight.amaxes.get(direction)) is not None:
-                    write(whole, (cast.amax if cast.tensor_amax is None else cast.tensor_amax).view_as(whole))
+                    write(
+                        whole,
+                        (cast.amax if cast.tensor_amax is None else cast.tensor_amax).view_as(
+                            whole
+                        ),
+                    )
                 if weight.gathers_values:
                     continue
                 side = weight.sides[direction]
                 pieces[weight.name, direction, "codes"] = cast.codes
-                for staged, fresh in ((side.tensor_amax, cast.tensor_amax), (side.scale, cast.scale)):
+                for staged, fresh in (
+                    (side.tensor_amax, cast.tensor_amax),
+                    (side.scale, cast.scale),
+                ):
                     if staged is not None:
                         write(staged, fresh)
                 if (direction, "scale") in weight.planes:
@@ -342,7 +427,9 @@ class WeightSync:
         """
         channels = self._of(directions)
         if self.generation == 0:
-            raise StaleWeightError("nothing was cast yet; call cast_ or refresh with the masters first")
+            raise StaleWeightError(
+                "nothing was cast yet; call cast_ or refresh with the masters first"
+            )
         for channel in channels:
             channel.gather(self.group)
             channel.gathered = self.generation
@@ -351,13 +438,17 @@ class WeightSync:
         return work if async_op else work.wait()
 
     def gathered(self, directions=tuple(Direction)) -> None:
-        """The trainer has gathered the segments of these directions itself, into the buffers that it has bound.
+        """The trainer has gathered the segments of these directions itself, into the buffers that
+        it has bound.
 
         Raises StaleWeightError where no buffer is bound, or nothing was cast.
         """
         channels = self._of(directions)
         if self.generation == 0 or not all(channel.is_bound for channel in channels):
-            raise StaleWeightError("gathered() without a cast, or without buffers: call cast_; bind what buffers() asks for")
+            raise StaleWeightError(
+                "gathered() without a cast, or without buffers: call cast_; bind what buffers() "
+                "asks for"
+            )
         for channel in channels:
             channel.gathered = self.generation
 
@@ -365,24 +456,29 @@ class WeightSync:
     def finish(self, directions=tuple(Direction)) -> None:
         """Let the weights be what was gathered; a direction that is ready already is left alone.
 
-        Raises StaleWeightError, and changes nothing, for a direction that was not gathered since the last cast.
+        Raises StaleWeightError, and changes nothing, for a direction that was not gathered since
+        the last cast.
         """
         channels = self._of(directions)
         late = [d for d in Direction if d in directions and self._ready[d] != self.generation]
         needed = [c for c in channels if c.serves & set(late)]
         if self.generation == 0 or any(c.gathered != self.generation for c in needed):
             raise StaleWeightError(
-                f"finish({[d.value for d in directions]}) before their gather of generation {self.generation}; call gather(), "
-                "or gathered() after an all-gather of your own"
+                f"finish({[d.value for d in directions]}) before their gather of generation "
+                f"{self.generation}; call gather(), or gathered() after an all-gather of your own"
             )
         for channel in channels:
             channel.wait()
         pieces: dict[str, dict] = {weight.name: {} for weight in self._weights}
         for channel in needed:
             channel.allocate_codes()
-            for p, (name, direction, part) in enumerate(channel.keys if not channel.is_in_place else ()):
+            for p, (name, direction, part) in enumerate(
+                channel.keys if not channel.is_in_place else ()
+            ):
                 pieces[name][direction, part] = channel.pieces(p)
-        torch_compat.copy_all([pair for weight in self._weights for pair in weight.writes(late, pieces[weight.name])])
+        torch_compat.copy_all(
+            [pair for weight in self._weights for pair in weight.writes(late, pieces[weight.name])]
+        )
         for weight in self._weights:
             weight.derive(late)
         self._ready.update(dict.fromkeys(late, self.generation))
@@ -391,7 +487,8 @@ class WeightSync:
                 channel.drop()
 
     def release(self, directions=tuple(Direction)) -> None:
-        """Free the codes of these directions, until they are gathered and finished again; for gathers in every pass."""
+        """Free the codes of these directions, until they are gathered and finished again; for
+        gathers in every pass."""
         channels = self._of(directions)
         for channel in channels:
             channel.wait()
@@ -402,53 +499,87 @@ class WeightSync:
             if all(self._ready[d] == 0 for d in channel.serves):
                 channel.free()
         for weight in self._weights:
-            weight.weight.free([d for d in Direction if all(self._ready[other] == 0 for other in weight.shares(d))])
+            weight.weight.free(
+                [d for d in Direction if all(self._ready[other] == 0 for other in weight.shares(d))]
+            )
 
     def check_ready(self, name: str, direction: Direction) -> None:
         """Raise StaleWeightError unless the codes of a direction are those of the last cast."""
         if self.generation == 0 or self._ready[direction] != self.generation:
             done = "cast" if self.generation else "planned"
-            if self.generation and all(c.gathered == self.generation for c in self._of((direction,))):
+            if self.generation and all(
+                c.gathered == self.generation for c in self._of((direction,))
+            ):
                 done = "gathered"
             raise StaleWeightError(
-                f"{name}: the {direction.value} codes are of generation {self._ready[direction]} and generation "
-                f"{self.generation} is {done}, not finished; call gather and finish for {direction.value}, or refresh, before "
-                "a product reads it"
+                f"{name}: the {direction.value} codes are of generation {self._ready[direction]} "
+                f"and generation {self.generation} is {done}, not finished; call gather and finish "
+                f"for {direction.value}, or refresh, before a product reads it"
             )
 
     # Checkpoints and text #
 
     def state_dict(self) -> dict:
-        """What a checkpoint holds beside masters and `fq.state_dict`: fingerprint, and how many steps were applied."""
+        """What a checkpoint holds beside masters and `fq.state_dict`: fingerprint, and how many
+        steps were applied."""
         return {"fingerprint": self.fingerprint, "applied": self.applied.clone()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on from a checkpoint, at any world size, cuts and transport; `refresh(masters)` then makes the codes.
+        """Go on from a checkpoint, at any world size, cuts and transport; `refresh(masters)` then
+        makes the codes.
 
         Raises ValueError, and changes nothing, where other weights, formats or rounding were saved.
         """
         fingerprint, applied = state.get("fingerprint"), state.get("applied")
         if fingerprint != self.fingerprint:
             raise ValueError(
-                f"the checkpoint is of other weights, formats or rounding (fingerprint {fingerprint}, here "
-                f"{self.fingerprint}); plan the sync with the recipe that was saved, or leave this state out to change it"
+                "the checkpoint is of other weights, formats or rounding (fingerprint "
+                f"{fingerprint}, here {self.fingerprint}); plan the sync with the recipe that was "
+                "saved, or leave this state out to change it"
             )
-        whole = isinstance(applied, Tensor) and applied.dtype is torch.int64 and applied.dim() == 0 and int(applied) >= 0
+        whole = (
+            isinstance(applied, Tensor)
+            and applied.dtype is torch.int64
+            and applied.dim() == 0
+            and int(applied) >= 0
+        )
         if not whole:
-            raise ValueError(f"applied of the saved state is {applied!r}, wanted a number of steps, int64 []; give what state_dict gave")
+            raise ValueError(
+                f"applied of the saved state is {applied!r}, wanted a number of steps, int64 []; "
+                "give what state_dict gave"
+            )
         self.applied.copy_(applied)
 
     def describe(self) -> str:
-        """The plan as text: what is gathered, a line a channel, and bytes of a whole sync on every rank."""
+        """The plan as text: what is gathered, a line a channel, and bytes of a whole sync on every
+        rank."""
         lines = []
         for channel in self._channels:
-            used, segment = sum(plane.nbytes for plane in channel.segments.planes), channel.segments.size
-            lines.append(f"{channel.served}: {len(channel.keys)} planes, {used} bytes in {self.world} segments of {segment}")
+            used, segment = (
+                sum(plane.nbytes for plane in channel.segments.planes),
+                channel.segments.size,
+            )
+            lines.append(
+                f"{channel.served}: {len(channel.keys)} planes, {used} bytes in {self.world} "
+                f"segments of {segment}"
+            )
             lines[-1] += "" if channel.codes is None else ", read where they are gathered"
-        reduced = len({d for w in self._weights for d in w.sides}) and ("every amax" if self._dense else "amaxes of cut blocks")
-        if any(weight.spans_parts(e) for weight in self._weights for e in weight.quantizer.encodings.values()):
-            reduced = f"{reduced or 'nothing'}; of whole tensors, over {self._tensor_group.size()} parts"
-        cast = "by kernels" if self.unsupported_reason is None else f"of covering rows, because {self.unsupported_reason}"
+        reduced = len({d for w in self._weights for d in w.sides}) and (
+            "every amax" if self._dense else "amaxes of cut blocks"
+        )
+        if any(
+            weight.spans_parts(e)
+            for weight in self._weights
+            for e in weight.quantizer.encodings.values()
+        ):
+            reduced = (
+                f"{reduced or 'nothing'}; of whole tensors, over {self._tensor_group.size()} parts"
+            )
+        cast = (
+            "by kernels"
+            if self.unsupported_reason is None
+            else f"of covering rows, because {self.unsupported_reason}"
+        )
         return "\n".join([*lines, f"reduced at each cast: {reduced or 'nothing'}", f"cast {cast}"])
 
     def __repr__(self) -> str:
@@ -471,39 +602,66 @@ _REMEDY = "give every rank of a group the same items, options and build of fsdp_
 
 
 def plan_weight_sync(
-    items: Sequence[SyncItem], group: dist.ProcessGroup | None, transport: str = "auto", stats: str = "dense",
-    compute_dtype: torch.dtype | None = torch.bfloat16, tensor_group: dist.ProcessGroup | None = None,
+    items: Sequence[SyncItem],
+    group: dist.ProcessGroup | None,
+    transport: str = "auto",
+    stats: str = "dense",
+    compute_dtype: torch.dtype | None = torch.bfloat16,
+    tensor_group: dist.ProcessGroup | None = None,
 ) -> WeightSync:
-    """Plan how these weights are cast, gathered and finished; from then on they are what the sync publishes.
+    """Plan how these weights are cast, gathered and finished; from then on they are what the sync
+    publishes.
 
     items:          the same on every rank of `group` (None: one process), in the same order.
-    transport:      "codes", "highprec" (rounded masters), or "auto": for each weight what sends fewer bytes.
+    transport:      "codes", "highprec" (rounded masters), or "auto": for each weight what sends
+                    fewer bytes.
     stats:          "dense" or "halo"; see the module's note.
     compute_dtype:  that the weights' recipe has: what quantizers see of the master.
-    tensor_group:   of ranks whose weights of these names are the other parts of them, or copies: each cast reduces amaxes of
-                    whole tensors over it too. None: every weight is whole.
+    tensor_group:   of ranks whose weights of these names are the other parts of them, or copies:
+                    each cast reduces amaxes of whole tensors over it too. None: every weight is
+                    whole.
 
-    Every rank must call it: one all-reduce a group compares the plans. Raises ValueError on every rank, and changes no
-    weight, if any of them cannot plan: ownership that does not cover a weight once, encodings that mix elements across a cut
-    (a rotation), stochastic rounding, a weight that is no quantized parameter, or that another sync or optimizer has, or a
-    layer's part of a weight whose scales span all parts, without its layer's group.
+    Every rank must call it: one all-reduce a group compares the plans. Raises ValueError on every
+    rank, and changes no weight, if any of them cannot plan: ownership that does not cover a weight
+    once, encodings that mix elements across a cut (a rotation), stochastic rounding, a weight that
+    is no quantized parameter, or that another sync or optimizer has, or a layer's part of a weight
+    whose scales span all parts, without its layer's group.
     """
     error, weights, dense = None, [], stats == "dense"
     part = (0, 1) if tensor_group is None else (tensor_group.rank(), tensor_group.size())
-    device = next((part.device for item in items for part in item if isinstance(part, Tensor)), torch_compat.device_of(group))
+    device = next(
+        (part.device for item in items for part in item if isinstance(part, Tensor)),
+        torch_compat.device_of(group),
+    )
     try:
         planned = [SyncItem(*item) for item in items]
         _check(planned, group, device, transport, stats, compute_dtype, part)
-        weights = [SyncedWeight(item, transport, dense, part if item.is_part else (0, 1)) for item in planned]
+        weights = [
+            SyncedWeight(item, transport, dense, part if item.is_part else (0, 1))
+            for item in planned
+        ]
     except (ValueError, TypeError) as caught:
         error = caught
     kernels = CastPlan.unsupported_reason(weights, device) or "with kernels"
     same = {"the sync": f"from {compute_dtype}, {kernels}"}
     of_parts = {w.name: f"{w.quantizer}, one of {w.part[1]} parts" for w in weights}
-    own = {w.name: f"{list(w.shape)} of {w.quantizer}, cut at {w.shards.cuts}, {'values' if w.gathers_values else 'codes'} travel" for w in weights}
-    for of, facts in ((group, own | {"transport": transport, "stats": stats}), (tensor_group, of_parts)):
+    own = {
+        w.name: f"{list(w.shape)} of {w.quantizer}, cut at {w.shards.cuts}, "
+        f"{'values' if w.gathers_values else 'codes'} travel"
+        for w in weights
+    }
+    for of, facts in (
+        (group, own | {"transport": transport, "stats": stats}),
+        (tensor_group, of_parts),
+    ):
         try:
-            agree(facts | same, [] if of is None else [of], error, _REMEDY, "ranks plan other weight syncs")
+            agree(
+                facts | same,
+                [] if of is None else [of],
+                error,
+                _REMEDY,
+                "ranks plan other weight syncs",
+            )
         except (ValueError, TypeError) as caught:  # ranks of the other group wait to hear it
             error = caught
     if error is not None:
@@ -512,48 +670,77 @@ def plan_weight_sync(
 
 
 def _check(
-    items: list[SyncItem], group, device, transport: str, stats: str, compute_dtype: torch.dtype | None,
+    items: list[SyncItem],
+    group,
+    device,
+    transport: str,
+    stats: str,
+    compute_dtype: torch.dtype | None,
     part: tuple[int, int],
 ) -> None:
     """Raise ValueError for what cannot be planned, naming the weight."""
     if transport not in TRANSPORTS or stats not in STATISTICS:
-        raise ValueError(f"transport is one of {TRANSPORTS} and stats one of {STATISTICS}, got {transport!r} and {stats!r}")
+        raise ValueError(
+            f"transport is one of {TRANSPORTS} and stats one of {STATISTICS}, got {transport!r} "
+            f"and {stats!r}"
+        )
     world, seen = 1 if group is None else group.size(), set()
     for name, weight, shards, is_part in items:
         if weight is not local_of(weight):
             raise ValueError(
-                f"{name} is a DTensor {weight.placements}, so fully_shard or tensor parallelism owns and gathers its pieces; "
-                "give a weight to fully_shard or to a weight sync, not to both"
+                f"{name} is a DTensor {weight.placements}, so fully_shard or tensor parallelism "
+                "owns and gathers its pieces; give a weight to fully_shard or to a weight sync, "
+                "not to both"
             )
         if not isinstance(weight, QuantizedWeight):
             raise ValueError(
-                f"{name}: {type(weight).__name__} is no quantized parameter; build the model under fq.quantized_model_init"
+                f"{name}: {type(weight).__name__} is no quantized parameter; build the model under "
+                "fq.quantized_model_init"
             )
         quantizer, state = weight.state.quantizer, weight.state
-        if weight.dim() != 2 or tuple(weight.shape) != state.shape or not weight.numel() or weight.device != device:
+        if (
+            weight.dim() != 2
+            or tuple(weight.shape) != state.shape
+            or not weight.numel()
+            or weight.device != device
+        ):
             raise ValueError(
-                f"{name}: wanted a whole weight of two dims on {device}, where the first one is, got {list(weight.shape)} on "
-                f"{weight.device}"
+                f"{name}: wanted a whole weight of two dims on {device}, where the first one is, "
+                f"got {list(weight.shape)} on {weight.device}"
             )
         if seen & {id(state), name}:
-            raise ValueError(f"{name}: the weight, or its name, is in the items twice; a tied weight is published once")
+            raise ValueError(
+                f"{name}: the weight, or its name, is in the items twice; a tied weight is "
+                "published once"
+            )
         seen |= {id(state), name}
         weight.check_not_taken()
         if shards.numel != weight.numel() or shards.ranks != world:
             raise ValueError(
-                f"{name}: the shards are of {shards.numel} elements on {shards.ranks} ranks; wanted {weight.numel()} on {world}"
+                f"{name}: the shards are of {shards.numel} elements on {shards.ranks} ranks; "
+                f"wanted {weight.numel()} on {world}"
             )
         if state.spans_parts and (not is_part or state.part != part):
-            formats = ", ".join(f"{d.value} {e.fmt}" for d, e in quantizer.encodings.items() if e.fmt.spans_tensor)
+            formats = ", ".join(
+                f"{d.value} {e.fmt}" for d, e in quantizer.encodings.items() if e.fmt.spans_tensor
+            )
             raise ValueError(
-                f"{name} is one of {state.part[1]} parts of a weight, whose scales of a whole tensor ({formats}) they share; "
-                "pass tensor_group=, the group of its layer"
+                f"{name} is one of {state.part[1]} parts of a weight, whose scales of a whole "
+                f"tensor ({formats}) they share; pass tensor_group=, the group of its layer"
             )
         for d, encoding in quantizer.encodings.items():
             if encoding.fmt.rotated or quantizer.is_stochastic:
-                what = "rotated, which mixes elements of two owners" if encoding.fmt.rotated else "rounded stochastically"
-                raise ValueError(f"{name}.{d.value} is {quantizer}, {what}; do so with activations and gradients only")
+                what = (
+                    "rotated, which mixes elements of two owners"
+                    if encoding.fmt.rotated
+                    else "rounded stochastically"
+                )
+                raise ValueError(
+                    f"{name}.{d.value} is {quantizer}, {what}; do so with activations and "
+                    "gradients only"
+                )
         if state.compute_dtype != compute_dtype:
             raise ValueError(
-                f"{name}: its recipe quantizes from {state.compute_dtype}, and compute_dtype={compute_dtype}; wanted one dtype"
+                f"{name}: its recipe quantizes from {state.compute_dtype}, and "
+                f"compute_dtype={compute_dtype}; wanted one dtype"
             )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Quantizer` makes one storage, `HybridQuantizer` one a direction; both are immutable values.
 
-A quantizer holds no tensor and no state: histories of delayed scaling live with the weight, random keys with the
-step. One quantizer may serve any number of tensors, and both sides of a hybrid.
+A quantizer holds no tensor and no state: histories of delayed scaling live with the weight, random
+keys with the step. One quantizer may serve any number of tensors, and both sides of a hybrid.
 """
 
 from __future__ import annotations
@@ -58,18 +58,26 @@ class Quantizer:
         if self.rounding not in ("nearest", "stochastic"):
             raise ValueError(f"rounding must be 'nearest' or 'stochastic', got {self.rounding!r}")
         if self.scaling != "current" and not isinstance(self.scaling, DelayedScaling):
-            raise ValueError(f"scaling must be 'current' or DelayedScaling(...), got {self.scaling!r}")
+            raise ValueError(
+                f"scaling must be 'current' or DelayedScaling(...), got {self.scaling!r}"
+            )
         if self.is_delayed and (not fmt.has_fp32_scales or fmt.block != (None, None)):
-            raise ValueError(f"delayed scaling keeps one scale a tensor; {fmt} has blocks of {fmt.block}")
+            raise ValueError(
+                f"delayed scaling keeps one scale a tensor; {fmt} has blocks of {fmt.block}"
+            )
         if self.rounding == "stochastic" and not fmt.is_quantized:
-            raise ValueError(f"{fmt} is not rounded; rounding='stochastic' needs a quantized format")
+            raise ValueError(
+                f"{fmt} is not rounded; rounding='stochastic' needs a quantized format"
+            )
         if self.eps and not fmt.has_fp32_scales:
             raise ValueError(f"eps bounds fp32 scales; {fmt} has {fmt.scale} scales")
         if self.rotation or fmt.rotated:
             if fmt.bits != 4:
                 raise ValueError(f"rotation is defined for 4-bit formats; got {fmt}")
             if fmt.block[0] != 1:
-                raise ValueError(f"rotation along the contraction needs blocks of one row; {fmt} has {fmt.block}")
+                raise ValueError(
+                    f"rotation along the contraction needs blocks of one row; {fmt} has {fmt.block}"
+                )
             fmt = replace(fmt, rotated=True)
         object.__setattr__(self, "fmt", fmt)
         object.__setattr__(self, "rotation", fmt.rotated)
@@ -111,10 +119,11 @@ class Quantizer:
 class HybridQuantizer:
     """One quantizer a direction; the two may have different formats.
 
-    rowwise, columnwise:  `Quantizer`, `Format`, a format's name, or None (the direction is not made).
-    columnwise_source:    "original": the columnwise storage is quantized from the same values as the rowwise one;
-                          "rowwise_dequantized": from the decoded rowwise storage, so that the backward sees the
-                          values that the forward multiplied.
+    rowwise, columnwise:  `Quantizer`, `Format`, a format's name, or None (the direction is not
+                          made).
+    columnwise_source:    "original": the columnwise storage is quantized from the same values as
+                          the rowwise one; "rowwise_dequantized": from the decoded rowwise storage,
+                          so that the backward sees the values that the forward multiplied.
 
     >>> t = fq.HybridQuantizer("mxfp8", "nvfp4").quantize(torch.randn(32, 64))
     >>> t.rowwise.fmt.name, t.columnwise.fmt.name
@@ -131,15 +140,20 @@ class HybridQuantizer:
             if side is not None and not isinstance(side, Quantizer):
                 object.__setattr__(self, name, Quantizer(format_of(side)))
         if self.rowwise is None and self.columnwise is None:
-            raise ValueError("a HybridQuantizer needs a rowwise or a columnwise quantizer, got neither")
+            raise ValueError(
+                "a HybridQuantizer needs a rowwise or a columnwise quantizer, got neither"
+            )
         if self.columnwise_source not in COLUMNWISE_SOURCES:
             raise ValueError(
-                f"columnwise_source must be one of {', '.join(COLUMNWISE_SOURCES)}, got {self.columnwise_source!r}"
+                f"columnwise_source must be one of {', '.join(COLUMNWISE_SOURCES)}, got "
+                f"{self.columnwise_source!r}"
             )
         if self.columnwise_source != "original" and None in (self.rowwise, self.columnwise):
             raise ValueError("columnwise_source='rowwise_dequantized' needs both directions")
         if self.columnwise_source != "original" and self.rowwise.rotation:
-            raise ValueError("columnwise_source='rowwise_dequantized' needs a rowwise side that is not rotated")
+            raise ValueError(
+                "columnwise_source='rowwise_dequantized' needs a rowwise side that is not rotated"
+            )
 
     def side(self, direction: Direction) -> Quantizer | None:
         return self.rowwise if direction is ROWWISE else self.columnwise
@@ -172,93 +186,143 @@ class HybridQuantizer:
         """Directions that are encoded with delayed scaling, each with a history of its own."""
         return tuple(d for d in self.encodings if self.side(d).is_delayed)
 
-    def derive_columnwise(self, rowwise: Storage, compute_dtype: torch.dtype | None = None, key=None) -> Storage:
+    def derive_columnwise(
+        self, rowwise: Storage, compute_dtype: torch.dtype | None = None, key=None
+    ) -> Storage:
         """The columnwise storage of the decoded rowwise one (decoded in fp32, rounded once).
 
-        compute_dtype:  dtype that a quantized columnwise format sees (None: the storage's); identity keeps the
-                        storage's.
+        compute_dtype:  dtype that a quantized columnwise format sees (None: the storage's);
+                        identity keeps the storage's.
         """
         dtype = rowwise.dtype
         source = dtype if not self.columnwise.fmt.is_quantized else compute_dtype or dtype
-        storage = self.columnwise.storage(rowwise.dequantize(torch.float32).to(source), COLUMNWISE, key)
+        storage = self.columnwise.storage(
+            rowwise.dequantize(torch.float32).to(source), COLUMNWISE, key
+        )
         return replace(storage, dtype=dtype)
 
     def columnwise_of(self, rowwise: Storage, key=None) -> Storage:
-        """The columnwise storage, where it is not encoded from the values: the rowwise one itself, or derived from it."""
-        return rowwise.as_direction(COLUMNWISE) if self.shares_storage else self.derive_columnwise(rowwise, key=key)
+        """The columnwise storage, where it is not encoded from the values: the rowwise one itself,
+        or derived from it."""
+        return (
+            rowwise.as_direction(COLUMNWISE)
+            if self.shares_storage
+            else self.derive_columnwise(rowwise, key=key)
+        )
 
     def storages(
-        self, x: Tensor, directions=tuple(Direction), *, key: Tensor | None = None,
-        factors: dict[Direction, Tensor] | None = None, layouts: dict[Direction, str] | None = None,
+        self,
+        x: Tensor,
+        directions=tuple(Direction),
+        *,
+        key: Tensor | None = None,
+        factors: dict[Direction, Tensor] | None = None,
+        layouts: dict[Direction, str] | None = None,
         statistics: dict[Direction, dispatch.Statistics] | None = None,
     ) -> tuple[dict[Direction, Storage], dict[Direction, Tensor]]:
-        """Storages of x [rows, cols] for these directions, in one operation over x, and the amaxes seen.
+        """Storages of x [rows, cols] for these directions, in one operation over x, and the amaxes
+        seen.
 
         key:      int64 [5] (`ops.rng.KEY_FIELDS`), for stochastic rounding.
         factors:  fp32 [1] a direction from the history of a delayed side (0: no history yet).
         layouts:  of the results, by direction (`ops.layout`); None: compact.
-        statistics:  of the tensor that x is a part of, by encoded direction, where they differ from x's.
+        statistics:  of the tensor that x is a part of, by encoded direction, where they differ from
+                     x's.
         returns:  (direction -> Storage, direction of a delayed side -> fp32 [1, 1] amax).
         """
         layouts = layouts or {}
         encodings = {d: e for d, e in self.encodings.items() if d in directions}
         if COLUMNWISE in directions and COLUMNWISE not in encodings and self.columnwise is not None:
             if self.shares_storage and layouts.get(COLUMNWISE, COMPACT) != COMPACT:
-                encodings[COLUMNWISE] = self.columnwise.encoding(COLUMNWISE)  # the same codes, laid out otherwise
+                encodings[COLUMNWISE] = self.columnwise.encoding(
+                    COLUMNWISE
+                )  # the same codes, laid out otherwise
             else:
                 encodings = {ROWWISE: self.encodings[ROWWISE], **encodings}
-        source = {d: d if d in self.encodings else ROWWISE for d in encodings}  # whose history scales it
+        source = {
+            d: d if d in self.encodings else ROWWISE for d in encodings
+        }  # whose history scales it
         encoded = dispatch.encode(
-            x, list(encodings.values()), [statistics.get(source[d]) for d in encodings] if statistics else None,
+            x,
+            list(encodings.values()),
+            [statistics.get(source[d]) for d in encodings] if statistics else None,
             keys=[key] * len(encodings),
             encs=[factors.get(source[d]) for d in encodings] if factors else None,
-            layouts=[layouts.get(d, COMPACT) for d in encodings] if layouts and not self.is_derived else None,
+            layouts=[layouts.get(d, COMPACT) for d in encodings]
+            if layouts and not self.is_derived
+            else None,
         )
-        made = {d: Storage.of(r, e, x.shape, x.dtype) for (d, e), r in zip(encodings.items(), encoded)}
+        made = {
+            d: Storage.of(r, e, x.shape, x.dtype) for (d, e), r in zip(encodings.items(), encoded)
+        }
         amaxes = {source[d]: r.amax for d, r in zip(encodings, encoded) if self.side(d).is_delayed}
         if COLUMNWISE in directions and COLUMNWISE not in made and self.columnwise is not None:
             made[COLUMNWISE] = self.columnwise_of(made[ROWWISE].to_gemm_operand(COMPACT), key)
-        return {d: s.to_gemm_operand(layouts.get(d, COMPACT)) for d, s in made.items() if d in directions}, amaxes
+        return {
+            d: s.to_gemm_operand(layouts.get(d, COMPACT))
+            for d, s in made.items()
+            if d in directions
+        }, amaxes
 
     def quantize(self, x: Tensor, *, key: Tensor | None = None) -> QuantizedTensor:
         """Quantize a tensor that no other rank shares.
 
         x:        [.., cols], bf16, fp16 or fp32; leading dims count as rows. Any strides.
-        key:      int64 [5] random key for stochastic rounding (default: drawn from torch's generator).
-        returns:  QuantizedTensor of x's shape and dtype, with the directions that the quantizer has.
+        key:      int64 [5] random key for stochastic rounding (default: drawn from torch's
+                  generator).
+        returns:  QuantizedTensor of x's shape and dtype, with the directions that the quantizer
+                  has.
 
         Raises ValueError for integer tensors and scalars.
         """
         rows = as_rows(x.detach())
         if any(not e.fmt.is_quantized for e in self.encodings.values()):
-            rows = rows.clone()  # an identity storage is made over its input, and `update` writes into it
+            rows = (
+                rows.clone()
+            )  # an identity storage is made over its input, and `update` writes into it
         if key is None and self.is_stochastic:
-            key = torch.stack([torch.randint(2**62, ()), *torch.zeros(4, dtype=torch.int64)]).to(x.device)
+            key = torch.stack([torch.randint(2**62, ()), *torch.zeros(4, dtype=torch.int64)]).to(
+                x.device
+            )
         made, _ = self.storages(rows, key=key)
         return QuantizedTensor(made.get(ROWWISE), made.get(COLUMNWISE), shape=x.shape)
 
-    def update(self, out: QuantizedTensor, x: Tensor, *, key: Tensor | None = None) -> QuantizedTensor:
+    def update(
+        self, out: QuantizedTensor, x: Tensor, *, key: Tensor | None = None
+    ) -> QuantizedTensor:
         """Quantize x into the buffers of `out`; the bytes of a fresh `quantize(x)`.
 
-        Raises ValueError, and leaves `out` as it was, if it lacks a direction, or differs in format, shape or dtype.
+        Raises ValueError, and leaves `out` as it was, if it lacks a direction, or differs in
+        format, shape or dtype.
         """
         if x.shape != out.shape or x.dtype != out.dtype:
-            raise ValueError(f"cannot update {out!r} from {list(x.shape)} {x.dtype}: shape and dtype must agree")
+            raise ValueError(
+                f"cannot update {out!r} from {list(x.shape)} {x.dtype}: shape and dtype must agree"
+            )
         for direction in Direction:
             quantizer, storage = self.side(direction), getattr(out, direction.value)
             if quantizer is None:
                 continue
             if storage is None:
-                raise ValueError(f"cannot update {out!r}: its {direction.value} storage was dropped")
+                raise ValueError(
+                    f"cannot update {out!r}: its {direction.value} storage was dropped"
+                )
             if storage.fmt != quantizer.fmt:
-                raise ValueError(f"cannot update {out!r} {direction.value} with {quantizer}: the formats differ")
+                raise ValueError(
+                    f"cannot update {out!r} {direction.value} with {quantizer}: the formats differ"
+                )
         if out.rowwise is not None and out.columnwise is not None and not self.shares_storage:
             if out.rowwise.data is out.columnwise.data:
-                raise ValueError(f"cannot update {out!r} with {self}: one storage serves both of its directions")
+                raise ValueError(
+                    f"cannot update {out!r} with {self}: one storage serves both of its directions"
+                )
         fresh = self.quantize(x, key=key)
         for direction in Direction:
             if self.side(direction) is not None:
-                new, old = getattr(fresh, direction.value).buffers(), getattr(out, direction.value).buffers()
+                new, old = (
+                    getattr(fresh, direction.value).buffers(),
+                    getattr(out, direction.value).buffers(),
+                )
                 for name, buffer in old.items():
                     buffer.copy_(new[name])
         return out
@@ -273,14 +337,17 @@ class HybridQuantizer:
 def as_rows(x: Tensor) -> Tensor:
     """x [.., cols] as [rows, cols]. Raises ValueError for integer tensors and scalars."""
     if x.dtype not in FLOATING:
-        raise ValueError(f"quantizers take bf16, fp16 and fp32 tensors, got {x.dtype}; cast it first")
+        raise ValueError(
+            f"quantizers take bf16, fp16 and fp32 tensors, got {x.dtype}; cast it first"
+        )
     if x.dim() == 0:
         raise ValueError("quantizers take tensors of at least one dim, got a scalar")
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
 def hybrid_of(value) -> HybridQuantizer:
-    """A `Format`, its name, a `Quantizer` or a `HybridQuantizer` as a hybrid: the same on both sides unless it says."""
+    """A `Format`, its name, a `Quantizer` or a `HybridQuantizer` as a hybrid: the same on both
+    sides unless it says."""
     if isinstance(value, HybridQuantizer):
         return value
     side = value if isinstance(value, Quantizer) else Quantizer(format_of(value))

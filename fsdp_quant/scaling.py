@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics before scales: sharing amaxes between ranks, and histories of them for delayed scaling.
+"""Statistics before scales: sharing amaxes between ranks, and histories of them for delayed
+scaling.
 
 [Note: sharded statistics]
-Blocks lie on the grid of the global tensor. A rank computes the amaxes of the blocks its rows overlap; only
-blocks that a cut divides, and amaxes of a whole tensor, differ between ranks. Which ones those are follows
-from the cuts alone, so every rank packs the same slots, one MAX all-reduce serves all tensors, and each rank
-then derives the same scales. Amaxes are reduced as the int32 bits of |amax|: non-negative floats order like
-their bits, and a NaN, larger than infinity as bits, survives wherever it sits. Scales are never reduced.
+Blocks lie on the grid of the global tensor. A rank computes the amaxes of the blocks its rows
+overlap; only blocks that a cut divides, and amaxes of a whole tensor, differ between ranks. Which
+ones those are follows from the cuts alone, so every rank packs the same slots, one MAX all-reduce
+serves all tensors, and each rank then derives the same scales. Amaxes are reduced as the int32 bits
+of |amax|: non-negative floats order like their bits, and a NaN, larger than infinity as bits,
+survives wherever it sits. Scales are never reduced.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from .ops.dispatch import Statistics
 
 
 def reduce_amaxes(amaxes: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
-    """MAX over the ranks of `group` of fp32 tensors, in one collective; every rank of the group must call it.
+    """MAX over the ranks of `group` of fp32 tensors, in one collective; every rank of the group
+    must call it.
 
     amaxes:   non-negative or NaN; the same shapes on every rank.
     returns:  new tensors of those shapes, NaN where any rank has one.
@@ -36,16 +39,22 @@ def reduce_amaxes(amaxes: Sequence[Tensor], group: dist.ProcessGroup | None) -> 
 
 
 class _Reduction:
-    """What `reduce_amaxes` gives; `run` writes what the amaxes have become over it. Of one rank, the amaxes themselves."""
+    """What `reduce_amaxes` gives; `run` writes what the amaxes have become over it. Of one rank,
+    the amaxes themselves."""
 
     def __init__(self, amaxes: Sequence[Tensor], group: dist.ProcessGroup | None):
-        self.result, self._group = list(amaxes), group if amaxes and group is not None and group.size() > 1 else None
+        self.result, self._group = (
+            list(amaxes),
+            group if amaxes and group is not None and group.size() > 1 else None,
+        )
         if self._group is None:
             return
         self._rows = [a.reshape(-1) for a in amaxes]
         self._flat = amaxes[0].new_empty(sum(row.numel() for row in self._rows))
         pieces = self._flat.split([row.numel() for row in self._rows])
-        self.result = [piece if a.dim() == 1 else piece.view(a.shape) for piece, a in zip(pieces, amaxes)]
+        self.result = [
+            piece if a.dim() == 1 else piece.view(a.shape) for piece, a in zip(pieces, amaxes)
+        ]
         self.run()
 
     def run(self) -> None:
@@ -57,9 +66,11 @@ class _Reduction:
 
 @value_class
 class Cuts:
-    """Ownership of one [rows, cols] tensor in row-major order: rank r holds the units [bounds[r], bounds[r + 1]).
+    """Ownership of one [rows, cols] tensor in row-major order: rank r holds the units [bounds[r],
+    bounds[r + 1]).
 
-    row_units:  units in a row: cols where any element may begin a piece, 1 where only whole rows do (`RowCuts`).
+    row_units:  units in a row: cols where any element may begin a piece, 1 where only whole rows do
+                (`RowCuts`).
 
     Empty pieces are legal.
     """
@@ -78,17 +89,26 @@ class Cuts:
 
     @functools.cache
     def cut_block_rows(self, encoding: Encoding) -> tuple[int, ...]:
-        """Block rows whose amaxes more than one rank wants: those a cut divides, or the one of the whole extent."""
+        """Block rows whose amaxes more than one rank wants: those a cut divides, or the one of the
+        whole extent."""
         b0 = encoding.fmt.dims(encoding.direction)[0]
         if not encoding.fmt.has_scales or not self.is_sharded:
             return ()
         units = (b0 or 0) * self.row_units
-        return (0,) if b0 is None else tuple(sorted({b // units for b in self.bounds if b % units and b < self.bounds[-1]}))
+        return (
+            (0,)
+            if b0 is None
+            else tuple(
+                sorted({b // units for b in self.bounds if b % units and b < self.bounds[-1]})
+            )
+        )
 
     @functools.cache
     def shares_statistics(self, encoding: Encoding) -> bool:
         """Some statistic of this encoding needs more than one rank's elements."""
-        return bool(self.cut_block_rows(encoding)) or (encoding.fmt.tensor_scale and self.is_sharded)
+        return bool(self.cut_block_rows(encoding)) or (
+            encoding.fmt.tensor_scale and self.is_sharded
+        )
 
 
 class RowCuts(Cuts):
@@ -109,8 +129,8 @@ class Fragment:
     encodings:  one a direction; each is its own tensor to the statistics.
     dtype:      that is encoded (None: of the values).
     found:      statistics of these rows that are known, one an encoding or None.
-    part:       (which, of how many): of a tensor that tensor parallelism cuts into parts, each with blocks of its own, this is
-                one; `cuts` are of the part.
+    part:       (which, of how many): of a tensor that tensor parallelism cuts into parts, each with
+                blocks of its own, this is one; `cuts` are of the part.
     """
 
     values: Tensor
@@ -131,12 +151,15 @@ class Fragment:
 
     @property
     def rows(self) -> Tensor:
-        """[rows, cols]: every row of which the rank holds a part, zeros where another one does. A view of whole rows."""
+        """[rows, cols]: every row of which the rank holds a part, zeros where another one does. A
+        view of whole rows."""
         return self.values if self.values.dim() == 2 else self._covering_rows
 
     @functools.cached_property
     def _covering_rows(self) -> Tensor:
-        return runs.rows_covering(self.values, self.start % self.cuts.row_units, self.cuts.row_units)
+        return runs.rows_covering(
+            self.values, self.start % self.cuts.row_units, self.cuts.row_units
+        )
 
     def block_rows(self, encoding: Encoding) -> slice:
         """Rows of the whole tensor's blocks that `rows` overlaps."""
@@ -148,7 +171,9 @@ class Fragment:
 
     def shares_statistics(self, encoding: Encoding) -> bool:
         """Some statistic of this encoding needs other rows or parts of the tensor."""
-        return self.cuts.shares_statistics(encoding) or (self.part[1] > 1 and encoding.fmt.spans_tensor)
+        return self.cuts.shares_statistics(encoding) or (
+            self.part[1] > 1 and encoding.fmt.spans_tensor
+        )
 
     def shared_block_rows(self, encoding: Encoding) -> tuple[int, ...]:
         """Block rows whose amaxes need them."""
@@ -161,25 +186,38 @@ class Fragment:
 
 
 def share_statistics(
-    fragments: Sequence[Fragment], group: dist.ProcessGroup | None, whole: bool = False, parts: dist.ProcessGroup | None = None
+    fragments: Sequence[Fragment],
+    group: dist.ProcessGroup | None,
+    whole: bool = False,
+    parts: dist.ProcessGroup | None = None,
 ) -> list[list[Statistics | None]]:
-    """Statistics of every (fragment, encoding) as if each tensor were whole; at most one MAX all-reduce a group.
+    """Statistics of every (fragment, encoding) as if each tensor were whole; at most one MAX
+    all-reduce a group.
 
     fragments:  the same tensors, encodings and cuts in the same order on every rank of `group`.
-    group:      of all ranks that hold rows of a tensor, or copies of them; of all of its parts, if it has some. Or one for the
-                rows of a part, and another one, with what the first gave as `found`, for the parts of them.
-    whole:      every block's amax on every rank, not only those of the blocks that a rank overlaps; of tensors of one part.
-    parts:      of the ranks that hold the other parts of tensors, where `group` is of those that hold rows of one.
-    returns:    for each fragment, for each encoding, the amaxes of the blocks that its rows overlap; None where no
-                statistic crosses a cut, so that each rank finds what it needs in its own rows.
+    group:      of all ranks that hold rows of a tensor, or copies of them; of all of its parts, if
+                it has some. Or one for the rows of a part, and another one, with what the first
+                gave as `found`, for the parts of them.
+    whole:      every block's amax on every rank, not only those of the blocks that a rank overlaps;
+                of tensors of one part.
+    parts:      of the ranks that hold the other parts of tensors, where `group` is of those that
+                hold rows of one.
+    returns:    for each fragment, for each encoding, the amaxes of the blocks that its rows
+                overlap; None where no statistic crosses a cut, so that each rank finds what it
+                needs in its own rows.
 
-    Every rank of the group must call it, those with empty fragments too. When nothing crosses a cut, there is no
-    collective. Equal encodings are read in one launch.
+    Every rank of the group must call it, those with empty fragments too. When nothing crosses a
+    cut, there is no collective. Equal encodings are read in one launch.
     """
     results = SharedStatistics(fragments, group, whole, own_slots=parts is None).results
     if parts is not None:
         cut = [(f, one) for f, one in enumerate(fragments) if one.part[1] > 1]
-        spanning = [(f, e, encoding) for f, one in cut for e, encoding in enumerate(one.encodings) if encoding.fmt.spans_tensor]
+        spanning = [
+            (f, e, encoding)
+            for f, one in cut
+            for e, encoding in enumerate(one.encodings)
+            if encoding.fmt.spans_tensor
+        ]
         shared = share_amaxes([(encoding, results[f][e]) for f, e, encoding in spanning], parts)
         for (f, e, _), one in zip(spanning, shared):
             results[f][e] = one
@@ -194,7 +232,11 @@ class SharedStatistics:
     """
 
     def __init__(
-        self, fragments: Sequence[Fragment], group: dist.ProcessGroup | None, whole: bool = False, own_slots: bool = True
+        self,
+        fragments: Sequence[Fragment],
+        group: dist.ProcessGroup | None,
+        whole: bool = False,
+        own_slots: bool = True,
     ):
         self._places: list[tuple[int, int]] = []
         self.results: list[list[Statistics | None]] = [[None] * len(f.encodings) for f in fragments]
@@ -205,7 +247,9 @@ class SharedStatistics:
         self._alike: dict[tuple, list[tuple[int, int]]] = {}
         for f, e in self._places:
             one = fragments[f]
-            self._alike.setdefault((one.encodings[e], one.dtype, one.values.dtype), []).append((f, e))
+            self._alike.setdefault((one.encodings[e], one.dtype, one.values.dtype), []).append(
+                (f, e)
+            )
         self._own = self._of_own_rows(fragments)
         self._padded: list[tuple[Tensor, Tensor]] = []  # (row of a slot, where it comes from)
         slots, into = [], []  # what is reduced, and what becomes of it
@@ -223,7 +267,10 @@ class SharedStatistics:
                 into.append((f, e, slice(None), 0, False))
                 self.results[f][e] = Statistics(slots[-1], tensor_amax)
                 continue
-            first, own = fragment.block_rows(encoding).start, own_slots and fragment.has_own_blocks(encoding)
+            first, own = (
+                fragment.block_rows(encoding).start,
+                own_slots and fragment.has_own_blocks(encoding),
+            )
             for block_row in fragment.shared_block_rows(encoding):
                 local = block_row - first
                 mine = 0 <= local < amax.shape[0]
@@ -238,7 +285,9 @@ class SharedStatistics:
         for slot, amax in self._padded:
             slot.copy_(amax)
         self._reduction = _Reduction(slots, group)
-        self._rows: list[tuple[Tensor, Tensor]] = []  # (row of a result, what it is to be), beside rows of its own rank
+        self._rows: list[
+            tuple[Tensor, Tensor]
+        ] = []  # (row of a result, what it is to be), beside rows of its own rank
         for (f, e, local, block_row, own), reduced in zip(into, self._reduction.result):
             amax, tensor_amax = self.results[f][e]
             reduced = reduced[fragments[f].part[0]] if own else reduced
@@ -251,14 +300,19 @@ class SharedStatistics:
         for row, amax in self._rows:
             row.copy_(amax)
 
-    def replay(self, fragments: Sequence[Fragment], copy_all: Callable[[list[tuple[Tensor, Tensor]]], None]) -> bool:
-        """Recompute in place for new values of the same fragments. Returns False, before any collective, if a different set of
-        amaxes is already known; then build a new object. Every rank must call it.
+    def replay(
+        self, fragments: Sequence[Fragment], copy_all: Callable[[list[tuple[Tensor, Tensor]]], None]
+    ) -> bool:
+        """Recompute in place for new values of the same fragments. Returns False, before any
+        collective, if a different set of amaxes is already known; then build a new object. Every
+        rank must call it.
 
         copy_all:  writes (target, source) of each.
         """
         made = self._of_own_rows(fragments)
-        pairs = [(old, new) for of in zip(self._own, made) for old, new in zip(*of) if old is not new]
+        pairs = [
+            (old, new) for of in zip(self._own, made) for old, new in zip(*of) if old is not new
+        ]
         if any([old is None or new is None for old, new in pairs]):
             return False
         copy_all(pairs + self._padded)
@@ -277,17 +331,23 @@ class SharedStatistics:
             missing = [place for place in at if place not in made] if made else at
             if missing:
                 of = [fragments[f] for f, _ in missing]
-                found = dispatch.multi_tensor_amax([f.rows for f in of], encoding, [f.row0 for f in of], dtype)
+                found = dispatch.multi_tensor_amax(
+                    [f.rows for f in of], encoding, [f.row0 for f in of], dtype
+                )
                 made.update(zip(missing, found))
         return [made[place] for place in self._places]
 
 
 def share_amaxes(
-    found: Sequence[tuple[Encoding, Statistics]], group: dist.ProcessGroup | None, reduce: Callable = reduce_amaxes
+    found: Sequence[tuple[Encoding, Statistics]],
+    group: dist.ProcessGroup | None,
+    reduce: Callable = reduce_amaxes,
 ) -> list[Statistics]:
-    """Statistics whose scales span the ranks of `group`, in one MAX all-reduce; every rank of the group must call it.
+    """Statistics whose scales span the ranks of `group`, in one MAX all-reduce; every rank of the
+    group must call it.
 
-    found:   of what this rank holds of each tensor: the tensor's amax of two-level formats, else all amaxes, are shared.
+    found:   of what this rank holds of each tensor: the tensor's amax of two-level formats, else
+             all amaxes, are shared.
     reduce:  `reduce_amaxes`, or what records it in a graph.
     """
     own = [s.tensor_amax if e.fmt.tensor_scale else s.amax for e, s in found]
@@ -296,10 +356,15 @@ def share_amaxes(
 
 def with_amax(encoding: Encoding, statistics: Statistics, amax: Tensor) -> Statistics:
     """Statistics whose part that spans a tensor is `amax`."""
-    return Statistics(statistics.amax, amax) if encoding.fmt.tensor_scale else Statistics(amax, statistics.tensor_amax)
+    return (
+        Statistics(statistics.amax, amax)
+        if encoding.fmt.tensor_scale
+        else Statistics(amax, statistics.tensor_amax)
+    )
 
 
 # Delayed scaling #
+
 
 @dataclass(frozen=True)
 class DelayedScaling:
@@ -328,27 +393,35 @@ class DelayedScaling:
 
 
 class AmaxHistory:
-    """Amaxes of one (tensor role, direction), and the encode factor they give; all on the tensor's device.
+    """Amaxes of one (tensor role, direction), and the encode factor they give; all on the tensor's
+    device.
 
     amaxes:  fp32 [length]; slot 0 collects the current step.
-    enc:     fp32 [1]; 0 until a finite positive amax has been rolled in: the first use is current scaling.
+    enc:     fp32 [1]; 0 until a finite positive amax has been rolled in: the first use is current
+             scaling.
     stays:   of a weight, which is the same in the step that follows a skipped one.
 
-    The scale of a step depends on earlier steps only, so micro-batches and recomputation see one scale. A step in which
-    nothing was recorded is none: a history that is rolled twice, or not used, stays as it is.
+    The scale of a step depends on earlier steps only, so micro-batches and recomputation see one
+    scale. A step in which nothing was recorded is none: a history that is rolled twice, or not
+    used, stays as it is.
     """
 
-    live: ClassVar[weakref.WeakSet[AmaxHistory]] = weakref.WeakSet()  # every history of the process; ends with its owner
+    live: ClassVar[weakref.WeakSet[AmaxHistory]] = (
+        weakref.WeakSet()
+    )  # every history of the process; ends with its owner
 
     def __init__(self, scaling: DelayedScaling, element_max: float, stays: bool = False):
         self.live.add(self)
         self.scaling, self.element_max, self.stays = scaling, element_max, stays
-        with torch.inference_mode(False):  # written in place later, also by steps outside inference mode
+        with torch.inference_mode(
+            False
+        ):  # written in place later, also by steps outside inference mode
             self.amaxes = torch.zeros(scaling.length, device="cpu")
             self.enc = torch.zeros(1, device="cpu")
 
     def to(self, device: torch.device) -> AmaxHistory:
-        """Move it to the device of its tensor; a tensor on the meta device has none yet, and the history keeps its values."""
+        """Move it to the device of its tensor; a tensor on the meta device has none yet, and the
+        history keeps its values."""
         if self.amaxes.device != device and device.type != "meta":
             with torch.inference_mode(False):
                 self.amaxes, self.enc = self.amaxes.to(device), self.enc.to(device)
@@ -357,7 +430,8 @@ class AmaxHistory:
     @staticmethod
     @torch.no_grad()
     def record_in(amaxes: Tensor, amax: Tensor) -> None:
-        """Collect an amax of the current step in a history's tensor; a non-finite one is dropped."""
+        """Collect an amax of the current step in a history's tensor; a non-finite one is
+        dropped."""
         dispatch.record_amax(amaxes, amax)
 
     def record(self, amax: Tensor) -> None:
@@ -382,8 +456,11 @@ class AmaxHistory:
 
     @staticmethod
     @torch.no_grad()
-    def rolled(histories: Iterable[AmaxHistory], skipped: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
-        """What `roll` of each writes, (tensor, values), from a few launches for all that scale alike.
+    def rolled(
+        histories: Iterable[AmaxHistory], skipped: Tensor | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """What `roll` of each writes, (tensor, values), from a few launches for all that scale
+        alike.
 
         skipped:  bool [], on a device: where true, what `drop` of each writes.
         """
@@ -393,7 +470,9 @@ class AmaxHistory:
         return writes
 
     @staticmethod
-    def rolled_alike(of: list[AmaxHistory], skipped: Tensor | None = None, kept: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
+    def rolled_alike(
+        of: list[AmaxHistory], skipped: Tensor | None = None, kept: Tensor | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
         """`rolled` of histories that scale alike; torch.compile traces it.
 
         kept:  bool [], on their device: where true, nothing changes.
@@ -402,7 +481,9 @@ class AmaxHistory:
         amaxes, enc = torch.stack([h.amaxes for h in of]), torch.stack([h.enc for h in of])
         current = amaxes[:, :1]
         amax = amaxes.amax(1, keepdim=True) if scaling.use == "max" else current
-        fresh = (reference.divide(element_max, amax) / 2.0**scaling.margin).clamp(max=torch.finfo(torch.float32).max)
+        fresh = (reference.divide(element_max, amax) / 2.0**scaling.margin).clamp(
+            max=torch.finfo(torch.float32).max
+        )
         stay = current == 0 if kept is None else (current == 0) | kept
         opened = torch.cat([torch.zeros_like(current), amaxes[:, :-1]], dim=1)
         rolled, factors = torch.where(stay, amaxes, opened), torch.where(stay, enc, fresh)
@@ -410,7 +491,10 @@ class AmaxHistory:
             skip = skipped.to(amaxes.device, non_blocking=True)
             dropped = torch.cat([current * stays, amaxes[:, 1:]], dim=1)
             rolled, factors = torch.where(skip, dropped, rolled), torch.where(skip, enc, factors)
-        return [*zip([h.amaxes for h in of], rolled.unbind()), *zip([h.enc for h in of], factors.unbind())]
+        return [
+            *zip([h.amaxes for h in of], rolled.unbind()),
+            *zip([h.enc for h in of], factors.unbind()),
+        ]
 
     def drop(self) -> None:
         """Forget the current step's amaxes (a skipped step), but for a weight's."""
@@ -423,20 +507,30 @@ class AmaxHistory:
         """Raise ValueError unless `state` is what `state_dict` of such a history returns."""
         for part, own in (("amaxes", self.amaxes), ("enc", self.enc)):
             saved = state.get(part) if isinstance(state, dict) else None
-            if not isinstance(saved, Tensor) or saved.dtype is not torch.float32 or saved.shape != own.shape:
-                got = f"{saved.dtype} {list(saved.shape)}" if isinstance(saved, Tensor) else type(saved).__name__
+            if (
+                not isinstance(saved, Tensor)
+                or saved.dtype is not torch.float32
+                or saved.shape != own.shape
+            ):
+                got = (
+                    f"{saved.dtype} {list(saved.shape)}"
+                    if isinstance(saved, Tensor)
+                    else type(saved).__name__
+                )
                 raise ValueError(
-                    f"{part} of the amax history of {name} is {got} in the saved state; wanted float32 {list(own.shape)}, of the "
-                    "DelayedScaling(length=) of this recipe"
+                    f"{part} of the amax history of {name} is {got} in the saved state; wanted "
+                    f"float32 {list(own.shape)}, of the DelayedScaling(length=) of this recipe"
                 )
             if not (saved.isfinite() & (saved >= 0)).all():
                 raise ValueError(
-                    f"{part} of the amax history of {name} holds values that are negative or not finite in the saved state, which "
-                    "no step writes: the file is damaged; load another checkpoint"
+                    f"{part} of the amax history of {name} holds values that are negative or not "
+                    "finite in the saved state, which no step writes: the file is damaged; load "
+                    "another checkpoint"
                 )
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Raises ValueError, and changes nothing, for what no such history wrote (`check_state`)."""
+        """Raises ValueError, and changes nothing, for what no such history wrote
+        (`check_state`)."""
         self.check_state("this slot", state)
         self.amaxes.copy_(state["amaxes"])
         self.enc.copy_(state["enc"])

@@ -2,7 +2,7 @@
 # shellcheck shell=bash
 # Sourced by the other scripts: gives them ROOT and an environment that can run the project.
 #
-#   prepare_environment EXTRA [EXTRA ...]    extras of pyproject.toml: docs, examples, mutants, test
+#   prepare_environment EXTRA [EXTRA ...]    extras of pyproject.toml: docs, examples, lint, mutants, test
 #
 # Sets PYTHON and puts its folder first on PATH. FSDP_QUANT_PYTHON is used as it is, and nothing is installed
 # (nodes of a cluster that share an environment). Otherwise an active virtual environment is used as it is;
@@ -65,6 +65,7 @@ import sys
 
 MODULES = {
     "docs": ["material"],
+    "lint": ["ruff"],
     "examples": ["matplotlib", "rich"],
     "mutants": ["cosmic_ray"],
     "test": ["accelerate", "hypothesis", "numpy", "pytest", "safetensors", "torchao", "transformers", "xdist"],

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that FSDP2 gathers per weight element and step (forward plus backward), recorded from the collectives.
+"""Bytes that FSDP2 gathers per weight element and step (forward plus backward), recorded from the
+collectives.
 
     torchrun --nproc-per-node 2 -m dist_tests.bench.bench_gather
 
@@ -23,14 +24,27 @@ from dist_tests.multi.nets import Net, recorded_collectives
 def _with_torchao(net: Net) -> None:
     float8 = importlib.import_module("torchao.float8")
     config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
-    float8.convert_to_float8_training(net, config=config, module_filter_fn=lambda _, name: name.startswith("blocks"))
+    float8.convert_to_float8_training(
+        net, config=config, module_filter_fn=lambda _, name: name.startswith("blocks")
+    )
 
 
 def _modes(on_gpu: bool) -> dict:
-    named = [fq.recipes.bf16(), fq.recipes.fp8_current(), fq.recipes.fp8_block(), fq.recipes.mxfp8(), fq.recipes.nvfp4(),
-             fq.recipes.hybrid("mxfp8", "nvfp4"), fq.recipes.hybrid("nvfp4", "mxfp8")]
-    modes = {f"fsdp_quant {r.name}" + (f" {dict(r.arguments)}" if r.name == "hybrid" else ""):
-             (lambda net, r=r: fq.convert(net, r, skip=["head"])) for r in named}
+    named = [
+        fq.recipes.bf16(),
+        fq.recipes.fp8_current(),
+        fq.recipes.fp8_block(),
+        fq.recipes.mxfp8(),
+        fq.recipes.nvfp4(),
+        fq.recipes.hybrid("mxfp8", "nvfp4"),
+        fq.recipes.hybrid("nvfp4", "mxfp8"),
+    ]
+    modes = {
+        f"fsdp_quant {r.name}" + (f" {dict(r.arguments)}" if r.name == "hybrid" else ""): (
+            lambda net, r=r: fq.convert(net, r, skip=["head"])
+        )
+        for r in named
+    }
     modes["bf16, plain FSDP2"] = lambda net: None
     if on_gpu and importlib.util.find_spec("torchao"):
         modes["torchao float8 tensorwise, fp8 all-gather"] = _with_torchao
@@ -47,11 +61,16 @@ def main() -> None:
     dim, layers = (1024, 4) if cuda else (128, 2)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if rank == 0:
-        print(f"{world} x {torch.cuda.get_device_name() if cuda else 'cpu'}, {layers} blocks of {dim} x {4 * dim}")
+        print(
+            f"{world} x {torch.cuda.get_device_name() if cuda else 'cpu'}, {layers} blocks of "
+            f"{dim} x {4 * dim}"
+        )
     for label, prepare in _modes(cuda).items():
         torch.manual_seed(0)
         net = Net(hidden=(4 * dim,) * layers, k=dim, out=16).to(device)
-        elements = sum(p.numel() for n, p in net.named_parameters() if n.startswith("blocks") and p.dim() == 2)
+        elements = sum(
+            p.numel() for n, p in net.named_parameters() if n.startswith("blocks") and p.dim() == 2
+        )
         prepare(net)
         for block in net.blocks:
             fully_shard(block, mp_policy=policy)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a training step spends its time: encoding, decoding and products, gathers, the rest.
 
-    torchrun --nproc-per-node 2 -m dist_tests.bench.bench_step [--forward mxfp8 --backward nvfp4 --dim 256]
+    torchrun --nproc-per-node 2 -m dist_tests.bench.bench_step [--forward mxfp8 --backward nvfp4
+    --dim 256]
 
-One process works too. Prints the share of each part of an fsdp_quant step, and the step over the identity step.
+One process works too. Prints the share of each part of an fsdp_quant step, and the step over the
+identity step.
 """
 
 from __future__ import annotations
@@ -46,7 +48,12 @@ def _instrument() -> None:
     root_statistics.take = _timed("statistics of weights, shared", root_statistics.take)
     linear_op.gemm = _timed("decode + product", linear_op.gemm)
     gather_group.GatherPlan.receive = _timed("re-assemble", gather_group.GatherPlan.receive)
-    for name in ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"):
+    for name in (
+        "all_gather_into_tensor",
+        "all_gather_single",
+        "reduce_scatter_tensor",
+        "reduce_scatter_single",
+    ):
         if hasattr(dist, name):
             setattr(dist, name, _timed("collectives", getattr(dist, name)))
 
@@ -96,8 +103,13 @@ def main() -> None:
     recipe = fq.recipes.hybrid(args.forward, args.backward)
     seconds = _step_seconds(recipe, args, device)
     if rank == 0:
-        print(f"{world} x {device.type}, {args.layers} blocks of {args.dim} x {4 * args.dim}, {args.tokens} tokens, {recipe}")
-        print(f"step {seconds * 1e3:.1f} ms, {seconds / plain:.2f} x identity ({plain * 1e3:.1f} ms)")
+        print(
+            f"{world} x {device.type}, {args.layers} blocks of {args.dim} x {4 * args.dim}, "
+            f"{args.tokens} tokens, {recipe}"
+        )
+        print(
+            f"step {seconds * 1e3:.1f} ms, {seconds / plain:.2f} x identity ({plain * 1e3:.1f} ms)"
+        )
         spent = {label: t / args.steps for label, t in _SPENT.items()}
         spent["everything else"] = seconds - sum(spent.values())
         for label, t in sorted(spent.items(), key=lambda item: -item[1]):

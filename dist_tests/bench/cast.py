@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cast of a 1 B-parameter model's masters: device time beside the bytes it must move at copy rate, and host time.
+"""The cast of a 1 B-parameter model's masters: device time beside the bytes it must move at copy
+rate, and host time.
 
     python -m dist_tests.bench.cast [--json PATH] [NAME ...]
 
-Rows: one rank that holds everything; rank 3 of 8 of one flat buffer, as Megatron-LM cuts it; and rank 3 of 8 where every
-weight is cut. Cuts are odd, and nothing is reduced. "rows" is the cast of covering rows, which runs where no kernel takes the
-pieces. ratio: time over that of a copy of as many bytes; masters are
-read once, or twice where a scale needs the amax of the whole tensor.
+Rows: one rank that holds everything; rank 3 of 8 of one flat buffer, as Megatron-LM cuts it; and
+rank 3 of 8 where every weight is cut. Cuts are odd, and nothing is reduced. "rows" is the cast of
+covering rows, which runs where no kernel takes the pieces. ratio: time over that of a copy of as
+many bytes; masters are read once, or twice where a scale needs the amax of the whole tensor.
 """
 
 from __future__ import annotations
@@ -25,10 +26,22 @@ from fsdp_quant.tensor.quantized_weight import QuantizedWeightState
 
 RANK, WORLD, LAYOUTS = 3, 8, ("whole", "flat", "cut")
 LAYERS, HIDDEN, KEYS, INNER = 16, 2048, 512, 8192
-SHAPES = [(HIDDEN, HIDDEN), (KEYS, HIDDEN), (KEYS, HIDDEN), (HIDDEN, HIDDEN), (INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)]
+SHAPES = [
+    (HIDDEN, HIDDEN),
+    (KEYS, HIDDEN),
+    (KEYS, HIDDEN),
+    (HIDDEN, HIDDEN),
+    (INNER, HIDDEN),
+    (INNER, HIDDEN),
+    (HIDDEN, INNER),
+]
 PAIRS = {
-    "fp8_current": ("fp8_tensor", "fp8_tensor"), "fp8_row": ("fp8_row", "fp8_row"), "fp8_block": ("fp8_128x128", "fp8_128x128"),
-    "mxfp8": ("mxfp8", "mxfp8"), "nvfp4": ("nvfp4_16x16", "nvfp4_16x16"), "mxfp8/nvfp4": ("mxfp8", "nvfp4"),
+    "fp8_current": ("fp8_tensor", "fp8_tensor"),
+    "fp8_row": ("fp8_row", "fp8_row"),
+    "fp8_block": ("fp8_128x128", "fp8_128x128"),
+    "mxfp8": ("mxfp8", "mxfp8"),
+    "nvfp4": ("nvfp4_16x16", "nvfp4_16x16"),
+    "mxfp8/nvfp4": ("mxfp8", "nvfp4"),
     "nvfp4 1x16": ("nvfp4", "nvfp4"),
 }
 
@@ -41,7 +54,9 @@ def cuts_of(layout: str, first: int, numel: int, total: int) -> tuple[int, ...]:
     return 0, *(min(max((of * r // WORLD | 1) - begin, 0), numel) for r in range(1, WORLD)), numel
 
 
-def plan(pair: tuple[str, str], layout: str, device: torch.device) -> tuple[WeightSync, list[torch.Tensor], int]:
+def plan(
+    pair: tuple[str, str], layout: str, device: torch.device
+) -> tuple[WeightSync, list[torch.Tensor], int]:
     """(sync, its masters, bytes that a cast must move)."""
     group = None if layout == "whole" else LoneRank(RANK, WORLD)
     hybrid, items, masters, first, moved = HybridQuantizer(*pair), [], [], 0, 0.0
@@ -67,7 +82,9 @@ def copy_rate(timer: clock.DeviceClock, device: torch.device) -> float:
     return 2 * source.nbytes / timer.sustained([lambda: target.copy_(source)]).us * 1e-6
 
 
-def measured(timer: clock.DeviceClock, sync: WeightSync, masters: list[torch.Tensor], copy_us: float) -> dict[str, float]:
+def measured(
+    timer: clock.DeviceClock, sync: WeightSync, masters: list[torch.Tensor], copy_us: float
+) -> dict[str, float]:
     """Device and host microseconds of a cast, and its ratio to `copy_us`, both ways."""
     kernels, found = sync._plan, {}
     for way in ("kernels", "rows"):
@@ -84,7 +101,10 @@ def run(names: list[str], report: dict) -> None:
     timer.wake()
     rate = copy_rate(timer, device)
     report |= {"copy TB/s": rate, **clock.facts(device)}
-    print(f"copy {rate:.2f} TB/s\n{'':28}" + "".join(f"{h:>9}" for way in ("kernels", "rows") for h in (way, "host us", "ratio")))
+    print(
+        f"copy {rate:.2f} TB/s\n{'':28}"
+        + "".join(f"{h:>9}" for way in ("kernels", "rows") for h in (way, "host us", "ratio"))
+    )
     for name, pair in PAIRS.items():
         for layout in LAYOUTS:
             label = f"{name}, {layout}"
@@ -93,12 +113,18 @@ def run(names: list[str], report: dict) -> None:
             sync, masters, moved = plan(pair, layout, device)
             row = measured(timer, sync, masters, moved / rate * 1e-6)
             report[label] = row
-            print(f"{label:28}" + "".join(f"{v:9.2f}" if "ratio" in k else f"{v:9.0f}" for k, v in row.items()), flush=True)
+            print(
+                f"{label:28}"
+                + "".join(f"{v:9.2f}" if "ratio" in k else f"{v:9.0f}" for k, v in row.items()),
+                flush=True,
+            )
             del sync, masters
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*")
     parser.add_argument("--json")
     options = parser.parse_args()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benches of compiled operators share: device time, going on after a row that failed, and their arguments."""
+"""What the benches of compiled operators share: device time, going on after a row that failed, and
+their arguments."""
 
 from __future__ import annotations
 
@@ -23,8 +24,10 @@ FLUSH_BYTES = 256 << 20
 
 # Time #
 
+
 class Sample(NamedTuple):
-    """Median and extremes of one call in microseconds; hidden: the host was ahead in every repeat."""
+    """Median and extremes of one call in microseconds; hidden: the host was ahead in every
+    repeat."""
 
     us: float
     lowest: float
@@ -46,17 +49,23 @@ class DeviceClock:
         torch.cuda.synchronize()
 
     def time(self, calls: Sequence[Callable[[], object]], l2: str | None) -> Sample:
-        """One call in microseconds, each behind a spinning kernel; repeat i makes calls[i % len(calls)].
+        """One call in microseconds, each behind a spinning kernel; repeat i makes calls[i %
+        len(calls)].
 
         l2:  "flush": 256 MB are zeroed before each call; else the L2 is left as it is.
         """
-        kept: deque = deque(maxlen=len(calls))  # results live on, so that the next call's buffers are others
+        kept: deque = deque(
+            maxlen=len(calls)
+        )  # results live on, so that the next call's buffers are others
         times, hidden, spin = [], True, SPIN_CYCLES
         for i in range(-2 * len(calls) - 1, self.repeats):
             while True:
                 if l2 == "flush":
                     self.scratch.zero_()
-                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start, end = (
+                    torch.cuda.Event(enable_timing=True),
+                    torch.cuda.Event(enable_timing=True),
+                )
                 torch.cuda._sleep(spin)
                 start.record()
                 kept.append(calls[i % len(calls)]())
@@ -72,10 +81,13 @@ class DeviceClock:
         return Sample(statistics.median(times), min(times), max(times), hidden)
 
     def sustained(
-        self, calls: Sequence[Callable[[], object]], between: Callable[[], object] | None = None,
+        self,
+        calls: Sequence[Callable[[], object]],
+        between: Callable[[], object] | None = None,
         settle_ms: float = 100.0,
     ) -> Sample:
-        """One call in microseconds, made back to back, so that clocks are those that the work itself leaves.
+        """One call in microseconds, made back to back, so that clocks are those that the work
+        itself leaves.
 
         Repeat i makes calls[i % len(calls)]; the device does not pause where the host is ahead.
 
@@ -106,10 +118,13 @@ class DeviceClock:
         turns = [turn(i) for i in range(-first, self.repeats)][first:]
         torch.cuda.synchronize()
         times = [start.elapsed_time(end) * 1e3 for start, end, _ in turns]
-        return Sample(statistics.median(times), min(times), max(times), all(ahead for *_, ahead in turns))
+        return Sample(
+            statistics.median(times), min(times), max(times), all(ahead for *_, ahead in turns)
+        )
 
     def host(self, call: Callable[[], object], calls: int = 100, rounds: int = 11) -> float:
-        """Host microseconds a call: `calls` of them queued behind a spinning kernel, without synchronization."""
+        """Host microseconds a call: `calls` of them queued behind a spinning kernel, without
+        synchronization."""
         for _ in range(calls):
             call()
         times = []
@@ -141,15 +156,20 @@ class DeviceClock:
 
 
 def facts(device: torch.device) -> dict:
-    """What numbers depend on besides the code: the device, torch, and what the library was built from."""
+    """What numbers depend on besides the code: the device, torch, and what the library was built
+    from."""
     properties, build = torch.cuda.get_device_properties(device), extension.STATUS.build
     return {
-        "device": properties.name, "processors": properties.multi_processor_count, "l2_bytes": properties.L2_cache_size,
-        "torch": torch.__version__, "library": build,
+        "device": properties.name,
+        "processors": properties.multi_processor_count,
+        "l2_bytes": properties.L2_cache_size,
+        "torch": torch.__version__,
+        "library": build,
     }
 
 
 # Rows that fail #
+
 
 class DeviceLost(Exception):
     """The device answers no more: nothing after this can be measured."""
@@ -173,6 +193,7 @@ def recover() -> None:
 
 # Arguments and results #
 
+
 def measurable() -> torch.device | None:
     """The current GPU where the operators run on it; else None, and a line that says why not."""
     reason = "no CUDA device"
@@ -186,7 +207,8 @@ def measurable() -> torch.device | None:
 
 
 def finish(bench, run: Callable[[], None], path: str | None) -> int:
-    """Run a bench, to its end or the loss of the device; write its report and print its summary. The exit status.
+    """Run a bench, to its end or the loss of the device; write its report and print its summary.
+    The exit status.
 
     bench:  `report`, `summary()` and `failed`.
     """
@@ -207,10 +229,15 @@ def wanted(name: str, filters: Sequence[str]) -> bool:
 
 def extents(example: str) -> Callable[[str], tuple[int, ...]]:
     """A parser of as many positive numbers, with x between them, as the example has."""
+
     def parse(text: str) -> tuple[int, ...]:
         numbers = text.split("x")
-        if len(numbers) != len(example.split("x")) or not all(n.isdecimal() and int(n) for n in numbers):
-            raise argparse.ArgumentTypeError(f"{text!r} is no shape; wanted positive numbers, like {example}")
+        if len(numbers) != len(example.split("x")) or not all(
+            n.isdecimal() and int(n) for n in numbers
+        ):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is no shape; wanted positive numbers, like {example}"
+            )
         return tuple(map(int, numbers))
 
     return parse

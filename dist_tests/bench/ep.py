@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SwiGLU experts over the ranks of expert parallelism, over bf16 experts (`torch._grouped_mm`) under the same style.
+"""SwiGLU experts over the ranks of expert parallelism, over bf16 experts (`torch._grouped_mm`)
+under the same style.
 
-    torchrun --nproc-per-node 2 -m dist_tests.bench.ep [--arms bf16 fp8_current ...] [--experts 32] [--json FILE]
+    torchrun --nproc-per-node 2 -m dist_tests.bench.ep [--arms bf16 fp8_current ...] [--experts 32]
+    [--json FILE]
 
-Forward, backward and an SGD step of bf16 parameters (so that weights are quantized in each step); each rank has `tokens` rows in
-unequal groups. Printed: ms, ms of the forward alone without gradients, MiB that a rank's tokens take to their experts and back.
-Rank 0 prints.
+Forward, backward and an SGD step of bf16 parameters (so that weights are quantized in each step);
+each rank has `tokens` rows in unequal groups. Printed: ms, ms of the forward alone without
+gradients, MiB that a rank's tokens take to their experts and back. Rank 0 prints.
 """
 
 from __future__ import annotations
@@ -64,16 +66,22 @@ def build(arm: str, args, device: torch.device) -> nn.Module:
     if recipe is not None:
         fq.convert(net, recipe(), grouped=["gate", "up", "down"])
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("ep",))
-    return parallelize_module(net, mesh, fq.parallel.ExpertParallel(reads=["gate", "up"], writes="down", **options))
+    return parallelize_module(
+        net, mesh, fq.parallel.ExpertParallel(reads=["gate", "up"], writes="down", **options)
+    )
 
 
 def measure(arm: str, args, device: torch.device) -> dict:
     net = build(arm, args, device)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-6, foreach=False)
-    weights = torch.rand(args.experts, generator=torch.Generator().manual_seed(dist.get_rank())) + 0.5
+    weights = (
+        torch.rand(args.experts, generator=torch.Generator().manual_seed(dist.get_rank())) + 0.5
+    )
     ends = (weights.cumsum(0) / weights.sum() * args.tokens).int()
     ends[-1] = args.tokens
-    splits = ends.to(device) if arm == BASE else torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
+    splits = (
+        ends.to(device) if arm == BASE else torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
+    )
     x = torch.randn(args.tokens, args.dim, device=device, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn(args.tokens, args.dim, device=device, dtype=torch.bfloat16)
 
@@ -93,7 +101,12 @@ def measure(arm: str, args, device: torch.device) -> dict:
     fq.reset_receipt()
     step()
     sent = {" ".join(key): size for key, size in fq.receipt().dispatch.items()}
-    return {"arm": arm, "ms": timed(step, args.steps), "forward_ms": timed(forward, args.steps), "sent": sent}
+    return {
+        "arm": arm,
+        "ms": timed(step, args.steps),
+        "forward_ms": timed(forward, args.steps),
+        "sent": sent,
+    }
 
 
 def timed(call, steps: int) -> float:
@@ -110,23 +123,41 @@ def timed(call, steps: int) -> float:
 
 
 def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--arms", nargs="+", default=[BASE, *ARMS], choices=[BASE, *ARMS])
-    for name, value in {"tokens": 16384, "dim": 4096, "hidden": 2048, "experts": 32, "steps": 20}.items():
+    for name, value in {
+        "tokens": 16384,
+        "dim": 4096,
+        "hidden": 2048,
+        "experts": 32,
+        "steps": 20,
+    }.items():
         made.add_argument(f"--{name}", type=int, default=value)
     made.add_argument("--json", help="write all numbers to this file")
     args = made.parse_args()
     device, say = ranks.start()
-    say(f"{dist.get_world_size()} x {torch.cuda.get_device_name()}, torch {torch.__version__}; {args.experts} experts "
-        f"{args.dim} -> {args.hidden}, {args.tokens} tokens a rank, medians of {args.steps} steps")
+    say(
+        f"{dist.get_world_size()} x {torch.cuda.get_device_name()}, torch {torch.__version__}; "
+        f"{args.experts} experts {args.dim} -> {args.hidden}, {args.tokens} tokens a rank, medians "
+        f"of {args.steps} steps"
+    )
     say(f"{'arm':24} {'ms':>8} {'x bf16':>7} {'forward':>8} {'x bf16':>7}  MiB sent")
 
     def line(row: dict, over) -> str:
-        moved = ", ".join(f"{kind} {size / 2**20:.1f}" for kind, size in sorted(row["sent"].items()))
-        times = f"{row['ms']:8.2f} {over('ms'):7.3f} {row['forward_ms']:8.2f} {over('forward_ms'):7.3f}"
+        moved = ", ".join(
+            f"{kind} {size / 2**20:.1f}" for kind, size in sorted(row["sent"].items())
+        )
+        times = (
+            f"{row['ms']:8.2f} {over('ms'):7.3f} {row['forward_ms']:8.2f} {over('forward_ms'):7.3f}"
+        )
         return f"{row['arm']:24} {times}  {moved}"
 
-    ranks.finish(ranks.table(args.arms, BASE, lambda arm: measure(arm, args, device), line, device, say), args.json)
+    ranks.finish(
+        ranks.table(args.arms, BASE, lambda arm: measure(arm, args, device), line, device, say),
+        args.json,
+    )
 
 
 if __name__ == "__main__":

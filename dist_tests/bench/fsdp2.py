@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP2 training steps of Llama-shaped layers over compiled bf16: time, tokens, bytes gathered, peak memory.
+"""FSDP2 training steps of Llama-shaped layers over compiled bf16: time, tokens, bytes gathered,
+peak memory.
 
-    torchrun --nproc-per-node 4 -m dist_tests.bench.fsdp2 [--layers 16 --tokens 8192 2048] [--arms bf16 fp8_current ...]
+    torchrun --nproc-per-node 4 -m dist_tests.bench.fsdp2 [--layers 16 --tokens 8192 2048] [--arms
+    bf16 fp8_current ...]
 
-Every arm is 16 layers (d 4096, ffn 14336, 32 heads, 8 of keys), fp32 sharded parameters, bf16 compute, fused AdamW; the base
-and torchao's float8 are compiled block by block, ours are eager, of `fq.LayerNormMLP`, unless `--separate` or `--compiled`.
-"... quantized" arms have quantized parameters, stepped by `fq.optim.FusedAdam`; "... captured" arms replay their whole step,
-collectives and optimizer included, as one CUDA graph.
-Steps are made back to back and timed by events on the device; rank 0 prints.
+Every arm is 16 layers (d 4096, ffn 14336, 32 heads, 8 of keys), fp32 sharded parameters, bf16
+compute, fused AdamW; the base and torchao's float8 are compiled block by block, ours are eager, of
+`fq.LayerNormMLP`, unless `--separate` or `--compiled`. "... quantized" arms have quantized
+parameters, stepped by `fq.optim.FusedAdam`; "... captured" arms replay their whole step,
+collectives and optimizer included, as one CUDA graph. Steps are made back to back and timed by
+events on the device; rank 0 prints.
 """
 
 from __future__ import annotations
@@ -40,15 +43,22 @@ RECIPES = {
     "hybrid": functools.partial(fq.recipes.hybrid, "mxfp8", "nvfp4"),
 }
 QUANTIZED, CAPTURED = " quantized", " captured"
-OURS = {name + q + c: made for name, made in RECIPES.items() for q in ("", QUANTIZED) for c in ("", CAPTURED)}
+OURS = {
+    name + q + c: made
+    for name, made in RECIPES.items()
+    for q in ("", QUANTIZED)
+    for c in ("", CAPTURED)
+}
 BASES = [BASE, BASE + CAPTURED]
 TORCHAO = {
-    "torchao tensorwise": {}, "torchao tensorwise, fp8 gather": {"enable_fsdp_float8_all_gather": True},
+    "torchao tensorwise": {},
+    "torchao tensorwise, fp8 gather": {"enable_fsdp_float8_all_gather": True},
 }
 GIB = 2**30
 
 
 # What is measured #
+
 
 class Attention(nn.Module):
     """Causal attention with fewer heads of keys and values."""
@@ -63,9 +73,15 @@ class Attention(nn.Module):
         def heads(y: Tensor, n: int) -> Tensor:
             return y.unflatten(-1, (n, -1)).transpose(1, 2)
 
-        q, k, v = heads(self.q(x), self.heads), heads(self.k(x), self.key_heads), heads(self.v(x), self.key_heads)
+        q, k, v = (
+            heads(self.q(x), self.heads),
+            heads(self.k(x), self.key_heads),
+            heads(self.v(x), self.key_heads),
+        )
         k, v = (t.repeat_interleave(self.heads // self.key_heads, 1) for t in (k, v))
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        return self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+        )
 
 
 class MLP(nn.Module):
@@ -87,7 +103,10 @@ class Block(nn.Module):
 
     def __init__(self, dim: int, hidden: int, heads: int, key_heads: int, fused: bool):
         super().__init__()
-        self.norm, self.attention = (fq.Norm if fused else nn.RMSNorm)(dim), Attention(dim, heads, key_heads)
+        self.norm, self.attention = (
+            (fq.Norm if fused else nn.RMSNorm)(dim),
+            Attention(dim, heads, key_heads),
+        )
         self.mlp = fq.LayerNormMLP(dim, hidden, residual=True) if fused else MLP(dim, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -171,7 +190,9 @@ def measure(arm: str, tokens: int, args, device: torch.device) -> dict:
 
             precompute_float8_dynamic_scale_for_fsdp(net)
 
-    aside = torch.cuda.Stream() if captured else torch.cuda.current_stream()  # where captures are made
+    aside = (
+        torch.cuda.Stream() if captured else torch.cuda.current_stream()
+    )  # where captures are made
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
         for _ in range(2):
@@ -192,31 +213,51 @@ def measure(arm: str, tokens: int, args, device: torch.device) -> dict:
     torch.cuda.synchronize()
     ms = statistics.median(a.elapsed_time(b) for a, b in zip(marks, marks[1:]))
     return {
-        "arm": arm, "tokens": tokens, "ms": ms, "host_ms": statistics.median(host) * 1e3,
-        "tokens_per_s": tokens / ms * 1e3, "gathered_bytes": seen[0], "peak_bytes": torch.cuda.max_memory_allocated(),
+        "arm": arm,
+        "tokens": tokens,
+        "ms": ms,
+        "host_ms": statistics.median(host) * 1e3,
+        "tokens_per_s": tokens / ms * 1e3,
+        "gathered_bytes": seen[0],
+        "peak_bytes": torch.cuda.max_memory_allocated(),
     }
 
 
 def table(tokens: int, args, device: torch.device, say) -> list[dict]:
     say(f"\n{tokens} tokens a GPU")
-    say(f"{'arm':32} {'ms':>8} {'x bf16':>7} {'floor':>6} {'aim':>5} {'tokens/s':>9} {'gathered GiB':>12} {'peak GiB':>9} "
-        f"{'x bf16':>7} {'host ms':>8}")
+    say(
+        f"{'arm':32} {'ms':>8} {'x bf16':>7} {'floor':>6} {'aim':>5} {'tokens/s':>9} "
+        f"{'gathered GiB':>12} {'peak GiB':>9} {'x bf16':>7} {'host ms':>8}"
+    )
 
     def line(row: dict, over) -> str:
         arm, speed, memory = row["arm"], over("ms"), 1 / over("peak_bytes")
         row |= {"ratio": speed, "peak_ratio": memory}
         floor, aim = (of.get(tokens) if arm == "fp8_current" else None for of in (FLOORS, AIMS))
         return (
-            f"{arm:32} {row['ms']:8.1f} {speed:7.3f} {floor or '-':>6} {aim or '-':>5} {row['tokens_per_s']:9.0f} "
-            f"{row['gathered_bytes'] / GIB:12.2f} {row['peak_bytes'] / GIB:9.2f} {memory:7.3f} {row['host_ms']:8.1f}"
+            f"{arm:32} {row['ms']:8.1f} {speed:7.3f} {floor or '-':>6} {aim or '-':>5} "
+            f"{row['tokens_per_s']:9.0f} {row['gathered_bytes'] / GIB:12.2f} "
+            f"{row['peak_bytes'] / GIB:9.2f} {memory:7.3f} {row['host_ms']:8.1f}"
         )
 
-    return ranks.table(args.arms, BASE, lambda arm: measure(arm, tokens, args, device), line, device, say, tokens=tokens)
+    return ranks.table(
+        args.arms,
+        BASE,
+        lambda arm: measure(arm, tokens, args, device),
+        line,
+        device,
+        say,
+        tokens=tokens,
+    )
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--arms", nargs="+", default=[BASE, *RECIPES], choices=[*BASES, *OURS, *TORCHAO])
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "--arms", nargs="+", default=[BASE, *RECIPES], choices=[*BASES, *OURS, *TORCHAO]
+    )
     made.add_argument("--tokens", nargs="+", type=int, default=[8192, 2048])
     made.add_argument("--layers", type=int, default=16)
     made.add_argument("--dim", type=int, default=4096)
@@ -224,8 +265,16 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--heads", type=int, default=32)
     made.add_argument("--key-heads", type=int, default=8)
     made.add_argument("--steps", type=int, default=8)
-    made.add_argument("--compiled", action="store_true", help="compile the blocks of our arms too, of separate modules")
-    made.add_argument("--separate", action="store_true", help="our arms are of nn.RMSNorm and nn.Linear modules too")
+    made.add_argument(
+        "--compiled",
+        action="store_true",
+        help="compile the blocks of our arms too, of separate modules",
+    )
+    made.add_argument(
+        "--separate",
+        action="store_true",
+        help="our arms are of nn.RMSNorm and nn.Linear modules too",
+    )
     made.add_argument("--json", help="write all numbers to this file")
     return made
 
@@ -233,8 +282,10 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = parser().parse_args()
     device, say = ranks.start()
-    say(f"{dist.get_world_size()} x {torch.cuda.get_device_name()}, torch {torch.__version__}; {args.layers} layers "
-        f"{args.dim} -> {args.hidden}, medians of {args.steps} steps")
+    say(
+        f"{dist.get_world_size()} x {torch.cuda.get_device_name()}, torch {torch.__version__}; "
+        f"{args.layers} layers {args.dim} -> {args.hidden}, medians of {args.steps} steps"
+    )
     rows = [row for tokens in args.tokens for row in table(tokens, args, device, say)]
     ranks.finish(rows, args.json)
 

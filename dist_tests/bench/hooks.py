@@ -3,8 +3,9 @@
 
     python -m dist_tests.bench.hooks [--arms fp8_current mxfp8 ...] [--layers 8] [--cpu]
 
-Training steps of `bench.fsdp2`'s layers on one GPU, of two ranks of which the other one does not exist (a process group that exchanges
-nothing). Timed are all calls of the hooks, launches included. With --cpu kernels do not run, and the reference's time is in it.
+Training steps of `bench.fsdp2`'s layers on one GPU, of two ranks of which the other one does not
+exist (a process group that exchanges nothing). Timed are all calls of the hooks, launches included.
+With --cpu kernels do not run, and the reference's time is in it.
 """
 
 from __future__ import annotations
@@ -56,22 +57,38 @@ def step_of(arm: str, args, device: torch.device):
 
 
 def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--arms", nargs="+", default=["fp8_current", "fp8_current quantized", "fp8_delayed", "fp8_block", "mxfp8"],
-                      choices=list(fsdp2.OURS))
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "--arms",
+        nargs="+",
+        default=["fp8_current", "fp8_current quantized", "fp8_delayed", "fp8_block", "mxfp8"],
+        choices=list(fsdp2.OURS),
+    )
     made.add_argument("--layers", type=int, default=8)
     made.add_argument("--cpu", action="store_true", help="small layers on the CPU")
     args = made.parse_args()
     if not args.cpu and not torch.cuda.is_available():
-        raise SystemExit("error: there is no GPU; the times of this bench are of the host beside one (--cpu tries it without)")
-    small = ["--dim", "128", "--hidden", "256", "--heads", "4", "--key-heads", "2", "--tokens", "128"] if args.cpu else ["--tokens", "2048"]
+        raise SystemExit(
+            "error: there is no GPU; the times of this bench are of the host beside one (--cpu "
+            "tries it without)"
+        )
+    small = (
+        ["--dim", "128", "--hidden", "256", "--heads", "4", "--key-heads", "2", "--tokens", "128"]
+        if args.cpu
+        else ["--tokens", "2048"]
+    )
     of_model = fsdp2.parser().parse_args(["--layers", str(args.layers), *small])
     device = torch.device("cpu" if args.cpu else "cuda:0")
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     spent: dict[str, float] = {}
     for what, (owner, name) in HOOKS.items():
         timed(spent, what, owner, name)
-    print(f"{args.layers} layers, {of_model.tokens[0]} tokens, {'CPU' if args.cpu else torch.cuda.get_device_name()}; us a weight and pass")
+    print(
+        f"{args.layers} layers, {of_model.tokens[0]} tokens, "
+        f"{'CPU' if args.cpu else torch.cuda.get_device_name()}; us a weight and pass"
+    )
     print(f"{'arm':24} {'send':>8} {'receive':>8} {'both':>8}")
     for arm in args.arms:
         step = step_of(arm, of_model, device)
@@ -83,7 +100,9 @@ def main() -> None:
             if device.type == "cuda":
                 torch.cuda.synchronize()  # a full queue would let the host wait
         us = {what: spent[what] / spent["calls"] * 2e6 for what in HOOKS}
-        print(f"{arm:24} {us['send']:8.1f} {us['receive']:8.1f} {sum(us.values()):8.1f}", flush=True)
+        print(
+            f"{arm:24} {us['send']:8.1f} {us['receive']:8.1f} {sum(us.values()):8.1f}", flush=True
+        )
         del step
         gc.collect()
     dist.destroy_process_group()

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small language task that separates recipes: python -m dist_tests.bench.learning [--arms mxfp8 nvfp4] [--seeds 0 1] [--jobs 16].
+"""A small language task that separates recipes: python -m dist_tests.bench.learning [--arms mxfp8
+nvfp4] [--seeds 0 1] [--jobs 16].
 
-Two blocks of attention and SwiGLU learn a synthetic language: a hidden topic chooses one of several Zipf-distributed bigram
-tables, and half of the sequences repeat a span. Data and initial values are the same for every arm of a seed, so an arm is
-its gap to bf16 of that seed, in nats on a fixed validation set. Gaps below .003 mean nothing.
+Two blocks of attention and SwiGLU learn a synthetic language: a hidden topic chooses one of several
+Zipf-distributed bigram tables, and half of the sequences repeat a span. Data and initial values are
+the same for every arm of a seed, so an arm is its gap to bf16 of that seed, in nats on a fixed
+validation set. Gaps below .003 mean nothing.
 """
 
 from __future__ import annotations
@@ -52,11 +54,18 @@ class Block(nn.Module):
         d = size.width
         self.heads, self.norm, self.norm2 = size.heads, nn.RMSNorm(d), nn.RMSNorm(d)
         self.qkv, self.out = nn.Linear(d, 3 * d, bias=False), nn.Linear(d, d, bias=False)
-        self.gate, self.up, self.down = (nn.Linear(a, b, bias=False) for a, b in ((d, 2 * d), (d, 2 * d), (2 * d, d)))
+        self.gate, self.up, self.down = (
+            nn.Linear(a, b, bias=False) for a, b in ((d, 2 * d), (d, 2 * d), (2 * d, d))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            t.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for t in self.qkv(self.norm(x)).chunk(3, -1)
+        )
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         h = self.norm2(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
@@ -66,12 +75,20 @@ class Model(nn.Module):
 
     def __init__(self, size: Size):
         super().__init__()
-        self.embed, self.place = nn.Embedding(size.vocabulary, size.width), nn.Embedding(size.tokens, size.width)
+        self.embed, self.place = (
+            nn.Embedding(size.vocabulary, size.width),
+            nn.Embedding(size.tokens, size.width),
+        )
         self.blocks = nn.Sequential(*(Block(size) for _ in range(size.layers)))
-        self.norm, self.head = nn.RMSNorm(size.width), nn.Linear(size.width, size.vocabulary, bias=False)
+        self.norm, self.head = (
+            nn.RMSNorm(size.width),
+            nn.Linear(size.width, size.vocabulary, bias=False),
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.norm(self.blocks(self.embed(ids) + self.place.weight[: ids.shape[1]])))
+        return self.head(
+            self.norm(self.blocks(self.embed(ids) + self.place.weight[: ids.shape[1]]))
+        )
 
 
 class Language:
@@ -89,7 +106,9 @@ class Language:
         topic = torch.randint(len(self.table), (count,), generator=g)
         ids = torch.randint(self.size.vocabulary, (count, 1), generator=g)
         for _ in range(length - 1):
-            ids = torch.cat((ids, torch.multinomial(self.table[topic, ids[:, -1]], 1, generator=g)), 1)
+            ids = torch.cat(
+                (ids, torch.multinomial(self.table[topic, ids[:, -1]], 1, generator=g)), 1
+            )
         span = length // 4
         for i in range(0, count, 2):
             start = int(torch.randint(1, span, (), generator=g))
@@ -108,22 +127,32 @@ def validation_loss(recipe: fq.Recipe, size: Size, seed: int) -> float:
     torch.manual_seed(seed)
     model, language = Model(size), Language(size)
     fq.convert(model, recipe, skip=["head"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=size.rate, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=size.rate, betas=(0.9, 0.95), weight_decay=0.01
+    )
     for step in range(size.steps):
         fq.begin_step(step, seed=seed)
-        warm, done = (step + 1) / size.warmup, (step - size.warmup) / max(1, size.steps - size.warmup)
-        optimizer.param_groups[0]["lr"] = size.rate * (warm if warm < 1 else 0.5 + 0.5 * math.cos(math.pi * max(0.0, done)))
+        warm, done = (
+            (step + 1) / size.warmup,
+            (step - size.warmup) / max(1, size.steps - size.warmup),
+        )
+        optimizer.param_groups[0]["lr"] = size.rate * (
+            warm if warm < 1 else 0.5 + 0.5 * math.cos(math.pi * max(0.0, done))
+        )
         loss_of(model, language.sample(size.sequences, 1000 * (seed + 1) + step)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     model.eval()
     with torch.no_grad():
-        parts = [loss_of(model, part).item() for part in language.sample(size.validation, 5).split(64)]
+        parts = [
+            loss_of(model, part).item() for part in language.sample(size.validation, 5).split(64)
+        ]
     return sum(parts) / len(parts)
 
 
 # Arms #
+
 
 def row_scaled_e2m1(role):
     """Broken: 4-bit elements with one scale a row."""
@@ -153,10 +182,17 @@ def nvfp4_rounded_inputs(role):
 
 
 ARMS = {
-    "fp8_current": recipes.fp8_current(), "fp8_delayed": recipes.fp8_delayed(), "fp8_row": recipes.fp8_row(),
-    "fp8_block": recipes.fp8_block(), "mxfp8": recipes.mxfp8(), "mxfp6": recipes.mxfp6(),
-    "mxfp6 e3m2": fq.CustomRecipe(mxfp6_e3m2), "mxfp4": recipes.mxfp4(), "nvfp4": recipes.nvfp4(),
-    "nvfp4 backward": recipes.hybrid("identity", "nvfp4"), "nvfp4 forward": fq.CustomRecipe(nvfp4_forward),
+    "fp8_current": recipes.fp8_current(),
+    "fp8_delayed": recipes.fp8_delayed(),
+    "fp8_row": recipes.fp8_row(),
+    "fp8_block": recipes.fp8_block(),
+    "mxfp8": recipes.mxfp8(),
+    "mxfp6": recipes.mxfp6(),
+    "mxfp6 e3m2": fq.CustomRecipe(mxfp6_e3m2),
+    "mxfp4": recipes.mxfp4(),
+    "nvfp4": recipes.nvfp4(),
+    "nvfp4 backward": recipes.hybrid("identity", "nvfp4"),
+    "nvfp4 forward": fq.CustomRecipe(nvfp4_forward),
     "mxfp8/nvfp4": recipes.hybrid("mxfp8", "nvfp4"),
     "nvfp4 fp8_exact": recipes.nvfp4(scale_rule="fp8_exact"),
     "mxfp8/nvfp4 fp8_exact": recipes.hybrid("mxfp8", "nvfp4", scale_rule="fp8_exact"),
@@ -167,7 +203,9 @@ ARMS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--jobs", type=int, default=1, help="arms that train at the same time")
@@ -178,7 +216,9 @@ def main() -> None:
     arms = {"bf16": recipes.identity()} | {arm: ARMS[arm] for arm in args.arms}
     results, printed = {name: {} for name in arms}, set()
     threads = max(1, (os.cpu_count() or 1) // args.jobs)
-    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, [threads]) as pool:
+    with ProcessPoolExecutor(
+        args.jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, [threads]
+    ) as pool:
         order = [(name, seed) for name in ("bf16", *reversed(args.arms)) for seed in args.seeds]
         made = {pool.submit(_timed, arms[name], size, seed): (name, seed) for name, seed in order}
         for future in as_completed(made):
@@ -188,9 +228,18 @@ def main() -> None:
             for name in set(done) - printed if "bf16" in done else ():
                 printed.add(name)
                 losses, seconds = zip(*(results[name][seed] for seed in args.seeds))
-                gaps = " ".join(f"{loss - results['bf16'][seed][0]:+.4f}" for seed, loss in zip(args.seeds, losses))
-                shown, mean = " ".join(f"{loss:.4f}" for loss in losses), sum(seconds) / len(seconds)
-                print(f"{name:24} loss {shown}  gap {gaps}  {mean:.0f} s of processors an arm", flush=True)
+                gaps = " ".join(
+                    f"{loss - results['bf16'][seed][0]:+.4f}"
+                    for seed, loss in zip(args.seeds, losses)
+                )
+                shown, mean = (
+                    " ".join(f"{loss:.4f}" for loss in losses),
+                    sum(seconds) / len(seconds),
+                )
+                print(
+                    f"{name:24} loss {shown}  gap {gaps}  {mean:.0f} s of processors an arm",
+                    flush=True,
+                )
 
 
 def _timed(recipe: fq.Recipe, size: Size, seed: int) -> tuple[float, float]:

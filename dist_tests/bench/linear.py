@@ -1,25 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training steps of linear layers, each recipe over bf16, on one GPU.
 
-    python -m dist_tests.bench.linear [--what mlp linear host] [--recipes fp8_current mxfp8] [--compiled] [--torchao]
+    python -m dist_tests.bench.linear [--what mlp linear host] [--recipes fp8_current mxfp8]
+    [--compiled] [--torchao]
                                       [--json out.json]
 
-    mlp     4 layers x + down(silu(gate(h)) * up(h)), h = RMSNorm(x): 4096 -> 14336 -> 4096, 8192 tokens; "fused": as
-            fq.LayerNormMLP of the same weights, which the floors are of; "recomputed": with recompute="gate_up"
+    mlp     4 layers x + down(silu(gate(h)) * up(h)), h = RMSNorm(x): 4096 -> 14336 -> 4096, 8192
+            tokens; "fused": as fq.LayerNormMLP of the same weights, which the floors are of;
+            "recomputed": with recompute="gate_up"
     linear  one layer 4096 -> 14336, 8192 tokens
     host    one layer 1024 -> 1024, 128 tokens: host microseconds a step, until everything is queued
 
-No biases; weights and activations are bf16. A step is the forward and the backward of a fixed random gradient, to the
-input and to every parameter. Between two steps, outside the time, plain gradient descent of rate 0 writes every
-parameter, and the gradients are dropped: to the library the weights have changed, as in training. Their quantization is
-then part of each step, and histories of delayed scaling roll.
+No biases; weights and activations are bf16. A step is the forward and the backward of a fixed
+random gradient, to the input and to every parameter. Between two steps, outside the time, plain
+gradient descent of rate 0 writes every parameter, and the gradients are dropped: to the library the
+weights have changed, as in training. Their quantization is then part of each step, and histories of
+delayed scaling roll.
 
-mlp and linear: milliseconds (median), ratio to bf16 under torch.compile, floor and aim of that ratio, "under" where it
-is below the floor. Products are bound by power, so steps are made back to back, and a row's come between two series of
-compiled bf16's: the mean of their medians is what it is measured by. "peak" is the memory of model and step together,
-beyond what was allocated before the model was made. "products" are the domains that ran.
+mlp and linear: milliseconds (median), ratio to bf16 under torch.compile, floor and aim of that
+ratio, "under" where it is below the floor. Products are bound by power, so steps are made back to
+back, and a row's come between two series of compiled bf16's: the mean of their medians is what it
+is measured by. "peak" is the memory of model and step together, beyond what was allocated before
+the model was made. "products" are the domains that ran.
 
-host: a row's rounds come after as many of nn.Linear in bf16; ratio to it, and "over" where that is above the limit.
+host: a row's rounds come after as many of nn.Linear in bf16; ratio to it, and "over" where that is
+      above the limit.
 
 Exit status 1: a row failed; 2: nothing can be measured here.
 """
@@ -78,6 +83,7 @@ TORCHAO_RECIPES = ("tensorwise", "rowwise_with_gw_hp", "rowwise")
 
 # What is measured #
 
+
 class Block(nn.Module):
     """RMSNorm and SwiGLU, with a residual."""
 
@@ -108,19 +114,30 @@ class Problem(NamedTuple):
 
 MLP = Problem(
     f"mlp: {LAYERS} layers {DIM} -> {HIDDEN} -> {DIM}, {TOKENS} tokens",
-    lambda device: nn.Sequential(*(Block(DIM, HIDDEN, device) for _ in range(LAYERS))), TOKENS, DIM, DIM,
+    lambda device: nn.Sequential(*(Block(DIM, HIDDEN, device) for _ in range(LAYERS))),
+    TOKENS,
+    DIM,
+    DIM,
 )
 LINEAR = Problem(
-    f"linear: {DIM} -> {HIDDEN}, {TOKENS} tokens", functools.partial(linear, DIM, HIDDEN), TOKENS, DIM, HIDDEN
+    f"linear: {DIM} -> {HIDDEN}, {TOKENS} tokens",
+    functools.partial(linear, DIM, HIDDEN),
+    TOKENS,
+    DIM,
+    HIDDEN,
 )
 HOST = Problem(
-    f"host: {HOST_DIM} -> {HOST_DIM}, {HOST_TOKENS} tokens", functools.partial(linear, HOST_DIM, HOST_DIM), HOST_TOKENS,
-    HOST_DIM, HOST_DIM,
+    f"host: {HOST_DIM} -> {HOST_DIM}, {HOST_TOKENS} tokens",
+    functools.partial(linear, HOST_DIM, HOST_DIM),
+    HOST_TOKENS,
+    HOST_DIM,
+    HOST_DIM,
 )
 
 
 class Data(NamedTuple):
-    """Random [tokens, dim] input and [tokens, out] gradient of the output, for every row of a problem."""
+    """Random [tokens, dim] input and [tokens, out] gradient of the output, for every row of a
+    problem."""
 
     x: Tensor
     dy: Tensor
@@ -129,7 +146,9 @@ class Data(NamedTuple):
     def of(cls, problem: Problem, device: torch.device) -> Data:
         generator = torch.Generator(device).manual_seed(1)
         x, dy = (
-            torch.randn(problem.tokens, width, dtype=torch.bfloat16, device=device, generator=generator)
+            torch.randn(
+                problem.tokens, width, dtype=torch.bfloat16, device=device, generator=generator
+            )
             for width in (problem.dim, problem.out)
         )
         return cls(x.requires_grad_(), dy)
@@ -160,7 +179,9 @@ class Step:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.data.x.grad = None
-        torch.autograd.graph.increment_version(self.data.x)  # the next batch: its codes are made anew
+        torch.autograd.graph.increment_version(
+            self.data.x
+        )  # the next batch: its codes are made anew
 
 
 BASE = Arm("bf16 compiled", torch.compile)
@@ -177,16 +198,26 @@ def converted(recipe: str, compiled: bool) -> Callable[[nn.Module], nn.Module]:
 
 def fused(recipe: str, recompute: str | None = None) -> Callable[[nn.Module], nn.Module]:
     """The blocks of the mlp as LayerNormMLP modules."""
+
     def prepare(model: nn.Module) -> nn.Module:
         layers = nn.Sequential()
         for i, block in enumerate(model):
             weight = block.gate.weight
             layer = fq.LayerNormMLP(
-                weight.shape[1], weight.shape[0], residual=True, eps=torch.finfo(torch.float32).eps, device=weight.device,
-                dtype=weight.dtype, recompute=recompute, recipe=RECIPES[recipe](), name=f"{i}",
+                weight.shape[1],
+                weight.shape[0],
+                residual=True,
+                eps=torch.finfo(torch.float32).eps,
+                device=weight.device,
+                dtype=weight.dtype,
+                recompute=recompute,
+                recipe=RECIPES[recipe](),
+                name=f"{i}",
             )
             names = {"norm": "norm", "gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-            layer.load_state_dict({f"{names[k.split('.')[0]]}.weight": v for k, v in block.state_dict().items()})
+            layer.load_state_dict(
+                {f"{names[k.split('.')[0]]}.weight": v for k, v in block.state_dict().items()}
+            )
             layers.append(layer)
             model[i] = None  # the last that holds the plain weights
         return layers
@@ -219,11 +250,14 @@ def torchao_arms() -> list[Arm]:
         convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
         return torch.compile(model)
 
-    return [Arm(f"torchao {r} compiled", functools.partial(prepare, recipe=r)) for r in TORCHAO_RECIPES]
+    return [
+        Arm(f"torchao {r} compiled", functools.partial(prepare, recipe=r)) for r in TORCHAO_RECIPES
+    ]
 
 
 def host_us(*steps: Step) -> list[float]:
-    """Host microseconds of each step, its update not counted; medians of rounds in turn, as the host's speed drifts.
+    """Host microseconds of each step, its update not counted; medians of rounds in turn, as the
+    host's speed drifts.
 
     A round's steps are waited for before the next round.
     """
@@ -250,18 +284,24 @@ def host_us(*steps: Step) -> list[float]:
 
 # Tables #
 
+
 def _shown(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.2f}"
 
 
 def _domains() -> dict:
-    """What ran since the last reset: domain -> products; quantizations that no kernel made; departures."""
+    """What ran since the last reset: domain -> products; quantizations that no kernel made;
+    departures."""
     ran = fq.receipt()
     products: dict[str, int] = {}
     for (domain, *_), n in ran.gemms.items():
         products[domain] = products.get(domain, 0) + n
     by_reference = sum(n for (*_, how), n in ran.quantize.items() if how == "reference")
-    return {"products": products, "quantized_by_reference": by_reference, "departures": sum(ran.departures.values())}
+    return {
+        "products": products,
+        "quantized_by_reference": by_reference,
+        "departures": sum(ran.departures.values()),
+    }
 
 
 class Bench:
@@ -294,7 +334,9 @@ class Bench:
         self.report["tables"].append(found)
         print(f"\n{problem.title}")
         judged = f"{'x bf16':>7} {'floor':>6} {'aim':>5} {'':5}"
-        print(f"{'row':36} {'ms':>8} {'lowest':>8} {judged} {'peak GiB':>8} {'x bf16':>7}  products")
+        print(
+            f"{'row':36} {'ms':>8} {'lowest':>8} {judged} {'peak GiB':>8} {'x bf16':>7}  products"
+        )
         data, base = Data.of(problem, self.device), None
         for arm in (BASE, *arms):
             result = {"name": arm.name, "floor": arm.floor, "aim": arm.aim}
@@ -325,9 +367,14 @@ class Bench:
         ratio = statistics.mean((before.us, after.us)) / sample.us
         floor, aim = result["floor"], result["aim"]
         result |= {
-            **sample._asdict(), "bf16_us": [before.us, after.us], "ratio": ratio,
-            "under": floor is not None and ratio < floor, "reached": aim is not None and ratio >= aim,
-            **taken, "peak_ratio": taken["peak_bytes"] / base_taken["peak_bytes"], **ran,
+            **sample._asdict(),
+            "bf16_us": [before.us, after.us],
+            "ratio": ratio,
+            "under": floor is not None and ratio < floor,
+            "reached": aim is not None and ratio >= aim,
+            **taken,
+            "peak_ratio": taken["peak_bytes"] / base_taken["peak_bytes"],
+            **ran,
         }
         notes = ["the device waited for the host"] if not sample.hidden else []
         notes += [f"{n} graph breaks"] if (n := taken["graph_breaks"]) else []
@@ -335,15 +382,20 @@ class Bench:
         notes += ["departed from the plan"] if ran["departures"] else []
         products = ", ".join(sorted(ran["products"])) or "torch's"
         print(
-            f"{result['name']:36} {sample.us / 1e3:8.3f} {sample.lowest / 1e3:8.3f} {ratio:7.3f} {_shown(floor):>6} "
-            f"{_shown(aim):>5} {'under' if result['under'] else '':5} {taken['peak_bytes'] / GIB:8.2f} "
-            f"{result['peak_ratio']:7.3f}  {'; '.join([products, *notes])}", flush=True,
+            f"{result['name']:36} {sample.us / 1e3:8.3f} {sample.lowest / 1e3:8.3f} {ratio:7.3f} "
+            f"{_shown(floor):>6} {_shown(aim):>5} {'under' if result['under'] else '':5} "
+            f"{taken['peak_bytes'] / GIB:8.2f} {result['peak_ratio']:7.3f}  "
+            f"{'; '.join([products, *notes])}",
+            flush=True,
         )
 
     def host(self, problem: Problem, arms: Sequence[Arm]) -> None:
         found = {"title": problem.title, "rows": []}
         self.report["tables"].append(found)
-        print(f"\n{problem.title}; host microseconds a step, medians of {HOST_ROUNDS} rounds of {HOST_STEPS}")
+        print(
+            f"\n{problem.title}; host microseconds a step, medians of {HOST_ROUNDS} rounds of "
+            f"{HOST_STEPS}"
+        )
         print(f"{'row':36} {'us':>8} {'nn.Linear':>9} {'ratio':>7} {'limit':>6} {'aim':>5}")
         data = Data.of(problem, self.device)
         base = Step(problem, PLAIN, data)
@@ -361,10 +413,18 @@ class Bench:
                 continue
             ratio = us / plain
             over = ratio > HOST_LIMIT
-            result |= {"us": us, "bf16_us": plain, "ratio": ratio, "under": over, "reached": ratio <= HOST_AIM}
+            result |= {
+                "us": us,
+                "bf16_us": plain,
+                "ratio": ratio,
+                "under": over,
+                "reached": ratio <= HOST_AIM,
+            }
             mark = " over" if over else ""
             print(
-                f"{arm.name:36} {us:8.1f} {plain:9.1f} {ratio:7.3f} {HOST_LIMIT:6.2f} {HOST_AIM:5.2f}{mark}", flush=True
+                f"{arm.name:36} {us:8.1f} {plain:9.1f} {ratio:7.3f} {HOST_LIMIT:6.2f} "
+                f"{HOST_AIM:5.2f}{mark}",
+                flush=True,
             )
 
     def run(self) -> None:
@@ -386,7 +446,11 @@ class Bench:
         measured = [r for r in rows if "error" not in r]
         judged = [r for r in measured if r["floor"] is not None]
         line = f"{len(rows)} rows: {len(judged)} with a floor or limit, {sum(r['under'] for r in judged)} beyond it"
-        return line + f", {sum(r['reached'] for r in measured)} at their aim, {len(rows) - len(measured)} failed"
+        return (
+            line
+            + f", {sum(r['reached'] for r in measured)} at their aim, {len(rows) - len(measured)} "
+            "failed"
+        )
 
     @property
     def failed(self) -> bool:
@@ -402,19 +466,39 @@ def on_device(args) -> int:
     clock = DeviceClock(device, args.repeats)
     bench = Bench(clock, device, args)
     bench.report = {**facts(device), **bench.report}
-    print(f"{bench.report['device']}, torch {torch.__version__}; medians of {clock.repeats} steps, made back to back")
+    print(
+        f"{bench.report['device']}, torch {torch.__version__}; medians of {clock.repeats} steps, "
+        "made back to back"
+    )
     clock.wake()
     return finish(bench, bench.run, args.json)
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--what", nargs="+", choices=WHAT, default=WHAT, help="which tables (default: all)")
-    made.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="default: all of them")
-    made.add_argument("--compiled", action="store_true", help="time recipes under torch.compile as well")
-    made.add_argument("--torchao", action="store_true", help="time torchao's float8 on the mlp, where it is installed")
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "--what", nargs="+", choices=WHAT, default=WHAT, help="which tables (default: all)"
+    )
+    made.add_argument(
+        "--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="default: all of them"
+    )
+    made.add_argument(
+        "--compiled", action="store_true", help="time recipes under torch.compile as well"
+    )
+    made.add_argument(
+        "--torchao",
+        action="store_true",
+        help="time torchao's float8 on the mlp, where it is installed",
+    )
     made.add_argument("--json", help="write all numbers to this file")
-    made.add_argument("--repeats", type=count, default=15, help="timed steps a row of mlp and linear (default: 15)")
+    made.add_argument(
+        "--repeats",
+        type=count,
+        default=15,
+        help="timed steps a row of mlp and linear (default: 15)",
+    )
     return made
 
 

@@ -23,8 +23,8 @@ compiled", is measured first; then --arms:
 
 Columns, of medians; "x bf16" is over the base:
     ms        of a step, by device events, steps back to back; base / arm, more is faster
-    peak      GiB allocated at most in a step, optimizer included; arm / base, less is better. "-" of
-              graphed arms: the allocator does not tell what a CUDA graph's own pool holds
+    peak      GiB allocated at most in a step, optimizer included; arm / base, less is better. "-"
+              of graphed arms: the allocator does not tell what a CUDA graph's own pool holds
     resident  GiB allocated between steps beyond parameters, buffers and optimizer state (the
               bytes of those are own_bytes in the JSON)
     host      ms until the Python call of a step returns on an idle device; arm / base. Long steps
@@ -73,12 +73,14 @@ try:
         convert_to_float8_training,
         precompute_float8_dynamic_scale_for_fsdp,
     )
+
     NO_TORCHAO = None
 except Exception as error:  # of any kind: a peer is an option
     NO_TORCHAO = first_line(error)
 
 try:
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
     NO_LIGER = None
 except Exception as error:
     NO_LIGER = first_line(error)
@@ -97,7 +99,11 @@ OURS = {
 }
 ARMS = ("bf16", *OURS, "torchao", "gather", "again")
 WIDTHS = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size"
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
 )
 SIZE = dict(zip(WIDTHS, (4096, 14336, 32, 8, 32000)))
 TINY = dict(zip(WIDTHS, (64, 128, 4, 2, 256)))
@@ -110,18 +116,38 @@ MODELS = {
     "phi3": ("phi3", {}),
     "gemma3": ("gemma3_text", {"head_dim": 128}),
     "mixtral": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}),
-    "gpt_oss": ("gpt_oss", {
-        "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
-        "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4,
-    }),
-    "gpt2": ("gpt2", {
-        "hidden_size": 1600, "num_attention_heads": 25,
-        "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0,
-    }),
-    "qwen3_moe": ("qwen3_moe", {
-        "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 64,
-        "num_experts_per_tok": 8, "head_dim": 128,
-    }),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+        },
+    ),
+    "gpt2": (
+        "gpt2",
+        {
+            "hidden_size": 1600,
+            "num_attention_heads": 25,
+            "resid_pdrop": 0,
+            "embd_pdrop": 0,
+            "attn_pdrop": 0,
+        },
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            "hidden_size": 2048,
+            "moe_intermediate_size": 768,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "head_dim": 128,
+        },
+    ),
 }
 TINY_EXPERTS = {"hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
 KEPT_BF16 = "lm_head"
@@ -130,6 +156,7 @@ GIB = 2**30
 
 
 # Models #
+
 
 class Arm(NamedTuple):
     """recipe: of this library, or None: bf16, or torchao's float8 ("tensorwise", "gather")."""
@@ -167,14 +194,20 @@ def model(args, device: torch.device) -> nn.Module:
     family, own = MODELS[args.model]
     tiny = {k: v for k, v in (TINY | TINY_EXPERTS).items() if args.tiny and k in own}
     config = CONFIG_MAPPING[family](
-        **args.size | own | tiny, num_hidden_layers=args.layers, use_cache=False,
-        max_position_embeddings=max(args.tokens), tie_word_embeddings=False,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        **args.size | own | tiny,
+        num_hidden_layers=args.layers,
+        use_cache=False,
+        max_position_embeddings=max(args.tokens),
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
     )
     torch.manual_seed(0)
     with device:
         return AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16,
+            config,
+            dtype=torch.bfloat16,
             attn_implementation="eager" if family == "gpt_oss" else "sdpa",
         ).train()
 
@@ -183,7 +216,8 @@ def convert(net: nn.Module, arm: Arm) -> None:
     """Convert all linear layers but lm_head, and packed experts, in place."""
     if arm.torchao is not None:
         convert_to_float8_training(
-            net, config=Float8LinearConfig(enable_fsdp_float8_all_gather=arm.torchao == "gather"),
+            net,
+            config=Float8LinearConfig(enable_fsdp_float8_all_gather=arm.torchao == "gather"),
             module_filter_fn=lambda module, name: KEPT_BF16 not in name,
         )
     if arm.recipe is None:
@@ -213,6 +247,7 @@ def build(arm: Arm, args, device: torch.device):
 
 
 # Measurements #
+
 
 def synchronize() -> None:
     if CUDA:
@@ -282,9 +317,7 @@ def profiled(step: Callable[[], Tensor]) -> list[tuple[str, int, float]]:
     return sorted(rows, key=lambda row: -row[2])
 
 
-def measure(
-    arm: Arm, tokens: int, args, device: torch.device, say: Callable[[str], None]
-) -> dict:
+def measure(arm: Arm, tokens: int, args, device: torch.device, say: Callable[[str], None]) -> dict:
     """Build one arm and measure all columns. Every rank calls it."""
     begin = time.perf_counter()
     torch._dynamo.reset()  # graphs of the arm before, which hold its model
@@ -292,7 +325,8 @@ def measure(
     gc.collect()
     rank = dist.get_rank() if dist.is_initialized() else 0
     ids = torch.randint(
-        args.size["vocab_size"], (args.batch, tokens // args.batch),
+        args.size["vocab_size"],
+        (args.batch, tokens // args.batch),
         generator=torch.Generator().manual_seed(1 + rank),
     ).to(device)
     before = allocated()
@@ -337,11 +371,18 @@ def measure(
     if any("recompile limit" in reason for reason in reasons):
         notes.append("dynamo hit its recompile limit: some frames run uncompiled")
     row = {
-        "arm": arm.name, "tokens": tokens, "ms": ms, "host_ms": host, "peak_bytes": peak,
-        "own_bytes": own_bytes, "resident_bytes": allocated() - before - own_bytes if CUDA else 0,
+        "arm": arm.name,
+        "tokens": tokens,
+        "ms": ms,
+        "host_ms": host,
+        "peak_bytes": peak,
+        "own_bytes": own_bytes,
+        "resident_bytes": allocated() - before - own_bytes if CUDA else 0,
         "frames": compiled_frames,
         "recompiled": counters["frames"]["total"] - compiled_frames,
-        "breaks": sum(counters["graph_break"].values()), "loss": loss, "notes": notes,
+        "breaks": sum(counters["graph_break"].values()),
+        "loss": loss,
+        "notes": notes,
     }
     if args.profile:
         try:
@@ -358,6 +399,7 @@ def measure(
 
 
 # Tables #
+
 
 def as_json(row: dict, over: Callable[[str], float]) -> str:
     """Add the ratios to a row (`ranks.table`); return it as JSON."""
@@ -389,6 +431,7 @@ def table(tokens: int, rows: list[dict]) -> Iterable[str]:
 
 def listed(kind: Callable, choices: Iterable | None = None) -> Callable[[str], list]:
     """A parser of values with commas between them."""
+
     def parse(text: str) -> list:
         values = [kind(word) for word in text.split(",")]
         if choices is not None and (wrong := [v for v in values if v not in choices]):
@@ -442,8 +485,8 @@ def main() -> None:
         f"{dist.get_world_size() if args.fsdp else 1} x "
         f"{torch.cuda.get_device_name(device) if CUDA else 'CPU'}, "
         f"{', '.join(f'{n} {importlib.metadata.version(n)}' for n in packages)}; {args.model}, "
-        f"{args.layers} layers, {args.batch} x {[t // args.batch for t in args.tokens]} tokens, compile "
-        f"{args.compile}, {args.steps} steps; native: {extension.STATUS.reason or 'loaded'}"
+        f"{args.layers} layers, {args.batch} x {[t // args.batch for t in args.tokens]} tokens, "
+        f"compile {args.compile}, {args.steps} steps; native: {extension.STATUS.reason or 'loaded'}"
     )
     arms = {arm.name: arm for arm in chosen_arms(args, say)}
     rows: dict[int, list[dict]] = {}

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What collectives of FSDP2 take on clusters that are not there: `fq.plan(bandwidth=...)` of a model without memory.
+"""What collectives of FSDP2 take on clusters that are not there: `fq.plan(bandwidth=...)` of a
+model without memory.
 
-    python -m dist_tests.bench.on_paper [--gpus 64 256 1024] [--inside 333] [--between 50] [--layers 32 --dim 4096 --hidden 14336]
+    python -m dist_tests.bench.on_paper [--gpus 64 256 1024] [--inside 333] [--between 50] [--layers
+    32 --dim 4096 --hidden 14336]
 
-One process; the world is a process group that talks to nobody. GB/s are what one GPU receives: in a machine of 8, and over the
-network. Rows: one shard group over all GPUs (at the rate of the network), and HSDP with a copy per machine of 8, whose gathers
-stay in it. Needs no GPU.
+One process; the world is a process group that talks to nobody. GB/s are what one GPU receives: in a
+machine of 8, and over the network. Rows: one shard group over all GPUs (at the rate of the
+network), and HSDP with a copy per machine of 8, whose gathers stay in it. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ def planned(arm: str, gpus: int, copies: int, links: tuple[float, float], args) 
     net = fsdp2.model(args, fused=False)
     fq.convert(net, ARMS[arm](), fuse=False)
     mesh = init_device_mesh("cpu", (copies, gpus // copies), mesh_dim_names=("copies", "shards"))
-    options = {"mesh": mesh if copies > 1 else mesh["shards"], "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+    options = {
+        "mesh": mesh if copies > 1 else mesh["shards"],
+        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+    }
     for block in net:
         fully_shard(block, **options)
     fully_shard(net, **options)
@@ -50,15 +55,23 @@ def main() -> int:
     parser.set_defaults(arms=list(ARMS), layers=32)
     args = parser.parse_args()
     inside, between = args.inside * 1e9, args.between * 1e9
-    print(f"{args.layers} layers of {args.dim} x {args.hidden}; milliseconds per step\n"
-          f"{'GPUs':>5} {'shards':>6} {'recipe':14} {'GiB gathered':>12} {'forward':>8} {'backward':>8} {'gradients':>9}")
+    print(
+        f"{args.layers} layers of {args.dim} x {args.hidden}; milliseconds per step\n"
+        f"{'GPUs':>5} {'shards':>6} {'recipe':14} {'GiB gathered':>12} {'forward':>8} "
+        f"{'backward':>8} {'gradients':>9}"
+    )
     for gpus in args.gpus:
         for copies in sorted({1, max(1, gpus // MACHINE)}):
             link = between if gpus > MACHINE and copies == 1 else inside
             for arm in args.arms:
                 made = planned(arm, gpus, copies, (link, between), args)
-                forward, backward, reduce = (1e3 * s for s in (*made.traffic.gather, made.traffic.reduce))
-                print(f"{gpus:5} {gpus // copies:6} {arm:14} {made.bytes_per_step() / 2**30:12.2f} {forward:8.1f} {backward:8.1f} {reduce:9.1f}")
+                forward, backward, reduce = (
+                    1e3 * s for s in (*made.traffic.gather, made.traffic.reduce)
+                )
+                print(
+                    f"{gpus:5} {gpus // copies:6} {arm:14} {made.bytes_per_step() / 2**30:12.2f} "
+                    f"{forward:8.1f} {backward:8.1f} {reduce:9.1f}"
+                )
     return 0
 
 

@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pretraining of a small Llama, each recipe beside bf16 of the same data and initial values.
 
-    python -m dist_tests.bench.pretrain [--size 110m|350m] [--arms bf16,bf16:1,mxfp8,...] [--steps 1250] [--data 'DIR/**/*.py']
+    python -m dist_tests.bench.pretrain [--size 110m|350m] [--arms bf16,bf16:1,mxfp8,...] [--steps
+    1250] [--data 'DIR/**/*.py']
                                         [--json out.json] [--plot out.png]
     python -m dist_tests.bench.pretrain --size tiny --steps 20      # a smoke test, on a CPU too
-    python -m dist_tests.bench.pretrain --table out.json other.json # of runs before; --plot draws them
+    python -m dist_tests.bench.pretrain --table out.json other.json # of runs before; --plot draws
+    them
 
-transformers' LlamaForCausalLM over bytes: weights in fp32 under torch.autocast, every layer compiled, fused AdamW, 32768 tokens
-a step, learning rate by a cosine after a warm-up. The text is the Python files of the installed packages; every fiftieth file is
-for validation. Arms: bf16, the recipes of `bench.linear`, "tail" (nvfp4 whose last 15 % of the steps are bf16; "tail_exact" of
-nvfp4_exact), and any of them with ":1", another seed of initial values and of the order of the data.
+transformers' LlamaForCausalLM over bytes: weights in fp32 under torch.autocast, every layer
+compiled, fused AdamW, 32768 tokens a step, learning rate by a cosine after a warm-up. The text is
+the Python files of the installed packages; every fiftieth file is for validation. Arms: bf16, the
+recipes of `bench.linear`, "tail" (nvfp4 whose last 15 % of the steps are bf16; "tail_exact" of
+nvfp4_exact), and any of them with ":1", another seed of initial values and of the order of the
+data.
 
-Columns: the loss of the validation set (nats a byte), its gap to bf16 of that seed, in nats and as a share, and the law: at most
-LIMITS, or the difference of bf16's two seeds. ms of a step (mean, compilation and validation included), peak GiB, and the
-products that the guard moved, of all.
+Columns: the loss of the validation set (nats a byte), its gap to bf16 of that seed, in nats and as
+a share, and the law: at most LIMITS, or the difference of bf16's two seeds. ms of a step (mean,
+compilation and validation included), peak GiB, and the products that the guard moved, of all.
 The table is of the arms that ran; with --json they are kept, and read again by --table.
 
 Exit status 1: an arm failed, or is beyond its law.
@@ -43,7 +47,9 @@ from fsdp_quant.counters import counters
 from fsdp_quant.modules.steps import converted_modules
 
 SIZES = {  # width, layers, heads, hidden
-    "tiny": (64, 2, 2, 128), "110m": (768, 12, 12, 2816), "350m": (1024, 24, 16, 3392),
+    "tiny": (64, 2, 2, 128),
+    "110m": (768, 12, 12, 2816),
+    "350m": (1024, 24, 16, 3392),
 }
 SEQUENCE, BATCH, VALIDATION = 1024, 32, 16  # bytes, sequences a step, batches
 RATE, WARMUP, DECAY, CLIP = 6e-4, 100, 0.1, 1.0
@@ -75,7 +81,9 @@ def text(pattern: str | None, device: torch.device, most: int = 2**28) -> tuple[
             break
     if min(map(len, parts)) <= SEQUENCE:
         sizes = " and ".join(str(len(part)) for part in parts)
-        raise ValueError(f"{pattern} has {sizes} bytes to train on and to validate with; give another --data")
+        raise ValueError(
+            f"{pattern} has {sizes} bytes to train on and to validate with; give another --data"
+        )
     return tuple(torch.frombuffer(part, dtype=torch.uint8).to(device) for part in parts)
 
 
@@ -95,12 +103,21 @@ def validated(model: LlamaForCausalLM, data: Tensor, sequences: int) -> float:
     model.eval()
     g = torch.Generator().manual_seed(1234)
     with torch.no_grad():
-        loss = statistics.fmean(loss_of(model, batch(data, sequences, g)).item() for _ in range(VALIDATION))
+        loss = statistics.fmean(
+            loss_of(model, batch(data, sequences, g)).item() for _ in range(VALIDATION)
+        )
     model.train()
     return loss
 
 
-def trained(arm: str, size: str, steps: int, sequences: int, data: tuple[Tensor, Tensor], say: Callable[[str], None]) -> dict:
+def trained(
+    arm: str,
+    size: str,
+    steps: int,
+    sequences: int,
+    data: tuple[Tensor, Tensor],
+    say: Callable[[str], None],
+) -> dict:
     """One arm: its losses, times and moved products."""
     name, _, seed = arm.partition(":")
     seed, device = int(seed or 0), data[0].device
@@ -108,21 +125,33 @@ def trained(arm: str, size: str, steps: int, sequences: int, data: tuple[Tensor,
     torch.manual_seed(seed)
     torch.compiler.reset()
     counters.reset()
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=256, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
-        intermediate_size=hidden, max_position_embeddings=SEQUENCE, use_cache=False,
-    )).to(device)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256,
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            intermediate_size=hidden,
+            max_position_embeddings=SEQUENCE,
+            use_cache=False,
+        )
+    ).to(device)
     recipe = recipe_of(name, steps)
     if recipe is not None:
         fq.convert(model, recipe, ["lm_head"])
     for layer in model.model.layers:
         layer.compile(backend="inductor" if device.type == "cuda" else "aot_eager")
-    optimizer = torch.optim.AdamW(model.parameters(), RATE, (0.9, 0.95), weight_decay=DECAY, fused=device.type == "cuda")
+    optimizer = torch.optim.AdamW(
+        model.parameters(), RATE, (0.9, 0.95), weight_decay=DECAY, fused=device.type == "cuda"
+    )
     g, curve, began = torch.Generator().manual_seed(seed), [], time.time()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for step in range(steps):
-        rate = RATE * min(1, (step + 1) / WARMUP, 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps)))
+        rate = RATE * min(
+            1, (step + 1) / WARMUP, 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps))
+        )
         for group in optimizer.param_groups:
             group["lr"] = rate
         loss = loss_of(model, batch(data[0], sequences, g))
@@ -134,13 +163,26 @@ def trained(arm: str, size: str, steps: int, sequences: int, data: tuple[Tensor,
             loss.item()
         if step % 100 == 99 or step == steps - 1:
             curve.append((step + 1, validated(model, data[1], sequences)))
-            say(f"{arm}: step {step + 1} of {steps}, loss {loss.item():.4f}, validation {curve[-1][1]:.4f}")
+            say(
+                f"{arm}: step {step + 1} of {steps}, loss {loss.item():.4f}, validation "
+                f"{curve[-1][1]:.4f}"
+            )
     modules = converted_modules(model) if recipe is not None else {}
     return {
-        "arm": arm, "size": size, "steps": steps, "tokens": steps * sequences * SEQUENCE, "curve": curve, "loss": curve[-1][1],
-        "ms": (time.time() - began) / steps * 1e3, "products": 3 * len(modules),
+        "arm": arm,
+        "size": size,
+        "steps": steps,
+        "tokens": steps * sequences * SEQUENCE,
+        "curve": curve,
+        "loss": curve[-1][1],
+        "ms": (time.time() - began) / steps * 1e3,
+        "products": 3 * len(modules),
         "moved": sum(len(m.plan.moved) for m in modules.values()),
-        "why": [f"{module} {product} {why}" for module, product, why in counters.of("moved") if not why.startswith("as for")],
+        "why": [
+            f"{module} {product} {why}"
+            for module, product, why in counters.of("moved")
+            if not why.startswith("as for")
+        ],
         "peak": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
     }
@@ -149,7 +191,11 @@ def trained(arm: str, size: str, steps: int, sequences: int, data: tuple[Tensor,
 def law(arm: dict, runs: Sequence[dict]) -> tuple[float | None, float | None]:
     """(gap to bf16 of its seed, what it may be)."""
     name, _, seed = arm["arm"].partition(":")
-    bases = {r["arm"].partition(":")[2] or "0": r["loss"] for r in runs if r["arm"].partition(":")[0] == "bf16" and same(r, arm)}
+    bases = {
+        r["arm"].partition(":")[2] or "0": r["loss"]
+        for r in runs
+        if r["arm"].partition(":")[0] == "bf16" and same(r, arm)
+    }
     base = bases.get(seed or "0")
     if base is None or name == "bf16":
         return None, None
@@ -164,16 +210,24 @@ def same(a: dict, b: dict) -> bool:
 def table(runs: Sequence[dict]) -> bool:
     """Print what was measured; whether all arms keep to their law."""
     kept = True
-    print(f"\n{'arm':14}{'tokens':>12}{'loss':>9}{'gap':>9}{'share':>9}{'at most':>9}{'ms':>8}{'peak':>8}  moved  device")
+    print(
+        f"\n{'arm':14}{'tokens':>12}{'loss':>9}{'gap':>9}{'share':>9}{'at most':>9}{'ms':>8}{'peak':>8}  moved  device"
+    )
     for run in runs:
         gap, most = law(run, runs)
-        said = [f"{gap:+.4f}", f"{gap / (run['loss'] - gap):+.2%}", f"{most:.4f}"] if gap is not None else ["-"] * 3
+        said = (
+            [f"{gap:+.4f}", f"{gap / (run['loss'] - gap):+.2%}", f"{most:.4f}"]
+            if gap is not None
+            else ["-"] * 3
+        )
         kept &= gap is None or gap <= most
         peak = "-" if run["peak"] is None else f"{run['peak']:.1f}"
         beyond = "  beyond its law" if gap is not None and gap > most else ""
         print(
-            f"{run['arm']:14}{run['tokens']:12,}{run['loss']:9.4f}" + "".join(f"{s:>9}" for s in said)
-            + f"{run['ms']:8.1f}{peak:>8}  {run['moved']} of {run['products']}  {run['device']}{beyond}"
+            f"{run['arm']:14}{run['tokens']:12,}{run['loss']:9.4f}"
+            + "".join(f"{s:>9}" for s in said)
+            + f"{run['ms']:8.1f}{peak:>8}  {run['moved']} of {run['products']}  "
+            f"{run['device']}{beyond}"
         )
     return kept
 
@@ -189,10 +243,12 @@ def plot(runs: Sequence[dict], path: str) -> None:
         as_arm = {"label": run["arm"], "color": colors[i % len(colors)]}
         left.plot(tokens, [loss for _, loss in run["curve"]], **as_arm)
         seed = run["arm"].partition(":")[2]
-        base = next((r for r in runs if r["arm"] == "bf16" + ":" * bool(seed) + seed and same(r, run)), None)
+        base = next(
+            (r for r in runs if r["arm"] == "bf16" + ":" * bool(seed) + seed and same(r, run)), None
+        )
         if base is not None and base is not run:
             gaps = [loss - of for (_, loss), (_, of) in zip(run["curve"], base["curve"])]
-            late += gaps[len(gaps) // 3:]
+            late += gaps[len(gaps) // 3 :]
             right.plot(tokens, gaps, **as_arm)
     left.set(xlabel="million tokens", ylabel="validation loss, nats a byte")
     right.set(xlabel="million tokens", ylabel="gap to bf16")
@@ -207,7 +263,9 @@ def plot(runs: Sequence[dict], path: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m dist_tests.bench.pretrain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m dist_tests.bench.pretrain",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--size", choices=SIZES, default="110m")
     parser.add_argument("--arms", default=",".join(ARMS))
@@ -224,7 +282,16 @@ def main(argv: list[str] | None = None) -> int:
         data, sequences = text(args.data, device), 1 if args.size == "tiny" else BATCH
         for arm in args.arms.split(","):
             try:
-                runs.append(trained(arm, args.size, args.steps, sequences, data, lambda line: print(line, flush=True)))
+                runs.append(
+                    trained(
+                        arm,
+                        args.size,
+                        args.steps,
+                        sequences,
+                        data,
+                        lambda line: print(line, flush=True),
+                    )
+                )
             except Exception as error:  # the other arms go on
                 print(f"{arm} failed: {first_line(error)}", flush=True)
                 failed = True

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benches of several GPUs share: their start, steps as CUDA graphs, a row that may fail on one rank, and their end."""
+"""What benches of several GPUs share: their start, steps as CUDA graphs, a row that may fail on one
+rank, and their end."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def start(backend: str = "nccl") -> tuple[torch.device, Callable[[str], None]]:
 
 
 def captured(step: Callable[[], object], aside: torch.cuda.Stream) -> Callable[[], None]:
-    """The step as one CUDA graph, collectives included; it must have run on `aside` before, the current stream."""
+    """The step as one CUDA graph, collectives included; it must have run on `aside` before, the
+    current stream."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
@@ -40,15 +42,20 @@ def captured(step: Callable[[], object], aside: torch.cuda.Stream) -> Callable[[
 
 
 def table(
-    arms: Sequence[str], base: str, measure: Callable[[str], dict], line: Callable[[dict, Callable[[str], float]], str],
-    device: torch.device, say: Callable[[str], None], **facts,
+    arms: Sequence[str],
+    base: str,
+    measure: Callable[[str], dict],
+    line: Callable[[dict, Callable[[str], float]], str],
+    device: torch.device,
+    say: Callable[[str], None],
+    **facts,
 ) -> list[dict]:
-    """A row an arm, said as it is known; an arm that fails on some rank does not cost the others. Every
-    rank calls it, or one process without a process group.
+    """A row an arm, said as it is known; an arm that fails on some rank does not cost the others.
+    Every rank calls it, or one process without a process group.
 
     measure:  arm -> what was measured, "ms" among it. facts: of rows that fail.
-    line:     (row, over) -> what is said of it; over(key) is what `base` has of a number over what the row has, NaN before
-              `base` was measured.
+    line:     (row, over) -> what is said of it; over(key) is what `base` has of a number over what
+              the row has, NaN before `base` was measured.
     """
     rows: list[dict] = []
     for arm in arms:
@@ -62,7 +69,9 @@ def table(
     return rows
 
 
-def _attempt(row: dict, measure: Callable[[], dict], device: torch.device) -> tuple[dict, str | None]:
+def _attempt(
+    row: dict, measure: Callable[[], dict], device: torch.device
+) -> tuple[dict, str | None]:
     """(what was measured, why some rank failed or None); `row` and the error where this one did."""
     gc.collect()
     if device.type == "cuda":

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps over a slow link against `fq.plan(bandwidth=...)`: two nodes as network namespaces of this machine, one rank each.
+"""Steps over a slow link against `fq.plan(bandwidth=...)`: two nodes as network namespaces of this
+machine, one rank each.
 
     python -m dist_tests.bench.slow_link [--mbit 100] [--steps 3]         as root; no GPU
 
-A step is a forward and a backward of few tokens: 4 blocks of 512 x 2048, fp32 parameters gathered as codes, gradients in fp32.
-rate: bytes per second that a rank receives in an all-gather of 8 MiB per rank, which is what the plan is given.
+A step is a forward and a backward of few tokens: 4 blocks of 512 x 2048, fp32 parameters gathered
+as codes, gradients in fp32.
+rate: bytes per second that a rank receives in an all-gather of 8 MiB per rank, which is what the
+      plan is given.
 measured: seconds per step with the link at `--mbit` less those with a link without a limit.
 """
 
@@ -26,8 +29,11 @@ from dist_tests.multi import nets
 from dist_tests.multi.nodes import Nodes, ip, unsupported_reason
 
 ARMS = {
-    "not quantized": fq.recipes.bf16(), "fp8_current": fq.recipes.fp8_current(), "mxfp8": fq.recipes.mxfp8(),
-    "hybrid(mxfp8, nvfp4)": fq.recipes.hybrid("mxfp8", "nvfp4"), "nvfp4": fq.recipes.nvfp4(),
+    "not quantized": fq.recipes.bf16(),
+    "fp8_current": fq.recipes.fp8_current(),
+    "mxfp8": fq.recipes.mxfp8(),
+    "hybrid(mxfp8, nvfp4)": fq.recipes.hybrid("mxfp8", "nvfp4"),
+    "nvfp4": fq.recipes.nvfp4(),
 }
 WIDTH = 512
 
@@ -50,7 +56,13 @@ def rank(index: int, steps: int) -> None:
             seconds.append(time.perf_counter() - began)
         if index == 0:
             planned = sum(traffic.gather) + traffic.reduce
-            row = {"arm": arm, "planned": planned, "gathers": sum(traffic.gather), "s": statistics.median(seconds[1:]), "rate": bandwidth}
+            row = {
+                "arm": arm,
+                "planned": planned,
+                "gathers": sum(traffic.gather),
+                "s": statistics.median(seconds[1:]),
+                "rate": bandwidth,
+            }
             print(json.dumps(row), flush=True)
     dist.barrier()
     os._exit(0)
@@ -58,7 +70,11 @@ def rank(index: int, steps: int) -> None:
 
 def rate(size: int = 2**23) -> float:
     """Bytes per second of an all-gather, the same on both ranks."""
-    own, whole, seconds = torch.zeros(size, dtype=torch.uint8), torch.zeros(2 * size, dtype=torch.uint8), []
+    own, whole, seconds = (
+        torch.zeros(size, dtype=torch.uint8),
+        torch.zeros(2 * size, dtype=torch.uint8),
+        [],
+    )
     for _ in range(4):
         dist.barrier()
         began = time.perf_counter()
@@ -73,10 +89,29 @@ def measured(mbit: int, steps: int) -> dict[str, dict]:
     """Rows by arm, over a link of `mbit` (0: no limit)."""
     with Nodes(2, delay=0.0005, loss=0.0) as nodes:
         for name in nodes.names if mbit else ():
-            ip("netns", "exec", name, "tc", "qdisc", "add", "dev", name, "root", "tbf", "rate", f"{mbit}mbit", "burst", "128kb",
-               "latency", "500ms")
+            ip(
+                "netns",
+                "exec",
+                name,
+                "tc",
+                "qdisc",
+                "add",
+                "dev",
+                name,
+                "root",
+                "tbf",
+                "rate",
+                f"{mbit}mbit",
+                "burst",
+                "128kb",
+                "latency",
+                "500ms",
+            )
         command = [sys.executable, "-m", "dist_tests.bench.slow_link", "--steps", str(steps)]
-        ranks = [nodes.run(i, [*command, "--rank", str(i)], stdout=subprocess.PIPE, text=True) for i in range(2)]
+        ranks = [
+            nodes.run(i, [*command, "--rank", str(i)], stdout=subprocess.PIPE, text=True)
+            for i in range(2)
+        ]
         said = [r.communicate()[0] for r in ranks]
     if any(r.returncode for r in ranks):
         raise RuntimeError(f"a rank failed: {said}")
@@ -84,7 +119,9 @@ def measured(mbit: int, steps: int) -> dict[str, dict]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mbit", type=int, default=100)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -95,10 +132,16 @@ def main() -> int:
         raise SystemExit(f"error: {reason}")
     fast, slow = measured(0, args.steps), measured(args.mbit, args.steps)
     received = next(iter(slow.values()))["rate"]
-    print(f"{args.mbit} Mbit/s, 2 ranks that receive {received / 1e6:.2f} MB/s, seconds per step\n{'':22} {'planned':>8} {'of gathers':>10} {'measured':>8} {'ratio':>6}")
+    print(
+        f"{args.mbit} Mbit/s, 2 ranks that receive {received / 1e6:.2f} MB/s, seconds per "
+        f"step\n{'':22} {'planned':>8} {'of gathers':>10} {'measured':>8} {'ratio':>6}"
+    )
     for arm, row in slow.items():
         taken = row["s"] - fast[arm]["s"]
-        print(f"{arm:22} {row['planned']:8.2f} {row['gathers']:10.2f} {taken:8.2f} {taken / row['planned']:6.2f}")
+        print(
+            f"{arm:22} {row['planned']:8.2f} {row['gathers']:10.2f} {taken:8.2f} "
+            f"{taken / row['planned']:6.2f}"
+        )
     return 0
 
 

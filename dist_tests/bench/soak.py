@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Soak: train with every recipe in turn, with and without disturbances. Losses are bit-equal, and memory stays flat.
+"""Soak: train with every recipe in turn, with and without disturbances. Losses are bit-equal, and
+memory stays flat.
 
-    bash launch/soak.sh [--steps 2000 | --minutes 20] [--turn 20] [--seed 0] [--json out.json] [--plot out.png]
+    bash launch/soak.sh [--steps 2000 | --minutes 20] [--turn 20] [--seed 0] [--json out.json]
+    [--plot out.png]
     NPROC=1 bash launch/soak.sh --steps 500                 one process, without fully_shard
 
-Train a small model twice from the same values. Both runs change the recipe every `--turn` steps. The second one is disturbed,
-at steps that a seed draws, alike on every rank: an exception in a forward, a backward, an evaluation or before the
-optimizer's update (caught, and the step repeated); an evaluation; a checkpoint that is saved and loaded back. After an
-exception in a backward under fully_shard, which leaves gradients of plain FSDP2 half reduced, the model is built anew and
-loads a checkpoint of before.
+Train a small model twice from the same values. Both runs change the recipe every `--turn` steps.
+The second one is disturbed, at steps that a seed draws, alike on every rank: an exception in a
+forward, a backward, an evaluation or before the optimizer's update (caught, and the step repeated);
+an evaluation; a checkpoint that is saved and loaded back. After an exception in a backward under
+fully_shard, which leaves gradients of plain FSDP2 half reduced, the model is built anew and loads a
+checkpoint of before.
 
-Laws. Each loss of the disturbed run has the bits of the other run's. Memory at the ends of cycles (a cycle: every recipe once)
-does not grow after the first one: on GPUs neither allocated nor reserved bytes; on CPUs resident bytes by at most
-RESIDENT_SHARE, since the heap of a process is never exactly as large as before.
+Laws. Each loss of the disturbed run has the bits of the other run's. Memory at the ends of cycles
+(a cycle: every recipe once) does not grow after the first one: on GPUs neither allocated nor
+reserved bytes; on CPUs resident bytes by at most RESIDENT_SHARE, since the heap of a process is
+never exactly as large as before.
 
 --minutes: the first run takes a third of them, the second as many steps as the first.
 Exit status 1: a law is broken.
@@ -46,17 +50,31 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 import fsdp_quant as fq
 from fsdp_quant import recipes
 
-NEVER = 1e9  # an anchor_tolerance: when the guard acts depends on when its sums arrive, and losses on that
+# an anchor_tolerance: when the guard acts depends on when its sums arrive, and losses on that
+NEVER = 1e9
 RECIPES = {
-    "bf16": recipes.bf16(), "fp8_current": recipes.fp8_current(), "fp8_delayed": recipes.fp8_delayed(length=4),
-    "fp8_row": recipes.fp8_row(), "fp8_block": recipes.fp8_block(anchor_tolerance=NEVER), "mxfp8": recipes.mxfp8(anchor_tolerance=NEVER),
-    "mxfp6": recipes.mxfp6(), "mxfp4": recipes.mxfp4(), "nvfp4": recipes.nvfp4(),
+    "bf16": recipes.bf16(),
+    "fp8_current": recipes.fp8_current(),
+    "fp8_delayed": recipes.fp8_delayed(length=4),
+    "fp8_row": recipes.fp8_row(),
+    "fp8_block": recipes.fp8_block(anchor_tolerance=NEVER),
+    "mxfp8": recipes.mxfp8(anchor_tolerance=NEVER),
+    "mxfp6": recipes.mxfp6(),
+    "mxfp4": recipes.mxfp4(),
+    "nvfp4": recipes.nvfp4(),
     "mxfp8/nvfp4": recipes.hybrid("mxfp8", "nvfp4", anchor_tolerance=NEVER),
     "nvfp4/mxfp8": recipes.hybrid("nvfp4", "mxfp8", anchor_tolerance=NEVER),
     "nvfp4, dequantized": recipes.nvfp4(backward_override="dequantized"),
 }
 # Disturbances, with their chances per step.
-CHANCES = {"forward": 0.05, "backward": 0.05, "optimizer": 0.05, "evaluation": 0.02, "evaluate": 0.06, "checkpoint": 0.02}
+CHANCES = {
+    "forward": 0.05,
+    "backward": 0.05,
+    "optimizer": 0.05,
+    "evaluation": 0.02,
+    "evaluate": 0.06,
+    "checkpoint": 0.02,
+}
 RESIDENT_SHARE = 0.03
 ROWS, WIDTH, LAYERS = 32, 64, 2
 
@@ -66,12 +84,16 @@ class Interrupted(Exception):
 
 
 class Block(nn.Module):
-    """x + down(relu(up(norm(x)))).  [M, WIDTH] -> [M, WIDTH]. 2 * WIDTH + 1 rows: shards cut blocks."""
+    """x + down(relu(up(norm(x)))).  [M, WIDTH] -> [M, WIDTH]. 2 * WIDTH + 1 rows: shards cut
+    blocks."""
 
     def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH + 1), nn.Linear(2 * WIDTH + 1, WIDTH, bias=False)
+        self.up, self.down = (
+            nn.Linear(WIDTH, 2 * WIDTH + 1),
+            nn.Linear(2 * WIDTH + 1, WIDTH, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.relu(self.up(self.norm(x))))
@@ -98,7 +120,9 @@ class Training:
         self.teacher = torch.randn(WIDTH, 8).to(device)
         fq.convert(self.model, recipe)
         if self.sharded:
-            policy = MixedPrecisionPolicy(torch.bfloat16 if device.type == "cuda" else None, torch.float32)
+            policy = MixedPrecisionPolicy(
+                torch.bfloat16 if device.type == "cuda" else None, torch.float32
+            )
             for block in self.blocks:
                 fully_shard(block, mp_policy=policy)
             fully_shard(self.model, mp_policy=policy)
@@ -106,8 +130,12 @@ class Training:
 
     def loss(self, step: int) -> Tensor:
         rank = dist.get_rank() if self.sharded else 0
-        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step * 1009 + rank)).to(self.device)
-        with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda" and not self.sharded):
+        x = torch.randn(
+            ROWS, WIDTH, generator=torch.Generator().manual_seed(step * 1009 + rank)
+        ).to(self.device)
+        with torch.autocast(
+            "cuda", torch.bfloat16, enabled=self.device.type == "cuda" and not self.sharded
+        ):
             return (self.model(x).float() - torch.tanh(x @ self.teacher)).square().mean()
 
     def step(self, step: int, interrupted: str = "", where: int = 0) -> float:
@@ -121,7 +149,8 @@ class Training:
         return loss.item()
 
     def recover(self) -> None:
-        """What a trainer does after an exception in a step: drop its gradients and statistics, and reshard."""
+        """What a trainer does after an exception in a step: drop its gradients and statistics, and
+        reshard."""
         self.optimizer.zero_grad()
         fq.skip_step()
         self.reshard()
@@ -143,7 +172,11 @@ class Training:
     def state(self) -> dict:
         model, optimizer = get_state_dict(self.model, self.optimizer)
         rank = dist.get_rank() if dist.is_initialized() else 0
-        return {"model": model, "optimizer": optimizer, "fsdp_quant": {f"rank_{rank}": fq.state_dict(self.model)}}
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "fsdp_quant": {f"rank_{rank}": fq.state_dict(self.model)},
+        }
 
     def save(self, path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
@@ -152,7 +185,12 @@ class Training:
     def load(self, path: Path) -> None:
         state = self.state()
         dcp.load(state, checkpoint_id=path)
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
         fq.load_state_dict(self.model, *state["fsdp_quant"].values())
 
     def spoil(self) -> None:
@@ -182,7 +220,9 @@ def _raising(training: Training, what: str, where: int) -> Iterator[None]:
             handle.remove()
 
 
-def disturb(training: Training, step: int, args: argparse.Namespace, run: Run, path: Path) -> Training:
+def disturb(
+    training: Training, step: int, args: argparse.Namespace, run: Run, path: Path
+) -> Training:
     """What is drawn for a step, before it; returns what to go on with."""
     draw = random.Random(f"{args.seed}/{step}")
     for what, chance in CHANCES.items():
@@ -200,7 +240,9 @@ def disturb(training: Training, step: int, args: argparse.Namespace, run: Run, p
     return training
 
 
-def interrupted(training: Training, what: str, where: int, step: int, args: argparse.Namespace, path: Path) -> Training:
+def interrupted(
+    training: Training, what: str, where: int, step: int, args: argparse.Namespace, path: Path
+) -> Training:
     """Raise in a pass, catch it, and recover."""
     rebuilt = what == "backward" and training.sharded
     if rebuilt:
@@ -226,13 +268,21 @@ def memory(device: torch.device) -> dict[str, int]:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize()
-        return {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
+        return {
+            "allocated": torch.cuda.memory_allocated(),
+            "reserved": torch.cuda.memory_reserved(),
+        }
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)  # what is free goes back to the system
-    return {"resident": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")}
+    return {
+        "resident": int(Path("/proc/self/statm").read_text().split()[1])
+        * os.sysconf("SC_PAGE_SIZE")
+    }
 
 
-def trained(args: argparse.Namespace, device: torch.device, disturbed: bool, goes_on: Callable[[int], bool]) -> Run:
+def trained(
+    args: argparse.Namespace, device: torch.device, disturbed: bool, goes_on: Callable[[int], bool]
+) -> Run:
     """One run, until `goes_on(step)` is false at the end of a turn."""
     run, began, step = Run(), time.monotonic(), 0
     fq.begin_step(0)
@@ -266,16 +316,22 @@ def shared(value):
 
 
 def growth(run: Run, turn: int) -> dict[str, int]:
-    """Bytes that the last cycle ends with beyond the most of the cycles before, the first one left out; none: of two or fewer."""
+    """Bytes that the last cycle ends with beyond the most of the cycles before, the first one left
+    out; none: of two or fewer."""
     ends = [of for step, of in run.memory if step % (turn * len(RECIPES)) == 0][1:]
-    return {name: ends[-1][name] - max(of[name] for of in ends[:-1]) for name in ends[0]} if len(ends) > 1 else {}
+    return (
+        {name: ends[-1][name] - max(of[name] for of in ends[:-1]) for name in ends[0]}
+        if len(ends) > 1
+        else {}
+    )
 
 
 def broken(control: Run, run: Run, turn: int) -> list[str]:
     """The laws that a disturbed run breaks, a sentence each."""
     found = [
         f"step {step}: loss {b!r} of the disturbed run, {a!r} of the other"
-        for step, (a, b) in enumerate(zip(control.losses, run.losses)) if a != b
+        for step, (a, b) in enumerate(zip(control.losses, run.losses))
+        if a != b
     ][:3]
     for name, grown in growth(run, turn).items():
         most = RESIDENT_SHARE * run.memory[0][1][name] if name == "resident" else 0
@@ -292,10 +348,20 @@ def report(control: Run, run: Run, args: argparse.Namespace, device: torch.devic
         dist.all_gather_object(facts, found)
         found = [f"rank {rank}: {text}" for rank, texts in enumerate(facts) for text in texts]
     return {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "ranks": len(facts), "torch": torch.__version__,
-        "steps": len(run.losses), "turn": args.turn, "seed": args.seed, "recipes": list(RECIPES), "broken": found,
-        "disturbed": dict(run.disturbed), "growth": growth(run, args.turn), "seconds": [control.seconds, run.seconds],
-        "memory": run.memory, "losses": run.losses, "losses_of_the_other": control.losses,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "ranks": len(facts),
+        "torch": torch.__version__,
+        "steps": len(run.losses),
+        "turn": args.turn,
+        "seed": args.seed,
+        "recipes": list(RECIPES),
+        "broken": found,
+        "disturbed": dict(run.disturbed),
+        "growth": growth(run, args.turn),
+        "seconds": [control.seconds, run.seconds],
+        "memory": run.memory,
+        "losses": run.losses,
+        "losses_of_the_other": control.losses,
     }
 
 
@@ -307,7 +373,11 @@ def plot(facts: dict, path: str) -> None:
     left.semilogy(facts["losses_of_the_other"], linewidth=3, alpha=0.4, label="undisturbed")
     left.semilogy(facts["losses"], linewidth=0.7, label="disturbed")
     for name in facts["memory"][0][1]:
-        right.plot([step for step, _ in facts["memory"]], [of[name] / 2**20 for _, of in facts["memory"]], label=name)
+        right.plot(
+            [step for step, _ in facts["memory"]],
+            [of[name] / 2**20 for _, of in facts["memory"]],
+            label=name,
+        )
     left.set(xlabel="step", ylabel="loss")
     most = max(max(of.values()) for _, of in facts["memory"]) / 2**20
     right.set(xlabel="step", ylabel="MiB, rank 0", ylim=(0, 1.3 * most))
@@ -321,14 +391,21 @@ def soak(args: argparse.Namespace, device: torch.device) -> dict:
     """Both runs and what they say, on every rank."""
     began = time.monotonic()
     end = args.minutes and began + args.minutes * 20
-    control = trained(args, device, False, lambda step: shared(time.monotonic() < end if end else step < args.steps))
+    control = trained(
+        args,
+        device,
+        False,
+        lambda step: shared(time.monotonic() < end if end else step < args.steps),
+    )
     run = trained(args, device, True, lambda step: step < len(control.losses))
     return report(control, run, args, device)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="launch/soak.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="launch/soak.sh",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--minutes", type=float, help="instead of --steps")
@@ -346,7 +423,10 @@ def main() -> int:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            device_id=device if device.type == "cuda" else None,
+        )
     facts = soak(args, device)
     if not dist.is_initialized() or dist.get_rank() == 0:
         if args.json:
@@ -354,11 +434,23 @@ def main() -> int:
         if args.plot:
             plot(facts, args.plot)
         said = ", ".join(f"{count} x {what}" for what, count in facts["disturbed"].items())
-        grown = ", ".join(f"{name} {size:+,} B" for name, size in facts["growth"].items()) or "not known of so few cycles"
-        print(f"{facts['ranks']} x {facts['device']}, {facts['steps']} steps, {len(RECIPES)} recipes, {args.turn} steps each in turn")
-        print(f"disturbed: {said}; {facts['seconds'][0]:.0f} s undisturbed, {facts['seconds'][1]:.0f} s disturbed")
+        grown = (
+            ", ".join(f"{name} {size:+,} B" for name, size in facts["growth"].items())
+            or "not known of so few cycles"
+        )
+        print(
+            f"{facts['ranks']} x {facts['device']}, {facts['steps']} steps, {len(RECIPES)} "
+            f"recipes, {args.turn} steps each in turn"
+        )
+        print(
+            f"disturbed: {said}; {facts['seconds'][0]:.0f} s undisturbed, "
+            f"{facts['seconds'][1]:.0f} s disturbed"
+        )
         print(f"growth after the first cycle: {grown}")
-        print("\n".join(facts["broken"]) or "every loss has the bits of the undisturbed run, and memory is flat")
+        print(
+            "\n".join(facts["broken"])
+            or "every loss has the bits of the undisturbed run, and memory is flat"
+        )
     if dist.is_initialized():
         dist.destroy_process_group()
     return int(bool(facts["broken"]))

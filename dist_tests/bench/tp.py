@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One Llama-70B-shaped layer under tensor and sequence parallelism, over compiled bf16 with the same styles.
+"""One Llama-70B-shaped layer under tensor and sequence parallelism, over compiled bf16 with the
+same styles.
 
-    torchrun --nproc-per-node 4 -m dist_tests.bench.tp [--arms bf16 fp8_current mxfp8 ...] [--json FILE] [--profile]
+    torchrun --nproc-per-node 4 -m dist_tests.bench.tp [--arms bf16 fp8_current mxfp8 ...] [--json
+    FILE] [--profile]
 
-Forward, backward and an SGD step of bf16 parameters (so that weights are quantized in each step); the input and output are cut
-along the sequence. "... captured" arms replay their whole step, collectives included, as one CUDA graph. Printed as it is known:
-ms, ratio, the time in which only collectives ran ("exposed") and in which nothing did ("idle"), host ms, peak GiB, bytes a rank
-receives in all-gathers over those that the plans name, and in all collectives. Rank 0 prints. With --cpu a small layer runs on
-CPUs (gloo), for its bytes.
+Forward, backward and an SGD step of bf16 parameters (so that weights are quantized in each step);
+the input and output are cut along the sequence. "... captured" arms replay their whole step,
+collectives included, as one CUDA graph. Printed as it is known: ms, ratio, the time in which only
+collectives ran ("exposed") and in which nothing did ("idle"), host ms, peak GiB, bytes a rank
+receives in all-gathers over those that the plans name, and in all collectives. Rank 0 prints. With
+--cpu a small layer runs on CPUs (gloo), for its bytes.
 """
 
 from __future__ import annotations
@@ -59,7 +62,10 @@ class Layer(nn.Module):
 
     def __init__(self, args):
         super().__init__()
-        self.norm, self.attention = nn.RMSNorm(args.dim), Attention(args.dim, args.heads, args.key_heads)
+        self.norm, self.attention = (
+            nn.RMSNorm(args.dim),
+            Attention(args.dim, args.heads, args.key_heads),
+        )
         self.mlp_norm, self.mlp = nn.RMSNorm(args.dim), MLP(args.dim, args.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,22 +84,41 @@ def build(arm: str, args, device: torch.device) -> nn.Module:
     styles = fq.parallel if ours else torch_styles
     if ours:
         fq.convert(net, ARMS[arm](), fuse=fq.MLPPattern("mlp", gate="gate", up="up", down="down"))
-    norm, column = functools.partial(styles.SequenceParallel, use_local_output=True), styles.ColwiseParallel
+    norm, column = (
+        functools.partial(styles.SequenceParallel, use_local_output=True),
+        styles.ColwiseParallel,
+    )
     row = functools.partial(styles.RowwiseParallel, output_layouts=Shard(1))
-    prepare = styles.PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    prepare = styles.PrepareModuleInput(
+        input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+    )
     net.attention.heads //= mesh.size()
     net.attention.key_heads //= mesh.size()
-    parallelize_module(net, mesh, {
-        "norm": norm(), "attention": prepare, "attention.q": column(), "attention.k": column(), "attention.v": column(),
-        "attention.out": row(), "mlp_norm": norm(), "mlp": prepare, "mlp.gate": column(), "mlp.up": column(), "mlp.down": row(),
-    })
+    parallelize_module(
+        net,
+        mesh,
+        {
+            "norm": norm(),
+            "attention": prepare,
+            "attention.q": column(),
+            "attention.k": column(),
+            "attention.v": column(),
+            "attention.out": row(),
+            "mlp_norm": norm(),
+            "mlp": prepare,
+            "mlp.gate": column(),
+            "mlp.up": column(),
+            "mlp.down": row(),
+        },
+    )
     if arm.startswith(BASE) and arm != EAGER:
         net.compile()
     return net
 
 
 def traced(step, device: torch.device) -> dict:
-    """Of one step: ms in which only collectives ran and in which nothing did, bytes received by operation, ms by kernel."""
+    """Of one step: ms in which only collectives ran and in which nothing did, bytes received by
+    operation, ms by kernel."""
     with torch.profiler.profile() as profile:
         step()
         if device.type == "cuda":
@@ -111,21 +136,27 @@ def traced(step, device: torch.device) -> dict:
         nccl = "nccl" in name.lower()
         spans[nccl].append((event["ts"], event["ts"] + event["dur"]))
         if nccl and "Out msg nelems" in of:
-            received[f"{of['Collective name'].strip('_')} {of.get('dtype')}"] += of["Out msg nelems"] * ITEMSIZE.get(of.get("dtype"), 0)
+            received[f"{of['Collective name'].strip('_')} {of.get('dtype')}"] += of[
+                "Out msg nelems"
+            ] * ITEMSIZE.get(of.get("dtype"), 0)
         kernels[name][0] += 1
         kernels[name][1] += event["dur"] / 1e3
     both = sorted(spans[True] + spans[False])
     whole = [(both[0][0], max(end for _, end in both))] if both else []
     return {
-        "exposed_ms": exposed(spans[True], spans[False]) / 1e3, "idle_ms": exposed(whole, both) / 1e3,
-        "received": dict(received), "kernels": dict(kernels),
+        "exposed_ms": exposed(spans[True], spans[False]) / 1e3,
+        "idle_ms": exposed(whole, both) / 1e3,
+        "received": dict(received),
+        "kernels": dict(kernels),
     }
 
 
 def exposed(collectives: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
     """Length of the union of the first spans outside the union of the second."""
     marks = sorted(
-        (at, which, change) for which, spans in enumerate((collectives, others)) for a, b in spans
+        (at, which, change)
+        for which, spans in enumerate((collectives, others))
+        for a, b in spans
         for at, change in ((a, 1), (b, -1))
     )
     open_, last, total = [0, 0], 0.0, 0.0
@@ -138,7 +169,8 @@ def exposed(collectives: list[tuple[float, float]], others: list[tuple[float, fl
 
 
 def planned(net: nn.Module, shape: tuple[int, ...], delayed: bool) -> int:
-    """Bytes that the plans of a layer's linear layers say are gathered; those that share an input gather once."""
+    """Bytes that the plans of a layer's linear layers say are gathered; those that share an input
+    gather once."""
     attention, mlp = net.attention, net.mlp
     alone = [attention.k, attention.v, mlp.up] if delayed else []
     layers = [attention.q, attention.out, mlp.gate, mlp.down, *alone]
@@ -180,7 +212,10 @@ def measure(arm: str, args, device: torch.device) -> dict:
         if captured:
             step = ranks.captured(step, aside.stream)
     dist.barrier()
-    marks, host = [torch.cuda.Event(enable_timing=True) for _ in range(on_gpu * (args.steps + 1))], []
+    marks, host = (
+        [torch.cuda.Event(enable_timing=True) for _ in range(on_gpu * (args.steps + 1))],
+        [],
+    )
     for i in range(args.steps + 1):
         if on_gpu:
             marks[i].record()
@@ -191,40 +226,73 @@ def measure(arm: str, args, device: torch.device) -> dict:
     synchronize()
     spans = [a.elapsed_time(b) for a, b in zip(marks, marks[1:])] if on_gpu else host
     return {
-        "arm": arm, "ms": statistics.median(spans), "host_ms": statistics.median(host),
-        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0, "first_step_s": first, "gathered": gathered,
-        "planned": planned(net, shape, arm.startswith("fp8_delayed")) if arm in ARMS else 0, **traced(step, device),
+        "arm": arm,
+        "ms": statistics.median(spans),
+        "host_ms": statistics.median(host),
+        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
+        "first_step_s": first,
+        "gathered": gathered,
+        "planned": planned(net, shape, arm.startswith("fp8_delayed")) if arm in ARMS else 0,
+        **traced(step, device),
     }
 
 
 def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--arms", nargs="+", default=[BASE, "fp8_current", "mxfp8", "fp8_delayed"], choices=[BASE, BASE + CAPTURED, EAGER, *ARMS])
-    for name, value in {"tokens": 8192, "dim": 8192, "hidden": 28672, "heads": 64, "key_heads": 8, "steps": 15}.items():
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "--arms",
+        nargs="+",
+        default=[BASE, "fp8_current", "mxfp8", "fp8_delayed"],
+        choices=[BASE, BASE + CAPTURED, EAGER, *ARMS],
+    )
+    for name, value in {
+        "tokens": 8192,
+        "dim": 8192,
+        "hidden": 28672,
+        "heads": 64,
+        "key_heads": 8,
+        "steps": 15,
+    }.items():
         made.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     made.add_argument("--json", help="write all numbers to this file")
     made.add_argument("--cpu", action="store_true", help="gloo on CPUs")
-    made.add_argument("--profile", action="store_true", help="print the kernels of a step that take longest")
+    made.add_argument(
+        "--profile", action="store_true", help="print the kernels of a step that take longest"
+    )
     args = made.parse_args()
     device, say = ranks.start("gloo" if args.cpu else "nccl")
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU process"
-    say(f"{dist.get_world_size()} x {name}, torch {torch.__version__}; {args.dim} -> {args.hidden}, "
-        f"{args.tokens} tokens, medians of {args.steps} steps")
-    say(f"{'arm':21} {'ms':>8} {'x bf16':>7} {'floor':>6} {'aim':>5} {'exposed':>8} {'idle':>6} {'host ms':>8} {'peak GiB':>9} "
-        f"{'first s':>8}  gathered (planned) MiB; MiB received")
+    say(
+        f"{dist.get_world_size()} x {name}, torch {torch.__version__}; {args.dim} -> "
+        f"{args.hidden}, {args.tokens} tokens, medians of {args.steps} steps"
+    )
+    say(
+        f"{'arm':21} {'ms':>8} {'x bf16':>7} {'floor':>6} {'aim':>5} {'exposed':>8} {'idle':>6} "
+        f"{'host ms':>8} {'peak GiB':>9} {'first s':>8}  gathered (planned) MiB; MiB received"
+    )
 
     def line(row: dict, over) -> str:
         arm, row["ratio"] = row["arm"], over("ms")
-        moved = ", ".join(f"{kind} {size / 2**20:.1f}" for kind, size in sorted(row["received"].items()))
+        moved = ", ".join(
+            f"{kind} {size / 2**20:.1f}" for kind, size in sorted(row["received"].items())
+        )
         longest = sorted(row["kernels"].items(), key=lambda k: -k[1][1])[: 24 * args.profile]
         return (
-            f"{arm:21} {row['ms']:8.2f} {row['ratio']:7.3f} {FLOORS.get(arm, '-'):>6} {AIMS.get(arm, '-'):>5} "
-            f"{row['exposed_ms']:8.2f} {row['idle_ms']:6.2f} {row['host_ms']:8.2f} {row['peak_bytes'] / GIB:9.2f} "
-            f"{row['first_step_s']:8.1f}  {row['gathered'] / 2**20:.2f} ({row['planned'] / 2**20:.2f}); {moved}"
-            + "".join(f"\n    {ms:8.3f} ms {count:4}  {kernel[:110]}" for kernel, (count, ms) in longest)
+            f"{arm:21} {row['ms']:8.2f} {row['ratio']:7.3f} {FLOORS.get(arm, '-'):>6} "
+            f"{AIMS.get(arm, '-'):>5} {row['exposed_ms']:8.2f} {row['idle_ms']:6.2f} "
+            f"{row['host_ms']:8.2f} {row['peak_bytes'] / GIB:9.2f} {row['first_step_s']:8.1f}  "
+            f"{row['gathered'] / 2**20:.2f} ({row['planned'] / 2**20:.2f}); {moved}"
+            + "".join(
+                f"\n    {ms:8.3f} ms {count:4}  {kernel[:110]}" for kernel, (count, ms) in longest
+            )
         )
 
-    ranks.finish(ranks.table(args.arms, BASE, lambda arm: measure(arm, args, device), line, device, say), args.json)
+    ranks.finish(
+        ranks.table(args.arms, BASE, lambda arm: measure(arm, args, device), line, device, say),
+        args.json,
+    )
 
 
 if __name__ == "__main__":

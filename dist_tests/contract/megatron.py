@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of `fsdp_quant.integrations.megatron` with a checkout of Megatron-LM, on the CPU, with two gloo ranks:
+"""The contract of `fsdp_quant.integrations.megatron` with a checkout of Megatron-LM, on the CPU,
+with two gloo ranks:
 
     FSDP_QUANT_MEGATRON=/path/of/Megatron-LM python -m dist_tests.contract.megatron
 
-Every check runs Megatron's own code beside ours. Its DDP allocates on the CPU (`torch.cuda.current_device` is replaced), its
-tracker of CUDA random states has none, and what needs a GPU for certain (reduce-scatters, the constructor of its optimizer) is
-left out. Ends with an error if a check fails.
+Every check runs Megatron's own code beside ours. Its DDP allocates on the CPU
+(`torch.cuda.current_device` is replaced), its tracker of CUDA random states has none, and what
+needs a GPU for certain (reduce-scatters, the constructor of its optimizer) is left out. Ends with
+an error if a check fails.
 """
 
 from __future__ import annotations
@@ -55,10 +57,22 @@ HYBRID = fq.recipes.hybrid(forward="mxfp8", backward="fp8_block")
 
 def config(**options) -> TransformerConfig:
     given = {
-        "num_layers": 2, "hidden_size": H, "ffn_hidden_size": FFN, "num_attention_heads": 4, "params_dtype": BF16, "bf16": True,
-        "use_cpu_initialization": True, "transformer_impl": "local", "attention_dropout": 0.0, "hidden_dropout": 0.0,
-        "masked_softmax_fusion": False, "bias_dropout_fusion": False, "gradient_accumulation_fusion": False,
-        "normalization": "RMSNorm", "persist_layer_norm": False, "pipeline_dtype": BF16,
+        "num_layers": 2,
+        "hidden_size": H,
+        "ffn_hidden_size": FFN,
+        "num_attention_heads": 4,
+        "params_dtype": BF16,
+        "bf16": True,
+        "use_cpu_initialization": True,
+        "transformer_impl": "local",
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "normalization": "RMSNorm",
+        "persist_layer_norm": False,
+        "pipeline_dtype": BF16,
     }
     return TransformerConfig(**{**given, **options})
 
@@ -70,32 +84,49 @@ def say(fact: str) -> None:
 
 # Names #
 
+
 def check_signatures() -> None:
     """Megatron calls our constructors and methods with its arguments."""
     layers = tensor_parallel.layers
-    pairs = [(layers.ColumnParallelLinear, ours.ColumnParallelLinear), (layers.RowParallelLinear, ours.RowParallelLinear)]
+    pairs = [
+        (layers.ColumnParallelLinear, ours.ColumnParallelLinear),
+        (layers.RowParallelLinear, ours.RowParallelLinear),
+    ]
     for theirs, mine in pairs:
         for method in ("__init__", "forward", "sharded_state_dict"):
             want, got = (inspect.signature(getattr(c, method)).parameters for c in (theirs, mine))
-            assert list(want) == [name for name in got if name in want], (mine, method, set(want) ^ set(got))
+            assert list(want) == [name for name in got if name in want], (
+                mine,
+                method,
+                set(want) ^ set(got),
+            )
             assert set(got) - set(want) <= {"recipe"}, (mine, method)
-            assert {n: p.default for n, p in want.items()} == {n: got[n].default for n in want}, (mine, method)
+            assert {n: p.default for n, p in want.items()} == {n: got[n].default for n in want}, (
+                mine,
+                method,
+            )
     for builder, mine in (
         (experts.GroupedLinearFc1Builder, ours.ColumnParallelGroupedLinear),
         (experts.GroupedLinearFc2Builder, ours.RowParallelGroupedLinear),
     ):
-        want, got = inspect.signature(builder.__call__).parameters, inspect.signature(mine.__init__).parameters
+        want, got = (
+            inspect.signature(builder.__call__).parameters,
+            inspect.signature(mine.__init__).parameters,
+        )
         want = {name for name, p in want.items() if p.kind is not p.POSITIONAL_ONLY}
         assert want <= set(got), (mine, want - set(got))
     provider = ours.SpecProvider(HYBRID)
-    missing = [name for name in BackendSpecProvider.__abstractmethods__ if not hasattr(provider, name)]
+    missing = [
+        name for name in BackendSpecProvider.__abstractmethods__ if not hasattr(provider, name)
+    ]
     assert not missing, missing
 
 
 def check_settings() -> None:
     """What we refuse is what Megatron calls so."""
     for table, owner in (
-        (ours._HONOURED, TransformerConfig), (gather._REFUSED_OF_DDP, DistributedDataParallelConfig),
+        (ours._HONOURED, TransformerConfig),
+        (gather._REFUSED_OF_DDP, DistributedDataParallelConfig),
         (gather._REFUSED_OF_OPTIMIZER, OptimizerConfig),
     ):
         known = {f.name for f in fields(owner)}
@@ -103,10 +134,14 @@ def check_settings() -> None:
             say(f"{owner.__name__} of this checkout has no {name}: nothing to refuse")
     for name in ("start_param_sync", "finish_param_sync", "_post_param_sync"):
         assert callable(getattr(_ParamAndGradBucketGroup, name))
-    assert list(inspect.signature(_ParamAndGradBucketGroup.start_param_sync).parameters) == ["self", "force_sync"]
+    assert list(inspect.signature(_ParamAndGradBucketGroup.start_param_sync).parameters) == [
+        "self",
+        "force_sync",
+    ]
 
 
 # Layers #
+
 
 def init(weight: Tensor) -> None:
     nn.init.normal_(weight, std=0.02)
@@ -120,10 +155,17 @@ def layers_of(kind: str, cls: type, cfg: TransformerConfig, **options) -> nn.Mod
 
 
 def check_layers(sequence_parallel: bool) -> None:
-    """With the identity recipe our layers hold, mark, save and compute what Megatron's do, among tensor-parallel ranks."""
+    """With the identity recipe our layers hold, mark, save and compute what Megatron's do, among
+    tensor-parallel ranks."""
     cfg = config(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
-    group, rank = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_tensor_model_parallel_rank()
-    native = {"column": tensor_parallel.ColumnParallelLinear, "row": tensor_parallel.RowParallelLinear}
+    group, rank = (
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    native = {
+        "column": tensor_parallel.ColumnParallelLinear,
+        "row": tensor_parallel.RowParallelLinear,
+    }
     mine = {"column": ours.ColumnParallelLinear, "row": ours.RowParallelLinear}
     for kind in native:
         for skip in (False, True):
@@ -136,11 +178,19 @@ def check_layers(sequence_parallel: bool) -> None:
             assert list(got.state_dict()) == list(want.state_dict())
             got.load_state_dict(want.state_dict())
             want.load_state_dict(got.state_dict())
-            metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+            metadata = {
+                "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)
+            }
             a, b = (layer.sharded_state_dict("l.", (), metadata) for layer in (got, want))
             assert a.keys() == b.keys(), (a.keys(), b.keys())
             for key in a:
-                for fact in ("key", "global_shape", "global_offset", "axis_fragmentations", "replica_id"):
+                for fact in (
+                    "key",
+                    "global_shape",
+                    "global_offset",
+                    "axis_fragmentations",
+                    "replica_id",
+                ):
                     assert getattr(a[key], fact, None) == getattr(b[key], fact, None), (key, fact)
             x = values(S, B, H if kind == "column" else FFN, seed=2, dtype=BF16)
             cut = (0 if sequence_parallel else None) if kind == "column" else -1
@@ -154,15 +204,21 @@ def check_layers(sequence_parallel: bool) -> None:
                 results.append([y, leaf.grad, *(p.grad for p in layer.parameters())])
             for i, (p, q) in enumerate(zip(*results)):
                 error = float((p - q).float().norm() / q.float().norm())
-                # bf16 products, and sums over two ranks, that are rounded in another order: 2^-8 of the norm.
+                # bf16 products, and sums over two ranks, that are rounded in another order: 2^-8 of
+                # the norm.
                 assert error < 2**-8, f"{kind}, skip_bias_add={skip}, {i}: {error}"
 
 
 def model_of(spec, cfg: TransformerConfig) -> GPTModel:
     torch.manual_seed(3)
     return GPTModel(
-        config=cfg, transformer_layer_spec=spec, vocab_size=128, max_sequence_length=S, position_embedding_type="rope",
-        parallel_output=True, pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        config=cfg,
+        transformer_layer_spec=spec,
+        vocab_size=128,
+        max_sequence_length=S,
+        position_embedding_type="rope",
+        parallel_output=True,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )
 
 
@@ -170,7 +226,9 @@ def loss_of(model: nn.Module, seed: int = 4) -> Tensor:
     torch.manual_seed(seed)
     tokens = torch.randint(128, (B, S))
     mask = torch.ones(1, 1, S, S, dtype=torch.bool).triu(1)
-    return model(tokens, torch.arange(S).expand(B, S), mask, labels=tokens.roll(-1, 1)).float().mean()
+    return (
+        model(tokens, torch.arange(S).expand(B, S), mask, labels=tokens.roll(-1, 1)).float().mean()
+    )
 
 
 def check_checkpoint(model: nn.Module, native: nn.Module) -> None:
@@ -178,20 +236,38 @@ def check_checkpoint(model: nn.Module, native: nn.Module) -> None:
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     facts = []
     for one in (model, native):
-        tensors = [t for t in one.sharded_state_dict(metadata=metadata).values() if hasattr(t, "global_offset")]
-        facts.append(sorted(
-            (t.key, tuple(t.global_shape), tuple(t.global_offset), tuple(t.replica_id)) for t in tensors if t.data is not None
-        ))
-    assert facts[0] == facts[1], [fact for fact in facts[0] + facts[1] if (fact in facts[0]) != (fact in facts[1])]
+        tensors = [
+            t
+            for t in one.sharded_state_dict(metadata=metadata).values()
+            if hasattr(t, "global_offset")
+        ]
+        facts.append(
+            sorted(
+                (t.key, tuple(t.global_shape), tuple(t.global_offset), tuple(t.replica_id))
+                for t in tensors
+                if t.data is not None
+            )
+        )
+    assert facts[0] == facts[1], [
+        fact for fact in facts[0] + facts[1] if (fact in facts[0]) != (fact in facts[1])
+    ]
 
 
 def check_model(experts_of: int | None) -> None:
-    """A GPT whose linear layers are ours is Megatron's own, with the identity recipe; and it trains with others."""
-    options = {"num_moe_experts": experts_of, "moe_ffn_hidden_size": FFN, "add_bias_linear": False} if experts_of else {}
+    """A GPT whose linear layers are ours is Megatron's own, with the identity recipe; and it trains
+    with others."""
+    options = (
+        {"num_moe_experts": experts_of, "moe_ffn_hidden_size": FFN, "add_bias_linear": False}
+        if experts_of
+        else {}
+    )
     if experts_of:
         options |= {"moe_token_dispatcher_type": "allgather", "moe_router_dtype": "fp32"}
     cfg = config(**options)
-    native = model_of(get_gpt_layer_local_spec(num_experts=experts_of, normalization="RMSNorm"), copy.deepcopy(cfg))
+    native = model_of(
+        get_gpt_layer_local_spec(num_experts=experts_of, normalization="RMSNorm"),
+        copy.deepcopy(cfg),
+    )
     results = []
     for recipe in (None, fq.recipes.identity(), HYBRID):
         grouped = [False, True] if experts_of and recipe is not None else [False]
@@ -200,22 +276,40 @@ def check_model(experts_of: int | None) -> None:
             if recipe is not None:
                 its = copy.deepcopy(cfg)
                 its.moe_grouped_gemm = moe_grouped_gemm
-                spec = ours.gpt_layer_spec(recipe, num_experts=experts_of, moe_grouped_gemm=moe_grouped_gemm)
+                spec = ours.gpt_layer_spec(
+                    recipe, num_experts=experts_of, moe_grouped_gemm=moe_grouped_gemm
+                )
                 model = model_of(spec, its)
                 state = native.state_dict()
                 if moe_grouped_gemm:  # which has a parameter an expert in one layer
-                    state = {re.sub(r"local_experts\.(\d+)\.(\w+)\.weight", r"\2.weight\1", k): v for k, v in state.items()}
+                    state = {
+                        re.sub(r"local_experts\.(\d+)\.(\w+)\.weight", r"\2.weight\1", k): v
+                        for k, v in state.items()
+                    }
                     state = {k: v for k, v in state.items() if "local_experts" not in k}
                 model.load_state_dict(state)
-                assert len(ours.weight_proxies(model)) == (4 if not experts_of else 2 + 2 * experts_of) * cfg.num_layers
+                assert (
+                    len(ours.weight_proxies(model))
+                    == (4 if not experts_of else 2 + 2 * experts_of) * cfg.num_layers
+                )
                 check_checkpoint(model, native)
             loss = loss_of(model)
             loss.backward()
-            norm = sum(float(p.grad.float().square().sum()) for p in model.parameters() if p.grad is not None) ** 0.5
+            norm = (
+                sum(
+                    float(p.grad.float().square().sum())
+                    for p in model.parameters()
+                    if p.grad is not None
+                )
+                ** 0.5
+            )
             results.append((float(loss), norm))
             for p in model.parameters():
                 p.grad = None
-    say(f"losses and gradient norms, native first: {[(round(a, 4), round(b, 4)) for a, b in results]}")
+    say(
+        "losses and gradient norms, native first: "
+        f"{[(round(a, 4), round(b, 4)) for a, b in results]}"
+    )
     (loss, norm), (own, own_norm) = results[:2]
     assert (loss, norm) == (own, own_norm) and (not experts_of or results[2] == results[0]), results
     assert all(abs(other - loss) < 1e-2 * loss for other, _ in results), results
@@ -223,8 +317,10 @@ def check_model(experts_of: int | None) -> None:
 
 # Buffers #
 
+
 def check_layout() -> None:
-    """Who owns which elements: Megatron's layout and ranges, our implementation of its rules, and what syncs are planned from."""
+    """Who owns which elements: Megatron's layout and ranges, our implementation of its rules, and
+    what syncs are planned from."""
     torch.manual_seed(5)
     sizes = {f"p{i}": int(n) for i, n in enumerate(torch.randint(1, 5000, (23,)))}
     params = [nn.Parameter(torch.empty(n, dtype=BF16)) for n in sizes.values()]
@@ -234,7 +330,9 @@ def check_layout() -> None:
                 ddp_config = DistributedDataParallelConfig(
                     use_distributed_optimizer=True, pad_buckets_for_high_nccl_busbw=high_bandwidth
                 )
-                theirs = DistributedOptimizer._compute_per_buffer_param_layout(params, bucket_size, ranks, ddp_config)
+                theirs = DistributedOptimizer._compute_per_buffer_param_layout(
+                    params, bucket_size, ranks, ddp_config
+                )
                 mine = FlatLayout(sizes, ranks, bucket_size, "even", high_bandwidth)
                 assert [(b.start, b.end) for b in mine.buckets] == theirs.bucket_indices
                 for name, p in zip(sizes, params):
@@ -247,9 +345,15 @@ def check_layout() -> None:
                     for rank in range(ranks):
                         part = (last - first) // ranks
                         span = RangeOf(first + rank * part, part)
-                        found = DistributedOptimizer._build_model_gbuf_param_range_map({p: (start, end, bucket)}, span, first)
-                        run = (found[p]["param"].start, found[p]["param"].end) if p in found else None
-                        assert run == (shards.run(rank) if shards.run(rank)[0] < shards.run(rank)[1] else None)
+                        found = DistributedOptimizer._build_model_gbuf_param_range_map(
+                            {p: (start, end, bucket)}, span, first
+                        )
+                        run = (
+                            (found[p]["param"].start, found[p]["param"].end) if p in found else None
+                        )
+                        assert run == (
+                            shards.run(rank) if shards.run(rank)[0] < shards.run(rank)[1] else None
+                        )
 
 
 class FakeBucket:
@@ -267,21 +371,35 @@ class RangeOf:
 
 
 class Trained:
-    """A model in Megatron's DDP, its values written by Megatron's optimizer code, over two data-parallel ranks, or tensor
-    parallel ones."""
+    """A model in Megatron's DDP, its values written by Megatron's optimizer code, over two
+    data-parallel ranks, or tensor parallel ones."""
 
     def __init__(self, recipe: fq.Recipe, codes: bool):
         self.group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        cfg = config(tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size())
+        cfg = config(
+            tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size()
+        )
         self.ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True,
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
             bucket_size=20000,
         )
-        self.ddp = DistributedDataParallel(cfg, self.ddp_config, model_of(ours.gpt_layer_spec(recipe), cfg))
-        # Its constructor takes CUDA tensors alone: its methods are run on attributes that it would have made.
+        self.ddp = DistributedDataParallel(
+            cfg, self.ddp_config, model_of(ours.gpt_layer_spec(recipe), cfg)
+        )
+        # Its constructor takes CUDA tensors alone: its methods are run on attributes that it would
+        # have made.
         self.optimizer = made = DistributedOptimizer.__new__(DistributedOptimizer)
-        made.is_stub_optimizer, made.ddp_config, made.buffers = False, self.ddp_config, self.ddp.buffers
-        made.config = OptimizerConfig(bf16=True, use_distributed_optimizer=True, optimizer="adam", lr=1e-2)
+        made.is_stub_optimizer, made.ddp_config, made.buffers = (
+            False,
+            self.ddp_config,
+            self.ddp.buffers,
+        )
+        made.config = OptimizerConfig(
+            bf16=True, use_distributed_optimizer=True, optimizer="adam", lr=1e-2
+        )
         made.gbuf_ranges = [made._build_gbuf_range_map(buffer) for buffer in made.buffers]
         made.model_param_gbuf_map = made._build_model_param_gbuf_map(made.gbuf_ranges)
         own = list(made.model_param_gbuf_map)
@@ -290,7 +408,10 @@ class Trained:
         for p in own:
             span = made._get_model_param_range_map(p)["param"]
             p.main_param = p.detach().view(-1)[span.start : span.end].float().clone()
-        made.model_float16_groups, made.shard_fp32_from_float16_groups = [own], [[p.main_param for p in own]]
+        made.model_float16_groups, made.shard_fp32_from_float16_groups = (
+            [own],
+            [[p.main_param for p in own]],
+        )
         made.model_fp32_groups = made.shard_fp32_groups = []
         self.adam = torch.optim.AdamW([p.main_param for p in own], lr=1e-2)
         if codes:
@@ -313,8 +434,12 @@ class Trained:
 
 
 def check_gather(ranks: str) -> None:
-    """Training with codes gathered is training with values gathered, bit for bit, under Megatron's DDP and its hooks."""
-    for recipe in (HYBRID, fq.recipes.hybrid("nvfp4", "mxfp8" if ranks == "data" else "fp8_current")):
+    """Training with codes gathered is training with values gathered, bit for bit, under Megatron's
+    DDP and its hooks."""
+    for recipe in (
+        HYBRID,
+        fq.recipes.hybrid("nvfp4", "mxfp8" if ranks == "data" else "fp8_current"),
+    ):
         by_values, by_codes = Trained(recipe, False), Trained(recipe, True)
         changed = [type(g).__mro__[1] is gather.GathersCodes for g in by_codes.ddp.bucket_groups]
         losses = [[run.step(seed) for seed in range(4)] for run in (by_values, by_codes)]
@@ -327,7 +452,9 @@ def check_gather(ranks: str) -> None:
             refused = True
         assert refused, "a state dict of stale values was handed out"
         for run in (by_values, by_codes):
-            run.ddp.disable_forward_pre_hook(param_sync=True)  # as before a checkpoint or an evaluation
+            run.ddp.disable_forward_pre_hook(
+                param_sync=True
+            )  # as before a checkpoint or an evaluation
         theirs = by_values.ddp.module.state_dict()
         for key, value in by_codes.ddp.module.state_dict().items():
             if isinstance(value, Tensor):
@@ -335,7 +462,10 @@ def check_gather(ranks: str) -> None:
         assert float(loss_of(by_codes.ddp)) == float(loss_of(by_values.ddp))
         for run in (by_values, by_codes):
             run.ddp.enable_forward_pre_hook()
-        say(f"{recipe}: losses {[round(x, 4) for x in losses[1]]}, {sum(changed)} of {len(changed)} bucket groups send codes")
+        say(
+            f"{recipe}: losses {[round(x, 4) for x in losses[1]]}, {sum(changed)} of "
+            f"{len(changed)} bucket groups send codes"
+        )
 
 
 def on(rank: int, store: str) -> None:

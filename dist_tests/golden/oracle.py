@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An independent definition of every format, in plain numpy, that the library must equal byte for byte.
+"""An independent definition of every format, in plain numpy, that the library must equal byte for
+byte.
 
-It shares no code and no structure with the library: a cast looks the value up in an enumerated grid, a block is a
-Python loop, a columnwise storage is the transpose of a rowwise one, an exponent comes from `frexp`, and Philox runs
-on Python integers.
+It shares no code and no structure with the library: a cast looks the value up in an enumerated
+grid, a block is a Python loop, a columnwise storage is the transpose of a rowwise one, an exponent
+comes from `frexp`, and Philox runs on Python integers.
 
-fl() rounds once to fp32. Operands are fp32, so computing in fp64 first is safe: products are exact there, and for
-sums, differences and quotients 53 bits >= 2 * 24 + 2 make the second rounding harmless.
+fl() rounds once to fp32. Operands are fp32, so computing in fp64 first is safe: products are exact
+there, and for sums, differences and quotients 53 bits >= 2 * 24 + 2 make the second rounding
+harmless.
 
-What the definition leaves open is settled here: with an infinite or NaN tensor amax a two-level format makes its
-codes with S = 1 and decodes to NaN; NaN codes are 0x7F whatever the input's sign; an e8m0 scale of NaN makes every code
-of its block NaN, and an infinite block has the code 0xFE under both rounding rules; a whole extent is one block also
-when it is empty.
+What the definition leaves open is settled here: with an infinite or NaN tensor amax a two-level
+format makes its codes with S = 1 and decodes to NaN; NaN codes are 0x7F whatever the input's sign;
+an e8m0 scale of NaN makes every code of its block NaN, and an infinite block has the code 0xFE
+under both rounding rules; a whole extent is one block also when it is empty.
 
-Sources: OCP Microscaling Formats (MX) v1.0; OCP 8-bit Floating Point v1.0; Salmon et al., SC 2011 (Philox).
+Sources: OCP Microscaling Formats (MX) v1.0; OCP 8-bit Floating Point v1.0; Salmon et al., SC 2011
+(Philox).
 """
 
 from __future__ import annotations
@@ -27,7 +30,13 @@ import numpy as np
 FLT_MAX = float(np.finfo(np.float32).max)
 MAX = {"e4m3": 448.0, "e5m2": 57344.0, "e3m2": 28.0, "e2m3": 7.5, "e2m1": 6.0}
 BITS = {"e4m3": 8, "e5m2": 8, "e3m2": 6, "e2m3": 6, "e2m1": 4}
-FLOOR_EXPONENT = {"e4m3": 8, "e5m2": 15, "e3m2": 4, "e2m3": 2, "e2m1": 2}  # of the largest value: 448 = 1.75 * 2^8
+FLOOR_EXPONENT = {
+    "e4m3": 8,
+    "e5m2": 15,
+    "e3m2": 4,
+    "e2m3": 2,
+    "e2m1": 2,
+}  # of the largest value: 448 = 1.75 * 2^8
 SIGNS = "+++-+------+-+--"
 
 
@@ -70,7 +79,10 @@ SPECS = {
 }
 SPECS["nvfp4_rht"] = replace(SPECS["nvfp4"], rotated=True)
 SPECS["mxfp4_rht"] = replace(SPECS["mxfp4"], rotated=True)
-SPECS |= {f"{name}_exact": replace(SPECS[name], exact=True) for name in ("nvfp4", "nvfp4_16x16", "nvfp4_rht")}
+SPECS |= {
+    f"{name}_exact": replace(SPECS[name], exact=True)
+    for name in ("nvfp4", "nvfp4_16x16", "nvfp4_rht")
+}
 
 
 def fl(value):
@@ -81,6 +93,7 @@ def fl(value):
 
 # Elements #
 
+
 @functools.cache
 def grid(element: str) -> np.ndarray:
     """Non-negative finite values in the order of their codes."""
@@ -90,16 +103,22 @@ def grid(element: str) -> np.ndarray:
     for exponent in range(2**exponent_bits):
         for mantissa in range(2**mantissa_bits):
             fraction = mantissa / 2**mantissa_bits
-            value = 2.0 ** (1 - bias) * fraction if exponent == 0 else 2.0 ** (exponent - bias) * (1 + fraction)
+            value = (
+                2.0 ** (1 - bias) * fraction
+                if exponent == 0
+                else 2.0 ** (exponent - bias) * (1 + fraction)
+            )
             if value <= MAX[element]:
                 values.append(value)
     return np.array(values)
 
 
 def cast(values: np.ndarray, element: str, random: np.ndarray | None = None) -> np.ndarray:
-    """Codes of fp32 values: the nearest grid point, ties to the even code, saturating; or stochastic.
+    """Codes of fp32 values: the nearest grid point, ties to the even code, saturating; or
+    stochastic.
 
-    random:  uint8 of the same shape: up where (r + 0.5) / 256 is below the fraction between the two neighbours.
+    random:  uint8 of the same shape: up where (r + 0.5) / 256 is below the fraction between the two
+             neighbours.
     """
     points = grid(element)
     magnitude = np.minimum(np.abs(values), points[-1])
@@ -115,7 +134,9 @@ def cast(values: np.ndarray, element: str, random: np.ndarray | None = None) -> 
         up = (random + 0.5) / 256 * gap < below
     sign_bit = 2 ** (BITS[element] - 1)
     codes = np.where(up, high, low) + np.where(np.signbit(values), sign_bit, 0)
-    return np.where(nan, sign_bit - 1, codes).astype(np.uint8)  # 8 bits: NaN; fewer: the largest value
+    return np.where(nan, sign_bit - 1, codes).astype(
+        np.uint8
+    )  # 8 bits: NaN; fewer: the largest value
 
 
 def value_of(codes: np.ndarray, element: str) -> np.ndarray:
@@ -140,6 +161,7 @@ def round_to_bf16(values: np.ndarray) -> np.ndarray:
 
 # Random bits #
 
+
 def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
     """Philox4x32-10 on Python integers."""
     x0, x1, x2, x3 = counter
@@ -153,14 +175,17 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
 
 
 def stream(tensor_id: int, columnwise: bool, micro_batch: int) -> int:
-    """murmur3's finalizer of tensor id xor (micro-batch * 0x9E3779B1 + the direction's constant)."""
+    """murmur3's finalizer of tensor id xor (micro-batch * 0x9E3779B1 + the direction's
+    constant)."""
     h = (tensor_id ^ (micro_batch * 0x9E3779B1 + 0x85EBCA77 * columnwise)) % (1 << 32)
     h = (h ^ h >> 16) * 0x85EBCA6B % (1 << 32)
     h = (h ^ h >> 13) * 0xC2B2AE35 % (1 << 32)
     return h ^ h >> 16
 
 
-def random_bytes(outer: range, contraction: range, key: dict[str, int], columnwise: bool) -> np.ndarray:
+def random_bytes(
+    outer: range, contraction: range, key: dict[str, int], columnwise: bool
+) -> np.ndarray:
     """uint8 [outer, contraction] of the global indices: byte i of the 16 serves element i of 16."""
     seed = (key["seed"] % (1 << 32), (key["seed"] >> 32) % (1 << 32))
     hashed = stream(key["tensor_id"], columnwise, key["micro_batch"])
@@ -176,6 +201,7 @@ def random_bytes(outer: range, contraction: range, key: dict[str, int], columnwi
 
 
 # Rotation #
+
 
 def rotate(x: np.ndarray) -> np.ndarray:
     """Rows in blocks of 16: signs, butterflies of stride 1, 2, 4, 8 in fp32, a quarter, bf16."""
@@ -195,6 +221,7 @@ def rotate(x: np.ndarray) -> np.ndarray:
 
 
 # Scales #
+
 
 def largest(block: np.ndarray) -> float:
     """Largest magnitude; NaN if there is one, 0 of nothing."""
@@ -246,23 +273,37 @@ def tensor_factor(tensor_amax: float, spec: Spec) -> float:
 
 def tensor_scale(tensor_amax: float, spec: Spec) -> float:
     """D: what decoding multiplies by."""
-    return float(fl(1.0 / tensor_factor(tensor_amax, spec))) if math.isfinite(tensor_amax) else math.nan
+    return (
+        float(fl(1.0 / tensor_factor(tensor_amax, spec)))
+        if math.isfinite(tensor_amax)
+        else math.nan
+    )
 
 
 @functools.cache
 def exact_scales() -> list[tuple[float, int]]:
-    """(value, e4m3 code) of the scales under which every e2m1 number is an e4m3 one, over some power of two."""
-    return [(v, code) for code, v in enumerate(grid("e4m3")) if v and 16 * v / 2 ** math.floor(math.log2(v)) in (16, 20, 24)]
+    """(value, e4m3 code) of the scales under which every e2m1 number is an e4m3 one, over some
+    power of two."""
+    return [
+        (v, code)
+        for code, v in enumerate(grid("e4m3"))
+        if v and 16 * v / 2 ** math.floor(math.log2(v)) in (16, 20, 24)
+    ]
 
 
 def exact_code(target: float, stochastic: bool) -> int:
-    """Of the exact scales the least that is not below; or by the target's place between two powers of two."""
+    """Of the exact scales the least that is not below; or by the target's place between two powers
+    of two."""
     if stochastic:
         return next(code for value, code in [(0.0, 0), *exact_scales()] if value >= target)
     if target == 0:
         return 0
     power = 2.0 ** (math.frexp(target)[1] - 1)
-    chosen = next(s for s, bound in ((2.0, 1.8), (1.5, 1.4), (1.25, 1.15), (1.0, 1.0)) if target / power >= float(fl(bound)))
+    chosen = next(
+        s
+        for s, bound in ((2.0, 1.8), (1.5, 1.4), (1.25, 1.15), (1.0, 1.0))
+        if target / power >= float(fl(bound))
+    )
     return int(cast(np.array(chosen * power), "e4m3"))
 
 
@@ -270,7 +311,9 @@ def two_level_scale(amax: float, factor: float, spec: Spec) -> tuple[int, float]
     """(e4m3 code, encode factor)."""
     if math.isnan(amax):
         return 0x7F, math.nan
-    target = min(float(fl(amax * float(fl(factor * float(fl(1 / 6)))))), 384.0 if spec.exact else 448.0)
+    target = min(
+        float(fl(amax * float(fl(factor * float(fl(1 / 6)))))), 384.0 if spec.exact else 448.0
+    )
     if spec.exact:
         code = exact_code(target, spec.stochastic)
     elif spec.stochastic:
@@ -282,6 +325,7 @@ def two_level_scale(amax: float, factor: float, spec: Spec) -> tuple[int, float]
 
 
 # Storages #
+
 
 @dataclass
 class Made:
@@ -303,7 +347,8 @@ def spans(extent: int, block: int | None) -> list[slice]:
 
 
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Codes along a row, the first in the lowest bits of the first byte; a row ends where a code ends with a byte."""
+    """Codes along a row, the first in the lowest bits of the first byte; a row ends where a code
+    ends with a byte."""
     rows, cols = codes.shape
     cols += -cols % (8 // math.gcd(8, bits))
     packed = np.zeros((rows, cols * bits // 8), np.uint8)
@@ -324,10 +369,13 @@ def unpack(packed: np.ndarray, bits: int, cols: int) -> np.ndarray:
     return codes
 
 
-def quantize(x: np.ndarray, spec: Spec, columnwise: bool, key: dict[str, int] | None = None) -> Made:
+def quantize(
+    x: np.ndarray, spec: Spec, columnwise: bool, key: dict[str, int] | None = None
+) -> Made:
     """One direction of x [rows, cols], any floating values that fp32 holds.
 
-    key:  seed, step, tensor_id, micro_batch, row0 (the global index of x's first row), for stochastic rounding.
+    key:  seed, step, tensor_id, micro_batch, row0 (the global index of x's first row), for
+          stochastic rounding.
     """
     x = np.asarray(x, dtype=np.float64)
     operand = x.T if columnwise else x  # [outer, contraction]
@@ -338,12 +386,17 @@ def quantize(x: np.ndarray, spec: Spec, columnwise: bool, key: dict[str, int] | 
     if spec.stochastic:
         first = (0, key["row0"]) if columnwise else (key["row0"], 0)
         random = random_bytes(
-            range(first[0], first[0] + outer), range(first[1], first[1] + contraction), key, columnwise
+            range(first[0], first[0] + outer),
+            range(first[1], first[1] + contraction),
+            key,
+            columnwise,
         )
     outer_spans, inner_spans = spans(outer, spec.block[0]), spans(contraction, spec.block[1])
     codes = np.zeros((outer, contraction), np.uint8)
     decoded = np.zeros((outer, contraction))
-    scale = np.zeros((len(outer_spans), len(inner_spans)), np.float32 if spec.scale == "fp32" else np.uint8)
+    scale = np.zeros(
+        (len(outer_spans), len(inner_spans)), np.float32 if spec.scale == "fp32" else np.uint8
+    )
     tensor_amax = largest(operand) if spec.scale == "e4m3" else None
     for i, rows in enumerate(outer_spans):
         for j, cols in enumerate(inner_spans):
@@ -361,7 +414,9 @@ def quantize(x: np.ndarray, spec: Spec, columnwise: bool, key: dict[str, int] | 
             scale[i, j] = stored
             with np.errstate(invalid="ignore"):
                 scaled = fl(block * enc)
-            codes[rows, cols] = cast(scaled, spec.element, None if random is None else random[rows, cols])
+            codes[rows, cols] = cast(
+                scaled, spec.element, None if random is None else random[rows, cols]
+            )
             with np.errstate(invalid="ignore"):
                 decoded[rows, cols] = fl(value_of(codes[rows, cols], spec.element) * decode)
     if tensor_amax is not None:
@@ -369,4 +424,9 @@ def quantize(x: np.ndarray, spec: Spec, columnwise: bool, key: dict[str, int] | 
     if columnwise:
         codes, scale, decoded = codes.T, scale.T, decoded.T
     data = pack(codes, BITS[spec.element])
-    return Made(np.ascontiguousarray(data), np.ascontiguousarray(scale), tensor_amax, decoded.astype(np.float32))
+    return Made(
+        np.ascontiguousarray(data),
+        np.ascontiguousarray(scale),
+        tensor_amax,
+        decoded.astype(np.float32),
+    )

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What files and users of earlier versions hold does not change: names, texts, keys, schemas and bytes of `frozen.json`.
+"""What files and users of earlier versions hold does not change: names, texts, keys, schemas and
+bytes of `frozen.json`.
 
-    python -m dist_tests.golden.test_frozen    writes frozen.json anew; its diff says what a version breaks
+    python -m dist_tests.golden.test_frozen    writes frozen.json anew; its diff says what a version
+                                               breaks
 
 New names may be added. A name that went, or a value that changed, fails.
 """
@@ -38,13 +40,19 @@ def a_model(recipe) -> nn.Module:
 def public_names() -> dict[str, list[str] | None]:
     """Each public name, and the parameters of those that are functions."""
     found: dict[str, list[str] | None] = {}
-    its_own = [n for n, v in vars(recipes).items() if getattr(v, "__module__", "") == recipes.__name__ and n[0] != "_"]
+    its_own = [
+        n
+        for n, v in vars(recipes).items()
+        if getattr(v, "__module__", "") == recipes.__name__ and n[0] != "_"
+    ]
     for where, names in ((fq, fq.__all__), (recipes, its_own)):
         for name in names:
             value = getattr(where, name)
             function = value.__init__ if inspect.isclass(value) else value
             named = inspect.isfunction(function)
-            found[f"{where.__name__}.{name}"] = [*inspect.signature(value).parameters] if named else None
+            found[f"{where.__name__}.{name}"] = (
+                [*inspect.signature(value).parameters] if named else None
+            )
     return found
 
 
@@ -77,8 +85,12 @@ def states() -> dict[str, list[str]]:
     optimizer.step()
     saved = fq.state_dict(model)
     found = {
-        "model.state_dict": [*model.state_dict()], "fq.state_dict": [*saved], "fq.state_dict histories": [*saved["histories"]],
-        "FusedAdam.state": sorted({key for state in optimizer.state_dict()["state"].values() for key in state}),
+        "model.state_dict": [*model.state_dict()],
+        "fq.state_dict": [*saved],
+        "fq.state_dict histories": [*saved["histories"]],
+        "FusedAdam.state": sorted(
+            {key for state in optimizer.state_dict()["state"].values() for key in state}
+        ),
         "receipt": sorted(vars(fq.receipt())),
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -87,27 +99,38 @@ def states() -> dict[str, list[str]]:
         content = path.read_bytes()
         header = json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]])
         metadata = header.pop("__metadata__")
-        found["export_safetensors"] = [*(f"{k} {v['dtype']} {v['shape']}" for k, v in sorted(header.items())), *sorted(metadata)]
+        found["export_safetensors"] = [
+            *(f"{k} {v['dtype']} {v['shape']}" for k, v in sorted(header.items())),
+            *sorted(metadata),
+        ]
     return found
 
 
 SECTIONS = {
-    "public names": public_names, "recipes": recipe_texts, "formats": formats, "states": states,
+    "public names": public_names,
+    "recipes": recipe_texts,
+    "formats": formats,
+    "states": states,
     "operators": operator_schemas,
 }
 
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_nothing_frozen_changes(section: str):
-    """If false, a checkpoint, a graph or a program that uses an earlier version does not work with this one."""
+    """If false, a checkpoint, a graph or a program that uses an earlier version does not work with
+    this one."""
     frozen, now = json.loads(FROZEN.read_text())[section], SECTIONS[section]()
     gone = sorted(set(frozen) - set(now))
     assert not gone, f"{section}: {gone} went; give them back, or an alias"
     for name, was in frozen.items():
         if section == "public names" and was is not None:  # parameters may be added
-            assert [p for p in now[name] if p in was] == was, f"{name}{tuple(was)} is now {tuple(now[name])}"
+            assert [p for p in now[name] if p in was] == was, (
+                f"{name}{tuple(was)} is now {tuple(now[name])}"
+            )
         else:
-            assert now[name] == was, f"{section}: {name} was {was} and is {now[name]}; if that is meant, run {WRITE}"
+            assert now[name] == was, (
+                f"{section}: {name} was {was} and is {now[name]}; if that is meant, run {WRITE}"
+            )
 
 
 if __name__ == "__main__":

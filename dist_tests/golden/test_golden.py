@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codes and scales, byte for byte, against an independent oracle and against vectors derived by hand."""
+"""Codes and scales, byte for byte, against an independent oracle and against vectors derived by
+hand."""
 
 from __future__ import annotations
 
@@ -13,7 +14,19 @@ from torch import Tensor
 
 from dist_tests.golden import oracle
 from dist_tests.laws import OTHER, QUANTIZERS, assert_same_bytes, values
-from fsdp_quant.formats import COLUMNWISE, E2M1, E2M3, E3M2, E4M3, E5M2, FORMATS, ROWWISE, Direction, Encoding, format_of
+from fsdp_quant.formats import (
+    COLUMNWISE,
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3,
+    E5M2,
+    FORMATS,
+    ROWWISE,
+    Direction,
+    Encoding,
+    format_of,
+)
 from fsdp_quant.ops import dispatch, rng
 from fsdp_quant.quantizer import Quantizer
 from fsdp_quant.storage import Storage
@@ -21,9 +34,26 @@ from fsdp_quant.storage import Storage
 QUANTIZED = {name: q for name, q in QUANTIZERS.items() if q.fmt.is_quantized}
 QUANTIZED |= {f"{name}_rht": Quantizer(name, rotation=True) for name in ("nvfp4", "mxfp4")}
 QUANTIZED["nvfp4_rht_exact"] = Quantizer(format_of("nvfp4", scale_rule="fp8_exact"), rotation=True)
-KEY = {"seed": (0x12345678 << 32) + 0x9ABCDEF0, "step": 3, "tensor_id": 0xDEADBEEF, "micro_batch": 2, "row0": 5}
+KEY = {
+    "seed": (0x12345678 << 32) + 0x9ABCDEF0,
+    "step": 3,
+    "tensor_id": 0xDEADBEEF,
+    "micro_batch": 2,
+    "row0": 5,
+}
 SHAPES = [
-    (1, 1), (1, 96), (7, 33), (15, 17), (17, 15), (31, 7), (33, 31), (33, 1), (96, 1), (96, 96), (7, 130), (160, 48),
+    (1, 1),
+    (1, 96),
+    (7, 33),
+    (15, 17),
+    (17, 15),
+    (31, 7),
+    (33, 31),
+    (33, 1),
+    (96, 1),
+    (96, 96),
+    (7, 130),
+    (160, 48),
     (0, 16),
 ]
 FLT_MAX = oracle.FLT_MAX
@@ -59,13 +89,27 @@ def assert_storage_equals(got: Storage, want: oracle.Made, what: str) -> None:
 
 # The oracle and the library, law by law #
 
+
 def test_oracle_covers_every_quantizer():
     """A row of the format table without an independent definition would go unchecked."""
     assert set(oracle.SPECS) == set(QUANTIZED)
     for name, spec in oracle.SPECS.items():
         fmt = QUANTIZED[name].fmt
-        assert (spec.element, spec.block, spec.scale, spec.pow2, spec.floor, spec.rotated, spec.exact) == (
-            fmt.element.name, fmt.block, fmt.scale, fmt.pow2, fmt.scale_rounding == "floor", fmt.rotated,
+        assert (
+            spec.element,
+            spec.block,
+            spec.scale,
+            spec.pow2,
+            spec.floor,
+            spec.rotated,
+            spec.exact,
+        ) == (
+            fmt.element.name,
+            fmt.block,
+            fmt.scale,
+            fmt.pow2,
+            fmt.scale_rounding == "floor",
+            fmt.rotated,
             fmt.scale_rule == "fp8_exact",
         ), name
 
@@ -74,24 +118,30 @@ def test_oracle_covers_every_quantizer():
 @each_direction
 @pytest.mark.parametrize("kind", ["gauss", "outliers", "tiny", "heavy"])
 def test_quantize_equals_the_oracle(name: str, direction: Direction, kind: str):
-    """Otherwise the bytes are not those of the definition, and no other implementation can read or check them."""
+    """Otherwise the bytes are not those of the definition, and no other implementation can read or
+    check them."""
     for seed, shape in enumerate(SHAPES):
         if kind != "gauss" and seed % 2:
             continue
         x = values(*shape, seed=seed, kind=kind)
         got = QUANTIZED[name].storage(x, direction)
-        assert_storage_equals(got, oracle_of(x, name, direction), f"{name} {direction.value} {shape} {kind}")
+        assert_storage_equals(
+            got, oracle_of(x, name, direction), f"{name} {direction.value} {shape} {kind}"
+        )
 
 
 @each_quantizer
 @each_direction
 def test_stochastic_quantize_equals_the_oracle(name: str, direction: Direction):
-    """Otherwise random bits are not keyed as defined, and two backends or two world sizes round differently."""
+    """Otherwise random bits are not keyed as defined, and two backends or two world sizes round
+    differently."""
     quantizer = replace(QUANTIZED[name], rounding="stochastic")
     for seed, shape in enumerate([(1, 1), (7, 33), (17, 15), (33, 31), (40, 96)]):
         x = values(*shape, seed=seed, kind="heavy")
         got = quantizer.storage(x, direction, key_tensor())
-        assert_storage_equals(got, oracle_of(x, name, direction, stochastic=True), f"{name} {direction.value} {shape}")
+        assert_storage_equals(
+            got, oracle_of(x, name, direction, stochastic=True), f"{name} {direction.value} {shape}"
+        )
 
 
 @pytest.mark.parametrize("name", sorted(OTHER))
@@ -99,11 +149,20 @@ def test_a_row_of_data_is_a_format(name: str):
     """If false, a format needs code of its own where its row says everything."""
     fmt = OTHER[name].fmt
     spec = oracle.Spec(fmt.element.name, fmt.block, fmt.scale, fmt.pow2)
-    for (seed, shape), direction in itertools.product(enumerate([(1, 1), (33, 31), (70, 130)]), Direction):
+    for (seed, shape), direction in itertools.product(
+        enumerate([(1, 1), (33, 31), (70, 130)]), Direction
+    ):
         for stochastic in (False, True):
             x = values(*shape, seed=seed, kind="heavy")
-            got = replace(OTHER[name], rounding="stochastic" if stochastic else "nearest").storage(x, direction, key_tensor())
-            want = oracle.quantize(x.float().numpy(), replace(spec, stochastic=stochastic), direction is COLUMNWISE, KEY)
+            got = replace(OTHER[name], rounding="stochastic" if stochastic else "nearest").storage(
+                x, direction, key_tensor()
+            )
+            want = oracle.quantize(
+                x.float().numpy(),
+                replace(spec, stochastic=stochastic),
+                direction is COLUMNWISE,
+                KEY,
+            )
             assert_storage_equals(got, want, f"{name} {direction.value} {shape} {stochastic}")
 
 
@@ -115,7 +174,9 @@ def test_stochastic_quantize_of_zero_tokens_equals_the_oracle(name: str, shape: 
     for direction in Direction:
         x = torch.zeros(shape, dtype=torch.bfloat16)
         got = quantizer.storage(x, direction, key_tensor())
-        assert_storage_equals(got, oracle_of(x, name, direction, stochastic=True), f"{name} {direction.value} {shape}")
+        assert_storage_equals(
+            got, oracle_of(x, name, direction, stochastic=True), f"{name} {direction.value} {shape}"
+        )
 
 
 @each_quantizer
@@ -125,18 +186,23 @@ def test_quantize_of_other_dtypes_equals_the_oracle(name: str, dtype: torch.dtyp
     x = values(33, 48, dtype=dtype, kind="heavy")
     for direction in Direction:
         got = QUANTIZED[name].storage(x, direction)
-        assert_storage_equals(got, oracle_of(x, name, direction), f"{name} {direction.value} {dtype}")
+        assert_storage_equals(
+            got, oracle_of(x, name, direction), f"{name} {direction.value} {dtype}"
+        )
 
 
 @pytest.mark.parametrize("name", [n for n, q in sorted(QUANTIZED.items()) if q.fmt.scale == "fp32"])
 def test_eps_equals_the_oracle(name: str):
-    """Otherwise an amax below eps still blows noise up to the full range, or one above it is changed."""
+    """Otherwise an amax below eps still blows noise up to the full range, or one above it is
+    changed."""
     x = values(40, 160, kind="gauss") * torch.logspace(-6, 0, 40)[:, None].bfloat16()
     for eps in (1e-3, 0.5, 10.0):
         quantizer = replace(QUANTIZED[name], eps=eps)
         for direction in Direction:
             got = quantizer.storage(x, direction)
-            assert_storage_equals(got, oracle_of(x, name, direction, eps=eps), f"{name} {direction.value} eps={eps}")
+            assert_storage_equals(
+                got, oracle_of(x, name, direction, eps=eps), f"{name} {direction.value} eps={eps}"
+            )
 
 
 def test_identity_keeps_every_bit():
@@ -167,7 +233,9 @@ def test_columnwise_is_the_transpose_of_rowwise():
 
 def unpacked(storage: Storage) -> Tensor:
     """One code a byte, [rows, cols]."""
-    return torch.from_numpy(oracle.unpack(storage.data.numpy(), storage.fmt.element.bits, storage.padded_shape[1]))
+    return torch.from_numpy(
+        oracle.unpack(storage.data.numpy(), storage.fmt.element.bits, storage.padded_shape[1])
+    )
 
 
 def test_square_blocks_decode_alike_in_both_directions():
@@ -182,17 +250,23 @@ def test_square_blocks_decode_alike_in_both_directions():
             row, col = quantizer.storage(x, ROWWISE), quantizer.storage(x, COLUMNWISE)
             for buffer, want in row.buffers().items():
                 assert_same_bytes(col.buffers()[buffer], want, f"{name} {shape} {buffer}")
-            assert_same_bytes(row.as_direction(COLUMNWISE).dequantize(), col.dequantize(), f"{name} {shape}")
+            assert_same_bytes(
+                row.as_direction(COLUMNWISE).dequantize(), col.dequantize(), f"{name} {shape}"
+            )
 
 
 # Elements #
+
 
 def encoded_at_scale_one(x: Tensor, element: str) -> Tensor:
     """Codes of x [rows, cols] when the encode factor is exactly 1, one a byte."""
     bits, tensor_amax, enc = oracle.BITS[element], None, None
     if element == "e2m1":  # S = 2688 / 2688, t = 6 / 6
         encoding = Encoding(FORMATS["nvfp4"], ROWWISE)
-        amax, tensor_amax = torch.full((x.shape[0], -(-x.shape[1] // 16)), 6.0), torch.tensor([2688.0])
+        amax, tensor_amax = (
+            torch.full((x.shape[0], -(-x.shape[1] // 16)), 6.0),
+            torch.tensor([2688.0]),
+        )
     elif bits == 6:
         encoding = Encoding(format_of("mxfp6", element=element), ROWWISE)
         amax = torch.full((x.shape[0], -(-x.shape[1] // 32)), oracle.MAX[element])
@@ -205,16 +279,20 @@ def encoded_at_scale_one(x: Tensor, element: str) -> Tensor:
 
 @pytest.mark.parametrize("element", sorted(oracle.MAX))
 def test_cast_takes_the_nearest_grid_point(element: str):
-    """Otherwise a tie, a subnormal, a NaN or an overflow is rounded by another rule: every bf16 value is tried."""
+    """Otherwise a tie, a subnormal, a NaN or an overflow is rounded by another rule: every bf16
+    value is tried."""
     x = torch.arange(65536).to(torch.uint16).view(torch.bfloat16).reshape(256, 256)
     assert_same_bytes(
-        encoded_at_scale_one(x, element), torch.from_numpy(oracle.cast(x.double().numpy(), element)), element
+        encoded_at_scale_one(x, element),
+        torch.from_numpy(oracle.cast(x.double().numpy(), element)),
+        element,
     )
 
 
 @pytest.mark.parametrize("element", sorted(oracle.MAX))
 def test_cast_rounds_ties_to_the_even_code(element: str):
-    """Otherwise rounding has a bias: each midpoint goes to the even code, one ulp beside it to the nearer one."""
+    """Otherwise rounding has a bias: each midpoint goes to the even code, one ulp beside it to the
+    nearer one."""
     points = oracle.grid(element)
     middle = torch.from_numpy((points[1:] + points[:-1]) / 2).float()
     inf = torch.full_like(middle, torch.inf)
@@ -224,15 +302,20 @@ def test_cast_rounds_ties_to_the_even_code(element: str):
     cols = len(middle)
     assert_same_bytes(encoded_at_scale_one(x, element)[:, :cols], want, f"{element} positive")
     assert_same_bytes(
-        encoded_at_scale_one(-x, element)[:, :cols], want | 2 ** (oracle.BITS[element] - 1), f"{element} negative"
+        encoded_at_scale_one(-x, element)[:, :cols],
+        want | 2 ** (oracle.BITS[element] - 1),
+        f"{element} negative",
     )
 
 
 def test_elements_have_the_published_ranges():
     """Otherwise the oracle itself enumerates another element than the OCP and PTX documents."""
     for element, largest, normal, subnormal, count in (
-        (E4M3, 448.0, 2.0**-6, 2.0**-9, 127), (E5M2, 57344.0, 2.0**-14, 2.0**-16, 124), (E2M1, 6.0, 1.0, 0.5, 8),
-        (E3M2, 28.0, 0.25, 0.0625, 32), (E2M3, 7.5, 1.0, 0.125, 32),
+        (E4M3, 448.0, 2.0**-6, 2.0**-9, 127),
+        (E5M2, 57344.0, 2.0**-14, 2.0**-16, 124),
+        (E2M1, 6.0, 1.0, 0.5, 8),
+        (E3M2, 28.0, 0.25, 0.0625, 32),
+        (E2M3, 7.5, 1.0, 0.125, 32),
     ):
         points = oracle.grid(element.name)
         assert (points[-1], points[1], len(points)) == (largest, subnormal, count)
@@ -243,7 +326,28 @@ def test_elements_have_the_published_ranges():
 
 def test_e2m1_ties():
     """Otherwise 4-bit rounding is not to the even code."""
-    x = torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 5.5, 7.0, -0.25, -0.75, -5.0, -0.0, 0.0, 0.26, 4.99]])
+    x = torch.tensor(
+        [
+            [
+                0.25,
+                0.75,
+                1.25,
+                1.75,
+                2.5,
+                3.5,
+                5.0,
+                5.5,
+                7.0,
+                -0.25,
+                -0.75,
+                -5.0,
+                -0.0,
+                0.0,
+                0.26,
+                4.99,
+            ]
+        ]
+    )
     want = [0, 2, 2, 4, 4, 6, 6, 7, 7, 8, 10, 14, 8, 0, 1, 6]
     assert encoded_at_scale_one(x, "e2m1").tolist() == [want]
 
@@ -251,20 +355,51 @@ def test_e2m1_ties():
 # Scales by hand #
 
 E8M0_UP = [  # (amax, code): the smallest power of two not below amax / 448
-    (0.0, 0), (2.0**-149, 0), (1e-40, 0), (2.0**-126, 0), (1.3e-36, 0),
-    (448 * 2.0**-127, 0), (448 * 2.0**-126, 1), (448 * 2.0**-125, 2),
-    (448 * 2.0**-3, 124), (1.0, 119), (448.0, 127), (896.0, 128), (449.0, 128), (447.0, 127), (256.0, 127),
-    (224.0, 126), (225.0, 127), (448 * 2.0**119, 246), (FLT_MAX, 247), (float("inf"), 254), (float("nan"), 255),
+    (0.0, 0),
+    (2.0**-149, 0),
+    (1e-40, 0),
+    (2.0**-126, 0),
+    (1.3e-36, 0),
+    (448 * 2.0**-127, 0),
+    (448 * 2.0**-126, 1),
+    (448 * 2.0**-125, 2),
+    (448 * 2.0**-3, 124),
+    (1.0, 119),
+    (448.0, 127),
+    (896.0, 128),
+    (449.0, 128),
+    (447.0, 127),
+    (256.0, 127),
+    (224.0, 126),
+    (225.0, 127),
+    (448 * 2.0**119, 246),
+    (FLT_MAX, 247),
+    (float("inf"), 254),
+    (float("nan"), 255),
 ]
 E8M0_FLOOR = [  # (amax, code): 2^(floor(log2 amax) - 8)
-    (0.0, 0), (2.0**-149, 0), (1.3e-36, 0), (2.0**-119, 0), (2.0**-118, 1), (2.0**-117, 2), (1.0, 119), (1.99, 119),
-    (255.0, 126), (256.0, 127), (448.0, 127), (511.0, 127), (512.0, 128), (FLT_MAX, 246), (float("inf"), 254),
+    (0.0, 0),
+    (2.0**-149, 0),
+    (1.3e-36, 0),
+    (2.0**-119, 0),
+    (2.0**-118, 1),
+    (2.0**-117, 2),
+    (1.0, 119),
+    (1.99, 119),
+    (255.0, 126),
+    (256.0, 127),
+    (448.0, 127),
+    (511.0, 127),
+    (512.0, 128),
+    (FLT_MAX, 246),
+    (float("inf"), 254),
     (float("nan"), 255),
 ]
 
 
 def in_blocks(amaxes: list[float], width: int = 32) -> Tensor:
-    """fp32 [len, width]: row i holds amaxes[i], with the sign alternating and smaller values beside it."""
+    """fp32 [len, width]: row i holds amaxes[i], with the sign alternating and smaller values beside
+    it."""
     x = torch.zeros(len(amaxes), width)
     x[:, 5] = torch.tensor(amaxes)
     x[1::2] *= -1
@@ -274,7 +409,8 @@ def in_blocks(amaxes: list[float], width: int = 32) -> Tensor:
 
 @pytest.mark.parametrize("name,table", [("mxfp8", E8M0_UP), ("mxfp8_floor", E8M0_FLOOR)])
 def test_e8m0_codes_by_hand(name: str, table: list):
-    """Otherwise zero, subnormal, exact and non-finite amaxes get scales that saturate or flush the block."""
+    """Otherwise zero, subnormal, exact and non-finite amaxes get scales that saturate or flush the
+    block."""
     amaxes, codes = zip(*table)
     got = QUANTIZED[name].storage(in_blocks(list(amaxes)), ROWWISE)
     assert dict(zip(amaxes, got.scale.flatten().tolist())) == dict(zip(amaxes, codes))
@@ -283,20 +419,30 @@ def test_e8m0_codes_by_hand(name: str, table: list):
 
 @pytest.mark.parametrize("k", [-125, -120, -100, -9, -1, 0, 1, 9, 100, 119])
 def test_e8m0_one_ulp_around_448(k: int):
-    """amax = 448 * 2^k is the largest block of exponent k; an ulp more needs k + 1, or the maximum saturates."""
+    """amax = 448 * 2^k is the largest block of exponent k; an ulp more needs k + 1, or the maximum
+    saturates."""
     exact = torch.tensor(448.0 * 2.0**k)
-    around = [torch.nextafter(exact, torch.tensor(0.0)), exact, torch.nextafter(exact, torch.tensor(torch.inf))]
+    around = [
+        torch.nextafter(exact, torch.tensor(0.0)),
+        exact,
+        torch.nextafter(exact, torch.tensor(torch.inf)),
+    ]
     x = torch.zeros(3, 32)
     x[:, 0] = torch.stack(around)
     got = QUANTIZED["mxfp8"].storage(x, ROWWISE)
     assert got.scale.flatten().tolist() == [127 + k, 127 + k, 128 + k]
-    assert got.data[:, 0].tolist() == [0x7E, 0x7E, 0x76]  # 448, 448, 224 on the grid of the exponent
+    assert got.data[:, 0].tolist() == [
+        0x7E,
+        0x7E,
+        0x76,
+    ]  # 448, 448, 224 on the grid of the exponent
     floor = QUANTIZED["mxfp8_floor"].storage(x, ROWWISE)
     assert floor.scale.flatten().tolist() == [127 + k] * 3
 
 
 def test_e8m0_codes_decode_to_powers_of_two():
-    """Codes 0, 1, 254 and 255 are 2^-127, 2^-126, 2^127 and NaN; the first is a subnormal fp32 number."""
+    """Codes 0, 1, 254 and 255 are 2^-127, 2^-126, 2^127 and NaN; the first is a subnormal fp32
+    number."""
     storage = Quantizer("mxfp8").storage(torch.ones(5, 32), ROWWISE)
     ones = torch.full_like(storage.data, 0x38)  # e4m3 1.0
     codes = torch.tensor([0, 1, 127, 254, 255], dtype=torch.uint8)[:, None]
@@ -313,7 +459,8 @@ def test_rounding_up_never_saturates_a_finite_block():
     got = QUANTIZED["mxfp8"].storage(x, ROWWISE)
     scale = torch.exp2(got.scale.flatten().double() - 127)
     ratio = amaxes.double() / scale
-    # One ulp above 448 * 2^-127, where v is a subnormal with fewer bits, still gives code 0; it rounds to 448.
+    # One ulp above 448 * 2^-127, where v is a subnormal with fewer bits, still gives code 0; it
+    # rounds to 448.
     assert ratio.max() <= 448 * (1 + 2**-22)
     assert ratio[got.scale.flatten() > 0].min() > 224 * (1 - 2**-22)
     floor = QUANTIZED["mxfp8_floor"].storage(x, ROWWISE)
@@ -321,15 +468,25 @@ def test_rounding_up_never_saturates_a_finite_block():
 
 
 FP8_BY_HAND = [  # (amax, fp32 scale and code of the maximum, power-of-two scale and code) in e4m3
-    (0.0, 1.0, 0x00, 1.0, 0x00), (448.0, 1.0, 0x7E, 1.0, 0x7E), (896.0, 2.0, 0x7E, 2.0, 0x7E),
-    (1.75, 2.0**-8, 0x7E, 2.0**-8, 0x7E), (3.5 * 2.0**-20, 2.0**-27, 0x7E, 2.0**-27, 0x7E),
-    (512.0, float(np.float32(1) / np.float32(0.875)), 0x7E, 2.0, 0x78),  # enc 0.875, cleared to 0.5: 256
+    (0.0, 1.0, 0x00, 1.0, 0x00),
+    (448.0, 1.0, 0x7E, 1.0, 0x7E),
+    (896.0, 2.0, 0x7E, 2.0, 0x7E),
+    (1.75, 2.0**-8, 0x7E, 2.0**-8, 0x7E),
+    (3.5 * 2.0**-20, 2.0**-27, 0x7E, 2.0**-27, 0x7E),
+    (
+        512.0,
+        float(np.float32(1) / np.float32(0.875)),
+        0x7E,
+        2.0,
+        0x78,
+    ),  # enc 0.875, cleared to 0.5: 256
     (1.0, float(np.float32(1) / np.float32(448)), 0x7E, 2.0**-8, 0x78),
 ]
 
 
 def test_fp8_scales_by_hand():
-    """Otherwise an fp32 scale is not 1 / (448 / amax), or a power-of-two scale rounds the wrong way."""
+    """Otherwise an fp32 scale is not 1 / (448 / amax), or a power-of-two scale rounds the wrong
+    way."""
     for amax, plain, plain_code, pow2, pow2_code in FP8_BY_HAND:
         x = torch.tensor([[amax, -amax / 2, 0.0]])
         for name in ("fp8_tensor", "fp8_row", "fp8_1x128_fp32", "fp8_128x128_fp32"):
@@ -341,7 +498,8 @@ def test_fp8_scales_by_hand():
 
 
 def test_encode_factor_is_one_division():
-    """enc = max /rn amax. A reciprocal times max is off by an ulp for every third amax, and so are codes and scales."""
+    """enc = max /rn amax. A reciprocal times max is off by an ulp for every third amax, and so are
+    codes and scales."""
     amaxes = torch.rand(4096, generator=torch.Generator().manual_seed(0)) + 0.5
     got = Quantizer("fp8_row").storage(amaxes[:, None], ROWWISE).scale.flatten()
     want = torch.from_numpy(np.float32(1) / (np.float32(448) / amaxes.numpy()))
@@ -359,20 +517,31 @@ def test_tensor_factor_is_one_division():
 
 
 def test_fp8_extreme_amaxes():
-    """Subnormal amaxes: enc stops at FLT_MAX, and pow2 at 2^127; FLT_MAX itself has a normal scale."""
+    """Subnormal amaxes: enc stops at FLT_MAX, and pow2 at 2^127; FLT_MAX itself has a normal
+    scale."""
     for amax in (2.0**-149, 1e-40, 1.3e-36, FLT_MAX):
         x = torch.tensor([[amax, -amax]])
-        for name in ("fp8_tensor", "fp8_tensor_pow2", "fp8_tensor_e5m2", "fp8_row", "fp8_1x128_fp32"):
+        for name in (
+            "fp8_tensor",
+            "fp8_tensor_pow2",
+            "fp8_tensor_e5m2",
+            "fp8_row",
+            "fp8_1x128_fp32",
+        ):
             got = QUANTIZED[name].storage(x, ROWWISE)
             assert_storage_equals(got, oracle_of(x, name, ROWWISE), f"{name} {amax}")
             assert got.scale.isfinite().all() and (got.scale > 0).all(), (name, amax)
     tiny = QUANTIZED["fp8_tensor"].storage(torch.tensor([[1e-40]]), ROWWISE)
     assert tiny.scale.item() == float(np.float32(1) / np.float32(FLT_MAX))
-    assert QUANTIZED["fp8_tensor_pow2"].storage(torch.tensor([[1e-40]]), ROWWISE).scale.item() == 2.0**-127
+    assert (
+        QUANTIZED["fp8_tensor_pow2"].storage(torch.tensor([[1e-40]]), ROWWISE).scale.item()
+        == 2.0**-127
+    )
 
 
 def test_nvfp4_blocks_that_underflow():
-    """A block 2^-10 below the tensor's largest scale has scale 0: nonzero elements keep their sign, and decode to 0."""
+    """A block 2^-10 below the tensor's largest scale has scale 0: nonzero elements keep their sign,
+    and decode to 0."""
     x = torch.zeros(4, 16)
     x[0, 0] = 2688.0  # S = D = 1, so that t = amax / 6
     x[1, 0], x[1, 1] = 6 * 2.0**-10, -1e-9  # a tie between 0 and 2^-9: even, 0
@@ -384,7 +553,12 @@ def test_nvfp4_blocks_that_underflow():
     assert unpacked(got)[2, 0] == 5  # 6.006 * 2^-10 over 2^-9 is 3.003: 3.0, whose code is 5
     assert_storage_equals(got, oracle_of(x, "nvfp4", ROWWISE), "nvfp4")
     up = replace(Quantizer("nvfp4"), rounding="stochastic").storage(x, ROWWISE, key_tensor())
-    assert up.scale.flatten().tolist() == [0x7E, 0x01, 0x01, 0x00]  # never 0 for a block that is not
+    assert up.scale.flatten().tolist() == [
+        0x7E,
+        0x01,
+        0x01,
+        0x00,
+    ]  # never 0 for a block that is not
 
 
 @each_quantizer
@@ -411,22 +585,30 @@ PLACES = [(0, 0), (16, 20), (39, 0), (32, 47)]
 @each_direction
 @pytest.mark.parametrize("bad", sorted(BAD))
 def test_non_finite_values_equal_the_oracle(name: str, direction: Direction, bad: str):
-    """Otherwise an overflow has one outcome in the middle of a tensor and another at its edge or on another backend."""
+    """Otherwise an overflow has one outcome in the middle of a tensor and another at its edge or on
+    another backend."""
     for place in PLACES:
         x = values(40, 48)
         x[place] = BAD[bad]
         got = QUANTIZED[name].storage(x, direction)
-        assert_storage_equals(got, oracle_of(x, name, direction), f"{name} {direction.value} {bad} at {place}")
+        assert_storage_equals(
+            got, oracle_of(x, name, direction), f"{name} {direction.value} {bad} at {place}"
+        )
         assert not got.dequantize(torch.float32)[place].isfinite(), "an overflow was hidden"
     got = replace(QUANTIZED[name], rounding="stochastic").storage(x, direction, key_tensor())
-    assert_storage_equals(got, oracle_of(x, name, direction, stochastic=True), f"{name} stochastic {bad} at {place}")
+    assert_storage_equals(
+        got, oracle_of(x, name, direction, stochastic=True), f"{name} stochastic {bad} at {place}"
+    )
 
 
-@pytest.mark.parametrize("name", sorted(n for n, q in QUANTIZED.items() if not (q.fmt.tensor_scale or q.fmt.rotated)))
+@pytest.mark.parametrize(
+    "name", sorted(n for n, q in QUANTIZED.items() if not (q.fmt.tensor_scale or q.fmt.rotated))
+)
 @each_direction
 def test_non_finite_values_stay_in_their_block(name: str, direction: Direction):
-    """Otherwise one bad token spoils values that share no scale with it; the documented outcome is NaN in its block
-    (e8m0 scales: an infinite element saturates under the largest scale, and the block's small values flush to 0)."""
+    """Otherwise one bad token spoils values that share no scale with it; the documented outcome is
+    NaN in its block (e8m0 scales: an infinite element saturates under the largest scale, and the
+    block's small values flush to 0)."""
     fmt = QUANTIZED[name].fmt
     rows, cols = 160, 144
     b0, b1 = (b or n for b, n in zip(fmt.dims(direction), (rows, cols)))
@@ -450,7 +632,8 @@ def test_non_finite_values_stay_in_their_block(name: str, direction: Direction):
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4_16x16", "nvfp4_exact", "nvfp4_16x16_exact"])
 @each_direction
 def test_non_finite_values_make_a_two_level_tensor_nan(name: str, direction: Direction):
-    """The tensor's scale comes from every value: an overflow anywhere is visible everywhere, never a number."""
+    """The tensor's scale comes from every value: an overflow anywhere is visible everywhere, never
+    a number."""
     for bad, value in BAD.items():
         for place in PLACES:
             x = values(40, 48)
@@ -467,7 +650,13 @@ def test_nan_codes_are_canonical():
     """Otherwise the sign of a NaN, which platforms choose differently, makes bytes differ."""
     x = torch.ones(2, 32, dtype=torch.bfloat16)
     x.view(torch.uint16)[0, 3], x.view(torch.uint16)[1, 3] = 0x7FC0, 0xFFC1
-    codes = {"fp8_row": 0x7F, "fp8_tensor_e5m2": 0x7F, "mxfp8": 0x7F, "mxfp8_e5m2": 0x7F, "nvfp4": 7}
+    codes = {
+        "fp8_row": 0x7F,
+        "fp8_tensor_e5m2": 0x7F,
+        "mxfp8": 0x7F,
+        "mxfp8_e5m2": 0x7F,
+        "nvfp4": 7,
+    }
     for name, nan in codes.items():
         for rounding in ("nearest", "stochastic"):
             got = replace(QUANTIZED[name], rounding=rounding).storage(x, ROWWISE, key_tensor())
@@ -479,8 +668,11 @@ def test_nan_codes_are_canonical():
 PHILOX = [  # published known answers: counter, key, result
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-    ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
-     (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
 ]
 
 
@@ -488,7 +680,9 @@ PHILOX = [  # published known answers: counter, key, result
 def test_philox_known_answers(counter, key, want):
     """Otherwise the generator is not Philox4x32-10, and its statistical quality is unknown."""
     assert oracle.philox(counter, key) == want
-    got = rng.philox4x32(tuple(torch.tensor(c) for c in counter), tuple(torch.tensor(k) for k in key))
+    got = rng.philox4x32(
+        tuple(torch.tensor(c) for c in counter), tuple(torch.tensor(k) for k in key)
+    )
     assert tuple(int(g) for g in got) == want
 
 
@@ -503,12 +697,15 @@ def test_random_bytes_equal_the_oracle(direction: Direction):
         else:
             want = oracle.random_bytes(cols, rows, key, True).T
         got = rng.random_bytes((23, 37), direction, key_tensor(key))
-        assert_same_bytes(got, torch.from_numpy(want.copy()), f"{direction.value} row0={row0} col0={col0}")
+        assert_same_bytes(
+            got, torch.from_numpy(want.copy()), f"{direction.value} row0={row0} col0={col0}"
+        )
 
 
 @each_direction
 def test_rotation_equals_the_oracle(direction: Direction):
-    """Otherwise the two wgrad operands of two backends are turned differently, and the rotation does not cancel."""
+    """Otherwise the two wgrad operands of two backends are turned differently, and the rotation
+    does not cancel."""
     quantizer = Quantizer("nvfp4", rotation=True)
     for shape in [(1, 1), (15, 33), (33, 15), (48, 64)]:
         for kind in ("gauss", "outliers", "heavy"):
@@ -517,4 +714,6 @@ def test_rotation_equals_the_oracle(direction: Direction):
             operand = x.double().numpy() if direction is ROWWISE else x.double().numpy().T
             want = oracle.rotate(operand).astype(np.float32)
             want = want if direction is ROWWISE else want.T
-            assert_same_bytes(got, torch.from_numpy(want.copy()), f"{direction.value} {shape} {kind}")
+            assert_same_bytes(
+                got, torch.from_numpy(want.copy()), f"{direction.value} {shape} {kind}"
+            )

@@ -24,7 +24,8 @@ def on_device(t: Tensor | None) -> Tensor | None:
 
 
 def run(what: str, made, want: Callable[[], list[Tensor]], bound: float = 0.0) -> None:
-    """Keep the results of an operator, and how to make what they should be; bound: of the error's norm, or 0 for bytes."""
+    """Keep the results of an operator, and how to make what they should be; bound: of the error's
+    norm, or 0 for bytes."""
     DONE.append((what, [t for t in made if t is not None], want, bound))
 
 
@@ -44,7 +45,11 @@ def differences() -> list[str]:
             got, w = got.cpu(), w.contiguous()
             if got.dtype.is_floating_point:
                 got, w = got.masked_fill(got.isnan(), math.nan), w.masked_fill(w.isnan(), math.nan)
-            if bound and got.shape == w.shape and (got.double() - w.double()).norm() <= bound * w.double().norm():
+            if (
+                bound
+                and got.shape == w.shape
+                and (got.double() - w.double()).norm() <= bound * w.double().norm()
+            ):
                 continue
             try:
                 laws.assert_same_bytes(got, w, f"{what}: result {i}")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the reference makes of a case, and how the results of the operators are held to it, byte for byte."""
+"""What the reference makes of a case, and how the results of the operators are held to it, byte for
+byte."""
 
 from __future__ import annotations
 
@@ -19,24 +20,51 @@ from fsdp_quant.quantizer import Quantizer
 from fsdp_quant.storage import Storage
 
 DEVICE = torch.device("cuda")
-WHY_NOT = extension.runs_on(DEVICE) if torch.cuda.is_available() else "needs a GPU"  # None where the tests run
+WHY_NOT = (
+    extension.runs_on(DEVICE) if torch.cuda.is_available() else "needs a GPU"
+)  # None where the tests run
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # (dtype of x, dtype that the encoder sees or None: that of x).
 INPUTS = ((BF16, None), (FP16, None), (FP32, None), (FP32, BF16))
 SHAPES = (
-    (1, 1), (7, 15), (17, 31), (33, 47), (96, 96), (128, 128), (129, 257), (1, 130), (130, 1), (200, 1000), (256, 4096),
+    (1, 1),
+    (7, 15),
+    (17, 31),
+    (33, 47),
+    (96, 96),
+    (128, 128),
+    (129, 257),
+    (1, 130),
+    (130, 1),
+    (200, 1000),
+    (256, 4096),
     (1000, 72),
 )
-LARGE = (2048, 4096)  # 512 tiles, more than a GPU has multiprocessors: statistics take a launch of their own
+LARGE = (
+    2048,
+    4096,
+)  # 512 tiles, more than a GPU has multiprocessors: statistics take a launch of their own
 KINDS = ("gauss", "outliers", "tiny", "heavy")
-SPECIALS = ("zeros", "signed zeros", "subnormals", "inf", "-inf", "nan", "both", "huge", "nan row", "wide range")
+SPECIALS = (
+    "zeros",
+    "signed zeros",
+    "subnormals",
+    "inf",
+    "-inf",
+    "nan",
+    "both",
+    "huge",
+    "nan row",
+    "wide range",
+)
 
 QUANTIZED = tuple(name for name in FORMATS if name in laws.KERNEL_QUANTIZERS)
 
 
 def quantizers() -> dict[str, Quantizer]:
-    """Every quantized row of the format table, the options that change bytes, and their pairs that share a kernel."""
+    """Every quantized row of the format table, the options that change bytes, and their pairs that
+    share a kernel."""
     made = dict(laws.KERNEL_QUANTIZERS)
     made |= {f"{name}_sr": Quantizer(name, rounding="stochastic") for name in QUANTIZED}
     made["nvfp4_rht"] = Quantizer("nvfp4", rotation=True)
@@ -50,7 +78,9 @@ def quantizers() -> dict[str, Quantizer]:
     made["fp8_1x128_eps"] = Quantizer("fp8_1x128", eps=2.0)
     for name in ("fp8_row", "fp8_1x128", "fp8_128x128", "mxfp8_32x32"):
         made[f"{name}_e5m2"] = Quantizer(format_of(name, element="e5m2"))
-    made["fp8_tensor_e5m2_sr"] = Quantizer(format_of("fp8_tensor", element="e5m2"), rounding="stochastic")
+    made["fp8_tensor_e5m2_sr"] = Quantizer(
+        format_of("fp8_tensor", element="e5m2"), rounding="stochastic"
+    )
     made["mxfp8_e5m2_sr"] = Quantizer(format_of("mxfp8", element="e5m2"), rounding="stochastic")
     made["mxfp8_e5m2_floor"] = Quantizer(format_of("mxfp8", element="e5m2", scale_rounding="floor"))
     made["mxfp8_32x32_floor"] = Quantizer(format_of("mxfp8_32x32", scale_rounding="floor"))
@@ -68,7 +98,10 @@ def key_of(row0: int = 0, seed: int = 5) -> Tensor:
 
 # Inputs #
 
-def inputs(rows: int, cols: int, kind: str = "gauss", dtype: torch.dtype = BF16, seed: int = 0) -> Tensor:
+
+def inputs(
+    rows: int, cols: int, kind: str = "gauss", dtype: torch.dtype = BF16, seed: int = 0
+) -> Tensor:
     """Values of `laws.values`, or of one of SPECIALS, on the device."""
     return _inputs(rows, cols, kind, dtype, seed).clone()
 
@@ -94,17 +127,29 @@ def _inputs(rows: int, cols: int, kind: str, dtype: torch.dtype, seed: int) -> T
     elif kind == "nan row":
         x[rows // 2] = math.nan
     elif kind == "wide range":  # blocks far below and far above each other
-        x = (x.double() * 2.0 ** torch.randint(-18, 14, (rows, -(-cols // 16)), generator=g).repeat_interleave(16, 1)[:, :cols])
+        x = (
+            x.double()
+            * 2.0
+            ** torch.randint(-18, 14, (rows, -(-cols // 16)), generator=g).repeat_interleave(16, 1)[
+                :, :cols
+            ]
+        )
         x = x.to(dtype)
     else:
-        values = {"inf": (math.inf,), "-inf": (-math.inf,), "nan": (math.nan,), "both": (math.inf, math.nan)}[kind]
+        values = {
+            "inf": (math.inf,),
+            "-inf": (-math.inf,),
+            "nan": (math.nan,),
+            "both": (math.inf, math.nan),
+        }[kind]
         for i, value in enumerate(values):
             x.view(-1)[7 * i :: 1009] = value
     return x.to(DEVICE)
 
 
 def cases(seed: int = 0) -> list[tuple[str, Tensor, torch.dtype | None]]:
-    """(name, x, dtype that the encoder sees): every shape in every dtype, the kinds taking turns."""
+    """(name, x, dtype that the encoder sees): every shape in every dtype, the kinds taking
+    turns."""
     made = []
     for i, (rows, cols) in enumerate(SHAPES):
         for j, (dtype, seen) in enumerate(INPUTS):
@@ -114,7 +159,9 @@ def cases(seed: int = 0) -> list[tuple[str, Tensor, torch.dtype | None]]:
     return made
 
 
-def special_cases(shapes=((33, 47), (129, 257)), dtypes=INPUTS) -> list[tuple[str, Tensor, torch.dtype | None]]:
+def special_cases(
+    shapes=((33, 47), (129, 257)), dtypes=INPUTS
+) -> list[tuple[str, Tensor, torch.dtype | None]]:
     made = []
     for rows, cols in shapes:
         for dtype, seen in dtypes:
@@ -126,13 +173,19 @@ def special_cases(shapes=((33, 47), (129, 257)), dtypes=INPUTS) -> list[tuple[st
 
 # What is compared #
 
+
 def _bytes(t: Tensor) -> Tensor:
     return t.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def assert_same(got: Tensor, want: Tensor, what: str) -> None:
-    """Fail unless shape, dtype and bytes agree; only a difference is copied to the CPU to be described."""
-    if got.shape == want.shape and got.dtype == want.dtype and torch.equal(_bytes(got), _bytes(want)):
+    """Fail unless shape, dtype and bytes agree; only a difference is copied to the CPU to be
+    described."""
+    if (
+        got.shape == want.shape
+        and got.dtype == want.dtype
+        and torch.equal(_bytes(got), _bytes(want))
+    ):
         return
     laws.assert_same_bytes(got.cpu(), want.cpu(), what)
     raise AssertionError(f"{what}: differs on {got.device} alone")
@@ -140,11 +193,14 @@ def assert_same(got: Tensor, want: Tensor, what: str) -> None:
 
 def assert_same_values(got: Tensor, want: Tensor, what: str) -> None:
     """The bytes agree, but for the bits of a NaN."""
-    assert_same(got.masked_fill(got.isnan(), math.nan), want.masked_fill(want.isnan(), math.nan), what)
+    assert_same(
+        got.masked_fill(got.isnan(), math.nan), want.masked_fill(want.isnan(), math.nan), what
+    )
 
 
 def assert_encoded(got, want, encoding: Encoding, what: str) -> None:
-    """Fail unless (data, scale, tensor_amax, amax) of an operator are the reference's; NaN amaxes may differ in bits."""
+    """Fail unless (data, scale, tensor_amax, amax) of an operator are the reference's; NaN amaxes
+    may differ in bits."""
     what = f"{what}, {encoding.direction} {encoding.fmt}{' SR' if encoding.stochastic else ''}"
     data, scale, tensor_amax, amax = got[:4]
     assert_same(scale, want[1], f"{what}: scale")
@@ -169,18 +225,29 @@ def assert_statistics(got, want, what: str) -> None:
 
 # The reference, and the operators #
 
+
 def seen(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return x if dtype is None else x.to(dtype)
 
 
-def statistics(x: Tensor, encoding: Encoding, row0: int = 0, dtype: torch.dtype | None = None) -> dispatch.Statistics:
+def statistics(
+    x: Tensor, encoding: Encoding, row0: int = 0, dtype: torch.dtype | None = None
+) -> dispatch.Statistics:
     """The reference's amaxes of x."""
-    return dispatch.Statistics(*reference.statistics(reference.prepared(seen(x, dtype), encoding), encoding, row0))
+    return dispatch.Statistics(
+        *reference.statistics(reference.prepared(seen(x, dtype), encoding), encoding, row0)
+    )
 
 
 def encoded(
-    x: Tensor, encoding: Encoding, *, row0: int = 0, stats: Sequence | None = None, key: Tensor | None = None,
-    enc: Tensor | None = None, dtype: torch.dtype | None = None,
+    x: Tensor,
+    encoding: Encoding,
+    *,
+    row0: int = 0,
+    stats: Sequence | None = None,
+    key: Tensor | None = None,
+    enc: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> dispatch.Encoded:
     """The reference's codes and scales of x."""
     values = reference.prepared(seen(x, dtype), encoding)
@@ -191,12 +258,20 @@ def encoded(
 
 
 def encode(
-    x: Tensor, encodings: Sequence[Encoding], *, row0: int = 0, stats=None, key: Tensor | None = None, encs=None,
+    x: Tensor,
+    encodings: Sequence[Encoding],
+    *,
+    row0: int = 0,
+    stats=None,
+    key: Tensor | None = None,
+    encs=None,
     dtype: torch.dtype | None = None,
 ) -> list[dispatch.Encoded]:
     """`dispatch.encode`, and a failure where the reference would stand in for a kernel."""
     for e in encodings:
-        assert native.runs(x) and native.encodes(e, x.dtype, row0 % native.TILE == 0), f"no kernel encodes {e} of {list(x.shape)} {x.dtype} from row {row0}"
+        assert native.runs(x) and native.encodes(e, x.dtype, row0 % native.TILE == 0), (
+            f"no kernel encodes {e} of {list(x.shape)} {x.dtype} from row {row0}"
+        )
     return dispatch.encode(x, encodings, stats, row0, [key] * len(encodings), encs, dtype)
 
 
@@ -206,10 +281,17 @@ def both(name: str) -> list[Encoding]:
 
 
 def gemm_operand(x: Tensor, encoding: Encoding, arch: str, key: Tensor | None):
-    """`Storage.to_gemm_layout` of the reference's storage, made on the CPU; where scales are spread, that layout."""
-    on_cpu = dispatch.Encoded(*(None if t is None else t.cpu() for t in encoded(x, encoding, key=key)[:4]))
+    """`Storage.to_gemm_layout` of the reference's storage, made on the CPU; where scales are
+    spread, that layout."""
+    on_cpu = dispatch.Encoded(
+        *(None if t is None else t.cpu() for t in encoded(x, encoding, key=key)[:4])
+    )
     storage = Storage.of(on_cpu, encoding, x.shape, x.dtype)
-    return storage.to_gemm_operand(SPREAD) if spreads(encoding.fmt) and ARCHITECTURES[arch].byte_scales else storage.to_gemm_layout(arch)
+    return (
+        storage.to_gemm_operand(SPREAD)
+        if spreads(encoding.fmt) and ARCHITECTURES[arch].byte_scales
+        else storage.to_gemm_layout(arch)
+    )
 
 
 def packed(encoding: Encoding | None, transposed: bool = False, layout: int = native.COMPACT):

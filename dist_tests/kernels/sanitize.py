@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel instance once, on small tensors, for the sanitizers; compared with the reference on the CPU afterwards.
+"""Every kernel instance once, on small tensors, for the sanitizers; compared with the reference on
+the CPU afterwards.
 
-    python -m dist_tests.kernels.sanitizers                 all of it under all tools of compute-sanitizer
+    python -m dist_tests.kernels.sanitizers                 all of it under all tools of
+                                                            compute-sanitizer
     python -m dist_tests.kernels.sanitize [--steps]         the same calls without a tool
 
-The GPU runs nothing but the operators and copies; with --steps whole modules instead, twice, to the same bits. Exits
-with 1, and names what differs, where bytes are not the reference's (norms, activations and products: values within a bound).
+The GPU runs nothing but the operators and copies; with --steps whole modules instead, twice, to the
+same bits. Exits with 1, and names what differs, where bytes are not the reference's (norms,
+activations and products: values within a bound).
 """
 
 from __future__ import annotations
@@ -45,21 +48,47 @@ KEY = torch.tensor([5, 3, 77, 1, 9])
 
 # The operators #
 
+
 def quantize(
-    names: tuple[str | None, str | None], shape=SHAPES[0], dtype=BF16, round_to_bf16=False, factor=None, transposed=False,
-    scale_layout=native.COMPACT, row0=0, given=False, tensor_given=False,
+    names: tuple[str | None, str | None],
+    shape=SHAPES[0],
+    dtype=BF16,
+    round_to_bf16=False,
+    factor=None,
+    transposed=False,
+    scale_layout=native.COMPACT,
+    row0=0,
+    given=False,
+    tensor_given=False,
 ) -> None:
-    """Codes and scales of one or both directions; factor: of a history; given: statistics that are the caller's, or the
-    tensor's amax alone."""
+    """Codes and scales of one or both directions; factor: of a history; given: statistics that are
+    the caller's, or the tensor's amax alone."""
     x = values(shape, dtype)
     seen = x.to(BF16) if round_to_bf16 else x
     encodings = [MADE[n].encoding(d) for n, d in zip(names, Direction) if n is not None]
-    encs = [torch.tensor([factor]) if factor is not None and e.fmt.block == (None, None) else None for e in encodings]
-    stats = [reference.statistics(reference.prepared(seen, e), e, row0) for e in encodings] if given or tensor_given else None
-    passed = stats and [(on_device(None if tensor_given else amax), on_device(tensor_amax)) for amax, tensor_amax in stats]
+    encs = [
+        torch.tensor([factor]) if factor is not None and e.fmt.block == (None, None) else None
+        for e in encodings
+    ]
+    stats = (
+        [reference.statistics(reference.prepared(seen, e), e, row0) for e in encodings]
+        if given or tensor_given
+        else None
+    )
+    passed = stats and [
+        (on_device(None if tensor_given else amax), on_device(tensor_amax))
+        for amax, tensor_amax in stats
+    ]
     made = native.quantize(
-        on_device(x), encodings, row0, round_to_bf16, passed, [on_device(KEY)] * len(encodings), [on_device(enc) for enc in encs],
-        [transposed and e.direction is COLUMNWISE for e in encodings], scale_layout,
+        on_device(x),
+        encodings,
+        row0,
+        round_to_bf16,
+        passed,
+        [on_device(KEY)] * len(encodings),
+        [on_device(enc) for enc in encs],
+        [transposed and e.direction is COLUMNWISE for e in encodings],
+        scale_layout,
     )
 
     def want() -> list[Tensor]:
@@ -69,19 +98,29 @@ def quantize(
             turned = transposed and e.direction is COLUMNWISE
             rows, cols = e.fmt.padded_shape(shape, e.direction)
             if scale_layout == native.OPERAND:
-                codes, scale = reference.e4m3_operand(w.data, w.scale, w.tensor_amax, e.fmt, e.direction, cols)
+                codes, scale = reference.e4m3_operand(
+                    w.data, w.scale, w.tensor_amax, e.fmt, e.direction, cols
+                )
                 wanted += [(codes.t() if turned else codes).contiguous(), scale, w.tensor_amax]
                 continue
             bits = e.fmt.element.bits
             data = w.data if not turned else layout.repack(w.data, bits, rows, cols)
             wanted.append(data.contiguous())
-            wanted.append(w.scale if scale_layout == native.COMPACT else scale_of(e, w.scale, (rows, cols), scale_layout))
+            wanted.append(
+                w.scale
+                if scale_layout == native.COMPACT
+                else scale_of(e, w.scale, (rows, cols), scale_layout)
+            )
             wanted += [w.tensor_amax] if e.fmt.tensor_scale else []
             wanted += [w.amax] if e.fmt.scale_leaves_contraction else []
         return wanted
 
     text = f"quantize {names} {list(shape)} {dtype}{' through bf16' if round_to_bf16 else ''}, factor {factor}, row0 {row0}"
-    run(f"{text}, transposed {transposed}, layout {scale_layout}, given {given} {tensor_given}", [t for m in made for t in m], want)
+    run(
+        f"{text}, transposed {transposed}, layout {scale_layout}, given {given} {tensor_given}",
+        [t for m in made for t in m],
+        want,
+    )
 
 
 def scale_of(e: Encoding, scale: Tensor, shape: tuple[int, int], scale_layout: int) -> Tensor:
@@ -90,7 +129,9 @@ def scale_of(e: Encoding, scale: Tensor, shape: tuple[int, int], scale_layout: i
     if e.fmt.scale_leaves_contraction:
         return turned.flatten()
     if e.fmt.scale == "fp32" and scale_layout == native.BLACKWELL and spreads(e.fmt):
-        return layout.swizzle_128x4(layout.spread_scales(turned, shape[1 - e.direction.contraction_dim], e.fmt.block[0]))
+        return layout.swizzle_128x4(
+            layout.spread_scales(turned, shape[1 - e.direction.contraction_dim], e.fmt.block[0])
+        )
     if e.fmt.scale == "fp32":
         return layout.pad_to(turned.t() if e.fmt.block[0] == 1 else turned, 1, 4).flatten()
     if scale_layout == native.HOPPER:
@@ -107,7 +148,9 @@ def of_run(x: Tensor, e: Encoding, length: int | None) -> tuple[Tensor, Tensor]:
     return codes, scale.view(1, 1)
 
 
-def anchored(name: str, directions: tuple[Direction, ...], runs: tuple[int | None, ...], dtype=BF16) -> None:
+def anchored(
+    name: str, directions: tuple[Direction, ...], runs: tuple[int | None, ...], dtype=BF16
+) -> None:
     for shape in SHAPES:
         x, encodings = values(shape, dtype), [MADE[name].encoding(d) for d in directions]
         made = native.quantize_anchored(on_device(x), encodings, runs, dtype is FP32)
@@ -126,15 +169,33 @@ def product_error() -> None:
         operands = []
         for lines, block in zip((m, n), blocks):
             data = torch.randint(0, 120, (lines, k), dtype=torch.uint8)
-            shape = (1,) if block is None else (lines,) if block == 1 else (-(-k // block), -(-lines // 4) * 4)
+            shape = (
+                (1,)
+                if block is None
+                else (lines,)
+                if block == 1
+                else (-(-k // block), -(-lines // 4) * 4)
+            )
             block = (None, None) if block is None else (1, None) if block == 1 else (1, block)
-            operands.append((data, torch.rand(shape), Format("operand", fmt.element, block, "fp32", pow2=True)))
+            operands.append(
+                (data, torch.rand(shape), Format("operand", fmt.element, block, "fp32", pow2=True))
+            )
         guard = on_device(torch.zeros(3, 2))
-        made = [native.Operand(on_device(data), on_device(scale), fmt) for data, scale, fmt in operands]
+        made = [
+            native.Operand(on_device(data), on_device(scale), fmt) for data, scale, fmt in operands
+        ]
         native.product_error(*made, (True, True), step, guard, 1)
 
         def want(operands=operands) -> list[Tensor]:
-            return [torch.stack((torch.zeros(2), reference.product_error(*operands, (True, True), 1, True), torch.zeros(2)))]
+            return [
+                torch.stack(
+                    (
+                        torch.zeros(2),
+                        reference.product_error(*operands, (True, True), 1, True),
+                        torch.zeros(2),
+                    )
+                )
+            ]
 
         run(f"product_error {m} {n} {k} {blocks}", [guard], want, 1e-5)
 
@@ -147,18 +208,39 @@ def anchor_codes(name: str) -> None:
             exact = e.fmt.decodes_exactly_to_e4m3
             runs = (native.OF_TENSOR,) if e.fmt.pow2 or exact else (native.OF_TENSOR, 0, 128)
             for transposed, anchor_run in itertools.product((False, True), runs):
-                how, amax = (e.fmt, direction, transposed, anchor_run), on_device(w.tensor_amax) if exact else None
-                made = native.anchor_codes(on_device(w.data), on_device(w.scale), amax, shape[1], *how)
+                how, amax = (
+                    (e.fmt, direction, transposed, anchor_run),
+                    on_device(w.tensor_amax) if exact else None,
+                )
+                made = native.anchor_codes(
+                    on_device(w.data), on_device(w.scale), amax, shape[1], *how
+                )
 
-                def want(e=e, w=w, transposed=transposed, anchor_run=anchor_run, exact=exact, cols=shape[1]) -> list[Tensor]:
+                def want(
+                    e=e,
+                    w=w,
+                    transposed=transposed,
+                    anchor_run=anchor_run,
+                    exact=exact,
+                    cols=shape[1],
+                ) -> list[Tensor]:
                     if exact:
-                        codes, lines = reference.e4m3_operand(w.data, w.scale, w.tensor_amax, e.fmt, e.direction, cols)
+                        codes, lines = reference.e4m3_operand(
+                            w.data, w.scale, w.tensor_amax, e.fmt, e.direction, cols
+                        )
                     else:
-                        whole, along = anchor_run == native.OF_TENSOR, anchor_run if anchor_run > 0 else None
-                        codes, lines = reference.anchored_codes(w.data, w.scale, e.fmt, e.direction, whole, cols, along)
+                        whole, along = (
+                            anchor_run == native.OF_TENSOR,
+                            anchor_run if anchor_run > 0 else None,
+                        )
+                        codes, lines = reference.anchored_codes(
+                            w.data, w.scale, e.fmt, e.direction, whole, cols, along
+                        )
                     return [codes.t() if transposed else codes, lines]
 
-                what = f"{name} {direction} {list(shape)}, transposed {transposed}, run {anchor_run}"
+                what = (
+                    f"{name} {direction} {list(shape)}, transposed {transposed}, run {anchor_run}"
+                )
                 run(f"anchor_codes {what}", made, want)
                 of = [on_device(w.data)] * 2, [on_device(w.scale)] * 2, [amax] * 2, [shape[1]] * 2
                 for made in native.multi_tensor_anchor(*of, *how):
@@ -169,8 +251,16 @@ def statistics(names: tuple[str, str], dtype=BF16, row0=0) -> None:
     for shape in SHAPES:
         x, encodings = values(shape, dtype), [MADE[n].encoding(d) for n, d in zip(names, Direction)]
         made = native.statistics(on_device(x), encodings, row0, False)
-        run(f"statistics {names} {list(shape)} {dtype} from row {row0}", [t for m in made for t in m], lambda x=x, es=encodings: [
-            t for e in es for t in reference.statistics(reference.prepared(x, e), e, row0) if t is not None])
+        run(
+            f"statistics {names} {list(shape)} {dtype} from row {row0}",
+            [t for m in made for t in m],
+            lambda x=x, es=encodings: [
+                t
+                for e in es
+                for t in reference.statistics(reference.prepared(x, e), e, row0)
+                if t is not None
+            ],
+        )
 
 
 def whole_numbers(*shape: int) -> Tensor:
@@ -181,21 +271,56 @@ def whole_numbers(*shape: int) -> Tensor:
 def column_sums() -> None:
     for shape in (*SHAPES, MANY):
         x = whole_numbers(*shape)
-        run(f"column_sums {list(shape)}", [native.column_sums(on_device(x))], lambda x=x: [x.float().sum(0).to(BF16)])
+        run(
+            f"column_sums {list(shape)}",
+            [native.column_sums(on_device(x))],
+            lambda x=x: [x.float().sum(0).to(BF16)],
+        )
 
 
 def group(name: str, direction: Direction, dtype=BF16) -> None:
     """Statistics and codes of three tensors, the codes into one buffer."""
-    e, shapes, row0 = MADE[name].encoding(direction), (SHAPES[0], SHAPES[1], (129, 257)), [0, 33, 100]
+    e, shapes, row0 = (
+        MADE[name].encoding(direction),
+        (SHAPES[0], SHAPES[1], (129, 257)),
+        [0, 33, 100],
+    )
     x = [values(shape, dtype) for shape in shapes]
     stats = [reference.statistics(one.to(BF16), e, start) for one, start in zip(x, row0)]
-    side, columnwise, ops, device_x = native.pack_encoding(e), direction is COLUMNWISE, native.encoding._ops, [on_device(one) for one in x]
+    side, columnwise, ops, device_x = (
+        native.pack_encoding(e),
+        direction is COLUMNWISE,
+        native.encoding._ops,
+        [on_device(one) for one in x],
+    )
     made = ops.statistics_group(device_x, side, columnwise, row0, dtype is FP32)
-    run(f"statistics_group {name} {direction} {dtype}", made, lambda: [t for s in stats for t in s if t is not None])
+    run(
+        f"statistics_group {name} {direction} {dtype}",
+        made,
+        lambda: [t for s in stats for t in s if t is not None],
+    )
     amax, tensor_amax = ([on_device(s[i]) for s in stats] for i in range(2))
     whole = torch.full((1 << 19,), 0xA5, dtype=torch.uint8)
-    staging, data_at, scale_at = on_device(whole), [0, 1 << 17, 1 << 18], [3 << 17, 7 << 16, 15 << 15]
-    ops.quantize_group(device_x, side, columnwise, 0.0, row0, amax, tensor_amax, [], [], staging, data_at, scale_at, dtype is FP32)
+    staging, data_at, scale_at = (
+        on_device(whole),
+        [0, 1 << 17, 1 << 18],
+        [3 << 17, 7 << 16, 15 << 15],
+    )
+    ops.quantize_group(
+        device_x,
+        side,
+        columnwise,
+        0.0,
+        row0,
+        amax,
+        tensor_amax,
+        [],
+        [],
+        staging,
+        data_at,
+        scale_at,
+        dtype is FP32,
+    )
 
     def want() -> list[Tensor]:
         for one, start, s, d, at in zip(x, row0, stats, data_at, scale_at):
@@ -213,9 +338,23 @@ def dequantize(name: str, direction: Direction, dtype: torch.dtype) -> None:
         e = MADE[name].encoding(direction)
         w = encoded(values(shape), e)
         cols = e.fmt.padded_shape(shape, direction)[1]
-        made = native.dequantize(on_device(w.data), on_device(w.scale), on_device(w.tensor_amax), e.fmt, direction, cols, 0, dtype)
-        run(f"dequantize {name} {direction} {list(shape)} to {dtype}", [made], lambda e=e, w=w, cols=cols: [
-            reference.decode(w.data, w.scale, w.tensor_amax, e.fmt, direction, cols).to(dtype)])
+        made = native.dequantize(
+            on_device(w.data),
+            on_device(w.scale),
+            on_device(w.tensor_amax),
+            e.fmt,
+            direction,
+            cols,
+            0,
+            dtype,
+        )
+        run(
+            f"dequantize {name} {direction} {list(shape)} to {dtype}",
+            [made],
+            lambda e=e, w=w, cols=cols: [
+                reference.decode(w.data, w.scale, w.tensor_amax, e.fmt, direction, cols).to(dtype)
+            ],
+        )
 
 
 def transposes_and_swizzles() -> None:
@@ -227,23 +366,44 @@ def transposes_and_swizzles() -> None:
         if cols % 2:
             nibbles[:, -1] &= 0xF
         turned, turned_nibbles = data.t().contiguous(), layout.repack(nibbles, 4, rows, cols)
-        run(f"transpose bytes [{rows}, {cols}]", [native.transpose_codes(on_device(data), rows, cols, 8)], lambda t=turned: [t])
-        run(f"transpose nibbles [{rows}, {cols}]", [native.transpose_codes(on_device(nibbles), rows, cols, 4)],
-            lambda t=turned_nibbles: [t])
+        run(
+            f"transpose bytes [{rows}, {cols}]",
+            [native.transpose_codes(on_device(data), rows, cols, 8)],
+            lambda t=turned: [t],
+        )
+        run(
+            f"transpose nibbles [{rows}, {cols}]",
+            [native.transpose_codes(on_device(nibbles), rows, cols, 4)],
+            lambda t=turned_nibbles: [t],
+        )
         sources += [data, nibbles]
         wanted += [turned, turned_nibbles]
         kinds += [native.TRANSPOSE_BYTES, native.TRANSPOSE_NIBBLES]
         sizes += [(rows, cols, 0, 1)] * 2
-        for kind, outer_block in ((native.SWIZZLE, 1), (native.SWIZZLE, 16), (native.SWIZZLE_TRANSPOSED, 1)):
-            lines = (data.t() if kind == native.SWIZZLE_TRANSPOSED else data).repeat_interleave(outer_block, 0)
-            made = native.swizzle_scales(on_device(data), len(lines), outer_block, kind == native.SWIZZLE_TRANSPOSED)
-            run(f"swizzle {kind} [{rows}, {cols}] blocks of {outer_block}", [made], lambda t=lines: [layout.swizzle_128x4(t)])
+        for kind, outer_block in (
+            (native.SWIZZLE, 1),
+            (native.SWIZZLE, 16),
+            (native.SWIZZLE_TRANSPOSED, 1),
+        ):
+            lines = (data.t() if kind == native.SWIZZLE_TRANSPOSED else data).repeat_interleave(
+                outer_block, 0
+            )
+            made = native.swizzle_scales(
+                on_device(data), len(lines), outer_block, kind == native.SWIZZLE_TRANSPOSED
+            )
+            run(
+                f"swizzle {kind} [{rows}, {cols}] blocks of {outer_block}",
+                [made],
+                lambda t=lines: [layout.swizzle_128x4(t)],
+            )
             sources.append(data)
             wanted.append(layout.swizzle_128x4(lines))
             kinds.append(kind)
             sizes.append((rows, cols, len(lines), outer_block))
     out = [on_device(torch.zeros_like(w)) for w in wanted]
-    native.encoding._ops.relayout_group([on_device(s) for s in sources], out, kinds, *map(list, zip(*sizes)))
+    native.encoding._ops.relayout_group(
+        [on_device(s) for s in sources], out, kinds, *map(list, zip(*sizes))
+    )
     run("relayout_group", out, lambda: wanted)
 
 
@@ -251,13 +411,23 @@ def adam(grad: torch.dtype, moments: torch.dtype, rounded: bool) -> None:
     row = torch.tensor([0.999, 0.0, 0.1, 0.999, 1e-3, 0.5, -1e-2, 1e-8])
     for size in (1, 4097, 8190):
         p, g, m, v = (laws.values(size, seed=i, dtype=FP32) for i in range(4))
-        one = [p, g.to(grad), m.to(moments), v.square().to(moments), p.to(BF16) if rounded else None]
+        one = [
+            p,
+            g.to(grad),
+            m.to(moments),
+            v.square().to(moments),
+            p.to(BF16) if rounded else None,
+        ]
         new = adam_update(*one, row)
         want = [new[0], *(t.to(moments) for t in new[1:]), *([new[0].to(BF16)] if rounded else [])]
         made = [None if t is None else on_device(t) for t in one]
         step = native.AdamStep(*([t] for t in made[:4]), [0], row[None], None, None)
         native.adam(step, [made[4]] if rounded else ())
-        run(f"adam of {size}: {grad} {moments} rounded {rounded}", [made[0], *made[2:][: 2 + rounded]], lambda w=want: w)
+        run(
+            f"adam of {size}: {grad} {moments} rounded {rounded}",
+            [made[0], *made[2:][: 2 + rounded]],
+            lambda w=want: w,
+        )
 
 
 def adam_codes(grad: torch.dtype, remainder: bool) -> None:
@@ -269,13 +439,30 @@ def adam_codes(grad: torch.dtype, remainder: bool) -> None:
         (m, first), (v, second) = compact.encode(m), compact.encode(v.abs(), is_root=True)
         of = Stored(p, m, v, rounded, first, second)
         made = Stored(*(None if t is None else on_device(t) for t in of))
-        step = native.AdamStep([made.master], [on_device(g.to(grad))], [made.first], [made.second], [0], row[None], None, None)
-        native.adam(step, [made.rounded] if remainder else (), [made.first_scale], [made.second_scale])
+        step = native.AdamStep(
+            [made.master],
+            [on_device(g.to(grad))],
+            [made.first],
+            [made.second],
+            [0],
+            row[None],
+            None,
+            None,
+        )
+        native.adam(
+            step, [made.rounded] if remainder else (), [made.first_scale], [made.second_scale]
+        )
         want = [t for t in of.updated(g.to(grad), row) if t is not None]
-        run(f"adam of codes {shape}: {grad} remainder {remainder}", [t for t in made if t is not None], lambda w=want: w)
+        run(
+            f"adam of codes {shape}: {grad} remainder {remainder}",
+            [t for t in made if t is not None],
+            lambda w=want: w,
+        )
 
 
-def adam_group(grad: torch.dtype, moments: torch.dtype, sides: tuple[str, str], statistics: bool) -> None:
+def adam_group(
+    grad: torch.dtype, moments: torch.dtype, sides: tuple[str, str], statistics: bool
+) -> None:
     row = torch.tensor([0.999, 0.0, 0.1, 0.999, 1e-3, 0.5, -1e-2, 1e-8])
     encodings = tuple(HybridQuantizer(*sides).encodings.values())
     p, g, m, v = (laws.values(67, 130, seed=i, dtype=FP32) for i in range(4))
@@ -294,11 +481,15 @@ def adam_group(grad: torch.dtype, moments: torch.dtype, sides: tuple[str, str], 
 
 def pieces_of(pair: tuple[str, str], cuts: tuple[int, ...], stats: str, dtype=FP32) -> None:
     """A cast of the piece of a tensor that a rank has, without what others would reduce."""
-    made = pieces.cast_of_one_rank(pair, PIECE, (0, *cuts, PIECE[0] * PIECE[1]), stats, expected.DEVICE.type, dtype)
+    made = pieces.cast_of_one_rank(
+        pair, PIECE, (0, *cuts, PIECE[0] * PIECE[1]), stats, expected.DEVICE.type, dtype
+    )
 
     def want() -> list[Tensor]:
         with pieces.kernels():
-            return pieces.cast_of_one_rank(pair, PIECE, (0, *cuts, PIECE[0] * PIECE[1]), stats, "cpu", dtype)
+            return pieces.cast_of_one_rank(
+                pair, PIECE, (0, *cuts, PIECE[0] * PIECE[1]), stats, "cpu", dtype
+            )
 
     run(f"cast of pieces {pair} {cuts} {stats} {dtype}", made, want)
 
@@ -313,11 +504,19 @@ def activations(name: str, dtype: torch.dtype) -> None:
         *gradients, of_gradients = native.activation_backward(*given, kind)
 
         def want(dh=dh, g=g, u=u) -> list[Tensor]:
-            h, found = norm.reference_activation(g, u, kind), norm.reference_activation_backward(dh, g, u, kind)
+            h, found = (
+                norm.reference_activation(g, u, kind),
+                norm.reference_activation_backward(dh, g, u, kind),
+            )
             found = [t for t in found if t is not None]
             return [h, *found, *(t.float().abs().amax().view(1) for t in (h, *found))]
 
-        made = [h, *gradients, amaxes[:1], *(a[:1] for a, t in zip(of_gradients, gradients) if t is not None)]
+        made = [
+            h,
+            *gradients,
+            amaxes[:1],
+            *(a[:1] for a, t in zip(of_gradients, gradients) if t is not None),
+        ]
         run(f"activation {name} {list(shape)} {dtype}", made, want, 2**-6)
 
 
@@ -325,7 +524,10 @@ def norms(dtype: torch.dtype, centred: bool) -> None:
     spec = NormSpec(1e-5, centred, not centred)
     for rows, cols in ((200, 328), (300, 2048), (33, 4096), (5, 16384)):
         x, dy, residual = (laws.values(rows, cols, seed=i, dtype=dtype) for i in range(3))
-        weight, bias = laws.values(cols, seed=3, dtype=dtype), laws.values(cols, seed=4, dtype=dtype) if centred else None
+        weight, bias = (
+            laws.values(cols, seed=3, dtype=dtype),
+            laws.values(cols, seed=4, dtype=dtype) if centred else None,
+        )
         given = [on_device(t) for t in (x, weight, bias)]
         y, rstd, mean, amax = native.norm(*given, *spec)
         back = native.norm_backward(
@@ -334,23 +536,39 @@ def norms(dtype: torch.dtype, centred: bool) -> None:
 
         def want(x=x, dy=dy, residual=residual, weight=weight, bias=bias) -> list[Tensor]:
             y, rstd, mean = norm.reference_norm(x, weight, bias, spec)
-            wide = (None if t is None else t.float() for t in (dy, x, weight, bias, residual))  # sums of rows in fp32
+            wide = (
+                None if t is None else t.float() for t in (dy, x, weight, bias, residual)
+            )  # sums of rows in fp32
             gradients = norm.reference_norm_backward(*wide, rstd, mean, spec)
             found = [t.to(dtype) for t in gradients if t is not None]
-            return [y, rstd, mean, y.float().abs().amax().view(1), *found, found[0].float().abs().amax().view(1)]
+            return [
+                y,
+                rstd,
+                mean,
+                y.float().abs().amax().view(1),
+                *found,
+                found[0].float().abs().amax().view(1),
+            ]
 
         run(f"norm {spec} [{rows}, {cols}] {dtype}", [y, rstd, mean, amax, *back], want, 2**-6)
 
 
 # Of a linear layer's step #
 
-STEP, IDS = torch.tensor([5, 3, 1, -1, 2]), torch.tensor([77, 78, 79])  # `context.STEP_FIELDS`, `linear_op.slot_ids`
+STEP, IDS = (
+    torch.tensor([5, 3, 1, -1, 2]),
+    torch.tensor([77, 78, 79]),
+)  # `context.STEP_FIELDS`, `linear_op.slot_ids`
 
 
 def scalars(emulation: Operators) -> None:
     for slot in range(3):
         made = native.random_key(on_device(STEP), on_device(IDS), slot, 100)
-        run(f"random_key {slot}", [made], lambda slot=slot: [emulation.random_key(STEP, IDS, slot, 100)])
+        run(
+            f"random_key {slot}",
+            [made],
+            lambda slot=slot: [emulation.random_key(STEP, IDS, slot, 100)],
+        )
     for amax in (0.5, 7.0, math.inf, math.nan):
         history = torch.tensor([2.0, 9.0])
         given = on_device(history)
@@ -359,14 +577,21 @@ def scalars(emulation: Operators) -> None:
         run(f"record_amax {amax}", [given], lambda history=history: [history])
     amax = torch.tensor([3.0])
     fmt = MADE["nvfp4"].fmt
-    run("tensor_decode_scale", [native.tensor_decode_scale(on_device(amax), fmt)], lambda: [reference.tensor_decode_scale(amax, fmt)])
+    run(
+        "tensor_decode_scale",
+        [native.tensor_decode_scale(on_device(amax), fmt)],
+        lambda: [reference.tensor_decode_scale(amax, fmt)],
+    )
     for ends in ([300, 300, 429, 1024], [0, 0, 0, 1024], list(range(8, 1025, 8))):
         ends = torch.tensor(ends, dtype=torch.int32)
         wrong = on_device(torch.zeros(1, dtype=torch.int64))
         groups = native.token_groups(on_device(ends), 1024, wrong, 7)
 
         def want(ends=ends) -> list[Tensor]:
-            return [*in_use(native.TokenGroups(emulation.token_groups(ends, 1024), len(ends))), torch.zeros(1, dtype=torch.int64)]
+            return [
+                *in_use(native.TokenGroups(emulation.token_groups(ends, 1024), len(ends))),
+                torch.zeros(1, dtype=torch.int64),
+            ]
 
         run(f"token_groups of {len(ends)}", [*in_use(groups), wrong], want)
 
@@ -379,23 +604,40 @@ def in_use(groups: native.TokenGroups) -> list[Tensor]:
 def planned(emulation: Operators, plan: GemmPlan) -> tuple[int, SimpleNamespace]:
     """(number of the compiled step of a plan, what the emulation is told of it)."""
     resolved = plan.resolved(BF16, expected.DEVICE)
-    operand_specs = plan._operand_specs(resolved.layouts, resolved.domains, BF16, arch_of(expected.DEVICE))
+    operand_specs = plan._operand_specs(
+        resolved.layouts, resolved.domains, BF16, arch_of(expected.DEVICE)
+    )
     arguments = operand_specs, False, resolved.watched, plan.key
     with replaced_operators(emulation):
         number = native.linear_plan(*arguments)
-    call = SimpleNamespace(number=number, step=STEP, ids=IDS, guard=None, **vars(emulation.plans[number]))
+    call = SimpleNamespace(
+        number=number, step=STEP, ids=IDS, guard=None, **vars(emulation.plans[number])
+    )
     return native.linear_plan(*arguments), call
 
 
 def gated(emulation: Operators, name: str, activation: str, enc: float | None = None) -> None:
-    """Codes of an activation that is quantized as it is made: those of what the activation's own kernel wrote."""
+    """Codes of an activation that is quantized as it is made: those of what the activation's own
+    kernel wrote."""
     number, call = planned(emulation, build_plan(recipes.by_name(name), "it"))
     kind = ACTIVATIONS[activation].kind
     g, u = (on_device(laws.values(256, 384, seed=i)) for i in range(2))
-    factors, history = [] if enc is None else [torch.tensor([enc])], [] if enc is None else [torch.tensor([0.25, 4.0])]
+    factors, history = (
+        [] if enc is None else [torch.tensor([enc])],
+        [] if enc is None else [torch.tensor([0.25, 4.0])],
+    )
     given = [on_device(t.clone()) for t in history]
     made = native.linear_gated(
-        g, u, kind, number, True, on_device(STEP), on_device(IDS), None, [on_device(f) for f in factors], given
+        g,
+        u,
+        kind,
+        number,
+        True,
+        on_device(STEP),
+        on_device(IDS),
+        None,
+        [on_device(f) for f in factors],
+        given,
     )
     h = native.activation(g, u, kind)[0]
 
@@ -413,11 +655,22 @@ def tokens(emulation: Operators, name: str, enc: float | None = None) -> None:
     number, call = planned(emulation, plan)
     x, ends = laws.values(1000, 384), torch.tensor([300, 300, 429, 1000])
     groups = native.token_groups(on_device(ends), len(x))
-    factors, ids = [] if enc is None else [torch.tensor([enc])] * len(ends), [IDS + e for e in range(len(ends))]
+    factors, ids = (
+        [] if enc is None else [torch.tensor([enc])] * len(ends),
+        [IDS + e for e in range(len(ends))],
+    )
     with_tokens = [0, 2, 3]
     for slot, row in ((0, True), (2, False)):
         made = native.linear_tokens(
-            on_device(x), number, slot, row, True, None, groups, [on_device(f) for f in factors], on_device(STEP),
+            on_device(x),
+            number,
+            slot,
+            row,
+            True,
+            None,
+            groups,
+            [on_device(f) for f in factors],
+            on_device(STEP),
             [on_device(i) for i in ids],
         )
 
@@ -432,18 +685,25 @@ def tokens(emulation: Operators, name: str, enc: float | None = None) -> None:
             if fmt.scale_leaves_contraction:
                 of_groups[at + 1] = scale.view(len(ends), -1)[with_tokens]
             else:
-                along = scale.view(len(data), -1) if fmt.tensor_scale else scale.view(of_all, -1).t()
+                along = (
+                    scale.view(len(data), -1) if fmt.tensor_scale else scale.view(of_all, -1).t()
+                )
                 of_groups[at + 1] = along[:, : along.shape[1] // of_all * tiles].contiguous()
             return of_groups
 
         def want(slot=slot, row=row) -> list[Tensor]:
             tables = groups.tables.cpu()
-            return seen(emulation.linear_tokens(x, call.number, slot, row, True, None, tables, len(ends), factors, STEP, ids))
+            return seen(
+                emulation.linear_tokens(
+                    x, call.number, slot, row, True, None, tables, len(ends), factors, STEP, ids
+                )
+            )
 
         run(f"linear_tokens {name} {slot} {enc}", seen(made), want)
 
 
 # Of modules #
+
 
 def two_steps(make: Callable[[], nn.Module], *args) -> list[Tensor]:
     fq.begin_step(0)
@@ -470,75 +730,161 @@ def module_step(what: str, make: Callable[[], nn.Module], *args) -> None:
 
 
 def bias_gradient(recipe: fq.Recipe, tokens: int) -> None:
-    """Sums that quantizing a gradient makes on the way: of tiles behind a grid barrier, or of more than are resident."""
+    """Sums that quantizing a gradient makes on the way: of tiles behind a grid barrier, or of more
+    than are resident."""
     layer = fq.Linear(64, 2064, device=expected.DEVICE, dtype=BF16, recipe=recipe)
     dy = whole_numbers(tokens, 2064)
     layer(on_device(laws.values(tokens, 64))).backward(on_device(dy))
-    run(f"bias gradient {recipe} of {tokens} tokens", [layer.bias.grad], lambda: [dy.float().sum(0).to(BF16)])
+    run(
+        f"bias gradient {recipe} of {tokens} tokens",
+        [layer.bias.grad],
+        lambda: [dy.float().sum(0).to(BF16)],
+    )
 
 
 def every_step() -> None:
     cuda = {"device": expected.DEVICE, "dtype": BF16}
     for name in RECIPES:
         recipe = recipes.by_name(name)
-        for options in ({}, {"activation": "gelu", "bias": True, "normalization": "LayerNorm"}, {"recompute": "gate_up"}):
-            make = functools.partial(fq.LayerNormMLP, 256, 384, residual=True, recipe=recipe, **cuda, **options)
+        for options in (
+            {},
+            {"activation": "gelu", "bias": True, "normalization": "LayerNorm"},
+            {"recompute": "gate_up"},
+        ):
+            make = functools.partial(
+                fq.LayerNormMLP, 256, 384, residual=True, recipe=recipe, **cuda, **options
+            )
             module_step(f"LayerNormMLP {name} {options}", make)
         for tokens in (208, 1040):
             bias_gradient(recipe, tokens)
         for splits in ([100, 0, 129, 27], on_device(torch.tensor([100, 100, 229, 256]))):
-            make = functools.partial(fq.GroupedLinear, 4, 256, 384, recipe=recipe, packed=True, **cuda)
+            make = functools.partial(
+                fq.GroupedLinear, 4, 256, 384, recipe=recipe, packed=True, **cuda
+            )
             module_step(f"GroupedLinear {name}", make, splits)
 
 
 def every_instance() -> None:
-    """One call at least for each kernel instance, and for each branch that another one takes in it."""
-    plain8, blocks, plain4 = ("fp8_128x128", "mxfp8_32x32"), ("fp8_1x128", "mxfp8", "nvfp4"), ("nvfp4_16x16",)
+    """One call at least for each kernel instance, and for each branch that another one takes in
+    it."""
+    plain8, blocks, plain4 = (
+        ("fp8_128x128", "mxfp8_32x32"),
+        ("fp8_1x128", "mxfp8", "nvfp4"),
+        ("nvfp4_16x16",),
+    )
     for shape in SHAPES:
         for name in plain8 + blocks + plain4 + ("mxfp8_e5m2", "fp8_1x128_fp32"):
             for names in ((name, None), (None, name), (name, name)):
                 quantize(names, shape, transposed=shape == SHAPES[0])
                 quantize(names, shape, given=True)
-        for names in (("mxfp8", "fp8_1x128"), ("fp8_128x128", "nvfp4"), ("mxfp8", "nvfp4_16x16"), ("nvfp4", "mxfp8")):
+        for names in (
+            ("mxfp8", "fp8_1x128"),
+            ("fp8_128x128", "nvfp4"),
+            ("mxfp8", "nvfp4_16x16"),
+            ("nvfp4", "mxfp8"),
+        ):
             quantize(names, shape)
-        for name in ("fp8_tensor", "fp8_row", "nvfp4", "nvfp4_rht"):  # statistics behind a grid barrier
+        for name in (
+            "fp8_tensor",
+            "fp8_row",
+            "nvfp4",
+            "nvfp4_rht",
+        ):  # statistics behind a grid barrier
             for names in ((name, None), (None, name), (name, name)):
                 quantize(names, shape)
-        for name in ("fp8_tensor_sr", "fp8_row_sr", "mxfp8_sr", "nvfp4_sr", "nvfp4_16x16_sr", "nvfp4_rht_sr", "fp8_tensor_e5m2_sr"):
+        for name in (
+            "fp8_tensor_sr",
+            "fp8_row_sr",
+            "mxfp8_sr",
+            "nvfp4_sr",
+            "nvfp4_16x16_sr",
+            "nvfp4_rht_sr",
+            "fp8_tensor_e5m2_sr",
+        ):
             quantize((name, name), shape)
             quantize((None, name), shape, transposed=True)
-        for names in (("nvfp4", "nvfp4"), ("nvfp4_sr", "nvfp4_rht_sr"), ("nvfp4_rht", None), ("nvfp4_16x16", "nvfp4_16x16")):
+        for names in (
+            ("nvfp4", "nvfp4"),
+            ("nvfp4_sr", "nvfp4_rht_sr"),
+            ("nvfp4_rht", None),
+            ("nvfp4_16x16", "nvfp4_16x16"),
+        ):
             for transposed in (False, True):  # runs of 16
                 quantize(names, shape, transposed=transposed, tensor_given=True)
-        for names in (("nvfp4_exact", "nvfp4_exact"), ("nvfp4_exact_sr", "nvfp4_exact_rht_sr"), ("nvfp4_16x16_exact", "nvfp4_16x16_exact")):
+        for names in (
+            ("nvfp4_exact", "nvfp4_exact"),
+            ("nvfp4_exact_sr", "nvfp4_exact_rht_sr"),
+            ("nvfp4_16x16_exact", "nvfp4_16x16_exact"),
+        ):
             quantize(names, shape, tensor_given=True)
             for of in (names, (names[0], None), (None, names[1])):
                 quantize(of, shape, transposed=True, scale_layout=native.OPERAND)
-        for names in (("mxfp8", "nvfp4_rht_sr"), ("mxfp8_sr", "nvfp4"), ("nvfp4_sr", "fp8_row"), ("nvfp4_exact_sr", "fp8_row")):
+        for names in (
+            ("mxfp8", "nvfp4_rht_sr"),
+            ("mxfp8_sr", "nvfp4"),
+            ("nvfp4_sr", "fp8_row"),
+            ("nvfp4_exact_sr", "fp8_row"),
+        ):
             quantize(names, shape)
         for factor in (0.0, 0.5):
             quantize(("fp8_tensor", "fp8_tensor"), shape, factor=factor)
             quantize(("fp8_tensor", "nvfp4"), shape, factor=factor)
         for dtype in (FP32, FP16):
-            for names in (("mxfp8", "fp8_row"), ("nvfp4", "nvfp4_rht_sr"), ("fp8_128x128", "nvfp4_16x16"), ("fp8_tensor_sr", "mxfp8_sr")):
+            for names in (
+                ("mxfp8", "fp8_row"),
+                ("nvfp4", "nvfp4_rht_sr"),
+                ("fp8_128x128", "nvfp4_16x16"),
+                ("fp8_tensor_sr", "mxfp8_sr"),
+            ):
                 quantize(names, shape, dtype)
         quantize(("mxfp8", "fp8_row"), shape, FP32, round_to_bf16=True)
         for scale_layout in (native.HOPPER, native.BLACKWELL):
-            for name in ("fp8_1x128", "fp8_128x128", "mxfp8", "mxfp8_32x32", "nvfp4", "nvfp4_16x16", "fp8_tensor", "fp8_row"):
+            for name in (
+                "fp8_1x128",
+                "fp8_128x128",
+                "mxfp8",
+                "mxfp8_32x32",
+                "nvfp4",
+                "nvfp4_16x16",
+                "fp8_tensor",
+                "fp8_row",
+            ):
                 quantize((name, name), shape, transposed=True, scale_layout=scale_layout)
         for name in ("mxfp8", "fp8_128x128", "nvfp4_16x16", "fp8_row"):
             quantize((name, name), shape, row0=33, given=True)
-    for names in (("mxfp8", "mxfp8"), ("fp8_tensor", "fp8_row"), ("nvfp4_rht_sr", "nvfp4_rht_sr"), ("nvfp4_16x16", "nvfp4_16x16")):
+    for names in (
+        ("mxfp8", "mxfp8"),
+        ("fp8_tensor", "fp8_row"),
+        ("nvfp4_rht_sr", "nvfp4_rht_sr"),
+        ("nvfp4_16x16", "nvfp4_16x16"),
+    ):
         quantize(names, MANY)
     for directions, runs in (
-        ((ROWWISE,), (None,)), ((COLUMNWISE,), (128,)), ((ROWWISE, COLUMNWISE), (None, 128)), ((ROWWISE, COLUMNWISE), (native.OF_TENSOR,) * 2),
+        ((ROWWISE,), (None,)),
+        ((COLUMNWISE,), (128,)),
+        ((ROWWISE, COLUMNWISE), (None, 128)),
+        ((ROWWISE, COLUMNWISE), (native.OF_TENSOR,) * 2),
     ):
         anchored("mxfp8", directions, runs)
     anchored("mxfp8_e5m2", (ROWWISE, COLUMNWISE), (128, None), FP32)
-    for name in ("mxfp8", "mxfp8_e5m2", "mxfp8_32x32", "mxfp6", "mxfp4", "fp8_128x128", "nvfp4_exact", "nvfp4_16x16_exact"):
+    for name in (
+        "mxfp8",
+        "mxfp8_e5m2",
+        "mxfp8_32x32",
+        "mxfp6",
+        "mxfp4",
+        "fp8_128x128",
+        "nvfp4_exact",
+        "nvfp4_16x16_exact",
+    ):
         anchor_codes(name)
     product_error()
-    for names in (("fp8_row", "nvfp4"), ("fp8_128x128", "mxfp8"), ("nvfp4_rht", "nvfp4_rht"), ("fp8_tensor", "nvfp4_16x16")):
+    for names in (
+        ("fp8_row", "nvfp4"),
+        ("fp8_128x128", "mxfp8"),
+        ("nvfp4_rht", "nvfp4_rht"),
+        ("fp8_tensor", "nvfp4_16x16"),
+    ):
         statistics(names)
         statistics(names, FP32)
     statistics(("fp8_128x128", "mxfp8"), row0=33)
@@ -554,11 +900,21 @@ def every_instance() -> None:
     for grad, moments, rounded in itertools.product((FP32, BF16), (FP32, BF16), (False, True)):
         adam(grad, moments, rounded)
         adam_codes(grad, rounded)
-        adam_group(grad, moments, ("nvfp4", "fp8_row") if rounded else ("mxfp8", "fp8_1x128"), rounded)
+        adam_group(
+            grad, moments, ("nvfp4", "fp8_row") if rounded else ("mxfp8", "fp8_1x128"), rounded
+        )
     for pair in (
-        ("fp8_tensor", "fp8_tensor"), ("fp8_row", "fp8_row"), ("fp8_1x128", "fp8_128x128"), ("mxfp8", "mxfp8"),
-        ("nvfp4_16x16", "nvfp4_16x16"), ("nvfp4", "nvfp4"), ("mxfp8", "nvfp4"), ("nvfp4", "mxfp8"), ("identity", "mxfp8"),
-        ("identity", "nvfp4"), (format_of("nvfp4_16x16", scale_rule="fp8_exact"),) * 2,
+        ("fp8_tensor", "fp8_tensor"),
+        ("fp8_row", "fp8_row"),
+        ("fp8_1x128", "fp8_128x128"),
+        ("mxfp8", "mxfp8"),
+        ("nvfp4_16x16", "nvfp4_16x16"),
+        ("nvfp4", "nvfp4"),
+        ("mxfp8", "nvfp4"),
+        ("nvfp4", "mxfp8"),
+        ("identity", "mxfp8"),
+        ("identity", "nvfp4"),
+        (format_of("nvfp4_16x16", scale_rule="fp8_exact"),) * 2,
     ):
         for cuts, stats in (((5001, 40003), "halo"), ((5000, 40000), "dense"), ((), "dense")):
             pieces_of(pair, cuts, stats)
@@ -577,7 +933,12 @@ def every_instance() -> None:
         for enc in (0.0, 0.5):
             gated(emulation, "fp8_delayed", activation, enc)
     for name, enc in (
-        ("fp8_block", None), ("mxfp8", None), ("fp8_current", None), ("fp8_row", None), ("nvfp4", None), ("fp8_delayed", 0.0),
+        ("fp8_block", None),
+        ("mxfp8", None),
+        ("fp8_current", None),
+        ("fp8_row", None),
+        ("nvfp4", None),
+        ("fp8_delayed", 0.0),
         ("fp8_delayed", 0.5),
     ):
         tokens(emulation, name, enc)

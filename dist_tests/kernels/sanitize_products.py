@@ -19,25 +19,50 @@ from fsdp_quant.optim import fused_adam
 WHOLE, ROW, BY_128, BY_128X128, BY_512 = (None, None), (1, None), (1, 128), (128, 128), (1, 512)
 # Blocks of a and b: one kernel each (cuBLASLt's, and those of csrc/gemm/hopper_*).
 PAIRS = (
-    (WHOLE, WHOLE), (ROW, ROW), (BY_128, BY_128X128), (BY_128X128, BY_128), (BY_128, BY_128), (BY_512, BY_512),
+    (WHOLE, WHOLE),
+    (ROW, ROW),
+    (BY_128, BY_128X128),
+    (BY_128X128, BY_128),
+    (BY_128, BY_128),
+    (BY_512, BY_512),
 )
-GROUPED = ((BY_128, BY_128X128), (BY_128, BY_128), (ROW, ROW), (WHOLE, WHOLE), (ROW, WHOLE), (WHOLE, ROW))
+GROUPED = (
+    (BY_128, BY_128X128),
+    (BY_128, BY_128),
+    (ROW, ROW),
+    (WHOLE, WHOLE),
+    (ROW, WHOLE),
+    (WHOLE, ROW),
+)
 SIZES = ((200, 272, 656), (33, 48, 144))  # M, N, K
 ENDS = torch.tensor([0, 128, 128, 256, 640], dtype=torch.int32)
 BOUND = 2.0**-7  # of the norm: bf16 rounds by 2^-9, and sums of 128 products have 13 bits
 
 
-def operand(lines: int, k: int, block: tuple, seed: int, element: Element = E4M3, groups: int = 1) -> native.Operand:
-    """Random codes and powers of two as scales, as products read them; of groups: the codes [groups, lines, K]."""
+def operand(
+    lines: int, k: int, block: tuple, seed: int, element: Element = E4M3, groups: int = 1
+) -> native.Operand:
+    """Random codes and powers of two as scales, as products read them; of groups: the codes
+    [groups, lines, K]."""
     g = torch.Generator().manual_seed(seed)
-    data = torch.randint(0, 100, (groups, lines, k), dtype=torch.uint8, generator=g) | (128 * torch.randint(0, 2, (groups, lines, k), generator=g)).byte()
+    data = (
+        torch.randint(0, 100, (groups, lines, k), dtype=torch.uint8, generator=g)
+        | (128 * torch.randint(0, 2, (groups, lines, k), generator=g)).byte()
+    )
     shape = {
-        WHOLE: (1,), ROW: (lines,), BY_128: (ceil_div(k, 128), round_up(lines, 4)), BY_512: (ceil_div(k, 512), round_up(lines, 4)),
+        WHOLE: (1,),
+        ROW: (lines,),
+        BY_128: (ceil_div(k, 128), round_up(lines, 4)),
+        BY_512: (ceil_div(k, 512), round_up(lines, 4)),
         BY_128X128: (ceil_div(lines, 128), round_up(ceil_div(k, 128), 4)),
     }[block]
     scale = 2.0 ** torch.randint(-4, 3, (groups, *shape), generator=g).float()
     fmt = Format("operand", element, block, "fp32", pow2=True)
-    return native.Operand(data, scale.flatten(), fmt) if groups > 1 else native.Operand(data[0], scale[0], fmt)
+    return (
+        native.Operand(data, scale.flatten(), fmt)
+        if groups > 1
+        else native.Operand(data[0], scale[0], fmt)
+    )
 
 
 def moved(o: native.Operand) -> native.Operand:
@@ -97,29 +122,54 @@ def grouped(blocks: tuple, element: Element, emulation: Operators) -> None:
 
 
 def tokens_transposed(emulation: Operators) -> None:
-    data = torch.randint(0, 256, (1000, 144), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
+    data = torch.randint(
+        0, 256, (1000, 144), dtype=torch.uint8, generator=torch.Generator().manual_seed(5)
+    )
     ends = torch.tensor([300, 300, 429, 1000], dtype=torch.int32)
     groups = native.token_groups(on_device(ends), len(data))
     tables = native.TokenGroups(emulation.token_groups(ends, len(data)), len(ends))
     used = int(tables.padded[-1])
     made = native.transpose_tokens(on_device(data), groups)[:, :used]
-    run("transpose_tokens", [made.contiguous()], lambda: [emulation.transpose_tokens(data, *tables)[:, :used].contiguous()])
+    run(
+        "transpose_tokens",
+        [made.contiguous()],
+        lambda: [emulation.transpose_tokens(data, *tables)[:, :used].contiguous()],
+    )
 
 
 def group_into_buffers(name: str) -> None:
     """Codes of a group, into memory that is the caller's."""
     for direction in Direction:
-        e, x = MADE[name].encoding(direction), [laws.values(rows, 256, seed=rows) for rows in (64, 129)]
+        e, x = (
+            MADE[name].encoding(direction),
+            [laws.values(rows, 256, seed=rows) for rows in (64, 129)],
+        )
         wanted = [encoded(one, e, stats=reference.statistics(one, e)) for one in x]
-        into = [(torch.zeros_like(on_device(w.data)), torch.zeros_like(on_device(w.scale))) for w in wanted]
+        into = [
+            (torch.zeros_like(on_device(w.data)), torch.zeros_like(on_device(w.scale)))
+            for w in wanted
+        ]
         native.multi_tensor_quantize([on_device(one) for one in x], e, [0, 0], False, None, into)
-        run(f"quantize_group_out {name} {direction}", [t for of in into for t in of], lambda of=wanted: [t for w in of for t in (w.data, w.scale)])
+        run(
+            f"quantize_group_out {name} {direction}",
+            [t for of in into for t in of],
+            lambda of=wanted: [t for w in of for t in (w.data, w.scale)],
+        )
 
 
 def adam_scalars() -> None:
-    group = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "decoupled_weight_decay": True}
+    group = {
+        "lr": 1e-3,
+        "betas": (0.9, 0.95),
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "decoupled_weight_decay": True,
+    }
     for found_inf, lr in itertools.product((None, 0.0, 1.0), (1e-3, torch.tensor(2e-3))):
-        steps, flag = [torch.tensor(3.0), torch.tensor(8.0)], None if found_inf is None else torch.tensor([found_inf])
+        steps, flag = (
+            [torch.tensor(3.0), torch.tensor(8.0)],
+            None if found_inf is None else torch.tensor([found_inf]),
+        )
         given = [on_device(s.clone()) for s in steps]
         rate = on_device(lr) if isinstance(lr, Tensor) else lr
         made = native.adam_count(given, on_device(flag), rate, *group["betas"], 1e-8, 0.1, True)
@@ -138,7 +188,9 @@ def every_product() -> None:
         for element in (E4M3, E5M2) if blocks[0] != BY_512 else (E4M3,):
             a, b = operand(m, k, blocks[0], 1, element), operand(n, k, blocks[1], 2)
             product(f"{blocks} {element.name} [{m}, {n}] K {k}", a, b, emulation)
-        halves = [native.Operand(laws.values(lines, k, seed=lines), None, IDENTITY) for lines in (m, n)]
+        halves = [
+            native.Operand(laws.values(lines, k, seed=lines), None, IDENTITY) for lines in (m, n)
+        ]
         product(f"bf16 [{m}, {n}] K {k}", *halves, emulation)
     for blocks, element in itertools.product(GROUPED, (E4M3, E5M2)):
         grouped(blocks, element, emulation)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam's kernels against their definitions on a CPU, bit for bit, and the captured step of quantized parameters."""
+"""Adam's kernels against their definitions on a CPU, bit for bit, and the captured step of
+quantized parameters."""
 
 from __future__ import annotations
 
@@ -22,15 +23,21 @@ pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WH
 
 SIZES = (0, 1, 3, 4, 1023, 4096, 4097, 8191, 70001)
 # keep, coupled, first, beta2, second, root_correction, minus_step_size, eps
-ROWS = torch.tensor([
-    [1 - 1e-4, 0.0, 0.1, 0.999, 1e-3, 0.0316, -1e-2, 1e-8],
-    [1.0, 0.01, 0.6, 0.95, 0.05, 0.8, -1e-3, 1e-6],
-    [0.9, 0.0, 1.0, 0.0, 1.0, 1.0, -1.0, 0.0],
-], device="cpu")
+ROWS = torch.tensor(
+    [
+        [1 - 1e-4, 0.0, 0.1, 0.999, 1e-3, 0.0316, -1e-2, 1e-8],
+        [1.0, 0.01, 0.6, 0.95, 0.05, 0.8, -1e-3, 1e-6],
+        [0.9, 0.0, 1.0, 0.0, 1.0, 1.0, -1.0, 0.0],
+    ],
+    device="cpu",
+)
 
 
-def tensors(size: int, seed: int, grad: torch.dtype, moments: torch.dtype, rounded: bool, kind: str) -> list[Tensor | None]:
-    """(master, grad, first, second, rounded) on the host; some rounded parameters are not their masters rounded."""
+def tensors(
+    size: int, seed: int, grad: torch.dtype, moments: torch.dtype, rounded: bool, kind: str
+) -> list[Tensor | None]:
+    """(master, grad, first, second, rounded) on the host; some rounded parameters are not their
+    masters rounded."""
     p, g, m, v = (laws.values(size, seed=seed + i, dtype=FP32, kind=kind) for i in range(4))
     r = None
     if rounded:
@@ -44,19 +51,28 @@ def offset(t: Tensor | None, by: int) -> Tensor | None:
     return None if t is None else torch.cat([t.new_zeros(by), t]).to(DEVICE)[by:]
 
 
-def launched(made: list[list], rows: list[int], by: int, scale: Tensor | None = None, skip: Tensor | None = None) -> list[list]:
+def launched(
+    made: list[list],
+    rows: list[int],
+    by: int,
+    scale: Tensor | None = None,
+    skip: Tensor | None = None,
+) -> list[list]:
     on_device = [[offset(t, by) for t in one] for one in made]
     p, g, m, v, r = map(list, zip(*on_device))
     native.adam(native.AdamStep(p, g, m, v, rows, ROWS, scale, skip), r if r[0] is not None else ())
     return [[None if t is None else t.cpu() for t in one] for one in zip(p, m, v, r)]
 
 
-@pytest.mark.parametrize(("grad", "moments", "rounded"), itertools.product((FP32, BF16), (FP32, BF16), (False, True)))
+@pytest.mark.parametrize(
+    ("grad", "moments", "rounded"), itertools.product((FP32, BF16), (FP32, BF16), (False, True))
+)
 @pytest.mark.parametrize("by", [0, 1])
 def test_adam_equals_its_definition(grad, moments, rounded, by):
     """If false, a GPU trains another model than the definition, or sizes and alignment matter."""
     made = [
-        tensors(n, i, grad, moments, rounded, ("gauss", "tiny", "heavy")[i % 3]) for i, n in enumerate(SIZES * 3)
+        tensors(n, i, grad, moments, rounded, ("gauss", "tiny", "heavy")[i % 3])
+        for i, n in enumerate(SIZES * 3)
     ]
     rows = [i % len(ROWS) for i in range(len(made))]
     for scale in (None, torch.tensor([512.0])):
@@ -66,19 +82,28 @@ def test_adam_equals_its_definition(grad, moments, rounded, by):
             if rounded:
                 want = (*want, want[0].to(BF16))
             for name, a, b in zip(("master", "exp_avg", "exp_avg_sq", "rounded"), result, want):
-                laws.assert_same_bytes(a, b.to(a.dtype), f"{name} of {one[0].numel()}, {SCALARS} {ROWS[row].tolist()}")
+                laws.assert_same_bytes(
+                    a, b.to(a.dtype), f"{name} of {one[0].numel()}, {SCALARS} {ROWS[row].tolist()}"
+                )
 
 
-# Shapes of moments in codes: whole blocks, tails, rows that are no multiple of four elements, more than two dims.
+# Shapes of moments in codes: whole blocks, tails, rows that are no multiple of four elements, more
+# than two dims.
 BLOCK_SHAPES = ((16, 256), (5, 1024), (3, 300), (70, 33), (1, 257), (9, 8, 40), (0, 64), (260, 1))
 
 
-def stored(shape, seed: int, grad: torch.dtype, moments: torch.dtype, master: str, kind: str) -> tuple[Tensor, Stored]:
-    """(grad, what is stored) on the host. moments: uint8 for codes; master: "alone", "rounded" or "remainder"."""
+def stored(
+    shape, seed: int, grad: torch.dtype, moments: torch.dtype, master: str, kind: str
+) -> tuple[Tensor, Stored]:
+    """(grad, what is stored) on the host. moments: uint8 for codes; master: "alone", "rounded" or
+    "remainder"."""
     p, g, m, v = (laws.values(*shape, seed=seed + i, dtype=FP32, kind=kind) for i in range(4))
     scales = ()
     if moments is torch.uint8:
-        (m, first), (v, second) = compact.encode(m * 0.1), compact.encode((v * 0.1).abs(), is_root=True)
+        (m, first), (v, second) = (
+            compact.encode(m * 0.1),
+            compact.encode((v * 0.1).abs(), is_root=True),
+        )
         scales = first, second
     else:
         m, v = (m * 0.1).to(moments), (v * 0.1).square().to(moments)
@@ -99,36 +124,63 @@ def moved(t: Tensor | None, by: int) -> Tensor | None:
     return offset(flat, 2 * by if t.dtype is torch.uint8 and t.shape[-1] == 2 else by).view(t.shape)
 
 
-@pytest.mark.parametrize(("moments", "master"), [
-    (torch.uint8, "alone"), (torch.uint8, "rounded"), (torch.uint8, "remainder"), (FP32, "remainder"), (BF16, "remainder"),
-])
+@pytest.mark.parametrize(
+    ("moments", "master"),
+    [
+        (torch.uint8, "alone"),
+        (torch.uint8, "rounded"),
+        (torch.uint8, "remainder"),
+        (FP32, "remainder"),
+        (BF16, "remainder"),
+    ],
+)
 @pytest.mark.parametrize("grad", [FP32, BF16])
 @pytest.mark.parametrize("by", [0, 1])
 def test_compact_states_equal_their_definition(grad, moments, master, by):
     """If false, codes of moments or remainders of masters that a GPU writes are read as others."""
     shapes = BLOCK_SHAPES if moments is torch.uint8 else [(n,) for n in SIZES]
-    made = [stored(s, i, grad, moments, master, ("gauss", "tiny", "heavy")[i % 3]) for i, s in enumerate(shapes * 3)]
+    made = [
+        stored(s, i, grad, moments, master, ("gauss", "tiny", "heavy")[i % 3])
+        for i, s in enumerate(shapes * 3)
+    ]
     made += [stored((4, 512), 99, grad, moments, master, "gauss")] * (moments is torch.uint8)
     made[-1][0][0] = 0  # and a block without gradients
     rows = [i % len(ROWS) for i in range(len(made))]
     for scale, skip in ((None, None), (torch.tensor([512.0]), None), (None, torch.ones(1))):
         on_device = [[moved(t, by) for t in (g, *of)] for g, of in made]
         g, p, m, v, *rest = map(list, zip(*on_device))
-        native.adam(native.AdamStep(p, g, m, v, rows, ROWS, scale, skip), *([] if of[0] is None else of for of in rest))
+        native.adam(
+            native.AdamStep(p, g, m, v, rows, ROWS, scale, skip),
+            *([] if of[0] is None else of for of in rest),
+        )
         for (grad_of, of), row, result in zip(made, rows, on_device):
-            want = of if skip is not None else of.updated(grad_of, ROWS[row], None if scale is None else scale[0])
+            want = (
+                of
+                if skip is not None
+                else of.updated(grad_of, ROWS[row], None if scale is None else scale[0])
+            )
             for name, a, b in zip(Stored._fields, result[1:], want):
                 if b is not None:
-                    laws.assert_same_bytes(a.cpu(), b, f"{name} of {list(grad_of.shape)}, {ROWS[row].tolist()}, {scale}, {skip}")
+                    laws.assert_same_bytes(
+                        a.cpu(),
+                        b,
+                        f"{name} of {list(grad_of.shape)}, {ROWS[row].tolist()}, {scale}, {skip}",
+                    )
 
 
 def test_a_nan_stays_one_in_compact_states():
-    """If false, an overflow is hidden by its codes, or the bits of a NaN carry into a parameter's sign."""
+    """If false, an overflow is hidden by its codes, or the bits of a NaN carry into a parameter's
+    sign."""
     g, of = stored((4, 512), 0, FP32, torch.uint8, "remainder", "gauss")
     g[0, 3], g[2, 300] = float("nan"), float("inf")
     given = [t.clone().to(DEVICE) for t in of]
     p, m, v, r, first, second = given
-    native.adam(native.AdamStep([p], [g.to(DEVICE)], [m], [v], [0], ROWS, None, None), [r], [first], [second])
+    native.adam(
+        native.AdamStep([p], [g.to(DEVICE)], [m], [v], [0], ROWS, None, None),
+        [r],
+        [first],
+        [second],
+    )
     want = of.updated(g, ROWS[0])
     got = Stored(*(t.cpu() for t in given))
     for name in ("rounded", "first_scale", "second_scale"):
@@ -161,10 +213,24 @@ def test_adam_of_special_values_and_skipped_steps():
             laws.assert_same_bytes(a, b, "after a skipped step")
 
 
-# Rows and where the first lies in the whole weight: tails, cut blocks, a shard without rows, rows that are not aligned.
-SHAPES = ((128, 128, 0), (1, 4, 0), (33, 160, 32), (7, 17, 5), (257, 130, 128), (300, 1023, 96), (0, 64, 10), (129, 64, 384))
+# Rows and where the first lies in the whole weight: tails, cut blocks, a shard without rows, rows
+# that are not aligned.
+SHAPES = (
+    (128, 128, 0),
+    (1, 4, 0),
+    (33, 160, 32),
+    (7, 17, 5),
+    (257, 130, 128),
+    (300, 1023, 96),
+    (0, 64, 10),
+    (129, 64, 384),
+)
 SIDES = (
-    ("mxfp8", "mxfp8"), ("fp8_1x128", "mxfp8"), ("fp8_128x128", "fp8_128x128"), ("fp8_tensor", "fp8_row"), ("nvfp4", "nvfp4")
+    ("mxfp8", "mxfp8"),
+    ("fp8_1x128", "mxfp8"),
+    ("fp8_128x128", "fp8_128x128"),
+    ("fp8_tensor", "fp8_row"),
+    ("nvfp4", "nvfp4"),
 )
 
 
@@ -181,10 +247,14 @@ def test_adam_group_equals_the_update_and_then_the_encoder(sides, grad, moments)
         made.append([None if t is None else t.view(r, c) for t in one])
     row0, rows = [start for *_, start in SHAPES], [i % 2 for i in range(len(SHAPES))]
     for statistics, skip in itertools.product({True, passes}, (None, torch.ones(1))):
-        p, g, m, v, _ = map(list, zip(*([None if t is None else t.to(DEVICE) for t in one] for one in made)))
+        p, g, m, v, _ = map(
+            list, zip(*([None if t is None else t.to(DEVICE) for t in one] for one in made))
+        )
         step = native.AdamStep(p, g, m, v, rows, ROWS, None, skip)
         if statistics:  # block amaxes of every other one
-            results = native.adam_statistics(step, encodings, row0, [[bool(i % 2)] * len(encodings) for i in range(len(p))])
+            results = native.adam_statistics(
+                step, encodings, row0, [[bool(i % 2)] * len(encodings) for i in range(len(p))]
+            )
         else:
             results = native.adam_codes(step, encodings, row0, [[None] * len(encodings)] * len(p))
         for i, (one, result) in enumerate(zip(made, results)):
@@ -207,23 +277,40 @@ def test_adam_group_equals_the_update_and_then_the_encoder(sides, grad, moments)
 
 def test_adam_group_of_more_tensors_than_a_launch_holds():
     """If false, the second launch updates or encodes the first's tensors."""
-    made = [[t.view(8, 16) for t in tensors(128, i, FP32, FP32, False, "gauss")[:4]] for i in range(200)]
+    made = [
+        [t.view(8, 16) for t in tensors(128, i, FP32, FP32, False, "gauss")[:4]] for i in range(200)
+    ]
     p, g, m, v = map(list, zip(*([t.to(DEVICE) for t in one] for one in made)))
     (encoding,) = fq.HybridQuantizer("fp8_128x128", "fp8_128x128").encodings.values()
     step = native.AdamStep(p, g, m, v, [0] * 200, ROWS, None, None)
-    for one, ((data, scale),) in zip(made, native.adam_codes(step, [encoding], [0] * 200, [[None]] * 200)):
+    for one, ((data, scale),) in zip(
+        made, native.adam_codes(step, [encoding], [0] * 200, [[None]] * 200)
+    ):
         x = adam_update(*one, None, ROWS[0])[0].to(BF16)
-        for a, b in zip((data, scale), reference.encode(x, *reference.statistics(x, encoding, 0), encoding, 0, None, None)):
+        for a, b in zip(
+            (data, scale),
+            reference.encode(x, *reference.statistics(x, encoding, 0), encoding, 0, None, None),
+        ):
             laws.assert_same_bytes(a.cpu(), b)
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_adam_count_equals_its_definition(decoupled):
     """If false, steps that a GPU counts scale updates differently."""
-    for lr, found in itertools.product((1.3e-3, torch.tensor(1.3e-3, device=DEVICE)), (None, 0.0, 1.0)):
-        group = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "decoupled_weight_decay": decoupled}
+    for lr, found in itertools.product(
+        (1.3e-3, torch.tensor(1.3e-3, device=DEVICE)), (None, 0.0, 1.0)
+    ):
+        group = {
+            "lr": lr,
+            "betas": (0.9, 0.95),
+            "eps": 1e-8,
+            "weight_decay": 0.1,
+            "decoupled_weight_decay": decoupled,
+        }
         found = None if found is None else torch.tensor([found], device=DEVICE)
-        a, b = ([torch.tensor(float(i % 1000), device=DEVICE) for i in range(2100)] for _ in range(2))
+        a, b = (
+            [torch.tensor(float(i % 1000), device=DEVICE) for i in range(2100)] for _ in range(2)
+        )
         got = native.adam_count(a, found, lr, 0.9, 0.95, 1e-8, 0.1, decoupled)
         want = scalars_on_device(group, b, found)
         laws.assert_same_bytes(got, want, f"scalars, found_inf {found}")
@@ -234,7 +321,9 @@ def _model(forward: str, backward: str) -> nn.Module:
     torch.manual_seed(0)
     recipe = fq.recipes.hybrid(forward, backward)
     with fq.quantized_model_init(recipe):
-        net = nn.Sequential(nn.Linear(256, 384), nn.LayerNorm(384), nn.Linear(384, 128, bias=False)).to(DEVICE)
+        net = nn.Sequential(
+            nn.Linear(256, 384), nn.LayerNorm(384), nn.Linear(384, 128, bias=False)
+        ).to(DEVICE)
         return fq.convert(net, recipe)
 
 
@@ -245,7 +334,9 @@ def test_captured_steps_equal_eager_ones(pair):
     results = []
     for captured in (False, True):
         net = _model(*pair)
-        optimizer = fq.optim.FusedAdam(net.parameters(), lr=torch.tensor(1e-2, device=DEVICE), capturable=True)
+        optimizer = fq.optim.FusedAdam(
+            net.parameters(), lr=torch.tensor(1e-2, device=DEVICE), capturable=True
+        )
         for i, p in enumerate(net.parameters()):
             p.grad = laws.values(p.numel(), seed=i, dtype=FP32).view(p.shape).to(DEVICE)
         stream = torch.cuda.Stream()
@@ -263,7 +354,12 @@ def test_captured_steps_equal_eager_ones(pair):
         for _ in range(3):
             step()
         slots = [net[i].weight._slots for i in (0, 2)]  # as the graph left them, not made anew
-        codes = [b.clone() for s in slots for st in (s.rowwise, s.columnwise) for b in st.buffers().values()]
+        codes = [
+            b.clone()
+            for s in slots
+            for st in (s.rowwise, s.columnwise)
+            for b in st.buffers().values()
+        ]
         masters = [net[i].weight.inner.clone() for i in (0, 2)]
         for master, i in zip(masters, (0, 2)):
             want = fq.HybridQuantizer(*pair).quantize(master.to(BF16))
@@ -279,12 +375,15 @@ def test_captured_steps_equal_eager_ones(pair):
 @pytest.mark.parametrize("pair", [("mxfp8", "nvfp4"), ("fp8_tensor", "fp8_tensor")], ids="/".join)
 @pytest.mark.parametrize("kind", ["AdamW", "8-bit FusedAdam"])
 def test_captured_steps_of_masters_write_their_codes(pair, kind):
-    """If false, a graph of a wrapped optimizer, or of one with moments in codes, leaves codes of old masters."""
+    """If false, a graph of a wrapped optimizer, or of one with moments in codes, leaves codes of
+    old masters."""
     net, lr = _model(*pair), torch.tensor(1e-2, device=DEVICE)
     if kind == "AdamW":
         optimizer = fq.optim.wrap(torch.optim.AdamW)(net.parameters(), lr=lr, capturable=True)
     else:
-        optimizer = fq.optim.FusedAdam(net.parameters(), lr=lr, capturable=True, moment_dtype=torch.float8_e4m3fn)
+        optimizer = fq.optim.FusedAdam(
+            net.parameters(), lr=lr, capturable=True, moment_dtype=torch.float8_e4m3fn
+        )
     for i, p in enumerate(net.parameters()):
         p.grad = laws.values(p.numel(), seed=i, dtype=FP32).view(p.shape).to(DEVICE)
     stream = torch.cuda.Stream()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codes against one exponent per line, run or tensor, and counts that are given, on the GPU: the bytes of the reference."""
+"""Codes against one exponent per line, run or tensor, and counts that are given, on the GPU: the
+bytes of the reference."""
 
 from __future__ import annotations
 
@@ -30,31 +31,51 @@ SHAPES = ((1, 32), (33, 47), (128, 128), (200, 328), (129, 257), (512, 640))
 KINDS = ("gauss", "outliers", "wide range", "nan", "inf", "zeros")
 NAMES = ("mxfp8", "mxfp8_32x32")
 ELEMENTS = ("e4m3", "e5m2")
-SMALL = [pytest.param(format_of(n, element=e), id=f"{n} {e}") for n, e in (("mxfp4", "e2m1"), ("mxfp6", "e2m3"), ("mxfp6", "e3m2"))]
-FORMATS = [pytest.param(format_of(n, element=e), id=f"{n} {e}") for n in NAMES for e in ELEMENTS] + SMALL
+SMALL = [
+    pytest.param(format_of(n, element=e), id=f"{n} {e}")
+    for n, e in (("mxfp4", "e2m1"), ("mxfp6", "e2m3"), ("mxfp6", "e3m2"))
+]
+FORMATS = [
+    pytest.param(format_of(n, element=e), id=f"{n} {e}") for n in NAMES for e in ELEMENTS
+] + SMALL
 
 
 def runs_of(fmt: Format) -> tuple[int, ...]:
     return (native.OF_TENSOR,) if fmt.pow2 else (native.OF_TENSOR, 0, 128, 512)
 
 
-def assert_anchors(data: Tensor, scale: Tensor, fmt: Format, direction: Direction, what: str, cols: int | None = None) -> None:
-    """Codes and scales of both orders are the reference's; the bits of a NaN too. cols: None: as many as bytes in a row hold."""
+def assert_anchors(
+    data: Tensor,
+    scale: Tensor,
+    fmt: Format,
+    direction: Direction,
+    what: str,
+    cols: int | None = None,
+) -> None:
+    """Codes and scales of both orders are the reference's; the bits of a NaN too. cols: None: as
+    many as bytes in a row hold."""
     cols = cols or data.shape[1] * 8 // fmt.bits
     for transposed, run in itertools.product((False, True), runs_of(fmt)):
-        want, want_scale = reference.anchored_codes(data, scale, fmt, direction, run == native.OF_TENSOR, cols, run if run > 0 else None)
+        want, want_scale = reference.anchored_codes(
+            data, scale, fmt, direction, run == native.OF_TENSOR, cols, run if run > 0 else None
+        )
         codes, lines = native.anchor_codes(data, scale, None, cols, fmt, direction, transposed, run)
         text = f"{what}, {direction} {fmt}, transposed {transposed}, run {run}"
         expected.assert_same(lines, want_scale, f"{text}: scale")
         expected.assert_same(codes, want.t().contiguous() if transposed else want, f"{text}: codes")
 
 
-def assert_group_anchors(of: list[tuple[Tensor, Tensor, int]], fmt: Format, direction: Direction) -> None:
-    """One call for all gives what a call each gives, also when it is made again of other codes. of: codes, scales, columns."""
+def assert_group_anchors(
+    of: list[tuple[Tensor, Tensor, int]], fmt: Format, direction: Direction
+) -> None:
+    """One call for all gives what a call each gives, also when it is made again of other codes. of:
+    codes, scales, columns."""
     data, scale, cols = map(list, zip(*of))
     for transposed, run in itertools.product((False, True), runs_of(fmt)):
         calls: list[native.RecordedLaunch] = []
-        made = native.multi_tensor_anchor(data, scale, [None] * len(data), cols, fmt, direction, transposed, run, calls)
+        made = native.multi_tensor_anchor(
+            data, scale, [None] * len(data), cols, fmt, direction, transposed, run, calls
+        )
         for again in (False, True):
             if again:
                 for t in data:
@@ -63,7 +84,9 @@ def assert_group_anchors(of: list[tuple[Tensor, Tensor, int]], fmt: Format, dire
                     t.fill_(7)
                 calls[0]()
             for (codes, lines), one, n in zip(made, zip(data, scale), cols):
-                want, want_lines = native.anchor_codes(*one, None, n, fmt, direction, transposed, run)
+                want, want_lines = native.anchor_codes(
+                    *one, None, n, fmt, direction, transposed, run
+                )
                 text = f"{direction} {fmt}, transposed {transposed}, again {again}"
                 expected.assert_same(codes, want, f"{text}: codes")
                 expected.assert_same(lines, want_lines, f"{text}: scale")
@@ -88,6 +111,7 @@ def shifted(t: Tensor, offset: int) -> Tensor:
 
 # Codes that exist #
 
+
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("kind", KINDS)
@@ -108,39 +132,86 @@ def test_codes_of_fp32_powers_are_the_references(direction: Direction):
             x[:130] = 0
             w = encoded(x, Encoding(fmt, direction))
             assert_anchors(w.data, w.scale, fmt, direction, f"{kind} {shape}")
-            assert_anchors(w.data, torch.ones_like(w.scale), fmt, direction, f"{kind} {shape} of scale 1")
-            assert_group_anchors([(w.data, w.scale, shape[1]), (w.data.flip(0), w.scale.flip(0), shape[1])], fmt, direction)
+            assert_anchors(
+                w.data, torch.ones_like(w.scale), fmt, direction, f"{kind} {shape} of scale 1"
+            )
+            assert_group_anchors(
+                [(w.data, w.scale, shape[1]), (w.data.flip(0), w.scale.flip(0), shape[1])],
+                fmt,
+                direction,
+            )
 
 
 def test_what_products_lose_is_the_references():
     """If false, the guard moves other products on a GPU, or none."""
-    def operand(lines: int, k: int, block: tuple, element: str, seed: int) -> tuple[Tensor, Tensor, Format]:
+
+    def operand(
+        lines: int, k: int, block: tuple, element: str, seed: int
+    ) -> tuple[Tensor, Tensor, Format]:
         g = torch.Generator().manual_seed(seed)
         data = torch.randint(0, 120, (lines, k), generator=g, dtype=torch.uint8)
         data[: lines // 2] %= 12  # mostly without an exponent
         data[:3] = 0
-        scales = 1 if block[0] is None else lines if block[1] is None else -(-k // block[1]) * -(-lines // 4) * 4
+        scales = (
+            1
+            if block[0] is None
+            else lines
+            if block[1] is None
+            else -(-k // block[1]) * -(-lines // 4) * 4
+        )
         scale = torch.exp2(torch.randint(-6, 7, (scales,), generator=g).float())
         fmt = Format("operand", ELEMENT_OF[element], block, "fp32", pow2=True)
         shape = (-1, -(-lines // 4) * 4) if block[1] is not None else (-1,)
         return data.to(expected.DEVICE), scale.view(shape).to(expected.DEVICE), fmt
 
     blocks = (None, None), (1, None), (1, 512), (1, 128)
-    for i, (m, n, k) in enumerate(((1, 1, 16), (33, 47, 144), (64, 500, 1040), (1000, 129, 4096), (300, 300, 17040), (70, 90, 40000))):
+    for i, (m, n, k) in enumerate(
+        (
+            (1, 1, 16),
+            (33, 47, 144),
+            (64, 500, 1040),
+            (1000, 129, 4096),
+            (300, 300, 17040),
+            (70, 90, 40000),
+        )
+    ):
         for of_a, of_b in itertools.product(blocks, blocks):
             for elements in (("e4m3", "e4m3"), ("e5m2", "e4m3")):
-                a, b = (operand(lines, k, block, element, seed=i) for lines, block, element in zip((m, n), (of_a, of_b), elements))
-                for counted, probe, product in (((1, 1), 0, 1), ((1, 0), 1, 1), ((0, 1), 5, 2), ((2, 2), 0, 1), ((1, 2), 3, 2), ((3, 4), 0, 1), ((5, 3), 2, 2)):
-                    step = torch.tensor([3, probe * reference.PROBED_STEPS, 0, -1, 0], device=expected.DEVICE)
+                a, b = (
+                    operand(lines, k, block, element, seed=i)
+                    for lines, block, element in zip((m, n), (of_a, of_b), elements)
+                )
+                for counted, probe, product in (
+                    ((1, 1), 0, 1),
+                    ((1, 0), 1, 1),
+                    ((0, 1), 5, 2),
+                    ((2, 2), 0, 1),
+                    ((1, 2), 3, 2),
+                    ((3, 4), 0, 1),
+                    ((5, 3), 2, 2),
+                ):
+                    step = torch.tensor(
+                        [3, probe * reference.PROBED_STEPS, 0, -1, 0], device=expected.DEVICE
+                    )
                     guard = torch.ones(3, 2, device=expected.DEVICE)
-                    native.product_error(native.Operand(*a), native.Operand(*b), counted, step, guard, product)
+                    native.product_error(
+                        native.Operand(*a), native.Operand(*b), counted, step, guard, product
+                    )
                     want = reference.product_error(a, b, counted, probe, product < 2)
                     what = f"{m} {n} {k} {of_a} {of_b} {elements} {counted} {probe}"
-                    torch.testing.assert_close(guard[product] - 1, want, rtol=1e-4, atol=1e-6, msg=lambda m, what=what: f"{what}: {m}")
+                    torch.testing.assert_close(
+                        guard[product] - 1,
+                        want,
+                        rtol=1e-4,
+                        atol=1e-6,
+                        msg=lambda m, what=what: f"{what}: {m}",
+                    )
                     assert guard[0].tolist() == guard[3 - product].tolist() == [1, 1], what
                     step[1] += 1
                     before = guard.clone()
-                    native.product_error(native.Operand(*a), native.Operand(*b), counted, step, guard, product)
+                    native.product_error(
+                        native.Operand(*a), native.Operand(*b), counted, step, guard, product
+                    )
                     assert torch.equal(guard, before), "a step that is not looked at"
 
 
@@ -154,8 +225,12 @@ def test_every_code_at_every_distance_is_the_references(fmt: Format, direction: 
         for low in (0, 200, 250):  # of the exponents: up to 255, 55 and 5 apart
             data, scale = random_codes(fmt, shape, seed=low), random_bytes(grid, low, seed=rows)
             assert_anchors(data, scale, fmt, direction, f"{shape} from {low}", shape[1])
-            assert_anchors(data, scale.clamp(max=254), fmt, direction, f"{shape} from {low}, no NaN", shape[1])
-            assert_anchors(data, scale - low, fmt, direction, f"{shape} up to {255 - low}", shape[1])
+            assert_anchors(
+                data, scale.clamp(max=254), fmt, direction, f"{shape} from {low}, no NaN", shape[1]
+            )
+            assert_anchors(
+                data, scale - low, fmt, direction, f"{shape} up to {255 - low}", shape[1]
+            )
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -166,8 +241,12 @@ def test_buffers_in_no_alignment_are_anchored_as_the_reference(fmt: Format, dire
         data, scale = random_codes(fmt, shape), random_bytes(fmt.scale_shape(shape, direction), 220)
         for offset in (1, 2, 4, 8):
             what = f"{shape} at {offset}"
-            assert_anchors(shifted(data, offset), scale, fmt, direction, f"data of {what}", shape[1])
-            assert_anchors(data, shifted(scale, offset), fmt, direction, f"scale of {what}", shape[1])
+            assert_anchors(
+                shifted(data, offset), scale, fmt, direction, f"data of {what}", shape[1]
+            )
+            assert_anchors(
+                data, shifted(scale, offset), fmt, direction, f"scale of {what}", shape[1]
+            )
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp6", "mxfp4"])
@@ -176,7 +255,10 @@ def test_long_and_narrow_tensors_are_anchored_as_the_reference(name: str):
     fmt = MADE[name].fmt
     for shape in ((1, 70000), (70000, 1), (3, 40000), (40000, 9), (4096, 2048)):
         for direction in Direction:
-            data, scale = random_codes(fmt, shape), random_bytes(fmt.scale_shape(shape, direction), 230)
+            data, scale = (
+                random_codes(fmt, shape),
+                random_bytes(fmt.scale_shape(shape, direction), 230),
+            )
             assert_anchors(data, scale, fmt, direction, f"{shape}", shape[1])
 
 
@@ -187,9 +269,13 @@ def test_empty_tensors_are_anchored_to_empty_ones(name: str):
     for shape in ((0, 64), (64, 0), (0, 0)):
         for direction in Direction:
             data = random_codes(fmt, shape)
-            scale = torch.empty(fmt.scale_shape(shape, direction), dtype=torch.uint8, device=expected.DEVICE)
+            scale = torch.empty(
+                fmt.scale_shape(shape, direction), dtype=torch.uint8, device=expected.DEVICE
+            )
             for transposed, run in itertools.product((False, True), runs_of(fmt)):
-                codes, lines = native.anchor_codes(data, scale, None, shape[1], fmt, direction, transposed, run)
+                codes, lines = native.anchor_codes(
+                    data, scale, None, shape[1], fmt, direction, transposed, run
+                )
                 assert codes.shape == (shape[::-1] if transposed else shape)
                 assert run > 0 or bool((lines == 2.0**-127).all()), "without blocks"
 
@@ -197,21 +283,39 @@ def test_empty_tensors_are_anchored_to_empty_ones(name: str):
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_matrices_are_anchored_as_each_alone(fmt: Format):
     """If false, an expert's weight is read from where another's lies."""
-    for direction, transposed, run in itertools.product(Direction, (False, True), (native.OF_TENSOR, 0)):
-        data, scale = random_codes(fmt, (3 * 128, 200)).view(3, 128, -1), random_bytes((3, *fmt.scale_shape((128, 200), direction)), 225)
+    for direction, transposed, run in itertools.product(
+        Direction, (False, True), (native.OF_TENSOR, 0)
+    ):
+        data, scale = (
+            random_codes(fmt, (3 * 128, 200)).view(3, 128, -1),
+            random_bytes((3, *fmt.scale_shape((128, 200), direction)), 225),
+        )
         made = native.anchor_codes(data, scale, None, 200, fmt, direction, transposed, run)
         for i in range(3):
-            for got, want in zip(made, native.anchor_codes(data[i].clone(), scale[i].clone(), None, 200, fmt, direction, transposed, run)):
-                expected.assert_same(got[i], want, f"matrix {i}, {direction}, transposed {transposed}, run {run}")
+            for got, want in zip(
+                made,
+                native.anchor_codes(
+                    data[i].clone(), scale[i].clone(), None, 200, fmt, direction, transposed, run
+                ),
+            ):
+                expected.assert_same(
+                    got[i], want, f"matrix {i}, {direction}, transposed {transposed}, run {run}"
+                )
 
 
 @on_cuda
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("direction", Direction)
 def test_a_group_is_anchored_as_each_alone(fmt: Format, direction: Direction):
-    """If false, weights that FSDP2 gathers together are multiplied as others than they are, in the first step or the next."""
-    made = [encoded(inputs(*shape, "outliers", seed=shape[0]), Encoding(fmt, direction)) for shape in SHAPES]
-    assert_group_anchors([(w.data, w.scale, shape[1]) for w, shape in zip(made, SHAPES)], fmt, direction)
+    """If false, weights that FSDP2 gathers together are multiplied as others than they are, in the
+    first step or the next."""
+    made = [
+        encoded(inputs(*shape, "outliers", seed=shape[0]), Encoding(fmt, direction))
+        for shape in SHAPES
+    ]
+    assert_group_anchors(
+        [(w.data, w.scale, shape[1]) for w, shape in zip(made, SHAPES)], fmt, direction
+    )
 
 
 def test_the_current_stream_anchors():
@@ -243,19 +347,34 @@ def test_errors_say_what_was_got_and_wanted():
         r"data is contiguous Char": anchor(data.view(torch.int8)),
         r"data is not contiguous": anchor(data.t()),
         r"scale is contiguous Byte \[64, 2\].*wanted 192 ": anchor(scale=scale[:, :2].contiguous()),
-        r"scale is contiguous Byte \[63, 3\].*wanted 192 ": anchor(scale=scale[:63], direction=COLUMNWISE),
+        r"scale is contiguous Byte \[63, 3\].*wanted 192 ": anchor(
+            scale=scale[:63], direction=COLUMNWISE
+        ),
         r"scale is contiguous Float": anchor(scale=scale.float()),
-        r"anchor run is 96; wanted 0": lambda: native.anchor_codes(data, scale, None, 96, mx, ROWWISE, False, 96),
+        r"anchor run is 96; wanted 0": lambda: native.anchor_codes(
+            data, scale, None, 96, mx, ROWWISE, False, 96
+        ),
         r"matrices are anchored by lines or tensors; got runs of 128": lambda: native.anchor_codes(
-            data[None], scale[None], None, 96, mx, ROWWISE, False, 128),
+            data[None], scale[None], None, 96, mx, ROWWISE, False, 128
+        ),
         r"data is contiguous Byte \[64, 96\].*wanted 3072 ": anchor(fmt=MADE["mxfp4"].fmt),
     }
     group = torch.ops.fsdp_quant.multi_tensor_anchor
-    side, codes, lines = native.pack_encoding(Encoding(mx, ROWWISE)), torch.empty_like(data), torch.empty(64, device=data.device)
+    side, codes, lines = (
+        native.pack_encoding(Encoding(mx, ROWWISE)),
+        torch.empty_like(data),
+        torch.empty(64, device=data.device),
+    )
     refused |= {
-        "lists of different lengths": lambda: group([data], [scale, scale], [], side, False, False, False, [96], [codes], [lines]),
-        r"out is contiguous Byte \[32, 96\].*wanted 6144 ": lambda: group([data], [scale], [], side, False, False, False, [96], [codes[:32]], [lines]),
-        r"line_scale is contiguous Float \[63\].*wanted 64 ": lambda: group([data], [scale], [], side, False, False, False, [96], [codes], [lines[1:]]),
+        "lists of different lengths": lambda: group(
+            [data], [scale, scale], [], side, False, False, False, [96], [codes], [lines]
+        ),
+        r"out is contiguous Byte \[32, 96\].*wanted 6144 ": lambda: group(
+            [data], [scale], [], side, False, False, False, [96], [codes[:32]], [lines]
+        ),
+        r"line_scale is contiguous Float \[63\].*wanted 64 ": lambda: group(
+            [data], [scale], [], side, False, False, False, [96], [codes], [lines[1:]]
+        ),
     }
     for text, call in refused.items():
         with pytest.raises(ValueError, match=text):
@@ -275,23 +394,38 @@ def test_operands_of_exact_codes_are_the_references(name: str, direction: Direct
     for shape in (*SHAPES, (1, 1), (7, 15), (1030, 257)):
         for kind in KINDS:
             x = inputs(*shape, kind, seed=shape[0])
-            w, cols = encoded(x, MADE[name].encoding(direction)), fmt.padded_shape(shape, direction)[1]
+            w, cols = (
+                encoded(x, MADE[name].encoding(direction)),
+                fmt.padded_shape(shape, direction)[1],
+            )
             of.append((w.data, w.scale, w.tensor_amax, cols))
             want, want_scale = reference.e4m3_operand(*of[-1][:3], fmt, direction, cols)
             for transposed in (False, True):
-                codes, scale = native.anchor_codes(*of[-1], fmt, direction, transposed, native.OF_TENSOR)
+                codes, scale = native.anchor_codes(
+                    *of[-1], fmt, direction, transposed, native.OF_TENSOR
+                )
                 what = f"{name} {direction} {shape} {kind}, transposed {transposed}"
                 expected.assert_same_values(scale, want_scale, f"{what}: scale")
-                expected.assert_same(codes, want.t().contiguous() if transposed else want, f"{what}: codes")
+                expected.assert_same(
+                    codes, want.t().contiguous() if transposed else want, f"{what}: codes"
+                )
     for transposed in (False, True):
         calls: list[native.RecordedLaunch] = []
-        made = native.multi_tensor_anchor(*map(list, zip(*of)), fmt, direction, transposed, native.OF_TENSOR, calls)
+        made = native.multi_tensor_anchor(
+            *map(list, zip(*of)), fmt, direction, transposed, native.OF_TENSOR, calls
+        )
         for t in calls[0].out:
             t.fill_(7)
         calls[0]()
         for got, one in zip(made, of):
-            for t, want in zip(got, native.anchor_codes(*one, fmt, direction, transposed, native.OF_TENSOR)):
-                expected.assert_same(t.nan_to_num() if t.is_floating_point() else t, want.nan_to_num() if t.is_floating_point() else want, name)
+            for t, want in zip(
+                got, native.anchor_codes(*one, fmt, direction, transposed, native.OF_TENSOR)
+            ):
+                expected.assert_same(
+                    t.nan_to_num() if t.is_floating_point() else t,
+                    want.nan_to_num() if t.is_floating_point() else want,
+                    name,
+                )
 
 
 @pytest.mark.parametrize("direction", Direction)
@@ -301,11 +435,21 @@ def test_every_code_under_every_scale_is_the_references(direction: Direction):
         fmt, shape = MADE[name].fmt, (256, 512)
         data, amax = random_bytes((256, 256)), torch.full((1,), 3.0, device=expected.DEVICE)
         grid = fmt.scale_shape(shape, direction)
-        scale = (torch.arange(grid[0] * grid[1], device=expected.DEVICE) % 128).to(torch.uint8).view(grid)
+        scale = (
+            (torch.arange(grid[0] * grid[1], device=expected.DEVICE) % 128)
+            .to(torch.uint8)
+            .view(grid)
+        )
         want, _ = reference.e4m3_operand(data, scale, amax, fmt, direction, shape[1])
-        codes, _ = native.anchor_codes(data, scale, amax, shape[1], fmt, direction, False, native.OF_TENSOR)
+        codes, _ = native.anchor_codes(
+            data, scale, amax, shape[1], fmt, direction, False, native.OF_TENSOR
+        )
         is_nan = want & 0x7F == 0x7F  # of scales that are no quantizer's
-        expected.assert_same(codes & 0x7F | (codes & 0x80).masked_fill(is_nan, 0), want.masked_fill(is_nan, 0x7F), name)
+        expected.assert_same(
+            codes & 0x7F | (codes & 0x80).masked_fill(is_nan, 0),
+            want.masked_fill(is_nan, 0x7F),
+            name,
+        )
 
 
 @on_cuda
@@ -320,18 +464,29 @@ def test_codes_of_another_device_are_refused():
 
 # What products lose #
 
+
 def test_a_guard_of_another_kind_is_refused():
     """If false, the guard writes beyond a buffer that is too small."""
     data, scale = random_bytes((64, 96)), torch.ones(64, device=expected.DEVICE)
     a = native.Operand(data, scale, Format("operand", ELEMENT_OF["e4m3"], (1, None), "fp32"))
-    step, guard = torch.zeros(5, dtype=torch.int64, device=expected.DEVICE), torch.zeros(3, 2, device=expected.DEVICE)
+    step, guard = (
+        torch.zeros(5, dtype=torch.int64, device=expected.DEVICE),
+        torch.zeros(3, 2, device=expected.DEVICE),
+    )
     refused = {
         r"guard is contiguous Int \[3, 2\]": (a, a, (True, True), step, guard.int(), 0),
         r"guard is contiguous Float \[2, 2\].*wanted 6 ": (a, a, (True, True), step, guard[:2], 0),
         r"product is 3; wanted 0 to 2": (a, a, (True, True), step, guard, 3),
         r"step is contiguous Int \[5\]": (a, a, (True, True), step.int(), guard, 0),
         r"wanted the same K": (a, a._replace(data=data[:, :64]), (True, True), step, guard, 0),
-        r"b is Byte .* of strides .*wanted codes": (a, a._replace(data=data.t()), (True, True), step, guard, 0),
+        r"b is Byte .* of strides .*wanted codes": (
+            a,
+            a._replace(data=data.t()),
+            (True, True),
+            step,
+            guard,
+            0,
+        ),
     }
     for text, arguments in refused.items():
         with pytest.raises(ValueError, match=text):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training steps as CUDA graphs: a replay is the eager step, whatever the recipe keeps from step to step."""
+"""Training steps as CUDA graphs: a replay is the eager step, whatever the recipe keeps from step to
+step."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def _no_guard(monkeypatch):
     """Counts reach the host at times of their own, and move products then."""
     judge = guard.judge
     monkeypatch.setattr(guard, "judge", lambda *_: None)
-    monkeypatch.setattr(STEP, "followers", [follow for follow in STEP.followers if follow is not judge])
+    monkeypatch.setattr(
+        STEP, "followers", [follow for follow in STEP.followers if follow is not judge]
+    )
 
 
 class Net(nn.Module):
@@ -35,7 +38,8 @@ class Net(nn.Module):
         options = {"residual": True, "device": "cuda", "dtype": BF16}
         self.head = nn.Linear(D, D, device="cuda", dtype=BF16)
         self.blocks = nn.ModuleList(
-            fq.LayerNormMLP(D, HIDDEN, recompute=r, recipe=RECIPES[name](), name=f"{r}", **options) for r in (None, "gate_up")
+            fq.LayerNormMLP(D, HIDDEN, recompute=r, recipe=RECIPES[name](), name=f"{r}", **options)
+            for r in (None, "gate_up")
         )
         fq.convert(self, RECIPES[name]())
 
@@ -47,7 +51,10 @@ class Net(nn.Module):
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    return [tuple(values(TOKENS, D, seed=2 * i + j, dtype=BF16).cuda() for j in (0, 1)) for i in range(2 * STEPS)]
+    return [
+        tuple(values(TOKENS, D, seed=2 * i + j, dtype=BF16).cuda() for j in (0, 1))
+        for i in range(2 * STEPS)
+    ]
 
 
 def start(name: str) -> tuple[Net, torch.optim.Optimizer]:
@@ -55,7 +62,9 @@ def start(name: str) -> tuple[Net, torch.optim.Optimizer]:
     STEP.publish()
     net = Net(name)
     if name == "fp8_current":
-        return net, fq.optim.FusedAdam(net.parameters(), lr=torch.tensor(1e-2, device="cuda"), capturable=True)
+        return net, fq.optim.FusedAdam(
+            net.parameters(), lr=torch.tensor(1e-2, device="cuda"), capturable=True
+        )
     return net, torch.optim.AdamW(net.parameters(), lr=1e-2, capturable=True)
 
 
@@ -93,7 +102,8 @@ def aside(run) -> None:
 
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_replays_of_a_whole_step_are_eager_steps(name: str):
-    """If false, a replay multiplies codes of earlier weights, repeats its random bits, or scales by an old history."""
+    """If false, a replay multiplies codes of earlier weights, repeats its random bits, or scales by
+    an old history."""
     data, results = batches(), []
     for captured in (False, True):
         net, optimizer = start(name)
@@ -127,14 +137,17 @@ def test_replays_of_a_whole_step_are_eager_steps(name: str):
 
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_graphed_callables_are_eager_modules(name: str):
-    """If false, the forward of a graphed module multiplies the weights that it was captured with."""
+    """If false, the forward of a graphed module multiplies the weights that it was captured
+    with."""
     data, results = batches(), []
     for graphed in (False, True):
         net, optimizer = start(name)
         net.blocks = net.blocks[:1]
         train(net, optimizer, *data[0])
         before = fq.state_dict(net)
-        if graphed:  # a block: torch graphs no module with hooks, such as the one that counts the steps of the model
+        # a block: torch graphs no module with hooks, such as the one that counts the steps of the
+        # model
+        if graphed:
             optimizer.zero_grad(set_to_none=True)
             torch.cuda.make_graphed_callables(net.blocks[0], (data[0][0].clone().requires_grad_(),))
         fq.load_state_dict(net, before)  # not what warming up has left in the histories
@@ -152,13 +165,19 @@ def test_a_graph_does_not_hold_a_step_of_the_host():
     net, optimizer = start("nvfp4")
     aside(lambda: train(net, optimizer, *batches()[0]))
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(ValueError, match="would repeat them at every replay"), torch.cuda.graph(graph):
+    with (
+        pytest.raises(ValueError, match="would repeat them at every replay"),
+        torch.cuda.graph(graph),
+    ):
         fq.begin_step(3)
 
 
 # fq.graphed #
 
-def graphed_steps(name: str, wrap: bool, own, rates: tuple[float, ...] = (1e-2,) * 8) -> tuple[list[dict], object]:
+
+def graphed_steps(
+    name: str, wrap: bool, own, rates: tuple[float, ...] = (1e-2,) * 8
+) -> tuple[list[dict], object]:
     """Outputs and states of eight steps, and the step; own: (net, optimizer) -> step."""
     net, optimizer = start(name)
     for group in optimizer.param_groups:
@@ -188,7 +207,8 @@ def plain(net: nn.Module, optimizer: torch.optim.Optimizer):
 
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_a_graphed_step_is_the_eager_one(name: str):
-    """If false, fq.graphed trains another model, by its rates, random bits, histories or clipping."""
+    """If false, fq.graphed trains another model, by its rates, random bits, histories or
+    clipping."""
     rates = (1e-2, 1e-2, 5e-3, 5e-3, 2e-3, 1e-3, 5e-4, 0.0)
     want, _ = graphed_steps(name, False, plain, rates)
     got, step = graphed_steps(name, True, plain, rates)
@@ -198,7 +218,9 @@ def test_a_graphed_step_is_the_eager_one(name: str):
 
 
 def test_a_step_that_cannot_be_captured_runs_eagerly():
-    """If false, a step that waits for the device stops training, or loses a step, or breaks random numbers."""
+    """If false, a step that waits for the device stops training, or loses a step, or breaks random
+    numbers."""
+
     def waits(net, optimizer):
         run = plain(net, optimizer)
 
@@ -219,6 +241,7 @@ def test_a_step_that_cannot_be_captured_runs_eagerly():
 
 def test_a_graph_follows_what_changes_around_it():
     """If false, a replay multiplies formats of before, or fails for the last batch of an epoch."""
+
     def run(wrap: bool):
         net, optimizer = start("fp8_current")
         step = fq.graphed(plain(net, optimizer), net, optimizer) if wrap else plain(net, optimizer)
@@ -227,7 +250,12 @@ def test_a_graph_follows_what_changes_around_it():
             if i == 6:
                 fq.set_recipe(net, RECIPES["mxfp8"]())
             short = slice(0, 16) if i == 5 else slice(None)
-            seen.append({"y": step(x[short], dy[short]).clone(), **{k: v.clone() for k, v in net.state_dict().items()}})
+            seen.append(
+                {
+                    "y": step(x[short], dy[short]).clone(),
+                    **{k: v.clone() for k, v in net.state_dict().items()},
+                }
+            )
         return seen, step
 
     want, _ = run(False)
@@ -240,14 +268,25 @@ def test_a_graph_follows_what_changes_around_it():
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_compiled_layers_of_transformers_are_captured(family: str):
-    """If false, a capture gives the layers a mask that no step before it gave, and fails as they are compiled again; or a
-    backward meets nodes of passes on another stream.
+    """If false, a capture gives the layers a mask that no step before it gave, and fails as they
+    are compiled again; or a backward meets nodes of passes on another stream.
     """
     transformers = pytest.importorskip("transformers")
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128} if family == "qwen3_moe" else {}
+    experts = (
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+        if family == "qwen3_moe"
+        else {}
+    )
     config = transformers.CONFIG_MAPPING[family](
-        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=64,
-        vocab_size=256, use_cache=False, **experts,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=256,
+        use_cache=False,
+        **experts,
     )
 
     def run(wrap: bool):
@@ -258,7 +297,9 @@ def test_compiled_layers_of_transformers_are_captured(family: str):
         fq.convert(net, RECIPES["fp8_current"](), "lm_head")
         for layer in net.model.layers:
             layer.compile()
-        optimizer = torch.optim.AdamW(net.parameters(), lr=torch.tensor(1e-3, device="cuda"), fused=True, capturable=True)
+        optimizer = torch.optim.AdamW(
+            net.parameters(), lr=torch.tensor(1e-3, device="cuda"), fused=True, capturable=True
+        )
 
         def step(ids):
             loss = net(input_ids=ids, labels=ids).loss

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products by cuBLASLt are those of the decoded operands: every pair, order, dtype, epilogue and refusal.
+"""Products by cuBLASLt are those of the decoded operands: every pair, order, dtype, epilogue and
+refusal.
 
 Bounds, as relative Frobenius errors against the product of the decoded operands in fp64:
-    8-bit operands    2e-4: sums have 13 bits, promoted to fp32 every 128 elements (1.3e-4 on gaussian data)
+    8-bit operands    2e-4: sums have 13 bits, promoted to fp32 every 128 elements (1.3e-4 on
+                      gaussian data)
     16-bit operands   1e-5: fp32 sums of exact products
     out               2^-8 more in bf16, 2^-11 in fp16: one rounding of each element
 """
@@ -22,7 +24,9 @@ from dist_tests.kernels import expected
 from dist_tests.kernels.expected import BF16, DEVICE, FP16, FP32
 from fsdp_quant.formats import ceil_div, round_up
 
-WHY_NOT = expected.WHY_NOT or (None if DEVICE.type == "cuda" else f"the device is {DEVICE.type}, not CUDA")
+WHY_NOT = expected.WHY_NOT or (
+    None if DEVICE.type == "cuda" else f"the device is {DEVICE.type}, not CUDA"
+)
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 
 MAJOR = torch.cuda.get_device_capability()[0] if WHY_NOT is None else 0
@@ -58,7 +62,9 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator(DEVICE).manual_seed(seed)
 
 
-def operand(outer: int, k: int, element="e4m3", scaling: int = TENSOR, k_major: bool = True, seed: int = 0) -> Operand:
+def operand(
+    outer: int, k: int, element="e4m3", scaling: int = TENSOR, k_major: bool = True, seed: int = 0
+) -> Operand:
     """Gaussian values about 1; scaled codes are 16 times that."""
     g = generator(1000 * seed + outer + k)
     x = torch.randn(outer, k, generator=g, device=DEVICE)
@@ -68,7 +74,9 @@ def operand(outer: int, k: int, element="e4m3", scaling: int = TENSOR, k_major: 
         return Operand(data if k_major else data.t().contiguous().t(), None, kind, data.double())
     if element == "e2m1":
         data = torch.randint(0, 256, (outer, k // 2), generator=g, device=DEVICE, dtype=torch.uint8)
-        table = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], dtype=torch.float64, device=DEVICE)
+        table = torch.tensor(
+            [*E2M1_VALUES, *(-v for v in E2M1_VALUES)], dtype=torch.float64, device=DEVICE
+        )
         values = table[torch.stack((data & 15, data >> 4), -1).long()].reshape(outer, k)
     else:
         codes = (x * (1 if scaling == NONE else 16)).to(FLOAT8[element])
@@ -78,8 +86,16 @@ def operand(outer: int, k: int, element="e4m3", scaling: int = TENSOR, k_major: 
 
 
 def scale_of(outer: int, k: int, scaling: int, g: torch.Generator) -> tuple[Tensor | None, Tensor]:
-    """A scale in its layout, zeros where it pads, and the factor of each element, fp64 [outer, K]."""
-    blocks = {ROW: (1, k), BY_128: (1, 128), BY_128X128: (128, 128), E8M0: (1, 32), E4M3: (1, 16), BY_512: (1, 512)}
+    """A scale in its layout, zeros where it pads, and the factor of each element, fp64 [outer,
+    K]."""
+    blocks = {
+        ROW: (1, k),
+        BY_128: (1, 128),
+        BY_128X128: (128, 128),
+        E8M0: (1, 32),
+        E4M3: (1, 16),
+        BY_512: (1, 512),
+    }
     block = blocks.get(scaling, (outer, k))
     rows, cols = (1 if size == b else ceil_div(size, b) for size, b in zip((outer, k), block))
     if scaling == NONE:
@@ -97,7 +113,9 @@ def scale_of(outer: int, k: int, scaling: int, g: torch.Generator) -> tuple[Tens
         factors = grid.double()
     factors = factors.repeat_interleave(block[0], 0)[:outer].repeat_interleave(block[1], 1)[:, :k]
     if scaling in (BY_128, BY_512):
-        return torch.nn.functional.pad(grid.t(), (0, round_up(rows, 4) - rows)).contiguous(), factors
+        return torch.nn.functional.pad(
+            grid.t(), (0, round_up(rows, 4) - rows)
+        ).contiguous(), factors
     if scaling == BY_128X128:
         return torch.nn.functional.pad(grid, (0, round_up(cols, 4) - cols)).contiguous(), factors
     if scaling in (E8M0, E4M3):
@@ -124,10 +142,14 @@ def error_of(got: Tensor, want: Tensor) -> float:
 def assert_close(got: Tensor, want: Tensor, bound: float, what: str) -> None:
     """Relative Frobenius error at most `bound`, and what the dtype of `got` rounds."""
     error, bound = error_of(got, want), bound + ROUNDING[got.dtype]
-    assert error <= bound, f"{what}: relative error {error:.3g}, wanted at most {bound:.3g} in {got.dtype}"
+    assert error <= bound, (
+        f"{what}: relative error {error:.3g}, wanted at most {bound:.3g} in {got.dtype}"
+    )
 
 
-def check(a: Operand, b: Operand, bound: float, what: str, dtypes=(FP32, BF16, FP16), **kwargs) -> None:
+def check(
+    a: Operand, b: Operand, bound: float, what: str, dtypes=(FP32, BF16, FP16), **kwargs
+) -> None:
     """Both operators, into memory that holds NaN."""
     want = product(a, b)
     for dtype in dtypes:
@@ -162,7 +184,8 @@ PAIRS = [
 
 @pytest.mark.parametrize(("left", "right"), PAIRS)
 def test_products_of_codes_are_those_of_the_decoded_operands(left: tuple, right: tuple):
-    """If false, a scale meets the wrong row or block, a tail is dropped, or sums are not promoted."""
+    """If false, a scale meets the wrong row or block, a tail is dropped, or sums are not
+    promoted."""
     blocks = {left[1], right[1]} & {BY_128, BY_128X128}
     for m, n, k in BLOCK_SHAPES if blocks else SHAPES:
         if left[0] == "e2m1":
@@ -174,7 +197,8 @@ def test_products_of_codes_are_those_of_the_decoded_operands(left: tuple, right:
 @hopper
 @pytest.mark.parametrize("right", [BY_128, BY_128X128])
 def test_block_scales_of_few_rows_are_right_or_refused(right: int):
-    """If false, scales of a number of rows that cuBLASLt does not document are read from other rows."""
+    """If false, scales of a number of rows that cuBLASLt does not document are read from other
+    rows."""
     for m in (4, 12, 20, 132):
         a, b = operand(m, 144, "e4m3", BY_128, seed=1), operand(48, 144, "e4m3", right, seed=2)
         try:
@@ -187,9 +211,13 @@ def test_block_scales_of_few_rows_are_right_or_refused(right: int):
 @pytest.mark.parametrize("a_major", [True, False])
 @pytest.mark.parametrize("b_major", [True, False])
 def test_16_bit_products_in_every_order(dtype: torch.dtype, a_major: bool, b_major: bool):
-    """If false, a transposed view multiplies as another matrix, or parts of a sum are rounded to 16 bits."""
+    """If false, a transposed view multiplies as another matrix, or parts of a sum are rounded to 16
+    bits."""
     for m, n, k in (*SHAPES, (1, 1, 1), (1, 33, 65), (17, 1, 65), (33, 65, 1), (65, 129, 257)):
-        a, b = operand(m, k, dtype, NONE, a_major, seed=1), operand(n, k, dtype, NONE, b_major, seed=2)
+        a, b = (
+            operand(m, k, dtype, NONE, a_major, seed=1),
+            operand(n, k, dtype, NONE, b_major, seed=2),
+        )
         check(a, b, HALVES, f"{dtype}, K-major {a_major}, {b_major}", (FP32, dtype))
 
 
@@ -198,17 +226,33 @@ def test_bf16_products_are_torchs_within_rounding():
     for m, n, k in (*SHAPES, (512, 1024, 2048)):
         a, b = operand(m, k, BF16, NONE, seed=1), operand(n, k, BF16, NONE, seed=2)
         want = torch.mm(a.data, b.data.t())
-        assert_close(_gemm(*args(a, b), BF16), want.double(), 2.0**-8, f"[{m}, {n}] K {k} and torch.mm")
+        assert_close(
+            _gemm(*args(a, b), BF16), want.double(), 2.0**-8, f"[{m}, {n}] K {k} and torch.mm"
+        )
 
 
 def test_views_are_multiplied_as_their_values():
     """If false, a slice of a storage is read from the wrong place."""
     for element, scaling in (("e4m3", TENSOR), (BF16, NONE)):
         whole = [operand(300, 4112 + 32, element, scaling, seed=seed) for seed in (1, 2)]
-        slices = ((slice(17, 217), slice(16, 4128)), (slice(0, 64, 2), slice(0, 128)), (slice(5, 6), slice(32, 48)))
+        slices = (
+            (slice(17, 217), slice(16, 4128)),
+            (slice(0, 64, 2), slice(0, 128)),
+            (slice(5, 6), slice(32, 48)),
+        )
         for rows, cols in slices:
-            a = Operand(whole[0].data[rows, cols], whole[0].scale, whole[0].kind, whole[0].values[rows, cols])
-            b = Operand(whole[1].data[16:64, cols], whole[1].scale, whole[1].kind, whole[1].values[16:64, cols])
+            a = Operand(
+                whole[0].data[rows, cols],
+                whole[0].scale,
+                whole[0].kind,
+                whole[0].values[rows, cols],
+            )
+            b = Operand(
+                whole[1].data[16:64, cols],
+                whole[1].scale,
+                whole[1].kind,
+                whole[1].values[16:64, cols],
+            )
             check(a, b, CODES, f"{element} {rows} {cols}", (FP32, BF16))
 
 
@@ -238,7 +282,11 @@ PLAIN = [
 
 
 def pair(which: tuple, m: int = 200, n: int = 272, k: int = 144) -> tuple[Operand, Operand, float]:
-    return operand(m, k, *which, seed=1), operand(n, k, *which, seed=2), HALVES if which[0] in (BF16, FP16) else CODES
+    return (
+        operand(m, k, *which, seed=1),
+        operand(n, k, *which, seed=2),
+        HALVES if which[0] in (BF16, FP16) else CODES,
+    )
 
 
 @pytest.mark.parametrize("which", PLAIN)
@@ -294,19 +342,27 @@ def test_a_bias_is_added_or_refused(which: tuple):
                 out = torch.ones_like(out)
                 _gemm_out(out, *args(a, b), accumulate=True, bias=bias)
                 assert_close(out, want + 1, bound, f"{what}, accumulated")
-            shifted = torch.cat((bias[:1], bias))[1:]  # at an odd element: right, or there is no algorithm
+            shifted = torch.cat((bias[:1], bias))[
+                1:
+            ]  # at an odd element: right, or there is no algorithm
             try:
-                assert_close(_gemm(*args(a, b), out_dtype, shifted), want, bound, f"{what} at an odd element")
+                assert_close(
+                    _gemm(*args(a, b), out_dtype, shifted), want, bound, f"{what} at an odd element"
+                )
             except NotImplementedError as error:
                 assert "no algorithm" in str(error), what
 
 
 @pytest.mark.parametrize("which", PLAIN)
 def test_alpha_is_read_on_the_device(which: tuple):
-    """If false, a second-level scale is lost, or y that is not accumulated is read where alpha is given."""
+    """If false, a second-level scale is lost, or y that is not accumulated is read where alpha is
+    given."""
     a, b, bound = pair(which)
     for value in (1.0, -0.375, 3e-5, 0.0):
-        alpha, want = torch.tensor([value], device=DEVICE), product(a, b) * torch.tensor(value).item()
+        alpha, want = (
+            torch.tensor([value], device=DEVICE),
+            product(a, b) * torch.tensor(value).item(),
+        )
         out, added = poisoned(200, 272), torch.ones(200, 272, device=DEVICE)
         _gemm_out(out, *args(a, b), alpha=alpha)
         _gemm_out(added, *args(a, b), accumulate=True, alpha=alpha)
@@ -315,7 +371,9 @@ def test_alpha_is_read_on_the_device(which: tuple):
             assert bool((out == 0).all()), f"{which}: alpha 0 leaves {out}"
             continue
         assert_close(out, want, bound, f"{which} alpha {value}")
-    bias = torch.randn(272, generator=generator(4), device=DEVICE).to(BF16 if which[0] is not FP16 else FP16)
+    bias = torch.randn(272, generator=generator(4), device=DEVICE).to(
+        BF16 if which[0] is not FP16 else FP16
+    )
     alpha = torch.tensor([-0.375], device=DEVICE)
     got = _gemm(*args(a, b), bias.dtype, bias, alpha)
     assert_close(got, product(a, b) * -0.375 + bias.double(), bound, f"{which}, alpha and bias")
@@ -339,6 +397,7 @@ def test_nothing_is_summed_where_an_extent_is_zero(which: tuple):
 
 # Choices #
 
+
 @pytest.mark.parametrize("which", PLAIN)
 def test_fewer_multiprocessors_make_the_product(which: tuple):
     """If false, a product that leaves room for a collective is another one."""
@@ -350,21 +409,28 @@ def test_fewer_multiprocessors_make_the_product(which: tuple):
 
 # Streams, graphs, threads, repeated runs #
 
+
 @pytest.mark.parametrize("which", PLAIN)
 def test_the_same_operands_give_the_same_bits(which: tuple):
-    """If false, a product depends on the order in which parts of a sum arrive, or on memory that nobody wrote."""
+    """If false, a product depends on the order in which parts of a sum arrive, or on memory that
+    nobody wrote."""
     for m, n, k in ((200, 272, 144), (200, 272, 4112), (8, 16, 16384)):
         a, b, _ = pair(which, m, n, k)
         want = _gemm(*args(a, b), FP32)
         for i in range(50):
-            torch.full((1 << 25,), 0xFF, dtype=torch.uint8, device=DEVICE)  # workspaces start as something else
-            expected.assert_same(_gemm(*args(a, b), FP32), want, f"{which} [{m}, {n}] K {k}, run {i}")
+            torch.full(
+                (1 << 25,), 0xFF, dtype=torch.uint8, device=DEVICE
+            )  # workspaces start as something else
+            expected.assert_same(
+                _gemm(*args(a, b), FP32), want, f"{which} [{m}, {n}] K {k}, run {i}"
+            )
 
 
 @pytest.mark.parametrize("which", PLAIN)
 @pytest.mark.parametrize("warm", [True, False])
 def test_a_captured_product_sees_new_values(which: tuple, warm: bool):
-    """If false, a CUDA graph multiplies the operands of the step it was captured in, or cannot be captured."""
+    """If false, a CUDA graph multiplies the operands of the step it was captured in, or cannot be
+    captured."""
     m, n, k = (200, 272, 144) if warm else (208, 288, 4128)  # shapes that no other test has planned
     a, b, _ = pair(which, m, n, k)
     alpha = torch.ones(1, device=DEVICE)
@@ -436,7 +502,9 @@ def test_threads_make_the_same_products():
     with ThreadPoolExecutor(4) as pool:
         for index, made in enumerate(pool.map(work, range(8))):
             for i, got in enumerate(made):
-                expected.assert_same(got, want[i % len(want)] * 2.0**index, f"product {i} of thread {index}")
+                expected.assert_same(
+                    got, want[i % len(want)] * 2.0**index, f"product {i} of thread {index}"
+                )
 
 
 def test_schemas_say_what_the_operators_do():
@@ -445,10 +513,13 @@ def test_schemas_say_what_the_operators_do():
     ops = torch.ops.fsdp_quant
     torch.library.opcheck(ops.gemm.default, (*args(a, b), BF16), test_utils=("test_schema",))
     out = torch.zeros(200, 272, device=DEVICE)
-    torch.library.opcheck(ops.gemm_out.default, (out, *args(a, b), True), test_utils=("test_schema",))
+    torch.library.opcheck(
+        ops.gemm_out.default, (out, *args(a, b), True), test_utils=("test_schema",)
+    )
 
 
 # Refusals #
+
 
 def refusals() -> dict[str, tuple[type[Exception], tuple, dict]]:
     """Start of the message -> (error, arguments of gemm, keywords)."""
@@ -460,8 +531,15 @@ def refusals() -> dict[str, tuple[type[Exception], tuple, dict]]:
     odd = a.data.new_zeros(200 * 144 + 8)[8:].view(200, 144)
 
     def call(a=a, b=b, a_scale=None, a_kind=None, dtype=FP32, **kwargs):
-        return (a.data, b.data, a.scale if a_scale is None else a_scale, b.scale, a.kind if a_kind is None else a_kind,
-                b.kind, dtype), kwargs
+        return (
+            a.data,
+            b.data,
+            a.scale if a_scale is None else a_scale,
+            b.scale,
+            a.kind if a_kind is None else a_kind,
+            b.kind,
+            dtype,
+        ), kwargs
 
     def codes(data: Tensor, scale: Tensor | None = a.scale) -> Operand:
         return Operand(data, scale, a.kind, a.values)
@@ -475,47 +553,101 @@ def refusals() -> dict[str, tuple[type[Exception], tuple, dict]]:
     value, gap = ValueError, NotImplementedError
     made = {
         "a is [200, 144] and b [272, 160]; wanted the same K": (value, *call(b=wide)),
-        "a is Float; wanted bfloat16, float16, or uint8 codes": (value, *call(halves(x.data.float()), y)),
+        "a is Float; wanted bfloat16, float16, or uint8 codes": (
+            value,
+            *call(halves(x.data.float()), y),
+        ),
         "a is Char; codes are uint8": (value, *call(codes(a.data.view(torch.int8)))),
-        "a is Double; wanted bfloat16, float16 or float32": (value, *call(halves(x.data.double()), y)),
+        "a is Double; wanted bfloat16, float16 or float32": (
+            value,
+            *call(halves(x.data.double()), y),
+        ),
         "out is Double; wanted bfloat16, float16 or float32": (value, *call(dtype=torch.float64)),
         "a has shape [28800]; wanted [rows, K]": (value, *call(codes(a.data.view(-1)))),
         "a_kind is 4; wanted element (0 to 3) | scaling (0 to 7) << 3": (value, *call(a_kind=4)),
         "a_kind is 65; wanted element": (value, *call(a_kind=65)),
         "a_kind is -1; wanted element": (value, *call(a_kind=-1)),
-        "a has shape [200, 144] and strides [1, 200]; codes are K-major": (value, *call(codes(flipped(a.data)))),
-        "a has shape [200, 144] and strides [0, 1]": (value, *call(halves(x.data[:1].expand(200, 144)), y)),
-        "a has rows of 136 bytes, 144 bytes apart": (value, *call(codes(a.data[:, :136]), codes(b.data[:, :136]))),
-        "a has rows of 144 bytes, 144 bytes apart, from address 8 modulo 16": (value, *call(codes(odd))),
+        "a has shape [200, 144] and strides [1, 200]; codes are K-major": (
+            value,
+            *call(codes(flipped(a.data))),
+        ),
+        "a has shape [200, 144] and strides [0, 1]": (
+            value,
+            *call(halves(x.data[:1].expand(200, 144)), y),
+        ),
+        "a has rows of 136 bytes, 144 bytes apart": (
+            value,
+            *call(codes(a.data[:, :136]), codes(b.data[:, :136])),
+        ),
+        "a has rows of 144 bytes, 144 bytes apart, from address 8 modulo 16": (
+            value,
+            *call(codes(odd)),
+        ),
         "b has 264 rows (N); codes take multiples of 16": (value, *call(b=codes(b.data[:264]))),
         "a_scale is None, and the scaling in its kind is 1": (value, *call(codes(a.data, None))),
         "a_scale is given, and the scaling in its kind is 0": (value, *call(a_kind=1)),
-        "a_scale is contiguous Float [2] on cuda:0; wanted 1 contiguous": (value, *call(a_scale=a.scale.repeat(2))),
+        "a_scale is contiguous Float [2] on cuda:0; wanted 1 contiguous": (
+            value,
+            *call(a_scale=a.scale.repeat(2)),
+        ),
         "a_scale is contiguous BFloat16 [1]": (value, *call(a_scale=a.scale.bfloat16())),
         "a_scale is contiguous Float [1] on cpu": (value, *call(a_scale=a.scale.cpu())),
         "a is Byte of kind 9 and b BFloat16 of kind 0": (gap, *call(b=y)),
         "a is BFloat16 of kind 0 and b Half of kind 0": (gap, *call(x, half)),
-        "a is Byte of kind 10 and b Byte of kind 10": (gap, *call(operand(200, 144, "e5m2", TENSOR), e5m2)),
-        "out is Half; of BFloat16 operands cuBLASLt makes that and float32": (gap, *call(x, y, dtype=FP16)),
-        "bias is contiguous BFloat16 [16]": (value, *call(dtype=BF16, bias=torch.zeros(16, dtype=BF16, device=DEVICE))),
+        "a is Byte of kind 10 and b Byte of kind 10": (
+            gap,
+            *call(operand(200, 144, "e5m2", TENSOR), e5m2),
+        ),
+        "out is Half; of BFloat16 operands cuBLASLt makes that and float32": (
+            gap,
+            *call(x, y, dtype=FP16),
+        ),
+        "bias is contiguous BFloat16 [16]": (
+            value,
+            *call(dtype=BF16, bias=torch.zeros(16, dtype=BF16, device=DEVICE)),
+        ),
         "alpha is contiguous Float [2]": (value, *call(alpha=torch.zeros(2, device=DEVICE))),
-        "alpha is contiguous Double [1]": (value, *call(alpha=torch.zeros(1, dtype=torch.float64, device=DEVICE))),
+        "alpha is contiguous Double [1]": (
+            value,
+            *call(alpha=torch.zeros(1, dtype=torch.float64, device=DEVICE)),
+        ),
         "sm_count is -1; wanted 0 (all)": (value, *call(sm_count=-1)),
     }
     row, block, square = (operand(272, 144, "e4m3", s) for s in (ROW, BY_128, BY_128X128))
     mx = operand(272, 144, "e4m3", E8M0)
     fp4 = operand(272, 160, "e2m1", E4M3)
     made |= {
-        "a_scale is contiguous Float [1] on cuda:0; wanted 272 contiguous": (value, *call(row, row, a_scale=a.scale)),
-        "a_scale is contiguous Float [271] on cuda:0; wanted 272": (value, *call(row, row, a_scale=row.scale[1:])),
-        "a_scale is contiguous Float [2, 271]": (value, *call(block, block, a_scale=block.scale[:, 1:].contiguous())),
-        "a_scale is not contiguous Float [2, 272]": (value, *call(block, block, a_scale=flipped(block.scale))),
-        "a_scale is contiguous Float [3, 2]": (value, *call(square, block, a_scale=square.scale[:, :2].contiguous())),
+        "a_scale is contiguous Float [1] on cuda:0; wanted 272 contiguous": (
+            value,
+            *call(row, row, a_scale=a.scale),
+        ),
+        "a_scale is contiguous Float [271] on cuda:0; wanted 272": (
+            value,
+            *call(row, row, a_scale=row.scale[1:]),
+        ),
+        "a_scale is contiguous Float [2, 271]": (
+            value,
+            *call(block, block, a_scale=block.scale[:, 1:].contiguous()),
+        ),
+        "a_scale is not contiguous Float [2, 272]": (
+            value,
+            *call(block, block, a_scale=flipped(block.scale)),
+        ),
+        "a_scale is contiguous Float [3, 2]": (
+            value,
+            *call(square, block, a_scale=square.scale[:, :2].contiguous()),
+        ),
         "a is Byte of kind 33 and b Byte of kind 33": (gap, *call(square, square)),
         "a is Byte of kind 17 and b Byte of kind 25": (gap, *call(row, block)),
         "a is Byte of kind 9 and b Byte of kind 25": (gap, *call(b=block)),
-        "a is Byte of kind 57 and b Byte of kind 25": (gap, *call(operand(272, 144, "e4m3", BY_512), block)),
-        "a is Byte of kind 51 and b Byte of kind 41": (gap, *call(fp4, operand(272, 160, "e4m3", E8M0))),
+        "a is Byte of kind 57 and b Byte of kind 25": (
+            gap,
+            *call(operand(272, 144, "e4m3", BY_512), block),
+        ),
+        "a is Byte of kind 51 and b Byte of kind 41": (
+            gap,
+            *call(fp4, operand(272, 160, "e4m3", E8M0)),
+        ),
     }
     if MAJOR == 9:
         made |= {
@@ -538,7 +670,10 @@ def test_errors_say_what_was_got_and_wanted():
         with pytest.raises(error, match=re.escape(text)):
             _gemm(*arguments, **kwargs)
     with pytest.raises(NotImplementedError):
-        _gemm(*(t.cpu() if isinstance(t, Tensor) else t for t in args(*pair(("e4m3", TENSOR))[:2])), FP32)
+        _gemm(
+            *(t.cpu() if isinstance(t, Tensor) else t for t in args(*pair(("e4m3", TENSOR))[:2])),
+            FP32,
+        )
 
 
 def test_errors_of_a_given_out_say_what_was_got_and_wanted():
@@ -551,8 +686,12 @@ def test_errors_of_a_given_out_say_what_was_got_and_wanted():
         "out has strides [1, 200]; wanted rows of 272": torch.zeros(272, 200, device=DEVICE).t(),
         "out has strides [0, 1]; wanted rows of 272": wide[:1, :272].expand(200, 272),
         "out has rows 1120 bytes apart, from address 4 modulo 16": wide[:, 1:273],
-        "out has rows 1092 bytes apart, from address 0": torch.zeros(200, 273, device=DEVICE)[:, :272],
-        "out is Long; wanted bfloat16, float16 or float32": torch.zeros(200, 272, dtype=torch.long, device=DEVICE),
+        "out has rows 1092 bytes apart, from address 0": torch.zeros(200, 273, device=DEVICE)[
+            :, :272
+        ],
+        "out is Long; wanted bfloat16, float16 or float32": torch.zeros(
+            200, 272, dtype=torch.long, device=DEVICE
+        ),
     }
     for text, out in refused.items():
         with pytest.raises(ValueError, match=re.escape(text)):
@@ -567,7 +706,8 @@ def shifted(o: Operand, offset: int) -> Operand:
 
 @hopper
 def test_row_scales_of_no_alignment_are_refused():
-    """If false, a slice of the scales of rows makes a product fail on the device, and costs the process its GPU."""
+    """If false, a slice of the scales of rows makes a product fail on the device, and costs the
+    process its GPU."""
     a, b = operand(200, 144, "e4m3", ROW, seed=1), operand(272, 144, "e4m3", ROW, seed=2)
     for offset in (1, 2, 3, 5):
         for name, operands in (("a", (shifted(a, offset), b)), ("b", (a, shifted(b, offset)))):
@@ -587,7 +727,8 @@ def test_a_tensor_scale_of_no_alignment_goes_with_row_scales():
 
 
 def test_products_have_their_flops():
-    """If false, torch's memory budget makes products again before codes, or no graph compiles under one."""
+    """If false, torch's memory budget makes products again before codes, or no graph compiles under
+    one."""
     from torch.utils.flop_counter import FlopCounterMode
 
     a, b = operand(64, 128), operand(48, 128)

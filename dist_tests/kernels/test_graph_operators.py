@@ -134,7 +134,8 @@ def test_blackwell_scales_fill_tiles(name: str):
 
 
 def test_products_are_planned_where_operators_take_them():
-    """If false, a product is planned that the first step refuses, or the tensor cores of a GPU idle."""
+    """If false, a product is planned that the first step refuses, or the tensor cores of a GPU
+    idle."""
     laws.assert_planned_as_taken(torch.ops.fsdp_quant.gemm_takes)
 
 
@@ -235,7 +236,10 @@ def calls() -> dict:
             [empty(5, dtype=torch.int64), empty(3, dtype=torch.int64), empty(64, 256)],
             lambda step, ids, x: ops.random_key(step, ids, 0, x.shape[0]),
         ),
-        "tensor_decode_scale": ([empty(1, dtype=FP32)], lambda amax: ops.tensor_decode_scale(amax, two[0])),
+        "tensor_decode_scale": (
+            [empty(1, dtype=FP32)],
+            lambda amax: ops.tensor_decode_scale(amax, two[0]),
+        ),
     }
 
 
@@ -320,7 +324,9 @@ def test_dynamo_packs_encodings_as_it_traces():
 def test_functionalization_keeps_writes():
     """If false, an amax is never recorded in a compiled step, or the guard sees nothing."""
 
-    def run(amaxes: Tensor, amax: Tensor, guard: Tensor, codes: Tensor, scale: Tensor, step: Tensor) -> Tensor:
+    def run(
+        amaxes: Tensor, amax: Tensor, guard: Tensor, codes: Tensor, scale: Tensor, step: Tensor
+    ) -> Tensor:
         torch.ops.fsdp_quant.record_amax(amaxes, amax)
         torch.ops.fsdp_quant.product_error(codes, codes, scale, scale, 9, 9, 3, step, guard, 1)
         return amaxes + 1

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One launch for all shards of a parameter group gives the bytes of one launch each, and writes nothing else."""
+"""One launch for all shards of a parameter group gives the bytes of one launch each, and writes
+nothing else."""
 
 from __future__ import annotations
 
@@ -14,35 +15,78 @@ from fsdp_quant.ops import dispatch, native
 
 pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
 
-SHAPES = ((33, 47), (128, 128), (1, 130), (130, 1), (200, 72), (7, 15), (129, 257), (64, 256), (0, 96), (31, 512))
+SHAPES = (
+    (33, 47),
+    (128, 128),
+    (1, 130),
+    (130, 1),
+    (200, 72),
+    (7, 15),
+    (129, 257),
+    (64, 256),
+    (0, 96),
+    (31, 512),
+)
 ROW0 = (0, 1, 16, 31, 33, 100, 128, 160)
 POISON, GAP = 0xA5, 32
 
 
-def shards(count: int, dtype: torch.dtype, kinds: tuple[str, ...] = ("gauss", "outliers")) -> tuple[list[Tensor], list[int]]:
-    """(tensors of mixed shapes, some of them empty, one with a stride of its own; global index of each one's first row)."""
-    made = [inputs(*SHAPES[i % len(SHAPES)], kinds[i % len(kinds)], dtype, seed=i) for i in range(count)]
+def shards(
+    count: int, dtype: torch.dtype, kinds: tuple[str, ...] = ("gauss", "outliers")
+) -> tuple[list[Tensor], list[int]]:
+    """(tensors of mixed shapes, some of them empty, one with a stride of its own; global index of
+    each one's first row)."""
+    made = [
+        inputs(*SHAPES[i % len(SHAPES)], kinds[i % len(kinds)], dtype, seed=i) for i in range(count)
+    ]
     if count > 4:
         made[4] = inputs(200, 80, "heavy", dtype)[:, 3:75]
     return made, [ROW0[i % len(ROW0)] for i in range(count)]
 
 
-def multi_tensor_amax(x: list[Tensor], e: Encoding, row0: list[int], round_to_bf16: bool) -> list[dispatch.Statistics]:
+def multi_tensor_amax(
+    x: list[Tensor], e: Encoding, row0: list[int], round_to_bf16: bool
+) -> list[dispatch.Statistics]:
     """The operator's results, an entry a tensor."""
-    made = iter(torch.ops.fsdp_quant.multi_tensor_amax(x, native.pack_encoding(e), e.direction is COLUMNWISE, row0, round_to_bf16))
-    results = [dispatch.Statistics(next(made), next(made) if e.fmt.tensor_scale else None) for _ in x]
+    made = iter(
+        torch.ops.fsdp_quant.multi_tensor_amax(
+            x, native.pack_encoding(e), e.direction is COLUMNWISE, row0, round_to_bf16
+        )
+    )
+    results = [
+        dispatch.Statistics(next(made), next(made) if e.fmt.tensor_scale else None) for _ in x
+    ]
     assert next(made, None) is None, "statistics_group returned more than it was asked for"
     return results
 
 
 def multi_tensor_quantize(
-    x: list[Tensor], e: Encoding, row0: list[int], stats: list, staging: Tensor, data_at: list[int], scale_at: list[int],
-    round_to_bf16: bool, enc: list[Tensor] = (), record: list[Tensor] = (),
+    x: list[Tensor],
+    e: Encoding,
+    row0: list[int],
+    stats: list,
+    staging: Tensor,
+    data_at: list[int],
+    scale_at: list[int],
+    round_to_bf16: bool,
+    enc: list[Tensor] = (),
+    record: list[Tensor] = (),
 ) -> None:
     amax, tensor_amax = [s[0] for s in stats], [s[1] for s in stats]
     torch.ops.fsdp_quant.multi_tensor_quantize(
-        x, native.pack_encoding(e), e.direction is COLUMNWISE, e.eps, row0, amax, tensor_amax, enc, record, staging, data_at,
-        scale_at, round_to_bf16,
+        x,
+        native.pack_encoding(e),
+        e.direction is COLUMNWISE,
+        e.eps,
+        row0,
+        amax,
+        tensor_amax,
+        enc,
+        record,
+        staging,
+        data_at,
+        scale_at,
+        round_to_bf16,
     )
 
 
@@ -51,11 +95,19 @@ def flat_bytes(t: Tensor) -> Tensor:
 
 
 def assert_group(
-    x: list[Tensor], e: Encoding, row0: list[int], stats: list, round_to_bf16: bool, what: str, data_alignment: int = 16
+    x: list[Tensor],
+    e: Encoding,
+    row0: list[int],
+    stats: list,
+    round_to_bf16: bool,
+    what: str,
+    data_alignment: int = 16,
 ) -> None:
-    """Every slice of a poisoned staging buffer is the reference's, and every byte between them is still poison.
+    """Every slice of a poisoned staging buffer is the reference's, and every byte between them is
+    still poison.
 
-    stats:  that the operator is given; those of an entry that is None are the reference's of that tensor.
+    stats:  that the operator is given; those of an entry that is None are the reference's of that
+            tensor.
 
     What becomes of the scale of an empty tensor is asked by a test of its own.
     """
@@ -102,7 +154,11 @@ def test_statistics_of_a_group_are_those_of_its_tensors(name: str, dtype: torch.
     for e in expected.both(name):
         for i, got in enumerate(multi_tensor_amax(x, e, row0, dtype is FP32)):
             want = expected.statistics(x[i], e, row0[i], BF16)
-            expected.assert_statistics(got, want, f"{name} {e.direction} {dtype}: tensor {i} {list(x[i].shape)} from {row0[i]}")
+            expected.assert_statistics(
+                got,
+                want,
+                f"{name} {e.direction} {dtype}: tensor {i} {list(x[i].shape)} from {row0[i]}",
+            )
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
@@ -114,21 +170,33 @@ def test_codes_of_a_group_are_those_of_its_tensors(name: str, dtype: torch.dtype
         stats = multi_tensor_amax(x, e, row0, dtype is FP32)
         what = f"{name} {e.direction} {dtype}"
         assert_group(x, e, row0, stats, dtype is FP32, f"{what}, all statistics given")
-        assert_group(x, e, row0, needed(e, stats), dtype is FP32, f"{what}, those given that leave a tile")
+        assert_group(
+            x, e, row0, needed(e, stats), dtype is FP32, f"{what}, those given that leave a tile"
+        )
         larger = [(s[0] * 1.7, None if s[1] is None else s[1] * 2.3) for s in stats]
-        assert_group(x, e, row0, larger, dtype is FP32, f"{what}, statistics shared with larger shards")
+        assert_group(
+            x, e, row0, larger, dtype is FP32, f"{what}, statistics shared with larger shards"
+        )
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_codes_of_a_group_follow_their_histories(dtype: torch.dtype):
-    """If false, delayed scaling of gathered weights takes a launch a weight, or another factor than its history's."""
+    """If false, delayed scaling of gathered weights takes a launch a weight, or another factor than
+    its history's."""
     x, row0 = shards(24, dtype, ("gauss", "nan", "outliers"))
     factors = [None, 0.0, 3.5, 448.0]
-    enc = [None if f is None else torch.tensor([f], device=expected.DEVICE) for f in (factors[i % 4] for i in range(len(x)))]
+    enc = [
+        None if f is None else torch.tensor([f], device=expected.DEVICE)
+        for f in (factors[i % 4] for i in range(len(x)))
+    ]
     for e in expected.both("fp8_tensor"):
         stats = multi_tensor_amax(x, e, row0, dtype is FP32)
-        records = [torch.full((3 if i % 3 else 0,), 0.25, device=expected.DEVICE) for i in range(len(x))]
-        made = native.multi_tensor_quantize(x, e, row0, dtype is FP32, stats, encs=enc, records=records)
+        records = [
+            torch.full((3 if i % 3 else 0,), 0.25, device=expected.DEVICE) for i in range(len(x))
+        ]
+        made = native.multi_tensor_quantize(
+            x, e, row0, dtype is FP32, stats, encs=enc, records=records
+        )
         for i, (got, s) in enumerate(zip(made, stats)):
             if x[i].numel() == 0:
                 continue
@@ -143,12 +211,17 @@ def test_codes_of_a_group_follow_their_histories(dtype: torch.dtype):
 @pytest.mark.parametrize("count", [1, 2, 96, 97, 128, 129, 270])
 @pytest.mark.parametrize("name", ["mxfp8", "fp8_row", "nvfp4"])
 def test_groups_of_any_number_of_tensors_are_quantized(name: str, count: int):
-    """If false, the parameters beyond one launch's table are lost, or written over the first ones."""
+    """If false, the parameters beyond one launch's table are lost, or written over the first
+    ones."""
     x, row0 = shards(count, FP32 if count % 2 else BF16)
     for e in expected.both(name):
         stats = multi_tensor_amax(x, e, row0, True)
         for i, got in enumerate(stats):
-            expected.assert_statistics(got, expected.statistics(x[i], e, row0[i], BF16), f"{name} {e.direction}: {i} of {count}")
+            expected.assert_statistics(
+                got,
+                expected.statistics(x[i], e, row0[i], BF16),
+                f"{name} {e.direction}: {i} of {count}",
+            )
         assert_group(x, e, row0, needed(e, stats), True, f"{name} {e.direction}, {count} tensors")
 
 
@@ -169,14 +242,27 @@ def test_shards_of_one_tensor_in_a_group_are_the_whole():
         for e in expected.both(name):
             b0 = e.fmt.dims(e.direction)[0]
             stats = expected.statistics(whole, e, dtype=BF16)
-            given = [(stats.amax if b0 is None else stats.amax[a // b0 : -(-b // b0)].contiguous(), stats.tensor_amax)
-                     for a, b in zip(bounds, bounds[1:])]
+            given = [
+                (
+                    stats.amax if b0 is None else stats.amax[a // b0 : -(-b // b0)].contiguous(),
+                    stats.tensor_amax,
+                )
+                for a, b in zip(bounds, bounds[1:])
+            ]
             want = encoded(whole, e, stats=stats, dtype=BF16)
             width = want.data.shape[1]
-            staging = torch.full((want.data.numel() + 65536,), POISON, dtype=torch.uint8, device=expected.DEVICE)
+            staging = torch.full(
+                (want.data.numel() + 65536,), POISON, dtype=torch.uint8, device=expected.DEVICE
+            )
             scale_at = [want.data.numel() // 16 * 16 + 16 + 4096 * i for i in range(len(x))]
-            multi_tensor_quantize(x, e, row0, given, staging, [a * width for a in row0], scale_at, True)
-            expected.assert_same(staging[: want.data.numel()].view(want.data.shape), want.data, f"{name} {e.direction}")
+            multi_tensor_quantize(
+                x, e, row0, given, staging, [a * width for a in row0], scale_at, True
+            )
+            expected.assert_same(
+                staging[: want.data.numel()].view(want.data.shape),
+                want.data,
+                f"{name} {e.direction}",
+            )
 
 
 def test_a_group_of_empty_shards_is_no_error():
@@ -187,14 +273,21 @@ def test_a_group_of_empty_shards_is_no_error():
             for row0 in ([0, 0], [128, 33]):
                 stats = multi_tensor_amax(x, e, row0, False)
                 for i, got in enumerate(stats):
-                    expected.assert_statistics(got, expected.statistics(x[i], e, row0[i]), f"{name} {e.direction} {row0}: {i}")
+                    expected.assert_statistics(
+                        got,
+                        expected.statistics(x[i], e, row0[i]),
+                        f"{name} {e.direction} {row0}: {i}",
+                    )
                 staging = torch.full((8192,), POISON, dtype=torch.uint8, device=expected.DEVICE)
                 multi_tensor_quantize(x, e, row0, stats, staging, [0, 16], [4096, 6144], False)
-                assert bool((staging[:4096] == POISON).all()), f"{name} {e.direction} {row0}: codes were written"
+                assert bool((staging[:4096] == POISON).all()), (
+                    f"{name} {e.direction} {row0}: codes were written"
+                )
 
 
 def test_an_empty_shard_of_a_group_has_the_scale_of_the_whole_tensor():
-    """If false, a rank without rows of a weight decodes what it gathers with a scale that nobody wrote."""
+    """If false, a rank without rows of a weight decodes what it gathers with a scale that nobody
+    wrote."""
     x = [inputs(64, 96), inputs(0, 96)]
     for name in ("fp8_tensor", "fp8_row"):
         e = MADE[name].encoding(COLUMNWISE)  # one block of all rows: every rank holds its scale
@@ -213,12 +306,21 @@ def test_a_group_is_the_same_every_time():
         for e in expected.both(name):
             first = None
             for _ in range(20):
-                poison = [torch.full((1 << bits,), 0xFF, dtype=torch.uint8, device=expected.DEVICE) for bits in (12, 16, 19)]
+                poison = [
+                    torch.full((1 << bits,), 0xFF, dtype=torch.uint8, device=expected.DEVICE)
+                    for bits in (12, 16, 19)
+                ]
                 del poison
                 stats = multi_tensor_amax(x, e, row0, True)
                 staging = torch.full((1 << 20,), POISON, dtype=torch.uint8, device=expected.DEVICE)
                 multi_tensor_quantize(
-                    x, e, row0, stats, staging, [i * 36864 for i in range(24)], [900000 // 16 * 16 + 4096 * i for i in range(24)],
+                    x,
+                    e,
+                    row0,
+                    stats,
+                    staging,
+                    [i * 36864 for i in range(24)],
+                    [900000 // 16 * 16 + 4096 * i for i in range(24)],
                     True,
                 )
                 first = staging if first is None else first
@@ -227,36 +329,70 @@ def test_a_group_is_the_same_every_time():
 
 # Errors, tracing #
 
+
 def test_errors_of_groups_say_what_was_got():
     """If false, a wrong argument reaches a kernel, or a slice is written over another parameter."""
     x, e = [inputs(64, 96), inputs(33, 47)], MADE["mxfp8"].encoding(ROWWISE)
     staging = torch.full((8192,), POISON, dtype=torch.uint8, device=expected.DEVICE)
 
-    def run(x=x, e=e, row0=(0, 0), stats=((None, None), (None, None)), staging=staging, data_at=(0, 6144), scale_at=(7712, 7904)):
-        multi_tensor_quantize(list(x), e, list(row0), list(stats), staging, list(data_at), list(scale_at), False)
+    def run(
+        x=x,
+        e=e,
+        row0=(0, 0),
+        stats=((None, None), (None, None)),
+        staging=staging,
+        data_at=(0, 6144),
+        scale_at=(7712, 7904),
+    ):
+        multi_tensor_quantize(
+            list(x), e, list(row0), list(stats), staging, list(data_at), list(scale_at), False
+        )
 
     refused = {
         r"the group has no tensor": lambda: run(x=()),
         r"got 2 tensors and 1 row0": lambda: run(row0=(0,)),
-        r"a group is bfloat16, or float32 through bfloat16; got Half": lambda: run(x=[t.half() for t in x]),
-        r"a group is bfloat16, or float32 through bfloat16; got Float": lambda: run(x=[t.float() for t in x]),
+        r"a group is bfloat16, or float32 through bfloat16; got Half": lambda: run(
+            x=[t.half() for t in x]
+        ),
+        r"a group is bfloat16, or float32 through bfloat16; got Float": lambda: run(
+            x=[t.float() for t in x]
+        ),
         r"a group has one dtype and device; got Float": lambda: run(x=[x[0], x[1].float()]),
         r"x has shape \[33\] and strides \[1\]": lambda: run(x=[x[0], x[1][:, 0].contiguous()]),
         r"x has shape \[47, 33\] and strides \[1, 47\]": lambda: run(x=[x[0], x[1].t()]),
-        r"a group is rounded to nearest, not rotated, and compact": lambda: run(e=MADE["mxfp8_sr"].encoding(ROWWISE)),
+        r"a group is rounded to nearest, not rotated, and compact": lambda: run(
+            e=MADE["mxfp8_sr"].encoding(ROWWISE)
+        ),
         r"amax, tensor_amax and offsets need an entry for each tensor": lambda: run(data_at=(0,)),
-        r"tensor 1 writes 1551 bytes at 7000 and 66 at 7904; staging has 8192 bytes": lambda: run(data_at=(0, 7000)),
+        r"tensor 1 writes 1551 bytes at 7000 and 66 at 7904; staging has 8192 bytes": lambda: run(
+            data_at=(0, 7000)
+        ),
         r"tensor 0 writes 6144 bytes at -16 ": lambda: run(data_at=(-16, 6144)),
-        r"tensor 1 writes 1551 bytes at 6144 and 66 at 8128; staging has": lambda: run(scale_at=(7712, 8128)),
-        r"tensor 0 writes 6144 bytes at 0 and 192 at 7713; staging has": lambda: run(scale_at=(7713, 7908)),
+        r"tensor 1 writes 1551 bytes at 6144 and 66 at 8128; staging has": lambda: run(
+            scale_at=(7712, 8128)
+        ),
+        r"tensor 0 writes 6144 bytes at 0 and 192 at 7713; staging has": lambda: run(
+            scale_at=(7713, 7908)
+        ),
         r"staging is contiguous Char": lambda: run(staging=staging.view(torch.int8)),
         r"staging is not contiguous": lambda: run(staging=staging[::2]),
-        r"amax is contiguous Float \[5\].*wanted 192 ": lambda: run(stats=((torch.ones(5, device=staging.device), None), (None, None))),
-        r"tensor 0 has a scale that spans more than a tile; pass its amax": lambda: run(e=MADE["fp8_row"].encoding(ROWWISE)),
+        r"amax is contiguous Float \[5\].*wanted 192 ": lambda: run(
+            stats=((torch.ones(5, device=staging.device), None), (None, None))
+        ),
+        r"tensor 0 has a scale that spans more than a tile; pass its amax": lambda: run(
+            e=MADE["fp8_row"].encoding(ROWWISE)
+        ),
         r"tensor 0 has a scale that spans more": lambda: run(e=MADE["nvfp4"].encoding(ROWWISE)),
         r"side has blocks of \(1, 64\)": lambda: torch.ops.fsdp_quant.multi_tensor_amax(
-            x, native.pack_encoding(Encoding(expected.format_of("mxfp8", block=(1, 64)), ROWWISE)), False, [0, 0], False),
-        r"a group is not rotated": lambda: multi_tensor_amax(x, MADE["nvfp4_rht"].encoding(ROWWISE), [0, 0], False),
+            x,
+            native.pack_encoding(Encoding(expected.format_of("mxfp8", block=(1, 64)), ROWWISE)),
+            False,
+            [0, 0],
+            False,
+        ),
+        r"a group is not rotated": lambda: multi_tensor_amax(
+            x, MADE["nvfp4_rht"].encoding(ROWWISE), [0, 0], False
+        ),
     }
     for text, call in refused.items():
         with pytest.raises(ValueError, match=text):
@@ -273,12 +409,34 @@ def test_opcheck_finds_nothing_in_groups():
         for d in Direction:
             side, columnwise = native.pack_encoding(MADE[name].encoding(d)), d is COLUMNWISE
             staging = torch.zeros(16384, dtype=torch.uint8, device=expected.DEVICE)
-            args = (x, side, columnwise, 0.0, row0, [None] * 2, [None] * 2, [], [], staging, [0, 6144], [8192, 12288], False)
-            torch.library.opcheck(ops.quantize_group.default, args, test_utils=("test_schema", "test_faketensor"))
-            # Statistics of several tensors are views of one workspace, which test_faketensor takes for a difference.
-            torch.library.opcheck(ops.statistics_group.default, (x, side, columnwise, row0, False), test_utils=("test_schema",))
+            args = (
+                x,
+                side,
+                columnwise,
+                0.0,
+                row0,
+                [None] * 2,
+                [None] * 2,
+                [],
+                [],
+                staging,
+                [0, 6144],
+                [8192, 12288],
+                False,
+            )
             torch.library.opcheck(
-                ops.statistics_group.default, (x[:1], side, columnwise, row0[:1], False),
+                ops.quantize_group.default, args, test_utils=("test_schema", "test_faketensor")
+            )
+            # Statistics of several tensors are views of one workspace, which test_faketensor takes
+            # for a difference.
+            torch.library.opcheck(
+                ops.statistics_group.default,
+                (x, side, columnwise, row0, False),
+                test_utils=("test_schema",),
+            )
+            torch.library.opcheck(
+                ops.statistics_group.default,
+                (x[:1], side, columnwise, row0[:1], False),
                 test_utils=("test_schema", "test_faketensor"),
             )
 
@@ -294,7 +452,9 @@ def test_groups_do_not_wait_for_the_device():
     try:
         for name in ("mxfp8", "fp8_row", "nvfp4"):
             for e in expected.both(name):
-                multi_tensor_quantize(x, e, row0, multi_tensor_amax(x, e, row0, True), staging, *places, True)
+                multi_tensor_quantize(
+                    x, e, row0, multi_tensor_amax(x, e, row0, True), staging, *places, True
+                )
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()

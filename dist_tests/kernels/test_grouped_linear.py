@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fq.GroupedLinear` on a GPU: one product for all experts is the loop over them, and nothing waits for the device."""
+"""`fq.GroupedLinear` on a GPU: one product for all experts is the loop over them, and nothing waits
+for the device."""
 
 from __future__ import annotations
 
@@ -36,13 +37,22 @@ pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 K, N = 512, 384
 SPLITS = ([300, 0, 129, 595], [0, 0, 1024, 0], [256, 128, 0, 640], [1, 2, 0, 0])
 ONE_PRODUCT = {
-    "fp8_block": recipes.fp8_block, "mxfp8": recipes.mxfp8, "fp8_block/mxfp8": lambda: recipes.hybrid("fp8_block", "mxfp8"),
-    "fp8_current": lambda: recipes.fp8_current(grad_element="e5m2"), "fp8_row": recipes.fp8_row,
+    "fp8_block": recipes.fp8_block,
+    "mxfp8": recipes.mxfp8,
+    "fp8_block/mxfp8": lambda: recipes.hybrid("fp8_block", "mxfp8"),
+    "fp8_current": lambda: recipes.fp8_current(grad_element="e5m2"),
+    "fp8_row": recipes.fp8_row,
     "fp8_current/fp8_row": lambda: recipes.hybrid("fp8_current", "fp8_row"),
     "fp8_row/fp8_block": lambda: recipes.custom(rows_and_blocks),
 }
-DELAYED = {"fp8_delayed": recipes.fp8_delayed, "row_delayed": lambda: recipes.custom(rows_and_histories)}
-VALUES = {"bf16": recipes.identity, "fp8_row/bf16": lambda: recipes.fp8_row(backward_override="high_precision")}
+DELAYED = {
+    "fp8_delayed": recipes.fp8_delayed,
+    "row_delayed": lambda: recipes.custom(rows_and_histories),
+}
+VALUES = {
+    "bf16": recipes.identity,
+    "fp8_row/bf16": lambda: recipes.fp8_row(backward_override="high_precision"),
+}
 TWO_LEVEL = {"nvfp4": recipes.nvfp4, "mxfp8/nvfp4": lambda: recipes.hybrid("mxfp8", "nvfp4")}
 EXACT = {
     "nvfp4 exact": lambda: recipes.nvfp4(scale_rule="fp8_exact"),
@@ -65,15 +75,23 @@ def rows_and_histories(role):
 
 def grouped(recipe: fq.Recipe, packed: bool, bias: bool) -> fq.GroupedLinear:
     torch.manual_seed(0)
-    return fq.GroupedLinear(4, K, N, bias, device="cuda", dtype=BF16, packed=packed, recipe=recipe, name="experts")
+    return fq.GroupedLinear(
+        4, K, N, bias, device="cuda", dtype=BF16, packed=packed, recipe=recipe, name="experts"
+    )
 
 
 def loop(module: fq.GroupedLinear, recipe: fq.Recipe) -> list[fq.Linear]:
     made = []
     for e, layer in enumerate(module.layers):
         name = layer._name
-        made.append(fq.Linear(K, N, layer.bias is not None, device="cuda", dtype=BF16, recipe=recipe, name=name))
-        made[e]._plan = replace(made[e].plan, alone=False)  # exponents of lines, as where tokens of others are beside
+        made.append(
+            fq.Linear(
+                K, N, layer.bias is not None, device="cuda", dtype=BF16, recipe=recipe, name=name
+            )
+        )
+        made[e]._plan = replace(
+            made[e].plan, alone=False
+        )  # exponents of lines, as where tokens of others are beside
         with torch.no_grad():
             made[e].weight.copy_(layer.weight)
             if layer.bias is not None:
@@ -85,7 +103,10 @@ def gradients(module, packed: bool) -> dict[str, Tensor]:
     if packed:
         return {n: p.grad for n, p in module.named_parameters()}
     layers = module if isinstance(module, list) else list(module.experts)
-    return {n: torch.stack([layer.get_parameter(n).grad for layer in layers]) for n, _ in layers[0].named_parameters()}
+    return {
+        n: torch.stack([layer.get_parameter(n).grad for layer in layers])
+        for n, _ in layers[0].named_parameters()
+    }
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
@@ -93,7 +114,8 @@ def gradients(module, packed: bool) -> dict[str, Tensor]:
 def test_experts_are_those_of_a_loop(name: str, packed: bool):
     """If false, experts read each other's tokens, scales or weights.
 
-    Codes are the same; sums are of the same terms in another order, rounded to bf16 (2^-8), in fp32 before a bias.
+    Codes are the same; sums are of the same terms in another order, rounded to bf16 (2^-8), in fp32
+    before a bias.
     """
     recipe = (ONE_PRODUCT | ALSO | ONE_BY_ONE)[name]()
     for sizes in SPLITS:
@@ -103,21 +125,34 @@ def test_experts_are_those_of_a_loop(name: str, packed: bool):
             module = grouped(recipe, packed, bias)
             experts, results = loop(module, recipe), []
             for of, call in (
-                (module, lambda a: module(a, torch.tensor(sizes).cumsum(0).int().cuda() if on_device else sizes)),
-                (experts, lambda a: torch.cat([f(part) for f, part in zip(experts, a.split(sizes))])),
+                (
+                    module,
+                    lambda a: module(
+                        a, torch.tensor(sizes).cumsum(0).int().cuda() if on_device else sizes
+                    ),
+                ),
+                (
+                    experts,
+                    lambda a: torch.cat([f(part) for f, part in zip(experts, a.split(sizes))]),
+                ),
             ):
                 a = x.clone().requires_grad_()
                 y = call(a)
                 y.backward(dy)
-                results.append({"y": y.detach(), "dx": a.grad} | gradients(of, packed and of is module))
+                results.append(
+                    {"y": y.detach(), "dx": a.grad} | gradients(of, packed and of is module)
+                )
             for key, want in results[1].items():
-                off = (results[0][key].double() - want.double()).norm() / want.double().norm().clamp_min(1e-9)
+                off = (
+                    results[0][key].double() - want.double()
+                ).norm() / want.double().norm().clamp_min(1e-9)
                 assert off < 2**-8, f"{name} {sizes} bias={bias} {key}: {off:.2e}"
 
 
 @pytest.mark.parametrize("name", ONE_PRODUCT)
 def test_tokens_are_gathered_into_groups_as_they_are_quantized(name: str):
-    """If false, codes are not those of each expert's tokens alone, or a scale serves tokens of two."""
+    """If false, codes are not those of each expert's tokens alone, or a scale serves tokens of
+    two."""
     module, emulation = grouped(ONE_PRODUCT[name](), True, False), Operators()
     plan = module.common_plan
     device = next(module.parameters()).device
@@ -130,7 +165,8 @@ def test_tokens_are_gathered_into_groups_as_they_are_quantized(name: str):
         wanted = native.TokenGroups(emulation.token_groups(ends, tokens), len(ends))
         there = wanted.sources[:, 1] > 0
         for what, got, want in (
-            ("offsets", groups.offsets, wanted.offsets), ("padded", groups.padded, wanted.padded),
+            ("offsets", groups.offsets, wanted.offsets),
+            ("padded", groups.padded, wanted.padded),
             ("sources", groups.sources[there.cuda()], wanted.sources[there]),
         ):
             expected.assert_same(got.contiguous(), want.cuda(), f"{sizes} {what}")
@@ -139,29 +175,57 @@ def test_tokens_are_gathered_into_groups_as_they_are_quantized(name: str):
             x = laws.values(tokens, cols, seed=7, dtype=BF16).cuda()
             x[::5] *= 2.0**12
             made, *alone = (
-                native.linear_tokens(x, resolved.call, QUANTIZED_TYPES.index(slot), row, col, None, groups)
+                native.linear_tokens(
+                    x, resolved.call, QUANTIZED_TYPES.index(slot), row, col, None, groups
+                )
                 for row, col in ((True, True), (True, False), (False, True))
             )
             for what, data, scale in (("both", *made[:2]), ("alone", *alone[0])):
                 for e, part in enumerate(x.split(sizes)):
                     at = slice(int(groups.offsets[e]), int(groups.offsets[e + 1]))
                     if part.numel():
-                        want = quantize_slot(plan, slot, part, [ROWWISE], None, None, [])[0][ROWWISE]
-                        got = scale[e] if scale.numel() == len(sizes) else _lines(scale, tokens)[:, at]
-                        expected.assert_same(data[at], want.data, f"{name} {sizes} {slot} {e} {what}: codes")
-                        want = want.scale if scale.numel() == len(sizes) else _lines(want.scale, len(part))
-                        expected.assert_same(got.flatten(), want.flatten(), f"{name} {sizes} {slot} {e} {what}: scales")
+                        want = quantize_slot(plan, slot, part, [ROWWISE], None, None, [])[0][
+                            ROWWISE
+                        ]
+                        got = (
+                            scale[e]
+                            if scale.numel() == len(sizes)
+                            else _lines(scale, tokens)[:, at]
+                        )
+                        expected.assert_same(
+                            data[at], want.data, f"{name} {sizes} {slot} {e} {what}: codes"
+                        )
+                        want = (
+                            want.scale
+                            if scale.numel() == len(sizes)
+                            else _lines(want.scale, len(part))
+                        )
+                        expected.assert_same(
+                            got.flatten(),
+                            want.flatten(),
+                            f"{name} {sizes} {slot} {e} {what}: scales",
+                        )
             for what, data, scale in (("both", *made[2:]), ("alone", *alone[1])):
                 of_group = plan.operand(slot, COLUMNWISE).scale_leaves_contraction
                 for e, part in enumerate(x.split(sizes)):
                     at = slice(int(groups.padded[e]), int(groups.padded[e + 1]))
                     if part.numel():
-                        want = quantize_slot(plan, slot, part, [COLUMNWISE], None, None, [])[0][COLUMNWISE]
+                        want = quantize_slot(plan, slot, part, [COLUMNWISE], None, None, [])[0][
+                            COLUMNWISE
+                        ]
                         filled = F.pad(want.data, (0, at.stop - at.start - len(part)))
                         sets = scale.view(len(sizes) if of_group else len(groups.sources), -1)
                         got = sets[e] if of_group else sets[at.start // 128 : at.stop // 128]
-                        expected.assert_same(data[:, at], filled, f"{name} {sizes} {slot} {e} {what}: columnwise codes")
-                        expected.assert_same(got.flatten(), want.scale.flatten(), f"{name} {sizes} {slot} {e} {what}: scales")
+                        expected.assert_same(
+                            data[:, at],
+                            filled,
+                            f"{name} {sizes} {slot} {e} {what}: columnwise codes",
+                        )
+                        expected.assert_same(
+                            got.flatten(),
+                            want.scale.flatten(),
+                            f"{name} {sizes} {slot} {e} {what}: scales",
+                        )
 
 
 @pytest.mark.parametrize("name", DELAYED)
@@ -169,25 +233,45 @@ def test_tokens_are_scaled_by_the_history_of_their_expert(name: str):
     """If false, an expert's codes are scaled by the amaxes of another, or an amax is lost."""
     recipe, sizes = DELAYED[name](), [300, 0, 129, 595]
     module = grouped(recipe, True, False)
-    plan, experts, device = module.common_plan, loop(module, recipe), next(module.parameters()).device
+    plan, experts, device = (
+        module.common_plan,
+        loop(module, recipe),
+        next(module.parameters()).device,
+    )
     call = plan.resolved(BF16, device).call
-    x, dy = laws.values(1024, K, seed=3, dtype=BF16).cuda(), laws.values(1024, N, seed=4, dtype=BF16).cuda()
+    x, dy = (
+        laws.values(1024, K, seed=3, dtype=BF16).cuda(),
+        laws.values(1024, N, seed=4, dtype=BF16).cuda(),
+    )
     ends = torch.tensor(sizes).cumsum(0).int().cuda()
     groups = native.token_groups(ends, 1024)
     sides = plan.hybrid("input").delayed_directions
     for enc in (0.0, 3.0):  # without a history, and with one
-        factors = [torch.tensor([enc * (e + 1) * (e != 2)], device="cuda") for _ in sides for e in range(4)]
+        factors = [
+            torch.tensor([enc * (e + 1) * (e != 2)], device="cuda") for _ in sides for e in range(4)
+        ]
         got = native.linear_tokens(x, call, 0, True, True, None, groups, factors)
         for e, part in enumerate(x.split(sizes)):
             if len(part):
                 given = {d: factors[4 * i + e] for i, d in enumerate(sides)}
                 layouts = plan.resolved(BF16, device).layouts["input"]
                 want = plan.hybrid("input").storages(part, factors=given, layouts=layouts)[0]
-                rows, cols = (slice(int(of[e]), int(of[e]) + len(part)) for of in (groups.offsets, groups.padded))
+                rows, cols = (
+                    slice(int(of[e]), int(of[e]) + len(part))
+                    for of in (groups.offsets, groups.padded)
+                )
                 expected.assert_same(got[0][rows], want[ROWWISE].data, f"{name} {enc} {e}: codes")
-                expected.assert_same(got[2][:, cols], want[COLUMNWISE].data, f"{name} {enc} {e}: columnwise codes")
-                expected.assert_same(got[3][e].flatten(), want[COLUMNWISE].scale.flatten(), f"{name} {enc} {e}: scale")
-    optimizers = [torch.optim.SGD(p, lr=2.0**-6) for p in (module.parameters(), [f.weight for f in experts])]
+                expected.assert_same(
+                    got[2][:, cols], want[COLUMNWISE].data, f"{name} {enc} {e}: columnwise codes"
+                )
+                expected.assert_same(
+                    got[3][e].flatten(),
+                    want[COLUMNWISE].scale.flatten(),
+                    f"{name} {enc} {e}: scale",
+                )
+    optimizers = [
+        torch.optim.SGD(p, lr=2.0**-6) for p in (module.parameters(), [f.weight for f in experts])
+    ]
     for _ in range(3):
         module(x, ends).backward(dy)
         torch.cat([f(part) for f, part in zip(experts, x.split(sizes))]).backward(dy)
@@ -205,21 +289,38 @@ def test_tokens_are_scaled_by_the_history_of_their_expert(name: str):
 
 
 def tokens_of_experts(name: str, module, step: torch.Tensor):
-    """Of uneven groups, by their sizes and by slot: the directions of two levels; together(*directions), the buffers that one
-    call makes; and alone(direction), of each expert with tokens, a label, its number, its first token in the buffers and the
-    storage of its tokens alone."""
+    """Of uneven groups, by their sizes and by slot: the directions of two levels;
+    together(*directions), the buffers that one call makes; and alone(direction), of each expert
+    with tokens, a label, its number, its first token in the buffers and the storage of its tokens
+    alone."""
     plan, device = module.common_plan, next(module.parameters()).device
-    call, ids = plan.resolved(BF16, device).call, [layer.ids_on(device) for layer in module._linears]
+    call, ids = (
+        plan.resolved(BF16, device).call,
+        [layer.ids_on(device) for layer in module._linears],
+    )
     for sizes, (slot, cols) in itertools.product(
         ([300, 0, 129, 595], [1, 15, 128, 880], [1, 2, 0, 0]), (("input", K), ("grad_output", N))
     ):
         groups = native.token_groups(torch.tensor(sizes).cumsum(0).int().cuda(), sum(sizes))
-        x, number = laws.values(sum(sizes), cols, seed=7, dtype=BF16).cuda(), QUANTIZED_TYPES.index(slot)
+        x, number = (
+            laws.values(sum(sizes), cols, seed=7, dtype=BF16).cuda(),
+            QUANTIZED_TYPES.index(slot),
+        )
         x[::5] *= 2.0**12
 
         def together(*directions):
             return native.linear_tokens(
-                x, call, number, ROWWISE in directions, COLUMNWISE in directions, None, groups, (), step, ids)
+                x,
+                call,
+                number,
+                ROWWISE in directions,
+                COLUMNWISE in directions,
+                None,
+                groups,
+                (),
+                step,
+                ids,
+            )
 
         def alone(direction):
             starts = groups.padded if direction is COLUMNWISE else groups.offsets
@@ -227,16 +328,27 @@ def tokens_of_experts(name: str, module, step: torch.Tensor):
                 if len(part):
                     key = native.random_key(step, ids[e], number, len(part))
                     storages, _ = plan.hybrid(slot).storages(part, [direction], key=key)
-                    yield f"{name} {sizes} {slot} {direction.value} {e}", e, int(starts[e]), storages[direction]
+                    yield (
+                        f"{name} {sizes} {slot} {direction.value} {e}",
+                        e,
+                        int(starts[e]),
+                        storages[direction],
+                    )
 
-        yield [d for d in (ROWWISE, COLUMNWISE) if plan.operand(slot, d).tensor_scale], together, alone
+        yield (
+            [d for d in (ROWWISE, COLUMNWISE) if plan.operand(slot, d).tensor_scale],
+            together,
+            alone,
+        )
 
 
 @pytest.mark.parametrize("name", TWO_LEVEL)
 def test_two_level_tokens_have_amaxes_and_random_bits_of_their_expert(name: str):
     """If false, an expert's codes depend on its neighbours, or two experts round alike."""
     step = torch.tensor([3, 5, 0, -1, 0], device="cuda")
-    for two_level, together, alone in tokens_of_experts(name, grouped(TWO_LEVEL[name](), True, False), step):
+    for two_level, together, alone in tokens_of_experts(
+        name, grouped(TWO_LEVEL[name](), True, False), step
+    ):
         made = together(*two_level)
         for i, d in enumerate(two_level):
             data, scale, amaxes = made[3 * i : 3 * i + 3]
@@ -248,15 +360,18 @@ def test_two_level_tokens_have_amaxes_and_random_bits_of_their_expert(name: str)
                     got, of_codes, of_scales = (data[rows], scale[rows]), want.data, want.scale
                 else:
                     of_codes = repack(want.data, 4, *want.padded_shape)
-                    got = data[:, start // 2 :][:, : of_codes.shape[1]], scale[:, start // 16 :][:, : len(want.scale)]
+                    got = (
+                        data[:, start // 2 :][:, : of_codes.shape[1]],
+                        scale[:, start // 16 :][:, : len(want.scale)],
+                    )
                     of_scales = want.scale.t()
                 expected.assert_same(got[0].contiguous(), of_codes, f"{what}: codes")
                 expected.assert_same(got[1].contiguous(), of_scales.contiguous(), f"{what}: scales")
 
 
 def matrices_of_experts(name: str, module):
-    """Of a packed weight, quantized at once in either direction or both: of each matrix of two levels a label, its number, its
-    direction, the buffers of all and the storage of it alone."""
+    """Of a packed weight, quantized at once in either direction or both: of each matrix of two
+    levels a label, its number, its direction, the buffers of all and the storage of it alone."""
     plan, device = module.common_plan, next(module.parameters()).device
     resolved = plan.resolved(BF16, device)
     for n, (row, col) in itertools.product((N, 80), ((True, True), (True, False), (False, True))):
@@ -264,7 +379,10 @@ def matrices_of_experts(name: str, module):
         buffers = iter(native.linear_weight(weight, resolved.call, row, col, False, [], []))
         for d in [d for d, wanted in ((ROWWISE, row), (COLUMNWISE, col)) if wanted]:
             fmt = plan.operand("weight", d)
-            made = [next(buffers) for _ in range(2 + has_tensor_amax(fmt, resolved.layouts["weight"][d]))]
+            made = [
+                next(buffers)
+                for _ in range(2 + has_tensor_amax(fmt, resolved.layouts["weight"][d]))
+            ]
             for e, one in enumerate(weight if fmt.tensor_scale else ()):
                 storages, _ = plan.weight.storages(one, [d])
                 yield f"{name} {n} {row} {col} {e} {d.value}", e, d, made, storages[d]
@@ -272,14 +390,22 @@ def matrices_of_experts(name: str, module):
 
 @pytest.mark.parametrize("name", EXACT)
 def test_operands_of_tokens_and_matrices_are_those_of_their_expert(name: str):
-    """If false, an expert's 4-bit operand depends on its neighbours, or is not where its product reads it."""
-    module, step = grouped(EXACT[name](), True, False), torch.tensor([3, 5, 0, -1, 0], device="cuda")
+    """If false, an expert's 4-bit operand depends on its neighbours, or is not where its product
+    reads it."""
+    module, step = (
+        grouped(EXACT[name](), True, False),
+        torch.tensor([3, 5, 0, -1, 0], device="cuda"),
+    )
     for two_level, together, alone in tokens_of_experts(name, module, step):
         for d in two_level:
             data, scale = together(d)
             for what, e, start, compact in alone(d):
                 want = compact.to_gemm_operand("anchored tensor")
-                got = data[:, start:][:, : want.data.shape[1]] if d is COLUMNWISE else data[start : start + want.shape[0]]
+                got = (
+                    data[:, start:][:, : want.data.shape[1]]
+                    if d is COLUMNWISE
+                    else data[start : start + want.shape[0]]
+                )
                 expected.assert_same(got.contiguous(), want.data, f"{what}: codes")
                 expected.assert_same(scale[e : e + 1], want.scale, f"{what}: scale")
     for what, e, d, (data, scale), compact in matrices_of_experts(name, module):
@@ -292,14 +418,23 @@ def test_operands_of_tokens_and_matrices_are_those_of_their_expert(name: str):
 @pytest.mark.parametrize("name", TWO_LEVEL)
 def test_two_level_matrices_of_a_packed_weight_are_quantized_alone(name: str):
     """If false, an expert's codes depend on its neighbours."""
-    for what, e, d, (data, scale, amaxes), want in matrices_of_experts(name, grouped(TWO_LEVEL[name](), True, False)):
+    for what, e, d, (data, scale, amaxes), want in matrices_of_experts(
+        name, grouped(TWO_LEVEL[name](), True, False)
+    ):
         n, of_codes, of_scales = want.shape[0], want.data, want.scale
         expected.assert_same(amaxes[e : e + 1], want.tensor_amax, f"{what}: amax")
         if d is ROWWISE:
             got = data[e * n : (e + 1) * n], scale.view(4, *of_scales.shape)[e]
         else:
-            of_codes, of_scales, of_expert = repack(of_codes, 4, n, K), of_scales.t(), round_up(n, 128)
-            codes, scales = data[:, e * of_expert // 2 :], scale.view(len(of_scales), -1)[:, e * of_expert // 16 :]
+            of_codes, of_scales, of_expert = (
+                repack(of_codes, 4, n, K),
+                of_scales.t(),
+                round_up(n, 128),
+            )
+            codes, scales = (
+                data[:, e * of_expert // 2 :],
+                scale.view(len(of_scales), -1)[:, e * of_expert // 16 :],
+            )
             got = codes[:, : n // 2], scales[:, : n // 16]
         expected.assert_same(got[0].contiguous(), of_codes, f"{what}: codes")
         expected.assert_same(got[1].contiguous(), of_scales.contiguous(), f"{what}: scales")
@@ -310,26 +445,46 @@ def test_values_of_groups_are_multiplied_in_fp32():
     for sizes in (SPLITS[0], [1000, 3, 129, 0]):
         tokens = sum(sizes)
         groups = native.token_groups(torch.tensor(sizes).cumsum(0).int().cuda(), tokens)
-        a, b = laws.values(tokens, K, seed=1, dtype=BF16).cuda(), laws.values(4, N, K, seed=2, dtype=BF16).cuda()
-        factors = [torch.tensor([1.0, 0.3, 7.0, 1e-3], device="cuda"), torch.tensor([3.0, 1.0, 0.1, 1e4], device="cuda")]
+        a, b = (
+            laws.values(tokens, K, seed=1, dtype=BF16).cuda(),
+            laws.values(4, N, K, seed=2, dtype=BF16).cuda(),
+        )
+        factors = [
+            torch.tensor([1.0, 0.3, 7.0, 1e-3], device="cuda"),
+            torch.tensor([3.0, 1.0, 0.1, 1e4], device="cuda"),
+        ]
         for dtype in (BF16, torch.float32):
             got = native.grouped_gemm(
-                *(native.Operand(t, f, IDENTITY) for t, f in zip((a, b), factors)), groups.offsets, out_dtype=dtype)
+                *(native.Operand(t, f, IDENTITY) for t, f in zip((a, b), factors)),
+                groups.offsets,
+                out_dtype=dtype,
+            )
             rows = a.double().split(sizes)
-            want = torch.cat([x @ w.double().t() * f for x, w, f in zip(rows, b, (factors[0] * factors[1]).double())])
+            want = torch.cat(
+                [
+                    x @ w.double().t() * f
+                    for x, w, f in zip(rows, b, (factors[0] * factors[1]).double())
+                ]
+            )
             close(got, want, f"{sizes} rows {dtype}")
             width = 128 * len(groups.sources)
             x, w = (laws.values(n, width, seed=3 + n, dtype=BF16).cuda() for n in (N, K))
             got = native.grouped_gemm_wgrad(
-                *(native.Operand(t, f, IDENTITY) for t, f in zip((x, w), factors)), groups.padded, out_dtype=dtype)
+                *(native.Operand(t, f, IDENTITY) for t, f in zip((x, w), factors)),
+                groups.padded,
+                out_dtype=dtype,
+            )
             at = [slice(int(i), int(j)) for i, j in zip(groups.padded, groups.padded[1:])]
             both = (factors[0] * factors[1]).double()
-            want = torch.stack([x[:, s].double() @ w[:, s].double().t() * f for s, f in zip(at, both)])
+            want = torch.stack(
+                [x[:, s].double() @ w[:, s].double().t() * f for s, f in zip(at, both)]
+            )
             close(got, want, f"{sizes} depth {dtype}")
 
 
 def close(got: Tensor, want: Tensor, what: str) -> None:
-    """Sums of fp32, whose terms are of one magnitude: an error of 2^-24 a term, of at most 1024; and one rounding of bf16."""
+    """Sums of fp32, whose terms are of one magnitude: an error of 2^-24 a term, of at most 1024;
+    and one rounding of bf16."""
     limit = 2**-14 if got.dtype is torch.float32 else 2**-8
     for e, (one, of) in enumerate(zip(got.chunk(4), want.chunk(4))):
         off = (one.double() - of).norm() / of.norm().clamp_min(1e-9)
@@ -338,10 +493,17 @@ def close(got: Tensor, want: Tensor, what: str) -> None:
 
 @pytest.mark.parametrize("name", ["fp8_block", "mxfp8", "fp8_row", "fp8_current"])
 def test_codes_of_tokens_are_multiplied_as_their_values(name: str):
-    """If false, tokens that were dispatched as codes are scaled as another expert's, or wait for the device."""
+    """If false, tokens that were dispatched as codes are scaled as another expert's, or wait for
+    the device."""
     module = grouped(ONE_PRODUCT[name](), True, False)
-    plan, sizes = module.common_plan, [256, 0, 128, 640] if name in ("fp8_block", "mxfp8") else SPLITS[0]
-    x, dy = laws.values(1024, K, seed=3, dtype=BF16).cuda(), laws.values(1024, N, seed=4, dtype=BF16).cuda()
+    plan, sizes = (
+        module.common_plan,
+        [256, 0, 128, 640] if name in ("fp8_block", "mxfp8") else SPLITS[0],
+    )
+    x, dy = (
+        laws.values(1024, K, seed=3, dtype=BF16).cuda(),
+        laws.values(1024, N, seed=4, dtype=BF16).cuda(),
+    )
     ends = torch.tensor(sizes).cumsum(0).int().cuda()
 
     def encode(slot: str, t: Tensor) -> QuantizedTensor:
@@ -356,7 +518,9 @@ def test_codes_of_tokens_are_multiplied_as_their_values(name: str):
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            y = module(laws.Travelled.apply(a, (lambda _, t=given: t) if codes else None, None), ends)
+            y = module(
+                laws.Travelled.apply(a, (lambda _, t=given: t) if codes else None, None), ends
+            )
             laws.Travelled.apply(y, None, (lambda _, t=gradient: t) if codes else None).backward(dy)
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -371,7 +535,11 @@ def test_codes_of_tokens_are_multiplied_as_their_values(name: str):
 
 def _lines(scale: Tensor, lines: int) -> Tensor:
     """Scales of lines without those that fill up to a multiple of four."""
-    return scale.view(-1, -(-lines // 4) * 4)[:, :lines] if scale.numel() > lines else scale.view(-1, lines)
+    return (
+        scale.view(-1, -(-lines // 4) * 4)[:, :lines]
+        if scale.numel() > lines
+        else scale.view(-1, lines)
+    )
 
 
 @pytest.mark.parametrize("name", ONE_PRODUCT)
@@ -418,7 +586,9 @@ def test_experts_in_a_graph_are_those_of_eager_mode(name: str, backend: str):
     torch.compiler.reset()
     recipe = (ONE_PRODUCT | VALUES | ONE_BY_ONE)[name]()
     module = grouped(recipe, True, False)
-    compiled = torch.compile(lambda a, ends: module(2 * a, ends) + 1, fullgraph=True, backend=backend)
+    compiled = torch.compile(
+        lambda a, ends: module(2 * a, ends) + 1, fullgraph=True, backend=backend
+    )
     for splits in SPLITS[:2] + SPLITS[-1:]:
         x, ran = laws.values(sum(splits), K).cuda(), []
         ends = torch.tensor(splits, device="cuda").cumsum(0).int()
@@ -432,8 +602,12 @@ def test_experts_in_a_graph_are_those_of_eager_mode(name: str, backend: str):
             laws.assert_same_bytes(got, want, f"{name} {splits}: {what}")
     plan, ends = module.first._plan.key, ends.new_tensor([256, 512, 512, 1024])
     x = laws.values(1024, K).cuda()
-    real = traced_experts._experts(x, ends, module.weight.detach(), [], [4, N, K], None, plan, True, False, True)
-    fake = traced_experts._fake_forward(x, ends, module.weight.detach(), [], [4, N, K], None, plan, True, False, True)
+    real = traced_experts._experts(
+        x, ends, module.weight.detach(), [], [4, N, K], None, plan, True, False, True
+    )
+    fake = traced_experts._fake_forward(
+        x, ends, module.weight.detach(), [], [4, N, K], None, plan, True, False, True
+    )
     described = [[(t.shape, t.dtype, t.stride()) for t in of] for of in (real, fake)]
     assert described[0] == described[1]
 
@@ -441,28 +615,42 @@ def test_experts_in_a_graph_are_those_of_eager_mode(name: str, backend: str):
 @pytest.mark.parametrize("backend", [None, "inductor"])
 @pytest.mark.parametrize("name", [*ONE_PRODUCT, *VALUES, *ONE_BY_ONE])
 def test_weights_that_lie_transposed_are_multiplied_as_others(name: str, backend: str | None):
-    """If false, experts of gpt-oss or a Conv1D are quantized along the other dim, or their strides reach a kernel."""
+    """If false, experts of gpt-oss or a Conv1D are quantized along the other dim, or their strides
+    reach a kernel."""
     torch.compiler.reset()
     conv1d = pytest.importorskip("transformers").pytorch_utils.Conv1D
     recipe, splits = (ONE_PRODUCT | VALUES | ONE_BY_ONE)[name](), SPLITS[0]
     packed = grouped(recipe, True, True)
-    turned = ExpertProduct(nn.Parameter(packed.weight.detach().mT.contiguous()), nn.Parameter(packed.bias.detach().clone()), True)
+    turned = ExpertProduct(
+        nn.Parameter(packed.weight.detach().mT.contiguous()),
+        nn.Parameter(packed.bias.detach().clone()),
+        True,
+    )
     adopt_packed(turned, [recipe] * len(splits), packed._name)
     linear, conv = nn.Linear(K, N).to("cuda", BF16), conv1d(N, K).to("cuda", BF16)
     with torch.no_grad():
         conv.weight.copy_(linear.weight.t())
         conv.bias.copy_(linear.bias)
     linear, conv = (fq.convert(nn.Sequential(m), recipe)[0] for m in (linear, conv))
-    x, ends = laws.values(sum(splits), K).cuda(), torch.tensor(splits, device="cuda").cumsum(0).int()
+    x, ends = (
+        laws.values(sum(splits), K).cuda(),
+        torch.tensor(splits, device="cuda").cumsum(0).int(),
+    )
     for modules, of in (((packed, turned), (ends,)), ((linear, conv), ())):
         ran = []
         for module in modules:
             a = x.clone().requires_grad_()
-            call = module if backend is None else torch.compile(lambda a, *of, m=module: m(2 * a, *of) + 1, backend=backend)
+            call = (
+                module
+                if backend is None
+                else torch.compile(lambda a, *of, m=module: m(2 * a, *of) + 1, backend=backend)
+            )
             y = call(a, *of)
             y.backward(laws.values(*y.shape, seed=1).cuda())
             dw = module.weight.grad
-            ran.append((y.detach(), a.grad, dw if module in (packed, linear) else dw.mT, module.bias.grad))
+            ran.append(
+                (y.detach(), a.grad, dw if module in (packed, linear) else dw.mT, module.bias.grad)
+            )
         for got, want, what in zip(*reversed(ran), ("y", "dx", "dw", "db")):
             if what == "dw":  # scales of rows and of columns multiply in another order
                 torch.testing.assert_close(got, want, rtol=2**-7, atol=0.0)
@@ -483,12 +671,18 @@ def test_wrong_splits_of_a_device_stop_the_next_step():
     expected.assert_same(module.state_dict()["weight"], before, "not stepped")
 
 
-@pytest.mark.parametrize("name", ["fp8_current", "fp8_block", "mxfp8", "fp8_delayed", "bf16", "mxfp8/nvfp4"])
+@pytest.mark.parametrize(
+    "name", ["fp8_current", "fp8_block", "mxfp8", "fp8_delayed", "bf16", "mxfp8/nvfp4"]
+)
 def test_a_captured_step_reads_the_splits_of_its_replay(name: str):
-    """If false, a replay routes tokens as the captured step did, or its scales are those of other groups."""
+    """If false, a replay routes tokens as the captured step did, or its scales are those of other
+    groups."""
     module, eager = (grouped((ONE_PRODUCT | ALSO)[name](), True, False) for _ in range(2))
     fq.begin_step(3)  # of both, and of every replay
-    x, dy = laws.values(1024, K, dtype=BF16).cuda().requires_grad_(), laws.values(1024, N, seed=5, dtype=BF16).cuda()
+    x, dy = (
+        laws.values(1024, K, dtype=BF16).cuda().requires_grad_(),
+        laws.values(1024, N, seed=5, dtype=BF16).cuda(),
+    )
     ends = torch.tensor(SPLITS[0]).cumsum(0).int().cuda()
     beside = torch.cuda.Stream()
     beside.wait_stream(torch.cuda.current_stream())
@@ -509,5 +703,9 @@ def test_a_captured_step_reads_the_splits_of_its_replay(name: str):
         eager.weight.grad = None
         want = eager(a, ends)
         want.backward(dy)
-        for what, got, wanted in (("y", y, want), ("dx", x.grad, a.grad), ("dw", module.weight.grad, eager.weight.grad)):
+        for what, got, wanted in (
+            ("y", y, want),
+            ("dx", x.grad, a.grad),
+            ("dw", module.weight.grad, eager.weight.grad),
+        ):
             expected.assert_same(got.detach(), wanted.detach(), f"{name} {sizes} {what}")

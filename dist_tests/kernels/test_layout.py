@@ -19,20 +19,42 @@ pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WH
 
 ON_CUDA = expected.DEVICE.type == "cuda"
 DTYPES = (FP32, BF16, FP16)
-SHAPES = ((1, 1), (7, 15), (33, 47), (129, 257), (1, 130), (130, 1), (200, 1000), (256, 4096), (1000, 72), (5, 16), (66, 1024))
+SHAPES = (
+    (1, 1),
+    (7, 15),
+    (33, 47),
+    (129, 257),
+    (1, 130),
+    (130, 1),
+    (200, 1000),
+    (256, 4096),
+    (1000, 72),
+    (5, 16),
+    (66, 1024),
+)
 # One of each that decodes in its own way: rounding and eps change nothing here.
-DECODED = tuple(dict.fromkeys({(q.fmt, q.rotation): name for name, q in MADE.items() if not q.is_stochastic}.values()))
+DECODED = tuple(
+    dict.fromkeys(
+        {(q.fmt, q.rotation): name for name, q in MADE.items() if not q.is_stochastic}.values()
+    )
+)
 
 
 def random_bytes(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8).to(expected.DEVICE)
+    return torch.randint(
+        0, 256, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8
+    ).to(expected.DEVICE)
 
 
 # Decoding #
 
+
 def assert_decodes(data, scale, tensor_amax, e: Encoding, cols: int, row0: int, what: str) -> None:
-    """Every factor, and every dtype: equal values, zeros with their sign; a NaN may have other bits."""
-    for s, t in dict.fromkeys([(scale, tensor_amax), (scale, None), (None, tensor_amax), (None, None)]):
+    """Every factor, and every dtype: equal values, zeros with their sign; a NaN may have other
+    bits."""
+    for s, t in dict.fromkeys(
+        [(scale, tensor_amax), (scale, None), (None, tensor_amax), (None, None)]
+    ):
         want = reference.decode(data, s, t, e.fmt, e.direction, cols, row0)
         for dtype in DTYPES:
             got = native.dequantize(data, s, t, e.fmt, e.direction, cols, row0, dtype)
@@ -76,9 +98,19 @@ def test_every_code_and_scale_decodes_as_the_reference(name: str):
                 scale = torch.where(scale.isfinite(), scale, torch.full_like(scale, torch.nan))
             else:
                 scale = random_bytes(*grid, seed=cols)
-            for amax in (448.0, 3e-39, 3.4e38, 0.0, torch.inf, torch.nan) if e.fmt.tensor_scale else (None,):
+            for amax in (
+                (448.0, 3e-39, 3.4e38, 0.0, torch.inf, torch.nan) if e.fmt.tensor_scale else (None,)
+            ):
                 tensor_amax = None if amax is None else torch.tensor([amax], device=expected.DEVICE)
-                assert_decodes(data, scale, tensor_amax, e, shape[1], 0, f"{name} [{rows}, {cols}], tensor amax {amax}")
+                assert_decodes(
+                    data,
+                    scale,
+                    tensor_amax,
+                    e,
+                    shape[1],
+                    0,
+                    f"{name} [{rows}, {cols}], tensor amax {amax}",
+                )
 
 
 @pytest.mark.parametrize("name", DECODED)
@@ -92,19 +124,30 @@ def test_decoded_shards_are_the_references(name: str):
                     continue  # is never cut
                 made = encoded(x, e, row0=row0)
                 cols = e.fmt.padded_shape((rows, 200), e.direction)[1]
-                assert_decodes(made.data, made.scale, made.tensor_amax, e, cols, row0, f"{name} {rows} rows from {row0}")
+                assert_decodes(
+                    made.data,
+                    made.scale,
+                    made.tensor_amax,
+                    e,
+                    cols,
+                    row0,
+                    f"{name} {rows} rows from {row0}",
+                )
 
 
 @pytest.mark.parametrize("name", ["fp8_row", "fp8_128x128", "mxfp8", "nvfp4", "nvfp4_16x16"])
 def test_narrowed_storages_decode_as_their_rows(name: str):
-    """If false, slicing a quantized weight and decoding it give another tensor than decoding and slicing."""
+    """If false, slicing a quantized weight and decoding it give another tensor than decoding and
+    slicing."""
     x = inputs(300, 200, "heavy")
     for e in expected.both(name):
         storage = Storage.of(dispatch.encode(x, [e], None)[0], e, x.shape, BF16)
         whole = storage.dequantize()
         for start, length in ((0, 1), (1, 31), (17, 100), (128, 160), (299, 1), (5, 0)):
             got = storage.narrow(start, length).dequantize()
-            expected.assert_same_values(got, whole[start : start + length], f"{name} {e.direction} rows {start}, {length}")
+            expected.assert_same_values(
+                got, whole[start : start + length], f"{name} {e.direction} rows {start}, {length}"
+            )
 
 
 def test_large_storages_decode_as_the_reference():
@@ -113,7 +156,9 @@ def test_large_storages_decode_as_the_reference():
     for name in ("fp8_row", "mxfp8", "nvfp4", "fp8_128x128"):
         for e in expected.both(name):
             made = encoded(x, e)
-            assert_decodes(made.data, made.scale, made.tensor_amax, e, LARGE[1], 0, f"{name} {LARGE}")
+            assert_decodes(
+                made.data, made.scale, made.tensor_amax, e, LARGE[1], 0, f"{name} {LARGE}"
+            )
 
 
 def test_buffers_in_no_alignment_decode_as_the_reference():
@@ -123,37 +168,61 @@ def test_buffers_in_no_alignment_decode_as_the_reference():
             for e in expected.both(name):
                 made = encoded(inputs(*shape), e)
                 for offset in (1, 4, 8):
-                    flat = torch.zeros(made.data.numel() + 32, dtype=torch.uint8, device=expected.DEVICE)
+                    flat = torch.zeros(
+                        made.data.numel() + 32, dtype=torch.uint8, device=expected.DEVICE
+                    )
                     data = flat[offset : offset + made.data.numel()].view(made.data.shape)
                     data.copy_(made.data)
-                    flat = torch.zeros(made.scale.numel() + 32, dtype=made.scale.dtype, device=expected.DEVICE)
+                    flat = torch.zeros(
+                        made.scale.numel() + 32, dtype=made.scale.dtype, device=expected.DEVICE
+                    )
                     scale = flat[offset : offset + made.scale.numel()].view(made.scale.shape)
                     scale.copy_(made.scale)
-                    assert_decodes(data, scale, made.tensor_amax, e, shape[1], 0, f"{name} {shape} at {offset}")
+                    assert_decodes(
+                        data, scale, made.tensor_amax, e, shape[1], 0, f"{name} {shape} at {offset}"
+                    )
 
 
 def test_empty_storages_decode_to_empty_tensors():
     """If false, a rank without rows of a parameter cannot read its shard."""
     for name in ("fp8_tensor", "mxfp8", "nvfp4"):
         for e in expected.both(name):
-            data = torch.empty(0, e.fmt.row_bytes(96, BF16), dtype=torch.uint8, device=expected.DEVICE)
+            data = torch.empty(
+                0, e.fmt.row_bytes(96, BF16), dtype=torch.uint8, device=expected.DEVICE
+            )
             got = native.dequantize(data, None, None, e.fmt, e.direction, 96, 7, BF16)
             assert got.shape == (0, 96) and got.dtype is BF16
 
 
 def test_tensor_scales_are_the_references():
-    """If false, a two-level format decodes to values that differ by a factor, or hides an overflow."""
+    """If false, a two-level format decodes to values that differ by a factor, or hides an
+    overflow."""
     for amax in (0.0, 1e-38, 1e-36, 0.3, 448.0, 2688.0, 2e35, 3.4e38, float("inf"), float("nan")):
         value = torch.tensor([amax], device=expected.DEVICE)
         for name in ("nvfp4", "nvfp4_exact"):
             fmt = MADE[name].fmt
             want = reference.tensor_decode_scale(value, fmt)
-            expected.assert_same_values(native.tensor_decode_scale(value, fmt), want, f"{name}, amax {amax}")
+            expected.assert_same_values(
+                native.tensor_decode_scale(value, fmt), want, f"{name}, amax {amax}"
+            )
 
 
 # Transposes #
 
-TRANSPOSED = ((1, 1), (1, 2), (2, 1), (7, 15), (33, 47), (128, 128), (129, 257), (1, 1000), (1000, 1), (256, 512), (130, 264), LARGE)
+TRANSPOSED = (
+    (1, 1),
+    (1, 2),
+    (2, 1),
+    (7, 15),
+    (33, 47),
+    (128, 128),
+    (129, 257),
+    (1, 1000),
+    (1000, 1),
+    (256, 512),
+    (130, 264),
+    LARGE,
+)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -166,7 +235,11 @@ def test_transposed_codes_are_those_of_the_transpose(bits: int):
         want = layout.repack(data, bits, rows, cols)
         got = native.transpose_codes(data, rows, cols, bits)
         expected.assert_same(got, want, f"{bits} bits [{rows}, {cols}]")
-        expected.assert_same(native.transpose_codes(got, cols, rows, bits), data, f"{bits} bits [{rows}, {cols}], back")
+        expected.assert_same(
+            native.transpose_codes(got, cols, rows, bits),
+            data,
+            f"{bits} bits [{rows}, {cols}], back",
+        )
 
 
 def test_transposed_nibbles_of_an_odd_row_ignore_what_pads_it():
@@ -188,7 +261,11 @@ def test_codes_in_no_alignment_are_transposed(bits: int):
                 data = data.clone()
                 data[:, -1] &= 0xF
             want = layout.repack(data, bits, rows, cols)
-            expected.assert_same(native.transpose_codes(data, rows, cols, bits), want, f"[{rows}, {cols}] at {offset}")
+            expected.assert_same(
+                native.transpose_codes(data, rows, cols, bits),
+                want,
+                f"[{rows}, {cols}] at {offset}",
+            )
 
 
 def test_no_codes_are_transposed_to_none():
@@ -200,6 +277,7 @@ def test_no_codes_are_transposed_to_none():
 
 # Swizzles #
 
+
 @pytest.mark.parametrize("outer_block", [1, 16, 32])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_swizzled_scales_are_those_of_the_layout(outer_block: int, transposed: bool):
@@ -207,11 +285,17 @@ def test_swizzled_scales_are_those_of_the_layout(outer_block: int, transposed: b
     for outer in (1, 31, 128, 129, 300, 1000, 2048):
         for blocks in (1, 3, 4, 5, 32, 130, 256):
             lines = ceil_div(outer, outer_block)
-            scale = random_bytes(*((blocks, lines) if transposed else (lines, blocks)), seed=outer + blocks)
+            scale = random_bytes(
+                *((blocks, lines) if transposed else (lines, blocks)), seed=outer + blocks
+            )
             rows = (scale.t() if transposed else scale).repeat_interleave(outer_block, 0)[:outer]
             got = native.swizzle_scales(scale, outer, outer_block, transposed)
             expected.assert_same(got, layout.swizzle_128x4(rows), f"{outer} rows, {blocks} blocks")
-            expected.assert_same(layout.unswizzle_128x4(got, outer, blocks), rows, f"{outer} rows, {blocks} blocks, back")
+            expected.assert_same(
+                layout.unswizzle_128x4(got, outer, blocks),
+                rows,
+                f"{outer} rows, {blocks} blocks, back",
+            )
 
 
 @pytest.mark.parametrize("outer_block", [1, 128])
@@ -234,17 +318,25 @@ def test_storages_of_the_gpu_have_the_gemm_layouts_of_the_cpu(name: str):
         for shape in ((33, 47), (129, 257), (200, 328)):
             for e in expected.both(name):
                 storage = Storage.of(encoded(inputs(*shape), e), e, shape, BF16)
-                got, want = storage.to_gemm_layout(arch), expected.gemm_operand(inputs(*shape), e, arch, None)
+                got, want = (
+                    storage.to_gemm_layout(arch),
+                    expected.gemm_operand(inputs(*shape), e, arch, None),
+                )
                 for field in ("data", "scale", "tensor_scale"):
                     if getattr(want, field) is not None:
                         text = f"{name} {e.direction} {shape} {arch} {field}"
                         expected.assert_same(getattr(got, field).cpu(), getattr(want, field), text)
                 back = storage.from_gemm_layout(got, arch)
-                expected.assert_same(back.data, storage.data, f"{name} {e.direction} {shape} {arch} data, back")
-                expected.assert_same(back.scale, storage.scale, f"{name} {e.direction} {shape} {arch} scale, back")
+                expected.assert_same(
+                    back.data, storage.data, f"{name} {e.direction} {shape} {arch} data, back"
+                )
+                expected.assert_same(
+                    back.scale, storage.scale, f"{name} {e.direction} {shape} {arch} scale, back"
+                )
 
 
 # Groups #
+
 
 def relayouts(count: int) -> list[tuple[int, Tensor, int, int, int, int, Tensor]]:
     """(kind, source, rows, cols, outer, outer block, wanted) of mixed shapes and kinds."""
@@ -265,7 +357,9 @@ def relayouts(count: int) -> list[tuple[int, Tensor, int, int, int, int, Tensor]
             source, lines = random_bytes(rows, cols, seed=i), cols if turned else rows
             outer = lines * outer_block - i % outer_block
             wanted = (source.t() if turned else source).repeat_interleave(outer_block, 0)[:outer]
-            made.append((kind, source, rows, cols, outer, outer_block, layout.swizzle_128x4(wanted)))
+            made.append(
+                (kind, source, rows, cols, outer, outer_block, layout.swizzle_128x4(wanted))
+            )
     return made
 
 
@@ -274,7 +368,9 @@ def test_relayouts_of_a_group_are_those_of_its_tensors(count: int):
     """If false, one launch for all parameters of a layer writes some of them over others."""
     items, gap = relayouts(count), 48
     sizes = [-(-w.numel() // 16) * 16 for *_, w in items]
-    flat = torch.full((gap + sum(s + gap for s in sizes),), 0xA5, dtype=torch.uint8, device=expected.DEVICE)
+    flat = torch.full(
+        (gap + sum(s + gap for s in sizes),), 0xA5, dtype=torch.uint8, device=expected.DEVICE
+    )
     want, out, at = flat.clone(), [], gap
     for (*_, wanted), size in zip(items, sizes):
         out.append(flat[at : at + wanted.numel()])
@@ -292,12 +388,19 @@ def test_relayouts_of_a_group_skip_empty_tensors():
     source, empty = random_bytes(33, 48), torch.empty(0, dtype=torch.uint8, device=expected.DEVICE)
     out = torch.zeros(48 * 33, dtype=torch.uint8, device=expected.DEVICE)
     torch.ops.fsdp_quant.multi_tensor_relayout(
-        [empty, source, empty], [empty, out, empty], [0, 0, 1], [0, 33, 0], [48, 48, 48], [0, 0, 0], [1, 1, 1]
+        [empty, source, empty],
+        [empty, out, empty],
+        [0, 0, 1],
+        [0, 33, 0],
+        [48, 48, 48],
+        [0, 0, 0],
+        [1, 1, 1],
     )
     expected.assert_same(out.view(48, 33), source.t().contiguous(), "the one that is not empty")
 
 
 # Errors, tracing #
+
 
 def test_errors_of_layouts_say_what_was_got():
     """If false, a wrong argument reaches a kernel, or the caller cannot tell which one it was."""
@@ -308,39 +411,61 @@ def test_errors_of_layouts_say_what_was_got():
         return native.dequantize(data, scale, tensor_amax, e.fmt, ROWWISE, cols, 0, dtype)
 
     def group(kind=0, rows=64, cols=96, outer=0, outer_block=1, out=None):
-        out = torch.empty(64 * 96, dtype=torch.uint8, device=expected.DEVICE) if out is None else out
+        out = (
+            torch.empty(64 * 96, dtype=torch.uint8, device=expected.DEVICE) if out is None else out
+        )
         ops.relayout_group([made.data], [out], [kind], [rows], [cols], [outer], [outer_block])
 
     refused = {
-        r"dtype is Double; wanted float32, bfloat16 or float16": lambda: decode(dtype=torch.float64),
+        r"dtype is Double; wanted float32, bfloat16 or float16": lambda: decode(
+            dtype=torch.float64
+        ),
         r"data is contiguous Byte \[64, 96\].*wanted 6080 ": lambda: decode(cols=95),
         r"data is contiguous Char": lambda: decode(made.data.view(torch.int8)),
         r"data has shape \[6144\]; wanted \[rows, row bytes\]": lambda: decode(made.data.flatten()),
         r"data is not contiguous": lambda: decode(made.data[:, :48], cols=48),
-        r"scale is contiguous Byte \[64, 2\].*wanted 192 ": lambda: decode(scale=made.scale[:, :2].contiguous()),
+        r"scale is contiguous Byte \[64, 2\].*wanted 192 ": lambda: decode(
+            scale=made.scale[:, :2].contiguous()
+        ),
         r"scale is contiguous Float": lambda: decode(scale=made.scale.float()),
-        r"tensor_amax is contiguous Float \[2\].*wanted 1 ": lambda: decode(tensor_amax=torch.ones(2, device=made.data.device)),
+        r"tensor_amax is contiguous Float \[2\].*wanted 1 ": lambda: decode(
+            tensor_amax=torch.ones(2, device=made.data.device)
+        ),
         r"bits is 6; codes have 8 or 4": lambda: native.transpose_codes(made.data, 64, 96, 6),
-        r"source is contiguous Byte \[64, 96\].*wanted 6048 ": lambda: native.transpose_codes(made.data, 63, 96, 8),
-        r"source is contiguous Byte \[64, 96\].*wanted 3072 ": lambda: native.transpose_codes(made.data, 64, 96, 4),
-        r"scale has shape \[192\]; wanted \[block rows, block cols\]": lambda: native.swizzle_scales(
-            made.scale.flatten(), 64, 1, False),
-        r"scales of 64 lines, 1 operand rows each, do not make 65 rows": lambda: native.swizzle_scales(
-            made.scale, 65, 1, False),
-        r"scales of 3 lines, 32 operand rows each, do not make 64 rows": lambda: native.swizzle_scales(
-            made.scale, 64, 32, True),
-        r"scales of 64 lines, 0 operand rows each": lambda: native.swizzle_scales(made.scale, 64, 0, False),
-        r"lists of different lengths": lambda: ops.relayout_group([made.data], [], [0], [64], [96], [0], [1]),
+        r"source is contiguous Byte \[64, 96\].*wanted 6048 ": lambda: native.transpose_codes(
+            made.data, 63, 96, 8
+        ),
+        r"source is contiguous Byte \[64, 96\].*wanted 3072 ": lambda: native.transpose_codes(
+            made.data, 64, 96, 4
+        ),
+        r"scale has shape \[192\]; wanted \[block rows, block cols\]": lambda: (
+            native.swizzle_scales(made.scale.flatten(), 64, 1, False)
+        ),
+        r"scales of 64 lines, 1 operand rows each, do not make 65 rows": lambda: (
+            native.swizzle_scales(made.scale, 65, 1, False)
+        ),
+        r"scales of 3 lines, 32 operand rows each, do not make 64 rows": lambda: (
+            native.swizzle_scales(made.scale, 64, 32, True)
+        ),
+        r"scales of 64 lines, 0 operand rows each": lambda: native.swizzle_scales(
+            made.scale, 64, 0, False
+        ),
+        r"lists of different lengths": lambda: ops.relayout_group(
+            [made.data], [], [0], [64], [96], [0], [1]
+        ),
         r"kind is 4; wanted 0 to 3": lambda: group(4),
         r"source is contiguous Byte \[64, 96\].*wanted 6080 ": lambda: group(cols=95),
         r"out is contiguous Byte \[6144\].*wanted 12288 ": lambda: group(2, outer=64),
         r"out is contiguous Byte \[5\].*wanted 6144 ": lambda: group(
-            out=torch.empty(5, dtype=torch.uint8, device=expected.DEVICE)),
+            out=torch.empty(5, dtype=torch.uint8, device=expected.DEVICE)
+        ),
     }
     for text, call in refused.items():
         with pytest.raises(ValueError, match=text):
             call()
-    expected.assert_same(native.transpose_codes(made.data, 64, 96, 8), made.data.t().contiguous(), "after the errors")
+    expected.assert_same(
+        native.transpose_codes(made.data, 64, 96, 8), made.data.t().contiguous(), "after the errors"
+    )
 
 
 @pytest.mark.skipif(not ON_CUDA, reason="needs two kinds of device")
@@ -354,7 +479,16 @@ def test_layouts_of_another_device_are_refused():
     with pytest.raises(NotImplementedError, match="CPU"):
         native.swizzle_scales(data, 64, 1, False)
     with pytest.raises(ValueError, match="scale is contiguous Byte .* on cpu; wanted .* on cuda"):
-        native.dequantize(data.to(expected.DEVICE), torch.zeros(64, 3, dtype=torch.uint8), None, e.fmt, ROWWISE, 96, 0, BF16)
+        native.dequantize(
+            data.to(expected.DEVICE),
+            torch.zeros(64, 3, dtype=torch.uint8),
+            None,
+            e.fmt,
+            ROWWISE,
+            96,
+            0,
+            BF16,
+        )
 
 
 def test_opcheck_finds_nothing_in_layouts():
@@ -366,14 +500,32 @@ def test_opcheck_finds_nothing_in_layouts():
             made = encoded(inputs(33, 47), e)
             for row0, dtype in ((0, BF16), (0, FP32), (33, FP16)):
                 cut = encoded(inputs(33, 47), e, row0=row0)
-                args = (cut.data, cut.scale, cut.tensor_amax, native.pack_encoding(e), d is COLUMNWISE, 47, row0, dtype)
+                args = (
+                    cut.data,
+                    cut.scale,
+                    cut.tensor_amax,
+                    native.pack_encoding(e),
+                    d is COLUMNWISE,
+                    47,
+                    row0,
+                    dtype,
+                )
                 torch.library.opcheck(ops.dequantize.default, args, test_utils=utils)
             bits = e.fmt.element.bits
-            torch.library.opcheck(ops.transpose_codes.default, (made.data, 33, 47, bits), test_utils=utils)
-    for outer, outer_block, turned in ((33, 1, False), (100, 16, False), (47, 1, True), (500, 16, True)):
+            torch.library.opcheck(
+                ops.transpose_codes.default, (made.data, 33, 47, bits), test_utils=utils
+            )
+    for outer, outer_block, turned in (
+        (33, 1, False),
+        (100, 16, False),
+        (47, 1, True),
+        (500, 16, True),
+    ):
         lines = ceil_div(outer, outer_block)
         scale = random_bytes(*((3, lines) if turned else (lines, 3)))
-        torch.library.opcheck(ops.swizzle_scales.default, (scale, outer, outer_block, turned), test_utils=utils)
+        torch.library.opcheck(
+            ops.swizzle_scales.default, (scale, outer, outer_block, turned), test_utils=utils
+        )
     data = random_bytes(33, 47)
     args = ([data], [torch.empty_like(data)], [0], [33], [47], [0], [1])
     torch.library.opcheck(ops.relayout_group.default, args, test_utils=utils)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training step holds on a GPU: tensors are let go when they have served, and only where nobody else has them."""
+"""What a training step holds on a GPU: tensors are let go when they have served, and only where
+nobody else has them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from fsdp_quant.ops import native
 from fsdp_quant.ops.norm import ACTIVATIONS
 
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or not native.runs_on(torch.device("cuda")), reason="needs the compiled kernels and a GPU"
+    not torch.cuda.is_available() or not native.runs_on(torch.device("cuda")),
+    reason="needs the compiled kernels and a GPU",
 )
 BF16 = torch.bfloat16
 MIB = 2**20
@@ -31,8 +33,11 @@ def on_gpu(*shape: int, seed: int = 0) -> Tensor:
     return values(*shape, seed=seed, dtype=BF16).cuda()
 
 
-def gradients(kind: int, is_deferred: bool, x: Tensor, dh: Tensor, holder: str) -> tuple[list[Tensor], list[bool]]:
-    """dg and du of act(x + 1) * (x + 2), and whether each is where its operand was; holder: who has the operands besides."""
+def gradients(
+    kind: int, is_deferred: bool, x: Tensor, dh: Tensor, holder: str
+) -> tuple[list[Tensor], list[bool]]:
+    """dg and du of act(x + 1) * (x + 2), and whether each is where its operand was; holder: who has
+    the operands besides."""
     g, u = x + 1, x + 2
     places, made, are_there = [g.data_ptr(), u.data_ptr()], [None, None], [False, False]
 
@@ -41,10 +46,16 @@ def gradients(kind: int, is_deferred: bool, x: Tensor, dh: Tensor, holder: str) 
 
     for i, t in enumerate((g, u)):
         t.register_hook(functools.partial(see, i))
-    outputs, of_outputs = [unmaterialized(g, u, kind) if is_deferred else activate(g, u, kind)[0]], [dh]
+    outputs, of_outputs = (
+        [unmaterialized(g, u, kind) if is_deferred else activate(g, u, kind)[0]],
+        [dh],
+    )
     kept = [g, u.detach()] if holder == "user" else []
     if holder == "graph":
-        outputs, of_outputs = [*outputs, g.square(), u.square()], [dh, torch.zeros_like(dh), torch.zeros_like(dh)]
+        outputs, of_outputs = (
+            [*outputs, g.square(), u.square()],
+            [dh, torch.zeros_like(dh), torch.zeros_like(dh)],
+        )
     del g, u, t
     torch.autograd.backward(outputs, of_outputs, retain_graph=holder == "retained")
     for t, added in zip(kept, (1, 2)):
@@ -54,19 +65,27 @@ def gradients(kind: int, is_deferred: bool, x: Tensor, dh: Tensor, holder: str) 
 
 @pytest.mark.parametrize("is_deferred", (False, True))
 def test_gradients_take_the_memory_of_gate_and_up_where_nobody_else_has_it(is_deferred: bool):
-    """If false, a block's widest tensors are there twice in its backward; or what a user or another node holds is written."""
-    x, dh, kind = on_gpu(64, 256).requires_grad_(), on_gpu(64, 256, seed=1), ACTIVATIONS["swiglu"].kind
+    """If false, a block's widest tensors are there twice in its backward; or what a user or another
+    node holds is written."""
+    x, dh, kind = (
+        on_gpu(64, 256).requires_grad_(),
+        on_gpu(64, 256, seed=1),
+        ACTIVATIONS["swiglu"].kind,
+    )
     want, are_there = gradients(kind, is_deferred, x, dh, "nobody")
     assert are_there == [True, True]
     for holder in ("user", "graph", "retained"):
         got, are_there = gradients(kind, is_deferred, x, dh, holder)
         assert are_there == [False, False], holder
         for a, b in zip(got, want):
-            assert_same_bytes(a + 0, b + 0, holder)  # adding another node's zeros takes the sign of -0.0
+            assert_same_bytes(
+                a + 0, b + 0, holder
+            )  # adding another node's zeros takes the sign of -0.0
 
 
 def peak_of(module: torch.nn.Module, x: Tensor, dy: Tensor, steps: int = 3) -> int:
-    """Largest memory of a step beyond the model, in bytes; a step ends with a write of the parameters."""
+    """Largest memory of a step beyond the model, in bytes; a step ends with a write of the
+    parameters."""
     optimizer, before = torch.optim.SGD(module.parameters(), lr=0.0), torch.cuda.memory_allocated()
     for _ in range(steps):
         torch.cuda.reset_peak_memory_stats()
@@ -77,28 +96,41 @@ def peak_of(module: torch.nn.Module, x: Tensor, dy: Tensor, steps: int = 3) -> i
 
 
 def test_codes_of_a_weight_are_let_go_when_they_have_served():
-    """If false, an unsharded model holds twice the codes that its backward multiplies, and those to the end of the step."""
+    """If false, an unsharded model holds twice the codes that its backward multiplies, and those to
+    the end of the step."""
     x, dy = on_gpu(64, 1024), on_gpu(64, 1024, seed=1)
-    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False, dtype=BF16) for _ in range(8))).cuda()
+    model = torch.nn.Sequential(
+        *(torch.nn.Linear(1024, 1024, bias=False, dtype=BF16) for _ in range(8))
+    ).cuda()
     fq.convert(model, recipes.fp8_block())
-    # Eight weights of 1 MiB a direction; gradients 2 MiB each. A node holds one direction, and frees it as its gradient is
-    # made: 8 gradients at the end of the backward; the rest for activations and what one forward quantizes.
+    # Eight weights of 1 MiB a direction; gradients 2 MiB each. A node holds one direction, and
+    # frees it as its gradient is
+    # made: 8 gradients at the end of the backward; the rest for activations and what one forward
+    #       quantizes.
     assert peak_of(model, x, dy) < 8 * 2 * MIB + 3 * MIB
 
 
 # Offload #
 
+
 def net(name: str, checkpointed: bool | None = None, layers: int = 6) -> torch.nn.Module:
     """checkpointed: every layer, reentrant or not; None: none."""
     torch.manual_seed(0)
     made = torch.nn.ModuleList(
-        fq.LayerNormMLP(256, 512, residual=True, device="cuda", dtype=BF16, recipe=RECIPES[name](), name=f"{i}") for i in range(layers)
+        fq.LayerNormMLP(
+            256, 512, residual=True, device="cuda", dtype=BF16, recipe=RECIPES[name](), name=f"{i}"
+        )
+        for i in range(layers)
     )
     made.append(torch.nn.Linear(256, 256, device="cuda", dtype=BF16))
 
     def forward(x: Tensor) -> Tensor:
         for layer in made:
-            x = layer(x) if checkpointed is None else checkpoint(layer, x, use_reentrant=checkpointed)
+            x = (
+                layer(x)
+                if checkpointed is None
+                else checkpoint(layer, x, use_reentrant=checkpointed)
+            )
         return x
 
     made.forward = forward
@@ -130,7 +162,11 @@ def test_offloading_changes_no_bit(name: str):
             offload = fq.memory.offload(module, min_bytes=0, in_flight=in_flight)
             for retain in (False, True) if checkpointed is None else (False,):
                 for i, (got, wanted) in enumerate(zip(grads(module, offload, retain), want)):
-                    assert_same_bytes(got.cpu(), wanted.cpu(), f"{name}, {checkpointed}, {in_flight}, retained {retain}: {i}")
+                    assert_same_bytes(
+                        got.cpu(),
+                        wanted.cpu(),
+                        f"{name}, {checkpointed}, {in_flight}, retained {retain}: {i}",
+                    )
 
 
 def test_offloaded_tensors_leave_the_device_and_nothing_grows():
@@ -159,7 +195,10 @@ def test_offloaded_tensors_leave_the_device_and_nothing_grows():
 def test_a_write_to_a_tensor_that_leaves_is_refused():
     """If false, the host gets a mixture of old and new values."""
     x = on_gpu(512, 512).requires_grad_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"), fq.memory.offload(min_bytes=0):
+    with (
+        pytest.raises(RuntimeError, match="modified by an inplace operation"),
+        fq.memory.offload(min_bytes=0),
+    ):
         y = x * 2
         z = y * y
         y.mul_(2)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quantization operators as operators: given buffers, views, errors, streams, graphs, tracing, repeated runs."""
+"""The quantization operators as operators: given buffers, views, errors, streams, graphs, tracing,
+repeated runs."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ ON_CUDA = expected.DEVICE.type == "cuda"
 
 # Strides and sizes #
 
+
 def views(rows: int, cols: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """The shapes of memory that a tensor [rows, cols] may come in."""
     flat = inputs(1, rows * cols + 64, "heavy", dtype)[0]
@@ -39,15 +41,21 @@ def views(rows: int, cols: int, dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_row", "fp8_128x128", "mxfp8", "mxfp8_sr", "nvfp4", "nvfp4_rht_sr"])
+@pytest.mark.parametrize(
+    "name", ["fp8_tensor", "fp8_row", "fp8_128x128", "mxfp8", "mxfp8_sr", "nvfp4", "nvfp4_rht_sr"]
+)
 def test_views_are_quantized_as_their_values(name: str):
     """If false, a slice of a tensor is read from the wrong place, or cannot be read at all."""
     for dtype, seen in expected.INPUTS:
         for rows, cols in ((33, 47), (130, 256), (64, 264)):
             for what, x in views(rows, cols, dtype).items():
                 what = f"{name} [{rows}, {cols}] {dtype} as {seen}, {what}"
-                for e, got in zip(expected.both(name), encode(x, expected.both(name), key=key_of(), dtype=seen)):
-                    want = encoded(x.clone(memory_format=torch.contiguous_format), e, key=key_of(), dtype=seen)
+                for e, got in zip(
+                    expected.both(name), encode(x, expected.both(name), key=key_of(), dtype=seen)
+                ):
+                    want = encoded(
+                        x.clone(memory_format=torch.contiguous_format), e, key=key_of(), dtype=seen
+                    )
                     expected.assert_encoded(got, want, e, what)
 
 
@@ -68,7 +76,9 @@ def test_more_elements_than_32_bits_count():
     # The first, some in the middle, those that the 2^31st element is among, the last.
     row_starts = (0, rows // 2, min(2**31 // cols, rows) - 32, rows - 64)
     col_starts = (0, cols // 2, min(2**31 // rows, cols) - 32, cols - 64)
-    row_slices, col_slices = ([slice(start, start + 64) for start in starts] for starts in (row_starts, col_starts))
+    row_slices, col_slices = (
+        [slice(start, start + 64) for start in starts] for starts in (row_starts, col_starts)
+    )
 
     ((data, scale, _, _),) = native.quantize(x, [row], 0, False, None, None, None)
     for some in row_slices:
@@ -79,25 +89,33 @@ def test_more_elements_than_32_bits_count():
     for some in row_slices:
         want = encoded(x[some], row)
         expected.assert_same_values(
-            values[some], reference.decode(want.data, want.scale, None, row.fmt, ROWWISE, cols).to(BF16), f"decoded {some}"
+            values[some],
+            reference.decode(want.data, want.scale, None, row.fmt, ROWWISE, cols).to(BF16),
+            f"decoded {some}",
         )
     del values
     turned = native.transpose_codes(data, rows, cols, 8)
     for some in col_slices:
         expected.assert_same(turned[some], data[:, some].t(), f"transposed {some}")
     del turned, data, scale
-    ((turned, turned_scale, _, _),) = native.quantize(x, [col], 0, False, None, None, None, [True], native.HOPPER)
+    ((turned, turned_scale, _, _),) = native.quantize(
+        x, [col], 0, False, None, None, None, [True], native.HOPPER
+    )
     ((data, scale, _, _),) = native.quantize(x, [col], 0, False, None, None, None)
     for some in col_slices:
         want = encoded(x[:, some], col)
         expected.assert_same(turned[some], want.data.t(), f"columnwise transposed data {some}")
-        expected.assert_same(turned_scale.view(cols, -1)[some], want.scale.t(), f"columnwise transposed scale {some}")
+        expected.assert_same(
+            turned_scale.view(cols, -1)[some], want.scale.t(), f"columnwise transposed scale {some}"
+        )
         expected.assert_same(data[:, some], want.data, f"columnwise data {some}")
         expected.assert_same(scale[:, some], want.scale, f"columnwise scale {some}")
     del turned, turned_scale, data, scale
     (stats,) = native.statistics(x, [MADE["fp8_row"].encoding(ROWWISE)], 0, False)
     for some in row_slices:
-        expected.assert_same(stats[0][some], x[some].abs().amax(1, keepdim=True).float(), f"row amaxes {some}")
+        expected.assert_same(
+            stats[0][some], x[some].abs().amax(1, keepdim=True).float(), f"row amaxes {some}"
+        )
     del x, stats
     gc.collect()
     torch.cuda.empty_cache()
@@ -105,9 +123,13 @@ def test_more_elements_than_32_bits_count():
 
 # Determinism #
 
+
 def poison() -> None:
     """Leave 0xFF in the memory that the next tensors are made of."""
-    made = [torch.full((1 << bits,), 0xFF, dtype=torch.uint8, device=expected.DEVICE) for bits in (10, 15, 17, 19, 19, 22, 24)]
+    made = [
+        torch.full((1 << bits,), 0xFF, dtype=torch.uint8, device=expected.DEVICE)
+        for bits in (10, 15, 17, 19, 19, 22, 24)
+    ]
     del made
 
 
@@ -123,7 +145,9 @@ def test_the_same_input_gives_the_same_bytes(name: str):
             expected.assert_encoded(got, w, e, f"{name}, run {i}")
 
 
-@pytest.mark.parametrize("name", ["fp8_row", "nvfp4_16x16", "mxfp8_32x32", "fp8_128x128", "fp8_tensor_sr"])
+@pytest.mark.parametrize(
+    "name", ["fp8_row", "nvfp4_16x16", "mxfp8_32x32", "fp8_128x128", "fp8_tensor_sr"]
+)
 def test_outputs_do_not_depend_on_the_memory_they_are_made_of(name: str):
     """If false, some byte of a result is never written."""
     for shape in ((33, 47), (129, 257), (384, 512)):
@@ -137,9 +161,14 @@ def test_outputs_do_not_depend_on_the_memory_they_are_made_of(name: str):
 
 
 def test_small_tensors_in_turn_share_a_barrier():
-    """If false, the grid barrier of one launch lets another pass before its statistics are whole."""
-    made = [(inputs(*shape, "heavy", seed=i), e) for i, shape in enumerate(((1, 1), (129, 257), (384, 512), (33, 1000)))
-            for name in ("fp8_tensor", "nvfp4", "fp8_row") for e in expected.both(name)]
+    """If false, the grid barrier of one launch lets another pass before its statistics are
+    whole."""
+    made = [
+        (inputs(*shape, "heavy", seed=i), e)
+        for i, shape in enumerate(((1, 1), (129, 257), (384, 512), (33, 1000)))
+        for name in ("fp8_tensor", "nvfp4", "fp8_row")
+        for e in expected.both(name)
+    ]
     want = [encoded(x, e) for x, e in made]
     for _ in range(5):
         got = [encode(x, [e])[0] for x, e in made]  # enqueued one behind the other
@@ -148,6 +177,7 @@ def test_small_tensors_in_turn_share_a_barrier():
 
 
 # Errors #
+
 
 def encoding_of(name: str, direction: Direction = ROWWISE, **changes) -> Encoding:
     return Encoding(format_of(name, **changes), direction)
@@ -164,41 +194,68 @@ def test_errors_of_quantize_say_what_was_got():
     refused = {
         r"x is Double; quantize takes bfloat16, float16 and float32": lambda: run(x.double(), row),
         r"x is Int; quantize takes": lambda: run(x.int(), row),
-        r"x has shape \[64\]; quantize takes \[rows, cols\]": lambda: run(x[:, 0].contiguous(), row),
+        r"x has shape \[64\]; quantize takes \[rows, cols\]": lambda: run(
+            x[:, 0].contiguous(), row
+        ),
         r"x has shape \[1, 64, 96\]": lambda: run(x[None], row),
         r"x is empty: \[0, 96\]": lambda: run(x[:0], row),
         r"row0 is -1": lambda: run(x, row, -1),
         r"amax is contiguous Float \[5\].*wanted 192 contiguous elements of Float": lambda: run(
-            x, row, stats=[(torch.ones(5, device=x.device), None)]),
+            x, row, stats=[(torch.ones(5, device=x.device), None)]
+        ),
         r"amax is contiguous BFloat16 \[64, 3\].*wanted 192": lambda: run(
-            x, row, stats=[(torch.ones(64, 3, dtype=BF16, device=x.device), None)]),
+            x, row, stats=[(torch.ones(64, 3, dtype=BF16, device=x.device), None)]
+        ),
         r"amax is not contiguous Float \[64, 3\]": lambda: run(
-            x, row, stats=[(torch.ones(3, 64, device=x.device).t(), None)]),
+            x, row, stats=[(torch.ones(3, 64, device=x.device).t(), None)]
+        ),
         r"tensor_amax is contiguous Float \[2\].*wanted 1 ": lambda: run(
-            x, encoding_of("nvfp4"), stats=[(None, torch.ones(2, device=x.device))]),
+            x, encoding_of("nvfp4"), stats=[(None, torch.ones(2, device=x.device))]
+        ),
         r"enc is contiguous Float \[3\].*wanted 1 ": lambda: run(
-            x, encoding_of("fp8_tensor"), enc=torch.ones(3, device=x.device)),
+            x, encoding_of("fp8_tensor"), enc=torch.ones(3, device=x.device)
+        ),
         r"enc \(delayed scaling\) goes with one scale a tensor": lambda: run(x, row, enc=one),
         r"key is contiguous Long \[4\].*wanted 5 ": lambda: run(
-            x, MADE["mxfp8_sr"].encoding(ROWWISE), key=torch.zeros(4, dtype=torch.int64, device=x.device)),
+            x,
+            MADE["mxfp8_sr"].encoding(ROWWISE),
+            key=torch.zeros(4, dtype=torch.int64, device=x.device),
+        ),
         r"key is contiguous Int \[5\]": lambda: run(
-            x, MADE["mxfp8_sr"].encoding(ROWWISE), key=torch.zeros(5, dtype=torch.int32, device=x.device)),
-        r"stochastic rounding needs a random key, got None": lambda: run(x, MADE["mxfp8_sr"].encoding(ROWWISE)),
-        r"row has blocks of \(1, 64\) with scale kind 2: no kernel": lambda: run(x, encoding_of("mxfp8", block=(1, 64))),
+            x,
+            MADE["mxfp8_sr"].encoding(ROWWISE),
+            key=torch.zeros(5, dtype=torch.int32, device=x.device),
+        ),
+        r"stochastic rounding needs a random key, got None": lambda: run(
+            x, MADE["mxfp8_sr"].encoding(ROWWISE)
+        ),
+        r"row has blocks of \(1, 64\) with scale kind 2: no kernel": lambda: run(
+            x, encoding_of("mxfp8", block=(1, 64))
+        ),
         r"col has blocks of \(2, 32\) with scale kind 2: no kernel": lambda: run(
-            x, encoding_of("mxfp8", COLUMNWISE, block=(2, 32))),
-        r"row has blocks of \(1, 32\) with scale kind 0: no kernel": lambda: run(x, encoding_of("fp8_row", block=(1, 32))),
+            x, encoding_of("mxfp8", COLUMNWISE, block=(2, 32))
+        ),
+        r"row has blocks of \(1, 32\) with scale kind 0: no kernel": lambda: run(
+            x, encoding_of("fp8_row", block=(1, 32))
+        ),
         r"row: 4-bit elements go with two-level scales": lambda: run(
-            x, encoding_of("nvfp4", scale="e8m0", tensor_scale=False)),
-        r"row: rotation is for 4-bit blocks of one line": lambda: run(x, encoding_of("mxfp8", rotated=True)),
+            x, encoding_of("nvfp4", scale="e8m0", tensor_scale=False)
+        ),
+        r"row: rotation is for 4-bit blocks of one line": lambda: run(
+            x, encoding_of("mxfp8", rotated=True)
+        ),
         r"a shard from row 5 has compact storages": lambda: run(
-            x, encoding_of("mxfp8", COLUMNWISE), 5, transposed=[True]),
-        r"a shard from row 16 has compact storages": lambda: run(x, MADE["nvfp4_rht"].encoding(COLUMNWISE), 16),
+            x, encoding_of("mxfp8", COLUMNWISE), 5, transposed=[True]
+        ),
+        r"a shard from row 16 has compact storages": lambda: run(
+            x, MADE["nvfp4_rht"].encoding(COLUMNWISE), 16
+        ),
         r"rowwise codes are not transposed": lambda: run(x, row, transposed=[True]),
     }
     if ON_CUDA:
-        refused[r"amax is contiguous Float \[64, 3\] on cpu; wanted 192 contiguous elements of Float on cuda"] = lambda: run(
-            x, row, stats=[(torch.ones(64, 3), None)])
+        refused[
+            r"amax is contiguous Float \[64, 3\] on cpu; wanted 192 contiguous elements of Float on cuda"
+        ] = lambda: run(x, row, stats=[(torch.ones(64, 3), None)])
     for text, call in refused.items():
         with pytest.raises(ValueError, match=text):
             call()
@@ -222,21 +279,37 @@ def test_errors_of_statistics_and_of_anchors_say_what_was_got():
     refused = {
         r"x is Double; quantize takes": lambda: native.statistics(x.double(), [row], 0, False),
         r"x has shape \[64\]": lambda: native.statistics(x[:, 0].contiguous(), [row], 0, False),
-        r"row has blocks of \(1, 64\)": lambda: native.statistics(x, [encoding_of("mxfp8", block=(1, 64))], 0, False),
-        r"x has shape \[96\]; quantize takes": lambda: native.quantize_anchored(x[0], [row], [None]),
+        r"row has blocks of \(1, 64\)": lambda: native.statistics(
+            x, [encoding_of("mxfp8", block=(1, 64))], 0, False
+        ),
+        r"x has shape \[96\]; quantize takes": lambda: native.quantize_anchored(
+            x[0], [row], [None]
+        ),
         r"x is Long; quantize takes": lambda: native.quantize_anchored(x.long(), [row], [None]),
-        r"x is Half; anchored codes are made of bfloat16": lambda: native.quantize_anchored(x.half(), [row], [None]),
-        r"x is Float; anchored codes are made of bfloat16": lambda: native.quantize_anchored(x.float(), [row], [None]),
-        r"anchors take the place of e8m0 scales that are rounded up": lambda: native.quantize_anchored(
-            x, [encoding_of("fp8_row")], [None]),
+        r"x is Half; anchored codes are made of bfloat16": lambda: native.quantize_anchored(
+            x.half(), [row], [None]
+        ),
+        r"x is Float; anchored codes are made of bfloat16": lambda: native.quantize_anchored(
+            x.float(), [row], [None]
+        ),
+        r"anchors take the place of e8m0 scales that are rounded up": lambda: (
+            native.quantize_anchored(x, [encoding_of("fp8_row")], [None])
+        ),
         r"e8m0 scales that are rounded up": lambda: native.quantize_anchored(
-            x, [encoding_of("mxfp8", scale_rounding="floor")], [None]),
+            x, [encoding_of("mxfp8", scale_rounding="floor")], [None]
+        ),
         r"anchors are of \(1, 32\) blocks; got \(32, 32\)": lambda: native.quantize_anchored(
-            x, [encoding_of("mxfp8_32x32")], [None]),
-        r"is 100; wanted 0 \(the whole contraction\)": lambda: native.quantize_anchored(x, [row], [100]),
+            x, [encoding_of("mxfp8_32x32")], [None]
+        ),
+        r"is 100; wanted 0 \(the whole contraction\)": lambda: native.quantize_anchored(
+            x, [row], [100]
+        ),
         r"make them in two calls": lambda: native.quantize_anchored(
-            x, expected.both("mxfp8"), [native.OF_TENSOR, None]),
-        r"is 384; wanted 0 \(the whole contraction\), a power of two": lambda: native.quantize_anchored(x, [row], [384]),
+            x, expected.both("mxfp8"), [native.OF_TENSOR, None]
+        ),
+        r"is 384; wanted 0 \(the whole contraction\), a power of two": lambda: (
+            native.quantize_anchored(x, [row], [384])
+        ),
     }
     for text, call in refused.items():
         with pytest.raises(ValueError, match=text):
@@ -252,7 +325,8 @@ CAPTURED = ("mxfp8", "fp8_tensor", "fp8_row", "nvfp4", "nvfp4_rht_sr", "fp8_tens
 @pytest.mark.parametrize("shape", [(129, 257), (384, 512), LARGE], ids=str)
 @pytest.mark.parametrize("name", CAPTURED)
 def test_a_captured_encoding_sees_new_values(name: str, shape: tuple[int, int]):
-    """If false, a CUDA graph replays the statistics, or the random bits, of the step it was captured in."""
+    """If false, a CUDA graph replays the statistics, or the random bits, of the step it was
+    captured in."""
     x, key, encodings = inputs(*shape), key_of(), expected.both(name)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -269,7 +343,9 @@ def test_a_captured_encoding_sees_new_values(name: str, shape: tuple[int, int]):
         graph.replay()
         torch.cuda.synchronize()
         for e, got in zip(encodings, made):
-            expected.assert_encoded(got, encoded(x, e, key=key), e, f"{name} {shape}, replay {step}")
+            expected.assert_encoded(
+                got, encoded(x, e, key=key), e, f"{name} {shape}, replay {step}"
+            )
 
 
 @pytest.mark.skipif(not ON_CUDA, reason="needs CUDA graphs")
@@ -288,7 +364,9 @@ def test_a_captured_history_sees_new_factors():
         graph.replay()
         torch.cuda.synchronize()
         for e, got in zip(encodings, made):
-            expected.assert_encoded(got, encoded(x, e, enc=enc), e, f"replay {step} with factor {factor}")
+            expected.assert_encoded(
+                got, encoded(x, e, enc=enc), e, f"replay {step} with factor {factor}"
+            )
 
 
 @pytest.mark.skipif(not ON_CUDA, reason="needs a GPU")
@@ -308,7 +386,9 @@ def test_no_operator_waits_for_the_device():
         for e, m in zip(expected.both("mxfp8"), encode(x, expected.both("mxfp8"))):
             native.dequantize(m.data, m.scale, None, e.fmt, e.direction, 512, 0, BF16)
             native.transpose_codes(m.data, 384, 512, 8)
-            native.swizzle_scales(m.scale, 384 if e.direction is ROWWISE else 512, 1, e.direction is COLUMNWISE)
+            native.swizzle_scales(
+                m.scale, 384 if e.direction is ROWWISE else 512, 1, e.direction is COLUMNWISE
+            )
         native.quantize_anchored(x, expected.both("mxfp8"), [None, 512])
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -334,11 +414,14 @@ def test_the_current_stream_is_used(name: str):
         torch.cuda.synchronize()
         for source, got in zip(sources, made):
             for e, g in zip(encodings, got):
-                expected.assert_encoded(g, encoded(source, e, key=key_of()), e, f"{name} {shape} on a stream of its own")
+                expected.assert_encoded(
+                    g, encoded(source, e, key=key_of()), e, f"{name} {shape} on a stream of its own"
+                )
 
 
 def check_fake(op, args: tuple, kwargs: dict | None = None) -> None:
-    """The schema holds, results have memory of their own, and fakes have their shapes, dtypes and strides."""
+    """The schema holds, results have memory of their own, and fakes have their shapes, dtypes and
+    strides."""
     kwargs = kwargs or {}
     torch.library.opcheck(op, args, kwargs, test_utils=("test_schema", "test_faketensor"))
     real = op(*args, **kwargs)
@@ -381,7 +464,10 @@ def test_fake_results_of_the_other_operators_have_the_shapes_of_real_ones():
     for runs in ((0, 0), (128, 512)):
         check_fake(ops.quantize_anchored.default, (x, *sides, *runs, None, None, False))
     check_fake(ops.quantize_anchored.default, (x, sides[0], 0, 128, 0, None, None, False))
-    check_fake(ops.quantize_anchored.default, (x, *sides, native.OF_TENSOR, native.OF_TENSOR, None, None, False))
+    check_fake(
+        ops.quantize_anchored.default,
+        (x, *sides, native.OF_TENSOR, native.OF_TENSOR, None, None, False),
+    )
     check_fake(ops.column_sums.default, (x,))
 
 
@@ -391,7 +477,9 @@ def test_opcheck_finds_nothing_where_results_share_no_memory():
     for name in ("fp8_tensor", "fp8_1x128", "mxfp8", "nvfp4"):
         for e in expected.both(name):
             sides = [expected.packed(e if e.direction is d else None) for d in Direction]
-            torch.library.opcheck(ops.quantize.default, (x, *sides, 0.0, 0.0, 0, False), test_utils=utils)
+            torch.library.opcheck(
+                ops.quantize.default, (x, *sides, 0.0, 0.0, 0, False), test_utils=utils
+            )
             torch.library.opcheck(ops.statistics.default, (x, *sides, 0, False), test_utils=utils)
 
 
@@ -400,5 +488,10 @@ def test_results_do_not_alias_given_statistics(name: str):
     """If false, an operator returns its own input, which torch.compile takes for a new tensor."""
     x, row = inputs(33, 47), MADE[name].encoding(ROWWISE)
     amax, tensor_amax = expected.statistics(x, row)
-    args, given = (x, expected.packed(row), 0, 0.0, 0.0, 0, False), {"row_amax": amax, "row_tensor_amax": tensor_amax}
-    torch.library.opcheck(torch.ops.fsdp_quant.quantize.default, args, given, test_utils=("test_schema",))
+    args, given = (
+        (x, expected.packed(row), 0, 0.0, 0.0, 0, False),
+        {"row_amax": amax, "row_tensor_amax": tensor_amax},
+    )
+    torch.library.opcheck(
+        torch.ops.fsdp_quant.quantize.default, args, given, test_utils=("test_schema",)
+    )

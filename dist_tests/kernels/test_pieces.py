@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that cast pieces give the bytes of the cast of covering rows, which other kernels make."""
+"""Kernels that cast pieces give the bytes of the cast of covering rows, which other kernels
+make."""
 
 from __future__ import annotations
 
@@ -18,7 +19,17 @@ from fsdp_quant.quantizer import HybridQuantizer
 
 pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
 
-SHAPES = [(1, 2), (33, 18), (133, 34), (130, 130), (300, 24), (515, 264), (256, 512), (1030, 132), (7, 3000)]
+SHAPES = [
+    (1, 2),
+    (33, 18),
+    (133, 34),
+    (130, 130),
+    (300, 24),
+    (515, 264),
+    (256, 512),
+    (1030, 132),
+    (7, 3000),
+]
 
 
 @pytest.mark.parametrize("seed", range(400 if EVERYTHING else 40))
@@ -29,17 +40,25 @@ def test_kernels_cast_pieces_as_rows(seed: int):
 
 @pytest.mark.parametrize("pair", PIECE_PAIRS, ids="-".join)
 def test_kernels_cast_every_pair(pair):
-    """Otherwise a pair of formats works on the CPU alone; aligned rows, rows that begin anywhere, and whole tensors."""
+    """Otherwise a pair of formats works on the CPU alone; aligned rows, rows that begin anywhere,
+    and whole tensors."""
     master = values(260, 392, kind="heavy", dtype=torch.float32)
     for cuts, stats in (((0, 1001, 101777), "halo"), ((0, 40000, 77768), "dense"), ((), "dense")):
-        shards, hybrids = {"w": ShardMap((*(cuts or (0,)), master.numel()))}, {"w": HybridQuantizer(*pair)}
-        assert_plans_cast_as_rows_do({"w": master}, hybrids, shards, "codes", stats, f"{pair} {cuts}", device="cuda")
+        shards, hybrids = (
+            {"w": ShardMap((*(cuts or (0,)), master.numel()))},
+            {"w": HybridQuantizer(*pair)},
+        )
+        assert_plans_cast_as_rows_do(
+            {"w": master}, hybrids, shards, "codes", stats, f"{pair} {cuts}", device="cuda"
+        )
 
 
 @pytest.mark.parametrize(("transport", "stats"), WAYS)
 def test_kernels_leave_skipped_steps_alone(transport: str, stats: str):
     """Otherwise a step that was skipped on the device changes codes, scales or a history."""
-    test_cast_plan.test_skipped_steps_and_histories_are_those_of_covering_rows(transport, stats, "cuda")
+    test_cast_plan.test_skipped_steps_and_histories_are_those_of_covering_rows(
+        transport, stats, "cuda"
+    )
 
 
 @pytest.mark.parametrize(("transport", "stats"), WAYS)
@@ -57,12 +76,24 @@ def test_codes_of_kernels_are_read_where_they_were_gathered(pair):
 def test_kernels_take_values_that_are_not_finite():
     """Otherwise a NaN or an infinity is hidden, or an option of a format is lost."""
     test_cast_plan.test_values_that_are_not_finite_and_options_of_formats_pass_the_tables("cuda")
-    master = values(260, 264, kind="heavy", dtype=torch.float32)  # whole tiles, which look at no edges
-    for pair, value in itertools.product((("mxfp8", "mxfp8"), ("fp8_row", "fp8_row"), ("mxfp8", "nvfp4")), ("nan", "-inf")):
+    master = values(
+        260, 264, kind="heavy", dtype=torch.float32
+    )  # whole tiles, which look at no edges
+    for pair, value in itertools.product(
+        (("mxfp8", "mxfp8"), ("fp8_row", "fp8_row"), ("mxfp8", "nvfp4")), ("nan", "-inf")
+    ):
         master[100:200:7, 30:180:50] = float(value)
         for cuts in ((0, master.numel()), (0, 1001, master.numel())):
             hybrids, shards = {"w": HybridQuantizer(*pair)}, {"w": ShardMap(cuts)}
-            assert_plans_cast_as_rows_do({"w": master}, hybrids, shards, "codes", "halo", f"{pair} {value} {cuts}", device="cuda")
+            assert_plans_cast_as_rows_do(
+                {"w": master},
+                hybrids,
+                shards,
+                "codes",
+                "halo",
+                f"{pair} {value} {cuts}",
+                device="cuda",
+            )
 
 
 @pytest.mark.parametrize("name", ["hybrid", "fp8_delayed", "fp8_block"])

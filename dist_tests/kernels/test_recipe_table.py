@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipe x module x backward mode on a GPU: every layer is its definition, whatever multiplies it."""
+"""Recipe x module x backward mode on a GPU: every layer is its definition, whatever multiplies
+it."""
 
 from __future__ import annotations
 
@@ -9,14 +10,26 @@ import pytest
 
 from dist_tests.kernels import expected
 from dist_tests.laws import sample
-from dist_tests.single.recipe_table import CUSTOM, EXACT, GPU, HYBRIDS, MODES, MODULES, NAMED, check_cell
+from dist_tests.single.recipe_table import (
+    CUSTOM,
+    EXACT,
+    GPU,
+    HYBRIDS,
+    MODES,
+    MODULES,
+    NAMED,
+    check_cell,
+)
 
 pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
 
 
 @pytest.mark.parametrize(
     "recipe, module, mode",
-    [*itertools.product([*NAMED, *CUSTOM, *EXACT], MODULES, MODES), *sample([*itertools.product(HYBRIDS, MODULES, MODES)])],
+    [
+        *itertools.product([*NAMED, *CUSTOM, *EXACT], MODULES, MODES),
+        *sample([*itertools.product(HYBRIDS, MODULES, MODES)]),
+    ],
 )
 def test_a_cell_is_its_definition(recipe: str, module: str, mode: str | None):
     """If false, a recipe or a backward mode is another one on a GPU."""

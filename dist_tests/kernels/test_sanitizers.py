@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 @pytest.mark.parametrize("part", sanitizers.PARTS)
 @pytest.mark.parametrize("tool", sanitizers.TOOLS)
 def test_kernels_are_clean(tool: str, part: str):
-    """If false, a kernel reads or writes what is not its own, races, reads what nothing wrote, or misuses a barrier."""
+    """If false, a kernel reads or writes what is not its own, races, reads what nothing wrote, or
+    misuses a barrier."""
     errors, status, text = sanitizers.sanitize(tool, part)
     assert (errors, status) == (0, 0), text[-4000:]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled step of a layer on a GPU: the bytes, counts and errors of its parts, with autograd's own rules."""
+"""The compiled step of a layer on a GPU: the bytes, counts and errors of its parts, with autograd's
+own rules."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ from fsdp_quant.ops.norm import ACTIVATIONS
 
 pytestmark = pytest.mark.skipif(expected.WHY_NOT is not None, reason=expected.WHY_NOT or "")
 
-SHAPES = ((64, 48, 32), (256, 512, 384), (1040, 64, 48))  # M, N, K; the last has tokens of more than one run of 512
+SHAPES = (
+    (64, 48, 32),
+    (256, 512, 384),
+    (1040, 64, 48),
+)  # M, N, K; the last has tokens of more than one run of 512
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +53,10 @@ def layer(name: str, shape=SHAPES[1], bias: bool = False, module_name: str = "0"
 def batch(shape=SHAPES[1]) -> tuple[Tensor, Tensor]:
     """x [2, M / 2, K] and dy."""
     m, n, k = shape
-    x, dy = (laws.values(m, width, seed=seed, dtype=BF16).to("cuda").view(2, m // 2, width) for width, seed in ((k, 4), (n, 5)))
+    x, dy = (
+        laws.values(m, width, seed=seed, dtype=BF16).to("cuda").view(2, m // 2, width)
+        for width, seed in ((k, 4), (n, 5))
+    )
     return x.requires_grad_(), dy
 
 
@@ -62,12 +70,15 @@ def run(module: fq.Linear, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
 
 
 def is_compiled(y: Tensor) -> bool:
-    return "Linear" in y.grad_fn.name() or any("Linear" in f.name() for f, _ in y.grad_fn.next_functions if f)
+    return "Linear" in y.grad_fn.name() or any(
+        "Linear" in f.name() for f, _ in y.grad_fn.next_functions if f
+    )
 
 
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_a_step_is_that_of_its_parts(name: str, monkeypatch):
-    """If false, bytes, receipts or histories depend on whether someone looks at a layer's operators."""
+    """If false, bytes, receipts or histories depend on whether someone looks at a layer's
+    operators."""
     for shape in SHAPES:
         for bias in (True, False):
             results = []
@@ -76,29 +87,54 @@ def test_a_step_is_that_of_its_parts(name: str, monkeypatch):
                 if not one_call:
                     monkeypatch.setattr(linear_op, "_is_one_call", lambda *args: False)
                 module, (x, dy) = layer(name, shape, bias), batch(shape)
-                assert is_compiled(module(x)) == is_compiled(module(x)) == one_call  # twice: nothing is kept
+                assert (
+                    is_compiled(module(x)) == is_compiled(module(x)) == one_call
+                )  # twice: nothing is kept
                 counters.reset()
-                if module._guard is not None:  # whose counts leave for the host at times of their own
+                if (
+                    module._guard is not None
+                ):  # whose counts leave for the host at times of their own
                     module._guard.zero_()
                 made = run(module, x, dy)
                 counted = {what: counters.of(what) for what in ("gemm", "quantize")}
                 layouts = module.plan_on(BF16, x.device).resolved(BF16, x.device).layouts["weight"]
-                if one_call and module.plan.weight.shares_storage and set(layouts.values()) != {COMPACT}:
-                    # One call quantizes both directions in one read; the parts lay one storage out twice.
-                    of_weight = module.plan.operand("weight", COLUMNWISE).name, "columnwise", "native"
+                if (
+                    one_call
+                    and module.plan.weight.shares_storage
+                    and set(layouts.values()) != {COMPACT}
+                ):
+                    # One call quantizes both directions in one read; the parts lay one storage out
+                    # twice.
+                    of_weight = (
+                        module.plan.operand("weight", COLUMNWISE).name,
+                        "columnwise",
+                        "native",
+                    )
                     counted["quantize"][of_weight] -= 1
                 counted = {what: {k: n for k, n in of.items() if n} for what, of in counted.items()}
-                histories = {str(k): h.amaxes[0].item() for k, h in module._weight_state.histories.items()}
-                results.append((made, counted, histories, None if module._guard is None else module._guard.tolist()))
+                histories = {
+                    str(k): h.amaxes[0].item() for k, h in module._weight_state.histories.items()
+                }
+                results.append(
+                    (
+                        made,
+                        counted,
+                        histories,
+                        None if module._guard is None else module._guard.tolist(),
+                    )
+                )
             (one, *told), (parts, *wanted) = results
             for what, tensor in parts.items():
-                laws.assert_same_bytes(one[what].cpu(), tensor.cpu(), f"{name} {shape} bias {bias}: {what}")
+                laws.assert_same_bytes(
+                    one[what].cpu(), tensor.cpu(), f"{name} {shape} bias {bias}: {what}"
+                )
             assert told == wanted, f"{name} {shape} bias {bias}"
 
 
 @pytest.mark.parametrize("bad", [None, float("inf"), float("nan")])
 def test_a_history_collects_the_same_amax_whoever_finds_it(bad: float | None, monkeypatch):
-    """If false, the next step's scale depends on who took an amax, or an overflow of one step spoils the next ones."""
+    """If false, the next step's scale depends on who took an amax, or an overflow of one step
+    spoils the next ones."""
     x, dy = batch()
     with torch.no_grad():
         if bad is not None:
@@ -123,7 +159,9 @@ def test_a_history_collects_the_same_amax_whoever_finds_it(bad: float | None, mo
             y = module(again, handed)
             y.backward(gradient)
             made = {"y": y.detach(), "dx": again.grad, "dw": module.weight.grad}
-            results.append(made | {str(k): h.amaxes for k, h in module._weight_state.histories.items()})
+            results.append(
+                made | {str(k): h.amaxes for k, h in module._weight_state.histories.items()}
+            )
         for other in results[1:]:
             for what, want in results[0].items():
                 laws.assert_same_bytes(other[what].cpu(), want.cpu(), f"{what}, factor {factor}")
@@ -137,10 +175,16 @@ def test_recomputation_and_saved_tensor_hooks_change_no_bit(name: str):
     for reentrant in (True, False):
         module, again = layer(name), x.detach().requires_grad_()
         checkpoint(module, again, use_reentrant=reentrant).backward(dy)
-        laws.assert_same_bytes(again.grad.cpu(), want["dx"].cpu(), f"{name} checkpointed, reentrant {reentrant}")
-        laws.assert_same_bytes(module.weight.grad.cpu(), want["weight"].cpu(), f"{name} checkpointed: weight")
+        laws.assert_same_bytes(
+            again.grad.cpu(), want["dx"].cpu(), f"{name} checkpointed, reentrant {reentrant}"
+        )
+        laws.assert_same_bytes(
+            module.weight.grad.cpu(), want["weight"].cpu(), f"{name} checkpointed: weight"
+        )
     module, kept = layer(name), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t.cpu(), lambda t: t.cuda()):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.append(t.shape) or t.cpu(), lambda t: t.cuda()
+    ):
         got = run(module, x, dy)
     assert kept
     for what, tensor in want.items():
@@ -149,9 +193,10 @@ def test_recomputation_and_saved_tensor_hooks_change_no_bit(name: str):
 
 # Gradients of a bias #
 
+
 def column_sums_bound(x: Tensor) -> Tensor:
-    """Of the error: one rounding to bf16, and of fp32 sums one for each term that a value goes through: 8 rows, 2 halves, 8
-    warps, every 16th tile, 16 parts."""
+    """Of the error: one rounding to bf16, and of fp32 sums one for each term that a value goes
+    through: 8 rows, 2 halves, 8 warps, every 16th tile, 16 parts."""
     depth = 34 + x.shape[0] / 2048
     return 2.0**-8 * x.double().sum(0).abs() + (depth + 1) * 2.0**-24 * x.double().abs().sum(0)
 
@@ -160,12 +205,20 @@ def test_column_sums_are_those_of_fp32():
     """If false, the gradient of a bias loses tokens or bits."""
     for shape in ((1, 1), (33, 47), (128, 128), (200, 328), (1040, 2064), (5000, 136)):
         whole = torch.randint(-8, 9, shape, device="cuda").to(BF16)  # any sum is exact
-        laws.assert_same_bytes(dispatch.column_sums(whole).cpu(), whole.float().sum(0).to(BF16).cpu(), f"whole numbers {shape}")
+        laws.assert_same_bytes(
+            dispatch.column_sums(whole).cpu(),
+            whole.float().sum(0).to(BF16).cpu(),
+            f"whole numbers {shape}",
+        )
         x = laws.values(*shape, dtype=BF16, kind="outliers").to("cuda")
         for rows in (x, x.t().contiguous().t(), torch.cat((x, x), 1)[:, : shape[1]]):
             got = dispatch.column_sums(rows)
-            assert bool(((got.double() - x.double().sum(0)).abs() <= column_sums_bound(x)).all()), shape
-            laws.assert_same_bytes(got.cpu(), dispatch.column_sums(x).cpu(), f"strides {rows.stride()}")
+            assert bool(((got.double() - x.double().sum(0)).abs() <= column_sums_bound(x)).all()), (
+                shape
+            )
+            laws.assert_same_bytes(
+                got.cpu(), dispatch.column_sums(x).cpu(), f"strides {rows.stride()}"
+            )
     for bad in (float("nan"), float("inf")):
         x = torch.ones(300, 200, device="cuda", dtype=BF16)
         x[222, 77] = bad
@@ -174,8 +227,8 @@ def test_column_sums_are_those_of_fp32():
 
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_a_bias_gradient_is_the_same_whoever_adds_it_up(name: str):
-    """If false, the gradient of a bias depends on which launch read dy first: one for statistics, one behind a grid barrier, or
-    the one that encodes, with statistics that a producer left."""
+    """If false, the gradient of a bias depends on which launch read dy first: one for statistics,
+    one behind a grid barrier, or the one that encodes, with statistics that a producer left."""
     for tokens in (208, 1040):
         shape = (tokens, 2064, 64)
         x, dy = batch(shape)
@@ -188,9 +241,16 @@ def test_a_bias_gradient_is_the_same_whoever_adds_it_up(name: str):
                 gradient = dy.clone()
                 # produced: as a kernel of activations leaves them
                 handed = Handed(grad_amaxes=lines_of(gradient)[0] if produced else None)
-                module(x.detach().view(tokens, -1).requires_grad_(needs_x), handed).backward(gradient)
+                module(x.detach().view(tokens, -1).requires_grad_(needs_x), handed).backward(
+                    gradient
+                )
                 what = f"{tokens} tokens, produced {produced}, needs {needs_x} {needs_w}"
-                assert bool(((module.bias.grad.double() - dy.double().sum(0)).abs() <= column_sums_bound(dy)).all()), what
+                assert bool(
+                    (
+                        (module.bias.grad.double() - dy.double().sum(0)).abs()
+                        <= column_sums_bound(dy)
+                    ).all()
+                ), what
                 if module.plan.grad_output.side(ROWWISE).fmt.is_quantized:
                     laws.assert_same_bytes(module.bias.grad.cpu(), want.cpu(), what)
 
@@ -221,7 +281,9 @@ def test_a_bias_costs_no_read_of_the_gradient():
         for bias in (False, True):
             module = layer(name, bias=bias)
             run(module, x, dy)
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            with torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CUDA]
+            ) as profile:
                 run(module, x, dy)
             seen = {kind: 0 for kind in ("quantize_", "sum_partials", "at::native::reduce")}
             for e in profile.key_averages():
@@ -234,6 +296,7 @@ def test_a_bias_costs_no_read_of_the_gradient():
 
 # Gradients that are not needed #
 
+
 def test_what_is_not_needed_is_not_made():
     """If false, frozen weights and first layers pay for gradients that nobody reads."""
     x, dy = batch()
@@ -244,11 +307,14 @@ def test_what_is_not_needed_is_not_made():
         counters.reset()
         module(again).backward(dy)
         made = {d for _, d, _ in counters.of("quantize")}
-        assert counters.total("gemm") == 2 and (again.grad is not None) == frozen == (module.weight.grad is None), made
+        assert counters.total("gemm") == 2 and (again.grad is not None) == frozen == (
+            module.weight.grad is None
+        ), made
 
 
 def test_the_graph_is_autograds():
-    """If false, a backward multiplies a weight of after its forward, or a second derivative or a freed graph goes unseen."""
+    """If false, a backward multiplies a weight of after its forward, or a second derivative or a
+    freed graph goes unseen."""
     module, (x, dy) = layer("fp8_current"), batch()
     y = module(x)
     y.backward(dy, retain_graph=True)
@@ -279,8 +345,12 @@ def test_random_keys_and_histories_are_those_of_torch():
     ids = torch.tensor([11, 12, 2**32 - 1 + (48 << 32)])  # of a part whose columns begin at 48
     for offset in (-1, 0, 4096):
         step[3] = offset
-        want = torch.tensor([2**40 + 5, 7, 2**32 - 1, 3, (6 * 128 if offset < 0 else offset) + (48 << 40)])
-        assert torch.equal(linear_op.dispatch.random_key(step.cuda(), ids.cuda(), 2, 128).cpu(), want)
+        want = torch.tensor(
+            [2**40 + 5, 7, 2**32 - 1, 3, (6 * 128 if offset < 0 else offset) + (48 << 40)]
+        )
+        assert torch.equal(
+            linear_op.dispatch.random_key(step.cuda(), ids.cuda(), 2, 128).cpu(), want
+        )
         assert torch.equal(linear_op.dispatch.random_key(step, ids, 2, 128), want)
     for amax in (0.0, 0.5, 3.0, float("inf"), float("nan")):
         histories = [torch.tensor([1.0, 9.0], device=device) for device in ("cpu", "cuda")]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers of FSDP2 on streams of their own: the stream that multiplies may come late, on one GPU with a stand-in for its peer."""
+"""Gathers of FSDP2 on streams of their own: the stream that multiplies may come late, on one GPU
+with a stand-in for its peer."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ RECIPES = {
 @pytest.fixture(autouse=True)
 def _two_ranks(monkeypatch):
     """Rank 0 of two, the other of which always sends the same."""
+
     def gather(out: Tensor, own: Tensor, group=None, async_op=False):
         out.view(2, -1).copy_(own.reshape(1, -1).expand(2, -1))
 
@@ -58,8 +60,11 @@ def _trained(recipe: fq.Recipe, before_a_layer, **options) -> list[Tensor]:
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_a_late_stream_multiplies_what_was_gathered(name: str, reshard: bool, monkeypatch):
-    """If false, scales are overwritten by the codes of the next gather before the products have read them."""
-    late = _trained(RECIPES[name], lambda: torch.cuda._sleep(2_000_000), reshard_after_forward=reshard)
+    """If false, scales are overwritten by the codes of the next gather before the products have
+    read them."""
+    late = _trained(
+        RECIPES[name], lambda: torch.cuda._sleep(2_000_000), reshard_after_forward=reshard
+    )
 
     def in_step(run):
         def waited(*args):
@@ -71,5 +76,9 @@ def test_a_late_stream_multiplies_what_was_gathered(name: str, reshard: bool, mo
 
     monkeypatch.setattr(GatherGroup, "send", in_step(GatherGroup.send))
     monkeypatch.setattr(GatherPlan, "receive", in_step(GatherPlan.receive))
-    for step, (got, want) in enumerate(zip(late, _trained(RECIPES[name], torch.cuda.synchronize, reshard_after_forward=reshard))):
-        assert_same_bytes(got.cpu(), want.cpu(), f"{name}, reshard_after_forward={reshard}: output of step {step}")
+    for step, (got, want) in enumerate(
+        zip(late, _trained(RECIPES[name], torch.cuda.synchronize, reshard_after_forward=reshard))
+    ):
+        assert_same_bytes(
+            got.cpu(), want.cpu(), f"{name}, reshard_after_forward={reshard}: output of step {step}"
+        )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs of several ranks that fault at a place, and what each rank says then, after how many seconds.
+"""Programs of several ranks that fault at a place, and what each rank says then, after how many
+seconds.
 
 A program trains a few linear layers in one set-up, of this library or of plain torch:
 
@@ -61,11 +62,16 @@ WORLDS = {"fsdp2": 2, "hsdp": 4, "tp": 2, "ep": 2, "sync": 2}
 
 # Programs #
 
+
 class MLP(nn.Module):
     def __init__(self, rows: int = 64):
         super().__init__()
         self.norm = nn.RMSNorm(K)
-        self.gate, self.up, self.down = nn.Linear(K, rows, bias=False), nn.Linear(K, rows, bias=False), nn.Linear(rows, K, bias=False)
+        self.gate, self.up, self.down = (
+            nn.Linear(K, rows, bias=False),
+            nn.Linear(K, rows, bias=False),
+            nn.Linear(rows, K, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
@@ -76,12 +82,18 @@ class Program:
     """What a rank trains.
 
     plain:    of torch's modules alone.
-    recipe, rows, ranks: of this rank's model; another recipe, width or number of ranks on one of them is a fault.
+    recipe, rows, ranks: of this rank's model; another recipe, width or number of ranks on one of
+                         them is a fault.
     """
 
     def __init__(self, plain: bool = False, recipe: str = "fp8_current", rows: int = 64):
         torch.manual_seed(0)
-        self.rank, self.world, self.plain, self.recipe = dist.get_rank(), dist.get_world_size(), plain, recipe
+        self.rank, self.world, self.plain, self.recipe = (
+            dist.get_rank(),
+            dist.get_world_size(),
+            plain,
+            recipe,
+        )
         self.net = self.build(rows)
         self.parameters = list(self.net.parameters())  # sharded
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-2, foreach=True)
@@ -130,7 +142,10 @@ class Program:
 
     def places(self) -> dict[str, list[tuple[object, str]]]:
         """(owner, name) of functions that are called at a place."""
-        gather, come = (_fsdp_param_group, "foreach_all_gather"), (_fsdp_param_group, "foreach_all_gather_copy_out")
+        gather, come = (
+            (_fsdp_param_group, "foreach_all_gather"),
+            (_fsdp_param_group, "foreach_all_gather_copy_out"),
+        )
         if not self.plain:
             gather, come = (GatherPlan, "send"), (GatherPlan, "receive")
         return {"pre_all_gather": [gather], "post_all_gather": [come]}
@@ -138,6 +153,7 @@ class Program:
     @contextlib.contextmanager
     def at(self, place: str, act: Callable[[], None]) -> Iterator[None]:
         """Call `act` at each passing of a place."""
+
         def hook(*_) -> None:
             act()
 
@@ -145,6 +161,7 @@ class Program:
             def call(*args, **options):
                 act()
                 return function(*args, **options)
+
             return call
 
         with contextlib.ExitStack() as stack:
@@ -155,10 +172,16 @@ class Program:
             elif place == "optimizer":
                 stack.callback(self.optimizer.register_step_pre_hook(hook).remove)
             elif place == "save":
-                stack.enter_context(mock.patch.object(dcp.FileSystemWriter, "write_data", before(dcp.FileSystemWriter.write_data)))
+                stack.enter_context(
+                    mock.patch.object(
+                        dcp.FileSystemWriter, "write_data", before(dcp.FileSystemWriter.write_data)
+                    )
+                )
             else:
                 for owner, name in self.places()[place]:
-                    stack.enter_context(mock.patch.object(owner, name, before(getattr(owner, name))))
+                    stack.enter_context(
+                        mock.patch.object(owner, name, before(getattr(owner, name)))
+                    )
             yield
 
 
@@ -168,7 +191,10 @@ class Sharded(Program):
     def build(self, rows: int) -> nn.Module:
         net = self.converted(nn.Sequential(MLP(rows), MLP(64), nn.Linear(K, 8)))
         sizes = (self.world,) if len(self.axes) == 1 else (2, self.world // 2)
-        options = {"mesh": init_device_mesh("cpu", sizes, mesh_dim_names=self.axes), "mp_policy": MixedPrecisionPolicy(torch.bfloat16)}
+        options = {
+            "mesh": init_device_mesh("cpu", sizes, mesh_dim_names=self.axes),
+            "mp_policy": MixedPrecisionPolicy(torch.bfloat16),
+        }
         for block in net:
             fully_shard(block, **options)
         return fully_shard(net, **options)
@@ -180,14 +206,23 @@ class Copied(Sharded):
 
 class Tensors(Program):
     def build(self, rows: int) -> nn.Module:
-        net, mesh = self.converted(nn.Sequential(MLP(rows), MLP(64))), init_device_mesh("cpu", (self.world,))
+        net, mesh = (
+            self.converted(nn.Sequential(MLP(rows), MLP(64))),
+            init_device_mesh("cpu", (self.world,)),
+        )
         of = styles if self.plain else fq.parallel
         for block in net:
             inputs = {"input_layouts": Shard(1)} if self.plain else {}
-            parallelize_module(block, mesh, {
-                "norm": styles.SequenceParallel(), "gate": of.ColwiseParallel(**inputs), "up": of.ColwiseParallel(**inputs),
-                "down": of.RowwiseParallel(output_layouts=Shard(1)),
-            })
+            parallelize_module(
+                block,
+                mesh,
+                {
+                    "norm": styles.SequenceParallel(),
+                    "gate": of.ColwiseParallel(**inputs),
+                    "up": of.ColwiseParallel(**inputs),
+                    "down": of.RowwiseParallel(output_layouts=Shard(1)),
+                },
+            )
         return net
 
     def forward(self, x: Tensor) -> Tensor:
@@ -202,19 +237,28 @@ class PlainExperts(nn.Module):
 
     def __init__(self, rows: int):
         super().__init__()
-        self.up, self.down = (nn.Parameter(values(2, *shape, seed=i, dtype=torch.float32) / 8) for i, shape in enumerate(((K, rows), (rows, K))))
+        self.up, self.down = (
+            nn.Parameter(values(2, *shape, seed=i, dtype=torch.float32) / 8)
+            for i, shape in enumerate(((K, rows), (rows, K)))
+        )
 
     def forward(self, x: Tensor, splits: list[int]) -> Tensor:
         way = [len(x) // dist.get_world_size()] * dist.get_world_size()
         come = all_to_all_single_autograd(x, way, way, dist.group.WORLD).view(2, -1, K)
-        return all_to_all_single_autograd((come @ self.up @ self.down).view(-1, K), way, way, dist.group.WORLD)
+        return all_to_all_single_autograd(
+            (come @ self.up @ self.down).view(-1, K), way, way, dist.group.WORLD
+        )
 
 
 class Experts(nn.Module):
     def __init__(self, rows: int, recipe: str):
         super().__init__()
-        self.up = fq.GroupedLinear(EXPERTS, K, rows, bias=False, packed=True, recipe=recipe, name="up")
-        self.down = fq.GroupedLinear(EXPERTS, rows, K, bias=False, packed=True, recipe=recipe, name="down")
+        self.up = fq.GroupedLinear(
+            EXPERTS, K, rows, bias=False, packed=True, recipe=recipe, name="up"
+        )
+        self.down = fq.GroupedLinear(
+            EXPERTS, rows, K, bias=False, packed=True, recipe=recipe, name="down"
+        )
 
     def forward(self, x: Tensor, splits) -> Tensor:
         return self.down(F.silu(self.up(x, splits)), splits)
@@ -225,7 +269,9 @@ class SpreadExperts(Program):
         if self.plain:
             return PlainExperts(rows)
         style = fq.parallel.ExpertParallel(reads="up", writes="down")
-        return parallelize_module(Experts(rows, self.recipe), init_device_mesh("cpu", (self.world,)), style)
+        return parallelize_module(
+            Experts(rows, self.recipe), init_device_mesh("cpu", (self.world,)), style
+        )
 
     @property
     def middle(self) -> nn.Module:
@@ -239,22 +285,30 @@ class SpreadExperts(Program):
 
 
 class Published(Program):
-    """Masters of each weight in two pieces; gradients are summed, and each rank updates its piece."""
+    """Masters of each weight in two pieces; gradients are summed, and each rank updates its
+    piece."""
 
     def build(self, rows: int) -> nn.Module:
         if self.plain:
             net = nn.Sequential(nn.Linear(K, rows, bias=False), nn.Linear(rows, K, bias=False))
         else:
             with fq.quantized_model_init(self.recipe):
-                net = fq.convert(nn.Sequential(nn.Linear(K, rows, bias=False), nn.Linear(rows, K, bias=False)), self.recipe)
+                net = fq.convert(
+                    nn.Sequential(nn.Linear(K, rows, bias=False), nn.Linear(rows, K, bias=False)),
+                    self.recipe,
+                )
         self.weights = {f"{i}.weight": layer.weight for i, layer in enumerate(net)}
         size = K * rows
         self.cut = ((0, size // 2 + 3), (size // 2 + 3, size))[self.rank]
         if self.plain:
-            self.masters = [w.detach().flatten()[slice(*self.cut)].clone() for w in self.weights.values()]
+            self.masters = [
+                w.detach().flatten()[slice(*self.cut)].clone() for w in self.weights.values()
+            ]
         else:
             shards = ShardMap((0, size // 2 + 3, size))
-            self.sync = plan_weight_sync([SyncItem(n, w, shards) for n, w in self.weights.items()], dist.group.WORLD)
+            self.sync = plan_weight_sync(
+                [SyncItem(n, w, shards) for n, w in self.weights.items()], dist.group.WORLD
+            )
             self.masters = self.sync.init_masters()
             self.sync.refresh(self.masters)
         return net
@@ -283,28 +337,50 @@ class Published(Program):
             sent = F.pad(master.bfloat16(), (0, K + 3 - (len(master) - weight.numel() // 2 + 3)))
             out = sent.new_empty(2 * len(sent))
             torch_compat.all_gather(out, sent, dist.group.WORLD)
-            whole = torch.cat([out[: weight.numel() // 2 + 3], out[len(sent) : len(sent) + weight.numel() // 2 - 3]])
+            whole = torch.cat(
+                [
+                    out[: weight.numel() // 2 + 3],
+                    out[len(sent) : len(sent) + weight.numel() // 2 - 3],
+                ]
+            )
             weight.data.copy_(whole.view_as(weight))
 
     def state(self) -> list[Tensor]:
-        codes = [] if self.plain else [s.data for w in self.weights.values() for s in (w.rowwise, w.columnwise)]
+        codes = (
+            []
+            if self.plain
+            else [s.data for w in self.weights.values() for s in (w.rowwise, w.columnwise)]
+        )
         return [t.clone() for t in (*self.masters, *codes)]
 
     def places(self) -> dict:
         gather = {"gather": [(torch_compat, "all_gather")]}
-        return gather if self.plain else gather | {"cast": [(WeightSync, "_cast_rows")], "finish": [(torch_compat, "copy_all")]}
+        return (
+            gather
+            if self.plain
+            else gather
+            | {"cast": [(WeightSync, "_cast_rows")], "finish": [(torch_compat, "copy_all")]}
+        )
 
 
-PROGRAMS: dict[str, type[Program]] = {"fsdp2": Sharded, "hsdp": Copied, "tp": Tensors, "ep": SpreadExperts, "sync": Published}
+PROGRAMS: dict[str, type[Program]] = {
+    "fsdp2": Sharded,
+    "hsdp": Copied,
+    "tp": Tensors,
+    "ep": SpreadExperts,
+    "sync": Published,
+}
 PLACES = {
     "fsdp2": ("forward", "backward", "pre_all_gather", "post_all_gather", "optimizer", "save"),
     "hsdp": ("forward", "backward", "pre_all_gather", "post_all_gather", "optimizer", "save"),
-    "tp": ("forward", "backward", "gather", "optimizer", "save"), "ep": ("forward", "backward", "gather", "optimizer", "save"),
+    "tp": ("forward", "backward", "gather", "optimizer", "save"),
+    "ep": ("forward", "backward", "gather", "optimizer", "save"),
     "sync": ("forward", "backward", "cast", "gather"),
 }
 
 
 # Faults #
+
 
 def stop(seconds: float) -> None:
     """SIGSTOP this process; another one lets it go on."""
@@ -315,11 +391,14 @@ def stop(seconds: float) -> None:
 def raised(error: type[BaseException]) -> Callable[[], None]:
     def act() -> None:
         raise error("injected")
+
     return act
 
 
 FAULTS: dict[str, Callable[[], None]] = {
-    "raise": raised(RuntimeError), "memory": raised(torch.OutOfMemoryError), "exit": lambda: sys.exit(3),
+    "raise": raised(RuntimeError),
+    "memory": raised(torch.OutOfMemoryError),
+    "exit": lambda: sys.exit(3),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
 }
 
@@ -327,7 +406,8 @@ FAULTS: dict[str, Callable[[], None]] = {
 class Said(NamedTuple):
     """What a rank said, and after how many seconds.
 
-    text:   "" where it went on; `state` is then a digest of what it holds, or what the function returned.
+    text:   "" where it went on; `state` is then a digest of what it holds, or what the function
+            returned.
     """
 
     text: str
@@ -344,6 +424,7 @@ def once(act: Callable[[], None], folder: str | None = None) -> Callable[[], Non
             if folder is not None:
                 Path(folder, "fault").write_text(str(time.monotonic()))
             left.pop()()
+
     return call
 
 
@@ -353,7 +434,11 @@ def faulty(folder: str, setup: str, place: str, fault: str, plain: bool) -> int:
     program.step(0)
     act = FAULTS.get(fault) or (lambda: stop(float(fault.removeprefix("stop "))))
     is_odd = program.rank == program.world - 1 and fault not in ("none", "nan")
-    with program.at(place, once(act, folder) if is_odd else lambda: None) if place else contextlib.nullcontext():
+    with (
+        program.at(place, once(act, folder) if is_odd else lambda: None)
+        if place
+        else contextlib.nullcontext()
+    ):
         for step in (1, 2):
             program.step(step, fault == "nan" and program.rank == program.world - 1 and step == 1)
             if place == "save":
@@ -374,15 +459,25 @@ def mismatched(folder: str, setup: str, options: dict) -> int:
 
 
 def digest(tensors: list[Tensor]) -> int:
-    return zlib.crc32(b"".join(t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors))
+    return zlib.crc32(
+        b"".join(t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors)
+    )
 
 
 def _entry(rank: int, world: int, port: int, folder: str, fn: Callable, args: tuple) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     torch.set_num_threads(1)
     sys.stderr = open(os.devnull, "w")
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT)
+    )
     dist.barrier()
     start, text, state = time.monotonic(), "", None
     try:
@@ -405,16 +500,22 @@ def _entry(rank: int, world: int, port: int, folder: str, fn: Callable, args: tu
 
 
 def run(world: int, fn: Callable, *args) -> list[Said]:
-    """What each rank says of fn(folder, *args), where ranks may die: those that say nothing were killed, or wait."""
+    """What each rank says of fn(folder, *args), where ranks may die: those that say nothing were
+    killed, or wait."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_PRELOAD, __name__])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=_entry, args=(r, world, store.port, folder, fn, args)) for r in range(world)]
+        ranks = [
+            context.Process(target=_entry, args=(r, world, store.port, folder, fn, args))
+            for r in range(world)
+        ]
         for process in ranks:
             process.start()
         end = time.monotonic() + 3 * TIMEOUT
-        while (alive := [p for p in ranks if p.is_alive()]) and (rest := end - time.monotonic()) > 0:
+        while (alive := [p for p in ranks if p.is_alive()]) and (
+            rest := end - time.monotonic()
+        ) > 0:
             connection.wait([p.sentinel for p in alive], rest)
         waits = [p.is_alive() for p in ranks]
         for process in ranks:
@@ -423,13 +524,20 @@ def run(world: int, fn: Callable, *args) -> list[Said]:
         found = []
         for rank in range(world):
             path = Path(folder, str(rank))
-            found.append(pickle.loads(path.read_bytes()) if path.exists() else Said("waits" if waits[rank] else "killed", float("nan")))
+            found.append(
+                pickle.loads(path.read_bytes())
+                if path.exists()
+                else Said("waits" if waits[rank] else "killed", float("nan"))
+            )
     return found
 
 
 # Recovery #
 
-def trained(setup: str, folder: Path, place: str = "", act: Callable[[], None] = lambda: None) -> tuple[list[int], int]:
+
+def trained(
+    setup: str, folder: Path, place: str = "", act: Callable[[], None] = lambda: None
+) -> tuple[list[int], int]:
     """(digests of three steps, exceptions): what raises in the second step is called again."""
     program, states, seen = PROGRAMS[setup](), [], 0
     for step in range(3):
@@ -451,8 +559,8 @@ def trained(setup: str, folder: Path, place: str = "", act: Callable[[], None] =
 
 
 def recovers(folder: str, setup: str) -> list[str]:
-    """Where the steps behind an exception have other bits than without: of all ranks at each place, and of one where the others
-    can go on."""
+    """Where the steps behind an exception have other bits than without: of all ranks at each place,
+    and of one where the others can go on."""
     want, found = trained(setup, Path(folder))[0], []
     for place in PLACES[setup]:
         for fault in ("raise", "memory"):
@@ -462,5 +570,7 @@ def recovers(folder: str, setup: str) -> list[str]:
                 got, seen = trained(setup, Path(folder, f"{place} {fault} {alone}"), place, act)
                 if got != want or (raises and seen != 1):
                     wrong = "other bits" if seen else "nothing was raised"
-                    found.append(f"{setup}, {fault} at {place}{' of one rank' if alone else ''}: {wrong}")
+                    found.append(
+                        f"{setup}, {fault} at {place}{' of one rank' if alone else ''}: {wrong}"
+                    )
     return found

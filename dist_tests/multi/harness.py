@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spawn ranks on gloo, run a function on each, collect results or the first traceback.
 
-With FSDP_QUANT_TEST_DEVICE=cuda in the environment: on NCCL, a GPU a rank, on which tensors are then made by default; laws
-that want more ranks than there are GPUs are skipped.
+With FSDP_QUANT_TEST_DEVICE=cuda in the environment: on NCCL, a GPU a rank, on which tensors are
+then made by default; laws that want more ranks than there are GPUs are skipped.
 """
 
 from __future__ import annotations
@@ -24,22 +24,37 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 DEVICE = os.environ.get("FSDP_QUANT_TEST_DEVICE", "cpu")
-GRACE = 10.0  # seconds that ranks have to notice that another one failed; NCCL lets them wait for minutes
-on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="emulates a GPU on a CPU, or compares ranks with this process on a CPU")
-# What ranks would import one by one; torch._dynamo, by the first step of an optimizer, takes longer than most laws.
-# Without it `torch._dynamo` alone was a third of the suite's time: a module that ranks import later
-# is paid for by every rank of every law. A rank is a fork of one server: 50 ms of processor time,
-# and modules, counters, step and groups as in a fresh process. Ranks that live on would save those
-# 50 ms and share all that state.
+# seconds that ranks have to notice that another one failed; NCCL lets them wait for minutes
+GRACE = 10.0
+on_cpu = pytest.mark.skipif(
+    DEVICE != "cpu", reason="emulates a GPU on a CPU, or compares ranks with this process on a CPU"
+)
+# What ranks would import one by one; torch._dynamo, by the first step of an optimizer, takes longer
+# than most laws. Without it `torch._dynamo` alone was a third of the suite's time: a module that
+# ranks import later is paid for by every rank of every law. A rank is a fork of one server: 50 ms
+# of processor time, and modules, counters, step and groups as in a fresh process. Ranks that live
+# on would save those 50 ms and share all that state.
 _PRELOAD = [
-    "numpy.random", "pytest", "torch._dynamo", "torch._inductor.pattern_matcher", "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp", "torch.distributed.tensor", "dist_tests.multi.nets", "dist_tests.single.hopper",
+    "numpy.random",
+    "pytest",
+    "torch._dynamo",
+    "torch._inductor.pattern_matcher",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "dist_tests.multi.nets",
+    "dist_tests.single.hopper",
 ]
 
 
 def _entry(rank: int, world: int, port: int, fn, args, folder: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world),
-                   "LOCAL_RANK": str(rank)}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+    }
     faulthandler.enable()  # a rank that dies of a signal says where
     torch.set_num_threads(1)
     gc.freeze()  # modules are no garbage: a collection reads what the law made
@@ -47,9 +62,13 @@ def _entry(rank: int, world: int, port: int, fn, args, folder: str) -> None:
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
         torch.set_default_device(f"cuda:{rank}")
-        dist.init_process_group("nccl", store=store, rank=rank, world_size=world, device_id=torch.device("cuda", rank))
+        dist.init_process_group(
+            "nccl", store=store, rank=rank, world_size=world, device_id=torch.device("cuda", rank)
+        )
     else:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        )
     try:
         outcome = ("ok", fn(rank, world, *args))
     except BaseException:
@@ -79,7 +98,8 @@ def _results(folder: str, ranks: Iterable[int]) -> dict[int, tuple]:
 
 
 def run_ranks(world: int, fn, *args) -> list:
-    """fn(rank, world, *args) on every rank; returns the results by rank. fn must be a module-level function.
+    """fn(rank, world, *args) on every rank; returns the results by rank. fn must be a module-level
+    function.
 
     Raises AssertionError with the traceback of the first rank that failed of itself.
     """
@@ -87,21 +107,32 @@ def run_ranks(world: int, fn, *args) -> list:
         pytest.skip(f"{world} ranks, {torch.cuda.device_count()} GPUs")
     context = mp.get_context("spawn" if DEVICE == "cuda" else "forkserver")
     if DEVICE == "cpu":
-        context.set_forkserver_preload(_PRELOAD)  # torch is imported once, each rank is a fork of the server
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a port that no other test is given
+        context.set_forkserver_preload(
+            _PRELOAD
+        )  # torch is imported once, each rank is a fork of the server
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )  # on a port that no other test is given
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=_entry, args=(r, world, store.port, fn, args, folder)) for r in range(world)
+            context.Process(target=_entry, args=(r, world, store.port, fn, args, folder))
+            for r in range(world)
         ]
         for process in ranks:
             process.start()
         end = time.monotonic() + 300
-        while (alive := [p for p in ranks if p.is_alive()]) and (rest := end - time.monotonic()) > 0:
+        while (alive := [p for p in ranks if p.is_alive()]) and (
+            rest := end - time.monotonic()
+        ) > 0:
             connection.wait([p.sentinel for p in alive], rest)
             results = _results(folder, [r for r, p in enumerate(ranks) if not p.is_alive()])
             if any(kind == "error" for kind, _ in results.values()):
                 end = min(end, time.monotonic() + GRACE)
-        died = [f"rank {r} of signal {-p.exitcode}" for r, p in enumerate(ranks) if (p.exitcode or 0) < 0]
+        died = [
+            f"rank {r} of signal {-p.exitcode}"
+            for r, p in enumerate(ranks)
+            if (p.exitcode or 0) < 0
+        ]
         for process in ranks:
             process.kill()
             process.join()
@@ -110,6 +141,10 @@ def run_ranks(world: int, fn, *args) -> list:
     missing = [r for r in range(world) if r not in results]
     if errors:  # the rank that failed of itself, not one whose peer went away
         rank = min(errors, key=lambda r: ("gloo" in errors[r] or "NCCL" in errors[r], r))
-        raise AssertionError("\n".join([f"{who} died" for who in died] + [f"rank {rank} of {world} failed:", errors[rank]]))
+        raise AssertionError(
+            "\n".join(
+                [f"{who} died" for who in died] + [f"rank {rank} of {world} failed:", errors[rank]]
+            )
+        )
     assert not missing, f"ranks {missing} of {world} ended without a result; {died}"
     return [results[r][1] for r in range(world)]

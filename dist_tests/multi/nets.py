@@ -31,7 +31,9 @@ def pair_slots(role: Role, rowwise: str, columnwise: str):
 
 
 def pair_recipe(rowwise: str, columnwise: str, **options) -> fq.Recipe:
-    return fq.Recipe("pair", pair_slots, (("columnwise", columnwise), ("rowwise", rowwise)), **options)
+    return fq.Recipe(
+        "pair", pair_slots, (("columnwise", columnwise), ("rowwise", rowwise)), **options
+    )
 
 
 class Block(nn.Module):
@@ -73,11 +75,14 @@ def shard(net: Net, **kwargs) -> Net:
 
 
 class WholeWeightLinear(nn.Linear):
-    """The oracle: a plain parameter, gathered in high precision by FSDP2 and quantized whole on every rank."""
+    """The oracle: a plain parameter, gathered in high precision by FSDP2 and quantized whole on
+    every rank."""
 
     def forward(self, x):
         save = self.weight.requires_grad and torch.is_grad_enabled()
-        call = linear_op.LinearCall(self._plan, None, save, self.training, STEP.on(x.device), self._ids.to(x.device))
+        call = linear_op.LinearCall(
+            self._plan, None, save, self.training, STEP.on(x.device), self._ids.to(x.device)
+        )
         return linear_op.linear(x, self.weight, self.bias, call)
 
 
@@ -94,12 +99,14 @@ def batch(step: int = 0, rows: int = 16, rank: int = 0, k: int = K) -> torch.Ten
 
 
 def adam(net: nn.Module) -> torch.optim.AdamW:
-    """AdamW that takes lists of tensors, as on a GPU: DTensors are dispatched once an operation, not once a parameter."""
+    """AdamW that takes lists of tensors, as on a GPU: DTensors are dispatched once an operation,
+    not once a parameter."""
     return torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=True)
 
 
 def train_step(net, optimizer, step: int, rank: int = 0, micro_batches: int = 1) -> torch.Tensor:
-    """One step on seeded data; returns the last output. Random bits do not depend on the number of ranks."""
+    """One step on seeded data; returns the last output. Random bits do not depend on the number of
+    ranks."""
     with fq.token_offset(0):
         fq.begin_step(step)
         for micro in range(micro_batches):
@@ -113,19 +120,27 @@ def train_step(net, optimizer, step: int, rank: int = 0, micro_batches: int = 1)
 def full(parameter: torch.Tensor) -> torch.Tensor:
     """The whole high-precision value of a (sharded) parameter."""
     plain = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-    return plain.detach().clone() if type(plain) is torch.Tensor else torch.empty(0).new_tensor(plain.detach().tolist())
+    return (
+        plain.detach().clone()
+        if type(plain) is torch.Tensor
+        else torch.empty(0).new_tensor(plain.detach().tolist())
+    )
 
 
 def full_state(net: nn.Module) -> dict[str, torch.Tensor]:
     """The whole state dict; every rank must call it."""
+
     def whole(v: torch.Tensor) -> torch.Tensor:  # NCCL gathers no shards that were offloaded
-        return (v.to(v.device_mesh.device_type).full_tensor() if hasattr(v, "full_tensor") else v).clone()
+        return (
+            v.to(v.device_mesh.device_type).full_tensor() if hasattr(v, "full_tensor") else v
+        ).clone()
 
     return {k: whole(v) for k, v in net.state_dict().items()}
 
 
 def assert_equals_fresh(net: Net, recipe: fq.Recipe, what: str) -> None:
-    """The output of a sharded net is that of a fresh one with the same masters; every rank must call it."""
+    """The output of a sharded net is that of a fresh one with the same masters; every rank must
+    call it."""
     fresh = build()
     fresh.load_state_dict(full_state(net))
     shard(fq.convert(fresh, recipe))
@@ -144,7 +159,10 @@ def recorded_weights():
 
     def recording(weight, *options):
         storages = original(weight, *options)
-        seen.extend((direction, s.map(torch.clone), type(weight).__name__) for direction, s in storages.items())
+        seen.extend(
+            (direction, s.map(torch.clone), type(weight).__name__)
+            for direction, s in storages.items()
+        )
         return storages
 
     linear_op.weight_storages = recording
@@ -158,7 +176,13 @@ def recorded_weights():
 def recorded_collectives():
     """Collect (operation, bytes of the result) of every collective of this rank, in order."""
     seen: list[tuple[str, int]] = []
-    names = ["all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single", "all_reduce"]
+    names = [
+        "all_gather_into_tensor",
+        "all_gather_single",
+        "reduce_scatter_tensor",
+        "reduce_scatter_single",
+        "all_reduce",
+    ]
     originals = {n: getattr(dist, n) for n in names if hasattr(dist, n)}
 
     def recorder(name, original):
@@ -188,12 +212,18 @@ def recorded_collectives():
             setattr(dist, name, original)
 
 
-def expected_storages(recipe: fq.Recipe, name: str, weight: torch.Tensor, dtype=torch.float32) -> dict:
+def expected_storages(
+    recipe: fq.Recipe, name: str, weight: torch.Tensor, dtype=torch.float32
+) -> dict:
     """Direction -> storage of quantizing the whole weight in one process."""
     hybrid = recipe.hybrid(Role("linear", "weight", name))
     made = {}
     for direction in (ROWWISE, COLUMNWISE):
         quantized = hybrid.side(direction).fmt.is_quantized
-        source = weight.to(recipe.compute_dtype or weight.dtype) if quantized or hybrid.is_derived else weight.to(dtype)
+        source = (
+            weight.to(recipe.compute_dtype or weight.dtype)
+            if quantized or hybrid.is_derived
+            else weight.to(dtype)
+        )
         made[direction] = hybrid.storages(source, [direction])[0][direction]
     return made

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes of a cluster as network namespaces of one machine, with a slow link between them that loses packets and may go down.
+"""Nodes of a cluster as network namespaces of one machine, with a slow link between them that loses
+packets and may go down.
 
-Each node has a network, a host name and /etc/hosts of its own. A thread of this process carries frames between the nodes'
-TAP devices: tc's netem would do, but many kernels lack it.
+Each node has a network, a host name and /etc/hosts of its own. A thread of this process carries
+frames between the nodes' TAP devices: tc's netem would do, but many kernels lack it.
 """
 
 from __future__ import annotations
@@ -74,11 +75,18 @@ class Nodes:
         self._taps.append(tap)
         fcntl.ioctl(tap, TUNSETIFF, struct.pack("16sH", name.encode(), IFF_TAP | IFF_NO_PI))
         ip("link", "set", name, "netns", name)
-        for command in (f"addr add 10.77.0.{i + 1}/24 dev {name}", f"link set {name} mtu {MTU} up", "link set lo up"):
+        for command in (
+            f"addr add 10.77.0.{i + 1}/24 dev {name}",
+            f"link set {name} mtu {MTU} up",
+            "link set lo up",
+        ):
             ip("-n", name, *command.split())
         folder = HOSTS / name
         folder.mkdir(parents=True)
-        lines = ["127.0.0.1 localhost", *(f"10.77.0.{j + 1} node{j}" for j in range(len(self.names)))]
+        lines = [
+            "127.0.0.1 localhost",
+            *(f"10.77.0.{j + 1} node{j}" for j in range(len(self.names))),
+        ]
         (folder / "hosts").write_text("\n".join(lines) + "\n")
 
     def _unmake(self) -> None:
@@ -91,7 +99,9 @@ class Nodes:
     def run(self, i: int, command: list[str], **options) -> subprocess.Popen:
         """Start a command on a node, in a session of its own."""
         inside = ["unshare", "--uts", "sh", "-c", f'hostname node{i}; exec "$@"', "sh", *command]
-        return subprocess.Popen(["ip", "netns", "exec", self.names[i], *inside], start_new_session=True, **options)
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.names[i], *inside], start_new_session=True, **options
+        )
 
     @contextlib.contextmanager
     def link_down(self):
@@ -121,7 +131,9 @@ class Nodes:
                 _, source, frame = waiting.popleft()
                 for tap in self._taps:
                     if tap != source:
-                        with contextlib.suppress(OSError):  # a queue that is full drops it, as a switch does
+                        with contextlib.suppress(
+                            OSError
+                        ):  # a queue that is full drops it, as a switch does
                             os.write(tap, frame)
 
 

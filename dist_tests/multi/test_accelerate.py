@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""accelerate: its FSDP2 path, which matches an optimizer's parameters by their memory before and after it shards them, its
-checkpoints, its autocast and its launcher, held to loops that are written by hand."""
+"""accelerate: its FSDP2 path, which matches an optimizer's parameters by their memory before and
+after it shards them, its checkpoints, its autocast and its launcher, held to loops that are written
+by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +22,17 @@ import fsdp_quant as fq
 from dist_tests.laws import assert_same_bytes
 from dist_tests.multi.harness import on_cpu, run_ranks
 from dist_tests.trainers import (
-    BATCH, MICRO_BATCHES, RECIPES, STEPS, TOKENS, batch, llama, loop, shard_by_hand, take_fsdp_path_on_cpu, whole,
+    BATCH,
+    MICRO_BATCHES,
+    RECIPES,
+    STEPS,
+    TOKENS,
+    batch,
+    llama,
+    loop,
+    shard_by_hand,
+    take_fsdp_path_on_cpu,
+    whole,
 )
 from fsdp_quant.modules.steps import converted_modules
 from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
@@ -41,18 +52,30 @@ def _accelerator(world: int, mixed_precision: str = "no", fsdp: dict | None = No
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     defaults = dict(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-        cpu_ram_efficient_loading=False, reshard_after_forward=True,
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        cpu_ram_efficient_loading=False,
+        reshard_after_forward=True,
     )
     plugin = None if fsdp is None else FullyShardedDataParallelPlugin(**defaults | fsdp)
     return Accelerator(cpu=True, mixed_precision=mixed_precision, fsdp_plugin=plugin)
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.0, fused=True)
+    return torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.0, fused=True
+    )
 
 
-def _train(accelerator, model: nn.Module, optimizer, rank: int, world: int, steps: Iterable[int] = range(STEPS)) -> None:
+def _train(
+    accelerator,
+    model: nn.Module,
+    optimizer,
+    rank: int,
+    world: int,
+    steps: Iterable[int] = range(STEPS),
+) -> None:
     """`trainers.loop`, as a user of accelerate writes it."""
     num_items = torch.tensor(world * MICRO_BATCHES * BATCH * (TOKENS - 1))
     model.train()
@@ -62,7 +85,9 @@ def _train(accelerator, model: nn.Module, optimizer, rank: int, world: int, step
             is_last = i == MICRO_BATCHES - 1
             ids = batch(step * MICRO_BATCHES + i, rank, world)
             with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
-                accelerator.backward(model(input_ids=ids, labels=ids, num_items_in_batch=num_items).loss * world)
+                accelerator.backward(
+                    model(input_ids=ids, labels=ids, num_items_in_batch=num_items).loss * world
+                )
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -78,7 +103,11 @@ SHARDED = {
     "mxfp8": ("mxfp8", False, "no", False, {}),
     "of rank 0, tied": ("nvfp4", True, "no", False, dict(cpu_ram_efficient_loading=True)),
     "of rank 0, delayed, checkpointed": (
-        "fp8_delayed", False, "no", True, dict(cpu_ram_efficient_loading=True, activation_checkpointing=True),
+        "fp8_delayed",
+        False,
+        "no",
+        True,
+        dict(cpu_ram_efficient_loading=True, activation_checkpointing=True),
     ),
     "tied, delayed": ("fp8_delayed", True, "no", True, {}),
     "bf16": ("mxfp8", False, "bf16", False, {}),
@@ -97,12 +126,20 @@ def _sharded(rank: int, world: int, folder: str) -> None:
             optimizer, made = _adamw(model), RECIPES[recipe]()
             if converted_before:
                 fq.convert(model, made, skip=skip)
-                return accelerator, *fq.integrations.accelerate.prepare(accelerator, model, optimizer)
-            return accelerator, *fq.integrations.accelerate.prepare(accelerator, model, optimizer, made, skip=skip)
+                return accelerator, *fq.integrations.accelerate.prepare(
+                    accelerator, model, optimizer
+                )
+            return accelerator, *fq.integrations.accelerate.prepare(
+                accelerator, model, optimizer, made, skip=skip
+            )
 
         accelerator, model, optimizer = prepared(seed=rank if of_rank_0 else 0)
         reference = fq.convert(llama(tie_word_embeddings=is_tied), RECIPES[recipe](), skip=skip)
-        loop(shard_by_hand(reference, accelerator.state.fsdp_plugin.mixed_precision_policy), rank, world)
+        loop(
+            shard_by_hand(reference, accelerator.state.fsdp_plugin.mixed_precision_policy),
+            rank,
+            world,
+        )
         _train(accelerator, model, optimizer, rank, world, range(1))
         accelerator.save_state(f"{folder}/{name}")
         _train(accelerator, model, optimizer, rank, world, range(1, STEPS))
@@ -115,8 +152,8 @@ def _sharded(rank: int, world: int, folder: str) -> None:
 
 
 def test_accelerate_shards_and_resumes_as_a_loop(tmp_path: Path):
-    """If false, accelerate's optimizer steps parameters that the model does not have, other ranks' weights, or it resumes with
-    other scales."""
+    """If false, accelerate's optimizer steps parameters that the model does not have, other ranks'
+    weights, or it resumes with other scales."""
     run_ranks(2, _sharded, str(tmp_path))
 
 
@@ -128,7 +165,9 @@ def _with_adapters(rank: int, world: int) -> None:
     def net() -> nn.Module:
         torch.manual_seed(1)
         model = fq.convert(llama(), fq.recipes.nvfp4(), skip=["lm_head"])
-        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        )
         fq.integrations.peft.freeze(model)
         return model
 
@@ -187,7 +226,8 @@ def _replicated(rank: int, world: int, folder: str) -> None:
 
 
 def test_accelerate_replicates_as_a_loop(tmp_path: Path):
-    """If false, DDP or autocast of accelerate change what a converted model multiplies, or histories are those of one rank."""
+    """If false, DDP or autocast of accelerate change what a converted model multiplies, or
+    histories are those of one rank."""
     run_ranks(2, _replicated, str(tmp_path))
 
 
@@ -198,7 +238,9 @@ def test_prepare_refuses_what_it_would_not_do():
         fq.integrations.accelerate.prepare(accelerator, model, _adamw(model))
     converted = fq.convert(copy.deepcopy(model), fq.recipes.mxfp8())
     with pytest.raises(ValueError, match="no nn.Linear"):
-        fq.integrations.accelerate.prepare(accelerator, converted, _adamw(converted), fq.recipes.mxfp8())
+        fq.integrations.accelerate.prepare(
+            accelerator, converted, _adamw(converted), fq.recipes.mxfp8()
+        )
 
 
 _SCRIPT = """
@@ -224,19 +266,39 @@ accelerator.print(accelerator.is_fsdp2, accelerator.num_processes, losses[2] < l
 accelerator.end_training()
 """
 LAUNCH = [
-    "--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP",
-    "--fsdp_transformer_layer_cls_to_wrap", "LlamaDecoderLayer", "--fsdp_cpu_ram_efficient_loading", "false",
-    "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
-    "--main_process_port", "0",
+    "--use_fsdp",
+    "--fsdp_version",
+    "2",
+    "--fsdp_auto_wrap_policy",
+    "TRANSFORMER_BASED_WRAP",
+    "--fsdp_transformer_layer_cls_to_wrap",
+    "LlamaDecoderLayer",
+    "--fsdp_cpu_ram_efficient_loading",
+    "false",
+    "--num_processes",
+    "2",
+    "--num_machines",
+    "1",
+    "--mixed_precision",
+    "no",
+    "--dynamo_backend",
+    "no",
+    "--main_process_port",
+    "0",
 ]
 
 
 def test_accelerate_launch_trains(tmp_path: Path):
-    """If false, a script that `accelerate launch` starts does not train converted layers under `fully_shard`."""
+    """If false, a script that `accelerate launch` starts does not train converted layers under
+    `fully_shard`."""
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
     ran = subprocess.run(
         [sys.executable, "-m", "accelerate.commands.launch", *LAUNCH, str(script)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert "True 2 True {'mxfp8'}" in ran.stdout, f"{ran.stdout}\n{ran.stderr}"

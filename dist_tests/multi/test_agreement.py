@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that gather each other's weights hold one model in one recipe, or every one of them says so in the same words."""
+"""Ranks that gather each other's weights hold one model in one recipe, or every one of them says so
+in the same words."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from fsdp_quant.tensor import agreement
 
 MX = fq.recipes.mxfp8()
 OTHERS = {
-    "another format": fq.recipes.nvfp4(), "of the backward alone": fq.recipes.mxfp8(backward_override="dequantized"),
+    "another format": fq.recipes.nvfp4(),
+    "of the backward alone": fq.recipes.mxfp8(backward_override="dequantized"),
     "by layer": fq.recipes.per_layer(MX, {"1": fq.recipes.fp8_row()}),
     "by step": fq.recipes.schedule(MX, (5, None, fq.recipes.fp8_row())),
 }
@@ -28,7 +30,12 @@ OTHERS = {
 
 def built(recipe=MX, rows: int = 64, layers: int = 2, skip=(), mesh=None) -> nn.Module:
     torch.manual_seed(0)
-    net = nn.Sequential(*(nn.Linear(64, rows, bias=False) if i == 0 else nn.Linear(rows, rows, bias=False) for i in range(layers)))
+    net = nn.Sequential(
+        *(
+            nn.Linear(64, rows, bias=False) if i == 0 else nn.Linear(rows, rows, bias=False)
+            for i in range(layers)
+        )
+    )
     if recipe is not None:
         fq.convert(net, recipe, skip=skip)
     for layer in net:
@@ -67,10 +74,19 @@ def others_are_refused(rank: int, world: int) -> None:
 
 # What one rank has -> the fact that every rank is told.
 MODELS: dict[str, tuple[dict, str]] = {
-    "another format": ({"recipe": OTHERS["another format"]}, "0.weight is [{rows}, 64] torch.float32 of "),
-    "of the backward alone": ({"recipe": OTHERS["of the backward alone"]}, "backward_override='dequantized') ("),
+    "another format": (
+        {"recipe": OTHERS["another format"]},
+        "0.weight is [{rows}, 64] torch.float32 of ",
+    ),
+    "of the backward alone": (
+        {"recipe": OTHERS["of the backward alone"]},
+        "backward_override='dequantized') (",
+    ),
     "by layer": ({"recipe": OTHERS["by layer"]}, "1.weight is ["),
-    "the first layer is skipped": ({"skip": ["0"]}, "[{rows}, 64] torch.float32 of no recipe on rank"),
+    "the first layer is skipped": (
+        {"skip": ["0"]},
+        "[{rows}, 64] torch.float32 of no recipe on rank",
+    ),
     "rows": ({"rows": 96}, "[96, 64] torch.float32 of mxfp8("),
     "a layer more": ({"layers": 3}, "2.weight, [{rows}, {rows}] torch.float32 of mxfp8("),
     "another build": ({}, "of another day on rank"),
@@ -79,7 +95,7 @@ MODELS: dict[str, tuple[dict, str]] = {
 
 
 def first_forwards_compare(rank: int, world: int, rows: int, axes: tuple[int, ...]) -> None:
-    mesh = init_device_mesh(DEVICE, axes, mesh_dim_names=("copies", "shards")[-len(axes):])
+    mesh = init_device_mesh(DEVICE, axes, mesh_dim_names=("copies", "shards")[-len(axes) :])
     for what, (options, fact) in MODELS.items():
         for odd in (0, world - 1):
             other = mock.patch.object(agreement, "build", lambda: "of another day")
@@ -88,7 +104,11 @@ def first_forwards_compare(rank: int, world: int, rows: int, axes: tuple[int, ..
                 said = what_each_says(lambda net=net: net(torch.ones(2, 64)))
             assert (said[0] is None) == (not fact) and said == [said[0]] * world, (what, said)
             if fact:
-                assert f"rank {odd}" in said[0] and fact.format(rows=rows) in said[0], (what, odd, said)
+                assert f"rank {odd}" in said[0] and fact.format(rows=rows) in said[0], (
+                    what,
+                    odd,
+                    said,
+                )
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -97,8 +117,10 @@ def test_recipes_that_differ_are_refused_on_every_rank(world: int):
     run_ranks(world, others_are_refused)
 
 
-@pytest.mark.parametrize("rows, axes", [(64, (2,)), (2, (3,)), (64, (2, 2))], ids=["even", "empty shards", "copies"])
+@pytest.mark.parametrize(
+    "rows, axes", [(64, (2,)), (2, (3,)), (64, (2, 2))], ids=["even", "empty shards", "copies"]
+)
 def test_models_that_differ_are_refused_before_any_gather(rows: int, axes: tuple[int, ...]):
-    """If false, a rank with another model waits for gathers that no other rank makes, or trains on wrong weights; of copies, ranks
-    that agree among themselves wait for those that do not."""
+    """If false, a rank with another model waits for gathers that no other rank makes, or trains on
+    wrong weights; of copies, ranks that agree among themselves wait for those that do not."""
     run_ranks(torch.Size(axes).numel(), first_forwards_compare, rows, axes)

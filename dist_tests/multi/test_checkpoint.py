@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distributed checkpoints: resume, other world sizes, other recipes, plain models, in-place loads, exact codes."""
+"""Distributed checkpoints: resume, other world sizes, other recipes, plain models, in-place loads,
+exact codes."""
 
 from __future__ import annotations
 
@@ -29,9 +30,11 @@ from fsdp_quant.formats import ROWWISE, Direction
 from fsdp_quant.storage import rebuild_storage
 from fsdp_quant.tensor import code_check
 
-# Stochastic rounding; histories, also of weights, that a step count alone does not give back; shared and cut statistics.
+# Stochastic rounding; histories, also of weights, that a step count alone does not give back;
+# shared and cut statistics.
 RESUMED = {
-    "nvfp4": fq.recipes.nvfp4(), "fp8_delayed": fq.recipes.fp8_delayed(length=3, margin=1),
+    "nvfp4": fq.recipes.nvfp4(),
+    "fp8_delayed": fq.recipes.fp8_delayed(length=3, margin=1),
     "mxfp8/nvfp4": fq.recipes.hybrid("mxfp8", "nvfp4"),
 }
 STEPS = 5
@@ -51,7 +54,8 @@ def build(recipe: fq.Recipe, seed: int = 0, **sharding):
 
 
 def train(net, optimizer, steps: range, rank: int) -> list[torch.Tensor]:
-    """Losses of steps that the library counts; each rank has its own data, so histories differ by rank."""
+    """Losses of steps that the library counts; each rank has its own data, so histories differ by
+    rank."""
     seen = []
     for step in steps:
         loss = net(nets.batch(step, rank=rank)).square().mean()
@@ -63,15 +67,22 @@ def train(net, optimizer, steps: range, rank: int) -> list[torch.Tensor]:
 
 
 def whole_state(net, optimizer, world: int) -> dict:
-    """What a trainer saves; `world`: of the run that saves. Histories of activations are each rank's own."""
+    """What a trainer saves; `world`: of the run that saves. Histories of activations are each
+    rank's own."""
     model, moments = get_state_dict(net, optimizer)
-    return {"model": model, "optimizer": moments, f"rank_{dist.get_rank() % world}": fq.state_dict(net)}
+    return {
+        "model": model,
+        "optimizer": moments,
+        f"rank_{dist.get_rank() % world}": fq.state_dict(net),
+    }
 
 
 def load(folder: Path, net, optimizer, world: int, **options) -> None:
     state = whole_state(net, optimizer, world)
     dcp.load(state, checkpoint_id=folder)
-    set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_state_dict(
+        net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
     fq.load_state_dict(net, state[f"rank_{dist.get_rank() % world}"], **options)
 
 
@@ -82,7 +93,9 @@ def flat(tree: dict, prefix: str = "") -> dict[str, torch.Tensor]:
         if isinstance(value, dict):
             found |= flat(value, f"{prefix}{key}.")
         elif isinstance(value, torch.Tensor):
-            found[f"{prefix}{key}"] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+            found[f"{prefix}{key}"] = (
+                value.full_tensor() if isinstance(value, DTensor) else value
+            ).clone()
     return found
 
 
@@ -95,17 +108,25 @@ def gathered_codes(net) -> dict[str, torch.Tensor]:
             if isinstance(linear, fq.Linear) and isinstance(linear.weight, fq.QuantizedTensor):
                 for direction in Direction:
                     storage = linear.weight.storage_for(direction)
-                    found |= {f"{linear._name}.{direction.value}.{n}": b.clone() for n, b in storage.buffers().items()}
+                    found |= {
+                        f"{linear._name}.{direction.value}.{n}": b.clone()
+                        for n, b in storage.buffers().items()
+                    }
         module.reshard()
     return found
 
 
-def expected_codes(net, recipe: fq.Recipe, masters: dict, prefix: str = "") -> dict[str, torch.Tensor]:
+def expected_codes(
+    net, recipe: fq.Recipe, masters: dict, prefix: str = ""
+) -> dict[str, torch.Tensor]:
     """What `gathered_codes` must find: each whole master, quantized in one process."""
     return {
         f"{name}.{direction.value}.{buffer}": tensor
-        for name, module in net.named_modules() if isinstance(module, fq.Linear)
-        for direction, storage in nets.expected_storages(recipe, name, masters[f"{prefix}{name}.weight"]).items()
+        for name, module in net.named_modules()
+        if isinstance(module, fq.Linear)
+        for direction, storage in nets.expected_storages(
+            recipe, name, masters[f"{prefix}{name}.weight"]
+        ).items()
         for buffer, tensor in storage.buffers().items()
     }
 
@@ -124,7 +145,10 @@ def _save(rank: int, world: int, folder: Path) -> None:
         net, optimizer = build(recipe)
         train(net, optimizer, range(STEPS), rank)
         state = whole_state(net, optimizer, world)
-        facts = {"flat": flat({k: state[k] for k in ("model", "optimizer")}), "fingerprints": fq.state_dict(net)["codes"]}
+        facts = {
+            "flat": flat({k: state[k] for k in ("model", "optimizer")}),
+            "fingerprints": fq.state_dict(net)["codes"],
+        }
         if label == "nvfp4":
             dcp.save(state, checkpoint_id=path)
             rest = train(net, optimizer, range(STEPS, 2 * STEPS), rank)
@@ -152,7 +176,9 @@ def _resume(rank: int, world: int, folder: Path) -> None:
 
 def _load_elsewhere(rank: int, world: int, folder: Path, saved_by: int) -> None:
     shapes = [(2, 2), (1, 4)] if world == 4 else []
-    meshes = [init_device_mesh(DEVICE, shape, mesh_dim_names=("replicate", "shard")) for shape in shapes]
+    meshes = [
+        init_device_mesh(DEVICE, shape, mesh_dim_names=("replicate", "shard")) for shape in shapes
+    ]
     for i, (label, recipe) in enumerate(RESUMED.items()):
         path = folder / label.replace("/", "_")
         want = torch.load(folder / f"{path.name}.0")
@@ -160,15 +186,27 @@ def _load_elsewhere(rank: int, world: int, folder: Path, saved_by: int) -> None:
             what = f"{label} at world {world}, mesh {mesh}"
             net, optimizer = build(recipe, seed=1, **({} if mesh is None else {"mesh": mesh}))
             load(path, net, optimizer, saved_by)
-            assert_same(flat(dict(zip(("model", "optimizer"), get_state_dict(net, optimizer)))), want["flat"], what)
+            assert_same(
+                flat(dict(zip(("model", "optimizer"), get_state_dict(net, optimizer)))),
+                want["flat"],
+                what,
+            )
             assert fq.state_dict(net)["codes"] == want["fingerprints"], what
-            if label != "fp8_delayed":  # whose codes follow a history: the fingerprint stands for them
-                assert_same(gathered_codes(net), expected_codes(net, recipe, want["flat"], "model."), what)
-            if mesh is not None and mesh.shape == (2, 2) and label == "mxfp8/nvfp4":  # and back from copies of shards
+            if (
+                label != "fp8_delayed"
+            ):  # whose codes follow a history: the fingerprint stands for them
+                assert_same(
+                    gathered_codes(net), expected_codes(net, recipe, want["flat"], "model."), what
+                )
+            if (
+                mesh is not None and mesh.shape == (2, 2) and label == "mxfp8/nvfp4"
+            ):  # and back from copies of shards
                 dcp.save(whole_state(net, optimizer, world), checkpoint_id=folder / "copies")
                 other, moments = build(recipe, seed=2)
                 load(folder / "copies", other, moments, world)
-                assert_same(nets.full_state(other), nets.full_state(net), "saved by copies of shards")
+                assert_same(
+                    nets.full_state(other), nets.full_state(net), "saved by copies of shards"
+                )
             train(net, optimizer, range(1), rank)
 
 
@@ -181,13 +219,15 @@ def saved(tmp_path_factory) -> Path:
 
 
 def test_training_resumes_bit_for_bit_in_fresh_processes(saved):
-    """If false, a run that was interrupted is another run: random bits, histories, moments or codes were lost."""
+    """If false, a run that was interrupted is another run: random bits, histories, moments or codes
+    were lost."""
     run_ranks(2, _resume, saved)
 
 
 @pytest.mark.parametrize("world", [1, 4])
 def test_checkpoints_load_at_another_world_size(world, saved):
-    """If false, masters, moments or codes depend on how many ranks, or which mesh, wrote and read them."""
+    """If false, masters, moments or codes depend on how many ranks, or which mesh, wrote and read
+    them."""
     run_ranks(world, _load_elsewhere, saved, 2)
 
 
@@ -222,21 +262,30 @@ def test_other_recipes_and_other_weights_are_refused_alike_on_every_rank(saved):
     assert all(r == results[0] for r in results), results
     recipe, weights = results[0]
     assert "allow_recipe_change=True" in recipe and "nvfp4" in recipe
-    assert re.search(r"codes of blocks\.1\.down\.weight, head\.weight are not those that were saved", weights), weights
+    assert re.search(
+        r"codes of blocks\.1\.down\.weight, head\.weight are not those that were saved", weights
+    ), weights
 
 
 def _in_place(rank: int, world: int, folder: Path) -> None:
     other, _ = build(fq.recipes.identity(), seed=5)
     dcp.save({"model": other.state_dict()}, checkpoint_id=folder / "in_place")
     want = nets.full_state(other)
-    for label, recipe in {"mxfp8/nvfp4": RESUMED["mxfp8/nvfp4"], "fp8_current": fq.recipes.fp8_current()}.items():
+    for label, recipe in {
+        "mxfp8/nvfp4": RESUMED["mxfp8/nvfp4"],
+        "fp8_current": fq.recipes.fp8_current(),
+    }.items():
         net, optimizer = build(recipe)
         train(net, optimizer, range(1), rank)
         state = net.state_dict()
         fq.state_dict(net)
         dcp.load({"model": state}, checkpoint_id=folder / "in_place")
         assert_same(nets.full_state(net), want, f"{label}: masters after an in-place load")
-        assert_same(gathered_codes(net), expected_codes(net, recipe, want), f"{label}: codes after an in-place load")
+        assert_same(
+            gathered_codes(net),
+            expected_codes(net, recipe, want),
+            f"{label}: codes after an in-place load",
+        )
         train(net, optimizer, range(1, 2), rank)
 
 
@@ -270,11 +319,17 @@ def _exact_codes(rank: int, world: int, folder: Path) -> None:
         gathered = gathered_codes(net)
         whole = {n: t.full_tensor() for n, t in tensors.items()}
         names = {n.replace(".weight.", "."): n for n in whole}
-        assert_same({n: whole[m] for n, m in names.items()}, {n: gathered[n] for n in names}, f"{label}: codes as DTensors")
+        assert_same(
+            {n: whole[m] for n, m in names.items()},
+            {n: gathered[n] for n in names},
+            f"{label}: codes as DTensors",
+        )
         dcp.save(tensors, checkpoint_id=path / "dcp")
         fresh = checkpoint.code_tensors(build(recipe, seed=8)[0])
         dcp.load(fresh, checkpoint_id=path / "dcp")
-        assert_same({n: t.full_tensor() for n, t in fresh.items()}, whole, f"{label}: codes through DCP")
+        assert_same(
+            {n: t.full_tensor() for n, t in fresh.items()}, whole, f"{label}: codes through DCP"
+        )
         checkpoint.export_safetensors(net, path / "file", codes=True)
         dist.barrier()
         loaded, state = checkpoint.load_safetensors(path / "file"), nets.full_state(net)
@@ -292,13 +347,17 @@ def _exact_codes(rank: int, world: int, folder: Path) -> None:
 
 def _clean_and_stale(rank: int, world: int) -> None:
     code_check.checking = True
-    for label, recipe in (RESUMED | {"dequantized": fq.recipes.nvfp4(backward_override="dequantized")}).items():
+    for label, recipe in (
+        RESUMED | {"dequantized": fq.recipes.nvfp4(backward_override="dequantized")}
+    ).items():
         for reshard in (True, False) if label == "mxfp8/nvfp4" else (True,):
             results = []
             for code_check.checking in (True, False):
                 restart()
                 net, optimizer = build(recipe, reshard_after_forward=reshard)
-                results.append([*train(net, optimizer, range(2), rank), *nets.full_state(net).values()])
+                results.append(
+                    [*train(net, optimizer, range(2), rank), *nets.full_state(net).values()]
+                )
             for got, want in zip(*results):
                 laws.assert_same_bytes(got, want, f"{label}: with and without the check")
     code_check.checking = True
@@ -321,7 +380,9 @@ def _clean_and_stale(rank: int, world: int) -> None:
         except fq.StaleWeightError as error:
             found.append(str(error))
     for what in found:
-        assert re.search(r"blocks\.0\.down\.weight: \d+ of \d+ bytes of columnwise\.(data|scale)", what), found
+        assert re.search(
+            r"blocks\.0\.down\.weight: \d+ of \d+ bytes of columnwise\.(data|scale)", what
+        ), found
 
 
 def _at_three(rank: int, world: int, folder: Path) -> None:
@@ -331,12 +392,14 @@ def _at_three(rank: int, world: int, folder: Path) -> None:
 
 
 def test_in_place_loads_plain_checkpoints_and_exact_codes(tmp_path):
-    """If false, `dcp.load` into a state dict leaves stale codes (also with empty shards), a converted model and nn.Linear
-    do not exchange checkpoints, or exported codes are not those of the forward."""
+    """If false, `dcp.load` into a state dict leaves stale codes (also with empty shards), a
+    converted model and nn.Linear do not exchange checkpoints, or exported codes are not those of
+    the forward."""
     pytest.importorskip("safetensors")
     run_ranks(3, _at_three, tmp_path)
 
 
 def test_the_staleness_check_finds_stale_shards_and_passes_clean_runs():
-    """If false, FSDP_QUANT_CHECK=1 stops correct training, or lets codes of an earlier master through."""
+    """If false, FSDP_QUANT_CHECK=1 stops correct training, or lets codes of an earlier master
+    through."""
     run_ranks(2, _clean_and_stale)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DistributedDataParallel: converted models in buckets, with unused layers, static graphs and accumulation, as nn.Linear's."""
+"""DistributedDataParallel: converted models in buckets, with unused layers, static graphs and
+accumulation, as nn.Linear's."""
 
 from __future__ import annotations
 
@@ -17,10 +18,15 @@ from dist_tests.multi.harness import DEVICE, run_ranks
 from dist_tests.multi.nets import Block
 
 OPTIONS = {
-    "one bucket": {}, "small buckets": {"bucket_cap_mb": 0.004}, "views": {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.004},
-    "unused": {"find_unused_parameters": True, "bucket_cap_mb": 0.004}, "static graph": {"static_graph": True},
+    "one bucket": {},
+    "small buckets": {"bucket_cap_mb": 0.004},
+    "views": {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.004},
+    "unused": {"find_unused_parameters": True, "bucket_cap_mb": 0.004},
+    "static graph": {"static_graph": True},
 }
-RECIPES = {name: fq.recipes.by_name(name) for name in ("fp8_delayed", "mxfp8", "nvfp4", "fp8_current")}
+RECIPES = {
+    name: fq.recipes.by_name(name) for name in ("fp8_delayed", "mxfp8", "nvfp4", "fp8_current")
+}
 
 
 class Net(nn.Module):
@@ -37,10 +43,14 @@ class Net(nn.Module):
 
 
 def _trains(rank: int, world: int, label: str) -> None:
-    """Three steps, of two batches where DDP may wait for the second, against a model of this rank alone whose gradients are averaged."""
+    """Three steps, of two batches where DDP may wait for the second, against a model of this rank
+    alone whose gradients are averaged."""
     batches = 1 if label == "static graph" else 2
     for name, recipe in RECIPES.items():
-        twin, wrapped = fq.convert(Net(), recipe), DistributedDataParallel(fq.convert(Net(), recipe), **OPTIONS[label])
+        twin, wrapped = (
+            fq.convert(Net(), recipe),
+            DistributedDataParallel(fq.convert(Net(), recipe), **OPTIONS[label]),
+        )
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (twin, wrapped)]
         for step in range(3):
             skips = label == "unused" and step == 1
@@ -55,7 +65,9 @@ def _trains(rank: int, world: int, label: str) -> None:
                 if want.grad is not None:
                     dist.all_reduce(want.grad)
                     want.grad /= world
-                    laws.assert_same_bytes(got.grad, want.grad, f"{label}, {name}: gradient of {what} in step {step}")
+                    laws.assert_same_bytes(
+                        got.grad, want.grad, f"{label}, {name}: gradient of {what} in step {step}"
+                    )
                 else:
                     assert got.grad is None, what
             for optimizer in optimizers:
@@ -69,5 +81,6 @@ def _trains(rank: int, world: int, label: str) -> None:
 @pytest.mark.skipif(DEVICE != "cpu", reason="sums of NCCL have another order")
 @pytest.mark.parametrize("label", OPTIONS)
 def test_ddp_trains_as_the_average_of_ranks(label: str):
-    """If false, DDP reduces other gradients than the layers made, waits for one that never comes, or keeps a stale bucket."""
+    """If false, DDP reduces other gradients than the layers made, waits for one that never comes,
+    or keeps a stale bucket."""
     run_ranks(2, _trains, label)

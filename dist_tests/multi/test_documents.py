@@ -16,8 +16,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def _page(rank: int, world: int) -> int:
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/tensor_parallelism.md").read_text(), re.S)
-    dist.init_process_group = dist.destroy_process_group = lambda *_: None  # the harness did, and will
+    (block,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/tensor_parallelism.md").read_text(), re.S
+    )
+    dist.init_process_group = dist.destroy_process_group = lambda *_: (
+        None
+    )  # the harness did, and will
     scope: dict = {"__name__": "page"}
     exec(compile(block, "docs/tensor_parallelism.md", "exec"), scope)
     return sum(scope["fq"].receipt().sequence.values())
@@ -30,7 +34,9 @@ def test_tensor_parallelism_in_ten_lines():
 
 
 def _example(rank: int, world: int) -> list[float]:
-    spec = importlib.util.spec_from_file_location("fully_shard_example", ROOT / "examples/fully_shard.py")
+    spec = importlib.util.spec_from_file_location(
+        "fully_shard_example", ROOT / "examples/fully_shard.py"
+    )
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     dist.init_process_group = lambda *_: None

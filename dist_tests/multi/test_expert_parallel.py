@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert parallelism: tokens that travel to their experts as codes are multiplied as if one process had them all."""
+"""Expert parallelism: tokens that travel to their experts as codes are multiplied as if one process
+had them all."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from fsdp_quant.parallel.experts import why_high_precision
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
 
 K = 48
-# Tokens of each rank for each of eight experts: uneven; none for an expert; none for the second rank's; a rank that has none.
+# Tokens of each rank for each of eight experts: uneven; none for an expert; none for the second
+# rank's; a rank that has none.
 COUNTS = (
     lambda rank: [(5 * rank + 3 * e) % 11 for e in range(8)],
     lambda rank: [9, 0, 4, 1, *([0] * 4)] if rank % 2 else [2, 0, 33, 0, *([0] * 4)],
@@ -39,7 +41,9 @@ def padded(pieces: list[torch.Tensor], alignment: int) -> list[torch.Tensor]:
 
 
 def tokens_of(rank: int, counts: list[int], cols: int = K) -> torch.Tensor:
-    return laws.values(sum(counts), cols, seed=rank, dtype=torch.bfloat16) * 7 ** (rank % 100)  # scales differ between ranks
+    return laws.values(sum(counts), cols, seed=rank, dtype=torch.bfloat16) * 7 ** (
+        rank % 100
+    )  # scales differ between ranks
 
 
 def dispatches(rank: int, world: int) -> None:
@@ -48,23 +52,32 @@ def dispatches(rank: int, world: int) -> None:
     def check(hybrid, counts_of, alignment) -> None:
         counts = counts_of(rank)
         x = tokens_of(rank, counts).requires_grad_()
-        pieces = [padded(list(tokens_of(r, counts_of(r)).split(counts_of(r))), alignment) for r in range(world)]
+        pieces = [
+            padded(list(tokens_of(r, counts_of(r)).split(counts_of(r))), alignment)
+            for r in range(world)
+        ]
         want = [torch.cat([of[rank * experts + e] for of in pieces]) for e in range(experts)]
         why = why_high_precision(hybrid, Direction, alignment, K, x.dtype, "codes")
         splits = torch.tensor(counts).cumsum(0) if alignment == 1 else counts
         fq.reset_receipt()
-        got, route = dispatch_tokens(x, splits, group, hybrid, alignment=alignment, transport="auto" if why else "codes")
+        got, route = dispatch_tokens(
+            x, splits, group, hybrid, alignment=alignment, transport="auto" if why else "codes"
+        )
         what, moved = f"{hybrid} {counts} {alignment}", fq.receipt().dispatch
         assert route.splits == [len(one) for one in want], what
         assert isinstance(got, fq.QuantizedTensor) == (why is None), f"{what}: {why}"
-        assert world == 1 or (("forward", "both", "high precision") in moved) == (why is not None), moved
+        assert world == 1 or (("forward", "both", "high precision") in moved) == (
+            why is not None
+        ), moved
         if why is not None:
             laws.assert_same_bytes(got, torch.cat(want), what)
         else:
             for one, expert in zip(got.split(route.splits), want):
                 whole = hybrid.quantize(expert)
                 for d in hybrid.encodings:
-                    laws.assert_same_storage(getattr(one, d.value), getattr(whole, d.value), f"{what} {d}")
+                    laws.assert_same_storage(
+                        getattr(one, d.value), getattr(whole, d.value), f"{what} {d}"
+                    )
         dx = laws.values(sum(route.splits), K, seed=rank + 50, dtype=torch.bfloat16)
         got.backward(dx)
         back = combine_tokens(dx, route)
@@ -73,7 +86,9 @@ def dispatches(rank: int, world: int) -> None:
             laws.assert_same_bytes(combine_tokens(got, route), x, f"{what} there and back")
 
     pairs = laws.sample(list(itertools.product(laws.QUANTIZERS.values(), repeat=2)), 17)
-    for (row, column), counts_of, alignment in zip(pairs, itertools.cycle(COUNTS), itertools.cycle((1, 128, 16, 32))):
+    for (row, column), counts_of, alignment in zip(
+        pairs, itertools.cycle(COUNTS), itertools.cycle((1, 128, 16, 32))
+    ):
         check(HybridQuantizer(row, column), counts_of, alignment)
     for counts_of in COUNTS:
         for fmt in ("fp8_tensor", "fp8_row", "nvfp4"):  # scales of all tokens of an expert
@@ -86,22 +101,54 @@ def dispatches(rank: int, world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_dispatched_tokens_are_those_that_experts_would_quantize(world):
-    """Otherwise an expert multiplies other codes than of tokens that it is sent in high precision."""
+    """Otherwise an expert multiplies other codes than of tokens that it is sent in high
+    precision."""
     run_ranks(world, dispatches)
 
 
 # A module of experts #
 
 FFN, EXPERTS = 32, 8
-RECIPES = {  # recipe, options of the style, format of the tokens forward and of the output's gradient backward
+# recipe, options of the style, format of the tokens forward and of the output's gradient backward
+RECIPES = {
     "identity": (fq.recipes.identity(), {}, "high precision", "high precision"),
     "fp8_current": (fq.recipes.fp8_current(), {"gradients": "auto"}, "fp8_tensor", "fp8_tensor"),
-    "delayed": (fq.recipes.fp8_delayed(), {"gradients": "auto"}, "high precision", "high precision"),
-    "mxfp8": (fq.recipes.mxfp8(), {"gradients": "auto", "pad": True}, "high precision", "high precision"),  # codes are no fewer
-    "mxfp8 codes": (fq.recipes.mxfp8(), {"gradients": "codes", "transport": "codes", "pad": True}, "mxfp8", "mxfp8"),
-    "dequantized": (fq.recipes.mxfp8(backward_override="dequantized"), {"gradients": "auto"}, "mxfp8", "high precision"),
-    "hybrid": (fq.recipes.hybrid("mxfp8", "fp8_row"), {"transport": "codes", "gradients": "codes"}, "mxfp8", "fp8_row"),
-    "hybrid4": (fq.recipes.hybrid("mxfp8", "nvfp4"), {"gradients": "auto", "pad": True}, "mxfp8", "high precision"),
+    "delayed": (
+        fq.recipes.fp8_delayed(),
+        {"gradients": "auto"},
+        "high precision",
+        "high precision",
+    ),
+    "mxfp8": (
+        fq.recipes.mxfp8(),
+        {"gradients": "auto", "pad": True},
+        "high precision",
+        "high precision",
+    ),  # codes are no fewer
+    "mxfp8 codes": (
+        fq.recipes.mxfp8(),
+        {"gradients": "codes", "transport": "codes", "pad": True},
+        "mxfp8",
+        "mxfp8",
+    ),
+    "dequantized": (
+        fq.recipes.mxfp8(backward_override="dequantized"),
+        {"gradients": "auto"},
+        "mxfp8",
+        "high precision",
+    ),
+    "hybrid": (
+        fq.recipes.hybrid("mxfp8", "fp8_row"),
+        {"transport": "codes", "gradients": "codes"},
+        "mxfp8",
+        "fp8_row",
+    ),
+    "hybrid4": (
+        fq.recipes.hybrid("mxfp8", "nvfp4"),
+        {"gradients": "auto", "pad": True},
+        "mxfp8",
+        "high precision",
+    ),
     "nvfp4": (fq.recipes.nvfp4(), {"pad": True}, "nvfp4", "high precision"),
 }
 
@@ -113,7 +160,9 @@ class Experts(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         options = {"bias": bias, "packed": True, "recipe": recipe, "dtype": dtype}
-        self.gate, self.up = (fq.GroupedLinear(EXPERTS, K, FFN, **options, name=name) for name in ("gate", "up"))
+        self.gate, self.up = (
+            fq.GroupedLinear(EXPERTS, K, FFN, **options, name=name) for name in ("gate", "up")
+        )
         self.down = fq.GroupedLinear(EXPERTS, FFN, K, **options, name="down")
 
     def forward(self, x, splits):
@@ -125,10 +174,16 @@ def spread(experts: Experts, mesh, **options) -> Experts:
     return parallelize_module(experts, mesh, style)
 
 
-def in_one_process(experts: nn.Module, counts_of, world: int, alignment: int) -> tuple[list[torch.Tensor], ...]:
-    """(y, dx) of each rank's tokens, of one process that has all of them; gradients are left in `experts`."""
+def in_one_process(
+    experts: nn.Module, counts_of, world: int, alignment: int
+) -> tuple[list[torch.Tensor], ...]:
+    """(y, dx) of each rank's tokens, of one process that has all of them; gradients are left in
+    `experts`."""
     x, dy = (
-        [padded(list(tokens_of(r + seed, counts_of(r)).split(counts_of(r))), alignment) for r in range(world)]
+        [
+            padded(list(tokens_of(r + seed, counts_of(r)).split(counts_of(r))), alignment)
+            for r in range(world)
+        ]
         for seed in (0, 100)
     )
     order = [(e, r) for e in range(EXPERTS) for r in range(world)]
@@ -138,13 +193,18 @@ def in_one_process(experts: nn.Module, counts_of, world: int, alignment: int) ->
     results = []
     for t in (y.detach(), whole.grad):
         pieces = dict(zip(order, t.split([len(x[r][e]) for e, r in order])))
-        results.append([torch.cat([pieces[e, r][: counts_of(r)[e]] for e in range(EXPERTS)]) for r in range(world)])
+        results.append(
+            [
+                torch.cat([pieces[e, r][: counts_of(r)[e]] for e in range(EXPERTS)])
+                for r in range(world)
+            ]
+        )
     return tuple(results)
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
-    """Where a GPU anchors codes, which rounds subnormals a second time, or values, or multiplies codes of two levels one expert
-    after the other: bf16 results differ in their last bits."""
+    """Where a GPU anchors codes, which rounds subnormals a second time, or values, or multiplies
+    codes of two levels one expert after the other: bf16 results differ in their last bits."""
     error, size = (float(t.norm()) for t in (got.float() - want.float(), want.float()))
     assert error <= 2**-8 * size, f"{what}: {error:.2e} of {size:.2e} from one process"
 
@@ -155,7 +215,9 @@ def modules(rank: int, world: int) -> None:
     for (name, (recipe, options, forward, backward)), counts_of in kinds:
         reference, net = Experts(recipe), spread(Experts(recipe), mesh, **options)
         alignment = net.expert_dispatch.alignment
-        assert alignment == (fq.hooks.token_alignment(recipe, "gate.0") if "pad" in options else 1), name
+        assert alignment == (
+            fq.hooks.token_alignment(recipe, "gate.0") if "pad" in options else 1
+        ), name
         counts = counts_of(rank)
         x, dy = tokens_of(rank, counts).requires_grad_(), tokens_of(rank + 100, counts)
         planned = planned_dispatch(net, counts)
@@ -165,20 +227,31 @@ def modules(rank: int, world: int) -> None:
             y.backward(dy)
             moved = fq.receipt()
             want_y, want_dx = in_one_process(reference, counts_of, world, alignment)
-        same = laws.assert_same_bytes if DEVICE == "cpu" or forward not in ("mxfp8", "nvfp4") else assert_close
+        same = (
+            laws.assert_same_bytes
+            if DEVICE == "cpu" or forward not in ("mxfp8", "nvfp4")
+            else assert_close
+        )
         same(y, want_y[rank], f"{name} y")
         same(x.grad, want_dx[rank], f"{name} dx")
         mine = slice(rank * EXPERTS // world, (rank + 1) * EXPERTS // world)
         for (key, p), q in zip(net.named_parameters(), reference.parameters()):
             same(p.grad.to_local(), q.grad[mine], f"{name} {key}.grad")
         assert moved.dispatch == (planned if world > 1 else {}), (name, moved.dispatch, planned)
-        found = [{fmt for phase, d, fmt in planned if phase == of and d != "sum"} for of in ("forward", "backward")]
-        if DEVICE == "cpu":  # on a GPU one product may serve all experts, which then are sent values unless codes are asked for
+        found = [
+            {fmt for phase, d, fmt in planned if phase == of and d != "sum"}
+            for of in ("forward", "backward")
+        ]
+        if (
+            DEVICE == "cpu"
+        ):  # on a GPU one product may serve all experts, which then are sent values unless codes are asked for
             assert (forward in found[0], backward in found[1]) == (True, True), (name, found)
             assert ("high precision" in found[0]) == (forward == "high precision"), (name, found)
         assert f"{EXPERTS} experts over {world} ranks" in str(fq.plan(net)), fq.plan(net)
         with torch.no_grad(), fq.token_offset(0):  # the forward's direction alone
-            same(net(x, torch.tensor(counts).cumsum(0)), want_y[rank], f"{name} y without gradients")
+            same(
+                net(x, torch.tensor(counts).cumsum(0)), want_y[rank], f"{name} y without gradients"
+            )
         for model in (net, reference):
             torch.optim.SGD(model.parameters(), lr=0.5).step()
         for (key, p), q in zip(net.named_parameters(), reference.parameters()):
@@ -192,6 +265,7 @@ def test_experts_of_ranks_equal_one_process(world):
 
 
 # Beside FSDP2 #
+
 
 class Net(nn.Module):
     def __init__(self, recipe: fq.Recipe):
@@ -217,11 +291,15 @@ def two_meshes(rank: int, world: int, folder: str) -> None:
         if order == "style":  # experts of a user's class, converted when they are sharded
             for key in ("gate", "up", "down"):
                 plain = nn.Module()
-                plain.weight = nn.Parameter(getattr(net.experts, key).state_dict()["weight"].clone())
+                plain.weight = nn.Parameter(
+                    getattr(net.experts, key).state_dict()["weight"].clone()
+                )
                 setattr(net.experts, key, plain)
         spread(net.experts, mesh["ep"], **options)
         fully_shard(net.experts, mesh=mesh["efsdp"])
-        net.experts.set_gradient_divide_factor(world)  # its gradients are sums over two ranks already
+        net.experts.set_gradient_divide_factor(
+            world
+        )  # its gradients are sums over two ranks already
         net.experts.set_force_sum_reduction_for_comms(True)  # gloo scales no summands
         fully_shard(net, mesh=everyone)
         if order == "style":
@@ -235,7 +313,9 @@ def two_meshes(rank: int, world: int, folder: str) -> None:
             h = [torch.relu(reference.up(x[r])) for r in ranks]
             pieces = [t.split(counts[r]) for t, r in zip(h, ranks)]
             sizes = [sum(len(of[e]) for of in pieces) for e in range(EXPERTS)]
-            z = reference.experts(torch.cat([of[e] for e in range(EXPERTS) for of in pieces]), sizes)
+            z = reference.experts(
+                torch.cat([of[e] for e in range(EXPERTS) for of in pieces]), sizes
+            )
             back = iter(z.split([len(of[e]) for e in range(EXPERTS) for of in pieces]))
             came = [[next(back) for _ in ranks] for e in range(EXPERTS)]
             for j, r in enumerate(ranks):
@@ -250,14 +330,18 @@ def two_meshes(rank: int, world: int, folder: str) -> None:
             if key.startswith("experts"):
                 laws.assert_same_bytes(got, want, f"{name} {key}.grad")  # sums of two
             else:  # of four fp32 gradients in another order: 4 * 2^-24 of the largest summand
-                torch.testing.assert_close(got, want, rtol=0, atol=4 * 2**-24 * float(want.abs().max()) * 4)
+                torch.testing.assert_close(
+                    got, want, rtol=0, atol=4 * 2**-24 * float(want.abs().max()) * 4
+                )
             assert type(state[key].to_local()) is torch.Tensor and state[key].shape == q.shape, key
         for optimizer in optimizers:
             optimizer.step()
         # The same experts on a mesh of another shape, from files, and their codes.
         for key in ("gate", "up", "down"):
             fully = getattr(net.experts, key).state_dict()["weight"].full_tensor()
-            laws.assert_same_bytes(fully, getattr(reference.experts, key).weight.detach(), f"{name} {key} after a step")
+            laws.assert_same_bytes(
+                fully, getattr(reference.experts, key).weight.detach(), f"{name} {key} after a step"
+            )
         dcp.save({"experts": net.experts.state_dict()}, checkpoint_id=f"{folder}/{i}")
         other = spread(Experts(recipe, dtype=torch.float32), everyone, **options)
         alone = Experts(recipe, dtype=torch.float32)
@@ -271,17 +355,23 @@ def two_meshes(rank: int, world: int, folder: str) -> None:
             fq.load_state_dict(to, fq.state_dict(net.experts))  # raises where codes differ
         with torch.no_grad():
             results = [m(x[rank], counts[rank]) for m in (net.experts, other, alone)]
-        for got in results[: 0 if name == "fp8_current" else 2]:  # else codes do not depend on what other ranks send
+        for got in results[
+            : 0 if name == "fp8_current" else 2
+        ]:  # else codes do not depend on what other ranks send
             # Products of other numbers of rows add up K fp32 products in another order.
-            assert float((got - results[2]).norm() / results[2].norm()) < K * 2**-24, f"{name} after a step, or loaded"
+            assert float((got - results[2]).norm() / results[2].norm()) < K * 2**-24, (
+                f"{name} after a step, or loaded"
+            )
 
 
 def test_experts_shard_over_their_own_mesh(tmp_path):
-    """Otherwise experts under FSDP2 get other gradients than one process computes, or checkpoints fit one layout of ranks."""
+    """Otherwise experts under FSDP2 get other gradients than one process computes, or checkpoints
+    fit one layout of ranks."""
     run_ranks(4, two_meshes, str(tmp_path))
 
 
 # Refusals #
+
 
 def refusals(rank: int, world: int) -> None:
     """Each on every rank, and the next call works."""
@@ -289,16 +379,31 @@ def refusals(rank: int, world: int) -> None:
     x = tokens_of(rank, counts)
     mxfp8 = fq.recipes.mxfp8()
     net = spread(Experts(mxfp8), mesh)
-    for wrong in (counts[:-1], [counts[0] + 1, *counts[1:]], [-1, counts[0] + counts[1] + 1, *counts[2:]], [0.5] * EXPERTS):
+    for wrong in (
+        counts[:-1],
+        [counts[0] + 1, *counts[1:]],
+        [-1, counts[0] + counts[1] + 1, *counts[2:]],
+        [0.5] * EXPERTS,
+    ):
         mine = wrong if rank == 1 else counts
         for splits in (mine, torch.tensor(mine).cumsum(0)):
-            with pytest.raises(ValueError, match=r"rank 1 cannot go on, so no rank does: .* are not of 8 experts, or do not add up to its rows"):
+            with pytest.raises(
+                ValueError,
+                match=r"rank 1 cannot go on, so no rank does: .* are not of 8 experts, or do not add up to its rows",
+            ):
                 net(x, splits)
-    with pytest.raises(ValueError, match="send each other different tokens: dispatch_tokens is of 8 experts, 48 columns, torch.float32"):
+    with pytest.raises(
+        ValueError,
+        match="send each other different tokens: dispatch_tokens is of 8 experts, 48 columns, "
+        "torch.float32",
+    ):
         dispatch_tokens(x if rank else x.float(), counts, mesh.get_group())
     with pytest.raises(ValueError, match="7 experts over 2 ranks, which do not divide them"):
         dispatch_tokens(x, [*counts[:6], counts[6] + counts[7]], mesh.get_group())
-    with pytest.raises(ValueError, match=r"columnwise mxfp8.* has blocks of 32 tokens, and ranks send multiples of 1;"):
+    with pytest.raises(
+        ValueError,
+        match=r"columnwise mxfp8.* has blocks of 32 tokens, and ranks send multiples of 1;",
+    ):
         dispatch_tokens(x, counts, mesh.get_group(), "mxfp8", transport="codes")
     with pytest.raises(ValueError, match="transport='codes', and there is no quantizer"):
         dispatch_tokens(x, counts, mesh.get_group(), transport="codes")
@@ -308,18 +413,39 @@ def refusals(rank: int, world: int) -> None:
         combine_tokens(x[:1], dispatch_tokens(x, counts, mesh.get_group())[1])
     with pytest.raises(ValueError, match=r"got 1 positional arguments"):
         net(x)
-    laws.assert_same_bytes(net(x, counts), spread(Experts(mxfp8), mesh)(x, counts), "after refusals")
+    laws.assert_same_bytes(
+        net(x, counts), spread(Experts(mxfp8), mesh)(x, counts), "after refusals"
+    )
 
     def refused(match: str, recipe=mxfp8, bias: bool = False, **options) -> None:
         with pytest.raises(ValueError, match=match):
             spread(Experts(recipe, bias), mesh, **options)(x, counts)
 
-    refused("input would be dispatched in high precision .columnwise mxfp8.* has blocks of 32 tokens.*asked to travel as codes",
-            transport="codes")
-    refused("input would be .* backward keeps it in high precision", fq.recipes.hybrid("mxfp8", "identity"), transport="codes")
-    refused("grad_output would be .*gradient of a bias is its sum", fq.recipes.fp8_current(), True, gradients="codes")
-    refused("grad_output would be .*is rounded stochastically", fq.recipes.nvfp4(), gradients="codes", pad=True)
-    refused("input would be .*histories of the experts", fq.recipes.fp8_delayed(), transport="codes")
+    refused(
+        "input would be dispatched in high precision .columnwise mxfp8.* has blocks of 32 "
+        "tokens.*asked to travel as codes",
+        transport="codes",
+    )
+    refused(
+        "input would be .* backward keeps it in high precision",
+        fq.recipes.hybrid("mxfp8", "identity"),
+        transport="codes",
+    )
+    refused(
+        "grad_output would be .*gradient of a bias is its sum",
+        fq.recipes.fp8_current(),
+        True,
+        gradients="codes",
+    )
+    refused(
+        "grad_output would be .*is rounded stochastically",
+        fq.recipes.nvfp4(),
+        gradients="codes",
+        pad=True,
+    )
+    refused(
+        "input would be .*histories of the experts", fq.recipes.fp8_delayed(), transport="codes"
+    )
     refused("gradients must be one of auto, codes, high_precision, got 'bf16'", gradients="bf16")
     with pytest.raises(ValueError, match="input would be .*and require_native=True"):
         strict = spread(Experts(mxfp8), mesh)
@@ -329,41 +455,66 @@ def refusals(rank: int, world: int) -> None:
         strict(x, counts)
     style = fq.parallel.ExpertParallel()
     with pytest.raises(ValueError, match="takes a mesh of one axis, got 2"):
-        style._apply(Experts(mxfp8), init_device_mesh(DEVICE, (1, world), mesh_dim_names=("dp", "ep")))
+        style._apply(
+            Experts(mxfp8), init_device_mesh(DEVICE, (1, world), mesh_dim_names=("dp", "ep"))
+        )
     with pytest.raises(ValueError, match="weight is a DTensor.*before fully_shard"):
         parallelize_module(net.gate, mesh, style)
     with pytest.raises(ValueError, match=r"weight is of shape \[3, 8, 48\]"):
         parallelize_module(fq.GroupedLinear(3, K, 8, False, packed=True), mesh, style)
-    with pytest.raises(ValueError, match=r"between 0 experts.*experts.0.weight is of shape \[8, 48\]"):
+    with pytest.raises(
+        ValueError, match=r"between 0 experts.*experts.0.weight is of shape \[8, 48\]"
+    ):
         parallelize_module(fq.GroupedLinear(2, K, 8, packed=False), mesh, style)
-    # One layer alone, quantized gradients that a module's own operation meets, copies, modules without names.
-    alone = parallelize_module(fq.GroupedLinear(8, K, 16, False, packed=True, recipe=fq.recipes.fp8_current()), mesh, style)
-    laws.assert_same_bytes(copy.deepcopy(alone)(x.float(), counts), alone(x.float(), counts), "a copy")
+    # One layer alone, quantized gradients that a module's own operation meets, copies, modules
+    # without names.
+    alone = parallelize_module(
+        fq.GroupedLinear(8, K, 16, False, packed=True, recipe=fq.recipes.fp8_current()), mesh, style
+    )
+    laws.assert_same_bytes(
+        copy.deepcopy(alone)(x.float(), counts), alone(x.float(), counts), "a copy"
+    )
     assert DEVICE != "cpu" or "as rowwise fp8_tensor" in str(fq.plan(alone)), fq.plan(alone)
     silent = parallelize_module(Experts(fq.recipes.fp8_current()), mesh, style)
     assert "reads=[] names no converted experts" in str(fq.plan(silent)), fq.plan(silent)
-    laws.assert_same_bytes(silent(x, counts), spread(Experts(fq.recipes.fp8_current()), mesh)(x, counts), "in high precision")
+    laws.assert_same_bytes(
+        silent(x, counts),
+        spread(Experts(fq.recipes.fp8_current()), mesh)(x, counts),
+        "in high precision",
+    )
 
 
 def shared_amaxes(rank: int, world: int) -> None:
-    """Of a dense layer all ranks have one history, of an expert the rank that holds it; nothing tells them apart but names."""
-    mesh, recipe = init_device_mesh(DEVICE, (world,), mesh_dim_names=("ep",)), fq.recipes.fp8_delayed()
+    """Of a dense layer all ranks have one history, of an expert the rank that holds it; nothing
+    tells them apart but names."""
+    mesh, recipe = (
+        init_device_mesh(DEVICE, (world,), mesh_dim_names=("ep",)),
+        fq.recipes.fp8_delayed(),
+    )
     x, counts = tokens_of(rank, COUNTS[0](rank)).float(), COUNTS[0](rank)
 
     def trained(shares: bool) -> dict[str, torch.Tensor]:
         net = Net(recipe)
         spread(net.experts, mesh)
-        net.own = fq.Linear(8, 16, recipe=recipe, name=f"own.{rank}")  # by its own name that of this rank
+        net.own = fq.Linear(
+            8, 16, recipe=recipe, name=f"own.{rank}"
+        )  # by its own name that of this rank
         if shares:
             fq.share_amaxes(net)
         net.own(net(x, counts)).square().sum().backward()
         if shares:
             net.late = fq.Linear(8, 16, recipe=recipe, name="late")
-            with pytest.raises(ValueError, match=r"^late: converted after fq.share_amaxes\(model\); call it again"):
+            with pytest.raises(
+                ValueError, match=r"^late: converted after fq.share_amaxes\(model\); call it again"
+            ):
                 net(x, counts)
             fq.share_amaxes(net)
         net(x, counts)  # another step begins, and with it what the last one recorded is shared
-        return {k: h["amaxes"][1:2] for k, h in fq.state_dict(net)["histories"].items() if "weight" not in k and "late" not in k}
+        return {
+            k: h["amaxes"][1:2]
+            for k, h in fq.state_dict(net)["histories"].items()
+            if "weight" not in k and "late" not in k
+        }
 
     own, shared = trained(False), trained(True)
     assert any("experts.gate.7" in key for key in own) == (rank == world - 1)
@@ -381,5 +532,6 @@ def test_shared_amaxes_are_paired_by_name():
 
 
 def test_wrong_input_is_refused_on_every_rank():
-    """Otherwise one rank raises and the others wait for it, or something else runs than was asked."""
+    """Otherwise one rank raises and the others wait for it, or something else runs than was
+    asked."""
     run_ranks(2, refusals)

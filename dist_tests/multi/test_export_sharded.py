@@ -100,8 +100,9 @@ def cases() -> dict[str, nn.Module]:
     made = {name: (lambda name=name: built(name), lambda model: model) for name in RECIPES}
     made["trained"] = lambda: built("fp8_delayed"), trained
     made["parameters"] = lambda: built("mxfp8", True), lambda model: model
-    made["optimizer gone"] = lambda: built("fp8_current", True), lambda model: trained(
-        model, fq.optim.FusedAdam
+    made["optimizer gone"] = (
+        lambda: built("fp8_current", True),
+        lambda model: trained(model, fq.optim.FusedAdam),
     )
     return made
 
@@ -173,9 +174,7 @@ def _export_parts(rank: int, world: int, folder: Path) -> None:
                 fully_shard(layer, mesh=mesh["dp"])
         fq.export(model, folder / name, **OPTIONS)
     parallelize_module(model.experts, mesh["tp"], fq.parallel.ExpertParallel())
-    with pytest.raises(
-        NotImplementedError, match="its 4 experts lie spread over ranks, 2 on each"
-    ):
+    with pytest.raises(NotImplementedError, match="its 4 experts lie spread over ranks, 2 on each"):
         fq.export(model, folder / "experts", **OPTIONS)
     of_group = fq.parallel.ColumnParallelLinear(
         WIDTH, 64, mesh["tp"].get_group(), recipe=RECIPES["mxfp8"]

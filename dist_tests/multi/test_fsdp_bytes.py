@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Law 3: codes gathered by FSDP2 are the bytes of quantizing the whole weight, for every pair, cut and world."""
+"""Law 3: codes gathered by FSDP2 are the bytes of quantizing the whole weight, for every pair, cut
+and world."""
 
 from __future__ import annotations
 
@@ -38,7 +39,11 @@ def _gathered_equals_whole(rank: int, world: int, pairs, k: int) -> int:
         net = Parallel(rows, k)
         with torch.no_grad():
             for layer in net.layers:
-                layer.weight.copy_(laws.values(*layer.weight.shape, seed=i, kind=("gauss", "outliers", "heavy")[i % 3]))
+                layer.weight.copy_(
+                    laws.values(
+                        *layer.weight.shape, seed=i, kind=("gauss", "outliers", "heavy")[i % 3]
+                    )
+                )
         whole = [layer.weight.detach().clone() for layer in net.layers]
         recipe = nets.pair_recipe(row, col)
         fq.convert(net, recipe)
@@ -51,7 +56,9 @@ def _gathered_equals_whole(rank: int, world: int, pairs, k: int) -> int:
         for direction, storage, kind in seen:
             assert kind == "QuantizedTensor", f"gathered a {kind}"
             want = expected[storage.shape[0]][direction]
-            laws.assert_same_storage(storage, want, f"world {world}, {row}/{col}, rows {storage.shape[0]}, {direction}")
+            laws.assert_same_storage(
+                storage, want, f"world {world}, {row}/{col}, rows {storage.shape[0]}, {direction}"
+            )
             checked += 1
     return checked
 
@@ -59,7 +66,9 @@ def _gathered_equals_whole(rank: int, world: int, pairs, k: int) -> int:
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_gather_equals_whole_for_every_pair(world):
     """If false, a model's weights depend on how many ranks it is sharded over."""
-    pairs = laws.diagonals(*{1: (1, 5, 9), 2: (2, 6, 10), 3: (0, 3, 7), 4: (4, 8)}[world])  # together every pair
+    pairs = laws.diagonals(
+        *{1: (1, 5, 9), 2: (2, 6, 10), 3: (0, 3, 7), 4: (4, 8)}[world]
+    )  # together every pair
     others = [q.fmt for q in laws.OTHER.values()]  # and rows that are in no table
     pairs += list(zip(others, [*others[world:], *others[:world]]))
     results = run_ranks(world, _gathered_equals_whole, pairs, 40)
@@ -67,7 +76,8 @@ def test_gather_equals_whole_for_every_pair(world):
 
 
 def _special_values(rank: int, world: int) -> None:
-    """NaN, infinities, zero blocks and subnormals in one rank's rows, with blocks cut by the boundaries."""
+    """NaN, infinities, zero blocks and subnormals in one rank's rows, with blocks cut by the
+    boundaries."""
     for name in laws.FORMAT_NAMES[1:]:
         for value in (float("nan"), float("inf"), -float("inf"), 0.0, 1e-40):
             recipe = nets.pair_recipe(name, name)
@@ -84,7 +94,9 @@ def _special_values(rank: int, world: int) -> None:
                 net(laws.values(4, 40, dtype=torch.float32).requires_grad_()).sum().backward()
             expected = nets.expected_storages(recipe, "0", whole)
             for direction, storage, _ in seen:
-                laws.assert_same_storage(storage, expected[direction], f"{name} with {value} {direction}")
+                laws.assert_same_storage(
+                    storage, expected[direction], f"{name} with {value} {direction}"
+                )
 
 
 def test_gather_of_non_finite_weights_equals_whole():
@@ -93,10 +105,17 @@ def test_gather_of_non_finite_weights_equals_whole():
 
 
 def _derived(rank: int, world: int) -> None:
-    for row, col in [("mxfp8", "nvfp4"), ("nvfp4", "fp8_tensor"), ("fp8_128x128", "mxfp8"), ("fp8_row", "identity")]:
+    for row, col in [
+        ("mxfp8", "nvfp4"),
+        ("nvfp4", "fp8_tensor"),
+        ("fp8_128x128", "mxfp8"),
+        ("fp8_row", "identity"),
+    ]:
         recipe = fq.Recipe("derived", _derived_slots, (("col", col), ("row", row)))
         net = nets.build()
-        state = {n: m.weight.detach().clone() for n, m in net.named_modules() if isinstance(m, nn.Linear)}
+        state = {
+            n: m.weight.detach().clone() for n, m in net.named_modules() if isinstance(m, nn.Linear)
+        }
         fq.convert(net, recipe)
         nets.shard(net)
         with nets.recorded_weights() as seen, nets.recorded_collectives() as wire:
@@ -111,15 +130,22 @@ def _derived(rank: int, world: int) -> None:
                 want = HybridQuantizer(col, col).quantize(source).columnwise
             laws.assert_same_storage(storage, want, f"{row}->{col} {direction}")
         gathers = [size for kind, size in wire if kind == "all_gather"]
-        assert gathers[1:3] == gathers[3:5][::-1], f"the backward gathers rowwise bytes again: {gathers}"
+        assert gathers[1:3] == gathers[3:5][::-1], (
+            f"the backward gathers rowwise bytes again: {gathers}"
+        )
 
 
 def _derived_slots(role, row: str, col: str):
-    return HybridQuantizer(Quantizer(row), Quantizer(col), "rowwise_dequantized" if role.tensor_type == "weight" else "original")
+    return HybridQuantizer(
+        Quantizer(row),
+        Quantizer(col),
+        "rowwise_dequantized" if role.tensor_type == "weight" else "original",
+    )
 
 
 def test_derived_columnwise_is_made_from_gathered_rowwise_bytes():
-    """If false, rowwise_dequantized multiplies other values in the backward, or gathers both directions."""
+    """If false, rowwise_dequantized multiplies other values in the backward, or gathers both
+    directions."""
     run_ranks(3, _derived)
 
 
@@ -128,7 +154,9 @@ def _rotated_weight_refused(rank: int, world: int) -> str:
     fq.convert(net, fq.recipes.mxfp8())
     for m in net.modules():
         if isinstance(m, fq.Linear):
-            m._weight_state.set_quantizer(fq.HybridQuantizer(fq.Quantizer("nvfp4"), fq.Quantizer("nvfp4", rotation=True)))
+            m._weight_state.set_quantizer(
+                fq.HybridQuantizer(fq.Quantizer("nvfp4"), fq.Quantizer("nvfp4", rotation=True))
+            )
     nets.shard(net)
     try:
         net(nets.batch())
@@ -141,7 +169,9 @@ def test_layout_that_breaks_the_law_is_refused_alike_on_every_rank():
     """If false, one rank raises and the others wait for it until a timeout."""
     start = time.time()
     errors = run_ranks(3, _rotated_weight_refused)
-    assert len(set(errors)) == 1 and "rotation mixes rows" in errors[0] and ".weight" in errors[0], errors
+    assert (
+        len(set(errors)) == 1 and "rotation mixes rows" in errors[0] and ".weight" in errors[0]
+    ), errors
     assert time.time() - start < 60
 
 
@@ -177,4 +207,6 @@ def _dim_1(rank: int, world: int) -> str:
 def test_sharding_along_columns_is_refused_alike_on_every_rank():
     """If false, codes and scales of columns are gathered as those of rows."""
     errors = run_ranks(2, _dim_1)
-    assert len(set(errors)) == 1 and "sharded along dim 1" in errors[0] and ".weight" in errors[0], errors
+    assert (
+        len(set(errors)) == 1 and "sharded along dim 1" in errors[0] and ".weight" in errors[0]
+    ), errors

@@ -24,13 +24,20 @@ from dist_tests.single.test_compile import cut_by_inductor
 from fsdp_quant.counters import counters
 
 RECIPES = {
-    "delayed": fq.recipes.fp8_delayed(length=2), "mxfp8": fq.recipes.mxfp8(), "nvfp4": fq.recipes.nvfp4(),
-    "mxfp8/nvfp4": fq.recipes.hybrid("mxfp8", "nvfp4"), "nvfp4 exact": fq.recipes.nvfp4(scale_rule="fp8_exact"),
+    "delayed": fq.recipes.fp8_delayed(length=2),
+    "mxfp8": fq.recipes.mxfp8(),
+    "nvfp4": fq.recipes.nvfp4(),
+    "mxfp8/nvfp4": fq.recipes.hybrid("mxfp8", "nvfp4"),
+    "nvfp4 exact": fq.recipes.nvfp4(scale_rule="fp8_exact"),
 }
 # (world, recipe) -> the kinds of recomputation that CI takes.
 SAMPLE = {
-    (1, "delayed"): (None, "inside"), (1, "mxfp8/nvfp4"): (None,),
-    (2, "delayed"): (None, "inside"), (2, "mxfp8"): ("around",), (2, "nvfp4"): (None,), (2, "mxfp8/nvfp4"): (None,),
+    (1, "delayed"): (None, "inside"),
+    (1, "mxfp8/nvfp4"): (None,),
+    (2, "delayed"): (None, "inside"),
+    (2, "mxfp8"): ("around",),
+    (2, "nvfp4"): (None,),
+    (2, "mxfp8/nvfp4"): (None,),
 }
 HIDDEN = (33, 33)
 
@@ -52,7 +59,10 @@ def compiled_in_place(block: nn.Module) -> nn.Module:
 
 
 def build(
-    recipe: fq.Recipe, compile_block: Callable | None = None, compile_first: bool = True, recompute: str | None = None,
+    recipe: fq.Recipe,
+    compile_block: Callable | None = None,
+    compile_first: bool = True,
+    recompute: str | None = None,
 ) -> nets.Net:
     net = nets.build(hidden=HIDDEN, recompute=recompute == "around")
     fq.convert(net, recipe)
@@ -72,7 +82,9 @@ def trained(net: nets.Net, rank: int, steps: int = 3) -> tuple:
     counters.reset()
     optimizer = nets.adam(net)
     with nets.recorded_collectives() as seen:
-        outputs = [nets.train_step(net, optimizer, step, rank, micro_batches=2) for step in range(steps)]
+        outputs = [
+            nets.train_step(net, optimizer, step, rank, micro_batches=2) for step in range(steps)
+        ]
     return outputs + list(nets.full_state(net).values()), seen, counters.of("gather")
 
 
@@ -91,9 +103,12 @@ def graphs_since() -> int:
 
 
 def _compiled_equals_eager_on_a_gpu(rank: int, world: int) -> None:
-    """Where operands are decoded by operators of their own, which a partitioner could move into the forward."""
+    """Where operands are decoded by operators of their own, which a partitioner could move into the
+    forward."""
     with hopper.emulated():
-        for name, recipe in RECIPES.items() if laws.EVERYTHING else [("mxfp8/nvfp4", RECIPES["mxfp8/nvfp4"])]:
+        for name, recipe in (
+            RECIPES.items() if laws.EVERYTHING else [("mxfp8/nvfp4", RECIPES["mxfp8/nvfp4"])]
+        ):
             want, got = (trained(build(recipe, of), rank) for of in (None, compiled_in_place))
             assert_same_training(got, want, f"{name}, emulated GPU")
             graphs_since()
@@ -122,7 +137,8 @@ def _compiled_equals_eager(rank: int, world: int) -> None:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_compiled_blocks_train_as_eager_ones(world):
-    """If false, torch.compile changes the bits of sharded training, or gathers other bytes than eager blocks do."""
+    """If false, torch.compile changes the bits of sharded training, or gathers other bytes than
+    eager blocks do."""
     run_ranks(world, _compiled_equals_eager)
 
 
@@ -134,13 +150,17 @@ def _within_a_budget(rank: int, world: int) -> None:
     for name in ("mxfp8", "delayed"):
         want = trained(build(RECIPES[name]), rank)
         for builtin in (False, True):
-            with functorch_config.patch(activation_memory_budget=0.3, is_non_builtin_to_include=builtin):
+            with functorch_config.patch(
+                activation_memory_budget=0.3, is_non_builtin_to_include=builtin
+            ):
                 got = trained(build(RECIPES[name], cut), rank)
             for i, (a, b) in enumerate(zip(got[0], want[0], strict=True)):
                 laws.assert_same_bytes(a, b, f"{name}: tensor {i}")
             assert graphs_since() == 2
             backward = {direction for phase, direction, _ in got[2] if phase == "backward"}
-            assert name == "delayed" or backward == {"rowwise", "columnwise"}, "one storage serves both, or both are gathered"
+            assert name == "delayed" or backward == {"rowwise", "columnwise"}, (
+                "one storage serves both, or both are gathered"
+            )
 
 
 def test_products_that_a_memory_budget_makes_again_find_their_weights():
@@ -150,7 +170,11 @@ def test_products_that_a_memory_budget_makes_again_find_their_weights():
 
 def _ways_to_compile(rank: int, world: int) -> None:
     want = trained(build(RECIPES["mxfp8"]), rank)
-    for compile_block, first in ((compiled, False), (compiled, True), (compiled_in_place, False)):  # the fourth: above
+    for compile_block, first in (
+        (compiled, False),
+        (compiled, True),
+        (compiled_in_place, False),
+    ):  # the fourth: above
         got = trained(build(RECIPES["mxfp8"], compile_block, first), rank)
         assert_same_training(got, want, f"{compile_block.__name__}, before fully_shard {first}")
         assert graphs_since() == 2
@@ -181,7 +205,8 @@ def test_a_change_of_recipe_reaches_compiled_blocks():
 
 
 def _other_offset(rank: int, world: int) -> None:
-    """A block that was compiled outside of any offset runs in two others, each entered anew, and outside again."""
+    """A block that was compiled outside of any offset runs in two others, each entered anew, and
+    outside again."""
     results = []
     for compile_block in (None, compiled_in_place):
         net, seen = build(RECIPES["nvfp4"], compile_block), []
@@ -198,7 +223,8 @@ def _other_offset(rank: int, world: int) -> None:
 
 
 def test_compiled_blocks_round_by_the_offset_in_force():
-    """If false, a graph rounds as where it was made: ranks and micro-batches that have tokens of their own share bits."""
+    """If false, a graph rounds as where it was made: ranks and micro-batches that have tokens of
+    their own share bits."""
     run_ranks(2, _other_offset)
 
 
@@ -209,8 +235,12 @@ def _compiled_optimizer(rank: int, world: int) -> None:
         step = torch.compile(lambda: optimizer.step(), backend="aot_eager")
         for batch in range(2):
             before = [p.to_local().detach().clone() for p in net.parameters()]
-            nets.train_step(net, SimpleNamespace(step=step, zero_grad=optimizer.zero_grad), batch, rank)
-            seen += [torch.equal(a, p.to_local()) for a, p in zip(before, net.parameters()) if a.numel()]
+            nets.train_step(
+                net, SimpleNamespace(step=step, zero_grad=optimizer.zero_grad), batch, rank
+            )
+            seen += [
+                torch.equal(a, p.to_local()) for a, p in zip(before, net.parameters()) if a.numel()
+            ]
         assert not any(seen), name
 
 

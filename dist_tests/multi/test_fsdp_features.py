@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people do with `fully_shard`: each feature trains as plain FSDP2 whose ranks quantize the whole weight, bit for bit."""
+"""What people do with `fully_shard`: each feature trains as plain FSDP2 whose ranks quantize the
+whole weight, bit for bit."""
 
 from __future__ import annotations
 
@@ -18,14 +19,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.nn.utils import clip_grad_norm_
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import fsdp_quant as fq
 from dist_tests import laws
 from dist_tests.multi import nets
 from dist_tests.multi.harness import run_ranks
-from fsdp_quant.tensor.weight_state import values_of as inner_of
 from fsdp_quant.tensor.torch_compat import local_of, managed_params_of
+from fsdp_quant.tensor.weight_state import values_of as inner_of
 
 RECIPES = {
     "mxfp8/nvfp4": fq.recipes.hybrid("mxfp8", "nvfp4"),
@@ -35,8 +40,9 @@ RECIPES = {
 
 
 class Feature(NamedTuple):
-    """change: the net before it is sharded; shard: arguments of `fully_shard`, from the number of ranks; after: of the
-    sharded net; optimizer: of its parameters; step: (net, optimizer, step, rank) -> what is compared besides the weights.
+    """change: the net before it is sharded; shard: arguments of `fully_shard`, from the number of
+    ranks; after: of the sharded net; optimizer: of its parameters; step: (net, optimizer, step,
+    rank) -> what is compared besides the weights.
     """
 
     change: Callable[[nn.Module], object] = lambda net: None
@@ -48,8 +54,13 @@ class Feature(NamedTuple):
 
 # Features #
 
+
 def mesh(*shape: int) -> dict:
-    return {"mesh": init_device_mesh(torch.get_default_device().type, shape, mesh_dim_names=("replicate", "shard"))}
+    return {
+        "mesh": init_device_mesh(
+            torch.get_default_device().type, shape, mesh_dim_names=("replicate", "shard")
+        )
+    }
 
 
 def _clipped(net, optimizer, step: int, rank: int, foreach: bool) -> Tensor:
@@ -119,7 +130,9 @@ def _twice(net) -> None:
 
 
 def _checkpointed(net, **options) -> None:
-    net.forward = lambda x: net.head(functools.reduce(lambda h, block: checkpoint(block, h, **options), net.blocks, x))
+    net.forward = lambda x: net.head(
+        functools.reduce(lambda h, block: checkpoint(block, h, **options), net.blocks, x)
+    )
 
 
 def _selective():
@@ -154,7 +167,8 @@ def _averaged(net, optimizer, step: int, rank: int) -> Tensor:
 
 
 def _offloaded(net, optimizer, step: int, rank: int) -> Tensor:
-    """Optimizers make their counters where tensors are made by default: on the host, beside the shards."""
+    """Optimizers make their counters where tensors are made by default: on the host, beside the
+    shards."""
     with torch.device("cpu"):
         return nets.train_step(net, optimizer, step, rank)
 
@@ -177,30 +191,49 @@ FEATURES = {
     "accumulation, reduced once": Feature(step=functools.partial(_accumulated, synced=False)),
     "accumulation, reduced each time": Feature(step=functools.partial(_accumulated, synced=True)),
     "CPU offload": Feature(
-        shard=lambda world: {"offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())}, step=_offloaded,
+        shard=lambda world: {
+            "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        },
+        step=_offloaded,
     ),
     "mixed precision": Feature(
-        shard=lambda world: {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)}
+        shard=lambda world: {
+            "mp_policy": MixedPrecisionPolicy(
+                torch.bfloat16, torch.float32, output_dtype=torch.float32
+            )
+        }
     ),
     "prefetch": Feature(after=_prefetches),
     "frozen base with LoRA": Feature(change=_frozen),
     "unused parameters": Feature(change=_unused),
     "tied weights": Feature(change=_tied),
     "a module used twice": Feature(change=_twice),
-    "checkpointing, reentrant": Feature(change=functools.partial(_checkpointed, use_reentrant=True)),
-    "checkpointing, non-reentrant": Feature(change=functools.partial(_checkpointed, use_reentrant=False)),
+    "checkpointing, reentrant": Feature(
+        change=functools.partial(_checkpointed, use_reentrant=True)
+    ),
+    "checkpointing, non-reentrant": Feature(
+        change=functools.partial(_checkpointed, use_reentrant=False)
+    ),
     "checkpointing, selective": Feature(
         change=functools.partial(_checkpointed, use_reentrant=False, context_fn=_selective)
     ),
     "average of weights": Feature(step=_averaged),
     "two models": Feature(step=_of_two),
     "AdamW, fused": Feature(optimizer=functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)),
-    "AdamW, one by one": Feature(optimizer=functools.partial(torch.optim.AdamW, lr=1e-2, foreach=False)),
-    "SGD with momentum": Feature(optimizer=functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9)),
+    "AdamW, one by one": Feature(
+        optimizer=functools.partial(torch.optim.AdamW, lr=1e-2, foreach=False)
+    ),
+    "SGD with momentum": Feature(
+        optimizer=functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
+    ),
     "shared axis of one": Feature(shard=lambda world: mesh(world, 1)),
     "replicated axis of one": Feature(shard=lambda world: mesh(1, world)),
 }
-WITH_RECOMPUTATION = {"checkpointing, reentrant", "checkpointing, non-reentrant", "checkpointing, selective"}
+WITH_RECOMPUTATION = {
+    "checkpointing, reentrant",
+    "checkpointing, non-reentrant",
+    "checkpointing, selective",
+}
 
 
 @contextmanager
@@ -212,7 +245,9 @@ def named(what: str, failed: list[str]) -> Iterator[None]:
         failed.append(f"{what}: {type(error).__name__}: {error}")
 
 
-def _trains_as_plain(rank: int, world: int, names: list[str], features: dict[str, Feature] | None = None) -> None:
+def _trains_as_plain(
+    rank: int, world: int, names: list[str], features: dict[str, Feature] | None = None
+) -> None:
     failed: list[str] = []
     for i, name in enumerate(names):
         feature = (features or FEATURES)[name]
@@ -234,7 +269,10 @@ def _trains_as_plain(rank: int, world: int, names: list[str], features: dict[str
                     feature.after(net)
                 a, b = feature.optimizer(ours.parameters()), feature.optimizer(oracle.parameters())
                 for step in range(1 if delayed else 3):  # the oracle keeps no histories
-                    got, want = feature.step(ours, a, step, rank), feature.step(oracle, b, step, rank)
+                    got, want = (
+                        feature.step(ours, a, step, rank),
+                        feature.step(oracle, b, step, rank),
+                    )
                     laws.assert_same_bytes(got, want, f"{name}, {label}: step {step}")
                 got, want = nets.full_state(ours), nets.full_state(oracle)
                 for key, value in want.items():
@@ -262,7 +300,9 @@ def _low_bit(rank: int, world: int) -> None:
             for net, optimizer in pair:
                 fq.begin_step(step)
                 with fq.token_offset(0):
-                    net(laws.values(4, 64, seed=step + rank, dtype=torch.float32)).square().mean().backward()
+                    net(
+                        laws.values(4, 64, seed=step + rank, dtype=torch.float32)
+                    ).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
     moments = {type(local_of(s["exp_avg"])).__name__ for s in pair[0][1].state.values()}
@@ -319,7 +359,9 @@ def _many_steps(rank: int, world: int) -> None:
             nets.train_step(net, optimizer, step, rank)
             if step in (9, last):
                 counts.append(_alive())
-        for _ in range(20):  # a thread of gloo that ends late holds the thread-local state of its collective, so the step tensor
+        for _ in range(
+            20
+        ):  # a thread of gloo that ends late holds the thread-local state of its collective, so the step tensor
             if counts[-1][0] <= counts[0][0]:
                 break
             time.sleep(0.1)
@@ -334,10 +376,14 @@ def test_many_steps_take_the_memory_of_ten():
 
 
 def refusals(
-    rank: int, world: int, convert: Callable = fq.convert, optimizer: Callable = torch.optim.AdamW,
+    rank: int,
+    world: int,
+    convert: Callable = fq.convert,
+    optimizer: Callable = torch.optim.AdamW,
     others: Callable[[nn.Module], list[Callable]] = lambda net: [],
 ) -> list[str]:
-    """Each refusal is the same on every rank, comes before any collective, and leaves a model that trains on.
+    """Each refusal is the same on every rank, comes before any collective, and leaves a model that
+    trains on.
 
     others:  further calls that are refused, of the sharded net.
     """
@@ -368,13 +414,20 @@ def refusals(
             net(nets.batch())
 
     refused(other_format, gathers=True)  # FSDP2's, before the module is called
-    state = copy.deepcopy(fq.state_dict(net)) | {"fingerprint": "of another", "recipe": "of another"}
-    refused(lambda: fq.load_state_dict(net, state), gathers=True)  # one bit: does a rank refuse its file?
+    state = copy.deepcopy(fq.state_dict(net)) | {
+        "fingerprint": "of another",
+        "recipe": "of another",
+    }
+    refused(
+        lambda: fq.load_state_dict(net, state), gathers=True
+    )  # one bit: does a rank refuse its file?
     for call in others(net):
         refused(call)
     for step in range(1, 3):
         laws.assert_same_bytes(
-            nets.train_step(net, a, step, rank), nets.train_step(twin, b, step, rank), f"step {step} after the refusals"
+            nets.train_step(net, a, step, rank),
+            nets.train_step(twin, b, step, rank),
+            f"step {step} after the refusals",
         )
     return errors
 

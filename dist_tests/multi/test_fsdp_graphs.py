@@ -16,11 +16,17 @@ from dist_tests.multi import test_tensor_parallel as tensor_parallel
 from dist_tests.multi.harness import DEVICE, run_ranks
 from fsdp_quant.context import STEP
 
-pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="captures NCCL's collectives: FSDP_QUANT_TEST_DEVICE=cuda")
+pytestmark = pytest.mark.skipif(
+    DEVICE != "cuda", reason="captures NCCL's collectives: FSDP_QUANT_TEST_DEVICE=cuda"
+)
 K, STEPS = 128, 3
 RECIPES = {
-    "fp8_current": fq.recipes.fp8_current, "fp8_delayed": fq.recipes.fp8_delayed, "fp8_block": fq.recipes.fp8_block,
-    "mxfp8": fq.recipes.mxfp8, "nvfp4": fq.recipes.nvfp4, "mxfp8/nvfp4": lambda: fq.recipes.hybrid("mxfp8", "nvfp4"),
+    "fp8_current": fq.recipes.fp8_current,
+    "fp8_delayed": fq.recipes.fp8_delayed,
+    "fp8_block": fq.recipes.fp8_block,
+    "mxfp8": fq.recipes.mxfp8,
+    "nvfp4": fq.recipes.nvfp4,
+    "mxfp8/nvfp4": lambda: fq.recipes.hybrid("mxfp8", "nvfp4"),
     "mxfp8/nvfp4 exact": lambda: fq.recipes.hybrid("mxfp8", "nvfp4", scale_rule="fp8_exact"),
 }
 
@@ -29,13 +35,19 @@ def _built(kind: str, recipe: fq.Recipe, world: int) -> tuple[nn.Module, tuple[i
     """(net, shape of a rank's input)."""
     if kind == "tensor parallel":
         net = fq.convert(tensor_parallel.build(layers=2).bfloat16(), recipe)
-        return tensor_parallel.cut(net, tensor_parallel.mesh_of(tp=world)), (2, 128, tensor_parallel.D)
+        return tensor_parallel.cut(net, tensor_parallel.mesh_of(tp=world)), (
+            2,
+            128,
+            tensor_parallel.D,
+        )
     with fq.quantized_model_init(recipe) if kind == "quantized" else contextlib.nullcontext():
         net = fq.convert(nets.build(hidden=(256, 128), k=K, out=128).bfloat16(), recipe)
     return nets.shard(net), (64, K)
 
 
-def _trained(recipe: fq.Recipe, kind: str, captured: bool, rank: int, world: int) -> list[dict[str, Tensor]]:
+def _trained(
+    recipe: fq.Recipe, kind: str, captured: bool, rank: int, world: int
+) -> list[dict[str, Tensor]]:
     """Outputs, and weights at the end, of steps that are replays of a graph of one, or not."""
     STEP.step, STEP.counted_by_hand = 0, False
     STEP.publish()
@@ -81,7 +93,9 @@ def _trained(recipe: fq.Recipe, kind: str, captured: bool, rank: int, world: int
 def _replays(rank: int, world: int, kind: str) -> None:
     for label, made in RECIPES.items():
         with laws.kept_step():
-            want, got = (_trained(made(), kind, captured, rank, world) for captured in (False, True))
+            want, got = (
+                _trained(made(), kind, captured, rank, world) for captured in (False, True)
+            )
         for a, b in zip(want, got):
             assert a.keys() == b.keys()
             for name, value in a.items():
@@ -90,5 +104,6 @@ def _replays(rank: int, world: int, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["sharded", "quantized", "tensor parallel"])
 def test_replays_of_a_step_are_eager_steps(kind: str):
-    """If false, a replay gathers codes of earlier weights or activations, or shares the amaxes of one."""
+    """If false, a replay gathers codes of earlier weights or activations, or shares the amaxes of
+    one."""
     run_ranks(2, _replays, kind)

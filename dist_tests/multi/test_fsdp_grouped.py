@@ -46,10 +46,16 @@ def recipes_of(model: nn.Module) -> list[str]:
 
 def _trains_as_one_process(rank: int, world: int) -> int:
     kinds = [
-        recipes.mxfp8(), recipes.fp8_delayed(length=3), recipes.hybrid("mxfp8", "nvfp4"), recipes.fp8_block(),
+        recipes.mxfp8(),
+        recipes.fp8_delayed(length=3),
+        recipes.hybrid("mxfp8", "nvfp4"),
+        recipes.fp8_block(),
         recipes.schedule(
-            recipes.per_layer(recipes.mxfp8(), {"experts": recipes.fp8_current()}, last=(1, recipes.identity())),
-            (2, 3, recipes.nvfp4()), (3, None, recipes.hybrid("identity", "fp8_row")),
+            recipes.per_layer(
+                recipes.mxfp8(), {"experts": recipes.fp8_current()}, last=(1, recipes.identity())
+            ),
+            (2, 3, recipes.nvfp4()),
+            (3, None, recipes.hybrid("identity", "fp8_row")),
         ),
     ]
     arms = [*((recipe, True) for recipe in kinds), (kinds[0], False), (kinds[-1], False)]
@@ -72,26 +78,35 @@ def _trains_as_one_process(rank: int, world: int) -> int:
                     optimizer.step()
                     optimizer.zero_grad()
                     results.append(y.detach())
-            laws.assert_same_bytes(results[1], results[0], f"world {world}, {recipe}, packed={packed}, step {step}")
+            laws.assert_same_bytes(
+                results[1], results[0], f"world {world}, {recipe}, packed={packed}, step {step}"
+            )
         assert fingerprints(sharded) == fingerprints(whole)
         for (name, want), got in zip(whole.state_dict().items(), nets.full_state(sharded).values()):
             laws.assert_same_bytes(got, want, f"world {world}, {recipe}, packed={packed}, {name}")
         if isinstance(recipe, recipes.Schedule):
-            assert {m.recipe.name for m in sharded.modules() if isinstance(m, fq.Linear)} == {"hybrid"}
+            assert {m.recipe.name for m in sharded.modules() if isinstance(m, fq.Linear)} == {
+                "hybrid"
+            }
     return len(arms)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_experts_and_schedules_train_as_in_one_process(world: int):
-    """If false, ranks multiply an expert's weight in different formats, or switch recipes in different steps."""
+    """If false, ranks multiply an expert's weight in different formats, or switch recipes in
+    different steps."""
     assert run_ranks(world, _trains_as_one_process) == [7] * world
 
 
 def _gathers_whole_experts(rank: int, world: int) -> int:
     """Three experts of 40 x 24 over four ranks, of which one holds none."""
     made = [
-        recipes.fp8_block(backward_override="dequantized"), recipes.fp8_delayed(), recipes.fp8_row(), recipes.nvfp4(),
-        recipes.hybrid("mxfp8", "nvfp4"), *map(recipes.by_name, recipes.names()),
+        recipes.fp8_block(backward_override="dequantized"),
+        recipes.fp8_delayed(),
+        recipes.fp8_row(),
+        recipes.nvfp4(),
+        recipes.hybrid("mxfp8", "nvfp4"),
+        *map(recipes.by_name, recipes.names()),
     ]
     made = made if os.environ.get("FSDP_QUANT_ALL_PAIRS") == "1" else made[:5]
     for recipe in made:
@@ -108,7 +123,9 @@ def _gathers_whole_experts(rank: int, world: int) -> int:
         for i, phase in enumerate(("forward", "backward")):
             size = sum(n for (of, _, _), n in gathers.items() if of == phase)
             bias = 0 if whole.bias is None else planned.other_bytes[i]
-            assert planned.bytes_per_step(forward=i == 0, backward=i == 1) - bias == size, f"{recipe} {phase}: {gathers}"
+            assert planned.bytes_per_step(forward=i == 0, backward=i == 1) - bias == size, (
+                f"{recipe} {phase}: {gathers}"
+            )
         assert len({(phase, d) for phase, d, _ in gathers}) == 2, "a direction a pass"
         sharded.unshard()
         for e, matrix in enumerate(sharded.weight.unbind()):
@@ -118,11 +135,18 @@ def _gathers_whole_experts(rank: int, world: int) -> int:
             with torch.no_grad():
                 alone.weight.copy_(whole.weight[e])
             for direction in Direction:
-                one = weight_storages(alone.weight, [direction], alone.plan, alone._weight_state, torch.float32)[direction]
-                for (name, a), b in zip(one.buffers().items(), matrix.storage_for(direction).buffers().values()):
+                one = weight_storages(
+                    alone.weight, [direction], alone.plan, alone._weight_state, torch.float32
+                )[direction]
+                for (name, a), b in zip(
+                    one.buffers().items(), matrix.storage_for(direction).buffers().values()
+                ):
                     laws.assert_same_bytes(b, a, f"{recipe} {state.name} {direction.value}.{name}")
         sharded.reshard()
-    with pytest.raises(NotImplementedError, match=r"experts.weight.0 is a matrix of a packed weight under fully_shard"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"experts.weight.0 is a matrix of a packed weight under fully_shard",
+    ):
         code_tensors(nn.ModuleDict({"experts": sharded}))
     experts = nn.Module()
     experts.weight = nn.Parameter(whole.state_dict()["weight"].clone())
@@ -138,5 +162,6 @@ def _gathers_whole_experts(rank: int, world: int) -> int:
 
 
 def test_packed_experts_are_gathered_as_each_alone_is_quantized():
-    """If false, experts of one weight share scales, a pass gathers more than its direction, or ranks without experts hang."""
+    """If false, experts of one weight share scales, a pass gathers more than its direction, or
+    ranks without experts hang."""
     assert len(set(run_ranks(4, _gathers_whole_experts))) == 1

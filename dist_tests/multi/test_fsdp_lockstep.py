@@ -758,9 +758,7 @@ def test_one_kept_code_fails_the_lock_step(recipe: str) -> None:
     """The control: the shards of one weight keep their codes of the first gather. False: the law
     proves nothing."""
     for rank, (failed, times) in enumerate(run_ranks(2, _control, recipe)):
-        assert times, (
-            "no kept code was handed out: shards are not quantized by ops.dispatch.encode"
-        )
+        assert times, "no kept code was handed out: shards are not quantized by ops.dispatch.encode"
         assert "elements differ" in failed, (
             f"rank {rank} computed what its shards say, with a code that was kept"
         )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders of passes that plain FSDP2 bears: prefetches, first forwards under inference_mode, several blocks in one checkpoint."""
+"""Orders of passes that plain FSDP2 bears: prefetches, first forwards under inference_mode, several
+blocks in one checkpoint."""
 
 from __future__ import annotations
 
@@ -31,8 +32,12 @@ def _optimizer(net: nn.Module, quantized: bool) -> torch.optim.Optimizer:
     return fq.optim.FusedAdam(net.parameters(), lr=1e-2) if quantized else nets.adam(net)
 
 
-def _run(net: nets.Net, x: torch.Tensor, order, groups: bool = False, reentrant: bool = False) -> torch.Tensor:
-    """The blocks in this order, inside the forward of the root; groups: each entry is checkpointed as one."""
+def _run(
+    net: nets.Net, x: torch.Tensor, order, groups: bool = False, reentrant: bool = False
+) -> torch.Tensor:
+    """The blocks in this order, inside the forward of the root; groups: each entry is checkpointed
+    as one."""
+
     def forward(x: torch.Tensor) -> torch.Tensor:
         def of(group, x):
             for i in group:
@@ -47,7 +52,9 @@ def _run(net: nets.Net, x: torch.Tensor, order, groups: bool = False, reentrant:
     return net(x)
 
 
-def _trained(recipe: fq.Recipe, quantized: bool, run, prepare=lambda net: None, rank: int = 0) -> list[torch.Tensor]:
+def _trained(
+    recipe: fq.Recipe, quantized: bool, run, prepare=lambda net: None, rank: int = 0
+) -> list[torch.Tensor]:
     """Outputs and weights of three steps."""
     net = _model(recipe, quantized)
     optimizer, seen = _optimizer(net, quantized), []
@@ -80,18 +87,24 @@ def _first_prefetches_second(net: nets.Net) -> None:
 
 
 def _prefetches(rank: int, world: int) -> None:
-    cases = {"cyclic": (_cyclic, [[0, 1, 2]]), "A, B, A": (_first_prefetches_second, [[0, 1, 0]]),
-             "A, B, A of cycles": (_cyclic, [[0, 1, 0]])}
+    cases = {
+        "cyclic": (_cyclic, [[0, 1, 2]]),
+        "A, B, A": (_first_prefetches_second, [[0, 1, 0]]),
+        "A, B, A of cycles": (_cyclic, [[0, 1, 0]]),
+    }
     for recipe in RECIPES:
         for what, (prepare, order) in cases.items():
             for quantized in (False, True)[: 1 if recipe is RECIPES[-1] else 2]:
                 run = functools.partial(_run, order=order)
-                want, got = (_trained(recipe, quantized, run, p, rank) for p in (lambda net: None, prepare))
+                want, got = (
+                    _trained(recipe, quantized, run, p, rank) for p in (lambda net: None, prepare)
+                )
                 _same(got, want, f"{recipe}, {what}, quantized {quantized}")
 
 
 def test_explicit_prefetches_change_nothing():
-    """If false, a block that is gathered for its next forward lacks the codes of its backward, or has those of another step."""
+    """If false, a block that is gathered for its next forward lacks the codes of its backward, or
+    has those of another step."""
     run_ranks(2, _prefetches)
 
 
@@ -104,14 +117,18 @@ def _several_blocks_in_one_checkpoint(rank: int, world: int) -> None:
 
 
 def test_one_checkpoint_over_several_blocks_trains_alike():
-    """If false, a block that is gathered inside another one's backward lacks rowwise codes, or keeps those of its forward."""
+    """If false, a block that is gathered inside another one's backward lacks rowwise codes, or
+    keeps those of its forward."""
     run_ranks(2, _several_blocks_in_one_checkpoint)
 
 
 def _linear_layers(recipe: fq.Recipe, quantized: bool) -> nn.Module:
-    """Without norms: FSDP2 gathers their weights as inference tensors, which autograd saves in no later forward."""
+    """Without norms: FSDP2 gathers their weights as inference tensors, which autograd saves in no
+    later forward."""
     torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(nets.K, 48), nn.ReLU(), nn.Linear(48, 33), nn.ReLU(), nn.Linear(33, 8))
+    layers = nn.Sequential(
+        nn.Linear(nets.K, 48), nn.ReLU(), nn.Linear(48, 33), nn.ReLU(), nn.Linear(33, 8)
+    )
     with fq.quantized_model_init(recipe) if quantized else contextlib.nullcontext():
         fq.convert(layers, recipe)
     for layer in (layers[0], layers[2], layers):
@@ -138,22 +155,33 @@ def _inference_first(rank: int, world: int) -> None:
                             net(nets.batch(8))
                 seen.append([*values, *nets.full_state(net).values()])
             for got in seen[1:]:
-                _same(got, seen[0], f"{recipe}, quantized {quantized}: trained after a forward without gradients")
+                _same(
+                    got,
+                    seen[0],
+                    f"{recipe}, quantized {quantized}: trained after a forward without gradients",
+                )
 
 
 def test_a_first_forward_under_inference_mode_is_like_any_other():
-    """If false, a rollout worker's model cannot be trained, or multiplies codes that it made for the rollout."""
+    """If false, a rollout worker's model cannot be trained, or multiplies codes that it made for
+    the rollout."""
     run_ranks(2, _inference_first)  # of one rank, plain FSDP2 fails in torch's own copy
 
 
 def _statistics_of_parts_again(rank: int, world: int) -> None:
-    """Weights that each rank scales by another factor, so that the amaxes of blocks that cuts divide change every step."""
+    """Weights that each rank scales by another factor, so that the amaxes of blocks that cuts
+    divide change every step."""
     mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("shard", "tp"))
     x = laws.values(4, 40, dtype=torch.float32).requires_grad_()
     for pair in (("nvfp4_16x16", "nvfp4_16x16"), ("fp8_128x128", "mxfp8"), ("nvfp4", "fp8_tensor")):
+
         def made(pair=pair) -> nn.Module:
             net = fq.convert(pair_of_layers(), nets.pair_recipe(*pair))
-            parallelize_module(net, mesh["tp"], {"0": fq.parallel.ColwiseParallel(), "1": fq.parallel.RowwiseParallel()})
+            parallelize_module(
+                net,
+                mesh["tp"],
+                {"0": fq.parallel.ColwiseParallel(), "1": fq.parallel.RowwiseParallel()},
+            )
             return fully_shard(net, mesh=mesh["shard"])
 
         def codes(net: nn.Module) -> list:
@@ -174,5 +202,6 @@ def _statistics_of_parts_again(rank: int, world: int) -> None:
 
 
 def test_statistics_of_parts_are_taken_again_each_forward():
-    """If false, padded slots of parts under tensor parallelism hold the amaxes of an earlier forward."""
+    """If false, padded slots of parts under tensor parallelism hold the amaxes of an earlier
+    forward."""
     run_ranks(4, _statistics_of_parts_again)

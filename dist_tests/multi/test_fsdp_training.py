@@ -39,11 +39,19 @@ RECIPES = {
     "mxfp8, dequantized": fq.recipes.mxfp8(backward_override="dequantized"),
     "nvfp4, high precision": fq.recipes.nvfp4(backward_override="high_precision"),
 }
-FEW = RECIPES if laws.EVERYTHING else {k: RECIPES[k] for k in ("mxfp8/nvfp4", "mxfp8/nvfp4 exact", "fp8_block", "fp8_current/fp8_row")}
+FEW = (
+    RECIPES
+    if laws.EVERYTHING
+    else {
+        k: RECIPES[k]
+        for k in ("mxfp8/nvfp4", "mxfp8/nvfp4 exact", "fp8_block", "fp8_current/fp8_row")
+    }
+)
 
 
 def _sample(shift: int) -> dict[str, fq.Recipe]:
-    """Each format once a direction, in pairs that differ by shift, and the even or odd half of RECIPES."""
+    """Each format once a direction, in pairs that differ by shift, and the even or odd half of
+    RECIPES."""
     pairs = {f"{r}/{c}": nets.pair_recipe(r, c) for r, c in laws.diagonals(shift)}
     return pairs | dict(laws.every_second(list(RECIPES.items()), shift))
 
@@ -61,7 +69,9 @@ def _same_as_whole_weights(rank: int, world: int) -> None:
             laws.assert_same_bytes(got, want, f"world {world}, {label}: output of step {step}")
         got, want = nets.full_state(ours), nets.full_state(oracle)
         for name, value in want.items():
-            laws.assert_same_bytes(got[name], value, f"world {world}, {label}: {name} after 2 steps")
+            laws.assert_same_bytes(
+                got[name], value, f"world {world}, {label}: {name} after 2 steps"
+            )
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -72,7 +82,9 @@ def test_training_equals_plain_fsdp_on_whole_weights(world):
 
 def _same_as_one_process(rank: int, world: int) -> None:
     """Equal data on every rank: averaging equal gradients is exact at worlds 1 and 2."""
-    for label, recipe in (_sample(world + 4) | {"delayed": fq.recipes.fp8_delayed(length=2)}).items():
+    for label, recipe in (
+        _sample(world + 4) | {"delayed": fq.recipes.fp8_delayed(length=2)}
+    ).items():
         sharded, single = nets.build(), nets.build()
         fq.convert(sharded, recipe)
         fq.convert(single, recipe)
@@ -127,15 +139,29 @@ def _bytes_on_the_wire(rank: int, world: int) -> None:
                 planned = fq.plan(net)
                 with nets.recorded_collectives() as backward:
                     y.square().mean().backward()
-                sizes = [sum(n for kind, n in seen if kind == "all_gather") for seen in (forward, backward)]
-                want = [planned.bytes_per_step(backward=False), planned.bytes_per_step(forward=False)]
-                assert sizes == want, f"{label}, recompute {recompute}: gathered {sizes}, the plan says {want}"
-                assert before.bytes_per_step(backward=False) == want[0], "the plan changed with the first forward"
+                sizes = [
+                    sum(n for kind, n in seen if kind == "all_gather")
+                    for seen in (forward, backward)
+                ]
+                want = [
+                    planned.bytes_per_step(backward=False),
+                    planned.bytes_per_step(forward=False),
+                ]
+                assert sizes == want, (
+                    f"{label}, recompute {recompute}: gathered {sizes}, the plan says {want}"
+                )
+                assert before.bytes_per_step(backward=False) == want[0], (
+                    "the plan changed with the first forward"
+                )
                 counted = fq.receipt().gathered_bytes
-                assert counted + sum(planned.other_bytes) == sum(sizes), "the receipt does not add up to the wire"
+                assert counted + sum(planned.other_bytes) == sum(sizes), (
+                    "the receipt does not add up to the wire"
+                )
             if label == "mxfp8/nvfp4":
                 receipt = fq.receipt()
-                assert set(receipt.backward_gathers) == ({"nvfp4", "mxfp8"} if recompute else {"nvfp4"}), str(receipt)
+                assert set(receipt.backward_gathers) == (
+                    {"nvfp4", "mxfp8"} if recompute else {"nvfp4"}
+                ), str(receipt)
                 blocks = [n for n in planned.weight_bytes if n.startswith("blocks")]
                 forward_of_blocks = sum(planned.weight_bytes[n][0] for n in blocks)
                 head = planned.weight_bytes["head.weight"][0]
@@ -143,7 +169,8 @@ def _bytes_on_the_wire(rank: int, world: int) -> None:
 
 
 def test_bytes_on_the_wire_equal_the_plan():
-    """If false, a pass gathers bytes that nothing multiplies, or a high-precision gather slipped in."""
+    """If false, a pass gathers bytes that nothing multiplies, or a high-precision gather slipped
+    in."""
     run_ranks(2, _bytes_on_the_wire)
 
 
@@ -155,7 +182,10 @@ def _recomputation(rank: int, world: int) -> None:
             fq.convert(net, recipe)
             nets.shard(net)
             optimizer = nets.adam(net)
-            nets_.append([nets.train_step(net, optimizer, s, rank) for s in range(2)] + list(nets.full_state(net).values()))
+            nets_.append(
+                [nets.train_step(net, optimizer, s, rank) for s in range(2)]
+                + list(nets.full_state(net).values())
+            )
         for plain, recomputed in zip(*nets_):
             laws.assert_same_bytes(recomputed, plain, f"{label}: with and without recomputation")
 
@@ -173,10 +203,15 @@ def _saved_tensor_hooks_of_users(rank: int, world: int) -> None:
         fq.convert(net, recipe)
         nets.shard(net)
         counters.reset()
-        with torch.autograd.graph.save_on_cpu() if offload else torch.enable_grad(), fq.token_offset(0):
+        with (
+            torch.autograd.graph.save_on_cpu() if offload else torch.enable_grad(),
+            fq.token_offset(0),
+        ):
             net(nets.batch()).square().mean().backward()
         results.append((fq.receipt().gathers, nets.full(net.head.weight.grad)))
-    assert results[0][0] == results[1][0], f"offloading saved tensors changed the gathers: {results}"
+    assert results[0][0] == results[1][0], (
+        f"offloading saved tensors changed the gathers: {results}"
+    )
     laws.assert_same_bytes(results[1][1], results[0][1], "gradient under save_on_cpu")
 
 
@@ -186,7 +221,8 @@ def test_saved_tensor_hooks_of_users_change_no_gather():
 
 
 def _accumulation(rank: int, world: int) -> None:
-    """Inputs of small integers and a sum as the loss: gradients of one row are integers, whose sums are exact in any order."""
+    """Inputs of small integers and a sum as the loss: gradients of one row are integers, whose sums
+    are exact in any order."""
     for recipe in (fq.recipes.fp8_current(), fq.recipes.mxfp8()):
         grads = []
         for micro_batches in (1, 4):
@@ -195,22 +231,29 @@ def _accumulation(rank: int, world: int) -> None:
             with torch.no_grad():
                 for layer, seed in zip(net, (1, 2)):
                     generator = torch.Generator("cpu").manual_seed(seed)
-                    layer.weight.copy_(torch.randint(-1, 2, layer.weight.shape, generator=generator, device="cpu"))
+                    layer.weight.copy_(
+                        torch.randint(-1, 2, layer.weight.shape, generator=generator, device="cpu")
+                    )
             fq.convert(net, recipe)
             for layer in net:
                 fully_shard(layer)
             fully_shard(net)
-            x = torch.randint(-1, 2, (16, nets.K), generator=torch.Generator().manual_seed(rank)).float()
+            x = torch.randint(
+                -1, 2, (16, nets.K), generator=torch.Generator().manual_seed(rank)
+            ).float()
             for rows in x.chunk(micro_batches):
                 net[1](net[0](rows).clamp(-2, 2)).sum().backward()
             grads.append([nets.full(p.grad) for p in net.parameters()])
         for once, several in zip(*grads):
-            laws.assert_same_bytes(several, once, f"{recipe}: gradients of 4 micro-batches against 1")
+            laws.assert_same_bytes(
+                several, once, f"{recipe}: gradients of 4 micro-batches against 1"
+            )
             assert once.abs().max() > 0
 
 
 def test_gradient_accumulation_equals_one_pass():
-    """If false, micro-batches multiply codes of other weights, or a gather of a later one spoils the sum."""
+    """If false, micro-batches multiply codes of other weights, or a gather of a later one spoils
+    the sum."""
     run_ranks(2, _accumulation)
 
 
@@ -256,10 +299,14 @@ def _meta_init(rank: int, world: int) -> None:
     meta.to_empty(device=DEVICE)
     for name, parameter in meta.named_parameters():
         local = parameter._local_tensor
-        shard = want[name].chunk(world)[rank] if rank < len(want[name].chunk(world)) else want[name][:0]
+        shard = (
+            want[name].chunk(world)[rank] if rank < len(want[name].chunk(world)) else want[name][:0]
+        )
         with torch.no_grad():
             local.copy_(shard)
-        assert name.endswith("weight") is False or "norm" in name or isinstance(local, WeightShard), name
+        assert (
+            name.endswith("weight") is False or "norm" in name or isinstance(local, WeightShard)
+        ), name
     a, b = nets.adam(cpu), nets.adam(meta)
     for step in range(2):
         got, wanted = nets.train_step(meta, b, step), nets.train_step(cpu, a, step)
@@ -283,14 +330,19 @@ def _convert_order(rank: int, world: int) -> None:
             if late:
                 held = [id(p) for group in optimizer.param_groups for p in group["params"]]
                 fq.convert(net, recipe)
-                assert held == [id(p) for p in net.parameters()], "the optimizer lost its parameters"
+                assert held == [id(p) for p in net.parameters()], (
+                    "the optimizer lost its parameters"
+                )
             results.append([nets.train_step(net, optimizer, s, rank) for s in range(2)])
         for late, early in zip(results[1], results[0]):
-            laws.assert_same_bytes(late, early, f"{label}: convert after against before fully_shard")
+            laws.assert_same_bytes(
+                late, early, f"{label}: convert after against before fully_shard"
+            )
 
 
 def test_convert_after_fully_shard_equals_before():
-    """If false, the order of the two calls matters, or an optimizer built in between trains nothing."""
+    """If false, the order of the two calls matters, or an optimizer built in between trains
+    nothing."""
     run_ranks(3, _convert_order)
 
 
@@ -315,7 +367,11 @@ def _set_recipe(rank: int, world: int) -> None:
                 want.sum().backward()
             laws.assert_same_bytes(got.detach(), want.detach(), f"output after set_recipe({name})")
             for (n, p), q in zip(net.named_parameters(), fresh.parameters()):
-                laws.assert_same_bytes(nets.full(p.grad), nets.full(q.grad), f"gradient of {n} after set_recipe({name})")
+                laws.assert_same_bytes(
+                    nets.full(p.grad),
+                    nets.full(q.grad),
+                    f"gradient of {n} after set_recipe({name})",
+                )
             optimizer.zero_grad()
 
 
@@ -359,25 +415,31 @@ def _collectives_of_a_step(rank: int, world: int) -> list:
     with counted("forward after unshard"):
         net(nets.batch(3))
     for what, number in counts.items():
-        want = what.startswith(("forward", "unshard")) + (what == "forward 0.0")  # the first gather compares recipes too
+        want = what.startswith(("forward", "unshard")) + (
+            what == "forward 0.0"
+        )  # the first gather compares recipes too
         assert number == want, f"{what}: {number} MAX all-reduces, wanted {int(want)}: {counts}"
     return seen
 
 
 def test_one_amax_collective_per_forward_of_the_root_and_the_same_list_on_every_rank():
-    """If false, ranks with empty shards or no statistics of their own hang the others, or a backward waits for all."""
+    """If false, ranks with empty shards or no statistics of their own hang the others, or a
+    backward waits for all."""
     lists = run_ranks(4, _collectives_of_a_step)
     assert all(seen == lists[0] for seen in lists)
 
 
 def _one_rank_alone(rank: int, world: int) -> None:
-    """What plain FSDP2 bears on one rank only; the outputs after it are those of the shards that are gathered."""
+    """What plain FSDP2 bears on one rank only; the outputs after it are those of the shards that
+    are gathered."""
+
     def mutation(net, optimizer) -> None:
         with torch.no_grad():
             net.head.weight._local_tensor.mul_(2.0)
 
     events = {
-        "mutation": mutation, "state dict": lambda net, optimizer: net.state_dict(),
+        "mutation": mutation,
+        "state dict": lambda net, optimizer: net.state_dict(),
         "load": lambda net, optimizer: net.load_state_dict(net.state_dict()),
         "step": lambda net, optimizer: optimizer.step(),
         "fq.sync": lambda net, optimizer: fq.sync(net),
@@ -456,17 +518,22 @@ def _written_while_gathered(rank: int, world: int) -> None:
             for m in _managed(net):
                 if getattr(m.local, "state", None) is state:
                     m.local.mul_(2.0)
-            laws.assert_same_bytes(net(x), before, f"{recipe}: output of values as they were gathered")
+            laws.assert_same_bytes(
+                net(x), before, f"{recipe}: output of values as they were gathered"
+            )
             net.reshard()
             bias = net.head.bias.full_tensor()
             got, want = net(x) - bias, 2 * (before - bias)
-            torch.testing.assert_close(got, want, msg=lambda text: f"{recipe}: output after a new gather: {text}")
+            torch.testing.assert_close(
+                got, want, msg=lambda text: f"{recipe}: output after a new gather: {text}"
+            )
             net.load_state_dict(net.state_dict())
         assert isinstance(net.head.weight, DTensor), "a load reshards"
 
 
 def test_gathered_codes_of_a_written_shard_are_the_values_as_gathered():
-    """If false, a write to a shard spoils what is gathered, or the next gather does not see it; plain FSDP2 does so."""
+    """If false, a write to a shard spoils what is gathered, or the next gather does not see it;
+    plain FSDP2 does so."""
     run_ranks(2, _written_while_gathered)
 
 
@@ -483,7 +550,11 @@ def _memory(rank: int, world: int) -> None:
         for state in states:
             if state.gathered is not None:
                 buffers = list(state.gathered.buffers.values())
-                total += sum(t.untyped_storage().size() for b in buffers for t in (*b.outputs, *b.filled.values()))
+                total += sum(
+                    t.untyped_storage().size()
+                    for b in buffers
+                    for t in (*b.outputs, *b.filled.values())
+                )
         return total
 
     peaks = []
@@ -500,9 +571,13 @@ def _memory(rank: int, world: int) -> None:
     # A thread of gloo that ends late holds a tensor of its step for a moment.
     assert min(counts[-4:]) <= min(counts[4:-4]), f"tensors alive grow from step to step: {counts}"
     planned = fq.plan(net).weight_bytes
-    one_block = max(sum(planned[f"blocks.{i}.{n}.weight"][0] for n in ("up", "down")) for i in range(3))
+    one_block = max(
+        sum(planned[f"blocks.{i}.{n}.weight"][0] for n in ("up", "down")) for i in range(3)
+    )
     head = sum(planned["head.weight"])
-    assert max(peaks) <= 2 * one_block + head + 64, f"alive at most {max(peaks)}, a block is {one_block}"
+    assert max(peaks) <= 2 * one_block + head + 64, (
+        f"alive at most {max(peaks)}, a block is {one_block}"
+    )
 
 
 def _managed(net):
@@ -512,13 +587,18 @@ def _managed(net):
 
 
 def test_gathered_bytes_are_freed_and_nothing_grows():
-    """If false, codes of one direction stay allocated while the other is multiplied, or leak from step to step."""
+    """If false, codes of one direction stay allocated while the other is multiplied, or leak from
+    step to step."""
     run_ranks(2, _memory)
 
 
 def _laid_out(rank: int, world: int) -> None:
     exact = fq.recipes.nvfp4(scale_rule="fp8_exact")
-    for name, recipe in {"fp8_block": fq.recipes.fp8_block(), "mxfp8": fq.recipes.mxfp8(), "nvfp4 exact": exact}.items():
+    for name, recipe in {
+        "fp8_block": fq.recipes.fp8_block(),
+        "mxfp8": fq.recipes.mxfp8(),
+        "nvfp4 exact": exact,
+    }.items():
         results = []
         for reshard in (True, False):
             with hopper.emulated() as gpu:
@@ -531,32 +611,49 @@ def _laid_out(rank: int, world: int) -> None:
                     for micro_batch in range(2):
                         fq.begin_step(micro_batch=micro_batch)
                         y = net(nets.batch(micro_batch, rows=16).to(torch.bfloat16))
-                        slots = [m.local.state.gathered.slots for m in _managed(net) if isinstance(m.local, WeightShard)]
-                        kept += [s for one in slots for s in one.laid_out.values() if not s.is_freed]
+                        slots = [
+                            m.local.state.gathered.slots
+                            for m in _managed(net)
+                            if isinstance(m.local, WeightShard)
+                        ]
+                        kept += [
+                            s for one in slots for s in one.laid_out.values() if not s.is_freed
+                        ]
                         net.set_reshard_after_backward(reshard or micro_batch == 1)
                         y.float().square().mean().backward()
                     made = gpu.count("transpose_codes") + gpu.count("anchor_codes")
                     optimizer.step()
                 results.append((y, made))
                 alive = [s.describe() for s in kept if not s.is_freed]
-                assert bool(kept) != reshard and not alive, f"{name}: operands outlive the codes they were made from: {len(kept)}, {alive}"
+                assert bool(kept) != reshard and not alive, (
+                    f"{name}: operands outlive the codes they were made from: {len(kept)}, {alive}"
+                )
         (resharded, many), (held, few) = results
         laws.assert_same_bytes(held, resharded, f"{name}: output")
-        assert 0 < few and 2 * few == many, f"{name}: {few} operands made of held codes, {many} of gathers a micro-batch"
+        assert 0 < few and 2 * few == many, (
+            f"{name}: {few} operands made of held codes, {many} of gathers a micro-batch"
+        )
 
 
 @on_cpu
 def test_operands_are_made_once_a_gather_and_freed_with_it():
-    """If false, each micro-batch transposes the weights again, or the transposes outlive the codes."""
+    """If false, each micro-batch transposes the weights again, or the transposes outlive the
+    codes."""
     run_ranks(2, _laid_out)
 
 
 def _one_launch_a_group(rank: int, world: int) -> None:
-    """Three weights per group, one format; gathers of two blocks in the forward, and of both in the backward."""
+    """Three weights per group, one format; gathers of two blocks in the forward, and of both in the
+    backward."""
     freed = []
     for name, launches in {"fp8_current": (4, 2), "fp8_block": (4, 0), "mxfp8": (4, 0)}.items():
         with hopper.emulated() as gpu:
-            net = nn.Sequential(*(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3))) for _ in range(2)))
+            net = nn.Sequential(
+                *(
+                    nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+                    for _ in range(2)
+                )
+            )
             net.append(nn.Linear(64, 64, bias=False)).to(torch.bfloat16)
             fq.convert(net, getattr(fq.recipes, name)())
             for block in net[:2]:
@@ -565,21 +662,30 @@ def _one_launch_a_group(rank: int, world: int) -> None:
             optimizer = nets.adam(net)
             states = [m.local.state for m in _managed(net) if isinstance(m.local, WeightShard)]
             of_second = [s for s in states if s.name.startswith("1.")]
-            net[1][1].register_full_backward_pre_hook(lambda *_: freed.append(  # the group is gathered
-                [s.gathered.slots.columnwise.is_freed for s in of_second]
-            ))
+            net[1][1].register_full_backward_pre_hook(
+                lambda *_: freed.append(  # the group is gathered
+                    [s.gathered.slots.columnwise.is_freed for s in of_second]
+                )
+            )
             for _ in range(2):
                 gpu.calls.clear()
-                net(nets.batch(rows=16, k=64).to(torch.bfloat16).requires_grad_()).float().square().mean().backward()
+                net(
+                    nets.batch(rows=16, k=64).to(torch.bfloat16).requires_grad_()
+                ).float().square().mean().backward()
                 optimizer.step()
             encoded, turned = gpu.count("quantize_group"), gpu.count("relayout_group")
-            assert (encoded, turned) == launches, f"{name}: {encoded} launches encode 4 gathers, {turned} lay 2 out"
-            assert freed.pop() == [True] * 3, f"{name}: codes that no product reads lie beside their layout"
+            assert (encoded, turned) == launches, (
+                f"{name}: {encoded} launches encode 4 gathers, {turned} lay 2 out"
+            )
+            assert freed.pop() == [True] * 3, (
+                f"{name}: codes that no product reads lie beside their layout"
+            )
 
 
 @on_cpu
 def test_a_gather_is_encoded_and_laid_out_by_one_launch():
-    """If false, the host pays for every weight, and codes and their transposes lie beside each other."""
+    """If false, the host pays for every weight, and codes and their transposes lie beside each
+    other."""
     run_ranks(2, _one_launch_a_group)
 
 
@@ -596,12 +702,19 @@ AGAIN = {  # recipe, quantized parameters: all, or the first of each group
 }
 
 
-def _eventful(label: str, rank: int, anew: bool) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], collections.Counter]:
-    """Outputs, weights, and how often something was written again, of steps between which things happen; anew: nothing is."""
+def _eventful(
+    label: str, rank: int, anew: bool
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], collections.Counter]:
+    """Outputs, weights, and how often something was written again, of steps between which things
+    happen; anew: nothing is."""
     recipe, quantized = AGAIN[label]
     again = collections.Counter()
     with pytest.MonkeyPatch.context() as patched:
-        for owner, name in ((root_statistics.Collective, "replay"), (gather_group.GatherGroup, "is_of")):
+        for owner, name in (
+            (root_statistics.Collective, "replay"),
+            (gather_group.GatherGroup, "is_of"),
+        ):
+
             def counted(self, *args, original=getattr(owner, name), name=name):
                 done = (not anew or name == "is_of") and original(self, *args)
                 again[name] += done
@@ -614,21 +727,28 @@ def _eventful(label: str, rank: int, anew: bool) -> tuple[list[torch.Tensor], di
         if quantized == "up":
             fq.convert(net, recipe)
         nets.shard(net)
-        optimizer, outputs = fq.optim.FusedAdam(net.parameters(), lr=1e-2) if quantized else nets.adam(net), []
+        optimizer, outputs = (
+            fq.optim.FusedAdam(net.parameters(), lr=1e-2) if quantized else nets.adam(net),
+            [],
+        )
 
         def forward(at: int) -> torch.Tensor:
             outputs.append(net(nets.batch(at, rank=rank, k=64).to(torch.bfloat16)))
             return outputs[-1]
 
         for step in range(7):
-            for local in (m.local for m in _managed(net) if anew and isinstance(m.local, FSDPHooks)):
+            for local in (
+                m.local for m in _managed(net) if anew and isinstance(m.local, FSDPHooks)
+            ):
                 local.state.gathered = None
             with fq.token_offset(0):
                 fq.begin_step(step)
                 if step == 2:  # a hand writes weights
                     with torch.no_grad():
                         net.blocks[0].up.weight.mul_(1.5)
-                    if quantized:  # codes of a quantized parameter change with events that ranks share
+                    if (
+                        quantized
+                    ):  # codes of a quantized parameter change with events that ranks share
                         fq.sync(net)
                 if step == 3:  # from here on a weight stays as it is, beside one that does not
                     net.blocks[0].up.weight.requires_grad_(False)
@@ -646,12 +766,16 @@ def _made_again(rank: int, world: int) -> None:
     few = ("fp8_current", "fp8_block", "mxfp8/nvfp4", "nvfp4, quantized", "mxfp8, some quantized")
     for label in AGAIN if laws.EVERYTHING else few:
         with hopper.emulated() if DEVICE == "cpu" else contextlib.nullcontext():
-            (got, weights, again), (want, wanted, _) = (_eventful(label, rank, anew) for anew in (False, True))
+            (got, weights, again), (want, wanted, _) = (
+                _eventful(label, rank, anew) for anew in (False, True)
+            )
         for i, pair in enumerate(zip(got, want)):
             laws.assert_same_bytes(*pair, f"{label}: output {i}")
         for name, value in wanted.items():
             laws.assert_same_bytes(weights[name], value, f"{label}: {name}")
-        shares = any(e.fmt.spans_tensor or e.fmt.dims(e.direction)[0] for e in _encodings(AGAIN[label][0]))
+        shares = any(
+            e.fmt.spans_tensor or e.fmt.dims(e.direction)[0] for e in _encodings(AGAIN[label][0])
+        )
         assert again["is_of"] >= 12 and (not shares or again["replay"] >= 4), f"{label}: {again}"
 
 
@@ -660,7 +784,8 @@ def _encodings(recipe: fq.Recipe):
 
 
 def test_a_gather_that_repeats_the_last_one_is_as_one_made_anew():
-    """If false, buffers, launches or statistics that are written again hold what another pass or recipe left there."""
+    """If false, buffers, launches or statistics that are written again hold what another pass or
+    recipe left there."""
     run_ranks(2, _made_again)
 
 
@@ -691,7 +816,9 @@ def _mixed_precision(rank: int, world: int) -> None:
     net = nets.build(hidden=(16,))
     weight = {n: p.detach().clone() for n, p in net.named_parameters()}
     fq.convert(net, recipe)
-    nets.shard(net, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    nets.shard(
+        net, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    )
     with nets.recorded_weights() as seen:
         y = net(nets.batch(rows=4))
         y.float().square().mean().backward()
@@ -704,7 +831,8 @@ def _mixed_precision(rank: int, world: int) -> None:
 
 
 def test_mixed_precision_policy_sets_the_dtype_of_identity_gathers():
-    """If false, the high-precision side of a hybrid travels in fp32, or gradients lose their reduce dtype."""
+    """If false, the high-precision side of a hybrid travels in fp32, or gradients lose their reduce
+    dtype."""
     run_ranks(2, _mixed_precision)
 
 
@@ -718,7 +846,9 @@ def _first_forward_is_eval(rank: int, world: int) -> None:
         net(nets.batch())
     for step in range(2):
         laws.assert_same_bytes(
-            nets.train_step(net, a, step, rank), nets.train_step(reference, b, step, rank), f"step {step}"
+            nets.train_step(net, a, step, rank),
+            nets.train_step(reference, b, step, rank),
+            f"step {step}",
         )
     dist.barrier()
 
@@ -736,7 +866,9 @@ def _manual_unshard(rank: int, world: int) -> None:
     nets.shard(net)
     net.unshard()
     for direction, want in nets.expected_storages(recipe, "head", whole).items():
-        laws.assert_same_storage(net.head.weight.storage_for(direction), want, f"manual unshard, {direction}")
+        laws.assert_same_storage(
+            net.head.weight.storage_for(direction), want, f"manual unshard, {direction}"
+        )
     want = nets.expected_storages(recipe, "head", whole)[fq.ROWWISE].dequantize(torch.float32)
     laws.assert_same_bytes(net.head.weight.dequantize(), want, "dequantize")
     net.reshard()
@@ -751,7 +883,9 @@ def test_manual_unshard_gathers_both_directions():
 def delayed_sides(role):
     """Both directions of a hybrid, each with its history."""
     e5m2 = format_of("fp8_tensor", element="e5m2")
-    return fq.HybridQuantizer(*(fq.Quantizer(f, scaling=fq.DelayedScaling(4)) for f in ("fp8_tensor", e5m2)))
+    return fq.HybridQuantizer(
+        *(fq.Quantizer(f, scaling=fq.DelayedScaling(4)) for f in ("fp8_tensor", e5m2))
+    )
 
 
 class _Three(nn.ModuleList):
@@ -763,7 +897,8 @@ class _Three(nn.ModuleList):
 
 
 def _shared_amaxes(rank: int, world: int) -> None:
-    """Each rank has its rows of the batch, and a layer that it alone uses; one process has them all."""
+    """Each rank has its rows of the batch, and a layer that it alone uses; one process has them
+    all."""
     calls, reduce = [], training_state.reduce_amaxes
 
     def counted(*args):
@@ -783,24 +918,40 @@ def _shared_amaxes(rank: int, world: int) -> None:
     fq.share_amaxes(sharded)
     for i in range(4):
         x, dy = (laws.values(12, n, seed=9 * i + n, dtype=torch.float32) for n in (40, 24))
-        for rows in (x, dy):  # the largest, in a first step too, whose scales are of a rank's own rows
+        for rows in (
+            x,
+            dy,
+        ):  # the largest, in a first step too, whose scales are of a rank's own rows
             rows *= (torch.arange(12) + 1 + i)[:, None]
         mine = slice(rank * 12 // world, (rank + 1) * 12 // world)
         whole(x, True).backward(dy)
         sharded(x[mine], rank == 0 and i == 0).backward(dy[mine])
     want, got = (fq.state_dict(m)["histories"] for m in (whole, sharded))
     for history in (*want.values(), *got.values()):
-        history["amaxes"] = history["amaxes"][1:]  # the step that runs is shared when the next one begins
-    sides = "0.input.rowwise", "0.input.columnwise", "0.grad_output.columnwise", "1.input.rowwise", "1.grad_output.rowwise"
+        history["amaxes"] = history["amaxes"][
+            1:
+        ]  # the step that runs is shared when the next one begins
+    sides = (
+        "0.input.rowwise",
+        "0.input.columnwise",
+        "0.grad_output.columnwise",
+        "1.input.rowwise",
+        "1.grad_output.rowwise",
+    )
     for key in sides:
         for name, tensor in want[key].items():
             laws.assert_same_bytes(got[key][name], tensor, f"{key} {name}")
-    shared = {key: (h["amaxes"].tolist(), h["enc"].tolist()) for key, h in got.items() if "2.weight" not in key}
+    shared = {
+        key: (h["amaxes"].tolist(), h["enc"].tolist())
+        for key, h in got.items()
+        if "2.weight" not in key
+    }
     return shared, len(calls)
 
 
 def test_shared_amaxes_are_those_of_the_whole_batch():
-    """If false, delayed scales depend on how a batch is divided over ranks, or a rank waits for a layer that it did not use."""
+    """If false, delayed scales depend on how a batch is divided over ranks, or a rank waits for a
+    layer that it did not use."""
     (first, calls), (second, _) = run_ranks(2, _shared_amaxes)
     assert first == second and first["2.input.rowwise"][1] != [0.0]
     assert calls == 3

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launch scripts for several nodes: two torchrun agents on one machine, and Slurm's commands replaced by fakes."""
+"""The launch scripts for several nodes: two torchrun agents on one machine, and Slurm's commands
+replaced by fakes."""
 
 from __future__ import annotations
 
@@ -34,12 +35,21 @@ TINY = (
 
 
 def environment(**changes: str) -> dict[str, str]:
-    inherited = {k: v for k, v in os.environ.items() if k not in ("NPROC", "RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return inherited | {"FSDP_QUANT_PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | changes
+    inherited = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("NPROC", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    return (
+        inherited
+        | {"FSDP_QUANT_PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        | changes
+    )
 
 
 def free_port() -> int:
-    """Below those that the system hands out: other tests take many of them before the agents listen."""
+    """Below those that the system hands out: other tests take many of them before the agents
+    listen."""
     for port in itertools.count(20000 + os.getpid() % 9000):
         with socket.socket() as s, contextlib.suppress(OSError):
             s.bind(("127.0.0.1", port))
@@ -49,7 +59,12 @@ def free_port() -> int:
 def script(name: str, *arguments: str, **changes: str) -> subprocess.Popen:
     command = ["bash", str(ROOT / "launch" / name), *arguments]
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment(**changes), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        command,
+        cwd=ROOT,
+        env=environment(**changes),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         start_new_session=True,
     )
 
@@ -62,19 +77,40 @@ def test_two_agents_train_and_save_with_copies_across_them(tmp_path):
     each = "2" if laws.EVERYTHING else "1"
     text = tmp_path / "text"
     text.write_text("to be or not to be, that is the question. " * 40)
-    for attempt in range(2):  # once more where torchrun's agent lost its store, whose host may leave first
-        saved = tmp_path / f"run_{attempt}"  # a run that starts at step 0 refuses a folder with checkpoints
-        arguments = [*TINY, "--data", str(text), "--save", str(saved), "--plot", str(tmp_path / "plot.png")]
-        where = {"NNODES": "2", "NPROC": each, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for attempt in range(
+        2
+    ):  # once more where torchrun's agent lost its store, whose host may leave first
+        saved = (
+            tmp_path / f"run_{attempt}"
+        )  # a run that starts at step 0 refuses a folder with checkpoints
+        arguments = [
+            *TINY,
+            "--data",
+            str(text),
+            "--save",
+            str(saved),
+            "--plot",
+            str(tmp_path / "plot.png"),
+        ]
+        where = {
+            "NNODES": "2",
+            "NPROC": each,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }
         agents = [script("multinode.sh", *arguments, **where) for _ in range(2)]
-        stopped = threading.Timer(110, lambda agents=agents: [os.killpg(a.pid, signal.SIGKILL) for a in agents])  # with their workers
+        stopped = threading.Timer(
+            110, lambda agents=agents: [os.killpg(a.pid, signal.SIGKILL) for a in agents]
+        )  # with their workers
         stopped.start()
         outputs = [agent.communicate()[0] for agent in agents]
         stopped.cancel()
         if not any("DistNetworkError" in output for output in outputs):
             break
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(outputs)
-    assert sum(f"{2 * int(each)} x cpu, 2 copies" in output for output in outputs) == 1, "\n".join(outputs)
+    assert sum(f"{2 * int(each)} x cpu, 2 copies" in output for output in outputs) == 1, "\n".join(
+        outputs
+    )
     facts = json.loads((saved / "step_00000002" / "run.json").read_text())
     assert (facts["step"], facts["world"]) == (2, 2 * int(each))
 
@@ -87,7 +123,8 @@ def test_missing_addresses_are_named():
 
 
 def test_slurm_starts_one_agent_a_node_at_the_first(tmp_path):
-    """If false, nodes of a Slurm job look for each other in different places, or lose the arguments."""
+    """If false, nodes of a Slurm job look for each other in different places, or lose the
+    arguments."""
     for name, text in (
         ("scontrol", "echo node7; echo node9"),
         ("srun", 'echo "$@"; echo $NNODES $MASTER_ADDR $MASTER_PORT $JOB_ID $FSDP_QUANT_PYTHON'),
@@ -95,8 +132,16 @@ def test_slurm_starts_one_agent_a_node_at_the_first(tmp_path):
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     job = script(
-        "slurm.sbatch", "--replicate", "2", "--data", "two words", PATH=f"{tmp_path}:{os.environ['PATH']}",
-        SLURM_SUBMIT_DIR=str(ROOT), SLURM_JOB_NODELIST="node[7,9]", SLURM_JOB_NUM_NODES="2", SLURM_JOB_ID="123456",
+        "slurm.sbatch",
+        "--replicate",
+        "2",
+        "--data",
+        "two words",
+        PATH=f"{tmp_path}:{os.environ['PATH']}",
+        SLURM_SUBMIT_DIR=str(ROOT),
+        SLURM_JOB_NODELIST="node[7,9]",
+        SLURM_JOB_NUM_NODES="2",
+        SLURM_JOB_ID="123456",
     )
     output, _ = job.communicate(timeout=120)
     assert job.returncode == 0, output
@@ -113,12 +158,45 @@ def example():
 
 
 def elastic(folder: Path, *, kill_at: int | None, chance: random.Random) -> str:
-    """Train six steps under torchrun, which restarts what is killed behind the checkpoint of a step; returns what it printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
-    command += ["--monitor-interval", "0.1", str(ROOT / "examples" / "train_lm.py"), *TINY, "--replicate", "1", "--steps", "6"]
-    command += ["--data", str(ROOT / "LICENSE"), "--save", str(folder), "--save-every", "1", "--plot", str(folder.parent / "plot.png")]
+    """Train six steps under torchrun, which restarts what is killed behind the checkpoint of a
+    step; returns what it printed."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "2",
+    ]
+    command += [
+        "--monitor-interval",
+        "0.1",
+        str(ROOT / "examples" / "train_lm.py"),
+        *TINY,
+        "--replicate",
+        "1",
+        "--steps",
+        "6",
+    ]
+    command += [
+        "--data",
+        str(ROOT / "LICENSE"),
+        "--save",
+        str(folder),
+        "--save-every",
+        "1",
+        "--plot",
+        str(folder.parent / "plot.png"),
+    ]
     agent = subprocess.Popen(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        command,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     stopped = threading.Timer(250, lambda: os.killpg(agent.pid, signal.SIGKILL))
     stopped.start()
@@ -127,7 +205,11 @@ def elastic(folder: Path, *, kill_at: int | None, chance: random.Random) -> str:
             time.sleep(0.005)
         time.sleep(chance.random() * 0.2)
         children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
-        workers = [pid for pid in map(int, children) if b"train_lm" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        workers = [
+            pid
+            for pid in map(int, children)
+            if b"train_lm" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
         os.kill(chance.choice(workers), signal.SIGKILL)
     output = agent.communicate()[0]
     stopped.cancel()
@@ -138,19 +220,24 @@ def elastic(folder: Path, *, kill_at: int | None, chance: random.Random) -> str:
 def content_of(path: Path) -> dict[str, object]:
     """Everything that a checkpoint holds, by name."""
     metadata = dcp.FileSystemReader(path).read_metadata()
-    return {key: checkpoint._read_one(path, key, of) for key, of in metadata.state_dict_metadata.items()}
+    return {
+        key: checkpoint._read_one(path, key, of) for key, of in metadata.state_dict_metadata.items()
+    }
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="finds torchrun's workers in /proc")
 def test_a_killed_rank_restarts_from_the_last_checkpoint(tmp_path):
-    """If false, a run of which a rank dies loses more than the steps since its last checkpoint, or goes on with other weights."""
+    """If false, a run of which a rank dies loses more than the steps since its last checkpoint, or
+    goes on with other weights."""
     chance = random.Random(os.getpid())
     step = chance.randrange(1, 5)
     elastic(tmp_path / "straight", kill_at=None, chance=chance)
     output = elastic(tmp_path / "killed", kill_at=step, chance=chance)
     assert "Signal 9 (SIGKILL)" in output or "exitcode: -9" in output, output
     want, got = (content_of(tmp_path / run / "step_00000006") for run in ("straight", "killed"))
-    assert got.keys() == want.keys() and any(isinstance(value, torch.Tensor) for value in want.values())
+    assert got.keys() == want.keys() and any(
+        isinstance(value, torch.Tensor) for value in want.values()
+    )
     for name, value in want.items():
         if isinstance(value, torch.Tensor):
             laws.assert_same_bytes(got[name], value, f"killed behind step {step}: {name}")
@@ -160,7 +247,9 @@ def test_a_killed_rank_restarts_from_the_last_checkpoint(tmp_path):
 
 def _resumed(rank: int, world: int, folder: Path) -> None:
     train_lm = example()
-    args = train_lm.parse([*TINY, "--replicate", "1", "--data", str(ROOT / "README.md"), "--save", str(folder)])
+    args = train_lm.parse(
+        [*TINY, "--replicate", "1", "--data", str(ROOT / "README.md"), "--save", str(folder)]
+    )
     _, config, _ = train_lm.prepare(args)
     rates, steps = [], []
     for rate in (torch.tensor(0.25), 0.5):  # as of `fq.graphed`, and a new optimizer's
@@ -178,16 +267,21 @@ def _resumed(rank: int, world: int, folder: Path) -> None:
 
 
 def test_a_checkpoint_of_graphed_steps_resumes_in_any_run(tmp_path):
-    """If false, what `--graphed --save` wrote is lost: a rate that is a tensor loads into no new optimizer."""
+    """If false, what `--graphed --save` wrote is lost: a rate that is a tensor loads into no new
+    optimizer."""
     run_ranks(1, _resumed, tmp_path)
 
 
-@pytest.mark.parametrize("arguments, why", [
-    (["--replicate", "3"], "--replicate 3 does not divide the 4 processes"),
-    (["--graphed", "--grad-accum", "2"], "--graphed makes one graph of a step"),
-])
+@pytest.mark.parametrize(
+    "arguments, why",
+    [
+        (["--replicate", "3"], "--replicate 3 does not divide the 4 processes"),
+        (["--graphed", "--grad-accum", "2"], "--graphed makes one graph of a step"),
+    ],
+)
 def test_arguments_that_mean_nothing_are_refused(monkeypatch, arguments: list[str], why: str):
-    """If false, the mesh fails on some ranks after others have begun to wait, or half of a step is captured."""
+    """If false, the mesh fails on some ranks after others have begun to wait, or half of a step is
+    captured."""
     train_lm = example()
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ValueError, match=why):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning's Trainer and Fabric with `fq.integrations.lightning.Precision`, held to loops that are written by hand."""
+"""Lightning's Trainer and Fabric with `fq.integrations.lightning.Precision`, held to loops that are
+written by hand."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ ROWS = 32
 
 def _net() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64), nn.GELU(), nn.Linear(64, 16))
+    return nn.Sequential(
+        nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64), nn.GELU(), nn.Linear(64, 16)
+    )
 
 
 def _converted(recipe: str, dtype: torch.dtype | None = None) -> nn.Sequential:
@@ -48,14 +51,20 @@ def _rows(count: int = 512) -> list[Tensor]:
 
 
 def _batch(index: int, rank: int = 0, world: int = 1) -> Tensor:
-    return torch.stack(_rows()[(index * world + rank) * ROWS:][:ROWS])
+    return torch.stack(_rows()[(index * world + rank) * ROWS :][:ROWS])
 
 
 def _optimizer(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False)
 
 
-def _loop(net: nn.Module, rank: int = 0, world: int = 1, dtype: torch.dtype | None = None, mixed: bool = False) -> nn.Module:
+def _loop(
+    net: nn.Module,
+    rank: int = 0,
+    world: int = 1,
+    dtype: torch.dtype | None = None,
+    mixed: bool = False,
+) -> nn.Module:
     optimizer = _optimizer(net)
     for step in range(STEPS):
         for i in range(MICRO_BATCHES):
@@ -101,28 +110,55 @@ class _Module(lightning.LightningModule):
         return _optimizer(self.net)
 
 
-def _fit(folder, recipe: str | None, steps: int, resume: str | None = None, precision: str = "32-true", module=None, **arguments):
+def _fit(
+    folder,
+    recipe: str | None,
+    steps: int,
+    resume: str | None = None,
+    precision: str = "32-true",
+    module=None,
+    **arguments,
+):
     module = module or _Module()
     trainer = lightning.Trainer(
-        accelerator="cpu", max_steps=steps, accumulate_grad_batches=MICRO_BATCHES, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False, default_root_dir=str(folder), val_check_interval=MICRO_BATCHES,
-        limit_val_batches=1, num_sanity_val_steps=0, **dict(devices=1) | arguments,
+        accelerator="cpu",
+        max_steps=steps,
+        accumulate_grad_batches=MICRO_BATCHES,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        default_root_dir=str(folder),
+        val_check_interval=MICRO_BATCHES,
+        limit_val_batches=1,
+        num_sanity_val_steps=0,
+        **dict(devices=1) | arguments,
         plugins=[fq.integrations.lightning.Precision(recipe and RECIPES[recipe](), precision)],
     )
     trainer.fit(module, DataLoader(_rows(), ROWS), DataLoader(_rows(), ROWS), ckpt_path=resume)
     return trainer, module
 
 
-@pytest.mark.parametrize("recipe, precision", [
-    ("mxfp8", "32-true"), ("nvfp4", "32-true"), ("fp8_delayed", "32-true"), ("mxfp8", "bf16-true"), ("fp8_delayed", "bf16-mixed"),
-])
+@pytest.mark.parametrize(
+    "recipe, precision",
+    [
+        ("mxfp8", "32-true"),
+        ("nvfp4", "32-true"),
+        ("fp8_delayed", "32-true"),
+        ("mxfp8", "bf16-true"),
+        ("fp8_delayed", "bf16-mixed"),
+    ],
+)
 def test_trainer_is_a_loop(recipe: str, precision: str, tmp_path: Path):
-    """If false, validation changes what Lightning trains, or a resumed run has other random bits or scales."""
+    """If false, validation changes what Lightning trains, or a resumed run has other random bits or
+    scales."""
     dtype = torch.bfloat16 if precision == "bf16-true" else None
     reference = _loop(_converted(recipe, dtype), dtype=dtype, mixed=precision == "bf16-mixed")
     counters.reset()
     trainer, module = _fit(tmp_path, recipe, STEPS, precision=precision)
-    assert max(counters.of("weight encode").values()) <= 2 * STEPS  # of the micro-batches, and of the validation, per step
+    assert (
+        max(counters.of("weight encode").values()) <= 2 * STEPS
+    )  # of the micro-batches, and of the validation, per step
     _assert_same(module.net, reference)
     assert trainer.validate(module, DataLoader(_rows(), ROWS), verbose=False)[0]["loss"] > 0
 
@@ -145,7 +181,8 @@ def _frozen_module() -> _Module:
 
 
 def test_frozen_base_is_its_codes(tmp_path: Path):
-    """If false, Lightning casts, moves or saves the codes of a frozen base as something else, or its checkpoint loads other codes."""
+    """If false, Lightning casts, moves or saves the codes of a frozen base as something else, or
+    its checkpoint loads other codes."""
     reference = _loop(_over_codes(_converted("nvfp4")))
     trainer, module = _fit(tmp_path, None, STEPS, module=_frozen_module())
     assert type(module.net[2].weight) is fq.QuantizedTensor
@@ -163,7 +200,9 @@ class _Loop:
 
     def __init__(self, recipe: str, precision: str = "32-true", **arguments):
         self.precision = fq.integrations.lightning.FabricPrecision(RECIPES[recipe](), precision)
-        fabric = lightning.Fabric(accelerator="cpu", plugins=[self.precision], **dict(devices=1) | arguments)
+        fabric = lightning.Fabric(
+            accelerator="cpu", plugins=[self.precision], **dict(devices=1) | arguments
+        )
         fabric.launch()
         self.fabric, root = fabric, _Root()
         if isinstance(fabric.strategy, FabricModelParallel):
@@ -177,13 +216,22 @@ class _Loop:
         for step in steps:
             for i in range(MICRO_BATCHES):
                 fq.begin_step(step, micro_batch=i)
-                x = _batch(step * MICRO_BATCHES + i, self.fabric.global_rank, self.fabric.world_size)
+                x = _batch(
+                    step * MICRO_BATCHES + i, self.fabric.global_rank, self.fabric.world_size
+                )
                 self.fabric.backward(self.model(x) / MICRO_BATCHES)
             self.optimizer.step()
             self.optimizer.zero_grad()
 
     def save(self, path: str) -> None:
-        self.fabric.save(path, {"model": self.model, "optimizer": self.optimizer, "quantization": self.precision.state_dict()})
+        self.fabric.save(
+            path,
+            {
+                "model": self.model,
+                "optimizer": self.optimizer,
+                "quantization": self.precision.state_dict(),
+            },
+        )
 
     def load(self, path: str) -> None:
         state = {"model": self.model, "optimizer": self.optimizer, "quantization": None}
@@ -202,7 +250,8 @@ class _Root(nn.Module):
 
 @pytest.mark.parametrize("recipe, precision", [("nvfp4", "32-true"), ("fp8_delayed", "bf16-mixed")])
 def test_fabric_is_a_loop(recipe: str, precision: str, tmp_path: Path):
-    """If false, Fabric trains other weights than a loop, or resumes with other random bits or scales."""
+    """If false, Fabric trains other weights than a loop, or resumes with other random bits or
+    scales."""
     reference = _loop(_converted(recipe), mixed=precision == "bf16-mixed")
     for run in (_Loop(recipe, precision), _Loop(recipe, precision)):
         if (tmp_path / "first").exists():
@@ -220,8 +269,18 @@ def _sharded(rank: int, world: int, folder: str) -> None:
         for whole_file in (False, True):
 
             def fit(steps: int, resume: str | None = None):
-                strategy = ModelParallelStrategy(world, 1, save_distributed_checkpoint=not whole_file)
-                return _fit(folder, recipe, steps, resume, module=_Module(True), strategy=strategy, devices=world)
+                strategy = ModelParallelStrategy(
+                    world, 1, save_distributed_checkpoint=not whole_file
+                )
+                return _fit(
+                    folder,
+                    recipe,
+                    steps,
+                    resume,
+                    module=_Module(True),
+                    strategy=strategy,
+                    devices=world,
+                )
 
             reference = _loop(_shard(_converted(recipe)), rank, world)
             _, module = fit(STEPS)
@@ -231,7 +290,9 @@ def _sharded(rank: int, world: int, folder: str) -> None:
             _, module = fit(STEPS, path)
             _assert_same(module.net, reference)
         for attempt in range(2):
-            strategy = FabricModelParallel(lambda root, mesh: _shard_in(root, mesh["data_parallel"]), world, 1)
+            strategy = FabricModelParallel(
+                lambda root, mesh: _shard_in(root, mesh["data_parallel"]), world, 1
+            )
             run, path = _Loop(recipe, strategy=strategy, devices=world), f"{folder}/fabric-{recipe}"
             if attempt:
                 run.load(path)
@@ -243,5 +304,6 @@ def _sharded(rank: int, world: int, folder: str) -> None:
 
 
 def test_sharded_trainer_is_a_loop(tmp_path: Path):
-    """If false, ModelParallelStrategy, of the Trainer or of Fabric, trains other weights than `fully_shard` by hand, or resumes with others."""
+    """If false, ModelParallelStrategy, of the Trainer or of Fabric, trains other weights than
+    `fully_shard` by hand, or resumes with others."""
     run_ranks(2, _sharded, str(tmp_path))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-LM's layers and its gather of parameters among ranks, without Megatron: its protocol over our own flat buffers."""
+"""Megatron-LM's layers and its gather of parameters among ranks, without Megatron: its protocol
+over our own flat buffers."""
 
 from __future__ import annotations
 
@@ -19,31 +20,44 @@ from fsdp_quant.counters import counters
 from fsdp_quant.formats import Direction
 from fsdp_quant.gemm import StaleWeightError
 from fsdp_quant.integrations.megatron import ColumnParallelLinear, RowParallelLinear, weight_proxies
-from fsdp_quant.modules.linear_op import weight_storages
 from fsdp_quant.integrations.megatron_gather import gather_codes, shard_map
+from fsdp_quant.modules.linear_op import weight_storages
 
-pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="its configuration initializes weights on the CPU")
-# bf16 sums of products in another order, rounded to bf16 twice (2^-9 each), of which a row layer's sum adds one a rank.
+pytestmark = pytest.mark.skipif(
+    DEVICE != "cpu", reason="its configuration initializes weights on the CPU"
+)
+# bf16 sums of products in another order, rounded to bf16 twice (2^-9 each), of which a row layer's
+# sum adds one a rank.
 TOLERANCE = 8e-3
 S, B, H, FFN = 64, 2, 64, 128
 
 
 # Tensor parallelism #
 
-def mlp(group, sequence_parallel: bool, recipe: fq.Recipe, **options) -> tuple[ColumnParallelLinear, RowParallelLinear]:
+
+def mlp(
+    group, sequence_parallel: bool, recipe: fq.Recipe, **options
+) -> tuple[ColumnParallelLinear, RowParallelLinear]:
     """Both layers, of the same values at every number of ranks."""
-    config = Config(sequence_parallel=sequence_parallel, tensor_model_parallel_size=1 if group is None else group.size())
+    config = Config(
+        sequence_parallel=sequence_parallel,
+        tensor_model_parallel_size=1 if group is None else group.size(),
+    )
     shared = {"config": config, "init_method": normal, "tp_group": group, "recipe": recipe}
     torch.manual_seed(0)
     up = ColumnParallelLinear(H, FFN, name="up", skip_bias_add=False, **shared, **options)
-    down = RowParallelLinear(FFN, H, name="down", bias=True, input_is_parallel=True, skip_bias_add=False, **shared)
+    down = RowParallelLinear(
+        FFN, H, name="down", bias=True, input_is_parallel=True, skip_bias_add=False, **shared
+    )
     with torch.no_grad():
         down.bias.copy_(laws.values(H, seed=5))
     return up, down
 
 
 def close(got: Tensor, want: Tensor, what: str) -> None:
-    error = float((got.detach().float() - want.detach().float()).norm() / want.detach().float().norm())
+    error = float(
+        (got.detach().float() - want.detach().float()).norm() / want.detach().float().norm()
+    )
     assert error < TOLERANCE, f"{what}: {error:.1e}"
 
 
@@ -61,6 +75,7 @@ def shared_layers(rank: int, world: int) -> None:
         recipe = fq.recipes.by_name(name)
         want = passed(*(layer for layer in mlp(None, False, recipe)), x, dy)
         for sequence in (False, True):
+
             def mine(t: Tensor, cut: bool = sequence) -> Tensor:
                 return t.chunk(world)[rank] if cut else t
 
@@ -83,7 +98,9 @@ def shared_layers(rank: int, world: int) -> None:
             # Scales of whole tensors are shared, so codes are those of one process.
             whole = mlp(None, False, recipe)[0]
             a, b = (
-                weight_storages(layer.weight, [Direction.ROWWISE], layer.plan, layer._weight_state, BF16)[Direction.ROWWISE]
+                weight_storages(
+                    layer.weight, [Direction.ROWWISE], layer.plan, layer._weight_state, BF16
+                )[Direction.ROWWISE]
                 for layer in (up, whole)
             )
             laws.assert_same_bytes(a.dequantize(), b.dequantize().chunk(world)[rank], what)
@@ -96,18 +113,34 @@ def joined_and_split(rank: int, world: int) -> None:
     torch.manual_seed(0)
     alone = ColumnParallelLinear(H, FFN, config=Config(), name="up", **shared)
     torch.manual_seed(0)
-    joined = ColumnParallelLinear(H, FFN, config=config, name="up", gather_output=True, tp_group=group, **shared)
+    joined = ColumnParallelLinear(
+        H, FFN, config=config, name="up", gather_output=True, tp_group=group, **shared
+    )
     y, bias = joined(x)
     close(y, alone(x)[0], "gather_output")
-    assert bias.shape == (FFN // world,) and joined(x, runtime_gather_output=False)[0].shape[-1] == FFN // world
+    assert (
+        bias.shape == (FFN // world,)
+        and joined(x, runtime_gather_output=False)[0].shape[-1] == FFN // world
+    )
     laws.assert_same_bytes(joined.weight.data, alone.weight.data.chunk(world)[rank])
     y.sum().backward()
     alone(x)[0].sum().backward()
     close(joined.weight.grad, alone.weight.grad.chunk(world)[rank], "its weight")
     torch.manual_seed(0)
-    split = RowParallelLinear(H, FFN, config=config, name="down", bias=False, input_is_parallel=False, tp_group=group, **shared)
+    split = RowParallelLinear(
+        H,
+        FFN,
+        config=config,
+        name="down",
+        bias=False,
+        input_is_parallel=False,
+        tp_group=group,
+        **shared,
+    )
     torch.manual_seed(0)
-    whole = RowParallelLinear(H, FFN, config=Config(), name="down", bias=False, input_is_parallel=True, **shared)
+    whole = RowParallelLinear(
+        H, FFN, config=Config(), name="down", bias=False, input_is_parallel=True, **shared
+    )
     results = []
     for layer in (split, whole):
         mine = x.clone().requires_grad_()
@@ -117,9 +150,25 @@ def joined_and_split(rank: int, world: int) -> None:
     for got, want, what in zip(*results, ("y", "dx")):
         close(got, want, f"input_is_parallel=False: {what}")
     for make, words in (
-        (lambda: ColumnParallelLinear(H, 2 * world + 1, config=config, tp_group=group, name="up", **shared), "output_size=.*do"),
-        (lambda: RowParallelLinear(H, H, config=Config(sequence_parallel=True), tp_group=group, name="down", bias=False,
-                                   input_is_parallel=False, **shared), "sequence_parallel without input_is_parallel"),
+        (
+            lambda: ColumnParallelLinear(
+                H, 2 * world + 1, config=config, tp_group=group, name="up", **shared
+            ),
+            "output_size=.*do",
+        ),
+        (
+            lambda: RowParallelLinear(
+                H,
+                H,
+                config=Config(sequence_parallel=True),
+                tp_group=group,
+                name="down",
+                bias=False,
+                input_is_parallel=False,
+                **shared,
+            ),
+            "sequence_parallel without input_is_parallel",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             make()
@@ -131,17 +180,24 @@ def tensor_parallelism(rank: int, world: int) -> None:
 
 
 def test_layers_that_ranks_share_are_whole_layers():
-    """If false, a model of Megatron's computes something else under tensor or sequence parallelism."""
+    """If false, a model of Megatron's computes something else under tensor or sequence
+    parallelism."""
     run_ranks(2, tensor_parallelism)
 
 
 # The gather of parameters #
 
+
 class BucketGroup:
-    """Megatron's protocol of a bucket group: buckets of flat values, of which each rank brings its part."""
+    """Megatron's protocol of a bucket group: buckets of flat values, of which each rank brings its
+    part."""
 
     def __init__(self, buckets, group, log):
-        self.buckets, self.intra_distributed_optimizer_instance_group, self.log = buckets, group, log
+        self.buckets, self.intra_distributed_optimizer_instance_group, self.log = (
+            buckets,
+            group,
+            log,
+        )
         self.param_gather_handle, self.param_gather_dispatched = None, False
 
     def start_param_sync(self, force_sync: bool = False) -> None:
@@ -166,14 +222,17 @@ class BucketGroup:
 
 
 class DDP(nn.Module):
-    """What Megatron's DDP does to parameters: they move into flat buffers, by the layout of `mini_megatron`."""
+    """What Megatron's DDP does to parameters: they move into flat buffers, by the layout of
+    `mini_megatron`."""
 
     def __init__(self, module: nn.Module, group, bucket_size: int):
         super().__init__()
         self.module, self.group, self.log, rank = module, group, [], group.rank()
         self.ddp_config = SimpleNamespace(use_distributed_optimizer=True, overlap_param_gather=True)
         params = dict(module.named_parameters())
-        self.layout = FlatLayout({n: p.numel() for n, p in params.items()}, group.size(), bucket_size)
+        self.layout = FlatLayout(
+            {n: p.numel() for n, p in params.items()}, group.size(), bucket_size
+        )
         self.flat = torch.zeros(self.layout.numel, dtype=BF16)
         self.bucket_groups, self.expert_parallel_bucket_groups = [], []
         by_bucket: dict[int, list[str]] = {}
@@ -184,7 +243,9 @@ class DDP(nn.Module):
             starts = {params[n]: self.layout.starts[n] - bucket.start for n in names}
             places = {p: (start, start + p.numel()) for p, start in starts.items()}
             data = self.flat[bucket.start : bucket.end]
-            made = SimpleNamespace(params_list=list(places), param_to_index=places, param_data=data, grad_data=data)
+            made = SimpleNamespace(
+                params_list=list(places), param_to_index=places, param_data=data, grad_data=data
+            )
             for param, (start, end) in places.items():
                 old = param.data
                 param.data = data[start:end].view(old.shape)
@@ -192,7 +253,9 @@ class DDP(nn.Module):
             self.bucket_groups.append(BucketGroup([made], group, self.log))
         for name, param in params.items():
             start, end = self.layout.shards(name).run(rank)
-            param.main_param = param.detach().view(-1)[start:end].float().clone() if end > start else None
+            param.main_param = (
+                param.detach().view(-1)[start:end].float().clone() if end > start else None
+            )
 
 
 class Net(nn.Module):
@@ -200,17 +263,26 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         config = Config(tensor_model_parallel_size=1 if tp_group is None else tp_group.size())
-        shared = {"config": config, "init_method": normal, "recipe": recipe, "bias": True, "tp_group": tp_group}
+        shared = {
+            "config": config,
+            "init_method": normal,
+            "recipe": recipe,
+            "bias": True,
+            "tp_group": tp_group,
+        }
         self.norm = nn.RMSNorm(H, dtype=BF16)
         self.up = ColumnParallelLinear(H, FFN, name="up", **shared)
-        self.down = RowParallelLinear(FFN, H, name="down", input_is_parallel=True, skip_bias_add=False, **shared)
+        self.down = RowParallelLinear(
+            FFN, H, name="down", input_is_parallel=True, skip_bias_add=False, **shared
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.relu(self.up(self.norm(x))[0]))[0]
 
 
 def stepped(ddp: DDP, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-    """Gradients summed over ranks, as Megatron reduces them; masters step, and write the values that this rank owns."""
+    """Gradients summed over ranks, as Megatron reduces them; masters step, and write the values
+    that this rank owns."""
     optimizer.zero_grad()
     for group in ddp.bucket_groups:
         group.finish_param_sync()
@@ -230,8 +302,11 @@ def stepped(ddp: DDP, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
         group.param_gather_dispatched = False
 
 
-def gathered(rank: int, world: int, recipe: fq.Recipe, transport: str, in_parts: bool = False) -> None:
-    """in_parts:  the ranks hold parts of every weight, and each is a data-parallel group of its own."""
+def gathered(
+    rank: int, world: int, recipe: fq.Recipe, transport: str, in_parts: bool = False
+) -> None:
+    """in_parts:  the ranks hold parts of every weight, and each is a data-parallel group of its
+    own."""
     group, tp_group, x = dist.group.WORLD, None, laws.values(S, B, H, seed=1, dtype=BF16)
     if in_parts:
         group, tp_group = [dist.new_group([r]) for r in range(world)][rank], group
@@ -248,7 +323,12 @@ def gathered(rank: int, world: int, recipe: fq.Recipe, transport: str, in_parts:
         optimizer = torch.optim.AdamW(masters, lr=1e-2)
         chained = SimpleNamespace(chained_optimizers=[SimpleNamespace(config=SimpleNamespace())])
         if codes:
-            gather_codes([ddp], chained, transport=transport, stats="halo" if transport == "codes" else "dense")
+            gather_codes(
+                [ddp],
+                chained,
+                transport=transport,
+                stats="halo" if transport == "codes" else "dense",
+            )
         outputs = []
         for _ in range(3):
             stepped(ddp, optimizer, x)
@@ -259,8 +339,12 @@ def gathered(rank: int, world: int, recipe: fq.Recipe, transport: str, in_parts:
     (ddp, got), (reference, want) = runs
     for step, (a, b) in enumerate(zip(got, want)):
         laws.assert_same_bytes(a, b, f"{recipe}, {transport}: step {step}")
-    assert {type(g) for g in ddp.log} <= {BucketGroup} and len(reference.log) == 4 * len(reference.bucket_groups)
-    laws.assert_same_bytes(ddp.module.norm.weight.data, reference.module.norm.weight.data, "a norm travels as values")
+    assert {type(g) for g in ddp.log} <= {BucketGroup} and len(reference.log) == 4 * len(
+        reference.bucket_groups
+    )
+    laws.assert_same_bytes(
+        ddp.module.norm.weight.data, reference.module.norm.weight.data, "a norm travels as values"
+    )
     with pytest.raises(StaleWeightError, match=r"start_param_sync\(force_sync=True\)"):
         ddp.module.state_dict()
     for bucket_group in ddp.bucket_groups:
@@ -269,7 +353,10 @@ def gathered(rank: int, world: int, recipe: fq.Recipe, transport: str, in_parts:
         if value is not None:
             laws.assert_same_bytes(ddp.module.state_dict()[key], value, key)
     laws.assert_same_bytes(ddp.module(x), want[-1], "after a forced sync")
-    assert torch.equal(next(iter(weight_proxies(ddp.module).values()))[1].synced.state.weight_sync.applied, torch.tensor(5))
+    assert torch.equal(
+        next(iter(weight_proxies(ddp.module).values()))[1].synced.state.weight_sync.applied,
+        torch.tensor(5),
+    )
 
 
 def refused(rank: int, world: int) -> None:
@@ -279,9 +366,16 @@ def refused(rank: int, world: int) -> None:
         ({"overlap_param_gather": False}, good, "ddp_config.overlap_param_gather=False"),
         ({"fp8_param_gather": True}, good, "ddp_config.fp8_param_gather=True"),
         ({"num_distributed_optimizer_instances": 2}, good, "num_distributed_optimizer_instances=2"),
-        ({}, SimpleNamespace(config=SimpleNamespace(use_precision_aware_optimizer=True)), "use_precision_aware_optimizer=True"),
+        (
+            {},
+            SimpleNamespace(config=SimpleNamespace(use_precision_aware_optimizer=True)),
+            "use_precision_aware_optimizer=True",
+        ),
     ):
-        before, ddp.ddp_config = ddp.ddp_config, SimpleNamespace(**{**vars(ddp.ddp_config), **change})
+        before, ddp.ddp_config = (
+            ddp.ddp_config,
+            SimpleNamespace(**{**vars(ddp.ddp_config), **change}),
+        )
         with pytest.raises(ValueError, match=f"{words} was not tested"):
             gather_codes([ddp], optimizer)
         ddp.ddp_config = before
@@ -310,5 +404,6 @@ def parameter_gathers(rank: int, world: int) -> None:
 
 
 def test_gathers_of_codes_are_gathers_of_values():
-    """If false, a model whose parameters travel as codes trains on other weights than its optimizer has."""
+    """If false, a model whose parameters travel as codes trains on other weights than its optimizer
+    has."""
     run_ranks(2, parameter_gathers)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""nn.MultiheadAttention: `fq.Linear` of its packed weight, in torch's encoder and decoder and under `fully_shard`."""
+"""nn.MultiheadAttention: `fq.Linear` of its packed weight, in torch's encoder and decoder and under
+`fully_shard`."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ class FromLayers(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         n, b, _ = x.shape
         q, k, v = self.inner(x).chunk(3, -1)
-        q, k, v = (t.reshape(n, b * HEADS, -1).transpose(0, 1).view(b, HEADS, n, -1) for t in (q, k, v))
+        q, k, v = (
+            t.reshape(n, b * HEADS, -1).transpose(0, 1).view(b, HEADS, n, -1) for t in (q, k, v)
+        )
         y = F.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3).reshape(b * n, WIDTH)
         return self.inner.out_proj(y).view(n, b, WIDTH)
 
@@ -70,7 +73,8 @@ def gradients(net: nn.Module, *given: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("on_hopper", [False, True])
 @pytest.mark.parametrize("name", NAMED)
 def test_products_are_those_of_linear_layers(name: str, on_hopper: bool, compiled: bool):
-    """If false, the packed weight is multiplied in high precision, in parts, or with another input's scales."""
+    """If false, the packed weight is multiplied in high precision, in parts, or with another
+    input's scales."""
     x = values(TOKENS, 2, WIDTH, seed=3)
     with kept_step(), hopper.emulated() if on_hopper else contextlib.nullcontext():
         theirs = attention()
@@ -83,19 +87,39 @@ def test_products_are_those_of_linear_layers(name: str, on_hopper: bool, compile
         assert_same_bytes(got, want, "y")
         for y in (got, want):
             y.backward(values(TOKENS, 2, WIDTH, seed=4))
-        pairs = [(net.in_proj_weight, layers.inner.weight), (net.in_proj_bias, layers.inner.bias),
-                 (net.out_proj.weight, layers.inner.out_proj.weight), (net.out_proj.bias, layers.inner.out_proj.bias)]
+        pairs = [
+            (net.in_proj_weight, layers.inner.weight),
+            (net.in_proj_bias, layers.inner.bias),
+            (net.out_proj.weight, layers.inner.out_proj.weight),
+            (net.out_proj.bias, layers.inner.out_proj.bias),
+        ]
         for i, (a, b) in enumerate(pairs):
             assert_same_bytes(a.grad, b.grad, f"gradient {i}")
 
 
-@pytest.mark.parametrize("options, masks", [
-    ({}, {}),
-    ({}, {"need_weights": False, "is_causal": True, "attn_mask": nn.Transformer.generate_square_subsequent_mask(TOKENS).bfloat16()}),
-    ({}, {"key_padding_mask": torch.arange(2 * TOKENS).view(2, TOKENS) % 9 == 8, "average_attn_weights": False}),
-    ({"bias": False}, {}),
-    ({"add_bias_kv": True, "add_zero_attn": True}, {}),
-])
+@pytest.mark.parametrize(
+    "options, masks",
+    [
+        ({}, {}),
+        (
+            {},
+            {
+                "need_weights": False,
+                "is_causal": True,
+                "attn_mask": nn.Transformer.generate_square_subsequent_mask(TOKENS).bfloat16(),
+            },
+        ),
+        (
+            {},
+            {
+                "key_padding_mask": torch.arange(2 * TOKENS).view(2, TOKENS) % 9 == 8,
+                "average_attn_weights": False,
+            },
+        ),
+        ({"bias": False}, {}),
+        ({"add_bias_kv": True, "add_zero_attn": True}, {}),
+    ],
+)
 @pytest.mark.parametrize("of", ["itself", "another", "two others"])
 def test_it_attends_as_torchs(of: str, options: dict, masks: dict):
     """If false, a mask, an option or attention to another sequence is computed otherwise."""
@@ -104,7 +128,11 @@ def test_it_attends_as_torchs(of: str, options: dict, masks: dict):
     x, key, value = (values(TOKENS, 2, WIDTH, seed=i) for i in range(3))
 
     def call(net: nn.Module, *given: Tensor) -> Tensor:
-        given = {"itself": given[:1] * 3, "another": (given[0], given[1], given[1]), "two others": given}[of]
+        given = {
+            "itself": given[:1] * 3,
+            "another": (given[0], given[1], given[1]),
+            "two others": given,
+        }[of]
         y, weights = net(*given, **masks)
         assert (weights is None) == (masks.get("need_weights") is False)
         return y if weights is None else torch.cat([y.flatten(), weights.flatten()])
@@ -115,14 +143,21 @@ def test_it_attends_as_torchs(of: str, options: dict, masks: dict):
         leaves = [t.detach().requires_grad_() for t in given]
         y = call(one, *leaves, *[None] * (3 - len(given)))
         y.float().square().mean().mul(1e3).backward()
-        results.append({"y": y.detach()} | {f"input {i}": t.grad for i, t in enumerate(leaves)} | {n: p.grad for n, p in one.named_parameters()})
+        results.append(
+            {"y": y.detach()}
+            | {f"input {i}": t.grad for i, t in enumerate(leaves)}
+            | {n: p.grad for n, p in one.named_parameters()}
+        )
     assert_same(*results, of)
 
 
 def test_a_graph_serves_every_step():
-    """If false, a compiled model is traced again for each batch, as where a guard holds the tensor itself."""
+    """If false, a compiled model is traced again for each batch, as where a guard holds the tensor
+    itself."""
     torch._dynamo.reset()
-    net = torch.compile(fq.convert(nn.Sequential(attention()), recipes.mxfp8())[0], backend="aot_eager")
+    net = torch.compile(
+        fq.convert(nn.Sequential(attention()), recipes.mxfp8())[0], backend="aot_eager"
+    )
     with torch._dynamo.config.patch(error_on_recompile=True):
         for i in range(3):
             x = values(TOKENS, 2, WIDTH, seed=i)
@@ -131,9 +166,16 @@ def test_a_graph_serves_every_step():
 
 def test_shapes_of_a_call():
     """If false, an unbatched call or one of sequences first differs from torch's."""
-    for options, shape in (({}, (TOKENS, WIDTH)), ({}, (TOKENS, 2, WIDTH)), ({"batch_first": True}, (2, TOKENS, WIDTH))):
+    for options, shape in (
+        ({}, (TOKENS, WIDTH)),
+        ({}, (TOKENS, 2, WIDTH)),
+        ({"batch_first": True}, (2, TOKENS, WIDTH)),
+    ):
         plain = nn.MultiheadAttention(WIDTH, HEADS, **options)
-        net, x = fq.convert(nn.Sequential(copy.deepcopy(plain)), recipes.identity())[0], values(*shape, dtype=torch.float32)
+        net, x = (
+            fq.convert(nn.Sequential(copy.deepcopy(plain)), recipes.identity())[0],
+            values(*shape, dtype=torch.float32),
+        )
         for a, b in zip(net(x, x, x), plain(x, x, x)):
             assert_same_bytes(a, b, str(shape))
 
@@ -142,8 +184,12 @@ def stack(kind: str) -> nn.Module:
     torch.manual_seed(0)
     options = {"dropout": 0.0, "batch_first": True, "norm_first": True}
     if kind == "encoder":
-        return nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, HEADS, 128, **options), 2, enable_nested_tensor=False).bfloat16()
-    return nn.TransformerDecoder(nn.TransformerDecoderLayer(WIDTH, HEADS, 128, **options), 2).bfloat16()
+        return nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(WIDTH, HEADS, 128, **options), 2, enable_nested_tensor=False
+        ).bfloat16()
+    return nn.TransformerDecoder(
+        nn.TransformerDecoderLayer(WIDTH, HEADS, 128, **options), 2
+    ).bfloat16()
 
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
@@ -153,11 +199,16 @@ def test_stacks_of_torch_keep_what_is_seen_of_them(kind: str):
     given = [values(2, TOKENS, WIDTH, seed=i) for i in range(1 if kind == "encoder" else 2)]
     want = gradients(plain, *given)
     assert_same(gradients(net, *given), want, "identity")
-    assert {n: p.shape for n, p in net.state_dict().items()} == {n: p.shape for n, p in plain.state_dict().items()}
+    assert {n: p.shape for n, p in net.state_dict().items()} == {
+        n: p.shape for n, p in plain.state_dict().items()
+    }
     memory = io.BytesIO()
     torch.save(net, memory)
     memory.seek(0)
-    for what, other in {"copied": copy.deepcopy(net), "pickled": torch.load(memory, weights_only=False)}.items():
+    for what, other in {
+        "copied": copy.deepcopy(net),
+        "pickled": torch.load(memory, weights_only=False),
+    }.items():
         assert_same(gradients(other.double().bfloat16(), *given), want, what)
         assert all(isinstance(layer.self_attn, nn.MultiheadAttention) for layer in other.layers)
     net.load_state_dict(plain.state_dict())
@@ -168,25 +219,35 @@ def test_stacks_of_torch_keep_what_is_seen_of_them(kind: str):
     want = gradients(fresh, *given)
     assert_same(gradients(net, *given), want, "set_recipe")
     said = str(fq.plan(net))
-    assert f"[{2 if kind == 'encoder' else 4} x layers.0.self_attn]: q, k and v of one tensor are one product" in said
+    assert (
+        f"[{2 if kind == 'encoder' else 4} x layers.0.self_attn]: q, k and v of one tensor are one "
+        "product" in said
+    )
     assert "in high precision: " not in said, said
     with torch.no_grad():
         assert_same_bytes(net.eval()(*given), want["y"], "evaluation multiplies other codes")
 
 
 def test_weights_of_several_widths_and_skipped_layers_stay():
-    """If false, a name that was skipped is converted, or a weight of another layout is, and the plan does not say what stayed."""
+    """If false, a name that was skipped is converted, or a weight of another layout is, and the
+    plan does not say what stayed."""
     net = nn.ModuleDict({"a": attention(), "b": attention(kdim=32, vdim=32), "c": attention()})
     fq.convert(net, recipes.mxfp8(), skip=["c"])
-    assert isinstance(net["a"].out_proj, fq.Linear) and type(net["b"]) is type(net["c"]) is nn.MultiheadAttention
+    assert (
+        isinstance(net["a"].out_proj, fq.Linear)
+        and type(net["b"]) is type(net["c"]) is nn.MultiheadAttention
+    )
     assert not isinstance(net["c"].out_proj, fq.Linear)
     said = str(fq.plan(net))
-    assert "b.q_proj_weight" in said and "c.in_proj_weight" in said and "a.in_proj_weight" not in said, said
+    assert (
+        "b.q_proj_weight" in said and "c.in_proj_weight" in said and "a.in_proj_weight" not in said
+    ), said
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "fp8_delayed"])
 def test_shards_train_as_one_process(name: str):
-    """If false, a shard of the packed weight is multiplied as the whole, or its statistics are of a part."""
+    """If false, a shard of the packed weight is multiplied as the whole, or its statistics are of a
+    part."""
     run_ranks(2, _trained, recipes.by_name(name))
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed experts of transformers, which `fq.convert` takes over: one process, compiled, LoRA, and `fully_shard`."""
+"""Packed experts of transformers, which `fq.convert` takes over: one process, compiled, LoRA, and
+`fully_shard`."""
 
 from __future__ import annotations
 
@@ -35,11 +36,16 @@ def step(net: nn.Module) -> dict[str, Tensor]:
     net.zero_grad()
     loss = net(input_ids=IDS, labels=IDS).loss
     loss.backward()
-    return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach()} | {
+        n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None
+    }
 
 
-def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], what: str, rounding: float = 0.0) -> None:
-    """Bit for bit; or but for so much of a tensor's norm, where values are rounded at other places."""
+def assert_same(
+    got: dict[str, Tensor], want: dict[str, Tensor], what: str, rounding: float = 0.0
+) -> None:
+    """Bit for bit; or but for so much of a tensor's norm, where values are rounded at other
+    places."""
     assert list(got) == list(want)
     for name, one in want.items():
         if rounding:
@@ -50,9 +56,13 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], what: str, roun
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_taken_over_experts_are_the_modules_own(family: str):
-    """If false, experts are routed, gated or summed otherwise, or a checkpoint, a copy or a move to a device breaks their tie."""
+    """If false, experts are routed, gated or summed otherwise, or a checkpoint, a copy or a move to
+    a device breaks their tie."""
     plain, net = tiny(family), converted(family, fq.recipes.identity())
-    want, rounding = step(plain), 2e-2 if family == "gpt_oss" else 0.0  # which rounds a product before it adds its bias
+    want, rounding = (
+        step(plain),
+        2e-2 if family == "gpt_oss" else 0.0,
+    )  # which rounds a product before it adds its bias
     assert_same(step(net), want, family, rounding)
     assert list(net.state_dict()) == list(plain.state_dict())
     memory = io.BytesIO()
@@ -63,7 +73,9 @@ def test_taken_over_experts_are_the_modules_own(family: str):
     empty = empty.to_empty(device="cpu")
     empty.model.rotary_emb = copy.deepcopy(net.model.rotary_emb)  # whose buffers no checkpoint has
     for what, other in {
-        "copied": copy.deepcopy(net), "pickled": torch.load(memory, weights_only=False), "made on meta": empty,
+        "copied": copy.deepcopy(net),
+        "pickled": torch.load(memory, weights_only=False),
+        "made on meta": empty,
     }.items():
         other.load_state_dict(net.state_dict())
         (experts, *_) = (m for m in other.modules() if hasattr(m, "down_proj_product"))
@@ -79,7 +91,11 @@ def test_experts_that_cannot_be_taken_over_are_refused():
     experts = converted("mixtral", fq.recipes.mxfp8()).model.layers[0].mlp.experts
     experts._is_expert_parallel = True
     with pytest.raises(NotImplementedError, match="spreads over ranks"):
-        experts(torch.zeros(4, 32, dtype=torch.bfloat16), torch.zeros(4, 2, dtype=torch.long), torch.ones(4, 2))
+        experts(
+            torch.zeros(4, 32, dtype=torch.bfloat16),
+            torch.zeros(4, 2, dtype=torch.long),
+            torch.ones(4, 2),
+        )
     run_ranks(2, _sharded_first)
 
 
@@ -88,7 +104,10 @@ class _Added(nn.Module):
 
     def __init__(self, weight: Tensor):
         super().__init__()
-        self.a, self.b = nn.Parameter(weight[:, :1].detach().clone()), nn.Parameter(weight[:, :, :1].detach().clone())
+        self.a, self.b = (
+            nn.Parameter(weight[:, :1].detach().clone()),
+            nn.Parameter(weight[:, :, :1].detach().clone()),
+        )
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight + self.b @ self.a
@@ -115,11 +134,17 @@ def test_parametrized_experts_multiply_what_the_module_has(name: str):
 @pytest.mark.parametrize("name", ["identity", "fp8_current", "mxfp8", "fp8_delayed"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_experts_train_to_eager_bits(family: str, name: str):
-    """If false, a compiled mixture of experts breaks its graphs at every layer, or trains another model."""
+    """If false, a compiled mixture of experts breaks its graphs at every layer, or trains another
+    model."""
     torch.compiler.reset()
     recipe = fq.recipes.by_name(name)
-    # Cut into graphs, dx of Llama 4's experts, its shared expert and its router are added in another order.
-    dtype, rounding = (torch.float32, 1e-6) if (family, name) == ("llama4_text", "fp8_delayed") else (torch.bfloat16, 0.0)
+    # Cut into graphs, dx of Llama 4's experts, its shared expert and its router are added in
+    # another order.
+    dtype, rounding = (
+        (torch.float32, 1e-6)
+        if (family, name) == ("llama4_text", "fp8_delayed")
+        else (torch.bfloat16, 0.0)
+    )
     eager, net = (fq.convert(tiny(family).to(dtype), recipe, skip="lm_head") for _ in range(2))
     for layer in net.model.layers:
         layer.compile(backend="aot_eager", fullgraph=name != "fp8_delayed")
@@ -131,10 +156,14 @@ def _sharded_first(rank: int, world: int) -> None:
     net = tiny("mixtral")
     for layer in net.model.layers:
         fully_shard(layer)
-    with pytest.raises(ValueError, match=r"layers.0.mlp.experts: call fq.convert before fully_shard"):
+    with pytest.raises(
+        ValueError, match=r"layers.0.mlp.experts: call fq.convert before fully_shard"
+    ):
         fq.convert(net, fq.recipes.mxfp8(), skip="lm_head", grouped="experts")
     notes = fq.plan(fq.convert(net, fq.recipes.mxfp8(), skip="lm_head")).notes
-    assert any("MixtralExperts, which fq.convert quantizes before fully_shard" in note for note in notes), notes
+    assert any(
+        "MixtralExperts, which fq.convert quantizes before fully_shard" in note for note in notes
+    ), notes
 
 
 def train(net: nn.Module) -> list[Tensor]:
@@ -145,15 +174,27 @@ def train(net: nn.Module) -> list[Tensor]:
     return losses
 
 
-def _trained(rank: int, world: int, recipe: fq.Recipe, compiled: bool, on_hopper: bool = False) -> None:
-    cuts_blocks = recipe.name in ("mxfp8", "fp8_block")  # ranks do, of weights as small as these: such gathers are made anew
+def _trained(
+    rank: int, world: int, recipe: fq.Recipe, compiled: bool, on_hopper: bool = False
+) -> None:
+    cuts_blocks = recipe.name in (
+        "mxfp8",
+        "fp8_block",
+    )  # ranks do, of weights as small as these: such gathers are made anew
     again, repeat = [], gather_group._Sent.repeat
-    with pytest.MonkeyPatch.context() as patched, hopper.emulated() if on_hopper else contextlib.nullcontext() as gpu:
-        patched.setattr(gather_group._Sent, "repeat", lambda *args: again.append(args) or repeat(*args))
+    with (
+        pytest.MonkeyPatch.context() as patched,
+        hopper.emulated() if on_hopper else contextlib.nullcontext() as gpu,
+    ):
+        patched.setattr(
+            gather_group._Sent, "repeat", lambda *args: again.append(args) or repeat(*args)
+        )
         skip = ("q_proj", "k_proj", "v_proj", "o_proj") if on_hopper and cuts_blocks else ()
         _train_and_compare(recipe, compiled, skip)
         assert not on_hopper or gpu.count("grouped_gemm"), "one product for all"
-    assert len(again) == 8 * on_hopper, f"{len(again)} gathers of 3 steps of two layers were launches of before"
+    assert len(again) == 8 * on_hopper, (
+        f"{len(again)} gathers of 3 steps of two layers were launches of before"
+    )
 
 
 def _train_and_compare(recipe: fq.Recipe, compiled: bool, skip: tuple[str, ...]) -> None:
@@ -180,12 +221,14 @@ def _train_and_compare(recipe: fq.Recipe, compiled: bool, skip: tuple[str, ...])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", ["mxfp8", "fp8_current", "fp8_block", "fp8_row"])
 def test_sharded_experts_train_as_in_one_process_and_travel_as_codes(name: str, compiled: bool):
-    """If false, fully_shard gathers experts in high precision, trains others, or they break the graphs of their layer."""
+    """If false, fully_shard gathers experts in high precision, trains others, or they break the
+    graphs of their layer."""
     run_ranks(2, _trained, fq.recipes.by_name(name), compiled)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", ["mxfp8", "fp8_block", "fp8_row", "fp8_current"])
 def test_sharded_experts_of_an_emulated_gpu_train_as_in_one_process(name: str, compiled: bool):
-    """If false, one product for all reads codes of another direction, expert or layout than FSDP2 gathered."""
+    """If false, one product for all reads codes of another direction, expert or layout than FSDP2
+    gathered."""
     run_ranks(2, _trained, fq.recipes.by_name(name), compiled, True)

@@ -34,7 +34,12 @@ FROZEN = {  # recipe, bytes per element of a weight that is codes
 def _with_adapters(model: nn.Module, dora: bool) -> nn.Module:
     """LoRA of random factors, so that they change outputs."""
     torch.manual_seed(1)
-    config = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False, use_dora=dora)
+    config = peft.LoraConfig(
+        r=8,
+        target_modules=["q_proj", "v_proj", "down_proj"],
+        init_lora_weights=False,
+        use_dora=dora,
+    )
     return peft.get_peft_model(model, config)
 
 
@@ -76,7 +81,10 @@ def _assert_same(model: nn.Module, reference: nn.Module) -> None:
 def test_order_of_conversion_does_not_matter(dora: bool):
     """If false, adapters are quantized where they are put in first, or the base is not."""
     first, second = _net(dora), _net(dora, convert_first=False)
-    assert set(converted_modules(first)) == set(converted_modules(second)) and len(converted_modules(first)) == 14
+    assert (
+        set(converted_modules(first)) == set(converted_modules(second))
+        and len(converted_modules(first)) == 14
+    )
     assert not any("lora_" in name for name in converted_modules(first))
     for model in (first, second):
         _train(model, range(2))
@@ -85,14 +93,21 @@ def test_order_of_conversion_does_not_matter(dora: bool):
 
 @pytest.mark.parametrize("name", FROZEN)
 def test_frozen_base_is_its_codes(name: str):
-    """If false, a base that is frozen takes more memory than its codes in the directions that are read, or trains other adapters."""
+    """If false, a base that is frozen takes more memory than its codes in the directions that are
+    read, or trains other adapters."""
     recipe, size = FROZEN[name]
     model, reference = (_net(False, recipe) for _ in range(2))
     assert fq.integrations.peft.freeze(model) == 14
     for layer in converted_modules(model).values():
         sides = [s for s in (layer.weight.rowwise, layer.weight.columnwise) if s is not None]
-        storages = {b.untyped_storage().data_ptr(): b.untyped_storage().nbytes() for s in sides for b in s.buffers().values()}
-        assert sum(storages.values()) == pytest.approx(size * layer.weight.numel(), abs=8)  # and scales of whole tensors
+        storages = {
+            b.untyped_storage().data_ptr(): b.untyped_storage().nbytes()
+            for s in sides
+            for b in s.buffers().values()
+        }
+        assert sum(storages.values()) == pytest.approx(
+            size * layer.weight.numel(), abs=8
+        )  # and scales of whole tensors
     for net in (model, reference):
         _train(net, range(3))
     _assert_same(model, reference)
@@ -100,7 +115,8 @@ def test_frozen_base_is_its_codes(name: str):
 
 @pytest.mark.parametrize("dora", [False, True])
 def test_adapters_merge_into_a_frozen_base(dora: bool):
-    """If false, what is merged is not the base that adapters were trained on, or DoRA's norms are those of other values."""
+    """If false, what is merged is not the base that adapters were trained on, or DoRA's norms are
+    those of other values."""
     model = _net(dora)
     fq.integrations.peft.freeze(model)
     plain = _with_adapters(llama(), dora)
@@ -110,7 +126,9 @@ def test_adapters_merge_into_a_frozen_base(dora: bool):
         for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
             if "lora_" in name:
                 q.copy_(p)
-    requantized = fq.convert(copy.deepcopy(plain), fq.recipes.mxfp8(), skip=["lm_head"])  # codes of decoded codes are the same
+    requantized = fq.convert(
+        copy.deepcopy(plain), fq.recipes.mxfp8(), skip=["lm_head"]
+    )  # codes of decoded codes are the same
     _train(model, range(2))
     _train(requantized, range(2))
     _assert_same(model, requantized)
@@ -120,22 +138,32 @@ def test_adapters_merge_into_a_frozen_base(dora: bool):
                 p.data.copy_(q)
     assert fq.unfreeze(model) == 14
     merged, expected = model.merge_and_unload(), plain.merge_and_unload()
-    for (name, got), wanted in zip(merged.state_dict().items(), expected.state_dict().values(), strict=True):
+    for (name, got), wanted in zip(
+        merged.state_dict().items(), expected.state_dict().values(), strict=True
+    ):
         assert_same_bytes(got, wanted, name)
 
 
 @pytest.mark.parametrize("dora", [False, True])
 def test_adapters_are_saved_and_loaded(dora: bool, tmp_path: Path):
-    """If false, adapters that were trained on a converted base do not load beside a plain or a frozen one."""
+    """If false, adapters that were trained on a converted base do not load beside a plain or a
+    frozen one."""
     model = _net(dora)
     fq.integrations.peft.freeze(model)
     _train(model, range(2))
     model.save_pretrained(tmp_path / "adapters")
-    loaded = peft.PeftModel.from_pretrained(fq.convert(llama(), fq.recipes.mxfp8(), skip=["lm_head"]), tmp_path / "adapters")
+    loaded = peft.PeftModel.from_pretrained(
+        fq.convert(llama(), fq.recipes.mxfp8(), skip=["lm_head"]), tmp_path / "adapters"
+    )
     fq.integrations.peft.freeze(loaded)
     assert_same_bytes(_logits(loaded), _logits(model), "logits")
-    peft.PeftModel.from_pretrained(llama(), tmp_path / "adapters").save_pretrained(tmp_path / "again")
-    saved, again = (safetensors.load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapters", "again"))
+    peft.PeftModel.from_pretrained(llama(), tmp_path / "adapters").save_pretrained(
+        tmp_path / "again"
+    )
+    saved, again = (
+        safetensors.load_file(tmp_path / name / "adapter_model.safetensors")
+        for name in ("adapters", "again")
+    )
     assert saved.keys() == again.keys()
     for name, value in saved.items():
         assert_same_bytes(again[name], value, name)
@@ -161,8 +189,10 @@ def _sharded(rank: int, world: int) -> None:
 
 
 def test_adapters_train_under_fully_shard():
-    """If false, adapters train otherwise where their base is sharded, or is whole codes on every rank.
+    """If false, adapters train otherwise where their base is sharded, or is whole codes on every
+    rank.
 
-    DoRA needs values of the base, of which `fully_shard` gathers codes: a base that trains, or may, is refused.
+    DoRA needs values of the base, of which `fully_shard` gathers codes: a base that trains, or may,
+    is refused.
     """
     run_ranks(2, _sharded)

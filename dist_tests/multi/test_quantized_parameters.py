@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized parameters under `fully_shard`: bytes, updates and checkpoints of high-precision ones; masters in the optimizer."""
+"""Quantized parameters under `fully_shard`: bytes, updates and checkpoints of high-precision ones;
+masters in the optimizer."""
 
 from __future__ import annotations
 
@@ -53,11 +54,14 @@ def _adam(net: nn.Module, **options) -> fq.optim.FusedAdam:
 def _models(recipe: fq.Recipe, dtype: torch.dtype = torch.float32, **options):
     """(ordinary, quantized) models of the same weights, sharded."""
     ordinary, ours = nets.build().to(dtype), nets.build().to(dtype)
-    return nets.shard(fq.convert(ordinary, recipe), **options), nets.shard(quantized(ours, recipe), **options)
+    return nets.shard(fq.convert(ordinary, recipe), **options), nets.shard(
+        quantized(ours, recipe), **options
+    )
 
 
 def _same_bytes_on_the_wire(rank: int, world: int, pairs, k: int) -> int:
-    """Codes as products read them, before and after the optimizer took the masters, against the whole weight's."""
+    """Codes as products read them, before and after the optimizer took the masters, against the
+    whole weight's."""
     checked = 0
     rows = sorted({1, 31, 33, 96, 5 * world + 1, max(world - 1, 1)})
     for i, (row, col) in enumerate(pairs):
@@ -77,7 +81,10 @@ def _same_bytes_on_the_wire(rank: int, world: int, pairs, k: int) -> int:
                 weight = next(w for w in whole if w.shape[0] == storage.shape[0])
                 want = nets.expected_storages(recipe, "", weight)[direction]
                 laws.assert_same_storage(
-                    storage, want, f"world {world}, {row}/{col}, rows {storage.shape[0]}, {direction}, taken {taken}"
+                    storage,
+                    want,
+                    f"world {world}, {row}/{col}, rows {storage.shape[0]}, {direction}, taken "
+                    f"{taken}",
                 )
                 checked += 1
         optimizer.step()
@@ -86,7 +93,8 @@ def _same_bytes_on_the_wire(rank: int, world: int, pairs, k: int) -> int:
 
 @pytest.mark.parametrize("world", [1, 3, 4])
 def test_quantized_parameters_gather_the_bytes_of_the_whole_weight(world):
-    """If false, a quantized parameter is another weight than a high-precision one, or depends on the number of ranks."""
+    """If false, a quantized parameter is another weight than a high-precision one, or depends on
+    the number of ranks."""
     results = run_ranks(world, _same_bytes_on_the_wire, laws.sample(laws.PAIRS, 29), 40)
     assert all(r == results[0] > 0 for r in results)
 
@@ -110,16 +118,26 @@ def _trains_alike(rank: int, world: int) -> None:
                         torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
                         optimizer.step()
                         optimizer.zero_grad()
-                        results.append((y.detach(), gathers, counters.of("gather"), fq.plan(net).weight_bytes))
-                laws.assert_same_bytes(results[1][0], results[0][0], f"world {world}, {label}, {dtype}: output of step {step}")
+                        results.append(
+                            (y.detach(), gathers, counters.of("gather"), fq.plan(net).weight_bytes)
+                        )
+                laws.assert_same_bytes(
+                    results[1][0],
+                    results[0][0],
+                    f"world {world}, {label}, {dtype}: output of step {step}",
+                )
                 assert results[0][1:] == results[1][1:], f"{label}: gathers differ: {results}"
             for (name, p), q in zip(ordinary.named_parameters(), ours.parameters()):
                 master = a.state[p].get("master", p), b.state[q].get("master", q)
                 want, got = (plain(t) for t in master)
-                laws.assert_same_bytes(got, want, f"world {world}, {label}, {dtype}: master of {name}")
+                laws.assert_same_bytes(
+                    got, want, f"world {world}, {label}, {dtype}: master of {name}"
+                )
                 for moment in ("exp_avg", "exp_avg_sq"):
                     laws.assert_same_bytes(
-                        b.state[q][moment]._local_tensor, a.state[p][moment]._local_tensor, f"{label}: {moment} of {name}"
+                        b.state[q][moment]._local_tensor,
+                        a.state[p][moment]._local_tensor,
+                        f"{label}: {moment} of {name}",
                     )
 
 
@@ -136,10 +154,14 @@ def _one_collective(rank: int, world: int) -> list:
     with nets.recorded_collectives() as seen:
         y = ours(nets.batch(1, rank=rank))
         y.square().mean().backward()
-        assert not [kind for kind, _ in seen if kind == "all_reduce"], "statistics are shared by the step, not by a gather"
+        assert not [kind for kind, _ in seen if kind == "all_reduce"], (
+            "statistics are shared by the step, not by a gather"
+        )
         del seen[:]
         optimizer.step()
-        assert [kind for kind, _ in seen] == ["all_reduce"], f"one collective a shard group and step: {seen}"
+        assert [kind for kind, _ in seen] == ["all_reduce"], (
+            f"one collective a shard group and step: {seen}"
+        )
         ours(nets.batch(2, rank=rank))
     return seen
 
@@ -169,30 +191,44 @@ def _masters_are_let_go(rank: int, world: int) -> None:
             module.reset_parameters()
     for (name, p), q in zip(cpu.named_parameters(), meta.parameters()):
         values = [plain(t) for t in (p, q)]
-        assert values[0].numel() == 0 or values[1].abs().max() > 0 or "bias" in name, f"{name} was not initialized"
+        assert values[0].numel() == 0 or values[1].abs().max() > 0 or "bias" in name, (
+            f"{name} was not initialized"
+        )
         with torch.no_grad():
             q._local_tensor.copy_(values[0])
     a, b = _adam(cpu), _adam(meta)
     for net in (cpu, meta):
-        weights = [local_of(p) for p in net.parameters() if isinstance(local_of(p), QuantizedTensor)]
+        weights = [
+            local_of(p) for p in net.parameters() if isinstance(local_of(p), QuantizedTensor)
+        ]
         assert len(weights) == 5
-        assert all(w._content.values is None for w in weights), "initial values were kept beside the optimizer's masters"
+        assert all(w._content.values is None for w in weights), (
+            "initial values were kept beside the optimizer's masters"
+        )
     for step in range(2):
         got, want = nets.train_step(meta, b, step), nets.train_step(cpu, a, step)
         laws.assert_same_bytes(got, want, f"meta against CPU initialization, step {step}")
-    kept = [weakref.ref(o) for o in (meta, *meta.parameters(), *(local_of(s["exp_avg"]) for s in b.state.values()))]
+    kept = [
+        weakref.ref(o)
+        for o in (meta, *meta.parameters(), *(local_of(s["exp_avg"]) for s in b.state.values()))
+    ]
     del net, weights, module, p, q, meta, b
     gc.collect()
-    assert not [type(o).__name__ for ref in kept if (o := ref()) is not None], "alive after their model"
+    assert not [type(o).__name__ for ref in kept if (o := ref()) is not None], (
+        "alive after their model"
+    )
 
 
 def test_masters_come_from_initial_values_and_are_held_once():
-    """If false, deferred initialization trains other weights, or a quantized model needs more memory than a bf16 one."""
+    """If false, deferred initialization trains other weights, or a quantized model needs more
+    memory than a bf16 one."""
     run_ranks(3, _masters_are_let_go)
 
 
 def _refused(rank: int, world: int) -> list[str]:
-    """What ordinary parameters are refused, and an optimizer without masters; masters that are gone with theirs."""
+    """What ordinary parameters are refused, and an optimizer without masters; masters that are gone
+    with theirs."""
+
     def without_masters(net: nn.Module) -> list:
         net(nets.batch(rank=rank)).square().mean().backward()
         optimizer = torch.optim.AdamW(net.parameters())
@@ -216,7 +252,9 @@ def _refused(rank: int, world: int) -> list[str]:
     gc.collect()
     laws.assert_same_bytes(net(nets.batch()), want[1], "codes of a model whose masters are gone")
     saved = net.state_dict()["head.weight"].full_tensor()
-    laws.assert_same_bytes(saved, net.head.weight.full_tensor(), "a parameter that is saved without its master")
+    laws.assert_same_bytes(
+        saved, net.head.weight.full_tensor(), "a parameter that is saved without its master"
+    )
     for use in (lambda: torch.nn.init.zeros_(net.head.weight), lambda: _adam(net)):
         try:
             use()
@@ -226,9 +264,18 @@ def _refused(rank: int, world: int) -> list[str]:
 
 
 def test_refusals_of_quantized_parameters_are_the_same_on_every_rank():
-    """If false, updates below a format's step are lost without a word, or one rank raises while another waits."""
+    """If false, updates below a format's step are lost without a word, or one rank raises while
+    another waits."""
     results = run_ranks(2, _refused)
-    wanted = ("gathered now", "fq.set_recipe", "another", "AdamW holds no fp32 master", "another optimizer holds", "gone", "")
+    wanted = (
+        "gathered now",
+        "fq.set_recipe",
+        "another",
+        "AdamW holds no fp32 master",
+        "another optimizer holds",
+        "gone",
+        "",
+    )
     assert results[0] == results[1] and len(results[0]) == len(wanted), results
     for text, part in zip(results[0], wanted):
         assert part in text, (part, text)
@@ -244,7 +291,9 @@ def _checkpoints(rank: int, world: int, folder: str) -> None:
             for step in range(3):
                 nets.train_step(net, optimizer, step, rank)
             model, optim = get_state_dict(net, optimizer)
-            assert all(type(local_of(v)) is torch.Tensor for v in model.values()), "a checkpoint holds a class of ours"
+            assert all(type(local_of(v)) is torch.Tensor for v in model.values()), (
+                "a checkpoint holds a class of ours"
+            )
             path, rest = f"{folder}/{label}/{source}", fq.state_dict(net)
             dcp.save({"model": model, "optim": optim}, checkpoint_id=path)
             for step in range(3, 5):
@@ -272,7 +321,8 @@ def _checkpoints(rank: int, world: int, folder: str) -> None:
 
 
 def test_checkpoints_pass_between_both_kinds_of_parameters(tmp_path):
-    """If false, a run cannot resume, or a quantized model's checkpoint loses what its codes cannot say."""
+    """If false, a run cannot resume, or a quantized model's checkpoint loses what its codes cannot
+    say."""
     run_ranks(2, _checkpoints, str(tmp_path))
 
 
@@ -290,7 +340,9 @@ def _resharded(rank: int, world: int, folder: str, save: bool) -> dict | None:
         set_state_dict(net, optimizer, model_state_dict=model, optim_state_dict=optim)
     state = nets.full_state(net)
     for name, p in net.named_parameters():
-        state |= {f"{name}.{k}": optimizer.state[p][k].full_tensor() for k in ("exp_avg", "exp_avg_sq")}
+        state |= {
+            f"{name}.{k}": optimizer.state[p][k].full_tensor() for k in ("exp_avg", "exp_avg_sq")
+        }
     assert all(v.dtype is torch.bfloat16 for k, v in state.items() if "exp_avg" in k)
     with nets.recorded_weights() as seen:
         net(nets.batch())
@@ -338,16 +390,22 @@ def test_events_reach_the_codes():
 
 
 def _encodes_in_groups(rank: int, world: int) -> None:
-    """On an emulated GPU: a step makes all codes in a launch an encoding, or in Adam's own, and gathers encode nothing.
+    """On an emulated GPU: a step makes all codes in a launch an encoding, or in Adam's own, and
+    gathers encode nothing.
 
-    Adam takes a launch for parameters that are their masters rounded, and one for quantized parameters: where every scale
-    follows from a tile it makes their codes, else the statistics that codes follow from. Codes that a cut block needs
+    Adam takes a launch for parameters that are their masters rounded, and one for quantized
+    parameters: where every scale follows from a tile it makes their codes, else the statistics that
+                codes follow from. Codes that a cut block needs
     other ranks for are of the second kind.
     """
     recipes = ALL | {"mxfp8": fq.recipes.mxfp8()}
     launches = {  # of (quantize_group, statistics_group, adam, adam_group)
-        ("mxfp8", 64, 64): (0, 0, 1, 1), ("mxfp8", 96, 64): (2, 0, 1, 2), ("fp8_current/fp8_row", 64, 32): (2, 0, 1, 1),
-        ("mxfp8/nvfp4", 64, 64): (2, 0, 1, 1), ("nvfp4", 96, 32): (1, 0, 1, 1), ("delayed", 64, 32): (1, 0, 1, 1),
+        ("mxfp8", 64, 64): (0, 0, 1, 1),
+        ("mxfp8", 96, 64): (2, 0, 1, 2),
+        ("fp8_current/fp8_row", 64, 32): (2, 0, 1, 1),
+        ("mxfp8/nvfp4", 64, 64): (2, 0, 1, 1),
+        ("nvfp4", 96, 32): (1, 0, 1, 1),
+        ("delayed", 64, 32): (1, 0, 1, 1),
     }
     for (label, size, k), wanted in launches.items():
         with hopper.emulated() as gpu:
@@ -366,13 +424,16 @@ def _encodes_in_groups(rank: int, world: int) -> None:
                 outputs.append(y)
             names = ("quantize_group", "statistics_group", "adam", "adam_group")
             made = tuple(gpu.count(name) for name in names)
-            assert (gathered, made) == (0, wanted), f"{label}, {size}, {k}: {gathered} {made}, wanted {wanted}"
+            assert (gathered, made) == (0, wanted), (
+                f"{label}, {size}, {k}: {gathered} {made}, wanted {wanted}"
+            )
             laws.assert_same_bytes(outputs[1], outputs[0], f"{label}: output")
 
 
 @on_cpu
 def test_a_step_makes_codes_in_adams_launch_or_all_at_once():
-    """If false, the write-back costs a pass over masters more than it must, or the host a launch a weight."""
+    """If false, the write-back costs a pass over masters more than it must, or the host a launch a
+    weight."""
     run_ranks(2, _encodes_in_groups)
 
 
@@ -380,13 +441,24 @@ ALIKE = [name for name in FEATURES if "AdamW" not in name and "SGD" not in name]
 
 
 def _features(rank: int, world: int, names: list[str], shard: dict[str, tuple[int, ...]]) -> None:
-    """Each feature trains quantized parameters as it trains high-precision ones, in losses, masters and moments."""
+    """Each feature trains quantized parameters as it trains high-precision ones, in losses, masters
+    and moments."""
     failed: list[str] = []
     for i, name in enumerate([*names, *shard]):
-        feature = Feature(shard=lambda world, at=shard[name]: mesh(*at)) if name in shard else FEATURES[name]
-        for label in MODES if name in shard else laws.sample([*MODES, *MODES][i % len(MODES) :][: len(MODES)]):
+        feature = (
+            Feature(shard=lambda world, at=shard[name]: mesh(*at))
+            if name in shard
+            else FEATURES[name]
+        )
+        for label in (
+            MODES
+            if name in shard
+            else laws.sample([*MODES, *MODES][i % len(MODES) :][: len(MODES)])
+        ):
             if "delayed" in label and name == "average of weights":
-                continue  # codes of quantized parameters have the scale of the step that follows, as soon as they are made
+                # codes of quantized parameters have the scale of the step that follows, as soon as
+                # they are made
+                continue
             with named(f"{name}, {label}, world {world}", failed):
                 pair = []
                 for kind in (fq.convert, quantized):
@@ -397,7 +469,9 @@ def _features(rank: int, world: int, names: list[str], shard: dict[str, tuple[in
                     feature.after(net)
                     pair.append((net, fq.optim.FusedAdam(net.parameters(), lr=1e-2)))
                 for step in range(3):
-                    want, got = (feature.step(net, optimizer, step, rank) for net, optimizer in pair)
+                    want, got = (
+                        feature.step(net, optimizer, step, rank) for net, optimizer in pair
+                    )
                     laws.assert_same_bytes(got, want, f"{name}, {label}: step {step}")
                 (ordinary, a), (ours, b) = pair
                 for (key, p), q in zip(ordinary.named_parameters(), ours.parameters()):
@@ -405,7 +479,9 @@ def _features(rank: int, world: int, names: list[str], shard: dict[str, tuple[in
                     want, got = (plain(state.get("master", t)) for state, t in zip(states, (p, q)))
                     laws.assert_same_bytes(got, want, f"{name}, {label}: {key}")
                     for moment in ("exp_avg", "exp_avg_sq") if states[0] else ():
-                        laws.assert_same_bytes(plain(states[1][moment]), plain(states[0][moment]), f"{key}: {moment}")
+                        laws.assert_same_bytes(
+                            plain(states[1][moment]), plain(states[0][moment]), f"{key}: {moment}"
+                        )
                 if name in shard:
                     mine = torch.cat([plain(p).flatten() for p in ours.parameters()])
                     other = [torch.empty_like(mine) for _ in range(shard[name][0])]
@@ -417,7 +493,8 @@ def _features(rank: int, world: int, names: list[str], shard: dict[str, tuple[in
 
 
 def test_features_train_both_kinds_alike():
-    """If false, a feature of FSDP2 works with high-precision parameters alone, or trains quantized ones differently."""
+    """If false, a feature of FSDP2 works with high-precision parameters alone, or trains quantized
+    ones differently."""
     run_ranks(2, _features, ALIKE, {})
 
 
@@ -428,7 +505,8 @@ def _features_on_an_emulated_gpu(rank: int, world: int) -> None:
 
 @on_cpu
 def test_features_train_both_kinds_alike_where_calls_are_made_again():
-    """If false, a feature reads codes whose memory was given back, which crashes, or has those of another step."""
+    """If false, a feature reads codes whose memory was given back, which crashes, or has those of
+    another step."""
     run_ranks(2, _features_on_an_emulated_gpu)
 
 
@@ -439,17 +517,34 @@ def test_hybrid_sharding_trains_both_kinds_alike_and_replicas_agree():
 
 def _skipped(rank: int, world: int) -> None:
     def bytes_of(net: nn.Module, optimizer, of_weights: bool = False) -> list[torch.Tensor]:
-        """of_weights: without histories of activations, which roll as the next step begins, skipped or not."""
-        weights = [local_of(p) for p in net.parameters() if isinstance(local_of(p), QuantizedTensor)]
-        sides = [side for w in weights for side in (w._slots.rowwise, w._slots.columnwise) if side is not None]
-        histories = [h for w in weights for h in w.state.histories.values() if h.stays or not of_weights]
+        """of_weights: without histories of activations, which roll as the next step begins, skipped
+        or not."""
+        weights = [
+            local_of(p) for p in net.parameters() if isinstance(local_of(p), QuantizedTensor)
+        ]
+        sides = [
+            side
+            for w in weights
+            for side in (w._slots.rowwise, w._slots.columnwise)
+            if side is not None
+        ]
+        histories = [
+            h for w in weights for h in w.state.histories.values() if h.stays or not of_weights
+        ]
         states = [plain(t) for s in optimizer.state.values() for t in s.values()]
-        kept = [*nets.full_state(net).values(), *states, *(b for side in sides for b in side.buffers().values())]
+        kept = [
+            *nets.full_state(net).values(),
+            *states,
+            *(b for side in sides for b in side.buffers().values()),
+        ]
         kept += [t for h in histories for t in (h.amaxes, h.enc)]
         return [t.clone() for t in kept]
 
     for label, capturable, gpu in (
-        ("fp8_current/fp8_row", False, False), ("mxfp8/nvfp4", True, True), ("fp8_block", True, True), ("delayed", True, False)
+        ("fp8_current/fp8_row", False, False),
+        ("mxfp8/nvfp4", True, True),
+        ("fp8_block", True, True),
+        ("delayed", True, False),
     ):
         with hopper.emulated() if gpu and DEVICE == "cpu" else contextlib.nullcontext():
             pair = []
@@ -467,8 +562,12 @@ def _skipped(rank: int, world: int) -> None:
                     del optimizer.found_inf, optimizer.grad_scale
                     optimizer.zero_grad()
                     fq.skip_step()
-                    for i, (got, want) in enumerate(zip(bytes_of(net, optimizer, of_weights=True), before, strict=True)):
-                        laws.assert_same_bytes(got, want, f"{label}: {i} of {len(before)} after a skipped step")
+                    for i, (got, want) in enumerate(
+                        zip(bytes_of(net, optimizer, of_weights=True), before, strict=True)
+                    ):
+                        laws.assert_same_bytes(
+                            got, want, f"{label}: {i} of {len(before)} after a skipped step"
+                        )
                 nets.train_step(net, optimizer, 1)
                 pair.append(bytes_of(net, optimizer))
             for got, want in zip(pair[1], pair[0], strict=True):
@@ -476,5 +575,6 @@ def _skipped(rank: int, world: int) -> None:
 
 
 def test_a_skipped_step_changes_nothing():
-    """If false, an overflow found by a GradScaler enters masters, moments, codes or histories, then or in the next step."""
+    """If false, an overflow found by a GradScaler enters masters, moments, codes or histories, then
+    or in the next step."""
     run_ranks(2, _skipped)

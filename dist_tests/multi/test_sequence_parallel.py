@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks exchange along the sequence depends on what all of them know, and on how it is moved nothing does."""
+"""What ranks exchange along the sequence depends on what all of them know, and on how it is moved
+nothing does."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ from dist_tests.single import hopper
 from fsdp_quant.formats import ROWWISE
 from fsdp_quant.modules.plan import EXACT
 from fsdp_quant.parallel import linear as parallel_linear
-from fsdp_quant.tensor.weight_state import values_of as inner_of
 from fsdp_quant.tensor.torch_compat import local_of
+from fsdp_quant.tensor.weight_state import values_of as inner_of
 
 D, FFN = 64, 256
 RECIPES = ("fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "fp8_delayed", "identity")
@@ -41,17 +42,27 @@ class MLP(nn.Module):
 
 def build(mesh, recipe: fq.Recipe, dtype: torch.dtype = torch.float32) -> nn.Module:
     whole = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
-    return parallelize_module(fq.convert(MLP().to(dtype), recipe), mesh, {
-        "": fq.parallel.PrepareModuleInput(**whole), "gate": fq.parallel.ColwiseParallel(), "up": fq.parallel.ColwiseParallel(),
-        "down": fq.parallel.RowwiseParallel(output_layouts=Shard(1)),
-    })
+    return parallelize_module(
+        fq.convert(MLP().to(dtype), recipe),
+        mesh,
+        {
+            "": fq.parallel.PrepareModuleInput(**whole),
+            "gate": fq.parallel.ColwiseParallel(),
+            "up": fq.parallel.ColwiseParallel(),
+            "down": fq.parallel.RowwiseParallel(output_layouts=Shard(1)),
+        },
+    )
 
 
 def run(net: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
     x = x.clone().requires_grad_()
     y = net(x)
     y.backward(dy)
-    return {"y": y.detach(), "dx": x.grad, **{name: p.grad.to_local() for name, p in net.named_parameters()}}
+    return {
+        "y": y.detach(),
+        "dx": x.grad,
+        **{name: p.grad.to_local() for name, p in net.named_parameters()},
+    }
 
 
 def assert_same(got: dict, want: dict, what: str) -> None:
@@ -98,7 +109,10 @@ def of_a_recipe_in_pieces(mesh, name: str, x: torch.Tensor, dy: torch.Tensor) ->
         with products() as made:
             results.append(run(net, x, dy))
         of_down = made.count((ROWWISE, FFN // world))
-        assert of_down == 2 * world if least == 1 and x.shape[1] == 64 else of_down < 2, (name, made)
+        assert of_down == 2 * world if least == 1 and x.shape[1] == 64 else of_down < 2, (
+            name,
+            made,
+        )
     assert_same(results[1], results[0], f"{name} {list(x.shape)} {x.dtype} in pieces")
     assert "in 2 pieces" in str(fq.plan(net))
 
@@ -131,14 +145,17 @@ def moved(mesh, rank: int, x: torch.Tensor, dy: torch.Tensor) -> list[dict[str, 
         results.append(run(net, x, dy))
         gathered.append(fq.receipt().sequence)
     assert gathered[0] == gathered[1], gathered
-    for name, one in results[0].items():  # both domains multiply the codes, of which anchors lose 2^-9 at most, and round to bf16
+    for name, one in (
+        results[0].items()
+    ):  # both domains multiply the codes, of which anchors lose 2^-9 at most, and round to bf16
         error = (results[1][name].double() - one.double()).norm() / one.double().norm()
         assert error < 2**-7, f"{name}: {error:.1e}"
     return results
 
 
 def written_masters(mesh, x: torch.Tensor, dy: torch.Tensor) -> None:
-    """torch counts writes to the plain tensor behind a parameter, and a DTensor hands out views of it."""
+    """torch counts writes to the plain tensor behind a parameter, and a DTensor hands out views of
+    it."""
     net = build(mesh, fq.recipes.fp8_current())
     with torch.no_grad():
         for p in net.parameters():
@@ -154,20 +171,32 @@ def uneven(mesh, world: int) -> None:
     net = build(mesh, fq.recipes.mxfp8())
     layer = net.gate
     rows = 2 * world + 1
-    x = DTensor.from_local(torch.zeros(1, 3, D)[:, : 3 - min(mesh.get_local_rank(), 1)], mesh, [Shard(1)], shape=(1, rows, D),
-                           stride=(rows * D, D, 1), run_check=False)
-    with pytest.raises(ValueError, match=rf"gate input: dim 1 of \[1, {rows}, {D}\] is {rows}, which the {world} ranks.*pad it"):
+    x = DTensor.from_local(
+        torch.zeros(1, 3, D)[:, : 3 - min(mesh.get_local_rank(), 1)],
+        mesh,
+        [Shard(1)],
+        shape=(1, rows, D),
+        stride=(rows * D, D, 1),
+        run_check=False,
+    )
+    with pytest.raises(
+        ValueError,
+        match=rf"gate input: dim 1 of \[1, {rows}, {D}\] is {rows}, which the {world} ranks.*pad it",
+    ):
         layer(x)
     net.down._recipe = replace(net.down._recipe, require_native=True)
     h = torch.zeros(1, 17 * world, FFN // world)
     with torch.no_grad():
         net.down(h)  # its gradient would be gathered in high precision, and there is none
-    with pytest.raises(ValueError, match=r"down: grad_output.columnwise .*in high precision, and require_native"):
+    with pytest.raises(
+        ValueError, match=r"down: grad_output.columnwise .*in high precision, and require_native"
+    ):
         net.down(h)
 
 
 def test_collectives_are_the_same_on_every_rank():
-    """Otherwise ranks wait for each other for ever: one judges a product, counts a write, or has fewer rows, alone."""
+    """Otherwise ranks wait for each other for ever: one judges a product, counts a write, or has
+    fewer rows, alone."""
     run_ranks(2, ranks)
 
 

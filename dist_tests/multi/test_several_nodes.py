@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs over several nodes, which are network namespaces of this machine: slow links, losses, an outage, a node that never comes."""
+"""Jobs over several nodes, which are network namespaces of this machine: slow links, losses, an
+outage, a node that never comes."""
 
 from __future__ import annotations
 
@@ -28,8 +29,21 @@ OUTAGE = 5.0
 def agent(nodes: Nodes, i: int, *arguments: str, **changes: str) -> subprocess.Popen:
     """launch/multinode.sh on one node."""
     command = ["bash", str(ROOT / "launch" / "multinode.sh"), *arguments]
-    where = {"NNODES": str(len(nodes.names)), "MASTER_ADDR": "node0", "MASTER_PORT": "29501", "NPROC": "1"} | changes
-    started = nodes.run(i, command, cwd=ROOT, env=environment(**where), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    where = {
+        "NNODES": str(len(nodes.names)),
+        "MASTER_ADDR": "node0",
+        "MASTER_PORT": "29501",
+        "NPROC": "1",
+    } | changes
+    started = nodes.run(
+        i,
+        command,
+        cwd=ROOT,
+        env=environment(**where),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     timer = threading.Timer(LIMIT, functools.partial(stop, started))
     timer.daemon = True
     timer.start()
@@ -48,14 +62,30 @@ def weights(folder: Path, path: Path) -> dict:
 
 
 # Copies per job, processes per node.
-@pytest.mark.parametrize("copies, each", [(1, 1), *[(2, 2)] * laws.EVERYTHING], ids=lambda n: str(n))
+@pytest.mark.parametrize(
+    "copies, each", [(1, 1), *[(2, 2)] * laws.EVERYTHING], ids=lambda n: str(n)
+)
 def test_a_job_over_slow_links_has_the_bits_of_one_machine(tmp_path, copies: int, each: int):
-    """If false, a slow link that loses packets, or one that is down for seconds, changes training or ends it."""
+    """If false, a slow link that loses packets, or one that is down for seconds, changes training
+    or ends it."""
     text = tmp_path / "text"
     text.write_text("to be or not to be, that is the question. " * 40)
-    tiny = [*TINY, "--steps", "4", "--replicate", str(copies), "--data", str(text), "--plot", str(tmp_path / "plot.png")]
+    tiny = [
+        *TINY,
+        "--steps",
+        "4",
+        "--replicate",
+        str(copies),
+        "--data",
+        str(text),
+        "--plot",
+        str(tmp_path / "plot.png"),
+    ]
     with Nodes(2) as nodes:
-        agents = [agent(nodes, i, *tiny, "--save", str(tmp_path / "nodes"), NPROC=str(each)) for i in range(2)]
+        agents = [
+            agent(nodes, i, *tiny, "--save", str(tmp_path / "nodes"), NPROC=str(each))
+            for i in range(2)
+        ]
         other = threading.Thread(target=agents[1].communicate)
         other.start()
         said, outage = [], 0.0
@@ -85,4 +115,6 @@ def test_a_node_that_never_comes_is_missed_in_time():
         alone = agent(nodes, 0, *TINY, JOIN_TIMEOUT="3")
         output, _ = alone.communicate(timeout=LIMIT)
     assert alone.returncode == 1
-    assert "error: not all of 2 nodes came to node0:29501 within 3 s" in output.splitlines()[-1], output
+    assert "error: not all of 2 nodes came to node0:29501 within 3 s" in output.splitlines()[-1], (
+        output
+    )

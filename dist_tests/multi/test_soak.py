@@ -15,7 +15,14 @@ MIB = 2**20
 
 
 def _soaked(rank: int, world: int, breaks: bool) -> dict:
-    soak.CHANCES = {"forward": 0.2, "backward": 0.1, "optimizer": 0.2, "evaluation": 0.2, "evaluate": 0.2, "checkpoint": 0.1}
+    soak.CHANCES = {
+        "forward": 0.2,
+        "backward": 0.1,
+        "optimizer": 0.2,
+        "evaluation": 0.2,
+        "evaluate": 0.2,
+        "checkpoint": 0.1,
+    }
     if breaks:
         soak.RECIPES = {name: soak.RECIPES[name] for name in ("fp8_delayed",)}
         soak.Training.recover = soak.Training.reshard  # leaves gradients of the step that failed
@@ -24,7 +31,8 @@ def _soaked(rank: int, world: int, breaks: bool) -> dict:
 
 
 def test_disturbed_training_has_the_bits_of_undisturbed():
-    """If false, an exception, an evaluation or a checkpoint changes the steps behind it, under one of the recipes."""
+    """If false, an exception, an evaluation or a checkpoint changes the steps behind it, under one
+    of the recipes."""
     for facts in run_ranks(2, _soaked, False):
         assert not facts["broken"], facts["broken"]
         assert facts["disturbed"].keys() == set(soak.CHANCES), "every kind was drawn"
@@ -37,9 +45,15 @@ def test_what_an_exception_leaves_behind_is_seen():
     assert any("loss" in text and text.startswith("rank 0: step") for text in broken), broken
 
 
-@pytest.mark.parametrize("ends, grown", [
-    ([200, 100, 100, 100], 0), ([200, 100, 101, 104], 3), ([100, 104, 103, 102], -2), ([1, 2], None),
-])
+@pytest.mark.parametrize(
+    "ends, grown",
+    [
+        ([200, 100, 100, 100], 0),
+        ([200, 100, 101, 104], 3),
+        ([100, 104, 103, 102], -2),
+        ([1, 2], None),
+    ],
+)
 def test_growth_is_of_the_last_cycle_over_those_before(ends: list[int], grown: int | None):
     """If false, a leak is taken for the warm-up, or the warm-up for a leak."""
     turn, run = 5, soak.Run(losses=[1.0])

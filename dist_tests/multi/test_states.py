@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read, planned and saved of sharded models: values of quantized parameters, plans, states of ranks and of wrappers."""
+"""What is read, planned and saved of sharded models: values of quantized parameters, plans, states
+of ranks and of wrappers."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from fsdp_quant import checkpoint
 from fsdp_quant.tensor.torch_compat import local_of
 
 
-def _quantized(rows: int = 64, k: int = 64, recipe: fq.Recipe | None = None, dtype=torch.bfloat16) -> nn.Module:
+def _quantized(
+    rows: int = 64, k: int = 64, recipe: fq.Recipe | None = None, dtype=torch.bfloat16
+) -> nn.Module:
     recipe = recipe or fq.recipes.mxfp8()
     with fq.quantized_model_init(recipe):
         torch.manual_seed(0)
@@ -41,10 +44,18 @@ def _reads(rank: int, world: int) -> None:
             full = weight.full_tensor()
             assert type(full) is torch.Tensor
             assert_same_bytes(full, want, what)
-            assert_same_bytes(torch.cat(_gathered(weight.to_local().dequantize(), rows, world)), decoded, f"{what}: decoded")
+            assert_same_bytes(
+                torch.cat(_gathered(weight.to_local().dequantize(), rows, world)),
+                decoded,
+                f"{what}: decoded",
+            )
             norm = want.float().norm()
-            for got in (weight.norm(), torch.linalg.vector_norm(weight), torch.nn.utils.get_total_norm([weight]),
-                        torch._foreach_norm([weight])[0]):
+            for got in (
+                weight.norm(),
+                torch.linalg.vector_norm(weight),
+                torch.nn.utils.get_total_norm([weight]),
+                torch._foreach_norm([weight])[0],
+            ):
                 torch.testing.assert_close(got.full_tensor().float(), norm, rtol=1e-2, atol=0.0)
             saved = model.state_dict()["0.weight"].full_tensor()
             assert_same_bytes(saved.bfloat16(), want, f"{what}: saved")
@@ -66,7 +77,8 @@ def _gathered(local: torch.Tensor, rows: int, world: int) -> list[torch.Tensor]:
 
 
 def test_sharded_quantized_parameters_are_read_as_values():
-    """If false, whoever logs, gathers, clips by or saves a parameter meets an operator that codes refuse."""
+    """If false, whoever logs, gathers, clips by or saves a parameter meets an operator that codes
+    refuse."""
     run_ranks(2, _reads)
 
 
@@ -78,7 +90,9 @@ def _frozen(rank: int, world: int) -> None:
         (gradient,) = torch.autograd.grad(want.float().sum(), [x])
         codes = fq.state_dict(model)["codes"]
         assert fq.freeze(model) == 1
-        assert held_bytes(local_of(model[0].weight)) < 2.1 * 96 * 64 / world, "values are held beside codes"
+        assert held_bytes(local_of(model[0].weight)) < 2.1 * 96 * 64 / world, (
+            "values are held beside codes"
+        )
         for _ in range(2):
             got = model(x)
             assert_same_bytes(got, want, "output")
@@ -93,11 +107,16 @@ def test_frozen_sharded_parameters_hold_codes_alone():
 
 def _plans(rank: int, world: int) -> None:
     """Blocks that were converted one by one have layers of equal names."""
-    blocks = [fq.convert(nn.Sequential(nn.Linear(64, 64, bias=False)), fq.recipes.mxfp8()) for _ in range(4)]
+    blocks = [
+        fq.convert(nn.Sequential(nn.Linear(64, 64, bias=False)), fq.recipes.mxfp8())
+        for _ in range(4)
+    ]
     model = fully_shard(nn.Sequential(*blocks))
     planned = fq.plan(model)
     one = 64 * 64 + 128  # of codes and scales; a root keeps both directions
-    assert planned.weight_bytes == {f"{i}.0.weight": (2 * one, 0) for i in range(4)}, planned.weight_bytes
+    assert planned.weight_bytes == {f"{i}.0.weight": (2 * one, 0) for i in range(4)}, (
+        planned.weight_bytes
+    )
     fq.reset_receipt()
     model(torch.randn(8, 64)).sum().backward()
     assert planned.bytes_per_step() == fq.receipt().gathered_bytes == 4 * 2 * one
@@ -136,16 +155,23 @@ def _shared_key(rank: int, world: int, folder: Path) -> list[str]:
 
 
 def test_histories_that_ranks_saved_under_one_key_are_missed(tmp_path):
-    """If false, every rank but one resumes with scales of another rank's activations, and nobody is told."""
+    """If false, every rank but one resumes with scales of another rank's activations, and nobody is
+    told."""
     first, second = run_ranks(2, _shared_key, tmp_path)
     assert "rank_{rank}" in first[0] and second[0] == first[0]
-    assert sorted(["loaded" == first[1], "loaded" == second[1]]) == [False, True], "of DDP the rank that was saved goes on"
-    assert first[2:] == second[2:] == ["loaded", "loaded"], "what all ranks share may lie under one key"
+    assert sorted(["loaded" == first[1], "loaded" == second[1]]) == [False, True], (
+        "of DDP the rank that was saved goes on"
+    )
+    assert first[2:] == second[2:] == ["loaded", "loaded"], (
+        "what all ranks share may lie under one key"
+    )
 
 
 def _damaged(rank: int, world: int) -> str:
     """One rank's file is damaged."""
-    model = fully_shard(fq.convert(nn.Sequential(nn.Linear(64, 64)), fq.recipes.fp8_delayed(length=2)))
+    model = fully_shard(
+        fq.convert(nn.Sequential(nn.Linear(64, 64)), fq.recipes.fp8_delayed(length=2))
+    )
     model(values(4, 64, dtype=torch.float32)).sum().backward()
     state = fq.state_dict(model)
     state["step"], before = (state["step"] + 5 if rank else -1), fq.state_dict(model)["step"]
@@ -158,6 +184,10 @@ def _damaged(rank: int, world: int) -> str:
 
 
 def test_a_state_that_one_rank_refuses_is_refused_by_all():
-    """If false, one rank raises while the others wait for its fingerprints, or go on from another step."""
+    """If false, one rank raises while the others wait for its fingerprints, or go on from another
+    step."""
     mine, other = run_ranks(2, _damaged)
-    assert "rank 0 cannot go on, so no rank does: step of the saved state is -1" in mine and other == mine
+    assert (
+        "rank 0 cannot go on, so no rank does: step of the saved state is -1" in mine
+        and other == mine
+    )

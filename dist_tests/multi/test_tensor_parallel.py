@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor and sequence parallelism: what ranks hold together is what one process computes, and it crosses ranks as codes."""
+"""Tensor and sequence parallelism: what ranks hold together is what one process computes, and it
+crosses ranks as codes."""
 
 from __future__ import annotations
 
@@ -37,14 +38,19 @@ from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
 
 D, FFN = 64, 128
 RECIPES = ("identity", "mxfp8", "fp8_block", "fp8_current", "fp8_delayed", "hybrid")
-# fp32 sums of up to 1024 products in another order: 1024 * 2^-24 = 6e-5 of the norm at worst, and codes are the same.
-# Sums of fp8 tensor cores keep 13 bits behind the largest of 32 products, so four in a row are off by 4 * 2^-13 = 5e-4; where
-# that crosses the middle between codes, of which there are 8 an octave, an element moves by 1/16: sqrt(8 * 5e-4) / 16 = 4e-3.
+# fp32 sums of up to 1024 products in another order: 1024 * 2^-24 = 6e-5 of the norm at worst, and
+# codes are the same. Sums of fp8 tensor cores keep 13 bits behind the largest of 32 products, so
+# four in a row are off by 4 * 2^-13 = 5e-4; where that crosses the middle between codes, of which
+# there are 8 an octave, an element moves by 1/16: sqrt(8 * 5e-4) / 16 = 4e-3.
 TOLERANCE = 6e-5 if DEVICE == "cpu" else 5e-3
 
 
 def recipe_of(name: str, **options) -> fq.Recipe:
-    return fq.recipes.hybrid("mxfp8", "fp8_block") if name == "hybrid" else fq.recipes.by_name(name, **options)
+    return (
+        fq.recipes.hybrid("mxfp8", "fp8_block")
+        if name == "hybrid"
+        else fq.recipes.by_name(name, **options)
+    )
 
 
 class MLP(nn.Module):
@@ -66,15 +72,24 @@ def build(layers: int = 1, seed: int = 0) -> nn.Sequential:
 def cut(net: nn.Sequential, mesh, **replaced) -> nn.Sequential:
     """Each MLP cut over `mesh`, its input and output along dim 1."""
     for block in net:
-        parallelize_module(block, mesh, {
-            "norm": fq.parallel.SequenceParallel(), "gate": fq.parallel.ColwiseParallel(), "up": fq.parallel.ColwiseParallel(),
-            "down": fq.parallel.RowwiseParallel(output_layouts=Shard(1)), **replaced,
-        })
+        parallelize_module(
+            block,
+            mesh,
+            {
+                "norm": fq.parallel.SequenceParallel(),
+                "gate": fq.parallel.ColwiseParallel(),
+                "up": fq.parallel.ColwiseParallel(),
+                "down": fq.parallel.RowwiseParallel(output_layouts=Shard(1)),
+                **replaced,
+            },
+        )
     return net
 
 
 def mesh_of(**axes: int) -> DeviceMesh:
-    return init_device_mesh(torch.get_default_device().type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    return init_device_mesh(
+        torch.get_default_device().type, tuple(axes.values()), mesh_dim_names=tuple(axes)
+    )
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
@@ -92,11 +107,14 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 # Gathered bytes #
 
+
 def gathers(rank: int, world: int) -> None:
     group = dist.group.WORLD
 
     def check(hybrid, shape, dim, key=None) -> None:
-        x = (laws.values(*shape, seed=rank) * 7**rank).requires_grad_()  # scales differ between ranks
+        x = (
+            laws.values(*shape, seed=rank) * 7**rank
+        ).requires_grad_()  # scales differ between ranks
         parts = [torch.empty_like(x) for _ in range(world)]
         dist.all_gather(parts, x.detach())
         want = hybrid.quantize(torch.cat(parts, dim), key=key)
@@ -104,10 +122,14 @@ def gathers(rank: int, world: int) -> None:
         got = fq.parallel.gather_sequence(x, hybrid, group, dim, key=key)
         moved, piece = fq.receipt().sequence, SequenceCut.of_local(x.shape, dim, group)
         for d in Direction:
-            laws.assert_same_storage(getattr(got, d.value), getattr(want, d.value), f"{hybrid} {shape} {d}")
+            laws.assert_same_storage(
+                getattr(got, d.value), getattr(want, d.value), f"{hybrid} {shape} {d}"
+            )
         high = ("forward", "both", "high precision")
         assert (high in moved) != piece.all_travel(hybrid, Direction), f"{hybrid} {shape}: {moved}"
-        assert high not in moved or list(moved) == [high], f"{hybrid} {shape} moved codes beside high precision: {moved}"
+        assert high not in moved or list(moved) == [high], (
+            f"{hybrid} {shape} moved codes beside high precision: {moved}"
+        )
         if shape == (32, 48):
             dy = laws.values(*got.shape, seed=rank, dtype=torch.bfloat16)
             got.backward(dy)
@@ -117,7 +139,13 @@ def gathers(rank: int, world: int) -> None:
 
     pairs = list(itertools.product(laws.QUANTIZERS.values(), repeat=2))
     for row, column in laws.sample(pairs, 23):
-        for shape, dim in (((31, 40), 0), ((32, 48), 0), ((33, 20), 0), ((128, 48), 0), ((2, 32, 48), 1)):
+        for shape, dim in (
+            ((31, 40), 0),
+            ((32, 48), 0),
+            ((33, 20), 0),
+            ((128, 48), 0),
+            ((2, 32, 48), 1),
+        ):
             check(HybridQuantizer(row, column), shape, dim)
     check(HybridQuantizer("mxfp8", "fp8_1x128", "rowwise_dequantized"), (33, 40), 0)
     stochastic = Quantizer("nvfp4", rounding="stochastic")
@@ -140,6 +168,7 @@ def test_gathered_sequence_is_that_of_the_gathered_tensor(world):
 
 
 # Layers #
+
 
 @contextlib.contextmanager
 def recorded_order():
@@ -198,8 +227,12 @@ def layers(rank: int, world: int) -> None:
             for key, size in planned_gathers(layer, local, 1, torch.float32).items():
                 planned[key] = planned.get(key, 0) + size
         assert fq.receipt().sequence == planned, name
-        assert "high precision" not in str(planned) and "tensor parallel over" in str(fq.plan(net)), fq.plan(net)
-        scattered = [i for i, what in enumerate(order_of_work) if what == "start backward columnwise"]
+        assert "high precision" not in str(planned) and "tensor parallel over" in str(
+            fq.plan(net)
+        ), fq.plan(net)
+        scattered = [
+            i for i, what in enumerate(order_of_work) if what == "start backward columnwise"
+        ]
         assert scattered, order_of_work
         for start in scattered:  # dgrad runs between the start of a columnwise gather and its wait
             rest = order_of_work[start:]
@@ -217,19 +250,24 @@ def layers(rank: int, world: int) -> None:
 
 
 def random_bits(mesh, rank: int, world: int) -> None:
-    """Stochastic rounding has the bits of one process, whether ranks have other rows of a tensor or other columns."""
+    """Stochastic rounding has the bits of one process, whether ranks have other rows of a tensor or
+    other columns."""
     x, dy = (laws.values(1, 128 * world, D, seed=seed, dtype=torch.float32) for seed in (1, 2))
     for recipe in (fq.recipes.nvfp4(), fq.recipes.hybrid("mxfp8", "nvfp4")):
         reference, net = fq.convert(build(), recipe), fq.convert(cut(build(), mesh), recipe)
         with fq.token_offset(0):
-            for got, of in ((reference, (x, dy)), (net, [t.chunk(world, 1)[rank] for t in (x, dy)])):
+            for got, of in (
+                (reference, (x, dy)),
+                (net, [t.chunk(world, 1)[rank] for t in (x, dy)]),
+            ):
                 got(of[0].clone().requires_grad_()).backward(of[1])
         for (n, p), q in zip(net.named_parameters(), reference.parameters()):
             assert_close(whole(p.grad), q.grad, f"{recipe} {n}.grad")
 
 
 def parts_of_backward(mesh, rank: int, world: int, x: torch.Tensor) -> None:
-    """Layers that share an input, of which a backward runs through some only, twice, or after others."""
+    """Layers that share an input, of which a backward runs through some only, twice, or after
+    others."""
     recipe = fq.recipes.mxfp8()
     reference, net = fq.convert(build(), recipe)[0], cut(fq.convert(build(), recipe), mesh)[0]
     grads = []
@@ -237,19 +275,27 @@ def parts_of_backward(mesh, rank: int, world: int, x: torch.Tensor) -> None:
         mine.requires_grad_()
         h = block.norm(mine)
         gate, up = block.gate(h), block.up(h)
-        parts = [torch.autograd.grad(y.square().sum(), mine, retain_graph=True)[0] for y in (gate, up, gate)]
-        parts.append(torch.autograd.grad(gate.square().sum(), block.gate.weight, retain_graph=True)[0])
+        parts = [
+            torch.autograd.grad(y.square().sum(), mine, retain_graph=True)[0]
+            for y in (gate, up, gate)
+        ]
+        parts.append(
+            torch.autograd.grad(gate.square().sum(), block.gate.weight, retain_graph=True)[0]
+        )
         both = torch.autograd.grad(gate.square().sum() + up.square().sum(), mine)[0]
         grads.append([*parts, both])
     for got, want, what in zip(*grads[::-1], ("gate", "up", "gate again", "weight", "both")):
         want = want if what == "weight" else want.chunk(world, 1)[rank]
         assert_close(whole(got), want, f"gradient through {what}")
     with torch.no_grad():
-        assert_close(net(x.chunk(world, 1)[rank]), reference(x).chunk(world, 1)[rank], "without gradients")
+        assert_close(
+            net(x.chunk(world, 1)[rank]), reference(x).chunk(world, 1)[rank], "without gradients"
+        )
 
 
 def other_ways(mesh, rank: int, world: int, x: torch.Tensor, dy: torch.Tensor) -> None:
-    """Plain torch styles, whole inputs, process groups in place of meshes, an input prepared once."""
+    """Plain torch styles, whole inputs, process groups in place of meshes, an input prepared
+    once."""
     recipe, group = fq.recipes.fp8_current(), mesh.get_group()
     mine = [t.chunk(world, 1)[rank] for t in (x, dy)]
 
@@ -261,13 +307,21 @@ def other_ways(mesh, rank: int, world: int, x: torch.Tensor, dy: torch.Tensor) -
 
     want = run(fq.convert(build(), recipe)[0], x, dy)
     of_rank = [t.chunk(world, 1)[rank] for t in want[:2]]
-    plain = parallelize_module(build()[0], mesh, {"up": styles.ColwiseParallel(), "down": styles.RowwiseParallel()})
-    ours = parallelize_module(build()[0], mesh, {"up": fq.parallel.ColwiseParallel(), "down": fq.parallel.RowwiseParallel()})
+    plain = parallelize_module(
+        build()[0], mesh, {"up": styles.ColwiseParallel(), "down": styles.RowwiseParallel()}
+    )
+    ours = parallelize_module(
+        build()[0],
+        mesh,
+        {"up": fq.parallel.ColwiseParallel(), "down": fq.parallel.RowwiseParallel()},
+    )
     for net, what in ((plain, "torch's styles"), (ours, "our styles, nothing cut")):
         for got, one in zip(run(fq.convert(net, recipe), x, dy), want):
             assert_close(got, one, what)
-    cut_input = {"up": fq.parallel.ColwiseParallel(input_layouts=Shard(1), recipe=recipe),
-                 "down": fq.parallel.RowwiseParallel(output_layouts=Shard(1), recipe=recipe)}
+    cut_input = {
+        "up": fq.parallel.ColwiseParallel(input_layouts=Shard(1), recipe=recipe),
+        "down": fq.parallel.RowwiseParallel(output_layouts=Shard(1), recipe=recipe),
+    }
     net = parallelize_module(build()[0], mesh, cut_input)
     for got, one in zip(run(net, *mine), [*of_rank, *want[2:]]):
         assert_close(got, one, "recipes of styles")
@@ -276,13 +330,24 @@ def other_ways(mesh, rank: int, world: int, x: torch.Tensor, dy: torch.Tensor) -
         def __init__(self, dim):
             super().__init__()
             torch.manual_seed(0)
-            self.gate = fq.parallel.ColumnParallelLinear(D, FFN, group, sequence_dim=dim, recipe=recipe, name="gate")
-            self.up = fq.parallel.ColumnParallelLinear(D, FFN, group, sequence_dim=dim, recipe=recipe, name="up")
-            self.down = fq.parallel.RowParallelLinear(FFN, D, group, sequence_dim=dim, recipe=recipe, name="down")
+            self.gate = fq.parallel.ColumnParallelLinear(
+                D, FFN, group, sequence_dim=dim, recipe=recipe, name="gate"
+            )
+            self.up = fq.parallel.ColumnParallelLinear(
+                D, FFN, group, sequence_dim=dim, recipe=recipe, name="up"
+            )
+            self.down = fq.parallel.RowParallelLinear(
+                FFN, D, group, sequence_dim=dim, recipe=recipe, name="down"
+            )
 
     for dim in (1, None):
         got = run(Mlp(dim), *(mine if dim else (x, dy)))
-        cut_weights = [want[2].chunk(world)[rank], want[3].chunk(world)[rank], want[4].chunk(world, 1)[rank], want[5]]
+        cut_weights = [
+            want[2].chunk(world)[rank],
+            want[3].chunk(world)[rank],
+            want[4].chunk(world, 1)[rank],
+            want[5],
+        ]
         for a, b in zip(got, [*(of_rank if dim else want[:2]), *cut_weights]):
             assert_close(a, b, f"process groups, sequence_dim={dim}")
 
@@ -292,13 +357,17 @@ def other_ways(mesh, rank: int, world: int, x: torch.Tensor, dy: torch.Tensor) -
     parallelize_module(block.up, mesh, fq.parallel.PrepareModuleInput(**prepare))
     fq.reset_receipt()
     assert_same(
-        block.up(mine[0]), fq.convert(build(), recipe)[0].up(x).chunk(world, 2)[rank], "an input that is prepared"
+        block.up(mine[0]),
+        fq.convert(build(), recipe)[0].up(x).chunk(world, 2)[rank],
+        "an input that is prepared",
     )
     assert {key[2] for key in fq.receipt().sequence} == {"fp8_tensor"}
 
 
 def quantized_parameters(mesh, rank: int, world: int, x: torch.Tensor) -> None:
-    """Parameters that are codes train as high-precision ones, whatever came first, with meshes and with process groups."""
+    """Parameters that are codes train as high-precision ones, whatever came first, with meshes and
+    with process groups."""
+
     def styles_first(recipe):
         return fq.convert(cut(build(), mesh), recipe)
 
@@ -308,8 +377,10 @@ def quantized_parameters(mesh, rank: int, world: int, x: torch.Tensor) -> None:
     def of_groups(recipe):
         torch.manual_seed(0)
         column, row = fq.parallel.ColumnParallelLinear, fq.parallel.RowParallelLinear
-        return nn.Sequential(column(D, FFN, mesh.get_group(), True, 1, recipe=recipe, name="up"),
-                             row(FFN, D, mesh.get_group(), True, 1, recipe=recipe, name="down"))
+        return nn.Sequential(
+            column(D, FFN, mesh.get_group(), True, 1, recipe=recipe, name="up"),
+            row(FFN, D, mesh.get_group(), True, 1, recipe=recipe, name="down"),
+        )
 
     def on_meta(recipe):
         with torch.device("meta"):
@@ -318,7 +389,9 @@ def quantized_parameters(mesh, rank: int, world: int, x: torch.Tensor) -> None:
         nn.Module.load_state_dict(net, cut(build(), mesh).state_dict())
         return net
 
-    for make, name in itertools.product((styles_first, convert_first, of_groups, on_meta), ("fp8_current", "mxfp8")):
+    for make, name in itertools.product(
+        (styles_first, convert_first, of_groups, on_meta), ("fp8_current", "mxfp8")
+    ):
         recipe, seen = recipe_of(name), []
         for context in (contextlib.nullcontext(), fq.quantized_model_init(recipe)):
             with context:
@@ -331,7 +404,11 @@ def quantized_parameters(mesh, rank: int, world: int, x: torch.Tensor) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 seen[-1] += [y, *(whole(p).clone() for p in net.state_dict().values())]
-        assert all(isinstance(torch_compat.local_of(p), QuantizedTensor) for p in net.parameters() if p.dim() == 2)
+        assert all(
+            isinstance(torch_compat.local_of(p), QuantizedTensor)
+            for p in net.parameters()
+            if p.dim() == 2
+        )
         for got, want in zip(*seen):
             laws.assert_same_bytes(got, want, f"quantized parameters, {make.__name__}, {name}")
     with fq.quantized_model_init(recipe):
@@ -343,7 +420,8 @@ def quantized_parameters(mesh, rank: int, world: int, x: torch.Tensor) -> None:
 
 
 class LanguageModel(nn.Module):
-    """Layers of this library between an embedding and a head over a vocabulary of 48 that stay in high precision."""
+    """Layers of this library between an embedding and a head over a vocabulary of 48 that stay in
+    high precision."""
 
     def __init__(self):
         super().__init__()
@@ -356,27 +434,41 @@ class LanguageModel(nn.Module):
 
 
 def around_them(mesh, rank: int, world: int) -> None:
-    """torch's styles and `loss_parallel` around ours, whose outputs are plain or DTensors; a head that no recipe converts."""
-    tokens = torch.randint(48, (2, 128 * world + 1), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    """torch's styles and `loss_parallel` around ours, whose outputs are plain or DTensors; a head
+    that no recipe converts."""
+    tokens = torch.randint(
+        48, (2, 128 * world + 1), generator=torch.Generator("cpu").manual_seed(0), device="cpu"
+    )
     tokens = tokens.to(torch.get_default_device())
     recipe, outcomes = fq.recipes.mxfp8(), []
     for head, local, order in (
-        (None, True, "alone"), (styles.ColwiseParallel, True, "styles first"),
+        (None, True, "alone"),
+        (styles.ColwiseParallel, True, "styles first"),
         (fq.parallel.ColwiseParallel, False, "convert first"),
     ):
         net = LanguageModel()
         net = fq.convert(net, recipe, skip=["head"]) if order != "styles first" else net
         if head is not None:
             column, row = fq.parallel.ColwiseParallel, fq.parallel.RowwiseParallel
-            cut(net.blocks, mesh, **{name: column(use_local_output=local) for name in ("gate", "up")},
-                down=row(output_layouts=Shard(1), use_local_output=local))
-            parallelize_module(net, mesh, {
-                "embedding": styles.RowwiseParallel(
-                    input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=local
-                ),
-                "norm": fq.parallel.SequenceParallel(),
-                "head": head(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
-            })
+            cut(
+                net.blocks,
+                mesh,
+                **{name: column(use_local_output=local) for name in ("gate", "up")},
+                down=row(output_layouts=Shard(1), use_local_output=local),
+            )
+            parallelize_module(
+                net,
+                mesh,
+                {
+                    "embedding": styles.RowwiseParallel(
+                        input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=local
+                    ),
+                    "norm": fq.parallel.SequenceParallel(),
+                    "head": head(
+                        input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+                    ),
+                },
+            )
         net = fq.convert(net, recipe, skip=["head"]) if order == "styles first" else net
         with contextlib.nullcontext() if head is None else styles.loss_parallel():
             logits = net(tokens[:, :-1])
@@ -399,11 +491,16 @@ class Attention(nn.Module):
 
 
 def inputs_are_quantized_once(mesh, rank: int, world: int, x: torch.Tensor) -> None:
-    """q, k and v read one input: one quantization a direction and one gather; in the backward one gather and one scatter."""
-    for prepare, order in itertools.product((styles.PrepareModuleInput, fq.parallel.PrepareModuleInput), ("styles", "convert")):
+    """q, k and v read one input: one quantization a direction and one gather; in the backward one
+    gather and one scatter."""
+    for prepare, order in itertools.product(
+        (styles.PrepareModuleInput, fq.parallel.PrepareModuleInput), ("styles", "convert")
+    ):
         net = Attention() if order == "styles" else fq.convert(Attention(), fq.recipes.mxfp8())
         parallelize_module(net, mesh, {name: fq.parallel.ColwiseParallel() for name in "qkv"})
-        parallelize_module(net, mesh, prepare(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)))
+        parallelize_module(
+            net, mesh, prepare(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        )
         net = fq.convert(net, fq.recipes.mxfp8()) if order == "styles" else net
         mine = x.chunk(world, 1)[rank].clone().requires_grad_()
         fq.reset_receipt()
@@ -413,25 +510,41 @@ def inputs_are_quantized_once(mesh, rank: int, world: int, x: torch.Tensor) -> N
             y.sum().backward()
         if prepare is fq.parallel.PrepareModuleInput:
             if DEVICE == "cpu":  # kernels make both directions of a weight at once
-                assert of_forward == {"rowwise": 3 + 1, "columnwise": 3 + 1}, of_forward  # weights, the input
-            moved = [kind for kind, _ in wire]  # data and scales are gathered one beside the other; NCCL's in one call
-            assert moved == ["all_gather"] * (4 if DEVICE == "cpu" else 0) + ["reduce_scatter"], wire
+                assert of_forward == {"rowwise": 3 + 1, "columnwise": 3 + 1}, (
+                    of_forward
+                )  # weights, the input
+            moved = [
+                kind for kind, _ in wire
+            ]  # data and scales are gathered one beside the other; NCCL's in one call
+            assert moved == ["all_gather"] * (4 if DEVICE == "cpu" else 0) + ["reduce_scatter"], (
+                wire
+            )
         else:  # gathered by torch before anybody could quantize it
             assert not fq.receipt().sequence
-    parallelize_module(net, mesh, fq.parallel.PrepareModuleInput(
-        input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True
-    ))
+    parallelize_module(
+        net,
+        mesh,
+        fq.parallel.PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True
+        ),
+    )
     fq.reset_receipt()
     net(x.chunk(world, 1)[rank])
-    assert fq.receipt().sequence == {("forward", "both", "high precision"): x.nbytes}, "nothing silent"
+    assert fq.receipt().sequence == {("forward", "both", "high precision"): x.nbytes}, (
+        "nothing silent"
+    )
 
 
 def statistics_of_weights(mesh, rank: int, world: int, x: torch.Tensor) -> None:
-    """One collective per weight and forward, none in the backward or the step; scales are those of the whole tensors."""
+    """One collective per weight and forward, none in the backward or the step; scales are those of
+    the whole tensors."""
     recipe = fq.recipes.fp8_current()
     reference, net = fq.convert(build(), recipe), cut(fq.convert(build(), recipe), mesh)
     for n in (reference, net):
-        optimizer, mine = torch.optim.SGD(n.parameters(), lr=0.5), x if n is reference else x.chunk(world, 1)[rank]
+        optimizer, mine = (
+            torch.optim.SGD(n.parameters(), lr=0.5),
+            x if n is reference else x.chunk(world, 1)[rank],
+        )
         fq.reset_receipt()
         y = n(mine)
         assert fq.receipt().collectives.get("weights", 0) == (3 if n is net else 0)
@@ -440,8 +553,13 @@ def statistics_of_weights(mesh, rank: int, world: int, x: torch.Tensor) -> None:
         assert fq.receipt().collectives.get("weights", 0) == (3 if n is net else 0)
     fq.reset_receipt()
     with torch.no_grad():
-        assert_close(net(x.chunk(world, 1)[rank]), reference(x).chunk(world, 1)[rank], "after a step")
-    assert fq.receipt().collectives == {"weights": 3, "activations": 2}  # h of gate and up, the input of down
+        assert_close(
+            net(x.chunk(world, 1)[rank]), reference(x).chunk(world, 1)[rank], "after a step"
+        )
+    assert fq.receipt().collectives == {
+        "weights": 3,
+        "activations": 2,
+    }  # h of gate and up, the input of down
 
 
 def refusals(mesh, world: int) -> None:
@@ -450,13 +568,20 @@ def refusals(mesh, world: int) -> None:
     with pytest.raises(ValueError, match="0.up: ColwiseParallel takes a mesh of one axis"):
         fq.parallel.ColwiseParallel()._apply(net[0].up, mesh_of(dp=1, tp=world))
     for block in (net[0], build()[0]):
-        with pytest.raises(ValueError, match=r"ColwiseParallel takes a mesh of one axis, got 2 \(\('dp', 'tp'\)\)"):
-            parallelize_module(block, mesh_of(dp=1, tp=world), {"up": fq.parallel.ColwiseParallel()})
+        with pytest.raises(
+            ValueError, match=r"ColwiseParallel takes a mesh of one axis, got 2 \(\('dp', 'tp'\)\)"
+        ):
+            parallelize_module(
+                block, mesh_of(dp=1, tp=world), {"up": fq.parallel.ColwiseParallel()}
+            )
     odd = fq.convert(nn.Sequential(nn.Linear(D, 2 * world + 1)), fq.recipes.mxfp8())
     with pytest.raises(ValueError, match=f"0: ColwiseParallel cuts out_features={2 * world + 1}"):
         parallelize_module(odd[0], mesh, fq.parallel.ColwiseParallel())
     for sharded in (fully_shard(fq.convert(build(), fq.recipes.mxfp8())), fully_shard(build())):
-        with pytest.raises(ValueError, match=r"(0.down|Linear).weight is a DTensor.*apply RowwiseParallel before fully_shard"):
+        with pytest.raises(
+            ValueError,
+            match=r"(0.down|Linear).weight is a DTensor.*apply RowwiseParallel before fully_shard",
+        ):
             parallelize_module(sharded[0].down, mesh, fq.parallel.RowwiseParallel())
     cut(net, mesh)
     with pytest.raises(ValueError, match="apply one style to a layer"):
@@ -467,22 +592,32 @@ def refusals(mesh, world: int) -> None:
         net[0].down(torch.zeros(1, 4, 7))
     for layer in (net[0].gate, net[0].down):
         layer._recipe = replace(layer._recipe, require_native=True)
-    with pytest.raises(ValueError, match=r"0.gate: input.columnwise \(mxfp8\) has blocks of 32 rows.*1 x 17 rows.*require_native"):
+    with pytest.raises(
+        ValueError,
+        match=r"0.gate: input.columnwise \(mxfp8\) has blocks of 32 rows.*1 x 17 rows.*require_native",
+    ):
         net[0].gate(DTensor.from_local(torch.zeros(1, 17, D), mesh, [Shard(1)]))
-    with pytest.raises(ValueError, match=r"0.down: grad_output.columnwise .*in high precision, and require_native"):
+    with pytest.raises(
+        ValueError, match=r"0.down: grad_output.columnwise .*in high precision, and require_native"
+    ):
         net[0].down(torch.zeros(1, 17 * world, FFN // world))
 
 
 def test_layers_equal_one_process():
-    """Otherwise tensor parallelism trains another model, gathers more than the plan says, or waits where it need not."""
+    """Otherwise tensor parallelism trains another model, gathers more than the plan says, or waits
+    where it need not."""
     run_ranks(2, layers)
 
 
 # Beside FSDP2 #
 
-# Few of three axes: torch takes seconds to find out how a gradient's placements there go with each other.
+# Few of three axes: torch takes seconds to find out how a gradient's placements there go with each
+# other.
 MESHES = (
-    {"shard": 2, "tp": 2}, {"replicate": 2, "shard": 1, "tp": 2}, {"shard": 1, "tp": 4}, {"shard": 1, "tp": 2},
+    {"shard": 2, "tp": 2},
+    {"replicate": 2, "shard": 1, "tp": 2},
+    {"shard": 1, "tp": 4},
+    {"shard": 1, "tp": 2},
     {"shard": 2, "tp": 1},
 )
 
@@ -492,7 +627,10 @@ def several_axes(rank: int, world: int) -> None:
     for i, (name, axes) in enumerate(zip(RECIPES, itertools.cycle(of_world))):
         order = ("styles", "convert", "fully_shard")[(i + i // 3) % 3]
         mesh, ranks = mesh_of(**axes), axes["tp"]
-        mine, shards = mesh["tp"].get_local_rank(), mesh[tuple(axis for axis in axes if axis != "tp")]
+        mine, shards = (
+            mesh["tp"].get_local_rank(),
+            mesh[tuple(axis for axis in axes if axis != "tp")],
+        )
         recipe, reference, net = recipe_of(name), build(2), build(2)
         fq.convert(reference, recipe)
         net = fq.convert(net, recipe) if order == "convert" else net
@@ -502,7 +640,9 @@ def several_axes(rank: int, world: int) -> None:
             fully_shard(block, mesh=shards)
         fully_shard(net, mesh=shards)
         net = fq.convert(net, recipe) if order == "fully_shard" else net
-        optimizers = [fq.optim.FusedAdam(n.parameters(), lr=1e-2, eps=1e-3) for n in (reference, net)]
+        optimizers = [
+            fq.optim.FusedAdam(n.parameters(), lr=1e-2, eps=1e-3) for n in (reference, net)
+        ]
         for step in range(2):
             x = laws.values(1, 128 * ranks, D, seed=step, dtype=torch.float32)
             fq.reset_receipt()
@@ -516,7 +656,10 @@ def several_axes(rank: int, world: int) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         shared = fq.receipt().collectives.get("weights", 0)
-        one_scale, square_blocks = name in ("fp8_current", "fp8_delayed"), name in ("fp8_block", "hybrid")
+        one_scale, square_blocks = (
+            name in ("fp8_current", "fp8_delayed"),
+            name in ("fp8_block", "hybrid"),
+        )
         assert shared == (one_scale or (square_blocks and axes["shard"] > 1)), (name, axes, shared)
         state = net.state_dict()
         for key, value in reference.state_dict().items():
@@ -524,23 +667,31 @@ def several_axes(rank: int, world: int) -> None:
             assert_close(whole(state[key]), value, f"{name} {key}")
         if "fp8_1" in str(fq.plan(reference)):
             continue  # 128-row blocks of weights are cut
-        # The same masters have the same fingerprints, cut or not: codes follow them to other numbers of ranks.
+        # The same masters have the same fingerprints, cut or not: codes follow them to other
+        # numbers of ranks.
         same = build(2)
         fq.convert(same, recipe).load_state_dict({k: whole(v) for k, v in state.items()})
         fq.load_state_dict(same, fq.state_dict(net))  # raises where codes differ
     alone = cut(fq.convert(build(), fq.recipes.fp8_current()), mesh_of(tp=world))
-    assert fq.state_dict(alone)["codes"] == fq.state_dict(fq.convert(build(), fq.recipes.fp8_current()))["codes"]
+    assert (
+        fq.state_dict(alone)["codes"]
+        == fq.state_dict(fq.convert(build(), fq.recipes.fp8_current()))["codes"]
+    )
 
 
 def test_tensor_parallel_under_fsdp_equals_one_process():
-    """Otherwise weights that both axes cut are quantized with other scales, or their checkpoints fit one layout only."""
+    """Otherwise weights that both axes cut are quantized with other scales, or their checkpoints
+    fit one layout only."""
     run_ranks(most_ranks(4), several_axes)
 
 
 # The example #
 
+
 def example_losses(rank: int, world: int, tp: int, data: str, *more: str) -> list[float]:
-    spec = importlib.util.spec_from_file_location("train_lm", Path(__file__).parents[2] / "examples" / "train_lm.py")
+    spec = importlib.util.spec_from_file_location(
+        "train_lm", Path(__file__).parents[2] / "examples" / "train_lm.py"
+    )
     train_lm = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(train_lm)
     sizes = "--dim 64 --layers 2 --ffn 128 --seq 64 --batch 2 --steps 3 --warmup 1 --dtype fp32 --recipe mxfp8".split()
@@ -555,16 +706,22 @@ def example_losses(rank: int, world: int, tp: int, data: str, *more: str) -> lis
 def test_example_trains_alike_on_two_axes(tmp_path):
     """Otherwise --tp trains another model.
 
-    Codes are those of one rank; sums over ranks, of 64 to 128 fp32 products, are made in another order: 2^-24 * sqrt(128) =
-    7e-7 of an activation. Where that crosses the middle between two e4m3 codes (of which there are 8 an octave: one in 10^5
-    elements) an element moves by 1/16, and a sum of 64 such by 1/16 / 8 of its size in one of 10^3 places: 3e-4 of the logits'
-    spread of about 1, averaged over 128 places. Five times that is allowed.
+    Codes are those of one rank; sums over ranks, of 64 to 128 fp32 products, are made in another
+    order: 2^-24 * sqrt(128) = 7e-7 of an activation. Where that crosses the middle between two e4m3
+           codes (of which there are 8 an octave: one in 10^5
+    elements) an element moves by 1/16, and a sum of 64 such by 1/16 / 8 of its size in one of 10^3
+    places: 3e-4 of the logits' spread of about 1, averaged over 128 places. Five times that is
+            allowed.
     """
     text = tmp_path / "text"
     text.write_bytes(Path(__file__).read_bytes() * 2)
-    alone, both = (run_ranks(world, example_losses, tp, str(text))[0] for world, tp in ((2, 1), (4, 2)))
+    alone, both = (
+        run_ranks(world, example_losses, tp, str(text))[0] for world, tp in ((2, 1), (4, 2))
+    )
     assert max(abs(a - b) for a, b in zip(alone, both)) < 1.5e-3, (alone, both)
-    with_graphs = run_ranks(2, example_losses, 1, str(text), "--graphed")[0]  # on a CPU eager steps, and a warning
+    with_graphs = run_ranks(2, example_losses, 1, str(text), "--graphed")[
+        0
+    ]  # on a CPU eager steps, and a warning
     assert with_graphs == alone
 
 
@@ -574,7 +731,11 @@ class _MLP(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
+        self.gate_proj, self.up_proj, self.down_proj = (
+            nn.Linear(32, 64),
+            nn.Linear(32, 64),
+            nn.Linear(64, 32),
+        )
 
     def forward(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -584,7 +745,9 @@ def _between_dtensors(rank: int, world: int) -> None:
     mesh, results = init_device_mesh(DEVICE, (world,)), []
     column = styles.ColwiseParallel(use_local_output=False)
     for fuse in (False, True):
-        net = fq.convert(nn.Sequential(_MLP().to(torch.bfloat16)), fq.recipes.fp8_current(), fuse=fuse)
+        net = fq.convert(
+            nn.Sequential(_MLP().to(torch.bfloat16)), fq.recipes.fp8_current(), fuse=fuse
+        )
         assert hasattr(type(net[0]), "fused_as") is fuse
         cut = {"0.gate_proj": column, "0.up_proj": column, "0.down_proj": styles.RowwiseParallel()}
         parallelize_module(net, mesh, cut)
@@ -597,5 +760,6 @@ def _between_dtensors(rank: int, world: int) -> None:
 
 
 def test_recognized_mlps_multiply_dtensors():
-    """If false, an MLP whose projections hand DTensors on fails, because a kernel of ours takes none."""
+    """If false, an MLP whose projections hand DTensors on fails, because a kernel of ours takes
+    none."""
     run_ranks(2, _between_dtensors)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.compile(fullgraph=True) of layers that ranks share: the bits of eager layers, one graph, each gather in it once."""
+"""torch.compile(fullgraph=True) of layers that ranks share: the bits of eager layers, one graph,
+each gather in it once."""
 
 from __future__ import annotations
 
@@ -32,21 +33,27 @@ from dist_tests.single.test_compile import RECIPES
 from fsdp_quant.tensor.torch_compat import local_of
 
 D, FFN = 64, 128
-# Sums over layers and ranks, (a + b) + (c + d) against (a + c) + (b + d): each rounds three times, by 2^-24 of a sum of
-# magnitudes, which is at most twice the sum for gradients that point anywhere.
+# Sums over layers and ranks, (a + b) + (c + d) against (a + c) + (b + d): each rounds three times,
+# by 2^-24 of a sum of magnitudes, which is at most twice the sum for gradients that point anywhere.
 OTHER_ORDER = 2 * 3 * 2 * 2.0**-24
-# Of a relative Frobenius error on a GPU, where eager layers and graphs sum in other orders: last bits of sums
-# move some codes.
+# Of a relative Frobenius error on a GPU, where eager layers and graphs sum in other orders: last
+# bits of sums move some codes.
 ON_GPU = 2e-2
 
 
 class MLP(nn.Module):
     """[.., D] -> [.., D]. `recompute` checkpoints it."""
 
-    def __init__(self, make: Callable = lambda k, n, name: nn.Linear(k, n), recompute: bool = False):
+    def __init__(
+        self, make: Callable = lambda k, n, name: nn.Linear(k, n), recompute: bool = False
+    ):
         super().__init__()
         torch.manual_seed(0)
-        self.gate, self.up, self.down = make(D, FFN, "gate"), make(D, FFN, "up"), make(FFN, D, "down")
+        self.gate, self.up, self.down = (
+            make(D, FFN, "gate"),
+            make(D, FFN, "up"),
+            make(FFN, D, "down"),
+        )
         self.recompute = recompute
 
     def mlp(self, x):
@@ -88,7 +95,11 @@ def _styles(along_sequence: bool, first: str, of=fq.parallel) -> Callable:
 def _groups(dim: int | None) -> Callable:
     def build(mesh: DeviceMesh, recipe: fq.Recipe, **options) -> nn.Module:
         def make(k: int, n: int, name: str) -> nn.Module:
-            kind = fq.parallel.RowParallelLinear if name == "down" else fq.parallel.ColumnParallelLinear
+            kind = (
+                fq.parallel.RowParallelLinear
+                if name == "down"
+                else fq.parallel.ColumnParallelLinear
+            )
             return kind(k, n, mesh.get_group(), sequence_dim=dim, recipe=recipe, name=name)
 
         net = MLP(make, **options)
@@ -107,13 +118,25 @@ def _prepared(mesh: DeviceMesh, recipe: fq.Recipe) -> nn.Module:
 
 
 LAYOUTS = {
-    "styles, cut": _styles(True, "convert"), "styles, whole": _styles(False, "styles"), "groups, cut": _groups(1),
-    "groups, whole": _groups(None), "torch's styles": _styles(False, "convert", styles), "prepared": _prepared,
+    "styles, cut": _styles(True, "convert"),
+    "styles, whole": _styles(False, "styles"),
+    "groups, cut": _groups(1),
+    "groups, whole": _groups(None),
+    "torch's styles": _styles(False, "convert", styles),
+    "prepared": _prepared,
 }
 # Each layout once in CI; of the recipes those that exchange other things than the others.
-SAMPLE = tuple(itertools.product(RECIPES, LAYOUTS)) if laws.EVERYTHING else (
-    ("fp8_delayed", "styles, cut"), ("fp8_current", "styles, whole"), ("nvfp4", "groups, cut"),
-    ("mxfp8", "groups, whole"), ("fp8_row", "torch's styles"), ("dequantized", "prepared"),
+SAMPLE = (
+    tuple(itertools.product(RECIPES, LAYOUTS))
+    if laws.EVERYTHING
+    else (
+        ("fp8_delayed", "styles, cut"),
+        ("fp8_current", "styles, whole"),
+        ("nvfp4", "groups, cut"),
+        ("mxfp8", "groups, whole"),
+        ("fp8_row", "torch's styles"),
+        ("dequantized", "prepared"),
+    )
 )
 
 
@@ -122,19 +145,27 @@ def mesh_of(**axes: int) -> DeviceMesh:
 
 
 def train(
-    model: nn.Module, call: Callable, rank: int, rows: tuple[int, ...] = (64,), steps: int = 3,
+    model: nn.Module,
+    call: Callable,
+    rank: int,
+    rows: tuple[int, ...] = (64,),
+    steps: int = 3,
     evaluate: bool = laws.EVERYTHING,
 ) -> dict[str, torch.Tensor]:
     """Outputs, gradients and weights of some steps, the third of which makes no other graph."""
     seen, optimizer = {}, torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(steps):
         fq.begin_step(step)
-        x = laws.values(1, rows[step % len(rows)], D, seed=10 * step + rank, dtype=torch.float32).requires_grad_()
+        x = laws.values(
+            1, rows[step % len(rows)], D, seed=10 * step + rank, dtype=torch.float32
+        ).requires_grad_()
         with dynamo_config.patch(error_on_recompile=step > 1):
             y = local_of(call(x))
             y.square().mean().backward()
         seen |= {f"y {step}": y.detach(), f"dx {step}": x.grad}
-        seen |= {f"{name}.grad {step}": local_of(p.grad).clone() for name, p in model.named_parameters()}
+        seen |= {
+            f"{name}.grad {step}": local_of(p.grad).clone() for name, p in model.named_parameters()
+        }
         optimizer.step()
         optimizer.zero_grad()
     if evaluate:
@@ -145,10 +176,17 @@ def train(
 
 
 def assert_same(got: dict, want: dict, what: str, sums_of_layers: bool) -> None:
-    """sums_of_layers: eager layers, whose histories are their own, scatter dx one by one, and a graph scatters their sum."""
+    """sums_of_layers: eager layers, whose histories are their own, scatter dx one by one, and a
+    graph scatters their sum."""
     assert got.keys() == want.keys()
     for name, one in want.items():
-        bound = ON_GPU if DEVICE != "cpu" else OTHER_ORDER if sums_of_layers and name.startswith("dx") else None
+        bound = (
+            ON_GPU
+            if DEVICE != "cpu"
+            else OTHER_ORDER
+            if sums_of_layers and name.startswith("dx")
+            else None
+        )
         if bound is not None:
             error = float((got[name] - one).norm() / one.norm())
             assert error <= bound, f"{what}: {name}: {error:.1e}"
@@ -178,18 +216,21 @@ def _compiled_equals_eager(rank: int, world: int, part: int) -> None:
         got = train(net, torch.compile(net, fullgraph=True, backend="aot_eager"), rank)
         is_cut = layout in ("styles, cut", "groups, cut", "prepared")
         assert_same(got, want, what, is_cut and RECIPES[name].name == "fp8_delayed")
-        # To train and to evaluate; hooks that begin a step, or prepare an input, are a graph before the module's.
+        # To train and to evaluate; hooks that begin a step, or prepare an input, are a graph before
+        # the module's.
         assert graphs() <= (4 if layout == "prepared" else 2), what
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_compiled_layers_are_the_eager_ones(part: int):
-    """If false, layers that ranks share break graphs, are compiled again in each step, or train another model there."""
+    """If false, layers that ranks share break graphs, are compiled again in each step, or train
+    another model there."""
     assert {layout for _, layout in SAMPLE} == set(LAYOUTS)
     run_ranks(2, _compiled_equals_eager, part)
 
 
 # What graphs hold #
+
 
 def captured(model: nn.Module, x: torch.Tensor) -> list[torch.fx.GraphModule]:
     """The graphs of a forward and its backward, and of a forward without gradients."""
@@ -200,7 +241,9 @@ def captured(model: nn.Module, x: torch.Tensor) -> list[torch.fx.GraphModule]:
         return make_boxed_func(module.forward)
 
     backend = aot_autograd(
-        fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition,
+        fw_compiler=keep,
+        bw_compiler=keep,
+        partition_fn=min_cut_rematerialization_partition,
         keep_inference_input_mutations=True,
     )
     run = torch.compile(model, fullgraph=True, backend=backend)
@@ -208,7 +251,9 @@ def captured(model: nn.Module, x: torch.Tensor) -> list[torch.fx.GraphModule]:
     with torch.no_grad():
         run(x.detach())
     graphs()
-    return [module for module in made if any("fsdp_quant" in str(n.target) for n in module.graph.nodes)]
+    return [
+        module for module in made if any("fsdp_quant" in str(n.target) for n in module.graph.nodes)
+    ]
 
 
 def collectives(module: torch.fx.GraphModule) -> Counter:
@@ -218,7 +263,11 @@ def collectives(module: torch.fx.GraphModule) -> Counter:
 
 def _gathered_once(rank: int, world: int) -> None:
     mesh = mesh_of(tp=world)
-    gathers = {"mxfp8": 2, "nvfp4": 2, "fp8_current": 1}  # codes, and the scales that are not of the whole tensor
+    gathers = {
+        "mxfp8": 2,
+        "nvfp4": 2,
+        "fp8_current": 1,
+    }  # codes, and the scales that are not of the whole tensor
     cases = (("mxfp8", "prepared"), ("nvfp4", "styles, cut"), ("fp8_current", "groups, cut"))
     for name, layout in cases if laws.EVERYTHING else cases[:2]:
         x = laws.values(1, 64, D, seed=rank, dtype=torch.float32).requires_grad_()
@@ -235,24 +284,33 @@ def _gathered_once(rank: int, world: int) -> None:
         of_dy = row * (1 if name == "fp8_current" else 4)
         assert backward["all_gather_into_tensor"] == of_x + of_dy, (name, layout, backward)
         assert backward["reduce_scatter_tensor"] == 1, "of the sum over the layers that read x"
-        # Amaxes: of x, each weight, and what row layers read; of the gradients, and the sum of a row layer's bias.
+        # Amaxes: of x, each weight, and what row layers read; of the gradients, and the sum of a
+        # row layer's bias.
         amaxes = (0, row) if name == "mxfp8" else (1 + 3 + row, 3 + row)
-        assert (forward["all_reduce"], backward["all_reduce"]) == amaxes, (name, layout, forward, backward)
+        assert (forward["all_reduce"], backward["all_reduce"]) == amaxes, (
+            name,
+            layout,
+            forward,
+            backward,
+        )
 
 
 @on_cpu
 def test_what_layers_read_is_gathered_once():
-    """If false, q, k and v gather their input three times, a gather of the backward is made in the forward and again, or
-    ranks issue collectives in another order."""
+    """If false, q, k and v gather their input three times, a gather of the backward is made in the
+    forward and again, or ranks issue collectives in another order."""
     run_ranks(2, _gathered_once)
 
 
 # Around them #
 
+
 def _recomputed(rank: int, world: int) -> None:
     mesh = mesh_of(tp=world)
     for name in ("nvfp4", "mxfp8") if laws.EVERYTHING else ("mxfp8",):
-        want, net = (LAYOUTS["styles, cut"](mesh, RECIPES[name], recompute=again) for again in (False, True))
+        want, net = (
+            LAYOUTS["styles, cut"](mesh, RECIPES[name], recompute=again) for again in (False, True)
+        )
         want = train(want, want, rank, steps=1)
         call = torch.compile(net, fullgraph=True, backend="aot_eager")
         assert_same(train(net, call, rank, steps=1), want, name, False)
@@ -264,7 +322,12 @@ def _lengths(rank: int, world: int) -> None:
     want, net = (LAYOUTS["groups, cut"](mesh, RECIPES["mxfp8"]) for _ in range(2))
     rows = (64, 96, 160)  # of which columnwise codes travel
     want = train(want, want, rank, rows)
-    assert_same(train(net, torch.compile(net, fullgraph=True, backend="aot_eager"), rank, rows), want, "lengths", False)
+    assert_same(
+        train(net, torch.compile(net, fullgraph=True, backend="aot_eager"), rank, rows),
+        want,
+        "lengths",
+        False,
+    )
     assert graphs() <= 2 + 2 * laws.EVERYTHING, "of one length and of any, to train and to evaluate"
 
 
@@ -286,14 +349,19 @@ def _quantized_parameters(rank: int, world: int) -> None:
 
 
 def _refusals(rank: int, world: int) -> None:
-    """Each is raised before the first collective, from what all ranks share: a rank that refuses alone leaves others waiting."""
+    """Each is raised before the first collective, from what all ranks share: a rank that refuses
+    alone leaves others waiting."""
     net = LAYOUTS["styles, cut"](mesh_of(tp=world), RECIPES["mxfp8"])
     for layer in (net.gate, net.down):
         layer._recipe = replace(layer._recipe, require_native=True)
     refused = [
         (net.down, (1, 5, FFN // world), r"down output: dim 1 of .* is 5, which the .* pad it"),
         (net.down, (1, 4, 7), r"down: this rank's input is \[1, 4, 7\], wanted"),
-        (net.down, (1, 17 * world, FFN // world), r"down: grad_output.columnwise .*high precision, and require_native"),
+        (
+            net.down,
+            (1, 17 * world, FFN // world),
+            r"down: grad_output.columnwise .*high precision, and require_native",
+        ),
         (net.gate, (1, 17, D), r"gate: input.columnwise .*in high precision, and require_native"),
     ]
     for layer, shape, message in refused:
@@ -301,7 +369,9 @@ def _refusals(rank: int, world: int) -> None:
             torch.compile(layer, backend="aot_eager")(torch.zeros(*shape))
         torch._dynamo.reset()
     layer, shape, message = refused[0]
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=message):  # of a whole graph; it holds our sentence
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match=message
+    ):  # of a whole graph; it holds our sentence
         torch.compile(layer, backend="aot_eager", fullgraph=True)(torch.zeros(*shape))
     torch._dynamo.reset()
     dynamo_counters.clear()
@@ -314,12 +384,13 @@ def _around(rank: int, world: int) -> None:
 
 @on_cpu
 def test_compiled_layers_are_recomputed_grow_and_refuse_as_eager_ones():
-    """If false, checkpointing draws other bits, each length compiles anew, codes as parameters break the graph, or a bad
-    input hangs the other ranks."""
+    """If false, checkpointing draws other bits, each length compiles anew, codes as parameters
+    break the graph, or a bad input hangs the other ranks."""
     run_ranks(2, _around)
 
 
 # Beside FSDP2 #
+
 
 def _two_axes(rank: int, world: int) -> None:
     mesh = mesh_of(shard=world // 2, tp=2)
@@ -341,11 +412,14 @@ def _two_axes(rank: int, world: int) -> None:
         if sums:  # the first block's gradients follow from the second's dx
             results = [{k: v for k, v in of.items() if k == "y 0"} for of in results]
         assert_same(results[1], results[0], name, sums)
-        assert graphs() == 1 + laws.EVERYTHING, "equal blocks share graphs, to train and to evaluate"
+        assert graphs() == 1 + laws.EVERYTHING, (
+            "equal blocks share graphs, to train and to evaluate"
+        )
 
 
 def test_gathered_weights_of_two_axes_enter_the_graph():
-    """If false, tensor parallelism under `fully_shard` breaks the graph of a block, or multiplies other codes in it."""
+    """If false, tensor parallelism under `fully_shard` breaks the graph of a block, or multiplies
+    other codes in it."""
     run_ranks(4, _two_axes)
 
 
@@ -361,10 +435,14 @@ def _inductor(rank: int, world: int) -> None:
 
     mesh, results = mesh_of(tp=world), []
     for backend in (None, "inductor"):
-        net = parallelize_module(fq.convert(Pair(), RECIPES["fp8_current"]), mesh, {
-            "up": fq.parallel.ColwiseParallel(input_layouts=Shard(1)),
-            "down": fq.parallel.RowwiseParallel(output_layouts=Shard(1)),
-        })
+        net = parallelize_module(
+            fq.convert(Pair(), RECIPES["fp8_current"]),
+            mesh,
+            {
+                "up": fq.parallel.ColwiseParallel(input_layouts=Shard(1)),
+                "down": fq.parallel.RowwiseParallel(output_layouts=Shard(1)),
+            },
+        )
         call = net if backend is None else torch.compile(net, fullgraph=True, backend=backend)
         results.append(train(net, call, rank, steps=2, evaluate=False))
     assert_same(results[1], results[0], "inductor", False)
@@ -372,5 +450,6 @@ def _inductor(rank: int, world: int) -> None:
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_runs_the_same_collectives():
-    """If false, the default backend moves, drops or repeats a collective, or ranks wait for each other for ever."""
+    """If false, the default backend moves, drops or repeats a collective, or ranks wait for each
+    other for ever."""
     run_ranks(2, _inductor)

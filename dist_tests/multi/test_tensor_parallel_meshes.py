@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor parallelism beside shards and copies of them: meshes of axes "replicate", "shard" and "tp", some of one rank."""
+"""Tensor parallelism beside shards and copies of them: meshes of axes "replicate", "shard" and
+"tp", some of one rank."""
 
 from __future__ import annotations
 
@@ -30,7 +31,15 @@ from fsdp_quant.tensor.torch_compat import local_of
 
 AXES = ("replicate", "shard", "tp")
 SHAPES = (
-    (2, 1, 2), (1, 2, 2), (1, 1, 4), (2, 2, 1), (1, 4, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (1, 1, 1),
+    (2, 1, 2),
+    (1, 2, 2),
+    (1, 1, 4),
+    (2, 2, 1),
+    (1, 4, 1),
+    (1, 1, 2),
+    (1, 2, 1),
+    (2, 1, 1),
+    (1, 1, 1),
 )
 KINDS = ("high-precision", "quantized")  # parameters
 ROLE = Role("linear", "weight", "")
@@ -55,8 +64,10 @@ def sharded(net: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
 
 # Codes #
 
+
 def pair_of_layers() -> nn.Sequential:
-    """132 and 37 rows: a shard of a part cuts blocks, and holds other numbers of rows than its neighbour."""
+    """132 and 37 rows: a shard of a part cuts blocks, and holds other numbers of rows than its
+    neighbour."""
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(40, 132, bias=False), nn.Linear(132, 37, bias=False))
     with torch.no_grad():
@@ -65,7 +76,9 @@ def pair_of_layers() -> nn.Sequential:
     return net
 
 
-def expected(recipe: fq.Recipe, weight: torch.Tensor, part: torch.Tensor, direction: Direction) -> Storage:
+def expected(
+    recipe: fq.Recipe, weight: torch.Tensor, part: torch.Tensor, direction: Direction
+) -> Storage:
     """The codes of one part of a weight: blocks of its own, scales of the whole tensor."""
     hybrid, statistics = recipe.hybrid(ROLE), {}
     side = hybrid.side(direction).fmt.is_quantized
@@ -73,7 +86,11 @@ def expected(recipe: fq.Recipe, weight: torch.Tensor, part: torch.Tensor, direct
     for d, encoding in hybrid.encodings.items():
         if encoding.fmt.spans_tensor:
             of_all, own = (dispatch.statistics(t, [encoding])[0] for t in (weight, part))
-            statistics[d] = own._replace(tensor_amax=of_all.tensor_amax) if encoding.fmt.tensor_scale else of_all
+            statistics[d] = (
+                own._replace(tensor_amax=of_all.tensor_amax)
+                if encoding.fmt.tensor_scale
+                else of_all
+            )
     return hybrid.storages(part, [direction], statistics=statistics)[0][direction]
 
 
@@ -84,10 +101,13 @@ def one_axis_at_a_time(weight) -> tuple:
 
 
 def codes(rank: int, world: int) -> list:
-    """What a gather brings, in meshes, formats and kinds of parameters; returns the sums and maxima that it took."""
+    """What a gather brings, in meshes, formats and kinds of parameters; returns the sums and maxima
+    that it took."""
     seen, pairs = [], laws.diagonals(3)
     of_world = meshes(world)
-    both = [(pair, (1, 2, 2)) for pair in pairs if "nvfp4_16x16" in pair and world == 4]  # tensor amaxes and cut blocks in one
+    both = [
+        (pair, (1, 2, 2)) for pair in pairs if "nvfp4_16x16" in pair and world == 4
+    ]  # tensor amaxes and cut blocks in one
     sample = [*zip(pairs, itertools.cycle(of_world)), *both]
     for pair, shape in itertools.product(pairs, of_world) if laws.EVERYTHING else sample:
         mesh, recipe, (_, shards, ranks) = of_world[shape], nets.pair_recipe(*pair), shape
@@ -96,10 +116,16 @@ def codes(rank: int, world: int) -> list:
         parts = [weights[0].chunk(ranks)[mine], weights[1].chunk(ranks, 1)[mine]]
         encodings = recipe.hybrid(ROLE).encodings.values()
         spans = ranks > 1 and any(e.fmt.spans_tensor for e in encodings)
-        crosses = spans or any(RowCuts.chunked(len(p), shards).shares_statistics(e) for p in parts for e in encodings)
+        crosses = spans or any(
+            RowCuts.chunked(len(p), shards).shares_statistics(e) for p in parts for e in encodings
+        )
         for kind in KINDS:
             net = converted(pair_of_layers(), recipe, kind)
-            parallelize_module(net, mesh["tp"], {"0": fq.parallel.ColwiseParallel(), "1": fq.parallel.RowwiseParallel()})
+            parallelize_module(
+                net,
+                mesh["tp"],
+                {"0": fq.parallel.ColwiseParallel(), "1": fq.parallel.RowwiseParallel()},
+            )
             fully_shard(net, mesh=mesh["replicate", "shard"])
             for what in ("initial values", "after a step", "an axis at a time"):
                 apart = what == "an axis at a time"
@@ -117,18 +143,27 @@ def codes(rank: int, world: int) -> list:
                 for layer, weight, part in zip(net, weights, parts):
                     got = local_of(layer.weight)
                     for d in Direction:
-                        laws.assert_same_storage(getattr(got, d.value), expected(recipe, weight, part, d), f"{label}, {d}")
+                        laws.assert_same_storage(
+                            getattr(got, d.value),
+                            expected(recipe, weight, part, d),
+                            f"{label}, {d}",
+                        )
                 net.reshard()
                 count = fq.receipt().collectives.get("weights", 0)
-                assert count == crosses + (apart and spans and shards > 1), f"{label}: {count} collectives"
+                assert count == crosses + (apart and spans and shards > 1), (
+                    f"{label}: {count} collectives"
+                )
                 seen.append([one for one in wire if one[0] == "all_reduce"])
-                agreed = mesh.ndim if what == "initial values" else 0  # the first gather compares recipes, once an axis
+                agreed = (
+                    mesh.ndim if what == "initial values" else 0
+                )  # the first gather compares recipes, once an axis
                 assert len(seen[-1]) == count + agreed, f"{label}: {seen[-1]}"
     return seen
 
 
 def test_parts_of_parts_are_quantized_as_the_whole():
-    """Otherwise weights depend on the mesh, on the kind of parameter, or ranks wait for collectives that others do not make."""
+    """Otherwise weights depend on the mesh, on the kind of parameter, or ranks wait for collectives
+    that others do not make."""
     results = run_ranks(most_ranks(4), codes)
     assert all(seen == results[0] for seen in results)
 
@@ -138,12 +173,16 @@ def test_parts_of_parts_are_quantized_as_the_whole():
 RECIPES = ("fp8_current", "mxfp8", "nvfp4", "fp8_delayed")
 
 
-def made(name: str, kind: str, mesh: DeviceMesh, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def made(
+    name: str, kind: str, mesh: DeviceMesh, seed: int
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     net = sharded(cut(converted(build(seed=seed), recipe_of(name), kind), mesh["tp"]), mesh)
     return net, fq.optim.FusedAdam(net.parameters(), lr=1e-2)
 
 
-def stepped(net: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, step: int) -> torch.Tensor:
+def stepped(
+    net: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, step: int
+) -> torch.Tensor:
     ranks, mine = mesh["tp"].size(), mesh["tp"].get_local_rank()
     x = laws.values(1, 128 * 4, D, seed=step, dtype=torch.float32)
     with fq.token_offset(0):
@@ -157,14 +196,18 @@ def stepped(net: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, 
 
 def flat(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     model, state = get_state_dict(net, optimizer)
-    found = model | {f"{name}.{key}": t for name, of in state["state"].items() for key, t in of.items()}
+    found = model | {
+        f"{name}.{key}": t for name, of in state["state"].items() for key, t in of.items()
+    }
     return {name: whole(t).clone() for name, t in found.items()}
 
 
 def saved(rank: int, world: int, folder: str) -> dict:
     """Each recipe from another mesh and kind of parameters; what was saved."""
     states = {}
-    for name, mesh, kind in zip(RECIPES, itertools.cycle(meshes(world).values()), itertools.cycle(KINDS)):
+    for name, mesh, kind in zip(
+        RECIPES, itertools.cycle(meshes(world).values()), itertools.cycle(KINDS)
+    ):
         net, optimizer = made(name, kind, mesh, seed=0)
         stepped(net, optimizer, mesh, 0)
         model, state = get_state_dict(net, optimizer)
@@ -177,7 +220,9 @@ def loaded(rank: int, world: int, folder: str, states: dict) -> None:
     of_world = itertools.cycle(meshes(world).items())
     next(of_world), next(of_world)  # other ones than they were saved in
     mine = laws.every_second(list(states.items()), world // 2)
-    for (name, (want, rest)), (shape, mesh), kind in zip(mine, of_world, itertools.cycle(KINDS[::-1])):
+    for (name, (want, rest)), (shape, mesh), kind in zip(
+        mine, of_world, itertools.cycle(KINDS[::-1])
+    ):
         net, optimizer = made(name, kind, mesh, seed=1)
         model, state = get_state_dict(net, optimizer)
         dcp.load({"model": model, "optimizer": state}, checkpoint_id=f"{folder}/{name}")
@@ -190,7 +235,8 @@ def loaded(rank: int, world: int, folder: str, states: dict) -> None:
 
 
 def test_checkpoints_load_in_other_meshes(tmp_path):
-    """Otherwise a run cannot go on with another number of ranks an axis, or goes on with other weights, moments or codes."""
+    """Otherwise a run cannot go on with another number of ranks an axis, or goes on with other
+    weights, moments or codes."""
     world = most_ranks(4)
     states = run_ranks(world, saved, str(tmp_path))[0]
     for others in (world, world // 2):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' Trainer with `fq.integrations.transformers.Callback`, held to loops that are written by hand."""
+"""transformers' Trainer with `fq.integrations.transformers.Callback`, held to loops that are
+written by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +17,16 @@ import fsdp_quant as fq
 from dist_tests.laws import assert_same_bytes
 from dist_tests.multi.harness import on_cpu, run_ranks
 from dist_tests.trainers import (
-    BATCH, MICRO_BATCHES, RECIPES, STEPS, examples, llama, loop, shard_by_hand, take_fsdp_path_on_cpu, whole,
+    BATCH,
+    MICRO_BATCHES,
+    RECIPES,
+    STEPS,
+    examples,
+    llama,
+    loop,
+    shard_by_hand,
+    take_fsdp_path_on_cpu,
+    whole,
 )
 from fsdp_quant.counters import counters
 from fsdp_quant.modules.steps import converted_modules
@@ -30,14 +40,29 @@ pytestmark = on_cpu
 def _trainer(out, recipe: str, model=None, callbacks=(), resume=None, scaler=None, **arguments):
     """A Trainer that has trained."""
     defaults = dict(
-        output_dir=str(out), per_device_train_batch_size=BATCH, gradient_accumulation_steps=MICRO_BATCHES, max_steps=STEPS,
-        logging_steps=1, learning_rate=1e-3, lr_scheduler_type="constant", report_to=[], use_cpu=True, save_strategy="no",
-        disable_tqdm=True, seed=0, train_sampling_strategy="sequential",
+        output_dir=str(out),
+        per_device_train_batch_size=BATCH,
+        gradient_accumulation_steps=MICRO_BATCHES,
+        max_steps=STEPS,
+        logging_steps=1,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=0,
+        train_sampling_strategy="sequential",
     )
     trainer = transformers.Trainer(
-        model=model or llama(), args=transformers.TrainingArguments(**defaults | arguments), train_dataset=examples(),
+        model=model or llama(),
+        args=transformers.TrainingArguments(**defaults | arguments),
+        train_dataset=examples(),
         eval_dataset=examples(4),
-        callbacks=[fq.integrations.transformers.Callback(RECIPES[recipe](), skip=["lm_head"]), *callbacks],
+        callbacks=[
+            fq.integrations.transformers.Callback(RECIPES[recipe](), skip=["lm_head"]),
+            *callbacks,
+        ],
     )
     trainer.accelerator.scaler = scaler
     trainer.train(resume_from_checkpoint=resume)
@@ -75,12 +100,15 @@ class _Generate(transformers.TrainerCallback):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_trainer_is_a_loop(recipe: str, tmp_path: Path):
-    """If false, generation, evaluation or held codes change what the Trainer trains, or micro-batches do not share codes."""
+    """If false, generation, evaluation or held codes change what the Trainer trains, or
+    micro-batches do not share codes."""
     reference = _converted(recipe)
     expected = loop(reference)
     counters.reset()
     trainer = _trainer(tmp_path, recipe, callbacks=[_Generate(True)])
-    assert max(counters.of("weight encode").values()) <= 2 * STEPS  # of the generation, and of the training, per step
+    assert (
+        max(counters.of("weight encode").values()) <= 2 * STEPS
+    )  # of the generation, and of the training, per step
     assert _losses(trainer) == expected
     _assert_same(trainer.model, reference)
     compiled = dict(torch_compile_backend="aot_eager") if recipe == "mxfp8" else {}
@@ -91,7 +119,8 @@ def test_trainer_is_a_loop(recipe: str, tmp_path: Path):
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8_delayed"])
 def test_resume_goes_on(recipe: str, tmp_path: Path):
-    """If false, a resumed training has other random bits, histories of amaxes or moved products than an undisturbed one."""
+    """If false, a resumed training has other random bits, histories of amaxes or moved products
+    than an undisturbed one."""
     reference = _converted(recipe)
     loop(reference)
     for step in (1, 2):
@@ -109,7 +138,8 @@ def test_skipped_step_leaves_nothing(tmp_path: Path):
     """If false, gradients under a loss scale that overflowed scale what later steps quantize."""
 
     def prepared(model):
-        """Its first gradient overflows; a scaler that then takes 2^-16 of the scale, as `fp16=True` makes one on a GPU."""
+        """Its first gradient overflows; a scaler that then takes 2^-16 of the scale, as `fp16=True`
+        makes one on a GPU."""
         factors = [float("inf"), *[1.0] * 100]
         model.lm_head.weight.register_hook(lambda grad: grad * factors.pop(0))
         return torch.amp.GradScaler("cpu", init_scale=2.0**16, backoff_factor=2.0**-16)
@@ -122,11 +152,20 @@ def test_skipped_step_leaves_nothing(tmp_path: Path):
 
 
 KINDS = {
-    "llama": llama, "bf16": lambda: llama().bfloat16(), "tied": lambda: llama(tie_word_embeddings=True),
-    "mixtral": lambda: transformers.MixtralForCausalLM(transformers.MixtralConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        num_local_experts=4,
-    )),
+    "llama": llama,
+    "bf16": lambda: llama().bfloat16(),
+    "tied": lambda: llama(tie_word_embeddings=True),
+    "mixtral": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=64,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+        )
+    ),
 }
 
 
@@ -137,7 +176,10 @@ def test_save_pretrained_is_plain(kind: str, tmp_path: Path):
     converted = fq.convert(copy.deepcopy(plain), fq.recipes.mxfp8())
     for model, folder in ((plain, tmp_path / "plain"), (converted, tmp_path / "converted")):
         model.save_pretrained(folder)
-    before, after = (safetensors.load_file(tmp_path / name / "model.safetensors") for name in ("plain", "converted"))
+    before, after = (
+        safetensors.load_file(tmp_path / name / "model.safetensors")
+        for name in ("plain", "converted")
+    )
     assert before.keys() == after.keys()
     for name, value in before.items():
         assert_same_bytes(after[name], value, name)
@@ -146,12 +188,16 @@ def test_save_pretrained_is_plain(kind: str, tmp_path: Path):
     _assert_same(loaded, plain)
 
 
-# What the Trainer is told beside the defaults; each trains as `fully_shard` by hand. "rank 0": the others begin with other
-# weights, which they are sent.
+# What the Trainer is told beside the defaults; each trains as `fully_shard` by hand. "rank 0": the
+# others begin with other weights, which they are sent.
 SHARDED = {
-    "generates and evaluates": dict(callbacks=[_Generate(False)], eval_strategy="steps", eval_steps=1),
+    "generates and evaluates": dict(
+        callbacks=[_Generate(False)], eval_strategy="steps", eval_steps=1
+    ),
     "checkpointed": dict(gradient_checkpointing=True),
-    "checkpointed, reentrant": dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True}),
+    "checkpointed, reentrant": dict(
+        gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True}
+    ),
     "checkpointed by accelerate": dict(fsdp=dict(activation_checkpointing=True)),
     "rank 0": dict(fsdp=dict(cpu_ram_efficient_loading=True)),
     "bf16": dict(bf16=True),
@@ -162,12 +208,23 @@ def _sharded(rank: int, world: int, recipe: str, cases: list[str], folder: str) 
     os.environ["LOCAL_WORLD_SIZE"] = str(world)
     take_fsdp_path_on_cpu()
 
-    def train(case: str, seed: int = 0, fsdp: dict | None = None, state_dict_type: str = "FULL_STATE_DICT", **arguments):
+    def train(
+        case: str,
+        seed: int = 0,
+        fsdp: dict | None = None,
+        state_dict_type: str = "FULL_STATE_DICT",
+        **arguments,
+    ):
         config = dict(
-            fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_layer_cls_to_wrap=["LlamaDecoderLayer"],
-            cpu_ram_efficient_loading=False, state_dict_type=state_dict_type,
+            fsdp_version=2,
+            auto_wrap_policy="TRANSFORMER_BASED_WRAP",
+            transformer_layer_cls_to_wrap=["LlamaDecoderLayer"],
+            cpu_ram_efficient_loading=False,
+            state_dict_type=state_dict_type,
         ) | (fsdp or {})
-        return _trainer(Path(folder) / case, recipe, llama(seed), fsdp=True, fsdp_config=config, **arguments)
+        return _trainer(
+            Path(folder) / case, recipe, llama(seed), fsdp=True, fsdp_config=config, **arguments
+        )
 
     reference = shard_by_hand(_converted(recipe))
     loop(reference, rank, world)
@@ -175,7 +232,9 @@ def _sharded(rank: int, world: int, recipe: str, cases: list[str], folder: str) 
         arguments = SHARDED[case]
         trainer = train(case, seed=rank if case == "rank 0" else 0, **arguments)
         if case == "bf16":
-            by_hand = shard_by_hand(_converted(recipe), trainer.accelerator.state.fsdp_plugin.mixed_precision_policy)
+            by_hand = shard_by_hand(
+                _converted(recipe), trainer.accelerator.state.fsdp_plugin.mixed_precision_policy
+            )
             loop(by_hand, rank, world)
             _assert_same(trainer.model, by_hand)
         else:
@@ -189,7 +248,10 @@ def _sharded(rank: int, world: int, recipe: str, cases: list[str], folder: str) 
         _assert_same(resumed.model, reference)
 
 
-@pytest.mark.parametrize("recipe, cases", [("mxfp8", list(SHARDED)), ("fp8_delayed", ["generates and evaluates"])])
+@pytest.mark.parametrize(
+    "recipe, cases", [("mxfp8", list(SHARDED)), ("fp8_delayed", ["generates and evaluates"])]
+)
 def test_sharded_trainer_is_a_loop(recipe: str, cases: list[str], tmp_path: Path):
-    """If false, the Trainer trains other weights under `fully_shard` than a loop, saves others, or resumes with others."""
+    """If false, the Trainer trains other weights under `fully_shard` than a loop, saves others, or
+    resumes with others."""
     run_ranks(2, _sharded, recipe, cases, str(tmp_path))

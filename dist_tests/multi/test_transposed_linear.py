@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights [in, out], as of transformers' Conv1D: `fq.Linear` of the transposed weight, in GPT-2 and under `fully_shard`."""
+"""Weights [in, out], as of transformers' Conv1D: `fq.Linear` of the transposed weight, in GPT-2 and
+under `fully_shard`."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def pair(recipe: fq.Recipe) -> list[nn.Module]:
 @pytest.mark.parametrize("on_hopper", [False, True])
 @pytest.mark.parametrize("name", NAMED)
 def test_products_are_those_of_a_linear_layer(name: str, on_hopper: bool, compiled: bool):
-    """If false, a transposed weight is quantized along the other dim, or its gradient lies wrongly."""
+    """If false, a transposed weight is quantized along the other dim, or its gradient lies
+    wrongly."""
     with kept_step(), hopper.emulated() if on_hopper else contextlib.nullcontext():
         results = []
         for module in pair(recipes.by_name(name)):
@@ -65,12 +67,17 @@ def test_gpt2_keeps_what_is_seen_of_it():
     plain, net = gpt2(None), gpt2(recipes.identity())
     want = step(plain)
     assert_same(step(net), want, "identity")
-    assert {n: p.shape for n, p in net.state_dict().items()} == {n: p.shape for n, p in plain.state_dict().items()}
+    assert {n: p.shape for n, p in net.state_dict().items()} == {
+        n: p.shape for n, p in plain.state_dict().items()
+    }
     assert sum(isinstance(m, Conv1D) for m in net.modules()) == 8
     memory = io.BytesIO()
     torch.save(net, memory)
     memory.seek(0)
-    for what, other in {"copied": copy.deepcopy(net), "pickled": torch.load(memory, weights_only=False)}.items():
+    for what, other in {
+        "copied": copy.deepcopy(net),
+        "pickled": torch.load(memory, weights_only=False),
+    }.items():
         assert_same(step(other.double().bfloat16()), want, what)
         assert isinstance(other.transformer.h[0].mlp.c_fc, Conv1D)
     net.load_state_dict(plain.state_dict())
@@ -85,25 +92,33 @@ def test_gpt2_keeps_what_is_seen_of_it():
     with pytest.raises(ValueError, match="found no frozen fq.Linear"):
         fq.freeze(net.requires_grad_(False))
     with fq.quantized_model_init(recipes.mxfp8()):
-        assert_same(step(gpt2(recipes.mxfp8())), step(gpt2(recipes.mxfp8())), "quantized_model_init")
+        assert_same(
+            step(gpt2(recipes.mxfp8())), step(gpt2(recipes.mxfp8())), "quantized_model_init"
+        )
 
 
 def test_adapters_wrap_converted_layers():
-    """If false, LoRA on GPT-2 takes them for nn.Linear, and merges its transposed product into the weight."""
+    """If false, LoRA on GPT-2 takes them for nn.Linear, and merges its transposed product into the
+    weight."""
     peft = pytest.importorskip("peft")
     net = peft.get_peft_model(
-        gpt2(recipes.mxfp8()), peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+        gpt2(recipes.mxfp8()),
+        peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False),
     ).eval()
     ids = torch.arange(32).view(1, 32)
     with torch.no_grad():
-        want, size = net(input_ids=ids).logits.float(), gpt2(recipes.mxfp8()).eval()(input_ids=ids).logits.float()
+        want, size = (
+            net(input_ids=ids).logits.float(),
+            gpt2(recipes.mxfp8()).eval()(input_ids=ids).logits.float(),
+        )
         got = net.merge_and_unload()(input_ids=ids).logits.float()
     assert (got - want).norm() < 0.3 * (want - size).norm()
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "fp8_delayed"])
 def test_shards_train_as_one_process(name: str):
-    """If false, a weight that is cut along the contraction is multiplied as a part, or its statistics are of a part."""
+    """If false, a weight that is cut along the contraction is multiplied as a part, or its
+    statistics are of a part."""
     run_ranks(2, _trained, recipes.by_name(name))
 
 

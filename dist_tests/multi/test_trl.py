@@ -14,7 +14,17 @@ import fsdp_quant as fq
 from dist_tests.laws import assert_same_bytes
 from dist_tests.multi.harness import on_cpu, run_ranks
 from dist_tests.trainers import (
-    BATCH, MICRO_BATCHES, RECIPES, STEPS, VOCABULARY, examples, llama, loop, shard_by_hand, take_fsdp_path_on_cpu, whole,
+    BATCH,
+    MICRO_BATCHES,
+    RECIPES,
+    STEPS,
+    VOCABULARY,
+    examples,
+    llama,
+    loop,
+    shard_by_hand,
+    take_fsdp_path_on_cpu,
+    whole,
 )
 from fsdp_quant.modules.steps import converted_modules
 
@@ -28,27 +38,51 @@ def _tokenizer():
     vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {str(i): i for i in range(3, VOCABULARY)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
 
 
 def _arguments(folder, sharded: bool, **arguments) -> dict:
     config = dict(
-        fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_layer_cls_to_wrap=["LlamaDecoderLayer"],
+        fsdp_version=2,
+        auto_wrap_policy="TRANSFORMER_BASED_WRAP",
+        transformer_layer_cls_to_wrap=["LlamaDecoderLayer"],
         cpu_ram_efficient_loading=False,
     )
-    return dict(
-        output_dir=str(folder), per_device_train_batch_size=BATCH, gradient_accumulation_steps=MICRO_BATCHES, max_steps=STEPS,
-        logging_steps=1, learning_rate=1e-3, lr_scheduler_type="constant", report_to=[], use_cpu=True, bf16=False,
-        save_strategy="no", disable_tqdm=True, seed=0,
-    ) | (dict(fsdp=True, fsdp_config=config) if sharded else {}) | arguments
+    return (
+        dict(
+            output_dir=str(folder),
+            per_device_train_batch_size=BATCH,
+            gradient_accumulation_steps=MICRO_BATCHES,
+            max_steps=STEPS,
+            logging_steps=1,
+            learning_rate=1e-3,
+            lr_scheduler_type="constant",
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            save_strategy="no",
+            disable_tqdm=True,
+            seed=0,
+        )
+        | (dict(fsdp=True, fsdp_config=config) if sharded else {})
+        | arguments
+    )
 
 
 def _sft(folder, recipe: str, sharded: bool = False, **arguments) -> nn.Module:
-    data = datasets.Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in examples()])
+    data = datasets.Dataset.from_list(
+        [{"input_ids": row["input_ids"].tolist()} for row in examples()]
+    )
     callback = fq.integrations.transformers.Callback(RECIPES[recipe](), skip=["lm_head"])
     trainer = trl.SFTTrainer(
-        model=llama(), args=trl.SFTConfig(**_arguments(folder, sharded, train_sampling_strategy="sequential")), train_dataset=data,
-        processing_class=_tokenizer(), callbacks=[callback], **arguments,
+        model=llama(),
+        args=trl.SFTConfig(**_arguments(folder, sharded, train_sampling_strategy="sequential")),
+        train_dataset=data,
+        processing_class=_tokenizer(),
+        callbacks=[callback],
+        **arguments,
     )
     trainer.train()
     return trainer.model
@@ -61,9 +95,15 @@ def _reward(completions: list[str], **kwargs) -> list[float]:
 def _grpo(folder, model: nn.Module, callback=None, sharded: bool = False, **arguments) -> nn.Module:
     rows = [" ".join(map(str, row["input_ids"].tolist()[:6])) for row in examples(32)]
     trainer = trl.GRPOTrainer(
-        model=model, reward_funcs=_reward, processing_class=_tokenizer(), train_dataset=datasets.Dataset.from_dict({"prompt": rows}),
-        args=trl.GRPOConfig(**_arguments(folder, sharded, num_generations=2, max_completion_length=6, beta=0.0)),
-        callbacks=[] if callback is None else [callback], **arguments,
+        model=model,
+        reward_funcs=_reward,
+        processing_class=_tokenizer(),
+        train_dataset=datasets.Dataset.from_dict({"prompt": rows}),
+        args=trl.GRPOConfig(
+            **_arguments(folder, sharded, num_generations=2, max_completion_length=6, beta=0.0)
+        ),
+        callbacks=[] if callback is None else [callback],
+        **arguments,
     )
     trainer.train()
     return trainer.model
@@ -100,7 +140,8 @@ def _callback(recipe: str = "mxfp8", **options):
 
 
 def test_grpo_trains_what_it_generates_with(tmp_path: Path):
-    """If false, codes that rollouts and training share, held over a step, are not those of the weights."""
+    """If false, codes that rollouts and training share, held over a step, are not those of the
+    weights."""
     expected = _grpo(tmp_path, fq.convert(llama(), fq.recipes.mxfp8(), skip=["lm_head"]))
     assert not torch.equal(expected.lm_head.weight, llama().lm_head.weight)
     for hold in (True, False):
@@ -115,13 +156,22 @@ def test_lora_over_codes(kind: str, tmp_path: Path):
         model = _sft(tmp_path, "nvfp4", peft_config=config)
     else:
         model = _grpo(tmp_path, llama(), _callback("nvfp4"), peft_config=config)
-    assert len(converted_modules(model)) == 14 and not any("lora_" in name for name in converted_modules(model))
-    trained, before = whole(model), {n.replace(".weight", ""): p for n, p in llama().named_parameters()}
+    assert len(converted_modules(model)) == 14 and not any(
+        "lora_" in name for name in converted_modules(model)
+    )
+    trained, before = (
+        whole(model),
+        {n.replace(".weight", ""): p for n, p in llama().named_parameters()},
+    )
     for name, value in trained.items():
         if "lora_B" in name:
             assert value.any(), name
         elif "lora_" not in name:
-            base = before[name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".weight", "")]
+            base = before[
+                name.removeprefix("base_model.model.")
+                .replace(".base_layer", "")
+                .replace(".weight", "")
+            ]
             assert_same_bytes(value, base.to(value.dtype), name)
 
 
@@ -132,10 +182,15 @@ def _sharded(rank: int, world: int, folder: str) -> None:
     loop(reference, rank, world, loss_of=_fused_loss)
     _assert_same(_sft(folder, "mxfp8", sharded=True), reference)
     first = _grpo(folder, llama(), _callback(), sharded=True)
-    assert all(not torch.equal(p, q) for p, q in zip(whole(first).values(), whole(llama()).values()) if p.dim() == 2)
+    assert all(
+        not torch.equal(p, q)
+        for p, q in zip(whole(first).values(), whole(llama()).values())
+        if p.dim() == 2
+    )
     _assert_same(_grpo(folder, llama(), _callback(hold=False), sharded=True), first)
 
 
 def test_trl_trains_under_fully_shard(tmp_path: Path):
-    """If false, SFTTrainer or GRPOTrainer, which generates inside its training, trains other weights under `fully_shard`."""
+    """If false, SFTTrainer or GRPOTrainer, which generates inside its training, trains other
+    weights under `fully_shard`."""
     run_ranks(2, _sharded, str(tmp_path))

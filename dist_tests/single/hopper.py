@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hopper, or another architecture, on a CPU: the compiled operators emulated by the reference, and the facts that choose domains and layouts.
+"""Hopper, or another architecture, on a CPU: the compiled operators emulated by the reference, and
+the facts that choose domains and layouts.
 
-`emulated()` replaces what `native` calls, so that its own Python (packing, padding, bias) runs as it does on a GPU. The
-emulation refuses what the C++ of csrc/api refuses. Products are exact: fp64, rounded to fp32 and then to the result.
+`emulated()` replaces what `native` calls, so that its own Python (packing, padding, bias) runs as
+it does on a GPU. The emulation refuses what the C++ of csrc/api refuses. Products are exact: fp64,
+rounded to fp32 and then to the result.
 """
 
 from __future__ import annotations
@@ -24,7 +26,17 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from fsdp_quant.formats import (
-    COLUMNWISE, E2M1, E4M3, E5M2, ELEMENTS, ROWWISE, Direction, Encoding, Format, ceil_div, round_up,
+    COLUMNWISE,
+    E2M1,
+    E4M3,
+    E5M2,
+    ELEMENTS,
+    ROWWISE,
+    Direction,
+    Encoding,
+    Format,
+    ceil_div,
+    round_up,
 )
 from fsdp_quant.modules import guard, plan
 from fsdp_quant.ops import capability, dispatch, layout, native, norm, opaque, reference
@@ -60,7 +72,8 @@ class Side(NamedTuple):
     layout: int
 
 
-# An integer stands for a specification by its place here: no bits are known on this side. None is one of the C++.
+# An integer stands for a specification by its place here: no bits are known on this side. None is
+# one of the C++.
 _SPECS: list[Spec] = []
 _FIRST = 1 << 40
 
@@ -78,7 +91,9 @@ def unpack(packed: int, direction: Direction, eps: float = 0.0) -> Side | None:
     return Side(Encoding(fmt, direction, stochastic, eps), transposed, scale_layout)
 
 
-def _scale_as_read(scale: Tensor, fmt: Format, direction: Direction, lines: int, scale_layout: int) -> Tensor:
+def _scale_as_read(
+    scale: Tensor, fmt: Format, direction: Direction, lines: int, scale_layout: int
+) -> Tensor:
     """Compact scales as tensor cores read them, flat. lines: of the operand."""
     scale = scale if direction is ROWWISE else scale.t()  # [outer blocks, contraction blocks]
     if scale_layout == native.BLACKWELL and capability.spreads(fmt):
@@ -117,7 +132,9 @@ class Operators:
         self.calls: list[Call] = []
         self.plans: list[SimpleNamespace] = []
         self.counts: list[list[int]] = []
-        self.random_key = Overloads(default=self._random_key, after=lambda *args: self._random_key(*args[:-1]))
+        self.random_key = Overloads(
+            default=self._random_key, after=lambda *args: self._random_key(*args[:-1])
+        )
 
     def count(self, name: str) -> int:
         return sum(c.name == name for c in self.calls)
@@ -133,13 +150,34 @@ class Operators:
     # Encodings #
 
     def pack_encoding(
-        self, element, scale, pow2, scale_rounding, scale_rule, outer, contraction, stochastic, rotated, transposed, scale_layout
+        self,
+        element,
+        scale,
+        pow2,
+        scale_rounding,
+        scale_rule,
+        outer,
+        contraction,
+        stochastic,
+        rotated,
+        transposed,
+        scale_layout,
     ):
         fmt = Format(
-            "emulated", ELEMENTS[element], (outer or None, contraction or None), scale, pow2, scale_rounding,
-            tensor_scale=scale == "e4m3", rotated=rotated, scale_rule=scale_rule,
+            "emulated",
+            ELEMENTS[element],
+            (outer or None, contraction or None),
+            scale,
+            pow2,
+            scale_rounding,
+            tensor_scale=scale == "e4m3",
+            rotated=rotated,
+            scale_rule=scale_rule,
         )
-        refuse(scale_layout == native.OPERAND and scale_rule != "fp8_exact", "operands are made of fp8_exact scales")
+        refuse(
+            scale_layout == native.OPERAND and scale_rule != "fp8_exact",
+            "operands are made of fp8_exact scales",
+        )
         return pack(Spec(fmt, stochastic, transposed, scale_layout))
 
     def encoding_shapes(self, packed, columnwise, rows, cols, row0=0, run=None):
@@ -150,20 +188,33 @@ class Operators:
         padded = fmt.padded_shape((rows, cols), direction)
         first = row0 % row_block if row_block else 0
         data = padded[::-1] if transposed else padded
-        data = data if scale_layout == native.OPERAND else (data[0], fmt.row_bytes(data[1], torch.uint8))
+        data = (
+            data
+            if scale_layout == native.OPERAND
+            else (data[0], fmt.row_bytes(data[1], torch.uint8))
+        )
         grid = fmt.scale_shape((rows, cols), direction)
         if first:
             grid = ceil_div(first + padded[0], row_block), grid[1]
         if run is not None:
             length, lines = (rows, cols) if columnwise else (cols, rows)
             runs = ceil_div(length, run) if run else 1
-            scale = (1, 1) if run == native.OF_TENSOR else (runs, lines) if columnwise else (lines, runs)
+            scale = (
+                (1, 1)
+                if run == native.OF_TENSOR
+                else (runs, lines)
+                if columnwise
+                else (lines, runs)
+            )
             return data, scale, scale, False, False, False
         scale = grid
         if scale_layout == native.OPERAND:
             return data, (1,), grid, False, True, False
         if scale_layout:
-            refuse(scale_layout != native.scale_layout_of(self.arch), f"scales are not those of {self.arch}")
+            refuse(
+                scale_layout != native.scale_layout_of(self.arch),
+                f"scales are not those of {self.arch}",
+            )
             lines, blocks = grid[::-1] if columnwise else grid
             spread = capability.spreads(fmt)
             if scale_layout == native.BLACKWELL and (spread or fmt.scale != "fp32"):
@@ -176,22 +227,37 @@ class Operators:
             elif is_fp32_block:
                 blocks = round_up(blocks, 4)
             scale = (lines * blocks,)
-        return data, scale, grid, fmt.scale != "fp32", fmt.tensor_scale, fmt.scale_leaves_contraction
+        return (
+            data,
+            scale,
+            grid,
+            fmt.scale != "fp32",
+            fmt.tensor_scale,
+            fmt.scale_leaves_contraction,
+        )
 
     # Quantizers #
 
     def _input(self, name: str, x: Tensor, row: int, col: int) -> None:
         self.calls.append(Call(name, x.data_ptr(), bool(row), bool(col)))
         refuse(x.dim() != 2 or x.numel() == 0, f"x has shape {list(x.shape)}")
-        refuse(x.stride(1) != 1 and x.shape[1] != 1, f"x has strides {x.stride()}; its rows must be contiguous")
+        refuse(
+            x.stride(1) != 1 and x.shape[1] != 1,
+            f"x has strides {x.stride()}; its rows must be contiguous",
+        )
         refuse(x.dtype not in (*_HALVES, torch.float32), f"x is {x.dtype}")
 
     def statistics(self, x, row, col, row0, round_to_bf16):
         self._input("statistics", x, row, col)
         x, made = _seen(x, round_to_bf16), []
         for side in _present(row, col):
-            made += [s for s in reference.statistics(reference.prepared(x, side.encoding), side.encoding, row0)
-                     if s is not None]
+            made += [
+                s
+                for s in reference.statistics(
+                    reference.prepared(x, side.encoding), side.encoding, row0
+                )
+                if s is not None
+            ]
         return made
 
     def column_sums(self, x):
@@ -217,54 +283,128 @@ class Operators:
             data, scale = reference.encode(values, amax, tensor_amax, e, row0, key, factor)
             refuse(row0 and side.layout, "operands are of whole tensors")
             if side.layout == native.OPERAND:
-                refuse(given_amax is not None or x.dtype is not torch.bfloat16, "operands are made of bfloat16, of unknown amaxes")
+                refuse(
+                    given_amax is not None or x.dtype is not torch.bfloat16,
+                    "operands are made of bfloat16, of unknown amaxes",
+                )
                 refuse(side.transposed != (e.direction is COLUMNWISE), "operands are K-major")
                 cols = e.fmt.padded_shape(x.shape, e.direction)[1]
-                made += _operand_of_codes(data, scale, tensor_amax, e.fmt, e.direction, cols, side.transposed)
+                made += _operand_of_codes(
+                    data, scale, tensor_amax, e.fmt, e.direction, cols, side.transposed
+                )
                 made += [tensor_amax] if given_tensor_amax is None else []
                 continue
             made.append(_turned(data, e.fmt, x.shape, e.direction) if side.transposed else data)
             lines = e.fmt.padded_shape(x.shape, e.direction)[e.direction is not ROWWISE]
-            made.append(_scale_as_read(scale, e.fmt, e.direction, lines, side.layout) if side.layout else scale)
+            made.append(
+                _scale_as_read(scale, e.fmt, e.direction, lines, side.layout)
+                if side.layout
+                else scale
+            )
             made += [tensor_amax] if e.fmt.tensor_scale and given_tensor_amax is None else []
             made += [amax] if e.fmt.block[1] is None and given_amax is None else []
         return made
 
     def statistics_group(self, x, packed, columnwise, row0, round_to_bf16):
         sides = (0, packed) if columnwise else (packed, 0)
-        return [s for one, start in zip(x, row0) for s in self.statistics(one, *sides, start, round_to_bf16)]
+        return [
+            s
+            for one, start in zip(x, row0)
+            for s in self.statistics(one, *sides, start, round_to_bf16)
+        ]
 
-    def quantize_group(self, x, packed, columnwise, eps, row0, amax, tensor_amax, enc, record, staging, data_at, scale_at, round_to_bf16):
+    def quantize_group(
+        self,
+        x,
+        packed,
+        columnwise,
+        eps,
+        row0,
+        amax,
+        tensor_amax,
+        enc,
+        record,
+        staging,
+        data_at,
+        scale_at,
+        round_to_bf16,
+    ):
         refuse(staging.dtype is not torch.uint8, "staging is of bytes")
-        made = self._quantized_group(x, packed, columnwise, eps, row0, amax, tensor_amax, enc, record, round_to_bf16)
+        made = self._quantized_group(
+            x, packed, columnwise, eps, row0, amax, tensor_amax, enc, record, round_to_bf16
+        )
         for buffers, *at in zip(made, data_at, scale_at):
             refuse(at[1] % 4, f"scales at byte {at[1]}")
             for buffer, place in zip(buffers, at):
                 flat = buffer.contiguous().view(-1).view(torch.uint8)
                 staging[place : place + flat.numel()] = flat
 
-    def quantize_group_out(self, x, packed, columnwise, eps, row0, amax, tensor_amax, enc, record, data, scale, round_to_bf16):
-        made = self._quantized_group(x, packed, columnwise, eps, row0, amax, tensor_amax, enc, record, round_to_bf16)
+    def quantize_group_out(
+        self,
+        x,
+        packed,
+        columnwise,
+        eps,
+        row0,
+        amax,
+        tensor_amax,
+        enc,
+        record,
+        data,
+        scale,
+        round_to_bf16,
+    ):
+        made = self._quantized_group(
+            x, packed, columnwise, eps, row0, amax, tensor_amax, enc, record, round_to_bf16
+        )
         for buffers, *into in zip(made, data, scale):
             for buffer, target in zip(buffers, into):
-                refuse(target.dtype is not buffer.dtype or target.numel() != buffer.numel(), "data or scale")
+                refuse(
+                    target.dtype is not buffer.dtype or target.numel() != buffer.numel(),
+                    "data or scale",
+                )
                 target.copy_(buffer.view(target.shape))
 
-    def _quantized_group(self, x, packed, columnwise, eps, row0, amax, tensor_amax, enc, record, round_to_bf16):
+    def _quantized_group(
+        self, x, packed, columnwise, eps, row0, amax, tensor_amax, enc, record, round_to_bf16
+    ):
         sides = (0, packed, 0.0, eps) if columnwise else (packed, 0, eps, 0.0)
         e, made = unpack(packed, COLUMNWISE if columnwise else ROWWISE, eps).encoding, []
         refuse(e.stochastic or e.fmt.rotated, "a group is rounded to nearest, not rotated")
-        refuse(len(enc) != len(record) or (enc and len(enc) != len(x)), "an enc and a record a tensor")
-        for one, start, *known, factor, history in zip(x, row0, amax, tensor_amax, enc or [None] * len(x), record or [None] * len(x)):
-            refuse(e.fmt.block[1] is None and known[0] is None, "pass the amax of a scale that spans more than a tile")
-            refuse(e.fmt.tensor_scale and known[1] is None, "pass the amax of a scale that spans more than a tile")
-            made.append(self.quantize(one, *sides, start, round_to_bf16, *([None] * (4 * columnwise)), *known, factor, *[None] * 5)[:2])
+        refuse(
+            len(enc) != len(record) or (enc and len(enc) != len(x)), "an enc and a record a tensor"
+        )
+        for one, start, *known, factor, history in zip(
+            x, row0, amax, tensor_amax, enc or [None] * len(x), record or [None] * len(x)
+        ):
+            refuse(
+                e.fmt.block[1] is None and known[0] is None,
+                "pass the amax of a scale that spans more than a tile",
+            )
+            refuse(
+                e.fmt.tensor_scale and known[1] is None,
+                "pass the amax of a scale that spans more than a tile",
+            )
+            made.append(
+                self.quantize(
+                    one,
+                    *sides,
+                    start,
+                    round_to_bf16,
+                    *([None] * (4 * columnwise)),
+                    *known,
+                    factor,
+                    *[None] * 5,
+                )[:2]
+            )
             if factor is not None and history.numel():
                 dispatch.record_amax(history, known[0])
         self.calls.append(Call("quantize_group", x[0].data_ptr()))
         return made
 
-    def quantize_anchored(self, x, row, col, row_run, col_run, row_anchor, col_anchor, round_to_bf16):
+    def quantize_anchored(
+        self, x, row, col, row_run, col_run, row_anchor, col_anchor, round_to_bf16
+    ):
         self._input("quantize_anchored", x, row, col)
         refuse(
             not (x.dtype is torch.bfloat16 or (round_to_bf16 and x.dtype is torch.float32)),
@@ -280,7 +420,10 @@ class Operators:
             run, given = (row_run, row_anchor) if e.direction is ROWWISE else (col_run, col_anchor)
             if run == native.OF_TENSOR:
                 refuse(e.fmt.element.name != "e4m3", "anchors of tensors are of e4m3")
-                refuse(given is not None and not torch.equal(given, x.abs().amax().view(1).float()), "an amax of other values")
+                refuse(
+                    given is not None and not torch.equal(given, x.abs().amax().view(1).float()),
+                    "an amax of other values",
+                )
                 amax, _ = reference.statistics(x, e)
                 compact = reference.encode(x, amax, None, e)
                 codes, scale = reference.anchored_codes(*compact, e.fmt, e.direction, whole=True)
@@ -289,7 +432,10 @@ class Operators:
                 refuse(given is not None, "anchors are taken from x here")
                 refuse(run < 0 or run % 128 or run & (run - 1), f"anchor run is {run}")
                 codes, scale = reference.anchored(x, e, run or None)
-            made += [_turned(codes, e.fmt, x.shape, e.direction) if side.transposed else codes, scale]
+            made += [
+                _turned(codes, e.fmt, x.shape, e.direction) if side.transposed else codes,
+                scale,
+            ]
         return made
 
     # Layouts #
@@ -297,30 +443,51 @@ class Operators:
     def dequantize(self, data, scale, tensor_amax, packed, columnwise, cols, row0, dtype):
         side = unpack(packed, COLUMNWISE if columnwise else ROWWISE)
         fmt, direction = side.encoding.fmt, side.encoding.direction
-        refuse(data.dtype is not torch.uint8 or not data.is_contiguous(), "data is not contiguous uint8")
-        refuse(data.shape[1] != (ceil_div(cols, fmt.element.packing[0]) * fmt.element.packing[1]), f"data of {cols} columns")
+        refuse(
+            data.dtype is not torch.uint8 or not data.is_contiguous(),
+            "data is not contiguous uint8",
+        )
+        refuse(
+            data.shape[1] != (ceil_div(cols, fmt.element.packing[0]) * fmt.element.packing[1]),
+            f"data of {cols} columns",
+        )
         refuse(scale is not None and not scale.is_contiguous(), "scale is not contiguous")
-        return reference.decode(data, scale, tensor_amax, fmt, direction, cols, row0).to(dtype).contiguous()
+        return (
+            reference.decode(data, scale, tensor_amax, fmt, direction, cols, row0)
+            .to(dtype)
+            .contiguous()
+        )
 
     def tensor_decode_scale(self, tensor_amax, packed):
         return reference.tensor_decode_scale(tensor_amax, unpack(packed, ROWWISE).encoding.fmt)
 
     def transpose_codes(self, data, rows, cols, bits):
         self.calls.append(Call("transpose_codes", data.data_ptr()))
-        refuse(not data.is_contiguous() or data.numel() != rows * (ceil_div(cols, 2) if bits == 4 else cols), "source")
+        refuse(
+            not data.is_contiguous()
+            or data.numel() != rows * (ceil_div(cols, 2) if bits == 4 else cols),
+            "source",
+        )
         return layout.repack(data.view(rows, -1), bits, rows, cols)
 
     def transpose_tokens(self, data, tables, groups):
         self.calls.append(Call("transpose_tokens", data.data_ptr()))
-        refuse(not data.is_contiguous() or data.dtype is not torch.uint8 or not data.numel(), "data is contiguous bytes")
+        refuse(
+            not data.is_contiguous() or data.dtype is not torch.uint8 or not data.numel(),
+            "data is contiguous bytes",
+        )
         return self._gathered(data, native.TokenGroups(tables, groups).sources).t().contiguous()
 
     def relayout_group(self, source, out, kind, rows, cols, outer, outer_block):
-        for one, to, what, r, c, lines, block in zip(source, out, kind, rows, cols, outer, outer_block):
+        for one, to, what, r, c, lines, block in zip(
+            source, out, kind, rows, cols, outer, outer_block
+        ):
             if what in (native.SWIZZLE, native.SWIZZLE_TRANSPOSED):
                 to.copy_(self.swizzle_scales(one, lines, block, what == native.SWIZZLE_TRANSPOSED))
                 continue
-            refuse(what not in (native.TRANSPOSE_BYTES, native.TRANSPOSE_NIBBLES), f"kind is {what}")
+            refuse(
+                what not in (native.TRANSPOSE_BYTES, native.TRANSPOSE_NIBBLES), f"kind is {what}"
+            )
             to.copy_(self.transpose_codes(one, r, c, 4 if what == native.TRANSPOSE_NIBBLES else 8))
         self.calls.append(Call("relayout_group", source[0].data_ptr()))
 
@@ -330,10 +497,15 @@ class Operators:
             return layout.swizzle_128x4(layout.spread_scales(scale, outer, outer_block))
         return layout.swizzle_128x4(scale.repeat_interleave(outer_block, 0)[:outer])
 
-    def anchor_codes(self, data, scale, tensor_amax, packed, columnwise, transposed, whole, cols, run=0):
+    def anchor_codes(
+        self, data, scale, tensor_amax, packed, columnwise, transposed, whole, cols, run=0
+    ):
         if data.dim() == 3:
             refuse(run > 0, "matrices are anchored by lines or tensors")
-            made = [self.anchor_codes(*one, None, packed, columnwise, transposed, whole, cols, run) for one in zip(data, scale)]
+            made = [
+                self.anchor_codes(*one, None, packed, columnwise, transposed, whole, cols, run)
+                for one in zip(data, scale)
+            ]
             return tuple(torch.stack(of) for of in zip(*made))
         refuse(run and (whole or run < 0 or run % 128 or run & (run - 1)), f"anchor run is {run}")
         self.calls.append(Call("anchor_codes", data.data_ptr()))
@@ -341,20 +513,47 @@ class Operators:
         fmt = unpack(packed, direction).encoding.fmt
         powers = whole and fmt.pow2 and fmt.block == (128, 128)
         if whole and fmt.decodes_exactly_to_e4m3:
-            refuse(not (data.is_contiguous() and scale.is_contiguous()) or tensor_amax is None, "data, scale or tensor amax")
+            refuse(
+                not (data.is_contiguous() and scale.is_contiguous()) or tensor_amax is None,
+                "data, scale or tensor amax",
+            )
             return _operand_of_codes(data, scale, tensor_amax, fmt, direction, cols, transposed)
         of_blocks = fmt.scale == "e8m0" and fmt.block[1] == 32
         refuse(not powers and not of_blocks, "wanted e8m0 scales of (1, 32) or (32, 32) blocks")
-        refuse(not (data.is_contiguous() and scale.is_contiguous()), "data or scale is not contiguous")
+        refuse(
+            not (data.is_contiguous() and scale.is_contiguous()), "data or scale is not contiguous"
+        )
         refuse(fmt.row_bytes(cols, torch.uint8) != data.shape[1], f"data of {cols} columns")
         grid = tuple(ceil_div(n, b) for n, b in zip((len(data), cols), fmt.dims(direction)))
-        refuse(scale.numel() != grid[0] * grid[1], f"scale has {scale.numel()} elements; wanted {grid}")
-        codes, lines = reference.anchored_codes(data, scale.view(grid), fmt, direction, whole, cols, run if run > 0 else None)
+        refuse(
+            scale.numel() != grid[0] * grid[1], f"scale has {scale.numel()} elements; wanted {grid}"
+        )
+        codes, lines = reference.anchored_codes(
+            data, scale.view(grid), fmt, direction, whole, cols, run if run > 0 else None
+        )
         return (codes.t().contiguous() if transposed else codes), lines
 
-    def anchor_group(self, data, scale, tensor_amax, packed, columnwise, transposed, whole, cols, out, line_scale, run=0):
-        for one, of, amax, n, *into in zip(data, scale, tensor_amax or [None] * len(data), cols, out, line_scale):
-            for target, made in zip(into, self.anchor_codes(one, of, amax, packed, columnwise, transposed, whole, n, run)):
+    def anchor_group(
+        self,
+        data,
+        scale,
+        tensor_amax,
+        packed,
+        columnwise,
+        transposed,
+        whole,
+        cols,
+        out,
+        line_scale,
+        run=0,
+    ):
+        for one, of, amax, n, *into in zip(
+            data, scale, tensor_amax or [None] * len(data), cols, out, line_scale
+        ):
+            for target, made in zip(
+                into,
+                self.anchor_codes(one, of, amax, packed, columnwise, transposed, whole, n, run),
+            ):
                 target.copy_(made)
 
     def product_error(self, a, b, a_scale, b_scale, a_kind, b_kind, counted, step, guard, product):
@@ -369,44 +568,76 @@ class Operators:
             element = next(e for e in ELEMENTS.values() if native.ELEMENTS.get(e.name) == kind & 7)
             runs = None if block[1] is None else scale.view(ceil_div(data.shape[-1], block[1]), -1)
             operands.append((data.flatten(0, -2), runs, Format("operand", element, block, "fp32")))
-        guard[product] += reference.product_error(*operands, (counted & 15, counted >> 4), int(step[1]) // reference.PROBED_STEPS, product < 2)
+        guard[product] += reference.product_error(
+            *operands,
+            (counted & 15, counted >> 4),
+            int(step[1]) // reference.PROBED_STEPS,
+            product < 2,
+        )
 
     # Products #
 
     def gemm(self, a, b, a_scale, b_scale, a_kind, b_kind, out_dtype, bias=None, alpha=None):
         self.calls.append(Call("gemm", a.data_ptr()))
-        return _product(a, b, a_scale, b_scale, a_kind, b_kind, out_dtype, bias, alpha).to(out_dtype)
+        return _product(a, b, a_scale, b_scale, a_kind, b_kind, out_dtype, bias, alpha).to(
+            out_dtype
+        )
 
-    def gemm_out(self, out, a, b, a_scale, b_scale, a_kind, b_kind, accumulate, bias=None, alpha=None):
+    def gemm_out(
+        self, out, a, b, a_scale, b_scale, a_kind, b_kind, accumulate, bias=None, alpha=None
+    ):
         self.calls.append(Call("gemm_out", a.data_ptr()))
         made = _product(a, b, a_scale, b_scale, a_kind, b_kind, out.dtype, bias, alpha)
-        refuse(a_kind >> 3 == _1X512 and accumulate and out.dtype is not torch.float32, f"{out.dtype} +=", NotImplementedError)
+        refuse(
+            a_kind >> 3 == _1X512 and accumulate and out.dtype is not torch.float32,
+            f"{out.dtype} +=",
+            NotImplementedError,
+        )
         out.copy_(made + out.double() if accumulate else made)
 
     def grouped_gemm(self, out, a, b, a_scale, b_scale, offsets, a_kind, b_kind, flag=None):
         self.calls.append(Call("grouped_gemm", a.data_ptr()))
         refuse(offsets.dtype is not torch.int32 or offsets.shape != (len(b) + 1,), "offsets")
-        refuse(out.shape != (a.shape[0], b.shape[1]) or out.dtype not in (torch.bfloat16, torch.float32), "out")
+        refuse(
+            out.shape != (a.shape[0], b.shape[1])
+            or out.dtype not in (torch.bfloat16, torch.float32),
+            "out",
+        )
         refuse(b.shape[1] % 8, "b: multiples of 8 rows (N)")
         x = None if _is_each(a_scale, a_kind, len(a)) else _operand(a, a_scale, a_kind, "a")
         scales = b_scale.view(len(b), -1) if b_scale.numel() > 1 else b_scale.expand(len(b), 1)
         for e, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
-            rows = _operand(a[start:end], a_scale[e : e + 1], a_kind, "a") if x is None else x[start:end]
+            rows = (
+                _operand(a[start:end], a_scale[e : e + 1], a_kind, "a")
+                if x is None
+                else x[start:end]
+            )
             made = rows @ _operand(b[e], scales[e], b_kind, "b").t()
             out[start:end] = made * (a_scale[e] * b_scale[e]).double() if a_kind == 8 else made
 
-    def grouped_gemm_wgrad(self, out, a, b, a_scale, b_scale, offsets, a_kind, b_kind, accumulate=False, flag=None):
+    def grouped_gemm_wgrad(
+        self, out, a, b, a_scale, b_scale, offsets, a_kind, b_kind, accumulate=False, flag=None
+    ):
         self.calls.append(Call("grouped_gemm_wgrad", a.data_ptr()))
-        refuse(offsets.dtype is not torch.int32 or any(o % 128 for o in offsets.tolist()), "offsets: multiples of 128")
+        refuse(
+            offsets.dtype is not torch.int32 or any(o % 128 for o in offsets.tolist()),
+            "offsets: multiples of 128",
+        )
         refuse(out.shape != (len(offsets) - 1, len(a), len(b)), "out")
-        refuse(_ELEMENTS.get(b_kind & 7) == E5M2, "b is e5m2, and groups are cut", NotImplementedError)
+        refuse(
+            _ELEMENTS.get(b_kind & 7) == E5M2, "b is e5m2, and groups are cut", NotImplementedError
+        )
         given = (a, a_scale, a_kind, "a"), (b, b_scale, b_kind, "b")
-        whole = [None if _is_each(scale, kind, len(codes)) else _operand(codes, scale, kind, name)
-                 for codes, scale, kind, name in given]
+        whole = [
+            None if _is_each(scale, kind, len(codes)) else _operand(codes, scale, kind, name)
+            for codes, scale, kind, name in given
+        ]
         for e, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
             x, w = (
-                _operand(codes[:, start:end], scale.view(len(offsets) - 1, -1)[e], kind, name) if values is None
-                else values[:, start:end] for values, (codes, scale, kind, name) in zip(whole, given)
+                _operand(codes[:, start:end], scale.view(len(offsets) - 1, -1)[e], kind, name)
+                if values is None
+                else values[:, start:end]
+                for values, (codes, scale, kind, name) in zip(whole, given)
             )
             made = x @ w.t()
             made = made * (a_scale[e] * b_scale[e]).double() if a_kind == 8 else made
@@ -415,12 +646,32 @@ class Operators:
     # Optimizers #
 
     def adam(
-        self, master, grad, first, second, rounded, first_scale, second_scale, row, scalars, grad_scale, found_inf
+        self,
+        master,
+        grad,
+        first,
+        second,
+        rounded,
+        first_scale,
+        second_scale,
+        row,
+        scalars,
+        grad_scale,
+        found_inf,
     ):
         self.calls.append(Call("adam", master[0].data_ptr()))
-        lists, none = [master, first, second, rounded, first_scale, second_scale], [None] * len(master)
-        refuse(any(len(of or master) != len(master) for of in (*lists, grad, row)), "lists of different lengths")
-        refuse(any(t.dtype is not of[0].dtype for of in (*lists, grad) for t in of), "dtypes differ in a list")
+        lists, none = (
+            [master, first, second, rounded, first_scale, second_scale],
+            [None] * len(master),
+        )
+        refuse(
+            any(len(of or master) != len(master) for of in (*lists, grad, row)),
+            "lists of different lengths",
+        )
+        refuse(
+            any(t.dtype is not of[0].dtype for of in (*lists, grad) for t in of),
+            "dtypes differ in a list",
+        )
         refuse((first[0].dtype is torch.uint8) != bool(first_scale), "codes have scales")
         refuse(master[0].dtype is torch.uint8 and not rounded, "remainders have parameters")
         if found_inf is None or not found_inf.item():
@@ -432,8 +683,22 @@ class Operators:
                         target.data.copy_(value)  # as a kernel writes: no version is counted
 
     def adam_group(
-        self, master, grad, first, second, row, scalars, grad_scale, found_inf, row_side, col_side, row_eps, col_eps, row0,
-        statistics, out,
+        self,
+        master,
+        grad,
+        first,
+        second,
+        row,
+        scalars,
+        grad_scale,
+        found_inf,
+        row_side,
+        col_side,
+        row_eps,
+        col_eps,
+        row0,
+        statistics,
+        out,
     ):
         self.adam(master, grad, first, second, (), (), (), row, scalars, grad_scale, found_inf)
         self.calls[-1] = Call("adam_group", master[0].data_ptr(), bool(row_side), bool(col_side))
@@ -443,14 +708,20 @@ class Operators:
             for side in _present(row_side, col_side, row_eps, col_eps):
                 e = side.encoding
                 leaves_tile = e.fmt.block[1] is None or e.fmt.element.bits != 8
-                refuse(e.stochastic or e.fmt.rotated or (leaves_tile and not statistics), "Adam's kernel makes plain codes")
+                refuse(
+                    e.stochastic or e.fmt.rotated or (leaves_tile and not statistics),
+                    "Adam's kernel makes plain codes",
+                )
                 amax, tensor_amax = reference.statistics(x, e, start)
                 if statistics:
                     made, into = ([amax, tensor_amax] if e.fmt.tensor_scale else [amax]), next(out)
                     into = [into, next(out)] if e.fmt.tensor_scale else [into]
                     refuse(any(t.any() for t in into), "amaxes are zeros before")
                 else:
-                    made, into = reference.encode(x, amax, tensor_amax, e, start), [next(out), next(out)]
+                    made, into = (
+                        reference.encode(x, amax, tensor_amax, e, start),
+                        [next(out), next(out)],
+                    )
                 for target, value in zip(into, made):
                     if target.numel() or not statistics:
                         target.copy_(value)
@@ -459,7 +730,10 @@ class Operators:
     def adam_count(self, steps, found_inf, lr, learning_rate, beta1, beta2, eps, decay, decoupled):
         self.calls.append(Call("adam_count", steps[0].data_ptr()))
         group = {
-            "lr": learning_rate if lr is None else lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": decay,
+            "lr": learning_rate if lr is None else lr,
+            "betas": (beta1, beta2),
+            "eps": eps,
+            "weight_decay": decay,
             "decoupled_weight_decay": decoupled,
         }
         return fused_adam.scalars_on_device(group, steps, found_inf)
@@ -467,10 +741,21 @@ class Operators:
     # A layer's step #
 
     def linear_plan(self, fields, eps, key):
-        refuse(len(fields) != 34 or len(eps) != 6, f"a linear plan has 34 fields and 6 eps; got {len(fields)}, {len(eps)}")
-        operand_specs = [native.OperandSpec(*fields[5 * i : 5 * i + 5], e) for i, e in enumerate(eps)]
-        self.plans.append(SimpleNamespace(
-            slots=[operand_specs[:2], operand_specs[2:4], operand_specs[4:]], saves_input=fields[30], watched=fields[31:], key=key))
+        refuse(
+            len(fields) != 34 or len(eps) != 6,
+            f"a linear plan has 34 fields and 6 eps; got {len(fields)}, {len(eps)}",
+        )
+        operand_specs = [
+            native.OperandSpec(*fields[5 * i : 5 * i + 5], e) for i, e in enumerate(eps)
+        ]
+        self.plans.append(
+            SimpleNamespace(
+                slots=[operand_specs[:2], operand_specs[2:4], operand_specs[4:]],
+                saves_input=fields[30],
+                watched=fields[31:],
+                key=key,
+            )
+        )
         self.counts.append([0] * 9)
         return len(self.plans) - 1
 
@@ -485,19 +770,40 @@ class Operators:
         clean[-1] = tokens
         bounds, places, sources = [0, *clean.tolist()], [0], []
         for start, end in itertools.pairwise(bounds):
-            sources += [(first, min(end - first, 128), len(places) - 1, places[-1]) for first in range(start, end, 128)]
+            sources += [
+                (first, min(end - first, 128), len(places) - 1, places[-1])
+                for first in range(start, end, 128)
+            ]
             places.append(128 * len(sources))
         spare = (tokens + 127 * min(len(ends), tokens)) // 128 - len(sources)
         if wrong is not None and not torch.equal(clean, given):
             wrong.fill_(tag << 32 | tokens)
-        return torch.tensor(sum([*sources, *[(0, 0, 0, 0)] * spare], ()) + (*bounds, *places), dtype=torch.int32)
+        return torch.tensor(
+            sum([*sources, *[(0, 0, 0, 0)] * spare], ()) + (*bounds, *places), dtype=torch.int32
+        )
 
     def grouped_step(
-        self, x, ends, weight, weight_scale, plan, save, guard, out_dtype, wrong, tag, factors, histories, step, ids
+        self,
+        x,
+        ends,
+        weight,
+        weight_scale,
+        plan,
+        save,
+        guard,
+        out_dtype,
+        wrong,
+        tag,
+        factors,
+        histories,
+        step,
+        ids,
     ):
         tables, operand_specs = self.token_groups(ends, len(x), wrong, tag), self.plans[plan].slots
         keeps = save and not self.plans[plan].saves_input
-        made = self.linear_tokens(x, plan, 0, True, keeps, guard, tables, len(ends), factors, step, ids, histories)
+        made = self.linear_tokens(
+            x, plan, 0, True, keeps, guard, tables, len(ends), factors, step, ids, histories
+        )
         fields = self._fields(operand_specs[0][0])
         a = self._multiplied(operand_specs[0][0], made[:fields] or [x])
         kind = 8 if self._decodes(operand_specs[1][0]) else operand_specs[1][0].kind
@@ -521,12 +827,14 @@ class Operators:
         return bool(reading.side) and unpack(reading.side, ROWWISE).encoding.fmt.tensor_scale
 
     def _buffers(self, packed: int, direction: Direction) -> int:
-        """How many buffers the codes of a side are: the scale of an operand contains the tensor amax."""
+        """How many buffers the codes of a side are: the scale of an operand contains the tensor
+        amax."""
         side = unpack(packed, direction)
         return 2 + (side.encoding.fmt.tensor_scale and side.layout != native.OPERAND)
 
     def _multiplied(self, reading, buffers) -> tuple:
-        """(data, scale, kind): values of codes that are decoded, which lie along the contraction."""
+        """(data, scale, kind): values of codes that are decoded, which lie along the
+        contraction."""
         if not reading.side:
             return buffers[0], None, 0
         if not self._decodes(reading):
@@ -540,7 +848,11 @@ class Operators:
         offsets = native.TokenGroups(tables, len(b)).offsets
         out = a.new_empty(len(a), b.shape[1], dtype=dtype)
         if a_kind == 0:
-            refuse(b_kind or dtype is not torch.bfloat16, "values are multiplied by values, in bfloat16", NotImplementedError)
+            refuse(
+                b_kind or dtype is not torch.bfloat16,
+                "values are multiplied by values, in bfloat16",
+                NotImplementedError,
+            )
             self.calls.append(Call("_grouped_mm", a.data_ptr()))
             for e, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
                 out[start:end] = torch.nn.functional.linear(a[start:end], b[e])
@@ -549,19 +861,51 @@ class Operators:
         return out
 
     def grouped_step_backward(
-        self, dy, tables, groups, weight, weight_scale, saved, plan, guard, factors, grad_factors, grad_histories, step, ids,
+        self,
+        dy,
+        tables,
+        groups,
+        weight,
+        weight_scale,
+        saved,
+        plan,
+        guard,
+        factors,
+        grad_factors,
+        grad_histories,
+        step,
+        ids,
         turned,
     ):
         operand_specs, at = self.plans[plan].slots, native.TokenGroups(tables, groups)
         dx = dw = dy.new_empty(0)
         of_rows, of_cols = bool(operand_specs[2][0].side), bool(operand_specs[2][1].side)
         made = self.linear_tokens(
-            dy, plan, 2, weight is not None, len(saved) > 0, guard, tables, groups, grad_factors, step, ids, grad_histories)
+            dy,
+            plan,
+            2,
+            weight is not None,
+            len(saved) > 0,
+            guard,
+            tables,
+            groups,
+            grad_factors,
+            step,
+            ids,
+            grad_histories,
+        )
         if len(saved):
-            x = saved if not (self.plans[plan].saves_input and operand_specs[0][1].side) else self.linear_tokens(
-                saved[0], plan, 0, False, True, guard, tables, groups, factors, step, ids)
+            x = (
+                saved
+                if not (self.plans[plan].saves_input and operand_specs[0][1].side)
+                else self.linear_tokens(
+                    saved[0], plan, 0, False, True, guard, tables, groups, factors, step, ids
+                )
+            )
             if of_cols:
-                a = self._multiplied(operand_specs[2][1], made[-self._fields(operand_specs[2][1]) :])
+                a = self._multiplied(
+                    operand_specs[2][1], made[-self._fields(operand_specs[2][1]) :]
+                )
                 b = self._multiplied(operand_specs[0][1], x)
                 a, b = (b, a) if turned else (a, b)
                 dw = dy.new_empty(groups, len(a[0]), len(b[0]))
@@ -571,10 +915,14 @@ class Operators:
                 self.calls.append(Call("_grouped_mm", dy.data_ptr()))
                 parts = itertools.pairwise(at.offsets.tolist())
                 a, b = (x[0], dy) if turned else (dy, x[0])
-                dw = torch.stack([torch.nn.functional.linear(a[i:j].t(), b[i:j].t()) for i, j in parts])
+                dw = torch.stack(
+                    [torch.nn.functional.linear(a[i:j].t(), b[i:j].t()) for i, j in parts]
+                )
             self.counts[plan][8] += groups
         if weight is not None:
-            a = self._multiplied(operand_specs[2][0], made[: self._fields(operand_specs[2][0])] or [dy])
+            a = self._multiplied(
+                operand_specs[2][0], made[: self._fields(operand_specs[2][0])] or [dy]
+            )
             weight = weight if of_rows else weight.transpose(1, 2)
             kind = 8 if self._decodes(operand_specs[1][1]) else operand_specs[1][1].kind
             dx = self._rows_product(*a, weight, weight_scale, kind, tables, dy.dtype)
@@ -588,29 +936,50 @@ class Operators:
             gathered[128 * i : 128 * i + count] = x[first : first + count]
         return gathered
 
-    def linear_tokens(self, x, plan, slot, row, col, guard, tables, groups, factors, step, ids, histories=()):
-        """The columnwise side is that of x with its groups spread; of scales that span tokens, each group by itself."""
+    def linear_tokens(
+        self, x, plan, slot, row, col, guard, tables, groups, factors, step, ids, histories=()
+    ):
+        """The columnwise side is that of x with its groups spread; of scales that span tokens, each
+        group by itself."""
         call = SimpleNamespace(
-            slots=self.plans[plan].slots, guard=guard, number=plan, factors=(factors,) * 2, histories=(histories,) * 2,
-            step=step, ids=ids)
+            slots=self.plans[plan].slots,
+            guard=guard,
+            number=plan,
+            factors=(factors,) * 2,
+            histories=(histories,) * 2,
+            step=step,
+            ids=ids,
+        )
         self.calls.append(Call("linear_tokens", x.data_ptr(), row, col))
         sources = native.TokenGroups(tables, groups).sources
         made = []
-        for d, values, *sides in ((ROWWISE, x, row, False), (COLUMNWISE, self._gathered(x, sources), False, col)):
+        for d, values, *sides in (
+            (ROWWISE, x, row, False),
+            (COLUMNWISE, self._gathered(x, sources), False, col),
+        ):
             side = unpack(call.slots[slot][d is COLUMNWISE].side, d)
             if side is None:
                 continue
             fmt = side.encoding.fmt
-            if any(sides) and (fmt.tensor_scale or (fmt.block[1] is None and (d is COLUMNWISE or fmt.block[0] is None))):
+            if any(sides) and (
+                fmt.tensor_scale
+                or (fmt.block[1] is None and (d is COLUMNWISE or fmt.block[0] is None))
+            ):
                 made += self._of_groups(call, slot, x, d, sources.tolist(), groups)
             else:
-                made += [t for buffers in self._step_quantize(call, slot, values, *sides).values() for t in buffers[:2]]
+                made += [
+                    t
+                    for buffers in self._step_quantize(call, slot, values, *sides).values()
+                    for t in buffers[:2]
+                ]
         return made
 
     def _of_groups(self, call, slot, x, d, sources, groups):
-        """Codes and scales of one direction, each group quantized by itself; scales of groups without tokens are not set.
+        """Codes and scales of one direction, each group quantized by itself; scales of groups
+        without tokens are not set.
 
-        Two-level columnwise codes lie along the tokens, as do their scales; and there are tensor amaxes [groups].
+        Two-level columnwise codes lie along the tokens, as do their scales; and there are tensor
+        amaxes [groups].
         """
         decodes = self._buffers(call.slots[slot][d is COLUMNWISE].side, d) == 3
         per = 2 if decodes else 1
@@ -621,35 +990,66 @@ class Operators:
         if decodes:
             scale = x.new_zeros(groups, dtype=torch.float32)
         for e in range(groups):
-            tiles = [(first, count, start) for first, count, group, start in sources if group == e and count]
+            tiles = [
+                (first, count, start)
+                for first, count, group, start in sources
+                if group == e and count
+            ]
             if not tiles:
                 continue
             (first, _, start), end = tiles[0], tiles[-1][0] + tiles[-1][1]
             self.counts[call.number] = list(counted)  # once for all
-            histories = {name: [list(of)[e::groups] for of in getattr(call, name)] for name in ("factors", "histories")}
-            of_one = SimpleNamespace(**vars(call) | histories | {"ids": call.ids[e] if call.ids else None})
+            histories = {
+                name: [list(of)[e::groups] for of in getattr(call, name)]
+                for name in ("factors", "histories")
+            }
+            of_one = SimpleNamespace(
+                **vars(call) | histories | {"ids": call.ids[e] if call.ids else None}
+            )
             if decodes:
-                data, of_block, scale[e] = self._step_quantize(of_one, slot, x[first:end], d is ROWWISE, d is COLUMNWISE)[d]
+                data, of_block, scale[e] = self._step_quantize(
+                    of_one, slot, x[first:end], d is ROWWISE, d is COLUMNWISE
+                )[d]
                 if d is COLUMNWISE:
                     data, of_block = layout.repack(data, 4, len(data), x.shape[1]), of_block.t()
-                at = slice(start // 2, start // 2 + data.shape[1]) if d is COLUMNWISE else slice(None)
+                at = (
+                    slice(start // 2, start // 2 + data.shape[1])
+                    if d is COLUMNWISE
+                    else slice(None)
+                )
                 lines = slice(None) if d is COLUMNWISE else slice(first, end)
                 codes[lines, at] = data
                 blocks[lines, start // 16 * (d is COLUMNWISE) :][:, : of_block.shape[1]] = of_block
                 continue
-            data, of_group = self._step_quantize(of_one, slot, x[first:end], d is ROWWISE, d is COLUMNWISE)[d][:2]
-            (codes[:, start : start + data.shape[1]] if d is COLUMNWISE else codes[first:end]).copy_(data)
-            scale = of_group.new_full((groups, of_group.numel()), torch.nan) if scale is None else scale
+            data, of_group = self._step_quantize(
+                of_one, slot, x[first:end], d is ROWWISE, d is COLUMNWISE
+            )[d][:2]
+            (
+                codes[:, start : start + data.shape[1]] if d is COLUMNWISE else codes[first:end]
+            ).copy_(data)
+            scale = (
+                of_group.new_full((groups, of_group.numel()), torch.nan) if scale is None else scale
+            )
             scale[e] = of_group.flatten()
-        return [codes, blocks.flatten() if d is COLUMNWISE else blocks, scale] if decodes else [codes, scale.flatten()]
+        return (
+            [codes, blocks.flatten() if d is COLUMNWISE else blocks, scale]
+            if decodes
+            else [codes, scale.flatten()]
+        )
 
     def linear_weight(self, weight, plan, row, col, round_to_bf16, factors, histories):
         if weight.dim() == 3:
             refuse(weight.stride(2) != 1, f"weight has strides {weight.stride()}")
             n, operand_specs = len(weight), self.plans[plan].slots[1]
-            four = [self._is_four_bit(operand_specs[0]), self._is_four_bit(operand_specs[0] if operand_specs[1].same else operand_specs[1])]
+            four = [
+                self._is_four_bit(operand_specs[0]),
+                self._is_four_bit(operand_specs[0] if operand_specs[1].same else operand_specs[1]),
+            ]
             if (row and four[0]) or (col and four[1]):
-                refuse(weight.dtype is not torch.bfloat16 or not weight.is_contiguous(), f"weight is {weight.dtype}")
+                refuse(
+                    weight.dtype is not torch.bfloat16 or not weight.is_contiguous(),
+                    f"weight is {weight.dtype}",
+                )
                 args = round_to_bf16, factors, histories
                 rest = [[], []]
                 for d, wanted in enumerate((row, col)):
@@ -662,7 +1062,8 @@ class Operators:
                 return rest[0] + rest[1]
             each = [
                 self.linear_weight(w, plan, row, col, round_to_bf16, factors[e::n], histories[e::n])
-                for e, w in enumerate(weight)]
+                for e, w in enumerate(weight)
+            ]
             return [torch.stack(list(buffers)) for buffers in zip(*each)]
         operand_specs = self.plans[plan].slots[1]
         wanted, result, recorded = self._wanted(operand_specs, row, col), [], set()
@@ -680,32 +1081,60 @@ class Operators:
             made = self._quantized(weight, [compact], 0, round_to_bf16, known)
             if side.encoding.fmt.block[1] is None:
                 amax = made.pop()
-                if enc is not None and reading.factor < len(histories) and reading.factor not in recorded:
+                if (
+                    enc is not None
+                    and reading.factor < len(histories)
+                    and reading.factor not in recorded
+                ):
                     recorded.add(reading.factor)
                     self.record_amax(histories[reading.factor], amax)
             del made[self._buffers(reading.side, d) :]
-            result += made if reading.run == -1 else self._anchors_of(made, reading, d, weight.shape)
+            result += (
+                made if reading.run == -1 else self._anchors_of(made, reading, d, weight.shape)
+            )
         return result
 
     def _stacked_runs(self, weight, reading, d):
         e, _, scale_layout = unpack(reading.side, d, reading.eps)
         if scale_layout == native.OPERAND:
-            made = [self._quantized(w, [Side(e, d is COLUMNWISE, scale_layout)], 0, False, [None] * 8) for w in weight]
+            made = [
+                self._quantized(w, [Side(e, d is COLUMNWISE, scale_layout)], 0, False, [None] * 8)
+                for w in weight
+            ]
             codes, scales, _ = zip(*made)
             pad = -weight.shape[1] % 128 if d is COLUMNWISE else 0
-            return [torch.cat([layout.pad_to(c, 1, c.shape[1] + pad) for c in codes], int(d is COLUMNWISE)), torch.cat(scales)]
-        made = [self._quantized(w, [Side(e, False, native.COMPACT)], 0, False, [None] * 8) for w in weight]
+            return [
+                torch.cat(
+                    [layout.pad_to(c, 1, c.shape[1] + pad) for c in codes], int(d is COLUMNWISE)
+                ),
+                torch.cat(scales),
+            ]
+        made = [
+            self._quantized(w, [Side(e, False, native.COMPACT)], 0, False, [None] * 8)
+            for w in weight
+        ]
         codes, scales, amaxes = zip(*made)
         if d is COLUMNWISE:  # side by side, each from a multiple of 128 on
             pad = -weight.shape[1] % 128
-            codes = [layout.pad_to(layout.repack(c, 4, *weight.shape[1:]), 1, (weight.shape[1] + pad) // 2) for c in codes]
+            codes = [
+                layout.pad_to(
+                    layout.repack(c, 4, *weight.shape[1:]), 1, (weight.shape[1] + pad) // 2
+                )
+                for c in codes
+            ]
             scales = [layout.pad_to(s.t(), 1, (weight.shape[1] + pad) // 16) for s in scales]
         dim = int(d is COLUMNWISE)
-        return [torch.cat(list(codes), dim), torch.cat(list(scales), dim).contiguous(), torch.cat(amaxes)]
+        return [
+            torch.cat(list(codes), dim),
+            torch.cat(list(scales), dim).contiguous(),
+            torch.cat(amaxes),
+        ]
 
     def _random_key(self, step, ids, slot, rows):
         seed, number, micro_batch, offset, rank = step.tolist()
-        return torch.tensor([seed, number, ids[slot].item(), micro_batch, rank * rows if offset < 0 else offset])
+        return torch.tensor(
+            [seed, number, ids[slot].item(), micro_batch, rank * rows if offset < 0 else offset]
+        )
 
     def record_amax(self, amaxes, amax):
         refuse(amax.numel() != 1, "amax is one float32")
@@ -714,14 +1143,29 @@ class Operators:
 
     # Norms and activations #
 
-    def _rows(self, name: str, like: Tensor, *others: Tensor | None, contiguous: bool = False) -> None:
+    def _rows(
+        self, name: str, like: Tensor, *others: Tensor | None, contiguous: bool = False
+    ) -> None:
         for t in (like, *others):
             if t is not None:
-                refuse(t.shape != like.shape or t.dtype is not like.dtype, f"{name}: {list(t.shape)} {t.dtype}")
+                refuse(
+                    t.shape != like.shape or t.dtype is not like.dtype,
+                    f"{name}: {list(t.shape)} {t.dtype}",
+                )
                 rows = t.view(-1, t.shape[-1])
-                aligned = rows.stride(1) == 1 and rows.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0
-                refuse(not aligned or (contiguous and not t.is_contiguous()), f"{name}: strides {t.stride()}")
-        refuse(like.dim() == 0 or like.numel() == 0 or like.shape[-1] % 8, f"{name} has shape {list(like.shape)}")
+                aligned = (
+                    rows.stride(1) == 1
+                    and rows.stride(0) * t.element_size() % 16 == 0
+                    and t.data_ptr() % 16 == 0
+                )
+                refuse(
+                    not aligned or (contiguous and not t.is_contiguous()),
+                    f"{name}: strides {t.stride()}",
+                )
+        refuse(
+            like.dim() == 0 or like.numel() == 0 or like.shape[-1] % 8,
+            f"{name} has shape {list(like.shape)}",
+        )
         self.calls.append(Call(name, like.data_ptr()))
 
     def activation(self, g, u, kind):
@@ -732,7 +1176,11 @@ class Operators:
     def activation_backward(self, dh, g, u, kind):
         self._rows("activation_backward", g, u, dh)
         dg, du = norm.reference_activation_backward(dh, g, u, kind)
-        return dg, dg.new_empty(0) if du is None else du, torch.stack([_amaxes(t) for t in (dg, du) if t is not None])
+        return (
+            dg,
+            dg.new_empty(0) if du is None else du,
+            torch.stack([_amaxes(t) for t in (dg, du) if t is not None]),
+        )
 
     def activate(self, g, u, kind, grad_amaxes, deferred, packed):
         refuse(packed and u is not None, "packed, and u")
@@ -743,21 +1191,60 @@ class Operators:
         y, rstd, mean = norm.reference_norm(x, weight, bias, norm.NormSpec(*spec))
         return y, y.abs().amax().float().view(1), rstd, mean
 
-    def norm_backward(self, dy, x, weight, residual, rstd, mean, zero_centered, rounds_first, has_bias):
+    def norm_backward(
+        self, dy, x, weight, residual, rstd, mean, zero_centered, rounds_first, has_bias
+    ):
         self._rows("norm_backward", x, dy, residual, contiguous=True)
-        spec = norm.NormSpec(0.0, bool(mean.numel()), zero_centered, rounds_first)  # rstd has eps in it
+        spec = norm.NormSpec(
+            0.0, bool(mean.numel()), zero_centered, rounds_first
+        )  # rstd has eps in it
         bias = weight if has_bias else None
-        dx, dweight, dbias = norm.reference_norm_backward(dy, x, weight, bias, residual, rstd, mean, spec)
-        return dx, dx.abs().amax().float().view(1), dweight, dweight.new_empty(0) if dbias is None else dbias
+        dx, dweight, dbias = norm.reference_norm_backward(
+            dy, x, weight, bias, residual, rstd, mean, spec
+        )
+        return (
+            dx,
+            dx.abs().amax().float().view(1),
+            dweight,
+            dweight.new_empty(0) if dbias is None else dbias,
+        )
 
     def linear_step(
-        self, x, edge, bias, values, rowwise, columnwise, plan, round_to_bf16, save, step, ids, guard, factors, grad_factors,
-        weight_factors, histories, grad_histories, weight_histories, codes, amaxes, grad_amaxes,
+        self,
+        x,
+        edge,
+        bias,
+        values,
+        rowwise,
+        columnwise,
+        plan,
+        round_to_bf16,
+        save,
+        step,
+        ids,
+        guard,
+        factors,
+        grad_factors,
+        weight_factors,
+        histories,
+        grad_histories,
+        weight_histories,
+        codes,
+        amaxes,
+        grad_amaxes,
     ):
         """Checked as csrc/step/linear.cpp does; the node of autograd is a Python one."""
         call = SimpleNamespace(
-            number=plan, save=save, step=step, ids=ids, guard=guard, factors=(factors, grad_factors),
-            histories=(histories, grad_histories), columnwise=list(columnwise), grad_amaxes=grad_amaxes, **vars(self.plans[plan]),
+            number=plan,
+            save=save,
+            step=step,
+            ids=ids,
+            guard=guard,
+            factors=(factors, grad_factors),
+            histories=(histories, grad_histories),
+            columnwise=list(columnwise),
+            grad_amaxes=grad_amaxes,
+            **vars(self.plans[plan]),
         )
         refuse(x.dtype is not torch.bfloat16, f"x is {x.dtype}")
         weight = values, rowwise, round_to_bf16, weight_factors, weight_histories
@@ -774,7 +1261,12 @@ class Operators:
         if amaxes is not None:
             whole = x.detach().reshape(-1, x.shape[-1])
             own = whole.abs().amax().float().view(1) if amaxes.numel() == 1 else _amaxes(whole)
-            refuse(x.numel() > 0 and x.untyped_storage().nbytes() >= x.nbytes and not torch.equal(_bits(amaxes), _bits(own)), "amaxes")
+            refuse(
+                x.numel() > 0
+                and x.untyped_storage().nbytes() >= x.nbytes
+                and not torch.equal(_bits(amaxes), _bits(own)),
+                "amaxes",
+            )
             self.calls.append(Call("amaxes", x.data_ptr()))
 
     def _take_weight(self, call, weight, dgrad: bool) -> list[Tensor]:
@@ -782,7 +1274,9 @@ class Operators:
         if values is None:
             return list(rowwise)
         one, other = call.slots[1]
-        made = self.linear_weight(values, call.number, True, dgrad, round_to_bf16, factors, histories)
+        made = self.linear_weight(
+            values, call.number, True, dgrad, round_to_bf16, factors, histories
+        )
         fields = 0 if not one.side else self._buffers(one.side, ROWWISE)
         row = made[:fields] if one.side else [values]
         if dgrad:
@@ -791,32 +1285,52 @@ class Operators:
 
     def linear_gated(self, gate, up, activation, plan, save, step, ids, guard, factors, histories):
         call = SimpleNamespace(
-            number=plan, step=step, ids=ids, guard=guard, factors=(factors, []), histories=(histories, []), **vars(self.plans[plan])
+            number=plan,
+            step=step,
+            ids=ids,
+            guard=guard,
+            factors=(factors, []),
+            histories=(histories, []),
+            **vars(self.plans[plan]),
         )
         refuse(gate.shape != up.shape or gate.dtype is not up.dtype, "up is like gate")
-        refuse(not call.slots[0][0].side or (save and call.saves_input), "the layer multiplies or keeps the input itself")
+        refuse(
+            not call.slots[0][0].side or (save and call.saves_input),
+            "the layer multiplies or keeps the input itself",
+        )
         with torch.no_grad():
-            made = self._step_quantize(call, 0, _matrix(norm.reference_activation(gate, up, activation)), True, save)
-        self.calls.append(Call("linear_gated", gate.data_ptr(), *self._wanted(call.slots[0], True, save)))
+            made = self._step_quantize(
+                call, 0, _matrix(norm.reference_activation(gate, up, activation)), True, save
+            )
+        self.calls.append(
+            Call("linear_gated", gate.data_ptr(), *self._wanted(call.slots[0], True, save))
+        )
         return [t for buffers in made.values() for t in buffers]
 
     def _wanted(self, operand_specs, row: bool, col: bool) -> tuple[bool, bool]:
         one, other = operand_specs
         return (
-            bool(one.side) and (row or (col and other.same)), bool(other.side) and col and not other.same,
+            bool(one.side) and (row or (col and other.same)),
+            bool(other.side) and col and not other.same,
         )
 
-    def _step_quantize(self, call, slot: int, x: Tensor, row: bool, col: bool) -> dict[Direction, list[Tensor]]:
+    def _step_quantize(
+        self, call, slot: int, x: Tensor, row: bool, col: bool
+    ) -> dict[Direction, list[Tensor]]:
         operand_specs, made, recorded = call.slots[slot], {}, set()
         group = slot // 2  # of the input, of the gradient
-        for d, reading, wanted in zip(Direction, operand_specs, self._wanted(operand_specs, row, col)):
+        for d, reading, wanted in zip(
+            Direction, operand_specs, self._wanted(operand_specs, row, col)
+        ):
             if not wanted:
                 continue
             self.counts[call.number][2 * slot + (d is COLUMNWISE)] += 1
             sides = (reading.side, 0) if d is ROWWISE else (0, reading.side)
             side = unpack(reading.side, d, reading.eps)
             fmt = side.encoding.fmt
-            of_codes = reading.run != -1 and (reading.run < 0 or side.encoding.stochastic or fmt.bits < 8 or fmt.block[0] != 1)
+            of_codes = reading.run != -1 and (
+                reading.run < 0 or side.encoding.stochastic or fmt.bits < 8 or fmt.block[0] != 1
+            )
             if reading.run != -1 and not of_codes:
                 runs = (reading.run, 0) if d is ROWWISE else (0, reading.run)
                 made[d] = self.quantize_anchored(x, *sides, *runs, None, None, False)
@@ -824,14 +1338,24 @@ class Operators:
                 continue
             enc = None if reading.factor < 0 else call.factors[group][reading.factor]
             side = side._replace(transposed=False) if of_codes else side
-            key = self.random_key(call.step, call.ids, slot, x.shape[0]) if side.encoding.stochastic else None
+            key = (
+                self.random_key(call.step, call.ids, slot, x.shape[0])
+                if side.encoding.stochastic
+                else None
+            )
             known = [None] * 8
             known[2 + 4 * (d is COLUMNWISE)], known[3 + 4 * (d is COLUMNWISE)] = enc, key
             made[d] = self._quantized(x, [side], 0, False, known)
-            del made[d][2 + (side.layout != native.OPERAND) :]  # the tensor amax is in the scale of an operand
+            del made[d][
+                2 + (side.layout != native.OPERAND) :
+            ]  # the tensor amax is in the scale of an operand
             if side.encoding.fmt.block[1] is None:
                 amax = made[d].pop()
-                if enc is not None and reading.factor < len(call.histories[group]) and reading.factor not in recorded:
+                if (
+                    enc is not None
+                    and reading.factor < len(call.histories[group])
+                    and reading.factor not in recorded
+                ):
                     recorded.add(reading.factor)
                     self.record_amax(call.histories[group][reading.factor], amax)
             if of_codes:
@@ -841,15 +1365,33 @@ class Operators:
 
     def _anchors_of(self, made, reading, d, shape) -> list[Tensor]:
         """Compact codes as an operand against anchors."""
-        turned, cols = d is COLUMNWISE, unpack(reading.side, d).encoding.fmt.padded_shape(shape, d)[1]
-        return list(self.anchor_codes(*made, None, reading.side, turned, turned, reading.run == native.OF_TENSOR, cols, max(reading.run, 0)))
+        turned, cols = (
+            d is COLUMNWISE,
+            unpack(reading.side, d).encoding.fmt.padded_shape(shape, d)[1],
+        )
+        return list(
+            self.anchor_codes(
+                *made,
+                None,
+                reading.side,
+                turned,
+                turned,
+                reading.run == native.OF_TENSOR,
+                cols,
+                max(reading.run, 0),
+            )
+        )
 
-    def _step_operand(self, reading, d: Direction, buffers: list[Tensor]) -> tuple[Tensor, Tensor | None, int, Tensor | None]:
+    def _step_operand(
+        self, reading, d: Direction, buffers: list[Tensor]
+    ) -> tuple[Tensor, Tensor | None, int, Tensor | None]:
         """(data, scale, kind, factor of the product)."""
         data, scale, tensor_amax = (*buffers, None, None)[:3]
         if not reading.side:
             return (data if d is ROWWISE else data.t()), None, 0, None
-        factor = None if tensor_amax is None else self.tensor_decode_scale(tensor_amax, reading.side)
+        factor = (
+            None if tensor_amax is None else self.tensor_decode_scale(tensor_amax, reading.side)
+        )
         if reading.kind:
             return data, scale, reading.kind, factor
         side = unpack(reading.side, d)
@@ -858,7 +1400,9 @@ class Operators:
             factor, scale = scale.flatten(), None
         codes, size = side.encoding.fmt.element.packing
         cols = data.shape[1] // size * codes
-        values = self.dequantize(data, scale, None, reading.side, d is COLUMNWISE, cols, 0, torch.bfloat16)
+        values = self.dequantize(
+            data, scale, None, reading.side, d is COLUMNWISE, cols, 0, torch.bfloat16
+        )
         return (values if d is ROWWISE else values.t()), None, 0, factor
 
     def _step_product(self, call, product: int, a, b, bias=None) -> Tensor:
@@ -871,7 +1415,9 @@ class Operators:
         y = _product(a[0], b[0], a[1], b[1], a[2], b[2], torch.bfloat16, bias, alpha)
         return y.to(torch.bfloat16)
 
-    def _step_forward(self, call, x, bias, weight, dgrad, codes) -> tuple[list[Tensor], list[Tensor]]:
+    def _step_forward(
+        self, call, x, bias, weight, dgrad, codes
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """([y, codes of x], what the backward keeps)."""
         rows = _matrix(x)
         operand_specs, col = call.slots[0], call.save and not call.saves_input
@@ -888,17 +1434,27 @@ class Operators:
         a = self._step_operand(operand_specs[0], ROWWISE, made.get(ROWWISE, [rows]))
         w = self._step_operand(call.slots[1][0], ROWWISE, self._take_weight(call, weight, dgrad))
         y = self._step_product(call, 0, a, w, bias)
-        y = y.new_empty(0).set_(y.untyped_storage(), y.storage_offset(), (*x.shape[:-1], y.shape[-1]))
+        y = y.new_empty(0).set_(
+            y.untyped_storage(), y.storage_offset(), (*x.shape[:-1], y.shape[-1])
+        )
         kept = [x] if call.saves_input else list(made.values())[-1] if col else []
         return [y, *(t for buffers in made.values() for t in buffers)], kept if call.save else []
 
     def _step_backward(self, call, dy, weight, saved, needs_x, needs_w):
         operand_specs, dx, dw = call.slots[2], None, None
         made = self._step_quantize(call, 2, dy, needs_x, needs_w)
-        self.calls.append(Call("linear_step_backward", dy.data_ptr(), *self._wanted(operand_specs, needs_x, needs_w)))
+        self.calls.append(
+            Call(
+                "linear_step_backward",
+                dy.data_ptr(),
+                *self._wanted(operand_specs, needs_x, needs_w),
+            )
+        )
         if needs_x:
             a = self._step_operand(operand_specs[0], ROWWISE, made.get(ROWWISE, [dy]))
-            dx = self._step_product(call, 1, a, self._step_operand(call.slots[1][1], COLUMNWISE, weight()))
+            dx = self._step_product(
+                call, 1, a, self._step_operand(call.slots[1][1], COLUMNWISE, weight())
+            )
         if needs_w:
             of_x, source = call.slots[0][1], ROWWISE if operand_specs[1].same else COLUMNWISE
             a = self._step_operand(operand_specs[1], COLUMNWISE, made.get(source, [dy]))
@@ -915,7 +1471,9 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, edge, bias, operators, call, weight, codes, made):
-        (y, *codes_of_x), kept = operators._step_forward(call, x, bias, weight, ctx.needs_input_grad[0], codes)
+        (y, *codes_of_x), kept = operators._step_forward(
+            call, x, bias, weight, ctx.needs_input_grad[0], codes
+        )
         made.extend(codes_of_x)
         ctx.save_for_backward(*kept)
         ctx.operators, ctx.call, ctx.dtype, ctx.shape = operators, call, edge.dtype, x.shape
@@ -929,12 +1487,24 @@ class _Step(torch.autograd.Function):
         if ctx.call.grad_amaxes is not None:
             ctx.operators._check_amaxes(dy, ctx.call.grad_amaxes)
         dy = _matrix(dy)
-        if needs_x and any(t.numel() and not t.untyped_storage().nbytes() for t in ctx.call.columnwise):
-            raise RuntimeError("StaleWeightError: the columnwise codes of a gathered weight were freed")
-        dx, dw = ctx.operators._step_backward(ctx.call, dy, lambda: ctx.call.columnwise, ctx.saved_tensors, needs_x, needs_w)
+        if needs_x and any(
+            t.numel() and not t.untyped_storage().nbytes() for t in ctx.call.columnwise
+        ):
+            raise RuntimeError(
+                "StaleWeightError: the columnwise codes of a gathered weight were freed"
+            )
+        dx, dw = ctx.operators._step_backward(
+            ctx.call, dy, lambda: ctx.call.columnwise, ctx.saved_tensors, needs_x, needs_w
+        )
         return (
-            dx.view(ctx.shape) if needs_x else None, dw.to(ctx.dtype) if needs_w else None,
-            dy.sum(0).to(ctx.bias_dtype) if needs_b else None, None, None, None, None, None,
+            dx.view(ctx.shape) if needs_x else None,
+            dw.to(ctx.dtype) if needs_w else None,
+            dy.sum(0).to(ctx.bias_dtype) if needs_b else None,
+            None,
+            None,
+            None,
+            None,
+            None,
         )
 
 
@@ -980,11 +1550,13 @@ def _matrix(x: Tensor) -> Tensor:
 def _amaxes(x: Tensor) -> Tensor:
     """As `AmaxesOf` of csrc/norm/norm.h lays them out."""
     magnitudes = x.abs().float().flatten(0, -2)
-    return torch.cat([
-        layout.pad_to(magnitudes.amax().view(1, 1), 1, 4).flatten(),
-        layout.pad_to(magnitudes.amax(1)[None], 1, 4).flatten(),
-        layout.pad_to(magnitudes, 512, 1).view(-1, 512, x.shape[-1]).amax(1).flatten(),
-    ])
+    return torch.cat(
+        [
+            layout.pad_to(magnitudes.amax().view(1, 1), 1, 4).flatten(),
+            layout.pad_to(magnitudes.amax(1)[None], 1, 4).flatten(),
+            layout.pad_to(magnitudes, 512, 1).view(-1, 512, x.shape[-1]).amax(1).flatten(),
+        ]
+    )
 
 
 def _bits(amaxes: Tensor) -> Tensor:
@@ -997,14 +1569,21 @@ def _seen(x: Tensor, round_to_bf16: bool) -> Tensor:
 
 
 def _present(row: int, col: int, row_eps: float = 0.0, col_eps: float = 0.0) -> list[Side]:
-    return [s for s in (unpack(row, ROWWISE, row_eps), unpack(col, COLUMNWISE, col_eps)) if s is not None]
+    return [
+        s
+        for s in (unpack(row, ROWWISE, row_eps), unpack(col, COLUMNWISE, col_eps))
+        if s is not None
+    ]
 
 
 def _operand(x: Tensor, scale: Tensor | None, kind: int, name: str) -> Tensor:
     """An operand's values, fp64 [outer, K]; refuses what cuBLASLt does not read."""
     element, scaling = kind & 7, kind >> 3
     refuse(x.dim() != 2, f"{name} has shape {list(x.shape)}")
-    refuse((scale is None) != (scaling == _NONE), f"{name} has {'no' if scale is None else 'a'} scale, and its scaling is {scaling}")
+    refuse(
+        (scale is None) != (scaling == _NONE),
+        f"{name} has {'no' if scale is None else 'a'} scale, and its scaling is {scaling}",
+    )
     (outer, k), strides = x.shape, x.stride()
     k_major = (strides[1] == 1 or k <= 1) and (strides[0] >= k or outer <= 1)
     if element == 0 and scaling == _TENSOR:  # of a product of groups
@@ -1017,9 +1596,16 @@ def _operand(x: Tensor, scale: Tensor | None, kind: int, name: str) -> Tensor:
         return x.double()
     refuse(x.dtype is not torch.uint8, f"{name} is {x.dtype}; codes are uint8")
     refuse(not k_major, f"{name} has strides {strides}; codes are K-major")
-    refuse(k % 16 or (outer > 1 and strides[0] % 16) or x.data_ptr() % 16, f"{name}: rows of {k} bytes, not aligned")
+    refuse(
+        k % 16 or (outer > 1 and strides[0] % 16) or x.data_ptr() % 16,
+        f"{name}: rows of {k} bytes, not aligned",
+    )
     if scaling in (_E8M0, _E4M3):
-        refuse(not capability.ARCHITECTURES[_CURRENT[-1].arch].byte_scales, "one-byte scales are for sm_100", NotImplementedError)
+        refuse(
+            not capability.ARCHITECTURES[_CURRENT[-1].arch].byte_scales,
+            "one-byte scales are for sm_100",
+            NotImplementedError,
+        )
         return _of_byte_scales(x, scale, element, scaling, name)
     refuse(element == 3, "4-bit codes have one-byte scales", NotImplementedError)
     values = x.view(_ELEMENTS[element].dtype).double()
@@ -1028,11 +1614,16 @@ def _operand(x: Tensor, scale: Tensor | None, kind: int, name: str) -> Tensor:
     block = 512 if scaling == _1X512 else 128
     blocks = ceil_div(k, block)
     wanted = {
-        _TENSOR: 1, _ROW: outer, _1X128: blocks * round_up(outer, 4), _1X512: blocks * round_up(outer, 4),
+        _TENSOR: 1,
+        _ROW: outer,
+        _1X128: blocks * round_up(outer, 4),
+        _1X512: blocks * round_up(outer, 4),
         _128X128: ceil_div(outer, 128) * round_up(blocks, 4),
     }[scaling]
-    refuse(scale.dtype is not torch.float32 or scale.numel() != wanted or not scale.is_contiguous(),
-           f"{name}_scale is {scale.dtype} {list(scale.shape)}; wanted {wanted} contiguous float32")
+    refuse(
+        scale.dtype is not torch.float32 or scale.numel() != wanted or not scale.is_contiguous(),
+        f"{name}_scale is {scale.dtype} {list(scale.shape)}; wanted {wanted} contiguous float32",
+    )
     refuse(scaling != _TENSOR and scale.data_ptr() % 16, f"{name}_scale is not aligned")
     scale = scale.double().flatten()
     if scaling == _ROW:
@@ -1048,13 +1639,26 @@ def _operand(x: Tensor, scale: Tensor | None, kind: int, name: str) -> Tensor:
 def _of_byte_scales(x: Tensor, scale: Tensor, element: int, scaling: int, name: str) -> Tensor:
     block = 32 if scaling == _E8M0 else 16
     codes = layout.unpack(x, 4) if element == 3 else x
-    fmt = Format("operand", _ELEMENTS[element], (1, block), "e8m0" if scaling == _E8M0 else "e4m3", tensor_scale=scaling == _E4M3)
+    fmt = Format(
+        "operand",
+        _ELEMENTS[element],
+        (1, block),
+        "e8m0" if scaling == _E8M0 else "e4m3",
+        tensor_scale=scaling == _E4M3,
+    )
     blocks = ceil_div(codes.shape[1], block)
     wanted = round_up(len(x), 128) * round_up(blocks, 4)
-    refuse(scale.dtype is not torch.uint8 or scale.numel() != wanted or not scale.is_contiguous() or scale.data_ptr() % 16,
-           f"{name}_scale is {scale.dtype} {list(scale.shape)}; wanted {wanted} contiguous bytes")
+    refuse(
+        scale.dtype is not torch.uint8
+        or scale.numel() != wanted
+        or not scale.is_contiguous()
+        or scale.data_ptr() % 16,
+        f"{name}_scale is {scale.dtype} {list(scale.shape)}; wanted {wanted} contiguous bytes",
+    )
     of_blocks = layout.unswizzle_128x4(scale.flatten(), len(x), blocks).contiguous()
-    one = torch.full((1,), fmt.element.max * 448.0) if fmt.tensor_scale else None  # the tensor's scale is 1
+    one = (
+        torch.full((1,), fmt.element.max * 448.0) if fmt.tensor_scale else None
+    )  # the tensor's scale is 1
     return reference.decode(x, of_blocks, one, fmt, ROWWISE, codes.shape[1], 0).double()
 
 
@@ -1066,26 +1670,55 @@ def _is_each(scale: Tensor, kind: int, lines: int) -> bool:
 def _product(a, b, a_scale, b_scale, a_kind, b_kind, out_dtype, bias, alpha) -> Tensor:
     """alpha a b^T + bias in fp32."""
     x, w = _operand(a, a_scale, a_kind, "a"), _operand(b, b_scale, b_kind, "b")
-    refuse(x.shape[1] != w.shape[1], f"a is {list(a.shape)} and b {list(b.shape)}; wanted the same K")
-    elements, scalings, codes = (a_kind & 7, b_kind & 7), tuple(sorted((a_kind >> 3, b_kind >> 3))), bool(a_kind & 7)
+    refuse(
+        x.shape[1] != w.shape[1], f"a is {list(a.shape)} and b {list(b.shape)}; wanted the same K"
+    )
+    elements, scalings, codes = (
+        (a_kind & 7, b_kind & 7),
+        tuple(sorted((a_kind >> 3, b_kind >> 3))),
+        bool(a_kind & 7),
+    )
     least, most = scalings
     if codes and 3 in elements:
         taken = elements == (3, 3) and scalings == (_E4M3, _E4M3)
     elif codes:
         row = capability.ARCHITECTURES[_CURRENT[-1].arch]
-        refuse(most <= _TENSOR and not row.fp32_pairs, f"{row.name} multiplies no codes", NotImplementedError)
-        refuse(_TENSOR < most and most not in (_E8M0, _E4M3) and len(row.fp32_pairs) == 1, f"fp32 scales on {row.name}", NotImplementedError)
-        taken = all(elements) and elements != (2, 2) and (
-            most <= _TENSOR or (least >= _TENSOR and most == _ROW) or (least == _1X128 and most <= _128X128)
-            or (least == most and most in (_E8M0, _1X512))
+        refuse(
+            most <= _TENSOR and not row.fp32_pairs,
+            f"{row.name} multiplies no codes",
+            NotImplementedError,
+        )
+        refuse(
+            _TENSOR < most and most not in (_E8M0, _E4M3) and len(row.fp32_pairs) == 1,
+            f"fp32 scales on {row.name}",
+            NotImplementedError,
+        )
+        taken = (
+            all(elements)
+            and elements != (2, 2)
+            and (
+                most <= _TENSOR
+                or (least >= _TENSOR and most == _ROW)
+                or (least == _1X128 and most <= _128X128)
+                or (least == most and most in (_E8M0, _1X512))
+            )
         )
     if codes:
         refuse(b.shape[0] % 16, f"b has {b.shape[0]} rows (N); codes take multiples of 16")
-        refuse(_1X128 <= most <= _128X128 and a.shape[0] % 4, f"a has {a.shape[0]} rows (M); 1x128 scales take multiples of 4")
-        refuse(most == _1X512 and out_dtype is torch.float16, "1x512 scales: out is float16", NotImplementedError)
+        refuse(
+            _1X128 <= most <= _128X128 and a.shape[0] % 4,
+            f"a has {a.shape[0]} rows (M); 1x128 scales take multiples of 4",
+        )
+        refuse(
+            most == _1X512 and out_dtype is torch.float16,
+            "1x512 scales: out is float16",
+            NotImplementedError,
+        )
     else:
         taken = elements == (0, 0) and a.dtype is b.dtype and out_dtype in (a.dtype, torch.float32)
-    refuse(not taken, f"cuBLASLt does not multiply kinds {a_kind} and {b_kind}", NotImplementedError)
+    refuse(
+        not taken, f"cuBLASLt does not multiply kinds {a_kind} and {b_kind}", NotImplementedError
+    )
     y = x @ w.t()
     if alpha is not None:
         refuse(alpha.dtype is not torch.float32 or alpha.numel() != 1, "alpha is one float32")
@@ -1099,7 +1732,8 @@ def _product(a, b, a_scale, b_scale, a_kind, b_kind, out_dtype, bias, alpha) -> 
 
 
 def sums_in_units(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Tensor:
-    """The kernel's product of operands with scales of 1x512 (csrc/gemm/hopper_kernel.cuh), in its order of fp32 operations.
+    """The kernel's product of operands with scales of 1x512 (csrc/gemm/hopper_kernel.cuh), in its
+    order of fp32 operations.
 
     a, b:              [M, K], [N, K], the codes' values.
     a_scale, b_scale:  fp32 [ceil(K / 512), M], [ceil(K / 512), N]: powers of two, 0 or NaN.
@@ -1112,19 +1746,25 @@ def sums_in_units(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Ten
         largest = torch.where(there, torch.maximum(largest, scale), largest)
         far = there & (scale < largest * 2.0**-32)
         near = there & ~far
-        factor = torch.where(near & (unit > 0), unit / scale, torch.where(scale.isnan(), scale, 1.0))
+        factor = torch.where(
+            near & (unit > 0), unit / scale, torch.where(scale.isnan(), scale, 1.0)
+        )
         of_part = torch.where(far, scale / unit, 1.0)
         unit = torch.where(near, scale, unit)
         total *= factor
         for k in range(512 * run, min(512 * run + 512, a.shape[1]), 128):
             part = (a[:, k : k + 128].double() @ b[:, k : k + 128].double().t()).float() * of_part
-            total = (row.double()[:, None] * part.double() + total.double()).float()  # fma: the product is exact in fp64
+            total = (
+                row.double()[:, None] * part.double() + total.double()
+            ).float()  # fma: the product is exact in fp64
     return total * unit
 
 
 def operator_schemas() -> dict[str, str]:
     """The operators as csrc declares them, by name."""
-    text = "".join(path.read_text() for path in sorted((Path(__file__).parents[2] / "csrc").glob("*/*.cpp")))
+    text = "".join(
+        path.read_text() for path in sorted((Path(__file__).parents[2] / "csrc").glob("*/*.cpp"))
+    )
     declared = re.findall(r'm\.def\(\s*((?:"[^"]*"\s*)+)', text)
     schemas = ("".join(re.findall(r'"([^"]*)"', of)) for of in declared)
     return {schema.split("(")[0]: schema for schema in schemas}
@@ -1143,7 +1783,9 @@ def _registered(name: str) -> Callable:
     arguments = torch._C.parse_schema(f"fsdp_quant_emulated::{schema}").arguments
 
     def run(*args, **kwargs):
-        rest = [None for a in arguments[len(args) :] if a.default_value is None]  # torch leaves out what equals a default
+        rest = [
+            None for a in arguments[len(args) :] if a.default_value is None
+        ]  # torch leaves out what equals a default
         return _run(packet, overload)(*args, *rest, **kwargs)
 
     _library.impl(name, run, "CompositeExplicitAutograd")
@@ -1159,7 +1801,8 @@ def _run(packet: str, overload: str) -> Callable:
 
 
 class Traced:
-    """The operators as `torch.ops` calls them: those of a graph that is traced are recorded in it."""
+    """The operators as `torch.ops` calls them: those of a graph that is traced are recorded in
+    it."""
 
     def __init__(self, operators: Operators):
         self._operators = operators
@@ -1167,14 +1810,19 @@ class Traced:
     def __getattr__(self, name: str) -> object:
         found = getattr(self._operators, name)
         if isinstance(found, SimpleNamespace):  # overloads
-            packets = {k: self._traceable(name if k == "default" else f"{name}.{k}", f) for k, f in vars(found).items()}
+            packets = {
+                k: self._traceable(name if k == "default" else f"{name}.{k}", f)
+                for k, f in vars(found).items()
+            }
             return Overloads(**packets)
         return self._traceable(name, found)
 
     @staticmethod
     def _traceable(name: str, run: Callable) -> Callable:
         recorded = name in native.FAKES
-        return lambda *args, **kwargs: (_registered(name) if recorded and opaque.is_tracing() else run)(*args, **kwargs)
+        return lambda *args, **kwargs: (
+            _registered(name) if recorded and opaque.is_tracing() else run
+        )(*args, **kwargs)
 
 
 class Arrived:
@@ -1208,7 +1856,8 @@ def replaced_operators(operators: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def emulated(arch: str = ARCH) -> Iterator[Operators]:
-    """CPU tensors as if on a GPU of this architecture. Plans made inside stay inside; modules made inside must not leave."""
+    """CPU tensors as if on a GPU of this architecture. Plans made inside stay inside; modules made
+    inside must not leave."""
     operators = Operators(arch)
     facts = {
         "arch_of": lambda device: arch,
@@ -1221,10 +1870,17 @@ def emulated(arch: str = ARCH) -> Iterator[Operators]:
                 for fact, value in facts.items():
                     if vars(module).get(fact) is originals[fact]:
                         patch.setattr(module, fact, value)
-        replaced = {id(native.runs): lambda x: x.numel() > 0, id(native.runs_on): lambda device: True}
+        replaced = {
+            id(native.runs): lambda x: x.numel() > 0,
+            id(native.runs_on): lambda device: True,
+        }
         of_native = native_modules()
-        for value in {id(v): v for m in of_native for v in vars(m).values() if hasattr(v, "cache_clear")}.values():
-            replaced[id(value)] = functools.cache(value.__wrapped__)  # they remember integers of other operators
+        for value in {
+            id(v): v for m in of_native for v in vars(m).values() if hasattr(v, "cache_clear")
+        }.values():
+            replaced[id(value)] = functools.cache(
+                value.__wrapped__
+            )  # they remember integers of other operators
         for module in of_native:
             for name, value in list(vars(module).items()):
                 if id(value) in replaced:

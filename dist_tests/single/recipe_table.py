@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of docs/reference/recipes.md: recipe x module x backward mode, and what one cell of it must do.
+"""The table of docs/reference/recipes.md: recipe x module x backward mode, and what one cell of it
+must do.
 
-A cell runs two steps of a module. Every linear layer in it is held to the definition: decoded operands, multiplied in fp64 as
-the mode says, and kept for the backward as the plan says. All else (norms, activations, splits, residuals) is held bit for
-bit to plain torch modules, in which each linear layer is replaced by what it was seen to give.
+A cell runs two steps of a module. Every linear layer in it is held to the definition: decoded
+operands, multiplied in fp64 as the mode says, and kept for the backward as the plan says. All else
+(norms, activations, splits, residuals) is held bit for bit to plain torch modules, in which each
+linear layer is replaced by what it was seen to give.
 """
 
 from __future__ import annotations
@@ -50,32 +52,51 @@ GPU = On("cuda", torch.bfloat16, 256, 128, 192, (0, 70, 129, 57))
 
 
 def any_quantizers(role: fq.Role):
-    """A custom recipe: delayed scaling of the forward's input alone, stochastic rounding of mxfp8 gradients."""
+    """A custom recipe: delayed scaling of the forward's input alone, stochastic rounding of mxfp8
+    gradients."""
     delayed = Quantizer("fp8_tensor", scaling=DelayedScaling(length=4, margin=1))
     return {
-        "input": HybridQuantizer(delayed, "mxfp8"), "weight": HybridQuantizer("fp8_row", "mxfp8"),
+        "input": HybridQuantizer(delayed, "mxfp8"),
+        "weight": HybridQuantizer("fp8_row", "mxfp8"),
         "grad_output": Quantizer("mxfp8", rounding="stochastic"),
     }.get(role.tensor_type)
 
 
 NAMED: dict[str, Callable[..., fq.Recipe]] = {
     name: getattr(recipes, name)
-    for name in ("identity", "fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8", "mxfp6", "mxfp4", "nvfp4")
+    for name in (
+        "identity",
+        "fp8_current",
+        "fp8_delayed",
+        "fp8_row",
+        "fp8_block",
+        "mxfp8",
+        "mxfp6",
+        "mxfp4",
+        "nvfp4",
+    )
 }
 HYBRIDS: dict[str, Callable[..., fq.Recipe]] = {
     f"hybrid({f}, {b})": lambda f=f, b=b, **options: recipes.hybrid(f, b, **options)
-    for f in FAMILIES for b in FAMILIES if f != b
+    for f in FAMILIES
+    for b in FAMILIES
+    if f != b
 }
-CUSTOM: dict[str, Callable[..., fq.Recipe]] = {"CustomRecipe": lambda **options: fq.CustomRecipe(any_quantizers, **options)}
+CUSTOM: dict[str, Callable[..., fq.Recipe]] = {
+    "CustomRecipe": lambda **options: fq.CustomRecipe(any_quantizers, **options)
+}
 EXACT: dict[str, Callable[..., fq.Recipe]] = {
     "nvfp4(fp8_exact)": lambda **options: recipes.nvfp4(scale_rule="fp8_exact", **options),
-    "hybrid(mxfp8, nvfp4)(fp8_exact)": lambda **options: recipes.hybrid("mxfp8", "nvfp4", scale_rule="fp8_exact", **options),
+    "hybrid(mxfp8, nvfp4)(fp8_exact)": lambda **options: recipes.hybrid(
+        "mxfp8", "nvfp4", scale_rule="fp8_exact", **options
+    ),
 }
 RECIPES = NAMED | HYBRIDS | CUSTOM | EXACT
 
 
 class Module(NamedTuple):
-    """How a module of the table is built, and what it computes of plain torch and of its linear layers.
+    """How a module of the table is built, and what it computes of plain torch and of its linear
+    layers.
 
     built:  (recipe, On, **options) -> module.
     plain:  (module, x, linears, On) -> outputs, with torch's own norms, activations and sums.
@@ -108,7 +129,9 @@ def _layernorm_linear(m: fq.LayerNormLinear, x: Tensor, f: dict, on: On) -> tupl
 def _mlp(m: fq.LayerNormMLP, x: Tensor, f: dict, on: On) -> Tensor | tuple[Tensor, Tensor]:
     n = _norm(m.norm)(x)
     up = f["up_proj"](n)
-    y = f["down_proj"](_activation(m.activation, f["gate_proj"](n) if m.gate_proj is not None else up, up))
+    y = f["down_proj"](
+        _activation(m.activation, f["gate_proj"](n) if m.gate_proj is not None else up, up)
+    )
     y = x + y if m.residual else y
     return (y, n) if m.return_layernorm_output else y
 
@@ -119,46 +142,75 @@ def _grouped(m: fq.GroupedLinear, x: Tensor, f: dict, on: On) -> Tensor:
 
 MODULES = {
     "Linear": [
-        Module(lambda r, on, **o: fq.Linear(on.k, on.n, recipe=r, name="m", **o), lambda m, x, f, on: f[""](x)),
+        Module(
+            lambda r, on, **o: fq.Linear(on.k, on.n, recipe=r, name="m", **o),
+            lambda m, x, f, on: f[""](x),
+        ),
         Module(
             lambda r, on, **o: fq.Linear(on.k, on.k, bias=False, recipe=r, name="m", **o),
-            lambda m, x, f, on: torch.add(x, f[""](x), alpha=0.5), lambda m, x, on: m(x, residual=x, scale=0.5), (2,),
+            lambda m, x, f, on: torch.add(x, f[""](x), alpha=0.5),
+            lambda m, x, on: m(x, residual=x, scale=0.5),
+            (2,),
         ),
     ],
     "LayerNormLinear": [
         Module(
-            lambda r, on, **o: fq.LayerNormLinear(on.k, on.n, return_layernorm_output=True, recipe=r, name="m", **o),
+            lambda r, on, **o: fq.LayerNormLinear(
+                on.k, on.n, return_layernorm_output=True, recipe=r, name="m", **o
+            ),
             _layernorm_linear,
         ),
     ],
     "LayerNormMLP": [
-        Module(lambda r, on, **o: fq.LayerNormMLP(on.k, on.n, residual=True, recipe=r, name="m", **o), _mlp),
+        Module(
+            lambda r, on, **o: fq.LayerNormMLP(on.k, on.n, residual=True, recipe=r, name="m", **o),
+            _mlp,
+        ),
         Module(
             lambda r, on, **o: fq.LayerNormMLP(
-                on.k, on.n, "gelu", True, "LayerNorm", return_layernorm_output=True, recipe=r, name="m", **o),
-            _mlp, lead=(2,),
+                on.k,
+                on.n,
+                "gelu",
+                True,
+                "LayerNorm",
+                return_layernorm_output=True,
+                recipe=r,
+                name="m",
+                **o,
+            ),
+            _mlp,
+            lead=(2,),
         ),
     ],
     "GroupedLinear": [
         Module(
             lambda r, on, packed=packed, **o: fq.GroupedLinear(
-                len(on.splits), on.k, on.n, not packed, packed=packed, recipe=r, name="m", **o),
-            _grouped, lambda m, x, on: m(x, on.splits),
-        ) for packed in (False, True)
+                len(on.splits), on.k, on.n, not packed, packed=packed, recipe=r, name="m", **o
+            ),
+            _grouped,
+            lambda m, x, on: m(x, on.splits),
+        )
+        for packed in (False, True)
     ],
 }
 
 
 def table() -> str:
-    """The table of docs/reference/recipes.md: in each cell the backward modes that a recipe has in a module."""
+    """The table of docs/reference/recipes.md: in each cell the backward modes that a recipe has in
+    a module."""
     modes = ", ".join("none" if mode is None else mode for mode in MODES)
-    names = [*(f"`{name}`" for name in NAMED), f"`hybrid(F, B)`, {len(HYBRIDS)} pairs", "`CustomRecipe`"]
+    names = [
+        *(f"`{name}`" for name in NAMED),
+        f"`hybrid(F, B)`, {len(HYBRIDS)} pairs",
+        "`CustomRecipe`",
+    ]
     lines = [["recipe", *(f"`fq.{m}`" for m in MODULES)], ["---"] * (1 + len(MODULES))]
     lines += [[name, *[modes] * len(MODULES)] for name in names]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 # What is seen of a linear layer, and what takes its place #
+
 
 def _watch(layer: fq.Linear, seen: SimpleNamespace) -> None:
     def product(x, *rest):
@@ -171,7 +223,9 @@ def _watch(layer: fq.Linear, seen: SimpleNamespace) -> None:
         return y
 
     layer._product = product
-    layer.register_forward_pre_hook(lambda module, args: None)  # who looks at a layer sees its input's values
+    layer.register_forward_pre_hook(
+        lambda module, args: None
+    )  # who looks at a layer sees its input's values
 
 
 class _Replay(torch.autograd.Function):
@@ -191,6 +245,7 @@ class _Replay(torch.autograd.Function):
 
 # The definition of a linear layer #
 
+
 class Definition:
     """The three products of a linear layer as the recipe's answers and the mode define them.
 
@@ -200,20 +255,29 @@ class Definition:
 
     def __init__(self, recipe: fq.Recipe, name: str, mode: str | None):
         self.name, self.mode, self.encs = name, mode, {}
-        self.hybrids = {s: recipe.hybrid(fq.Role("linear", s, name)) for s in ("input", "weight", "grad_output")}
+        self.hybrids = {
+            s: recipe.hybrid(fq.Role("linear", s, name)) for s in ("input", "weight", "grad_output")
+        }
 
     def storages(self, slot: str, x: Tensor) -> dict[Direction, Storage]:
         hybrid = self.hybrids[slot]
-        key = torch.tensor([STEP.seed, STEP.step, tensor_id(f"{self.name}.{slot}"), STEP.micro_batch, 0])
+        key = torch.tensor(
+            [STEP.seed, STEP.step, tensor_id(f"{self.name}.{slot}"), STEP.micro_batch, 0]
+        )
         factors = {d: self.encs.get((slot, d), torch.zeros(1)) for d in hybrid.delayed_directions}
         made = {}
         for direction in Direction:
-            seen = x.bfloat16() if slot == "weight" and hybrid.side(direction).fmt.is_quantized else x
-            made[direction] = hybrid.storages(seen, [direction], key=key, factors=factors)[0][direction]
+            seen = (
+                x.bfloat16() if slot == "weight" and hybrid.side(direction).fmt.is_quantized else x
+            )
+            made[direction] = hybrid.storages(seen, [direction], key=key, factors=factors)[0][
+                direction
+            ]
         return made
 
     def record(self, slot: str, x: Tensor) -> None:
-        """The factors of the next step: as many maxima as a history holds are never reached here."""
+        """The factors of the next step: as many maxima as a history holds are never reached
+        here."""
         for d in self.hybrids[slot].delayed_directions:
             side = self.hybrids[slot].side(d)
             amax = x.abs().amax().float().reshape(1) if x.numel() else torch.zeros(1)
@@ -224,8 +288,15 @@ class Definition:
 
     def products(self, x: Tensor, w: Tensor, dy: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """fp64 operands, NT, of y, dx and dw."""
-        made = {slot: self.storages(slot, t) for slot, t in (("input", x), ("weight", w), ("grad_output", dy))}
-        decoded = {(slot, d): s.decode(torch.float32) for slot, sides in made.items() for d, s in sides.items()}
+        made = {
+            slot: self.storages(slot, t)
+            for slot, t in (("input", x), ("weight", w), ("grad_output", dy))
+        }
+        decoded = {
+            (slot, d): s.decode(torch.float32)
+            for slot, sides in made.items()
+            for d, s in sides.items()
+        }
         for slot, original in (("input", x), ("weight", w), ("grad_output", dy)):
             if self.mode == "high_precision" or (self.mode and slot == "grad_output"):
                 decoded[slot, COLUMNWISE] = original
@@ -246,12 +317,16 @@ class Definition:
         side = {None: COLUMNWISE, "high_precision": None, "dequantized": ROWWISE}[self.mode]
         if side is None or not hybrid.side(side).fmt.is_quantized:
             return [x]
-        return list(self.storages("input", x)[ROWWISE if hybrid.shares_storage else side].buffers().values())
+        return list(
+            self.storages("input", x)[ROWWISE if hybrid.shares_storage else side].buffers().values()
+        )
 
     def kept_weight(self, w: Tensor) -> list[Tensor]:
         """What dgrad multiplies."""
         hybrid = self.hybrids["weight"]
-        if self.mode == "high_precision" or not (self.mode or hybrid.side(COLUMNWISE).fmt.is_quantized):
+        if self.mode == "high_precision" or not (
+            self.mode or hybrid.side(COLUMNWISE).fmt.is_quantized
+        ):
             return [w]
         made = self.storages("weight", w)
         if self.mode:
@@ -262,15 +337,29 @@ class Definition:
         """What one step quantizes: nothing that no product reads."""
         made = Counter()
         for slot, hybrid in self.hybrids.items():
-            sides = [] if self.mode and slot == "grad_output" else [ROWWISE] if self.mode else hybrid.encodings
-            made.update((hybrid.side(d).fmt.name, d.value, "reference") for d in sides if hybrid.side(d).fmt.is_quantized)
+            sides = (
+                []
+                if self.mode and slot == "grad_output"
+                else [ROWWISE]
+                if self.mode
+                else hybrid.encodings
+            )
+            made.update(
+                (hybrid.side(d).fmt.name, d.value, "reference")
+                for d in sides
+                if hybrid.side(d).fmt.is_quantized
+            )
         return made
 
 
-def _check_product(what: str, got: Tensor, operands: tuple[Tensor, Tensor], on: On, bias: Tensor | None = None) -> None:
-    """fp32 sums of n terms are off by at most (n + 1) 2^-24 |a| |b|; turning a rotation back adds eight operations.
+def _check_product(
+    what: str, got: Tensor, operands: tuple[Tensor, Tensor], on: On, bias: Tensor | None = None
+) -> None:
+    """fp32 sums of n terms are off by at most (n + 1) 2^-24 |a| |b|; turning a rotation back adds
+    eight operations.
 
-    On a GPU the norm of all errors: anchored products 4e-4 of the whole, operands and results rounded to bf16 2^-9 each.
+    On a GPU the norm of all errors: anchored products 4e-4 of the whole, operands and results
+    rounded to bf16 2^-9 each.
     """
     a, b = operands
     want = a @ b.t() + (0 if bias is None else bias.double())
@@ -279,32 +368,48 @@ def _check_product(what: str, got: Tensor, operands: tuple[Tensor, Tensor], on: 
         share = error.norm() / want.norm().clamp_min(1e-30)
         assert share <= 4e-4 + 3 * 2.0**-9, f"{what}: error {share:.3g} of the whole"
         return
-    bound = (a.shape[1] + 12) * 2.0**-24 * a.norm(dim=1)[:, None] * b.norm(dim=1) + 2.0**-22 * want.abs() + 1e-30
+    bound = (
+        (a.shape[1] + 12) * 2.0**-24 * a.norm(dim=1)[:, None] * b.norm(dim=1)
+        + 2.0**-22 * want.abs()
+        + 1e-30
+    )
     assert (error <= bound).all(), f"{what}: error {(error / bound).max():.3g} times its bound"
 
 
 def take(from_: list[Tensor], wanted: Tensor, what: str) -> None:
     """Remove a tensor of these bytes."""
     for i, t in enumerate(from_):
-        if t.shape == wanted.shape and t.dtype == wanted.dtype and t.numel() == wanted.numel() and torch.equal(
-            t.detach().contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8)
+        if (
+            t.shape == wanted.shape
+            and t.dtype == wanted.dtype
+            and t.numel() == wanted.numel()
+            and torch.equal(
+                t.detach().contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8)
+            )
         ):
             del from_[i]
             return
-    raise AssertionError(f"{what} {list(wanted.shape)} {wanted.dtype} is not among the saved {[tuple(t.shape) for t in from_]}")
+    raise AssertionError(
+        f"{what} {list(wanted.shape)} {wanted.dtype} is not among the saved "
+        f"{[tuple(t.shape) for t in from_]}"
+    )
 
 
 # A cell #
 
+
 def check_cell(recipe: str, module: str, mode: str | None, on: On = CPU) -> None:
-    """On a GPU layers are held to their definition within its sums' roundings, and what is between them is not looked at."""
+    """On a GPU layers are held to their definition within its sums' roundings, and what is between
+    them is not looked at."""
     for kind in MODULES[module]:
         STEP.seed, STEP.step, STEP.counted_by_hand = 0, 0, False
         STEP.publish()
         _check(RECIPES[recipe], kind, mode, on, f"{recipe} {module} {mode}")
 
 
-def _check(make: Callable[..., fq.Recipe], kind: Module, mode: str | None, on: On, what: str) -> None:
+def _check(
+    make: Callable[..., fq.Recipe], kind: Module, mode: str | None, on: On, what: str
+) -> None:
     torch.manual_seed(0)
     model = kind.built(make(backward_override=mode), on, device=on.device, dtype=on.dtype)
     for name, parameter in model.named_parameters():
@@ -312,7 +417,10 @@ def _check(make: Callable[..., fq.Recipe], kind: Module, mode: str | None, on: O
             nn.init.normal_(parameter, 1.0)
     layers = converted_modules(model)
     seen = {name: SimpleNamespace(name=name or "it", x=None) for name in layers}
-    definitions = {name: Definition(make(backward_override=None), layer._name, mode) for name, layer in layers.items()}
+    definitions = {
+        name: Definition(make(backward_override=None), layer._name, mode)
+        for name, layer in layers.items()
+    }
     for name, layer in layers.items():
         _watch(layer, seen[name])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -323,12 +431,24 @@ def _check(make: Callable[..., fq.Recipe], kind: Module, mode: str | None, on: O
         with recorded_saves() as saved:
             y = kind.call(model, x, on)
         outputs = y if isinstance(y, tuple) else (y,)
-        dys = [values(*t.shape, seed=2 * step + 1 + 7 * i, dtype=on.dtype).to(on.device) for i, t in enumerate(outputs)]
+        dys = [
+            values(*t.shape, seed=2 * step + 1 + 7 * i, dtype=on.dtype).to(on.device)
+            for i, t in enumerate(outputs)
+        ]
         torch.autograd.backward(outputs, dys)
         quantized, at = Counter(counters.of("quantize")), f"{what}, step {step}"
         for e, (name, layer) in enumerate(layers.items()):
-            if seen[name].x is not None:  # else one product served all experts: kernels/test_grouped_linear.py
-                _check_layer(seen[name], definitions[name], _parameters(layer, model, e), saved, on, f"{at}, {seen[name].name}")
+            if (
+                seen[name].x is not None
+            ):  # else one product served all experts: kernels/test_grouped_linear.py
+                _check_layer(
+                    seen[name],
+                    definitions[name],
+                    _parameters(layer, model, e),
+                    saved,
+                    on,
+                    f"{at}, {seen[name].name}",
+                )
         if on is CPU:
             wanted = sum((d.quantized() for d in definitions.values()), Counter())
             assert quantized == wanted, f"{at}: quantized {quantized}, wanted {wanted}"
@@ -342,11 +462,18 @@ def _parameters(layer: fq.Linear, model: nn.Module, e: int) -> list[Tensor | Non
     """weight, its gradient, bias, its gradient."""
     owner = model if getattr(model, "packed", False) else layer
     state = owner.state_dict()
-    found = [state["weight"], owner.weight.grad, state.get("bias"), None if owner.bias is None else owner.bias.grad]
+    found = [
+        state["weight"],
+        owner.weight.grad,
+        state.get("bias"),
+        None if owner.bias is None else owner.bias.grad,
+    ]
     return [t if t is None else (t if owner is layer else t[e]).cpu() for t in found]
 
 
-def _check_layer(seen: SimpleNamespace, d: Definition, parameters: list, saved: list[Tensor], on: On, at: str) -> None:
+def _check_layer(
+    seen: SimpleNamespace, d: Definition, parameters: list, saved: list[Tensor], on: On, at: str
+) -> None:
     weight, dw, bias, db = parameters
     x, dy = (t.reshape(-1, t.shape[-1]).cpu() for t in (seen.x, seen.dy))
     operands = d.products(x, weight, dy)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP_QUANT_CHECK=1: gathered codes that are not those of the shard are found; a clean run is what it was."""
+"""FSDP_QUANT_CHECK=1: gathered codes that are not those of the shard are found; a clean run is what
+it was."""
 
 from __future__ import annotations
 
@@ -20,8 +21,11 @@ from fsdp_quant.formats import COLUMNWISE, ROWWISE
 from fsdp_quant.tensor import code_check
 
 RECIPES = {
-    "identity": recipes.identity(), "fp8_delayed": recipes.fp8_delayed(length=2, margin=1), "mxfp8": recipes.mxfp8(),
-    "fp8_block": recipes.fp8_block(), "mxfp8/nvfp4": recipes.hybrid("mxfp8", "nvfp4"),
+    "identity": recipes.identity(),
+    "fp8_delayed": recipes.fp8_delayed(length=2, margin=1),
+    "mxfp8": recipes.mxfp8(),
+    "fp8_block": recipes.fp8_block(),
+    "mxfp8/nvfp4": recipes.hybrid("mxfp8", "nvfp4"),
     "dequantized": recipes.nvfp4(backward_override="dequantized"),
 }
 X = values(32, 48, dtype=torch.float32)
@@ -36,7 +40,9 @@ def _checking(monkeypatch):
 
 def net(recipe: fq.Recipe, dtype=torch.float32) -> nn.Sequential:
     torch.manual_seed(0)
-    return fq.convert(nn.Sequential(nn.Linear(48, 64), nn.ReLU(), nn.Linear(64, 32)).to(dtype), recipe)
+    return fq.convert(
+        nn.Sequential(nn.Linear(48, 64), nn.ReLU(), nn.Linear(64, 32)).to(dtype), recipe
+    )
 
 
 def run(m: nn.Module, x: Tensor = X) -> Tensor:
@@ -75,7 +81,8 @@ def test_clean_training_passes_the_check_unchanged(name: str, freeze: bool, monk
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_a_write_that_moves_no_counter_is_multiplied(name: str, on_gpu: bool):
-    """Otherwise numpy or a kernel of another library writes a weight, and products go on with the codes before it."""
+    """Otherwise numpy or a kernel of another library writes a weight, and products go on with the
+    codes before it."""
     with hopper.emulated() if on_gpu else contextlib.nullcontext():
         dtype = torch.bfloat16 if on_gpu else torch.float32
         m, fresh = net(RECIPES[name], dtype), net(RECIPES[name], dtype)
@@ -105,25 +112,32 @@ def world_of_one():
 
 @pytest.mark.parametrize("direction", [ROWWISE, COLUMNWISE])
 @pytest.mark.parametrize("name", ["fp8_block", "mxfp8/nvfp4"])
-def test_gathered_codes_that_were_written_are_found(name: str, direction, world_of_one, monkeypatch):
+def test_gathered_codes_that_were_written_are_found(
+    name: str, direction, world_of_one, monkeypatch
+):
     """Otherwise a stray write into gathered codes is multiplied in one of the passes."""
     m = net(RECIPES[name])
     fully_shard(m, mesh=world_of_one, reshard_after_forward=False)
     of = ROWWISE if m[2].plan.weight.shares_storage else direction
     if direction is ROWWISE:
+
         def stray(module, args):
             getattr(module.weight, of.value).data[3, 5] ^= 1
 
         run(m)
         m[2].register_forward_pre_hook(stray)
-        with pytest.raises(fq.StaleWeightError, match=rf"2\.weight: 1 of \d+ bytes of {of.value}\.data"):
+        with pytest.raises(
+            fq.StaleWeightError, match=rf"2\.weight: 1 of \d+ bytes of {of.value}\.data"
+        ):
             m(X)
         monkeypatch.setattr(code_check, "checking", False)
         m(X)
         return
     y = m(X.clone().requires_grad_())
     getattr(m[2].weight, of.value).data[3, 5] ^= 1
-    with pytest.raises(fq.StaleWeightError, match=rf"2\.weight: 1 of \d+ bytes of {of.value}\.data"):
+    with pytest.raises(
+        fq.StaleWeightError, match=rf"2\.weight: 1 of \d+ bytes of {of.value}\.data"
+    ):
         y.sum().backward()
 
 
@@ -139,13 +153,18 @@ def test_a_shard_that_is_written_after_its_gather_is_found(world_of_one):
 
     run(m)
     m[0].register_forward_pre_hook(write)
-    with pytest.raises(fq.StaleWeightError, match=r"0\.weight: \d+ of \d+ bytes of rowwise\..* was written after it was gathered"):
+    with pytest.raises(
+        fq.StaleWeightError,
+        match=r"0\.weight: \d+ of \d+ bytes of rowwise\..* was written after it was gathered",
+    ):
         m(X)
 
 
 def test_the_setting_is_read_or_refused():
     """Otherwise FSDP_QUANT_CHECK=yes checks nothing."""
-    assert not code_check.read_setting({}) and not code_check.read_setting({"FSDP_QUANT_CHECK": "0"})
+    assert not code_check.read_setting({}) and not code_check.read_setting(
+        {"FSDP_QUANT_CHECK": "0"}
+    )
     assert code_check.read_setting({"FSDP_QUANT_CHECK": "1"})
     with pytest.raises(ValueError, match="FSDP_QUANT_CHECK is 'yes'; give 1"):
         code_check.read_setting({"FSDP_QUANT_CHECK": "yes"})

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.compile(fullgraph=True) of converted layers: functional operators, eager mode's bits, one graph for equal blocks."""
+"""torch.compile(fullgraph=True) of converted layers: functional operators, eager mode's bits, one
+graph for equal blocks."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 from functorch.compile import make_boxed_func
+from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters as dynamo_counters
@@ -41,25 +42,43 @@ from fsdp_quant.tensor.quantized_tensor import stable_text
 
 FP32, BF16 = torch.float32, torch.bfloat16
 RECIPES = {
-    "identity": recipes.identity(), "fp8_current": recipes.fp8_current(), "fp8_delayed": recipes.fp8_delayed(length=3),
-    "fp8_row": recipes.fp8_row(), "fp8_block": recipes.fp8_block(), "mxfp8": recipes.mxfp8(), "nvfp4": recipes.nvfp4(),
-    "mxfp8/nvfp4": recipes.hybrid("mxfp8", "nvfp4"), "nvfp4/identity": recipes.hybrid("nvfp4", "identity"),
+    "identity": recipes.identity(),
+    "fp8_current": recipes.fp8_current(),
+    "fp8_delayed": recipes.fp8_delayed(length=3),
+    "fp8_row": recipes.fp8_row(),
+    "fp8_block": recipes.fp8_block(),
+    "mxfp8": recipes.mxfp8(),
+    "nvfp4": recipes.nvfp4(),
+    "mxfp8/nvfp4": recipes.hybrid("mxfp8", "nvfp4"),
+    "nvfp4/identity": recipes.hybrid("nvfp4", "identity"),
     "dequantized": recipes.mxfp8(backward_override="dequantized"),
     "kept input": recipes.fp8_delayed(length=2, save_original_input=True),
 }
 FEW = ("fp8_delayed", "nvfp4")  # histories; random bits
-SETTINGS = {"fp32": (FP32, True, False), "bf16": (BF16, False, False), "autocast": (FP32, True, True)}
-CASES = [(n, s) for s in SETTINGS for n in RECIPES if n in FEW or (s == "fp32" and n in recipes.names()) or s == "bf16"]
+SETTINGS = {
+    "fp32": (FP32, True, False),
+    "bf16": (BF16, False, False),
+    "autocast": (FP32, True, True),
+}
+CASES = [
+    (n, s)
+    for s in SETTINGS
+    for n in RECIPES
+    if n in FEW or (s == "fp32" and n in recipes.names()) or s == "bf16"
+]
 
 
 @pytest.fixture(autouse=True)
 def _fresh():
-    """Each test starts at step 0 of seed 0, with empty counters and nothing compiled; breaks and needless graphs raise."""
+    """Each test starts at step 0 of seed 0, with empty counters and nothing compiled; breaks and
+    needless graphs raise."""
     with kept_step():
         torch._dynamo.reset()
         dynamo_counters.clear()
         counters.reset()
-        with dynamo_config.patch(automatic_dynamic_shapes=True, recompile_limit=8, fail_on_recompile_limit_hit=True):
+        with dynamo_config.patch(
+            automatic_dynamic_shapes=True, recompile_limit=8, fail_on_recompile_limit_hit=True
+        ):
             yield
 
 
@@ -71,9 +90,19 @@ def graphs() -> int:
 class Block(nn.Module):
     """Residual SwiGLU [.., d] -> [.., d]; `recompute` checkpoints it inside."""
 
-    def __init__(self, d: int = 40, hidden: int = 56, bias: bool = True, dtype: torch.dtype = FP32, recompute: bool = False):
+    def __init__(
+        self,
+        d: int = 40,
+        hidden: int = 56,
+        bias: bool = True,
+        dtype: torch.dtype = FP32,
+        recompute: bool = False,
+    ):
         super().__init__()
-        self.gate, self.up = nn.Linear(d, hidden, bias, dtype=dtype), nn.Linear(d, hidden, bias, dtype=dtype)
+        self.gate, self.up = (
+            nn.Linear(d, hidden, bias, dtype=dtype),
+            nn.Linear(d, hidden, bias, dtype=dtype),
+        )
         self.down, self.recompute = nn.Linear(hidden, d, bias, dtype=dtype), recompute
 
     def mlp(self, x: Tensor) -> Tensor:
@@ -100,15 +129,27 @@ def layers(model: nn.Module) -> list[fq.Linear]:
 
 def histories(model: nn.Module) -> list[Tensor]:
     found = {k: h for m in layers(model) for k, h in m._weight_state.histories.items()}
-    return [t.clone() for _, h in sorted(found.items(), key=lambda item: str(item[0])) for t in (h.amaxes, h.enc)]
+    return [
+        t.clone()
+        for _, h in sorted(found.items(), key=lambda item: str(item[0]))
+        for t in (h.amaxes, h.enc)
+    ]
 
 
 def train(
-    model: nn.Sequential, steps: int = 2, *, call: Callable | None = None, rows: tuple[int, ...] = (24,), d: int = 40,
-    autocast: bool = False, around: Callable = contextlib.nullcontext, before: Callable[[int], None] = lambda step: None,
+    model: nn.Sequential,
+    steps: int = 2,
+    *,
+    call: Callable | None = None,
+    rows: tuple[int, ...] = (24,),
+    d: int = 40,
+    autocast: bool = False,
+    around: Callable = contextlib.nullcontext,
+    before: Callable[[int], None] = lambda step: None,
     evaluate: bool = True,
 ) -> list[Tensor]:
-    """Outputs, all gradients, weights and histories of some steps of two micro-batches, an evaluation between them."""
+    """Outputs, all gradients, weights and histories of some steps of two micro-batches, an
+    evaluation between them."""
     STEP.seed, STEP.step, STEP.micro_batch, STEP.counted_by_hand = 3, 0, 0, False
     STEP.publish()
     optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.5), []
@@ -117,7 +158,9 @@ def train(
         before(step)
         for micro_batch in range(2):
             fq.begin_step(step, micro_batch)
-            x = values(rows[step % len(rows)], d, seed=10 * step + micro_batch, dtype=dtype).requires_grad_()
+            x = values(
+                rows[step % len(rows)], d, seed=10 * step + micro_batch, dtype=dtype
+            ).requires_grad_()
             with torch.autocast("cpu", BF16, enabled=autocast), around():
                 y = (call or model)(x)
             y.float().square().mean().backward()
@@ -145,7 +188,8 @@ def really_ran() -> dict:
 
 @pytest.mark.parametrize("name, setting", laws.sample(CASES, 3))
 def test_compiled_blocks_are_the_eager_ones(name: str, setting: str):
-    """If false, torch.compile breaks the graph, computes other bits, does other work, or compiles each block anew."""
+    """If false, torch.compile breaks the graph, computes other bits, does other work, or compiles
+    each block anew."""
     dtype, bias, autocast = SETTINGS[setting]
     want = train(net(RECIPES[name], 2, dtype=dtype, bias=bias), autocast=autocast)
     ran = really_ran()
@@ -157,12 +201,19 @@ def test_compiled_blocks_are_the_eager_ones(name: str, setting: str):
 
 
 def test_sixteen_equal_blocks_share_a_graph_and_steps_add_none():
-    """If false, compiling takes a graph a block or a step: names, random keys, weights or histories are constants in it."""
+    """If false, compiling takes a graph a block or a step: names, random keys, weights or histories
+    are constants in it."""
     small = {"d": 16, "hidden": 16, "bias": False}
     with contextlib.ExitStack() as stack:
         forbid = dynamo_config.patch(error_on_recompile=True)
         model = compiled(net(RECIPES["nvfp4"], 16, **small))
-        got = train(model, 3, rows=(16,), d=16, before=lambda step: step == 1 and stack.enter_context(forbid))
+        got = train(
+            model,
+            3,
+            rows=(16,),
+            d=16,
+            before=lambda step: step == 1 and stack.enter_context(forbid),
+        )
     assert_same(got, train(net(RECIPES["nvfp4"], 16, **small), 3, rows=(16,), d=16), "nvfp4")
     assert graphs() == 2
 
@@ -173,8 +224,10 @@ def test_graphs_read_weights_as_they_are():
     x = values(24, 40)
     model(x)
     writes = {
-        "in place": lambda w: w.mul_(2), "data": lambda w: setattr(w, "data", torch.ones(w.shape)),
-        "copy_": lambda w: w.copy_(torch.zeros(w.shape)), "pointer": lambda w: w.detach().numpy().fill(3),
+        "in place": lambda w: w.mul_(2),
+        "data": lambda w: setattr(w, "data", torch.ones(w.shape)),
+        "copy_": lambda w: w.copy_(torch.zeros(w.shape)),
+        "pointer": lambda w: w.detach().numpy().fill(3),
     }
     for what, write in writes.items():
         before = model(x)
@@ -186,7 +239,8 @@ def test_graphs_read_weights_as_they_are():
 
 @pytest.mark.parametrize("name", FEW)
 def test_forwards_may_run_ahead_of_their_backwards(name: str):
-    """If false, a pipeline's second backward is refused: the first one wrote a history, or a step, that the graph saved."""
+    """If false, a pipeline's second backward is refused: the first one wrote a history, or a step,
+    that the graph saved."""
 
     def run(model):
         train(model, 1, evaluate=False)
@@ -202,7 +256,8 @@ def test_forwards_may_run_ahead_of_their_backwards(name: str):
 
 @pytest.mark.parametrize("name", FEW)
 def test_checkpointing_changes_no_bit(name: str):
-    """If false, a recomputation inside or around a compiled block draws other bits or records another amax."""
+    """If false, a recomputation inside or around a compiled block draws other bits or records
+    another amax."""
     want = train(net(RECIPES[name]), evaluate=False)
     assert_same(train(compiled(net(RECIPES[name], recompute=True)), evaluate=False), want, "inside")
     for reentrant in (False, True):
@@ -234,12 +289,14 @@ def test_a_change_of_recipe_makes_another_graph():
 
 @pytest.mark.parametrize("name", FEW)
 def test_users_hooks_and_deleted_layers_change_nothing(name: str):
-    """If false, offloading under torch.compile loses the weight's history or codes, or a backward needs a living model."""
+    """If false, offloading under torch.compile loses the weight's history or codes, or a backward
+    needs a living model."""
     want = train(net(RECIPES[name]), evaluate=False)
     for what, hooks in {
-        "copied": (torch.clone, lambda t: t), "aliased": (torch.Tensor.detach, torch.Tensor.detach),
+        "copied": (torch.clone, lambda t: t),
+        "aliased": (torch.Tensor.detach, torch.Tensor.detach),
     }.items():
-        around = lambda h=hooks: torch.autograd.graph.saved_tensors_hooks(*h)
+        around = lambda h=hooks: torch.autograd.graph.saved_tensors_hooks(*h)  # noqa: E731
         assert_same(train(compiled(net(RECIPES[name])), around=around, evaluate=False), want, what)
 
     def without_layers(model):
@@ -262,9 +319,18 @@ def test_copies_are_layers_of_their_own():
     original = compiled(net(RECIPES["fp8_delayed"]))
     train(original, 1)
     eager = copy.deepcopy(original)
-    for what, make in {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m))}.items():
+    for what, make in {
+        "deepcopy": copy.deepcopy,
+        "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    }.items():
         copied = make(original)
-        tensors = [t for model in (original, copied) for m in layers(model) for of in m._graph.delayed.values() for t in of[1]]
+        tensors = [
+            t
+            for model in (original, copied)
+            for m in layers(model)
+            for of in m._graph.delayed.values()
+            for t in of[1]
+        ]
         assert len({t.data_ptr() for t in tensors}) == len(tensors) == 18, what
         kept = histories(original)
         assert_same(train(compiled(copied)), train(copy.deepcopy(eager)), what)
@@ -282,11 +348,15 @@ class InPlace(Block):
 
 @pytest.mark.parametrize("shape", [(24, 40), (2, 12, 40)])
 def test_outputs_take_operations_in_place(shape: tuple[int, ...]):
-    """If false, a compiled Llama 4, whose experts are added to its shared one in place, does not compile."""
+    """If false, a compiled Llama 4, whose experts are added to its shared one in place, does not
+    compile."""
     results = []
     for prepare in (lambda m: m, compiled):
         torch.manual_seed(0)
-        model, x = prepare(fq.convert(nn.Sequential(InPlace()), RECIPES["mxfp8"])), values(*shape, dtype=FP32).requires_grad_()
+        model, x = (
+            prepare(fq.convert(nn.Sequential(InPlace()), RECIPES["mxfp8"])),
+            values(*shape, dtype=FP32).requires_grad_(),
+        )
         y = model(x)
         y.square().mean().backward()
         results.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
@@ -294,7 +364,8 @@ def test_outputs_take_operations_in_place(shape: tuple[int, ...]):
 
 
 def test_frozen_weights_keep_their_histories():
-    """If false, the histories of layers that no optimizer holds never advance under torch.compile."""
+    """If false, the histories of layers that no optimizer holds never advance under
+    torch.compile."""
 
     def frozen():
         model = net(RECIPES["fp8_delayed"])
@@ -303,7 +374,10 @@ def test_frozen_weights_keep_their_histories():
         return model
 
     def trained(model):
-        optimizer, seen = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5), []
+        optimizer, seen = (
+            torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5),
+            [],
+        )
         for step in range(3):
             y = model(values(24, 40, seed=step))
             y.square().mean().backward()
@@ -325,7 +399,8 @@ def test_other_batch_sizes_take_one_more_graph():
 
 
 def test_plain_weights_are_multiplied_as_wrapped_ones():
-    """If false, `torch.func.functional_call` with plain tensors gives other bits than the module's own parameters."""
+    """If false, `torch.func.functional_call` with plain tensors gives other bits than the module's
+    own parameters."""
     model = compiled(net(RECIPES["mxfp8"]))
     plain = {name: p.detach() * 1 for name, p in model.named_parameters()}
     got = torch.func.functional_call(model, plain, (values(24, 40),))
@@ -351,11 +426,16 @@ class Compared(TorchDispatchMode):
         real = func(*args, **(kwargs or {}))
         if func.namespace.startswith("fsdp_quant"):
             with FakeTensorMode() as mode:
-                fake_args, fake_kwargs = tree_map_only(Tensor, mode.from_tensor, (args, kwargs or {}))
+                fake_args, fake_kwargs = tree_map_only(
+                    Tensor, mode.from_tensor, (args, kwargs or {})
+                )
                 fake = func(*fake_args, **fake_kwargs)
             made = ([t for t in tree_leaves(of) if t is not None] for of in (fake, real))
             for got, want in zip(*made, strict=True):
-                assert facts(got) == facts(want), (func, [facts(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)])
+                assert facts(got) == facts(want), (
+                    func,
+                    [facts(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)],
+                )
             self.seen.add(func.name().split("::")[1].split(".")[0])
         return real
 
@@ -371,10 +451,22 @@ def test_fake_results_have_the_shapes_of_real_ones(on_hopper: bool):
             for shape in SHAPES:
                 x = values(*shape, dtype=dtype).requires_grad_()
                 traced_linear(
-                    x, layer.weight, layer.bias, layer.plan.key, True, True, STEP.in_graph(given.ids.device), given.ids, given.guards,
+                    x,
+                    layer.weight,
+                    layer.bias,
+                    layer.plan.key,
+                    True,
+                    True,
+                    STEP.in_graph(given.ids.device),
+                    given.ids,
+                    given.guards,
                     *given.delayed[layer.plan.histories_key],
                 ).sum().backward()
-    expected = {"quantize", "gemm", "anchor_codes", "product_error"} if on_hopper else {"reference_encode", "reference_gemm"}
+    expected = (
+        {"quantize", "gemm", "anchor_codes", "product_error"}
+        if on_hopper
+        else {"reference_encode", "reference_gemm"}
+    )
     assert expected <= compared.seen, compared.seen
 
 
@@ -388,15 +480,27 @@ def test_compiled_blocks_are_the_eager_ones_on_hopper(name: str):
             operators.calls.clear()
             results.append(train(model, 1, rows=(64,), d=48))
         assert_same(results[1], results[0], name)
-        assert {c.name for c in operators.calls} <= {"statistics", "quantize", "quantize_anchored", "anchor_codes", "gemm", "product_error"}
+        assert {c.name for c in operators.calls} <= {
+            "statistics",
+            "quantize",
+            "quantize_anchored",
+            "anchor_codes",
+            "gemm",
+            "product_error",
+        }
         in_graphs = name == "mxfp8" and len(results) == 2
-        amaxes = 3 * sum(isinstance(m, fq.Linear) for m in model.modules()) if in_graphs else 0  # of two micro-batches, an evaluation
-        assert operators.count("statistics") == amaxes, "the backward takes the amax of a weight again, or the forward none"
+        amaxes = (
+            3 * sum(isinstance(m, fq.Linear) for m in model.modules()) if in_graphs else 0
+        )  # of two micro-batches, an evaluation
+        assert operators.count("statistics") == amaxes, (
+            "the backward takes the amax of a weight again, or the forward none"
+        )
     assert graphs() == 2
 
 
 def test_cached_graphs_know_no_weight():
-    """If false, a graph cached on disk depends on one layer's codes, or is taken for a layer of another shape or format."""
+    """If false, a graph cached on disk depends on one layer's codes, or is taken for a layer of
+    another shape or format."""
     texts = []
     for name in ("fp8_delayed", "nvfp4"):
         with fq.quantized_model_init(RECIPES[name]):
@@ -412,7 +516,11 @@ def test_cached_graphs_know_no_weight():
 def test_a_compiled_region_has_the_recipe_of_contexts_that_are_entered_later():
     """If false, a layer that was compiled outside of fq.autocast ignores it, in silence."""
     layer = fq.convert(nn.Sequential(nn.Linear(64, 64, bias=False, dtype=BF16)), RECIPES["mxfp8"])
-    run, x, outside = torch.compile(layer, fullgraph=True, backend="aot_eager"), values(32, 64, dtype=BF16), None
+    run, x, outside = (
+        torch.compile(layer, fullgraph=True, backend="aot_eager"),
+        values(32, 64, dtype=BF16),
+        None,
+    )
     for recipe in (None, RECIPES["fp8_current"], None):
         with contextlib.nullcontext() if recipe is None else fq.autocast(recipe):
             y = run(x)
@@ -421,10 +529,15 @@ def test_a_compiled_region_has_the_recipe_of_contexts_that_are_entered_later():
         assert torch.equal(y, outside) == (recipe is None)
 
 
-@pytest.mark.parametrize("options", [{"recipe": recipes.mxfp8(scale_rounding="floor")}, {"enabled": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"recipe": recipes.mxfp8(scale_rounding="floor")}, {"enabled": False}], ids=str
+)
 def test_a_context_that_is_entered_in_a_compiled_region_has_its_recipe(options: dict):
     """If false, fq.autocast breaks graphs, or overrides nothing inside them, or what follows it."""
-    layer, x = fq.convert(nn.Sequential(nn.Linear(64, 64)), RECIPES["mxfp8"]), values(32, 64, dtype=FP32)
+    layer, x = (
+        fq.convert(nn.Sequential(nn.Linear(64, 64)), RECIPES["mxfp8"]),
+        values(32, 64, dtype=FP32),
+    )
 
     def both(x: Tensor) -> tuple[Tensor, Tensor]:
         with fq.autocast(**options):
@@ -461,10 +574,15 @@ def test_inductor_runs_the_same_operators():
 
 # What graphs hold #
 
-def cut_by_inductor(compiler: Callable = lambda module, _: make_boxed_func(module.forward)) -> Callable:
+
+def cut_by_inductor(
+    compiler: Callable = lambda module, _: make_boxed_func(module.forward),
+) -> Callable:
     """A backend that cuts graphs as inductor does, and runs operators one by one."""
     return aot_autograd(
-        fw_compiler=compiler, bw_compiler=compiler, partition_fn=min_cut_rematerialization_partition,
+        fw_compiler=compiler,
+        bw_compiler=compiler,
+        partition_fn=min_cut_rematerialization_partition,
         keep_inference_input_mutations=True,
     )
 
@@ -482,7 +600,12 @@ def captured(model: nn.Module, x: Tensor) -> tuple[torch.fx.Graph, torch.fx.Grap
 
 
 def operators_of(*graphs: torch.fx.Graph) -> list[torch._ops.OpOverload]:
-    return [n.target for graph in graphs for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+    return [
+        n.target
+        for graph in graphs
+        for n in graph.nodes
+        if isinstance(n.target, torch._ops.OpOverload)
+    ]
 
 
 def own(*graphs: torch.fx.Graph) -> list[str]:
@@ -507,24 +630,45 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("on_hopper", [False, True])
 def test_graphs_hold_functional_operators_alone(name: str, on_hopper: bool):
-    """If false, Python of ours runs in a compiled step, a graph finds its layer by a number, or no CUDA graph may hold it."""
+    """If false, Python of ours runs in a compiled step, a graph finds its layer by a number, or no
+    CUDA graph may hold it."""
     with hopper.emulated() if on_hopper else contextlib.nullcontext():
         model = net(RECIPES[name], dtype=BF16, d=48, hidden=64)
         graphs = captured(model, values(64, 48, dtype=BF16).requires_grad_())
     kernels = {
-        "quantize", "quantize_anchored", "anchor_codes", "gemm", "dequantize", "random_key", "column_sums", "tensor_decode_scale",
-        "statistics", "transpose_codes",
+        "quantize",
+        "quantize_anchored",
+        "anchor_codes",
+        "gemm",
+        "dequantize",
+        "random_key",
+        "column_sums",
+        "tensor_decode_scale",
+        "statistics",
+        "transpose_codes",
     }
-    references = {f"reference_{of}" for of in ("encode", "decode", "gemm", "random_key", "column_sums")}
+    references = {
+        f"reference_{of}" for of in ("encode", "decode", "gemm", "random_key", "column_sums")
+    }
     # A pair that no kernel multiplies is the reference's on a GPU too.
-    allowed = kernels | ({"reference_gemm"} if name == "dequantized" else set()) if on_hopper else references
+    allowed = (
+        kernels | ({"reference_gemm"} if name == "dequantized" else set())
+        if on_hopper
+        else references
+    )
     assert set(own(*graphs)) <= allowed, set(own(*graphs)) - allowed
     for op in operators_of(*graphs):
-        writes = [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        writes = [
+            a.name
+            for a in op._schema.arguments
+            if a.alias_info is not None and a.alias_info.is_write
+        ]
         assert not writes or op is torch.ops.aten.copy_.default, f"{op} writes {writes}"
         assert torch.Tag.cudagraph_unsafe not in op.tags, op
     placeholders = [n.meta["val"] for graph in graphs for n in graph.nodes if n.op == "placeholder"]
-    assert all(p.numel() > 1 or p.dtype is not torch.int64 for p in placeholders if isinstance(p, Tensor)), "a number is handed over"
+    assert all(
+        p.numel() > 1 or p.dtype is not torch.int64 for p in placeholders if isinstance(p, Tensor)
+    ), "a number is handed over"
 
 
 @pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "mxfp8", "nvfp4"])
@@ -539,34 +683,54 @@ def test_layers_that_share_an_input_share_its_codes(name: str):
         forward, backward = captured(model, values(64, 48, dtype=BF16).requires_grad_())
     made = own(forward)
     assert made.count("gemm") == 4
-    assert made.count("quantize") + made.count("quantize_anchored") == 4 + 2, "of four weights, and two inputs (both ways at once)"
+    assert made.count("quantize") + made.count("quantize_anchored") == 4 + 2, (
+        "of four weights, and two inputs (both ways at once)"
+    )
     of_inputs = own(backward).count("quantize") + own(backward).count("quantize_anchored")
     assert of_inputs == 4 + 4, "of four weights, and four gradients (both ways at once)"
 
 
 def test_the_backward_keeps_codes_of_inputs_and_none_of_weights():
-    """If false, a compiled model keeps inputs in high precision, or codes that follow from weights."""
+    """If false, a compiled model keeps inputs in high precision, or codes that follow from
+    weights."""
     with hopper.emulated():
-        for name, sizes in (("fp8_current", (48, 64)), ("fp8_delayed", (48, 48, 64)), ("fp8_block", (48, 64)), ("mxfp8", (48, 64)), ("nvfp4", (24, 32))):
+        for name, sizes in (
+            ("fp8_current", (48, 64)),
+            ("fp8_delayed", (48, 48, 64)),
+            ("fp8_block", (48, 64)),
+            ("mxfp8", (48, 64)),
+            ("nvfp4", (24, 32)),
+        ):
             model, rows = net(RECIPES[name], dtype=BF16, d=48, hidden=64, bias=False), 256
             forward, _ = captured(model, values(rows, 48, dtype=BF16).requires_grad_())
-            kept = [n.meta["val"] for n in tree_leaves(next(n for n in forward.nodes if n.op == "output").args[0])[1:]]
-            codes = [t.numel() for t in kept if t.dtype is torch.uint8 and t.numel() > 1024]  # of weights at least 1536
+            kept = [
+                n.meta["val"]
+                for n in tree_leaves(next(n for n in forward.nodes if n.op == "output").args[0])[1:]
+            ]
+            codes = [
+                t.numel() for t in kept if t.dtype is torch.uint8 and t.numel() > 1024
+            ]  # of weights at least 1536
             assert codes == [size * rows for size in sizes], (name, [tuple(t.shape) for t in kept])
 
 
 def size_of_saved(forward: torch.fx.Graph) -> int:
-    kept = [n.meta["val"] for n in tree_leaves(next(n for n in forward.nodes if n.op == "output").args[0])[1:]]
+    kept = [
+        n.meta["val"]
+        for n in tree_leaves(next(n for n in forward.nodes if n.op == "output").args[0])[1:]
+    ]
     given = {n.meta["val"] for n in forward.nodes if n.op == "placeholder"}
     return sum(t.nbytes for t in kept if isinstance(t, Tensor) and t not in given)
 
 
 @pytest.mark.parametrize("on_hopper", [False, True])
 def test_a_memory_budget_gives_up_codes_before_products(on_hopper: bool):
-    """If false, torch's activation_memory_budget takes our products for free: it makes them again where codes would do."""
+    """If false, torch's activation_memory_budget takes our products for free: it makes them again
+    where codes would do."""
     sizes = []
     for budget in (1.0, 0.95, 0.4):
-        around = functorch_config.patch(activation_memory_budget=budget, is_non_builtin_to_include=True)
+        around = functorch_config.patch(
+            activation_memory_budget=budget, is_non_builtin_to_include=True
+        )
         with hopper.emulated() if on_hopper else contextlib.nullcontext(), around:
             model = net(RECIPES["fp8_current"], dtype=BF16, d=48, hidden=64, bias=False)
             forward, backward = captured(model, values(256, 48, dtype=BF16).requires_grad_())
@@ -579,17 +743,24 @@ def test_a_memory_budget_gives_up_codes_before_products(on_hopper: bool):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_a_memory_budget_makes_again_has_the_bits_of_the_forward(name: str):
-    """If false, less memory is another training: with other random bits, or amaxes that are recorded twice."""
+    """If false, less memory is another training: with other random bits, or amaxes that are
+    recorded twice."""
     want = train(net(RECIPES[name], 2, dtype=BF16))
     for builtin in (True, False):
-        with functorch_config.patch(activation_memory_budget=0.4, is_non_builtin_to_include=builtin):
-            assert_same(train(compiled(net(RECIPES[name], 2, dtype=BF16), cut_by_inductor())), want, name)
+        with functorch_config.patch(
+            activation_memory_budget=0.4, is_non_builtin_to_include=builtin
+        ):
+            assert_same(
+                train(compiled(net(RECIPES[name], 2, dtype=BF16), cut_by_inductor())), want, name
+            )
         torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", FEW)
 def test_a_model_that_counts_in_its_graph_is_within_a_budget_the_same(name: str):
-    """If false, the backward makes the step, or a factor, again of an input that the forward has written since."""
+    """If false, the backward makes the step, or a factor, again of an input that the forward has
+    written since."""
+
     def run(budget: float) -> list[Tensor]:
         model, seen = net(RECIPES[name], 2, dtype=BF16), []
         STEP.seed, STEP.step, STEP.counted_by_hand = 3, 0, False
@@ -605,12 +776,16 @@ def test_a_model_that_counts_in_its_graph_is_within_a_budget_the_same(name: str)
 
     want = run(1.0)
     for budget in (0.5, 0.1):
-        with functorch_config.patch(activation_memory_budget=budget, is_non_builtin_to_include=True):
+        with functorch_config.patch(
+            activation_memory_budget=budget, is_non_builtin_to_include=True
+        ):
             assert_same(run(budget), want, f"{name}, {budget}")
 
 
 def test_a_converted_model_has_the_flops_of_the_plain_one():
-    """If false, torch's FlopCounterMode, and whoever takes a step's FLOP/s from it, sees another model."""
+    """If false, torch's FlopCounterMode, and whoever takes a step's FLOP/s from it, sees another
+    model."""
+
     def counted(run: Callable) -> int:
         with FlopCounterMode(display=False) as counter:
             run()
@@ -628,26 +803,48 @@ def test_a_converted_model_has_the_flops_of_the_plain_one():
     for packed, kind in itertools.product((False, True), ("mxfp8", "fp8_current")):
         experts = fq.GroupedLinear(2, 40, 56, packed=packed, recipe=RECIPES[kind])
         for module, splits in itertools.product(
-            (experts, torch.compile(experts, backend="aot_eager")), (sizes, torch.tensor([10, 24])),
+            (experts, torch.compile(experts, backend="aot_eager")),
+            (sizes, torch.tensor([10, 24])),
         ):
-            assert counted(lambda: module(tokens, splits).sum().backward()) == 3 * 2 * 24 * 40 * 56, (packed, kind)
+            assert (
+                counted(lambda: module(tokens, splits).sum().backward()) == 3 * 2 * 24 * 40 * 56
+            ), (packed, kind)
     with hopper.emulated():
-        for module in (fq.Linear(64, 32, recipe=RECIPES["fp8_current"]), fq.Linear(64, 32, recipe=RECIPES["mxfp8"])):
+        for module in (
+            fq.Linear(64, 32, recipe=RECIPES["fp8_current"]),
+            fq.Linear(64, 32, recipe=RECIPES["mxfp8"]),
+        ):
             module, y = module.bfloat16(), values(16, 64).requires_grad_()
             assert counted(lambda: module(y).sum().backward()) == 3 * 2 * 16 * 64 * 32, "kernels"
     rows, e2m1 = (32, 64), native.ELEMENTS["e2m1"]
-    assert native.FLOPS["gemm"](rows, (48, 64), None, None, 1, 1, BF16, out_shape=None) == 2 * 32 * 48 * 64
-    assert native.FLOPS["gemm"](rows, (48, 64), None, None, e2m1, e2m1, BF16, out_shape=None) == 2 * 32 * 48 * 128
+    assert (
+        native.FLOPS["gemm"](rows, (48, 64), None, None, 1, 1, BF16, out_shape=None)
+        == 2 * 32 * 48 * 64
+    )
+    assert (
+        native.FLOPS["gemm"](rows, (48, 64), None, None, e2m1, e2m1, BF16, out_shape=None)
+        == 2 * 32 * 48 * 128
+    )
     assert native.FLOPS["grouped_gemm"]((32, 48), rows, (8, 48, 64)) == 2 * 32 * 48 * 64
-    assert native.FLOPS["grouped_gemm_wgrad"]((8, 32, 48), (32, 512), (48, 512)) == 2 * 32 * 48 * 512
+    assert (
+        native.FLOPS["grouped_gemm_wgrad"]((8, 32, 48), (32, 512), (48, 512)) == 2 * 32 * 48 * 512
+    )
 
 
 def test_transformers_llama_compiles_whole_and_layer_by_layer():
-    """If false, the models that people have break graphs, recompile or train otherwise when they are compiled."""
+    """If false, the models that people have break graphs, recompile or train otherwise when they
+    are compiled."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=64, attn_implementation="sdpa", use_cache=False,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        attn_implementation="sdpa",
+        use_cache=False,
     )
 
     def run(prepare: Callable) -> list[Tensor]:
@@ -678,14 +875,16 @@ def test_transformers_llama_compiles_whole_and_layer_by_layer():
     assert graphs() <= 2, "the first layer's input needs a gradient as those of the others do"
     torch._dynamo.reset()
     dynamo_counters.clear()
-    # One graph adds up gradients in another order, of a model without our layers too: its first forward is to be the same.
+    # One graph adds up gradients in another order, of a model without our layers too: its first
+    # forward is to be the same.
     whole = run(lambda model: torch.compile(model, fullgraph=True, backend="aot_eager"))
     assert_same_bytes(whole[0], want[0], "whole")
     assert graphs() == 2, "the hook that begins a step, and the model"
 
 
 def test_a_model_compiled_as_a_whole_counts_its_steps_on_the_device():
-    """If false, its gradients are rounded with one draw for ever, or the count breaks the graph or makes one a step."""
+    """If false, its gradients are rounded with one draw for ever, or the count breaks the graph or
+    makes one a step."""
     results = []
     for prepare in (lambda m: m, lambda m: torch.compile(m, fullgraph=True, backend="aot_eager")):
         STEP.seed, STEP.step, STEP.counted_by_hand = 3, 0, False
@@ -704,11 +903,15 @@ def test_a_model_compiled_as_a_whole_counts_its_steps_on_the_device():
 
 @pytest.mark.parametrize("name", ["nvfp4", "fp8_delayed"])
 def test_each_model_that_is_compiled_as_a_whole_has_a_count_of_its_own(name: str):
-    """If false, a second model of the process, or one that resumes, goes on where another one was, with other random bits."""
+    """If false, a second model of the process, or one that resumes, goes on where another one was,
+    with other random bits."""
     STEP.seed, STEP.step, STEP.counted_by_hand = 3, 0, False
 
     def steps_of(model: nn.Module, steps: range, compiled: bool) -> list[Tensor]:
-        call, seen = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model, []
+        call, seen = (
+            torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model,
+            [],
+        )
         for step in steps:
             x = values(24, 40, seed=step, dtype=FP32).requires_grad_()
             call(x).square().mean().backward()

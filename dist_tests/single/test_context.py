@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What changes between steps: autocast, random keys, optimizer steps, amax histories, checkpoints of all that."""
+"""What changes between steps: autocast, random keys, optimizer steps, amax histories, checkpoints
+of all that."""
 
 from __future__ import annotations
 
@@ -34,7 +35,13 @@ def _own_step():
 
 
 def restart() -> None:
-    STEP.seed, STEP.step, STEP.micro_batch, STEP.token_offset, STEP.counted_by_hand = 0, 0, 0, -1, False
+    STEP.seed, STEP.step, STEP.micro_batch, STEP.token_offset, STEP.counted_by_hand = (
+        0,
+        0,
+        0,
+        -1,
+        False,
+    )
     STEP.publish()
 
 
@@ -47,8 +54,12 @@ def delayed_with(role, *, use="max", length=4, margin=0):
 
 
 RECIPES = {
-    "identity": recipes.identity(), "fp8_current": recipes.fp8_current(), "fp8_block": recipes.fp8_block(),
-    "mxfp8": recipes.mxfp8(), "nvfp4": recipes.nvfp4(), "mxfp8_nvfp4": recipes.hybrid("mxfp8", "nvfp4"),
+    "identity": recipes.identity(),
+    "fp8_current": recipes.fp8_current(),
+    "fp8_block": recipes.fp8_block(),
+    "mxfp8": recipes.mxfp8(),
+    "nvfp4": recipes.nvfp4(),
+    "mxfp8_nvfp4": recipes.hybrid("mxfp8", "nvfp4"),
     "high_precision": recipes.mxfp8(backward_override="high_precision"),
     "dequantized": recipes.nvfp4(backward_override="dequantized"),
 }
@@ -59,7 +70,9 @@ class Net(nn.ModuleDict):
     """A model, which may also be called by its pieces."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([layer(x) for layer in self.values()]) if len(self) > 1 else self["fc"](x)
+        return (
+            torch.stack([layer(x) for layer in self.values()]) if len(self) > 1 else self["fc"](x)
+        )
 
 
 def net(recipe: fq.Recipe) -> Net:
@@ -92,8 +105,8 @@ def history(m: nn.Module, slot: str, direction=ROWWISE) -> dict[str, Tensor]:
 @pytest.mark.parametrize("inside", RECIPES)
 @pytest.mark.parametrize("own", ["identity", "mxfp8", "nvfp4"])
 def test_autocast_equals_a_module_of_that_recipe(own: str, inside: str):
-    """Otherwise a temporary recipe is half applied: the forward's, the weight's or the backward's formats are the
-    module's own. The backward may run outside."""
+    """Otherwise a temporary recipe is half applied: the forward's, the weight's or the backward's
+    formats are the module's own. The backward may run outside."""
     fq.begin_step(0)
     m = net(RECIPES[own])
     mine = run(m)
@@ -141,8 +154,8 @@ def test_nested_autocast_follows_the_innermost():
 
 
 def test_autocast_follows_the_weight():
-    """Otherwise an overriding format multiplies codes of a weight that has changed since, or a backward those of another
-    forward."""
+    """Otherwise an overriding format multiplies codes of a weight that has changed since, or a
+    backward those of another forward."""
     m = net(recipes.mxfp8())
     optimizer = torch.optim.SGD(m.parameters(), lr=0.5)
     with fq.autocast(recipes.fp8_block()):
@@ -162,7 +175,8 @@ def test_autocast_follows_the_weight():
 
 
 def test_autocast_keeps_the_histories_of_recipes_apart():
-    """Otherwise a delayed scale made for e5m2 (maximum 57344) encodes e4m3 (448) and every gradient saturates.
+    """Otherwise a delayed scale made for e5m2 (maximum 57344) encodes e4m3 (448) and every gradient
+    saturates.
 
     e4m3 rounds within 2^-4 of every element; gradients that saturate are off by their whole size.
     """
@@ -177,7 +191,8 @@ def test_autocast_keeps_the_histories_of_recipes_apart():
 
 
 def test_autocast_refuses_what_it_cannot_honour():
-    """Otherwise the layers that a recipe keeps in high precision are quantized: one module does not know the last ones."""
+    """Otherwise the layers that a recipe keeps in high precision are quantized: one module does not
+    know the last ones."""
     m = net(recipes.mxfp8())
     with pytest.raises(ValueError, match="tail"), fq.autocast(recipes.nvfp4(tail=0.25)):
         m["fc"](X)
@@ -196,7 +211,8 @@ def steps_seen(m: nn.Module, forwards: int = 3, call: Callable = run) -> list[in
 
 
 def test_training_forwards_are_the_steps_until_they_are_counted_by_hand():
-    """Otherwise stochastic rounding repeats its bits, or a trainer that counts steps counts each twice."""
+    """Otherwise stochastic rounding repeats its bits, or a trainer that counts steps counts each
+    twice."""
     m = net(recipes.nvfp4())
     on_device = STEP.on(torch.device("cpu"))
     assert steps_seen(m, 2) == [0, 1]
@@ -220,7 +236,8 @@ def test_training_forwards_are_the_steps_until_they_are_counted_by_hand():
 
 
 class Lookahead(torch.optim.Optimizer):
-    """An optimizer that holds an optimizer, as torchtitan's container, ZeroRedundancyOptimizer, and many recipes do."""
+    """An optimizer that holds an optimizer, as torchtitan's container, ZeroRedundancyOptimizer, and
+    many recipes do."""
 
     def __init__(self, base: torch.optim.Optimizer):
         self.base = base
@@ -247,7 +264,9 @@ class InBackward:
 
     def __init__(self, parameters):
         for p in parameters:
-            p.register_post_accumulate_grad_hook(lambda p, its=torch.optim.SGD([p], lr=0.1): its.step())
+            p.register_post_accumulate_grad_hook(
+                lambda p, its=torch.optim.SGD([p], lr=0.1): its.step()
+            )
 
     def step(self) -> None:
         pass
@@ -255,18 +274,33 @@ class InBackward:
 
 @pytest.mark.parametrize("name", ["fp8_delayed", "nvfp4", "schedule"])
 def test_steps_do_not_depend_on_the_optimizer(name: str):
-    """Otherwise a wrapper counts each step twice, an optimizer per parameter once per parameter, and others never: schedules end
-    early, scales lag behind, random bits repeat."""
-    recipe = recipes.schedule(recipes.mxfp8(), (2, None, recipes.nvfp4())) if name == "schedule" else recipes.by_name(name)
+    """Otherwise a wrapper counts each step twice, an optimizer per parameter once per parameter,
+    and others never: schedules end early, scales lag behind, random bits repeat."""
+    recipe = (
+        recipes.schedule(recipes.mxfp8(), (2, None, recipes.nvfp4()))
+        if name == "schedule"
+        else recipes.by_name(name)
+    )
     results = []
-    for make in (lambda ps: torch.optim.SGD(ps, lr=0.1), lambda ps: Lookahead(torch.optim.SGD(ps, lr=0.1)), Own, InBackward):
+    for make in (
+        lambda ps: torch.optim.SGD(ps, lr=0.1),
+        lambda ps: Lookahead(torch.optim.SGD(ps, lr=0.1)),
+        Own,
+        InBackward,
+    ):
         m = net(recipe)
         optimizer, seen = make(m.parameters()), []
         for step in range(4):
             seen.append(run(m, X * (step + 1)) | {"step": STEP.on(X.device).clone()})
             optimizer.step()
         histories = fq.state_dict(m)["histories"]
-        results.append((seen, {f"{k} {n}": t for k, h in histories.items() for n, t in h.items()}, m["fc"].recipe))
+        results.append(
+            (
+                seen,
+                {f"{k} {n}": t for k, h in histories.items() for n, t in h.items()},
+                m["fc"].recipe,
+            )
+        )
     for seen, histories, ends_with in results:
         for step, (got, want) in enumerate(zip(seen, results[0][0])):
             assert_same(got, want, f"step {step}")
@@ -277,7 +311,9 @@ def test_steps_do_not_depend_on_the_optimizer(name: str):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputations_are_no_steps(reentrant: bool):
-    """Otherwise the recomputed forward rounds with other bits than the forward, and steps count twice."""
+    """Otherwise the recomputed forward rounds with other bits than the forward, and steps count
+    twice."""
+
     class Wraps(nn.Module):
         def __init__(self):
             super().__init__()
@@ -299,7 +335,8 @@ def test_recomputations_are_no_steps(reentrant: bool):
 
 
 def test_models_that_are_called_by_pieces_or_converted_in_parts_count_once():
-    """Otherwise a schedule runs ahead where a model is called by pieces, or was converted in two calls."""
+    """Otherwise a schedule runs ahead where a model is called by pieces, or was converted in two
+    calls."""
     pieces = net(recipes.nvfp4())
     assert steps_seen(pieces, call=lambda m: m["fc"](X).sum().backward()) == [0, 1, 2]
     for order in ("inner first", "outer first"):
@@ -310,14 +347,18 @@ def test_models_that_are_called_by_pieces_or_converted_in_parts_count_once():
         if order == "outer first":
             fq.set_recipe(inner, recipes.fp8_delayed())
         assert steps_seen(m, call=lambda m: m(X).sum().backward()) == [0, 1, 2], order
-    by_hand = nn.Sequential(fq.Linear(40, 40, recipe=recipes.nvfp4()), fq.Linear(40, 40, recipe=recipes.nvfp4()))
+    by_hand = nn.Sequential(
+        fq.Linear(40, 40, recipe=recipes.nvfp4()), fq.Linear(40, 40, recipe=recipes.nvfp4())
+    )
     STEP.step = 0
     assert steps_seen(by_hand, call=lambda m: m(X).sum().backward()) == [0, 1, 2], "built by hand"
 
 
 def test_models_do_not_count_each_others_steps():
     """Otherwise the schedule of a generator runs twice as fast beside its discriminator."""
-    one, other = (net(recipes.schedule(recipes.mxfp8(), (2, None, recipes.nvfp4()))) for _ in range(2))
+    one, other = (
+        net(recipes.schedule(recipes.mxfp8(), (2, None, recipes.nvfp4()))) for _ in range(2)
+    )
     for step in range(4):
         run(one)
         assert one["fc"].recipe == (recipes.mxfp8() if step < 2 else recipes.nvfp4())
@@ -329,12 +370,14 @@ def test_models_do_not_count_each_others_steps():
 
 @pytest.mark.parametrize("trains", ["adapter", "bias"])
 def test_steps_of_a_frozen_quantized_base_advance(trains: str):
-    """Otherwise fine-tuning over a frozen base rounds its gradients with one draw forever, a bias, and its delayed
-    scales never leave the first use."""
+    """Otherwise fine-tuning over a frozen base rounds its gradients with one draw forever, a bias,
+    and its delayed scales never leave the first use."""
     m = net(recipes.fp8_delayed(length=4))
     m["fc"].weight.requires_grad_(False)
     adapter = nn.Linear(56, 4)
-    optimizer = torch.optim.SGD(adapter.parameters() if trains == "adapter" else [m["fc"].bias], lr=0.1)
+    optimizer = torch.optim.SGD(
+        adapter.parameters() if trains == "adapter" else [m["fc"].bias], lr=0.1
+    )
     for step in range(4):
         adapter(m(X.clone().requires_grad_())).sum().backward()
         optimizer.step()
@@ -366,13 +409,21 @@ def in_thread(call: Callable) -> object:
 
 
 def test_contexts_belong_to_the_thread_that_entered_them():
-    """Otherwise a data loader, an evaluation or a second model in another thread changes this thread's products."""
+    """Otherwise a data loader, an evaluation or a second model in another thread changes this
+    thread's products."""
     m = net(RECIPES["mxfp8"])
     mine = run(m)
-    with fq.autocast(RECIPES["fp8_block"]), fq.token_offset(64), fq.quantized_model_init(RECIPES["mxfp8"]):
+    with (
+        fq.autocast(RECIPES["fp8_block"]),
+        fq.token_offset(64),
+        fq.quantized_model_init(RECIPES["mxfp8"]),
+    ):
         inside = run(m)
         assert_same(in_thread(lambda: run(m)), mine, "another thread")
-        assert in_thread(lambda: (STEP.token_offset, fq.context.quantized_init_recipe())) == (-1, None)
+        assert in_thread(lambda: (STEP.token_offset, fq.context.quantized_init_recipe())) == (
+            -1,
+            None,
+        )
     entered, another, left = (threading.Event() for _ in range(3))
 
     def enters_first_and_leaves_first() -> None:
@@ -395,7 +446,8 @@ def test_contexts_belong_to_the_thread_that_entered_them():
 
 @pytest.mark.parametrize("leaves", [False, True])
 def test_a_backward_has_the_offset_of_its_forward(leaves: bool):
-    """Otherwise rows of a gradient are placed by whoever calls the backward, from whatever thread."""
+    """Otherwise rows of a gradient are placed by whoever calls the backward, from whatever
+    thread."""
     m = net(fq.CustomRecipe(rounds_inputs_and_gradients))
     fq.begin_step(0)
     with fq.token_offset(64):
@@ -410,11 +462,14 @@ def test_a_backward_has_the_offset_of_its_forward(leaves: bool):
     if leaves:
         with fq.token_offset(128):
             y.backward(DY)
-    assert_same({"y": y.detach(), "dx": x.grad, **{n: p.grad for n, p in m.named_parameters()}}, want)
+    assert_same(
+        {"y": y.detach(), "dx": x.grad, **{n: p.grad for n, p in m.named_parameters()}}, want
+    )
 
 
 def test_steps_reach_every_offset_in_use():
-    """Otherwise the second micro-batch of a trainer that places its rows repeats the bits of the first step."""
+    """Otherwise the second micro-batch of a trainer that places its rows repeats the bits of the
+    first step."""
     device = torch.device("cpu")
     with fq.token_offset(64):
         placed = STEP.on(device)
@@ -456,20 +511,29 @@ def test_recipes_without_stochastic_rounding_ignore_the_step():
 def test_histories_follow_their_definition(use: str, margin: int):
     """Otherwise scales are not max / amax(history) / 2^margin of earlier steps.
 
-    Four steps of three micro-batches; the encode factor of a step is that of the amaxes up to the step before.
+    Four steps of three micro-batches; the encode factor of a step is that of the amaxes up to the
+    step before.
     """
     m = net(fq.Recipe("delayed", delayed_with, (("length", 2), ("margin", margin), ("use", use))))
     amaxes = {"input": [], "grad_output": [], "weight": []}
     for step in range(4):
-        batches = [values(24, 40, seed=10 * step + i, dtype=torch.float32) * (3 - step) for i in range(3)]
-        gradients = [values(24, 56, seed=10 * step + i, dtype=torch.float32) * (step + 1) for i in range(3)]
+        batches = [
+            values(24, 40, seed=10 * step + i, dtype=torch.float32) * (3 - step) for i in range(3)
+        ]
+        gradients = [
+            values(24, 56, seed=10 * step + i, dtype=torch.float32) * (step + 1) for i in range(3)
+        ]
         for i, (x, dy) in enumerate(zip(batches, gradients)):
             fq.begin_step(step, micro_batch=i)
             run(m, x, dy)
             for slot, seen in amaxes.items():
                 # length=2: of the last two steps before this one.
                 before = max(seen[-2:]) if use == "max" and seen else (seen or [0.0])[-1]
-                want = torch.tensor(448.0) / torch.tensor(before) / 2**margin if before else torch.zeros(())
+                want = (
+                    torch.tensor(448.0) / torch.tensor(before) / 2**margin
+                    if before
+                    else torch.zeros(())
+                )
                 assert history(m, slot)["enc"].item() == want.item(), (slot, step, i)
         amaxes["input"].append(max(float(x.abs().max()) for x in batches))
         amaxes["grad_output"].append(max(float(dy.abs().max()) for dy in gradients))
@@ -479,7 +543,8 @@ def test_histories_follow_their_definition(use: str, margin: int):
 
 
 def test_contexts_are_referenced_as_often_as_they_are_held():
-    """If false, torch gives back references that it never took, and what a context was is freed while it is read."""
+    """If false, torch gives back references that it never took, and what a context was is freed
+    while it is read."""
     outside = context.contexts()
     before = sys.getrefcount(outside)
     for offset in range(50):
@@ -491,8 +556,8 @@ def test_contexts_are_referenced_as_often_as_they_are_held():
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_a_step_rolls_a_history_once(by_hand: bool):
-    """Otherwise a slot is lost or doubled: histories end up shorter than they say. Counted by hand, the two training forwards of
-    a step have one slot; else each is a step."""
+    """Otherwise a slot is lost or doubled: histories end up shorter than they say. Counted by hand,
+    the two training forwards of a step have one slot; else each is a step."""
     m = net(recipes.fp8_delayed(length=8))
     optimizer = torch.optim.AdamW(m.parameters())
     for step in range(3):
@@ -517,7 +582,8 @@ def test_a_step_rolls_a_history_once(by_hand: bool):
 
 
 def test_delayed_scales_encode_the_next_step():
-    """Otherwise the history is kept but not used: values beyond the last step's amax must saturate."""
+    """Otherwise the history is kept but not used: values beyond the last step's amax must
+    saturate."""
     m = net(recipes.fp8_delayed())
     optimizer = torch.optim.SGD(m.parameters(), lr=0.0)
     run(m)
@@ -557,7 +623,11 @@ def test_each_side_of_a_hybrid_keeps_its_own_history():
     m = net(fq.CustomRecipe(delayed_sides))
     run(m)
     run(m)
-    for slot, x in (("input", X), ("grad_output", DY), ("weight", m.state_dict()["fc.weight"].bfloat16().float())):
+    for slot, x in (
+        ("input", X),
+        ("grad_output", DY),
+        ("weight", m.state_dict()["fc.weight"].bfloat16().float()),
+    ):
         for direction, limit in ((ROWWISE, 448.0), (COLUMNWISE, 57344.0)):
             want = torch.tensor(limit) / x.abs().max()
             assert_same_bytes(history(m, slot, direction)["enc"][0], want, f"{slot} {direction}")
@@ -583,6 +653,7 @@ def test_a_side_that_is_not_needed_does_not_fill_the_other_sides_history():
 @pytest.mark.parametrize("use", ["max", "newest"])
 def test_a_skipped_step_leaves_no_trace(use: str):
     """Otherwise a batch that overflowed sets scales: the run must equal one that never saw it."""
+
     def train(bad_at: int | None):
         restart()
         m = net(fq.Recipe("delayed", delayed_with, (("use", use),)))
@@ -607,13 +678,18 @@ def test_a_skipped_step_leaves_no_trace(use: str):
             assert_same_bytes(histories[key], amaxes, f"history of {key}")
 
 
-@pytest.mark.parametrize("make", [
-    lambda p: fq.optim.FusedAdam(p, lr=0.05), lambda p: fq.optim.FusedAdam(p, lr=0.05, capturable=True),
-    lambda p: torch.optim.AdamW(p, lr=0.05, fused=True),
-], ids=["fused_adam", "capturable", "torch"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: fq.optim.FusedAdam(p, lr=0.05),
+        lambda p: fq.optim.FusedAdam(p, lr=0.05, capturable=True),
+        lambda p: torch.optim.AdamW(p, lr=0.05, fused=True),
+    ],
+    ids=["fused_adam", "capturable", "torch"],
+)
 def test_a_skipped_step_of_a_scaler_leaves_no_trace(make):
-    """Otherwise an overflow that a GradScaler leaves to the optimizer, and that `fq.skip_step` is told of, rolls histories, or
-    moves random bits and schedules."""
+    """Otherwise an overflow that a GradScaler leaves to the optimizer, and that `fq.skip_step` is
+    told of, rolls histories, or moves random bits and schedules."""
     later = recipes.fp8_delayed(length=3)
 
     def train(bad_at: int | None):
@@ -625,8 +701,13 @@ def test_a_skipped_step_of_a_scaler_leaves_no_trace(make):
         with torch.no_grad():
             for p in m.parameters():
                 p.copy_(values(*p.shape, dtype=torch.float32) / 8)
-        fq.set_recipe(m, recipes.schedule(
-            recipes.per_layer(later, {"nv": recipes.nvfp4()}), (3, None, recipes.per_layer(later, {"nv": recipes.mxfp8()}))))
+        fq.set_recipe(
+            m,
+            recipes.schedule(
+                recipes.per_layer(later, {"nv": recipes.nvfp4()}),
+                (3, None, recipes.per_layer(later, {"nv": recipes.mxfp8()})),
+            ),
+        )
         optimizer, seen = make(m.parameters()), []
         for step in range(5):
             for bad in (True, False) if step == bad_at else (False,):
@@ -640,9 +721,13 @@ def test_a_skipped_step_of_a_scaler_leaves_no_trace(make):
                 optimizer.zero_grad()
                 if bad:
                     fq.skip_step()
-            seen.append({"y": y.detach(), "step": STEP.on(torch.device("cpu")).clone(), **gradients})
+            seen.append(
+                {"y": y.detach(), "step": STEP.on(torch.device("cpu")).clone(), **gradients}
+            )
         assert STEP.step == 4
-        return seen, {f"{k}.{n}": t for k, h in fq.state_dict(m)["histories"].items() for n, t in h.items()}
+        return seen, {
+            f"{k}.{n}": t for k, h in fq.state_dict(m)["histories"].items() for n, t in h.items()
+        }
 
     want, want_histories = train(None)
     for bad_at in (0, 3):
@@ -657,7 +742,8 @@ def test_a_skipped_step_of_a_scaler_leaves_no_trace(make):
 
 @pytest.mark.parametrize("name", ["fp8_delayed", "nvfp4"])
 def test_training_resumes_bit_for_bit(name: str):
-    """Otherwise a resumed run drifts from an uninterrupted one: step, seed or histories are not restored."""
+    """Otherwise a resumed run drifts from an uninterrupted one: step, seed or histories are not
+    restored."""
     recipe = recipes.by_name(name)
 
     def train(m, optimizer, steps):
@@ -680,7 +766,10 @@ def test_training_resumes_bit_for_bit(name: str):
     optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2)
     got = train(m, optimizer, range(3))
     file = io.BytesIO()
-    torch.save({"model": m.state_dict(), "optimizer": optimizer.state_dict(), "quant": fq.state_dict(m)}, file)
+    torch.save(
+        {"model": m.state_dict(), "optimizer": optimizer.state_dict(), "quant": fq.state_dict(m)},
+        file,
+    )
     train(m, optimizer, range(50, 52))  # what happens after the save is not in the file
     restart()
     file.seek(0)
@@ -707,7 +796,8 @@ def test_a_state_of_another_recipe_is_refused():
 
 
 def test_sync_makes_codes_follow_changes_by_hand():
-    """Otherwise the call that a user is told to make does nothing, or breaks a model that no one shards."""
+    """Otherwise the call that a user is told to make does nothing, or breaks a model that no one
+    shards."""
     fq.begin_step(0)
     m = net(recipes.nvfp4())
     run(m)
@@ -721,9 +811,11 @@ def test_sync_makes_codes_follow_changes_by_hand():
 
 # CUDA graphs #
 
+
 @pytest.mark.parametrize("name", ["fp8_current", "mxfp8_nvfp4", "nvfp4"])
 def test_codes_do_not_outlive_what_replays_write(name: str, monkeypatch):
-    """If false, a captured step holds no quantization of its weights, or an evaluation after replays reads old codes."""
+    """If false, a captured step holds no quantization of its weights, or an evaluation after
+    replays reads old codes."""
     m = net(RECIPES[name])
     optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
     run(m)
@@ -746,7 +838,8 @@ def test_codes_do_not_outlive_what_replays_write(name: str, monkeypatch):
 
 
 def test_replays_count_steps_on_the_device(monkeypatch):
-    """If false, a replayed step repeats the random bits of the capture, or writes a step of the host at every replay."""
+    """If false, a replayed step repeats the random bits of the capture, or writes a step of the
+    host at every replay."""
     m = net(recipes.nvfp4())
     run(m)
     on_device = STEP.on(X.device)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fq.convert` and `fq.set_recipe`: what becomes quantized, what stays as it was, and what is refused."""
+"""`fq.convert` and `fq.set_recipe`: what becomes quantized, what stays as it was, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -100,15 +101,18 @@ def test_convert_takes_every_linear_in_place():
     assert sum(n for (_, a, b), n in ran.items() if a == b == "mxfp8") == sum(ran.values()) == 3 * 7
 
 
-@pytest.mark.parametrize("skip, left", [
-    (["lm_head"], ["lm_head"]),
-    (["gate"], ["layers.0.gate", "layers.1.gate"]),
-    (["*.gate", "lm_head"], ["layers.0.gate", "layers.1.gate", "lm_head"]),
-    (["layers.1.*"], ["layers.1.gate", "layers.1.up", "layers.1.down"]),
-    (["layers.0.up"], ["layers.0.up"]),
-    (("*.up", "*.down"), ["layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down"]),
-    ("lm_head", ["lm_head"]),
-])
+@pytest.mark.parametrize(
+    "skip, left",
+    [
+        (["lm_head"], ["lm_head"]),
+        (["gate"], ["layers.0.gate", "layers.1.gate"]),
+        (["*.gate", "lm_head"], ["layers.0.gate", "layers.1.gate", "lm_head"]),
+        (["layers.1.*"], ["layers.1.gate", "layers.1.up", "layers.1.down"]),
+        (["layers.0.up"], ["layers.0.up"]),
+        (("*.up", "*.down"), ["layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down"]),
+        ("lm_head", ["lm_head"]),
+    ],
+)
 def test_skipped_modules_stay_as_they_are(skip, left: list[str]):
     """Otherwise a head or router that must stay in high precision is quantized."""
     m = fq.convert(model(), recipes.mxfp8(), skip=skip)
@@ -140,7 +144,8 @@ class UserLinear(nn.Linear, Described):
 
 @pytest.mark.parametrize("name", ["fp8_delayed", "nvfp4"])
 def test_subclasses_with_the_forward_of_linear_keep_what_they_add(name: str):
-    """Otherwise models whose layers are such a class cannot be converted, or lose methods, copies and pickles."""
+    """Otherwise models whose layers are such a class cannot be converted, or lose methods, copies
+    and pickles."""
     results, recipe = [], recipes.by_name(name)
     for cls in (nn.Linear, UserLinear):
         torch.manual_seed(0)
@@ -149,7 +154,11 @@ def test_subclasses_with_the_forward_of_linear_keep_what_they_add(name: str):
         torch.save(m, file)
         file.seek(0)
         for made in (m, copy.deepcopy(m), torch.load(file, weights_only=False)):
-            assert all(isinstance(layer, (fq.Linear, cls)[i]) for layer in (made[0], made[2]) for i in range(2))
+            assert all(
+                isinstance(layer, (fq.Linear, cls)[i])
+                for layer in (made[0], made[2])
+                for i in range(2)
+            )
             x = values(8, 32, dtype=torch.float32)
             y = made(x)
             y.sum().backward()
@@ -158,7 +167,10 @@ def test_subclasses_with_the_forward_of_linear_keep_what_they_add(name: str):
         for a, b in zip(got, results[0]):
             assert_same_bytes(a, b)
     layer = m[0]
-    assert type(layer).__name__ == "UserLinear" and (layer.tag, layer.describe()) == ("user", "user (48, 32)")
+    assert type(layer).__name__ == "UserLinear" and (layer.tag, layer.describe()) == (
+        "user",
+        "user (48, 32)",
+    )
     assert "tag=user" in repr(layer) and name in repr(layer)
     layer.init_states()
     assert (m.state_dict()["0.weight"] == 1).all()
@@ -168,7 +180,8 @@ def test_subclasses_with_the_forward_of_linear_keep_what_they_add(name: str):
 
 
 def test_falcons_layers_are_taken_by_name():
-    """Otherwise Falcon has no layer to convert, or a class of its name or a subclass with another forward is taken too."""
+    """Otherwise Falcon has no layer to convert, or a class of its name or a subclass with another
+    forward is taken too."""
     falcon = pytest.importorskip("transformers.models.falcon.modeling_falcon").FalconLinear
     results = []
     for cls in (nn.Linear, falcon):
@@ -185,13 +198,16 @@ def test_falcons_layers_are_taken_by_name():
     for got in results[1:]:
         for a, b in zip(got, results[0]):
             assert_same_bytes(a, b)
-    other = type("FalconLinear", (falcon,), {"forward": lambda self, x: 2 * falcon.forward(self, x)})
+    other = type(
+        "FalconLinear", (falcon,), {"forward": lambda self, x: 2 * falcon.forward(self, x)}
+    )
     with pytest.raises(ValueError, match="no nn.Linear to convert"):
         fq.convert(nn.Sequential(other(8, 8)), recipes.mxfp8())
 
 
 def test_subclasses_with_another_forward_are_left_alone():
     """Otherwise a class that overrides forward loses its own arithmetic."""
+
     class Scaled(nn.Linear):
         def forward(self, x):
             return 2 * super().forward(x)
@@ -205,7 +221,8 @@ def test_subclasses_with_another_forward_are_left_alone():
 
 
 def test_a_second_convert_takes_the_rest_and_touches_nothing_else():
-    """Otherwise converting a model in two calls wraps weights twice, or resets what the first call made."""
+    """Otherwise converting a model in two calls wraps weights twice, or resets what the first call
+    made."""
     m = fq.convert(model(), recipes.mxfp8(), skip=["lm_head"])
     states = {n: s._weight_state for n, s in m.named_modules() if isinstance(s, fq.Linear)}
     fq.convert(m, recipes.nvfp4())
@@ -219,7 +236,8 @@ def test_a_second_convert_takes_the_rest_and_touches_nothing_else():
 
 @pytest.mark.parametrize("blocks", [1, 2, 8])
 def test_tail_keeps_the_last_layers_in_identity(blocks: int):
-    """Otherwise the layers that NVFP4 training needs in high precision are quantized, or the wrong ones are kept."""
+    """Otherwise the layers that NVFP4 training needs in high precision are quantized, or the wrong
+    ones are kept."""
     m = fq.convert(model(blocks=blocks), recipes.nvfp4(tail=0.25), skip=["gate"])
     names = [n for n, kind in kinds(m).items() if kind is fq.Linear]
     assert len(names) == 2 * blocks + 1
@@ -234,10 +252,15 @@ def test_tail_keeps_the_last_layers_in_identity(blocks: int):
         assert m.get_submodule(name).recipe == recipes.nvfp4(tail=0.25)
 
 
-@pytest.mark.parametrize("layers, percent", [(25, 28), (50, 14), (50, 56), (7, 15), (20, 15), (3, 100), (3, 0)])
+@pytest.mark.parametrize(
+    "layers, percent", [(25, 28), (50, 14), (50, 56), (7, 15), (20, 15), (3, 100), (3, 0)]
+)
 def test_tail_counts_layers_exactly(layers: int, percent: int):
-    """Otherwise binary fractions keep one layer more than the share asked for: 0.28 * 25 is 7.000000000000001."""
-    m = fq.convert(nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))), recipes.nvfp4(tail=percent / 100))
+    """Otherwise binary fractions keep one layer more than the share asked for: 0.28 * 25 is
+    7.000000000000001."""
+    m = fq.convert(
+        nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))), recipes.nvfp4(tail=percent / 100)
+    )
     kept = sum(layer.plan.operand("weight", ROWWISE) == IDENTITY for layer in m)
     assert kept == -(-layers * percent // 100)
 
@@ -253,7 +276,10 @@ def untouched(m: nn.Module, before: dict[str, type]) -> None:
 def test_a_skip_that_matches_nothing_warns():
     """Otherwise a misspelled skip quantizes the layer that it was to protect, without a word."""
     m = model()
-    with pytest.warns(UserWarning, match="skip='lm_heads' matches no nn.Linear; the model has layers.0.gate, .* and 2 more"):
+    with pytest.warns(
+        UserWarning,
+        match="skip='lm_heads' matches no nn.Linear; the model has layers.0.gate, .* and 2 more",
+    ):
         fq.convert(m, recipes.mxfp8(), skip=["gate", "lm_heads"])
     assert type(m.layers[0].gate) is nn.Linear and type(m.lm_head) is fq.Linear
 
@@ -269,13 +295,16 @@ def test_a_model_without_linear_layers_is_refused():
 
 
 def test_a_layer_tied_to_an_embedding_stays_and_is_listed():
-    """Otherwise a lookup reads a weight that is gathered as codes, or models with tied embeddings cannot be converted."""
+    """Otherwise a lookup reads a weight that is gathered as codes, or models with tied embeddings
+    cannot be converted."""
     m = model()
     m.lm_head.weight = m.embed.weight
     assert fq.convert(m, recipes.mxfp8()) is m
     assert type(m.lm_head) is nn.Linear and m.lm_head.weight is m.embed.weight
     assert isinstance(m.layers[0].up, fq.Linear)
-    assert "in high precision: lm_head.weight of Linear, tied to an embedding, " in "\n".join(fq.plan(m).notes)
+    assert "in high precision: lm_head.weight of Linear, tied to an embedding, " in "\n".join(
+        fq.plan(m).notes
+    )
     loss_of(m).backward()
 
 
@@ -285,7 +314,10 @@ def test_a_weight_shared_with_another_module_is_refused_naming_both():
     m.other = nn.EmbeddingBag.from_pretrained(m.lm_head.weight.detach())
     m.other.weight = m.lm_head.weight
     before = kinds(m)
-    with pytest.raises(ValueError, match=r"lm_head.weight is shared with other.weight \(EmbeddingBag\).*skip=\['lm_head'\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"lm_head.weight is shared with other.weight \(EmbeddingBag\).*skip=\['lm_head'\]",
+    ):
         fq.convert(m, recipes.mxfp8())
     untouched(m, before)
 
@@ -306,7 +338,9 @@ def test_weights_of_other_dtypes_are_refused(dtype: torch.dtype):
     m = model()
     m.lm_head.weight = nn.Parameter(torch.zeros(16, 32).to(dtype), requires_grad=False)
     before = kinds(m)
-    with pytest.raises(ValueError, match=f"lm_head.weight is {dtype}; fq.convert takes fp32, bf16 and fp16"):
+    with pytest.raises(
+        ValueError, match=f"lm_head.weight is {dtype}; fq.convert takes fp32, bf16 and fp16"
+    ):
         fq.convert(m, recipes.mxfp8())
     untouched(m, before)
 
@@ -323,7 +357,9 @@ def test_an_optimizer_built_before_convert_trains_the_model():
     fq.convert(m, recipes.mxfp8())
     for name, parameter in m.named_parameters():
         assert parameter is parameters[name]
-    assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in m.parameters()}
+    assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {
+        id(p) for p in m.parameters()
+    }
     after = model()
     other = torch.optim.AdamW(after.parameters(), lr=1e-2)
     step(after, other)
@@ -336,8 +372,9 @@ def test_an_optimizer_built_before_convert_trains_the_model():
 
 
 def test_a_parameter_keeps_its_gradient_attributes_and_hooks():
-    """Otherwise converting between a backward and a step loses the gradient, and the tags that trainers put on
-    parameters (weight decay, sharding) or their hooks (fused optimizers) are gone without a word."""
+    """Otherwise converting between a backward and a step loses the gradient, and the tags that
+    trainers put on parameters (weight decay, sharding) or their hooks (fused optimizers) are gone
+    without a word."""
     m = model()
     calls = []
     m.lm_head.weight.no_weight_decay = True
@@ -414,7 +451,8 @@ def test_a_saved_state_dict_loads_strictly_into_both_kinds_of_model(weights_only
 
 @pytest.mark.parametrize("assign", [False, True])
 def test_bf16_checkpoints_load_strictly(assign: bool):
-    """Otherwise published weights do not load into fp32 masters; with assign=True the dtype is the checkpoint's."""
+    """Otherwise published weights do not load into fp32 masters; with assign=True the dtype is the
+    checkpoint's."""
     checkpoint = {n: t.bfloat16() for n, t in model().state_dict().items()}
     torch.manual_seed(1)
     m = fq.convert(Model(), recipes.mxfp8())
@@ -431,7 +469,8 @@ def test_bf16_checkpoints_load_strictly(assign: bool):
 
 
 def test_a_whole_model_saves_and_loads():
-    """Otherwise `torch.save(model)` loses the wrapper, the recipe or the tie between parameter and module."""
+    """Otherwise `torch.save(model)` loses the wrapper, the recipe or the tie between parameter and
+    module."""
     m = fq.convert(model(), recipes.nvfp4(tail=0.25))
     file = io.BytesIO()
     torch.save(m, file)
@@ -469,7 +508,9 @@ def test_a_deep_copy_trains_on_its_own():
         for name, tensor in m.state_dict().items():
             assert_same_bytes(tensor, kept[name], name)
         for key, amaxes in before.items():
-            assert_same_bytes(fq.state_dict(m)["histories"][key]["amaxes"], amaxes, f"history of {key}")
+            assert_same_bytes(
+                fq.state_dict(m)["histories"][key]["amaxes"], amaxes, f"history of {key}"
+            )
         assert_same_bytes(m.eval()(IDS), output, "original output")
 
 
@@ -493,9 +534,12 @@ def test_a_module_cast_after_convert_equals_one_cast_before(dtype: torch.dtype):
         assert_same_bytes(a.grad, b.grad, name)
 
 
-@pytest.mark.parametrize("recipe", [recipes.nvfp4(), recipes.fp8_delayed()], ids=["nvfp4", "fp8_delayed"])
+@pytest.mark.parametrize(
+    "recipe", [recipes.nvfp4(), recipes.fp8_delayed()], ids=["nvfp4", "fp8_delayed"]
+)
 def test_a_model_made_on_the_meta_device_equals_one_made_on_the_cpu(recipe: fq.Recipe):
-    """Otherwise deferred initialization, the only way to build a large model, gives another model or none."""
+    """Otherwise deferred initialization, the only way to build a large model, gives another model
+    or none."""
     want = fq.convert(model(), recipe)
     for inside in (True, False):
         with torch.device("meta"):
@@ -526,13 +570,21 @@ def test_a_model_made_on_the_meta_device_equals_one_made_on_the_cpu(recipe: fq.R
 # Another recipe later #
 
 
-@pytest.mark.parametrize("first, then", [
-    (recipes.mxfp8(), recipes.nvfp4()), (recipes.nvfp4(), recipes.identity()), (recipes.identity(), recipes.mxfp8()),
-    (recipes.mxfp8(), recipes.mxfp8(scale_rounding="floor")), (recipes.fp8_current(), recipes.fp8_delayed(length=4)),
-    (recipes.fp8_delayed(length=4), recipes.fp8_delayed(length=8, margin=1)),
-    (recipes.mxfp8(), recipes.mxfp8(compute_dtype=None)),
-    (recipes.nvfp4(), recipes.nvfp4(tail=0.5)), (recipes.mxfp8(), recipes.mxfp8(backward_override="high_precision")),
-], ids=lambda r: repr(r).replace(" ", ""))
+@pytest.mark.parametrize(
+    "first, then",
+    [
+        (recipes.mxfp8(), recipes.nvfp4()),
+        (recipes.nvfp4(), recipes.identity()),
+        (recipes.identity(), recipes.mxfp8()),
+        (recipes.mxfp8(), recipes.mxfp8(scale_rounding="floor")),
+        (recipes.fp8_current(), recipes.fp8_delayed(length=4)),
+        (recipes.fp8_delayed(length=4), recipes.fp8_delayed(length=8, margin=1)),
+        (recipes.mxfp8(), recipes.mxfp8(compute_dtype=None)),
+        (recipes.nvfp4(), recipes.nvfp4(tail=0.5)),
+        (recipes.mxfp8(), recipes.mxfp8(backward_override="high_precision")),
+    ],
+    ids=lambda r: repr(r).replace(" ", ""),
+)
 def test_set_recipe_equals_a_fresh_model_of_that_recipe(first, then):
     """Otherwise codes, statistics, histories or plans of the old recipe outlive the change."""
     m = fq.convert(model(), first)
@@ -554,7 +606,8 @@ def test_set_recipe_equals_a_fresh_model_of_that_recipe(first, then):
 
 
 def test_set_recipe_back_and_forth_starts_afresh():
-    """Otherwise scales of a stretch of training long past encode the step after a return to delayed scaling."""
+    """Otherwise scales of a stretch of training long past encode the step after a return to delayed
+    scaling."""
     m = fq.convert(model(), recipes.fp8_delayed(length=4))
     optimizer = torch.optim.SGD(m.parameters(), lr=0.0)
     step(m, optimizer)
@@ -579,7 +632,8 @@ def test_set_recipe_that_cannot_be_planned_changes_nothing():
 
 
 def test_set_recipe_counts_the_tail_over_modules_with_equal_names():
-    """Otherwise parts that were converted on their own, with equal local names, take each other's recipe."""
+    """Otherwise parts that were converted on their own, with equal local names, take each other's
+    recipe."""
     parts = [nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(2)]
     for part in parts:
         fq.convert(part, recipes.mxfp8())
@@ -593,8 +647,8 @@ def test_set_recipe_counts_the_tail_over_modules_with_equal_names():
 
 
 def test_fast_paths_of_stock_modules_do_not_bypass_the_recipe():
-    """Otherwise nn.TransformerEncoderLayer evaluates in high precision what it trained quantized: its fast path reads
-    the weights of its linear layers and never calls them."""
+    """Otherwise nn.TransformerEncoderLayer evaluates in high precision what it trained quantized:
+    its fast path reads the weights of its linear layers and never calls them."""
     torch.manual_seed(0)
     m = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
     fq.convert(m, recipes.nvfp4())

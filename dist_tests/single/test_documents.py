@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents: tutorials, examples and docstrings run as written; reference pages say what the sources say."""
+"""Documents: tutorials, examples and docstrings run as written; reference pages say what the
+sources say."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def test_the_tutorial_runs_as_written(tmp_path, monkeypatch):
     assert len(blocks) == 8 and (tmp_path / "run.pt").exists()
 
 
-@pytest.mark.parametrize("name, arguments", [("single_gpu", ["--dim", "64"]), ("transformers_model", [])])
+@pytest.mark.parametrize(
+    "name, arguments", [("single_gpu", ["--dim", "64"]), ("transformers_model", [])]
+)
 def test_an_example_learns(name: str, arguments: list[str]):
     """If false, an example of README fails, or trains nothing."""
     losses = load(ROOT / "examples" / f"{name}.py").main([*arguments, "--steps", "8"])
@@ -49,28 +52,40 @@ def test_an_example_learns(name: str, arguments: list[str]):
 
 @pytest.mark.parametrize("name", fq.__all__)
 def test_a_public_name_has_an_example_that_runs(name: str, tmp_path, monkeypatch):
-    """If false, a docstring shows a call that fails, or none. Values are shown by the docstring of their class."""
+    """If false, a docstring shows a call that fails, or none. Values are shown by the docstring of
+    their class."""
     value = getattr(fq, name)
     if isinstance(value, (fq.Direction, dict)):
         value = type(value) if isinstance(value, fq.Direction) else fq.format_of
     monkeypatch.chdir(tmp_path)
     text = inspect.getdoc(value) or ""
-    test = doctest.DocTestParser().get_doctest(text, SCOPE | {"__name__": "example"}, f"fq.{name}", None, 0)
+    test = doctest.DocTestParser().get_doctest(
+        text, SCOPE | {"__name__": "example"}, f"fq.{name}", None, 0
+    )
     assert test.examples, f"the docstring of fq.{name} has no example"
     failures: list[str] = []
-    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE).run(test, out=failures.append)
+    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE).run(
+        test, out=failures.append
+    )
     assert not failures, "".join(failures)
 
 
 def test_the_environment_page_lists_what_is_read():
-    """If false, a variable changes a run and no page says so, or a page promises one that nothing reads."""
-    files = [path for name in READS for path in ([ROOT / name] if (ROOT / name).is_file() else (ROOT / name).rglob("*"))]
+    """If false, a variable changes a run and no page says so, or a page promises one that nothing
+    reads."""
+    files = [
+        path
+        for name in READS
+        for path in ([ROOT / name] if (ROOT / name).is_file() else (ROOT / name).rglob("*"))
+    ]
     sources = [path for path in files if path.suffix in (".py", ".sh", ".sbatch", "")]
     found = {
         name for path in sources if path.is_file() and path != Path(__file__)
         for name in re.findall(r"\bFSDP_QUANT_[A-Z][A-Z_]*[A-Z]\b", path.read_text(errors="ignore"))
     }  # fmt: skip
-    listed = set(re.findall(r"`(FSDP_QUANT_[A-Z_]+)`", (DOCS / "reference/environment.md").read_text()))
+    listed = set(
+        re.findall(r"`(FSDP_QUANT_[A-Z_]+)`", (DOCS / "reference/environment.md").read_text())
+    )
     assert listed == found
 
 
@@ -84,8 +99,11 @@ def test_the_errors_page_quotes_messages_of_the_sources():
 
 
 def test_measured_tables_are_those_of_the_json():
-    """If false, the page of measurements or README's picture shows other numbers than docs/measurements."""
-    assert load(DOCS / "site" / "measurements.py").is_current(), "run python docs/site/measurements.py"
+    """If false, the page of measurements or README's picture shows other numbers than
+    docs/measurements."""
+    assert load(DOCS / "site" / "measurements.py").is_current(), (
+        "run python docs/site/measurements.py"
+    )
 
 
 def test_a_changed_number_is_noticed(monkeypatch):
@@ -101,7 +119,9 @@ def test_links_of_readme_and_contributing_lead_somewhere():
     """If false, a link on the front page is dead: mkdocs checks those of docs/ alone."""
     dead = []
     for name in ("README.md", "CONTRIBUTING.md"):
-        for target, anchor in re.findall(r"\]\(([^)#:]+)(?:#([^)]*))?\)", (ROOT / name).read_text()):
+        for target, anchor in re.findall(
+            r"\]\(([^)#:]+)(?:#([^)]*))?\)", (ROOT / name).read_text()
+        ):
             path = ROOT / target
             if not path.exists() or (anchor and f'<a id="{anchor}"></a>' not in path.read_text()):
                 dead.append(f"{name}: {target}#{anchor}")
@@ -111,6 +131,8 @@ def test_links_of_readme_and_contributing_lead_somewhere():
 def test_the_version_is_one():
     """If false, pip and fsdp_quant.__version__ tell different versions."""
     code = "import setuptools.config.pyprojecttoml as p; print(p.read_configuration('pyproject.toml')['project']['version'])"
-    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    said = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+    ).stdout.split()
     cited = re.search(r"^version: (.+)$", (DOCS / "CITATION.cff").read_text(), re.M)
     assert said[-1:] == [fq.__version__] == [cited[1]]

@@ -48,8 +48,9 @@ class Net(nn.Module):
 
     def __init__(self, rows: int = N, cols: int = K, dtype: torch.dtype = torch.bfloat16):
         super().__init__()
-        self.up, self.head = nn.Linear(cols, rows, dtype=dtype), nn.Linear(
-            rows, 8, bias=False, dtype=dtype
+        self.up, self.head = (
+            nn.Linear(cols, rows, dtype=dtype),
+            nn.Linear(rows, 8, bias=False, dtype=dtype),
         )
         with torch.no_grad():
             self.up.weight.copy_(values(rows, cols))
@@ -113,9 +114,10 @@ def test_nvfp4_of_any_amax_decodes_within_an_ulp(tmp_path):
     with torch.no_grad():
         net.up.weight.mul_(0.37)
     fq.export(net, tmp_path)
-    got, want = decompressed(of_layer((of := read(tmp_path))[0]), of[1]), codes(
-        net.up.weight, "nvfp4"
-    ).dequantize(torch.bfloat16)
+    got, want = (
+        decompressed(of_layer((of := read(tmp_path))[0]), of[1]),
+        codes(net.up.weight, "nvfp4").dequantize(torch.bfloat16),
+    )
     apart = (got.view(torch.int16).int() - want.view(torch.int16).int()).abs()
     assert apart.max() <= 1 and (apart > 0).float().mean() < 1e-3
 

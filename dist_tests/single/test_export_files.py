@@ -16,7 +16,15 @@ import fsdp_quant as fq
 from dist_tests import laws
 from dist_tests.multi.nets import pair_recipe
 from dist_tests.single.test_export import (
-    K, N, Net, codes, converted, decompressed, of_layer, read, values,
+    K,
+    N,
+    Net,
+    codes,
+    converted,
+    decompressed,
+    of_layer,
+    read,
+    values,
 )
 from fsdp_quant.serving import writer
 
@@ -221,9 +229,9 @@ def test_every_tensor_is_aligned_to_its_elements(tmp_path):
     assert size % 8 == 0 and len(header) == 5
     for name, of in header.items():
         if name != "__metadata__":
-            assert (
-                of["data_offsets"][0] % {"F32": 4, "BF16": 2, "F8_E4M3": 1}[of["dtype"]] == 0
-            ), name
+            assert of["data_offsets"][0] % {"F32": 4, "BF16": 2, "F8_E4M3": 1}[of["dtype"]] == 0, (
+                name
+            )
 
 
 @pytest.mark.parametrize("fails", ["write", "finish"])

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files from strangers and broken disks: what is read is what was written, or is refused in one sentence; kills lose nothing."""
+"""Files from strangers and broken disks: what is read is what was written, or is refused in one
+sentence; kills lose nothing."""
 
 from __future__ import annotations
 
@@ -55,19 +56,49 @@ def buffer(key: str, value: Callable) -> Callable:
 
 
 WRONG = {
-    **{f"shape {v}": fact("shape", v) for v in
-       ([96, 64], [24, 128], [16, 64], [-48, -64], [2**40, 2**20], [2**39, 2**39], ["a", "b"], [48, 64, 1], [48.0, 64.0], 48)},
+    **{
+        f"shape {v}": fact("shape", v)
+        for v in (
+            [96, 64],
+            [24, 128],
+            [16, 64],
+            [-48, -64],
+            [2**40, 2**20],
+            [2**39, 2**39],
+            ["a", "b"],
+            [48, 64, 1],
+            [48.0, 64.0],
+            48,
+        )
+    },
     **{f"dtype {v}": fact("dtype", v) for v in ("load", "nonsense", "int8", None)},
     **{f"direction {v}": fact("direction", v) for v in ("columnwise", "sideways")},
-    **{f"block {v}": fact("block", v) for v in ([0, 0], [1, -32], [1, 1], [1, None], [1], "ab", [True, 32])},
+    **{
+        f"block {v}": fact("block", v)
+        for v in ([0, 0], [1, -32], [1, 1], [1, None], [1], "ab", [True, 32])
+    },
     **{f"format {v}": fact("format", v) for v in ("zzz", None, 3)},
-    **{f"{k} {v}": fact(k, v) for k, v in
-       (("element", "e9m9"), ("pow2", True), ("rotated", 1), ("tensor_scale", True), ("scale", "fp32"), ("zzz", 1), ("scale", []))},
+    **{
+        f"{k} {v}": fact(k, v)
+        for k, v in (
+            ("element", "e9m9"),
+            ("pow2", True),
+            ("rotated", 1),
+            ("tensor_scale", True),
+            ("scale", "fp32"),
+            ("zzz", 1),
+            ("scale", []),
+        )
+    },
     "a fact missing": lambda facts, buffers: facts.pop("shape"),
-    "scale missing": lambda facts, buffers: buffers.pop("scale"), "data missing": lambda facts, buffers: buffers.pop("data"),
-    "scale short": buffer("scale", lambda t: t[:3]), "scale of fp32": buffer("scale", lambda t: t.float()),
-    "data of fp32": buffer("data", lambda t: t.float()), "data flat": buffer("data", lambda t: t.flatten()),
-    "data a text": buffer("data", lambda t: "x"), "another buffer": buffer("layout", lambda t: torch.zeros(3)),
+    "scale missing": lambda facts, buffers: buffers.pop("scale"),
+    "data missing": lambda facts, buffers: buffers.pop("data"),
+    "scale short": buffer("scale", lambda t: t[:3]),
+    "scale of fp32": buffer("scale", lambda t: t.float()),
+    "data of fp32": buffer("data", lambda t: t.float()),
+    "data flat": buffer("data", lambda t: t.flatten()),
+    "data a text": buffer("data", lambda t: "x"),
+    "another buffer": buffer("layout", lambda t: torch.zeros(3)),
     "a tensor amax": buffer("tensor_amax", lambda t: torch.zeros(1)),
 }
 
@@ -88,13 +119,22 @@ def test_every_storage_is_rebuilt():
         for direction in Direction:
             for shape in ((33, 48), (1, 5), (0, 16), (130, 37)):
                 whole = quantizer.storage(values(*shape), direction)
-                cuts = [(3, 7), (shape[0] // 2, shape[0] - shape[0] // 2)] if not whole.fmt.rotated else []
-                for storage in [whole, *(whole.narrow(*cut) for cut in cuts if sum(cut) <= shape[0])]:
+                cuts = (
+                    [(3, 7), (shape[0] // 2, shape[0] - shape[0] // 2)]
+                    if not whole.fmt.rotated
+                    else []
+                )
+                for storage in [
+                    whole,
+                    *(whole.narrow(*cut) for cut in cuts if sum(cut) <= shape[0]),
+                ]:
                     again = rebuild_storage(storage.facts(), storage.buffers(), storage.row0)
                     assert_same_storage(again, storage, f"{name} {direction} {shape}")
     with hopper.emulated():
         for name in ("mxfp8", "fp8_block", "fp8_row", "fp8_current"):
-            layer = fq.Linear(256, 384, dtype=torch.bfloat16, recipe=recipes.by_name(name)).requires_grad_(False)
+            layer = fq.Linear(
+                256, 384, dtype=torch.bfloat16, recipe=recipes.by_name(name)
+            ).requires_grad_(False)
             fq.freeze(layer)
             for storage in (layer.weight.rowwise, layer.weight.columnwise):
                 assert storage.layout != "compact"
@@ -106,7 +146,9 @@ def test_every_storage_is_rebuilt():
         rebuild_storage(whole.facts(), whole.buffers(), 0, "of another library")
 
 
-def loaded_by_torch(tensor: fq.QuantizedTensor, damage: Callable[[Storage], Storage], weights_only: bool) -> fq.QuantizedTensor:
+def loaded_by_torch(
+    tensor: fq.QuantizedTensor, damage: Callable[[Storage], Storage], weights_only: bool
+) -> fq.QuantizedTensor:
     made = fq.QuantizedTensor(tensor.rowwise)
     made._slots.rowwise = damage(tensor.rowwise)
     file = io.BytesIO()
@@ -117,11 +159,20 @@ def loaded_by_torch(tensor: fq.QuantizedTensor, damage: Callable[[Storage], Stor
 
 @pytest.mark.parametrize("weights_only", [True, False])
 def test_torch_load_checks_codes(weights_only: bool):
-    """If false, a damaged file of torch.save gives a tensor that reads other memory, or other values."""
+    """If false, a damaged file of torch.save gives a tensor that reads other memory, or other
+    values."""
     tensor = fq.Quantizer("mxfp8").quantize(values(48, 64))
-    assert_same_bytes(loaded_by_torch(tensor, lambda s: s, weights_only).dequantize(), tensor.dequantize(), "loaded")
-    for damage in (lambda s: s.with_buffers({"scale": None}), lambda s: s.with_buffers({"scale": s.scale[:5]}),
-                   lambda s: s.with_buffers({}, shape=(4096, 4096)), lambda s: s.with_buffers({"data": s.data.float()})):
+    assert_same_bytes(
+        loaded_by_torch(tensor, lambda s: s, weights_only).dequantize(),
+        tensor.dequantize(),
+        "loaded",
+    )
+    for damage in (
+        lambda s: s.with_buffers({"scale": None}),
+        lambda s: s.with_buffers({"scale": s.scale[:5]}),
+        lambda s: s.with_buffers({}, shape=(4096, 4096)),
+        lambda s: s.with_buffers({"data": s.data.float()}),
+    ):
         with pytest.raises(ValueError, match="is .*, wanted|does not flatten"):
             loaded_by_torch(tensor, damage, weights_only)
 
@@ -129,7 +180,9 @@ def test_torch_load_checks_codes(weights_only: bool):
 # Exports #
 
 
-def exported(folder: Path, recipe: fq.Recipe) -> tuple[nn.Module, dict[str, Tensor], dict[str, str], Path]:
+def exported(
+    folder: Path, recipe: fq.Recipe
+) -> tuple[nn.Module, dict[str, Tensor], dict[str, str], Path]:
     torch.manual_seed(0)
     model = fq.convert(nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 32)), recipe)
     path = folder / "model.safetensors"
@@ -140,19 +193,29 @@ def exported(folder: Path, recipe: fq.Recipe) -> tuple[nn.Module, dict[str, Tens
 
 def of_facts(change: Callable) -> Callable:
     """A change of (facts, buffers), as one of (tensors, metadata)."""
+
     def apply(tensors: dict, metadata: dict) -> None:
         prefix = "0.weight.rowwise."
-        buffers = {k.removeprefix(prefix): tensors.pop(k) for k in list(tensors) if k.startswith(prefix)}
+        buffers = {
+            k.removeprefix(prefix): tensors.pop(k) for k in list(tensors) if k.startswith(prefix)
+        }
         facts, buffers = changed(json.loads(metadata[WEIGHT]), buffers, change)
         metadata[WEIGHT] = json.dumps(facts)
         tensors.update({prefix + k: t.contiguous() for k, t in buffers.items()})
+
     return apply
 
 
 TAMPERED = {
-    **{name: of_facts(change) for name, change in WRONG.items() if name not in ("data a text", "another buffer")},
-    **{f"facts {text[:9]}": lambda tensors, metadata, text=text: metadata.__setitem__(WEIGHT, text)
-       for text in ("zzz", "[1]", "[" * 5000, '{"tied": "zzz"}', '{"tied": "0.weight"}', "{}")},
+    **{
+        name: of_facts(change)
+        for name, change in WRONG.items()
+        if name not in ("data a text", "another buffer")
+    },
+    **{
+        f"facts {text[:9]}": lambda tensors, metadata, text=text: metadata.__setitem__(WEIGHT, text)
+        for text in ("zzz", "[1]", "[" * 5000, '{"tied": "zzz"}', '{"tied": "0.weight"}', "{}")
+    },
     "no facts": lambda tensors, metadata: metadata.pop(WEIGHT),
     "two of one name": lambda tensors, metadata: tensors.__setitem__(WEIGHT, torch.zeros(48, 64)),
 }
@@ -207,7 +270,10 @@ def test_files_of_others_and_of_before_are_read(name: str, tmp_path):
         got = checkpoint.load_safetensors(path)
         assert got.keys() == want.keys()
         for key, value in want.items():
-            decoded = [t.dequantize() if isinstance(t, fq.QuantizedTensor) else t for t in (got[key], value)]
+            decoded = [
+                t.dequantize() if isinstance(t, fq.QuantizedTensor) else t
+                for t in (got[key], value)
+            ]
             assert_same_bytes(*decoded, key)
     path.write_bytes(path.read_bytes()[:-5])
     assert checkpoint.verify(path).problems
@@ -221,23 +287,35 @@ def test_exports_of_wrapped_models_hold_codes_once(tmp_path):
     checkpoint.export_safetensors(model, tmp_path / "plain", codes=True)
     want = checkpoint.load_safetensors(tmp_path / "plain")
     model[0] = checkpoint_wrapper(model[0])
-    checkpoint.export_safetensors(torch.compile(model, backend="eager"), tmp_path / "wrapped", codes=True)
+    checkpoint.export_safetensors(
+        torch.compile(model, backend="eager"), tmp_path / "wrapped", codes=True
+    )
     got = checkpoint.load_safetensors(tmp_path / "wrapped")
     assert got.keys() == want.keys()
-    assert {k for k, v in got.items() if isinstance(v, fq.QuantizedTensor)} == {"0.weight", "2.weight"}
+    assert {k for k, v in got.items() if isinstance(v, fq.QuantizedTensor)} == {
+        "0.weight",
+        "2.weight",
+    }
 
 
 @pytest.mark.parametrize("direction", Direction)
 def test_fingerprints_of_parts_are_that_of_the_whole(direction: Direction):
-    """If false, a checkpoint of tensor parallelism is refused at another number of ranks, or a swap of two parts is not seen."""
+    """If false, a checkpoint of tensor parallelism is refused at another number of ranks, or a swap
+    of two parts is not seen."""
     x, quantizer = values(64, 128, dtype=torch.float32), fq.Quantizer("mxfp8")
     want = int(checkpoint.fingerprint(quantizer.storage(x, direction)))
     for rows, cols in ((1, 2), (2, 1), (2, 2)):
         tiles = [of.chunk(cols, 1) for of in x.chunk(rows)]
 
         def total(*order: tuple[int, int]) -> int:
-            made = ((quantizer.storage(tiles[i][j], direction), at) for (i, j), at in zip(order, sorted(order)))
-            return sum(int(checkpoint.fingerprint(s, (rows, cols), at, 64 // rows)) for s, at in made) % 2**64
+            made = (
+                (quantizer.storage(tiles[i][j], direction), at)
+                for (i, j), at in zip(order, sorted(order))
+            )
+            return (
+                sum(int(checkpoint.fingerprint(s, (rows, cols), at, 64 // rows)) for s, at in made)
+                % 2**64
+            )
 
         order = [(i, j) for i in range(rows) for j in range(cols)]
         assert total(*order) == want % 2**64, (rows, cols)
@@ -245,10 +323,18 @@ def test_fingerprints_of_parts_are_that_of_the_whole(direction: Direction):
 
 
 def test_fingerprints_stay_what_they_were():
-    """If false, checkpoints that earlier versions wrote are refused: their codes seem to be others."""
+    """If false, checkpoints that earlier versions wrote are refused: their codes seem to be
+    others."""
     x = torch.arange(64 * 40, dtype=torch.float32).view(64, 40) / 64 - 20
-    found = {name: int(checkpoint.fingerprint(fq.Quantizer(name).storage(x, Direction.ROWWISE))) for name in ("fp8_tensor", "mxfp8", "nvfp4")}
-    assert found == {"fp8_tensor": -2113984449588819467, "mxfp8": 7087266080457221439, "nvfp4": 1740970733113023142}
+    found = {
+        name: int(checkpoint.fingerprint(fq.Quantizer(name).storage(x, Direction.ROWWISE)))
+        for name in ("fp8_tensor", "mxfp8", "nvfp4")
+    }
+    assert found == {
+        "fp8_tensor": -2113984449588819467,
+        "mxfp8": 7087266080457221439,
+        "nvfp4": 1740970733113023142,
+    }
 
 
 # Folders #
@@ -266,7 +352,8 @@ def alone():
 
 @pytest.mark.parametrize("name", ["fp8_delayed", "nvfp4", "hybrid"])
 def test_verify_reads_a_folder_without_a_model(name: str, tmp_path, capsys):
-    """If false, nobody knows what a checkpoint holds, or that a disk changed it, before a run resumes."""
+    """If false, nobody knows what a checkpoint holds, or that a disk changed it, before a run
+    resumes."""
     recipe = recipes.hybrid("mxfp8", "nvfp4") if name == "hybrid" else recipes.by_name(name)
     model = net(recipe)
     for _ in range(3):  # scales of the last one follow from histories, which know other weights
@@ -284,15 +371,21 @@ def test_verify_reads_a_folder_without_a_model(name: str, tmp_path, capsys):
         dcp.save(state, checkpoint_id=tmp_path / "bad")
     good, bad = (checkpoint.verify(tmp_path / folder) for folder in ("good", "bad"))
     assert not good.problems, str(good)
-    assert "model.2.weight: [40, 40] torch.float32" in str(good) and "codes of 2 of 2 weights" in str(good)
+    assert "model.2.weight: [40, 40] torch.float32" in str(
+        good
+    ) and "codes of 2 of 2 weights" in str(good)
     assert str(good) in capsys.readouterr().out
-    assert any("codes of 2.weight are not those that were saved" in p for p in bad.problems), str(bad)
+    assert any("codes of 2.weight are not those that were saved" in p for p in bad.problems), str(
+        bad
+    )
     if name == "fp8_delayed":
-        assert any("enc of the amax history of 0.input.rowwise is negative" in p for p in bad.problems)
+        assert any(
+            "enc of the amax history of 0.input.rowwise is negative" in p for p in bad.problems
+        )
         assert any("amax histories of ranks [0] of 2" in p for p in bad.problems)
     shutil.copytree(tmp_path / "good", tmp_path / "short")
     largest = max((tmp_path / "short").glob("*.distcp"), key=lambda p: p.stat().st_size)
-    largest.write_bytes(largest.read_bytes()[: -100])
+    largest.write_bytes(largest.read_bytes()[:-100])
     assert "cannot be read" in checkpoint.verify(tmp_path / "short").problems[0]
     with pytest.raises(FileNotFoundError):
         checkpoint.verify(tmp_path / "nothing")
@@ -356,8 +449,15 @@ def last_whole(kind: str, folder: Path) -> int:
         (value,) = weight.dequantize().unique().tolist()
         return int(value)
     if kind == "mini_megatron":
-        trainers = on_virtual_ranks(GRID, lambda ranks: Trainer(ranks, CONFIG, resume=folder))  # compares codes
-        masters = [m for trainer in trainers for shard in trainer.optimizer.shards.values() for m in shard.masters.values()]
+        trainers = on_virtual_ranks(
+            GRID, lambda ranks: Trainer(ranks, CONFIG, resume=folder)
+        )  # compares codes
+        masters = [
+            m
+            for trainer in trainers
+            for shard in trainer.optimizer.shards.values()
+            for m in shard.masters.values()
+        ]
         (value,) = torch.cat([m.detach().flatten() for m in masters]).unique().tolist()
         assert {trainer.applied for trainer in trainers} == {int(value)}
         return int(value)
@@ -368,10 +468,16 @@ def last_whole(kind: str, folder: Path) -> int:
         train_lm, (model, optimizer) = example(), trained(0)
         with alone():
             number = train_lm.load_checkpoint(found[-1], model, optimizer)
-        assert max(train_lm.checkpoints(folder)) == number and not checkpoint.verify(found[-1]).problems
+        assert (
+            max(train_lm.checkpoints(folder)) == number
+            and not checkpoint.verify(found[-1]).problems
+        )
         assert_same_bytes(model[0].weight, trained(number)[0][0].weight, f"step {number}")
         return number
-    number, state = int(found[-1].name.removeprefix("step_")), {k: torch.empty_like(v) for k, v in content(0).items()}
+    number, state = (
+        int(found[-1].name.removeprefix("step_")),
+        {k: torch.empty_like(v) for k, v in content(0).items()},
+    )
     dcp.load(state, checkpoint_id=found[-1], no_dist=True)
     for name, value in content(number).items():
         assert_same_bytes(state[name], value, f"{name} of step {number}")
@@ -383,9 +489,12 @@ KILLS = int(os.environ.get("FSDP_QUANT_KILLS", "6"))
 
 @pytest.mark.parametrize("kind", ["save", "async save", "export", "mini_megatron"])
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(kind: str, tmp_path):
-    """If false, a run that is preempted while it saves has nothing to resume from. FSDP_QUANT_KILLS=50 for more."""
+    """If false, a run that is preempted while it saves has nothing to resume from.
+    FSDP_QUANT_KILLS=50 for more."""
     context, chance = multiprocessing.get_context("forkserver"), random.Random(kind)
-    context.set_forkserver_preload(["fsdp_quant", "torch.distributed.checkpoint", "torch._dynamo", __name__])
+    context.set_forkserver_preload(
+        ["fsdp_quant", "torch.distributed.checkpoint", "torch._dynamo", __name__]
+    )
     written = []
     for _ in range(-(-KILLS // 3)):
         shutil.rmtree(tmp_path)
@@ -419,4 +528,7 @@ def test_the_page_runs_as_written(tmp_path, monkeypatch):
         exec(compile(block, "docs/checkpoints.md", "exec"), {"__name__": "page"})
     finally:
         dist.destroy_process_group()
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["codes.safetensors", "step_1"]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
+        "codes.safetensors",
+        "step_1",
+    ]

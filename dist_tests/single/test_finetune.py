@@ -10,16 +10,38 @@ from examples import finetune
 pytest.importorskip("peft")
 
 
-@pytest.mark.parametrize("tune, sizes", [("lora", {"mxfp8": 2.0625, "nvfp4": None}), ("full", {"mxfp8": 4.0})])
+@pytest.mark.parametrize(
+    "tune, sizes", [("lora", {"mxfp8": 2.0625, "nvfp4": None}), ("full", {"mxfp8": 4.0})]
+)
 def test_the_example_tunes_in_each_way(tune: str, sizes: dict, tmp_path, monkeypatch, capsys):
-    """If false, the tutorial's commands fail, or a base that should be codes trains in high precision."""
+    """If false, the tutorial's commands fail, or a base that should be codes trains in high
+    precision."""
     plot = tmp_path / "curve.png"
-    monkeypatch.setattr(finetune, "SIZES", {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1})
-    monkeypatch.setattr("sys.argv", [
-        "finetune.py", "--tune", tune, "--recipe", *sizes, "--base-steps", "5", "--steps", "5", "--plot", str(plot),
-    ])
+    monkeypatch.setattr(
+        finetune, "SIZES", {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    )
+    monkeypatch.setattr(
+        "sys.argv",
+        [
+            "finetune.py",
+            "--tune",
+            tune,
+            "--recipe",
+            *sizes,
+            "--base-steps",
+            "5",
+            "--steps",
+            "5",
+            "--plot",
+            str(plot),
+        ],
+    )
     finetune.main()
-    table = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line.startswith((*sizes, "bf16"))}
+    table = {
+        line.split()[0]: line.split()[1:]
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith((*sizes, "bf16"))
+    }
     assert list(table) == ["bf16", *sizes] and plot.read_bytes().startswith(b"\x89PNG")
     for recipe, size in {"bf16": 4.0 if tune == "full" else 2.0, **sizes}.items():
         loss, held = map(float, table[recipe])

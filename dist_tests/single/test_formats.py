@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The format table: geometry, sizes, exactness claims, errors, and quality computed from the element grids."""
+"""The format table: geometry, sizes, exactness claims, errors, and quality computed from the
+element grids."""
 
 from __future__ import annotations
 
@@ -41,13 +42,17 @@ QUANTIZED = {name: q for name, q in QUANTIZERS.items() if q.fmt.is_quantized}
 
 # Elements #
 
-# Source: OCP Microscaling Formats v1.0, tables 3 and 5: the largest number, explicit mantissa bits, the smallest normal number.
+# Source: OCP Microscaling Formats v1.0, tables 3 and 5: the largest number, explicit mantissa bits,
+# the smallest normal number.
 OF_THE_SPECIFICATION = {"e3m2": (28.0, 2, 0.25), "e2m3": (7.5, 3, 1.0), "e2m1": (6.0, 1, 1.0)}
 
 
-@pytest.mark.parametrize("element", [e for e in ELEMENTS.values() if e.is_quantized], ids=lambda e: e.name)
+@pytest.mark.parametrize(
+    "element", [e for e in ELEMENTS.values() if e.is_quantized], ids=lambda e: e.name
+)
 def test_elements_are_those_of_their_specifications(element: Element):
-    """Otherwise a scale targets another largest number than the element has, or its error is taken for another."""
+    """Otherwise a scale targets another largest number than the element has, or its error is taken
+    for another."""
     if element.dtype is None:
         want = OF_THE_SPECIFICATION[element.name]
     else:
@@ -57,7 +62,8 @@ def test_elements_are_those_of_their_specifications(element: Element):
 
 
 def test_the_largest_exact_scale_is_the_largest_of_its_rule():
-    """Otherwise an amax is divided by a scale that an e4m3 byte does not hold, or large blocks saturate."""
+    """Otherwise an amax is divided by a scale that an e4m3 byte does not hold, or large blocks
+    saturate."""
     significands = {scale for _, scale in FP8_EXACT_SCALES}
     held = [s * 2.0**e for s in significands for e in range(-9, 10) if s * 2.0**e <= E4M3.max]
     assert max(held) == FP8_EXACT_LARGEST
@@ -70,24 +76,33 @@ def test_facts_of_scales_are_values():
         assert fmt.has_scales is (fmt.scale != "none"), name
         assert fmt.has_fp32_scales is (fmt.scale == "fp32"), name
         assert not fmt.is_quantized or fmt.overflow > fmt.element.max, name
-    assert "floor" in repr(format_of("mxfp8", scale_rounding="floor")) and "floor" not in repr(FORMATS["mxfp8"])
+    assert "floor" in repr(format_of("mxfp8", scale_rounding="floor")) and "floor" not in repr(
+        FORMATS["mxfp8"]
+    )
 
 
 def test_anchored_formats_have_the_blocks_of_their_anchors():
     """Otherwise a product reads one scale of a tensor as one per line, or the other way round."""
     mxfp8, exact = FORMATS["mxfp8"], format_of("nvfp4", scale_rule="fp8_exact")
-    assert anchored_format(mxfp8, None).block == (1, None) and anchored_format(mxfp8, 512).block == (1, 512)
+    assert anchored_format(mxfp8, None).block == (1, None) and anchored_format(
+        mxfp8, 512
+    ).block == (1, 512)
     assert anchored_format(mxfp8, None, whole=True).block == (None, None)
-    assert anchored_format(exact, None).block == (None, None) and anchored_format(exact, None).element is E4M3
+    assert (
+        anchored_format(exact, None).block == (None, None)
+        and anchored_format(exact, None).element is E4M3
+    )
     for fmt in (anchored_format(mxfp8, 512), anchored_format(mxfp8, None, whole=True)):
         assert (fmt.element, fmt.scale, fmt.pow2) == (mxfp8.element, "fp32", True)
 
 
 # Geometry and sizes #
 
+
 @pytest.mark.parametrize("name", sorted(QUANTIZERS))
 def test_storage_has_the_shapes_the_format_says(name: str):
-    """Otherwise buffers planned from a format alone (gathers, optimizer fragments) do not fit the bytes made."""
+    """Otherwise buffers planned from a format alone (gathers, optimizer fragments) do not fit the
+    bytes made."""
     quantizer = QUANTIZERS[name]
     for q in {quantizer, replace(quantizer, rotation=quantizer.fmt.name == "nvfp4")}:
         for shape in [(1, 1), (7, 33), (33, 31), (17, 15), (130, 260), (0, 48)]:
@@ -97,17 +112,33 @@ def test_storage_has_the_shapes_the_format_says(name: str):
                 dtype = torch.uint8 if q.fmt.is_quantized else torch.bfloat16
                 assert made.data.dtype is dtype
                 assert made.data.shape[0] == rows
-                assert made.data.shape[1] * made.data.element_size() == q.fmt.row_bytes(cols, torch.bfloat16)
+                assert made.data.shape[1] * made.data.element_size() == q.fmt.row_bytes(
+                    cols, torch.bfloat16
+                )
                 scale = q.fmt.scale_shape(shape, direction)
-                assert (None if made.scale is None else tuple(made.scale.shape)) == scale, (name, shape, direction)
+                assert (None if made.scale is None else tuple(made.scale.shape)) == scale, (
+                    name,
+                    shape,
+                    direction,
+                )
                 assert (made.tensor_amax is not None) == q.fmt.tensor_scale
 
 
 def test_bytes_per_element():
-    """Otherwise planned memory and traffic are wrong; the numbers are those of the published layouts."""
+    """Otherwise planned memory and traffic are wrong; the numbers are those of the published
+    layouts."""
     want = {
-        "identity": 2, "fp8_tensor": 1, "fp8_row": 1, "fp8_1x128": 1 + 4 / 128, "fp8_128x128": 1 + 4 / 128**2,
-        "mxfp8": 1 + 1 / 32, "mxfp8_32x32": 1 + 1 / 1024, "mxfp6": 0.75 + 1 / 32, "mxfp4": 0.5 + 1 / 32, "nvfp4": 0.5 + 1 / 16, "nvfp4_16x16": 0.5 + 1 / 256,
+        "identity": 2,
+        "fp8_tensor": 1,
+        "fp8_row": 1,
+        "fp8_1x128": 1 + 4 / 128,
+        "fp8_128x128": 1 + 4 / 128**2,
+        "mxfp8": 1 + 1 / 32,
+        "mxfp8_32x32": 1 + 1 / 1024,
+        "mxfp6": 0.75 + 1 / 32,
+        "mxfp4": 0.5 + 1 / 32,
+        "nvfp4": 0.5 + 1 / 16,
+        "nvfp4_16x16": 0.5 + 1 / 256,
     }
     assert {name: fmt.bytes_per_element() for name, fmt in FORMATS.items()} == want
     assert FORMATS["identity"].bytes_per_element(torch.float32) == 4
@@ -120,14 +151,17 @@ def test_bytes_per_element():
 
 def test_a_width_that_nothing_packs_is_refused():
     """If false, codes of 5 bits are stored as some other width."""
-    with pytest.raises(ValueError, match="e2m2 has codes of 5 bits; widths that are packed: 4, 6, 8, 16"):
+    with pytest.raises(
+        ValueError, match="e2m2 has codes of 5 bits; widths that are packed: 4, 6, 8, 16"
+    ):
         Element("e2m2", 5, 7.0, 2, 0, None)
     with pytest.raises(ValueError, match="e3m4 has codes of 8 bits, and no torch dtype"):
         Element("e3m4", 8, 15.5, 4, -2, None)
 
 
 def test_formats_are_values():
-    """Otherwise recipes and plans cannot compare formats, key caches with them, or send them to another process."""
+    """Otherwise recipes and plans cannot compare formats, key caches with them, or send them to
+    another process."""
     for name, fmt in FORMATS.items():
         assert format_of(name) is fmt and format_of(fmt) is fmt
         again = pickle.loads(pickle.dumps(fmt))
@@ -135,7 +169,9 @@ def test_formats_are_values():
     assert {format_of(alias) for alias in ALIASES} <= set(FORMATS.values())
     assert format_of("fp8_tensor", element="e5m2") != FORMATS["fp8_tensor"]
     assert format_of("mxfp8", scale_rounding="floor") != FORMATS["mxfp8"]
-    texts = [repr(q.fmt) for q in QUANTIZERS.values()] + [repr(replace(FORMATS["nvfp4"], rotated=True))]
+    texts = [repr(q.fmt) for q in QUANTIZERS.values()] + [
+        repr(replace(FORMATS["nvfp4"], rotated=True))
+    ]
     assert len(set(texts)) == len(texts), "two formats print alike"
 
 
@@ -146,7 +182,9 @@ def test_families_use_square_blocks_for_weights_only():
         assert family.weight.element == family.vector.element, name
 
 
-@pytest.mark.parametrize("name", sorted(n for n, q in QUANTIZED.items() if q.fmt.decodes_exactly_to_bf16))
+@pytest.mark.parametrize(
+    "name", sorted(n for n, q in QUANTIZED.items() if q.fmt.decodes_exactly_to_bf16)
+)
 def test_products_of_code_and_scale_fit_bf16(name: str):
     """Otherwise the bf16 domain rounds operands: every code times every scale is tried."""
     fmt = QUANTIZED[name].fmt
@@ -164,15 +202,22 @@ def test_products_of_code_and_scale_fit_bf16(name: str):
 
 
 def test_scales_that_are_not_powers_of_two_stay_out_of_bf16():
-    """Otherwise 1x128 and 128x128 with fp32 scales would be multiplied in bf16 with rounded operands."""
+    """Otherwise 1x128 and 128x128 with fp32 scales would be multiplied in bf16 with rounded
+    operands."""
     for name in ("fp8_1x128_fp32", "fp8_128x128_fp32"):
         assert not QUANTIZED[name].fmt.decodes_exactly_to_bf16
     assert not FORMATS["identity"].decodes_exactly_to_bf16  # it depends on the tensor's dtype
     for dtype, exact in ((torch.bfloat16, True), (torch.float16, False), (torch.float32, False)):
-        assert Quantizer("identity").storage(values(4, 4, dtype=dtype), ROWWISE).decodes_exactly_to_bf16 is exact
+        assert (
+            Quantizer("identity")
+            .storage(values(4, 4, dtype=dtype), ROWWISE)
+            .decodes_exactly_to_bf16
+            is exact
+        )
 
 
 # Errors #
+
 
 def test_unknown_names_list_the_known_ones():
     """Otherwise a typo in a recipe costs a search through the sources."""
@@ -190,11 +235,14 @@ def test_unknown_names_list_the_known_ones():
     assert all(name in str(error.value) for name in FAMILIES)
 
 
-@pytest.mark.parametrize("changes,words", [
-    ({"scale_rounding": "down"}, ["'up' or 'floor'", "'down'"]),
-    ({"scale": "fp16"}, ["e8m0", "'fp16'"]),
-    ({"pow2": True}, ["pow2", "mxfp8", "e8m0"]),
-])
+@pytest.mark.parametrize(
+    "changes,words",
+    [
+        ({"scale_rounding": "down"}, ["'up' or 'floor'", "'down'"]),
+        ({"scale": "fp16"}, ["e8m0", "'fp16'"]),
+        ({"pow2": True}, ["pow2", "mxfp8", "e8m0"]),
+    ],
+)
 def test_meaningless_formats_are_refused(changes: dict, words: list[str]):
     """Otherwise an option without effect is accepted and the user believes that it works."""
     with pytest.raises(ValueError) as error:
@@ -219,6 +267,7 @@ def test_rotation_on_one_operand_is_refused():
 
 # Quality #
 
+
 def normal(rows: int, cols: int, g: torch.Generator) -> Tensor:
     return torch.randn(rows, cols, generator=g)
 
@@ -240,8 +289,11 @@ DENSITIES = {  # up to a factor
 }
 
 
-def expected_power(spec: oracle.Spec, amax: float, count: int, density, tensor_amax: float) -> tuple[float, float]:
-    """(signal, noise) of `count` values of which the largest is amax: the others lie below it with this density."""
+def expected_power(
+    spec: oracle.Spec, amax: float, count: int, density, tensor_amax: float
+) -> tuple[float, float]:
+    """(signal, noise) of `count` values of which the largest is amax: the others lie below it with
+    this density."""
     if spec.scale == "fp32":
         enc, decode = oracle.fp32_scale(amax, spec)
     elif spec.scale == "e8m0":
@@ -262,17 +314,29 @@ def expected_power(spec: oracle.Spec, amax: float, count: int, density, tensor_a
 def test_quality_is_that_of_the_element_grid(name: str, distribution: str):
     """Otherwise a scale or a cast loses accuracy that the format has.
 
-    The expected noise integrates the distance to the element grid over the density, block amaxes given. The tolerance
-    of 0.15 dB (3.5%) covers the sampling of 2^18 values, whose fourth moment is finite; one mantissa bit is 6 dB.
+    The expected noise integrates the distance to the element grid over the density, block amaxes
+    given. The tolerance of 0.15 dB (3.5%) covers the sampling of 2^18 values, whose fourth moment
+    is finite; one mantissa bit is 6 dB.
     """
     sample, density = DENSITIES[distribution]
     rows, cols = 512, 512
     x = sample(rows, cols, torch.Generator().manual_seed(5))
     spec = oracle.SPECS[name]
     outer, contraction = spec.block[0] or rows, spec.block[1] or cols
-    blocks = x.abs().view(rows // outer, outer, cols // contraction, contraction).amax((1, 3)).flatten().sort().values
-    chosen = blocks[len(blocks) // 2 % max(len(blocks) // 256, 1) :: max(len(blocks) // 256, 1)].tolist()
-    powers = [expected_power(spec, a, outer * contraction, density, blocks[-1].item()) for a in chosen]
+    blocks = (
+        x.abs()
+        .view(rows // outer, outer, cols // contraction, contraction)
+        .amax((1, 3))
+        .flatten()
+        .sort()
+        .values
+    )
+    chosen = blocks[
+        len(blocks) // 2 % max(len(blocks) // 256, 1) :: max(len(blocks) // 256, 1)
+    ].tolist()
+    powers = [
+        expected_power(spec, a, outer * contraction, density, blocks[-1].item()) for a in chosen
+    ]
     signal, noise = (sum(p) for p in zip(*powers))
     error = QUANTIZED[name].storage(x, ROWWISE).decode().double() - x.double()
     got = 10 * math.log10(x.double().square().sum() / error.square().sum())
@@ -280,7 +344,8 @@ def test_quality_is_that_of_the_element_grid(name: str, distribution: str):
 
 
 def test_quality_orders_the_formats():
-    """Otherwise the choice of a scale rule or an element would not matter: rounding e8m0 down saturates, and costs."""
+    """Otherwise the choice of a scale rule or an element would not matter: rounding e8m0 down
+    saturates, and costs."""
     x = normal(256, 512, torch.Generator().manual_seed(1))
 
     def db(name: str) -> float:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scale rule `fp8_exact`: legal 4-bit codes that are multiplied as e4m3 operands, without an error of their own."""
+"""The scale rule `fp8_exact`: legal 4-bit codes that are multiplied as e4m3 operands, without an
+error of their own."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ from torch import Tensor
 from dist_tests.laws import assert_same_bytes, values
 from dist_tests.single import hopper
 from fsdp_quant import recipes
-from fsdp_quant.formats import E4M3, FP8_EXACT_OPERAND, FP8_EXACT_SCALES, ROWWISE, Direction, format_of
+from fsdp_quant.formats import (
+    E4M3,
+    FP8_EXACT_OPERAND,
+    FP8_EXACT_SCALES,
+    ROWWISE,
+    Direction,
+    format_of,
+)
 from fsdp_quant.gemm import gemm
 from fsdp_quant.modules.plan import PRODUCTS, build_plan
 from fsdp_quant.ops.layout import ANCHORED_TENSOR
@@ -51,10 +59,16 @@ def test_codes_are_legal_and_scales_are_of_the_rule(name: str, rounding: str):
     made = quantizer(name, rounding=rounding).storage(x, ROWWISE, KEY)
     scale = made.scale.view(E4M3.dtype).float()
     assert set((scale / torch.exp2(scale.log2().floor())).flatten().tolist()) <= {1.0, 1.25, 1.5}
-    amax = x.abs().view(256, -1, 16).amax(-1) if name == "nvfp4" else x.abs().view(16, 16, -1, 16).amax((1, 3))
+    amax = (
+        x.abs().view(256, -1, 16).amax(-1)
+        if name == "nvfp4"
+        else x.abs().view(16, 16, -1, 16).amax((1, 3))
+    )
     target = amax / x.abs().max() * 384
     if rounding == "stochastic":
-        assert (scale >= target * (1 - 1e-6)).all() and (scale < target * 4 / 3).all(), "saturated, or coarser than the rule"
+        assert (scale >= target * (1 - 1e-6)).all() and (scale < target * 4 / 3).all(), (
+            "saturated, or coarser than the rule"
+        )
     else:
         assert (scale >= target / 1.21).all() and (scale <= target * 1.12).all()
 
@@ -68,8 +82,16 @@ def test_an_operand_is_the_decoded_codes(name: str, direction: Direction):
             made = quantizer(name, rotation=rotation).storage(values(*shape, seed=seed), direction)
             operand = made.to_gemm_operand(ANCHORED_TENSOR)
             assert operand.tensor_amax is None and operand.scale.numel() == 1
-            codes = operand.data.view(E4M3.dtype).double() if direction is ROWWISE else operand.data.view(E4M3.dtype).double().t()
-            assert_same_bytes((codes * operand.scale.double()).float(), made.decode(), f"{name} {shape} {rotation}")
+            codes = (
+                operand.data.view(E4M3.dtype).double()
+                if direction is ROWWISE
+                else operand.data.view(E4M3.dtype).double().t()
+            )
+            assert_same_bytes(
+                (codes * operand.scale.double()).float(),
+                made.decode(),
+                f"{name} {shape} {rotation}",
+            )
 
 
 def test_small_blocks_lose_what_is_below_the_grid():
@@ -78,7 +100,9 @@ def test_small_blocks_lose_what_is_below_the_grid():
     for power in range(0, -16, -1):
         y = torch.cat([x, x * 2.0**power])
         made = quantizer().storage(y, ROWWISE)
-        lost = (made.to_gemm_operand(ANCHORED_TENSOR).decode() - made.decode()).abs().max().item() / made.decode().abs().max().item()
+        lost = (
+            made.to_gemm_operand(ANCHORED_TENSOR).decode() - made.decode()
+        ).abs().max().item() / made.decode().abs().max().item()
         assert (lost == 0) if power >= -9 else lost <= 2**-9 / 288 * 1.01, power
 
 
@@ -94,28 +118,44 @@ def test_products_of_operands_are_exact():
 
 
 def test_noise_beside_the_nearest_scales():
-    """If false, the rule costs more than docs/reference/recipes.md says: a tenth for vectors (1.05 to 1.2), nothing for square blocks."""
+    """If false, the rule costs more than docs/reference/recipes.md says: a tenth for vectors (1.05
+    to 1.2), nothing for square blocks."""
     g = torch.Generator().manual_seed(0)
     normal = torch.randn(3, 1024, 1024, generator=g)
-    samples = {"gauss": normal[0], "gated": torch.nn.functional.silu(normal[1]) * normal[2], "heavy": values(1024, 1024, kind="heavy", dtype=torch.float32)}
+    samples = {
+        "gauss": normal[0],
+        "gated": torch.nn.functional.silu(normal[1]) * normal[2],
+        "heavy": values(1024, 1024, kind="heavy", dtype=torch.float32),
+    }
     for (kind, x), name in itertools.product(samples.items(), NAMES):
-        of = [(q.storage(x, ROWWISE).decode() - x).norm() for q in (quantizer(name), Quantizer(name))]
+        of = [
+            (q.storage(x, ROWWISE).decode() - x).norm() for q in (quantizer(name), Quantizer(name))
+        ]
         ratio = (of[0] / of[1]).item()
         assert ratio <= (1.2 if name == "nvfp4" else 1.02), (kind, name, ratio)
 
 
 def test_every_product_of_a_recipe_runs_in_8_bits_on_hopper():
     """If false, a product that could run at fp8's rate decodes to bf16."""
-    for recipe in (recipes.nvfp4(scale_rule="fp8_exact"), recipes.hybrid("mxfp8", "nvfp4", scale_rule="fp8_exact"),
-                   recipes.hybrid("nvfp4", "fp8_current", scale_rule="fp8_exact"), recipes.hybrid("nvfp4", "fp8_row", scale_rule="fp8_exact")):
+    for recipe in (
+        recipes.nvfp4(scale_rule="fp8_exact"),
+        recipes.hybrid("mxfp8", "nvfp4", scale_rule="fp8_exact"),
+        recipes.hybrid("nvfp4", "fp8_current", scale_rule="fp8_exact"),
+        recipes.hybrid("nvfp4", "fp8_row", scale_rule="fp8_exact"),
+    ):
         plan = build_plan(recipe, "m")
         with hopper.emulated():
             on = plan.on(BF16, torch.device("cpu"))
             resolved = on.resolved(BF16, torch.device("cpu"))
             assert resolved.call is not None, recipe
             assert set(resolved.domains) <= {"native", "anchored"}, (recipe, resolved.domains)
-            assert "bf16" in build_plan(recipes.nvfp4(), "m").resolved(BF16, torch.device("cpu")).domains
-    with pytest.raises(ValueError, match="nvfp4: scale_rule must be one of nearest, fp8_exact, got 'fp8'"):
+            assert (
+                "bf16"
+                in build_plan(recipes.nvfp4(), "m").resolved(BF16, torch.device("cpu")).domains
+            )
+    with pytest.raises(
+        ValueError, match="nvfp4: scale_rule must be one of nearest, fp8_exact, got 'fp8'"
+    ):
         recipes.nvfp4(scale_rule="fp8")
     with pytest.raises(ValueError, match="'mxfp8', 'fp8_row'.* has no 4-bit format"):
         recipes.hybrid("mxfp8", "fp8_row", scale_rule="fp8_exact")
@@ -124,7 +164,8 @@ def test_every_product_of_a_recipe_runs_in_8_bits_on_hopper():
 
 
 def test_the_guard_counts_rows_that_e4m3_does_not_hold():
-    """If false, rows far below the tensor's largest lose their bits in silence, or gaussian ones are moved."""
+    """If false, rows far below the tensor's largest lose their bits in silence, or gaussian ones
+    are moved."""
     plan = build_plan(recipes.nvfp4(scale_rule="fp8_exact"), "m")
     for product in PRODUCTS:
         assert plan._watched(product, "anchored") == (COUNTED_E2M1, COUNTED_E2M1)
@@ -135,13 +176,22 @@ def test_the_guard_counts_rows_that_e4m3_does_not_hold():
         """(what the worst row of the product lost over its formats' error, what is estimated)."""
         of = [quantizer().storage(t, ROWWISE) for t in (x, w)]
         operands = [s.to_gemm_operand(ANCHORED_TENSOR) for s in of]
-        extra, own = product_error(*((s.data, None, s.operand_format) for s in operands), (COUNTED_E2M1,) * 2).tolist()
-        want, formats, made = (a.double() @ b.double().t() for a, b in ((x, w), [s.decode() for s in of], [s.decode() for s in operands]))
-        return ((made - formats).norm(dim=1) / (formats - want).norm(dim=1)).max().item(), (extra / own) ** 0.5
+        extra, own = product_error(
+            *((s.data, None, s.operand_format) for s in operands), (COUNTED_E2M1,) * 2
+        ).tolist()
+        want, formats, made = (
+            a.double() @ b.double().t()
+            for a, b in ((x, w), [s.decode() for s in of], [s.decode() for s in operands])
+        )
+        return ((made - formats).norm(dim=1) / (formats - want).norm(dim=1)).max().item(), (
+            extra / own
+        ) ** 0.5
 
     judged = set()
     for power in range(16):  # half of the rows so far below the others
-        lost, estimate = share(x * torch.where(torch.arange(256) < 128, 1.0, 2.0**-power)[:, None].to(BF16))
+        lost, estimate = share(
+            x * torch.where(torch.arange(256) < 128, 1.0, 2.0**-power)[:, None].to(BF16)
+        )
         assert estimate > 0.02 or lost <= 0.1, f"silent at {lost:.2g} ({estimate:.2g}), 2^-{power}"
         assert estimate <= 0.02 or lost >= 0.01, f"fires at {lost:.2g} ({estimate:.2g}), 2^-{power}"
         judged.add(estimate > 0.02)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fq.convert(fuse=...)`: MLPs and norms of users' classes on fused kernels: the same bits, or refused by name."""
+"""`fq.convert(fuse=...)`: MLPs and norms of users' classes on fused kernels: the same bits, or
+refused by name."""
 
 from __future__ import annotations
 
@@ -26,12 +27,16 @@ class MLP(nn.Module):
 
     def __init__(self, d: int = D, hidden: int = HIDDEN, dtype: torch.dtype = BF16):
         super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(d, hidden, bias=False, dtype=dtype) for _ in range(2))
+        self.gate_proj, self.up_proj = (
+            nn.Linear(d, hidden, bias=False, dtype=dtype) for _ in range(2)
+        )
         self.down_proj = nn.Linear(hidden, d, bias=False, dtype=dtype)
         self.act_fn = nn.SiLU()
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+        return self.down_proj(
+            self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states)
+        )
 
 
 class Gelu(nn.Module):
@@ -118,12 +123,15 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("name", ("identity", "fp8_current", "nvfp4"))
 def test_fusing_changes_no_bit(name: str):
-    """If false, a model that asks for fused kernels trains to other weights; parameters and names stay as they were."""
+    """If false, a model that asks for fused kernels trains to other weights; parameters and names
+    stay as they were."""
     plain, net = (model() for _ in range(2))
     before = dict(net.named_parameters())
     fq.convert(net, getattr(recipes, name)(), fuse=ALL)
     fq.convert(plain, getattr(recipes, name)())
-    assert all(net.get_parameter(n) is p for n, p in before.items()) and list(net.state_dict()) == list(before)
+    assert all(net.get_parameter(n) is p for n, p in before.items()) and list(
+        net.state_dict()
+    ) == list(before)
     assert_same(step(net), step(plain))
     assert isinstance(net[0], MLP) and isinstance(net[0].up_proj, fq.Linear)
     x = values(4, D, seed=1, dtype=BF16)
@@ -137,30 +145,50 @@ def test_fused_modules_call_the_activations_kernel():
     with hopper.emulated() as operators:
         net = fq.convert(model(), recipes.fp8_current(), fuse=ALL)
         kernels = ("activation", "linear_gated", "activation_backward", "amaxes")
-        before = [operators.count(k) for k in kernels]  # of the proof, which here looks as if it were on a GPU
+        before = [
+            operators.count(k) for k in kernels
+        ]  # of the proof, which here looks as if it were on a GPU
         step(net)
-        assert [operators.count(k) - n for k, n in zip(kernels, before)] == [1, 2, 3, 5]  # gated ones as they are quantized;
-        # amaxes, which were compared, of h without a gate, and of the gradients of its up, of gate, of up, and of both in one
+        assert [operators.count(k) - n for k, n in zip(kernels, before)] == [
+            1,
+            2,
+            3,
+            5,
+        ]  # gated ones as they are quantized;
+        # amaxes, which were compared, of h without a gate, and of the gradients of its up, of gate,
+        # of up, and of both in one
 
 
 @pytest.mark.parametrize("hidden", (24, 20))
 def test_widths_that_no_kernel_takes_train_to_the_same_bits(hidden: int):
-    """If false, the backward of a fused MLP of another width fails where kernels run, or reads amaxes that nobody wrote."""
+    """If false, the backward of a fused MLP of another width fails where kernels run, or reads
+    amaxes that nobody wrote."""
     outcomes = []
     with hopper.emulated():
         for fuse in (True, False):
             torch.manual_seed(0)
-            outcomes.append(step(fq.convert(nn.Sequential(MLP(hidden=hidden), Packed(hidden=hidden)), recipes.fp8_current(), fuse=fuse)))
+            outcomes.append(
+                step(
+                    fq.convert(
+                        nn.Sequential(MLP(hidden=hidden), Packed(hidden=hidden)),
+                        recipes.fp8_current(),
+                        fuse=fuse,
+                    )
+                )
+            )
     assert_same(*outcomes)
 
 
 @pytest.mark.parametrize("kind", (Swapped, Detached, InFloat, Dropped, Several))
 def test_another_function_is_refused_by_name(kind: type):
-    """If false, fuse= silently replaces a forward that computes something else, or has another gradient."""
+    """If false, fuse= silently replaces a forward that computes something else, or has another
+    gradient."""
     net = nn.ModuleDict({"block": kind()}).eval()  # a dropout counts all the same
     with pytest.raises(ValueError, match=rf"^block: {kind.__name__}.forward"):
         fq.convert(net, recipes.mxfp8(), fuse=[fq.MLPPattern("block")])
-    assert type(net["block"]) is kind and type(net["block"].up_proj) is nn.Linear  # nothing was changed
+    assert (
+        type(net["block"]) is kind and type(net["block"].up_proj) is nn.Linear
+    )  # nothing was changed
     assert not net["block"].training
 
 
@@ -171,7 +199,10 @@ def test_patterns_that_cannot_be_honoured_are_refused():
         (fq.MLPPattern("1"), "1.gate_proj is NoneType"),
         (PACKED._replace(modules="0", up="up_proj"), "0: MLP.forward fails on a small"),
         (PACKED._replace(activation="gelu"), r"2: Packed.forward fails on a small"),
-        (PACKED._replace(activation="sin"), "activation must be one of gelu, gelu_tanh, .*, swiglu"),
+        (
+            PACKED._replace(activation="sin"),
+            "activation must be one of gelu, gelu_tanh, .*, swiglu",
+        ),
         (fq.MLPPattern("0", "gelu"), "activation must be one of geglu, geglu_tanh, swiglu, reglu"),
         (fq.MLPPattern("0", "geglu"), "0: MLP.forward gives other bits than down_proj"),
         (GELU._replace(activation="gelu"), "1: Gelu.forward gives other bits than proj"),
@@ -229,7 +260,11 @@ class Centered(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         values = x.float()
-        return (values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + 1e-6) * (1.0 + self.scale.float())).type_as(x)
+        return (
+            values
+            * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + 1e-6)
+            * (1.0 + self.scale.float())
+        ).type_as(x)
 
 
 class RoundedTwice(Centered):
@@ -237,7 +272,9 @@ class RoundedTwice(Centered):
 
     def forward(self, x: Tensor) -> Tensor:
         values = x.float()
-        return self.scale * (values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+        return self.scale * (values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + 1e-6)).to(
+            x.dtype
+        )
 
 
 CENTERED = fq.NormPattern("2", zero_centered_gamma=True, weight="scale", eps="variance_epsilon")
@@ -248,11 +285,18 @@ NORMS = (fq.NormPattern("0"), CENTERED, fq.NormPattern("4", "LayerNorm"), ROUNDE
 def normed() -> nn.Sequential:
     """Each norm in front of a linear layer."""
     torch.manual_seed(0)
-    norms = (nn.RMSNorm(D, eps=1e-5, dtype=BF16), Centered(), nn.LayerNorm(D, dtype=BF16), RoundedTwice())
+    norms = (
+        nn.RMSNorm(D, eps=1e-5, dtype=BF16),
+        Centered(),
+        nn.LayerNorm(D, dtype=BF16),
+        RoundedTwice(),
+    )
     for norm in norms:
         for p in norm.parameters():
             nn.init.normal_(p, 1.0)
-    return nn.Sequential(*(layer for norm in norms for layer in (norm, nn.Linear(D, D, dtype=BF16))))
+    return nn.Sequential(
+        *(layer for norm in norms for layer in (norm, nn.Linear(D, D, dtype=BF16)))
+    )
 
 
 def test_fused_norms_change_no_bit_and_run_their_kernels():
@@ -261,7 +305,10 @@ def test_fused_norms_change_no_bit_and_run_their_kernels():
     assert_same(step(net), step(plain))
     assert isinstance(net[0], nn.RMSNorm) and list(net.state_dict()) == list(plain.state_dict())
     assert_same(step(copy.deepcopy(net)), step(plain))
-    for other in (values(2, D, dtype=torch.float32), None):  # what the kernel does not take runs as before
+    for other in (
+        values(2, D, dtype=torch.float32),
+        None,
+    ):  # what the kernel does not take runs as before
         with torch.autocast("cpu", BF16, enabled=other is None):
             x = values(2, D, dtype=BF16) if other is None else other
             assert_same_bytes(net[0](x), plain[0](x), "norm")
@@ -276,12 +323,36 @@ def test_fused_norms_change_no_bit_and_run_their_kernels():
 def test_norms_of_other_bits_are_refused_by_name():
     """If false, a norm that rounds elsewhere is replaced in silence."""
     cases = (
-        (RoundedTwice(), CENTERED._replace(modules="0", zero_centered_gamma=False), "RoundedTwice.forward gives other bits"),
-        (Centered(), ROUNDED._replace(modules="0"), "other bits than RMSNorm, rounded first with gamma = scale"),
-        (RoundedTwice(), ROUNDED._replace(modules="0", zero_centered_gamma=True), "rounds_first is of an RMSNorm"),
-        (nn.RMSNorm(D), fq.NormPattern("0"), r"0 is RMSNorm; .* wants a weight \[dim\] and a number eps"),
-        (nn.LayerNorm(D), fq.NormPattern("0"), "LayerNorm.forward gives other bits than RMSNorm with gamma = weight"),
-        (nn.LayerNorm(D), fq.NormPattern("0", "layer"), "normalization must be 'RMSNorm' or 'LayerNorm'"),
+        (
+            RoundedTwice(),
+            CENTERED._replace(modules="0", zero_centered_gamma=False),
+            "RoundedTwice.forward gives other bits",
+        ),
+        (
+            Centered(),
+            ROUNDED._replace(modules="0"),
+            "other bits than RMSNorm, rounded first with gamma = scale",
+        ),
+        (
+            RoundedTwice(),
+            ROUNDED._replace(modules="0", zero_centered_gamma=True),
+            "rounds_first is of an RMSNorm",
+        ),
+        (
+            nn.RMSNorm(D),
+            fq.NormPattern("0"),
+            r"0 is RMSNorm; .* wants a weight \[dim\] and a number eps",
+        ),
+        (
+            nn.LayerNorm(D),
+            fq.NormPattern("0"),
+            "LayerNorm.forward gives other bits than RMSNorm with gamma = weight",
+        ),
+        (
+            nn.LayerNorm(D),
+            fq.NormPattern("0", "layer"),
+            "normalization must be 'RMSNorm' or 'LayerNorm'",
+        ),
     )
     for norm, pattern, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -296,7 +367,11 @@ class Titan(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.w1, self.w3, self.w2 = nn.Linear(D, HIDDEN, False), nn.Linear(D, HIDDEN, False), nn.Linear(HIDDEN, D, False)
+        self.w1, self.w3, self.w2 = (
+            nn.Linear(D, HIDDEN, False),
+            nn.Linear(D, HIDDEN, False),
+            nn.Linear(HIDDEN, D, False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
@@ -307,7 +382,12 @@ class Vision(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.fc1, self.act, self.drop, self.fc2 = nn.Linear(D, HIDDEN), nn.GELU(), nn.Dropout(0.0), nn.Linear(HIDDEN, D)
+        self.fc1, self.act, self.drop, self.fc2 = (
+            nn.Linear(D, HIDDEN),
+            nn.GELU(),
+            nn.Dropout(0.0),
+            nn.Linear(HIDDEN, D),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
@@ -325,21 +405,39 @@ class LlamaNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         values = x.float()
-        return self.weight * (values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(x.dtype)
+        return self.weight * (
+            values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        ).to(x.dtype)
 
 
 def test_blocks_are_recognized_and_change_no_bit():
-    """If false, fq.convert makes another model of what people have, or leaves its norms and MLPs to slow kernels unsaid."""
+    """If false, fq.convert makes another model of what people have, or leaves its norms and MLPs to
+    slow kernels unsaid."""
     torch.manual_seed(0)
     parts = [LlamaNorm(), Titan(), nn.LayerNorm(D), Vision(), Clamped(), Packed(), UpFirst()]
-    plain, net = (fq.convert(nn.Sequential(*copy.deepcopy(parts)).to(BF16), recipes.mxfp8(), fuse=fuse) for fuse in (False, True))
+    plain, net = (
+        fq.convert(nn.Sequential(*copy.deepcopy(parts)).to(BF16), recipes.mxfp8(), fuse=fuse)
+        for fuse in (False, True)
+    )
     assert_same(step(net), step(plain))
-    assert [type(m).__name__.startswith("Fused") for m in net] == [True, True, False, True, False, True, False]
+    assert [type(m).__name__.startswith("Fused") for m in net] == [
+        True,
+        True,
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
     assert not any(type(m).__name__.startswith("Fused") for m in plain)
     notes = "\n".join(fq.plan(net).notes)
     for line in (
-        "fused: w2(silu(w1(x)) * w3(x))", "fused: fc2(gelu(fc1(x)))", "fused: RMSNorm, rounded first", "not fused: 4: Clamped",
-        "fused: down_proj(silu(g) * u), g and u of gate_up_proj(x)", "not fused: 6: UpFirst.forward gives other bits",
+        "fused: w2(silu(w1(x)) * w3(x))",
+        "fused: fc2(gelu(fc1(x)))",
+        "fused: RMSNorm, rounded first",
+        "not fused: 4: Clamped",
+        "fused: down_proj(silu(g) * u), g and u of gate_up_proj(x)",
+        "not fused: 6: UpFirst.forward gives other bits",
     ):
         assert line in notes, notes
     skipped = fq.convert(nn.Sequential(*copy.deepcopy(parts)).to(BF16), recipes.mxfp8(), skip="w2")
@@ -347,12 +445,15 @@ def test_blocks_are_recognized_and_change_no_bit():
 
 
 def test_recognized_norms_have_what_torch_gives_them():
-    """If false, a gradient penalty or torch.func fails in a converted model where it did not before."""
+    """If false, a gradient penalty or torch.func fails in a converted model where it did not
+    before."""
     x = values(3, D, dtype=BF16)
     results = []
     for fuse in (False, True):
         torch.manual_seed(0)
-        net = fq.convert(nn.Sequential(nn.Linear(D, D), LlamaNorm()).to(BF16), recipes.identity(), fuse=fuse)[1]
+        net = fq.convert(
+            nn.Sequential(nn.Linear(D, D), LlamaNorm()).to(BF16), recipes.identity(), fuse=fuse
+        )[1]
         assert (type(net) is LlamaNorm) is not fuse
         at = x.clone().requires_grad_()
         (slope,) = torch.autograd.grad(net(at).float().square().sum(), at, create_graph=True)
@@ -360,22 +461,56 @@ def test_recognized_norms_have_what_torch_gives_them():
         of_function = torch.func.grad(lambda x, net=net: net(x).float().square().sum())(x)
         results.append([slope.detach(), at.grad, net.weight.grad, of_function])
     for got, want in zip(*results):
-        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)  # second derivatives round elsewhere
+        torch.testing.assert_close(
+            got, want, rtol=2e-2, atol=2e-2
+        )  # second derivatives round elsewhere
 
 
 FAMILIES = (
-    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma", "gemma2", "gemma3_text", "phi3", "gpt_neox", "olmo2",
-    "llama4_text", "gpt_oss", "deepseek_v3", "gpt2", "glm", "glm4", "falcon", "vit",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "gpt_neox",
+    "olmo2",
+    "llama4_text",
+    "gpt_oss",
+    "deepseek_v3",
+    "gpt2",
+    "glm",
+    "glm4",
+    "falcon",
+    "vit",
 )  # Qwen 2.5 has the classes of Qwen 2
 WITH_EXPERTS = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "llama4_text": {"num_local_experts": 4, "interleave_moe_layer_step": 1, "intermediate_size_mlp": 64},
+    "llama4_text": {
+        "num_local_experts": 4,
+        "interleave_moe_layer_step": 1,
+        "intermediate_size_mlp": 64,
+    },
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": {
-        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1, "n_group": 1,
-        "first_k_dense_replace": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "first_k_dense_replace": 1,
+        "topk_group": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
     },
 }
 
@@ -383,32 +518,65 @@ WITH_EXPERTS = {
 def tiny(family: str) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     options = {
-        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 8, "vocab_size": 64, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-        **WITH_EXPERTS.get(family, {}), **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 64,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **WITH_EXPERTS.get(family, {}),
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0),
     }
     if family in ("falcon", "vit"):
         del options["head_dim"]  # the others' follows from the widths
-    config = transformers.CONFIG_MAPPING[family](**options, **({"image_size": 8, "patch_size": 2} if family == "vit" else {}))
-    auto = transformers.AutoModelForImageClassification if family == "vit" else transformers.AutoModelForCausalLM
+    config = transformers.CONFIG_MAPPING[family](
+        **options, **({"image_size": 8, "patch_size": 2} if family == "vit" else {})
+    )
+    auto = (
+        transformers.AutoModelForImageClassification
+        if family == "vit"
+        else transformers.AutoModelForCausalLM
+    )
     torch.manual_seed(0)
     return auto.from_config(config, attn_implementation="eager").to(BF16)
 
 
-Q_K_V, NORMED = "q_proj, k_proj, v_proj read codes of one input", "RMSNorm, rounded first with gamma = weight"
+Q_K_V, NORMED = (
+    "q_proj, k_proj, v_proj read codes of one input",
+    "RMSNorm, rounded first with gamma = weight",
+)
 GATED_BY = "down_proj({}(gate_proj(x)) * up_proj(x))"
 OF_HALVES = "down_proj(silu(g) * u), g and u of gate_up_proj(x)"
 PLAINLY_NORMED, NORMED_FROM_1 = "RMSNorm with gamma = weight", "RMSNorm with gamma = 1 + weight"
-OF_LLAMA, OF_GEMMA = {Q_K_V, NORMED, GATED_BY.format("silu")}, {Q_K_V, NORMED_FROM_1, GATED_BY.format("gelu_tanh")}
+OF_LLAMA, OF_GEMMA = (
+    {Q_K_V, NORMED, GATED_BY.format("silu")},
+    {Q_K_V, NORMED_FROM_1, GATED_BY.format("gelu_tanh")},
+)
 TAKEN = {  # of others than Llama
-    **dict.fromkeys(("qwen3_moe", "mixtral"), {Q_K_V, NORMED}), **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), OF_GEMMA),
-    **dict.fromkeys(("glm", "glm4"), {Q_K_V, NORMED, OF_HALVES}), "phi3": {NORMED, OF_HALVES},
+    **dict.fromkeys(("qwen3_moe", "mixtral"), {Q_K_V, NORMED}),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), OF_GEMMA),
+    **dict.fromkeys(("glm", "glm4"), {Q_K_V, NORMED, OF_HALVES}),
+    "phi3": {NORMED, OF_HALVES},
     **dict.fromkeys(("gpt_neox", "falcon"), {"dense_4h_to_h(gelu(dense_h_to_4h(x)))"}),
-    "olmo2": {Q_K_V, PLAINLY_NORMED, GATED_BY.format("silu")}, "gpt_oss": {Q_K_V, PLAINLY_NORMED}, "gpt2": set(),
-    "deepseek_v3": {"q_a_proj, kv_a_proj_with_mqa read codes of one input", NORMED, GATED_BY.format("silu")},
+    "olmo2": {Q_K_V, PLAINLY_NORMED, GATED_BY.format("silu")},
+    "gpt_oss": {Q_K_V, PLAINLY_NORMED},
+    "gpt2": set(),
+    "deepseek_v3": {
+        "q_a_proj, kv_a_proj_with_mqa read codes of one input",
+        NORMED,
+        GATED_BY.format("silu"),
+    },
     "vit": {Q_K_V, "fc2(gelu(fc1(x)))"},
 }
-ROUTERS = {**dict.fromkeys(("qwen3_moe", "mixtral", "deepseek_v3"), "gate"), **dict.fromkeys(("llama4_text", "gpt_oss"), "router")}
+ROUTERS = {
+    **dict.fromkeys(("qwen3_moe", "mixtral", "deepseek_v3"), "gate"),
+    **dict.fromkeys(("llama4_text", "gpt_oss"), "router"),
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -416,30 +584,51 @@ def test_a_family_of_transformers_trains_to_the_same_bits(family: str):
     """If false, a model of this family is not taken, or is another one when it is."""
     ids, results = torch.arange(16).view(1, 16) % 64, []
     head = "classifier" if family == "vit" else "lm_head"
-    given = {"pixel_values": values(1, 3, 8, 8, dtype=BF16), "labels": ids[0, :1]} if family == "vit" else {"input_ids": ids, "labels": ids}
+    given = (
+        {"pixel_values": values(1, 3, 8, 8, dtype=BF16), "labels": ids[0, :1]}
+        if family == "vit"
+        else {"input_ids": ids, "labels": ids}
+    )
     for fuse in (False, True):
         net = fq.convert(tiny(family), recipes.fp8_current(), skip=head, fuse=fuse)
         loss = net(**given).loss
         loss.backward()
-        results.append({"loss": loss.detach()} | {n: p.grad for n, p in net.named_parameters() if p.grad is not None})
+        results.append(
+            {"loss": loss.detach()}
+            | {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+        )
     assert_same(*results)
     notes = fq.plan(net).notes
     taken = [note.removeprefix("fused: ").split("  [")[0] for note in notes if "used: " in note]
     assert sorted(taken) == sorted(TAKEN.get(family, OF_LLAMA))
     classes = {type(m) for m in net.modules() if hasattr(type(m), "fused_as")}
     assert len(classes) == len(taken), "equal blocks have one class, and so one compiled graph"
-    left = {n.rpartition(".")[2] for n, m in net.named_modules() if isinstance(m, nn.Linear) and not isinstance(m, fq.Linear)}
-    rest = {note.removeprefix("in high precision: ").split(".weight")[0] for note in notes if note.startswith("in high")}
+    left = {
+        n.rpartition(".")[2]
+        for n, m in net.named_modules()
+        if isinstance(m, nn.Linear) and not isinstance(m, fq.Linear)
+    }
+    rest = {
+        note.removeprefix("in high precision: ").split(".weight")[0]
+        for note in notes
+        if note.startswith("in high")
+    }
     assert rest == {head, *filter(None, [ROUTERS.get(family)])} and head in left <= rest, notes
     if family in ("mixtral", "qwen3_moe"):  # two of four experts multiply a token
         (experts,) = (m for n, m in net.named_modules() if n == "model.layers.0.mlp.experts")
-        total = sum(m.weight.numel() for m in net.modules() if isinstance(m, nn.Linear) or "Router" in type(m).__name__)
+        total = sum(
+            m.weight.numel()
+            for m in net.modules()
+            if isinstance(m, nn.Linear) or "Router" in type(m).__name__
+        )
         total += sum(p.numel() for p in experts.parameters())  # of two layers, half
         share = experts.gate_up_proj.numel() / total
         kept = fq.convert(tiny(family), recipes.fp8_current(), skip=("lm_head", "experts"))
         of_experts = f"experts.gate_up_proj of {type(kept.model.layers[0].mlp.experts).__name__}"
         assert f"in high precision: {of_experts}, {share:.1%} of" in "\n".join(fq.plan(kept).notes)
-        assert "experts" not in "".join(note for note in fq.plan(net).notes if "in high precision" in note)
+        assert "experts" not in "".join(
+            note for note in fq.plan(net).notes if "in high precision" in note
+        )
 
 
 def saved_bytes(net: nn.Module) -> int:
@@ -458,22 +647,32 @@ def saved_bytes(net: nn.Module) -> int:
 
 @pytest.mark.parametrize("name", ("identity", "fp8_current", "fp8_delayed", "nvfp4"))
 def test_recomputed_mlps_keep_less_and_train_to_the_same_bits(name: str):
-    """If false, recompute="gate_up" keeps what it is to give up, or rounds or records a second time."""
+    """If false, recompute="gate_up" keeps what it is to give up, or rounds or records a second
+    time."""
     nets = [
         fq.convert(model(), getattr(recipes, name)(), fuse=fuse, recompute=recompute)
-        for fuse, recompute in ((ALL, None), (ALL, "gate_up"), ([p._replace(recompute="gate_up") for p in ALL], None))
+        for fuse, recompute in (
+            (ALL, None),
+            (ALL, "gate_up"),
+            ([p._replace(recompute="gate_up") for p in ALL], None),
+        )
     ]
     outcomes = [[step(net), step(net)] for net in nets]
     for outcome in outcomes[1:]:
         for got, want in zip(outcome, outcomes[0]):
             assert_same(got, want)
-    # Two of gate, up and their product, [32, 64] in bf16, of the first and the third; one of two of the second.
+    # Two of gate, up and their product, [32, 64] in bf16, of the first and the third; one of two of
+    # the second.
     assert saved_bytes(nets[0]) - saved_bytes(nets[1]) >= 5 * 32 * HIDDEN * 2
-    assert "made again in the backward" in str(fq.plan(nets[1])) and "made again" not in str(fq.plan(nets[0]))
+    assert "made again in the backward" in str(fq.plan(nets[1])) and "made again" not in str(
+        fq.plan(nets[0])
+    )
     torch._dynamo.reset()
     eager = [step(net[0]) for net in nets[:2]]
     for net, want in zip(nets, eager):
-        assert_same(step(torch.compile(net[0], fullgraph=True, backend="aot_eager")), prefixed(want))
+        assert_same(
+            step(torch.compile(net[0], fullgraph=True, backend="aot_eager")), prefixed(want)
+        )
 
 
 def prefixed(outcome: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -486,14 +685,20 @@ def test_recomputation_of_what_is_not_fused_is_refused():
     with pytest.raises(ValueError, match="recompute must be None or 'gate_up', got 'all'"):
         fq.convert(model(), recipes.mxfp8(), recompute="all")
     for fuse in (False, True):
-        with pytest.raises(ValueError, match="recompute='gate_up' is of fused MLPs, and Sequential has none"):
-            fq.convert(nn.Sequential(nn.Linear(D, D)), recipes.mxfp8(), fuse=fuse, recompute="gate_up")
+        with pytest.raises(
+            ValueError, match="recompute='gate_up' is of fused MLPs, and Sequential has none"
+        ):
+            fq.convert(
+                nn.Sequential(nn.Linear(D, D)), recipes.mxfp8(), fuse=fuse, recompute="gate_up"
+            )
     with pytest.raises(ValueError, match="recompute must be"):
         fq.convert(model(), recipes.mxfp8(), fuse=fq.MLPPattern("0", recompute="up"))
 
 
 def test_projections_of_one_input_share_its_codes_while_it_is_that():
-    """If false, attention quantizes its input three times, or multiplies codes of before a write, or of another module's run."""
+    """If false, attention quantizes its input three times, or multiplies codes of before a write,
+    or of another module's run."""
+
     def reads(operators, run) -> int:
         before = len(operators.calls)
         run()
@@ -513,10 +718,17 @@ def test_projections_of_one_input_share_its_codes_while_it_is_that():
     plain = nn.Sequential(Written())
     x = values(16, D, seed=4, dtype=BF16)
     with hopper.emulated() as operators:
-        shared, apart = (fq.convert(copy.deepcopy(plain), recipes.mxfp8(), fuse=fuse)[0] for fuse in (True, False))
+        shared, apart = (
+            fq.convert(copy.deepcopy(plain), recipes.mxfp8(), fuse=fuse)[0]
+            for fuse in (True, False)
+        )
         for writes, wanted in ((False, 1), (True, 2), (False, 1)):
             assert reads(operators, lambda w=writes: shared(x.clone(), w)) == wanted
-            assert_same_bytes(shared(x.clone(), writes), apart(x.clone(), writes), f"written {writes}")
+            assert_same_bytes(
+                shared(x.clone(), writes), apart(x.clone(), writes), f"written {writes}"
+            )
         assert reads(operators, lambda: apart(x.clone())) == 3
-        assert reads(operators, lambda: (shared.wq(x), shared.wk(x))) == 2, "outside of the module's forward"
+        assert reads(operators, lambda: (shared.wq(x), shared.wk(x))) == 2, (
+            "outside of the module's forward"
+        )
         assert all(layer._handed_by_input is None for layer in (shared.wq, shared.wk, shared.wv))

@@ -35,7 +35,9 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
 
 def give_gradients(params: list[nn.Parameter], step: int) -> None:
     for p in params:
-        p.grad = laws.values(p.numel(), seed=step * 31 + p.numel(), dtype=p.dtype, kind=("gauss", "heavy")[step % 2])
+        p.grad = laws.values(
+            p.numel(), seed=step * 31 + p.numel(), dtype=p.dtype, kind=("gauss", "heavy")[step % 2]
+        )
 
 
 def run(optimizer, params: list[nn.Parameter], steps=range(5)) -> None:
@@ -45,8 +47,9 @@ def run(optimizer, params: list[nn.Parameter], steps=range(5)) -> None:
 
 
 def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Where torch fuses, it rounds once and we twice: half an ulp (2^-24) an operation in each of up to 8 steps,
-    of the value or of summands below 4, some of it once more through a quotient of about 1."""
+    """Where torch fuses, it rounds once and we twice: half an ulp (2^-24) an operation in each of
+    up to 8 steps, of the value or of summands below 4, some of it once more through a quotient of
+    about 1."""
     torch.testing.assert_close(got.detach(), want.detach(), rtol=8 * 2.0**-24, atol=4e-6)
 
 
@@ -75,11 +78,14 @@ def test_a_sparse_gradient_is_refused_before_anything_changes():
     first.grad, second.grad = torch.ones(4, 4), torch.ones(4, 4).to_sparse()
     with pytest.raises(ValueError, match="SparseAdam"):
         optimizer.step()
-    assert torch.equal(first, torch.ones(4, 4)) and not any(optimizer.state[p]["step"] for p in (first, second))
+    assert torch.equal(first, torch.ones(4, 4)) and not any(
+        optimizer.state[p]["step"] for p in (first, second)
+    )
 
 
 def test_low_precision_parameters_are_their_masters_rounded():
-    """If false, updates below bf16's resolution are lost, or a bf16 model trains as another one than its fp32 twin."""
+    """If false, updates below bf16's resolution are lost, or a bf16 model trains as another one
+    than its fp32 twin."""
     ours, theirs = parameters(torch.bfloat16), parameters()
     with torch.no_grad():
         for p, q in zip(ours, theirs):
@@ -104,15 +110,20 @@ def test_a_parameter_written_by_hand_takes_its_master_along():
     with torch.no_grad():
         for p, q in zip(ours, fresh):
             p.copy_(q.add_(1))  # other than what two steps have made of it
-    again = fq.optim.FusedAdam(fresh, lr=1e-2, betas=(0.0, 0.0))  # without memory: the step number is all that differs,
+    again = fq.optim.FusedAdam(
+        fresh, lr=1e-2, betas=(0.0, 0.0)
+    )  # without memory: the step number is all that differs,
     run(optimizer, ours, [3])  # and 1 - 0^t is 1 for every t
     run(again, fresh, [3])
     for p, q in zip(ours, fresh):
-        laws.assert_same_bytes(optimizer.state[p]["master"], again.state[q]["master"], "master after an edit")
+        laws.assert_same_bytes(
+            optimizer.state[p]["master"], again.state[q]["master"], "master after an edit"
+        )
 
 
 def test_capturable_steps_are_the_same_steps():
-    """If false, a captured run is another run. Scalars are computed in fp64 on either side and rounded once."""
+    """If false, a captured run is another run. Scalars are computed in fp64 on either side and
+    rounded once."""
     results = []
     for capturable in (False, True):
         params = parameters()
@@ -132,7 +143,11 @@ def test_update_of_a_shard_is_that_of_the_whole(cut):
     shards = [nn.Parameter(part.clone()) for part in (whole.detach()[:cut], whole.detach()[cut:])]
     optimizers = [fq.optim.FusedAdam([p], lr=1e-2) for p in (whole, *shards)]
     for step in range(4):
-        whole.grad, shards[0].grad, shards[1].grad = grad * step, grad[:cut] * step, grad[cut:] * step
+        whole.grad, shards[0].grad, shards[1].grad = (
+            grad * step,
+            grad[:cut] * step,
+            grad[cut:] * step,
+        )
         for optimizer in optimizers:
             optimizer.step()
     laws.assert_same_bytes(torch.cat([p.detach() for p in shards]), whole.detach(), f"cut at {cut}")
@@ -182,10 +197,16 @@ def test_state_of_another_optimizer():
     assert str(c.state_dict()) == str(before), "a refused load changed the optimizer"
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"lr": -1.0}, "must not be negative"), ({"betas": (0.9, 1.0)}, "betas"), ({"moment_dtype": torch.float16}, "moment_dtype"),
-    ({"lr": torch.tensor(1.0)}, "capturable"), ({"weight_decay": -1.0}, "weight_decay"),
-])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "must not be negative"),
+        ({"betas": (0.9, 1.0)}, "betas"),
+        ({"moment_dtype": torch.float16}, "moment_dtype"),
+        ({"lr": torch.tensor(1.0)}, "capturable"),
+        ({"weight_decay": -1.0}, "weight_decay"),
+    ],
+)
 def test_bad_settings_are_refused(options, message):
     """If false, a setting is ignored or fails in the first step."""
     with pytest.raises(ValueError, match=message):
@@ -194,12 +215,15 @@ def test_bad_settings_are_refused(options, message):
 
 # Quantized parameters #
 
+
 def models(label: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
     """(ordinary, quantized) models of the same weights."""
     made = []
     for quantized in (False, True):
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(40, 33), nn.LayerNorm(33), nn.ReLU(), nn.Linear(33, 17, bias=False)).to(dtype)
+        net = nn.Sequential(
+            nn.Linear(40, 33), nn.LayerNorm(33), nn.ReLU(), nn.Linear(33, 17, bias=False)
+        ).to(dtype)
         if quantized:
             with fq.quantized_model_init(RECIPES[label]):
                 fq.convert(net, RECIPES[label])
@@ -231,7 +255,9 @@ def test_quantized_parameters_train_as_high_precision_ones(label, dtype):
         got = b.state[q].get("master", q.detach())
         if isinstance(q, QuantizedTensor):
             assert not isinstance(q.data.dequantize(), QuantizedTensor)
-            laws.assert_same_bytes(got, master if type(master) is torch.Tensor else p.inner.detach(), "master")
+            laws.assert_same_bytes(
+                got, master if type(master) is torch.Tensor else p.inner.detach(), "master"
+            )
     for name, value in ordinary.state_dict().items():
         got = ours.state_dict()[name]
         laws.assert_same_bytes(got.to(value.dtype), value, f"{name} in the state dict")
@@ -253,7 +279,8 @@ def test_fq_linear_takes_the_recipe_of_the_context():
 
 
 def test_initial_values_go_to_the_optimizer():
-    """If false, a quantized model holds a high-precision copy beside the master, or the master is a decoded code."""
+    """If false, a quantized model holds a high-precision copy beside the master, or the master is a
+    decoded code."""
     _, net = models("mxfp8/nvfp4")
     weight = net[0].weight
     values = weight.inner.detach().clone()
@@ -290,7 +317,11 @@ def cloned(net: nn.Module) -> nn.Module:
     return made
 
 
-COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda net: pickle.loads(pickle.dumps(net)), "clone": cloned}
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda net: pickle.loads(pickle.dumps(net)),
+    "clone": cloned,
+}
 
 
 @pytest.mark.parametrize("taken", [False, True])
@@ -348,7 +379,9 @@ def test_operators_never_decode_silently():
     for use in (lambda w: w + 1, lambda w: w @ w.t(), lambda w: w.abs(), lambda w: w.float().sum()):
         with pytest.raises(NotImplementedError, match="dequantize"):
             use(net[3].weight)
-    laws.assert_same_bytes(net[3].weight.norm(), net[3].weight.inner.norm(), "a norm, which is of the values")
+    laws.assert_same_bytes(
+        net[3].weight.norm(), net[3].weight.inner.norm(), "a norm, which is of the values"
+    )
     assert linear_op.weight_state(net[0].weight) is net[0]._weight_state
 
 
@@ -356,8 +389,13 @@ def test_an_optimizer_without_masters_is_refused():
     """If false, a step updates nothing, or codes, without a word."""
     _, net = models("mxfp8/nvfp4")
     net(laws.values(16, 40, dtype=torch.float32)).sum().backward()
-    for optimizer in (torch.optim.AdamW(net.parameters()), torch.optim.SGD(net.parameters(), lr=1.0)):
-        with pytest.raises(ValueError, match="0.weight is a quantized parameter.*fq.optim.FusedAdam"):
+    for optimizer in (
+        torch.optim.AdamW(net.parameters()),
+        torch.optim.SGD(net.parameters(), lr=1.0),
+    ):
+        with pytest.raises(
+            ValueError, match="0.weight is a quantized parameter.*fq.optim.FusedAdam"
+        ):
             optimizer.step()
     net.requires_grad_(False)
     torch.optim.SGD(net.parameters(), lr=1.0).step()
@@ -384,5 +422,7 @@ def test_compiled_model_equals_eager():
     for compiled in (False, True):
         _, net = models("mxfp8/nvfp4")
         optimizer = fq.optim.FusedAdam(net.parameters(), lr=1e-2)
-        results.append(train(torch.compile(net, backend="aot_eager") if compiled else net, optimizer))
+        results.append(
+            train(torch.compile(net, backend="aot_eager") if compiled else net, optimizer)
+        )
     laws.assert_same_bytes(results[1], results[0], "compiled against eager")

@@ -36,7 +36,8 @@ def train(wrap: bool) -> list[torch.Tensor]:
 
 
 def test_steps_run_eagerly_where_there_is_no_gpu_and_say_so_once():
-    """If false, a script with fq.graphed trains another model without a GPU, or fails, or is slow unsaid."""
+    """If false, a script with fq.graphed trains another model without a GPU, or fails, or is slow
+    unsaid."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         got = train(True)
@@ -55,15 +56,20 @@ def test_a_capture_without_warm_up_is_refused():
 
 # Graphs, with a CPU in the place of the GPU #
 
+
 class Recorder:
-    """What `torch.cuda` is to `graphed`: a captured step leaves no trace, and a replay runs it again."""
+    """What `torch.cuda` is to `graphed`: a captured step leaves no trace, and a replay runs it
+    again."""
 
     def __init__(self, monkeypatch):
         self.captures, self.replays, self.step, self.kept = 0, 0, None, []
         stream = SimpleNamespace(wait_stream=lambda other: None)
         for name, weight_proxy in {
-            "Stream": lambda: stream, "current_stream": lambda: stream, "stream": contextlib.nullcontext,
-            "CUDAGraph": lambda: SimpleNamespace(replay=self.replay), "graph": self.capture,
+            "Stream": lambda: stream,
+            "current_stream": lambda: stream,
+            "stream": contextlib.nullcontext,
+            "CUDAGraph": lambda: SimpleNamespace(replay=self.replay),
+            "graph": self.capture,
         }.items():
             monkeypatch.setattr(torch.cuda, name, weight_proxy)
         monkeypatch.setattr(graphed.GraphedStep, "_refusal", lambda step: None)
@@ -81,12 +87,17 @@ class Recorder:
     def replay(self) -> None:
         self.replays += 1
         args, kwargs = torch_compat.tree_unflatten(self.step._inputs, self.step._given[0])
-        for target, value in zip(self.step._outputs.values(), self.step._step(*args, **kwargs).values()):
+        for target, value in zip(
+            self.step._outputs.values(), self.step._step(*args, **kwargs).values()
+        ):
             target.copy_(value)
 
 
-def trained(wrap: bool, recorder: Recorder | None = None, waits: bool = False) -> list[torch.Tensor]:
-    """Eight steps: the sixth of another shape, another recipe before the seventh, and a rate that falls."""
+def trained(
+    wrap: bool, recorder: Recorder | None = None, waits: bool = False
+) -> list[torch.Tensor]:
+    """Eight steps: the sixth of another shape, another recipe before the seventh, and a rate that
+    falls."""
     torch.manual_seed(0)
     net = fq.convert(nn.Sequential(nn.Linear(32, 32), nn.ReLU()), fq.recipes.fp8_current())
     optimizer = torch.optim.SGD(net.parameters(), lr=torch.tensor(0.5))
@@ -113,21 +124,27 @@ def trained(wrap: bool, recorder: Recorder | None = None, waits: bool = False) -
 
 
 def test_a_step_is_warmed_up_captured_and_replayed(monkeypatch):
-    """If false, a step is made twice or never, reads another batch, returns memory that the next one writes, or outlives its
-    recipe."""
+    """If false, a step is made twice or never, reads another batch, returns memory that the next
+    one writes, or outlives its recipe."""
     want, recorder = trained(False), Recorder(monkeypatch)
-    with pytest.warns(UserWarning, match="a step runs eagerly: its arguments are other than those of the capture"):
+    with pytest.warns(
+        UserWarning, match="a step runs eagerly: its arguments are other than those of the capture"
+    ):
         got = trained(True, recorder)
     for i, (a, b) in enumerate(zip(got, want)):
         assert_same_bytes(a, b, f"{i}")
-    # Three to warm up; the fourth and fifth are replays, as is the eighth, of a graph with the new recipe.
+    # Three to warm up; the fourth and fifth are replays, as is the eighth, of a graph with the new
+    # recipe.
     assert (recorder.captures, recorder.replays) == (2, 3)
 
 
 def test_a_capture_that_fails_costs_no_step(monkeypatch):
-    """If false, a step that cannot be captured stops training, or its gradients are left in memory that nothing wrote."""
+    """If false, a step that cannot be captured stops training, or its gradients are left in memory
+    that nothing wrote."""
     want, recorder = trained(False), Recorder(monkeypatch)
-    with pytest.warns(UserWarning, match="steps run eagerly: its capture failed: operation not permitted"):
+    with pytest.warns(
+        UserWarning, match="steps run eagerly: its capture failed: operation not permitted"
+    ):
         got = trained(True, recorder, waits=True)
     for i, (a, b) in enumerate(zip(got, want)):
         assert_same_bytes(a, b, f"{i}")
@@ -136,20 +153,34 @@ def test_a_capture_that_fails_costs_no_step(monkeypatch):
 
 # transformers #
 
+
 def test_masks_are_the_same_in_warm_up_and_capture(monkeypatch):
-    """If false, a capture of a transformers model compiles its layers inside, or its attention reads a mask that says nothing."""
+    """If false, a capture of a transformers model compiles its layers inside, or its attention
+    reads a mask that says nothing."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, vocab_size=64, use_cache=False
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=64,
+        use_cache=False,
     )
     net, ids, masks = transformers.LlamaForCausalLM(config), torch.ones(2, 16, dtype=torch.long), []
     net.model.layers[0].register_forward_pre_hook(
-        lambda module, args, kwargs: masks.append(kwargs["attention_mask"] is not None), with_kwargs=True
+        lambda module, args, kwargs: masks.append(kwargs["attention_mask"] is not None),
+        with_kwargs=True,
     )
-    inputs = {}, {"attention_mask": torch.ones_like(ids)}, {"position_ids": torch.arange(16).expand(2, -1)}
+    inputs = (
+        {},
+        {"attention_mask": torch.ones_like(ids)},
+        {"position_ids": torch.arange(16).expand(2, -1)},
+    )
     for which, want in zip(inputs, (False, True, True)):
         recorder = Recorder(monkeypatch)
-        recorder.step = step = graphed.graphed(lambda: {"y": net(input_ids=ids, **which).logits.detach()}, net, warmup=2)
+        recorder.step = step = graphed.graphed(
+            lambda: {"y": net(input_ids=ids, **which).logits.detach()}, net, warmup=2
+        )
         for _ in range(3):
             step()
         assert recorder.captures == 1 and masks[:3] == [want] * 3, (which, masks)

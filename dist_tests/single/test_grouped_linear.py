@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fq.GroupedLinear`: experts over sorted tokens, one after the other or in one product, packed or each with its own."""
+"""`fq.GroupedLinear`: experts over sorted tokens, one after the other or in one product, packed or
+each with its own."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ from dist_tests.single import hopper
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 from fsdp_quant.counters import counters
+from fsdp_quant.formats import round_up
 from fsdp_quant.modules import grouped_op
 from fsdp_quant.modules.grouped_linear import adopt_packed
 from fsdp_quant.modules.packed_experts import ExpertProduct
 from fsdp_quant.modules.plan import PRODUCTS
-from fsdp_quant.formats import round_up
 from fsdp_quant.ops import native
 from fsdp_quant.ops.reference import PROBED_STEPS
 from fsdp_quant.quantizer import Quantizer
@@ -37,7 +38,10 @@ from fsdp_quant.tensor.quantized_tensor import QuantizedTensor, StoragePair
 
 EXPERTS, K, N = 4, 24, 40
 SPLITS = {
-    "none first": [0, 7, 33, 8], "none in the middle": [17, 0, 0, 31], "no tokens": [0, 0, 0, 0], "none last": [1, 35, 0, 0],
+    "none first": [0, 7, 33, 8],
+    "none in the middle": [17, 0, 0, 31],
+    "no tokens": [0, 0, 0, 0],
+    "none last": [1, 35, 0, 0],
 }
 
 
@@ -51,9 +55,15 @@ def doubled(role):
 
 
 RECIPES = {
-    "identity": recipes.identity(), "fp8_current": recipes.fp8_current(), "fp8_delayed": recipes.fp8_delayed(length=4),
-    "fp8_row": recipes.fp8_row(), "fp8_block": recipes.fp8_block(), "mxfp8": recipes.mxfp8(), "nvfp4": recipes.nvfp4(),
-    "mxfp8_nvfp4": recipes.hybrid("mxfp8", "nvfp4"), "rounded": fq.CustomRecipe(rounds_all_but_weights),
+    "identity": recipes.identity(),
+    "fp8_current": recipes.fp8_current(),
+    "fp8_delayed": recipes.fp8_delayed(length=4),
+    "fp8_row": recipes.fp8_row(),
+    "fp8_block": recipes.fp8_block(),
+    "mxfp8": recipes.mxfp8(),
+    "nvfp4": recipes.nvfp4(),
+    "mxfp8_nvfp4": recipes.hybrid("mxfp8", "nvfp4"),
+    "rounded": fq.CustomRecipe(rounds_all_but_weights),
     "dequantized": recipes.mxfp8(backward_override="dequantized"),
     "high_precision": recipes.nvfp4(backward_override="high_precision"),
 }
@@ -70,13 +80,23 @@ def _own_step():
 
 
 def restart() -> None:
-    STEP.seed, STEP.step, STEP.micro_batch, STEP.token_offset, STEP.counted_by_hand = 0, 0, 0, -1, False
+    STEP.seed, STEP.step, STEP.micro_batch, STEP.token_offset, STEP.counted_by_hand = (
+        0,
+        0,
+        0,
+        -1,
+        False,
+    )
     STEP.publish()
 
 
-def grouped(recipe: fq.Recipe, packed: bool, bias: bool = True, dtype=torch.float32, sizes=(K, N)) -> fq.GroupedLinear:
+def grouped(
+    recipe: fq.Recipe, packed: bool, bias: bool = True, dtype=torch.float32, sizes=(K, N)
+) -> fq.GroupedLinear:
     """A layer called "moe", with weights that depend on the expert."""
-    module = fq.GroupedLinear(EXPERTS, *sizes, bias, dtype=dtype, packed=packed, recipe=recipe, name="moe")
+    module = fq.GroupedLinear(
+        EXPERTS, *sizes, bias, dtype=dtype, packed=packed, recipe=recipe, name="moe"
+    )
     weights, biases = parameters(sizes, dtype)
     with torch.no_grad():
         for e in range(EXPERTS):
@@ -88,17 +108,23 @@ def grouped(recipe: fq.Recipe, packed: bool, bias: bool = True, dtype=torch.floa
 
 def parameters(sizes=(K, N), dtype=torch.float32) -> tuple[Tensor, Tensor]:
     k, n = sizes
-    return values(EXPERTS, n, k, seed=11, dtype=dtype) * 0.2, values(EXPERTS, n, seed=12, dtype=dtype)
+    return values(EXPERTS, n, k, seed=11, dtype=dtype) * 0.2, values(
+        EXPERTS, n, seed=12, dtype=dtype
+    )
 
 
-def loop(recipe: fq.Recipe, packed: bool, bias: bool = True, dtype=torch.float32, sizes=(K, N)) -> nn.ModuleList:
+def loop(
+    recipe: fq.Recipe, packed: bool, bias: bool = True, dtype=torch.float32, sizes=(K, N)
+) -> nn.ModuleList:
     """The same experts as modules of their own, under the names that key their random bits."""
     weights, biases = parameters(sizes, dtype)
     made = nn.ModuleList()
     for e in range(EXPERTS):
         name = f"moe.{e}" if packed else f"moe.experts.{e}"
         made.append(fq.Linear(*sizes, bias, dtype=dtype, recipe=recipe, name=name))
-        made[e]._plan = replace(made[e].plan, alone=False)  # exponents of lines, as where tokens of others are beside
+        made[e]._plan = replace(
+            made[e].plan, alone=False
+        )  # exponents of lines, as where tokens of others are beside
         with torch.no_grad():
             made[e].weight.copy_(weights[e])
             if bias:
@@ -111,7 +137,7 @@ def of_loop(experts: nn.ModuleList, x: Tensor, sizes: list[int]) -> Tensor:
 
 
 def by_expert(module: nn.Module, packed: bool, of=lambda p: p.detach()) -> dict[str, Tensor]:
-    """"weight" and "bias" of all experts, [E, ..]."""
+    """ "weight" and "bias" of all experts, [E, ..]."""
     if packed:
         return {n: of(p).clone() for n, p in module.named_parameters()}
     experts = module.experts if isinstance(module, fq.GroupedLinear) else module
@@ -119,7 +145,9 @@ def by_expert(module: nn.Module, packed: bool, of=lambda p: p.detach()) -> dict[
     return {n: torch.stack([of(e.get_parameter(n)).clone() for e in experts]) for n in names}
 
 
-def trained(module: nn.Module, packed: bool, batches: list[list[int]], call) -> list[dict[str, Tensor]]:
+def trained(
+    module: nn.Module, packed: bool, batches: list[list[int]], call
+) -> list[dict[str, Tensor]]:
     """Output, gradients and weights of an AdamW step a batch."""
     restart()
     optimizer, seen = torch.optim.AdamW(module.parameters(), lr=1e-2), []
@@ -147,7 +175,8 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], what: str = "")
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
 @pytest.mark.parametrize("name", [*RECIPES, "doubled"])
 def test_grouped_linear_equals_a_loop_over_experts(name: str, packed: bool):
-    """If false, an expert multiplies tokens, scales, histories or random bits of another; also where it has no tokens."""
+    """If false, an expert multiplies tokens, scales, histories or random bits of another; also
+    where it has no tokens."""
     batches, bias = list(SPLITS.values()), name not in ("fp8_row", "mxfp8_nvfp4")
     recipe = fq.CustomRecipe(doubled) if name == "doubled" else RECIPES[name]
     want = trained(loop(recipe, packed, bias), False, batches, of_loop)
@@ -162,21 +191,27 @@ MODES = (None, "high_precision", "dequantized")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["fp8_delayed", "nvfp4"])  # all: test_recipe_table.py
 def test_backward_modes_of_experts_are_those_of_a_linear_layer(name: str, mode: str | None):
-    """If false, a mode holds for linear layers and not for experts: gradients, or what is kept for them, differ.
+    """If false, a mode holds for linear layers and not for experts: gradients, or what is kept for
+    them, differ.
 
-    Bias or none, 2-D and 3-D inputs, uniform and empty splits, frozen or not, packed or not; each against a loop over
-    `fq.Linear`, whose modes `test_linear.py` holds to high-precision products.
+    Bias or none, 2-D and 3-D inputs, uniform and empty splits, frozen or not, packed or not; each
+    against a loop over `fq.Linear`, whose modes `test_linear.py` holds to high-precision products.
     """
     recipe = recipes.by_name(name, backward_override=mode)
     for packed, bias, shape, sizes, frozen in (
-        (True, True, (24,), [6, 6, 6, 6], False), (False, False, (2, 12), [0, 24, 0, 0], False),
-        (True, False, (2, 12), [0, 9, 15, 0], True), (False, True, (24,), [1, 0, 20, 3], True),
+        (True, True, (24,), [6, 6, 6, 6], False),
+        (False, False, (2, 12), [0, 24, 0, 0], False),
+        (True, False, (2, 12), [0, 9, 15, 0], True),
+        (False, True, (24,), [1, 0, 20, 3], True),
         (True, True, (0,), [0, 0, 0, 0], False),
     ):
         x, results = values(*shape, K, seed=3, dtype=torch.float32), []
         for module, call in (
             (grouped(recipe, packed, bias), lambda m, x: m(x, sizes)),
-            (loop(recipe, packed, bias), lambda m, x: of_loop(m, x.reshape(-1, K), sizes).view(*x.shape[:-1], N)),
+            (
+                loop(recipe, packed, bias),
+                lambda m, x: of_loop(m, x.reshape(-1, K), sizes).view(*x.shape[:-1], N),
+            ),
         ):
             restart()
             is_grouped = isinstance(module, fq.GroupedLinear)
@@ -186,14 +221,19 @@ def test_backward_modes_of_experts_are_those_of_a_linear_layer(name: str, mode: 
             with recorded_saves() as saved:
                 y = call(module, given)
             y.backward(values(*y.shape, seed=4, dtype=torch.float32))
-            grads = by_expert(module, packed and is_grouped, lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
+            grads = by_expert(
+                module,
+                packed and is_grouped,
+                lambda p: torch.zeros_like(p) if p.grad is None else p.grad,
+            )
             results.append({"y": y.detach(), "dx": given.grad} | grads)
             results[-1] |= {f"kept {i}": t.detach().clone() for i, t in enumerate(saved)}
         assert_same(*results, f"{name} {mode} packed={packed} {sizes} frozen={frozen}")
 
 
 def test_splits_are_counts_or_ends():
-    """If false, what a router made on the device means other tokens than the same numbers on the host."""
+    """If false, what a router made on the device means other tokens than the same numbers on the
+    host."""
     module, x = grouped(recipes.mxfp8(), False), values(48, K, dtype=torch.float32)
     want = module(x, [7, 0, 33, 8])
     for dtype in (torch.int32, torch.int64):
@@ -203,8 +243,13 @@ def test_splits_are_counts_or_ends():
 
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
 def test_copies_and_checkpoints_of_grouped_linear_go_on_alike(packed: bool):
-    """If false, a module that was copied, pickled or loaded trains on stale codes or lost histories."""
-    x, sizes, recipe = values(48, K, dtype=torch.float32), [7, 0, 33, 8], recipes.fp8_delayed(length=4)
+    """If false, a module that was copied, pickled or loaded trains on stale codes or lost
+    histories."""
+    x, sizes, recipe = (
+        values(48, K, dtype=torch.float32),
+        [7, 0, 33, 8],
+        recipes.fp8_delayed(length=4),
+    )
     module = grouped(recipe, packed)
     trained(module, packed, [sizes] * 2, lambda m, x, s: m(x, s))
     file = io.BytesIO()
@@ -216,7 +261,11 @@ def test_copies_and_checkpoints_of_grouped_linear_go_on_alike(packed: bool):
     fq.load_state_dict(fresh, fq.state_dict(module))
     assert fq.state_dict(module)["histories"], "delayed scaling keeps histories"
     fq.begin_step(2)
-    others = {"a copy": copy.deepcopy(module), "pickled": torch.load(file, weights_only=False), "loaded": fresh}
+    others = {
+        "a copy": copy.deepcopy(module),
+        "pickled": torch.load(file, weights_only=False),
+        "loaded": fresh,
+    }
     want = module(x, sizes)
     for what, other in others.items():
         assert_same_bytes(other(x, sizes), want, what)
@@ -227,17 +276,20 @@ def test_copies_and_checkpoints_of_grouped_linear_go_on_alike(packed: bool):
 
 
 def test_a_written_weight_is_multiplied_as_written():
-    """If false, an optimizer or a load changes packed weights, and experts multiply the old codes."""
+    """If false, an optimizer or a load changes packed weights, and experts multiply the old
+    codes."""
     for packed in (False, True):
         module, x = grouped(recipes.mxfp8(), packed), values(8, K, dtype=torch.float32)
         given = x.requires_grad_()
-        want, = torch.autograd.grad(module(given, [2, 2, 2, 2]).sum(), given)
+        (want,) = torch.autograd.grad(module(given, [2, 2, 2, 2]).sum(), given)
         y = module(given, [2, 2, 2, 2])
         with torch.no_grad():
             for p in module.parameters():
                 p.mul_(2.0)
         assert_same_bytes(module(x, [2, 2, 2, 2]), 2 * y, "doubled")
-        assert_same_bytes(torch.autograd.grad(y.sum(), given)[0], want, "the gradient of the forward as it was")
+        assert_same_bytes(
+            torch.autograd.grad(y.sum(), given)[0], want, "the gradient of the forward as it was"
+        )
         for p in module.parameters():
             p.data.mul_(0.5)  # no version tells
         assert_same_bytes(module(x, [2, 2, 2, 2]), y, "halved")
@@ -259,7 +311,8 @@ class Routed(nn.Module):
 
 
 def test_layers_of_experts_hold_no_memory():
-    """If false, the whole weight stays in memory beside the shard that fully_shard puts in its place."""
+    """If false, the whole weight stays in memory beside the shard that fully_shard puts in its
+    place."""
     memory = numpy.zeros((EXPERTS, N, K), dtype=numpy.float32)
     lives, experts = weakref.ref(memory), nn.Module()
     experts.weight = nn.Parameter(torch.from_numpy(memory))
@@ -273,7 +326,8 @@ def test_layers_of_experts_hold_no_memory():
 
 
 def test_packed_experts_are_converted_on_request():
-    """If false, 3-D experts silently stay in high precision, change their names, or tie a rule to the wrong layer."""
+    """If false, 3-D experts silently stay in high precision, change their names, or tie a rule to
+    the wrong layer."""
     model = fq.convert(Routed(), recipes.mxfp8())
     assert type(model.experts) is nn.Module
     model = fq.convert(Routed(), recipes.mxfp8(), grouped="experts")
@@ -282,9 +336,13 @@ def test_packed_experts_are_converted_on_request():
     x, sizes = values(12, K, dtype=torch.float32), [3, 0, 4, 5]
     want = of_loop(loop(recipes.mxfp8(), True, bias=False), x, sizes)
     assert_same_bytes(model.experts(x, sizes), want, "converted")
-    with pytest.raises(ValueError, match="grouped='w9' matches no 3-D weight; the model has experts"):
+    with pytest.raises(
+        ValueError, match="grouped='w9' matches no 3-D weight; the model has experts"
+    ):
         fq.convert(Routed(), recipes.mxfp8(), grouped=["w9"])
-    kept = fq.convert(Routed(), recipes.mxfp8(tail=0.5), grouped="experts")  # of two layers, whatever the experts
+    kept = fq.convert(
+        Routed(), recipes.mxfp8(tail=0.5), grouped="experts"
+    )  # of two layers, whatever the experts
     assert {m.recipe.name for m in kept.experts.layers} == {"mxfp8"}
     assert kept.out.recipe == recipes.identity()
 
@@ -317,7 +375,8 @@ class OfAnother(OfTorchtitan):
 
 @pytest.mark.parametrize("suffixed", [False, True], ids=["", "suffixed"])
 def test_experts_of_torchtitan_are_converted_and_proven(suffixed: bool):
-    """If false, torchtitan's experts stay in high precision, or experts with another gate get its."""
+    """If false, torchtitan's experts stay in high precision, or experts with another gate get
+    its."""
     results, counts = [], torch.tensor([3, 0, 4, 5])
     for name in (None, "identity", "mxfp8"):
         model = nn.Sequential(OfTorchtitan(suffixed), nn.Linear(K, 8))
@@ -327,7 +386,9 @@ def test_experts_of_torchtitan_are_converted_and_proven(suffixed: bool):
         y = model[0](x, counts)
         y.sum().backward()
         assert list(model[0].state_dict()) == list(OfTorchtitan(suffixed).state_dict())
-        results.append({"y": y.detach(), "dx": x.grad} | {n: p.grad for n, p in model[0].named_parameters()})
+        results.append(
+            {"y": y.detach(), "dx": x.grad} | {n: p.grad for n, p in model[0].named_parameters()}
+        )
     assert results[0].keys() == results[1].keys() and y.dtype is torch.float32
     for got, most in zip(results[1:], (0.0, 0.2)):
         for what, want in results[0].items():
@@ -343,7 +404,11 @@ def test_set_recipe_changes_every_expert():
         module, x = grouped(recipes.mxfp8(), packed), values(12, K, dtype=torch.float32)
         module(x, [3, 3, 3, 3])
         fq.set_recipe(module, recipes.fp8_delayed())
-        assert_same_bytes(module(x, [3, 3, 3, 3]), grouped(recipes.fp8_delayed(), packed)(x, [3, 3, 3, 3]), f"{packed}")
+        assert_same_bytes(
+            module(x, [3, 3, 3, 3]),
+            grouped(recipes.fp8_delayed(), packed)(x, [3, 3, 3, 3]),
+            f"{packed}",
+        )
         assert {layer.recipe for layer in module.layers} == {recipes.fp8_delayed()}
 
 
@@ -353,10 +418,23 @@ def test_set_recipe_changes_every_expert():
 def test_wrong_splits_on_the_host_are_refused_at_the_call():
     """If false, tokens are dropped, or an expert reads those of another."""
     module, x = grouped(recipes.mxfp8(), False), values(12, K, dtype=torch.float32)
-    for wrong in ([3, 3, 3], [3, 3, 3, 4], [6, -3, 6, 3], torch.tensor([3, 2, 9, 12]), torch.tensor([3, 6, 9, 11])):
-        with pytest.raises(ValueError, match=r"moe: splits give \[.*\] rows to . experts.*wanted 4 counts.* 12 rows"):
+    for wrong in (
+        [3, 3, 3],
+        [3, 3, 3, 4],
+        [6, -3, 6, 3],
+        torch.tensor([3, 2, 9, 12]),
+        torch.tensor([3, 6, 9, 11]),
+    ):
+        with pytest.raises(
+            ValueError,
+            match=r"moe: splits give \[.*\] rows to . experts.*wanted 4 counts.* 12 rows",
+        ):
             module(x, wrong)
-    for wrong in (torch.tensor([3.0, 6, 9, 12]), torch.tensor([6, 12]), torch.zeros(4, 1, dtype=torch.int32)):
+    for wrong in (
+        torch.tensor([3.0, 6, 9, 12]),
+        torch.tensor([6, 12]),
+        torch.zeros(4, 1, dtype=torch.int32),
+    ):
         with pytest.raises(ValueError, match=r"moe: splits is torch.*wanted integers \[4\]"):
             module(x, wrong)
     with pytest.raises(ValueError, match="num_experts must be at least 1, got 0"):
@@ -373,7 +451,9 @@ def test_wrong_splits_on_the_device_are_refused_before_a_step():
             before = module.state_dict()["weight"].clone()
             module(x, torch.tensor([64, 128, 192, 256])).sum().backward()
             module(x, torch.tensor(wrong)).sum().backward()
-            with pytest.raises(ValueError, match="moe: the token splits of an earlier call.* 256 rows"):
+            with pytest.raises(
+                ValueError, match="moe: the token splits of an earlier call.* 256 rows"
+            ):
                 optimizer.step()
             assert_same_bytes(module.state_dict()["weight"], before, f"{wrong}")
             optimizer.step()  # told once
@@ -385,16 +465,29 @@ def test_wrong_splits_on_the_device_are_refused_before_a_step():
 def test_scales_of_tokens_serve_one_group():
     """If false, a scale of 128 tokens serves those of two experts, or a token is lost."""
     with hopper.emulated():
-        for sizes in ([0, 7, 129, 128], [300, 0, 0, 1], [128, 256, 0, 128], [1, 1, 1, 1], [2], [0, 1]):
+        for sizes in (
+            [0, 7, 129, 128],
+            [300, 0, 0, 1],
+            [128, 256, 0, 128],
+            [1, 1, 1, 1],
+            [2],
+            [0, 1],
+        ):
             wrong = torch.zeros(1, dtype=torch.int64)
             groups = native.token_groups(torch.tensor(sizes).cumsum(0), sum(sizes), wrong, 7)
             assert not wrong and groups.offsets.diff().tolist() == sizes
             assert groups.padded.diff().tolist() == [round_up(size, 128) for size in sizes]
-            tokens = [list(range(first, first + count)) for first, count, _, _ in groups.sources.tolist()]
+            tokens = [
+                list(range(first, first + count)) for first, count, _, _ in groups.sources.tolist()
+            ]
             assert sum(tokens, []) == list(range(sum(sizes)))
             for e, (start, end) in enumerate(zip(groups.padded // 128, groups.padded[1:] // 128)):
-                assert sum(tokens[start:end], []) == list(range(groups.offsets[e], groups.offsets[e + 1]))
-                assert all(of == [e, groups.padded[e]] for of in groups.sources[start:end, 2:].tolist())
+                assert sum(tokens[start:end], []) == list(
+                    range(groups.offsets[e], groups.offsets[e + 1])
+                )
+                assert all(
+                    of == [e, groups.padded[e]] for of in groups.sources[start:end, 2:].tolist()
+                )
 
 
 def rows_and_blocks(role):
@@ -410,21 +503,32 @@ def rows_and_histories(role):
 
 def scalings() -> dict[str, fq.Recipe]:
     return {
-        "fp8_block": recipes.fp8_block(), "mxfp8": recipes.mxfp8(), "fp8_block_mxfp8": recipes.hybrid("fp8_block", "mxfp8"),
+        "fp8_block": recipes.fp8_block(),
+        "mxfp8": recipes.mxfp8(),
+        "fp8_block_mxfp8": recipes.hybrid("fp8_block", "mxfp8"),
         "keeps_input": recipes.mxfp8(save_original_input=True),
-        "fp8_current": recipes.fp8_current(grad_element="e5m2"), "fp8_row": recipes.fp8_row(),
-        "fp8_current_row": recipes.hybrid("fp8_current", "fp8_row"), "fp8_row_block": fq.CustomRecipe(rows_and_blocks),
-        "fp8_delayed": recipes.fp8_delayed(length=4), "row_delayed": fq.CustomRecipe(rows_and_histories),
-        "nvfp4": recipes.nvfp4(), "mxfp8_nvfp4": recipes.hybrid("mxfp8", "nvfp4"),
-        "identity": recipes.identity(), "row_identity": recipes.fp8_row(backward_override="high_precision"),
+        "fp8_current": recipes.fp8_current(grad_element="e5m2"),
+        "fp8_row": recipes.fp8_row(),
+        "fp8_current_row": recipes.hybrid("fp8_current", "fp8_row"),
+        "fp8_row_block": fq.CustomRecipe(rows_and_blocks),
+        "fp8_delayed": recipes.fp8_delayed(length=4),
+        "row_delayed": fq.CustomRecipe(rows_and_histories),
+        "nvfp4": recipes.nvfp4(),
+        "mxfp8_nvfp4": recipes.hybrid("mxfp8", "nvfp4"),
+        "identity": recipes.identity(),
+        "row_identity": recipes.fp8_row(backward_override="high_precision"),
     }
 
 
 # With weights of their own too.
-SEPARATE = [n for n in scalings() if not any(part in n for part in ("fp8_row", "identity", "mxfp8_nvfp4"))]
+SEPARATE = [
+    n for n in scalings() if not any(part in n for part in ("fp8_row", "identity", "mxfp8_nvfp4"))
+]
 
 
-@pytest.mark.parametrize(("name", "packed"), [(n, p) for n in scalings() for p in (True, False) if p or n in SEPARATE])
+@pytest.mark.parametrize(
+    ("name", "packed"), [(n, p) for n in scalings() for p in (True, False) if p or n in SEPARATE]
+)
 def test_one_product_equals_a_loop_over_experts(name: str, packed: bool):
     """If false, experts are multiplied together with another's scales, tokens or weights.
 
@@ -433,10 +537,16 @@ def test_one_product_equals_a_loop_over_experts(name: str, packed: bool):
     with hopper.emulated() as gpu:
         recipe, sizes = scalings()[name], (64, 48)
         cases = (
-            (False, [0, 70, 129, 57], False), (False, [0, 70, 129, 57], True), (False, [128, 0, 256, 128], False),
+            (False, [0, 70, 129, 57], False),
+            (False, [0, 70, 129, 57], True),
+            (False, [128, 0, 256, 128], False),
             (True, [5, 1, 0, 26], True),
         )
-        few = {("nvfp4", True): cases[1::2], ("nvfp4", False): cases[3:], ("mxfp8_nvfp4", True): cases[1:2]}  # slow references
+        few = {
+            ("nvfp4", True): cases[1::2],
+            ("nvfp4", False): cases[3:],
+            ("mxfp8_nvfp4", True): cases[1:2],
+        }  # slow references
         for bias, splits, on_device in cases if laws.EVERYTHING else few.get((name, packed), cases):
             x, dy = values(sum(splits), 64, seed=1), values(sum(splits), 48, seed=2)
             results = []
@@ -448,14 +558,22 @@ def test_one_product_equals_a_loop_over_experts(name: str, packed: bool):
                 given = torch.tensor(splits).cumsum(0) if on_device else splits
                 y = module(a, given) if call is None else call(module, a, splits)
                 y.backward(dy)
-                results.append({"y": y.detach(), "dx": a.grad} | by_expert(
-                    module, packed and call is None, lambda p: p.grad))
-                ran = [c.name for c in gpu.calls[before:] if c.name.startswith(("gemm", "grouped_", "_grouped", "linear_step"))]
+                results.append(
+                    {"y": y.detach(), "dx": a.grad}
+                    | by_expert(module, packed and call is None, lambda p: p.grad)
+                )
+                ran = [
+                    c.name
+                    for c in gpu.calls[before:]
+                    if c.name.startswith(("gemm", "grouped_", "_grouped", "linear_step"))
+                ]
                 assert call is not None or ran == products_of(module, bias), ran
             got, want = results
             assert_same_bytes(got["dx"], want["dx"], f"{name} {splits} dx")
             assert_same_bytes(got["weight"], want["weight"], f"{name} {splits} dw")
-            if bias:  # bf16 outputs of fp32 sums that are rounded in another order: one step of bf16
+            if (
+                bias
+            ):  # bf16 outputs of fp32 sums that are rounded in another order: one step of bf16
                 torch.testing.assert_close(got["y"], want["y"], rtol=2**-7, atol=2**-9)
                 torch.testing.assert_close(got["bias"], want["bias"], rtol=2**-7, atol=2**-6)
             else:
@@ -473,13 +591,20 @@ def products_of(module: fq.GroupedLinear, bias: bool) -> list[str]:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100f"])
 def test_experts_of_values_are_one_product_on_every_gpu(arch: str):
-    """If false, bf16 experts wait for the device to tell their splits, or codes meet kernels of another GPU."""
+    """If false, bf16 experts wait for the device to tell their splits, or codes meet kernels of
+    another GPU."""
     x, dy, splits = values(256, 64, seed=1), values(256, 48, seed=2), [0, 70, 129, 57]
     with hopper.emulated(arch) as gpu:
         for name, ran in (("identity", ["_grouped_mm"] * 3), ("fp8_current", [])):
             made = []
-            for make, call in ((grouped, lambda m, a, s: m(a, torch.tensor(s).cumsum(0))), (loop, of_loop)):
-                module, a = make(scalings()[name], True, False, torch.bfloat16, (64, 48)), x.clone().requires_grad_()
+            for make, call in (
+                (grouped, lambda m, a, s: m(a, torch.tensor(s).cumsum(0))),
+                (loop, of_loop),
+            ):
+                module, a = (
+                    make(scalings()[name], True, False, torch.bfloat16, (64, 48)),
+                    x.clone().requires_grad_(),
+                )
                 gpu.calls.clear()
                 y = call(module, a, splits)
                 y.backward(dy)
@@ -487,7 +612,9 @@ def test_experts_of_values_are_one_product_on_every_gpu(arch: str):
                 if make is grouped:
                     assert [c.name for c in gpu.calls if "grouped" in c.name] == ran
                     reason = module.unsupported_reason(torch.bfloat16, x.device)
-                    assert reason == (None if ran else f"no grouped kernel multiplies codes on {arch}")
+                    assert reason == (
+                        None if ran else f"no grouped kernel multiplies codes on {arch}"
+                    )
             assert_same(*made, f"{name} on {arch}")
 
 
@@ -496,7 +623,10 @@ def test_one_product_scales_by_each_experts_history(packed: bool):
     """If false, an expert is scaled by the amaxes of another, or loses those of a step."""
     recipe, sizes, results = recipes.fp8_delayed(length=2), (64, 48), []
     with hopper.emulated() as gpu:
-        for make, call in ((grouped, lambda m, x, s: m(x, torch.tensor(s).cumsum(0))), (loop, of_loop)):
+        for make, call in (
+            (grouped, lambda m, x, s: m(x, torch.tensor(s).cumsum(0))),
+            (loop, of_loop),
+        ):
             restart()
             module = make(recipe, packed, False, torch.bfloat16, sizes)
             optimizer, seen = torch.optim.SGD(module.parameters(), lr=2.0**-4), {}
@@ -512,7 +642,10 @@ def test_one_product_scales_by_each_experts_history(packed: bool):
             for state in {id(s): s for m in layers for s in [m._weight_state]}.values():
                 for (name, slot, d, _), history in state.histories.items():
                     where = f"{name.replace('.weight', '')} {slot} {d.value}"
-                    seen |= {f"{where} amaxes": history.amaxes.clone(), f"{where} enc": history.enc.clone()}
+                    seen |= {
+                        f"{where} amaxes": history.amaxes.clone(),
+                        f"{where} enc": history.enc.clone(),
+                    }
             results.append(seen)
             assert make is loop or gpu.count("grouped_gemm") == 6
     assert_same(*results, f"packed={packed}")
@@ -523,12 +656,20 @@ def fours(role):
     return "nvfp4"
 
 
-@pytest.mark.parametrize("name", ["fp8_block", "mxfp8", "fp8_row", "fp8_current", "fp8_current_row", "row_identity", "fours"])
+@pytest.mark.parametrize(
+    "name",
+    ["fp8_block", "mxfp8", "fp8_row", "fp8_current", "fp8_current_row", "row_identity", "fours"],
+)
 def test_codes_of_tokens_are_multiplied_in_one_product(name: str):
-    """If false, tokens that were dispatched as codes are scaled as another expert's, or multiplied one expert after another."""
+    """If false, tokens that were dispatched as codes are scaled as another expert's, or multiplied
+    one expert after another."""
     with hopper.emulated() as gpu:
         recipe = (scalings() | {"fours": fq.CustomRecipe(fours)})[name]
-        of_tokens = {"fp8_block": [0, 128, 256, 128], "mxfp8": [96, 160, 0, 32], "fours": [0, 48, 144, 16]}
+        of_tokens = {
+            "fp8_block": [0, 128, 256, 128],
+            "mxfp8": [96, 160, 0, 32],
+            "fours": [0, 48, 144, 16],
+        }
         splits = of_tokens.get(name, [0, 70, 129, 57])
         x, dy = values(sum(splits), 64, seed=1), values(sum(splits), 48, seed=2)
         module = grouped(recipe, True, False, torch.bfloat16, (64, 48))
@@ -536,25 +677,39 @@ def test_codes_of_tokens_are_multiplied_in_one_product(name: str):
 
         def encode(slot: str, t: Tensor) -> QuantizedTensor:
             parts = [plan.hybrid(slot).quantize(part) for part in t.split(splits)]
-            return QuantizedTensor(slots=StoragePair(parts=[part._slots for part in parts]), shape=t.shape)
+            return QuantizedTensor(
+                slots=StoragePair(parts=[part._slots for part in parts]), shape=t.shape
+            )
 
         encoders = {slot: lambda t, slot=slot: encode(slot, t) for slot in ("input", "grad_output")}
         if name == "row_identity":  # the backward reads the input in high precision
-            with pytest.raises(ValueError, match="reads the input in high precision, and it came as codes"):
+            with pytest.raises(
+                ValueError, match="reads the input in high precision, and it came as codes"
+            ):
                 module(encode("input", x), splits)
             encoders["input"] = None
         if name == "fours":
             module(encode("input", x), splits)
-            assert gpu.count("grouped_gemm") == 0, "codes of two levels are multiplied one expert after the other"
+            assert gpu.count("grouped_gemm") == 0, (
+                "codes of two levels are multiplied one expert after the other"
+            )
             encoders["input"] = None
         results = []
-        for of_input, of_grad in ((None, None), (encoders["input"], None), (encoders["input"], encoders["grad_output"])):
+        for of_input, of_grad in (
+            (None, None),
+            (encoders["input"], None),
+            (encoders["input"], encoders["grad_output"]),
+        ):
             a, before = x.clone().requires_grad_(), len(gpu.calls)
             module.weight.grad = None
             y = module(laws.Travelled.apply(a, of_input, None), torch.tensor(splits).cumsum(0))
             laws.Travelled.apply(y, None, of_grad).backward(dy)
             results.append({"y": y.detach(), "dx": a.grad, "dw": module.weight.grad})
-            ran = [c.name for c in gpu.calls[before:] if c.name.startswith(("gemm", "grouped_", "linear_step"))]
+            ran = [
+                c.name
+                for c in gpu.calls[before:]
+                if c.name.startswith(("gemm", "grouped_", "linear_step"))
+            ]
             assert len(ran) == (3 if name != "row_identity" else 1) and "gemm" not in ran, ran
         assert not counters.of("departure")
         for got in results[1:]:
@@ -573,13 +728,17 @@ def lines(role):
 REFUSED = RECIPES | {"squares": fq.CustomRecipe(squares), "lines": fq.CustomRecipe(lines)}
 
 
-@pytest.mark.parametrize("name, reason", [
-    ("squares", "a scale of input.rowwise .* serves tokens of several experts"),
-    ("lines", "a scale of input.columnwise .* serves tokens of several experts"),
-    ("rounded", "input is"),
-])
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        ("squares", "a scale of input.rowwise .* serves tokens of several experts"),
+        ("lines", "a scale of input.columnwise .* serves tokens of several experts"),
+        ("rounded", "input is"),
+    ],
+)
 def test_what_no_grouped_kernel_makes_runs_one_by_one(name: str, reason: str):
-    """If false, tokens of different experts share a scale, and a rank's result depends on its other experts."""
+    """If false, tokens of different experts share a scale, and a rank's result depends on its other
+    experts."""
     with hopper.emulated() as gpu:
         module = grouped(REFUSED[name], True, dtype=torch.bfloat16, sizes=(64, 48))
         x = values(64, 64)
@@ -587,14 +746,17 @@ def test_what_no_grouped_kernel_makes_runs_one_by_one(name: str, reason: str):
         assert gpu.count("grouped_gemm") == 0
         assert counters.of("departure"), "reading splits of a device waits for it, and is counted"
         restart()
-        want = of_loop(loop(REFUSED[name], True, dtype=torch.bfloat16, sizes=(64, 48)), x, [16, 0, 32, 16])
+        want = of_loop(
+            loop(REFUSED[name], True, dtype=torch.bfloat16, sizes=(64, 48)), x, [16, 0, 32, 16]
+        )
         assert_same_bytes(got, want, name)
         assert re.search(reason, module.unsupported_reason(torch.bfloat16, x.device))
         assert re.search(reason, str(fq.plan(module)))
 
 
 def test_what_the_guard_moves_for_one_expert_is_moved_for_all():
-    """If false, experts that anchoring does not serve go on with it, or one product no longer serves any."""
+    """If false, experts that anchoring does not serve go on with it, or one product no longer
+    serves any."""
     with hopper.emulated() as gpu:
         module = grouped(recipes.mxfp8(), True, dtype=torch.bfloat16, sizes=(64, 48))
         size = torch.where(torch.arange(64) < 32, 1.0, 1e-6).bfloat16()
@@ -608,7 +770,12 @@ def test_what_the_guard_moves_for_one_expert_is_moved_for_all():
             optimizer.step()
         module(x, [64, 64, 64, 64])
         assert [layer.plan.moved for layer in module.layers] == [{"fprop": "exact"}] * 4
-        assert [layer._guard is not None for layer in module.layers] == [True, False, False, False], "one count for all"
+        assert [layer._guard is not None for layer in module.layers] == [
+            True,
+            False,
+            False,
+            False,
+        ], "one count for all"
         ran = gpu.count("grouped_gemm")
         module(x, [64, 64, 64, 64])
         assert gpu.count("grouped_gemm") == ran
@@ -617,7 +784,8 @@ def test_what_the_guard_moves_for_one_expert_is_moved_for_all():
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_graphs_of_experts_find_their_histories(packed: bool):
-    """If false, compiled experts with delayed scaling are refused, or moving a product loses its amaxes."""
+    """If false, compiled experts with delayed scaling are refused, or moving a product loses its
+    amaxes."""
     module = fq.GroupedLinear(2, 32, 32, packed=packed, recipe=recipes.fp8_delayed(length=3))
     for layer in module._linears:
         for plan in (layer.plan, layer.plan.moved_to({"wgrad": "exact"})):
@@ -628,23 +796,35 @@ def test_one_product_keeps_what_the_plan_names():
     """If false, memory holds both the input and its codes, or operands of frozen experts."""
     with hopper.emulated():
         x = values(64, 64)
-        for recipe, kept in ((recipes.mxfp8(), {torch.uint8, torch.float32}), (scalings()["keeps_input"], {torch.bfloat16})):
+        for recipe, kept in (
+            (recipes.mxfp8(), {torch.uint8, torch.float32}),
+            (scalings()["keeps_input"], {torch.bfloat16}),
+        ):
             module = grouped(recipe, True, dtype=torch.bfloat16, sizes=(64, 48))
             with recorded_saves() as saved:
                 module(x.clone().requires_grad_(), [16, 16, 16, 16])
-            assert {t.dtype for t in saved} == kept | {torch.uint8, torch.float32}  # and the weight's codes, for dgrad
+            assert {t.dtype for t in saved} == kept | {
+                torch.uint8,
+                torch.float32,
+            }  # and the weight's codes, for dgrad
             module.requires_grad_(False)
             with recorded_saves() as saved:
                 y = module(x.clone().requires_grad_(), [16, 16, 16, 16])
             assert y.requires_grad and not any(t.dtype is torch.bfloat16 for t in saved)
-            assert sum(t.numel() for t in saved if t.dtype is torch.uint8) == module.weight.numel()  # what dgrad multiplies
+            assert (
+                sum(t.numel() for t in saved if t.dtype is torch.uint8) == module.weight.numel()
+            )  # what dgrad multiplies
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "fp8_current", "nvfp4"])
 def test_held_packed_experts_are_quantized_once_and_copied_never(name: str):
-    """If false, micro-batches inside fq.hold stack the codes of all experts again, or multiply other codes."""
+    """If false, micro-batches inside fq.hold stack the codes of all experts again, or multiply
+    other codes."""
     with hopper.emulated() as gpu:
-        module, x = grouped(scalings()[name], True, dtype=torch.bfloat16, sizes=(64, 48)), values(64, 64)
+        module, x = (
+            grouped(scalings()[name], True, dtype=torch.bfloat16, sizes=(64, 48)),
+            values(64, 64),
+        )
 
         def accumulated() -> list[Tensor]:
             module.zero_grad()
@@ -656,7 +836,10 @@ def test_held_packed_experts_are_quantized_once_and_copied_never(name: str):
             return [*(y.detach() for y in outputs), module.weight.grad]
 
         want, before = accumulated(), gpu.count("linear_weight")
-        with fq.hold(module), mock.patch.object(grouped_op, "_stacked_operand", side_effect=AssertionError("copied")):
+        with (
+            fq.hold(module),
+            mock.patch.object(grouped_op, "_stacked_operand", side_effect=AssertionError("copied")),
+        ):
             got = accumulated()
             assert gpu.count("linear_weight") == before + before // 3
             with torch.no_grad():
@@ -681,7 +864,9 @@ def test_compiled_experts_equal_eager_ones(packed: bool):
             a = x.clone().requires_grad_()
             y = call(a)
             y.backward(values(24, N, seed=9, dtype=torch.float32))
-            results.append({"y": y.detach(), "dx": a.grad} | by_expert(module, packed, lambda p: p.grad))
+            results.append(
+                {"y": y.detach(), "dx": a.grad} | by_expert(module, packed, lambda p: p.grad)
+            )
         assert_same(results[1], results[0], f"packed={packed}")
         with torch.no_grad():
             for p in module.parameters():
@@ -695,7 +880,8 @@ IN_GRAPHS = {"identity", "fp8_current", "fp8_row", "fp8_block", "mxfp8", "high_p
 @pytest.mark.parametrize("on_hopper", [False, True], ids=["cpu", "hopper"])
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_splits_of_a_tensor_are_in_compiled_graphs(name: str, on_hopper: bool, bias: bool):
-    """If false, a compiled mixture of experts breaks its graphs, waits for the device, or trains another model."""
+    """If false, a compiled mixture of experts breaks its graphs, waits for the device, or trains
+    another model."""
     with hopper.emulated() if on_hopper else contextlib.nullcontext() as gpu:
         module = grouped(RECIPES[name], True, bias, dtype=torch.bfloat16, sizes=(64, 48))
         ends = torch.tensor([16, 16, 48, 64])
@@ -713,10 +899,14 @@ def test_splits_of_a_tensor_are_in_compiled_graphs(name: str, on_hopper: bool, b
             before = gpu.count("grouped_gemm") + gpu.count("_grouped_mm") if on_hopper else 0
             y = call(x)
             y.backward(values(64, 48, seed=9))
-            ran.append({"y": y.detach(), "dx": x.grad} | {n: p.grad for n, p in module.named_parameters()})
+            ran.append(
+                {"y": y.detach(), "dx": x.grad} | {n: p.grad for n, p in module.named_parameters()}
+            )
             if on_hopper:
                 products = gpu.count("grouped_gemm") + gpu.count("_grouped_mm") - before
-                assert products == ran[0].setdefault("products", products), "as many products as in eager mode"
+                assert products == ran[0].setdefault("products", products), (
+                    "as many products as in eager mode"
+                )
         ran[0].pop("products", None)
         for of in ran[1:]:
             assert_same(of, ran[0], name)
@@ -728,12 +918,22 @@ def test_splits_of_a_tensor_are_in_compiled_graphs(name: str, on_hopper: bool, b
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("on_hopper", [False, True], ids=["cpu", "hopper"])
 @pytest.mark.parametrize("name", [*sorted(RECIPES), "e5m2"])
-def test_weights_that_lie_transposed_are_multiplied_as_others(name: str, on_hopper: bool, compiled: bool):
-    """If false, their codes are made along the other dim, of copies, or counted as the other direction's."""
-    recipe, ends = (RECIPES | {"e5m2": recipes.fp8_current(grad_element="e5m2")})[name], torch.tensor([128, 128, 192, 256])
+def test_weights_that_lie_transposed_are_multiplied_as_others(
+    name: str, on_hopper: bool, compiled: bool
+):
+    """If false, their codes are made along the other dim, of copies, or counted as the other
+    direction's."""
+    recipe, ends = (
+        (RECIPES | {"e5m2": recipes.fp8_current(grad_element="e5m2")})[name],
+        torch.tensor([128, 128, 192, 256]),
+    )
     with hopper.emulated() if on_hopper else contextlib.nullcontext():
         packed, ran = grouped(recipe, True, True, dtype=torch.bfloat16, sizes=(128, 256)), []
-        turned = ExpertProduct(nn.Parameter(packed.weight.detach().mT.contiguous()), nn.Parameter(packed.bias.detach().clone()), True)
+        turned = ExpertProduct(
+            nn.Parameter(packed.weight.detach().mT.contiguous()),
+            nn.Parameter(packed.bias.detach().clone()),
+            True,
+        )
         adopt_packed(turned, [recipe] * EXPERTS, "moe")
         for module in (packed, turned):
             restart()
@@ -743,7 +943,14 @@ def test_weights_that_lie_transposed_are_multiplied_as_others(name: str, on_hopp
             y.backward(values(*y.shape, seed=9))
             dw = module.weight.grad
             assert dw.stride() == module.weight.stride()
-            ran.append({"y": y.detach(), "dx": x.grad, "dw": dw if module is packed else dw.mT, "db": module.bias.grad})
+            ran.append(
+                {
+                    "y": y.detach(),
+                    "dx": x.grad,
+                    "dw": dw if module is packed else dw.mT,
+                    "db": module.bias.grad,
+                }
+            )
             ran[-1] |= {"counts": [counters.of(what) for what in ("quantize", "gemm")]}
     assert ran[0].pop("counts") == ran[1].pop("counts")
     assert_same(*ran, name)
@@ -751,7 +958,8 @@ def test_weights_that_lie_transposed_are_multiplied_as_others(name: str, on_hopp
 
 
 def test_what_graphs_of_experts_count_and_find_wrong():
-    """If false, the guard does not see products of compiled experts, or wrong splits train in silence."""
+    """If false, the guard does not see products of compiled experts, or wrong splits train in
+    silence."""
     with hopper.emulated():
         module = grouped(recipes.mxfp8(), True, False, dtype=torch.bfloat16, sizes=(64, 48))
         first, counts = module._linears[0], []
@@ -765,13 +973,16 @@ def test_what_graphs_of_experts_count_and_find_wrong():
                 g.zero_()
         assert counts[0].any() and torch.equal(*counts)
         torch.compile(module, backend="aot_eager")(values(64, 64), torch.tensor([16, 16, 48, 60]))
-        with pytest.raises(ValueError, match="experts of a compiled graph.*did not end at its 64 rows"):
+        with pytest.raises(
+            ValueError, match="experts of a compiled graph.*did not end at its 64 rows"
+        ):
             module(values(64, 64), [16, 16, 16, 16])
     torch.compiler.reset()
 
 
 def test_a_changed_recipe_leaves_the_graphs_of_experts():
-    """If false, compiled experts multiply formats of before, or scale by histories that no one rolls."""
+    """If false, compiled experts multiply formats of before, or scale by histories that no one
+    rolls."""
     module = grouped(recipes.mxfp8(), True, dtype=torch.bfloat16, sizes=(64, 48))
     x, ends, model = values(64, 64), torch.tensor([16, 16, 48, 64]), nn.ModuleList([module])
     compiled = torch.compile(module, backend="aot_eager")

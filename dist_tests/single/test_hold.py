@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fq.hold` and `fq.freeze`: codes that outlive a forward only where a user asked for it, with the same bits."""
+"""`fq.hold` and `fq.freeze`: codes that outlive a forward only where a user asked for it, with the
+same bits."""
 
 from __future__ import annotations
 
@@ -21,8 +22,12 @@ from fsdp_quant.gemm import StaleWeightError
 from fsdp_quant.tensor.quantized_tensor import QuantizedTensor
 
 RECIPES = {
-    "identity": recipes.identity(), "fp8_current": recipes.fp8_current(), "fp8_block": recipes.fp8_block(),
-    "mxfp8": recipes.mxfp8(), "hybrid": recipes.hybrid("mxfp8", "nvfp4"), "nvfp4": recipes.nvfp4(),
+    "identity": recipes.identity(),
+    "fp8_current": recipes.fp8_current(),
+    "fp8_block": recipes.fp8_block(),
+    "mxfp8": recipes.mxfp8(),
+    "hybrid": recipes.hybrid("mxfp8", "nvfp4"),
+    "nvfp4": recipes.nvfp4(),
 }
 
 
@@ -66,17 +71,21 @@ def test_hold_quantizes_once_with_the_same_bits(name: str):
 
 
 def delayed_both_ways(role: fq.Role) -> fq.HybridQuantizer:
-    sides = [fq.Quantizer(fq.format_of("fp8_tensor", element=e), scaling=fq.DelayedScaling(4)) for e in ("e4m3", "e5m2")]
+    sides = [
+        fq.Quantizer(fq.format_of("fp8_tensor", element=e), scaling=fq.DelayedScaling(4))
+        for e in ("e4m3", "e5m2")
+    ]
     return fq.HybridQuantizer(*sides)
 
 
 @pytest.mark.parametrize("sharded", [(), ("0", "2"), ("",)])
 @pytest.mark.parametrize("is_part", [False, True])
 def test_delayed_scales_of_weights_follow_training_alone(sharded: tuple[str, ...], is_part: bool):
-    """If false, weights with delayed scales that generate first in a step, or are gathered before their step begins, are scaled
-    by a step that never was.
+    """If false, weights with delayed scales that generate first in a step, or are gathered before
+    their step begins, are scaled by a step that never was.
 
-    is_part:  of the model that was converted, which does not run itself, as a LightningModule does not.
+    is_part:  of the model that was converted, which does not run itself, as a LightningModule does
+              not.
     """
 
     def trained(sharded: tuple[str, ...], context, generates: bool) -> nn.Module:
@@ -101,7 +110,9 @@ def test_delayed_scales_of_weights_follow_training_alone(sharded: tuple[str, ...
     expected = dict(trained((), lambda model: contextlib.nullcontext(), False).named_parameters())
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        for context, generates in itertools.product((fq.hold, lambda model: contextlib.nullcontext()), (True, False)):
+        for context, generates in itertools.product(
+            (fq.hold, lambda model: contextlib.nullcontext()), (True, False)
+        ):
             for name, value in trained(sharded, context, generates).named_parameters():
                 assert_same_bytes(value.full_tensor() if sharded else value, expected[name], name)
     finally:
@@ -126,7 +137,8 @@ def test_hold_refuses_writes_and_misuse():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_frozen_weights_are_codes_with_the_same_bits(name: str):
-    """If false, a frozen base gives other outputs or gradients than before, or keeps its high-precision weight."""
+    """If false, a frozen base gives other outputs or gradients than before, or keeps its
+    high-precision weight."""
     model = net(RECIPES[name])
     model[0].weight.requires_grad_(False)
     x = batch(0).requires_grad_()
@@ -134,7 +146,9 @@ def test_frozen_weights_are_codes_with_the_same_bits(name: str):
     want = model(x)
     gradients = torch.autograd.grad(want.square().mean(), [x, model[2].weight])
     assert fq.freeze(model) == 1
-    assert isinstance(model[0].weight, QuantizedTensor) and not isinstance(model[2].weight, QuantizedTensor)
+    assert isinstance(model[0].weight, QuantizedTensor) and not isinstance(
+        model[2].weight, QuantizedTensor
+    )
     got = model(x)
     assert_same_bytes(got, want, f"{name}: output")
     for a, b in zip(torch.autograd.grad(got.square().mean(), [x, model[2].weight]), gradients):
@@ -156,21 +170,33 @@ def held_bytes(tensor: QuantizedTensor) -> int:
     """Of all memory behind a weight, each storage once."""
     content = getattr(tensor, "_content", None)
     slots = tensor._slots
-    held = [b for d in (slots.rowwise, slots.columnwise) if d is not None for b in d.buffers().values()]
+    held = [
+        b for d in (slots.rowwise, slots.columnwise) if d is not None for b in d.buffers().values()
+    ]
     held += [b for s in slots.laid_out.values() for b in s.buffers().values()]
     held += [content.values] if content is not None and content.values is not None else []
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values()
+    )
 
 
 @pytest.mark.parametrize("override", [None, "dequantized"])
 @pytest.mark.parametrize("name", ["mxfp8", "fp8_block", "hybrid"])
 def test_frozen_quantized_parameters_hold_the_codes_that_are_read(name: str, override: str | None):
-    """If false, a base of codes holds high-precision values, or codes of a backward that nobody runs."""
-    families = {"mxfp8": ("mxfp8",) * 2, "fp8_block": ("fp8_block",) * 2, "hybrid": ("mxfp8", "nvfp4")}[name]
+    """If false, a base of codes holds high-precision values, or codes of a backward that nobody
+    runs."""
+    families = {
+        "mxfp8": ("mxfp8",) * 2,
+        "fp8_block": ("fp8_block",) * 2,
+        "hybrid": ("mxfp8", "nvfp4"),
+    }[name]
     recipe = recipes.hybrid(*families, backward_override=override)
     torch.manual_seed(0)
     with fq.quantized_model_init(recipe):
-        model = fq.convert(nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32, bias=False)).bfloat16(), recipe)
+        model = fq.convert(
+            nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32, bias=False)).bfloat16(),
+            recipe,
+        )
     model.requires_grad_(False)
     x = batch(0).bfloat16().requires_grad_()
     fq.begin_step(0)
@@ -181,10 +207,16 @@ def test_frozen_quantized_parameters_hold_the_codes_that_are_read(name: str, ove
     assert fq.freeze(model) == fq.freeze(inference, backward=False) == 2
     got = model(x)
     assert_same_bytes(got, want, "output")
-    assert_same_bytes(torch.autograd.grad(got.float().square().mean(), [x])[0], gradient, "gradient")
+    assert_same_bytes(
+        torch.autograd.grad(got.float().square().mean(), [x])[0], gradient, "gradient"
+    )
     assert_same_bytes(inference(x), want, "output of inference")
     assert held_bytes(inference[0].weight) == forward
-    both = {"mxfp8": 2 * forward, "fp8_block": forward, "hybrid": forward + 96 * 64 // 2 + 64 * 6 + 4}[name]
+    both = {
+        "mxfp8": 2 * forward,
+        "fp8_block": forward,
+        "hybrid": forward + 96 * 64 // 2 + 64 * 6 + 4,
+    }[name]
     assert held_bytes(model[0].weight) == (forward if override else both)
     fq.state_dict(model), fq.state_dict(inference)
     if override is None and name != "fp8_block":
@@ -206,7 +238,8 @@ def test_a_load_into_frozen_codes_is_refused():
 
 
 def test_frozen_weights_are_left_out_of_fully_shard():
-    """If false, FSDP2 says that it would decode codes, and not what to do, or breaks a model that leaves them out."""
+    """If false, FSDP2 says that it would decode codes, and not what to do, or breaks a model that
+    leaves them out."""
     model = net(RECIPES["mxfp8"]).requires_grad_(False)
     fq.freeze(model)
     model[0].bias.requires_grad_()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Python chooses on a Hopper GPU, run on the CPU with the compiled operators emulated by the reference."""
+"""What Python chooses on a Hopper GPU, run on the CPU with the compiled operators emulated by the
+reference."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_quant as fq
-from dist_tests.laws import KERNEL_QUANTIZERS, QUANTIZERS, assert_same_bytes, assert_same_storage, kept_step, recorded_saves, values
+from dist_tests.laws import (
+    KERNEL_QUANTIZERS,
+    QUANTIZERS,
+    assert_same_bytes,
+    assert_same_storage,
+    kept_step,
+    recorded_saves,
+    values,
+)
 from dist_tests.single import hopper
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
@@ -33,20 +42,36 @@ from fsdp_quant.storage import Storage
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 RECIPES = {
-    "identity": recipes.identity, "fp8_current": recipes.fp8_current, "fp8_delayed": recipes.fp8_delayed,
-    "fp8_row": recipes.fp8_row, "fp8_block": recipes.fp8_block, "mxfp8": recipes.mxfp8, "nvfp4": recipes.nvfp4,
+    "identity": recipes.identity,
+    "fp8_current": recipes.fp8_current,
+    "fp8_delayed": recipes.fp8_delayed,
+    "fp8_row": recipes.fp8_row,
+    "fp8_block": recipes.fp8_block,
+    "mxfp8": recipes.mxfp8,
+    "nvfp4": recipes.nvfp4,
     "mxfp8/nvfp4": lambda **o: recipes.hybrid("mxfp8", "nvfp4", **o),
     "nvfp4/mxfp8": lambda **o: recipes.hybrid("nvfp4", "mxfp8", **o),
     "fp8_tensor/identity": lambda **o: recipes.hybrid("fp8_tensor", "identity", **o),
-    "mxfp6": recipes.mxfp6, "mxfp6/e3m2": lambda **o: recipes.mxfp6(grad_element="e3m2", **o), "mxfp4": recipes.mxfp4,
+    "mxfp6": recipes.mxfp6,
+    "mxfp6/e3m2": lambda **o: recipes.mxfp6(grad_element="e3m2", **o),
+    "mxfp4": recipes.mxfp4,
     "mxfp8/mxfp4": lambda **o: recipes.hybrid("mxfp8", "mxfp4", **o),
 }
 ONE_CALL = tuple(RECIPES)
-SHAPES = ((64, 48, 32), (33, 40, 100), (144, 48, 160))  # M, N, K; the second takes the path of parts
-# Relative Frobenius error against the CPU, which multiplies in fp32; an anchored product of fp32 values is within 1e-3.
+SHAPES = (
+    (64, 48, 32),
+    (33, 40, 100),
+    (144, 48, 160),
+)  # M, N, K; the second takes the path of parts
+# Relative Frobenius error against the CPU, which multiplies in fp32; an anchored product of fp32
+# values is within 1e-3.
 BOUNDS = {BF16: 1e-2, FP16: 2e-3, FP32: 1e-5}
 QUANTIZED = list(KERNEL_QUANTIZERS)
-E8M0 = [name for name in QUANTIZED if QUANTIZERS[name].fmt.scale == "e8m0" and QUANTIZERS[name].fmt.element.bits == 8]
+E8M0 = [
+    name
+    for name in QUANTIZED
+    if QUANTIZERS[name].fmt.scale == "e8m0" and QUANTIZERS[name].fmt.element.bits == 8
+]
 SMALL = ["mxfp4", "mxfp6", "mxfp6/e3m2"]  # recipes whose codes are multiplied as e4m3
 
 
@@ -73,7 +98,14 @@ def gpu():
         yield operators
 
 
-def linear(recipe: fq.Recipe, shape=SHAPES[0], bias: bool = True, dtype=BF16, name: str = "fc", **rungs: str) -> fq.Linear:
+def linear(
+    recipe: fq.Recipe,
+    shape=SHAPES[0],
+    bias: bool = True,
+    dtype=BF16,
+    name: str = "fc",
+    **rungs: str,
+) -> fq.Linear:
     """rungs: of its products; others on the first."""
     torch.manual_seed(0)
     plain = nn.Linear(shape[2], shape[1], bias=bias, dtype=dtype)
@@ -88,7 +120,9 @@ def on_rungs(module: fq.Linear, **rungs: str) -> None:
 
 def inputs(shape=SHAPES[0], dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
     """x and dy."""
-    return values(shape[0], shape[2], seed=4, dtype=dtype), values(shape[0], shape[1], seed=5, dtype=dtype)
+    return values(shape[0], shape[2], seed=4, dtype=dtype), values(
+        shape[0], shape[1], seed=5, dtype=dtype
+    )
 
 
 def step(module: nn.Module, x: Tensor, dy: Tensor, **autocast) -> dict[str, Tensor]:
@@ -98,7 +132,9 @@ def step(module: nn.Module, x: Tensor, dy: Tensor, **autocast) -> dict[str, Tens
     with torch.autocast("cpu", **autocast) if autocast else contextlib.nullcontext():
         y = module(x)
     y.backward(dy.to(y.dtype))
-    return {"y": y.detach(), "dx": x.grad} | {n: p.grad.clone() for n, p in module.named_parameters()}
+    return {"y": y.detach(), "dx": x.grad} | {
+        n: p.grad.clone() for n, p in module.named_parameters()
+    }
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -129,7 +165,13 @@ def domains() -> set[str]:
 
 
 def check_step(
-    name: str, dtype: torch.dtype, bias: bool, shapes=SHAPES, rungs=(), arch: str = hopper.ARCH, **options
+    name: str,
+    dtype: torch.dtype,
+    bias: bool,
+    shapes=SHAPES,
+    rungs=(),
+    arch: str = hopper.ARCH,
+    **options,
 ) -> set[str]:
     """The domains of its products."""
     for shape in shapes:
@@ -146,26 +188,35 @@ def check_step(
         for key, tensor in want.items():
             assert got[key].dtype is tensor.dtype, (shape, key)
             bound = max(BOUNDS[dtype], 1e-3 if "anchored" in ran else 0)
-            assert error(got[key], tensor) <= bound, f"{shape} {key}: {error(got[key], tensor):.2g}, in {ran}"
+            assert error(got[key], tensor) <= bound, (
+                f"{shape} {key}: {error(got[key], tensor):.2g}, in {ran}"
+            )
     return ran
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_step_is_that_of_the_cpu(name: str, bias: bool):
-    """If false, a recipe is another one where tensor cores multiply, or runs in another domain than the plan says."""
+    """If false, a recipe is another one where tensor cores multiply, or runs in another domain than
+    the plan says."""
     check_step(name, BF16, bias)
 
 
 # Of recipes whose tensors are all codes, where products are of codes: others decode to bf16.
-NATIVE_ON = {"sm_80": (), "sm_89": ("fp8_current", "fp8_delayed"), "sm_100f": ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")}
+NATIVE_ON = {
+    "sm_80": (),
+    "sm_89": ("fp8_current", "fp8_delayed"),
+    "sm_100f": ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4"),
+}
 
 
 @pytest.mark.parametrize("arch", NATIVE_ON)
-@pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize(
+    "name", ["fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8", "nvfp4"]
+)
 def test_a_step_on_other_architectures_is_that_of_the_cpu(name: str, arch: str):
-    """If false, a GPU that the kernels are compiled for, and were not run on, refuses its first step or reads scales of another
-    layout; or its tensor cores idle."""
+    """If false, a GPU that the kernels are compiled for, and were not run on, refuses its first
+    step or reads scales of another layout; or its tensor cores idle."""
     ran = check_step(name, BF16, True, ((64, 48, 32), (33, 40, 300)), arch=arch)
     assert ran == {"native" if name in NATIVE_ON[arch] else "bf16"}
 
@@ -202,11 +253,15 @@ def test_a_step_with_a_backward_override_is_that_of_the_cpu(name: str, override:
 
 @pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4"])
 def test_three_steps_of_a_model_are_those_of_the_cpu(name: str):
-    """If false, what one step leaves (histories, codes of the old weight) is not what the next one needs."""
+    """If false, what one step leaves (histories, codes of the old weight) is not what the next one
+    needs."""
+
     def train() -> list[dict[str, Tensor]]:
         restart()
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(32, 64, dtype=BF16), nn.GELU(), nn.Linear(64, 48, dtype=BF16))
+        model = nn.Sequential(
+            nn.Linear(32, 64, dtype=BF16), nn.GELU(), nn.Linear(64, 48, dtype=BF16)
+        )
         fq.convert(model, RECIPES[name]())
         optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.05), []
         for i in range(3):
@@ -220,7 +275,9 @@ def test_three_steps_of_a_model_are_those_of_the_cpu(name: str):
         got = train()
     for i, (a, b) in enumerate(zip(got, want)):
         for key in b:
-            bound = 0.1 if name == "nvfp4" else 3e-2  # a last bit of the first layer's output moves 4-bit codes
+            bound = (
+                0.1 if name == "nvfp4" else 3e-2
+            )  # a last bit of the first layer's output moves 4-bit codes
             assert error(a[key], b[key]) <= bound, f"step {i} {key}: {error(a[key], b[key])}"
 
 
@@ -235,9 +292,12 @@ def test_no_rows_are_multiplied(gpu, name: str):
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_fakes_have_the_shapes_of_what_is_made(gpu, name: str):
-    """If false, a graph plans for other buffers than its operators make, or is made for one number of tokens."""
+    """If false, a graph plans for other buffers than its operators make, or is made for one number
+    of tokens."""
     q, through = QUANTIZERS[name], (False,)
-    for (rows, cols), transposed, row0 in itertools.product(((33, 48), (130, 272)), (False, True), (0, 33)):
+    for (rows, cols), transposed, row0 in itertools.product(
+        ((33, 48), (130, 272)), (False, True), (0, 33)
+    ):
         if row0 and (transposed or q.fmt.rotated):
             continue
         scale_layout = native.HOPPER if transposed else native.COMPACT
@@ -248,30 +308,62 @@ def test_fakes_have_the_shapes_of_what_is_made(gpu, name: str):
         x, key = values(rows, cols).to(BF16), torch.tensor([1, 2, 3, 4, 0])
         calls = {"statistics": (*sides, row0, *through)}
         for some in (sides, (sides[0], 0), (0, sides[1])):
-            calls[f"quantize {some}"] = (*some, 0.0, 0.0, row0, *through, None, None, None, key, None, None, None, key)
+            calls[f"quantize {some}"] = (
+                *some,
+                0.0,
+                0.0,
+                row0,
+                *through,
+                None,
+                None,
+                None,
+                key,
+                None,
+                None,
+                None,
+                key,
+            )
         if anchors(q.fmt) and not layout.is_anchored_of_codes(q.fmt, layout.ANCHORED) and not row0:
             calls["quantize_anchored"] = (*sides, 0, 128, None, None, *through)
             if q.fmt.element.name == "e4m3":
-                calls["quantize_anchored by tensor"] = (*sides, native.OF_TENSOR, native.OF_TENSOR, None, None, *through)
+                calls["quantize_anchored by tensor"] = (
+                    *sides,
+                    native.OF_TENSOR,
+                    native.OF_TENSOR,
+                    None,
+                    None,
+                    *through,
+                )
         for call, arguments in calls.items():
             operator = getattr(gpu, call.split()[0])
             made = getattr(operator, "default", operator)(x, *arguments)
-            for symbolic in (False, True) if call.startswith("quantize_anchored") or arguments[:2] == sides else (False,):
+            for symbolic in (
+                (False, True)
+                if call.startswith("quantize_anchored") or arguments[:2] == sides
+                else (False,)
+            ):
                 with FakeTensorMode(shape_env=ShapeEnv()) as mode:
-                    fakes = native.FAKES[call.split()[0]](mode.from_tensor(x, static_shapes=not symbolic), *arguments)
+                    fakes = native.FAKES[call.split()[0]](
+                        mode.from_tensor(x, static_shapes=not symbolic), *arguments
+                    )
                     if symbolic and call.startswith("q"):
                         assert any(isinstance(n, torch.SymInt) for n in fakes[0].shape)
                     got = [([int(n) for n in t.shape], t.dtype) for t in fakes]
-                assert got == [(list(t.shape), t.dtype) for t in made], f"{call} of {rows, cols} from {row0}"
+                assert got == [(list(t.shape), t.dtype) for t in made], (
+                    f"{call} of {rows, cols} from {row0}"
+                )
 
 
 def test_encodings_of_the_emulation_stay_in_it():
-    """If false, an integer of the emulated operators reaches the compiled ones on a machine that has both."""
+    """If false, an integer of the emulated operators reaches the compiled ones on a machine that
+    has both."""
     e = QUANTIZERS["mxfp8"].encoding(ROWWISE)
     before, known = native.pack_encoding, native.pack_encoding.cache_info()
     with hopper.emulated():
         packed = native.pack_encoding(e)
-        assert packed >> 31 and packed == native.pack_encoding(e) != native.pack_encoding(e, False, native.HOPPER)
+        assert packed >> 31 and packed == native.pack_encoding(e) != native.pack_encoding(
+            e, False, native.HOPPER
+        )
     assert native.pack_encoding is before and before.cache_info() == known
 
 
@@ -314,10 +406,13 @@ def test_one_call_gives_the_bytes_of_its_parts(gpu, name: str, autocast: bool, m
 
 
 def test_a_bias_gradient_is_added_up_where_its_codes_are_made(gpu, monkeypatch):
-    """If false, one call reads a gradient once more for the bias; or its parts add up in another order than one call."""
+    """If false, one call reads a gradient once more for the bias; or its parts add up in another
+    order than one call."""
     x, dy = inputs()
     for recipe, is_quantized in (
-        (fq.recipes.mxfp8(), True), (fq.recipes.fp8_delayed(), True), (fq.recipes.identity(), False),
+        (fq.recipes.mxfp8(), True),
+        (fq.recipes.fp8_delayed(), True),
+        (fq.recipes.identity(), False),
         (fq.recipes.mxfp8(backward_override="high_precision"), False),
     ):
         for one_call in (True, False):
@@ -326,7 +421,10 @@ def test_a_bias_gradient_is_added_up_where_its_codes_are_made(gpu, monkeypatch):
                     patch.setattr(linear_op, "_is_one_call", lambda *args: False)
                 gpu.calls.clear()
                 assert_same_bytes(step(linear(recipe), x, dy)["bias"], dy.sum(0), f"{recipe}")
-                assert gpu.count("column_sums") == (is_quantized and not one_call), (recipe, one_call)
+                assert gpu.count("column_sums") == (is_quantized and not one_call), (
+                    recipe,
+                    one_call,
+                )
 
 
 def test_one_call_counts_and_records_what_its_parts_do(gpu, monkeypatch):
@@ -345,13 +443,17 @@ def test_one_call_counts_and_records_what_its_parts_do(gpu, monkeypatch):
                 step(module, x, dy)
                 found[name] = None if module._guard is None else module._guard.tolist()
                 histories = module._weight_state.histories.items()
-                found[f"{name} histories"] = {str(k): (h.amaxes[0].item(), h.enc.item()) for k, h in histories}
+                found[f"{name} histories"] = {
+                    str(k): (h.amaxes[0].item(), h.enc.item()) for k, h in histories
+                }
             found |= {what: counters.of(what) for what in ("gemm", "quantize", "weight encode")}
             seen.append(found)
-    # The parts transpose the one storage of both directions, which one call quantizes in both as it reads the weight.
+    # The parts transpose the one storage of both directions, which one call quantizes in both as it
+    # reads the weight.
     for fmt, names in (("fp8_tensor", 2), ("fp8_128x128", 1)):
         assert seen[0]["quantize"].pop((fmt, "columnwise", "native")) - names == (
-            seen[1]["quantize"].pop((fmt, "columnwise", "native"), 0))
+            seen[1]["quantize"].pop((fmt, "columnwise", "native"), 0)
+        )
     assert seen[0] == seen[1]
     extra, own = seen[0]["mxfp8"][0]
     assert 0 < extra and 0 < own
@@ -388,7 +490,8 @@ def shared(gate: fq.Linear, up: fq.Linear, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", ["fp8_current", "fp8_row", "fp8_block", "mxfp8"])
 def test_layers_that_are_handed_one_input_quantize_it_once(gpu, name: str):
-    """If false, gate and up each quantize what they share, or one multiplies other codes than alone."""
+    """If false, gate and up each quantize what they share, or one multiplies other codes than
+    alone."""
     gate, up = linear(RECIPES[name](), bias=False), linear(RECIPES[name](), name="up")
     x, dy = inputs()
     x = x.requires_grad_() * 1
@@ -419,7 +522,8 @@ def test_an_input_is_quantized_as_it_is(gpu, name: str):
 
 
 def test_handed_codes_are_taken_only_where_they_are_the_layers_own(gpu):
-    """If false, a layer reads codes of another format, of another history, or without the direction that it saves."""
+    """If false, a layer reads codes of another format, of another history, or without the direction
+    that it saves."""
     x = inputs()[0].requires_grad_() * 1
     for first, second in (
         (linear(recipes.fp8_current()), linear(recipes.mxfp8())),
@@ -434,7 +538,9 @@ def test_handed_codes_are_taken_only_where_they_are_the_layers_own(gpu):
     frozen.requires_grad_(False)
     gpu.calls.clear()
     shared(frozen, module, x)
-    assert [c[2:] for c in gpu.steps()] == [(True, False), (True, True)], "the columnwise codes were not needed before"
+    assert [c[2:] for c in gpu.steps()] == [(True, False), (True, True)], (
+        "the columnwise codes were not needed before"
+    )
 
 
 # Weights #
@@ -447,8 +553,8 @@ def weight_reads(gpu, module: fq.Linear) -> list[tuple[bool, bool]]:
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8"])
 def test_weights_that_train_are_encoded_in_one_read_a_forward(gpu, name: str, dtype: torch.dtype):
-    """If false, a forward reads the weight once a direction, transposes its codes, or a backward quantizes it again; or a
-    forward multiplies codes of an earlier one."""
+    """If false, a forward reads the weight once a direction, transposes its codes, or a backward
+    quantizes it again; or a forward multiplies codes of an earlier one."""
     module = linear(RECIPES[name](), bias=False, dtype=dtype)
     x, dy = inputs()
     options = {"dtype": BF16} if dtype is FP32 else {}
@@ -463,9 +569,12 @@ def test_weights_that_train_are_encoded_in_one_read_a_forward(gpu, name: str, dt
     assert gpu.count("transpose_codes") == 0
 
 
-@pytest.mark.parametrize("name", ["fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "mxfp8/nvfp4", "nvfp4/mxfp8"])
+@pytest.mark.parametrize(
+    "name", ["fp8_current", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "mxfp8/nvfp4", "nvfp4/mxfp8"]
+)
 def test_held_weights_are_encoded_once(gpu, name: str):
-    """If false, micro-batches inside fq.hold quantize the weight again, or multiply other bytes than outside it."""
+    """If false, micro-batches inside fq.hold quantize the weight again, or multiply other bytes
+    than outside it."""
     module = linear(RECIPES[name]())
     want = step(module, *inputs())
     gpu.calls.clear()
@@ -490,7 +599,9 @@ def test_frozen_weights_are_encoded_in_the_direction_that_is_read(gpu, name: str
     x.requires_grad_()
     gpu.calls.clear()
     module(x).backward(dy)
-    assert weight_reads(gpu, module) == [(True, name != "nvfp4")]  # one storage of 16 x 16 blocks serves both
+    assert weight_reads(gpu, module) == [
+        (True, name != "nvfp4")
+    ]  # one storage of 16 x 16 blocks serves both
     restart()
     trained = step(linear(RECIPES[name]()), x, dy)
     x.grad = None
@@ -513,7 +624,10 @@ def test_storages_return_from_their_layouts(gpu, name: str, direction: Direction
         laid = compact.to_gemm_operand(layout.NATIVE)
         assert laid.layout == layout.NATIVE and laid.to_gemm_operand(layout.NATIVE) is laid
         outer, contraction = shape if direction is ROWWISE else shape[::-1]
-        assert laid.data.shape == (outer, laid.fmt.row_bytes(contraction, x.dtype)) and laid.data.is_contiguous()
+        assert (
+            laid.data.shape == (outer, laid.fmt.row_bytes(contraction, x.dtype))
+            and laid.data.is_contiguous()
+        )
         assert_same_storage(laid.to_gemm_operand(layout.COMPACT), compact, f"{shape}")
         assert_same_bytes(laid.decode(), compact.decode(), f"{shape} decoded")
         both = HybridQuantizer(QUANTIZERS[name], QUANTIZERS[name])
@@ -524,7 +638,8 @@ def test_storages_return_from_their_layouts(gpu, name: str, direction: Direction
 
 
 def test_values_are_anchored_as_their_codes_in_any_mix_of_layouts(gpu):
-    """If false, a weight that one process quantizes differs from one that ranks gather as codes, or its two layouts are refused."""
+    """If false, a weight that one process quantizes differs from one that ranks gather as codes, or
+    its two layouts are refused."""
     x, q = values(96, 160, kind="heavy"), QUANTIZERS["mxfp8"]
     kinds = (layout.COMPACT, layout.ANCHORED_TENSOR, layout.ANCHORED)
     for row, col in itertools.product(kinds, kinds):
@@ -533,7 +648,9 @@ def test_values_are_anchored_as_their_codes_in_any_mix_of_layouts(gpu):
         for d, storage in made.items():
             assert storage.layout == wanted[d]
             if wanted[d] != layout.ANCHORED:  # which are rounded once
-                assert_same_storage(storage, q.storage(x, d).to_gemm_operand(wanted[d]), f"{row} {col} {d}")
+                assert_same_storage(
+                    storage, q.storage(x, d).to_gemm_operand(wanted[d]), f"{row} {col} {d}"
+                )
     assert gpu.count("quantize_anchored") == 8  # of all but two compact ones
 
 
@@ -548,8 +665,14 @@ def test_anchored_storages_decode_to_nearly_the_same(gpu, name: str, direction: 
         assert laid.data.shape == (outer, contraction) and laid.scale.shape == (outer,)
         assert laid.decode().shape == shape and error(laid.decode(), compact.decode()) <= 1e-3
         assert laid.operand_format.block == (1, None)
-        assert_same_bytes(laid.operand(), laid.decode() if direction is ROWWISE else laid.decode().t(), "operand")
-        if direction is COLUMNWISE and compact.fmt.scale_rounding == "up" and compact.fmt.block[0] == 1:
+        assert_same_bytes(
+            laid.operand(), laid.decode() if direction is ROWWISE else laid.decode().t(), "operand"
+        )
+        if (
+            direction is COLUMNWISE
+            and compact.fmt.scale_rounding == "up"
+            and compact.fmt.block[0] == 1
+        ):
             both = HybridQuantizer(QUANTIZERS[name], QUANTIZERS[name])
             for wanted, run in ((layout.ANCHORED_128, 128), (layout.ANCHORED_512, 512)):
                 runs = both.storages(values(*shape), layouts={COLUMNWISE: wanted})[0][COLUMNWISE]
@@ -559,22 +682,32 @@ def test_anchored_storages_decode_to_nearly_the_same(gpu, name: str, direction: 
 
 
 def test_products_over_tokens_are_anchored_in_runs(gpu):
-    """If false, one token that is far larger than the others costs them their bits, or out in some dtype is refused."""
+    """If false, one token that is far larger than the others costs them their bits, or out in some
+    dtype is refused."""
     both, exact = HybridQuantizer("mxfp8", "mxfp8"), Quantizer("mxfp8")
     for tokens in (1000, 1024, 33):
         x, dy = values(tokens, 40, seed=1, dtype=BF16), values(tokens, 36, seed=2, dtype=BF16)
         x[:2] *= 300  # of a run that stays apart
-        want = gemm(*(exact.storage(t, COLUMNWISE) for t in (dy, x)), out_dtype=FP32, domain="reference")
+        want = gemm(
+            *(exact.storage(t, COLUMNWISE) for t in (dy, x)), out_dtype=FP32, domain="reference"
+        )
         for wanted in (layout.ANCHORED_128, layout.ANCHORED_512):
-            a, b = (both.storages(t, [COLUMNWISE], layouts={COLUMNWISE: wanted})[0][COLUMNWISE] for t in (dy, x))
+            a, b = (
+                both.storages(t, [COLUMNWISE], layouts={COLUMNWISE: wanted})[0][COLUMNWISE]
+                for t in (dy, x)
+            )
             assert a.layout == b.layout == wanted
             for dtype in (FP32, BF16, FP16):
                 near = BOUNDS[dtype] + 4e-4
-                assert error(gemm(a, b, out_dtype=dtype), want) <= near, f"{tokens} {wanted} {dtype}"
+                assert error(gemm(a, b, out_dtype=dtype), want) <= near, (
+                    f"{tokens} {wanted} {dtype}"
+                )
                 out = torch.ones_like(want, dtype=dtype)
                 assert gemm(a, b, out=out, accumulate=True) is out
                 assert error(out, want + 1) <= near, f"{tokens} {wanted} {dtype} accumulated"
-        arrived = exact.storage(x, COLUMNWISE)  # compact, as ranks send it: anchored to the runs of the other operand
+        arrived = exact.storage(
+            x, COLUMNWISE
+        )  # compact, as ranks send it: anchored to the runs of the other operand
         assert error(gemm(a, arrived, out_dtype=FP32), want) <= BOUNDS[FP32] + 4e-4
         line = arrived.to_gemm_operand(layout.ANCHORED)
         with pytest.raises(ValueError, match="in anchored layout has no anchored 512 layout"):
@@ -582,11 +715,13 @@ def test_products_over_tokens_are_anchored_in_runs(gpu):
 
 
 def test_units_of_sums_keep_every_run():
-    """If false, a run that is far below or above another overflows, loses its neighbours or hides a NaN."""
+    """If false, a run that is far below or above another overflows, loses its neighbours or hides a
+    NaN."""
     g = torch.Generator().manual_seed(0)
     m, n, k = 12, 160, 512 * 9 + 144
     a, b = (torch.randint(-16, 17, (rows, k), generator=g).double() for rows in (m, n))
     for spread in (0, 8, 30, 60, 100):
+
         def powers(rows: int, spread: int) -> Tensor:
             return 2.0 ** torch.randint(-8 - spread, -3, (10, rows), generator=g).float()
 
@@ -597,12 +732,21 @@ def test_units_of_sums_keep_every_run():
         zero = (col == 0) | (col == 2.0**-127)
         codes = torch.where(zero.repeat_interleave(512, 0)[:k].t(), 0.0, b)
         scaled = [t.double().repeat_interleave(512, 0)[:k].t() for t in (row, col)]
-        want, size = (x @ y.t() for x, y in (((a * scaled[0]), (codes * scaled[1])), ((a * scaled[0]).abs(), (codes * scaled[1]).abs())))
+        want, size = (
+            x @ y.t()
+            for x, y in (
+                ((a * scaled[0]), (codes * scaled[1])),
+                ((a * scaled[0]).abs(), (codes * scaled[1]).abs()),
+            )
+        )
         got = hopper.sums_in_units(a, codes, row, col)
-        # 38 additions; a change of units, or a part that is far below, loses what is below 2^-149 (1 + |sum|) units.
+        # 38 additions; a change of units, or a part that is far below, loses what is below 2^-149
+        # (1 + |sum|) units.
         sums = (a * scaled[0]).abs() @ codes.abs().t()
         bound = 38 * 2.0**-24 * size + 40 * 2.0**-149 * col.double().amax(0) * (1 + sums)
-        assert bool((got.isfinite() & ((got.double() - want).abs() <= bound)).all()), f"spread {spread}"
+        assert bool((got.isfinite() & ((got.double() - want).abs() <= bound)).all()), (
+            f"spread {spread}"
+        )
         col[4, 6], row[5, 7] = torch.nan, torch.nan
         poisoned = hopper.sums_in_units(a, codes, row, col).isnan()
         assert bool(poisoned[7].all() and poisoned[:, 6].all()) and int(poisoned.sum()) == m + n - 1
@@ -626,18 +770,29 @@ def test_layouts_that_cannot_be_made_are_refused(gpu):
 
 
 def test_anchoring_a_shard_is_refused(gpu):
-    """If false, rows cut out of a columnwise MXFP8 storage are multiplied with the scales of other rows."""
+    """If false, rows cut out of a columnwise MXFP8 storage are multiplied with the scales of other
+    rows."""
     shard = Quantizer("mxfp8").storage(values(128, 64), COLUMNWISE).narrow(16, 48)
     with pytest.raises(ValueError, match="is a shard from row 16"):
         shard.to_gemm_operand(layout.ANCHORED)
 
 
-@pytest.mark.parametrize("pair", [
-    ("fp8_tensor", "fp8_row"), ("fp8_1x128", "fp8_128x128"), ("mxfp8", "mxfp8"), ("mxfp8", "fp8_row"),
-    ("fp8_tensor", "mxfp8_32x32"), ("mxfp8", "nvfp4"), ("nvfp4", "nvfp4_16x16"), ("mxfp8_floor", "mxfp8"),
-])
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("fp8_tensor", "fp8_row"),
+        ("fp8_1x128", "fp8_128x128"),
+        ("mxfp8", "mxfp8"),
+        ("mxfp8", "fp8_row"),
+        ("fp8_tensor", "mxfp8_32x32"),
+        ("mxfp8", "nvfp4"),
+        ("nvfp4", "nvfp4_16x16"),
+        ("mxfp8_floor", "mxfp8"),
+    ],
+)
 def test_products_of_storages_are_those_of_their_operands(gpu, pair: tuple[str, str]):
-    """If false, padding, a layout, alpha, a bias or accumulation is lost on the way to the tensor cores."""
+    """If false, padding, a layout, alpha, a bias or accumulation is lost on the way to the tensor
+    cores."""
     for m, n, k in ((64, 48, 32), (33, 40, 100), (1, 17, 300)):
         for a_side, b_side in ((ROWWISE, ROWWISE), (ROWWISE, COLUMNWISE), (COLUMNWISE, COLUMNWISE)):
             made: list[Storage] = []
@@ -651,7 +806,9 @@ def test_products_of_storages_are_those_of_their_operands(gpu, pair: tuple[str, 
             got = gemm(*made, out_dtype=FP32, bias=bias, alpha=alpha)
             assert error(got, want * alpha + bias.double()) <= 1e-3, what
             into = torch.full((m, n), 3.0)
-            assert gemm(*made, out=into, accumulate=True) is into and error(into, want + 3) <= 1e-3, what
+            assert (
+                gemm(*made, out=into, accumulate=True) is into and error(into, want + 3) <= 1e-3
+            ), what
             rounded = gemm(*made, bias=bias)
             assert rounded.dtype is BF16 and error(rounded, want + bias.double()) <= 1e-2, what
 
@@ -684,7 +841,10 @@ def test_the_guard_moves_the_product_down_its_ladder(gpu, product):
         sent(module, {product: 0.05})
         assert module.plan.moved == {product.name: rung}
         ((name, moved, why),) = counters.of("moved")
-        assert (name, moved) == ("fc", product.name) and why == f"to {rung}: its anchors add 5% of its formats' error"
+        assert (name, moved) == (
+            "fc",
+            product.name,
+        ) and why == f"to {rung}: its anchors add 5% of its formats' error"
         counters.reset()
         after = step(module, x, dy)
         assert counters.of("gemm") == planned(module, BF16)
@@ -740,8 +900,12 @@ def test_the_guard_moves_nothing_that_loses_nothing(gpu):
 
 
 def test_the_guard_sees_the_layers_of_a_shared_input_apart(gpu):
-    """If false, up goes on losing the bits that gate, whose weights do not ask for them, need not have."""
-    gate, up = linear(recipes.mxfp8(), SHAPES[2], bias=False), linear(recipes.mxfp8(), SHAPES[2], name="up")
+    """If false, up goes on losing the bits that gate, whose weights do not ask for them, need not
+    have."""
+    gate, up = (
+        linear(recipes.mxfp8(), SHAPES[2], bias=False),
+        linear(recipes.mxfp8(), SHAPES[2], name="up"),
+    )
     share_input(gate, up)
     x, dy = inputs(SHAPES[2])
     with torch.no_grad():
@@ -756,15 +920,23 @@ def test_the_guard_sees_the_layers_of_a_shared_input_apart(gpu):
 
 
 def test_the_guard_decides_once_for_layers_alike(gpu):
-    """If false, each layer of a compiled model is traced anew as its own sums arrive, up to the recompile limit."""
+    """If false, each layer of a compiled model is traced anew as its own sums arrive, up to the
+    recompile limit."""
     model = nn.Sequential(*(nn.Linear(64, 64, dtype=BF16) for _ in range(4)))
-    fq.convert(model, recipes.per_layer(recipes.mxfp8(), {"3": recipes.mxfp8(anchor_tolerance=0.5)}))
+    fq.convert(
+        model, recipes.per_layer(recipes.mxfp8(), {"3": recipes.mxfp8(anchor_tolerance=0.5)})
+    )
     other = fq.convert(nn.Sequential(nn.Linear(64, 64, dtype=BF16)), recipes.mxfp8())
     for m in (model, other):
         m(values(64, 64)).sum().backward()
-    guard.guard_of(model[2], model[2].weight.device)[0] = torch.tensor([1.0, 1.0])  # which asks for the same
+    guard.guard_of(model[2], model[2].weight.device)[0] = torch.tensor(
+        [1.0, 1.0]
+    )  # which asks for the same
     sent(model[1], {FPROP: 0.05})
-    assert [layer.plan.moved for layer in (*model, *other)] == [{"fprop": layout.ANCHORED}] * 3 + [{}, {}]
+    assert [layer.plan.moved for layer in (*model, *other)] == [{"fprop": layout.ANCHORED}] * 3 + [
+        {},
+        {},
+    ]
     assert len({layer.plan.key for layer in model}) == 2
     asked = {name for name, _, why in counters.of("moved") if why.startswith("to anchored")}
     assert len(counters.of("moved")) == 3 and len(asked) == 1 and asked <= {"1", "2"}
@@ -792,7 +964,8 @@ def test_the_guard_looks_at_one_of_its_steps(gpu):
 
 
 def test_the_guard_waits_for_no_device(gpu, monkeypatch):
-    """If false, an optimizer step waits for the sums of the last one, or judges them before they have arrived."""
+    """If false, an optimizer step waits for the sums of the last one, or judges them before they
+    have arrived."""
     module = linear(recipes.mxfp8())
     sums = guard.guard_of(module, module.weight.device)
     sums[0] = torch.tensor([1.0, 1.0])
@@ -818,9 +991,11 @@ def test_exact_recipes_never_anchor(gpu):
 
 # What autograd keeps #
 
+
 @pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8"])
 def test_the_backward_keeps_the_codes_of_its_product(gpu, name: str, monkeypatch):
-    """If false, the backward transposes or anchors what it kept, or activations take more than a byte an element."""
+    """If false, the backward transposes or anchors what it kept, or activations take more than a
+    byte an element."""
     m, _, k = shape = SHAPES[2]
     for one_call in (True, False):
         if not one_call:
@@ -833,7 +1008,9 @@ def test_the_backward_keeps_the_codes_of_its_product(gpu, name: str, monkeypatch
         assert data.dtype is torch.uint8 and data.shape == (k, m) and data.is_contiguous()
         assert scale.dtype is FP32 and scale.numel() == (k if name == "fp8_row" else 1)
         assert sum(t.numel() * t.element_size() for t in saved) <= 1.06 * x.numel()
-        made, _ = module.plan_on(BF16, x.device).input.storages(x, layouts=dict.fromkeys(Direction, layout.NATIVE))
+        made, _ = module.plan_on(BF16, x.device).input.storages(
+            x, layouts=dict.fromkeys(Direction, layout.NATIVE)
+        )
         assert_same_bytes(data, made[COLUMNWISE].data, "codes")
         assert_same_bytes(scale.flatten(), made[COLUMNWISE].scale.flatten(), "scales")
         gpu.calls.clear()
@@ -844,7 +1021,8 @@ def test_the_backward_keeps_the_codes_of_its_product(gpu, name: str, monkeypatch
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
 @pytest.mark.parametrize("name", ["fp8_current", "fp8_block", "mxfp8", "nvfp4"])
 def test_overridden_backwards_keep_what_they_do_on_the_cpu(gpu, name: str, override: str):
-    """If false, a backward in high precision decodes anchored values, or keeps more than the plan says."""
+    """If false, a backward in high precision decodes anchored values, or keeps more than the plan
+    says."""
     module, (x, dy) = linear(RECIPES[name](backward_override=override)), inputs()
     with recorded_saves() as saved:
         y = module(x)
@@ -873,7 +1051,8 @@ def test_nothing_is_kept_for_a_frozen_weight(gpu):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_autocast_is_that_of_the_cpu(name: str):
-    """If false, autocast changes the dtype of a product's operand, or a backward without it fails."""
+    """If false, autocast changes the dtype of a product's operand, or a backward without it
+    fails."""
     for shape in SHAPES[:2]:
         x, dy = inputs(shape, FP32)
         restart()
@@ -888,18 +1067,24 @@ def test_autocast_is_that_of_the_cpu(name: str):
             with torch.autocast("cpu", BF16):  # the backward too
                 inside = step(module, x, dy)
         for key, tensor in want.items():
-            assert got[key].dtype is tensor.dtype and error(got[key], tensor) <= 1e-2, f"{shape} {key}"
+            assert got[key].dtype is tensor.dtype and error(got[key], tensor) <= 1e-2, (
+                f"{shape} {key}"
+            )
             assert error(inside[key], tensor) <= 1e-2, f"{shape} {key} inside"
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_checkpointing_changes_no_bit(gpu, name: str):
-    """If false, a recomputed activation differs from the forward's, or takes the codes of another input."""
+    """If false, a recomputed activation differs from the forward's, or takes the codes of another
+    input."""
+
     class Net(nn.Module):
         def __init__(self, checkpointed: bool):
             super().__init__()
             torch.manual_seed(0)
-            self.gate, self.up, self.down = (nn.Linear(*f, dtype=BF16) for f in ((32, 64), (32, 64), (64, 32)))
+            self.gate, self.up, self.down = (
+                nn.Linear(*f, dtype=BF16) for f in ((32, 64), (32, 64), (64, 32))
+            )
             self.checkpointed = checkpointed
 
         def block(self, x: Tensor) -> Tensor:
@@ -907,7 +1092,11 @@ def test_checkpointing_changes_no_bit(gpu, name: str):
 
         def forward(self, x: Tensor) -> Tensor:
             for _ in range(2):
-                x = checkpoint(self.block, x, use_reentrant=False) if self.checkpointed else self.block(x)
+                x = (
+                    checkpoint(self.block, x, use_reentrant=False)
+                    if self.checkpointed
+                    else self.block(x)
+                )
             return x
 
     x, dy = values(64, 32, seed=4), values(64, 32, seed=5)

@@ -27,7 +27,13 @@ FLOORS = (
     ("recipe", "checkpoint", "parallel"),
     ("context", "optim"),
     ("modules", "memory"),
-    ("parallel/sequence", "parallel/linear", "parallel/tensor_parallel", "parallel/experts", "parallel/__init__"),
+    (
+        "parallel/sequence",
+        "parallel/linear",
+        "parallel/tensor_parallel",
+        "parallel/experts",
+        "parallel/__init__",
+    ),
     ("inspection", "integrations", "hooks", "serving"),
     ("public", "__init__", "__main__"),
 )
@@ -37,7 +43,8 @@ TREES = {name: ast.parse(path.read_text()) for name, path in SOURCES.items()}
 
 
 def floor_of(source: str) -> int:
-    """The floor of a module, or of the package that its path begins with. Raises for one that nobody placed."""
+    """The floor of a module, or of the package that its path begins with. Raises for one that
+    nobody placed."""
     path = source.removesuffix(".py")
     part = path if path in FLOOR else path.split("/")[0]
     assert part in FLOOR, f"fsdp_quant/{source} has no floor: place {part!r} in FLOORS"
@@ -53,7 +60,8 @@ MODULES = {module_name(s): s for s in SOURCES}
 
 
 def imports_of(source: str) -> list[tuple[ast.stmt, str]]:
-    """(statement, dotted name) of everything a source imports; `from x import y` gives x.y and x."""
+    """(statement, dotted name) of everything a source imports; `from x import y` gives x.y and
+    x."""
     package = module_name(source).split(".")
     if not source.endswith("__init__.py"):
         package = package[:-1]
@@ -71,20 +79,28 @@ def imports_of(source: str) -> list[tuple[ast.stmt, str]]:
 
 def own_imports(source: str) -> set[str]:
     """Sources of this package that a source imports."""
-    return {MODULES[name] for _, name in imports_of(source) if name in MODULES and MODULES[name] != source}
+    return {
+        MODULES[name]
+        for _, name in imports_of(source)
+        if name in MODULES and MODULES[name] != source
+    }
 
 
 def is_own_package(target: str, source: str) -> bool:
-    """`from . import x` names the package before the module: importing it is no dependence on its __init__."""
+    """`from . import x` names the package before the module: importing it is no dependence on its
+    __init__."""
     return target in ("__init__.py", str(Path(source).parent / "__init__.py"))
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_imports_point_downward(source: str):
-    """Otherwise a format or a storage depends on a module that depends on it, and nothing can be read alone."""
+    """Otherwise a format or a storage depends on a module that depends on it, and nothing can be
+    read alone."""
     for target in own_imports(source):
         if not is_own_package(target, source):
-            assert floor_of(target) <= floor_of(source), f"fsdp_quant/{source} imports fsdp_quant/{target}, a floor above"
+            assert floor_of(target) <= floor_of(source), (
+                f"fsdp_quant/{source} imports fsdp_quant/{target}, a floor above"
+            )
 
 
 def test_imports_have_no_circle():
@@ -97,7 +113,8 @@ def test_imports_have_no_circle():
             return
         state[source] = "open"
         for target in sorted(own_imports(source)):
-            # A submodule names its package; the package's own imports are what could close a circle.
+            # A submodule names its package; the package's own imports are what could close a
+            # circle.
             if not is_own_package(target, source):
                 visit(target, path + (source,))
         state[source] = "done"
@@ -111,18 +128,26 @@ def test_imports_have_no_circle():
 def test_imports_are_at_the_top(source: str):
     """Otherwise a dependence is hidden in a function, and fails, or costs, at the first call.
 
-    The package itself imports its public names at their first use, which is what makes its import cheap (test_ease).
+    The package itself imports its public names at their first use, which is what makes its import
+    cheap (test_ease).
     """
     if source == "__init__.py":
         assert {name for _, name in imports_of(source) if "public" in name} == {
-            "fsdp_quant.public", "fsdp_quant.public.*", "fsdp_quant.public.NAMES"}
+            "fsdp_quant.public",
+            "fsdp_quant.public.*",
+            "fsdp_quant.public.NAMES",
+        }
         return
     inside = {
-        child for node in ast.walk(TREES[source]) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        child
+        for node in ast.walk(TREES[source])
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         for child in ast.walk(node)
     }
     for statement, name in imports_of(source):
-        assert statement not in inside, f"fsdp_quant/{source}:{statement.lineno} imports {name} inside a function"
+        assert statement not in inside, (
+            f"fsdp_quant/{source}:{statement.lineno} imports {name} inside a function"
+        )
 
 
 def above_ops() -> list[str]:
@@ -132,8 +157,15 @@ def above_ops() -> list[str]:
 def names_a_format(node: ast.expr) -> bool:
     """The expression is called a format: fmt, x.fmt, format_of(...), a_format, self.element."""
     text = ast.unparse(node)
-    last = re.split(r"[.\[(]", text.rstrip(")]"))[-1] if not isinstance(node, ast.Call) else text.split("(")[0]
-    return bool(re.search(r"(^|_)(fmt|format|element|family)(_|$|s$|_of$)", last.lower())) or "fmt" in text.split(".")[-1]
+    last = (
+        re.split(r"[.\[(]", text.rstrip(")]"))[-1]
+        if not isinstance(node, ast.Call)
+        else text.split("(")[0]
+    )
+    return (
+        bool(re.search(r"(^|_)(fmt|format|element|family)(_|$|s$|_of$)", last.lower()))
+        or "fmt" in text.split(".")[-1]
+    )
 
 
 @pytest.mark.parametrize("source", above_ops())
@@ -141,26 +173,53 @@ def test_no_branch_on_the_kind_of_a_format(source: str):
     """Otherwise a new format needs code in many places instead of a row of data."""
     classes = {"Format", "Element", "Family", "Encoding"}
     for node in ast.walk(TREES[source]):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "isinstance"
+        ):
             asked = {n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)}
             assert not asked & classes, f"fsdp_quant/{source}:{node.lineno}: {ast.unparse(node)}"
         if isinstance(node, (ast.Compare, ast.Match)):
-            operands = [node.left, *node.comparators] if isinstance(node, ast.Compare) else [node.subject]
+            operands = (
+                [node.left, *node.comparators] if isinstance(node, ast.Compare) else [node.subject]
+            )
             for operand in operands:
-                named = isinstance(operand, ast.Attribute) and operand.attr == "name" and names_a_format(operand.value)
-                assert not named, f"fsdp_quant/{source}:{node.lineno} compares the name of a format: {ast.unparse(node)}"
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("startswith", "endswith"):
+                named = (
+                    isinstance(operand, ast.Attribute)
+                    and operand.attr == "name"
+                    and names_a_format(operand.value)
+                )
+                assert not named, (
+                    f"fsdp_quant/{source}:{node.lineno} compares the name of a format: "
+                    f"{ast.unparse(node)}"
+                )
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in ("startswith", "endswith")
+        ):
             value = node.func.value
-            named = isinstance(value, ast.Attribute) and value.attr == "name" and names_a_format(value.value)
-            assert not named, f"fsdp_quant/{source}:{node.lineno} compares the name of a format: {ast.unparse(node)}"
+            named = (
+                isinstance(value, ast.Attribute)
+                and value.attr == "name"
+                and names_a_format(value.value)
+            )
+            assert not named, (
+                f"fsdp_quant/{source}:{node.lineno} compares the name of a format: "
+                f"{ast.unparse(node)}"
+            )
 
 
 def kind_questions() -> list[str]:
-    """Where code outside formats.py and ops/ reads what a format is made of, instead of a property that says what it does."""
+    """Where code outside formats.py and ops/ reads what a format is made of, instead of a property
+    that says what it does."""
     fields = {"tensor_scale", "pow2", "block", "scale_rounding", "scale_rule", "element", "scale"}
     return [
-        f"{source}:{node.lineno}: {ast.unparse(node)}" for source in SOURCES
-        if source != "formats.py" and not source.startswith("ops/") for node in ast.walk(TREES[source])
+        f"{source}:{node.lineno}: {ast.unparse(node)}"
+        for source in SOURCES
+        if source != "formats.py" and not source.startswith("ops/")
+        for node in ast.walk(TREES[source])
         if isinstance(node, ast.Attribute) and node.attr in fields and names_a_format(node.value)
     ]
 
@@ -173,7 +232,14 @@ def test_what_a_format_is_made_of_is_read_in_few_places():
 
 def test_the_rule_on_format_names_finds_them():
     """Otherwise the test above passes because it looks for nothing."""
-    for text in ("self.fmt", "fmt", "storage.fmt", "quantizer.fmt.element", "format_of(x)", "a_fmt"):
+    for text in (
+        "self.fmt",
+        "fmt",
+        "storage.fmt",
+        "quantizer.fmt.element",
+        "format_of(x)",
+        "a_fmt",
+    ):
         assert names_a_format(ast.parse(text, mode="eval").body), text
     for text in ("buffer", "self", "product", "history", "b", "managed.param.sharded_state"):
         assert not names_a_format(ast.parse(text, mode="eval").body), text
@@ -184,20 +250,26 @@ LOADS = re.compile(r"load_library|import_module|importlib|\bCDLL\b")
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_only_the_extension_module_loads_the_library(source: str):
-    """Otherwise a machine without the compiled operators cannot import the package, or loads them twice."""
+    """Otherwise a machine without the compiled operators cannot import the package, or loads them
+    twice."""
     found = LOADS.search(SOURCES[source].read_text())
     if source == "ops/build.py":
         assert not found or "_CHECK" in SOURCES[source].read_text()  # in a process of its own
     elif source == "integrations/__init__.py":
-        assert not re.search(r"load_library|\bCDLL\b", SOURCES[source].read_text())  # it imports tools by name
+        assert not re.search(
+            r"load_library|\bCDLL\b", SOURCES[source].read_text()
+        )  # it imports tools by name
     elif source == "ops/extension.py":
         assert found, "fsdp_quant/ops/extension.py loads nothing, so the rule guards nothing"
     else:
-        assert not found, f"fsdp_quant/{source} says {found[0]}; only ops/extension.py loads the library"
+        assert not found, (
+            f"fsdp_quant/{source} says {found[0]}; only ops/extension.py loads the library"
+        )
 
 
 def test_the_extension_module_needs_only_torch():
-    """Otherwise the library cannot be loaded, or found absent, before the rest of the package is imported."""
+    """Otherwise the library cannot be loaded, or found absent, before the rest of the package is
+    imported."""
     names = {name for _, name in imports_of("ops/extension.py")}
     own = {name for name in names if name.split(".")[0] == "fsdp_quant"}
     assert {name.split(".")[0] for name in names - own} - sys.stdlib_module_names == {"torch"}
@@ -210,12 +282,24 @@ TRAINERS = {"megatron", "torchtitan", "accelerate", "transformers", "lightning",
 
 
 def test_only_integrations_import_a_trainer():
-    """Otherwise a trainer that is missing, or another version of it, breaks the library for everybody."""
-    importers = {source for source in SOURCES for _, name in imports_of(source) if name.split(".")[0] in TRAINERS}
+    """Otherwise a trainer that is missing, or another version of it, breaks the library for
+    everybody."""
+    importers = {
+        source
+        for source in SOURCES
+        for _, name in imports_of(source)
+        if name.split(".")[0] in TRAINERS
+    }
     assert importers and all(source.startswith("integrations/") for source in importers), importers
-    integrations = {source for source in SOURCES if source.startswith("integrations/")} - {"integrations/__init__.py"}
+    integrations = {source for source in SOURCES if source.startswith("integrations/")} - {
+        "integrations/__init__.py"
+    }
     assert not own_imports("integrations/__init__.py")
-    outside = {source for source in SOURCES if source not in integrations and own_imports(source) & integrations}
+    outside = {
+        source
+        for source in SOURCES
+        if source not in integrations and own_imports(source) & integrations
+    }
     assert not outside, f"{outside} would import a trainer with the library"
 
 
@@ -231,20 +315,38 @@ def test_only_the_hooks_module_names_fsdps_extension_points(source: str):
 
 # Documented ways to make a tensor subclass.
 PUBLIC_DESPITE_THE_UNDERSCORE = {
-    "torch._C._disabled_torch_function_impl", "torch.Tensor._make_wrapper_subclass", "torch.ops.aten._",
+    "torch._C._disabled_torch_function_impl",
+    "torch.Tensor._make_wrapper_subclass",
+    "torch.ops.aten._",
 }
 # Attributes of torch's own objects.
 PRIVATE_ATTRIBUTES = {
-    "_local_tensor", "_spec", "_unsharded_inner_tensors", "_unsharded_param", "_sharded_local_tensor", "_sharded_param_data",
-    "_training_state", "_fsdp_param_group", "_fsdp_param_groups", "_fsdp_param", "_param_fqn", "_module_info",
-    "_orig_size", "_reshard_after_forward", "_use_post_forward_mesh", "_state_ctx", "_init_extensions",
+    "_local_tensor",
+    "_spec",
+    "_unsharded_inner_tensors",
+    "_unsharded_param",
+    "_sharded_local_tensor",
+    "_sharded_param_data",
+    "_training_state",
+    "_fsdp_param_group",
+    "_fsdp_param_groups",
+    "_fsdp_param",
+    "_param_fqn",
+    "_module_info",
+    "_orig_size",
+    "_reshard_after_forward",
+    "_use_post_forward_mesh",
+    "_state_ctx",
+    "_init_extensions",
 }
 
 
 def is_private(name: str) -> bool:
     if any(name.startswith(public) for public in PUBLIC_DESPITE_THE_UNDERSCORE):
         return False
-    return name.split(".")[0] == "torch" and any(p.startswith("_") and not p.startswith("__") for p in name.split("."))
+    return name.split(".")[0] == "torch" and any(
+        p.startswith("_") and not p.startswith("__") for p in name.split(".")
+    )
 
 
 @pytest.mark.parametrize("source", [s for s in SOURCES if s != "tensor/torch_compat.py"])
@@ -255,16 +357,23 @@ def test_private_torch_names_are_in_torch_compat(source: str):
     inner = {id(node.value) for node in ast.walk(TREES[source]) if isinstance(node, ast.Attribute)}
     for node in ast.walk(TREES[source]):
         if isinstance(node, ast.Attribute) and id(node) not in inner:
-            assert not is_private(ast.unparse(node)), f"fsdp_quant/{source}:{node.lineno} uses {ast.unparse(node)}"
+            assert not is_private(ast.unparse(node)), (
+                f"fsdp_quant/{source}:{node.lineno} uses {ast.unparse(node)}"
+            )
         if isinstance(node, ast.Attribute):
-            assert node.attr not in PRIVATE_ATTRIBUTES, f"fsdp_quant/{source}:{node.lineno} uses {ast.unparse(node)}"
+            assert node.attr not in PRIVATE_ATTRIBUTES, (
+                f"fsdp_quant/{source}:{node.lineno} uses {ast.unparse(node)}"
+            )
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_no_bare_assert(source: str):
-    """Otherwise a check disappears under python -O, and a user reads a line of code instead of a sentence."""
+    """Otherwise a check disappears under python -O, and a user reads a line of code instead of a
+    sentence."""
     for node in ast.walk(TREES[source]):
-        assert not isinstance(node, ast.Assert), f"fsdp_quant/{source}:{node.lineno} asserts; raise what was got and wanted"
+        assert not isinstance(node, ast.Assert), (
+            f"fsdp_quant/{source}:{node.lineno} asserts; raise what was got and wanted"
+        )
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -281,11 +390,17 @@ def test_every_source_says_what_it_is_for(source: str):
 def tracked_files() -> list[Path]:
     """Files that git tracks, or all sources where there is no git."""
     try:
-        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
+        listed = subprocess.run(
+            ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True
+        ).stdout.decode()
     except (OSError, subprocess.CalledProcessError):
         found = ((p, p.relative_to(ROOT).parts) for p in ROOT.rglob("*") if p.is_file())
         made = {"build", "__pycache__"}
-        return [p for p, parts in found if not made & set(parts) and not re.match(r"\.(?!git(hub|ignore)$)", parts[0])]
+        return [
+            p
+            for p, parts in found
+            if not made & set(parts) and not re.match(r"\.(?!git(hub|ignore)$)", parts[0])
+        ]
     return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
 
 
@@ -303,8 +418,10 @@ def test_no_machine_paths():
     places = "|".join(("work", "tmp", "root", "home"))
     machine = re.compile(rf"(?<![\w.~}}/$-])/({places})(?![\w-])")
     found = [
-        f"{name}:{i}: {line.strip()[:100]}" for name, text in texts().items()
-        for i, line in enumerate(text.splitlines(), 1) if machine.search(line)
+        f"{name}:{i}: {line.strip()[:100]}"
+        for name, text in texts().items()
+        for i, line in enumerate(text.splitlines(), 1)
+        if machine.search(line)
     ]
     assert not found, "\n".join(found)
     assert machine.search("cd /" + "tmp/x")
@@ -320,10 +437,37 @@ def test_no_file_is_named_utils():
 def test_the_public_names_exist():
     """Otherwise the package's surface is not what its documentation lists."""
     for name in (
-        "autocast", "begin_step", "skip_step", "sync", "token_offset", "convert", "set_recipe", "Linear", "Quantizer",
-        "HybridQuantizer", "Recipe", "Role", "CustomRecipe", "recipes", "Format", "format_of", "gemm", "Storage",
-        "QuantizedTensor", "StaleWeightError", "state_dict", "load_state_dict", "checkpoint", "plan", "receipt",
-        "quantized_model_init", "optim", "GroupedLinear", "Quantize", "hooks", "export",
+        "autocast",
+        "begin_step",
+        "skip_step",
+        "sync",
+        "token_offset",
+        "convert",
+        "set_recipe",
+        "Linear",
+        "Quantizer",
+        "HybridQuantizer",
+        "Recipe",
+        "Role",
+        "CustomRecipe",
+        "recipes",
+        "Format",
+        "format_of",
+        "gemm",
+        "Storage",
+        "QuantizedTensor",
+        "StaleWeightError",
+        "state_dict",
+        "load_state_dict",
+        "checkpoint",
+        "plan",
+        "receipt",
+        "quantized_model_init",
+        "optim",
+        "GroupedLinear",
+        "Quantize",
+        "hooks",
+        "export",
         "from_pretrained_quantized",
     ):
         assert hasattr(fsdp_quant, name), name

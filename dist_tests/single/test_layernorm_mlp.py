@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LayerNormLinear and LayerNormMLP: the bits of the separate modules, what they keep, and the operators beneath."""
+"""LayerNormLinear and LayerNormMLP: the bits of the separate modules, what they keep, and the
+operators beneath."""
 
 from __future__ import annotations
 
@@ -32,13 +33,21 @@ def doubled(role):
 
 DTYPES = (BF16, FP16, FP32)
 RECIPES = {
-    "identity": recipes.identity(), "fp8_current": recipes.fp8_current(), "fp8_delayed": recipes.fp8_delayed(),
-    "fp8_block": recipes.fp8_block(), "mxfp8": recipes.mxfp8(), "nvfp4": recipes.nvfp4(),
+    "identity": recipes.identity(),
+    "fp8_current": recipes.fp8_current(),
+    "fp8_delayed": recipes.fp8_delayed(),
+    "fp8_block": recipes.fp8_block(),
+    "mxfp8": recipes.mxfp8(),
+    "nvfp4": recipes.nvfp4(),
     "high_precision": recipes.mxfp8(backward_override="high_precision"),
-    "dequantized": recipes.fp8_row(backward_override="dequantized"), "doubled": fq.CustomRecipe(doubled),
+    "dequantized": recipes.fp8_row(backward_override="dequantized"),
+    "doubled": fq.CustomRecipe(doubled),
 }
 PLAIN = {
-    "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu, "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "relu": F.relu,
     "relu_squared": lambda x: F.relu(x).square(),
 }
 D, HIDDEN, TOKENS = 48, 64, 32
@@ -64,33 +73,57 @@ def plain_activation(name: str, g: Tensor, u: Tensor | None) -> Tensor:
 class Separate(nn.Module):
     """What LayerNormMLP is made of, as users write it."""
 
-    def __init__(self, activation: str, normalization: str, bias: bool, residual: bool, dtype: torch.dtype):
+    def __init__(
+        self, activation: str, normalization: str, bias: bool, residual: bool, dtype: torch.dtype
+    ):
         super().__init__()
         kind = nn.LayerNorm if normalization == "LayerNorm" else nn.RMSNorm
-        self.activation, self.residual, self.norm = activation, residual, kind(D, eps=1e-5, dtype=dtype)
-        self.gate_proj = nn.Linear(D, HIDDEN, bias, dtype=dtype) if ACTIVATIONS[activation].gated else None
+        self.activation, self.residual, self.norm = (
+            activation,
+            residual,
+            kind(D, eps=1e-5, dtype=dtype),
+        )
+        self.gate_proj = (
+            nn.Linear(D, HIDDEN, bias, dtype=dtype) if ACTIVATIONS[activation].gated else None
+        )
         self.up_proj = nn.Linear(D, HIDDEN, bias, dtype=dtype)
         self.down_proj = nn.Linear(HIDDEN, D, bias, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         n = self.norm(x)
         up = self.up_proj(n)
-        h = plain_activation(self.activation, up if self.gate_proj is None else self.gate_proj(n), up)
+        h = plain_activation(
+            self.activation, up if self.gate_proj is None else self.gate_proj(n), up
+        )
         y = self.down_proj(h)
         return x + y if self.residual else y
 
 
 def both(
-    recipe: fq.Recipe, activation: str = "swiglu", normalization: str = "RMSNorm", bias: bool = False, residual: bool = False,
-    dtype: torch.dtype = BF16, **options,
+    recipe: fq.Recipe,
+    activation: str = "swiglu",
+    normalization: str = "RMSNorm",
+    bias: bool = False,
+    residual: bool = False,
+    dtype: torch.dtype = BF16,
+    **options,
 ) -> tuple[nn.Module, fq.LayerNormMLP]:
-    """Separate modules and the fused one, with the same weights, and the same names for their random bits."""
+    """Separate modules and the fused one, with the same weights, and the same names for their
+    random bits."""
     torch.manual_seed(0)
     separate = Separate(activation, normalization, bias, residual, dtype)
     for parameter in separate.norm.parameters():
         nn.init.normal_(parameter, 1.0)
     fused = fq.LayerNormMLP(
-        D, HIDDEN, activation, bias, normalization, residual=residual, dtype=dtype, recipe=recipe, name="mlp",
+        D,
+        HIDDEN,
+        activation,
+        bias,
+        normalization,
+        residual=residual,
+        dtype=dtype,
+        recipe=recipe,
+        name="mlp",
         **options,
     )
     fused.load_state_dict(separate.state_dict())
@@ -98,8 +131,11 @@ def both(
     return separate, fused
 
 
-def step(module: nn.Module, x: Tensor, dy: Tensor, context=contextlib.nullcontext, first=True) -> dict[str, Tensor]:
-    """Output and every gradient of one forward and backward. first: of step 0; else of the step that follows."""
+def step(
+    module: nn.Module, x: Tensor, dy: Tensor, context=contextlib.nullcontext, first=True
+) -> dict[str, Tensor]:
+    """Output and every gradient of one forward and backward. first: of step 0; else of the step
+    that follows."""
     if first:
         restart()
     module.zero_grad()
@@ -107,7 +143,9 @@ def step(module: nn.Module, x: Tensor, dy: Tensor, context=contextlib.nullcontex
     with context():
         y = module(x)
     y.backward(dy.to(y.dtype))
-    return {"y": y.detach(), "dx": x.grad} | {n: p.grad.clone() for n, p in module.named_parameters()}
+    return {"y": y.detach(), "dx": x.grad} | {
+        n: p.grad.clone() for n, p in module.named_parameters()
+    }
 
 
 def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
@@ -123,6 +161,7 @@ def inputs(dtype: torch.dtype = BF16, *lead: int) -> tuple[Tensor, Tensor]:
 
 # The operators #
 
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activation_equals_torchs_autograd(name: str, dtype: torch.dtype):
@@ -135,7 +174,9 @@ def test_activation_equals_torchs_autograd(name: str, dtype: torch.dtype):
     want = torch.autograd.grad(h, given, dh)
     kind = ACTIVATIONS[name].kind
     assert_same_bytes(norm.activation(g.detach(), u if u is None else u.detach(), kind)[0], h, "h")
-    *gradients, amaxes = norm.activation_backward(dh, *(t if t is None else t.detach() for t in (g, u)), kind)
+    *gradients, amaxes = norm.activation_backward(
+        dh, *(t if t is None else t.detach() for t in (g, u)), kind
+    )
     assert amaxes is None
     for got, wanted, what in zip(gradients, want, ("dg", "du")):
         assert_same_bytes(got, wanted, what)
@@ -149,7 +190,11 @@ def test_norm_equals_torchs_autograd(kind: type, dtype: torch.dtype):
     for parameter in plain.parameters():
         nn.init.normal_(parameter, 1.0)
     x, dy = inputs(dtype, 3, 7)
-    x, bias, spec = x.requires_grad_(), getattr(plain, "bias", None), NormSpec(1e-5, kind is nn.LayerNorm, False)
+    x, bias, spec = (
+        x.requires_grad_(),
+        getattr(plain, "bias", None),
+        NormSpec(1e-5, kind is nn.LayerNorm, False),
+    )
     y = plain(x)
     want = torch.autograd.grad(y, [x, *plain.parameters()], dy)
     with torch.no_grad():
@@ -157,7 +202,9 @@ def test_norm_equals_torchs_autograd(kind: type, dtype: torch.dtype):
         residual = values(3, 7, D, seed=6, dtype=dtype)
         for rest in (None, residual):
             got = norm.norm_backward(dy, x, plain.weight, bias, rest, made.rstd, made.mean, spec)
-            if rest is None or dtype is not FP32:  # of which autograd adds the terms in another order
+            if (
+                rest is None or dtype is not FP32
+            ):  # of which autograd adds the terms in another order
                 assert_same_bytes(got.dx, want[0] if rest is None else want[0] + rest, "dx")
             assert_same_bytes(got.dweight, want[1], "dweight")
             if bias is not None:
@@ -167,8 +214,11 @@ def test_norm_equals_torchs_autograd(kind: type, dtype: torch.dtype):
 
 @pytest.mark.parametrize("normalization", ("RMSNorm", "LayerNorm"))
 def test_zero_centered_gamma_is_one_plus_the_weight(normalization: str):
-    """Otherwise weight decay pulls gamma to another value than 1, or small weights are lost to rounding."""
-    centred, plain = (fq.Norm(D, normalization, zero_centered_gamma=z, dtype=FP32) for z in (True, False))
+    """Otherwise weight decay pulls gamma to another value than 1, or small weights are lost to
+    rounding."""
+    centred, plain = (
+        fq.Norm(D, normalization, zero_centered_gamma=z, dtype=FP32) for z in (True, False)
+    )
     assert not centred.weight.any()
     with torch.no_grad():
         centred.weight.copy_(values(D, seed=1, dtype=FP32) / 64)
@@ -181,14 +231,18 @@ def test_zero_centered_gamma_is_one_plus_the_weight(normalization: str):
         x = torch.full((1, D), 3.0, dtype=BF16)
         x[0, ::2] = -3.0
         y = norm.reference_norm(x, low.weight, low.bias, low.spec)[0]
-        exact = (x.double() * torch.rsqrt(torch.tensor(9 + 1e-5, dtype=torch.float64)) * (1 + 2**-9)).to(BF16)
+        exact = (
+            x.double() * torch.rsqrt(torch.tensor(9 + 1e-5, dtype=torch.float64)) * (1 + 2**-9)
+        ).to(BF16)
     assert_same_bytes(y, exact, "y")
 
 
 # The modules #
 
+
 @pytest.mark.parametrize(
-    ("activation", "dtype"), [(a, d) for a in ACTIVATIONS for d in DTYPES if d is BF16 or a in ("swiglu", "gelu")]
+    ("activation", "dtype"),
+    [(a, d) for a in ACTIVATIONS for d in DTYPES if d is BF16 or a in ("swiglu", "gelu")],
 )
 def test_identity_mlp_equals_the_plain_modules(activation: str, dtype: torch.dtype):
     """Otherwise a baseline run with the identity recipe is not the run without the library."""
@@ -204,6 +258,7 @@ def test_identity_mlp_equals_the_plain_modules(activation: str, dtype: torch.dty
 
 def test_identity_modules_equal_the_plain_ones_under_torch_autocast():
     """Otherwise mixed precision through torch.autocast rounds elsewhere once modules are fused."""
+
     def context():
         return torch.autocast("cpu", dtype=BF16)
 
@@ -217,8 +272,12 @@ def test_identity_modules_equal_the_plain_ones_under_torch_autocast():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_mlp_equals_separate_modules_of_the_recipe(name: str):
-    """Otherwise a recipe means something else in a fused module; two steps, so that histories and random bits count."""
-    for activation, normalization, bias, residual in (("swiglu", "RMSNorm", False, True), ("gelu", "LayerNorm", True, False)):
+    """Otherwise a recipe means something else in a fused module; two steps, so that histories and
+    random bits count."""
+    for activation, normalization, bias, residual in (
+        ("swiglu", "RMSNorm", False, True),
+        ("gelu", "LayerNorm", True, False),
+    ):
         separate, fused = both(RECIPES[name], activation, normalization, bias, residual)
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (separate, fused)]
         for lead in ((TOKENS,), (2, 16)):
@@ -230,15 +289,29 @@ def test_mlp_equals_separate_modules_of_the_recipe(name: str):
 
 @pytest.mark.parametrize("normalization", ("RMSNorm", "LayerNorm"))
 def test_layernorm_linear_equals_norm_and_linear(normalization: str):
-    """Otherwise fusing a norm with its linear layer changes bits; the norm's output is the one that was multiplied."""
+    """Otherwise fusing a norm with its linear layer changes bits; the norm's output is the one that
+    was multiplied."""
     x = inputs()[0]
     for recipe in (recipes.identity(), recipes.mxfp8(), RECIPES["doubled"]):
         torch.manual_seed(0)
-        module = fq.LayerNormLinear(D, D, normalization=normalization, return_layernorm_output=True, dtype=BF16, recipe=recipe)
-        plain = (nn.LayerNorm if normalization == "LayerNorm" else nn.RMSNorm)(D, eps=1e-5, dtype=BF16)
+        module = fq.LayerNormLinear(
+            D,
+            D,
+            normalization=normalization,
+            return_layernorm_output=True,
+            dtype=BF16,
+            recipe=recipe,
+        )
+        plain = (nn.LayerNorm if normalization == "LayerNorm" else nn.RMSNorm)(
+            D, eps=1e-5, dtype=BF16
+        )
         linear = nn.Linear(D, D, dtype=BF16)
-        plain.load_state_dict({k.removeprefix("norm."): v for k, v in module.state_dict().items() if "norm" in k})
-        linear.load_state_dict({k.removeprefix("linear."): v for k, v in module.state_dict().items() if "linear" in k})
+        plain.load_state_dict(
+            {k.removeprefix("norm."): v for k, v in module.state_dict().items() if "norm" in k}
+        )
+        linear.load_state_dict(
+            {k.removeprefix("linear."): v for k, v in module.state_dict().items() if "linear" in k}
+        )
         fq.convert(linear_in := nn.ModuleDict({"linear": linear}), recipe)
         normal = plain(x)
         want = linear_in["linear"](normal)
@@ -251,9 +324,12 @@ def test_layernorm_linear_equals_norm_and_linear(normalization: str):
         assert_same_bytes(module.norm.weight.grad, plain.weight.grad, "dgamma")
 
 
-@pytest.mark.parametrize("name", ("identity", "fp8_current", "mxfp8", "high_precision", "dequantized"))
+@pytest.mark.parametrize(
+    "name", ("identity", "fp8_current", "mxfp8", "high_precision", "dequantized")
+)
 def test_mlp_keeps_what_the_plan_says(name: str):
-    """Otherwise a fused module holds more than x, gate, up and the operands of wgrad: act(gate) and h are made again."""
+    """Otherwise a fused module holds more than x, gate, up and the operands of wgrad: act(gate) and
+    h are made again."""
     _, fused = both(RECIPES[name], residual=True)
     x = inputs()[0].requires_grad_()
     with recorded_saves() as saved:
@@ -261,17 +337,27 @@ def test_mlp_keeps_what_the_plan_says(name: str):
     keeps_inputs = fused.down_proj.plan.saves == "input"
     wide = [t for t in saved if t.dtype is BF16 and t.shape == (TOKENS, HIDDEN)]
     narrow = {t.data_ptr() for t in saved if t.dtype is BF16 and t.shape == (TOKENS, D)}
-    assert len(wide) == 2 + keeps_inputs, [tuple(t.shape) for t in saved]  # gate, up; h where wgrad multiplies it
+    assert len(wide) == 2 + keeps_inputs, [
+        tuple(t.shape) for t in saved
+    ]  # gate, up; h where wgrad multiplies it
     assert len(narrow) == 1 + keeps_inputs  # x; the norm's output, once for both
-    assert {tuple(t.shape) for t in saved if t.dtype is FP32 and t.dim() == 1 and t.numel() > 1} == {(TOKENS,)}  # rstd
+    assert {
+        tuple(t.shape) for t in saved if t.dtype is FP32 and t.dim() == 1 and t.numel() > 1
+    } == {(TOKENS,)}  # rstd
 
 
 def test_mlp_state_dict_has_the_usual_names():
     """Otherwise checkpoints of plain models need a translation."""
     plain = Separate("swiglu", "LayerNorm", True, False, BF16)
-    fused = fq.LayerNormMLP(D, HIDDEN, normalization="LayerNorm", bias=True, dtype=BF16, recipe=recipes.mxfp8())
+    fused = fq.LayerNormMLP(
+        D, HIDDEN, normalization="LayerNorm", bias=True, dtype=BF16, recipe=recipes.mxfp8()
+    )
     assert list(fused.state_dict()) == list(plain.state_dict())
-    assert list(fq.LayerNormMLP(D, HIDDEN, "relu_squared").state_dict()) == ["norm.weight", "up_proj.weight", "down_proj.weight"]
+    assert list(fq.LayerNormMLP(D, HIDDEN, "relu_squared").state_dict()) == [
+        "norm.weight",
+        "up_proj.weight",
+        "down_proj.weight",
+    ]
 
 
 def test_mlp_follows_a_change_of_recipe():
@@ -304,12 +390,16 @@ def test_mlp_checkpointing_changes_no_bit(reentrant: bool):
         assert_same(got, want)
 
 
-@pytest.mark.parametrize("name", ("identity", "fp8_delayed", "mxfp8", "nvfp4", "high_precision", "dequantized"))
+@pytest.mark.parametrize(
+    "name", ("identity", "fp8_delayed", "mxfp8", "nvfp4", "high_precision", "dequantized")
+)
 def test_recomputed_gate_and_up_change_no_bit(name: str):
-    """Otherwise recompute="gate_up" trains another model: other codes, histories or random bits in the backward."""
+    """Otherwise recompute="gate_up" trains another model: other codes, histories or random bits in
+    the backward."""
     for activation, bias, residual in (("swiglu", False, True), ("gelu", True, False)):
         recomputing, keeping = (
-            both(RECIPES[name], activation, bias=bias, residual=residual, recompute=r)[1] for r in ("gate_up", None)
+            both(RECIPES[name], activation, bias=bias, residual=residual, recompute=r)[1]
+            for r in ("gate_up", None)
         )
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (recomputing, keeping)]
         for lead in ((TOKENS,), (2, 16)):
@@ -321,10 +411,13 @@ def test_recomputed_gate_and_up_change_no_bit(name: str):
 
 @pytest.mark.parametrize("name", ("fp8_current", "fp8_delayed", "mxfp8"))
 def test_recomputed_gate_and_up_change_no_bit_in_compiled_steps(name: str):
-    """Otherwise codes of weights that the backward makes again differ from those of the forward, on a GPU alone."""
+    """Otherwise codes of weights that the backward makes again differ from those of the forward, on
+    a GPU alone."""
     x, dy = inputs()
     with hopper.emulated():
-        recomputing, keeping = (both(RECIPES[name], residual=True, recompute=r)[1] for r in ("gate_up", None))
+        recomputing, keeping = (
+            both(RECIPES[name], residual=True, recompute=r)[1] for r in ("gate_up", None)
+        )
         for _ in range(2):
             assert_same(step(recomputing, x, dy), step(keeping, x, dy))
 
@@ -335,7 +428,9 @@ def test_recomputed_gate_and_up_are_not_kept():
     x = inputs()[0].requires_grad_()
     with recorded_saves() as saved:
         fused(x)
-    assert all(t.shape[-1] != HIDDEN for t in saved if t.dtype is BF16), [tuple(t.shape) for t in saved]
+    assert all(t.shape[-1] != HIDDEN for t in saved if t.dtype is BF16), [
+        tuple(t.shape) for t in saved
+    ]
     with pytest.raises(ValueError, match="recompute must be None or 'gate_up', got 'down'"):
         fq.LayerNormMLP(D, HIDDEN, recompute="down")
 
@@ -351,10 +446,12 @@ def test_compiled_recomputation_equals_the_eager_one():
 
 
 @pytest.mark.parametrize(
-    ("name", "activation", "normalization"), [("identity", "swiglu", "RMSNorm"), ("mxfp8", "gelu", "LayerNorm")]
+    ("name", "activation", "normalization"),
+    [("identity", "swiglu", "RMSNorm"), ("mxfp8", "gelu", "LayerNorm")],
 )
 def test_compiled_mlp_equals_the_eager_one(name: str, activation: str, normalization: str):
-    """Otherwise torch.compile breaks a graph at a fused module, or changes its bits; train and evaluation."""
+    """Otherwise torch.compile breaks a graph at a fused module, or changes its bits; train and
+    evaluation."""
     torch._dynamo.reset()
     _, fused = both(RECIPES[name], activation, normalization, True, True)
     x, dy = inputs()
@@ -367,7 +464,8 @@ def test_compiled_mlp_equals_the_eager_one(name: str, activation: str, normaliza
 
 
 def test_frozen_norm_and_input_without_gradient():
-    """Otherwise LoRA on a frozen base, or the first layer, computes or asks for gradients that nobody reads."""
+    """Otherwise LoRA on a frozen base, or the first layer, computes or asks for gradients that
+    nobody reads."""
     x, dy = inputs()
     separate, fused = both(recipes.mxfp8(), residual=True)
     for module in (separate, fused):
@@ -381,7 +479,9 @@ def test_wrong_options_are_refused():
     """Otherwise a misspelt activation or normalization trains another model."""
     with pytest.raises(ValueError, match="activation must be one of .*swiglu.*, got 'swish'"):
         fq.LayerNormMLP(D, HIDDEN, "swish")
-    with pytest.raises(ValueError, match="normalization must be 'RMSNorm' or 'LayerNorm', got 'rms'"):
+    with pytest.raises(
+        ValueError, match="normalization must be 'RMSNorm' or 'LayerNorm', got 'rms'"
+    ):
         fq.LayerNormLinear(D, D, normalization="rms")
     with pytest.raises(ValueError, match=r"RMSNorm: input is \[3, 40\], its last dim must be 48"):
         fq.LayerNormMLP(D, HIDDEN)(torch.zeros(3, 40))
@@ -389,18 +489,29 @@ def test_wrong_options_are_refused():
 
 # On a Hopper GPU, emulated #
 
+
 @pytest.mark.parametrize("name", ("fp8_current", "mxfp8"))
 def test_kernels_of_an_mlp_read_each_tensor_once(name: str):
-    """Otherwise a tensor between two products is read more often than it must be, or its amax is not that of its values."""
+    """Otherwise a tensor between two products is read more often than it must be, or its amax is
+    not that of its values."""
     x, dy = inputs(BF16, 2, 16)
     _, fused = both(RECIPES[name], residual=True)
     want = step(fused, x, dy)
     with hopper.emulated() as operators:
         _, fused = both(RECIPES[name], residual=True)
         got = step(fused, x, dy)
-        counts = {n: operators.count(n) for n in ("norm", "norm_backward", "activation", "activation_backward", "amaxes")}
+        counts = {
+            n: operators.count(n)
+            for n in ("norm", "norm_backward", "activation", "activation_backward", "amaxes")
+        }
         # Handed over: n to gate and up (which takes gate's codes), and the gradients of both.
-        assert counts == {"norm": 1, "norm_backward": 1, "activation": 0, "activation_backward": 1, "amaxes": 4}
+        assert counts == {
+            "norm": 1,
+            "norm_backward": 1,
+            "activation": 0,
+            "activation_backward": 1,
+            "amaxes": 4,
+        }
         assert len(operators.steps()) == 6  # three layers, forward and backward
         made = [c for c in operators.calls if c.name in ("linear_step", "linear_gated") and c.row]
         assert len(made) == 2  # gate and up share the codes of the norm's output
@@ -409,11 +520,19 @@ def test_kernels_of_an_mlp_read_each_tensor_once(name: str):
 
 
 def test_gate_and_up_share_codes_of_one_history():
-    """Otherwise delayed scaling quantizes a norm's output twice and keeps it twice, or gate is scaled by another's amaxes."""
+    """Otherwise delayed scaling quantizes a norm's output twice and keeps it twice, or gate is
+    scaled by another's amaxes."""
+
     def made(operators, module: nn.Module, x: Tensor, dy: Tensor) -> tuple[int, dict[str, Tensor]]:
         before = len(operators.calls)
         results = step(module, x, dy, first=False)
-        return len([c for c in operators.calls[before:] if c.name in ("linear_step", "linear_gated") and c.row]), results
+        return len(
+            [
+                c
+                for c in operators.calls[before:]
+                if c.name in ("linear_step", "linear_gated") and c.row
+            ]
+        ), results
 
     recipe = recipes.fp8_delayed(length=2)
     restart()
@@ -437,16 +556,23 @@ def test_gate_and_up_share_codes_of_one_history():
 
 
 def test_who_looks_at_the_last_layer_sees_its_input():
-    """Otherwise a hook, a debugger or another recipe reads an input of the last layer that was never written."""
+    """Otherwise a hook, a debugger or another recipe reads an input of the last layer that was
+    never written."""
     x, dy = inputs(BF16, 2, 16)
     with hopper.emulated() as operators:
         _, fused = both(RECIPES["fp8_block"])
         want, seen = step(fused, x, dy), []
         assert operators.count("activation") == 0
-        hook = fused.down_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+        hook = fused.down_proj.register_forward_pre_hook(
+            lambda module, args: seen.append(args[0].detach())
+        )
         got = step(fused, x, dy)
         hook.remove()
-        assert operators.count("activation") == 1 and seen[0].is_contiguous() and seen[0].count_nonzero() > 0
+        assert (
+            operators.count("activation") == 1
+            and seen[0].is_contiguous()
+            and seen[0].count_nonzero() > 0
+        )
         for what, tensor in want.items():
             assert_same_bytes(got[what], tensor, what)
         with fq.autocast(RECIPES["fp8_block"]):
@@ -458,14 +584,18 @@ def test_who_looks_at_the_last_layer_sees_its_input():
 
 
 def test_a_kernels_result_is_written_in_place_as_torchs_is():
-    """Otherwise h.mul_(2) after a fused activation or norm raises that h is a view, on a GPU alone."""
+    """Otherwise h.mul_(2) after a fused activation or norm raises that h is a view, on a GPU
+    alone."""
     with hopper.emulated():
         for lead in ((TOKENS,), (2, 16)):
             x = inputs(BF16, *lead)[0].requires_grad_()
             weight = torch.ones(D, dtype=BF16)
-            for run in (lambda: activate(x, None, 0)[0], lambda: normalize(x, weight, None, NormSpec(1e-5, False, False))[0]):
-                want, = torch.autograd.grad(run().sum(), x)
-                got, = torch.autograd.grad(run().mul_(2).sum(), x)
+            for run in (
+                lambda: activate(x, None, 0)[0],
+                lambda: normalize(x, weight, None, NormSpec(1e-5, False, False))[0],
+            ):
+                (want,) = torch.autograd.grad(run().sum(), x)
+                (got,) = torch.autograd.grad(run().mul_(2).sum(), x)
                 assert_same_bytes(got, want * 2, "dx")
 
 
@@ -473,8 +603,18 @@ def test_widths_that_no_kernel_takes_run_by_the_reference():
     """Otherwise a width that is no multiple of 8 fails on a GPU."""
     with hopper.emulated() as operators:
         assert norm.activation(torch.ones(4, 12, dtype=BF16), None, 0)[1] is None
-        assert norm.norm(torch.ones(4, 16400), torch.ones(16400), None, NormSpec(1e-5, False, False)).amax is None
-        assert norm.norm(torch.ones(4, 16), torch.ones(16, dtype=BF16), None, NormSpec(1e-5, False, False)).amax is None
+        assert (
+            norm.norm(
+                torch.ones(4, 16400), torch.ones(16400), None, NormSpec(1e-5, False, False)
+            ).amax
+            is None
+        )
+        assert (
+            norm.norm(
+                torch.ones(4, 16), torch.ones(16, dtype=BF16), None, NormSpec(1e-5, False, False)
+            ).amax
+            is None
+        )
         g = torch.ones(4, 40, dtype=BF16)[:, 4:36]  # rows that begin between multiples of 16 bytes
         assert norm.activation(g, g, 2)[1] is not None
         assert operators.count("activation") == 1

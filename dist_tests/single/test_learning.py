@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Four arms of a small language task: quantized recipes learn, and a broken one is caught.
 
-CI runs a task of 2 to 6 seconds an arm; with FSDP_QUANT_ALL_PAIRS=1 that of `dist_tests.bench.learning` at its full
-size (a minute or two an arm), whose whole table is `python -m dist_tests.bench.learning`.
+CI runs a task of 2 to 6 seconds an arm; with FSDP_QUANT_ALL_PAIRS=1 that of
+`dist_tests.bench.learning` at its full size (a minute or two an arm), whose whole table is
+`python -m dist_tests.bench.learning`.
 """
 
 from __future__ import annotations
@@ -11,23 +12,40 @@ from dist_tests import laws
 from dist_tests.bench.learning import ARMS, Size, validation_loss
 from fsdp_quant import recipes
 
-# Largest gaps of mxfp8 and of nvfp4, and the least of a recipe that is broken. Measured, small, seeds 0 to 2: .0003, .0000
-# and .0001; .0022, .0007 and .0016; .066, .025 and .048. Full, seed 0: nvfp4 .0324, a scale a row .0553, inputs rounded at random .0620.
+# Largest gaps of mxfp8 and of nvfp4, and the least of a recipe that is broken. Measured, small,
+# seeds 0 to 2: .0003, .0000 and .0001; .0022, .0007 and .0016; .066, .025 and .048. Full, seed 0:
+# nvfp4 .0324, a scale a row .0553, inputs rounded at random .0620.
 BOUNDS = {"small": (0.004, 0.008, 0.018), "full": (0.008, 0.042, 0.045)}
 SMALL = Size(
-    width=64, heads=2, layers=1, vocabulary=16, tokens=32, sequences=8, steps=60, warmup=6, rate=8e-3, validation=256, topics=1,
+    width=64,
+    heads=2,
+    layers=1,
+    vocabulary=16,
+    tokens=32,
+    sequences=8,
+    steps=60,
+    warmup=6,
+    rate=8e-3,
+    validation=256,
+    topics=1,
     exponent=2.5,
 )
 
 
 def test_recipes_learn_and_a_broken_one_is_caught():
-    """If false, a recipe that multiplies the right codes does not train, or no test of training would notice one that fails.
+    """If false, a recipe that multiplies the right codes does not train, or no test of training
+    would notice one that fails.
 
     Gaps to bf16 in nats, of the same data and initial values.
     """
-    size, (mxfp8, nvfp4, broken) = (Size(), BOUNDS["full"]) if laws.EVERYTHING else (SMALL, BOUNDS["small"])
+    size, (mxfp8, nvfp4, broken) = (
+        (Size(), BOUNDS["full"]) if laws.EVERYTHING else (SMALL, BOUNDS["small"])
+    )
     base = validation_loss(recipes.identity(), size, 0)
-    gaps = {arm: validation_loss(ARMS[arm], size, 0) - base for arm in ("mxfp8", "nvfp4", "broken: a scale a tensor")}
+    gaps = {
+        arm: validation_loss(ARMS[arm], size, 0) - base
+        for arm in ("mxfp8", "nvfp4", "broken: a scale a tensor")
+    }
     assert gaps["mxfp8"] <= mxfp8, gaps
     assert gaps["nvfp4"] <= nvfp4, gaps
     assert gaps["broken: a scale a tensor"] >= broken, gaps

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One `fq.Linear`: its three products, what its backward keeps, and what may change between its steps."""
+"""One `fq.Linear`: its three products, what its backward keeps, and what may change between its
+steps."""
 
 from __future__ import annotations
 
@@ -41,13 +42,17 @@ def three_formats(role):
 def element_per_direction(role):
     """e4m3 in the forward, e5m2 in the backward."""
     backward = format_of("fp8_tensor", element="e5m2")
-    return HybridQuantizer(backward if role.tensor_type == "grad_output" else "fp8_tensor", backward)
+    return HybridQuantizer(
+        backward if role.tensor_type == "grad_output" else "fp8_tensor", backward
+    )
 
 
 def delayed_and_current(role):
     """Delayed scaling in the forward, current in the backward."""
     delayed = Quantizer("fp8_tensor", scaling=fq.DelayedScaling(length=4))
-    return HybridQuantizer(Quantizer("fp8_tensor") if role.tensor_type == "grad_output" else delayed, "fp8_tensor")
+    return HybridQuantizer(
+        Quantizer("fp8_tensor") if role.tensor_type == "grad_output" else delayed, "fp8_tensor"
+    )
 
 
 def rounds_everything_but_weights(role):
@@ -56,7 +61,9 @@ def rounds_everything_but_weights(role):
 
 
 def rounds_gradients(role):
-    return Quantizer("mxfp8", rounding="stochastic") if role.tensor_type == "grad_output" else "mxfp8"
+    return (
+        Quantizer("mxfp8", rounding="stochastic") if role.tensor_type == "grad_output" else "mxfp8"
+    )
 
 
 def derived_columns(role):
@@ -85,12 +92,22 @@ HYBRIDS = {
 }
 CUSTOM = {
     f.__name__: fq.CustomRecipe(f)
-    for f in (three_formats, element_per_direction, delayed_and_current, rounds_everything_but_weights, derived_columns)
+    for f in (
+        three_formats,
+        element_per_direction,
+        delayed_and_current,
+        rounds_everything_but_weights,
+        derived_columns,
+    )
 }
 ALL = NAMED | HYBRIDS | CUSTOM
 BY_FAMILY = {
-    "identity": recipes.identity, "fp8_tensor": recipes.fp8_current, "fp8_row": recipes.fp8_row,
-    "fp8_block": recipes.fp8_block, "mxfp8": recipes.mxfp8, "nvfp4": recipes.nvfp4,
+    "identity": recipes.identity,
+    "fp8_tensor": recipes.fp8_current,
+    "fp8_row": recipes.fp8_row,
+    "fp8_block": recipes.fp8_block,
+    "mxfp8": recipes.mxfp8,
+    "nvfp4": recipes.nvfp4,
 }
 SHAPES = {"2d": (24, 40), "3d": (2, 12, 40)}
 FEATURES = (40, 56)  # in, out: no multiple of 16 or 32
@@ -100,7 +117,13 @@ FEATURES = (40, 56)  # in, out: no multiple of 16 or 32
 def _own_step():
     """Each test starts at step 0 of seed 0, counted by training forwards, with empty counters."""
     with kept_step():
-        STEP.seed, STEP.step, STEP.micro_batch, STEP.token_offset, STEP.counted_by_hand = 0, 0, 0, -1, False
+        STEP.seed, STEP.step, STEP.micro_batch, STEP.token_offset, STEP.counted_by_hand = (
+            0,
+            0,
+            0,
+            -1,
+            False,
+        )
         STEP.publish()
         counters.reset()
         yield
@@ -112,19 +135,26 @@ def restart() -> None:
     STEP.publish()
 
 
-def plain_linear(bias: bool = True, dtype: torch.dtype = torch.float32, features=FEATURES, seed: int = 0) -> nn.Linear:
+def plain_linear(
+    bias: bool = True, dtype: torch.dtype = torch.float32, features=FEATURES, seed: int = 0
+) -> nn.Linear:
     torch.manual_seed(seed)
     return nn.Linear(*features, bias=bias, dtype=dtype)
 
 
-def linear(recipe: fq.Recipe, bias: bool = True, dtype: torch.dtype = torch.float32, features=FEATURES) -> fq.Linear:
+def linear(
+    recipe: fq.Recipe, bias: bool = True, dtype: torch.dtype = torch.float32, features=FEATURES
+) -> fq.Linear:
     return fq.convert(nn.ModuleDict({"fc": plain_linear(bias, dtype, features)}), recipe)["fc"]
 
 
 def plain_net(dtype: torch.dtype = torch.float32, bias: bool = True) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Linear(40, 56, bias, dtype=dtype), nn.GELU(), nn.Linear(56, 48, bias, dtype=dtype), nn.GELU(),
+        nn.Linear(40, 56, bias, dtype=dtype),
+        nn.GELU(),
+        nn.Linear(56, 48, bias, dtype=dtype),
+        nn.GELU(),
         nn.Linear(48, 24, bias, dtype=dtype),
     )
 
@@ -140,7 +170,9 @@ def run(module: nn.Module, x: Tensor, dy: Tensor, **autocast) -> dict[str, Tenso
     with torch.autocast("cpu", **autocast) if autocast else contextlib.nullcontext():
         y = module(x)
     y.backward(dy.to(y.dtype))
-    return {"y": y.detach(), "dx": x.grad} | {f"d {n}": p.grad for n, p in module.named_parameters()}
+    return {"y": y.detach(), "dx": x.grad} | {
+        f"d {n}": p.grad for n, p in module.named_parameters()
+    }
 
 
 def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], what: str = "") -> None:
@@ -149,16 +181,23 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], what: str = "")
         assert_same_bytes(got[name], tensor, f"{what} {name}")
 
 
-def train(model: nn.Module, steps: int = 5, batches: int = 1, seed: int = 7, lr: float = 1e-2) -> list[dict[str, Tensor]]:
+def train(
+    model: nn.Module, steps: int = 5, batches: int = 1, seed: int = 7, lr: float = 1e-2
+) -> list[dict[str, Tensor]]:
     """Outputs, gradients and weights of every AdamW step on seeded data."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     seen = []
     for step in range(steps):
         for batch in range(batches):
-            x, dy = (values(24, n, seed=seed + 17 * step + batch + k, dtype=torch.float32) for n, k in ((40, 0), (24, 5)))
+            x, dy = (
+                values(24, n, seed=seed + 17 * step + batch + k, dtype=torch.float32)
+                for n, k in ((40, 0), (24, 5))
+            )
             y = model(x)
             y.backward(dy)
-        seen.append({"y": y.detach()} | {f"d {n}": p.grad.clone() for n, p in model.named_parameters()})
+        seen.append(
+            {"y": y.detach()} | {f"d {n}": p.grad.clone() for n, p in model.named_parameters()}
+        )
         optimizer.step()
         optimizer.zero_grad()
         seen[-1] |= {n: p.clone() for n, p in model.state_dict().items()}
@@ -167,7 +206,9 @@ def train(model: nn.Module, steps: int = 5, batches: int = 1, seed: int = 7, lr:
 
 def expected_storages(module: fq.Linear, slot: str, x: Tensor):
     """The QuantizedTensor of one slot, from its quantizer alone."""
-    key = torch.tensor([STEP.seed, STEP.step, tensor_id(f"{module._name}.{slot}"), STEP.micro_batch, 0])
+    key = torch.tensor(
+        [STEP.seed, STEP.step, tensor_id(f"{module._name}.{slot}"), STEP.micro_batch, 0]
+    )
     return module.plan.hybrid(slot).quantize(x, key=key)
 
 
@@ -182,29 +223,42 @@ def histories(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ALL)
 def test_linear_products_are_those_of_the_decoded_operands(name: str, shape: str):
-    """Otherwise some GEMM multiplies another format, direction or random draw than the recipe names.
+    """Otherwise some GEMM multiplies another format, direction or random draw than the recipe
+    names.
 
-    Oracle: the quantizers alone, their storages decoded, fp64 products. fp32 accumulation of n terms is off by at most
-    (n + 1) 2^-24 |a| |b|; turning a rotation back adds four fp32 additions and a product on either operand.
+    Oracle: the quantizers alone, their storages decoded, fp64 products. fp32 accumulation of n
+    terms is off by at most (n + 1) 2^-24 |a| |b|; turning a rotation back adds four fp32 additions
+    and a product on either operand.
     """
     module = linear(ALL[name])
-    x, dy = values(*SHAPES[shape], dtype=torch.float32), values(*SHAPES[shape][:-1], 56, seed=1, dtype=torch.float32)
+    x, dy = (
+        values(*SHAPES[shape], dtype=torch.float32),
+        values(*SHAPES[shape][:-1], 56, seed=1, dtype=torch.float32),
+    )
     got = run(module, x, dy)
     weight = module.state_dict()["weight"]
     quantized = any(module.plan.weight.side(d).fmt.is_quantized for d in (ROWWISE, COLUMNWISE))
     xq = expected_storages(module, "input", x.reshape(-1, 40))
     dyq = expected_storages(module, "grad_output", dy.reshape(-1, 56))
     wq = module.plan.weight.quantize(weight.bfloat16() if quantized else weight)
-    whole = module.plan.weight.quantize(weight)  # identity sides keep the compute dtype, here the input's fp32
+    whole = module.plan.weight.quantize(
+        weight
+    )  # identity sides keep the compute dtype, here the input's fp32
 
     def w(direction):
         quantizer = module.plan.weight.side(direction)
-        return getattr(wq if quantizer.fmt.is_quantized else whole, direction.value).dequantize(torch.float32)
+        return getattr(wq if quantizer.fmt.is_quantized else whole, direction.value).dequantize(
+            torch.float32
+        )
 
     def check(what: str, got: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None) -> None:
         a, b = a.double(), b.double()
         want = a @ b.t() + (0 if bias is None else bias.double())
-        bound = (a.shape[1] + 12) * 2.0**-24 * a.norm(dim=1)[:, None] * b.norm(dim=1) + 2.0**-22 * want.abs() + 1e-30
+        bound = (
+            (a.shape[1] + 12) * 2.0**-24 * a.norm(dim=1)[:, None] * b.norm(dim=1)
+            + 2.0**-22 * want.abs()
+            + 1e-30
+        )
         worst = ((got.reshape(want.shape).double() - want).abs() / bound).max()
         assert worst <= 1, f"{name} {what}: error {worst:.3g} times its bound"
 
@@ -219,7 +273,8 @@ def test_linear_products_are_those_of_the_decoded_operands(name: str, shape: str
 
 @pytest.mark.parametrize("family", BY_FAMILY)
 def test_hybrid_of_one_family_equals_the_named_recipe(family: str):
-    """Otherwise equal formats are not the special case of unequal ones: outputs, gradients, five AdamW steps."""
+    """Otherwise equal formats are not the special case of unequal ones: outputs, gradients, five
+    AdamW steps."""
     want = train(net(BY_FAMILY[family]()))
     restart()
     for i, (a, b) in enumerate(zip(train(net(recipes.hybrid(family, family))), want)):
@@ -228,7 +283,8 @@ def test_hybrid_of_one_family_equals_the_named_recipe(family: str):
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_recipe_learns(name: str):
-    """Otherwise a combination of formats runs but does not train: the loss on a linear target must fall by half."""
+    """Otherwise a combination of formats runs but does not train: the loss on a linear target must
+    fall by half."""
     module = linear(ALL[name])
     target = plain_linear(seed=3)
     optimizer = torch.optim.AdamW(module.parameters(), lr=2e-2, weight_decay=0.0)
@@ -244,12 +300,19 @@ def test_every_recipe_learns(name: str):
 
 
 def test_one_side_of_a_hybrid_does_not_change_the_other():
-    """Otherwise the forward depends on the backward's format, or the backward's on the forward's weight codes."""
+    """Otherwise the forward depends on the backward's format, or the backward's on the forward's
+    weight codes."""
     x, dy = values(24, 40, dtype=torch.float32), values(24, 56, seed=1, dtype=torch.float32)
-    forward = {b: run(linear(recipes.hybrid("mxfp8", b)), x, dy)["y"] for b in ("identity", "fp8_row", "fp8_block", "nvfp4")}
+    forward = {
+        b: run(linear(recipes.hybrid("mxfp8", b)), x, dy)["y"]
+        for b in ("identity", "fp8_row", "fp8_block", "nvfp4")
+    }
     for backward, y in forward.items():
         assert_same_bytes(y, forward["identity"], f"forward with {backward} backward")
-    backward = {f: run(linear(recipes.hybrid(f, "mxfp8")), x, dy) for f in ("identity", "fp8_row", "fp8_block", "nvfp4")}
+    backward = {
+        f: run(linear(recipes.hybrid(f, "mxfp8")), x, dy)
+        for f in ("identity", "fp8_row", "fp8_block", "nvfp4")
+    }
     for name, got in backward.items():
         for grad in ("dx", "d weight", "d bias"):
             assert_same_bytes(got[grad], backward["identity"][grad], f"{grad} with {name} forward")
@@ -271,12 +334,23 @@ def test_identity_equals_the_plain_module(dtype: torch.dtype, bias: bool, shape)
 @pytest.mark.parametrize("shape", [(6, 16), (2, 3, 16)], ids=str)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_identity_equals_the_plain_module_under_torch_autocast(dtype: torch.dtype, bias: bool, shape):
-    """Otherwise autocast casts something else, or keeps another gradient dtype, than for nn.Linear."""
+def test_identity_equals_the_plain_module_under_torch_autocast(
+    dtype: torch.dtype, bias: bool, shape
+):
+    """Otherwise autocast casts something else, or keeps another gradient dtype, than for
+    nn.Linear."""
     x, dy = values(*shape, dtype=dtype), values(*shape[:-1], 24, seed=1)
-    for options in ({"dtype": torch.bfloat16}, {"dtype": torch.float16}, {"dtype": torch.bfloat16, "enabled": False}):
+    for options in (
+        {"dtype": torch.bfloat16},
+        {"dtype": torch.float16},
+        {"dtype": torch.bfloat16, "enabled": False},
+    ):
         want = run(plain_linear(bias, dtype, (16, 24)), x, dy, **options)
-        assert_same(run(linear(recipes.identity(), bias, dtype, (16, 24)), x, dy, **options), want, str(options))
+        assert_same(
+            run(linear(recipes.identity(), bias, dtype, (16, 24)), x, dy, **options),
+            want,
+            str(options),
+        )
 
 
 def test_identity_equals_the_plain_module_on_strided_tensors():
@@ -285,7 +359,7 @@ def test_identity_equals_the_plain_module_on_strided_tensors():
         x = values(40, 24, dtype=torch.float32).t().requires_grad_()
         y = make()(x)
         y.sum().backward()  # the gradient is an expanded scalar
-        results = (y.detach(), x.grad) if make is plain_linear else results + (y.detach(), x.grad)
+        results = (y.detach(), x.grad) if make is plain_linear else results + (y.detach(), x.grad)  # noqa: F821
     assert_same_bytes(results[2], results[0], "output")
     assert_same_bytes(results[3], results[1], "input gradient")
 
@@ -302,12 +376,19 @@ def test_quantized_linear_takes_strided_inputs():
     dy = values(56, 24, seed=1, dtype=torch.float32)
     for name in ("mxfp8", "nvfp4", "fp8_block"):
         strided = run(linear(ALL[name], bias=False), x.t(), dy.t())
-        assert_same(strided, run(linear(ALL[name], bias=False), x.t().contiguous(), dy.t().contiguous()), name)
+        assert_same(
+            strided,
+            run(linear(ALL[name], bias=False), x.t().contiguous(), dy.t().contiguous()),
+            name,
+        )
 
 
-@pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4", "mxfp8_nvfp4"])
+@pytest.mark.parametrize(
+    "name", ["fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4", "mxfp8_nvfp4"]
+)
 def test_linear_takes_no_rows(name: str):
-    """Otherwise an expert without tokens, or an empty last batch, crashes or leaves NaNs in the weight's gradient."""
+    """Otherwise an expert without tokens, or an empty last batch, crashes or leaves NaNs in the
+    weight's gradient."""
     got = run(linear(ALL[name]), torch.zeros(0, 40), torch.zeros(0, 56))
     assert got["y"].shape == (0, 56)
     assert got["dx"].shape == (0, 40)
@@ -317,19 +398,31 @@ def test_linear_takes_no_rows(name: str):
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8_block"])
 def test_linear_result_dtype_is_that_of_the_input_or_of_autocast(name: str):
-    """Otherwise a converted layer changes the dtype that flows through a model; gradients keep the parameters' dtype."""
+    """Otherwise a converted layer changes the dtype that flows through a model; gradients keep the
+    parameters' dtype."""
     for inside in (torch.float32, torch.bfloat16, torch.float16):
         module = linear(ALL[name])
         x, dy = values(4, 40, dtype=inside), values(4, 56, dtype=inside)
         got = run(module, x, dy)
         assert (got["y"].dtype, got["dx"].dtype) == (inside, inside)
         assert (got["d weight"].dtype, got["d bias"].dtype) == (torch.float32, torch.float32)
-        # The weight's codes are of the master in compute_dtype: fp32 inputs of the same values give the same product.
+        # The weight's codes are of the master in compute_dtype: fp32 inputs of the same values give
+        # the same product.
         wide = run(linear(ALL[name]), x.float(), dy.float())["y"]
         assert_same_bytes(got["y"], wide.to(inside), f"output of {inside} inputs")
-    cast = run(linear(ALL[name]), values(4, 40, dtype=torch.float32), values(4, 56), dtype=torch.bfloat16)
-    assert (cast["y"].dtype, cast["dx"].dtype, cast["d weight"].dtype) == (torch.bfloat16, torch.float32, torch.float32)
-    assert_same_bytes(cast["y"], run(linear(ALL[name]), values(4, 40), values(4, 56))["y"], "autocast casts the input")
+    cast = run(
+        linear(ALL[name]), values(4, 40, dtype=torch.float32), values(4, 56), dtype=torch.bfloat16
+    )
+    assert (cast["y"].dtype, cast["dx"].dtype, cast["d weight"].dtype) == (
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+    )
+    assert_same_bytes(
+        cast["y"],
+        run(linear(ALL[name]), values(4, 40), values(4, 56))["y"],
+        "autocast casts the input",
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -356,15 +449,23 @@ def decoded_operand(module: fq.Linear, slot: str, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
 @pytest.mark.parametrize("name", [*NAMED, *HYBRIDS])
-def test_backward_override_multiplies_what_it_says(name: str, override: str, shape: str, bias: bool):
-    """Otherwise reinforcement learning's quantized forward is differentiated with respect to other operands."""
+def test_backward_override_multiplies_what_it_says(
+    name: str, override: str, shape: str, bias: bool
+):
+    """Otherwise reinforcement learning's quantized forward is differentiated with respect to other
+    operands."""
     recipe = ALL[name]
     overridden = copy.copy(recipe)
     object.__setattr__(overridden, "backward_override", override)
-    x, dy = values(*SHAPES[shape], dtype=torch.float32), values(*SHAPES[shape][:-1], 56, seed=1, dtype=torch.float32)
+    x, dy = (
+        values(*SHAPES[shape], dtype=torch.float32),
+        values(*SHAPES[shape][:-1], 56, seed=1, dtype=torch.float32),
+    )
     module = linear(overridden, bias)
     got = run(module, x, dy)
-    assert_same_bytes(got["y"], run(linear(recipe, bias), x, dy)["y"], "the forward stays quantized")
+    assert_same_bytes(
+        got["y"], run(linear(recipe, bias), x, dy)["y"], "the forward stays quantized"
+    )
     operand_x, operand_w = x, module.state_dict()["weight"]
     if override == "dequantized":
         rowwise = module.plan.weight.rowwise
@@ -380,7 +481,8 @@ def test_backward_override_multiplies_what_it_says(name: str, override: str, sha
 
 
 def test_backward_override_does_not_quantize_the_gradient():
-    """Otherwise the backward that was to stay in high precision costs, and rounds, a quantization."""
+    """Otherwise the backward that was to stay in high precision costs, and rounds, a
+    quantization."""
     for override in ("high_precision", "dequantized"):
         module = linear(recipes.nvfp4(backward_override=override))
         x = values(24, 40, dtype=torch.float32).requires_grad_()
@@ -391,7 +493,8 @@ def test_backward_override_does_not_quantize_the_gradient():
 
 
 def test_dequantized_override_follows_a_delayed_scale():
-    """Otherwise the backward decodes the input with another scale than the forward's: the history's, not the amax's."""
+    """Otherwise the backward decodes the input with another scale than the forward's: the
+    history's, not the amax's."""
     module = linear(recipes.fp8_delayed(backward_override="dequantized"), bias=False)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
     module(values(24, 40, dtype=torch.float32) * 4).sum().backward()
@@ -399,7 +502,9 @@ def test_dequantized_override_follows_a_delayed_scale():
     x, dy = values(24, 40, seed=2, dtype=torch.float32), values(24, 56, seed=1, dtype=torch.float32)
     got = run(module, x, dy)["d weight"]
     enc = fq.state_dict(module)["histories"][".input.rowwise"]["enc"]
-    assert float(enc) == pytest.approx(448 / float((values(24, 40, dtype=torch.float32) * 4).abs().max()))
+    assert float(enc) == pytest.approx(
+        448 / float((values(24, 40, dtype=torch.float32) * 4).abs().max())
+    )
     decoded = (x * enc).clamp(-448, 448).to(torch.float8_e4m3fn).float() * (1 / enc)
     assert_same_bytes(got, dy.t().mm(decoded), "weight gradient")
 
@@ -409,7 +514,9 @@ def test_dequantized_override_follows_a_delayed_scale():
 
 def dgrad_buffers(module: fq.Linear, dtype: torch.dtype) -> list[Tensor]:
     """What dgrad multiplies of the weight as it is."""
-    made = linear_op.weight_storages(module.weight, [COLUMNWISE], module.plan, copy.deepcopy(module._weight_state), dtype)
+    made = linear_op.weight_storages(
+        module.weight, [COLUMNWISE], module.plan, copy.deepcopy(module._weight_state), dtype
+    )
     return list(made[COLUMNWISE].buffers().values())
 
 
@@ -420,22 +527,39 @@ def assert_same_saves(saved: list[Tensor], want: list[Tensor]) -> None:
 
 
 SAVES = {
-    "identity": "input", "fp8_current": "rowwise", "fp8_current_e5m2": "rowwise", "fp8_delayed": "rowwise",
-    "fp8_row": "columnwise", "fp8_block": "columnwise", "fp8_block_fp32_scales": "columnwise", "mxfp8": "columnwise",
-    "nvfp4": "columnwise", "mxfp8_nvfp4": "columnwise", "nvfp4_mxfp8": "columnwise", "fp8_block_identity": "input",
-    "identity_fp8_row": "columnwise", "three_formats": "columnwise", "element_per_direction": "columnwise",
-    "delayed_and_current": "columnwise", "rounds_everything_but_weights": "columnwise", "derived_columns": "rowwise",
+    "identity": "input",
+    "fp8_current": "rowwise",
+    "fp8_current_e5m2": "rowwise",
+    "fp8_delayed": "rowwise",
+    "fp8_row": "columnwise",
+    "fp8_block": "columnwise",
+    "fp8_block_fp32_scales": "columnwise",
+    "mxfp8": "columnwise",
+    "nvfp4": "columnwise",
+    "mxfp8_nvfp4": "columnwise",
+    "nvfp4_mxfp8": "columnwise",
+    "fp8_block_identity": "input",
+    "identity_fp8_row": "columnwise",
+    "three_formats": "columnwise",
+    "element_per_direction": "columnwise",
+    "delayed_and_current": "columnwise",
+    "rounds_everything_but_weights": "columnwise",
+    "derived_columns": "rowwise",
 }
 
 
 @pytest.mark.parametrize("override", [None, "high_precision", "dequantized"])
 @pytest.mark.parametrize("name", ALL)
 def test_saved_tensors_are_those_the_plan_names(name: str, override: str | None):
-    """Otherwise activation memory is not what the plan printed, or a backward keeps more of the weight than dgrad multiplies."""
+    """Otherwise activation memory is not what the plan printed, or a backward keeps more of the
+    weight than dgrad multiplies."""
     recipe = copy.copy(ALL[name])
     object.__setattr__(recipe, "backward_override", override)
     want = {None: SAVES[name], "high_precision": "input", "dequantized": "rowwise"}[override]
-    if override == "dequantized" and not recipe.hybrid(fq.Role("linear", "input", "fc")).rowwise.fmt.is_quantized:
+    if (
+        override == "dequantized"
+        and not recipe.hybrid(fq.Role("linear", "input", "fc")).rowwise.fmt.is_quantized
+    ):
         want = "input"  # decoded identity is the input
     module = linear(recipe)
     assert module.plan.saves == want
@@ -488,7 +612,8 @@ def test_nothing_is_saved_without_a_graph():
 
 @pytest.mark.parametrize("name", [n for n in ALL if n != "derived_columns"])
 def test_saving_the_original_input_gives_the_same_gradients(name: str):
-    """Otherwise trading memory for a second quantization changes the run: scales or random bits were drawn anew."""
+    """Otherwise trading memory for a second quantization changes the run: scales or random bits
+    were drawn anew."""
     kept = copy.copy(ALL[name])
     object.__setattr__(kept, "save_original_input", True)
     assert linear(kept).plan.saves == "input"
@@ -499,8 +624,12 @@ def test_saving_the_original_input_gives_the_same_gradients(name: str):
 
 
 def test_saving_the_original_input_is_never_of_decoded_operands():
-    """Otherwise the backward multiplies other values than the forward did, or recipes that both options share are refused."""
-    asked, plain = (linear(recipes.mxfp8(backward_override="dequantized", save_original_input=s)) for s in (True, None))
+    """Otherwise the backward multiplies other values than the forward did, or recipes that both
+    options share are refused."""
+    asked, plain = (
+        linear(recipes.mxfp8(backward_override="dequantized", save_original_input=s))
+        for s in (True, None)
+    )
     assert asked.plan == plain.plan and asked.plan.saves == "rowwise"
 
 
@@ -509,12 +638,16 @@ def test_saving_the_original_input_is_never_of_decoded_operands():
 
 def test_frozen_base_quantizes_no_gradient_for_the_weight():
     """Otherwise LoRA pays for columnwise gradients and a wgrad that is thrown away."""
-    model = nn.ModuleDict({"base": plain_linear(), "down": nn.Linear(40, 4, False), "up": nn.Linear(4, 56, False)})
+    model = nn.ModuleDict(
+        {"base": plain_linear(), "down": nn.Linear(40, 4, False), "up": nn.Linear(4, 56, False)}
+    )
     fq.convert(model, recipes.mxfp8(), skip=["down", "up"])
     model["base"].requires_grad_(False)
     x = values(24, 40, dtype=torch.float32).requires_grad_()
     y = model["base"](x) + model["up"](model["down"](x))
-    assert counters.of("quantize")[("mxfp8", "columnwise", "reference")] == 1  # the weight's, for dgrad
+    assert (
+        counters.of("quantize")[("mxfp8", "columnwise", "reference")] == 1
+    )  # the weight's, for dgrad
     y.sum().backward()
     quantized = counters.of("quantize")
     assert quantized[("mxfp8", "rowwise", "reference")] == 3  # x, weight, dy
@@ -525,7 +658,8 @@ def test_frozen_base_quantizes_no_gradient_for_the_weight():
 
 
 def test_first_layer_computes_no_input_gradient():
-    """Otherwise the layer that reads the data pays a dgrad that nobody reads, and quantizes rows for it."""
+    """Otherwise the layer that reads the data pays a dgrad that nobody reads, and quantizes rows
+    for it."""
     module = linear(recipes.mxfp8())
     y = module(values(24, 40, dtype=torch.float32))
     counters.reset()
@@ -537,12 +671,21 @@ def test_first_layer_computes_no_input_gradient():
 
 # Evaluation #
 
-@pytest.mark.parametrize("name", [
-    "fp8_current", "fp8_delayed", "mxfp8", "nvfp4", "mxfp8_nvfp4",
-    "delayed_and_current",
-])
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fp8_current",
+        "fp8_delayed",
+        "mxfp8",
+        "nvfp4",
+        "mxfp8_nvfp4",
+        "delayed_and_current",
+    ],
+)
 def test_evaluation_between_steps_changes_nothing(name: str):
     """Otherwise validating a model changes its training: histories, caches or the step moved."""
+
     def with_evaluation(model: nn.Module) -> list[dict[str, Tensor]]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         seen = []
@@ -556,7 +699,9 @@ def test_evaluation_between_steps_changes_nothing(name: str):
                 model.train()
             y = model(values(24, 40, seed=step, dtype=torch.float32))
             y.square().sum().backward()
-            seen.append({"y": y.detach()} | {f"d {n}": p.grad.clone() for n, p in model.named_parameters()})
+            seen.append(
+                {"y": y.detach()} | {f"d {n}": p.grad.clone() for n, p in model.named_parameters()}
+            )
             optimizer.step()
             optimizer.zero_grad()
         return seen
@@ -582,7 +727,9 @@ def test_a_backward_in_evaluation_records_no_amax():
 
 @pytest.mark.parametrize("where", ["no_grad", "eval", "inference"])
 def test_a_module_built_for_evaluation_trains(where: str):
-    """Otherwise what the first forward cached (codes, buffers, flags) breaks or changes the training that follows."""
+    """Otherwise what the first forward cached (codes, buffers, flags) breaks or changes the
+    training that follows."""
+
     def built():
         module = linear(recipes.nvfp4())
         x = values(24, 40, dtype=torch.float32)
@@ -605,11 +752,18 @@ def test_a_module_built_for_evaluation_trains(where: str):
 
 @pytest.mark.parametrize("name", ["fp8_current", "mxfp8_nvfp4"])
 def test_a_quantized_parameter_keeps_the_directions_that_it_has(name: str):
-    """Otherwise an evaluation drops codes that training made, and the next backward makes them again, or has none."""
+    """Otherwise an evaluation drops codes that training made, and the next backward makes them
+    again, or has none."""
     with fq.quantized_model_init(ALL[name]), torch.no_grad():
         model = net(ALL[name]).eval()
-    optimizer, x = fq.optim.FusedAdam(model.parameters(), lr=1e-2), values(24, 40, dtype=torch.float32)
-    layer, stages = model[2], [(torch.no_grad, False), (torch.enable_grad, True), (torch.inference_mode, False)]
+    optimizer, x = (
+        fq.optim.FusedAdam(model.parameters(), lr=1e-2),
+        values(24, 40, dtype=torch.float32),
+    )
+    layer, stages = (
+        model[2],
+        [(torch.no_grad, False), (torch.enable_grad, True), (torch.inference_mode, False)],
+    )
     for _ in range(2):
         held = set()
         for context, trains in stages * 2:
@@ -628,12 +782,17 @@ def test_a_quantized_parameter_keeps_the_directions_that_it_has(name: str):
 
 @pytest.mark.parametrize("name", ["fp8_current", "mxfp8_nvfp4"])
 def test_nothing_of_a_weight_outlives_its_backward(name: str):
-    """Otherwise codes stay beside the weights between steps, and something has to know when they are stale."""
+    """Otherwise codes stay beside the weights between steps, and something has to know when they
+    are stale."""
     module, x = linear(ALL[name]), values(24, 40, dtype=torch.float32).requires_grad_()
 
     def codes() -> int:
         gc.collect()
-        return sum(type(t) is Tensor and t.dtype is torch.uint8 for t in gc.get_objects() if isinstance(t, Tensor))
+        return sum(
+            type(t) is Tensor and t.dtype is torch.uint8
+            for t in gc.get_objects()
+            if isinstance(t, Tensor)
+        )
 
     before = codes()
     y = module(x)
@@ -644,7 +803,8 @@ def test_nothing_of_a_weight_outlives_its_backward(name: str):
 
 
 def test_training_starts_after_a_first_forward_in_inference_mode(monkeypatch):
-    """Otherwise the step's tensor is an inference tensor, and the first optimizer step of the process fails."""
+    """Otherwise the step's tensor is an inference tensor, and the first optimizer step of the
+    process fails."""
     monkeypatch.setattr(STEP, "_copies", {})
     monkeypatch.setattr(STEP, "_kept", {})
     module = linear(recipes.fp8_delayed(length=4))
@@ -664,7 +824,8 @@ def test_training_starts_after_a_first_forward_in_inference_mode(monkeypatch):
 @pytest.mark.parametrize("batches", [1, 2, 8])
 @pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "mxfp8", "mxfp8_nvfp4"])
 def test_weights_are_encoded_once_a_forward(name: str, batches: int):
-    """Otherwise a backward quantizes the weight again, or a forward multiplies codes of another one."""
+    """Otherwise a backward quantizes the weight again, or a forward multiplies codes of another
+    one."""
     model = net(ALL[name])
     train(model, steps=3, batches=batches)
     wanted = {}
@@ -679,7 +840,9 @@ def test_weights_are_encoded_once_a_forward(name: str, batches: int):
 
 @pytest.mark.parametrize("batches", [2, 8])
 def test_gradients_accumulate_in_the_masters_dtype(batches: int):
-    """Otherwise small gradients are lost in bf16 sums: the total is the fp32 sum of each batch's gradient."""
+    """Otherwise small gradients are lost in bf16 sums: the total is the fp32 sum of each batch's
+    gradient."""
+
     def gradients(model, seeds):
         for seed in seeds:
             x, dy = values(24, 40, seed=seed), values(24, 56, seed=seed + 50, kind="tiny")
@@ -701,7 +864,9 @@ def test_gradients_accumulate_in_the_masters_dtype(batches: int):
 
 @pytest.mark.parametrize("name", [*NAMED, *HYBRIDS, *CUSTOM])
 def test_checkpointing_changes_no_bit(name: str):
-    """Otherwise recomputed activations differ from the forward's: scales, random bits or histories moved in between."""
+    """Otherwise recomputed activations differ from the forward's: scales, random bits or histories
+    moved in between."""
+
     class Checkpointed(nn.Module):
         def __init__(self, model):
             super().__init__()
@@ -724,16 +889,20 @@ def test_checkpointing_changes_no_bit(name: str):
 
 
 def test_recomputation_records_no_amax():
-    """Otherwise a history sees an activation twice, and another batch's amax after the optimizer step.
+    """Otherwise a history sees an activation twice, and another batch's amax after the optimizer
+    step.
 
-    A recomputation must not record: here it runs on an input that was made larger in place of the recorded one.
+    A recomputation must not record: here it runs on an input that was made larger in place of the
+    recorded one.
     """
     module = linear(recipes.fp8_delayed(length=4))
     scale = [1.0]
     x = values(24, 40, dtype=torch.float32).requires_grad_()
 
     def block(x):
-        return module(x * scale[0]).square()  # square's operand: the recomputation ends after the whole layer
+        return module(
+            x * scale[0]
+        ).square()  # square's operand: the recomputation ends after the whole layer
 
     y = checkpoint(block, x, use_reentrant=False)
     recorded = histories(module)[".input.rowwise"]
@@ -745,8 +914,9 @@ def test_recomputation_records_no_amax():
 
 @pytest.mark.parametrize("used_again", [False, True])
 def test_recomputation_outside_autocast_is_exact_or_refused(used_again: bool):
-    """Otherwise a block checkpointed under fq.autocast is recomputed, in the backward, with the module's own recipe;
-    also when the module was used outside in between, as by the next micro-batch."""
+    """Otherwise a block checkpointed under fq.autocast is recomputed, in the backward, with the
+    module's own recipe; also when the module was used outside in between, as by the next
+    micro-batch."""
     x, dy = values(64, 40, dtype=torch.float32), values(64, 56, seed=1, dtype=torch.float32)
     gradients = []
     for use in (False, True):
@@ -766,8 +936,8 @@ def test_recomputation_outside_autocast_is_exact_or_refused(used_again: bool):
 
 @pytest.mark.parametrize("used_again", [False, True])
 def test_autocast_inside_a_checkpointed_function_is_recomputed(used_again: bool):
-    """Otherwise the one place where fq.autocast and checkpointing can be combined is refused, or wrong, when the module
-    has also been used outside the context in between."""
+    """Otherwise the one place where fq.autocast and checkpointing can be combined is refused, or
+    wrong, when the module has also been used outside the context in between."""
     x, dy = values(64, 40, dtype=torch.float32), values(64, 56, seed=1, dtype=torch.float32)
     gradients = []
     for use in (False, True):
@@ -793,7 +963,8 @@ def gradient_of(module: nn.Module, x: Tensor, dy: Tensor) -> Tensor:
 
 
 def test_random_bits_repeat_within_a_step_and_change_between_steps():
-    """Otherwise stochastic rounding is not reproducible, or rounds every step alike and is biased."""
+    """Otherwise stochastic rounding is not reproducible, or rounds every step alike and is
+    biased."""
     module = linear(fq.CustomRecipe(rounds_gradients))
     x, dy = values(24, 40, dtype=torch.float32), values(24, 56, seed=1, dtype=torch.float32)
     drawn = {}
@@ -802,20 +973,25 @@ def test_random_bits_repeat_within_a_step_and_change_between_steps():
             for micro_batch in (0, 1):
                 fq.begin_step(step, micro_batch, seed)
                 drawn[seed, step, micro_batch] = gradient_of(module, x, dy)
-                assert_same_bytes(gradient_of(module, x, dy), drawn[seed, step, micro_batch], "same step")
+                assert_same_bytes(
+                    gradient_of(module, x, dy), drawn[seed, step, micro_batch], "same step"
+                )
     kinds = {tuple(t.flatten().tolist()) for t in drawn.values()}
     assert len(kinds) == 8
 
 
 def test_random_bits_differ_by_layer():
     """Otherwise equal layers round alike, and their errors add up instead of averaging out."""
-    model = fq.convert(nn.Sequential(plain_linear(), plain_linear()), fq.CustomRecipe(rounds_gradients))
+    model = fq.convert(
+        nn.Sequential(plain_linear(), plain_linear()), fq.CustomRecipe(rounds_gradients)
+    )
     x, dy = values(24, 40, dtype=torch.float32), values(24, 56, seed=1, dtype=torch.float32)
     assert not torch.equal(gradient_of(model[0], x, dy), gradient_of(model[1], x, dy))
 
 
 def test_layers_without_names_share_no_random_bits():
-    """Otherwise two layers of a model that was built by hand round alike, and their errors add up."""
+    """Otherwise two layers of a model that was built by hand round alike, and their errors add
+    up."""
     x, dy = values(24, 40, dtype=torch.float32), values(24, 56, seed=1, dtype=torch.float32)
     fq.begin_step(0)
 
@@ -823,7 +999,9 @@ def test_layers_without_names_share_no_random_bits():
         made = []
         for _ in range(2):
             torch.manual_seed(0)
-            made.append(gradient_of(fq.Linear(40, 56, recipe=fq.CustomRecipe(rounds_gradients)), x, dy))
+            made.append(
+                gradient_of(fq.Linear(40, 56, recipe=fq.CustomRecipe(rounds_gradients)), x, dy)
+            )
         return made
 
     first, second = gradients()
@@ -831,11 +1009,23 @@ def test_layers_without_names_share_no_random_bits():
     rng._MADE.clear()
     for again, before in zip(gradients(), (first, second)):
         assert_same_bytes(again, before, "built again in the same order by a new process")
-    names = [m._name for m in (
-        fq.Linear(16, 16), fq.LayerNormLinear(16, 16).linear, fq.LayerNormLinear(16, 16).linear, fq.Linear(16, 16, name="mine"),
-        fq.Linear(16, 16, name="mine"),
-    )]
-    assert names == ["linear_2", "layernorm_linear.linear", "layernorm_linear_1.linear", "mine", "mine"]
+    names = [
+        m._name
+        for m in (
+            fq.Linear(16, 16),
+            fq.LayerNormLinear(16, 16).linear,
+            fq.LayerNormLinear(16, 16).linear,
+            fq.Linear(16, 16, name="mine"),
+            fq.Linear(16, 16, name="mine"),
+        )
+    ]
+    assert names == [
+        "linear_2",
+        "layernorm_linear.linear",
+        "layernorm_linear_1.linear",
+        "mine",
+        "mine",
+    ]
 
 
 def test_token_offset_places_rows_in_the_global_batch():
@@ -855,8 +1045,9 @@ def test_token_offset_places_rows_in_the_global_batch():
 def test_stochastic_gradients_are_unbiased():
     """Otherwise rounding has a direction, and training follows it.
 
-    Each element of the mean of n draws is within 6 standard errors: one draw is off by less than a step, e4m3's
-    largest step within a block is 2^-3 of the block's scale, and 256 thresholds leave a bias under step / 512.
+    Each element of the mean of n draws is within 6 standard errors: one draw is off by less than a
+    step, e4m3's largest step within a block is 2^-3 of the block's scale, and 256 thresholds leave
+    a bias under step / 512.
     """
     module = linear(fq.CustomRecipe(rounds_gradients), bias=False)
     x, dy = values(8, 40, dtype=torch.float32), values(8, 56, seed=1, dtype=torch.float32)
@@ -864,14 +1055,18 @@ def test_stochastic_gradients_are_unbiased():
     for step in range(n):
         fq.begin_step(step)
         total += gradient_of(module, x, dy).double()
-    weight = module.plan.weight.quantize(module.state_dict()["weight"].bfloat16()).columnwise.dequantize(torch.float64)
+    weight = module.plan.weight.quantize(
+        module.state_dict()["weight"].bfloat16()
+    ).columnwise.dequantize(torch.float64)
     exact = dy.double() @ weight
     # |error of dy_ij| < 2^-3 |dy_ij| in e4m3's normal range; blocks here span less than its 2^15.
     step_size = (dy.double().abs() * 2.0**-3).square() @ weight.square()
     bound = 6 * (step_size / (4 * n)).sqrt() + (dy.double().abs() * 2.0**-3) @ weight.abs() / 512
     nearest = run(linear(recipes.mxfp8(), bias=False), x, dy)["dx"].double()
     assert ((total / n - exact).abs() <= bound).all()
-    assert ((nearest - exact).abs() > bound).any()  # the bound would notice a rounding that does not average out
+    assert (
+        (nearest - exact).abs() > bound
+    ).any()  # the bound would notice a rounding that does not average out
 
 
 # What ran #
@@ -880,7 +1075,8 @@ def test_stochastic_gradients_are_unbiased():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ALL)
 def test_what_runs_is_what_the_plan_names(name: str, dtype: torch.dtype):
-    """Otherwise the printed plan and the receipt disagree: other formats multiplied, or in another domain."""
+    """Otherwise the printed plan and the receipt disagree: other formats multiplied, or in another
+    domain."""
     module = linear(ALL[name], dtype=dtype, features=(16, 24))
     run(module, values(8, 16, dtype=dtype), values(8, 24, seed=1, dtype=dtype))
     planned: dict = {}
@@ -895,13 +1091,17 @@ def test_what_runs_is_what_the_plan_names(name: str, dtype: torch.dtype):
 
 
 def test_wrong_inputs_are_refused_with_the_modules_name():
-    """Otherwise a shape or dtype mistake surfaces deep in a kernel, or an integer tensor is quantized."""
+    """Otherwise a shape or dtype mistake surfaces deep in a kernel, or an integer tensor is
+    quantized."""
     module = linear(recipes.mxfp8())
     with pytest.raises(ValueError, match=r"fc: input is \[2, 39\], its last dim must be 40"):
         module(torch.zeros(2, 39))
     with pytest.raises(ValueError, match="fc: input is torch.int64"):
         module(torch.zeros(2, 40, dtype=torch.int64))
-    with pytest.raises(ValueError, match="fc: input is torch.int64"), torch.autocast("cpu", torch.bfloat16):
+    with (
+        pytest.raises(ValueError, match="fc: input is torch.int64"),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
         module(torch.zeros(2, 40, dtype=torch.int64))
 
 
@@ -947,7 +1147,9 @@ def test_a_plan_that_was_pickled_before_it_knew_whether_it_needs_steps_loads():
     """Otherwise models that were saved whole by an older version fail in their first forward."""
     for name in ("fp8_current", "nvfp4"):
         plan = fq.Linear(8, 16, recipe=ALL[name]).plan
-        state = {field: value for field, value in plan.__getstate__().items() if field != "needs_steps"}
+        state = {
+            field: value for field, value in plan.__getstate__().items() if field != "needs_steps"
+        }
         older = type(plan).__new__(type(plan))
         older.__setstate__(state)
         assert older == plan and older.needs_steps is plan.needs_steps is (name == "nvfp4")

@@ -304,9 +304,9 @@ for _name in ("AdamW8bit", "AdamW4bit", "AdamWFp8"):
 
 def _of_the_page(name: str) -> Callable:
     """An optimizer of docs/optimizers.md."""
-    return lambda parameters: CASES[name].cls(
-        CASES[name].parameters(parameters), **CASES[name].options
-    ).step
+    return lambda parameters: (
+        CASES[name].cls(CASES[name].parameters(parameters), **CASES[name].options).step
+    )
 
 
 for _name in ("adam_loop", "adagrad", "adafactor_foreach", "muon"):
@@ -649,7 +649,10 @@ def _own_step(monkeypatch) -> Iterator[None]:
 
 
 GPU = (False, True) if DEVICE == "cpu" else (False,)  # emulated, on a CPU
-IN_CI = ("torchao_adamw8bit", "bitsandbytes_adamw8bit")  # of those that compile: inductor takes seconds
+IN_CI = (
+    "torchao_adamw8bit",
+    "bitsandbytes_adamw8bit",
+)  # of those that compile: inductor takes seconds
 ON_GPU = {  # amaxes that norms hand over are read by scales of whole tensors
     "activation_data": "fp8_current",
     "activation_memmove": "fp8_current",

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-LM's layers, without Megatron: its constructors and what it reads of a layer; a small config stands for its own."""
+"""Megatron-LM's layers, without Megatron: its constructors and what it reads of a layer; a small
+config stands for its own."""
 
 from __future__ import annotations
 
@@ -56,21 +57,34 @@ def normal(weight: Tensor) -> None:
     nn.init.normal_(weight, std=0.02)
 
 
-def column(recipe=HYBRID, n: int = 128, k: int = 64, config: Config | None = None, **options) -> ColumnParallelLinear:
+def column(
+    recipe=HYBRID, n: int = 128, k: int = 64, config: Config | None = None, **options
+) -> ColumnParallelLinear:
     torch.manual_seed(0)
     options = {"name": "layer", "init_method": normal, **options}
     return ColumnParallelLinear(k, n, config=config or Config(), recipe=recipe, **options)
 
 
-def row(recipe=HYBRID, n: int = 128, k: int = 64, config: Config | None = None, **options) -> RowParallelLinear:
+def row(
+    recipe=HYBRID, n: int = 128, k: int = 64, config: Config | None = None, **options
+) -> RowParallelLinear:
     torch.manual_seed(0)
-    given = {"bias": True, "input_is_parallel": True, "skip_bias_add": False, "name": "layer", "init_method": normal, **options}
+    given = {
+        "bias": True,
+        "input_is_parallel": True,
+        "skip_bias_add": False,
+        "name": "layer",
+        "init_method": normal,
+        **options,
+    }
     return RowParallelLinear(k, n, config=config or Config(), recipe=recipe, **given)
 
 
 def plain(layer) -> fq.Linear:
     """An fq.Linear of the same name and values."""
-    made = fq.Linear(layer.in_features, layer.out_features, dtype=BF16, recipe=layer.recipe, name="layer")
+    made = fq.Linear(
+        layer.in_features, layer.out_features, dtype=BF16, recipe=layer.recipe, name="layer"
+    )
     with torch.no_grad():
         made.weight.copy_(layer.weight)
         made.bias.copy_(layer.bias)
@@ -86,17 +100,28 @@ def passed(layer, x: Tensor, dy: Tensor) -> list[Tensor]:
     return [y, x.grad, layer.weight.grad, layer.bias.grad]
 
 
-@pytest.mark.parametrize("make, name", [
-    (column, "identity"), (column, "nvfp4"), (column, "hybrid"), (row, "identity"), (row, "fp8_current"), (row, "hybrid"),
-])
+@pytest.mark.parametrize(
+    "make, name",
+    [
+        (column, "identity"),
+        (column, "nvfp4"),
+        (column, "hybrid"),
+        (row, "identity"),
+        (row, "fp8_current"),
+        (row, "hybrid"),
+    ],
+)
 def test_a_layer_alone_is_an_fq_linear(make, name: str):
-    """If false, Megatron's models multiply something else than what the recipe says, or lose a gradient on the way."""
+    """If false, Megatron's models multiply something else than what the recipe says, or lose a
+    gradient on the way."""
     recipe = HYBRID if name == "hybrid" else fq.recipes.by_name(name)
     x, dy = values(6, 32, 64, seed=1, dtype=BF16), values(6, 32, 128, seed=2, dtype=BF16)
     layer = make(recipe)
     with torch.no_grad():
         layer.bias.copy_(values(128, seed=3))
-    for got, want, what in zip(passed(layer, x, dy), passed(plain(layer), x, dy), ("y", "dx", "dw", "db")):
+    for got, want, what in zip(
+        passed(layer, x, dy), passed(plain(layer), x, dy), ("y", "dx", "dw", "db")
+    ):
         if make is row and what == "y":  # its bias is added to a rounded product, as by Megatron
             continue
         assert_same_bytes(got, want, what)
@@ -118,7 +143,8 @@ def test_a_bias_that_megatron_adds_is_handed_out(make):
 
 
 def test_codes_follow_what_megatron_writes_past_every_counter():
-    """If false, a layer multiplies the weights of an earlier step: its optimizer writes flat buffers, through .data."""
+    """If false, a layer multiplies the weights of an earlier step: its optimizer writes flat
+    buffers, through .data."""
     layer, x = column(), values(4, 32, 64, seed=1, dtype=BF16).requires_grad_()
     flat = torch.zeros(layer.weight.numel() + 64, dtype=BF16)
     before = layer.weight.data
@@ -132,7 +158,9 @@ def test_codes_follow_what_megatron_writes_past_every_counter():
         with fq.hold(layer):  # micro-batches of a step share codes
             for _ in range(3):
                 layer(x)[0].sum().backward()
-        assert counters.of("weight encode") == {("layer.weight", d): 1 for d in ("rowwise", "columnwise")}
+        assert counters.of("weight encode") == {
+            ("layer.weight", d): 1 for d in ("rowwise", "columnwise")
+        }
         master.grad = torch.full_like(master, 0.01)
         optimizer.step()
         flat.data.copy_(master)
@@ -145,7 +173,8 @@ def test_codes_follow_what_megatron_writes_past_every_counter():
 
 
 def test_steps_of_megatrons_layers_are_their_training_forwards():
-    """Otherwise histories never roll and random bits repeat: Megatron builds its layers, and its optimizers hold no weights."""
+    """Otherwise histories never roll and random bits repeat: Megatron builds its layers, and its
+    optimizers hold no weights."""
     layer, x = column(fq.recipes.fp8_delayed(length=4)), values(4, 32, 64, seed=1, dtype=BF16)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=1.0)
     seen = []
@@ -154,17 +183,29 @@ def test_steps_of_megatrons_layers_are_their_training_forwards():
         for _ in range(2):  # a dense optimizer, and one of experts
             optimizer.step()
         assert STEP.step == step
-        history = next(h for (_, slot, d, _), h in layer._weight_state.histories.items() if slot == "input" and d is ROWWISE)
+        history = next(
+            h
+            for (_, slot, d, _), h in layer._weight_state.histories.items()
+            if slot == "input" and d is ROWWISE
+        )
         seen.append(history.amaxes.clone())
     amax = float(x.abs().amax())
     # Slot 0 collects the step that runs.
-    assert [s.tolist() for s in seen] == [[amax, 0, 0, 0], [2 * amax, amax, 0, 0], [4 * amax, 2 * amax, amax, 0]]
+    assert [s.tolist() for s in seen] == [
+        [amax, 0, 0, 0],
+        [2 * amax, amax, 0, 0],
+        [4 * amax, 2 * amax, amax, 0],
+    ]
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputed_layers_give_the_same_gradients(reentrant: bool):
     """If false, Megatron's recomputation of activations trains another model."""
-    x, dy, results = values(4, 32, 64, seed=1, dtype=BF16), values(4, 32, 128, seed=2, dtype=BF16), []
+    x, dy, results = (
+        values(4, 32, 64, seed=1, dtype=BF16),
+        values(4, 32, 128, seed=2, dtype=BF16),
+        [],
+    )
     for recomputes in (False, True):
         layer, leaf = column(fq.recipes.fp8_delayed(length=4)), x.clone().requires_grad_()
         for _ in range(2):
@@ -177,7 +218,8 @@ def test_recomputed_layers_give_the_same_gradients(reentrant: bool):
 
 
 def test_copies_and_fully_shard():
-    """Otherwise a copy of a model multiplies the original's weights, or codes are made of memory that FSDP2 has freed."""
+    """Otherwise a copy of a model multiplies the original's weights, or codes are made of memory
+    that FSDP2 has freed."""
     layer, x = column(), values(4, 32, 64, seed=1, dtype=BF16)
     before, copied = layer(x)[0], copy.deepcopy(layer)
     with torch.no_grad():
@@ -193,17 +235,28 @@ def test_copies_and_fully_shard():
 
 
 def test_megatron_finds_the_attributes_that_it_reads():
-    """Otherwise gradient norms count parameters twice, experts are reduced over the wrong ranks, checkpoints cut wrongly."""
+    """Otherwise gradient norms count parameters twice, experts are reduced over the wrong ranks,
+    checkpoints cut wrongly."""
     for layer, dim, config in ((column(), 0, Config()), (row(), 1, Config())):
         w = layer.weight
-        assert (w.tensor_model_parallel, w.partition_dim, w.partition_stride, w.allreduce) == (True, dim, 1, True)
+        assert (w.tensor_model_parallel, w.partition_dim, w.partition_stride, w.allreduce) == (
+            True,
+            dim,
+            1,
+            True,
+        )
         assert layer.tp_group is None and not layer.sequence_parallel and layer.config == config
     assert (column().bias.tensor_model_parallel, column().bias.partition_dim) == (True, 0)
-    assert not hasattr(row().bias, "tensor_model_parallel") and row().bias.sequence_parallel is False
+    assert (
+        not hasattr(row().bias, "tensor_model_parallel") and row().bias.sequence_parallel is False
+    )
     assert column().output_size_per_partition == 128 and row().input_size_per_partition == 64
     assert column(stride=2).weight.partition_stride == 2
     experts = Config(expert_model_parallel_size=2)
-    assert column(config=experts, is_expert=True).weight.allreduce is False and column(config=experts).weight.allreduce is True
+    assert (
+        column(config=experts, is_expert=True).weight.allreduce is False
+        and column(config=experts).weight.allreduce is True
+    )
     assert not column().bias.any() and column().weight.std() > 0.01
     untouched = Config(perform_initialization=False)
     assert column(config=untouched).weight.tensor_model_parallel
@@ -226,14 +279,26 @@ def test_checkpoints_are_those_of_megatrons_layers():
 
 REFUSED = [
     ({"fp8": "hybrid"}, {}, "fp8='hybrid'.*formats come from the recipe"),
-    ({"gradient_accumulation_fusion": True}, {}, "gradient_accumulation_fusion=True.*--no-gradient-accumulation-fusion"),
-    ({}, {"skip_weight_param_allocation": True}, "skip_weight_param_allocation=True.*Megatron's layer"),
+    (
+        {"gradient_accumulation_fusion": True},
+        {},
+        "gradient_accumulation_fusion=True.*--no-gradient-accumulation-fusion",
+    ),
+    (
+        {},
+        {"skip_weight_param_allocation": True},
+        "skip_weight_param_allocation=True.*Megatron's layer",
+    ),
     ({}, {"keep_master_weight_for_test": True}, "keep_master_weight_for_test=True"),
     ({}, {"embedding_activation_buffer": []}, "embedding_activation_buffer"),
     ({}, {"grad_output_buffer": []}, "grad_output_buffer"),
     ({}, {"output_dtype": torch.float32}, "output_dtype=torch.float32.*wanted torch.bfloat16"),
     ({}, {"recipe": fq.recipes.nvfp4(tail=0.1)}, "tail.*fq.set_recipe"),
-    ({"expert_model_parallel_size": 2}, {"is_expert": True, "gather_output": True}, "gather_output=True of an expert"),
+    (
+        {"expert_model_parallel_size": 2},
+        {"is_expert": True, "gather_output": True},
+        "gather_output=True of an expert",
+    ),
 ]
 
 
@@ -259,14 +324,24 @@ def test_every_refused_field_of_the_config_is_refused():
 
 def experts(make, **options) -> nn.Module:
     torch.manual_seed(0)
-    given = {"bias": True, "skip_bias_add": False, "name": "experts", "init_method": normal, **options}
+    given = {
+        "bias": True,
+        "skip_bias_add": False,
+        "name": "experts",
+        "init_method": normal,
+        **options,
+    }
     return make(3, 64, 128, config=Config(), recipe=HYBRID, **given)
 
 
 @pytest.mark.parametrize("make", [ColumnParallelGroupedLinear, RowParallelGroupedLinear])
 def test_grouped_experts_are_a_loop_of_layers(make):
     """If false, an expert multiplies another's weights or tokens."""
-    layer, x, dy = experts(make), values(96, 64, seed=1, dtype=BF16), values(96, 128, seed=2, dtype=BF16)
+    layer, x, dy = (
+        experts(make),
+        values(96, 64, seed=1, dtype=BF16),
+        values(96, 128, seed=2, dtype=BF16),
+    )
     counts = [32, 0, 64]
     y, none = layer(x, torch.tensor(counts))
     y.backward(dy)
@@ -284,11 +359,15 @@ def test_grouped_experts_are_a_loop_of_layers(make):
     assert list(layer.state_dict())[:4] == ["weight0", "bias0", "weight1", "bias1"]
     _, biases = experts(make, skip_bias_add=True)(x, counts)
     assert len(biases) == 3 and biases[2].shape == (128,)
-    assert layer.weight1.partition_dim == (make is RowParallelGroupedLinear) and layer.weight1.allreduce
+    assert (
+        layer.weight1.partition_dim == (make is RowParallelGroupedLinear)
+        and layer.weight1.allreduce
+    )
 
 
 def test_plans_and_recipes_reach_the_layers():
-    """Otherwise fq.plan, fq.set_recipe and fq.state_dict leave out the layers of a Megatron model."""
+    """Otherwise fq.plan, fq.set_recipe and fq.state_dict leave out the layers of a Megatron
+    model."""
     model = nn.ModuleDict({"up": column(), "experts": experts(ColumnParallelGroupedLinear)})
     assert {r.module for r in fq.plan(model).gemms} == {"up", "experts.0", "experts.1", "experts.2"}
     x = values(4, 32, 64, seed=1, dtype=BF16)
@@ -303,14 +382,26 @@ def test_plans_and_recipes_reach_the_layers():
 def test_a_recipe_survives_the_command_line():
     """Otherwise a run trains with another recipe than its arguments say."""
     recipes = [fq.recipes.by_name(name) for name in fq.recipes.names()]
-    recipes += [HYBRID, fq.recipes.hybrid("nvfp4", "fp8_row", strict=False, compute_dtype=None), fq.recipes.nvfp4(tail=0.25)]
-    recipes += [fq.recipes.fp8_delayed(length=16, margin=1, use="newest"), fq.recipes.fp8_current(grad_element="e5m2")]
+    recipes += [
+        HYBRID,
+        fq.recipes.hybrid("nvfp4", "fp8_row", strict=False, compute_dtype=None),
+        fq.recipes.nvfp4(tail=0.25),
+    ]
+    recipes += [
+        fq.recipes.fp8_delayed(length=16, margin=1, use="newest"),
+        fq.recipes.fp8_current(grad_element="e5m2"),
+    ]
     for recipe in recipes:
         written = megatron.arguments(recipe)
         parser = megatron.add_arguments(argparse.ArgumentParser())
         args, rest = parser.parse_known_args(written)
         assert megatron.recipe_of(args) == recipe
-        assert rest == ["--transformer-impl", "local", "--bf16", "--no-gradient-accumulation-fusion"]
+        assert rest == [
+            "--transformer-impl",
+            "local",
+            "--bf16",
+            "--no-gradient-accumulation-fusion",
+        ]
     assert "--overlap-param-gather" in megatron.arguments(HYBRID, gathers_codes=True)
     with pytest.raises(ValueError, match="gpt_layer_spec in a file"):
         megatron.arguments(fq.CustomRecipe(custom_formats))
@@ -324,7 +415,9 @@ def test_what_needs_megatron_says_so(monkeypatch):
     """Otherwise a machine without Megatron fails at import, or with the name of a variable."""
     monkeypatch.setattr(megatron, "_MISSING", ImportError("No module named 'megatron'"))
     for needs in (
-        lambda: megatron.SpecProvider(HYBRID), lambda: megatron.gpt_layer_spec(HYBRID), lambda: column().sharded_state_dict(),
+        lambda: megatron.SpecProvider(HYBRID),
+        lambda: megatron.gpt_layer_spec(HYBRID),
+        lambda: column().sharded_state_dict(),
         lambda: experts(ColumnParallelGroupedLinear).sharded_state_dict(),
     ):
         with pytest.raises(ImportError, match="needs Megatron-LM.*No module named 'megatron'"):

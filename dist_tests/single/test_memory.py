@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recomputation, and `fq.memory.offload` on a device that is none; kernels/test_memory.py has the copies of a GPU."""
+"""Recomputation, and `fq.memory.offload` on a device that is none; kernels/test_memory.py has the
+copies of a GPU."""
 
 from __future__ import annotations
 
@@ -14,11 +15,16 @@ from collections import Counter
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import fsdp_quant as fq
 from dist_tests.laws import assert_same_bytes, kept_step, recorded_saves, sample, values
-from dist_tests.single.recipe_table import CPU, MODES as BACKWARD_MODES, MODULES, RECIPES
+from dist_tests.single.recipe_table import CPU, MODULES, RECIPES
+from dist_tests.single.recipe_table import MODES as BACKWARD_MODES
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
 
@@ -34,6 +40,7 @@ def _own_step():
 
 # Recomputation #
 
+
 class Mixed(nn.Module):
     """A Linear, a LayerNormMLP and experts; `again` wraps each of them."""
 
@@ -42,8 +49,12 @@ class Mixed(nn.Module):
         torch.manual_seed(0)
         self.linear = nn.Linear(32, 32, dtype=torch.bfloat16)
         fq.convert(self, recipe)
-        self.mlp = fq.LayerNormMLP(32, 48, residual=True, dtype=torch.bfloat16, recipe=recipe, name="mlp")
-        self.experts = fq.GroupedLinear(2, 32, 32, dtype=torch.bfloat16, recipe=recipe, name="experts")
+        self.mlp = fq.LayerNormMLP(
+            32, 48, residual=True, dtype=torch.bfloat16, recipe=recipe, name="mlp"
+        )
+        self.experts = fq.GroupedLinear(
+            2, 32, 32, dtype=torch.bfloat16, recipe=recipe, name="experts"
+        )
         self.again = again
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,13 +64,16 @@ class Mixed(nn.Module):
 
 def _selected():
     def policy(context, op, *args, **kwargs):
-        return CheckpointPolicy.MUST_SAVE if "linear" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+        return (
+            CheckpointPolicy.MUST_SAVE if "linear" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
     return create_selective_checkpoint_contexts(policy)
 
 
 MODES = {
-    "reentrant": {"use_reentrant": True}, "non-reentrant": {"use_reentrant": False},
+    "reentrant": {"use_reentrant": True},
+    "non-reentrant": {"use_reentrant": False},
     "selective": {"use_reentrant": False, "context_fn": _selected},
 }
 NAMED = [n for n in recipes.names() if n not in ("bf16", "hybrid")]
@@ -79,33 +93,46 @@ def steps(recipe: fq.Recipe, again) -> list[Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     saved = fq.state_dict(model)["histories"]
-    return [*seen, *(p.detach().clone() for p in model.parameters()), *(saved[k]["amaxes"] for k in sorted(saved))]
+    return [
+        *seen,
+        *(p.detach().clone() for p in model.parameters()),
+        *(saved[k]["amaxes"] for k in sorted(saved)),
+    ]
 
 
 @pytest.mark.parametrize(("name", "mode"), sample([(n, m) for n in NAMED for m in MODES], 5))
 def test_recomputation_replays_codes_scales_histories_and_random_bits(name: str, mode: str):
-    """If false, checkpointed blocks train another model: in any module, however torch's checkpoint runs them again."""
+    """If false, checkpointed blocks train another model: in any module, however torch's checkpoint
+    runs them again."""
     recipe = recipes.by_name(name)
     want = steps(recipe, lambda module, *args: module(*args))
-    for i, (got, wanted) in enumerate(zip(steps(recipe, functools.partial(checkpoint, **MODES[mode])), want, strict=True)):
+    for i, (got, wanted) in enumerate(
+        zip(steps(recipe, functools.partial(checkpoint, **MODES[mode])), want, strict=True)
+    ):
         assert_same_bytes(got, wanted, f"{name}, {mode}: {i}")
 
 
 # Graphs of autograd #
 
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "mxfp8", "nvfp4"])
 def test_no_gradient_accumulator_outlives_its_step(name: str, packed: bool):
-    """A CUDA graph cannot be captured where a backward meets the accumulator of a pass on another stream."""
+    """A CUDA graph cannot be captured where a backward meets the accumulator of a pass on another
+    stream."""
     recipe = recipes.by_name(name)
     model = Mixed(recipe, lambda module, *args: module(*args))
-    model.experts = fq.GroupedLinear(2, 32, 32, dtype=torch.bfloat16, packed=packed, recipe=recipe, name="experts")
+    model.experts = fq.GroupedLinear(
+        2, 32, 32, dtype=torch.bfloat16, packed=packed, recipe=recipe, name="experts"
+    )
     y = model(values(32, 32))
     for p in model.parameters():
         _accumulator(p).metadata["outlives"] = True
     y.sum().backward()
     del y
-    assert not [name for name, p in model.named_parameters() if "outlives" in _accumulator(p).metadata]
+    assert not [
+        name for name, p in model.named_parameters() if "outlives" in _accumulator(p).metadata
+    ]
 
 
 def _accumulator(p: Tensor):
@@ -115,8 +142,10 @@ def _accumulator(p: Tensor):
 
 # Offload #
 
+
 def test_tensors_of_the_host_stay():
-    """If false, a model on the CPU pays for copies from the host to the host, or trains otherwise."""
+    """If false, a model on the CPU pays for copies from the host to the host, or trains
+    otherwise."""
     module = fq.convert(nn.Sequential(nn.Linear(64, 64)), recipes.mxfp8())
     results = []
     for offloads in (False, True):
@@ -163,7 +192,10 @@ def device(monkeypatch):
 
 def net(recipe: fq.Recipe) -> nn.Module:
     torch.manual_seed(0)
-    blocks = (fq.LayerNormMLP(48, 64, residual=True, dtype=torch.bfloat16, recipe=recipe, name=f"{i}") for i in range(2))
+    blocks = (
+        fq.LayerNormMLP(48, 64, residual=True, dtype=torch.bfloat16, recipe=recipe, name=f"{i}")
+        for i in range(2)
+    )
     return nn.Sequential(*blocks, nn.Linear(48, 48, dtype=torch.bfloat16))
 
 
@@ -199,7 +231,8 @@ CELLS = list(itertools.product(RECIPES, MODULES, BACKWARD_MODES))
 
 @pytest.mark.parametrize(("recipe", "module", "mode"), sample(CELLS, 23))
 def test_offload_keeps_every_backward_mode(device, recipe: str, module: str, mode: str | None):
-    """If false, a recipe's backward multiplies something else where its operands wait on the host, or some of them do not."""
+    """If false, a recipe's backward multiplies something else where its operands wait on the host,
+    or some of them do not."""
     for kind in MODULES[module]:
         results, shape = [], (*kind.lead, CPU.m // math.prod(kind.lead), CPU.k)
         for offload in (None, fq.memory.offload(min_bytes=0, in_flight=0)):
@@ -214,16 +247,26 @@ def test_offload_keeps_every_backward_mode(device, recipe: str, module: str, mod
             if offload is None:
                 kept = Counter((t.shape, t.dtype) for t in saved)
             else:
-                left = Counter((c.host.shape, c.host.dtype) for ref in offload._copies if (c := ref()) for _ in range(c.uses))
+                left = Counter(
+                    (c.host.shape, c.host.dtype)
+                    for ref in offload._copies
+                    if (c := ref())
+                    for _ in range(c.uses)
+                )
                 assert left == kept, f"left {left}, saved {kept}"
-            torch.autograd.backward(y, [values(*t.shape, seed=2 + i, dtype=torch.float32) for i, t in enumerate(y)])
-            results.append([*(t.detach() for t in y), x.grad, *(p.grad for p in model.parameters())])
+            torch.autograd.backward(
+                y, [values(*t.shape, seed=2 + i, dtype=torch.float32) for i, t in enumerate(y)]
+            )
+            results.append(
+                [*(t.detach() for t in y), x.grad, *(p.grad for p in model.parameters())]
+            )
         for i, (got, want) in enumerate(zip(*reversed(results))):
             assert_same_bytes(got, want, f"{recipe} {module} {mode}: {i}")
 
 
 def test_what_is_offloaded_is_let_go_and_comes_back_in_time(device):
-    """If false, offloading saves no memory, copies a tensor twice, or brings everything back at once."""
+    """If false, offloading saves no memory, copies a tensor twice, or brings everything back at
+    once."""
     offload = fq.memory.offload(min_bytes=1024, in_flight=3 * 4096)
     x = torch.ones(32, 32, requires_grad=True)
     with offload:
@@ -237,7 +280,11 @@ def test_what_is_offloaded_is_let_go_and_comes_back_in_time(device):
     assert len(offload._copies) == 9
 
     def loaded() -> list[int]:
-        return [i for i, ref in enumerate(offload._copies) if (c := ref()) is not None and c.loaded is not None]
+        return [
+            i
+            for i, ref in enumerate(offload._copies)
+            if (c := ref()) is not None and c.loaded is not None
+        ]
 
     seen, node = [], y.grad_fn
     while node.next_functions:

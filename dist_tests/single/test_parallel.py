@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that ranks share, in a group of one, as a Hopper GPU runs them: operands come compact and are laid out."""
+"""Layers that ranks share, in a group of one, as a Hopper GPU runs them: operands come compact and
+are laid out."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from dist_tests.single import hopper
 from dist_tests.single.test_hopper import error, values
 
 BF16 = torch.bfloat16
-# Codes are the same but for subnormals of anchored ones, 2^-14 below their line (4e-4 of a product); y, dx and what stands
-# between two layers are rounded to bf16 (2^-9 = 2e-3 each), in another order of sums.
+# Codes are the same but for subnormals of anchored ones, 2^-14 below their line (4e-4 of a
+# product); y, dx and what stands between two layers are rounded to bf16 (2^-9 = 2e-3 each), in
+# another order of sums.
 TOLERANCE = 6e-3
 
 
@@ -27,7 +29,12 @@ def group():
 @pytest.mark.parametrize("name", ["mxfp8", "fp8_block", "fp8_current", "nvfp4"])
 def test_shared_layers_equal_whole_ones(name: str, group):
     """If false, codes that were gathered are multiplied in a layout that they are not in."""
-    recipe, x, dy, made = fq.recipes.by_name(name), values(560, 64, seed=1, dtype=BF16), values(560, 64, seed=2, dtype=BF16), []
+    recipe, x, dy, made = (
+        fq.recipes.by_name(name),
+        values(560, 64, seed=1, dtype=BF16),
+        values(560, 64, seed=2, dtype=BF16),
+        [],
+    )
     with hopper.emulated(), fq.token_offset(0):
         for shared in (True, False):
             torch.manual_seed(0)
@@ -41,20 +48,27 @@ def test_shared_layers_equal_whole_ones(name: str, group):
             mine = x.clone().requires_grad_()
             y = down(torch.relu(up(mine)))
             y.backward(dy)
-            made.append([y.detach(), mine.grad, *(p.grad for m in (up, down) for p in m.parameters())])
+            made.append(
+                [y.detach(), mine.grad, *(p.grad for m in (up, down) for p in m.parameters())]
+            )
     for i, (got, want) in enumerate(zip(*made)):
         assert error(got.float(), want.float()) < TOLERANCE, i
 
 
 def test_a_weight_syncs_layers_equal_whole_ones(group):
-    """If false, a layer that ranks share asks a trainer's weight for masters that it does not have, or for another place in the
-    batch than fq.token_offset says."""
+    """If false, a layer that ranks share asks a trainer's weight for masters that it does not have,
+    or for another place in the batch than fq.token_offset says."""
     recipe, x, outputs = fq.recipes.hybrid("mxfp8", "nvfp4"), values(64, 64, seed=1, dtype=BF16), []
-    for kind, options in ((fq.Linear, {}), (fq.parallel.ColumnParallelLinear, {"group": group, "sequence_dim": 0})):
+    for kind, options in (
+        (fq.Linear, {}),
+        (fq.parallel.ColumnParallelLinear, {"group": group, "sequence_dim": 0}),
+    ):
         torch.manual_seed(0)
         with fq.quantized_model_init(recipe), fq.token_offset(0):
             layer = kind(64, 96, bias=False, dtype=BF16, recipe=recipe, name="up", **options)
-            sync = fq.hooks.plan_weight_sync([("w", layer.weight, fq.hooks.ShardMap((0, 64 * 96)))], group)
+            sync = fq.hooks.plan_weight_sync(
+                [("w", layer.weight, fq.hooks.ShardMap((0, 64 * 96)))], group
+            )
             sync.refresh(sync.init_masters())
             outputs.append(layer(x).detach())
             assert layer.weight.state.weight_sync is sync

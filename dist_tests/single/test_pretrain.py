@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bench of pretraining: its law, and that it runs, keeps what it measured and reads it again."""
+"""The bench of pretraining: its law, and that it runs, keeps what it measured and reads it
+again."""
 
 from __future__ import annotations
 
@@ -10,8 +11,18 @@ from dist_tests.bench import pretrain
 
 def run_of(arm: str, loss: float, **changes) -> dict:
     run = {
-        "arm": arm, "size": "110m", "steps": 10, "tokens": 1000, "curve": [(10, loss)], "loss": loss, "ms": 1.0, "products": 252,
-        "moved": 0, "why": [], "peak": None, "device": "cpu",
+        "arm": arm,
+        "size": "110m",
+        "steps": 10,
+        "tokens": 1000,
+        "curve": [(10, loss)],
+        "loss": loss,
+        "ms": 1.0,
+        "products": 252,
+        "moved": 0,
+        "why": [],
+        "peak": None,
+        "device": "cpu",
     }
     return run | changes
 
@@ -19,11 +30,21 @@ def run_of(arm: str, loss: float, **changes) -> dict:
 def test_the_law_is_of_the_noise_or_a_share(capsys):
     """If false, a recipe that trains worse passes, or one that differs as seeds do fails."""
     bases = [run_of("bf16", 0.7), run_of("bf16:1", 0.703)]
-    for arm, gap, kept in (("mxfp8", 0.0029, True), ("mxfp8", 0.0031, False), ("nvfp4", 0.011, True), ("nvfp4", 0.0115, False),
-                           ("tail", 0.0069, True), ("tail", 0.0071, False)):
+    for arm, gap, kept in (
+        ("mxfp8", 0.0029, True),
+        ("mxfp8", 0.0031, False),
+        ("nvfp4", 0.011, True),
+        ("nvfp4", 0.0115, False),
+        ("tail", 0.0069, True),
+        ("tail", 0.0071, False),
+    ):
         assert pretrain.table([*bases, run_of(arm, 0.7 + gap)]) is kept, (arm, gap)
-    assert not pretrain.table([bases[0], run_of("mxfp8", 0.702)]), "one seed has no noise: .25 % of the loss"
-    assert pretrain.table([run_of("bf16", 0.7, device="another"), run_of("mxfp8", 9.0)]), "nothing to compare with"
+    assert not pretrain.table([bases[0], run_of("mxfp8", 0.702)]), (
+        "one seed has no noise: .25 % of the loss"
+    )
+    assert pretrain.table([run_of("bf16", 0.7, device="another"), run_of("mxfp8", 9.0)]), (
+        "nothing to compare with"
+    )
     assert "beyond its law" in capsys.readouterr().out
 
 
@@ -32,10 +53,23 @@ def test_a_run_is_kept_and_read_again(tmp_path, capsys):
     for i in range(60):
         (tmp_path / f"{i}.py").write_text(f"def f{i}(x):\n    return x + {i}\n" * 60)
     kept, drawn = tmp_path / "out.json", tmp_path / "out.png"
-    given = ["--size", "tiny", "--steps", "2", "--arms", "bf16,fp8_current,none", "--data", f"{tmp_path}/*.py", "--json", str(kept)]
+    given = [
+        "--size",
+        "tiny",
+        "--steps",
+        "2",
+        "--arms",
+        "bf16,fp8_current,none",
+        "--data",
+        f"{tmp_path}/*.py",
+        "--json",
+        str(kept),
+    ]
     assert pretrain.main(given) == 1, "there is no arm `none`"
     runs = [json.loads(line) for line in kept.read_text().splitlines()]
-    assert [run["arm"] for run in runs] == ["bf16", "fp8_current"] and runs[0]["tokens"] == 2 * pretrain.SEQUENCE
+    assert [run["arm"] for run in runs] == ["bf16", "fp8_current"] and runs[0][
+        "tokens"
+    ] == 2 * pretrain.SEQUENCE
     assert runs[0]["products"] == 0 and runs[1]["products"] == 3 * 7 * 2, "lm_head stays as it is"
     first = capsys.readouterr().out
     assert "none failed: KeyError" in first

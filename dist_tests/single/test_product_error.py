@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What anchors add to a product's error, as the guard estimates it, against exact products of the same operands."""
+"""What anchors add to a product's error, as the guard estimates it, against exact products of the
+same operands."""
 
 from __future__ import annotations
 
@@ -39,28 +40,42 @@ def anchored(x: Tensor, fmt: Format, rung: str, is_weight: bool) -> Storage:
     return Storage(fmt, ROWWISE, tuple(x.shape), codes, scale, None, x.dtype, 0, rung)
 
 
-def measured(a: Tensor, b: Tensor, rung: str, fmt: Format, is_weight: bool = True) -> tuple[float, float, float]:
-    """(what anchors add to the worst row, and to the worst column, over the error of the formats, of exact products; what is
-    estimated)."""
+def measured(
+    a: Tensor, b: Tensor, rung: str, fmt: Format, is_weight: bool = True
+) -> tuple[float, float, float]:
+    """(what anchors add to the worst row, and to the worst column, over the error of the formats,
+    of exact products; what is estimated)."""
     own = [exact(t, fmt).decode().double() for t in (a, b)]
     of = anchored(a, fmt, rung, False), anchored(b, fmt, rung, is_weight)
     made = [s.decode().double() for s in of]
     want, formats, lost = (x @ w.t() for x, w in ((a.double(), b.double()), own, made))
-    rows, cols = (((lost - formats).norm(dim=d) / (formats - want).norm(dim=d)).max().item() for d in (1, 0))
+    rows, cols = (
+        ((lost - formats).norm(dim=d) / (formats - want).norm(dim=d)).max().item() for d in (1, 0)
+    )
     runs = [None if s.operand_format.block[1] is None else s.scale for s in of]
-    extra, own_error = product_error(*((s.data, r, s.operand_format) for s, r in zip(of, runs)), (True, True), of_tokens=is_weight).tolist()
+    extra, own_error = product_error(
+        *((s.data, r, s.operand_format) for s, r in zip(of, runs)),
+        (True, True),
+        of_tokens=is_weight,
+    ).tolist()
     return rows, cols, math.sqrt(extra / own_error)
 
 
-def judged(case: str, a: Tensor, b: Tensor, fmt: Format = format_of("mxfp8"), is_weight: bool = True) -> dict[str, bool]:
-    """Rung -> does the guard fire? It must where rows lose over a tenth of the formats' error, and must not where neither they
-    nor columns lose a hundredth."""
+def judged(
+    case: str, a: Tensor, b: Tensor, fmt: Format = format_of("mxfp8"), is_weight: bool = True
+) -> dict[str, bool]:
+    """Rung -> does the guard fire? It must where rows lose over a tenth of the formats' error, and
+    must not where neither they nor columns lose a hundredth."""
     fired = {}
     for rung in ANCHORS:
         rows, cols, estimate = measured(a, b, rung, fmt, is_weight)
         fired[rung] = estimate > TOLERANCE
-        assert fired[rung] or rows <= 0.1, f"{case}, {rung}: silent at {rows:.2g} (estimated {estimate:.2g})"
-        assert not fired[rung] or max(rows, cols) >= 0.01, f"{case}, {rung}: fires at {rows:.2g}, {cols:.2g} ({estimate:.2g})"
+        assert fired[rung] or rows <= 0.1, (
+            f"{case}, {rung}: silent at {rows:.2g} (estimated {estimate:.2g})"
+        )
+        assert not fired[rung] or max(rows, cols) >= 0.01, (
+            f"{case}, {rung}: fires at {rows:.2g}, {cols:.2g} ({estimate:.2g})"
+        )
     return fired
 
 
@@ -82,7 +97,10 @@ def cases() -> dict[str, tuple[Tensor, Tensor]]:
     x, w = gauss(), gauss(2) * 0.02
     made = {"gauss": (x, w)}
     for sigma in (1, 2, 3, 4):
-        made[f"blocks of sizes lognormal({sigma})"] = x * spread(SIZE, DEPTH // 32, sigma=sigma).repeat_interleave(32, 1), w
+        made[f"blocks of sizes lognormal({sigma})"] = (
+            x * spread(SIZE, DEPTH // 32, sigma=sigma).repeat_interleave(32, 1),
+            w,
+        )
         made[f"rows of sizes lognormal({sigma})"] = x * spread(SIZE, 1, sigma=sigma), w
     for sigma in (1, 2, 3):
         c = spread(1, DEPTH, sigma=sigma)
@@ -103,7 +121,9 @@ def test_the_guard_fires_on_what_products_lose_and_on_nothing_else(case: str):
     """If false, products go on losing bits, or leave tensor cores that serve them."""
     fired = judged(case, *CASES[case])
     balanced = "over those" in case and "(1)" not in case or "over 1e5" in case
-    assert fired["anchored"] == balanced, fired  # only where both operands meet does one exponent a line lose bits
+    assert fired["anchored"] == balanced, (
+        fired
+    )  # only where both operands meet does one exponent a line lose bits
     if case in ("gauss", "half zeros", "heavy tails", "columns of sizes lognormal(1)"):
         assert not any(fired.values())
 
@@ -113,15 +133,26 @@ def test_what_is_estimated_is_what_products_lose(name: str):
     """If false, the tolerance of a recipe is no share of an error."""
     for sigma in (1.25, 1.5, 1.75):
         c, x = spread(1, DEPTH, sigma=sigma), gauss()
-        true, _, estimate = measured((x * c).to(BF16), (gauss(2) / c).to(BF16), ANCHORED_TENSOR, format_of(name), False)
+        true, _, estimate = measured(
+            (x * c).to(BF16), (gauss(2) / c).to(BF16), ANCHORED_TENSOR, format_of(name), False
+        )
         assert 0.2 * true <= estimate <= 2 * true, (sigma, true, estimate)
 
 
 def test_products_of_a_trained_layer_stay():
     """If false, the gradients that training has go to bf16."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(256, 128), nn.LayerNorm(128), nn.Linear(128, 512), nn.SiLU(), nn.Linear(512, 256))
-    optimizer, data = torch.optim.AdamW(model.parameters(), 1e-2), torch.randint(0, 256, (30, 1025)) // 3
+    model = nn.Sequential(
+        nn.Embedding(256, 128),
+        nn.LayerNorm(128),
+        nn.Linear(128, 512),
+        nn.SiLU(),
+        nn.Linear(512, 256),
+    )
+    optimizer, data = (
+        torch.optim.AdamW(model.parameters(), 1e-2),
+        torch.randint(0, 256, (30, 1025)) // 3,
+    )
     seen: dict[str, Tensor] = {}
     model[4].register_forward_pre_hook(lambda m, args: seen.__setitem__("x", args[0].detach()))
     model[4].register_full_backward_hook(lambda m, dx, dy: seen.__setitem__("dy", dy[0].detach()))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Boundary slots of a recipe, forward and backward: `fq.Quantize`, and linear layers that are asked for them."""
+"""Boundary slots of a recipe, forward and backward: `fq.Quantize`, and linear layers that are asked
+for them."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def run(module, shape=(2, 12, 40), dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_boundaries_take_the_values_of_their_slots(dtype: torch.dtype):
-    """If false, a boundary is quantized in another format, direction or pass than the recipe says."""
+    """If false, a boundary is quantized in another format, direction or pass than the recipe
+    says."""
     x, dy, y, dx = run(fq.Quantize(fq.CustomRecipe(both_boundaries)), dtype=dtype)
     assert_same_bytes(y, Quantizer("mxfp8").quantize(x).dequantize(), "output")
     assert_same_bytes(dx, Quantizer("fp8_row").quantize(dy).dequantize(), "grad_input")
@@ -76,8 +78,10 @@ def test_a_boundary_leaves_the_gradient_of_an_overridden_backward(override: str)
     x, dy, y, dx = run(fq.Quantize(fq.CustomRecipe(both_boundaries, backward_override=override)))
     assert_same_bytes(y, Quantizer("mxfp8").quantize(x).dequantize(), "output")
     assert_same_bytes(dx, dy, "grad_input")
-    of_layer = [run(layer(fq.CustomRecipe(f, backward_override=override, boundary_slots=True)))[3]
-                for f in (linear_boundaries, linear_output)]
+    of_layer = [
+        run(layer(fq.CustomRecipe(f, backward_override=override, boundary_slots=True)))[3]
+        for f in (linear_boundaries, linear_output)
+    ]
     assert_same_bytes(*of_layer, "grad_input of a linear layer")
 
 
@@ -100,11 +104,14 @@ def test_random_bits_of_a_boundary_are_those_of_step_and_name():
         STEP.publish()
 
 
-@pytest.mark.parametrize("recipe, message", [
-    (recipes.mxfp8(), "edge: mxfp8.* has neither an output nor a grad_input"),
-    (fq.CustomRecipe(delayed), "edge: output is .*delayed.*; wanted rowwise current scaling"),
-    (fq.CustomRecipe(rotated), "edge: output is nvfp4.*without a rotation"),
-])
+@pytest.mark.parametrize(
+    "recipe, message",
+    [
+        (recipes.mxfp8(), "edge: mxfp8.* has neither an output nor a grad_input"),
+        (fq.CustomRecipe(delayed), "edge: output is .*delayed.*; wanted rowwise current scaling"),
+        (fq.CustomRecipe(rotated), "edge: output is nvfp4.*without a rotation"),
+    ],
+)
 def test_slots_that_a_boundary_cannot_honour_are_refused(recipe: fq.Recipe, message: str):
     """If false, a recipe that asks for something at a boundary gets something else."""
     with pytest.raises(ValueError, match=message):
@@ -113,7 +120,9 @@ def test_slots_that_a_boundary_cannot_honour_are_refused(recipe: fq.Recipe, mess
 
 # Of linear layers #
 
-ASKED, NOT_ASKED = (fq.CustomRecipe(linear_boundaries, boundary_slots=asked) for asked in (True, False))
+ASKED, NOT_ASKED = (
+    fq.CustomRecipe(linear_boundaries, boundary_slots=asked) for asked in (True, False)
+)
 
 
 def layer(recipe: fq.Recipe, module: type = fq.Linear, *sizes: int, **options) -> torch.nn.Module:
@@ -122,7 +131,8 @@ def layer(recipe: fq.Recipe, module: type = fq.Linear, *sizes: int, **options) -
 
 
 def test_boundaries_of_a_linear_layer_are_those_of_its_recipe():
-    """If false, a recipe that answers boundary slots is not heard, or is where it was not to be asked."""
+    """If false, a recipe that answers boundary slots is not heard, or is where it was not to be
+    asked."""
     x, dy, plain, plain_dx = run(layer(NOT_ASKED))
     fp8_rows, blocks = Quantizer("fp8_row"), Quantizer("fp8_1x128")
     assert_same_bytes(plain, run(layer(recipes.mxfp8()))[2], "a recipe that is not asked")
@@ -131,19 +141,28 @@ def test_boundaries_of_a_linear_layer_are_those_of_its_recipe():
     assert_same_bytes(dx, fp8_rows.quantize(plain_dx).dequantize(), "grad_input")
     module = layer(ASKED)
     *_, y, dx = run(lambda x: module(x, residual=x, scale=2.0))
-    assert_same_bytes(y, blocks.quantize(torch.add(x, plain, alpha=2.0)).dequantize(), "output of a sum")
+    assert_same_bytes(
+        y, blocks.quantize(torch.add(x, plain, alpha=2.0)).dequantize(), "output of a sum"
+    )
     module = layer(recipes.mxfp8())
     with fq.autocast(ASKED):
-        assert_same_bytes(run(module)[2], blocks.quantize(plain).dequantize(), "output under autocast")
+        assert_same_bytes(
+            run(module)[2], blocks.quantize(plain).dequantize(), "output under autocast"
+        )
     fq.set_recipe(module, ASKED)
-    assert_same_bytes(run(module)[2], blocks.quantize(plain).dequantize(), "output after set_recipe")
+    assert_same_bytes(
+        run(module)[2], blocks.quantize(plain).dequantize(), "output after set_recipe"
+    )
     assert f"output {blocks}, grad_input {fp8_rows}: 1 modules" in str(fq.plan(module))
-    with pytest.raises(ValueError, match=r"residual is \[40\] and the output \[2, 40\]; wanted one shape"):
+    with pytest.raises(
+        ValueError, match=r"residual is \[40\] and the output \[2, 40\]; wanted one shape"
+    ):
         module(torch.zeros(2, 40), residual=torch.zeros(40))
 
 
 def test_boundaries_of_experts_are_their_own():
-    """If false, one product for all experts leaves out the boundaries, or scales tokens of two experts together."""
+    """If false, one product for all experts leaves out the boundaries, or scales tokens of two
+    experts together."""
     sizes, x = [10, 0, 14], values(24, 40, dtype=torch.float32)
     module = layer(ASKED, fq.GroupedLinear, 3)
     parts = layer(NOT_ASKED, fq.GroupedLinear, 3)(x, sizes).split(sizes)
@@ -151,41 +170,60 @@ def test_boundaries_of_experts_are_their_own():
     assert_same_bytes(module(x, sizes), want, "output")
     with hopper.emulated():
         module = fq.GroupedLinear(3, 64, 48, dtype=torch.bfloat16, recipe=ASKED)
-        assert module.unsupported_reason(torch.bfloat16, x.device) == "the recipe has boundary slots"
+        assert (
+            module.unsupported_reason(torch.bfloat16, x.device) == "the recipe has boundary slots"
+        )
 
 
 def test_boundaries_that_cannot_be_honoured_are_refused_by_name():
     """If false, a recipe asks for what no boundary does, and nobody is told."""
-    with pytest.raises(ValueError, match="fc: output is .*delayed.*; wanted rowwise current scaling"):
+    with pytest.raises(
+        ValueError, match="fc: output is .*delayed.*; wanted rowwise current scaling"
+    ):
         layer(fq.CustomRecipe(delayed, boundary_slots=True))
     with pytest.raises(ValueError, match="mxfp8 has no output and no grad_input"):
         recipes.mxfp8(boundary_slots=True)
 
 
 def rounded_boundaries(role):
-    """An output in blocks, an input's gradient rounded at random, products in high precision; of both module types."""
-    return {"output": "fp8_1x128", "grad_input": Quantizer("mxfp8", rounding="stochastic")}.get(role.tensor_type, "identity")
+    """An output in blocks, an input's gradient rounded at random, products in high precision; of
+    both module types."""
+    return {"output": "fp8_1x128", "grad_input": Quantizer("mxfp8", rounding="stochastic")}.get(
+        role.tensor_type, "identity"
+    )
 
 
 def test_boundaries_in_compiled_graphs_are_the_eager_ones():
-    """If false, a graph leaves boundaries out, repeats the random bits of the step it was traced in, or is one a layer."""
+    """If false, a graph leaves boundaries out, repeats the random bits of the step it was traced
+    in, or is one a layer."""
     recipe = fq.CustomRecipe(rounded_boundaries, boundary_slots=True)
 
     def block(i: int) -> nn.Module:
         torch.manual_seed(i)
-        return nn.Sequential(fq.Linear(40, 40, recipe=recipe, name=f"{i}.fc"), fq.Quantize(recipe, f"{i}.edge"))
+        return nn.Sequential(
+            fq.Linear(40, 40, recipe=recipe, name=f"{i}.fc"), fq.Quantize(recipe, f"{i}.edge")
+        )
 
     torch.manual_seed(0)
     experts = fq.GroupedLinear(2, 40, 40, packed=True, recipe=recipe, name="experts")
-    models = [nn.Sequential(block(0), block(1)), lambda x: experts(x.view(24, 40), [10, 14]).view(x.shape)]
+    models = [
+        nn.Sequential(block(0), block(1)),
+        lambda x: experts(x.view(24, 40), [10, 14]).view(x.shape),
+    ]
     torch._dynamo.reset()
     dynamo_counters.clear()
     with kept_step(), dynamo_config.patch(fail_on_recompile_limit_hit=True):
         for model, count in zip(models, (1, 2)):
-            parts = [torch.compile(part, fullgraph=True, backend="aot_eager") for part in (model if count == 1 else [model])]
+            parts = [
+                torch.compile(part, fullgraph=True, backend="aot_eager")
+                for part in (model if count == 1 else [model])
+            ]
             for step in range(2):
                 fq.begin_step(step)
-                want, got = run(model), run(lambda x: functools.reduce(lambda y, part: part(y), parts, x))
+                want, got = (
+                    run(model),
+                    run(lambda x: functools.reduce(lambda y, part: part(y), parts, x)),
+                )
                 assert_same_bytes(got[2], want[2], f"output of step {step}")
                 assert_same_bytes(got[3], want[3], f"gradient of step {step}")
             assert dynamo_counters["stats"]["unique_graphs"] == count

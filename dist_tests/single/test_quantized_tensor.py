@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensor subclass: it moves bytes, never decodes on its own, and survives copies, files and other processes."""
+"""The tensor subclass: it moves bytes, never decodes on its own, and survives copies, files and
+other processes."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ TENSORS = {
     "one storage": lambda: hybrid_of("fp8_128x128").quantize(values(33, 48)),
     "rowwise only": lambda: HybridQuantizer("nvfp4", None).quantize(values(33, 48)),
     "columnwise only": lambda: HybridQuantizer(None, "fp8_row").quantize(values(33, 48)),
-    "rotated columns only": lambda: HybridQuantizer(None, Quantizer("nvfp4", rotation=True)).quantize(values(33, 48)),
+    "rotated columns only": lambda: HybridQuantizer(
+        None, Quantizer("nvfp4", rotation=True)
+    ).quantize(values(33, 48)),
     "identity": lambda: hybrid_of("identity").quantize(values(33, 48)),
     "made by hand": lambda: QuantizedTensor(by_hand(ROWWISE), by_hand(COLUMNWISE)),
 }
@@ -55,7 +58,9 @@ def assert_same_tensor(got: QuantizedTensor, want: QuantizedTensor, what: str = 
 
 def pointers(tensor: QuantizedTensor) -> list[int]:
     sides = (tensor.rowwise, tensor.columnwise)
-    return [b.untyped_storage().data_ptr() for s in sides if s is not None for b in s.buffers().values()]
+    return [
+        b.untyped_storage().data_ptr() for s in sides if s is not None for b in s.buffers().values()
+    ]
 
 
 @pytest.fixture
@@ -65,7 +70,10 @@ def no_decoding(monkeypatch):
     def decode(*args, **kwargs):
         raise AssertionError("decoded silently")
 
-    for module, names in ((reference, ("decode", "decode_codes", "decode_scale")), (dispatch, ("decode",))):
+    for module, names in (
+        (reference, ("decode", "decode_codes", "decode_scale")),
+        (dispatch, ("decode",)),
+    ):
         for name in names:
             monkeypatch.setattr(module, name, decode)
 
@@ -95,9 +103,13 @@ def test_copies_are_equal(name: str, how: str):
 
 @pytest.mark.parametrize("name", sorted(QUANTIZERS))
 def test_save_and_load_with_weights_only(name: str):
-    """Otherwise a checkpoint needs the unsafe loader, or another option of the format is read back."""
+    """Otherwise a checkpoint needs the unsafe loader, or another option of the format is read
+    back."""
     for quantizer in (hybrid_of(QUANTIZERS[name]), HybridQuantizer(QUANTIZERS[name], "nvfp4")):
-        want = {"weight": quantizer.quantize(values(33, 48)), "other": quantizer.quantize(values(2, 5, 16))}
+        want = {
+            "weight": quantizer.quantize(values(33, 48)),
+            "other": quantizer.quantize(values(2, 5, 16)),
+        }
         file = io.BytesIO()
         torch.save(want, file)
         file.seek(0)
@@ -114,16 +126,25 @@ def test_storages_travel_alone():
             file = io.BytesIO()
             torch.save(want, file)
             file.seek(0)
-            for got in (pickle.loads(pickle.dumps(want)), copy.deepcopy(want), torch.load(file, weights_only=True)):
+            for got in (
+                pickle.loads(pickle.dumps(want)),
+                copy.deepcopy(want),
+                torch.load(file, weights_only=True),
+            ):
                 assert_same_storage(got, want, f"{name} {direction.value}")
                 assert got.row0 == 5
                 assert_same_bytes(got.dequantize(), want.dequantize(), name)
 
 
 def test_one_storage_stays_one():
-    """Otherwise a copy of a square-block weight takes twice the memory, and an update of one side misses the other."""
+    """Otherwise a copy of a square-block weight takes twice the memory, and an update of one side
+    misses the other."""
     for name in ("fp8_tensor", "fp8_128x128", "mxfp8_32x32", "nvfp4_16x16"):
-        for how, make in {**COPIES, "slice": lambda t: t[3:20], "view": lambda t: t.view(3, 11, 48)}.items():
+        for how, make in {
+            **COPIES,
+            "slice": lambda t: t[3:20],
+            "view": lambda t: t.view(3, 11, 48),
+        }.items():
             got = make(hybrid_of(name).quantize(values(33, 48)))
             assert got.columnwise.data.data_ptr() == got.rowwise.data.data_ptr(), f"{name} by {how}"
 
@@ -141,9 +162,16 @@ def test_parameters_stay_parameters():
 
 
 def test_state_lives_in_the_storages():
-    """Otherwise an alias of a gathered weight keeps old codes after a refill, or a refill is undone by a copy."""
+    """Otherwise an alias of a gathered weight keeps old codes after a refill, or a refill is undone
+    by a copy."""
     tensor = TENSORS["both"]()
-    aliases = [tensor.detach(), tensor.view(3, 11, 48), tensor[:], nn.Parameter(tensor), copy.copy(tensor)]
+    aliases = [
+        tensor.detach(),
+        tensor.view(3, 11, 48),
+        tensor[:],
+        nn.Parameter(tensor),
+        copy.copy(tensor),
+    ]
     before = tensor.clone()
     HybridQuantizer("mxfp8", "nvfp4").update(tensor, values(33, 48, seed=5))
     want = HybridQuantizer("mxfp8", "nvfp4").quantize(values(33, 48, seed=5))
@@ -168,7 +196,9 @@ def test_flatten_and_unflatten_keep_everything():
 
 # The table of operators #
 
-MOVES: dict[str, tuple[Callable, slice | None]] = {  # operator -> rows of the result (None: all, perhaps reshaped)
+MOVES: dict[
+    str, tuple[Callable, slice | None]
+] = {  # operator -> rows of the result (None: all, perhaps reshaped)
     "detach": (Tensor.detach, None),
     "view 3-D": (lambda x: x.view(3, 11, 48), None),
     "view -1": (lambda x: x.view(-1, 48), None),
@@ -201,7 +231,8 @@ MOVES: dict[str, tuple[Callable, slice | None]] = {  # operator -> rows of the r
 @pytest.mark.parametrize("operator", sorted(MOVES))
 @each_tensor
 def test_operators_that_move_bytes(name: str, operator: str):
-    """Otherwise FSDP2 and checkpoints see other rows than they cut; one-direction tensors have the same shapes."""
+    """Otherwise FSDP2 and checkpoints see other rows than they cut; one-direction tensors have the
+    same shapes."""
     run, rows = MOVES[operator]
     tensor = TENSORS[name]()
     want = tensor.dequantize()
@@ -214,7 +245,10 @@ def test_operators_that_move_bytes(name: str, operator: str):
     assert isinstance(got, QuantizedTensor)
     assert got.shape == expected.shape
     assert got.stride() == expected.contiguous().stride()
-    assert (got.rowwise is None, got.columnwise is None) == (tensor.rowwise is None, tensor.columnwise is None)
+    assert (got.rowwise is None, got.columnwise is None) == (
+        tensor.rowwise is None,
+        tensor.columnwise is None,
+    )
     assert_same_bytes(got.dequantize(), expected, f"{name} {operator}")
     for storage in (got.rowwise, got.columnwise):
         if storage is not None:
@@ -222,7 +256,9 @@ def test_operators_that_move_bytes(name: str, operator: str):
             assert tuple(storage.shape) == tuple(in_rows.shape)
             whole = tensor.rowwise if storage.direction is ROWWISE else tensor.columnwise
             decoded = whole.dequantize() if rows is None else whole.dequantize()[rows]
-            assert_same_bytes(storage.dequantize(), decoded, f"{name} {operator} {storage.direction.value}")
+            assert_same_bytes(
+                storage.dequantize(), decoded, f"{name} {operator} {storage.direction.value}"
+            )
 
 
 @pytest.mark.parametrize("operator", sorted(set(MOVES)))
@@ -234,8 +270,11 @@ def test_operators_that_move_bytes_do_not_decode(operator: str, no_decoding):
 
 
 PLAIN: dict[str, Callable] = {
-    "new_zeros": lambda x: x.new_zeros(3, 4), "zeros_like": torch.zeros_like, "new_empty": lambda x: x.new_empty(5),
-    "empty_like": torch.empty_like, "new_zeros of a dtype": lambda x: x.new_zeros((2, 2), dtype=torch.float32),
+    "new_zeros": lambda x: x.new_zeros(3, 4),
+    "zeros_like": torch.zeros_like,
+    "new_empty": lambda x: x.new_empty(5),
+    "empty_like": torch.empty_like,
+    "new_zeros of a dtype": lambda x: x.new_zeros((2, 2), dtype=torch.float32),
 }
 
 
@@ -251,37 +290,71 @@ def test_new_tensors_are_plain(operator: str, no_decoding):
 
 
 REFUSED: dict[str, Callable] = {
-    "add": lambda x: x + 1, "radd": lambda x: 1 + x, "mul": lambda x: x * x, "matmul": lambda x: x @ torch.ones(48, 2),
-    "linear": lambda x: F.linear(torch.ones(2, 48), x), "embedding": lambda x: F.embedding(torch.tensor([1]), x),
-    "float": Tensor.float, "half": Tensor.half, "to fp32": lambda x: x.to(torch.float32),
-    "type": lambda x: x.type(torch.float32), "t": Tensor.t, "T": lambda x: x.T,
-    "transpose": lambda x: x.transpose(0, 1), "permute": lambda x: x.permute(1, 0), "relu": torch.relu,
-    "abs": Tensor.abs, "sum": Tensor.sum, "norm": Tensor.norm, "isnan": Tensor.isnan, "eq": lambda x: x == x,
-    "equal": lambda x: torch.equal(x, x), "select": lambda x: x[3],
-    "index": lambda x: x[torch.tensor([1, 2])], "unbind": Tensor.unbind, "iterate": list,
-    "cat": lambda x: torch.cat([x, x]), "stack": lambda x: torch.stack([x, x]), "mul_": lambda x: x.mul_(2),
-    "zero_": Tensor.zero_, "fill_": lambda x: x.fill_(1), "copy_ into": lambda x: x.copy_(torch.zeros(33, 48)),
-    "copy_ from": lambda x: torch.zeros(33, 48).copy_(x), "setitem": lambda x: x.__setitem__(0, 1.0),
-    "unsqueeze": lambda x: x.unsqueeze(0), "squeeze": Tensor.squeeze, "expand": lambda x: x.expand(2, 33, 48),
-    "flatten": Tensor.flatten, "view of other columns": lambda x: x.view(48, 33), "view flat": lambda x: x.view(-1),
-    "view as bytes": lambda x: x.view(torch.uint8), "narrow columns": lambda x: x.narrow(1, 0, 5),
-    "slice columns": lambda x: x[:, 1:3], "split columns": lambda x: x.split(8, 1), "step": lambda x: x[::2],
+    "add": lambda x: x + 1,
+    "radd": lambda x: 1 + x,
+    "mul": lambda x: x * x,
+    "matmul": lambda x: x @ torch.ones(48, 2),
+    "linear": lambda x: F.linear(torch.ones(2, 48), x),
+    "embedding": lambda x: F.embedding(torch.tensor([1]), x),
+    "float": Tensor.float,
+    "half": Tensor.half,
+    "to fp32": lambda x: x.to(torch.float32),
+    "type": lambda x: x.type(torch.float32),
+    "t": Tensor.t,
+    "T": lambda x: x.T,
+    "transpose": lambda x: x.transpose(0, 1),
+    "permute": lambda x: x.permute(1, 0),
+    "relu": torch.relu,
+    "abs": Tensor.abs,
+    "sum": Tensor.sum,
+    "norm": Tensor.norm,
+    "isnan": Tensor.isnan,
+    "eq": lambda x: x == x,
+    "equal": lambda x: torch.equal(x, x),
+    "select": lambda x: x[3],
+    "index": lambda x: x[torch.tensor([1, 2])],
+    "unbind": Tensor.unbind,
+    "iterate": list,
+    "cat": lambda x: torch.cat([x, x]),
+    "stack": lambda x: torch.stack([x, x]),
+    "mul_": lambda x: x.mul_(2),
+    "zero_": Tensor.zero_,
+    "fill_": lambda x: x.fill_(1),
+    "copy_ into": lambda x: x.copy_(torch.zeros(33, 48)),
+    "copy_ from": lambda x: torch.zeros(33, 48).copy_(x),
+    "setitem": lambda x: x.__setitem__(0, 1.0),
+    "unsqueeze": lambda x: x.unsqueeze(0),
+    "squeeze": Tensor.squeeze,
+    "expand": lambda x: x.expand(2, 33, 48),
+    "flatten": Tensor.flatten,
+    "view of other columns": lambda x: x.view(48, 33),
+    "view flat": lambda x: x.view(-1),
+    "view as bytes": lambda x: x.view(torch.uint8),
+    "narrow columns": lambda x: x.narrow(1, 0, 5),
+    "slice columns": lambda x: x[:, 1:3],
+    "split columns": lambda x: x.split(8, 1),
+    "step": lambda x: x[::2],
     "as_strided transposed": lambda x: x.as_strided((48, 33), (1, 48)),
     "as_strided part": lambda x: x.as_strided((3, 48), (48, 1)),
-    "as_strided offset": lambda x: x.as_strided((33, 48), (48, 1), 48), "ones_like": torch.ones_like,
-    "rand_like": torch.rand_like, "cut of 3-D": lambda x: x.view(3, 11, 48)[1:2],
+    "as_strided offset": lambda x: x.as_strided((33, 48), (48, 1), 48),
+    "ones_like": torch.ones_like,
+    "rand_like": torch.rand_like,
+    "cut of 3-D": lambda x: x.view(3, 11, 48)[1:2],
 }
 
 
 @pytest.mark.parametrize("operator", sorted(REFUSED))
 def test_other_operators_raise_and_name_dequantize(operator: str, no_decoding):
-    """Otherwise a weight is decoded behind the user's back, slowly, and the quantized path looks as if it ran."""
+    """Otherwise a weight is decoded behind the user's back, slowly, and the quantized path looks as
+    if it ran."""
     for name, make in TENSORS.items():
         with pytest.raises(NotImplementedError, match=r"dequantize\(\)"):
             REFUSED[operator](make())
 
 
-@pytest.mark.parametrize("operator", [Tensor.tolist, Tensor.numpy, bool], ids=["tolist", "numpy", "bool"])
+@pytest.mark.parametrize(
+    "operator", [Tensor.tolist, Tensor.numpy, bool], ids=["tolist", "numpy", "bool"]
+)
 def test_values_do_not_leak_to_python(operator: Callable, no_decoding):
     """Otherwise printing or exporting decodes; torch itself refuses these."""
     for make in TENSORS.values():
@@ -311,16 +384,27 @@ def test_zero_rows_have_views_and_cuts():
     """Otherwise the empty shard of a short weight breaks FSDP2 on one rank only."""
     for name in FORMAT_NAMES:
         tensor = hybrid_of(name).quantize(torch.zeros(0, 48, dtype=torch.bfloat16))
-        for got in (tensor.detach(), tensor.view(0, 48), tensor[0:3], tensor.clone(), tensor[:], *tensor.split([0, 0])):
+        for got in (
+            tensor.detach(),
+            tensor.view(0, 48),
+            tensor[0:3],
+            tensor.clone(),
+            tensor[:],
+            *tensor.split([0, 0]),
+        ):
             assert isinstance(got, QuantizedTensor) and tuple(got.shape) == (0, 48), name
             assert tuple(got.dequantize().shape) == (0, 48), name
 
 
 # One direction, by hand, freed #
 
+
 def test_missing_direction_raises_and_names_it():
     """Otherwise a backward multiplies the forward's storage, or None."""
-    for formats, held, missing in ((("mxfp8", None), ROWWISE, COLUMNWISE), ((None, "mxfp8"), COLUMNWISE, ROWWISE)):
+    for formats, held, missing in (
+        (("mxfp8", None), ROWWISE, COLUMNWISE),
+        ((None, "mxfp8"), COLUMNWISE, ROWWISE),
+    ):
         tensor = HybridQuantizer(*formats).quantize(values(33, 48))
         assert tensor.storage_for(held) is getattr(tensor, held.value)
         with pytest.raises(ValueError, match=f"no {missing.value} storage"):
@@ -339,7 +423,9 @@ def test_a_tensor_decodes_without_its_quantizer():
                 seen.add(id(held))
                 found += gc.get_referents(held)
         for s in (tensor.rowwise, tensor.columnwise):
-            by_hand = Storage(s.fmt, s.direction, s.shape, *(s.buffers().get(b) for b in BUFFERS), dtype=s.dtype)
+            by_hand = Storage(
+                s.fmt, s.direction, s.shape, *(s.buffers().get(b) for b in BUFFERS), dtype=s.dtype
+            )
             assert_same_bytes(by_hand.dequantize(), s.dequantize(), name)
 
 
@@ -347,7 +433,10 @@ def test_dequantize_prefers_the_rows():
     """Otherwise evaluation reads the backward's format."""
     tensor = TENSORS["both"]()
     assert_same_bytes(tensor.dequantize(), tensor.rowwise.dequantize())
-    assert_same_bytes(TENSORS["columnwise only"]().dequantize(), TENSORS["columnwise only"]().columnwise.dequantize())
+    assert_same_bytes(
+        TENSORS["columnwise only"]().dequantize(),
+        TENSORS["columnwise only"]().columnwise.dequantize(),
+    )
     assert tensor.dequantize(torch.float32).dtype is torch.float32
     assert_same_bytes(tensor.view(3, 11, 48).dequantize(), tensor.dequantize().view(3, 11, 48))
 
@@ -373,11 +462,16 @@ def test_hand_made_tensors_are_checked():
     with pytest.raises(ValueError, match="agree in shape and dtype"):
         QuantizedTensor(row, other)
     with pytest.raises(ValueError, match="agree in shape and dtype"):
-        QuantizedTensor(row, Quantizer("fp8_row").storage(values(33, 48, dtype=torch.float32), COLUMNWISE))
+        QuantizedTensor(
+            row, Quantizer("fp8_row").storage(values(33, 48, dtype=torch.float32), COLUMNWISE)
+        )
     for shape in ((3, 10, 48), (33 * 48,), (48, 33)):
         with pytest.raises(ValueError, match="does not flatten"):
             QuantizedTensor(row, shape=shape)
-    assert_same_bytes(QuantizedTensor(row).dequantize()[0, :3].float(), 2.0 * torch.tensor([0.0, 2.0**-9, 2.0**-8]))
+    assert_same_bytes(
+        QuantizedTensor(row).dequantize()[0, :3].float(),
+        2.0 * torch.tensor([0.0, 2.0**-9, 2.0**-8]),
+    )
 
 
 def test_one_handler_an_operator():
@@ -402,7 +496,8 @@ def test_pinning_is_asked_of_every_buffer():
 
 @each_tensor
 def test_copy_moves_the_bytes_of_equal_storages(name: str):
-    """If false, a buffer of codes cannot be filled in place, or a copy changes or mixes codes and scales."""
+    """If false, a buffer of codes cannot be filled in place, or a copy changes or mixes codes and
+    scales."""
     target, source = TENSORS[name](), TENSORS[name]()
     for storage in filter(None, (source.rowwise, source.columnwise)):
         storage.data.copy_(storage.data.flip(0))
@@ -416,13 +511,20 @@ def test_copy_of_other_storages_is_refused_and_says_what_to_do():
     """If false, codes of one format are read as those of another, or half a tensor is written."""
     target = TENSORS["both"]()
     before = [b.clone() for s in (target.rowwise, target.columnwise) for b in s.buffers().values()]
-    for other in (hybrid_of("mxfp8").quantize(values(33, 48, seed=3)), HybridQuantizer("mxfp8", None).quantize(values(33, 48)),
-                  HybridQuantizer("mxfp8", "nvfp4").quantize(values(66, 48))):
+    for other in (
+        hybrid_of("mxfp8").quantize(values(33, 48, seed=3)),
+        HybridQuantizer("mxfp8", None).quantize(values(33, 48)),
+        HybridQuantizer("mxfp8", "nvfp4").quantize(values(66, 48)),
+    ):
         with pytest.raises((ValueError, RuntimeError), match="HybridQuantizer.update|must match"):
             target.copy_(other)
-    with pytest.raises(NotImplementedError, match="holds codes and no quantizer.*HybridQuantizer.update"):
+    with pytest.raises(
+        NotImplementedError, match="holds codes and no quantizer.*HybridQuantizer.update"
+    ):
         target.copy_(values(33, 48))
-    for buffer, want in zip([b for s in (target.rowwise, target.columnwise) for b in s.buffers().values()], before):
+    for buffer, want in zip(
+        [b for s in (target.rowwise, target.columnwise) for b in s.buffers().values()], before
+    ):
         assert_same_bytes(buffer, want, "after refused copies")
 
 
@@ -441,8 +543,11 @@ def test_memory_of_codes_is_shared_between_processes(name: str):
 
 @each_tensor
 def test_codes_have_no_address_of_values(name: str):
-    """If false, who matches parameters by address matches all with all, and who writes there writes nowhere."""
-    with pytest.raises(ValueError, match=r"no address of torch.bfloat16 values.*rowwise\.data\.data_ptr\(\)"):
+    """If false, who matches parameters by address matches all with all, and who writes there writes
+    nowhere."""
+    with pytest.raises(
+        ValueError, match=r"no address of torch.bfloat16 values.*rowwise\.data\.data_ptr\(\)"
+    ):
         TENSORS[name]().data_ptr()
     with pytest.raises(ValueError, match="no address"):  # its copy would be uninitialized memory
         StateDictStager().stage({"weight": TENSORS[name]()})

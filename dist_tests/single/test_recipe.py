@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes: values that name the quantizer of every slot, and plans that stand for them in operators."""
+"""Recipes: values that name the quantizer of every slot, and plans that stand for them in
+operators."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def everything_mxfp8(role):
 
 
 def returns_each_kind(role):
-    """One kind of answer a slot: a Format, a Quantizer, a HybridQuantizer, None at the boundaries."""
+    """One kind of answer a slot: a Format, a Quantizer, a HybridQuantizer, None at the
+    boundaries."""
     return {
         "input": format_of("mxfp8"),
         "weight": Quantizer("fp8_row"),
@@ -85,7 +87,10 @@ class Factory:
 
 MX, NV, SQUARE = Quantizer("mxfp8"), Quantizer("nvfp4"), Quantizer("nvfp4_16x16")
 RHT = Quantizer("nvfp4", rotation=True)
-SR, SR_RHT = Quantizer("nvfp4", rounding="stochastic"), Quantizer("nvfp4", rounding="stochastic", rotation=True)
+SR, SR_RHT = (
+    Quantizer("nvfp4", rounding="stochastic"),
+    Quantizer("nvfp4", rounding="stochastic", rotation=True),
+)
 CURRENT, ROW = Quantizer("fp8_tensor"), Quantizer("fp8_row")
 E5M2 = Quantizer(format_of("fp8_tensor", element="e5m2"))
 DELAYED = Quantizer("fp8_tensor", scaling=DelayedScaling())
@@ -100,7 +105,10 @@ TABLE = {
     "bf16": (recipes.bf16(), (PLAIN,) * 6),
     "fp8_current": (recipes.fp8_current(), (CURRENT,) * 6),
     "fp8_current_e5m2": (recipes.fp8_current(grad_element="e5m2"), (CURRENT,) * 4 + (E5M2,) * 2),
-    "fp8_current_pow2": (recipes.fp8_current(pow2=True), (Quantizer(format_of("fp8_tensor", pow2=True)),) * 6),
+    "fp8_current_pow2": (
+        recipes.fp8_current(pow2=True),
+        (Quantizer(format_of("fp8_tensor", pow2=True)),) * 6,
+    ),
     "fp8_delayed": (recipes.fp8_delayed(), (DELAYED,) * 4 + (DELAYED_E5M2,) * 2),
     "fp8_row": (recipes.fp8_row(), (ROW,) * 6),
     "fp8_block": (recipes.fp8_block(), (BLOCK, BLOCK, BLOCKS, BLOCKS, BLOCK, BLOCK)),
@@ -109,9 +117,18 @@ TABLE = {
     "nvfp4": (recipes.nvfp4(), (NV, RHT, SQUARE, SQUARE, SR, SR_RHT)),
     "hybrid mxfp8 nvfp4": (recipes.hybrid("mxfp8", "nvfp4"), (MX, RHT, MX, NV, SR, SR_RHT)),
     "hybrid nvfp4 mxfp8": (recipes.hybrid("nvfp4", "mxfp8"), (NV, MX, NV, MX, MX, MX)),
-    "hybrid fp8_block mxfp8": (recipes.hybrid("fp8_block", "mxfp8"), (BLOCK, MX, BLOCK, MX, MX, MX)),
-    "hybrid mxfp8 fp8_block": (recipes.hybrid("mxfp8", "fp8_block"), (MX, BLOCK, MX, BLOCK, BLOCK, BLOCK)),
-    "hybrid fp8 bf16": (recipes.hybrid("fp8", "bf16"), (CURRENT, PLAIN, CURRENT, PLAIN, PLAIN, PLAIN)),
+    "hybrid fp8_block mxfp8": (
+        recipes.hybrid("fp8_block", "mxfp8"),
+        (BLOCK, MX, BLOCK, MX, MX, MX),
+    ),
+    "hybrid mxfp8 fp8_block": (
+        recipes.hybrid("mxfp8", "fp8_block"),
+        (MX, BLOCK, MX, BLOCK, BLOCK, BLOCK),
+    ),
+    "hybrid fp8 bf16": (
+        recipes.hybrid("fp8", "bf16"),
+        (CURRENT, PLAIN, CURRENT, PLAIN, PLAIN, PLAIN),
+    ),
 }
 
 
@@ -127,13 +144,25 @@ def test_named_recipe_slots_are_those_of_the_table(name: str):
     assert recipe.hybrid(role("grad_input")) is None
 
 
-@pytest.mark.parametrize("name, shared", [
-    ("fp8_current", "x w dy"), ("fp8_delayed", "x w dy"), ("fp8_block", "w"), ("nvfp4", "w"), ("mxfp8", ""), ("fp8_row", ""),
-])
+@pytest.mark.parametrize(
+    "name, shared",
+    [
+        ("fp8_current", "x w dy"),
+        ("fp8_delayed", "x w dy"),
+        ("fp8_block", "w"),
+        ("nvfp4", "w"),
+        ("mxfp8", ""),
+        ("fp8_row", ""),
+    ],
+)
 def test_one_storage_serves_both_directions_where_the_table_says_same(name: str, shared: str):
     """Otherwise a square block or a tensor scale is quantized, kept and gathered twice."""
     recipe = TABLE[name][0]
-    got = [short for short, slot in zip(("x", "w", "dy"), SLOTS) if recipe.hybrid(role(slot)).shares_storage]
+    got = [
+        short
+        for short, slot in zip(("x", "w", "dy"), SLOTS)
+        if recipe.hybrid(role(slot)).shares_storage
+    ]
     assert got == shared.split()
 
 
@@ -147,11 +176,14 @@ def test_hybrid_of_one_family_has_the_slots_of_that_family(family: str):
 
 @pytest.mark.parametrize("forward, backward", list(itertools.product(FAMILIES, FAMILIES)))
 def test_every_hybrid_plans_and_its_rotations_cancel(forward: str, backward: str):
-    """Otherwise some pair of families cannot train, or multiplies a rotated operand by a plain one."""
+    """Otherwise some pair of families cannot train, or multiplies a rotated operand by a plain
+    one."""
     plan = build_plan(recipes.hybrid(forward, backward), "fc")
     for product in PRODUCTS:
         a, b = plan.pair(product)
-        assert a.rotated == b.rotated == (backward in ("nvfp4", "mxfp4") and product.name == "wgrad")
+        assert (
+            a.rotated == b.rotated == (backward in ("nvfp4", "mxfp4") and product.name == "wgrad")
+        )
     assert plan.input.rowwise.fmt == plan.operand("input", ROWWISE)
     for slot in SLOTS:
         stochastic = backward in ("nvfp4", "mxfp4") and slot == "grad_output"
@@ -168,12 +200,20 @@ def test_every_hybrid_plans_and_its_rotations_cancel(forward: str, backward: str
 
 
 def test_recipes_are_values():
-    """Otherwise equal recipes differ after a pickle, in another process or as a dictionary's key."""
+    """Otherwise equal recipes differ after a pickle, in another process or as a dictionary's
+    key."""
     made = [recipe for recipe, _ in TABLE.values()] + [
-        fq.CustomRecipe(everything_mxfp8), recipes.mxfp8(backward_override="dequantized"), recipes.mxfp8(strict=False),
-        recipes.mxfp8(require_native=True), recipes.mxfp8(compute_dtype=None), recipes.mxfp8(accuracy="exact"),
-        recipes.mxfp8(save_original_input=True), recipes.nvfp4(tail=0.25), recipes.fp8_delayed(length=16),
-        recipes.fp8_delayed(margin=1), recipes.fp8_delayed(use="newest"),
+        fq.CustomRecipe(everything_mxfp8),
+        recipes.mxfp8(backward_override="dequantized"),
+        recipes.mxfp8(strict=False),
+        recipes.mxfp8(require_native=True),
+        recipes.mxfp8(compute_dtype=None),
+        recipes.mxfp8(accuracy="exact"),
+        recipes.mxfp8(save_original_input=True),
+        recipes.nvfp4(tail=0.25),
+        recipes.fp8_delayed(length=16),
+        recipes.fp8_delayed(margin=1),
+        recipes.fp8_delayed(use="newest"),
         fq.Recipe("custom", with_arguments, (("eps", 1.0), ("fmt", "fp8_row"))),
         fq.Recipe("custom", with_arguments, (("eps", 2.0), ("fmt", "fp8_row"))),
     ]
@@ -186,11 +226,16 @@ def test_recipes_are_values():
         assert pickle.loads(pickle.dumps(again)).key == recipe.key
         for other in made[i + 1 :]:
             if other.name in ("bf16", recipe.name) and other == recipe:
-                assert {recipe.name, other.name} == {"identity"}, (recipe, other)  # bf16 is the same recipe
+                assert {recipe.name, other.name} == {"identity"}, (
+                    recipe,
+                    other,
+                )  # bf16 is the same recipe
             else:
                 assert other != recipe
                 assert other.fingerprint() != recipe.fingerprint(), (recipe, other)
-    assert len({repr(r) for r in made}) == len(set(made))  # a message that compares two recipes shows a difference
+    assert len({repr(r) for r in made}) == len(
+        set(made)
+    )  # a message that compares two recipes shows a difference
     assert recipes.identity() == recipes.bf16()
     assert recipes.fp8_delayed(length=16) == recipes.fp8_delayed(length=16)
 
@@ -200,9 +245,12 @@ def test_fingerprints_are_equal_in_another_process():
     program = "from fsdp_quant import recipes as r; print(r.hybrid('mxfp8', 'nvfp4', tail=0.25).fingerprint())"
     program += "; print(r.fp8_delayed(length=16).fingerprint())"
     root = Path(fq.__file__).parents[1]
-    out = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True
+    ).stdout
     assert out.splitlines() == [
-        recipes.hybrid("mxfp8", "nvfp4", tail=0.25).fingerprint(), recipes.fp8_delayed(length=16).fingerprint(),
+        recipes.hybrid("mxfp8", "nvfp4", tail=0.25).fingerprint(),
+        recipes.fp8_delayed(length=16).fingerprint(),
     ]
 
 
@@ -210,7 +258,14 @@ def test_fingerprints_tell_arguments_apart():
     """Otherwise a checkpoint of one quantizer loads under another."""
     made = [
         fq.Recipe("custom", with_arguments, (("fmt", q),))
-        for q in (Quantizer("fp8_row"), Quantizer("fp8_row", eps=1.0), DELAYED, replace_scaling(length=4), MX, FLOOR)
+        for q in (
+            Quantizer("fp8_row"),
+            Quantizer("fp8_row", eps=1.0),
+            DELAYED,
+            replace_scaling(length=4),
+            MX,
+            FLOOR,
+        )
     ] + [fq.Recipe("custom", with_arguments, (("fmt", format_of("mxfp8", block=(1, 64))),))]
     assert len({r.fingerprint() for r in made}) == len(made)
 
@@ -221,29 +276,48 @@ def replace_scaling(**options) -> Quantizer:
 
 PLANS = {
     "eps": (with_arguments, {"fmt": "fp8_row"}, {"fmt": "fp8_row", "eps": 1.0}),
-    "block": (with_arguments, {"fmt": format_of("mxfp8")}, {"fmt": format_of("mxfp8", block=(1, 64))}),
+    "block": (
+        with_arguments,
+        {"fmt": format_of("mxfp8")},
+        {"fmt": format_of("mxfp8", block=(1, 64))},
+    ),
     "element": (with_arguments, {"fmt": "fp8_row"}, {"fmt": format_of("fp8_row", element="e5m2")}),
     "pow2": (with_arguments, {"fmt": "fp8_row"}, {"fmt": format_of("fp8_row", pow2=True)}),
 }
 
 
 def derives_the_weight(role):
-    return HybridQuantizer("mxfp8", "mxfp8", "rowwise_dequantized" if role.tensor_type == "weight" else "original")
+    return HybridQuantizer(
+        "mxfp8", "mxfp8", "rowwise_dequantized" if role.tensor_type == "weight" else "original"
+    )
 
 
 def test_different_plans_have_different_keys():
-    """Otherwise a module multiplies with the quantizers of another module that was converted before it.
+    """Otherwise a module multiplies with the quantizers of another module that was converted before
+    it.
 
     Operators receive a plan as its key: two plans that differ in any quantizer must not share one.
     """
     made = [
-        recipes.mxfp8(), recipes.mxfp8(scale_rounding="floor"), recipes.mxfp8(compute_dtype=None),
-        recipes.mxfp8(compute_dtype=torch.float16), recipes.mxfp8(save_original_input=True),
-        fq.CustomRecipe(derives_the_weight), recipes.fp8_delayed(), recipes.fp8_delayed(length=4),
-        recipes.fp8_delayed(margin=2), recipes.fp8_delayed(use="newest"), recipes.fp8_current(),
-        recipes.fp8_current(pow2=True), recipes.fp8_current(grad_element="e5m2"),
+        recipes.mxfp8(),
+        recipes.mxfp8(scale_rounding="floor"),
+        recipes.mxfp8(compute_dtype=None),
+        recipes.mxfp8(compute_dtype=torch.float16),
+        recipes.mxfp8(save_original_input=True),
+        fq.CustomRecipe(derives_the_weight),
+        recipes.fp8_delayed(),
+        recipes.fp8_delayed(length=4),
+        recipes.fp8_delayed(margin=2),
+        recipes.fp8_delayed(use="newest"),
+        recipes.fp8_current(),
+        recipes.fp8_current(pow2=True),
+        recipes.fp8_current(grad_element="e5m2"),
     ]
-    made += [fq.Recipe(kind, f, tuple(sorted(a.items()))) for kind, (f, *both) in PLANS.items() for a in both]
+    made += [
+        fq.Recipe(kind, f, tuple(sorted(a.items())))
+        for kind, (f, *both) in PLANS.items()
+        for a in both
+    ]
     plans = list(dict.fromkeys(build_plan(r, "fc") for r in made))
     assert len(plans) > len(PLANS) + 10
     keys = {p.key: p for p in plans}
@@ -252,13 +326,17 @@ def test_different_plans_have_different_keys():
 
 
 def test_texts_are_kept_by_one_value_alone():
-    """Otherwise a changed copy carries the text, and so the plan, of the value that it was made from."""
+    """Otherwise a changed copy carries the text, and so the plan, of the value that it was made
+    from."""
     nearest = format_of("mxfp8")
     text = canonical_text(Quantizer(nearest))
     floor = replace(nearest, scale_rounding="floor")
     assert canonical_text(Quantizer(floor)) != text
     assert canonical_text(Quantizer(replace(floor, scale_rounding=nearest.scale_rounding))) == text
-    assert "_canonical" in nearest.__dict__ and "_canonical" not in pickle.loads(pickle.dumps(nearest)).__dict__
+    assert (
+        "_canonical" in nearest.__dict__
+        and "_canonical" not in pickle.loads(pickle.dumps(nearest)).__dict__
+    )
 
 
 def test_modules_with_other_delayed_scaling_do_not_share_it():
@@ -268,7 +346,9 @@ def test_modules_with_other_delayed_scaling_do_not_share_it():
     """
     for margin in (0, 3):
         torch.manual_seed(0)
-        module = fq.convert(nn.ModuleDict({"fc": nn.Linear(16, 16)}), recipes.fp8_delayed(margin=margin))["fc"]
+        module = fq.convert(
+            nn.ModuleDict({"fc": nn.Linear(16, 16)}), recipes.fp8_delayed(margin=margin)
+        )["fc"]
         for _ in range(2):
             module(torch.ones(4, 16)).backward(torch.full((4, 16), 7.0))
         enc = fq.state_dict(module)["histories"][".grad_output.rowwise"]["enc"]
@@ -288,7 +368,9 @@ def test_qfactory_answers_become_hybrids():
     assert recipe.hybrid(role("output")) is None
     named = fq.CustomRecipe(everything_mxfp8)
     assert named.hybrid(role("input")) == recipes.mxfp8().hybrid(role("input"))
-    assert fq.Recipe("custom", with_arguments, (("fmt", "fp8_row"),)).hybrid(role("input")) == HybridQuantizer(ROW, ROW)
+    assert fq.Recipe("custom", with_arguments, (("fmt", "fp8_row"),)).hybrid(
+        role("input")
+    ) == HybridQuantizer(ROW, ROW)
 
 
 def test_qfactory_sees_the_modules_name():
@@ -299,16 +381,23 @@ def test_qfactory_sees_the_modules_name():
     assert model["head"].plan.operand("weight", ROWWISE) == IDENTITY
 
 
-@pytest.mark.parametrize("factory, message", [
-    (returns_none, "returned None for Role"),
-    (returns_a_number, "8"),
-    (returns_an_unknown_name, "unknown format 'fp3'; known formats: .*mxfp8"),
-    (lacks_a_direction, r"fc: weight.columnwise is read by a product"),
-    (rounds_weights, "fc: stochastic rounding of weights"),
-    (rotates_one_operand, r"fc: wgrad multiplies grad_output.columnwise \(nvfp4\) by input.columnwise \(nvfp4\(RHT\)\)"),
-])
+@pytest.mark.parametrize(
+    "factory, message",
+    [
+        (returns_none, "returned None for Role"),
+        (returns_a_number, "8"),
+        (returns_an_unknown_name, "unknown format 'fp3'; known formats: .*mxfp8"),
+        (lacks_a_direction, r"fc: weight.columnwise is read by a product"),
+        (rounds_weights, "fc: stochastic rounding of weights"),
+        (
+            rotates_one_operand,
+            r"fc: wgrad multiplies grad_output.columnwise \(nvfp4\) by input.columnwise \(nvfp4\(RHT\)\)",
+        ),
+    ],
+)
 def test_bad_answers_are_refused_when_the_recipe_is_applied(factory, message: str):
-    """Otherwise a mistake in a recipe is found in the first step, or never; and half of the model is converted."""
+    """Otherwise a mistake in a recipe is found in the first step, or never; and half of the model
+    is converted."""
     model = nn.ModuleDict({"fc": nn.Linear(16, 16)})
     with pytest.raises(ValueError, match=message):
         fq.convert(model, fq.CustomRecipe(factory))
@@ -318,6 +407,7 @@ def test_bad_answers_are_refused_when_the_recipe_is_applied(factory, message: st
 
 def test_functions_that_do_not_pickle_are_refused_by_name():
     """Otherwise a recipe fails when a checkpoint or a worker process pickles it, hours later."""
+
     def local_factory(role):
         return "mxfp8"
 
@@ -335,15 +425,21 @@ def test_functions_that_do_not_pickle_are_refused_by_name():
 
 def test_unknown_names_list_the_known_ones():
     """Otherwise a misspelled recipe, family, element or slot is a KeyError, or is ignored."""
-    with pytest.raises(ValueError, match="unknown recipe 'mxfp5'; known recipes: bf16, fp8_block, .*mxfp8, nvfp4"):
+    with pytest.raises(
+        ValueError, match="unknown recipe 'mxfp5'; known recipes: bf16, fp8_block, .*mxfp8, nvfp4"
+    ):
         recipes.by_name("mxfp5")
-    with pytest.raises(ValueError, match="unknown format family 'mxfp5'; known families: .*fp8_block.*mxfp8"):
+    with pytest.raises(
+        ValueError, match="unknown format family 'mxfp5'; known families: .*fp8_block.*mxfp8"
+    ):
         recipes.hybrid("mxfp8", "mxfp5")
     with pytest.raises(ValueError, match="unknown element 'e3m4'"):
         fq.convert(nn.Sequential(nn.Linear(4, 4)), recipes.fp8_current(grad_element="e3m4"))
     with pytest.raises(ValueError, match="scale_rounding must be 'up' or 'floor', got 'down'"):
         fq.convert(nn.Sequential(nn.Linear(4, 4)), recipes.mxfp8(scale_rounding="down"))
-    with pytest.raises(ValueError, match="tensor_type must be one of input, weight, grad_output.*'wieght'"):
+    with pytest.raises(
+        ValueError, match="tensor_type must be one of input, weight, grad_output.*'wieght'"
+    ):
         fq.Role("linear", "wieght")
     for name in recipes.names():
         assert recipes.by_name(name).hybrid(role("weight")) is not None
@@ -359,7 +455,9 @@ def test_bad_options_are_refused():
     for tail in (-0.1, 1.1):
         with pytest.raises(ValueError, match=f"between 0 and 1, got {tail}"):
             recipes.nvfp4(tail=tail)
-    with pytest.raises(ValueError, match="mxfp8 has no option colour; options of all recipes: backward_override, "):
+    with pytest.raises(
+        ValueError, match="mxfp8 has no option colour; options of all recipes: backward_override, "
+    ):
         recipes.mxfp8(colour="red")
     with pytest.raises(ValueError, match="length=0"):
         recipes.fp8_delayed(length=0)
@@ -376,7 +474,9 @@ def test_backward_override_rewrites_the_columnwise_side_only(name: str, override
     """Otherwise an override changes the forward, or leaves something quantized in the backward."""
     recipe, want = TABLE[name]
     options = {f: getattr(recipe, f) for f in ("compute_dtype", "tail")}
-    overridden = fq.Recipe(recipe.name, recipe.qfactory, recipe.arguments, backward_override=override, **options)
+    overridden = fq.Recipe(
+        recipe.name, recipe.qfactory, recipe.arguments, backward_override=override, **options
+    )
     source = "rowwise_dequantized" if override == "dequantized" else "original"
     for i, slot in enumerate(("input", "weight")):
         assert overridden.hybrid(role(slot)) == HybridQuantizer(want[2 * i], PLAIN, source)
@@ -391,7 +491,8 @@ def rotates_everything(role):
 
 
 def test_a_rotated_forward_cannot_be_decoded_for_the_backward():
-    """Otherwise `dequantized` derives the backward's operand from turned values; the module and slot are named."""
+    """Otherwise `dequantized` derives the backward's operand from turned values; the module and
+    slot are named."""
     with pytest.raises(ValueError, match="not rotated"):
         HybridQuantizer(RHT, "identity", "rowwise_dequantized")
     model = nn.ModuleDict({"fc": nn.Linear(16, 16)})
@@ -403,18 +504,28 @@ def test_a_rotated_forward_cannot_be_decoded_for_the_backward():
 # Native products only #
 
 
-@pytest.mark.parametrize("forward, backward", [("mxfp8", "mxfp8"), ("mxfp8", "nvfp4"), ("identity", "fp8_row")])
+@pytest.mark.parametrize(
+    "forward, backward", [("mxfp8", "mxfp8"), ("mxfp8", "nvfp4"), ("identity", "fp8_row")]
+)
 def test_require_native_refuses_by_module_slot_and_formats(forward: str, backward: str):
     """Otherwise a run that asked for tensor cores trains through slow products without a word."""
     recipe = recipes.hybrid(forward, backward, require_native=True)
-    product, a, b = ("dgrad", "grad_output", "weight") if forward == "identity" else ("fprop", "input", "weight")
+    product, a, b = (
+        ("dgrad", "grad_output", "weight")
+        if forward == "identity"
+        else ("fprop", "input", "weight")
+    )
     columns = "columnwise" if product == "dgrad" else "rowwise"
     plan = build_plan(recipe, "fc")
     fmt_a, fmt_b = plan.pair(next(p for p in PRODUCTS if p.name == product))
-    sentence = rf"{product} multiplies {a}.rowwise \({_text(fmt_a)}\) by {b}.{columns} \({_text(fmt_b)}\)"
+    sentence = (
+        rf"{product} multiplies {a}.rowwise \({_text(fmt_a)}\) by {b}.{columns} \({_text(fmt_b)}\)"
+    )
     with pytest.raises(ValueError, match=rf"layers.fc: {sentence}.*require_native=True"):
         fq.convert(nn.ModuleDict({"layers": nn.ModuleDict({"fc": nn.Linear(16, 16)})}), recipe)
-    model = fq.convert(nn.ModuleDict({"fc": nn.Linear(16, 16)}), recipes.identity(require_native=True))
+    model = fq.convert(
+        nn.ModuleDict({"fc": nn.Linear(16, 16)}), recipes.identity(require_native=True)
+    )
     before = model["fc"].plan
     with pytest.raises(ValueError, match=rf"fc: {sentence}"):
         fq.set_recipe(model, recipe)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipe x module x backward mode: a test behind each cell of docs/reference/recipes.md, on the CPU and as a Hopper GPU runs it."""
+"""Recipe x module x backward mode: a test behind each cell of docs/reference/recipes.md, on the CPU
+and as a Hopper GPU runs it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,18 @@ import fsdp_quant as fq
 from dist_tests.laws import assert_same_bytes, recorded_saves, sample, values
 from dist_tests.single import hopper
 from dist_tests.single.recipe_table import (
-    CPU, CUSTOM, EXACT, GPU, HYBRIDS, MODES, MODULES, NAMED, Module, check_cell, table, take,
+    CPU,
+    CUSTOM,
+    EXACT,
+    GPU,
+    HYBRIDS,
+    MODES,
+    MODULES,
+    NAMED,
+    Module,
+    check_cell,
+    table,
+    take,
 )
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
@@ -28,12 +40,15 @@ from fsdp_quant.modules.linear_op import weight_storages
 CELLS = list(itertools.product([*NAMED, *CUSTOM], MODULES, MODES))
 OF_RULES = list(itertools.product(EXACT, MODULES, MODES))
 OF_PAIRS = list(itertools.product(HYBRIDS, MODULES, MODES))
-ON_HOPPER = list(itertools.product(CUSTOM, MODULES, MODES)) + list(itertools.product([*NAMED, *HYBRIDS], MODULES, MODES))
+ON_HOPPER = list(itertools.product(CUSTOM, MODULES, MODES)) + list(
+    itertools.product([*NAMED, *HYBRIDS], MODULES, MODES)
+)
 
 
 @pytest.mark.parametrize("recipe, module, mode", CELLS + sample(OF_RULES, 5) + sample(OF_PAIRS, 11))
 def test_a_cell_is_its_definition(recipe: str, module: str, mode: str | None):
-    """If false, a module multiplies, keeps or quantizes something else than its recipe and backward mode say."""
+    """If false, a module multiplies, keeps or quantizes something else than its recipe and backward
+    mode say."""
     check_cell(recipe, module, mode)
 
 
@@ -49,7 +64,10 @@ def test_the_reference_has_the_table():
     page = (Path(__file__).parents[2] / "docs/reference/recipes.md").read_text()
     assert table() in page, f"docs/reference/recipes.md wants this table of recipes:\n{table()}"
 
-def trained(kind: Module, recipe: fq.Recipe, quantized: bool, evaluates: bool, built_in: str = "train") -> list[Tensor]:
+
+def trained(
+    kind: Module, recipe: fq.Recipe, quantized: bool, evaluates: bool, built_in: str = "train"
+) -> list[Tensor]:
     """Output, input gradient and weights of every step; quantized: parameters that are codes."""
     STEP.seed, STEP.step, STEP.counted_by_hand = 0, 0, False
     STEP.publish()
@@ -72,28 +90,44 @@ def trained(kind: Module, recipe: fq.Recipe, quantized: bool, evaluates: bool, b
         torch.autograd.backward(y, [values(*t.shape, seed=5, dtype=torch.float32) for t in y])
         optimizer.step()
         optimizer.zero_grad()
-        seen += [*(t.detach() for t in y), x.grad, *(t.clone() for t in model.state_dict().values())]
+        seen += [
+            *(t.detach() for t in y),
+            x.grad,
+            *(t.clone() for t in model.state_dict().values()),
+        ]
     return seen
 
 
 @pytest.mark.parametrize("module", MODULES)
-@pytest.mark.parametrize("recipe", [recipes.fp8_delayed(length=4), recipes.nvfp4()], ids=["fp8_delayed", "nvfp4"])
+@pytest.mark.parametrize(
+    "recipe", [recipes.fp8_delayed(length=4), recipes.nvfp4()], ids=["fp8_delayed", "nvfp4"]
+)
 def test_evaluation_and_where_a_module_was_built_change_nothing(recipe: fq.Recipe, module: str):
-    """If false, codes, histories or directions that evaluation made or dropped are those that training multiplies."""
+    """If false, codes, histories or directions that evaluation made or dropped are those that
+    training multiplies."""
     for kind in MODULES[module]:
         want = trained(kind, recipe, False, False)
         for quantized, evaluates, built_in in ((False, True, "train"), (True, True, "no_grad")):
-            for i, (a, b) in enumerate(zip(trained(kind, recipe, quantized, evaluates, built_in), want)):
-                assert_same_bytes(a, b, f"{module} {i}, quantized parameters {quantized}, evaluates {evaluates}, {built_in}")
+            for i, (a, b) in enumerate(
+                zip(trained(kind, recipe, quantized, evaluates, built_in), want)
+            ):
+                assert_same_bytes(
+                    a,
+                    b,
+                    f"{module} {i}, quantized parameters {quantized}, evaluates {evaluates}, "
+                    f"{built_in}",
+                )
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_is_made_for_frozen_weights(mode: str | None):
-    """If false, LoRA pays for operands of a wgrad that nobody computes: codes, memory, or the input itself. What is kept is what
-    dgrad multiplies."""
+    """If false, LoRA pays for operands of a wgrad that nobody computes: codes, memory, or the input
+    itself. What is kept is what dgrad multiplies."""
     for kind in itertools.chain(*MODULES.values()):
         model = kind.built(recipes.mxfp8(backward_override=mode), CPU).requires_grad_(False)
-        x = values(*kind.lead, CPU.m // math.prod(kind.lead), CPU.k, dtype=torch.float32).requires_grad_()
+        x = values(
+            *kind.lead, CPU.m // math.prod(kind.lead), CPU.k, dtype=torch.float32
+        ).requires_grad_()
         counters.reset()
         with recorded_saves() as saved:
             y = kind.call(model, x, CPU)
@@ -101,12 +135,19 @@ def test_nothing_is_made_for_frozen_weights(mode: str | None):
         torch.autograd.backward(y, [torch.ones_like(t) for t in y])
         layers = len(converted_modules(model))
         rows, columns = ("mxfp8", "rowwise", "reference"), ("mxfp8", "columnwise", "reference")
-        # Rows of x and w, and of dy where it is quantized; columns of w, which dgrad multiplies, where they are.
+        # Rows of x and w, and of dy where it is quantized; columns of w, which dgrad multiplies,
+        # where they are.
         wanted = {rows: 3 * layers, columns: layers} if mode is None else {rows: 2 * layers}
         assert counters.of("quantize") == wanted
         assert counters.total("gemm") == 2 * layers
-        for layer in converted_modules(model).values() if not getattr(model, "packed", False) else model.layers:
-            dgrad = weight_storages(layer.weight, [COLUMNWISE], layer.plan, None, x.dtype)[COLUMNWISE]
+        for layer in (
+            converted_modules(model).values()
+            if not getattr(model, "packed", False)
+            else model.layers
+        ):
+            dgrad = weight_storages(layer.weight, [COLUMNWISE], layer.plan, None, x.dtype)[
+                COLUMNWISE
+            ]
             for buffer in dgrad.buffers().values():
                 take(saved, buffer, "codes of the weight")
         assert not [t for t in saved if t.dtype is torch.uint8], "codes of the input"

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fq.refit` in one process: what a rollout engine is given is what the training forward multiplies."""
+"""`fq.refit` in one process: what a rollout engine is given is what the training forward
+multiplies."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from fsdp_quant.ops import reference
 from fsdp_quant.serving import layouts
 
 RECIPES = {
-    "fp8_current": fq.recipes.fp8_current, "fp8_row": fq.recipes.fp8_row, "mxfp8": fq.recipes.mxfp8,
+    "fp8_current": fq.recipes.fp8_current,
+    "fp8_row": fq.recipes.fp8_row,
+    "mxfp8": fq.recipes.mxfp8,
     "nvfp4": fq.recipes.nvfp4,
 }
 
@@ -37,7 +40,9 @@ class Engine:
             self.layers.setdefault(layer, {})[part] = tensor
 
     def codes(self, layer: str, like: fq.Storage) -> fq.Storage:
-        return layouts.read_storage(layer, self.layers[layer], like.dtype, like.data.device, like.fmt)
+        return layouts.read_storage(
+            layer, self.layers[layer], like.dtype, like.data.device, like.fmt
+        )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -56,7 +61,9 @@ def test_an_engine_is_given_the_codes_that_training_multiplies(recipe: str):
         assert len(forward) == len(names) == 14
         given = {}  # the order of a forward is not that of names: by their bytes
         for name in names:
-            like = next(s for s in forward if s.shape == tuple(model.get_submodule(name).weight.shape))
+            like = next(
+                s for s in forward if s.shape == tuple(model.get_submodule(name).weight.shape)
+            )
             codes = engine.codes(name, like)
             given[codes.data.numpy().tobytes()] = codes, engine.layers[name]
         for storage in forward:
@@ -70,12 +77,19 @@ def test_an_engine_is_given_the_codes_that_training_multiplies(recipe: str):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("recipe, format, options", [
-    ("mxfp8", "compressed-tensors", {}), ("mxfp8", "fp8", {}), ("nvfp4", "modelopt", {"share_scales": True}),
-    ("fp8_row", "dequantized", {"dtype": torch.float32}), ("nvfp4", "compressed-tensors", {"share_scales": True}),
-])
+@pytest.mark.parametrize(
+    "recipe, format, options",
+    [
+        ("mxfp8", "compressed-tensors", {}),
+        ("mxfp8", "fp8", {}),
+        ("nvfp4", "modelopt", {"share_scales": True}),
+        ("fp8_row", "dequantized", {"dtype": torch.float32}),
+        ("nvfp4", "compressed-tensors", {"share_scales": True}),
+    ],
+)
 def test_a_stream_is_the_file_of_an_export(recipe: str, format: str, options: dict, tmp_path):
-    """If false, an engine that loads the file of an export cannot load the stream, or decodes it to other values."""
+    """If false, an engine that loads the file of an export cannot load the stream, or decodes it to
+    other values."""
     model = _model(recipe)
     fq.export(model, tmp_path, format, **options)
     want = load_file(tmp_path / "model.safetensors")
@@ -87,31 +101,52 @@ def test_a_stream_is_the_file_of_an_export(recipe: str, format: str, options: di
             assert_same_bytes(got[name], tensor, name)
         if size == "20KB":
             larger = [b for b in buckets if sum(t.nbytes for _, t in b) > 20_000]
-            assert 2 < len(buckets) and all(len({n.rpartition(".")[0] for n, _ in b}) == 1 for b in larger)
+            assert 2 < len(buckets) and all(
+                len({n.rpartition(".")[0] for n, _ in b}) == 1 for b in larger
+            )
         assert size != "1GB" or len(buckets) == 1
 
 
 def test_a_stream_is_the_callers_own():
-    """If false, a step of training changes what an engine was given, or an engine changes what is trained."""
+    """If false, a step of training changes what an engine was given, or an engine changes what is
+    trained."""
     model = _model("mxfp8")
     fq.freeze(model.model.layers[0].mlp.requires_grad_(False))
-    before = {n: p.dequantize() if isinstance(p, fq.QuantizedTensor) else p.detach().clone() for n, p in model.named_parameters()}
+    before = {
+        n: p.dequantize() if isinstance(p, fq.QuantizedTensor) else p.detach().clone()
+        for n, p in model.named_parameters()
+    }
     for bucket in fq.refit(model, dtype=None):
         for _, tensor in bucket:
             tensor.view(torch.uint8).fill_(0)
     for name, parameter in model.named_parameters():
-        now = parameter.dequantize() if isinstance(parameter, fq.QuantizedTensor) else parameter.detach()
+        now = (
+            parameter.dequantize()
+            if isinstance(parameter, fq.QuantizedTensor)
+            else parameter.detach()
+        )
         assert_same_bytes(now, before[name], name)
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ({"format": "gguf"}, "format must be one of compressed-tensors, modelopt, fp8, dequantized, got 'gguf'"),
-    ({"bucket_size": "lots"}, "bucket_size must be a number of bytes, or a text such as '5GB' or '500MiB'; got 'lots'"),
-    ({"bucket_size": 0}, "bucket_size must be a number of bytes"),
-    ({"format": "modelopt"}, "which format='modelopt' does not hold"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (
+            {"format": "gguf"},
+            "format must be one of compressed-tensors, modelopt, fp8, dequantized, got 'gguf'",
+        ),
+        (
+            {"bucket_size": "lots"},
+            "bucket_size must be a number of bytes, or a text such as '5GB' or '500MiB'; got "
+            "'lots'",
+        ),
+        ({"bucket_size": 0}, "bucket_size must be a number of bytes"),
+        ({"format": "modelopt"}, "which format='modelopt' does not hold"),
+    ],
+)
 def test_what_cannot_be_streamed_is_refused_at_the_call(arguments: dict, message: str):
-    """If false, an engine has some of the new weights when the rest are found to be none that it reads."""
+    """If false, an engine has some of the new weights when the rest are found to be none that it
+    reads."""
     model = fq.convert(llama(), fq.recipes.hybrid("mxfp4", "mxfp8"), skip=["lm_head"])
     with pytest.raises(ValueError, match=message):
         fq.refit(model, **arguments)

@@ -20,7 +20,8 @@ NAMED = [n for n in recipes.names() if n not in ("bf16", "fp8_delayed")]
 @pytest.mark.parametrize("mode", [None, "dequantized"])
 @pytest.mark.parametrize("name", NAMED)
 def test_the_training_forward_multiplies_the_exported_codes(name: str, mode: str | None):
-    """If false, the policy that acted is not the one whose probabilities are differentiated: updates are off policy."""
+    """If false, the policy that acted is not the one whose probabilities are differentiated:
+    updates are off policy."""
     torch.manual_seed(0)
     model = fq.convert(rollout.Policy(), recipes.by_name(name, backward_override=mode))
     optimizer, x = torch.optim.SGD(model.parameters(), lr=0.5), values(24, 32, dtype=torch.float32)
@@ -40,7 +41,8 @@ def test_the_training_forward_multiplies_the_exported_codes(name: str, mode: str
 
 
 def test_the_policy_learns_on_policy():
-    """If false, the example does not learn, or its first update of a round is not exactly on policy."""
+    """If false, the example does not learn, or its first update of a round is not exactly on
+    policy."""
     told = rollout.train(recipes.mxfp8(backward_override="dequantized"), rounds=30)
     assert [t["off"] for t in told] == [0.0] * 30
     assert sum(t["reward"] for t in told[-5:]) / 5 > 0.2, told  # a blind choice of 16 actions: 0.06

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the sanitizers run, on an emulated GPU: every operator of csrc; and how their reports are read."""
+"""What the sanitizers run, on an emulated GPU: every operator of csrc; and how their reports are
+read."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def recorded_operators(monkeypatch) -> Recorded:
 
 
 def test_the_sanitizers_run_every_operator(monkeypatch):
-    """If false, an operator's kernels were never run under a sanitizer, or its entry does not run at all."""
+    """If false, an operator's kernels were never run under a sanitizer, or its entry does not run
+    at all."""
     monkeypatch.setattr(expected, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(entries, "DONE", [])
     monkeypatch.setattr(sanitize, "SHAPES", ((24, 40), (33, 47)))
@@ -42,6 +44,7 @@ def test_the_sanitizers_run_every_operator(monkeypatch):
     with hopper.emulated(), pieces.kernels():
         recorded = recorded_operators(monkeypatch)
         for name in ("cast_pieces", "cast_scales"):  # which `pieces.kernels` stands in for
+
             def call(*args, name=name, run=getattr(native, name)):
                 recorded.names.add(name)
                 return run(*args)
@@ -51,15 +54,24 @@ def test_the_sanitizers_run_every_operator(monkeypatch):
         products = [entry for entry in entries.DONE if "gemm" in entry[0]]
         for what, made, want, bound in products:
             for got, wanted in zip(made, want(), strict=True):
-                assert (got.double() - wanted.double()).norm() <= bound * wanted.double().norm(), what
+                assert (got.double() - wanted.double()).norm() <= bound * wanted.double().norm(), (
+                    what
+                )
     names = {schema.split(".")[0] for schema in hopper.operator_schemas()} - ON_THE_HOST
-    of_modules = {"linear_step", "linear_weight", "activate", "grouped_step", "grouped_step_backward"}  # of `--steps`
+    of_modules = {
+        "linear_step",
+        "linear_weight",
+        "activate",
+        "grouped_step",
+        "grouped_step_backward",
+    }  # of `--steps`
     assert names - recorded.names == of_modules
     assert len(products) > 60
 
 
 def test_every_module_runs_under_the_sanitizers(monkeypatch):
-    """If false, `--steps` ends before it has run what it names, or a layer's step has other bits in another run."""
+    """If false, `--steps` ends before it has run what it names, or a layer's step has other bits in
+    another run."""
     monkeypatch.setattr(expected, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(entries, "DONE", [])
     monkeypatch.setattr(sanitize, "RECIPES", ("fp8_delayed", "nvfp4"))
@@ -67,15 +79,25 @@ def test_every_module_runs_under_the_sanitizers(monkeypatch):
         recorded = recorded_operators(monkeypatch)
         sanitize.every_step()
         assert not entries.differences()
-    assert {"linear_step", "linear_weight", "activate", "grouped_step", "grouped_step_backward"} <= recorded.names
+    assert {
+        "linear_step",
+        "linear_weight",
+        "activate",
+        "grouped_step",
+        "grouped_step_backward",
+    } <= recorded.names
 
 
-@pytest.mark.parametrize("text, want", [
-    ("1400 calls ran\n========= ERROR SUMMARY: 0 errors\nevery byte is the reference's", 0),
-    ("========= Invalid __global__ read of size 4 bytes\n========= ERROR SUMMARY: 3 errors", 3),
-    ("========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)", 2),
-    ("Killed", None),
-])
+@pytest.mark.parametrize(
+    "text, want",
+    [
+        ("1400 calls ran\n========= ERROR SUMMARY: 0 errors\nevery byte is the reference's", 0),
+        ("========= Invalid __global__ read of size 4 bytes\n========= ERROR SUMMARY: 3 errors", 3),
+        ("========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)", 2),
+        ("Killed", None),
+    ],
+)
 def test_reports_are_counted(text: str, want: int | None):
-    """If false, errors that a tool found are taken for none, or a tool that did not run for one that found nothing."""
+    """If false, errors that a tool found are taken for none, or a tool that did not run for one
+    that found nothing."""
     assert sanitizers.errors_of(text) == want

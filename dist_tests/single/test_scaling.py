@@ -22,7 +22,14 @@ from fsdp_quant import scaling
 from fsdp_quant.formats import COLUMNWISE, FLT_MAX, ROWWISE, Direction, Encoding, format_of
 from fsdp_quant.ops import dispatch, reference
 from fsdp_quant.quantizer import HybridQuantizer, Quantizer
-from fsdp_quant.scaling import AmaxHistory, DelayedScaling, Fragment, RowCuts, reduce_amaxes, share_statistics
+from fsdp_quant.scaling import (
+    AmaxHistory,
+    DelayedScaling,
+    Fragment,
+    RowCuts,
+    reduce_amaxes,
+    share_statistics,
+)
 from fsdp_quant.storage import Storage
 
 WITH_OPTIONS = {
@@ -43,9 +50,10 @@ def encodings_of(name: str) -> tuple[Encoding, ...]:
 
 # Virtual ranks #
 
+
 class VirtualGroup:
-    """A process group of `world` ranks that run one after the other: a first pass over all of them collects what each
-    sends, and a second one delivers the reduced values."""
+    """A process group of `world` ranks that run one after the other: a first pass over all of them
+    collects what each sends, and a second one delivers the reduced values."""
 
     def __init__(self, world: int):
         self.world = world
@@ -58,7 +66,9 @@ class VirtualGroup:
 
     def all_reduce(self, tensor: Tensor, op=None, group=None) -> None:
         assert group is self and op == dist.ReduceOp.MAX
-        assert tensor.dtype is torch.int32, "a float maximum loses a NaN, depending on where it sits"
+        assert tensor.dtype is torch.int32, (
+            "a float maximum loses a NaN, depending on where it sits"
+        )
         call = len(self.sent[self.rank])
         self.sent[self.rank].append(tensor.clone())
         if self.reduced is not None:
@@ -124,7 +134,8 @@ def assert_shards_equal_the_whole(x: Tensor, name: str, cuts: RowCuts) -> None:
 @pytest.mark.parametrize("name", sorted(WITH_OPTIONS))
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
 def test_fsdp_shards_equal_the_whole(name: str, world: int):
-    """Otherwise the gathered weight is not the quantized master, and the model depends on the number of ranks."""
+    """Otherwise the gathered weight is not the quantized master, and the model depends on the
+    number of ranks."""
     for rows in every_second([1, 2, 31, 33, 96, 5 * world + 1], world):
         x = values(rows, 40, seed=rows, kind="outliers")
         assert_shards_equal_the_whole(x, name, RowCuts.chunked(rows, world))
@@ -132,7 +143,8 @@ def test_fsdp_shards_equal_the_whole(name: str, world: int):
 
 @pytest.mark.parametrize("name", sorted(WITH_OPTIONS))
 def test_random_cuts_equal_the_whole(name: str):
-    """Otherwise an optimizer's odd fragments, empty ones too, get other scales than the tensor has."""
+    """Otherwise an optimizer's odd fragments, empty ones too, get other scales than the tensor
+    has."""
     draw = random.Random(f"cuts of {name}")
     for trial in range(6):
         rows, world = draw.choice([5, 40, 150, 290]), draw.randint(2, 6)
@@ -171,11 +183,17 @@ def test_non_finite_values_on_one_rank_equal_the_whole(name: str, bad: float):
 def test_two_tensors_share_one_collective(data):
     """Otherwise a step has a collective a weight, or slots of two weights are mixed up."""
     world = data.draw(st.integers(2, 5), "world")
-    names = data.draw(st.lists(st.sampled_from(sorted(WITH_OPTIONS)), min_size=2, max_size=3), "names")
+    names = data.draw(
+        st.lists(st.sampled_from(sorted(WITH_OPTIONS)), min_size=2, max_size=3), "names"
+    )
     tensors, cuts = [], []
     for i, _ in enumerate(names):
         rows = data.draw(st.integers(1, 140), "rows")
-        inner = sorted(data.draw(st.lists(st.integers(0, rows), min_size=world - 1, max_size=world - 1), "inner"))
+        inner = sorted(
+            data.draw(
+                st.lists(st.integers(0, rows), min_size=world - 1, max_size=world - 1), "inner"
+            )
+        )
         tensors.append(values(rows, 24, seed=i, kind="outliers"))
         cuts.append(RowCuts((0, *inner, rows)))
     group = VirtualGroup(world)
@@ -198,22 +216,34 @@ def test_two_tensors_share_one_collective(data):
                 start, stop = c.bounds[rank], c.bounds[rank + 1]
                 got = results[rank][t][e]
                 if got is None:
-                    assert not c.shares_statistics(encoding), f"{n}: statistics that cross a cut are not shared"
+                    assert not c.shares_statistics(encoding), (
+                        f"{n}: statistics that cross a cut are not shared"
+                    )
                     continue
                 if tensor_amax is not None:
                     assert_same_bytes(got.tensor_amax, tensor_amax, f"{n} tensor amax")
                 if amax is not None and (start < stop or b0 is None):
                     want = amax if b0 is None else amax[start // b0 : (stop - 1) // b0 + 1]
-                    assert_same_bytes(got.amax, want, f"{n} {encoding.direction.value} [{start}, {stop}) of {c.bounds}")
+                    assert_same_bytes(
+                        got.amax,
+                        want,
+                        f"{n} {encoding.direction.value} [{start}, {stop}) of {c.bounds}",
+                    )
 
 
 def test_aligned_cuts_need_no_collective():
     """Otherwise every step waits for a reduction that changes nothing."""
     x = values(256, 32)
     for name, direction, needed in [
-        ("mxfp8", ROWWISE, False), ("mxfp8", COLUMNWISE, False), ("mxfp8_32x32", ROWWISE, False),
-        ("fp8_128x128", ROWWISE, False), ("fp8_row", ROWWISE, False), ("identity", ROWWISE, False),
-        ("fp8_row", COLUMNWISE, True), ("fp8_tensor", ROWWISE, True), ("nvfp4", ROWWISE, True),
+        ("mxfp8", ROWWISE, False),
+        ("mxfp8", COLUMNWISE, False),
+        ("mxfp8_32x32", ROWWISE, False),
+        ("fp8_128x128", ROWWISE, False),
+        ("fp8_row", ROWWISE, False),
+        ("identity", ROWWISE, False),
+        ("fp8_row", COLUMNWISE, True),
+        ("fp8_tensor", ROWWISE, True),
+        ("nvfp4", ROWWISE, True),
     ]:
         _, calls = shards(x, (WITH_OPTIONS[name].encoding(direction),), RowCuts((0, 128, 256)))
         assert calls == needed, (name, direction)
@@ -225,7 +255,8 @@ def test_aligned_cuts_need_no_collective():
 
 
 def test_an_outlier_on_one_rank_moves_every_scale():
-    """Negative control: without sharing, ranks would make other scales of one block, and the laws above would see."""
+    """Negative control: without sharing, ranks would make other scales of one block, and the laws
+    above would see."""
     x = values(64, 32)
     x[40] *= 1000
     for name in ("fp8_tensor", "nvfp4", "nvfp4_16x16", "fp8_128x128"):
@@ -242,13 +273,20 @@ def statistics_of(x: Tensor, encoding: Encoding) -> dispatch.Statistics:
 
 @pytest.mark.parametrize("name", sorted(n for n, q in WITH_OPTIONS.items() if q.fmt.has_scales))
 def test_whole_statistics_are_every_block_on_every_rank(name: str):
-    """Otherwise a trainer that asks for all scales gets those of another tensor, or zeros of rows that others hold."""
-    tensors, encodings, cuts = [values(50, 40, seed=1), values(50, 72, seed=2)], encodings_of(name), RowCuts((0, 7, 7, 50))
+    """Otherwise a trainer that asks for all scales gets those of another tensor, or zeros of rows
+    that others hold."""
+    tensors, encodings, cuts = (
+        [values(50, 40, seed=1), values(50, 72, seed=2)],
+        encodings_of(name),
+        RowCuts((0, 7, 7, 50)),
+    )
     group = VirtualGroup(3)
 
     def on_rank(rank: int) -> list:
         rows = slice(cuts.bounds[rank], cuts.bounds[rank + 1])
-        return share_statistics([Fragment(x[rows], encodings, cuts, rank) for x in tensors], group, whole=True)
+        return share_statistics(
+            [Fragment(x[rows], encodings, cuts, rank) for x in tensors], group, whole=True
+        )
 
     for made in group.run(on_rank):
         for x, of in zip(tensors, made):
@@ -256,16 +294,24 @@ def test_whole_statistics_are_every_block_on_every_rank(name: str):
                 amax, tensor_amax = statistics_of(x, e)
                 assert_same_bytes(statistics.amax, amax, f"{name} {e.direction.value}")
                 if tensor_amax is not None:
-                    assert_same_bytes(statistics.tensor_amax.view(-1), tensor_amax.view(-1), f"{name} {e.direction.value}, of the tensor")
+                    assert_same_bytes(
+                        statistics.tensor_amax.view(-1),
+                        tensor_amax.view(-1),
+                        f"{name} {e.direction.value}, of the tensor",
+                    )
     assert group.num_collectives == 1
 
 
-@pytest.mark.parametrize("name", ["fp8_tensor", "nvfp4", "nvfp4_16x16", "mxfp8_32x32", "fp8_128x128"])
+@pytest.mark.parametrize(
+    "name", ["fp8_tensor", "nvfp4", "nvfp4_16x16", "mxfp8_32x32", "fp8_128x128"]
+)
 @pytest.mark.parametrize("together", [False, True])
 def test_parts_share_what_spans_them_and_nothing_else(name: str, together: bool):
-    """Otherwise ranks of tensor parallelism scale by their part alone, or a block takes the amax of another part's.
+    """Otherwise ranks of tensor parallelism scale by their part alone, or a block takes the amax of
+    another part's.
 
-    together: one group of the ranks of both parts, each part's rows cut inside a block; else of one rank per part.
+    together: one group of the ranks of both parts, each part's rows cut inside a block; else of one
+              rank per part.
     """
     parts, encodings = [values(64, 48, seed=3), values(64, 48, seed=4) * 8], encodings_of(name)
     cuts = RowCuts((0, 20, 64) if together else (0, 64))
@@ -273,8 +319,18 @@ def test_parts_share_what_spans_them_and_nothing_else(name: str, together: bool)
 
     def on_rank(rank: int) -> list:
         part, piece = divmod(rank, 2) if together else (rank, 0)
-        fragment = Fragment(parts[part][cuts.bounds[piece] : cuts.bounds[piece + 1]], encodings, cuts, piece, part=(part, 2))
-        made = share_statistics([fragment], group) if together else share_statistics([fragment], None, parts=group)
+        fragment = Fragment(
+            parts[part][cuts.bounds[piece] : cuts.bounds[piece + 1]],
+            encodings,
+            cuts,
+            piece,
+            part=(part, 2),
+        )
+        made = (
+            share_statistics([fragment], group)
+            if together
+            else share_statistics([fragment], None, parts=group)
+        )
         return list(zip([fragment.block_rows(e) for e in encodings], made[0]))
 
     for rank, made in enumerate(group.run(on_rank)):
@@ -283,17 +339,26 @@ def test_parts_share_what_spans_them_and_nothing_else(name: str, together: bool)
             amax, tensor_amax = own[rank // 2 if together else rank]
             if e.fmt.tensor_scale:
                 tensor_amax = torch.maximum(own[0].tensor_amax, own[1].tensor_amax)
-                assert_same_bytes(statistics.tensor_amax.view(-1), tensor_amax.view(-1), f"{name} {e.direction.value}, rank {rank}")
+                assert_same_bytes(
+                    statistics.tensor_amax.view(-1),
+                    tensor_amax.view(-1),
+                    f"{name} {e.direction.value}, rank {rank}",
+                )
             elif e.fmt.spans_tensor:
                 amax = torch.maximum(own[0].amax, own[1].amax)
             if statistics is not None:  # what needs no other rank is not there
-                assert_same_bytes(statistics.amax, amax[blocks], f"{name} {e.direction.value} blocks, rank {rank}")
+                assert_same_bytes(
+                    statistics.amax, amax[blocks], f"{name} {e.direction.value} blocks, rank {rank}"
+                )
             else:
-                assert not e.fmt.spans_tensor and not (together and 20 % (e.fmt.dims(e.direction)[0] or 64))
+                assert not e.fmt.spans_tensor and not (
+                    together and 20 % (e.fmt.dims(e.direction)[0] or 64)
+                )
 
 
 def test_reduce_amaxes_keeps_nan_and_shapes():
-    """Otherwise a NaN on one rank is dropped by a float maximum, or amaxes of two tensors are mixed."""
+    """Otherwise a NaN on one rank is dropped by a float maximum, or amaxes of two tensors are
+    mixed."""
     per_rank = [
         [torch.tensor([[1.0, 5.0]]), torch.tensor([0.0])],
         [torch.tensor([[2.0, math.nan]]), torch.tensor([2.0**-149])],
@@ -311,6 +376,7 @@ def test_reduce_amaxes_keeps_nan_and_shapes():
 
 # Cuts #
 
+
 def test_chunked_cuts_are_torch_chunk():
     """Otherwise shards lie elsewhere than FSDP2 puts them."""
     for rows in (1, 2, 5, 31, 33, 96, 97):
@@ -322,7 +388,8 @@ def test_chunked_cuts_are_torch_chunk():
 
 
 def test_cut_blocks_are_those_that_two_ranks_hold():
-    """Otherwise a scale is derived from a part of its block, or a collective carries what nobody needs."""
+    """Otherwise a scale is derived from a part of its block, or a collective carries what nobody
+    needs."""
     draw = random.Random(0)
     for _ in range(300):
         rows, world = draw.randint(1, 300), draw.randint(1, 6)
@@ -332,7 +399,9 @@ def test_cut_blocks_are_those_that_two_ranks_hold():
             for direction in Direction:
                 encoding = WITH_OPTIONS[name].encoding(direction)
                 b0 = encoding.fmt.dims(direction)[0]
-                owners = [sum(bool(h & set(range(s, s + b0))) for h in held) for s in range(0, rows, b0)]
+                owners = [
+                    sum(bool(h & set(range(s, s + b0))) for h in held) for s in range(0, rows, b0)
+                ]
                 want = [i for i, count in enumerate(owners) if count > 1]
                 assert cuts.cut_block_rows(encoding) == tuple(want), (cuts.bounds, name, direction)
                 if want:
@@ -343,6 +412,7 @@ def test_cut_blocks_are_those_that_two_ranks_hold():
 
 
 # Amax histories #
+
 
 def history(**options) -> AmaxHistory:
     return AmaxHistory(DelayedScaling(**options), 448.0)
@@ -417,7 +487,9 @@ def test_history_of_zeros_stays_with_current_scaling():
 
 @pytest.mark.parametrize("stays", [False, True])
 def test_histories_roll_together_as_each_alone(stays: bool):
-    """Otherwise a flag on the device skips a step that was good, keeps a bad one, or writes another layer's history."""
+    """Otherwise a flag on the device skips a step that was good, keeps a bad one, or writes another
+    layer's history."""
+
     def two() -> list[AmaxHistory]:
         made = []
         for amaxes in ((4.0, 3.0, 8.0), (0.0, 5.0, 1.0)):  # in the second nothing was recorded
@@ -437,14 +509,19 @@ def test_histories_roll_together_as_each_alone(stays: bool):
     for h in dropped:
         h.drop()
     rolled, dropped, kept = (after([], of) for of in (rolled, dropped, kept))
-    assert rolled == [[0.0, 4.0, 3.0, 56.0], [0.0, 5.0, 1.0, 7.0]] and kept == [[4.0, 3.0, 8.0, 7.0], [0.0, 5.0, 1.0, 7.0]]
+    assert rolled == [[0.0, 4.0, 3.0, 56.0], [0.0, 5.0, 1.0, 7.0]] and kept == [
+        [4.0, 3.0, 8.0, 7.0],
+        [0.0, 5.0, 1.0, 7.0],
+    ]
     assert dropped == [[4.0 * stays, 3.0, 8.0, 7.0], [0.0, 5.0, 1.0, 7.0]]
     for flag, want in ((False, rolled), (True, dropped)):
         of = two()
         assert after(AmaxHistory.rolled(of, torch.tensor(flag)), of) == want, f"skipped {flag}"
     for flag, want in ((False, rolled), (True, kept)):
         of = two()
-        assert after(AmaxHistory.rolled_alike(of, kept=torch.tensor(flag)), of) == want, f"kept {flag}"
+        assert after(AmaxHistory.rolled_alike(of, kept=torch.tensor(flag)), of) == want, (
+            f"kept {flag}"
+        )
 
 
 def test_skipped_step_leaves_no_trace():
@@ -471,13 +548,19 @@ def test_history_survives_a_checkpoint():
     assert_same_bytes(again.enc, h.enc)
     h.record(torch.tensor([9.0]))
     assert again.amaxes[0] == 0.0, "the loaded history shares memory with the saved one"
-    with pytest.raises(ValueError, match=r"amaxes .* is torch.float32 \[3\] .*wanted float32 \[5\].*length"):
+    with pytest.raises(
+        ValueError, match=r"amaxes .* is torch.float32 \[3\] .*wanted float32 \[5\].*length"
+    ):
         history(length=5).load_state_dict(h.state_dict())
 
 
-@pytest.mark.parametrize("options,words", [
-    ({"length": 0}, "at least one step, got length=0"), ({"use": "mean"}, "'max' or 'newest', got 'mean'"),
-])
+@pytest.mark.parametrize(
+    "options,words",
+    [
+        ({"length": 0}, "at least one step, got length=0"),
+        ({"use": "mean"}, "'max' or 'newest', got 'mean'"),
+    ],
+)
 def test_meaningless_histories_are_refused(options: dict, words: str):
     """Otherwise a history without slots, or an unknown rule, fails in the middle of a step."""
     with pytest.raises(ValueError, match=words):
@@ -502,14 +585,19 @@ def test_first_use_is_current_scaling():
 
 
 def test_delayed_scale_is_that_of_the_history():
-    """Codes are sat(x * enc) and the stored scale 1 /rn enc, whatever this step's amax; beyond it values saturate."""
+    """Codes are sat(x * enc) and the stored scale 1 /rn enc, whatever this step's amax; beyond it
+    values saturate."""
     x = values(33, 48, kind="heavy")
     for enc in (448 / 3.0, 17.3, 1e-3):
         factor = torch.tensor([enc])
-        made, _ = HybridQuantizer(DELAYED, DELAYED).storages(x, [ROWWISE], factors={ROWWISE: factor})
+        made, _ = HybridQuantizer(DELAYED, DELAYED).storages(
+            x, [ROWWISE], factors={ROWWISE: factor}
+        )
         enc32 = factor.item()
         scaled = oracle.fl(x.double().numpy() * enc32)
-        assert_same_bytes(made[ROWWISE].data, torch.from_numpy(oracle.cast(scaled, "e4m3")), f"enc {enc}")
+        assert_same_bytes(
+            made[ROWWISE].data, torch.from_numpy(oracle.cast(scaled, "e4m3")), f"enc {enc}"
+        )
         assert made[ROWWISE].scale.item() == float(np.float32(1) / np.float32(enc32))
 
 
@@ -518,7 +606,9 @@ def test_delayed_scaling_does_not_hide_an_overflow():
     for bad in (math.inf, math.nan):
         x = values(33, 48)
         x[3, 5] = bad
-        made, _ = HybridQuantizer(DELAYED, DELAYED).storages(x, [ROWWISE], factors={ROWWISE: torch.tensor([2.0])})
+        made, _ = HybridQuantizer(DELAYED, DELAYED).storages(
+            x, [ROWWISE], factors={ROWWISE: torch.tensor([2.0])}
+        )
         assert made[ROWWISE].dequantize().isnan().all()
 
 
@@ -530,7 +620,9 @@ def test_each_delayed_direction_has_its_own_factor():
     made, amaxes = HybridQuantizer(DELAYED, other).storages(x, factors=factors)
     assert made[ROWWISE].scale.item() == 2.0**-2 and made[COLUMNWISE].scale.item() == 2.0**-10
     assert amaxes.keys() == set(Direction)
-    mixed, amaxes = HybridQuantizer(DELAYED, "mxfp8").storages(x, factors={ROWWISE: torch.tensor([4.0])})
+    mixed, amaxes = HybridQuantizer(DELAYED, "mxfp8").storages(
+        x, factors={ROWWISE: torch.tensor([4.0])}
+    )
     assert mixed[ROWWISE].scale.item() == 2.0**-2 and amaxes.keys() == {ROWWISE}
     assert_same_storage(mixed[COLUMNWISE], Quantizer("mxfp8").storage(x, COLUMNWISE))
 
@@ -541,11 +633,15 @@ def test_delayed_powers_of_two_stay_powers_of_two():
     h = AmaxHistory(quantizer.scaling, quantizer.fmt.element.max)
     step(h, 3.0)
     for factor in (torch.zeros(1), h.enc):
-        made, _ = HybridQuantizer(quantizer, None).storages(values(33, 48), factors={ROWWISE: factor})
+        made, _ = HybridQuantizer(quantizer, None).storages(
+            values(33, 48), factors={ROWWISE: factor}
+        )
         assert math.frexp(made[ROWWISE].scale.item())[0] == 0.5
 
 
 def test_delayed_and_current_differ_only_in_the_scale():
     """Otherwise a recipe that turns delayed scaling on changes formats or sizes."""
     assert DELAYED.fmt == Quantizer("fp8_tensor").fmt
-    assert DELAYED != Quantizer("fp8_tensor") and replace(DELAYED, scaling="current") == Quantizer("fp8_tensor")
+    assert DELAYED != Quantizer("fp8_tensor") and replace(DELAYED, scaling="current") == Quantizer(
+        "fp8_tensor"
+    )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m fsdp_quant selftest` finds what a kernel makes otherwise than the definition, and writes a report of it."""
+"""`python -m fsdp_quant selftest` finds what a kernel makes otherwise than the definition, and
+writes a report of it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ from fsdp_quant.inspection import selftest
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    some = {n: q for n, q in selftest.quantizers().items() if q.fmt.name in ("fp8_row", "mxfp8", "mxfp4", "nvfp4")}
+    some = {
+        n: q
+        for n, q in selftest.quantizers().items()
+        if q.fmt.name in ("fp8_row", "mxfp8", "mxfp4", "nvfp4")
+    }
     monkeypatch.setattr(selftest, "SHAPES", ((33, 47), (128, 256)))
     monkeypatch.setattr(selftest, "PRODUCT", (40, 48, 256))
     monkeypatch.setattr(selftest, "quantizers", lambda: some)
@@ -30,7 +35,10 @@ def test_a_gpu_that_keeps_to_the_definition_passes(small, tmp_path: Path, capsys
     report = json.loads(path.read_text())
     assert report["arch"] == "sm_90a" and not report["failures"]
     assert report["compared"]["ties"] == 2 * len(list(selftest.ties()))
-    assert report["compared"]["codes"] == report["compared"]["decode"] >= 100 and report["compared"]["products"] >= 25
+    assert (
+        report["compared"]["codes"] == report["compared"]["decode"] >= 100
+        and report["compared"]["products"] >= 25
+    )
     assert "0 differ" in capsys.readouterr().out
 
 
@@ -55,7 +63,9 @@ def test_a_cast_that_breaks_ties_otherwise_is_found(small, monkeypatch, name: st
         monkeypatch.setattr(operators, "quantize", other)
         selftest.compare_ties(report, torch.device("cpu"))
     wanted = "e2m1" if name == "e2m1_up" else "e8m0"
-    assert report.failures and all(wanted in f and f.startswith("ties") for f in report.failures), report.failures
+    assert report.failures and all(wanted in f and f.startswith("ties") for f in report.failures), (
+        report.failures
+    )
 
 
 def test_a_wrong_byte_and_a_wrong_product_are_found(small, monkeypatch, tmp_path: Path, capsys):
@@ -77,4 +87,3 @@ def test_a_wrong_byte_and_a_wrong_product_are_found(small, monkeypatch, tmp_path
     assert not any("[128, 256]" in f for f in failures if f.startswith("codes"))
     assert any(f.startswith("products") and "error 1.0e-02" in f for f in failures)
     assert failures[0] in capsys.readouterr().out
-

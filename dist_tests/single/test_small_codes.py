@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mxfp4 and mxfp6 on Hopper: codes of fewer than 8 bits that are multiplied as e4m3, by plans, steps and the guard."""
+"""mxfp4 and mxfp6 on Hopper: codes of fewer than 8 bits that are multiplied as e4m3, by plans,
+steps and the guard."""
 
 from __future__ import annotations
 
@@ -22,11 +23,15 @@ from fsdp_quant.quantizer import Quantizer
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 RECIPES = {
-    "mxfp4": recipes.mxfp4(), "mxfp6": recipes.mxfp6(), "mxfp6/e3m2": recipes.mxfp6(grad_element="e3m2"),
-    "mxfp4/mxfp8": recipes.hybrid("mxfp4", "mxfp8"), "mxfp8/mxfp6": recipes.hybrid("mxfp8", "mxfp6"),
+    "mxfp4": recipes.mxfp4(),
+    "mxfp6": recipes.mxfp6(),
+    "mxfp6/e3m2": recipes.mxfp6(grad_element="e3m2"),
+    "mxfp4/mxfp8": recipes.hybrid("mxfp4", "mxfp8"),
+    "mxfp8/mxfp6": recipes.hybrid("mxfp8", "mxfp6"),
 }
 FORMATS = [format_of("mxfp4"), format_of("mxfp6"), format_of("mxfp6", element="e3m2")]
-# Blocks are exact so many binades below the largest: its numbers may be twice those of a block with the same largest code.
+# Blocks are exact so many binades below the largest: its numbers may be twice those of a block with
+# the same largest code.
 BINADES = {"e2m1": 14, "e2m3": 11, "e3m2": 9}
 
 
@@ -36,7 +41,8 @@ def layouts(plan: GemmPlan) -> set[str]:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_product_multiplies_8_bits_with_scales_of_tensors(name: str):
-    """If false, a product that could run at the fp8 rate decodes to bf16, or is a call per operator."""
+    """If false, a product that could run at the fp8 rate decodes to bf16, or is a call per
+    operator."""
     plan = build_plan(RECIPES[name], "m")
     with hopper.emulated():
         on = plan.on(BF16, CPU)
@@ -44,10 +50,19 @@ def test_every_product_multiplies_8_bits_with_scales_of_tensors(name: str):
         assert set(resolved.domains) <= {"native", "anchored"} and "anchored" in resolved.domains
         assert resolved.call is not None and layouts(on) <= {layout.ANCHORED_TENSOR, layout.NATIVE}
         assert all(NOT_COUNTED not in of for of in resolved.watched)
-        shared = plan.resolved(BF16, CPU)  # ranks or groups share tensors: none has a scale of its own
-        assert shared.call is not None and layouts(plan) <= {layout.ANCHORED, layout.ANCHORED_512, layout.NATIVE}
+        shared = plan.resolved(
+            BF16, CPU
+        )  # ranks or groups share tensors: none has a scale of its own
+        assert shared.call is not None and layouts(plan) <= {
+            layout.ANCHORED,
+            layout.ANCHORED_512,
+            layout.NATIVE,
+        }
         exact = build_plan(replace(RECIPES[name], accuracy="exact"), "m")
-        assert exact.on(BF16, CPU) == exact and set(exact.resolved(BF16, CPU).domains) <= {"native", "bf16"}
+        assert exact.on(BF16, CPU) == exact and set(exact.resolved(BF16, CPU).domains) <= {
+            "native",
+            "bf16",
+        }
 
 
 def test_products_go_down_the_ladder_to_bf16():
@@ -66,12 +81,25 @@ def test_products_go_down_the_ladder_to_bf16():
 
 
 def test_experts_are_multiplied_one_by_one():
-    """If false, codes of several experts meet one exponent, or a kernel that knows no tokens of them."""
+    """If false, codes of several experts meet one exponent, or a kernel that knows no tokens of
+    them."""
     with hopper.emulated():
         for name in ("mxfp4", "mxfp6"):
             plan = replace(build_plan(RECIPES[name], "m"), alone=False).of_groups
-            assert "is anchored after it was encoded" in grouped_op.unsupported_reason(plan, BF16, CPU, 4, 64, 64)
-        assert grouped_op.unsupported_reason(replace(build_plan(recipes.mxfp8(), "m"), alone=False).of_groups, BF16, CPU, 4, 64, 64) is None
+            assert "is anchored after it was encoded" in grouped_op.unsupported_reason(
+                plan, BF16, CPU, 4, 64, 64
+            )
+        assert (
+            grouped_op.unsupported_reason(
+                replace(build_plan(recipes.mxfp8(), "m"), alone=False).of_groups,
+                BF16,
+                CPU,
+                4,
+                64,
+                64,
+            )
+            is None
+        )
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=repr)
@@ -80,7 +108,10 @@ def test_products_of_operands_are_exact(fmt: Format):
     x, w = values(64, 544, seed=3), values(48, 544, seed=1)
     with hopper.emulated():
         for direction in Direction:
-            a, b = (Quantizer(fmt).storage(t if direction is ROWWISE else t.t().contiguous(), direction) for t in (x, w))
+            a, b = (
+                Quantizer(fmt).storage(t if direction is ROWWISE else t.t().contiguous(), direction)
+                for t in (x, w)
+            )
             want = (a.operand().double() @ b.operand().double().t()).float()
             for rung in layout.ANCHORS:
                 of = [s.to_gemm_operand(rung) for s in (a, b)]
@@ -90,7 +121,8 @@ def test_products_of_operands_are_exact(fmt: Format):
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=repr)
 def test_the_guard_counts_rows_that_e4m3_does_not_hold(fmt: Format):
-    """If false, rows far below the tensor's largest lose their bits in silence, or rows that lose none are moved."""
+    """If false, rows far below the tensor's largest lose their bits in silence, or rows that lose
+    none are moved."""
     x, w = values(64, 512), values(64, 512, seed=1)
     of_w = Quantizer(fmt).storage(w, ROWWISE)
 
@@ -99,14 +131,25 @@ def test_the_guard_counts_rows_that_e4m3_does_not_hold(fmt: Format):
         of = [Quantizer(fmt).storage(x, ROWWISE), of_w]
         operands = [s.to_gemm_operand(layout.ANCHORED_TENSOR) for s in of]
         counted = (counted_as(fmt),) * 2
-        extra, own = product_error(*((s.data, None, s.operand_format) for s in operands), counted).tolist()
-        want, formats, made = (a.double() @ b.double().t() for a, b in ((x, w), [s.decode() for s in of], [s.decode() for s in operands]))
-        return ((made - formats).norm(dim=1) / (formats - want).norm(dim=1)).max().item(), (extra / own) ** 0.5
+        extra, own = product_error(
+            *((s.data, None, s.operand_format) for s in operands), counted
+        ).tolist()
+        want, formats, made = (
+            a.double() @ b.double().t()
+            for a, b in ((x, w), [s.decode() for s in of], [s.decode() for s in operands])
+        )
+        return ((made - formats).norm(dim=1) / (formats - want).norm(dim=1)).max().item(), (
+            extra / own
+        ) ** 0.5
 
     judged = set()
     for power in range(16):  # half of the rows so far below the others; some are zero beyond
-        lost, estimate = share(x * torch.where(torch.arange(64) < 32, 1.0, 2.0**-power)[:, None].to(BF16))
-        assert power >= BINADES[fmt.element.name] - 2 or (lost == 0 and estimate == 0), f"2^-{power} is exact"
+        lost, estimate = share(
+            x * torch.where(torch.arange(64) < 32, 1.0, 2.0**-power)[:, None].to(BF16)
+        )
+        assert power >= BINADES[fmt.element.name] - 2 or (lost == 0 and estimate == 0), (
+            f"2^-{power} is exact"
+        )
         assert estimate > 0.02 or lost <= 0.1, f"silent at {lost:.2g} ({estimate:.2g}), 2^-{power}"
         assert estimate <= 0.02 or lost >= 0.01, f"fires at {lost:.2g} ({estimate:.2g}), 2^-{power}"
         judged.add(estimate > 0.02)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint holds beside parameters: fingerprints of codes, refusals, files of exact codes."""
+"""What a checkpoint holds beside parameters: fingerprints of codes, refusals, files of exact
+codes."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def shards(x: torch.Tensor, encoding: Encoding, bounds: tuple[int, ...]) -> list
     b0 = encoding.fmt.dims(encoding.direction)[0]
     made = []
     for start, stop in zip(bounds, bounds[1:]):
-        first, last = (0, 1) if b0 is None else (start // b0, -(-stop // b0) if stop > start else start // b0)
+        first, last = (
+            (0, 1) if b0 is None else (start // b0, -(-stop // b0) if stop > start else start // b0)
+        )
         stats = Statistics(None if amax is None else amax[first:last], tensor_amax)
         (encoded,) = dispatch.encode(x[start:stop], [encoding], [stats], start)
         made.append(Storage.of(encoded, encoding, (stop - start, x.shape[1]), x.dtype, start))
@@ -86,7 +89,8 @@ def test_fingerprint_changes_with_any_byte_and_with_order(name: str, direction):
 
 
 def test_other_weights_than_the_saved_are_refused_by_name():
-    """Otherwise a run goes on with weights that are not those of its checkpoint, or half of the state is loaded."""
+    """Otherwise a run goes on with weights that are not those of its checkpoint, or half of the
+    state is loaded."""
     recipe = recipes.fp8_delayed(length=3)
     m, other = net(recipe), net(recipe)
     for _ in range(2):
@@ -96,11 +100,15 @@ def test_other_weights_than_the_saved_are_refused_by_name():
     fresh = fq.state_dict(other)
     STEP.step, STEP.seed = 7, 1
     before = fresh["step"]
-    with pytest.raises(ValueError, match=r"codes of 0\.weight, 2\.weight are not those.*load the parameters"):
+    with pytest.raises(
+        ValueError, match=r"codes of 0\.weight, 2\.weight are not those.*load the parameters"
+    ):
         fq.load_state_dict(other, state)
     assert (fq.state_dict(other)["step"], STEP.seed) == (before, 1)
     for key, history in fq.state_dict(other)["histories"].items():
-        assert_same_bytes(history["enc"], fresh["histories"][key]["enc"], f"{key} after a refused load")
+        assert_same_bytes(
+            history["enc"], fresh["histories"][key]["enc"], f"{key} after a refused load"
+        )
     parameters["2.weight"][3, 4] *= 1.5
     other.load_state_dict(parameters)
     with pytest.raises(ValueError, match=r"codes of 2\.weight are not"):
@@ -128,19 +136,23 @@ def test_another_recipe_is_loaded_only_on_request():
 
 
 def test_products_that_the_guard_moved_stay_moved():
-    """Otherwise a resumed run multiplies in the anchored domain what the guard had moved out of it."""
+    """Otherwise a resumed run multiplies in the anchored domain what the guard had moved out of
+    it."""
     m = net(recipes.mxfp8())
     m[2]._plan = m[2].plan.moved_to({"wgrad": "anchored 512"})
     state = fq.state_dict(m)
     other = net(recipes.mxfp8())
     fq.load_state_dict(other, state)
     assert (other[0].plan.moved, other[2].plan.moved) == ({}, {"wgrad": "anchored 512"})
-    fq.load_state_dict(other, state | {"moved": '{"0": ["fprop"]}'})  # of a version that knew one rung
+    fq.load_state_dict(
+        other, state | {"moved": '{"0": ["fprop"]}'}
+    )  # of a version that knew one rung
     assert (other[0].plan.moved, other[2].plan.moved) == ({"fprop": "exact"}, {})
 
 
 def test_a_model_that_has_run_goes_back_to_its_first_step():
-    """If false, a state that was saved after the first step, counted by hand, leaves that step's amaxes out of the scales."""
+    """If false, a state that was saved after the first step, counted by hand, leaves that step's
+    amaxes out of the scales."""
     model = fq.convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), recipes.fp8_delayed())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 
@@ -174,7 +186,12 @@ def test_a_state_dict_takes_no_part_in_training():
                 fq.state_dict(m)
                 assert str(fq.receipt()) == "nothing ran" and m[0]._weight_state.held is None
             step(m)
-        outcomes.append([*m.state_dict().values(), *(h["amaxes"] for h in fq.state_dict(m)["histories"].values())])
+        outcomes.append(
+            [
+                *m.state_dict().values(),
+                *(h["amaxes"] for h in fq.state_dict(m)["histories"].values()),
+            ]
+        )
     for got, want in zip(*outcomes):
         assert_same_bytes(got, want, "training with and without saving")
 
@@ -202,7 +219,8 @@ def test_plain_checkpoints_load_strict_in_both_directions():
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", ["fp8_current", "fp8_block", "mxfp8", "nvfp4", "identity"])
 def test_exported_codes_are_those_that_the_forward_multiplies(name: str, tied: bool, tmp_path):
-    """Otherwise inference runs on other codes than the training forward, or a file cannot say what it holds."""
+    """Otherwise inference runs on other codes than the training forward, or a file cannot say what
+    it holds."""
     pytest.importorskip("safetensors")
     m = net(recipes.by_name(name), tied)
     step(m)
@@ -220,7 +238,9 @@ def test_exported_codes_are_those_that_the_forward_multiplies(name: str, tied: b
         return
     for tensor, (direction, storage, _) in zip(quantized, seen):
         assert direction is ROWWISE and tensor.columnwise is None and tensor.shape == (40, 40)
-        assert_same_bytes(tensor.dequantize(torch.float32), storage.dequantize(torch.float32), "decoded")
+        assert_same_bytes(
+            tensor.dequantize(torch.float32), storage.dequantize(torch.float32), "decoded"
+        )
         assert_same_storage(tensor.rowwise, storage, "exported")
 
 
@@ -237,18 +257,30 @@ def test_export_without_safetensors_says_what_is_missing(monkeypatch, tmp_path):
 
 
 def whole(m: nn.Module, objects: bool) -> tuple:
-    """All that `fq.load_state_dict` may write, and the objects that graphs hold, where no recipe is switched."""
+    """All that `fq.load_state_dict` may write, and the objects that graphs hold, where no recipe is
+    switched."""
     state = fq.state_dict(m)
     histories = {k: [t.tolist() for t in h.values()] for k, h in state["histories"].items()}
     held = [id(h) for i in (0, 2) for h in m[i]._weight_state.histories.values()] if objects else []
-    return histories, state["step"], state["seed"], state["moved"], STEP.step, m[0].recipe, [m[i].plan for i in (0, 2)], held
+    return (
+        histories,
+        state["step"],
+        state["seed"],
+        state["moved"],
+        STEP.step,
+        m[0].recipe,
+        [m[i].plan for i in (0, 2)],
+        held,
+    )
 
 
 def of_history(part: str, value) -> Callable[[dict], object]:
     """Write to a part of the last history: those before it are whole."""
+
     def change(state: dict) -> None:
         saved = state["histories"][list(state["histories"])[-1]]
         saved[part] = value(saved[part]) if callable(value) else value
+
     return change
 
 
@@ -262,28 +294,73 @@ def having(key: str, value) -> Callable[[dict], object]:
 
 NAN, INF = float("nan"), float("inf")
 REFUSED = {
-    **{f"no {key}": (without(key), f"{key} of the saved state") for key in ("step", "seed", "fingerprint", "histories")},
-    **{f"step {v}": (having("step", v), "step of the saved state is") for v in (None, -5, 2.5, 2**70, True)},
+    **{
+        f"no {key}": (without(key), f"{key} of the saved state")
+        for key in ("step", "seed", "fingerprint", "histories")
+    },
+    **{
+        f"step {v}": (having("step", v), "step of the saved state is")
+        for v in (None, -5, 2.5, 2**70, True)
+    },
     **{f"seed {v}": (having("seed", v), "seed of the saved state is") for v in ("x", 2**70)},
-    **{f"moved {v}": (having("moved", v), "moved of the saved state is not what")
-       for v in ("not json", "[1]", "[" * 5000, '{"0": ["nonsense"]}', '{"0": {"wgrad": "somewhere"}}', 3)},
-    **{f"amaxes {v}": (of_history("amaxes", lambda t, v=v: t.fill_(v)), "amaxes of .* negative or not finite")
-       for v in (NAN, INF, -1.0)},
-    **{f"enc {v}": (of_history("enc", lambda t, v=v: t.fill_(v)), "enc of .* negative or not finite") for v in (NAN, INF, -1.0)},
-    "enc of another shape": (of_history("enc", torch.ones(5)), r"enc of .* is torch.float32 \[5\].*wanted float32 \[1\]"),
-    "amaxes of another length": (of_history("amaxes", torch.ones(9)), r"is torch.float32 \[9\].*wanted float32 \[3\]"),
+    **{
+        f"moved {v}": (having("moved", v), "moved of the saved state is not what")
+        for v in (
+            "not json",
+            "[1]",
+            "[" * 5000,
+            '{"0": ["nonsense"]}',
+            '{"0": {"wgrad": "somewhere"}}',
+            3,
+        )
+    },
+    **{
+        f"amaxes {v}": (
+            of_history("amaxes", lambda t, v=v: t.fill_(v)),
+            "amaxes of .* negative or not finite",
+        )
+        for v in (NAN, INF, -1.0)
+    },
+    **{
+        f"enc {v}": (
+            of_history("enc", lambda t, v=v: t.fill_(v)),
+            "enc of .* negative or not finite",
+        )
+        for v in (NAN, INF, -1.0)
+    },
+    "enc of another shape": (
+        of_history("enc", torch.ones(5)),
+        r"enc of .* is torch.float32 \[5\].*wanted float32 \[1\]",
+    ),
+    "amaxes of another length": (
+        of_history("amaxes", torch.ones(9)),
+        r"is torch.float32 \[9\].*wanted float32 \[3\]",
+    ),
     "amaxes of integers": (of_history("amaxes", lambda t: t.long()), "is torch.int64"),
     "amaxes of nothing": (of_history("amaxes", None), "is NoneType"),
-    "a history missing": (lambda s: s["histories"].pop(list(s["histories"])[-1]), "has no amax history of 2.grad_output.rowwise"),
-    "a history that is a list": (lambda s: s["histories"].__setitem__("0.input.rowwise", [1.0]), "is NoneType"),
+    "a history missing": (
+        lambda s: s["histories"].pop(list(s["histories"])[-1]),
+        "has no amax history of 2.grad_output.rowwise",
+    ),
+    "a history that is a list": (
+        lambda s: s["histories"].__setitem__("0.input.rowwise", [1.0]),
+        "is NoneType",
+    ),
     "codes of text": (having("codes", {"0.weight": "x"}), "codes are no integers"),
-    "other codes": (lambda s: s["codes"].__setitem__("2.weight", 5), r"codes of 2\.weight are not those"),
+    "other codes": (
+        lambda s: s["codes"].__setitem__("2.weight", 5),
+        r"codes of 2\.weight are not those",
+    ),
     "codes missing": (lambda s: s["codes"].pop("0.weight"), r"codes of 0\.weight are not those"),
     "a list": (lambda s: [s], "takes what fq.state_dict returned, got list"),
 }
 HARMLESS = {
-    "nothing": lambda s: None, "no codes": without("codes"), "no recipe": without("recipe"), "no moved": without("moved"),
-    "another key": having("other", 1), "another history": lambda s: s["histories"].__setitem__("9.input.rowwise", 1),
+    "nothing": lambda s: None,
+    "no codes": without("codes"),
+    "no recipe": without("recipe"),
+    "no moved": without("moved"),
+    "another key": having("other", 1),
+    "another history": lambda s: s["histories"].__setitem__("9.input.rowwise", 1),
     "codes of another weight": lambda s: s["codes"].__setitem__("9.weight", 5),
 }
 
@@ -291,7 +368,8 @@ HARMLESS = {
 @pytest.mark.parametrize("scheduled", [False, True])
 @pytest.mark.parametrize("attack", [*REFUSED, *HARMLESS])
 def test_a_refused_state_changes_nothing(attack: str, scheduled: bool):
-    """If false, a damaged checkpoint leaves a model that is half of it, or trains on scales that no step wrote."""
+    """If false, a damaged checkpoint leaves a model that is half of it, or trains on scales that no
+    step wrote."""
     recipe = recipes.fp8_delayed(length=3)
     if scheduled:  # the step that is restored is of another recipe
         recipe = recipes.schedule(recipes.fp8_delayed(length=2), (2, None, recipe))
@@ -322,7 +400,8 @@ def test_a_refused_state_changes_nothing(attack: str, scheduled: bool):
 
 
 def test_a_model_that_never_ran_refuses_whole():
-    """If false, histories that a refused load has made stay behind with the values of another model."""
+    """If false, histories that a refused load has made stay behind with the values of another
+    model."""
     m, other = net(recipes.fp8_delayed(length=3)), net(recipes.fp8_delayed(length=3))
     for _ in range(2):
         step(m)
@@ -357,22 +436,30 @@ def in_parts(m: nn.Module) -> nn.Module:
 
 
 WRAPPERS = {
-    "torch.compile": lambda m: torch.compile(m, backend="eager"), "compiled parts": in_parts, "checkpoint_wrapper": in_checkpoints,
-    "module around": Around, "DataParallel": lambda m: nn.DataParallel(m), "both": lambda m: Around(in_checkpoints(in_parts(m))),
+    "torch.compile": lambda m: torch.compile(m, backend="eager"),
+    "compiled parts": in_parts,
+    "checkpoint_wrapper": in_checkpoints,
+    "module around": Around,
+    "DataParallel": lambda m: nn.DataParallel(m),
+    "both": lambda m: Around(in_checkpoints(in_parts(m))),
 }
 
 
 @pytest.mark.parametrize("name", ["fp8_delayed", "nvfp4"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_states_and_random_bits_do_not_know_wrappers(wrapper: str, name: str):
-    """If false, a resume of the same model is refused, or rounds by other random bits, because someone wrapped it."""
+    """If false, a resume of the same model is refused, or rounds by other random bits, because
+    someone wrapped it."""
     recipe, wrap, x = recipes.by_name(name), WRAPPERS[wrapper], values(16, 40, dtype=torch.float32)
     m = net(recipe)
     step(m)
     saved = fq.state_dict(m)
     wrapped = wrap(copy.deepcopy(m))
     assert fq.state_dict(wrapped)["fingerprint"] == saved["fingerprint"]
-    assert fq.state_dict(wrapped)["codes"] == saved["codes"] and fq.state_dict(wrapped)["histories"].keys() == saved["histories"].keys()
+    assert (
+        fq.state_dict(wrapped)["codes"] == saved["codes"]
+        and fq.state_dict(wrapped)["histories"].keys() == saved["histories"].keys()
+    )
     fq.load_state_dict(wrapped, saved)
     fq.load_state_dict(m, fq.state_dict(wrapped))
     old = fq.state_dict(wrapped, old_names=True)
@@ -398,6 +485,11 @@ def test_states_and_random_bits_do_not_know_wrappers(wrapper: str, name: str):
 def test_other_layers_of_the_same_recipe_are_named():
     """If false, a model with other layers is said to have another recipe."""
     saved = fq.state_dict(net(recipes.mxfp8()))
-    other = fq.convert(nn.Sequential(nn.Linear(40, 40), nn.ReLU(), nn.ReLU(), nn.Linear(40, 40)), recipes.mxfp8())
-    with pytest.raises(ValueError, match=r"has this recipe.*2\.weight the saved one has alone; 3\.weight the model has alone"):
+    other = fq.convert(
+        nn.Sequential(nn.Linear(40, 40), nn.ReLU(), nn.ReLU(), nn.Linear(40, 40)), recipes.mxfp8()
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"has this recipe.*2\.weight the saved one has alone; 3\.weight the model has alone",
+    ):
         fq.load_state_dict(other, saved)

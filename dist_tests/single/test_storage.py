@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The buffer protocol: slices that decode as the whole does, placements, and GEMM layouts index by index."""
+"""The buffer protocol: slices that decode as the whole does, placements, and GEMM layouts index by
+index."""
 
 from __future__ import annotations
 
@@ -33,6 +34,7 @@ def rows_mix(storage: Storage) -> bool:
 
 # The buffer protocol #
 
+
 @each_quantizer
 @pytest.mark.parametrize("wanted", (layout.COMPACT, layout.NATIVE, layout.ANCHORED))
 def test_rows_of_an_operand_are_the_operand_of_the_rows(name: str, wanted: str, monkeypatch):
@@ -44,24 +46,34 @@ def test_rows_of_an_operand_are_the_operand_of_the_rows(name: str, wanted: str, 
     one, rows = whole.to_gemm_operand(wanted), whole.narrow(128, 64)
     part = one.operand_rows(128, 64)
     serves_several = (whole.fmt.block[0] or 1) > 1
-    no_line = wanted == layout.NATIVE and whole.fmt.scale in ("e8m0", "e4m3")  # and no product here reads them so
+    no_line = wanted == layout.NATIVE and whole.fmt.scale in (
+        "e8m0",
+        "e4m3",
+    )  # and no product here reads them so
     assert (part is None) == (serves_several or no_line), whole.describe()
     if part is not None:
         want = replace(rows, row0=0).to_gemm_operand(wanted)
         for buffer, tensor in want.buffers().items():
-            assert_same_bytes(getattr(part, buffer), tensor, f"{whole.describe()} {wanted} {buffer}")
+            assert_same_bytes(
+                getattr(part, buffer), tensor, f"{whole.describe()} {wanted} {buffer}"
+            )
 
 
 @each_direction
 @pytest.mark.parametrize("name", sorted(n for n, q in QUANTIZERS.items() if anchors(q.fmt)))
 def test_anchored_operands_decode_to_the_values(name: str, direction: Direction):
-    """Otherwise a line or a run takes the scale of another, where lines are no multiple of 4, or a file of them is refused."""
+    """Otherwise a line or a run takes the scale of another, where lines are no multiple of 4, or a
+    file of them is refused."""
     g = torch.Generator().manual_seed(0)
-    x = (1 + torch.randint(0, 8, (50, 702), generator=g) / 8) * 2.0 ** torch.randint(-2, 3, (50, 702), generator=g)
+    x = (1 + torch.randint(0, 8, (50, 702), generator=g) / 8) * 2.0 ** torch.randint(
+        -2, 3, (50, 702), generator=g
+    )
     compact = QUANTIZERS[name].storage(x, direction)
     for wanted in layout.ANCHORS:
         anchored = compact.to_gemm_operand(wanted)
-        assert_same_bytes(anchored.decode().contiguous(), compact.decode().contiguous(), anchored.describe())
+        assert_same_bytes(
+            anchored.decode().contiguous(), compact.decode().contiguous(), anchored.describe()
+        )
         anchored.check()
         for scale in (anchored.scale.view(-1)[:-1], torch.cat([anchored.scale.view(-1)] * 2)):
             with pytest.raises(ValueError, match="scale of .* is torch.float32"):
@@ -71,7 +83,8 @@ def test_anchored_operands_decode_to_the_values(name: str, direction: Direction)
 @each_quantizer
 @each_direction
 def test_narrow_decodes_to_the_slice(name: str, direction: Direction):
-    """Otherwise a shard of a quantized weight has other values than the rows it stands for, whatever block it cuts."""
+    """Otherwise a shard of a quantized weight has other values than the rows it stands for,
+    whatever block it cuts."""
     x = values(300, 48, kind="heavy")
     whole = WITH_RHT[name].storage(x, direction)
     if rows_mix(whole):
@@ -90,7 +103,9 @@ def test_narrow_decodes_to_the_slice(name: str, direction: Direction):
             assert cut.row0 == start or length == 300
             for buffer, tensor in cut.buffers().items():
                 parent = whole.buffers()[buffer]
-                assert tensor.untyped_storage().data_ptr() == parent.untyped_storage().data_ptr(), "a copy was made"
+                assert tensor.untyped_storage().data_ptr() == parent.untyped_storage().data_ptr(), (
+                    "a copy was made"
+                )
             b0 = whole.fmt.dims(direction)[0]
             if scales is not None and b0 is not None and length:
                 want = scales[start // b0 : (start + length - 1) // b0 + 1]
@@ -125,7 +140,8 @@ def test_narrow_of_rotated_columns_is_refused():
 @each_quantizer
 @each_direction
 def test_placements_say_how_shards_relate_to_the_whole(name: str, direction: Direction):
-    """Otherwise a gather concatenates what is replicated, or misses the rows of a block that a cut divides."""
+    """Otherwise a gather concatenates what is replicated, or misses the rows of a block that a cut
+    divides."""
     rows = 384
     whole = WITH_RHT[name].storage(values(rows, 32), direction)
     if rows_mix(whole):
@@ -139,14 +155,22 @@ def test_placements_say_how_shards_relate_to_the_whole(name: str, direction: Dir
             if placement is Placement.SHARD:
                 assert_same_bytes(torch.cat(parts), want, f"{name} {buffer} every {chunk}")
             elif placement is Placement.REPLICATE:
-                assert all(part is want or torch.equal(part, want) for part in parts), f"{name} {buffer} every {chunk}"
+                assert all(part is want or torch.equal(part, want) for part in parts), (
+                    f"{name} {buffer} every {chunk}"
+                )
             else:
                 overlaps = sum(len(part) for part in parts)
                 assert overlaps > len(want), f"{name} {buffer} every {chunk}: nothing is shared"
         expected = Placement.SHARD
         b0 = whole.fmt.dims(direction)[0]
         if whole.scale is not None:
-            expected = Placement.REPLICATE if b0 is None else Placement.HALO if chunk % b0 else Placement.SHARD
+            expected = (
+                Placement.REPLICATE
+                if b0 is None
+                else Placement.HALO
+                if chunk % b0
+                else Placement.SHARD
+            )
             assert placements["scale"] is expected
         assert placements["data"] is Placement.SHARD
     assert Placement.HALO not in whole.placements().values()
@@ -154,7 +178,8 @@ def test_placements_say_how_shards_relate_to_the_whole(name: str, direction: Dir
 
 @each_quantizer
 def test_buffers_are_the_whole_state(name: str):
-    """Otherwise a tensor rebuilt from its buffers, on another rank or from a file, decodes differently."""
+    """Otherwise a tensor rebuilt from its buffers, on another rank or from a file, decodes
+    differently."""
     for direction in Direction:
         storage = WITH_RHT[name].storage(values(33, 48), direction)
         buffers = storage.buffers()
@@ -164,7 +189,9 @@ def test_buffers_are_the_whole_state(name: str):
         assert_same_storage(rebuilt, storage, name)
         assert_same_bytes(rebuilt.dequantize(), storage.dequantize())
         kept = empty.with_buffers(buffers)
-        assert all(kept.buffers()[b] is tensor for b, tensor in buffers.items()), "with_buffers copied"
+        assert all(kept.buffers()[b] is tensor for b, tensor in buffers.items()), (
+            "with_buffers copied"
+        )
         assert storage.buffers() == buffers
 
 
@@ -210,12 +237,15 @@ SHAPES = [(1, 1), (7, 33), (33, 47), (96, 160), (130, 520), (300, 96)]
 @each_direction
 @each_arch
 def test_gemm_layout_inverts(name: str, direction: Direction, arch: str):
-    """Otherwise codes cannot be taken back from what a kernel wrote, and padding is not told from values."""
+    """Otherwise codes cannot be taken back from what a kernel wrote, and padding is not told from
+    values."""
     for shape in SHAPES:
         storage = WITH_RHT[name].storage(values(*shape), direction)
         operand = storage.to_gemm_layout(arch)
         back = storage.map(torch.zeros_like).from_gemm_layout(operand, arch)
-        if storage.tensor_amax is not None:  # not part of the layout: the operand carries its decode scale
+        if (
+            storage.tensor_amax is not None
+        ):  # not part of the layout: the operand carries its decode scale
             back = back.with_buffers({"tensor_amax": storage.tensor_amax})
         assert_same_storage(back, storage, f"{name} {direction.value} {arch} {shape}")
         for buffer, tensor in back.buffers().items():
@@ -247,7 +277,8 @@ def codes_of(storage: Storage) -> np.ndarray:
 @each_direction
 @each_arch
 def test_gemm_layout_data_is_k_major(name: str, direction: Direction, arch: str):
-    """Row i of the operand is output i: its codes are next to each other along the contraction, packed."""
+    """Row i of the operand is output i: its codes are next to each other along the contraction,
+    packed."""
     for shape in [(7, 33), (33, 47), (96, 160)]:
         storage = WITH_RHT[name].storage(values(*shape), direction)
         data = storage.to_gemm_layout(arch).data
@@ -259,11 +290,14 @@ def test_gemm_layout_data_is_k_major(name: str, direction: Direction, arch: str)
         assert_same_bytes(got, torch.from_numpy(want.copy()), f"{name} {direction.value} {shape}")
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "mxfp8_e5m2", "mxfp8_32x32", "nvfp4", "nvfp4_16x16", "nvfp4_rht"])
+@pytest.mark.parametrize(
+    "name", ["mxfp8", "mxfp8_e5m2", "mxfp8_32x32", "nvfp4", "nvfp4_16x16", "nvfp4_rht"]
+)
 @each_direction
 def test_gemm_layout_scales_are_in_128x4_tiles(name: str, direction: Direction):
-    """cuBLASLt reads scale (i, j) at (i % 32) * 16 + (i % 128) / 32 * 4 + j % 4 of tile (i / 128, j / 4); all other
-    bytes are padding, which must be zero. A square block's scale is repeated for each of its rows."""
+    """cuBLASLt reads scale (i, j) at (i % 32) * 16 + (i % 128) / 32 * 4 + j % 4 of tile (i / 128, j
+    / 4); all other bytes are padding, which must be zero. A square block's scale is repeated for
+    each of its rows."""
     for shape in SHAPES:
         storage = WITH_RHT[name].storage(values(*shape, kind="outliers"), direction)
         flat = storage.to_gemm_layout("sm_100f").scale
@@ -282,9 +316,17 @@ def test_gemm_layout_scales_are_in_128x4_tiles(name: str, direction: Direction):
 @each_direction
 @each_arch
 def test_gemm_layout_fp32_scales(direction: Direction, arch: str):
-    """1x128: M-major [blocks, rup(outer, 4)]; 128x128: [outer blocks, rup(blocks, 4)]; whole-contraction: [outer]."""
+    """1x128: M-major [blocks, rup(outer, 4)]; 128x128: [outer blocks, rup(blocks, 4)];
+    whole-contraction: [outer]."""
     for shape in SHAPES:
-        for name in ("fp8_tensor", "fp8_row", "fp8_1x128", "fp8_1x128_fp32", "fp8_128x128", "fp8_128x128_fp32"):
+        for name in (
+            "fp8_tensor",
+            "fp8_row",
+            "fp8_1x128",
+            "fp8_1x128_fp32",
+            "fp8_128x128",
+            "fp8_128x128_fp32",
+        ):
             storage = WITH_RHT[name].storage(values(*shape, kind="outliers"), direction)
             got = storage.to_gemm_layout(arch).scale
             scale = (storage.scale if direction is ROWWISE else storage.scale.t()).numpy()
@@ -302,7 +344,8 @@ def test_gemm_layout_fp32_scales(direction: Direction, arch: str):
 
 @each_direction
 def test_gemm_layout_block_scales_on_hopper(direction: Direction):
-    """sm_90a has no tile layout for 8-bit scales: they are [outer, blocks], a square block's not repeated."""
+    """sm_90a has no tile layout for 8-bit scales: they are [outer, blocks], a square block's not
+    repeated."""
     for name in ("mxfp8", "mxfp8_32x32", "nvfp4", "nvfp4_16x16"):
         storage = WITH_RHT[name].storage(values(96, 160), direction)
         want = storage.scale if direction is ROWWISE else storage.scale.t()
@@ -314,9 +357,14 @@ def test_gemm_layout_carries_the_tensor_scale(arch: str):
     """The second-level scale multiplies the product as 1 / S, not as an amax."""
     for name in ("nvfp4", "nvfp4_16x16", "nvfp4_rht", "nvfp4_exact"):
         storage = WITH_RHT[name].storage(values(33, 48), ROWWISE)
-        want = torch.tensor([oracle.tensor_scale(storage.tensor_amax.item(), oracle.SPECS[name])], dtype=torch.float32)
+        want = torch.tensor(
+            [oracle.tensor_scale(storage.tensor_amax.item(), oracle.SPECS[name])],
+            dtype=torch.float32,
+        )
         assert_same_bytes(storage.to_gemm_layout(arch).tensor_scale, want, name)
-    assert WITH_RHT["mxfp8"].storage(values(33, 48), ROWWISE).to_gemm_layout(arch).tensor_scale is None
+    assert (
+        WITH_RHT["mxfp8"].storage(values(33, 48), ROWWISE).to_gemm_layout(arch).tensor_scale is None
+    )
 
 
 SPREAD_SHAPES = [(1, 1), (33, 47), (128, 128), (130, 300), (300, 512)]
@@ -324,16 +372,23 @@ SPREAD_SHAPES = [(1, 1), (33, 47), (128, 128), (130, 300), (300, 512)]
 
 @pytest.mark.parametrize("name", ["fp8_1x128", "fp8_128x128"])
 @each_direction
-def test_spread_scales_are_those_of_mxfp8_and_the_same_numbers(name: str, direction: Direction, monkeypatch):
-    """If false, a product of Blackwell multiplies 32 elements by another block's scale, or by another number. cuBLASLt reads scale
-    (i, j) of 32 elements as in the test above; four of them are a block of 128, and 128 rows those of a square one."""
+def test_spread_scales_are_those_of_mxfp8_and_the_same_numbers(
+    name: str, direction: Direction, monkeypatch
+):
+    """If false, a product of Blackwell multiplies 32 elements by another block's scale, or by
+    another number. cuBLASLt reads scale (i, j) of 32 elements as in the test above; four of them
+    are a block of 128, and 128 rows those of a square one."""
     monkeypatch.setattr(storage_module, "arch_of", lambda device: "sm_100f")
-    for shape, kind in itertools.product(SPREAD_SHAPES, ("outliers", "tiny", "inf and zeros", "extreme")):
+    for shape, kind in itertools.product(
+        SPREAD_SHAPES, ("outliers", "tiny", "inf and zeros", "extreme")
+    ):
         what, x = f"{name} {direction.value} {shape} {kind}", values(*shape, kind=kind)
         if kind == "inf and zeros":
             x[: shape[0] // 2], x[-1, -1] = 0, torch.inf
         elif kind == "extreme":
-            x = x * torch.logspace(-126, 120, shape[1], base=2)  # scales of 2^-127, which are subnormal, to 2^119
+            x = x * torch.logspace(
+                -126, 120, shape[1], base=2
+            )  # scales of 2^-127, which are subnormal, to 2^119
             x = x.bfloat16()
         storage = WITH_RHT[name].storage(x, direction)
         made = storage.to_gemm_operand(layout.SPREAD)
@@ -354,8 +409,18 @@ def test_spread_scales_are_those_of_mxfp8_and_the_same_numbers(name: str, direct
         assert back.layout == layout.COMPACT and made.operand_rows(0, 1) is None
         assert_same_bytes(back.scale, storage.scale, what)
         assert_same_bytes(made.decode(), storage.decode(), what)
-        of_32 = layout.unswizzle_128x4(made.scale, outer, -(-contraction // 32))  # what a product reads, decoded as MXFP8
-        as_mx = Storage(made.operand_format, ROWWISE, (outer, contraction), made.data, of_32, None, storage.dtype).decode()
+        of_32 = layout.unswizzle_128x4(
+            made.scale, outer, -(-contraction // 32)
+        )  # what a product reads, decoded as MXFP8
+        as_mx = Storage(
+            made.operand_format,
+            ROWWISE,
+            (outer, contraction),
+            made.data,
+            of_32,
+            None,
+            storage.dtype,
+        ).decode()
         assert_same_bytes(as_mx if direction is ROWWISE else as_mx.t(), storage.decode(), what)
         (grouped,) = laid_out([(storage, layout.SPREAD)], calls=[])
         assert_same_bytes(grouped.data, made.data, what)
@@ -376,7 +441,8 @@ def test_gemm_layout_refuses_what_it_cannot_lay_out():
 @each_direction
 @each_arch
 def test_scales_are_laid_out_again(name: str, direction: Direction, arch: str, monkeypatch):
-    """If false, the scales of a gather are those of the last one, or memory that was taken again is read behind them."""
+    """If false, the scales of a gather are those of the last one, or memory that was taken again is
+    read behind them."""
     monkeypatch.setattr(storage_module, "arch_of", lambda device: arch)
     storage, calls = WITH_RHT[name].storage(values(256, 640), direction), []
     (made,) = laid_out([(storage, layout.NATIVE)], calls=calls)
@@ -384,7 +450,9 @@ def test_scales_are_laid_out_again(name: str, direction: Direction, arch: str, m
     if in_tiles or not fmt.is_quantized or fmt.scale_leaves_contraction:
         assert not calls, "there is no copy"
     if fmt.name == "fp8_128x128":
-        assert bool(calls) == (direction is COLUMNWISE or 640 // 128 % 4 != 0), "a scale a tile lies as products read it, or turned"
+        assert bool(calls) == (direction is COLUMNWISE or 640 // 128 % 4 != 0), (
+            "a scale a tile lies as products read it, or turned"
+        )
     if not calls:
         return
     storage.scale.copy_(storage.scale.roll(1, 0).roll(1, 1))
@@ -392,14 +460,18 @@ def test_scales_are_laid_out_again(name: str, direction: Direction, arch: str, m
     for call in calls:
         call()
     assert any(t is made.scale for call in calls for t in call.out)
-    assert_same_bytes(made.scale, storage.to_gemm_operand(layout.NATIVE).scale, f"{name} {direction} on {arch}")
+    assert_same_bytes(
+        made.scale, storage.to_gemm_operand(layout.NATIVE).scale, f"{name} {direction} on {arch}"
+    )
 
 
 @pytest.mark.parametrize("outer", [1, 31, 32, 33, 127, 128, 129, 300])
 @pytest.mark.parametrize("blocks", [1, 3, 4, 5, 8, 9])
 def test_swizzle_inverts_and_pads_with_zero(outer: int, blocks: int):
     """Otherwise scales of one row are read for another."""
-    scale = torch.randint(1, 255, (outer, blocks), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    scale = torch.randint(
+        1, 255, (outer, blocks), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     flat = layout.swizzle_128x4(scale)
     assert flat.numel() == -(-outer // 128) * 128 * -(-blocks // 4) * 4
     assert int((flat != 0).sum()) == scale.numel()
@@ -408,22 +480,29 @@ def test_swizzle_inverts_and_pads_with_zero(outer: int, blocks: int):
 
 @pytest.mark.parametrize("bits", sorted(set(oracle.BITS.values())))
 def test_repack_is_its_own_inverse(bits: int):
-    """Otherwise the columnwise operand of a packed weight is scrambled, and extents that no container divides lose a row."""
+    """Otherwise the columnwise operand of a packed weight is scrambled, and extents that no
+    container divides lose a row."""
     for rows, cols in [(1, 1), (1, 7), (7, 1), (15, 33), (16, 32), (33, 15)]:
-        codes = torch.randint(0, 2**bits, (rows, cols), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+        codes = torch.randint(
+            0, 2**bits, (rows, cols), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+        )
         packed = torch.from_numpy(oracle.pack(codes.numpy(), bits))
         turned = layout.repack(packed, bits, rows, cols)
-        assert_same_bytes(turned, torch.from_numpy(oracle.pack(codes.t().numpy(), bits)), f"{rows} x {cols}")
+        assert_same_bytes(
+            turned, torch.from_numpy(oracle.pack(codes.t().numpy(), bits)), f"{rows} x {cols}"
+        )
         assert_same_bytes(layout.repack(turned, bits, cols, rows), packed, f"{rows} x {cols}")
 
 
 # Operands #
 
+
 @each_quantizer
 @each_direction
 def test_factored_operand_times_its_scale_is_the_operand(name: str, direction: Direction):
-    """Otherwise the bf16 domain and the definition multiply different numbers. The parts are exact in bf16; one fp32
-    multiplication by the scale left outside gives the operand, to the rounding of that multiplication."""
+    """Otherwise the bf16 domain and the definition multiply different numbers. The parts are exact
+    in bf16; one fp32 multiplication by the scale left outside gives the operand, to the rounding of
+    that multiplication."""
     storage = WITH_RHT[name].storage(values(33, 48, kind="heavy"), direction)
     if not storage.decodes_exactly_to_bf16:
         pytest.skip("no bf16 domain")
@@ -447,7 +526,10 @@ def test_operand_presents_outer_by_contraction():
             want = storage.decode() if direction is ROWWISE else storage.decode().t()
             assert_same_bytes(storage.operand(), want, name)
     turned = replace(FORMATS["nvfp4"], rotated=True)
-    assert tuple(Quantizer(turned).storage(x, COLUMNWISE).operand().shape) == (48, 48)  # 33 rows, padded to 48
+    assert tuple(Quantizer(turned).storage(x, COLUMNWISE).operand().shape) == (
+        48,
+        48,
+    )  # 33 rows, padded to 48
 
 
 def test_storage_text_names_format_direction_and_shape():

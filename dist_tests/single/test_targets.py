@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(not build.cxx(), reason="there is no C++ compile
 @pytest.fixture
 def program(tmp_path: Path) -> Callable[[str, bytes], bytes]:
     """Compiles C++ that reads csrc's headers, and gives what it makes of its input."""
+
     def run(text: str, given: bytes) -> bytes:
         source, binary = tmp_path / "program.cpp", tmp_path / "program"
         source.write_text(f"#include <cstdio>\n#include <iostream>\n{text}\n")
@@ -32,11 +33,12 @@ def program(tmp_path: Path) -> Callable[[str, bytes], bytes]:
 
 
 def test_products_are_planned_where_cpp_takes_them(program):
-    """If false, a product is planned that the first step refuses, or the tensor cores of a GPU idle."""
+    """If false, a product is planned that the first step refuses, or the tensor cores of a GPU
+    idle."""
     capabilities = [10 * major + minor for major, minor in CAPABILITIES]
     asked = list(itertools.product(range(64), range(64), capabilities))
     said = program(
-        '''#include "gemm/takes.h"
+        """#include "gemm/takes.h"
         using namespace fsdp_quant;
         CodeKind of(int kind) {
           return {static_cast<Element>(kind & 7), static_cast<Scaling>(kind >> 3)};
@@ -44,7 +46,8 @@ def test_products_are_planned_where_cpp_takes_them(program):
         int main() {
           for (int a, b, c; std::cin >> a >> b >> c;)
             std::cout << (takes_pair(of(a), of(b)) && takes_scales(of(a), of(b), c));
-        }''', "\n".join(" ".join(map(str, one)) for one in asked).encode(),
+        }""",
+        "\n".join(" ".join(map(str, one)) for one in asked).encode(),
     )
     taken = dict(zip(asked, (c == ord("1") for c in said)))
     assert len(taken) == len(said) and any(taken.values())
@@ -52,13 +55,14 @@ def test_products_are_planned_where_cpp_takes_them(program):
 
 
 def test_8_bit_casts_before_sm_89_are_those_of_the_instructions(program):
-    """If false, an A100 makes other codes than an H100. Numbers: those whose last 12 bits are zero, and
-    their neighbours. Ties of 8-bit elements are among them, and casts are monotonous between."""
+    """If false, an A100 makes other codes than an H100. Numbers: those whose last 12 bits are zero,
+    and their neighbours. Ties of 8-bit elements are among them, and casts are monotonous
+    between."""
     bits = torch.arange(1 << 20, dtype=torch.int64) << 12
     bits = torch.cat([bits, bits + 1, bits - 1]) & 0xFFFFFFFF
     numbers = torch.where(bits < 1 << 31, bits, bits - (1 << 32)).int().view(torch.float32)
     said = program(
-        '''#include "device/fp8_bits.h"
+        """#include "device/fp8_bits.h"
         using namespace fsdp_quant;
         int main() {
           float v;
@@ -67,7 +71,8 @@ def test_8_bit_casts_before_sm_89_are_those_of_the_instructions(program):
             const uint32_t both = half_of_fp8<3>(c) | half_of_fp8<2>(c) << 16;
             fwrite(&both, 4, 1, stdout);
           }
-        }''', numbers.numpy().tobytes(),
+        }""",
+        numbers.numpy().tobytes(),
     )
     said = torch.frombuffer(bytearray(said), dtype=torch.uint8)
     codes, halves = said[:-1024].view(-1, 2), said[-1024:].view(torch.float16).view(-1, 2)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WeightShard`: a sharded weight is a tensor over its own memory; the weight of `fq.Linear` is nn.Linear's Parameter."""
+"""`WeightShard`: a sharded weight is a tensor over its own memory; the weight of `fq.Linear` is
+nn.Linear's Parameter."""
 
 from __future__ import annotations
 
@@ -49,14 +50,21 @@ def mesh():
 
 
 def test_a_shard_lies_where_its_values_lie(plain: Tensor):
-    """If false, an optimizer that matches parameters by address, or a kernel that takes one, misses the weight."""
+    """If false, an optimizer that matches parameters by address, or a kernel that takes one, misses
+    the weight."""
     shard = shard_of(plain)
     assert shard.data_ptr() == plain.data_ptr() != 0
     assert shard.untyped_storage().data_ptr() == plain.untyped_storage().data_ptr()
     assert shard.untyped_storage().nbytes() == plain.nbytes
-    assert (shard.stride(), shard.storage_offset(), shard.dtype) == (plain.stride(), plain.storage_offset(), plain.dtype)
+    assert (shard.stride(), shard.storage_offset(), shard.dtype) == (
+        plain.stride(),
+        plain.storage_offset(),
+        plain.dtype,
+    )
     part = plain[8:24]
-    assert shard_of(part).data_ptr() == part.data_ptr() and shard_of(part).storage_offset() == 8 * 48
+    assert (
+        shard_of(part).data_ptr() == part.data_ptr() and shard_of(part).storage_offset() == 8 * 48
+    )
 
 
 def test_numpy_of_a_shard_shares_its_memory(plain: Tensor):
@@ -100,21 +108,36 @@ def test_a_shard_is_shared_between_processes(plain: Tensor):
 # What keeps the class #
 
 KEEPS = {
-    "detach": lambda t: t.detach(), "view": lambda t: t.view(-1, 16), "split": lambda t: t.split(8)[1], "chunk": lambda t: t.chunk(3)[2],
-    "narrow": lambda t: t.narrow(0, 2, 5), "slice": lambda t: t[4:9], "new_zeros": lambda t: t.new_zeros(4, 48),
-    "clone": lambda t: t.clone(), "to": lambda t: t.to(torch.bfloat16), "as_strided": lambda t: t.as_strided((4, 48), (48, 1), 48),
+    "detach": lambda t: t.detach(),
+    "view": lambda t: t.view(-1, 16),
+    "split": lambda t: t.split(8)[1],
+    "chunk": lambda t: t.chunk(3)[2],
+    "narrow": lambda t: t.narrow(0, 2, 5),
+    "slice": lambda t: t[4:9],
+    "new_zeros": lambda t: t.new_zeros(4, 48),
+    "clone": lambda t: t.clone(),
+    "to": lambda t: t.to(torch.bfloat16),
+    "as_strided": lambda t: t.as_strided((4, 48), (48, 1), 48),
     "empty_like": lambda t: torch.empty_like(t).zero_(),
 }
 PLAIN = {
-    "add": lambda t: t + 1, "mul": lambda t: 2 * t, "t": lambda t: t.t(), "matmul": lambda t: t @ t.t(), "sum": lambda t: t.sum(0),
-    "cat": lambda t: torch.cat([t, t]), "zeros_like": lambda t: torch.zeros_like(t), "lerp": lambda t: t.lerp(t, 0.5),
-    "foreach": lambda t: torch._foreach_mul([t], 2.0)[0], "norm": lambda t: torch.nn.utils.get_total_norm([t]),
+    "add": lambda t: t + 1,
+    "mul": lambda t: 2 * t,
+    "t": lambda t: t.t(),
+    "matmul": lambda t: t @ t.t(),
+    "sum": lambda t: t.sum(0),
+    "cat": lambda t: torch.cat([t, t]),
+    "zeros_like": lambda t: torch.zeros_like(t),
+    "lerp": lambda t: t.lerp(t, 0.5),
+    "foreach": lambda t: torch._foreach_mul([t], 2.0)[0],
+    "norm": lambda t: torch.nn.utils.get_total_norm([t]),
 }
 
 
 @pytest.mark.parametrize("name", KEEPS)
 def test_views_and_copies_of_a_shard_are_shards(name: str, plain: Tensor):
-    """If false, FSDP2 pads, splits or moves a weight and gathers it in high precision from then on."""
+    """If false, FSDP2 pads, splits or moves a weight and gathers it in high precision from then
+    on."""
     shard = shard_of(plain)
     got, want = KEEPS[name](shard), KEEPS[name](plain)
     assert type(got) is WeightShard and got.state is shard.state
@@ -125,7 +148,8 @@ def test_views_and_copies_of_a_shard_are_shards(name: str, plain: Tensor):
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_results_of_a_shard_are_plain(name: str, plain: Tensor):
-    """If false, gradients and optimizer states are of a weight's class, and something quantizes them."""
+    """If false, gradients and optimizer states are of a weight's class, and something quantizes
+    them."""
     got = PLAIN[name](shard_of(plain))
     assert type(got) is Tensor
     assert_same_bytes(got, PLAIN[name](plain), name)
@@ -146,7 +170,11 @@ def test_a_deepcopied_shard_has_memory_and_state_of_its_own(plain: Tensor):
     """If false, a copied model trains the original, or shares its histories."""
     shard = nn.Parameter(shard_of(plain))
     copied = copy.deepcopy(shard)
-    assert type(copied) is type(shard) and copied.requires_grad and copied.data_ptr() != shard.data_ptr()
+    assert (
+        type(copied) is type(shard)
+        and copied.requires_grad
+        and copied.data_ptr() != shard.data_ptr()
+    )
     assert copied.state is not shard.state and copied.state.name == shard.state.name
     assert_same_bytes(copied.detach().inner, plain, "values")
     with torch.no_grad():
@@ -155,13 +183,17 @@ def test_a_deepcopied_shard_has_memory_and_state_of_its_own(plain: Tensor):
 
 
 def test_a_pickled_shard_returns(plain: Tensor):
-    """If false, torch.save of a sharded model fails, or loses what the library knows of the weight."""
+    """If false, torch.save of a sharded model fails, or loses what the library knows of the
+    weight."""
     shard, file = shard_of(plain).requires_grad_(), io.BytesIO()
     torch.save(shard, file)
     file.seek(0)
     for loaded in (pickle.loads(pickle.dumps(shard)), torch.load(file, weights_only=False)):
         assert type(loaded) is WeightShard and loaded.requires_grad
-        assert loaded.state.name == shard.state.name and loaded.state.quantizer == shard.state.quantizer
+        assert (
+            loaded.state.name == shard.state.name
+            and loaded.state.quantizer == shard.state.quantizer
+        )
         assert_same_bytes(loaded.detach().inner, plain, "values")
 
 
@@ -169,7 +201,9 @@ def test_a_pickled_shard_returns(plain: Tensor):
 
 
 @pytest.mark.parametrize("kind", ["for", "foreach", "fused"])
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW], ids=lambda o: o.__name__)
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.SGD, torch.optim.AdamW], ids=lambda o: o.__name__
+)
 def test_optimizers_write_into_the_memory_of_a_shard(optimizer: type, kind: str, plain: Tensor):
     """If false, a step updates nothing, or a copy."""
     options = {"lr": 0.1, "foreach": kind == "foreach", "fused": kind == "fused"}
@@ -179,13 +213,19 @@ def test_optimizers_write_into_the_memory_of_a_shard(optimizer: type, kind: str,
         p.grad = values(32, 48, seed=1, dtype=torch.float32)
         steps = optimizer([p], **options)
         steps.step()
-        assert all(type(v) is Tensor for state in steps.state.values() for v in state.values() if isinstance(v, Tensor))
+        assert all(
+            type(v) is Tensor
+            for state in steps.state.values()
+            for v in state.values()
+            if isinstance(v, Tensor)
+        )
     assert_same_bytes(plain, want.detach(), "memory that the shard is over")
     assert_same_bytes(shard.detach().inner, want.detach(), "shard")
 
 
 def test_writes_are_counted_once(plain: Tensor):
-    """If false, autograd does not refuse a weight that was written between the passes, or fq.hold does not see it."""
+    """If false, autograd does not refuse a weight that was written between the passes, or fq.hold
+    does not see it."""
     shard = shard_of(plain)
     before = shard._version
     with torch.no_grad():
@@ -196,7 +236,9 @@ def test_writes_are_counted_once(plain: Tensor):
     assert shard._version > before
     doubled = plain.clone()
     shard[2:4].zero_()
-    assert_same_bytes(plain, torch.cat([doubled[:2], torch.zeros(2, 48), doubled[4:]]), "a view that was written")
+    assert_same_bytes(
+        plain, torch.cat([doubled[:2], torch.zeros(2, 48), doubled[4:]]), "a view that was written"
+    )
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -221,7 +263,8 @@ def test_compiled_functions_write_into_the_memory_of_a_shard(backend: str, plain
 
 
 def test_fully_shard_makes_shards_of_the_memory_that_optimizers_hold(mesh):
-    """If false, accelerate and Trainer, which match parameters by address, train some of them, in silence."""
+    """If false, accelerate and Trainer, which match parameters by address, train some of them, in
+    silence."""
     model = nn.Sequential(linear(), fq.Linear(32, 48, recipe=RECIPE, name="second"))
     fully_shard(model, mesh=mesh)
     x = values(8, 48, dtype=torch.float32)
@@ -255,18 +298,28 @@ def test_a_weight_is_a_plain_parameter():
     """If false, what looks at a Parameter does otherwise than with nn.Linear's."""
     layer = linear()
     weight = layer.weight
-    assert type(weight) is nn.Parameter and weight.is_leaf and weight.data_ptr() == weight.untyped_storage().data_ptr() != 0
+    assert (
+        type(weight) is nn.Parameter
+        and weight.is_leaf
+        and weight.data_ptr() == weight.untyped_storage().data_ptr() != 0
+    )
     converted = fq.convert(nn.Sequential(nn.Linear(48, 32)), RECIPE)
     assert type(converted[0].weight) is nn.Parameter
     model = nn.Sequential(nn.Linear(48, 32))
     before, address = model[0].weight, model[0].weight.data_ptr()
     fq.convert(model, RECIPE)
-    assert model[0].weight is before and before.data_ptr() == address, "fq.convert leaves the parameter as it is"
+    assert model[0].weight is before and before.data_ptr() == address, (
+        "fq.convert leaves the parameter as it is"
+    )
 
 
 def test_functional_gradients_are_those_of_the_module():
     """If false, torch.func.grad through functional_call is refused, or gives other gradients."""
-    layer, x, dy = linear(recipes.mxfp8()), values(16, 48, dtype=torch.float32), values(16, 32, seed=1, dtype=torch.float32)
+    layer, x, dy = (
+        linear(recipes.mxfp8()),
+        values(16, 48, dtype=torch.float32),
+        values(16, 32, seed=1, dtype=torch.float32),
+    )
     layer(x).backward(dy)
 
     def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -289,8 +342,13 @@ def test_data_of_a_weight_takes_another_dtype():
 
 
 def test_swapped_tensors_are_multiplied():
-    """If false, torch.utils.swap_tensors, and .to() under its future, leave a layer on the weight before."""
-    layer, other, x = linear(), nn.Parameter(values(32, 48, seed=2, dtype=torch.float32)), values(16, 48, dtype=torch.float32)
+    """If false, torch.utils.swap_tensors, and .to() under its future, leave a layer on the weight
+    before."""
+    layer, other, x = (
+        linear(),
+        nn.Parameter(values(32, 48, seed=2, dtype=torch.float32)),
+        values(16, 48, dtype=torch.float32),
+    )
     layer(x)
     weight = layer.weight
     torch.utils.swap_tensors(weight, other)
@@ -311,8 +369,11 @@ def test_a_weight_is_shared_between_processes():
 
 
 WRITERS = {
-    "data": lambda w: w.data.mul_(2), "numpy": lambda w: w.detach().numpy().__imul__(2), "no_grad": lambda w: w.detach().mul_(2),
-    "set_data": lambda w: setattr(w, "data", w.data * 2), "storage": lambda w: torch.empty(0).set_(w.detach().untyped_storage()).mul_(2),
+    "data": lambda w: w.data.mul_(2),
+    "numpy": lambda w: w.detach().numpy().__imul__(2),
+    "no_grad": lambda w: w.detach().mul_(2),
+    "set_data": lambda w: setattr(w, "data", w.data * 2),
+    "storage": lambda w: torch.empty(0).set_(w.detach().untyped_storage()).mul_(2),
 }
 
 

@@ -20,7 +20,11 @@ def text() -> str:
 
     public = {name: getattr(fq, name) for name in fq.__all__}
     modules = {name: value for name, value in public.items() if isinstance(value, types.ModuleType)}
-    callables = {name: value for name, value in public.items() if inspect.isroutine(value) or inspect.isclass(value)}
+    callables = {
+        name: value
+        for name, value in public.items()
+        if inspect.isroutine(value) or inspect.isclass(value)
+    }
     values = [name for name in public if name not in modules and name not in callables]
     parts = ["## Functions and classes\n"]
     parts += [entry(name, callables[name]) for name in sorted(callables, key=str.lower)]
@@ -32,9 +36,15 @@ def text() -> str:
 def entry(name: str, value: object, level: str = "###") -> str:
     """A heading, the signature, the first sentence, and the rest of the docstring as it stands."""
     first, _, rest = (inspect.getdoc(value) or "").partition("\n\n")
-    if value.__doc__ is None or first.startswith(f"{name}("):  # a dataclass without one shows its signature
+    if value.__doc__ is None or first.startswith(
+        f"{name}("
+    ):  # a dataclass without one shows its signature
         first = ""
-    lines = [f"{level} `fq.{name}`\n", f"```python\n{signature(name, value)}\n```\n", f"{' '.join(first.split())}\n"]
+    lines = [
+        f"{level} `fq.{name}`\n",
+        f"```python\n{signature(name, value)}\n```\n",
+        f"{' '.join(first.split())}\n",
+    ]
     return "\n".join([*lines, f"```text\n{rest}\n```\n"] if rest else lines)
 
 

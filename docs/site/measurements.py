@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write what follows from docs/measurements/*.json: the page of tables, and the picture of README.
 
-    python docs/site/measurements.py            writes docs/reference/measurements.md and docs/comparison.svg
+    python docs/site/measurements.py            writes docs/reference/measurements.md and
+                                                docs/comparison.svg
     python docs/site/measurements.py --check    exits 1 if the page differs from the JSON
 
 A measurement is one table: title, command, device, software (optional), shape, date, columns, rows
@@ -38,19 +39,28 @@ compare numbers within one table only. What each bench measures: [benches](bench
 
 def load() -> dict[str, dict]:
     """Every measurement by the name of its file. Raises ValueError if SECTIONS names others."""
-    found = {path.stem: json.loads(path.read_text()) for path in sorted((DOCS / "measurements").glob("*.json"))}
+    found = {
+        path.stem: json.loads(path.read_text())
+        for path in sorted((DOCS / "measurements").glob("*.json"))
+    }
     listed = [name for names in SECTIONS.values() for name in names]
     if sorted(listed) != sorted(found):
-        raise ValueError(f"SECTIONS lists {sorted(listed)}, docs/measurements has {sorted(found)}; list each file once")
+        raise ValueError(
+            f"SECTIONS lists {sorted(listed)}, docs/measurements has {sorted(found)}; list each "
+            "file once"
+        )
     return found
 
 
 def table(measurement: dict) -> str:
-    """The markdown table of a measurement. Raises ValueError if a row has another width than the header."""
+    """The markdown table of a measurement. Raises ValueError if a row has another width than the
+    header."""
     columns, rows = measurement["columns"], measurement["rows"]
     for row in rows:
         if len(row) != len(columns):
-            raise ValueError(f"{measurement['title']}: row {row} has {len(row)} cells, wanted {len(columns)}")
+            raise ValueError(
+                f"{measurement['title']}: row {row} has {len(row)} cells, wanted {len(columns)}"
+            )
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -76,7 +86,8 @@ def page() -> str:
 
 
 def bars() -> list[tuple[str, float, float | None]]:
-    """(arm, step time over compiled bf16, peak memory over compiled bf16 or None) at 8192 tokens per GPU."""
+    """(arm, step time over compiled bf16, peak memory over compiled bf16 or None) at 8192 tokens
+    per GPU."""
     found = []
     for arm, speed, peak, *_ in load()["llama_fully_shard"]["rows"]:
         ratio = re.match(r"[\d.]+", speed)
@@ -94,32 +105,44 @@ def draw() -> None:
     import matplotlib.pyplot as plt
 
     arms = bars()[::-1]
-    colors = ["#999999" if "bf16" in arm else "#e0a458" if "torchao" in arm else "#3b6fb6" for arm, _, _ in arms]
+    colors = [
+        "#999999" if "bf16" in arm else "#e0a458" if "torchao" in arm else "#3b6fb6"
+        for arm, _, _ in arms
+    ]
     figure, axes = plt.subplots(1, 2, figsize=(9.5, 2.9), sharey=True, layout="constrained")
     for axis, title, values in (
         (axes[0], "step time", [time for _, time, _ in arms]),
         (axes[1], "peak memory", [peak for _, _, peak in arms]),
     ):
         shown = axis.barh(range(len(arms)), [v or 0 for v in values], color=colors)
-        axis.bar_label(shown, ["not measured" if v is None else f"{v:.3f}" for v in values], padding=3)
+        axis.bar_label(
+            shown, ["not measured" if v is None else f"{v:.3f}" for v in values], padding=3
+        )
         axis.set(title=title, xlim=(0, 1.2))
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_yticks(range(len(arms)), [arm for arm, _, _ in arms])
     m = load()["llama_fully_shard"]
-    figure.suptitle(f"Over compiled bf16, less is better. Llama, fully_shard, {m['device']}, 8192 tokens per GPU", fontsize=11)
+    figure.suptitle(
+        f"Over compiled bf16, less is better. Llama, fully_shard, {m['device']}, 8192 tokens per "
+        "GPU",
+        fontsize=11,
+    )
     figure.savefig(PICTURE, metadata={"Date": None, "Description": f"docs/measurements: {bars()}"})
 
 
 def is_current() -> bool:
     """Do the page and the picture show the JSON as it is now?"""
-    return PAGE.read_text() == page() and f"docs/measurements: {bars()}" in PICTURE.read_text().replace("&apos;", "'")
+    return (
+        PAGE.read_text() == page()
+        and f"docs/measurements: {bars()}" in PICTURE.read_text().replace("&apos;", "'")
+    )
 
 
 def main(arguments: list[str]) -> int:
     if arguments == ["--check"]:
         if not is_current():
-            print("docs/reference/measurements.md or docs/comparison.svg is not that of docs/measurements/*.json; "
-                  "run python docs/site/measurements.py")  # fmt: skip
+            print("docs/reference/measurements.md or docs/comparison.svg is not that of "
+                  "docs/measurements/*.json; run python docs/site/measurements.py")  # fmt: skip
             return 1
         return 0
     PAGE.write_text(page())

@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A compact trainer with flat buffers and a distributed optimizer, as Megatron lays them out, on `fsdp_quant.hooks`."""
+"""A compact trainer with flat buffers and a distributed optimizer, as Megatron lays them out, on
+`fsdp_quant.hooks`."""

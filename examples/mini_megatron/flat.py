@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flat buffers: where parameters lie, and which rank owns which elements.
 
-The rules are Megatron's: parameters in reverse order, each start a multiple of 64 elements, buckets whose end is padded to a
-multiple of lcm(ranks, 128), or of 2^16 too; rank r owns the r-th part of every bucket, wherever parameters begin. Other
-policies cut buckets elsewhere: at random elements, at odd ones, with empty ranks.
+The rules are Megatron's: parameters in reverse order, each start a multiple of 64 elements, buckets
+whose end is padded to a multiple of lcm(ranks, 128), or of 2^16 too; rank r owns the r-th part of
+every bucket, wherever parameters begin. Other policies cut buckets elsewhere: at random elements,
+at odd ones, with empty ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def _bounds(start: int, end: int, ranks: int, policy: str, seed: int) -> tuple[i
     draw, size = random.Random(seed), end - start
     even = [size * r // ranks for r in range(1, ranks)]
     inner = {
-        "even": even, "odd": [c | 1 for c in even], "random": sorted(draw.choices(range(size + 1), k=ranks - 1)),
+        "even": even,
+        "odd": [c | 1 for c in even],
+        "random": sorted(draw.choices(range(size + 1), k=ranks - 1)),
         "empty": sorted(draw.choices([0, size // 3, size], k=ranks - 1)),
     }[policy]
     return (start, *(start + c for c in inner), end)
@@ -52,7 +55,14 @@ class FlatLayout:
     bucket_size: a bucket ends behind the parameter that fills it.
     """
 
-    def __init__(self, sizes: dict[str, int], ranks: int, bucket_size: int, policy: str = "even", pad_to_2_16: bool = False):
+    def __init__(
+        self,
+        sizes: dict[str, int],
+        ranks: int,
+        bucket_size: int,
+        policy: str = "even",
+        pad_to_2_16: bool = False,
+    ):
         if policy not in POLICIES:
             raise ValueError(f"cut policy must be one of {', '.join(POLICIES)}, got {policy!r}")
         multiple = math.lcm(ranks, 128, 2**16 if pad_to_2_16 else 1)
@@ -66,14 +76,18 @@ class FlatLayout:
             at += sizes[name]
             if at - first >= bucket_size or i + 1 == len(names):
                 end = first + _multiple(at - first, multiple)
-                self.buckets.append(Bucket(first, end, _bounds(first, end, ranks, policy, len(self.buckets))))
+                self.buckets.append(
+                    Bucket(first, end, _bounds(first, end, ranks, policy, len(self.buckets)))
+                )
                 at = first = end
         self.numel = at
 
     def shards(self, name: str) -> ShardMap:
         """Who owns which elements of a parameter: derived from the cuts of its bucket."""
         start, size = self.starts[name], self.sizes[name]
-        return ShardMap(tuple(min(max(b - start, 0), size) for b in self.buckets[self._bucket_of[name]].bounds))
+        return ShardMap(
+            tuple(min(max(b - start, 0), size) for b in self.buckets[self._bucket_of[name]].bounds)
+        )
 
     def view(self, flat: Tensor, name: str) -> Tensor:
         """The elements of a parameter in a buffer."""

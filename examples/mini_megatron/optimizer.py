@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distributed Adam: every rank holds fp32 masters and moments of the elements that it owns, of quantized weights and others.
+"""Distributed Adam: every rank holds fp32 masters and moments of the elements that it owns, of
+quantized weights and others.
 
 [Note: three shards of a model]
-Parameters differ in which ranks hold copies of them, and those ranks share their masters and sum their gradients:
+Parameters differ in which ranks hold copies of them, and those ranks share their masters and sum
+their gradients:
     sharded      linear layers that tensor parallelism cuts: the `data` group
     experts      the `expert_data` group
-    replicated   embeddings, norms, routers, the head, of which each tensor rank has gradients of its tokens: the `stage` group
-Each has buffers, Adam and weight sync of its own (`Shard`); a step (`ChainedAdam`) casts all before any is gathered. Scales of a
-whole weight follow from all parts that `tensor` ranks have of it, so that its codes are those of one rank.
+    replicated   embeddings, norms, routers, the head, of which each tensor rank has gradients of
+                 its tokens: the `stage` group
+Each has buffers, Adam and weight sync of its own (`Shard`); a step (`ChainedAdam`) casts all before
+any is gathered. Scales of a whole weight follow from all parts that `tensor` ranks have of it, so
+that its codes are those of one rank.
 """
 
 from __future__ import annotations
@@ -30,28 +34,52 @@ GROWTH_INTERVAL = 100  # steps without an overflow after which the loss scale do
 
 
 class Shard:
-    """Parameters that one group shares: gradients in a flat buffer, masters in pieces, and how weights follow from them.
+    """Parameters that one group shares: gradients in a flat buffer, masters in pieces, and how
+    weights follow from them.
 
     params:        name in the whole model -> parameter, in the same order on every rank of `group`.
-    tensor_group:  of the ranks whose parameters of these names are parts of one; None: they are whole.
+    tensor_group:  of the ranks whose parameters of these names are parts of one; None: they are
+                   whole.
     """
 
     def __init__(
-        self, params: dict[str, nn.Parameter], group: dist.ProcessGroup, tensor_group: dist.ProcessGroup | None,
-        compute_dtype: torch.dtype | None, *, lr: float = 1e-2, bucket_size: int = 1 << 14, policy: str = "even",
-        pad_to_2_16: bool = False, transport: str = "auto", stats: str = "dense",
+        self,
+        params: dict[str, nn.Parameter],
+        group: dist.ProcessGroup,
+        tensor_group: dist.ProcessGroup | None,
+        compute_dtype: torch.dtype | None,
+        *,
+        lr: float = 1e-2,
+        bucket_size: int = 1 << 14,
+        policy: str = "even",
+        pad_to_2_16: bool = False,
+        transport: str = "auto",
+        stats: str = "dense",
     ):
         self.params, self.group, self.policy = params, group, policy
-        self.layout = FlatLayout({n: p.numel() for n, p in params.items()}, group.size(), bucket_size, policy, pad_to_2_16)
+        self.layout = FlatLayout(
+            {n: p.numel() for n, p in params.items()},
+            group.size(),
+            bucket_size,
+            policy,
+            pad_to_2_16,
+        )
         self.shards = {name: self.layout.shards(name) for name in params}
         self.grads = self.layout.zeros(next(iter(params.values())).device)
         self.quantized = [name for name, p in params.items() if describe(p).is_quantized]
         self.plain = [name for name in params if name not in self.quantized]
         self.sync = plan_weight_sync(
-            [(n, params[n], self.shards[n]) for n in self.quantized], group, transport, stats, compute_dtype, tensor_group
+            [(n, params[n], self.shards[n]) for n in self.quantized],
+            group,
+            transport,
+            stats,
+            compute_dtype,
+            tensor_group,
         )
         masters = dict(zip(self.quantized, self.sync.init_masters()))
-        masters |= {n: self._own(n, params[n].detach().reshape(-1).float()).clone() for n in self.plain}
+        masters |= {
+            n: self._own(n, params[n].detach().reshape(-1).float()).clone() for n in self.plain
+        }
         self.masters = {name: nn.Parameter(masters[name]) for name in params}
         self.adam = fq.optim.FusedAdam(self.masters.values(), lr=lr, weight_decay=0.01)
         for name, p in params.items():
@@ -67,7 +95,8 @@ class Shard:
         p.grad = None
 
     def reduce(self) -> Tensor:
-        """Sum the gradients over the group, where this rank owns; the squared norm of these, fp64 []."""
+        """Sum the gradients over the group, where this rank owns; the squared norm of these, fp64
+        []."""
         square = self.grads.new_zeros((), dtype=torch.float64)
         for bucket in self.layout.buckets:
             whole, rank = self.grads[bucket.start : bucket.end], self.group.rank()
@@ -109,18 +138,31 @@ class Shard:
 
 
 class ChainedAdam:
-    """One step of all shards: skipped, scaled and clipped together, and gathered when all have cast.
+    """One step of all shards: skipped, scaled and clipped together, and gathered when all have
+    cast.
 
     overlap:   gathers end where the next pass needs them: call `finish` there.
     options:   of `Shard`.
     """
 
     def __init__(
-        self, params: dict[str, dict[str, nn.Parameter]], ranks: Ranks, *, clip: float = 1.0, overlap: bool = False, **options
+        self,
+        params: dict[str, dict[str, nn.Parameter]],
+        ranks: Ranks,
+        *,
+        clip: float = 1.0,
+        overlap: bool = False,
+        **options,
     ):
-        groups = {"sharded": (ranks.data, ranks.tensor), "experts": (ranks.expert_data, None), "replicated": (ranks.stage, None)}
+        groups = {
+            "sharded": (ranks.data, ranks.tensor),
+            "experts": (ranks.expert_data, None),
+            "replicated": (ranks.stage, None),
+        }
         self.ranks, self.clip, self.overlap = ranks, clip, overlap
-        self.shards = {kind: Shard(of, *groups[kind], **options) for kind, of in params.items() if of}
+        self.shards = {
+            kind: Shard(of, *groups[kind], **options) for kind, of in params.items() if of
+        }
         self.loss_scale, self.good_steps = 2.0**10, 0
 
     @property
@@ -134,7 +176,8 @@ class ChainedAdam:
 
     @torch.no_grad()
     def step(self) -> bool:
-        """Reduce, unscale, find overflows, clip, update, cast, gather; whether the step was applied."""
+        """Reduce, unscale, find overflows, clip, update, cast, gather; whether the step was
+        applied."""
         square = sum(shard.reduce() for shard in self.shards.values())
         dist.all_reduce(square, group=self.ranks.world)  # an element counts once: with its owner
         factor = 1.0 / (self.loss_scale * self.ranks.sizes.data)
@@ -151,11 +194,14 @@ class ChainedAdam:
             self.finish()
         overflowed = bool(found_inf.item())
         self.good_steps = 0 if overflowed else self.good_steps + 1
-        self.loss_scale *= 0.5 if overflowed else 2.0 if self.good_steps % GROWTH_INTERVAL == 0 else 1.0
+        self.loss_scale *= (
+            0.5 if overflowed else 2.0 if self.good_steps % GROWTH_INTERVAL == 0 else 1.0
+        )
         return not overflowed
 
     def finish(self, directions: Iterable[Direction] = tuple(Direction)) -> None:
-        """Wait for the gathers of these directions; a product that comes before raises StaleWeightError."""
+        """Wait for the gathers of these directions; a product that comes before raises
+        StaleWeightError."""
         for shard in self.shards.values():
             shard.sync.finish(directions)
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups whose sums are made in the order of ranks: of processes, and of ranks that are threads of one process.
+"""Process groups whose sums are made in the order of ranks: of processes, and of ranks that are
+threads of one process.
 
-Any backend adds two summands alike; of more, the order and so the bits depend on backend, topology and size. With these
-groups a run has the same bits on gloo, on NCCL, and in one process, which is the reference for the others.
+Any backend adds two summands alike; of more, the order and so the bits depend on backend, topology
+and size. With these groups a run has the same bits on gloo, on NCCL, and in one process, which is
+the reference for the others.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ class OrderedGroup(dist.ProcessGroup):
         return all_gather(out, sent, group=self.group, async_op=True)
 
     def all_to_all_single(self, out: Tensor, sent: Tensor, out_splits, splits, opts) -> dist.Work:
-        return dist.all_to_all_single(out, sent, out_splits, splits, group=self.group, async_op=True)
+        return dist.all_to_all_single(
+            out, sent, out_splits, splits, group=self.group, async_op=True
+        )
 
     # What torch.distributed calls before 2.13.
     def _reduce_scatter_base(self, *args) -> Done:
@@ -82,8 +86,10 @@ class OrderedGroup(dist.ProcessGroup):
 
 # Ranks that are threads #
 
+
 class VirtualRanks:
-    """Ranks as threads of one process, of which one runs at a time: until it waits for what others send."""
+    """Ranks as threads of one process, of which one runs at a time: until it waits for what others
+    send."""
 
     def __init__(self, ranks: int):
         self.ranks, self.turn, self.failed = ranks, threading.Condition(), False
@@ -95,7 +101,9 @@ class VirtualRanks:
         if ready():
             return
         if not self.turn.wait_for(lambda: self.failed or ready(), timeout=300) or self.failed:
-            raise threading.BrokenBarrierError("another rank failed, or never sent what this one waits for")
+            raise threading.BrokenBarrierError(
+                "another rank failed, or never sent what this one waits for"
+            )
         getattr(self.of_thread, "resume", lambda: None)()
 
     def run(self, fn: Callable[[int], object]) -> list:
@@ -103,7 +111,10 @@ class VirtualRanks:
         results, errors = [None] * self.ranks, []
 
         def entry(rank: int) -> None:
-            with self.turn, torch.autograd.set_multithreading_enabled(False):  # a backward runs in its rank's thread
+            with (
+                self.turn,
+                torch.autograd.set_multithreading_enabled(False),
+            ):  # a backward runs in its rank's thread
                 try:
                     results[rank] = fn(rank)
                 except BaseException as error:
@@ -159,7 +170,9 @@ class VirtualGroup(OrderedGroup):
         return Done()
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Done:
-        self.world.posted.setdefault((*self.key, self.rank(), to), deque()).append(tensors[0].clone())
+        self.world.posted.setdefault((*self.key, self.rank(), to), deque()).append(
+            tensors[0].clone()
+        )
         self.world.turn.notify_all()
         return Done()
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One forward, one backward (1F1B) between the stages of a pipeline: at most as many micro-batches alive as stages follow."""
+"""One forward, one backward (1F1B) between the stages of a pipeline: at most as many micro-batches
+alive as stages follow."""
 
 from __future__ import annotations
 
@@ -14,12 +15,17 @@ from .ranks import Ranks
 
 
 def run_pipeline(
-    ranks: Ranks, micro_batches: Iterable[int], forward: Callable[[int, Tensor | None], Tensor], like: Tensor,
-    before: Callable[[int, str], None], backward: bool = True,
+    ranks: Ranks,
+    micro_batches: Iterable[int],
+    forward: Callable[[int, Tensor | None], Tensor],
+    like: Tensor,
+    before: Callable[[int, str], None],
+    backward: bool = True,
 ) -> None:
     """Run the micro-batches through this rank's stage.
 
-    forward:  (micro-batch, what the stage before made; None at the first) -> what the next one reads; at the last stage the loss.
+    forward:  (micro-batch, what the stage before made; None at the first) -> what the next one
+              reads; at the last stage the loss.
     like:     a tensor such as crosses stages.
     before:   called with (micro-batch, "forward" or "backward") before each of these.
     """

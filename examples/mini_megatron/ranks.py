@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The grid of ranks: pipeline x data x tensor, of whose stages experts take their own cut.
 
-    rank = (stage * data + d) * tensor + t          a stage: data * tensor ranks, with the same layers
+rank = (stage * data + d) * tensor + t          a stage: data * tensor ranks, with the same layers
 
-    tensor     the parts of linear layers and of sequences        data      of dense layers' parts: same t
-    experts    consecutive ranks of a stage that hold all experts between them
-    expert data   of an expert: every `experts`-th rank of a stage
+tensor     the parts of linear layers and of sequences        data      of dense layers' parts: same
+t
+experts    consecutive ranks of a stage that hold all experts between them
+expert data   of an expert: every `experts`-th rank of a stage
 """
 
 from __future__ import annotations
@@ -30,8 +31,14 @@ class Sizes:
     experts: int = 1
 
     def __post_init__(self):
-        if min(self.pipeline, self.data, self.tensor, self.experts) < 1 or self.stage % self.experts:
-            raise ValueError(f"sizes must be at least 1, and experts divide the {self.stage} ranks of a stage, got {self}")
+        if (
+            min(self.pipeline, self.data, self.tensor, self.experts) < 1
+            or self.stage % self.experts
+        ):
+            raise ValueError(
+                f"sizes must be at least 1, and experts divide the {self.stage} ranks of a stage, "
+                f"got {self}"
+            )
 
     @property
     def stage(self) -> int:
@@ -48,19 +55,27 @@ class Sizes:
         return {
             "world": lambda: [tuple(range(self.world))],
             "stage": lambda: [tuple(s) for s in stages],
-            "tensor": lambda: [tuple(s[i : i + t]) for s in stages for i in range(0, self.stage, t)],
+            "tensor": lambda: [
+                tuple(s[i : i + t]) for s in stages for i in range(0, self.stage, t)
+            ],
             "data": lambda: [tuple(s[i::t]) for s in stages for i in range(t)],
-            "experts": lambda: [tuple(s[i : i + e]) for s in stages for i in range(0, self.stage, e)],
+            "experts": lambda: [
+                tuple(s[i : i + e]) for s in stages for i in range(0, self.stage, e)
+            ],
             "expert_data": lambda: [tuple(s[i::e]) for s in stages for i in range(e)],
             "forward": lambda: list(zip(*stages)),
-            "backward": lambda: list(zip(*stages)),  # each way its own: sends of one never wait for those of the other
+            "backward": lambda: list(
+                zip(*stages)
+            ),  # each way its own: sends of one never wait for those of the other
         }[name]()
 
 
 class Ranks:
-    """One rank's place in the grid, and its groups: `world`, `stage`, `tensor`, `data`, .. (`Sizes.groups`).
+    """One rank's place in the grid, and its groups: `world`, `stage`, `tensor`, `data`, ..
+    (`Sizes.groups`).
 
-    make:  (name, ranks) -> the group of these ranks, or None to a rank that is not in it; all ranks call it alike.
+    make:  (name, ranks) -> the group of these ranks, or None to a rank that is not in it; all ranks
+           call it alike.
     """
 
     world: dist.ProcessGroup
@@ -72,7 +87,9 @@ class Ranks:
     forward: dist.ProcessGroup
     backward: dist.ProcessGroup
 
-    def __init__(self, sizes: Sizes, rank: int, make: Callable, virtual: VirtualRanks | None = None):
+    def __init__(
+        self, sizes: Sizes, rank: int, make: Callable, virtual: VirtualRanks | None = None
+    ):
         self.sizes, self.rank, self._virtual = sizes, rank, virtual
         for name in Ranks.__annotations__:
             made = [make(name, ranks) for ranks in sizes.groups(name)]
@@ -88,7 +105,8 @@ class Ranks:
         return self.forward.rank() == self.sizes.pipeline - 1
 
     def begin(self, step: int, micro_batch: int) -> None:
-        """What random bits are keyed by: set before each forward and backward, and again when a virtual rank goes on."""
+        """What random bits are keyed by: set before each forward and backward, and again when a
+        virtual rank goes on."""
         fq.begin_step(step, micro_batch)
         if self._virtual is not None:
             self._virtual.of_thread.resume = lambda: fq.begin_step(step, micro_batch)
@@ -97,7 +115,9 @@ class Ranks:
 def on_processes(sizes: Sizes, fn: Callable[[Ranks], object], ordered: bool) -> object:
     """fn(ranks) of this process, one of the world of torch.distributed."""
     if dist.get_world_size() != sizes.world:
-        raise ValueError(f"{sizes} are {sizes.world} ranks, and {dist.get_world_size()} processes run")
+        raise ValueError(
+            f"{sizes} are {sizes.world} ranks, and {dist.get_world_size()} processes run"
+        )
 
     def make(name: str, members: tuple[int, ...]) -> dist.ProcessGroup | None:
         group = dist.new_group(members)

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a small GPT on synthetic text with data, tensor, sequence, pipeline and expert parallelism.
 
-    torchrun --nproc-per-node 4 -m examples.mini_megatron.train --pipeline 2 --tensor 2 --num-experts 4 --experts 2
-    python -m examples.mini_megatron.train --pipeline 2 --tensor 2 --num-experts 4 --experts 2     # the same in one process
+    torchrun --nproc-per-node 4 -m examples.mini_megatron.train --pipeline 2 --tensor 2
+    --num-experts 4 --experts 2
+    python -m examples.mini_megatron.train --pipeline 2 --tensor 2 --num-experts 4 --experts 2     #
+    the same in one process
 
-What torchrun's processes do, the second command does on virtual ranks, one thread a rank: the reference. With --ordered, or
-where no sum has more than two summands, losses are the same bit for bit, on one kind of device. --verify trains both ways.
+What torchrun's processes do, the second command does on virtual ranks, one thread a rank: the
+reference. With --ordered, or where no sum has more than two summands, losses are the same bit for
+bit, on one kind of device. --verify trains both ways.
 """
 
 from __future__ import annotations
@@ -34,12 +37,15 @@ BATCH, EVALUATE = 4, 10
 
 
 def text(config: Config, step: int, micro_batch: int) -> Tensor:
-    """Synthetic, int64 [BATCH, tokens + 1]: runs of a fixed permutation of the vocabulary, now and then a random jump.
+    """Synthetic, int64 [BATCH, tokens + 1]: runs of a fixed permutation of the vocabulary, now and
+    then a random jump.
 
     micro_batch:  numbered over all data-parallel ranks.
     """
     draw, columns = torch.Generator("cpu").manual_seed((step + 1) * 1009 + micro_batch), []
-    token, *jumps = torch.randint(config.vocabulary, (config.tokens + 2, BATCH), generator=draw, device="cpu")
+    token, *jumps = torch.randint(
+        config.vocabulary, (config.tokens + 2, BATCH), generator=draw, device="cpu"
+    )
     jumped = torch.rand(config.tokens + 1, BATCH, generator=draw, device="cpu") < 0.1
     for jump, other in zip(jumped, jumps):
         columns.append(token)
@@ -54,21 +60,39 @@ class Trainer:
     overflows:      (attempt, rank of the last stage) whose part of the loss is made infinite.
     options:        of `ChainedAdam`.
 
-    losses:    the mean loss of every attempted step, by data-parallel rank. held_out: of every evaluation.
+    losses:    the mean loss of every attempted step, by data-parallel rank. held_out: of every
+               evaluation.
     skipped:   attempts that overflowed.
     """
 
     def __init__(
-        self, ranks: Ranks, config: Config, device: str = "cpu", micro_batches: int = 2, resume: Path | None = None,
-        overflows: tuple[tuple[int, int], ...] = (), **options,
+        self,
+        ranks: Ranks,
+        config: Config,
+        device: str = "cpu",
+        micro_batches: int = 2,
+        resume: Path | None = None,
+        overflows: tuple[tuple[int, int], ...] = (),
+        **options,
     ):
-        self.ranks, self.config, self.device, self.micro_batches = ranks, config, device, micro_batches
-        self.overflows, self.rank_in_last_stage = overflows, ranks.rank - ranks.sizes.world + ranks.sizes.stage
+        self.ranks, self.config, self.device, self.micro_batches = (
+            ranks,
+            config,
+            device,
+            micro_batches,
+        )
+        self.overflows, self.rank_in_last_stage = (
+            overflows,
+            ranks.rank - ranks.sizes.world + ranks.sizes.stage,
+        )
         with torch.device("cpu"):  # the same initial values on every device
             self.stage = Stage(config, ranks)
         self.stage.to(device)
         self.optimizer = ChainedAdam(
-            self.stage.parameters_by_shard(), ranks, compute_dtype=config.recipe.compute_dtype, **options
+            self.stage.parameters_by_shard(),
+            ranks,
+            compute_dtype=config.recipe.compute_dtype,
+            **options,
         )
         self.losses: list[Tensor] = []
         self.held_out: list[Tensor] = []
@@ -104,7 +128,13 @@ class Trainer:
         """Mean loss of `count` micro-batches, by data-parallel rank."""
         ranks, config, optimizer = self.ranks, self.config, self.optimizer
         total = torch.zeros((), device=self.device)
-        like = torch.empty(config.tokens // ranks.sizes.tensor, BATCH, config.dim, dtype=config.dtype, device=self.device)
+        like = torch.empty(
+            config.tokens // ranks.sizes.tensor,
+            BATCH,
+            config.dim,
+            dtype=config.dtype,
+            device=self.device,
+        )
 
         def forward(micro_batch: int, x: Tensor | None) -> Tensor:
             y = self.stage(x, text(config, step, replica * count + micro_batch).to(self.device))
@@ -127,7 +157,15 @@ class Trainer:
         return parts[-ranks.sizes.stage :].view(ranks.sizes.data, -1).sum(1)
 
 
-def train(ranks: Ranks, config: Config, steps: int, *, first: int | None = None, evaluate: int = 0, **options) -> Trainer:
+def train(
+    ranks: Ranks,
+    config: Config,
+    steps: int,
+    *,
+    first: int | None = None,
+    evaluate: int = 0,
+    **options,
+) -> Trainer:
     """Steps [first, steps); first: as many as were applied before, by default.
 
     evaluate:  after every so many steps; 0: never. options: of `Trainer`.
@@ -142,19 +180,35 @@ def train(ranks: Ranks, config: Config, steps: int, *, first: int | None = None,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--forward", default="mxfp8")
     parser.add_argument("--backward", default="nvfp4")
     parser.add_argument("--steps", type=int, default=60)
-    for name, what in (("pipeline", "stages"), ("tensor", "parts of layers, sequences"), ("experts", "ranks that share experts")):
+    for name, what in (
+        ("pipeline", "stages"),
+        ("tensor", "parts of layers, sequences"),
+        ("experts", "ranks that share experts"),
+    ):
         parser.add_argument(f"--{name}", type=int, default=1, help=what)
     parser.add_argument("--data", type=int, help="default: as many as there are processes for")
-    parser.add_argument("--num-experts", type=int, default=0, help="of every other block; 0: none has experts")
+    parser.add_argument(
+        "--num-experts", type=int, default=0, help="of every other block; 0: none has experts"
+    )
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--cuts", choices=POLICIES, default="even")
-    parser.add_argument("--ordered", action="store_true", help="sums in the order of ranks, from gathered summands")
-    parser.add_argument("--verify", action="store_true", help="train on virtual ranks too, and compare every loss")
-    parser.add_argument("--overlap", action="store_true", help="gathers of weights run into the next forward and backward")
+    parser.add_argument(
+        "--ordered", action="store_true", help="sums in the order of ranks, from gathered summands"
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="train on virtual ranks too, and compare every loss"
+    )
+    parser.add_argument(
+        "--overlap",
+        action="store_true",
+        help="gathers of weights run into the next forward and backward",
+    )
     parser.add_argument("--transport", choices=("auto", "codes", "highprec"), default="auto")
     parser.add_argument("--stats", choices=("dense", "halo"), default="halo")
     parser.add_argument("--save", type=Path)
@@ -164,12 +218,22 @@ def main() -> None:
     device = "cuda" if cuda else "cpu"
     data = args.data or max(1, world // (args.pipeline * args.tensor))
     sizes = Sizes(args.pipeline, data, args.tensor, args.experts)
-    config = Config(fq.recipes.hybrid(args.forward, args.backward), layers=args.layers, experts=args.num_experts)
+    config = Config(
+        fq.recipes.hybrid(args.forward, args.backward), layers=args.layers, experts=args.num_experts
+    )
 
     def fn(ranks: Ranks, save: Path | None = args.save) -> Trainer:
         trainer = train(
-            ranks, config, args.steps, resume=args.resume, device=device, evaluate=EVALUATE, policy=args.cuts,
-            overlap=args.overlap, transport=args.transport, stats=args.stats,
+            ranks,
+            config,
+            args.steps,
+            resume=args.resume,
+            device=device,
+            evaluate=EVALUATE,
+            policy=args.cuts,
+            overlap=args.overlap,
+            transport=args.transport,
+            stats=args.stats,
         )
         if save is not None:
             trainer.save(save)
@@ -186,7 +250,11 @@ def main() -> None:
         report(run, args.steps)
         if args.verify:
             want = on_virtual_ranks(sizes, lambda ranks: fn(ranks, None))[0]
-            differ = [i for i, losses in enumerate(zip(run.losses, want.losses)) if not torch.equal(*losses)]
+            differ = [
+                i
+                for i, losses in enumerate(zip(run.losses, want.losses))
+                if not torch.equal(*losses)
+            ]
             outcome = f"losses differ from step {differ[0]} on" if differ else "equal"
             print(f"{len(run.losses)} steps on virtual ranks: {outcome}")
     dist.barrier()

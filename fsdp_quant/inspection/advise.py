@@ -3,8 +3,10 @@
 
 One layer at a time is given one candidate in one direction, all else stays in high precision:
 
-    forward    gap(layer, F)   = |mean over the batches of loss(hybrid(F, identity)) - loss(identity)|
-    backward   error(layer, B) = |g(hybrid(identity, B)) - g| / |g|, g the gradient of all parameters
+    forward    gap(layer, F)   = |mean over the batches of loss(hybrid(F, identity)) -
+                               loss(identity)|
+    backward   error(layer, B) = |g(hybrid(identity, B)) - g| / |g|, g the gradient of all
+               parameters
 
 Each direction is chosen by itself. It begins with the cheapest candidate everywhere; the layer
 whose next choice takes most away per byte goes there, until the sum of gaps is within `budget`, and

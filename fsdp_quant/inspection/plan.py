@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`plan(model)`: per GEMM the formats, the domain and why; per weight the bytes that FSDP2 gathers."""
+"""`plan(model)`: per GEMM the formats, the domain and why; per weight the bytes that FSDP2
+gathers."""
 
 from __future__ import annotations
 
@@ -48,12 +49,15 @@ class GemmRow:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Seconds that the collectives of one step take over a link, of each rank, while nothing else uses it.
+    """Seconds that the collectives of one step take over a link, of each rank, while nothing else
+    uses it.
 
-    A ring: a rank receives (W - 1) / W of what W ranks gather or scatter, and twice that of an all-reduce.
+    A ring: a rank receives (W - 1) / W of what W ranks gather or scatter, and twice that of an
+    all-reduce.
 
     gather:     (forward, backward).
-    in_16_bit:  (forward, backward) of the same gathers without quantization, in the dtypes that FSDP2 would send.
+    in_16_bit:  (forward, backward) of the same gathers without quantization, in the dtypes that
+                FSDP2 would send.
     reduce:     gradients, scattered over the shards and summed over the copies.
     """
 
@@ -65,22 +69,28 @@ class Traffic:
 
     def __str__(self) -> str:
         (forward, backward), (f, b), (inside, between) = self.gather, self.in_16_bit, self.bandwidth
-        at = f"{inside / 1e9:g} GB/s" + (f" in a copy and {between / 1e9:g} between copies" if between != inside else "")
+        at = f"{inside / 1e9:g} GB/s" + (
+            f" in a copy and {between / 1e9:g} between copies" if between != inside else ""
+        )
         return (
-            f"at {at}: gathers {forward * 1e3:.2f} ms forward + {backward * 1e3:.2f} ms backward a step (not quantized "
-            f"{f * 1e3:.2f} + {b * 1e3:.2f}), gradients {self.reduce * 1e3:.2f} ms"
+            f"at {at}: gathers {forward * 1e3:.2f} ms forward + {backward * 1e3:.2f} ms backward a "
+            f"step (not quantized {f * 1e3:.2f} + {b * 1e3:.2f}), gradients "
+            f"{self.reduce * 1e3:.2f} ms"
         )
 
 
 @dataclass
 class ModelPlan:
-    """What `model` will run, and gather a step and rank: the sizes of the gathered outputs, in bytes.
+    """What `model` will run, and gather a step and rank: the sizes of the gathered outputs, in
+    bytes.
 
     gemms:            one row a product of every converted module.
-    weight_bytes:     qualified name -> (forward, backward) bytes of the converted weights under FSDP2.
+    weight_bytes:     qualified name -> (forward, backward) bytes of the converted weights under
+                      FSDP2.
     other_bytes:      (forward, backward) bytes of all other parameters under FSDP2.
     weight_elements:  elements of the converted weights under FSDP2.
-    notes:            of backward modes, experts, fused modules, and what is multiplied in high precision, a sentence each.
+    notes:            of backward modes, experts, fused modules, and what is multiplied in high
+                      precision, a sentence each.
     traffic:          what the collectives of FSDP2 take, where `bandwidth` was given.
     """
 
@@ -92,13 +102,15 @@ class ModelPlan:
     traffic: Traffic | None = None
 
     def bytes_per_step(self, forward: bool = True, backward: bool = True) -> int:
-        """Bytes of all gathers of one forward and backward, parameters that are not quantized included."""
+        """Bytes of all gathers of one forward and backward, parameters that are not quantized
+        included."""
         rows = [*self.weight_bytes.values(), self.other_bytes]
         return sum(f * forward + b * backward for f, b in rows)
 
     @property
     def gathered_bytes_per_element(self) -> float:
-        """Forward plus backward bytes of the converted weights, per weight element (a bf16 model: 4)."""
+        """Forward plus backward bytes of the converted weights, per weight element (a bf16 model:
+        4)."""
         total = sum(f + b for f, b in self.weight_bytes.values())
         return total / self.weight_elements if self.weight_elements else 0.0
 
@@ -106,12 +118,16 @@ class ModelPlan:
         lines = []
         groups: dict[tuple, list[str]] = {}
         for row in self.gemms:
-            groups.setdefault((row.product, row.operands, row.domain, row.reason), []).append(row.module)
+            groups.setdefault((row.product, row.operands, row.domain, row.reason), []).append(
+                row.module
+            )
         for (product, (a, b), domain, reason), modules in groups.items():
             count = f"{len(modules)} x {modules[0]}" if len(modules) > 1 else modules[0]
             lines.append(f"{product:6} {a:>18} x {b:<18} {domain:9} ({reason})  [{count}]")
         if self.weight_bytes:
-            forward, backward = (sum(pair[i] for pair in self.weight_bytes.values()) for i in (0, 1))
+            forward, backward = (
+                sum(pair[i] for pair in self.weight_bytes.values()) for i in (0, 1)
+            )
             lines.append(
                 f"gathers a step: weights {forward:,} B forward + {backward:,} B backward "
                 f"({self.gathered_bytes_per_element:.3f} B an element), other parameters "
@@ -129,14 +145,25 @@ class ModelPlan:
     def of_facts(cls, facts: dict) -> ModelPlan:
         """Raises ValueError for what is no plan."""
         try:
-            gemms = [GemmRow(**row | {"operands": tuple(row["operands"])}) for row in facts["gemms"]]
+            gemms = [
+                GemmRow(**row | {"operands": tuple(row["operands"])}) for row in facts["gemms"]
+            ]
             weights = {name: tuple(pair) for name, pair in facts["weight_bytes"].items()}
-            other, elements, notes = tuple(facts["other_bytes"]), facts["weight_elements"], list(facts["notes"])
+            other, elements, notes = (
+                tuple(facts["other_bytes"]),
+                facts["weight_elements"],
+                list(facts["notes"]),
+            )
             traffic = facts.get("traffic") and Traffic(
-                **{name: tuple(of) if isinstance(of, list) else of for name, of in facts["traffic"].items()}
+                **{
+                    name: tuple(of) if isinstance(of, list) else of
+                    for name, of in facts["traffic"].items()
+                }
             )
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"this is no plan that fq.plan(model).save wrote: {error!r}") from error
+            raise ValueError(
+                f"this is no plan that fq.plan(model).save wrote: {error!r}"
+            ) from error
         return cls(gemms, weights, other, elements, notes, traffic)
 
     def save(self, path: str | Path) -> None:
@@ -154,15 +181,21 @@ def load(path: str | Path) -> ModelPlan:
 
 
 def diff(old: ModelPlan, new: ModelPlan) -> list[str]:
-    """A sentence per difference from `old` to `new`; modules that change alike are one. Empty: the plans are equal."""
+    """A sentence per difference from `old` to `new`; modules that change alike are one. Empty: the
+    plans are equal."""
     before, after = ({(row.module, row.product): row for row in of.gemms} for of in (old, new))
     changes: dict[str, list[str]] = {}
     for module, product in dict.fromkeys([*before, *after]):
         was, now = (_described(of.get((module, product))) for of in (before, after))
         if was != now:
             changes.setdefault(f"{product}: {was} -> {now}", []).append(module)
-    lines = [f"{change}  [{len(of)} x {of[0]}]" if len(of) > 1 else f"{change}  [{of[0]}]" for change, of in changes.items()]
-    (f0, b0), (f1, b1) = ((of.bytes_per_step(backward=False), of.bytes_per_step(forward=False)) for of in (old, new))
+    lines = [
+        f"{change}  [{len(of)} x {of[0]}]" if len(of) > 1 else f"{change}  [{of[0]}]"
+        for change, of in changes.items()
+    ]
+    (f0, b0), (f1, b1) = (
+        (of.bytes_per_step(backward=False), of.bytes_per_step(forward=False)) for of in (old, new)
+    )
     if (f0, b0) != (f1, b1):
         lines.append(f"gathers a step: {f0:,} B forward + {b0:,} B backward -> {f1:,} B + {b1:,} B")
     lines += [f"no longer: {note}" for note in old.notes if note not in new.notes]
@@ -170,19 +203,27 @@ def diff(old: ModelPlan, new: ModelPlan) -> list[str]:
 
 
 def _described(row: GemmRow | None) -> str:
-    return "none" if row is None else f"{row.operands[0]} x {row.operands[1]} {row.domain} ({row.reason})"
+    return (
+        "none"
+        if row is None
+        else f"{row.operands[0]} x {row.operands[1]} {row.domain} ({row.reason})"
+    )
 
 
 def plan(
-    model: nn.Module, dtype: torch.dtype | None = None, bandwidth: float | tuple[float, float] | None = None, latency: float = 0.0
+    model: nn.Module,
+    dtype: torch.dtype | None = None,
+    bandwidth: float | tuple[float, float] | None = None,
+    latency: float = 0.0,
 ) -> ModelPlan:
     """The plan of every converted module of `model`; nothing is run.
 
     dtype:      of activations (default: what FSDP2 gathers in, else the weight's own).
-    bandwidth:  bytes per second that each rank receives; of HSDP (inside a copy, between copies). The plan then says what
-                FSDP2's collectives take (`ModelPlan.traffic`).
+    bandwidth:  bytes per second that each rank receives; of HSDP (inside a copy, between copies).
+                The plan then says what FSDP2's collectives take (`ModelPlan.traffic`).
     latency:    seconds per collective, beside them.
-    Raises ValueError for a model without converted modules, and for a bandwidth that is not positive.
+    Raises ValueError for a model without converted modules, and for a bandwidth that is not
+    positive.
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8/nvfp4")
     >>> print(fq.plan(model))                                 # on a CPU
@@ -193,15 +234,17 @@ def plan(
     links = bandwidth if isinstance(bandwidth, tuple) else (bandwidth, bandwidth)
     if bandwidth is not None and not (len(links) == 2 and min(links) > 0 and latency >= 0):
         raise ValueError(
-            f"plan(bandwidth={bandwidth!r}, latency={latency!r}): give bytes per second, or a pair of them (inside a copy, between "
-            "copies), and seconds"
+            f"plan(bandwidth={bandwidth!r}, latency={latency!r}): give bytes per second, or a pair "
+            "of them (inside a copy, between copies), and seconds"
         )
     modules = converted_modules(model)
     if not modules:
         raise ValueError("plan found no fq.Linear; call fq.convert(model, recipe) first")
     result = ModelPlan()
     managed = torch_compat.managed_params_of(model)
-    by_state = {id(s): m for m in managed if isinstance(m.local, FSDPHooks) for s in m.local.state.matrices}
+    by_state = {
+        id(s): m for m in managed if isinstance(m.local, FSDPHooks) for s in m.local.state.matrices
+    }
     for name, module in modules.items():
         m = by_state.get(id(module._weight_state))
         activations = dtype or (m.param_dtype if m else module.weight.dtype)
@@ -209,11 +252,17 @@ def plan(
         planned = module.plan_on(activations, module.weight.device)
         for product in PRODUCTS:
             domain, reason = planned.domain(product, activations, arch)
-            operands = tuple(repr(planned.hybrid(slot).side(d)) for slot, d in (product.a, product.b))
+            operands = tuple(
+                repr(planned.hybrid(slot).side(d)) for slot, d in (product.a, product.b)
+            )
             result.gemms.append(GemmRow(name, product.name, operands, domain, reason))
     layers = modules.values()
     shared = Counter(filter(None, map(describe, layers)))
-    result.notes = [*_override_notes(layers), *_boundary_notes(layers), *_module_notes(model, dtype, by_state)]
+    result.notes = [
+        *_override_notes(layers),
+        *_boundary_notes(layers),
+        *_module_notes(model, dtype, by_state),
+    ]
     result.notes += [*fused_notes(model), *_other_notes(model)]
     result.notes += [f"{what}  [{count} modules]" for what, count in shared.items()]
     roots = {id(state) for state in torch_compat.outermost_states(model) if state._is_root is None}
@@ -236,7 +285,8 @@ def _gathers_once(m: ManagedParam, roots: set[int]) -> bool:
 
 
 def gathered_bytes(m: ManagedParam, once: bool) -> tuple[int, int]:
-    """(forward, backward) bytes of the gathered output of one parameter; `once`: it stays unsharded in between."""
+    """(forward, backward) bytes of the gathered output of one parameter; `once`: it stays unsharded
+    in between."""
     return weight_bytes(m, once) if isinstance(m.local, FSDPHooks) else _plain_bytes(m, once)
 
 
@@ -249,18 +299,25 @@ def _padded_elements(m: ManagedParam) -> int:
     return -(-m.global_shape[0] // m.world_size) * m.global_shape[1:].numel() * m.world_size
 
 
-def _traffic(managed: list[ManagedParam], roots: set[int], links: tuple[float, float], latency: float) -> Traffic:
+def _traffic(
+    managed: list[ManagedParam], roots: set[int], links: tuple[float, float], latency: float
+) -> Traffic:
     inside, between = links
     gather, in_16_bit, reduce = [0.0, 0.0], [0.0, 0.0], 0.0
     groups: dict[int, tuple[bool, int]] = {}
     for m in managed:
         once, received = _gathers_once(m, roots), (m.world_size - 1) / m.world_size
         groups[id(m.group)] = once, m.copies
-        for seconds, pair in ((gather, gathered_bytes(m, once)), (in_16_bit, _plain_bytes(m, once))):
+        for seconds, pair in (
+            (gather, gathered_bytes(m, once)),
+            (in_16_bit, _plain_bytes(m, once)),
+        ):
             for i in range(2):
                 seconds[i] += pair[i] * received / inside
         size = _padded_elements(m) * m.reduce_dtype.itemsize
-        reduce += size * received / inside + 2 * size / m.world_size * (m.copies - 1) / m.copies / between
+        reduce += (
+            size * received / inside + 2 * size / m.world_size * (m.copies - 1) / m.copies / between
+        )
     for once, copies in groups.values():
         for seconds in (gather, in_16_bit):
             seconds[0] += latency
@@ -272,25 +329,41 @@ def _traffic(managed: list[ManagedParam], roots: set[int], links: tuple[float, f
 def _override_notes(modules: Iterable[Linear]) -> list[str]:
     counts = Counter(m.recipe.backward_override for m in modules)
     said = f" ({OVERRIDE_VARIABLE}={default_override()})" if default_override() else ""
-    return [f"backward_override={mode}: {count} modules{said}" for mode, count in counts.items() if mode or said]
+    return [
+        f"backward_override={mode}: {count} modules{said}"
+        for mode, count in counts.items()
+        if mode or said
+    ]
 
 
 def _boundary_notes(modules: Iterable[Linear]) -> list[str]:
     counts = Counter(m.plan.boundary for m in modules if m.plan.boundary is not None)
-    return [f"output {sides.output}, grad_input {sides.grad_input}: {n} modules" for sides, n in counts.items()]
+    return [
+        f"output {sides.output}, grad_input {sides.grad_input}: {n} modules"
+        for sides, n in counts.items()
+    ]
 
 
-def _module_notes(model: nn.Module, dtype: torch.dtype | None, by_state: dict[int, ManagedParam]) -> list[str]:
-    attention = [name or type(m).__name__ for name, m in model.named_modules() if isinstance(m, MultiheadAttention)]
+def _module_notes(
+    model: nn.Module, dtype: torch.dtype | None, by_state: dict[int, ManagedParam]
+) -> list[str]:
+    attention = [
+        name or type(m).__name__
+        for name, m in model.named_modules()
+        if isinstance(m, MultiheadAttention)
+    ]
     notes = [
-        f"[{len(attention)} x {name}]: q, k and v of one tensor are one product, of several they are in high precision"
+        f"[{len(attention)} x {name}]: q, k and v of one tensor are one product, of several they "
+        "are in high precision"
         for name in attention[:1]
     ]
     for name, module in model.named_modules():
         if isinstance(module, GroupedLinear):
             first = module.layers[0]
             m = by_state.get(id(first._weight_state))
-            why = module.unsupported_reason(dtype or (m.param_dtype if m else first.weight.dtype), first.weight.device)
+            why = module.unsupported_reason(
+                dtype or (m.param_dtype if m else first.weight.dtype), first.weight.device
+            )
             how = "all in one product" if why is None else f"one after the other ({why})"
             notes.append(f"{name or type(module).__name__}: {len(module.layers)} experts, {how}")
         exchanged = describe_experts(module, dtype or torch.bfloat16)
@@ -300,11 +373,20 @@ def _module_notes(model: nn.Module, dtype: torch.dtype | None, by_state: dict[in
 
 
 def _other_notes(model: nn.Module) -> list[str]:
-    """What is multiplied in high precision: alike modules, and their share of a token's multiply-adds."""
-    routed = next((m.top_k for m in model.modules() if isinstance(getattr(m, "top_k", None), int)), None)
+    """What is multiplied in high precision: alike modules, and their share of a token's
+    multiply-adds."""
+    routed = next(
+        (m.top_k for m in model.modules() if isinstance(getattr(m, "top_k", None), int)), None
+    )
     embeddings = ids_of_embeddings(model)
-    ours = {id(m._parameters.get("weight")) for m in model.modules() if isinstance(m, (Linear, GroupedLinear))}
-    ours |= {id(m._parameters[m.source]) for m in model.modules() if isinstance(m, TransposedLinear)}
+    ours = {
+        id(m._parameters.get("weight"))
+        for m in model.modules()
+        if isinstance(m, (Linear, GroupedLinear))
+    }
+    ours |= {
+        id(m._parameters[m.source]) for m in model.modules() if isinstance(m, TransposedLinear)
+    }
     others, total, seen = Counter(), 0.0, set()
     for name, module in model.named_modules():
         for which, p in module._parameters.items():
@@ -317,24 +399,36 @@ def _other_notes(model: nn.Module) -> list[str]:
             total += work
             if id(p) not in ours:
                 tied = ", tied to an embedding" * (id(p) in embeddings)
-                left_out = f", skip='auto': {reason}" if (reason := module.__dict__.get("_left_out")) else ""
-                hint = ", which fq.convert quantizes before fully_shard" * bool(parts_of(module) and are_sharded(module))
-                others[type(module).__name__ + tied + left_out + hint, name.rpartition(".")[2], which] += work
+                left_out = (
+                    f", skip='auto': {reason}"
+                    if (reason := module.__dict__.get("_left_out"))
+                    else ""
+                )
+                hint = ", which fq.convert quantizes before fully_shard" * bool(
+                    parts_of(module) and are_sharded(module)
+                )
+                others[
+                    type(module).__name__ + tied + left_out + hint, name.rpartition(".")[2], which
+                ] += work
     return [
-        f"in high precision: {f'{name}.{which}'.lstrip('.')} of {kind}, {work / total:.1%} of a token's multiply-adds"
+        f"in high precision: {f'{name}.{which}'.lstrip('.')} of {kind}, {work / total:.1%} of a "
+        "token's multiply-adds"
         for (kind, name, which), work in others.most_common()
     ]
 
 
 def weight_bytes(managed: ManagedParam, once: bool) -> tuple[int, int]:
-    """(forward, backward) bytes of the gathered output of one weight; `once`: it stays unsharded in between."""
+    """(forward, backward) bytes of the gathered output of one weight; `once`: it stays unsharded in
+    between."""
     state, quantizer = managed.local.state, managed.local.state.matrices[0].quantizer
     cuts = RowCuts.chunked(managed.global_shape[0], managed.world_size)
 
     def size(needs: frozenset[Direction]) -> int:
         return sum(
             gathered_size(
-                wire_buffers(quantizer.encodings[d], cuts, managed.global_shape, managed.param_dtype),
+                wire_buffers(
+                    quantizer.encodings[d], cuts, managed.global_shape, managed.param_dtype
+                ),
                 managed.world_size,
             )
             for d in gathered_directions(quantizer, needs)
@@ -343,4 +437,6 @@ def weight_bytes(managed: ManagedParam, once: bool) -> tuple[int, int]:
     both = frozenset(Direction)
     if once:
         return size(both), 0
-    return size(frozenset({ROWWISE})), size(both if state.is_recomputed else frozenset({COLUMNWISE}))
+    return size(frozenset({ROWWISE})), size(
+        both if state.is_recomputed else frozenset({COLUMNWISE})
+    )

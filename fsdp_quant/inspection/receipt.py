@@ -16,10 +16,13 @@ class Receipt:
     gathers:     (pass, direction, format) -> bytes of the gathered outputs of quantized weights.
     quantize:    (format, direction, implementation) -> how many.
     collectives: amax all-reduces, by what they served.
-    sequence:    (pass, direction, format) -> bytes of activations and gradients gathered along the sequence.
-    dispatch:    (pass, direction, format) -> bytes that this rank's tokens took to their experts and back ("sum").
+    sequence:    (pass, direction, format) -> bytes of activations and gradients gathered along the
+                 sequence.
+    dispatch:    (pass, direction, format) -> bytes that this rank's tokens took to their experts
+                 and back ("sum").
     departures:  what ran although the plan did not print it (strict=False), by kind.
-    moved:       products that the anchoring guard moved: (module, product, from where to where and why).
+    moved:       products that the anchoring guard moved: (module, product, from where to where and
+                 why).
     """
 
     gemms: dict
@@ -54,14 +57,33 @@ class Receipt:
         return self._gathers_of("backward")
 
     def __str__(self) -> str:
-        lines = [f"gemm     {n:>12,}  {domain}: {a} x {b}" for (domain, a, b), n in sorted(self.gemms.items())]
-        lines += [f"gather   {n:>12,} B  {phase} {d} {fmt}" for (phase, d, fmt), n in sorted(self.gathers.items())]
-        lines += [f"quantize {n:>12,}  {fmt} {d} ({how})" for (fmt, d, how), n in sorted(self.quantize.items())]
-        lines += [f"amax all-reduce {n:>5,}  {what}" for what, n in sorted(self.collectives.items())]
-        lines += [f"sequence {n:>12,} B  {phase} {d} {fmt}" for (phase, d, fmt), n in sorted(self.sequence.items())]
-        lines += [f"dispatch {n:>12,} B  {phase} {d} {fmt}" for (phase, d, fmt), n in sorted(self.dispatch.items())]
+        lines = [
+            f"gemm     {n:>12,}  {domain}: {a} x {b}"
+            for (domain, a, b), n in sorted(self.gemms.items())
+        ]
+        lines += [
+            f"gather   {n:>12,} B  {phase} {d} {fmt}"
+            for (phase, d, fmt), n in sorted(self.gathers.items())
+        ]
+        lines += [
+            f"quantize {n:>12,}  {fmt} {d} ({how})"
+            for (fmt, d, how), n in sorted(self.quantize.items())
+        ]
+        lines += [
+            f"amax all-reduce {n:>5,}  {what}" for what, n in sorted(self.collectives.items())
+        ]
+        lines += [
+            f"sequence {n:>12,} B  {phase} {d} {fmt}"
+            for (phase, d, fmt), n in sorted(self.sequence.items())
+        ]
+        lines += [
+            f"dispatch {n:>12,} B  {phase} {d} {fmt}"
+            for (phase, d, fmt), n in sorted(self.dispatch.items())
+        ]
         lines += [f"departure {n:>11,}  {what}" for what, n in sorted(self.departures.items())]
-        lines += [f"moved: {module} {product}, {why}" for module, product, why in sorted(self.moved)]
+        lines += [
+            f"moved: {module} {product}, {why}" for module, product, why in sorted(self.moved)
+        ]
         return "\n".join(lines) or "nothing ran"
 
 
@@ -73,7 +95,16 @@ def receipt() -> Receipt:
     >>> fq.receipt().gemms
     {('reference', 'mxfp8', 'mxfp8'): 1}
     """
-    kinds = ("gemm", "gather", "quantize", "amax all-reduce", "sequence gather", "expert dispatch", "departure", "moved")
+    kinds = (
+        "gemm",
+        "gather",
+        "quantize",
+        "amax all-reduce",
+        "sequence gather",
+        "expert dispatch",
+        "departure",
+        "moved",
+    )
     return Receipt(*map(counters.of, kinds))
 
 

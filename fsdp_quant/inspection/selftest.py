@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m fsdp_quant selftest`: what this GPU makes, beside the definition, and how fast; a report to send.
+"""`python -m fsdp_quant selftest`: what this GPU makes, beside the definition, and how fast; a
+report to send.
 
-    ties       e2m1 codes of every bf16 number, e8m0 scales of every amax and of fp32 ones around powers of two: equal bytes; where
-               a GPU has instructions for these casts, this is what says that they round as the definition
-    codes      of every format, direction and option that kernels encode, with tails and extreme values: equal bytes
+    ties       e2m1 codes of every bf16 number, e8m0 scales of every amax and of fp32 ones around
+               powers of two: equal bytes; where a GPU has instructions for these casts, this is
+               what says that they round as the definition
+    codes      of every format, direction and option that kernels encode, with tails and extreme
+               values: equal bytes
     decode     those codes: equal values
-    products   every pair of formats in its domain, into fp32: relative error (Frobenius) to fp64 of the decoded operands
-    rates      of quantizers, GB/s read and written; of products, TFLOP/s, of one large shape; on a GPU alone
+    products   every pair of formats in its domain, into fp32: relative error (Frobenius) to fp64 of
+               the decoded operands
+    rates      of quantizers, GB/s read and written; of products, TFLOP/s, of one large shape; on a
+               GPU alone
 
 A CPU compares the definition with itself.
 """
@@ -34,7 +39,8 @@ from ..storage import Storage
 SHAPES = ((1, 1), (33, 47), (128, 256), (200, 328), (129, 1100))
 PRODUCT = (200, 272, 1024)  # m, n, k
 LARGE = (8192, 8192)
-# Tensor cores sum 8-bit products in about 13 bits: 2e-4 on gaussian data; anchors lose less than that of it.
+# Tensor cores sum 8-bit products in about 13 bits: 2e-4 on gaussian data; anchors lose less than
+# that of it.
 BOUND = 1e-3
 RUNS = 10
 
@@ -80,7 +86,12 @@ def inputs(shape: tuple[int, int]) -> Iterable[tuple[str, Tensor]]:
     special.view(-1)[:: max(x.numel() // 7, 1)] = torch.tensor(float("inf"))
     special.view(-1)[-1] = float("nan")
     powers = torch.linspace(-120, 120, x.numel()).view(shape).exp2()
-    for kind, made in (("gauss", x), ("zeros", torch.zeros_like(x)), ("inf and nan", special), ("wide", x * powers)):
+    for kind, made in (
+        ("gauss", x),
+        ("zeros", torch.zeros_like(x)),
+        ("inf and nan", special),
+        ("wide", x * powers),
+    ):
         yield kind, made.to(torch.bfloat16)
 
 
@@ -115,24 +126,39 @@ def compare_codes(report: Report, device: torch.device) -> None:
             report.add("codes", what, difference)
             if difference is None:
                 values = got.decode().cpu()
-                expected = reference.decode(want.data, want.scale, want.tensor_amax, want.fmt, direction, want.padded_shape[1], 0)
+                expected = reference.decode(
+                    want.data,
+                    want.scale,
+                    want.tensor_amax,
+                    want.fmt,
+                    direction,
+                    want.padded_shape[1],
+                    0,
+                )
                 same = (values == expected) | (values.isnan() & expected.isnan())
-                report.add("decode", what, None if bool(same.all()) else f"{int((~same).sum())} values")
+                report.add(
+                    "decode", what, None if bool(same.all()) else f"{int((~same).sum())} values"
+                )
 
 
 def ties() -> Iterable[tuple[str, str, Tensor]]:
-    """(what, format, values [rows, blocks of 32]). A block has the scale 1 where its e2m1 codes are what is asked about."""
+    """(what, format, values [rows, blocks of 32]). A block has the scale 1 where its e2m1 codes are
+    what is asked about."""
     numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     small = numbers[numbers.abs() <= 6]
     rows = torch.nn.functional.pad(small, (0, -len(small) % 31)).view(-1, 31)
     of_32 = torch.nn.functional.pad(rows, (1, 0), value=6.0)
-    of_16 = torch.nn.functional.pad(torch.nn.functional.pad(small, (0, -len(small) % 15)).view(-1, 15), (1, 0), value=6.0)
+    of_16 = torch.nn.functional.pad(
+        torch.nn.functional.pad(small, (0, -len(small) % 15)).view(-1, 15), (1, 0), value=6.0
+    )
     largest = torch.full_like(of_16[:1], 6 * 448.0)  # so that the scale of the tensor is 1
     yield "e2m1 of every bf16 up to 6", "mxfp4", of_32
     yield "e2m1 of every bf16 up to 6", "nvfp4", torch.cat([largest, of_16])
     amaxes = numbers[: 1 << 15]
     powers = 448 * torch.arange(-140, 120).float().exp2()
-    around = torch.cat([powers, torch.nextafter(powers, powers * 2), torch.nextafter(powers, powers / 2)])
+    around = torch.cat(
+        [powers, torch.nextafter(powers, powers * 2), torch.nextafter(powers, powers / 2)]
+    )
     for what, values in (("every bf16 amax", amaxes), ("fp32 amaxes around powers of two", around)):
         yield f"e8m0 of {what}", "mxfp8", torch.nn.functional.pad(values[:, None], (0, 31))
 
@@ -143,19 +169,28 @@ def compare_ties(report: Report, device: torch.device) -> None:
         for direction in Direction:
             values = x if direction is ROWWISE else x.t().contiguous()
             want = _defined(q, values, direction, torch.zeros(5, dtype=torch.int64))
-            report.add("ties", f"{what}, {name} {direction.value}", _difference(q.storage(values.to(device), direction), want))
+            report.add(
+                "ties",
+                f"{what}, {name} {direction.value}",
+                _difference(q.storage(values.to(device), direction), want),
+            )
 
 
 def compare_products(report: Report, device: torch.device) -> None:
     m, n, k = PRODUCT
-    a, b = (torch.randn(rows, k, generator=torch.Generator().manual_seed(rows)).to(torch.bfloat16) for rows in (m, n))
+    a, b = (
+        torch.randn(rows, k, generator=torch.Generator().manual_seed(rows)).to(torch.bfloat16)
+        for rows in (m, n)
+    )
     made = [q for q in quantizers().values() if not (q.is_stochastic or q.fmt.rotated)]
     for of_a, of_b in itertools.product(made, made):
         left, right = of_a.storage(a.to(device), ROWWISE), of_b.storage(b.to(device), ROWWISE)
         domain, _ = gemm_domain(of_a.fmt, of_b.fmt, torch.bfloat16, report.arch)
         want = left.decode().double() @ right.decode().double().t()
         try:
-            off = float((gemm(left, right, out_dtype=torch.float32).double() - want).norm() / want.norm())
+            off = float(
+                (gemm(left, right, out_dtype=torch.float32).double() - want).norm() / want.norm()
+            )
             difference = None if off <= BOUND else f"error {off:.1e}, wanted {BOUND} at most"
         except Exception as error:  # of any kind: it is what the report is for
             difference = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -187,7 +222,9 @@ def measure(report: Report, device: torch.device) -> None:
         both = HybridQuantizer(q, q)
         ms = _milliseconds(lambda both=both: both.storages(x))
         made = both.storages(x)[0]
-        size = sum(t.numel() * t.element_size() for s in made.values() for t in s.buffers().values())
+        size = sum(
+            t.numel() * t.element_size() for s in made.values() for t in s.buffers().values()
+        )
         report.rates[f"{q} both directions GB/s"] = (2 * x.numel() + size) / ms / 1e6
         operand = made[ROWWISE]
         ms = _milliseconds(lambda operand=operand: gemm(operand, operand))
@@ -199,8 +236,11 @@ def run(device: torch.device, path: Path, say: Callable[[str], None] = print) ->
     """Compare and measure; the report is written to path as JSON."""
     on_gpu = device.type == "cuda"
     report = Report(
-        torch.cuda.get_device_name(device) if on_gpu else "CPU", arch_of(device), torch.__version__,
-        extension.runs_on(device) or ", ".join(extension.STATUS.build.architectures if extension.STATUS.build else ()),
+        torch.cuda.get_device_name(device) if on_gpu else "CPU",
+        arch_of(device),
+        torch.__version__,
+        extension.runs_on(device)
+        or ", ".join(extension.STATUS.build.architectures if extension.STATUS.build else ()),
     )
     say(f"{report.device} ({report.arch}), torch {report.torch}; kernels: {report.kernels}")
     for part in (compare_ties, compare_codes, compare_products, *([measure] if on_gpu else [])):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What trainers plug in: `fq.integrations.<tool>` imports the tool at its first use, never with the library.
+"""What trainers plug in: `fq.integrations.<tool>` imports the tool at its first use, never with the
+library.
 
 >>> fq.integrations.transformers.Callback.__name__
 'Callback'

@@ -15,7 +15,8 @@ from .rank_states import gather_state, load_gathered_state
 
 
 class _State:
-    """What `accelerator.save_state` and `load_state`, after parameters and optimizers, do with `fq.state_dict` on every rank."""
+    """What `accelerator.save_state` and `load_state`, after parameters and optimizers, do with
+    `fq.state_dict` on every rank."""
 
     def __init__(self, model: nn.Module):
         self._model = model
@@ -28,8 +29,11 @@ class _State:
 
 
 def prepare(
-    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer,
-    recipe: Recipe | PerLayer | Schedule | None = None, **convert_options,
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    recipe: Recipe | PerLayer | Schedule | None = None,
+    **convert_options,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """`accelerator.prepare(model, optimizer)` of a model that is converted with `recipe`.
 
@@ -43,7 +47,10 @@ def prepare(
     if recipe is not None:
         convert(model, recipe, **convert_options)
     elif convert_options or not converted_modules(model):
-        raise ValueError("give prepare the recipe, or a model that fq.convert(model, recipe) has converted, and no options of it")
+        raise ValueError(
+            "give prepare the recipe, or a model that fq.convert(model, recipe) has converted, and "
+            "no options of it"
+        )
     accelerator.register_for_checkpointing(_State(model))
     with addresses_are_names():  # accelerate finds parameters again by their addresses
         return accelerator.prepare(model, optimizer)

@@ -23,24 +23,32 @@ from .rank_states import gather_state, load_gathered_state
 class FabricPrecision(fabric.Precision):
     """Train with `recipe`: `Fabric(plugins=[FabricPrecision(recipe)])`.
 
-    recipe:     of `fq.convert`, which `fabric.setup` calls before it shards. None: the model was converted before.
-    precision:  of everything else: "32-true", "bf16-true" or "bf16-mixed". Under `fully_shard`: "32-true", and its
-                `MixedPrecisionPolicy`.
+    recipe:     of `fq.convert`, which `fabric.setup` calls before it shards. None: the model was
+                converted before.
+    precision:  of everything else: "32-true", "bf16-true" or "bf16-mixed". Under `fully_shard`:
+                "32-true", and its `MixedPrecisionPolicy`.
     convert_options:  `skip`, `grouped`, `fuse`, `recompute` of `fq.convert`.
 
-    `state_dict()` is `fq.state_dict` of all ranks: put it into what `fabric.save` is given, and give it to `load_state_dict`
-    after `fabric.load`, on every rank.
+    `state_dict()` is `fq.state_dict` of all ranks: put it into what `fabric.save` is given, and
+    give it to `load_state_dict` after `fabric.load`, on every rank.
 
     Raises ValueError for another `precision`, and where the recipe is given twice or never.
     """
 
     def __init__(
-        self, recipe: Recipe | PerLayer | Schedule | None = None, precision: str = "32-true", **convert_options
+        self,
+        recipe: Recipe | PerLayer | Schedule | None = None,
+        precision: str = "32-true",
+        **convert_options,
     ):
         if precision not in ("32-true", "bf16-true", "bf16-mixed"):
-            raise ValueError(f"precision must be 32-true, bf16-true or bf16-mixed, got {precision!r}")
+            raise ValueError(
+                f"precision must be 32-true, bf16-true or bf16-mixed, got {precision!r}"
+            )
         self.recipe, self.precision, self.convert_options = recipe, precision, convert_options
-        self._rest = fabric.HalfPrecision("bf16-true") if precision == "bf16-true" else fabric.Precision()
+        self._rest = (
+            fabric.HalfPrecision("bf16-true") if precision == "bf16-true" else fabric.Precision()
+        )
         self._model: Callable[[], nn.Module | None] = lambda: None  # a weak reference
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -50,9 +58,12 @@ class FabricPrecision(fabric.Precision):
             return module
         if (self.recipe is None) == (not converted_modules(module)):
             raise ValueError(
-                "give the precision plugin the recipe of a plain model, or none where fq.convert(model, recipe) has converted it"
+                "give the precision plugin the recipe of a plain model, or none where "
+                "fq.convert(model, recipe) has converted it"
             )
-        return module if self.recipe is None else convert(module, self.recipe, **self.convert_options)
+        return (
+            module if self.recipe is None else convert(module, self.recipe, **self.convert_options)
+        )
 
     def forward_context(self) -> contextlib.AbstractContextManager[None]:
         if self.precision == "bf16-mixed":
@@ -81,10 +92,11 @@ class FabricPrecision(fabric.Precision):
 class Precision(trainer.Precision, FabricPrecision):
     """`FabricPrecision` for the Trainer: `Trainer(plugins=[Precision(recipe)])`.
 
-    hold:  codes of weights are made once per optimizer step (`fq.hold`). None: where several micro-batches make up a step.
+    hold:  codes of weights are made once per optimizer step (`fq.hold`). None: where several
+           micro-batches make up a step.
 
-    The model is converted after `configure_model`, which may have sharded it. Steps are the Trainer's optimizer steps, and its
-    checkpoints hold the state.
+    The model is converted after `configure_model`, which may have sharded it. Steps are the
+    Trainer's optimizer steps, and its checkpoints hold the state.
     """
 
     def __init__(self, *args, hold: bool | None = None, **kwargs):

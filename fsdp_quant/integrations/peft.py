@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """PEFT: `freeze`, which makes a base of codes under LoRA and DoRA.
 
-Whether a model is converted before or after `get_peft_model`, the base is multiplied as codes and adapters in high precision.
+Whether a model is converted before or after `get_peft_model`, the base is multiplied as codes and
+adapters in high precision.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from ..tensor.quantized_tensor import QuantizedTensor
 
 
 class _Decoded:
-    """A LoRA layer whose base shows the values that its codes have, decoded when they are asked for."""
+    """A LoRA layer whose base shows the values that its codes have, decoded when they are asked
+    for."""
 
     def __init__(self, layer: LoraLayer):
         self._layer = layer
@@ -34,15 +36,21 @@ class _DoraOverCodes(DoraLinearVariant):
     """DoRA, whose norms need the values of the base."""
 
     @staticmethod
-    def forward(module: LoraLayer, active_adapter: str, x: Tensor, result: Tensor, **kwargs) -> Tensor:
+    def forward(
+        module: LoraLayer, active_adapter: str, x: Tensor, result: Tensor, **kwargs
+    ) -> Tensor:
         is_codes = isinstance(module.get_base_layer().weight, QuantizedTensor)
-        return DoraLinearVariant.forward(_Decoded(module) if is_codes else module, active_adapter, x, result, **kwargs)
+        return DoraLinearVariant.forward(
+            _Decoded(module) if is_codes else module, active_adapter, x, result, **kwargs
+        )
 
 
 def freeze(model: nn.Module) -> int:
-    """`fq.freeze` of a model that has its adapters; with DoRA too, whose norms decode a layer's base in each forward.
+    """`fq.freeze` of a model that has its adapters; with DoRA too, whose norms decode a layer's
+    base in each forward.
 
-    Before `model.merge_and_unload()` call `fq.unfreeze(model)`. returns: how many weights are codes now.
+    Before `model.merge_and_unload()` call `fq.unfreeze(model)`. returns: how many weights are codes
+    now.
     """
     count = hold.freeze(model)
     for layer in model.modules():

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fq.state_dict` of all ranks as one object, for tools whose checkpoints are written by one rank."""
+"""`fq.state_dict` of all ranks as one object, for tools whose checkpoints are written by one
+rank."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ _OF_RANKS = ("histories", "moved")  # what ranks may hold different values of
 
 
 def gather_state(model: nn.Module) -> dict:
-    """`fq.state_dict(model)`, with the histories and moved products of every rank under "ranks". Every rank must call it."""
+    """`fq.state_dict(model)`, with the histories and moved products of every rank under "ranks".
+    Every rank must call it."""
     state = state_dict(model)
     own = {key: state.pop(key) for key in _OF_RANKS}
     ranks = [own]
@@ -23,10 +25,13 @@ def gather_state(model: nn.Module) -> dict:
 
 
 def load_gathered_state(model: nn.Module, state: dict) -> None:
-    """`fq.load_state_dict` of what `gather_state` returned, after the parameters. Every rank must call it.
+    """`fq.load_state_dict` of what `gather_state` returned, after the parameters. Every rank must
+    call it.
 
     Of a run with W ranks, rank r takes the histories of rank r % W.
     """
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     ranks = state["ranks"]
-    load_state_dict(model, {k: v for k, v in state.items() if k != "ranks"} | ranks[rank % len(ranks)])
+    load_state_dict(
+        model, {k: v for k, v in state.items() if k != "ranks"} | ranks[rank % len(ranks)]
+    )

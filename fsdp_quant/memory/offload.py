@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`offload`: what autograd saves waits in pinned memory of the host between the forward and the backward.
+"""`offload`: what autograd saves waits in pinned memory of the host between the forward and the
+backward.
 
-    forward    a saved tensor is copied by a stream of its own, and let go as `in_flight` bytes more have been saved
+    forward    a saved tensor is copied by a stream of its own, and let go as `in_flight` bytes more
+               have been saved
     backward   tensors come back in the opposite order, `in_flight` bytes ahead of who needs them
 
-The stream that computes waits for a copy only where that has fallen behind; the host waits for nothing. What was saved last
-is still there when the backward begins, and is not copied back.
+The stream that computes waits for a copy only where that has fallen behind; the host waits for
+nothing. What was saved last is still there when the backward begins, and is not copied back.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ class _Copy:
 
     uses:      how often the graph saved it; taken: how many of these a backward has taken.
     has_left:  the event after which the source may be written.
-    loaded:    its values on the device, once they were asked for; ready: the event after which they are.
+    loaded:    its values on the device, once they were asked for; ready: the event after which they
+               are.
     stays:     loaded is the source.
     """
 
@@ -46,14 +49,18 @@ class _Copy:
         if self.loaded is not None:
             return
         self.stays = False
-        self.loaded, self.reader = torch.empty_like(self.host, device=self.device), current_stream(self.device)
+        self.loaded, self.reader = (
+            torch.empty_like(self.host, device=self.device),
+            current_stream(self.device),
+        )
         self.stream.wait_stream(self.reader)
         with torch.cuda.stream(self.stream):
             self.loaded.copy_(self.host, non_blocking=True)
             self.ready = self.stream.record_event()
 
     def take(self) -> Tensor:
-        """The values, for one of the uses; the last one has the device's memory to itself. A retained graph takes more."""
+        """The values, for one of the uses; the last one has the device's memory to itself. A
+        retained graph takes more."""
         self.load()
         if self.stays:
             self.check(self.loaded)
@@ -67,8 +74,9 @@ class _Copy:
         """Raise RuntimeError for a source that was written since it was saved, as autograd does."""
         if source._version != self.version:
             raise RuntimeError(
-                f"fq.memory.offload: a saved tensor, {list(source.shape)} {source.dtype}, was modified by an inplace operation "
-                f"(version {source._version}, saved at {self.version}) before its backward; clone it first"
+                f"fq.memory.offload: a saved tensor, {list(source.shape)} {source.dtype}, was "
+                f"modified by an inplace operation (version {source._version}, saved at "
+                f"{self.version}) before its backward; clone it first"
             )
 
     def _wait(self, reader: Stream) -> None:
@@ -77,31 +85,38 @@ class _Copy:
             self.ready = None
 
     def __del__(self):
-        if self.loaded is not None and self.ready is not None:  # its memory goes back to the stream that it was made on
+        if (
+            self.loaded is not None and self.ready is not None
+        ):  # its memory goes back to the stream that it was made on
             self._wait(self.reader)
 
 
 class offload(torch.autograd.graph.saved_tensors_hooks):
     """with fq.memory.offload(model): y = model(x)    # then y.backward() anywhere
 
-    module:     its parameters stay where they are (those that FSDP2 manages always do); None: a weight that autograd saves, as
-                nn.Linear's, is copied as well, for nothing.
+    module:     its parameters stay where they are (those that FSDP2 manages always do); None: a
+                weight that autograd saves, as nn.Linear's, is copied as well, for nothing.
     min_bytes:  smaller tensors stay.
-    in_flight:  bytes that leaving tensors may hold on a device, and bytes that may come back before they are needed.
+    in_flight:  bytes that leaving tensors may hold on a device, and bytes that may come back before
+                they are needed.
 
-    Bits are those of the step without it: of our operators' codes, under torch.utils.checkpoint, FSDP2 and retained graphs.
-    Tensors of the host, and tensor subclasses, stay. One object serves many steps. Raises ValueError for negative sizes,
-    NotImplementedError in a captured CUDA graph.
+    Bits are those of the step without it: of our operators' codes, under torch.utils.checkpoint,
+    FSDP2 and retained graphs. Tensors of the host, and tensor subclasses, stay. One object serves
+    many steps. Raises ValueError for negative sizes, NotImplementedError in a captured CUDA graph.
     """
 
-    def __init__(self, module: nn.Module | None = None, *, min_bytes: int = 2**20, in_flight: int = 2**29):
+    def __init__(
+        self, module: nn.Module | None = None, *, min_bytes: int = 2**20, in_flight: int = 2**29
+    ):
         for name, size in (("min_bytes", min_bytes), ("in_flight", in_flight)):
             if size < 0:
                 raise ValueError(f"fq.memory.offload: {name} is {size}; wanted bytes, at least 0")
         super().__init__(self._pack, self._unpack)
         self._module, self._min_bytes, self._in_flight = module, min_bytes, in_flight
         self._streams: dict[torch.device, Stream] = {}
-        self._copies: deque[weakref.ref[_Copy]] = deque()  # as they were saved, of all graphs that live
+        self._copies: deque[weakref.ref[_Copy]] = (
+            deque()
+        )  # as they were saved, of all graphs that live
         self._saved = 0
         self._leaving: deque[tuple[Tensor, _Copy]] = deque()
         self._parameters: set[int] = set()
@@ -129,7 +144,10 @@ class offload(torch.autograd.graph.saved_tensors_hooks):
         if t.data_ptr() in self._parameters or torch_compat.is_unsharded_parameter(t):
             return t
         if torch_compat.is_captured(t):
-            raise NotImplementedError("fq.memory.offload copies to the host, which a captured CUDA graph cannot; leave it out")
+            raise NotImplementedError(
+                "fq.memory.offload copies to the host, which a captured CUDA graph cannot; leave "
+                "it out"
+            )
         copy = next((c for s, c in self._leaving if _same(s, t)), None)
         if copy is None:
             if t.device not in self._streams:
@@ -152,7 +170,12 @@ class offload(torch.autograd.graph.saved_tensors_hooks):
         ahead = 0
         for ref in reversed(self._copies):
             before = ref()
-            if before is not None and before.place < packed.place and before.device == packed.device and not before.taken:
+            if (
+                before is not None
+                and before.place < packed.place
+                and before.device == packed.device
+                and not before.taken
+            ):
                 ahead += before.bytes
                 if ahead > self._in_flight:
                     break
@@ -171,6 +194,9 @@ def _pinned_like(t: Tensor) -> Tensor:
 def _same(s: Tensor, t: Tensor) -> bool:
     """The same memory, not written in between."""
     return (
-        s.data_ptr() == t.data_ptr() and s.shape == t.shape and s.stride() == t.stride() and s.dtype is t.dtype
+        s.data_ptr() == t.data_ptr()
+        and s.shape == t.shape
+        and s.stride() == t.stride()
+        and s.dtype is t.dtype
         and s._version == t._version
     )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`convert`: nn.Linear -> fq.Linear in place, before or after `fully_shard`; `set_recipe`: another recipe later; schedules."""
+"""`convert`: nn.Linear -> fq.Linear in place, before or after `fully_shard`; `set_recipe`: another
+recipe later; schedules."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from ..tensor.torch_compat import unwrapped_names
 from .fuse import InputPattern, MLPPattern, Pattern, fuse_forward, fused_modules, recognized
 from .grouped_linear import EXPERT, GroupedLinear, adopt_packed
 from .layernorm_mlp import check_recompute
-from .linear import Linear, make_quantized, apply_recipe
+from .linear import Linear, apply_recipe, make_quantized
 from .multihead_attention import MultiheadAttention, is_attention
 from .packed_experts import are_sharded, parts_of, products_of, take_over
 from .plan import build_plan
@@ -32,52 +33,64 @@ from .skip import AUTO, auto_skips
 from .steps import converted_modules, count_steps  # noqa: F401  (the former for who asks here)
 from .transposed_linear import TransposedLinear, adopt_transposed, is_transposed
 
-
 OURS = (Linear, GroupedLinear, TransposedLinear)
 
 
 def convert(
-    model: nn.Module, recipe: Recipe | PerLayer | Schedule | str, skip: Iterable[str] = (), grouped: Iterable[str] = (),
-    fuse: bool | Pattern | Iterable[Pattern] = True, recompute: str | None = None,
+    model: nn.Module,
+    recipe: Recipe | PerLayer | Schedule | str,
+    skip: Iterable[str] = (),
+    grouped: Iterable[str] = (),
+    fuse: bool | Pattern | Iterable[Pattern] = True,
+    recompute: str | None = None,
 ) -> nn.Module:
     """Give every nn.Linear of `model` quantized products, in place; returns `model`.
 
     recipe:   of all layers, or its name ("mxfp8", "mxfp8/nvfp4"); `fq.recipes.per_layer(...)`; or
               `fq.recipes.schedule(...)`, which this model then follows.
-    skip:     modules that stay as they are: qualified names, last components ("lm_head") or globs ("*.gate"); "auto", by itself
-              or among them, adds output heads, routers, tied layers and layers too small to gain (`modules.skip` says the
-              rules), and warns which.
-    grouped:  modules with packed experts, named likewise: a parameter `weight` [E, N, K], a `bias` [E, N] or none, called
-              with (tokens sorted by expert, splits), as around `torch._grouped_mm`: it becomes `fq.GroupedLinear`.
-    fuse:     True: MLPs and norms that are recognized run as fused kernels in eager mode, each proven exact first, and
-              projections of one attention quantize their input once; or which MLPs and norms do, by `fq.MLPPattern` and
-              `fq.NormPattern`. `fq.plan` says which were taken, and why others were not.
-    recompute:  "gate_up": the backward of every fused MLP makes gate(x) and up(x) again from x, in eager mode and in graphs.
+    skip:     modules that stay as they are: qualified names, last components ("lm_head") or globs
+              ("*.gate"); "auto", by itself or among them, adds output heads, routers, tied layers
+              and layers too small to gain (`modules.skip` says the rules), and warns which.
+    grouped:  modules with packed experts, named likewise: a parameter `weight` [E, N, K], a `bias`
+              [E, N] or none, called with (tokens sorted by expert, splits), as around
+              `torch._grouped_mm`: it becomes `fq.GroupedLinear`.
+    fuse:     True: MLPs and norms that are recognized run as fused kernels in eager mode, each
+              proven exact first, and projections of one attention quantize their input once; or
+              which MLPs and norms do, by `fq.MLPPattern` and `fq.NormPattern`. `fq.plan` says which
+              were taken, and why others were not.
+    recompute:  "gate_up": the backward of every fused MLP makes gate(x) and up(x) again from x, in
+                eager mode and in graphs.
 
-    Parameters stay high precision and keep their names, so optimizers, clipping and checkpoints see what they saw. Random bits
-    are keyed by names without wrappers (torch.compile, checkpoint_wrapper, DDP, PEFT), before or after the model is converted.
-    Packed experts of transformers ("experts" of Mixtral, Qwen 3 MoE, DeepSeek, gpt-oss, Llama 4: `gate_up_proj` and `down_proj`)
-    and of torchtitan (`w1`, `w2`, `w3`) are converted, each weight an `fq.GroupedLinear`, unless `fully_shard` has them: named in
-    `grouped`, they are refused then.
-    transformers' Conv1D (GPT-2) keeps its weight [in, out], which products read transposed and `fully_shard` gathers in high
-    precision; it stays high precision under `fq.quantized_model_init` and `fq.freeze`. So does nn.MultiheadAttention, in which
-    q, k and v of one tensor are one product; attention to other tensors multiplies parts of its packed weight in high precision.
-    A layer whose weight is an nn.Embedding's too (a tied lm_head) stays as it is: `fq.plan` lists it with all else that is
-    multiplied in high precision. So do PEFT's adapters beside a `base_layer`: convert before or after `get_peft_model`.
-    Works before and after `fully_shard` (while sharded). Subclasses of nn.Linear keep what they add, and stay instances of their
-    class; those with another forward are left alone, but for Falcon's.
+    Parameters stay high precision and keep their names, so optimizers, clipping and checkpoints see
+    what they saw. Random bits are keyed by names without wrappers (torch.compile,
+    checkpoint_wrapper, DDP, PEFT), before or after the model is converted. Packed experts of
+    transformers ("experts" of Mixtral, Qwen 3 MoE, DeepSeek, gpt-oss, Llama 4: `gate_up_proj` and
+    `down_proj`) and of torchtitan (`w1`, `w2`, `w3`) are converted, each weight an
+    `fq.GroupedLinear`, unless `fully_shard` has them: named in `grouped`, they are refused then.
+    transformers' Conv1D (GPT-2) keeps its weight [in, out], which products read transposed and
+    `fully_shard` gathers in high precision; it stays high precision under `fq.quantized_model_init`
+    and `fq.freeze`. So does nn.MultiheadAttention, in which q, k and v of one tensor are one
+    product; attention to other tensors multiplies parts of its packed weight in high precision. A
+    layer whose weight is an nn.Embedding's too (a tied lm_head) stays as it is: `fq.plan` lists it
+    with all else that is multiplied in high precision. So do PEFT's adapters beside a `base_layer`:
+    convert before or after `get_peft_model`. Works before and after `fully_shard` (while sharded).
+    Subclasses of nn.Linear keep what they add, and stay instances of their class; those with
+    another forward are left alone, but for Falcon's.
 
     Warns of a `skip` pattern that matches nothing.
-    Raises ValueError, before anything is changed, for a `grouped` pattern that matches nothing, a model without linear layers, a
-    weight that is shared with a module that is not linear (naming both), a recipe that cannot be planned for a module,
-    now or in a later step of its schedule, or a module that does not compute what its pattern says.
+    Raises ValueError, before anything is changed, for a `grouped` pattern that matches nothing, a
+    model without linear layers, a weight that is shared with a module that is not linear (naming
+    both), a recipe that cannot be planned for a module, now or in a later step of its schedule, or
+    a module that does not compute what its pattern says.
 
     >>> model = nn.ModuleDict({"body": nn.Linear(64, 64), "lm_head": nn.Linear(64, 8)})
     >>> fq.convert(model, "mxfp8/nvfp4", skip=["lm_head"])["body"].__class__
     <class 'fsdp_quant.modules.linear.Linear'>
     """
     if not isinstance(model, nn.Module):
-        raise ValueError(f"fq.convert(model, recipe): the model is {model!r}; wanted a torch.nn.Module")
+        raise ValueError(
+            f"fq.convert(model, recipe): the model is {model!r}; wanted a torch.nn.Module"
+        )
     recipe = as_recipe(recipe, "fq.convert")
     grouped = [grouped] if isinstance(grouped, str) else list(grouped)
     targets = _targets(model, [skip] if isinstance(skip, str) else list(skip), grouped)
@@ -88,18 +101,21 @@ def convert(
     fused = _fused(model, fuse, targets, recompute)
     if isinstance(recipe, Schedule) and (before := converted_units(model)):
         raise ValueError(
-            f"{_some(before)} were converted before, and a schedule is of all layers; convert the others with one recipe, then "
-            "fq.set_recipe(model, schedule)"
+            f"{_some(before)} were converted before, and a schedule is of all layers; convert the "
+            "others with one recipe, then fq.set_recipe(model, schedule)"
         )
     for name, weight in read.items():
         _check_shape(name, targets[name], weight)
         if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(
-                f"{name}.weight is {weight.dtype}; fq.convert takes fp32, bf16 and fp16 weights: cast the model (model.float()), "
-                "or name the layer in skip="
+                f"{name}.weight is {weight.dtype}; fq.convert takes fp32, bf16 and fp16 weights: "
+                "cast the model (model.float()), or name the layer in skip="
             )
     plain = unwrapped_names(read)
-    names = {n: [f"{plain[n]}.{e}" for e in range(len(w))] if w.dim() == 3 else [plain[n]] for n, w in read.items()}
+    names = {
+        n: [f"{plain[n]}.{e}" for e in range(len(w))] if w.dim() == 3 else [plain[n]]
+        for n, w in read.items()
+    }
     kinds = {n: EXPERT if w.dim() == 3 else Linear.module_type for n, w in read.items()}
     units = {n: [(name, kinds[n], read[n].device) for name in of] for n, of in names.items()}
     recipes = _planned(recipe, units, steps_of(model).number)
@@ -112,10 +128,16 @@ def convert(
         else:
             made = _made_of(_own_class(type(module)))
             module.__class__ = _converted_class(type(module), made)
-            (make_quantized if made is Linear else adopt_transposed)(module, recipes[name], plain[name])
+            (make_quantized if made is Linear else adopt_transposed)(
+                module, recipes[name], plain[name]
+            )
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, OURS) for m in module.modules()):
-            module.activation_relu_or_gelu = 0  # else its inference reads weights without a call of their layers
+        if isinstance(module, nn.TransformerEncoderLayer) and any(
+            isinstance(m, OURS) for m in module.modules()
+        ):
+            module.activation_relu_or_gelu = (
+                0  # else its inference reads weights without a call of their layers
+            )
     for name, products in experts.items():
         take_over(model.get_submodule(name), list(products.values()))
     for name, pattern in fused.items():
@@ -126,29 +148,46 @@ def convert(
 
 
 def _fused(
-    model: nn.Module, fuse: bool | Pattern | Iterable[Pattern], targets: dict[str, nn.Module], recompute: str | None
+    model: nn.Module,
+    fuse: bool | Pattern | Iterable[Pattern],
+    targets: dict[str, nn.Module],
+    recompute: str | None,
 ) -> dict[str, Pattern | InputPattern]:
-    """The pattern of each module that is fused. Of recognized ones all linear layers are converted."""
+    """The pattern of each module that is fused. Of recognized ones all linear layers are
+    converted."""
     check_recompute(recompute)
     if isinstance(fuse, bool):
         found = recognized(model)[0] if fuse else {}
-        found = {n: p for n, p in found.items() if all(f"{n}.{part}".lstrip(".") in targets for part in p.parts)}
+        found = {
+            n: p
+            for n, p in found.items()
+            if all(f"{n}.{part}".lstrip(".") in targets for part in p.parts)
+        }
     else:
         found = fused_modules(model, [fuse] if isinstance(fuse, Pattern) else fuse)
     if recompute is None:
         return found
     if not any(isinstance(p, MLPPattern) for p in found.values()):
-        raise ValueError(f"recompute={recompute!r} is of fused MLPs, and {type(model).__name__} has none; name them in fuse")
-    return {n: p._replace(recompute=recompute) if isinstance(p, MLPPattern) else p for n, p in found.items()}
+        raise ValueError(
+            f"recompute={recompute!r} is of fused MLPs, and {type(model).__name__} has none; name "
+            "them in fuse"
+        )
+    return {
+        n: p._replace(recompute=recompute) if isinstance(p, MLPPattern) else p
+        for n, p in found.items()
+    }
 
 
 def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> None:
-    """Change the recipe of every converted module of `model`, at a step boundary. Every rank must call it.
+    """Change the recipe of every converted module of `model`, at a step boundary. Every rank must
+    call it.
 
     A schedule that the model followed ends.
 
-    Raises ValueError, before anything is changed, for a recipe that cannot be planned, or that is not the one that other ranks
-    of a `fully_shard` are given (on all of them), a model without converted modules, a weight that is gathered now, or one of other formats that a weight sync publishes.
+    Raises ValueError, before anything is changed, for a recipe that cannot be planned, or that is
+    not the one that other ranks of a `fully_shard` are given (on all of them), a model without
+    converted modules, a weight that is gathered now, or one of other formats that a weight sync
+    publishes.
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8")
     >>> fq.set_recipe(model, fq.recipes.identity())
@@ -164,8 +203,8 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> 
         under_fsdp = managed.get(id(module._weight_state))
         if under_fsdp is not None and not under_fsdp.is_sharded:
             raise ValueError(
-                f"{module._name}.weight is gathered now, so its formats cannot change; call set_recipe between steps, or "
-                "reshard() on its FSDP module first"
+                f"{module._name}.weight is gathered now, so its formats cannot change; call "
+                "set_recipe between steps, or reshard() on its FSDP module first"
             )
     _check_published(recipe, units)
     _agree(model, recipe, recipes)
@@ -188,31 +227,45 @@ def set_recipe(model: nn.Module, recipe: Recipe | PerLayer | Schedule | str) -> 
     count_steps(model, isinstance(recipe, Schedule))
 
 
-def _agree(model: nn.Module, recipe: Recipe | PerLayer | Schedule, recipes: Mapping[str, Recipe]) -> None:
-    """Raise ValueError, on every rank, where ranks that share weights of the model are given other recipes of any layer."""
+def _agree(
+    model: nn.Module, recipe: Recipe | PerLayer | Schedule, recipes: Mapping[str, Recipe]
+) -> None:
+    """Raise ValueError, on every rank, where ranks that share weights of the model are given other
+    recipes of any layer."""
     facts = {name: text_of(its) for name, its in recipes.items()} | {"the recipe": text_of(recipe)}
     for groups in axes_of(model):
         agree(facts, groups)
 
 
-def _check_published(recipe: Recipe | PerLayer | Schedule, units: dict[str, Sequence[Linear]]) -> None:
-    """Raise ValueError for a recipe that changes what a weight sync was planned for, now or in a later step."""
+def _check_published(
+    recipe: Recipe | PerLayer | Schedule, units: dict[str, Sequence[Linear]]
+) -> None:
+    """Raise ValueError for a recipe that changes what a weight sync was planned for, now or in a
+    later step."""
     for phase in recipe.phases:
         for its, of in zip(phase.for_layers(list(units)), units.values()):
             for module in of:
                 state = module._weight_state
-                plan = build_plan(its, module._name, arch_of(module.weight.device), module.module_type)
+                plan = build_plan(
+                    its, module._name, arch_of(module.weight.device), module.module_type
+                )
                 wanted = plan.weight, its.compute_dtype
-                if state.weight_sync is not None and wanted != (planned := (state.quantizer, state.compute_dtype)):
+                if state.weight_sync is not None and wanted != (
+                    planned := (state.quantizer, state.compute_dtype)
+                ):
                     raise ValueError(
-                        f"{module._name}.weight is published by a weight sync that was planned for {planned[0]} of "
-                        f"{planned[1]}, and {its} makes it {wanted[0]} of {wanted[1]}; change activations and gradients only, "
-                        "or plan the sync of a model that has the new recipe, and refresh it with the masters"
+                        f"{module._name}.weight is published by a weight sync that was planned for "
+                        f"{planned[0]} of {planned[1]}, and {its} makes it {wanted[0]} of "
+                        f"{wanted[1]}; change activations and gradients only, or plan the sync of "
+                        "a model that has the new recipe, and refresh it with the masters"
                     )
 
 
-def _planned(recipe, units: dict[str, list[tuple[str, str, torch.device]]], step: int) -> dict[str, Recipe]:
-    """The recipe of each layer in this step. Every phase is planned for every (module, its type, device): errors are of now."""
+def _planned(
+    recipe, units: dict[str, list[tuple[str, str, torch.device]]], step: int
+) -> dict[str, Recipe]:
+    """The recipe of each layer in this step. Every phase is planned for every (module, its type,
+    device): errors are of now."""
     names = list(units)
     for phase in recipe.phases:
         for name, its in progress(list(zip(names, phase.for_layers(names))), "planning"):
@@ -227,7 +280,8 @@ _FOLLOWING: MutableMapping[nn.Module, Schedule] = weakref.WeakKeyDictionary()
 
 
 def follow(model: nn.Module, recipe: Recipe | PerLayer | Schedule) -> None:
-    """Switch the model's recipe when the step says so, from now on; a recipe without steps ends that."""
+    """Switch the model's recipe when the step says so, from now on; a recipe without steps ends
+    that."""
     _FOLLOWING.pop(model, None)
     if isinstance(recipe, Schedule):
         _FOLLOWING[model] = recipe
@@ -239,9 +293,14 @@ def schedules_of(model: nn.Module) -> dict[nn.Module, Schedule]:
 
 
 def _switch(begins: nn.Module | None, step: int) -> None:
-    """Another step begins, of a model or (None) of all: every rank changes the recipes that its schedule changes."""
+    """Another step begins, of a model or (None) of all: every rank changes the recipes that its
+    schedule changes."""
     for model, schedule in list(_FOLLOWING.items()):
-        if STEP.counted_by_hand if begins is None else model._training_steps is begins._training_steps:
+        if (
+            STEP.counted_by_hand
+            if begins is None
+            else model._training_steps is begins._training_steps
+        ):
             switch(model, schedule, step)
 
 
@@ -262,7 +321,8 @@ STEP.followers.append(_switch)
 
 
 def converted_units(model: nn.Module) -> dict[str, Sequence[Linear]]:
-    """What counts as one layer, by qualified name: an fq.Linear, or the experts of an fq.GroupedLinear."""
+    """What counts as one layer, by qualified name: an fq.Linear, or the experts of an
+    fq.GroupedLinear."""
     units, inside = {}, set()
     for name, module in model.named_modules():
         if isinstance(module, GroupedLinear):
@@ -277,10 +337,13 @@ def converted_units(model: nn.Module) -> dict[str, Sequence[Linear]]:
 
 def _targets(model: nn.Module, skip: list[str], grouped: list[str]) -> dict[str, nn.Module]:
     linears = {
-        n: m for n, m in model.named_modules()
+        n: m
+        for n, m in model.named_modules()
         if _is_plain_linear(m) or is_transposed(_own_class(type(m))) or is_attention(m)
     }
-    inside = {f"{n}.out_proj".lstrip("."): m.out_proj for n, m in linears.items() if is_attention(m)}
+    inside = {
+        f"{n}.out_proj".lstrip("."): m.out_proj for n, m in linears.items() if is_attention(m)
+    }
     linears |= {n: m for n, m in inside.items() if _is_plain_linear(m, called=False)}
     packed = {name: m for name, m in model.named_modules() if _is_packed(m)}
     experts = {name: m for name, m in packed.items() if parts_of(m)}
@@ -289,9 +352,13 @@ def _targets(model: nn.Module, skip: list[str], grouped: list[str]) -> dict[str,
     found = {n for n, m in linears.items() if id(_weight_of(m)) not in embeddings}
     found |= {n for n, m in experts.items() if not are_sharded(m)}
     skipped |= {n for n in inside if n.rpartition(".")[0] in skipped} | _adapters(model)
-    targets = {n: m for n, m in model.named_modules() if n in chosen or (n in found and n not in skipped)}
+    targets = {
+        n: m for n, m in model.named_modules() if n in chosen or (n in found and n not in skipped)
+    }
     if not targets:
-        raise ValueError(_nothing_to_convert(model, len(skipped), len(linears.keys() - found - skipped)))
+        raise ValueError(
+            _nothing_to_convert(model, len(skipped), len(linears.keys() - found - skipped))
+        )
     return targets
 
 
@@ -301,47 +368,66 @@ def _nothing_to_convert(model: nn.Module, skipped: int, tied: int) -> str:
     if before := converted_units(model):
         return f"{said}: {_some(before)} were converted before; change their recipe with fq.set_recipe(model, recipe)"
     return (
-        f"{said}; its parameters are in {_some(kinds) or 'no module'}, and fq.convert takes nn.Linear, nn.MultiheadAttention, "
-        "transformers' Conv1D and packed experts (docstring of fq.convert)"
+        f"{said}; its parameters are in {_some(kinds) or 'no module'}, and fq.convert takes "
+        "nn.Linear, nn.MultiheadAttention, transformers' Conv1D and packed experts (docstring of "
+        "fq.convert)"
     )
 
 
 def _check_shape(name: str, module: nn.Module, weight: nn.Parameter) -> None:
-    """Raise ValueError for an nn.Linear whose parameters are not [out, in] and [out]: it was given others."""
+    """Raise ValueError for an nn.Linear whose parameters are not [out, in] and [out]: it was given
+    others."""
     if not isinstance(module, nn.Linear):
         return
     bias = module.bias
     if weight.dim() != 2 or weight.shape[1] != module.in_features:
         raise ValueError(
-            f"{name}.weight is {list(weight.shape)}; an nn.Linear of {module.in_features} input features multiplies "
-            f"[out, {module.in_features}]. Experts [E, out, in] are a module of their own, named in grouped="
+            f"{name}.weight is {list(weight.shape)}; an nn.Linear of {module.in_features} input "
+            f"features multiplies [out, {module.in_features}]. Experts [E, out, in] are a module "
+            "of their own, named in grouped="
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"{name}.bias is {list(bias.shape)}; the weight {list(weight.shape)} wants [{weight.shape[0]}]")
+        raise ValueError(
+            f"{name}.bias is {list(bias.shape)}; the weight {list(weight.shape)} wants "
+            f"[{weight.shape[0]}]"
+        )
 
 
 def _skipped(model: nn.Module, patterns: list[str], among: dict[str, nn.Module]) -> set[str]:
-    """Names of layers that stay as they are. Warns of a pattern that matches none, and of what "auto" leaves out."""
+    """Names of layers that stay as they are. Warns of a pattern that matches none, and of what
+    "auto" leaves out."""
     found = set()
     for pattern in patterns:
         if pattern == AUTO:
-            reasons = auto_skips(model, {n: m for n, m in among.items() if isinstance(m, nn.Linear)})
+            reasons = auto_skips(
+                model, {n: m for n, m in among.items() if isinstance(m, nn.Linear)}
+            )
             for name, reason in reasons.items():
                 among[name].__dict__["_left_out"] = reason
             said = ", ".join(f"{name} ({reason})" for name, reason in reasons.items()) or "none"
-            warnings.warn(f"skip='auto' leaves {len(reasons)} layers in high precision: {said}", stacklevel=4)
+            warnings.warn(
+                f"skip='auto' leaves {len(reasons)} layers in high precision: {said}", stacklevel=4
+            )
             names = set(reasons)
         elif not (names := {n for n in among if matches(pattern, n)}):
-            warnings.warn(f"skip={pattern!r} matches no nn.Linear; the model has {_some(among)}", stacklevel=4)
+            warnings.warn(
+                f"skip={pattern!r} matches no nn.Linear; the model has {_some(among)}", stacklevel=4
+            )
         found |= names
     return found
 
 
 def _adapters(model: nn.Module) -> set[str]:
-    """Names of what stands beside a `base_layer`, as PEFT's adapters do: small factors of what trains."""
-    wrappers = [(f"{n}.".lstrip("."), m) for n, m in model.named_modules() if "base_layer" in m._modules]
+    """Names of what stands beside a `base_layer`, as PEFT's adapters do: small factors of what
+    trains."""
+    wrappers = [
+        (f"{n}.".lstrip("."), m) for n, m in model.named_modules() if "base_layer" in m._modules
+    ]
     return {
-        f"{prefix}{n}" for prefix, wrapper in wrappers for n, _ in wrapper.named_modules() if n.split(".")[0] != "base_layer"
+        f"{prefix}{n}"
+        for prefix, wrapper in wrappers
+        for n, _ in wrapper.named_modules()
+        if n.split(".")[0] != "base_layer"
     }
 
 
@@ -355,36 +441,46 @@ def _matched_packed(patterns: list[str], among: dict[str, nn.Module]) -> set[str
     for pattern in patterns:
         names = {n for n in among if matches(pattern, n)}
         if not names:
-            raise ValueError(f"grouped={pattern!r} matches no 3-D weight; the model has {_some(among) or 'none'}")
+            raise ValueError(
+                f"grouped={pattern!r} matches no 3-D weight; the model has {_some(among) or 'none'}"
+            )
         found |= names
     return found
 
 
 def _is_packed(module: nn.Module) -> bool:
-    """Experts [E, N, K], with a bias [E, N] or none, and nothing else; or such weights of transformers or torchtitan."""
+    """Experts [E, N, K], with a bias [E, N] or none, and nothing else; or such weights of
+    transformers or torchtitan."""
     own = module._parameters
     if parts_of(module):
         return True
     weight, bias = own.get("weight"), own.get("bias")
     return (
-        not isinstance(module, GroupedLinear) and set(own) <= {"weight", "bias"} and weight is not None
-        and weight.dim() == 3 and (bias is None or bias.shape == weight.shape[:2]) and not module._modules
+        not isinstance(module, GroupedLinear)
+        and set(own) <= {"weight", "bias"}
+        and weight is not None
+        and weight.dim() == 3
+        and (bias is None or bias.shape == weight.shape[:2])
+        and not module._modules
     )
 
 
-# Subclasses of nn.Linear whose own forward is the product of nn.Linear, and then the bias. Known by their code: data cannot
-# prove that a forward adds nothing, as a LoRA layer does not before it is trained.
+# Subclasses of nn.Linear whose own forward is the product of nn.Linear, and then the bias. Known by
+# their code: data cannot prove that a forward adds nothing, as a LoRA layer does not before it is
+# trained.
 _PLAIN = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
 
 
 def _is_plain_linear(module: nn.Module, called: bool = True) -> bool:
-    """A linear layer that multiplies as nn.Linear does: of its class, of one that has its forward, or of `_PLAIN`. not called:
-    of nn.MultiheadAttention, which reads its weight."""
+    """A linear layer that multiplies as nn.Linear does: of its class, of one that has its forward,
+    or of `_PLAIN`. not called: of nn.MultiheadAttention, which reads its weight."""
     cls = _own_class(type(module))
     return (
-        issubclass(cls, nn.Linear) and not is_lazy(module.weight)
+        issubclass(cls, nn.Linear)
+        and not is_lazy(module.weight)
         and (cls.forward is nn.Linear.forward or f"{cls.__module__}.{cls.__qualname__}" in _PLAIN)
-        and not issubclass(cls, Linear) and not (called and issubclass(cls, NonDynamicallyQuantizableLinear))
+        and not issubclass(cls, Linear)
+        and not (called and issubclass(cls, NonDynamicallyQuantizableLinear))
     )
 
 
@@ -394,19 +490,27 @@ def _own_class(cls: type) -> type:
 
 
 def _converted_class(cls: type, made: type[nn.Module]) -> type:
-    """`made`, with what the class of a user adds to nn.Linear, or the class that `fully_shard` would have made of it."""
+    """`made`, with what the class of a user adds to nn.Linear, or the class that `fully_shard`
+    would have made of it."""
     own = _own_class(cls)
     if issubclass(made, TransposedLinear) or (made is Linear and own is not nn.Linear):
         made = _with(own, made)
     if not issubclass(cls, FSDPModule):
         return made
-    return type(f"FSDP{made.__name__}", (FSDPModule, made), {"__deepcopy__": cls.__dict__["__deepcopy__"]})
+    return type(
+        f"FSDP{made.__name__}", (FSDPModule, made), {"__deepcopy__": cls.__dict__["__deepcopy__"]}
+    )
 
 
 @functools.cache
 def _with(own: type, made: type[nn.Module]) -> type:
     """A class of both: `made`'s forward, and whatever else the user's class has."""
-    members = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__reduce_ex__": _reduce, "converted_from": own}
+    members = {
+        "__module__": own.__module__,
+        "__qualname__": own.__qualname__,
+        "__reduce_ex__": _reduce,
+        "converted_from": own,
+    }
     return type(own)(own.__name__, (made, own), members)
 
 
@@ -431,19 +535,27 @@ def _weight_of(module: nn.Module) -> nn.Parameter:
     return module.in_proj_weight if isinstance(module, nn.MultiheadAttention) else module.weight
 
 
-def _check_shared(model: nn.Module, targets: dict[str, nn.Module], experts: Sequence[nn.Module]) -> None:
+def _check_shared(
+    model: nn.Module, targets: dict[str, nn.Module], experts: Sequence[nn.Module]
+) -> None:
     """experts: modules whose weights are those of targets."""
     weights = {id(_weight_of(m)): name for name, m in targets.items()}
     for name, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
-            if id(parameter) in weights and module not in targets.values() and module not in experts:
+            if (
+                id(parameter) in weights
+                and module not in targets.values()
+                and module not in experts
+            ):
                 owner = weights[id(parameter)]
                 raise ValueError(
-                    f"{owner}.weight is shared with {name}.{attribute} ({type(module).__name__}), which does not multiply "
-                    f"codes; pass skip=[{owner.rpartition('.')[2]!r}]"
+                    f"{owner}.weight is shared with {name}.{attribute} ({type(module).__name__}), "
+                    f"which does not multiply codes; pass skip=[{owner.rpartition('.')[2]!r}]"
                 )
 
 
 def _some(names, limit: int = 5) -> str:
     names = list(names)
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+    return ", ".join(names[:limit]) + (
+        f" and {len(names) - limit} more" if len(names) > limit else ""
+    )

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the ranks that share a linear layer exchange: statistics, rows and sums.
 
-The same code runs in eager mode and while a graph is traced (`traced_linear`). There the transport is functional
-collectives, which the graph holds.
+The same code runs in eager mode and while a graph is traced (`traced_linear`). There the transport
+is functional collectives, which the graph holds.
 
 [Note: one rule]
     x [.., S / R, .., K] on each rank  ->  the storages of Q(all_gather(x))
-A direction travels as compact codes where no block of its codes (and no rotation) reaches over the seam between two ranks'
-rows: rowwise blocks never do, columnwise blocks do not where a rank's rows are a multiple of the block. Scales that span all
-rows follow from amaxes that the ranks share first. Otherwise x is gathered in high precision, once, and quantized whole. Either
-way the bytes are those of quantizing the gathered tensor. Sums stay in high precision.
+A direction travels as compact codes where no block of its codes (and no rotation) reaches over the
+seam between two ranks'
+rows: rowwise blocks never do, columnwise blocks do not where a rank's rows are a multiple of the
+      block. Scales that span all
+rows follow from amaxes that the ranks share first. Otherwise x is gathered in high precision, once,
+and quantized whole. Either way the bytes are those of quantizing the gathered tensor. Sums stay in
+high precision.
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ class TensorParallel:
 
     column:        the rows of the weight are cut; else its columns.
     sequence_dim:  that x (column) or y (row) is cut along; None: it is whole.
-    reduces:       without sequence_dim, the sum over ranks (dx or y) is made here; else the caller makes it.
+    reduces:       without sequence_dim, the sum over ranks (dx or y) is made here; else the caller
+                   makes it.
     """
 
     group: dist.ProcessGroup
@@ -61,7 +65,8 @@ class TensorParallel:
         return None if self.sequence_dim is None else "input" if self.column else "grad_output"
 
     def cut_of(self, slot: str, x: Tensor) -> SequenceCut | None:
-        """How this rank's part x [.., cols] of an activation is cut along the sequence; None: it has all rows."""
+        """How this rank's part x [.., cols] of an activation is cut along the sequence; None: it
+        has all rows."""
         if slot != self.gathered_slot:
             return None
         return SequenceCut.of_local(tuple(x.shape), self.sequence_dim, self.group)
@@ -75,11 +80,14 @@ class TensorParallel:
         return y
 
     def slot_ids(self, name: str, shape: Sequence[int], device: torch.device) -> Tensor:
-        """`linear_op.slot_ids` of a layer, of whose `cut_slot` this rank holds the columns behind those of the ranks before.
+        """`linear_op.slot_ids` of a layer, of whose `cut_slot` this rank holds the columns behind
+        those of the ranks before.
 
         shape:  [N, K] of this rank's part of the weight.
         """
-        return _ids_of_part(name, self.cut_slot, self.group.rank(), shape[0 if self.column else 1], device)
+        return _ids_of_part(
+            name, self.cut_slot, self.group.rank(), shape[0 if self.column else 1], device
+        )
 
     @property
     def data_parallel_rank(self) -> int:
@@ -89,7 +97,8 @@ class TensorParallel:
 
 @dataclass(frozen=True, eq=False)
 class SequenceCut:
-    """A tensor whose ranks hold equal pieces of one dim: rows [outer, R, chunk, cols], of which a rank has [outer, chunk, cols].
+    """A tensor whose ranks hold equal pieces of one dim: rows [outer, R, chunk, cols], of which a
+    rank has [outer, chunk, cols].
 
     shape:  this rank's, [.., S / R, .., cols].
     dim:    that is cut; not the last.
@@ -100,18 +109,23 @@ class SequenceCut:
     dim: int
 
     @classmethod
-    def of_whole(cls, shape: tuple[int, ...], dim: int, group: dist.ProcessGroup, name: str = "sequence") -> SequenceCut:
-        """The cut of a tensor of `shape` that every rank holds a part of. Raises ValueError where R does not divide its dim."""
+    def of_whole(
+        cls, shape: tuple[int, ...], dim: int, group: dist.ProcessGroup, name: str = "sequence"
+    ) -> SequenceCut:
+        """The cut of a tensor of `shape` that every rank holds a part of. Raises ValueError where R
+        does not divide its dim."""
         dim = _checked_dim(shape, dim, name)
         if shape[dim] % group.size():
             raise ValueError(
-                f"{name}: dim {dim} of {list(shape)} is {shape[dim]}, which the {group.size()} ranks of the group do not divide; "
-                f"pad it to a multiple of {group.size()}"
+                f"{name}: dim {dim} of {list(shape)} is {shape[dim]}, which the {group.size()} "
+                f"ranks of the group do not divide; pad it to a multiple of {group.size()}"
             )
         return cls(group, (*shape[:dim], shape[dim] // group.size(), *shape[dim + 1 :]), dim)
 
     @classmethod
-    def of_local(cls, shape: tuple[int, ...], dim: int, group: dist.ProcessGroup, name: str = "sequence") -> SequenceCut:
+    def of_local(
+        cls, shape: tuple[int, ...], dim: int, group: dist.ProcessGroup, name: str = "sequence"
+    ) -> SequenceCut:
         """The cut of which each rank holds `shape`."""
         return cls(group, tuple(shape), _checked_dim(shape, dim, name))
 
@@ -134,33 +148,47 @@ class SequenceCut:
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        return (*self.shape[: self.dim], self.shape[self.dim] * self.ranks, *self.shape[self.dim + 1 :])
+        return (
+            *self.shape[: self.dim],
+            self.shape[self.dim] * self.ranks,
+            *self.shape[self.dim + 1 :],
+        )
 
     def travels(self, encoding: Encoding) -> bool:
         """Codes of the pieces are those of the whole (see the note)."""
         return self.ranks == 1 or codes_travel(encoding, self.chunk, self.outer == 1)
 
     def all_travel(self, hybrid: HybridQuantizer, directions) -> bool:
-        return all(self.travels(hybrid.encodings[d]) for d in gathered_directions(hybrid, frozenset(directions)))
+        return all(
+            self.travels(hybrid.encodings[d])
+            for d in gathered_directions(hybrid, frozenset(directions))
+        )
 
 
 def codes_travel(encoding: Encoding, multiple: int, in_one_piece: bool) -> bool:
     """Codes of pieces, each of a multiple of so many rows, are those of the whole (see the note).
 
-    in_one_piece:  of a rank's rows, in the order of ranks: random bits are keyed by the whole's rows.
+    in_one_piece:  of a rank's rows, in the order of ranks: random bits are keyed by the whole's
+                   rows.
     """
     if not encoding.fmt.is_quantized:
         return True
-    return (in_one_piece or not encoding.stochastic) and multiple % encoding.fmt.row_alignment(encoding.direction) == 0
+    return (in_one_piece or not encoding.stochastic) and multiple % encoding.fmt.row_alignment(
+        encoding.direction
+    ) == 0
 
 
 def _checked_dim(shape: tuple[int, ...], dim: int, name: str) -> int:
     if not -len(shape) <= dim < len(shape) or dim % len(shape) == len(shape) - 1:
-        raise ValueError(f"{name}: dim {dim} of {list(shape)} cannot be cut; give one before the last, which products contract")
+        raise ValueError(
+            f"{name}: dim {dim} of {list(shape)} cannot be cut; give one before the last, which "
+            "products contract"
+        )
     return dim % len(shape)
 
 
 # What ranks share before they encode #
+
 
 @functools.cache
 def _ids_of_part(name: str, cut_slot: str, part: int, cols: int, device: torch.device) -> Tensor:
@@ -172,13 +200,19 @@ def _ids_of_part(name: str, cut_slot: str, part: int, cols: int, device: torch.d
 
 
 def shared_statistics(
-    x: Tensor, hybrid: HybridQuantizer, directions, group: dist.ProcessGroup, rows_are_cut: bool, *,
-    dtype: torch.dtype | None = None, known: dict[Direction, Statistics] | None = None,
+    x: Tensor,
+    hybrid: HybridQuantizer,
+    directions,
+    group: dist.ProcessGroup,
+    rows_are_cut: bool,
+    *,
+    dtype: torch.dtype | None = None,
+    known: dict[Direction, Statistics] | None = None,
 ) -> dict[Direction, Statistics]:
     """Statistics of x [rows, cols] whose scales span ranks, in at most one MAX all-reduce.
 
-    rows_are_cut:  scales that span all rows are shared; else cols are, and only scales of the whole tensor are shared (scales
-                   of a row are each rank's own).
+    rows_are_cut:  scales that span all rows are shared; else cols are, and only scales of the whole
+                   tensor are shared (scales of a row are each rank's own).
     dtype:         that encoders see; None: x's.
     known:         of these rows, where they were taken already.
     """
@@ -192,28 +226,40 @@ def shared_statistics(
     if not crossing:
         return {}
     unknown = {d: e for d, e in crossing.items() if d not in known}
-    own = known | dict(zip(unknown, dispatch.statistics(x, list(unknown.values()), dtype=dtype) if unknown else ()))
+    own = known | dict(
+        zip(unknown, dispatch.statistics(x, list(unknown.values()), dtype=dtype) if unknown else ())
+    )
     counters.add("amax all-reduce", "activations")
     reduce = _reduce_amaxes_in_graph if opaque.is_tracing() else reduce_amaxes
-    return dict(zip(crossing, share_amaxes([(e, own[d]) for d, e in crossing.items()], group, reduce)))
+    return dict(
+        zip(crossing, share_amaxes([(e, own[d]) for d, e in crossing.items()], group, reduce))
+    )
 
 
 def _reduce_amaxes_in_graph(amaxes: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """`scaling.reduce_amaxes` in functional operators; an amax that serves both directions is reduced once."""
+    """`scaling.reduce_amaxes` in functional operators; an amax that serves both directions is
+    reduced once."""
     alike = list({id(a): a for a in amaxes}.values())
     bits = torch.cat([a.reshape(-1) for a in alike]).view(torch.int32)
-    reduced = torch_compat.all_reduce(bits, "max", group).view(torch.float32).split([a.numel() for a in alike])
+    reduced = (
+        torch_compat.all_reduce(bits, "max", group)
+        .view(torch.float32)
+        .split([a.numel() for a in alike])
+    )
     made = {id(a): r.view(a.shape) for a, r in zip(alike, reduced)}
     return [made[id(a)] for a in amaxes]
 
 
 # Moving rows #
 
-class Arriving:
-    """Buffers [outer * n, ..] of every rank, on their way to [outer * R * n, ..] on all, in one launch.
 
-    in_backward:  a graph sends in its backward. torch's partitioner would move a gather that depends on no gradient into
-                  the forward, keep what arrived, and gather once more in the backward, for nobody.
+class Arriving:
+    """Buffers [outer * n, ..] of every rank, on their way to [outer * R * n, ..] on all, in one
+    launch.
+
+    in_backward:  a graph sends in its backward. torch's partitioner would move a gather that
+                  depends on no gradient into the forward, keep what arrived, and gather once more
+                  in the backward, for nobody.
     """
 
     def __init__(self, buffers: dict[str, Tensor], cut: SequenceCut, in_backward: bool = False):
@@ -227,7 +273,9 @@ class Arriving:
         elif traced:
             with torch_compat.kept_in_backward(in_backward):
                 self.received |= {
-                    n: torch_compat.start_all_gather(_bytes(b), cut.group) for n, b in self.sent.items() if b.numel()
+                    n: torch_compat.start_all_gather(_bytes(b), cut.group)
+                    for n, b in self.sent.items()
+                    if b.numel()
                 }
         elif moving := [(self.received[name], b) for name, b in self.sent.items() if b.numel()]:
             as_bytes = [tuple(map(_bytes, pair)) for pair in moving]
@@ -238,20 +286,24 @@ class Arriving:
         return sum(b.nbytes for b in self.received.values())
 
     def wait(self) -> dict[str, Tensor]:
-        """The rows in the order of the whole tensor; without a copy where the cut dim is the first."""
+        """The rows in the order of the whole tensor; without a copy where the cut dim is the
+        first."""
         for work in self.works:
             work.wait()
         if opaque.is_tracing() and self.cut.ranks > 1:
             self.received |= {
                 n: torch_compat.wait(self.received[n]).view(b.dtype).view(self.cut.ranks, *b.shape)
-                for n, b in self.sent.items() if b.numel()
+                for n, b in self.sent.items()
+                if b.numel()
             }
         self.works, self.sent = [], {}
         return {name: self._in_order(b) for name, b in self.received.items()}
 
     def _in_order(self, received: Tensor) -> Tensor:
         shape, outer = received.shape[1:], self.cut.outer
-        rows = received.view(self.cut.ranks, outer, -1, *shape[1:]) if received.numel() else received
+        rows = (
+            received.view(self.cut.ranks, outer, -1, *shape[1:]) if received.numel() else received
+        )
         return (rows.transpose(0, 1) if outer > 1 else rows).reshape(-1, *shape[1:])
 
 
@@ -260,22 +312,33 @@ def _bytes(t: Tensor) -> Tensor:
 
 
 class Gather:
-    """The storages of Q(all_gather(x)) for some directions: started when made, waited for a direction at a time.
+    """The storages of Q(all_gather(x)) for some directions: started when made, waited for a
+    direction at a time.
 
     x:         this rank's rows [outer * chunk, K]; or a `Storage` of them that travels.
     phase:     "forward" or "backward", for the counts, and for what a graph sends in its backward.
     key:       int64 [5] random key of the whole tensor.
     factors:   of delayed sides; see `HybridQuantizer.storages`.
     statistics:  that ranks shared before (`shared_statistics`); None: they are shared here.
-    rank:      int64 [], this rank's place in the group; None: a number. Graphs with a tensor are alike on all ranks.
+    rank:      int64 [], this rank's place in the group; None: a number. Graphs with a tensor are
+               alike on all ranks.
 
-    amaxes:    of delayed sides, by direction; known once something arrived in high precision, else at once.
+    amaxes:    of delayed sides, by direction; known once something arrived in high precision, else
+               at once.
     """
 
     def __init__(
-        self, x: Tensor | Storage, hybrid: HybridQuantizer, directions, cut: SequenceCut, phase: str, *,
-        key: Tensor | None = None, factors: dict[Direction, Tensor] | None = None,
-        statistics: dict[Direction, Statistics] | None = None, rank: Tensor | None = None,
+        self,
+        x: Tensor | Storage,
+        hybrid: HybridQuantizer,
+        directions,
+        cut: SequenceCut,
+        phase: str,
+        *,
+        key: Tensor | None = None,
+        factors: dict[Direction, Tensor] | None = None,
+        statistics: dict[Direction, Statistics] | None = None,
+        rank: Tensor | None = None,
     ):
         self.hybrid, self.directions, self.cut, self.phase = hybrid, tuple(directions), cut, phase
         self.key, self.factors, self._in_backward = key, factors, phase == "backward"
@@ -286,7 +349,9 @@ class Gather:
         if isinstance(x, Storage):
             self._send(x)
         elif cut.all_travel(hybrid, directions):
-            self.sent, self.amaxes = encoded_rows(x, hybrid, directions, cut, key, factors, statistics, rank)
+            self.sent, self.amaxes = encoded_rows(
+                x, hybrid, directions, cut, key, factors, statistics, rank
+            )
             for d in gathered_directions(hybrid, frozenset(directions)):
                 self._send(self.sent[d])
         else:
@@ -295,7 +360,9 @@ class Gather:
 
     def _send(self, storage: Storage) -> None:
         shards = {n for n, p in storage.placements(self.cut.chunk).items() if p is Placement.SHARD}
-        moving = Arriving({n: b for n, b in storage.buffers().items() if n in shards}, self.cut, self._in_backward)
+        moving = Arriving(
+            {n: b for n, b in storage.buffers().items() if n in shards}, self.cut, self._in_backward
+        )
         self._count(storage.direction.value, storage.fmt.name, moving)
         self._moving[storage.direction] = storage, moving
 
@@ -308,7 +375,9 @@ class Gather:
         if direction not in self._made:
             if self._whole is not None:
                 whole = self._whole.wait()["data"]
-                self._made, self.amaxes = self.hybrid.storages(whole, self.directions, key=self.key, factors=self.factors)
+                self._made, self.amaxes = self.hybrid.storages(
+                    whole, self.directions, key=self.key, factors=self.factors
+                )
                 self._whole = None
             elif direction in self._moving:
                 local, moving = self._moving.pop(direction)
@@ -320,11 +389,17 @@ class Gather:
 
 
 def encoded_rows(
-    x: Tensor, hybrid: HybridQuantizer, directions, cut: SequenceCut, key: Tensor | None = None,
-    factors: dict[Direction, Tensor] | None = None, statistics: dict[Direction, Statistics] | None = None,
+    x: Tensor,
+    hybrid: HybridQuantizer,
+    directions,
+    cut: SequenceCut,
+    key: Tensor | None = None,
+    factors: dict[Direction, Tensor] | None = None,
+    statistics: dict[Direction, Statistics] | None = None,
     rank: Tensor | None = None,
 ) -> tuple[dict[Direction, Storage], dict[Direction, Tensor]]:
-    """(compact storages of this rank's rows, amaxes of delayed sides), with the scales that the whole tensor has."""
+    """(compact storages of this rank's rows, amaxes of delayed sides), with the scales that the
+    whole tensor has."""
     encoded = gathered_directions(hybrid, frozenset(directions))
     if key is not None and cut.ranks > 1:
         key = key.clone()
@@ -335,7 +410,8 @@ def encoded_rows(
 
 
 class Scattering:
-    """Partial sums [outer * R * chunk, N] on their way to this rank's rows of the sum over ranks."""
+    """Partial sums [outer * R * chunk, N] on their way to this rank's rows of the sum over
+    ranks."""
 
     def __init__(self, y: Tensor, cut: SequenceCut, out: Tensor | None = None):
         self.work, self.result, self.cut = None, y, cut
@@ -347,7 +423,9 @@ class Scattering:
                 return
             self.result = y.new_empty(cut.rows, y.shape[1]) if out is None else out
             if y.numel():
-                self.work = torch_compat.reduce_scatter_rows(self.result.view(-1), self.sent.view(-1), cut.group)
+                self.work = torch_compat.reduce_scatter_rows(
+                    self.result.view(-1), self.sent.view(-1), cut.group
+                )
 
     def wait(self) -> Tensor:
         if self.work is not None:

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MLPPattern`, `NormPattern`: modules of a user's own classes on the fused kernels, proven exact first.
+"""`MLPPattern`, `NormPattern`: modules of a user's own classes on the fused kernels, proven exact
+first.
 
     MLPPattern    an activation and a product become one kernel
     NormPattern   a norm becomes one kernel
     InputPattern  layers that read one tensor quantize it once; of attention that is recognized
 
-`recognized` finds them in models of transformers, torchtitan and timm. In a graph that is being traced, and where someone
-looks at operators (torch.func, dispatch modes), a module runs its own forward: inductor fuses it, and computes again in the
-backward what kernels of ours would save.
+`recognized` finds them in models of transformers, torchtitan and timm. In a graph that is being
+traced, and where someone looks at operators (torch.func, dispatch modes), a module runs its own
+forward: inductor fuses it, and computes again in the backward what kernels of ours would save.
 
-The module keeps its submodules, parameters, hooks and state_dict keys; its class becomes one that only has another forward.
-The proof: its own forward and the fused one give the same bits, of output and of gradients, on random data of its dtype and
-of fp32, in training and in evaluation; with small linear layers in the places of an MLP's own.
+The module keeps its submodules, parameters, hooks and state_dict keys; its class becomes one that
+only has another forward. The proof: its own forward and the fused one give the same bits, of output
+and of gradients, on random data of its dtype and of fp32, in training and in evaluation; with small
+linear layers in the places of an MLP's own.
 """
 
 from __future__ import annotations
@@ -30,22 +32,24 @@ from torch import Tensor, nn
 from ..ops.norm import ACTIVATIONS, GATED, NormSpec
 from ..recipe import matches
 from ..tensor import torch_compat
-from .norm import takes
 from .layernorm_mlp import check_recompute, mlp_hidden, recomputed
 from .linear import Linear, handed_to
 from .linear_op import Handed, HandedByInput
+from .norm import takes
 from .norm_op import normalize
 
 
 class MLPPattern(NamedTuple):
-    """Modules that compute down(act(gate(x)) * up(x)), or down(act(up(x))) where gate is None, or down(act(g) * u) of the halves
-    g, u = up(x).chunk(2, -1) where the activation is gated all the same.
+    """Modules that compute down(act(gate(x)) * up(x)), or down(act(up(x))) where gate is None, or
+    down(act(g) * u) of the halves g, u = up(x).chunk(2, -1) where the activation is gated all the
+    same.
 
     modules:     qualified names, last components ("mlp") or a glob ("layers.*.mlp").
-    activation:  as of `LayerNormMLP`: "swiglu", "geglu", "geglu_tanh", "reglu"; without gate "gelu", "gelu_tanh", ... too.
+    activation:  as of `LayerNormMLP`: "swiglu", "geglu", "geglu_tanh", "reglu"; without gate
+                 "gelu", "gelu_tanh", ... too.
     gate, up, down:  attributes that hold the linear layers.
-    recompute:   "gate_up": the backward makes gate(x) and up(x) again from x (in a compiled graph the operand of down's wgrad
-                 too), as `LayerNormMLP`.
+    recompute:   "gate_up": the backward makes gate(x) and up(x) again from x (in a compiled graph
+                 the operand of down's wgrad too), as `LayerNormMLP`.
 
     >>> pattern = fq.MLPPattern("*.feed_forward", up="w3", gate="w1", down="w2")
     """
@@ -92,17 +96,32 @@ class MLPPattern(NamedTuple):
         return down(h, **handed_to(down, handed))
 
     def takes(self, module: nn.Module, x: Tensor) -> bool:
-        """The fused forward runs; else the module's own: a hook of an activation module wants to be called."""
-        return not any(torch_compat.has_hooks(m) for name, m in module._modules.items() if name not in self.parts)
+        """The fused forward runs; else the module's own: a hook of an activation module wants to be
+        called."""
+        return not any(
+            torch_compat.has_hooks(m)
+            for name, m in module._modules.items()
+            if name not in self.parts
+        )
 
-    def probe(self, name: str, module: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, int, list[Tensor]]:
-        """(the module with other parameters, width of its input, those parameters). Raises ValueError for another structure."""
+    def probe(
+        self, name: str, module: nn.Module, dtype: torch.dtype
+    ) -> tuple[nn.Module, int, list[Tensor]]:
+        """(the module with other parameters, width of its input, those parameters). Raises
+        ValueError for another structure."""
         layers = [getattr(module, part, None) for part in self.parts]
         for part, layer in zip(self.parts, layers):
             if not isinstance(layer, nn.Linear):
-                raise ValueError(f"{name}.{part} is {type(layer).__name__}; {self} wants an nn.Linear there")
-        shapes = [(_WIDTH, _HIDDEN * (1 + self.is_packed))] * (len(layers) - 1) + [(_HIDDEN, _WIDTH)]
-        small = [nn.Linear(*shape, layer.bias is not None, dtype=dtype) for shape, layer in zip(shapes, layers)]
+                raise ValueError(
+                    f"{name}.{part} is {type(layer).__name__}; {self} wants an nn.Linear there"
+                )
+        shapes = [(_WIDTH, _HIDDEN * (1 + self.is_packed))] * (len(layers) - 1) + [
+            (_HIDDEN, _WIDTH)
+        ]
+        small = [
+            nn.Linear(*shape, layer.bias is not None, dtype=dtype)
+            for shape, layer in zip(shapes, layers)
+        ]
         probe = copy.copy(module)
         probe.__dict__["_modules"] = module._modules | dict(zip(self.parts, small))
         return probe, _WIDTH, [p for layer in small for p in layer.parameters()]
@@ -117,8 +136,9 @@ class NormPattern(NamedTuple):
     modules:              qualified names, last components ("input_layernorm") or a glob ("*norm").
     normalization:        "RMSNorm" or "LayerNorm".
     zero_centered_gamma:  gamma is 1 + weight.
-    rounds_first:         the normalized x is rounded to its dtype before gamma multiplies it: transformers' Llama, Qwen,
-                          Mistral and Phi 3. Of RMSNorm without zero_centered_gamma.
+    rounds_first:         the normalized x is rounded to its dtype before gamma multiplies it:
+                          transformers' Llama, Qwen, Mistral and Phi 3. Of RMSNorm without
+                          zero_centered_gamma.
     weight, bias, eps:    attributes that hold them; bias of LayerNorm only. eps may be a number.
 
     >>> model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 32))
@@ -156,20 +176,30 @@ class NormPattern(NamedTuple):
 
     def run(self, module: nn.Module, x: Tensor) -> Tensor:
         eps = getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
-        spec = NormSpec(float(eps), self.normalization == "LayerNorm", self.zero_centered_gamma, self.rounds_first)
+        spec = NormSpec(
+            float(eps),
+            self.normalization == "LayerNorm",
+            self.zero_centered_gamma,
+            self.rounds_first,
+        )
         return normalize(x, *self.parameters(module), spec)[0]
 
     def takes(self, module: nn.Module, x: Tensor) -> bool:
-        """The fused forward runs; else the module's own: under autocast, where x has another dtype or width, and in fp32,
-        where autograd adds both gradients of x to others in turn."""
+        """The fused forward runs; else the module's own: under autocast, where x has another dtype
+        or width, and in fp32, where autograd adds both gradients of x to others in turn."""
         return x.dtype is not torch.float32 and takes(x, self.parameters(module))
 
-    def probe(self, name: str, module: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, int, list[Tensor]]:
+    def probe(
+        self, name: str, module: nn.Module, dtype: torch.dtype
+    ) -> tuple[nn.Module, int, list[Tensor]]:
         """As of `MLPPattern`."""
         weight, bias = self.parameters(module)
         eps = getattr(module, self.eps, None) if isinstance(self.eps, str) else self.eps
         if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float):
-            raise ValueError(f"{name} is {type(module).__name__}; {self} wants a weight [dim] and a number eps there")
+            raise ValueError(
+                f"{name} is {type(module).__name__}; {self} wants a weight [dim] and a number eps "
+                "there"
+            )
         names = [self.weight] if bias is None else [self.weight, self.bias]
         small = {n: nn.Parameter(torch.randn(weight.shape[0]).to(dtype)) for n in names}
         probe = copy.copy(module)
@@ -181,7 +211,8 @@ class NormPattern(NamedTuple):
 
 
 class InputPattern(NamedTuple):
-    """Modules whose layers `parts` read one tensor, which is quantized once, in the forward of the module.
+    """Modules whose layers `parts` read one tensor, which is quantized once, in the forward of the
+    module.
 
     modules:  as of `MLPPattern`.
     """
@@ -211,17 +242,21 @@ Pattern = MLPPattern | NormPattern  # that users name; each is proven
 
 
 def fused_modules(model: nn.Module, patterns: Iterable[Pattern]) -> dict[str, Pattern]:
-    """The modules that the patterns name, each proven to compute what its pattern says; nothing is changed.
+    """The modules that the patterns name, each proven to compute what its pattern says; nothing is
+    changed.
 
-    Raises ValueError for a pattern that names no module or an unknown activation, and for a module, by name, that two
-    patterns name, that lacks a part, or that computes something else.
+    Raises ValueError for a pattern that names no module or an unknown activation, and for a module,
+    by name, that two patterns name, that lacks a part, or that computes something else.
     """
     modules, found = dict(model.named_modules()), {}
     for pattern in patterns:
         pattern.check()
         names = [n for n in modules if matches(pattern.modules, n)]
         if not names:
-            raise ValueError(f"fuse: {pattern.modules!r} matches no module of {type(model).__name__}; name one of its modules, or pass fuse=True")
+            raise ValueError(
+                f"fuse: {pattern.modules!r} matches no module of {type(model).__name__}; name one "
+                "of its modules, or pass fuse=True"
+            )
         for name in names:
             if name in found:
                 raise ValueError(f"{name or 'the model'}: {found[name]} and {pattern} both name it")
@@ -231,24 +266,33 @@ def fused_modules(model: nn.Module, patterns: Iterable[Pattern]) -> dict[str, Pa
 
 
 def fuse_forward(module: nn.Module, pattern: Pattern | InputPattern) -> None:
-    module.__class__ = _fused_class(type(module), pattern._replace(modules=""))  # one class for all that are alike
+    module.__class__ = _fused_class(
+        type(module), pattern._replace(modules="")
+    )  # one class for all that are alike
 
 
 # Blocks that are recognized #
 
-# (gate, up, down). By rows: Llama, Mistral, Qwen, Gemma, OLMo 2 and DeepSeek; torchtitan; ours; ViT and timm; GPT-NeoX and
-# Falcon; Phi 3 and GLM-4.
+# (gate, up, down). By rows: Llama, Mistral, Qwen, Gemma, OLMo 2 and DeepSeek; torchtitan; ours; ViT
+# and timm; GPT-NeoX and Falcon; Phi 3 and GLM-4.
 _MLPS = (
-    ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("gate", "up", "down"), (None, "fc1", "fc2"),
-    (None, "dense_h_to_4h", "dense_4h_to_h"), (None, "gate_up_proj", "down_proj"),
+    ("gate_proj", "up_proj", "down_proj"),
+    ("w1", "w3", "w2"),
+    ("gate", "up", "down"),
+    (None, "fc1", "fc2"),
+    (None, "dense_h_to_4h", "dense_4h_to_h"),
+    (None, "gate_up_proj", "down_proj"),
 )
 # Llama, Mistral, Qwen, Phi 3 and DeepSeek; OLMo 2; Gemma.
 _NORMS = ({"rounds_first": True}, {}, {"zero_centered_gamma": True})
 _EPS = "variance_epsilon", "eps"
-# Attention of transformers and torchtitan, whose code is known: nothing writes an input between its projections. The last two
-# rows are DeepSeek's.
+# Attention of transformers and torchtitan, whose code is known: nothing writes an input between its
+# projections. The last two rows are DeepSeek's.
 _ATTENTION = (
-    ("q_proj", "k_proj", "v_proj"), ("wq", "wk", "wv"), ("q_a_proj", "kv_a_proj_with_mqa"), ("q_proj", "kv_a_proj_with_mqa"),
+    ("q_proj", "k_proj", "v_proj"),
+    ("wq", "wk", "wv"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("q_proj", "kv_a_proj_with_mqa"),
 )
 _KNOWN = "transformers.", "torchtitan."
 
@@ -262,7 +306,14 @@ def recognized(model: nn.Module) -> tuple[dict[str, Pattern | InputPattern], dic
     for name, module in model.named_modules():
         if "forward" in module.__dict__ or hasattr(type(module), "fused_as"):
             continue
-        parts = next((of for of in _ATTENTION if all(isinstance(getattr(module, p, None), nn.Linear) for p in of)), None)
+        parts = next(
+            (
+                of
+                for of in _ATTENTION
+                if all(isinstance(getattr(module, p, None), nn.Linear) for p in of)
+            ),
+            None,
+        )
         if parts is not None and type(module).__module__.startswith(_KNOWN):
             found[name] = InputPattern(name, parts)
         elif patterns := list(_candidates(name, module)):
@@ -277,7 +328,9 @@ def recognized(model: nn.Module) -> tuple[dict[str, Pattern | InputPattern], dic
     return found, others
 
 
-def _first_exact(name: str, module: nn.Module, patterns: Iterable[Pattern]) -> tuple[Pattern | None, str]:
+def _first_exact(
+    name: str, module: nn.Module, patterns: Iterable[Pattern]
+) -> tuple[Pattern | None, str]:
     """(the first pattern that is proven, or None; why the last one was not)."""
     why = ""
     for pattern in patterns:
@@ -301,16 +354,27 @@ def _candidates(name: str, module: nn.Module) -> Iterator[Pattern]:
                 if kind.gated == gated:
                     yield MLPPattern(name, activation, gate, up, down)
             return
-    weight, eps = own.get("weight"), next((e for e in _EPS if isinstance(getattr(module, e, None), float)), None)
-    if "Norm" in cls.__name__ and set(own) == {"weight"} and weight.dim() == 1 and eps is not None and not module._modules:
+    weight, eps = (
+        own.get("weight"),
+        next((e for e in _EPS if isinstance(getattr(module, e, None), float)), None),
+    )
+    if (
+        "Norm" in cls.__name__
+        and set(own) == {"weight"}
+        and weight.dim() == 1
+        and eps is not None
+        and not module._modules
+    ):
         for kind in _NORMS:
             yield NormPattern(name, eps=eps, **kind)
 
 
 def _signature(module: nn.Module) -> tuple:
-    """Modules of one class that have it compute alike: their settings, parameters' shapes and parts."""
+    """Modules of one class that have it compute alike: their settings, parameters' shapes and
+    parts."""
     settings = [
-        (k, v if isinstance(v, (int, float, str, bool)) else id(v)) for k, v in module.__dict__.items()
+        (k, v if isinstance(v, (int, float, str, bool)) else id(v))
+        for k, v in module.__dict__.items()
         if not k.startswith("_") and k != "training"
     ]
     own = [(k, None if p is None else (p.shape, p.dtype)) for k, p in module._parameters.items()]
@@ -319,10 +383,16 @@ def _signature(module: nn.Module) -> tuple:
 
 def fused_notes(model: nn.Module) -> list[str]:
     """What was taken over, and what that looks like it was not and why, a line each."""
-    fused = Counter(cls.fused_as.formula for m in model.modules() if hasattr(cls := type(m), "fused_as"))
-    missed = Counter((type(model.get_submodule(n)).__name__, why) for n, why in recognized(model)[1].items())
+    fused = Counter(
+        cls.fused_as.formula for m in model.modules() if hasattr(cls := type(m), "fused_as")
+    )
+    missed = Counter(
+        (type(model.get_submodule(n)).__name__, why) for n, why in recognized(model)[1].items()
+    )
     taken = [f"fused: {formula}  [{count} modules]" for formula, count in fused.items()]
-    return taken + [f"not fused: {why}  [{count} modules of {cls}]" for (cls, why), count in missed.items()]
+    return taken + [
+        f"not fused: {why}  [{count} modules of {cls}]" for (cls, why), count in missed.items()
+    ]
 
 
 @functools.cache
@@ -340,16 +410,26 @@ def _fused_class(cls: type, pattern: Pattern | InputPattern) -> type:
                 return cls.forward(self, *args, **kwargs)
         x, *rest = *args, *kwargs.values()
         if rest:
-            raise TypeError(f"{cls.__name__} was fused as {pattern.formula}, of one argument; got {1 + len(rest)}")
+            raise TypeError(
+                f"{cls.__name__} was fused as {pattern.formula}, of one argument; got "
+                f"{1 + len(rest)}"
+            )
         return pattern.run(self, x) if pattern.takes(self, x) else cls.forward(self, x)
 
     def reduce(self, protocol):
         _, _, *state = cls.__reduce_ex__(self, protocol)
         return _blank, (cls, pattern), *state
 
-    return type(f"Fused{cls.__name__}", (cls,), {
-        "forward": forward, "__reduce_ex__": reduce, "__module__": cls.__module__, "fused_as": pattern,
-    })
+    return type(
+        f"Fused{cls.__name__}",
+        (cls,),
+        {
+            "forward": forward,
+            "__reduce_ex__": reduce,
+            "__module__": cls.__module__,
+            "fused_as": pattern,
+        },
+    )
 
 
 def _blank(cls: type, pattern: Pattern) -> nn.Module:
@@ -362,7 +442,9 @@ _WIDTH, _HIDDEN = 16, 24
 
 
 def _prove(name: str, module: nn.Module, pattern: Pattern) -> None:
-    for dtype, training in itertools.product({torch.float32, pattern.dtype(module) or torch.float32}, (True, False)):
+    for dtype, training in itertools.product(
+        {torch.float32, pattern.dtype(module) or torch.float32}, (True, False)
+    ):
         modes = {m: m.training for m in module.modules()}
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
             torch.manual_seed(0)
@@ -372,21 +454,31 @@ def _prove(name: str, module: nn.Module, pattern: Pattern) -> None:
                     m.training = training
                 same = _is_exact(probe, pattern, width, parameters, dtype)
             except Exception as error:  # of the user's forward
-                raise ValueError(f"{name}: {type(module).__name__}.forward fails on a small {dtype} input: {error}") from error
+                raise ValueError(
+                    f"{name}: {type(module).__name__}.forward fails on a small {dtype} input: "
+                    f"{error}"
+                ) from error
             finally:
                 for m, mode in modes.items():
                     m.training = mode
         if not same:
             raise ValueError(
-                f"{name}: {type(module).__name__}.forward gives other bits than {pattern.formula} in {dtype}; name what it "
-                f"computes in an fq.{type(pattern).__name__}, or leave it out of fuse"
+                f"{name}: {type(module).__name__}.forward gives other bits than {pattern.formula} "
+                f"in {dtype}; name what it computes in an fq.{type(pattern).__name__}, or leave it "
+                "out of fuse"
             )
 
 
-def _is_exact(probe: nn.Module, pattern: Pattern, width: int, parameters: list[Tensor], dtype: torch.dtype) -> bool:
-    spread = torch.tensor([2.0**-6, 1.0, 4.0, 16.0]).view(4, 1, 1)  # slopes and tails of an activation; eps of a norm
+def _is_exact(
+    probe: nn.Module, pattern: Pattern, width: int, parameters: list[Tensor], dtype: torch.dtype
+) -> bool:
+    spread = torch.tensor([2.0**-6, 1.0, 4.0, 16.0]).view(
+        4, 1, 1
+    )  # slopes and tails of an activation; eps of a norm
     x, dy = ((torch.randn(4, 8, width) * spread).to(dtype) for _ in range(2))
     leaves = [x.requires_grad_(), *parameters]
     outputs = (probe.forward(x), pattern.run(probe, x))
     made = [[y, *torch.autograd.grad(y, leaves, dy, allow_unused=True)] for y in outputs]
-    return all(type(a) is type(b) and a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(*made))
+    return all(
+        type(a) is type(b) and a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(*made)
+    )

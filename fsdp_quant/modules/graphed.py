@@ -22,9 +22,13 @@ WARMUP = 3
 
 
 def graphed(
-    step: Callable, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] = (), warmup: int = WARMUP
+    step: Callable,
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer] = (),
+    warmup: int = WARMUP,
 ) -> GraphedStep:
-    """`step` as one CUDA graph: forward, backward, collectives, clipping and optimizer in one launch.
+    """`step` as one CUDA graph: forward, backward, collectives, clipping and optimizer in one
+    launch.
 
         def step(ids, labels):
             loss = model(ids, labels=labels).loss
@@ -37,17 +41,19 @@ def graphed(
         for ids, labels in data:
             loss = step(ids, labels)
 
-    step:       reads what changes from its arguments alone, tensors of the same shapes in every call, and
-                never waits for the device (no `.item()`); it returns tensors, alone or in containers.
-    optimizer:  whose steps are inside: it becomes capturable, and its rate a tensor, which schedulers fill. In a checkpoint of
-                torch.distributed it is a tensor then too, which loads into a tensor: call this before a load.
+    step:       reads what changes from its arguments alone, tensors of the same shapes in every
+                call, and never waits for the device (no `.item()`); it returns tensors, alone or in
+                containers.
+    optimizer:  whose steps are inside: it becomes capturable, and its rate a tensor, which
+                schedulers fill. In a checkpoint of torch.distributed it is a tensor then too, which
+                loads into a tensor: call this before a load.
     warmup:     eager steps before the capture. They train: no step is made twice or undone.
 
-    The bits are those of the eager step. Steps, random keys and histories go on in replays, also after
-    `fq.begin_step`. A step whose arguments have other shapes runs eagerly, with one warning. A changed
-    recipe, or a setting of the optimizer that is no tensor, is captured again; what else Python decides
-    needs `reset()`. Where nothing can be captured all steps run eagerly: one warning says why, and
-    `why_eager` keeps it.
+    The bits are those of the eager step. Steps, random keys and histories go on in replays, also
+    after `fq.begin_step`. A step whose arguments have other shapes runs eagerly, with one warning.
+    A changed recipe, or a setting of the optimizer that is no tensor, is captured again; what else
+    Python decides needs `reset()`. Where nothing can be captured all steps run eagerly: one warning
+    says why, and `why_eager` keeps it.
 
     Raises ValueError for a warmup below 1.
 
@@ -137,7 +143,10 @@ class GraphedStep:
         self._given = spec, *map(_kind, given)
         self._inputs = [t.clone() if isinstance(t, Tensor) else t for t in given]
         args, kwargs = torch_compat.tree_unflatten(self._inputs, spec)
-        self._layers, self._counts = list(converted_modules(self._model).values()), steps_of(self._model)
+        self._layers, self._counts = (
+            list(converted_modules(self._model).values()),
+            steps_of(self._model),
+        )
         graph, grads = torch.cuda.CUDAGraph(), [(p, p.grad) for p in self._model.parameters()]
         try:
             with (
@@ -148,14 +157,19 @@ class GraphedStep:
         except Exception as error:  # whatever the step, or CUDA, says
             for p, grad in grads:
                 p.grad = grad  # not memory that nothing was written to
-            for generator in torch.cuda.default_generators:  # they stay in that capture; copies of their states do not
+            for generator in (
+                torch.cuda.default_generators
+            ):  # they stay in that capture; copies of their states do not
                 generator.graphsafe_set_state(generator.clone_state())
-            self.why_eager = f"its capture failed: {' '.join(str(error.__context__ or error).splitlines()[:2])}"
+            self.why_eager = (
+                f"its capture failed: {' '.join(str(error.__context__ or error).splitlines()[:2])}"
+            )
             return
         self._graph, self._captured = graph, self._facts()
 
     def _facts(self) -> list:
-        """What a graph holds that changes without its inputs: plans of layers, settings of optimizers."""
+        """What a graph holds that changes without its inputs: plans of layers, settings of
+        optimizers."""
         facts = [layer.plan for layer in self._layers]
         for group in (g for o in self._optimizers for g in o.param_groups):
             facts += [v for k, v in group.items() if k != "params" and not isinstance(v, Tensor)]
@@ -172,7 +186,8 @@ def _kind(value: object) -> object:
 
 
 def _make_capturable(optimizer: Optimizer) -> None:
-    """Let it read its step and rate on the device; those that know no `capturable` stay as they are."""
+    """Let it read its step and rate on the device; those that know no `capturable` stay as they
+    are."""
     for group in optimizer.param_groups:
         if "capturable" not in group:
             continue

@@ -20,13 +20,26 @@ from ..ops import native
 from ..ops.rng import own_name
 from ..recipe import Recipe, as_recipe, identity
 from ..tensor import torch_compat
-from ..tensor.weight_state import WeightState
 from ..tensor.quantized_tensor import QuantizedTensor
-from .grouped_op import Beside, ExpertWeights, GroupedLinearCall, poll_bad_splits, unsupported_reason
-from .linear import HasWeight, Linear, _plain_in_state_dict, apply_recipe, attach_runtime, register_weight, whole_shape
+from ..tensor.weight_state import WeightState
+from .grouped_op import (
+    Beside,
+    ExpertWeights,
+    GroupedLinearCall,
+    poll_bad_splits,
+    unsupported_reason,
+)
+from .linear import (
+    HasWeight,
+    Linear,
+    _plain_in_state_dict,
+    apply_recipe,
+    attach_runtime,
+    register_weight,
+    whole_shape,
+)
 from .plan import PRODUCTS, GemmPlan, ladder_of
 from .traced_experts import runs_in_graphs, traced_experts
-
 
 EXPERT = "grouped_linear"  # `Role.module_type`
 
@@ -34,7 +47,8 @@ EXPERT = "grouped_linear"  # `Role.module_type`
 class _Expert(Linear):
     """One expert of packed weights: no module of the tree, and without memory of its own.
 
-    Its weight and bias are those that its module's forward gives it, in it, and else views of the module's values of now.
+    Its weight and bias are those that its module's forward gives it, in it, and else views of the
+    module's values of now.
     """
 
     def __init__(self, in_features: int, out_features: int):
@@ -61,7 +75,11 @@ class _Expert(Linear):
     bias = property(lambda self: self._now(1))
 
     def __getstate__(self) -> dict:
-        return {k: v for k, v in super().__getstate__().items() if k not in ("weight", "bias", "_part_of")}
+        return {
+            k: v
+            for k, v in super().__getstate__().items()
+            if k not in ("weight", "bias", "_part_of")
+        }
 
 
 class ListedExpert(Linear):
@@ -71,17 +89,20 @@ class ListedExpert(Linear):
 
 
 class GroupedLinear(HasWeight):
-    """y[rows of e] = x[rows of e] W[e]^T + b[e] for experts e, each product in the formats that a recipe gives.
+    """y[rows of e] = x[rows of e] W[e]^T + b[e] for experts e, each product in the formats that a
+    recipe gives.
 
-    packed:  False: `experts`, a list of `fq.Linear`. True: one `weight` [E, N, K] and one `bias` [E, N]; FSDP2 cuts it between
-             experts, and gathers each expert's codes whole.
-    recipe:  `Recipe`; change it with `fq.set_recipe`. The role of expert e is called "name.experts.e",
-             or "name.e" of packed weights.
+    packed:  False: `experts`, a list of `fq.Linear`. True: one `weight` [E, N, K] and one `bias`
+             [E, N]; FSDP2 cuts it between experts, and gathers each expert's codes whole.
+    recipe:  `Recipe`; change it with `fq.set_recipe`. The role of expert e is called
+             "name.experts.e", or "name.e" of packed weights.
 
-    Every expert quantizes its own tokens: a call gives what a loop over `fq.Linear` modules gives. On sm_90 one product
-    serves all experts where no scale serves tokens of two (`grouped_op.unsupported_reason`, printed by `fq.plan`).
+    Every expert quantizes its own tokens: a call gives what a loop over `fq.Linear` modules gives.
+    On sm_90 one product serves all experts where no scale serves tokens of two
+    (`grouped_op.unsupported_reason`, printed by `fq.plan`).
 
-    first_expert:  this rank's first, where the packed weight is a DTensor whose ranks hold experts each.
+    first_expert:  this rank's first, where the packed weight is a DTensor whose ranks hold experts
+                   each.
 
     >>> experts = fq.GroupedLinear(4, 64, 32, recipe=fq.recipes.mxfp8())
     >>> experts(torch.ones(10, 64), [3, 0, 5, 2]).shape
@@ -91,24 +112,46 @@ class GroupedLinear(HasWeight):
     first_expert = 0
 
     def __init__(
-        self, num_experts: int, in_features: int, out_features: int, bias: bool = True, device=None, dtype=None,
-        *, packed: bool = False, recipe: Recipe | str | None = None, name: str | None = None,
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device=None,
+        dtype=None,
+        *,
+        packed: bool = False,
+        recipe: Recipe | str | None = None,
+        name: str | None = None,
     ):
         name = own_name(name, "grouped_linear")
         super().__init__()
         if num_experts < 1:
             raise ValueError(f"{name}: num_experts must be at least 1, got {num_experts}")
-        recipe, options = as_recipe(recipe or identity(), name, Recipe), {"device": device, "dtype": dtype}
+        recipe, options = (
+            as_recipe(recipe or identity(), name, Recipe),
+            {"device": device, "dtype": dtype},
+        )
         if not packed:
             self.experts = nn.ModuleList(
-                ListedExpert(in_features, out_features, bias, **options, recipe=recipe, name=f"{name}.experts.{e}")
+                ListedExpert(
+                    in_features,
+                    out_features,
+                    bias,
+                    **options,
+                    recipe=recipe,
+                    name=f"{name}.experts.{e}",
+                )
                 for e in range(num_experts)
             )
             self._linears, self.packed = list(self.experts), False
             finish_experts(self, name)
             return
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features, **options))
-        self.register_parameter("bias", nn.Parameter(torch.empty(num_experts, out_features, **options)) if bias else None)
+        self.register_parameter(
+            "bias",
+            nn.Parameter(torch.empty(num_experts, out_features, **options)) if bias else None,
+        )
         bound = in_features**-0.5  # as nn.Linear
         with torch.no_grad():
             for parameter in self.parameters():
@@ -122,20 +165,27 @@ class GroupedLinear(HasWeight):
 
     @property
     def held(self) -> tuple[Tensor, Tensor | None]:
-        """Packed weight and bias of this rank's experts; DTensors while `fully_shard` has them in shards."""
+        """Packed weight and bias of this rank's experts; DTensors while `fully_shard` has them in
+        shards."""
         weight, bias = self.matrices, self.bias
-        if not isinstance(weight, DTensor) or self._weight_state.tensor_group is None or weight.device_mesh.ndim > 1:
+        if (
+            not isinstance(weight, DTensor)
+            or self._weight_state.tensor_group is None
+            or weight.device_mesh.ndim > 1
+        ):
             return weight, bias
         return weight.to_local(), None if bias is None else bias.to_local()
 
     @property
     def first(self) -> Linear:
-        """The layer of this rank's first expert, over whatever it last multiplied: for what all experts have alike."""
+        """The layer of this rank's first expert, over whatever it last multiplied: for what all
+        experts have alike."""
         return self._linears[0]
 
     @property
     def layers(self) -> Sequence[Linear]:
-        """The `fq.Linear` of each expert, over its values now; while the weight is sharded, over none of its own."""
+        """The `fq.Linear` of each expert, over its values now; while the weight is sharded, over
+        none of its own."""
         for layer in self._linears if self.packed else ():
             layer.training = self.training
         return self._linears
@@ -150,7 +200,8 @@ class GroupedLinear(HasWeight):
 
     @property
     def owners(self) -> Sequence[nn.Module]:
-        """Modules whose weights one product for all experts takes: this one, packed, or each expert."""
+        """Modules whose weights one product for all experts takes: this one, packed, or each
+        expert."""
         return [self] if self.packed else self._linears
 
     def _operand(self, owner: nn.Module) -> tuple[Tensor, Tensor | None]:
@@ -160,14 +211,17 @@ class GroupedLinear(HasWeight):
     def forward(self, x: Tensor, splits: Sequence[int] | Tensor) -> Tensor:
         """y [.., N] of x [.., K], whose rows lie sorted by expert.
 
-        x:       or a `QuantizedTensor` of the codes that each expert would make of its tokens (`parallel.dispatch_tokens`).
-        splits:  number of rows of each expert, on the host; or int tensor [E], the row behind each expert's last (the
-                 `offs` of `torch._grouped_mm`), which is not read where one product serves all experts. Given a tensor, packed
-                 experts are in compiled graphs, but those of `traced_experts.runs_in_graphs`; they and experts in a list
-                 run between graphs, and `fullgraph=True` is refused.
+        x:       or a `QuantizedTensor` of the codes that each expert would make of its tokens
+                 (`parallel.dispatch_tokens`).
+        splits:  number of rows of each expert, on the host; or int tensor [E], the row behind each
+                 expert's last (the `offs` of `torch._grouped_mm`), which is not read where one
+                 product serves all experts. Given a tensor, packed experts are in compiled graphs,
+                 but those of `traced_experts.runs_in_graphs`; they and experts in a list run
+                 between graphs, and `fullgraph=True` is refused.
 
-        Raises ValueError for splits that are not of E experts or do not add up to the rows: now where they are on the host,
-        else before an optimizer step or in a call that follows, when the device has said so.
+        Raises ValueError for splits that are not of E experts or do not add up to the rows: now
+        where they are on the host, else before an optimizer step or in a call that follows, when
+        the device has said so.
         """
         compiling = torch.compiler.is_compiling()
         if compiling and isinstance(splits, Tensor):
@@ -176,11 +230,19 @@ class GroupedLinear(HasWeight):
             return self._in_graph(x, splits) if whole else self._outside_graphs(x, splits)
         if not compiling:
             raise_bad_splits()
-        plan, reason = None if compiling else self.common_plan, "experts differ, or it is compiled, overridden or of no tokens"
+        plan, reason = (
+            None if compiling else self.common_plan,
+            "experts differ, or it is compiled, overridden or of no tokens",
+        )
         first = self._linears[0]
         rows = first.checked(x, self._operand(self.owners[0])[0]).reshape(-1, first.in_features)
         sizes = self._sizes(splits, rows)
-        if plan is not None and not torch_compat.dispatch_is_watched() and current_autocast() is None and len(rows):
+        if (
+            plan is not None
+            and not torch_compat.dispatch_is_watched()
+            and current_autocast() is None
+            and len(rows)
+        ):
             reason = self._unsupported_reason(plan, rows.dtype, x.device)
             two_level = any(plan.operand("input", d).tensor_scale for d in Direction)
             if reason is None and two_level and isinstance(x, QuantizedTensor):
@@ -189,14 +251,20 @@ class GroupedLinear(HasWeight):
             y = self._in_one(plan, rows, splits, sizes)
         else:
             if sizes is None:
-                counters.add("departure", (self._name, f"waits for the device to tell the token splits: {reason}"))
+                counters.add(
+                    "departure",
+                    (self._name, f"waits for the device to tell the token splits: {reason}"),
+                )
                 sizes = self._checked(_sizes_of(splits.tolist()), len(rows))
             parts = rows.split(sizes)
-            y = torch.cat(self._traced(parts) if compiling and self.packed else self._one_by_one(parts))
+            y = torch.cat(
+                self._traced(parts) if compiling and self.packed else self._one_by_one(parts)
+            )
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
     def _one_by_one(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """y of each part. Drops the views of the weight afterwards: they hold its AccumulateGrad node, of this pass's stream."""
+        """y of each part. Drops the views of the weight afterwards: they hold its AccumulateGrad
+        node, of this pass's stream."""
         if self.owners[0] is not self:
             return [layer(part) for layer, part in zip(self._linears, parts)]
         weight, bias = self.held
@@ -214,10 +282,15 @@ class GroupedLinear(HasWeight):
         rows = first.checked(x, self.weight).reshape(-1, first.in_features)
         save, guards = torch.is_grad_enabled() and self.weight.requires_grad, first._graph.guards
         ends = ends if ends.device == rows.device else ends.to(rows.device)
-        y = traced_experts(rows, ends, self.weight, self.bias, first._plan.key, save, self.transposed, guards)
+        y = traced_experts(
+            rows, ends, self.weight, self.bias, first._plan.key, save, self.transposed, guards
+        )
         return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
-    @torch.compiler.disable(reason="experts of these formats take token splits that are a tensor outside graphs; give counts, a list")
+    @torch.compiler.disable(
+        reason="experts of these formats take token splits that are a tensor outside graphs; give "
+        "counts, a list"
+    )
     def _outside_graphs(self, x: Tensor, splits: Tensor) -> Tensor:
         return self.forward(x, splits)
 
@@ -228,22 +301,29 @@ class GroupedLinear(HasWeight):
         biases = bias.unbind() if bias is not None else [None] * len(parts)
         made = []
         for part, weight, bias, layer in zip(parts, held.unbind(), biases, self._linears):
+
             def product(x, weight=weight, bias=bias, layer=layer):
                 return layer.traced(x, weight, bias, layer.plan, save, training=self.training)
 
-            made.append(product(part) if layer.plan.boundary is None else layer.bounded(product, part, layer.plan))
+            made.append(
+                product(part)
+                if layer.plan.boundary is None
+                else layer.bounded(product, part, layer.plan)
+            )
         return made
 
     @property
     def common_plan(self) -> GemmPlan | None:
-        """The plan of one product for all, or None. What the guard moves for one, which may count for all, is moved for all."""
+        """The plan of one product for all, or None. What the guard moves for one, which may count
+        for all, is moved for all."""
         planned = [layer._plan for layer in self._linears]
         if planned == self._planned[0]:
             return self._planned[1]
         plans = {plan.key: plan for plan in planned}
         if len(plans) > 1 and any(plan.moved for plan in plans.values()):
             furthest = {
-                p.name: max((plan.rung(p) for plan in plans.values()), key=ladder_of(p).index) for p in PRODUCTS
+                p.name: max((plan.rung(p) for plan in plans.values()), key=ladder_of(p).index)
+                for p in PRODUCTS
             }
             for layer in self._linears:
                 layer._plan = layer.plan.moved_to(furthest)
@@ -252,16 +332,21 @@ class GroupedLinear(HasWeight):
         return self._planned[1]
 
     def unsupported_reason(self, dtype: torch.dtype, device: torch.device) -> str | None:
-        """Why experts are multiplied one after the other, in one clause; None where one product serves all."""
+        """Why experts are multiplied one after the other, in one clause; None where one product
+        serves all."""
         return self._unsupported_reason(self.common_plan, dtype, device)
 
-    def _unsupported_reason(self, plan: GemmPlan | None, dtype: torch.dtype, device: torch.device) -> str | None:
+    def _unsupported_reason(
+        self, plan: GemmPlan | None, dtype: torch.dtype, device: torch.device
+    ) -> str | None:
         if plan is None:
             return "experts have different plans"
         key, first = (plan.key, dtype, device), self._linears[0]
         if key not in self._reasons:
             bias = self._operand(self.owners[0])[1] is not None
-            self._reasons[key] = unsupported_reason(plan, dtype, device, len(self._linears), first.out_features, first.in_features, bias)
+            self._reasons[key] = unsupported_reason(
+                plan, dtype, device, len(self._linears), first.out_features, first.in_features, bias
+            )
         return self._reasons[key]
 
     def _in_one(self, plan: GemmPlan, rows: Tensor, splits, sizes: list[int] | None) -> Tensor:
@@ -269,19 +354,36 @@ class GroupedLinear(HasWeight):
         device, grad = rows.device, torch.is_grad_enabled()
         held = [self._operand(owner) for owner in self.owners]
         weights, layers = [weight for weight, _ in held], self._linears
-        if self.packed:  # all calls say the same where no expert has histories or random bits of its own
+        if (
+            self.packed
+        ):  # all calls say the same where no expert has histories or random bits of its own
             own = plan.is_delayed or plan.input.is_stochastic or plan.grad_output.is_stochastic
             layers = layers if own else layers[:1]
             calls = [layer.call(rows, weights[0], plan, grad, grad) for layer in layers]
         else:
-            calls = [layer.call(rows, weight, plan, grad, grad) for layer, weight in zip(layers, weights)]
+            calls = [
+                layer.call(rows, weight, plan, grad, grad) for layer, weight in zip(layers, weights)
+            ]
         ends = torch.tensor(sizes, device="cpu").cumsum(0) if sizes is not None else splits
         ends = ends if ends.dtype in (torch.int32, torch.int64) else ends.int()
         ends = ends if ends.device == device else ends.to(device, non_blocking=True)
         biases = [bias for _, bias in held if bias is not None]
         save = grad and any(weight.requires_grad for weight in weights)
-        of = ExpertWeights(weights, [layer._weight_state for layer in self._linears], calls[0].records)
-        return GroupedLinearCall.apply(rows, ends, of, plan, calls[0].guard, save, self._tag, Beside.of(calls), *weights, *biases)
+        of = ExpertWeights(
+            weights, [layer._weight_state for layer in self._linears], calls[0].records
+        )
+        return GroupedLinearCall.apply(
+            rows,
+            ends,
+            of,
+            plan,
+            calls[0].guard,
+            save,
+            self._tag,
+            Beside.of(calls),
+            *weights,
+            *biases,
+        )
 
     def _sizes(self, splits, rows: Tensor) -> list[int] | None:
         """Rows of each expert, or None where only a device knows them."""
@@ -290,8 +392,8 @@ class GroupedLinear(HasWeight):
         experts = len(self._linears)
         if splits.shape != (experts,) or splits.is_floating_point() or splits.dtype is torch.bool:
             raise ValueError(
-                f"{self._name}: splits is {splits.dtype} {list(splits.shape)}; wanted integers [{experts}], the row behind "
-                "each expert's last"
+                f"{self._name}: splits is {splits.dtype} {list(splits.shape)}; wanted integers "
+                f"[{experts}], the row behind each expert's last"
             )
         if splits.device.type != "cpu" or native.runs_on(splits.device):
             return None
@@ -301,8 +403,9 @@ class GroupedLinear(HasWeight):
         experts = len(self._linears)
         if len(sizes) != experts or any(size < 0 for size in sizes) or sum(sizes) != rows:
             raise ValueError(
-                f"{self._name}: splits give {sizes} rows to {len(sizes)} experts, {sum(sizes)} in all; wanted {experts} "
-                f"counts, none negative, that add up to the input's {rows} rows"
+                f"{self._name}: splits give {sizes} rows to {len(sizes)} experts, {sum(sizes)} in "
+                f"all; wanted {experts} counts, none negative, that add up to the input's {rows} "
+                "rows"
             )
         return sizes
 
@@ -332,9 +435,11 @@ class GroupedLinear(HasWeight):
 
 
 def adopt_packed(module: nn.Module, recipes: Sequence[Recipe], name: str) -> None:
-    """Give a module of class `GroupedLinear` with packed weights a layer an expert, over views of the weight.
+    """Give a module of class `GroupedLinear` with packed weights a layer an expert, over views of
+    the weight.
 
-    The optimizer holds one parameter, so the states of all experts share the histories that its steps roll.
+    The optimizer holds one parameter, so the states of all experts share the histories that its
+    steps roll.
     """
     if "bias" not in module._parameters:
         module.register_parameter("bias", None)
@@ -345,19 +450,26 @@ def adopt_packed(module: nn.Module, recipes: Sequence[Recipe], name: str) -> Non
 
 
 def take_packed(module: GroupedLinear, recipes: Sequence[Recipe], name: str) -> None:
-    """Give the packed weight its states and wrapper, and each expert that this rank holds its layer.
+    """Give the packed weight its states and wrapper, and each expert that this rank holds its
+    layer.
 
     recipes:  of all experts.
     """
     weight = module.matrices.detach()
     shape = tuple(weight.shape if module.transposed else whole_shape(module.weight))
-    module._weight_state = state = WeightState(f"{name}.weight", None, shape, recipes[0].compute_dtype)
+    module._weight_state = state = WeightState(
+        f"{name}.weight", None, shape, recipes[0].compute_dtype
+    )
     register_weight(module)
-    module.first_expert = first = 0 if state.tensor_group is None else state.tensor_group.rank() * shape[0]
+    module.first_expert = first = (
+        0 if state.tensor_group is None else state.tensor_group.rank() * shape[0]
+    )
     ours = range(first, first + shape[0])
     module._linears = []
     for e in ours:
-        module._linears.append(expert(weight, recipes[e], f"{name}.{e}", EXPERT, next(iter(module._linears), None)))
+        module._linears.append(
+            expert(weight, recipes[e], f"{name}.{e}", EXPERT, next(iter(module._linears), None))
+        )
     for layer in module._linears:
         layer._weight_state.histories = state.histories
         layer._graph.prepare(layer)
@@ -371,8 +483,11 @@ def _take_parts(module: GroupedLinear) -> None:
         layer.part_of(module, e)
 
 
-def expert(weight: Tensor, recipe: Recipe, name: str, module_type: str, first: _Expert | None = None) -> _Expert:
-    """The layer of an expert that is no module of the tree; whoever calls it renews weight and bias (now maybe packed).
+def expert(
+    weight: Tensor, recipe: Recipe, name: str, module_type: str, first: _Expert | None = None
+) -> _Expert:
+    """The layer of an expert that is no module of the tree; whoever calls it renews weight and bias
+    (now maybe packed).
 
     module_type:  of its roles.
     first:  the expert whose guard counts for this one.
@@ -383,7 +498,9 @@ def expert(weight: Tensor, recipe: Recipe, name: str, module_type: str, first: _
     layer.give(weight, None)
     layer.__dict__["counts_with"] = first  # no submodule
     apply_recipe(layer, recipe)
-    layer._weight_state = WeightState(f"{name}.weight", layer.plan.weight, (out_features, in_features), recipe.compute_dtype)
+    layer._weight_state = WeightState(
+        f"{name}.weight", layer.plan.weight, (out_features, in_features), recipe.compute_dtype
+    )
     layer._weight_state.plan = layer.plan
     attach_runtime(layer)
     return layer
@@ -420,10 +537,14 @@ def raise_bad_splits(*_) -> None:
     if told is None:
         return
     tag, rows = told
-    name = _TAGGED[tag]._name if tag in _TAGGED else "experts of a compiled graph, or of a module that is gone"
+    name = (
+        _TAGGED[tag]._name
+        if tag in _TAGGED
+        else "experts of a compiled graph, or of a module that is gone"
+    )
     raise ValueError(
-        f"{name}: the token splits of an earlier call decreased or did not end at its {rows} rows; its result is wrong, and "
-        "the optimizer has not stepped since the device said so"
+        f"{name}: the token splits of an earlier call decreased or did not end at its {rows} rows; "
+        "its result is wrong, and the optimizer has not stepped since the device said so"
     )
 
 

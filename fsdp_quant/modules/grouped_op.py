@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One operator for a list of experts: y[rows of e] = x[rows of e] W[e]^T, and its backward, in one product each.
+"""One operator for a list of experts: y[rows of e] = x[rows of e] W[e]^T, and its backward, in one
+product each.
 
     forward   x.rowwise, x.columnwise = quantize(x)      y  = grouped(x.rowwise, w.rowwise)
     backward  dy.rowwise, dy.columnwise = quantize(dy)   dx = grouped(dy.rowwise, w.columnwise)
-                                                         dw = grouped over tokens(dy.columnwise, x.columnwise)
+                                                         dw = grouped over tokens(dy.columnwise,
+                                                         x.columnwise)
 
-Rowwise codes lie as the tokens do. In columnwise ones, whose scales serve 128 tokens or all of a group, a group begins at a
-multiple of 128, zeros behind its tokens: codes are those of a loop over the experts, and so are scales of whole tensors and
-columns, one set a group, and the histories that give them. How many tokens a group has is known to the device alone. Tokens may
-come as codes, a storage an expert (`parallel.experts`). What is not quantized is multiplied by `torch._grouped_mm`. Two-level
-codes are decoded, to values that lie along the contraction; each group's tensor scales multiply its sums.
+Rowwise codes lie as the tokens do. In columnwise ones, whose scales serve 128 tokens or all of a
+group, a group begins at a multiple of 128, zeros behind its tokens: codes are those of a loop over
+the experts, and so are scales of whole tensors and columns, one set a group, and the histories that
+give them. How many tokens a group has is known to the device alone. Tokens may come as codes, a
+storage an expert (`parallel.experts`). What is not quantized is multiplied by `torch._grouped_mm`.
+Two-level codes are decoded, to values that lie along the contraction; each group's tensor scales
+multiply its sums.
 """
 
 from __future__ import annotations
@@ -34,20 +38,34 @@ from ..tensor import code_check, torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_state import WeightState, held, values_of
 from .linear_op import (
-    LinearCall, codes_of_transposed, gathered_storage, given_storage, lies_transposed, refuse_codes, refuse_second_derivative,
+    LinearCall,
+    codes_of_transposed,
+    gathered_storage,
+    given_storage,
+    lies_transposed,
+    refuse_codes,
+    refuse_second_derivative,
     weight_storages,
 )
 from .plan import PRODUCTS, GemmPlan, Product
 
 
 def unsupported_reason(
-    plan: GemmPlan, dtype: torch.dtype, device: torch.device, experts: int, n: int, k: int, bias: bool = False
+    plan: GemmPlan,
+    dtype: torch.dtype,
+    device: torch.device,
+    experts: int,
+    n: int,
+    k: int,
+    bias: bool = False,
 ) -> str | None:
     """Why no grouped kernel makes the products of this plan, in one clause; None where they do."""
     arch = arch_of(device)
     if arch not in ARCHITECTURES or not native.runs_on(device):
         return f"no grouped kernel on {arch}"
-    if arch != "sm_90a" and any(f.is_quantized for p in PRODUCTS for f in plan.pair(p)):  # values are torch's
+    if arch != "sm_90a" and any(
+        f.is_quantized for p in PRODUCTS for f in plan.pair(p)
+    ):  # values are torch's
         return f"no grouped kernel multiplies codes on {arch}"
     if dtype is not torch.bfloat16:
         return f"the activations are {dtype}"
@@ -64,20 +82,31 @@ def unsupported_reason(
             if is_anchored_of_codes(fmt, layout) and not fmt.shares_storage:
                 return f"{slot}.{direction.value} ({fmt}) is anchored after it was encoded, a tensor at a time"
     for product, domain in zip(PRODUCTS, resolved.domains):
-        if domain not in ("native", "anchored") and not (domain == "bf16" and all(f.tensor_scale for f in plan.pair(product))):
+        if domain not in ("native", "anchored") and not (
+            domain == "bf16" and all(f.tensor_scale for f in plan.pair(product))
+        ):
             return f"{product.name} runs in the {domain} domain"
         if bias and product.name == "fprop" and not _is_coded(plan, product):
             return "a bias is added to bfloat16 products before they are rounded"
     for slot in ("input", "grad_output"):
         hybrid = plan.hybrid(slot)
-        if hybrid.is_derived or any(s.is_stochastic and not s.fmt.tensor_scale for s in map(hybrid.side, Direction)):
+        if hybrid.is_derived or any(
+            s.is_stochastic and not s.fmt.tensor_scale for s in map(hybrid.side, Direction)
+        ):
             return f"{slot} is {hybrid}"
         for direction in Direction:
-            side, fmt = plan.operand(slot, direction), read_as(plan, slot, direction, resolved.layouts)
+            side, fmt = (
+                plan.operand(slot, direction),
+                read_as(plan, slot, direction, resolved.layouts),
+            )
             if not side.is_quantized or (side.tensor_scale and side.block[0] == 1):
                 continue
-            of_group = side.scale_leaves_contraction  # its amax is taken, and its scale read, a group
-            if not of_group and (fmt.block[0] != 1 or (direction is COLUMNWISE and fmt.block[1] != native.TILE)):
+            of_group = (
+                side.scale_leaves_contraction
+            )  # its amax is taken, and its scale read, a group
+            if not of_group and (
+                fmt.block[0] != 1 or (direction is COLUMNWISE and fmt.block[1] != native.TILE)
+            ):
                 return f"a scale of {slot}.{direction.value} ({hybrid.side(direction)}) serves tokens of several experts"
     return None if resolved.call is not None else "no compiled step reads its formats"
 
@@ -91,7 +120,8 @@ def read_as(plan: GemmPlan, slot: str, direction: Direction, layouts: dict) -> F
 
 
 class _Codes(NamedTuple):
-    """Two-level codes of all experts, which are decoded for each pass: rowwise codes of a matrix [outer, contraction / 2].
+    """Two-level codes of all experts, which are decoded for each pass: rowwise codes of a matrix
+    [outer, contraction / 2].
 
     view:         of the values, (shape, strides) of [E, outer, contraction].
     """
@@ -103,8 +133,21 @@ class _Codes(NamedTuple):
     view: tuple[tuple[int, ...], tuple[int, ...]]
 
     def values(self) -> Operand:
-        values = native.dequantize(self.data, self.scale, None, self.fmt, ROWWISE, 2 * self.data.shape[1], 0, torch.bfloat16)
-        return Operand(values.as_strided(*self.view), native.tensor_decode_scale(self.tensor_amax, self.fmt), IDENTITY)
+        values = native.dequantize(
+            self.data,
+            self.scale,
+            None,
+            self.fmt,
+            ROWWISE,
+            2 * self.data.shape[1],
+            0,
+            torch.bfloat16,
+        )
+        return Operand(
+            values.as_strided(*self.view),
+            native.tensor_decode_scale(self.tensor_amax, self.fmt),
+            IDENTITY,
+        )
 
 
 class ExpertWeights(NamedTuple):
@@ -121,15 +164,18 @@ class ExpertWeights(NamedTuple):
     def operands(
         self, directions: Sequence[Direction], plan: GemmPlan, dtype: torch.dtype
     ) -> dict[Direction, Operand | _Codes]:
-        """Per direction, [E, N, K] (columnwise codes: [E, K, N]) codes of all experts and their scales, or values: the gathered
-        ones, else made here of the values."""
+        """Per direction, [E, N, K] (columnwise codes: [E, K, N]) codes of all experts and their
+        scales, or values: the gathered ones, else made here of the values."""
         first = self.tensors[0]
         if first.dim() == 3 and not self.are_gathered and self._is_one_call(plan):
             return self._packed(directions, plan, dtype)
         if first.dim() == 3 and self.are_gathered:
             return {d: _of_gathered(first, d, plan, dtype) for d in directions}
         parts = first.unbind() if first.dim() == 3 else self.tensors
-        of = [weight_storages(w, directions, plan, state, dtype, self.records) for w, state in zip(parts, self.states)]
+        of = [
+            weight_storages(w, directions, plan, state, dtype, self.records)
+            for w, state in zip(parts, self.states)
+        ]
         return {d: _stacked_operand([storages[d] for storages in of]) for d in directions}
 
     def _is_one_call(self, plan: GemmPlan) -> bool:
@@ -143,21 +189,28 @@ class ExpertWeights(NamedTuple):
         """Of [E, N, K] that no one shards, or those that `fq.hold` keeps."""
         values, key = values_of(self.tensors[0]).detach(), (plan.key, dtype, self.records)
         state = next(iter(self.states), None)  # a graph gives none, and nothing is held in it
-        made = functools.cache(lambda: _of_packed(values, self.states, list(directions), plan, dtype, self.records))
-        return {d: held(state, ("experts", d, *key), values, lambda d=d: made()[d]) for d in directions}
+        made = functools.cache(
+            lambda: _of_packed(values, self.states, list(directions), plan, dtype, self.records)
+        )
+        return {
+            d: held(state, ("experts", d, *key), values, lambda d=d: made()[d]) for d in directions
+        }
 
 
 def _stacked_operand(storages: Sequence[Storage]) -> Operand | _Codes:
     if storages[0].tensor_amax is not None:
         return _decodable(storages)
-    scale = None if storages[0].scale is None else torch.cat([s.scale.reshape(-1) for s in storages])
+    scale = (
+        None if storages[0].scale is None else torch.cat([s.scale.reshape(-1) for s in storages])
+    )
     return Operand(stacked([s.data for s in storages]), scale, storages[0].operand_format)
 
 
 # Two-level codes are decoded K-major and multiplied by our own kernel (`Grain::kValues`):
 # torch._grouped_mm writes bf16 alone, so a tensor's scale applied to its result would round twice.
 def _values(operand: Operand | _Codes) -> Operand:
-    """What a grouped GEMM reads: two-level codes are decoded to values, with the tensors' decode scales [E]."""
+    """What a grouped GEMM reads: two-level codes are decoded to values, with the tensors' decode
+    scales [E]."""
     return operand if isinstance(operand, Operand) else operand.values()
 
 
@@ -167,9 +220,14 @@ def _decodable(storages: Sequence[Storage]) -> _Codes:
     rows, cols = first.shape
     data, scale = [s.data for s in storages], [s.scale for s in storages]
     if first.direction is COLUMNWISE:
-        data = native.multi_tensor_transpose(data, [first.shape] * experts, first.fmt.bits, stacked=True)
+        data = native.multi_tensor_transpose(
+            data, [first.shape] * experts, first.fmt.bits, stacked=True
+        )
         scale, rows, cols = [s.t() for s in scale], cols, rows
-    data, scale = stacked(data).view(-1, data[0].shape[1]), torch.stack(scale).view(-1, scale[0].shape[1])
+    data, scale = (
+        stacked(data).view(-1, data[0].shape[1]),
+        torch.stack(scale).view(-1, scale[0].shape[1]),
+    )
     amaxes = torch.cat([s.tensor_amax for s in storages])
     return _Codes(data, scale, amaxes, first.fmt, ((experts, rows, cols), (rows * cols, cols, 1)))
 
@@ -177,37 +235,68 @@ def _decodable(storages: Sequence[Storage]) -> _Codes:
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
     """torch.stack; a view, where tensors of one memory lie equally far apart."""
     first = tensors[0]
-    step = tensors[1].storage_offset() - first.storage_offset() if len(tensors) > 1 else first.numel()
+    step = (
+        tensors[1].storage_offset() - first.storage_offset() if len(tensors) > 1 else first.numel()
+    )
     memory = first.untyped_storage().data_ptr()
     lie = step >= first.numel() and all(
-        t.is_contiguous() and t.shape == first.shape and t.storage_offset() == first.storage_offset() + i * step
-        and t.untyped_storage().data_ptr() == memory for i, t in enumerate(tensors)
+        t.is_contiguous()
+        and t.shape == first.shape
+        and t.storage_offset() == first.storage_offset() + i * step
+        and t.untyped_storage().data_ptr() == memory
+        for i, t in enumerate(tensors)
     )
-    return first.as_strided((len(tensors), *first.shape), (step, *first.stride())) if lie else torch.stack(list(tensors))
+    return (
+        first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
+        if lie
+        else torch.stack(list(tensors))
+    )
 
 
 def _of_packed(
-    values: Tensor, parts: Sequence[WeightState], directions: list[Direction], plan: GemmPlan, dtype: torch.dtype, records: bool
+    values: Tensor,
+    parts: Sequence[WeightState],
+    directions: list[Direction],
+    plan: GemmPlan,
+    dtype: torch.dtype,
+    records: bool,
 ) -> dict[Direction, Operand | _Codes]:
     """Codes of [E, N, K] that no one shards, in one call."""
     resolved = plan.resolved(dtype, values.device)
     coded = [d for d in directions if plan.operand("weight", d).is_quantized]
     lies = lies_transposed(values)
-    values, turned = (values, plan.turned(dtype, values.device)) if lies else (native.rows_of(values), None)
-    made = {} if len(coded) == len(directions) else dict.fromkeys(directions, Operand(values.to(dtype), None, IDENTITY))
+    values, turned = (
+        (values, plan.turned(dtype, values.device)) if lies else (native.rows_of(values), None)
+    )
+    made = (
+        {}
+        if len(coded) == len(directions)
+        else dict.fromkeys(directions, Operand(values.to(dtype), None, IDENTITY))
+    )
     if not coded:
         return made
     seen = plan.compute_dtype or values.dtype
     round_to_bf16 = values.dtype is torch.float32 and seen is torch.bfloat16
     if any(plan.operand("weight", d).tensor_scale for d in coded):
         round_to_bf16 = False
-    histories = [part.delayed_history(d, values.device, plan.weight) for d in plan.weight.delayed_directions for part in parts]
+    histories = [
+        part.delayed_history(d, values.device, plan.weight)
+        for d in plan.weight.delayed_directions
+        for part in parts
+    ]
     given = values if round_to_bf16 else values.to(seen)
     if turned is None:
-        buffers = iter(native.linear_weight(
-            given, resolved.call, ROWWISE in coded, COLUMNWISE in coded, round_to_bf16, [h.enc for h in histories],
-            [h.amaxes for h in histories] if records else [],
-        ))
+        buffers = iter(
+            native.linear_weight(
+                given,
+                resolved.call,
+                ROWWISE in coded,
+                COLUMNWISE in coded,
+                round_to_bf16,
+                [h.enc for h in histories],
+                [h.amaxes for h in histories] if records else [],
+            )
+        )
     else:
         by_direction = codes_of_transposed(given, turned, coded, round_to_bf16)
         buffers = (buffer for d in coded for buffer in by_direction[d])
@@ -220,7 +309,11 @@ def _of_packed(
         is_decoded = has_tensor_amax(fmt, resolved.layouts["weight"][d])
         if fmt.tensor_scale:  # columnwise: all matrices side by side, each from a multiple of 128
             width = data.shape[1] * (2 if is_decoded else 1)
-            shape, strides = ((n, k), (n * k, k)) if d is ROWWISE else ((k, n), (round_up(n, native.TILE), width))
+            shape, strides = (
+                ((n, k), (n * k, k))
+                if d is ROWWISE
+                else ((k, n), (round_up(n, native.TILE), width))
+            )
             view = (experts, *shape), (*strides, 1)
         if is_decoded:
             made[d] = _Codes(data, scale.view(-1, width // fmt.block[1]), next(buffers), fmt, view)
@@ -230,46 +323,70 @@ def _of_packed(
     return made
 
 
-def _of_gathered(weight: QuantizedTensor, direction: Direction, plan: GemmPlan, dtype: torch.dtype) -> Operand | _Codes:
+def _of_gathered(
+    weight: QuantizedTensor, direction: Direction, plan: GemmPlan, dtype: torch.dtype
+) -> Operand | _Codes:
     """Of a weight [E, N, K] that `fully_shard` gathered."""
     slots, layout = weight._slots, plan.resolved(dtype, weight.device).layouts["weight"][direction]
-    in_one = not (slots.shown is None or plan.operand("weight", direction).tensor_scale or plan.weight.is_derived)
+    in_one = not (
+        slots.shown is None
+        or plan.operand("weight", direction).tensor_scale
+        or plan.weight.is_derived
+    )
     in_one = in_one and not code_check.checking
     parts = [QuantizedTensor(slots=part) for part in slots.parts[: 1 if in_one else None]]
-    compact = [gathered_storage(part, direction, plan, COMPACT) for part in parts]  # refuses freed codes and other formats
+    compact = [
+        gathered_storage(part, direction, plan, COMPACT) for part in parts
+    ]  # refuses freed codes and other formats
     if in_one:
-        return operand_of_codes(shown_codes(weight, direction), direction, weight.shape, plan, dtype)
+        return operand_of_codes(
+            shown_codes(weight, direction), direction, weight.shape, plan, dtype
+        )
     return _stacked_operand(to_gemm_operands([(storage, layout) for storage in compact]))
 
 
 def shown_codes(weight: QuantizedTensor, direction: Direction) -> list[Tensor]:
-    """The buffers of a gathered weight [E, N, K] that hold the codes of a direction, each of all matrices."""
+    """The buffers of a gathered weight [E, N, K] that hold the codes of a direction, each of all
+    matrices."""
     shown = weight._slots.shown
     source = direction if f"{direction.value}_data" in shown else ROWWISE
-    return [shown[name] for name in (f"{source.value}_{field}" for field in BUFFERS) if name in shown]
+    return [
+        shown[name] for name in (f"{source.value}_{field}" for field in BUFFERS) if name in shown
+    ]
 
 
 def operand_of_codes(
-    codes: Sequence[Tensor], direction: Direction, shape: Sequence[int], plan: GemmPlan, dtype: torch.dtype
+    codes: Sequence[Tensor],
+    direction: Direction,
+    shape: Sequence[int],
+    plan: GemmPlan,
+    dtype: torch.dtype,
 ) -> Operand:
-    """What products of groups read of a weight [E, N, K] that came as `shown_codes`, with one level of scales."""
+    """What products of groups read of a weight [E, N, K] that came as `shown_codes`, with one level
+    of scales."""
     fmt = plan.operand("weight", direction)
     layout = plan.resolved(dtype, codes[0].device).layouts["weight"][direction]
     data, *scales = (t.unflatten(0, (shape[0], -1)) for t in codes)
     turned = direction is COLUMNWISE
     if layout == ANCHORED:
-        data, scale = native.anchor_codes(data, scales[0], None, data.shape[-1], fmt, direction, turned)
+        data, scale = native.anchor_codes(
+            data, scales[0], None, data.shape[-1], fmt, direction, turned
+        )
         return Operand(data, scale.flatten(), operand_format(fmt, layout))
     if not fmt.is_quantized:
         return Operand(data, None, fmt)
     scale = scales[0]
-    if not fmt.scale_leaves_contraction:  # blocks of 1 x 128 in columns, of 128 x 128 in rows of a multiple of 4
+    if (
+        not fmt.scale_leaves_contraction
+    ):  # blocks of 1 x 128 in columns, of 128 x 128 in rows of a multiple of 4
         scale = scale.mT if turned != (fmt.block[0] == 1) else scale
         scale = F.pad(scale, (0, -scale.shape[-1] % 4))
     return Operand(native.transpose_stack(data) if turned else data, scale.flatten(), fmt)
 
 
-def packed_operand(weight: Tensor, direction: Direction, plan: GemmPlan, dtype: torch.dtype) -> Operand:
+def packed_operand(
+    weight: Tensor, direction: Direction, plan: GemmPlan, dtype: torch.dtype
+) -> Operand:
     """What products of groups read of the values of a weight [E, N, K] without histories."""
     return _values(ExpertWeights([weight], [], False).operands([direction], plan, dtype)[direction])
 
@@ -278,7 +395,8 @@ def packed_operand(weight: Tensor, direction: Direction, plan: GemmPlan, dtype: 
 
 
 def behind(tensors: Sequence[Tensor]) -> Tensor:
-    """torch.cat, aligned to 16 bytes; a view, where tensors of one memory lie so, one behind the other."""
+    """torch.cat, aligned to 16 bytes; a view, where tensors of one memory lie so, one behind the
+    other."""
     there = [t for t in tensors if t.numel()]
     whole = adjoining(there)
     if whole is not None and whole.data_ptr() % 16 == 0:
@@ -286,22 +404,31 @@ def behind(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(there) if len(there) > 1 else there[0].clone()
 
 
-def given_operand(plan: GemmPlan, slot: str, x: QuantizedTensor, direction: Direction, groups: TokenGroups) -> Operand:
-    """Codes of x, a storage a group, as a product of groups reads them: what each group's own operand holds."""
-    storages = [given_storage(plan, slot, QuantizedTensor(slots=part), direction) for part in x._slots.parts]
+def given_operand(
+    plan: GemmPlan, slot: str, x: QuantizedTensor, direction: Direction, groups: TokenGroups
+) -> Operand:
+    """Codes of x, a storage a group, as a product of groups reads them: what each group's own
+    operand holds."""
+    storages = [
+        given_storage(plan, slot, QuantizedTensor(slots=part), direction) for part in x._slots.parts
+    ]
     layout = plan.resolved(x.dtype, x.device).layouts[slot][direction]
     if storages[0].fmt.tensor_scale:
         return _decoded(storages, groups, layout)
     data, first, turned = behind([s.data for s in storages]), storages[0], None
     if first.fmt.is_quantized and direction is COLUMNWISE:
         turned = native.transpose_tokens(data, groups)
-    if first.fmt.scale_leaves_contraction and (direction is COLUMNWISE or first.fmt.block[0] is None):  # one set a group
+    if first.fmt.scale_leaves_contraction and (
+        direction is COLUMNWISE or first.fmt.block[0] is None
+    ):  # one set a group
         scale = torch.cat([s.scale.reshape(-1) for s in storages])
         return Operand(data if turned is None else turned, scale, operand_format(first.fmt, layout))
     whole = Storage(first.fmt, direction, tuple(x.shape), data, None, None, x.dtype)
     if turned is not None:  # scales of tokens of one group, which begins at a tile
         rows = native.TILE // first.fmt.block[1]
-        scale = behind([pad_to(s.scale, rows, 1) if len(s.scale) % rows else s.scale for s in storages])
+        scale = behind(
+            [pad_to(s.scale, rows, 1) if len(s.scale) % rows else s.scale for s in storages]
+        )
         filled = scale.new_zeros(turned.shape[1] // first.fmt.block[1], scale.shape[1])
         filled[: len(scale)] = scale
         whole = whole.with_buffers({"scale": filled}, shape=(turned.shape[1], x.shape[1]))
@@ -317,61 +444,104 @@ def _decoded(storages: Sequence[Storage], groups: TokenGroups, layout: str) -> O
     data, scale = behind([s.data for s in storages]), behind([s.scale for s in storages])
     cols, factors = first.padded_shape[1], native.tensor_decode_scale(amaxes, first.fmt)
     if layout == COMPACT:
-        values, fmt = native.dequantize(data, scale, None, first.fmt, first.direction, cols, 0, torch.bfloat16), IDENTITY
+        values, fmt = (
+            native.dequantize(
+                data, scale, None, first.fmt, first.direction, cols, 0, torch.bfloat16
+            ),
+            IDENTITY,
+        )
     else:
-        values, _ = native.anchor_codes(data, scale, amaxes[:1], cols, first.fmt, first.direction, False, native.OF_TENSOR)
+        values, _ = native.anchor_codes(
+            data, scale, amaxes[:1], cols, first.fmt, first.direction, False, native.OF_TENSOR
+        )
         factors, fmt = factors / FP8_EXACT_OPERAND, operand_format(first.fmt, layout)
     if first.direction is COLUMNWISE:
         group = group_of(groups, values)
-        places = torch.arange(len(values), device=values.device) + (groups.padded - groups.offsets)[group]
-        values = values.new_zeros(len(groups.sources) * native.TILE, cols).index_copy_(0, places, values).t().contiguous()
+        places = (
+            torch.arange(len(values), device=values.device)
+            + (groups.padded - groups.offsets)[group]
+        )
+        values = (
+            values.new_zeros(len(groups.sources) * native.TILE, cols)
+            .index_copy_(0, places, values)
+            .t()
+            .contiguous()
+        )
     return Operand(values, factors, fmt)
 
 
 def _forward_of_codes(
-    x: QuantizedTensor, ends: Tensor, weight: Operand, plan: GemmPlan, save: bool, out_dtype: torch.dtype, tag: int
+    x: QuantizedTensor,
+    ends: Tensor,
+    weight: Operand,
+    plan: GemmPlan,
+    save: bool,
+    out_dtype: torch.dtype,
+    tag: int,
 ) -> tuple[Tensor, TokenGroups, list[Tensor]]:
     """`native.grouped_step` of tokens that came as codes."""
     refuse_codes(x, plan, save)
     groups = native.token_groups(ends, len(x), bad_splits_flag(), tag)
-    y = _product_of_rows(given_operand(plan, "input", x, ROWWISE, groups), weight, groups, out_dtype)
+    y = _product_of_rows(
+        given_operand(plan, "input", x, ROWWISE, groups), weight, groups, out_dtype
+    )
     kept = given_operand(plan, "input", x, COLUMNWISE, groups)[:2] if save else ()
     _count(plan, "fprop", x, groups)
     return y, groups, list(kept)
 
 
 def _backward_of_codes(
-    dy: QuantizedTensor, groups: TokenGroups, weight: Operand | None, saved: Sequence[Tensor], plan: GemmPlan,
-    guard: Tensor | None, beside: Beside,
+    dy: QuantizedTensor,
+    groups: TokenGroups,
+    weight: Operand | None,
+    saved: Sequence[Tensor],
+    plan: GemmPlan,
+    guard: Tensor | None,
+    beside: Beside,
 ) -> tuple[Tensor | None, Tensor | None]:
     """`native.grouped_step_backward` of a gradient that came as codes."""
     dx = dw = None
     if len(saved):
-        a, of_x = given_operand(plan, "grad_output", dy, COLUMNWISE, groups), plan.operand("input", COLUMNWISE)
+        a, of_x = (
+            given_operand(plan, "grad_output", dy, COLUMNWISE, groups),
+            plan.operand("input", COLUMNWISE),
+        )
         if not of_x.is_quantized:
-            dw = torch_compat.grouped_mm(a.data.t(), saved[0].reshape(-1, saved[0].shape[-1]), groups.offsets[1:])
+            dw = torch_compat.grouped_mm(
+                a.data.t(), saved[0].reshape(-1, saved[0].shape[-1]), groups.offsets[1:]
+            )
         else:
             resolved = plan.resolved(dy.dtype, dy.device)
             if plan.saves == "input":
                 given = beside.factors, beside.step, beside.ids
-                saved = native.linear_tokens(saved[0], resolved.call, 0, False, True, guard, groups, *given)
+                saved = native.linear_tokens(
+                    saved[0], resolved.call, 0, False, True, guard, groups, *given
+                )
             if has_tensor_amax(of_x, resolved.layouts["input"][COLUMNWISE]):
                 data, scale, amaxes = saved
                 shape = (len(data), 2 * data.shape[1])
-                b = _Codes(data, scale.view(len(data), -1), amaxes, of_x, (shape, (shape[1], 1))).values()
+                b = _Codes(
+                    data, scale.view(len(data), -1), amaxes, of_x, (shape, (shape[1], 1))
+                ).values()
             else:
                 b = Operand(*saved, read_as(plan, "input", COLUMNWISE, resolved.layouts))
             dw = native.grouped_gemm_wgrad(a, b, groups.padded, out_dtype=dy.dtype)
         _count(plan, "wgrad", dy, groups)
     if weight is not None:
         a = given_operand(plan, "grad_output", dy, ROWWISE, groups)
-        weight = weight if weight.scale is not None else weight._replace(data=weight.data.transpose(1, 2))
+        weight = (
+            weight
+            if weight.scale is not None
+            else weight._replace(data=weight.data.transpose(1, 2))
+        )
         dx = _product_of_rows(a, weight, groups, dy.dtype)
         _count(plan, "dgrad", dy, groups)
     return dx, dw
 
 
-def _product_of_rows(a: Operand, weight: Operand, groups: TokenGroups, dtype: torch.dtype) -> Tensor:
+def _product_of_rows(
+    a: Operand, weight: Operand, groups: TokenGroups, dtype: torch.dtype
+) -> Tensor:
     if a.scale is None:
         return torch_compat.grouped_mm(a.data, weight.data.transpose(1, 2), groups.offsets[1:])
     return native.grouped_gemm(a, weight, groups.offsets, out_dtype=dtype)
@@ -384,12 +554,13 @@ def _count(plan: GemmPlan, name: str, x: Tensor, groups: TokenGroups) -> None:
 
 
 class Beside(NamedTuple):
-    """What experts have beside their operands: histories of the delayed sides of tokens, those of all experts for the first
-    side, then for the next; and what keys random bits.
+    """What experts have beside their operands: histories of the delayed sides of tokens, those of
+    all experts for the first side, then for the next; and what keys random bits.
 
     factors, grad_factors:  of the input, and of the gradient.
     amaxes, grad_amaxes:    where they are recorded; empty: nowhere.
-    step, ids:              int64 [5] (`context.STEP_FIELDS`), and of each expert int64 [3] (`linear_op.slot_ids`).
+    step, ids:              int64 [5] (`context.STEP_FIELDS`), and of each expert int64 [3]
+                            (`linear_op.slot_ids`).
     """
 
     factors: Sequence[Tensor] = ()
@@ -402,9 +573,12 @@ class Beside(NamedTuple):
     @staticmethod
     def of(calls: Sequence[LinearCall]) -> Beside:
         """What the calls of all experts have, side by side."""
-        sides = ([t for side in zip(*of) for t in side] for of in zip(*(
-            (c.factors, c.histories, c.grad_factors, c.grad_histories) for c in calls
-        )))
+        sides = (
+            [t for side in zip(*of) for t in side]
+            for of in zip(
+                *((c.factors, c.histories, c.grad_factors, c.grad_histories) for c in calls)
+            )
+        )
         first = calls[0]
         keyed = first.plan.input.is_stochastic or first.plan.grad_output.is_stochastic
         return Beside(*sides, first.step, [call.ids for call in calls] if keyed else [])
@@ -427,12 +601,26 @@ class GroupedLinearCall(torch.autograd.Function):
         keeps = ctx.needs_input_grad[0] and not weights.are_gathered
         made = weights.operands([ROWWISE, *([COLUMNWISE] if keeps else [])], plan, x.dtype)
         weight, columnwise = _values(made.pop(ROWWISE)), made.get(COLUMNWISE)
-        call, out_dtype = plan.resolved(x.dtype, x.device).call, torch.float32 if biases else x.dtype
+        call, out_dtype = (
+            plan.resolved(x.dtype, x.device).call,
+            torch.float32 if biases else x.dtype,
+        )
         if isinstance(x, QuantizedTensor):
             y, ctx.groups, saved = _forward_of_codes(x, ends, weight, plan, save, out_dtype, tag)
         else:
             y, ctx.groups, saved = native.grouped_step(
-                x, ends, weight, call, save, guard, out_dtype, bad_splits_flag(), tag, beside.factors, beside.amaxes, beside.step,
+                x,
+                ends,
+                weight,
+                call,
+                save,
+                guard,
+                out_dtype,
+                bad_splits_flag(),
+                tag,
+                beside.factors,
+                beside.amaxes,
+                beside.step,
                 beside.ids,
             )
         if biases:
@@ -443,7 +631,11 @@ class GroupedLinearCall(torch.autograd.Function):
         kept = [x] if save and plan.saves == "input" else list(saved)
         own = [] if columnwise is None else [t for t in columnwise if isinstance(t, Tensor)]
         ctx.kept = len(kept)
-        ctx.columnwise = None if columnwise is None else (type(columnwise), [None if isinstance(t, Tensor) else (t,) for t in columnwise])
+        ctx.columnwise = (
+            None
+            if columnwise is None
+            else (type(columnwise), [None if isinstance(t, Tensor) else (t,) for t in columnwise])
+        )
         ctx.save_for_backward(*kept, *own)
         return y
 
@@ -453,17 +645,25 @@ class GroupedLinearCall(torch.autograd.Function):
             refuse_second_derivative(ctx)
         groups, needs, tensors = ctx.groups, ctx.needs_input_grad, ctx.saved_tensors
         first = len(needs) - len(ctx.dtypes)
-        need_x, need_w, need_b = needs[0], any(needs[first : first + ctx.count]), any(needs[first + ctx.count :])
+        need_x, need_w, need_b = (
+            needs[0],
+            any(needs[first : first + ctx.count]),
+            any(needs[first + ctx.count :]),
+        )
         dx, dw, db = None, (), ()
         if need_x or need_w:
             weight = _values(_columnwise_of(ctx, tensors[ctx.kept :], dy.dtype)) if need_x else None
             saved = tensors[: ctx.kept] if need_w else ()
             if isinstance(dy, QuantizedTensor):
-                dx, dw = _backward_of_codes(dy, groups, weight, saved, ctx.plan, ctx.guard, ctx.beside)
+                dx, dw = _backward_of_codes(
+                    dy, groups, weight, saved, ctx.plan, ctx.guard, ctx.beside
+                )
             else:
                 factors, _, *rest = ctx.beside
                 turned = ctx.plan.turns_wgrad and lies_transposed(ctx.weights.tensors[0])
-                dx, dw = native.grouped_step_backward(dy, groups, weight, saved, ctx.call, ctx.guard, factors, *rest, turned)
+                dx, dw = native.grouped_step_backward(
+                    dy, groups, weight, saved, ctx.call, ctx.guard, factors, *rest, turned
+                )
                 dw = dw.mT if turned and need_w else dw
         if need_b:
             db = bias_gradients(groups, dy)
@@ -471,9 +671,15 @@ class GroupedLinearCall(torch.autograd.Function):
         whole = [(g,) if is_packed else g for g in (dw, db) if g is not None and len(g)]
         made = iter([g for of in whole for g in of])
         there = [need_w] * ctx.count + [need_b] * (len(ctx.dtypes) - ctx.count)
-        grads = [next(made).to(dtype) if is_made else None for is_made, dtype in zip(there, ctx.dtypes)]
+        grads = [
+            next(made).to(dtype) if is_made else None for is_made, dtype in zip(there, ctx.dtypes)
+        ]
         none = [None] * (first - 1)
-        return dx if need_x else None, *none, *(g if needed else None for g, needed in zip(grads, needs[first:]))
+        return (
+            dx if need_x else None,
+            *none,
+            *(g if needed else None for g, needed in zip(grads, needs[first:])),
+        )
 
 
 def _columnwise_of(ctx, own: Sequence[Tensor], dtype: torch.dtype) -> Operand | _Codes:
@@ -501,11 +707,16 @@ _WRONG: list[tuple[Tensor, ctypes.c_int64]] = []  # one memory, twice; made for 
 
 
 def bad_splits_flag() -> Tensor:
-    """int64 [1] of the host that devices write: tag << 32 | rows of the last call whose splits were wrong."""
+    """int64 [1] of the host that devices write: tag << 32 | rows of the last call whose splits were
+    wrong."""
     if not _WRONG:
         with torch_compat.outside_inference_mode():
-            made = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=torch.cuda.is_available())
-        _WRONG.append((made, ctypes.c_int64.from_address(made.data_ptr())))  # the latter is read in no time
+            made = torch.zeros(
+                1, dtype=torch.int64, device="cpu", pin_memory=torch.cuda.is_available()
+            )
+        _WRONG.append(
+            (made, ctypes.c_int64.from_address(made.data_ptr()))
+        )  # the latter is read in no time
     return _WRONG[0][0]
 
 

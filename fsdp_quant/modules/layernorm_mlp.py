@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fq.LayerNormMLP`: norm, gate and up, activation, down; each tensor between them is read as often as it must be."""
+"""`fq.LayerNormMLP`: norm, gate and up, activation, down; each tensor between them is read as often
+as it must be."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from ..ops.norm import ACTIVATIONS, Activation
 from ..ops.rng import own_name
 from ..recipe import Recipe
 from .linear import Linear, handed_to, share_input
-from .linear_op import Handed, GatedInput
+from .linear_op import GatedInput, Handed
 from .norm import Norm
 from .norm_op import activate, unmaterialized
 
@@ -23,16 +24,18 @@ from .norm_op import activate, unmaterialized
 class LayerNormMLP(nn.Module):
     """y = down(act(gate(n)) * up(n)), or down(act(up(n))), with n = norm(x).
 
-    activation:  gated "swiglu", "geglu" (erf), "geglu_tanh", "reglu"; or "gelu" (erf), "gelu_tanh", "silu", "relu",
-                 "relu_squared", which have no gate.
+    activation:  gated "swiglu", "geglu" (erf), "geglu_tanh", "reglu"; or "gelu" (erf), "gelu_tanh",
+                 "silu", "relu", "relu_squared", which have no gate.
     residual:    y + x is returned; the gradient of both uses of x is made in one pass.
     return_layernorm_output:  (y, n).
-    recompute:   "gate_up": the backward makes n, gate(n) and up(n) again from x, with the codes and random bits of the
-                 forward, so that between the two x and the operand of down's wgrad are all that is kept.
+    recompute:   "gate_up": the backward makes n, gate(n) and up(n) again from x, with the codes and
+                 random bits of the forward, so that between the two x and the operand of down's
+                 wgrad are all that is kept.
 
-    x and y [.., hidden_size], gate and up [ffn_size, hidden_size], down [hidden_size, ffn_size]. state_dict keys:
-    norm.weight (norm.bias), gate_proj.weight, up_proj.weight, down_proj.weight (and their biases). Gate and up share the
-    codes of n; what the backward keeps is x, those codes, gate(n), up(n), and what the plan says of the product of both.
+    x and y [.., hidden_size], gate and up [ffn_size, hidden_size], down [hidden_size, ffn_size].
+    state_dict keys: norm.weight (norm.bias), gate_proj.weight, up_proj.weight, down_proj.weight
+    (and their biases). Gate and up share the codes of n; what the backward keeps is x, those codes,
+    gate(n), up(n), and what the plan says of the product of both.
 
     Raises ValueError for another activation, normalization or recompute.
 
@@ -41,23 +44,44 @@ class LayerNormMLP(nn.Module):
     """
 
     def __init__(
-        self, hidden_size: int, ffn_size: int, activation: str = "swiglu", bias: bool = False, normalization: str = "RMSNorm",
-        eps: float = 1e-5, zero_centered_gamma: bool = False, residual: bool = False, return_layernorm_output: bool = False,
-        recompute: str | None = None, device=None, dtype=None, *, recipe: Recipe | str | None = None, name: str | None = None,
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        activation: str = "swiglu",
+        bias: bool = False,
+        normalization: str = "RMSNorm",
+        eps: float = 1e-5,
+        zero_centered_gamma: bool = False,
+        residual: bool = False,
+        return_layernorm_output: bool = False,
+        recompute: str | None = None,
+        device=None,
+        dtype=None,
+        *,
+        recipe: Recipe | str | None = None,
+        name: str | None = None,
     ):
         name = own_name(name, "layernorm_mlp")
         super().__init__()
         if activation not in ACTIVATIONS:
-            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+            raise ValueError(
+                f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
+            )
         check_recompute(recompute)
-        self.activation, self.residual, self.return_layernorm_output = activation, residual, return_layernorm_output
+        self.activation, self.residual, self.return_layernorm_output = (
+            activation,
+            residual,
+            return_layernorm_output,
+        )
         self.recompute = recompute
 
         def linear(rows: int, cols: int, part: str) -> Linear:
             return Linear(cols, rows, bias, device, dtype, recipe=recipe, name=f"{name}.{part}")
 
         self.norm = Norm(hidden_size, normalization, eps, zero_centered_gamma, device, dtype)
-        self.gate_proj = linear(ffn_size, hidden_size, "gate_proj") if ACTIVATIONS[activation].gated else None
+        self.gate_proj = (
+            linear(ffn_size, hidden_size, "gate_proj") if ACTIVATIONS[activation].gated else None
+        )
         self.up_proj = linear(ffn_size, hidden_size, "up_proj")
         self.down_proj = linear(hidden_size, ffn_size, "down_proj")
         self._share()
@@ -101,23 +125,38 @@ def check_recompute(recompute: str | None) -> None:
 
 def recomputed(run: Callable, x: Tensor):
     """run(x), of which the backward keeps x and runs the rest again."""
-    return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False) if torch.is_grad_enabled() else run(x)
+    return (
+        checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
+        if torch.is_grad_enabled()
+        else run(x)
+    )
 
 
 def mlp_hidden(
-    x: Tensor, gate: nn.Module | None, up: nn.Module, down: nn.Module, activation: Activation, handed: Handed
+    x: Tensor,
+    gate: nn.Module | None,
+    up: nn.Module,
+    down: nn.Module,
+    activation: Activation,
+    handed: Handed,
 ) -> tuple[Tensor, Handed]:
-    """(act(gate(x)) * up(x), or act(up(x)); what is handed to down with it). Where a gated activation has no gate, the product
-    of up is both, gate(x) beside up(x).
+    """(act(gate(x)) * up(x), or act(up(x)); what is handed to down with it). Where a gated
+    activation has no gate, the product of up is both, gate(x) beside up(x).
 
-    Gate and up share the codes of x. The activation's backward writes the amaxes of their gradients into memory that it and
-    their nodes hold.
+    Gate and up share the codes of x. The activation's backward writes the amaxes of their gradients
+    into memory that it and their nodes hold.
 
     handed:  with x.
     """
     given, rows = handed_to(up, handed), x.numel() // max(x.shape[-1], 1)
     grads: Tensor | None = None
-    if given and native.runs(x) and torch.is_grad_enabled() and rows and (gate is None or handed_to(gate, handed)):
+    if (
+        given
+        and native.runs(x)
+        and torch.is_grad_enabled()
+        and rows
+        and (gate is None or handed_to(gate, handed))
+    ):
         grads = native.new_amaxes(x, rows, up.out_features, 1 if gate is None else 2)
     made = []
     for i, layer in enumerate([up] if gate is None else [gate, up]):
@@ -126,7 +165,12 @@ def mlp_hidden(
     g, u = (made[0], None) if gate is None else made
     packed, kind = activation.gated and u is None, activation.kind
     source = GatedInput(*(g.detach().chunk(2, -1) if packed else (g, u)), kind)
-    if activation.gated and isinstance(down, Linear) and down.can_fuse_activation(source.gate) and norm.runs_whole(g, u):
+    if (
+        activation.gated
+        and isinstance(down, Linear)
+        and down.can_fuse_activation(source.gate)
+        and norm.runs_whole(g, u)
+    ):
         return unmaterialized(g, u, kind, grads, packed), Handed(source=source)
     h, amaxes = activate(g, u, kind, grads, packed)
     return h, Handed(amaxes)

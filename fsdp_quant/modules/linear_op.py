@@ -6,12 +6,13 @@
     backward  dy.rowwise, dy.columnwise = quantize(dy)      dx = gemm(dy.rowwise, w.columnwise)
                                                             dw = gemm(dy.columnwise, x.columnwise)
 
-x [.., K], w [N, K], y [.., N]. A forward quantizes the weight that it multiplies, in both directions where a backward follows;
-the autograd node owns the codes that the backward reads. Under FSDP2 the weight is a `QuantizedTensor` of gathered codes, whose
-columnwise buffers are freed after the forward and filled again before the backward.
+x [.., K], w [N, K], y [.., N]. A forward quantizes the weight that it multiplies, in both
+directions where a backward follows; the autograd node owns the codes that the backward reads. Under
+FSDP2 the weight is a `QuantizedTensor` of gathered codes, whose columnwise buffers are freed after
+the forward and filled again before the backward.
 
-Three executors give the same bytes: the definition here (`Definition`), one compiled call per pass (`native.linear_step`),
-and the functional operators of a traced graph (`traced_linear`).
+Three executors give the same bytes: the definition here (`Definition`), one compiled call per pass
+(`native.linear_step`), and the functional operators of a traced graph (`traced_linear`).
 """
 
 from __future__ import annotations
@@ -62,10 +63,12 @@ class GatedInput(NamedTuple):
 
 @dataclass(eq=False)
 class Handed:
-    """What the module that computed an input hands over with it; it lives as long as that module's forward.
+    """What the module that computed an input hands over with it; it lives as long as that module's
+    forward.
 
     amaxes:  fp32, as the kernel that wrote x left them (`native.amaxes_like`); None: not known.
-    grad_amaxes:  memory for the amaxes of the gradient of y, into which the node that makes that gradient writes them.
+    grad_amaxes:  memory for the amaxes of the gradient of y, into which the node that makes that
+                  gradient writes them.
     source:  where x has a shape and an autograd node, but no values; see `can_fuse_activation`.
     codes:   key -> codes of x, made by the first layer that multiplies it, for the others.
     """
@@ -77,7 +80,8 @@ class Handed:
 
 
 class HandedByInput:
-    """`Handed` of a tensor that several layers of one module read, for the time of that module's forward."""
+    """`Handed` of a tensor that several layers of one module read, for the time of that module's
+    forward."""
 
     def __init__(self):
         self._x: Tensor | None = None
@@ -91,14 +95,18 @@ class HandedByInput:
 
 
 class LinearCall(NamedTuple):
-    """What a call of a layer has besides its tensors: values, and memory in which amaxes are recorded.
+    """What a call of a layer has besides its tensors: values, and memory in which amaxes are
+    recorded.
 
-    state:            the weight's: its name, tensor-parallel group, histories; None: of a plain tensor.
+    state:            the weight's: its name, tensor-parallel group, histories; None: of a plain
+                      tensor.
     save:             the backward needs x.
     records:          amaxes are recorded: in training, and not in a recomputation.
     step, ids:        int64 [5] (`context.STEP_FIELDS`) and [3] (`slot_ids`), which key random bits.
-    guard:            fp32 [3, 2], to which products add what they lost to anchors (`modules.guard`); None: nobody asks.
-    factors, grad_factors:      encode factors fp32 [1] of the delayed sides of the input, and of the gradient.
+    guard:            fp32 [3, 2], to which products add what they lost to anchors
+                      (`modules.guard`); None: nobody asks.
+    factors, grad_factors:      encode factors fp32 [1] of the delayed sides of the input, and of
+                                the gradient.
     histories, grad_histories:  where their amaxes are recorded; empty: nowhere.
     """
 
@@ -114,13 +122,21 @@ class LinearCall(NamedTuple):
     histories: Sequence[Tensor] = ()
     grad_histories: Sequence[Tensor] = ()
 
-    def quantize(self, slot: str, x: Tensor, directions, statistics=None) -> tuple[dict[Direction, Storage], list[Tensor]]:
+    def quantize(
+        self, slot: str, x: Tensor, directions, statistics=None
+    ) -> tuple[dict[Direction, Storage], list[Tensor]]:
         """`quantize_slot` with this call's values."""
         factors = self.factors if slot == "input" else self.grad_factors
-        return quantize_slot(self.plan, slot, x, list(directions), self.step, self.ids, factors, statistics)
+        return quantize_slot(
+            self.plan, slot, x, list(directions), self.step, self.ids, factors, statistics
+        )
 
     def watch(self, resolved: Resolved, product: int) -> Watch | None:
-        return None if self.guard is None else Watch(resolved.watched[product], self.step, self.guard, product)
+        return (
+            None
+            if self.guard is None
+            else Watch(resolved.watched[product], self.step, self.guard, product)
+        )
 
 
 def record(histories: Sequence[Tensor], amaxes: Sequence[Tensor]) -> None:
@@ -137,17 +153,29 @@ def slot_ids(name: str) -> Tensor:
 def slot_key(
     plan: GemmPlan, slot: str, step: Tensor, ids: Tensor, rows: int, after: Tensor | None = None
 ) -> Tensor | None:
-    """Random key of a slot, int64 [5] (`ops.rng.KEY_FIELDS`), or None where nothing is rounded stochastically.
+    """Random key of a slot, int64 [5] (`ops.rng.KEY_FIELDS`), or None where nothing is rounded
+    stochastically.
 
     after:  as in `dispatch.random_key`.
     """
-    return dispatch.random_key(step, ids, SLOTS.index(slot), rows, after) if plan.hybrid(slot).is_stochastic else None
+    return (
+        dispatch.random_key(step, ids, SLOTS.index(slot), rows, after)
+        if plan.hybrid(slot).is_stochastic
+        else None
+    )
 
 
 def slot_storages(
-    plan: GemmPlan, slot: str, x: Tensor, directions: list[Direction], key: Tensor | None, factors: Sequence[Tensor], statistics: dict[Direction, dispatch.Statistics] | None = None,
+    plan: GemmPlan,
+    slot: str,
+    x: Tensor,
+    directions: list[Direction],
+    key: Tensor | None,
+    factors: Sequence[Tensor],
+    statistics: dict[Direction, dispatch.Statistics] | None = None,
 ) -> tuple[dict[Direction, Storage], dict[Direction, Tensor]]:
-    """Storages of an activation or gradient [rows, cols] as its products read them, and the amaxes of its delayed sides.
+    """Storages of an activation or gradient [rows, cols] as its products read them, and the amaxes
+    of its delayed sides.
 
     key:         of its rows (`slot_key`).
     factors:     of its delayed sides, rowwise first.
@@ -156,16 +184,27 @@ def slot_storages(
     hybrid = plan.hybrid(slot)
     layouts = plan.resolved(x.dtype, x.device).layouts[slot] if x.numel() else None
     return hybrid.storages(
-        x, directions, key=key, factors=dict(zip(hybrid.delayed_directions, factors)), layouts=layouts,
+        x,
+        directions,
+        key=key,
+        factors=dict(zip(hybrid.delayed_directions, factors)),
+        layouts=layouts,
         statistics=statistics,
     )
 
 
 def quantize_slot(
-    plan: GemmPlan, slot: str, x: Tensor, directions: list[Direction], step: Tensor, ids: Tensor,
-    factors: list[Tensor], statistics: dict[Direction, dispatch.Statistics] | None = None,
+    plan: GemmPlan,
+    slot: str,
+    x: Tensor,
+    directions: list[Direction],
+    step: Tensor,
+    ids: Tensor,
+    factors: list[Tensor],
+    statistics: dict[Direction, dispatch.Statistics] | None = None,
 ) -> tuple[dict[Direction, Storage], list[Tensor]]:
-    """`slot_storages` with a key of these rows, or of a tensor that came as codes; the amaxes as `record` takes them."""
+    """`slot_storages` with a key of these rows, or of a tensor that came as codes; the amaxes as
+    `record` takes them."""
     if isinstance(x, QuantizedTensor):
         return _given(plan, slot, x, directions), []
     key = slot_key(plan, slot, step, ids, x.shape[0])
@@ -173,7 +212,9 @@ def quantize_slot(
     return made, recorded_amaxes(plan.hybrid(slot), amaxes, x)
 
 
-def _given(plan: GemmPlan, slot: str, x: QuantizedTensor, directions: list[Direction]) -> dict[Direction, Storage]:
+def _given(
+    plan: GemmPlan, slot: str, x: QuantizedTensor, directions: list[Direction]
+) -> dict[Direction, Storage]:
     """Storages of an activation or gradient that came as codes, as its products read them."""
     layouts = plan.resolved(x.dtype, x.device).layouts[slot]
     made = {d: given_storage(plan, slot, x, d) for d in directions}
@@ -181,37 +222,53 @@ def _given(plan: GemmPlan, slot: str, x: QuantizedTensor, directions: list[Direc
 
 
 def given_storage(plan: GemmPlan, slot: str, x: QuantizedTensor, direction: Direction) -> Storage:
-    """The storage of a direction, as it came. Raises ValueError where it is not what the plan would have made."""
+    """The storage of a direction, as it came. Raises ValueError where it is not what the plan would
+    have made."""
     hybrid = plan.hybrid(slot)
     is_encoded = direction in hybrid.encodings
     storage = x.storage_for(direction if is_encoded else ROWWISE)
     storage = storage if is_encoded else hybrid.columnwise_of(storage)
     if storage.fmt != hybrid.side(direction).fmt or hybrid.delayed_directions:
         raise ValueError(
-            f"the {slot} came as {storage.describe()}, and the plan multiplies {hybrid}; quantize it as the layer would "
-            "(delayed scaling: leave it in high precision)"
+            f"the {slot} came as {storage.describe()}, and the plan multiplies {hybrid}; quantize "
+            "it as the layer would (delayed scaling: leave it in high precision)"
         )
     return storage
 
 
-def recorded_amaxes(hybrid: HybridQuantizer, amaxes: dict[Direction, Tensor], x: Tensor) -> list[Tensor]:
-    """The amaxes of the delayed sides of x; a direction that was not needed this time has none: zero."""
-    return [amaxes[d] if d in amaxes else x.new_zeros(1, dtype=torch.float32) for d in hybrid.delayed_directions]
+def recorded_amaxes(
+    hybrid: HybridQuantizer, amaxes: dict[Direction, Tensor], x: Tensor
+) -> list[Tensor]:
+    """The amaxes of the delayed sides of x; a direction that was not needed this time has none:
+    zero."""
+    return [
+        amaxes[d] if d in amaxes else x.new_zeros(1, dtype=torch.float32)
+        for d in hybrid.delayed_directions
+    ]
 
 
 # The weight #
 
-def gathered_storage(weight: QuantizedTensor, direction: Direction, plan: GemmPlan, layout: str) -> Storage:
-    """The codes of a gathered or frozen weight, or of a quantized parameter, as a GEMM reads them."""
+
+def gathered_storage(
+    weight: QuantizedTensor, direction: Direction, plan: GemmPlan, layout: str
+) -> Storage:
+    """The codes of a gathered or frozen weight, or of a quantized parameter, as a GEMM reads
+    them."""
     storage = weight.rowwise if direction is ROWWISE else weight.columnwise
     if storage is None and direction is COLUMNWISE and plan.weight.is_derived:  # frozen
-        return plan.weight.derive_columnwise(weight.storage_for(ROWWISE), plan.compute_dtype).to_gemm_operand(layout)
+        return plan.weight.derive_columnwise(
+            weight.storage_for(ROWWISE), plan.compute_dtype
+        ).to_gemm_operand(layout)
     if storage is not None and storage.fmt != plan.weight.side(direction).fmt:
         raise StaleWeightError(
             f"the gathered weight is {storage.fmt} {direction.value} and the plan multiplies "
-            f"{plan.weight.side(direction).fmt}; change formats with fq.set_recipe, at a step boundary"
+            f"{plan.weight.side(direction).fmt}; change formats with fq.set_recipe, at a step "
+            "boundary"
         )
-    if storage is None and plan.weight.is_derived and type(weight) is QuantizedTensor:  # frozen: rowwise codes are all it holds
+    if (
+        storage is None and plan.weight.is_derived and type(weight) is QuantizedTensor
+    ):  # frozen: rowwise codes are all it holds
         rowwise = weight.storage_for(ROWWISE).to_gemm_operand(COMPACT)
         return plan.weight.derive_columnwise(rowwise, plan.compute_dtype).to_gemm_operand(layout)
     operand = weight.operand_for(direction, layout)
@@ -221,10 +278,15 @@ def gathered_storage(weight: QuantizedTensor, direction: Direction, plan: GemmPl
 
 
 def weight_storages(
-    weight: Tensor, directions: Sequence[Direction], plan: GemmPlan, state: WeightState | None, dtype: torch.dtype,
+    weight: Tensor,
+    directions: Sequence[Direction],
+    plan: GemmPlan,
+    state: WeightState | None,
+    dtype: torch.dtype,
     records: bool = True,
 ) -> dict[Direction, Storage]:
-    """The codes of a weight [N, K] as the GEMMs of `dtype` activations read them: gathered, else made here of its values."""
+    """The codes of a weight [N, K] as the GEMMs of `dtype` activations read them: gathered, else
+    made here of its values."""
     layouts = plan.resolved(dtype, weight.device).layouts["weight"]
     if isinstance(weight, QuantizedTensor):
         return {d: gathered_storage(weight, d, plan, layouts[d]) for d in directions}
@@ -240,26 +302,41 @@ def weight_storages(
     with torch.no_grad():
         return {
             d: held(
-                state, ("whole", d, dtype, layouts[d], records and bool(plan.weight.delayed_directions)), values,
-                lambda d=d: storage_of(plan.weight, d, plan.compute_dtype, encode).to_gemm_operand(layouts[d]),
-            ) for d in directions
+                state,
+                ("whole", d, dtype, layouts[d], records and bool(plan.weight.delayed_directions)),
+                values,
+                lambda d=d: storage_of(plan.weight, d, plan.compute_dtype, encode).to_gemm_operand(
+                    layouts[d]
+                ),
+            )
+            for d in directions
         }
 
 
 def _state_of(state: WeightState | None, plan: GemmPlan, values: Tensor) -> WeightState:
-    """The weight's state, or one of these formats, where the weight has none or a context overrides its recipe."""
+    """The weight's state, or one of these formats, where the weight has none or a context overrides
+    its recipe."""
     if state is not None and state.quantizer == plan.weight:
         return state
-    return WeightState("weight" if state is None else state.name, plan.weight, tuple(values.shape), plan.compute_dtype)
+    return WeightState(
+        "weight" if state is None else state.name,
+        plan.weight,
+        tuple(values.shape),
+        plan.compute_dtype,
+    )
 
 
-def _encode(values: Tensor, direction: Direction, state: WeightState, dtype: torch.dtype, records: bool) -> Storage:
+def _encode(
+    values: Tensor, direction: Direction, state: WeightState, dtype: torch.dtype, records: bool
+) -> Storage:
     encoding, statistics = state.quantizer.encodings[direction], None
     if state.spans_parts and encoding.fmt.spans_tensor:
         (own,) = dispatch.statistics(values, [encoding], dtype=state.encoded_dtype(encoding, dtype))
         (statistics,) = share_over_tensor_group([(encoding, own)], state.tensor_group)
     piece = Piece(state, values, RowCuts((0, values.shape[0])), 0)
-    (encoded,) = encode_shards([Shard(piece, direction, dtype, statistics, None, records)], values.device)
+    (encoded,) = encode_shards(
+        [Shard(piece, direction, dtype, statistics, None, records)], values.device
+    )
     return Storage.of(encoded, encoding, values.shape, dtype)
 
 
@@ -269,10 +346,12 @@ def buffers_of(storage: Storage) -> list[Tensor]:
 
 # One compiled call per pass #
 
+
 class _Operands(NamedTuple):
     """A weight as the compiled call takes it.
 
-    values:      to be quantized inside; else `rowwise` and `columnwise` are the buffers of its codes.
+    values:      to be quantized inside; else `rowwise` and `columnwise` are the buffers of its
+                 codes.
     factors, histories: of the delayed sides of `values`.
     """
 
@@ -284,7 +363,9 @@ class _Operands(NamedTuple):
     columnwise: Sequence[Tensor] = ()
 
 
-def _operands(weight: Tensor, call: LinearCall, resolved: Resolved, dtype: torch.dtype, backward: bool) -> _Operands | None:
+def _operands(
+    weight: Tensor, call: LinearCall, resolved: Resolved, dtype: torch.dtype, backward: bool
+) -> _Operands | None:
     """None where the compiled call cannot be handed what the backward reads.
 
     backward:  dgrad follows.
@@ -294,27 +375,51 @@ def _operands(weight: Tensor, call: LinearCall, resolved: Resolved, dtype: torch
         layouts = resolved.layouts["weight"]
         rowwise = gathered_storage(weight, ROWWISE, plan, layouts[ROWWISE])
         columnwise = _columnwise_buffers(weight, plan, layouts[COLUMNWISE]) if backward else []
-        return None if columnwise is None else _Operands(None, rowwise=buffers_of(rowwise), columnwise=columnwise)
+        return (
+            None
+            if columnwise is None
+            else _Operands(None, rowwise=buffers_of(rowwise), columnwise=columnwise)
+        )
     values = values_of(weight).detach()
     state = _state_of(call.state, plan, values)
-    is_cast = values.dtype is not dtype and not all(plan.weight.side(d).fmt.is_quantized for d in Direction)
+    is_cast = values.dtype is not dtype and not all(
+        plan.weight.side(d).fmt.is_quantized for d in Direction
+    )
     if state.spans_parts or state.held is not None or code_check.checking or is_cast:
         wanted = [ROWWISE, *([COLUMNWISE] if backward else [])]
         made = weight_storages(weight, wanted, plan, call.state, dtype, call.records)
-        return _Operands(None, rowwise=buffers_of(made[ROWWISE]), columnwise=buffers_of(made[COLUMNWISE]) if backward else ())
+        return _Operands(
+            None,
+            rowwise=buffers_of(made[ROWWISE]),
+            columnwise=buffers_of(made[COLUMNWISE]) if backward else (),
+        )
     seen = plan.compute_dtype or values.dtype
     round_to_bf16 = values.dtype is torch.float32 and seen is torch.bfloat16
-    histories = [state.delayed_history(d, values.device, plan.weight) for d in plan.weight.delayed_directions]
-    coded = [d for d in ((ROWWISE, COLUMNWISE) if backward else (ROWWISE,)) if plan.operand("weight", d).is_quantized]
+    histories = [
+        state.delayed_history(d, values.device, plan.weight) for d in plan.weight.delayed_directions
+    ]
+    coded = [
+        d
+        for d in ((ROWWISE, COLUMNWISE) if backward else (ROWWISE,))
+        if plan.operand("weight", d).is_quantized
+    ]
     for d in coded:
         if d in plan.weight.encodings:
             counters.add("weight encode", (state.name, d.value))
     turned = plan.turned(dtype, values.device) if coded and lies_transposed(values) else None
     if turned is not None:
-        made = codes_of_transposed(values if round_to_bf16 else values.to(seen), turned, coded, round_to_bf16)
-        return _Operands(None, rowwise=made.get(ROWWISE, [values]), columnwise=made.get(COLUMNWISE, [values]) if backward else ())
+        made = codes_of_transposed(
+            values if round_to_bf16 else values.to(seen), turned, coded, round_to_bf16
+        )
+        return _Operands(
+            None,
+            rowwise=made.get(ROWWISE, [values]),
+            columnwise=made.get(COLUMNWISE, [values]) if backward else (),
+        )
     return _Operands(
-        values if round_to_bf16 else values.to(seen), round_to_bf16, [h.enc for h in histories],
+        values if round_to_bf16 else values.to(seen),
+        round_to_bf16,
+        [h.enc for h in histories],
         [h.amaxes for h in histories] if call.records else [],
     )
 
@@ -327,17 +432,23 @@ def lies_transposed(weight: Tensor) -> bool:
 def codes_of_transposed(
     weight: Tensor, call: int, directions: Sequence[Direction], round_to_bf16: bool
 ) -> dict[Direction, list[Tensor]]:
-    """(data, scale) per direction of a weight that `lies_transposed`, as `native.linear_weight` makes them.
+    """(data, scale) per direction of a weight that `lies_transposed`, as `native.linear_weight`
+    makes them.
 
     call:  `GemmPlan.turned`.
     """
-    made = native.linear_weight(weight.mT, call, COLUMNWISE in directions, ROWWISE in directions, round_to_bf16, [], [])
+    made = native.linear_weight(
+        weight.mT, call, COLUMNWISE in directions, ROWWISE in directions, round_to_bf16, [], []
+    )
     of = {COLUMNWISE: made[:2], ROWWISE: made[-2:]}
     return {d: of[d] for d in directions}
 
 
-def _columnwise_buffers(weight: QuantizedTensor, plan: GemmPlan, layout: str) -> list[Tensor] | None:
-    """The memory in which the backward will find the codes that dgrad reads; FSDP2 may have freed it until then."""
+def _columnwise_buffers(
+    weight: QuantizedTensor, plan: GemmPlan, layout: str
+) -> list[Tensor] | None:
+    """The memory in which the backward will find the codes that dgrad reads; FSDP2 may have freed
+    it until then."""
     slots = weight._slots
     kept = slots.laid_out.get((COLUMNWISE, layout)) or slots.columnwise
     if kept is not None and (kept.layout == layout or not kept.fmt.is_quantized):
@@ -349,36 +460,76 @@ def _columnwise_buffers(weight: QuantizedTensor, plan: GemmPlan, layout: str) ->
 
 def _is_one_call(resolved: Resolved, x: Tensor, n: int, bias: Tensor | None = None) -> bool:
     """The compiled call takes x [.., cols] and the other operand's n rows as they are."""
-    if resolved.call is None or type(x) not in (Tensor, Parameter) or not (bias is None or bias.dtype is x.dtype):
+    if (
+        resolved.call is None
+        or type(x) not in (Tensor, Parameter)
+        or not (bias is None or bias.dtype is x.dtype)
+    ):
         return False
     size, cols = x.numel(), x.shape[-1]
     return size != 0 and not any(length % resolved.multiple for length in (cols, n, size // cols))
 
 
 def can_fuse_activation(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan) -> bool:
-    """`linear` may be handed a source instead of x: it is one call, which neither multiplies nor keeps x itself."""
+    """`linear` may be handed a source instead of x: it is one call, which neither multiplies nor
+    keeps x itself."""
     return (
-        not torch_compat.dispatch_is_watched() and plan.saves != "input" and plan.input.rowwise.fmt.is_quantized
+        not torch_compat.dispatch_is_watched()
+        and plan.saves != "input"
+        and plan.input.rowwise.fmt.is_quantized
         and _is_one_call(plan.resolved(x.dtype, x.device), x, weight.shape[0], bias)
     )
 
 
 def _compiled(
-    x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, resolved: Resolved, operands: _Operands, handed: Handed
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    call: LinearCall,
+    resolved: Resolved,
+    operands: _Operands,
+    handed: Handed,
 ) -> Tensor:
     """y with its autograd node, in one call."""
     key = None
     if resolved.shared is not None:  # codes of one history serve its layers alone
         key = (resolved.shared, call.save, bool(call.histories), *map(id, call.factors))
     codes = handed.codes.get(key)
-    if codes is None and handed.source is not None:  # x is freed before codes of the weight are made
+    if (
+        codes is None and handed.source is not None
+    ):  # x is freed before codes of the weight are made
         codes = native.linear_gated(
-            *handed.source, resolved.call, call.save, call.step, call.ids, call.guard, call.factors, call.histories
+            *handed.source,
+            resolved.call,
+            call.save,
+            call.step,
+            call.ids,
+            call.guard,
+            call.factors,
+            call.histories,
         )
     y, *made = native.linear_step(
-        x, weight, bias, operands.values, operands.rowwise, operands.columnwise, resolved.call, operands.round_to_bf16,
-        call.save, call.step, call.ids, call.guard, call.factors, call.grad_factors, operands.factors, call.histories,
-        call.grad_histories, operands.histories, codes or [], handed.amaxes, handed.grad_amaxes,
+        x,
+        weight,
+        bias,
+        operands.values,
+        operands.rowwise,
+        operands.columnwise,
+        resolved.call,
+        operands.round_to_bf16,
+        call.save,
+        call.step,
+        call.ids,
+        call.guard,
+        call.factors,
+        call.grad_factors,
+        operands.factors,
+        call.histories,
+        call.grad_histories,
+        operands.histories,
+        codes or [],
+        handed.amaxes,
+        handed.grad_amaxes,
     )
     if key is not None and codes is None:
         handed.codes[key] = made
@@ -386,6 +537,7 @@ def _compiled(
 
 
 # The definition #
+
 
 def multiply(
     x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, backward: bool
@@ -398,11 +550,22 @@ def multiply(
     refuse_codes(x, plan, call.save)
     resolved = plan.resolved(x.dtype, x.device)
     saved = resolved.saved if call.save and plan.saves != "input" else None
-    made, amaxes = call.quantize("input", x2, [ROWWISE, *([COLUMNWISE] if saved is COLUMNWISE else [])])
+    made, amaxes = call.quantize(
+        "input", x2, [ROWWISE, *([COLUMNWISE] if saved is COLUMNWISE else [])]
+    )
     both = backward and not isinstance(weight, QuantizedTensor)
-    w = weight_storages(weight, [ROWWISE, *([COLUMNWISE] if both else [])], plan, call.state, x.dtype, call.records)
+    w = weight_storages(
+        weight, [ROWWISE, *([COLUMNWISE] if both else [])], plan, call.state, x.dtype, call.records
+    )
     y = x.new_empty(*x.shape[:-1], weight.shape[0])
-    gemm(made[ROWWISE], w[ROWWISE], out=y.view(-1, y.shape[-1]), bias=bias, domain=resolved.domains[0], watch=call.watch(resolved, 0))
+    gemm(
+        made[ROWWISE],
+        w[ROWWISE],
+        out=y.view(-1, y.shape[-1]),
+        bias=bias,
+        domain=resolved.domains[0],
+        watch=call.watch(resolved, 0),
+    )
     record(call.histories, amaxes)  # nothing can be refused any more
     return y, [] if saved is None else buffers_of(made[saved]), w.get(COLUMNWISE)
 
@@ -410,11 +573,19 @@ def multiply(
 def refuse_codes(x: Tensor, plan: GemmPlan, save: bool) -> None:
     """Raise ValueError for an input that came as codes, where the backward reads its values."""
     if save and plan.saves == "input" and isinstance(x, QuantizedTensor):
-        raise ValueError("the backward reads the input in high precision, and it came as codes; give it in high precision")
+        raise ValueError(
+            "the backward reads the input in high precision, and it came as codes; give it in high "
+            "precision"
+        )
 
 
 def storage_over(
-    buffers: Sequence[Tensor], fmt: Format, direction: Direction, shape: tuple[int, int], dtype: torch.dtype, layout: str
+    buffers: Sequence[Tensor],
+    fmt: Format,
+    direction: Direction,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    layout: str,
 ) -> Storage:
     """The storage whose `buffers_of` these are."""
     has = {"data": True, "scale": fmt.has_scales, "tensor_amax": has_tensor_amax(fmt, layout)}
@@ -422,16 +593,23 @@ def storage_over(
     return Storage(fmt, direction, shape, **fields, dtype=dtype, layout=layout)
 
 
-def saved_columnwise(plan: GemmPlan, saved: list[Tensor], shape, dy: Tensor, step, ids, factors) -> Storage:
+def saved_columnwise(
+    plan: GemmPlan, saved: list[Tensor], shape, dy: Tensor, step, ids, factors
+) -> Storage:
     """The columnwise storage of the input [M, K], from what the plan saved."""
     if plan.saves == "input":
         x = saved[0].reshape(shape)
         return quantize_slot(plan, "input", x, [COLUMNWISE], step, ids, factors)[0][COLUMNWISE]
-    return columnwise_of_saved(plan, saved, shape, dy, lambda: slot_key(plan, "input", step, ids, shape[0]))
+    return columnwise_of_saved(
+        plan, saved, shape, dy, lambda: slot_key(plan, "input", step, ids, shape[0])
+    )
 
 
-def columnwise_of_saved(plan: GemmPlan, saved: list[Tensor], shape, dy: Tensor, key: Callable[[], Tensor | None]) -> Storage:
-    """The columnwise storage of the input [M, K], from the codes that the plan saved. key: of the input's rows."""
+def columnwise_of_saved(
+    plan: GemmPlan, saved: list[Tensor], shape, dy: Tensor, key: Callable[[], Tensor | None]
+) -> Storage:
+    """The columnwise storage of the input [M, K], from the codes that the plan saved. key: of the
+    input's rows."""
     hybrid, dtype, resolved = plan.input, dy.dtype, plan.resolved(dy.dtype, dy.device)
     direction = resolved.saved
     fmt, laid_out = hybrid.side(direction).fmt, resolved.layouts["input"][direction]
@@ -445,13 +623,21 @@ def columnwise_of_saved(plan: GemmPlan, saved: list[Tensor], shape, dy: Tensor, 
 
 
 def bias_gradient(plan: GemmPlan, dy: Tensor, directions: list[Direction]) -> Tensor:
-    """Sum over the tokens of dy [M, N]; where dy is quantized too, in the order of the kernels that do both in one read."""
+    """Sum over the tokens of dy [M, N]; where dy is quantized too, in the order of the kernels that
+    do both in one read."""
     quantized = any(plan.grad_output.side(d).fmt.is_quantized for d in directions)
-    return dispatch.column_sums(dy) if quantized and not isinstance(dy, QuantizedTensor) else dy.sum(0)
+    return (
+        dispatch.column_sums(dy) if quantized and not isinstance(dy, QuantizedTensor) else dy.sum(0)
+    )
 
 
 def multiply_backward(
-    dy: Tensor, weight: Tensor, columnwise: Storage | None, saved: list[Tensor], call: LinearCall, needs: Sequence[bool]
+    dy: Tensor,
+    weight: Tensor,
+    columnwise: Storage | None,
+    saved: list[Tensor],
+    call: LinearCall,
+    needs: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dx, dw, db; None where `needs` (of x, weight, bias) says so.
 
@@ -465,18 +651,34 @@ def multiply_backward(
     db = bias_gradient(plan, dy2, directions) if need_b else None
     made, amaxes = call.quantize("grad_output", dy2, directions) if directions else ({}, [])
     if need_x:
-        w = columnwise or weight_storages(weight, [COLUMNWISE], plan, call.state, dy.dtype)[COLUMNWISE]
+        w = (
+            columnwise
+            or weight_storages(weight, [COLUMNWISE], plan, call.state, dy.dtype)[COLUMNWISE]
+        )
         dx = dy.new_empty(*dy.shape[:-1], k)
-        gemm(made[ROWWISE], w, out=dx.view(-1, k), domain=resolved.domains[1], watch=call.watch(resolved, 1))
+        gemm(
+            made[ROWWISE],
+            w,
+            out=dx.view(-1, k),
+            domain=resolved.domains[1],
+            watch=call.watch(resolved, 1),
+        )
     if need_w:
         x = saved_columnwise(plan, saved, (dy2.shape[0], k), dy, call.step, call.ids, call.factors)
-        dw = gemm(made[COLUMNWISE], x, out_dtype=dy.dtype, domain=resolved.domains[2], watch=call.watch(resolved, 2))
+        dw = gemm(
+            made[COLUMNWISE],
+            x,
+            out_dtype=dy.dtype,
+            domain=resolved.domains[2],
+            watch=call.watch(resolved, 2),
+        )
     record(call.grad_histories, amaxes)
     return dx, dw, db
 
 
 class _Kept:
-    """What the definition's forward leaves for its backward (an object, which torch.func passes on as it is).
+    """What the definition's forward leaves for its backward (an object, which torch.func passes on
+    as it is).
 
     saved: of x. columnwise: codes of the weight; None: it is gathered.
     """
@@ -486,7 +688,8 @@ class _Kept:
 
 
 class Definition(torch.autograd.Function):
-    """The operator in Python: what the compiled call and traced graphs are compared with, and what they do not take."""
+    """The operator in Python: what the compiled call and traced graphs are compared with, and what
+    they do not take."""
 
     @staticmethod
     def forward(x, weight, bias, call, backward, kept):
@@ -508,22 +711,38 @@ class Definition(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         run = _Gradients.apply if torch.is_grad_enabled() else _Gradients.forward
-        rest = ctx.weight, ctx.call, ctx.layout, ctx.count, ctx.bias_dtype, tuple(ctx.needs_input_grad[:3])
+        rest = (
+            ctx.weight,
+            ctx.call,
+            ctx.layout,
+            ctx.count,
+            ctx.bias_dtype,
+            tuple(ctx.needs_input_grad[:3]),
+        )
         return *run(dy, *rest, *ctx.saved_tensors), None, None, None
 
 
 class _Gradients(torch.autograd.Function):
-    """dx, dw and db of the definition; an operator of its own under create_graph and torch.func, without a derivative."""
+    """dx, dw and db of the definition; an operator of its own under create_graph and torch.func,
+    without a derivative."""
 
     @staticmethod
     def forward(dy, weight, call, layout, count, bias_dtype, needs, *tensors):
         columnwise = None
         if layout is not None:
             fmt = call.plan.operand("weight", COLUMNWISE)
-            columnwise = storage_over(tensors[count:], fmt, COLUMNWISE, tuple(weight.shape), dy.dtype, layout)
+            columnwise = storage_over(
+                tensors[count:], fmt, COLUMNWISE, tuple(weight.shape), dy.dtype, layout
+            )
         with torch.autocast(dy.device.type, enabled=False):
-            dx, dw, db = multiply_backward(dy, weight, columnwise, list(tensors[:count]), call, needs)
-        return dx, None if dw is None else dw.to(weight.dtype), None if db is None else db.to(bias_dtype)
+            dx, dw, db = multiply_backward(
+                dy, weight, columnwise, list(tensors[:count]), call, needs
+            )
+        return (
+            dx,
+            None if dw is None else dw.to(weight.dtype),
+            None if db is None else db.to(bias_dtype),
+        )
 
     @staticmethod
     def setup_context(ctx, inputs, outputs):
@@ -534,10 +753,13 @@ class _Gradients(torch.autograd.Function):
         refuse_second_derivative(ctx)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, handed: Handed | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, handed: Handed | None = None
+) -> Tensor:
     """y = x w^T + b, in one compiled call where it takes the operands.
 
-    The backward of a quantized parameter raises StaleWeightError where it was written since: its codes are written in place.
+    The backward of a quantized parameter raises StaleWeightError where it was written since: its
+    codes are written in place.
     """
     backward = torch.is_grad_enabled() and x.requires_grad
     y = _product(x, weight, bias, call, backward, handed or Handed())
@@ -547,7 +769,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, han
 
 
 class _RefuseWritten:
-    """A hook of the node that will read the codes of a quantized parameter: they must be those of the forward."""
+    """A hook of the node that will read the codes of a quantized parameter: they must be those of
+    the forward."""
 
     def __init__(self, weight: QuantizedWeight):
         self._weight, self._version = weight, weight.version
@@ -555,8 +778,9 @@ class _RefuseWritten:
     def __call__(self, grads) -> None:
         if self._weight.version != self._version:
             raise StaleWeightError(
-                f"{self._weight.state.name}, a quantized parameter, was written between the forward and the backward, so its "
-                "codes are others than those that the forward multiplied; step the optimizer after the backward"
+                f"{self._weight.state.name}, a quantized parameter, was written between the "
+                "forward and the backward, so its codes are others than those that the forward "
+                "multiplied; step the optimizer after the backward"
             )
 
 
@@ -570,14 +794,16 @@ def _product(
         if operands is not None:
             return _compiled(x, weight, bias, call, resolved, operands, handed)
     if handed.source is not None:
-        raise ValueError("the input of this layer was not made, as one call was to make it; see takes_source")
+        raise ValueError(
+            "the input of this layer was not made, as one call was to make it; see takes_source"
+        )
     return Definition.apply(x, weight, bias, call, backward, _Kept())
 
 
 def refuse_second_derivative(ctx, *grads):
     raise NotImplementedError(
-        "fq.Linear has no second derivative: the backward multiplies quantized operands; leave the layers of a gradient "
-        "penalty out of fq.convert"
+        "fq.Linear has no second derivative: the backward multiplies quantized operands; leave the "
+        "layers of a gradient penalty out of fq.convert"
     )
 
 

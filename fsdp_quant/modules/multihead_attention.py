@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`MultiheadAttention`: torch's attention, whose projections are products of a recipe.
 
-q, k and v of self-attention are one product with `in_proj_weight` [3 E, E], by a layer that is no module of the tree; the
-module keeps its class, its parameters and their names. Attention of a query to other keys and values multiplies parts of
-that weight, in high precision. `out_proj` is an `fq.Linear`. `fully_shard` gathers `in_proj_weight` in high precision.
+q, k and v of self-attention are one product with `in_proj_weight` [3 E, E], by a layer that is no
+module of the tree; the module keeps its class, its parameters and their names. Attention of a query
+to other keys and values multiplies parts of that weight, in high precision. `out_proj` is an
+`fq.Linear`. `fully_shard` gathers `in_proj_weight` in high precision.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ class _Projection:
 
 
 def _project(x: Tensor, weight: Tensor | _Projection, bias: Tensor | None = None) -> Tensor:
-    return weight.layer.times(x, weight.weight, bias) if isinstance(weight, _Projection) else F.linear(x, weight, bias)
+    return (
+        weight.layer.times(x, weight.weight, bias)
+        if isinstance(weight, _Projection)
+        else F.linear(x, weight, bias)
+    )
 
 
 _attend = torch_compat.multi_head_attention_over(_project)
@@ -42,17 +47,29 @@ class MultiheadAttention(TransposedLinear):
     source = "in_proj_weight"
 
     def read(self) -> Tensor:
-        return self.in_proj_weight.view_as(self.in_proj_weight)  # no parameter of `fully_shard`, which gathers those as codes
+        return self.in_proj_weight.view_as(
+            self.in_proj_weight
+        )  # no parameter of `fully_shard`, which gathers those as codes
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None, need_weights: bool = True,
-        attn_mask: Tensor | None = None, average_attn_weights: bool = True, is_causal: bool = False,
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As of nn.MultiheadAttention; nested tensors, which only its inference has, are refused by torch."""
+        """As of nn.MultiheadAttention; nested tensors, which only its inference has, are refused by
+        torch."""
         is_batched = query.dim() == 3
 
         def turned(x: Tensor) -> Tensor:
-            return x.unsqueeze(1) if not is_batched else x.transpose(0, 1) if self.batch_first else x
+            return (
+                x.unsqueeze(1) if not is_batched else x.transpose(0, 1) if self.batch_first else x
+            )
 
         q = turned(query)  # one tensor stays one
         k = q if key is query else turned(key)
@@ -61,11 +78,25 @@ class MultiheadAttention(TransposedLinear):
             key_padding_mask = key_padding_mask.unsqueeze(0)
         out = self.out_proj
         y, weights = _attend(
-            q, k, v, self.embed_dim, self.num_heads, _Projection(self.train_as_this(), self.read()),
-            self.in_proj_bias, self.bias_k, self.bias_v, self.add_zero_attn, self.dropout,
-            _Projection(out, out.weight) if isinstance(out, Linear) else out.weight, out.bias, training=self.training,
-            key_padding_mask=key_padding_mask, need_weights=need_weights, attn_mask=attn_mask,
-            average_attn_weights=average_attn_weights, is_causal=is_causal,
+            q,
+            k,
+            v,
+            self.embed_dim,
+            self.num_heads,
+            _Projection(self.train_as_this(), self.read()),
+            self.in_proj_bias,
+            self.bias_k,
+            self.bias_v,
+            self.add_zero_attn,
+            self.dropout,
+            _Projection(out, out.weight) if isinstance(out, Linear) else out.weight,
+            out.bias,
+            training=self.training,
+            key_padding_mask=key_padding_mask,
+            need_weights=need_weights,
+            attn_mask=attn_mask,
+            average_attn_weights=average_attn_weights,
+            is_causal=is_causal,
         )
         if not is_batched:
             return y.squeeze(1), None if weights is None else weights.squeeze(0)
@@ -75,6 +106,7 @@ class MultiheadAttention(TransposedLinear):
 def is_attention(module: nn.Module) -> bool:
     """torch's attention with one packed weight, which was not converted."""
     return (
-        isinstance(module, nn.MultiheadAttention) and type(module).forward is nn.MultiheadAttention.forward
+        isinstance(module, nn.MultiheadAttention)
+        and type(module).forward is nn.MultiheadAttention.forward
         and module.in_proj_weight is not None
     )

@@ -15,9 +15,12 @@ from .norm_op import normalize
 
 
 def takes(x: Tensor, parameters: Sequence[Tensor | None]) -> bool:
-    """The kernel norms x with these: plain tensors, of its width and dtype, outside torch.autocast."""
+    """The kernel norms x with these: plain tensors, of its width and dtype, outside
+    torch.autocast."""
     plain = not any(isinstance(t, DTensor) for t in (x, *parameters))
-    mine = plain and all(p is None or (p.dtype is x.dtype and p.shape == x.shape[-1:]) for p in parameters)
+    mine = plain and all(
+        p is None or (p.dtype is x.dtype and p.shape == x.shape[-1:]) for p in parameters
+    )
     return mine and not torch.is_autocast_enabled(x.device.type)
 
 
@@ -27,25 +30,34 @@ class Norm(nn.Module):
     normalization:        "RMSNorm" (no mean, no beta) or "LayerNorm".
     zero_centered_gamma:  gamma is 1 + weight, and weight starts at 0.
 
-    weight (and bias) [dim]; state_dict keys are those of torch's modules. x [.., dim], any floating dtype; under
-    torch.autocast, and where x has another dtype than the weight, torch's own norm runs. Raises ValueError for another
-    normalization, or an x of another width.
+    weight (and bias) [dim]; state_dict keys are those of torch's modules. x [.., dim], any floating
+    dtype; under torch.autocast, and where x has another dtype than the weight, torch's own norm
+    runs. Raises ValueError for another normalization, or an x of another width.
 
     >>> fq.Norm(64)(torch.ones(2, 64)).shape
     torch.Size([2, 64])
     """
 
     def __init__(
-        self, dim: int, normalization: str = "RMSNorm", eps: float = 1e-5, zero_centered_gamma: bool = False, device=None,
+        self,
+        dim: int,
+        normalization: str = "RMSNorm",
+        eps: float = 1e-5,
+        zero_centered_gamma: bool = False,
+        device=None,
         dtype=None,
     ):
         super().__init__()
         if normalization not in ("RMSNorm", "LayerNorm"):
-            raise ValueError(f"normalization must be 'RMSNorm' or 'LayerNorm', got {normalization!r}")
+            raise ValueError(
+                f"normalization must be 'RMSNorm' or 'LayerNorm', got {normalization!r}"
+            )
         self.normalization = normalization
         self.spec = NormSpec(float(eps), normalization == "LayerNorm", bool(zero_centered_gamma))
         self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
-        self.register_parameter("bias", nn.Parameter(torch.empty_like(self.weight)) if self.spec.centred else None)
+        self.register_parameter(
+            "bias", nn.Parameter(torch.empty_like(self.weight)) if self.spec.centred else None
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -57,9 +69,13 @@ class Norm(nn.Module):
         return self.forward_with_input(x)[0]
 
     def forward_with_input(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(norm of x, x, amax of the norm or None): the second in the place of x makes one pass of both gradients."""
+        """(norm of x, x, amax of the norm or None): the second in the place of x makes one pass of
+        both gradients."""
         if x.shape[-1] != self.weight.shape[0]:
-            raise ValueError(f"{self.normalization}: input is {list(x.shape)}, its last dim must be {self.weight.shape[0]}")
+            raise ValueError(
+                f"{self.normalization}: input is {list(x.shape)}, its last dim must be "
+                f"{self.weight.shape[0]}"
+            )
         if not takes(x, (self.weight, self.bias)):
             return self._by_torch(x), x, None
         return normalize(x, self.weight, self.bias, self.spec)

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms and activations with their autograd: what stands between the linear operators of a fused module.
+"""Norms and activations with their autograd: what stands between the linear operators of a fused
+module.
 
     normalize   y = norm(x) * gamma + beta      saves x, gamma, rstd (and mean)
-    activate    h = act(g), or act(g) * u       saves g and u, or the tensor whose halves they are; act(g) and h are made again
+    activate    h = act(g), or act(g) * u       saves g and u, or the tensor whose halves they are;
+                                                act(g) and h are made again
     deferred    the same, without values: whoever reads h makes them
 
-Where kernels run, `native.activate` is the node of both: its backward writes the gradients of g and u over them, where the
-graph is not kept and nobody else has their memory.
+Where kernels run, `native.activate` is the node of both: its backward writes the gradients of g and
+u over them, where the graph is not kept and nobody else has their memory.
 
-A kernel that writes a tensor that is quantized next gives its amaxes too: as a result, which a fused module hands to the layer
-behind, or in the backward into memory that the module has handed to both nodes. Compiled graphs get the operators that these
-nodes call while they are traced.
+A kernel that writes a tensor that is quantized next gives its amaxes too: as a result, which a
+fused module hands to the layer behind, or in the backward into memory that the module has handed to
+both nodes. Compiled graphs get the operators that these nodes call while they are traced.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from ..tensor import torch_compat
 
 
 class _Normalize(torch.autograd.Function):
-    """(y, x, amax of y or None): the second output is x itself, whose gradient is added to that of y's in one pass."""
+    """(y, x, amax of y or None): the second output is x itself, whose gradient is added to that of
+    y's in one pass."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, spec):
@@ -52,12 +55,13 @@ class _Normalize(torch.autograd.Function):
             dx, dweight, dbias = (next(made) if needed else None for needed in needs)
             return dx if residual is None else residual + dx, dweight, dbias, None
         with _tracing():
-            dx, dweight, dbias, _ = norm.norm_backward(dy, x, weight, bias, residual, rstd, mean, ctx.spec)
+            dx, dweight, dbias, _ = norm.norm_backward(
+                dy, x, weight, bias, residual, rstd, mean, ctx.spec
+            )
         return dx, dweight, dbias, None
 
 
 class _Activate(torch.autograd.Function):
-
     @staticmethod
     def forward(ctx, g, u, kind, grad_amaxes):
         ctx.save_for_backward(g, u)
@@ -70,13 +74,18 @@ class _Activate(torch.autograd.Function):
     def backward(ctx, dh):
         with _tracing():
             dg, du, amaxes = norm.activation_backward(dh, *ctx.saved_tensors, ctx.kind)
-        if ctx.grad_amaxes is not None and amaxes is not None:  # else no layer reads them either: see `activate`
+        if (
+            ctx.grad_amaxes is not None and amaxes is not None
+        ):  # else no layer reads them either: see `activate`
             ctx.grad_amaxes.copy_(torch.stack(amaxes))
         return dg, du, None, None
 
 
-def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(y, x, amax of y or None): use the second in the place of x where both are used, as in x + f(y)."""
+def normalize(
+    x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(y, x, amax of y or None): use the second in the place of x where both are used, as in x +
+    f(y)."""
     if torch.compiler.is_compiling():
         return _traced_norm(x, weight, bias, *spec), x, None
     return _Normalize.apply(x, weight, bias, spec)
@@ -87,11 +96,15 @@ def activate(
 ) -> tuple[Tensor, Tensor | None]:
     """(act(g), or act(g) * u; its amaxes, or None where no kernel makes it).
 
-    grad_amaxes:  fp32 [1 or 2, n] (`native.new_amaxes`): the backward writes the amaxes of the gradients of g and u there; not
-                  where g is no product of a compiled call: then its layer reads none.
-    packed:       g [.., 2 F] is g beside u, which is None; its gradient is one tensor, of which the kernel writes both halves.
+    grad_amaxes:  fp32 [1 or 2, n] (`native.new_amaxes`): the backward writes the amaxes of the
+                  gradients of g and u there; not where g is no product of a compiled call: then its
+                  layer reads none.
+    packed:       g [.., 2 F] is g beside u, which is None; its gradient is one tensor, of which the
+                  kernel writes both halves.
     """
-    if packed and (g.shape[-1] % 16 or torch_compat.dispatch_is_watched() or not norm.runs_whole(g)):
+    if packed and (
+        g.shape[-1] % 16 or torch_compat.dispatch_is_watched() or not norm.runs_whole(g)
+    ):
         return activate(*g.chunk(2, -1), kind)
     if torch.compiler.is_compiling():
         return _traced_activation(g, u, kind), None
@@ -105,12 +118,13 @@ def activate(
 def unmaterialized(
     g: Tensor, u: Tensor | None, kind: int, grad_amaxes: Tensor | None = None, packed: bool = False
 ) -> Tensor:
-    """`activate` of which only the shape and the gradient are wanted (`norm.runs_whole`): the values are made where they are
-    quantized."""
+    """`activate` of which only the shape and the gradient are wanted (`norm.runs_whole`): the
+    values are made where they are quantized."""
     return native.activate(g, u, kind, grad_amaxes, unmaterialized=True, packed=packed)[0]
 
 
 # What graphs hold: the operators that these call while they are traced #
+
 
 def _tracing():
     return opaque.tracing() if torch_compat.dispatch_is_watched() else contextlib.nullcontext()
@@ -118,7 +132,13 @@ def _tracing():
 
 @torch.compiler.allow_in_graph
 def _traced_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, zero_centered: bool, rounds_first: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    centred: bool,
+    zero_centered: bool,
+    rounds_first: bool,
 ) -> Tensor:
     return _Normalize.apply(x, weight, bias, NormSpec(eps, centred, zero_centered, rounds_first))[0]
 

@@ -1,24 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed experts of transformers and of torchtitan on `GroupedLinear`.
 
-transformers: a module with `gate_up_proj` [E, 2 * ffn, hidden] and `down_proj` [E, hidden, ffn], given x [tokens, hidden] and
+transformers: a module with `gate_up_proj` [E, 2 * ffn, hidden] and `down_proj` [E, hidden, ffn],
+              given x [tokens, hidden] and
 the experts of each token
 
     rows   = x[tokens sorted by expert]
     y      = down(gate(gate_up(rows)))       gate: the module's own (`_apply_gate`)
     result = sum over a token's experts of its routing weight * y
 
-or `up_proj` and its activation; with biases [E, ffn] and [E, hidden], named `..._bias`; or with weights that lie transposed, as
-gpt-oss has them. Llama 4 multiplies every token by every expert:
+or `up_proj` and its activation; with biases [E, ffn] and [E, hidden], named `..._bias`; or with
+weights that lie transposed, as gpt-oss has them. Llama 4 multiplies every token by every expert:
 
     y      = down(act(gate) * up), of rows [E * tokens, hidden]
 
-torchtitan: `w1`, `w3` [E, ffn, hidden] and `w2` [E, hidden, ffn] (or `w1_EFD` and so on), given rows and their numbers
+torchtitan: `w1`, `w3` [E, ffn, hidden] and `w2` [E, hidden, ffn] (or `w1_EFD` and so on), given
+            rows and their numbers
 
     y      = w2(silu(w1(rows)) * w3(rows))
 
-The module keeps its parameters and their names. Each is also the weight of a `GroupedLinear` of its own, which quantizes, plans,
-counts and gathers it: the tie is of one Parameter, which `fully_shard` puts into both modules.
+The module keeps its parameters and their names. Each is also the weight of a `GroupedLinear` of its
+own, which quantizes, plans, counts and gathers it: the tie is of one Parameter, which `fully_shard`
+puts into both modules.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ from .linear import saved_plain
 
 
 class ExpertProduct(GroupedLinear):
-    """The product of one packed weight, which the module around it has under its own name, in state dicts too."""
+    """The product of one packed weight, which the module around it has under its own name, in state
+    dicts too."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool):
         nn.Module.__init__(self)
@@ -54,7 +58,8 @@ class ExpertProduct(GroupedLinear):
 class Kind(NamedTuple):
     """What packed experts are.
 
-    parts:       their weights, in the order of their products. forward: of a module whose products they are.
+    parts:       their weights, in the order of their products. forward: of a module whose products
+                 they are.
     transposed:  the weights lie [E, K, N].
     """
 
@@ -67,16 +72,28 @@ def kind_of(module: nn.Module) -> Kind | None:
     """Of packed experts that are not taken over yet; None of other modules."""
     cls, own = type(module), {name: p for name, p in module._parameters.items() if p is not None}
     weights = {name for name in own if not name.endswith("_bias")}
-    if hasattr(cls, "converted_from") or not weights or any(own[name].dim() != 3 for name in weights):
+    if (
+        hasattr(cls, "converted_from")
+        or not weights
+        or any(own[name].dim() != 3 for name in weights)
+    ):
         return None
     if "down_proj" in weights:
         if cls.__name__ == "Llama4TextExperts":
             return Kind(("gate_up_proj", "down_proj"), _forward_of_all, True)
         parts = ("gate_up_proj" if getattr(module, "has_gate", False) else "up_proj", "down_proj")
-        return Kind(parts, _forward, module.is_transposed) if weights == set(parts) and _is_of_transformers(module) else None
+        return (
+            Kind(parts, _forward, module.is_transposed)
+            if weights == set(parts) and _is_of_transformers(module)
+            else None
+        )
     named = {part.partition("_")[0]: part for part in own}
     parts = tuple(named.get(which, "") for which in ("w1", "w3", "w2"))
-    return Kind(parts, _forward_of_rows) if set(own) == set(parts) and _is_of_torchtitan(module, parts) else None
+    return (
+        Kind(parts, _forward_of_rows)
+        if set(own) == set(parts) and _is_of_torchtitan(module, parts)
+        else None
+    )
 
 
 def parts_of(module: nn.Module) -> tuple[str, ...]:
@@ -86,10 +103,13 @@ def parts_of(module: nn.Module) -> tuple[str, ...]:
 
 
 def _is_of_transformers(module: nn.Module) -> bool:
-    """Of a class under its `use_experts_implementation`: any implementation that its flags describe may multiply it."""
+    """Of a class under its `use_experts_implementation`: any implementation that its flags describe
+    may multiply it."""
     if not all(hasattr(module, flag) for flag in ("has_gate", "has_bias", "is_transposed")):
         return False
-    if any(getattr(module, flag, False) for flag in ("has_post_expert_norm", "_is_expert_parallel")):
+    if any(
+        getattr(module, flag, False) for flag in ("has_post_expert_norm", "_is_expert_parallel")
+    ):
         return False
     return hasattr(module, "_apply_gate" if module.has_gate else "act_fn")
 
@@ -99,11 +119,15 @@ def _is_of_torchtitan(module: nn.Module, parts: tuple[str, ...]) -> bool:
     experts, width, count = module._parameters[parts[0]].shape[0], 16, 3
     random = torch.Generator().manual_seed(0)
     with torch.device("cpu"), torch.no_grad():
-        w1, w3, w2 = (torch.randn(experts, width, width, generator=random).bfloat16() for _ in parts)
+        w1, w3, w2 = (
+            torch.randn(experts, width, width, generator=random).bfloat16() for _ in parts
+        )
         x = torch.randn(experts * count, width, generator=random).bfloat16() / 4
         probe = object.__new__(type(module))
         weights = dict(zip(parts, (w1, w3, w2)))
-        probe.__dict__ = module.__dict__ | {"_parameters": {part: nn.Parameter(weights[part]) for part in module._parameters}}
+        probe.__dict__ = module.__dict__ | {
+            "_parameters": {part: nn.Parameter(weights[part]) for part in module._parameters}
+        }
         try:
             y = type(module).forward(probe, x, torch.full((experts,), count))
         except Exception:  # of any kind: it is not what was thought
@@ -111,7 +135,11 @@ def _is_of_torchtitan(module: nn.Module, parts: tuple[str, ...]) -> bool:
         rows = x.float().view(experts, count, width)
         a, b = (rows @ w.float().mT for w in (w1, w3))
         want = ((torch.nn.functional.silu(a) * b) @ w2.float().mT).view(-1, width)
-    return isinstance(y, Tensor) and y.shape == want.shape and bool((y.float() - want).norm() < 0.02 * want.norm())
+    return (
+        isinstance(y, Tensor)
+        and y.shape == want.shape
+        and bool((y.float() - want).norm() < 0.02 * want.norm())
+    )
 
 
 def are_sharded(module: nn.Module) -> bool:
@@ -121,15 +149,18 @@ def are_sharded(module: nn.Module) -> bool:
 def products_of(module: nn.Module, name: str) -> dict[str, ExpertProduct]:
     """Products of the weights of packed experts, which are no part of the module yet, by name.
 
-    Raises ValueError for weights that are sharded already: nobody would tell the products when they are gathered.
+    Raises ValueError for weights that are sharded already: nobody would tell the products when they
+    are gathered.
     """
     if are_sharded(module):
         raise ValueError(
-            f"{name}: call fq.convert before fully_shard, which must know both owners of the experts' weights"
+            f"{name}: call fq.convert before fully_shard, which must know both owners of the "
+            "experts' weights"
         )
     kind, own = kind_of(module), module._parameters
     return {
-        f"{name}.{part}_product": ExpertProduct(own[part], own.get(f"{part}_bias"), kind.transposed) for part in kind.parts
+        f"{name}.{part}_product": ExpertProduct(own[part], own.get(f"{part}_bias"), kind.transposed)
+        for part in kind.parts
     }
 
 
@@ -145,17 +176,29 @@ def take_over(module: nn.Module, products: list[ExpertProduct]) -> None:
 @functools.cache
 def _class_of(cls: type, parts: tuple[str, ...], forward: Callable) -> type:
     """cls with grouped products of `parts`; its instances are pickled as cls."""
+
     def _apply(self, fn, recurse: bool = True):
         applied = cls._apply(self, fn, recurse)
         for part in parts:  # one that was replaced, as by to_empty, is tied again
             own = getattr(self, f"{part}_product")._parameters
-            own["weight"], own["bias"] = self._parameters[part], self._parameters.get(f"{part}_bias")
+            own["weight"], own["bias"] = (
+                self._parameters[part],
+                self._parameters.get(f"{part}_bias"),
+            )
         return applied
 
-    return type(f"Quantized{cls.__name__}", (cls,), {
-        "forward": forward, "_apply": _apply, "__reduce_ex__": _reduce, "__module__": cls.__module__, "converted_from": cls,
-        "packed_parts": parts,
-    })
+    return type(
+        f"Quantized{cls.__name__}",
+        (cls,),
+        {
+            "forward": forward,
+            "_apply": _apply,
+            "__reduce_ex__": _reduce,
+            "__module__": cls.__module__,
+            "converted_from": cls,
+            "packed_parts": parts,
+        },
+    )
 
 
 def _reduce(module: nn.Module, protocol: int) -> tuple:
@@ -169,12 +212,20 @@ def _blank(cls: type, parts: tuple[str, ...], forward: Callable) -> nn.Module:
 
 def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     if getattr(self, "_is_expert_parallel", False):
-        raise NotImplementedError("experts that transformers spreads over ranks are not multiplied here; pass skip='experts'")
+        raise NotImplementedError(
+            "experts that transformers spreads over ranks are not multiplied here; pass "
+            "skip='experts'"
+        )
     (first, last), copies = self.packed_parts, top_k_index.shape[-1]
-    experts, gate = len(getattr(self, f"{first}_product").weight), self._apply_gate if self.has_gate else self.act_fn
+    experts, gate = (
+        len(getattr(self, f"{first}_product").weight),
+        self._apply_gate if self.has_gate else self.act_fn,
+    )
     chosen, order = top_k_index.reshape(-1).sort(stable=True)
     ends = torch.searchsorted(chosen, torch.arange(experts, device=chosen.device), right=True).int()
-    back = torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=order.device))
+    back = torch.empty_like(order).index_copy(
+        0, order, torch.arange(len(order), device=order.device)
+    )
     rows = _Routed.apply(hidden_states, order, back, copies)
     y = _product(self, last, gate(_product(self, first, rows, ends)), ends)
     y = _Routed.apply(y, back, order, 1).view(-1, copies, y.shape[-1])
@@ -188,14 +239,20 @@ def _forward_of_rows(self, x: Tensor, counts: Tensor) -> Tensor:
 
 
 def _forward_of_all(self, hidden_states: Tensor) -> Tensor:
-    rows, experts = hidden_states.reshape(-1, hidden_states.shape[-1]), len(self.gate_up_proj_product.weight)
-    ends = torch.arange(1, experts + 1, dtype=torch.int32, device=rows.device) * (len(rows) // experts)
+    rows, experts = (
+        hidden_states.reshape(-1, hidden_states.shape[-1]),
+        len(self.gate_up_proj_product.weight),
+    )
+    ends = torch.arange(1, experts + 1, dtype=torch.int32, device=rows.device) * (
+        len(rows) // experts
+    )
     gate, up = _product(self, "gate_up_proj", rows, ends).chunk(2, -1)
     return _product(self, "down_proj", up * self.act_fn(gate), ends)
 
 
 class _Routed(torch.autograd.Function):
-    """Rows of `copies` copies of each row of x, in `order`, which `back` undoes: the gradient is gathered too, not scattered."""
+    """Rows of `copies` copies of each row of x, in `order`, which `back` undoes: the gradient is
+    gathered too, not scattered."""
 
     @staticmethod
     def forward(ctx, x, order, back, copies):
@@ -210,14 +267,16 @@ class _Routed(torch.autograd.Function):
 
 
 def _product(module: nn.Module, part: str, rows: Tensor, ends: Tensor) -> Tensor:
-    """Of the weight that the module has now: parametrized, as LoRA on experts does, it is another than the product's."""
+    """Of the weight that the module has now: parametrized, as LoRA on experts does, it is another
+    than the product's."""
     product = getattr(module, f"{part}_product")
     if module._parameters.get(part) is product._parameters["weight"]:
         return product(rows, ends)
     weight = getattr(module, part)
     if isinstance(weight, DTensor):
         raise NotImplementedError(
-            f"{part} was sharded after fq.convert by something else than fully_shard; pass skip= to keep these experts as they are"
+            f"{part} was sharded after fq.convert by something else than fully_shard; pass skip= "
+            "to keep these experts as they are"
         )
     return torch.func.functional_call(product, {"weight": weight}, (rows, ends))
 

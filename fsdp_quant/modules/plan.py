@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GemmPlan`: the three products of a linear layer resolved from a recipe, checked when it is built.
+"""`GemmPlan`: the three products of a linear layer resolved from a recipe, checked when it is
+built.
 
-A plan is a value: layers with equal quantizers share one. Operators receive its key, a text, because an operator
-takes no Python objects and a compiled graph must be the same for equal layers.
+A plan is a value: layers with equal quantizers share one. Operators receive its key, a text,
+because an operator takes no Python objects and a compiled graph must be the same for equal layers.
 """
 
 from __future__ import annotations
@@ -16,12 +17,35 @@ import torch
 
 from ..counters import counters
 from ..formats import (
-    COLUMNWISE, E5M2, ROWWISE, Direction, Format, anchored_format, canonical_text, check_pair, value_class,
+    COLUMNWISE,
+    E5M2,
+    ROWWISE,
+    Direction,
+    Format,
+    anchored_format,
+    canonical_text,
+    check_pair,
+    value_class,
 )
 from ..ops import native
-from ..ops.capability import anchors, anchors_tensor, arch_of, gemm_domain, may_be_anchored, operand_layout, scales_tensor
+from ..ops.capability import (
+    anchors,
+    anchors_tensor,
+    arch_of,
+    gemm_domain,
+    may_be_anchored,
+    operand_layout,
+    scales_tensor,
+)
 from ..ops.layout import (
-    ANCHORED, ANCHORED_128, ANCHORED_512, ANCHORED_TENSOR, ANCHORS, COMPACT, OVER_TOKENS, is_anchored_of_codes,
+    ANCHORED,
+    ANCHORED_128,
+    ANCHORED_512,
+    ANCHORED_TENSOR,
+    ANCHORS,
+    COMPACT,
+    OVER_TOKENS,
+    is_anchored_of_codes,
 )
 from ..ops.reference import NOT_COUNTED, counted_as
 from ..quantizer import HybridQuantizer, Quantizer
@@ -29,7 +53,8 @@ from ..recipe import QUANTIZED_TYPES, Recipe, Role, recipe_of
 from .quantize import OutputQuantization, boundaries
 
 _PLANS: dict[str, GemmPlan] = {}
-# Compiled step, by its number -> its plan, domains, and whether it makes the codes of transposed weights.
+# Compiled step, by its number -> its plan, domains, and whether it makes the codes of transposed
+# weights.
 _CALLS: dict[int, tuple[GemmPlan, tuple[str, str, str], bool]] = {}
 
 
@@ -48,8 +73,9 @@ PRODUCTS = (
 )
 
 
-# What block scales of a product's operands are anchored to, fastest first; exact: to nothing. `modules.guard` moves a product
-# down as its operands ask. Over tokens, runs begin where an exponent of the tensor does not serve (`ops.layout.OVER_TOKENS`).
+# What block scales of a product's operands are anchored to, fastest first; exact: to nothing.
+# `modules.guard` moves a product down as its operands ask. Over tokens, runs begin where an
+# exponent of the tensor does not serve (`ops.layout.OVER_TOKENS`).
 EXACT = "exact"
 LADDER = (ANCHORED_TENSOR, ANCHORED, ANCHORED_512, ANCHORED_128, EXACT)
 LADDER_OVER_TOKENS = (ANCHORED_TENSOR, ANCHORED_512, ANCHORED_128, EXACT)
@@ -66,9 +92,12 @@ class Resolved(NamedTuple):
     layouts:  slot -> direction -> how its product reads the storage (`ops.layout`).
     saved:    which storage of the input the backward keeps, where it keeps one.
     call:     number of the compiled step (`native.linear_plan`), or None where there is none.
-    shared:   what decides the codes of the input, beside histories; None where they are this layer's alone.
-    watched:  of fprop, dgrad and wgrad, which operands may lose bits to their anchors, (of a, of b), as `product_error` counts.
-    multiple: of which M, N and K are multiples in the compiled step: rows of codes are whole 16 bytes.
+    shared:   what decides the codes of the input, beside histories; None where they are this
+              layer's alone.
+    watched:  of fprop, dgrad and wgrad, which operands may lose bits to their anchors, (of a, of
+              b), as `product_error` counts.
+    multiple: of which M, N and K are multiples in the compiled step: rows of codes are whole 16
+              bytes.
     """
 
     domains: tuple[str, str, str]
@@ -88,13 +117,16 @@ class Resolved(NamedTuple):
 class GemmPlan:
     """Quantizers of the three slots, and what the backward keeps of the input.
 
-    saves:  "input": the original tensor (identity backward, or re-quantized from it); "columnwise" or "rowwise":
-            that storage only.
+    saves:  "input": the original tensor (identity backward, or re-quantized from it); "columnwise"
+            or "rowwise": that storage only.
     rungs:  of fprop, dgrad and wgrad, of its ladder (`ladder_of`).
     alone:  no groups of tokens share tensors of the layer, so that one exponent may serve a tensor.
-    over_tokens:  what e8m0 operands of wgrad are anchored to, where no scale is of the whole tensor.
-    watched:      as in `Resolved`, of a plan `on` a device whose operands are anchored already; None: by the formats.
-    by_tensor:    of fprop, dgrad and wgrad, of a plan `on` a device: codes of its operands have one exponent a tensor.
+    over_tokens:  what e8m0 operands of wgrad are anchored to, where no scale is of the whole
+                  tensor.
+    watched:      as in `Resolved`, of a plan `on` a device whose operands are anchored already;
+                  None: by the formats.
+    by_tensor:    of fprop, dgrad and wgrad, of a plan `on` a device: codes of its operands have one
+                  exponent a tensor.
     boundary:     of the layer, or None.
     """
 
@@ -113,7 +145,9 @@ class GemmPlan:
 
     def __post_init__(self):
         key = canonical_text(self)
-        object.__setattr__(self, "key", key)  # the text that stands for this plan in an operator's arguments
+        object.__setattr__(
+            self, "key", key
+        )  # the text that stands for this plan in an operator's arguments
         self._register()
 
     def __setstate__(self, state: dict) -> None:
@@ -121,9 +155,12 @@ class GemmPlan:
         self._register()
 
     def _register(self) -> None:
-        # An attribute: dynamo calls no property of a plan that it takes for a constant. Pickles may be older than it.
+        # An attribute: dynamo calls no property of a plan that it takes for a constant. Pickles may
+        # be older than it.
         object.__setattr__(self, "needs_steps", self._needs_steps())
-        object.__setattr__(self, "histories_key", canonical_text((self.input, self.weight, self.grad_output)))  # rungs change none
+        object.__setattr__(
+            self, "histories_key", canonical_text((self.input, self.weight, self.grad_output))
+        )  # rungs change none
         _PLANS.setdefault(self.key, self)
 
     @cached_property
@@ -132,9 +169,12 @@ class GemmPlan:
         return bool(self.input.delayed_directions or self.grad_output.delayed_directions)
 
     def _needs_steps(self) -> bool:
-        """Its bytes depend on the step, by random bits or histories, or the guard watches it on some device."""
+        """Its bytes depend on the step, by random bits or histories, or the guard watches it on
+        some device."""
         delayed = any(self.hybrid(slot).delayed_directions for slot in QUANTIZED_TYPES)
-        rounded = any(side is not None and side.rowwise.is_stochastic for side in self._boundary_sides)
+        rounded = any(
+            side is not None and side.rowwise.is_stochastic for side in self._boundary_sides
+        )
         rounded = rounded or self.input.is_stochastic or self.grad_output.is_stochastic
         anchored = self.watched is not None or any(may_be_anchored(*self.pair(p)) for p in PRODUCTS)
         return delayed or rounded or anchored or self._with_tensor_scales != self
@@ -145,7 +185,8 @@ class GemmPlan:
 
     @cached_property
     def of_groups(self) -> GemmPlan:
-        """This plan where groups of tokens begin at multiples of 128, as runs of anchors then do."""
+        """This plan where groups of tokens begin at multiples of 128, as runs of anchors then
+        do."""
         return replace(self, over_tokens=ANCHORED_128)
 
     # Anchors of weights come from codes (a second rounding of subnormals), so that a gathered
@@ -156,14 +197,21 @@ class GemmPlan:
     # codes are rounded a second time where those become subnormal, so a rank's gradients would not
     # be the bits of one process.
     def on(self, dtype: torch.dtype, device: torch.device) -> GemmPlan:
-        """This plan as `device` multiplies `dtype` activations that neither ranks nor groups of tokens share.
+        """This plan as `device` multiplies `dtype` activations that neither ranks nor groups of
+        tokens share.
 
-        Where its tensor cores take no block scales, or take them slower, activations and gradients that are scaled by powers of
-        two a block have one a tensor instead: the same numbers, but for those far below the largest. Those of fewer than 8 bits
-        are encoded in their blocks before. Of products on the first rung only. The layer's own plan says what travels and what
+        Where its tensor cores take no block scales, or take them slower, activations and gradients
+        that are scaled by powers of two a block have one a tensor instead: the same numbers, but
+        for those far below the largest. Those of fewer than 8 bits are encoded in their blocks
+        before. Of products on the first rung only. The layer's own plan says what travels and what
         is saved in files.
         """
-        plain = not self.alone or dtype is not torch.bfloat16 or not native.runs_on(device) or arch_of(device) != "sm_90a"
+        plain = (
+            not self.alone
+            or dtype is not torch.bfloat16
+            or not native.runs_on(device)
+            or arch_of(device) != "sm_90a"
+        )
         return self if plain else self._with_tensor_scales
 
     @cached_property
@@ -175,27 +223,56 @@ class GemmPlan:
             sides = {of: self._tensor_scaled(*of) for of in operands}
             a, b = ((sides[of] or self.hybrid(of[0]).side(of[1])).fmt for of in operands)
             fmts = [self.operand(*of) for of in operands if of[0] != "weight"]
-            of_codes = any(anchors(fmt) and is_anchored_of_codes(fmt, ANCHORED_TENSOR) for fmt in fmts)
-            one_exponent = (any(sides.values()) or of_codes) and all(scales_tensor(f) or anchors_tensor(f) for f in (a, b))
-            domain = gemm_domain(a, b, torch.bfloat16, "sm_90a", compiled=True)[0] if one_exponent else None
-            by_tensor.append(domain in ("native", "anchored") and rung == ANCHORED_TENSOR and self.accuracy != EXACT)
+            of_codes = any(
+                anchors(fmt) and is_anchored_of_codes(fmt, ANCHORED_TENSOR) for fmt in fmts
+            )
+            one_exponent = (any(sides.values()) or of_codes) and all(
+                scales_tensor(f) or anchors_tensor(f) for f in (a, b)
+            )
+            domain = (
+                gemm_domain(a, b, torch.bfloat16, "sm_90a", compiled=True)[0]
+                if one_exponent
+                else None
+            )
+            by_tensor.append(
+                domain in ("native", "anchored")
+                and rung == ANCHORED_TENSOR
+                and self.accuracy != EXACT
+            )
             if not by_tensor[-1]:
-                watched.append(self._watched(product, self.domain(product, torch.bfloat16, "sm_90a")[0]))
+                watched.append(
+                    self._watched(product, self.domain(product, torch.bfloat16, "sm_90a")[0])
+                )
                 continue
             made |= {of: side for of, side in sides.items() if side is not None}
-            watched.append(tuple(_counted(sides[of] is not None, self.operand(*of)) for of in operands))
+            watched.append(
+                tuple(_counted(sides[of] is not None, self.operand(*of)) for of in operands)
+            )
         if not any(by_tensor):
             return self
         slots = {
-            slot: HybridQuantizer(*(made.get((slot, d)) or self.hybrid(slot).side(d) for d in Direction))
+            slot: HybridQuantizer(
+                *(made.get((slot, d)) or self.hybrid(slot).side(d) for d in Direction)
+            )
             for slot in {slot for slot, _ in made}
         }
         one, saves = slots.get("input", self.input).shares_storage, self.saves
-        saves = saves if saves == "input" else "rowwise" if one else "columnwise" if "input" in slots else saves
-        return replace(self, **slots, saves=saves, watched=tuple(watched), by_tensor=tuple(by_tensor))
+        saves = (
+            saves
+            if saves == "input"
+            else "rowwise"
+            if one
+            else "columnwise"
+            if "input" in slots
+            else saves
+        )
+        return replace(
+            self, **slots, saves=saves, watched=tuple(watched), by_tensor=tuple(by_tensor)
+        )
 
     def _tensor_scaled(self, slot: str, direction: Direction) -> Quantizer | None:
-        """What makes one scale of a tensor, a power of two, take the place of those of a side; None where none can."""
+        """What makes one scale of a tensor, a power of two, take the place of those of a side; None
+        where none can."""
         hybrid = self.hybrid(slot)
         side, fmt = hybrid.side(direction), hybrid.side(direction).fmt
         in_rows = fmt.block[0] == 1 and (anchors(fmt) or (fmt.pow2 and fmt.block[1] is not None))
@@ -205,7 +282,9 @@ class GemmPlan:
         return Quantizer(anchored_format(fmt, None, whole=True))
 
     def _watched(self, product: Product, domain: str) -> tuple[int, int]:
-        a, b = (_counted(False, f) if domain == "anchored" else NOT_COUNTED for f in self.pair(product))
+        a, b = (
+            _counted(False, f) if domain == "anchored" else NOT_COUNTED for f in self.pair(product)
+        )
         return a, b
 
     def hybrid(self, slot: str) -> HybridQuantizer:
@@ -249,30 +328,44 @@ class GemmPlan:
             ladder = (ANCHORED_TENSOR, EXACT)
         if is_shared and rung == ANCHORED_TENSOR:
             rung = self.over_tokens if product.name == "wgrad" else ANCHORED
-        return next(iter(ladder[ladder.index(rung) + 1:]), None) if rung in ladder else EXACT
+        return next(iter(ladder[ladder.index(rung) + 1 :]), None) if rung in ladder else EXACT
 
     def resolved(self, dtype: torch.dtype, device: torch.device) -> Resolved:
         """What products of `dtype` activations on `device` need to know, made once."""
         key = (dtype, device)
         if key not in self._resolved:
             arch = arch_of(device)
-            layouts = {s: {d: self._layout(s, d, dtype, arch) for d in Direction} for s in QUANTIZED_TYPES}
+            layouts = {
+                s: {d: self._layout(s, d, dtype, arch) for d in Direction} for s in QUANTIZED_TYPES
+            }
             laid_out = self.input.shares_storage and layouts["input"][COLUMNWISE] != COMPACT
             domains = tuple(self.domain(p, dtype, arch)[0] for p in PRODUCTS)
-            operand_specs = self._operand_specs(layouts, domains, dtype, arch) if native.runs_on(device) else None
+            operand_specs = (
+                self._operand_specs(layouts, domains, dtype, arch)
+                if native.runs_on(device)
+                else None
+            )
             call = shared = None
-            watched = self.watched or tuple(self._watched(p, domain) for p, domain in zip(PRODUCTS, domains))
+            watched = self.watched or tuple(
+                self._watched(p, domain) for p, domain in zip(PRODUCTS, domains)
+            )
             if operand_specs is not None:
                 call = native.linear_plan(operand_specs, self.saves == "input", watched, self.key)
                 _CALLS[call] = self, domains, False
                 shared = None if self.input.is_stochastic else tuple(operand_specs[:2])
-            in_4_bits = any(domain == "native" and self.pair(p)[0].bits == 4 for p, domain in zip(PRODUCTS, domains))
+            in_4_bits = any(
+                domain == "native" and self.pair(p)[0].bits == 4
+                for p, domain in zip(PRODUCTS, domains)
+            )
             saved = COLUMNWISE if self.saves == "columnwise" or laid_out else ROWWISE
-            self._resolved[key] = Resolved(domains, layouts, saved, call, shared, watched, 32 if in_4_bits else 16)
+            self._resolved[key] = Resolved(
+                domains, layouts, saved, call, shared, watched, 32 if in_4_bits else 16
+            )
         return self._resolved[key]
 
     def turned(self, dtype: torch.dtype, device: torch.device) -> int | None:
-        """The compiled step to which weights are given transposed: it makes the codes of each direction as the other one.
+        """The compiled step to which weights are given transposed: it makes the codes of each
+        direction as the other one.
 
         None where codes of a weight and of its transpose differ, or it has histories.
         """
@@ -280,27 +373,45 @@ class GemmPlan:
         if key not in self._turned:
             resolved, arch, made = self.resolved(dtype, device), arch_of(device), None
             layouts = resolved.layouts["weight"]
-            differ = any(self.operand("weight", d).tensor_scale for d in Direction) or COMPACT in layouts.values()
+            differ = (
+                any(self.operand("weight", d).tensor_scale for d in Direction)
+                or COMPACT in layouts.values()
+            )
             if resolved.call is not None and not differ and not self.weight.delayed_directions:
                 operand_specs = self._operand_specs(resolved.layouts, resolved.domains, dtype, arch)
                 operand_specs[2:4] = [
-                    native.operand_spec_of(self.weight.side(of).encoding(d), layouts[of], resolved.domains[product], arch, False, None)
+                    native.operand_spec_of(
+                        self.weight.side(of).encoding(d),
+                        layouts[of],
+                        resolved.domains[product],
+                        arch,
+                        False,
+                        None,
+                    )
                     for d, of, product in ((ROWWISE, COLUMNWISE, 1), (COLUMNWISE, ROWWISE, 0))
                 ]
-                made = native.linear_plan(operand_specs, self.saves == "input", resolved.watched, self.key)
+                made = native.linear_plan(
+                    operand_specs, self.saves == "input", resolved.watched, self.key
+                )
                 _CALLS[made] = self, resolved.domains, True
             self._turned[key] = made
         return self._turned[key]
 
     @cached_property
     def turns_wgrad(self) -> bool:
-        """Grouped products make dw transposed: kernels take no e5m2 as the second operand of groups that cut the contraction."""
+        """Grouped products make dw transposed: kernels take no e5m2 as the second operand of groups
+        that cut the contraction."""
         return self.operand("grad_output", COLUMNWISE).element != E5M2
 
     def _operand_specs(
-        self, layouts: dict[str, dict[Direction, str]], domains: tuple[str, ...], dtype: torch.dtype, arch: str
+        self,
+        layouts: dict[str, dict[Direction, str]],
+        domains: tuple[str, ...],
+        dtype: torch.dtype,
+        arch: str,
     ) -> list[native.OperandSpec] | None:
-        """Rowwise and columnwise readings of every slot in the compiled step, or None where it cannot do one of them."""
+        """Rowwise and columnwise readings of every slot in the compiled step, or None where it
+        cannot do one of them."""
         if dtype is not torch.bfloat16:
             return None
         operand_specs = []
@@ -316,11 +427,16 @@ class GemmPlan:
                 product = next(i for i, p in enumerate(PRODUCTS) if (slot, d) in (p.a, p.b))
                 source = ROWWISE if hybrid.shares_storage else d  # whose history scales it
                 delayed = hybrid.delayed_directions
-                operand_specs.append(native.operand_spec_of(
-                    hybrid.side(d).encoding(d), layouts[slot][d], domains[product], arch,
-                    d is COLUMNWISE and hybrid.shares_storage and lie == {COMPACT},
-                    delayed.index(source) if source in delayed else None,
-                ))
+                operand_specs.append(
+                    native.operand_spec_of(
+                        hybrid.side(d).encoding(d),
+                        layouts[slot][d],
+                        domains[product],
+                        arch,
+                        d is COLUMNWISE and hybrid.shares_storage and lie == {COMPACT},
+                        delayed.index(source) if source in delayed else None,
+                    )
+                )
         return None if None in operand_specs else operand_specs
 
     @cached_property
@@ -343,65 +459,89 @@ class GemmPlan:
             return COMPACT  # what the columnwise storage is made from
         pair = self.operand(slot, direction), self.operand(*other)
         rung, domain = self.rung(product), self.domain(product, dtype, arch)[0]
-        by_tensor = self.by_tensor[PRODUCTS.index(product)] or (slot == "weight" and scales_tensor(pair[1]))
+        by_tensor = self.by_tensor[PRODUCTS.index(product)] or (
+            slot == "weight" and scales_tensor(pair[1])
+        )
         if rung == ANCHORED_TENSOR and not by_tensor:
-            rung = self.over_tokens if product.name == "wgrad" else ANCHORED  # of activations that others share
+            rung = (
+                self.over_tokens if product.name == "wgrad" else ANCHORED
+            )  # of activations that others share
         rounded = any(self.hybrid(s).side(d).is_stochastic for s, d in (product.a, product.b))
         if rung in (ANCHORED_512, ANCHORED_128) and (dtype is not torch.bfloat16 or rounded):
-            rung = ANCHORED  # those of runs are made of bf16 values, rounded to nearest; those of lines of codes that are there
+            # those of runs are made of bf16 values, rounded to nearest; those of lines of codes
+            # that are there
+            rung = ANCHORED
         return operand_layout(*pair, domain, arch, rung if rung in ANCHORS else ANCHORED)
 
 
 def _counted(is_rescaled: bool, fmt: Format) -> int:
-    """How `product_error` counts an operand of an anchored product. is_rescaled: made with one scale per tensor."""
+    """How `product_error` counts an operand of an anchored product. is_rescaled: made with one
+    scale per tensor."""
     return counted_as(fmt) if is_rescaled or anchors_tensor(fmt) else NOT_COUNTED
 
 
 def plan_of(key: str) -> GemmPlan:
     """The plan a key was made from. Raises KeyError for a key of another process's plan."""
     if key not in _PLANS:
-        raise KeyError("this GEMM plan was not built in this process; build the model's plans (fq.convert) before running it")
+        raise KeyError(
+            "this GEMM plan was not built in this process; build the model's plans (fq.convert) "
+            "before running it"
+        )
     return _PLANS[key]
 
 
 def _called() -> Iterator[tuple[str, object, int]]:
     """What compiled steps did since this was asked last, as `counters` say it."""
     made = [(slot, d) for slot in QUANTIZED_TYPES for d in Direction]
-    for (plan, domains, turned), counts in zip(_CALLS.values(), native.linear_counts() if _CALLS else ()):
+    for (plan, domains, turned), counts in zip(
+        _CALLS.values(), native.linear_counts() if _CALLS else ()
+    ):
         for (slot, d), n in zip(made, counts):
             d = d if not turned else COLUMNWISE if d is ROWWISE else ROWWISE
             yield "quantize", (plan.operand(slot, d).name, d.value, "native"), n
-        for product, domain, n in zip(PRODUCTS, domains, counts[len(made):]):
+        for product, domain, n in zip(PRODUCTS, domains, counts[len(made) :]):
             yield "gemm", (domain, *map(repr, plan.pair(product))), n
 
 
 counters.sources.append(_called)
 
 
-def build_plan(recipe: Recipe, name: str, arch: str | None = None, module_type: str = "linear") -> GemmPlan:
+def build_plan(
+    recipe: Recipe, name: str, arch: str | None = None, module_type: str = "linear"
+) -> GemmPlan:
     """Resolve a recipe for one module, and check every pair.
 
     arch:  where it will run; under `require_native` every product must have a native domain there.
-    Raises ValueError, naming module, slots and formats, for a pair that has no meaning, a missing direction, or a
-    product that `require_native` refuses.
+    Raises ValueError, naming module, slots and formats, for a pair that has no meaning, a missing
+    direction, or a product that `require_native` refuses.
     """
     slots = {t: recipe.hybrid(Role(module_type, t, name)) for t in QUANTIZED_TYPES}
     for slot, hybrid in slots.items():
         for direction in Direction:
             if hybrid.side(direction) is None:
-                raise ValueError(f"{name}: {slot}.{direction.value} is read by a product, but {recipe} makes none")
+                raise ValueError(
+                    f"{name}: {slot}.{direction.value} is read by a product, but {recipe} makes "
+                    "none"
+                )
         quantizer = slots["weight"].rowwise
-        if slot == "weight" and (quantizer.is_stochastic or slots["weight"].columnwise.is_stochastic):
+        if slot == "weight" and (
+            quantizer.is_stochastic or slots["weight"].columnwise.is_stochastic
+        ):
             raise ValueError(
-                f"{name}: stochastic rounding of weights makes training diverge and is refused; round gradients "
-                "(grad_output) stochastically instead"
+                f"{name}: stochastic rounding of weights makes training diverge and is refused; "
+                "round gradients (grad_output) stochastically instead"
             )
     plan = GemmPlan(
-        **slots, saves=_saved(slots["input"], recipe.save_original_input), compute_dtype=recipe.compute_dtype,
-        accuracy=recipe.accuracy, boundary=boundaries(recipe, name, module_type) if recipe.boundary_slots else None,
+        **slots,
+        saves=_saved(slots["input"], recipe.save_original_input),
+        compute_dtype=recipe.compute_dtype,
+        accuracy=recipe.accuracy,
+        boundary=boundaries(recipe, name, module_type) if recipe.boundary_slots else None,
     )
     for product in PRODUCTS:
-        check_pair(f"{name}: {product.name}", *plan.pair(product), _label(product.a), _label(product.b))
+        check_pair(
+            f"{name}: {product.name}", *plan.pair(product), _label(product.a), _label(product.b)
+        )
     if recipe.require_native and arch is not None:
         _check_native(plan, name, arch)
     return plan
@@ -409,7 +549,8 @@ def build_plan(recipe: Recipe, name: str, arch: str | None = None, module_type: 
 
 @torch.compiler.assume_constant_result
 def plan_of_recipe(key: str, name: str, arch: str, module_type: str) -> GemmPlan:
-    """`build_plan` of a recipe by its key. Runs while a graph is traced, which could not register a plan."""
+    """`build_plan` of a recipe by its key. Runs while a graph is traced, which could not register a
+    plan."""
     return build_plan(recipe_of(key), name, arch, module_type)
 
 
@@ -420,9 +561,9 @@ def _check_native(plan: GemmPlan, name: str, arch: str) -> None:
         if domain not in ("native", "anchored"):
             a, b = plan.pair(product)
             raise ValueError(
-                f"{name}: {product.name} multiplies {_label(product.a)} ({a}) by {_label(product.b)} ({b}) in the {domain} "
-                f"domain on {arch} ({reason}), and require_native=True; choose a pair that {arch} multiplies, or drop "
-                "require_native"
+                f"{name}: {product.name} multiplies {_label(product.a)} ({a}) by "
+                f"{_label(product.b)} ({b}) in the {domain} domain on {arch} ({reason}), and "
+                f"require_native=True; choose a pair that {arch} multiplies, or drop require_native"
             )
 
 

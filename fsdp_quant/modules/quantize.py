@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fq.Quantize`: a tensor at a boundary takes the values that a format has, forward, backward or both."""
+"""`fq.Quantize`: a tensor at a boundary takes the values that a format has, forward, backward or
+both."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from ..quantizer import HybridQuantizer, as_rows
 from ..recipe import BOUNDARY_TYPES, Recipe, Role, as_recipe
 from ..tensor import torch_compat
 
-_BOUNDARIES: dict[str, OutputQuantization] = {}  # by the text that stands for one in an operator's arguments
+_BOUNDARIES: dict[
+    str, OutputQuantization
+] = {}  # by the text that stands for one in an operator's arguments
 
 
 @value_class
@@ -29,7 +32,9 @@ class OutputQuantization:
     def __post_init__(self):
         sides = (self.output, self.grad_input)
         object.__setattr__(self, "key", canonical_text(self))
-        object.__setattr__(self, "quantizes", tuple(s is not None and s.rowwise.fmt.is_quantized for s in sides))
+        object.__setattr__(
+            self, "quantizes", tuple(s is not None and s.rowwise.fmt.is_quantized for s in sides)
+        )
         _BOUNDARIES.setdefault(self.key, self)
 
     def __setstate__(self, state: dict) -> None:
@@ -38,7 +43,8 @@ class OutputQuantization:
 
 
 class _Boundary(torch.autograd.Function):
-    """x decoded from the codes of one side; its gradient likewise. tracing: these calls are recorded in a graph."""
+    """x decoded from the codes of one side; its gradient likewise. tracing: these calls are
+    recorded in a graph."""
 
     @staticmethod
     def forward(ctx, x, sides, output, grad_input, beside, tracing):
@@ -51,7 +57,9 @@ class _Boundary(torch.autograd.Function):
         return dx, None, None, None, None, None
 
 
-def _through_codes(x: Tensor, sides: OutputQuantization, slot: int, beside: tuple[Tensor, Tensor], tracing: bool) -> Tensor:
+def _through_codes(
+    x: Tensor, sides: OutputQuantization, slot: int, beside: tuple[Tensor, Tensor], tracing: bool
+) -> Tensor:
     with opaque.tracing() if tracing else contextlib.nullcontext():
         side, rows, key = getattr(sides, BOUNDARY_TYPES[slot]).rowwise, as_rows(x), None
         if side.is_stochastic:
@@ -61,7 +69,9 @@ def _through_codes(x: Tensor, sides: OutputQuantization, slot: int, beside: tupl
 
 
 @torch.compiler.allow_in_graph
-def _traced_boundary(x: Tensor, key: str, output: bool, grad_input: bool, step: Tensor, ids: Tensor) -> Tensor:
+def _traced_boundary(
+    x: Tensor, key: str, output: bool, grad_input: bool, step: Tensor, ids: Tensor
+) -> Tensor:
     """`boundary` in a graph that is being traced; key: of the sides."""
     torch_compat.save_by_reference([step, ids])
     return _Boundary.apply(x, _BOUNDARIES[key], output, grad_input, (step, ids), True)
@@ -76,28 +86,41 @@ def boundaries(recipe: Recipe, name: str, module_type: str) -> OutputQuantizatio
     for slot, hybrid in zip(BOUNDARY_TYPES, sides):
         side = None if hybrid is None else hybrid.rowwise
         if hybrid is not None and (side is None or side.is_delayed or side.fmt.rotated):
-            raise ValueError(f"{name}: {slot} is {hybrid}; wanted rowwise current scaling without a rotation")
+            raise ValueError(
+                f"{name}: {slot} is {hybrid}; wanted rowwise current scaling without a rotation"
+            )
     return None if sides == (None, None) else OutputQuantization(*sides)
 
 
-def boundary(x: Tensor, sides: OutputQuantization, ids: BoundaryIds, output: bool = True, grad_input: bool = True) -> Tensor:
+def boundary(
+    x: Tensor,
+    sides: OutputQuantization,
+    ids: BoundaryIds,
+    output: bool = True,
+    grad_input: bool = True,
+) -> Tensor:
     """x decoded from codes of `sides.output`, its gradient from codes of `sides.grad_input`.
 
     output, grad_input:  False: that side is left out.
     """
     output, grad_input = output and sides.quantizes[0], grad_input and sides.quantizes[1]
     if torch.compiler.is_compiling():
-        return _traced_boundary(x, sides.key, output, grad_input, STEP.in_graph(ids.ids.device), ids.ids)
+        return _traced_boundary(
+            x, sides.key, output, grad_input, STEP.in_graph(ids.ids.device), ids.ids
+        )
     return _Boundary.apply(x, sides, output, grad_input, ids.on(x.device), False)
 
 
 class BoundaryIds:
-    """What keys the random bits of a module's boundary slots: ids, int64 [2], on the device that asked last, beside the step."""
+    """What keys the random bits of a module's boundary slots: ids, int64 [2], on the device that
+    asked last, beside the step."""
 
     def __init__(self, name: str):
         self.name = name
         with torch.inference_mode(False):
-            self.ids = torch.tensor([tensor_id(f"{name}.{slot}") for slot in BOUNDARY_TYPES], device="cpu")
+            self.ids = torch.tensor(
+                [tensor_id(f"{name}.{slot}") for slot in BOUNDARY_TYPES], device="cpu"
+            )
         STEP.prepare(self.ids.device)
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -112,13 +135,14 @@ class BoundaryIds:
 
 
 class Quantize(nn.Module):
-    """y = decode(encode(x)) in the format of the "output" slot; dx = decode(encode(dy)) in that of "grad_input".
+    """y = decode(encode(x)) in the format of the "output" slot; dx = decode(encode(dy)) in that of
+    "grad_input".
 
-    recipe:  asked for Role("quantize", "output" and "grad_input", name). A slot for which it returns None leaves its tensor as
-             it is; gradients pass codes straight through.
+    recipe:  asked for Role("quantize", "output" and "grad_input", name). A slot for which it
+             returns None leaves its tensor as it is; gradients pass codes straight through.
 
-    Raises ValueError for a recipe without either slot, for delayed scaling, which keeps histories of layers only, and for a
-    rotation, which only a product turns back.
+    Raises ValueError for a recipe without either slot, for delayed scaling, which keeps histories
+    of layers only, and for a rotation, which only a product turns back.
 
     >>> def quantized_output(role):
     ...     return "mxfp8" if role.tensor_type == "output" else None
@@ -134,7 +158,8 @@ class Quantize(nn.Module):
         self._sides = boundaries(self._recipe, name, "quantize")
         if self._sides is None:
             raise ValueError(
-                f"{name}: {self._recipe} has neither an output nor a grad_input; give fq.Quantize a fq.CustomRecipe that answers them"
+                f"{name}: {self._recipe} has neither an output nor a grad_input; give fq.Quantize "
+                "a fq.CustomRecipe that answers them"
             )
         self._ids = BoundaryIds(name)
 

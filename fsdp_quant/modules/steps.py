@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who counts the steps of a model: a hook of its training forwards.
 
-A step begins with a training forward of the model that `fq.convert` or `fq.set_recipe` was given, never with an optimizer:
-wrapped optimizers, several, one per parameter and those that torch does not know train alike. Only models whose recipe needs
-steps have the hook (`GemmPlan.needs_steps`, and schedules).
+A step begins with a training forward of the model that `fq.convert` or `fq.set_recipe` was given,
+never with an optimizer: wrapped optimizers, several, one per parameter and those that torch does
+not know train alike. Only models whose recipe needs steps have the hook (`GemmPlan.needs_steps`,
+and schedules).
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ from .linear import Linear
 from .transposed_linear import TransposedLinear
 
 
-def converted_modules(model: nn.Module, names: Mapping[str, str] | None = None) -> dict[str, Linear]:
-    """The fq.Linear modules of a model by qualified name, with those of packed experts and of transposed weights.
+def converted_modules(
+    model: nn.Module, names: Mapping[str, str] | None = None
+) -> dict[str, Linear]:
+    """The fq.Linear modules of a model by qualified name, with those of packed experts and of
+    transposed weights.
 
     names:  qualified name of a module -> what to call it (`layer_names`).
     """
@@ -36,7 +40,10 @@ def converted_modules(model: nn.Module, names: Mapping[str, str] | None = None) 
         elif isinstance(module, TransposedLinear):
             found[called] = module.layer
         else:
-            found |= {f"{called}.{e}".lstrip("."): layer for e, layer in enumerate(module.layers, module.first_expert)}
+            found |= {
+                f"{called}.{e}".lstrip("."): layer
+                for e, layer in enumerate(module.layers, module.first_expert)
+            }
     return found
 
 
@@ -44,15 +51,19 @@ def _owners(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of the tree that have the layers."""
     found = model.named_modules()
     return {
-        n: m for n, m in found if isinstance(m, (Linear, TransposedLinear)) or (isinstance(m, GroupedLinear) and m.packed)
+        n: m
+        for n, m in found
+        if isinstance(m, (Linear, TransposedLinear)) or (isinstance(m, GroupedLinear) and m.packed)
     }
 
 
 def layer_names(model: nn.Module) -> list[dict[str, str]]:
-    """Qualified name -> name in a state, of each module that has layers; the naming of new states, then those of older ones.
+    """Qualified name -> name in a state, of each module that has layers; the naming of new states,
+    then those of older ones.
 
-    A new state has the names that layers were converted with, or built with, where those are their places in the model as far as
-    they go: what was wrapped around the model or its parts since is not in them. Else it has places without known wrappers.
+    A new state has the names that layers were converted with, or built with, where those are their
+    places in the model as far as they go: what was wrapped around the model or its parts since is
+    not in them. Else it has places without known wrappers.
     """
     owners = _owners(model)
     own = {n: (m.layer if isinstance(m, TransposedLinear) else m)._name for n, m in owners.items()}
@@ -63,7 +74,7 @@ def layer_names(model: nn.Module) -> list[dict[str, str]]:
 
 
 def histories_by_side(module: Linear) -> dict[str, AmaxHistory]:
-    """"slot.direction" -> history of every delayed side of the module's plan."""
+    """ "slot.direction" -> history of every delayed side of the module's plan."""
     found = {}
     for slot in QUANTIZED_TYPES:
         directions = module.plan.hybrid(slot).delayed_directions
@@ -73,14 +84,21 @@ def histories_by_side(module: Linear) -> dict[str, AmaxHistory]:
 
 
 def count_steps(model: nn.Module, is_scheduled: bool) -> None:
-    """Let the training forwards of `model` be its steps, if its recipe needs any; in place of models inside it that count.
+    """Let the training forwards of `model` be its steps, if its recipe needs any; in place of
+    models inside it that count.
 
     Part of a model that counts has the steps of that model.
     """
     layers = list(converted_modules(model).values())
     own = model.__dict__.get("_training_steps")
-    inside = [m for m in model.modules() if any(hook is _begin for hook in m._forward_pre_hooks.values())]
-    outer = {id(s): s for m in layers if (s := m.__dict__.get("_training_steps")) is not None and s.is_counting}
+    inside = [
+        m for m in model.modules() if any(hook is _begin for hook in m._forward_pre_hooks.values())
+    ]
+    outer = {
+        id(s): s
+        for m in layers
+        if (s := m.__dict__.get("_training_steps")) is not None and s.is_counting
+    }
     for m in inside:
         outer.pop(id(m.__dict__["_training_steps"]), None)
     is_part = bool(outer) and model not in inside
@@ -115,7 +133,8 @@ def _remove_hook(model: nn.Module) -> None:
 
 
 def begins_first(model: nn.Module) -> None:
-    """Steps begin before other hooks of the model run: `fully_shard`'s quantizes what the root gathers."""
+    """Steps begin before other hooks of the model run: `fully_shard`'s quantizes what the root
+    gathers."""
     for key, hook in list(model._forward_pre_hooks.items()):
         if hook is _begin:
             model._forward_pre_hooks.move_to_end(key, last=False)
@@ -135,11 +154,14 @@ def _begin(model: nn.Module, args: tuple) -> None:
         return
     if steps.layers is None:
         steps.layers = [weakref.ref(layer) for layer in _layers_of(model, steps)]
-    steps.begin(lambda: histories_of(layer for ref in steps.layers if (layer := ref()) is not None), model)
+    steps.begin(
+        lambda: histories_of(layer for ref in steps.layers if (layer := ref()) is not None), model
+    )
 
 
 def _layers_of(model: nn.Module, steps: TrainingSteps) -> list[Linear]:
-    """The layers that a model counts for: also those that were built by hand and put in, if nobody has counted for them yet."""
+    """The layers that a model counts for: also those that were built by hand and put in, if nobody
+    has counted for them yet."""
     layers = list(converted_modules(model).values())
     for layer in layers:
         if (other := layer.__dict__.get("_training_steps")) is None or not other.has_run:

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`traced_experts`: the products of a list of experts in compiled graphs, as two operators that a compiler does not look into.
+"""`traced_experts`: the products of a list of experts in compiled graphs, as two operators that a
+compiler does not look into.
 
-Each runs what eager mode runs, in Python: one product for all where a kernel makes it (`grouped_op`), else a loop that reads
-the splits on the host. So graphs have the bits of eager mode. The backward makes the other codes of the weights of their values,
-which no one writes until then; of weights that `fully_shard` gathers both read the buffers that it fills. As in eager mode, the
-codes of x that wgrad reads are saved.
+Each runs what eager mode runs, in Python: one product for all where a kernel makes it
+(`grouped_op`), else a loop that reads the splits on the host. So graphs have the bits of eager
+mode. The backward makes the other codes of the weights of their values, which no one writes until
+then; of weights that `fully_shard` gathers both read the buffers that it fills. As in eager mode,
+the codes of x that wgrad reads are saved.
 
-Not in graphs, but between them (`runs_in_graphs`): formats that histories or random bits go into, one of each an expert.
+Not in graphs, but between them (`runs_in_graphs`): formats that histories or random bits go into,
+one of each an expert.
 """
 
 from __future__ import annotations
@@ -28,7 +31,14 @@ from ..tensor import torch_compat
 from ..tensor.gather_group import RECOMPUTED_IN_GRAPHS
 from ..tensor.quantized_tensor import QuantizedTensor, StoragePair
 from .grouped_op import (
-    bias_gradients, group_of, operand_of_codes, packed_operand, read_as, shown_codes, unsupported_reason, bad_splits_flag,
+    bad_splits_flag,
+    bias_gradients,
+    group_of,
+    operand_of_codes,
+    packed_operand,
+    read_as,
+    shown_codes,
+    unsupported_reason,
 )
 from .linear_op import LinearCall, buffers_of, multiply, multiply_backward, slot_ids, storage_over
 from .plan import GemmPlan, plan_of
@@ -41,19 +51,34 @@ def runs_in_graphs(plan: GemmPlan | None) -> bool:
     if plan is None or plan.boundary is not None:
         return False
     sides = [plan.hybrid(slot).side(d) for slot in SLOTS for d in Direction]
-    apart = plan.input.is_stochastic or plan.grad_output.is_stochastic or plan.input.is_derived or plan.weight.is_derived
+    apart = (
+        plan.input.is_stochastic
+        or plan.grad_output.is_stochastic
+        or plan.input.is_derived
+        or plan.weight.is_derived
+    )
     return not apart and not any(s.is_delayed or s.fmt.tensor_scale for s in sides)
 
 
 @torch.compiler.allow_in_graph
 def traced_experts(
-    x: Tensor, ends: Tensor, weight: Tensor, bias: Tensor | None, plan: str, save: bool, turned: bool, guards: list[Tensor]
+    x: Tensor,
+    ends: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: str,
+    save: bool,
+    turned: bool,
+    guards: list[Tensor],
 ) -> Tensor:
-    """y [tokens, N] of x [tokens, K], whose rows of expert e end at ends[e], weights [E, N, K] and biases [E, N].
+    """y [tokens, N] of x [tokens, K], whose rows of expert e end at ends[e], weights [E, N, K] and
+    biases [E, N].
 
     weight:  values, or what `fully_shard` gathered.
-    plan:    key of the plan of all experts. save: the backward needs x. turned: the weights are [E, K, N].
-    guards:  what products of the forward and of the backward lose is added to these (`guard`); []: nothing is watched.
+    plan:    key of the plan of all experts. save: the backward needs x. turned: the weights are [E,
+             K, N].
+    guards:  what products of the forward and of the backward lose is added to these (`guard`); []:
+             nothing is watched.
     """
     return _TracedExperts.apply(x, ends, weight, bias, plan, save, turned, guards)
 
@@ -67,10 +92,27 @@ class _TracedExperts(torch.autograd.Function):
             torch_compat.save_by_reference([weight])
             if torch_compat.is_recomputed_in_graph():
                 RECOMPUTED_IN_GRAPHS.add(plan_of(plan).weight)
-        y, *made = _experts(x, ends, values, _codes_in(None if weight is values else weight, ROWWISE), shape, bias, plan, save, turned, bool(guards))
+        y, *made = _experts(
+            x,
+            ends,
+            values,
+            _codes_in(None if weight is values else weight, ROWWISE),
+            shape,
+            bias,
+            plan,
+            save,
+            turned,
+            bool(guards),
+        )
         if guards:
             guards[0].add_(made.pop())
-        ctx.plan, ctx.turned, ctx.guards, ctx.shape, ctx.dtype = plan, turned, guards, shape, weight.dtype
+        ctx.plan, ctx.turned, ctx.guards, ctx.shape, ctx.dtype = (
+            plan,
+            turned,
+            guards,
+            shape,
+            weight.dtype,
+        )
         ctx.gathered = weight if values is None else None
         groups, *codes = made or [ends]
         ctx.save_for_backward(values, groups, *((codes or [x]) if save else []))
@@ -82,9 +124,20 @@ class _TracedExperts(torch.autograd.Function):
         weight, groups, *saved = ctx.saved_tensors
         need_x, _, need_w, need_b, *_ = ctx.needs_input_grad
         needs = need_x, need_w, need_b
-        made = iter(_experts_backward(
-            dy, groups, weight, _codes_in(ctx.gathered, COLUMNWISE), ctx.shape, saved, ctx.plan, *needs, ctx.turned, bool(ctx.guards)
-        ))
+        made = iter(
+            _experts_backward(
+                dy,
+                groups,
+                weight,
+                _codes_in(ctx.gathered, COLUMNWISE),
+                ctx.shape,
+                saved,
+                ctx.plan,
+                *needs,
+                ctx.turned,
+                bool(ctx.guards),
+            )
+        )
         dx = next(made) if need_x else None
         dw = next(made).to(ctx.dtype) if need_w else None
         db = next(made).to(ctx.bias_dtype) if need_b else None
@@ -95,12 +148,18 @@ class _TracedExperts(torch.autograd.Function):
 
 # Weights that were gathered #
 
+
 def _codes_in(weight: QuantizedTensor | None, direction: Direction) -> list[Tensor]:
     return [] if weight is None else shown_codes(weight, direction)
 
 
 def _weight_of(
-    values: Tensor | None, turned: bool, codes: list[Tensor], shape: list[int], plan: GemmPlan, direction: Direction,
+    values: Tensor | None,
+    turned: bool,
+    codes: list[Tensor],
+    shape: list[int],
+    plan: GemmPlan,
+    direction: Direction,
     dtype: torch.dtype,
 ) -> Tensor:
     """The weight [E, N, K] of values, or of codes of one direction (`_codes_in`)."""
@@ -110,13 +169,24 @@ def _weight_of(
     source = direction if direction in plan.weight.encodings else ROWWISE
     fmt = plan.weight.side(source).fmt
     fields = [t.unflatten(0, (experts, -1)) for t in codes]
-    storages = [storage_over([t[e] for t in fields], fmt, source, tuple(matrix), dtype, COMPACT) for e in range(experts)]
-    parts = [StoragePair(**{direction.value: s if source is direction else s.as_direction(direction)}) for s in storages]
+    storages = [
+        storage_over([t[e] for t in fields], fmt, source, tuple(matrix), dtype, COMPACT)
+        for e in range(experts)
+    ]
+    parts = [
+        StoragePair(**{direction.value: s if source is direction else s.as_direction(direction)})
+        for s in storages
+    ]
     return QuantizedTensor(slots=StoragePair(parts=parts), shape=tuple(shape))
 
 
 def _operand_of(
-    values: Tensor | None, turned: bool, codes: list[Tensor], shape: list[int], plan: GemmPlan, direction: Direction,
+    values: Tensor | None,
+    turned: bool,
+    codes: list[Tensor],
+    shape: list[int],
+    plan: GemmPlan,
+    direction: Direction,
     dtype: torch.dtype,
 ) -> Operand:
     """`_weight_of` as products of groups read it."""
@@ -127,6 +197,7 @@ def _operand_of(
 
 # One product for all #
 
+
 def _in_one(x: Tensor, shape: list[int], bias: bool, plan: GemmPlan) -> bool:
     """plan: of groups."""
     key = x.dtype, x.device, tuple(shape), bias
@@ -136,15 +207,25 @@ def _in_one(x: Tensor, shape: list[int], bias: bool, plan: GemmPlan) -> bool:
 
 
 def _kept_shapes(plan: GemmPlan, x: Tensor, experts: int) -> tuple[tuple, tuple, torch.dtype]:
-    """(codes, scales, their dtype) that the backward reads of x: of groups that begin at multiples of 128."""
-    resolved, encoding = plan.resolved(x.dtype, x.device), plan.input.side(COLUMNWISE).encoding(COLUMNWISE)
+    """(codes, scales, their dtype) that the backward reads of x: of groups that begin at multiples
+    of 128."""
+    resolved, encoding = (
+        plan.resolved(x.dtype, x.device),
+        plan.input.side(COLUMNWISE).encoding(COLUMNWISE),
+    )
     layout = resolved.layouts["input"][COLUMNWISE]
-    reading = native.operand_spec_of(encoding, layout, resolved.domains[2], arch_of(x.device), False, None)
+    reading = native.operand_spec_of(
+        encoding, layout, resolved.domains[2], arch_of(x.device), False, None
+    )
     run = reading.run if reading.run >= 0 else None
-    of = native.encoding_shapes(reading.side, True, (native.TILE * _tiles(x.shape[0], experts), x.shape[1]), run=run)
+    of = native.encoding_shapes(
+        reading.side, True, (native.TILE * _tiles(x.shape[0], experts), x.shape[1]), run=run
+    )
     if run is not None:
         return of.data, of.scale, torch.float32
-    if read_as(plan, "input", COLUMNWISE, resolved.layouts).block[1] is None:  # a set of scales a group
+    if (
+        read_as(plan, "input", COLUMNWISE, resolved.layouts).block[1] is None
+    ):  # a set of scales a group
         return of.data, (experts * of.scale[0], *of.scale[1:]), of.scale_dtype
     return of.data, of.scale, of.scale_dtype
 
@@ -167,14 +248,26 @@ def _run_forward(x, ends, values, codes, shape, bias, plan, save, turned, counts
     plan, seen = plan_of(plan), _counts(x, counts)
     if not _in_one(x, shape, bias is not None, plan.of_groups):
         weight = _weight_of(values, turned, codes, shape, plan, ROWWISE, x.dtype)
-        call, biases = _call(plan, x.device, save, seen), [None] * len(weight) if bias is None else bias
+        call, biases = (
+            _call(plan, x.device, save, seen),
+            [None] * len(weight) if bias is None else bias,
+        )
         parts = zip(_parts(x, ends), weight.unbind(), biases)
         return [torch.cat([multiply(part, w, b, call, False)[0] for part, w, b in parts]), *seen]
     plan = plan.of_groups
     call, dtype = plan.resolved(x.dtype, x.device).call, x.dtype if bias is None else torch.float32
     operand = _operand_of(values, turned, codes, shape, plan, ROWWISE, x.dtype)
     y, groups, kept = native.grouped_step(
-        x, ends, operand, call, save, *(seen or [None]), dtype, bad_splits_flag(), _NO_MODULE, step=_step(x, seen)
+        x,
+        ends,
+        operand,
+        call,
+        save,
+        *(seen or [None]),
+        dtype,
+        bad_splits_flag(),
+        _NO_MODULE,
+        step=_step(x, seen),
     )
     if bias is not None:
         y = y.add_(bias.float().index_select(0, group_of(groups, x))).to(x.dtype)
@@ -188,14 +281,18 @@ def _fake_forward(x, ends, values, codes, shape, bias, plan, save, turned, count
     experts, n, _ = shape
     made, plan = [x.new_empty(x.shape[0], n)], plan_of(plan).of_groups
     if _in_one(x, shape, bias is not None, plan):
-        made.append(ends.new_empty(4 * _tiles(x.shape[0], experts) + 2 * (experts + 1), dtype=torch.int32))
+        made.append(
+            ends.new_empty(4 * _tiles(x.shape[0], experts) + 2 * (experts + 1), dtype=torch.int32)
+        )
         if save and plan.saves != "input":
             data, scale, dtype = _kept_shapes(plan, x, experts)
             made += [x.new_empty(data, dtype=torch.uint8), x.new_empty(scale, dtype=dtype)]
     return made + ([x.new_empty((3, 2), dtype=torch.float32)] if counts else [])
 
 
-def _run_backward(dy, groups, values, codes, shape, saved, plan, need_x, need_w, need_b, turned, counts):
+def _run_backward(
+    dy, groups, values, codes, shape, saved, plan, need_x, need_w, need_b, turned, counts
+):
     plan, seen, dy = plan_of(plan), _counts(dy, counts), dy.contiguous()
     if not _in_one(dy, shape, need_b, plan.of_groups):
         weight = _weight_of(values, turned, codes, shape, plan, COLUMNWISE, dy.dtype)
@@ -208,13 +305,31 @@ def _run_backward(dy, groups, values, codes, shape, saved, plan, need_x, need_w,
         ]
         dx, dw, db = zip(*made)
         dw = [w.t() for w in dw] if turned and need_w else dw
-        return [make(of) for make, of, need in ((torch.cat, dx, need_x), (torch.stack, dw, need_w), (torch.stack, db, need_b)) if need] + seen
+        return [
+            make(of)
+            for make, of, need in (
+                (torch.cat, dx, need_x),
+                (torch.stack, dw, need_w),
+                (torch.stack, db, need_b),
+            )
+            if need
+        ] + seen
     plan, groups, made = plan.of_groups, TokenGroups(groups, shape[0]), []
     if need_x or need_w:
-        operand = _operand_of(values, turned, codes, shape, plan, COLUMNWISE, dy.dtype) if need_x else None
+        operand = (
+            _operand_of(values, turned, codes, shape, plan, COLUMNWISE, dy.dtype)
+            if need_x
+            else None
+        )
         call = plan.resolved(dy.dtype, dy.device).call
         dx, dw = native.grouped_step_backward(
-            dy, groups, operand, saved if need_w else [], call, *(seen or [None]), step=_step(dy, seen),
+            dy,
+            groups,
+            operand,
+            saved if need_w else [],
+            call,
+            *(seen or [None]),
+            step=_step(dy, seen),
             turned=turned and plan.turns_wgrad,
         )
         dw = dw.mT.contiguous() if turned and need_w and not plan.turns_wgrad else dw
@@ -222,13 +337,22 @@ def _run_backward(dy, groups, values, codes, shape, saved, plan, need_x, need_w,
     return [*made, *([bias_gradients(groups, dy)] if need_b else []), *seen]
 
 
-def _fake_backward(dy, groups, values, codes, shape, saved, plan, need_x, need_w, need_b, turned, counts):
+def _fake_backward(
+    dy, groups, values, codes, shape, saved, plan, need_x, need_w, need_b, turned, counts
+):
     experts, n, k = shape
-    shapes = [(dy.shape[0], k)] * need_x + [(experts, k, n) if turned else (experts, n, k)] * need_w + [(experts, n)] * need_b
-    return [dy.new_empty(s) for s in shapes] + ([dy.new_empty((3, 2), dtype=torch.float32)] if counts else [])
+    shapes = (
+        [(dy.shape[0], k)] * need_x
+        + [(experts, k, n) if turned else (experts, n, k)] * need_w
+        + [(experts, n)] * need_b
+    )
+    return [dy.new_empty(s) for s in shapes] + (
+        [dy.new_empty((3, 2), dtype=torch.float32)] if counts else []
+    )
 
 
 # One after the other #
+
 
 def _parts(x: Tensor, ends: Tensor) -> Sequence[Tensor]:
     of = [0, *ends.tolist()]
@@ -248,18 +372,23 @@ def _saved(call: LinearCall, x: Tensor) -> list[Tensor]:
 
 
 _experts = opaque.define(
-    "experts(Tensor x, Tensor ends, Tensor? values, Tensor[] codes, int[] shape, Tensor? bias, str plan, bool save, bool turned, "
-    "bool counts) -> Tensor[]",
-    _run_forward, _fake_forward,
+    "experts(Tensor x, Tensor ends, Tensor? values, Tensor[] codes, int[] shape, Tensor? bias, str "
+    "plan, bool save, bool turned, bool counts) -> Tensor[]",
+    _run_forward,
+    _fake_forward,
 )
 _experts_backward = opaque.define(
-    "experts_backward(Tensor dy, Tensor groups, Tensor? values, Tensor[] codes, int[] shape, Tensor[] saved, str plan, "
-    "bool need_x, bool need_w, bool need_b, bool turned, bool counts) -> Tensor[]", _run_backward, _fake_backward,
+    "experts_backward(Tensor dy, Tensor groups, Tensor? values, Tensor[] codes, int[] shape, "
+    "Tensor[] saved, str plan, bool need_x, bool need_w, bool need_b, bool turned, bool counts) -> "
+    "Tensor[]",
+    _run_backward,
+    _fake_backward,
 )
 register_flop_formula(torch.ops.fsdp_quant.experts)(
     lambda x, ends, values, codes, shape, *rest, **options: 2 * x[0] * shape[1] * shape[2]
 )
 register_flop_formula(torch.ops.fsdp_quant.experts_backward)(
-    lambda dy, groups, values, codes, shape, saved, plan, need_x, need_w, *rest, **options:
-    2 * dy[0] * shape[1] * shape[2] * (need_x + need_w)
+    lambda dy, groups, values, codes, shape, saved, plan, need_x, need_w, *rest, **options: (
+        2 * dy[0] * shape[1] * shape[2] * (need_x + need_w)
+    )
 )

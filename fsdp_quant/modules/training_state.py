@@ -28,22 +28,29 @@ from .linear import Linear
 from .plan import EXACT, PRODUCTS, build_plan, ladder_of
 from .steps import begins_first, converted_modules, histories_by_side, layer_names
 
-
 # Group, and names of the layers of all its ranks (None: to be agreed, when there is one).
-_SHARED: MutableMapping[nn.Module, tuple[dist.ProcessGroup | None, list | None]] = weakref.WeakKeyDictionary()
-_SIDES = [f"{slot}.{direction.value}" for slot in ("input", "grad_output") for direction in Direction]
+_SHARED: MutableMapping[nn.Module, tuple[dist.ProcessGroup | None, list | None]] = (
+    weakref.WeakKeyDictionary()
+)
+_SIDES = [
+    f"{slot}.{direction.value}" for slot in ("input", "grad_output") for direction in Direction
+]
 
 
 def share_amaxes(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Delayed scaling of `model` from amaxes of all ranks: activations and gradients are scaled alike on every rank.
+    """Delayed scaling of `model` from amaxes of all ranks: activations and gradients are scaled
+    alike on every rank.
 
     group:  of ranks that step the same optimizers (default: all).
 
-    From now on each step that begins takes the maximum over the ranks, in one collective for all layers of `model`: every rank
-    must run the same training forwards, outside of whole-model graphs of torch.compile. Layers are paired by name: ranks may hold other experts. Every rank must call it; amaxes of weights are shared by `fully_shard`
-    without it. A copy of the model shares nothing.
+    From now on each step that begins takes the maximum over the ranks, in one collective for all
+    layers of `model`: every rank must run the same training forwards, outside of whole-model graphs
+    of torch.compile. Layers are paired by name: ranks may hold other experts. Every rank must call
+    it; amaxes of weights are shared by `fully_shard` without it. A copy of the model shares
+    nothing.
 
-    Raises ValueError for a model without converted modules; at a step, for layers that were converted since.
+    Raises ValueError for a model without converted modules; at a step, for layers that were
+    converted since.
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "fp8_delayed")
     >>> if torch.distributed.is_initialized():
@@ -57,7 +64,8 @@ def share_amaxes(model: nn.Module, group: dist.ProcessGroup | None = None) -> No
 
 
 def _by_name(model: nn.Module) -> dict[tuple[str, str], Linear]:
-    """The layers by their name in the model, and by their own, which tells experts of ranks that count them from 0 apart."""
+    """The layers by their name in the model, and by their own, which tells experts of ranks that
+    count them from 0 apart."""
     return {(name, module._name): module for name, module in converted_modules(model).items()}
 
 
@@ -73,22 +81,36 @@ def _share(rolled: Collection[AmaxHistory]) -> None:
     rolled = set(map(id, rolled))
     for model in list(_SHARED) if dist.is_available() and dist.is_initialized() else ():
         modules, found = _by_name(model), {}
-        if not any(id(h) in rolled for module in modules.values() for h in module._weight_state.histories.values()):
+        if not any(
+            id(h) in rolled
+            for module in modules.values()
+            for h in module._weight_state.histories.values()
+        ):
             continue
         if _SHARED[model][1] is None:
             _agree(model)
         group, names = _SHARED[model]
         if new := [name for name, _ in modules.keys() - set(names)]:
-            raise ValueError(f"{', '.join(sorted(new))}: converted after fq.share_amaxes(model); call it again, on every rank")
+            raise ValueError(
+                f"{', '.join(sorted(new))}: converted after fq.share_amaxes(model); call it again, on every rank"
+            )
         for name, module in modules.items():
-            found |= {(name, side): h for side, h in histories_by_side(module).items() if not h.stays}
-        # Histories lie where their layers ran; those of layers that did not run yet must not stay behind.
+            found |= {
+                (name, side): h for side, h in histories_by_side(module).items() if not h.stays
+            }
+        # Histories lie where their layers ran; those of layers that did not run yet must not stay
+        # behind.
         ran_on = [h.amaxes.device for h in found.values() if h.amaxes.device.type != "cpu"]
         device = ran_on[0] if ran_on else next(iter(modules.values())).weight.device
-        current, none = {key: h.to(device).amaxes[:1] for key, h in found.items()}, torch.zeros(1, device=device)
+        current, none = (
+            {key: h.to(device).amaxes[:1] for key, h in found.items()},
+            torch.zeros(1, device=device),
+        )
         slots = [(name, side) for name in names for side in _SIDES]
         shared = reduce_amaxes([current.get(slot, none) for slot in slots], group)
-        torch_compat.copy_all([(current[slot], amax) for slot, amax in zip(slots, shared) if slot in current])
+        torch_compat.copy_all(
+            [(current[slot], amax) for slot, amax in zip(slots, shared) if slot in current]
+        )
 
 
 STEP.before_roll.append(_share)
@@ -102,7 +124,9 @@ def _recipe_text(model: nn.Module) -> str:
     return " | ".join(recipes[key] for key in sorted(recipes))
 
 
-def fingerprint(model: nn.Module, step: int | None = None, names: Mapping[str, str] | None = None) -> str:
+def fingerprint(
+    model: nn.Module, step: int | None = None, names: Mapping[str, str] | None = None
+) -> str:
     """Hex digest of the recipe of every converted module: equal models and recipes have equal ones.
 
     step:   as it will be in that step of the schedules that the model follows.
@@ -117,7 +141,9 @@ def fingerprint(model: nn.Module, step: int | None = None, names: Mapping[str, s
             recipes |= {id(m): recipe for m in layers}
     texts = {name: recipes[id(m)].fingerprint() for name, m in modules.items()}
     for name, module in model.named_modules():
-        if isinstance(module, GroupedLinear) and isinstance(getattr(module, "weight", None), DTensor):  # other ranks may hold other experts
+        if isinstance(module, GroupedLinear) and isinstance(
+            getattr(module, "weight", None), DTensor
+        ):  # other ranks may hold other experts
             its = recipes[id(module.layers[0])].fingerprint()
             texts |= {f"{names[name]}.{e}".lstrip("."): its for e in range(module.weight.shape[0])}
     lines = [f"{name}: {text}" for name, text in sorted(texts.items())]
@@ -129,19 +155,26 @@ def _schedule_text(model: nn.Module) -> str | None:
 
 
 def _moved(modules: Mapping[str, Linear]) -> str:
-    """JSON of module name -> product -> rung, of products that the guard moved; and which rank of how many saved it."""
+    """JSON of module name -> product -> rung, of products that the guard moved; and which rank of
+    how many saved it."""
     moved = {name: m.plan.moved for name, m in modules.items() if m.plan.moved}
     return json.dumps(moved | {SAVED_BY: _rank()})
 
 
 def _rank() -> list[int]:
     """[rank, world size]."""
-    return [dist.get_rank(), dist.get_world_size()] if dist.is_available() and dist.is_initialized() else [0, 1]
+    return (
+        [dist.get_rank(), dist.get_world_size()]
+        if dist.is_available() and dist.is_initialized()
+        else [0, 1]
+    )
 
 
 def _codes(model: nn.Module, names: Mapping[str, str]) -> dict[str, int]:
     """`checkpoint.fingerprints` by these names of the modules."""
-    weights = {f"{n}.weight".lstrip("."): f"{called}.weight".lstrip(".") for n, called in names.items()}
+    weights = {
+        f"{n}.weight".lstrip("."): f"{called}.weight".lstrip(".") for n, called in names.items()
+    }
     found = {}
     for name, value in fingerprints(model).items():
         owner, _, expert = (name, "", "") if name in weights else name.rpartition(".")
@@ -150,15 +183,17 @@ def _codes(model: nn.Module, names: Mapping[str, str]) -> dict[str, int]:
 
 
 def state_dict(model: nn.Module, old_names: bool = False) -> dict:
-    """What a run needs to go on beside parameters and optimizer. Every rank must call it, and save under a key of its own.
+    """What a run needs to go on beside parameters and optimizer. Every rank must call it, and save
+    under a key of its own.
 
-    old_names:    names hold wrappers (torch.compile, checkpoint_wrapper, DDP, ..), as in files of earlier versions: what
-                  `dcp.load` of such a file of a wrapped model is given.
+    old_names:    names hold wrappers (torch.compile, checkpoint_wrapper, DDP, ..), as in files of
+                  earlier versions: what `dcp.load` of such a file of a wrapped model is given.
 
     step, seed:   of the random bits.
     schedule:     text of the schedules of recipes; None: there is none.
     recipe:       text, and `fingerprint`, a digest of every module's recipe.
-    codes:        weight name -> hash of its codes, the same for every world size (`checkpoint.fingerprints`).
+    codes:        weight name -> hash of its codes, the same for every world size
+                  (`checkpoint.fingerprints`).
     histories:    of delayed scaling; those of activations and gradients are each rank's own.
     moved:        products that the anchoring guard moved, and the rank; each rank's own.
 
@@ -170,21 +205,29 @@ def state_dict(model: nn.Module, old_names: bool = False) -> dict:
     modules = converted_modules(model, names)
     histories = {
         f"{name}.{side}": _saved_history(module, history)
-        for name, module in modules.items() for side, history in histories_by_side(module).items()
+        for name, module in modules.items()
+        for side, history in histories_by_side(module).items()
     }
     return {
-        "step": steps_of(model).number, "seed": STEP.seed, "schedule": _schedule_text(model), "recipe": recipe,
-        "fingerprint": fingerprint(model, names=names), "codes": _codes(model, names), "histories": histories,
+        "step": steps_of(model).number,
+        "seed": STEP.seed,
+        "schedule": _schedule_text(model),
+        "recipe": recipe,
+        "fingerprint": fingerprint(model, names=names),
+        "codes": _codes(model, names),
+        "histories": histories,
         "moved": _moved(modules),
     }
 
 
 # Loading #
 
+
 class _Checked(NamedTuple):
     """A state that is what a model takes.
 
-    modules:   by the names that the state has; None: it is of another recipe, and step and seed are taken alone.
+    modules:   by the names that the state has; None: it is of another recipe, and step and seed are
+               taken alone.
     names:     that are these.
     codes:     weight name -> fingerprint, or None.
     moved:     module name -> product -> rung.
@@ -202,11 +245,13 @@ class _Checked(NamedTuple):
 def load_state_dict(model: nn.Module, state: dict, allow_recipe_change: bool = False) -> None:
     """Restore what `state_dict(model)` returned, after the parameters. Every rank must call it.
 
-    A model that follows a schedule has the recipe of the restored step. Wrappers around the model or its parts may be others.
+    A model that follows a schedule has the recipe of the restored step. Wrappers around the model
+    or its parts may be others.
 
-    Raises ValueError, on every rank that shares weights, and leaves everything as it was, for what no `state_dict` returned; for a
-    state of another recipe, schedule or other modules, unless allow_recipe_change=True (histories and codes of another recipe are
-    then left out); for one of another rank of as many, whose histories are not this rank's; for weights whose codes are not
+    Raises ValueError, on every rank that shares weights, and leaves everything as it was, for what
+    no `state_dict` returned; for a state of another recipe, schedule or other modules, unless
+    allow_recipe_change=True (histories and codes of another recipe are then left out); for one of
+    another rank of as many, whose histories are not this rank's; for weights whose codes are not
     those that were saved, naming them (drop state["codes"] to go on with other weights).
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8")
@@ -232,10 +277,16 @@ def load_state_dict(model: nn.Module, state: dict, allow_recipe_change: bool = F
 
 
 def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Checked:
-    """Read a state, and change nothing. Raises ValueError for what `load_state_dict` does not take, but for other codes."""
+    """Read a state, and change nothing. Raises ValueError for what `load_state_dict` does not take,
+    but for other codes."""
     if not isinstance(state, dict):
-        raise ValueError(f"fq.load_state_dict takes what fq.state_dict returned, got {type(state).__name__}")
-    step, seed = _integer(state, "step", range(2**62)), _integer(state, "seed", range(-(2**63), 2**63))
+        raise ValueError(
+            f"fq.load_state_dict takes what fq.state_dict returned, got {type(state).__name__}"
+        )
+    step, seed = (
+        _integer(state, "step", range(2**62)),
+        _integer(state, "seed", range(-(2**63), 2**63)),
+    )
     digest, recipe = _part(state, "fingerprint", str), _recipe_text(model)
     names = next((n for n in layer_names(model) if fingerprint(model, step, n) == digest), None)
     if names is None:
@@ -255,7 +306,9 @@ def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Checked
     modules = converted_modules(model, names)
     codes = None if state.get("codes") is None else _part(state, "codes", dict)
     if codes is not None and not all(isinstance(value, int) for value in codes.values()):
-        raise ValueError("the saved state's codes are no integers: it is damaged; load another checkpoint")
+        raise ValueError(
+            "the saved state's codes are no integers: it is damaged; load another checkpoint"
+        )
     moved, saved_by = _read_moved(state.get("moved", "{}"), modules)
     histories, own = _part(state, "histories", dict), False
     for name, side, slot in _sides_at(model, modules, step):
@@ -280,7 +333,9 @@ def _check(model: nn.Module, state: dict, allow_recipe_change: bool) -> _Checked
 def _part(state: dict, key: str, kind: type):
     if not isinstance(state.get(key), kind):
         got = type(state[key]).__name__ if key in state else "nothing"
-        raise ValueError(f"{key} of the saved state is {got}, wanted {kind.__name__}; give what fq.state_dict returned")
+        raise ValueError(
+            f"{key} of the saved state is {got}, wanted {kind.__name__}; give what fq.state_dict returned"
+        )
     return state[key]
 
 
@@ -296,14 +351,23 @@ def _integer(state: dict, key: str, among: range) -> int:
 
 def _difference(state: dict, model: nn.Module) -> str:
     """Names of weights that the state, or the model, has alone."""
-    saved, here = set(state.get("codes") or ()), {f"{n}.weight".lstrip(".") for n in layer_names(model)[0].values()}
-    alone = [f"{', '.join(sorted(names)[:3])} {where} alone" for names, where in
-             ((saved - here, "the saved one has"), (here - saved, "the model has")) if names]
+    saved, here = (
+        set(state.get("codes") or ()),
+        {f"{n}.weight".lstrip(".") for n in layer_names(model)[0].values()},
+    )
+    alone = [
+        f"{', '.join(sorted(names)[:3])} {where} alone"
+        for names, where in ((saved - here, "the saved one has"), (here - saved, "the model has"))
+        if names
+    ]
     return "; ".join(alone) or "their recipes are exchanged, or experts others"
 
 
-def _read_moved(text: object, modules: Mapping[str, Linear]) -> tuple[dict[str, dict[str, str]], list[int] | None]:
-    """(module name -> product -> rung, [rank, world size] that saved it or None) of `state["moved"]`. Raises ValueError."""
+def _read_moved(
+    text: object, modules: Mapping[str, Linear]
+) -> tuple[dict[str, dict[str, str]], list[int] | None]:
+    """(module name -> product -> rung, [rank, world size] that saved it or None) of
+    `state["moved"]`. Raises ValueError."""
     try:
         found = json.loads(text) if isinstance(text, str) else None
     except (ValueError, RecursionError):
@@ -312,29 +376,46 @@ def _read_moved(text: object, modules: Mapping[str, Linear]) -> tuple[dict[str, 
     saved_by = found.pop(SAVED_BY, None) if isinstance(found, dict) else None
     moved = {}
     for name, of in found.items() if isinstance(found, dict) else ():
-        moved[name] = dict.fromkeys(of, EXACT) if isinstance(of, list) else of  # of a file from before there were rungs
+        moved[name] = (
+            dict.fromkeys(of, EXACT) if isinstance(of, list) else of
+        )  # of a file from before there were rungs
     whole = isinstance(found, dict) and all(
-        isinstance(of, dict) and all(product in ladders and rung in ladders[product] for product, rung in of.items())
+        isinstance(of, dict)
+        and all(product in ladders and rung in ladders[product] for product, rung in of.items())
         for of in moved.values()
     )
-    whole &= saved_by is None or (isinstance(saved_by, list) and list(map(type, saved_by)) == [int, int])
+    whole &= saved_by is None or (
+        isinstance(saved_by, list) and list(map(type, saved_by)) == [int, int]
+    )
     if not whole:
-        raise ValueError(f"moved of the saved state is not what fq.state_dict writes: {str(text)[:80]!r}; load another checkpoint")
+        raise ValueError(
+            f"moved of the saved state is not what fq.state_dict writes: {str(text)[:80]!r}; load another checkpoint"
+        )
     return {name: of for name, of in moved.items() if name in modules}, saved_by
 
 
-def _sides_at(model: nn.Module, modules: Mapping[str, Linear], step: int) -> Iterator[tuple[str, str, AmaxHistory]]:
-    """(module name, "slot.direction", a history of its length) of each delayed side, as of that step of schedules."""
+def _sides_at(
+    model: nn.Module, modules: Mapping[str, Linear], step: int
+) -> Iterator[tuple[str, str, AmaxHistory]]:
+    """(module name, "slot.direction", a history of its length) of each delayed side, as of that
+    step of schedules."""
     plans = {id(m): m.plan for m in modules.values()}
     for scheduled, schedule in schedules_of(model).items():
         units = converted_units(scheduled)
         for layers, recipe in zip(units.values(), schedule.at(step).for_layers(list(units))):
-            plans |= {id(m): build_plan(recipe, m._name, arch_of(m.weight.device), m.module_type) for m in layers}
+            plans |= {
+                id(m): build_plan(recipe, m._name, arch_of(m.weight.device), m.module_type)
+                for m in layers
+            }
     for name, module in modules.items():
         for slot in QUANTIZED_TYPES:
             hybrid = plans[id(module)].hybrid(slot)
             for d in hybrid.delayed_directions:
-                yield name, f"{slot}.{d.value}", AmaxHistory(hybrid.side(d).scaling, 1.0, slot == "weight")
+                yield (
+                    name,
+                    f"{slot}.{d.value}",
+                    AmaxHistory(hybrid.side(d).scaling, 1.0, slot == "weight"),
+                )
 
 
 def _is_of_codes(module: Linear, history: AmaxHistory) -> bool:
@@ -343,7 +424,8 @@ def _is_of_codes(module: Linear, history: AmaxHistory) -> bool:
 
 
 def _saved_history(module: Linear, history: AmaxHistory) -> dict[str, torch.Tensor]:
-    """As both kinds of parameters go on from: codes are made, and their amaxes recorded, again behind a load."""
+    """As both kinds of parameters go on from: codes are made, and their amaxes recorded, again
+    behind a load."""
     saved = history.state_dict()
     if _is_of_codes(module, history):
         saved["amaxes"][0] = 0
@@ -351,13 +433,19 @@ def _saved_history(module: Linear, history: AmaxHistory) -> dict[str, torch.Tens
 
 
 def _restore(model: nn.Module, checked: _Checked) -> None:
-    """Histories and rungs, and the recipe of the step, which codes of weights depend on. Raises ValueError for codes that were not
-    saved; then all is as it was."""
+    """Histories and rungs, and the recipe of the step, which codes of weights depend on. Raises
+    ValueError for codes that were not saved; then all is as it was."""
     modules, step = list(checked.modules.values()), steps_of(model).number
     for module in modules:
         histories_by_side(module)  # makes those that no forward has made yet
-    kept = {id(m._weight_state.histories): m._weight_state.histories for m in modules}  # experts of one weight share theirs
-    before = [(of, key, history, history.state_dict()) for of in kept.values() for key, history in of.items()]
+    kept = {
+        id(m._weight_state.histories): m._weight_state.histories for m in modules
+    }  # experts of one weight share theirs
+    before = [
+        (of, key, history, history.state_dict())
+        for of in kept.values()
+        for key, history in of.items()
+    ]
     plans = [(m._plan, m._weight_state.plan) for m in modules]
     _follow(model, checked.step)
     for name, module in checked.modules.items():
@@ -403,7 +491,8 @@ def _drop_codes(modules: Iterable[Linear]) -> None:
 
 
 def _wrong_codes(model: nn.Module, checked: _Checked) -> list[str]:
-    """Weights whose codes have another fingerprint than the saved one: the same list on every rank."""
+    """Weights whose codes have another fingerprint than the saved one: the same list on every
+    rank."""
     if checked.codes is None:
         return []
     found = _codes(model, checked.names)

@@ -13,16 +13,20 @@ from torch import nn
 
 @contextlib.contextmanager
 def masks_of_captures(model: nn.Module) -> Iterator[None]:
-    """transformers decides about masks as it must in a capture, where no tensor can be read, during the steps before it too.
+    """transformers decides about masks as it must in a capture, where no tensor can be read, during
+    the steps before it too.
 
-    Otherwise the capture gives its layers other arguments than the steps before it did, and compiled ones are compiled
-    inside of it. A model that makes its positions itself packs no sequences: it gets no mask for that, and keeps the
-    kernels of attention that take none. For `position_ids` and an `attention_mask` from outside, masks are always made.
+    Otherwise the capture gives its layers other arguments than the steps before it did, and
+    compiled ones are compiled inside of it. A model that makes its positions itself packs no
+    sequences: it gets no mask for that, and keeps the kernels of attention that take none. For
+               `position_ids` and an `attention_mask` from outside, masks are always made.
 
     model: may hold models of transformers, or be one; without any, nothing changes.
     """
     masking = sys.modules.get("transformers.masking_utils")
-    packed, reads = (getattr(masking, name, None) for name in ("find_packed_sequence_indices", "is_tracing"))
+    packed, reads = (
+        getattr(masking, name, None) for name in ("find_packed_sequence_indices", "is_tracing")
+    )
     if packed is None or reads is None:
         yield
         return
@@ -35,11 +39,17 @@ def masks_of_captures(model: nn.Module) -> Iterator[None]:
     def leave(*_) -> None:
         own_positions.pop()
 
-    models = [m for m in model.modules() if isinstance(m, sys.modules["transformers.modeling_utils"].PreTrainedModel)]
+    models = [
+        m
+        for m in model.modules()
+        if isinstance(m, sys.modules["transformers.modeling_utils"].PreTrainedModel)
+    ]
     hooks = [m.register_forward_pre_hook(enter, with_kwargs=True) for m in models]
     hooks += [m.register_forward_hook(leave, always_call=True) for m in models]
     masking.is_tracing = lambda tensor=None: tensor is not None
-    masking.find_packed_sequence_indices = lambda ids: None if own_positions and own_positions[-1] else packed(ids)
+    masking.find_packed_sequence_indices = lambda ids: (
+        None if own_positions and own_positions[-1] else packed(ids)
+    )
     try:
         yield
     finally:

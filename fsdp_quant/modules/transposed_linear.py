@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TransposedLinear`: linear layers whose weight lies [in, out], as `Conv1D` of transformers' GPT-2.
+"""`TransposedLinear`: linear layers whose weight lies [in, out], as `Conv1D` of transformers'
+GPT-2.
 
-The module keeps its class, its parameters and their names. Products multiply the transposed view of the weight as `fq.Linear`
-multiplies its own, by a layer that is no module of the tree. `fully_shard` cuts such a weight along the contraction, and
-gathers it in high precision.
+The module keeps its class, its parameters and their names. Products multiply the transposed view of
+the weight as `fq.Linear` multiplies its own, by a layer that is no module of the tree.
+`fully_shard` cuts such a weight along the contraction, and gathers it in high precision.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ TRANSPOSED = ("transformers.pytorch_utils.Conv1D",)
 
 
 def is_transposed(cls: type) -> bool:
-    """Modules of this class compute x W + b of `weight` [in, out] and `bias` [out], and were not converted."""
-    return f"{cls.__module__}.{cls.__qualname__}" in TRANSPOSED and not issubclass(cls, TransposedLinear)
+    """Modules of this class compute x W + b of `weight` [in, out] and `bias` [out], and were not
+    converted."""
+    return f"{cls.__module__}.{cls.__qualname__}" in TRANSPOSED and not issubclass(
+        cls, TransposedLinear
+    )
 
 
 class TransposedLinear(nn.Module):
-    """y = x W + b of `weight` [in, out] and `bias` [out], each product in the formats that a recipe gives."""
+    """y = x W + b of `weight` [in, out] and `bias` [out], each product in the formats that a recipe
+    gives."""
 
     source = "weight"  # the parameter that products read
 

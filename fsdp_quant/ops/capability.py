@@ -12,9 +12,10 @@ from ..formats import Format
 from . import extension
 from .layout import ANCHORED, ANCHORED_TENSOR, COMPACT, NATIVE, SPREAD
 
-# Fastest first. native: the tensor cores multiply the pair as it is. anchored: blocks scaled by powers of two are re-expressed
-# against one exponent a tensor, a line or a run, and multiplied as 8-bit operands with scales of these. bf16: both operands decode exactly to bf16 and
-# a bf16 GEMM multiplies them. reference: decoded to fp32, the definition.
+# Fastest first. native: the tensor cores multiply the pair as it is. anchored: blocks scaled by
+# powers of two are re-expressed against one exponent a tensor, a line or a run, and multiplied as
+# 8-bit operands with scales of these. bf16: both operands decode exactly to bf16 and a bf16 GEMM
+# multiplies them. reference: decoded to fp32, the definition.
 DOMAINS = ("native", "anchored", "bf16", "reference")
 
 # Blocks of fp32 scales.
@@ -22,14 +23,18 @@ _TENSOR, _LINE, _1X128, _128X128 = (None, None), (1, None), (1, 128), (128, 128)
 
 
 class Architecture(NamedTuple):
-    """A kind of GPU that runs the kernels. C++ has the same products: `kArchitectures`, csrc/gemm/takes.h.
+    """A kind of GPU that runs the kernels. C++ has the same products: `kArchitectures`,
+    csrc/gemm/takes.h.
 
     name:          of the code that it runs: "a" of this capability alone, "f" of its family.
     least, most:   its capabilities.
     scale_layout:  in which products read scales of blocks (`ops.native`, csrc/quantize/quantize.h).
-    fp32_pairs:    pairs of blocks whose fp32 scales it multiplies: cuBLASLt, "narrow precision data types".
-    byte_scales:   it multiplies blocks with scales of one byte; powers of two of 128 elements as such (`ops.layout.SPREAD`).
-    anchors:       8-bit products with one exponent a tensor, a line or a run take the place of those.
+    fp32_pairs:    pairs of blocks whose fp32 scales it multiplies: cuBLASLt, "narrow precision data
+                   types".
+    byte_scales:   it multiplies blocks with scales of one byte; powers of two of 128 elements as
+                   such (`ops.layout.SPREAD`).
+    anchors:       8-bit products with one exponent a tensor, a line or a run take the place of
+                   those.
     """
 
     name: str
@@ -49,8 +54,17 @@ ARCHITECTURES = {
         Architecture("sm_80", (8, 0), (8, 8), HOPPER, frozenset()),
         Architecture("sm_89", (8, 9), (8, 9), HOPPER, _OF_TENSORS),
         Architecture(
-            "sm_90a", (9, 0), (9, 0), HOPPER, anchors=True, fp32_pairs=_OF_TENSORS | {
-                frozenset({_LINE}), frozenset({_TENSOR, _LINE}), frozenset({_1X128}), frozenset({_1X128, _128X128}),
+            "sm_90a",
+            (9, 0),
+            (9, 0),
+            HOPPER,
+            anchors=True,
+            fp32_pairs=_OF_TENSORS
+            | {
+                frozenset({_LINE}),
+                frozenset({_TENSOR, _LINE}),
+                frozenset({_1X128}),
+                frozenset({_1X128, _128X128}),
             },
         ),
         Architecture("sm_100f", (10, 0), (10, 9), BLACKWELL, _OF_TENSORS, byte_scales=True),
@@ -65,7 +79,13 @@ def arch_of_capability(capability: tuple[int, int]) -> str:
     return row.name if row is not None else "sm_{}{}".format(*capability)
 
 
-ELEMENTS = {"e4m3": 1, "e5m2": 2, "e2m1": 3, "e2m3": 4, "e3m2": 5}  # of kernels, as operators number them
+ELEMENTS = {
+    "e4m3": 1,
+    "e5m2": 2,
+    "e2m1": 3,
+    "e2m3": 4,
+    "e3m2": 5,
+}  # of kernels, as operators number them
 
 
 @functools.cache
@@ -92,7 +112,7 @@ def _cuda_arch(index: int) -> str:
 
 
 def arch_of(device: torch.device) -> str:
-    """"cpu", or the name of a row of ARCHITECTURES, or another CUDA architecture name."""
+    """ "cpu", or the name of a row of ARCHITECTURES, or another CUDA architecture name."""
     if device.type != "cuda":
         return "cpu"
     return _cuda_arch(device.index if device.index is not None else torch.cuda.current_device())
@@ -104,7 +124,11 @@ def _are_encoded(a: Format, b: Format) -> bool:
 
 def _multiplies(a: Format, b: Format, arch: str) -> bool:
     """The tensor cores of `arch` multiply the two as they are."""
-    if a.rotated != b.rotated or a.element.bits != b.element.bits or a.element.name == b.element.name == "e5m2":
+    if (
+        a.rotated != b.rotated
+        or a.element.bits != b.element.bits
+        or a.element.name == b.element.name == "e5m2"
+    ):
         return False
     row = ARCHITECTURES.get(arch)
     if row is None or not _are_encoded(a, b):
@@ -113,17 +137,27 @@ def _multiplies(a: Format, b: Format, arch: str) -> bool:
         return True
     if a.bits == 4:
         return row.byte_scales and a.scale == b.scale == "e4m3" and a.block[1] == b.block[1] == 16
-    return row.byte_scales and a.bits == 8 and all(spreads(f) or (f.scale == "e8m0" and f.block[1] == 32) for f in (a, b))
+    return (
+        row.byte_scales
+        and a.bits == 8
+        and all(spreads(f) or (f.scale == "e8m0" and f.block[1] == 32) for f in (a, b))
+    )
 
 
 def spreads(fmt: Format) -> bool:
-    """Its scales serve 128 elements and are powers of two: four e8m0 scales of 32 are the same (`ops.layout.SPREAD`)."""
+    """Its scales serve 128 elements and are powers of two: four e8m0 scales of 32 are the same
+    (`ops.layout.SPREAD`)."""
     return fmt.has_fp32_scales and fmt.pow2 and fmt.block[1] == 128 and fmt.bits == 8
 
 
 def anchors(fmt: Format) -> bool:
     """One exponent a line, or a tensor, can take the place of this format's block scales."""
-    of_blocks = fmt.scale == "e8m0" and fmt.block[1] == 32 and fmt.scale_rounding == "up" and fmt.element.operand.bits == 8
+    of_blocks = (
+        fmt.scale == "e8m0"
+        and fmt.block[1] == 32
+        and fmt.scale_rounding == "up"
+        and fmt.element.operand.bits == 8
+    )
     return of_blocks and unsupported_reason(fmt) is None
 
 
@@ -142,7 +176,10 @@ def _is_anchored(a: Format, b: Format, arch: str) -> bool:
     if not anchors_here or a.element.name == b.element.name == "e5m2" or not _are_encoded(a, b):
         return False
     in_blocks = [anchors(f) or f.decodes_exactly_to_e4m3 for f in (a, b)]
-    lines = [block or (f.scale == "fp32" and f.block in (_TENSOR, _LINE)) for f, block in zip((a, b), in_blocks)]
+    lines = [
+        block or (f.scale == "fp32" and f.block in (_TENSOR, _LINE))
+        for f, block in zip((a, b), in_blocks)
+    ]
     of_tensors = any(scales_tensor(f) and anchors_tensor(other) for f, other in ((a, b), (b, a)))
     return of_tensors or (all(lines) and any(in_blocks))
 
@@ -154,9 +191,15 @@ def may_be_anchored(a: Format, b: Format) -> bool:
 
 @functools.cache
 def gemm_domain(
-    a: Format, b: Format, dtype: torch.dtype, arch: str, exact: bool = False, compiled: bool = extension.is_loaded()
+    a: Format,
+    b: Format,
+    dtype: torch.dtype,
+    arch: str,
+    exact: bool = False,
+    compiled: bool = extension.is_loaded(),
 ) -> tuple[str, str]:
-    """(domain, reason) of a product of `dtype` tensors on `arch`; exact: not a domain that changes operands.
+    """(domain, reason) of a product of `dtype` tensors on `arch`; exact: not a domain that changes
+    operands.
 
     A pure function of facts that every rank shares, so that all ranks plan alike.
     """
@@ -181,9 +224,11 @@ def gemm_domain(
 
 
 def operand_layout(a: Format, b: Format, domain: str, arch: str, anchored: str = ANCHORED) -> str:
-    """The layout (`ops.layout`) in which a product of this domain reads its operand a, for the pair (a, b).
+    """The layout (`ops.layout`) in which a product of this domain reads its operand a, for the pair
+    (a, b).
 
-    anchored:  what a pair of e8m0 formats is anchored to; beside other scales there are anchors of tensors and of lines.
+    anchored:  what a pair of e8m0 formats is anchored to; beside other scales there are anchors of
+               tensors and of lines.
     """
     if not a.is_quantized or domain not in ("native", "anchored"):
         return COMPACT

@@ -2,10 +2,11 @@
 """Loads the compiled operators, once, and says where they run.
 
 [Note: the library]
-`ops/build.py` says which files there are. The kernels fit every torch of their CUDA major version; the glue is bound to one
-torch release, so that only the glue of this release is loaded. Where it is missing and there are a C++ compiler and the sources,
-it is compiled once, into a cache. Importing this module never fails: where the operators are off `STATUS.reason` says
-why in one clause, and the reference runs everything. Environment, read once:
+`ops/build.py` says which files there are. The kernels fit every torch of their CUDA major version;
+the glue is bound to one torch release, so that only the glue of this release is loaded. Where it is
+missing and there are a C++ compiler and the sources, it is compiled once, into a cache. Importing
+this module never fails: where the operators are off `STATUS.reason` says why in one clause, and the
+reference runs everything. Environment, read once:
 
 - FSDP_QUANT_NATIVE=0 leaves the operators off.
 - FSDP_QUANT_NATIVE_FOLDER=path takes the files of that folder instead (for development).
@@ -36,7 +37,8 @@ REBUILD = "pip install --no-build-isolation -e ."
 
 @dataclass(frozen=True)
 class Status:
-    """The glue that was loaded, or why none was; `build` wherever there is a record of the kernels."""
+    """The glue that was loaded, or why none was; `build` wherever there is a record of the
+    kernels."""
 
     library: str | None
     reason: str | None
@@ -58,24 +60,41 @@ def load(environ: Mapping[str, str] = os.environ) -> Status:
         kernels = folder / builder.kernels_name(torch.version.cuda)
         if not kernels.exists():
             found = ", ".join(sorted(p.name for p in folder.glob("_kernels*.so"))) or "none"
-            return Status(None, f"there is no {kernels.name} for CUDA {torch.version.cuda}, but {found}; rebuild with {REBUILD}", record)
+            return Status(
+                None,
+                f"there is no {kernels.name} for CUDA {torch.version.cuda}, but {found}; rebuild "
+                f"with {REBUILD}",
+                record,
+            )
         glue = folder / builder.glue_name(torch.__version__, torch.version.cuda)
         if not glue.exists():
             glue = _compiled_glue(folder, kernels, environ)
         ctypes.CDLL(str(kernels.absolute()), ctypes.RTLD_GLOBAL)
         torch.ops.load_library(str(glue.absolute()))
-    except Exception as error:  # of any kind: the operators are an option, and importing the package is not
+    except (
+        Exception
+    ) as error:  # of any kind: the operators are an option, and importing the package is not
         cause = next(iter(str(error).splitlines()), type(error).__name__)
-        return Status(None, f"the operators in {folder} do not load ({cause}); rebuild with {REBUILD}", record)
+        return Status(
+            None, f"the operators in {folder} do not load ({cause}); rebuild with {REBUILD}", record
+        )
     return Status(str(glue), None, record)
 
 
 def _compiled_glue(folder: Path, kernels: Path, environ: Mapping[str, str]) -> Path:
-    """The glue for this torch, which no file of the folder is for; compiled where no process has done so yet.
+    """The glue for this torch, which no file of the folder is for; compiled where no process has
+    done so yet.
 
     Raises builder.Failed, also where it failed before.
     """
-    csrc = next((p for p in (folder / "_csrc", PACKAGE / "_csrc", PACKAGE.parent / "csrc") if (p / "bindings.cpp").exists()), None)
+    csrc = next(
+        (
+            p
+            for p in (folder / "_csrc", PACKAGE / "_csrc", PACKAGE.parent / "csrc")
+            if (p / "bindings.cpp").exists()
+        ),
+        None,
+    )
     name = builder.glue_name(torch.__version__, torch.version.cuda)
     have = ", ".join(sorted(p.name for p in folder.glob("_glue*.so"))) or "none"
     if csrc is None or not builder.cxx():
@@ -84,19 +103,41 @@ def _compiled_glue(folder: Path, kernels: Path, environ: Mapping[str, str]) -> P
     digest = hashlib.sha256(kernels.stat().st_mtime_ns.to_bytes(8, "little"))
     for source in sorted(p for p in csrc.rglob("*") if p.suffix in (".h", ".cpp")):
         digest.update(source.read_bytes())
-    cache = Path(environ.get("FSDP_QUANT_CACHE") or Path.home() / ".cache" / "fsdp_quant") / f"{torch.__version__}-{digest.hexdigest()[:16]}"
+    cache = (
+        Path(environ.get("FSDP_QUANT_CACHE") or Path.home() / ".cache" / "fsdp_quant")
+        / f"{torch.__version__}-{digest.hexdigest()[:16]}"
+    )
     cache.mkdir(parents=True, exist_ok=True)
     failed = cache / "failed.txt"
     with open(cache / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of the ranks of a machine one compiles, and the others wait
+        fcntl.flock(
+            lock, fcntl.LOCK_EX
+        )  # of the ranks of a machine one compiles, and the others wait
         if failed.exists():
-            raise builder.Failed(f"the glue for torch {torch.__version__} did not compile, see {failed}")
+            raise builder.Failed(
+                f"the glue for torch {torch.__version__} did not compile, see {failed}"
+            )
         if not (cache / name).exists():
-            print(f"fsdp_quant: compiling glue for torch {torch.__version__}, once, about a minute", file=sys.stderr, flush=True)
+            print(
+                f"fsdp_quant: compiling glue for torch {torch.__version__}, once, about a minute",
+                file=sys.stderr,
+                flush=True,
+            )
             root = Path(torch.__file__).parent
             try:
-                toolkit, _ = builder.find_toolkit(lambda home: (home / "include" / "cuda_runtime_api.h").exists())
-                glue = builder.build_glue(csrc, cache, kernels, root, torch.__version__, torch.version.cuda, toolkit, cache / "objects")
+                toolkit, _ = builder.find_toolkit(
+                    lambda home: (home / "include" / "cuda_runtime_api.h").exists()
+                )
+                glue = builder.build_glue(
+                    csrc,
+                    cache,
+                    kernels,
+                    root,
+                    torch.__version__,
+                    torch.version.cuda,
+                    toolkit,
+                    cache / "objects",
+                )
                 builder.check(sys.executable, kernels, glue)
             except builder.Failed as error:
                 (cache / name).unlink(missing_ok=True)
@@ -123,8 +164,15 @@ def runs_on(device: torch.device, warn: bool = False) -> str | None:
     if not is_loaded():
         reason = f"the compiled operators are off: {STATUS.reason}"
     else:
-        reason = _missing_code_for(device.index if device.index is not None else torch.cuda.current_device())
-    if warn and reason is not None and STATUS.reason != TURNED_OFF and not torch.compiler.is_compiling():
+        reason = _missing_code_for(
+            device.index if device.index is not None else torch.cuda.current_device()
+        )
+    if (
+        warn
+        and reason is not None
+        and STATUS.reason != TURNED_OFF
+        and not torch.compiler.is_compiling()
+    ):
         _warn_once(reason)
     return reason
 
@@ -132,8 +180,9 @@ def runs_on(device: torch.device, warn: bool = False) -> str | None:
 @functools.cache
 def _warn_once(reason: str) -> None:
     warnings.warn(
-        f"fsdp_quant: the PyTorch reference quantizes on this GPU, which is slow, because {reason}. "
-        "`python -m fsdp_quant doctor` says more; FSDP_QUANT_NATIVE=0 accepts it", stacklevel=4,
+        "fsdp_quant: the PyTorch reference quantizes on this GPU, which is slow, because "
+        f"{reason}. `python -m fsdp_quant doctor` says more; FSDP_QUANT_NATIVE=0 accepts it",
+        stacklevel=4,
     )
 
 
@@ -151,7 +200,8 @@ def _missing_code_for(index: int) -> str | None:
 
 
 def runs_code(arch: str, capability: tuple[int, int]) -> bool:
-    """A GPU runs code of its major version and of no later minor one; of "sm_90a" its own capability alone."""
+    """A GPU runs code of its major version and of no later minor one; of "sm_90a" its own
+    capability alone."""
     digits = arch.removeprefix("sm_").rstrip("af")
     major, minor = int(digits[:-1]), int(digits[-1])
     if arch.endswith("a"):

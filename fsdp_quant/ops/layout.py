@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GEMM layouts: padding, swizzle and transposes that a tensor core asks for, derived from compact buffers.
+"""GEMM layouts: padding, swizzle and transposes that a tensor core asks for, derived from compact
+buffers.
 
 All functions are inverse pairs on plain tensors; padding is zero and never reaches a result.
 
-Sources: cuBLAS 13 documentation, "Narrow precision data types usage" (128x4 scale tiles, fp32 block scales).
+Sources: cuBLAS 13 documentation, "Narrow precision data types usage" (128x4 scale tiles, fp32 block
+scales).
 """
 
 from __future__ import annotations
@@ -20,21 +22,33 @@ from ..formats import E4M3, PACKINGS, Format, anchored_format, ceil_div, spread_
 TILE_ROWS, TILE_COLS = 128, 4
 SPREAD_BLOCKS = 4  # of 32 elements, in one of 128
 
-# How the buffers of a storage lie. compact: see `Storage`. The others are operands [outer, contraction] as tensor cores
-# read them: native with the format's own scales; spread: fp32 scales of 128 that are powers of two as e8m0 scales of (1, 32),
-# each for four blocks (of 128 x 128 also for 128 rows), in tiles (`swizzle_128x4`); anchored (block scales that are powers of two) with one fp32 scale for the
-# tensor, [1], for a line, [outer], or for each run of its elements, [contraction / run, outer].
+# How the buffers of a storage lie. compact: see `Storage`. The others are operands [outer,
+# contraction] as tensor cores read them: native with the format's own scales; spread: fp32 scales
+# of 128 that are powers of two as e8m0 scales of (1, 32), each for four blocks (of 128 x 128 also
+# for 128 rows), in tiles (`swizzle_128x4`); anchored (block scales that are powers of two) with one
+# fp32 scale for the tensor, [1], for a line, [outer], or for each run of its elements, [contraction
+# / run, outer].
 COMPACT, NATIVE, SPREAD, ANCHORED_TENSOR, ANCHORED, ANCHORED_512, ANCHORED_128 = (
-    "compact", "native", "spread", "anchored tensor", "anchored", "anchored 512", "anchored 128"
+    "compact",
+    "native",
+    "spread",
+    "anchored tensor",
+    "anchored",
+    "anchored 512",
+    "anchored 128",
 )
-ANCHOR_RUNS = {ANCHORED: None, ANCHORED_512: 512, ANCHORED_128: 128}  # elements that share a scale; None: a line's
+ANCHOR_RUNS = {
+    ANCHORED: None,
+    ANCHORED_512: 512,
+    ANCHORED_128: 128,
+}  # elements that share a scale; None: a line's
 ANCHORS = (ANCHORED_TENSOR, *ANCHOR_RUNS)  # coarsest first, which are multiplied fastest
 LAID_OUT = (NATIVE, SPREAD)  # the numbers of the compact storage, which can be had back
 LAYOUTS = (COMPACT, *LAID_OUT, *ANCHORS)
 
-# Where ranks or groups share the tokens that a product contracts, and no scale is of all of them: one token that is far larger
-# than the others would cost them their last bits. 512 is multiplied faster than 128 (H200, geometric means over bf16: 1.34 and
-# 1.21, fp32 += 1.28 and 1.14).
+# Where ranks or groups share the tokens that a product contracts, and no scale is of all of them:
+# one token that is far larger than the others would cost them their last bits. 512 is multiplied
+# faster than 128 (H200, geometric means over bf16: 1.34 and 1.21, fp32 += 1.28 and 1.14).
 # cuBLASLt has no such scales: these GEMMs are our own kernel's (kRun, csrc/gemm/hopper_kernel.cuh).
 # Codes that were rounded stochastically are anchored by line afterwards: kernels that anchor as
 # they quantize round to nearest.
@@ -42,28 +56,42 @@ OVER_TOKENS = ANCHORED_512
 
 
 def is_exact_operand(fmt: Format, layout: str) -> bool:
-    """Codes of this format lose no bits in this layout, an operand of one scale per tensor, and quantizers write it."""
+    """Codes of this format lose no bits in this layout, an operand of one scale per tensor, and
+    quantizers write it."""
     return layout == ANCHORED_TENSOR and fmt.decodes_exactly_to_e4m3
 
 
 def is_anchored_of_codes(fmt: Format, layout: str) -> bool:
-    """No kernel quantizes values into this layout of anchors: their compact codes are made first."""
+    """No kernel quantizes values into this layout of anchors: their compact codes are made
+    first."""
     by_kernel = fmt.block[0] == 1 and fmt.element.operand == fmt.element
     return layout in ANCHORS and not by_kernel and not is_exact_operand(fmt, layout)
 
 
 def is_anchored_as_encoded(fmt: Format, layout: str) -> bool:
-    """A kernel quantizes values into this layout as if it brought their compact codes into it: e4m3, in blocks of (1, 32)."""
-    return layout == ANCHORED_TENSOR and (fmt.element, fmt.block, fmt.scale, fmt.scale_rounding) == (E4M3, (1, 32), "e8m0", "up")
+    """A kernel quantizes values into this layout as if it brought their compact codes into it:
+    e4m3, in blocks of (1, 32)."""
+    return layout == ANCHORED_TENSOR and (
+        fmt.element,
+        fmt.block,
+        fmt.scale,
+        fmt.scale_rounding,
+    ) == (E4M3, (1, 32), "e8m0", "up")
 
 
 def is_encoded_as(fmt: Format, layout: str) -> bool:
-    """Quantizers write codes of this format in this layout, and compact ones that are brought into it are the same."""
-    return layout in (COMPACT, *LAID_OUT) or is_exact_operand(fmt, layout) or is_anchored_as_encoded(fmt, layout)
+    """Quantizers write codes of this format in this layout, and compact ones that are brought into
+    it are the same."""
+    return (
+        layout in (COMPACT, *LAID_OUT)
+        or is_exact_operand(fmt, layout)
+        or is_anchored_as_encoded(fmt, layout)
+    )
 
 
 def operand_format(fmt: Format, layout: str) -> Format:
-    """What codes and scales of `fmt` mean as the operand of a product: anchored ones have scales of tensors, lines or runs."""
+    """What codes and scales of `fmt` mean as the operand of a product: anchored ones have scales of
+    tensors, lines or runs."""
     if layout == SPREAD:
         return spread_format(fmt)
     if layout == ANCHORED_TENSOR:
@@ -72,11 +100,16 @@ def operand_format(fmt: Format, layout: str) -> Format:
 
 
 def adjoining(tensors: Sequence[Tensor]) -> Tensor | None:
-    """torch.cat of tensors [n, ..] as a view of their memory, where each begins at the end of the one before; else None."""
+    """torch.cat of tensors [n, ..] as a view of their memory, where each begins at the end of the
+    one before; else None."""
     first, at = tensors[0], tensors[0].storage_offset()
     memory = first.untyped_storage().data_ptr()
     for t in tensors:
-        if not t.is_contiguous() or t.storage_offset() != at or t.untyped_storage().data_ptr() != memory:
+        if (
+            not t.is_contiguous()
+            or t.storage_offset() != at
+            or t.untyped_storage().data_ptr() != memory
+        ):
             return None
         at += t.numel()
     return first.as_strided((sum(len(t) for t in tensors), *first.shape[1:]), first.stride())
@@ -99,15 +132,21 @@ def swizzle_128x4(scale: Tensor) -> Tensor:
 
 
 def spread_scales(scale: Tensor, outer: int, outer_block: int) -> Tensor:
-    """fp32 powers of two [outer blocks, contraction blocks] as e8m0 scales [outer, 4 * contraction blocks]."""
-    codes = (scale.contiguous().view(torch.int32) >> 23).bitwise_and_(0xFF).to(torch.uint8)  # 2^-127 is subnormal, and 0
+    """fp32 powers of two [outer blocks, contraction blocks] as e8m0 scales [outer, 4 * contraction
+    blocks]."""
+    codes = (
+        (scale.contiguous().view(torch.int32) >> 23).bitwise_and_(0xFF).to(torch.uint8)
+    )  # 2^-127 is subnormal, and 0
     return codes.repeat_interleave(outer_block, 0)[:outer].repeat_interleave(SPREAD_BLOCKS, 1)
 
 
 def scales_before_spread(flat: Tensor, fmt: Format, outer: int, contraction: int) -> Tensor:
-    """Exponents, uint8 [outer blocks, contraction blocks], of the swizzled `spread_scales` of a format's codes [outer, contraction]."""
+    """Exponents, uint8 [outer blocks, contraction blocks], of the swizzled `spread_scales` of a
+    format's codes [outer, contraction]."""
     outer_block, block = fmt.block
-    return unswizzle_128x4(flat, outer, SPREAD_BLOCKS * ceil_div(contraction, block))[::outer_block, ::SPREAD_BLOCKS]
+    return unswizzle_128x4(flat, outer, SPREAD_BLOCKS * ceil_div(contraction, block))[
+        ::outer_block, ::SPREAD_BLOCKS
+    ]
 
 
 def unswizzle_128x4(flat: Tensor, outer: int, blocks: int) -> Tensor:
@@ -117,14 +156,21 @@ def unswizzle_128x4(flat: Tensor, outer: int, blocks: int) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes, one per byte, packed along the last dim into whole containers (`formats.PACKINGS`), the first in the lowest bits."""
+    """Codes, one per byte, packed along the last dim into whole containers (`formats.PACKINGS`),
+    the first in the lowest bits."""
     count, size = PACKINGS[bits]
     if count == 1:
         return codes
     codes = F.pad(codes, (0, -codes.shape[-1] % count)).unflatten(-1, (-1, count))
     codes = codes.unbind(-1) if size == 1 else codes.int().unbind(-1)
     word = functools.reduce(torch.bitwise_or, (code << (bits * i) for i, code in enumerate(codes)))
-    return word if size == 1 else torch.stack([word >> (8 * i) & 0xFF for i in range(size)], -1).flatten(-2).to(torch.uint8)
+    return (
+        word
+        if size == 1
+        else torch.stack([word >> (8 * i) & 0xFF for i in range(size)], -1)
+        .flatten(-2)
+        .to(torch.uint8)
+    )
 
 
 def unpack(data: Tensor, bits: int) -> Tensor:
@@ -134,11 +180,16 @@ def unpack(data: Tensor, bits: int) -> Tensor:
         return data
     parts = (data if size == 1 else data.int()).unflatten(-1, (-1, size)).unbind(-1)
     word = functools.reduce(torch.bitwise_or, (part << (8 * i) for i, part in enumerate(parts)))
-    return torch.stack([word >> (bits * i) & ((1 << bits) - 1) for i in range(count)], -1).flatten(-2).to(torch.uint8)
+    return (
+        torch.stack([word >> (bits * i) & ((1 << bits) - 1) for i in range(count)], -1)
+        .flatten(-2)
+        .to(torch.uint8)
+    )
 
 
 def repack(data: Tensor, bits: int, rows: int, cols: int) -> Tensor:
-    """Codes packed along dim 1 of [rows, cols], as codes packed along dim 1 of the transpose; of whole values the transpose."""
+    """Codes packed along dim 1 of [rows, cols], as codes packed along dim 1 of the transpose; of
+    whole values the transpose."""
     if bits >= 8:
         return data.t().contiguous()
     return pack(unpack(data, bits)[:, :cols].t(), bits).contiguous()

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMSNorm, LayerNorm and activations: their definition in PyTorch, and the compiled kernels where they run.
+"""RMSNorm, LayerNorm and activations: their definition in PyTorch, and the compiled kernels where
+they run.
 
-    norm         y = (x - mean) * rstd * gamma + beta     gamma = weight, or 1 + weight; no mean in RMSNorm
+    norm         y = (x - mean) * rstd * gamma + beta     gamma = weight, or 1 + weight; no mean in
+                                                          RMSNorm
     activation   h = act(g), or act(g) * u
 
-The math is fp32, and results round where the separate torch operations round: `act(g)` to the dtype before it is
-multiplied, and in the backward `dh * u` before it meets the slope. The reference equals torch's own autograd bit for bit;
-a kernel differs from it in the last bits of exp, erf and tanh, and in the order of sums over a row or over rows.
-Kernels also give the largest magnitudes of what they wrote: of all of it, and activations of lines (`native.amaxes_like`).
+The math is fp32, and results round where the separate torch operations round: `act(g)` to the dtype
+before it is multiplied, and in the backward `dh * u` before it meets the slope. The reference
+equals torch's own autograd bit for bit; a kernel differs from it in the last bits of exp, erf and
+tanh, and in the order of sums over a row or over rows. Kernels also give the largest magnitudes of
+what they wrote: of all of it, and activations of lines (`native.amaxes_like`).
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ _aten = torch.ops.aten
 class NormSpec(NamedTuple):
     """centred: LayerNorm, else RMSNorm. zero_centered: gamma is 1 + weight.
 
-    rounds_first: the normalized x is rounded to the dtype of x before gamma multiplies it, as transformers' Llama does; of
-                  an RMSNorm whose gamma is the weight.
+    rounds_first: the normalized x is rounded to the dtype of x before gamma multiplies it, as
+                  transformers' Llama does; of an RMSNorm whose gamma is the weight.
     """
 
     eps: float
@@ -60,7 +63,8 @@ def _relu_squared_backward(dy: Tensor, x: Tensor) -> Tensor:
 KINDS = {  # in the order of csrc/norm/norm.h
     "gelu": _Kind(F.gelu, _aten.gelu_backward),
     "gelu_tanh": _Kind(
-        functools.partial(F.gelu, approximate="tanh"), functools.partial(_aten.gelu_backward, approximate="tanh")
+        functools.partial(F.gelu, approximate="tanh"),
+        functools.partial(_aten.gelu_backward, approximate="tanh"),
     ),
     "silu": _Kind(F.silu, _aten.silu_backward),
     "relu": _Kind(F.relu, lambda dy, x: _aten.threshold_backward(dy, F.relu(x), 0)),
@@ -78,7 +82,9 @@ def _runs(x: Tensor, *others: Tensor | None, widest: int | None = None) -> bool:
     cols = x.shape[-1]
     if not (native.runs(x) and x.dtype in native.FLOATING and x.numel() and cols % 8 == 0):
         return False
-    return (widest is None or cols <= widest) and all(t is None or t.dtype is x.dtype for t in others)
+    return (widest is None or cols <= widest) and all(
+        t is None or t.dtype is x.dtype for t in others
+    )
 
 
 def runs_whole(*tensors: Tensor | None) -> bool:
@@ -112,7 +118,9 @@ def activation_backward(
     return *reference_activation_backward(dh, g, u, kind), None
 
 
-def reference_activation_backward(dh: Tensor, g: Tensor, u: Tensor | None, kind: int) -> tuple[Tensor, Tensor | None]:
+def reference_activation_backward(
+    dh: Tensor, g: Tensor, u: Tensor | None, kind: int
+) -> tuple[Tensor, Tensor | None]:
     value, backward = _KINDS[kind]
     return (backward(dh, g), None) if u is None else (backward(dh * u, g), dh * value(g))
 
@@ -130,7 +138,9 @@ def _gamma(weight: Tensor, spec: NormSpec) -> Tensor:
     return weight.float() + 1 if spec.zero_centered else weight
 
 
-def _sides(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor, Tensor, Tensor | None]:
+def _sides(
+    x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """What torch's LayerNorm is given: fp32 where gamma is."""
     gamma = _gamma(weight, spec)
     return x.to(gamma.dtype), gamma, None if bias is None else bias.to(gamma.dtype)
@@ -145,7 +155,9 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> Norm
     return Normal(*reference_norm(x, weight, bias, spec), None)
 
 
-def reference_norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor, Tensor, Tensor]:
+def reference_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec
+) -> tuple[Tensor, Tensor, Tensor]:
     """y, rstd, mean."""
     if spec.centred:
         values, gamma, beta = _sides(x, weight, bias, spec)
@@ -154,7 +166,11 @@ def reference_norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpe
     values = x.float()
     rstd = torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + spec.eps)
     normal = values * rstd
-    y = weight * normal.to(x.dtype) if spec.rounds_first else (normal * _gamma(weight, spec)).to(x.dtype)
+    y = (
+        weight * normal.to(x.dtype)
+        if spec.rounds_first
+        else (normal * _gamma(weight, spec)).to(x.dtype)
+    )
     return y, rstd.flatten(), rstd.new_empty(0)
 
 
@@ -168,20 +184,36 @@ class NormGradients(NamedTuple):
 
 
 def norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, rstd: Tensor, mean: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    rstd: Tensor,
+    mean: Tensor,
     spec: NormSpec,
 ) -> NormGradients:
     """residual: a gradient of x that is added to dx, after rounding, as autograd adds two."""
     if _runs(x, weight, bias, dy, residual, widest=native.WIDEST_NORM):
-        return NormGradients(*native.norm_backward(dy, x, weight, residual, rstd, mean, *spec[2:], bias is not None))
+        return NormGradients(
+            *native.norm_backward(dy, x, weight, residual, rstd, mean, *spec[2:], bias is not None)
+        )
     if opaque.is_tracing():
         dx, dweight, *dbias = _norm_backward_op(dy, x, weight, bias, residual, rstd, mean, *spec)
         return NormGradients(dx, dweight, dbias[0] if dbias else None, None)
-    return NormGradients(*reference_norm_backward(dy, x, weight, bias, residual, rstd, mean, spec), None)
+    return NormGradients(
+        *reference_norm_backward(dy, x, weight, bias, residual, rstd, mean, spec), None
+    )
 
 
 def reference_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, rstd: Tensor, mean: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    rstd: Tensor,
+    mean: Tensor,
     spec: NormSpec,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """dx, dweight, dbias."""
@@ -190,17 +222,29 @@ def reference_norm_backward(
         values, gamma, beta = _sides(x, weight, bias, spec)
         of_row = _statistics_dtype(values, gamma)
         dx, dweight, dbias = _aten.native_layer_norm_backward(
-            dy.to(values.dtype), values, x.shape[-1:], mean.view(rows).to(of_row), rstd.view(rows).to(of_row), gamma, beta,
+            dy.to(values.dtype),
+            values,
+            x.shape[-1:],
+            mean.view(rows).to(of_row),
+            rstd.view(rows).to(of_row),
+            gamma,
+            beta,
             [True, True, bias is not None],
         )
     else:  # the derivative of x * rsqrt(mean(x^2) + eps) * gamma, step by step
         values, d, r = x.float(), dy if spec.rounds_first else dy.float(), rstd.view(rows)
         normal = values * r
-        dweight = (d * (normal.to(x.dtype) if spec.rounds_first else normal)).reshape(-1, x.shape[-1]).sum(0)
+        dweight = (
+            (d * (normal.to(x.dtype) if spec.rounds_first else normal))
+            .reshape(-1, x.shape[-1])
+            .sum(0)
+        )
         d = (d * weight).float() if spec.rounds_first else d * _gamma(weight, spec)
         dr = (d * values).sum(-1, keepdim=True)
         dx = d * r
-        if residual is not None and x.dtype is torch.float32:  # nothing rounds in between: autograd adds three terms
+        if (
+            residual is not None and x.dtype is torch.float32
+        ):  # nothing rounds in between: autograd adds three terms
             dx, residual = residual + dx, None
         dx = dx + (-0.5 * dr * r.pow(3)) / x.shape[-1] * (2 * values)
     dx = dx.to(x.dtype)
@@ -214,6 +258,7 @@ def _statistics_dtype(x: Tensor, gamma: Tensor) -> torch.dtype:
 
 
 # The reference in graphs (`opaque`) #
+
 
 def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -229,7 +274,8 @@ def _fake_norm(x, weight, bias, eps, centred, *rest):
 
 
 _activation_op = opaque.define(
-    "reference_activation(Tensor g, Tensor? u, int kind) -> Tensor", lambda *given: reference_activation(*given).contiguous(),
+    "reference_activation(Tensor g, Tensor? u, int kind) -> Tensor",
+    lambda *given: reference_activation(*given).contiguous(),
     lambda g, *rest: _like(g),
 )
 _activation_backward_op = opaque.define(
@@ -238,13 +284,15 @@ _activation_backward_op = opaque.define(
     lambda dh, g, u, kind: [_like(t) for t in (g, u) if t is not None],
 )
 _norm_op = opaque.define(
-    "reference_norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool centred, bool zero_centered, "
-    "bool rounds_first) -> (Tensor, Tensor, Tensor)",
-    lambda x, weight, bias, *spec: tuple(reference_norm(x, weight, bias, NormSpec(*spec))), _fake_norm,
+    "reference_norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool centred, bool "
+    "zero_centered, bool rounds_first) -> (Tensor, Tensor, Tensor)",
+    lambda x, weight, bias, *spec: tuple(reference_norm(x, weight, bias, NormSpec(*spec))),
+    _fake_norm,
 )
 _norm_backward_op = opaque.define(
-    "reference_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor rstd, Tensor mean, "
-    "float eps, bool centred, bool zero_centered, bool rounds_first) -> Tensor[]",
+    "reference_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor? residual, "
+    "Tensor rstd, Tensor mean, float eps, bool centred, bool zero_centered, bool rounds_first) -> "
+    "Tensor[]",
     lambda *given: _made(reference_norm_backward(*given[:7], NormSpec(*given[7:]))),
     lambda dy, x, weight, bias, *rest: [_like(t) for t in (x, weight, bias) if t is not None],
 )

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reference code in graphs: operators that a compiler does not look into, so that a graph's bits are eager mode's.
+"""Reference code in graphs: operators that a compiler does not look into, so that a graph's bits
+are eager mode's.
 
-The reference is written in torch operators. A compiler would fuse them, and fused arithmetic differs in the last bits. While
-`tracing`, whatever would run the reference calls one of the operators below instead; each runs the same function, in Python.
-Kernels need none of this: their operators are recorded as they are.
+The reference is written in torch operators. A compiler would fuse them, and fused arithmetic
+differs in the last bits. While `tracing`, whatever would run the reference calls one of the
+operators below instead; each runs the same function, in Python. Kernels need none of this: their
+operators are recorded as they are.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ def _set(value: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
-    """Calls of this thread are recorded in a graph. They are counted when the graph runs, not now."""
+    """Calls of this thread are recorded in a graph. They are counted when the graph runs, not
+    now."""
     with _set(True), counters.kept():
         yield
 
@@ -44,7 +47,9 @@ def is_tracing() -> bool:
     return getattr(_THREAD, "is_tracing", False)
 
 
-# Formats as texts: an operator takes no Python objects, and a graph that is cached on disk runs in another process #
+# Formats as texts: an operator takes no Python objects, and a graph that is cached on disk runs in
+# another process #
+
 
 @functools.cache
 def format_text(fmt: Format) -> str:
@@ -131,16 +136,24 @@ def _fake_encode(x, amax, tensor_amax, key, enc, encoding, row0):
 
 
 _encode_op = define(
-    "reference_encode(Tensor x, Tensor? amax, Tensor? tensor_amax, Tensor? key, Tensor? enc, str encoding, SymInt row0)"
-    " -> Tensor[]", _encode, _fake_encode,
+    "reference_encode(Tensor x, Tensor? amax, Tensor? tensor_amax, Tensor? key, Tensor? enc, str "
+    "encoding, SymInt row0) -> Tensor[]",
+    _encode,
+    _fake_encode,
 )
 
 
 def encode(
-    x: Tensor, e: Encoding, amax: Tensor | None, tensor_amax: Tensor | None, row0: int, key: Tensor | None, enc: Tensor | None
+    x: Tensor,
+    e: Encoding,
+    amax: Tensor | None,
+    tensor_amax: Tensor | None,
+    row0: int,
+    key: Tensor | None,
+    enc: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """(data, scale, tensor_amax, amax where one scale spans a contraction) of a quantized format; statistics that are None are
-    taken from x."""
+    """(data, scale, tensor_amax, amax where one scale spans a contraction) of a quantized format;
+    statistics that are None are taken from x."""
     data, scale, *made = _encode_op(x, amax, tensor_amax, key, enc, encoding_text(e), row0)
     if e.fmt.tensor_scale and tensor_amax is None:
         tensor_amax, *made = made
@@ -149,7 +162,11 @@ def encode(
 
 def _statistics(x, encoding, row0):
     e = encoding_from(encoding)
-    return [t.contiguous() for t in reference.statistics(reference.prepared(x, e), e, row0) if t is not None]
+    return [
+        t.contiguous()
+        for t in reference.statistics(reference.prepared(x, e), e, row0)
+        if t is not None
+    ]
 
 
 def _fake_statistics(x, encoding, row0):
@@ -159,7 +176,9 @@ def _fake_statistics(x, encoding, row0):
 
 
 _statistics_op = define(
-    "reference_statistics(Tensor x, str encoding, SymInt row0) -> Tensor[]", _statistics, _fake_statistics
+    "reference_statistics(Tensor x, str encoding, SymInt row0) -> Tensor[]",
+    _statistics,
+    _fake_statistics,
 )
 
 
@@ -171,28 +190,50 @@ def statistics(x: Tensor, e: Encoding, row0: int) -> tuple[Tensor, Tensor | None
 
 def _decode(data, scale, tensor_amax, encoding, cols, row0, dtype):
     e = encoding_from(encoding)
-    return reference.decode(data, scale, tensor_amax, e.fmt, e.direction, cols, row0).to(dtype).contiguous()
+    return (
+        reference.decode(data, scale, tensor_amax, e.fmt, e.direction, cols, row0)
+        .to(dtype)
+        .contiguous()
+    )
 
 
 _decode_op = define(
-    "reference_decode(Tensor data, Tensor? scale, Tensor? tensor_amax, str encoding, SymInt cols, SymInt row0, "
-    "ScalarType dtype) -> Tensor",
-    _decode, lambda data, scale, tensor_amax, encoding, cols, row0, dtype: data.new_empty((data.shape[0], cols), dtype=dtype),
+    "reference_decode(Tensor data, Tensor? scale, Tensor? tensor_amax, str encoding, SymInt cols, "
+    "SymInt row0, ScalarType dtype) -> Tensor",
+    _decode,
+    lambda data, scale, tensor_amax, encoding, cols, row0, dtype: data.new_empty(
+        (data.shape[0], cols), dtype=dtype
+    ),
 )
 
 
 def decode(
-    data: Tensor, scale: Tensor | None, tensor_amax: Tensor | None, fmt: Format, direction: Direction, cols: int, row0: int,
+    data: Tensor,
+    scale: Tensor | None,
+    tensor_amax: Tensor | None,
+    fmt: Format,
+    direction: Direction,
+    cols: int,
+    row0: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    return _decode_op(data, scale, tensor_amax, encoding_text(Encoding(fmt, direction)), cols, row0, dtype)
+    return _decode_op(
+        data, scale, tensor_amax, encoding_text(Encoding(fmt, direction)), cols, row0, dtype
+    )
 
 
-column_sums = define("reference_column_sums(Tensor x) -> Tensor", lambda x: x.sum(0), lambda x: x.new_empty(x.shape[1]))
+column_sums = define(
+    "reference_column_sums(Tensor x) -> Tensor",
+    lambda x: x.sum(0),
+    lambda x: x.new_empty(x.shape[1]),
+)
 
 
-def random_key(step: Tensor, ids: Tensor, slot: int, rows: int, after: Tensor | None = None) -> Tensor:
-    """`dispatch.random_key`; after: of a backward, so that no compiler moves it into the forward."""
+def random_key(
+    step: Tensor, ids: Tensor, slot: int, rows: int, after: Tensor | None = None
+) -> Tensor:
+    """`dispatch.random_key`; after: of a backward, so that no compiler moves it into the
+    forward."""
     return _random_key_op(step, ids, slot, rows, after)
 
 
@@ -202,5 +243,6 @@ def key_of(step: Tensor, ids: Tensor, slot: int, rows: int, after: Tensor | None
 
 _random_key_op = define(
     "reference_random_key(Tensor step, Tensor ids, int slot, SymInt rows, Tensor? after) -> Tensor",
-    key_of, lambda step, *rest: step.new_empty(5),
+    key_of,
+    lambda step, *rest: step.new_empty(5),
 )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The definition of every format, in PyTorch: statistics, encode, decode. Every kernel equals it bit for bit.
+"""The definition of every format, in PyTorch: statistics, encode, decode. Every kernel equals it
+bit for bit.
 
 [Note: one encoder]
 A storage is made in two steps, so that a statistic may be shared between ranks in between:
@@ -10,19 +11,23 @@ A storage is made in two steps, so that a statistic may be shared between ranks 
 with, for the fp32 operations fl() and the IEEE division /rn (no fast-math anywhere),
 
     fp32 scales   enc = max /rn amax, mantissa cleared for pow2;  scale = 1 /rn enc
-    e8m0          scale = 2^(e - 127), e from v = fl(amax * fl(1 / max)), rounded up (or the OCP floor rule)
-    e4m3          scale = e4m3(min(t, 448)), t = fl(amax * fl(S * fl(1 / 6))), S = 2688 /rn tensor_amax
-      fp8_exact   scale = e4m3(r(min(t, 384))), S = 2304 /rn tensor_amax; r: to 1, 1.25 or 1.5 times a power of two
+    e8m0          scale = 2^(e - 127), e from v = fl(amax * fl(1 / max)), rounded up (or the OCP
+                  floor rule)
+    e4m3          scale = e4m3(min(t, 448)), t = fl(amax * fl(S * fl(1 / 6))), S = 2688 /rn
+                  tensor_amax
+      fp8_exact   scale = e4m3(r(min(t, 384))), S = 2304 /rn tensor_amax; r: to 1, 1.25 or 1.5 times
+                  a power of two
     code = saturating round-to-nearest-even of fl(x * enc)
 
-Blocks lie on the grid of the *global* tensor: `row0` is the global index of the first row of x, and a block
-that the shard cuts is a block of fewer rows here. The codes of a shard are then the codes of the full tensor
-as soon as the amaxes are.
+Blocks lie on the grid of the *global* tensor: `row0` is the global index of the first row of x, and
+a block that the shard cuts is a block of fewer rows here. The codes of a shard are then the codes
+of the full tensor as soon as the amaxes are.
 
-Non-finite values are never hidden: a block whose amax is not finite decodes to NaN, or, with e8m0 scales, an
-infinite block to the largest value its scale can hold.
+Non-finite values are never hidden: a block whose amax is not finite decodes to NaN, or, with e8m0
+scales, an infinite block to the largest value its scale can hold.
 
-Sources: OCP Microscaling Formats v1.0, sections 5 and 6; OCP 8-bit Floating Point v1.0; NVIDIA PTX ISA, cvt.
+Sources: OCP Microscaling Formats v1.0, sections 5 and 6; OCP 8-bit Floating Point v1.0; NVIDIA PTX
+ISA, cvt.
 """
 
 from __future__ import annotations
@@ -59,8 +64,10 @@ RHT_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 # Geometry #
 
+
 def _blocked(x: Tensor, fmt: Format, direction: Direction, row0: int) -> Tensor:
-    """x [rows, cols] as [block rows, block, block cols, block], zero-padded to whole blocks of the global grid."""
+    """x [rows, cols] as [block rows, block, block cols, block], zero-padded to whole blocks of the
+    global grid."""
     rows, cols = x.shape
     b0, b1 = fmt.dims(direction)
     b0, b1 = b0 or max(rows, 1), b1 or max(cols, 1)
@@ -71,7 +78,9 @@ def _blocked(x: Tensor, fmt: Format, direction: Direction, row0: int) -> Tensor:
     return x.reshape(x.shape[0] // b0, b0, x.shape[1] // b1, b1)
 
 
-def _unblocked(x4: Tensor, rows: int, cols: int, fmt: Format, direction: Direction, row0: int) -> Tensor:
+def _unblocked(
+    x4: Tensor, rows: int, cols: int, fmt: Format, direction: Direction, row0: int
+) -> Tensor:
     b0 = fmt.dims(direction)[0]
     front = row0 % b0 if b0 else 0
     return x4.flatten(2).flatten(0, 1)[front : front + rows, :cols]
@@ -85,8 +94,10 @@ def _scaled(x: Tensor, factor: Tensor, fmt: Format, direction: Direction, row0: 
 
 # Rotation #
 
+
 def rotate(x: Tensor, direction: Direction, inverse: bool = False) -> Tensor:
-    """Random Hadamard transform of blocks of 16 along the contraction, zero-padded: rounded to bf16 once.
+    """Random Hadamard transform of blocks of 16 along the contraction, zero-padded: rounded to bf16
+    once.
 
     x:        [rows, cols].
     inverse:  turn back, in fp32 and without rounding; the padding stays.
@@ -95,7 +106,9 @@ def rotate(x: Tensor, direction: Direction, inverse: bool = False) -> Tensor:
     padding = (0, -x.shape[1] % ROTATION_BLOCK) if dim else (0, 0, 0, -x.shape[0] % ROTATION_BLOCK)
     blocks = F.pad(x, padding).unflatten(dim, (-1, ROTATION_BLOCK)).movedim(dim + 1, 0)
     signs = torch.tensor(RHT_SIGNS, dtype=torch.float32, device=x.device).view(-1, 1, 1)
-    y = blocks.float().contiguous() if inverse else blocks * signs  # [16, rows or blocks, blocks or cols]
+    y = (
+        blocks.float().contiguous() if inverse else blocks * signs
+    )  # [16, rows or blocks, blocks or cols]
     for stride in (1, 2, 4, 8):
         a, b = y.unflatten(0, (ROTATION_BLOCK // (2 * stride), 2, stride)).unbind(1)
         y = torch.stack((a + b, a - b), 1).view(y.shape)
@@ -105,13 +118,15 @@ def rotate(x: Tensor, direction: Direction, inverse: bool = False) -> Tensor:
 
 # Statistics #
 
+
 def prepared(x: Tensor, encoding: Encoding) -> Tensor:
     """The values that are encoded: x, or x rotated."""
     return rotate(x, encoding.direction) if encoding.fmt.rotated else x
 
 
 def of_all_parts(amax: Tensor | None, fmt: Format) -> Tensor | None:
-    """The amax of a tensor with one scale, [1, 1], of those of its parts, [parts, 1]; of other formats amax as it is."""
+    """The amax of a tensor with one scale, [1, 1], of those of its parts, [parts, 1]; of other
+    formats amax as it is."""
     return amax.amax().view(1, 1) if amax is not None and fmt.block == (None, None) else amax
 
 
@@ -119,7 +134,8 @@ def statistics(x: Tensor, encoding: Encoding, row0: int = 0) -> tuple[Tensor | N
     """Largest magnitude of every block and, for two-level formats, of the tensor.
 
     x:        [rows, cols], floating; already `prepared`.
-    returns:  (fp32 [block rows, block cols] or None without scales, fp32 [1] or None). NaN propagates.
+    returns:  (fp32 [block rows, block cols] or None without scales, fp32 [1] or None). NaN
+              propagates.
 
     A block that the edge of x cuts counts only the elements that exist.
     """
@@ -130,26 +146,34 @@ def statistics(x: Tensor, encoding: Encoding, row0: int = 0) -> tuple[Tensor | N
     x4 = _blocked(magnitude, fmt, encoding.direction, row0)
     if x4.numel() == 0:
         whole_rows, whole_cols = (block is None for block in fmt.dims(encoding.direction))
-        amax = x4.new_zeros(1 if whole_rows else x4.shape[0], 1 if whole_cols else x4.shape[2]).float()
+        amax = x4.new_zeros(
+            1 if whole_rows else x4.shape[0], 1 if whole_cols else x4.shape[2]
+        ).float()
     else:
         amax = x4.amax(3).amax(1).float() if x4.shape[3] > 1 else x4.squeeze(3).amax(1).float()
     if not fmt.tensor_scale:
         return amax, None
     tensor_amax = (amax.amax() if amax.numel() else amax.new_zeros(())).reshape(1)
-    return amax, torch.where(tensor_amax.isnan(), math.nan, tensor_amax)  # one NaN, whatever bits the device's max gave
+    return amax, torch.where(
+        tensor_amax.isnan(), math.nan, tensor_amax
+    )  # one NaN, whatever bits the device's max gave
 
 
 # Scales #
 
+
 def divide(a: float, b: Tensor) -> Tensor:
-    """a /rn b in fp32: one rounding, where a Python number over a tensor would be reciprocal and product."""
+    """a /rn b in fp32: one rounding, where a Python number over a tensor would be reciprocal and
+    product."""
     return torch.full_like(b, a) / b
 
 
 def encode_factor(amax: Tensor, fmt: Format, eps: float = 0.0) -> Tensor:
     """enc of the fp32 scales: max /rn amax; 1 where amax is 0 or not finite; FLT_MAX at most."""
     amax = torch.where(amax < eps, torch.full_like(amax, eps), amax)
-    enc = torch.where((amax == 0) | ~amax.isfinite(), torch.ones_like(amax), divide(fmt.element.max, amax))
+    enc = torch.where(
+        (amax == 0) | ~amax.isfinite(), torch.ones_like(amax), divide(fmt.element.max, amax)
+    )
     enc = enc.clamp(max=FLT_MAX)
     return (enc.view(torch.int32) & 0x7F800000).view(torch.float32) if fmt.pow2 else enc
 
@@ -165,7 +189,9 @@ def e8m0_code(amax: Tensor, fmt: Format) -> Tensor:
     if fmt.scale_rounding == "floor":
         code = ((amax.view(torch.int32) >> 23) - int(math.log2(fmt.element.max))).clamp(min=0)
     else:
-        bits = (amax * torch.tensor(1.0 / fmt.element.max, dtype=torch.float32, device=amax.device)).view(torch.int32)
+        bits = (
+            amax * torch.tensor(1.0 / fmt.element.max, dtype=torch.float32, device=amax.device)
+        ).view(torch.int32)
         exponent, mantissa = bits >> 23, bits & 0x7FFFFF
         code = exponent + torch.where(exponent == 0, mantissa > 0x400000, mantissa != 0)
     code = torch.where(amax.isinf(), 0xFE, code)
@@ -173,40 +199,50 @@ def e8m0_code(amax: Tensor, fmt: Format) -> Tensor:
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """2^(exponent - 127) in fp32 for biased exponents 0 (the subnormal 2^-127) to 254; 255 is NaN."""
+    """2^(exponent - 127) in fp32 for biased exponents 0 (the subnormal 2^-127) to 254; 255 is
+    NaN."""
     bits = exponent.to(torch.int32) << 23
     bits = torch.where(exponent == 0, 0x00400000, bits)
     return torch.where(exponent == 255, 0x7FC00000, bits).to(torch.int32).view(torch.float32)
 
 
 def tensor_encode_factor(tensor_amax: Tensor, fmt: Format) -> Tensor:
-    """S of a two-level format: 2688 (fp8_exact: 2304) /rn tensor_amax; 1 where it is 0 or not finite; FLT_MAX at most."""
+    """S of a two-level format: 2688 (fp8_exact: 2304) /rn tensor_amax; 1 where it is 0 or not
+    finite; FLT_MAX at most."""
     ones = torch.ones_like(tensor_amax)
     factor = divide(fmt.largest_scaled, tensor_amax)
-    return torch.where((tensor_amax == 0) | ~tensor_amax.isfinite(), ones, factor.clamp(max=FLT_MAX))
+    return torch.where(
+        (tensor_amax == 0) | ~tensor_amax.isfinite(), ones, factor.clamp(max=FLT_MAX)
+    )
 
 
 def tensor_decode_scale(tensor_amax: Tensor, fmt: Format) -> Tensor:
-    """D = 1 /rn S, NaN where the tensor's amax is not finite: an overflow decodes to NaN, never to a number."""
+    """D = 1 /rn S, NaN where the tensor's amax is not finite: an overflow decodes to NaN, never to
+    a number."""
     scale = divide(1.0, tensor_encode_factor(tensor_amax, fmt))
     return torch.where(tensor_amax.isfinite(), scale, torch.full_like(scale, math.nan))
 
 
 def _exact_target(target: Tensor, round_up: bool) -> Tensor:
-    """The target of a block scale as 1, 1.25, 1.5 or 2 times its power of two (`FP8_EXACT_SCALES`); round_up: not below it."""
+    """The target of a block scale as 1, 1.25, 1.5 or 2 times its power of two (`FP8_EXACT_SCALES`);
+    round_up: not below it."""
     bits = target.view(torch.int32)
     significand = (bits & 0x7FFFFF | 0x3F800000).view(torch.float32)
     chosen = torch.ones_like(target)
     for (_, below), (bound, scale) in itertools.pairwise(FP8_EXACT_SCALES):
-        chosen = torch.where(significand > below if round_up else significand >= bound, scale, chosen)
+        chosen = torch.where(
+            significand > below if round_up else significand >= bound, scale, chosen
+        )
     return torch.where(target.isfinite(), chosen * (bits & 0x7F800000).view(torch.float32), target)
 
 
-def _two_level_scale(amax: Tensor, tensor_amax: Tensor, fmt: Format, round_up: bool) -> tuple[Tensor, Tensor]:
+def _two_level_scale(
+    amax: Tensor, tensor_amax: Tensor, fmt: Format, round_up: bool
+) -> tuple[Tensor, Tensor]:
     """(e4m3 codes uint8, enc fp32) of the blocks of a two-level format.
 
-    round_up gives the smallest scale of the format's rule not below the target: under stochastic rounding a scale rounded
-    down would saturate the block's largest elements and bias their mean.
+    round_up gives the smallest scale of the format's rule not below the target: under stochastic
+    rounding a scale rounded down would saturate the block's largest elements and bias their mean.
     """
     factor = tensor_encode_factor(tensor_amax, fmt)
     target = amax * (factor * torch.tensor(1.0 / E2M1.max, dtype=torch.float32, device=amax.device))
@@ -223,7 +259,8 @@ def _two_level_scale(amax: Tensor, tensor_amax: Tensor, fmt: Format, round_up: b
 def scales(
     amax: Tensor, tensor_amax: Tensor | None, encoding: Encoding, enc: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(decode scales in storage form, fp32 encode factors) of the blocks, from their amaxes; `encode` says of what."""
+    """(decode scales in storage form, fp32 encode factors) of the blocks, from their amaxes;
+    `encode` says of what."""
     fmt = encoding.fmt
     if fmt.scale == "e8m0":
         scale = e8m0_code(amax, fmt)
@@ -231,20 +268,25 @@ def scales(
     if fmt.tensor_scale:
         return _two_level_scale(amax, tensor_amax, fmt, round_up=encoding.stochastic)
     factor = encode_factor(amax, fmt, encoding.eps) if enc is None else enc.expand_as(amax)
-    return torch.where(amax.isfinite(), divide(1.0, factor), torch.full_like(amax, math.nan)), factor
+    return torch.where(
+        amax.isfinite(), divide(1.0, factor), torch.full_like(amax, math.nan)
+    ), factor
 
 
 # Elements #
 
+
 def _in_steps(magnitude: Tensor, element: Element) -> tuple[Tensor, Tensor, Tensor]:
-    """(magnitudes over the step between the numbers of their binade, that step, binades above the least): the first is exact."""
+    """(magnitudes over the step between the numbers of their binade, that step, binades above the
+    least): the first is exact."""
     exponent = (magnitude.view(torch.int32) & 0x7F800000).clamp(min=(element.emin + 127) << 23)
     step = (exponent - (element.mantissa << 23)).view(torch.float32)
     return magnitude / step, step, (exponent >> 23) - (element.emin + 127)
 
 
 def round_stochastically(v: Tensor, element: Element, bits: Tensor) -> Tensor:
-    """v, within the element's range, rounded to one of its two neighbours: up iff (bits + 0.5) / 256 < fraction."""
+    """v, within the element's range, rounded to one of its two neighbours: up iff (bits + 0.5) /
+    256 < fraction."""
     ratio, step, _ = _in_steps(v.abs(), element)
     low = ratio.floor()
     up = bits + 0.5 < (ratio - low) * 256
@@ -252,16 +294,22 @@ def round_stochastically(v: Tensor, element: Element, bits: Tensor) -> Tensor:
 
 
 def _cast(v: Tensor, element: Element) -> Tensor:
-    """Saturating round-to-nearest-even codes, one a byte (uint8); a NaN stays NaN (without one in the element: +max)."""
+    """Saturating round-to-nearest-even codes, one a byte (uint8); a NaN stays NaN (without one in
+    the element: +max)."""
     if element.dtype is not None:
         codes = v.clamp(-element.max, element.max).to(element.dtype).view(torch.uint8)
         return codes.masked_fill_(v.isnan(), 0x7F)
-    ratio, _, binades = _in_steps(v.abs().nan_to_num(nan=element.max).clamp(max=element.max), element)
-    code = ratio.round().to(torch.int32) + (binades << element.mantissa)  # a carry is the next binade's first code
+    ratio, _, binades = _in_steps(
+        v.abs().nan_to_num(nan=element.max).clamp(max=element.max), element
+    )
+    code = ratio.round().to(torch.int32) + (
+        binades << element.mantissa
+    )  # a carry is the next binade's first code
     return (code | (v.signbit() & ~v.isnan()).to(torch.int32) << (element.bits - 1)).to(torch.uint8)
 
 
 # Encode and decode #
+
 
 def encode(
     x: Tensor,
@@ -275,11 +323,14 @@ def encode(
     """Codes and decode scales of x, its statistics known.
 
     x:            [rows, cols], floating; already `prepared`.
-    amax:         fp32 [block rows, block cols] of the blocks x overlaps, shared by all ranks that hold a part.
+    amax:         fp32 [block rows, block cols] of the blocks x overlaps, shared by all ranks that
+                  hold a part.
     tensor_amax:  fp32 [1] of the whole tensor, for two-level formats.
     key:          int64 [5] random key (`rng.KEY_FIELDS`), for stochastic rounding.
-    enc:          fp32 [1], for delayed scaling: the factor from the history; amax then only reveals overflow.
-    returns:      (uint8 [rows, row bytes], or x itself for identity; scales in storage form, or None).
+    enc:          fp32 [1], for delayed scaling: the factor from the history; amax then only reveals
+                  overflow.
+    returns:      (uint8 [rows, row bytes], or x itself for identity; scales in storage form, or
+                  None).
     """
     fmt, direction = encoding.fmt, encoding.direction
     if not fmt.is_quantized:
@@ -290,7 +341,9 @@ def encode(
         if key is None:
             raise ValueError(f"stochastic rounding to {fmt} needs a random key, got None")
         limit = fmt.element.max
-        values = round_stochastically(values.clamp(-limit, limit), fmt.element, random_bytes(x.shape, direction, key))
+        values = round_stochastically(
+            values.clamp(-limit, limit), fmt.element, random_bytes(x.shape, direction, key)
+        )
     codes = _cast(values, fmt.element)
     return pack(codes, fmt.bits).contiguous(), scale
 
@@ -311,7 +364,8 @@ def _values(element: Element) -> tuple[float, ...]:
     """The numbers of an element's codes, in order; of those without infinity and NaN."""
     of = [divmod(code, 1 << element.mantissa) for code in range(1 << (element.bits - 1))]
     positive = [
-        (fraction + (exponent > 0) * 2.0**element.mantissa) * 2.0 ** (max(exponent - 1, 0) + element.emin - element.mantissa)
+        (fraction + (exponent > 0) * 2.0**element.mantissa)
+        * 2.0 ** (max(exponent - 1, 0) + element.emin - element.mantissa)
         for exponent, fraction in of
     ]
     return (*positive, *(-v for v in positive))
@@ -325,7 +379,12 @@ def decode_scale(scale: Tensor, fmt: Format) -> Tensor:
 
 
 def scale_of_each(
-    scale: Tensor, tensor_amax: Tensor | None, fmt: Format, direction: Direction, shape: tuple[int, int], row0: int = 0
+    scale: Tensor,
+    tensor_amax: Tensor | None,
+    fmt: Format,
+    direction: Direction,
+    shape: tuple[int, int],
+    row0: int = 0,
 ) -> Tensor:
     """All that each element's code is multiplied by, fp32 [rows, cols]."""
     factor = decode_scale(scale, fmt)
@@ -334,10 +393,16 @@ def scale_of_each(
 
 
 def decode(
-    data: Tensor, scale: Tensor | None, tensor_amax: Tensor | None, fmt: Format, direction: Direction,
-    cols: int, row0: int = 0,
+    data: Tensor,
+    scale: Tensor | None,
+    tensor_amax: Tensor | None,
+    fmt: Format,
+    direction: Direction,
+    cols: int,
+    row0: int = 0,
 ) -> Tensor:
-    """element * scale (* D) in fp32, [rows, cols]; a rotated storage stays rotated. Identity: its own dtype."""
+    """element * scale (* D) in fp32, [rows, cols]; a rotated storage stays rotated. Identity: its
+    own dtype."""
     values = decode_codes(data, fmt, cols)
     if scale is not None:
         values = _scaled(values, decode_scale(scale, fmt), fmt, direction, row0)
@@ -345,19 +410,29 @@ def decode(
 
 
 def has_scales_of(scale: Tensor, fmt: Format) -> bool:
-    """Every stored scale is one that the options of `fmt` allow: a power of two (`pow2`), one of `FP8_EXACT_SCALES`."""
-    allowed = (1.0,) if fmt.pow2 else tuple(s for _, s in FP8_EXACT_SCALES) if fmt.decodes_exactly_to_e4m3 else None
+    """Every stored scale is one that the options of `fmt` allow: a power of two (`pow2`), one of
+    `FP8_EXACT_SCALES`."""
+    allowed = (
+        (1.0,)
+        if fmt.pow2
+        else tuple(s for _, s in FP8_EXACT_SCALES)
+        if fmt.decodes_exactly_to_e4m3
+        else None
+    )
     if allowed is None:
         return True
     values = decode_scale(scale, fmt)
     significand = torch.frexp(values).mantissa * 2.0
-    return bool(torch.isin(significand[values != 0], torch.tensor(allowed, device=scale.device)).all())
+    return bool(
+        torch.isin(significand[values != 0], torch.tensor(allowed, device=scale.device)).all()
+    )
 
 
 def bf16_product(a: Tensor, b: Tensor) -> Tensor:
     """a b^T of bf16 operands [m, k] and [n, k], accumulated in fp32 and returned in fp32.
 
-    A CPU without bf16 matrix instructions multiplies the same bf16 values as fp32: the products are exact either way.
+    A CPU without bf16 matrix instructions multiplies the same bf16 values as fp32: the products are
+    exact either way.
     """
     if a.is_cuda:
         return torch.mm(a, b.t(), out_dtype=torch.float32)
@@ -366,16 +441,18 @@ def bf16_product(a: Tensor, b: Tensor) -> Tensor:
 
 # Anchored operands #
 
+
 def e4m3_operand(
     data: Tensor, scale: Tensor, tensor_amax: Tensor, fmt: Format, direction: Direction, cols: int
 ) -> tuple[Tensor, Tensor]:
     """Codes of a format that `decodes_exactly_to_e4m3`, as e4m3 codes with one scale per tensor.
 
-    data:     compact codes [rows, row bytes] of cols columns. scale: uint8 [block rows, block cols].
+    data:     compact codes [rows, row bytes] of cols columns. scale: uint8 [block rows, block
+              cols].
     returns:  (uint8 [rows, cols], fp32 [1]).
 
-    A code is e4m3(element * scale * 2^-3), its scale 8 D. Blocks whose scale is 2^-3 or more lose nothing; smaller ones
-    lose what is below 2^-9.
+    A code is e4m3(element * scale * 2^-3), its scale 8 D. Blocks whose scale is 2^-3 or more lose
+    nothing; smaller ones lose what is below 2^-9.
     """
     codes = _cast(decode(data, scale, None, fmt, direction, cols) * FP8_EXACT_OPERAND, E4M3)
     return codes.contiguous(), tensor_decode_scale(tensor_amax, fmt) / FP8_EXACT_OPERAND
@@ -388,35 +465,46 @@ def anchored(x: Tensor, encoding: Encoding, anchor_block: int | None) -> tuple[T
     anchor_block:  contraction elements of a run; None: all of them.
     returns:       (codes uint8 [rows, cols], fp32 scales of (1, anchor_block) blocks).
 
-    e8m0 scales are powers of two and elements are floating point, so with E = max(e) over the run an element is the
-    same number against 2^E as against 2^e, but for those that become subnormal, 2^-14 below the run's largest
-    magnitude. The product of two such operands scales its rows and columns once, outside the contraction.
+    e8m0 scales are powers of two and elements are floating point, so with E = max(e) over the run
+    an element is the same number against 2^E as against 2^e, but for those that become subnormal,
+    2^-14 below the run's largest magnitude. The product of two such operands scales its rows and
+    columns once, outside the contraction.
     """
     fmt = encoding.fmt
     run = Format(fmt.name, fmt.element, (1, anchor_block), fmt.scale)
     anchor = e8m0_code(statistics(x, Encoding(run, encoding.direction))[0], run)
-    codes = _cast(_scaled(x, power_of_two(_inverse(anchor)), run, encoding.direction, 0), fmt.element)
+    codes = _cast(
+        _scaled(x, power_of_two(_inverse(anchor)), run, encoding.direction, 0), fmt.element
+    )
     return codes.contiguous(), power_of_two(anchor)
 
 
 def anchored_codes(
-    data: Tensor, scale: Tensor, fmt: Format, direction: Direction, whole: bool = False, cols: int | None = None,
+    data: Tensor,
+    scale: Tensor,
+    fmt: Format,
+    direction: Direction,
+    whole: bool = False,
+    cols: int | None = None,
     run: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Codes of blocks that exist, re-expressed against one exponent for each line, for each run of one, or for the tensor.
+    """Codes of blocks that exist, re-expressed against one exponent for each line, for each run of
+    one, or for the tensor.
 
     data:     uint8 [rows, row bytes], compact.
     scale:    compact, powers of two: e8m0, or for whole tensors also fp32.
     whole:    one exponent for the tensor.
     cols:     of codes in a row; None: a byte has one.
-    run:      elements of the contraction that share an exponent, a multiple of the block; None: all of a line.
-    returns:  (codes uint8 [rows, cols] of the format's `Element.operand`, fp32 scales [lines]; whole: [1]; of runs
-              [runs, lines rounded up to 4], zeros behind the lines).
+    run:      elements of the contraction that share an exponent, a multiple of the block; None: all
+              of a line.
+    returns:  (codes uint8 [rows, cols] of the format's `Element.operand`, fp32 scales [lines];
+              whole: [1]; of runs [runs, lines rounded up to 4], zeros behind the lines).
 
-    An element q of a block with exponent e becomes q * 2^(e - E), where 2^(E + n) is the largest block scale of its run,
-    line or tensor and 2^n what the operand's range leaves above the element's (`operand_shift`): rounded a second time
-    where that is subnormal, else the same number. A NaN block makes all of that NaN; E is 0 or more, and 0 without
-    blocks. The fp32 scale of a block of zeros is 1 (`encode_factor`) and says nothing: it counts as e = 0.
+    An element q of a block with exponent e becomes q * 2^(e - E), where 2^(E + n) is the largest
+    block scale of its run, line or tensor and 2^n what the operand's range leaves above the
+    element's (`operand_shift`): rounded a second time where that is subnormal, else the same
+    number. A NaN block makes all of that NaN; E is 0 or more, and 0 without blocks. The fp32 scale
+    of a block of zeros is 1 (`encode_factor`) and says nothing: it counts as e = 0.
     """
     dim = direction.contraction_dim
     values = decode_codes(data, fmt, data.shape[1] if cols is None else cols)
@@ -430,31 +518,45 @@ def anchored_codes(
         blocks = max(scale.shape[dim], 1) if run is None else run // fmt.block[1]
         runs = 1 if run is None else ceil_div(scale.shape[dim], blocks)
         missing = runs * blocks - scale.shape[dim]  # E of no blocks is 0
-        highest = F.pad(scale, (0, missing) if dim else (0, 0, 0, missing)).unflatten(dim, (runs, blocks)).amax(dim + 1)
+        highest = (
+            F.pad(scale, (0, missing) if dim else (0, 0, 0, missing))
+            .unflatten(dim, (runs, blocks))
+            .amax(dim + 1)
+        )
     shift = fmt.element.operand_shift
     exponent = torch.where(highest == 255, 255, (highest.to(torch.int32) - shift).clamp(min=0))
-    of_block = exponent if whole or run is None else exponent.repeat_interleave(blocks, dim).narrow(dim, 0, scale.shape[dim])
-    factor = power_of_two((127 + scale.to(torch.int32) - of_block).clamp(min=0))  # every element times 2^-127 is zero
+    of_block = (
+        exponent
+        if whole or run is None
+        else exponent.repeat_interleave(blocks, dim).narrow(dim, 0, scale.shape[dim])
+    )
+    factor = power_of_two(
+        (127 + scale.to(torch.int32) - of_block).clamp(min=0)
+    )  # every element times 2^-127 is zero
     codes = _cast(_scaled(values, factor, fmt, direction, 0), fmt.element.operand)
     if whole:
         return codes.contiguous(), power_of_two(exponent).flatten()
     lines = power_of_two(exponent).movedim(dim, 0)  # [runs, line blocks]
     lines = lines.repeat_interleave(fmt.block[0], 1)[:, : values.shape[1 - dim]]
-    return codes.contiguous(), lines.flatten() if run is None else F.pad(lines, (0, -lines.shape[1] % 4))
+    return codes.contiguous(), lines.flatten() if run is None else F.pad(
+        lines, (0, -lines.shape[1] % 4)
+    )
 
 
 # One of so many steps is looked at by the guard.
 PROBED_STEPS = 16
-# Mean square of an element's relative error under a scale of its own block: of e4m3, whose steps are a quarter of e5m2's.
+# Mean square of an element's relative error under a scale of its own block: of e4m3, whose steps
+# are a quarter of e5m2's.
 _OWN_ERROR = {"e4m3": 7.04e-4, "e5m2": 4 * 7.04e-4}
 _PROBED_LINES = 64
-# Operands of `product_error`: with scales of their own, or anchored; the last four of e4m3 codes that were e2m1 with `fp8_exact`
-# scales, or elements of fewer than 8 bits in blocks of e8m0 scales.
+# Operands of `product_error`: with scales of their own, or anchored; the last four of e4m3 codes
+# that were e2m1 with `fp8_exact` scales, or elements of fewer than 8 bits in blocks of e8m0 scales.
 NOT_COUNTED, COUNTED, COUNTED_E2M1, COUNTED_MX_E2M1, COUNTED_MX_E2M3, COUNTED_MX_E3M2 = range(6)
 
 
 class _Exact(NamedTuple):
-    """What of such codes lost nothing: blocks, of so many, whose largest magnitude has this code or a larger one.
+    """What of such codes lost nothing: blocks, of so many, whose largest magnitude has this code or
+    a larger one.
 
     own_error:  as _OWN_ERROR, of gaussian values.
     """
@@ -465,15 +567,18 @@ class _Exact(NamedTuple):
 
 
 def _exact_blocks(element: Element, own_error: float) -> _Exact:
-    """Of e8m0 blocks, which are on e4m3's grid while their least step is: the next ones below reach one code less at most."""
+    """Of e8m0 blocks, which are on e4m3's grid while their least step is: the next ones below reach
+    one code less at most."""
     below = 2.0**-10 / element.least_step
     return _Exact(32, int(_cast(torch.tensor(element.max * below), E4M3)) + 1, own_error)
 
 
 # 28: 6 * 2^-3 * 2^-3, the largest of a block of e2m1 whose e4m3 scale is 2^-3.
 _EXACT = {
-    COUNTED_E2M1: _Exact(16, 28, 9.1e-3), COUNTED_MX_E2M1: _exact_blocks(E2M1, 1.33e-2),
-    COUNTED_MX_E2M3: _exact_blocks(E2M3, 8.1e-4), COUNTED_MX_E3M2: _exact_blocks(E3M2, 2.8e-3),
+    COUNTED_E2M1: _Exact(16, 28, 9.1e-3),
+    COUNTED_MX_E2M1: _exact_blocks(E2M1, 1.33e-2),
+    COUNTED_MX_E2M3: _exact_blocks(E2M3, 8.1e-4),
+    COUNTED_MX_E3M2: _exact_blocks(E3M2, 2.8e-3),
 }
 _COUNTED_AS = {E2M1: COUNTED_MX_E2M1, E2M3: COUNTED_MX_E2M3, E3M2: COUNTED_MX_E3M2}
 
@@ -488,47 +593,68 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 
 
 def product_error(
-    a: tuple[Tensor, Tensor | None, Format], b: tuple[Tensor, Tensor | None, Format], counted: tuple[int, int], probe: int = 0,
+    a: tuple[Tensor, Tensor | None, Format],
+    b: tuple[Tensor, Tensor | None, Format],
+    counted: tuple[int, int],
+    probe: int = 0,
     of_tokens: bool = False,
 ) -> Tensor:
-    """What a product of anchored operands loses beside its formats' own errors: fp32 [2], both as mean squares.
+    """What a product of anchored operands loses beside its formats' own errors: fp32 [2], both as
+    mean squares.
 
-    a, b:     (codes uint8 [outer, contraction], their scales where these are of runs [runs, outer rounded up to 4], format of
-              the operand).
+    a, b:     (codes uint8 [outer, contraction], their scales where these are of runs [runs, outer
+              rounded up to 4], format of the operand).
     counted:  how each operand counts (`counted_as`), or NOT_COUNTED.
     of_tokens:  lines of a are those of tokens; else of channels, as are those of b.
-    probe:    which lines are looked at, 64 of each, spread as the fractions of multiples of the golden ratio.
+    probe:    which lines are looked at, 64 of each, spread as the fractions of multiples of the
+              golden ratio.
 
-    A code without an exponent lies on a grid of the least step s, so that it may have lost s^2 / 12; those of smaller elements
-    have lost nothing in blocks that are not far below the largest, as the block's largest code tells (`_EXACT`). Along the contraction that
-    meets the energy of the other operand there: of a line of a, the sum over k of lost_a[k] all_b[k] + all_a[k] lost_b[k],
-    where those of b are means over its lines, each against its own energy. The formats' own errors are a constant share of
-    all_a[k] all_b[k]. Lines of a that are not all zeros count alike, each against the sum of both, and then those of b; tokens far
-    below the mean one less, since those without a gradient have its noise.
+    A code without an exponent lies on a grid of the least step s, so that it may have lost s^2 /
+    12; those of smaller elements have lost nothing in blocks that are not far below the largest, as
+    the block's largest code tells (`_EXACT`). Along the contraction that meets the energy of the
+    other operand there: of a line of a, the sum over k of lost_a[k] all_b[k] + all_a[k] lost_b[k],
+    where those of b are means over its lines, each against its own energy. The formats' own errors
+    are a constant share of all_a[k] all_b[k]. Lines of a that are not all zeros count alike, each
+    against the sum of both, and then those of b; tokens far below the mean one less, since those
+    without a gradient have its noise.
     """
     energies = [_energies(*of, counts, probe) for of, counts in zip((a, b), counted)]
-    own = sum(_EXACT[how].own_error if how in _EXACT else _OWN_ERROR[of[2].element.name] for of, how in zip((a, b), counted))
+    own = sum(
+        _EXACT[how].own_error if how in _EXACT else _OWN_ERROR[of[2].element.name]
+        for of, how in zip((a, b), counted)
+    )
 
     def weighed(of: Tensor, by: Tensor, of_tokens: bool) -> Tensor:
         """of [lines, k], every line over its sum of `by` [lines], or left out."""
         least = by.double().mean().float() * (_LEAST_TOKEN if of_tokens else 0.0)
         return (of * torch.where(by > 0, 1 / by.maximum(least), 0).unsqueeze(1)).sum(0).double()
 
-    def of_lines(tokens: tuple[bool, bool], all_a: Tensor, lost_a: Tensor, all_b: Tensor, lost_b: Tensor) -> Tensor:
+    def of_lines(
+        tokens: tuple[bool, bool], all_a: Tensor, lost_a: Tensor, all_b: Tensor, lost_b: Tensor
+    ) -> Tensor:
         energy = all_b.sum(1)
         all_b, lost_b = (weighed(t, energy, tokens[1]) for t in (all_b, lost_b))
-        both = (own * all_a * all_b + lost_a * all_b + all_a * lost_b).sum(1).float() * (all_a.sum(1) > 0)
+        both = (own * all_a * all_b + lost_a * all_b + all_a * lost_b).sum(1).float() * (
+            all_a.sum(1) > 0
+        )
         all_a, lost_a = (weighed(t, both, tokens[0]) for t in (all_a, lost_a))
         return torch.stack(((lost_a * all_b + all_a * lost_b).sum(), own * (all_a * all_b).sum()))
 
     of_a, of_b = energies
-    return (of_lines((of_tokens, False), *of_a, *of_b) + of_lines((False, of_tokens), *of_b, *of_a)).float()
+    return (
+        of_lines((of_tokens, False), *of_a, *of_b) + of_lines((False, of_tokens), *of_b, *of_a)
+    ).float()
 
 
-def _energies(data: Tensor, scale: Tensor | None, fmt: Format, counts: int, probe: int) -> tuple[Tensor, Tensor]:
-    """(squares of the values, mean squares of what they may have lost) of the lines that a probe looks at."""
+def _energies(
+    data: Tensor, scale: Tensor | None, fmt: Format, counts: int, probe: int
+) -> tuple[Tensor, Tensor]:
+    """(squares of the values, mean squares of what they may have lost) of the lines that a probe
+    looks at."""
     numbers = range(probe * _PROBED_LINES + 1, probe * _PROBED_LINES + _PROBED_LINES + 1)
-    lines = torch.tensor([(i * _GOLDEN % 2**64) * len(data) >> 64 for i in numbers], device=data.device)
+    lines = torch.tensor(
+        [(i * _GOLDEN % 2**64) * len(data) >> 64 for i in numbers], device=data.device
+    )
     values = decode_codes(data[lines], fmt, data.shape[1])
     step = torch.full_like(values, fmt.element.least_step)
     if fmt.block[1] is not None:
@@ -538,7 +664,9 @@ def _energies(data: Tensor, scale: Tensor | None, fmt: Format, counts: int, prob
     lost = (data[lines] & exponent == 0) & (counts != NOT_COUNTED)
     if counts in _EXACT:
         block, least, _ = _EXACT[counts]
-        largest = F.pad(data[lines] & 0x7F, (0, -data.shape[1] % block)).unflatten(1, (-1, block)).amax(2)
+        largest = (
+            F.pad(data[lines] & 0x7F, (0, -data.shape[1] % block)).unflatten(1, (-1, block)).amax(2)
+        )
         lost &= (largest < least).repeat_interleave(block, 1)[:, : data.shape[1]]
     return values**2, lost * step**2 / 12
 

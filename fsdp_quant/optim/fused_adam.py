@@ -2,15 +2,17 @@
 """`FusedAdam`: AdamW or Adam with fp32 masters of quantized and of low-precision parameters.
 
 [Note: the update]
-All in fp32, of a master p, its gradient g (divided by the loss scale where there is one) and moments m and v:
+All in fp32, of a master p, its gradient g (divided by the loss scale where there is one) and
+moments m and v:
     p <- p * (1 - lr * decay)                        decoupled; coupled: g <- g + decay * p
     m <- lerp(m, g, 1 - beta1)
     v <- beta2 * v + (1 - beta2) * g * g
     p <- p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
-Every operation rounds once and none are fused, so that an element's bits depend on nothing else: not on where it lies in a
-shard, nor on the processor (torch's own lerp and addcmul fuse in the vectors of a CPU and not in what is left over). The
-results are torch.optim.AdamW's but for those roundings; the kernel equals them bit for bit. Scalars are computed in fp64 and
-rounded once to fp32, on the host or (capturable) on the device.
+Every operation rounds once and none are fused, so that an element's bits depend on nothing else:
+not on where it lies in a shard, nor on the processor (torch's own lerp and addcmul fuse in the
+vectors of a CPU and not in what is left over). The results are torch.optim.AdamW's but for those
+roundings; the kernel equals them bit for bit. Scalars are computed in fp64 and rounded once to
+fp32, on the host or (capturable) on the device.
 """
 
 from __future__ import annotations
@@ -37,8 +39,18 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 CODES = tuple(f"{name}_{of}" for name in MOMENTS for of in ("codes", "scale"))  # of 8-bit moments
 MASTERS = ("master", "remainder")
 STATE = (*MASTERS, *MOMENTS, *CODES, "step")
-# Scalars of one update, fp32 [8]; `coupled` weights the decay of g, `keep` is the decoupled factor of p.
-SCALARS = ("keep", "coupled", "first", "beta2", "second", "root_correction", "minus_step_size", "eps")
+# Scalars of one update, fp32 [8]; `coupled` weights the decay of g, `keep` is the decoupled factor
+# of p.
+SCALARS = (
+    "keep",
+    "coupled",
+    "first",
+    "beta2",
+    "second",
+    "root_correction",
+    "minus_step_size",
+    "eps",
+)
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -46,44 +58,72 @@ class FusedAdam(torch.optim.Optimizer):
 
     params:        as of any optimizer: quantized parameters, plain tensors, DTensors of them.
     lr:            float, or a tensor on the device (capturable).
-    weight_decay:  decoupled (AdamW); with decoupled_weight_decay=False it is added to the gradient (Adam).
-    moment_dtype:  torch.float32; torch.bfloat16, rounded to nearest after the update; or torch.float8_e4m3fn, which keeps
-                   moments of tensors of 4096 elements and two dims or more as codes, in 2 + 8 / 256 bytes per element, with
-                   fp32 scales per 256 elements of a row (the note of `optim/compact.py`), and others in fp32.
+    weight_decay:  decoupled (AdamW); with decoupled_weight_decay=False it is added to the gradient
+                   (Adam).
+    moment_dtype:  torch.float32; torch.bfloat16, rounded to nearest after the update; or
+                   torch.float8_e4m3fn, which keeps moments of tensors of 4096 elements and two dims
+                   or more as codes, in 2 + 8 / 256 bytes per element, with fp32 scales per 256
+                   elements of a row (the note of `optim/compact.py`), and others in fp32.
     capturable:    step and lr are read on the device, so that a CUDA graph may hold the step.
-    store_param_remainders:  of a bf16 parameter keep the master's lower 16 bits beside it in place of the whole master: 2
-                   bytes per element less. Masters are the same bits; parameters differ from rounded ones in ties alone.
+    store_param_remainders:  of a bf16 parameter keep the master's lower 16 bits beside it in place
+                             of the whole master: 2
+                   bytes per element less. Masters are the same bits; parameters differ from rounded
+                   ones in ties alone.
 
-    A parameter of fp32 is its own master; one of lower precision has its master in the state, and is that rounded, unless
-    something else wrote it since: then the master follows it. Of a quantized parameter the state holds the only
-    high-precision copy, and the model's state dict has it, not the optimizer's: checkpoints of quantized and ordinary
-    parameters, and of torch.optim.AdamW, hold the same keys. Skips the step where `found_inf` (a GradScaler sets it) is not 0.
+    A parameter of fp32 is its own master; one of lower precision has its master in the state, and
+    is that rounded, unless something else wrote it since: then the master follows it. Of a
+    quantized parameter the state holds the only high-precision copy, and the model's state dict has
+    it, not the optimizer's: checkpoints of quantized and ordinary parameters, and of
+    torch.optim.AdamW, hold the same keys. Skips the step where `found_inf` (a GradScaler sets it)
+    is not 0.
 
-    Raises ValueError for settings out of range, and for parameters on the meta device that are quantized.
-    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization.
+    Raises ValueError for settings out of range, and for parameters on the meta device that are
+    quantized. Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization.
     """
 
     _step_supports_amp_scaling = True
 
     def __init__(
-        self, params, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float = 1e-2, *, decoupled_weight_decay: bool = True, moment_dtype: torch.dtype = torch.float32,
-        capturable: bool = False, store_param_remainders: bool = False,
+        self,
+        params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        decoupled_weight_decay: bool = True,
+        moment_dtype: torch.dtype = torch.float32,
+        capturable: bool = False,
+        store_param_remainders: bool = False,
     ):
-        if not 0.0 <= float(lr) or not 0.0 <= eps or not 0.0 <= weight_decay or not all(0.0 <= b < 1.0 for b in betas):
+        if (
+            not 0.0 <= float(lr)
+            or not 0.0 <= eps
+            or not 0.0 <= weight_decay
+            or not all(0.0 <= b < 1.0 for b in betas)
+        ):
             raise ValueError(
-                f"lr, eps and weight_decay must not be negative and betas lie in [0, 1), got lr={lr}, eps={eps}, "
-                f"weight_decay={weight_decay}, betas={betas}"
+                "lr, eps and weight_decay must not be negative and betas lie in [0, 1), got "
+                f"lr={lr}, eps={eps}, weight_decay={weight_decay}, betas={betas}"
             )
         if moment_dtype not in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
             raise ValueError(
-                f"moment_dtype must be torch.float32, torch.bfloat16 or torch.float8_e4m3fn, got {moment_dtype}"
+                "moment_dtype must be torch.float32, torch.bfloat16 or torch.float8_e4m3fn, got "
+                f"{moment_dtype}"
             )
         if isinstance(lr, Tensor) and not capturable:
-            raise ValueError("lr is a tensor, which is read on the device only with capturable=True; pass a float")
+            raise ValueError(
+                "lr is a tensor, which is read on the device only with capturable=True; pass a "
+                "float"
+            )
         defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-            "decoupled_weight_decay": decoupled_weight_decay, "moment_dtype": moment_dtype, "capturable": capturable,
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "moment_dtype": moment_dtype,
+            "capturable": capturable,
             "store_param_remainders": store_param_remainders,
         }
         self._held: dict[int, _Held] = {}
@@ -101,7 +141,8 @@ class FusedAdam(torch.optim.Optimizer):
                 self._start(p, group)
 
     def _start(self, p: Tensor, group: dict) -> dict:
-        """The state of a parameter: complete from the start, so that checkpoints can be loaded into it."""
+        """The state of a parameter: complete from the start, so that checkpoints can be loaded into
+        it."""
         state, local = self.state[p], local_of(p)
         if state:
             return state
@@ -131,7 +172,8 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None):
-        """Update every parameter that has a gradient; the codes of quantized ones follow when the step ends."""
+        """Update every parameter that has a gradient; the codes of quantized ones follow when the
+        step ends."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -154,7 +196,8 @@ class FusedAdam(torch.optim.Optimizer):
             _update_all(held, grads, rows, index, grad_scale, found_inf)
 
     def _hold(self, p: Tensor, group: dict) -> _Held:
-        """What an update of a parameter reads and writes; looked up anew where something took its place."""
+        """What an update of a parameter reads and writes; looked up anew where something took its
+        place."""
         held = self._held.get(id(p))
         if held is None or not held.is_current(p):
             held = self._held[id(p)] = _Held(p, self._start(p, group))
@@ -163,22 +206,26 @@ class FusedAdam(torch.optim.Optimizer):
     # Checkpoints #
 
     def state_dict(self) -> dict:
-        """As of any optimizer, without the masters of quantized parameters: the model's state dict has them."""
+        """As of any optimizer, without the masters of quantized parameters: the model's state dict
+        has them."""
         packed = super().state_dict()
         params = chain.from_iterable(g["params"] for g in self.param_groups)
         ids = chain.from_iterable(g["params"] for g in packed["param_groups"])
         quantized = {i for i, p in zip(ids, params) if isinstance(local_of(p), QuantizedWeight)}
         state = {
-            i: {k: v for k, v in s.items() if k != "master" or i not in quantized} for i, s in packed["state"].items()
+            i: {k: v for k, v in s.items() if k != "master" or i not in quantized}
+            for i, s in packed["state"].items()
         }
         return packed | {"state": state}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
-        """Load into the tensors of the state as they lie: nothing is rounded to a parameter's dtype, or moved.
+        """Load into the tensors of the state as they lie: nothing is rounded to a parameter's
+        dtype, or moved.
 
-        Moments that were saved as codes load into values, and values into codes. Raises ValueError, before anything is
-        changed, for a state that lacks a moment, a step, or the master or remainder of a low-precision parameter, naming it.
+        Moments that were saved as codes load into values, and values into codes. Raises ValueError,
+        before anything is changed, for a state that lacks a moment, a step, or the master or
+        remainder of a low-precision parameter, naming it.
         """
         own = dict(self.state)
         params = list(chain.from_iterable(g["params"] for g in self.param_groups))
@@ -189,11 +236,14 @@ class FusedAdam(torch.optim.Optimizer):
             if saved is None:
                 continue
             saved = _as_kept(saved, state)
-            needed = state.keys() - ({"master"} if isinstance(local_of(p), QuantizedWeight) else set())
+            needed = state.keys() - (
+                {"master"} if isinstance(local_of(p), QuantizedWeight) else set()
+            )
             if not needed <= saved.keys():
                 raise ValueError(
-                    f"the saved state of parameter {i} {list(p.shape)} has {sorted(saved)}, and FusedAdam needs "
-                    f"{sorted(needed)}; save it with FusedAdam, or start without its state"
+                    f"the saved state of parameter {i} {list(p.shape)} has {sorted(saved)}, and "
+                    f"FusedAdam needs {sorted(needed)}; save it with FusedAdam, or start without "
+                    "its state"
                 )
             loaded.append((state, saved))
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
@@ -202,7 +252,9 @@ class FusedAdam(torch.optim.Optimizer):
             for name, tensor in state.items():
                 if name in saved:
                     value = saved[name]
-                    local_of(tensor).copy_(local_of(value) if isinstance(value, Tensor) else torch.tensor(value))
+                    local_of(tensor).copy_(
+                        local_of(value) if isinstance(value, Tensor) else torch.tensor(value)
+                    )
 
 
 def _as_kept(saved: dict, state: dict) -> dict:
@@ -231,7 +283,8 @@ class Stored(NamedTuple):
     """What an update reads and writes of one parameter, as it is stored.
 
     master:   fp32; or uint8 [.., 2], the remainder of the master that `rounded` and it make up.
-    first, second:  moments in fp32 or bf16; or uint8 codes with scales (`compact.encode`, of the second its root).
+    first, second:  moments in fp32 or bf16; or uint8 codes with scales (`compact.encode`, of the
+                    second its root).
     rounded:  the low-precision parameter, or None.
     """
 
@@ -251,7 +304,9 @@ class Stored(NamedTuple):
             second = compact.decode(second, self.second_scale).square()
         if joined:
             master = compact.join(self.rounded, master)
-        p, m, v = adam_update(master, grad, first, second, None if joined else self.rounded, scalars, grad_scale)
+        p, m, v = adam_update(
+            master, grad, first, second, None if joined else self.rounded, scalars, grad_scale
+        )
         scales = ()
         if in_codes:
             m, first_scale = compact.encode(m)
@@ -278,20 +333,28 @@ class _Held:
         self.local = local_of(p)
         self.values = None if isinstance(self.local, QuantizedWeight) else values_of(self.local)
         self.weight = self.local if self.values is None else None
-        master, remainder, *moments, self.step = (None if t is None else local_of(t) for t in self.tensors)
+        master, remainder, *moments, self.step = (
+            None if t is None else local_of(t) for t in self.tensors
+        )
         first, second, first_codes, first_scale, second_codes, second_scale = moments
         kept = next((t for t in (master, remainder) if t is not None), None)
         in_codes = first is None
         self.stored = Stored(
-            self.values if kept is None else kept, first_codes if in_codes else first,
-            second_codes if in_codes else second, None if kept is None else self.values, first_scale, second_scale,
+            self.values if kept is None else kept,
+            first_codes if in_codes else first,
+            second_codes if in_codes else second,
+            None if kept is None else self.values,
+            first_scale,
+            second_scale,
         )
         self.launches = native.adam_takes(*self.stored)
         self._outputs: tuple[tuple, FusedOutputs | None] | None = None  # and what it follows from
 
     def is_current(self, p: Tensor) -> bool:
         return (
-            self.p is p and local_of(p) is self.local and all(self.state.get(n) is t for n, t in zip(STATE, self.tensors))
+            self.p is p
+            and local_of(p) is self.local
+            and all(self.state.get(n) is t for n, t in zip(STATE, self.tensors))
             and (self.values is None or values_of(self.local).data_ptr() == self.values.data_ptr())
         )
 
@@ -300,12 +363,16 @@ class _Held:
         """Raises ValueError for a sparse one."""
         grad = local_of(self.p.grad)
         if grad.is_sparse:
-            raise ValueError("FusedAdam takes dense gradients, got a sparse one; use torch.optim.SparseAdam for it")
+            raise ValueError(
+                "FusedAdam takes dense gradients, got a sparse one; use torch.optim.SparseAdam for "
+                "it"
+            )
         return grad
 
     @property
     def outputs(self) -> FusedOutputs | None:
-        """What the kernel makes of the new master on its way; the one of 8-bit moments makes nothing."""
+        """What the kernel makes of the new master on its way; the one of 8-bit moments makes
+        nothing."""
         if self.weight is None or self.stored.first_scale is not None:
             return None
         state = self.weight.state
@@ -317,30 +384,44 @@ class _Held:
 
 # Scalars of an update #
 
+
 def _scalars(group: dict, lr, bias1, bias2) -> list:
     """In the order of SCALARS; bias1 and bias2 are beta^t. Floats, or fp64 tensors of any shape."""
     (beta1, beta2), decay = group["betas"], group["weight_decay"]
     decoupled = group["decoupled_weight_decay"]
     return [
-        1 - lr * decay if decoupled else 1.0, 0.0 if decoupled else decay, 1 - beta1, beta2, 1 - beta2,
-        (1 - bias2) ** 0.5, -(lr / (1 - bias1)), group["eps"],
+        1 - lr * decay if decoupled else 1.0,
+        0.0 if decoupled else decay,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        (1 - bias2) ** 0.5,
+        -(lr / (1 - bias1)),
+        group["eps"],
     ]
 
 
-def _scalars_on_host(group: dict, steps: list[Tensor], found_inf: Tensor | None) -> tuple[Tensor, list[int]]:
+def _scalars_on_host(
+    group: dict, steps: list[Tensor], found_inf: Tensor | None
+) -> tuple[Tensor, list[int]]:
     """(fp32 [distinct steps, 8] on the host, row of each parameter), after counting the step."""
     if found_inf is None or not found_inf.item():
         for step in steps:
             step += 1
-    numbers = [max(int(step), 1) for step in steps]  # 0 where the first step is skipped: nothing reads its row
+    numbers = [
+        max(int(step), 1) for step in steps
+    ]  # 0 where the first step is skipped: nothing reads its row
     row_of = {n: i for i, n in enumerate(dict.fromkeys(numbers))}
     beta1, beta2 = group["betas"]
     rows = [_scalars(group, group["lr"], beta1**n, beta2**n) for n in row_of]
     return torch.tensor(rows, dtype=torch.float32, device="cpu"), [row_of[n] for n in numbers]
 
 
-def _scalars_on_device(group: dict, steps: list[Tensor], found_inf: Tensor | None) -> tuple[Tensor, list[int]]:
-    """(fp32 [parameters, 8] on the device, row of each parameter), after counting the step; nothing is read."""
+def _scalars_on_device(
+    group: dict, steps: list[Tensor], found_inf: Tensor | None
+) -> tuple[Tensor, list[int]]:
+    """(fp32 [parameters, 8] on the device, row of each parameter), after counting the step; nothing
+    is read."""
     (beta1, beta2), index = group["betas"], list(range(len(steps)))
     if not all(map(native.runs, steps)):
         return scalars_on_device(group, steps, found_inf), index
@@ -349,7 +430,8 @@ def _scalars_on_device(group: dict, steps: list[Tensor], found_inf: Tensor | Non
 
 
 def scalars_on_device(group: dict, steps: list[Tensor], found_inf: Tensor | None) -> Tensor:
-    """fp32 [parameters, 8] (`SCALARS`), after adding 1 - found_inf to the steps: what `native.adam_count` equals."""
+    """fp32 [parameters, 8] (`SCALARS`), after adding 1 - found_inf to the steps: what
+    `native.adam_count` equals."""
     applied = 1.0 if found_inf is None else 1.0 - found_inf.reshape(())
     torch_compat.foreach_add_(steps, applied)
     step = torch.stack(steps).double()
@@ -363,18 +445,34 @@ def scalars_on_device(group: dict, steps: list[Tensor], found_inf: Tensor | None
 
 # The update #
 
+
 def _update_all(
-    held: list[_Held], grads: list[Tensor], scalars: Tensor, index: list[int], grad_scale: Tensor | None,
+    held: list[_Held],
+    grads: list[Tensor],
+    scalars: Tensor,
+    index: list[int],
+    grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
     """A launch for all that is alike to the kernel; the rest one after another."""
     alike: dict[tuple, list[tuple[_Held, Tensor, int]]] = {}
     for h, grad, row in zip(held, grads, index):
         of = h.stored
-        if h.launches and native.adam_takes(grad) and (of.rounded is None or of.rounded.dtype is torch.bfloat16):
+        if (
+            h.launches
+            and native.adam_takes(grad)
+            and (of.rounded is None or of.rounded.dtype is torch.bfloat16)
+        ):
             found = h.outputs
             follows = None if found is None else (found.encodings, found.blocks is None)
-            key = of.master.device, of.master.dtype, grad.dtype, of.first.dtype, of.rounded is None, follows
+            key = (
+                of.master.device,
+                of.master.dtype,
+                grad.dtype,
+                of.first.dtype,
+                of.rounded is None,
+                follows,
+            )
             alike.setdefault(key, []).append((h, grad, row))
         else:
             _update_one(h, grad, scalars[row], grad_scale, found_inf)
@@ -388,8 +486,11 @@ def _update_all(
             _update_and_follow(step, held, *follows)
 
 
-def _update_and_follow(step: native.AdamStep, held: list[_Held], encodings: tuple[Encoding, ...], codes: bool) -> None:
-    """One launch updates masters of quantized parameters and makes their codes, or the statistics that those follow from."""
+def _update_and_follow(
+    step: native.AdamStep, held: list[_Held], encodings: tuple[Encoding, ...], codes: bool
+) -> None:
+    """One launch updates masters of quantized parameters and makes their codes, or the statistics
+    that those follow from."""
     found = [h.outputs for h in held]
     row0 = [f.shards[0][1] for f in found]
     if codes:
@@ -406,7 +507,9 @@ def _update_and_follow(step: native.AdamStep, held: list[_Held], encodings: tupl
             h.weight.state.found = h.weight.version, stats
 
 
-def _update_one(h: _Held, grad: Tensor, row: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+def _update_one(
+    h: _Held, grad: Tensor, row: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None
+) -> None:
     """What `native.adam` does, by the definition."""
     device = h.stored.master.device
     scale, skip = (None if t is None else t.to(device).reshape(()) for t in (grad_scale, found_inf))
@@ -416,10 +519,16 @@ def _update_one(h: _Held, grad: Tensor, row: Tensor, grad_scale: Tensor | None, 
 
 
 def adam_update(
-    master: Tensor, grad: Tensor, first: Tensor, second: Tensor, rounded: Tensor | None, scalars: Tensor,
+    master: Tensor,
+    grad: Tensor,
+    first: Tensor,
+    second: Tensor,
+    rounded: Tensor | None,
+    scalars: Tensor,
     grad_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(master, first and second moment) after one update, in fp32, of one tensor: the definition that the kernel equals.
+    """(master, first and second moment) after one update, in fp32, of one tensor: the definition
+    that the kernel equals.
 
     scalars:     fp32 [8] (`SCALARS`).
     grad_scale:  fp32 []; the gradient is divided by it.
@@ -427,7 +536,9 @@ def adam_update(
     keep, coupled, weight, beta2, weight2, root, minus_step, eps = scalars.unbind()
     p, g, m, v = (t.float() for t in (master, grad, first, second))
     if rounded is not None:
-        p = torch.where(p.to(rounded.dtype) == rounded, p, rounded.float())  # something else wrote the parameter
+        p = torch.where(
+            p.to(rounded.dtype) == rounded, p, rounded.float()
+        )  # something else wrote the parameter
     if grad_scale is not None:
         g = g / grad_scale
     g = torch.where(coupled != 0, g + p * coupled, g)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that several ranks hold: gathers of activations, and the cast of masters that lie in pieces.
+"""Tensors that several ranks hold: gathers of activations, and the cast of masters that lie in
+pieces.
 
 >>> plan = {"up": fq.parallel.ColwiseParallel(), "down": fq.parallel.RowwiseParallel()}
 
@@ -19,7 +20,19 @@ from .tensor_parallel import (
 )
 
 __all__ = [
-    "ColumnParallelLinear", "ColwiseParallel", "ExpertParallel", "PrepareModuleInput", "RowParallelLinear", "RowwiseParallel",
-    "SequenceParallel", "TensorParallel", "TokenRoute", "combine_tokens", "dispatch_tokens", "gather_sequence",
-    "planned_dispatch", "planned_gathers", "reduce_scatter_sequence",
+    "ColumnParallelLinear",
+    "ColwiseParallel",
+    "ExpertParallel",
+    "PrepareModuleInput",
+    "RowParallelLinear",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "TensorParallel",
+    "TokenRoute",
+    "combine_tokens",
+    "dispatch_tokens",
+    "gather_sequence",
+    "planned_dispatch",
+    "planned_gathers",
+    "reduce_scatter_sequence",
 ]

@@ -2,15 +2,18 @@
 """`CastPlan`: the cast of a sync's masters by kernels, from tables that lie on the device.
 
 [Note: three launches]
-    first    tiles of 128 x 128 on the grid of each whole tensor: amaxes that ranks share, or that span more than a tile, are
-             collected; rows of blocks that no cut divides, and whose amax lies in a tile, are encoded at once
-    all-reduce of the collected amaxes that ranks share: they lie in one buffer, in the same order on every rank; first those of
+    first    tiles of 128 x 128 on the grid of each whole tensor: amaxes that ranks share, or that
+             span more than a tile, are collected; rows of blocks that no cut divides, and whose
+             amax lies in a tile, are encoded at once
+    all-reduce of the collected amaxes that ranks share: they lie in one buffer, in the same order
+    on every rank; first those of
              whole tensors, which are reduced over other parts of the weights too, if there are some
     second   what is left is encoded from them
     scales   of collected amaxes; and whatever travels as values
 
-Codes and scales go straight to the segments that are gathered. A launch serves all weights of like encodings, however many
-there are, and nothing but pointers that have changed is ever sent to the device. Bytes are those of `cast_master_weights`.
+Codes and scales go straight to the segments that are gathered. A launch serves all weights of like
+encodings, however many there are, and nothing but pointers that have changed is ever sent to the
+device. Bytes are those of `cast_master_weights`.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ from .synced_weight import SyncedWeight
 
 TILE, CHUNK = native.TILE, 2048  # CHUNK: scales, or values, a block of threads
 COLLECT, ENCODE = 1, 2  # a tile's work; of the columnwise side, shifted by two
-PARTS, RANKS, OWN = range(3)  # who shares an amax: ranks of all parts of a weight, of this part, none
+PARTS, RANKS, OWN = range(
+    3
+)  # who shares an amax: ranks of all parts of a weight, of this part, none
 FP32 = 4
 
 
@@ -42,12 +47,15 @@ def _packed(*ints: int) -> list[int]:
 
 
 class _Side:
-    """One encoding of a weight: which blocks are the piece's own, and where the amaxes of others lie in the arena.
+    """One encoding of a weight: which blocks are the piece's own, and where the amaxes of others
+    lie in the arena.
 
     rows:         [first, end) of which the piece holds elements.
-    own:          [first, end) rows of blocks that no cut divides; early: of those whose codes the first launch makes.
+    own:          [first, end) rows of blocks that no cut divides; early: of those whose codes the
+                  first launch makes.
     cut:          block row that a cut divides -> first element of its amaxes.
-    amaxes:       of block row 0 of the tensor, where those of whole rows, or all, are collected; None.
+    amaxes:       of block row 0 of the tensor, where those of whole rows, or all, are collected;
+                  None.
     tensor_amax:  of a two-level format; None.
     """
 
@@ -63,14 +71,24 @@ class _Side:
         self.in_one_launch = not self.spans and not fmt.tensor_scale
         self.all_shared = dense and self.cuts.is_sharded
         cut = self.cuts.cut_block_rows(encoding)
-        self.cut_rows = [r for r in cut if self.rows[0] // self.height <= r < ceil_div(self.rows[1], self.height)]
+        self.cut_rows = [
+            r for r in cut if self.rows[0] // self.height <= r < ceil_div(self.rows[1], self.height)
+        ]
         unit = self.height * cols
-        lo, hi = ceil_div(self.start, unit), ceil_div(self.end, unit) if self.end == rows * cols else self.end // unit
-        self.own = (0, 0) if fmt.dims(direction)[0] is None and cut else (lo * self.height, min(max(hi, lo) * self.height, rows))
+        lo, hi = (
+            ceil_div(self.start, unit),
+            ceil_div(self.end, unit) if self.end == rows * cols else self.end // unit,
+        )
+        self.own = (
+            (0, 0)
+            if fmt.dims(direction)[0] is None and cut
+            else (lo * self.height, min(max(hi, lo) * self.height, rows))
+        )
         self.early = self.own if self.in_one_launch else (0, 0)
 
     def collect(self, reserve: Callable[[int, int], int]) -> None:
-        """Lay out the amaxes that are collected; reserve(elements, among) gives room, alike on all ranks that share it."""
+        """Lay out the amaxes that are collected; reserve(elements, among) gives room, alike on all
+        ranks that share it."""
         fmt, across, blocks = self.encoding.fmt, self.across, RANKS if self.cuts.is_sharded else OWN
         whole = PARTS if self.weight.spans_parts(self.encoding) else blocks
         self.tensor_amax = reserve(1, whole) if fmt.tensor_scale else None
@@ -85,26 +103,37 @@ class _Side:
             self.amaxes, self.cut = shared[0], {}
         elif self.spans and self.start < self.end:
             first, end = self.rows[0] // self.height, ceil_div(self.rows[1], self.height)
-            self.amaxes = reserve((end - first) * across, PARTS if blocks == PARTS else OWN) - first * across
+            self.amaxes = (
+                reserve((end - first) * across, PARTS if blocks == PARTS else OWN) - first * across
+            )
 
     def work(self, second: bool) -> list[int]:
         """What a launch does of this side in each tile row, from the first one of the piece on."""
         found = []
         for tile_row in range(self.rows[0] // TILE, ceil_div(self.rows[1], TILE)):
-            first, end = max(tile_row * TILE, self.rows[0]), min((tile_row + 1) * TILE, self.rows[1])
+            first, end = (
+                max(tile_row * TILE, self.rows[0]),
+                min((tile_row + 1) * TILE, self.rows[1]),
+            )
             is_early = self.early[0] <= first and end <= self.early[1]
             if second:
                 found.append(0 if is_early or self.weight.gathers_values else ENCODE)
             else:
-                collects = not self.in_one_launch or self.all_shared or first < self.own[0] or end > self.own[1]
+                collects = (
+                    not self.in_one_launch
+                    or self.all_shared
+                    or first < self.own[0]
+                    or end > self.own[1]
+                )
                 encodes = first < self.early[1] and end > self.early[0]
                 found.append(COLLECT * collects | ENCODE * encodes)
         return found
 
     def scale_runs(self, synced: tuple[int, int]) -> list[tuple[int, int, int]]:
-        """(first element in the arena, first scale, scales) of those that are made of collected amaxes.
+        """(first element in the arena, first scale, scales) of those that are made of collected
+        amaxes.
 
-        published:  [first, end) of the scales that are wanted.
+        synced:     [first, end) of the scales that are wanted.
         """
         if self.all_shared or (self.spans and self.block_rows == 1):
             found = [(self.amaxes, 0, self.block_rows * self.across)]
@@ -113,7 +142,9 @@ class _Side:
             if self.spans and self.amaxes is not None:
                 own = [ceil_div(row, self.height) * self.across for row in self.own]
                 found.append((self.amaxes + own[0], *own))
-        clipped = [(at, first, max(first, synced[0]), min(end, synced[1])) for at, first, end in found]
+        clipped = [
+            (at, first, max(first, synced[0]), min(end, synced[1])) for at, first, end in found
+        ]
         return [(at + lo - first, lo, hi - lo) for at, first, lo, hi in clipped if lo < hi]
 
 
@@ -128,29 +159,45 @@ class _Group:
         self.masters: list[int] = []
         self.sides: list[tuple[_Side | None, _Side | None]] = []
         self.tiles: list[Tensor | None] = [None, None]
-        self.works: list[list[Encoding | None]] = [[row, col], [row, col]]  # None: the launch leaves that side alone
+        self.works: list[list[Encoding | None]] = [
+            [row, col],
+            [row, col],
+        ]  # None: the launch leaves that side alone
 
     def lay_tiles(self, device: torch.device) -> None:
-        """int32 [tiles, 4] of both launches: index, tile row, tile column, work; down four tiles, then right."""
+        """int32 [tiles, 4] of both launches: index, tile row, tile column, work; down four tiles,
+        then right."""
         for second in (False, True):
             made = [torch.empty(0, 4, dtype=torch.int32)]
             for index, sides in enumerate(self.sides):
                 one = next(s for s in sides if s is not None)
                 if one.start == one.end:
                     continue
-                sides_work = [[w << 2 * d for w in s.work(second)] for d, s in enumerate(sides) if s is not None]
+                sides_work = [
+                    [w << 2 * d for w in s.work(second)]
+                    for d, s in enumerate(sides)
+                    if s is not None
+                ]
                 work = torch.tensor([sum(of) for of in zip(*sides_work)], dtype=torch.int32)
                 rows, cols = _in_order(len(work), ceil_div(one.weight.shape[1], TILE))
-                laid = torch.stack((torch.full_like(rows, index), rows + one.rows[0] // TILE, cols, work[rows]), 1)
+                laid = torch.stack(
+                    (torch.full_like(rows, index), rows + one.rows[0] // TILE, cols, work[rows]), 1
+                )
                 made.append(laid[laid[:, 3] != 0])
             tiles = torch.cat(made)
-            self.works[second] = [e if (tiles[:, 3] >> 2 * d & 3).any() else None for d, e in enumerate(self.encodings)]
-            self.tiles[second] = (tiles.flip(0) if second else tiles).contiguous().to(device)  # what was read last is in L2
+            self.works[second] = [
+                e if (tiles[:, 3] >> 2 * d & 3).any() else None
+                for d, e in enumerate(self.encodings)
+            ]
+            self.tiles[second] = (
+                (tiles.flip(0) if second else tiles).contiguous().to(device)
+            )  # what was read last is in L2
 
 
 @functools.lru_cache(maxsize=64)
 def _in_order(down: int, right: int) -> tuple[Tensor, Tensor]:
-    """int32 (row, column) of every tile: neighbours in time write neighbouring parts of rows and of block columns."""
+    """int32 (row, column) of every tile: neighbours in time write neighbouring parts of rows and of
+    block columns."""
     rows, cols = torch.arange(down).repeat(right), torch.arange(right).repeat_interleave(down)
     order = ((rows // 4) * (4 * right) + cols * 4 + rows % 4).argsort()
     return rows[order].int(), cols[order].int()
@@ -171,8 +218,16 @@ class _Runs:
     chunks: Tensor | None = None
 
     def add(
-        self, source: int, out: int, count: int, encoding: Encoding | None = None, tensor_amax: int = 0, enc: int = 0,
-        record: int = 0, narrow: int = 0, master: int | None = None,
+        self,
+        source: int,
+        out: int,
+        count: int,
+        encoding: Encoding | None = None,
+        tensor_amax: int = 0,
+        enc: int = 0,
+        record: int = 0,
+        narrow: int = 0,
+        master: int | None = None,
     ) -> None:
         """Scales of an encoding, or (None) values."""
         if count:
@@ -189,16 +244,23 @@ class _Runs:
 
 
 class CastPlan:
-    """Casts the masters of `weights` into the segments of a sync; every rank of the group has one, or none has.
+    """Casts the masters of `weights` into the segments of a sync; every rank of the group has one,
+    or none has.
 
     weights:  of the sync, in its order.
-    address:  (weight's name, direction, part) -> address of this rank's run of a plane; asked again when `moved` differs.
+    address:  (weight's name, direction, part) -> address of this rank's run of a plane; asked again
+              when `moved` differs.
     moved:    something that differs where addresses do.
     """
 
     def __init__(
-        self, weights: Sequence[SyncedWeight], rank: int, dense: bool, device: torch.device,
-        address: Callable[[str, Direction | None, str], int], moved: Callable[[], object],
+        self,
+        weights: Sequence[SyncedWeight],
+        rank: int,
+        dense: bool,
+        device: torch.device,
+        address: Callable[[str, Direction | None, str], int],
+        moved: Callable[[], object],
     ):
         self._weights, self._rank, self._device, self._dense = weights, rank, device, dense
         self._address, self._moved = address, moved
@@ -209,7 +271,9 @@ class CastPlan:
             for fragment in weight.fragments(torch.empty(0), rank):
                 for encoding in fragment.encodings:
                     if encoding.fmt.is_quantized:
-                        made[encoding.direction is not ROWWISE] = _Side(weight, encoding, rank, dense)
+                        made[encoding.direction is not ROWWISE] = _Side(
+                            weight, encoding, rank, dense
+                        )
             if any(made):
                 key = tuple(None if s is None else s.encoding for s in made)
                 group = self._groups.setdefault(key, _Group(*key))
@@ -222,7 +286,10 @@ class CastPlan:
             used[among] += elements
             return used[among] - elements
 
-        for start in (0, 1):  # the second time it is known how much others share, and the rest lies behind it
+        for start in (
+            0,
+            1,
+        ):  # the second time it is known how much others share, and the rest lies behind it
             used = [0, start * used[PARTS], start * (used[PARTS] + used[RANKS])]
             for side in self._sides:
                 side.collect(reserve)
@@ -232,14 +299,17 @@ class CastPlan:
         for group in self._groups.values():
             group.lay_tiles(device)
         self._runs: list[_Runs] = []
-        self._tables: list[tuple[_Group, Tensor, Tensor | None]] = []  # rows on the host, and on the device
+        self._tables: list[
+            tuple[_Group, Tensor, Tensor | None]
+        ] = []  # rows on the host, and on the device
         self._laid: object = None
         self._masters: list[weakref.ref] = []
         self._pointers: list[int] = []
 
     @staticmethod
     def unsupported_reason(weights: Sequence[SyncedWeight], device: torch.device) -> str | None:
-        """Why kernels cannot cast these weights, in one clause, from what all ranks share; None when they can."""
+        """Why kernels cannot cast these weights, in one clause, from what all ranks share; None
+        when they can."""
         if not native.runs_on(device):
             return f"no kernels run on this {device.type}"
         for weight in weights:
@@ -256,7 +326,8 @@ class CastPlan:
     def knows(self, masters: Sequence[Tensor]) -> bool:
         """These are the masters of the last cast, where they were."""
         return (
-            len(masters) == len(self._masters) and all(ref() is m for ref, m in zip(self._masters, masters))
+            len(masters) == len(self._masters)
+            and all(ref() is m for ref, m in zip(self._masters, masters))
             and [m.data_ptr() for m in masters] == self._pointers
         )
 
@@ -264,7 +335,8 @@ class CastPlan:
         return 0 if index is None else self._arena.data_ptr() + FP32 * index
 
     def _scale_base(self, side: _Side) -> tuple[int, tuple[int, int]]:
-        """(address of scale 0 of the whole tensor, [first, end) of the scales that this rank writes)."""
+        """(address of scale 0 of the whole tensor, [first, end) of the scales that this rank
+        writes)."""
         weight, direction = side.weight, side.encoding.direction
         if weight.gathers_values:
             return 0, (0, 0)
@@ -285,20 +357,38 @@ class CastPlan:
         (rows, cols), cut = weight.shape, [*side.cut.items(), (-1, None), (-1, None)][:2]
         history = weight.history(e.direction)
         pointers = [
-            data, scale, self._at(side.amaxes), *(self._at(at) for _, at in cut), self._at(side.tensor_amax),
-            0 if history is None else history.enc.data_ptr(), side.start, side.end,
+            data,
+            scale,
+            self._at(side.amaxes),
+            *(self._at(at) for _, at in cut),
+            self._at(side.tensor_amax),
+            0 if history is None else history.enc.data_ptr(),
+            side.start,
+            side.end,
         ]
         lines, length = (rows, cols) if e.direction is ROWWISE else (cols, rows)
         vectors = cols % 8 == 0 and data % (bits if bits == 8 else 4) == 0
         return pointers + _packed(
-            lines, length, side.across, *(r for r, _ in cut), *side.own, *side.early, *side.rows, side.all_shared, vectors, 0
+            lines,
+            length,
+            side.across,
+            *(r for r, _ in cut),
+            *side.own,
+            *side.early,
+            *side.rows,
+            side.all_shared,
+            vectors,
+            0,
         )
 
     def _lay(self) -> None:
         """Tables with everything but masters."""
         encodings = list(dict.fromkeys(s.encoding for s in self._sides))
         starts = range(0, max(len(encodings), 1), native.SCALE_SIDES)
-        self._tables, self._runs = [], [_Runs(encodings[i : i + native.SCALE_SIDES]) for i in starts]
+        self._tables, self._runs = (
+            [],
+            [_Runs(encodings[i : i + native.SCALE_SIDES]) for i in starts],
+        )
         for group in self._groups.values():
             rows = []
             for index, sides in zip(group.masters, group.sides):
@@ -311,7 +401,9 @@ class CastPlan:
         for index, weight in enumerate(self._weights):
             for (direction, part), (_, plane) in weight.planes.items():
                 dtype = weight.wire_dtype if part == "values" else weight.seen[direction]
-                if part == "values" or (part == "codes" and not weight.quantizer.encodings[direction].fmt.is_quantized):
+                if part == "values" or (
+                    part == "codes" and not weight.quantizer.encodings[direction].fmt.is_quantized
+                ):
                     start, end = plane.map.run(self._rank)
                     narrow = 2 * (dtype is torch.bfloat16)
                     out = self._address(weight.name, direction, part)
@@ -324,14 +416,22 @@ class CastPlan:
         weight, fmt, direction = side.weight, side.encoding.fmt, side.encoding.direction
         history, (base, synced) = weight.history(direction), self._scale_base(side)
         runs = next(r for r in self._runs if side.encoding in r.encodings)
-        delayed = {} if history is None else {"enc": history.enc.data_ptr(), "record": history.amaxes.data_ptr()}
+        delayed = (
+            {}
+            if history is None
+            else {"enc": history.enc.data_ptr(), "record": history.amaxes.data_ptr()}
+        )
         made = side.scale_runs(synced)
         for at, first, count in made:
             out = base + first * fmt.scale_bytes
             runs.add(self._at(at), out, count, side.encoding, self._at(side.tensor_amax), **delayed)
         if delayed and not made:  # another rank publishes the scale; every rank has the history
             runs.add(self._at(side.amaxes), 0, 1, side.encoding, **delayed)
-        kept = weight.amaxes.get(direction) if weight.gathers_values else weight.sides[direction].tensor_amax
+        kept = (
+            weight.amaxes.get(direction)
+            if weight.gathers_values
+            else weight.sides[direction].tensor_amax
+        )
         if kept is not None:
             source = side.amaxes if side.tensor_amax is None else side.tensor_amax
             runs.add(self._at(source), kept.data_ptr(), 1)
@@ -351,23 +451,37 @@ class CastPlan:
             if runs.rows:
                 for row, index in runs.masters.items():
                     runs.rows[row][0] = masters[index].data_ptr()
-                    runs.rows[row][6] = runs.rows[row][6] & ~1 | (masters[index].element_size() == 2)
+                    runs.rows[row][6] = runs.rows[row][6] & ~1 | (
+                        masters[index].element_size() == 2
+                    )
                 runs.table = torch.tensor(runs.rows, dtype=torch.int64).to(self._device)
 
     def _update(self, masters: Sequence[Tensor]) -> None:
-        histories = [h.enc.data_ptr() for w in self._delayed for d in w.quantizer.delayed_directions if (h := w.history(d))]
+        histories = [
+            h.enc.data_ptr()
+            for w in self._delayed
+            for d in w.quantizer.delayed_directions
+            if (h := w.history(d))
+        ]
         laid = self._moved(), histories
         if laid != self._laid:
             self._lay()
             self._laid, self._masters = laid, []
         if not self._masters or not self.knows(masters):
             self._point_at(masters)
-            self._masters, self._pointers = [weakref.ref(m) for m in masters], [m.data_ptr() for m in masters]
+            self._masters, self._pointers = (
+                [weakref.ref(m) for m in masters],
+                [m.data_ptr() for m in masters],
+            )
 
     # A cast #
 
     def cast_(
-        self, masters: Sequence[Tensor], group: dist.ProcessGroup | None, parts: dist.ProcessGroup | None, skip: Tensor | None
+        self,
+        masters: Sequence[Tensor],
+        group: dist.ProcessGroup | None,
+        parts: dist.ProcessGroup | None,
+        skip: Tensor | None,
     ) -> None:
         """Write this rank's segments, and what every rank keeps of the scales.
 
@@ -381,7 +495,9 @@ class CastPlan:
             for of, shared in ((group, self._shared), (parts, self._of_parts)) if second else ():
                 if shared and of is not None and of.size() > 1:
                     counters.add("amax all-reduce", "sync")
-                    dist.all_reduce(self._arena[:shared].view(torch.int32), op=dist.ReduceOp.MAX, group=of)
+                    dist.all_reduce(
+                        self._arena[:shared].view(torch.int32), op=dist.ReduceOp.MAX, group=of
+                    )
             for of, _, table in self._tables:
                 if len(of.tiles[second]):
                     native.cast_pieces(table, of.tiles[second], *of.works[second], second, skip)
@@ -391,4 +507,8 @@ class CastPlan:
         for of, *_ in self._tables:
             for encoding in of.encodings:
                 if encoding is not None:
-                    counters.add("quantize", (encoding.fmt.name, encoding.direction.value, "native"), len(of.masters))
+                    counters.add(
+                        "quantize",
+                        (encoding.fmt.name, encoding.direction.value, "native"),
+                        len(of.masters),
+                    )

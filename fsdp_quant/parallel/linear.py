@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The linear operator among ranks: a gather before it, a reduce-scatter behind it, or both in its backward.
+"""The linear operator among ranks: a gather before it, a reduce-scatter behind it, or both in its
+backward.
 
 [Note: who holds what]
-    column  W [N / R, K], x whole or cut along the sequence, y [.., S, N / R]; dx is a sum over ranks
+    column  W [N / R, K], x whole or cut along the sequence, y [.., S, N / R]; dx is a sum over
+            ranks
     row     W [N, K / R], x [.., S, K / R]; y is a sum over ranks, whole or cut along the sequence
 
-    column, cut   y = gemm(gather(Q(x).row), w.row)        dx = reduce_scatter(gemm(Q(dy).row, w.col))
-                                                           dw = gemm(Q(dy).col, gather(Q(x).col))
+    column, cut   y = gemm(gather(Q(x).row), w.row)        dx = reduce_scatter(gemm(Q(dy).row,
+                                                           w.col)) dw = gemm(Q(dy).col,
+                                                           gather(Q(x).col))
     row, cut      y = reduce_scatter(gemm(Q(x).row, w.row))   dx = gemm(gather(Q(dy).row), w.col)
                                                               dw = gemm(gather(Q(dy).col), Q(x).col)
-Columnwise gathers run beside dgrad, the scatter of dx beside the wgrad of the last layer that reads x. Scales of a whole tensor
-are shared over the ranks, of weights too. Layers that read one x (q, k and v; gate and up) share its codes, in both directions,
-and the scatter of their gradients. This is eager mode's executor; in compiled graphs `modules.traced_linear` does the same.
+Columnwise gathers run beside dgrad, the scatter of dx beside the wgrad of the last layer that reads
+x. Scales of a whole tensor are shared over the ranks, of weights too. Layers that read one x (q, k
+and v; gate and up) share its codes, in both directions, and the scatter of their gradients. This is
+eager mode's executor; in compiled graphs `modules.traced_linear` does the same.
 """
 
 from __future__ import annotations
@@ -79,17 +83,30 @@ class Call:
     def save(self) -> bool:
         return self.linear.save
 
-    def quantize_own(self, slot: str, x: Tensor, directions) -> tuple[dict[Direction, Storage], list[Tensor]]:
-        """`quantize` of a tensor of which other ranks have other columns, or that is the same on every rank."""
+    def quantize_own(
+        self, slot: str, x: Tensor, directions
+    ) -> tuple[dict[Direction, Storage], list[Tensor]]:
+        """`quantize` of a tensor of which other ranks have other columns, or that is the same on
+        every rank."""
         statistics = {}
         if slot == self.axis.cut_slot:
-            statistics = shared_statistics(x, self.plan.hybrid(slot), directions, self.axis.group, rows_are_cut=False)
+            statistics = shared_statistics(
+                x, self.plan.hybrid(slot), directions, self.axis.group, rows_are_cut=False
+            )
         return self.linear.quantize(slot, x, directions, statistics)
 
-    def gather(self, slot: str, x: Tensor | Storage, directions, cut: SequenceCut, phase: str) -> Gather:
+    def gather(
+        self, slot: str, x: Tensor | Storage, directions, cut: SequenceCut, phase: str
+    ) -> Gather:
         """Of a tensor of which other ranks have other rows."""
         return Gather(
-            x, self.plan.hybrid(slot), directions, cut, phase, key=self.key(slot, cut), factors=self.by_direction(slot)
+            x,
+            self.plan.hybrid(slot),
+            directions,
+            cut,
+            phase,
+            key=self.key(slot, cut),
+            factors=self.by_direction(slot),
         )
 
     def key(self, slot: str, cut: SequenceCut) -> Tensor | None:
@@ -97,38 +114,54 @@ class Call:
 
     def by_direction(self, slot: str) -> dict[Direction, Tensor]:
         delayed = self.plan.hybrid(slot).delayed_directions
-        return dict(zip(delayed, self.linear.factors if slot == "input" else self.linear.grad_factors))
+        return dict(
+            zip(delayed, self.linear.factors if slot == "input" else self.linear.grad_factors)
+        )
 
     def layout(self, slot: str, direction: Direction, x: Tensor) -> str:
         """How the product of activations like x reads a slot."""
-        return self.plan.resolved(x.dtype, x.device).layouts[slot][direction] if x.numel() else COMPACT
+        return (
+            self.plan.resolved(x.dtype, x.device).layouts[slot][direction] if x.numel() else COMPACT
+        )
 
     def check_travels(self, slot: str, directions, cut: SequenceCut) -> None:
         if self.require_native:
             check_travels(self, self.plan.hybrid(slot), slot, directions, cut)
 
 
-def check_travels(of: Call | Linear, hybrid: HybridQuantizer, slot: str, directions, cut: SequenceCut) -> None:
+def check_travels(
+    of: Call | Linear, hybrid: HybridQuantizer, slot: str, directions, cut: SequenceCut
+) -> None:
     """Raise ValueError, on every rank, for a gather in high precision.
 
     of:  names the layer. A graph does not depend on the name, so it is read in the error alone.
     """
-    crossing = [d for d in gathered_directions(hybrid, frozenset(directions)) if not cut.travels(hybrid.encodings[d])]
+    crossing = [
+        d
+        for d in gathered_directions(hybrid, frozenset(directions))
+        if not cut.travels(hybrid.encodings[d])
+    ]
     if not crossing:
         return
-    name, fmt, d = of.name if isinstance(of, Call) else of._name, hybrid.encodings[crossing[0]].fmt, crossing[0]
+    name, fmt, d = (
+        of.name if isinstance(of, Call) else of._name,
+        hybrid.encodings[crossing[0]].fmt,
+        crossing[0],
+    )
     raise ValueError(
-        f"{name}: {slot}.{d.value} ({fmt}) has blocks of {fmt.row_alignment(d)} rows, and a rank's piece of the "
-        f"sequence is {cut.outer} x {cut.chunk} rows, so {slot} would be gathered in high precision, and "
-        f"require_native=True; make the rows a rank has a multiple of {fmt.row_alignment(d)} (sequence first, or one "
-        "sequence, where it is rounded stochastically), or drop require_native"
+        f"{name}: {slot}.{d.value} ({fmt}) has blocks of {fmt.row_alignment(d)} rows, and a rank's "
+        f"piece of the sequence is {cut.outer} x {cut.chunk} rows, so {slot} would be gathered in "
+        "high precision, and require_native=True; make the rows a rank has a multiple of "
+        f"{fmt.row_alignment(d)} (sequence first, or one sequence, where it is rounded "
+        "stochastically), or drop require_native"
     )
 
 
 class LaidOut:
     """A whole compact storage, in the layouts in which products have read it.
 
-    The guard may have moved a product of one layer, on one rank: what it reads is laid out for it, never gathered again.
+    The guard may have moved a product of one layer, on one rank: what it reads is laid out for it,
+    never gathered again.
     """
 
     def __init__(self, compact: Storage):
@@ -143,8 +176,8 @@ class LaidOut:
 class SharedInput:
     """A cut input of column layers: what crosses ranks once for all of them.
 
-    saves:  what the backward gathers its columnwise codes from: "columnwise" or "rowwise" codes of this rank's rows, or its
-            rows in high precision ("input").
+    saves:  what the backward gathers its columnwise codes from: "columnwise" or "rowwise" codes of
+            this rank's rows, or its rows in high precision ("input").
     """
 
     def __init__(self, call: Call, cut: SequenceCut):
@@ -161,17 +194,27 @@ class SharedInput:
         self._scattering: Scattering | None = None
 
     def encode(self, call: Call, x: Tensor) -> tuple[LaidOut, list[Tensor], list[Tensor]]:
-        """(rowwise codes of the whole x, what the backward keeps, amaxes of delayed sides); x: this rank's rows."""
+        """(rowwise codes of the whole x, what the backward keeps, amaxes of delayed sides); x: this
+        rank's rows."""
         hybrid, cut, local, amaxes = call.plan.input, self.cut, {}, {}
         keeps_columnwise = call.save and self.saves == "columnwise"
         row_travels = cut.all_travel(hybrid, [ROWWISE])
-        own = [d for d, wanted in ((ROWWISE, row_travels), (COLUMNWISE, keeps_columnwise)) if wanted]
+        own = [
+            d for d, wanted in ((ROWWISE, row_travels), (COLUMNWISE, keeps_columnwise)) if wanted
+        ]
         if own:
-            local, amaxes = encoded_rows(x, hybrid, own, cut, call.key("input", cut), call.by_direction("input"))
-        gather = call.gather("input", local[ROWWISE] if row_travels else x, [ROWWISE], cut, "forward")
+            local, amaxes = encoded_rows(
+                x, hybrid, own, cut, call.key("input", cut), call.by_direction("input")
+            )
+        gather = call.gather(
+            "input", local[ROWWISE] if row_travels else x, [ROWWISE], cut, "forward"
+        )
         rowwise = LaidOut(gather.take(ROWWISE))
-        kept = {"input": lambda: [x], "columnwise": lambda: list(local[COLUMNWISE].buffers().values()),
-                "rowwise": lambda: list(local[ROWWISE].buffers().values())}
+        kept = {
+            "input": lambda: [x],
+            "columnwise": lambda: list(local[COLUMNWISE].buffers().values()),
+            "rowwise": lambda: list(local[ROWWISE].buffers().values()),
+        }
         saved = kept[self.saves]() if call.save else []
         return rowwise, saved, recorded_amaxes(hybrid, gather.amaxes | amaxes, x)
 
@@ -201,7 +244,8 @@ class SharedInput:
         return storage
 
     def add(self, multiply) -> None:
-        """Add a layer's dx, which `multiply(out=, accumulate=)` makes; the last one starts the scatter."""
+        """Add a layer's dx, which `multiply(out=, accumulate=)` makes; the last one starts the
+        scatter."""
         self._enter()
         self._dx = multiply(out=self._dx, accumulate=self._dx is not None)
         self._summed += 1
@@ -228,7 +272,8 @@ class SharedInput:
 
 
 class _Boundary(torch.autograd.Function):
-    """x of this rank as the layers read it; its gradient is what they leave with the `SharedInput`."""
+    """x of this rank as the layers read it; its gradient is what they leave with the
+    `SharedInput`."""
 
     @staticmethod
     def forward(ctx, x, shared):
@@ -241,21 +286,34 @@ class _Boundary(torch.autograd.Function):
         return ctx.shared.gradient(), None
 
 
-def _shared_input(x: Tensor, owner: Tensor, call: Call) -> tuple[SharedInput, Tensor, LaidOut, list[Tensor]]:
+def _shared_input(
+    x: Tensor, owner: Tensor, call: Call
+) -> tuple[SharedInput, Tensor, LaidOut, list[Tensor]]:
     """(what layers share of x, x at the boundary, its rowwise codes, what the backward keeps).
 
-    The first of several layers that are given one tensor leaves it with the tensor, for the others. What decides whether it is
-    made again is the same on every rank, so not which products the guard has moved.
+    The first of several layers that are given one tensor leaves it with the tensor, for the others.
+    What decides whether it is made again is the same on every rank, so not which products the guard
+    has moved.
 
     owner:  the tensor that several layers are given: x, or the DTensor over it.
     """
     plan, values = call.plan, torch_compat.local_of(owner)
-    seen = 0 if values.is_inference() else values._version, x.dtype, plan.input, plan.saves, call.axis.sequence_dim, call.save, call.grad
+    seen = (
+        0 if values.is_inference() else values._version,
+        x.dtype,
+        plan.input,
+        plan.saves,
+        call.axis.sequence_dim,
+        call.save,
+        call.grad,
+    )
     alone = plan.input.is_stochastic or plan.input.delayed_directions or values.is_inference()
     before, made = owner.__dict__.get("_fq_shared_input", (None, None))
     if alone or before != seen:
         make = SequenceCut.of_whole if isinstance(owner, DTensor) else SequenceCut.of_local
-        cut = make(tuple(owner.shape), call.axis.sequence_dim, call.axis.group, f"{call.name} input")
+        cut = make(
+            tuple(owner.shape), call.axis.sequence_dim, call.axis.group, f"{call.name} input"
+        )
         shared = SharedInput(call, cut)
         with torch.no_grad():
             rowwise, saved, amaxes = shared.encode(call, x.detach().reshape(-1, x.shape[-1]))
@@ -278,10 +336,19 @@ class _Linear(torch.autograd.Function):
         own_bias, cut = bias if axis.column else None, None
         if not axis.column and axis.sequence_dim is not None:
             y_shape = *x.shape[:-1], weight.shape[0]
-            cut = SequenceCut.of_whole(y_shape, axis.sequence_dim, axis.group, f"{call.name} output")
+            cut = SequenceCut.of_whole(
+                y_shape, axis.sequence_dim, axis.group, f"{call.name} output"
+            )
             call.check_travels("grad_output", Direction if call.grad else (), cut)
         keeps = ctx.needs_input_grad[0] and not isinstance(weight, QuantizedTensor)
-        w = weight_storages(weight, [ROWWISE, *([COLUMNWISE] if keeps else [])], plan, call.linear.state, x.dtype, call.linear.records)
+        w = weight_storages(
+            weight,
+            [ROWWISE, *([COLUMNWISE] if keeps else [])],
+            plan,
+            call.linear.state,
+            x.dtype,
+            call.linear.records,
+        )
         if shared is None:
             y, saved = _multiply_own(call, x, w[ROWWISE], own_bias, cut)
         else:
@@ -289,7 +356,14 @@ class _Linear(torch.autograd.Function):
             codes = rowwise.to_gemm_operand(call.layout("input", ROWWISE, x))
             resolved = plan.resolved(x.dtype, x.device)
             watch = call.linear.watch(resolved, 0)
-            y = gemm(codes, w[ROWWISE], out_dtype=x.dtype, bias=own_bias, domain=resolved.domains[0], watch=watch)
+            y = gemm(
+                codes,
+                w[ROWWISE],
+                out_dtype=x.dtype,
+                bias=own_bias,
+                domain=resolved.domains[0],
+                watch=watch,
+            )
         shape = (*(ctx.x_shape if cut is None else cut.shape)[:-1], y.shape[-1])
         y = torch_compat.reshaped(y, shape)
         kept = [x] if call.save and shared is None and plan.saves == "input" else saved
@@ -312,23 +386,36 @@ class _Linear(torch.autograd.Function):
 def _multiply_own(
     call: Call, x: Tensor, w: Storage, bias: Tensor | None, cut: SequenceCut | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """(y, what the backward keeps) of an x that no one else has rows of; with `cut`, this rank's rows of the sum of y."""
+    """(y, what the backward keeps) of an x that no one else has rows of; with `cut`, this rank's
+    rows of the sum of y."""
     plan, resolved = call.plan, call.plan.resolved(x.dtype, x.device)
     refuse_codes(x, plan, call.save)
     keeps = resolved.saved if call.save and plan.saves != "input" else None
-    made, amaxes = call.quantize_own("input", x.reshape(-1, x.shape[-1]), [ROWWISE, *([keeps] if keeps is COLUMNWISE else [])])
+    made, amaxes = call.quantize_own(
+        "input", x.reshape(-1, x.shape[-1]), [ROWWISE, *([keeps] if keeps is COLUMNWISE else [])]
+    )
     record(call.linear.histories, amaxes)
     multiply = functools.partial(
-        gemm, b=w, out_dtype=x.dtype, bias=bias, domain=resolved.domains[0], watch=call.linear.watch(resolved, 0)
+        gemm,
+        b=w,
+        out_dtype=x.dtype,
+        bias=bias,
+        domain=resolved.domains[0],
+        watch=call.linear.watch(resolved, 0),
     )
     pieces = 1 if cut is None else _pieces(cut, w.shape)
-    y = multiply(made[ROWWISE]) if cut is None else scattered_product(multiply, made[ROWWISE], cut, pieces)
+    y = (
+        multiply(made[ROWWISE])
+        if cut is None
+        else scattered_product(multiply, made[ROWWISE], cut, pieces)
+    )
     return y, [] if keeps is None else buffers_of(made[keeps])
 
 
-# Sums are scattered in two pieces, one beside the product of the other, where the products of a rank's rows stay large. Over one
-# after the other, 8192 tokens on two H200s: .95 of the time ([14336] -> [8192]) and .89 ([4096] -> [8192]); four pieces 1.04 and
-# .97; an all-gather beside the product of this rank's own rows 1.01 ([8192] -> [14336] and [5120]), which is left out.
+# Sums are scattered in two pieces, one beside the product of the other, where the products of a
+# rank's rows stay large. Over one after the other, 8192 tokens on two H200s: .95 of the time
+# ([14336] -> [8192]) and .89 ([4096] -> [8192]); four pieces 1.04 and .97; an all-gather beside the
+# product of this rank's own rows 1.01 ([8192] -> [14336] and [5120]), which is left out.
 _PIECES, _LEAST_ROWS, _LEAST_WEIGHT = 2, 2048, 2**24
 
 
@@ -339,18 +426,29 @@ def _pieces(cut: SequenceCut, weight: tuple[int, int]) -> int:
 
 
 def _backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    call, weight, shared, axis, plan = ctx.call, ctx.weight, ctx.shared, ctx.call.axis, ctx.call.plan
+    call, weight, shared, axis, plan = (
+        ctx.call,
+        ctx.weight,
+        ctx.shared,
+        ctx.call.axis,
+        ctx.call.plan,
+    )
     need_x, need_w, need_b = ctx.needs_input_grad[:3]
     n, k = weight.shape
     dy2 = dy.reshape(-1, n)
     resolved = plan.resolved(dy.dtype, dy.device)
-    domains, watches = resolved.domains, [call.linear.watch(resolved, product) for product in range(3)]
+    domains, watches = (
+        resolved.domains,
+        [call.linear.watch(resolved, product) for product in range(3)],
+    )
     directions = [d for d, needed in ((ROWWISE, need_x), (COLUMNWISE, need_w)) if needed]
     dx = dw = db = bias_sum = None
     cut_dy = not axis.column and axis.sequence_dim is not None
     if cut_dy:
         cut = SequenceCut.of_local(tuple(dy.shape), axis.sequence_dim, axis.group, call.name)
-        gather = call.gather("grad_output", dy2, directions, cut, "backward") if directions else None
+        gather = (
+            call.gather("grad_output", dy2, directions, cut, "backward") if directions else None
+        )
         take = gather.take if directions else None
     else:
         made, amaxes = call.quantize_own("grad_output", dy2, directions) if directions else ({}, [])
@@ -366,8 +464,17 @@ def _backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | N
         if ctx.layout is None:
             w = weight_storages(weight, [COLUMNWISE], plan, call.linear.state, dy.dtype)[COLUMNWISE]
         else:
-            w = storage_over(saved[ctx.count :], plan.operand("weight", COLUMNWISE), COLUMNWISE, (n, k), dy.dtype, ctx.layout)
-        multiply = functools.partial(gemm, take(ROWWISE), w, out_dtype=dy.dtype, domain=domains[1], watch=watches[1])
+            w = storage_over(
+                saved[ctx.count :],
+                plan.operand("weight", COLUMNWISE),
+                COLUMNWISE,
+                (n, k),
+                dy.dtype,
+                ctx.layout,
+            )
+        multiply = functools.partial(
+            gemm, take(ROWWISE), w, out_dtype=dy.dtype, domain=domains[1], watch=watches[1]
+        )
         if shared is not None:
             shared.add(multiply)
         else:
@@ -375,8 +482,14 @@ def _backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | N
             if axis.column and axis.reduces:
                 dx = axis.sum(dx)
     if need_w:
-        x = shared.columnwise(call.layout("input", COLUMNWISE, dy)) if shared is not None else _own_columnwise(ctx, saved[: ctx.count], dy)
-        dw = gemm(take(COLUMNWISE), x, out_dtype=dy.dtype, domain=domains[2], watch=watches[2]).to(weight.dtype)
+        x = (
+            shared.columnwise(call.layout("input", COLUMNWISE, dy))
+            if shared is not None
+            else _own_columnwise(ctx, saved[: ctx.count], dy)
+        )
+        dw = gemm(take(COLUMNWISE), x, out_dtype=dy.dtype, domain=domains[2], watch=watches[2]).to(
+            weight.dtype
+        )
     if cut_dy and directions:
         amaxes = recorded_amaxes(plan.grad_output, gather.amaxes, dy)
     if directions:
@@ -398,19 +511,30 @@ def _own_columnwise(ctx, saved: list[Tensor], dy: Tensor) -> Storage:
 
 # The plan #
 
-def planned_gathers(layer: Linear, shape: tuple[int, ...], dim: int, dtype: torch.dtype = torch.bfloat16) -> dict[tuple, int]:
-    """What a layer gathers along the sequence in a forward and backward: (pass, direction, format) -> bytes, as `receipt` counts.
 
-    shape, dim:  of this rank's part of the tensor that is cut: x of a column layer, y of a row layer.
+def planned_gathers(
+    layer: Linear, shape: tuple[int, ...], dim: int, dtype: torch.dtype = torch.bfloat16
+) -> dict[tuple, int]:
+    """What a layer gathers along the sequence in a forward and backward: (pass, direction, format)
+    -> bytes, as `receipt` counts.
+
+    shape, dim:  of this rank's part of the tensor that is cut: x of a column layer, y of a row
+                 layer.
     Layers that share an input gather once together.
     """
     axis = _axis_of(layer, dim)
     cut, planned = SequenceCut.of_local(tuple(shape), dim, axis.group, layer._name), {}
     hybrid = layer.plan.input if axis.column else layer.plan.grad_output
-    passes = [("forward", [ROWWISE]), ("backward", [COLUMNWISE])] if axis.column else [("backward", list(Direction))]
+    passes = (
+        [("forward", [ROWWISE]), ("backward", [COLUMNWISE])]
+        if axis.column
+        else [("backward", list(Direction))]
+    )
     for phase, directions in passes:
         if not cut.all_travel(hybrid, directions):
-            planned[phase, "both", "high precision"] = cut.ranks * cut.rows * shape[-1] * dtype.itemsize
+            planned[phase, "both", "high precision"] = (
+                cut.ranks * cut.rows * shape[-1] * dtype.itemsize
+            )
             continue
         for d in gathered_directions(hybrid, frozenset(directions)):
             size = travelling_bytes(hybrid.encodings[d], cut.rows, shape[-1], dtype, cut.chunk)
@@ -422,7 +546,11 @@ def _axis_of(layer: Linear, dim: int | None) -> TensorParallel | None:
     if isinstance(layer.parallel, TensorParallel):
         return layer.parallel
     state = layer._weight_state
-    return None if state.tensor_group is None else TensorParallel(state.tensor_group, state.tensor_dim == 0, dim)
+    return (
+        None
+        if state.tensor_group is None
+        else TensorParallel(state.tensor_group, state.tensor_dim == 0, dim)
+    )
 
 
 def describe(layer: Linear) -> str | None:
@@ -430,11 +558,15 @@ def describe(layer: Linear) -> str | None:
     axis = _axis_of(layer, None)
     if axis is None:
         return None
-    hybrid, slot = (layer.plan.input, "input") if axis.column else (layer.plan.grad_output, "grad_output")
+    hybrid, slot = (
+        (layer.plan.input, "input") if axis.column else (layer.plan.grad_output, "grad_output")
+    )
     said = []
     for d, encoding in hybrid.encodings.items():
         rows = encoding.fmt.row_alignment(d)
-        unless = f" (in high precision unless a rank has a multiple of {rows} rows)" if rows > 1 else ""
+        unless = (
+            f" (in high precision unless a rank has a multiple of {rows} rows)" if rows > 1 else ""
+        )
         said.append(f"{d.value} {encoding.fmt}{unless}")
     kind, pieces = "column" if axis.column else "row", ""
     if not axis.column and prod(layer._weight_state.shape) >= _LEAST_WEIGHT:
@@ -444,9 +576,11 @@ def describe(layer: Linear) -> str | None:
 
 # A layer's forward #
 
+
 @dataclass(frozen=True)
 class Layouts:
-    """What a style says of a layer whose weight is a DTensor: how plain inputs lie, and how the output is wanted."""
+    """What a style says of a layer whose weight is a DTensor: how plain inputs lie, and how the
+    output is wanted."""
 
     input: Layout
     output: Layout
@@ -457,14 +591,19 @@ def _step_of(axis: TensorParallel, step: Tensor) -> Tensor:
     """The step's tensor of ranks that hold one batch together."""
     if STEP.token_offset < 0:  # else it says where this rank's rows are
         step = step.clone()
-        step[STEP_FIELDS.index("data_parallel_rank")].fill_(axis.data_parallel_rank)  # a launch that graphs capture
+        step[STEP_FIELDS.index("data_parallel_rank")].fill_(
+            axis.data_parallel_rank
+        )  # a launch that graphs capture
     return step
 
 
 def forward(layer: Linear, x: Tensor) -> Tensor:
-    """y of a layer that ranks share: a DTensor where its weight is one, unless the style asks for local outputs."""
+    """y of a layer that ranks share: a DTensor where its weight is one, unless the style asks for
+    local outputs."""
     if not x.dtype.is_floating_point:
-        raise ValueError(f"{layer._name}: input is {x.dtype}; a linear layer multiplies floating tensors")
+        raise ValueError(
+            f"{layer._name}: input is {x.dtype}; a linear layer multiplies floating tensors"
+        )
     if not isinstance(layer.weight, DTensor):
         return multiply_shared(layer, x, x, layer.weight, layer.bias, layer.parallel)
     weight, bias, layouts = layer.weight, layer.bias, layer.parallel
@@ -473,26 +612,41 @@ def forward(layer: Linear, x: Tensor) -> Tensor:
         attach_tensor_group(layer)
     if state.tensor_group is None or weight.device_mesh.ndim != 1:
         raise NotImplementedError(
-            f"{layer._name}: the weight is a DTensor {weight.placements} that is gathered by no fully_shard and cut by no "
-            "parallelize_module; use one of them, or leave the module out of fq.convert"
+            f"{layer._name}: the weight is a DTensor {weight.placements} that is gathered by no "
+            "fully_shard and cut by no parallelize_module; use one of them, or leave the module "
+            "out of fq.convert"
         )
     mesh, column = weight.device_mesh, weight.placements[0].is_shard(0)
     wanted = layouts.input if layouts is not None else Replicate() if column else Shard(-1)
     local, sequence_dim, reduces = _local_input(x, mesh, column, wanted)
     if column:
-        axis, placement = TensorParallel(state.tensor_group, True, sequence_dim, reduces), Shard(x.dim() - 1)
+        axis, placement = (
+            TensorParallel(state.tensor_group, True, sequence_dim, reduces),
+            Shard(x.dim() - 1),
+        )
     else:
-        placement = layouts.output if layouts is not None and _cuts_sequence(layouts.output, x.dim()) else Replicate()
+        placement = (
+            layouts.output
+            if layouts is not None and _cuts_sequence(layouts.output, x.dim())
+            else Replicate()
+        )
         cut = None if placement.is_replicate() else placement.dim % x.dim()
         axis = TensorParallel(state.tensor_group, False, cut)
-    y = multiply_shared(layer, x, local, weight.to_local(), None if bias is None else bias.to_local(), axis)
-    if layouts is not None and layouts.use_local_output and _same(layouts.output, placement, x.dim()):
+    y = multiply_shared(
+        layer, x, local, weight.to_local(), None if bias is None else bias.to_local(), axis
+    )
+    if (
+        layouts is not None
+        and layouts.use_local_output
+        and _same(layouts.output, placement, x.dim())
+    ):
         return y
     return DTensor.from_local(y, mesh, [placement], run_check=False)
 
 
 def _local_input(x: Tensor, mesh, column: bool, layout: Layout) -> tuple[Tensor, int | None, bool]:
-    """(this rank's part of x as the layer multiplies it, the dim it is cut along, its gradient is to be summed here)."""
+    """(this rank's part of x as the layer multiplies it, the dim it is cut along, its gradient is
+    to be summed here)."""
     if isinstance(x, DTensor):
         layout = x.placements[0]
     dims = x.dim()
@@ -518,47 +672,78 @@ def _same(a: Layout, b: Layout, dims: int) -> bool:
 
 
 def multiply_shared(
-    layer: Linear, owner: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorParallel
+    layer: Linear,
+    owner: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    axis: TensorParallel,
 ) -> Tensor:
     """y of a layer that ranks share as `axis` says; owner: as in `_shared_input`."""
     if x.dim() < 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"{layer._name}: this rank's input is {list(x.shape)}, wanted [.., {weight.shape[1]}] of at least two dims, for a "
-            f"weight of which it holds {list(weight.shape)}"
+            f"{layer._name}: this rank's input is {list(x.shape)}, wanted [.., {weight.shape[1]}] "
+            f"of at least two dims, for a weight of which it holds {list(weight.shape)}"
         )
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     override = current_autocast()
     plan = layer.plan if override is None else layer._overriding_plan(override)
     if plan.boundary is not None:
-        raise NotImplementedError(f"{layer._name}: layers that ranks share have no boundary slots; put fq.Quantize between modules")
+        raise NotImplementedError(
+            f"{layer._name}: layers that ranks share have no boundary slots; put fq.Quantize "
+            "between modules"
+        )
     grad = torch.is_grad_enabled()
     if torch.compiler.is_compiling():
         owner = owner if axis.gathered_slot == "input" else x
         _check(layer, owner, weight, plan, axis, grad)
-        ranks = axis.group.group_name, axis.column, axis.sequence_dim, axis.reduces, override is None, dtype
+        ranks = (
+            axis.group.group_name,
+            axis.column,
+            axis.sequence_dim,
+            axis.reduces,
+            override is None,
+            dtype,
+        )
         return layer.traced(owner, weight, bias, plan, weight.requires_grad and grad, ranks)
     return _multiply(layer, owner, x.to(dtype), weight, bias, plan, axis, grad)
 
 
 @torch.compiler.disable  # what runs where a graph broke; a graph holds `traced_linear`
 def _multiply(
-    layer: Linear, owner: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, axis: TensorParallel,
+    layer: Linear,
+    owner: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: GemmPlan,
+    axis: TensorParallel,
     grad: bool,
 ) -> Tensor:
     """Run the eager operator."""
     of = layer.call(x, weight, plan, weight.requires_grad and grad, grad)
     if axis.group.size() > 1 and (plan.input.is_stochastic or plan.grad_output.is_stochastic):
-        of = of._replace(step=_step_of(axis, of.step), ids=axis.slot_ids(layer._name, weight.shape, x.device))
-    call, shared, rowwise, saved = Call(of, layer._name, axis, grad, layer._recipe.require_native), None, None, None
+        of = of._replace(
+            step=_step_of(axis, of.step), ids=axis.slot_ids(layer._name, weight.shape, x.device)
+        )
+    call, shared, rowwise, saved = (
+        Call(of, layer._name, axis, grad, layer._recipe.require_native),
+        None,
+        None,
+        None,
+    )
     with torch.autocast(x.device.type, enabled=False):
         if axis.column and axis.sequence_dim is not None:
             shared, x, rowwise, saved = _shared_input(x, owner, call)
         return _Linear.apply(x, weight, bias, call, shared, rowwise, saved)
 
 
-def _check(layer: Linear, owner: Tensor, weight: Tensor, plan: GemmPlan, axis: TensorParallel, grad: bool) -> None:
-    """Raise what the eager layer raises of a cut before its first collective, while a graph is traced.
+def _check(
+    layer: Linear, owner: Tensor, weight: Tensor, plan: GemmPlan, axis: TensorParallel, grad: bool
+) -> None:
+    """Raise what the eager layer raises of a cut before its first collective, while a graph is
+    traced.
 
     owner:  x, or the DTensor over it.
     """
@@ -566,12 +751,25 @@ def _check(layer: Linear, owner: Tensor, weight: Tensor, plan: GemmPlan, axis: T
     if slot is None:
         return
     shape = tuple(owner.shape) if axis.column else (*owner.shape[:-1], weight.shape[0])
-    is_whole, of_weight = not axis.column or isinstance(owner, DTensor), weight.requires_grad and grad
+    is_whole, of_weight = (
+        not axis.column or isinstance(owner, DTensor),
+        weight.requires_grad and grad,
+    )
     make, last = SequenceCut.of_whole if is_whole else SequenceCut.of_local, len(shape) - 1
-    if not -len(shape) <= dim < len(shape) or dim % len(shape) == last or (is_whole and shape[dim] % axis.group.size()):
+    if (
+        not -len(shape) <= dim < len(shape)
+        or dim % len(shape) == last
+        or (is_whole and shape[dim] % axis.group.size())
+    ):
         make(shape, dim, axis.group, f"{layer._name} {'input' if axis.column else 'output'}")
     if layer._recipe.require_native:
-        read = (tuple(Direction) if of_weight else (ROWWISE,)) if axis.column else tuple(Direction) if grad else ()
+        read = (
+            (tuple(Direction) if of_weight else (ROWWISE,))
+            if axis.column
+            else tuple(Direction)
+            if grad
+            else ()
+        )
         check_travels(layer, plan.hybrid(slot), slot, read, make(shape, dim, axis.group))
 
 

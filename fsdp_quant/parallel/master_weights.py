@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`cast_master_weights`: codes and scales of weights whose high-precision masters lie in pieces, cut at any element.
+"""`cast_master_weights`: codes and scales of weights whose high-precision masters lie in pieces,
+cut at any element.
 
 [Note: one cast]
-    piece of the master -> rounded to the compute dtype -> largest magnitude of each block that the piece touches
-    one MAX all-reduce for all weights and directions
+    piece of the master -> rounded to the compute dtype -> largest magnitude of each block that the
+    piece touches one MAX all-reduce for all weights and directions
     scales, a pure function of the amaxes -> codes of the elements of the piece
 
-Each step gives what the whole tensor gives, so that pieces put together are its bytes, for every format and every cut. An
-encoding that mixes elements across a cut has no such pieces: a rotation.
+Each step gives what the whole tensor gives, so that pieces put together are its bytes, for every
+format and every cut. An encoding that mixes elements across a cut has no such pieces: a rotation.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Cast(NamedTuple):
     """One encoding of a piece.
 
     codes:        uint8: the bytes that hold the codes of the piece (`ops.runs.codes_of_run`).
-    scale:        scales of the block rows that the piece touches, or of the whole tensor; None for identity.
+    scale:        scales of the block rows that the piece touches, or of the whole tensor; None for
+                  identity.
     tensor_amax:  fp32 [1] of the whole tensor, for two-level formats.
     amax:         of the whole tensor, where one scale spans it.
     """
@@ -39,15 +41,22 @@ class Cast(NamedTuple):
 
 
 def cast_master_weights(
-    fragments: Sequence[Fragment], group: dist.ProcessGroup | None, factors: Sequence[Sequence[Tensor | None]] | None = None,
-    whole_scales: bool = False, parts: dist.ProcessGroup | None = None,
+    fragments: Sequence[Fragment],
+    group: dist.ProcessGroup | None,
+    factors: Sequence[Sequence[Tensor | None]] | None = None,
+    whole_scales: bool = False,
+    parts: dist.ProcessGroup | None = None,
 ) -> list[list[Cast]]:
-    """Codes of every (fragment, encoding), from statistics shared by at most one MAX all-reduce a group.
+    """Codes of every (fragment, encoding), from statistics shared by at most one MAX all-reduce a
+    group.
 
-    fragments:     the same weights, encodings and cuts in the same order on every rank of `group`; empty pieces too.
+    fragments:     the same weights, encodings and cuts in the same order on every rank of `group`;
+                   empty pieces too.
     factors:       fp32 [1] of a history for each of them (delayed scaling), or None.
-    whole_scales:  the scales of every block on every rank, not only of the blocks that a rank touches.
-    parts:         of ranks that hold other parts of these weights (`scaling.share_statistics`), or None.
+    whole_scales:  the scales of every block on every rank, not only of the blocks that a rank
+                   touches.
+    parts:         of ranks that hold other parts of these weights (`scaling.share_statistics`), or
+                   None.
 
     Every rank of the groups must call it. Equal encodings are made in one launch.
     """
@@ -61,17 +70,33 @@ def cast_master_weights(
     for (encoding, dtype, _), at in alike.items():
         of = [fragments[f] for f, _ in at]
         encs = [factors[f][e] for f, e in at]
-        stats = [_of_rows(shared[f][e], fragments[f].block_rows(encoding), whole_scales) for f, e in at]
-        encoded = dispatch.multi_tensor_encode([f.rows for f in of], encoding, stats, [f.row0 for f in of], encs, dtype)
+        stats = [
+            _of_rows(shared[f][e], fragments[f].block_rows(encoding), whole_scales) for f, e in at
+        ]
+        encoded = dispatch.multi_tensor_encode(
+            [f.rows for f in of], encoding, stats, [f.row0 for f in of], encs, dtype
+        )
         for (f, e), fragment, enc, one in zip(at, of, encs, encoded):
             codes = runs.codes_of_run(
-                one.data, encoding.fmt.bits, fragment.start, fragment.values.numel(), fragment.rows.shape[1]
+                one.data,
+                encoding.fmt.bits,
+                fragment.start,
+                fragment.values.numel(),
+                fragment.rows.shape[1],
             )
             stats = shared[f][e]
-            scale = dispatch.scales(stats, encoding, enc) if whole_scales and stats is not None else one.scale
+            scale = (
+                dispatch.scales(stats, encoding, enc)
+                if whole_scales and stats is not None
+                else one.scale
+            )
             made[f][e] = Cast(codes, scale, one.tensor_amax, one.amax)
     return made
 
 
 def _of_rows(stats: Statistics | None, block_rows: slice, whole: bool) -> Statistics | None:
-    return Statistics(stats.amax[block_rows], stats.tensor_amax) if whole and stats is not None else stats
+    return (
+        Statistics(stats.amax[block_rows], stats.tensor_amax)
+        if whole and stats is not None
+        else stats
+    )

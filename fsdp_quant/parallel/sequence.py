@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequence parallelism as functions: activations gathered along the sequence as codes, partial sums scattered along it.
+"""Sequence parallelism as functions: activations gathered along the sequence as codes, partial sums
+scattered along it.
 
 The rule of what travels as codes: `modules.exchange`, note "one rule".
 """
@@ -22,8 +23,11 @@ from ..tensor import torch_compat
 from ..tensor.quantized_tensor import QuantizedTensor
 
 
-def travelling_bytes(encoding: Encoding, rows: int, cols: int, dtype: torch.dtype, chunk: int) -> int:
-    """Bytes of the buffers of [rows, cols] that travel, where pieces have multiples of `chunk` rows."""
+def travelling_bytes(
+    encoding: Encoding, rows: int, cols: int, dtype: torch.dtype, chunk: int
+) -> int:
+    """Bytes of the buffers of [rows, cols] that travel, where pieces have multiples of `chunk`
+    rows."""
     fmt, d = encoding.fmt, encoding.direction
     size = rows * fmt.row_bytes(cols, dtype)
     if fmt.has_scales and scale_placement(fmt, d, chunk) is Placement.SHARD:
@@ -31,12 +35,16 @@ def travelling_bytes(encoding: Encoding, rows: int, cols: int, dtype: torch.dtyp
     return size
 
 
-def scattered_product(multiply: Callable[..., Tensor], codes: Storage, cut: SequenceCut, pieces: int) -> Tensor:
-    """This rank's rows of the sum over ranks of multiply(codes), [outer * R * chunk, N] on every rank.
+def scattered_product(
+    multiply: Callable[..., Tensor], codes: Storage, cut: SequenceCut, pieces: int
+) -> Tensor:
+    """This rank's rows of the sum over ranks of multiply(codes), [outer * R * chunk, N] on every
+    rank.
 
     multiply:  of a storage; with out=, into it.
-    pieces:    of each rank's rows: one is scattered while the next is multiplied. Rows of a product are the product of rows,
-               so the sums are the same ones. All at once where the codes do not come apart (`Storage.operand_rows`).
+    pieces:    of each rank's rows: one is scattered while the next is multiplied. Rows of a product
+               are the product of rows, so the sums are the same ones. All at once where the codes
+               do not come apart (`Storage.operand_rows`).
     """
     n = cut.chunk // pieces
     if pieces == 1 or codes.operand_rows(0, n) is None:
@@ -55,6 +63,7 @@ def scattered_product(multiply: Callable[..., Tensor], codes: Storage, cut: Sequ
 
 # Functions of their own #
 
+
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, hybrid, directions, cut, key):
@@ -65,26 +74,47 @@ class _GatherSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return Scattering(dy.reshape(-1, dy.shape[-1]).contiguous(), ctx.cut).wait().view(ctx.cut.shape), None, None, None, None
+        return (
+            Scattering(dy.reshape(-1, dy.shape[-1]).contiguous(), ctx.cut)
+            .wait()
+            .view(ctx.cut.shape),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def gather_sequence(
-    x: Tensor, hybrid, group: dist.ProcessGroup, dim: int = 0, directions=tuple(Direction), *, key: Tensor | None = None
+    x: Tensor,
+    hybrid,
+    group: dist.ProcessGroup,
+    dim: int = 0,
+    directions=tuple(Direction),
+    *,
+    key: Tensor | None = None,
 ) -> QuantizedTensor:
-    """The bytes of quantizing all_gather(x), moved as codes wherever no block reaches over the seam (see the note).
+    """The bytes of quantizing all_gather(x), moved as codes wherever no block reaches over the seam
+    (see the note).
 
-    x:           [.., S / R, .., K], the same shape on every rank of `group`, which must all call it.
+    x:           [.., S / R, .., K], the same shape on every rank of `group`, which must all call
+                 it.
     hybrid:      `HybridQuantizer`, `Quantizer`, `Format` or a format's name, current scaling.
     dim:         that is gathered.
     directions:  that are wanted; None of the others travels.
     key:         int64 [5] random key of the whole tensor, for stochastic rounding.
-    returns:     `QuantizedTensor` [.., S, .., K]; its gradient is summed over the ranks and scattered along `dim`.
+    returns:     `QuantizedTensor` [.., S, .., K]; its gradient is summed over the ranks and
+                 scattered along `dim`.
 
-    Raises ValueError for a dim that is not there, and for stochastic rounding without a key: ranks would not agree.
+    Raises ValueError for a dim that is not there, and for stochastic rounding without a key: ranks
+    would not agree.
     """
     hybrid = hybrid_of(hybrid)
     if key is None and hybrid.is_stochastic:
-        raise ValueError(f"gather_sequence({hybrid}) rounds stochastically: give key=, so that every rank has the same bits")
+        raise ValueError(
+            f"gather_sequence({hybrid}) rounds stochastically: give key=, so that every rank has "
+            "the same bits"
+        )
     cut = SequenceCut.of_local(tuple(x.shape), dim, group, "gather_sequence")
     return _GatherSequence.apply(x, hybrid, tuple(directions), cut, key)
 
@@ -93,7 +123,9 @@ class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, cut):
         ctx.cut = cut
-        return torch_compat.reshaped(Scattering(y.reshape(-1, y.shape[-1]).contiguous(), cut).wait(), cut.shape)
+        return torch_compat.reshaped(
+            Scattering(y.reshape(-1, y.shape[-1]).contiguous(), cut).wait(), cut.shape
+        )
 
     @staticmethod
     def backward(ctx, dy):
@@ -110,4 +142,6 @@ def reduce_scatter_sequence(y: Tensor, group: dist.ProcessGroup, dim: int = 0) -
 
     Raises ValueError where R does not divide S.
     """
-    return _ReduceScatterSequence.apply(y, SequenceCut.of_whole(tuple(y.shape), dim, group, "reduce_scatter_sequence"))
+    return _ReduceScatterSequence.apply(
+        y, SequenceCut.of_whole(tuple(y.shape), dim, group, "reduce_scatter_sequence")
+    )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A weight whose masters lie in pieces: the planes that it publishes, and the channels that planes travel in."""
+"""A weight whose masters lie in pieces: the planes that it publishes, and the channels that planes
+travel in."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from ..ops import dispatch, runs
 from ..scaling import AmaxHistory, Cuts, Fragment, with_amax
 from ..tensor import torch_compat
 from ..tensor.quantized_weight import QuantizedWeight
-from .shard_map import WireTensor, Segments, ShardMap, scale_count
+from .shard_map import Segments, ShardMap, WireTensor, scale_count
 
 BOTH = frozenset(Direction)
 # A ring sends every amax twice, in fp32.
@@ -23,7 +24,8 @@ AMAX_BYTES = 8
 
 
 class SyncItem(NamedTuple):
-    """One weight: a parameter of `fq.quantized_model_init`, [N, K], and who owns which of its elements.
+    """One weight: a parameter of `fq.quantized_model_init`, [N, K], and who owns which of its
+    elements.
 
     is_part:  of a weight that the ranks of the sync's `tensor_group` hold, if it has one.
     """
@@ -45,7 +47,9 @@ class Side:
     tensor_amax:  fp32 [1] of a two-level format.
     """
 
-    def __init__(self, encoding: Encoding, shape: tuple[int, int], device: torch.device, dense: bool):
+    def __init__(
+        self, encoding: Encoding, shape: tuple[int, int], device: torch.device, dense: bool
+    ):
         fmt, self.encoding = encoding.fmt, encoding
         self.scale = self.tensor_amax = None
         if dense and fmt.has_scales:
@@ -64,10 +68,17 @@ class SyncedWeight:
 
     def __init__(self, item: SyncItem, transport: str, dense: bool, part: tuple[int, int]):
         self.name, self.shards, self.weight = item.name, item.shards, item.param
-        self.state, self.shape, self.device = self.weight.state, tuple(self.weight.shape), self.weight.device
+        self.state, self.shape, self.device = (
+            self.weight.state,
+            tuple(self.weight.shape),
+            self.weight.device,
+        )
         self.quantizer, self.dense, self.part = self.state.quantizer, dense, part
         self.cuts = Cuts(item.shards.cuts, self.shape[1])
-        self.seen = {d: self.state.encoded_dtype(e, self.weight.dtype) for d, e in self.quantizer.encodings.items()}
+        self.seen = {
+            d: self.state.encoded_dtype(e, self.weight.dtype)
+            for d, e in self.quantizer.encodings.items()
+        }
         dtypes = {dtype or torch.float32 for dtype in self.seen.values()}
         self.wire_dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         self.planes = self._code_planes()
@@ -75,8 +86,15 @@ class SyncedWeight:
             values = WireTensor(f"{self.name}.values", 8 * self.wire_dtype.itemsize, self.shards)
             self.planes = {(None, "values"): (BOTH, values)}
         self.sides = {d: Side(e, self.shape, self.device, dense) for d, e in self.encoded.items()}
-        others = [(d, e.fmt) for d, e in self.quantizer.encodings.items() if self.gathers_values and self.spans_parts(e)]
-        self.amaxes = {d: torch.zeros((1,) if fmt.tensor_scale else (1, 1), device=self.device) for d, fmt in others}
+        others = [
+            (d, e.fmt)
+            for d, e in self.quantizer.encodings.items()
+            if self.gathers_values and self.spans_parts(e)
+        ]
+        self.amaxes = {
+            d: torch.zeros((1,) if fmt.tensor_scale else (1, 1), device=self.device)
+            for d, fmt in others
+        }
 
     @property
     def gathers_values(self) -> bool:
@@ -93,28 +111,44 @@ class SyncedWeight:
 
     def serves(self, direction: Direction) -> frozenset[Direction]:
         """The directions whose storages come from what is encoded of this one."""
-        return BOTH if direction is ROWWISE and COLUMNWISE not in self.quantizer.encodings else frozenset({direction})
+        return (
+            BOTH
+            if direction is ROWWISE and COLUMNWISE not in self.quantizer.encodings
+            else frozenset({direction})
+        )
 
     def shares(self, direction: Direction) -> frozenset[Direction]:
         """The directions that read the same storage."""
         return BOTH if self.quantizer.shares_storage else frozenset({direction})
 
-    def _code_planes(self) -> dict[tuple[Direction | None, str], tuple[frozenset[Direction], WireTensor]]:
+    def _code_planes(
+        self,
+    ) -> dict[tuple[Direction | None, str], tuple[frozenset[Direction], WireTensor]]:
         """(direction, part) -> (directions that it serves, plane)."""
         planes = {}
         for d, encoding in self.quantizer.encodings.items():
             name = f"{self.name}.{d.value}"
-            planes[d, "codes"] = self.serves(d), WireTensor(f"{name}.codes", bits_of(encoding, self.weight.dtype), self.shards)
+            planes[d, "codes"] = (
+                self.serves(d),
+                WireTensor(f"{name}.codes", bits_of(encoding, self.weight.dtype), self.shards),
+            )
             if not self.dense and encoding.fmt.has_scales:
                 owners = self.shards.of_scales(encoding, self.shape)
-                planes[d, "scale"] = self.serves(d), WireTensor(f"{name}.scale", 8 * encoding.fmt.scale_bytes, owners)
+                planes[d, "scale"] = (
+                    self.serves(d),
+                    WireTensor(f"{name}.scale", 8 * encoding.fmt.scale_bytes, owners),
+                )
         return planes
 
     def _values_are_fewer(self) -> bool:
         codes = sum(plane.nbytes for _, plane in self.planes.values())
         for encoding in self.quantizer.encodings.values():
             across = scale_count(encoding, (1, self.shape[1]))
-            reduced = scale_count(encoding, self.shape) if self.dense else len(self.cuts.cut_block_rows(encoding)) * across
+            reduced = (
+                scale_count(encoding, self.shape)
+                if self.dense
+                else len(self.cuts.cut_block_rows(encoding)) * across
+            )
             codes += AMAX_BYTES * reduced if self.shards.ranks > 1 else 0
         return self.shards.numel * self.wire_dtype.itemsize < codes
 
@@ -127,7 +161,10 @@ class SyncedWeight:
         by_dtype: dict[torch.dtype | None, list[Encoding]] = {}
         for d, encoding in wanted.items():
             by_dtype.setdefault(self.seen[d], []).append(encoding)
-        return [Fragment(values, tuple(of), self.cuts, rank, dtype, part=self.part) for dtype, of in by_dtype.items()]
+        return [
+            Fragment(values, tuple(of), self.cuts, rank, dtype, part=self.part)
+            for dtype, of in by_dtype.items()
+        ]
 
     def history(self, direction: Direction) -> AmaxHistory | None:
         """Of a delayed side, on the weight's device."""
@@ -143,24 +180,35 @@ class SyncedWeight:
     def writes(
         self, directions: list[Direction], pieces: dict[tuple[Direction | None, str], Pieces]
     ) -> list[tuple[Tensor, Tensor]]:
-        """(target, source) of what makes the storages of these directions from gathered planes; sources need no other order."""
+        """(target, source) of what makes the storages of these directions from gathered planes;
+        sources need no other order."""
         made, encodings = [], self.quantizer.encodings
         for source in dict.fromkeys(d if d in encodings else ROWWISE for d in directions):
             room, fmt = self.weight.allocate_codes(source).buffers(), encodings[source].fmt
             if self.gathers_values:
-                values, encoding, seen = pieces[None, "values"].joined(), encodings[source], self.seen[source]
+                values, encoding, seen = (
+                    pieces[None, "values"].joined(),
+                    encodings[source],
+                    self.seen[source],
+                )
                 values, stats = values.view(self.wire_dtype).view(self.shape), None
                 if source in self.amaxes:
                     (own,) = dispatch.statistics(values, (encoding,), 0, seen)
                     stats = [with_amax(encoding, own, self.amaxes[source])]
-                (whole,) = dispatch.encode(values, [encoding], stats, encs=[self.factor(source)], dtype=seen)
+                (whole,) = dispatch.encode(
+                    values, [encoding], stats, encs=[self.factor(source)], dtype=seen
+                )
                 made += [(into, getattr(whole, name)) for name, into in room.items()]
                 continue
             side, codes = self.sides[source], pieces.get((source, "codes"))
             if codes is None:
                 pass  # they were gathered where they are read
-            elif self.shape[1] % fmt.element.packing[0]:  # rows begin in the middle of containers of the wire
-                made.append((room["data"], runs.rows_of_codes(codes.joined(), fmt.bits, *self.shape)))
+            elif (
+                self.shape[1] % fmt.element.packing[0]
+            ):  # rows begin in the middle of containers of the wire
+                made.append(
+                    (room["data"], runs.rows_of_codes(codes.joined(), fmt.bits, *self.shape))
+                )
             else:
                 made += codes.writes(room["data"])
             for name, staged in (("scale", side.scale), ("tensor_amax", side.tensor_amax)):
@@ -173,9 +221,13 @@ class SyncedWeight:
     def derive(self, directions: list[Direction]) -> None:
         """What follows from storages that are written."""
         if self.quantizer.is_derived and COLUMNWISE in directions:
-            derived = self.quantizer.derive_columnwise(self.weight.allocate_codes(ROWWISE), self.state.compute_dtype)
+            derived = self.quantizer.derive_columnwise(
+                self.weight.allocate_codes(ROWWISE), self.state.compute_dtype
+            )
             room = self.weight.allocate_codes(COLUMNWISE)
-            torch_compat.copy_all([(into, derived.buffers()[name]) for name, into in room.buffers().items()])
+            torch_compat.copy_all(
+                [(into, derived.buffers()[name]) for name, into in room.buffers().items()]
+            )
 
 
 @dataclass(eq=False)
@@ -184,10 +236,12 @@ class GatherBuffer:
 
     keys:      (weight's name, direction, part) of each plane.
     own:       uint8 [segment], which `cast_` writes.
-    buffer:    uint8 [ranks * segment], there from a gather until all that it serves is finished; or, for good, the trainer's.
+    buffer:    uint8 [ranks * segment], there from a gather until all that it serves is finished;
+               or, for good, the trainer's.
     is_bound:  the buffer is the trainer's, and `own` is a slice of it.
-    codes:     uint8 [ranks * segment]: the planes as products read them, and where they are gathered unless it is bound; None
-               where a plane is not whole there, and is copied to memory of its own.
+    codes:     uint8 [ranks * segment]: the planes as products read them, and where they are
+               gathered unless it is bound; None where a plane is not whole there, and is copied to
+               memory of its own.
     """
 
     serves: frozenset[Direction]
@@ -220,7 +274,10 @@ class GatherBuffer:
         places, planes = self.segments.places, self.segments.planes
         if places is None or any(part != "codes" for *_, part in self.keys):
             return
-        if any(weights[n].allocate_codes(d).data.nbytes != plane.nbytes for (n, d, _), plane in zip(self.keys, planes)):
+        if any(
+            weights[n].allocate_codes(d).data.nbytes != plane.nbytes
+            for (n, d, _), plane in zip(self.keys, planes)
+        ):
             return  # rows are padded
         self.codes = self.own.new_zeros(self.nbytes)
         for (name, direction, _), place in zip(self.keys, places):
@@ -266,7 +323,13 @@ class GatherBuffer:
             first, end = plane.span(rank)
             offset = rank * self.segments.size + self.segments.offsets[rank][p]
             if first < end:
-                found.append((first, self.buffer[offset : offset + end - first], plane.shares_first_byte(rank)))
+                found.append(
+                    (
+                        first,
+                        self.buffer[offset : offset + end - first],
+                        plane.shares_first_byte(rank),
+                    )
+                )
         return Pieces(found, plane.nbytes)
 
 
@@ -280,7 +343,8 @@ class Pieces(NamedTuple):
     nbytes: int
 
     def writes(self, into: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """(target, source) of a plane that lies in `into` byte for byte; a byte that two pieces share is put together here."""
+        """(target, source) of a plane that lies in `into` byte for byte; a byte that two pieces
+        share is put together here."""
         flat, made = into.reshape(-1).view(torch.uint8), []
         for first, piece, shares in self.of:
             if shares:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Styles for `parallelize_module`, and linear layers of trainers that have process groups in place of meshes.
+"""Styles for `parallelize_module`, and linear layers of trainers that have process groups in place
+of meshes.
 
-Styles come before `fully_shard`, and before or after `fq.convert`; parameters may be quantized ones. torch.compile takes
-the layers into its graphs, collectives and all (`modules.traced_linear`, note "layers that ranks share").
+Styles come before `fully_shard`, and before or after `fq.convert`; parameters may be quantized
+ones. torch.compile takes the layers into its graphs, collectives and all (`modules.traced_linear`,
+note "layers that ranks share").
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch.distributed.tensor import parallel as styles
 
 from ..context import quantized_init_recipe
 from ..counters import counters
-from ..modules.linear import Linear, make_quantized, attach_state
+from ..modules.linear import Linear, attach_state, make_quantized
 from ..ops.rng import own_name
 from ..recipe import Recipe, as_recipe, identity
 from ..tensor import torch_compat
@@ -32,9 +34,11 @@ _SERIAL = itertools.count()
 
 
 class _Style:
-    """What both styles add to torch's: layers of this library take plain inputs, and gather them as codes themselves.
+    """What both styles add to torch's: layers of this library take plain inputs, and gather them as
+    codes themselves.
 
-    recipe:  of an nn.Linear that is to become an `fq.Linear` here; an `fq.Linear` has its own, and one may be converted later.
+    recipe:  of an nn.Linear that is to become an `fq.Linear` here; an `fq.Linear` has its own, and
+             one may be converted later.
     """
 
     def __init__(self, *, recipe: Recipe | str | None = None, **layouts):
@@ -45,7 +49,8 @@ class _Style:
         style, name = type(self).__name__, getattr(module, "_name", type(module).__name__)
         if device_mesh.ndim != 1:
             raise ValueError(
-                f"{name}: {style} takes a mesh of one axis, got {device_mesh.ndim} ({device_mesh.mesh_dim_names}); pass the "
+                f"{name}: {style} takes a mesh of one axis, got {device_mesh.ndim} "
+                f"({device_mesh.mesh_dim_names}); pass the "
                 'axis of tensor parallelism, such as mesh["tp"]'
             )
         if isinstance(module, nn.Linear):
@@ -56,7 +61,9 @@ class _Style:
                 error = caught
             weight = f"{list(module.weight.shape)} {module.weight.dtype} of {recipe_text(module)}, {style}"
             agree({f"{name}.weight": weight}, device_mesh.get_all_groups(), error)
-            module.parallel = Layouts(self.input_layouts[0], self.output_layouts[0], self.use_local_output)
+            module.parallel = Layouts(
+                self.input_layouts[0], self.output_layouts[0], self.use_local_output
+            )
         made = super()._apply(module, device_mesh)
         if self.recipe is not None and type(module) is nn.Linear:
             module.__class__ = Linear
@@ -69,15 +76,23 @@ class _Style:
             managed = any(m.registered is weight for m in torch_compat.all_managed_params())
             raise ValueError(
                 f"{name}.weight is a DTensor {weight.placements} already; "
-                + (f"apply {style} before fully_shard" if managed else f"apply one style to a layer, and {style} to none before")
+                + (
+                    f"apply {style} before fully_shard"
+                    if managed
+                    else f"apply one style to a layer, and {style} to none before"
+                )
             )
         if isinstance(weight, QuantizedWeight) and weight.device.type != "meta":
             weight.check_not_taken()
-        cut, size = ("out_features", module.out_features) if self._dim == 0 else ("in_features", module.in_features)
+        cut, size = (
+            ("out_features", module.out_features)
+            if self._dim == 0
+            else ("in_features", module.in_features)
+        )
         if size % mesh.size():
             raise ValueError(
-                f"{name}: {style} cuts {cut}={size} over {mesh.size()} ranks, which do not divide it; choose a multiple of "
-                f"{mesh.size()}, or leave the layer whole"
+                f"{name}: {style} cuts {cut}={size} over {mesh.size()} ranks, which do not divide "
+                f"it; choose a multiple of {mesh.size()}, or leave the layer whole"
             )
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
@@ -87,7 +102,8 @@ class _Style:
         plain.weight = nn.Parameter(values_of(weight).detach(), weight.requires_grad)
         plain.bias = module.bias
         super()._partition_linear_fn(name, plain, device_mesh)
-        # Not by setattr, by which fully_shard registers shards, nor as torch's styles do: the state is another one.
+        # Not by setattr, by which fully_shard registers shards, nor as torch's styles do: the state
+        # is another one.
         nn.Module.register_parameter(module, "weight", plain.weight)
         module.bias = plain.bias
         before = module._weight_state
@@ -99,30 +115,41 @@ class _Style:
     def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):
         if not isinstance(outputs, DTensor):
             return outputs  # as it is wanted already
-        return styles.ColwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
+        return styles.ColwiseParallel._prepare_output_fn(
+            output_layouts, use_local_output, mod, outputs, device_mesh
+        )
 
     @staticmethod
     def _prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh):
         if isinstance(mod, Linear):
             return inputs[0]
-        x = styles.ColwiseParallel._prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh)
-        return x if x.placements == tuple(desired_input_layouts) else x.redistribute(placements=desired_input_layouts)
+        x = styles.ColwiseParallel._prepare_input_fn(
+            input_layouts, desired_input_layouts, mod, inputs, device_mesh
+        )
+        return (
+            x
+            if x.placements == tuple(desired_input_layouts)
+            else x.redistribute(placements=desired_input_layouts)
+        )
 
 
 class ColwiseParallel(_Style, styles.ColwiseParallel):
     """torch's style, W [N / R, K]; an input that is cut along the sequence is gathered as codes.
 
-    recipe:  turns an nn.Linear into an `fq.Linear`; without it the layer may be one, or be converted later.
+    recipe:  turns an nn.Linear into an `fq.Linear`; without it the layer may be one, or be
+             converted later.
     input_layouts:  Replicate() (default), or Shard(dim) of the sequence. A DTensor tells its own.
 
-    Raises ValueError, on every rank, for a mesh of more axes, a layer under `fully_shard`, and features that R does not divide.
+    Raises ValueError, on every rank, for a mesh of more axes, a layer under `fully_shard`, and
+    features that R does not divide.
     """
 
     _dim = 0
 
 
 class RowwiseParallel(_Style, styles.RowwiseParallel):
-    """torch's style, W [N, K / R]; with output_layouts=Shard(dim) of the sequence, gradients are gathered as codes.
+    """torch's style, W [N, K / R]; with output_layouts=Shard(dim) of the sequence, gradients are
+    gathered as codes.
 
     recipe and errors: as of `ColwiseParallel`.
     """
@@ -131,35 +158,54 @@ class RowwiseParallel(_Style, styles.RowwiseParallel):
 
 
 class PrepareModuleInput(styles.PrepareModuleInput):
-    """torch's style; an input that is cut along the sequence and wanted whole stays a DTensor that is cut.
+    """torch's style; an input that is cut along the sequence and wanted whole stays a DTensor that
+    is cut.
 
-    Layers of this library that are given it gather its codes once for all of them (q, k and v; gate and up), and the sum of
-    their gradients is scattered once; anything else redistributes it when it is used. With use_local_output=True it is gathered
-    in high precision, which is counted. Arguments and shapes are torch's.
+    Layers of this library that are given it gather its codes once for all of them (q, k and v; gate
+    and up), and the sum of their gradients is scattered once; anything else redistributes it when
+    it is used. With use_local_output=True it is gathered in high precision, which is counted.
+    Arguments and shapes are torch's.
     """
 
     def _prepare_input_arg(self, input, mesh, input_layout, desired_layout):
         is_gathered = (
-            isinstance(input, Tensor) and input_layout is not None and input_layout.is_shard()
-            and input_layout.dim % input.dim() != input.dim() - 1 and desired_layout is not None and desired_layout.is_replicate()
+            isinstance(input, Tensor)
+            and input_layout is not None
+            and input_layout.is_shard()
+            and input_layout.dim % input.dim() != input.dim() - 1
+            and desired_layout is not None
+            and desired_layout.is_replicate()
         )
         stays = is_gathered and not self.use_local_output
         if is_gathered and not stays and not torch.compiler.is_compiling():
             size = input.nbytes if isinstance(input, DTensor) else input.nbytes * mesh.size()
             counters.add("sequence gather", ("forward", "both", "high precision"), size)
-        return super()._prepare_input_arg(input, mesh, input_layout, input_layout if stays else desired_layout)
+        return super()._prepare_input_arg(
+            input, mesh, input_layout, input_layout if stays else desired_layout
+        )
 
 
 # Without DTensor #
 
+
 class _ParallelLinear(Linear):
-    """A rank's part of a linear layer, in plain parameters; values are those of nn.Linear of the same seed, cut."""
+    """A rank's part of a linear layer, in plain parameters; values are those of nn.Linear of the
+    same seed, cut."""
 
     _column: bool
 
     def __init__(
-        self, in_features: int, out_features: int, group: dist.ProcessGroup, bias: bool = True, sequence_dim: int | None = None,
-        device=None, dtype=None, *, recipe: Recipe | str | None = None, name: str | None = None,
+        self,
+        in_features: int,
+        out_features: int,
+        group: dist.ProcessGroup,
+        bias: bool = True,
+        sequence_dim: int | None = None,
+        device=None,
+        dtype=None,
+        *,
+        recipe: Recipe | str | None = None,
+        name: str | None = None,
     ):
         name = own_name(name, "linear")
         if not isinstance(group, dist.ProcessGroup):
@@ -167,16 +213,21 @@ class _ParallelLinear(Linear):
                 f"{name}: group is {group!r}; wanted the process group of tensor parallelism: call "
                 "torch.distributed.init_process_group, and pass mesh.get_group()"
             )
-        cut, ranks = ("out_features", out_features) if self._column else ("in_features", in_features), group.size()
+        cut, ranks = (
+            ("out_features", out_features) if self._column else ("in_features", in_features),
+            group.size(),
+        )
         if cut[1] % ranks:
             raise ValueError(
-                f"{name}: {type(self).__name__} cuts {cut[0]}={cut[1]} over {ranks} ranks, which do not divide it; choose a "
-                f"multiple of {ranks}"
+                f"{name}: {type(self).__name__} cuts {cut[0]}={cut[1]} over {ranks} ranks, which "
+                f"do not divide it; choose a multiple of {ranks}"
             )
         nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
         dim, rank = 0 if self._column else 1, group.rank()
         with torch.no_grad():
-            self.weight = nn.Parameter(self.weight.chunk(ranks, dim)[rank].clone(memory_format=torch.contiguous_format))
+            self.weight = nn.Parameter(
+                self.weight.chunk(ranks, dim)[rank].clone(memory_format=torch.contiguous_format)
+            )
             if bias and self._column:
                 self.bias = nn.Parameter(self.bias.chunk(ranks)[rank].clone())
         self.out_features, self.in_features = self.weight.shape
@@ -191,7 +242,8 @@ class ColumnParallelLinear(_ParallelLinear):
 
     in_features, out_features:  of the whole layer.
     group:                      of tensor parallelism; every rank must call it alike.
-    sequence_dim:               that x is cut along (None: x is whole; the gradient of x is then summed over the ranks).
+    sequence_dim:               that x is cut along (None: x is whole; the gradient of x is then
+                                summed over the ranks).
 
     Raises ValueError where R does not divide out_features.
     """
@@ -202,9 +254,11 @@ class ColumnParallelLinear(_ParallelLinear):
 class RowParallelLinear(_ParallelLinear):
     """y [.., S / R, .., N], or whole, of x [.., S, K / R]; W [N, K / R], bias [N], added once.
 
-    sequence_dim:  that y is cut along (None: y is whole). The gradient of bias is that of all rows, on every rank.
+    sequence_dim:  that y is cut along (None: y is whole). The gradient of bias is that of all rows,
+                   on every rank.
 
-    Other arguments: as of `ColumnParallelLinear`. Raises ValueError where R does not divide in_features, or a sequence.
+    Other arguments: as of `ColumnParallelLinear`. Raises ValueError where R does not divide
+    in_features, or a sequence.
     """
 
     _column = False

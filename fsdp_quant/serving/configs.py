@@ -48,12 +48,17 @@ _OF_INPUTS = _STRATEGIES | {
     "block": {"num_bits": 8, "strategy": "group", "group_size": 128},
 }
 _PACKINGS = {
-    "mxfp8": "mxfp8-quantized", "mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized",
+    "mxfp8": "mxfp8-quantized",
+    "mxfp4": "mxfp4-pack-quantized",
+    "nvfp4": "nvfp4-pack-quantized",
 }
 # modelopt's: (with static inputs, else).
 _ALGORITHMS = {
-    "tensor": ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"), "channel": (None, "FP8_PER_CHANNEL_PER_TOKEN"),
-    "block": (None, "FP8_PB_WO"), "mxfp8": (None, "MXFP8"), "nvfp4": ("NVFP4", "W4A16_NVFP4"),
+    "tensor": ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"),
+    "channel": (None, "FP8_PER_CHANNEL_PER_TOKEN"),
+    "block": (None, "FP8_PB_WO"),
+    "mxfp8": (None, "MXFP8"),
+    "nvfp4": ("NVFP4", "W4A16_NVFP4"),
 }
 _FP8 = {
     "block": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
@@ -82,13 +87,19 @@ def _compressed_tensors(schemes: dict[str, Scheme], ignore: list[str]) -> dict:
         weights, inputs = _arguments(scheme)
         packings.append(_PACKINGS.get(scheme.kind.name, "float-quantized"))
         made[f"group_{i}"] = {
-            "targets": ["Linear"] if len(groups) == 1 else names, "weights": weights,
-            "input_activations": inputs, "output_activations": None, "format": packings[-1],
+            "targets": ["Linear"] if len(groups) == 1 else names,
+            "weights": weights,
+            "input_activations": inputs,
+            "output_activations": None,
+            "format": packings[-1],
         }
     return {
-        "quant_method": "compressed-tensors", "quantization_status": "compressed",
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
         "format": packings[0] if len(set(packings)) == 1 else "mixed-precision",
-        "config_groups": made, "ignore": ignore, "kv_cache_scheme": None,
+        "config_groups": made,
+        "ignore": ignore,
+        "kv_cache_scheme": None,
     }
 
 
@@ -101,9 +112,12 @@ def _modelopt(scheme: Scheme, ignore: list[str]) -> dict:
     )
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
-        "quant_method": "modelopt", "quant_algo": static if scheme.inputs == "static" else other,
-        **({} if size is None else {"group_size": size}), "ignore": ignore,
-        "config_groups": {"group_0": group}, "producer": {"name": "fsdp_quant"},
+        "quant_method": "modelopt",
+        "quant_algo": static if scheme.inputs == "static" else other,
+        **({} if size is None else {"group_size": size}),
+        "ignore": ignore,
+        "config_groups": {"group_0": group},
+        "producer": {"name": "fsdp_quant"},
     }
 
 

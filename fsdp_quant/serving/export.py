@@ -24,15 +24,28 @@ from . import configs, layouts
 from .configs import Scheme
 from .layouts import Kind
 from .weights import (
-    Slice, Source, codes_of, encoded, master_of, matrix_of, plain_name, sources_of, statistics_of,
+    Slice,
+    Source,
+    codes_of,
+    encoded,
+    master_of,
+    matrix_of,
+    plain_name,
+    sources_of,
+    statistics_of,
 )
 from .writer import Planned, Writer, in_files, size_of
 
 # Layers of one input that servers multiply as one: of transformers (the last are DeepSeek's), of
 # Llama's own names and of ours.
 _MERGED = (
-    ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("wq", "wk", "wv"), ("w1", "w3"),
-    ("q", "k", "v"), ("gate", "up"), ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("wq", "wk", "wv"),
+    ("w1", "w3"),
+    ("q", "k", "v"),
+    ("gate", "up"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
 )
 
 

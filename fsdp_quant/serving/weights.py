@@ -32,9 +32,9 @@ from ..ops.dispatch import Statistics
 from ..ops.layout import COMPACT
 from ..scaling import RowCuts
 from ..storage import Storage
+from ..tensor.fsdp_hooks import managed_of
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.quantized_weight import QuantizedWeight
-from ..tensor.fsdp_hooks import managed_of
 from ..tensor.torch_compat import local_of
 from ..tensor.weight_state import Piece, Shard, encode_shards
 

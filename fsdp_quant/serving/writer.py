@@ -20,14 +20,24 @@ from torch import Tensor
 
 # Names of the format (safetensors).
 _DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
 _UNITS = {
     f"{prefix}{unit}": base**power
-    for unit, base in (("B", 1000), ("IB", 1024)) for power, prefix in enumerate("KMGT", 1)
+    for unit, base in (("B", 1000), ("IB", 1024))
+    for power, prefix in enumerate("KMGT", 1)
 }
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -139,7 +149,9 @@ class Writer:
         for tensor in of:
             ends.append(ends[-1] + tensor.nbytes)
             header[tensor.name] = {
-                "dtype": _DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": ends[-2:],
+                "dtype": _DTYPES[tensor.dtype],
+                "shape": tensor.shape,
+                "data_offsets": ends[-2:],
             }
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)

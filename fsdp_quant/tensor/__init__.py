@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor subclasses: `QuantizedTensor` (codes and scales) and `WeightShard` (what FSDP2 shards and gathers as codes)."""
+"""Tensor subclasses: `QuantizedTensor` (codes and scales) and `WeightShard` (what FSDP2 shards and
+gathers as codes)."""

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do ranks hold the same model, and can all of them go on? One small collective says so, or every rank raises one sentence.
+"""Do ranks hold the same model, and can all of them go on? One small collective says so, or every
+rank raises one sentence.
 
 [Note: one sentence]
-Facts are texts by name: of a weight, its shape and recipe. Each rank reduces a digest of its facts over the axes of a mesh, one
-after the other, which is over all ranks of it. Where they agree, that is all. Else ranks tell each other what differs, and all of
-them raise what the lowest rank that differs from the first one has to say.
+Facts are texts by name: of a weight, its shape and recipe. Each rank reduces a digest of its facts
+over the axes of a mesh, one after the other, which is over all ranks of it. Where they agree, that
+is all. Else ranks tell each other what differs, and all of them raise what the lowest rank that
+differs from the first one has to say.
 """
 
 from __future__ import annotations
@@ -27,26 +29,34 @@ from .torch_compat import ManagedParam
 
 _INT31 = 2**31 - 1
 _REMEDY = (
-    "ranks that share weights need one model, recipe, skip=, FSDP_QUANT_BACKWARD_OVERRIDE and build of fsdp_quant; give "
-    "every rank the same, and call fq.convert and fq.set_recipe on all of them"
+    "ranks that share weights need one model, recipe, skip=, FSDP_QUANT_BACKWARD_OVERRIDE and "
+    "build of fsdp_quant; give every rank the same, and call fq.convert and fq.set_recipe on all "
+    "of them"
 )
 
 
 def _digest(facts: Mapping[str, str]) -> list[int]:
-    """Four non-negative int32 whose MAX over ranks are these again if, and only if (but for 2^-62), all ranks have equal facts."""
-    digest = hashlib.sha256("\n".join(f"{name}: {fact}" for name, fact in facts.items()).encode()).digest()
+    """Four non-negative int32 whose MAX over ranks are these again if, and only if (but for 2^-62),
+    all ranks have equal facts."""
+    digest = hashlib.sha256(
+        "\n".join(f"{name}: {fact}" for name, fact in facts.items()).encode()
+    ).digest()
     parts = [int.from_bytes(digest[i : i + 4], "little") & _INT31 for i in (0, 4)]
     return [*parts, *(_INT31 - part for part in parts)]
 
 
 def agree(
-    facts: Mapping[str, str], groups: Sequence[dist.ProcessGroup], error: Exception | None = None, remedy: str = _REMEDY,
+    facts: Mapping[str, str],
+    groups: Sequence[dist.ProcessGroup],
+    error: Exception | None = None,
+    remedy: str = _REMEDY,
     what: str = "ranks disagree",
 ) -> None:
-    """Raise on every rank of the groups, in the same words, where one of them has an error, other facts or another build of this
-    library. It waits for the device.
+    """Raise on every rank of the groups, in the same words, where one of them has an error, other
+    facts or another build of this library. It waits for the device.
 
-    groups:  the axes of a mesh: every rank of one must call it, with its axes in the same order. None: one process.
+    groups:  the axes of a mesh: every rank of one must call it, with its axes in the same order.
+             None: one process.
     error:   why this rank cannot go on. Where all ranks have the same one, each raises its own.
 
     Raises ValueError.
@@ -80,11 +90,14 @@ def _of_all(error: Exception | None, groups: Sequence[dist.ProcessGroup]) -> Exc
     if all(other == text for _, other, _ in every):
         return error
     rank, text, is_shared = min((of for of in every if of[1] is not None), key=lambda of: of[0])
-    return _shared(text if is_shared else f"rank {rank} cannot go on, so no rank does: {text}", error)
+    return _shared(
+        text if is_shared else f"rank {rank} cannot go on, so no rank does: {text}", error
+    )
 
 
 def _difference(facts: Mapping[str, str], groups: Sequence[dist.ProcessGroup]) -> str:
-    """The first fact in which the lowest rank that differs from the first rank does so, in words."""
+    """The first fact in which the lowest rank that differs from the first rank does so, in
+    words."""
     first, mine = [_rank(groups), list(facts.items())], None
     for group in groups:
         first = _of_first(first, group)
@@ -92,14 +105,19 @@ def _difference(facts: Mapping[str, str], groups: Sequence[dist.ProcessGroup]) -
         if theirs != ours:
             mine = [_rank(groups), theirs, ours]
             break
-    rank, (other, a, b) = first[0], min((of for of in _gathered(mine, groups) if of is not None), key=lambda of: of[0])
+    rank, (other, a, b) = (
+        first[0],
+        min((of for of in _gathered(mine, groups) if of is not None), key=lambda of: of[0]),
+    )
     if a is not None and b is not None and a[0] == b[0]:
         return f"{a[0]} is {a[1]} on rank {rank} and {b[1]} on rank {other}"
     a, b = ("nothing more" if one is None else f"{one[0]}, {one[1]}," for one in (a, b))
     return f"rank {rank} has {a} where rank {other} has {b}"
 
 
-# What ranks tell each other. Of a group that a trainer brings, only its all-reduce and all-gather are used #
+# What ranks tell each other. Of a group that a trainer brings, only its all-reduce and all-gather
+# are used #
+
 
 def _rank(groups: Sequence[dist.ProcessGroup]) -> int:
     return dist.get_rank() if dist.is_initialized() else groups[0].rank()
@@ -116,7 +134,9 @@ def _bytes_of(value: object, group: dist.ProcessGroup) -> Tensor:
     """JSON, uint8 of one size on every rank of the group."""
     text = json.dumps(value).encode()
     (size,) = _maximum([len(text)], group)
-    return torch.tensor(list(text.ljust(size)), dtype=torch.uint8, device=torch_compat.device_of(group))
+    return torch.tensor(
+        list(text.ljust(size)), dtype=torch.uint8, device=torch_compat.device_of(group)
+    )
 
 
 def _of_first(value: object, group: dist.ProcessGroup) -> object:
@@ -135,18 +155,30 @@ def _gathered(value: object, groups: Sequence[dist.ProcessGroup]) -> list:
         sent = _bytes_of(values, group)
         received = sent.new_empty(group.size() * sent.numel())
         torch_compat.all_gather(received, sent, group)
-        values = [one for of in received.view(group.size(), -1).tolist() for one in json.loads(bytes(of))]
+        values = [
+            one for of in received.view(group.size(), -1).tolist() for one in json.loads(bytes(of))
+        ]
     return values
 
 
 # What is compared #
 
+
 def axes_of(model: nn.Module) -> list[tuple[dist.ProcessGroup, ...]]:
-    """The groups of each mesh over which ranks share weights of a model, in one order on each rank of them."""
-    sharded = [m.registered for m in torch_compat.managed_params_of(model)] + [p for p in model.parameters() if isinstance(p, DTensor)]
-    found = dict.fromkeys(tuple(mesh.get_all_groups()) for mesh in dict.fromkeys(p.device_mesh for p in sharded))
+    """The groups of each mesh over which ranks share weights of a model, in one order on each rank
+    of them."""
+    sharded = [m.registered for m in torch_compat.managed_params_of(model)] + [
+        p for p in model.parameters() if isinstance(p, DTensor)
+    ]
+    found = dict.fromkeys(
+        tuple(mesh.get_all_groups()) for mesh in dict.fromkeys(p.device_mesh for p in sharded)
+    )
     states = (module.__dict__.get("_weight_state") for module in model.modules())
-    parts = dict.fromkeys(state.tensor_group for state in states if state is not None and state.tensor_group is not None)
+    parts = dict.fromkeys(
+        state.tensor_group
+        for state in states
+        if state is not None and state.tensor_group is not None
+    )
     return [*found, *((group,) for group in parts if not any(group in groups for groups in found))]
 
 
@@ -160,19 +192,27 @@ def build() -> str:
 
 
 def check_same_model(params: Iterable[ManagedParam]) -> None:
-    """Raise ValueError on every rank where ranks that gather these parameters hold other ones, or convert them otherwise.
+    """Raise ValueError on every rank where ranks that gather these parameters hold other ones, or
+    convert them otherwise.
 
     params:  all of a root, in module order. One small collective per axis of each mesh.
 
-    For the first gather of a root: recipes change by `fq.set_recipe` alone afterwards, which checks them itself.
+    For the first gather of a root: recipes change by `fq.set_recipe` alone afterwards, which checks
+    them itself.
     """
     params = list(params)
     for mesh in dict.fromkeys(m.registered.device_mesh for m in params):
         facts: dict[str, str] = {}
         for m in params:
             recipes = dict.fromkeys(recipe_text(module) for module, _ in m.owners)
-            shape = f"{list(m.registered.shape)} {m.registered.dtype} " if m.registered.device_mesh == mesh else ""
-            name = m.fqn if m.fqn not in facts else f"{m.fqn} {len(facts)}"  # before the root's first forward names are short
+            shape = (
+                f"{list(m.registered.shape)} {m.registered.dtype} "
+                if m.registered.device_mesh == mesh
+                else ""
+            )
+            name = (
+                m.fqn if m.fqn not in facts else f"{m.fqn} {len(facts)}"
+            )  # before the root's first forward names are short
             facts[name] = f"{shape}of {', '.join(recipes)}"
         agree(facts, mesh.get_all_groups())
 

@@ -18,12 +18,16 @@ class AtenTable:
         self._handlers: dict[object, Callable] = {}
 
     def implements(self, ops: Iterable) -> Callable[[Callable], Callable]:
-        """Decorator: this function handles these operators. Raises ValueError for one that has a handler."""
+        """Decorator: this function handles these operators. Raises ValueError for one that has a
+        handler."""
 
         def register(handler: Callable) -> Callable:
             for op in ops:
                 if op in self._handlers:
-                    raise ValueError(f"{self.owner} has a handler for {op} already: {self._handlers[op].__name__}")
+                    raise ValueError(
+                        f"{self.owner} has a handler for {op} already: "
+                        f"{self._handlers[op].__name__}"
+                    )
                 self._handlers[op] = handler
             return handler
 

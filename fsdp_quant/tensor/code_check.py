@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP_QUANT_CHECK=1 in the environment: gathered codes are compared with those of the shard, before each GEMM that reads them.
+"""FSDP_QUANT_CHECK=1 in the environment: gathered codes are compared with those of the shard,
+before each GEMM that reads them.
 
-Finds codes that something wrote, and gathers that did not send what the shard is. It is slow and waits for the device.
+Finds codes that something wrote, and gathers that did not send what the shard is. It is slow and
+waits for the device.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from ..storage import BUFFERS, Storage
 from .quantized_tensor import QuantizedTensor
 from .weight_state import encode_shards
 
-
 CHECK_VARIABLE = "FSDP_QUANT_CHECK"
 
 
@@ -28,7 +29,9 @@ def read_setting(environ: Mapping[str, str] = os.environ) -> bool:
     """FSDP_QUANT_CHECK as a truth value. Raises ValueError unless it is "1", "0" or not set."""
     value = environ.get(CHECK_VARIABLE, "0")
     if value not in ("0", "1"):
-        raise ValueError(f"FSDP_QUANT_CHECK is {value!r}; give 1 (check gathered codes before each product) or 0")
+        raise ValueError(
+            f"FSDP_QUANT_CHECK is {value!r}; give 1 (check gathered codes before each product) or 0"
+        )
     return value == "1"
 
 
@@ -42,7 +45,8 @@ def bytes_apart(a: Tensor, b: Tensor) -> int:
 
 
 def check_gathered(weight: QuantizedTensor, direction: Direction) -> None:
-    """Raise StaleWeightError unless the gathered codes of this rank's rows are those of the shard as it is now."""
+    """Raise StaleWeightError unless the gathered codes of this rank's rows are those of the shard
+    as it is now."""
     slots = weight._slots
     state = slots.owner
     managed = None if state is None else state.managed
@@ -67,6 +71,7 @@ def _compare(name: str, got: Storage, want: Encoded) -> None:
         a, b = getattr(got, field), getattr(want, field)
         if a is not None and (apart := bytes_apart(a, b)):
             raise StaleWeightError(
-                f"{name}: {apart} of {a.nbytes} bytes of {got.direction.value}.{field}, which a product is about to read, are "
-                "not those of the shard as it is now: the weight was written after it was gathered, or its codes were"
+                f"{name}: {apart} of {a.nbytes} bytes of {got.direction.value}.{field}, which a "
+                "product is about to read, are not those of the shard as it is now: the weight was "
+                "written after it was gathered, or its codes were"
             )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP2's extension points on the local tensors of sharded weights, and which directions a gather moves."""
+"""FSDP2's extension points on the local tensors of sharded weights, and which directions a gather
+moves."""
 
 from __future__ import annotations
 
@@ -19,13 +20,19 @@ from .weight_state import WeightTensor
 class FSDPHooks(WeightTensor):
     """The extension points that FSDP2 looks up on a DTensor's local tensor.
 
-    The one-parameter form of pre skips a check that only short ranks would fail (and hang the others).
+    The one-parameter form of pre skips a check that only short ranks would fail (and hang the
+    others).
     """
 
     @property
     def fsdp_pre_all_gather(self) -> PreHook:
-        # FSDP2 looks for the hook of every weight as its root's first forward begins, before any rank gathers anything.
-        if self.state.gathered is None and root_statistics.is_new_root() and (managed := managed_of(self.state)) is not None:
+        # FSDP2 looks for the hook of every weight as its root's first forward begins, before any
+        # rank gathers anything.
+        if (
+            self.state.gathered is None
+            and root_statistics.is_new_root()
+            and (managed := managed_of(self.state)) is not None
+        ):
             root_statistics.check_model(managed)
         return PreHook(self)
 
@@ -33,7 +40,9 @@ class FSDPHooks(WeightTensor):
         gathered = self.state.gathered
         managed = gathered.managed
         if out is None:
-            for tensor in managed.inner_buffers:  # torch does so for a weight that was gathered before
+            for (
+                tensor
+            ) in managed.inner_buffers:  # torch does so for a weight that was gathered before
                 torch_compat.alloc_storage(tensor)
         if metadata.members[-1] is gathered:  # nothing reads a group before its last weight
             with torch_compat.preserved_versions([t for inner in metadata.inner for t in inner]):
@@ -44,9 +53,12 @@ class FSDPHooks(WeightTensor):
 
 
 class PreHook:
-    """What FSDP2 calls for a weight's all-gather inputs. Each gather asks for its signature, which is ready here."""
+    """What FSDP2 calls for a weight's all-gather inputs. Each gather asks for its signature, which
+    is ready here."""
 
-    __signature__ = inspect.Signature([inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
+    __signature__ = inspect.Signature(
+        [inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    )
     __slots__ = ("weight",)
 
     def __init__(self, weight: FSDPHooks):
@@ -54,7 +66,9 @@ class PreHook:
 
     def __call__(self, mesh):
         gathered = self.weight.state.gathered
-        if gathered is None or gathered.all_gather_inputs is None or gathered.is_first:  # of its group; a gather that failed may have left some
+        if (
+            gathered is None or gathered.all_gather_inputs is None or gathered.is_first
+        ):  # of its group; a gather that failed may have left some
             with torch_compat.outside_inference_mode():
                 gathered = _send(self.weight)
         all_gather_inputs, gathered.all_gather_inputs = gathered.all_gather_inputs, None
@@ -63,17 +77,23 @@ class PreHook:
 
 @torch.no_grad()
 def _send(weight: FSDPHooks) -> GatheredWeight:
-    """Make the all-gather inputs of all weights of a group, when FSDP2 asks for those of the first."""
+    """Make the all-gather inputs of all weights of a group, when FSDP2 asks for those of the
+    first."""
     if weight.state.gathered is None and (managed := managed_of(weight.state)) is not None:
         root_statistics.check_model(managed)
     first = gathered_weight(weight)
     managed, group = first.managed, first.group
     params, registered = managed.gathered_together()
     local = registered
-    if managed.is_offloaded and weight.device != managed.local.device:  # each comes to the device as it is asked
+    if (
+        managed.is_offloaded and weight.device != managed.local.device
+    ):  # each comes to the device as it is asked
         params, registered, local = [managed.param], [managed.local], [weight]
     if group is None or not group.is_of(registered):
-        group = GatherGroup(registered, [gathered_weight(t) if isinstance(t, FSDPHooks) else None for t in registered])
+        group = GatherGroup(
+            registered,
+            [gathered_weight(t) if isinstance(t, FSDPHooks) else None for t in registered],
+        )
     root_statistics.before_gather(group.members)
     for member, tensor in zip(group.members, group.ours(registered)):
         if member.state.holds_codes:
@@ -83,13 +103,18 @@ def _send(weight: FSDPHooks) -> GatheredWeight:
     recomputed = group.recomputed
     needed = {one: directions_needed(managed, one) for one in set(recomputed)}
     group.send(local, params, tuple(needed[one] for one in recomputed), managed.phase)
-    if managed.in_forward and managed.stays_unsharded_after_forward and any(m.leaves_amaxes_out for m in group.members):
+    if (
+        managed.in_forward
+        and managed.stays_unsharded_after_forward
+        and any(m.leaves_amaxes_out for m in group.members)
+    ):
         managed.reshard_before_training()
     return first
 
 
 def directions_needed(managed: ManagedParam, recomputes: bool) -> frozenset[Direction]:
-    """Directions that GEMMs read before FSDP2 reshards: both wherever the pass is not provably one of them alone.
+    """Directions that GEMMs read before FSDP2 reshards: both wherever the pass is not provably one
+    of them alone.
 
     recomputes:  the backward recomputes the forward of the weight's module.
     """
@@ -107,12 +132,15 @@ _BOTH, _ROWWISE, _COLUMNWISE = frozenset(Direction), frozenset({ROWWISE}), froze
 def gathered_weight(weight: FSDPHooks) -> GatheredWeight:
     """The unsharded side of this weight, built at its first gather and after each change of recipe.
 
-    Raises on every rank alike, from facts that all ranks share, for layouts that cannot be gathered.
+    Raises on every rank alike, from facts that all ranks share, for layouts that cannot be
+    gathered.
     """
     state = weight.state
     managed = managed_of(state)
     if managed is None:
-        raise RuntimeError(f"{state.name} is gathered, but no fully_shard call of this process manages it")
+        raise RuntimeError(
+            f"{state.name} is gathered, but no fully_shard call of this process manages it"
+        )
     if managed is not state.managed:
         state.managed, state.gathered = managed, None
     gathered = state.gathered
@@ -125,32 +153,40 @@ def gathered_weight(weight: FSDPHooks) -> GatheredWeight:
 
 
 def check_layout(managed: ManagedParam) -> None:
-    """Raise ValueError for a weight that FSDP2 cannot gather as codes, naming it, got, wanted and the remedy."""
+    """Raise ValueError for a weight that FSDP2 cannot gather as codes, naming it, got, wanted and
+    the remedy."""
     if not isinstance(managed.local, FSDPHooks):
         return
     state, name = managed.local.state, managed.local.state.name
     quantizers = list(dict.fromkeys(matrix.quantizer for matrix in state.matrices))
     if len(quantizers) > 1:
         raise ValueError(
-            f"{name}: its matrices are {quantizers[0]} and {quantizers[1]}, and FSDP2 gathers one format for all; give the "
-            "experts one recipe, or build fq.GroupedLinear with packed=False"
+            f"{name}: its matrices are {quantizers[0]} and {quantizers[1]}, and FSDP2 gathers one "
+            "format for all; give the experts one recipe, or build fq.GroupedLinear with "
+            "packed=False"
         )
     if managed.reshards_to_smaller_world:
         raise ValueError(
-            f"{name}: reshard_after_forward=<int> keeps a part of the unsharded weight, which codes with scales have no "
-            "form for; pass True or False to fully_shard"
+            f"{name}: reshard_after_forward=<int> keeps a part of the unsharded weight, which "
+            "codes with scales have no form for; pass True or False to fully_shard"
         )
     if managed.shard_dim != 0:
         raise ValueError(
-            f"{name}: sharded along dim {managed.shard_dim}; codes and scales shard along dim 0 only: "
-            "leave shard_placement_fn out, or return Shard(0) for this weight"
+            f"{name}: sharded along dim {managed.shard_dim}; codes and scales shard along dim 0 "
+            "only: leave shard_placement_fn out, or return Shard(0) for this weight"
         )
     cuts = cuts_of(managed)
     for encoding in quantizers[0].encodings.values():
-        if not state.parts and encoding.fmt.rotated and encoding.direction is COLUMNWISE and len(set(cuts.bounds)) > 2:
+        if (
+            not state.parts
+            and encoding.fmt.rotated
+            and encoding.direction is COLUMNWISE
+            and len(set(cuts.bounds)) > 2
+        ):
             raise ValueError(
                 f"{name}.columnwise is {encoding.fmt}: the rotation mixes rows of different ranks "
-                f"({cuts.rows} rows over {managed.world_size}); rotate activations and gradients, not weights"
+                f"({cuts.rows} rows over {managed.world_size}); rotate activations and gradients, "
+                "not weights"
             )
 
 
@@ -162,6 +198,10 @@ def all_managed_weights() -> list[ManagedParam]:
 def managed_of(state) -> ManagedParam | None:
     """This weight under `fully_shard`, or None."""
     managed = state.managed
-    if managed is not None and isinstance(managed.local, FSDPHooks) and managed.local.state is state:
+    if (
+        managed is not None
+        and isinstance(managed.local, FSDPHooks)
+        and managed.local.state is state
+    ):
         return managed
     return next((m for m in all_managed_weights() if m.local.state is state), None)

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One all-gather of FSDP2: codes of the shards of a parameter group, as they are now, and the tensors they become.
+"""One all-gather of FSDP2: codes of the shards of a parameter group, as they are now, and the
+tensors they become.
 
 [Note: one gather]
-    pre    shard -> codes and scales of the needed directions -> all-gather inputs, uint8 [rows per rank, bytes]
-           scales that every rank computes whole -> their replicated buffers
+    pre    shard -> codes and scales of the needed directions -> all-gather inputs, uint8 [rows per
+           rank, bytes] scales that every rank computes whole -> their replicated buffers
     NCCL   all-gather outputs, uint8 [world * rows per rank * bytes]
-    post   views of the outputs (no copy) -> storages -> operands in GEMM layout: inner tensors, which FSDP2 frees
+    post   views of the outputs (no copy) -> storages -> operands in GEMM layout: inner tensors,
+           which FSDP2 frees
 
-A packed weight [E, N, K] is E matrices, each with codes, statistics and storages of its own (`WeightState.matrices`). FSDP2
-cuts it between matrices, so every buffer of a matrix is on one rank, and a buffer of all is the concatenation of theirs.
+A packed weight [E, N, K] is E matrices, each with codes, statistics and storages of its own
+(`WeightState.matrices`). FSDP2 cuts it between matrices, so every buffer of a matrix is on one
+rank, and a buffer of all is the concatenation of theirs.
 
-FSDP2 fixes number, dtype and size of a parameter's all-gather outputs at the first gather and frees and refills their storages
-from then on. So there is one persistent set of buffers per direction, and pre, which runs while the parameter is sharded and
-the buffers are free, chooses the set.
+FSDP2 fixes number, dtype and size of a parameter's all-gather outputs at the first gather and frees
+and refills their storages from then on. So there is one persistent set of buffers per direction,
+and pre, which runs while the parameter is sharded and the buffers are free, chooses the set.
 """
 
 from __future__ import annotations
@@ -30,16 +33,15 @@ from ..counters import counters
 from ..formats import COLUMNWISE, Direction
 from ..ops.dispatch import Encoded, replay_encode
 from ..ops.layout import COMPACT
-from ..ops.native import RecordedLaunch, RecordedEncode
+from ..ops.native import RecordedEncode, RecordedLaunch
 from ..storage import Storage, to_gemm_operands
 from . import torch_compat
 from .gathered_weight import GatheredWeight, Pass
 from .quantized_tensor import StoragePair
 from .weight_state import Piece, Shard, encode_shards, held, values_of
 
-
-# Quantizers of weights whose GEMMs some compiled graph recomputes in its backward. Layers share the graph, so it cannot say
-# which of them do.
+# Quantizers of weights whose GEMMs some compiled graph recomputes in its backward. Layers share the
+# graph, so it cannot say which of them do.
 RECOMPUTED_IN_GRAPHS: set = set()
 
 
@@ -50,10 +52,16 @@ class GatherGroup:
     """
 
     def __init__(self, local: Sequence[Tensor], members: Sequence[GatheredWeight | None]):
-        """local: sharded local tensors of the group's parameters; members: None where one is not gathered as codes."""
-        self.members, self._local = [m for m in members if m is not None], list(map(weakref.ref, local))
+        """local: sharded local tensors of the group's parameters; members: None where one is not
+        gathered as codes."""
+        self.members, self._local = (
+            [m for m in members if m is not None],
+            list(map(weakref.ref, local)),
+        )
         places = [i for i, m in enumerate(members) if m is not None]
-        self.ours = operator.itemgetter(*places) if len(places) > 1 else lambda every: [every[places[0]]]
+        self.ours = (
+            operator.itemgetter(*places) if len(places) > 1 else lambda every: [every[places[0]]]
+        )
         self._plans: dict[tuple[frozenset[Direction], ...], GatherPlan] = {}
         self._operands = _Operands(self.members)
         self.is_checkpointed = False  # the last forward ran inside torch.utils.checkpoint
@@ -62,21 +70,37 @@ class GatherGroup:
 
     def is_of(self, local: Sequence[Tensor]) -> bool:
         """It gathers these tensors, in the formats of now."""
-        before, now = [tensor() for tensor in self._local], [member.state.gathered for member in self.members]
-        return len(before) == len(local) and all(map(operator.is_, before, local)) and all(map(operator.is_, now, self.members))
+        before, now = (
+            [tensor() for tensor in self._local],
+            [member.state.gathered for member in self.members],
+        )
+        return (
+            len(before) == len(local)
+            and all(map(operator.is_, before, local))
+            and all(map(operator.is_, now, self.members))
+        )
 
     @property
     def recomputed(self) -> list[bool]:
         """Of each weight: the backward recomputes the forward of its module."""
         return [
-            self.is_checkpointed or m.state.is_recomputed or any(one.quantizer in RECOMPUTED_IN_GRAPHS for one in m.matrices)
+            self.is_checkpointed
+            or m.state.is_recomputed
+            or any(one.quantizer in RECOMPUTED_IN_GRAPHS for one in m.matrices)
             for m in self.members
         ]
 
-    def send(self, local: Sequence[Tensor], params: Sequence, needs: tuple[frozenset[Direction], ...], phase: str) -> None:
+    def send(
+        self,
+        local: Sequence[Tensor],
+        params: Sequence,
+        needs: tuple[frozenset[Direction], ...],
+        phase: str,
+    ) -> None:
         """Make the all-gather inputs of the directions that each weight `needs`.
 
-        local, params: sharded local tensors, where FSDP2 computes, and parameters of the whole group.
+        local, params: sharded local tensors, where FSDP2 computes, and parameters of the whole
+                       group.
         """
         plan = self._plans.get(needs)
         if plan is None:
@@ -90,34 +114,47 @@ class GatherGroup:
 class GatherPlan:
     """A gather for the directions that each weight of a group needs: the buffers that it fills.
 
-    outputs, inner: of each weight: the all-gather outputs, and the inner tensors that FSDP2 frees with them.
+    outputs, inner: of each weight: the all-gather outputs, and the inner tensors that FSDP2 frees
+                    with them.
     sizes:          (direction, format) -> bytes that arrive.
     """
 
-    def __init__(self, members: Sequence[GatheredWeight], operands: _Operands, needs: tuple[frozenset[Direction], ...]):
+    def __init__(
+        self,
+        members: Sequence[GatheredWeight],
+        operands: _Operands,
+        needs: tuple[frozenset[Direction], ...],
+    ):
         self.members = members
         self._chosen = [member.passes[n] for member, n in zip(members, needs)]
         self.outputs = [chosen.outputs for chosen in self._chosen]
         self.inner = [
-            chosen.filled + [t for d in n for t in operands.own[i][d]] for i, (chosen, n) in enumerate(zip(self._chosen, needs))
+            chosen.filled + [t for d in n for t in operands.own[i][d]]
+            for i, (chosen, n) in enumerate(zip(self._chosen, needs))
         ]
         self.sizes: Counter[tuple[str, str]] = Counter()
         for chosen in self._chosen:
             for direction, fmt, size in chosen.sizes:
                 self.sizes[direction, fmt] += size
         self._relayouts = operands.relayouts(needs)
-        self._deriving = [m for m, n in zip(members, needs) if m.derived is not None and COLUMNWISE in n]
+        self._deriving = [
+            m for m, n in zip(members, needs) if m.derived is not None and COLUMNWISE in n
+        ]
         # Codes of a backward all of whose GEMMs read copies in another layout.
-        self._unread = [t for t, n in zip(operands.unread, needs) if t is not None and n == {COLUMNWISE}]
+        self._unread = [
+            t for t, n in zip(operands.unread, needs) if t is not None and n == {COLUMNWISE}
+        ]
         self._unpacked = [
-            i for i, (m, c) in enumerate(zip(members, self._chosen))
+            i
+            for i, (m, c) in enumerate(zip(members, self._chosen))
             if m.managed.world_size == 1 or any(m.buffers[d].filled for d in c.directions)
         ]
         self._metadata: list[dict[tuple[Direction, str], Tensor]] = [{} for _ in members]
         self._recorded: _Sent | None = None
 
     def send(self, local: Sequence[Tensor]) -> None:
-        """Encode the shards, and leave each weight's all-gather inputs in its `all_gather_inputs`."""
+        """Encode the shards, and leave each weight's all-gather inputs in its
+        `all_gather_inputs`."""
         key = list(map(_facts, self.members, self._chosen, local))
         if self._recorded is None or not self._recorded.is_of(key):
             self._recorded = self._record(local, key)
@@ -158,10 +195,16 @@ class GatherPlan:
                     if not all(_is_view(rows, field) for field in fields):
                         pairs = member.copies_of_rows(buffer, fields, rows)
                         copies += pairs
-                        sources_stay = all(_is_view(source, field) for (_, source), field in zip(pairs, fields))
-                        is_repeatable &= sources_stay and buffer.name != "data"  # which would stay in memory
+                        sources_stay = all(
+                            _is_view(source, field) for (_, source), field in zip(pairs, fields)
+                        )
+                        is_repeatable &= (
+                            sources_stay and buffer.name != "data"
+                        )  # which would stay in memory
                 for n, (buffer, rows) in enumerate(zip(member.wire[d], rows_sent)):
-                    if member.managed.world_size == 1 and (n > 0 or own_inputs):  # FSDP2 gathers the first input only
+                    if member.managed.world_size == 1 and (
+                        n > 0 or own_inputs
+                    ):  # FSDP2 gathers the first input only
                         own_metadata[d, buffer.name] = rows
                     else:
                         own_inputs.append(rows)
@@ -169,23 +212,34 @@ class GatherPlan:
             metadata.append(own_metadata)
         places = [(launch, [whose[n] for n in at]) for launch, at in launches]
         names = [(s.piece.state.name, d.value) for _, d, s in asked]
-        return _Sent(key, places, names, inputs, metadata, torch_compat.by_dtype(copies), is_repeatable)
+        return _Sent(
+            key, places, names, inputs, metadata, torch_compat.by_dtype(copies), is_repeatable
+        )
 
     def _encoded(
         self, local: Sequence[Tensor], asked: Sequence[tuple[int, Direction, Shard]], launches: list
     ) -> list[Encoded]:
-        """Codes of the shards: those that a quantized parameter is, those that `fq.hold` keeps, else made now."""
-        results: list[Encoded | None] = [self.members[i].state.own_codes(local[i], d) for i, d, _ in asked]
-        missing, device = [n for n, one in enumerate(results) if one is None], self.members[0].managed.device
+        """Codes of the shards: those that a quantized parameter is, those that `fq.hold` keeps,
+        else made now."""
+        results: list[Encoded | None] = [
+            self.members[i].state.own_codes(local[i], d) for i, d, _ in asked
+        ]
+        missing, device = (
+            [n for n, one in enumerate(results) if one is None],
+            self.members[0].managed.device,
+        )
         shards = [asked[n][2] for n in missing]
         if all(self.members[asked[n][0]].state.held is None for n in missing):
             made = encode_shards(shards, device, launches if len(missing) == len(asked) else None)
         else:
             made = [
                 held(
-                    self.members[asked[n][0]].state, _held_key(shard), local[asked[n][0]],
+                    self.members[asked[n][0]].state,
+                    _held_key(shard),
+                    local[asked[n][0]],
                     lambda shard=shard: encode_shards([shard], device)[0],
-                ) for n, shard in zip(missing, shards)
+                )
+                for n, shard in zip(missing, shards)
             ]
         for n, one in zip(missing, made):
             results[n] = one
@@ -193,10 +247,15 @@ class GatherPlan:
 
     @torch.no_grad()
     def receive(self) -> None:
-        """Fill what NCCL did not, and bring codes into the layouts of their GEMMs, for all weights at once."""
+        """Fill what NCCL did not, and bring codes into the layouts of their GEMMs, for all weights
+        at once."""
         if self._unpacked:
             torch_compat.copy_all(
-                [copy for i in self._unpacked for copy in self.members[i].unpack(self._chosen[i], self._metadata[i])]
+                [
+                    copy
+                    for i in self._unpacked
+                    for copy in self.members[i].unpack(self._chosen[i], self._metadata[i])
+                ]
             )
             self._metadata = [{} for _ in self.members]
         if self._recorded is not None:
@@ -210,29 +269,50 @@ class GatherPlan:
 
 
 def _held_key(shard: Shard) -> tuple:
-    """What codes that `fq.hold` keeps follow from: those of an evaluation recorded no amax, so a training makes its own."""
+    """What codes that `fq.hold` keeps follow from: those of an evaluation recorded no amax, so a
+    training makes its own."""
     state = shard.piece.state
-    return "shard", shard.direction, state.name, shard.records and bool(state.quantizer.delayed_directions)
+    return (
+        "shard",
+        shard.direction,
+        state.name,
+        shard.records and bool(state.quantizer.delayed_directions),
+    )
 
 
-def _facts(member: GatheredWeight, chosen: Pass, shard: Tensor) -> tuple[tuple, tuple[Tensor | None, ...]]:
-    """What the launches of a weight's gather follow from, less its values: equal ones, and the same ones."""
-    state, same, delayed = member.state, (), () if member.state.parts else member.state.quantizer.delayed_directions
+def _facts(
+    member: GatheredWeight, chosen: Pass, shard: Tensor
+) -> tuple[tuple, tuple[Tensor | None, ...]]:
+    """What the launches of a weight's gather follow from, less its values: equal ones, and the same
+    ones."""
+    state, same, delayed = (
+        member.state,
+        (),
+        () if member.state.parts else member.state.quantizer.delayed_directions,
+    )
     for d in chosen.directions:
         same += (state.statistics or {}).get((state.name, d)) or ()
         if d in delayed:
             history = state.delayed_history(d, member.managed.device)
             same += history.enc, history.amaxes
-    return (shard.shape, shard.dtype, shard.device, delayed and member.records, state.held is None), same
+    return (
+        shard.shape,
+        shard.dtype,
+        shard.device,
+        delayed and member.records,
+        state.held is None,
+    ), same
 
 
 class _Sent(NamedTuple):
     """What a gather sent, and the launches that make it of other values in the same memory.
 
-    Key: `_facts` of all weights. Owner: the plan. It ends when they differ; its memory is freed when the gather has arrived.
+    Key: `_facts` of all weights. Owner: the plan. It ends when they differ; its memory is freed
+    when the gather has arrived.
 
     launches:      (launch, (member, matrix of a packed one) of each that it encodes).
-    inputs:        all-gather inputs of each weight; metadata: what FSDP2 does not gather in a world of one.
+    inputs:        all-gather inputs of each weight; metadata: what FSDP2 does not gather in a world
+                   of one.
     copies:        ([buffer], [what it is to hold]) of all that every rank makes whole.
     is_repeatable: all of it is in memory of the launches.
     """
@@ -247,13 +327,16 @@ class _Sent(NamedTuple):
 
     def is_of(self, key: list) -> bool:
         return all(
-            a == b and len(x) == len(y) and all(map(operator.is_, x, y)) for (a, x), (b, y) in zip(self.key, key)
+            a == b and len(x) == len(y) and all(map(operator.is_, x, y))
+            for (a, x), (b, y) in zip(self.key, key)
         )
 
     def repeat(self, values: Sequence[Tensor]) -> None:
         of = [v.unbind() if v.dim() == 3 else v for v in values]
         for launch, places in self.launches:
-            replay_encode(launch, [(of[i] if e is None else of[i][e]).to(launch.device) for i, e in places])
+            replay_encode(
+                launch, [(of[i] if e is None else of[i][e]).to(launch.device) for i, e in places]
+            )
         counters.add_each("weight encode", self.names)
 
     def free(self) -> None:
@@ -262,15 +345,21 @@ class _Sent(NamedTuple):
 
 
 def _is_view(rows: Tensor, buffer: Tensor) -> bool:
-    return buffer.numel() == 0 or rows.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+    return (
+        buffer.numel() == 0
+        or rows.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+    )
 
 
 class _Operands:
-    """Storages of gathered weights in the layouts in which GEMMs read them; allocated once, freed and refilled by FSDP2.
-    Packed weights have none: their products lay out the codes of all matrices in one call (`grouped_op.ExpertWeights`).
+    """Storages of gathered weights in the layouts in which GEMMs read them; allocated once, freed
+    and refilled by FSDP2. Packed weights have none: their products lay out the codes of all
+    matrices in one call (`grouped_op.ExpertWeights`).
 
-    own:     per weight and direction, the buffers that are not views of the gathered codes: FSDP2's inner tensors.
-    unread:  per weight, the columnwise codes as they are gathered, where all GEMMs read copies of them; else None.
+    own:     per weight and direction, the buffers that are not views of the gathered codes: FSDP2's
+             inner tensors.
+    unread:  per weight, the columnwise codes as they are gathered, where all GEMMs read copies of
+             them; else None.
     """
 
     def __init__(self, members: Sequence[GatheredWeight]):
@@ -287,10 +376,17 @@ class _Operands:
                 if member.state.parts:
                     continue
                 slots = member.slots
-                layout, storage = (member.state.layouts(member.dtype, member.managed.device) or {}).get(d, COMPACT), slots.get(d)
+                layout, storage = (
+                    (member.state.layouts(member.dtype, member.managed.device) or {}).get(
+                        d, COMPACT
+                    ),
+                    slots.get(d),
+                )
                 if layout != COMPACT and storage is not None and storage.fmt.is_quantized:
                     of.append((i, slots, layout))
-            made = to_gemm_operands([(slots.get(d), layout) for _, slots, layout in of], calls=self._calls[d])
+            made = to_gemm_operands(
+                [(slots.get(d), layout) for _, slots, layout in of], calls=self._calls[d]
+            )
             for (i, slots, layout), storage in zip(of, made):
                 slots.keep(d, layout, storage)
                 self._made.append((i, d, slots, layout, storage))
@@ -316,7 +412,11 @@ class _Operands:
             if self._is_recorded[d] and all(d in n for n in needs):
                 calls += self._calls[d]
             else:
-                calls += [_Rewrite(slots.get(d), storage) for i, of, slots, _, storage in self._made if of is d and d in needs[i]]
+                calls += [
+                    _Rewrite(slots.get(d), storage)
+                    for i, of, slots, _, storage in self._made
+                    if of is d and d in needs[i]
+                ]
         return calls
 
 
@@ -329,10 +429,20 @@ class _Rewrite:
     def __call__(self) -> None:
         target = self._pairs
         made = self._source.to_gemm_operand(target.layout).buffers()
-        torch_compat.copy_all([(t, made[n]) for n, t in target.buffers().items() if t.data_ptr() != made[n].data_ptr()])
+        torch_compat.copy_all(
+            [
+                (t, made[n])
+                for n, t in target.buffers().items()
+                if t.data_ptr() != made[n].data_ptr()
+            ]
+        )
 
 
 def _own_buffers(operand: Storage, codes: Storage) -> list[Tensor]:
     """Buffers of `operand` that are not the memory of `codes`."""
-    pairs = (operand.data, codes.data), (operand.scale, codes.scale), (operand.tensor_amax, codes.tensor_amax)
+    pairs = (
+        (operand.data, codes.data),
+        (operand.scale, codes.scale),
+        (operand.tensor_amax, codes.tensor_amax),
+    )
     return [t for t, of in pairs if t is not None and t is not of and t.data_ptr() != of.data_ptr()]

@@ -22,7 +22,12 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState, alloc_storage, free_storage
+from torch.distributed.fsdp._fully_shard._fsdp_param import (
+    FSDPParam,
+    ShardedState,
+    alloc_storage,
+    free_storage,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
@@ -33,7 +38,13 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
-    "alloc_storage", "foreach_add_", "foreach_copy_", "foreach_zero_", "free_storage", "tree_flatten", "tree_map_only",
+    "alloc_storage",
+    "foreach_add_",
+    "foreach_copy_",
+    "foreach_zero_",
+    "free_storage",
+    "tree_flatten",
+    "tree_map_only",
     "tree_unflatten",
 ]
 
@@ -44,9 +55,11 @@ foreach_zero_ = torch._foreach_zero_
 
 
 class ManagedParam:
-    """One parameter under `fully_shard`, with the group it is gathered in and the state that owns the group.
+    """One parameter under `fully_shard`, with the group it is gathered in and the state that owns
+    the group.
 
-    All held weakly: weights keep one, autograd and torch keep weights, and a model must go when its user lets it go.
+    All held weakly: weights keep one, autograd and torch keep weights, and a model must go when its
+    user lets it go.
     """
 
     def __init__(self, param: FSDPParam, group: FSDPParamGroup, state: FSDPState):
@@ -82,7 +95,8 @@ class ManagedParam:
 
     @property
     def owners(self) -> list[tuple[nn.Module, str]]:
-        """(module, attribute) of every place that the parameter is registered at; more than one where it is tied."""
+        """(module, attribute) of every place that the parameter is registered at; more than one
+        where it is tied."""
         info = self.param._module_info
         shared = zip(info.shared_modules, info.shared_param_names)
         return [(info.module, info.param_name), *shared]
@@ -115,8 +129,11 @@ class ManagedParam:
 
     @property
     def tensor_mesh(self) -> DeviceMesh | None:
-        """What tensor parallelism cuts the parameter over, beside the shards; None where it does not."""
-        spec = getattr(self.param, "_unsharded_dtensor_spec", None) or getattr(self.param, "_tp_spec", None)
+        """What tensor parallelism cuts the parameter over, beside the shards; None where it does
+        not."""
+        spec = getattr(self.param, "_unsharded_dtensor_spec", None) or getattr(
+            self.param, "_tp_spec", None
+        )
         return None if spec is None else spec.mesh
 
     @property
@@ -156,18 +173,25 @@ class ManagedParam:
 
     @property
     def prefetched_after_its_forward(self) -> bool:
-        """Another module's forward gathers the parameter, whose own forward has run and whose backward may be to come.
+        """Another module's forward gathers the parameter, whose own forward has run and whose
+        backward may be to come.
 
-        FSDP2 asks for all-gather inputs under no_grad, so whether gradients are recorded cannot be seen here.
+        FSDP2 asks for all-gather inputs under no_grad, so whether gradients are recorded cannot be
+        seen here.
         """
         is_prefetched = self.state._training_state != TrainingState.FORWARD
         return is_prefetched and bool(self.group._post_forward_indices)
 
     @property
     def in_forward_of_root(self) -> bool:
-        """A forward of the root gathers the parameter: every rank is in the same call, and all its weights may be read."""
+        """A forward of the root gathers the parameter: every rank is in the same call, and all its
+        weights may be read."""
         shared = self.state._state_ctx
-        return self.in_forward and bool(shared.all_states) and shared.iter_forward_root is shared.all_states[0]
+        return (
+            self.in_forward
+            and bool(shared.all_states)
+            and shared.iter_forward_root is shared.all_states[0]
+        )
 
     @property
     def phase(self) -> str:
@@ -193,21 +217,26 @@ class ManagedParam:
         return self.group._use_post_forward_mesh
 
     def reshard_before_training(self) -> None:
-        """Free what this forward leaves gathered, before the next forward of its FSDP module in training mode."""
+        """Free what this forward leaves gathered, before the next forward of its FSDP module in
+        training mode."""
 
         @torch.compiler.disable
         def reshard(module: nn.Module, args: tuple) -> None:
             if module.training:
                 for handle in handles:
                     handle.remove()
-                # FSDP2 reshards no group that is in its forward, as one that ended with an exception is to it.
+                # FSDP2 reshards no group that is in its forward, as one that ended with an
+                # exception is to it.
                 self.group._training_state = TrainingState.IDLE
                 module.reshard()
 
-        handles = [module.register_forward_pre_hook(reshard, prepend=True) for module in self.group.modules]
+        handles = [
+            module.register_forward_pre_hook(reshard, prepend=True) for module in self.group.modules
+        ]
 
     def gathered_together(self) -> tuple[list[FSDPParam], list[Tensor]]:
-        """The parameters that are gathered together, in the order of their hooks, and their local tensors."""
+        """The parameters that are gathered together, in the order of their hooks, and their local
+        tensors."""
         params = self.group.fsdp_params
         return params, [p.sharded_param._local_tensor for p in params]
 
@@ -217,13 +246,15 @@ class ManagedParam:
         return self.param._unsharded_inner_tensors
 
     def reset_gather_buffers(self) -> None:
-        """Forget the unsharded parameter and its buffers; the next gather builds them anew. Sharded state only."""
+        """Forget the unsharded parameter and its buffers; the next gather builds them anew. Sharded
+        state only."""
         set_gather_buffers([self.param], [[]], [[]])
         if hasattr(self.param, "_unsharded_param"):
             del self.param._unsharded_param
 
     def replace_local(self, local: Tensor) -> None:
-        """Put another local tensor of the same shard under the registered DTensor parameter, hooks and all."""
+        """Put another local tensor of the same shard under the registered DTensor parameter, hooks
+        and all."""
         self.param.sharded_param._local_tensor = local
         padded = self.param.padded_sharded_param_size
         flat = local
@@ -238,14 +269,22 @@ class ManagedParam:
 
 
 def preserved_versions(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager:
-    """Writes of these tensors inside are not counted: graphs save gathered buffers, which are freed and filled again."""
+    """Writes of these tensors inside are not counted: graphs save gathered buffers, which are freed
+    and filled again."""
     counted = tuple(t for t in tensors if not t.is_inference())
-    return torch.autograd._unsafe_preserve_version_counter(counted) if counted else contextlib.nullcontext()
+    return (
+        torch.autograd._unsafe_preserve_version_counter(counted)
+        if counted
+        else contextlib.nullcontext()
+    )
 
 
 def outside_inference_mode() -> contextlib.AbstractContextManager:
-    """Tensors made inside have version counters, as views of parameters need; gradients are recorded as outside."""
-    return _out_of_inference_mode() if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+    """Tensors made inside have version counters, as views of parameters need; gradients are
+    recorded as outside."""
+    return (
+        _out_of_inference_mode() if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+    )
 
 
 @contextlib.contextmanager
@@ -255,8 +294,11 @@ def _out_of_inference_mode() -> Iterator[None]:
         yield
 
 
-def set_gather_buffers(params: Sequence[FSDPParam], outputs: Sequence[list[Tensor]], inner: Sequence[list[Tensor]]) -> None:
-    """Which persistent buffers the next gather fills, of each parameter, and which others the next reshard frees."""
+def set_gather_buffers(
+    params: Sequence[FSDPParam], outputs: Sequence[list[Tensor]], inner: Sequence[list[Tensor]]
+) -> None:
+    """Which persistent buffers the next gather fills, of each parameter, and which others the next
+    reshard frees."""
     for param, filled, others in zip(params, outputs, inner):
         param.all_gather_outputs, param._unsharded_inner_tensors = filled, others.copy()
 
@@ -280,10 +322,15 @@ def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
 def numbered(device: torch.device | str) -> torch.device:
     """The device that a tensor is on that was made on `device`: "cuda" is one of several."""
     device = torch.device(device)
-    return device if device.type in ("cpu", "meta") or device.index is not None else torch.empty(0, device=device).device
+    return (
+        device
+        if device.type in ("cpu", "meta") or device.index is not None
+        else torch.empty(0, device=device).device
+    )
 
 
-# What torch.compile, checkpoint_wrapper, FSDP1 and PEFT put into the path of a module that they wrap.
+# What torch.compile, checkpoint_wrapper, FSDP1 and PEFT put into the path of a module that they
+# wrap.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _AROUND = (("module",), ("base_model", "model"))  # DDP, PEFT: before the path
 
@@ -294,12 +341,13 @@ def in_state_dict(name: str) -> str:
 
 
 def unwrapped_names(names: Iterable[str]) -> dict[str, str]:
-    """Each name -> the module's in the model without wrappers around it or its parts; itself, where two would be one."""
+    """Each name -> the module's in the model without wrappers around it or its parts; itself, where
+    two would be one."""
     names, found = list(names), {}
     for name in names:
         parts = [part for part in in_state_dict(name).split(".") if part != "base_layer"]
         while around := next((a for a in _AROUND if tuple(parts[: len(a)]) == a), None):
-            parts = parts[len(around):]
+            parts = parts[len(around) :]
         found[name] = ".".join(parts)
     return found if len(set(found.values())) == len(names) else {name: name for name in names}
 
@@ -310,9 +358,13 @@ def device_of(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cpu" if not types or "cpu" in types else types[0])
 
 
-def all_gather(out: Tensor, segment: Tensor, group: dist.ProcessGroup | None, async_op: bool = False):
+def all_gather(
+    out: Tensor, segment: Tensor, group: dist.ProcessGroup | None, async_op: bool = False
+):
     """Fill out [ranks * n] with the segments [n] of all ranks; the work, if async_op."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    gather = (
+        getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    )  # its name before torch 2.13
     return gather(out, segment, group=group, async_op=async_op)
 
 
@@ -344,7 +396,10 @@ def all_managed_params() -> Iterator[ManagedParam]:
 
 def is_managed(parameter: Tensor) -> bool:
     """A parameter under any `fully_shard`, as modules register it now."""
-    return any(parameter is m.registered or parameter is getattr(m.param, "_unsharded_param", None) for m in all_managed_params())
+    return any(
+        parameter is m.registered or parameter is getattr(m.param, "_unsharded_param", None)
+        for m in all_managed_params()
+    )
 
 
 def is_unsharded_parameter(t: Tensor) -> bool:
@@ -352,8 +407,11 @@ def is_unsharded_parameter(t: Tensor) -> bool:
     memory = t.untyped_storage().data_ptr()
     return any(
         memory == out.untyped_storage().data_ptr()
-        for state in fsdp_states() for group in param_groups(state) if group.is_unsharded
-        for param in group.fsdp_params for out in param.all_gather_outputs
+        for state in fsdp_states()
+        for group in param_groups(state)
+        if group.is_unsharded
+        for param in group.fsdp_params
+        for out in param.all_gather_outputs
     )
 
 
@@ -369,10 +427,12 @@ def root_module(managed: ManagedParam) -> nn.Module | None:
 
 
 def end_failed_pass(root: nn.Module) -> None:
-    """Make FSDP2 ready for another forward of `root` where a pass before it raised, and left it in the middle.
+    """Make FSDP2 ready for another forward of `root` where a pass before it raised, and left it in
+    the middle.
 
-    As `FSDPModule.reset_iter_state` (torch 2.13), but gradients of a failed backward that were not reduced are dropped, which
-    torch keeps and adds to the next ones, and those of the micro-batches before a failed forward stay.
+    As `FSDPModule.reset_iter_state` (torch 2.13), but gradients of a failed backward that were not
+    reduced are dropped, which torch keeps and adds to the next ones, and those of the micro-batches
+    before a failed forward stay.
     """
     state = root._get_fsdp_state()
     shared, comm = state._state_ctx, state._comm_ctx
@@ -413,7 +473,8 @@ def roots() -> Iterator[object]:
 def managed_params_beside(managed: ManagedParam) -> list[ManagedParam]:
     """The parameters of the same root, in the root's module order: the same list on every rank.
 
-    Before the root's first forward there is no root yet, and the list is that of the parameter's own state.
+    Before the root's first forward there is no root yet, and the list is that of the parameter's
+    own state.
     """
     shared = managed.state._state_ctx
     if not shared.all_states:
@@ -424,8 +485,11 @@ def managed_params_beside(managed: ManagedParam) -> list[ManagedParam]:
     return found[1]
 
 
-# What the states of a root share -> (how many they are, all their parameters): neither changes once a root has run.
-_OF_ROOT: weakref.WeakKeyDictionary[object, tuple[int, list[ManagedParam]]] = weakref.WeakKeyDictionary()
+# What the states of a root share -> (how many they are, all their parameters): neither changes once
+# a root has run.
+_OF_ROOT: weakref.WeakKeyDictionary[object, tuple[int, list[ManagedParam]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def managed_params_of(model: nn.Module) -> list[ManagedParam]:
@@ -436,7 +500,8 @@ def managed_params_of(model: nn.Module) -> list[ManagedParam]:
 
 
 def outermost_states(model: nn.Module) -> Iterator[FSDPState]:
-    """States of the `fully_shard` calls in `model` that no other one of `model` contains: FSDP2's roots, once a forward has run."""
+    """States of the `fully_shard` calls in `model` that no other one of `model` contains: FSDP2's
+    roots, once a forward has run."""
     state = next((ref() for m, ref in list(_module_state_mapping.items()) if m is model), None)
     if isinstance(state, FSDPState):
         yield state
@@ -456,14 +521,16 @@ def backward_is_running() -> bool:
 
 
 def hand_down(name: str, value: object) -> None:
-    """Let backwards that this thread calls read `value` in the threads of the autograd engine too (`inherited`)."""
+    """Let backwards that this thread calls read `value` in the threads of the autograd engine too
+    (`inherited`)."""
     if _STASH_STEALS:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     torch._C._stash_obj_in_tls(f"fsdp_quant {name}", value)
 
 
 def _stash_steals() -> bool:
-    """torch up to 2.11 takes no reference to what it stashes, and gives one back when the value is replaced."""
+    """torch up to 2.11 takes no reference to what it stashes, and gives one back when the value is
+    replaced."""
     probe = object()
     before = sys.getrefcount(probe)
     torch._C._stash_obj_in_tls("fsdp_quant probe", probe)
@@ -484,7 +551,9 @@ def inherited(name: str, default: object) -> object:
 
 def stream_of(device: torch.device) -> tuple[int, bool]:
     """The current stream of a CUDA device, and whether it captures a graph."""
-    return torch._C._cuda_getCurrentRawStream(device.index), torch.cuda.is_current_stream_capturing()
+    return torch._C._cuda_getCurrentRawStream(
+        device.index
+    ), torch.cuda.is_current_stream_capturing()
 
 
 def is_captured(x: Tensor) -> bool:
@@ -493,18 +562,24 @@ def is_captured(x: Tensor) -> bool:
 
 
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """bf16 a[rows of e] b[e]; of matrices a[:, depth of e] b[depth of e]. Group e ends at ends[e]."""
+    """bf16 a[rows of e] b[e]; of matrices a[:, depth of e] b[depth of e]. Group e ends at
+    ends[e]."""
     return torch._grouped_mm(a, b, offs=ends)
 
 
 def dispatch_is_watched() -> bool:
-    """Operators are seen by a dispatch mode (fake tensors, tracing, selective checkpointing, a counter) or by torch.func."""
-    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    """Operators are seen by a dispatch mode (fake tensors, tracing, selective checkpointing, a
+    counter) or by torch.func."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 def save_by_reference(tensors: Sequence[Tensor]) -> None:
-    """Of inputs of a graph that is being traced: where its backward needs one, it is the tensor itself, as a ctx attribute of an
-    autograd.Function is. torch compares no version of it, and users' saved-tensor hooks do not see it.
+    """Of inputs of a graph that is being traced: where its backward needs one, it is the tensor
+    itself, as a ctx attribute of an autograd.Function is. torch compares no version of it, and
+    users' saved-tensor hooks do not see it.
 
     A torch without this compares versions, and its hooks may copy.
     """
@@ -516,14 +591,16 @@ def save_by_reference(tensors: Sequence[Tensor]) -> None:
 # Recomputed from the input (the step it counts, factors it rolls) it would be the value of the next
 # step. "recompute" in a node's meta is heeded for what is neither a view nor an item of a tuple.
 def save_what_is_made(tensors: Sequence[Tensor]) -> None:
-    """Of inputs of a graph that is being traced, which it writes at its end: what it has made of them up to here is saved for its
-    backward, and never made again of the input."""
+    """Of inputs of a graph that is being traced, which it writes at its end: what it has made of
+    them up to here is saved for its backward, and never made again of the input."""
     for tensor in tensors:
         if isinstance(tensor, FunctionalTensor):
             torch._sync(tensor)
         for proxy in _proxies_of(tensor):
             node = proxy.node
-            while (source := _COPIED.get(node.target)) is not None:  # compilers drop copies, and save no item of a tuple
+            while (
+                source := _COPIED.get(node.target)
+            ) is not None:  # compilers drop copies, and save no item of a tuple
                 node = node.args[source]
             if node.op != "placeholder":
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
@@ -534,18 +611,21 @@ _COPIED = {torch.ops.aten.copy.default: 1, torch.ops.aten.unbind.int: 0, operato
 
 
 def keeps_its_address(tensors: Sequence[Tensor]) -> None:
-    """What `torch._dynamo.mark_static_address(guard=False)` does, without importing dynamo: a CUDA graph of a compiled region reads
-    and writes these where they are."""
+    """What `torch._dynamo.mark_static_address(guard=False)` does, without importing dynamo: a CUDA
+    graph of a compiled region reads and writes these where they are."""
     for tensor in tensors:
         tensor._dynamo_static_input_type = "unguarded"
 
 
 def is_recomputed_in_graph() -> bool:
-    """The backward of the graph that is being traced may run this again: inside torch.utils.checkpoint, and where the partitioner
-    has a budget of memory."""
+    """The backward of the graph that is being traced may run this again: inside
+    torch.utils.checkpoint, and where the partitioner has a budget of memory."""
     if functorch_config.activation_memory_budget < 1:
         return True
-    return fx_traceback.has_preserved_node_meta() and fx_traceback.get_current_meta().get("recompute") is not None
+    return (
+        fx_traceback.has_preserved_node_meta()
+        and fx_traceback.get_current_meta().get("recompute") is not None
+    )
 
 
 def is_fake() -> bool:
@@ -554,23 +634,36 @@ def is_fake() -> bool:
 
 
 def outside_transforms() -> contextlib.AbstractContextManager:
-    """Operators run as they are, not as torch.func transforms them, which refuses writes to what the library keeps."""
+    """Operators run as they are, not as torch.func transforms them, which refuses writes to what
+    the library keeps."""
     is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    return pyfunctorch.temporarily_clear_interpreter_stack() if is_transformed else contextlib.nullcontext()
+    return (
+        pyfunctorch.temporarily_clear_interpreter_stack()
+        if is_transformed
+        else contextlib.nullcontext()
+    )
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Someone looks at the inputs, outputs or gradients of this module, or of all."""
     every = torch.nn.modules.module
     return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-        or every._global_forward_hooks or every._global_forward_pre_hooks or every._global_backward_hooks
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or every._global_forward_hooks
+        or every._global_forward_pre_hooks
+        or every._global_backward_hooks
         or every._global_backward_pre_hooks
     )
 
 
-def around_calls(module: nn.Module, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
-    """Call `before` and `after` around each call of a module, outside of what `module.compile()` made of it. Returns what ends that.
+def around_calls(
+    module: nn.Module, before: Callable[[], None], after: Callable[[], None]
+) -> Callable[[], None]:
+    """Call `before` and `after` around each call of a module, outside of what `module.compile()`
+    made of it. Returns what ends that.
 
     `after` runs also where the call raises.
     """
@@ -593,23 +686,31 @@ def around_calls(module: nn.Module, before: Callable[[], None], after: Callable[
 
 
 def multi_head_attention_over(linear: Callable[..., Tensor]) -> Callable:
-    """torch.nn.functional.multi_head_attention_forward, whose projections are products by `linear(x, weight, bias)`."""
+    """torch.nn.functional.multi_head_attention_forward, whose projections are products by
+    `linear(x, weight, bias)`."""
     own = {k: v for k, v in vars(F).items() if k != "__name__"} | {"linear": linear}
     for name in ("_in_projection_packed", "multi_head_attention_forward"):
         function = getattr(F, name)
-        made = types.FunctionType(function.__code__, own, name, function.__defaults__, function.__closure__)
+        made = types.FunctionType(
+            function.__code__, own, name, function.__defaults__, function.__closure__
+        )
         made.__kwdefaults__ = function.__kwdefaults__
         own[name] = made
     return made
 
 
 def checkpoint_hook() -> object | None:
-    """The saved-tensor hook of the non-reentrant `torch.utils.checkpoint` that will recompute what runs now, or None.
+    """The saved-tensor hook of the non-reentrant `torch.utils.checkpoint` that will recompute what
+    runs now, or None.
 
     It is on top of the stack; offloading and `save_on_cpu` put hooks of other modules there.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks[0] if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint" else None
+    return (
+        hooks[0]
+        if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+        else None
+    )
 
 
 def plain_alias(tensor: Tensor) -> Tensor:
@@ -619,24 +720,30 @@ def plain_alias(tensor: Tensor) -> Tensor:
 
 
 def alias_with_own_storage(tensor: Tensor) -> Tensor:
-    """A plain tensor over the memory of another one, which keeps the memory, with another storage object."""
+    """A plain tensor over the memory of another one, which keeps the memory, with another storage
+    object."""
     alias = plain_alias(tensor)
     if alias.device.type == "meta":
         return alias
     memory = alias.untyped_storage()
-    own = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), alias.device, memory.nbytes())
+    own = torch._C._construct_storage_from_data_pointer(
+        memory.data_ptr(), alias.device, memory.nbytes()
+    )
     with torch._C._DisableTorchDispatch():  # a compiler asks under its fake tensors' mode
         return alias.new_empty(0).set_(own, alias.storage_offset(), alias.shape, alias.stride())
 
 
 def dtensor_like(spec_of: DTensor, local: Tensor, shape: Sequence[int] | None = None) -> DTensor:
-    """A DTensor with the mesh and placements of `spec_of` over another local tensor, in the dtype of that.
+    """A DTensor with the mesh and placements of `spec_of` over another local tensor, in the dtype
+    of that.
 
     shape:  of the whole tensor; None: that of `spec_of`.
     """
     spec, meta = spec_of._spec, spec_of._spec.tensor_meta
     if shape is not None:
-        meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), local.dtype)
+        meta = TensorMeta(
+            torch.Size(shape), torch.empty(shape, device="meta").stride(), local.dtype
+        )
     if meta.dtype is not local.dtype or shape is not None:
         spec = DTensorSpec(spec.mesh, spec.placements, meta._replace(dtype=local.dtype))
     return DTensor(local, spec, requires_grad=False)
@@ -653,7 +760,8 @@ def replace_local(tensor: DTensor, local: Tensor) -> None:
 
 
 def swap_parameter(old: nn.Parameter, new: nn.Parameter) -> None:
-    """Make `old` be `new` for everyone who holds it; gradient, attributes and hooks of `old` stay with it."""
+    """Make `old` be `new` for everyone who holds it; gradient, attributes and hooks of `old` stay
+    with it."""
     new.__dict__.update(old.__dict__)
     new.grad = old.grad
     new._backward_hooks = old._backward_hooks
@@ -661,23 +769,39 @@ def swap_parameter(old: nn.Parameter, new: nn.Parameter) -> None:
     torch.utils.swap_tensors(old, new)
 
 
-def all_gather_rows(buffers: list[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> list[dist.Work]:
-    """Start filling each (received, sent) with `sent` of every rank, one after the other; in one launch where NCCL runs."""
-    if len(buffers) > 1 and group.__class__ is dist.ProcessGroup and dist.get_backend(group) == "nccl":
+def all_gather_rows(
+    buffers: list[tuple[Tensor, Tensor]], group: dist.ProcessGroup
+) -> list[dist.Work]:
+    """Start filling each (received, sent) with `sent` of every rank, one after the other; in one
+    launch where NCCL runs."""
+    if (
+        len(buffers) > 1
+        and group.__class__ is dist.ProcessGroup
+        and dist.get_backend(group) == "nccl"
+    ):
         options = AllgatherOptions()
         options.asyncOp = True
-        name = "all_gather_single" if hasattr(group, "all_gather_single_coalesced") else "allgather_into_tensor"
+        name = (
+            "all_gather_single"
+            if hasattr(group, "all_gather_single_coalesced")
+            else "allgather_into_tensor"
+        )
         return [getattr(group, f"{name}_coalesced")(*map(list, zip(*buffers)), options)]
     return [all_gather(received, sent, group, async_op=True) for received, sent in buffers]
 
 
 def reduce_scatter_rows(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start filling `received` with this rank's piece of the sum of `sent` over the ranks."""
-    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    name = (
+        "reduce_scatter_single"
+        if hasattr(dist, "reduce_scatter_single")
+        else "reduce_scatter_tensor"
+    )
     return getattr(dist, name)(received, sent, group=group, async_op=True)
 
 
 # Collectives that a graph holds: functional operators #
+
 
 def is_named(group: dist.ProcessGroup | None) -> bool:
     """Graphs find the group by its name: it is one of torch's, not a stand-in of a trainer's."""
@@ -700,8 +824,11 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's piece [n] of the sum of x [ranks * n] over the ranks; not to be read before `wait`."""
-    return torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", group.size(), group.group_name)
+    """This rank's piece [n] of the sum of x [ranks * n] over the ranks; not to be read before
+    `wait`."""
+    return torch.ops._c10d_functional.reduce_scatter_tensor(
+        x, "sum", group.size(), group.group_name
+    )
 
 
 # The partitioner never recomputes a collective that the forward needs, but it moves one of the
@@ -712,7 +839,8 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 # had gathered it.
 @contextlib.contextmanager
 def kept_in_backward(backward: bool = True) -> Iterator[None]:
-    """Operators that are traced inside stay in the backward of the graph, also where they depend on no gradient."""
+    """Operators that are traced inside stay in the backward of the graph, also where they depend on
+    no gradient."""
     if not (backward and fx_traceback.has_preserved_node_meta()):
         yield
         return
@@ -725,7 +853,8 @@ def kept_in_backward(backward: bool = True) -> Iterator[None]:
 
 
 def reshaped(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """x in another shape, and no view of it: what a Function returns is written in place by users."""
+    """x in another shape, and no view of it: what a Function returns is written in place by
+    users."""
     return torch.ops.aten._unsafe_view(x, list(shape))
 
 

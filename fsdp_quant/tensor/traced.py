@@ -30,5 +30,8 @@ class NoDynamoGuard:
 def stable_text(tensor: Tensor) -> str:
     """What a graph that is cached on disk knows of a tensor subclass: class, shape and buffers."""
     names, _ = tensor.__tensor_flatten__()
-    facts = ((n, t.shape, t.stride(), t.dtype, t.device) for n, t in ((n, getattr(tensor, n)) for n in names))
+    facts = (
+        (n, t.shape, t.stride(), t.dtype, t.device)
+        for n, t in ((n, getattr(tensor, n)) for n in names)
+    )
     return f"{type(tensor).__name__} {tensor.shape} {tensor.dtype} {tensor.requires_grad} {list(facts)}"

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WeightShard`: the local tensor of a parameter under `fully_shard`, with the hooks by which FSDP2 gathers it as codes.
+"""`WeightShard`: the local tensor of a parameter under `fully_shard`, with the hooks by which FSDP2
+gathers it as codes.
 
-Without `fully_shard` a weight is the plain nn.Parameter that it was. FSDP2 registers each sharded parameter with its modules by
-`setattr`; there `as_shard` puts this class over the shard's memory (`modules.linear.HasWeight.__setattr__`).
+Without `fully_shard` a weight is the plain nn.Parameter that it was. FSDP2 registers each sharded
+parameter with its modules by `setattr`; there `as_shard` puts this class over the shard's memory
+(`modules.linear.HasWeight.__setattr__`).
 """
 
 from __future__ import annotations
@@ -21,21 +23,36 @@ from .quantized_tensor import QuantizedTensor
 from .traced import NoDynamoGuard, stable_text
 from .weight_state import WeightState
 
-# Views and copies of a shard that FSDP2, DTensor and nn.Module._apply keep as the shard. All else returns plain tensors, so
-# gradients and optimizer states are never of this class.
-_KEEPS_CLASS = frozenset({
-    aten.detach.default, aten.alias.default, aten.view.default, aten.as_strided.default, aten.slice.Tensor,
-    aten.narrow.default, aten.split.Tensor, aten.split_with_sizes.default, aten.new_zeros.default, aten.new_empty.default, aten.empty_like.default,
-    aten._to_copy.default, aten.clone.default, aten._pin_memory.default,
-})
+# Views and copies of a shard that FSDP2, DTensor and nn.Module._apply keep as the shard. All else
+# returns plain tensors, so gradients and optimizer states are never of this class.
+_KEEPS_CLASS = frozenset(
+    {
+        aten.detach.default,
+        aten.alias.default,
+        aten.view.default,
+        aten.as_strided.default,
+        aten.slice.Tensor,
+        aten.narrow.default,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.new_zeros.default,
+        aten.new_empty.default,
+        aten.empty_like.default,
+        aten._to_copy.default,
+        aten.clone.default,
+        aten._pin_memory.default,
+    }
+)
 
 
 class WeightShard(FSDPHooks, Tensor):
-    """High-precision rows of a weight, over their own memory: data_ptr(), storage, numpy() and .data are a plain tensor's.
+    """High-precision rows of a weight, over their own memory: data_ptr(), storage, numpy() and
+    .data are a plain tensor's.
 
     state: `WeightState`, which all shards and views of the weight share.
 
-    While a graph is traced, values are a fake or functional tensor, and the shard is a wrapper around it.
+    While a graph is traced, values are a fake or functional tensor, and the shard is a wrapper
+    around it.
     """
 
     @staticmethod
@@ -44,7 +61,11 @@ class WeightShard(FSDPHooks, Tensor):
             self = Tensor._make_subclass(cls, values)
         else:
             self = Tensor._make_wrapper_subclass(
-                cls, values.shape, strides=values.stride(), dtype=values.dtype, device=values.device,
+                cls,
+                values.shape,
+                strides=values.stride(),
+                dtype=values.dtype,
+                device=values.device,
                 storage_offset=values.storage_offset(),
             )
             self._traced = values
@@ -62,16 +83,23 @@ class WeightShard(FSDPHooks, Tensor):
 
     @property
     def _flat_inner(self) -> Tensor:
-        """`inner` with a storage object of its own, as tracing wants of a wrapper's inner tensor. The shard owns the memory."""
+        """`inner` with a storage object of its own, as tracing wants of a wrapper's inner tensor.
+        The shard owns the memory."""
         return self._alias("_wrapped", torch_compat.alias_with_own_storage)
 
     def _alias(self, name: str, make: Callable[[Tensor], Tensor]) -> Tensor:
-        """`make(self)`, kept as long as the shard has this memory: dynamo guards that parameters are different objects."""
+        """`make(self)`, kept as long as the shard has this memory: dynamo guards that parameters
+        are different objects."""
         own = self.__dict__
         if "_traced" in own:
             return own["_traced"]
         kept = own.get(name)
-        if kept is None or kept.data_ptr() != self.data_ptr() or kept.shape != self.shape or kept.dtype is not self.dtype:
+        if (
+            kept is None
+            or kept.data_ptr() != self.data_ptr()
+            or kept.shape != self.shape
+            or kept.dtype is not self.dtype
+        ):
             kept = own[name] = make(self)
         return kept
 
@@ -88,7 +116,9 @@ class WeightShard(FSDPHooks, Tensor):
     _stable_hash_for_caching = stable_text
 
     def __deepcopy__(self, memo) -> WeightShard:
-        copied = memo[id(self)] = WeightShard(copy.deepcopy(self.inner, memo), copy.deepcopy(self._state, memo))
+        copied = memo[id(self)] = WeightShard(
+            copy.deepcopy(self.inner, memo), copy.deepcopy(self._state, memo)
+        )
         return copied.requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol):
@@ -104,7 +134,9 @@ class WeightShard(FSDPHooks, Tensor):
         kwargs = kwargs or {}
         plain_args = [_mapped(WeightShard, _inner, a) for a in args]
         plain_kwargs = {name: _mapped(WeightShard, _inner, a) for name, a in kwargs.items()}
-        if func in _KEEPS_CLASS and torch.is_inference_mode_enabled():  # FSDP2 pads shards inside a first forward
+        if (
+            func in _KEEPS_CLASS and torch.is_inference_mode_enabled()
+        ):  # FSDP2 pads shards inside a first forward
             with torch.inference_mode(False):
                 result = func(*plain_args, **plain_kwargs)
         else:
@@ -118,10 +150,15 @@ class WeightShard(FSDPHooks, Tensor):
 
 
 def _mapped(kind: type, fn: Callable[[Tensor], object], value: object) -> object:
-    """fn of what is of this kind, in an argument or a result of an operator: a tensor, or a list of them."""
+    """fn of what is of this kind, in an argument or a result of an operator: a tensor, or a list of
+    them."""
     if isinstance(value, kind):
         return fn(value)
-    return [fn(one) if isinstance(one, kind) else one for one in value] if isinstance(value, (list, tuple)) else value
+    return (
+        [fn(one) if isinstance(one, kind) else one for one in value]
+        if isinstance(value, (list, tuple))
+        else value
+    )
 
 
 def _inner(shard: WeightShard) -> Tensor:
@@ -136,7 +173,8 @@ def _arguments_written(func) -> list[tuple[int, str]]:
 
 
 def _written(func, args, kwargs, result):
-    """Count the write, which went to the shard's memory through another tensor, and return the shard that was given."""
+    """Count the write, which went to the shard's memory through another tensor, and return the
+    shard that was given."""
     written: list[WeightShard] = []
     for i, name in _arguments_written(func):
         _mapped(WeightShard, written.append, args[i] if i < len(args) else kwargs.get(name))
@@ -151,10 +189,12 @@ def _rebuild(values: Tensor, state: WeightState, requires_grad: bool) -> WeightS
 
 
 def as_shard(parameter: Tensor, state: WeightState) -> WeightState:
-    """Put `WeightShard` over the local tensor of a sharded parameter, for everyone who holds it; the state that it has.
+    """Put `WeightShard` over the local tensor of a sharded parameter, for everyone who holds it;
+    the state that it has.
 
-    parameter: DTensor. A local tensor that has FSDP2's hooks already is left as it is: that of a tied layer, or of a
-               quantized parameter. So are gathered codes, which under tensor parallelism are a DTensor's too.
+    parameter: DTensor. A local tensor that has FSDP2's hooks already is left as it is: that of a
+               tied layer, or of a quantized parameter. So are gathered codes, which under tensor
+               parallelism are a DTensor's too.
     """
     local = torch_compat.local_of(parameter)
     if isinstance(local, FSDPHooks):

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WeightState`: what the library knows of one weight besides its values. It holds codes only inside `fq.hold`.
+"""`WeightState`: what the library knows of one weight besides its values. It holds codes only
+inside `fq.hold`.
 
 [Note: codes are values]
-A layer quantizes the weight that it multiplies in each forward, and its autograd node owns the codes of the backward. Under
-FSDP2 each gather encodes the shard as it is. So nothing here depends on when, or by whom, a weight was written.
+A layer quantizes the weight that it multiplies in each forward, and its autograd node owns the
+codes of the backward. Under FSDP2 each gather encodes the shard as it is. So nothing here depends
+on when, or by whom, a weight was written.
 """
 
 from __future__ import annotations
@@ -33,25 +35,37 @@ class WeightState:
     """Formats, histories and place of one weight. Its layers, shards and gathered codes share it.
 
     name:          qualified name of the module and ".weight", for messages and random keys.
-    quantizer:     `HybridQuantizer`; None for packed matrices, each of which is quantized as `parts` says.
+    quantizer:     `HybridQuantizer`; None for packed matrices, each of which is quantized as
+                   `parts` says.
     shape:         of the unsharded weight, [N, K] or [matrices, N, K].
     parts:         states of the matrices of a packed weight.
     compute_dtype: dtype that quantized formats see (None: the weight's own).
-    plan:          of the layer (`modules.plan.GemmPlan`): the layouts in which its GEMMs read gathered codes. None: compact.
+    plan:          of the layer (`modules.plan.GemmPlan`): the layouts in which its GEMMs read
+                   gathered codes. None: compact.
     recomputes:    the backward recomputes the forward of the layer, so it reads rowwise codes too.
-    publisher:     the `fq.hooks` sync that writes the codes of a published weight, or None.
-    tensor_group:  ranks whose weights of this name are parts of one (tensor parallelism); amaxes of a whole tensor are
-                   shared over it. Not copied to files.
+    weight_sync:   the `fq.hooks` sync that writes the codes of a published weight, or None.
+    tensor_group:  ranks whose weights of this name are parts of one (tensor parallelism); amaxes of
+                   a whole tensor are shared over it. Not copied to files.
     tensor_dim:    dim that tensor parallelism cuts.
-    histories:     (module or weight name, slot, direction, quantizer) -> AmaxHistory of delayed scaling.
-    held:          codes by key inside `fq.hold`, with the versions of the values that they were made of; None outside.
-    statistics:    that ranks share, by matrix and direction, as of the last forward of the root; None before one.
+    histories:     (module or weight name, slot, direction, quantizer) -> AmaxHistory of delayed
+                   scaling.
+    held:          codes by key inside `fq.hold`, with the versions of the values that they were
+                   made of; None outside.
+    statistics:    that ranks share, by matrix and direction, as of the last forward of the root;
+                   None before one.
     """
 
     holds_codes = False  # the parameter is its codes (`quantized_weight.QuantizedWeightState`)
 
-    def __init__(self, name: str, quantizer, shape: tuple[int, ...], compute_dtype: torch.dtype | None):
-        self.name, self.quantizer, self.shape, self.compute_dtype = name, quantizer, tuple(shape), compute_dtype
+    def __init__(
+        self, name: str, quantizer, shape: tuple[int, ...], compute_dtype: torch.dtype | None
+    ):
+        self.name, self.quantizer, self.shape, self.compute_dtype = (
+            name,
+            quantizer,
+            tuple(shape),
+            compute_dtype,
+        )
         self.plan, self.recomputes = None, False
         self.parts: list[WeightState] = []
         self.tensor_group, self.tensor_dim = None, 0
@@ -68,7 +82,9 @@ class WeightState:
         self.statistics: dict[tuple[str, Direction], Statistics | None] | None = None
 
     def __getstate__(self) -> dict:
-        return {k: v for k, v in self.__dict__.items() if k not in _OF_PROCESS} | {"tensor_group": None}
+        return {k: v for k, v in self.__dict__.items() if k not in _OF_PROCESS} | {
+            "tensor_group": None
+        }
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
@@ -77,7 +93,9 @@ class WeightState:
 
     def __deepcopy__(self, memo) -> WeightState:
         copied = memo[id(self)] = type(self).__new__(type(self))
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo) | {"tensor_group": self.tensor_group})
+        copied.__setstate__(
+            copy.deepcopy(self.__getstate__(), memo) | {"tensor_group": self.tensor_group}
+        )
         return copied
 
     def set_quantizer(self, quantizer) -> None:
@@ -100,27 +118,51 @@ class WeightState:
     @property
     def part(self) -> tuple[int, int]:
         """(rank, size) of tensor parallelism."""
-        return (0, 1) if self.tensor_group is None else (self.tensor_group.rank(), self.tensor_group.size())
+        return (
+            (0, 1)
+            if self.tensor_group is None
+            else (self.tensor_group.rank(), self.tensor_group.size())
+        )
 
     @property
     def spans_parts(self) -> bool:
-        """Some scale is of the whole tensor, of which tensor parallelism gives this rank a part. Packed matrices are whole."""
-        return not self.parts and self.part[1] > 1 and any(e.fmt.spans_tensor for e in self.quantizer.encodings.values())
+        """Some scale is of the whole tensor, of which tensor parallelism gives this rank a part.
+        Packed matrices are whole."""
+        return (
+            not self.parts
+            and self.part[1] > 1
+            and any(e.fmt.spans_tensor for e in self.quantizer.encodings.values())
+        )
 
     def history(self, name: str, slot: str, direction: Direction, quantizer) -> AmaxHistory:
         """The amax history of a delayed side: of a module's slot, or of the weight itself."""
-        key = (name, slot, direction, quantizer)  # autocast may bring another quantizer to the same slot
+        key = (
+            name,
+            slot,
+            direction,
+            quantizer,
+        )  # autocast may bring another quantizer to the same slot
         if key not in self.histories:
-            self.histories[key] = AmaxHistory(quantizer.scaling, quantizer.fmt.element.max, slot == "weight")
+            self.histories[key] = AmaxHistory(
+                quantizer.scaling, quantizer.fmt.element.max, slot == "weight"
+            )
         return self.histories[key]
 
-    def delayed_history(self, direction: Direction, device: torch.device, quantizer=None) -> AmaxHistory | None:
-        """What scales the weight's side of this direction, on `device`; None where no history does."""
+    def delayed_history(
+        self, direction: Direction, device: torch.device, quantizer=None
+    ) -> AmaxHistory | None:
+        """What scales the weight's side of this direction, on `device`; None where no history
+        does."""
         side = (quantizer or self.quantizer).side(direction)
-        return self.history(self.name, "weight", direction, side).to(device) if side.is_delayed else None
+        return (
+            self.history(self.name, "weight", direction, side).to(device)
+            if side.is_delayed
+            else None
+        )
 
     def encoded_dtype(self, encoding: Encoding, high_precision: torch.dtype) -> torch.dtype | None:
-        """What an encoder sees of the values: `compute_dtype`, or for identity the dtype of a plain gather."""
+        """What an encoder sees of the values: `compute_dtype`, or for identity the dtype of a plain
+        gather."""
         return self.compute_dtype if encoding.fmt.is_quantized else high_precision
 
     def layouts(self, dtype: torch.dtype, device: torch.device) -> dict[Direction, str] | None:
@@ -133,7 +175,8 @@ class WeightState:
     # Shards #
 
     def own_codes(self, local: Tensor, direction: Direction) -> Encoded | None:
-        """The codes that the parameter is, of a quantized parameter; None: they are to be made of its values."""
+        """The codes that the parameter is, of a quantized parameter; None: they are to be made of
+        its values."""
         return None
 
     def crosses(self, cuts: RowCuts, encoding: Encoding) -> bool:
@@ -141,16 +184,20 @@ class WeightState:
         return cuts.shares_statistics(encoding) or (self.part[1] > 1 and encoding.fmt.spans_tensor)
 
     def shares_statistics(self, cuts: RowCuts) -> bool:
-        """Ranks need statistics of each other's rows of this weight; of a packed one, which no cut divides, for histories."""
+        """Ranks need statistics of each other's rows of this weight; of a packed one, which no cut
+        divides, for histories."""
         if self.parts:
-            return len(cuts.bounds) > 2 and any(part.quantizer.delayed_directions for part in self.parts)
+            return len(cuts.bounds) > 2 and any(
+                part.quantizer.delayed_directions for part in self.parts
+            )
         return any(self.crosses(cuts, e) for e in self.quantizer.encodings.values())
 
     def pieces(self, values: Tensor, cuts: RowCuts, rank: int, every: bool = False) -> list[Piece]:
         """What a rank holds of each matrix of a weight whose dim 0 is cut so.
 
         values: [local rows, K] or [local matrices, N, K].
-        every:  also matrices of which the rank holds nothing. Always so where scales come from histories, which all ranks keep.
+        every:  also matrices of which the rank holds nothing. Always so where scales come from
+                histories, which all ranks keep.
         """
         if not self.parts:
             return [Piece(self, values, cuts, rank)]
@@ -158,7 +205,9 @@ class WeightState:
         everywhere, rows, made = self.shares_statistics(cuts), self.shape[1], []
         for e in range(len(self.parts)) if every or everywhere else range(first, last):
             matrix = values[e - first] if first <= e < last else values.flatten(0, 1)[:0]
-            ends = [rows if e < end else 0 for end in cuts.bounds[1:]]  # nothing before the rank that holds it
+            ends = [
+                rows if e < end else 0 for end in cuts.bounds[1:]
+            ]  # nothing before the rank that holds it
             of, at = (RowCuts((0, *ends)), rank) if everywhere else (RowCuts((0, rows)), 0)
             made.append(Piece(self.parts[e], matrix, of, at))
         return made
@@ -169,7 +218,8 @@ _OF_PROCESS = frozenset({"gathered", "managed", "weight_sync", "held", "statisti
 
 
 class WeightTensor:
-    """Base of the local tensors that FSDP2 gathers as codes: they have a `state`, and their high-precision values `inner`."""
+    """Base of the local tensors that FSDP2 gathers as codes: they have a `state`, and their
+    high-precision values `inner`."""
 
     state: WeightState
     inner: Tensor
@@ -202,7 +252,8 @@ class Shard(NamedTuple):
     """One direction of a piece, to be encoded.
 
     high_precision: dtype that an identity side has.
-    statistics:     shared by all ranks that hold a part; None where every statistic follows from these rows.
+    statistics:     shared by all ranks that hold a part; None where every statistic follows from
+                    these rows.
     into:           (data, scale) to write, or None.
     records:        the amax of a delayed side is recorded in its history: in training.
     """
@@ -216,11 +267,14 @@ class Shard(NamedTuple):
 
 
 def encode_shards(
-    shards: Sequence[Shard], device: torch.device, launches: list[tuple[RecordedEncode, list[int]]] | None = None
+    shards: Sequence[Shard],
+    device: torch.device,
+    launches: list[tuple[RecordedEncode, list[int]]] | None = None,
 ) -> list[Encoded]:
     """Codes and scales of each shard on `device`; one launch for all that have equal encodings.
 
-    launches: takes (launch, places of the shards that it encodes) of those that may be repeated over other values.
+    launches: takes (launch, places of the shards that it encodes) of those that may be repeated
+              over other values.
     """
     results: list[Encoded | None] = [None] * len(shards)
     alike: dict[tuple, list[int]] = {}
@@ -232,10 +286,15 @@ def encode_shards(
         of, repeatable = [shards[i] for i in places], None if launches is None else []
         histories = [s.piece.state.delayed_history(s.direction, device) for s in of]
         made = dispatch.multi_tensor_encode(
-            [s.piece.values.to(device) for s in of], encoding,
-            [None if s.statistics is None else s.statistics.to(device) for s in of], [s.piece.row0 for s in of],
-            [None if h is None else h.enc for h in histories], dtype, [s.into for s in of],
-            [h.amaxes if h is not None and s.records else None for h, s in zip(histories, of)], repeatable,
+            [s.piece.values.to(device) for s in of],
+            encoding,
+            [None if s.statistics is None else s.statistics.to(device) for s in of],
+            [s.piece.row0 for s in of],
+            [None if h is None else h.enc for h in histories],
+            dtype,
+            [s.into for s in of],
+            [h.amaxes if h is not None and s.records else None for h, s in zip(histories, of)],
+            repeatable,
         )
         if repeatable:
             launches.append((repeatable[0], places))
@@ -246,12 +305,19 @@ def encode_shards(
     return results
 
 
-def storage_of(quantizer, direction: Direction, compute_dtype: torch.dtype | None, encode) -> Storage:
-    """The storage of a direction. encode: Direction -> Storage, of those directions that are encoded from the values."""
+def storage_of(
+    quantizer, direction: Direction, compute_dtype: torch.dtype | None, encode
+) -> Storage:
+    """The storage of a direction. encode: Direction -> Storage, of those directions that are
+    encoded from the values."""
     if direction in quantizer.encodings:
         return encode(direction)
     rowwise = encode(ROWWISE)
-    return rowwise.as_direction(COLUMNWISE) if quantizer.shares_storage else quantizer.derive_columnwise(rowwise, compute_dtype)
+    return (
+        rowwise.as_direction(COLUMNWISE)
+        if quantizer.shares_storage
+        else quantizer.derive_columnwise(rowwise, compute_dtype)
+    )
 
 
 def held(state: WeightState | None, key: tuple, values: Tensor, make):
@@ -259,7 +325,8 @@ def held(state: WeightState | None, key: tuple, values: Tensor, make):
 
     values: that the codes are made of.
 
-    Raises StaleWeightError for values that were written, as far as torch counts writes, since the first use.
+    Raises StaleWeightError for values that were written, as far as torch counts writes, since the
+    first use.
     """
     if state is None or state.held is None:
         return make()
@@ -269,8 +336,8 @@ def held(state: WeightState | None, key: tuple, values: Tensor, make):
     seen, made = state.held[key]
     if seen != version:
         raise StaleWeightError(
-            f"{state.name} was written inside fq.hold, which multiplies the codes of its first use; leave the context before "
-            "the weights change"
+            f"{state.name} was written inside fq.hold, which multiplies the codes of its first "
+            "use; leave the context before the weights change"
         )
     return made
 
@@ -278,6 +345,7 @@ def held(state: WeightState | None, key: tuple, values: Tensor, make):
 def share_over_tensor_group(
     found: Sequence[tuple[Encoding, Statistics]], group: dist.ProcessGroup
 ) -> list[Statistics]:
-    """Statistics of whole tensors from those of this rank's part; every rank of the group must call it."""
+    """Statistics of whole tensors from those of this rank's part; every rank of the group must call
+    it."""
     counters.add("amax all-reduce", "weights")
     return share_amaxes(found, group)

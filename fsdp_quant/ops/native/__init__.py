@@ -2,9 +2,10 @@
 # ruff: noqa: F401
 """The compiled operators, as Python calls them; a file per domain, as csrc/api has them.
 
-Called by `dispatch` and the modules (and `supported` by `doctor`). `extension` loads the library. An `Encoding` is passed as one
-integer (`pack_encoding`), and the shapes of its buffers are asked for (`encoding_shapes`): csrc/api/encoding.cpp alone knows the
-integer's bits, and what operators allocate.
+Called by `dispatch` and the modules (and `supported` by `doctor`). `extension` loads the library.
+An `Encoding` is passed as one integer (`pack_encoding`), and the shapes of its buffers are asked
+for (`encoding_shapes`): csrc/api/encoding.cpp alone knows the integer's bits, and what operators
+allocate.
 """
 
 from ..capability import BLACKWELL, ELEMENTS, HOPPER, unsupported_reason
@@ -47,14 +48,14 @@ from .layouts import (
     OF_TENSOR,
     RecordedLaunch,
     anchor_codes,
-    multi_tensor_anchor,
     anchor_run,
     anchor_shape,
     dequantize,
+    multi_tensor_anchor,
+    multi_tensor_transpose,
     swizzle_scales,
     tensor_decode_scale,
     transpose_codes,
-    multi_tensor_transpose,
     transpose_stack,
     transpose_tokens,
 )
@@ -75,12 +76,12 @@ from .quantization import (
     cast_pieces,
     cast_scales,
     column_sums,
+    multi_tensor_amax,
+    multi_tensor_quantize,
     quantize,
     quantize_anchored,
-    multi_tensor_quantize,
     rows_of,
     statistics,
-    multi_tensor_amax,
     takes_group,
     why_not_pieces,
 )
@@ -94,7 +95,7 @@ from .steps import (
     linear_step,
     linear_tokens,
     linear_weight,
-    random_key,
     operand_spec_of,
+    random_key,
     record_amax,
 )

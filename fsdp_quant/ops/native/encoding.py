@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels take: encodings as integers, the shapes of their buffers, and which device runs them. Mirrors csrc/api/encoding.cpp."""
+"""What kernels take: encodings as integers, the shapes of their buffers, and which device runs
+them. Mirrors csrc/api/encoding.cpp."""
 
 from __future__ import annotations
 
@@ -26,24 +27,36 @@ _ops = torch.ops.fsdp_quant
 
 @functools.cache
 def pack_encoding(encoding: Encoding, transposed: bool = False, layout: int = COMPACT) -> int:
-    """An encoding as operators take it: an integer whose bits csrc/api/encoding.cpp alone writes and reads.
+    """An encoding as operators take it: an integer whose bits csrc/api/encoding.cpp alone writes
+    and reads.
 
     transposed:  codes of a columnwise side as [cols, rows].
-    layout:      of the scales: COMPACT, HOPPER or BLACKWELL. OPERAND: e4m3 codes with one fp32 scale per tensor, of what
-                 `decodes_exactly_to_e4m3`.
+    layout:      of the scales: COMPACT, HOPPER or BLACKWELL. OPERAND: e4m3 codes with one fp32
+                 scale per tensor, of what `decodes_exactly_to_e4m3`.
     """
     fmt = encoding.fmt
     outer, contraction = fmt.block
     return _pack(
-        fmt.element.name, fmt.scale, fmt.pow2, fmt.scale_rounding, fmt.scale_rule, outer or 0, contraction or 0,
-        encoding.stochastic, fmt.rotated, transposed, layout,
+        fmt.element.name,
+        fmt.scale,
+        fmt.pow2,
+        fmt.scale_rounding,
+        fmt.scale_rule,
+        outer or 0,
+        contraction or 0,
+        encoding.stochastic,
+        fmt.rotated,
+        transposed,
+        layout,
     )
 
 
 def _pack(*fields: str | int | bool) -> int:
     return _ops.pack_encoding(*fields)
 
-# Dynamo calls it as it traces, and keeps the number: what torch.compiler.assume_constant_result does, which imports dynamo.
+
+# Dynamo calls it as it traces, and keeps the number: what torch.compiler.assume_constant_result
+# does, which imports dynamo.
 _pack._dynamo_marked_constant = True
 
 
@@ -52,8 +65,8 @@ class EncodingShapes(NamedTuple):
 
     data, scale:     sizes, for the integer's layouts. byte_scales: scales are uint8, else fp32.
     amax:            [block rows, block cols], in every layout of the scales.
-    has_tensor_amax: there is an fp32 [1] of a two-level format. has_amax: amaxes are returned, of scales that span the
-                     contraction.
+    has_tensor_amax: there is an fp32 [1] of a two-level format. has_amax: amaxes are returned, of
+                     scales that span the contraction.
     """
 
     data: tuple[int, ...]
@@ -78,13 +91,21 @@ def encoding_shapes(
     run:     of anchors, 0 is the whole contraction: the scales of `quantize_anchored`.
     """
     rows, cols = shape
-    known = isinstance(rows, int) and isinstance(cols, int) and isinstance(row0, int)  # a symbol belongs to one trace
-    return (_known_shapes if known else _known_shapes.__wrapped__)(packed, columnwise, rows, cols, row0, run)
+    known = (
+        isinstance(rows, int) and isinstance(cols, int) and isinstance(row0, int)
+    )  # a symbol belongs to one trace
+    return (_known_shapes if known else _known_shapes.__wrapped__)(
+        packed, columnwise, rows, cols, row0, run
+    )
 
 
 @functools.cache
-def _known_shapes(packed: int, columnwise: bool, rows: int, cols: int, row0: int, run: int | None) -> EncodingShapes:
-    *sizes, byte_scales, has_tensor_amax, has_amax = _ops.encoding_shapes(packed, columnwise, rows, cols, row0, run)
+def _known_shapes(
+    packed: int, columnwise: bool, rows: int, cols: int, row0: int, run: int | None
+) -> EncodingShapes:
+    *sizes, byte_scales, has_tensor_amax, has_amax = _ops.encoding_shapes(
+        packed, columnwise, rows, cols, row0, run
+    )
     return EncodingShapes(*map(tuple, sizes), byte_scales, has_tensor_amax, has_amax)
 
 
@@ -99,9 +120,11 @@ def runs(x: Tensor) -> bool:
 
 
 def encodes(encoding: Encoding, dtype: torch.dtype, whole_tiles: bool = True) -> bool:
-    """A kernel makes this encoding of values of a dtype, where kernels run; the reference makes what is left.
+    """A kernel makes this encoding of values of a dtype, where kernels run; the reference makes
+    what is left.
 
-    whole_tiles:  the first row begins a tile of the global tensor: rows that a rotation mixes are together.
+    whole_tiles:  the first row begins a tile of the global tensor: rows that a rotation mixes are
+                  together.
     """
     if dtype not in FLOATING or unsupported_reason(encoding.fmt) is not None:
         return False
@@ -109,11 +132,18 @@ def encodes(encoding: Encoding, dtype: torch.dtype, whole_tiles: bool = True) ->
 
 
 def supported(fmt: Format, device: torch.device) -> dict[str, str | None]:
-    """Operation -> why it does not run natively for this format on this device, None when it does."""
+    """Operation -> why it does not run natively for this format on this device, None when it
+    does."""
     reason = extension.runs_on(device) or unsupported_reason(fmt)
-    blackwell = "swizzled scales are for one-byte scales" if fmt.scale not in ("e8m0", "e4m3") else None
+    blackwell = (
+        "swizzled scales are for one-byte scales" if fmt.scale not in ("e8m0", "e4m3") else None
+    )
     return {
-        "quantize": reason, "statistics": reason, "dequantize": reason, "transpose": reason, "swizzle": reason or blackwell,
+        "quantize": reason,
+        "statistics": reason,
+        "dequantize": reason,
+        "transpose": reason,
+        "swizzle": reason or blackwell,
     }
 
 

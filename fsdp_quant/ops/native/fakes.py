@@ -35,7 +35,10 @@ def _fake_quantize(x, row, col, row_eps, col_eps, row0, round_to_bf16, *known):
     for side, columnwise in _sides(row, col):
         of = encoding_shapes(side, columnwise, x.shape, row0)
         amax, tensor_amax = (*known, *[None] * 8)[4 * columnwise : 4 * columnwise + 2]
-        made += [x.new_empty(of.data, dtype=torch.uint8), x.new_empty(of.scale, dtype=of.scale_dtype)]
+        made += [
+            x.new_empty(of.data, dtype=torch.uint8),
+            x.new_empty(of.scale, dtype=of.scale_dtype),
+        ]
         made += [_floats(x, 1)] if of.has_tensor_amax and tensor_amax is None else []
         made += [_floats(x, of.amax)] if of.has_amax and amax is None else []
     return made
@@ -60,20 +63,27 @@ def _fake_statistics(x, row, col, row0, round_to_bf16):
 
 def _fake_statistics_group(x, side, columnwise, row0, round_to_bf16):
     sides = (0, side) if columnwise else (side, 0)
-    return [t for one, start in zip(x, row0) for t in _fake_statistics(one, *sides, start, round_to_bf16)]
+    return [
+        t
+        for one, start in zip(x, row0)
+        for t in _fake_statistics(one, *sides, start, round_to_bf16)
+    ]
 
 
 def _fake_anchor_codes(data, scale, tensor_amax, side, columnwise, transposed, whole, cols, run=0):
     *matrices, rows, _ = data.shape
     run = OF_TENSOR if whole else run
     sizes = (cols, rows) if transposed else (rows, cols)
-    return data.new_empty((*matrices, *sizes)), _floats(data, (*matrices, *anchor_shape(rows, cols, columnwise, run)))
+    return data.new_empty((*matrices, *sizes)), _floats(
+        data, (*matrices, *anchor_shape(rows, cols, columnwise, run))
+    )
 
 
 def _fake_swizzle(scale, outer, outer_block, transposed):
     blocks = scale.shape[0 if transposed else 1]
     of_32 = SPREAD_BLOCKS * blocks if scale.dtype is torch.float32 else round_up(blocks, 4)
     return scale.new_empty(round_up(outer, TILE) * of_32, dtype=torch.uint8)
+
 
 FAKES = {
     "quantize": _fake_quantize,
@@ -85,30 +95,44 @@ FAKES = {
     "statistics_group": _fake_statistics_group,
     "cast_pieces": lambda *args: None,
     "cast_scales": lambda *args: None,
-    "dequantize": lambda data, scale, tensor_amax, side, columnwise, cols, row0, dtype: data.new_empty(
-        (data.shape[0], cols), dtype=dtype),
+    "dequantize": lambda data, scale, tensor_amax, side, columnwise, cols, row0, dtype: (
+        data.new_empty((data.shape[0], cols), dtype=dtype)
+    ),
     "random_key": lambda step, ids, slot, rows: step.new_empty(5),
     "random_key.after": lambda step, ids, slot, rows, after: step.new_empty(5),
     "record_amax": lambda amaxes, amax: None,
     "tensor_decode_scale": lambda tensor_amax, side: _floats(tensor_amax, tensor_amax.numel()),
-    "transpose_codes": lambda data, rows, cols, bits: data.new_empty((cols, ceil_div(rows, 2) if bits == 4 else rows)),
+    "transpose_codes": lambda data, rows, cols, bits: data.new_empty(
+        (cols, ceil_div(rows, 2) if bits == 4 else rows)
+    ),
     "swizzle_scales": _fake_swizzle,
     "anchor_group": lambda *args: None,
     "anchor_codes": _fake_anchor_codes,
     "relayout_group": lambda *args: None,
     "activation": lambda g, u, kind: (g.new_empty(g.shape), amaxes_like(g, 1)),
     "activation_backward": lambda dh, g, u, kind: (
-        g.new_empty(g.shape), g.new_empty(0 if u is None else g.shape), amaxes_like(g, 1 + (u is not None))),
+        g.new_empty(g.shape),
+        g.new_empty(0 if u is None else g.shape),
+        amaxes_like(g, 1 + (u is not None)),
+    ),
     "norm": lambda x, weight, bias, eps, centred, *rest: (
-        x.new_empty(x.shape), _floats(x, 1), _floats(x, x.numel() // x.shape[-1]),
-        _floats(x, x.numel() // x.shape[-1] if centred else 0)),
+        x.new_empty(x.shape),
+        _floats(x, 1),
+        _floats(x, x.numel() // x.shape[-1]),
+        _floats(x, x.numel() // x.shape[-1] if centred else 0),
+    ),
     "norm_backward": lambda dy, x, weight, residual, rstd, mean, zero_centered, rounds_first, has_bias: (
-        x.new_empty(x.shape), _floats(x, 1), x.new_empty(x.shape[-1]), x.new_empty(x.shape[-1] if has_bias else 0)),
+        x.new_empty(x.shape),
+        _floats(x, 1),
+        x.new_empty(x.shape[-1]),
+        x.new_empty(x.shape[-1] if has_bias else 0),
+    ),
     "adam": lambda *args: None,
     "adam_group": lambda *args: None,
     "adam_count": lambda step, *args: step[0].new_empty((len(step), 8)),
     "gemm": lambda a, b, a_scale, b_scale, a_kind, b_kind, out_dtype, *rest, **options: a.new_empty(
-        (a.shape[0], b.shape[0]), dtype=out_dtype),
+        (a.shape[0], b.shape[0]), dtype=out_dtype
+    ),
     "gemm_out": lambda *args, **options: None,
     "product_error": lambda *args: None,
     "grouped_gemm": lambda *args, **options: None,
@@ -120,13 +144,16 @@ def _flops(a: Sequence[int], b: Sequence[int], kind: int = 0) -> int:
     """Of rows a [M, K] by all of b's; kind: of 4-bit codes, K is twice the bytes."""
     return 2 * a[0] * prod(b) * (2 if kind & 7 == ELEMENTS["e2m1"] else 1)
 
+
 # Under `activation_memory_budget` partitioners recompute operators of libraries too, by these
 # counts, where they are told to include them: a gathered weight's GEMM may run again, so the
 # backward then gathers both directions.
 FLOPS = {
     "gemm": lambda a, b, a_scale, b_scale, kind, *rest, **options: _flops(a, b, kind),
     "gemm_out": lambda out, a, b, a_scale, b_scale, kind, *rest, **options: _flops(a, b, kind),
-    "grouped_gemm": lambda out, a, b, *rest, **options: _flops(a, b[1:]),  # a row by the weight of its group
+    "grouped_gemm": lambda out, a, b, *rest, **options: _flops(
+        a, b[1:]
+    ),  # a row by the weight of its group
     "grouped_gemm_wgrad": lambda out, a, b, *rest, **options: _flops(a, b),
 }
 if extension.is_loaded():

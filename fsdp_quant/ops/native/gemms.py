@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GEMMs, grouped GEMMs and what they lose to shared exponents. Mirrors csrc/api/gemm.cpp and parts.cpp."""
+"""GEMMs, grouped GEMMs and what they lose to shared exponents. Mirrors csrc/api/gemm.cpp and
+parts.cpp."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ from ..capability import ELEMENTS
 _ops = torch.ops.fsdp_quant
 
 
-_SCALINGS = {("fp32", (None, None)): 1, ("fp32", (1, None)): 2, ("fp32", (1, 128)): 3, ("fp32", (128, 128)): 4, ("fp32", (1, 512)): 7}
+_SCALINGS = {
+    ("fp32", (None, None)): 1,
+    ("fp32", (1, None)): 2,
+    ("fp32", (1, 128)): 3,
+    ("fp32", (128, 128)): 4,
+    ("fp32", (1, 512)): 7,
+}
 _BYTE_SCALINGS = {"e8m0": 5, "e4m3": 6}
 
 
@@ -25,11 +32,15 @@ def operand_code(fmt: Format) -> int:
     """A format as the operand of a product: element | scaling << 3."""
     if not fmt.is_quantized:
         return 0
-    return ELEMENTS[fmt.element.name] | (_BYTE_SCALINGS.get(fmt.scale) or _SCALINGS[fmt.scale, fmt.block]) << 3
+    return (
+        ELEMENTS[fmt.element.name]
+        | (_BYTE_SCALINGS.get(fmt.scale) or _SCALINGS[fmt.scale, fmt.block]) << 3
+    )
 
 
 class Operand(NamedTuple):
-    """What a product reads of one side: [outer, contraction] codes or 16-bit values, their scales, the format of both.
+    """What a product reads of one side: [outer, contraction] codes or 16-bit values, their scales,
+    the format of both.
 
     Values of a product of groups may have one fp32 scale a group.
     """
@@ -40,7 +51,8 @@ class Operand(NamedTuple):
 
 
 def _fitting(o: Operand, outer_multiple: int) -> Operand:
-    """Zeros behind the codes' rows and columns, where a product takes multiples; rows start at multiples of 16 bytes."""
+    """Zeros behind the codes' rows and columns, where a product takes multiples; rows start at
+    multiples of 16 bytes."""
     outer, width = o.data.shape
     pad_outer, pad_width = -outer % outer_multiple, -width % 16
     data, scale = o.data, o.scale
@@ -52,20 +64,28 @@ def _fitting(o: Operand, outer_multiple: int) -> Operand:
         if o.fmt.block[1] is None:
             scale = F.pad(scale, (0, pad_outer))
         else:
-            scale = F.pad(scale.view(-1, round_up(outer, 4))[:, :outer], (0, pad_outer)).contiguous()
+            scale = F.pad(
+                scale.view(-1, round_up(outer, 4))[:, :outer], (0, pad_outer)
+            ).contiguous()
     if scale is not None and scale.storage_offset() * scale.element_size() % 16:
         scale = scale.clone()
     return Operand(data, scale, o.fmt)
 
 
-def product_error(a: Operand, b: Operand, counted: tuple[int, int], step: Tensor, guard: Tensor, product: int) -> None:
-    """Adds to guard[product], of fp32 [3, 2], the estimate of `reference.product_error`, in one of `PROBED_STEPS`.
+def product_error(
+    a: Operand, b: Operand, counted: tuple[int, int], step: Tensor, guard: Tensor, product: int
+) -> None:
+    """Adds to guard[product], of fp32 [3, 2], the estimate of `reference.product_error`, in one of
+    `PROBED_STEPS`.
 
-    a, b:     codes of 8 bits, with fp32 scales of a tensor, of lines or of runs. counted: as of the reference.
+    a, b:     codes of 8 bits, with fp32 scales of a tensor, of lines or of runs. counted: as of the
+              reference.
     step:     int64 [5] (`context.STEP_FIELDS`).
     """
     codes = operand_code(a.fmt), operand_code(b.fmt)
-    _ops.product_error(a.data, b.data, a.scale, b.scale, *codes, packed_counts(counted), step, guard, product)
+    _ops.product_error(
+        a.data, b.data, a.scale, b.scale, *codes, packed_counts(counted), step, guard, product
+    )
 
 
 def packed_counts(counted: tuple[int, int]) -> int:
@@ -74,10 +94,16 @@ def packed_counts(counted: tuple[int, int]) -> int:
 
 
 def gemm(
-    a: Operand, b: Operand, out_dtype: torch.dtype, out: Tensor | None, accumulate: bool, bias: Tensor | None,
+    a: Operand,
+    b: Operand,
+    out_dtype: torch.dtype,
+    out: Tensor | None,
+    accumulate: bool,
+    bias: Tensor | None,
     alpha: Tensor | None,
 ) -> Tensor:
-    """alpha * a b^T + bias, or that added to `out`; partial sums of 8-bit codes are promoted to fp32."""
+    """alpha * a b^T + bias, or that added to `out`; partial sums of 8-bit codes are promoted to
+    fp32."""
     m, n, codes = a.data.shape[0], b.data.shape[0], a.fmt.is_quantized
     if codes:
         a, b = _fitting(a, 16 if a.fmt.block[1] == 128 else 1), _fitting(b, 16)
@@ -87,7 +113,9 @@ def gemm(
     ours = codes and a.fmt.block[1] == 512
     wide = ours and (out_dtype is torch.float16 or (accumulate and out_dtype is not torch.float32))
     later = None  # a bias that the product cannot add
-    if bias is not None and (not fits or wide or bias.dtype is not out_dtype or (codes and out_dtype is torch.float32)):
+    if bias is not None and (
+        not fits or wide or bias.dtype is not out_dtype or (codes and out_dtype is torch.float32)
+    ):
         bias, later = None, bias
     if bias is not None and bias.storage_offset() * bias.element_size() % 16:
         bias = bias.clone()
@@ -106,50 +134,89 @@ def gemm(
 
 
 def _grouped_operand_code(o: Operand) -> int:
-    return operand_code(o.fmt) or (_SCALINGS["fp32", (None, None)] << 3 if o.scale is not None else 0)
+    return operand_code(o.fmt) or (
+        _SCALINGS["fp32", (None, None)] << 3 if o.scale is not None else 0
+    )
 
 
 def grouped_gemm(
-    a: Operand, b: Operand, offsets: Tensor, out: Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16,
+    a: Operand,
+    b: Operand,
+    offsets: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
     flag: Tensor | None = None,
 ) -> Tensor:
-    """out[rows of e] = a[rows of e] b[e]^T, where group e has the rows from offsets[e] to offsets[e + 1].
+    """out[rows of e] = a[rows of e] b[e]^T, where group e has the rows from offsets[e] to offsets[e
+    + 1].
 
-    a:        [rows, K] codes; scales of the tensor ([1] or [E]), of rows or of 1x128, as of one operand of all rows. Or bf16
-              values, of none or of the tensor, as then are b's.
-    b:        [E, N, K] codes; scales of the tensor or of rows (one set, or one a group), of 1x128 or 128x128 (one a
-              group), stacked.
+    a:        [rows, K] codes; scales of the tensor ([1] or [E]), of rows or of 1x128, as of one
+              operand of all rows. Or bf16 values, of none or of the tensor, as then are b's.
+    b:        [E, N, K] codes; scales of the tensor or of rows (one set, or one a group), of 1x128
+              or 128x128 (one a group), stacked.
     offsets:  int32 [E + 1] on the device, E at most 1024; nothing on the host reads it.
-    out:      [rows, N] bf16 or fp32. Rows outside all groups are left alone; of a new one they are not set.
+    out:      [rows, N] bf16 or fp32. Rows outside all groups are left alone; of a new one they are
+              not set.
     flag:     int32 [1], becomes 1 where offsets decrease or leave [0, rows] and were clamped.
 
-    sm_90. Raises ValueError on shapes, dtypes and alignments, NotImplementedError on pairs that no kernel multiplies.
+    sm_90. Raises ValueError on shapes, dtypes and alignments, NotImplementedError on pairs that no
+    kernel multiplies.
     """
     if out is None:
         out = a.data.new_empty((a.data.shape[0], b.data.shape[1]), dtype=out_dtype)
-    _ops.grouped_gemm(out, a.data, b.data, a.scale, b.scale, offsets, _grouped_operand_code(a), _grouped_operand_code(b), flag)
+    _ops.grouped_gemm(
+        out,
+        a.data,
+        b.data,
+        a.scale,
+        b.scale,
+        offsets,
+        _grouped_operand_code(a),
+        _grouped_operand_code(b),
+        flag,
+    )
     return out
 
 
 def grouped_gemm_wgrad(
-    a: Operand, b: Operand, offsets: Tensor, out: Tensor | None = None, accumulate: bool = False,
-    out_dtype: torch.dtype = torch.bfloat16, flag: Tensor | None = None,
+    a: Operand,
+    b: Operand,
+    offsets: Tensor,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+    flag: Tensor | None = None,
 ) -> Tensor:
-    """out[e] (+)= a[:, tokens of e] b[:, tokens of e]^T, where group e has the tokens from offsets[e] to offsets[e + 1].
+    """out[e] (+)= a[:, tokens of e] b[:, tokens of e]^T, where group e has the tokens from
+    offsets[e] to offsets[e + 1].
 
-    a, b:     [M, tokens], [N, tokens] codes; scales of 1x128 (or b's of 128x128) over all tokens, of the tensor or of
-              rows (one set, or one a group, stacked).
-    offsets:  int32 [E + 1] on the device, E at most 1024, multiples of 128 (the last may be the number of tokens).
-    out:      [E, M, N] bf16 or fp32; accumulate: fp32. A group without tokens writes zeros, or adds nothing.
-    flag:     int32 [1], becomes 1 where offsets decrease, leave [0, tokens] or cut a 128, and were clamped.
+    a, b:     [M, tokens], [N, tokens] codes; scales of 1x128 (or b's of 128x128) over all tokens,
+              of the tensor or of rows (one set, or one a group, stacked).
+    offsets:  int32 [E + 1] on the device, E at most 1024, multiples of 128 (the last may be the
+              number of tokens).
+    out:      [E, M, N] bf16 or fp32; accumulate: fp32. A group without tokens writes zeros, or adds
+              nothing.
+    flag:     int32 [1], becomes 1 where offsets decrease, leave [0, tokens] or cut a 128, and were
+              clamped.
 
-    sm_90. Raises ValueError on shapes, dtypes and alignments, NotImplementedError on pairs that no kernel multiplies.
+    sm_90. Raises ValueError on shapes, dtypes and alignments, NotImplementedError on pairs that no
+    kernel multiplies.
     """
     if out is None:
         if accumulate:
             raise ValueError("grouped_gemm_wgrad(accumulate=True) adds to `out`, got out=None")
-        out = a.data.new_empty((offsets.shape[0] - 1, a.data.shape[0], b.data.shape[0]), dtype=out_dtype)
-    args = (a.data, b.data, a.scale, b.scale, offsets, _grouped_operand_code(a), _grouped_operand_code(b))
+        out = a.data.new_empty(
+            (offsets.shape[0] - 1, a.data.shape[0], b.data.shape[0]), dtype=out_dtype
+        )
+    args = (
+        a.data,
+        b.data,
+        a.scale,
+        b.scale,
+        offsets,
+        _grouped_operand_code(a),
+        _grouped_operand_code(b),
+    )
     _ops.grouped_gemm_wgrad(out, *args, accumulate, flag)
     return out
 
@@ -162,7 +229,8 @@ class TokenGroups(NamedTuple):
 
     @property
     def sources(self) -> Tensor:
-        """[tiles, 4], of every 128 rows of `padded`: the first token, how many there are, the group, the first of its rows."""
+        """[tiles, 4], of every 128 rows of `padded`: the first token, how many there are, the
+        group, the first of its rows."""
         return self.tables[: -2 * (self.groups + 1)].view(-1, 4)
 
     @property
@@ -175,13 +243,18 @@ class TokenGroups(NamedTuple):
         """[E + 1], its first row where groups begin at multiples of 128."""
         return self.tables[-(self.groups + 1) :]
 
+
 MOST_GROUPS = 1024
 
 
-def token_groups(ends: Tensor, tokens: int, wrong: Tensor | None = None, tag: int = 0) -> TokenGroups:
+def token_groups(
+    ends: Tensor, tokens: int, wrong: Tensor | None = None, tag: int = 0
+) -> TokenGroups:
     """Groups of `tokens` rows; nothing waits for the device.
 
-    ends:   int32 or int64 [E], the row behind each group's last: they do not decrease, and the last is `tokens`.
-    wrong:  int64 [1], on the device or pinned; becomes tag << 32 | tokens where ends were wrong, and clamped.
+    ends:   int32 or int64 [E], the row behind each group's last: they do not decrease, and the last
+            is `tokens`.
+    wrong:  int64 [1], on the device or pinned; becomes tag << 32 | tokens where ends were wrong,
+            and clamped.
     """
     return TokenGroups(_ops.token_groups(ends.contiguous(), tokens, wrong, tag), len(ends))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding, and codes brought into the layouts that GEMMs read. Mirrors csrc/api/layout.cpp and operands.cpp."""
+"""Decoding, and codes brought into the layouts that GEMMs read. Mirrors csrc/api/layout.cpp and
+operands.cpp."""
 
 from __future__ import annotations
 
@@ -18,12 +19,20 @@ _ops = torch.ops.fsdp_quant
 
 
 def dequantize(
-    data: Tensor, scale: Tensor | None, tensor_amax: Tensor | None, fmt: Format, direction: Direction, cols: int,
-    row0: int, dtype: torch.dtype,
+    data: Tensor,
+    scale: Tensor | None,
+    tensor_amax: Tensor | None,
+    fmt: Format,
+    direction: Direction,
+    cols: int,
+    row0: int,
+    dtype: torch.dtype,
 ) -> Tensor:
     """element * scale (* tensor scale) in fp32, rounded once to `dtype`: [rows, cols]."""
     side = pack_encoding(Encoding(fmt, direction))
-    return _ops.dequantize(data, scale, tensor_amax, side, direction is not ROWWISE, cols, row0, dtype)
+    return _ops.dequantize(
+        data, scale, tensor_amax, side, direction is not ROWWISE, cols, row0, dtype
+    )
 
 
 def tensor_decode_scale(tensor_amax: Tensor, fmt: Format) -> Tensor:
@@ -54,10 +63,14 @@ def _called(call: RecordedLaunch, calls: list[RecordedLaunch] | None) -> list[Te
 
 
 def multi_tensor_transpose(
-    data: Sequence[Tensor], shapes: Sequence[tuple[int, int]], bits: int, stacked: bool = False,
+    data: Sequence[Tensor],
+    shapes: Sequence[tuple[int, int]],
+    bits: int,
+    stacked: bool = False,
     calls: list[RecordedLaunch] | None = None,
 ) -> list[Tensor]:
-    """`transpose_codes` of each [rows, cols], in one launch; stacked: all of one shape, into slices of one buffer.
+    """`transpose_codes` of each [rows, cols], in one launch; stacked: all of one shape, into slices
+    of one buffer.
 
     calls:  takes the launch, which may be made again.
     """
@@ -68,7 +81,12 @@ def multi_tensor_transpose(
     else:
         out = [d.new_empty(size) for d, size in zip(data, sizes)]
     n, kind = len(data), TRANSPOSE_NIBBLES if bits == 4 else TRANSPOSE_BYTES
-    return _called(RecordedLaunch(_ops.relayout_group, (data, out, [kind] * n, rows, cols, [0] * n, [1] * n), out), calls)
+    return _called(
+        RecordedLaunch(
+            _ops.relayout_group, (data, out, [kind] * n, rows, cols, [0] * n, [1] * n), out
+        ),
+        calls,
+    )
 
 
 def transpose_stack(data: Tensor) -> Tensor:
@@ -76,56 +94,107 @@ def transpose_stack(data: Tensor) -> Tensor:
     n, rows, cols = data.shape
     out = data.new_empty(n, cols, rows)
     _ops.relayout_group(
-        list(data.unbind()), list(out.unbind()), [TRANSPOSE_BYTES] * n, [rows] * n, [cols] * n, [0] * n, [1] * n
+        list(data.unbind()),
+        list(out.unbind()),
+        [TRANSPOSE_BYTES] * n,
+        [rows] * n,
+        [cols] * n,
+        [0] * n,
+        [1] * n,
     )
     return out
 
 
 def transpose_tokens(data: Tensor, groups: TokenGroups) -> Tensor:
-    """Codes [tokens, cols] of 8 bits as [cols, rows of `groups.padded`]: zeros behind the tokens of a group; not set beyond."""
+    """Codes [tokens, cols] of 8 bits as [cols, rows of `groups.padded`]: zeros behind the tokens of
+    a group; not set beyond."""
     return _ops.transpose_tokens(data, *groups)
 
 
 def swizzle_scales(scale: Tensor, outer: int, outer_block: int, transposed: bool) -> Tensor:
     return _ops.swizzle_scales(scale, outer, outer_block, transposed)
 
+
 OF_TENSOR = -2  # the run of anchors of tensors
 
 
 def anchor_run(layout: str) -> int:
-    """What shares an anchor in this layout, as operators take it: elements of the contraction, 0 for all, or OF_TENSOR."""
+    """What shares an anchor in this layout, as operators take it: elements of the contraction, 0
+    for all, or OF_TENSOR."""
     return OF_TENSOR if layout == ANCHORED_TENSOR else ANCHOR_RUNS[layout] or 0
 
 
 def anchor_shape(rows: int, cols: int, columnwise: bool, run: int) -> tuple[int, ...]:
     """Of the scales of codes against anchors of a run."""
     lines, length = (cols, rows) if columnwise else (rows, cols)
-    return (1,) if run == OF_TENSOR else (lines,) if run == 0 else (ceil_div(length, run), round_up(lines, 4))
+    return (
+        (1,)
+        if run == OF_TENSOR
+        else (lines,)
+        if run == 0
+        else (ceil_div(length, run), round_up(lines, 4))
+    )
 
 
 def anchor_codes(
-    data: Tensor, scale: Tensor, tensor_amax: Tensor | None, cols: int, fmt: Format, direction: Direction, transposed: bool,
+    data: Tensor,
+    scale: Tensor,
+    tensor_amax: Tensor | None,
+    cols: int,
+    fmt: Format,
+    direction: Direction,
+    transposed: bool,
     run: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """`dispatch.anchor_codes` of a run (`anchor_run`); transposed: the codes as [cols, rows]. Against anchors of lines and
-    tensors also of e8m0 matrices [E, rows, row bytes]."""
+    """`dispatch.anchor_codes` of a run (`anchor_run`); transposed: the codes as [cols, rows].
+    Against anchors of lines and tensors also of e8m0 matrices [E, rows, row bytes]."""
     packed = pack_encoding(Encoding(fmt, direction))
     return _ops.anchor_codes(
-        data, scale, tensor_amax, packed, direction is not ROWWISE, transposed, run == OF_TENSOR, cols, max(run, 0)
+        data,
+        scale,
+        tensor_amax,
+        packed,
+        direction is not ROWWISE,
+        transposed,
+        run == OF_TENSOR,
+        cols,
+        max(run, 0),
     )
 
 
 def multi_tensor_anchor(
-    data: Sequence[Tensor], scale: Sequence[Tensor], tensor_amax: Sequence[Tensor | None], cols: Sequence[int], fmt: Format,
-    direction: Direction, transposed: bool, run: int = 0, calls: list[RecordedLaunch] | None = None,
+    data: Sequence[Tensor],
+    scale: Sequence[Tensor],
+    tensor_amax: Sequence[Tensor | None],
+    cols: Sequence[int],
+    fmt: Format,
+    direction: Direction,
+    transposed: bool,
+    run: int = 0,
+    calls: list[RecordedLaunch] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """`anchor_codes` of each, in one call, which `calls` takes: it may be made again."""
     columnwise = direction is not ROWWISE
     shapes = [(len(d), c) for d, c in zip(data, cols)]
     codes = [d.new_empty(shape[::-1] if transposed else shape) for d, shape in zip(data, shapes)]
-    lines = [d.new_empty(anchor_shape(*shape, columnwise, run), dtype=torch.float32) for d, shape in zip(data, shapes)]
+    lines = [
+        d.new_empty(anchor_shape(*shape, columnwise, run), dtype=torch.float32)
+        for d, shape in zip(data, shapes)
+    ]
     amaxes = [] if tensor_amax[0] is None else list(tensor_amax)
     packed = pack_encoding(Encoding(fmt, direction))
-    arguments = list(data), list(scale), amaxes, packed, columnwise, transposed, run == OF_TENSOR, list(cols), codes, lines, max(run, 0)
+    arguments = (
+        list(data),
+        list(scale),
+        amaxes,
+        packed,
+        columnwise,
+        transposed,
+        run == OF_TENSOR,
+        list(cols),
+        codes,
+        lines,
+        max(run, 0),
+    )
     _called(RecordedLaunch(_ops.anchor_group, arguments, codes + lines), calls)
     return list(zip(codes, lines))

@@ -16,13 +16,14 @@ WIDEST_NORM = 16384
 
 
 def _begins_at(x: Tensor) -> int:
-    """The first byte; in a graph that is being traced, from that of its memory, which allocators align."""
+    """The first byte; in a graph that is being traced, from that of its memory, which allocators
+    align."""
     return x.storage_offset() * x.element_size() if opaque.is_tracing() else x.data_ptr()
 
 
 def _aligned(x: Tensor | None) -> Tensor | None:
-    """x [.., cols], its rows at equal distances from multiples of 16 bytes: the operators' results are shaped like it, and
-    no views, which nobody could write in place."""
+    """x [.., cols], its rows at equal distances from multiples of 16 bytes: the operators' results
+    are shaped like it, and no views, which nobody could write in place."""
     if x is None:
         return None
     rows = x.reshape(-1, x.shape[-1])
@@ -33,15 +34,22 @@ def _aligned(x: Tensor | None) -> Tensor | None:
 
 def _line(x: Tensor | None) -> Tensor | None:
     """x [cols], which may be a piece of a larger buffer, from a multiple of 16 bytes."""
-    return x if x is None or (x.is_contiguous() and _begins_at(x) % 16 == 0) else x.clone(memory_format=torch.contiguous_format)
+    return (
+        x
+        if x is None or (x.is_contiguous() and _begins_at(x) % 16 == 0)
+        else x.clone(memory_format=torch.contiguous_format)
+    )
 
 
 def new_amaxes(like: Tensor, rows: int, cols: int, count: int) -> Tensor:
-    """fp32 [count, n], for `count` tensors [rows, cols]: the amax of all, of each row, and of each column over 512 rows.
+    """fp32 [count, n], for `count` tensors [rows, cols]: the amax of all, of each row, and of each
+    column over 512 rows.
 
     They begin at 0, 4, and 4 + rows rounded up to 4 (`AmaxesOf` of csrc/norm/norm.h).
     """
-    return like.new_empty((count, 4 + round_up(rows, 4) + ceil_div(rows, 512) * cols), dtype=torch.float32)
+    return like.new_empty(
+        (count, 4 + round_up(rows, 4) + ceil_div(rows, 512) * cols), dtype=torch.float32
+    )
 
 
 def amaxes_like(x: Tensor, count: int) -> Tensor:
@@ -55,12 +63,17 @@ def activation(g: Tensor, u: Tensor | None, kind: int) -> tuple[Tensor, Tensor]:
 
 
 def activate(
-    g: Tensor, u: Tensor | None, kind: int, grad_amaxes: Tensor | None = None, unmaterialized: bool = False, packed: bool = False
+    g: Tensor,
+    u: Tensor | None,
+    kind: int,
+    grad_amaxes: Tensor | None = None,
+    unmaterialized: bool = False,
+    packed: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Eager mode alone: h with its node of autograd, and its amaxes (`amaxes_like`, of one tensor).
 
     grad_amaxes:  where the backward writes those of the gradients.
-    deferred:     h has a shape, and no values, nor amaxes.
+    unmaterialized:  h has a shape, and no values, nor amaxes.
     packed:       g [.., 2 F] holds g and u, and its gradient theirs; u is None.
     """
     h, amaxes = _ops.activate(g, u, kind, grad_amaxes, unmaterialized, packed)
@@ -76,7 +89,13 @@ def activation_backward(
 
 
 def norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, zero_centered: bool, rounds_first: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    centred: bool,
+    zero_centered: bool,
+    rounds_first: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y, rstd, mean, amax."""
     given = _aligned(x.contiguous()), _line(weight), _line(bias)
@@ -85,8 +104,15 @@ def norm(
 
 
 def norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, residual: Tensor | None, rstd: Tensor, mean: Tensor, zero_centered: bool,
-    rounds_first: bool, has_bias: bool,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor | None,
+    rstd: Tensor,
+    mean: Tensor,
+    zero_centered: bool,
+    rounds_first: bool,
+    has_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """dx, dweight, dbias, amax of dx."""
     dy, values, residual = (t if t is None else _aligned(t.contiguous()) for t in (dy, x, residual))

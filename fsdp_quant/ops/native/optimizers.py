@@ -18,7 +18,8 @@ _ops = torch.ops.fsdp_quant
 
 
 def adam_takes(*tensors: Tensor | None) -> bool:
-    """`adam` can read and write these tensors of a parameter: fp32, bf16 and uint8 ones, contiguous, where kernels run."""
+    """`adam` can read and write these tensors of a parameter: fp32, bf16 and uint8 ones,
+    contiguous, where kernels run."""
     kinds = torch.float32, torch.bfloat16, torch.uint8
     return all(t is None or (runs(t) and t.is_contiguous() and t.dtype in kinds) for t in tensors)
 
@@ -26,8 +27,10 @@ def adam_takes(*tensors: Tensor | None) -> bool:
 class AdamStep(NamedTuple):
     """A step of parameters of one device, and of one dtype of gradients and one of moments.
 
-    master:         fp32, or remainders. first, second: moments, or their codes. row: of `scalars`, fp32 [rows, 8], for each parameter.
-    grad_scale:     fp32 [1]; gradients are divided by it. found_inf: fp32 [1]; not 0: nothing is changed.
+    master:         fp32, or remainders. first, second: moments, or their codes. row: of `scalars`,
+                    fp32 [rows, 8], for each parameter.
+    grad_scale:     fp32 [1]; gradients are divided by it. found_inf: fp32 [1]; not 0: nothing is
+                    changed.
     """
 
     master: Sequence[Tensor]
@@ -42,26 +45,38 @@ class AdamStep(NamedTuple):
     def on_device(self) -> AdamStep:
         """What all parameters read, where they are."""
         device = self.master[0].device
-        read = (None if t is None else t.to(device, torch.float32, non_blocking=True) for t in self[5:])
+        read = (
+            None if t is None else t.to(device, torch.float32, non_blocking=True) for t in self[5:]
+        )
         return AdamStep(*self[:5], *read)
 
 
 def adam(
-    step: AdamStep, rounded: Sequence[Tensor] = (), first_scale: Sequence[Tensor] = (), second_scale: Sequence[Tensor] = (),
+    step: AdamStep,
+    rounded: Sequence[Tensor] = (),
+    first_scale: Sequence[Tensor] = (),
+    second_scale: Sequence[Tensor] = (),
 ) -> None:
     """One step of many parameters in place, in one launch (csrc/optim/adam.cu).
 
-    rounded:  bf16 parameters that are their masters rounded, or that masters (uint8 [.., 2]) are remainders of: of all, or
-              of none.
-    first_scale, second_scale:  fp32 [rows, blocks], of moments that are codes (`compact.encode`): of all, or of none.
+    rounded:  bf16 parameters that are their masters rounded, or that masters (uint8 [.., 2]) are
+              remainders of: of all, or of none.
+    first_scale, second_scale:  fp32 [rows, blocks], of moments that are codes (`compact.encode`):
+                                of all, or of none.
     """
     master, grad, first, second, row, *read = step.on_device()
     _ops.adam(master, grad, first, second, rounded, first_scale, second_scale, row, *read)
-    torch.autograd.graph.increment_version([*master, *first, *second, *rounded, *first_scale, *second_scale])
+    torch.autograd.graph.increment_version(
+        [*master, *first, *second, *rounded, *first_scale, *second_scale]
+    )
 
 
 def _adam_group(
-    step: AdamStep, encodings: Sequence[Encoding], row0: Sequence[int], statistics: bool, out: list[Tensor]
+    step: AdamStep,
+    encodings: Sequence[Encoding],
+    row0: Sequence[int],
+    statistics: bool,
+    out: list[Tensor],
 ) -> None:
     call = call_of(tuple(encodings))
     _ops.adam_group(*step.on_device(), *call[:4], row0, statistics, out)
@@ -69,11 +84,16 @@ def _adam_group(
 
 
 def adam_codes(
-    step: AdamStep, encodings: Sequence[Encoding], row0: Sequence[int], into: Sequence[Sequence[tuple | None]]
+    step: AdamStep,
+    encodings: Sequence[Encoding],
+    row0: Sequence[int],
+    into: Sequence[Sequence[tuple | None]],
 ) -> list[list[tuple[Tensor, Tensor]]]:
-    """`adam` of masters [rows, cols], and (data, scale) of the new ones, rounded to bf16, in one launch.
+    """`adam` of masters [rows, cols], and (data, scale) of the new ones, rounded to bf16, in one
+    launch.
 
-    encodings:  one a direction, rowwise first: of 8 bits, with scales that need no pass over the tensor before.
+    encodings:  one a direction, rowwise first: of 8 bits, with scales that need no pass over the
+                tensor before.
     into:       for each master and encoding the buffers to write; None: new ones.
     """
     made = []
@@ -82,16 +102,23 @@ def adam_codes(
         for e, buffers in zip(encodings, given):
             if buffers is None:
                 of = encoding_shapes(pack_encoding(e), e.direction is not ROWWISE, x.shape, start)
-                buffers = x.new_empty(of.data, dtype=torch.uint8), x.new_empty(of.scale, dtype=of.scale_dtype)
+                buffers = (
+                    x.new_empty(of.data, dtype=torch.uint8),
+                    x.new_empty(of.scale, dtype=of.scale_dtype),
+                )
             made[-1].append(buffers)
     _adam_group(step, encodings, row0, False, [t for of in made for buffers in of for t in buffers])
     return made
 
 
 def adam_statistics(
-    step: AdamStep, encodings: Sequence[Encoding], row0: Sequence[int], blocks: Sequence[Sequence[bool]]
+    step: AdamStep,
+    encodings: Sequence[Encoding],
+    row0: Sequence[int],
+    blocks: Sequence[Sequence[bool]],
 ) -> list[list[tuple[Tensor | None, Tensor | None]]]:
-    """`adam` of masters [rows, cols], and (amax, tensor_amax or None) of the new ones, rounded to bf16, in one launch.
+    """`adam` of masters [rows, cols], and (amax, tensor_amax or None) of the new ones, rounded to
+    bf16, in one launch.
 
     encodings:  one a direction, rowwise first.
     blocks:     for each master and encoding, whether its amax is wanted; else it is None.
@@ -99,8 +126,13 @@ def adam_statistics(
     places, at = [], 0
     for x, start, wanted in zip(step.master, row0, blocks):
         for e, is_wanted in zip(encodings, wanted):
-            grid = encoding_shapes(pack_encoding(e), e.direction is not ROWWISE, x.shape, start).amax
-            for shape in ((grid if is_wanted else (0, 0)), *([(1, 1)] if e.fmt.tensor_scale else [])):
+            grid = encoding_shapes(
+                pack_encoding(e), e.direction is not ROWWISE, x.shape, start
+            ).amax
+            for shape in (
+                (grid if is_wanted else (0, 0)),
+                *([(1, 1)] if e.fmt.tensor_scale else []),
+            ):
                 places.append((shape, at))
                 at += round_up(prod(shape), 4)
     zeros = step.master[0].new_zeros(at)
@@ -117,15 +149,30 @@ def adam_statistics(
 
 
 def adam_count(
-    steps: Sequence[Tensor], found_inf: Tensor | None, lr: float | Tensor, beta1: float, beta2: float, eps: float,
-    decay: float, decoupled: bool,
+    steps: Sequence[Tensor],
+    found_inf: Tensor | None,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+    decoupled: bool,
 ) -> Tensor:
-    """Add 1 - found_inf to every fp32 [] of `steps`, and give the scalars of each (`fused_adam.SCALARS`): fp32 [steps, 8]."""
+    """Add 1 - found_inf to every fp32 [] of `steps`, and give the scalars of each
+    (`fused_adam.SCALARS`): fp32 [steps, 8]."""
     device = steps[0].device
     found_inf = None if found_inf is None else found_inf.to(device, torch.float32)
     on_device = lr.to(device, torch.float32) if isinstance(lr, Tensor) else None
     rows = _ops.adam_count(
-        steps, found_inf, on_device, 0.0 if on_device is not None else lr, beta1, beta2, eps, decay, decoupled
+        steps,
+        found_inf,
+        on_device,
+        0.0 if on_device is not None else lr,
+        beta1,
+        beta2,
+        eps,
+        decay,
+        decoupled,
     )
     torch.autograd.graph.increment_version(steps)
     return rows

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization of tensors, lists of tensors and pieces of flat buffers. Mirrors csrc/api/quantize*.cpp, pieces.cpp and anchored.cpp."""
+"""Quantization of tensors, lists of tensors and pieces of flat buffers. Mirrors
+csrc/api/quantize*.cpp, pieces.cpp and anchored.cpp."""
 
 from __future__ import annotations
 
@@ -30,24 +31,32 @@ class _Call(NamedTuple):
     col: int
     row_eps: float
     col_eps: float
-    places: tuple[int | None, int | None]  # index in the list of the rowwise and of the columnwise encoding
+    places: tuple[
+        int | None, int | None
+    ]  # index in the list of the rowwise and of the columnwise encoding
 
 
 @functools.cache
 def call_of(
-    encodings: tuple[Encoding, ...], transposed: tuple[bool, ...] | None = None, layouts: tuple[int, ...] | None = None
+    encodings: tuple[Encoding, ...],
+    transposed: tuple[bool, ...] | None = None,
+    layouts: tuple[int, ...] | None = None,
 ) -> _Call:
     row = col = 0
     eps, places = [0.0, 0.0], [None, None]
     for i, e in enumerate(encodings):
-        side = pack_encoding(e, transposed[i] if transposed else False, layouts[i] if layouts else COMPACT)
+        side = pack_encoding(
+            e, transposed[i] if transposed else False, layouts[i] if layouts else COMPACT
+        )
         d = int(e.direction is not ROWWISE)
         row, col = (side, col) if d == 0 else (row, side)
         eps[d], places[d] = e.eps, i
     return _Call(row, col, *eps, tuple(places))
 
 
-def statistics(x: Tensor, encodings: Sequence[Encoding], row0: int, round_to_bf16: bool) -> list[tuple]:
+def statistics(
+    x: Tensor, encodings: Sequence[Encoding], row0: int, round_to_bf16: bool
+) -> list[tuple]:
     """(amax, tensor_amax or None) of each encoding (one a direction), in one read of x."""
     call = call_of(tuple(encodings))
     made = iter(_ops.statistics(rows_of(x), call.row, call.col, row0, round_to_bf16))
@@ -64,11 +73,18 @@ def column_sums(x: Tensor) -> Tensor:
 
 
 def quantize(
-    x: Tensor, encodings: Sequence[Encoding], row0: int, round_to_bf16: bool,
-    stats: Sequence[tuple] | None, keys: Sequence[Tensor | None] | None, encs: Sequence[Tensor | None] | None,
-    transposed: Sequence[bool] | None = None, layout: int | Sequence[int] = COMPACT,
+    x: Tensor,
+    encodings: Sequence[Encoding],
+    row0: int,
+    round_to_bf16: bool,
+    stats: Sequence[tuple] | None,
+    keys: Sequence[Tensor | None] | None,
+    encs: Sequence[Tensor | None] | None,
+    transposed: Sequence[bool] | None = None,
+    layout: int | Sequence[int] = COMPACT,
 ) -> list[tuple]:
-    """(data, scale, tensor_amax or None, amax or None) of each encoding (one a direction), in one read of x.
+    """(data, scale, tensor_amax or None, amax or None) of each encoding (one a direction), in one
+    read of x.
 
     stats:       (amax, tensor_amax) an encoding, or None: taken from x.
     encs:        fp32 [1], delayed scaling; 0 where there is no history yet.
@@ -81,7 +97,9 @@ def quantize(
     for d, i in enumerate(call.places):
         if i is not None:
             known[4 * d : 4 * d + 4] = (
-                *(stats[i] if stats else (None, None)), encs[i] if encs else None, keys[i] if keys else None
+                *(stats[i] if stats else (None, None)),
+                encs[i] if encs else None,
+                keys[i] if keys else None,
             )
     made = iter(_ops.quantize(rows_of(x), *call[:4], row0, round_to_bf16, *known))
     results = [None] * len(encodings)
@@ -103,18 +121,28 @@ def takes_group(encoding: Encoding, dtype: torch.dtype, round_to_bf16: bool) -> 
     return plain and (round_to_bf16 or dtype is torch.bfloat16) and encodes(encoding, dtype)
 
 
-def multi_tensor_amax(x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], round_to_bf16: bool) -> list[tuple]:
+def multi_tensor_amax(
+    x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], round_to_bf16: bool
+) -> list[tuple]:
     """(amax, tensor_amax or None) of each tensor, in one launch."""
     rows = [rows_of(one) for one in x]
-    made = iter(_ops.statistics_group(rows, pack_encoding(encoding), encoding.direction is not ROWWISE, row0, round_to_bf16))
+    made = iter(
+        _ops.statistics_group(
+            rows, pack_encoding(encoding), encoding.direction is not ROWWISE, row0, round_to_bf16
+        )
+    )
     return [(next(made), next(made) if encoding.fmt.tensor_scale else None) for _ in x]
 
 
 @functools.lru_cache(maxsize=1024)
-def _staged(encoding: Encoding, shapes: tuple[tuple[int, int], ...], row0: tuple[int, ...]) -> tuple:
-    """(bytes, where data and scales of each tensor begin, ((shape, strides, offset) of its data, of its scales)).
+def _staged(
+    encoding: Encoding, shapes: tuple[tuple[int, int], ...], row0: tuple[int, ...]
+) -> tuple:
+    """(bytes, where data and scales of each tensor begin, ((shape, strides, offset) of its data, of
+    its scales)).
 
-    Data of all tensors, then scales of all: those of the matrices of a packed weight lie one behind the other.
+    Data of all tensors, then scales of all: those of the matrices of a packed weight lie one behind
+    the other.
     """
     side, columnwise = pack_encoding(encoding), encoding.direction is not ROWWISE
     of = [encoding_shapes(side, columnwise, shape, start) for shape, start in zip(shapes, row0)]
@@ -129,16 +157,24 @@ def _staged(encoding: Encoding, shapes: tuple[tuple[int, int], ...], row0: tuple
 
 
 class RecordedEncode:
-    """One launch that encodes each of a list of tensors into slices of one buffer, and may be made again of other values.
+    """One launch that encodes each of a list of tensors into slices of one buffer, and may be made
+    again of other values.
 
-    made:     (data, scale, tensor_amax, amax) of each: views of the buffer, and what of `stats` went into them.
+    made:     (data, scale, tensor_amax, amax) of each: views of the buffer, and what of `stats`
+              went into them.
 
     Arguments as of `multi_tensor_quantize`. stats: None: taken of the values, in each call.
     """
 
     def __init__(
-        self, x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], round_to_bf16: bool,
-        stats: Sequence[tuple | None] | None, encs: Sequence[Tensor | None] = (), records: Sequence[Tensor | None] = (),
+        self,
+        x: Sequence[Tensor],
+        encoding: Encoding,
+        row0: Sequence[int],
+        round_to_bf16: bool,
+        stats: Sequence[tuple | None] | None,
+        encs: Sequence[Tensor | None] = (),
+        records: Sequence[Tensor | None] = (),
     ):
         self._measured = None if stats is not None else (encoding, row0, round_to_bf16)
         if stats is None:
@@ -151,7 +187,8 @@ class RecordedEncode:
         self._last = self._staging, *places, round_to_bf16
         of_scales = self._staging.view(scale_dtype)
         self.made = [
-            (self._staging.as_strided(*data), of_scales.as_strided(*scale), *of) for (data, scale), of in zip(views, known)
+            (self._staging.as_strided(*data), of_scales.as_strided(*scale), *of)
+            for (data, scale), of in zip(views, known)
         ]
         self._write(x)
 
@@ -162,7 +199,9 @@ class RecordedEncode:
     def __call__(self, x: Sequence[Tensor]) -> None:
         if self._measured is not None:
             encoding, row0, _ = self._measured
-            self._first, _ = _group_arguments(x, encoding, row0, multi_tensor_amax(x, *self._measured), (), ())
+            self._first, _ = _group_arguments(
+                x, encoding, row0, multi_tensor_amax(x, *self._measured), (), ()
+            )
         self._write(x)
 
     def _write(self, x: Sequence[Tensor]) -> None:
@@ -177,7 +216,11 @@ class RecordedEncode:
 
 
 def _group_arguments(
-    x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], stats: Sequence[tuple | None], encs: Sequence[Tensor | None],
+    x: Sequence[Tensor],
+    encoding: Encoding,
+    row0: Sequence[int],
+    stats: Sequence[tuple | None],
+    encs: Sequence[Tensor | None],
     records: Sequence[Tensor | None],
 ) -> tuple[tuple, list[tuple]]:
     """(arguments of the operators behind x, (tensor_amax, amax) of each as they are kept)."""
@@ -185,19 +228,37 @@ def _group_arguments(
     kept = amaxes if encoding.fmt.scale_leaves_contraction else [None] * len(amaxes)
     histories = [], []
     if any(enc is not None for enc in encs):
-        histories = encs, [x[0].new_empty(0, dtype=torch.float32) if r is None else r for r in records]
+        histories = (
+            encs,
+            [x[0].new_empty(0, dtype=torch.float32) if r is None else r for r in records],
+        )
     columnwise = encoding.direction is not ROWWISE
-    return (pack_encoding(encoding), columnwise, encoding.eps, row0, amaxes, tensor_amaxes, *histories), list(zip(tensor_amaxes, kept))
+    return (
+        pack_encoding(encoding),
+        columnwise,
+        encoding.eps,
+        row0,
+        amaxes,
+        tensor_amaxes,
+        *histories,
+    ), list(zip(tensor_amaxes, kept))
 
 
 def multi_tensor_quantize(
-    x: Sequence[Tensor], encoding: Encoding, row0: Sequence[int], round_to_bf16: bool, stats: Sequence[tuple | None] | None,
-    into: Sequence[tuple[Tensor, Tensor]] | None = None, encs: Sequence[Tensor | None] = (),
-    records: Sequence[Tensor | None] = (), calls: list[RecordedEncode] | None = None,
+    x: Sequence[Tensor],
+    encoding: Encoding,
+    row0: Sequence[int],
+    round_to_bf16: bool,
+    stats: Sequence[tuple | None] | None,
+    into: Sequence[tuple[Tensor, Tensor]] | None = None,
+    encs: Sequence[Tensor | None] = (),
+    records: Sequence[Tensor | None] = (),
+    calls: list[RecordedEncode] | None = None,
 ) -> list[tuple]:
     """`quantize` of each tensor, in one launch, into slices of one buffer.
 
-    stats:  (amax, tensor_amax) a tensor; where some scale spans more than a tile, None of them is None. None: see `RecordedEncode`.
+    stats:  (amax, tensor_amax) a tensor; where some scale spans more than a tile, None of them is
+            None. None: see `RecordedEncode`.
     into:   (data, scale) of each, to be written instead.
     encs, records:  see `dispatch.multi_tensor_encode`.
     calls:  takes the launch, where there is a buffer.
@@ -205,7 +266,9 @@ def multi_tensor_quantize(
     if into is not None:
         stats = multi_tensor_amax(x, encoding, row0, round_to_bf16) if stats is None else stats
         arguments, known = _group_arguments(x, encoding, row0, stats, encs, records)
-        _ops.quantize_group_out([rows_of(one) for one in x], *arguments, *map(list, zip(*into)), round_to_bf16)
+        _ops.quantize_group_out(
+            [rows_of(one) for one in x], *arguments, *map(list, zip(*into)), round_to_bf16
+        )
         return [(*one, *of) for one, of in zip(into, known)]
     call = RecordedEncode(x, encoding, row0, round_to_bf16, stats, encs, records)
     if calls is not None:
@@ -214,7 +277,8 @@ def multi_tensor_quantize(
 
 
 def why_not_pieces(encoding: Encoding, dtype: torch.dtype | None, cols: int) -> str | None:
-    """Why no kernel encodes pieces of a tensor of this many columns so, seen in a dtype; None when one does."""
+    """Why no kernel encodes pieces of a tensor of this many columns so, seen in a dtype; None when
+    one does."""
     if encoding.fmt.is_quantized and dtype is not torch.bfloat16:
         return f"quantizers see {dtype or 'the dtype of the masters'}, not bfloat16"
     if not encoding.fmt.is_quantized:
@@ -229,35 +293,54 @@ def why_not_pieces(encoding: Encoding, dtype: torch.dtype | None, cols: int) -> 
 
 
 def cast_pieces(
-    pieces: Tensor, tiles: Tensor, row: Encoding | None, col: Encoding | None, second: bool, skip: Tensor | None
+    pieces: Tensor,
+    tiles: Tensor,
+    row: Encoding | None,
+    col: Encoding | None,
+    second: bool,
+    skip: Tensor | None,
 ) -> None:
-    """Amaxes and codes of tiles of pieces; `parallel.cast_plan` makes the tables. skip: bool [1], read on the device."""
+    """Amaxes and codes of tiles of pieces; `parallel.cast_plan` makes the tables. skip: bool [1],
+    read on the device."""
     sides = [0 if e is None else pack_encoding(e) for e in (row, col)]
     eps = [0.0 if e is None else e.eps for e in (row, col)]
     _ops.cast_pieces(pieces, tiles, *sides, *eps, second, skip)
 
 
-def cast_scales(runs: Tensor, chunks: Tensor, encodings: Sequence[Encoding], skip: Tensor | None) -> None:
-    """Scales of collected amaxes, and values in another dtype, a run each; `parallel.cast_plan` makes the tables.
+def cast_scales(
+    runs: Tensor, chunks: Tensor, encodings: Sequence[Encoding], skip: Tensor | None
+) -> None:
+    """Scales of collected amaxes, and values in another dtype, a run each; `parallel.cast_plan`
+    makes the tables.
 
     encodings:  that runs name by their index, SCALE_SIDES at most.
     """
-    _ops.cast_scales(runs, chunks, [pack_encoding(e) for e in encodings], [e.eps for e in encodings], skip)
+    _ops.cast_scales(
+        runs, chunks, [pack_encoding(e) for e in encodings], [e.eps for e in encodings], skip
+    )
 
 
 def quantize_anchored(
-    x: Tensor, encodings: Sequence[Encoding], anchor_runs: Sequence[int | None], round_to_bf16: bool = False,
-    transposed: Sequence[bool] | None = None, amaxes: Sequence[Tensor | None] | None = None,
+    x: Tensor,
+    encodings: Sequence[Encoding],
+    anchor_runs: Sequence[int | None],
+    round_to_bf16: bool = False,
+    transposed: Sequence[bool] | None = None,
+    amaxes: Sequence[Tensor | None] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """(codes, fp32 scales) of each e8m0 encoding; see `reference.anchored`, and of OF_TENSOR `reference.anchored_codes`.
+    """(codes, fp32 scales) of each e8m0 encoding; see `reference.anchored`, and of OF_TENSOR
+    `reference.anchored_codes`.
 
     anchor_runs: of each (`anchor_run`); None: 0.
     transposed:  codes of a columnwise side as [cols, rows].
-    amaxes:      fp32, of the runs of each encoding, that other ranks or another direction have; None: of x.
+    amaxes:      fp32, of the runs of each encoding, that other ranks or another direction have;
+                 None: of x.
     """
     call = call_of(tuple(encodings), tuple(transposed) if transposed else None)
     runs = [0 if i is None else anchor_runs[i] or 0 for i in call.places]
     known = [None if i is None or amaxes is None else amaxes[i] for i in call.places]
-    made = iter(_ops.quantize_anchored(rows_of(x), call.row, call.col, *runs, *known, round_to_bf16))
+    made = iter(
+        _ops.quantize_anchored(rows_of(x), call.row, call.col, *runs, *known, round_to_bf16)
+    )
     results = {i: (next(made), next(made)) for i in call.places if i is not None}
     return [results[i] for i in range(len(encodings))]

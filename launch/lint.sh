@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Check that the sources are linted and formatted: bash launch/lint.sh [--fix]
+set -euo pipefail
+
+# shellcheck source=launch/setup.sh
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+prepare_environment lint
+cd "$ROOT"
+if [[ "${1:-}" == --fix ]]; then
+    "$PYTHON" -m ruff check --quiet --fix .
+    exec "$PYTHON" -m ruff format --quiet .
+fi
+"$PYTHON" -m ruff check --quiet .
+exec "$PYTHON" -m ruff format --quiet --check .
