@@ -703,7 +703,7 @@ def skip_step() -> None:
 
     >>> layer = fq.Linear(64, 32, recipe=fq.recipes.fp8_delayed())
     >>> layer(torch.ones(2, 64)).sum().backward()
-    >>> fq.skip_step()                                        # a GradScaler left the optimizer's step out
+    >>> fq.skip_step()         # a GradScaler left the optimizer's step out
     """
     for history in AmaxHistory.live:
         history.drop()

@@ -78,7 +78,7 @@ class Storage:
     Invariant: a storage that travels or rests is compact, and nothing else is needed to decode.
 
     >>> storage = fq.Quantizer("nvfp4").quantize(torch.randn(32, 64)).rowwise
-    >>> storage.data.shape, storage.scale.shape               # two codes per byte; a scale per 16 elements
+    >>> storage.data.shape, storage.scale.shape  # two codes per byte; a scale per 16 elements
     (torch.Size([32, 32]), torch.Size([32, 4]))
     """
 

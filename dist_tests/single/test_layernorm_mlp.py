@@ -18,7 +18,7 @@ from dist_tests.laws import assert_same_bytes, kept_step, recorded_saves, values
 from dist_tests.single import hopper
 from fsdp_quant import recipes
 from fsdp_quant.context import STEP
-from fsdp_quant.modules.linear_op import Handed, Source
+from fsdp_quant.modules.linear_op import GatedInput, Handed
 from fsdp_quant.modules.norm_op import activate, normalize
 from fsdp_quant.ops import norm
 from fsdp_quant.ops.norm import ACTIVATIONS, NormSpec
@@ -580,7 +580,7 @@ def test_who_looks_at_the_last_layer_sees_its_input():
         assert operators.count("activation") == 2
         odd = seen[0].flatten(0, -2)[:15]
         with pytest.raises(ValueError, match="input of this layer was not made"):
-            fused.down_proj(odd, Handed(source=Source(odd, odd, 2)))
+            fused.down_proj(odd, Handed(source=GatedInput(odd, odd, 2)))
 
 
 def test_a_kernels_result_is_written_in_place_as_torchs_is():

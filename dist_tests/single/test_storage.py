@@ -18,7 +18,7 @@ from fsdp_quant.formats import COLUMNWISE, FORMATS, ROWWISE, Direction
 from fsdp_quant.ops import layout
 from fsdp_quant.ops.capability import ARCHITECTURES, anchors
 from fsdp_quant.quantizer import Quantizer
-from fsdp_quant.storage import Placement, Storage, laid_out
+from fsdp_quant.storage import Placement, Storage, to_gemm_operands
 
 WITH_RHT = {**QUANTIZERS, "nvfp4_rht": Quantizer("nvfp4", rotation=True)}
 ARCHS = tuple(ARCHITECTURES)
@@ -422,7 +422,7 @@ def test_spread_scales_are_those_of_mxfp8_and_the_same_numbers(
             storage.dtype,
         ).decode()
         assert_same_bytes(as_mx if direction is ROWWISE else as_mx.t(), storage.decode(), what)
-        (grouped,) = laid_out([(storage, layout.SPREAD)], calls=[])
+        (grouped,) = to_gemm_operands([(storage, layout.SPREAD)], calls=[])
         assert_same_bytes(grouped.data, made.data, what)
         with pytest.raises(ValueError, match="scale of"):
             replace(made, scale=made.scale[:-1]).check()
@@ -445,7 +445,7 @@ def test_scales_are_laid_out_again(name: str, direction: Direction, arch: str, m
     read behind them."""
     monkeypatch.setattr(storage_module, "arch_of", lambda device: arch)
     storage, calls = WITH_RHT[name].storage(values(256, 640), direction), []
-    (made,) = laid_out([(storage, layout.NATIVE)], calls=calls)
+    (made,) = to_gemm_operands([(storage, layout.NATIVE)], calls=calls)
     fmt, in_tiles = storage.fmt, storage.fmt.scale != "fp32" and arch == "sm_100f"
     if in_tiles or not fmt.is_quantized or fmt.scale_leaves_contraction:
         assert not calls, "there is no copy"

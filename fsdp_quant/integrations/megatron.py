@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from .. import recipe as recipes
 from ..context import current_autocast
 from ..modules.grouped_linear import EXPERT, GroupedLinear, expert, finish_experts
-from ..modules.linear import Linear, apply_recipe, place
+from ..modules.linear import Linear, apply_recipe, attach_runtime
 from ..modules.linear_op import linear
 from ..parallel.linear import TensorParallel, multiply_shared
 from ..recipe import Recipe, as_recipe, identity
@@ -401,7 +401,7 @@ class _ParallelLinear(Linear):
             self.parallel = self._axis(group)
             self._weight_state.tensor_group, self._weight_state.tensor_dim = group, self._dim
         self._weight_proxy = WeightProxy(self._weight_state)
-        place(self)
+        attach_runtime(self)
         self.register_load_state_dict_pre_hook(_without_extra_state)
 
     def _axis(self, group: dist.ProcessGroup) -> TensorParallel:

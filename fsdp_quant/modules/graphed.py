@@ -65,7 +65,7 @@ def graphed(
     ...     optimizer.step()
     ...     optimizer.zero_grad()
     ...     return loss.detach()
-    >>> step = fq.graphed(step, model, optimizer)             # on a CPU its steps stay eager, with a warning
+    >>> step = fq.graphed(step, model, optimizer)  # on a CPU its steps stay eager, with a warning
     >>> loss = step(torch.ones(2, 64))
     """
     if warmup < 1:

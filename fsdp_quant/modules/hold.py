@@ -39,8 +39,7 @@ def hold(model: nn.Module) -> Iterator[None]:
 
     >>> model, x = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8"), torch.ones(2, 64)
     >>> with fq.hold(model):
-    ...     for _ in range(4):                                # micro-batches: the weight is
-    quantized once
+    ...     for _ in range(4):  # micro-batches: the weight is quantized once
     ...         model(x).sum().backward()
     """
     states = _states_of(model)

@@ -256,7 +256,7 @@ def load_state_dict(model: nn.Module, state: dict, allow_recipe_change: bool = F
 
     >>> model = fq.convert(nn.Sequential(nn.Linear(64, 32)), "mxfp8")
     >>> state = fq.state_dict(model)
-    >>> fq.load_state_dict(model, state)                      # after the weights: it compares their codes
+    >>> fq.load_state_dict(model, state)  # after the weights: it compares their codes
     """
     checked = error = None
     try:
